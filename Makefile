@@ -1,0 +1,38 @@
+# Everything a contributor or a new user runs. `make help` lists the targets.
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help setup up test check format clean
+
+help: ## List the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+setup: $(STAMP) ## Create .venv and install the pinned dependencies
+
+$(STAMP): pyproject.toml constraints.txt ops/setup.sh
+	@PYTHON=$(PYTHON) VENV=$(VENV) bash ops/setup.sh
+	@touch $@
+
+up: $(STAMP) ## Run a fleet in three cities on this machine (ONESHOT=1: chat once, then exit)
+	@exec $(BIN)/python -m ops.fleet $(if $(ONESHOT),--oneshot,)
+
+test: check ## Run every check and every test
+	$(BIN)/pytest tests/integration tests/system tests/chaos
+
+check: $(STAMP) ## Format, lint, import contracts, types, unit and style tests
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/mypy
+	$(BIN)/pytest -q tests/unit tests/test_style.py
+
+format: $(STAMP) ## Rewrite the code in the project's format
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean: ## Remove the virtual environment and all local state
+	rm -rf $(VENV) .state .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,1 @@
+"""What the three services share: what they say to one another, and what each is made of."""

@@ -1,0 +1,1 @@
+"""`isochrone`, the operator's command: a client of the admin API."""

@@ -1,0 +1,1 @@
+"""What each service is made of: config, duties, logs, metrics, identity, the guarded HTTP door."""

@@ -1,0 +1,1 @@
+"""What is said between the services: frozen structs, codec, error codes, ids. Pure."""

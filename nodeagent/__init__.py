@@ -1,0 +1,1 @@
+"""One server: makes what runs become what is assigned."""

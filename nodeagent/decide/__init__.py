@@ -1,0 +1,1 @@
+"""Pure decisions of one node: a replica's life, reconciliation, eviction."""

@@ -1,0 +1,1 @@
+"""One file an engine: how it is started, asked and watched."""

@@ -1,0 +1,1 @@
+"""The embedded PyTorch engine: a process of its own, knows the wire, never the agent."""

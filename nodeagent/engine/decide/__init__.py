@@ -1,0 +1,1 @@
+"""Sequences, KV blocks and batching as plain values. No tensor, no clock."""

@@ -1,0 +1,1 @@
+"""The small modules a model is made of."""

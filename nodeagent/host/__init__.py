@@ -1,0 +1,1 @@
+"""The machine itself: devices, weights, engine processes, the ledger on disk."""

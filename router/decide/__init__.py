@@ -1,0 +1,1 @@
+"""Pure choice: who is admitted and which replica answers."""

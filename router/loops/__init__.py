@@ -1,0 +1,1 @@
+"""Duties: follow routes, probe round trips, ship usage."""

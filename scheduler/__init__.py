@@ -1,0 +1,1 @@
+"""The centre: decides where replicas live and remembers it in Postgres."""

@@ -1,0 +1,1 @@
+"""Being asked: decode, one call, encode. Admin, agents and routers each have a file."""

@@ -1,0 +1,1 @@
+"""Pure decisions over one frozen picture of the fleet. Nothing here awaits or asks a clock."""

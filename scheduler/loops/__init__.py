@@ -1,0 +1,1 @@
+"""Duties: one a file, no input, each turn answers with counts."""
