@@ -1,0 +1,68 @@
+"""Scheduler to node: everything one node should run, whole and numbered."""
+
+from enum import StrEnum
+
+import msgspec
+
+from isochrone.wire.ids import (
+    ClusterId,
+    DeploymentId,
+    DeviceId,
+    Epoch,
+    Generation,
+    ModelId,
+    NodeId,
+    ReplicaId,
+)
+from isochrone.wire.model import Artifact, EngineSettings
+
+
+class Role(StrEnum):
+    """Which phases a replica runs."""
+
+    UNIFIED = "unified"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """One replica this node should run: which weights, on which devices, with which engine.
+
+    `memory_bytes` is what it may take of each of its devices.
+    """
+
+    replica_id: ReplicaId
+    deployment_id: DeploymentId
+    version: int
+    name: str
+    model_id: ModelId
+    artifact: Artifact
+    context_tokens: int
+    engine: EngineSettings
+    device_ids: tuple[DeviceId, ...]
+    memory_bytes: int
+    role: Role = Role.UNIFIED
+
+
+class Tombstone(msgspec.Struct, frozen=True, kw_only=True):
+    """The order to end a replica, and the only thing that does.
+
+    A replica merely absent from an assignment goes on: an empty or restored database then cannot
+    stop a healthy fleet. `generation` is the one in which the ending was decided.
+    """
+
+    replica_id: ReplicaId
+    generation: Generation
+    reason: str
+    drain_timeout_s: float = 30.0
+
+
+class Assignment(msgspec.Struct, frozen=True, kw_only=True, tag="assignment"):
+    """One node's part of the plan; of an older generation or epoch or another cluster: refused."""
+
+    cluster_id: ClusterId
+    node_id: NodeId
+    generation: Generation
+    epoch: Epoch
+    replicas: tuple[ReplicaSpec, ...] = ()
+    tombstones: tuple[Tombstone, ...] = ()

@@ -1,0 +1,80 @@
+"""Every error a caller can meet: its code, its HTTP status, and whether another try may help.
+
+Each public surface encodes these in its own shape; the meaning is fixed here once. Numbers are
+those of Workers AI where it documents one for the same meaning.
+"""
+
+from enum import StrEnum
+from typing import Final, NamedTuple
+
+
+class ErrorCode(StrEnum):
+    """What went wrong, for the program that reads the answer."""
+
+    INVALID_REQUEST = "invalid_request"
+    CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
+    INVALID_KEY = "invalid_api_key"
+    FORBIDDEN = "forbidden"
+    NOT_FOUND = "not_found"
+    MODEL_NOT_FOUND = "model_not_found"
+    METHOD_NOT_ALLOWED = "method_not_allowed"
+    REQUEST_TIMEOUT = "request_timeout"
+    CONFLICT = "conflict"
+    PRECONDITION_FAILED = "precondition_failed"
+    TOO_LARGE = "request_too_large"
+    RATE_LIMITED = "rate_limit_exceeded"
+    OUT_OF_CAPACITY = "out_of_capacity"
+    INTERNAL = "internal_error"
+    UPSTREAM = "upstream_error"
+    UNAVAILABLE = "unavailable"
+
+
+class Meaning(NamedTuple):
+    """What a code means on the wire: HTTP status, Workers AI number, and if a retry may help."""
+
+    status: int
+    number: int
+    retryable: bool
+
+
+MEANINGS: Final[dict[ErrorCode, Meaning]] = {
+    ErrorCode.INVALID_REQUEST: Meaning(400, 5006, False),
+    ErrorCode.CONTEXT_LENGTH_EXCEEDED: Meaning(400, 5006, False),
+    ErrorCode.INVALID_KEY: Meaning(401, 10000, False),
+    ErrorCode.FORBIDDEN: Meaning(403, 3041, False),
+    ErrorCode.NOT_FOUND: Meaning(404, 7003, False),
+    ErrorCode.MODEL_NOT_FOUND: Meaning(404, 3042, False),
+    ErrorCode.METHOD_NOT_ALLOWED: Meaning(405, 10405, False),
+    ErrorCode.REQUEST_TIMEOUT: Meaning(408, 3007, True),
+    ErrorCode.CONFLICT: Meaning(409, 10409, False),
+    ErrorCode.PRECONDITION_FAILED: Meaning(412, 10412, False),
+    ErrorCode.TOO_LARGE: Meaning(413, 3006, False),
+    ErrorCode.RATE_LIMITED: Meaning(429, 3036, True),
+    ErrorCode.OUT_OF_CAPACITY: Meaning(429, 3040, True),
+    ErrorCode.INTERNAL: Meaning(500, 10500, True),
+    ErrorCode.UPSTREAM: Meaning(502, 10502, True),
+    ErrorCode.UNAVAILABLE: Meaning(503, 10503, True),
+}
+
+
+class ApiError(Exception):
+    """An answer that is an error. Raised anywhere below a door, encoded only at the door."""
+
+    def __init__(
+        self,
+        code: ErrorCode,
+        message: str,
+        *,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.param = param
+        self.retry_after_s = retry_after_s
+
+    @property
+    def meaning(self) -> Meaning:
+        """The status, number and retryability of this error's code."""
+        return MEANINGS[self.code]

@@ -1,0 +1,68 @@
+"""The HTTP headers between client, router and node, and the load that each answer carries back."""
+
+from typing import Final
+
+import msgspec
+
+# Client to router.
+SESSION_AFFINITY: Final = "x-session-affinity"
+REQUEST_ID: Final = "x-request-id"
+
+# Router to client.
+POP: Final = "x-isochrone-pop"
+NODE: Final = "x-isochrone-node"
+WHY: Final = "x-isochrone-why"
+
+# Router to node.
+REPLICA: Final = "x-isochrone-replica"
+CACHE_SALT: Final = "x-isochrone-cache-salt"
+TOKENS: Final = "x-isochrone-tokens"
+DEADLINE_MS: Final = "x-isochrone-deadline-ms"
+
+# Node to router.
+LOAD: Final = "x-isochrone-load"
+REFUSED: Final = "x-isochrone-refused"
+
+
+class Load(msgspec.Struct, frozen=True):
+    """A replica's load as told with each answer: tokens in flight and requests, by phase."""
+
+    prefill_tokens: int
+    decode_tokens: int
+    running: int
+    waiting: int
+
+
+def format_load(load: Load) -> str:
+    """Write `load` as a header value: `p=120;d=64;r=2;w=0`."""
+    return f"p={load.prefill_tokens};d={load.decode_tokens};r={load.running};w={load.waiting}"
+
+
+def parse_load(value: str) -> Load | None:
+    """Read a header value; None where it is not one of ours, for the answer matters more."""
+    fields: dict[str, int] = {}
+    for part in value.split(";", 8)[:8]:
+        name, equals, number = part.partition("=")
+        if not equals or not number.isascii() or not number.isdigit() or len(number) > 15:
+            return None
+        fields[name] = int(number)
+    try:
+        return Load(fields["p"], fields["d"], fields["r"], fields["w"])
+    except KeyError:
+        return None
+
+
+def format_tokens(prompt: int, output: int) -> str:
+    """Write the router's estimate of a request as a header value: `p=120;o=64`."""
+    return f"p={prompt};o={output}"
+
+
+def parse_tokens(value: str) -> tuple[int, int] | None:
+    """Read (prompt tokens, output tokens) as the router estimated them; None where malformed."""
+    prompt, separator, output = value.partition(";o=")
+    prompt = prompt.removeprefix("p=")
+    if not separator or not (prompt.isascii() and prompt.isdigit() and len(prompt) <= 12):
+        return None
+    if not (output.isascii() and output.isdigit() and len(output) <= 12):
+        return None
+    return int(prompt), int(output)

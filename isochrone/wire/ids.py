@@ -1,0 +1,43 @@
+"""The names of things. A type per noun, so that one id is never taken for another."""
+
+import re
+from typing import Final, NewType
+
+ClusterId = NewType("ClusterId", str)
+PopId = NewType("PopId", str)
+NodeId = NewType("NodeId", str)
+RouterId = NewType("RouterId", str)
+DeviceId = NewType("DeviceId", str)
+ModelId = NewType("ModelId", str)
+DeploymentId = NewType("DeploymentId", str)
+ReplicaId = NewType("ReplicaId", str)
+KeyId = NewType("KeyId", str)
+TenantId = NewType("TenantId", str)
+RequestId = NewType("RequestId", str)
+BootId = NewType("BootId", str)
+Generation = NewType("Generation", int)
+Epoch = NewType("Epoch", int)
+
+NAME_PATTERN: Final = r"^[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?$"
+MODEL_NAME_PATTERN: Final = r"^@?[A-Za-z0-9]([A-Za-z0-9._/-]{0,126}[A-Za-z0-9])?$"
+POP_PATTERN: Final = r"^[a-z]{3}$"
+REQUEST_ID_PATTERN: Final = r"^[A-Za-z0-9._-]{1,64}$"
+
+_NAME = re.compile(NAME_PATTERN)
+_POP = re.compile(POP_PATTERN)
+_REQUEST_ID = re.compile(REQUEST_ID_PATTERN)
+
+
+def is_name(text: str) -> bool:
+    """Say whether `text` may name a node, router, deployment or tenant (RFC 1123 style)."""
+    return _NAME.match(text) is not None
+
+
+def is_pop(text: str) -> bool:
+    """Say whether `text` has the form of a PoP id: an IATA code in lower case."""
+    return _POP.match(text) is not None
+
+
+def is_request_id(text: str) -> bool:
+    """Say whether a client's `x-request-id` may be kept; any other is replaced at the door."""
+    return _REQUEST_ID.match(text) is not None

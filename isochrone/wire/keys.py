@@ -1,0 +1,54 @@
+"""The form of an API key: `iso_<key id>_<secret>_<checksum>`.
+
+The checksum (CRC-32 in base 62, as in GitHub's tokens) tells a typing error from a wrong key
+without a look-up, and lets secret scanners find leaked keys. Only SHA-256 of the secret is kept:
+it has 256 bits of chance, so no slow hash is needed.
+"""
+
+import hashlib
+import hmac
+import re
+import zlib
+from typing import Final
+
+from isochrone.wire.ids import KeyId
+
+PREFIX: Final = "iso"
+ALPHABET: Final = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+_KEY = re.compile(r"^iso_([a-z0-9]{12})_([0-9A-Za-z]{43})_([0-9A-Za-z]{6})$")
+
+
+def base62(number: int, width: int) -> str:
+    """Write `number` in base 62, `width` digits, the lowest digits where it is larger."""
+    digits = []
+    for _ in range(width):
+        number, digit = divmod(number, 62)
+        digits.append(ALPHABET[digit])
+    return "".join(reversed(digits))
+
+
+def format_key(key_id: KeyId, secret_bytes: bytes) -> str:
+    """Return the whole key, shown once. `secret_bytes` are 32 bytes of chance."""
+    body = f"{PREFIX}_{key_id}_{base62(int.from_bytes(secret_bytes), 43)}"
+    return f"{body}_{base62(zlib.crc32(body.encode()), 6)}"
+
+
+def parse_key(text: str) -> tuple[KeyId, str] | None:
+    """Return (key id, SHA-256 of the secret in hex), or None where the form is wrong."""
+    match = _KEY.match(text)
+    if match is None:
+        return None
+    key_id, secret, checksum = match.groups()
+    if base62(zlib.crc32(f"{PREFIX}_{key_id}_{secret}".encode()), 6) != checksum:
+        return None
+    return KeyId(key_id), secret_sha256(secret)
+
+
+def secret_sha256(secret: str) -> str:
+    """Return what the store and the routers keep of a secret."""
+    return hashlib.sha256(secret.encode()).hexdigest()
+
+
+def is_same_secret(one_sha256: str, other_sha256: str) -> bool:
+    """Compare in a time that does not tell how much was right."""
+    return hmac.compare_digest(one_sha256, other_sha256)

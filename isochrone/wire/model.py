@@ -1,0 +1,106 @@
+"""What is served: artifacts, models, engine settings, and the wish that a model be served."""
+
+from typing import Annotated
+
+import msgspec
+
+from isochrone.wire.ids import (
+    MODEL_NAME_PATTERN,
+    NAME_PATTERN,
+    DeploymentId,
+    ModelId,
+    PopId,
+)
+
+Name = Annotated[str, msgspec.Meta(pattern=NAME_PATTERN, max_length=63)]
+ModelName = Annotated[str, msgspec.Meta(pattern=MODEL_NAME_PATTERN, max_length=128)]
+Positive = Annotated[int, msgspec.Meta(ge=1, le=2**53)]
+NonNegative = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+Sha256 = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+
+
+class ArtifactFile(msgspec.Struct, frozen=True, kw_only=True):
+    """One file of an artifact: its path below the artifact's folder, its size and its digest."""
+
+    path: Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
+    size_bytes: NonNegative
+    sha256: Sha256
+
+
+class Artifact(msgspec.Struct, frozen=True, kw_only=True):
+    """A model's files, content-addressed.
+
+    `source` says where they come from: `pypi:package==version/path/in/wheel/`, `hf:owner/name@rev`,
+    `https://host/folder/`, or `file:/folder/`. `digest` is the SHA-256 over the sorted manifest and
+    names the folder on every node.
+    """
+
+    source: Annotated[str, msgspec.Meta(min_length=6, max_length=1024)]
+    files: Annotated[tuple[ArtifactFile, ...], msgspec.Meta(min_length=1, max_length=1000)]
+    digest: Sha256
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes on disk of all files together."""
+        return sum(file.size_bytes for file in self.files)
+
+
+class Model(msgspec.Struct, frozen=True, kw_only=True):
+    """A catalogue entry: what the model is, where its files are, what it needs.
+
+    `kv_bytes_per_token` is what one token of context takes in the KV cache; 0 where not yet known.
+    """
+
+    model_id: ModelName
+    architecture: str
+    artifact: Artifact
+    context_tokens: Positive
+    weights_bytes: NonNegative
+    kv_bytes_per_token: NonNegative = 0
+    licence: str = ""
+    kind: str = "chat"
+
+
+class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How a replica's engine is started.
+
+    `driver` names a file of nodeagent/drivers. `options` are the driver's own settings, checked by
+    the driver on the node, which refuses what it does not know.
+    """
+
+    driver: str = "embedded"
+    context_tokens_max: Positive = 4096
+    kv_memory_bytes: NonNegative = 512 * 1024 * 1024
+    tokens_in_flight_max: Positive = 32_768
+    devices: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
+    memory_bytes: NonNegative = 0
+    options: dict[str, str] = {}
+
+
+class Policy(msgspec.Struct, frozen=True, kw_only=True):
+    """What a deployment asks of its placement.
+
+    `keep_warm` lists PoPs that always hold a replica. `allow` and `deny` name PoPs (`ams`) or
+    countries (`NL`); with `allow` empty, everywhere not denied is allowed.
+    """
+
+    replicas_min: Annotated[int, msgspec.Meta(ge=0, le=10_000)] = 1
+    replicas_max: Annotated[int, msgspec.Meta(ge=0, le=10_000)] = 3
+    keep_warm: tuple[PopId, ...] = ()
+    allow: tuple[str, ...] = ()
+    deny: tuple[str, ...] = ()
+    priority: Annotated[int, msgspec.Meta(ge=0, le=100)] = 50
+
+
+class Deployment(msgspec.Struct, frozen=True, kw_only=True):
+    """The wish that a model be served, at one version.
+
+    `name` is what clients write as `model`. A change of model or engine settings is a new version.
+    """
+
+    deployment_id: DeploymentId
+    name: ModelName
+    model_id: ModelId
+    version: Positive = 1
+    engine: EngineSettings = EngineSettings()
+    policy: Policy = Policy()

@@ -1,0 +1,101 @@
+"""Node to scheduler: everything one node is, whole (`Report`), and how busy it is (`Pulse`)."""
+
+from enum import StrEnum
+
+import msgspec
+
+from isochrone.wire.assignment import ReplicaSpec
+from isochrone.wire.ids import BootId, DeviceId, Epoch, Generation, NodeId, ReplicaId
+from isochrone.wire.model import Sha256
+
+
+class ReplicaState(StrEnum):
+    """Where a replica is in its life. Only `warm` is routed to."""
+
+    WANTED = "wanted"
+    FETCHING = "fetching"
+    LOADING = "loading"
+    WARM = "warm"
+    DRAINING = "draining"
+    STOPPED = "stopped"
+    FAILED = "failed"
+
+
+class Device(msgspec.Struct, frozen=True, kw_only=True):
+    """A GPU, or the CPU where there is none. `memory_bytes` is what replicas may use of it."""
+
+    device_id: DeviceId
+    device_class: str
+    memory_bytes: int
+    memory_free_bytes: int
+    healthy: bool = True
+    reason: str = ""
+
+
+class Profile(msgspec.Struct, frozen=True, kw_only=True):
+    """What was measured of a replica on these devices; 0 where not measured yet."""
+
+    load_s: float = 0.0
+    memory_bytes: int = 0
+    prefill_tokens_per_s: float = 0.0
+    decode_tokens_per_s: float = 0.0
+
+
+class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One replica as it is, with the spec it runs, so that a scheduler can adopt it."""
+
+    spec: ReplicaSpec
+    state: ReplicaState
+    reason: str = ""
+    since_s: float = 0.0
+    restarts: int = 0
+    fetched_bytes: int = 0
+    profile: Profile = Profile()
+
+
+class Refusal(msgspec.Struct, frozen=True, kw_only=True):
+    """A part of the assignment this node will not do, and why."""
+
+    replica_id: ReplicaId
+    reason: str
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True, tag="report"):
+    """Everything this node is. Sent on change and every 10 s; `seq` orders those of one boot."""
+
+    node_id: NodeId
+    boot_id: BootId
+    seq: int
+    generation: Generation
+    epoch: Epoch
+    address: str
+    devices: tuple[Device, ...]
+    replicas: tuple[ReplicaReport, ...] = ()
+    refusals: tuple[Refusal, ...] = ()
+    artifacts: tuple[Sha256, ...] = ()
+    disk_free_bytes: int = 0
+    version: str = ""
+
+
+class ReplicaLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """How busy one replica is, in tokens in flight, prefill and decode apart."""
+
+    replica_id: ReplicaId
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    running: int = 0
+    waiting: int = 0
+    kv_used_tokens: int = 0
+    kv_total_tokens: int = 0
+    prefill_tokens_per_s: float = 0.0
+    decode_tokens_per_s: float = 0.0
+
+
+class Pulse(msgspec.Struct, frozen=True, kw_only=True, tag="pulse"):
+    """A sign of life every 2 s with the load; `generation` is the one this node has reached."""
+
+    node_id: NodeId
+    boot_id: BootId
+    seq: int
+    generation: Generation
+    loads: tuple[ReplicaLoad, ...] = ()

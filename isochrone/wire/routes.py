@@ -1,0 +1,186 @@
+"""Scheduler to router: which replicas serve which deployment and who may ask.
+
+A router holds one `RouteTable`. It arrives as a snapshot, then as deltas from one generation to
+the next; a gap is answered by asking for a snapshot. `apply_delta(old, diff(old, new)) == new`.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+import msgspec
+
+from isochrone.wire.assignment import Role
+from isochrone.wire.ids import (
+    ClusterId,
+    DeploymentId,
+    Epoch,
+    Generation,
+    KeyId,
+    ModelId,
+    NodeId,
+    PopId,
+    ReplicaId,
+    TenantId,
+)
+
+
+class Pop(msgspec.Struct, frozen=True, kw_only=True):
+    """A site in a city. Coordinates give distances until round trips are measured."""
+
+    pop: PopId
+    city: str
+    country: str
+    latitude: float
+    longitude: float
+
+
+class Route(msgspec.Struct, frozen=True, kw_only=True):
+    """A way to one warm replica. Rates are per replica, 0 where not measured yet."""
+
+    replica_id: ReplicaId
+    deployment_id: DeploymentId
+    version: int
+    node_id: NodeId
+    pop: PopId
+    address: str
+    role: Role = Role.UNIFIED
+    tokens_in_flight_max: int = 32_768
+    prefill_tokens_per_s: float = 0.0
+    decode_tokens_per_s: float = 0.0
+
+
+class DeploymentEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """What a router must know of a deployment: the name clients use and what it can take."""
+
+    deployment_id: DeploymentId
+    name: str
+    model_id: ModelId
+    context_tokens: int
+    kind: str = "chat"
+    created_at: int = 0
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """What one key may ask of one router; 0 means no limit."""
+
+    requests_per_min: int = 0
+    tokens_per_min: int = 0
+    concurrency: int = 0
+
+
+class KeyEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """A client's key as routers hold it: never the secret, only its SHA-256.
+
+    `deployments` names what it may ask for; empty means everything. `expires_at` is Unix time, 0
+    for never.
+    """
+
+    key_id: KeyId
+    secret_sha256: str
+    tenant_id: TenantId
+    deployments: tuple[str, ...] = ()
+    limits: Limits = Limits()
+    expires_at: float = 0.0
+
+
+class RouteTable(msgspec.Struct, frozen=True, kw_only=True, tag="route_table"):
+    """Everything a router needs to serve without asking anyone. Each tuple is sorted by its id."""
+
+    cluster_id: ClusterId
+    generation: Generation
+    epoch: Epoch
+    pops: tuple[Pop, ...] = ()
+    deployments: tuple[DeploymentEntry, ...] = ()
+    routes: tuple[Route, ...] = ()
+    keys: tuple[KeyEntry, ...] = ()
+
+
+class RouteDelta(msgspec.Struct, frozen=True, kw_only=True, tag="route_delta"):
+    """What turns the table of generation `base` into that of `generation`."""
+
+    cluster_id: ClusterId
+    base: Generation
+    generation: Generation
+    epoch: Epoch
+    pops_set: tuple[Pop, ...] = ()
+    pops_gone: tuple[PopId, ...] = ()
+    deployments_set: tuple[DeploymentEntry, ...] = ()
+    deployments_gone: tuple[DeploymentId, ...] = ()
+    routes_set: tuple[Route, ...] = ()
+    routes_gone: tuple[ReplicaId, ...] = ()
+    keys_set: tuple[KeyEntry, ...] = ()
+    keys_gone: tuple[KeyId, ...] = ()
+
+
+class SnapshotWanted(msgspec.Struct, frozen=True, kw_only=True, tag="snapshot_wanted"):
+    """A router missed a generation and asks for the whole table."""
+
+    have: Generation
+
+
+V = TypeVar("V")
+K = TypeVar("K", bound=str)
+
+
+def diff(old: RouteTable, new: RouteTable) -> RouteDelta:
+    """Return what changed from `old` to `new`."""
+    pops_set, pops_gone = _changes(old.pops, new.pops, lambda pop: pop.pop)
+    deployments_set, deployments_gone = _changes(
+        old.deployments, new.deployments, lambda entry: entry.deployment_id
+    )
+    routes_set, routes_gone = _changes(old.routes, new.routes, lambda route: route.replica_id)
+    keys_set, keys_gone = _changes(old.keys, new.keys, lambda key: key.key_id)
+    return RouteDelta(
+        cluster_id=new.cluster_id,
+        base=old.generation,
+        generation=new.generation,
+        epoch=new.epoch,
+        pops_set=pops_set,
+        pops_gone=pops_gone,
+        deployments_set=deployments_set,
+        deployments_gone=deployments_gone,
+        routes_set=routes_set,
+        routes_gone=routes_gone,
+        keys_set=keys_set,
+        keys_gone=keys_gone,
+    )
+
+
+def apply_delta(table: RouteTable, delta: RouteDelta) -> RouteTable:
+    """Return the table after `delta`, whose `base` the caller has held against its generation."""
+    return RouteTable(
+        cluster_id=table.cluster_id,
+        generation=delta.generation,
+        epoch=delta.epoch,
+        pops=_changed(table.pops, delta.pops_set, delta.pops_gone, lambda pop: pop.pop),
+        deployments=_changed(
+            table.deployments,
+            delta.deployments_set,
+            delta.deployments_gone,
+            lambda entry: entry.deployment_id,
+        ),
+        routes=_changed(
+            table.routes, delta.routes_set, delta.routes_gone, lambda route: route.replica_id
+        ),
+        keys=_changed(table.keys, delta.keys_set, delta.keys_gone, lambda key: key.key_id),
+    )
+
+
+def _changes(
+    old: Iterable[V], new: Iterable[V], name: Callable[[V], K]
+) -> tuple[tuple[V, ...], tuple[K, ...]]:
+    before = {name(value): value for value in old}
+    after = {name(value): value for value in new}
+    changed = tuple(value for key, value in sorted(after.items()) if before.get(key) != value)
+    gone = tuple(sorted(key for key in before if key not in after))
+    return changed, gone
+
+
+def _changed(
+    values: Iterable[V], changed: Iterable[V], gone: Iterable[K], name: Callable[[V], K]
+) -> tuple[V, ...]:
+    after = {name(value): value for value in values}
+    for key in gone:
+        after.pop(key, None)
+    after.update((name(value), value) for value in changed)
+    return tuple(value for _, value in sorted(after.items()))

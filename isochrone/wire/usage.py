@@ -1,0 +1,102 @@
+"""Router to scheduler: what was asked for (`Demand`), used (`Usage`), and how far nodes are."""
+
+from enum import StrEnum
+
+import msgspec
+
+from isochrone.wire.ids import (
+    BootId,
+    DeploymentId,
+    KeyId,
+    NodeId,
+    PopId,
+    ReplicaId,
+    RequestId,
+    RouterId,
+    TenantId,
+)
+
+
+class Outcome(StrEnum):
+    """How a request ended; each has exactly one."""
+
+    COMPLETE = "complete"
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+    REFUSED = "refused"
+
+
+class DemandRow(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens asked of one deployment in one city over a window. The city is the router's PoP.
+
+    `uncached_tokens` are prompt tokens no prefix cache held; `refused` counts requests turned away
+    for want of capacity, `no_replica` those for which nothing warm existed anywhere.
+    """
+
+    deployment_id: DeploymentId
+    pop: PopId
+    requests: int = 0
+    prompt_tokens: int = 0
+    uncached_tokens: int = 0
+    output_tokens: int = 0
+    refused: int = 0
+    no_replica: int = 0
+
+
+class Demand(msgspec.Struct, frozen=True, kw_only=True, tag="demand"):
+    """One router's demand over one window; (router, boot, seq) makes a repeat harmless."""
+
+    router_id: RouterId
+    boot_id: BootId
+    seq: int
+    window_started_at: float
+    window_s: float
+    rows: tuple[DemandRow, ...]
+
+
+class UsageRow(msgspec.Struct, frozen=True, kw_only=True):
+    """What one request used. `started_at` is Unix time; a request id is counted once."""
+
+    request_id: RequestId
+    key_id: KeyId
+    tenant_id: TenantId
+    deployment_id: DeploymentId
+    pop: PopId
+    node_id: NodeId
+    replica_id: ReplicaId
+    started_at: float
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    outcome: Outcome
+    ttft_ms: float = 0.0
+    duration_ms: float = 0.0
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True, tag="usage"):
+    """A batch of usage, sent until acknowledged: at least once on the wire, once in the store."""
+
+    router_id: RouterId
+    batch_id: str
+    rows: tuple[UsageRow, ...]
+
+
+class UsageAck(msgspec.Struct, frozen=True, kw_only=True, tag="usage_ack"):
+    """The batch is in the store; the router may forget it."""
+
+    batch_id: str
+
+
+class RoundTrip(msgspec.Struct, frozen=True, kw_only=True):
+    """Measured round trip from a router's PoP to a node, a low percentile over the window."""
+
+    node_id: NodeId
+    rtt_ms: float
+
+
+class RoundTrips(msgspec.Struct, frozen=True, kw_only=True, tag="round_trips"):
+    """What one router measured to the nodes of the route table."""
+
+    router_id: RouterId
+    pop: PopId
+    rows: tuple[RoundTrip, ...]

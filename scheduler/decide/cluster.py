@@ -1,0 +1,146 @@
+"""The frozen picture that every decision reads, and the plan that is their answer.
+
+Rule: whatever a decision needs, time included, is in `ClusterState`. A saved picture replays.
+"""
+
+from enum import StrEnum
+
+import msgspec
+
+from isochrone.wire.assignment import ReplicaSpec, Role
+from isochrone.wire.ids import (
+    ClusterId,
+    DeploymentId,
+    DeviceId,
+    Generation,
+    NodeId,
+    PopId,
+    ReplicaId,
+)
+from isochrone.wire.model import Deployment, Model
+from isochrone.wire.report import Device, Profile, ReplicaState
+from isochrone.wire.routes import Pop
+
+
+class Liveness(StrEnum):
+    """What the centre believes of a node: heard from, quiet for a while, or gone."""
+
+    READY = "ready"
+    SUSPECT = "suspect"
+    LOST = "lost"
+
+
+class Node(msgspec.Struct, frozen=True, kw_only=True):
+    """One server as last reported. `silent_s` is how long nothing was heard of it."""
+
+    node_id: NodeId
+    pop: PopId
+    address: str
+    devices: tuple[Device, ...]
+    draining: bool = False
+    revoked: bool = False
+    silent_s: float = 0.0
+    artifacts: tuple[str, ...] = ()
+    disk_free_bytes: int = 0
+    generation: Generation = Generation(0)
+
+
+class Placement(msgspec.Struct, frozen=True, kw_only=True):
+    """A replica's seat, what its node last said of it, and its tombstone if it is to end."""
+
+    replica_id: ReplicaId
+    deployment_id: DeploymentId
+    version: int
+    node_id: NodeId
+    device_ids: tuple[DeviceId, ...]
+    memory_bytes: int
+    role: Role = Role.UNIFIED
+    state: ReplicaState = ReplicaState.WANTED
+    state_reason: str = ""
+    state_age_s: float = 0.0
+    age_s: float = 0.0
+    restarts: int = 0
+    is_ending: bool = False
+    reason: str = ""
+    profile: Profile = Profile()
+
+
+class DemandRate(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens per second that one city asks of one deployment, over the last minutes."""
+
+    deployment_id: DeploymentId
+    pop: PopId
+    requests_per_s: float = 0.0
+    uncached_tokens_per_s: float = 0.0
+    output_tokens_per_s: float = 0.0
+    refused_per_s: float = 0.0
+
+
+class PopDistance(msgspec.Struct, frozen=True, kw_only=True):
+    """Measured round trip from a city's routers to the nodes of a PoP."""
+
+    from_pop: PopId
+    to_pop: PopId
+    rtt_ms: float
+
+
+class MeasuredProfile(msgspec.Struct, frozen=True, kw_only=True):
+    """What agents measured of a model on a class of device."""
+
+    model_id: str
+    device_class: str
+    profile: Profile
+
+
+class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
+    """The whole fleet at one generation.
+
+    `acting_for_s` is how long this scheduler has acted: a new one has not heard everybody yet.
+    """
+
+    cluster_id: ClusterId
+    generation: Generation
+    acting_for_s: float
+    pops: tuple[Pop, ...] = ()
+    nodes: tuple[Node, ...] = ()
+    models: tuple[Model, ...] = ()
+    deployments: tuple[Deployment, ...] = ()
+    deleted: tuple[DeploymentId, ...] = ()
+    placements: tuple[Placement, ...] = ()
+    demand: tuple[DemandRate, ...] = ()
+    distances: tuple[PopDistance, ...] = ()
+    profiles: tuple[MeasuredProfile, ...] = ()
+
+
+class Start(msgspec.Struct, frozen=True, kw_only=True):
+    """Seat a replica. The id in `spec` is the planner's, made from the picture alone."""
+
+    node_id: NodeId
+    spec: ReplicaSpec
+    reason: str
+
+
+class Ending(msgspec.Struct, frozen=True, kw_only=True):
+    """End a replica after draining it."""
+
+    replica_id: ReplicaId
+    node_id: NodeId
+    reason: str
+    drain_timeout_s: float = 30.0
+
+
+class Unmet(msgspec.Struct, frozen=True, kw_only=True):
+    """A wish that cannot be met now, and the reason with its numbers."""
+
+    deployment_id: DeploymentId
+    reason: str
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """A small list of moves, each with its reason. `frozen` says why nothing moves, if so."""
+
+    based_on: Generation
+    starts: tuple[Start, ...] = ()
+    endings: tuple[Ending, ...] = ()
+    unmet: tuple[Unmet, ...] = ()
+    frozen: str = ""
