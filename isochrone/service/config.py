@@ -1,0 +1,51 @@
+"""Configuration: a TOML file, overridden by the environment, checked once into a frozen struct."""
+
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+class ConfigError(Exception):
+    """The configuration is missing or wrong; the message says where and what to write."""
+
+
+def load_config(kind: type[T], path: Path | None, env: Mapping[str, str], prefix: str) -> T:
+    """Read `path` and the variables named `{prefix}FIELD` into `kind`, or raise ConfigError.
+
+    A variable holds a plain string, or JSON where the field is not a string.
+    """
+    values: dict[str, Any] = {}
+    if path is not None:
+        try:
+            values = tomllib.loads(path.read_text())
+        except OSError as error:
+            raise ConfigError(f"cannot read config {path}: {error.strerror}") from error
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"cannot read config {path}: {error}") from error
+    for field in msgspec.structs.fields(kind):
+        text = env.get(f"{prefix}{field.encode_name.upper()}")
+        if text is not None:
+            values[field.encode_name] = text if field.type is str else _json(text)
+    try:
+        return msgspec.convert(values, kind, dec_hook=_path)
+    except msgspec.ValidationError as error:
+        where = path or f"{prefix}* variables"
+        raise ConfigError(f"cannot use config {where}: {error}") from error
+
+
+def _json(text: str) -> Any:
+    try:
+        return msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        return text
+
+
+def _path(kind: type, value: Any) -> Any:
+    if kind is Path and isinstance(value, str):
+        return Path(value).expanduser()
+    raise TypeError(f"expected {kind.__name__}, got {type(value).__name__}")

@@ -1,0 +1,266 @@
+"""The peer's end of the control conversation: join once, then one WebSocket, redialled for ever.
+
+Losing the scheduler changes nothing for a peer: it goes on with what it has and keeps dialling.
+"""
+
+import asyncio
+import logging
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from ssl import SSLContext
+from typing import Any, Final, NamedTuple, NoReturn
+
+import aiohttp
+import msgspec
+
+from isochrone.service import identity as papers
+from isochrone.service.identity import Identity, IdentityError
+from isochrone.wire import codec
+from isochrone.wire.control import (
+    Challenge,
+    JoinReply,
+    JoinRequest,
+    PeerRole,
+    Refused,
+    Register,
+    Welcome,
+    register_payload,
+)
+from isochrone.wire.ids import BootId, ClusterId, Epoch, Generation
+
+log = logging.getLogger(__name__)
+
+CONNECT_TIMEOUT_S: Final = 5.0
+HANDSHAKE_TIMEOUT_S: Final = 5.0
+SILENCE_S: Final = 20.0
+BACKOFF_MIN_S: Final = 0.2
+BACKOFF_MAX_S: Final = 10.0
+
+
+class Progress(NamedTuple):
+    """The newest a peer has stored: it is told to the scheduler, which must not fall behind it."""
+
+    cluster_id: ClusterId
+    generation: Generation
+    epoch: Epoch
+
+
+class LinkRefused(Exception):
+    """This scheduler does not take us now; the reason is its own words or ours."""
+
+
+class ControlLink:
+    """Keeps a conversation with whichever scheduler acts. One task owns `run()`."""
+
+    def __init__(
+        self,
+        *,
+        urls: Sequence[str],
+        identity: Identity,
+        boot_id: BootId,
+        incoming: Any,
+        progress: Callable[[], Progress],
+        on_welcome: Callable[[Welcome], Awaitable[None]],
+        on_message: Callable[[Any], Awaitable[None]],
+        chance: random.Random,
+        ssl_context: SSLContext | None = None,
+        version: str = "",
+    ) -> None:
+        """Take the scheduler URLs (`http://host:port`) and the union of messages to expect."""
+        self.connected = False
+        self.last_refusal = ""
+        self._urls = tuple(url.rstrip("/") for url in urls)
+        self._identity = identity
+        self._boot_id = boot_id
+        self._reader = codec.decoder(incoming)
+        self._progress = progress
+        self._on_welcome = on_welcome
+        self._on_message = on_message
+        self._chance = chance
+        self._ssl = ssl_context
+        self._version = version
+        self._socket: aiohttp.ClientWebSocketResponse | None = None
+        self._next_url = 0
+        self._was_welcome = False
+
+    async def run(self) -> NoReturn:
+        """Dial, talk, and dial again, trying each URL in turn, with jittered backoff between."""
+        backoff_s = BACKOFF_MIN_S
+        async with aiohttp.ClientSession(
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
+        ) as http:
+            while True:
+                url = self._urls[self._next_url % len(self._urls)]
+                self._was_welcome = False
+                try:
+                    await self._converse(http, url)
+                except (
+                    aiohttp.ClientError,
+                    OSError,
+                    TimeoutError,
+                    LinkRefused,
+                    codec.MalformedFrame,
+                ) as error:
+                    self._note_refusal(url, error)
+                finally:
+                    self.connected = False
+                    self._socket = None
+                if self._was_welcome:
+                    backoff_s = BACKOFF_MIN_S
+                else:
+                    self._next_url += 1
+                    if self._next_url % len(self._urls) == 0:
+                        backoff_s = min(BACKOFF_MAX_S, backoff_s * 2)
+                await asyncio.sleep(self._chance.uniform(0.5, 1.0) * backoff_s)
+
+    async def send(self, message: msgspec.Struct) -> bool:
+        """Send one message; False where there is no conversation to carry it."""
+        socket = self._socket
+        if socket is None or socket.closed:
+            return False
+        try:
+            async with asyncio.timeout(SILENCE_S):
+                await socket.send_bytes(codec.encode(message))
+        except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
+            log.warning("cannot send to the scheduler", extra={"fields": {"error": str(error)}})
+            await socket.close()
+            return False
+        return True
+
+    async def _converse(self, http: aiohttp.ClientSession, url: str) -> None:
+        path = f"{url}/v1/{self._identity.role.value}"
+        async with http.ws_connect(
+            path,
+            max_msg_size=codec.FRAME_BYTES_MAX,
+            heartbeat=SILENCE_S / 2,
+            ssl=self._ssl if self._ssl is not None else True,
+        ) as socket:
+            async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+                welcome = await self._register(socket)
+            self._was_welcome = True
+            self._socket = socket
+            self.connected = True
+            self.last_refusal = ""
+            log.info("registered", extra={"fields": {"scheduler": url, "epoch": welcome.epoch}})
+            await self._on_welcome(welcome)
+            while True:
+                message = await self._receive(socket)
+                if isinstance(message, Refused):
+                    raise LinkRefused(f"{message.code}: {message.reason}")
+                await self._on_message(message)
+
+    async def _register(self, socket: aiohttp.ClientWebSocketResponse) -> Welcome:
+        challenge = await self._receive(socket)
+        if isinstance(challenge, Refused):
+            raise LinkRefused(f"{challenge.code}: {challenge.reason}")
+        if not isinstance(challenge, Challenge):
+            raise LinkRefused(f"cannot register: expected a challenge, got {type(challenge)}")
+        if challenge.protocol != codec.PROTOCOL:
+            raise LinkRefused(
+                f"cannot register: the scheduler speaks protocol {challenge.protocol}, "
+                f"this peer {codec.PROTOCOL}; upgrade the older of the two"
+            )
+        stored = self._progress()
+        own = stored.cluster_id or self._identity.cluster_id
+        if challenge.cluster_id != own:
+            raise LinkRefused(
+                f"cannot register: the scheduler is of cluster {challenge.cluster_id}, this peer "
+                f"of {own}; going on as before. Was its database replaced?"
+            )
+        name = self._identity.name
+        payload = register_payload(
+            cluster_id=own, nonce=challenge.nonce, name=name, boot_id=self._boot_id
+        )
+        register = Register(
+            protocol=codec.PROTOCOL,
+            role=self._identity.role,
+            name=name,
+            pop=self._identity.pop,
+            boot_id=self._boot_id,
+            certificate_pem=self._identity.certificate_pem,
+            signature=papers.sign(self._identity.key_pem, payload),
+            cluster_id=own,
+            generation=stored.generation,
+            epoch=stored.epoch,
+            version=self._version,
+        )
+        await socket.send_bytes(codec.encode(register))
+        answer = await self._receive(socket)
+        if isinstance(answer, Refused):
+            raise LinkRefused(f"{answer.code}: {answer.reason}")
+        if not isinstance(answer, Welcome):
+            raise LinkRefused(f"cannot register: expected a welcome, got {type(answer)}")
+        return answer
+
+    async def _receive(self, socket: aiohttp.ClientWebSocketResponse) -> Any:
+        frame = await socket.receive()
+        if frame.type is aiohttp.WSMsgType.BINARY:
+            return codec.decode(frame.data, self._reader)
+        if frame.type is aiohttp.WSMsgType.ERROR:
+            raise LinkRefused(f"the connection broke: {socket.exception()}")
+        raise LinkRefused(f"the scheduler closed the connection (code {socket.close_code})")
+
+    def _note_refusal(self, url: str, error: Exception) -> None:
+        reason = str(error) or type(error).__name__
+        # Said once per reason: a scheduler away for a day must not fill the logs.
+        if reason != self.last_refusal:
+            log.warning(
+                "no conversation with the scheduler",
+                extra={"fields": {"scheduler": url, "reason": reason}},
+            )
+        self.last_refusal = reason
+
+
+async def join(
+    *,
+    urls: Sequence[str],
+    token: str,
+    role: PeerRole,
+    name: str,
+    folder: Path,
+    ssl_context: SSLContext | None = None,
+) -> Identity:
+    """Trade a one-time token for a certificate and keep it in `folder`, or raise IdentityError."""
+    known = papers.parse_join_token(token)
+    if known is None:
+        raise IdentityError("cannot join: the token is not of the form ij1_..., copy it whole")
+    key_pem = papers.new_key_pem()
+    request = JoinRequest(token=token, role=role, name=name, csr_pem=papers.make_csr(key_pem, name))
+    reply = await _ask_to_join(urls, request, ssl_context)
+    if papers.fingerprint(reply.ca_pem)[: len(known.fingerprint)] != known.fingerprint:
+        raise IdentityError("cannot join: the authority is not the one that the token names")
+    identity = Identity(
+        name=reply.name,
+        role=role,
+        pop=reply.pop,
+        cluster_id=reply.cluster_id,
+        key_pem=key_pem,
+        certificate_pem=reply.certificate_pem,
+        ca_pem=reply.ca_pem,
+    )
+    await asyncio.to_thread(papers.save_identity, folder, identity)
+    return identity
+
+
+async def _ask_to_join(
+    urls: Sequence[str], request: JoinRequest, ssl_context: SSLContext | None
+) -> JoinReply:
+    problems: list[str] = []
+    timeout = aiohttp.ClientTimeout(total=10.0, sock_connect=CONNECT_TIMEOUT_S)
+    async with aiohttp.ClientSession(timeout=timeout) as http:
+        for url in urls:
+            try:
+                async with http.post(
+                    f"{url.rstrip('/')}/v1/join",
+                    data=msgspec.json.encode(request),
+                    headers={"content-type": "application/json"},
+                    ssl=ssl_context if ssl_context is not None else True,
+                ) as response:
+                    body = await response.content.read(256 * 1024)
+                    if response.status == 200:
+                        return msgspec.json.decode(body, type=JoinReply)
+                    problems.append(f"{url} answered {response.status}: {body[:300]!r}")
+            except (aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError) as error:
+                problems.append(f"{url}: {error or type(error).__name__}")
+    raise IdentityError("cannot join: " + "; ".join(problems))

@@ -1,0 +1,81 @@
+"""A duty: one function run every interval and whenever it is nudged.
+
+Timer, nudge, failure and restart are one code path. A duty takes no input and answers with counts;
+it does not retry, its next turn does.
+"""
+
+import asyncio
+import logging
+import random
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from time import monotonic
+from typing import NoReturn
+
+log = logging.getLogger(__name__)
+
+
+class Loop:
+    """Runs `run_once` for ever. One task owns `run()`; anyone may `nudge()`."""
+
+    def __init__(
+        self,
+        name: str,
+        run_once: Callable[[], Awaitable[object]],
+        interval_s: float,
+        *,
+        jitter: random.Random | None = None,
+    ) -> None:
+        """Name the duty. With `jitter` each wait varies by a fifth, lest a fleet march in step."""
+        self.name = name
+        self.turns = 0
+        self.failures = 0
+        self.last: object = None
+        self.last_turn_s = 0.0
+        self._run_once = run_once
+        self._interval_s = interval_s
+        self._jitter = jitter
+        self._nudged = asyncio.Event()
+        self._turned = asyncio.Condition()
+
+    def __repr__(self) -> str:
+        return f"<Loop {self.name} turns={self.turns} failures={self.failures} last={self.last}>"
+
+    def nudge(self) -> None:
+        """Say "look again"; carries nothing."""
+        self._nudged.set()
+
+    async def run(self) -> NoReturn:
+        """Turn until cancelled."""
+        while True:
+            # Cleared before the turn, not after it: a nudge during the turn must count.
+            self._nudged.clear()
+            await self._turn()
+            # A duty that nudges itself must not starve the others of the event loop.
+            await asyncio.sleep(0)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._wait_s()):
+                    await self._nudged.wait()
+
+    async def wait_turns(self, count: int) -> None:
+        """Wait until `count` more turns have ended. For tests, in place of sleeping."""
+        target = self.turns + count
+        async with self._turned:
+            await self._turned.wait_for(lambda: self.turns >= target)
+
+    async def _turn(self) -> None:
+        began = monotonic()
+        try:
+            self.last = await self._run_once()
+        except Exception:
+            self.failures += 1
+            log.exception("turn failed", extra={"fields": {"duty": self.name}})
+        self.last_turn_s = monotonic() - began
+        async with self._turned:
+            self.turns += 1
+            self._turned.notify_all()
+
+    def _wait_s(self) -> float:
+        if self._jitter is None:
+            return self._interval_s
+        return self._interval_s * self._jitter.uniform(0.8, 1.2)

@@ -1,0 +1,95 @@
+"""Configuration, snapshots and identity: what every service stands on."""
+
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from isochrone.service import files, identity
+from isochrone.service.config import ConfigError, load_config
+from isochrone.service.identity import Authority, IdentityError
+from isochrone.wire.control import PeerRole
+from isochrone.wire.ids import PopId
+
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    state: Path
+    port: int = 1
+    urls: tuple[str, ...] = ()
+
+
+def test_the_environment_overrides_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text('state = "/a"\nport = 2\n')
+    env = {"X_PORT": "3", "X_URLS": '["http://a"]'}
+    assert load_config(Config, path, env, "X_") == Config(
+        state=Path("/a"), port=3, urls=("http://a",)
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("port = 'x'\nstate='/a'", "port"),
+        ("stat = '/a'", "stat"),
+        ("port = ", "cannot read config"),
+        ("port = 3", "state"),
+    ],
+)
+def test_a_wrong_config_is_refused_in_words(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=words):
+        load_config(Config, path, {}, "X_")
+
+
+def test_a_torn_snapshot_falls_back_to_the_one_before(tmp_path: Path) -> None:
+    path = tmp_path / "table"
+    assert files.read_snapshot(path) is None
+    files.write_snapshot(path, b"one")
+    files.write_snapshot(path, b"two")
+    assert files.read_snapshot(path) == b"two"
+    path.write_bytes(path.read_bytes()[:-1] + b"X")
+    assert files.read_snapshot(path) == b"one"
+    path.unlink()
+    assert files.read_snapshot(path) == b"one"
+    assert (path.with_name("table.prev").stat().st_mode & 0o777) == 0o600
+
+
+def issued(authority: Authority, role: PeerRole = PeerRole.AGENT) -> tuple[str, str]:
+    key = identity.new_key_pem()
+    csr = identity.make_csr(key, "whatever-it-asks-for")
+    return key, authority.issue(csr, role=role, name="gpu-1", pop=PopId("ams"), now=NOW)
+
+
+def test_a_certificate_names_its_holder_and_its_key_signs(tmp_path: Path) -> None:
+    authority = Authority.create(tmp_path / "ca", "test", NOW)
+    key, certificate = issued(Authority.load(tmp_path / "ca"))
+    peer = identity.verify_peer(certificate, authority.ca_pem, NOW)
+    assert peer == (PeerRole.AGENT, "gpu-1", "ams")
+    assert identity.verify_signature(certificate, b"nonce", identity.sign(key, b"nonce"))
+    assert not identity.verify_signature(certificate, b"other", identity.sign(key, b"nonce"))
+    assert (tmp_path / "ca" / "ca.key").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_strange_or_expired_certificate_is_refused(tmp_path: Path) -> None:
+    ours = Authority.create(tmp_path / "a", "ours", NOW)
+    theirs = Authority.create(tmp_path / "b", "theirs", NOW)
+    _, forged = issued(theirs)
+    with pytest.raises(IdentityError, match="another authority"):
+        identity.verify_peer(forged, ours.ca_pem, NOW)
+    _, certificate = issued(ours)
+    with pytest.raises(IdentityError, match="join again"):
+        identity.verify_peer(certificate, ours.ca_pem, NOW + timedelta(days=100))
+    with pytest.raises(IdentityError, match="check clocks"):
+        identity.verify_peer(certificate, ours.ca_pem, NOW - timedelta(days=1))
+
+
+def test_a_join_token_has_one_form() -> None:
+    text = identity.format_join_token("ab" * 32, "abcdefghij01", "x" * 43)
+    assert identity.parse_join_token(text) == ("ab" * 8, "abcdefghij01", "x" * 43)
+    assert identity.parse_join_token(text[:-1]) is None
+    assert identity.parse_join_token("") is None

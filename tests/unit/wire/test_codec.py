@@ -1,0 +1,110 @@
+"""What is malformed is refused in words, whatever it is."""
+
+from contextlib import suppress
+
+import msgpack
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from isochrone.wire import codec, headers, keys
+from isochrone.wire.control import FromAgent, FromRouter
+from isochrone.wire.ids import (
+    BootId,
+    Generation,
+    KeyId,
+    NodeId,
+)
+from isochrone.wire.report import Pulse
+
+READER = codec.decoder(FromAgent)
+
+
+def a_pulse() -> Pulse:
+    return Pulse(node_id=NodeId("n"), boot_id=BootId("b"), seq=1, generation=Generation(3))
+
+
+def test_a_message_comes_back_as_it_went() -> None:
+    assert codec.decode(codec.encode(a_pulse()), READER) == a_pulse()
+
+
+def test_the_msgpack_package_reads_what_is_said() -> None:
+    said = msgpack.unpackb(codec.encode(a_pulse()))
+    assert said["type"] == "pulse"
+    assert said["generation"] == 3
+
+
+def test_an_unknown_field_is_ignored_and_an_unknown_message_refused() -> None:
+    newer = msgspec.to_builtins(a_pulse()) | {"added_later": 1}
+    assert codec.decode(msgpack.packb(newer), READER) == a_pulse()
+    with pytest.raises(codec.MalformedFrame, match="cannot read frame"):
+        codec.decode(msgpack.packb({"type": "never_heard_of"}), READER)
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        b"",
+        b"\xc1",
+        b"\x91" * 100_000,
+        b"\xdd\xff\xff\xff\xff",
+        msgpack.packb({"type": "pulse", "node_id": 7}),
+        msgpack.packb({"type": "pulse", "node_id": "n", "boot_id": "b", "seq": "x"}),
+        msgpack.packb(msgpack.ExtType(5, b"code")),
+    ],
+    ids=["empty", "reserved", "nested", "huge-array", "wrong-type", "wrong-seq", "extension"],
+)
+def test_a_malformed_frame_is_refused_in_words(frame: bytes) -> None:
+    with pytest.raises(codec.MalformedFrame, match="cannot read frame"):
+        codec.decode(frame, READER)
+
+
+def test_a_frame_over_the_limit_is_refused_unread() -> None:
+    with pytest.raises(codec.MalformedFrame, match="the limit is 8"):
+        codec.decode(b"\x90" * 9, READER, bytes_max=8)
+
+
+@settings(deadline=None, max_examples=200)
+@given(frame=st.binary(max_size=200))
+def test_any_bytes_are_read_or_refused(frame: bytes) -> None:
+    for reader in (READER, codec.decoder(FromRouter)):
+        with suppress(codec.MalformedFrame):
+            codec.decode(frame, reader)
+
+
+def test_deep_json_is_refused_in_words() -> None:
+    reader = msgspec.json.Decoder(dict[str, object])
+    with pytest.raises(codec.MalformedFrame, match="nested too deeply"):
+        codec.decode_json(b'{"a":' + b"[" * 100_000, reader)
+
+
+@given(
+    st.builds(
+        headers.Load,
+        st.integers(0, 10**9),
+        st.integers(0, 10**9),
+        st.integers(0, 10**6),
+        st.integers(0, 10**6),
+    )
+)
+def test_a_load_survives_its_header(load: headers.Load) -> None:
+    assert headers.parse_load(headers.format_load(load)) == load
+
+
+@given(st.text(max_size=60))
+def test_any_load_header_is_read_or_ignored(text: str) -> None:
+    load = headers.parse_load(text)
+    assert load is None or load.prefill_tokens >= 0
+
+
+@given(st.binary(min_size=32, max_size=32))
+def test_a_key_is_known_by_its_digest_only(secret: bytes) -> None:
+    key_id = KeyId("abcdefghij01")
+    text = keys.format_key(key_id, secret)
+    parsed = keys.parse_key(text)
+    assert parsed is not None
+    assert parsed[0] == key_id
+    assert text.split("_")[2] not in parsed[1]
+    mistyped = text[:-7] + ("0" if text[-7] != "0" else "1") + text[-6:]
+    assert keys.parse_key(mistyped) is None
