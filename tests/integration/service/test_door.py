@@ -1,0 +1,149 @@
+"""The guarded door over real sockets: what is slow, huge or malformed ends, in words, in time."""
+
+import asyncio
+import gzip
+import io
+import json
+import resource
+from collections.abc import AsyncIterator
+from contextlib import suppress
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from isochrone.service.door import DoorLimits, errors_as, json_error, open_door, read_body
+from isochrone.wire.errors import ApiError, ErrorCode
+
+LIMITS = DoorLimits(
+    head_timeout_s=0.5,
+    keepalive_s=0.5,
+    body_timeout_s=0.5,
+    body_bytes_max=100_000,
+    connections_per_address_max=20,
+)
+
+
+def an_app() -> web.Application:
+    async def size(request: web.Request) -> web.Response:
+        body = await read_body(
+            request, bytes_max=LIMITS.body_bytes_max, timeout_s=LIMITS.body_timeout_s
+        )
+        return web.Response(text=str(len(body)))
+
+    async def broken(request: web.Request) -> web.Response:
+        raise KeyError("secret detail")
+
+    async def refused(request: web.Request) -> web.Response:
+        raise ApiError(ErrorCode.RATE_LIMITED, "cannot serve: too many", retry_after_s=7)
+
+    app = web.Application(middlewares=[errors_as(json_error)])
+    app.router.add_post("/size", size)
+    app.router.add_get("/broken", broken)
+    app.router.add_get("/refused", refused)
+    return app
+
+
+@pytest.fixture
+async def port() -> AsyncIterator[int]:
+    async with open_door(an_app(), "127.0.0.1", 0, limits=LIMITS) as bound:
+        yield bound
+
+
+async def answer(port: int, sent: bytes) -> bytes:
+    """Send raw bytes and return everything until the door closes, within five seconds."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(sent)
+    async with asyncio.timeout(5):
+        received = await reader.read()
+    writer.close()
+    return received
+
+
+HEAD = b"POST /size HTTP/1.1\r\nHost: x\r\n"
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [b"", HEAD, HEAD + b"X-slow: ", b"POST"],
+    ids=["idle", "half-head", "half-field", "half-line"],
+)
+async def test_a_head_that_never_ends_is_closed(port: int, sent: bytes) -> None:
+    assert await answer(port, sent) == b""
+
+
+async def test_a_body_that_never_ends_gets_408(port: int) -> None:
+    received = await answer(port, HEAD + b"Content-Length: 10\r\n\r\n123")
+    assert received.startswith(b"HTTP/1.1 408 ")
+    assert b'"code":"request_timeout"' in received
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"nonsense\r\n\r\n",
+        HEAD + b"Content-Length: +5\r\n\r\n12345",
+        HEAD + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        HEAD + b"Content-Length: 1\r\nContent-Length: 2\r\n\r\n12",
+        HEAD + b"Transfer-Encoding: xchunked\r\n\r\n0\r\n\r\n",
+        HEAD + b"Bad Header: 1\r\n\r\n",
+        HEAD + b"X: " + b"a" * 20_000 + b"\r\n\r\n",
+        HEAD + b"".join(b"X-%d: 1\r\n" % n for n in range(10_000)) + b"\r\n",
+    ],
+    ids=["line", "signed-length", "both", "two-lengths", "bad-te", "space", "20kB", "10^4-heads"],
+)
+async def test_malformed_http_gets_400_in_our_shape(port: int, sent: bytes) -> None:
+    received = await answer(port, sent)
+    assert received.split(b" ", 2)[1] == b"400"
+    body = json.loads(received.partition(b"\r\n\r\n")[2])
+    assert body["error"]["code"] == "invalid_request"
+
+
+async def test_a_gzip_bomb_and_a_huge_body_are_refused_with_memory_flat(port: int) -> None:
+    bomb = gzip.compress(b"\0" * 300_000_000, compresslevel=1)
+    before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    url = f"http://127.0.0.1:{port}/size"
+
+    async def hundred_megabytes() -> AsyncIterator[bytes]:
+        for _ in range(1600):
+            yield b"x" * 65_536
+
+    async with aiohttp.ClientSession() as http:
+        gzipped = {"content-encoding": "gzip"}
+        async with http.post(url, data=io.BytesIO(bomb), headers=gzipped) as response:
+            assert response.status == 413
+        # Closed while we still send is a refusal too.
+        with suppress(aiohttp.ClientOSError):
+            async with http.post(url, data=hundred_megabytes()) as response:
+                assert response.status == 413
+    after_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert after_kib - before_kib < 64 * 1024
+
+
+async def test_errors_keep_the_shape_and_hide_what_is_inside(port: int) -> None:
+    async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as http:
+        expected = {
+            ("GET", "/nowhere"): (404, "not_found"),
+            ("GET", "/size"): (405, "method_not_allowed"),
+            ("GET", "/broken"): (500, "internal_error"),
+            ("GET", "/refused"): (429, "rate_limit_exceeded"),
+        }
+        for (method, path), (status, code) in expected.items():
+            async with http.request(method, path) as response:
+                text = await response.text()
+                assert response.status == status
+                assert json.loads(text)["error"]["code"] == code
+                assert "secret detail" not in text
+        async with http.get("/refused") as response:
+            assert response.headers["retry-after"] == "7"
+
+
+async def test_connections_over_the_bound_are_closed_and_the_others_served(port: int) -> None:
+    held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(20)]
+    assert await answer(port, HEAD + b"Content-Length: 0\r\n\r\n") == b""
+    reader, writer = held[0]
+    writer.write(HEAD + b"Content-Length: 2\r\n\r\nok")
+    async with asyncio.timeout(5):
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
+    for _, each in held:
+        each.close()
