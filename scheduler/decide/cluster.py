@@ -111,6 +111,10 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
     distances: tuple[PopDistance, ...] = ()
     profiles: tuple[MeasuredProfile, ...] = ()
 
+    def demand_of(self, deployment: Deployment) -> tuple[DemandRate, ...]:
+        """Return what every city asks of one deployment."""
+        return tuple(row for row in self.demand if row.deployment_id == deployment.deployment_id)
+
 
 class Start(msgspec.Struct, frozen=True, kw_only=True):
     """Seat a replica. The id in `spec` is the planner's, made from the picture alone."""

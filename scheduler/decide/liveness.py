@@ -1,0 +1,63 @@
+"""Which nodes are heard, and when silence is too widespread to be believed.
+
+Rule 1: one silent node is a lost node; many silent at once are a sick network or a sick centre,
+and then nothing is rescheduled (the mistake that takes whole fleets down: gpustack#5935).
+Rule 2: a scheduler that has just begun to act has heard nobody yet, and loses no one.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from isochrone.wire.ids import NodeId
+from scheduler.decide.cluster import Liveness, Node
+
+
+class LivenessLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """When silence means something."""
+
+    suspect_after_s: float = 6.0
+    lost_after_s: float = 30.0
+    grace_s: float = 60.0
+    storm_share: float = 0.2
+    storm_window_s: float = 600.0
+
+
+class LivenessView(msgspec.Struct, frozen=True, kw_only=True):
+    """The verdict on each node. `frozen` says in words why no node may be lost now, if so."""
+
+    by_node: Mapping[NodeId, Liveness]
+    frozen: str = ""
+
+
+def liveness(
+    nodes: Sequence[Node], acting_for_s: float, limits: LivenessLimits | None = None
+) -> LivenessView:
+    """Judge every node by its silence, then judge the silence."""
+    limits = limits or LivenessLimits()
+    frozen = _frozen(nodes, acting_for_s, limits)
+    by_node = {}
+    for node in nodes:
+        verdict = Liveness.READY
+        if node.silent_s >= limits.suspect_after_s:
+            verdict = Liveness.SUSPECT
+        if node.silent_s >= limits.lost_after_s and not frozen:
+            verdict = Liveness.LOST
+        by_node[node.node_id] = verdict
+    return LivenessView(by_node=by_node, frozen=frozen)
+
+
+def _frozen(nodes: Sequence[Node], acting_for_s: float, limits: LivenessLimits) -> str:
+    if acting_for_s < limits.grace_s and any(n.silent_s >= limits.lost_after_s for n in nodes):
+        return (
+            f"acting for {acting_for_s:.0f} s of {limits.grace_s:.0f} s grace: "
+            "silent nodes may not have found this scheduler yet"
+        )
+    silent = [node for node in nodes if node.silent_s >= limits.lost_after_s]
+    fresh = [node for node in silent if node.silent_s < limits.storm_window_s]
+    # A fleet mostly silent is never believed gone; a large part of it only after a long time.
+    if len(silent) >= 2 and len(silent) * 2 > len(nodes):
+        return f"{len(silent)} of {len(nodes)} nodes are silent: more likely a cut than a loss"
+    if len(fresh) >= 2 and len(fresh) > limits.storm_share * len(nodes):
+        return f"{len(fresh)} of {len(nodes)} nodes fell silent at once: waiting before moving work"
+    return ""

@@ -1,0 +1,84 @@
+"""The route table follows from what is reported warm, never from what is wished."""
+
+from collections.abc import Mapping, Sequence
+
+from isochrone.wire.ids import Epoch, Generation
+from isochrone.wire.model import Deployment, Model
+from isochrone.wire.report import ReplicaState
+from isochrone.wire.routes import DeploymentEntry, KeyEntry, Route, RouteTable
+from scheduler.decide.cluster import ClusterState, Liveness, Node, Placement
+from scheduler.decide.liveness import LivenessView
+
+
+def route_table(
+    cluster: ClusterState,
+    view: LivenessView,
+    keys: Sequence[KeyEntry],
+    *,
+    generation: Generation,
+    epoch: Epoch,
+) -> RouteTable:
+    """Return the table that routers should hold.
+
+    A suspect node keeps its routes: routers see a dead one themselves within a request, while the
+    centre may merely have lost touch with a live one. Only loss, drain and ending withdraw.
+    """
+    nodes = {node.node_id: node for node in cluster.nodes}
+    deployments = {entry.deployment_id: entry for entry in cluster.deployments}
+    models = {model.model_id: model for model in cluster.models}
+    routes = [
+        _route(placement, nodes[placement.node_id], deployments[placement.deployment_id])
+        for placement in cluster.placements
+        if placement.deployment_id in deployments
+        and _is_served(placement, nodes.get(placement.node_id), view)
+    ]
+    return RouteTable(
+        cluster_id=cluster.cluster_id,
+        generation=generation,
+        epoch=epoch,
+        pops=tuple(sorted(cluster.pops, key=lambda pop: pop.pop)),
+        deployments=tuple(
+            _entry(deployment, models)
+            for deployment in sorted(cluster.deployments, key=lambda d: d.deployment_id)
+        ),
+        routes=tuple(sorted(routes, key=lambda route: route.replica_id)),
+        keys=tuple(sorted(keys, key=lambda key: key.key_id)),
+    )
+
+
+def _is_served(placement: Placement, node: Node | None, view: LivenessView) -> bool:
+    return (
+        placement.state is ReplicaState.WARM
+        and not placement.is_ending
+        and node is not None
+        and not node.revoked
+        and node.address != ""
+        and view.by_node.get(node.node_id) is not Liveness.LOST
+    )
+
+
+def _route(placement: Placement, node: Node, deployment: Deployment) -> Route:
+    return Route(
+        replica_id=placement.replica_id,
+        deployment_id=placement.deployment_id,
+        version=placement.version,
+        node_id=node.node_id,
+        pop=node.pop,
+        address=node.address,
+        role=placement.role,
+        tokens_in_flight_max=deployment.engine.tokens_in_flight_max,
+        prefill_tokens_per_s=placement.profile.prefill_tokens_per_s,
+        decode_tokens_per_s=placement.profile.decode_tokens_per_s,
+    )
+
+
+def _entry(deployment: Deployment, models: Mapping[str, Model]) -> DeploymentEntry:
+    model = models.get(deployment.model_id)
+    context = deployment.engine.context_tokens_max
+    return DeploymentEntry(
+        deployment_id=deployment.deployment_id,
+        name=deployment.name,
+        model_id=deployment.model_id,
+        context_tokens=min(context, model.context_tokens) if model else context,
+        kind=model.kind if model else "chat",
+    )
