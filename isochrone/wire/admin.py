@@ -1,0 +1,179 @@
+"""What the admin API says: requests and answers, as its OpenAPI document describes them."""
+
+from typing import Annotated
+
+import msgspec
+
+from isochrone.wire.control import PeerRole
+from isochrone.wire.ids import POP_PATTERN, DeploymentId, KeyId, ModelId, NodeId, PopId, TenantId
+from isochrone.wire.model import EngineSettings, Model, ModelName, Name, Policy
+from isochrone.wire.report import Device
+from isochrone.wire.routes import Limits
+
+PopName = Annotated[str, msgspec.Meta(pattern=POP_PATTERN)]
+Ttl = Annotated[float, msgspec.Meta(gt=0, le=30 * 24 * 3600)]
+
+
+class PopBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A PoP as an operator writes it."""
+
+    city: Annotated[str, msgspec.Meta(min_length=1, max_length=100)]
+    country: Annotated[str, msgspec.Meta(pattern="^[A-Z]{2}$")]
+    latitude: Annotated[float, msgspec.Meta(ge=-90, le=90)]
+    longitude: Annotated[float, msgspec.Meta(ge=-180, le=180)]
+
+
+class PopView(msgspec.Struct, frozen=True, kw_only=True):
+    """A PoP as it stands."""
+
+    pop: PopId
+    city: str
+    country: str
+    latitude: float
+    longitude: float
+    etag: int
+
+
+class NodeView(msgspec.Struct, frozen=True, kw_only=True):
+    """A node as it stands. `silent_s` is how long ago it was heard; None if never."""
+
+    node_id: NodeId
+    pop: PopId
+    address: str
+    draining: bool
+    revoked: bool
+    silent_s: float | None
+    generation: int
+    assigned: int
+    devices: tuple[Device, ...]
+    replicas: int
+    etag: int
+
+
+class RouterView(msgspec.Struct, frozen=True, kw_only=True):
+    """A router as it stands and the route table generation that it has."""
+
+    router_id: str
+    pop: PopId
+    silent_s: float | None
+    generation: int
+    revoked: bool
+
+
+class JoinTokenBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A wish for a one-time right to join."""
+
+    pop: PopName
+    role: PeerRole = PeerRole.AGENT
+    ttl_s: Ttl = 900.0
+
+
+class JoinTokenView(msgspec.Struct, frozen=True, kw_only=True):
+    """A join token; `token` is there once, in the answer that made it."""
+
+    token_id: str
+    pop: PopId
+    role: str
+    expires_at: float
+    used_by: str | None = None
+    token: str | None = None
+
+
+class ModelView(msgspec.Struct, frozen=True, kw_only=True):
+    """A catalogue entry as it stands."""
+
+    model: Model
+    etag: int
+
+
+class DeploymentBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A deployment as an operator writes it. `name` is what clients write as `model`."""
+
+    model_id: ModelName
+    name: ModelName | None = None
+    engine: EngineSettings = EngineSettings()
+    policy: Policy = Policy()
+
+
+class NewDeploymentBody(DeploymentBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A new deployment, with its id."""
+
+    deployment_id: Name
+
+
+class DeploymentView(msgspec.Struct, frozen=True, kw_only=True):
+    """A deployment as it stands, with how many of its replicas are in each state."""
+
+    deployment_id: DeploymentId
+    name: str
+    model_id: ModelId
+    version: int
+    engine: EngineSettings
+    policy: Policy
+    replicas: dict[str, int]
+    unmet: tuple[str, ...]
+    etag: int
+
+
+class PlacementView(msgspec.Struct, frozen=True, kw_only=True):
+    """A replica's seat, its state, and why it is there."""
+
+    replica_id: str
+    deployment_id: DeploymentId
+    version: int
+    node_id: NodeId
+    pop: PopId
+    device_ids: tuple[str, ...]
+    memory_bytes: int
+    state: str
+    state_reason: str
+    state_age_s: float
+    ending: bool
+    ended_reason: str
+    reason: str
+    restarts: int
+    fetched_bytes: int
+
+
+class KeyBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A new key: whose it is, what it may ask for, and how much."""
+
+    tenant_id: Name
+    note: Annotated[str, msgspec.Meta(max_length=200)] = ""
+    deployments: tuple[str, ...] = ()
+    limits: Limits = Limits()
+    ttl_s: float | None = None
+
+
+class KeyView(msgspec.Struct, frozen=True, kw_only=True):
+    """A key without its secret; `key` is there once, in the answer that made it."""
+
+    key_id: KeyId
+    tenant_id: TenantId
+    note: str
+    deployments: tuple[str, ...]
+    limits: Limits
+    expires_at: float | None
+    revoked: bool
+    key: str | None = None
+
+
+class StatusView(msgspec.Struct, frozen=True, kw_only=True):
+    """The fleet in one answer."""
+
+    cluster_id: str
+    scheduler: str
+    acting: bool
+    acting_scheduler: str
+    epoch: int
+    generation: int
+    route_generation: int
+    frozen: str
+    pops: int
+    nodes: int
+    nodes_ready: int
+    routers: int
+    routers_ready: int
+    deployments: int
+    replicas: dict[str, int]
+    unmet: tuple[str, ...]

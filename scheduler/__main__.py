@@ -1,0 +1,89 @@
+"""`python -m scheduler`: serve, migrate, or run an embedded Postgres."""
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+import click
+
+from isochrone.service.config import load_config
+from isochrone.service.logs import setup_logs
+from isochrone.service.run import run_service
+from scheduler.app import serve
+from scheduler.config import SchedulerConfig
+from scheduler.embedded_postgres import EmbeddedPostgres, PostgresError
+from scheduler.store.migrate import MigrationError, migrate
+from scheduler.store.pool import open_pool
+
+ENV_PREFIX = "ISOCHRONE_SCHEDULER_"
+
+
+@click.group()
+def main() -> None:
+    """The centre of an Isochrone fleet."""
+
+
+@main.command("serve")
+@click.option("--config", type=click.Path(path_type=Path), help="TOML file.")
+def serve_command(config: Path | None) -> NoReturn:
+    """Run a scheduler; of several on one database, one acts."""
+
+    async def run(stopping: asyncio.Event) -> int:
+        settings = load_config(SchedulerConfig, config, os.environ, ENV_PREFIX)
+        setup_logs("scheduler", settings.log_level)
+        return await serve(settings, stopping)
+
+    run_service(run)
+
+
+@main.command("migrate")
+@click.option("--database-url", required=True, envvar=f"{ENV_PREFIX}DATABASE_URL")
+def migrate_command(database_url: str) -> None:
+    """Bring a database to this release's schema."""
+
+    async def run() -> list[str]:
+        pool = await open_pool(database_url)
+        try:
+            return await migrate(pool)
+        finally:
+            await pool.close()
+
+    try:
+        applied = asyncio.run(run())
+    except MigrationError as error:
+        raise click.ClickException(str(error)) from error
+    click.echo("\n".join(applied) or "nothing to do")
+
+
+@main.command("postgres")
+@click.option("--state", type=click.Path(path_type=Path), required=True, help="Its folder.")
+@click.option("--pg-bin", type=click.Path(path_type=Path), help="Folder with postgres and initdb.")
+def postgres_command(state: Path, pg_bin: Path | None) -> NoReturn:
+    """Run an embedded Postgres in the foreground and print its database URL."""
+
+    async def run(stopping: asyncio.Event) -> int:
+        setup_logs("postgres")
+        server = EmbeddedPostgres(state, pg_bin)
+        await server.start()
+        sys.stdout.write(f"{server.dsn}\n")
+        sys.stdout.flush()
+        ended = asyncio.create_task(server.wait())
+        asked = asyncio.create_task(stopping.wait())
+        await asyncio.wait((ended, asked), return_when=asyncio.FIRST_COMPLETED)
+        asked.cancel()
+        if ended.done():
+            return 1
+        ended.cancel()
+        await server.stop()
+        return 0
+
+    try:
+        run_service(run)
+    except PostgresError as error:
+        raise click.ClickException(str(error)) from error
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,439 @@
+"""The admin API: one table of endpoints, and a function for each."""
+
+import secrets
+from typing import Final, TypeVar
+
+import msgspec
+
+from isochrone.service.identity import format_join_token
+from isochrone.wire.admin import (
+    DeploymentBody,
+    DeploymentView,
+    JoinTokenBody,
+    JoinTokenView,
+    KeyBody,
+    KeyView,
+    ModelView,
+    NewDeploymentBody,
+    NodeView,
+    PlacementView,
+    PopBody,
+    PopView,
+    RouterView,
+    StatusView,
+)
+from isochrone.wire.artifact import check_artifact
+from isochrone.wire.errors import ApiError, ErrorCode
+from isochrone.wire.ids import DeploymentId, KeyId, ModelId, is_pop
+from isochrone.wire.keys import base62, format_key, parse_key, secret_sha256
+from isochrone.wire.model import Deployment, Model, Policy
+from scheduler.api.endpoint import Call, Endpoint, Page
+from scheduler.decide.explain import Explanation, explain
+from scheduler.store import catalogue, keys
+from scheduler.store.cluster import read_cluster
+from scheduler.store.events import Event, list_events
+from scheduler.store.status import read_status
+
+V = TypeVar("V")
+
+DRIVERS: Final = frozenset({"embedded", "mock", "vllm", "sglang", "tensorrt_llm"})
+ID_ALPHABET: Final = "abcdefghijklmnopqrstuvwxyz0123456789"
+
+
+async def status(call: Call) -> StatusView:
+    """The fleet in one answer."""
+    acting = call.acting
+    return await read_status(
+        call.connection,
+        scheduler=acting.config.name,
+        is_acting=acting.is_acting,
+        frozen=acting.frozen,
+        unmet=acting.unmet,
+    )
+
+
+async def list_pops(call: Call) -> Page:
+    """PoPs."""
+    rows = await catalogue.list_pops(call.connection, call.after, call.limit + 1)
+    return call.page(rows, lambda row: row.pop)
+
+
+async def get_pop(call: Call) -> PopView:
+    """One PoP."""
+    return _found(
+        await catalogue.get_pop(call.connection, call.part("pop")), "PoP", call.part("pop")
+    )
+
+
+async def put_pop(call: Call) -> PopView:
+    """Make or change a PoP."""
+    name = call.part("pop")
+    if not is_pop(name):
+        raise ApiError(
+            ErrorCode.INVALID_REQUEST, "cannot name a PoP so: three letters, as `ams`", param="pop"
+        )
+    before = await catalogue.get_pop(call.connection, name)
+    body: PopBody = call.body
+    after = await catalogue.put_pop(call.connection, name, body, call.etag)
+    await catalogue.touch(call.connection)
+    await call.record("pop.put", name, before=before, after=after)
+    return after
+
+
+async def delete_pop(call: Call) -> None:
+    """Delete a PoP that nothing is in."""
+    await _delete(call, "pop", "pop", call.part("pop"))
+
+
+async def list_nodes(call: Call) -> Page:
+    """Nodes."""
+    rows = await catalogue.list_nodes(call.connection, call.after, call.limit + 1)
+    return call.page(rows, lambda row: row.node_id)
+
+
+async def get_node(call: Call) -> NodeView:
+    """One node."""
+    name = call.part("node_id")
+    return _found(await catalogue.get_node(call.connection, name), "node", name)
+
+
+async def drain_node(call: Call) -> NodeView:
+    """Move a node's replicas elsewhere, then leave it empty."""
+    return await _set_node(call, "node.drain", draining=True)
+
+
+async def undrain_node(call: Call) -> NodeView:
+    """Let a node take replicas again."""
+    return await _set_node(call, "node.undrain", draining=False)
+
+
+async def revoke_node(call: Call) -> NodeView:
+    """Turn a node away for good; its routes are withdrawn at once."""
+    return await _set_node(call, "node.revoke", revoked=True)
+
+
+async def delete_node(call: Call) -> None:
+    """Forget a node that holds no replica."""
+    await _delete(call, "node", "node_id", call.part("node_id"))
+
+
+async def create_join_token(call: Call) -> JoinTokenView:
+    """Make a one-time right to join; its text is shown once."""
+    body: JoinTokenBody = call.body
+    token_id = _new_id()
+    secret = base62(int.from_bytes(secrets.token_bytes(32)), 43)
+    made = await catalogue.add_join_token(
+        call.connection,
+        token_id=token_id,
+        secret_sha256=secret_sha256(secret),
+        role=body.role.value,
+        pop=body.pop,
+        ttl_s=body.ttl_s,
+    )
+    if made is None:
+        raise ApiError(ErrorCode.NOT_FOUND, f"cannot make a token: no PoP {body.pop}", param="pop")
+    await call.record("join_token.create", token_id, after=made)
+    token = format_join_token(call.acting.authority.fingerprint, token_id, secret)
+    return msgspec.structs.replace(made, token=token)
+
+
+async def list_join_tokens(call: Call) -> Page:
+    """Join tokens, without their secrets."""
+    rows = await catalogue.list_join_tokens(call.connection, call.after, call.limit + 1)
+    return call.page(rows, lambda row: row.token_id)
+
+
+async def list_routers(call: Call) -> Page:
+    """Routers."""
+    rows = await catalogue.list_routers(call.connection, call.after, call.limit + 1)
+    return call.page(rows, lambda row: row.router_id)
+
+
+async def list_models(call: Call) -> Page:
+    """Models."""
+    rows = await catalogue.list_models(call.connection, call.after, call.limit + 1)
+    return call.page(rows, lambda row: row.model.model_id)
+
+
+async def get_model(call: Call) -> ModelView:
+    """One model."""
+    name = call.part("model_id")
+    return _found(await catalogue.get_model(call.connection, name), "model", name)
+
+
+async def put_model(call: Call) -> ModelView:
+    """Make or change a catalogue entry."""
+    model: Model = call.body
+    if model.model_id != call.part("model_id"):
+        raise ApiError(
+            ErrorCode.INVALID_REQUEST,
+            f"cannot put: the path names {call.part('model_id')}, the body {model.model_id}",
+            param="model_id",
+        )
+    problem = check_artifact(model.artifact)
+    if problem:
+        raise ApiError(ErrorCode.INVALID_REQUEST, problem, param="artifact")
+    before = await catalogue.get_model(call.connection, model.model_id)
+    after = await catalogue.put_model(call.connection, model, call.etag)
+    await catalogue.touch(call.connection)
+    await call.record("model.put", model.model_id, before=before, after=after)
+    return after
+
+
+async def delete_model(call: Call) -> None:
+    """Delete a model that no deployment serves."""
+    await _delete(call, "model", "model_id", call.part("model_id"))
+
+
+async def list_deployments(call: Call) -> Page:
+    """Deployments."""
+    rows = await catalogue.list_deployments(call.connection, call.after, call.limit + 1)
+    unmet = call.acting.unmet
+    rows = [
+        msgspec.structs.replace(
+            row, unmet=tuple(reason for name, reason in unmet if name == row.deployment_id)
+        )
+        for row in rows
+    ]
+    return call.page(rows, lambda row: row.deployment_id)
+
+
+async def get_deployment(call: Call) -> DeploymentView:
+    """One deployment."""
+    name = call.part("deployment_id")
+    found = _found(await catalogue.get_deployment(call.connection, name), "deployment", name)
+    unmet = tuple(reason for d, reason in call.acting.unmet if d == name)
+    return msgspec.structs.replace(found, unmet=unmet)
+
+
+async def create_deployment(call: Call) -> DeploymentView:
+    """Wish that a model be served."""
+    body: NewDeploymentBody = call.body
+    deployment = await _checked(call, body, body.deployment_id)
+    if not await catalogue.add_deployment(call.connection, deployment):
+        raise ApiError(
+            ErrorCode.CONFLICT,
+            f"cannot create {body.deployment_id}: this id or the name {deployment.name} is taken",
+        )
+    await catalogue.touch(call.connection)
+    after = await catalogue.get_deployment(call.connection, body.deployment_id)
+    await call.record("deployment.create", body.deployment_id, after=after)
+    return _found(after, "deployment", body.deployment_id)
+
+
+async def put_deployment(call: Call) -> DeploymentView:
+    """Change a deployment; another model or engine is a new version, rolled out by and by."""
+    name = call.part("deployment_id")
+    before = _found(await catalogue.get_deployment(call.connection, name), "deployment", name)
+    body: DeploymentBody = call.body
+    deployment = await _checked(call, body, name)
+    if not await catalogue.change_deployment(call.connection, deployment, call.etag):
+        raise ApiError(
+            ErrorCode.CONFLICT, f"cannot change {name}: the name {deployment.name} is taken"
+        )
+    await catalogue.touch(call.connection)
+    after = await catalogue.get_deployment(call.connection, name)
+    await call.record("deployment.put", name, before=before, after=after)
+    return _found(after, "deployment", name)
+
+
+async def delete_deployment(call: Call) -> None:
+    """End a deployment: its replicas drain."""
+    name = call.part("deployment_id")
+    before = _found(await catalogue.get_deployment(call.connection, name), "deployment", name)
+    await catalogue.delete_deployment(call.connection, name, call.etag)
+    await catalogue.touch(call.connection)
+    await call.record("deployment.delete", name, before=before)
+
+
+async def explain_deployment(call: Call) -> Explanation:
+    """Why here, why not there, what would help."""
+    name = DeploymentId(call.part("deployment_id"))
+    acting = call.acting
+    cluster = await read_cluster(
+        call.connection, acting_for_s=acting.acting_for_s, silent_s=acting.silent_s()
+    )
+    return _found(explain(cluster, name, acting.config.liveness), "deployment", name)
+
+
+async def list_placements(call: Call) -> Page:
+    """Placements, of one deployment or of all."""
+    rows = await catalogue.list_placements(
+        call.connection, call.after, call.limit + 1, call.query("deployment_id")
+    )
+    return call.page(rows, lambda row: row.replica_id)
+
+
+async def create_key(call: Call) -> KeyView:
+    """Make a client's key; its text is shown once."""
+    body: KeyBody = call.body
+    key_id = KeyId(_new_id())
+    text = format_key(key_id, secrets.token_bytes(32))
+    parsed = parse_key(text)
+    assert parsed is not None
+    made = await keys.add_key(call.connection, key_id=key_id, secret_sha256=parsed[1], body=body)
+    await call.record("key.create", key_id, after=made)
+    return msgspec.structs.replace(made, key=text)
+
+
+async def list_keys(call: Call) -> Page:
+    """Keys, without their secrets."""
+    rows = await keys.list_keys(call.connection, call.after, call.limit + 1)
+    return call.page(rows, lambda row: row.key_id)
+
+
+async def get_key(call: Call) -> KeyView:
+    """One key, without its secret."""
+    name = call.part("key_id")
+    return _found(await keys.get_key(call.connection, name), "key", name)
+
+
+async def revoke_key(call: Call) -> None:
+    """Revoke a key: routers refuse it as soon as they hold the next table."""
+    name = call.part("key_id")
+    if not await keys.revoke_key(call.connection, name):
+        raise _missing("key", name)
+    await call.record("key.revoke", name)
+
+
+async def events(call: Call) -> Page:
+    """What was done, the newest first."""
+    before = call.after
+    rows = await list_events(
+        call.connection,
+        before_id=int(before) if before.isdigit() else None,
+        limit=call.limit + 1,
+        subject=call.query("subject"),
+    )
+    return call.page(rows, lambda row: str(row.event_id))
+
+
+ENDPOINTS: Final = (
+    Endpoint("GET", "/v1/status", status, "The fleet in one answer", StatusView),
+    Endpoint("GET", "/v1/pops", list_pops, "List PoPs", PopView, is_list=True),
+    Endpoint("GET", "/v1/pops/{pop}", get_pop, "Read a PoP", PopView),
+    Endpoint("PUT", "/v1/pops/{pop}", put_pop, "Make or change a PoP", PopView, PopBody),
+    Endpoint("DELETE", "/v1/pops/{pop}", delete_pop, "Delete an empty PoP", status=204),
+    Endpoint("GET", "/v1/nodes", list_nodes, "List nodes", NodeView, is_list=True),
+    Endpoint("GET", "/v1/nodes/{node_id}", get_node, "Read a node", NodeView),
+    Endpoint("POST", "/v1/nodes/{node_id}/drain", drain_node, "Drain a node", NodeView),
+    Endpoint("POST", "/v1/nodes/{node_id}/undrain", undrain_node, "Use a node again", NodeView),
+    Endpoint("POST", "/v1/nodes/{node_id}/revoke", revoke_node, "Turn a node away", NodeView),
+    Endpoint("DELETE", "/v1/nodes/{node_id}", delete_node, "Forget an empty node", status=204),
+    Endpoint(
+        "POST", "/v1/join-tokens", create_join_token, "Make a join token", JoinTokenView,
+        JoinTokenBody, status=201,
+    ),
+    Endpoint(
+        "GET", "/v1/join-tokens", list_join_tokens, "List join tokens", JoinTokenView, is_list=True
+    ),
+    Endpoint("GET", "/v1/routers", list_routers, "List routers", RouterView, is_list=True),
+    Endpoint("GET", "/v1/models", list_models, "List models", ModelView, is_list=True),
+    Endpoint("GET", "/v1/models/{model_id:.+}", get_model, "Read a model", ModelView),
+    Endpoint("PUT", "/v1/models/{model_id:.+}", put_model, "Put a model", ModelView, Model),
+    Endpoint("DELETE", "/v1/models/{model_id:.+}", delete_model, "Delete a model", status=204),
+    Endpoint(
+        "GET", "/v1/deployments", list_deployments, "List deployments", DeploymentView, is_list=True
+    ),
+    Endpoint(
+        "POST", "/v1/deployments", create_deployment, "Create a deployment", DeploymentView,
+        NewDeploymentBody, status=201,
+    ),
+    Endpoint(
+        "GET", "/v1/deployments/{deployment_id}", get_deployment, "Read a deployment",
+        DeploymentView,
+    ),
+    Endpoint(
+        "PUT", "/v1/deployments/{deployment_id}", put_deployment, "Change a deployment",
+        DeploymentView, DeploymentBody,
+    ),
+    Endpoint(
+        "DELETE", "/v1/deployments/{deployment_id}", delete_deployment, "End a deployment",
+        status=204,
+    ),
+    Endpoint(
+        "GET", "/v1/deployments/{deployment_id}/explain", explain_deployment,
+        "Why here, why not there", Explanation,
+    ),
+    Endpoint(
+        "GET", "/v1/placements", list_placements, "List placements", PlacementView, is_list=True,
+        query=("deployment_id",),
+    ),
+    Endpoint("GET", "/v1/keys", list_keys, "List keys", KeyView, is_list=True),
+    Endpoint("POST", "/v1/keys", create_key, "Make a key", KeyView, KeyBody, status=201),
+    Endpoint("GET", "/v1/keys/{key_id}", get_key, "Read a key", KeyView),
+    Endpoint("DELETE", "/v1/keys/{key_id}", revoke_key, "Revoke a key", status=204),
+    Endpoint(
+        "GET", "/v1/events", events, "What was done", Event, is_list=True, query=("subject",)
+    ),
+)  # fmt: skip
+
+
+async def _set_node(
+    call: Call, kind: str, *, draining: bool | None = None, revoked: bool | None = None
+) -> NodeView:
+    name = call.part("node_id")
+    before = await catalogue.get_node(call.connection, name)
+    if not await catalogue.set_node(call.connection, name, draining=draining, revoked=revoked):
+        raise _missing("node", name)
+    await catalogue.touch(call.connection)
+    after = await catalogue.get_node(call.connection, name)
+    await call.record(kind, name, before=before, after=after)
+    return _found(after, "node", name)
+
+
+async def _delete(call: Call, table: str, column: str, name: str) -> None:
+    if not await catalogue.delete_row(call.connection, table, column, name, call.etag):
+        raise _missing(table, name)
+    await catalogue.touch(call.connection)
+    await call.record(f"{table}.delete", name)
+
+
+async def _checked(call: Call, body: DeploymentBody, deployment_id: str) -> Deployment:
+    if body.engine.driver not in DRIVERS:
+        raise ApiError(
+            ErrorCode.INVALID_REQUEST,
+            f"cannot use driver {body.engine.driver!r}: one of {', '.join(sorted(DRIVERS))}",
+            param="engine.driver",
+        )
+    if await catalogue.get_model(call.connection, body.model_id) is None:
+        raise ApiError(
+            ErrorCode.NOT_FOUND, f"cannot deploy: no model {body.model_id}", param="model_id"
+        )
+    known = await catalogue.known_countries_and_pops(call.connection)
+    problem = _policy_problem(body.policy, known)
+    if problem:
+        raise ApiError(ErrorCode.INVALID_REQUEST, f"cannot deploy: {problem}", param="policy")
+    return Deployment(
+        deployment_id=DeploymentId(deployment_id),
+        name=body.name or body.model_id,
+        model_id=ModelId(body.model_id),
+        engine=body.engine,
+        policy=body.policy,
+    )
+
+
+def _policy_problem(policy: Policy, known: set[str]) -> str:
+    if policy.replicas_min > policy.replicas_max:
+        return f"replicas_min {policy.replicas_min} is over replicas_max {policy.replicas_max}"
+    if len(policy.keep_warm) > policy.replicas_max:
+        return f"keep_warm names more PoPs than replicas_max {policy.replicas_max}"
+    for field in ("keep_warm", "allow", "deny"):
+        for name in getattr(policy, field):
+            if name not in known:
+                return f"{field} names {name!r}, which is no PoP and no PoP's country"
+    return ""
+
+
+def _found(row: V | None, what: str, name: str) -> V:
+    if row is None:
+        raise _missing(what, name)
+    return row
+
+
+def _missing(what: str, name: str) -> ApiError:
+    return ApiError(ErrorCode.NOT_FOUND, f"cannot find the {what} {name[:128]!r}")
+
+
+def _new_id() -> str:
+    return "".join(secrets.choice(ID_ALPHABET) for _ in range(12))

@@ -1,0 +1,93 @@
+"""The conversation with a node: reports and pulses come up, whole assignments go down."""
+
+import logging
+from contextlib import aclosing
+
+from aiohttp import web
+
+from isochrone.wire.control import FromAgent, PeerRole, Refused, RefusedCode
+from isochrone.wire.ids import NodeId
+from isochrone.wire.report import Pulse, Report
+from scheduler import metrics
+from scheduler.acting import Acting, Connected, NotActing
+from scheduler.api.peers import converse
+from scheduler.store.events import record_event
+from scheduler.store.lease import EpochLost
+from scheduler.store.nodes import record_report
+from scheduler.store.pool import UNAVAILABLE, transaction
+
+log = logging.getLogger(__name__)
+
+
+class Agents:
+    """`GET /v1/agent`."""
+
+    def __init__(self, acting: Acting) -> None:
+        self._acting = acting
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        """Talk with one node until either side ends it."""
+        async with aclosing(
+            converse(request, self._acting, PeerRole.AGENT, FromAgent)
+        ) as conversation:
+            async for peer, message in conversation:
+                if not await self._hear(peer, message):
+                    break
+        return web.Response()
+
+    async def _hear(self, peer: Connected, message: object) -> bool:
+        """Take one message; False ends the conversation."""
+        node_id = NodeId(peer.name)
+        self._acting.heard_from(node_id)
+        match message:
+            case None:
+                return True
+            case Report() | Pulse() if (message.node_id, message.boot_id) != (
+                node_id,
+                peer.boot_id,
+            ):
+                return await self._refuse_impostor(peer, message.node_id)
+            case Pulse():
+                self._acting.heard_from(node_id, message)
+                return True
+            case Report():
+                return await self._take_report(peer, message)
+            case _:
+                await peer.end(Refused(code=RefusedCode.MALFORMED, reason="cannot register twice"))
+                return False
+
+    async def _take_report(self, peer: Connected, report: Report) -> bool:
+        try:
+            async with transaction(self._acting.pool) as connection:
+                effect = await record_report(connection, self._acting.epoch, report)
+            metrics.REPORTS.labels("stale" if effect.stale else "taken").inc()
+            if effect.stale:
+                return True
+            peer.generation = report.generation
+            if effect.changed or effect.adopted or effect.released:
+                self._acting.nudge_publish()
+                self._acting.nudge_place()
+            if not peer.has_reported or effect.adopted:
+                # Only a node whose whole word was taken is told what to run.
+                peer.has_reported = True
+                await self._acting.send_assignment(peer)
+        except (EpochLost, NotActing) as error:
+            log.warning("report not taken", extra={"fields": {"reason": str(error)}})
+        except UNAVAILABLE as error:
+            # The node says everything again in ten seconds.
+            log.warning("report not written", extra={"fields": {"reason": str(error)[:200]}})
+        return True
+
+    async def _refuse_impostor(self, peer: Connected, claimed: str) -> bool:
+        metrics.REPORTS.labels("impostor").inc()
+        reason = f"{peer.name} cannot report for {claimed}"
+        await peer.end(Refused(code=RefusedCode.IDENTITY, reason=reason, retry_after_s=30))
+        async with transaction(self._acting.pool) as connection:
+            await record_event(
+                connection,
+                actor=f"node:{peer.name}",
+                kind="node.impostor",
+                subject=claimed[:63],
+                reason=reason[:300],
+            )
+        return False

@@ -1,0 +1,237 @@
+"""What every admin endpoint has in common: decoding, paging, ETags, idempotency, one transaction.
+
+An endpoint is a row of a table (`Endpoint`) and an async function of a `Call`. The function runs in
+a transaction with the event of its deed; whatever it raises, nothing of it was done.
+"""
+
+import base64
+import hashlib
+import re
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Final, NamedTuple, TypeVar
+
+import msgspec
+from aiohttp import web
+
+from isochrone.service.door import read_body
+from isochrone.wire import codec
+from isochrone.wire.errors import ApiError, ErrorCode
+from scheduler.acting import Acting
+from scheduler.store.catalogue import EtagMoved, StillUsed
+from scheduler.store.events import record_event
+from scheduler.store.idempotency import StoredAnswer, recall, remember
+from scheduler.store.pool import BAD_DATA, UNAVAILABLE, Connection, transaction
+
+BODY_BYTES_MAX: Final = 1024 * 1024
+BODY_TIMEOUT_S: Final = 10.0
+LIMIT_DEFAULT: Final = 100
+LIMIT_MAX: Final = 500
+IDEMPOTENCY_KEY: Final = re.compile(r"^[\x21-\x7e]{1,128}$")
+
+V = TypeVar("V", bound=msgspec.Struct)
+
+
+class Page(NamedTuple):
+    """One page of a list, and the id of its last row if there may be more."""
+
+    rows: Sequence[msgspec.Struct]
+    last: str | None
+
+
+class Call:
+    """One request, decoded: what an endpoint's function gets."""
+
+    def __init__(
+        self, request: web.Request, acting: Acting, connection: Connection, body: Any, sha: str
+    ) -> None:
+        self.acting = acting
+        self.connection = connection
+        self.body = body
+        self.body_sha256 = sha
+        self.etag = _if_match(request)
+        self._request = request
+
+    def part(self, name: str) -> str:
+        """Return a part of the path."""
+        return self._request.match_info[name]
+
+    def query(self, name: str) -> str | None:
+        """Return a query parameter."""
+        return self._request.query.get(name)
+
+    @property
+    def limit(self) -> int:
+        """Return how many rows a page may hold."""
+        text = self._request.query.get("limit", str(LIMIT_DEFAULT))
+        if not text.isdigit() or not 1 <= int(text) <= LIMIT_MAX:
+            raise ApiError(
+                ErrorCode.INVALID_REQUEST,
+                f"cannot page: limit is {text[:20]!r}, give 1 to {LIMIT_MAX}",
+                param="limit",
+            )
+        return int(text)
+
+    @property
+    def after(self) -> str:
+        """Return the id after which the page begins."""
+        cursor = self._request.query.get("cursor", "")
+        try:
+            return base64.urlsafe_b64decode(cursor.encode()).decode()
+        except ValueError:
+            raise ApiError(
+                ErrorCode.INVALID_REQUEST,
+                "cannot page: the cursor is not one that this API gave",
+                param="cursor",
+            ) from None
+
+    def page(self, rows: Sequence[V], name: Callable[[V], str]) -> Page:
+        """Return a page of at most `limit` rows, of `limit + 1` asked for."""
+        if len(rows) <= self.limit:
+            return Page(rows, None)
+        kept = rows[: self.limit]
+        return Page(kept, name(kept[-1]))
+
+    async def record(
+        self,
+        kind: str,
+        subject: str,
+        *,
+        before: msgspec.Struct | None = None,
+        after: msgspec.Struct | None = None,
+    ) -> None:
+        """Append the event of this deed."""
+        await record_event(
+            self.connection,
+            actor="admin",
+            kind=kind,
+            subject=subject,
+            before=before,
+            after=after,
+            request_id=self._request.headers.get("x-request-id", "")[:64],
+        )
+
+
+Function = Callable[[Call], Awaitable[msgspec.Struct | Page | None]]
+
+
+class Endpoint(NamedTuple):
+    """One row of the table: what is asked, what answers, and with what."""
+
+    method: str
+    path: str
+    function: Function
+    summary: str
+    answer: Any = None
+    body: Any = None
+    status: int = 200
+    is_list: bool = False
+    query: tuple[str, ...] = ()
+
+
+def handler(endpoint: Endpoint, acting: Acting) -> Callable[[web.Request], Awaitable[web.Response]]:
+    """Return the aiohttp handler of an endpoint."""
+    reader = msgspec.json.Decoder(endpoint.body) if endpoint.body is not None else None
+
+    async def handle(request: web.Request) -> web.Response:
+        raw = await read_body(request, bytes_max=BODY_BYTES_MAX, timeout_s=BODY_TIMEOUT_S)
+        body = None
+        if reader is not None:
+            try:
+                body = codec.decode_json(raw, reader)
+            except codec.MalformedFrame as error:
+                raise ApiError(ErrorCode.INVALID_REQUEST, str(error)) from error
+        try:
+            return await _answer(endpoint, acting, request, raw, body)
+        except UNAVAILABLE as error:
+            raise ApiError(
+                ErrorCode.UNAVAILABLE, "cannot answer: the database is away", retry_after_s=2
+            ) from error
+        except EtagMoved as error:
+            raise ApiError(
+                ErrorCode.PRECONDITION_FAILED,
+                f"cannot change {error}: it is not there or has changed; read it again",
+            ) from error
+        except StillUsed as error:
+            raise ApiError(ErrorCode.CONFLICT, str(error)) from error
+        except BAD_DATA as error:
+            raise ApiError(
+                ErrorCode.INVALID_REQUEST, "cannot store: a text holds a NUL or a value is too big"
+            ) from error
+
+    return handle
+
+
+async def _answer(
+    endpoint: Endpoint, acting: Acting, request: web.Request, raw: bytes, body: Any
+) -> web.Response:
+    key = request.headers.get("idempotency-key", "") if endpoint.method == "POST" else ""
+    if key and not IDEMPOTENCY_KEY.match(key):
+        raise ApiError(
+            ErrorCode.INVALID_REQUEST, "cannot use the Idempotency-Key: 1 to 128 visible letters"
+        )
+    sha = hashlib.sha256(raw).hexdigest()
+    async with transaction(acting.pool) as connection:
+        if key:
+            stored = await recall(connection, key, request.method, request.path)
+            if stored is not None:
+                return _replay(stored, sha)
+        call = Call(request, acting, connection, body, sha)
+        answer = await endpoint.function(call)
+        encoded = _encode(answer)
+        if key:
+            await remember(
+                connection,
+                key,
+                request.method,
+                request.path,
+                StoredAnswer(sha, endpoint.status, encoded),
+            )
+    if endpoint.method != "GET":
+        acting.nudge_place()
+        acting.nudge_publish()
+    response = web.Response(
+        status=204 if answer is None else endpoint.status,
+        body=encoded if answer is not None else None,
+        content_type="application/json" if answer is not None else None,
+    )
+    etag = getattr(answer, "etag", None)
+    if etag is not None:
+        response.headers["etag"] = f'"{etag}"'
+    return response
+
+
+def _replay(stored: StoredAnswer, sha: str) -> web.Response:
+    if stored.body_sha256 != sha:
+        raise ApiError(
+            ErrorCode.CONFLICT,
+            "cannot repeat: this Idempotency-Key was used with another body",
+        )
+    return web.Response(
+        status=stored.status if stored.body else 204,
+        body=stored.body or None,
+        content_type="application/json",
+        headers={"idempotent-replay": "true"},
+    )
+
+
+def _encode(answer: msgspec.Struct | Page | None) -> bytes:
+    if answer is None:
+        return b""
+    if isinstance(answer, Page):
+        cursor = None
+        if answer.last is not None:
+            cursor = base64.urlsafe_b64encode(answer.last.encode()).decode()
+        return msgspec.json.encode({"data": list(answer.rows), "next_cursor": cursor})
+    return msgspec.json.encode(answer)
+
+
+def _if_match(request: web.Request) -> int | None:
+    text = request.headers.get("if-match", "").strip()
+    if text in ("", "*"):
+        return None
+    number = text.removeprefix("W/").strip('"')
+    if not number.isdigit() or len(number) > 18:
+        raise ApiError(
+            ErrorCode.PRECONDITION_FAILED, "cannot change: If-Match is not an ETag of this API"
+        )
+    return int(number)

@@ -1,0 +1,90 @@
+"""`POST /v1/join`: a one-time token for a certificate."""
+
+import msgspec
+from aiohttp import web
+
+from isochrone.service.door import read_body
+from isochrone.service.identity import IdentityError, parse_join_token
+from isochrone.wire import codec
+from isochrone.wire.control import JoinReply, JoinRequest
+from isochrone.wire.errors import ApiError, ErrorCode
+from isochrone.wire.ids import is_name
+from isochrone.wire.keys import secret_sha256
+from scheduler.acting import Acting, now
+from scheduler.store.events import record_event
+from scheduler.store.nodes import add_peer, use_join_token
+from scheduler.store.pool import UNAVAILABLE, transaction
+
+_reader = msgspec.json.Decoder(JoinRequest)
+
+
+class Join:
+    """The door for those who have no certificate yet."""
+
+    def __init__(self, acting: Acting) -> None:
+        self._acting = acting
+
+    async def handle(self, request: web.Request) -> web.Response:
+        """Spend the token, enter the peer, issue its certificate: all or nothing."""
+        body = await read_body(request, bytes_max=64 * 1024, timeout_s=5.0)
+        try:
+            asked = codec.decode_json(body, _reader)
+        except codec.MalformedFrame as error:
+            raise ApiError(ErrorCode.INVALID_REQUEST, str(error)) from error
+        token = parse_join_token(asked.token)
+        if token is None:
+            raise ApiError(ErrorCode.FORBIDDEN, "cannot join: malformed token", param="token")
+        if not is_name(asked.name):
+            raise ApiError(
+                ErrorCode.INVALID_REQUEST,
+                "cannot join: a name has lower-case letters, digits, dots and dashes, at most 63",
+                param="name",
+            )
+        try:
+            return await self._join(asked, token.token_id, token.secret)
+        except UNAVAILABLE as error:
+            raise ApiError(
+                ErrorCode.UNAVAILABLE, "cannot join: the database is away", retry_after_s=2
+            ) from error
+
+    async def _join(self, asked: JoinRequest, token_id: str, secret: str) -> web.Response:
+        async with transaction(self._acting.pool) as connection:
+            pop = await use_join_token(
+                connection,
+                token_id=token_id,
+                secret_sha256=secret_sha256(secret),
+                role=asked.role,
+                name=asked.name,
+            )
+            if pop is None:
+                raise ApiError(
+                    ErrorCode.FORBIDDEN,
+                    "cannot join: the token is unknown, used, expired or for another role; ask for "
+                    "a new one (`isochrone nodes join-token`)",
+                    param="token",
+                )
+            if not await add_peer(connection, asked.role, asked.name, pop):
+                raise ApiError(
+                    ErrorCode.CONFLICT, f"cannot join: {asked.name} is in another PoP", param="name"
+                )
+            try:
+                certificate = self._acting.authority.issue(
+                    asked.csr_pem, role=asked.role, name=asked.name, pop=pop, now=now()
+                )
+            except IdentityError as error:
+                raise ApiError(ErrorCode.INVALID_REQUEST, str(error), param="csr_pem") from error
+            await record_event(
+                connection,
+                actor=f"{asked.role.value}:{asked.name}",
+                kind=f"{asked.role.value}.joined",
+                subject=asked.name,
+                reason=f"token {token_id}, PoP {pop}",
+            )
+        reply = JoinReply(
+            cluster_id=self._acting.cluster_id,
+            name=asked.name,
+            pop=pop,
+            certificate_pem=certificate,
+            ca_pem=self._acting.authority.ca_pem,
+        )
+        return web.Response(body=msgspec.json.encode(reply), content_type="application/json")

@@ -1,0 +1,196 @@
+"""The first words with any peer: who it is, proven, before anything it says is read."""
+
+import asyncio
+import secrets
+from collections.abc import AsyncGenerator
+from typing import Any, Final
+
+from aiohttp import WSMsgType, web
+
+from isochrone.service import identity
+from isochrone.service.identity import IdentityError
+from isochrone.wire import codec
+from isochrone.wire.control import (
+    Challenge,
+    PeerRole,
+    Refused,
+    RefusedCode,
+    Register,
+    Welcome,
+    register_payload,
+)
+from scheduler import metrics
+from scheduler.acting import Acting, Connected, now
+from scheduler.store.lease import hold_lease, read_cluster_row, rise_above
+from scheduler.store.nodes import UnknownPeer, record_registration
+from scheduler.store.pool import UNAVAILABLE, transaction, using
+
+REGISTER_TIMEOUT_S: Final = 5.0
+PEERS_MAX: Final = 10_000
+ALIVE_S: Final = 6.0
+PING_S: Final = 10.0
+
+
+class Turned(Exception):
+    """A peer is turned away."""
+
+    def __init__(self, code: RefusedCode, reason: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(reason)
+        self.refused = Refused(code=code, reason=reason, retry_after_s=retry_after_s)
+
+
+async def converse(
+    request: web.Request, acting: Acting, role: PeerRole, incoming: Any
+) -> AsyncGenerator[tuple[Connected, Any], None]:
+    """Open a conversation and yield (peer, message) for each message until it ends.
+
+    The first yield carries None: the peer has just been welcomed.
+    """
+    socket = web.WebSocketResponse(max_msg_size=codec.FRAME_BYTES_MAX, heartbeat=PING_S)
+    await socket.prepare(request)
+    reader = codec.decoder(incoming)
+    try:
+        peer = await _register(socket, request.transport, acting, role, reader)
+    except Turned as turned:
+        metrics.REFUSED.labels(turned.refused.code.value).inc()
+        await socket.send_bytes(codec.encode(turned.refused))
+        await socket.close()
+        return
+    sender = asyncio.create_task(peer.empty_outbox())
+    try:
+        yield peer, None
+        while True:
+            try:
+                yield peer, await _receive(socket, reader)
+            except Turned as turned:
+                await peer.end(turned.refused)
+                return
+            except EOFError:
+                return
+    finally:
+        sender.cancel()
+        acting.remove_peer(peer)
+
+
+async def _register(
+    socket: web.WebSocketResponse,
+    transport: asyncio.Transport | None,
+    acting: Acting,
+    role: PeerRole,
+    reader: Any,
+) -> Connected:
+    if not acting.is_acting:
+        raise Turned(RefusedCode.NOT_ACTING, "this scheduler is not acting; ask the other")
+    if len(acting.peers) >= PEERS_MAX:
+        raise Turned(RefusedCode.NOT_ACTING, f"{PEERS_MAX} peers are connected", retry_after_s=10)
+    nonce = secrets.token_bytes(32)
+    challenge = Challenge(protocol=codec.PROTOCOL, cluster_id=acting.cluster_id, nonce=nonce)
+    await socket.send_bytes(codec.encode(challenge))
+    try:
+        async with asyncio.timeout(REGISTER_TIMEOUT_S):
+            register = await _receive(socket, reader)
+    except (TimeoutError, EOFError):
+        raise Turned(RefusedCode.MALFORMED, "no registration in time") from None
+    if not isinstance(register, Register):
+        raise Turned(RefusedCode.MALFORMED, "the first message must be a registration")
+    _prove(register, acting, role, nonce)
+    _refuse_twin(register, acting)
+    try:
+        await _enter(register, acting)
+    except UnknownPeer as error:
+        raise Turned(RefusedCode.IDENTITY, str(error), retry_after_s=30) from error
+    except UNAVAILABLE as error:
+        raise Turned(RefusedCode.NOT_ACTING, "the database is away", retry_after_s=2) from error
+    peer = Connected(
+        socket,
+        transport,
+        role=role,
+        name=register.name,
+        pop=register.pop,
+        boot_id=register.boot_id,
+    )
+    peer.generation = register.generation
+    before = acting.add_peer(peer)
+    if before is not None:
+        await before.end(Refused(code=RefusedCode.DUPLICATE, reason="the same peer dialled again"))
+    peer.tell(Welcome(cluster_id=acting.cluster_id, epoch=acting.epoch))
+    return peer
+
+
+def _prove(register: Register, acting: Acting, role: PeerRole, nonce: bytes) -> None:
+    if register.protocol != codec.PROTOCOL:
+        raise Turned(
+            RefusedCode.PROTOCOL,
+            f"this scheduler speaks protocol {codec.PROTOCOL}, the peer {register.protocol}",
+            retry_after_s=60,
+        )
+    try:
+        peer = identity.verify_peer(register.certificate_pem, acting.authority.ca_pem, now())
+        payload = register_payload(
+            cluster_id=acting.cluster_id,
+            nonce=nonce,
+            name=register.name,
+            boot_id=register.boot_id,
+        )
+        proven = identity.verify_signature(register.certificate_pem, payload, register.signature)
+    except IdentityError as error:
+        raise Turned(RefusedCode.IDENTITY, str(error), retry_after_s=30) from error
+    if not proven or peer != (role, register.name, register.pop) or register.role is not role:
+        raise Turned(
+            RefusedCode.IDENTITY,
+            f"cannot register as {register.role.value} {register.name!r}: the certificate is for "
+            f"{peer.role.value} {peer.name!r} in {peer.pop}, or its key did not sign",
+            retry_after_s=30,
+        )
+
+
+def _refuse_twin(register: Register, acting: Acting) -> None:
+    """Refuse a second machine under a name whose first is alive: a cloned disk, a copied state."""
+    twin = acting.peers.get((register.role, register.name))
+    if twin is None or twin.boot_id == register.boot_id or register.role is not PeerRole.AGENT:
+        return
+    silent_s = next((s for n, s in acting.silent_s().items() if n == register.name), ALIVE_S)
+    if silent_s < ALIVE_S:
+        raise Turned(
+            RefusedCode.DUPLICATE,
+            f"{register.name} is already connected with boot {twin.boot_id}: is its disk cloned?",
+            retry_after_s=ALIVE_S,
+        )
+
+
+async def _enter(register: Register, acting: Acting) -> None:
+    """Write the registration; lift a store that is behind what this peer has seen."""
+    async with transaction(acting.pool) as connection:
+        await record_registration(
+            connection, register.role, register.name, register.boot_id, register.generation
+        )
+        cluster = await read_cluster_row(connection)
+        newest = cluster.generation if register.role is PeerRole.AGENT else cluster.route_generation
+        behind = register.generation > newest or register.epoch > acting.epoch
+        if behind:
+            await rise_above(
+                connection,
+                holder=acting.config.name,
+                generation=register.generation,
+                epoch=register.epoch,
+            )
+    if behind:
+        asked_at = acting.clock()
+        async with using(acting.reserved) as connection:
+            lease = await hold_lease(connection, acting.config.name, acting.config.lease_ttl_s)
+        if lease is not None:
+            acting.renewed(lease, asked_at)
+    if not acting.is_acting:
+        raise Turned(RefusedCode.NOT_ACTING, "this scheduler is not acting; ask the other")
+
+
+async def _receive(socket: web.WebSocketResponse, reader: Any) -> Any:
+    frame = await socket.receive()
+    if frame.type is WSMsgType.BINARY:
+        try:
+            return codec.decode(frame.data, reader)
+        except codec.MalformedFrame as error:
+            raise Turned(RefusedCode.MALFORMED, str(error)) from error
+    if frame.type is WSMsgType.TEXT:
+        raise Turned(RefusedCode.MALFORMED, "cannot read frame: text, expected msgpack")
+    raise EOFError

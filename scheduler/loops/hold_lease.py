@@ -1,0 +1,44 @@
+"""Holds the lease, or waits for it. The only duty that decides whether this process acts."""
+
+from typing import NamedTuple
+
+from scheduler.acting import Acting
+from scheduler.store.lease import hold_lease, read_cluster_row
+from scheduler.store.pool import using
+
+
+class Held(NamedTuple):
+    """One turn's outcome."""
+
+    acting: bool
+    epoch: int
+
+
+class HoldLease:
+    """Renew, take over, or step down."""
+
+    def __init__(self, acting: Acting) -> None:
+        self._acting = acting
+
+    async def run_once(self) -> Held:
+        """Ask the database; an error leaves the trust that is left to run out by itself."""
+        acting = self._acting
+        asked_at = acting.clock()
+        async with using(acting.reserved) as connection:
+            lease = await hold_lease(connection, acting.config.name, acting.config.lease_ttl_s)
+            if lease is not None:
+                cluster = await read_cluster_row(connection)
+        if lease is None:
+            await acting.step_down()
+            return Held(False, 0)
+        if cluster.cluster_id != acting.cluster_id:
+            raise RuntimeError(
+                f"cannot act: the database is of cluster {cluster.cluster_id}, this process "
+                f"started with {acting.cluster_id}; restart it if that is meant"
+            )
+        if acting.renewed(lease, asked_at):
+            for peer in acting.agents():
+                await acting.send_assignment(peer)
+            acting.nudge_publish()
+            acting.nudge_place()
+        return Held(True, lease.epoch)

@@ -1,0 +1,96 @@
+"""CORRIDOR: read what is, decide what should be, commit it if nothing moved meanwhile."""
+
+import logging
+from typing import NamedTuple
+
+from isochrone.wire.ids import NodeId
+from scheduler import metrics
+from scheduler.acting import Acting
+from scheduler.decide.cluster import ClusterState, Plan
+from scheduler.decide.plan import plan
+from scheduler.store.cluster import read_cluster
+from scheduler.store.plans import commit_plan
+from scheduler.store.pool import transaction
+
+log = logging.getLogger(__name__)
+
+
+class Placed(NamedTuple):
+    """One turn's outcome."""
+
+    started: int = 0
+    ended: int = 0
+    unmet: int = 0
+    committed: bool = False
+    frozen: str = ""
+
+
+class Place:
+    """The scheduler's main duty."""
+
+    def __init__(self, acting: Acting) -> None:
+        self._acting = acting
+
+    async def run_once(self) -> Placed:
+        """Read, plan, commit, tell."""
+        acting = self._acting
+        if not acting.is_acting:
+            return Placed()
+        async with transaction(acting.pool, isolation="repeatable_read") as connection:
+            cluster = await read_cluster(
+                connection, acting_for_s=acting.acting_for_s, silent_s=acting.silent_s()
+            )
+        if self._must_hear_first(cluster):
+            return Placed(frozen="waiting for every node's first report")
+        decided = plan(cluster, liveness_limits=acting.config.liveness)
+        self._note(cluster, decided)
+        if not decided.starts and not decided.endings:
+            return Placed(unmet=len(decided.unmet), frozen=decided.frozen)
+        async with transaction(acting.pool) as connection:
+            committed = await commit_plan(connection, decided, acting.epoch)
+        if committed:
+            await self._tell(decided)
+        else:
+            acting.nudge_place()
+        return Placed(
+            len(decided.starts), len(decided.endings), len(decided.unmet), committed=committed
+        )
+
+    def _must_hear_first(self, cluster: ClusterState) -> bool:
+        """A new term adopts what nodes report before it decides; for `hear_first_s` at most."""
+        if self._acting.acting_for_s >= self._acting.config.hear_first_s:
+            return False
+        heard = {peer.name for peer in self._acting.agents() if peer.has_reported}
+        return any(node.node_id not in heard for node in cluster.nodes if not node.revoked)
+
+    def _note(self, cluster: ClusterState, decided: Plan) -> None:
+        if decided.frozen != self._acting.frozen:
+            log.warning("placement freeze", extra={"fields": {"reason": decided.frozen or "over"}})
+        self._acting.frozen = decided.frozen
+        self._acting.unmet = tuple((u.deployment_id, u.reason) for u in decided.unmet)
+        metrics.GENERATION.set(cluster.generation)
+        metrics.FROZEN.set(bool(decided.frozen))
+        metrics.UNMET.set(len(decided.unmet))
+
+    async def _tell(self, decided: Plan) -> None:
+        metrics.MOVES.labels("start").inc(len(decided.starts))
+        metrics.MOVES.labels("end").inc(len(decided.endings))
+        for start in decided.starts:
+            log.info(
+                "placed",
+                extra={
+                    "fields": {
+                        "replica": start.spec.replica_id,
+                        "node": start.node_id,
+                        "reason": start.reason,
+                    }
+                },
+            )
+        moved = {start.node_id for start in decided.starts} | {
+            end.node_id for end in decided.endings
+        }
+        for node_id in sorted(moved):
+            peer = self._acting.agent(NodeId(node_id))
+            if peer is not None and peer.has_reported:
+                await self._acting.send_assignment(peer)
+        self._acting.nudge_publish()

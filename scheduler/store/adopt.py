@@ -1,0 +1,106 @@
+"""Adoption: a replica that runs but is not in the store is taken in, never killed.
+
+This is what a database restored from an hour ago meets: the same cluster, but replicas, and even
+deployments, made since then are unknown to it. A report carries each replica's whole spec, so the
+store can be made to know them again.
+"""
+
+import asyncpg
+import msgspec
+
+from isochrone.wire.ids import DeploymentId, NodeId
+from isochrone.wire.model import Model
+from isochrone.wire.report import ReplicaReport, ReplicaState
+from scheduler.store.events import record_event
+from scheduler.store.pool import Connection
+
+GONE = (ReplicaState.STOPPED, ReplicaState.FAILED)
+
+
+async def adopt(connection: Connection, node_id: NodeId, replica: ReplicaReport) -> int:
+    """Take in one unknown replica with its deployment and model; return 1, or 0 if it cannot be.
+
+    What cannot be adopted (its devices are promised to another) goes on running and is noted.
+    """
+    if replica.state in GONE:
+        return 0
+    spec = replica.spec
+    try:
+        async with connection.transaction():
+            await _ensure_deployment(connection, replica)
+            await connection.execute(
+                """
+                INSERT INTO placement (replica_id, deployment_id, version, node_id, role,
+                    memory_bytes, spec, reason, placed_generation, state, state_reason)
+                VALUES ($1, $2, $3, $4, $5, $6, $7,
+                    'adopted: the node ran it and the store did not know it',
+                    (SELECT generation FROM cluster), $8, $9)
+                """,
+                spec.replica_id,
+                spec.deployment_id,
+                spec.version,
+                node_id,
+                spec.role.value,
+                spec.memory_bytes,
+                msgspec.json.encode(spec).decode(),
+                replica.state.value,
+                replica.reason[:500],
+            )
+            await connection.executemany(
+                """
+                INSERT INTO placement_device (replica_id, node_id, device_id, memory_bytes)
+                VALUES ($1, $2, $3, $4)
+                """,
+                [(spec.replica_id, node_id, d, spec.memory_bytes) for d in spec.device_ids],
+            )
+    except (asyncpg.CheckViolationError, asyncpg.UniqueViolationError) as error:
+        await record_event(
+            connection,
+            actor=f"node:{node_id}",
+            kind="replica.not_adopted",
+            subject=spec.replica_id,
+            reason=str(error)[:500],
+        )
+        return 0
+    await record_event(
+        connection, actor=f"node:{node_id}", kind="replica.adopted", subject=spec.replica_id
+    )
+    return 1
+
+
+async def _ensure_deployment(connection: Connection, replica: ReplicaReport) -> None:
+    spec = replica.spec
+    model = Model(
+        model_id=spec.model_id,
+        architecture="unknown",
+        artifact=spec.artifact,
+        context_tokens=spec.context_tokens,
+        weights_bytes=max(0, spec.memory_bytes - spec.engine.kv_memory_bytes),
+    )
+    await connection.execute(
+        "INSERT INTO model (model_id, spec) VALUES ($1, $2) ON CONFLICT DO NOTHING",
+        spec.model_id,
+        msgspec.json.encode(model).decode(),
+    )
+    known = await connection.fetchval(
+        "SELECT 1 FROM deployment WHERE deployment_id = $1", spec.deployment_id
+    )
+    if known is None:
+        await connection.execute(
+            """
+            INSERT INTO deployment (deployment_id, name, model_id, version, engine, policy)
+            VALUES ($1, $2, $3, $4, $5, '{}')
+            """,
+            spec.deployment_id,
+            spec.name,
+            spec.model_id,
+            spec.version,
+            msgspec.json.encode(spec.engine).decode(),
+        )
+        await record_event(
+            connection,
+            actor="scheduler",
+            kind="deployment.recreated",
+            subject=DeploymentId(spec.deployment_id),
+            reason="a running replica belongs to it and the store did not know it",
+        )

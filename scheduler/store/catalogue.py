@@ -1,0 +1,449 @@
+"""What operators write: PoPs, models, deployments, join tokens, and what they read of nodes."""
+
+from typing import Any, Final
+
+import asyncpg
+import msgspec
+
+from isochrone.wire.admin import (
+    DeploymentView,
+    JoinTokenView,
+    ModelView,
+    NodeView,
+    PlacementView,
+    PopBody,
+    PopView,
+    RouterView,
+)
+from isochrone.wire.ids import DeploymentId, DeviceId, ModelId, NodeId, PopId
+from isochrone.wire.model import Deployment, EngineSettings, Model, Policy
+from isochrone.wire.report import Device
+from scheduler.store.pool import Connection
+
+
+class EtagMoved(Exception):
+    """The row is no longer what the writer saw."""
+
+
+class StillUsed(Exception):
+    """Something depends on the row; the message names it."""
+
+
+PAGE_MAX: Final = 500
+
+
+async def touch(connection: Connection) -> None:
+    """Move the cluster's generation: a plan made before this change must not be committed."""
+    await connection.execute("UPDATE cluster SET generation = generation + 1")
+
+
+async def list_pops(connection: Connection, after: str, limit: int) -> list[PopView]:
+    """Return PoPs in the order of their ids."""
+    rows = await connection.fetch(
+        "SELECT * FROM pop WHERE pop > $1 ORDER BY pop LIMIT $2", after, limit
+    )
+    return [_pop(row) for row in rows]
+
+
+async def get_pop(connection: Connection, pop: str) -> PopView | None:
+    """Return one PoP."""
+    row = await connection.fetchrow("SELECT * FROM pop WHERE pop = $1", pop)
+    return _pop(row) if row else None
+
+
+async def put_pop(connection: Connection, pop: str, body: PopBody, etag: int | None) -> PopView:
+    """Make or change a PoP; raises EtagMoved."""
+    row = await connection.fetchrow(
+        """
+        INSERT INTO pop AS p (pop, city, country, latitude, longitude)
+        SELECT $1, $2, $3, $4, $5 WHERE $6::bigint IS NULL OR EXISTS
+            (SELECT 1 FROM pop WHERE pop = $1)
+        ON CONFLICT (pop) DO UPDATE
+            SET city = $2, country = $3, latitude = $4, longitude = $5, etag = p.etag + 1
+            WHERE $6::bigint IS NULL OR p.etag = $6
+        RETURNING *
+        """,
+        pop,
+        body.city,
+        body.country,
+        body.latitude,
+        body.longitude,
+        etag,
+    )
+    if row is None:
+        raise EtagMoved(pop)
+    return _pop(row)
+
+
+async def delete_row(
+    connection: Connection, table: str, column: str, name: str, etag: int | None
+) -> bool:
+    """Delete one row; False where there is none; raises EtagMoved or StillUsed."""
+    assert (table, column) in {("pop", "pop"), ("model", "model_id"), ("node", "node_id")}
+    held = await connection.fetchval(
+        f"SELECT etag FROM {table} WHERE {column} = $1 FOR UPDATE",  # noqa: S608
+        name,
+    )
+    if held is None:
+        return False
+    if etag is not None and etag != held:
+        raise EtagMoved(name)
+    try:
+        async with connection.transaction():
+            await connection.execute(f"DELETE FROM {table} WHERE {column} = $1", name)  # noqa: S608
+    except asyncpg.ForeignKeyViolationError as error:
+        raise StillUsed(
+            f"cannot delete {table} {name}: {error.table_name or 'something'} depends on it"
+        ) from error
+    return True
+
+
+async def list_models(connection: Connection, after: str, limit: int) -> list[ModelView]:
+    """Return models in the order of their ids."""
+    rows = await connection.fetch(
+        "SELECT * FROM model WHERE model_id > $1 ORDER BY model_id LIMIT $2", after, limit
+    )
+    return [_model(row) for row in rows]
+
+
+async def get_model(connection: Connection, model_id: str) -> ModelView | None:
+    """Return one model."""
+    row = await connection.fetchrow("SELECT * FROM model WHERE model_id = $1", model_id)
+    return _model(row) if row else None
+
+
+async def put_model(connection: Connection, model: Model, etag: int | None) -> ModelView:
+    """Make or change a model; raises EtagMoved."""
+    row = await connection.fetchrow(
+        """
+        INSERT INTO model AS m (model_id, spec)
+        SELECT $1, $2 WHERE $3::bigint IS NULL OR EXISTS (SELECT 1 FROM model WHERE model_id = $1)
+        ON CONFLICT (model_id) DO UPDATE SET spec = $2, etag = m.etag + 1
+            WHERE $3::bigint IS NULL OR m.etag = $3
+        RETURNING *
+        """,
+        model.model_id,
+        msgspec.json.encode(model).decode(),
+        etag,
+    )
+    if row is None:
+        raise EtagMoved(model.model_id)
+    return _model(row)
+
+
+_DEPLOYMENTS: Final = """
+SELECT d.*, (
+    SELECT coalesce(json_object_agg(state, replicas), '{}') FROM (
+        SELECT CASE WHEN ended_at IS NULL THEN state ELSE 'draining' END AS state,
+               count(*) AS replicas
+        FROM placement p WHERE p.deployment_id = d.deployment_id AND released_at IS NULL
+        GROUP BY 1
+    ) AS counted
+) AS replicas
+FROM deployment d WHERE deleted_at IS NULL
+"""
+
+
+async def list_deployments(connection: Connection, after: str, limit: int) -> list[DeploymentView]:
+    """Return deployments in the order of their ids."""
+    rows = await connection.fetch(
+        f"{_DEPLOYMENTS} AND deployment_id > $1 ORDER BY deployment_id LIMIT $2", after, limit
+    )
+    return [_deployment(row) for row in rows]
+
+
+async def get_deployment(connection: Connection, deployment_id: str) -> DeploymentView | None:
+    """Return one deployment."""
+    row = await connection.fetchrow(f"{_DEPLOYMENTS} AND deployment_id = $1", deployment_id)
+    return _deployment(row) if row else None
+
+
+async def add_deployment(connection: Connection, deployment: Deployment) -> bool:
+    """Make a deployment; False where its id or its name is taken."""
+    try:
+        async with connection.transaction():
+            await connection.execute(
+                """
+                INSERT INTO deployment (deployment_id, name, model_id, version, engine, policy)
+                VALUES ($1, $2, $3, $4, $5, $6)
+                """,
+                deployment.deployment_id,
+                deployment.name,
+                deployment.model_id,
+                deployment.version,
+                msgspec.json.encode(deployment.engine).decode(),
+                msgspec.json.encode(deployment.policy).decode(),
+            )
+    except asyncpg.UniqueViolationError:
+        return False
+    return True
+
+
+async def change_deployment(
+    connection: Connection, deployment: Deployment, etag: int | None
+) -> bool:
+    """Change a deployment; a new model or engine is a new version. Raises EtagMoved.
+
+    False where the name is another deployment's.
+    """
+    engine = msgspec.json.encode(deployment.engine).decode()
+    try:
+        async with connection.transaction():
+            done = await connection.execute(
+                """
+                UPDATE deployment SET name = $2, model_id = $3, engine = $4, policy = $5,
+                    version = CASE WHEN model_id = $3 AND engine = $4::jsonb THEN version
+                                   ELSE version + 1 END,
+                    etag = etag + 1
+                WHERE deployment_id = $1 AND deleted_at IS NULL
+                  AND ($6::bigint IS NULL OR etag = $6)
+                """,
+                deployment.deployment_id,
+                deployment.name,
+                deployment.model_id,
+                engine,
+                msgspec.json.encode(deployment.policy).decode(),
+                etag,
+            )
+    except asyncpg.UniqueViolationError:
+        return False
+    if done == "UPDATE 0":
+        raise EtagMoved(deployment.deployment_id)
+    return True
+
+
+async def delete_deployment(connection: Connection, deployment_id: str, etag: int | None) -> None:
+    """Mark a deployment deleted: its replicas drain. Raises EtagMoved."""
+    done = await connection.execute(
+        """
+        UPDATE deployment SET deleted_at = clock_timestamp(), etag = etag + 1
+        WHERE deployment_id = $1 AND deleted_at IS NULL AND ($2::bigint IS NULL OR etag = $2)
+        """,
+        deployment_id,
+        etag,
+    )
+    if done == "UPDATE 0":
+        raise EtagMoved(deployment_id)
+
+
+_NODES: Final = """
+SELECT n.*, extract(epoch FROM clock_timestamp() - last_seen_at)::float8 AS silent_s,
+    (SELECT count(*) FROM placement p WHERE p.node_id = n.node_id AND released_at IS NULL)
+        AS replicas,
+    (SELECT coalesce(json_agg(d ORDER BY device_id), '[]') FROM device d
+        WHERE d.node_id = n.node_id) AS devices
+FROM node n
+"""
+
+
+async def list_nodes(connection: Connection, after: str, limit: int) -> list[NodeView]:
+    """Return nodes in the order of their ids."""
+    rows = await connection.fetch(
+        f"{_NODES} WHERE node_id > $1 ORDER BY node_id LIMIT $2", after, limit
+    )
+    return [_node(row) for row in rows]
+
+
+async def get_node(connection: Connection, node_id: str) -> NodeView | None:
+    """Return one node."""
+    row = await connection.fetchrow(f"{_NODES} WHERE node_id = $1", node_id)
+    return _node(row) if row else None
+
+
+async def set_node(
+    connection: Connection,
+    node_id: str,
+    *,
+    draining: bool | None = None,
+    revoked: bool | None = None,
+) -> bool:
+    """Drain, undrain or revoke a node; False where there is none."""
+    done = await connection.execute(
+        """
+        UPDATE node SET draining = coalesce($2, draining), revoked = coalesce($3, revoked),
+                        etag = etag + 1
+        WHERE node_id = $1
+        """,
+        node_id,
+        draining,
+        revoked,
+    )
+    return done != "UPDATE 0"
+
+
+async def list_routers(connection: Connection, after: str, limit: int) -> list[RouterView]:
+    """Return routers in the order of their ids."""
+    rows = await connection.fetch(
+        """
+        SELECT *, extract(epoch FROM clock_timestamp() - last_seen_at)::float8 AS silent_s
+        FROM router WHERE router_id > $1 ORDER BY router_id LIMIT $2
+        """,
+        after,
+        limit,
+    )
+    return [
+        RouterView(
+            router_id=row["router_id"],
+            pop=PopId(row["pop"]),
+            silent_s=row["silent_s"],
+            generation=row["generation"],
+            revoked=row["revoked"],
+        )
+        for row in rows
+    ]
+
+
+async def add_join_token(
+    connection: Connection,
+    *,
+    token_id: str,
+    secret_sha256: str,
+    role: str,
+    pop: str,
+    ttl_s: float,
+) -> JoinTokenView | None:
+    """Keep a join token's digest; None where there is no such PoP."""
+    try:
+        async with connection.transaction():
+            row = await connection.fetchrow(
+                """
+                INSERT INTO join_token (token_id, secret_sha256, role, pop, expires_at)
+                VALUES ($1, $2, $3, $4, clock_timestamp() + make_interval(secs => $5))
+                RETURNING *, extract(epoch FROM expires_at)::float8 AS expires
+                """,
+                token_id,
+                secret_sha256,
+                role,
+                pop,
+                ttl_s,
+            )
+    except asyncpg.ForeignKeyViolationError:
+        return None
+    return _token(row)
+
+
+async def list_join_tokens(connection: Connection, after: str, limit: int) -> list[JoinTokenView]:
+    """Return join tokens in the order of their ids, never their secrets."""
+    rows = await connection.fetch(
+        """
+        SELECT *, extract(epoch FROM expires_at)::float8 AS expires FROM join_token
+        WHERE token_id > $1 ORDER BY token_id LIMIT $2
+        """,
+        after,
+        limit,
+    )
+    return [_token(row) for row in rows]
+
+
+async def list_placements(
+    connection: Connection, after: str, limit: int, deployment_id: str | None = None
+) -> list[PlacementView]:
+    """Return placements that hold a seat, in the order of their ids."""
+    rows = await connection.fetch(
+        """
+        SELECT p.*, n.pop, extract(epoch FROM clock_timestamp() - state_since)::float8
+               AS state_age_s,
+               array(SELECT device_id FROM placement_device d WHERE d.replica_id = p.replica_id
+                     ORDER BY device_id) AS device_ids
+        FROM placement p JOIN node n USING (node_id)
+        WHERE released_at IS NULL AND replica_id > $1
+          AND ($3::text IS NULL OR deployment_id = $3)
+        ORDER BY replica_id LIMIT $2
+        """,
+        after,
+        limit,
+        deployment_id,
+    )
+    return [
+        PlacementView(
+            replica_id=row["replica_id"],
+            deployment_id=DeploymentId(row["deployment_id"]),
+            version=row["version"],
+            node_id=NodeId(row["node_id"]),
+            pop=PopId(row["pop"]),
+            device_ids=tuple(row["device_ids"]),
+            memory_bytes=row["memory_bytes"],
+            state=row["state"],
+            state_reason=row["state_reason"],
+            state_age_s=round(max(0.0, row["state_age_s"]), 1),
+            ending=row["ended_at"] is not None,
+            ended_reason=row["ended_reason"] or "",
+            reason=row["reason"],
+            restarts=row["restarts"],
+            fetched_bytes=row["fetched_bytes"],
+        )
+        for row in rows
+    ]
+
+
+async def known_countries_and_pops(connection: Connection) -> set[str]:
+    """Return the words that residency may name."""
+    rows = await connection.fetch("SELECT pop, country FROM pop")
+    return {row["pop"] for row in rows} | {row["country"] for row in rows}
+
+
+def _pop(row: Any) -> PopView:
+    return PopView(
+        pop=PopId(row["pop"]),
+        city=row["city"],
+        country=row["country"],
+        latitude=row["latitude"],
+        longitude=row["longitude"],
+        etag=row["etag"],
+    )
+
+
+def _model(row: Any) -> ModelView:
+    return ModelView(model=msgspec.json.decode(row["spec"], type=Model), etag=row["etag"])
+
+
+def _deployment(row: Any) -> DeploymentView:
+    return DeploymentView(
+        deployment_id=DeploymentId(row["deployment_id"]),
+        name=row["name"],
+        model_id=ModelId(row["model_id"]),
+        version=row["version"],
+        engine=msgspec.json.decode(row["engine"], type=EngineSettings),
+        policy=msgspec.json.decode(row["policy"], type=Policy),
+        replicas=msgspec.json.decode(row["replicas"], type=dict[str, int]),
+        unmet=(),
+        etag=row["etag"],
+    )
+
+
+def _node(row: Any) -> NodeView:
+    devices = tuple(
+        Device(
+            device_id=DeviceId(device["device_id"]),
+            device_class=device["device_class"],
+            memory_bytes=device["memory_bytes"],
+            memory_free_bytes=device["memory_bytes"],
+            healthy=device["healthy"],
+            reason=device["reason"],
+        )
+        for device in msgspec.json.decode(row["devices"])
+    )
+    silent_s = row["silent_s"]
+    return NodeView(
+        node_id=NodeId(row["node_id"]),
+        pop=PopId(row["pop"]),
+        address=row["address"],
+        draining=row["draining"],
+        revoked=row["revoked"],
+        silent_s=None if silent_s is None else round(max(0.0, silent_s), 1),
+        generation=row["generation"],
+        assigned=row["assigned"],
+        devices=devices,
+        replicas=row["replicas"],
+        etag=row["etag"],
+    )
+
+
+def _token(row: Any) -> JoinTokenView:
+    return JoinTokenView(
+        token_id=row["token_id"],
+        pop=PopId(row["pop"]),
+        role=row["role"],
+        expires_at=row["expires"],
+        used_by=row["used_by"],
+    )

@@ -1,0 +1,273 @@
+"""read_cluster(): one consistent picture of the fleet, as the planner reads it."""
+
+from collections.abc import Mapping
+
+import asyncpg
+import msgspec
+
+from isochrone.wire.assignment import Role
+from isochrone.wire.ids import (
+    ClusterId,
+    DeploymentId,
+    DeviceId,
+    Generation,
+    NodeId,
+    PopId,
+    ReplicaId,
+)
+from isochrone.wire.model import Deployment, EngineSettings, Model, Policy
+from isochrone.wire.report import Device, Profile, ReplicaState, Report
+from isochrone.wire.routes import Pop
+from scheduler.decide.cluster import (
+    ClusterState,
+    DemandRate,
+    MeasuredProfile,
+    Node,
+    Placement,
+    PopDistance,
+)
+from scheduler.store.pool import Connection, fetch_one
+
+_report = msgspec.msgpack.Decoder(Report)
+
+
+async def read_cluster(
+    connection: Connection,
+    *,
+    acting_for_s: float,
+    silent_s: Mapping[NodeId, float] | None = None,
+) -> ClusterState:
+    """Return the picture; the connection is in a REPEATABLE READ transaction.
+
+    `silent_s` is what this process itself heard: fresher than the store, which lags by a flush.
+    """
+    row = await fetch_one(connection, "SELECT cluster_id, generation FROM cluster")
+    reports, nodes = await _read_nodes(connection, silent_s or {})
+    deployments, deleted = await _read_deployments(connection)
+    return ClusterState(
+        cluster_id=ClusterId(row["cluster_id"]),
+        generation=Generation(row["generation"]),
+        acting_for_s=acting_for_s,
+        pops=await read_pops(connection),
+        nodes=nodes,
+        models=tuple(
+            msgspec.json.decode(row["spec"], type=Model)
+            for row in await connection.fetch("SELECT spec FROM model ORDER BY model_id")
+        ),
+        deployments=deployments,
+        deleted=deleted,
+        placements=await _read_placements(connection, reports),
+        demand=await _read_demand(connection),
+        distances=await _read_distances(connection),
+        profiles=await _read_profiles(connection),
+    )
+
+
+async def read_pops(connection: Connection) -> tuple[Pop, ...]:
+    """Return every PoP."""
+    rows = await connection.fetch(
+        "SELECT pop, city, country, latitude, longitude FROM pop ORDER BY pop"
+    )
+    return tuple(
+        Pop(
+            pop=PopId(row["pop"]),
+            city=row["city"],
+            country=row["country"],
+            latitude=row["latitude"],
+            longitude=row["longitude"],
+        )
+        for row in rows
+    )
+
+
+async def _read_nodes(
+    connection: Connection, silent_s: Mapping[NodeId, float]
+) -> tuple[dict[NodeId, Report], tuple[Node, ...]]:
+    rows = await connection.fetch(
+        """
+        SELECT node_id, pop, address, draining, revoked, generation, report,
+               extract(epoch FROM clock_timestamp() - coalesce(last_seen_at, created_at))::float8
+                   AS silent_s
+        FROM node ORDER BY node_id
+        """
+    )
+    devices: dict[str, list[Device]] = {}
+    for row in await connection.fetch("SELECT * FROM device ORDER BY node_id, device_id"):
+        devices.setdefault(row["node_id"], []).append(
+            Device(
+                device_id=DeviceId(row["device_id"]),
+                device_class=row["device_class"],
+                memory_bytes=row["memory_bytes"],
+                memory_free_bytes=row["memory_bytes"],
+                healthy=row["healthy"],
+                reason=row["reason"],
+            )
+        )
+    reports: dict[NodeId, Report] = {}
+    nodes = []
+    for row in rows:
+        node_id = NodeId(row["node_id"])
+        report = _report.decode(row["report"]) if row["report"] is not None else None
+        if report is not None:
+            reports[node_id] = report
+        nodes.append(
+            Node(
+                node_id=node_id,
+                pop=PopId(row["pop"]),
+                address=row["address"],
+                devices=tuple(devices.get(node_id, ())),
+                draining=row["draining"],
+                revoked=row["revoked"],
+                silent_s=max(0.0, min(row["silent_s"], silent_s.get(node_id, row["silent_s"]))),
+                artifacts=report.artifacts if report else (),
+                disk_free_bytes=report.disk_free_bytes if report else 0,
+                generation=Generation(row["generation"]),
+            )
+        )
+    return reports, tuple(nodes)
+
+
+async def _read_deployments(
+    connection: Connection,
+) -> tuple[tuple[Deployment, ...], tuple[DeploymentId, ...]]:
+    rows = await connection.fetch(
+        """
+        SELECT deployment_id, name, model_id, version, engine, policy, deleted_at
+        FROM deployment ORDER BY deployment_id
+        """
+    )
+    live = tuple(deployment_of(row) for row in rows if row["deleted_at"] is None)
+    deleted = tuple(DeploymentId(row["deployment_id"]) for row in rows if row["deleted_at"])
+    return live, deleted
+
+
+def deployment_of(row: asyncpg.Record) -> Deployment:
+    """Read a deployment from its row."""
+    return msgspec.convert(
+        {
+            "deployment_id": row["deployment_id"],
+            "name": row["name"],
+            "model_id": row["model_id"],
+            "version": row["version"],
+            "engine": msgspec.json.decode(row["engine"], type=EngineSettings),
+            "policy": msgspec.json.decode(row["policy"], type=Policy),
+        },
+        Deployment,
+    )
+
+
+async def _read_placements(
+    connection: Connection, reports: Mapping[NodeId, Report]
+) -> tuple[Placement, ...]:
+    rows = await connection.fetch(
+        """
+        SELECT p.replica_id, deployment_id, version, p.node_id, role, p.memory_bytes, reason, state,
+               state_reason, restarts, ended_at IS NOT NULL AS is_ending,
+               extract(epoch FROM clock_timestamp() - state_since)::float8 AS state_age_s,
+               extract(epoch FROM clock_timestamp() - placed_at)::float8 AS age_s,
+               array_agg(pd.device_id ORDER BY pd.device_id)
+                   FILTER (WHERE pd.device_id IS NOT NULL) AS device_ids
+        FROM placement p LEFT JOIN placement_device pd USING (replica_id)
+        WHERE released_at IS NULL GROUP BY p.replica_id ORDER BY p.replica_id
+        """
+    )
+    profiles = {
+        replica.spec.replica_id: replica.profile
+        for report in reports.values()
+        for replica in report.replicas
+    }
+    return tuple(
+        Placement(
+            replica_id=ReplicaId(row["replica_id"]),
+            deployment_id=DeploymentId(row["deployment_id"]),
+            version=row["version"],
+            node_id=NodeId(row["node_id"]),
+            device_ids=tuple(DeviceId(d) for d in row["device_ids"] or ()),
+            memory_bytes=row["memory_bytes"],
+            role=Role(row["role"]),
+            state=ReplicaState(row["state"]),
+            state_reason=row["state_reason"],
+            state_age_s=max(0.0, row["state_age_s"]),
+            age_s=max(0.0, row["age_s"]),
+            restarts=row["restarts"],
+            is_ending=row["is_ending"],
+            reason=row["reason"],
+            profile=profiles.get(ReplicaId(row["replica_id"]), Profile()),
+        )
+        for row in rows
+    )
+
+
+async def _read_demand(connection: Connection) -> tuple[DemandRate, ...]:
+    """Return rates: the higher of the last one to two minutes and the last ten.
+
+    The short window answers a growing demand soon, the long one keeps a pause from looking like
+    its end.
+    """
+    rows = await connection.fetch(
+        """
+        WITH span (minutes) AS (VALUES (1), (10)),
+        started AS (
+            SELECT minutes, date_trunc('minute', clock_timestamp()) - make_interval(mins => minutes)
+                AS since FROM span
+        ),
+        summed AS (
+            SELECT minutes, deployment_id, pop,
+                   extract(epoch FROM clock_timestamp() - since)::float8 AS span_s,
+                   sum(requests)::float8 AS requests, sum(uncached_tokens)::float8 AS uncached,
+                   sum(output_tokens)::float8 AS output,
+                   sum(refused + no_replica)::float8 AS refused
+            FROM started JOIN demand ON minute >= since
+            GROUP BY minutes, since, deployment_id, pop
+        )
+        SELECT deployment_id, pop, max(requests / span_s) AS requests,
+               max(uncached / span_s) AS uncached, max(output / span_s) AS output,
+               max(refused / span_s) AS refused
+        FROM summed GROUP BY deployment_id, pop ORDER BY deployment_id, pop
+        """
+    )
+    return tuple(
+        DemandRate(
+            deployment_id=DeploymentId(row["deployment_id"]),
+            pop=PopId(row["pop"]),
+            requests_per_s=row["requests"],
+            uncached_tokens_per_s=row["uncached"],
+            output_tokens_per_s=row["output"],
+            refused_per_s=row["refused"],
+        )
+        for row in rows
+    )
+
+
+async def _read_distances(connection: Connection) -> tuple[PopDistance, ...]:
+    rows = await connection.fetch(
+        """
+        SELECT r.pop AS from_pop, n.pop AS to_pop, min(rtt_ms) AS rtt_ms
+        FROM round_trip r JOIN node n USING (node_id)
+        WHERE measured_at > clock_timestamp() - interval '1 hour'
+        GROUP BY r.pop, n.pop ORDER BY r.pop, n.pop
+        """
+    )
+    return tuple(
+        PopDistance(
+            from_pop=PopId(row["from_pop"]), to_pop=PopId(row["to_pop"]), rtt_ms=row["rtt_ms"]
+        )
+        for row in rows
+    )
+
+
+async def _read_profiles(connection: Connection) -> tuple[MeasuredProfile, ...]:
+    rows = await connection.fetch("SELECT * FROM profile ORDER BY model_id, device_class")
+    return tuple(
+        MeasuredProfile(
+            model_id=row["model_id"],
+            device_class=row["device_class"],
+            profile=Profile(
+                load_s=row["load_s"],
+                memory_bytes=row["memory_bytes"],
+                prefill_tokens_per_s=row["prefill_tokens_per_s"],
+                decode_tokens_per_s=row["decode_tokens_per_s"],
+            ),
+        )
+        for row in rows
+    )

@@ -1,0 +1,115 @@
+"""Clients' keys: only digests, what each may ask, and the number of the next route table."""
+
+from typing import Any, Final
+
+import msgspec
+
+from isochrone.wire.admin import KeyBody, KeyView
+from isochrone.wire.ids import Epoch, Generation, KeyId, TenantId
+from isochrone.wire.routes import KeyEntry, Limits
+from scheduler.store.lease import assert_epoch
+from scheduler.store.pool import Connection, fetch_one
+
+
+async def live_keys(connection: Connection) -> tuple[KeyEntry, ...]:
+    """Return the keys that routers should honour."""
+    rows = await connection.fetch(
+        """
+        SELECT key_id, secret_sha256, tenant_id, deployments, limits,
+               coalesce(extract(epoch FROM expires_at), 0)::float8 AS expires_at
+        FROM api_key
+        WHERE revoked_at IS NULL AND (expires_at IS NULL OR expires_at > clock_timestamp())
+        ORDER BY key_id
+        """
+    )
+    return tuple(
+        KeyEntry(
+            key_id=KeyId(row["key_id"]),
+            secret_sha256=row["secret_sha256"],
+            tenant_id=TenantId(row["tenant_id"]),
+            deployments=tuple(row["deployments"]),
+            limits=msgspec.json.decode(row["limits"], type=Limits),
+            expires_at=row["expires_at"],
+        )
+        for row in rows
+    )
+
+
+async def next_route_generation(connection: Connection, epoch: Epoch) -> Generation:
+    """Number the next route table."""
+    await assert_epoch(connection, epoch)
+    return Generation(
+        await connection.fetchval(
+            "UPDATE cluster SET route_generation = route_generation + 1 RETURNING route_generation"
+        )
+    )
+
+
+async def add_key(
+    connection: Connection, *, key_id: KeyId, secret_sha256: str, body: KeyBody
+) -> KeyView:
+    """Keep a new key's digest."""
+    row = await fetch_one(
+        connection,
+        f"""
+        INSERT INTO api_key
+            (key_id, secret_sha256, tenant_id, note, deployments, limits, expires_at)
+        VALUES ($1, $2, $3, $4, $5, $6, clock_timestamp() + make_interval(secs => $7))
+        RETURNING {_VIEW}
+        """,  # noqa: S608
+        key_id,
+        secret_sha256,
+        body.tenant_id,
+        body.note,
+        list(body.deployments),
+        msgspec.json.encode(body.limits).decode(),
+        body.ttl_s,
+    )
+    return _view(row)
+
+
+async def list_keys(connection: Connection, after: str, limit: int) -> list[KeyView]:
+    """Return keys in the order of their ids, never their secrets."""
+    rows = await connection.fetch(
+        f"SELECT {_VIEW} FROM api_key WHERE key_id > $1 ORDER BY key_id LIMIT $2",  # noqa: S608
+        after,
+        limit,
+    )
+    return [_view(row) for row in rows]
+
+
+async def get_key(connection: Connection, key_id: str) -> KeyView | None:
+    """Return one key without its secret."""
+    row = await connection.fetchrow(
+        f"SELECT {_VIEW} FROM api_key WHERE key_id = $1",  # noqa: S608
+        key_id,
+    )
+    return _view(row) if row else None
+
+
+async def revoke_key(connection: Connection, key_id: str) -> bool:
+    """Revoke a key for good; False where there is none."""
+    done = await connection.execute(
+        "UPDATE api_key SET revoked_at = coalesce(revoked_at, clock_timestamp()), etag = etag + 1"
+        " WHERE key_id = $1",
+        key_id,
+    )
+    return done != "UPDATE 0"
+
+
+_VIEW: Final = (
+    "key_id, tenant_id, note, deployments, limits, revoked_at IS NOT NULL AS revoked,"
+    " extract(epoch FROM expires_at)::float8 AS expires"
+)
+
+
+def _view(row: Any) -> KeyView:
+    return KeyView(
+        key_id=KeyId(row["key_id"]),
+        tenant_id=TenantId(row["tenant_id"]),
+        note=row["note"],
+        deployments=tuple(row["deployments"]),
+        limits=msgspec.json.decode(row["limits"], type=Limits),
+        expires_at=row["expires"],
+        revoked=row["revoked"],
+    )

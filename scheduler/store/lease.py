@@ -1,0 +1,123 @@
+"""The lease: who acts, fenced by an epoch that only rises.
+
+The holder may trust itself until `asked_at + ttl - margin` on its own monotonic clock, counted
+from before it asked: a slow round trip to the database cannot stretch leadership. Expiry is judged
+by the database's clock alone, and every decision carries `WHERE epoch = $n` (`assert_epoch`), so a
+holder that was paused past its time cannot write.
+"""
+
+from typing import Final
+
+import msgspec
+
+from isochrone.wire.ids import ClusterId, Epoch, Generation
+from scheduler.store.pool import Connection, fetch_one
+
+TTL_S: Final = 6.0
+RENEW_S: Final = 2.0
+MARGIN_S: Final = 1.0
+
+
+class EpochLost(Exception):
+    """Another scheduler acts now; what was about to be written was not."""
+
+
+class Lease(msgspec.Struct, frozen=True, kw_only=True):
+    """A lease held, as the database told it."""
+
+    epoch: Epoch
+    acting_for_s: float
+
+
+class Cluster(msgspec.Struct, frozen=True, kw_only=True):
+    """The cluster's one row."""
+
+    cluster_id: ClusterId
+    generation: Generation
+    route_generation: Generation
+
+
+async def ensure_cluster(connection: Connection, new_id: ClusterId) -> Cluster:
+    """Return the cluster's row, making it under `new_id` in a database that has none."""
+    await connection.execute(
+        "INSERT INTO cluster (cluster_id) VALUES ($1) ON CONFLICT DO NOTHING", new_id
+    )
+    await connection.execute("INSERT INTO lease DEFAULT VALUES ON CONFLICT DO NOTHING")
+    return await read_cluster_row(connection)
+
+
+async def read_cluster_row(connection: Connection) -> Cluster:
+    """Return the cluster's one row."""
+    row = await fetch_one(
+        connection, "SELECT cluster_id, generation, route_generation FROM cluster"
+    )
+    return Cluster(
+        cluster_id=ClusterId(row["cluster_id"]),
+        generation=Generation(row["generation"]),
+        route_generation=Generation(row["route_generation"]),
+    )
+
+
+async def hold_lease(connection: Connection, holder: str, ttl_s: float = TTL_S) -> Lease | None:
+    """Renew the lease if `holder` has it, take it if it has expired, else return None."""
+    row = await connection.fetchrow(
+        """
+        UPDATE lease SET
+            epoch = CASE WHEN holder = $1 AND expires_at > clock_timestamp()
+                         THEN epoch ELSE epoch + 1 END,
+            acting_since = CASE WHEN holder = $1 AND expires_at > clock_timestamp()
+                                THEN acting_since ELSE clock_timestamp() END,
+            holder = $1,
+            expires_at = clock_timestamp() + make_interval(secs => $2)
+        WHERE holder = $1 OR expires_at <= clock_timestamp()
+        RETURNING epoch,
+            extract(epoch FROM clock_timestamp() - acting_since)::float8 AS acting_for_s
+        """,
+        holder,
+        ttl_s,
+    )
+    if row is None:
+        return None
+    return Lease(epoch=Epoch(row["epoch"]), acting_for_s=row["acting_for_s"])
+
+
+async def give_up_lease(connection: Connection, holder: str) -> None:
+    """Let a standby act at once: this scheduler is stopping."""
+    await connection.execute("UPDATE lease SET expires_at = '-infinity' WHERE holder = $1", holder)
+
+
+async def assert_epoch(connection: Connection, epoch: Epoch) -> None:
+    """Hold the epoch until this transaction ends, or raise EpochLost. First line of every write."""
+    current = await connection.fetchval("SELECT epoch FROM lease WHERE epoch = $1 FOR SHARE", epoch)
+    if current is None:
+        raise EpochLost(f"cannot write with epoch {epoch}: another scheduler has a newer one")
+
+
+async def rise_above(
+    connection: Connection, *, holder: str, generation: Generation, epoch: Epoch
+) -> bool:
+    """Lift a database that is behind what its fleet has seen (it was restored from a backup).
+
+    Returns whether anything was lifted; the caller's epoch is then no longer the newest, and its
+    next turn of the lease takes up the new one.
+    """
+    lifted = await connection.execute(
+        """
+        UPDATE cluster SET generation = greatest(generation, $1 + 1),
+                           route_generation = greatest(route_generation, $1 + 1)
+        WHERE generation < $1
+        """,
+        generation,
+    )
+    raised = await connection.execute(
+        "UPDATE lease SET epoch = $1 + 1 WHERE holder = $2 AND epoch < $1", epoch, holder
+    )
+    return lifted != "UPDATE 0" or raised != "UPDATE 0"
+
+
+async def read_lease_holder(connection: Connection) -> tuple[str, Epoch, bool]:
+    """Return (holder, epoch, whether it is still held)."""
+    row = await fetch_one(
+        connection, "SELECT holder, epoch, expires_at > clock_timestamp() AS held FROM lease"
+    )
+    return row["holder"], Epoch(row["epoch"]), row["held"]

@@ -1,0 +1,92 @@
+"""Applies migrations/*.sql in order: each in a transaction, once, by one runner at a time."""
+
+import hashlib
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import migrations
+from scheduler.store.pool import Pool, transaction
+
+FOLDER: Final = Path(migrations.__file__).parent
+MIGRATE_LOCK: Final = 0x150C_0001
+MIGRATE_TIMEOUT_S: Final = 300.0
+
+_TABLE = """
+CREATE TABLE IF NOT EXISTS migration (
+    number     integer PRIMARY KEY,
+    name       text NOT NULL,
+    sha256     text NOT NULL,
+    applied_at timestamptz NOT NULL DEFAULT clock_timestamp()
+)
+"""
+
+
+class MigrationError(Exception):
+    """The database's history is not this release's history; nothing was changed."""
+
+
+class Migration(NamedTuple):
+    """One numbered file."""
+
+    number: int
+    name: str
+    sql: str
+
+    @property
+    def sha256(self) -> str:
+        """Return the digest by which an edited file is told."""
+        return hashlib.sha256(self.sql.encode()).hexdigest()
+
+
+def read_migrations(folder: Path = FOLDER) -> tuple[Migration, ...]:
+    """Return the migrations of this release in order."""
+    return tuple(
+        Migration(int(path.name[:4]), path.stem, path.read_text())
+        for path in sorted(folder.glob("[0-9][0-9][0-9][0-9]_*.sql"))
+    )
+
+
+async def migrate(pool: Pool, wanted: tuple[Migration, ...] | None = None) -> list[str]:
+    """Bring the database to the head of `wanted` and return the names applied.
+
+    Raises MigrationError where the database holds an edited or a newer migration.
+    """
+    applied = []
+    for migration in wanted if wanted is not None else read_migrations():
+        # One transaction each; the lock makes a second runner wait, then find the work done.
+        async with transaction(pool) as connection:
+            await connection.execute(
+                "SELECT pg_advisory_xact_lock($1)", MIGRATE_LOCK, timeout=MIGRATE_TIMEOUT_S
+            )
+            await connection.execute(_TABLE)
+            known = await connection.fetchrow(
+                "SELECT name, sha256 FROM migration WHERE number = $1", migration.number
+            )
+            if known is not None:
+                if known["sha256"] != migration.sha256:
+                    raise MigrationError(
+                        f"cannot migrate: {migration.name} was applied with another content; an "
+                        "applied migration is never edited, add a new one"
+                    )
+                continue
+            await connection.execute(migration.sql, timeout=MIGRATE_TIMEOUT_S)
+            await connection.execute(
+                "INSERT INTO migration (number, name, sha256) VALUES ($1, $2, $3)",
+                migration.number,
+                migration.name,
+                migration.sha256,
+            )
+            applied.append(migration.name)
+    await _refuse_newer(pool, wanted if wanted is not None else read_migrations())
+    return applied
+
+
+async def _refuse_newer(pool: Pool, wanted: tuple[Migration, ...]) -> None:
+    async with transaction(pool) as connection:
+        newest = await connection.fetchval("SELECT max(number) FROM migration")
+    head = max((migration.number for migration in wanted), default=0)
+    if (newest or 0) > head:
+        raise MigrationError(
+            f"cannot run: the database is at migration {newest}, this release ends at {head}; "
+            "run the newer release"
+        )

@@ -1,0 +1,300 @@
+"""Nodes and routers: how they join, what they report, what is assigned to them."""
+
+from collections.abc import Sequence
+
+import asyncpg
+import msgspec
+
+from isochrone.wire.assignment import Assignment, ReplicaSpec, Tombstone
+from isochrone.wire.control import PeerRole
+from isochrone.wire.ids import (
+    BootId,
+    ClusterId,
+    Epoch,
+    Generation,
+    NodeId,
+    PopId,
+    ReplicaId,
+)
+from isochrone.wire.report import Device, Pulse, ReplicaReport, ReplicaState, Report
+from scheduler.store.adopt import adopt
+from scheduler.store.lease import assert_epoch
+from scheduler.store.pool import Connection
+
+
+class ReportEffect(msgspec.Struct, frozen=True, kw_only=True):
+    """What a report changed, in counts. `stale` means that it was older than one already held."""
+
+    stale: bool = False
+    changed: int = 0
+    adopted: int = 0
+    released: int = 0
+
+
+class UnknownPeer(Exception):
+    """No such node or router, or it is revoked."""
+
+
+async def use_join_token(
+    connection: Connection, *, token_id: str, secret_sha256: str, role: PeerRole, name: str
+) -> PopId | None:
+    """Spend a join token and return the PoP it is bound to; None where it is not (or no more) good.
+
+    One statement: of two that present the same token, one gets a PoP.
+    """
+    pop = await connection.fetchval(
+        """
+        UPDATE join_token SET used_at = clock_timestamp(), used_by = $4
+        WHERE token_id = $1 AND secret_sha256 = $2 AND role = $3
+          AND used_at IS NULL AND expires_at > clock_timestamp()
+        RETURNING pop
+        """,
+        token_id,
+        secret_sha256,
+        role.value,
+        name,
+    )
+    return PopId(pop) if pop is not None else None
+
+
+async def add_peer(connection: Connection, role: PeerRole, name: str, pop: PopId) -> bool:
+    """Make the row of a node or router that has joined; False where the name is another PoP's."""
+    table, column = ("node", "node_id") if role is PeerRole.AGENT else ("router", "router_id")
+    held = await connection.fetchval(
+        f"INSERT INTO {table} AS t ({column}, pop) VALUES ($1, $2)"  # noqa: S608
+        f" ON CONFLICT ({column}) DO UPDATE SET revoked = false WHERE t.pop = $2 RETURNING pop",
+        name,
+        pop,
+    )
+    return held is not None
+
+
+async def record_registration(
+    connection: Connection, role: PeerRole, name: str, boot_id: BootId, generation: Generation
+) -> None:
+    """Note that a peer is connected, or raise UnknownPeer."""
+    table, column = ("node", "node_id") if role is PeerRole.AGENT else ("router", "router_id")
+    done = await connection.execute(
+        f"UPDATE {table} SET boot_id = $2, generation = $3, last_seen_at = clock_timestamp()"  # noqa: S608
+        f"{', report_seq = 0' if role is PeerRole.AGENT else ''}"
+        f" WHERE {column} = $1 AND NOT revoked",
+        name,
+        boot_id,
+        generation,
+    )
+    if done == "UPDATE 0":
+        raise UnknownPeer(f"cannot register {name}: unknown here or revoked; join again")
+
+
+async def record_pulses(connection: Connection, pulses: Sequence[Pulse]) -> None:
+    """Write many signs of life in one statement."""
+    ordered = sorted(pulses, key=lambda pulse: pulse.node_id)
+    await connection.execute(
+        """
+        UPDATE node SET last_seen_at = clock_timestamp(), generation = pulse.generation
+        FROM unnest($1::text[], $2::bigint[]) AS pulse (node_id, generation)
+        WHERE node.node_id = pulse.node_id
+        """,
+        [pulse.node_id for pulse in ordered],
+        [pulse.generation for pulse in ordered],
+    )
+
+
+async def record_routers_seen(
+    connection: Connection, seen: Sequence[tuple[str, Generation]]
+) -> None:
+    """Write many routers' signs of life, and the table each has, in one statement."""
+    ordered = sorted(seen)
+    await connection.execute(
+        """
+        UPDATE router SET last_seen_at = clock_timestamp(), generation = seen.generation
+        FROM unnest($1::text[], $2::bigint[]) AS seen (router_id, generation)
+        WHERE router.router_id = seen.router_id
+        """,
+        [name for name, _ in ordered],
+        [generation for _, generation in ordered],
+    )
+
+
+async def record_report(connection: Connection, epoch: Epoch, report: Report) -> ReportEffect:
+    """Take a node's whole word for what it is: devices, replicas, what is gone, what is unknown."""
+    await assert_epoch(connection, epoch)
+    done = await connection.execute(
+        """
+        UPDATE node SET report = $4, report_seq = $3, address = $5, generation = $6,
+                        reported_at = clock_timestamp(), last_seen_at = clock_timestamp()
+        WHERE node_id = $1 AND boot_id = $2 AND report_seq < $3
+        """,
+        report.node_id,
+        report.boot_id,
+        report.seq,
+        msgspec.msgpack.encode(report),
+        report.address,
+        report.generation,
+    )
+    if done == "UPDATE 0":
+        return ReportEffect(stale=True)
+    changed = await _record_devices(connection, report.node_id, report.devices)
+    adopted = 0
+    for replica in report.replicas:
+        known = await _record_replica(connection, report.node_id, replica)
+        if known is None:
+            adopted += await adopt(connection, report.node_id, replica)
+        else:
+            changed += known
+    released = await _release_ended(connection, report)
+    await _record_profiles(connection, report)
+    if changed or adopted or released:
+        await connection.execute("UPDATE cluster SET generation = generation + 1")
+    return ReportEffect(changed=changed, adopted=adopted, released=released)
+
+
+async def read_assignment(
+    connection: Connection, node_id: NodeId, *, cluster_id: ClusterId, epoch: Epoch
+) -> Assignment:
+    """Return everything that `node_id` should run, at the cluster's generation."""
+    generation = await connection.fetchval("SELECT generation FROM cluster")
+    rows = await connection.fetch(
+        """
+        SELECT replica_id, spec, ended_generation, ended_reason, drain_timeout_s FROM placement
+        WHERE node_id = $1 AND released_at IS NULL ORDER BY replica_id
+        """,
+        node_id,
+    )
+    return Assignment(
+        cluster_id=cluster_id,
+        node_id=node_id,
+        generation=Generation(generation),
+        epoch=epoch,
+        replicas=tuple(
+            msgspec.json.decode(row["spec"], type=ReplicaSpec)
+            for row in rows
+            if row["ended_generation"] is None
+        ),
+        tombstones=tuple(
+            Tombstone(
+                replica_id=ReplicaId(row["replica_id"]),
+                generation=Generation(row["ended_generation"]),
+                reason=row["ended_reason"] or "",
+                drain_timeout_s=row["drain_timeout_s"],
+            )
+            for row in rows
+            if row["ended_generation"] is not None
+        ),
+    )
+
+
+async def _record_devices(
+    connection: Connection, node_id: NodeId, devices: Sequence[Device]
+) -> int:
+    changed = 0
+    for device in devices:
+        done = await connection.execute(
+            """
+            INSERT INTO device AS d
+                (node_id, device_id, device_class, memory_bytes, healthy, reason)
+            VALUES ($1, $2, $3, $4, $5, $6)
+            ON CONFLICT (node_id, device_id) DO UPDATE
+                SET device_class = $3, memory_bytes = $4, healthy = $5, reason = $6
+                WHERE (d.device_class, d.memory_bytes, d.healthy, d.reason) <> ($3, $4, $5, $6)
+            """,
+            node_id,
+            device.device_id,
+            device.device_class,
+            device.memory_bytes,
+            device.healthy,
+            device.reason,
+        )
+        changed += done != "INSERT 0 0"
+    gone = await connection.execute(
+        """
+        UPDATE device SET healthy = false, reason = 'the node no longer reports it'
+        WHERE node_id = $1 AND healthy AND device_id <> ALL($2::text[])
+        """,
+        node_id,
+        [device.device_id for device in devices],
+    )
+    return changed + int(gone.split()[1])
+
+
+async def _record_replica(
+    connection: Connection, node_id: NodeId, replica: ReplicaReport
+) -> int | None:
+    """Note one replica's state; None where the store knows no such replica on this node."""
+    row = await connection.fetchrow(
+        "SELECT state, released_at FROM placement WHERE replica_id = $1 AND node_id = $2",
+        replica.spec.replica_id,
+        node_id,
+    )
+    if row is None:
+        return None
+    alive = replica.state not in (ReplicaState.STOPPED, ReplicaState.FAILED)
+    await connection.execute(
+        """
+        UPDATE placement SET
+            state_since = CASE WHEN state = $2 THEN state_since ELSE clock_timestamp() END,
+            state = $2, state_reason = $3, restarts = $4, fetched_bytes = $5,
+            -- Given back on paper but running in fact: its tombstone is sent again.
+            released_at = CASE WHEN $6 THEN NULL ELSE released_at END
+        WHERE replica_id = $1
+        """,
+        replica.spec.replica_id,
+        replica.state.value,
+        replica.reason[:500],
+        replica.restarts,
+        replica.fetched_bytes,
+        alive,
+    )
+    return int(row["state"] != replica.state.value or (alive and row["released_at"] is not None))
+
+
+async def _release_ended(connection: Connection, report: Report) -> int:
+    """Give back the seats of replicas that were ended and that the node no longer has."""
+    alive = [
+        replica.spec.replica_id
+        for replica in report.replicas
+        if replica.state is not ReplicaState.STOPPED
+    ]
+    done = await connection.execute(
+        """
+        UPDATE placement SET released_at = clock_timestamp(), state = 'stopped'
+        WHERE node_id = $1 AND released_at IS NULL
+          AND ended_generation <= $2 AND replica_id <> ALL($3::text[])
+        """,
+        report.node_id,
+        report.generation,
+        alive,
+    )
+    return int(done.split()[1])
+
+
+async def _record_profiles(connection: Connection, report: Report) -> None:
+    classes = {device.device_id: device.device_class for device in report.devices}
+    for replica in report.replicas:
+        measured = replica.profile
+        if replica.state is not ReplicaState.WARM or measured.decode_tokens_per_s <= 0:
+            continue
+        device_class = classes.get(replica.spec.device_ids[0]) if replica.spec.device_ids else None
+        if device_class is None:
+            continue
+        try:
+            async with connection.transaction():
+                await connection.execute(
+                    """
+                    INSERT INTO profile (model_id, device_class, load_s, memory_bytes,
+                                         prefill_tokens_per_s, decode_tokens_per_s)
+                    VALUES ($1, $2, $3, $4, $5, $6)
+                    ON CONFLICT (model_id, device_class) DO UPDATE SET
+                        load_s = $3, memory_bytes = $4, prefill_tokens_per_s = $5,
+                        decode_tokens_per_s = $6, updated_at = clock_timestamp()
+                    """,
+                    replica.spec.model_id,
+                    device_class,
+                    measured.load_s,
+                    measured.memory_bytes,
+                    measured.prefill_tokens_per_s,
+                    measured.decode_tokens_per_s,
+                )
+        except asyncpg.ForeignKeyViolationError:
+            # The model left the catalogue while a replica of it still runs: nothing to remember.
+            continue

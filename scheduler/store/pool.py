@@ -1,0 +1,124 @@
+"""The pool: connections that find the writable host, and are dropped when they turn out wrong.
+
+asyncpg tries the hosts of a DSN under one time-out, so a hung first host hides the second; and a
+pooled connection to a demoted server fails for ever (SQLSTATE 25006). Both are mended here.
+"""
+
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, Final
+from urllib.parse import parse_qs, urlsplit
+
+import asyncpg
+
+log = logging.getLogger(__name__)
+
+Pool = asyncpg.Pool
+Connection = asyncpg.pool.PoolConnectionProxy | asyncpg.Connection
+
+CONNECT_TIMEOUT_S: Final = 2.0
+STATEMENT_TIMEOUT_S: Final = 10.0
+ACQUIRE_TIMEOUT_S: Final = 1.0
+SIZE_MAX: Final = 20
+
+UNAVAILABLE: Final = (
+    OSError,
+    TimeoutError,
+    asyncpg.InterfaceError,
+    asyncpg.InternalClientError,
+    asyncpg.PostgresConnectionError,
+    asyncpg.CannotConnectNowError,
+    asyncpg.TooManyConnectionsError,
+    asyncpg.AdminShutdownError,
+    asyncpg.CrashShutdownError,
+    asyncpg.ReadOnlySQLTransactionError,
+)
+"""What a caller sees of a database that cannot be used now, whatever the reason."""
+
+
+BAD_DATA: Final = (asyncpg.CharacterNotInRepertoireError, asyncpg.DataError)
+"""What a caller sees of a value that Postgres cannot hold (a NUL in a text, a number too big)."""
+
+
+async def open_pool(dsn: str, *, size_max: int = SIZE_MAX) -> Pool:
+    """Open a pool on the writable host of `dsn`; raises one of UNAVAILABLE if there is none."""
+    hosts = _each_host(dsn)
+    options: dict[str, Any] = {}
+    if await _is_pooled_by_transaction(hosts):
+        # Prepared statements do not survive a transaction pooler; neither would LISTEN or session
+        # locks, which nothing here uses.
+        log.warning("a transaction pooler stands before Postgres: statement cache off")
+        options["statement_cache_size"] = 0
+
+    async def connect(*_: Any, **given: Any) -> asyncpg.Connection:
+        return await _connect(hosts, {**given, **options})
+
+    return await asyncpg.create_pool(
+        hosts[0],
+        min_size=1,
+        max_size=size_max,
+        connect=connect,
+        command_timeout=STATEMENT_TIMEOUT_S,
+        max_inactive_connection_lifetime=60.0,
+    )
+
+
+@asynccontextmanager
+async def using(pool: Pool, timeout_s: float = ACQUIRE_TIMEOUT_S) -> AsyncIterator[Connection]:
+    """Lend a connection; on a broken or demoted server, drop every pooled one before raising."""
+    try:
+        async with pool.acquire(timeout=timeout_s) as connection:
+            yield connection
+    except UNAVAILABLE:
+        await pool.expire_connections()
+        raise
+
+
+@asynccontextmanager
+async def transaction(
+    pool: Pool, *, isolation: Any = "read_committed", timeout_s: float = ACQUIRE_TIMEOUT_S
+) -> AsyncIterator[Connection]:
+    """Lend a connection inside a transaction."""
+    async with using(pool, timeout_s) as connection, connection.transaction(isolation=isolation):
+        yield connection
+
+
+async def fetch_one(connection: Connection, query: str, *arguments: Any) -> asyncpg.Record:
+    """Return the one row of a query that always has one."""
+    row = await connection.fetchrow(query, *arguments)
+    assert row is not None
+    return row
+
+
+def _each_host(dsn: str) -> list[str]:
+    """Split a multi-host DSN into one DSN a host: each then has a time-out of its own."""
+    parts = urlsplit(dsn)
+    if parse_qs(parts.query).get("host"):
+        return [dsn]
+    credentials, at, hosts = parts.netloc.rpartition("@")
+    return [
+        parts._replace(netloc=f"{credentials}{at}{host}").geturl()
+        for host in (hosts.split(",") if hosts else [""])
+    ]
+
+
+async def _connect(hosts: list[str], options: dict[str, Any]) -> asyncpg.Connection:
+    options = {**options, "timeout": CONNECT_TIMEOUT_S, "target_session_attrs": "read-write"}
+    last: BaseException | None = None
+    for host in hosts:
+        try:
+            return await asyncpg.connect(host, **options)
+        except UNAVAILABLE as error:
+            last = error
+    assert last is not None
+    raise last
+
+
+async def _is_pooled_by_transaction(hosts: list[str]) -> bool:
+    connection = await _connect(hosts, {"statement_cache_size": 0})
+    try:
+        pids = [await connection.fetchval("SELECT pg_backend_pid()") for _ in range(3)]
+    finally:
+        await connection.close()
+    return len(set(pids)) > 1

@@ -1,0 +1,57 @@
+"""The fleet in one answer."""
+
+from collections.abc import Sequence
+
+from isochrone.wire.admin import StatusView
+from scheduler.store.pool import Connection, fetch_one
+
+
+async def read_status(
+    connection: Connection,
+    *,
+    scheduler: str,
+    is_acting: bool,
+    frozen: str,
+    unmet: Sequence[tuple[str, str]],
+) -> StatusView:
+    """Count everything once; what is not in the store is the answering process's own."""
+    row = await fetch_one(
+        connection,
+        """
+        SELECT c.cluster_id, c.generation, c.route_generation, l.epoch,
+            CASE WHEN l.expires_at > clock_timestamp() THEN l.holder ELSE '' END AS holder,
+            (SELECT count(*) FROM pop) AS pops,
+            (SELECT count(*) FROM node WHERE NOT revoked) AS nodes,
+            (SELECT count(*) FROM node WHERE NOT revoked
+                AND last_seen_at > clock_timestamp() - interval '6 s') AS nodes_ready,
+            (SELECT count(*) FROM router WHERE NOT revoked) AS routers,
+            (SELECT count(*) FROM router WHERE NOT revoked
+                AND last_seen_at > clock_timestamp() - interval '6 s') AS routers_ready,
+            (SELECT count(*) FROM deployment WHERE deleted_at IS NULL) AS deployments
+        FROM cluster c, lease l
+        """,
+    )
+    states = await connection.fetch(
+        """
+        SELECT CASE WHEN ended_at IS NULL THEN state ELSE 'draining' END AS state, count(*) AS n
+        FROM placement WHERE released_at IS NULL GROUP BY 1
+        """
+    )
+    return StatusView(
+        cluster_id=row["cluster_id"],
+        scheduler=scheduler,
+        acting=is_acting,
+        acting_scheduler=row["holder"],
+        epoch=row["epoch"],
+        generation=row["generation"],
+        route_generation=row["route_generation"],
+        frozen=frozen,
+        pops=row["pops"],
+        nodes=row["nodes"],
+        nodes_ready=row["nodes_ready"],
+        routers=row["routers"],
+        routers_ready=row["routers_ready"],
+        deployments=row["deployments"],
+        replicas={state["state"]: state["n"] for state in states},
+        unmet=tuple(f"{name}: {reason}" for name, reason in unmet),
+    )
