@@ -1,0 +1,36 @@
+"""`python -m nodeagent.mock --config FILE.json`: the mock engine as a process."""
+
+import logging
+import sys
+from pathlib import Path
+
+import msgspec
+import uvloop
+
+from isochrone.service.logs import setup_logs
+from isochrone.wire.engine import EngineConfig
+from nodeagent.engine.server import Server
+from nodeagent.mock.engine import MockEngine
+
+log = logging.getLogger(__name__)
+
+
+def main() -> None:
+    """Serve numbered tokens until SIGTERM."""
+    setup_logs("mock-engine")
+    path = Path(sys.argv[sys.argv.index("--config") + 1])
+    config = msgspec.json.decode(path.read_bytes(), type=EngineConfig)
+    if "fail_load" in config.options:
+        sys.stderr.write("cannot load the model: told to fail\n")
+        raise SystemExit(1)
+
+    async def serve() -> None:
+        engine = MockEngine(config)
+        server = Server(engine, config)
+        await server.serve()
+
+    uvloop.run(serve())
+
+
+if __name__ == "__main__":
+    main()
