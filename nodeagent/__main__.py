@@ -1,0 +1,31 @@
+"""`python -m nodeagent`: the agent of one GPU server."""
+
+import asyncio
+import os
+from pathlib import Path
+from typing import NoReturn
+
+import click
+
+from isochrone.service.config import load_config
+from isochrone.service.logs import setup_logs
+from isochrone.service.run import run_service
+from nodeagent.app import serve
+from nodeagent.config import NodeConfig
+
+
+@click.command()
+@click.option("--config", type=click.Path(path_type=Path), help="TOML file.")
+def main(config: Path | None) -> NoReturn:
+    """Make what runs on this server become what is assigned to it."""
+
+    async def run(stopping: asyncio.Event) -> int:
+        settings = load_config(NodeConfig, config, os.environ, "ISOCHRONE_NODE_")
+        setup_logs("nodeagent", settings.log_level)
+        return await serve(settings, stopping)
+
+    run_service(run)
+
+
+if __name__ == "__main__":
+    main()

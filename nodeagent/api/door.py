@@ -1,0 +1,175 @@
+"""The node's data-plane door: routers' requests in, the engine's bytes back, untouched."""
+
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+import aiohttp
+import msgspec
+from aiohttp import web
+
+from isochrone.service.door import errors_as, json_error, read_body
+from isochrone.service.metrics import exposition
+from isochrone.wire import headers
+from isochrone.wire.errors import ApiError, ErrorCode
+from isochrone.wire.ids import ReplicaId
+from isochrone.wire.report import ReplicaState
+from nodeagent import metrics
+from nodeagent.decide.admission import Held
+from nodeagent.supervisor import Replica, Supervisor
+
+log = logging.getLogger(__name__)
+
+BODY_BYTES_MAX: Final = 8 * 1024 * 1024
+BODY_TIMEOUT_S: Final = 30.0
+FORWARDED: Final = ("content-type", headers.REQUEST_ID, headers.CACHE_SALT, "traceparent")
+RETURNED: Final = ("content-type", "retry-after", "cache-control")
+
+
+class Refused(Exception):
+    """This node does not take the request; the router may take it elsewhere."""
+
+    def __init__(self, word: str, status: int = 429, retry_after_s: int = 1) -> None:
+        super().__init__(word)
+        self.word = word
+        self.status = status
+        self.retry_after_s = retry_after_s
+
+
+class Door:
+    """Admits, relays, and tells the load with every answer."""
+
+    def __init__(self, supervisor: Supervisor) -> None:
+        self._supervisor = supervisor
+        self.leaving = False
+
+    def app(self) -> web.Application:
+        """Return the routes."""
+        app = web.Application(middlewares=[errors_as(json_error)])
+        app.router.add_post("/v1/chat/completions", self._relay)
+        app.router.add_post("/v1/completions", self._relay)
+        app.router.add_get("/ping", _ping)
+        app.router.add_get("/healthz", self._health)
+        app.router.add_get("/metrics", self._metrics())
+        return app
+
+    async def _relay(self, request: web.Request) -> web.StreamResponse:
+        try:
+            replica = self._find(request)
+            body = await read_body(request, bytes_max=BODY_BYTES_MAX, timeout_s=BODY_TIMEOUT_S)
+            tokens = headers.parse_tokens(request.headers.get(headers.TOKENS, "")) or (
+                len(body) // 4 + 1,
+                256,
+            )
+            held = replica.in_flight.take(*tokens)
+            if held is None:
+                raise Refused("busy")
+        except Refused as refused:
+            metrics.REQUESTS.labels(refused.word).inc()
+            return _refusal(refused)
+        try:
+            return await self._forward(request, replica, body, held)
+        finally:
+            held.release()
+
+    def _find(self, request: web.Request) -> Replica:
+        name = ReplicaId(request.headers.get(headers.REPLICA, ""))
+        replica = self._supervisor.replicas.get(name)
+        if replica is None:
+            raise Refused("unknown_replica", 404)
+        if self.leaving or replica.state is ReplicaState.DRAINING:
+            raise Refused("draining", 503)
+        if replica.state is not ReplicaState.WARM or replica.engine is None:
+            raise Refused("loading", 503)
+        return replica
+
+    async def _forward(
+        self, request: web.Request, replica: Replica, body: bytes, held: Held
+    ) -> web.StreamResponse:
+        engine = replica.engine
+        assert engine is not None
+        forwarded = {name: request.headers[name] for name in FORWARDED if name in request.headers}
+        try:
+            async with engine.http.post(request.path, data=body, headers=forwarded) as answer:
+                return await self._return(request, replica, answer, held)
+        except (aiohttp.ClientError, OSError) as error:
+            # Nothing was sent back yet: the router may ask another replica.
+            metrics.REQUESTS.labels("engine_lost").inc()
+            raise ApiError(
+                ErrorCode.UPSTREAM, f"cannot answer: the engine broke ({type(error).__name__})"
+            ) from error
+
+    async def _return(
+        self,
+        request: web.Request,
+        replica: Replica,
+        answer: aiohttp.ClientResponse,
+        held: Held,
+    ) -> web.StreamResponse:
+        response = web.StreamResponse(status=answer.status)
+        for name in RETURNED:
+            if name in answer.headers:
+                response.headers[name] = answer.headers[name]
+        if answer.status == 429:
+            response.headers[headers.REFUSED] = "busy"
+        response.headers[headers.LOAD] = headers.format_load(replica.in_flight.load())
+        if answer.content_length is not None:
+            response.content_length = answer.content_length
+        chunks = answer.content.iter_any()
+        first = await anext(chunks, b"")
+        held.first_token()
+        await response.prepare(request)
+        try:
+            if first:
+                replica.bytes_out += len(first)
+                await response.write(first)
+            async for chunk in chunks:
+                replica.bytes_out += len(chunk)
+                await response.write(chunk)
+        except aiohttp.ClientError:
+            # The engine died in mid-answer: an abort, not an end, is what the router must see.
+            metrics.REQUESTS.labels("engine_lost").inc()
+            if request.transport is not None:
+                request.transport.abort()
+            return response
+        await response.write_eof()
+        metrics.REQUESTS.labels("answered").inc()
+        return response
+
+    async def _health(self, request: web.Request) -> web.Response:
+        states = [replica.state.value for replica in self._supervisor.replicas.values()]
+        status = "draining" if self.leaving else "ok"
+        counted = {state: states.count(state) for state in set(states)}
+        return web.json_response({"status": status, "replicas": counted})
+
+    def _metrics(self) -> Callable[[web.Request], Awaitable[web.Response]]:
+        show = exposition(metrics.REGISTRY)
+
+        async def metrics_page(request: web.Request) -> web.Response:
+            metrics.REPLICAS.clear()
+            metrics.IN_FLIGHT.clear()
+            metrics.RESTARTS.clear()
+            for replica_id, replica in self._supervisor.replicas.items():
+                load = replica.in_flight.load()
+                metrics.REPLICAS.labels(replica.state.value).inc()
+                metrics.IN_FLIGHT.labels(replica_id, "prefill").set(load.prefill_tokens)
+                metrics.IN_FLIGHT.labels(replica_id, "decode").set(load.decode_tokens)
+                metrics.RESTARTS.labels(replica_id).set(len(replica.breaks))
+            return await show(request)
+
+        return metrics_page
+
+
+async def _ping(request: web.Request) -> web.Response:
+    """Answer at once: what a router's round trip is measured with."""
+    return web.Response(status=204)
+
+
+def _refusal(refused: Refused) -> web.Response:
+    error = {"error": {"code": "refused", "message": f"cannot serve: {refused.word}"}}
+    return web.Response(
+        status=refused.status,
+        body=msgspec.json.encode(error),
+        content_type="application/json",
+        headers={headers.REFUSED: refused.word, "retry-after": str(refused.retry_after_s)},
+    )

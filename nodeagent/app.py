@@ -1,0 +1,153 @@
+"""The agent's only place of composition."""
+
+import asyncio
+import logging
+import os
+import random
+import secrets
+from time import monotonic
+
+from isochrone import __version__
+from isochrone.service.config import ConfigError
+from isochrone.service.control import ControlLink, join
+from isochrone.service.door import open_door
+from isochrone.service.identity import Identity, IdentityError, load_identity
+from isochrone.service.loop import Loop
+from isochrone.service.notify import notify, watchdog_interval_s
+from isochrone.service.tls import client_context, node_context
+from isochrone.wire.control import PeerRole, ToAgent
+from isochrone.wire.ids import BootId
+from nodeagent.api.door import Door
+from nodeagent.config import NodeConfig
+from nodeagent.host.artifacts import Artifacts
+from nodeagent.host.devices import Devices
+from nodeagent.host.engines import Engines
+from nodeagent.host.ledger import Ledger
+from nodeagent.host.sources import Sources
+from nodeagent.loops.converge import Converge
+from nodeagent.loops.report import PulseDuty, ReportDuty
+from nodeagent.node import Node
+from nodeagent.supervisor import Supervisor
+
+log = logging.getLogger(__name__)
+
+
+async def serve(config: NodeConfig, stopping: asyncio.Event) -> int:
+    """Run one node's agent until `stopping`; return its exit code."""
+    identity = await _identify(config)
+    chance = random.Random()  # noqa: S311 - jitter, not secrets
+    node = Node(
+        identity,
+        BootId(secrets.token_hex(8)),
+        Ledger(config.state),
+        await asyncio.to_thread(Devices, config.cpu_memory_bytes),
+    )
+    artifacts = Artifacts(
+        config.state / "artifacts",
+        Sources(private=config.private_sources, hf_url=config.hf_url),
+        config.disk_budget_bytes,
+    )
+    engines = Engines(config.state / "engines", config.engine_threads or (os.cpu_count() or 1))
+    supervisor = Supervisor(
+        config=config,
+        artifacts=artifacts,
+        engines=engines,
+        clock=monotonic,
+        chance=chance,
+        on_change=lambda: node.nudge_report(),
+    )
+    reports = ReportDuty(
+        config=config, node=node, supervisor=supervisor, artifacts=artifacts, link=lambda: link
+    )
+    uses_tls = any(url.startswith("https:") for url in config.schedulers)
+    link = ControlLink(
+        urls=config.schedulers,
+        identity=identity,
+        boot_id=node.boot_id,
+        incoming=ToAgent,
+        progress=node.progress,
+        on_welcome=reports.welcomed,
+        on_message=reports.told,
+        chance=chance,
+        ssl_context=client_context(identity) if uses_tls else None,
+        version=__version__,
+    )
+    converge = Loop("converge", Converge(node, supervisor).run_once, 5.0)
+    report = Loop("report", reports.run_once, 10.0, jitter=chance)
+    pulse = Loop("pulse", PulseDuty(node, supervisor, lambda: link).run_once, 2.0, jitter=chance)
+    node.nudge_converge, node.nudge_report = converge.nudge, report.nudge
+
+    await node.restore()
+    await _take_up_survivors(node, engines, supervisor)
+    door = Door(supervisor)
+    async with open_door(
+        door.app(),
+        config.door_host,
+        config.door_port,
+        ssl_context=node_context(identity) if config.door_tls else None,
+    ) as port:
+        log.info("serving", extra={"fields": {"port": port, "node": node.node_id}})
+        async with asyncio.TaskGroup() as tasks:
+            runs = [duty.run() for duty in (converge, report, pulse)]
+            owned = [tasks.create_task(run) for run in (*runs, link.run(), _feed_watchdog())]
+            notify("READY=1")
+            await stopping.wait()
+            door.leaving = True
+            await supervisor.wait_idle(config.drain_timeout_s)
+            for task in owned:
+                task.cancel()
+        await supervisor.leave(keep_engines=config.keep_engines_on_stop)
+    return 0
+
+
+async def _identify(config: NodeConfig) -> Identity:
+    """Return this node's papers, joining the cluster where it has none yet."""
+    try:
+        identity = await asyncio.to_thread(load_identity, config.state)
+        if identity is not None:
+            return identity
+        if config.join_token_file is None:
+            raise ConfigError(
+                f"cannot start: {config.state} holds no identity and no join_token_file is given; "
+                "make a token with `isochrone nodes join-token POP`"
+            )
+        token = (await asyncio.to_thread(config.join_token_file.read_text)).strip()
+        return await join(
+            urls=config.schedulers,
+            token=token,
+            role=PeerRole.AGENT,
+            name=config.name,
+            folder=config.state,
+        )
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read the join token {config.join_token_file}: {error.strerror}"
+        ) from error
+    except IdentityError as error:
+        raise ConfigError(str(error)) from error
+
+
+async def _take_up_survivors(node: Node, engines: Engines, supervisor: Supervisor) -> None:
+    """Adopt the engines of an earlier life, but those with a tombstone or another spec by now."""
+    held = node.assignment
+    specs = {spec.replica_id: spec for spec in held.replicas} if held else {}
+    ending = {tombstone.replica_id for tombstone in held.tombstones} if held else set()
+    for survivor in await asyncio.to_thread(engines.survivors):
+        spec = survivor.spec
+        keeps = spec.replica_id not in ending and specs.get(spec.replica_id, spec) == spec
+        log.info(
+            "engine adopted" if keeps else "engine ended",
+            extra={"fields": {"replica": spec.replica_id}},
+        )
+        if keeps:
+            supervisor.begin(spec, survivor)
+        else:
+            await engines.adopt(survivor).stop(kill=True)
+
+
+async def _feed_watchdog() -> None:
+    """Tell systemd that the event loop turns: a hung agent is restarted, its engines adopted."""
+    interval_s = watchdog_interval_s()
+    while interval_s is not None:
+        notify("WATCHDOG=1")
+        await asyncio.sleep(interval_s)

@@ -1,0 +1,35 @@
+"""What a node agent is told at its start: a TOML file, `ISOCHRONE_NODE_*` over it."""
+
+from pathlib import Path
+
+import msgspec
+
+
+class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The settings of one node.
+
+    `address` is what routers dial (`http://10.0.0.7:9000`). `join_token_file` is read once, at the
+    first start. `cpu_memory_bytes` is what replicas may use where there is no GPU; 0 means four
+    fifths of the machine. `private_sources` lets artifacts come from private addresses and plain
+    http, as inside a closed network.
+    """
+
+    name: str
+    schedulers: tuple[str, ...]
+    state: Path
+    address: str
+    door_host: str = "127.0.0.1"
+    door_port: int = 9000
+    door_tls: bool = False
+    join_token_file: Path | None = None
+    cpu_memory_bytes: int = 0
+    engine_threads: int = 0
+    disk_budget_bytes: int = 200 * 1024**3
+    private_sources: bool = False
+    hf_url: str = "https://huggingface.co"
+    keep_engines_on_stop: bool = False
+    load_timeout_s: float = 1800.0
+    drain_timeout_s: float = 30.0
+    stall_s: float = 15.0
+    canary_interval_s: float = 10.0
+    log_level: str = "INFO"

@@ -1,0 +1,56 @@
+"""The life of one replica on this node.
+
+Rule 1: every change of state is in TRANSITIONS; nothing else assigns one.
+Rule 2: this file knows no process, device or clock. It is told what happened.
+"""
+
+from enum import StrEnum
+from typing import Final
+
+from isochrone.wire.report import ReplicaState
+
+State = ReplicaState
+
+
+class Event(StrEnum):
+    """What happened to a replica."""
+
+    FETCH_BEGAN = "fetch_began"
+    FETCH_FAILED = "fetch_failed"
+    ARTIFACT_READY = "artifact_ready"
+    ENGINE_READY = "engine_ready"
+    ENGINE_ADOPTED = "engine_adopted"
+    ENGINE_EXITED = "engine_exited"
+    GAVE_UP = "gave_up"
+    END_ORDERED = "end_ordered"
+    DRAINED = "drained"
+
+
+TRANSITIONS: Final[dict[tuple[State, Event], State]] = {
+    (State.WANTED, Event.FETCH_BEGAN): State.FETCHING,
+    (State.WANTED, Event.ENGINE_ADOPTED): State.LOADING,
+    (State.WANTED, Event.GAVE_UP): State.FAILED,
+    (State.FETCHING, Event.ARTIFACT_READY): State.LOADING,
+    (State.FETCHING, Event.FETCH_FAILED): State.WANTED,
+    (State.LOADING, Event.ENGINE_READY): State.WARM,
+    (State.LOADING, Event.ENGINE_EXITED): State.WANTED,
+    (State.WARM, Event.ENGINE_EXITED): State.WANTED,
+    **{
+        (state, Event.END_ORDERED): State.DRAINING
+        for state in (State.WANTED, State.FETCHING, State.LOADING, State.WARM, State.FAILED)
+    },
+    (State.DRAINING, Event.ENGINE_EXITED): State.DRAINING,
+    (State.DRAINING, Event.DRAINED): State.STOPPED,
+}
+
+
+class ImpossibleEvent(Exception):
+    """Something happened that cannot happen in this state: a fault of ours."""
+
+
+def after(state: State, event: Event) -> State:
+    """Return the state after `event`, or raise ImpossibleEvent."""
+    try:
+        return TRANSITIONS[state, event]
+    except KeyError:
+        raise ImpossibleEvent(f"cannot take {event.value} while {state.value}") from None

@@ -1,0 +1,97 @@
+"""What a driver knows of its engine: how it is started, where it is asked, what its words mean."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final, Protocol
+
+import msgspec
+
+from isochrone.wire.assignment import ReplicaSpec
+from isochrone.wire.engine import EngineStats
+
+
+class Launch(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine is started for, and with what."""
+
+    spec: ReplicaSpec
+    model_path: Path
+    folder: Path
+    port: int
+    threads: int
+
+
+class Command(msgspec.Struct, frozen=True, kw_only=True):
+    """A process to start: its arguments, environment and files, and where it will answer.
+
+    `base_url` is `http://localhost` with `socket`, or `http://127.0.0.1:port`.
+    """
+
+    arguments: tuple[str, ...]
+    base_url: str
+    socket: str = ""
+    environment: dict[str, str] = {}
+    files: dict[str, bytes] = {}
+
+
+class UnknownOption(Exception):
+    """The deployment gives an option that this driver does not have."""
+
+
+class Driver(Protocol):
+    """One engine's driver."""
+
+    health_path: str
+    stats_path: str
+
+    def command(self, launch: Launch) -> Command:
+        """Return the process to start, or raise UnknownOption."""
+        ...
+
+    def read_stats(self, body: bytes) -> EngineStats:
+        """Read the engine's own account of its load."""
+        ...
+
+
+PASSED_ENVIRONMENT: Final = ("PATH", "LANG", "HOME", "LD_LIBRARY_PATH", "PYTHONPATH", "TMPDIR")
+"""What an engine may see of the agent's environment; keys and tokens are not among it."""
+
+
+def check_options(driver: str, given: Mapping[str, str], known: frozenset[str]) -> None:
+    """Raise UnknownOption where a deployment gives what the driver does not have."""
+    unknown = sorted(set(given) - known)
+    if unknown:
+        raise UnknownOption(
+            f"cannot start {driver}: unknown options {', '.join(unknown)}; it has "
+            f"{', '.join(sorted(known)) or 'none'}"
+        )
+
+
+def visible_devices(spec: ReplicaSpec) -> dict[str, str]:
+    """Return the environment that shows an engine its own GPUs and no others."""
+    gpus = [device.removeprefix("gpu") for device in spec.device_ids if device != "cpu"]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+
+
+def flags(options: Mapping[str, str]) -> tuple[str, ...]:
+    """Write options as `--name value`; an empty value is a flag alone."""
+    written: list[str] = []
+    for name, value in sorted(options.items()):
+        written.append(f"--{name.replace('_', '-')}")
+        if value:
+            written.append(value)
+    return tuple(written)
+
+
+def read_prometheus(body: bytes) -> dict[str, float]:
+    """Return the sum of each metric's samples, labels aside."""
+    sums: dict[str, float] = {}
+    for line in body.decode(errors="replace").splitlines():
+        if not line or line.startswith("#"):
+            continue
+        name, _, value = line.rpartition(" ")
+        name = name.partition("{")[0]
+        try:
+            sums[name] = sums.get(name, 0.0) + float(value)
+        except ValueError:
+            continue
+    return sums

@@ -1,0 +1,27 @@
+"""The mock engine: numbered tokens and faults, for tests and drills."""
+
+from nodeagent.drivers.driver import Launch
+from nodeagent.drivers.embedded import Embedded
+
+
+class Mock(Embedded):
+    """Starts `python -m nodeagent.mock`, handing every option on."""
+
+    module = "nodeagent.mock"
+    options = frozenset(
+        {
+            "ttft_ms",
+            "itl_ms",
+            "kv_tokens",
+            "sequences",
+            "fail_load",
+            "crash_at_token",
+            "hang_at_token",
+            "garbage_at_token",
+            "error_status",
+            "zombie",
+        }
+    )
+
+    def _engine_options(self, launch: Launch) -> dict[str, str]:
+        return dict(launch.spec.engine.options)

@@ -1,0 +1,72 @@
+"""SGLang (`python -m sglang.launch_server`). Metric names: SGLang's Prometheus endpoint."""
+
+import sys
+from typing import Final
+
+from isochrone.wire.engine import EngineStats
+from nodeagent.drivers.driver import (
+    Command,
+    Launch,
+    check_options,
+    flags,
+    read_prometheus,
+    visible_devices,
+)
+
+OPTIONS: Final = frozenset(
+    {
+        "dtype",
+        "quantization",
+        "kv_cache_dtype",
+        "mem_fraction_static",
+        "max_running_requests",
+        "chunked_prefill_size",
+        "attention_backend",
+        "speculative_algorithm",
+        "speculative_draft_model_path",
+        "tool_call_parser",
+        "reasoning_parser",
+    }
+)
+
+
+class Sglang:
+    """Starts SGLang's OpenAI server on a loopback port."""
+
+    health_path = "/health"
+    stats_path = "/metrics"
+
+    def command(self, launch: Launch) -> Command:
+        """Split the model over the replica's devices by tensor parallelism."""
+        spec = launch.spec
+        check_options("sglang", spec.engine.options, OPTIONS)
+        return Command(
+            arguments=(
+                *(sys.executable, "-m", "sglang.launch_server"),
+                *("--model-path", str(launch.model_path)),
+                *("--host", "127.0.0.1", "--port", str(launch.port)),
+                *("--served-model-name", spec.name),
+                *("--context-length", str(spec.context_tokens)),
+                *("--tp-size", str(len(spec.device_ids))),
+                *("--enable-metrics", "--enable-cache-report"),
+                *flags(spec.engine.options),
+            ),
+            base_url=f"http://127.0.0.1:{launch.port}",
+            environment={**visible_devices(spec), "HF_HUB_OFFLINE": "1"},
+        )
+
+    def read_stats(self, body: bytes) -> EngineStats:
+        """Read requests running and queued, token use, and token counters."""
+        found = read_prometheus(body)
+        used = found.get("sglang:token_usage", 0.0)
+        return EngineStats(
+            running=int(found.get("sglang:num_running_reqs", 0)),
+            waiting=int(found.get("sglang:num_queue_reqs", 0)),
+            kv_blocks_used=int(used * 1000),
+            kv_blocks_total=1000,
+            decode_tokens_per_s=found.get("sglang:gen_throughput", 0.0),
+            tokens_out_total=int(found.get("sglang:generation_tokens_total", 0)),
+            prompt_tokens_total=int(found.get("sglang:prompt_tokens_total", 0)),
+            cached_tokens_total=int(found.get("sglang:cached_tokens_total", 0)),
+            steps_total=int(found.get("sglang:generation_tokens_total", 0)),
+        )

@@ -1,0 +1,70 @@
+"""TensorRT-LLM (`trtllm-serve serve`). Metric names: its Prometheus endpoint."""
+
+from typing import Final
+
+from isochrone.wire.engine import EngineStats
+from nodeagent.drivers.driver import (
+    Command,
+    Launch,
+    check_options,
+    read_prometheus,
+    visible_devices,
+)
+
+OPTIONS: Final = frozenset(
+    {
+        "backend",
+        "max_batch_size",
+        "max_num_tokens",
+        "kv_cache_free_gpu_memory_fraction",
+        "pp_size",
+        "ep_size",
+        "reasoning_parser",
+        "tool_parser",
+    }
+)
+
+# Metrics are off unless asked for, and asked for only by file.
+EXTRA: Final = b"return_perf_metrics: true\nenable_iter_perf_stats: true\n"
+
+
+class TensorRtLlm:
+    """Starts TensorRT-LLM's OpenAI server on a loopback port."""
+
+    health_path = "/health"
+    stats_path = "/prometheus/metrics"
+
+    def command(self, launch: Launch) -> Command:
+        """Split the model over the replica's devices by tensor parallelism."""
+        spec = launch.spec
+        check_options("tensorrt_llm", spec.engine.options, OPTIONS)
+        return Command(
+            arguments=(
+                *("trtllm-serve", "serve", str(launch.model_path)),
+                *("--host", "127.0.0.1", "--port", str(launch.port)),
+                *("--max_seq_len", str(spec.context_tokens)),
+                *("--tp_size", str(len(spec.device_ids))),
+                *("--extra_llm_api_options", str(launch.folder / "extra.yaml")),
+                *(
+                    word
+                    for name, value in sorted(spec.engine.options.items())
+                    for word in (f"--{name}", value)
+                ),
+            ),
+            base_url=f"http://127.0.0.1:{launch.port}",
+            environment={**visible_devices(spec), "HF_HUB_OFFLINE": "1"},
+            files={"extra.yaml": EXTRA},
+        )
+
+    def read_stats(self, body: bytes) -> EngineStats:
+        """Read KV use and request counters."""
+        found = read_prometheus(body)
+        used = found.get("trtllm_kv_cache_utilization", 0.0)
+        done = int(found.get("trtllm_request_success_total", 0))
+        return EngineStats(
+            running=int(found.get("trtllm_num_requests_running", 0)),
+            waiting=int(found.get("trtllm_num_requests_waiting", 0)),
+            kv_blocks_used=int(used * 1000),
+            kv_blocks_total=1000,
+            steps_total=done,
+        )

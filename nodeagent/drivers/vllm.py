@@ -1,0 +1,76 @@
+"""vLLM (`vllm serve`). Metric names: vLLM's Prometheus endpoint, V1 engine."""
+
+from typing import Final
+
+from isochrone.wire.engine import EngineStats
+from nodeagent.drivers.driver import (
+    Command,
+    Launch,
+    check_options,
+    flags,
+    read_prometheus,
+    visible_devices,
+)
+
+OPTIONS: Final = frozenset(
+    {
+        "dtype",
+        "quantization",
+        "kv_cache_dtype",
+        "gpu_memory_utilization",
+        "pipeline_parallel_size",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "enforce_eager",
+        "enable_prefix_caching",
+        "speculative_config",
+        "tool_call_parser",
+        "reasoning_parser",
+    }
+)
+
+
+class Vllm:
+    """Starts vLLM's OpenAI server on a loopback port."""
+
+    health_path = "/health"
+    stats_path = "/metrics"
+
+    def command(self, launch: Launch) -> Command:
+        """Split the model over the replica's devices by tensor parallelism."""
+        spec = launch.spec
+        check_options("vllm", spec.engine.options, OPTIONS)
+        return Command(
+            arguments=(
+                *("vllm", "serve", str(launch.model_path)),
+                *("--host", "127.0.0.1", "--port", str(launch.port)),
+                *("--served-model-name", spec.name),
+                *("--max-model-len", str(spec.context_tokens)),
+                *("--tensor-parallel-size", str(len(spec.device_ids))),
+                # cached_tokens in every usage, without which no router knows what was cached.
+                "--enable-prompt-tokens-details",
+                *flags(spec.engine.options),
+            ),
+            base_url=f"http://127.0.0.1:{launch.port}",
+            environment={
+                **visible_devices(spec),
+                "VLLM_NO_USAGE_STATS": "1",
+                "HF_HUB_OFFLINE": "1",
+            },
+        )
+
+    def read_stats(self, body: bytes) -> EngineStats:
+        """Read requests running and waiting, KV use, and token counters."""
+        found = read_prometheus(body)
+        # The older name is of before 0.9; both are ratios of 0 to 1.
+        used = found.get("vllm:kv_cache_usage_perc", found.get("vllm:gpu_cache_usage_perc", 0.0))
+        return EngineStats(
+            running=int(found.get("vllm:num_requests_running", 0)),
+            waiting=int(found.get("vllm:num_requests_waiting", 0)),
+            kv_blocks_used=int(used * 1000),
+            kv_blocks_total=1000,
+            tokens_out_total=int(found.get("vllm:generation_tokens_total", 0)),
+            prompt_tokens_total=int(found.get("vllm:prompt_tokens_total", 0)),
+            cached_tokens_total=int(found.get("vllm:prefix_cache_hits_total", 0)),
+            steps_total=int(found.get("vllm:iteration_tokens_total_count", 0)),
+        )

@@ -1,0 +1,219 @@
+"""Artifacts on this node's disk: fetched, verified, kept under a budget. Nothing else is seen.
+
+A folder per artifact, named by its digest, appears by one rename when every file in it has the size
+and SHA-256 of its manifest. Half-fetched files wait in `.partial` and are resumed.
+"""
+
+import asyncio
+import hashlib
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+import aiohttp
+
+from isochrone.service.files import sync_folder
+from isochrone.wire.artifact import check_artifact, check_path
+from isochrone.wire.model import Artifact, ArtifactFile
+from nodeagent.decide.eviction import Kept, evict
+from nodeagent.host.sources import SourceError, Sources
+
+log = logging.getLogger(__name__)
+
+ATTEMPTS_MAX: Final = 5
+READ_BYTES: Final = 4 * 1024 * 1024
+PICKLE_MAGICS: Final = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05", b"PK\x03\x04")
+
+Progress = Callable[[int], None]
+
+
+class ArtifactError(Exception):
+    """The artifact cannot be had; the message says why and what to do."""
+
+
+class Artifacts:
+    """The artifacts below `folder`. One fetch of an artifact at a time; others wait for it."""
+
+    def __init__(self, folder: Path, sources: Sources, budget_bytes: int) -> None:
+        self._folder = folder
+        self._sources = sources
+        self._budget_bytes = budget_bytes
+        self._fetching: dict[str, asyncio.Lock] = {}
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+
+    def held(self) -> tuple[str, ...]:
+        """Return the digests of the artifacts that are whole on this disk."""
+        return tuple(sorted(p.name for p in self._folder.iterdir() if _is_digest(p.name)))
+
+    def disk_free_bytes(self) -> int:
+        """Return the bytes that another artifact may take: disk and budget."""
+        used = sum(kept.size_bytes for kept in self._kept())
+        return max(0, min(shutil.disk_usage(self._folder).free, self._budget_bytes - used))
+
+    async def ensure(self, artifact: Artifact, pinned: Collection[str], progress: Progress) -> Path:
+        """Return the artifact's folder, fetching it if need be; raises ArtifactError.
+
+        `pinned` digests are in use and are not dropped to make room. `progress` gets bytes so far.
+        """
+        problem = check_artifact(artifact)
+        if problem:
+            raise ArtifactError(problem)
+        target = self._folder / artifact.digest
+        async with self._fetching.setdefault(artifact.digest, asyncio.Lock()):
+            if target.exists():
+                await asyncio.to_thread(os.utime, target)
+                progress(artifact.size_bytes)
+                return target
+            try:
+                await asyncio.to_thread(self._make_room, artifact, pinned)
+                partial = self._folder / f"{artifact.digest}.partial"
+                done = 0
+                for file in artifact.files:
+                    await self._fetch(artifact.source, file, partial, done, progress)
+                    done += file.size_bytes
+                    progress(done)
+                await asyncio.to_thread(_publish, partial, target)
+            except OSError as error:
+                raise ArtifactError(
+                    f"cannot keep {artifact.source}: {error.strerror or error}"
+                ) from error
+        return target
+
+    async def _fetch(
+        self, source: str, file: ArtifactFile, partial: Path, done: int, progress: Progress
+    ) -> None:
+        path = partial / file.path
+        problem = check_path(file.path)
+        if problem or not path.resolve().is_relative_to(partial.resolve()):
+            raise ArtifactError(problem or f"cannot take file {file.path!r}: it leaves its folder")
+        await asyncio.to_thread(path.parent.mkdir, parents=True, exist_ok=True)
+        try:
+            local = self._sources.local_file(source, file.path)
+            if local is not None:
+                await asyncio.to_thread(_copy, local, path)
+            else:
+                await self._download(source, file, path, done, progress)
+            await asyncio.to_thread(_verify, path, file)
+        except SourceError as error:
+            raise ArtifactError(str(error)) from error
+        except ArtifactError:
+            # What failed verification is worth nothing, not even to resume from.
+            path.unlink(missing_ok=True)
+            raise
+
+    async def _download(
+        self, source: str, file: ArtifactFile, path: Path, done: int, progress: Progress
+    ) -> None:
+        last = ""
+        for _ in range(ATTEMPTS_MAX):
+            offset = path.stat().st_size if path.exists() else 0
+            if offset == file.size_bytes:
+                return
+            if offset > file.size_bytes:
+                path.unlink()
+                offset = 0
+            try:
+                async with self._sources.open(source, file.path, offset) as (resumed, chunks):
+                    with path.open("ab" if resumed else "wb") as out:
+                        size = offset if resumed else 0
+                        async for chunk in chunks:
+                            size += len(chunk)
+                            if size > file.size_bytes:
+                                raise ArtifactError(
+                                    f"cannot take {file.path}: the origin sends more than the "
+                                    f"{file.size_bytes} bytes of its manifest"
+                                )
+                            await asyncio.to_thread(out.write, chunk)
+                            progress(done + size)
+                if size == file.size_bytes:
+                    return
+                last = f"it ended after {size} of {file.size_bytes} bytes"
+            except (aiohttp.ClientError, TimeoutError) as error:
+                last = str(error) or type(error).__name__
+            log.info("fetch cut", extra={"fields": {"file": file.path, "reason": last}})
+        raise ArtifactError(
+            f"cannot fetch {file.path} from {source}: {last} ({ATTEMPTS_MAX} attempts)"
+        )
+
+    def _make_room(self, artifact: Artifact, pinned: Collection[str]) -> None:
+        drop = evict(
+            self._kept(),
+            {*pinned, artifact.digest},
+            budget_bytes=self._budget_bytes,
+            needed_bytes=artifact.size_bytes,
+        )
+        if drop is None:
+            raise ArtifactError(
+                f"cannot fetch {artifact.source}: {artifact.size_bytes} bytes do not fit in the "
+                f"disk budget of {self._budget_bytes} beside the artifacts in use"
+            )
+        for digest in drop:
+            log.info("artifact dropped", extra={"fields": {"digest": digest}})
+            shutil.rmtree(self._folder / digest)
+        free = shutil.disk_usage(self._folder).free
+        if free < artifact.size_bytes:
+            raise ArtifactError(
+                f"cannot fetch {artifact.source}: {artifact.size_bytes} bytes needed, the disk has "
+                f"{free} free"
+            )
+
+    def _kept(self) -> list[Kept]:
+        kept = []
+        for folder in self._folder.iterdir():
+            if _is_digest(folder.name):
+                size = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
+                kept.append(
+                    Kept(digest=folder.name, size_bytes=size, used_at=folder.stat().st_mtime)
+                )
+        return kept
+
+
+def _is_digest(name: str) -> bool:
+    return len(name) == 64 and "." not in name
+
+
+def _copy(source: Path, target: Path) -> None:
+    if source.is_symlink():
+        raise ArtifactError(f"cannot take {source.name}: a symbolic link, not a file")
+    if not source.is_file():
+        raise ArtifactError(f"cannot take {source}: no such file")
+    target.unlink(missing_ok=True)
+    with suppress(OSError):
+        # The same disk: the bytes are there already.
+        target.hardlink_to(source)
+        return
+    shutil.copyfile(source, target)
+
+
+def _verify(path: Path, file: ArtifactFile) -> None:
+    digest = hashlib.sha256()
+    size = path.stat().st_size
+    with path.open("rb") as opened:
+        head = opened.read(8)
+        if head.startswith(PICKLE_MAGICS):
+            raise ArtifactError(
+                f"cannot take {file.path}: it is a pickle or an archive, whatever its name says"
+            )
+        opened.seek(0)
+        while chunk := opened.read(READ_BYTES):
+            digest.update(chunk)
+    if size != file.size_bytes:
+        raise ArtifactError(
+            f"cannot take {file.path}: {size} bytes, its manifest says {file.size_bytes}"
+        )
+    if digest.hexdigest() != file.sha256:
+        raise ArtifactError(
+            f"cannot take {file.path}: its SHA-256 is {digest.hexdigest()}, the manifest says "
+            f"{file.sha256}; the origin or the manifest is wrong"
+        )
+
+
+def _publish(partial: Path, target: Path) -> None:
+    partial.rename(target)
+    os.utime(target, (time.time(), time.time()))
+    sync_folder(target.parent)

@@ -1,0 +1,270 @@
+"""Engine processes: each in a group of its own, known again after our crash, never doubled.
+
+Each has a folder below the state: its config, socket, log, and `process.json` with its pid and that
+process's start time, by which a pid used again is told from ours.
+"""
+
+import asyncio
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+import aiohttp
+import msgspec
+
+from isochrone.service.files import write_atomic
+from isochrone.wire.assignment import ReplicaSpec
+from isochrone.wire.engine import EngineStats
+from isochrone.wire.ids import ReplicaId
+from nodeagent.drivers import DRIVERS
+from nodeagent.drivers.driver import PASSED_ENVIRONMENT, Command, Launch
+from nodeagent.host import cgroups
+
+log = logging.getLogger(__name__)
+
+LOG_BYTES_MAX: Final = 16 * 1024 * 1024
+TERM_TIMEOUT_S: Final = 10.0
+PROBE_TIMEOUT_S: Final = 4.0
+CANARY_TIMEOUT_S: Final = 20.0
+ANSWER_BYTES_MAX: Final = 4 * 1024 * 1024
+
+
+class Started(msgspec.Struct, frozen=True, kw_only=True):
+    """What is kept on disk of a running engine."""
+
+    pid: int
+    started: int
+    command: Command
+    spec: ReplicaSpec
+
+
+class Engine:
+    """One running engine process, ours or adopted."""
+
+    def __init__(
+        self, started: Started, folder: Path, child: subprocess.Popen[bytes] | None
+    ) -> None:
+        self.started = started
+        self.exited = asyncio.Event()
+        self._folder = folder
+        self._child = child
+        self._driver = DRIVERS[started.spec.engine.driver]
+        connector = (
+            aiohttp.UnixConnector(started.command.socket, limit=0)
+            if started.command.socket
+            else aiohttp.TCPConnector(limit=0)
+        )
+        self.http = aiohttp.ClientSession(
+            started.command.base_url,
+            connector=connector,
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=PROBE_TIMEOUT_S),
+            auto_decompress=False,
+        )
+        self._watcher = asyncio.create_task(self._watch_exit())
+
+    @property
+    def pid(self) -> int:
+        """Return the process id, which is also its group's."""
+        return self.started.pid
+
+    async def is_ready(self) -> bool:
+        """Say whether the engine answers that it is well."""
+        try:
+            async with asyncio.timeout(PROBE_TIMEOUT_S):
+                async with self.http.get(self._driver.health_path) as response:
+                    return response.status == 200
+        except (aiohttp.ClientError, OSError, TimeoutError):
+            return False
+
+    async def stats(self) -> EngineStats | None:
+        """Return the engine's account of itself, or None where it gives none that can be read."""
+        try:
+            async with asyncio.timeout(PROBE_TIMEOUT_S):
+                async with self.http.get(self._driver.stats_path) as response:
+                    body = await response.content.read(ANSWER_BYTES_MAX)
+                    return self._driver.read_stats(body) if response.status == 200 else None
+        except (aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError):
+            return None
+
+    async def canary(self) -> bool:
+        """Ask for one token through the same queue as everybody; say whether it came."""
+        body = {
+            "model": self.started.spec.name,
+            "messages": [{"role": "user", "content": "1"}],
+            "max_tokens": 1,
+            "temperature": 0,
+        }
+        try:
+            async with asyncio.timeout(CANARY_TIMEOUT_S):
+                async with self.http.post("/v1/chat/completions", json=body) as response:
+                    await response.read()
+                    # Refused for want of room is no sickness.
+                    return response.status in (200, 429)
+        except (aiohttp.ClientError, OSError, TimeoutError):
+            return False
+
+    async def stop(self, *, kill: bool = False) -> None:
+        """End the whole process group: SIGTERM, then SIGKILL after TERM_TIMEOUT_S."""
+        if not kill:
+            self._signal(signal.SIGTERM)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(TERM_TIMEOUT_S):
+                    await self.exited.wait()
+        self._signal(signal.SIGKILL)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(TERM_TIMEOUT_S):
+                await self.exited.wait()
+        await self.release()
+        await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
+        cgroups.dissolve(self.started.spec.replica_id)
+
+    async def release(self) -> None:
+        """Let go of the process without ending it."""
+        self._watcher.cancel()
+        await self.http.close()
+
+    def _signal(self, number: signal.Signals) -> None:
+        # The leader may be gone while its children hold the device: the group is what must end.
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.started.pid, number)
+
+    async def _watch_exit(self) -> None:
+        loop = asyncio.get_running_loop()
+        gone = asyncio.Event()
+        try:
+            descriptor = os.pidfd_open(self.started.pid)
+        except ProcessLookupError:
+            self.exited.set()
+            return
+        loop.add_reader(descriptor, gone.set)
+        try:
+            await gone.wait()
+        finally:
+            loop.remove_reader(descriptor)
+            os.close(descriptor)
+        if self._child is not None:
+            self._child.poll()
+        self.exited.set()
+
+
+class Engines:
+    """Starts, finds again and ends engine processes. Folders lie below `state`."""
+
+    def __init__(self, state: Path, threads: int) -> None:
+        self._folder = state
+        self._threads = threads
+        state.mkdir(parents=True, exist_ok=True, mode=0o700)
+
+    async def start(self, spec: ReplicaSpec, artifact: Path) -> Engine:
+        """Start an engine for `spec`; raises OSError or UnknownOption."""
+        folder = self._folder / spec.replica_id
+        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+        folder.mkdir(mode=0o700)
+        launch = Launch(
+            spec=spec,
+            model_path=artifact,
+            folder=folder,
+            port=_free_port(),
+            threads=self._threads,
+        )
+        command = DRIVERS[spec.engine.driver].command(launch)
+        for name, data in command.files.items():
+            await asyncio.to_thread(write_atomic, folder / name, data)
+        child = await asyncio.to_thread(_spawn, command, folder)
+        started = Started(pid=child.pid, started=_start_time(child.pid), command=command, spec=spec)
+        await asyncio.to_thread(write_atomic, folder / "process.json", msgspec.json.encode(started))
+        # CPU replicas share the machine's memory; a GPU engine's host memory is not what is seated.
+        if spec.device_ids == ("cpu",):
+            cgroups.confine(spec.replica_id, child.pid, 2 * spec.memory_bytes)
+        return Engine(started, folder, child)
+
+    def log_path(self, replica_id: ReplicaId) -> Path:
+        """Return where an engine writes what it has to say."""
+        return self._folder / replica_id / "engine.log"
+
+    def log_tail(self, replica_id: ReplicaId) -> str:
+        """Return the last line of an engine's log, to say why it ended."""
+        with suppress(OSError):
+            lines = self.log_path(replica_id).read_bytes()[-4000:].splitlines()
+            for line in reversed(lines):
+                if line.strip():
+                    return line.decode(errors="replace")[:300]
+        return ""
+
+    def survivors(self) -> list[Started]:
+        """Return the engines of an earlier life of this agent that still run."""
+        found = []
+        for path in sorted(self._folder.glob("*/process.json")):
+            try:
+                started = msgspec.json.decode(path.read_bytes(), type=Started)
+            except (OSError, msgspec.DecodeError) as error:
+                log.warning("unreadable", extra={"fields": {"path": str(path), "why": str(error)}})
+                continue
+            if _start_time(started.pid) == started.started:
+                found.append(started)
+            else:
+                # The leader is gone, but what it started may not be.
+                _kill_group_of(started)
+                shutil.rmtree(path.parent, ignore_errors=True)
+        return found
+
+    def adopt(self, started: Started) -> Engine:
+        """Take up a running engine of an earlier life."""
+        return Engine(started, self._folder / started.spec.replica_id, None)
+
+
+def _spawn(command: Command, folder: Path) -> subprocess.Popen[bytes]:
+    environment = {
+        name: os.environ[name] for name in PASSED_ENVIRONMENT if name in os.environ
+    } | command.environment
+    # A file, not a pipe: an engine must survive the agent that reads it.
+    with (folder / "engine.log").open("ab") as out:
+        return subprocess.Popen(
+            command.arguments,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            env=environment,
+            start_new_session=True,
+        )
+
+
+def _start_time(pid: int) -> int:
+    """Return when a process started, in clock ticks since boot (proc(5)); 0 if it is gone."""
+    with suppress(OSError, ValueError, IndexError):
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        # A zombie holds its pid but is no engine any more.
+        return 0 if fields[0] == "Z" else int(fields[19])
+    return 0
+
+
+def _kill_group_of(started: Started) -> None:
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError, ValueError, IndexError):
+            fields = path.read_text().rpartition(")")[2].split()
+            if int(fields[2]) == started.pid and int(fields[19]) >= started.started:
+                os.kill(int(path.parent.name), signal.SIGKILL)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def trim_log(path: Path) -> None:
+    """Keep the last half of a log that has grown past LOG_BYTES_MAX."""
+    with suppress(OSError):
+        if path.stat().st_size > LOG_BYTES_MAX:
+            with path.open("r+b") as file:
+                file.seek(-LOG_BYTES_MAX // 2, os.SEEK_END)
+                kept = file.read()
+                file.seek(0)
+                file.write(kept)
+                file.truncate()

@@ -1,0 +1,26 @@
+"""The last assignment on disk: a node that boots with no scheduler runs what it ran."""
+
+from pathlib import Path
+
+import msgspec
+
+from isochrone.service.files import read_snapshot, write_snapshot
+from isochrone.wire.assignment import Assignment
+
+_decoder = msgspec.msgpack.Decoder(Assignment)
+
+
+class Ledger:
+    """One snapshot file. Blocking: called from threads."""
+
+    def __init__(self, state: Path) -> None:
+        self._path = state / "assignment"
+
+    def read(self) -> Assignment | None:
+        """Return the last assignment, or None where there is none that can be read."""
+        payload = read_snapshot(self._path)
+        return _decoder.decode(payload) if payload is not None else None
+
+    def write(self, assignment: Assignment) -> None:
+        """Keep an assignment; returns when it is on disk."""
+        write_snapshot(self._path, msgspec.msgpack.encode(assignment))

@@ -1,0 +1,49 @@
+"""CORRIDOR: what is assigned, what runs, what to do about the difference."""
+
+from typing import NamedTuple
+
+from isochrone.wire.report import Refusal
+from nodeagent.decide.reconcile import reconcile
+from nodeagent.drivers import DRIVERS
+from nodeagent.node import Node
+from nodeagent.supervisor import Supervisor
+
+
+class Converged(NamedTuple):
+    """One turn's counts."""
+
+    began: int = 0
+    ended: int = 0
+    refused: int = 0
+
+
+class Converge:
+    """Makes what runs become what is assigned."""
+
+    def __init__(self, node: Node, supervisor: Supervisor) -> None:
+        self._node = node
+        self._supervisor = supervisor
+
+    async def run_once(self) -> Converged:
+        """Reconcile and take the steps; a turn without a difference takes none."""
+        assignment = self._node.assignment
+        if assignment is None:
+            return Converged()
+        devices = await self._node.read_devices()
+        steps = reconcile(
+            assignment,
+            self._supervisor.states(),
+            [device.device_id for device in devices if device.healthy],
+            DRIVERS.keys(),
+        )
+        for end in steps.endings:
+            self._supervisor.end(end.tombstone)
+        for begin in steps.beginnings:
+            self._supervisor.begin(begin.spec)
+        self._note(steps.refusals)
+        return Converged(len(steps.beginnings), len(steps.endings), len(steps.refusals))
+
+    def _note(self, refusals: tuple[Refusal, ...]) -> None:
+        if refusals != self._node.refusals:
+            self._node.refusals = refusals
+            self._node.nudge_report()

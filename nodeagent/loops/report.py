@@ -1,0 +1,127 @@
+"""Tells the scheduler everything this node is, and takes what it should be."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import NamedTuple
+
+from isochrone import __version__
+from isochrone.service.control import ControlLink
+from isochrone.wire.assignment import Assignment
+from isochrone.wire.control import Welcome
+from isochrone.wire.ids import Epoch, Generation
+from isochrone.wire.report import Pulse, ReplicaState, Report
+from nodeagent import metrics
+from nodeagent.config import NodeConfig
+from nodeagent.host.artifacts import Artifacts
+from nodeagent.node import Node
+from nodeagent.supervisor import Supervisor
+
+log = logging.getLogger(__name__)
+
+
+class Reported(NamedTuple):
+    """One turn's outcome."""
+
+    replicas: int
+    sent: bool
+
+
+class ReportDuty:
+    """The whole truth, on change and every ten seconds."""
+
+    def __init__(
+        self,
+        *,
+        config: NodeConfig,
+        node: Node,
+        supervisor: Supervisor,
+        artifacts: Artifacts,
+        link: Callable[[], ControlLink],
+    ) -> None:
+        self._config = config
+        self._node = node
+        self._supervisor = supervisor
+        self._artifacts = artifacts
+        self._link = link
+        self._seq = 0
+
+    async def run_once(self) -> Reported:
+        """Say everything; forget what was reported stopped."""
+        link = self._link()
+        metrics.CONNECTED.set(link.connected)
+        if not link.connected:
+            return Reported(len(self._supervisor.replicas), False)
+        report = await self._report()
+        sent = await link.send(report)
+        if sent:
+            stopped = [
+                replica.spec.replica_id
+                for replica in report.replicas
+                if replica.state is ReplicaState.STOPPED
+            ]
+            self._supervisor.forget(stopped)
+        return Reported(len(report.replicas), sent)
+
+    async def welcomed(self, welcome: Welcome) -> None:
+        """A new conversation begins with the whole truth."""
+        self._node.nudge_report()
+
+    async def told(self, message: object) -> None:
+        """Take an assignment, or say why not."""
+        if not isinstance(message, Assignment):
+            return
+        reason = await self._node.take(message)
+        if reason:
+            log.warning("assignment not taken", extra={"fields": {"reason": reason}})
+
+    async def _report(self) -> Report:
+        self._seq += 1
+        held = self._node.assignment
+        devices = await self._node.read_devices()
+        artifacts, free = await asyncio.to_thread(
+            lambda: (self._artifacts.held(), self._artifacts.disk_free_bytes())
+        )
+        return Report(
+            node_id=self._node.node_id,
+            boot_id=self._node.boot_id,
+            seq=self._seq,
+            generation=held.generation if held else Generation(0),
+            epoch=held.epoch if held else Epoch(0),
+            address=self._config.address,
+            devices=tuple(devices),
+            replicas=tuple(r.report() for r in list(self._supervisor.replicas.values())),
+            refusals=self._node.refusals,
+            artifacts=artifacts,
+            disk_free_bytes=free,
+            version=__version__,
+        )
+
+
+class Pulsed(NamedTuple):
+    """One turn's outcome."""
+
+    sent: bool
+
+
+class PulseDuty:
+    """A sign of life with the load, every two seconds."""
+
+    def __init__(self, node: Node, supervisor: Supervisor, link: Callable[[], ControlLink]) -> None:
+        self._node = node
+        self._supervisor = supervisor
+        self._link = link
+        self._seq = 0
+
+    async def run_once(self) -> Pulsed:
+        """Send it, or not: the next says the same and more."""
+        self._seq += 1
+        held = self._node.assignment
+        pulse = Pulse(
+            node_id=self._node.node_id,
+            boot_id=self._node.boot_id,
+            seq=self._seq,
+            generation=held.generation if held else Generation(0),
+            loads=tuple(replica.load for replica in self._supervisor.replicas.values()),
+        )
+        return Pulsed(await self._link().send(pulse))

@@ -1,0 +1,67 @@
+"""What the agent holds in memory of its own node: who it is, its assignment, its devices."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from isochrone.service.control import Progress
+from isochrone.service.identity import Identity
+from isochrone.wire.assignment import Assignment
+from isochrone.wire.ids import BootId, Epoch, Generation, NodeId
+from isochrone.wire.report import Device, Refusal
+from nodeagent import metrics
+from nodeagent.decide.reconcile import refusal_of
+from nodeagent.host.devices import Devices
+from nodeagent.host.ledger import Ledger
+
+
+class Node:
+    """The node's own state. The ledger is its copy on disk."""
+
+    def __init__(
+        self, identity: Identity, boot_id: BootId, ledger: Ledger, devices: Devices
+    ) -> None:
+        self.identity = identity
+        self.node_id = NodeId(identity.name)
+        self.boot_id = boot_id
+        self.assignment: Assignment | None = None
+        self.refusals: tuple[Refusal, ...] = ()
+        self.nudge_converge: Callable[[], None] = _nobody
+        self.nudge_report: Callable[[], None] = _nobody
+        self._ledger = ledger
+        self._devices = devices
+
+    def progress(self) -> Progress:
+        """Return the newest that this node has stored."""
+        if self.assignment is None:
+            return Progress(self.identity.cluster_id, Generation(0), Epoch(0))
+        held = self.assignment
+        return Progress(held.cluster_id, held.generation, held.epoch)
+
+    async def restore(self) -> None:
+        """Read the ledger: what ran before runs again, whoever is away."""
+        held = await asyncio.to_thread(self._ledger.read)
+        cluster_id = self.identity.cluster_id
+        if held is not None and not refusal_of(held, None, self.node_id, cluster_id):
+            self.assignment = held
+            metrics.GENERATION.set(held.generation)
+
+    async def take(self, offered: Assignment) -> str:
+        """Keep a newer assignment, on disk before in effect; return why not, if not."""
+        reason = refusal_of(offered, self.assignment, self.node_id, self.identity.cluster_id)
+        if reason:
+            metrics.ASSIGNMENTS_REFUSED.inc()
+            return reason
+        if offered != self.assignment:
+            await asyncio.to_thread(self._ledger.write, offered)
+            self.assignment = offered
+            metrics.GENERATION.set(offered.generation)
+        self.nudge_converge()
+        return ""
+
+    async def read_devices(self) -> Sequence[Device]:
+        """Return the devices as they are now."""
+        return await asyncio.to_thread(self._devices.read)
+
+
+def _nobody() -> None:
+    """Stand in for a duty until the house is put together."""

@@ -1,0 +1,340 @@
+"""The replicas of this node, each a task that lives it from wanted to stopped.
+
+What the table in decide/replica.py allows is what happens; this file makes it happen.
+"""
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from isochrone.wire.assignment import ReplicaSpec, Tombstone
+from isochrone.wire.engine import EngineStats
+from isochrone.wire.ids import ReplicaId
+from isochrone.wire.report import Profile, ReplicaLoad, ReplicaReport, ReplicaState
+from nodeagent.config import NodeConfig
+from nodeagent.decide import health
+from nodeagent.decide.admission import TokensInFlight
+from nodeagent.decide.backoff import next_try_s
+from nodeagent.decide.replica import Event, after
+from nodeagent.drivers.driver import UnknownOption
+from nodeagent.host.artifacts import ArtifactError, Artifacts
+from nodeagent.host.engines import Engine, Engines, Started, trim_log
+
+log = logging.getLogger(__name__)
+
+LOOK_INTERVAL_S: Final = 1.0
+READY_INTERVAL_S: Final = 0.1
+
+
+class Replica:
+    """One replica's life and what the door and the report need of it."""
+
+    def __init__(self, spec: ReplicaSpec, clock: Callable[[], float]) -> None:
+        self.spec = spec
+        self.state = ReplicaState.WANTED
+        self.reason = ""
+        self.since = clock()
+        self.breaks: list[float] = []
+        self.fetched_bytes = 0
+        self.profile = Profile()
+        self.load = ReplicaLoad(replica_id=spec.replica_id)
+        self.in_flight = TokensInFlight(spec.engine.tokens_in_flight_max)
+        self.bytes_out = 0
+        self.engine: Engine | None = None
+        self.tombstone: Tombstone | None = None
+        self.ending = asyncio.Event()
+        self.task: asyncio.Task[None] | None = None
+        self._clock = clock
+
+    def __repr__(self) -> str:
+        return f"<Replica {self.spec.replica_id} {self.state.value} {self.reason!r}>"
+
+    def happened(self, event: Event, reason: str = "") -> None:
+        """Move to the state that the table gives."""
+        before, self.state = self.state, after(self.state, event)
+        self.reason = reason
+        if self.state is not before:
+            self.since = self._clock()
+        log.info(
+            "replica",
+            extra={
+                "fields": {
+                    "replica": self.spec.replica_id,
+                    "event": event.value,
+                    "state": self.state.value,
+                    "reason": reason,
+                }
+            },
+        )
+
+    def report(self) -> ReplicaReport:
+        """Return the replica as it is."""
+        return ReplicaReport(
+            spec=self.spec,
+            state=self.state,
+            reason=self.reason[:500],
+            since_s=self._clock() - self.since,
+            restarts=len(self.breaks),
+            fetched_bytes=self.fetched_bytes,
+            profile=self.profile,
+        )
+
+
+class Supervisor:
+    """Holds every replica. `on_change` is called whenever one changes."""
+
+    def __init__(
+        self,
+        *,
+        config: NodeConfig,
+        artifacts: Artifacts,
+        engines: Engines,
+        clock: Callable[[], float],
+        chance: random.Random,
+        on_change: Callable[[], None],
+    ) -> None:
+        self.replicas: dict[ReplicaId, Replica] = {}
+        self._config = config
+        self._artifacts = artifacts
+        self._engines = engines
+        self._clock = clock
+        self._chance = chance
+        self._on_change = on_change
+        self._leaving = False
+
+    def states(self) -> dict[ReplicaId, ReplicaState]:
+        """Return the state of every replica, as reconcile reads it."""
+        return {replica_id: replica.state for replica_id, replica in self.replicas.items()}
+
+    def pinned(self) -> Collection[str]:
+        """Return the digests of artifacts in use."""
+        return {replica.spec.artifact.digest for replica in self.replicas.values()}
+
+    def begin(self, spec: ReplicaSpec, survivor: Started | None = None) -> None:
+        """Bring a replica up, or take up its engine of an earlier life."""
+        replica = Replica(spec, self._clock)
+        self.replicas[spec.replica_id] = replica
+        replica.task = asyncio.create_task(self._live(replica, survivor), name=spec.replica_id)
+        replica.task.add_done_callback(self._ended)
+        self._on_change()
+
+    def end(self, tombstone: Tombstone) -> None:
+        """Drain a replica and stop it; its task does the rest."""
+        replica = self.replicas[tombstone.replica_id]
+        replica.tombstone = tombstone
+        replica.happened(Event.END_ORDERED, tombstone.reason)
+        replica.ending.set()
+        self._on_change()
+
+    def forget(self, replica_ids: Collection[ReplicaId]) -> None:
+        """Drop stopped replicas that were reported as such."""
+        for replica_id in replica_ids:
+            replica = self.replicas.get(replica_id)
+            if replica is not None and replica.state is ReplicaState.STOPPED:
+                del self.replicas[replica_id]
+
+    async def leave(self, *, keep_engines: bool) -> None:
+        """End every task: with their engines, or leaving those to be adopted by the next life."""
+        self._leaving = True
+        tasks = [r.task for r in self.replicas.values() if r.task is not None]
+        if keep_engines:
+            for replica in self.replicas.values():
+                if replica.engine is not None:
+                    await replica.engine.release()
+                    replica.engine = None
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def wait_idle(self, timeout_s: float) -> None:
+        """Wait until no request is in flight, for `timeout_s` at most."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while any(r.in_flight.running for r in self.replicas.values()):  # noqa: ASYNC110
+                    await asyncio.sleep(READY_INTERVAL_S)
+
+    async def _live(self, replica: Replica, survivor: Started | None) -> None:
+        """Live one replica: up, watched, up again when it breaks, until its end is ordered."""
+        try:
+            while not replica.ending.is_set():
+                problem = await self._live_once(replica, survivor)
+                survivor = None
+                self._on_change()
+                if replica.ending.is_set():
+                    break
+                await self._wait_to_retry(replica, problem)
+            await self._drain(replica)
+        finally:
+            engine, replica.engine = replica.engine, None
+            if engine is not None:
+                await asyncio.shield(engine.stop())
+
+    async def _live_once(self, replica: Replica, survivor: Started | None) -> str:
+        """Bring the engine up and watch it; return what ended it."""
+        began = self._clock()
+        if survivor is not None:
+            replica.happened(Event.ENGINE_ADOPTED)
+            replica.engine = self._engines.adopt(survivor)
+        else:
+            path = await self._fetch(replica)
+            if isinstance(path, str):
+                return path
+            try:
+                replica.engine = await self._engines.start(replica.spec, path)
+            except (OSError, UnknownOption) as error:
+                replica.happened(Event.ENGINE_EXITED, str(error))
+                return str(error)
+        problem = await self._wait_ready(replica, replica.engine)
+        if not problem and not replica.ending.is_set():
+            replica.happened(Event.ENGINE_READY)
+            load_s = 0.0 if survivor is not None else self._clock() - began
+            replica.profile = msgspec.structs.replace(replica.profile, load_s=load_s)
+            self._on_change()
+            problem = await self._watch(replica, replica.engine)
+        if replica.ending.is_set():
+            return ""
+        tail = self._engines.log_tail(replica.spec.replica_id)
+        await replica.engine.stop(kill=True)
+        replica.engine = None
+        problem = f"{problem}{f': {tail}' if tail else ''}"
+        replica.happened(Event.ENGINE_EXITED, problem)
+        return problem
+
+    async def _fetch(self, replica: Replica) -> Path | str:
+        def progress(size: int) -> None:
+            replica.fetched_bytes = size
+
+        replica.happened(Event.FETCH_BEGAN)
+        self._on_change()
+        fetch = asyncio.create_task(
+            self._artifacts.ensure(replica.spec.artifact, self.pinned(), progress)
+        )
+        ending = asyncio.create_task(replica.ending.wait())
+        try:
+            await asyncio.wait((fetch, ending), return_when=asyncio.FIRST_COMPLETED)
+            if replica.ending.is_set():
+                return ""
+            path = fetch.result()
+        except ArtifactError as error:
+            replica.happened(Event.FETCH_FAILED, str(error))
+            return str(error)
+        finally:
+            for task in (fetch, ending):
+                task.cancel()
+            await asyncio.gather(fetch, ending, return_exceptions=True)
+        replica.happened(Event.ARTIFACT_READY)
+        self._on_change()
+        return path
+
+    async def _wait_ready(self, replica: Replica, engine: Engine) -> str:
+        deadline = self._clock() + self._config.load_timeout_s
+        while not await engine.is_ready():
+            if replica.ending.is_set():
+                return ""
+            if engine.exited.is_set():
+                return "the engine ended while loading"
+            if self._clock() > deadline:
+                return f"the engine was not ready after {self._config.load_timeout_s:g} s"
+            await asyncio.sleep(READY_INTERVAL_S)
+        return ""
+
+    async def _watch(self, replica: Replica, engine: Engine) -> str:
+        """Look at an engine every second until it ends, stalls, or is ordered to end."""
+        watch = health.Watch(progressed_at=self._clock())
+        canary_at = self._clock() + self._config.canary_interval_s
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_INTERVAL_S):
+                    await _first(engine.exited, replica.ending)
+            if replica.ending.is_set():
+                return ""
+            if engine.exited.is_set():
+                return "the engine ended"
+            stats = await engine.stats()
+            running = replica.in_flight.running
+            watch = health.look(
+                watch,
+                now=self._clock(),
+                answered=stats is not None,
+                steps=stats.steps_total if stats else 0,
+                bytes_out=replica.bytes_out,
+                in_flight=running,
+            )
+            if stats is not None:
+                _note_load(replica, stats)
+            if running == 0 and stats is not None and self._clock() >= canary_at:
+                failed = 0 if await engine.canary() else watch.canaries_failed + 1
+                watch = msgspec.structs.replace(watch, canaries_failed=failed)
+                canary_at = self._clock() + self._config.canary_interval_s
+                await asyncio.to_thread(trim_log, self._engines.log_path(replica.spec.replica_id))
+            problem = health.verdict(
+                watch, now=self._clock(), stall_s=self._config.stall_s, in_flight=running
+            )
+            if problem:
+                return problem
+
+    async def _wait_to_retry(self, replica: Replica, problem: str) -> None:
+        """Wait out the backoff; one that broke too often waits for its end to be ordered."""
+        replica.breaks.append(self._clock())
+        wait_s = next_try_s(replica.breaks, self._clock(), self._chance.random())
+        if wait_s is None:
+            replica.happened(Event.GAVE_UP, f"broke {len(replica.breaks)} times: {problem}")
+            self._on_change()
+            await replica.ending.wait()
+            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                await replica.ending.wait()
+
+    async def _drain(self, replica: Replica) -> None:
+        timeout_s = replica.tombstone.drain_timeout_s if replica.tombstone else 0.0
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while replica.in_flight.running:  # noqa: ASYNC110
+                    await asyncio.sleep(READY_INTERVAL_S)
+        engine, replica.engine = replica.engine, None
+        if engine is not None:
+            await engine.stop()
+        replica.happened(Event.DRAINED, replica.reason)
+        self._on_change()
+
+    def _ended(self, task: "asyncio.Task[None]") -> None:
+        if not task.cancelled() and task.exception() is not None and not self._leaving:
+            log.error("replica task failed", exc_info=task.exception())
+
+
+def _note_load(replica: Replica, stats: EngineStats) -> None:
+    load = replica.in_flight.load()
+    replica.load = ReplicaLoad(
+        replica_id=replica.spec.replica_id,
+        prefill_tokens=load.prefill_tokens,
+        decode_tokens=load.decode_tokens,
+        running=stats.running,
+        waiting=stats.waiting,
+        kv_used_tokens=stats.kv_blocks_used * stats.block_tokens,
+        kv_total_tokens=stats.kv_blocks_total * stats.block_tokens,
+        prefill_tokens_per_s=stats.prefill_tokens_per_s,
+        decode_tokens_per_s=stats.decode_tokens_per_s,
+    )
+    replica.profile = msgspec.structs.replace(
+        replica.profile,
+        memory_bytes=stats.memory_bytes,
+        prefill_tokens_per_s=stats.prefill_tokens_per_s,
+        decode_tokens_per_s=stats.decode_tokens_per_s,
+    )
+
+
+async def _first(*events: asyncio.Event) -> None:
+    """Wait for the first of several events."""
+    waits = [asyncio.create_task(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
