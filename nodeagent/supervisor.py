@@ -324,7 +324,7 @@ def _note_load(replica: Replica, stats: EngineStats) -> None:
     )
     replica.profile = msgspec.structs.replace(
         replica.profile,
-        memory_bytes=stats.memory_bytes,
+        memory_bytes=stats.weights_bytes,
         prefill_tokens_per_s=stats.prefill_tokens_per_s,
         decode_tokens_per_s=stats.decode_tokens_per_s,
     )

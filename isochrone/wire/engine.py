@@ -4,39 +4,50 @@ An engine is a process that serves the OpenAI API on a Unix socket, and beside i
 (EngineHealth), `GET /stats` (EngineStats), `GET /metrics` and `POST /drain`.
 """
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
+
+Positive = Annotated[int, Meta(ge=1)]
+Seconds = Annotated[float, Meta(gt=0)]
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What an engine is told at its start, as JSON."""
+    """What one engine process serves, where it listens, and its limits.
+
+    `batch_tokens_max` bounds one step, and with it how long a prompt delays a decode.
+    `client_queue_max` is how many tokens a client may be behind before it is cut. `options` are
+    the mock's faults.
+    """
 
     model_path: str
     served_name: str
     socket: str
-    device: str = "cpu"
-    threads: int = 1
-    kv_memory_bytes: int = 512 * 1024 * 1024
-    context_tokens_max: int = 4096
-    batch_tokens_max: int = 512
-    sequences_max: int = 32
-    waiting_max: int = 256
-    dtype: str = "float32"
-    stall_s: float = 15.0
-    drain_timeout_s: float = 30.0
+    device: Annotated[str, Meta(pattern=r"^(cpu|cuda:\d{1,3})$")] = "cpu"
+    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    threads: Annotated[int, Meta(ge=1, le=1024)] = 2
+    kv_memory_bytes: Positive = 256 * 1024 * 1024
+    context_tokens_max: Positive = 2048
+    batch_tokens_max: Positive = 256
+    sequences_max: Positive = 16
+    waiting_max: Annotated[int, Meta(ge=0)] = 64
+    body_bytes_max: Positive = 8 * 1024 * 1024
+    client_queue_max: Positive = 1024
+    client_stall_s: Seconds = 30.0
+    drain_s: Seconds = 30.0
+    stall_s: Seconds = 60.0
     options: dict[str, str] = {}
 
 
 class EngineHealth(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the engine makes progress, not merely whether it answers."""
 
-    status: Literal["ok", "stalled", "draining", "failed"]
+    status: Literal["ok", "stalled", "draining"]
     model: str
     steps: int
     tokens_out: int
     last_step_age_s: float
-    reason: str = ""
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,8 +55,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
 
     running: int = 0
     waiting: int = 0
-    prefill_tokens: int = 0
-    decode_tokens: int = 0
+    prefill_tokens_in_flight: int = 0
+    decode_tokens_in_flight: int = 0
     kv_blocks_used: int = 0
     kv_blocks_total: int = 0
     block_tokens: int = 16
@@ -53,7 +64,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     decode_tokens_per_s: float = 0.0
     tokens_out_total: int = 0
     prompt_tokens_total: int = 0
-    cached_tokens_total: int = 0
+    prefix_hit_tokens_total: int = 0
     steps_total: int = 0
     load_s: float = 0.0
-    memory_bytes: int = 0
+    weights_bytes: int = 0

@@ -6,7 +6,13 @@ from typing import Final
 import msgspec
 
 from isochrone.wire.engine import EngineConfig, EngineStats
-from nodeagent.drivers.driver import Command, Launch, check_options, visible_devices
+from nodeagent.drivers.driver import (
+    Command,
+    Launch,
+    UnknownOption,
+    check_options,
+    visible_devices,
+)
 
 OPTIONS: Final = frozenset({"dtype", "batch_tokens_max", "sequences_max", "waiting_max", "threads"})
 
@@ -38,26 +44,26 @@ class Embedded:
         return msgspec.json.decode(body, type=EngineStats)
 
     def _config(self, launch: Launch, socket: str) -> EngineConfig:
-        options = launch.spec.engine.options
-        numbers = {
-            name: int(options[name])
-            for name in ("batch_tokens_max", "sequences_max", "waiting_max")
-            if name in options
-        }
         device = launch.spec.device_ids[0] if launch.spec.device_ids else "cpu"
-        return EngineConfig(
-            model_path=str(launch.model_path),
-            served_name=launch.spec.name,
-            socket=socket,
+        values: dict[str, object] = {
+            "model_path": str(launch.model_path),
+            "served_name": launch.spec.name,
+            "socket": socket,
             # The process sees its own devices alone, numbered from 0.
-            device="cpu" if device == "cpu" else "cuda:0",
-            threads=int(options.get("threads", launch.threads)),
-            kv_memory_bytes=launch.spec.engine.kv_memory_bytes,
-            context_tokens_max=launch.spec.context_tokens,
-            dtype=options.get("dtype", "float32" if device == "cpu" else "bfloat16"),
-            options=self._engine_options(launch),
-            **numbers,
+            "device": "cpu" if device == "cpu" else "cuda:0",
+            "dtype": "fp32" if device == "cpu" else "bf16",
+            "threads": launch.threads,
+            "kv_memory_bytes": launch.spec.engine.kv_memory_bytes,
+            "context_tokens_max": launch.spec.context_tokens,
+            "options": self._engine_options(launch),
+        }
+        values.update(
+            {name: value for name, value in launch.spec.engine.options.items() if name in OPTIONS}
         )
+        try:
+            return msgspec.convert(values, EngineConfig, strict=False)
+        except msgspec.ValidationError as error:
+            raise UnknownOption(f"cannot start {launch.spec.engine.driver}: {error}") from error
 
     def _engine_options(self, launch: Launch) -> dict[str, str]:
         return {}

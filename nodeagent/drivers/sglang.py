@@ -67,6 +67,6 @@ class Sglang:
             decode_tokens_per_s=found.get("sglang:gen_throughput", 0.0),
             tokens_out_total=int(found.get("sglang:generation_tokens_total", 0)),
             prompt_tokens_total=int(found.get("sglang:prompt_tokens_total", 0)),
-            cached_tokens_total=int(found.get("sglang:cached_tokens_total", 0)),
+            prefix_hit_tokens_total=int(found.get("sglang:cached_tokens_total", 0)),
             steps_total=int(found.get("sglang:generation_tokens_total", 0)),
         )

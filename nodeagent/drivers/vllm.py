@@ -71,6 +71,6 @@ class Vllm:
             kv_blocks_total=1000,
             tokens_out_total=int(found.get("vllm:generation_tokens_total", 0)),
             prompt_tokens_total=int(found.get("vllm:prompt_tokens_total", 0)),
-            cached_tokens_total=int(found.get("vllm:prefix_cache_hits_total", 0)),
+            prefix_hit_tokens_total=int(found.get("vllm:prefix_cache_hits_total", 0)),
             steps_total=int(found.get("vllm:iteration_tokens_total_count", 0)),
         )

@@ -9,8 +9,8 @@ import uvloop
 
 from isochrone.service.logs import setup_logs
 from isochrone.wire.engine import EngineConfig
-from nodeagent.engine.server import Server
 from nodeagent.mock.engine import MockEngine
+from nodeagent.mock.server import Server
 
 log = logging.getLogger(__name__)
 

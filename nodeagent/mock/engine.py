@@ -17,7 +17,7 @@ from typing import Final
 
 from isochrone.wire.engine import EngineConfig, EngineHealth, EngineStats
 from isochrone.wire.errors import ApiError, ErrorCode
-from nodeagent.engine.openai import MAX_TOKENS_DEFAULT, GenerateRequest, Piece, Usage
+from nodeagent.mock.openai import MAX_TOKENS_DEFAULT, GenerateRequest, Piece, Usage
 
 BLOCK_WORDS: Final = 16
 CACHED_PREFIXES_MAX: Final = 10_000
@@ -95,7 +95,7 @@ class MockEngine:
             decode_tokens_per_s=1000.0 / max(1.0, self._itl_s * 1000),
             tokens_out_total=self._tokens_out,
             prompt_tokens_total=self._prompt_total,
-            cached_tokens_total=self._cached_total,
+            prefix_hit_tokens_total=self._cached_total,
             steps_total=self._tokens_out,
         )
 

@@ -1,4 +1,4 @@
-"""One socket: OpenAI bodies in, frames out. Knows HTTP and an `Engine`, never tensors."""
+"""The mock's socket: OpenAI bodies in, frames out, with the doors that an agent asks at."""
 
 import asyncio
 import logging
@@ -10,18 +10,19 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 import msgspec
 from aiohttp import web
 
 from isochrone.service.door import error_response, errors_as, read_body
 from isochrone.wire import headers
-from isochrone.wire.engine import EngineConfig, EngineHealth, EngineStats
+from isochrone.wire.engine import EngineConfig
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.ids import is_request_id
-from nodeagent.engine import openai
-from nodeagent.engine.openai import GenerateRequest, Piece, TokenLogprob, Usage
+from nodeagent.mock import openai
+from nodeagent.mock.engine import MockEngine
+from nodeagent.mock.openai import GenerateRequest, Piece, Usage
 
 log = logging.getLogger(__name__)
 
@@ -29,29 +30,10 @@ BODY_BYTES_MAX: Final = 8 * 1024 * 1024
 BODY_TIMEOUT_S: Final = 30.0
 
 
-class Engine(Protocol):
-    """What the server needs of whatever makes tokens."""
-
-    def generate(self, request: GenerateRequest) -> AsyncGenerator[Piece, None]:
-        """Yield the answer piece by piece; closing it early frees what it holds.
-
-        Raises ApiError at the first piece for what cannot be served.
-        """
-        ...
-
-    def health(self) -> EngineHealth:
-        """Say whether it makes progress."""
-        ...
-
-    def stats(self) -> EngineStats:
-        """Say how busy and how fast it is."""
-        ...
-
-
 class Server:
     """Serves one engine on one Unix socket until it is told to stop."""
 
-    def __init__(self, engine: Engine, config: EngineConfig) -> None:
+    def __init__(self, engine: MockEngine, config: EngineConfig) -> None:
         self._engine = engine
         self._config = config
         self._open = 0
@@ -72,7 +54,7 @@ class Server:
         return app
 
     async def serve(self) -> None:
-        """Serve until SIGTERM, then finish what is open, for `drain_timeout_s` at most."""
+        """Serve until SIGTERM, then finish what is open, for `drain_s` at most."""
         stopping = asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -88,7 +70,7 @@ class Server:
         await stopping.wait()
         self._draining = True
         with suppress(TimeoutError):
-            async with asyncio.timeout(self._config.drain_timeout_s):
+            async with asyncio.timeout(self._config.drain_s):
                 await self._idle.wait()
         await runner.cleanup()
 
@@ -176,15 +158,13 @@ class Server:
         self, pieces: AsyncGenerator[Piece, None], encoder: openai.Encoder
     ) -> web.StreamResponse:
         texts: list[str] = []
-        logprobs: list[TokenLogprob] = []
         usage = Usage(prompt_tokens=0, completion_tokens=0, cached_tokens=0)
         finish_reason = "stop"
         async for piece in pieces:
             texts.append(piece.text)
-            logprobs += piece.logprobs
             finish_reason = piece.finish_reason or finish_reason
             usage = piece.usage or usage
-        body = encoder.whole("".join(texts), logprobs, finish_reason, usage)
+        body = encoder.whole("".join(texts), finish_reason, usage)
         return web.Response(body=body, content_type="application/json")
 
     async def _models(self, request: web.Request) -> web.Response:
