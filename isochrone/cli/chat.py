@@ -1,0 +1,105 @@
+"""One streamed chat through a router's public endpoint, and what it showed."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
+
+import aiohttp
+import msgspec
+
+from isochrone.wire import headers
+
+TIMEOUT_S: Final = 300.0
+
+
+class ChatFailed(Exception):
+    """The endpoint refused or broke off; the message is its own."""
+
+
+class Served(NamedTuple):
+    """Where a chat was answered, why there, and how fast."""
+
+    pop: str
+    node: str
+    why: str
+    request_id: str
+    ttft_ms: float
+    tokens_per_s: float
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int
+    text: str
+
+
+def stream_chat(
+    *, endpoint: str, key: str, body: dict[str, Any], on_text: Callable[[str], None]
+) -> Served:
+    """Run `chat` to its end."""
+    return asyncio.run(chat(endpoint=endpoint, key=key, body=body, on_text=on_text))
+
+
+async def chat(
+    *, endpoint: str, key: str, body: dict[str, Any], on_text: Callable[[str], None]
+) -> Served:
+    """Stream one chat; raises ChatFailed."""
+    asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    began = time.monotonic()
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=TIMEOUT_S)) as http,
+            http.post(
+                f"{endpoint.rstrip('/')}/v1/chat/completions",
+                data=msgspec.json.encode(asked),
+                headers={"authorization": f"Bearer {key}", "content-type": "application/json"},
+            ) as response,
+        ):
+            if response.status != 200:
+                raise ChatFailed(_words(await response.read(), response.status))
+            return await _read(response, began, on_text)
+    except (aiohttp.ClientError, OSError, TimeoutError) as error:
+        raise ChatFailed(f"cannot reach {endpoint}: {error or type(error).__name__}") from error
+
+
+async def _read(
+    response: aiohttp.ClientResponse, began: float, on_text: Callable[[str], None]
+) -> Served:
+    texts: list[str] = []
+    usage: dict[str, Any] = {}
+    first_at = last_at = 0.0
+    async for line in response.content:
+        data = line.strip().removeprefix(b"data: ")
+        if not data or data == b"[DONE]" or not line.startswith(b"data:"):
+            continue
+        frame = msgspec.json.decode(data)
+        if "error" in frame:
+            raise ChatFailed(frame["error"]["message"])
+        usage = frame.get("usage") or usage
+        for choice in frame["choices"]:
+            text = choice["delta"].get("content")
+            if text:
+                last_at = time.monotonic()
+                first_at = first_at or last_at
+                texts.append(text)
+                on_text(text)
+    output = usage.get("completion_tokens", len(texts))
+    spent_s = last_at - first_at
+    return Served(
+        pop=response.headers.get(headers.POP, "?"),
+        node=response.headers.get(headers.NODE, "?"),
+        why=response.headers.get(headers.WHY, ""),
+        request_id=response.headers.get(headers.REQUEST_ID, ""),
+        ttft_ms=(first_at - began) * 1000,
+        tokens_per_s=(output - 1) / spent_s if spent_s > 0 else 0.0,
+        prompt_tokens=usage.get("prompt_tokens", 0),
+        output_tokens=output,
+        cached_tokens=usage.get("prompt_tokens_details", {}).get("cached_tokens", 0),
+        text="".join(texts),
+    )
+
+
+def _words(answer: bytes, status: int) -> str:
+    try:
+        return str(msgspec.json.decode(answer)["error"]["message"])
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return f"the endpoint answered {status}"

@@ -1,0 +1,71 @@
+"""Making a model's catalogue entry from its files: sizes, digests, and what its config says."""
+
+import hashlib
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from isochrone.wire.artifact import check_path, manifest_digest
+from isochrone.wire.model import Artifact, ArtifactFile
+
+READ_BYTES: Final = 4 * 1024 * 1024
+HIDDEN: Final = "."
+
+
+class ManifestError(Exception):
+    """The folder cannot be made a catalogue entry; the message says why."""
+
+
+def artifact_of(folder: Path, source: str, only: tuple[str, ...] = ()) -> Artifact:
+    """Read every file below `folder` (or `only` those named) and return the artifact."""
+    if not folder.is_dir():
+        raise ManifestError(f"cannot read {folder}: no such folder")
+    paths = [folder / name for name in only] or [
+        path
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and not path.name.startswith(HIDDEN)
+    ]
+    files = tuple(_file(folder, path) for path in paths)
+    if not files:
+        raise ManifestError(f"cannot use {folder}: there is no file in it")
+    for file in files:
+        problem = check_path(file.path)
+        if problem:
+            raise ManifestError(problem)
+    return Artifact(source=source, files=files, digest=manifest_digest(files))
+
+
+def facts_of(folder: Path) -> dict[str, Any]:
+    """Return what a Hugging Face config.json says of the model; {} where there is none."""
+    path = folder / "config.json"
+    if not path.exists():
+        return {}
+    try:
+        config = msgspec.json.decode(path.read_bytes())
+    except msgspec.DecodeError as error:
+        raise ManifestError(f"cannot read {path}: {error}") from error
+    layers = config.get("num_hidden_layers", 0)
+    heads = config.get("num_key_value_heads", config.get("num_attention_heads", 0))
+    hidden, attention = config.get("hidden_size", 0), config.get("num_attention_heads", 1)
+    head = config.get("head_dim") or hidden // max(1, attention)
+    return {
+        "architecture": (config.get("architectures") or ["unknown"])[0],
+        "context_tokens": config.get("max_position_embeddings", 4096),
+        "kv_bytes_per_token": 2 * layers * heads * head * 2,
+    }
+
+
+def _file(folder: Path, path: Path) -> ArtifactFile:
+    digest = hashlib.sha256()
+    try:
+        with path.open("rb") as opened:
+            while chunk := opened.read(READ_BYTES):
+                digest.update(chunk)
+    except OSError as error:
+        raise ManifestError(f"cannot read {path}: {error.strerror}") from error
+    return ArtifactFile(
+        path=path.relative_to(folder).as_posix(),
+        size_bytes=path.stat().st_size,
+        sha256=digest.hexdigest(),
+    )
