@@ -1,0 +1,12 @@
+"""What every command has: the API, and how to print."""
+
+from typing import NamedTuple
+
+from isochrone.cli.client import AdminClient
+
+
+class Context(NamedTuple):
+    """Handed to each command by click."""
+
+    api: AdminClient
+    output: str

@@ -1,0 +1,124 @@
+"""Commands on what there is: the fleet, its PoPs, nodes and routers."""
+
+from typing import Final
+
+import click
+
+from isochrone.cli.client import segment
+from isochrone.cli.context import Context
+from isochrone.cli.output import chatter, show_one, show_rows
+
+
+@click.command()
+@click.pass_obj
+def status(obj: Context) -> None:
+    """The fleet in one answer."""
+    show_one(obj.api.ask("GET", "/v1/status"), obj.output)
+
+
+@click.group()
+def pops() -> None:
+    """Sites in cities."""
+
+
+@pops.command("list")
+@click.pass_obj
+def pops_list(obj: Context) -> None:
+    """List PoPs."""
+    show_rows(
+        obj.api.list("/v1/pops"), ["pop", "city", "country", "latitude", "longitude"], obj.output
+    )
+
+
+@pops.command("add")
+@click.argument("pop")
+@click.option("--city", required=True)
+@click.option("--country", required=True, help="Two letters, as NL.")
+@click.option("--latitude", type=float, required=True)
+@click.option("--longitude", type=float, required=True)
+@click.pass_obj
+def pops_add(
+    obj: Context, pop: str, city: str, country: str, latitude: float, longitude: float
+) -> None:
+    """Make or change a PoP, named by IATA code in lower case."""
+    body = {"city": city, "country": country, "latitude": latitude, "longitude": longitude}
+    show_one(obj.api.ask("PUT", f"/v1/pops/{segment(pop)}", body), obj.output)
+
+
+@pops.command("remove")
+@click.argument("pop")
+@click.pass_obj
+def pops_remove(obj: Context, pop: str) -> None:
+    """Remove a PoP that nothing is in."""
+    obj.api.ask("DELETE", f"/v1/pops/{segment(pop)}")
+    chatter.print(f"removed {pop}")
+
+
+@click.group()
+def nodes() -> None:
+    """GPU servers."""
+
+
+NODE_COLUMNS: Final = ["node_id", "pop", "address", "silent_s", "draining", "revoked", "replicas"]
+
+
+@nodes.command("list")
+@click.pass_obj
+def nodes_list(obj: Context) -> None:
+    """List nodes."""
+    show_rows(obj.api.list("/v1/nodes"), NODE_COLUMNS, obj.output)
+
+
+@nodes.command("show")
+@click.argument("node")
+@click.pass_obj
+def nodes_show(obj: Context, node: str) -> None:
+    """Show a node with its devices."""
+    show_one(obj.api.ask("GET", f"/v1/nodes/{segment(node)}"), obj.output)
+
+
+@nodes.command("drain")
+@click.argument("node")
+@click.pass_obj
+def nodes_drain(obj: Context, node: str) -> None:
+    """Move a node's replicas elsewhere."""
+    show_one(obj.api.ask("POST", f"/v1/nodes/{segment(node)}/drain"), obj.output)
+
+
+@nodes.command("undrain")
+@click.argument("node")
+@click.pass_obj
+def nodes_undrain(obj: Context, node: str) -> None:
+    """Let a node take replicas again."""
+    show_one(obj.api.ask("POST", f"/v1/nodes/{segment(node)}/undrain"), obj.output)
+
+
+@nodes.command("revoke")
+@click.argument("node")
+@click.pass_obj
+def nodes_revoke(obj: Context, node: str) -> None:
+    """Turn a node away for good."""
+    show_one(obj.api.ask("POST", f"/v1/nodes/{segment(node)}/revoke"), obj.output)
+
+
+@nodes.command("join-token")
+@click.argument("pop")
+@click.option("--role", type=click.Choice(["agent", "router"]), default="agent")
+@click.option("--ttl", "ttl_s", type=float, default=900.0, help="Seconds it may be used within.")
+@click.pass_obj
+def nodes_join_token(obj: Context, pop: str, role: str, ttl_s: float) -> None:
+    """Make a one-time token with which a node or router joins a PoP. Shown once."""
+    body = {"pop": pop, "role": role, "ttl_s": ttl_s}
+    made = obj.api.ask("POST", "/v1/join-tokens", body)
+    if obj.output == "json":
+        show_one(made, obj.output)
+    else:
+        click.echo(made["token"])
+
+
+@click.command()
+@click.pass_obj
+def routers(obj: Context) -> None:
+    """List routers."""
+    columns = ["router_id", "pop", "silent_s", "generation", "revoked"]
+    show_rows(obj.api.list("/v1/routers"), columns, obj.output)

