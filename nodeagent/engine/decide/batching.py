@@ -18,11 +18,10 @@ from nodeagent.engine.decide.sequence import BLOCK_TOKENS, Sequence
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What bounds one step and the queue before it."""
+    """What bounds one step."""
 
     batch_tokens_max: int
     sequences_max: int
-    waiting_max: int
 
     def __post_init__(self) -> None:
         if self.sequences_max < 1 or self.batch_tokens_max <= self.sequences_max:
@@ -85,7 +84,7 @@ class Batching:
         return bool(self.waiting or self.running)
 
     def submit(self, sequence: Sequence) -> None:
-        """Queue `sequence`; the caller has asked `fits` and looked at waiting_max."""
+        """Queue `sequence`; the caller has asked `fits` and bounds the queue."""
         self.waiting.append(sequence)
 
     def fits(self, tokens: int) -> bool:
