@@ -28,6 +28,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     sequences_max: Positive = 16
     waiting_max: Annotated[int, Meta(ge=0)] = 64
     body_bytes_max: Positive = 4 * 1024 * 1024
+    client_queue_max: Positive = 1024
+    """Tokens a client may be behind before it is cut."""
+    client_stall_s: Seconds = 30.0
+    """How long one write may wait for a client that does not read."""
     drain_s: Seconds = 30.0
     """How long SIGTERM waits for running generations."""
     stall_s: Seconds = 60.0

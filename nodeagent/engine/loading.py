@@ -64,9 +64,7 @@ def load(config: EngineConfig) -> Loaded:
         engine=Engine(runner, Batching(limits, Blocks(blocks))),
         vocabulary=vocabulary,
         template=(
-            ChatTemplate(template, vocabulary.bos_token, vocabulary.eos_token)
-            if template
-            else None
+            ChatTemplate(template, vocabulary.bos_token, vocabulary.eos_token) if template else None
         ),
         context_tokens=context,
         weights_bytes=weights_bytes,

@@ -26,8 +26,6 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: int | None = None
     """How many alternatives to tell beside the sampled token; None for no log-probabilities."""
-    banned_ids: tuple[int, ...] = ()
-    """Tokens that cannot be sampled (the stop tokens, under ignore_eos)."""
 
     @property
     def plain(self) -> bool:
@@ -36,7 +34,6 @@ class SamplingParams:
             self.temperature == 0
             and self.logprobs is None
             and not self.logit_bias
-            and not self.banned_ids
             and not self.penalised
         )
 
@@ -92,8 +89,6 @@ class Sampler:
         if params.logit_bias:
             ids, values = zip(*params.logit_bias, strict=True)
             logits[list(ids)] += torch.tensor(values, device=logits.device)
-        if params.banned_ids:
-            logits[list(params.banned_ids)] = -torch.inf
 
     def _penalise(self, logits: Tensor) -> None:
         params = self.params
@@ -103,7 +98,7 @@ class Sampler:
             # This knob alone counts the prompt too, as it does elsewhere.
             if self._prompt_ids is None:
                 self._prompt_ids = torch.tensor(sorted(set(self.prompt)), device=device)
-            seen = torch.cat((self._prompt_ids, ids)).unique()
+            seen = torch.unique(torch.cat((self._prompt_ids, ids)))
             values = logits[seen]
             penalty = params.repetition_penalty
             logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
@@ -120,8 +115,8 @@ class Sampler:
                 self._generator.seed()
             else:
                 self._generator.manual_seed(params.seed)
-        probabilities, order = (logits / params.temperature).softmax(-1).sort(
-            descending=True, stable=True
+        probabilities, order = (
+            (logits / params.temperature).softmax(-1).sort(descending=True, stable=True)
         )
         keep = self._kept(probabilities)
         cumulative = probabilities[:keep].double().cumsum(0)

@@ -1,6 +1,6 @@
 """The corridor of the engine: batch, run, sample, commit, emit. One thread owns all of it.
 
-Rule 1: nothing here waits, locks or asks the time; `worker` turns the crank and carries the results.
+Rule 1: nothing here waits, locks or asks the time; `worker` turns the crank and carries results.
 Rule 2: a sequence that ends, for whatever reason, has given back its blocks before `step` returns.
 """
 
@@ -128,9 +128,7 @@ class Engine:
         return deltas
 
 
-def _delta(
-    generation: Generation, result: Sampled | UnsoundLogits, finish: Finish | None
-) -> Delta:
+def _delta(generation: Generation, result: Sampled | UnsoundLogits, finish: Finish | None) -> Delta:
     sequence = generation.sequence
     text, sampled, error = "", None, ""
     if isinstance(result, UnsoundLogits):

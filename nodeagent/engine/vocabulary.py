@@ -92,7 +92,7 @@ def vocabulary_of_gguf(path: Path, file: GgufFile) -> Vocabulary:
             " BPE (gpt2) is supported; use the model's Hugging Face folder"
         )
     tokens = _strings(path, metadata, "tokenizer.ggml.tokens")
-    merges = [tuple(m.split(" ")) for m in _strings(path, metadata, "tokenizer.ggml.merges")]
+    merges = [_pair(merge) for merge in _strings(path, metadata, "tokenizer.ggml.merges")]
     kind = metadata.get("tokenizer.ggml.pre", "default")
     tokenizer = Tokenizer(_bpe(path, tokens, merges, ignore_merges=kind == "llama-bpe"))
     tokenizer.pre_tokenizer = _pre_tokenizer(path, kind)
@@ -126,7 +126,7 @@ def vocabulary_of_gguf(path: Path, file: GgufFile) -> Vocabulary:
 
 
 def _bpe(
-    path: Path, tokens: list[str], merges: list[tuple[str, ...]], *, ignore_merges: bool
+    path: Path, tokens: list[str], merges: list[tuple[str, str]], *, ignore_merges: bool
 ) -> models.BPE:
     try:
         return models.BPE(
@@ -137,6 +137,11 @@ def _bpe(
     # The tokenizers package raises bare Exception and TypeError for tables that do not agree.
     except Exception as error:
         raise CheckpointError(f"cannot load {path}: its tokenizer: {error}") from error
+
+
+def _pair(merge: str) -> tuple[str, str]:
+    left, _, right = merge.partition(" ")
+    return left, right
 
 
 def _strings(path: Path, metadata: dict[str, Any], key: str) -> list[str]:
@@ -194,7 +199,7 @@ class _GenerationConfig(msgspec.Struct):
 
 class _TokenizerFile(msgspec.Struct):
     decoder: dict[str, Any] | None = None
-    model: dict[str, Any] = {}  # noqa: RUF012  msgspec copies mutable defaults
+    model: dict[str, Any] = {}
 
 
 def vocabulary_of_folder(folder: Path, weights: SafetensorsFolder) -> Vocabulary:

@@ -93,12 +93,13 @@ class GgufFile:
         # A copy of the packed bytes: no array may point into the map once it is closed.
         packed = np.frombuffer(self._map, np.uint8, rows * row_bytes, start).copy()
         try:
-            weights = dequantize(packed.reshape(rows, row_bytes), kind)
+            weights: np.ndarray = dequantize(packed.reshape(rows, row_bytes), kind)
         except NotImplementedError as error:
             raise CheckpointError(
                 f"cannot read {self._path}: {entry.name} is {kind.name}, which has no reader"
             ) from error
-        return weights.astype(np.float32, copy=False).reshape(entry.shape)
+        wide: np.ndarray = weights.astype(np.float32, copy=False).reshape(entry.shape)
+        return wide
 
     def _read_shape(self) -> ModelShape:
         architecture = self._need("general.architecture", str)

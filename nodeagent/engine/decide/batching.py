@@ -84,12 +84,13 @@ class Batching:
         return bool(self.waiting or self.running)
 
     def submit(self, sequence: Sequence) -> None:
-        """Queue `sequence`; the caller has asked `fits` and bounds the queue."""
+        """Queue `sequence`; the caller holds it to tokens_max and bounds the queue."""
         self.waiting.append(sequence)
 
-    def fits(self, tokens: int) -> bool:
-        """True where a sequence of `tokens` in all can run at least alone."""
-        return -(-tokens // BLOCK_TOKENS) <= self.blocks.total
+    @property
+    def tokens_max(self) -> int:
+        """The longest sequence that can run at least alone."""
+        return self.blocks.total * BLOCK_TOKENS
 
     def remove(self, sequence: Sequence) -> None:
         """Take a finished or cancelled sequence out and free its blocks."""

@@ -49,9 +49,7 @@ class Llama:
             if source.has("rope_freqs.weight")
             else None
         )
-        inverse = inverse_frequencies(
-            shape.head_dim, shape.rope_theta, shape.rope_scaling, factors
-        )
+        inverse = inverse_frequencies(shape.head_dim, shape.rope_theta, shape.rope_scaling, factors)
         self._rope = Rope(inverse, context_tokens, device, dtype)
 
     def forward(

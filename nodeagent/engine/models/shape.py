@@ -1,4 +1,4 @@
-"""What a Llama-family model is, in numbers, whichever file says so; and how its weights are read."""
+"""What a Llama-family model is, in numbers, whichever file says so; how its weights are read."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -30,8 +30,8 @@ class ModelShape:
     tied_embeddings: bool = False
 
     def __post_init__(self) -> None:
-        numbers = (self.layers, self.hidden, self.intermediate, self.heads, self.kv_heads)
-        numbers += (self.head_dim, self.vocabulary, self.context_tokens)
+        numbers = [self.layers, self.hidden, self.intermediate, self.heads, self.kv_heads]
+        numbers += [self.head_dim, self.vocabulary, self.context_tokens]
         if min(numbers) < 1 or self.rms_epsilon <= 0 or self.rope_theta <= 0:
             raise CheckpointError(f"cannot use a model of this shape: {self}")
         if self.heads % self.kv_heads or self.head_dim % 2:
