@@ -126,7 +126,7 @@ class EngineServer:
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """Answer a chat."""
         self.clients.admit()
-        body = read_chat(await request.read(), self.config.body_bytes_max)
+        body = read_chat(await self._body(request), self.config.body_bytes_max)
         template = self.loaded.template
         if template is None:
             raise refused("messages", "cannot chat: this model has no chat template")
@@ -140,10 +140,17 @@ class EngineServer:
     async def complete(self, request: web.Request) -> web.StreamResponse:
         """Answer a plain completion."""
         self.clients.admit()
-        body = read_completion(await request.read(), self.config.body_bytes_max)
+        body = read_completion(await self._body(request), self.config.body_bytes_max)
         prompt = prompt_of(body)
         tokens = await self._tokenise(prompt, special=True) if isinstance(prompt, str) else prompt
         return await self._generate(request, body, tokens)
+
+    async def _body(self, request: web.Request) -> bytes:
+        try:
+            async with asyncio.timeout(self.config.client_stall_s):
+                return await request.read()
+        except TimeoutError as error:
+            raise ApiError(ErrorCode.REQUEST_TIMEOUT, "the body did not arrive in time") from error
 
     async def _tokenise(self, text: str, *, special: bool) -> list[int]:
         encode = self.loaded.vocabulary.encode
