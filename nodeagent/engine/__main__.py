@@ -81,7 +81,7 @@ async def serve(path: Path, stopping: asyncio.Event) -> int:
     finally:
         stop.cancel()
         await runner.cleanup()
-        Path(config.socket).unlink(missing_ok=True)
+        _remove(Path(config.socket))
     return 1 if worker.died else 0
 
 
@@ -126,6 +126,10 @@ def _clear_socket(path: Path) -> None:
             except TimeoutError:
                 raise ConfigError(f"cannot listen on {path}: it answers slowly") from None
             raise ConfigError(f"cannot listen on {path}: another process serves it")
+    path.unlink(missing_ok=True)
+
+
+def _remove(path: Path) -> None:
     path.unlink(missing_ok=True)
 
 

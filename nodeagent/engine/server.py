@@ -154,6 +154,14 @@ class EngineServer:
 
     async def _tokenise(self, text: str, *, special: bool) -> list[int]:
         encode = self.loaded.vocabulary.encode
+        least = self.loaded.vocabulary.tokens_least(text)
+        if least > self._context_tokens:
+            # Tokenising megabytes takes seconds and gigabytes; the answer is known before.
+            raise ApiError(
+                ErrorCode.CONTEXT_LENGTH_EXCEEDED,
+                f"cannot serve a prompt of {len(text)} characters: it takes {least} tokens or"
+                f" more, the limit is {self._context_tokens} tokens",
+            )
         try:
             if len(text) > _LONG_TEXT_CHARS:
                 return await asyncio.to_thread(encode, text, special=special)

@@ -37,6 +37,7 @@ class Vocabulary:
     bos_token: str
     eos_token: str
     _bytes: dict[int, bytes] = field(default_factory=dict)
+    _piece_bytes_max: int = 0
 
     @property
     def size(self) -> int:
@@ -45,8 +46,17 @@ class Vocabulary:
 
     def encode(self, text: str, *, special: bool) -> list[int]:
         """Tokenise `text`; `special` adds what the model wants around a plain prompt (BOS)."""
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=special).ids
+        # A batch of one: only batches leave the interpreter to other threads meanwhile.
+        (encoding,) = self.tokenizer.encode_batch([text], add_special_tokens=special)
+        ids: list[int] = encoding.ids
         return ids
+
+    def tokens_least(self, text: str) -> int:
+        """Return how many tokens `text` must take at least, without tokenising it."""
+        if self._piece_bytes_max == 0:
+            pieces = self.tokenizer.get_vocab(with_added_tokens=True)
+            self._piece_bytes_max = max(len(piece.encode()) for piece in pieces)
+        return len(text) // self._piece_bytes_max
 
     def token_bytes(self, token: int) -> bytes:
         """Return the bytes that `token` adds to the output; none for special tokens."""

@@ -205,6 +205,7 @@ async def test_log_probabilities_are_told(http: aiohttp.ClientSession) -> None:
         (CHAT, chat(tools=[{}]), 400, "invalid_request", "tools"),
         (CHAT, chat(max_tokens=5000), 400, "context_length_exceeded", "37 prompt tokens"),
         (CHAT, chat("word " * 4000), 400, "context_length_exceeded", "limit of 2048"),
+        (CHAT, chat("word " * 700_000), 400, "context_length_exceeded", "tokens or more"),
         (PLAIN, {"prompt": ""}, 400, "invalid_request", "empty prompt"),
         (PLAIN, {"prompt": [10**6]}, 400, "invalid_request", "between 0 and 49151"),
         (PLAIN, {"prompt": [1], "logit_bias": {"99999": 1}}, 400, "invalid_request", "token ids"),
