@@ -17,8 +17,9 @@ from aiohttp import web
 from isochrone.service.config import ConfigError
 from isochrone.service.logs import setup_logs
 from isochrone.service.run import run_service
+from isochrone.wire.engine import EngineConfig
 from nodeagent.engine.clients import Clients
-from nodeagent.engine.config import EngineConfig, read_config
+from nodeagent.engine.config import read_config
 from nodeagent.engine.loading import Loaded, load
 from nodeagent.engine.models.shape import CheckpointError
 from nodeagent.engine.server import EngineServer

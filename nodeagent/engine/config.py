@@ -1,41 +1,11 @@
-"""The engine's configuration: one JSON file, checked once."""
+"""Reading the engine's configuration: one JSON file, checked once."""
 
 from pathlib import Path
-from typing import Annotated, Literal
 
 import msgspec
-from msgspec import Meta
 
 from isochrone.service.config import ConfigError
-
-Positive = Annotated[int, Meta(ge=1)]
-Seconds = Annotated[float, Meta(gt=0)]
-
-
-class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What one engine process serves, where it listens, and its limits."""
-
-    model_path: str
-    served_name: str
-    socket: str
-    device: Annotated[str, Meta(pattern=r"^(cpu|cuda:\d{1,3})$")] = "cpu"
-    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
-    threads: Annotated[int, Meta(ge=1, le=1024)] = 2
-    kv_memory_bytes: Positive = 256 * 1024 * 1024
-    context_tokens_max: Positive = 2048
-    batch_tokens_max: Positive = 256
-    """Tokens computed in one step at most: bounds how long a prompt can delay a decode."""
-    sequences_max: Positive = 16
-    waiting_max: Annotated[int, Meta(ge=0)] = 64
-    body_bytes_max: Positive = 4 * 1024 * 1024
-    client_queue_max: Positive = 1024
-    """Tokens a client may be behind before it is cut."""
-    client_stall_s: Seconds = 30.0
-    """How long one write may wait for a client that does not read."""
-    drain_s: Seconds = 30.0
-    """How long SIGTERM waits for running generations."""
-    stall_s: Seconds = 60.0
-    """How long a step may take before /health says stalled."""
+from isochrone.wire.engine import EngineConfig
 
 
 def read_config(path: Path) -> EngineConfig:

@@ -8,8 +8,8 @@ from typing import Final
 import psutil
 import torch
 
+from isochrone.wire.engine import EngineConfig
 from nodeagent.engine.checkpoint.opening import open_checkpoint
-from nodeagent.engine.config import EngineConfig
 from nodeagent.engine.decide.batching import Batching, Limits
 from nodeagent.engine.decide.blocks import Blocks
 from nodeagent.engine.decide.sequence import BLOCK_TOKENS

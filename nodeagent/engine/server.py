@@ -19,12 +19,12 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry
 
 from isochrone.service.metrics import exposition
+from isochrone.wire.engine import EngineConfig, EngineHealth
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.headers import CACHE_SALT, REQUEST_ID
 from nodeagent.engine.answers import Answer, error_body
 from nodeagent.engine.clients import Client, Clients
-from nodeagent.engine.config import EngineConfig
-from nodeagent.engine.decide.sequence import Ending, Finish
+from nodeagent.engine.decide.sequence import BLOCK_TOKENS, Ending, Finish
 from nodeagent.engine.gauges import Gauges
 from nodeagent.engine.loading import Loaded
 from nodeagent.engine.openai import (
@@ -82,24 +82,24 @@ class EngineServer:
         """Say whether work moves."""
         idle_s = self.worker.idle_s()
         stalled = self.worker.died or (self.worker.has_work() and idle_s > self.config.stall_s)
-        status = "stalled" if stalled else "draining" if self.clients.draining else "ok"
-        body = {
-            "status": status,
-            "model": self.config.served_name,
-            "steps": self.worker.snapshot.steps_total,
-            "tokens_out": self.worker.snapshot.tokens_out_total,
-            "last_step_age_s": round(idle_s, 3),
-        }
-        return _json(body, 503 if stalled else 200)
+        health = EngineHealth(
+            status="stalled" if stalled else "draining" if self.clients.draining else "ok",
+            model=self.config.served_name,
+            steps=self.worker.snapshot.steps_total,
+            tokens_out=self.worker.snapshot.tokens_out_total,
+            last_step_age_s=round(idle_s, 3),
+        )
+        return _json(health, 503 if stalled else 200)
 
     async def show_stats(self, request: web.Request) -> web.Response:
         """Tell the engine's counts and rates."""
         return _json(self.stats())
 
     def stats(self) -> dict[str, float]:
-        """Return counts and rates by name."""
+        """Return counts and rates by name: EngineStats, and what only this engine has."""
         return {
             **msgspec.structs.asdict(self.worker.snapshot),
+            "block_tokens": BLOCK_TOKENS,
             "open": len(self.clients),
             "clients_cut_total": self.clients.cut_total,
             "load_s": self.loaded.load_s,

@@ -14,7 +14,10 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import (  # type: ignore[import-not-found,unused-ignore]
+    AutoModelForCausalLM,
+    AutoTokenizer,
+)
 
 TOKENS = 64
 PROMPTS = [

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from nodeagent.engine.config import EngineConfig
+from isochrone.wire.engine import EngineConfig
 from nodeagent.engine.decide.sequence import Ending, Sequence
 from nodeagent.engine.loading import Loaded, load
 from nodeagent.engine.sampling import Sampler, SamplingParams

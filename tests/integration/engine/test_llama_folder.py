@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
+from isochrone.wire.engine import EngineConfig
 from nodeagent.engine.checkpoint.safetensors import SafetensorsFolder
-from nodeagent.engine.config import EngineConfig
 from nodeagent.engine.decide.batching import Batching, Limits
 from nodeagent.engine.decide.blocks import Blocks
 from nodeagent.engine.decide.sequence import Ending, Sequence

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 
+from isochrone.wire.engine import EngineStats
 from tests.integration.engine.conftest import EngineProcess, end, launch, wait_ready
 
 pytestmark = pytest.mark.model
@@ -199,7 +201,7 @@ async def test_log_probabilities_are_told(http: aiohttp.ClientSession) -> None:
     [
         (CHAT, b"{", 400, "invalid_request", "cannot read body"),
         (CHAT, b'{"messages":' + b"[" * 100_000, 400, "invalid_request", "cannot read body"),
-        (CHAT, b" " * (5 * 1024 * 1024), 413, "request_too_large", "large"),
+        (CHAT, b" " * (9 * 1024 * 1024), 413, "request_too_large", "large"),
         (CHAT, chat(model="other"), 404, "model_not_found", "'other'"),
         (CHAT, chat(n=3), 400, "invalid_request", "n above 1"),
         (CHAT, chat(tools=[{}]), 400, "invalid_request", "tools"),
@@ -258,6 +260,10 @@ async def test_health_models_and_metrics(
         page = await response.text()
     assert "isochrone_engine_tokens_out_total " in page
     assert "isochrone_engine_kv_blocks_used " in page
+    async with http.get("/stats") as response:
+        told = await response.json()
+    assert {field.name for field in msgspec.structs.fields(EngineStats)} <= set(told)
+    assert msgspec.convert(told, EngineStats).kv_blocks_total == engine.ready["kv_blocks"]
     assert engine.ready["ready"] is True
     assert engine.ready["weights_bytes"] == 538_060_032
 
