@@ -1,1 +1,1 @@
-"""Sequences, KV blocks and batching as plain values. No tensor, no clock."""
+"""Who runs in the next step, and in which KV blocks: pure, no tensor, no clock, no thread."""

@@ -1,1 +1,1 @@
-"""The small modules a model is made of."""
+"""The parts that models are made of: small modules on a flat batch of tokens."""

@@ -1,1 +1,1 @@
-"""One short file an architecture."""
+"""One file for each model family: its shape, its weights, its forward pass."""

@@ -1,0 +1,154 @@
+"""Run one engine: `python -m nodeagent.engine --config FILE.json`."""
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import stat
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+from aiohttp import web
+
+from isochrone.service.config import ConfigError
+from isochrone.service.logs import setup_logs
+from isochrone.service.run import run_service
+from isochrone.wire.engine import EngineConfig
+from nodeagent.engine.clients import Clients
+from nodeagent.engine.config import read_config
+from nodeagent.engine.loading import Loaded, load
+from nodeagent.engine.models.shape import CheckpointError
+from nodeagent.engine.server import EngineServer
+from nodeagent.engine.worker import Worker
+
+log = logging.getLogger(__name__)
+
+_PROBE_S = 1.0
+_STEP_END_S = 10.0
+
+
+def main() -> None:
+    """Read the arguments, load the model, serve until told to stop."""
+    parser = argparse.ArgumentParser(prog="python -m nodeagent.engine", description=__doc__)
+    parser.add_argument("--config", type=Path, required=True, help="JSON file: EngineConfig")
+    path = parser.parse_args().config
+    setup_logs("engine")
+    run_service(lambda stopping: serve(path, stopping))
+
+
+async def serve(path: Path, stopping: asyncio.Event) -> int:
+    """Serve the model of the config at `path`; 0 after a drain, 1 where the engine failed."""
+    started_s = time.monotonic()
+    config = read_config(path)
+    _clear_socket(Path(config.socket))
+    loading = asyncio.create_task(asyncio.to_thread(load, config))
+    stop = asyncio.create_task(stopping.wait())
+    await asyncio.wait({loading, stop}, return_when=asyncio.FIRST_COMPLETED)
+    if not loading.done():
+        # A thread cannot be stopped midway, and nothing is served yet: leave without it.
+        log.info("stopped while loading")
+        os._exit(0)
+    try:
+        loaded = loading.result()
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from error
+    died = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    clients = Clients(
+        loaded.vocabulary, config.sequences_max + config.waiting_max, config.client_queue_max
+    )
+
+    def on_death() -> None:
+        loop.call_soon_threadsafe(died.set)
+
+    worker = Worker(loaded.engine, clients.publish, on_death)
+    server = EngineServer(config, loaded, worker, clients, int(time.time()))
+    worker.start()
+    runner = web.AppRunner(
+        server.app(), handler_cancellation=True, shutdown_timeout=1.0, access_log=None
+    )
+    await runner.setup()
+    try:
+        await _listen(runner, Path(config.socket))
+        _say_ready(config, loaded, time.monotonic() - started_s)
+        death = asyncio.create_task(died.wait())
+        await asyncio.wait({death, stop}, return_when=asyncio.FIRST_COMPLETED)
+        death.cancel()
+        await _end(config, clients, worker)
+    finally:
+        stop.cancel()
+        await runner.cleanup()
+        _remove(Path(config.socket))
+    return 1 if worker.died else 0
+
+
+async def _end(config: EngineConfig, clients: Clients, worker: Worker) -> None:
+    """Let what runs finish within `drain_s`, unless the engine itself has failed."""
+    clients.draining = True
+    if worker.died:
+        clients.fail_all("the engine failed")
+        await clients.wait_empty(_PROBE_S)
+        return
+    log.info("draining", extra={"fields": {"open": len(clients)}})
+    if not await clients.wait_empty(config.drain_s):
+        log.warning("drain deadline passed", extra={"fields": {"open": len(clients)}})
+        clients.fail_all("the engine is stopping")
+        await clients.wait_empty(_PROBE_S)
+    if not await asyncio.to_thread(worker.stop, _STEP_END_S):
+        log.warning("the last step did not end in time")
+
+
+async def _listen(runner: web.AppRunner, path: Path) -> None:
+    # Created closed to everyone else: between bind and chmod there is no open moment.
+    mask = os.umask(0o177)
+    try:
+        await web.UnixSite(runner, path).start()
+    finally:
+        os.umask(mask)
+
+
+def _clear_socket(path: Path) -> None:
+    """Remove a dead engine's socket; refuse where one is alive behind it."""
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise ConfigError(f"cannot listen on {path}: it is there and is no socket")
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(_PROBE_S)
+        with contextlib.suppress(ConnectionRefusedError, FileNotFoundError):
+            try:
+                probe.connect(str(path))
+            except TimeoutError:
+                raise ConfigError(f"cannot listen on {path}: it answers slowly") from None
+            raise ConfigError(f"cannot listen on {path}: another process serves it")
+    path.unlink(missing_ok=True)
+
+
+def _remove(path: Path) -> None:
+    path.unlink(missing_ok=True)
+
+
+def _say_ready(config: EngineConfig, loaded: Loaded, startup_s: float) -> None:
+    ready = {
+        "ready": True,
+        "model": config.served_name,
+        "socket": config.socket,
+        "load_s": loaded.load_s,
+        "startup_s": round(startup_s, 3),
+        "weights_bytes": loaded.weights_bytes,
+        "kv_blocks": loaded.engine.batching.blocks.total,
+        "context_tokens": loaded.context_tokens,
+    }
+    sys.stdout.write(msgspec.json.encode(ready).decode() + "\n")
+    sys.stdout.flush()
+    log.info("ready", extra={"fields": ready})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""OpenAI answer bodies: chunks of a stream, whole completions, usage, errors."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from isochrone.wire.errors import ApiError
+from nodeagent.engine.decide.sequence import Finish
+from nodeagent.engine.sampling import Sampled
+from nodeagent.engine.step import Delta
+from nodeagent.engine.vocabulary import Vocabulary
+
+_encode = msgspec.json.encode
+
+DONE = b"data: [DONE]\n\n"
+
+
+def sse(body: dict[str, Any]) -> bytes:
+    """Frame one server-sent event."""
+    return b"data: " + _encode(body) + b"\n\n"
+
+
+def error_body(error: ApiError) -> dict[str, Any]:
+    """Return OpenAI's error shape."""
+    kind = "invalid_request_error" if error.meaning.status < 500 else "server_error"
+    if error.meaning.status == 429:
+        kind = "rate_limit_error"
+    return {
+        "error": {
+            "message": error.message,
+            "type": kind,
+            "param": error.param,
+            "code": error.code.value,
+        }
+    }
+
+
+def usage(prompt_tokens: int, delta: Delta | None) -> dict[str, Any]:
+    """Return the usage object after the last `delta`."""
+    output_tokens = delta.output_tokens if delta else 0
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": output_tokens,
+        "total_tokens": prompt_tokens + output_tokens,
+        "prompt_tokens_details": {"cached_tokens": delta.cached_tokens if delta else 0},
+    }
+
+
+@dataclass(slots=True)
+class Answer:
+    """One answer's identity and shape, chat or plain."""
+
+    id: str
+    model: str
+    created_s: int
+    chat: bool
+    include_usage: bool
+    logprobs: bool
+    vocabulary: Vocabulary
+    _text: list[str] = field(default_factory=list)
+    _sampled: list[Sampled] = field(default_factory=list)
+    _text_chars: int = 0
+
+    def opening(self) -> bytes | None:
+        """Return the first chunk of a chat stream, which tells the role."""
+        if not self.chat:
+            return None
+        return self._chunk({"role": "assistant", "content": ""}, None, None)
+
+    def chunks(self, delta: Delta) -> list[bytes]:
+        """Return the chunks that `delta` is told by; none while its text is held back."""
+        frames: list[bytes] = []
+        sampled = [delta.sampled] if self.logprobs and delta.sampled else []
+        if delta.text or sampled:
+            logprobs = self._logprobs(sampled) if self.logprobs else None
+            frames.append(self._chunk({"content": delta.text}, logprobs, None))
+            self._text_chars += len(delta.text)
+        if delta.finish is not None:
+            frames.append(self._chunk({}, None, delta.finish))
+        return frames
+
+    def closing(self, prompt_tokens: int, last: Delta) -> bytes:
+        """Return the end of the stream: usage where asked for, then the mark."""
+        if not self.include_usage:
+            return DONE
+        return sse({**self._head(True), "choices": [], "usage": usage(prompt_tokens, last)}) + DONE
+
+    def collect(self, delta: Delta) -> None:
+        """Keep `delta` for a whole answer."""
+        self._text.append(delta.text)
+        if self.logprobs and delta.sampled:
+            self._sampled.append(delta.sampled)
+
+    def whole(self, prompt_tokens: int, last: Delta) -> bytes:
+        """Return the body of an answer that is not streamed."""
+        text = "".join(self._text)
+        choice: dict[str, Any] = {"index": 0}
+        if self.chat:
+            choice["message"] = {"role": "assistant", "content": text}
+        else:
+            choice["text"] = text
+        choice["logprobs"] = self._logprobs(self._sampled) if self.logprobs else None
+        choice["finish_reason"] = last.finish
+        body = {**self._head(False), "choices": [choice], "usage": usage(prompt_tokens, last)}
+        return _encode(body)
+
+    def _head(self, stream: bool) -> dict[str, Any]:
+        kind = "text_completion"
+        if self.chat:
+            kind = "chat.completion.chunk" if stream else "chat.completion"
+        return {"id": self.id, "object": kind, "created": self.created_s, "model": self.model}
+
+    def _chunk(self, delta: dict[str, str], logprobs: Any, finish: Finish | None) -> bytes:
+        choice: dict[str, Any] = {"index": 0}
+        if self.chat:
+            choice["delta"] = delta
+        else:
+            choice["text"] = delta.get("content", "")
+        choice["logprobs"] = logprobs
+        choice["finish_reason"] = finish
+        body = {**self._head(True), "choices": [choice]}
+        if self.include_usage:
+            body["usage"] = None
+        return sse(body)
+
+    def _logprobs(self, sampled: list[Sampled]) -> dict[str, Any]:
+        if self.chat:
+            return {"content": [self._entry(one) for one in sampled], "refusal": None}
+        offsets: list[int] = []
+        at = self._text_chars
+        for one in sampled:
+            offsets.append(at)
+            at += len(self._spell(one.token))
+        return {
+            "tokens": [self._spell(one.token) for one in sampled],
+            "token_logprobs": [one.logprob for one in sampled],
+            "top_logprobs": [{self._spell(t): p for t, p in one.top} for one in sampled],
+            "text_offset": offsets,
+        }
+
+    def _entry(self, one: Sampled) -> dict[str, Any]:
+        top = [self._alternative(token, logprob) for token, logprob in one.top]
+        return {**self._alternative(one.token, one.logprob), "top_logprobs": top}
+
+    def _alternative(self, token: int, logprob: float | None) -> dict[str, Any]:
+        raw = self.vocabulary.token_bytes(token)
+        return {"token": self._spell(token), "logprob": logprob, "bytes": list(raw)}
+
+    def _spell(self, token: int) -> str:
+        raw = self.vocabulary.token_bytes(token)
+        if raw:
+            return raw.decode(errors="replace")
+        return str(self.vocabulary.tokenizer.id_to_token(token) or "")

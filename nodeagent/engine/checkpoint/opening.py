@@ -1,0 +1,28 @@
+"""Opening a model by its path, whichever kind of file it is."""
+
+from pathlib import Path
+
+from nodeagent.engine.checkpoint.gguf import GgufFile
+from nodeagent.engine.checkpoint.safetensors import SafetensorsFolder
+from nodeagent.engine.models.shape import CheckpointError
+from nodeagent.engine.vocabulary import Vocabulary, vocabulary_of_folder, vocabulary_of_gguf
+
+
+def open_checkpoint(path: Path) -> tuple[GgufFile | SafetensorsFolder, Vocabulary]:
+    """Open a GGUF file, or a folder that holds config.json or exactly one GGUF file."""
+    if not path.exists():
+        raise CheckpointError(f"cannot load {path}: no such file or folder")
+    if path.is_dir() and (path / "config.json").exists():
+        folder = SafetensorsFolder(path)
+        return folder, vocabulary_of_folder(path, folder)
+    if path.is_dir():
+        found = sorted(path.glob("*.gguf"))
+        if len(found) != 1:
+            raise CheckpointError(
+                f"cannot load {path}: neither config.json nor exactly one .gguf file in it"
+            )
+        path = found[0]
+    if path.suffix != ".gguf":
+        raise CheckpointError(f"cannot load {path}: neither a .gguf file nor a folder")
+    file = GgufFile(path)
+    return file, vocabulary_of_gguf(path, file)

@@ -1,0 +1,129 @@
+"""Who waits for which generation: the bridge between the event loop and the step thread.
+
+Rule 1: at most `open_max` generations are open; one more is refused at once.
+Rule 2: a client's queue is bounded. Who does not read is cut, and its generation cancelled.
+Rule 3: everything here runs on the event loop; only `publish` is called from the step thread.
+"""
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from isochrone.wire.errors import ApiError, ErrorCode
+from nodeagent.engine.decide.sequence import Ending, Finish, Sequence
+from nodeagent.engine.openai import Ask
+from nodeagent.engine.sampling import Sampler
+from nodeagent.engine.step import Delta, Generation
+from nodeagent.engine.text import StopStrings, TokenText
+from nodeagent.engine.vocabulary import Vocabulary
+from nodeagent.engine.worker import Worker
+
+
+@dataclass(slots=True, eq=False)
+class Client:
+    """One open generation as the event loop sees it."""
+
+    number: int
+    prompt_tokens: int
+    abort: Callable[[], None]
+    deltas: asyncio.Queue[Delta] = field(repr=False)
+    ended: bool = False
+
+
+class Clients:
+    """All open generations of this process."""
+
+    def __init__(self, vocabulary: Vocabulary, open_max: int, queue_max: int) -> None:
+        self._vocabulary = vocabulary
+        self._open_max = open_max
+        self._queue_max = queue_max
+        self._open: dict[int, Client] = {}
+        self._numbers = itertools.count(1)
+        self._empty = asyncio.Event()
+        self._empty.set()
+        self._loop = asyncio.get_running_loop()
+        self.draining = False
+        self.cut_total = 0
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def admit(self) -> None:
+        """Refuse at once where one more generation cannot be taken."""
+        if self.draining:
+            raise ApiError(ErrorCode.UNAVAILABLE, "this engine is draining", retry_after_s=1.0)
+        if len(self._open) >= self._open_max:
+            raise ApiError(
+                ErrorCode.OUT_OF_CAPACITY,
+                f"cannot queue this request: {len(self._open)} are running or waiting, the limit"
+                f" is {self._open_max}",
+                retry_after_s=1.0,
+            )
+
+    def open(
+        self,
+        worker: Worker,
+        ask: Ask,
+        tokens: list[int],
+        ending: Ending,
+        salt: bytes,
+        abort: Callable[[], None],
+    ) -> Client:
+        """Start a generation; the caller must `close` it whatever happens."""
+        self.admit()
+        number = next(self._numbers)
+        client = Client(number, len(tokens), abort, asyncio.Queue(self._queue_max))
+        self._open[number] = client
+        self._empty.clear()
+        worker.submit(
+            Generation(
+                sequence=Sequence(number, tokens, ending, salt),
+                sampler=Sampler(ask.params, tokens.copy() if ask.params.penalised else []),
+                text=TokenText(self._vocabulary),
+                stops=StopStrings(ask.stops),
+            )
+        )
+        return client
+
+    def close(self, worker: Worker, client: Client) -> None:
+        """Forget `client`; what it still has running is cancelled."""
+        self._open.pop(client.number, None)
+        if not self._open:
+            self._empty.set()
+        if not client.ended:
+            client.ended = True
+            worker.cancel(client.number)
+
+    def publish(self, deltas: list[Delta]) -> None:
+        """Carry `deltas` from the step thread to the event loop."""
+        self._loop.call_soon_threadsafe(self._deliver, deltas)
+
+    def fail_all(self, message: str) -> None:
+        """End every open generation with an error."""
+        for client in list(self._open.values()):
+            if not client.ended:
+                self._put(client, Delta(client.number, "", None, 0, 0, Finish.ERROR, message))
+
+    async def wait_empty(self, timeout_s: float) -> bool:
+        """Wait until no generation is open; False where time ran out."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._empty.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def _deliver(self, deltas: list[Delta]) -> None:
+        for delta in deltas:
+            client = self._open.get(delta.number)
+            if client is not None and not client.ended:
+                self._put(client, delta)
+
+    def _put(self, client: Client, delta: Delta) -> None:
+        if client.deltas.full():
+            # The connection goes with it: its handler is stuck in a write to a full socket.
+            self.cut_total += 1
+            client.abort()
+            return
+        client.deltas.put_nowait(delta)

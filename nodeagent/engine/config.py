@@ -1,0 +1,24 @@
+"""Reading the engine's configuration: one JSON file, checked once."""
+
+from pathlib import Path
+
+import msgspec
+
+from isochrone.service.config import ConfigError
+from isochrone.wire.engine import EngineConfig
+
+
+def read_config(path: Path) -> EngineConfig:
+    """Read `path`, or raise ConfigError saying what is wrong with it."""
+    try:
+        config = msgspec.json.decode(path.read_bytes(), type=EngineConfig)
+    except OSError as error:
+        raise ConfigError(f"cannot read config {path}: {error.strerror}") from error
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ConfigError(f"cannot use config {path}: {error}") from error
+    if config.batch_tokens_max <= config.sequences_max:
+        raise ConfigError(
+            f"cannot use config {path}: batch_tokens_max {config.batch_tokens_max} must exceed"
+            f" sequences_max {config.sequences_max}, so that every step has room for a prompt"
+        )
+    return config

@@ -1,0 +1,59 @@
+"""Rotary position embedding, with Llama 3's stretching of long wavelengths."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Llama3Scaling:
+    """How Llama 3.1 and later stretch positions beyond the context they were first trained on."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_context: int
+
+
+def inverse_frequencies(
+    head_dim: int, theta: float, scaling: Llama3Scaling | None, factors: Tensor | None
+) -> Tensor:
+    """Return the angle per position of each rotated pair."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    inverse = 1.0 / (theta**exponents)
+    if factors is not None:
+        return inverse / factors
+    if scaling is None:
+        return inverse
+    wavelength = 2 * math.pi / inverse
+    low = scaling.original_context / scaling.low_freq_factor
+    high = scaling.original_context / scaling.high_freq_factor
+    share = (scaling.original_context / wavelength - scaling.low_freq_factor) / (
+        scaling.high_freq_factor - scaling.low_freq_factor
+    )
+    blended = (1 - share) * inverse / scaling.factor + share * inverse
+    stretched = torch.where(wavelength > low, inverse / scaling.factor, inverse)
+    return torch.where((wavelength <= low) & (wavelength >= high), blended, stretched)
+
+
+class Rope:
+    """The table of cosines and sines for every position of the context."""
+
+    def __init__(self, inverse: Tensor, positions: int, device: str, dtype: torch.dtype) -> None:
+        angles = torch.outer(torch.arange(positions, dtype=torch.float32), inverse)
+        angles = torch.cat((angles, angles), dim=-1)
+        self._cos = angles.cos().to(device, dtype)
+        self._sin = angles.sin().to(device, dtype)
+
+    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines [tokens, 1, head_dim] for `positions`."""
+        return self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn the heads of `x` [tokens, heads, head_dim] to their positions."""
+    half = x.shape[-1] // 2
+    turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
+    return x * cos + turned * sin

@@ -1,0 +1,229 @@
+"""OpenAI request bodies, checked: wrong types and values are refused in words, unknown fields pass.
+
+Rule: what the engine cannot do is refused, never silently ignored, where ignoring it would give
+another answer than was asked for.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+from msgspec import Meta
+
+from isochrone.wire.codec import MalformedFrame, decode_json
+from isochrone.wire.errors import ApiError, ErrorCode
+from nodeagent.engine.sampling import SamplingParams
+
+_STOPS_MAX: Final = 16
+_STOP_CHARS_MAX: Final = 1024
+_TEMPERATURE_LEAST: Final = 1e-5
+"""Below this the division overflows, and the likeliest token is meant."""
+
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Count = Annotated[int, Meta(ge=1, le=2**31)]
+TokenId = Annotated[int, Meta(ge=0, le=2**31)]
+Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+
+
+class StreamOptions(msgspec.Struct):
+    """What a stream says besides its text."""
+
+    include_usage: bool | None = None
+
+
+class Knobs(msgspec.Struct, kw_only=True):
+    """The fields that chat and plain completions share."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Count | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    seed: Seed | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
+    logit_bias: Annotated[dict[str, float], Meta(max_length=1024)] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=128)] | None = None
+    ignore_eos: bool | None = None
+    n: Annotated[int, Meta(ge=1)] | None = None
+
+
+class Message(msgspec.Struct):
+    """One turn of a chat."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[dict[str, Any]] | None = None
+    tool_calls: list[Any] | None = None
+
+
+class ChatBody(Knobs, kw_only=True):
+    """`POST /v1/chat/completions`."""
+
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=10_000)]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    functions: list[Any] | None = None
+    response_format: dict[str, Any] | None = None
+
+
+class CompletionBody(Knobs, kw_only=True):
+    """`POST /v1/completions`."""
+
+    prompt: str | list[Any]
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    echo: bool | None = None
+    best_of: int | None = None
+    suffix: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What a body asks for, in the engine's terms. The prompt is still to be tokenised."""
+
+    params: SamplingParams
+    max_tokens: int | None
+    stops: tuple[str, ...]
+    stop_ids: frozenset[int]
+    ignore_eos: bool
+    stream: bool
+    include_usage: bool
+
+
+_chat_decoder = msgspec.json.Decoder(ChatBody)
+_completion_decoder = msgspec.json.Decoder(CompletionBody)
+
+
+def read_chat(body: bytes, bytes_max: int) -> ChatBody:
+    """Decode a chat body and refuse what the engine lacks."""
+    chat: ChatBody = _decode(body, _chat_decoder, bytes_max)
+    if chat.tools or chat.functions or chat.tool_choice not in (None, "none", "auto"):
+        raise _unsupported("tools", "tools are not supported by this engine")
+    if (chat.response_format or {"type": "text"}).get("type") != "text":
+        raise _unsupported("response_format", "only response_format of type text is supported")
+    if any(message.tool_calls for message in chat.messages):
+        raise _unsupported("messages", "tool_calls are not supported by this engine")
+    if chat.top_logprobs is not None and not chat.logprobs:
+        raise refused("top_logprobs", "top_logprobs needs logprobs to be true")
+    return chat
+
+
+def read_completion(body: bytes, bytes_max: int) -> CompletionBody:
+    """Decode a completion body and refuse what the engine lacks."""
+    completion: CompletionBody = _decode(body, _completion_decoder, bytes_max)
+    if completion.echo or completion.suffix:
+        raise _unsupported("echo", "echo and suffix are not supported by this engine")
+    if (completion.best_of or 1) > 1:
+        raise _unsupported("best_of", "best_of above 1 is not supported by this engine")
+    return completion
+
+
+def prompt_of(completion: CompletionBody) -> str | list[int]:
+    """Return the one prompt: text or token ids."""
+    prompt: Any = completion.prompt
+    if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
+        prompt = prompt[0]
+    if isinstance(prompt, str):
+        return prompt
+    if isinstance(prompt, list) and all(type(item) is int for item in prompt):
+        return prompt
+    raise refused("prompt", "prompt must be one string or one list of token ids")
+
+
+def plain_messages(chat: ChatBody) -> list[dict[str, Any]]:
+    """Return the messages as a chat template expects them: text contents only."""
+    return [
+        {
+            "role": "system" if message.role == "developer" else message.role,
+            "content": _text(message.content),
+        }
+        for message in chat.messages
+    ]
+
+
+def ask_of(body: ChatBody | CompletionBody) -> Ask:
+    """Translate the fields that say how to generate."""
+    if (body.n or 1) > 1:
+        raise _unsupported("n", "n above 1 is not supported by this engine")
+    if isinstance(body, ChatBody):
+        max_tokens = body.max_completion_tokens or body.max_tokens
+        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    else:
+        # Sixteen is what OpenAI's plain completions default to.
+        max_tokens = body.max_tokens or 16
+        logprobs = body.logprobs
+    temperature = 1.0 if body.temperature is None else body.temperature
+    options = body.stream_options
+    return Ask(
+        params=SamplingParams(
+            temperature=0.0 if temperature < _TEMPERATURE_LEAST else temperature,
+            top_p=body.top_p or 1.0,
+            top_k=max(body.top_k or 0, 0),
+            min_p=body.min_p or 0.0,
+            seed=body.seed,
+            frequency_penalty=body.frequency_penalty or 0.0,
+            presence_penalty=body.presence_penalty or 0.0,
+            repetition_penalty=body.repetition_penalty or 1.0,
+            logit_bias=_bias(body.logit_bias or {}),
+            logprobs=logprobs,
+        ),
+        max_tokens=max_tokens,
+        stops=_stops(body.stop),
+        stop_ids=frozenset(body.stop_token_ids or ()),
+        ignore_eos=bool(body.ignore_eos),
+        stream=bool(body.stream),
+        include_usage=bool(options and options.include_usage),
+    )
+
+
+def refused(param: str, message: str) -> ApiError:
+    """Make the error for a value that cannot be used."""
+    return ApiError(ErrorCode.INVALID_REQUEST, message, param=param)
+
+
+def _unsupported(param: str, message: str) -> ApiError:
+    return refused(param, f"cannot serve this request: {message}")
+
+
+def _decode(body: bytes, decoder: Any, bytes_max: int) -> Any:
+    try:
+        return decode_json(body, decoder, bytes_max=bytes_max)
+    except MalformedFrame as error:
+        raise ApiError(ErrorCode.INVALID_REQUEST, str(error)) from error
+
+
+def _text(content: str | list[dict[str, Any]] | None) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts = [part.get("text") for part in content if part.get("type") == "text"]
+    if len(texts) != len(content) or not all(isinstance(text, str) for text in texts):
+        raise _unsupported("messages", "only text parts are supported in message contents")
+    return "".join(str(text) for text in texts)
+
+
+def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
+    stops = [stop] if isinstance(stop, str) else stop or []
+    if len(stops) > _STOPS_MAX or any(len(text) > _STOP_CHARS_MAX for text in stops):
+        raise refused(
+            "stop", f"at most {_STOPS_MAX} stop strings of {_STOP_CHARS_MAX} characters are allowed"
+        )
+    return tuple(text for text in stops if text)
+
+
+def _bias(bias: dict[str, float]) -> tuple[tuple[int, float], ...]:
+    pairs: list[tuple[int, float]] = []
+    for token, value in bias.items():
+        if not token.isascii() or not token.isdigit() or len(token) > 9:
+            raise refused("logit_bias", "logit_bias must map token ids to numbers")
+        if not math.isfinite(value) or abs(value) > 100:
+            raise refused("logit_bias", "logit_bias values must lie between -100 and 100")
+        pairs.append((int(token), value))
+    return tuple(pairs)

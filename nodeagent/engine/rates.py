@@ -1,0 +1,66 @@
+"""What the engine tells of itself: counts after each step, and measured token rates."""
+
+from dataclasses import dataclass, field
+from typing import Final
+
+import msgspec
+
+from nodeagent.engine.step import Stepped
+
+_KEPT_PER_STEP: Final = 0.95
+_PREFILL_DOMINATES: Final = 8
+"""A step with this many times more prompt tokens than decodes measures prefill."""
+
+
+class Snapshot(msgspec.Struct, frozen=True):
+    """The engine after one step; replaced whole, so that any thread may read it."""
+
+    running: int
+    waiting: int
+    prefill_tokens_in_flight: int
+    decode_tokens_in_flight: int
+    """Tokens that may still be generated: every sequence up to its max_tokens."""
+    kv_blocks_used: int
+    kv_blocks_total: int
+    preemptions_total: int
+    steps_total: int
+    prefill_tokens_per_s: float
+    decode_tokens_per_s: float
+    tokens_out_total: int
+    prompt_tokens_total: int
+    prefix_hit_tokens_total: int
+
+
+@dataclass(slots=True)
+class Rate:
+    """Tokens a second, over recent steps weighted exponentially."""
+
+    _tokens: float = 0.0
+    _seconds: float = 0.0
+
+    def note(self, tokens: int, seconds: float) -> None:
+        """Count one step's tokens."""
+        self._tokens = self._tokens * _KEPT_PER_STEP + tokens
+        self._seconds = self._seconds * _KEPT_PER_STEP + seconds
+
+    @property
+    def per_s(self) -> float:
+        """The rate; 0 where nothing was measured yet."""
+        return round(self._tokens / self._seconds, 1) if self._seconds > 0 else 0.0
+
+
+@dataclass(slots=True)
+class StepRates:
+    """Rates of prefill and decode, each measured over the steps that it dominates."""
+
+    prefill: Rate = field(default_factory=Rate)
+    decode: Rate = field(default_factory=Rate)
+    steps: int = 0
+
+    def note(self, stepped: Stepped, seconds: float) -> None:
+        """Count one step."""
+        self.steps += 1
+        if stepped.prefill_tokens > _PREFILL_DOMINATES * stepped.decode_tokens:
+            self.prefill.note(stepped.prefill_tokens, seconds)
+        elif stepped.prefill_tokens == 0:
+            self.decode.note(stepped.decode_tokens, seconds)

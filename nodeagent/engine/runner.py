@@ -1,0 +1,98 @@
+"""From a decided batch to logits: builds the tensors of one step and runs the model.
+
+Rule 1: this file decides nothing; `decide.batching` says what runs and in which blocks.
+Rule 2: rows of the flat batch lie in the order of `Batch.chunks`: decodes first.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nodeagent.engine.decide.batching import Batch, Chunk
+from nodeagent.engine.decide.sequence import BLOCK_TOKENS
+from nodeagent.engine.layers.attention import LayerKV, Layout, Segment
+from nodeagent.engine.models.llama import Llama
+
+
+class Runner:
+    """A model with its KV on a device."""
+
+    def __init__(self, model: Llama, blocks: int, device: str, dtype: torch.dtype) -> None:
+        self._model = model
+        self._device = device
+        shape = model.shape
+        slots = blocks * BLOCK_TOKENS
+        self._kv = [
+            LayerKV(slots, shape.kv_heads, shape.head_dim, device, dtype)
+            for _ in range(shape.layers)
+        ]
+
+    @torch.inference_mode()
+    def run(self, batch: Batch) -> Tensor:
+        """Compute `batch`; return logits [samples, vocabulary], a row per chunk that samples."""
+        chunks = batch.chunks
+        tokens = np.concatenate(
+            [chunk.sequence.tokens[chunk.start : chunk.start + chunk.tokens] for chunk in chunks]
+        )
+        positions = np.concatenate(
+            [np.arange(chunk.start, chunk.start + chunk.tokens) for chunk in chunks]
+        )
+        ends = np.cumsum([chunk.tokens for chunk in chunks])
+        rows = [end - 1 for chunk, end in zip(chunks, ends, strict=True) if chunk.samples]
+        return self._model.forward(
+            self._put(tokens),
+            self._put(positions),
+            self._kv,
+            self._layout(batch),
+            self._put(np.asarray(rows, dtype=np.int64)),
+        )
+
+    def _layout(self, batch: Batch) -> Layout:
+        contexts = [_slots(chunk) for chunk in batch.chunks]
+        written = [
+            slots[chunk.start :] for slots, chunk in zip(contexts, batch.chunks, strict=True)
+        ]
+        decodes = len(batch.decodes)
+        padded, mask = _pad(contexts[:decodes])
+        segments: list[Segment] = []
+        start = decodes
+        for chunk, slots in zip(batch.prefills, contexts[decodes:], strict=True):
+            end = start + chunk.tokens
+            segments.append(Segment(start, end, self._put(slots), self._mask(chunk)))
+            start = end
+        return Layout(
+            write_slots=self._put(np.concatenate(written)),
+            decodes=decodes,
+            decode_slots=self._put(padded),
+            decode_mask=self._put(mask)[:, None, None, :],
+            segments=tuple(segments),
+        )
+
+    def _mask(self, chunk: Chunk) -> Tensor | None:
+        if chunk.start == 0:
+            return None
+        seen = torch.ones(
+            chunk.tokens, chunk.start + chunk.tokens, dtype=torch.bool, device=self._device
+        )
+        return seen.tril(chunk.start)
+
+    def _put(self, values: np.ndarray) -> Tensor:
+        return torch.from_numpy(values).to(self._device)
+
+
+def _slots(chunk: Chunk) -> np.ndarray:
+    """Return the KV slots of all tokens up to the chunk's last."""
+    context = chunk.start + chunk.tokens
+    blocks = np.asarray(chunk.sequence.blocks[: -(-context // BLOCK_TOKENS)], dtype=np.int64)
+    slots = blocks[:, None] * BLOCK_TOKENS + np.arange(BLOCK_TOKENS)
+    return slots.reshape(-1)[:context]
+
+
+def _pad(contexts: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    longest = max((len(slots) for slots in contexts), default=0)
+    padded = np.zeros((len(contexts), longest), dtype=np.int64)
+    mask = np.zeros((len(contexts), longest), dtype=np.bool_)
+    for row, slots in enumerate(contexts):
+        padded[row, : len(slots)] = slots
+        mask[row, : len(slots)] = True
+    return padded, mask

@@ -1,0 +1,345 @@
+"""The engine's HTTP: OpenAI bodies in, server-sent events out, and what the agent watches.
+
+Rule 1: health means progress: work that no step has moved for `stall_s` is an outage, whatever
+the socket says.
+Rule 2: a request that ends, by whichever end, leaves no sequence behind.
+"""
+
+import asyncio
+import logging
+import re
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import msgspec
+from aiohttp import web
+from prometheus_client import CollectorRegistry
+
+from isochrone.service.metrics import exposition
+from isochrone.wire.engine import EngineConfig, EngineHealth
+from isochrone.wire.errors import ApiError, ErrorCode
+from isochrone.wire.headers import CACHE_SALT, REQUEST_ID
+from nodeagent.engine.answers import Answer, error_body
+from nodeagent.engine.clients import Client, Clients
+from nodeagent.engine.decide.sequence import BLOCK_TOKENS, Ending, Finish
+from nodeagent.engine.gauges import Gauges
+from nodeagent.engine.loading import Loaded
+from nodeagent.engine.openai import (
+    Ask,
+    ChatBody,
+    CompletionBody,
+    ask_of,
+    plain_messages,
+    prompt_of,
+    read_chat,
+    read_completion,
+    refused,
+)
+from nodeagent.engine.step import Delta
+from nodeagent.engine.template import UnusableChat
+from nodeagent.engine.worker import Worker
+
+log = logging.getLogger(__name__)
+
+_LONG_TEXT_CHARS: Final = 16_384
+"""Longer texts are tokenised off the event loop."""
+_SALT_CHARS_MAX: Final = 256
+_REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@dataclass(slots=True)
+class EngineServer:
+    """The handlers, with what they need."""
+
+    config: EngineConfig
+    loaded: Loaded
+    worker: Worker
+    clients: Clients
+    created_s: int
+
+    def app(self) -> web.Application:
+        """Build the aiohttp application."""
+        app = web.Application(
+            middlewares=[answer_errors], client_max_size=self.config.body_bytes_max
+        )
+        registry = CollectorRegistry()
+        registry.register(Gauges(self.stats))
+        app.router.add_get("/health", self.health)
+        app.router.add_get("/stats", self.show_stats)
+        app.router.add_get("/metrics", exposition(registry))
+        app.router.add_get("/v1/models", self.models)
+        app.router.add_post("/v1/chat/completions", self.chat)
+        app.router.add_post("/v1/completions", self.complete)
+        app.router.add_post("/drain", self.drain)
+        return app
+
+    async def health(self, request: web.Request) -> web.Response:
+        """Say whether work moves."""
+        idle_s = self.worker.idle_s()
+        stalled = self.worker.died or (self.worker.has_work() and idle_s > self.config.stall_s)
+        health = EngineHealth(
+            status="stalled" if stalled else "draining" if self.clients.draining else "ok",
+            model=self.config.served_name,
+            steps=self.worker.snapshot.steps_total,
+            tokens_out=self.worker.snapshot.tokens_out_total,
+            last_step_age_s=round(idle_s, 3),
+        )
+        return _json(health, 503 if stalled else 200)
+
+    async def show_stats(self, request: web.Request) -> web.Response:
+        """Tell the engine's counts and rates."""
+        return _json(self.stats())
+
+    def stats(self) -> dict[str, float]:
+        """Return counts and rates by name: EngineStats, and what only this engine has."""
+        return {
+            **msgspec.structs.asdict(self.worker.snapshot),
+            "block_tokens": BLOCK_TOKENS,
+            "open": len(self.clients),
+            "clients_cut_total": self.clients.cut_total,
+            "load_s": self.loaded.load_s,
+            "weights_bytes": self.loaded.weights_bytes,
+            "context_tokens": self._context_tokens,
+        }
+
+    async def models(self, request: web.Request) -> web.Response:
+        """List the one model."""
+        model = {
+            "id": self.config.served_name,
+            "object": "model",
+            "created": self.created_s,
+            "owned_by": "isochrone",
+            "max_model_len": self._context_tokens,
+        }
+        return _json({"object": "list", "data": [model]})
+
+    async def drain(self, request: web.Request) -> web.Response:
+        """Take nothing new from now on; what runs goes on."""
+        self.clients.draining = True
+        return _json({"draining": True, "open": len(self.clients)})
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        """Answer a chat."""
+        self.clients.admit()
+        body = read_chat(await self._body(request), self.config.body_bytes_max)
+        template = self.loaded.template
+        if template is None:
+            raise refused("messages", "cannot chat: this model has no chat template")
+        try:
+            text = template.render(plain_messages(body))
+        except UnusableChat as error:
+            raise refused("messages", str(error)) from error
+        tokens = await self._tokenise(text, special=False)
+        return await self._generate(request, body, tokens)
+
+    async def complete(self, request: web.Request) -> web.StreamResponse:
+        """Answer a plain completion."""
+        self.clients.admit()
+        body = read_completion(await self._body(request), self.config.body_bytes_max)
+        prompt = prompt_of(body)
+        tokens = await self._tokenise(prompt, special=True) if isinstance(prompt, str) else prompt
+        return await self._generate(request, body, tokens)
+
+    async def _body(self, request: web.Request) -> bytes:
+        try:
+            async with asyncio.timeout(self.config.client_stall_s):
+                return await request.read()
+        except TimeoutError as error:
+            raise ApiError(ErrorCode.REQUEST_TIMEOUT, "the body did not arrive in time") from error
+
+    async def _tokenise(self, text: str, *, special: bool) -> list[int]:
+        encode = self.loaded.vocabulary.encode
+        least = self.loaded.vocabulary.tokens_least(text)
+        if least > self._context_tokens:
+            # Tokenising megabytes takes seconds and gigabytes; the answer is known before.
+            raise ApiError(
+                ErrorCode.CONTEXT_LENGTH_EXCEEDED,
+                f"cannot serve a prompt of {len(text)} characters: it takes {least} tokens or"
+                f" more, the limit is {self._context_tokens} tokens",
+            )
+        try:
+            if len(text) > _LONG_TEXT_CHARS:
+                return await asyncio.to_thread(encode, text, special=special)
+            return encode(text, special=special)
+        except UnicodeEncodeError as error:
+            raise refused("prompt", "cannot tokenise: the text holds half a surrogate") from error
+
+    async def _generate(
+        self, request: web.Request, body: ChatBody | CompletionBody, tokens: list[int]
+    ) -> web.StreamResponse:
+        ask = ask_of(body)
+        ending = self._ending(body, ask, tokens)
+        salt = request.headers.get(CACHE_SALT, "")
+        if len(salt) > _SALT_CHARS_MAX:
+            raise refused(CACHE_SALT, f"cannot use a salt of {len(salt)} characters")
+        chat = isinstance(body, ChatBody)
+        answer = Answer(
+            id=f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
+            model=self.config.served_name,
+            created_s=int(time.time()),
+            chat=chat,
+            include_usage=ask.include_usage,
+            logprobs=ask.params.logprobs is not None,
+            vocabulary=self.loaded.vocabulary,
+        )
+        transport = request.transport
+        abort = transport.abort if transport is not None else _nothing_to_abort
+        client = self.clients.open(
+            self.worker, ask, tokens, ending, salt.encode(errors="surrogateescape"), abort
+        )
+        try:
+            if ask.stream:
+                return await self._stream(request, answer, client)
+            return await self._collect(request, answer, client)
+        finally:
+            self.clients.close(self.worker, client)
+
+    def _ending(self, body: ChatBody | CompletionBody, ask: Ask, tokens: list[int]) -> Ending:
+        """Check the request against this model and return what ends it."""
+        if self.worker.died:
+            raise ApiError(ErrorCode.UNAVAILABLE, "this engine has failed", retry_after_s=1.0)
+        if body.model is not None and body.model != self.config.served_name:
+            raise ApiError(
+                ErrorCode.MODEL_NOT_FOUND,
+                f"cannot serve model {body.model[:200]!r}: this engine has"
+                f" {self.config.served_name!r}",
+                param="model",
+            )
+        size = self.loaded.vocabulary.size
+        biased = [token for token, _ in ask.params.logit_bias]
+        if any(not 0 <= token < size for token in (*tokens, *biased)):
+            raise refused("prompt", f"token ids must lie between 0 and {size - 1}")
+        if not tokens:
+            raise refused("prompt", "cannot complete an empty prompt")
+        limit = self._context_tokens
+        max_tokens = ask.max_tokens or max(limit - len(tokens), 1)
+        if len(tokens) + max_tokens > limit:
+            raise ApiError(
+                ErrorCode.CONTEXT_LENGTH_EXCEEDED,
+                f"cannot serve {len(tokens)} prompt tokens and max_tokens {max_tokens}: together"
+                f" they exceed the limit of {limit} tokens",
+                param="messages" if isinstance(body, ChatBody) else "prompt",
+            )
+        own = frozenset() if ask.ignore_eos else self.loaded.vocabulary.stop_ids
+        return Ending(max_tokens, own | ask.stop_ids)
+
+    @property
+    def _context_tokens(self) -> int:
+        """The longest sequence: what positions there are, and what the KV can hold alone."""
+        return min(self.loaded.context_tokens, self.loaded.engine.batching.tokens_max)
+
+    async def _stream(
+        self, request: web.Request, answer: Answer, client: Client
+    ) -> web.StreamResponse:
+        response = web.StreamResponse(
+            headers={
+                "content-type": "text/event-stream; charset=utf-8",
+                "cache-control": "no-cache",
+                REQUEST_ID: request[REQUEST_ID],
+            }
+        )
+        # The first delta is awaited before the status line: an early failure is a plain error.
+        delta = await client.deltas.get()
+        _raise_failure(delta)
+        await response.prepare(request)
+        opening = answer.opening()
+        frames = [opening] if opening else []
+        while True:
+            frames.extend(answer.chunks(delta))
+            if delta.finish is not None:
+                break
+            await self._write(response, frames)
+            frames = []
+            delta = await client.deltas.get()
+            if delta.finish is Finish.ERROR:
+                return await self._break_off(response, client, delta)
+        client.ended = True
+        await self._write(response, [*frames, answer.closing(client.prompt_tokens, delta)])
+        await response.write_eof()
+        return response
+
+    async def _write(self, response: web.StreamResponse, frames: list[bytes]) -> None:
+        if not frames:
+            return
+        try:
+            async with asyncio.timeout(self.config.client_stall_s):
+                await response.write(b"".join(frames))
+        except TimeoutError as error:
+            raise ConnectionResetError("the client does not read") from error
+
+    async def _break_off(
+        self, response: web.StreamResponse, client: Client, delta: Delta
+    ) -> web.StreamResponse:
+        """Tell an error inside a stream; without the end mark, so that no one takes it as whole."""
+        client.ended = True
+        error = ApiError(ErrorCode.INTERNAL, delta.error)
+        await self._write(response, [b"data: " + msgspec.json.encode(error_body(error)) + b"\n\n"])
+        await response.write_eof()
+        return response
+
+    async def _collect(self, request: web.Request, answer: Answer, client: Client) -> web.Response:
+        while True:
+            delta = await client.deltas.get()
+            _raise_failure(delta)
+            answer.collect(delta)
+            if delta.finish is not None:
+                break
+        client.ended = True
+        return web.Response(
+            body=answer.whole(client.prompt_tokens, delta), content_type="application/json"
+        )
+
+
+@web.middleware
+async def answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """The HTTP edge: every error leaves in OpenAI's shape, with the request's id."""
+    offered = request.headers.get(REQUEST_ID, "")
+    request[REQUEST_ID] = offered if _REQUEST_ID.fullmatch(offered) else uuid.uuid4().hex
+    try:
+        response = await handler(request)
+    except ApiError as error:
+        response = _error(error)
+    except web.HTTPRequestEntityTooLarge:
+        response = _error(ApiError(ErrorCode.TOO_LARGE, "cannot read a body this large"))
+    except web.HTTPNotFound:
+        response = _error(ApiError(ErrorCode.NOT_FOUND, f"no such path: {request.path[:200]}"))
+    except web.HTTPMethodNotAllowed as error:
+        response = _error(
+            ApiError(ErrorCode.METHOD_NOT_ALLOWED, f"cannot {error.method} {request.path[:200]}")
+        )
+    except ConnectionError:
+        # The client went away or was cut; there is nobody to answer.
+        raise
+    except Exception:
+        log.exception("a request failed", extra={"fields": {"request": request[REQUEST_ID]}})
+        response = _error(ApiError(ErrorCode.INTERNAL, "the engine failed on this request"))
+    if not response.prepared:
+        response.headers[REQUEST_ID] = request[REQUEST_ID]
+    return response
+
+
+def _raise_failure(delta: Delta) -> None:
+    if delta.finish is Finish.ERROR:
+        raise ApiError(ErrorCode.INTERNAL, delta.error)
+
+
+def _error(error: ApiError) -> web.Response:
+    response = _json(error_body(error), error.meaning.status)
+    if error.retry_after_s is not None:
+        response.headers["retry-after"] = str(max(1, round(error.retry_after_s)))
+    return response
+
+
+def _json(body: Any, status: int = 200) -> web.Response:
+    return web.Response(
+        body=msgspec.json.encode(body), status=status, content_type="application/json"
+    )
+
+
+def _nothing_to_abort() -> None:
+    """The connection is gone already."""

@@ -1,0 +1,64 @@
+"""Text out of tokens as they come: whole characters only, and nothing of a stop string.
+
+Rule 1: bytes that do not yet make a character wait; an output cut inside a character drops them.
+Rule 2: text that may be the beginning of a stop string waits until it is known not to be.
+"""
+
+import codecs
+
+from nodeagent.engine.vocabulary import Vocabulary
+
+
+class TokenText:
+    """Decodes one sequence's tokens as they come."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        # SentencePiece spells the space before the first word; decoding drops it.
+        self._strip_first = not vocabulary.byte_level
+
+    def feed(self, token: int) -> str:
+        """Return the text that is complete with `token`."""
+        text = self._decoder.decode(self._vocabulary.token_bytes(token))
+        if self._strip_first and text:
+            self._strip_first = False
+            return text.removeprefix(" ")
+        return text
+
+
+class StopStrings:
+    """Holds back what may begin a stop string, and says when one is whole."""
+
+    def __init__(self, stops: tuple[str, ...]) -> None:
+        self._stops = stops
+        self._held = ""
+        self.matched = False
+
+    def feed(self, text: str) -> str:
+        """Return what may be emitted after `text`; sets `matched` where a stop string is whole."""
+        if not self._stops:
+            return text
+        self._held += text
+        found = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        if found:
+            self.matched = True
+            emitted, self._held = self._held[: min(found)], ""
+            return emitted
+        keep = max(_beginning(self._held, stop) for stop in self._stops)
+        emitted = self._held[: len(self._held) - keep]
+        self._held = self._held[len(self._held) - keep :]
+        return emitted
+
+    def flush(self) -> str:
+        """Return what was held back: the output ended and it was no stop string after all."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _beginning(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that is a beginning of `stop`."""
+    for length in range(min(len(stop) - 1, len(text)), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0

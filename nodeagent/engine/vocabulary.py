@@ -1,0 +1,263 @@
+"""Tokens and text: the tokenizer of either kind of file, and each token's own bytes.
+
+The bytes of a token are what makes streaming exact: text is decoded from bytes, so a character
+split over several tokens comes out whole or not at all.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+
+from nodeagent.engine.checkpoint.gguf import GgufFile
+from nodeagent.engine.checkpoint.safetensors import SafetensorsFolder, read_json
+from nodeagent.engine.models.shape import CheckpointError
+
+_CONTROL: Final = 3
+_USER_DEFINED: Final = 4
+_SPACE: Final = "\u2581"
+_LLAMA3_SPLIT: Final = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+@dataclass(slots=True)
+class Vocabulary:
+    """The tokenizer with what the engine must know about its tokens."""
+
+    tokenizer: Tokenizer
+    byte_level: bool
+    """True for GPT-2 style tokens, whose letters stand for bytes; else SentencePiece pieces."""
+    stop_ids: frozenset[int]
+    special_ids: frozenset[int]
+    chat_template: str | None
+    bos_token: str
+    eos_token: str
+    _bytes: dict[int, bytes] = field(default_factory=dict)
+    _piece_bytes_max: int = 0
+
+    @property
+    def size(self) -> int:
+        """Tokens in all, added ones included."""
+        return int(self.tokenizer.get_vocab_size(with_added_tokens=True))
+
+    def encode(self, text: str, *, special: bool) -> list[int]:
+        """Tokenise `text`; `special` adds what the model wants around a plain prompt (BOS)."""
+        # A batch of one: only batches leave the interpreter to other threads meanwhile.
+        (encoding,) = self.tokenizer.encode_batch([text], add_special_tokens=special)
+        ids: list[int] = encoding.ids
+        return ids
+
+    def tokens_least(self, text: str) -> int:
+        """Return how many tokens `text` must take at least, without tokenising it."""
+        if self._piece_bytes_max == 0:
+            pieces = self.tokenizer.get_vocab(with_added_tokens=True)
+            self._piece_bytes_max = max(len(piece.encode()) for piece in pieces)
+        return len(text) // self._piece_bytes_max
+
+    def token_bytes(self, token: int) -> bytes:
+        """Return the bytes that `token` adds to the output; none for special tokens."""
+        known = self._bytes.get(token)
+        if known is None:
+            known = b"" if token in self.special_ids else self._spell(token)
+            self._bytes[token] = known
+        return known
+
+    def _spell(self, token: int) -> bytes:
+        piece = self.tokenizer.id_to_token(token)
+        if piece is None:
+            return b""
+        if self.byte_level:
+            try:
+                return bytes(_BYTE_OF_LETTER[letter] for letter in piece)
+            except KeyError:
+                # An added token is plain text, not letters that stand for bytes.
+                return str(piece).encode()
+        if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+            return bytes.fromhex(piece[3:5])
+        return str(piece).replace(_SPACE, " ").encode()
+
+
+def _byte_letters() -> dict[str, int]:
+    """GPT-2's letter for each byte: printable ones are themselves, the rest start at U+0100."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    letters = {chr(byte): byte for byte in printable}
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    letters.update({chr(0x100 + index): byte for index, byte in enumerate(others)})
+    return letters
+
+
+_BYTE_OF_LETTER: Final = _byte_letters()
+
+
+def vocabulary_of_gguf(path: Path, file: GgufFile) -> Vocabulary:
+    """Build the tokenizer that the metadata describes."""
+    metadata = file.metadata
+    if metadata.get("tokenizer.ggml.model") != "gpt2":
+        raise CheckpointError(
+            f"cannot load {path}: tokenizer {metadata.get('tokenizer.ggml.model')!r}, byte-level"
+            " BPE (gpt2) is supported; use the model's Hugging Face folder"
+        )
+    tokens = _strings(path, metadata, "tokenizer.ggml.tokens")
+    merges = [_pair(merge) for merge in _strings(path, metadata, "tokenizer.ggml.merges")]
+    kind = metadata.get("tokenizer.ggml.pre", "default")
+    tokenizer = Tokenizer(_bpe(path, tokens, merges, ignore_merges=kind == "llama-bpe"))
+    tokenizer.pre_tokenizer = _pre_tokenizer(path, kind)
+    tokenizer.decoder = decoders.ByteLevel()
+    types = metadata.get("tokenizer.ggml.token_type") or []
+    special = [token for token, type_ in enumerate(types) if type_ == _CONTROL]
+    tokenizer.add_special_tokens(
+        [AddedToken(tokens[token], special=True, normalized=False) for token in special]
+    )
+    tokenizer.add_tokens(
+        [
+            AddedToken(tokens[token], normalized=False)
+            for token, type_ in enumerate(types)
+            if type_ == _USER_DEFINED
+        ]
+    )
+    bos = _token_at(path, tokens, metadata.get("tokenizer.ggml.bos_token_id"))
+    eos_ids = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    if bos and metadata.get("tokenizer.ggml.add_bos_token", kind == "llama-bpe"):
+        _begin_with(tokenizer, bos)
+    template = metadata.get("tokenizer.chat_template")
+    return Vocabulary(
+        tokenizer=tokenizer,
+        byte_level=True,
+        stop_ids=frozenset(token for token in eos_ids if isinstance(token, int)),
+        special_ids=frozenset(special),
+        chat_template=template if isinstance(template, str) else None,
+        bos_token=bos,
+        eos_token=_token_at(path, tokens, eos_ids[0]),
+    )
+
+
+def _bpe(
+    path: Path, tokens: list[str], merges: list[tuple[str, str]], *, ignore_merges: bool
+) -> models.BPE:
+    try:
+        return models.BPE(
+            vocab={token: number for number, token in enumerate(tokens)},
+            merges=merges,
+            ignore_merges=ignore_merges,
+        )
+    # The tokenizers package raises bare Exception and TypeError for tables that do not agree.
+    except Exception as error:
+        raise CheckpointError(f"cannot load {path}: its tokenizer: {error}") from error
+
+
+def _pair(merge: str) -> tuple[str, str]:
+    left, _, right = merge.partition(" ")
+    return left, right
+
+
+def _strings(path: Path, metadata: dict[str, Any], key: str) -> list[str]:
+    value = metadata.get(key)
+    if not isinstance(value, list) or not value or not isinstance(value[0], str):
+        raise CheckpointError(f"cannot load {path}: {key} is missing")
+    return value
+
+
+def _token_at(path: Path, tokens: list[str], token: Any) -> str:
+    if token is None:
+        return ""
+    if not isinstance(token, int) or not 0 <= token < len(tokens):
+        raise CheckpointError(f"cannot load {path}: token id {token!r} is out of range")
+    return tokens[token]
+
+
+def _pre_tokenizer(path: Path, kind: str) -> Any:
+    if kind in ("default", "gpt-2"):
+        return pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if kind == "smollm":
+        return pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Digits(individual_digits=True),
+                pre_tokenizers.ByteLevel(add_prefix_space=False),
+            ]
+        )
+    if kind == "llama-bpe":
+        return pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(_LLAMA3_SPLIT), "isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+    raise CheckpointError(f"cannot load {path}: pre-tokenizer {kind!r} is unsupported")
+
+
+def _begin_with(tokenizer: Tokenizer, bos: str) -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer.post_processor = TemplateProcessing(
+        single=f"{bos} $A", special_tokens=[(bos, tokenizer.token_to_id(bos))]
+    )
+
+
+class _TokenizerConfig(msgspec.Struct):
+    chat_template: str | list[dict[str, str]] | None = None
+    bos_token: str | dict[str, Any] | None = None
+    eos_token: str | dict[str, Any] | None = None
+
+
+class _GenerationConfig(msgspec.Struct):
+    eos_token_id: int | list[int] | None = None
+
+
+class _TokenizerFile(msgspec.Struct):
+    decoder: dict[str, Any] | None = None
+    model: dict[str, Any] = {}
+
+
+def vocabulary_of_folder(folder: Path, weights: SafetensorsFolder) -> Vocabulary:
+    """Read tokenizer.json and tokenizer_config.json of a Hugging Face folder."""
+    path = folder / "tokenizer.json"
+    described: _TokenizerFile = read_json(path, _TokenizerFile)
+    byte_level = '"ByteLevel"' in msgspec.json.encode(described.decoder).decode()
+    if not byte_level and not described.model.get("byte_fallback"):
+        raise CheckpointError(f"cannot load {path}: neither byte-level nor byte-fallback tokens")
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    # The tokenizers package raises bare Exception for a file it cannot use.
+    except Exception as error:
+        raise CheckpointError(f"cannot load {path}: {error}") from error
+    settings = _optional(folder / "tokenizer_config.json", _TokenizerConfig)
+    eos_token = _content(settings.eos_token)
+    stops = [weights.config.eos_token_id]
+    stops.append(_optional(folder / "generation_config.json", _GenerationConfig).eos_token_id)
+    stop_ids = {token for ids in stops for token in (ids if isinstance(ids, list) else [ids])}
+    stop_ids.add(tokenizer.token_to_id(eos_token))
+    added = tokenizer.get_added_tokens_decoder()
+    return Vocabulary(
+        tokenizer=tokenizer,
+        byte_level=byte_level,
+        stop_ids=frozenset(token for token in stop_ids if token is not None),
+        special_ids=frozenset(token for token, value in added.items() if value.special),
+        chat_template=_template(folder, settings),
+        bos_token=_content(settings.bos_token),
+        eos_token=eos_token,
+    )
+
+
+def _optional(path: Path, kind: type[Any]) -> Any:
+    return read_json(path, kind) if path.exists() else kind()
+
+
+def _content(token: str | dict[str, Any] | None) -> str:
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else ""
+
+
+def _template(folder: Path, settings: _TokenizerConfig) -> str | None:
+    beside = folder / "chat_template.jinja"
+    if beside.exists():
+        return beside.read_text()
+    template = settings.chat_template
+    if isinstance(template, list):
+        named = {entry.get("name", ""): entry.get("template") for entry in template}
+        return named.get("default")
+    return template

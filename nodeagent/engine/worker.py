@@ -1,0 +1,131 @@
+"""The step thread: takes submissions and cancellations between steps, hands deltas to the loop.
+
+Rule 1: only this thread touches the engine; the event loop touches only the inbox and `snapshot`.
+Rule 2: a cancellation is obeyed before the next step begins.
+Rule 3: an error in a step is fatal: the state of every sequence is in doubt. The thread says so and
+ends; the process then ends too, for whoever supervises it to start another.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from nodeagent.engine.rates import Snapshot, StepRates
+from nodeagent.engine.step import Delta, Engine, Generation
+
+log = logging.getLogger(__name__)
+
+Publish = Callable[[list[Delta]], None]
+
+
+class Worker:
+    """Owns the engine's thread."""
+
+    def __init__(self, engine: Engine, publish: Publish, on_death: Callable[[], None]) -> None:
+        self._engine = engine
+        self._publish = publish
+        self._on_death = on_death
+        self._inbox: deque[Generation | int] = deque()
+        self._wake = threading.Condition()
+        self._stopping = False
+        self._rates = StepRates()
+        self._progress_s = time.monotonic()
+        self.died = False
+        self.snapshot = self._take_snapshot()
+        self._thread = threading.Thread(target=self._run, name="step", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def submit(self, generation: Generation) -> None:
+        """Hand over a generation."""
+        self._send(generation)
+
+    def cancel(self, number: int) -> None:
+        """Have a generation dropped before the next step."""
+        self._send(number)
+
+    def stop(self, timeout_s: float) -> bool:
+        """End the thread after its current step; False where that takes longer than allowed."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def idle_s(self) -> float:
+        """Seconds since the last step ended, or since there last was nothing to do."""
+        return time.monotonic() - self._progress_s
+
+    def has_work(self) -> bool:
+        """True where a step is due or under way."""
+        snapshot = self.snapshot
+        return bool(self._inbox or snapshot.running or snapshot.waiting)
+
+    def _send(self, message: Generation | int) -> None:
+        with self._wake:
+            if not self._inbox and not self.snapshot.running and not self.snapshot.waiting:
+                # An idle engine has made no progress for long; the stall clock starts now.
+                self._progress_s = time.monotonic()
+            self._inbox.append(message)
+            self._wake.notify()
+
+    def _run(self) -> None:
+        try:
+            while self._receive():
+                started_s = time.monotonic()
+                stepped = self._engine.step()
+                self._progress_s = time.monotonic()
+                self._rates.note(stepped, self._progress_s - started_s)
+                self.snapshot = self._take_snapshot()
+                if stepped.deltas:
+                    self._publish(stepped.deltas)
+        # The thread's own edge: whatever a step raises ends here, is told, and ends the process.
+        except Exception:
+            log.exception("the step thread died")
+            self.died = True
+            self._on_death()
+
+    def _receive(self) -> bool:
+        """Obey the inbox; wait while there is nothing to do. False where it is time to stop."""
+        with self._wake:
+            while not self._stopping:
+                while self._inbox:
+                    self._obey(self._inbox.popleft())
+                if self._engine.busy:
+                    return True
+                self.snapshot = self._take_snapshot()
+                self._wake.wait()
+            return False
+
+    def _obey(self, message: Generation | int) -> None:
+        if isinstance(message, Generation):
+            self._engine.submit(message)
+        else:
+            self._engine.cancel(message)
+
+    def _take_snapshot(self) -> Snapshot:
+        batching = self._engine.batching
+        waiting_tokens = sum(sequence.pending for sequence in batching.waiting)
+        pending = [sequence.pending for sequence in batching.running if not sequence.decoding]
+        return Snapshot(
+            running=len(batching.running),
+            waiting=len(batching.waiting),
+            prefill_tokens_in_flight=waiting_tokens + sum(pending),
+            decode_tokens_in_flight=sum(
+                sequence.ending.tokens_max - sequence.output_tokens
+                for sequence in (*batching.running, *batching.waiting)
+            ),
+            kv_blocks_used=batching.blocks.held,
+            kv_blocks_total=batching.blocks.total,
+            preemptions_total=batching.preemptions,
+            steps_total=self._rates.steps,
+            prefill_tokens_per_s=self._rates.prefill.per_s,
+            decode_tokens_per_s=self._rates.decode.per_s,
+            tokens_out_total=self._engine.output_tokens_total,
+            prompt_tokens_total=self._engine.prompt_tokens_total,
+            prefix_hit_tokens_total=self._engine.prefix_hit_tokens_total,
+        )

@@ -1,0 +1,317 @@
+"""The engine as the agent meets it: a process, a Unix socket, OpenAI bodies."""
+
+import asyncio
+import io
+import json
+import signal
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+
+from isochrone.wire.engine import EngineStats
+from tests.integration.engine.conftest import EngineProcess, end, launch, wait_ready
+
+pytestmark = pytest.mark.model
+
+CHAT = "/v1/chat/completions"
+PLAIN = "/v1/completions"
+WAIT_S = 20.0
+LONG = "Tell me the long story of the sea, the moon and the lighthouse, in many parts."
+
+
+def chat(content: str = "What is the capital of France?", **fields: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": content}]
+    return {"model": "smollm2", "messages": messages, "temperature": 0, **fields}
+
+
+async def post(http: aiohttp.ClientSession, path: str, body: Any, **headers: str) -> Any:
+    async with http.post(path, json=body, headers=headers) as response:
+        answer = await response.json()
+        assert response.status == 200, answer
+        return answer
+
+
+async def events(response: aiohttp.ClientResponse) -> AsyncIterator[Any]:
+    """Yield each event's body; the end mark must be there."""
+    async for line in response.content:
+        if line.startswith(b"data: [DONE]"):
+            return
+        if line.startswith(b"data: "):
+            yield json.loads(line[6:])
+    raise AssertionError("the stream ended without its mark")
+
+
+async def stream(http: aiohttp.ClientSession, path: str, body: dict[str, Any]) -> list[Any]:
+    async with http.post(path, json={**body, "stream": True}) as response:
+        assert response.status == 200, await response.text()
+        assert response.content_type == "text/event-stream"
+        return [event async for event in events(response)]
+
+
+async def stats(http: aiohttp.ClientSession) -> Any:
+    async with http.get("/stats") as response:
+        return await response.json()
+
+
+async def until(http: aiohttp.ClientSession, **wanted: float) -> None:
+    """Poll /stats until it shows `wanted`."""
+    deadline_s = time.monotonic() + WAIT_S
+    while True:
+        seen = await stats(http)
+        if all(seen[name] == value for name, value in wanted.items()):
+            return
+        assert time.monotonic() < deadline_s, seen
+        await asyncio.sleep(0.02)
+
+
+def text_of(chunks: list[Any]) -> str:
+    return "".join(c["delta"].get("content", "") for e in chunks for c in e["choices"])
+
+
+async def test_a_chat_is_answered(http: aiohttp.ClientSession) -> None:
+    async with http.post(CHAT, json=chat(), headers={"x-request-id": "r-1"}) as response:
+        answer = await response.json()
+        assert response.headers["x-request-id"] == "r-1"
+    assert answer["object"] == "chat.completion"
+    assert answer["choices"][0]["message"] == {
+        "role": "assistant",
+        "content": "The capital of France is Paris.",
+    }
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    assert answer["usage"]["prompt_tokens"] == 37
+    assert answer["usage"]["completion_tokens"] == 7
+    assert answer["usage"]["total_tokens"] == 44
+
+
+async def test_a_stream_has_openais_shape(http: aiohttp.ClientSession) -> None:
+    chunks = await stream(http, CHAT, chat(stream_options={"include_usage": True}))
+    assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert text_of(chunks) == "The capital of France is Paris."
+    assert chunks[-2]["choices"][0]["finish_reason"] == "stop"
+    assert chunks[-2]["choices"][0]["delta"] == {}
+    assert chunks[-1]["choices"] == []
+    assert chunks[-1]["usage"]["completion_tokens"] == 7
+    assert len({chunk["id"] for chunk in chunks}) == 1
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    without = await stream(http, CHAT, chat())
+    assert all("usage" not in chunk for chunk in without)
+
+
+async def test_a_plain_completion_takes_text_or_tokens(http: aiohttp.ClientSession) -> None:
+    by_text = await post(http, PLAIN, {"prompt": "1 2 3 4", "max_tokens": 6, "temperature": 0})
+    assert by_text["usage"]["completion_tokens"] == 6
+    assert by_text["choices"][0]["finish_reason"] == "length"
+    tokens = [33, 216, 34]
+    by_tokens = {"prompt": tokens, "max_tokens": 3, "temperature": 0}
+    whole = await post(http, PLAIN, by_tokens)
+    assert whole["usage"]["prompt_tokens"] == 3
+    chunks = await stream(http, PLAIN, by_tokens)
+    assert "".join(e["choices"][0]["text"] for e in chunks) == whole["choices"][0]["text"]
+
+
+async def test_a_prefix_is_reused_within_its_tenant_only(http: aiohttp.ClientSession) -> None:
+    body = chat("A question about prefixes. " * 6, max_tokens=2)
+
+    async def cached(salt: str) -> int:
+        answer = await post(http, CHAT, body, **{"x-isochrone-cache-salt": salt})
+        return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    assert await cached("tenant-a") == 0
+    again = await cached("tenant-a")
+    assert again >= 48
+    assert again % 16 == 0
+    assert await cached("tenant-b") == 0
+
+
+async def test_eight_streams_at_once_equal_each_alone(http: aiohttp.ClientSession) -> None:
+    questions = [f"Write one sentence about the number {n}." for n in range(8)]
+    bodies = [chat(question, max_tokens=16) for question in questions]
+    together = await asyncio.gather(*(stream(http, CHAT, body) for body in bodies))
+    alone = [await stream(http, CHAT, body) for body in (bodies[0], bodies[5])]
+    assert text_of(together[0]) == text_of(alone[0])
+    assert text_of(together[5]) == text_of(alone[1])
+    seen = await stats(http)
+    assert seen["decode_tokens_per_s"] > 0
+    assert seen["prefill_tokens_per_s"] > 0
+
+
+async def test_a_client_that_goes_frees_its_blocks(http: aiohttp.ClientSession) -> None:
+    await until(http, running=0, kv_blocks_used=0)
+    body = {**chat(LONG), "stream": True, "ignore_eos": True, "max_tokens": 1000}
+    async with http.post(CHAT, json=body) as response:
+        async for event in events(response):
+            if event["choices"][0]["delta"].get("content"):
+                break
+        seen = await stats(http)
+        assert seen["running"] == 1
+        assert seen["kv_blocks_used"] > 0
+        assert seen["decode_tokens_in_flight"] > 900
+        response.close()
+    await until(http, running=0, waiting=0, kv_blocks_used=0, open=0)
+    # The same for one that waits for a whole answer.
+    task = asyncio.create_task(post(http, CHAT, {**body, "stream": False}))
+    await until(http, running=1)
+    task.cancel()
+    await until(http, running=0, kv_blocks_used=0, open=0)
+
+
+async def test_stop_strings_end_the_output_and_are_not_in_it(http: aiohttp.ClientSession) -> None:
+    for stop, wanted in ((" is Par", "The capital of France"), (["zzz", "Fr"], "The capital of ")):
+        answer = await post(http, CHAT, chat(stop=stop))
+        assert answer["choices"][0]["message"]["content"] == wanted
+        assert answer["choices"][0]["finish_reason"] == "stop"
+        assert text_of(await stream(http, CHAT, chat(stop=stop))) == wanted
+    # What only looked like the beginning of a stop string is told in the end.
+    answer = await post(http, CHAT, chat(stop="Paris.\nBut"))
+    assert answer["choices"][0]["message"]["content"] == "The capital of France is Paris."
+
+
+async def test_a_seed_gives_the_same_output_in_company(http: aiohttp.ClientSession) -> None:
+    seeded = chat("Invent a name for a ship.", temperature=1.2, seed=42, max_tokens=12)
+    others = [chat(LONG, temperature=1.0, max_tokens=12) for _ in range(3)]
+    alone = await post(http, CHAT, seeded)
+    crowd = await asyncio.gather(*(post(http, CHAT, body) for body in (seeded, *others)))
+    content = alone["choices"][0]["message"]["content"]
+    assert crowd[0]["choices"][0]["message"]["content"] == content
+    other = await post(http, CHAT, {**seeded, "seed": 43})
+    assert other["choices"][0]["message"]["content"] != content
+
+
+async def test_log_probabilities_are_told(http: aiohttp.ClientSession) -> None:
+    answer = await post(http, CHAT, chat(logprobs=True, top_logprobs=2, max_tokens=3))
+    entries = answer["choices"][0]["logprobs"]["content"]
+    assert [entry["token"] for entry in entries] == ["The", " capital", " of"]
+    for entry in entries:
+        assert entry["logprob"] <= 0
+        assert len(entry["top_logprobs"]) == 2
+        assert entry["top_logprobs"][0]["token"] == entry["token"]
+        assert bytes(entry["bytes"]).decode() == entry["token"]
+    plain = {"prompt": "One two three", "max_tokens": 2, "temperature": 0, "logprobs": 1}
+    told = (await post(http, PLAIN, plain))["choices"][0]["logprobs"]
+    assert len(told["tokens"]) == len(told["token_logprobs"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "code", "said"),
+    [
+        (CHAT, b"{", 400, "invalid_request", "cannot read body"),
+        (CHAT, b'{"messages":' + b"[" * 100_000, 400, "invalid_request", "cannot read body"),
+        (CHAT, b" " * (9 * 1024 * 1024), 413, "request_too_large", "large"),
+        (CHAT, chat(model="other"), 404, "model_not_found", "'other'"),
+        (CHAT, chat(n=3), 400, "invalid_request", "n above 1"),
+        (CHAT, chat(tools=[{}]), 400, "invalid_request", "tools"),
+        (CHAT, chat(max_tokens=5000), 400, "context_length_exceeded", "37 prompt tokens"),
+        (CHAT, chat("word " * 4000), 400, "context_length_exceeded", "limit of 2048"),
+        (CHAT, chat("word " * 700_000), 400, "context_length_exceeded", "tokens or more"),
+        (PLAIN, {"prompt": ""}, 400, "invalid_request", "empty prompt"),
+        (PLAIN, {"prompt": [10**6]}, 400, "invalid_request", "between 0 and 49151"),
+        (PLAIN, {"prompt": [1], "logit_bias": {"99999": 1}}, 400, "invalid_request", "token ids"),
+        ("/v1/nothing", {}, 404, "not_found", "no such path"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+async def test_bad_requests_are_refused_in_openais_shape(
+    http: aiohttp.ClientSession, path: str, body: Any, status: int, code: str, said: str
+) -> None:
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    async with http.post(path, data=io.BytesIO(data)) as response:
+        error = (await response.json())["error"]
+        assert response.status == status, error
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error"
+    assert error["code"] == code
+    assert said in error["message"]
+
+
+async def test_a_full_queue_refuses_and_says_when_to_return(http: aiohttp.ClientSession) -> None:
+    body = {**chat(LONG), "stream": True, "ignore_eos": True, "max_tokens": 600}
+    responses = [await http.post(CHAT, json=body) for _ in range(8)]
+    waiting = [asyncio.create_task(post(http, CHAT, chat())) for _ in range(4)]
+    await until(http, open=12)
+    async with http.post(CHAT, json=chat()) as refused:
+        assert refused.status == 429
+        assert int(refused.headers["retry-after"]) >= 1
+        assert (await refused.json())["error"]["code"] == "out_of_capacity"
+    for response in responses:
+        response.close()
+    answers = await asyncio.gather(*waiting)
+    assert {a["choices"][0]["message"]["content"] for a in answers} == {
+        "The capital of France is Paris."
+    }
+    await until(http, open=0, kv_blocks_used=0)
+
+
+async def test_health_models_and_metrics(
+    http: aiohttp.ClientSession, engine: EngineProcess
+) -> None:
+    async with http.get("/health") as response:
+        health = await response.json()
+        assert response.status == 200
+    assert health["status"] == "ok"
+    assert health["model"] == "smollm2"
+    async with http.get("/v1/models") as response:
+        assert [model["id"] for model in (await response.json())["data"]] == ["smollm2"]
+    async with http.get("/metrics") as response:
+        page = await response.text()
+    assert "isochrone_engine_tokens_out_total " in page
+    assert "isochrone_engine_kv_blocks_used " in page
+    async with http.get("/stats") as response:
+        told = await response.json()
+    assert {field.name for field in msgspec.structs.fields(EngineStats)} <= set(told)
+    assert msgspec.convert(told, EngineStats).kv_blocks_total == engine.ready["kv_blocks"]
+    assert engine.ready["ready"] is True
+    assert engine.ready["weights_bytes"] == 538_060_032
+
+
+async def test_sigterm_drains_and_exits_zero(model_path: Path, short_folder: Path) -> None:
+    process = launch(
+        short_folder, model_path=str(model_path), served_name="smollm2", client_queue_max=8
+    )
+    try:
+        engine = await asyncio.to_thread(wait_ready, process, short_folder)
+        async with engine.session() as http:
+            body = {**chat(LONG), "stream": True, "ignore_eos": True, "max_tokens": 40}
+            async with http.post(CHAT, json=body) as response:
+                process.send_signal(signal.SIGTERM)
+                async with http.post("/drain") as drain:
+                    assert (await drain.json())["open"] == 1
+                async with http.post(CHAT, json=chat()) as refused:
+                    assert refused.status == 503
+                assert len([event async for event in events(response)]) >= 2
+        assert await asyncio.to_thread(process.wait, WAIT_S) == 0
+        assert not engine.socket.exists()
+    finally:
+        await asyncio.to_thread(end, process)
+    log = (short_folder / "log").read_text()
+    assert "lighthouse" not in log
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"model_path": "/nowhere/model.gguf"}, "no such file"),
+        ({"kv_memory_bytes": 2**60}, "are available"),
+        ({"device": "cuda:0"}, "no CUDA device"),
+        ({"device": "tpu"}, "device"),
+        ({"batch_tokens_max": 2}, "must exceed"),
+        ({"unknown_field": 1}, "unknown_field"),
+    ],
+    ids=str,
+)
+async def test_a_config_that_cannot_be_served_ends_in_words(
+    model_path: Path, short_folder: Path, fields: dict[str, Any], said: str
+) -> None:
+    whole = {"model_path": str(model_path), "served_name": "x", **fields}
+    process = launch(short_folder, **whole)
+    try:
+        assert await asyncio.to_thread(process.wait, WAIT_S) == 2
+    finally:
+        await asyncio.to_thread(end, process)
+    log = (short_folder / "log").read_text()
+    assert said in log
+    assert log.splitlines()[-1].startswith("cannot")

@@ -1,0 +1,169 @@
+"""Batching: the budget is kept, decodes never wait, nobody starves, everything is given back."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nodeagent.engine.decide.batching import Batch, Batching, Limits
+from nodeagent.engine.decide.blocks import Blocks
+from nodeagent.engine.decide.sequence import BLOCK_TOKENS, Ending, Finish, Sequence
+
+BLOCKS = 8
+STEPS_MAX = 3000
+
+
+def make(blocks: int = BLOCKS, budget: int = 24, sequences: int = 4) -> Batching:
+    return Batching(Limits(budget, sequences), Blocks(blocks))
+
+
+def sequence(number: int, prompt: int, output: int, salt: bytes = b"", start: int = 0) -> Sequence:
+    return Sequence(number, list(range(start, start + prompt)), Ending(output, frozenset()), salt)
+
+
+def play(batching: Batching, batch: Batch, token: int = 7) -> list[Sequence]:
+    """Do what the engine does after a step; return who finished."""
+    finished = []
+    for chunk in batch.chunks:
+        batching.computed(chunk)
+    for chunk in batch.chunks:
+        if chunk.samples and chunk.sequence.append(token) is Finish.LENGTH:
+            batching.remove(chunk.sequence)
+            finished.append(chunk.sequence)
+    return finished
+
+
+def check(batching: Batching, batch: Batch, decoding: list[Sequence]) -> None:
+    limits = batching.limits
+    assert 0 < batch.tokens <= limits.batch_tokens_max
+    assert len(batching.running) <= limits.sequences_max
+    assert [s.number for s in batching.running] == sorted(s.number for s in batching.running)
+    ran = [chunk.sequence for chunk in batch.chunks]
+    assert len(set(map(id, ran))) == len(ran)
+    # Every sequence that was decoding runs, unless it gave its blocks back.
+    assert all(s in ran or s in batching.waiting for s in decoding)
+    for chunk in batch.chunks:
+        assert chunk.start == chunk.sequence.computed
+        assert chunk.start + chunk.tokens <= len(chunk.sequence.blocks) * BLOCK_TOKENS
+    counts: dict[int, int] = {}
+    for held in batching.running:
+        for block in held.blocks:
+            counts[block] = counts.get(block, 0) + 1
+    assert all(not s.blocks for s in batching.waiting)
+    for block in range(batching.blocks.total):
+        assert batching.blocks.holders(block) == counts.get(block, 0)
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(1, 60), st.integers(1, 40), st.sampled_from([b"", b"x"]), st.integers(0, 6)
+        ),
+        min_size=1,
+        max_size=12,
+    ),
+    st.integers(5, 40),
+)
+def test_everyone_finishes_and_everything_is_given_back(
+    asks: list[tuple[int, int, bytes, int]], budget: int
+) -> None:
+    batching = make(budget=budget)
+    arriving = [
+        (gap, sequence(number, prompt, output, salt))
+        for number, (prompt, output, salt, gap) in enumerate(asks)
+    ]
+    finished: list[Sequence] = []
+    for _ in range(STEPS_MAX):
+        while arriving and (arriving[0][0] == 0 or not batching.busy):
+            batching.submit(arriving.pop(0)[1])
+        if arriving:
+            arriving[0] = (arriving[0][0] - 1, arriving[0][1])
+        decoding = [s for s in batching.running if s.decoding]
+        oldest = min((*batching.running, *batching.waiting), key=lambda s: s.number)
+        before = (oldest.computed, len(oldest.tokens))
+        batch = batching.next_batch()
+        check(batching, batch, decoding)
+        done = play(batching, batch)
+        finished += done
+        if oldest.admitted and oldest not in done:
+            assert (oldest.computed, len(oldest.tokens)) > before, "the oldest must always move"
+        if not batching.busy and not arriving:
+            break
+    assert len(finished) == len(asks)
+    assert all(s.output_tokens == s.ending.tokens_max for s in finished)
+    assert batching.blocks.held == 0
+
+
+def test_a_long_prompt_comes_in_chunks_between_decodes() -> None:
+    batching = make(blocks=20, budget=24)
+    short = sequence(1, 4, 50)
+    batching.submit(short)
+    play(batching, batching.next_batch())
+    batching.submit(sequence(2, 100, 5))
+    for _ in range(4):
+        batch = batching.next_batch()
+        assert [chunk.sequence for chunk in batch.decodes] == [short]
+        assert batch.tokens == 24
+        play(batching, batch)
+
+
+def test_a_second_prompt_finds_the_first_ones_blocks_under_the_same_salt_only() -> None:
+    batching = make(blocks=20, budget=64)
+    for number, salt, cached in ((1, b"a", 0), (2, b"a", 32), (3, b"b", 0)):
+        one = sequence(number, 40, 1, salt)
+        batching.submit(one)
+        play(batching, batching.next_batch())
+        assert one.cached_tokens == cached
+    # A prompt of whole blocks still computes its last one: its logits are what is wanted.
+    whole = sequence(4, 32, 1, b"a")
+    batching.submit(whole)
+    play(batching, batching.next_batch())
+    assert whole.cached_tokens == 16
+
+
+def test_the_youngest_gives_way_and_comes_back_whole() -> None:
+    batching = make(blocks=4, budget=64)
+    old, young = sequence(1, 30, 20), sequence(2, 30, 20, start=100)
+    batching.submit(old)
+    batching.submit(young)
+    while old in batching.running or not batching.preemptions:
+        play(batching, batching.next_batch())
+    assert batching.preemptions == 1
+    assert old.output_tokens == 20
+    while batching.busy:
+        play(batching, batching.next_batch())
+    assert young.output_tokens == 20
+    assert batching.blocks.held == 0
+
+
+def test_cancelling_gives_the_blocks_back_at_once() -> None:
+    batching = make()
+    running, waiting = sequence(1, 100, 5), sequence(2, 100, 5)
+    batching.submit(running)
+    batching.next_batch()
+    batching.submit(waiting)
+    batching.remove(waiting)
+    batching.remove(running)
+    assert not batching.busy
+    assert batching.blocks.held == 0
+
+
+def test_limits_that_would_starve_prompts_are_refused() -> None:
+    with pytest.raises(ValueError, match="cannot batch 4 tokens for 4 sequences"):
+        Limits(4, 4)
+
+
+def test_a_stop_token_ends_the_sequence_and_is_not_kept() -> None:
+    one = Sequence(1, [5, 6], Ending(3, frozenset({2})))
+    assert one.append(9) is None
+    assert one.append(2) is Finish.STOP
+    assert one.tokens == [5, 6, 9]
+
+
+def test_the_chain_depends_on_salt_and_on_all_that_came_before() -> None:
+    one, other = sequence(1, 32, 1), sequence(2, 32, 1, start=1)
+    salted = sequence(3, 32, 1, b"s")
+    assert one.chain(2)[1] != other.chain(2)[1]
+    assert one.chain(1) != salted.chain(1)
+    changed = Sequence(4, [99, *range(1, 32)], Ending(1, frozenset()))
+    assert changed.chain(2)[1] != one.chain(2)[1]

@@ -1,0 +1,98 @@
+"""Bodies: what is refused says so, what is unknown passes, what is asked arrives."""
+
+import json
+from typing import Any
+
+import pytest
+
+from isochrone.wire.errors import ApiError, ErrorCode
+from nodeagent.engine.openai import (
+    ask_of,
+    plain_messages,
+    prompt_of,
+    read_chat,
+    read_completion,
+)
+
+LIMIT = 1_000_000
+HI = [{"role": "user", "content": "hi"}]
+
+
+def chat(**fields: Any) -> bytes:
+    return json.dumps({"messages": HI, **fields}).encode()
+
+
+def read_wholly(body: bytes) -> None:
+    read = read_chat(body, LIMIT)
+    plain_messages(read)
+    ask_of(read)
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b"", "cannot read body"),
+        (b"{", "cannot read body"),
+        (b"[]", "Expected `object`"),
+        (b"\xff", "cannot read body"),
+        (b'{"messages":' + b"[" * 100_000, "cannot read body"),
+        (b'{"x":' + b"[" * 100_000 + b"]" * 100_000 + b',"messages":[]}', "cannot read body"),
+        (b"{}", "messages"),
+        (chat(messages=[]), "length >= 1"),
+        (chat(messages="hi"), "Expected `array`"),
+        (chat(messages=[{"role": "wizard", "content": "x"}]), "role"),
+        (chat(messages=[{"role": "user", "content": [{"type": "image_url"}]}]), "text parts"),
+        (chat(temperature="hot"), "temperature"),
+        (chat(temperature=3), "temperature"),
+        (chat(top_p=0), "top_p"),
+        (chat(max_tokens=0), "max_tokens"),
+        (chat(seed=2**64), "seed"),
+        (chat(n=2), "n above 1"),
+        (chat(tools=[{"type": "function"}]), "tools are not supported"),
+        (chat(response_format={"type": "json_object"}), "response_format"),
+        (chat(top_logprobs=2), "needs logprobs"),
+        (chat(logit_bias={"x": 1}), "logit_bias"),
+        (chat(logit_bias={"1": 1000}), "logit_bias"),
+        (chat(stop=["x"] * 17), "stop strings"),
+    ],
+)
+def test_a_bad_chat_is_refused_in_words(body: bytes, said: str) -> None:
+    with pytest.raises(ApiError, match=said) as caught:
+        read_wholly(body)
+    assert caught.value.code is ErrorCode.INVALID_REQUEST
+
+
+@pytest.mark.parametrize(
+    ("prompt", "wanted"),
+    [("hi", "hi"), (["hi"], "hi"), ([1, 2], [1, 2]), ([[1, 2]], [1, 2]), ([], [])],
+)
+def test_one_prompt_comes_as_text_or_tokens(prompt: Any, wanted: Any) -> None:
+    assert prompt_of(read_completion(json.dumps({"prompt": prompt}).encode(), LIMIT)) == wanted
+
+
+@pytest.mark.parametrize("prompt", [["a", "b"], [1, "a"], [[1], [2]], [None], [True, 1], [1.5]])
+def test_many_prompts_are_refused(prompt: Any) -> None:
+    body = read_completion(json.dumps({"prompt": prompt}).encode(), LIMIT)
+    with pytest.raises(ApiError, match="prompt must be one"):
+        prompt_of(body)
+
+
+def test_what_is_asked_arrives_and_unknown_fields_pass() -> None:
+    body = chat(
+        temperature=0.000001, top_k=-1, seed=7, stop="x", max_completion_tokens=5, max_tokens=9,
+        logprobs=True, top_logprobs=3, stream=True, stream_options={"include_usage": True},
+        logit_bias={"5": -100}, wholly_unknown={"a": [1]}, user="u",
+    )  # fmt: skip
+    ask = ask_of(read_chat(body, LIMIT))
+    assert ask.params.temperature == 0
+    assert (ask.params.top_k, ask.params.seed, ask.params.logprobs) == (0, 7, 3)
+    assert ask.params.logit_bias == ((5, -100.0),)
+    assert (ask.max_tokens, ask.stops) == (5, ("x",))
+    assert ask.stream
+    assert ask.include_usage
+
+
+def test_text_parts_are_joined() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    body = read_chat(chat(messages=[{"role": "developer", "content": parts}]), LIMIT)
+    assert plain_messages(body) == [{"role": "system", "content": "ab"}]

@@ -1,0 +1,84 @@
+"""Sampling: each knob does what it says, a seed means the same in any company."""
+
+import pytest
+import torch
+
+from nodeagent.engine.sampling import Sampled, Sampler, SamplingParams, UnsoundLogits, sample_rows
+
+LOGITS = torch.tensor([1.0, 3.0, 2.0, 0.0, -1.0])
+
+
+def draws(params: SamplingParams, count: int = 200) -> set[int]:
+    sampler = Sampler(params, [])
+    return {sampler.sample(LOGITS.clone()).token for _ in range(count)}
+
+
+def test_temperature_zero_takes_the_likeliest() -> None:
+    assert draws(SamplingParams(temperature=0), 3) == {1}
+
+
+@pytest.mark.parametrize(
+    ("params", "wanted"),
+    [
+        (SamplingParams(top_k=2, seed=1), {1, 2}),
+        (SamplingParams(top_k=1, seed=1), {1}),
+        (SamplingParams(top_p=0.5, seed=1), {1}),
+        (SamplingParams(top_p=0.8, seed=1), {1, 2}),
+        (SamplingParams(min_p=0.3, seed=1), {1, 2}),
+        (SamplingParams(temperature=2.0, seed=1), {0, 1, 2, 3, 4}),
+    ],
+)
+def test_tails_are_cut(params: SamplingParams, wanted: set[int]) -> None:
+    assert draws(params) == wanted
+
+
+def test_draws_follow_the_probabilities() -> None:
+    sampler = Sampler(SamplingParams(seed=11), [])
+    counts = torch.zeros(5)
+    for _ in range(4000):
+        counts[sampler.sample(LOGITS.clone()).token] += 1
+    assert torch.allclose(counts / 4000, LOGITS.softmax(-1), atol=0.03)
+
+
+def test_a_seed_gives_the_same_in_any_company() -> None:
+    alone = Sampler(SamplingParams(seed=5), [])
+    first = [alone.sample(LOGITS.clone()).token for _ in range(20)]
+    crowd = [Sampler(SamplingParams(seed=seed), []) for seed in (4, 5, None)]
+    second = []
+    for _ in range(20):
+        rows = sample_rows(LOGITS.repeat(3, 1), crowd)
+        assert isinstance(rows[1], Sampled)
+        second.append(rows[1].token)
+    assert first == second
+
+
+def test_penalties_and_bias_move_the_choice() -> None:
+    def greedy(prompt: tuple[int, ...] = (), **knobs: object) -> list[int]:
+        params = SamplingParams(temperature=0, **knobs)  # type: ignore[arg-type]
+        sampler = Sampler(params, list(prompt))
+        return [sampler.sample(LOGITS.clone()).token for _ in range(3)]
+
+    assert greedy() == [1, 1, 1]
+    assert greedy(presence_penalty=1.5) == [1, 2, 1]
+    assert greedy(frequency_penalty=0.7) == [1, 1, 2]
+    assert greedy((1,), repetition_penalty=2.0) == [2, 1, 1]
+    assert greedy(logit_bias=((4, 100.0),)) == [4, 4, 4]
+
+
+def test_log_probabilities_are_the_models_own() -> None:
+    sampler = Sampler(SamplingParams(temperature=0, logit_bias=((4, 100.0),), logprobs=2), [])
+    told = sampler.sample(LOGITS.clone())
+    wanted = LOGITS.log_softmax(-1)
+    assert told.token == 4
+    assert told.logprob == pytest.approx(float(wanted[4]))
+    assert [token for token, _ in told.top] == [1, 2]
+
+
+def test_an_unsound_row_harms_no_other() -> None:
+    logits = LOGITS.repeat(3, 1)
+    logits[1, 3] = torch.nan
+    logits[2, :] = -torch.inf
+    rows = sample_rows(logits, [Sampler(SamplingParams(temperature=0), []) for _ in range(3)])
+    assert rows[0] == Sampled(1)
+    assert isinstance(rows[1], UnsoundLogits)
+    assert isinstance(rows[2], UnsoundLogits)

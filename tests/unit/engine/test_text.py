@@ -1,0 +1,94 @@
+"""Text comes out whole: no half character, nothing of a stop string, whatever the token cuts."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+
+from nodeagent.engine.models.shape import CheckpointError
+from nodeagent.engine.template import ChatTemplate, UnusableChat
+from nodeagent.engine.text import StopStrings, TokenText
+from nodeagent.engine.vocabulary import _BYTE_OF_LETTER, Vocabulary
+
+LETTERS = {byte: letter for letter, byte in _BYTE_OF_LETTER.items()}
+
+
+def byte_vocabulary() -> Vocabulary:
+    """One token for each byte, and one special token."""
+    vocabulary = {LETTERS[byte]: byte for byte in range(256)} | {"<end>": 256}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.decoder = decoders.ByteLevel()
+    return Vocabulary(
+        tokenizer=tokenizer,
+        byte_level=True,
+        stop_ids=frozenset({256}),
+        special_ids=frozenset({256}),
+        chat_template=None,
+        bos_token="",
+        eos_token="<end>",
+    )
+
+
+VOCABULARY = byte_vocabulary()
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.text(max_size=20))
+def test_every_character_comes_out_whole(text: str) -> None:
+    decoder = TokenText(VOCABULARY)
+    pieces = [decoder.feed(byte) for byte in text.encode("utf-8", "ignore")]
+    assert "".join(pieces) == text
+    assert all(piece == "" or piece in text for piece in pieces)
+
+
+def test_a_character_cut_by_the_end_is_dropped_and_special_tokens_say_nothing() -> None:
+    decoder = TokenText(VOCABULARY)
+    tokens = [*"é".encode(), 256, *"😀".encode()[:3]]
+    assert "".join(decoder.feed(token) for token in tokens) == "é"
+
+
+def test_bytes_that_are_no_character_are_replaced_once_that_is_sure() -> None:
+    decoder = TokenText(VOCABULARY)
+    assert "".join(decoder.feed(token) for token in (0xF0, 0x41)) == "\ufffdA"
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    st.lists(st.text(alphabet="abc", max_size=4), max_size=8),
+    st.lists(st.text(alphabet="abc", min_size=1, max_size=3), min_size=1, max_size=3),
+)
+def test_stop_strings_are_found_across_pieces_and_never_emitted(
+    pieces: list[str], stops: list[str]
+) -> None:
+    matcher = StopStrings(tuple(stops))
+    emitted = ""
+    fed = ""
+    for piece in pieces:
+        fed += piece
+        emitted += matcher.feed(piece)
+        if matcher.matched:
+            break
+    ends = [at for stop in stops if (at := fed.find(stop)) >= 0]
+    assert matcher.matched == bool(ends)
+    if ends:
+        assert emitted == fed[: min(ends)]
+    else:
+        assert emitted + matcher.flush() == fed
+
+
+def test_a_template_is_kept_in_its_sandbox() -> None:
+    template = ChatTemplate("{{ ''.__class__.__mro__[1].__subclasses__() }}", "", "")
+    with pytest.raises(UnusableChat):
+        template.render([])
+    with pytest.raises(UnusableChat, match="no system prompt"):
+        ChatTemplate("{{ raise_exception('no system prompt') }}", "", "").render([])
+    with pytest.raises(CheckpointError, match="cannot compile"):
+        ChatTemplate("{% for %}", "", "")
+
+
+def test_sentencepiece_tokens_spell_spaces_and_bytes() -> None:
+    pieces = ["\u2581Hi", "\u2581you", "<0xC3>", "<0xA9>"]
+    tokenizer = Tokenizer(models.BPE(vocab={p: i for i, p in enumerate(pieces)}, merges=[]))
+    vocabulary = Vocabulary(tokenizer, False, frozenset(), frozenset(), None, "", "")
+    decoder = TokenText(vocabulary)
+    assert [decoder.feed(token) for token in range(4)] == ["Hi", " you", "", "é"]

@@ -1,0 +1,109 @@
+"""The bridge to the step thread: clients who do not read are cut, a failed step is told."""
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+
+from isochrone.wire.errors import ApiError, ErrorCode
+from nodeagent.engine.clients import Clients
+from nodeagent.engine.decide.batching import Batching, Limits
+from nodeagent.engine.decide.blocks import Blocks
+from nodeagent.engine.decide.sequence import Ending
+from nodeagent.engine.openai import Ask
+from nodeagent.engine.rates import StepRates
+from nodeagent.engine.sampling import SamplingParams
+from nodeagent.engine.step import Delta, Engine, Generation, Stepped
+from nodeagent.engine.worker import Worker
+from tests.unit.engine.test_text import VOCABULARY
+
+ASK = Ask(SamplingParams(), 4, (), frozenset(), False, True, False)
+
+
+class Outbox:
+    """Notes what would go to the step thread."""
+
+    def __init__(self) -> None:
+        self.submitted: list[Generation] = []
+        self.cancelled: list[int] = []
+
+    def submit(self, generation: Generation) -> None:
+        self.submitted.append(generation)
+
+    def cancel(self, number: int) -> None:
+        self.cancelled.append(number)
+
+
+def open_one(clients: Clients, outbox: Any, aborted: list[int]) -> Any:
+    ending = Ending(4, frozenset())
+    return clients.open(outbox, ASK, [1, 2], ending, b"", lambda: aborted.append(1))
+
+
+async def test_who_does_not_read_is_cut_and_cancelled() -> None:
+    clients = Clients(VOCABULARY, open_max=2, queue_max=3)
+    outbox = Outbox()
+    aborted: list[int] = []
+    client = open_one(clients, outbox, aborted)
+    clients.publish([Delta(client.number, "x", None, 1, 0)] * 3)
+    await turn()
+    assert not aborted
+    clients.publish([Delta(client.number, "x", None, 1, 0)])
+    await turn()
+    assert aborted
+    assert client.deltas.qsize() == 3
+    clients.close(outbox, client)  # type: ignore[arg-type]
+    assert outbox.cancelled == [client.number]
+    assert await clients.wait_empty(1)
+
+
+async def turn() -> None:
+    """Let the event loop run what is due."""
+    due = asyncio.Event()
+    asyncio.get_running_loop().call_soon(due.set)
+    await due.wait()
+
+
+async def test_one_more_than_the_limit_is_refused_and_so_is_all_while_draining() -> None:
+    clients = Clients(VOCABULARY, open_max=1, queue_max=3)
+    outbox = Outbox()
+    open_one(clients, outbox, [])
+    with pytest.raises(ApiError) as full:
+        open_one(clients, outbox, [])
+    assert full.value.code is ErrorCode.OUT_OF_CAPACITY
+    clients.draining = True
+    with pytest.raises(ApiError) as draining:
+        clients.admit()
+    assert draining.value.code is ErrorCode.UNAVAILABLE
+
+
+def test_a_failed_step_is_told_and_ends_the_thread() -> None:
+    class Broken:
+        def run(self, batch: object) -> None:
+            raise RuntimeError("the device is gone")
+
+    died = threading.Event()
+    engine = Engine(Broken(), Batching(Limits(8, 2), Blocks(4)))  # type: ignore[arg-type]
+    worker = Worker(engine, lambda deltas: None, died.set)
+    worker.start()
+    clients_less = Outbox()
+    asyncio.run(_submit(worker, clients_less))
+    assert died.wait(5)
+    assert worker.died
+    assert worker.stop(5)
+
+
+async def _submit(worker: Worker, outbox: Outbox) -> None:
+    clients = Clients(VOCABULARY, open_max=1, queue_max=3)
+    open_one(clients, outbox, [])
+    worker.submit(outbox.submitted[0])
+
+
+def test_rates_count_only_the_steps_they_dominate() -> None:
+    rates = StepRates()
+    rates.note(Stepped([], 100, 0), 1.0)
+    rates.note(Stepped([], 100, 90), 9.0)
+    rates.note(Stepped([], 0, 8), 0.5)
+    assert rates.prefill.per_s == 100.0
+    assert rates.decode.per_s == 16.0
+    assert rates.steps == 3
