@@ -1,0 +1,114 @@
+"""What a client may send on the OpenAI surface, as far as the router must know it.
+
+The engine checks the rest: the original bytes go on to it, so unknown fields are let through.
+"""
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+ModelField = Annotated[str, Meta(min_length=1, max_length=128)]
+TokenCount = Annotated[int, Meta(ge=1, le=10_000_000)]
+Choices = Annotated[int, Meta(ge=1, le=16)]
+Temperature = Annotated[float, Meta(ge=0, le=2)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Stops = str | Annotated[list[str], Meta(max_length=16)]
+
+
+class Part(msgspec.Struct, frozen=True):
+    """One part of a message's content; only text counts here."""
+
+    type: Annotated[str, Meta(max_length=32)]
+    text: str | None = None
+
+
+class Message(msgspec.Struct, frozen=True):
+    """One message of a chat."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | Annotated[list[Part], Meta(max_length=1024)] | None = None
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    """Whether the client wants the usage frame."""
+
+    include_usage: bool | None = None
+
+
+class Options(msgspec.Struct, frozen=True, rename="camel"):
+    """Our own options, named as Workers AI names them."""
+
+    reject_if_busy: bool = False
+
+
+class _Shared(msgspec.Struct, frozen=True, kw_only=True):
+    model: ModelField
+    max_tokens: TokenCount | None = None
+    n: Choices | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | UnsetType | None = UNSET
+    temperature: Temperature | None = None
+    top_p: Share | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    stop: Stops | None = None
+    seed: int | None = None
+    options: Options | None = None
+
+
+class ChatRequest(_Shared, frozen=True, kw_only=True):
+    """`POST /v1/chat/completions`."""
+
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=10_000)]
+    max_completion_tokens: TokenCount | None = None
+
+    @property
+    def text_bytes(self) -> int:
+        """How much text the prompt holds, the template's words included."""
+        return sum(_text_bytes(message.content) + 16 for message in self.messages)
+
+    @property
+    def output_tokens_max(self) -> int | None:
+        """How many tokens the client allows."""
+        return self.max_completion_tokens or self.max_tokens
+
+
+class CompletionRequest(_Shared, frozen=True, kw_only=True):
+    """`POST /v1/completions`. A prompt may also be token ids."""
+
+    prompt: (
+        str
+        | Annotated[
+            list[str | int | Annotated[list[int], Meta(max_length=1_000_000)]],
+            Meta(min_length=1, max_length=1_000_000),
+        ]
+    )
+
+    @property
+    def text_bytes(self) -> int:
+        """How much text the prompt holds; a token id counts as four bytes."""
+        if isinstance(self.prompt, str):
+            return len(self.prompt.encode())
+        return sum(
+            4
+            if isinstance(one, int)
+            else len(one.encode())
+            if isinstance(one, str)
+            else 4 * len(one)
+            for one in self.prompt
+        )
+
+    @property
+    def output_tokens_max(self) -> int | None:
+        """How many tokens the client allows."""
+        return self.max_tokens
+
+
+def _text_bytes(content: str | list[Part] | None) -> int:
+    if content is None:
+        return 0
+    if isinstance(content, str):
+        return len(content.encode(errors="replace"))
+    return sum(len((part.text or "").encode(errors="replace")) for part in content)

@@ -1,0 +1,296 @@
+"""The only place of composition: makes every part, ties them, and owns their tasks."""
+
+import asyncio
+import logging
+import random
+import socket
+import time
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import msgspec
+from aiohttp import web
+
+from isochrone.service import tls
+from isochrone.service.config import ConfigError
+from isochrone.service.control import ControlLink, join
+from isochrone.service.door import DoorLimits, open_door
+from isochrone.service.identity import Identity, IdentityError, load_identity
+from isochrone.service.loop import Loop
+from isochrone.service.metrics import exposition
+from isochrone.service.notify import notify, watchdog_interval_s
+from isochrone.wire.control import PeerRole, ToRouter, Welcome
+from isochrone.wire.ids import BootId, RouterId
+from isochrone.wire.routes import RouteDelta, RouteTable
+from isochrone.wire.usage import UsageAck
+from router.apis.openai.chat import OpenAiSurface
+from router.apis.openai.encode import error_answer
+from router.apis.openai.surface import public_app
+from router.config import RouterConfig
+from router.dataplane.forward import Upstream
+from router.decide.admit import Gate
+from router.fleet import Fleet
+from router.loops.follow import Follower
+from router.loops.probe import Prober
+from router.loops.ship import Shipper, UsageSpool
+from router.metrics import Metrics
+from router.record import Recorder
+from router.serve import Corridor
+
+log = logging.getLogger(__name__)
+
+ROUND_TRIPS_INTERVAL_S: Final = 10.0
+GAUGES_INTERVAL_S: Final = 1.0
+RECONSIDER_INTERVAL_S: Final = 1.0
+
+
+class House(NamedTuple):
+    """A running router, as the tests and `run` see it."""
+
+    port: int
+    private_port: int
+    fleet: Fleet
+    follower: Follower
+    recorder: Recorder
+    metrics: Metrics
+    loops: dict[str, Loop]
+
+
+async def run(config: RouterConfig, stopping: asyncio.Event) -> int:
+    """Serve until `stopping`, then drain. Returns the exit code."""
+    identity = await papers_of(config)
+    async with open_house(config, identity) as house:
+        log.info(
+            "serving",
+            extra={"fields": {"port": house.port, "pop": identity.pop, "router": identity.name}},
+        )
+        notify("READY=1")
+        await stopping.wait()
+        notify("STOPPING=1")
+    return 0
+
+
+async def papers_of(config: RouterConfig) -> Identity:
+    """Return this router's identity, joining the cluster where it has none yet."""
+    try:
+        identity = await asyncio.to_thread(load_identity, config.state_folder)
+        if identity is not None:
+            return identity
+        if not config.join_token or not config.schedulers:
+            raise ConfigError(
+                f"cannot start: {config.state_folder} holds no identity; give --join TOKEN "
+                "(made by the scheduler's admin API) and the schedulers' URLs"
+            )
+        return await join(
+            urls=config.schedulers,
+            token=config.join_token,
+            role=PeerRole.ROUTER,
+            name=config.name or socket.gethostname().lower(),
+            folder=config.state_folder,
+        )
+    except IdentityError as error:
+        raise ConfigError(str(error)) from error
+
+
+class Parts:
+    """Everything a router is made of, not yet running."""
+
+    def __init__(self, config: RouterConfig, identity: Identity) -> None:
+        """Make the parts and tie them."""
+        clock = time.monotonic
+        boot_id = BootId(uuid.uuid4().hex)
+        state = config.state_folder
+        self.config = config
+        self.metrics = Metrics()
+        self.gate = Gate()
+        self.fleet = Fleet(identity.pop, clock)
+        self.recorder = Recorder(identity.pop, self.metrics, clock)
+        context = tls.client_context(identity) if config.node_tls else None
+        self.upstream = Upstream(config, context)
+        self.follower = Follower(
+            fleet=self.fleet,
+            gate=self.gate,
+            metrics=self.metrics,
+            cluster_id=identity.cluster_id,
+            snapshot=state / "table.snapshot",
+            clock=clock,
+        )
+        self.link = ControlLink(
+            urls=config.schedulers,
+            identity=identity,
+            boot_id=boot_id,
+            incoming=ToRouter,
+            progress=self.follower.progress,
+            on_welcome=self.on_welcome,
+            on_message=self.on_message,
+            chance=random.Random(),  # noqa: S311 - jitter, not a secret
+        )
+        self.spool = UsageSpool(state / "usage", config.spool_bytes_max)
+        self.shipper = Shipper(
+            router_id=RouterId(identity.name),
+            boot_id=boot_id,
+            pop=identity.pop,
+            fleet=self.fleet,
+            recorder=self.recorder,
+            metrics=self.metrics,
+            spool=self.spool,
+            send=self.send,
+            clock=clock,
+            unix_clock=time.time,
+            resend_s=config.usage_resend_s,
+        )
+        self.prober = Prober(
+            fleet=self.fleet,
+            upstream=self.upstream,
+            metrics=self.metrics,
+            dropped=self.follower.dropped,
+            timeout_s=config.probe_timeout_s,
+        )
+        self.corridor = Corridor(
+            config=config,
+            fleet=self.fleet,
+            gate=self.gate,
+            upstream=self.upstream,
+            recorder=self.recorder,
+            metrics=self.metrics,
+            clock=clock,
+        )
+        self.surface = OpenAiSurface(
+            config=config,
+            fleet=self.fleet,
+            corridor=self.corridor,
+            clock=clock,
+            unix_clock=time.time,
+            new_id=lambda: f"req-{uuid.uuid4().hex}",
+        )
+        self.loops = self._loops()
+
+    async def send(self, message: msgspec.Struct) -> bool:
+        """Send one message up; False where nobody listens."""
+        return await self.link.send(message)
+
+    async def on_welcome(self, welcome: Welcome) -> None:
+        """The scheduler took us."""
+        await self.follower.on_welcome(welcome)
+        self.shipper.on_welcome()
+
+    async def on_message(self, message: Any) -> None:
+        """Give what came down to whom it concerns."""
+        if isinstance(message, RouteTable | RouteDelta):
+            await self.follower.on_table(message, self.send)
+        elif isinstance(message, UsageAck):
+            await self.shipper.on_ack(message)
+
+    async def set_gauges(self) -> None:
+        """Say how things stand, for whoever reads the metrics."""
+        metrics, fleet = self.metrics, self.fleet
+        now_s = time.monotonic()
+        if self.link.connected and self.follower.held is None and fleet.table is not None:
+            fleet.confirmed_at_s = now_s
+        metrics.connected.set(self.link.connected)
+        metrics.table_age.set(now_s - fleet.confirmed_at_s if fleet.confirmed_at_s else 0)
+        totals = fleet.in_flight.totals()
+        metrics.in_flight.labels("prefill").set(totals.prefill_tokens)
+        metrics.in_flight.labels("decode").set(totals.decode_tokens)
+        metrics.open_requests.set(totals.requests)
+        metrics.waiting.set(self.corridor.waiting.depth)
+
+    def _loops(self) -> dict[str, Loop]:
+        config, jitter = self.config, random.Random()  # noqa: S311 - jitter, not a secret
+        loops = [
+            Loop("persist", self.follower.persist, 30.0),
+            Loop("reconsider", self.follower.reconsider, RECONSIDER_INTERVAL_S),
+            Loop("probe", self.prober.run_once, config.probe_interval_s, jitter=jitter),
+            Loop("demand", self.shipper.ship_demand, config.demand_interval_s, jitter=jitter),
+            Loop("usage", self.shipper.ship_usage, config.usage_interval_s, jitter=jitter),
+            Loop("round_trips", self.shipper.ship_round_trips, ROUND_TRIPS_INTERVAL_S),
+            Loop("gauges", self.set_gauges, GAUGES_INTERVAL_S),
+        ]
+        watchdog_s = watchdog_interval_s()
+        if watchdog_s is not None:
+            loops.append(Loop("watchdog", _alive, watchdog_s))
+        named = {loop.name: loop for loop in loops}
+        self.follower.on_change(named["persist"].nudge)
+        return named
+
+
+@asynccontextmanager
+async def open_house(config: RouterConfig, identity: Identity) -> AsyncIterator[House]:
+    """Run a router. On exit: stop accepting, finish what streams, put the ledger on disk."""
+    parts = Parts(config, identity)
+    await asyncio.to_thread(_make_folder, config.state_folder)
+    await asyncio.to_thread(parts.spool.open)
+    await parts.follower.load(time.time())
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(parts.upstream.close)
+        stack.push_async_callback(_put_away, parts)
+        tasks = await stack.enter_async_context(asyncio.TaskGroup())
+        owned = [tasks.create_task(loop.run(), name=name) for name, loop in parts.loops.items()]
+        if config.schedulers:
+            owned.append(tasks.create_task(parts.link.run(), name="link"))
+        for task in owned:
+            stack.callback(task.cancel)
+        port, private_port = await _open_doors(parts, stack)
+        yield House(
+            port,
+            private_port,
+            parts.fleet,
+            parts.follower,
+            parts.recorder,
+            parts.metrics,
+            parts.loops,
+        )
+
+
+async def _open_doors(parts: Parts, stack: AsyncExitStack) -> tuple[int, int]:
+    config = parts.config
+    app = public_app(parts.surface, parts.fleet, parts.metrics)
+    show_metrics = exposition(parts.metrics.registry)
+    private_port = 0
+    if config.private_host:
+        private = web.Application()
+        private.router.add_get("/metrics", show_metrics)
+        private_port = await stack.enter_async_context(
+            open_door(private, config.private_host, config.private_port)
+        )
+    else:
+        app.router.add_get("/metrics", show_metrics)
+    context = None
+    if config.tls_certificate is not None and config.tls_key is not None:
+        context = tls.server_context(config.tls_certificate, config.tls_key)
+    limits = DoorLimits(
+        head_timeout_s=config.head_timeout_s,
+        body_timeout_s=config.body_timeout_s,
+        body_bytes_max=config.body_bytes_max,
+        connections_max=config.connections_max,
+        connections_per_address_max=config.connections_per_address_max,
+        shutdown_timeout_s=config.drain_timeout_s,
+    )
+    port = await stack.enter_async_context(
+        open_door(
+            app,
+            config.host,
+            config.port,
+            limits=limits,
+            encode_error=error_answer,
+            ssl_context=context,
+        )
+    )
+    return port, private_port
+
+
+async def _put_away(parts: Parts) -> None:
+    """Keep on disk what only memory holds: the usage and the table."""
+    await parts.shipper.spool_usage()
+    await parts.follower.persist()
+
+
+async def _alive() -> None:
+    notify("WATCHDOG=1")
+
+
+def _make_folder(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -1,0 +1,173 @@
+"""Following the scheduler: route tables come down, are believed or not, and are kept on disk.
+
+What is served by is always whole: a delta is applied to the table it is based on, and one that
+does not fit asks for a snapshot. A table that is not believed is held and looked at again, for the
+replicas it drops may indeed be ending.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from isochrone.service import files
+from isochrone.service.control import Progress
+from isochrone.wire import codec
+from isochrone.wire.control import Welcome
+from isochrone.wire.ids import ClusterId, Epoch, Generation
+from isochrone.wire.routes import Route, RouteDelta, RouteTable, SnapshotWanted, apply_delta
+from router.decide.admit import Gate
+from router.decide.adopt import Adopted, RefusedTable, adopt
+from router.fleet import Fleet
+from router.metrics import Metrics
+
+log = logging.getLogger(__name__)
+
+_TABLE = codec.decoder(RouteTable)
+
+Send = Callable[[msgspec.Struct], Awaitable[bool]]
+
+
+class Persisted(NamedTuple):
+    """One turn of keeping the table: the generation on disk, and whether it was written now."""
+
+    generation: int
+    written: bool
+
+
+class Held(NamedTuple):
+    """A table that is not believed yet, and why."""
+
+    table: RouteTable
+    refusal: RefusedTable
+
+
+class Follower:
+    """Turns what the scheduler says into what the fleet is believed to be."""
+
+    def __init__(
+        self,
+        *,
+        fleet: Fleet,
+        gate: Gate,
+        metrics: Metrics,
+        cluster_id: ClusterId,
+        snapshot: Path,
+        clock: Callable[[], float],
+    ) -> None:
+        """Keep the table at `snapshot`."""
+        self.held: Held | None = None
+        self._fleet = fleet
+        self._gate = gate
+        self._metrics = metrics
+        self._cluster_id = cluster_id
+        self._snapshot = snapshot
+        self._clock = clock
+        self._on_disk: tuple[Generation, Epoch] | None = None
+        self._on_change: Callable[[], None] | None = None
+
+    def on_change(self, tell: Callable[[], None]) -> None:
+        """Let `tell` hear of every table adopted."""
+        self._on_change = tell
+
+    def progress(self) -> Progress:
+        """Return what this router has, for the scheduler."""
+        table = self._fleet.table
+        if table is None:
+            return Progress(self._cluster_id, Generation(0), Epoch(0))
+        return Progress(table.cluster_id, table.generation, table.epoch)
+
+    def dropped(self) -> tuple[Route, ...]:
+        """Return the replicas whose drop is not believed: the probes ask each of them."""
+        return self.held.refusal.dropped if self.held else ()
+
+    async def load(self, unix_now_s: float) -> bool:
+        """Serve by the table on disk, if there is one; False where there is none."""
+        payload = await asyncio.to_thread(files.read_snapshot, self._snapshot)
+        if payload is None:
+            return False
+        try:
+            table = codec.decode(payload, _TABLE, bytes_max=len(payload))
+        except codec.MalformedFrame as error:
+            log.error("cannot use the stored table", extra={"fields": {"error": str(error)}})
+            return False
+        written_at_s = await asyncio.to_thread(lambda: self._snapshot.stat().st_mtime)
+        self._adopt(table)
+        self._fleet.confirmed_at_s = self._clock() - max(0.0, unix_now_s - written_at_s)
+        self._on_disk = (table.generation, table.epoch)
+        return True
+
+    async def on_welcome(self, welcome: Welcome) -> None:
+        """The conversation began; the scheduler sends what we lack."""
+        log.info("following", extra={"fields": {"epoch": welcome.epoch}})
+
+    async def on_table(self, message: RouteTable | RouteDelta, send: Send) -> None:
+        """Take what came down."""
+        if isinstance(message, RouteTable):
+            self._consider(message)
+            return
+        known = [table for table in (self.held and self.held.table, self._fleet.table) if table]
+        if any(message.cluster_id != table.cluster_id for table in known):
+            self._refuse(f"cannot follow: a delta of cluster {message.cluster_id}")
+            return
+        if known and message.generation <= known[0].generation:
+            # Sent before a reconnect and again after it: nothing new.
+            return
+        for table in known:
+            if table.generation == message.base:
+                self._consider(apply_delta(table, message))
+                return
+        have = known[-1].generation if known else Generation(0)
+        await send(SnapshotWanted(have=have))
+
+    async def reconsider(self) -> str:
+        """Look at a held table again: its dropped replicas may have ended meanwhile."""
+        if self.held is None:
+            return "nothing held"
+        verdict = adopt(self._fleet.table, self.held.table, self._fleet.answering())
+        if isinstance(verdict, Adopted):
+            log.warning(
+                "a table that was held is now believed",
+                extra={"fields": {"generation": verdict.table.generation}},
+            )
+            self._adopt(verdict.table)
+            return "believed"
+        return verdict.reason
+
+    async def persist(self) -> Persisted:
+        """Keep the table served by on disk."""
+        table = self._fleet.table
+        if table is None or self._on_disk == (table.generation, table.epoch):
+            return Persisted(table.generation if table else 0, False)
+        await asyncio.to_thread(files.write_snapshot, self._snapshot, codec.encode(table))
+        self._on_disk = (table.generation, table.epoch)
+        return Persisted(table.generation, True)
+
+    def _consider(self, table: RouteTable) -> None:
+        if self._fleet.table is None and table.cluster_id != self._cluster_id:
+            self._refuse(f"cannot follow: a table of cluster {table.cluster_id}")
+            return
+        verdict = adopt(self._fleet.table, table, self._fleet.answering())
+        if isinstance(verdict, Adopted):
+            self._adopt(verdict.table)
+            return
+        self._refuse(verdict.reason)
+        if not verdict.is_stale:
+            self.held = Held(table, verdict)
+
+    def _adopt(self, table: RouteTable) -> None:
+        self.held = None
+        self._fleet.adopt(table)
+        self._gate.forget(set(self._fleet.keys))
+        self._fleet.confirmed_at_s = self._clock()
+        self._metrics.table_generation.set(table.generation)
+        self._metrics.table_routes.set(len(table.routes))
+        if self._on_change is not None:
+            self._on_change()
+
+    def _refuse(self, reason: str) -> None:
+        self._metrics.table_refused.inc()
+        log.error("table refused", extra={"fields": {"reason": reason}})

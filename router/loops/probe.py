@@ -1,0 +1,96 @@
+"""Probing: how far each node is, and whether what a doubtful table drops still answers."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import Final, NamedTuple
+
+import aiohttp
+
+from isochrone.wire import headers
+from isochrone.wire.ids import NodeId
+from isochrone.wire.routes import Route
+from router.dataplane.forward import Upstream
+from router.fleet import Fleet
+from router.metrics import Metrics
+
+AT_ONCE_MAX: Final = 64
+
+
+class Probed(NamedTuple):
+    """One turn: nodes that answered, and nodes that did not."""
+
+    answered: int
+    silent: int
+
+
+class Prober:
+    """Pings every node of the table over connections that are kept."""
+
+    def __init__(
+        self,
+        *,
+        fleet: Fleet,
+        upstream: Upstream,
+        metrics: Metrics,
+        dropped: Callable[[], Sequence[Route]],
+        timeout_s: float,
+    ) -> None:
+        """Ask also the `dropped` replicas of a table that is held, one by one."""
+        self._fleet = fleet
+        self._upstream = upstream
+        self._metrics = metrics
+        self._dropped = dropped
+        self._timeout_s = timeout_s
+        self._places = asyncio.Semaphore(AT_ONCE_MAX)
+        self._known: set[NodeId] = set()
+
+    async def run_once(self) -> Probed:
+        """Ping every node once."""
+        nodes = self._fleet.nodes()
+        self._known &= set(nodes)
+        async with asyncio.TaskGroup() as tasks:
+            pings = [tasks.create_task(self._ping(*node)) for node in nodes.items()]
+            for route in self._dropped():
+                tasks.create_task(self._ask(route))
+        answered = sum(ping.result() for ping in pings)
+        return Probed(answered, len(pings) - answered)
+
+    async def _ping(self, node_id: NodeId, address: str) -> bool:
+        async with self._places:
+            if node_id not in self._known:
+                # The first pays for the connection's handshake: not measured.
+                if await self._once(address) is None:
+                    return self._silent(node_id)
+                self._known.add(node_id)
+            began = perf_counter()
+            if await self._once(address) is None:
+                return self._silent(node_id)
+            self._fleet.measured(node_id, 1000 * (perf_counter() - began))
+            return True
+
+    async def _ask(self, route: Route) -> None:
+        async with self._places:
+            refused = await self._once(route.address, {headers.REPLICA: route.replica_id})
+            if refused is not None:
+                self._fleet.heard(route, None, refused)
+
+    async def _once(self, address: str, sent: dict[str, str] | None = None) -> str | None:
+        """Return the node's refusal header, empty where it has none; None where it is silent."""
+        try:
+            async with (
+                asyncio.timeout(self._timeout_s),
+                self._upstream.get(address, "/ping", sent or {}) as response,
+            ):
+                await response.read()
+                if response.status >= 500:
+                    return None
+                return response.headers.get(headers.REFUSED, "")
+        except (aiohttp.ClientError, OSError, TimeoutError):
+            return None
+
+    def _silent(self, node_id: NodeId) -> bool:
+        self._known.discard(node_id)
+        self._fleet.silent(node_id)
+        self._metrics.probe_failures.inc()
+        return False

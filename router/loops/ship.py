@@ -1,0 +1,205 @@
+"""Shipping: what was asked, used and measured goes up to the scheduler.
+
+Demand and round trips are views of now: what is not delivered is superseded. Usage is a ledger: it
+is on disk before it is sent, and stays there until the store has it.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import msgspec
+
+from isochrone.service import files
+from isochrone.wire import codec
+from isochrone.wire.ids import BootId, PopId, RouterId
+from isochrone.wire.usage import Demand, RoundTrips, Usage, UsageAck
+from router.fleet import Fleet
+from router.metrics import Metrics
+from router.record import Recorder
+
+log = logging.getLogger(__name__)
+
+BATCH_ROWS_MAX: Final = 1000
+SENT_AT_ONCE_MAX: Final = 16
+_USAGE = codec.decoder(Usage)
+
+Send = Callable[[msgspec.Struct], Awaitable[bool]]
+
+
+class Shipped(NamedTuple):
+    """One turn of usage: rows put on disk, batches sent, batches that wait to be acknowledged."""
+
+    rows: int
+    sent: int
+    waiting: int
+
+
+class UsageSpool:
+    """Batches on disk, one sealed file each, oldest first; bounded by dropping the oldest."""
+
+    def __init__(self, folder: Path, bytes_max: int) -> None:
+        """Keep at most `bytes_max` in `folder`."""
+        self.bytes = 0
+        self._folder = folder
+        self._bytes_max = bytes_max
+        self._sizes: dict[str, int] = {}
+
+    def open(self) -> int:
+        """Find what an earlier life left; return how many batches."""
+        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for path in sorted(self._folder.glob("*.usage")):
+            self._sizes[path.stem] = path.stat().st_size
+        self.bytes = sum(self._sizes.values())
+        return len(self._sizes)
+
+    @property
+    def batch_ids(self) -> list[str]:
+        """The batches on disk, oldest first."""
+        return list(self._sizes)
+
+    def add(self, batch: Usage) -> int:
+        """Keep a batch; return how many rows of older ones had to go for it."""
+        data = codec.encode(batch)
+        files.write_atomic(self._path(batch.batch_id), data)
+        self._sizes[batch.batch_id] = len(data)
+        self.bytes += len(data)
+        dropped = 0
+        while self.bytes > self._bytes_max and len(self._sizes) > 1:
+            oldest = next(iter(self._sizes))
+            lost = self.read(oldest)
+            dropped += len(lost.rows) if lost else 0
+            self.forget(oldest)
+        return dropped
+
+    def read(self, batch_id: str) -> Usage | None:
+        """Read a batch back; None where the file is not one (it is then removed)."""
+        try:
+            batch: Usage = codec.decode(self._path(batch_id).read_bytes(), _USAGE)
+        except (OSError, codec.MalformedFrame) as error:
+            log.error(
+                "cannot read spooled usage",
+                extra={"fields": {"batch": batch_id, "error": str(error)}},
+            )
+            self.forget(batch_id)
+            return None
+        return batch
+
+    def forget(self, batch_id: str) -> None:
+        """Remove a batch."""
+        if batch_id in self._sizes:
+            self.bytes -= self._sizes.pop(batch_id)
+            self._path(batch_id).unlink(missing_ok=True)
+
+    def _path(self, batch_id: str) -> Path:
+        return self._folder / f"{batch_id}.usage"
+
+
+class Shipper:
+    """The duties that send upwards."""
+
+    def __init__(
+        self,
+        *,
+        router_id: RouterId,
+        boot_id: BootId,
+        pop: PopId,
+        fleet: Fleet,
+        recorder: Recorder,
+        metrics: Metrics,
+        spool: UsageSpool,
+        send: Send,
+        clock: Callable[[], float],
+        unix_clock: Callable[[], float],
+        resend_s: float,
+    ) -> None:
+        """Send by `send`, which answers False where there is no conversation."""
+        self._router_id = router_id
+        self._boot_id = boot_id
+        self._pop = pop
+        self._fleet = fleet
+        self._recorder = recorder
+        self._metrics = metrics
+        self._spool = spool
+        self._send = send
+        self._clock = clock
+        self._unix_clock = unix_clock
+        self._resend_s = resend_s
+        self._seq = 0
+        self._window_began_s = clock()
+        self._sent_at_s: dict[str, float] = {}
+
+    async def ship_demand(self) -> int:
+        """Send the demand of the window that ends now; return its rows."""
+        now_s = self._clock()
+        window_s, self._window_began_s = now_s - self._window_began_s, now_s
+        rows = self._recorder.take_demand()
+        self._seq += 1
+        await self._send(
+            Demand(
+                router_id=self._router_id,
+                boot_id=self._boot_id,
+                seq=self._seq,
+                window_started_at=self._unix_clock() - window_s,
+                window_s=window_s,
+                rows=rows,
+            )
+        )
+        return len(rows)
+
+    async def ship_round_trips(self) -> int:
+        """Send what was measured; return how many nodes."""
+        rows = self._fleet.round_trips()
+        if rows:
+            await self._send(RoundTrips(router_id=self._router_id, pop=self._pop, rows=rows))
+        return len(rows)
+
+    async def ship_usage(self) -> Shipped:
+        """Put what ended on disk, then send what is not acknowledged."""
+        rows = await self.spool_usage()
+        sent = 0
+        now_s = self._clock()
+        for batch_id in self._spool.batch_ids:
+            if now_s - self._sent_at_s.get(batch_id, -1e18) < self._resend_s:
+                continue
+            batch = await asyncio.to_thread(self._spool.read, batch_id)
+            if batch is None:
+                continue
+            if not await self._send(batch):
+                break
+            self._sent_at_s[batch_id] = now_s
+            sent += 1
+            if sent >= SENT_AT_ONCE_MAX:
+                break
+        return Shipped(rows, sent, len(self._spool.batch_ids))
+
+    async def spool_usage(self) -> int:
+        """Put what ended on disk; return how many rows."""
+        taken = self._recorder.take_usage()
+        done = 0
+        try:
+            while done < len(taken):
+                rows = taken[done : done + BATCH_ROWS_MAX]
+                self._seq += 1
+                batch_id = f"{round(self._unix_clock() * 1000):013d}-{self._boot_id}-{self._seq}"
+                batch = Usage(router_id=self._router_id, batch_id=batch_id, rows=rows)
+                dropped = await asyncio.to_thread(self._spool.add, batch)
+                self._metrics.usage_dropped.inc(dropped)
+                done += len(rows)
+        finally:
+            # A full disk keeps them in memory; the next turn tries again.
+            self._recorder.put_back(taken[done:])
+            self._metrics.usage_spooled.set(self._spool.bytes)
+        return done
+
+    async def on_ack(self, ack: UsageAck) -> None:
+        """The store has a batch: forget it."""
+        self._sent_at_s.pop(ack.batch_id, None)
+        await asyncio.to_thread(self._spool.forget, ack.batch_id)
+        self._metrics.usage_spooled.set(self._spool.bytes)
+
+    def on_welcome(self) -> None:
+        """A new conversation: what went down with the old one is sent again."""
+        self._sent_at_s.clear()

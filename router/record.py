@@ -1,0 +1,157 @@
+"""What every request leaves behind: metrics, demand for the planner, usage for the ledger.
+
+Pure bookkeeping, never awaited: it also runs while a cancelled request unwinds.
+"""
+
+from collections.abc import Callable
+from typing import Final
+
+import msgspec
+
+from isochrone.wire.ids import DeploymentId, PopId, RequestId
+from isochrone.wire.routes import DeploymentEntry, KeyEntry, Route
+from isochrone.wire.usage import DemandRow, Outcome, UsageRow
+from router.decide.pick import Ranked
+from router.metrics import Metrics
+
+USAGE_ROWS_MAX: Final = 100_000
+"""Rows held in memory when the disk takes none; past it they are counted as lost."""
+
+
+class Asked(msgspec.Struct, frozen=True, kw_only=True):
+    """One request as the corridor takes it, whichever public surface it came by.
+
+    `body` is what goes to the node. `text_bytes` is the prompt's size, `arrived_s` monotonic,
+    `started_at` Unix time.
+    """
+
+    request_id: RequestId
+    key: KeyEntry
+    deployment: DeploymentEntry
+    path: str
+    body: bytes
+    text_bytes: int
+    output_tokens_max: int
+    is_stream: bool
+    wants_usage: bool
+    session: str
+    reject_if_busy: bool
+    arrived_s: float
+    started_at: float
+
+
+class Journey:
+    """What is known of one request so far. The corridor fills it in, `Recorder` reads it."""
+
+    def __init__(self, asked: Asked, prompt_tokens_estimate: int) -> None:
+        self.asked = asked
+        self.prompt_tokens_estimate = prompt_tokens_estimate
+        self.outcome = Outcome.FAILED
+        self.ranked: Ranked | None = None
+        self.picked_at_s = 0.0
+        self.first_token_at_s: float | None = None
+        self.found_no_replica = False
+        self.prompt_tokens: int | None = None
+        self.cached_tokens: int | None = None
+        self.output_tokens: int | None = None
+        self.chunks_seen = 0
+
+    @property
+    def route(self) -> Route | None:
+        """The replica that answers, once there is one."""
+        return self.ranked.route if self.ranked else None
+
+    @property
+    def used(self) -> tuple[int, int, int]:
+        """(prompt, cached, output) tokens: the engine's word, else our count and estimate."""
+        if self.first_token_at_s is None and self.prompt_tokens is None:
+            return 0, 0, 0
+        estimate = self.prompt_tokens_estimate
+        prompt = estimate if self.prompt_tokens is None else self.prompt_tokens
+        output = self.chunks_seen if self.output_tokens is None else self.output_tokens
+        return prompt, min(prompt, self.cached_tokens or 0), output
+
+
+class Recorder:
+    """Counts what ended, until the duty that ships it takes it away."""
+
+    def __init__(self, pop: PopId, metrics: Metrics, clock: Callable[[], float]) -> None:
+        """Count for the router's own PoP."""
+        self._pop = pop
+        self._metrics = metrics
+        self._clock = clock
+        self._usage: list[UsageRow] = []
+        self._demand: dict[DeploymentId, DemandRow] = {}
+
+    def record(self, journey: Journey) -> None:
+        """Book one ended request."""
+        asked = journey.asked
+        name = asked.deployment.name
+        prompt, cached, output = journey.used
+        self._metrics.requests.labels(name, journey.outcome.value).inc()
+        for kind, count in (("prompt", prompt), ("cached", cached), ("output", output)):
+            self._metrics.tokens.labels(name, kind).inc(count)
+        first_s = journey.first_token_at_s
+        if first_s is not None and journey.ranked is not None:
+            self._metrics.ttft.labels(name).observe(first_s - asked.arrived_s)
+            error_s = (first_s - journey.picked_at_s) - journey.ranked.ttft_ms / 1000
+            self._metrics.ttft_error.labels(name).observe(error_s)
+        self._add_demand(journey, prompt, cached, output)
+        route = journey.route
+        if route is None:
+            return
+        if len(self._usage) >= USAGE_ROWS_MAX:
+            self._metrics.usage_dropped.inc()
+            return
+        self._usage.append(
+            UsageRow(
+                request_id=asked.request_id,
+                key_id=asked.key.key_id,
+                tenant_id=asked.key.tenant_id,
+                deployment_id=asked.deployment.deployment_id,
+                pop=route.pop,
+                node_id=route.node_id,
+                replica_id=route.replica_id,
+                started_at=asked.started_at,
+                prompt_tokens=prompt,
+                cached_tokens=cached,
+                output_tokens=output,
+                outcome=journey.outcome,
+                ttft_ms=1000 * (first_s - asked.arrived_s) if first_s is not None else 0.0,
+                duration_ms=1000 * (self._clock() - asked.arrived_s),
+            )
+        )
+
+    def take_usage(self) -> tuple[UsageRow, ...]:
+        """Hand over the usage so far; the caller must keep it."""
+        rows = tuple(self._usage)
+        self._usage.clear()
+        return rows
+
+    def put_back(self, rows: tuple[UsageRow, ...]) -> None:
+        """Take back usage that the disk did not."""
+        self._usage[:0] = rows
+
+    def take_demand(self) -> tuple[DemandRow, ...]:
+        """Hand over the demand of the window that ends now."""
+        rows = tuple(row for _, row in sorted(self._demand.items()))
+        self._demand.clear()
+        return rows
+
+    def _add_demand(self, journey: Journey, prompt: int, cached: int, output: int) -> None:
+        deployment_id = journey.asked.deployment.deployment_id
+        row = self._demand.get(deployment_id) or DemandRow(
+            deployment_id=deployment_id, pop=self._pop
+        )
+        # What was turned away wanted its prompt done too: the planner must see it.
+        wanted = prompt or journey.prompt_tokens_estimate
+        self._demand[deployment_id] = DemandRow(
+            deployment_id=deployment_id,
+            pop=self._pop,
+            requests=row.requests + 1,
+            prompt_tokens=row.prompt_tokens + wanted,
+            uncached_tokens=row.uncached_tokens + wanted - cached,
+            output_tokens=row.output_tokens + output,
+            refused=row.refused + (journey.outcome is Outcome.REFUSED),
+            no_replica=row.no_replica + journey.found_no_replica,
+        )
