@@ -115,7 +115,7 @@ class OpenAiSurface:
         return authenticate(self._fleet.keys, authorization, self._unix_clock())
 
     def deployment(self, name: str, key: KeyEntry) -> DeploymentEntry:
-        """Return the deployment of that name, or raise ApiError 404: forbidden is not told apart."""
+        """Return the deployment of that name; ApiError 404 where absent or forbidden alike."""
         entry = self._fleet.deployment(name)
         if entry is None or not may_use(key, name):
             raise ApiError(

@@ -1,0 +1,209 @@
+"""Bringing the fleet up, part by part, each waited for and each said."""
+
+import asyncio
+import os
+import secrets
+import shutil
+import signal
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from isochrone.cli.client import AdminClient, AdminError
+from isochrone.service.files import write_atomic
+from ops.fleet import layout, model
+from ops.fleet.cities import CITIES, City
+from ops.fleet.processes import Processes, StartFailed
+from scheduler.embedded_postgres import PostgresError, find_binaries
+
+START_TIMEOUT_S = 30.0
+WARM_TIMEOUT_S = 300.0
+TENANT = "demo"
+
+Say = Callable[[str], None]
+
+
+class Fleet:
+    """The demo's processes and how to ask them."""
+
+    def __init__(self, state: Path, say: Say) -> None:
+        self.state = state
+        self.key = ""
+        self.token = secrets.token_urlsafe(32)
+        self.api = AdminClient(layout.admin_url(), self.token)
+        self.processes = Processes(state / "logs", layout.ROOT)
+        self._say = say
+        self._database = layout.database_folder(state)
+
+    async def up(self) -> None:
+        """Bring everything up but the model; raises StartFailed or AdminError."""
+        await asyncio.to_thread(self._clear)
+        await self._start_database()
+        await self._start_scheduler()
+        await self._describe_cities()
+        await self._start_nodes_and_routers()
+        made = await self.ask("POST", "/v1/keys", {"tenant_id": TENANT, "note": "make up"})
+        self.key = made["key"]
+
+    async def deploy(self) -> None:
+        """Add the model to the catalogue, wish it served from the first city, wait until warm."""
+        self._say(f"catalogue: {model.NAME}, reading its manifest")
+        entry = await asyncio.to_thread(model.catalogue_entry)
+        await self.ask("PUT", f"/v1/models/{model.NAME}", entry)
+        await self.ask("POST", "/v1/deployments", model.deployment_body(CITIES[0].pop))
+        await self.wait_warm(CITIES[0])
+
+    async def wait_warm(self, city: City) -> None:
+        """Wait until a replica in `city` is warm, saying each state it passes."""
+        said = ""
+        async with asyncio.timeout(WARM_TIMEOUT_S):
+            while True:
+                rows = await self.placements()
+                here = [row for row in rows if row["pop"] == city.pop]
+                line = "; ".join(
+                    f"{r['replica_id']} on {r['node_id']}: {r['state']} ({r['reason']})"
+                    for r in here
+                )
+                if line and line != said:
+                    self._say(line)
+                    said = line
+                if any(row["state"] == "warm" for row in here):
+                    return
+                await asyncio.sleep(0.2)
+
+    async def wait_routed(self, city: City) -> None:
+        """Wait until every router holds the table that the scheduler published last."""
+        del city
+        async with asyncio.timeout(START_TIMEOUT_S):
+            while True:
+                status = await self.ask("GET", "/v1/status")
+                rows = await self.ask("GET", "/v1/routers")
+                if all(r["generation"] >= status["route_generation"] for r in rows["data"]):
+                    return
+                await asyncio.sleep(0.2)
+
+    async def placements(self) -> list[dict[str, Any]]:
+        """Return the placements of the demo's deployment."""
+        query = {"deployment_id": model.DEPLOYMENT}
+        answer = await self.ask("GET", "/v1/placements", query=query)
+        rows: list[dict[str, Any]] = answer["data"]
+        return rows
+
+    async def ask(
+        self, method: str, path: str, body: Any = None, query: dict[str, str] | None = None
+    ) -> Any:
+        """Ask the admin API."""
+        return await asyncio.to_thread(self.api.ask, method, path, body, query=query)
+
+    async def down(self) -> None:
+        """End every process, and whatever an agent left."""
+        await self.processes.stop_all(lambda names: self._say(f"stopping {names}"))
+        await asyncio.to_thread(_kill_leftovers, self.state)
+
+    def _clear(self) -> None:
+        _kill_leftovers(self.state)
+        for host, port in layout.addresses():
+            with socket.socket() as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                try:
+                    probe.bind((host, port))
+                except OSError as error:
+                    raise StartFailed(
+                        f"cannot use {host}:{port}: {error.strerror}; is another fleet running?"
+                    ) from error
+        for folder in (self.state, self._database):
+            shutil.rmtree(folder, ignore_errors=True)
+        (self.state / "logs").mkdir(parents=True)
+
+    async def _start_database(self) -> None:
+        try:
+            binaries = await asyncio.to_thread(find_binaries)
+        except PostgresError as error:
+            raise StartFailed(str(error)) from error
+        self._say(f"postgres: {binaries}, data in {self._database}")
+        arguments = ("scheduler", "postgres", "--state", str(self._database))
+        await self.processes.start("postgres", arguments)
+        log = self.state / "logs" / "postgres.log"
+
+        async def is_ready() -> bool:
+            return "postgresql://" in log.read_text()
+
+        await self.processes.wait("postgres", is_ready, START_TIMEOUT_S)
+
+    async def _start_scheduler(self) -> None:
+        self._say(f"scheduler: admin API at {layout.admin_url()}")
+        url = f"postgresql://isochrone@/isochrone?host={self._database}"
+        write_atomic(self.state / "admin.token", self.token.encode())
+        config = self.state / "scheduler.toml"
+        write_atomic(config, layout.scheduler_config(self.state, url).encode())
+        await self.processes.start("scheduler", ("scheduler", "serve", "--config", str(config)))
+
+        async def is_acting() -> bool:
+            try:
+                return bool((await self.ask("GET", "/v1/status"))["acting"])
+            except AdminError:
+                return False
+
+        await self.processes.wait("scheduler", is_acting, START_TIMEOUT_S)
+
+    async def _describe_cities(self) -> None:
+        for city in CITIES:
+            body = {
+                "city": city.name,
+                "country": city.country,
+                "latitude": city.latitude,
+                "longitude": city.longitude,
+            }
+            await self.ask("PUT", f"/v1/pops/{city.pop}", body)
+
+    async def _start_nodes_and_routers(self) -> None:
+        ports = [f"{layout.NODE_PORT}:{layout.NODE_PORT}"] * len(CITIES)
+        await self.processes.start("wan", ("ops.fleet.wan", *ports))
+        for city in CITIES:
+            self._say(f"{city.pop}: node and router in {city.name}")
+            token = await self._join_token(city, "agent")
+            write_atomic(self.state / f"node-{city.pop}.token", token.encode())
+            config = self.state / f"node-{city.pop}.toml"
+            write_atomic(config, layout.node_config(self.state, city).encode())
+            await self.processes.start(f"node-{city.pop}", ("nodeagent", "--config", str(config)))
+            token = await self._join_token(city, "router")
+            config = self.state / f"router-{city.pop}.toml"
+            write_atomic(config, layout.router_config(self.state, city).encode())
+            # In the environment, not among the arguments, which anyone on the machine can read.
+            env = {"ISOCHRONE_ROUTER_JOIN_TOKEN": token}
+            arguments = ("router", "--config", str(config))
+            await self.processes.start(f"router-{city.pop}", arguments, env)
+        for city in CITIES:
+            node = f"http://{city.door_host}:{layout.NODE_PORT}/healthz"
+            await self._wait_healthy(f"node-{city.pop}", node)
+            await self._wait_healthy(f"router-{city.pop}", f"{layout.endpoint(city)}/healthz")
+
+    async def _join_token(self, city: City, role: str) -> str:
+        made = await self.ask("POST", "/v1/join-tokens", {"pop": city.pop, "role": role})
+        return str(made["token"])
+
+    async def _wait_healthy(self, name: str, url: str) -> None:
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=2.0)) as http:
+
+            async def is_healthy() -> bool:
+                try:
+                    async with http.get(url) as response:
+                        return response.status == 200
+                except (aiohttp.ClientError, OSError, TimeoutError):
+                    return False
+
+            await self.processes.wait(name, is_healthy, START_TIMEOUT_S)
+
+
+def _kill_leftovers(state: Path) -> None:
+    """End what an earlier run that was killed has left: processes that name our state folder."""
+    mark = f"{state}/".encode()
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        pid = int(path.parent.name)
+        with suppress(OSError):
+            if pid != os.getpid() and mark in path.read_bytes():
+                os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,106 @@
+"""Where everything of the demo is: ports, folders, configuration files."""
+
+import hashlib
+import os
+from pathlib import Path
+from typing import Final
+
+from ops.fleet.cities import CITIES, City
+
+ROOT: Final = Path(__file__).parents[2]
+STATE: Final = ROOT / ".state" / "fleet"
+
+SCHEDULER_HOST: Final = "127.20.0.5"
+ADMIN_PORT: Final = 7000
+CONTROL_PORT: Final = 7001
+ROUTER_PORT: Final = 8080
+NODE_PORT: Final = 9000
+
+SOCKET_PATH_MAX: Final = 90
+NODE_MEMORY_BYTES: Final = 3 * 1024**3
+
+
+def admin_url() -> str:
+    """Return where the admin API is."""
+    return f"http://{SCHEDULER_HOST}:{ADMIN_PORT}"
+
+
+def control_url() -> str:
+    """Return where agents and routers dial."""
+    return f"http://{SCHEDULER_HOST}:{CONTROL_PORT}"
+
+
+def endpoint(city: City) -> str:
+    """Return a city's public endpoint."""
+    return f"http://{city.router_host}:{ROUTER_PORT}"
+
+
+def addresses() -> list[tuple[str, int]]:
+    """Return every address that the demo listens on."""
+    listens = [(SCHEDULER_HOST, ADMIN_PORT), (SCHEDULER_HOST, CONTROL_PORT)]
+    for city in CITIES:
+        listens += [
+            (city.router_host, ROUTER_PORT),
+            (city.node_host, NODE_PORT),
+            (city.door_host, NODE_PORT),
+        ]
+    return listens
+
+
+def database_folder(state: Path) -> Path:
+    """Return a folder for Postgres: below `state`, or elsewhere if its user cannot get there.
+
+    As root, Postgres runs as another user, who must pass every folder above; and the path of a Unix
+    socket is short.
+    """
+    folder = state / "postgres"
+    state.mkdir(parents=True, exist_ok=True)
+    passable = os.geteuid() != 0 or all(p.stat().st_mode & 0o001 for p in (state, *state.parents))
+    if passable and len(str(folder)) <= SOCKET_PATH_MAX:
+        return folder
+    name = hashlib.sha256(str(state).encode()).hexdigest()[:12]
+    return Path("/var/tmp") / f"isochrone-{os.geteuid()}-{name}"  # noqa: S108 - made 0700
+
+
+def scheduler_config(state: Path, database_url: str) -> str:
+    """Return the scheduler's TOML."""
+    return f"""\
+name = "scheduler-1"
+database_url = "{database_url}"
+authority = "{state}/authority"
+admin_token_file = "{state}/admin.token"
+admin_host = "{SCHEDULER_HOST}"
+admin_port = {ADMIN_PORT}
+control_host = "{SCHEDULER_HOST}"
+control_port = {CONTROL_PORT}
+place_interval_s = 2.0
+"""
+
+
+def node_config(state: Path, city: City) -> str:
+    """Return a node agent's TOML."""
+    return f"""\
+name = "{city.pop}-1"
+schedulers = ["{control_url()}"]
+state = "{state}/node-{city.pop}"
+address = "http://{city.node_host}:{NODE_PORT}"
+door_host = "{city.door_host}"
+door_port = {NODE_PORT}
+join_token_file = "{state}/node-{city.pop}.token"
+cpu_memory_bytes = {NODE_MEMORY_BYTES}
+drain_timeout_s = 5.0
+"""
+
+
+def router_config(state: Path, city: City) -> str:
+    """Return a router's TOML."""
+    return f"""\
+name = "router-{city.pop}"
+schedulers = ["{control_url()}"]
+state_folder = "{state}/router-{city.pop}"
+host = "{city.router_host}"
+port = {ROUTER_PORT}
+source_address = "{city.router_host}"
+demand_interval_s = 2.0
+drain_timeout_s = 5.0
+"""

