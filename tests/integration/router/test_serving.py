@@ -1,6 +1,7 @@
 """A request through the router, before nodes that answer, refuse, break and fall silent."""
 
 import asyncio
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,15 @@ async def test_the_clients_own_bytes_go_on(tmp_path: Path) -> None:
         assert bench.nodes[0].bodies[1] == wish + streamed[2:]
         assert '"usage"' not in text
         assert text.endswith("data: [DONE]\n\n")
+
+
+async def test_a_large_prompt_arrives_whole(tmp_path: Path) -> None:
+    async with a_bench(tmp_path) as bench:
+        body = {"model": "tiny", "messages": [{"role": "user", "content": "x" * 3_000_000}]}
+        raw = io.BytesIO(json.dumps(body).encode())
+        async with bench.http.post(f"{bench.url}/v1/chat/completions", data=raw) as response:
+            assert response.status == 200
+        assert bench.nodes[0].bodies == [raw.getvalue()]
 
 
 async def test_cached_tokens_are_always_told(tmp_path: Path) -> None:
