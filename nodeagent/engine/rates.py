@@ -10,6 +10,7 @@ from nodeagent.engine.step import Stepped
 _KEPT_PER_STEP: Final = 0.95
 _PREFILL_DOMINATES: Final = 8
 """A step with this many times more prompt tokens than decodes measures prefill."""
+_PREFILL_TOKENS_MIN: Final = 32
 
 
 class Snapshot(msgspec.Struct, frozen=True):
@@ -61,6 +62,8 @@ class StepRates:
         """Count one step."""
         self.steps += 1
         if stepped.prefill_tokens > _PREFILL_DOMINATES * stepped.decode_tokens:
-            self.prefill.note(stepped.prefill_tokens, seconds)
+            # The few tokens after a cached prefix take a step's overhead, which is no rate.
+            if stepped.prefill_tokens >= _PREFILL_TOKENS_MIN:
+                self.prefill.note(stepped.prefill_tokens, seconds)
         elif stepped.prefill_tokens == 0:
             self.decode.note(stepped.decode_tokens, seconds)

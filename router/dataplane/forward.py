@@ -5,6 +5,7 @@ was read to its end: a node whose caller is gone must see it at once.
 """
 
 import asyncio
+import io
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from enum import StrEnum
@@ -18,7 +19,7 @@ from isochrone.wire.routes import Route
 from router.config import RouterConfig
 
 CHUNK_BYTES: Final = 64 * 1024
-ERROR_BYTES_MAX: Final = 64 * 1024
+LARGE_BYTES: Final = 512 * 1024
 KEEPALIVE_S: Final = 20.0
 """Shorter than a node's own 75 s: a connection is never taken up just as the node closes it."""
 
@@ -92,7 +93,8 @@ class Upstream:
             async with asyncio.timeout(self._config.first_byte_timeout_s):
                 response = await self.http.post(
                     self.url(route.address, path),
-                    data=body,
+                    # As a file where it is large: aiohttp then sends it in pieces.
+                    data=io.BytesIO(body) if len(body) > LARGE_BYTES else body,
                     headers={
                         "content-type": "application/json",
                         "accept-encoding": "identity",

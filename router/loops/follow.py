@@ -22,6 +22,7 @@ from isochrone.wire.routes import Route, RouteDelta, RouteTable, SnapshotWanted,
 from router.decide.admit import Gate
 from router.decide.adopt import Adopted, RefusedTable, adopt
 from router.fleet import Fleet
+from router.loops.disk import to_its_end
 from router.metrics import Metrics
 
 log = logging.getLogger(__name__)
@@ -142,9 +143,13 @@ class Follower:
         table = self._fleet.table
         if table is None or self._on_disk == (table.generation, table.epoch):
             return Persisted(table.generation if table else 0, False)
-        await asyncio.to_thread(files.write_snapshot, self._snapshot, codec.encode(table))
-        self._on_disk = (table.generation, table.epoch)
+        await to_its_end(self._write, table)
         return Persisted(table.generation, True)
+
+    def _write(self, table: RouteTable) -> None:
+        files.write_snapshot(self._snapshot, codec.encode(table))
+        # Here, not after the wait: a cancelled wait has written all the same.
+        self._on_disk = (table.generation, table.epoch)
 
     def _consider(self, table: RouteTable) -> None:
         if self._fleet.table is None and table.cluster_id != self._cluster_id:

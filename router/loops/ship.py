@@ -4,8 +4,8 @@ Demand and round trips are views of now: what is not delivered is superseded. Us
 is on disk before it is sent, and stays there until the store has it.
 """
 
-import asyncio
 import logging
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -17,6 +17,7 @@ from isochrone.wire import codec
 from isochrone.wire.ids import BootId, PopId, RouterId
 from isochrone.wire.usage import Demand, RoundTrips, Usage, UsageAck
 from router.fleet import Fleet
+from router.loops.disk import to_its_end
 from router.metrics import Metrics
 from router.record import Recorder
 
@@ -46,6 +47,8 @@ class UsageSpool:
         self._folder = folder
         self._bytes_max = bytes_max
         self._sizes: dict[str, int] = {}
+        # Adding and forgetting run in threads of their own.
+        self._lock = threading.RLock()
 
     def open(self) -> int:
         """Find what an earlier life left; return how many batches."""
@@ -63,16 +66,17 @@ class UsageSpool:
     def add(self, batch: Usage) -> int:
         """Keep a batch; return how many rows of older ones had to go for it."""
         data = codec.encode(batch)
-        files.write_atomic(self._path(batch.batch_id), data)
-        self._sizes[batch.batch_id] = len(data)
-        self.bytes += len(data)
-        dropped = 0
-        while self.bytes > self._bytes_max and len(self._sizes) > 1:
-            oldest = next(iter(self._sizes))
-            lost = self.read(oldest)
-            dropped += len(lost.rows) if lost else 0
-            self.forget(oldest)
-        return dropped
+        with self._lock:
+            files.write_atomic(self._path(batch.batch_id), data)
+            self._sizes[batch.batch_id] = len(data)
+            self.bytes += len(data)
+            dropped = 0
+            while self.bytes > self._bytes_max and len(self._sizes) > 1:
+                oldest = next(iter(self._sizes))
+                lost = self.read(oldest)
+                dropped += len(lost.rows) if lost else 0
+                self.forget(oldest)
+            return dropped
 
     def read(self, batch_id: str) -> Usage | None:
         """Read a batch back; None where the file is not one (it is then removed)."""
@@ -89,9 +93,10 @@ class UsageSpool:
 
     def forget(self, batch_id: str) -> None:
         """Remove a batch."""
-        if batch_id in self._sizes:
-            self.bytes -= self._sizes.pop(batch_id)
-            self._path(batch_id).unlink(missing_ok=True)
+        with self._lock:
+            if batch_id in self._sizes:
+                self.bytes -= self._sizes.pop(batch_id)
+                self._path(batch_id).unlink(missing_ok=True)
 
     def _path(self, batch_id: str) -> Path:
         return self._folder / f"{batch_id}.usage"
@@ -164,7 +169,7 @@ class Shipper:
         for batch_id in self._spool.batch_ids:
             if now_s - self._sent_at_s.get(batch_id, -1e18) < self._resend_s:
                 continue
-            batch = await asyncio.to_thread(self._spool.read, batch_id)
+            batch = await to_its_end(self._spool.read, batch_id)
             if batch is None:
                 continue
             if not await self._send(batch):
@@ -178,26 +183,32 @@ class Shipper:
     async def spool_usage(self) -> int:
         """Put what ended on disk; return how many rows."""
         taken = self._recorder.take_usage()
-        done = 0
+        left = taken
         try:
-            while done < len(taken):
-                rows = taken[done : done + BATCH_ROWS_MAX]
+            while left:
+                rows = left[:BATCH_ROWS_MAX]
                 self._seq += 1
-                batch_id = f"{round(self._unix_clock() * 1000):013d}-{self._boot_id}-{self._seq}"
+                batch_id = (
+                    f"{round(self._unix_clock() * 1000):013d}-{self._boot_id}-{self._seq:06d}"
+                )
                 batch = Usage(router_id=self._router_id, batch_id=batch_id, rows=rows)
-                dropped = await asyncio.to_thread(self._spool.add, batch)
+                try:
+                    dropped = await to_its_end(self._spool.add, batch)
+                finally:
+                    # Cancelled or not, what is on disk is not kept in memory as well.
+                    if batch_id in self._spool.batch_ids:
+                        left = left[len(rows) :]
                 self._metrics.usage_dropped.inc(dropped)
-                done += len(rows)
         finally:
             # A full disk keeps them in memory; the next turn tries again.
-            self._recorder.put_back(taken[done:])
+            self._recorder.put_back(left)
             self._metrics.usage_spooled.set(self._spool.bytes)
-        return done
+        return len(taken)
 
     async def on_ack(self, ack: UsageAck) -> None:
         """The store has a batch: forget it."""
         self._sent_at_s.pop(ack.batch_id, None)
-        await asyncio.to_thread(self._spool.forget, ack.batch_id)
+        await to_its_end(self._spool.forget, ack.batch_id)
         self._metrics.usage_spooled.set(self._spool.bytes)
 
     def on_welcome(self) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from isochrone.wire.ids import Epoch, Generation
 from isochrone.wire.model import Deployment, Model
-from isochrone.wire.report import ReplicaState
+from isochrone.wire.report import Profile, ReplicaState
 from isochrone.wire.routes import DeploymentEntry, KeyEntry, Route, RouteTable
 from scheduler.decide.cluster import ClusterState, Liveness, Node, Placement
 from scheduler.decide.liveness import LivenessView
@@ -26,8 +26,9 @@ def route_table(
     nodes = {node.node_id: node for node in cluster.nodes}
     deployments = {entry.deployment_id: entry for entry in cluster.deployments}
     models = {model.model_id: model for model in cluster.models}
+    measured = {(row.model_id, row.device_class): row.profile for row in cluster.profiles}
     routes = [
-        _route(placement, nodes[placement.node_id], deployments[placement.deployment_id])
+        _route(placement, nodes[placement.node_id], deployments[placement.deployment_id], measured)
         for placement in cluster.placements
         if placement.deployment_id in deployments
         and _is_served(placement, nodes.get(placement.node_id), view)
@@ -57,7 +58,18 @@ def _is_served(placement: Placement, node: Node | None, view: LivenessView) -> b
     )
 
 
-def _route(placement: Placement, node: Node, deployment: Deployment) -> Route:
+def _route(
+    placement: Placement,
+    node: Node,
+    deployment: Deployment,
+    measured: Mapping[tuple[str, str], Profile],
+) -> Route:
+    rates = placement.profile
+    if rates.prefill_tokens_per_s <= 0:
+        # A replica just come up is as fast as its like until it has shown otherwise.
+        classes = {device.device_id: device.device_class for device in node.devices}
+        device_class = classes.get(placement.device_ids[0], "") if placement.device_ids else ""
+        rates = measured.get((deployment.model_id, device_class), rates)
     return Route(
         replica_id=placement.replica_id,
         deployment_id=placement.deployment_id,
@@ -67,8 +79,8 @@ def _route(placement: Placement, node: Node, deployment: Deployment) -> Route:
         address=node.address,
         role=placement.role,
         tokens_in_flight_max=deployment.engine.tokens_in_flight_max,
-        prefill_tokens_per_s=placement.profile.prefill_tokens_per_s,
-        decode_tokens_per_s=placement.profile.decode_tokens_per_s,
+        prefill_tokens_per_s=rates.prefill_tokens_per_s,
+        decode_tokens_per_s=rates.decode_tokens_per_s,
     )
 
 

@@ -29,6 +29,7 @@ from router.record import Asked
 from router.serve import ClientGone, Corridor
 
 OUTPUT_TOKENS_FLOOR: Final = 1
+REQUEST_ID: Final = web.RequestKey("request_id", str)
 
 
 class HttpClient:
@@ -115,7 +116,7 @@ class OpenAiSurface:
         return authenticate(self._fleet.keys, authorization, self._unix_clock())
 
     def deployment(self, name: str, key: KeyEntry) -> DeploymentEntry:
-        """Return the deployment of that name; ApiError 404 where absent or forbidden alike."""
+        """Return the deployment of that name, or raise ApiError 404, also where it is forbidden."""
         entry = self._fleet.deployment(name)
         if entry is None or not may_use(key, name):
             raise ApiError(
@@ -127,10 +128,11 @@ class OpenAiSurface:
 
     def request_id(self, request: web.Request) -> RequestId:
         """Return the client's request id where it is well formed, else a new one."""
-        found = request.get("request_id")
-        if not isinstance(found, str):
+        found = request.get(REQUEST_ID)
+        if found is None:
             sent = request.headers.get(headers.REQUEST_ID, "")
-            found = request["request_id"] = sent if is_request_id(sent) else self._new_id()
+            found = sent if is_request_id(sent) else self._new_id()
+            request[REQUEST_ID] = found
         return RequestId(found)
 
     async def _enter(self, request: web.Request) -> tuple[KeyEntry, bytes, float]:

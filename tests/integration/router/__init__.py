@@ -1,0 +1,1 @@
+"""The router over real sockets, before nodes that misbehave on request."""

@@ -1,0 +1,165 @@
+"""A node for tests: numbered tokens ("t0 t1 ..."), and every fault on request."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from aiohttp import web
+
+from isochrone.service.door import DoorLimits, open_door
+from isochrone.wire import headers
+
+
+class FakeNode:
+    """One node. Its fields are its behaviour; change them at any time."""
+
+    def __init__(self, name: str = "n1", pop: str = "ams") -> None:
+        self.name = name
+        self.pop = pop
+        self.port = 0
+        self.tokens = 8
+        self.itl_s = 0.0
+        self.ttft_s = 0.0
+        self.refuse = ""
+        self.status = 200
+        self.cut_at: int | None = None
+        self.hang_at: int | None = None
+        self.garbage = False
+        self.plain_garbage = False
+        self.error_at: int | None = None
+        self.cached_tokens: int | None = 3
+        self.load = ""
+        self.disowned: set[str] = set()
+        self.bodies: list[bytes] = []
+        self.seen: list[dict[str, str]] = []
+        self.running = 0
+        self.running_max = 0
+        self.cancelled = 0
+        self.changed = asyncio.Condition()
+
+    @property
+    def address(self) -> str:
+        """Where the router finds it."""
+        return f"127.0.0.1:{self.port}"
+
+    @property
+    def asked(self) -> int:
+        """How many requests came."""
+        return len(self.bodies)
+
+    async def note(self) -> None:
+        """Tell who waits that something changed."""
+        async with self.changed:
+            self.changed.notify_all()
+
+    async def until(self, holds: Any, timeout_s: float = 10.0) -> None:
+        """Wait until `holds()`."""
+        async with asyncio.timeout(timeout_s), self.changed:
+            await self.changed.wait_for(holds)
+
+    async def ping(self, request: web.Request) -> web.Response:
+        """Answer a probe."""
+        if request.headers.get(headers.REPLICA) in self.disowned:
+            return web.Response(status=429, headers={headers.REFUSED: "unknown_replica"})
+        return web.Response(status=204)
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        """Answer a request as the faults say."""
+        body = await request.read()
+        self.bodies.append(body)
+        self.seen.append(dict(request.headers))
+        self.running += 1
+        self.running_max = max(self.running, self.running_max)
+        await self.note()
+        try:
+            return await self._answer(request, json.loads(body))
+        except (asyncio.CancelledError, ConnectionError):
+            self.cancelled += 1
+            raise
+        finally:
+            self.running -= 1
+            await asyncio.shield(self.note())
+
+    async def _answer(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        extra = {headers.LOAD: self.load} if self.load else {}
+        if self.refuse:
+            return web.Response(status=429, headers={headers.REFUSED: self.refuse, **extra})
+        if self.status != 200:
+            error = {"error": {"message": "broken", "type": "x", "code": "x", "param": None}}
+            return web.json_response(error, status=self.status, headers=extra)
+        if self.plain_garbage:
+            return web.Response(body=b"\xff\xfe nonsense", headers=extra)
+        await asyncio.sleep(self.ttft_s)
+        count = body.get("max_tokens") or self.tokens
+        if not body.get("stream"):
+            words = " ".join(f"t{n}" for n in range(count))
+            message = {"role": "assistant", "content": words}
+            choice = {"index": 0, "message": message, "finish_reason": "stop"}
+            whole = {
+                **self._head("chat.completion"),
+                "choices": [choice],
+                "usage": self._usage(count),
+            }
+            return web.json_response(whole, headers=extra)
+        return await self._stream(request, count, body, extra)
+
+    async def _stream(
+        self, request: web.Request, count: int, body: dict[str, Any], extra: dict[str, str]
+    ) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"content-type": "text/event-stream", **extra})
+        await response.prepare(request)
+
+        async def send(data: object) -> None:
+            await response.write(b"data: " + json.dumps(data).encode() + b"\n\n")
+
+        head = self._head("chat.completion.chunk")
+        first = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+        await send({**head, "choices": [first]})
+        for n in range(count):
+            if n == self.cut_at:
+                assert request.transport is not None
+                request.transport.abort()
+                return response
+            if n == self.hang_at:
+                await asyncio.Event().wait()
+            if n == self.error_at:
+                await send({"error": {"message": "engine died", "code": "internal_error"}})
+                return response
+            if self.garbage:
+                await response.write(b'data: {"usage": nonsense\n\n')
+            delta = {"index": 0, "delta": {"content": f"t{n} "}, "finish_reason": None}
+            await send({**head, "choices": [delta]})
+            await asyncio.sleep(self.itl_s)
+        await send({**head, "choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
+        if (body.get("stream_options") or {}).get("include_usage"):
+            await send({**head, "choices": [], "usage": self._usage(count)})
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": "c-1", "object": kind, "created": 1, "model": "tiny"}
+
+    def _usage(self, count: int) -> dict[str, Any]:
+        usage: dict[str, Any] = {
+            "prompt_tokens": 11,
+            "completion_tokens": count,
+            "total_tokens": 11 + count,
+        }
+        if self.cached_tokens is not None:
+            usage["prompt_tokens_details"] = {"cached_tokens": self.cached_tokens}
+        return usage
+
+
+@asynccontextmanager
+async def open_node(node: FakeNode, port: int = 0) -> AsyncIterator[FakeNode]:
+    """Serve `node` on loopback."""
+    app = web.Application(client_max_size=64 * 1024 * 1024)
+    app.router.add_get("/ping", node.ping)
+    app.router.add_post("/v1/chat/completions", node.generate)
+    app.router.add_post("/v1/completions", node.generate)
+    limits = DoorLimits(shutdown_timeout_s=0.2)
+    async with open_door(app, "127.0.0.1", port, limits=limits) as bound:
+        node.port = bound
+        yield node

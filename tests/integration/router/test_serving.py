@@ -1,0 +1,333 @@
+"""A request through the router, before nodes that answer, refuse, break and fall silent."""
+
+import asyncio
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from isochrone.wire.routes import Limits
+from isochrone.wire.usage import Outcome, UsageRow
+from tests.integration.router.fake_node import FakeNode
+from tests.integration.router.fleet_of import Bench, a_bench, a_route, a_table
+
+
+def frames(text: str) -> list[Any]:
+    """Read a stream's frames; `[DONE]` as it is."""
+    data = [line[6:] for line in text.split("\n\n") if line.startswith("data: ")]
+    return [one if one == "[DONE]" else json.loads(one) for one in data]
+
+
+def words(events: list[Any]) -> str:
+    """Join the content of a stream's frames."""
+    deltas = [e["choices"][0]["delta"] for e in events if isinstance(e, dict) and e.get("choices")]
+    return "".join(delta.get("content") or "" for delta in deltas)
+
+
+async def the_stream(bench: Bench, **fields: Any) -> tuple[dict[str, str], list[Any]]:
+    async with bench.chat(stream=True, **fields) as response:
+        assert response.status == 200, await response.text()
+        return dict(response.headers), frames(await response.text())
+
+
+async def until_idle(bench: Bench) -> None:
+    """Wait until nothing is in flight (I6)."""
+    async with asyncio.timeout(5):
+        while bench.house.fleet.in_flight.requests:
+            await bench.house.loops["gauges"].wait_turns(1)
+
+
+async def usage(bench: Bench) -> list[UsageRow]:
+    """Return the usage of the requests so far; the bench must not be shipping it."""
+    await until_idle(bench)
+    return list(bench.house.recorder.take_usage())
+
+
+async def test_an_answer_says_where_it_came_from_and_why(tmp_path: Path) -> None:
+    async with a_bench(tmp_path) as bench:
+        async with bench.chat(headers={"x-request-id": "abc-1"}, max_tokens=3) as response:
+            body = await response.json()
+        assert body["choices"][0]["message"]["content"] == "t0 t1 t2"
+        assert response.headers["x-request-id"] == "abc-1"
+        assert response.headers["x-isochrone-pop"] == "ams"
+        assert response.headers["x-isochrone-node"] == "n1"
+        assert response.headers["x-isochrone-why"].startswith("nearest-warm rtt=")
+        async with bench.chat(headers={"x-request-id": "no\tgood"}) as response:
+            assert response.headers["x-request-id"].startswith("req-")
+
+
+async def test_the_clients_own_bytes_go_on(tmp_path: Path) -> None:
+    raw = b'{ "model":"tiny", "x": 1.50, "messages":[{"role":"user","content":"h\\u00e9"}] }'
+    async with a_bench(tmp_path) as bench:
+        path = f"{bench.url}/v1/chat/completions"
+        async with bench.http.post(path, data=raw) as response:
+            assert response.status == 200
+        streamed = raw.replace(b'"x"', b'"stream":true,"x"')
+        async with bench.http.post(path, data=streamed) as response:
+            text = await response.text()
+        assert bench.nodes[0].bodies[0] == raw
+        wish = b'{"stream_options":{"include_usage":true}, '
+        assert bench.nodes[0].bodies[1] == wish + streamed[2:]
+        assert '"usage"' not in text
+        assert text.endswith("data: [DONE]\n\n")
+
+
+async def test_a_large_prompt_arrives_whole(tmp_path: Path) -> None:
+    async with a_bench(tmp_path) as bench:
+        body = {"model": "tiny", "messages": [{"role": "user", "content": "x" * 3_000_000}]}
+        raw = io.BytesIO(json.dumps(body).encode())
+        async with bench.http.post(f"{bench.url}/v1/chat/completions", data=raw) as response:
+            assert response.status == 200
+        assert bench.nodes[0].bodies == [raw.getvalue()]
+
+
+async def test_cached_tokens_are_always_told(tmp_path: Path) -> None:
+    node = FakeNode()
+    node.cached_tokens = None
+    async with a_bench(tmp_path, [node]) as bench:
+        async with bench.chat() as response:
+            told = (await response.json())["usage"]["prompt_tokens_details"]
+        assert told == {"cached_tokens": 0}
+        _, events = await the_stream(bench, stream_options={"include_usage": True})
+        assert events[-2]["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+
+
+@pytest.mark.parametrize("fault", ["status", "refuse", "gone", "cut", "garbage", "silent", "error"])
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "plain"])
+async def test_before_the_first_token_another_replica_is_tried(
+    tmp_path: Path, fault: str, stream: bool
+) -> None:
+    bad, good = FakeNode("bad"), FakeNode("good")
+    async with a_bench(tmp_path, [bad, good], first_byte_timeout_s=0.4) as bench:
+        routes = [a_route(bad), a_route(good, prefill_tokens_per_s=1.0)]
+        if fault == "gone":
+            bad.port = 9
+            routes[0] = a_route(bad)
+        bad.status = 503 if fault == "status" else 200
+        bad.refuse = "busy" if fault == "refuse" else ""
+        bad.cut_at = 0 if fault == "cut" else None
+        bad.error_at = 0 if fault == "error" else None
+        bad.garbage = bad.plain_garbage = fault == "garbage"
+        bad.hang_at = 0 if fault == "silent" else None
+        bad.ttft_s = 30 if fault == "silent" else 0
+        bench.house.fleet.adopt(a_table(routes, generation=2))
+        async with bench.chat(stream=stream) as response:
+            text = await response.text()
+            assert response.status == 200, text
+            expected = "good" if stream or fault not in ("cut", "error") else "bad"
+            assert response.headers["x-isochrone-node"] == expected
+        if stream:
+            assert words(frames(text)) == "t0 t1 t2 t3 t4 t5 t6 t7 "
+        await until_idle(bench)
+
+
+@pytest.mark.parametrize("fault", ["cut", "hang", "error"])
+async def test_after_the_first_token_a_break_is_told_in_words(tmp_path: Path, fault: str) -> None:
+    node = FakeNode()
+    setattr(node, f"{fault}_at", 3)
+    async with a_bench(tmp_path, [node], usage_interval_s=3600) as bench:
+        await bench.house.loops["usage"].wait_turns(0)
+        _, events = await the_stream(bench)
+        assert words(events[:-1]) == "t0 t1 t2 "
+        assert "error" in events[-1]
+        assert "[DONE]" not in events
+        (row,) = await usage(bench)
+        assert (row.outcome, row.output_tokens) == (Outcome.FAILED, 3)
+        assert node.asked == 1
+
+
+async def test_a_client_that_leaves_frees_the_node_at_once(tmp_path: Path) -> None:
+    node = FakeNode()
+    node.itl_s = 0.02
+    async with a_bench(tmp_path, [node], usage_interval_s=3600) as bench:
+        async with bench.chat(stream=True, max_tokens=10_000) as response:
+            await response.content.readuntil(b"t2")
+        await node.until(lambda: node.cancelled == 1)
+        (row,) = await usage(bench)
+        assert row.outcome is Outcome.CANCELLED
+        assert 2 <= row.output_tokens < 100
+
+
+async def test_a_client_that_leaves_during_prefill_frees_the_node(tmp_path: Path) -> None:
+    node = FakeNode()
+    node.ttft_s = 30
+    async with a_bench(tmp_path, [node], first_byte_timeout_s=30) as bench:
+        asking = asyncio.create_task(bench.chat().__aenter__())
+        await node.until(lambda: node.running == 1)
+        asking.cancel()
+        await node.until(lambda: node.cancelled == 1)
+        await until_idle(bench)
+
+
+async def test_a_client_that_does_not_read_is_cut(tmp_path: Path) -> None:
+    node = FakeNode()
+    async with a_bench(tmp_path, [node], write_timeout_s=0.3) as bench:
+        reader, writer = await asyncio.open_connection("127.0.0.1", bench.house.port, limit=1024)
+        body = json.dumps(
+            {
+                "model": "tiny",
+                "messages": [{"role": "user", "content": "x"}],
+                "stream": True,
+                "max_tokens": 1_000_000,
+            }
+        ).encode()
+        key = bench.http.headers["authorization"].encode()
+        writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: " + key)
+        writer.write(b"\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        await node.until(lambda: node.cancelled == 1, 30)
+        await until_idle(bench)
+        writer.transport.abort()
+        del reader
+
+
+async def test_a_session_sticks_and_moves_only_when_its_seat_is_gone(tmp_path: Path) -> None:
+    async with a_bench(tmp_path, 4) as bench:
+        seats: dict[str, set[str]] = {}
+        for _ in range(3):
+            for n in range(12):
+                headers = {"x-session-affinity": f"s-{n}"}
+                async with bench.chat(headers=headers) as response:
+                    seats.setdefault(f"s-{n}", set()).add(response.headers["x-isochrone-node"])
+        assert all(len(nodes) == 1 for nodes in seats.values())
+        assert len(set.union(*seats.values())) >= 2
+        gone = next(iter(seats["s-0"]))
+        left = [a_route(node) for node in bench.nodes if node.name != gone]
+        bench.house.fleet.adopt(a_table(left, generation=2))
+        for n in range(12):
+            async with bench.chat(headers={"x-session-affinity": f"s-{n}"}) as response:
+                now = response.headers["x-isochrone-node"]
+            assert now != gone
+            assert seats[f"s-{n}"] in ({now}, {gone})
+
+
+async def test_when_the_nearest_is_full_the_next_takes_over_then_429(tmp_path: Path) -> None:
+    near, far = FakeNode("near"), FakeNode("far", "iad")
+    near.itl_s = far.itl_s = 0.05
+    route = {"tokens_in_flight_max": 1200}
+    async with a_bench(tmp_path, [near, far], route=route) as bench:
+        async with bench.chat(stream=True, max_tokens=1000) as first:
+            await first.content.readuntil(b"t0")
+            assert first.headers["x-isochrone-node"] == "near"
+            async with bench.chat(stream=True, max_tokens=1000) as second:
+                await second.content.readuntil(b"t0")
+                assert second.headers["x-isochrone-node"] == "far"
+                for options in ({"rejectIfBusy": True}, {}):
+                    async with bench.chat(max_tokens=1000, options=options) as third:
+                        error = (await third.json())["error"]
+                        assert third.status == 429
+                        assert error["code"] == "out_of_capacity"
+                        assert error["message"].startswith("3040")
+                        assert int(third.headers["retry-after"]) >= 1
+        await until_idle(bench)
+        (row,) = bench.house.recorder.take_demand() or [None]
+        assert row is None or row.refused <= 2
+
+
+async def test_who_waits_is_served_as_soon_as_there_is_room(tmp_path: Path) -> None:
+    node = FakeNode()
+    node.itl_s = 0.02
+    async with a_bench(
+        tmp_path, [node], route={"tokens_in_flight_max": 60}, queue_timeout_s=10
+    ) as bench:
+
+        async def one() -> int:
+            async with bench.chat(max_tokens=30) as response:
+                await response.read()
+                return int(response.status)
+
+        node.ttft_s = 0.05
+        assert await asyncio.gather(*(one() for _ in range(6))) == [200] * 6
+        assert node.running_max == 1
+
+
+async def test_nodes_that_all_refuse_mean_429_and_not_502(tmp_path: Path) -> None:
+    async with a_bench(tmp_path, 2) as bench:
+        for node in bench.nodes:
+            node.refuse = "busy"
+        async with bench.chat() as response:
+            assert response.status == 429
+            assert (await response.json())["error"]["code"] == "out_of_capacity"
+
+
+async def test_a_deployment_without_replicas_is_told_and_counted(tmp_path: Path) -> None:
+    async with a_bench(tmp_path, demand_interval_s=3600) as bench:
+        bench.house.fleet.adopt(a_table([], generation=2))
+        bench.house.recorder.take_demand()
+        async with bench.chat() as response:
+            assert response.status == 503
+            assert "retry-after" in response.headers
+        (row,) = bench.house.recorder.take_demand()
+        assert (row.no_replica, row.refused, row.requests) == (1, 1, 1)
+
+
+async def test_failures_are_bounded_and_end_in_502(tmp_path: Path) -> None:
+    async with a_bench(tmp_path, 5) as bench:
+        for node in bench.nodes:
+            node.status = 500
+        async with bench.chat() as response:
+            assert response.status == 502
+            assert (await response.json())["error"]["code"] == "upstream_error"
+        assert sum(node.asked for node in bench.nodes) == 3
+
+
+async def test_retries_are_a_share_of_requests(tmp_path: Path) -> None:
+    async with a_bench(tmp_path, 2) as bench:
+        for node in bench.nodes:
+            node.status = 500
+        for _ in range(60):
+            async with bench.chat() as response:
+                assert response.status == 502
+        # 60 first attempts, 10 in reserve, a fifth of 60 more.
+        assert sum(node.asked for node in bench.nodes) <= 60 + 10 + 12 + 1
+
+
+async def test_a_refusal_of_the_request_itself_is_passed_on(tmp_path: Path) -> None:
+    async with a_bench(tmp_path, 2) as bench:
+        for node in bench.nodes:
+            node.status = 400
+        async with bench.chat() as response:
+            assert response.status == 400
+            assert (await response.json())["error"]["message"] == "broken"
+        assert sum(node.asked for node in bench.nodes) == 1
+
+
+async def test_a_keys_limits_hold(tmp_path: Path) -> None:
+    limits = Limits(requests_per_min=2, tokens_per_min=100_000)
+    async with a_bench(tmp_path, limits=limits) as bench:
+        async with bench.chat(max_tokens=5) as response:
+            assert response.headers["x-ratelimit-limit-requests"] == "2"
+            assert response.headers["x-ratelimit-remaining-requests"] == "1"
+            assert int(response.headers["x-ratelimit-remaining-tokens"]) < 100_000
+        async with bench.chat(max_tokens=5) as response:
+            assert response.status == 200
+        async with bench.chat(max_tokens=5) as response:
+            assert response.status == 429
+            assert (await response.json())["error"]["code"] == "rate_limit_exceeded"
+            assert 1 <= int(response.headers["retry-after"]) <= 31
+
+
+async def test_a_keys_concurrency_holds_and_comes_back(tmp_path: Path) -> None:
+    node = FakeNode()
+    node.itl_s = 0.02
+    async with a_bench(tmp_path, [node], limits=Limits(concurrency=1)) as bench:
+        async with bench.chat(stream=True, max_tokens=1000) as held:
+            await held.content.readuntil(b"t0")
+            async with bench.chat() as response:
+                assert response.status == 429
+        await node.until(lambda: node.running == 0)
+        await until_idle(bench)
+        async with bench.chat() as response:
+            assert response.status == 200
+
+
+async def test_usage_is_booked_once_per_request(tmp_path: Path) -> None:
+    async with a_bench(tmp_path, usage_interval_s=3600) as bench:
+        await the_stream(bench, max_tokens=4)
+        async with bench.chat(max_tokens=5) as response:
+            await response.read()
+        rows = await usage(bench)
+        counts = [(r.prompt_tokens, r.cached_tokens, r.output_tokens, r.outcome) for r in rows]
+        assert counts == [(11, 3, 4, Outcome.COMPLETE), (11, 3, 5, Outcome.COMPLETE)]
+        assert len({row.request_id for row in rows}) == 2

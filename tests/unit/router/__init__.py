@@ -1,0 +1,1 @@
+"""The router, decision by decision."""
