@@ -107,6 +107,8 @@ async def _listen(runner: web.AppRunner, path: Path) -> None:
     mask = os.umask(0o177)
     try:
         await web.UnixSite(runner, path).start()
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {path}: {error.strerror or error}") from error
     finally:
         os.umask(mask)
 

@@ -114,6 +114,9 @@ class GgufFile:
         embedding = self._header.tensors.get("token_embd.weight")
         if heads < 1 or embedding is None or len(embedding.shape) != 2:
             raise CheckpointError(f"cannot load {self._path}: no heads or no token embedding")
+        head_dim = self._need("llama.attention.key_length", int, hidden // heads)
+        if self._need("llama.rope.dimension_count", int, head_dim) != head_dim:
+            raise CheckpointError(f"cannot load {self._path}: partial rotation is unsupported")
         rope_scaling = self.metadata.get("llama.rope.scaling.type", "none")
         if rope_scaling != "none":
             raise CheckpointError(
@@ -124,17 +127,17 @@ class GgufFile:
             hidden=hidden,
             intermediate=self._need("llama.feed_forward_length", int),
             heads=heads,
-            kv_heads=self.metadata.get("llama.attention.head_count_kv", heads),
-            head_dim=self.metadata.get("llama.attention.key_length", hidden // heads),
+            kv_heads=self._need("llama.attention.head_count_kv", int, heads),
+            head_dim=head_dim,
             vocabulary=embedding.shape[0],
             context_tokens=self._need("llama.context_length", int),
             rms_epsilon=self._need("llama.attention.layer_norm_rms_epsilon", float),
-            rope_theta=self.metadata.get("llama.rope.freq_base", 10_000.0),
+            rope_theta=self._need("llama.rope.freq_base", float, 10_000.0),
             tied_embeddings="output.weight" not in self._header.tensors,
         )
 
-    def _need(self, key: str, kind: type) -> Any:
-        value = self.metadata.get(key)
+    def _need(self, key: str, kind: type, default: Any = None) -> Any:
+        value = self.metadata.get(key, default)
         if not isinstance(value, kind):
             raise CheckpointError(f"cannot load {self._path}: {key} is {value!r}")
         return value

@@ -10,6 +10,13 @@ from nodeagent.engine.vocabulary import Vocabulary, vocabulary_of_folder, vocabu
 
 def open_checkpoint(path: Path) -> tuple[GgufFile | SafetensorsFolder, Vocabulary]:
     """Open a GGUF file, or a folder that holds config.json or exactly one GGUF file."""
+    try:
+        return _open(path)
+    except OSError as error:
+        raise CheckpointError(f"cannot load {path}: {error.strerror or error}") from error
+
+
+def _open(path: Path) -> tuple[GgufFile | SafetensorsFolder, Vocabulary]:
     if not path.exists():
         raise CheckpointError(f"cannot load {path}: no such file or folder")
     if path.is_dir() and (path / "config.json").exists():
