@@ -151,7 +151,7 @@ class EmbeddedPostgres:
                 "-E", "UTF8", "--locale=C", "--no-instructions",
                 *([] if self._fsync else ["--no-sync"]),
             )  # fmt: skip
-        self._clear_stale_lock()
+        self._clear_stale_locks()
         return binaries
 
     def _reachable(self, binaries: Path) -> Path:
@@ -174,17 +174,20 @@ class EmbeddedPostgres:
             aside.rename(copy)
         return copy / "bin"
 
-    def _clear_stale_lock(self) -> None:
-        """Refuse to start beside a living server; forget one that is gone (a reused pid)."""
-        lock = self._data / "postmaster.pid"
-        with suppress(FileNotFoundError, ValueError, IndexError):
-            pid = int(lock.read_text().split()[0])
-            command = Path(f"/proc/{pid}/cmdline")
-            if command.exists() and str(self._data).encode() in command.read_bytes():
-                raise PostgresError(
-                    f"cannot start Postgres: process {pid} already serves {self._data}; stop it"
-                )
-            lock.unlink()
+    def _clear_stale_locks(self) -> None:
+        """Refuse to start beside a living server; forget one that is gone (a reused pid, a zombie).
+
+        Postgres itself only asks whether the pid exists, and would wait for a person to decide.
+        """
+        for lock in (self._data / "postmaster.pid", self._state / ".s.PGSQL.5432.lock"):
+            with suppress(FileNotFoundError, ValueError, IndexError):
+                pid = int(lock.read_text().split()[0])
+                command = Path(f"/proc/{pid}/cmdline")
+                if command.exists() and str(self._data).encode() in command.read_bytes():
+                    raise PostgresError(
+                        f"cannot start Postgres: process {pid} already serves {self._data}; stop it"
+                    )
+                lock.unlink()
 
     async def _wait_ready(self, binaries: Path) -> None:
         server = self._server

@@ -1,0 +1,286 @@
+-- The whole schema at head. Written by `python -m migrations.dump`; do not edit.
+
+-- The fleet's only durable truth. Times are Postgres's own clock; epochs and generations order
+-- what clocks cannot.
+
+-- One row. `generation` moves with every change that a plan depends on; a plan commits only if it
+-- has not moved since its picture was read. `route_generation` numbers the route tables.
+CREATE TABLE cluster (
+    only_row         boolean PRIMARY KEY DEFAULT true CHECK (only_row),
+    cluster_id       text NOT NULL,
+    generation       bigint NOT NULL DEFAULT 1 CHECK (generation > 0),
+    route_generation bigint NOT NULL DEFAULT 1 CHECK (route_generation > 0),
+    created_at       timestamptz NOT NULL DEFAULT clock_timestamp()
+);
+
+-- Who acts. Every decision is written `WHERE epoch = $n`; the epoch only rises.
+CREATE TABLE lease (
+    only_row   boolean PRIMARY KEY DEFAULT true CHECK (only_row),
+    epoch      bigint NOT NULL DEFAULT 0,
+    holder     text NOT NULL DEFAULT '',
+    acting_since timestamptz NOT NULL DEFAULT clock_timestamp(),
+    expires_at timestamptz NOT NULL DEFAULT '-infinity'
+);
+
+CREATE FUNCTION epoch_only_rises() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN
+    IF NEW.epoch < OLD.epoch THEN
+        RAISE EXCEPTION 'cannot lower the epoch from % to %', OLD.epoch, NEW.epoch;
+    END IF;
+    RETURN NEW;
+END $$;
+CREATE TRIGGER lease_epoch_only_rises BEFORE UPDATE ON lease
+    FOR EACH ROW EXECUTE FUNCTION epoch_only_rises();
+
+CREATE TABLE pop (
+    pop        text PRIMARY KEY CHECK (pop ~ '^[a-z]{3}$'),
+    city       text NOT NULL,
+    country    text NOT NULL CHECK (country ~ '^[A-Z]{2}$'),
+    latitude   double precision NOT NULL CHECK (latitude BETWEEN -90 AND 90),
+    longitude  double precision NOT NULL CHECK (longitude BETWEEN -180 AND 180),
+    etag       bigint NOT NULL DEFAULT 1,
+    created_at timestamptz NOT NULL DEFAULT clock_timestamp()
+);
+
+-- A one-time right to join, bound to a PoP. Only the SHA-256 of its secret is kept.
+CREATE TABLE join_token (
+    token_id      text PRIMARY KEY,
+    secret_sha256 text NOT NULL,
+    role          text NOT NULL CHECK (role IN ('agent', 'router')),
+    pop           text NOT NULL REFERENCES pop,
+    expires_at    timestamptz NOT NULL,
+    used_at       timestamptz,
+    used_by       text,
+    created_at    timestamptz NOT NULL DEFAULT clock_timestamp()
+);
+
+-- `report` is the node's last whole report as it came (msgpack); what queries need stands beside it.
+CREATE TABLE node (
+    node_id       text PRIMARY KEY,
+    pop           text NOT NULL REFERENCES pop,
+    address       text NOT NULL DEFAULT '',
+    boot_id       text NOT NULL DEFAULT '',
+    report_seq    bigint NOT NULL DEFAULT 0,
+    report        bytea,
+    reported_at   timestamptz,
+    last_seen_at  timestamptz,
+    -- The generation of the assignment that this node has reached.
+    generation    bigint NOT NULL DEFAULT 0,
+    -- The generation in which this node's assignment last changed.
+    assigned      bigint NOT NULL DEFAULT 0,
+    draining      boolean NOT NULL DEFAULT false,
+    revoked       boolean NOT NULL DEFAULT false,
+    etag          bigint NOT NULL DEFAULT 1,
+    created_at    timestamptz NOT NULL DEFAULT clock_timestamp()
+);
+CREATE INDEX node_pop_idx ON node (pop);
+
+CREATE TABLE device (
+    node_id      text NOT NULL REFERENCES node ON DELETE CASCADE,
+    device_id    text NOT NULL,
+    device_class text NOT NULL,
+    memory_bytes bigint NOT NULL CHECK (memory_bytes >= 0),
+    healthy      boolean NOT NULL DEFAULT true,
+    reason       text NOT NULL DEFAULT '',
+    PRIMARY KEY (node_id, device_id)
+);
+
+CREATE TABLE router (
+    router_id    text PRIMARY KEY,
+    pop          text NOT NULL REFERENCES pop,
+    boot_id      text NOT NULL DEFAULT '',
+    last_seen_at timestamptz,
+    -- The route table generation that this router has.
+    generation   bigint NOT NULL DEFAULT 0,
+    revoked      boolean NOT NULL DEFAULT false,
+    created_at   timestamptz NOT NULL DEFAULT clock_timestamp()
+);
+
+CREATE TABLE model (
+    model_id   text PRIMARY KEY,
+    spec       jsonb NOT NULL,
+    etag       bigint NOT NULL DEFAULT 1,
+    created_at timestamptz NOT NULL DEFAULT clock_timestamp()
+);
+
+CREATE TABLE deployment (
+    deployment_id text PRIMARY KEY,
+    name          text NOT NULL,
+    model_id      text NOT NULL REFERENCES model,
+    version       integer NOT NULL DEFAULT 1 CHECK (version > 0),
+    engine        jsonb NOT NULL,
+    policy        jsonb NOT NULL,
+    etag          bigint NOT NULL DEFAULT 1,
+    created_at    timestamptz NOT NULL DEFAULT clock_timestamp(),
+    -- A deleted deployment stays until its last replica has ended.
+    deleted_at    timestamptz
+);
+CREATE UNIQUE INDEX deployment_name_idx ON deployment (name) WHERE deleted_at IS NULL;
+
+-- A replica's seat. `ended_*` is its tombstone; `released_at` is when the node said it is gone.
+CREATE TABLE placement (
+    replica_id       text PRIMARY KEY,
+    deployment_id    text NOT NULL REFERENCES deployment,
+    version          integer NOT NULL,
+    node_id          text NOT NULL REFERENCES node,
+    role             text NOT NULL DEFAULT 'unified',
+    memory_bytes     bigint NOT NULL CHECK (memory_bytes >= 0),
+    spec             jsonb NOT NULL,
+    reason           text NOT NULL,
+    placed_at        timestamptz NOT NULL DEFAULT clock_timestamp(),
+    placed_generation bigint NOT NULL,
+    ended_at         timestamptz,
+    ended_generation bigint,
+    ended_reason     text,
+    drain_timeout_s  double precision NOT NULL DEFAULT 30,
+    released_at      timestamptz,
+    -- What the node last said of it.
+    state            text NOT NULL DEFAULT 'wanted' CHECK (state IN
+        ('wanted', 'fetching', 'loading', 'warm', 'draining', 'stopped', 'failed')),
+    state_reason     text NOT NULL DEFAULT '',
+    state_since      timestamptz NOT NULL DEFAULT clock_timestamp(),
+    restarts         integer NOT NULL DEFAULT 0,
+    fetched_bytes    bigint NOT NULL DEFAULT 0,
+    CHECK ((ended_at IS NULL) = (ended_generation IS NULL)),
+    CHECK (released_at IS NULL OR ended_at IS NOT NULL)
+);
+CREATE INDEX placement_node_idx ON placement (node_id) WHERE released_at IS NULL;
+CREATE INDEX placement_deployment_idx ON placement (deployment_id) WHERE released_at IS NULL;
+
+CREATE TABLE placement_device (
+    replica_id   text NOT NULL REFERENCES placement ON DELETE CASCADE,
+    node_id      text NOT NULL,
+    device_id    text NOT NULL,
+    memory_bytes bigint NOT NULL CHECK (memory_bytes >= 0),
+    PRIMARY KEY (replica_id, device_id),
+    FOREIGN KEY (node_id, device_id) REFERENCES device
+);
+CREATE INDEX placement_device_idx ON placement_device (node_id, device_id);
+
+-- A device seats what its memory holds, whoever writes. The row lock on the device serialises two
+-- seats taken at once.
+CREATE FUNCTION device_holds_its_seats() RETURNS trigger LANGUAGE plpgsql AS $$
+DECLARE
+    holds bigint;
+    taken bigint;
+BEGIN
+    SELECT memory_bytes INTO holds FROM device
+        WHERE node_id = NEW.node_id AND device_id = NEW.device_id FOR UPDATE;
+    SELECT coalesce(sum(pd.memory_bytes), 0) INTO taken
+        FROM placement_device pd JOIN placement p USING (replica_id)
+        WHERE pd.node_id = NEW.node_id AND pd.device_id = NEW.device_id AND p.released_at IS NULL;
+    IF taken > holds THEN
+        RAISE EXCEPTION 'cannot seat %: % bytes taken of % on device % of node %',
+            NEW.replica_id, taken, holds, NEW.device_id, NEW.node_id
+            USING ERRCODE = 'check_violation';
+    END IF;
+    RETURN NULL;
+END $$;
+CREATE TRIGGER placement_device_holds AFTER INSERT OR UPDATE ON placement_device
+    FOR EACH ROW EXECUTE FUNCTION device_holds_its_seats();
+
+-- What agents measured, per model and device class; the planner's rates.
+CREATE TABLE profile (
+    model_id             text NOT NULL REFERENCES model ON DELETE CASCADE,
+    device_class         text NOT NULL,
+    load_s               double precision NOT NULL DEFAULT 0,
+    memory_bytes         bigint NOT NULL DEFAULT 0,
+    prefill_tokens_per_s double precision NOT NULL DEFAULT 0,
+    decode_tokens_per_s  double precision NOT NULL DEFAULT 0,
+    updated_at           timestamptz NOT NULL DEFAULT clock_timestamp(),
+    PRIMARY KEY (model_id, device_class)
+);
+
+-- Demand by minute. `demand_seen` makes a repeated batch harmless.
+CREATE TABLE demand (
+    deployment_id   text NOT NULL,
+    pop             text NOT NULL,
+    minute          timestamptz NOT NULL,
+    requests        bigint NOT NULL DEFAULT 0,
+    prompt_tokens   bigint NOT NULL DEFAULT 0,
+    uncached_tokens bigint NOT NULL DEFAULT 0,
+    output_tokens   bigint NOT NULL DEFAULT 0,
+    refused         bigint NOT NULL DEFAULT 0,
+    no_replica      bigint NOT NULL DEFAULT 0,
+    PRIMARY KEY (minute, deployment_id, pop)
+);
+CREATE TABLE demand_seen (
+    router_id text NOT NULL,
+    boot_id   text NOT NULL,
+    seq       bigint NOT NULL,
+    seen_at   timestamptz NOT NULL DEFAULT clock_timestamp(),
+    PRIMARY KEY (router_id, boot_id, seq)
+);
+
+CREATE TABLE usage (
+    request_id    text PRIMARY KEY,
+    key_id        text NOT NULL,
+    tenant_id     text NOT NULL,
+    deployment_id text NOT NULL,
+    pop           text NOT NULL,
+    node_id       text NOT NULL,
+    replica_id    text NOT NULL,
+    started_at    timestamptz NOT NULL,
+    prompt_tokens bigint NOT NULL,
+    cached_tokens bigint NOT NULL,
+    output_tokens bigint NOT NULL,
+    outcome       text NOT NULL,
+    ttft_ms       double precision NOT NULL,
+    duration_ms   double precision NOT NULL
+);
+CREATE INDEX usage_started_idx ON usage (started_at);
+CREATE INDEX usage_tenant_idx ON usage (tenant_id, started_at);
+
+CREATE TABLE round_trip (
+    pop         text NOT NULL REFERENCES pop ON DELETE CASCADE,
+    node_id     text NOT NULL REFERENCES node ON DELETE CASCADE,
+    rtt_ms      double precision NOT NULL CHECK (rtt_ms >= 0),
+    measured_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+    PRIMARY KEY (pop, node_id)
+);
+
+CREATE TABLE api_key (
+    key_id        text PRIMARY KEY,
+    secret_sha256 text NOT NULL,
+    tenant_id     text NOT NULL,
+    note          text NOT NULL DEFAULT '',
+    deployments   text[] NOT NULL DEFAULT '{}',
+    limits        jsonb NOT NULL DEFAULT '{}',
+    expires_at    timestamptz,
+    revoked_at    timestamptz,
+    etag          bigint NOT NULL DEFAULT 1,
+    created_at    timestamptz NOT NULL DEFAULT clock_timestamp()
+);
+
+-- Who did what, written in the transaction of the deed. Append only.
+CREATE TABLE event (
+    event_id   bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    at         timestamptz NOT NULL DEFAULT clock_timestamp(),
+    actor      text NOT NULL,
+    kind       text NOT NULL,
+    subject    text NOT NULL,
+    reason     text NOT NULL DEFAULT '',
+    before     jsonb,
+    after      jsonb,
+    request_id text NOT NULL DEFAULT ''
+);
+CREATE INDEX event_subject_idx ON event (subject, event_id);
+CREATE FUNCTION event_is_append_only() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN
+    RAISE EXCEPTION 'cannot change event %: the record is append only', OLD.event_id;
+END $$;
+CREATE TRIGGER event_append_only BEFORE UPDATE ON event
+    FOR EACH ROW EXECUTE FUNCTION event_is_append_only();
+
+-- The last answer to each Idempotency-Key, so that a repeated request is answered, not repeated.
+CREATE TABLE idempotency (
+    idempotency_key text NOT NULL,
+    method          text NOT NULL,
+    path            text NOT NULL,
+    body_sha256     text NOT NULL,
+    status          integer NOT NULL,
+    headers         jsonb NOT NULL DEFAULT '{}',
+    body            bytea NOT NULL,
+    created_at      timestamptz NOT NULL DEFAULT clock_timestamp(),
+    PRIMARY KEY (idempotency_key, method, path)
+);

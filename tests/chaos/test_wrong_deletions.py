@@ -1,0 +1,165 @@
+"""Whatever the centre says by mistake, nothing warm is lost."""
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator
+
+import aiohttp
+import asyncpg
+import pytest
+
+from tests.system.harness import Fleet, a_fleet, until
+from tests.system.load import one_stream
+
+pytestmark = pytest.mark.timeout(240)
+
+
+@pytest.fixture
+async def fleet() -> AsyncIterator[Fleet]:
+    async with a_fleet() as running:
+        yield running
+
+
+async def serves(fleet: Fleet, times: int = 4) -> None:
+    async with aiohttp.ClientSession() as http:
+        for pop in ("ams", "sin"):
+            for _ in range(times // 2):
+                ended = await one_stream(fleet, http, pop, 5)
+                assert ended.how == "complete", ended
+
+
+async def quiet_turns(fleet: Fleet, turns: int = 4) -> None:
+    """Let the acting scheduler's main duty turn some times: time enough to do harm."""
+
+    async def turned() -> float:
+        url = f"http://127.0.0.1:{fleet.ports['admin-a']}/metrics"
+        async with aiohttp.ClientSession() as http, http.get(url) as response:
+            for line in (await response.text()).splitlines():
+                if line.startswith('isochrone_scheduler_duty_turns{duty="place",outcome="ended"}'):
+                    return float(line.rpartition(" ")[2])
+        return 0.0
+
+    target = await turned() + turns
+
+    async def reached() -> bool:
+        return await turned() >= target
+
+    await until(f"{turns} turns of place", reached)
+
+
+async def test_a_scheduler_pointed_at_an_empty_database_stops_nothing(fleet: Fleet) -> None:
+    await fleet.deploy(replicas=2)
+    before = fleet.engine_pids()
+    await fleet.kill("scheduler-a")
+    await fleet.processes.stop("postgres")
+    shutil.move(fleet.folder / "pg", fleet.folder / "pg-real")
+    await fleet.start_postgres()
+    await fleet.start_scheduler("a")
+    await quiet_turns(fleet)
+    status = await fleet.ask("GET", "/v1/status")
+    assert status["acting"]
+    assert status["nodes"] == 0  # another cluster: neither agents nor routers take its word
+    assert fleet.engine_pids() == before
+    await serves(fleet)
+
+
+async def test_an_hour_old_database_stops_nothing_and_learns_what_runs(fleet: Fleet) -> None:
+    # "An hour ago" knows the nodes and routers, and no deployment.
+    await fleet.processes.stop("postgres")
+    shutil.copytree(fleet.folder / "pg", fleet.folder / "pg-old", symlinks=True)
+    shutil.chown(fleet.folder / "pg-old", "postgres", "postgres")
+    for path in (fleet.folder / "pg-old").rglob("*"):
+        if not path.is_socket():
+            shutil.chown(path, "postgres", "postgres")
+    await fleet.start_postgres()
+    await until("the scheduler acts again", lambda: acts(fleet))
+    await fleet.deploy(replicas=2)
+    before = fleet.engine_pids()
+    await fleet.kill("scheduler-a")
+    await fleet.processes.stop("postgres")
+    shutil.move(fleet.folder / "pg", fleet.folder / "pg-new")
+    shutil.move(fleet.folder / "pg-old", fleet.folder / "pg")
+    await fleet.start_postgres()
+    await fleet.start_scheduler("a")
+
+    async def learned() -> bool:
+        rows = (await fleet.ask("GET", "/v1/placements"))["data"]
+        return len([r for r in rows if "adopted" in r["reason"] and r["state"] == "warm"]) == 2
+
+    await until("both replicas are adopted", learned, 20.0)
+    await quiet_turns(fleet)
+    deployments = (await fleet.ask("GET", "/v1/deployments"))["data"]
+    assert [row["name"] for row in deployments] == ["mock"]
+    kinds = {e["kind"] for e in (await fleet.ask("GET", "/v1/events"))["data"]}
+    assert {"replica.adopted", "deployment.recreated"} <= kinds
+    assert fleet.engine_pids() == before
+    assert fleet.engine_processes() == 2
+    await serves(fleet)
+
+
+async def acts(fleet: Fleet) -> bool:
+    try:
+        return bool((await fleet.ask("GET", "/v1/status"))["acting"])
+    except Exception as error:
+        return "unavailable" in str(error) and False
+
+
+async def test_all_agents_silent_freezes_and_loses_nothing(fleet: Fleet) -> None:
+    await fleet.deploy(replicas=2)
+    # Silence as the store sees it: no agent connected, last heard a minute ago.
+    for pop in ("ams", "sin"):
+        await fleet.kill(f"node-{pop}")
+    await fleet.kill("scheduler-a")
+    dsn = f"postgresql://isochrone@/isochrone?host={fleet.folder}/pg"
+    connection = await asyncpg.connect(dsn)
+    await connection.execute("UPDATE node SET last_seen_at = clock_timestamp() - interval '60 s'")
+    await connection.execute("UPDATE lease SET acting_since = clock_timestamp() - interval '1 day'")
+    await connection.close()
+    await fleet.start_scheduler("a")
+    await asyncio.sleep(3.5)  # hear_first_s: only then does it decide at all
+    await quiet_turns(fleet)
+    status = await fleet.ask("GET", "/v1/status")
+    assert status["frozen"], status
+    rows = (await fleet.ask("GET", "/v1/placements"))["data"]
+    assert sorted(row["state"] for row in rows) == ["warm", "warm"]
+    assert not any(row["ending"] for row in rows)
+    assert fleet.engine_processes() == 2
+    for pop in ("ams", "sin"):
+        await fleet.start_node(pop)
+
+    async def thawed() -> bool:
+        return not (await fleet.ask("GET", "/v1/status"))["frozen"]
+
+    await until("it thaws when they are heard again", thawed)
+    await serves(fleet)
+
+
+async def test_a_truncated_route_table_is_refused_by_routers(fleet: Fleet) -> None:
+    await fleet.deploy(replicas=2)
+    await serves(fleet)
+    # A fault of the centre: the store suddenly says that nothing is warm and no key is known.
+    dsn = f"postgresql://isochrone@/isochrone?host={fleet.folder}/pg"
+    connection = await asyncpg.connect(dsn)
+    await connection.execute("ALTER TABLE placement DISABLE TRIGGER ALL")
+    before = (await fleet.ask("GET", "/v1/status"))["route_generation"]
+    await connection.execute("UPDATE api_key SET revoked_at = clock_timestamp()")
+    await connection.execute("UPDATE placement SET state = 'failed'")
+    await connection.close()
+
+    async def published() -> bool:
+        return bool((await fleet.ask("GET", "/v1/status"))["route_generation"] > before)
+
+    await until("the wrong table is published", published)
+
+    async def refused() -> bool:
+        total = 0.0
+        for pop in ("ams", "sin"):
+            url = f"{fleet.endpoint(pop)}/metrics"
+            async with aiohttp.ClientSession() as http, http.get(url) as response:
+                for line in (await response.text()).splitlines():
+                    if "refused" in line and "table" in line and not line.startswith("#"):
+                        total += float(line.rpartition(" ")[2])
+        return total >= 2
+
+    await until("both routers refuse it", refused)
+    await serves(fleet)

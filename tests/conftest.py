@@ -1,0 +1,63 @@
+"""What every test may ask for: a real Postgres, and a fresh database in it."""
+
+import secrets
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import asyncpg
+import pytest
+
+from scheduler.store.migrate import migrate
+from scheduler.store.pool import Pool, open_pool
+from tests.postgres import Server, start_server, stop_server
+
+
+@pytest.fixture(scope="session")
+def postgres_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One server for the whole run, without fsync."""
+    server = start_server()
+    yield server
+    stop_server(server)
+
+
+@pytest.fixture(scope="session")
+def template_database(postgres_server: Server) -> str:
+    """A database with every migration applied, to copy from."""
+    import asyncio
+
+    async def make() -> str:
+        name = "template_head"
+        connection = await asyncpg.connect(postgres_server.dsn("isochrone"))
+        await connection.execute(f"CREATE DATABASE {name}")
+        await connection.close()
+        pool = await open_pool(postgres_server.dsn(name))
+        await migrate(pool)
+        await pool.close()
+        return name
+
+    return asyncio.run(make())
+
+
+@pytest.fixture
+async def database_dsn(postgres_server: Server, template_database: str) -> AsyncIterator[str]:
+    """A fresh database at head, dropped after the test."""
+    name = f"test_{secrets.token_hex(6)}"
+    connection = await asyncpg.connect(postgres_server.dsn("isochrone"))
+    await connection.execute(f"CREATE DATABASE {name} TEMPLATE {template_database}")
+    yield postgres_server.dsn(name)
+    await connection.execute(f"DROP DATABASE {name} WITH (FORCE)")
+    await connection.close()
+
+
+@pytest.fixture
+async def pool(database_dsn: str) -> AsyncIterator[Pool]:
+    """A pool on a fresh database."""
+    opened = await open_pool(database_dsn, size_max=5)
+    yield opened
+    await opened.close()
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> Path:
+    """A short folder for sockets and state: a Unix socket's path is limited."""
+    return tmp_path

@@ -1,0 +1,267 @@
+"""A whole fleet of real processes on loopback, with mock engines, to be hurt on purpose."""
+
+import asyncio
+import json
+import os
+import secrets
+import shutil
+import signal
+import socket
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from isochrone.cli.client import AdminClient, AdminError
+from isochrone.cli.manifest import artifact_of
+from isochrone.service.files import write_atomic
+from ops.fleet.processes import Processes
+
+ROOT = Path(__file__).parents[2]
+CITIES = {"ams": ("NL", 52.3, 4.8), "sin": ("SG", 1.35, 104.0)}
+READY_TIMEOUT_S = 30.0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+async def until(
+    what: str, condition: Callable[[], Awaitable[Any]], timeout_s: float = READY_TIMEOUT_S
+) -> Any:
+    """Wait until `condition` gives something true and return it, or fail in words."""
+    deadline = asyncio.get_running_loop().time() + timeout_s
+    while True:
+        found = await condition()
+        if found:
+            return found
+        if asyncio.get_running_loop().time() > deadline:
+            raise AssertionError(f"not within {timeout_s:g} s: {what}")
+        await asyncio.sleep(0.05)
+
+
+class Fleet:
+    """Two schedulers on one Postgres, a node and a router in each of two PoPs."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.token = secrets.token_urlsafe(24)
+        self.key = ""
+        self.processes = Processes(folder / "logs", ROOT)
+        self.ports = {
+            f"{kind}-{name}": free_port()
+            for kind, name in (
+                *(("admin", s) for s in ("a", "b")),
+                *(("control", s) for s in ("a", "b")),
+                *((kind, pop) for kind in ("node", "router") for pop in CITIES),
+            )
+        }
+        (folder / "logs").mkdir()
+        folder.chmod(0o755)
+
+    def api(self, scheduler: str = "a") -> AdminClient:
+        return AdminClient(f"http://127.0.0.1:{self.ports[f'admin-{scheduler}']}", self.token)
+
+    async def ask(self, method: str, path: str, body: Any = None, *, of: str = "a") -> Any:
+        return await asyncio.to_thread(self.api(of).ask, method, path, body)
+
+    def endpoint(self, pop: str) -> str:
+        return f"http://127.0.0.1:{self.ports[f'router-{pop}']}"
+
+    async def start_postgres(self) -> None:
+        log = self.folder / "logs" / "postgres.log"
+        log.unlink(missing_ok=True)
+        await self.processes.start(
+            "postgres", ("scheduler", "postgres", "--state", str(self.folder / "pg"))
+        )
+
+        async def is_ready() -> bool:
+            return "postgresql://" in log.read_text()
+
+        await self.processes.wait("postgres", is_ready, READY_TIMEOUT_S)
+
+    async def start_scheduler(self, name: str, **fields: Any) -> None:
+        config = self.folder / f"scheduler-{name}.toml"
+        write_atomic(self.folder / "admin.token", self.token.encode())
+        extra = "".join(f"{key} = {json.dumps(value)}\n" for key, value in fields.items())
+        text = (
+            f'name = "{name}"\n'
+            f'database_url = "postgresql://isochrone@/isochrone?host={self.folder}/pg"\n'
+            f'authority = "{self.folder}/ca"\n'
+            f'admin_token_file = "{self.folder}/admin.token"\n'
+            f"admin_port = {self.ports[f'admin-{name}']}\n"
+            f"control_port = {self.ports[f'control-{name}']}\n"
+            "lease_ttl_s = 3.0\nlease_renew_s = 0.5\nplace_interval_s = 1.0\n"
+            f"publish_interval_s = 0.5\nhear_first_s = 3.0\n{extra}"
+        )
+        write_atomic(config, text.encode())
+        await self.processes.start(
+            f"scheduler-{name}", ("scheduler", "serve", "--config", str(config))
+        )
+        await until(f"scheduler {name} answers", lambda: self._status(name))
+
+    async def _status(self, name: str) -> Any:
+        try:
+            return await self.ask("GET", "/v1/status", of=name)
+        except AdminError:
+            return None
+
+    def schedulers(self) -> str:
+        urls = [f"http://127.0.0.1:{self.ports[f'control-{name}']}" for name in ("a", "b")]
+        return json.dumps(urls)
+
+    async def start_node(self, pop: str) -> None:
+        name = f"node-{pop}"
+        state = self.folder / name
+        token_file = self.folder / f"{name}.token"
+        if not (state / "identity.json").exists():
+            made = await self.ask("POST", "/v1/join-tokens", {"pop": pop, "role": "agent"})
+            write_atomic(token_file, made["token"].encode())
+        text = (
+            f'name = "{pop}-1"\nschedulers = {self.schedulers()}\nstate = "{state}"\n'
+            f'address = "http://127.0.0.1:{self.ports[name]}"\ndoor_port = {self.ports[name]}\n'
+            f'join_token_file = "{token_file}"\ncpu_memory_bytes = {4 << 30}\n'
+            "stall_s = 4.0\ncanary_interval_s = 1.0\ndrain_timeout_s = 5.0\n"
+        )
+        write_atomic(self.folder / f"{name}.toml", text.encode())
+        await self.processes.start(name, ("nodeagent", "--config", f"{self.folder}/{name}.toml"))
+        await until(f"{name} answers", lambda: self.is_up(self.ports[name], "/healthz"))
+
+    async def start_router(self, pop: str) -> None:
+        name = f"router-{pop}"
+        state = self.folder / name
+        env = {}
+        if not (state / "identity.json").exists():
+            made = await self.ask("POST", "/v1/join-tokens", {"pop": pop, "role": "router"})
+            env["ISOCHRONE_ROUTER_JOIN_TOKEN"] = made["token"]
+        text = (
+            f'name = "{name}"\nschedulers = {self.schedulers()}\nstate_folder = "{state}"\n'
+            f"port = {self.ports[name]}\nprobe_interval_s = 0.5\ndemand_interval_s = 1.0\n"
+            "stream_idle_timeout_s = 5.0\nusage_interval_s = 0.5\nusage_resend_s = 2.0\n"
+            "drain_timeout_s = 5.0\n"
+        )
+        write_atomic(self.folder / f"{name}.toml", text.encode())
+        await self.processes.start(name, ("router", "--config", f"{self.folder}/{name}.toml"), env)
+        await until(f"{name} answers", lambda: self.is_up(self.ports[name], "/healthz"))
+
+    async def is_up(self, port: int, path: str) -> bool:
+        try:
+            timeout = aiohttp.ClientTimeout(total=2.0)
+            async with (
+                aiohttp.ClientSession(timeout=timeout) as http,
+                http.get(f"http://127.0.0.1:{port}{path}") as response,
+            ):
+                return response.status == 200
+        except (aiohttp.ClientError, OSError, TimeoutError):
+            return False
+
+    async def up(self) -> None:
+        await self.start_postgres()
+        await self.start_scheduler("a")
+        await until("a acts", self._a_acts)
+        for pop, (country, latitude, longitude) in CITIES.items():
+            body = {
+                "city": pop, "country": country, "latitude": latitude, "longitude": longitude,
+            }  # fmt: skip
+            await self.ask("PUT", f"/v1/pops/{pop}", body)
+        for pop in CITIES:
+            await self.start_node(pop)
+            await self.start_router(pop)
+        made = await self.ask("POST", "/v1/keys", {"tenant_id": "test"})
+        self.key = made["key"]
+
+    async def _a_acts(self) -> bool:
+        return bool((await self.ask("GET", "/v1/status"))["acting"])
+
+    async def deploy(self, replicas: int = 2, options: dict[str, str] | None = None) -> None:
+        """Serve numbered tokens from `replicas` replicas, and wait until routers know them."""
+        folder = self.folder / "model"
+        folder.mkdir(exist_ok=True)
+        (folder / "m.gguf").write_bytes(b"GGUF")
+        artifact = artifact_of(folder, f"file:{folder}")
+        model = {
+            "model_id": "mock",
+            "architecture": "mock",
+            "artifact": msgspec.to_builtins(artifact),
+            "context_tokens": 100_000,
+            "weights_bytes": 1000,
+        }
+        await self.ask("PUT", "/v1/models/mock", model)
+        engine = {
+            "driver": "mock",
+            "kv_memory_bytes": 1_000_000,
+            "context_tokens_max": 100_000,
+            "options": options or {"itl_ms": "10"},
+        }
+        policy = {"replicas_min": replicas, "replicas_max": replicas}
+        await self.ask(
+            "POST",
+            "/v1/deployments",
+            {"deployment_id": "mock", "model_id": "mock", "engine": engine, "policy": policy},
+        )
+        await until(f"{replicas} warm", lambda: self.is_warm(replicas))
+        await until("routers know them", lambda: self.is_served(replicas))
+
+    async def is_warm(self, replicas: int, of: str = "a") -> bool:
+        rows = (await self.ask("GET", "/v1/placements", of=of))["data"]
+        return sum(row["state"] == "warm" and not row["ending"] for row in rows) >= replicas
+
+    async def is_served(self, replicas: int) -> bool:
+        status = await self.ask("GET", "/v1/status")
+        rows = (await self.ask("GET", "/v1/routers"))["data"]
+        return all(row["generation"] >= status["route_generation"] for row in rows)
+
+    def engine_pids(self) -> dict[str, int]:
+        """Return the pid of each engine by node name."""
+        found = {}
+        for path in self.folder.glob("node-*/engines/*/process.json"):
+            with suppress(OSError, msgspec.DecodeError):
+                found[path.parts[-4]] = msgspec.json.decode(path.read_bytes())["pid"]
+        return found
+
+    def engine_processes(self) -> int:
+        """Count the mock engines of this fleet that really run."""
+        mark = str(self.folder).encode()
+        count = 0
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            with suppress(OSError):
+                command = path.read_bytes()
+                count += b"nodeagent.mock" in command and mark in command
+        return count
+
+    async def kill(self, name: str) -> None:
+        """kill -9, and forget the process; Postgres with everything below it."""
+        pid = self.processes.pid(name)
+        if name == "postgres":
+            lock = self.folder / "pg" / "data" / "postmaster.pid"
+            server = int(lock.read_text().split()[0])
+            os.kill(server, signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
+        await self.processes.stop(name)
+
+    async def down(self) -> None:
+        await self.processes.stop_all(lambda names: None)
+        mark = str(self.folder).encode()
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            with suppress(OSError):
+                if mark in path.read_bytes() and int(path.parent.name) != os.getpid():
+                    os.kill(int(path.parent.name), signal.SIGKILL)
+
+
+@asynccontextmanager
+async def a_fleet() -> AsyncIterator[Fleet]:
+    """Bring a fleet up in a short folder that Postgres's user can reach, and take it down."""
+    folder = Path(tempfile.mkdtemp(prefix="iso-", dir="/var/tmp"))
+    fleet = Fleet(folder)
+    try:
+        await fleet.up()
+        yield fleet
+    finally:
+        await fleet.down()
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,112 @@
+"""A load of numbered streams that checks every token of every answer."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from tests.system.harness import Fleet
+
+
+@dataclass
+class Ended:
+    """One request's end: `complete`, `error-event`, `refused`, `reset` or `broken`."""
+
+    how: str
+    tokens: int = 0
+    request_id: str = ""
+    detail: str = ""
+
+
+@dataclass
+class Load:
+    """What became of every request of a load."""
+
+    ended: list[Ended] = field(default_factory=list)
+
+    def count(self, how: str) -> int:
+        return sum(one.how == how for one in self.ended)
+
+    def failures(self) -> list[Ended]:
+        return [one for one in self.ended if one.how != "complete"]
+
+
+async def one_stream(
+    fleet: Fleet, http: aiohttp.ClientSession, pop: str, tokens: int, **extra: Any
+) -> Ended:
+    """Stream one answer of numbered tokens and check that none is lost, repeated or reordered."""
+    body = {
+        "model": "mock",
+        "messages": [{"role": "user", "content": "count"}],
+        "max_tokens": tokens,
+        "stream": True,
+        **extra,
+    }
+    seen = 0
+    is_done = False
+    try:
+        async with http.post(
+            f"{fleet.endpoint(pop)}/v1/chat/completions",
+            data=msgspec.json.encode(body),
+            headers={"authorization": f"Bearer {fleet.key}", "content-type": "application/json"},
+        ) as response:
+            request_id = response.headers.get("x-request-id", "")
+            if response.status != 200:
+                return Ended("refused", 0, request_id, (await response.text())[:200])
+            async for line in response.content:
+                data = line.strip().removeprefix(b"data: ")
+                if data == b"[DONE]":
+                    is_done = True
+                elif data:
+                    frame = msgspec.json.decode(data)
+                    if "error" in frame:
+                        return Ended("error-event", seen, request_id, str(frame["error"]))
+                    for choice in frame["choices"]:
+                        for word in (choice["delta"].get("content") or "").split():
+                            assert word == f"t{seen}", f"got {word}, expected t{seen}"
+                            seen += 1
+    except (aiohttp.ClientError, OSError) as error:
+        return Ended("reset", seen, "", type(error).__name__)
+    complete = is_done and seen == tokens
+    return Ended("complete" if complete else "broken", seen, request_id, f"{seen}/{tokens}")
+
+
+@asynccontextmanager
+async def under_load(
+    fleet: Fleet, pops: list[str], *, streams: int = 8, tokens: int = 30
+) -> AsyncIterator[Load]:
+    """Keep `streams` numbered streams going through `pops` while the block runs; then let end."""
+    load = Load()
+    stopping = asyncio.Event()
+
+    async def one_after_another(pop: str) -> None:
+        while not stopping.is_set():
+            ended = await one_stream(fleet, http, pop, tokens)
+            load.ended.append(ended)
+            if ended.how != "complete":
+                # A refused client does not hammer; the pause also bounds the list.
+                await asyncio.sleep(0.05)
+
+    timeout = aiohttp.ClientTimeout(total=60.0)
+    async with (
+        aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as http,
+        asyncio.TaskGroup() as tasks,
+    ):
+        for index in range(streams):
+            tasks.create_task(one_after_another(pops[index % len(pops)]))
+        try:
+            yield load
+        finally:
+            stopping.set()
+
+
+async def wait_ended(load: Load, more: int, timeout_s: float = 30.0) -> None:
+    """Wait until `more` further requests have ended well."""
+    target = load.count("complete") + more
+    async with asyncio.timeout(timeout_s):
+        while load.count("complete") < target:
+            await asyncio.sleep(0.05)

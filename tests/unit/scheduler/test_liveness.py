@@ -1,0 +1,35 @@
+"""One silent node is lost; many silent at once are a cut."""
+
+import pytest
+
+from scheduler.decide.cluster import Liveness
+from scheduler.decide.liveness import LivenessLimits, liveness
+from tests.builders import a_node
+
+LIMITS = LivenessLimits()
+ALIVE, QUIET, SILENT, LONG = 1.0, 10.0, 40.0, 5_000.0
+
+
+@pytest.mark.parametrize(
+    ("silences", "acting_for_s", "lost", "is_frozen"),
+    [
+        ([ALIVE, ALIVE, ALIVE], 1000, 0, False),
+        ([ALIVE, ALIVE, QUIET], 1000, 0, False),
+        ([ALIVE, ALIVE, SILENT], 1000, 1, False),  # one of three: lost, and replaced
+        ([ALIVE, SILENT, SILENT], 1000, 0, True),  # two of three at once: a cut
+        ([SILENT, SILENT, SILENT], 1000, 0, True),
+        ([LONG, LONG, LONG], 1000, 0, True),  # a fleet mostly silent is never believed gone
+        ([ALIVE] * 8 + [SILENT] * 2, 1000, 2, False),  # two of ten: a fifth, not more
+        ([ALIVE] * 7 + [SILENT] * 3, 1000, 0, True),
+        ([ALIVE] * 7 + [LONG] * 3, 1000, 3, False),  # after ten minutes they are believed gone
+        ([ALIVE, ALIVE, SILENT], 30, 0, True),  # a new acting scheduler loses no one
+        ([ALIVE, ALIVE, QUIET], 30, 0, False),
+    ],
+)
+def test_silence_is_judged(
+    silences: list[float], acting_for_s: float, lost: int, is_frozen: bool
+) -> None:
+    nodes = [a_node(f"n{i}", "ams", silent_s=silent) for i, silent in enumerate(silences)]
+    view = liveness(nodes, acting_for_s, LIMITS)
+    assert bool(view.frozen) is is_frozen
+    assert sum(v is Liveness.LOST for v in view.by_node.values()) == lost

@@ -1,0 +1,359 @@
+"""What the planner does, by rows, and what it never does, by properties."""
+
+from collections import Counter
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from isochrone.wire.ids import DeploymentId, Generation, PopId
+from isochrone.wire.report import ReplicaState
+from scheduler.decide.cluster import ClusterState, DemandRate, Placement, Plan
+from scheduler.decide.explain import explain
+from scheduler.decide.feasible import allowed, free_memory
+from scheduler.decide.liveness import liveness
+from scheduler.decide.plan import PlanLimits, plan
+from tests.builders import (
+    GIB,
+    PLACES,
+    a_cluster,
+    a_deployment,
+    a_device,
+    a_model,
+    a_node,
+    a_placement,
+)
+
+NODES = (a_node("ams-1", "ams"), a_node("iad-1", "iad"), a_node("sin-1", "sin"))
+
+
+def a_demand(pop: str, requests_per_s: float, deployment: str = "d") -> DemandRate:
+    return DemandRate(
+        deployment_id=DeploymentId(deployment),
+        pop=PopId(pop),
+        requests_per_s=requests_per_s,
+        uncached_tokens_per_s=requests_per_s * 20,
+        output_tokens_per_s=requests_per_s * 2,
+    )
+
+
+def carried_out(cluster: ClusterState, decided: Plan, state: str = "warm") -> ClusterState:
+    """Return the picture after a plan was carried out and nothing else happened."""
+    ended = {ending.replica_id for ending in decided.endings}
+    kept = tuple(p for p in cluster.placements if p.replica_id not in ended)
+    begun = tuple(
+        Placement(
+            replica_id=start.spec.replica_id,
+            deployment_id=start.spec.deployment_id,
+            version=start.spec.version,
+            node_id=start.node_id,
+            device_ids=start.spec.device_ids,
+            memory_bytes=start.spec.memory_bytes,
+            state=ReplicaState(state),
+        )
+        for start in decided.starts
+    )
+    return msgspec.structs.replace(
+        cluster,
+        placements=kept + begun,
+        generation=Generation(cluster.generation + 1),
+    )
+
+
+def starts(decided: Plan) -> list[tuple[str, str]]:
+    return [(start.spec.deployment_id, start.node_id) for start in decided.starts]
+
+
+def test_a_new_deployment_gets_its_minimum() -> None:
+    decided = plan(a_cluster(nodes=NODES, deployments=(a_deployment(replicas_min=2),)))
+    assert len(decided.starts) == 2
+    assert len({start.node_id for start in decided.starts}) == 2  # spread over PoPs
+    assert all("at least 2" in start.reason for start in decided.starts)
+
+
+def test_a_pop_kept_warm_gets_a_replica_there() -> None:
+    decided = plan(a_cluster(nodes=NODES, deployments=(a_deployment(keep_warm=("sin",)),)))
+    assert starts(decided) == [("d", "sin-1")]
+
+
+def test_demand_far_away_brings_a_replica_there() -> None:
+    cluster = a_cluster(
+        nodes=NODES,
+        placements=(a_placement("r1", "ams-1"),),
+        demand=(a_demand("sin", 1.0),),
+    )
+    decided = plan(cluster)
+    assert starts(decided) == [("d", "sin-1")]
+    assert "demand: saves" in decided.starts[0].reason
+
+
+def test_a_whisper_of_demand_moves_nothing() -> None:
+    cluster = a_cluster(
+        nodes=NODES, placements=(a_placement("r1", "ams-1"),), demand=(a_demand("sin", 0.01),)
+    )
+    assert plan(cluster) == Plan(based_on=cluster.generation)
+
+
+def test_one_lost_node_is_replaced_and_nothing_of_it_is_ended() -> None:
+    nodes = (a_node("ams-1", "ams", silent_s=45.0), *NODES[1:])
+    decided = plan(a_cluster(nodes=nodes, placements=(a_placement("r1", "ams-1"),)))
+    assert len(decided.starts) == 1
+    assert decided.starts[0].node_id != "ams-1"
+    assert not decided.endings
+
+
+def test_mass_silence_moves_nothing_and_says_why() -> None:
+    nodes = tuple(msgspec.structs.replace(node, silent_s=60.0) for node in NODES)
+    decided = plan(a_cluster(nodes=nodes, placements=(a_placement("r1", "ams-1"),)))
+    assert not decided.starts
+    assert not decided.endings
+    assert "3 of 3 nodes are silent" in decided.frozen
+
+
+def test_a_draining_node_is_left_only_when_another_is_warm() -> None:
+    nodes = (a_node("ams-1", "ams", draining=True), *NODES[1:])
+    cluster = a_cluster(nodes=nodes, placements=(a_placement("r1", "ams-1"),))
+    first = plan(cluster)
+    assert len(first.starts) == 1
+    assert not first.endings
+    coming = carried_out(cluster, first, "loading")
+    assert not plan(coming).endings
+    second = plan(carried_out(cluster, first, "warm"))
+    assert [ending.replica_id for ending in second.endings] == ["r1"]
+    assert "draining" in second.endings[0].reason
+
+
+def test_a_new_version_takes_the_place_of_the_old_when_it_is_warm() -> None:
+    cluster = a_cluster(
+        nodes=NODES,
+        deployments=(a_deployment(version=2),),
+        placements=(a_placement("r1", "ams-1"),),
+    )
+    first = plan(cluster)
+    assert len(first.starts) == 1
+    assert not first.endings
+    second = plan(carried_out(cluster, first))
+    assert [ending.replica_id for ending in second.endings] == ["r1"]
+
+
+def test_a_failed_replica_is_ended_and_tried_elsewhere() -> None:
+    cluster = a_cluster(
+        nodes=NODES, placements=(a_placement("r1", "ams-1", state="failed", state_reason="oom"),)
+    )
+    decided = plan(cluster)
+    assert [ending.replica_id for ending in decided.endings] == ["r1"]
+    assert "oom" in decided.endings[0].reason
+    assert decided.starts[0].node_id != "ams-1"
+
+
+def test_what_cannot_be_placed_is_said_with_its_numbers_and_ends_nothing() -> None:
+    cluster = a_cluster(
+        nodes=(a_node("ams-1", "ams", gib=2.0),),
+        deployments=(a_deployment(replicas_min=2),),
+        placements=(a_placement("r1", "ams-1"),),
+    )
+    decided = plan(cluster)
+    assert not decided.starts
+    assert not decided.endings
+    assert "needs 1.25 GiB, the most free on one device is 0.75 GiB" in decided.unmet[0].reason
+
+
+def test_residency_withdrawn_ends_at_once() -> None:
+    cluster = a_cluster(
+        nodes=NODES,
+        deployments=(a_deployment(deny=("NL",)),),
+        placements=(a_placement("r1", "ams-1"),),
+    )
+    decided = plan(cluster)
+    assert [ending.replica_id for ending in decided.endings] == ["r1"]
+    assert all(start.node_id != "ams-1" for start in decided.starts)
+
+
+def test_a_deleted_deployment_ends_whole() -> None:
+    cluster = a_cluster(
+        nodes=NODES,
+        deployments=(),
+        deleted=(DeploymentId("d"),),
+        placements=(a_placement("r1", "ams-1"), a_placement("r2", "sin-1")),
+    )
+    assert len(plan(cluster).endings) == 2
+
+
+def test_surplus_goes_after_it_has_settled_and_never_below_the_minimum() -> None:
+    both = (a_placement("r1", "ams-1"), a_placement("r2", "sin-1"))
+    cluster = a_cluster(nodes=NODES, placements=both)
+    decided = plan(cluster)
+    assert len(decided.endings) == 1
+    assert not plan(carried_out(cluster, decided)).endings
+    young = tuple(msgspec.structs.replace(p, age_s=30.0) for p in both)
+    assert not plan(msgspec.structs.replace(cluster, placements=young)).endings
+
+
+def test_explain_says_why_here_and_why_not_there() -> None:
+    cluster = a_cluster(
+        nodes=(*NODES, a_node("gru-1", "gru", gib=0.5)),
+        placements=(a_placement("r1", "ams-1", reason="ams is kept warm"),),
+        demand=(a_demand("sin", 0.02),),
+    )
+    explained = explain(cluster, DeploymentId("d"))
+    assert explained is not None
+    assert explained.here[0].reason == "ams is kept warm"
+    reasons = {row.node_id: row.reason for row in explained.elsewhere}
+    assert "needs 1.25 GiB" in reasons["gru-1"]
+    assert "20 needed" in reasons["sin-1"]
+    assert explained.cities[0].nearest_pop == "ams"
+    assert explain(cluster, DeploymentId("nobody")) is None
+
+
+@st.composite
+def clusters(draw: st.DrawFn) -> ClusterState:
+    pops = sorted(PLACES)
+    nodes = tuple(
+        a_node(
+            f"n{index}",
+            draw(st.sampled_from(pops)),
+            silent_s=draw(st.sampled_from([0.0, 0.0, 0.0, 8.0, 40.0])),
+            draining=draw(st.sampled_from([False, False, False, True])),
+            devices=tuple(
+                a_device(draw(st.sampled_from([1.0, 2.0, 4.0, 8.0])), f"gpu{d}")
+                for d in range(draw(st.integers(0, 2)))
+            ),
+        )
+        for index in range(draw(st.integers(0, 6)))
+    )
+    models = (a_model("m", 1.0), a_model("big", 3.0))
+    deployments = []
+    for index in range(draw(st.integers(0, 3))):
+        least = draw(st.integers(0, 3))
+        deployments.append(
+            a_deployment(
+                f"d{index}",
+                draw(st.sampled_from(["m", "big"])),
+                version=draw(st.integers(1, 2)),
+                replicas_min=least,
+                replicas_max=draw(st.integers(least, 4)),
+                keep_warm=tuple(draw(st.lists(st.sampled_from(pops), max_size=1))),
+                deny=tuple(draw(st.lists(st.sampled_from(["NL", "sin"]), max_size=1))),
+                priority=draw(st.integers(0, 100)),
+            )
+        )
+    empty = a_cluster(nodes=nodes, models=models, deployments=tuple(deployments))
+    demand = tuple(
+        a_demand(draw(st.sampled_from(pops)), draw(st.floats(0.0, 5.0)), deployment.deployment_id)
+        for deployment in deployments
+        for _ in range(draw(st.integers(0, 2)))
+    )
+    # Placements as an earlier plan would have made them, so that the picture is a possible one.
+    earlier = plan(msgspec.structs.replace(empty, generation=Generation(1)))
+    states = ["warm", "warm", "loading", "failed"]
+    placed = carried_out(empty, earlier)
+    placements = tuple(
+        msgspec.structs.replace(
+            p,
+            state=ReplicaState(draw(st.sampled_from(states))),
+            version=draw(st.integers(1, 2)),
+            age_s=draw(st.sampled_from([1.0, 10_000.0])),
+        )
+        for p in placed.placements
+    )
+    return msgspec.structs.replace(
+        empty, placements=placements, demand=demand, acting_for_s=draw(st.sampled_from([5, 1e4]))
+    )
+
+
+@settings(deadline=None, max_examples=150)
+@given(cluster=clusters())
+def test_no_device_holds_more_than_its_memory(cluster: ClusterState) -> None:
+    after = carried_out(cluster, Plan(based_on=cluster.generation, starts=plan(cluster).starts))
+    assert all(left >= 0 for left in free_memory(after.nodes, after.placements).values())
+
+
+@settings(deadline=None, max_examples=150)
+@given(cluster=clusters())
+def test_residency_liveness_and_bounds_hold_for_every_start(cluster: ClusterState) -> None:
+    decided = plan(cluster)
+    limits = PlanLimits()
+    nodes = {node.node_id: node for node in cluster.nodes}
+    pops = {pop.pop: pop for pop in cluster.pops}
+    policies = {d.deployment_id: d.policy for d in cluster.deployments}
+    view = liveness(cluster.nodes, cluster.acting_for_s)
+    assert len(decided.starts) <= limits.starts_max
+    assert len(decided.endings) <= limits.endings_max
+    for start in decided.starts:
+        node = nodes[start.node_id]
+        assert allowed(policies[start.spec.deployment_id], pops[node.pop])
+        assert not node.draining
+        assert view.by_node[node.node_id].value == "ready"
+        assert start.reason
+    ids = [start.spec.replica_id for start in decided.starts]
+    assert len(set(ids)) == len(ids)
+    assert not {p.replica_id for p in cluster.placements} & set(ids)
+    if decided.frozen:
+        assert not decided.starts
+        assert not decided.endings
+
+
+@settings(deadline=None, max_examples=100)
+@given(cluster=clusters())
+def test_the_same_picture_gives_the_same_plan(cluster: ClusterState) -> None:
+    assert plan(cluster) == plan(cluster)
+
+
+@settings(deadline=None, max_examples=100)
+@given(cluster=clusters())
+def test_plans_carried_out_come_to_rest(cluster: ClusterState) -> None:
+    for _ in range(40):
+        decided = plan(cluster)
+        if not decided.starts and not decided.endings:
+            return
+        cluster = carried_out(cluster, decided)
+    pytest.fail(f"still moving after 40 plans: {decided}")
+
+
+@settings(deadline=None, max_examples=100)
+@given(cluster=clusters())
+def test_the_minimum_is_met_where_it_can_be(cluster: ClusterState) -> None:
+    view = liveness(cluster.nodes, cluster.acting_for_s)
+    if view.frozen:
+        return
+    for _ in range(40):
+        decided = plan(cluster)
+        if not decided.starts and not decided.endings:
+            break
+        cluster = carried_out(cluster, decided)
+    nodes = {node.node_id: node for node in cluster.nodes}
+    standing = Counter(
+        p.deployment_id
+        for p in cluster.placements
+        if not nodes[p.node_id].draining and view.by_node[p.node_id].value != "lost"
+    )
+    unmet = {row.deployment_id for row in plan(cluster).unmet}
+    for deployment in cluster.deployments:
+        if deployment.deployment_id not in unmet:
+            assert standing[deployment.deployment_id] >= deployment.policy.replicas_min
+
+
+@settings(deadline=None, max_examples=100)
+@given(cluster=clusters())
+def test_the_last_warm_replica_is_not_ended_to_make_room(cluster: ClusterState) -> None:
+    decided = plan(cluster)
+    ended = {ending.replica_id for ending in decided.endings}
+    nodes = {node.node_id: node for node in cluster.nodes}
+    pops = {pop.pop: pop for pop in cluster.pops}
+    for deployment in cluster.deployments:
+        if deployment.policy.replicas_min == 0:
+            continue
+        warm = [
+            p
+            for p in cluster.placements
+            if p.deployment_id == deployment.deployment_id
+            and p.state is ReplicaState.WARM
+            and allowed(deployment.policy, pops[nodes[p.node_id].pop])
+        ]
+        if warm:
+            assert any(p.replica_id not in ended for p in warm)
+
+
+def test_gibibytes_are_what_they_say() -> None:
+    assert a_model(gib=2.0).weights_bytes == 2 * GIB
