@@ -1,0 +1,134 @@
+"""The router as a process: started, killed, started again, and ended by a signal."""
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import aiohttp
+
+from isochrone.service import files
+from isochrone.service.identity import save_identity
+from isochrone.wire import codec
+from tests.integration.router.fake_node import FakeNode, open_node
+from tests.integration.router.fleet_of import KEY, a_route, a_table, an_identity
+
+BODY = {"model": "tiny", "messages": [{"role": "user", "content": "x"}]}
+START_TIMEOUT_S = 20.0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def prepare(folder: Path, node: FakeNode) -> tuple[Path, int]:
+    """Write what a router that ran before has on disk; return its config and port."""
+    port = free_port()
+    state = folder / "state"
+    save_identity(state, an_identity(folder))
+    files.write_snapshot(state / "table.snapshot", codec.encode(a_table([a_route(node)])))
+    config = folder / "router.toml"
+    config.write_text(
+        f'state_folder = "{state}"\nport = {port}\nschedulers = ["http://127.0.0.1:9"]\n'
+        'source_address = "127.0.0.1"\nusage_interval_s = 0.05\n'
+    )
+    return config, port
+
+
+@asynccontextmanager
+async def a_process(config: Path, port: int) -> AsyncIterator[asyncio.subprocess.Process]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "router",
+        "--config",
+        str(config),
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        stderr=asyncio.subprocess.DEVNULL,
+    )
+    try:
+        async with asyncio.timeout(START_TIMEOUT_S), aiohttp.ClientSession() as http:
+            while True:
+                assert process.returncode is None
+                with suppress(aiohttp.ClientConnectorError):
+                    async with http.get(f"http://127.0.0.1:{port}/healthz") as response:
+                        assert response.status == 200
+                        break
+                await asyncio.sleep(0.05)
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+async def test_killed_and_started_cold_it_serves_and_has_lost_no_usage(tmp_path: Path) -> None:
+    node = FakeNode()
+    node.itl_s = 0.02
+    async with open_node(node), aiohttp.ClientSession() as http:
+        http.headers["authorization"] = f"Bearer {KEY}"
+        config, port = prepare(tmp_path, node)
+        url = f"http://127.0.0.1:{port}/v1/chat/completions"
+        async with a_process(config, port) as process:
+            async with http.post(url, json=BODY) as response:
+                assert response.status == 200
+            spool = tmp_path / "state" / "usage"
+            async with asyncio.timeout(5):
+                while not list(spool.glob("*.usage")):
+                    await asyncio.sleep(0.02)
+            streams = [
+                await http.post(url, json={**BODY, "stream": True, "max_tokens": 10_000})
+                for _ in range(20)
+            ]
+            await node.until(lambda: node.running == 20)
+            process.kill()
+            await process.wait()
+            for stream in streams:
+                stream.close()
+        # The node sees its callers gone, and stops (K5).
+        await node.until(lambda: node.running == 0, 5)
+        async with a_process(config, port) as process:
+            async with http.post(url, json=BODY) as response:
+                assert response.status == 200
+            assert len(list(spool.glob("*.usage"))) >= 1
+
+
+async def test_sigterm_finishes_streams_and_exits_0(tmp_path: Path) -> None:
+    node = FakeNode()
+    node.itl_s = 0.03
+    async with open_node(node), aiohttp.ClientSession() as http:
+        http.headers["authorization"] = f"Bearer {KEY}"
+        config, port = prepare(tmp_path, node)
+        url = f"http://127.0.0.1:{port}/v1/chat/completions"
+        async with a_process(config, port) as process:
+            stream = await http.post(url, json={**BODY, "stream": True, "max_tokens": 20})
+            await stream.content.readuntil(b"t0")
+            process.send_signal(signal.SIGTERM)
+            assert (await stream.text()).endswith("data: [DONE]\n\n")
+            async with asyncio.timeout(10):
+                assert await process.wait() == 0
+
+
+async def test_without_an_identity_it_says_what_to_do(tmp_path: Path) -> None:
+    config = tmp_path / "router.toml"
+    config.write_text(f'state_folder = "{tmp_path / "state"}"\n')
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "router",
+        "--config",
+        str(config),
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        stderr=asyncio.subprocess.PIPE,
+    )
+    async with asyncio.timeout(START_TIMEOUT_S):
+        _, said = await process.communicate()
+    assert process.returncode == 2
+    assert b"cannot start" in said
+    assert b"Traceback" not in said

@@ -1,0 +1,217 @@
+"""Who may ask, how much; and which tables are believed."""
+
+from contextlib import suppress
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from isochrone.wire.errors import ApiError, ErrorCode
+from isochrone.wire.ids import (
+    ClusterId,
+    DeploymentId,
+    Epoch,
+    Generation,
+    KeyId,
+    ModelId,
+    NodeId,
+    PopId,
+    ReplicaId,
+    TenantId,
+)
+from isochrone.wire.keys import format_key, parse_key
+from isochrone.wire.routes import DeploymentEntry, KeyEntry, Limits, Route, RouteTable
+from router.apis.openai.decode import CHAT, decode, wants_usage, with_usage_wish
+from router.decide.admit import Gate, authenticate, may_use
+from router.decide.adopt import Adopted, RefusedTable, adopt
+
+TEXT = format_key(KeyId("k" * 12), b"\x01" * 32)
+
+
+def a_key(**fields: object) -> KeyEntry:
+    parsed = parse_key(TEXT)
+    assert parsed is not None
+    values = {"tenant_id": TenantId("t"), **fields}
+    return KeyEntry(key_id=parsed[0], secret_sha256=parsed[1], **values)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("header", "key", "words"),
+    [
+        (None, a_key(), "no API key"),
+        ("Basic x", a_key(), "no API key"),
+        ("Bearer iso_x", a_key(), "form"),
+        (f"Bearer {TEXT}{'x' * 500}", a_key(), "form"),
+        (f"Bearer {format_key(KeyId('o' * 12), bytes(32))}", a_key(), "unknown or revoked"),
+        (f"Bearer {format_key(KeyId('k' * 12), bytes(32))}", a_key(), "unknown or revoked"),
+        (f"Bearer {TEXT}", a_key(expires_at=50.0), "expired"),
+    ],
+)
+def test_a_wrong_key_is_told_what_is_wrong(header: str | None, key: KeyEntry, words: str) -> None:
+    with pytest.raises(ApiError, match=words) as caught:
+        authenticate({key.key_id: key}, header, 100.0)
+    assert caught.value.code is ErrorCode.INVALID_KEY
+    assert TEXT[17:50] not in caught.value.message
+
+
+def test_a_right_key_is_let_in_to_what_it_may_use() -> None:
+    key = a_key(expires_at=200.0, deployments=("a",))
+    assert authenticate({key.key_id: key}, f"bearer  {TEXT} ", 100.0) is key
+    assert (may_use(key, "a"), may_use(key, "b"), may_use(a_key(), "b")) == (True, False, True)
+
+
+def test_a_limited_key_is_told_when_to_come_back_and_is_let_in_then() -> None:
+    gate, key = Gate(), a_key(limits=Limits(requests_per_min=6, tokens_per_min=600))
+    for _ in range(6):
+        gate.enter(key, 10, 0.0).leave(10, 0.0)
+    with pytest.raises(ApiError) as caught:
+        gate.enter(key, 10, 0.0)
+    assert caught.value.retry_after_s == pytest.approx(10.0)
+    assert gate.enter(key, 10, 10.0).allowance.requests_left == 0
+
+
+def test_tokens_are_settled_by_what_was_used_once() -> None:
+    gate, key = Gate(), a_key(limits=Limits(tokens_per_min=600))
+    entry = gate.enter(key, 500, 0.0)
+    with pytest.raises(ApiError, match="tokens a minute"):
+        gate.enter(key, 200, 0.0)
+    entry.leave(100, 0.0)
+    entry.leave(0, 0.0)
+    assert gate.enter(key, 200, 0.0).allowance.tokens_left == 300
+    # Larger than the whole limit: a full bucket lets it in, and it is paid off afterwards.
+    assert gate.enter(key, 6000, 100.0).allowance.tokens_left < 0
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    st.integers(1, 30),
+    st.lists(st.tuples(st.floats(0, 20), st.integers(0, 400), st.integers(0, 400)), max_size=60),
+)
+def test_limits_hold_over_any_minute(per_min: int, asks: list[tuple[float, int, int]]) -> None:
+    gate = Gate()
+    key = a_key(limits=Limits(requests_per_min=per_min, tokens_per_min=1000, concurrency=1))
+    now_s, admitted, waits_s = 0.0, [], []
+    for wait_s, estimate, used in asks:
+        now_s += wait_s
+        try:
+            gate.enter(key, estimate, now_s).leave(used, now_s)
+        except ApiError as error:
+            waits_s.append(error.retry_after_s or 0)
+            continue
+        admitted.append(now_s)
+    assert all(1 <= wait_s <= 600 for wait_s in waits_s)
+    # A bucket of a minute's worth admits at most that much and what a minute refills.
+    for start_s in admitted:
+        within = [at_s for at_s in admitted if start_s <= at_s <= start_s + 60]
+        assert len(within) <= 2 * per_min + 1
+
+
+def a_table(
+    replicas: str, generation: int = 1, epoch: int = 1, keys: int = 1, deployments: int = 1
+) -> RouteTable:
+    return RouteTable(
+        cluster_id=ClusterId("c"),
+        generation=Generation(generation),
+        epoch=Epoch(epoch),
+        deployments=tuple(
+            DeploymentEntry(
+                deployment_id=DeploymentId(f"d{n}"),
+                name=f"m{n}",
+                model_id=ModelId("m"),
+                context_tokens=4096,
+            )
+            for n in range(deployments)
+        ),
+        routes=tuple(
+            Route(
+                replica_id=ReplicaId(name),
+                deployment_id=DeploymentId("d0"),
+                version=1,
+                node_id=NodeId(f"n-{name}"),
+                pop=PopId("ams"),
+                address="x:1",
+            )
+            for name in replicas
+        ),
+        keys=tuple(
+            KeyEntry(key_id=KeyId(f"k{n}"), secret_sha256="", tenant_id=TenantId("t"))
+            for n in range(keys)
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "answering", "believed"),
+    [
+        (a_table("abcd"), a_table("abc", 2), "abcd", True),
+        (a_table("abcd"), a_table("ab", 2), "abcd", True),
+        (a_table("abcd"), a_table("a", 2), "abcd", False),
+        (a_table("abcd"), a_table("a", 2), "ab", False),
+        (a_table("abcd"), a_table("a", 2), "a", True),
+        (a_table("abcd"), a_table("", 2), "", True),
+        (a_table("a"), a_table("", 2), "a", True),
+        (a_table("ab"), a_table("cd", 2), "ab", True),
+        (a_table("abcd"), a_table("ae", 2), "abcd", False),
+        (a_table("ab"), a_table("ab", 2, deployments=0), "ab", False),
+        (a_table("ab"), a_table("", 2, deployments=0), "", True),
+        (a_table("ab", keys=3), a_table("ab", 2, keys=0), "", False),
+        (a_table("ab", keys=1), a_table("ab", 2, keys=0), "ab", True),
+        (a_table("ab", 5), a_table("ab", 4), "", False),
+        (a_table("ab", 5, 3), a_table("ab", 6, 2), "", False),
+        (a_table("ab", 5, 3), a_table("ab", 4, 4), "", False),
+        (None, a_table(""), "", True),
+    ],
+)
+def test_which_tables_are_believed(
+    old: RouteTable | None, new: RouteTable, answering: str, believed: bool
+) -> None:
+    verdict = adopt(old, new, {ReplicaId(name) for name in answering})
+    assert isinstance(verdict, Adopted) is believed, verdict
+    if isinstance(verdict, RefusedTable):
+        assert verdict.reason.startswith("cannot follow")
+
+
+NAMES = st.sets(st.sampled_from("abcdefgh")).map(lambda names: "".join(sorted(names)))
+
+
+@settings(deadline=None, max_examples=150)
+@given(NAMES, NAMES, NAMES)
+def test_most_of_what_answers_is_never_lost_at_once(old: str, new: str, answering: str) -> None:
+    alive = set(answering) & set(old)
+    verdict = adopt(a_table(old), a_table(new, 2), {ReplicaId(name) for name in alive})
+    lost = set(old) - set(new)
+    if isinstance(verdict, Adopted) and alive & lost and len(lost) >= 2:
+        # Either few went, or as many new ones came.
+        assert len(lost) <= len(old) / 2 or len(set(new) - set(old)) >= len(lost)
+
+
+BODY = '{"model":"m","messages":[{"role":"user","content":"x"}],"stream":true%s}'
+
+
+@pytest.mark.parametrize(
+    ("options", "wants"),
+    [
+        ("", False),
+        (',"stream_options":null', False),
+        (',"stream_options":{}', False),
+        (',"stream_options":{"include_usage":false,"x":1}', False),
+        (',"stream_options":{"include_usage":true}', True),
+    ],
+)
+def test_the_usage_wish_is_set_and_nothing_else_changes(options: str, wants: bool) -> None:
+    body = (BODY % options).encode()
+    request = decode(body, CHAT)
+    assert wants_usage(request) is wants
+    sent = with_usage_wish(body, request)
+    assert wants_usage(decode(sent, CHAT))
+    assert (sent == body) is wants
+    assert b'"messages":[{"role":"user","content":"x"}]' in sent
+    if "x" in options:
+        assert b'"x":1' in sent
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.binary(max_size=200) | st.text(max_size=200).map(str.encode))
+def test_whatever_comes_is_read_or_refused(body: bytes) -> None:
+    with suppress(ApiError):
+        assert decode(body, CHAT).messages
