@@ -8,8 +8,10 @@ dropped replicas no longer answer.
 from collections.abc import Set
 from typing import Final, NamedTuple
 
+import msgspec
+
 from isochrone.wire.ids import ReplicaId
-from isochrone.wire.routes import Route, RouteTable
+from isochrone.wire.routes import Route, RouteTable, apply_delta, diff
 
 DROPPED_MIN: Final = 2
 DROPPED_SHARE: Final = 0.5
@@ -22,7 +24,7 @@ class Adopted(NamedTuple):
 
 
 class RefusedTable(NamedTuple):
-    """Go on with the old one. `dropped` are the replicas to ask whether they still answer."""
+    """Drop nothing for now. `dropped` are the replicas to ask whether they still answer."""
 
     reason: str
     is_stale: bool
@@ -64,6 +66,20 @@ def adopt(
             is_stale=False,
         )
     return _drop_is_believed(old, new, answering)
+
+
+def widened(old: RouteTable, new: RouteTable) -> RouteTable:
+    """Return `old` with all that `new` adds or changes and nothing that it drops.
+
+    Served by while `new` is held: a new key or replica need not wait for the doubt to end. It keeps
+    the generation of `old`, which is what this router has.
+    """
+    added = msgspec.structs.replace(
+        diff(old, new), pops_gone=(), deployments_gone=(), routes_gone=(), keys_gone=()
+    )
+    return msgspec.structs.replace(
+        apply_delta(old, added), generation=old.generation, epoch=old.epoch
+    )
 
 
 def _drop_is_believed(

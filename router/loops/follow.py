@@ -2,7 +2,7 @@
 
 What is served by is always whole: a delta is applied to the table it is based on, and one that
 does not fit asks for a snapshot. A table that is not believed is held and looked at again, for the
-replicas it drops may indeed be ending.
+replicas it drops may indeed be ending; what it adds is taken at once.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from isochrone.wire.control import Welcome
 from isochrone.wire.ids import ClusterId, Epoch, Generation
 from isochrone.wire.routes import Route, RouteDelta, RouteTable, SnapshotWanted, apply_delta
 from router.decide.admit import Gate
-from router.decide.adopt import Adopted, RefusedTable, adopt
+from router.decide.adopt import Adopted, RefusedTable, adopt, widened
 from router.fleet import Fleet
 from router.loops.disk import to_its_end
 from router.metrics import Metrics
@@ -40,8 +40,9 @@ class Persisted(NamedTuple):
 
 
 class Held(NamedTuple):
-    """A table that is not believed yet, and why."""
+    """A table that is not believed yet, why, and the last one that was."""
 
+    before: RouteTable
     table: RouteTable
     refusal: RefusedTable
 
@@ -67,7 +68,7 @@ class Follower:
         self._cluster_id = cluster_id
         self._snapshot = snapshot
         self._clock = clock
-        self._on_disk: tuple[Generation, Epoch] | None = None
+        self._on_disk: RouteTable | None = None
         self._on_change: Callable[[], None] | None = None
 
     def on_change(self, tell: Callable[[], None]) -> None:
@@ -98,7 +99,7 @@ class Follower:
         written_at_s = await asyncio.to_thread(lambda: self._snapshot.stat().st_mtime)
         self._adopt(table)
         self._fleet.confirmed_at_s = self._clock() - max(0.0, unix_now_s - written_at_s)
-        self._on_disk = (table.generation, table.epoch)
+        self._on_disk = table
         return True
 
     async def on_welcome(self, welcome: Welcome) -> None:
@@ -128,7 +129,8 @@ class Follower:
         """Look at a held table again: its dropped replicas may have ended meanwhile."""
         if self.held is None:
             return "nothing held"
-        verdict = adopt(self._fleet.table, self.held.table, self._fleet.answering())
+        # Judged by the table before it: what it added must not make its drops look small.
+        verdict = adopt(self.held.before, self.held.table, self._fleet.answering())
         if isinstance(verdict, Adopted):
             log.warning(
                 "a table that was held is now believed",
@@ -141,7 +143,7 @@ class Follower:
     async def persist(self) -> Persisted:
         """Keep the table served by on disk."""
         table = self._fleet.table
-        if table is None or self._on_disk == (table.generation, table.epoch):
+        if table is None or self._on_disk is table:
             return Persisted(table.generation if table else 0, False)
         await to_its_end(self._write, table)
         return Persisted(table.generation, True)
@@ -149,25 +151,30 @@ class Follower:
     def _write(self, table: RouteTable) -> None:
         files.write_snapshot(self._snapshot, codec.encode(table))
         # Here, not after the wait: a cancelled wait has written all the same.
-        self._on_disk = (table.generation, table.epoch)
+        self._on_disk = table
 
     def _consider(self, table: RouteTable) -> None:
         if self._fleet.table is None and table.cluster_id != self._cluster_id:
             self._refuse(f"cannot follow: a table of cluster {table.cluster_id}")
             return
-        verdict = adopt(self._fleet.table, table, self._fleet.answering())
+        before = self.held.before if self.held else self._fleet.table
+        verdict = adopt(before, table, self._fleet.answering())
         if isinstance(verdict, Adopted):
             self._adopt(verdict.table)
             return
         self._refuse(verdict.reason)
-        if not verdict.is_stale:
-            self.held = Held(table, verdict)
+        if not verdict.is_stale and before is not None:
+            self._serve_by(widened(before, table))
+            self.held = Held(before, table, verdict)
 
     def _adopt(self, table: RouteTable) -> None:
         self.held = None
+        self._fleet.confirmed_at_s = self._clock()
+        self._serve_by(table)
+
+    def _serve_by(self, table: RouteTable) -> None:
         self._fleet.adopt(table)
         self._gate.forget(set(self._fleet.keys))
-        self._fleet.confirmed_at_s = self._clock()
         self._metrics.table_generation.set(table.generation)
         self._metrics.table_routes.set(len(table.routes))
         if self._on_change is not None:

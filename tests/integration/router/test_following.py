@@ -228,6 +228,21 @@ async def test_a_table_that_drops_what_answers_is_refused_until_it_ends(tmp_path
         assert await ask(house) == 200
 
 
+async def test_a_held_table_adds_but_does_not_drop(tmp_path: Path) -> None:
+    async with a_bench(tmp_path, 3) as bench, open_node(FakeNode("n9")) as added:
+        house = bench.house
+        await house.loops["probe"].wait_turns(2)
+        routes = [a_route(node) for node in bench.nodes]
+        wrong = a_table([routes[0], a_route(added)], generation=2)
+        await house.follower.on_table(wrong, nowhere)
+        for _ in range(3):
+            await house.loops["reconsider"].wait_turns(1)
+            assert house.follower.held is not None
+            assert house.fleet.table is not None
+            replicas = [route.replica_id for route in house.fleet.table.routes]
+            assert replicas == ["r-n1", "r-n2", "r-n3", "r-n9"]
+
+
 async def test_a_delta_builds_on_a_held_table(tmp_path: Path) -> None:
     async with a_bench(tmp_path, 3) as bench:
         house = bench.house

@@ -23,7 +23,7 @@ from isochrone.wire.keys import format_key, parse_key
 from isochrone.wire.routes import DeploymentEntry, KeyEntry, Limits, Route, RouteTable
 from router.apis.openai.decode import CHAT, decode, wants_usage, with_usage_wish
 from router.decide.admit import Gate, authenticate, may_use
-from router.decide.adopt import Adopted, RefusedTable, adopt
+from router.decide.adopt import Adopted, RefusedTable, adopt, widened
 
 TEXT = format_key(KeyId("k" * 12), b"\x01" * 32)
 
@@ -183,6 +183,13 @@ def test_most_of_what_answers_is_never_lost_at_once(old: str, new: str, answerin
     if isinstance(verdict, Adopted) and alive & lost and len(lost) >= 2:
         # Either few went, or as many new ones came.
         assert len(lost) <= len(old) / 2 or len(set(new) - set(old)) >= len(lost)
+
+
+def test_a_held_table_still_adds() -> None:
+    old, new = a_table("abc", keys=2), a_table("ad", 2, keys=3, deployments=2)
+    both = widened(old, new)
+    assert [route.replica_id for route in both.routes] == ["a", "b", "c", "d"]
+    assert (len(both.keys), len(both.deployments), both.generation) == (3, 2, 1)
 
 
 BODY = '{"model":"m","messages":[{"role":"user","content":"x"}],"stream":true%s}'
