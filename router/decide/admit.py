@@ -91,10 +91,11 @@ class Allowance(NamedTuple):
 
 
 class _Use:
-    __slots__ = ("concurrent", "requests", "tokens")
+    __slots__ = ("concurrent", "limits", "requests", "tokens")
 
-    def __init__(self, limits: Limits, now_s: float) -> None:
-        self.concurrent = 0
+    def __init__(self, limits: Limits, now_s: float, concurrent: int = 0) -> None:
+        self.concurrent = concurrent
+        self.limits = limits
         self.requests = Bucket(limits.requests_per_min, now_s)
         self.tokens = Bucket(limits.tokens_per_min, now_s)
 
@@ -129,8 +130,10 @@ class Gate:
         """Admit a request, or raise ApiError 429 with the seconds after which it would be."""
         limits = key.limits
         use = self._uses.get(key.key_id)
-        if use is None:
-            use = self._uses[key.key_id] = _Use(limits, now_s)
+        if use is None or use.limits != limits:
+            # New limits begin with full buckets: what was drawn under others is no debt.
+            concurrent = use.concurrent if use else 0
+            use = self._uses[key.key_id] = _Use(limits, now_s, concurrent)
         if limits.concurrency and use.concurrent >= limits.concurrency:
             raise _limited(f"{use.concurrent} requests at once, the key's limit", 1.0)
         requests = use.requests.level(limits.requests_per_min, now_s)
@@ -156,8 +159,9 @@ class Gate:
         if use is None:
             return
         use.concurrent = max(0, use.concurrent - 1)
-        use.tokens.level(entry.key.limits.tokens_per_min, now_s)
-        use.tokens.draw(used_tokens - entry.estimate_tokens)
+        if use.limits == entry.key.limits:
+            use.tokens.level(use.limits.tokens_per_min, now_s)
+            use.tokens.draw(used_tokens - entry.estimate_tokens)
 
     def forget(self, kept: Set[KeyId]) -> None:
         """Drop the buckets of keys that are no longer in the table."""

@@ -82,6 +82,18 @@ def test_tokens_are_settled_by_what_was_used_once() -> None:
     assert gate.enter(key, 6000, 100.0).allowance.tokens_left < 0
 
 
+def test_a_limit_set_later_owes_nothing_for_before() -> None:
+    gate = Gate()
+    held = gate.enter(a_key(), 10**6, 0.0)
+    limited = a_key(limits=Limits(requests_per_min=2, tokens_per_min=100, concurrency=2))
+    entry = gate.enter(limited, 60, 0.0)
+    assert (entry.allowance.requests_left, entry.allowance.tokens_left) == (1, 40)
+    with pytest.raises(ApiError, match="at once"):
+        gate.enter(limited, 1, 0.0)
+    held.leave(5, 0.0)
+    assert gate.enter(limited, 1, 0.0).allowance.tokens_left == 39
+
+
 @settings(deadline=None, max_examples=80)
 @given(
     st.integers(1, 30),
