@@ -62,14 +62,22 @@ class House(NamedTuple):
 async def run(config: RouterConfig, stopping: asyncio.Event) -> int:
     """Serve until `stopping`, then drain. Returns the exit code."""
     identity = await papers_of(config)
-    async with open_house(config, identity) as house:
-        log.info(
-            "serving",
-            extra={"fields": {"port": house.port, "pop": identity.pop, "router": identity.name}},
-        )
-        notify("READY=1")
-        await stopping.wait()
-        notify("STOPPING=1")
+    try:
+        async with open_house(config, identity) as house:
+            log.info(
+                "serving",
+                extra={
+                    "fields": {"port": house.port, "pop": identity.pop, "router": identity.name}
+                },
+            )
+            notify("READY=1")
+            await stopping.wait()
+            notify("STOPPING=1")
+    except BaseExceptionGroup as group:
+        wrong = group.subgroup(ConfigError)
+        if wrong is None:
+            raise
+        raise ConfigError(str(wrong.exceptions[0])) from group
     return 0
 
 
@@ -233,7 +241,10 @@ async def open_house(config: RouterConfig, identity: Identity) -> AsyncIterator[
             owned.append(tasks.create_task(parts.link.run(), name="link"))
         for task in owned:
             stack.callback(task.cancel)
-        port, private_port = await _open_doors(parts, stack)
+        try:
+            port, private_port = await _open_doors(parts, stack)
+        except OSError as error:
+            raise ConfigError(f"cannot listen: {error.strerror or error}") from error
         yield House(
             port,
             private_port,

@@ -128,9 +128,8 @@ async def test_sigterm_finishes_streams_and_exits_0(tmp_path: Path) -> None:
                 assert await process.wait() == 0
 
 
-async def test_without_an_identity_it_says_what_to_do(tmp_path: Path) -> None:
-    config = tmp_path / "router.toml"
-    config.write_text(f'state_folder = "{tmp_path / "state"}"\n')
+async def said_by(config: Path) -> tuple[int | None, str]:
+    """Run a router that cannot start; return its exit code and its last words."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
@@ -142,6 +141,18 @@ async def test_without_an_identity_it_says_what_to_do(tmp_path: Path) -> None:
     )
     async with asyncio.timeout(START_TIMEOUT_S):
         _, said = await process.communicate()
-    assert process.returncode == 2
-    assert b"cannot start" in said
-    assert b"Traceback" not in said
+    return process.returncode, said.decode()
+
+
+async def test_what_cannot_start_says_why_in_words(tmp_path: Path) -> None:
+    config = tmp_path / "none.toml"
+    config.write_text(f'state_folder = "{tmp_path / "none"}"\n')
+    code, said = await said_by(config)
+    assert (code, "cannot start" in said, "Traceback" in said) == (2, True, False)
+    config.write_text("prot = 1\n")
+    code, said = await said_by(config)
+    assert (code, "prot" in said, "Traceback" in said) == (2, True, False)
+    config, port = prepare(tmp_path, FakeNode())
+    with socket.create_server(("127.0.0.1", port)):
+        code, said = await said_by(config)
+    assert (code, "cannot listen" in said, "Traceback" in said) == (2, True, False)
