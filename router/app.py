@@ -33,6 +33,7 @@ from router.config import RouterConfig
 from router.dataplane.forward import Upstream
 from router.decide.admit import Gate
 from router.fleet import Fleet
+from router.journal import Journal
 from router.loops.follow import Follower
 from router.loops.probe import Prober
 from router.loops.ship import Shipper, UsageSpool
@@ -115,7 +116,7 @@ class Parts:
         self.metrics = Metrics()
         self.gate = Gate()
         self.fleet = Fleet(identity.pop, clock)
-        self.recorder = Recorder(identity.pop, self.metrics, clock)
+        self.recorder = Recorder(identity.pop, self.metrics, clock, Journal(state / "journal"))
         context = tls.client_context(identity) if config.node_tls else None
         self.upstream = Upstream(config, context)
         self.follower = Follower(

@@ -4,6 +4,7 @@ Pure bookkeeping, never awaited: it also runs while a cancelled request unwinds.
 """
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -12,6 +13,7 @@ from isochrone.wire.ids import DeploymentId, PopId, RequestId
 from isochrone.wire.routes import DeploymentEntry, KeyEntry, Route
 from isochrone.wire.usage import DemandRow, Outcome, UsageRow
 from router.decide.pick import Ranked
+from router.journal import Journal
 from router.metrics import Metrics
 
 USAGE_ROWS_MAX: Final = 100_000
@@ -75,12 +77,15 @@ class Journey:
 class Recorder:
     """Counts what ended, until the duty that ships it takes it away."""
 
-    def __init__(self, pop: PopId, metrics: Metrics, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, pop: PopId, metrics: Metrics, clock: Callable[[], float], journal: Journal
+    ) -> None:
         """Count for the router's own PoP."""
         self._pop = pop
         self._metrics = metrics
         self._clock = clock
-        self._usage: list[UsageRow] = []
+        self._journal = journal
+        self._usage: list[UsageRow] = list(journal.open())
         self._demand: dict[DeploymentId, DemandRow] = {}
 
     def record(self, journey: Journey) -> None:
@@ -103,30 +108,30 @@ class Recorder:
         if len(self._usage) >= USAGE_ROWS_MAX:
             self._metrics.usage_dropped.inc()
             return
-        self._usage.append(
-            UsageRow(
-                request_id=asked.request_id,
-                key_id=asked.key.key_id,
-                tenant_id=asked.key.tenant_id,
-                deployment_id=asked.deployment.deployment_id,
-                pop=route.pop,
-                node_id=route.node_id,
-                replica_id=route.replica_id,
-                started_at=asked.started_at,
-                prompt_tokens=prompt,
-                cached_tokens=cached,
-                output_tokens=output,
-                outcome=journey.outcome,
-                ttft_ms=1000 * (first_s - asked.arrived_s) if first_s is not None else 0.0,
-                duration_ms=1000 * (self._clock() - asked.arrived_s),
-            )
+        row = UsageRow(
+            request_id=asked.request_id,
+            key_id=asked.key.key_id,
+            tenant_id=asked.key.tenant_id,
+            deployment_id=asked.deployment.deployment_id,
+            pop=route.pop,
+            node_id=route.node_id,
+            replica_id=route.replica_id,
+            started_at=asked.started_at,
+            prompt_tokens=prompt,
+            cached_tokens=cached,
+            output_tokens=output,
+            outcome=journey.outcome,
+            ttft_ms=1000 * (first_s - asked.arrived_s) if first_s is not None else 0.0,
+            duration_ms=1000 * (self._clock() - asked.arrived_s),
         )
+        self._usage.append(row)
+        self._journal.append(row)
 
-    def take_usage(self) -> tuple[UsageRow, ...]:
-        """Hand over the usage so far; the caller must keep it."""
+    def take_usage(self) -> tuple[tuple[UsageRow, ...], Path | None]:
+        """Hand over the usage so far and its journal; the caller keeps it, then removes that."""
         rows = tuple(self._usage)
         self._usage.clear()
-        return rows
+        return rows, self._journal.rotate()
 
     def put_back(self, rows: tuple[UsageRow, ...]) -> None:
         """Take back usage that the disk did not."""

@@ -182,7 +182,7 @@ class Shipper:
 
     async def spool_usage(self) -> int:
         """Put what ended on disk; return how many rows."""
-        taken = self._recorder.take_usage()
+        taken, journal = self._recorder.take_usage()
         left = taken
         try:
             while left:
@@ -203,6 +203,8 @@ class Shipper:
             # A full disk keeps them in memory; the next turn tries again.
             self._recorder.put_back(left)
             self._metrics.usage_spooled.set(self._spool.bytes)
+        if journal is not None and not left:
+            await to_its_end(journal.unlink, missing_ok=True)
         return len(taken)
 
     async def on_ack(self, ack: UsageAck) -> None:

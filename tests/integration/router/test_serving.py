@@ -42,7 +42,7 @@ async def until_idle(bench: Bench) -> None:
 async def usage(bench: Bench) -> list[UsageRow]:
     """Return the usage of the requests so far; the bench must not be shipping it."""
     await until_idle(bench)
-    return list(bench.house.recorder.take_usage())
+    return list(bench.house.recorder.take_usage()[0])
 
 
 async def test_an_answer_says_where_it_came_from_and_why(tmp_path: Path) -> None:
