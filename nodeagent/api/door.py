@@ -48,7 +48,7 @@ class Door:
         app = web.Application(middlewares=[errors_as(json_error)])
         app.router.add_post("/v1/chat/completions", self._relay)
         app.router.add_post("/v1/completions", self._relay)
-        app.router.add_get("/ping", _ping)
+        app.router.add_get("/ping", self._ping)
         app.router.add_get("/healthz", self._health)
         app.router.add_get("/metrics", self._metrics())
         return app
@@ -78,7 +78,7 @@ class Door:
         if replica is None:
             raise Refused("unknown_replica", 404)
         if self.leaving or replica.state is ReplicaState.DRAINING:
-            raise Refused("draining", 503)
+            raise Refused("draining")
         if replica.state is not ReplicaState.WARM or replica.engine is None:
             raise Refused("loading", 503)
         return replica
@@ -136,6 +136,19 @@ class Door:
         metrics.REQUESTS.labels("answered").inc()
         return response
 
+    async def _ping(self, request: web.Request) -> web.Response:
+        """Answer at once: what a router's round trip is measured with.
+
+        Asked about a replica, disown one that is gone: a router that doubts its table asks so.
+        """
+        if headers.REPLICA in request.headers:
+            try:
+                self._find(request)
+            except Refused as refused:
+                if refused.word in ("unknown_replica", "draining"):
+                    return _refusal(refused)
+        return web.Response(status=204)
+
     async def _health(self, request: web.Request) -> web.Response:
         states = [replica.state.value for replica in self._supervisor.replicas.values()]
         status = "draining" if self.leaving else "ok"
@@ -158,11 +171,6 @@ class Door:
             return await show(request)
 
         return metrics_page
-
-
-async def _ping(request: web.Request) -> web.Response:
-    """Answer at once: what a router's round trip is measured with."""
-    return web.Response(status=204)
 
 
 def _refusal(refused: Refused) -> web.Response:
