@@ -123,7 +123,7 @@ def a_cluster(**fields: Any) -> ClusterState:
     return ClusterState(**{**defaults, **fields})
 
 
-def a_spec(name: str = "r1", **fields: Any) -> ReplicaSpec:
+def a_spec(replica_id: str = "r1", **fields: Any) -> ReplicaSpec:
     defaults: dict[str, Any] = {
         "deployment_id": DeploymentId("d"),
         "version": 1,
@@ -135,7 +135,7 @@ def a_spec(name: str = "r1", **fields: Any) -> ReplicaSpec:
         "device_ids": (DeviceId("cpu"),),
         "memory_bytes": GIB,
     }
-    return ReplicaSpec(replica_id=ReplicaId(name), **{**defaults, **fields})
+    return ReplicaSpec(replica_id=ReplicaId(replica_id), **{**defaults, **fields})
 
 
 def a_report(node: str = "n1", seq: int = 1, **fields: Any) -> Report:

@@ -1,0 +1,467 @@
+"""The store on a real Postgres: what it keeps, what it refuses, what only one may do."""
+
+import asyncio
+
+import asyncpg
+import msgspec
+import pytest
+
+from isochrone.wire.admin import KeyBody, PopBody
+from isochrone.wire.control import PeerRole
+from isochrone.wire.ids import (
+    BootId,
+    ClusterId,
+    DeploymentId,
+    DeviceId,
+    Epoch,
+    Generation,
+    KeyId,
+    NodeId,
+    PopId,
+    ReplicaId,
+    RequestId,
+    RouterId,
+    TenantId,
+)
+from isochrone.wire.usage import Demand, DemandRow, Outcome, Usage, UsageRow
+from migrations.dump import dump
+from scheduler.decide.cluster import Ending, Plan, Start
+from scheduler.store import catalogue, keys
+from scheduler.store.cluster import read_cluster
+from scheduler.store.lease import (
+    EpochLost,
+    assert_epoch,
+    ensure_cluster,
+    hold_lease,
+    read_cluster_row,
+    rise_above,
+)
+from scheduler.store.migrate import FOLDER, Migration, MigrationError, migrate, read_migrations
+from scheduler.store.nodes import (
+    add_peer,
+    read_assignment,
+    record_registration,
+    record_report,
+    use_join_token,
+)
+from scheduler.store.plans import commit_plan
+from scheduler.store.pool import UNAVAILABLE, Pool, open_pool, transaction, using
+from scheduler.store.usage import record_demand, record_usage
+from tests.builders import (
+    GIB,
+    a_deployment,
+    a_device,
+    a_model,
+    a_replica_report,
+    a_report,
+    a_spec,
+)
+from tests.postgres import Server
+
+CATALOGUE_QUERY = """
+SELECT table_name || '.' || column_name || ' ' || data_type || ' ' || is_nullable
+       || coalesce(' ' || column_default, '')
+FROM information_schema.columns WHERE table_schema = 'public' AND table_name <> 'migration'
+UNION ALL SELECT indexdef FROM pg_indexes
+    WHERE schemaname = 'public' AND tablename <> 'migration'
+UNION ALL SELECT conrelid::regclass || ' ' || pg_get_constraintdef(oid) FROM pg_constraint
+    WHERE connamespace = 'public'::regnamespace AND conrelid::regclass::text <> 'migration'
+UNION ALL SELECT pg_get_triggerdef(oid) FROM pg_trigger WHERE NOT tgisinternal
+UNION ALL SELECT pg_get_functiondef(oid) FROM pg_proc WHERE pronamespace = 'public'::regnamespace
+ORDER BY 1
+"""
+
+
+async def begun(pool: Pool, holder: str = "s1") -> Epoch:
+    """A cluster with one PoP, one node, one model and one deployment; return the epoch."""
+    async with transaction(pool) as connection:
+        await ensure_cluster(connection, ClusterId("c1"))
+        lease = await hold_lease(connection, holder)
+        body = PopBody(city="Amsterdam", country="NL", latitude=52.3, longitude=4.8)
+        await catalogue.put_pop(connection, "ams", body, None)
+        await add_peer(connection, PeerRole.AGENT, "n1", PopId("ams"))
+        await record_registration(connection, PeerRole.AGENT, "n1", BootId("boot-1"), Generation(0))
+        await catalogue.put_model(connection, a_model(), None)
+        await catalogue.add_deployment(connection, a_deployment())
+    assert lease is not None
+    return lease.epoch
+
+
+async def reported(pool: Pool, epoch: Epoch, seq: int = 1, **fields):  # type: ignore[no-untyped-def]
+    async with transaction(pool) as connection:
+        return await record_report(connection, epoch, a_report(seq=seq, **fields))
+
+
+async def planned(pool: Pool, epoch: Epoch, *specs, endings=()) -> bool:  # type: ignore[no-untyped-def]
+    async with transaction(pool) as connection:
+        row = await read_cluster_row(connection)
+        starts = tuple(Start(node_id=NodeId("n1"), spec=s, reason="test") for s in specs)
+        decided = Plan(based_on=row.generation, starts=starts, endings=endings)
+        return await commit_plan(connection, decided, epoch)
+
+
+async def test_schema_sql_is_what_the_migrations_make(
+    postgres_server: Server, database_dsn: str, pool: Pool
+) -> None:
+    assert (FOLDER / "schema.sql").read_text() == dump(), "run `python -m migrations.dump`"
+    admin = await asyncpg.connect(postgres_server.dsn("isochrone"))
+    await admin.execute("CREATE DATABASE from_schema")
+    other = await asyncpg.connect(postgres_server.dsn("from_schema"))
+    await other.execute((FOLDER / "schema.sql").read_text())
+    async with using(pool) as connection:
+        ours = [row[0] for row in await connection.fetch(CATALOGUE_QUERY)]
+    theirs = [row[0] for row in await other.fetch(CATALOGUE_QUERY)]
+    await other.close()
+    await admin.execute("DROP DATABASE from_schema WITH (FORCE)")
+    await admin.close()
+    assert ours == theirs
+    assert len(ours) > 50
+
+
+async def test_two_at_once_migrate_once_and_an_edited_or_newer_history_is_refused(
+    postgres_server: Server,
+) -> None:
+    admin = await asyncpg.connect(postgres_server.dsn("isochrone"))
+    await admin.execute("CREATE DATABASE fresh")
+    one, two = [await open_pool(postgres_server.dsn("fresh"), size_max=2) for _ in range(2)]
+    applied = await asyncio.gather(migrate(one), migrate(two))
+    assert sorted(map(len, applied)) == [0, len(read_migrations())]
+    edited = tuple(Migration(m.number, m.name, m.sql + "-- edited") for m in read_migrations())
+    with pytest.raises(MigrationError, match="never edited"):
+        await migrate(one, edited)
+    with pytest.raises(MigrationError, match="run the newer release"):
+        await migrate(one, ())
+    broken = (*read_migrations(), Migration(9999, "9999_broken", "CREATE TABLE x (); SELECT 1/0"))
+    with pytest.raises(asyncpg.DivisionByZeroError):
+        await migrate(one, broken)
+    assert await migrate(two) == []
+    for opened in (one, two):
+        await opened.close()
+    await admin.execute("DROP DATABASE fresh WITH (FORCE)")
+    await admin.close()
+
+
+async def test_a_lease_has_one_holder_and_its_epoch_fences_the_one_before(pool: Pool) -> None:
+    old = await begun(pool, "s1")
+    async with transaction(pool) as connection:
+        assert await hold_lease(connection, "s2") is None
+        renewed = await hold_lease(connection, "s1")
+        assert renewed is not None
+        assert renewed.epoch == old
+        await connection.execute("UPDATE lease SET expires_at = clock_timestamp()")
+    async with transaction(pool) as connection:
+        taken = await hold_lease(connection, "s2")
+    assert taken is not None
+    assert taken.epoch == old + 1
+    # The old holder was paused and goes on where it was: nothing it writes is taken.
+    with pytest.raises(EpochLost):
+        await planned(pool, old, a_spec())
+    with pytest.raises(EpochLost):
+        await reported(pool, old)
+    async with using(pool) as connection:
+        assert await connection.fetchval("SELECT count(*) FROM placement") == 0
+        with pytest.raises(asyncpg.RaiseError, match="cannot lower the epoch"):
+            await connection.execute("UPDATE lease SET epoch = 0")
+
+
+async def test_a_takeover_waits_for_a_write_under_way(pool: Pool) -> None:
+    old = await begun(pool, "s1")
+    entered = asyncio.Event()
+    go_on = asyncio.Event()
+
+    async def slow_write() -> None:
+        async with transaction(pool) as connection:
+            await assert_epoch(connection, old)
+            entered.set()
+            await go_on.wait()
+            await connection.execute("UPDATE cluster SET generation = generation + 1")
+
+    async def take_over() -> None:
+        async with transaction(pool) as connection:
+            await connection.execute("SET LOCAL lock_timeout = '300ms'")
+            await hold_lease(connection, "s2")
+
+    writing = asyncio.create_task(slow_write())
+    await entered.wait()
+    async with using(pool) as connection:
+        with pytest.raises(asyncpg.LockNotAvailableError):
+            # Expired or not, the row is held until the write ends.
+            await connection.execute("SET lock_timeout = '300ms'")
+            await connection.execute("UPDATE lease SET expires_at = '-infinity'")
+        await connection.execute("RESET lock_timeout")
+    go_on.set()
+    await writing
+    await take_over()
+
+
+async def test_a_plan_is_committed_only_on_the_ground_it_was_made_on(pool: Pool) -> None:
+    epoch = await begun(pool)
+    await reported(pool, epoch)
+    async with transaction(pool) as connection:
+        row = await read_cluster_row(connection)
+        start = Start(node_id=NodeId("n1"), spec=a_spec(), reason="test")
+        stale = Plan(based_on=Generation(row.generation - 1), starts=(start,))
+        assert not await commit_plan(connection, stale, epoch)
+    assert await planned(pool, epoch, a_spec())
+    async with using(pool) as connection:
+        assignment = await read_assignment(
+            connection, NodeId("n1"), cluster_id=ClusterId("c1"), epoch=epoch
+        )
+    assert [spec.replica_id for spec in assignment.replicas] == ["r1"]
+
+
+async def test_a_device_seats_what_its_memory_holds_whoever_writes(pool: Pool) -> None:
+    epoch = await begun(pool)
+    await reported(pool, epoch, devices=(a_device(4.0),))
+    assert await planned(pool, epoch, a_spec("r1", memory_bytes=3 * GIB))
+    with pytest.raises(asyncpg.CheckViolationError, match="cannot seat r2"):
+        await planned(pool, epoch, a_spec("r2", memory_bytes=2 * GIB))
+
+    async def seat(name: str) -> None:
+        async with transaction(pool) as connection:
+            await connection.execute(
+                """
+                INSERT INTO placement (replica_id, deployment_id, version, node_id, memory_bytes,
+                                       spec, reason, placed_generation)
+                VALUES ($1, 'd', 1, 'n1', $2, '{}', 'test', 1)
+                """,
+                name,
+                GIB,
+            )
+            await connection.execute(
+                "INSERT INTO placement_device VALUES ($1, 'n1', 'cpu', $2)", name, GIB
+            )
+
+    taken = await asyncio.gather(seat("r3"), seat("r4"), return_exceptions=True)
+    assert sum(isinstance(t, asyncpg.CheckViolationError) for t in taken) == 1
+
+
+async def test_a_report_is_taken_once_in_order_and_only_from_its_boot(pool: Pool) -> None:
+    epoch = await begun(pool)
+    assert not (await reported(pool, epoch, seq=5)).stale
+    assert (await reported(pool, epoch, seq=5)).stale
+    assert (await reported(pool, epoch, seq=4)).stale
+    assert (await reported(pool, epoch, seq=6, boot_id=BootId("boot-2"))).stale
+    assert not (await reported(pool, epoch, seq=6)).stale
+
+
+async def test_a_replica_ended_is_released_when_its_node_has_seen_the_tombstone(
+    pool: Pool,
+) -> None:
+    epoch = await begun(pool)
+    await reported(pool, epoch)
+    spec = a_spec()
+    await planned(pool, epoch, spec)
+    await reported(pool, epoch, seq=2, replicas=(a_replica_report(spec),))
+    ending = Ending(replica_id=spec.replica_id, node_id=NodeId("n1"), reason="test")
+    await planned(pool, epoch, endings=(ending,))
+    async with using(pool) as connection:
+        assignment = await read_assignment(
+            connection, NodeId("n1"), cluster_id=ClusterId("c1"), epoch=epoch
+        )
+    assert [t.replica_id for t in assignment.tombstones] == ["r1"]
+    assert not assignment.replicas
+    # A report from before the tombstone lacks the replica for another reason: nothing is released.
+    assert (await reported(pool, epoch, seq=3, generation=Generation(1))).released == 0
+    seen = assignment.generation
+    still = (a_replica_report(spec, "draining"),)
+    assert (await reported(pool, epoch, seq=4, generation=seen, replicas=still)).released == 0
+    assert (await reported(pool, epoch, seq=5, generation=seen)).released == 1
+    # Given back on paper, running in fact: its tombstone is sent again.
+    back = (a_replica_report(spec),)
+    assert (await reported(pool, epoch, seq=6, generation=seen, replicas=back)).changed == 1
+    async with using(pool) as connection:
+        again = await read_assignment(
+            connection, NodeId("n1"), cluster_id=ClusterId("c1"), epoch=epoch
+        )
+    assert [t.replica_id for t in again.tombstones] == ["r1"]
+
+
+async def test_what_runs_and_is_unknown_is_adopted_with_its_deployment(pool: Pool) -> None:
+    epoch = await begun(pool)
+    unknown = a_spec("lost-1", deployment_id=DeploymentId("lost"), name="lost-model")
+    effect = await reported(pool, epoch, replicas=(a_replica_report(unknown),))
+    assert effect.adopted == 1
+    async with transaction(pool, isolation="repeatable_read") as connection:
+        cluster = await read_cluster(connection, acting_for_s=1000.0)
+    assert {d.name for d in cluster.deployments} == {"d", "lost-model"}
+    assert cluster.placements[0].replica_id == "lost-1"
+    # What cannot be adopted (its device is promised to another) goes on, and is noted.
+    greedy = a_spec("lost-2", memory_bytes=100 * GIB)
+    effect = await reported(
+        pool, epoch, seq=2, replicas=(a_replica_report(unknown), a_replica_report(greedy))
+    )
+    assert effect.adopted == 0
+    async with using(pool) as connection:
+        kinds = {row["kind"] for row in await connection.fetch("SELECT kind FROM event")}
+    assert {"replica.adopted", "deployment.recreated", "replica.not_adopted"} <= kinds
+
+
+async def test_a_store_behind_its_fleet_rises_above_it(pool: Pool) -> None:
+    await begun(pool)
+    async with transaction(pool) as connection:
+        assert await rise_above(
+            connection, holder="s1", generation=Generation(900), epoch=Epoch(40)
+        )
+        row = await read_cluster_row(connection)
+        assert row.generation == 901
+        lease = await hold_lease(connection, "s1")
+        assert lease is not None
+        assert lease.epoch == 41
+        assert not await rise_above(
+            connection, holder="s1", generation=Generation(3), epoch=Epoch(2)
+        )
+
+
+async def test_a_join_token_is_good_once_in_time_and_for_its_role(pool: Pool) -> None:
+    await begun(pool)
+    async with transaction(pool) as connection:
+        for name, ttl_s in (("good", 60.0), ("late", 0.001)):
+            made = await catalogue.add_join_token(
+                connection,
+                token_id=name,
+                secret_sha256="s" * 64,
+                role="agent",
+                pop="ams",
+                ttl_s=ttl_s,
+            )
+            assert made is not None
+
+    async def use(token_id: str, secret: str, role: PeerRole) -> PopId | None:
+        async with transaction(pool) as connection:
+            return await use_join_token(
+                connection, token_id=token_id, secret_sha256=secret, role=role, name="n2"
+            )
+
+    assert await use("good", "x" * 64, PeerRole.AGENT) is None
+    assert await use("good", "s" * 64, PeerRole.ROUTER) is None
+    assert await use("late", "s" * 64, PeerRole.AGENT) is None
+    both = await asyncio.gather(*(use("good", "s" * 64, PeerRole.AGENT) for _ in range(2)))
+    assert sorted(both, key=str) == [None, "ams"]
+
+
+def a_usage(request_id: str) -> UsageRow:
+    return UsageRow(
+        request_id=RequestId(request_id),
+        key_id=KeyId("k"),
+        tenant_id=TenantId("t"),
+        deployment_id=DeploymentId("d"),
+        pop=PopId("ams"),
+        node_id=NodeId("n1"),
+        replica_id=ReplicaId("r1"),
+        started_at=1_700_000_000.0,
+        prompt_tokens=10,
+        cached_tokens=0,
+        output_tokens=5,
+        outcome=Outcome.COMPLETE,
+    )
+
+
+async def test_usage_and_demand_sent_again_are_counted_once(pool: Pool) -> None:
+    await begun(pool)
+    batch = Usage(router_id=RouterId("x"), batch_id="1", rows=(a_usage("q1"), a_usage("q2")))
+    again = msgspec.structs.replace(batch, batch_id="2", rows=(a_usage("q2"), a_usage("q3")))
+    demand = Demand(
+        router_id=RouterId("x"),
+        boot_id=BootId("b"),
+        seq=1,
+        window_started_at=0.0,
+        window_s=5.0,
+        rows=(DemandRow(deployment_id=DeploymentId("d"), pop=PopId("ams"), requests=7),),
+    )
+    for _ in range(2):
+        for usage in (batch, again):
+            async with transaction(pool) as connection:
+                await record_usage(connection, usage)
+    async with transaction(pool) as connection:
+        assert await record_demand(connection, demand)
+        assert not await record_demand(connection, demand)
+        row = await connection.fetchrow("SELECT count(*) AS n, sum(output_tokens) AS t FROM usage")
+        assert row is not None
+        assert (row["n"], row["t"]) == (3, 15)
+        assert await connection.fetchval("SELECT sum(requests) FROM demand") == 7
+
+
+async def test_a_key_is_kept_only_as_a_digest_and_events_cannot_be_changed(pool: Pool) -> None:
+    await begun(pool)
+    async with transaction(pool) as connection:
+        body = KeyBody(tenant_id="acme")
+        await keys.add_key(connection, key_id=KeyId("k1"), secret_sha256="d" * 64, body=body)
+        assert [key.key_id for key in await keys.live_keys(connection)] == ["k1"]
+        assert await keys.revoke_key(connection, "k1")
+        assert await keys.live_keys(connection) == ()
+    await reported(pool, Epoch(1), replicas=(a_replica_report(a_spec("x")),))
+    async with using(pool) as connection:
+        with pytest.raises(asyncpg.RaiseError, match="append only"):
+            await connection.execute("UPDATE event SET actor = 'nobody'")
+
+
+async def test_a_pool_outlives_its_server(postgres_server: Server) -> None:
+    """Connections that broke are dropped, and the next use finds the server that is there."""
+    opened = await open_pool(postgres_server.dsn("isochrone"), size_max=3)
+    async with using(opened) as connection:
+        pid = await connection.fetchval("SELECT pg_backend_pid()")
+    other = await asyncpg.connect(postgres_server.dsn("isochrone"))
+    await other.execute("SELECT pg_terminate_backend($1)", pid)
+    await other.close()
+    failures = 0
+    for _ in range(5):
+        try:
+            async with using(opened) as connection:
+                assert await connection.fetchval("SELECT 1") == 1
+        except UNAVAILABLE:
+            failures += 1
+    assert failures <= 1
+    await opened.close()
+
+
+async def test_a_hung_first_host_does_not_hide_the_second(postgres_server: Server) -> None:
+    """asyncpg tries all hosts under one time-out; the pool gives each its own."""
+    held: list[asyncio.StreamWriter] = []
+    hung = await asyncio.start_server(lambda r, w: held.append(w), "127.0.0.1", 0)
+    port = hung.sockets[0].getsockname()[1]
+    socket = str(postgres_server.folder / "pg" / ".s.PGSQL.5432")
+
+    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        held.append(writer)
+        far_reader, far_writer = await asyncio.open_unix_connection(socket)
+        held.append(far_writer)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(_carry(reader, far_writer))
+            tasks.create_task(_carry(far_reader, writer))
+
+    relayed = await asyncio.start_server(relay, "127.0.0.1", 0)
+    second = relayed.sockets[0].getsockname()[1]
+    began = asyncio.get_running_loop().time()
+    opened = await open_pool(
+        f"postgresql://isochrone@127.0.0.1:{port},127.0.0.1:{second}/isochrone?sslmode=disable"
+    )
+    async with using(opened) as connection:
+        assert await connection.fetchval("SELECT 1") == 1
+    # Two connections (the probe's and the pool's), each past the hung host in two seconds.
+    assert asyncio.get_running_loop().time() - began < 8.0
+    await opened.close()
+    for server in (hung, relayed):
+        server.close()
+    for writer in held:
+        writer.close()
+        await writer.wait_closed()
+
+
+async def _carry(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+    while data := await source.read(65_536):
+        target.write(data)
+    target.close()
+
+
+async def test_a_device_no_longer_reported_is_unhealthy_not_gone(pool: Pool) -> None:
+    epoch = await begun(pool)
+    two = (a_device(4.0, "gpu0"), a_device(4.0, "gpu1"))
+    await reported(pool, epoch, devices=two)
+    await planned(pool, epoch, a_spec("r1", device_ids=(DeviceId("gpu1"),)))
+    await reported(pool, epoch, seq=2, devices=two[:1])
+    async with transaction(pool, isolation="repeatable_read") as connection:
+        cluster = await read_cluster(connection, acting_for_s=1000.0)
+    health = {d.device_id: d.healthy for d in cluster.nodes[0].devices}
+    assert health == {"gpu0": True, "gpu1": False}
+    assert cluster.placements[0].device_ids == ("gpu1",)

@@ -1,0 +1,53 @@
+"""The units: systemd takes them, and finds little exposed."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+UNITS = sorted((Path(__file__).parents[2] / "ops" / "systemd").glob("*.service"))
+EXPOSURE_MAX = 2.0
+
+pytestmark = pytest.mark.skipif(
+    shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed"
+)
+
+
+def test_every_service_has_a_unit() -> None:
+    assert [unit.stem for unit in UNITS] == [
+        "isochrone-nodeagent",
+        "isochrone-router",
+        "isochrone-scheduler",
+    ]
+
+
+@pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.stem)
+def test_systemd_accepts_the_unit(unit: Path, tmp_path: Path) -> None:
+    # Verified as it would be where the programs are installed.
+    text = re.sub(r"^ExecStart=\S+", f"ExecStart={sys.executable}", unit.read_text(), flags=re.M)
+    copy = tmp_path / unit.name
+    copy.write_text(text)
+    run = subprocess.run(
+        ["systemd-analyze", "verify", "--man=no", str(copy)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    assert unit.name not in run.stderr, run.stderr
+
+
+@pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.stem)
+def test_the_unit_exposes_little(unit: Path) -> None:
+    run = subprocess.run(
+        ["systemd-analyze", "security", "--offline=true", str(unit)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    match = re.search(r"exposure level.*: (\d+\.\d+)", run.stdout)
+    assert match is not None, run.stdout + run.stderr
+    assert float(match.group(1)) <= EXPOSURE_MAX
