@@ -81,7 +81,6 @@ class Agents:
     async def _refuse_impostor(self, peer: Connected, claimed: str) -> bool:
         metrics.REPORTS.labels("impostor").inc()
         reason = f"{peer.name} cannot report for {claimed}"
-        await peer.end(Refused(code=RefusedCode.IDENTITY, reason=reason, retry_after_s=30))
         async with transaction(self._acting.pool) as connection:
             await record_event(
                 connection,
@@ -90,4 +89,5 @@ class Agents:
                 subject=claimed[:63],
                 reason=reason[:300],
             )
+        await peer.end(Refused(code=RefusedCode.IDENTITY, reason=reason, retry_after_s=30))
         return False

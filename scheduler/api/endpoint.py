@@ -76,7 +76,7 @@ class Call:
         """Return the id after which the page begins."""
         cursor = self._request.query.get("cursor", "")
         try:
-            return base64.urlsafe_b64decode(cursor.encode()).decode()
+            return base64.b64decode(cursor, altchars=b"-_", validate=True).decode()
         except ValueError:
             raise ApiError(
                 ErrorCode.INVALID_REQUEST,

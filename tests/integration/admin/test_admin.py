@@ -1,0 +1,254 @@
+"""Every route of the admin API: who may call it, what it answers, what bad input gets."""
+
+import gzip
+import io
+import re
+import resource
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+from openapi_spec_validator import validate
+
+from isochrone.wire.artifact import manifest_digest
+from isochrone.wire.model import ArtifactFile
+from scheduler.api.admin import ENDPOINTS
+from scheduler.store.pool import Pool, using
+from tests.builders import an_artifact
+from tests.integration.admin.conftest import Admin
+
+ROUTES = [(e.method, re.sub(r"\{(\w+)(:[^}]*)?\}", "nothing", e.path)) for e in ENDPOINTS]
+
+
+def a_model_body(name: str = "m", **fields: Any) -> dict[str, Any]:
+    return {
+        "model_id": name,
+        "architecture": "LlamaForCausalLM",
+        "artifact": msgspec.to_builtins(an_artifact()),
+        "context_tokens": 4096,
+        "weights_bytes": 1000,
+        **fields,
+    }
+
+
+def a_deployment_body(name: str = "d", **policy: Any) -> dict[str, Any]:
+    return {
+        "deployment_id": name,
+        "model_id": "m",
+        "name": name,
+        "engine": {"driver": "mock"},
+        "policy": policy,
+    }
+
+
+async def catalogued(admin: Admin) -> None:
+    await admin.pop()
+    assert (await admin.ask("PUT", "/v1/models/m", a_model_body())).status == 200
+
+
+async def test_every_route_asks_for_the_token_and_none_breaks(admin: Admin) -> None:
+    for method, path in ROUTES:
+        for token in (None, "wrong", ""):
+            answer = await admin.ask(method, path, {}, token=token)
+            assert answer.status == 401, (method, path)
+            assert answer.body["error"]["code"] == "invalid_api_key"
+        answer = await admin.ask(method, path, {})
+        assert answer.status < 500, (method, path, answer)
+        if answer.status >= 400:
+            assert re.match(r"cannot |invalid", answer.body["error"]["message"]), answer
+
+
+async def test_the_openapi_document_is_valid_and_names_every_route(admin: Admin) -> None:
+    answer = await admin.ask("GET", "/openapi.json", token=None)
+    validate(answer.body)
+    assert answer.body["openapi"].startswith("3.1")
+    named = {
+        (method.upper(), path)
+        for path, methods in answer.body["paths"].items()
+        for method in methods
+    }
+    for endpoint in ENDPOINTS:
+        path = re.sub(r"\{(\w+):[^}]*\}", r"{\1}", endpoint.path)
+        assert (endpoint.method, path) in named
+
+
+async def test_a_deployment_from_its_making_to_its_end(admin: Admin) -> None:
+    await catalogued(admin)
+    made = await admin.ask("POST", "/v1/deployments", a_deployment_body(replicas_min=1))
+    assert made.status == 201
+    assert made.headers["etag"] == '"1"'
+    read = await admin.ask("GET", "/v1/deployments/d")
+    assert read.body["policy"]["replicas_min"] == 1
+    changed = {**a_deployment_body(replicas_min=2), "engine": {"driver": "embedded"}}
+    del changed["deployment_id"]
+    first = await admin.ask("PUT", "/v1/deployments/d", changed, if_match='"1"')
+    assert first.status == 200
+    assert first.body["version"] == 2  # another engine is another version
+    moved = await admin.ask("PUT", "/v1/deployments/d", changed, if_match='"1"')
+    assert moved.status == 412
+    assert moved.body["error"]["code"] == "precondition_failed"
+    explained = await admin.ask("GET", "/v1/deployments/d/explain")
+    assert explained.status == 200
+    assert "there is no node" in explained.body["unmet"][0]
+    assert (await admin.ask("DELETE", "/v1/models/m")).status == 409
+    assert (await admin.ask("DELETE", "/v1/deployments/d")).status == 204
+    assert (await admin.ask("GET", "/v1/deployments/d")).status == 404
+    events = (await admin.ask("GET", "/v1/events")).body["data"]
+    kinds = [event["kind"] for event in events if event["subject"] == "d"]
+    assert kinds == ["deployment.delete", "deployment.put", "deployment.create"]
+    put = next(event for event in events if event["kind"] == "deployment.put")
+    assert put["before"]["version"] == 1
+    assert put["after"]["version"] == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"engine": {"driver": "magic"}}, "cannot use driver 'magic'"),
+        ({"policy": {"replicas_min": 5, "replicas_max": 2}}, "replicas_min 5 is over"),
+        ({"policy": {"deny": ["XX"]}}, "deny names 'XX'"),
+        ({"policy": {"keep_warm": ["ams", "ams", "ams", "ams"]}}, "keep_warm names more"),
+        ({"model_id": "nobody"}, "no model nobody"),
+        ({"deployment_id": "Not A Name"}, "deployment_id"),
+        ({"policy": {"replicas_min": -1}}, "replicas_min"),
+        ({"engine": {"context_tokens_max": 1e12}}, "context_tokens_max"),
+        ({"surprise": 1}, "surprise"),
+        ({"policy": "x"}, "policy"),
+    ],
+)
+async def test_a_wrong_deployment_is_refused_in_words(
+    admin: Admin, change: dict[str, Any], words: str
+) -> None:
+    await catalogued(admin)
+    answer = await admin.ask("POST", "/v1/deployments", {**a_deployment_body(), **change})
+    assert answer.status in (400, 404)
+    assert words in answer.body["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("../../etc/passwd", "leaves its folder"),
+        ("/etc/passwd", "must be relative"),
+        ("weights.bin", "pickles run code"),
+        ("a//b", "leaves its folder"),
+    ],
+)
+async def test_an_artifact_that_would_do_harm_is_refused(
+    admin: Admin, path: str, words: str
+) -> None:
+    file = ArtifactFile(path=path, size_bytes=1, sha256="0" * 64)
+    artifact = {
+        "source": "https://example.com/",
+        "files": [msgspec.to_builtins(file)],
+        "digest": manifest_digest([file]),
+    }
+    answer = await admin.ask("PUT", "/v1/models/m", a_model_body(artifact=artifact))
+    assert answer.status == 400
+    assert words in answer.body["error"]["message"]
+    wrong = {**msgspec.to_builtins(an_artifact()), "digest": "0" * 64}
+    answer = await admin.ask("PUT", "/v1/models/m", a_model_body(artifact=wrong))
+    assert "its digest should be" in answer.body["error"]["message"]
+
+
+async def test_the_same_idempotency_key_is_answered_not_repeated(admin: Admin) -> None:
+    body = {"tenant_id": "acme"}
+    first = await admin.ask("POST", "/v1/keys", body, idempotency_key="one")
+    again = await admin.ask("POST", "/v1/keys", body, idempotency_key="one")
+    assert first.status == again.status == 201
+    assert again.body == first.body
+    assert again.headers["idempotent-replay"] == "true"
+    assert len((await admin.ask("GET", "/v1/keys")).body["data"]) == 1
+    other = await admin.ask("POST", "/v1/keys", {"tenant_id": "b"}, idempotency_key="one")
+    assert other.status == 409
+
+
+async def test_pages_are_exact_while_rows_come(admin: Admin) -> None:
+    names = [f"{a}{b}m" for a in "abc" for b in "xyz"]
+    for name in names:
+        await admin.pop(name)
+    seen: list[str] = []
+    cursor = ""
+    while True:
+        page = (await admin.ask("GET", f"/v1/pops?limit=2&cursor={cursor}")).body
+        seen += [row["pop"] for row in page["data"]]
+        await admin.pop(f"aa{'abcdefghij'[len(seen) % 10]}")  # before the cursor: never seen
+        if page["next_cursor"] is None:
+            break
+        cursor = page["next_cursor"]
+    assert [name for name in seen if name in names] == sorted(names)
+    assert len(set(seen)) == len(seen)
+    for query in ("limit=0", "limit=501", "limit=x", "cursor=%FF%FF"):
+        assert (await admin.ask("GET", f"/v1/pops?{query}")).status == 400
+
+
+async def test_a_key_is_shown_once_and_its_secret_is_nowhere_in_the_database(
+    admin: Admin, pool: Pool
+) -> None:
+    made = (await admin.ask("POST", "/v1/keys", {"tenant_id": "acme"})).body
+    token = await admin.ask("POST", "/v1/join-tokens", {"pop": "ams"})
+    assert token.status == 404
+    await admin.pop()
+    token = await admin.ask("POST", "/v1/join-tokens", {"pop": "ams"})
+    read = (await admin.ask("GET", f"/v1/keys/{made['key_id']}")).body
+    assert read["key"] is None
+    secrets = [made["key"].split("_")[2], token.body["token"].split("_")[3]]
+    async with using(pool) as connection:
+        tables = await connection.fetch(
+            "SELECT table_name FROM information_schema.tables WHERE table_schema = 'public'"
+        )
+        for (table,) in tables:
+            rows = await connection.fetch(f"SELECT t::text FROM {table} t")
+            assert not any(secret in row[0] for row in rows for secret in secrets), table
+    assert (await admin.ask("DELETE", f"/v1/keys/{made['key_id']}")).status == 204
+    assert (await admin.ask("GET", f"/v1/keys/{made['key_id']}")).body["revoked"]
+
+
+@pytest.mark.parametrize(
+    ("raw", "status"),
+    [
+        (b"", 400),
+        (b"{", 400),
+        (b"[]", 400),
+        (b'{"city": 7}', 400),
+        (b'{"city": "\xff"}', 400),
+        (b'{"city":' + b"[" * 100_000, 400),
+        (b'{"city":"a\\u0000b","country":"NL","latitude":1.0,"longitude":1.0}', 400),
+        (b'{"city":"a","country":"NL","latitude":NaN,"longitude":1.0}', 400),
+        (b'{"city":"a","country":"NL","latitude":1e999,"longitude":1.0}', 400),
+        (b'{"city":"' + b"a" * 2_000_000 + b'"}', 413),
+    ],
+    ids=["empty", "cut", "list", "type", "utf8", "deep", "nul", "nan", "inf", "big"],
+)
+async def test_a_bad_body_gets_a_clear_answer(admin: Admin, raw: bytes, status: int) -> None:
+    answer = await admin.ask("PUT", "/v1/pops/ams", raw=raw)
+    assert answer.status == status
+    assert answer.body["error"]["message"].startswith("cannot ")
+    assert (await admin.ask("GET", "/v1/pops")).body["data"] == []
+
+
+async def test_a_gzip_bomb_and_a_hundred_megabytes_are_refused_with_memory_flat(
+    admin: Admin,
+) -> None:
+    bomb = gzip.compress(b" " * 300_000_000, compresslevel=1)
+    before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    async def hundred_megabytes() -> AsyncIterator[bytes]:
+        for _ in range(1600):
+            yield b"x" * 65_536
+
+    headers = {"authorization": "Bearer 0123456789abcdef-admin"}
+    async with aiohttp.ClientSession(headers=headers) as http:
+        url = f"{admin.url}/v1/pops/ams"
+        packed = {"content-encoding": "gzip"}
+        async with http.put(url, data=io.BytesIO(bomb), headers=packed) as response:
+            assert response.status == 413
+        # Closed while we still send is a refusal too.
+        with suppress(aiohttp.ClientOSError):
+            async with http.put(url, data=hundred_megabytes()) as response:
+                assert response.status == 413
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib < 64 * 1024
+    assert (await admin.ask("GET", "/v1/status")).status == 200

@@ -1,0 +1,80 @@
+"""`isochrone` as an operator types it: a real process against a real admin API."""
+
+import asyncio
+import json
+import os
+import sys
+from pathlib import Path
+
+from tests.integration.admin.conftest import TOKEN, Admin
+
+
+async def typed(admin: Admin, *arguments: str, token: str = TOKEN) -> tuple[int, str, str]:
+    """Run the command and return (exit code, standard output, standard error)."""
+    env = {
+        **os.environ,
+        "ISOCHRONE_ADMIN_URL": admin.url,
+        "ISOCHRONE_ADMIN_TOKEN": token,
+        "NO_COLOR": "1",
+    }
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "isochrone.cli.main",
+        *arguments,
+        env=env,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    async with asyncio.timeout(30):
+        out, err = await process.communicate()
+    return process.returncode or 0, out.decode(), err.decode()
+
+
+async def test_an_operator_makes_a_fleet(admin: Admin, tmp_path: Path) -> None:
+    place = ("--city", "Amsterdam", "--country", "NL", "--latitude", "52", "--longitude", "4")
+    assert (await typed(admin, "pops", "add", "ams", *place))[0] == 0
+    code, out, _ = await typed(admin, "nodes", "join-token", "ams")
+    assert code == 0
+    assert out.startswith("ij1_")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "m.gguf").write_bytes(b"GGUF")
+    source = f"file:{tmp_path / 'model'}"
+    assert (await typed(admin, "models", "add", "m", "--source", source))[0] == 0
+    code, out, _ = await typed(admin, "-o", "json", "models", "list")
+    assert json.loads(out)[0]["artifact"]["files"][0]["path"] == "m.gguf"
+    code, out, _ = await typed(
+        admin, "-o", "json", "deploy", "chat", "--model", "m", "--driver", "mock", "--min", "2"
+    )
+    assert code == 0
+    made = json.loads(out)
+    assert made["policy"]["replicas_min"] == 2
+    code, out, _ = await typed(admin, "-o", "json", "deploy", "chat", "--max", "7")
+    again = json.loads(out)
+    assert again["policy"] == {**made["policy"], "replicas_max": 7}
+    assert again["version"] == made["version"]
+    code, out, _ = await typed(admin, "explain", "chat")
+    assert "there is no node" in out
+    code, out, _ = await typed(admin, "keys", "create", "acme", "--tokens-per-min", "1000")
+    assert out.startswith("iso_")
+    code, out, _ = await typed(admin, "keys", "list")
+    assert "acme" in out
+    code, out, _ = await typed(admin, "events", "--limit", "3")
+    assert "key.create" in out
+    assert "s1" in (await typed(admin, "status"))[1]
+    for listing in ("pops list", "nodes list", "routers", "deployments list", "placements"):
+        assert (await typed(admin, *listing.split()))[0] == 0
+
+
+async def test_what_is_refused_is_said_on_standard_error_with_its_exit_code(admin: Admin) -> None:
+    code, out, err = await typed(admin, "status", token="wrong")
+    assert (code, out) == (1, "")
+    assert "cannot tell who asks" in err
+    code, _, err = await typed(admin, "nodes", "drain", "nobody")
+    assert code == 1
+    assert "cannot find the node 'nobody'" in err
+    code, _, err = await typed(admin, "deploy")
+    assert code == 2
+    code, _, err = await typed(admin, "deploy", "new")
+    assert code == 2
+    assert "needs --model" in err

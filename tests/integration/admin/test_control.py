@@ -1,0 +1,225 @@
+"""The control door: who is let in, and what is said to those who are not."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgpack
+import pytest
+
+from isochrone.service.control import ControlLink, Progress, join
+from isochrone.service.identity import Identity, IdentityError
+from isochrone.wire import codec
+from isochrone.wire.assignment import Assignment
+from isochrone.wire.control import PeerRole, Refused, ToAgent, Welcome
+from isochrone.wire.ids import BootId, ClusterId, Epoch, Generation, NodeId
+from isochrone.wire.report import Pulse
+from tests.builders import a_report
+from tests.integration.admin.conftest import Admin
+from tests.system.harness import until
+
+
+async def joined(admin: Admin, folder: Path, name: str = "n1") -> Identity:
+    await admin.pop()
+    token = (await admin.ask("POST", "/v1/join-tokens", {"pop": "ams"})).body["token"]
+    return await join(
+        urls=[admin.control_url], token=token, role=PeerRole.AGENT, name=name, folder=folder
+    )
+
+
+class Agent:
+    """A node agent's end of the conversation, and what it heard."""
+
+    def __init__(self, admin: Admin, identity: Identity, boot: str, **fields: Any) -> None:
+        self.assignments: list[Assignment] = []
+        self.welcomes: list[Welcome] = []
+        self.link = ControlLink(
+            urls=[admin.control_url],
+            identity=identity,
+            boot_id=BootId(boot),
+            incoming=ToAgent,
+            progress=lambda: Progress(
+                fields.get("cluster_id", identity.cluster_id),
+                Generation(fields.get("generation", 0)),
+                Epoch(fields.get("epoch", 0)),
+            ),
+            on_welcome=self._welcomed,
+            on_message=self._told,
+            chance=random.Random(1),
+        )
+
+    async def _welcomed(self, welcome: Welcome) -> None:
+        self.welcomes.append(welcome)
+
+    async def _told(self, message: object) -> None:
+        assert isinstance(message, Assignment)
+        self.assignments.append(message)
+
+    async def is_welcome(self) -> bool:
+        return bool(self.welcomes)
+
+    async def is_refused(self) -> bool:
+        return bool(self.link.last_refusal)
+
+
+@asynccontextmanager
+async def dialling(agent: Agent) -> AsyncIterator[Agent]:
+    task = asyncio.create_task(agent.link.run())
+    try:
+        yield agent
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+async def test_a_token_joins_once_and_a_replay_is_refused(admin: Admin, tmp_path: Path) -> None:
+    await admin.pop()
+    token = (await admin.ask("POST", "/v1/join-tokens", {"pop": "ams"})).body["token"]
+    urls = [admin.control_url]
+    identity = await join(
+        urls=urls, token=token, role=PeerRole.AGENT, name="n1", folder=tmp_path / "a"
+    )
+    assert identity.pop == "ams"
+    assert (tmp_path / "a" / "identity.json").stat().st_mode & 0o777 == 0o600
+    for name, text in (("n2", token), ("n3", token[:-3] + "xyz"), ("n4", "ij1_nonsense")):
+        with pytest.raises(IdentityError, match="cannot join"):
+            await join(
+                urls=urls, token=text, role=PeerRole.AGENT, name=name, folder=tmp_path / name
+            )
+    nodes = (await admin.ask("GET", "/v1/nodes")).body["data"]
+    assert [node["node_id"] for node in nodes] == ["n1"]
+
+
+async def test_a_node_speaks_and_is_told_and_speaks_only_for_itself(
+    admin: Admin, tmp_path: Path
+) -> None:
+    identity = await joined(admin, tmp_path)
+    async with dialling(Agent(admin, identity, "boot-1")) as agent:
+        await until("welcome", agent.is_welcome)
+        assert await agent.link.send(a_report("n1", 1))
+
+        async def is_told() -> bool:
+            return bool(agent.assignments)
+
+        await until("an assignment", is_told)
+        assert agent.assignments[0].node_id == "n1"
+        assert await agent.link.send(a_report("somebody-else", 2))
+        await until("refused", agent.is_refused)
+        assert "cannot report for somebody-else" in agent.link.last_refusal
+    events = (await admin.ask("GET", "/v1/events")).body["data"]
+    assert "node.impostor" in {event["kind"] for event in events}
+    node = (await admin.ask("GET", "/v1/nodes/n1")).body
+    assert [device["device_id"] for device in node["devices"]] == ["cpu"]
+
+
+async def test_a_second_machine_under_the_same_name_is_refused(
+    admin: Admin, tmp_path: Path
+) -> None:
+    identity = await joined(admin, tmp_path)
+    async with dialling(Agent(admin, identity, "boot-1")) as first:
+        await until("welcome", first.is_welcome)
+        pulse = Pulse(
+            node_id=NodeId("n1"), boot_id=BootId("boot-1"), seq=1, generation=Generation(0)
+        )
+        assert await first.link.send(pulse)
+        async with dialling(Agent(admin, identity, "boot-2")) as twin:
+            await until("the twin is refused", twin.is_refused)
+            assert "is its disk cloned?" in twin.link.last_refusal
+            assert first.link.connected
+            assert not twin.welcomes
+
+
+async def test_a_peer_of_another_cluster_goes_on_without_this_scheduler(
+    admin: Admin, tmp_path: Path
+) -> None:
+    identity = await joined(admin, tmp_path)
+    stranger = Agent(admin, identity, "boot-1", cluster_id=ClusterId("other"))
+    async with dialling(stranger) as agent:
+        await until("it refuses", agent.is_refused)
+        assert "going on as before" in agent.link.last_refusal
+        assert not agent.assignments
+
+
+async def test_a_peer_that_has_seen_more_lifts_the_store(admin: Admin, tmp_path: Path) -> None:
+    identity = await joined(admin, tmp_path)
+    async with dialling(Agent(admin, identity, "b", generation=5_000, epoch=77)) as agent:
+        await until("welcome", agent.is_welcome)
+        assert agent.welcomes[0].epoch > 77
+        await agent.link.send(a_report("n1", 1, boot_id=BootId("b")))
+
+        async def is_told() -> bool:
+            return bool(agent.assignments)
+
+        await until("an assignment", is_told)
+        assert agent.assignments[0].generation > 5_000
+        assert agent.assignments[0].epoch > 77
+
+
+async def test_a_revoked_node_is_turned_away(admin: Admin, tmp_path: Path) -> None:
+    identity = await joined(admin, tmp_path)
+    assert (await admin.ask("POST", "/v1/nodes/n1/revoke")).status == 200
+    async with dialling(Agent(admin, identity, "boot-1")) as agent:
+        await until("refused", agent.is_refused)
+        assert "revoked" in agent.link.last_refusal
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        b"",
+        b"\xc1",
+        b"\x91" * 100_000,
+        msgpack.packb({"type": "report", "node_id": 7}),
+        codec.encode(
+            Pulse(node_id=NodeId("n1"), boot_id=BootId("b"), seq=1, generation=Generation(1))
+        ),
+        msgpack.packb(
+            {
+                "type": "register", "protocol": 99, "role": "agent", "name": "n1", "pop": "ams",
+                "boot_id": "b", "certificate_pem": "x", "signature": b"", "cluster_id": "",
+                "generation": 0, "epoch": 0,
+            }
+        ),
+        msgpack.packb(
+            {
+                "type": "register", "protocol": 1, "role": "agent", "name": "n1", "pop": "ams",
+                "boot_id": "b", "certificate_pem": "x", "signature": b"", "cluster_id": "",
+                "generation": 0, "epoch": 0,
+            }
+        ),
+    ],
+    ids=["empty", "reserved", "deep", "type", "unregistered", "protocol", "certificate"],
+)  # fmt: skip
+async def test_a_stranger_is_refused_in_words_and_closed(admin: Admin, frame: bytes) -> None:
+    reader = codec.decoder(ToAgent)
+    async with (
+        aiohttp.ClientSession() as http,
+        http.ws_connect(f"{admin.control_url}/v1/agent") as socket,
+    ):
+        await socket.receive_bytes(timeout=5)  # the challenge
+        await socket.send_bytes(frame)
+        refused = codec.decode(await socket.receive_bytes(timeout=5), reader)
+        assert isinstance(refused, Refused)
+        assert refused.reason
+        assert (await socket.receive(timeout=5)).type in (
+            aiohttp.WSMsgType.CLOSE,
+            aiohttp.WSMsgType.CLOSED,
+        )
+    assert (await admin.ask("GET", "/v1/status")).status == 200
+
+
+async def test_a_frame_over_the_limit_closes_the_connection(admin: Admin) -> None:
+    async with (
+        aiohttp.ClientSession() as http,
+        http.ws_connect(f"{admin.control_url}/v1/agent") as socket,
+    ):
+        await socket.receive_bytes(timeout=5)
+        with suppress(ConnectionError):
+            await socket.send_bytes(b"\0" * (codec.FRAME_BYTES_MAX + 1))
+        assert (await socket.receive(timeout=5)).type is not aiohttp.WSMsgType.BINARY
+    assert (await admin.ask("GET", "/v1/status")).status == 200
