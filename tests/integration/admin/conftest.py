@@ -57,7 +57,8 @@ class Admin:
         ) as response:
             is_json = response.content_type == "application/json"
             answer = await response.json() if is_json else await response.text()
-            return Answer(response.status, answer, dict(response.headers))
+            lowered = {name.lower(): value for name, value in response.headers.items()}
+            return Answer(response.status, answer, lowered)
 
     async def pop(self, name: str = "ams", country: str = "NL") -> None:
         body = {"city": name, "country": country, "latitude": 52.0, "longitude": 4.0}

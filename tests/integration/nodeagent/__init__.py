@@ -1,0 +1,1 @@
+"""The agent with real files, processes and sockets."""

@@ -1,0 +1,240 @@
+"""Fetching artifacts from real folders and a real HTTP origin that may cut, lie or redirect."""
+
+import asyncio
+import hashlib
+import pickle
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+
+from isochrone.service.door import open_door
+from isochrone.wire.artifact import manifest_digest
+from isochrone.wire.model import Artifact, ArtifactFile
+from nodeagent.host.artifacts import ArtifactError, Artifacts
+from nodeagent.host.sources import Sources
+
+BODY = bytes(range(256)) * 4096
+
+
+def artifact_of(source: str, files: dict[str, bytes]) -> Artifact:
+    listed = tuple(
+        ArtifactFile(path=path, size_bytes=len(body), sha256=hashlib.sha256(body).hexdigest())
+        for path, body in files.items()
+    )
+    return Artifact(source=source, files=listed, digest=manifest_digest(listed))
+
+
+class Origin:
+    """An HTTP origin with faults on request."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, bytes] = {}
+        self.cut_after: list[int] = []
+        self.redirect_to = ""
+        self.ranges: list[str] = []
+
+    async def get(self, request: web.Request) -> web.StreamResponse:
+        if self.redirect_to:
+            raise web.HTTPFound(self.redirect_to)
+        body = self.files.get(request.path)
+        if body is None:
+            raise web.HTTPNotFound
+        start = 0
+        if "range" in request.headers:
+            self.ranges.append(request.headers["range"])
+            start = int(request.headers["range"].removeprefix("bytes=").rstrip("-"))
+        response = web.StreamResponse(status=206 if start else 200)
+        response.content_length = len(body) - start
+        await response.prepare(request)
+        if self.cut_after:
+            await response.write(body[start : start + self.cut_after.pop(0)])
+            assert request.transport is not None
+            request.transport.abort()
+            return response
+        await response.write(body[start:])
+        return response
+
+
+@pytest.fixture
+async def origin() -> AsyncIterator[tuple[Origin, str]]:
+    served = Origin()
+    app = web.Application()
+    app.router.add_get("/{path:.*}", served.get)
+    async with open_door(app, "127.0.0.1", 0) as port:
+        yield served, f"http://127.0.0.1:{port}"
+
+
+def a_store(
+    tmp_path: Path, budget: int = 1 << 30, *, private: bool = True, hf: str = ""
+) -> Artifacts:
+    sources = Sources(private=private, hf_url=hf)
+    return Artifacts(tmp_path / "artifacts", sources, budget)
+
+
+async def fetched(store: Artifacts, artifact: Artifact, pinned: tuple[str, ...] = ()) -> Path:
+    sizes: list[int] = []
+    path = await store.ensure(artifact, pinned, sizes.append)
+    assert sizes[-1] == artifact.size_bytes
+    assert sizes == sorted(sizes)
+    return path
+
+
+def a_folder(tmp_path: Path, **files: bytes) -> str:
+    folder = tmp_path / "source"
+    folder.mkdir(exist_ok=True)
+    for name, body in files.items():
+        (folder / name).write_bytes(body)
+    return f"file:{folder}"
+
+
+async def test_a_folder_is_taken_whole_and_named_by_its_digest(tmp_path: Path) -> None:
+    source = a_folder(tmp_path, a=b"aaa", b=b"bb")
+    artifact = artifact_of(source, {"a": b"aaa", "b": b"bb"})
+    store = a_store(tmp_path)
+    path = await fetched(store, artifact)
+    assert path.name == artifact.digest
+    assert (path / "b").read_bytes() == b"bb"
+    assert store.held() == (artifact.digest,)
+    assert await fetched(store, artifact) == path
+
+
+async def test_an_installed_package_is_a_source(tmp_path: Path) -> None:
+    from importlib import metadata
+
+    version = metadata.version("click")
+    body = Path(str(metadata.distribution("click").locate_file("click/__init__.py"))).read_bytes()
+    artifact = artifact_of(f"pypi:click=={version}/click/", {"__init__.py": body})
+    await fetched(a_store(tmp_path), artifact)
+    wrong = artifact_of("pypi:click==0.0.1/click/", {"__init__.py": body})
+    with pytest.raises(ArtifactError, match="is installed"):
+        await fetched(a_store(tmp_path / "b"), wrong)
+    with pytest.raises(ArtifactError, match="is not installed here"):
+        await fetched(a_store(tmp_path / "c"), artifact_of("pypi:no-such/x", {"a": b"a"}))
+
+
+async def test_a_fetch_cut_in_the_middle_is_resumed(
+    tmp_path: Path, origin: tuple[Origin, str]
+) -> None:
+    served, url = origin
+    served.files["/models/w.safetensors"] = BODY
+    served.cut_after = [300_000, 200_000]
+    artifact = artifact_of(f"{url}/models", {"w.safetensors": BODY})
+    path = await fetched(a_store(tmp_path), artifact)
+    assert (path / "w.safetensors").read_bytes() == BODY
+    assert len(served.ranges) == 2
+    assert all(int(r.removeprefix("bytes=").rstrip("-")) > 0 for r in served.ranges)
+
+
+async def test_a_hub_is_asked_by_repository_and_revision(
+    tmp_path: Path, origin: tuple[Origin, str]
+) -> None:
+    served, url = origin
+    served.files["/owner/name/resolve/v1/sub/config.json"] = b"{}"
+    artifact = artifact_of("hf:owner/name@v1", {"sub/config.json": b"{}"})
+    path = await fetched(a_store(tmp_path, hf=url), artifact)
+    assert (path / "sub" / "config.json").read_bytes() == b"{}"
+
+
+async def test_what_is_not_what_its_manifest_says_is_never_seen(
+    tmp_path: Path, origin: tuple[Origin, str]
+) -> None:
+    served, url = origin
+    store = a_store(tmp_path)
+    cases = {
+        "wrong byte": (BODY[:-1] + b"!", BODY, "its SHA-256 is"),
+        "short": (BODY[:1000], BODY, "ended after 1000 of"),
+        "long": (BODY + b"more", BODY, "sends more than"),
+        "missing": (None, BODY, "answered 404"),
+    }
+    for name, (sent, said, words) in cases.items():
+        path = f"/{name.replace(' ', '-')}/m.gguf"
+        if sent is not None:
+            served.files[path] = sent
+        artifact = artifact_of(f"{url}{path.rpartition('/')[0]}", {"m.gguf": said})
+        with pytest.raises(ArtifactError, match=words):
+            await fetched(store, artifact)
+        assert store.held() == ()
+    # The same artifact from an origin that is right goes in afterwards.
+    served.files["/good/m.gguf"] = BODY
+    await fetched(store, artifact_of(f"{url}/good", {"m.gguf": BODY}))
+
+
+async def test_pickles_are_refused_by_content_whatever_their_name(tmp_path: Path) -> None:
+    for index, body in enumerate((pickle.dumps({"a": 1}), b"PK\x03\x04rest-of-a-zip")):
+        source = a_folder(tmp_path, **{"m.safetensors": body})
+        with pytest.raises(ArtifactError, match="a pickle or an archive"):
+            await fetched(
+                a_store(tmp_path / str(index)), artifact_of(source, {"m.safetensors": body})
+            )
+
+
+async def test_paths_that_leave_the_folder_and_links_are_refused(tmp_path: Path) -> None:
+    source = a_folder(tmp_path, a=b"a")
+    secret = tmp_path / "secret"
+    secret.write_bytes(b"s")
+    for path in ("../secret", "/etc/passwd", "a/../../secret", "x\0y"):
+        with pytest.raises(ArtifactError, match="cannot take file"):
+            await fetched(a_store(tmp_path), artifact_of(source, {path: b"s"}))
+    (tmp_path / "source" / "link").symlink_to(secret)
+    with pytest.raises(ArtifactError, match="a symbolic link"):
+        await fetched(a_store(tmp_path), artifact_of(source, {"link": b"s"}))
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("http://example.com/m", "only https"),
+        ("https://127.0.0.1/m", "not a public address"),
+        ("https://[::1]/m", "not a public address"),
+        ("https://[::ffff:127.0.0.1]/m", "not a public address"),
+        ("https://169.254.169.254/latest", "not a public address"),
+        ("https://10.0.0.1/m", "not a public address"),
+        ("https://localhost/m", "cannot reach|cannot fetch"),
+    ],
+)
+async def test_no_origin_can_send_us_inside(tmp_path: Path, source: str, words: str) -> None:
+    store = a_store(tmp_path, private=False)
+    with pytest.raises(ArtifactError, match=words):
+        await fetched(store, artifact_of(source, {"m.gguf": b"x"}))
+
+
+async def test_redirects_are_followed_a_few_times_and_checked(
+    tmp_path: Path, origin: tuple[Origin, str]
+) -> None:
+    served, url = origin
+    served.redirect_to = f"{url}/round/and/round"
+    with pytest.raises(ArtifactError, match="more than 5 redirects"):
+        await fetched(a_store(tmp_path), artifact_of(url, {"m.gguf": b"x"}))
+
+
+async def test_the_budget_drops_the_least_lately_used_and_never_what_is_in_use(
+    tmp_path: Path,
+) -> None:
+    store = a_store(tmp_path, budget=250)
+    artifacts = []
+    for index in range(3):
+        body = bytes([index]) * 100
+        source = a_folder(tmp_path, **{f"m{index}": body})
+        artifacts.append(artifact_of(source, {f"m{index}": body}))
+    first, second, third = artifacts
+    await fetched(store, first)
+    await fetched(store, second)
+    await fetched(store, third, pinned=(first.digest,))
+    assert set(store.held()) == {first.digest, third.digest}
+    pinned = (first.digest, third.digest)
+    with pytest.raises(ArtifactError, match="do not fit in the disk budget"):
+        await fetched(store, second, pinned=pinned)
+    assert set(store.held()) == set(pinned)
+
+
+async def test_one_artifact_is_fetched_once_however_many_want_it(
+    tmp_path: Path, origin: tuple[Origin, str]
+) -> None:
+    served, url = origin
+    served.files["/m.gguf"] = BODY
+    artifact = artifact_of(url, {"m.gguf": BODY})
+    store = a_store(tmp_path)
+    paths = await asyncio.gather(*(fetched(store, artifact) for _ in range(5)))
+    assert len(set(paths)) == 1

@@ -1,0 +1,246 @@
+"""A replica's life, reconciliation, backoff, health, admission and eviction, by rows and laws."""
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from isochrone.wire.assignment import Assignment, Tombstone
+from isochrone.wire.ids import ClusterId, DeviceId, Epoch, Generation, NodeId, ReplicaId
+from isochrone.wire.report import ReplicaState
+from nodeagent.decide import health
+from nodeagent.decide.admission import TokensInFlight
+from nodeagent.decide.backoff import BREAKS_MAX, MOST_S, next_try_s
+from nodeagent.decide.eviction import Kept, evict
+from nodeagent.decide.reconcile import Steps, reconcile, refusal_of
+from nodeagent.decide.replica import TRANSITIONS, Event, ImpossibleEvent, after
+from tests.builders import a_spec
+
+S = ReplicaState
+CPU = [DeviceId("cpu")]
+DRIVERS = ["mock"]
+
+
+def an_assignment(
+    replicas: tuple[str, ...] = (),
+    tombstones: tuple[str, ...] = (),
+    generation: int = 5,
+    epoch: int = 2,
+    cluster: str = "c",
+    node: str = "n1",
+) -> Assignment:
+    return Assignment(
+        cluster_id=ClusterId(cluster),
+        node_id=NodeId(node),
+        generation=Generation(generation),
+        epoch=Epoch(epoch),
+        replicas=tuple(a_spec(name) for name in replicas),
+        tombstones=tuple(
+            Tombstone(replica_id=ReplicaId(name), generation=Generation(generation), reason="test")
+            for name in tombstones
+        ),
+    )
+
+
+def steps(assignment: Assignment, **states: ReplicaState) -> tuple[list[str], list[str]]:
+    """Return (ended, begun)."""
+    running = {ReplicaId(name): state for name, state in states.items()}
+    found = reconcile(assignment, running, CPU, DRIVERS)
+    return (
+        [end.tombstone.replica_id for end in found.endings],
+        [begin.spec.replica_id for begin in found.beginnings],
+    )
+
+
+def test_what_is_assigned_begins_and_what_runs_goes_on() -> None:
+    assert steps(an_assignment(("a", "b")), a=S.WARM) == ([], ["b"])
+
+
+def test_absence_ends_nothing() -> None:
+    assert steps(an_assignment(()), a=S.WARM, b=S.LOADING) == ([], [])
+
+
+def test_a_tombstone_ends_and_ends_once() -> None:
+    assert steps(an_assignment((), ("a",)), a=S.WARM) == (["a"], [])
+    assert steps(an_assignment((), ("a",)), a=S.DRAINING) == ([], [])
+    assert steps(an_assignment((), ("a",)), a=S.STOPPED) == ([], [])
+    assert steps(an_assignment((), ("a",))) == ([], [])
+    assert steps(an_assignment((), ("a",)), a=S.FAILED) == (["a"], [])
+
+
+def test_what_cannot_be_done_is_refused_with_its_reason() -> None:
+    here = reconcile(an_assignment(("a",)), {}, [DeviceId("gpu0")], DRIVERS)
+    assert here.refusals[0].reason == "cannot seat a: no device cpu here"
+    there = reconcile(an_assignment(("a",)), {}, CPU, ["vllm"])
+    assert "no driver 'mock'" in there.refusals[0].reason
+    assert not here.beginnings
+    assert not there.beginnings
+
+
+@pytest.mark.parametrize(
+    ("offered", "words"),
+    [
+        (an_assignment(generation=5, epoch=2), ""),
+        (an_assignment(generation=6, epoch=2), ""),
+        (an_assignment(generation=6, epoch=3), ""),
+        (an_assignment(generation=4, epoch=2), "cannot take generation 4: 5 is held"),
+        (an_assignment(generation=9, epoch=1), "cannot take epoch 1: 2 was seen"),
+        (an_assignment(generation=9, epoch=9, cluster="x"), "of cluster x"),
+        (an_assignment(generation=9, epoch=9, node="n2"), "assignment of node n2"),
+    ],
+)
+def test_an_older_or_foreign_assignment_changes_nothing(offered: Assignment, words: str) -> None:
+    reason = refusal_of(offered, an_assignment(), NodeId("n1"), ClusterId("c"))
+    assert words in reason
+    assert bool(reason) is bool(words)
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    wanted=st.sets(st.sampled_from("abcdef")),
+    ending=st.sets(st.sampled_from("abcdef")),
+    running=st.dictionaries(st.sampled_from("abcdef"), st.sampled_from(list(S))),
+)
+def test_reconciling_twice_adds_nothing(
+    wanted: set[str], ending: set[str], running: dict[str, ReplicaState]
+) -> None:
+    assignment = an_assignment(tuple(sorted(wanted)), tuple(sorted(ending)))
+    states = {ReplicaId(name): state for name, state in running.items()}
+    first = reconcile(assignment, states, CPU, DRIVERS)
+    for end in first.endings:
+        states[end.tombstone.replica_id] = S.DRAINING
+    for begin in first.beginnings:
+        states[begin.spec.replica_id] = S.WANTED
+    assert reconcile(assignment, states, CPU, DRIVERS) == Steps()
+    assert not {e.tombstone.replica_id for e in first.endings} - ending
+
+
+def test_every_state_but_the_last_can_be_ended_and_what_is_impossible_is_an_error() -> None:
+    for state in S:
+        if state not in (S.DRAINING, S.STOPPED):
+            assert after(state, Event.END_ORDERED) is S.DRAINING
+    with pytest.raises(ImpossibleEvent, match="cannot take drained while warm"):
+        after(S.WARM, Event.DRAINED)
+    assert all(before is not S.STOPPED for before, _ in TRANSITIONS)
+
+
+@given(
+    breaks=st.lists(st.floats(0, 1000), max_size=20),
+    chance=st.floats(0, 1, exclude_max=True),
+)
+def test_backoff_waits_within_bounds_or_gives_up(breaks: list[float], chance: float) -> None:
+    now = 1000.0
+    wait_s = next_try_s(breaks, now, chance)
+    recent = sum(now - at < 600.0 for at in breaks)
+    assert (wait_s is None) is (recent >= BREAKS_MAX)
+    assert wait_s is None or 0.25 <= wait_s <= MOST_S
+
+
+def looked(times: list[tuple[float, bool, int, int, int]]) -> health.Watch:
+    watch = health.Watch()
+    for now, answered, step, bytes_out, in_flight in times:
+        watch = health.look(
+            watch,
+            now=now,
+            answered=answered,
+            steps=step,
+            bytes_out=bytes_out,
+            in_flight=in_flight,
+        )
+    return watch
+
+
+@pytest.mark.parametrize(
+    ("looks", "in_flight", "now", "is_sick"),
+    [
+        ([(1, True, 1, 0, 1), (20, True, 9, 0, 1)], 1, 21, False),  # steps move: a long prefill
+        ([(1, True, 1, 0, 1), (20, True, 1, 0, 1)], 1, 21, True),  # a zombie: answers, moves nothing
+        ([(1, True, 1, 0, 1), (20, True, 1, 64, 1)], 1, 21, False),  # bytes move
+        ([(1, True, 1, 0, 0), (90, True, 1, 0, 0)], 0, 91, False),  # idle is no stall
+        ([(1, False, 0, 0, 0)] * 2, 0, 3, False),
+        ([(1, False, 0, 0, 0)] * 3, 0, 3, True),  # stopped: it answers nothing
+        ([(1, False, 0, 0, 0)] * 2 + [(3, True, 1, 0, 0)], 0, 3, False),
+    ],
+)  # fmt: skip
+def test_health_means_progress(
+    looks: list[tuple[float, bool, int, int, int]], in_flight: int, now: float, is_sick: bool
+) -> None:
+    verdict = health.verdict(looked(looks), now=now, stall_s=15.0, in_flight=in_flight)
+    assert bool(verdict) is is_sick
+
+
+def test_canaries_that_fail_are_a_verdict() -> None:
+    watch = msgspec.structs.replace(health.Watch(), canaries_failed=3)
+    assert "canary" in health.verdict(watch, now=0.0, stall_s=15.0, in_flight=0)
+
+
+@given(
+    kept=st.lists(
+        st.builds(
+            Kept,
+            digest=st.text("abcdef", min_size=3, max_size=3),
+            size_bytes=st.integers(0, 100),
+            used_at=st.floats(0, 100),
+        ),
+        unique_by=lambda k: k.digest,
+        max_size=8,
+    ),
+    pinned=st.sets(st.text("abcdef", min_size=3, max_size=3), max_size=3),
+    needed=st.integers(0, 150),
+)
+def test_eviction_keeps_the_budget_and_what_is_pinned(
+    kept: list[Kept], pinned: set[str], needed: int
+) -> None:
+    dropped = evict(kept, pinned, budget_bytes=200, needed_bytes=needed)
+    if dropped is None:
+        left = sum(k.size_bytes for k in kept if k.digest in pinned)
+        assert left + needed > 200
+        return
+    assert not set(dropped) & pinned
+    assert sum(k.size_bytes for k in kept if k.digest not in dropped) + needed <= 200
+
+
+class Admission(RuleBasedStateMachine):
+    """Whatever happens to requests, what is in flight is what is held, and never negative."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counted = TokensInFlight(100)
+        self.held: list[tuple[object, int, int]] = []
+
+    @rule(prompt=st.integers(0, 80), output=st.integers(0, 80))
+    def take(self, prompt: int, output: int) -> None:
+        ahead = sum(p + o for _, p, o in self.held)
+        held = self.counted.take(prompt, output)
+        fits = not self.held or ahead + prompt + output <= 100
+        assert (held is not None) is fits
+        if held is not None:
+            self.held.append((held, prompt, output))
+
+    @precondition(lambda self: self.held)
+    @rule(index=st.integers(0, 100))
+    def first_token(self, index: int) -> None:
+        position = index % len(self.held)
+        held, _, output = self.held[position]
+        held.first_token()  # type: ignore[attr-defined]
+        self.held[position] = (held, 0, output)
+
+    @precondition(lambda self: self.held)
+    @rule(index=st.integers(0, 100), twice=st.booleans())
+    def release(self, index: int, twice: bool) -> None:
+        held, _, _ = self.held.pop(index % len(self.held))
+        held.release()  # type: ignore[attr-defined]
+        if twice:
+            held.release()  # type: ignore[attr-defined]
+
+    @invariant()
+    def counts_agree(self) -> None:
+        load = self.counted.load()
+        assert load.prefill_tokens == sum(p for _, p, _ in self.held)
+        assert load.decode_tokens == sum(o for _, _, o in self.held)
+        assert load.running == len(self.held)
+
+
+TestAdmission = Admission.TestCase
+TestAdmission.settings = settings(deadline=None, max_examples=60, stateful_step_count=30)

@@ -1,0 +1,135 @@
+"""What each driver starts, and how it reads what its engine says."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from isochrone.wire.engine import EngineConfig
+from isochrone.wire.ids import DeviceId
+from isochrone.wire.model import EngineSettings
+from nodeagent.drivers import DRIVERS
+from nodeagent.drivers.driver import Launch, UnknownOption
+from nodeagent.host.devices import Devices, device_class
+from tests.builders import a_spec
+
+
+def a_launch(driver: str, **options: str) -> Launch:
+    gpus = (DeviceId("gpu2"), DeviceId("gpu3"))
+    devices = (DeviceId("cpu"),) if driver in ("embedded", "mock") else gpus
+    engine = EngineSettings(driver=driver, options=options, kv_memory_bytes=1 << 20)
+    return Launch(
+        spec=a_spec(engine=engine, device_ids=devices),
+        model_path=Path("/models/x"),
+        folder=Path("/run/r1"),
+        port=4321,
+        threads=2,
+    )
+
+
+@pytest.mark.parametrize(
+    ("driver", "wanted"),
+    [
+        ("vllm", ["vllm serve /models/x", "--tensor-parallel-size 2", "--port 4321"]),
+        ("sglang", ["-m sglang.launch_server", "--tp-size 2", "--enable-cache-report"]),
+        ("tensorrt_llm", ["trtllm-serve serve /models/x", "--tp_size 2", "extra.yaml"]),
+    ],
+)
+def test_a_vendor_engine_gets_its_own_words_and_its_own_gpus(
+    driver: str, wanted: list[str]
+) -> None:
+    command = DRIVERS[driver].command(a_launch(driver))
+    line = " ".join(command.arguments)
+    assert all(words in line for words in wanted), line
+    assert command.base_url == "http://127.0.0.1:4321"
+    assert command.environment["CUDA_VISIBLE_DEVICES"] == "2,3"
+    assert "--host 127.0.0.1" in line
+
+
+def test_options_are_a_closed_list() -> None:
+    command = DRIVERS["vllm"].command(a_launch("vllm", kv_cache_dtype="fp8", enforce_eager=""))
+    line = " ".join(command.arguments)
+    assert "--enforce-eager --kv-cache-dtype fp8" in line
+    for driver in DRIVERS:
+        with pytest.raises(UnknownOption, match="unknown options trust_remote_code"):
+            DRIVERS[driver].command(a_launch(driver, trust_remote_code="true"))
+
+
+def test_the_embedded_engine_gets_a_config_that_it_can_read() -> None:
+    command = DRIVERS["embedded"].command(a_launch("embedded", batch_tokens_max="64"))
+    config = msgspec.json.decode(command.files["config.json"], type=EngineConfig)
+    assert (config.device, config.dtype, config.batch_tokens_max) == ("cpu", "fp32", 64)
+    assert config.socket == command.socket == "/run/r1/engine.sock"
+    with pytest.raises(UnknownOption, match="batch_tokens_max"):
+        DRIVERS["embedded"].command(a_launch("embedded", batch_tokens_max="many"))
+
+
+def test_vllm_metrics_are_read() -> None:
+    body = b"""# HELP x
+vllm:num_requests_running{model_name="m"} 3.0
+vllm:num_requests_waiting{model_name="m"} 2.0
+vllm:kv_cache_usage_perc{model_name="m"} 0.25
+vllm:generation_tokens_total{model_name="m"} 120.0
+not a line
+"""
+    stats = DRIVERS["vllm"].read_stats(body)
+    assert (stats.running, stats.waiting, stats.kv_blocks_used) == (3, 2, 250)
+    assert stats.tokens_out_total == 120
+
+
+@pytest.mark.parametrize(
+    ("name", "memory_gb", "expected"),
+    [
+        ("NVIDIA H100 80GB HBM3", 85.5, "h100-86g"),
+        ("NVIDIA A100-SXM4-40GB", 42.4, "a100-sxm4-40gb-42g"),
+        ("NVIDIA GeForce RTX 4090", 25.8, "4090-26g"),
+        ("Tesla T4", 16.1, "t4-16g"),
+    ],
+)
+def test_a_device_class_is_named_for_model_and_memory(
+    name: str, memory_gb: float, expected: str
+) -> None:
+    assert device_class(name, int(memory_gb * 1e9)) == expected
+
+
+class FakeNvml:
+    """The few calls of NVML that are used, for a machine without a GPU."""
+
+    class NVMLError(Exception):
+        """As NVML raises."""
+
+    def __init__(self) -> None:
+        self.gpus = [0, 1]
+
+    def nvmlDeviceGetCount(self) -> int:
+        return len(self.gpus)
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        return self.gpus[index]
+
+    def nvmlDeviceGetName(self, handle: int) -> str:
+        return "NVIDIA H100 80GB HBM3"
+
+    def nvmlDeviceGetMemoryInfo(self, handle: int) -> object:
+        class Memory:
+            total = 85_000_000_000
+            free = 80_000_000_000
+
+        return Memory()
+
+
+def test_a_gpu_that_falls_off_is_unhealthy_not_gone() -> None:
+    nvml = FakeNvml()
+    devices = Devices(0, open_nvml=lambda: nvml)
+    assert [d.device_id for d in devices.read()] == ["gpu0", "gpu1"]
+    nvml.gpus = [0]
+    after = {d.device_id: d for d in devices.read()}
+    assert after["gpu0"].healthy
+    assert not after["gpu1"].healthy
+    assert "NVML" in after["gpu1"].reason
+    assert not {d.device_id: d for d in devices.read()}["gpu1"].healthy
+
+
+def test_without_a_gpu_the_cpu_is_the_device() -> None:
+    (cpu,) = Devices(1 << 30, open_nvml=lambda: None).read()
+    assert (cpu.device_id, cpu.device_class, cpu.memory_bytes) == ("cpu", "cpu", 1 << 30)
