@@ -155,7 +155,7 @@ def looked(times: list[tuple[float, bool, int, int, int]]) -> health.Watch:
     ("looks", "in_flight", "now", "is_sick"),
     [
         ([(1, True, 1, 0, 1), (20, True, 9, 0, 1)], 1, 21, False),  # steps move: a long prefill
-        ([(1, True, 1, 0, 1), (20, True, 1, 0, 1)], 1, 21, True),  # a zombie: answers, moves nothing
+        ([(1, True, 1, 0, 1), (20, True, 1, 0, 1)], 1, 21, True),  # a zombie: it answers
         ([(1, True, 1, 0, 1), (20, True, 1, 64, 1)], 1, 21, False),  # bytes move
         ([(1, True, 1, 0, 0), (90, True, 1, 0, 0)], 0, 91, False),  # idle is no stall
         ([(1, False, 0, 0, 0)] * 2, 0, 3, False),

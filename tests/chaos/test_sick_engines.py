@@ -1,0 +1,113 @@
+"""Engines that live and do not work: hung, stopped, failing to load; and parts told to leave."""
+
+import os
+import signal
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+import pytest
+
+from tests.system.harness import Fleet, a_fleet, until
+from tests.system.load import one_stream, under_load, wait_ended
+
+pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.fixture
+async def fleet() -> AsyncIterator[Fleet]:
+    async with a_fleet() as running:
+        await running.deploy(replicas=2)
+        yield running
+
+
+async def placements(fleet: Fleet) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = (await fleet.ask("GET", "/v1/placements"))["data"]
+    return rows
+
+
+def replaced(fleet: Fleet, before: dict[str, int], node: str):  # type: ignore[no-untyped-def]
+    async def is_replaced() -> bool:
+        pid = fleet.engine_pids().get(node)
+        return pid is not None and pid != before[node]
+
+    return is_replaced
+
+
+async def test_a_zombie_is_found_by_its_lack_of_tokens_and_killed(fleet: Fleet) -> None:
+    """Health says 200, requests run, no token comes (E2)."""
+    before = fleet.engine_pids()
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as http:
+        ended = await one_stream(fleet, http, "ams", 20, mock={"hang_at_token": 5})
+        assert ended.how == "error-event", ended
+        assert ended.tokens == 5
+        changed = [replaced(fleet, before, node) for node in before]
+
+        async def one_was_replaced() -> bool:
+            return any([await check() for check in changed])
+
+        await until("the agent kills the zombie and starts another", one_was_replaced, 15.0)
+        await until("both warm", lambda: fleet.is_warm(2), 15.0)
+        assert (await one_stream(fleet, http, "ams", 5)).how == "complete"
+
+
+async def test_a_stopped_engine_is_killed_and_the_other_serves(fleet: Fleet) -> None:
+    """SIGSTOP: the process is there and answers nothing (K7)."""
+    before = fleet.engine_pids()
+    os.kill(before["node-ams"], signal.SIGSTOP)
+    await until("replaced", replaced(fleet, before, "node-ams"), 25.0)
+    await until("both warm", lambda: fleet.is_warm(2), 15.0)
+    assert fleet.engine_processes() == 2
+    async with aiohttp.ClientSession() as http:
+        for pop in ("ams", "sin"):
+            assert (await one_stream(fleet, http, pop, 5)).how == "complete"
+
+
+async def test_an_engine_that_never_loads_fails_in_words_and_harms_no_other(fleet: Fleet) -> None:
+    before = fleet.engine_pids()
+    engine = {"driver": "mock", "kv_memory_bytes": 1000, "options": {"fail_load": "1"}}
+    policy = {"replicas_min": 1, "replicas_max": 1}
+    await fleet.ask(
+        "POST",
+        "/v1/deployments",
+        {"deployment_id": "broken", "model_id": "mock", "name": "broken", "engine": engine,
+         "policy": policy},
+    )  # fmt: skip
+
+    async def is_ended() -> bool:
+        events = (await fleet.ask("GET", "/v1/events"))["data"]
+        return any(e["kind"] == "replica.ended" and "told to fail" in e["reason"] for e in events)
+
+    await until("given up, with the engine's own last words", is_ended, 60.0)
+    assert {n: p for n, p in fleet.engine_pids().items() if p in before.values()} == before
+    assert await fleet.is_warm(2)
+
+
+async def test_a_node_told_to_leave_costs_no_request(fleet: Fleet) -> None:
+    """SIGTERM of an agent under load: what runs ends, what comes goes elsewhere (K9)."""
+    async with under_load(fleet, ["sin"], streams=6, tokens=20) as load:
+        await wait_ended(load, 6)
+        await fleet.processes.stop("node-sin")
+        await wait_ended(load, 12)
+        await fleet.start_node("sin")
+        await until("both warm", lambda: fleet.is_warm(2), 15.0)
+        await wait_ended(load, 6)
+    assert not load.failures(), load.failures()
+
+
+async def test_draining_a_node_moves_its_replica_without_a_failed_request(fleet: Fleet) -> None:
+    async with under_load(fleet, ["ams", "sin"], streams=6, tokens=20) as load:
+        await wait_ended(load, 6)
+        row = next(r for r in await placements(fleet) if r["pop"] == "sin")
+        await fleet.ask("POST", "/v1/nodes/sin-1/drain")
+
+        async def is_moved() -> bool:
+            rows = await placements(fleet)
+            return row["replica_id"] not in {r["replica_id"] for r in rows} and all(
+                r["pop"] == "ams" for r in rows
+            )
+
+        await until("the replica has left the draining node", is_moved, 40.0)
+        await wait_ended(load, 12)
+    assert not load.failures(), load.failures()
+    assert await fleet.is_warm(2)

@@ -1,0 +1,174 @@
+"""The whole fleet as its users see it: the official OpenAI SDK, headers, cancel, distance."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import aiohttp
+import openai
+import pytest
+import pytest_asyncio
+
+from tests.chaos.test_kills import nothing_in_flight
+from tests.system.harness import Fleet, a_fleet, until
+
+pytestmark = pytest.mark.timeout(180)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def fleet() -> AsyncIterator[Fleet]:
+    async with a_fleet() as running:
+        await running.deploy(replicas=2)
+        yield running
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def client(fleet: Fleet) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(
+        base_url=f"{fleet.endpoint('ams')}/v1", api_key=fleet.key, max_retries=0
+    ) as sdk:
+        yield sdk
+
+
+MESSAGES = [{"role": "user", "content": "count, please"}]
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_the_sdk_lists_chats_and_streams_with_usage(client: openai.AsyncOpenAI) -> None:
+    assert [model.id async for model in client.models.list()] == ["mock"]
+    answer = await client.chat.completions.create(
+        model="mock",
+        messages=MESSAGES,  # type: ignore[arg-type]
+        max_tokens=3,
+    )
+    assert answer.choices[0].message.content == "t0 t1 t2 "
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 3
+    stream = await client.chat.completions.create(
+        model="mock",
+        messages=MESSAGES,  # type: ignore[arg-type]
+        max_tokens=4,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    texts, usages = [], []
+    async for chunk in stream:
+        texts += [choice.delta.content or "" for choice in chunk.choices]
+        if chunk.usage is not None:
+            usages.append(chunk.usage)
+    assert "".join(texts) == "t0 t1 t2 t3 "
+    assert len(usages) == 1
+    assert usages[0].completion_tokens == 4
+    assert usages[0].prompt_tokens_details is not None
+    completion = await client.completions.create(model="mock", prompt="a b c", max_tokens=2)
+    assert completion.choices[0].text == "t0 t1 "
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_the_sdk_maps_our_errors(fleet: Fleet, client: openai.AsyncOpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="nobody"):
+        await client.chat.completions.create(model="nobody", messages=MESSAGES)  # type: ignore[arg-type]
+    with pytest.raises(openai.BadRequestError):
+        await client.chat.completions.create(
+            model="mock",
+            messages=MESSAGES,  # type: ignore[arg-type]
+            max_tokens=10**7,
+        )
+    stranger = client.with_options(api_key="iso_wrong")
+    with pytest.raises(openai.AuthenticationError):
+        await stranger.models.list()
+    made = await fleet.ask("POST", "/v1/keys", {"tenant_id": "t"})
+    fresh = client.with_options(api_key=made["key"])
+
+    async def is_known() -> bool:
+        try:
+            await fresh.models.list()
+        except openai.AuthenticationError:
+            return False
+        return True
+
+    await until("a new key is honoured within seconds", is_known, 5.0)
+    await fleet.ask("DELETE", f"/v1/keys/{made['key_id']}")
+
+    async def is_refused() -> bool:
+        return not await is_known()
+
+    await until("a revoked one is refused within seconds", is_refused, 5.0)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_stream_cancelled_frees_everything(
+    fleet: Fleet, client: openai.AsyncOpenAI
+) -> None:
+    stream = await client.chat.completions.create(
+        model="mock",
+        messages=MESSAGES,  # type: ignore[arg-type]
+        max_tokens=50_000,
+        stream=True,
+    )
+    async for _ in stream:
+        break
+    assert not await nothing_in_flight(fleet)
+    await stream.close()
+    await until("nothing in flight", lambda: nothing_in_flight(fleet), 5.0)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_each_city_is_served_by_its_own_node_and_says_so(fleet: Fleet) -> None:
+    async with aiohttp.ClientSession() as http:
+        for pop in ("ams", "sin"):
+            body = {"model": "mock", "messages": MESSAGES, "max_tokens": 1}
+            headers = {"authorization": f"Bearer {fleet.key}", "x-request-id": f"mine-{pop}"}
+            url = f"{fleet.endpoint(pop)}/v1/chat/completions"
+            async with http.post(url, json=body, headers=headers) as response:
+                assert response.status == 200
+                assert response.headers["x-request-id"] == f"mine-{pop}"
+                assert response.headers["x-isochrone-why"]
+                assert response.headers["x-isochrone-node"] in ("ams-1", "sin-1")
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_session_keeps_its_replica_and_its_cached_prefix(fleet: Fleet) -> None:
+    nodes, cached = set(), []
+    text = " ".join(f"word{n}" for n in range(100))
+    async with aiohttp.ClientSession() as http:
+        for _ in range(6):
+            body = {
+                "model": "mock",
+                "messages": [{"role": "user", "content": text}],
+                "max_tokens": 1,
+            }
+            headers = {"authorization": f"Bearer {fleet.key}", "x-session-affinity": "ses-1"}
+            url = f"{fleet.endpoint('ams')}/v1/chat/completions"
+            async with http.post(url, json=body, headers=headers) as response:
+                nodes.add(response.headers["x-isochrone-node"])
+                answer = await response.json()
+                cached.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+    assert len(nodes) == 1
+    assert cached[0] == 0
+    assert all(tokens >= 96 for tokens in cached[1:])
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_another_tenant_finds_nothing_of_it_in_the_cache(fleet: Fleet) -> None:
+    made = await fleet.ask("POST", "/v1/keys", {"tenant_id": "other"})
+    text = " ".join(f"secret{n}" for n in range(64))
+
+    async def cached(key: str) -> int | None:
+        body = {"model": "mock", "messages": [{"role": "user", "content": text}], "max_tokens": 1}
+        headers = {"authorization": f"Bearer {key}", "x-session-affinity": "same"}
+        url = f"{fleet.endpoint('ams')}/v1/chat/completions"
+        async with (
+            aiohttp.ClientSession() as http,
+            http.post(url, json=body, headers=headers) as response,
+        ):
+            if response.status != 200:
+                return None
+            usage = (await response.json())["usage"]
+            return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+    assert await cached(fleet.key) == 0
+    async with asyncio.timeout(5):
+        while (theirs := await cached(made["key"])) is None:
+            await asyncio.sleep(0.1)
+    assert theirs == 0
+    assert (await cached(fleet.key) or 0) >= 64

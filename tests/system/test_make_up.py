@@ -1,0 +1,39 @@
+"""`make up ONESHOT=1`: the demo, with the real model, leaves nothing behind."""
+
+import asyncio
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.model
+@pytest.mark.timeout(240)
+async def test_the_demo_shows_what_it_should_and_ends_everything() -> None:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "ops.fleet",
+        "--oneshot",
+        cwd=ROOT,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    async with asyncio.timeout(200):
+        out, _ = await process.communicate()
+    text = out.decode()
+    assert process.returncode == 0, text
+    assert "warm only in ams" in text
+    assert "after demand grew in sin" in text
+    assert "base_url=" in text
+    mark = f"{ROOT}/.state/fleet/".encode()
+    left = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            command = path.read_bytes()
+            if mark in command:
+                left.append(command)
+    assert not left
