@@ -14,7 +14,7 @@ from isochrone.service.door import open_door
 from isochrone.service.identity import Identity, IdentityError, load_identity
 from isochrone.service.loop import Loop
 from isochrone.service.notify import notify, watchdog_interval_s
-from isochrone.service.tls import client_context, node_context
+from isochrone.service.tls import node_context
 from isochrone.wire.control import PeerRole, ToAgent
 from isochrone.wire.ids import BootId
 from nodeagent.api.door import Door
@@ -59,7 +59,6 @@ async def serve(config: NodeConfig, stopping: asyncio.Event) -> int:
     reports = ReportDuty(
         config=config, node=node, supervisor=supervisor, artifacts=artifacts, link=lambda: link
     )
-    uses_tls = any(url.startswith("https:") for url in config.schedulers)
     link = ControlLink(
         urls=config.schedulers,
         identity=identity,
@@ -69,7 +68,6 @@ async def serve(config: NodeConfig, stopping: asyncio.Event) -> int:
         on_welcome=reports.welcomed,
         on_message=reports.told,
         chance=chance,
-        ssl_context=client_context(identity) if uses_tls else None,
         version=__version__,
     )
     converge = Loop("converge", Converge(node, supervisor).run_once, 5.0)

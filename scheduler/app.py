@@ -18,7 +18,7 @@ from isochrone.service.identity import Authority, IdentityError
 from isochrone.service.loop import Loop
 from isochrone.service.metrics import exposition
 from isochrone.service.notify import notify
-from isochrone.service.tls import server_context
+from isochrone.service.tls import control_context, server_context
 from isochrone.wire.ids import ClusterId
 from scheduler import metrics
 from scheduler.acting import Acting, now
@@ -69,7 +69,10 @@ async def serve(config: SchedulerConfig, stopping: asyncio.Event) -> int:
         )
         await doors.enter_async_context(
             open_door(
-                control_app(acting), config.control_host, config.control_port, ssl_context=ssl
+                control_app(acting),
+                config.control_host,
+                config.control_port,
+                ssl_context=control_context(authority, now()) if config.control_tls else None,
             )
         )
         async with asyncio.TaskGroup() as tasks:
@@ -124,8 +127,12 @@ def control_app(acting: Acting) -> web.Application:
     async def health(request: web.Request) -> web.Response:
         return web.json_response({"status": "ok", "acting": acting.is_acting})
 
+    async def authority(request: web.Request) -> web.Response:
+        return web.Response(text=acting.authority.ca_pem)
+
     app = web.Application(middlewares=[errors_as(json_error)])
     app.router.add_get("/healthz", health)
+    app.router.add_get("/v1/ca", authority)
     app.router.add_get("/v1/agent", Agents(acting).handle)
     app.router.add_get("/v1/router", Routers(acting).handle)
     app.router.add_post("/v1/join", Join(acting).handle)

@@ -12,6 +12,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     `authority` is the folder of the cluster's certificate authority; every scheduler of a cluster
     holds the same one. `admin_token_file` holds the bearer token of the admin API, mode 0600.
+    `control_tls` serves the control door with a certificate of the authority; `tls_certificate` and
+    `tls_key` are the admin API's own.
     """
 
     name: str
@@ -22,6 +24,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     admin_port: int = 7000
     control_host: str = "127.0.0.1"
     control_port: int = 7001
+    control_tls: bool = False
     tls_certificate: Path | None = None
     tls_key: Path | None = None
     lease_ttl_s: float = 6.0

@@ -16,6 +16,7 @@ import msgspec
 
 from isochrone.service import identity as papers
 from isochrone.service.identity import Identity, IdentityError
+from isochrone.service.tls import client_context, trusting
 from isochrone.wire import codec
 from isochrone.wire.control import (
     Challenge,
@@ -36,6 +37,7 @@ HANDSHAKE_TIMEOUT_S: Final = 5.0
 SILENCE_S: Final = 20.0
 BACKOFF_MIN_S: Final = 0.2
 BACKOFF_MAX_S: Final = 10.0
+ANSWER_BYTES_MAX: Final = 256 * 1024
 
 
 class Progress(NamedTuple):
@@ -64,10 +66,9 @@ class ControlLink:
         on_welcome: Callable[[Welcome], Awaitable[None]],
         on_message: Callable[[Any], Awaitable[None]],
         chance: random.Random,
-        ssl_context: SSLContext | None = None,
         version: str = "",
     ) -> None:
-        """Take the scheduler URLs (`http://host:port`) and the union of messages to expect."""
+        """Take the scheduler URLs (`https://host:port`) and the union of messages to expect."""
         self.connected = False
         self.last_refusal = ""
         self._urls = tuple(url.rstrip("/") for url in urls)
@@ -78,7 +79,8 @@ class ControlLink:
         self._on_welcome = on_welcome
         self._on_message = on_message
         self._chance = chance
-        self._ssl = ssl_context
+        uses_tls = any(url.startswith("https:") for url in urls)
+        self._ssl = client_context(identity) if uses_tls else True
         self._version = version
         self._socket: aiohttp.ClientWebSocketResponse | None = None
         self._next_url = 0
@@ -134,7 +136,7 @@ class ControlLink:
             path,
             max_msg_size=codec.FRAME_BYTES_MAX,
             heartbeat=SILENCE_S / 2,
-            ssl=self._ssl if self._ssl is not None else True,
+            ssl=self._ssl,
         ) as socket:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
                 welcome = await self._register(socket)
@@ -213,13 +215,7 @@ class ControlLink:
 
 
 async def join(
-    *,
-    urls: Sequence[str],
-    token: str,
-    role: PeerRole,
-    name: str,
-    folder: Path,
-    ssl_context: SSLContext | None = None,
+    *, urls: Sequence[str], token: str, role: PeerRole, name: str, folder: Path
 ) -> Identity:
     """Trade a one-time token for a certificate and keep it in `folder`, or raise IdentityError."""
     known = papers.parse_join_token(token)
@@ -227,9 +223,8 @@ async def join(
         raise IdentityError("cannot join: the token is not of the form ij1_..., copy it whole")
     key_pem = papers.new_key_pem()
     request = JoinRequest(token=token, role=role, name=name, csr_pem=papers.make_csr(key_pem, name))
-    reply = await _ask_to_join(urls, request, ssl_context)
-    if papers.fingerprint(reply.ca_pem)[: len(known.fingerprint)] != known.fingerprint:
-        raise IdentityError("cannot join: the authority is not the one that the token names")
+    reply = await _ask_to_join(urls, request, known.fingerprint)
+    _check_authority(reply.ca_pem, known.fingerprint)
     identity = Identity(
         name=reply.name,
         role=role,
@@ -243,24 +238,45 @@ async def join(
     return identity
 
 
-async def _ask_to_join(
-    urls: Sequence[str], request: JoinRequest, ssl_context: SSLContext | None
-) -> JoinReply:
+async def _ask_to_join(urls: Sequence[str], request: JoinRequest, fingerprint: str) -> JoinReply:
     problems: list[str] = []
     timeout = aiohttp.ClientTimeout(total=10.0, sock_connect=CONNECT_TIMEOUT_S)
     async with aiohttp.ClientSession(timeout=timeout) as http:
-        for url in urls:
+        for url in (url.rstrip("/") for url in urls):
             try:
                 async with http.post(
-                    f"{url.rstrip('/')}/v1/join",
+                    f"{url}/v1/join",
                     data=msgspec.json.encode(request),
                     headers={"content-type": "application/json"},
-                    ssl=ssl_context if ssl_context is not None else True,
+                    ssl=await _trust(http, url, fingerprint),
                 ) as response:
-                    body = await response.content.read(256 * 1024)
+                    body = await response.content.read(ANSWER_BYTES_MAX)
                     if response.status == 200:
                         return msgspec.json.decode(body, type=JoinReply)
                     problems.append(f"{url} answered {response.status}: {body[:300]!r}")
             except (aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError) as error:
                 problems.append(f"{url}: {error or type(error).__name__}")
     raise IdentityError("cannot join: " + "; ".join(problems))
+
+
+async def _trust(http: aiohttp.ClientSession, url: str, fingerprint: str) -> SSLContext | bool:
+    """Return how to know the scheduler before the token is shown to it.
+
+    Its authority is asked for over an unproven connection and held against the fingerprint in the
+    token; only a server that this authority certified then gets to see the token.
+    """
+    if not url.startswith("https:"):
+        return True
+    async with http.get(f"{url}/v1/ca", ssl=False) as response:
+        ca_pem = (await response.content.read(ANSWER_BYTES_MAX)).decode(errors="replace")
+    _check_authority(ca_pem, fingerprint)
+    return trusting(ca_pem)
+
+
+def _check_authority(ca_pem: str, fingerprint: str) -> None:
+    try:
+        is_ours = papers.fingerprint(ca_pem).startswith(fingerprint)
+    except ValueError:
+        is_ours = False
+    if not is_ours:
+        raise IdentityError("cannot join: the authority is not the one that the token names")

@@ -26,7 +26,9 @@ CERTIFICATE_LIFETIME_S: Final = 90 * 24 * 3600.0
 AUTHORITY_LIFETIME_DAYS: Final = 3650
 CLOCK_SKEW: Final = timedelta(minutes=5)
 
-_TOKEN = re.compile(r"^ij1_([0-9a-f]{16})_([a-z0-9]{12})_([0-9A-Za-z]{43})$")
+FINGERPRINT_DIGITS: Final = 32
+
+_TOKEN = re.compile(r"^ij1_([0-9a-f]{32})_([a-z0-9]{12})_([0-9A-Za-z]{43})$")
 
 
 class IdentityError(Exception):
@@ -103,6 +105,24 @@ class Authority:
         except (OSError, ValueError) as error:
             raise IdentityError(f"cannot load the authority in {folder}: {error}") from error
         return cls(key, certificate)
+
+    def issue_own(self, now: datetime) -> tuple[str, str]:
+        """Return (key, certificate) for a scheduler's own control door."""
+        key = ec.generate_private_key(ec.SECP256R1())
+        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "scheduler")])
+        certificate = (
+            x509.CertificateBuilder()
+            .subject_name(subject)
+            .issuer_name(self._certificate.subject)
+            .public_key(key.public_key())
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(now - CLOCK_SKEW)
+            .not_valid_after(now + timedelta(days=AUTHORITY_LIFETIME_DAYS))
+            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+            .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+            .sign(self._key, hashes.SHA256())
+        )
+        return _key_pem(key), certificate.public_bytes(serialization.Encoding.PEM).decode()
 
     def issue(
         self,
@@ -204,7 +224,7 @@ def verify_peer(certificate_pem: str, ca_pem: str, now: datetime) -> Peer:
 
 def format_join_token(authority_fingerprint: str, token_id: str, secret: str) -> str:
     """Write a join token. It names the authority, so that a peer can refuse an impostor."""
-    return f"ij1_{authority_fingerprint[:16]}_{token_id}_{secret}"
+    return f"ij1_{authority_fingerprint[:FINGERPRINT_DIGITS]}_{token_id}_{secret}"
 
 
 def parse_join_token(text: str) -> JoinToken | None:

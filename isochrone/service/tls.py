@@ -2,21 +2,34 @@
 
 import ssl
 import tempfile
+from datetime import datetime
 from pathlib import Path
 
-from isochrone.service.identity import Identity
+from isochrone.service.identity import Authority, Identity
 
 
-def server_context(
-    certificate: Path, key: Path, *, client_ca_pem: str | None = None
-) -> ssl.SSLContext:
-    """Serve TLS; with `client_ca_pem`, only to holders of a certificate of that authority."""
+def server_context(certificate: Path, key: Path) -> ssl.SSLContext:
+    """Serve TLS with an operator's own certificate."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.load_cert_chain(certificate, key)
-    if client_ca_pem is not None:
-        context.verify_mode = ssl.CERT_REQUIRED
-        context.load_verify_locations(cadata=client_ca_pem)
+    return context
+
+
+def control_context(authority: Authority, now: datetime) -> ssl.SSLContext:
+    """Serve a scheduler's control door with a certificate of the cluster's own authority."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    _load_papers(context, *authority.issue_own(now))
+    return context
+
+
+def trusting(ca_pem: str) -> ssl.SSLContext:
+    """Dial a peer that must hold a certificate of this authority, having none of our own yet."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.check_hostname = False
+    context.load_verify_locations(cadata=ca_pem)
     return context
 
 
@@ -26,7 +39,7 @@ def node_context(identity: Identity) -> ssl.SSLContext:
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.verify_mode = ssl.CERT_REQUIRED
     context.load_verify_locations(cadata=identity.ca_pem)
-    _load_papers(context, identity)
+    _load_papers(context, identity.key_pem, identity.certificate_pem)
     return context
 
 
@@ -36,17 +49,14 @@ def client_context(identity: Identity) -> ssl.SSLContext:
     The authority is the proof: certificates name nodes, while addresses are what routes carry, so
     the host name is not compared.
     """
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.check_hostname = False
-    context.load_verify_locations(cadata=identity.ca_pem)
-    _load_papers(context, identity)
+    context = trusting(identity.ca_pem)
+    _load_papers(context, identity.key_pem, identity.certificate_pem)
     return context
 
 
-def _load_papers(context: ssl.SSLContext, identity: Identity) -> None:
+def _load_papers(context: ssl.SSLContext, key_pem: str, certificate_pem: str) -> None:
     # load_cert_chain reads only files; this one is private and gone when the block ends.
     with tempfile.NamedTemporaryFile("w", suffix=".pem") as papers:
-        papers.write(identity.key_pem + identity.certificate_pem)
+        papers.write(key_pem + certificate_pem)
         papers.flush()
         context.load_cert_chain(papers.name)

