@@ -11,6 +11,7 @@ import time
 
 from rich.console import Console
 
+from isochrone.cli.chat import ChatFailed
 from isochrone.cli.client import AdminError
 from ops.fleet import layout, screen, tour
 from ops.fleet.bring_up import Fleet
@@ -44,7 +45,7 @@ async def run(*, oneshot: bool, console: Console) -> int:
         if ended:
             say(f"{ended} ended by itself:\n{fleet.processes.tail(ended)}")
         return 1 if ended else 0
-    except (StartFailed, AdminError, tour.ChatFailed, TimeoutError) as error:
+    except (StartFailed, AdminError, ChatFailed, TimeoutError) as error:
         console.print(f"[red]{error or 'timed out'}[/]", highlight=False)
         return 1
     finally:
@@ -60,7 +61,7 @@ async def _show(fleet: Fleet, console: Console, say: tour.Say) -> None:
     near, far = CITIES[0], CITIES[-1]
     await fleet.up()
     await fleet.deploy()
-    await fleet.wait_routed(near)
+    await fleet.wait_routed()
     say("warm: one streamed chat through each city's router")
     answers = await tour.ask_everywhere(fleet)
     console.print(tour.table_of(f"warm only in {near.pop}", answers))

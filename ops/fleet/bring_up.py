@@ -75,9 +75,8 @@ class Fleet:
                     return
                 await asyncio.sleep(0.2)
 
-    async def wait_routed(self, city: City) -> None:
+    async def wait_routed(self) -> None:
         """Wait until every router holds the table that the scheduler published last."""
-        del city
         async with asyncio.timeout(START_TIMEOUT_S):
             while True:
                 status = await self.ask("GET", "/v1/status")

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from rich.table import Table
 
-from isochrone.cli.chat import ChatFailed, Served, chat
+from isochrone.cli.chat import Served, chat
 from ops.fleet import layout, model
 from ops.fleet.bring_up import Fleet
 from ops.fleet.cities import CITIES, City, round_trip_ms
@@ -67,7 +67,7 @@ async def grow_demand(fleet: Fleet, city: City, say: Say) -> None:
         for _ in range(CROWD):
             tasks.create_task(one())
     await fleet.wait_warm(city)
-    await fleet.wait_routed(city)
+    await fleet.wait_routed()
     # The router's next probe finds the new node near.
     for _ in range(20):
         if (await ask_in(fleet, city, max_tokens=1)).pop == city.pop:
@@ -87,6 +87,3 @@ def problem_of(answers: list[tuple[City, Served]], expected: dict[str, str]) -> 
         if served.ttft_ms < floor:
             return f"the user in {city.pop} saw {served.ttft_ms:.0f} ms, under the {floor:.0f} ms"
     return ""
-
-
-__all__ = ["ChatFailed", "ask_everywhere", "grow_demand", "problem_of", "table_of"]

@@ -19,6 +19,7 @@ from isochrone.wire.control import (
     Welcome,
     register_payload,
 )
+from isochrone.wire.ids import NodeId
 from scheduler import metrics
 from scheduler.acting import Acting, Connected, now
 from scheduler.store.lease import hold_lease, read_cluster_row, rise_above
@@ -68,8 +69,9 @@ async def converse(
             except EOFError:
                 return
     finally:
-        sender.cancel()
         acting.remove_peer(peer)
+        sender.cancel()
+        await asyncio.gather(sender, return_exceptions=True)
 
 
 async def _register(
@@ -149,8 +151,7 @@ def _refuse_twin(register: Register, acting: Acting) -> None:
     twin = acting.peers.get((register.role, register.name))
     if twin is None or twin.boot_id == register.boot_id or register.role is not PeerRole.AGENT:
         return
-    silent_s = next((s for n, s in acting.silent_s().items() if n == register.name), ALIVE_S)
-    if silent_s < ALIVE_S:
+    if acting.silent_s().get(NodeId(register.name), ALIVE_S) < ALIVE_S:
         raise Turned(
             RefusedCode.DUPLICATE,
             f"{register.name} is already connected with boot {twin.boot_id}: is its disk cloned?",

@@ -109,7 +109,7 @@ class Draft:
         cities = demand_of(deployment, rows, self._cluster.profiles)
         wish = _Wish(self, deployment, model, standing, cities)
         wish.fill()
-        self._end_replaced(deployment, mine, standing)
+        self._end_replaced(deployment, mine, standing, cities)
         if not wish.added:
             self._end_surplus(deployment, standing, cities)
 
@@ -221,7 +221,11 @@ class Draft:
         return kept
 
     def _end_replaced(
-        self, deployment: Deployment, mine: Sequence[Placement], standing: Sequence[Placement]
+        self,
+        deployment: Deployment,
+        mine: Sequence[Placement],
+        standing: Sequence[Placement],
+        cities: Sequence[CityDemand],
     ) -> None:
         """End what failed, and what drains or is of an old version once its place is taken."""
         for placement in mine:
@@ -231,11 +235,9 @@ class Draft:
             p for p in standing if p.state is ReplicaState.WARM and p.version == deployment.version
         ]
         coming = [p for p in standing if p.state in COMING]
-        policy = deployment.policy
-        if coming or len(warm) < min(policy.replicas_max, max(policy.replicas_min, 1)):
-            unneeded = policy.replicas_max == 0 or (policy.replicas_min == 0 and not mine)
-            if not unneeded:
-                return
+        needed = deployment.policy.replicas_min or int(bool(cities))
+        if coming or len(warm) < min(deployment.policy.replicas_max, needed):
+            return
         for placement in mine:
             node = self.nodes.get(placement.node_id)
             if placement.state is not ReplicaState.FAILED and node is not None and node.draining:
@@ -276,7 +278,7 @@ class Draft:
         pop = self.pop_of(placement)
         last_there = sum(self.pop_of(p) == pop for p in current) == 1
         return (
-            len(current) > max(policy.replicas_min, 0 if placement.state_age_s else 1)
+            len(current) > policy.replicas_min
             and placement.age_s >= self._limits.settle_s
             and not (pop in policy.keep_warm and last_there)
         )

@@ -206,13 +206,13 @@ class Fleet:
             {"deployment_id": "mock", "model_id": "mock", "engine": engine, "policy": policy},
         )
         await until(f"{replicas} warm", lambda: self.is_warm(replicas))
-        await until("routers know them", lambda: self.is_served(replicas))
+        await until("routers know them", self.is_served)
 
     async def is_warm(self, replicas: int, of: str = "a") -> bool:
         rows = (await self.ask("GET", "/v1/placements", of=of))["data"]
         return sum(row["state"] == "warm" and not row["ending"] for row in rows) >= replicas
 
-    async def is_served(self, replicas: int) -> bool:
+    async def is_served(self) -> bool:
         status = await self.ask("GET", "/v1/status")
         rows = (await self.ask("GET", "/v1/routers"))["data"]
         return all(row["generation"] >= status["route_generation"] for row in rows)

@@ -39,9 +39,15 @@ def a_demand(pop: str, requests_per_s: float, deployment: str = "d") -> DemandRa
 
 
 def carried_out(cluster: ClusterState, decided: Plan, state: str = "warm") -> ClusterState:
-    """Return the picture after a plan was carried out and nothing else happened."""
+    """Return the picture after a plan was carried out: what was loading has come up too."""
     ended = {ending.replica_id for ending in decided.endings}
-    kept = tuple(p for p in cluster.placements if p.replica_id not in ended)
+    kept = tuple(
+        msgspec.structs.replace(p, state=ReplicaState(state))
+        if p.state is ReplicaState.LOADING
+        else p
+        for p in cluster.placements
+        if p.replica_id not in ended
+    )
     begun = tuple(
         Placement(
             replica_id=start.spec.replica_id,
@@ -190,6 +196,33 @@ def test_surplus_goes_after_it_has_settled_and_never_below_the_minimum() -> None
     assert not plan(msgspec.structs.replace(cluster, placements=young)).endings
 
 
+def test_an_idle_deployment_without_a_minimum_goes_to_zero_and_demand_wakes_it() -> None:
+    idle = a_cluster(
+        nodes=NODES,
+        deployments=(a_deployment(replicas_min=0),),
+        placements=(a_placement("r1", "ams-1"),),
+    )
+    assert [ending.replica_id for ending in plan(idle).endings] == ["r1"]
+    asked = msgspec.structs.replace(
+        idle,
+        placements=(),
+        demand=(DemandRate(deployment_id=DeploymentId("d"), pop=PopId("sin"), refused_per_s=0.05),),
+    )
+    assert starts(plan(asked)) == [("d", "sin-1")]
+    assert not plan(msgspec.structs.replace(asked, demand=())).starts
+
+
+def test_a_draining_node_is_left_by_what_nobody_asks_for() -> None:
+    cluster = a_cluster(
+        nodes=(a_node("ams-1", "ams", draining=True),),
+        deployments=(a_deployment(replicas_min=0),),
+        placements=(a_placement("r1", "ams-1"),),
+    )
+    assert [ending.replica_id for ending in plan(cluster).endings] == ["r1"]
+    wanted = msgspec.structs.replace(cluster, demand=(a_demand("ams", 1.0),))
+    assert not plan(wanted).endings  # nowhere else to go: it goes on serving
+
+
 def test_explain_says_why_here_and_why_not_there() -> None:
     cluster = a_cluster(
         nodes=(*NODES, a_node("gru-1", "gru", gib=0.5)),
@@ -317,6 +350,7 @@ def test_the_minimum_is_met_where_it_can_be(cluster: ClusterState) -> None:
     view = liveness(cluster.nodes, cluster.acting_for_s)
     if view.frozen:
         return
+    cluster = carried_out(cluster, Plan(based_on=cluster.generation))
     for _ in range(40):
         decided = plan(cluster)
         if not decided.starts and not decided.endings:
