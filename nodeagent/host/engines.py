@@ -235,21 +235,30 @@ def _spawn(command: Command, folder: Path) -> subprocess.Popen[bytes]:
         )
 
 
+def _stat(pid: int) -> list[str] | None:
+    """Return the fields of a process after its name (proc(5)); None if it is gone."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return None
+
+
 def _start_time(pid: int) -> int:
-    """Return when a process started, in clock ticks since boot (proc(5)); 0 if it is gone."""
-    with suppress(OSError, ValueError, IndexError):
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        # A zombie holds its pid but is no engine any more.
-        return 0 if fields[0] == "Z" else int(fields[19])
-    return 0
+    """Return when a process started, in clock ticks since boot; 0 if it is gone or a zombie."""
+    fields = _stat(pid)
+    return 0 if fields is None or fields[0] == "Z" else int(fields[19])
 
 
 def _kill_group_of(started: Started) -> None:
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError, ValueError, IndexError):
-            fields = path.read_text().rpartition(")")[2].split()
-            if int(fields[2]) == started.pid and int(fields[19]) >= started.started:
-                os.kill(int(path.parent.name), signal.SIGKILL)
+    """End what an engine left behind in its group, whose leader is gone.
+
+    A pid is not used again while a group bears it: if another process has it now, the group is
+    empty, and what bears the number is nothing of ours.
+    """
+    leader = _stat(started.pid)
+    if leader is not None and int(leader[19]) != started.started:
+        return
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(started.pid, signal.SIGKILL)
 
 
 def _free_port() -> int:

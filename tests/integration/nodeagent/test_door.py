@@ -1,0 +1,226 @@
+"""The real door over a real mock engine: admission, refusals, the load told back, and breaks."""
+
+import asyncio
+import hashlib
+import os
+import random
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import aiohttp
+import msgspec
+import pytest
+
+from isochrone.service.door import open_door
+from isochrone.wire import headers
+from isochrone.wire.artifact import manifest_digest
+from isochrone.wire.assignment import ReplicaSpec, Tombstone
+from isochrone.wire.ids import Generation, ReplicaId
+from isochrone.wire.model import Artifact, ArtifactFile, EngineSettings
+from isochrone.wire.report import ReplicaState
+from nodeagent.api.door import Door
+from nodeagent.config import NodeConfig
+from nodeagent.drivers.driver import Command
+from nodeagent.host.artifacts import Artifacts
+from nodeagent.host.engines import Engines, Started
+from nodeagent.host.sources import Sources
+from nodeagent.supervisor import Supervisor
+from tests.builders import a_spec
+from tests.system.harness import until
+
+
+class Node(NamedTuple):
+    """A supervisor and its door, without a scheduler."""
+
+    supervisor: Supervisor
+    http: aiohttp.ClientSession
+    source: str
+    artifact: Artifact
+
+    def spec(self, name: str = "r1", in_flight: int = 10_000, **options: str) -> ReplicaSpec:
+        engine = EngineSettings(
+            driver="mock",
+            kv_memory_bytes=1,
+            tokens_in_flight_max=in_flight,
+            options={"itl_ms": "20", **options},
+        )
+        return a_spec(name, engine=engine, artifact=self.artifact)
+
+    async def warm(self, spec: ReplicaSpec) -> None:
+        self.supervisor.begin(spec)
+
+        async def is_warm() -> bool:
+            return self.supervisor.states()[spec.replica_id] is ReplicaState.WARM
+
+        await until("warm", is_warm, 15.0)
+
+    async def idle(self, name: str = "r1") -> bool:
+        load = self.supervisor.replicas[ReplicaId(name)].in_flight.load()
+        return load == headers.Load(0, 0, 0, 0)
+
+    def ask(self, name: str = "r1", tokens: int = 3, **extra: Any) -> Any:
+        sent = {headers.REPLICA: name, headers.TOKENS: headers.format_tokens(10, tokens)}
+        body = {
+            "messages": [{"role": "user", "content": "x"}],
+            "max_tokens": tokens,
+            "stream": True,
+            **extra,
+        }
+        return self.http.post("/v1/chat/completions", json=body, headers=sent)
+
+
+@pytest.fixture
+async def node() -> AsyncIterator[Node]:
+    # Short, for a Unix socket's path is limited.
+    folder = Path(tempfile.mkdtemp(prefix="iso-", dir="/var/tmp"))
+    (folder / "model").mkdir()
+    (folder / "model" / "m.gguf").write_bytes(b"GGUF")
+    file = ArtifactFile(path="m.gguf", size_bytes=4, sha256=hashlib.sha256(b"GGUF").hexdigest())
+    source = f"file:{folder / 'model'}"
+    artifact = Artifact(source=source, files=(file,), digest=manifest_digest([file]))
+    config = NodeConfig(name="n1", schedulers=(), state=folder, address="", stall_s=3.0)
+    supervisor = Supervisor(
+        config=config,
+        artifacts=Artifacts(folder / "artifacts", Sources(private=True, hf_url=""), 1 << 30),
+        engines=Engines(folder / "engines", 1),
+        clock=time.monotonic,
+        chance=random.Random(1),
+        on_change=lambda: None,
+    )
+    async with (
+        open_door(Door(supervisor).app(), "127.0.0.1", 0) as port,
+        aiohttp.ClientSession(f"http://127.0.0.1:{port}") as http,
+    ):
+        yield Node(supervisor, http, source, artifact)
+    await supervisor.leave(keep_engines=False)
+    shutil.rmtree(folder)
+
+
+async def test_every_answer_tells_the_load_and_gives_it_back_once(node: Node) -> None:
+    await node.warm(node.spec())
+    async with node.ask(tokens=3) as response:
+        assert response.status == 200
+        assert headers.parse_load(response.headers[headers.LOAD]) == headers.Load(10, 3, 1, 0)
+        text = await response.text()
+    assert text.endswith("data: [DONE]\n\n")
+    await until("given back", node.idle, 5.0)
+
+
+async def test_each_refusal_has_its_word(node: Node) -> None:
+    async with node.ask("nobody") as response:
+        assert (response.status, response.headers[headers.REFUSED]) == (404, "unknown_replica")
+    node.supervisor.begin(node.spec("slow", fail_load="1"))
+    async with node.ask("slow") as response:
+        assert (response.status, response.headers[headers.REFUSED]) == (503, "loading")
+    await node.warm(node.spec(in_flight=100))
+    async with node.ask(tokens=80) as first:
+        await first.content.readany()
+        async with node.ask(tokens=80) as second:
+            assert (second.status, second.headers[headers.REFUSED]) == (429, "busy")
+            assert second.headers["retry-after"] == "1"
+        tombstone = Tombstone(replica_id=ReplicaId("r1"), generation=Generation(9), reason="test")
+        node.supervisor.end(tombstone)
+        async with node.ask() as third:
+            assert third.headers[headers.REFUSED] == "draining"
+        asked = {headers.REPLICA: "r1"}
+        async with node.http.get("/ping", headers=asked) as ping:
+            assert ping.headers[headers.REFUSED] == "draining"
+        # What was running when the end was ordered is finished, not cut.
+        assert (await first.text()).endswith("data: [DONE]\n\n")
+    async with node.http.get("/ping") as ping:
+        assert ping.status == 204
+
+    async def is_stopped() -> bool:
+        return node.supervisor.states()[ReplicaId("r1")] is ReplicaState.STOPPED
+
+    await until("stopped", is_stopped, 15.0)
+
+
+async def test_a_caller_that_leaves_frees_the_engine_and_the_count(node: Node) -> None:
+    await node.warm(node.spec())
+    async with node.ask(tokens=3000) as response:
+        await response.content.readany()
+        assert not await node.idle()
+    await until("given back", node.idle, 5.0)
+    engine = node.supervisor.replicas[ReplicaId("r1")].engine
+    assert engine is not None
+
+    async def engine_is_idle() -> bool:
+        stats = await engine.stats()
+        return stats is not None and stats.running == 0
+
+    await until("the engine stopped", engine_is_idle, 5.0)
+
+
+async def test_an_engine_that_dies_in_mid_answer_breaks_the_connection(node: Node) -> None:
+    """An abort, not an end: the router must not take a cut answer for a whole one."""
+    await node.warm(node.spec())
+    engine = node.supervisor.replicas[ReplicaId("r1")].engine
+    assert engine is not None
+    async with node.ask(tokens=3000) as response:
+        await response.content.readany()
+        os.kill(engine.pid, signal.SIGKILL)
+        with pytest.raises((aiohttp.ClientError, ConnectionError)):
+            await response.read()
+    await until("given back", node.idle, 5.0)
+
+    async def is_warm_again() -> bool:
+        replica = node.supervisor.replicas[ReplicaId("r1")]
+        return replica.state is ReplicaState.WARM and len(replica.breaks) == 1
+
+    await until("started again", is_warm_again, 15.0)
+
+
+async def test_an_error_of_the_engine_is_passed_on_as_it_is(node: Node) -> None:
+    await node.warm(node.spec())
+    async with node.ask(tokens=10_000_000) as response:
+        assert response.status == 400
+        assert (await response.json())["error"]["code"] == "context_length_exceeded"
+    async with node.http.post(
+        "/v1/chat/completions", data=b"{", headers={headers.REPLICA: "r1"}
+    ) as response:
+        assert response.status == 400
+    await until("given back", node.idle, 5.0)
+
+
+async def test_a_pid_used_again_is_left_alone_and_orphans_of_an_engine_are_not(
+    tmp_path: Path,
+) -> None:
+    """After a crash of the agent: the leader's pid may be another's, or its children alone live."""
+    engines = Engines(tmp_path / "engines", 1)
+
+    def left_behind(name: str, pid: int, started: int) -> None:
+        folder = tmp_path / "engines" / name
+        folder.mkdir()
+        command = Command(arguments=("x",), base_url="http://localhost")
+        kept = Started(pid=pid, started=started, command=command, spec=a_spec(name))
+        (folder / "process.json").write_bytes(msgspec.json.encode(kept))
+
+    other = await asyncio.create_subprocess_exec("sleep", "60", start_new_session=True)
+    left_behind("reused", other.pid, started=1)
+    parent = await asyncio.create_subprocess_exec(
+        "sh",
+        "-c",
+        "sleep 60 >/dev/null 2>&1 & echo $!",
+        start_new_session=True,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert parent.stdout is not None
+    orphan = int(await parent.stdout.readline())
+    await parent.wait()
+    left_behind("orphaned", parent.pid, started=1)
+    assert engines.survivors() == []
+    assert other.returncode is None
+
+    async def orphan_is_gone() -> bool:
+        stat = Path(f"/proc/{orphan}/stat")
+        return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
+
+    await until("the orphan is killed", orphan_is_gone, 5.0)
+    other.kill()
+    await other.wait()
