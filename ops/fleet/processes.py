@@ -28,6 +28,10 @@ class Processes:
         """Return the process id of `name`."""
         return self._running[name].pid
 
+    def names(self) -> list[str]:
+        """Return the names of the processes, in the order of their start."""
+        return list(self._running)
+
     def ended(self) -> list[str]:
         """Return the names of processes that ended by themselves."""
         return [name for name, process in self._running.items() if process.returncode is not None]

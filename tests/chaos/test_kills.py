@@ -2,7 +2,7 @@
 
 Afterwards the invariants hold: every request has one end (I3), tokens are contiguous (I4, checked
 by the load itself), usage is what was delivered, once per request (I5), nothing stays in flight
-(I6), no one had to help (I8), and no prompt or key is in a log (I10).
+(I6), memory is where it was (I7), no one had to help (I8), and no prompt or key is in a log (I10).
 """
 
 import asyncio
@@ -19,11 +19,14 @@ from tests.system.load import Load, one_stream, under_load, wait_ended
 
 pytestmark = pytest.mark.timeout(180)
 
+MEMORY_GROWTH_MAX_KIB = 64 * 1024
+
 
 @pytest.fixture
 async def fleet() -> AsyncIterator[Fleet]:
     async with a_fleet() as running:
         await running.deploy(replicas=2)
+        running.baseline_kib = running.memory_kib()
         yield running
 
 
@@ -48,6 +51,10 @@ async def invariants(fleet: Fleet, load: Load) -> None:
 
     await until("usage = tokens delivered, once a request", usage_is_whole, 20.0)
     await until("nothing in flight", lambda: nothing_in_flight(fleet), 15.0)
+    now_kib = fleet.memory_kib()
+    for process, before_kib in fleet.baseline_kib.items():
+        grown_kib = now_kib.get(process, 0) - before_kib
+        assert grown_kib < MEMORY_GROWTH_MAX_KIB, f"{process[0]} grew by {grown_kib} KiB"
     for path in (fleet.folder / "logs").glob("*.log"):
         text = path.read_text(errors="replace")
         assert fleet.key.split("_")[2] not in text, f"a key's secret is in {path.name}"

@@ -1,6 +1,7 @@
 """Whatever the centre says by mistake, nothing warm is lost."""
 
 import asyncio
+import os
 import shutil
 from collections.abc import AsyncIterator
 
@@ -67,10 +68,9 @@ async def test_an_hour_old_database_stops_nothing_and_learns_what_runs(fleet: Fl
     # "An hour ago" knows the nodes and routers, and no deployment.
     await fleet.processes.stop("postgres")
     shutil.copytree(fleet.folder / "pg", fleet.folder / "pg-old", symlinks=True)
-    shutil.chown(fleet.folder / "pg-old", "postgres", "postgres")
-    for path in (fleet.folder / "pg-old").rglob("*"):
-        if not path.is_socket():
-            shutil.chown(path, "postgres", "postgres")
+    owner = (fleet.folder / "pg").stat()
+    for path in (fleet.folder / "pg-old", *(fleet.folder / "pg-old").rglob("*")):
+        os.chown(path, owner.st_uid, owner.st_gid, follow_symlinks=False)
     await fleet.start_postgres()
     await until("the scheduler acts again", lambda: acts(fleet))
     await fleet.deploy(replicas=2)

@@ -53,6 +53,7 @@ class Fleet:
         self.folder = folder
         self.token = secrets.token_urlsafe(24)
         self.key = ""
+        self.baseline_kib: dict[tuple[str, int], int] = {}
         self.processes = Processes(folder / "logs", ROOT)
         self.ports = {
             f"{kind}-{name}": free_port()
@@ -234,6 +235,17 @@ class Fleet:
                 command = path.read_bytes()
                 count += b"nodeagent.mock" in command and mark in command
         return count
+
+    def memory_kib(self) -> dict[tuple[str, int], int]:
+        """Return the resident memory of each process that runs, by name and pid."""
+        found = {}
+        for name in self.processes.names():
+            pid = self.processes.pid(name)
+            with suppress(OSError):
+                for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+                    if line.startswith("VmRSS:"):
+                        found[name, pid] = int(line.split()[1])
+        return found
 
     async def kill(self, name: str) -> None:
         """kill -9, and forget the process; Postgres with everything below it."""
