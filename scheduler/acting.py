@@ -5,6 +5,7 @@ Everything here can be lost: it is rebuilt from Postgres and from what peers say
 
 import asyncio
 import logging
+import secrets
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -95,6 +96,7 @@ class Acting:
         clock: Callable[[], float],
     ) -> None:
         self.config = config
+        self.holder = f"{config.name}/{secrets.token_hex(4)}"
         self.pool = pool
         self.reserved = reserved
         self.authority = authority

@@ -102,6 +102,8 @@ def admin_app(acting: Acting, token_sha256: str, loops: tuple[Loop, ...]) -> web
     show = exposition(metrics.REGISTRY)
 
     async def show_metrics(request: web.Request) -> web.Response:
+        # Trust runs out by the clock alone, with nobody there to say so.
+        metrics.ACTING.set(acting.is_acting)
         for loop in loops:
             metrics.TURNS.labels(loop.name, "ended").set(loop.turns)
             metrics.TURNS.labels(loop.name, "failed").set(loop.failures)
@@ -172,7 +174,7 @@ async def _leave(acting: Acting) -> None:
     """Let a standby act at once."""
     try:
         async with using(acting.reserved) as connection:
-            await give_up_lease(connection, acting.config.name)
+            await give_up_lease(connection, acting.holder)
     except UNAVAILABLE as error:
         log.warning("lease not given up", extra={"fields": {"reason": str(error)[:200]}})
     await acting.step_down()

@@ -14,7 +14,7 @@ from scheduler.api.peers import converse
 from scheduler.store.events import record_event
 from scheduler.store.lease import EpochLost
 from scheduler.store.nodes import record_report
-from scheduler.store.pool import UNAVAILABLE, transaction
+from scheduler.store.pool import BAD_DATA, UNAVAILABLE, transaction
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +73,10 @@ class Agents:
                 await self._acting.send_assignment(peer)
         except (EpochLost, NotActing) as error:
             log.warning("report not taken", extra={"fields": {"reason": str(error)}})
+        except BAD_DATA as error:
+            reason = f"cannot store the report: {error}"[:300]
+            await peer.end(Refused(code=RefusedCode.MALFORMED, reason=reason, retry_after_s=30))
+            return False
         except UNAVAILABLE as error:
             # The node says everything again in ten seconds.
             log.warning("report not written", extra={"fields": {"reason": str(error)[:200]}})

@@ -21,7 +21,7 @@ from isochrone.wire.control import (
 )
 from isochrone.wire.ids import NodeId
 from scheduler import metrics
-from scheduler.acting import Acting, Connected, now
+from scheduler.acting import Acting, Connected, NotActing, now
 from scheduler.store.lease import hold_lease, read_cluster_row, rise_above
 from scheduler.store.nodes import UnknownPeer, record_registration
 from scheduler.store.pool import UNAVAILABLE, transaction, using
@@ -30,6 +30,9 @@ REGISTER_TIMEOUT_S: Final = 5.0
 PEERS_MAX: Final = 10_000
 ALIVE_S: Final = 6.0
 PING_S: Final = 10.0
+LEAP_MAX: Final = 2**40
+"""How far ahead of the store a peer may be: more than any lost history, far less than what would
+use up the numbers that only rise."""
 
 
 class Turned(Exception):
@@ -101,6 +104,8 @@ async def _register(
         await _enter(register, acting)
     except UnknownPeer as error:
         raise Turned(RefusedCode.IDENTITY, str(error), retry_after_s=30) from error
+    except NotActing as error:
+        raise Turned(RefusedCode.NOT_ACTING, str(error)) from error
     except UNAVAILABLE as error:
         raise Turned(RefusedCode.NOT_ACTING, "the database is away", retry_after_s=2) from error
     peer = Connected(
@@ -162,23 +167,30 @@ def _refuse_twin(register: Register, acting: Acting) -> None:
 async def _enter(register: Register, acting: Acting) -> None:
     """Write the registration; lift a store that is behind what this peer has seen."""
     async with transaction(acting.pool) as connection:
+        cluster = await read_cluster_row(connection)
+        newest = cluster.generation if register.role is PeerRole.AGENT else cluster.route_generation
+        if register.generation - newest > LEAP_MAX or register.epoch - acting.epoch > LEAP_MAX:
+            raise Turned(
+                RefusedCode.MALFORMED,
+                f"cannot believe generation {register.generation} and epoch {register.epoch}: the "
+                f"store is at {newest} and {acting.epoch}",
+                retry_after_s=30,
+            )
         await record_registration(
             connection, register.role, register.name, register.boot_id, register.generation
         )
-        cluster = await read_cluster_row(connection)
-        newest = cluster.generation if register.role is PeerRole.AGENT else cluster.route_generation
         behind = register.generation > newest or register.epoch > acting.epoch
         if behind:
             await rise_above(
                 connection,
-                holder=acting.config.name,
+                holder=acting.holder,
                 generation=register.generation,
                 epoch=register.epoch,
             )
     if behind:
         asked_at = acting.clock()
         async with using(acting.reserved) as connection:
-            lease = await hold_lease(connection, acting.config.name, acting.config.lease_ttl_s)
+            lease = await hold_lease(connection, acting.holder, acting.config.lease_ttl_s)
         if lease is not None:
             acting.renewed(lease, asked_at)
     if not acting.is_acting:

@@ -35,7 +35,8 @@ def liveness(
 ) -> LivenessView:
     """Judge every node by its silence, then judge the silence."""
     limits = limits or LivenessLimits()
-    frozen = _frozen(nodes, acting_for_s, limits)
+    # A revoked node is silent for good, and no sign of a cut.
+    frozen = _frozen([node for node in nodes if not node.revoked], acting_for_s, limits)
     by_node = {}
     for node in nodes:
         verdict = Liveness.READY

@@ -25,7 +25,7 @@ class HoldLease:
         acting = self._acting
         asked_at = acting.clock()
         async with using(acting.reserved) as connection:
-            lease = await hold_lease(connection, acting.config.name, acting.config.lease_ttl_s)
+            lease = await hold_lease(connection, acting.holder, acting.config.lease_ttl_s)
             if lease is not None:
                 cluster = await read_cluster_row(connection)
         if lease is None:

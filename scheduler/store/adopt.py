@@ -8,19 +8,26 @@ store can be made to know them again.
 import asyncpg
 import msgspec
 
-from isochrone.wire.ids import DeploymentId, NodeId
+from isochrone.wire.ids import DeploymentId, NodeId, ReplicaId
 from isochrone.wire.model import Model
 from isochrone.wire.report import ReplicaReport, ReplicaState
 from scheduler.store.events import record_event
-from scheduler.store.pool import Connection
+from scheduler.store.pool import Connection, text
 
 GONE = (ReplicaState.STOPPED, ReplicaState.FAILED)
+
+NO_SEAT = (
+    asyncpg.CheckViolationError,
+    asyncpg.UniqueViolationError,
+    asyncpg.ForeignKeyViolationError,
+)
+"""Its memory is promised, its name is taken, or its device is one the node has no more."""
 
 
 async def adopt(connection: Connection, node_id: NodeId, replica: ReplicaReport) -> int:
     """Take in one unknown replica with its deployment and model; return 1, or 0 if it cannot be.
 
-    What cannot be adopted (its devices are promised to another) goes on running and is noted.
+    What cannot be adopted (a device is promised to another, or gone) goes on running and is noted.
     """
     if replica.state in GONE:
         return 0
@@ -44,7 +51,7 @@ async def adopt(connection: Connection, node_id: NodeId, replica: ReplicaReport)
                 spec.memory_bytes,
                 msgspec.json.encode(spec).decode(),
                 replica.state.value,
-                replica.reason[:500],
+                text(replica.reason),
             )
             await connection.executemany(
                 """
@@ -53,19 +60,31 @@ async def adopt(connection: Connection, node_id: NodeId, replica: ReplicaReport)
                 """,
                 [(spec.replica_id, node_id, d, spec.memory_bytes) for d in spec.device_ids],
             )
-    except (asyncpg.CheckViolationError, asyncpg.UniqueViolationError) as error:
-        await record_event(
-            connection,
-            actor=f"node:{node_id}",
-            kind="replica.not_adopted",
-            subject=spec.replica_id,
-            reason=str(error)[:500],
-        )
+    except NO_SEAT as error:
+        await _note_once(connection, node_id, spec.replica_id, str(error)[:500])
         return 0
     await record_event(
         connection, actor=f"node:{node_id}", kind="replica.adopted", subject=spec.replica_id
     )
     return 1
+
+
+async def _note_once(
+    connection: Connection, node_id: NodeId, replica_id: ReplicaId, reason: str
+) -> None:
+    """Record a refusal the first time: the node reports the same replica every few seconds."""
+    noted = await connection.fetchval(
+        "SELECT 1 FROM event WHERE subject = $1 AND kind = 'replica.not_adopted' LIMIT 1",
+        replica_id,
+    )
+    if noted is None:
+        await record_event(
+            connection,
+            actor=f"node:{node_id}",
+            kind="replica.not_adopted",
+            subject=replica_id,
+            reason=reason,
+        )
 
 
 async def _ensure_deployment(connection: Connection, replica: ReplicaReport) -> None:

@@ -3,7 +3,8 @@
 The holder may trust itself until `asked_at + ttl - margin` on its own monotonic clock, counted
 from before it asked: a slow round trip to the database cannot stretch leadership. Expiry is judged
 by the database's clock alone, and every decision carries `WHERE epoch = $n` (`assert_epoch`), so a
-holder that was paused past its time cannot write.
+holder that was paused past its time cannot write. A holder is one process, not a name: two of one
+name, or one started again, must not share an epoch.
 """
 
 from typing import Final
@@ -105,7 +106,7 @@ async def rise_above(
         """
         UPDATE cluster SET generation = greatest(generation, $1 + 1),
                            route_generation = greatest(route_generation, $1 + 1)
-        WHERE generation < $1
+        WHERE generation < $1 OR route_generation < $1
         """,
         generation,
     )

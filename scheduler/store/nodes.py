@@ -1,6 +1,7 @@
 """Nodes and routers: how they join, what they report, what is assigned to them."""
 
 from collections.abc import Sequence
+from typing import Final
 
 import asyncpg
 import msgspec
@@ -19,7 +20,9 @@ from isochrone.wire.ids import (
 from isochrone.wire.report import Device, Pulse, ReplicaReport, ReplicaState, Report
 from scheduler.store.adopt import adopt
 from scheduler.store.lease import assert_epoch
-from scheduler.store.pool import Connection
+from scheduler.store.pool import Connection, text
+
+BIGINT_MAX: Final = 2**63 - 1
 
 
 class ReportEffect(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,7 +90,7 @@ async def record_registration(
 
 
 async def record_pulses(connection: Connection, pulses: Sequence[Pulse]) -> None:
-    """Write many signs of life in one statement."""
+    """Write many signs of life in one statement; no node's number can spoil the others'."""
     ordered = sorted(pulses, key=lambda pulse: pulse.node_id)
     await connection.execute(
         """
@@ -96,7 +99,7 @@ async def record_pulses(connection: Connection, pulses: Sequence[Pulse]) -> None
         WHERE node.node_id = pulse.node_id
         """,
         [pulse.node_id for pulse in ordered],
-        [pulse.generation for pulse in ordered],
+        [min(pulse.generation, BIGINT_MAX) for pulse in ordered],
     )
 
 
@@ -203,7 +206,7 @@ async def _record_devices(
             device.device_class,
             device.memory_bytes,
             device.healthy,
-            device.reason,
+            text(device.reason),
         )
         changed += done != "INSERT 0 0"
     gone = await connection.execute(
@@ -240,7 +243,7 @@ async def _record_replica(
         """,
         replica.spec.replica_id,
         replica.state.value,
-        replica.reason[:500],
+        text(replica.reason),
         replica.restarts,
         replica.fetched_bytes,
         alive,

@@ -21,6 +21,7 @@ CONNECT_TIMEOUT_S: Final = 2.0
 STATEMENT_TIMEOUT_S: Final = 10.0
 ACQUIRE_TIMEOUT_S: Final = 1.0
 SIZE_MAX: Final = 20
+TEXT_MAX: Final = 500
 
 UNAVAILABLE: Final = (
     OSError,
@@ -82,6 +83,11 @@ async def transaction(
     """Lend a connection inside a transaction."""
     async with using(pool, timeout_s) as connection, connection.transaction(isolation=isolation):
         yield connection
+
+
+def text(words: str) -> str:
+    """Return what Postgres can hold of a peer's words: an engine's last output may hold a NUL."""
+    return words.replace("\0", "")[:TEXT_MAX]
 
 
 async def fetch_one(connection: Connection, query: str, *arguments: Any) -> asyncpg.Record:

@@ -19,7 +19,8 @@ async def read_status(
         connection,
         """
         SELECT c.cluster_id, c.generation, c.route_generation, l.epoch,
-            CASE WHEN l.expires_at > clock_timestamp() THEN l.holder ELSE '' END AS holder,
+            CASE WHEN l.expires_at > clock_timestamp() THEN split_part(l.holder, '/', 1)
+                ELSE '' END AS holder,
             (SELECT count(*) FROM pop) AS pops,
             (SELECT count(*) FROM node WHERE NOT revoked) AS nodes,
             (SELECT count(*) FROM node WHERE NOT revoked

@@ -33,3 +33,9 @@ def test_silence_is_judged(
     view = liveness(nodes, acting_for_s, LIMITS)
     assert bool(view.frozen) is is_frozen
     assert sum(v is Liveness.LOST for v in view.by_node.values()) == lost
+
+
+def test_revoked_nodes_are_no_sign_of_a_cut() -> None:
+    live = [a_node(f"n{i}", "ams", silent_s=ALIVE) for i in range(2)]
+    revoked = [a_node(f"r{i}", "ams", silent_s=LONG, revoked=True) for i in range(3)]
+    assert liveness([*live, *revoked], 1000, LIMITS).frozen == ""

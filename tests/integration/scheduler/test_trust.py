@@ -1,0 +1,129 @@
+"""What one process or one peer says cannot break the centre for the others."""
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import msgspec
+import pytest
+
+from isochrone.wire.control import PeerRole, RefusedCode, Register
+from isochrone.wire.ids import BootId, ClusterId, DeviceId, Epoch, Generation, NodeId, PopId
+from isochrone.wire.report import Pulse
+from scheduler.acting import Acting
+from scheduler.api.peers import LEAP_MAX, Turned, _enter
+from scheduler.loops.hold_lease import HoldLease
+from scheduler.store.lease import read_cluster_row, rise_above
+from scheduler.store.nodes import record_pulses
+from scheduler.store.pool import Pool, transaction, using
+from tests.builders import GIB, a_replica_report, a_spec
+from tests.integration.scheduler.test_store import begun, planned, reported
+
+
+async def an_acting(pool: Pool, name: str = "s1") -> Acting:
+    async with using(pool) as connection:
+        cluster = await read_cluster_row(connection)
+    config: Any = SimpleNamespace(name=name, lease_ttl_s=6.0)
+    return Acting(
+        config=config,
+        pool=pool,
+        reserved=pool,
+        authority=cast(Any, None),
+        cluster_id=cluster.cluster_id,
+        clock=lambda: 0.0,
+    )
+
+
+async def expire(pool: Pool) -> None:
+    async with using(pool) as connection:
+        await connection.execute("UPDATE lease SET expires_at = '-infinity'")
+
+
+async def test_two_processes_of_one_name_do_not_both_act(pool: Pool) -> None:
+    await begun(pool)
+    await expire(pool)
+    first, second = await an_acting(pool), await an_acting(pool)
+    assert (await HoldLease(first).run_once()).acting
+    assert not (await HoldLease(second).run_once()).acting
+    await expire(pool)
+    before = first.epoch
+    assert (await HoldLease(second).run_once()).acting
+    assert second.epoch == before + 1
+
+
+def a_register(role: PeerRole, name: str, generation: int, epoch: int) -> Register:
+    return Register(
+        protocol=1,
+        role=role,
+        name=name,
+        pop=PopId("ams"),
+        boot_id=BootId("boot-1"),
+        version="test",
+        generation=Generation(generation),
+        epoch=Epoch(epoch),
+        cluster_id=ClusterId("c1"),
+        certificate_pem="",
+        signature=b"",
+    )
+
+
+@pytest.mark.parametrize(("generation", "epoch"), [(2**63 - 2, 0), (0, 2**63 - 2), (2**64 - 1, 0)])
+async def test_no_peer_can_use_up_the_numbers_that_only_rise(
+    pool: Pool, generation: int, epoch: int
+) -> None:
+    await begun(pool)
+    await expire(pool)
+    acting = await an_acting(pool)
+    await HoldLease(acting).run_once()
+    with pytest.raises(Turned) as turned:
+        await _enter(a_register(PeerRole.AGENT, "n1", generation, epoch), acting)
+    assert turned.value.refused.code is RefusedCode.MALFORMED
+    await _enter(a_register(PeerRole.AGENT, "n1", LEAP_MAX, 40), acting)
+    async with using(pool) as connection:
+        assert (await read_cluster_row(connection)).generation == LEAP_MAX + 1
+    assert acting.epoch == 41
+
+
+async def test_route_tables_rise_above_a_router_whatever_the_generation(pool: Pool) -> None:
+    await begun(pool)
+    async with transaction(pool) as connection:
+        await connection.execute("UPDATE cluster SET generation = 1000, route_generation = 50")
+        assert await rise_above(connection, holder="s1", generation=Generation(500), epoch=Epoch(0))
+        row = await read_cluster_row(connection)
+    assert (row.generation, row.route_generation) == (1000, 501)
+
+
+async def test_a_replica_on_a_device_that_is_gone_spoils_no_report(pool: Pool) -> None:
+    epoch = await begun(pool)
+    lost = a_spec("lost-1", device_ids=(DeviceId("vanished"),))
+    greedy = a_spec("lost-2", memory_bytes=100 * GIB)
+    replicas = (a_replica_report(lost), a_replica_report(greedy), a_replica_report(a_spec("r1")))
+    for seq in (1, 2, 3):
+        effect = await reported(pool, epoch, seq=seq, replicas=replicas)
+        assert effect.adopted == (1 if seq == 1 else 0)
+    async with using(pool) as connection:
+        noted = await connection.fetch(
+            "SELECT subject FROM event WHERE kind = 'replica.not_adopted' ORDER BY 1"
+        )
+    # Once each, however often it is reported.
+    assert [row["subject"] for row in noted] == ["lost-1", "lost-2"]
+
+
+async def test_a_nul_in_an_engines_last_words_is_left_out(pool: Pool) -> None:
+    epoch = await begun(pool)
+    await reported(pool, epoch)
+    await planned(pool, epoch, a_spec("r1"))
+    failed = msgspec.structs.replace(a_replica_report(a_spec("r1"), "failed"), reason="bo\0om")
+    assert not (await reported(pool, epoch, seq=2, replicas=(failed,))).stale
+    async with using(pool) as connection:
+        assert await connection.fetchval("SELECT state_reason FROM placement") == "boom"
+
+
+async def test_one_nodes_number_does_not_spoil_the_pulses_of_all(pool: Pool) -> None:
+    await begun(pool)
+    pulses = [
+        Pulse(node_id=NodeId(name), boot_id=BootId("b"), seq=1, generation=Generation(number))
+        for name, number in (("n1", 7), ("n2", 2**64 - 1))
+    ]
+    async with using(pool) as connection:
+        await record_pulses(connection, pulses)
+        assert await connection.fetchval("SELECT generation FROM node") == 7
