@@ -26,11 +26,13 @@ from isochrone.wire.control import PeerRole, ToRouter, Welcome
 from isochrone.wire.ids import BootId, RouterId
 from isochrone.wire.routes import RouteDelta, RouteTable
 from isochrone.wire.usage import UsageAck
-from router.apis.openai.chat import OpenAiSurface
-from router.apis.openai.encode import error_answer
-from router.apis.openai.surface import public_app
+from router.apis.doors import Doors, open_cold
+from router.apis.openai.cold import cold_app
+from router.apis.openai.hot import OpenAiSurface
 from router.config import RouterConfig
-from router.dataplane.forward import Upstream
+from router.dataplane.deadlines import Deadlines
+from router.dataplane.server import Server
+from router.dataplane.upstream import Upstream
 from router.decide.admit import Gate
 from router.fleet import Fleet
 from router.journal import Journal
@@ -118,7 +120,8 @@ class Parts:
         self.fleet = Fleet(identity.pop, clock)
         self.recorder = Recorder(identity.pop, self.metrics, clock, Journal(state / "journal"))
         context = tls.client_context(identity) if config.node_tls else None
-        self.upstream = Upstream(config, context)
+        self.deadlines = Deadlines(clock)
+        self.upstream = Upstream(config, self.deadlines, clock, context)
         self.follower = Follower(
             fleet=self.fleet,
             gate=self.gate,
@@ -171,9 +174,20 @@ class Parts:
             config=config,
             fleet=self.fleet,
             corridor=self.corridor,
-            clock=clock,
+            metrics=self.metrics,
             unix_clock=time.time,
             new_id=lambda: f"req-{uuid.uuid4().hex}",
+        )
+        doors = Doors(self.surface, self.upstream)
+        self.server = Server(
+            limits=limits_of(config),
+            write_timeout_s=config.write_timeout_s,
+            gate=doors.gate,
+            handler=doors.answer,
+            encode_error=self.surface.encode_error,
+            deadlines=self.deadlines,
+            clock=clock,
+            unix_clock=time.time,
         )
         self.loops = self._loops()
 
@@ -234,6 +248,8 @@ async def open_house(config: RouterConfig, identity: Identity) -> AsyncIterator[
     await asyncio.to_thread(parts.spool.open)
     await parts.follower.load(time.time())
     async with AsyncExitStack() as stack:
+        parts.deadlines.start()
+        stack.callback(parts.deadlines.stop)
         stack.push_async_callback(parts.upstream.close)
         stack.push_async_callback(_put_away, parts)
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
@@ -259,7 +275,7 @@ async def open_house(config: RouterConfig, identity: Identity) -> AsyncIterator[
 
 async def _open_doors(parts: Parts, stack: AsyncExitStack) -> tuple[int, int]:
     config = parts.config
-    app = public_app(parts.surface, parts.fleet, parts.metrics)
+    app = cold_app(parts.surface, parts.fleet, parts.metrics, time.time)
     show_metrics = exposition(parts.metrics.registry)
     private_port = 0
     if config.private_host:
@@ -273,7 +289,18 @@ async def _open_doors(parts: Parts, stack: AsyncExitStack) -> tuple[int, int]:
     context = None
     if config.tls_certificate is not None and config.tls_key is not None:
         context = tls.server_context(config.tls_certificate, config.tls_key)
-    limits = DoorLimits(
+    await stack.enter_async_context(open_cold(app, parts.upstream))
+    listener = await asyncio.get_running_loop().create_server(
+        parts.server.connection, config.host, config.port, ssl=context, backlog=1024
+    )
+    stack.push_async_callback(parts.server.drain, config.drain_timeout_s)
+    stack.callback(listener.close)
+    return listener.sockets[0].getsockname()[1], private_port
+
+
+def limits_of(config: RouterConfig) -> DoorLimits:
+    """Return what the public listener lets in."""
+    return DoorLimits(
         head_timeout_s=config.head_timeout_s,
         body_timeout_s=config.body_timeout_s,
         body_bytes_max=config.body_bytes_max,
@@ -281,17 +308,6 @@ async def _open_doors(parts: Parts, stack: AsyncExitStack) -> tuple[int, int]:
         connections_per_address_max=config.connections_per_address_max,
         shutdown_timeout_s=config.drain_timeout_s,
     )
-    port = await stack.enter_async_context(
-        open_door(
-            app,
-            config.host,
-            config.port,
-            limits=limits,
-            encode_error=error_answer,
-            ssl_context=context,
-        )
-    )
-    return port, private_port
 
 
 async def _put_away(parts: Parts) -> None:

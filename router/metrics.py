@@ -53,6 +53,12 @@ class Metrics:
             ["cause"],
             registry=self.registry,
         )
+        self.continuations = Counter(
+            f"{PREFIX}continuations",
+            "Streams whose replica died under them: continued by another, or impossible to.",
+            ["how"],
+            registry=self.registry,
+        )
         self.ejections = Counter(
             f"{PREFIX}ejections", "Replicas left alone.", registry=self.registry
         )

@@ -9,12 +9,21 @@ from typing import Final
 
 import msgspec
 
-from isochrone.wire.ids import DeploymentId, PopId, RequestId
+from isochrone.wire.errors import ApiError
+from isochrone.wire.ids import DeploymentId, PopId, ReplicaId, RequestId
 from isochrone.wire.routes import DeploymentEntry, KeyEntry, Route
 from isochrone.wire.usage import DemandRow, Outcome, UsageRow
+from router.dataplane.sse import Frames, Said
+from router.dataplane.upstream import Exchange
+from router.dataplane.usage import UsageCount
 from router.decide.pick import Ranked
+from router.decide.tokens_in_flight import Reservation
 from router.journal import Journal
 from router.metrics import Metrics
+
+NOTHING_SAID: Final = Said(0, "", True, None)
+LIVES: Final = 8
+"""How many replicas may die under one stream before its client is told."""
 
 USAGE_ROWS_MAX: Final = 100_000
 """Rows held in memory when the disk takes none; past it they are counted as lost."""
@@ -24,7 +33,9 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     """One request as the corridor takes it, whichever public surface it came by.
 
     `body` is what goes to the node. `text_bytes` is the prompt's size, `arrived_s` monotonic,
-    `started_at` Unix time.
+    `started_at` Unix time. `error_event` writes an error into a stream. `resume` gives the body
+    that asks for the rest after (text, tokens) were said, None where that cannot be asked for;
+    `drawn` how its tokens are, where every replica would draw the same.
     """
 
     request_id: RequestId
@@ -40,6 +51,9 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     reject_if_busy: bool
     arrived_s: float
     started_at: float
+    error_event: Callable[[ApiError], bytes]
+    resume: Callable[[str, int], bytes | None] | None = None
+    drawn: str = ""
 
 
 class Journey:
@@ -56,12 +70,48 @@ class Journey:
         self.prompt_tokens: int | None = None
         self.cached_tokens: int | None = None
         self.output_tokens: int | None = None
-        self.chunks_seen = 0
+        self.body = asked.body
+        self.frames: Frames | None = None
+        self.said = NOTHING_SAID
+        self.lives = LIVES
+        self.failed: set[ReplicaId] = set()
+        self.refused: set[ReplicaId] = set()
+        self.unfit: set[ReplicaId] = set()
+        self.reservation: Reservation | None = None
+        self.exchange: Exchange | None = None
 
     @property
     def route(self) -> Route | None:
         """The replica that answers, once there is one."""
         return self.ranked.route if self.ranked else None
+
+    @property
+    def said_tokens(self) -> int:
+        """How many tokens the client has already, where another replica goes on."""
+        return self.said.tokens
+
+    def frames_anew(self) -> Frames | None:
+        """Return what takes the next attempt's stream in: after what was said, where it was."""
+        if self.said.tokens and self.frames is not None:
+            self.frames.go_on()
+        elif self.asked.is_stream:
+            self.frames = Frames(wants_usage=self.asked.wants_usage)
+        return self.frames
+
+    def note(self, usage: UsageCount | None) -> None:
+        """Take the engine's own count."""
+        if usage is not None:
+            self.prompt_tokens = usage.prompt_tokens
+            self.cached_tokens = usage.cached_tokens
+            self.output_tokens = usage.output_tokens
+
+    def leave(self) -> None:
+        """Give back what the attempt holds: its connection and its tokens in flight."""
+        exchange, self.exchange = self.exchange, None
+        if exchange is not None:
+            exchange.leave()
+        if self.reservation is not None:
+            self.reservation.release()
 
     @property
     def used(self) -> tuple[int, int, int]:
@@ -70,7 +120,7 @@ class Journey:
             return 0, 0, 0
         estimate = self.prompt_tokens_estimate
         prompt = estimate if self.prompt_tokens is None else self.prompt_tokens
-        output = self.chunks_seen if self.output_tokens is None else self.output_tokens
+        output = self.said.tokens if self.output_tokens is None else self.output_tokens
         return prompt, min(prompt, self.cached_tokens or 0), output
 
 

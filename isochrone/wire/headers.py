@@ -19,7 +19,20 @@ CACHE_SALT: Final = "x-isochrone-cache-salt"
 TOKENS: Final = "x-isochrone-tokens"
 DEADLINE_MS: Final = "x-isochrone-deadline-ms"
 
+SAID: Final = "x-isochrone-said"
+"""How many tokens of this answer the client has already: the request asks for the rest."""
+
 # Node to router.
+RESUMED: Final = "x-isochrone-resumed"
+"""The answer goes on from what was said; without it, it would begin anew. Its value says which
+draws the engine takes up again where they were: GREEDY ones, or SEEDED ones too."""
+
+CANNOT_RESUME: Final = "cannot_resume"
+"""The refusal by which a node says that its engine cannot go on from a text."""
+
+GREEDY: Final = "greedy"
+SEEDED: Final = "seeded"
+
 LOAD: Final = "x-isochrone-load"
 REFUSED: Final = "x-isochrone-refused"
 

@@ -22,7 +22,13 @@ log = logging.getLogger(__name__)
 
 BODY_BYTES_MAX: Final = 8 * 1024 * 1024
 BODY_TIMEOUT_S: Final = 30.0
-FORWARDED: Final = ("content-type", headers.REQUEST_ID, headers.CACHE_SALT, "traceparent")
+FORWARDED: Final = (
+    "content-type",
+    headers.REQUEST_ID,
+    headers.CACHE_SALT,
+    headers.SAID,
+    "traceparent",
+)
 RETURNED: Final = ("content-type", "retry-after", "cache-control")
 
 
@@ -81,6 +87,8 @@ class Door:
             raise Refused("draining")
         if replica.state is not ReplicaState.WARM or replica.engine is None:
             raise Refused("loading", 503)
+        if headers.SAID in request.headers and not replica.engine.resumes:
+            raise Refused(headers.CANNOT_RESUME, 501)
         return replica
 
     async def _forward(
@@ -112,6 +120,8 @@ class Door:
                 response.headers[name] = answer.headers[name]
         if answer.status == 429:
             response.headers[headers.REFUSED] = "busy"
+        if headers.SAID in request.headers and replica.engine is not None:
+            response.headers[headers.RESUMED] = replica.engine.resumes
         response.headers[headers.LOAD] = headers.format_load(replica.in_flight.load())
         if answer.content_length is not None:
             response.content_length = answer.content_length

@@ -5,6 +5,7 @@ from typing import Final
 
 import msgspec
 
+from isochrone.wire import headers
 from isochrone.wire.engine import EngineConfig, EngineStats
 from nodeagent.drivers.driver import (
     Command,
@@ -22,6 +23,7 @@ class Embedded:
 
     health_path = "/health"
     stats_path = "/stats"
+    resumes = headers.SEEDED
     module = "nodeagent.engine"
     options = OPTIONS
 

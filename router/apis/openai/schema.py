@@ -14,6 +14,13 @@ Choices = Annotated[int, Meta(ge=1, le=16)]
 Temperature = Annotated[float, Meta(ge=0, le=2)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Text = (
+    str
+    | Annotated[
+        list[str | int | Annotated[list[int], Meta(max_length=1_000_000)]],
+        Meta(min_length=1, max_length=1_000_000),
+    ]
+)
 Stops = str | Annotated[list[str], Meta(max_length=16)]
 
 
@@ -78,32 +85,51 @@ class ChatRequest(_Shared, frozen=True, kw_only=True):
 class CompletionRequest(_Shared, frozen=True, kw_only=True):
     """`POST /v1/completions`. A prompt may also be token ids."""
 
-    prompt: (
-        str
-        | Annotated[
-            list[str | int | Annotated[list[int], Meta(max_length=1_000_000)]],
-            Meta(min_length=1, max_length=1_000_000),
-        ]
-    )
+    prompt: Text
 
     @property
     def text_bytes(self) -> int:
         """How much text the prompt holds; a token id counts as four bytes."""
-        if isinstance(self.prompt, str):
-            return len(self.prompt.encode())
-        return sum(
-            4
-            if isinstance(one, int)
-            else len(one.encode())
-            if isinstance(one, str)
-            else 4 * len(one)
-            for one in self.prompt
-        )
+        return _bytes_of(self.prompt)
 
     @property
     def output_tokens_max(self) -> int | None:
         """How many tokens the client allows."""
         return self.max_tokens
+
+
+class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """`POST /v1/embeddings`. An input may also be token ids."""
+
+    model: ModelField
+    input: Text
+    options: Options | None = None
+
+    # An embedding is never a stream and puts out no tokens.
+    stream = None
+    stream_options = None
+    temperature = None
+    seed = None
+    n = None
+    output_tokens_max = 0
+
+    @property
+    def text_bytes(self) -> int:
+        """How much text there is; a token id counts as four bytes."""
+        return _bytes_of(self.input)
+
+
+def _bytes_of(text: Text) -> int:
+    if isinstance(text, str):
+        return len(text.encode(errors="replace"))
+    return sum(
+        4
+        if isinstance(one, int)
+        else len(one.encode(errors="replace"))
+        if isinstance(one, str)
+        else 4 * len(one)
+        for one in text
+    )
 
 
 def _text_bytes(content: str | list[Part] | None) -> int:

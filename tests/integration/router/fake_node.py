@@ -28,6 +28,7 @@ class FakeNode:
         self.hang_at: int | None = None
         self.garbage = False
         self.plain_garbage = False
+        self.resumes = ""
         self.error_at: int | None = None
         self.cached_tokens: int | None = 3
         self.load = ""
@@ -84,6 +85,8 @@ class FakeNode:
 
     async def _answer(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         extra = {headers.LOAD: self.load} if self.load else {}
+        if headers.SAID in request.headers and self.resumes:
+            extra[headers.RESUMED] = self.resumes
         if self.refuse:
             return web.Response(status=429, headers={headers.REFUSED: self.refuse, **extra})
         if self.status != 200:
@@ -117,7 +120,11 @@ class FakeNode:
         head = self._head("chat.completion.chunk")
         first = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
         await send({**head, "choices": [first]})
-        for n in range(count):
+        begin = 0
+        if request.headers.get(headers.SAID) and self.resumes:
+            said = body["messages"][-1]["content"] if "messages" in body else body["prompt"]
+            begin = int(said.split()[-1][1:]) + 1
+        for n in range(begin, begin + count):
             if n == self.cut_at:
                 assert request.transport is not None
                 request.transport.abort()
