@@ -106,6 +106,20 @@ async def papers_of(config: RouterConfig) -> Identity:
         raise ConfigError(str(error)) from error
 
 
+class RequestIds:
+    """Makes request ids: this life of the router, and a number."""
+
+    def __init__(self, boot_id: BootId) -> None:
+        """Begin at one."""
+        self._prefix = f"req-{boot_id}-"
+        self._count = 0
+
+    def __call__(self) -> str:
+        """Return the next."""
+        self._count += 1
+        return f"{self._prefix}{self._count:x}"
+
+
 class Parts:
     """Everything a router is made of, not yet running."""
 
@@ -176,7 +190,7 @@ class Parts:
             corridor=self.corridor,
             metrics=self.metrics,
             unix_clock=time.time,
-            new_id=lambda: f"req-{uuid.uuid4().hex}",
+            new_id=RequestIds(boot_id),
         )
         doors = Doors(self.surface, self.upstream)
         self.server = Server(

@@ -4,11 +4,27 @@ from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from isochrone.wire.usage import Outcome
+
 TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0, 30.0)
 ERROR_BUCKETS_S = (-5.0, -1.0, -0.3, -0.1, -0.03, -0.01, 0.0, 0.01, 0.03, 0.1, 0.3, 1.0, 5.0)
 
 
 PREFIX: Final = "isochrone_router_"
+
+
+class OfDeployment:
+    """The metrics that every request touches, looked up once per deployment."""
+
+    def __init__(self, metrics: "Metrics", name: str) -> None:
+        self.outcomes = {
+            outcome: metrics.requests.labels(name, outcome.value) for outcome in Outcome
+        }
+        self.prompt = metrics.tokens.labels(name, "prompt")
+        self.cached = metrics.tokens.labels(name, "cached")
+        self.output = metrics.tokens.labels(name, "output")
+        self.ttft = metrics.ttft.labels(name)
+        self.ttft_error = metrics.ttft_error.labels(name)
 
 
 class Metrics:
@@ -19,6 +35,14 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._define_requests()
         self._define_state()
+        self._of: dict[str, OfDeployment] = {}
+
+    def of(self, deployment: str) -> OfDeployment:
+        """Return the metrics of one deployment, by its name."""
+        found = self._of.get(deployment)
+        if found is None:
+            found = self._of[deployment] = OfDeployment(self, deployment)
+        return found
 
     def _define_requests(self) -> None:
         self.requests = Counter(

@@ -143,14 +143,16 @@ class Recorder:
         asked = journey.asked
         name = asked.deployment.name
         prompt, cached, output = journey.used
-        self._metrics.requests.labels(name, journey.outcome.value).inc()
-        for kind, count in (("prompt", prompt), ("cached", cached), ("output", output)):
-            self._metrics.tokens.labels(name, kind).inc(count)
+        metrics = self._metrics.of(name)
+        metrics.outcomes[journey.outcome].inc()
+        metrics.prompt.inc(prompt)
+        metrics.cached.inc(cached)
+        metrics.output.inc(output)
         first_s = journey.first_token_at_s
         if first_s is not None and journey.ranked is not None:
-            self._metrics.ttft.labels(name).observe(first_s - asked.arrived_s)
+            metrics.ttft.observe(first_s - asked.arrived_s)
             error_s = (first_s - journey.picked_at_s) - journey.ranked.ttft_ms / 1000
-            self._metrics.ttft_error.labels(name).observe(error_s)
+            metrics.ttft_error.observe(error_s)
         self._add_demand(journey, prompt, cached, output)
         route = journey.route
         if route is None:

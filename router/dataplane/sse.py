@@ -6,6 +6,7 @@ Rule 3: a stream that ends without `[DONE]` did not end well.
 """
 
 import re
+from collections.abc import Iterator
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -104,7 +105,29 @@ class Frames:
         if self.has_begun and not self._skips_role and _SPECIAL.search(whole) is None:
             self._keep(whole)
             return whole
-        return b"".join([self._one(frame) for frame in split(whole)])
+        if b"\r" in whole:
+            return b"".join([self._one(frame) for frame in split(whole)])
+        return b"".join(self._some(whole))
+
+    def _some(self, whole: bytes) -> Iterator[bytes]:
+        """Read the frames that must be read, and pass what lies between them unread."""
+        at = 0
+        while at < len(whole):
+            begin, end = at, whole.find(b"\n\n", at) + 2
+            if self.has_begun and not self._skips_role:
+                found = _SPECIAL.search(whole, at)
+                if found is None:
+                    begin = end = len(whole)
+                else:
+                    before = whole.rfind(b"\n\n", at, found.start())
+                    begin = at if before < 0 else before + 2
+                    end = whole.find(b"\n\n", found.start()) + 2
+            if begin > at:
+                self._keep(whole[at:begin])
+                yield whole[at:begin]
+            if end > begin:
+                yield self._one(whole[begin:end])
+            at = end
 
     def said(self) -> Said:
         """Return what was said so far."""

@@ -353,7 +353,7 @@ class NodeConnection(asyncio.Protocol):
     """One connection to a node; one exchange at a time."""
 
     __slots__ = (
-        "_body", "_fields", "_head_bytes", "_is_used", "_parser", "_seen", "_transport",
+        "_body", "_fields", "_head_bytes", "_is_used", "_keeps", "_parser", "_seen", "_transport",
         "_upstream", "_whole", "address", "due_s", "exchange",
     )  # fmt: skip
 
@@ -370,6 +370,7 @@ class NodeConnection(asyncio.Protocol):
         self._is_used = False
         self._seen = False
         self._whole = False
+        self._keeps = False
 
     def take(self, exchange: Exchange) -> None:
         """Begin an exchange on it."""
@@ -472,11 +473,13 @@ class NodeConnection(asyncio.Protocol):
     def on_message_complete(self) -> None:
         """Note the end; what came with it is passed on first."""
         self._whole = self._parser.get_status_code() >= 200
+        # Asked here: after the message the parser answers for the next one.
+        self._keeps = self._parser.should_keep_alive()
 
     def _end(self, exchange: Exchange) -> None:
         self._is_used = True
         self.exchange = None
-        if self._parser.should_keep_alive() and self._transport is not None:
+        if self._keeps and self._transport is not None:
             self._upstream.keep(self)
         else:
             self.close()
