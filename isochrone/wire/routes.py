@@ -84,7 +84,11 @@ class KeyEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RouteTable(msgspec.Struct, frozen=True, kw_only=True, tag="route_table"):
-    """Everything a router needs to serve without asking anyone. Each tuple is sorted by its id."""
+    """Everything a router needs to serve without asking anyone. Each tuple is sorted by its id.
+
+    `keys_revoked` are tombstones: a key named there was revoked, while one merely absent may have
+    been lost with a database.
+    """
 
     cluster_id: ClusterId
     generation: Generation
@@ -93,6 +97,7 @@ class RouteTable(msgspec.Struct, frozen=True, kw_only=True, tag="route_table"):
     deployments: tuple[DeploymentEntry, ...] = ()
     routes: tuple[Route, ...] = ()
     keys: tuple[KeyEntry, ...] = ()
+    keys_revoked: tuple[KeyId, ...] = ()
 
 
 class RouteDelta(msgspec.Struct, frozen=True, kw_only=True, tag="route_delta"):
@@ -110,6 +115,8 @@ class RouteDelta(msgspec.Struct, frozen=True, kw_only=True, tag="route_delta"):
     routes_gone: tuple[ReplicaId, ...] = ()
     keys_set: tuple[KeyEntry, ...] = ()
     keys_gone: tuple[KeyId, ...] = ()
+    revoked_set: tuple[KeyId, ...] = ()
+    revoked_gone: tuple[KeyId, ...] = ()
 
 
 class SnapshotWanted(msgspec.Struct, frozen=True, kw_only=True, tag="snapshot_wanted"):
@@ -130,6 +137,7 @@ def diff(old: RouteTable, new: RouteTable) -> RouteDelta:
     )
     routes_set, routes_gone = _changes(old.routes, new.routes, lambda route: route.replica_id)
     keys_set, keys_gone = _changes(old.keys, new.keys, lambda key: key.key_id)
+    revoked_set, revoked_gone = _changes(old.keys_revoked, new.keys_revoked, lambda key_id: key_id)
     return RouteDelta(
         cluster_id=new.cluster_id,
         base=old.generation,
@@ -143,6 +151,8 @@ def diff(old: RouteTable, new: RouteTable) -> RouteDelta:
         routes_gone=routes_gone,
         keys_set=keys_set,
         keys_gone=keys_gone,
+        revoked_set=revoked_set,
+        revoked_gone=revoked_gone,
     )
 
 
@@ -163,6 +173,9 @@ def apply_delta(table: RouteTable, delta: RouteDelta) -> RouteTable:
             table.routes, delta.routes_set, delta.routes_gone, lambda route: route.replica_id
         ),
         keys=_changed(table.keys, delta.keys_set, delta.keys_gone, lambda key: key.key_id),
+        keys_revoked=_changed(
+            table.keys_revoked, delta.revoked_set, delta.revoked_gone, lambda key_id: key_id
+        ),
     )
 
 

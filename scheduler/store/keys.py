@@ -10,6 +10,9 @@ from isochrone.wire.routes import KeyEntry, Limits
 from scheduler.store.lease import assert_epoch
 from scheduler.store.pool import Connection, fetch_one
 
+TOMBSTONE_DAYS: Final = 30
+TOMBSTONES_MAX: Final = 10_000
+
 
 async def live_keys(connection: Connection) -> tuple[KeyEntry, ...]:
     """Return the keys that routers should honour."""
@@ -33,6 +36,20 @@ async def live_keys(connection: Connection) -> tuple[KeyEntry, ...]:
         )
         for row in rows
     )
+
+
+async def revoked_keys(connection: Connection) -> tuple[KeyId, ...]:
+    """Return the tombstones of the keys revoked lately: longer than any router holds a table."""
+    rows = await connection.fetch(
+        """
+        SELECT key_id FROM api_key
+        WHERE revoked_at > clock_timestamp() - make_interval(days => $1)
+        ORDER BY revoked_at DESC LIMIT $2
+        """,
+        TOMBSTONE_DAYS,
+        TOMBSTONES_MAX,
+    )
+    return tuple(sorted(KeyId(row["key_id"]) for row in rows))
 
 
 async def next_route_generation(connection: Connection, epoch: Epoch) -> Generation:

@@ -119,7 +119,13 @@ def test_limits_hold_over_any_minute(per_min: int, asks: list[tuple[float, int, 
 
 
 def a_table(
-    replicas: str, generation: int = 1, epoch: int = 1, keys: int = 1, deployments: int = 1
+    replicas: str,
+    generation: int = 1,
+    epoch: int = 1,
+    keys: int = 1,
+    deployments: int = 1,
+    revoked: str = "",
+    expires_at: float = 0.0,
 ) -> RouteTable:
     return RouteTable(
         cluster_id=ClusterId("c"),
@@ -146,9 +152,15 @@ def a_table(
             for name in replicas
         ),
         keys=tuple(
-            KeyEntry(key_id=KeyId(f"k{n}"), secret_sha256="", tenant_id=TenantId("t"))
+            KeyEntry(
+                key_id=KeyId(f"k{n}"),
+                secret_sha256="",
+                tenant_id=TenantId("t"),
+                expires_at=expires_at,
+            )
             for n in range(keys)
         ),
+        keys_revoked=tuple(KeyId(f"k{n}") for n in revoked),
     )
 
 
@@ -168,6 +180,9 @@ def a_table(
         (a_table("ab"), a_table("", 2, deployments=0), "", True),
         (a_table("ab", keys=3), a_table("ab", 2, keys=0), "", False),
         (a_table("ab", keys=1), a_table("ab", 2, keys=0), "ab", True),
+        (a_table("ab", keys=3), a_table("ab", 2, keys=0, revoked="012"), "", True),
+        (a_table("ab", keys=3), a_table("ab", 2, keys=0, revoked="2"), "", False),
+        (a_table("ab", keys=3, expires_at=9.0), a_table("ab", 2, keys=0), "", True),
         (a_table("ab", 5), a_table("ab", 4), "", False),
         (a_table("ab", 5, 3), a_table("ab", 6, 2), "", False),
         (a_table("ab", 5, 3), a_table("ab", 4, 4), "", False),
@@ -202,6 +217,29 @@ def test_a_held_table_still_adds() -> None:
     both = widened(old, new)
     assert [route.replica_id for route in both.routes] == ["a", "b", "c", "d"]
     assert (len(both.keys), len(both.deployments), both.generation) == (3, 2, 1)
+
+
+def test_a_held_table_still_revokes_what_it_says_is_revoked() -> None:
+    old = a_table("abc", keys=4)
+    new = a_table("a", 2, keys=1, revoked="13")
+    assert isinstance(adopt(old, new, {ReplicaId("b")}), RefusedTable)
+    served = widened(old, new)
+    # k2 is absent without a word: that is doubt, and doubt drops nothing.
+    assert [key.key_id for key in served.keys] == ["k0", "k2"]
+    assert [route.replica_id for route in served.routes] == ["a", "b", "c"]
+
+
+@settings(deadline=None, max_examples=60)
+@given(NAMES, NAMES, st.sets(st.sampled_from("0123")), st.integers(0, 4), st.integers(0, 4))
+def test_no_doubt_delays_a_revocation(
+    old: str, new: str, revoked: set[str], before: int, after: int
+) -> None:
+    held = widened(
+        a_table(old, keys=before), a_table(new, 2, keys=after, revoked="".join(sorted(revoked)))
+    )
+    keys = {key.key_id for key in held.keys}
+    assert {f"k{n}" for n in range(before)} - keys <= {f"k{n}" for n in revoked}
+    assert not {f"k{n}" for n in revoked if int(n) >= after} & keys
 
 
 BODY = '{"model":"m","messages":[{"role":"user","content":"x"}],"stream":true%s}'
