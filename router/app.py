@@ -31,7 +31,7 @@ from router.apis.openai.encode import error_answer
 from router.apis.openai.surface import public_app
 from router.config import RouterConfig
 from router.dataplane.forward import Upstream
-from router.decide.admit import Gate
+from router.decide.limits import Gate
 from router.fleet import Fleet
 from router.journal import Journal
 from router.loops.follow import Follower

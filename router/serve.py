@@ -20,8 +20,8 @@ from isochrone.wire.usage import Outcome
 from router.config import RouterConfig
 from router.dataplane import sse
 from router.dataplane.forward import Answer, AttemptFailed, Failure, Upstream
-from router.decide.admit import Gate
 from router.decide.health import RetryBudget
+from router.decide.limits import Gate
 from router.decide.pick import Ask, Ranked, Ranking, rank
 from router.fleet import Fleet
 from router.metrics import Metrics
@@ -116,10 +116,19 @@ class Corridor:
     def _admit(self, journey: Journey, held: AsyncExitStack) -> dict[str, str]:
         """Hold the request against its key's limits; what it uses is settled on the way out."""
         asked = journey.asked
-        estimate = journey.prompt_tokens_estimate + asked.output_tokens_max
-        entry = self._gate.enter(asked.key, estimate, self._clock())
-        held.callback(lambda: entry.leave(_charged(journey), self._clock()))
-        return entry.allowance.headers()
+        prompt, output = journey.prompt_tokens_estimate, asked.output_tokens_max
+        now_s = self._clock()
+        entry = self._gate.enter(
+            asked.key,
+            prompt + output,
+            now_s,
+            asked.started_at,
+            _spend(asked, (prompt, 0, output)),
+        )
+        held.callback(
+            lambda: entry.leave(_charged(journey), self._clock(), _spend(asked, journey.used))
+        )
+        return entry.headers(now_s)
 
     async def _pick_and_forward(self, journey: Journey, held: AsyncExitStack) -> Opened:
         """Try replicas in the order of their ranking until one answers."""
@@ -339,6 +348,11 @@ class Corridor:
 def _charged(journey: Journey) -> int:
     prompt, _, output = journey.used
     return prompt + output
+
+
+def _spend(asked: Asked, tokens: tuple[int, int, int]) -> float:
+    price = asked.deployment.price
+    return price.spend(*tokens) if price is not None else 0.0
 
 
 def _hold_to_status(answer: Answer) -> None:

@@ -22,6 +22,7 @@ from isochrone.wire.ids import (
     ReplicaId,
     TenantId,
 )
+from isochrone.wire.model import Price
 
 
 class Pop(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,21 +59,29 @@ class DeploymentEntry(msgspec.Struct, frozen=True, kw_only=True):
     context_tokens: int
     kind: str = "chat"
     created_at: int = 0
+    price: Price | None = None
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """What one key may ask of one router; 0 means no limit."""
+    """What one key may ask; 0 means no limit.
+
+    The rates and the concurrency hold at each router: a key that uses three PoPs has them three
+    times. The quotas of a day (UTC) hold over the whole fleet, by the ledger, a few seconds late.
+    `spend_per_day` counts models that have a price, in their currency; `tokens_per_day` counts all.
+    """
 
     requests_per_min: int = 0
     tokens_per_min: int = 0
     concurrency: int = 0
+    tokens_per_day: int = 0
+    spend_per_day: float = 0.0
 
 
 class KeyEntry(msgspec.Struct, frozen=True, kw_only=True):
     """A client's key as routers hold it: never the secret, only its SHA-256.
 
     `deployments` names what it may ask for; empty means everything. `expires_at` is Unix time, 0
-    for never.
+    for never. `spent_until` is Unix time too: until then the ledger says a quota is used up.
     """
 
     key_id: KeyId
@@ -81,6 +90,7 @@ class KeyEntry(msgspec.Struct, frozen=True, kw_only=True):
     deployments: tuple[str, ...] = ()
     limits: Limits = Limits()
     expires_at: float = 0.0
+    spent_until: float = 0.0
 
 
 class RouteTable(msgspec.Struct, frozen=True, kw_only=True, tag="route_table"):

@@ -17,6 +17,8 @@ def error_body(error: ApiError) -> dict[str, Any]:
     kind = "invalid_request_error"
     if error.code is ErrorCode.RATE_LIMITED:
         kind = "rate_limit_error"
+    elif error.code is ErrorCode.QUOTA_EXCEEDED:
+        kind = "insufficient_quota"
     elif status >= 500 or error.code is ErrorCode.OUT_OF_CAPACITY:
         kind = "server_error"
     return {
