@@ -5,6 +5,7 @@ from typing import Final
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0, 30.0)
+WAIT_BUCKETS_S = (0.005, 0.025, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 ERROR_BUCKETS_S = (-5.0, -1.0, -0.3, -0.1, -0.03, -0.01, 0.0, 0.01, 0.03, 0.1, 0.3, 1.0, 5.0)
 
 
@@ -64,6 +65,18 @@ class Metrics:
         )
         self.open_streams = Gauge(
             f"{PREFIX}open_streams", "Streams being relayed.", registry=self.registry
+        )
+        self.queue_wait = Histogram(
+            f"{PREFIX}queue_wait_seconds",
+            "How long those waited for room that got it.",
+            buckets=WAIT_BUCKETS_S,
+            registry=self.registry,
+        )
+        self.refusals = Counter(
+            f"{PREFIX}refusals",
+            "Requests turned away by this router, by cause: a limit of the key, or want of room.",
+            ["cause"],
+            registry=self.registry,
         )
         self.waiting = Gauge(
             f"{PREFIX}waiting_requests", "Requests waiting for room.", registry=self.registry

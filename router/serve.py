@@ -21,14 +21,13 @@ from router.config import RouterConfig
 from router.dataplane import sse
 from router.dataplane.forward import Answer, AttemptFailed, Failure, Upstream
 from router.decide.health import RetryBudget
-from router.decide.limits import Gate
+from router.decide.limits import Gate, Limited
 from router.decide.pick import Ask, Ranked, Ranking, rank
 from router.fleet import Fleet
 from router.metrics import Metrics
 from router.record import Asked, Journey, Recorder
-from router.waiting import QueueFull, Waiting
+from router.waiting import LOOK_AGAIN_S, NoRoom, Place, Waiting
 
-CAPACITY_RETRY_AFTER_S: Final = 2.0
 NO_REPLICA_RETRY_AFTER_S: Final = 10.0
 REFUSALS_MAX: Final = 8
 RETRY_PAUSE_S: Final = 0.05
@@ -92,7 +91,7 @@ class Corridor:
         self._metrics = metrics
         self._clock = clock
         self._budget = RetryBudget(config.retry_ratio)
-        self.waiting = Waiting(config.queue_depth_max)
+        self.waiting = Waiting(config.queue_depth_max, clock)
         fleet.on_room(self.waiting.wake)
 
     async def serve(self, asked: Asked, client: Client) -> None:
@@ -118,13 +117,12 @@ class Corridor:
         asked = journey.asked
         prompt, output = journey.prompt_tokens_estimate, asked.output_tokens_max
         now_s = self._clock()
-        entry = self._gate.enter(
-            asked.key,
-            prompt + output,
-            now_s,
-            asked.started_at,
-            _spend(asked, (prompt, 0, output)),
-        )
+        spend = _spend(asked, (prompt, 0, output))
+        try:
+            entry = self._gate.enter(asked.key, prompt + output, now_s, asked.started_at, spend)
+        except Limited as error:
+            self._metrics.refusals.labels(error.limit).inc()
+            raise
         held.callback(
             lambda: entry.leave(_charged(journey), self._clock(), _spend(asked, journey.used))
         )
@@ -135,8 +133,9 @@ class Corridor:
         self._budget.deposit()
         failed: set[ReplicaId] = set()
         refused: set[ReplicaId] = set()
-        failures = 0
-        waits_until_s = self._clock() + self._config.queue_timeout_s
+        failures, failed_at_s = 0, 0.0
+        place = self._place(journey)
+        held.callback(self.waiting.left, place)
         while True:
             ranking, ask = self._rank(journey, frozenset(failed | refused))
             if not ranking.routes and failed and not (refused or ranking.full):
@@ -144,10 +143,17 @@ class Corridor:
                 failed.clear()
                 await asyncio.sleep(RETRY_PAUSE_S)
                 continue
-            if not ranking.routes or len(refused) >= REFUSALS_MAX:
-                await self._wait_for_room(journey, waits_until_s, is_full=bool(refused))
+            is_turn = not self.waiting.must_wait(place)
+            if not ranking.routes or not is_turn or len(refused) >= REFUSALS_MAX:
+                await self._wait_for_room(journey, place, is_full=bool(refused))
                 refused.clear()
+                if self._clock() - failed_at_s > LOOK_AGAIN_S:
+                    # Who waits first must not hold up all others for what failed it alone.
+                    failed.clear()
                 continue
+            waited_s = self.waiting.began(place)
+            if waited_s is not None:
+                self._metrics.queue_wait.observe(waited_s)
             ranked = ranking.routes[0]
             try:
                 async with AsyncExitStack() as attempt:
@@ -160,7 +166,7 @@ class Corridor:
                     refused.add(ranked.route.replica_id)
                     continue
                 failed.add(ranked.route.replica_id)
-                failures += 1
+                failures, failed_at_s = failures + 1, self._clock()
                 if self._fleet.health.failed(ranked.route.replica_id, self._clock()):
                     self._metrics.ejections.inc()
                 if failures >= self._config.attempts_max or not self._budget.withdraw():
@@ -181,28 +187,36 @@ class Corridor:
         )
         return rank(self._fleet.view(asked.deployment.deployment_id), ask, excluded), ask
 
-    async def _wait_for_room(self, journey: Journey, until_s: float, *, is_full: bool) -> None:
-        """Wait in the bounded queue, or raise what the client should know instead."""
+    def _place(self, journey: Journey) -> Place:
         asked = journey.asked
-        deployment_id = asked.deployment.deployment_id
-        nobody = not self._fleet.view(deployment_id).candidates
+        return Place(
+            asked.deployment.deployment_id,
+            asked.key.tenant_id,
+            journey.prompt_tokens_estimate + asked.output_tokens_max,
+            self._clock() + self._config.queue_timeout_s,
+            is_patient=not asked.reject_if_busy,
+        )
+
+    async def _wait_for_room(self, journey: Journey, place: Place, *, is_full: bool) -> None:
+        """Wait in the bounded queue, or raise what the client should know instead."""
+        name = journey.asked.deployment.name
+        nobody = not self._fleet.view(place.lane).candidates
         journey.found_no_replica |= nobody
-        left_s = until_s - self._clock()
         try:
-            if asked.reject_if_busy or left_s <= 0:
-                raise QueueFull
-            await self.waiting.wait(deployment_id, left_s)
-        except QueueFull:
+            await self.waiting.wait(place)
+        except NoRoom as refusal:
             if nobody and not is_full:
+                self._metrics.refusals.labels("no_replica").inc()
                 raise ApiError(
                     ErrorCode.UNAVAILABLE,
-                    f"cannot serve {asked.deployment.name} now: no replica is warm yet",
+                    f"cannot serve {name} now: no replica is warm yet",
                     retry_after_s=NO_REPLICA_RETRY_AFTER_S,
                 ) from None
+            self._metrics.refusals.labels(refusal.why.value).inc()
             raise ApiError(
                 ErrorCode.OUT_OF_CAPACITY,
                 "3040: Capacity temporarily exceeded, please try again.",
-                retry_after_s=CAPACITY_RETRY_AFTER_S,
+                retry_after_s=self.waiting.retry_after_s(place),
             ) from None
 
     async def _attempt(
