@@ -25,6 +25,8 @@ RETRY_AFTER_MIN_S: Final = 1.0
 RETRY_AFTER_MAX_S: Final = 60.0
 RETRY_AFTER_UNKNOWN_S: Final = 2.0
 DRAIN_MEMORY_S: Final = 30.0
+BEGUN_MIN: Final = 4
+"""What came together ends together: the first ends after a full house tell little of a rate."""
 
 
 class QueueFull(Exception):
@@ -49,10 +51,11 @@ T = TypeVar("T", bound=Ticket)
 class Drain:
     """How fast a full lane is emptied, in tokens a second of the time in which it was full."""
 
-    __slots__ = ("_full_since_s", "_seconds", "_tokens")
+    __slots__ = ("_begun", "_full_since_s", "_seconds", "_tokens")
 
     def __init__(self) -> None:
         self._full_since_s: float | None = None
+        self._begun = 0
         self._tokens = 0.0
         self._seconds = 0.0
 
@@ -69,13 +72,14 @@ class Drain:
         kept = math.exp(-elapsed_s / DRAIN_MEMORY_S)
         self._tokens = self._tokens * kept + tokens
         self._seconds = self._seconds * kept + elapsed_s
+        self._begun += 1
         self._full_since_s = now_s if is_still_full else None
 
     def wait_s(self, tokens: int, now_s: float) -> float:
         """Return how long `tokens` take to drain: an estimate, within what a client can use."""
         since_s = now_s if self._full_since_s is None else self._full_since_s
         stuck_s = max(0.0, now_s - since_s)
-        if not self._tokens:
+        if self._begun < BEGUN_MIN:
             wait_s = max(RETRY_AFTER_UNKNOWN_S, stuck_s)
         else:
             wait_s = tokens * (self._seconds + stuck_s) / self._tokens
