@@ -206,6 +206,8 @@ class Parts:
         metrics.in_flight.labels("decode").set(totals.decode_tokens)
         metrics.open_requests.set(totals.requests)
         metrics.waiting.set(self.corridor.waiting.depth)
+        metrics.ejected.set(len(fleet.health.ejected()))
+        metrics.panics.set(fleet.panics())
 
     def _loops(self) -> dict[str, Loop]:
         config, jitter = self.config, random.Random()  # noqa: S311 - jitter, not a secret

@@ -55,7 +55,23 @@ class Metrics:
             registry=self.registry,
         )
         self.ejections = Counter(
-            f"{PREFIX}ejections", "Replicas left alone.", registry=self.registry
+            f"{PREFIX}ejections",
+            "Replicas ejected, by cause: failures in a row, more than peers, a failed trial.",
+            ["cause"],
+            registry=self.registry,
+        )
+        self.ejected = Gauge(
+            f"{PREFIX}ejected_replicas", "Replicas not well now.", registry=self.registry
+        )
+        self.panics = Gauge(
+            f"{PREFIX}panicking_deployments",
+            "Deployments of which more than half look ill.",
+            registry=self.registry,
+        )
+        self.retries_denied = Counter(
+            f"{PREFIX}retries_denied",
+            "Retries not made because the budget was spent.",
+            registry=self.registry,
         )
         self.in_flight = Gauge(
             f"{PREFIX}in_flight_tokens", "Tokens in flight.", ["phase"], registry=self.registry

@@ -130,7 +130,7 @@ class Corridor:
 
     async def _pick_and_forward(self, journey: Journey, held: AsyncExitStack) -> Opened:
         """Try replicas in the order of their ranking until one answers."""
-        self._budget.deposit()
+        self._budget.deposit(self._clock())
         failed: set[ReplicaId] = set()
         refused: set[ReplicaId] = set()
         failures, failed_at_s = 0, 0.0
@@ -167,9 +167,8 @@ class Corridor:
                     continue
                 failed.add(ranked.route.replica_id)
                 failures, failed_at_s = failures + 1, self._clock()
-                if self._fleet.health.failed(ranked.route.replica_id, self._clock()):
-                    self._metrics.ejections.inc()
-                if failures >= self._config.attempts_max or not self._budget.withdraw():
+                self._ill(ranked)
+                if failures >= self._config.attempts_max or not self._may_retry():
                     raise ApiError(
                         ErrorCode.UPSTREAM,
                         f"cannot answer: {error} (attempt {failures})",
@@ -186,6 +185,17 @@ class Corridor:
             seat=self._fleet.seat(asked.session),
         )
         return rank(self._fleet.view(asked.deployment.deployment_id), ask, excluded), ask
+
+    def _ill(self, ranked: Ranked) -> None:
+        cause = self._fleet.failed(ranked.route)
+        if cause:
+            self._metrics.ejections.labels(cause).inc()
+
+    def _may_retry(self) -> bool:
+        if self._budget.withdraw(self._clock()):
+            return True
+        self._metrics.retries_denied.inc()
+        return False
 
     def _place(self, journey: Journey) -> Place:
         asked = journey.asked
@@ -300,7 +310,7 @@ class Corridor:
                 journey.outcome = Outcome.COMPLETE
                 await _see_the_end(opened.rest)
         except (AttemptFailed, sse.BrokenStream) as error:
-            self._fleet.health.failed(opened.ranked.route.replica_id, self._clock())
+            self._ill(opened.ranked)
             told = ApiError(ErrorCode.UPSTREAM, f"cannot go on with this answer: {error}")
             await client.send(client.error_event(told))
         finally:
