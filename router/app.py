@@ -33,7 +33,7 @@ from router.config import RouterConfig
 from router.dataplane.deadlines import Deadlines
 from router.dataplane.server import Server
 from router.dataplane.upstream import Upstream
-from router.decide.admit import Gate
+from router.decide.limits import Gate
 from router.fleet import Fleet
 from router.journal import Journal
 from router.loops.follow import Follower
@@ -234,6 +234,8 @@ class Parts:
         metrics.in_flight.labels("decode").set(totals.decode_tokens)
         metrics.open_requests.set(totals.requests)
         metrics.waiting.set(self.corridor.waiting.depth)
+        metrics.ejected.set(len(fleet.health.ejected()))
+        metrics.panics.set(fleet.panics())
 
     def _loops(self) -> dict[str, Loop]:
         config, jitter = self.config, random.Random()  # noqa: S311 - jitter, not a secret

@@ -13,7 +13,7 @@ from isochrone.wire.ids import DeploymentId, KeyId, NodeId, PopId, ReplicaId
 from isochrone.wire.routes import DeploymentEntry, KeyEntry, Pop, Route, RouteTable
 from isochrone.wire.usage import RoundTrip
 from router.decide.affinity import Seat, Sessions
-from router.decide.health import Health
+from router.decide.health import Health, judge
 from router.decide.latency import RoundTripFilter, expected_rtt_ms, smoothed
 from router.decide.pick import Candidate, Picture
 from router.decide.tokens_in_flight import Reservation, TokensInFlight
@@ -132,6 +132,25 @@ class Fleet:
     def silent(self, node_id: NodeId) -> None:
         """A node did not answer a ping."""
         self._answered_at_s.pop(node_id, None)
+        for replica_id in self.health.ejected():
+            route = self._route_by_id.get(replica_id)
+            if route is not None and route.node_id == node_id:
+                self.health.unreachable(replica_id, self._clock())
+
+    def failed(self, route: Route) -> str:
+        """A request failed at a replica; where that ejects it, return why."""
+        peers = [peer.replica_id for peer in self._routes.get(route.deployment_id, ())]
+        return self.health.failed(route.replica_id, self._clock(), peers)
+
+    def panics(self) -> int:
+        """Return in how many deployments more than half of the replicas look ill."""
+        if not self.health.ejected():
+            return 0
+        ejected_until = self.health.ejected_until(self._clock())
+        return sum(
+            bool(judge([route.replica_id for route in routes], ejected_until).last)
+            for routes in self._routes.values()
+        )
 
     def answering(self) -> Set[ReplicaId]:
         """Return the replicas of the table that are there, as far as their nodes tell."""

@@ -7,6 +7,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from isochrone.wire.usage import Outcome
 
 TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0, 30.0)
+WAIT_BUCKETS_S = (0.005, 0.025, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 ERROR_BUCKETS_S = (-5.0, -1.0, -0.3, -0.1, -0.03, -0.01, 0.0, 0.01, 0.03, 0.1, 0.3, 1.0, 5.0)
 
 
@@ -84,7 +85,23 @@ class Metrics:
             registry=self.registry,
         )
         self.ejections = Counter(
-            f"{PREFIX}ejections", "Replicas left alone.", registry=self.registry
+            f"{PREFIX}ejections",
+            "Replicas ejected, by cause: failures in a row, more than peers, a failed trial.",
+            ["cause"],
+            registry=self.registry,
+        )
+        self.ejected = Gauge(
+            f"{PREFIX}ejected_replicas", "Replicas not well now.", registry=self.registry
+        )
+        self.panics = Gauge(
+            f"{PREFIX}panicking_deployments",
+            "Deployments of which more than half look ill.",
+            registry=self.registry,
+        )
+        self.retries_denied = Counter(
+            f"{PREFIX}retries_denied",
+            "Retries not made because the budget was spent.",
+            registry=self.registry,
         )
         self.in_flight = Gauge(
             f"{PREFIX}in_flight_tokens", "Tokens in flight.", ["phase"], registry=self.registry
@@ -94,6 +111,18 @@ class Metrics:
         )
         self.open_streams = Gauge(
             f"{PREFIX}open_streams", "Streams being relayed.", registry=self.registry
+        )
+        self.queue_wait = Histogram(
+            f"{PREFIX}queue_wait_seconds",
+            "How long those waited for room that got it.",
+            buckets=WAIT_BUCKETS_S,
+            registry=self.registry,
+        )
+        self.refusals = Counter(
+            f"{PREFIX}refusals",
+            "Requests turned away by this router, by cause: a limit of the key, or want of room.",
+            ["cause"],
+            registry=self.registry,
         )
         self.waiting = Gauge(
             f"{PREFIX}waiting_requests", "Requests waiting for room.", registry=self.registry

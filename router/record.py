@@ -20,6 +20,7 @@ from router.decide.pick import Ranked
 from router.decide.tokens_in_flight import Reservation
 from router.journal import Journal
 from router.metrics import Metrics
+from router.waiting import Place
 
 NOTHING_SAID: Final = Said(0, "", True, None)
 LIVES: Final = 8
@@ -79,6 +80,7 @@ class Journey:
         self.unfit: set[ReplicaId] = set()
         self.reservation: Reservation | None = None
         self.exchange: Exchange | None = None
+        self.place: Place | None = None
 
     @property
     def route(self) -> Route | None:

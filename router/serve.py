@@ -22,15 +22,14 @@ from router.dataplane.answer import Answer
 from router.dataplane.http1 import Reply
 from router.dataplane.upstream import AttemptFailed, Exchange, Failure, Head, Upstream
 from router.dataplane.usage import NoAnswer, UsageCount, read_whole
-from router.decide.admit import Gate
 from router.decide.health import RetryBudget
+from router.decide.limits import Entry, Gate, Limited
 from router.decide.pick import Ask, Ranked, Ranking, rank
 from router.fleet import Fleet
 from router.metrics import Metrics
 from router.record import Asked, Journey, Recorder
-from router.waiting import QueueFull, Waiting
+from router.waiting import LOOK_AGAIN_S, NoRoom, Place, Waiting
 
-CAPACITY_RETRY_AFTER_S: Final = 2.0
 NO_REPLICA_RETRY_AFTER_S: Final = 10.0
 REFUSALS_MAX: Final = 8
 RETRY_PAUSE_S: Final = 0.05
@@ -82,20 +81,21 @@ class Corridor:
         self._metrics = metrics
         self._clock = clock
         self._budget = RetryBudget(config.retry_ratio)
-        self.waiting = Waiting(config.queue_depth_max)
+        self.waiting = Waiting(config.queue_depth_max, clock)
         fleet.on_room(self.waiting.wake)
 
     async def serve(self, asked: Asked, client: Client) -> None:
         """Answer one request, or raise ApiError where nothing was sent yet."""
         estimate = self._fleet.tokens_of(asked.deployment.deployment_id, asked.text_bytes)
         journey = Journey(asked, estimate)
-        entry = self._gate.enter(asked.key, estimate + asked.output_tokens_max, self._clock())
+        entry = self._admit(journey)
+        allowance = entry.headers(self._clock())
         try:
             answer = await self._pick_and_forward(journey)
             if answer.is_stream:
-                await self._stream(journey, answer, client, entry.allowance.headers())
+                await self._stream(journey, answer, client, allowance)
             else:
-                self._reply(journey, answer, client, entry.allowance.headers())
+                self._reply(journey, answer, client, allowance)
         except ApiError as error:
             if error.code in (ErrorCode.OUT_OF_CAPACITY, ErrorCode.UNAVAILABLE):
                 journey.outcome = Outcome.REFUSED
@@ -105,16 +105,32 @@ class Corridor:
             raise
         finally:
             journey.leave()
-            prompt, _, output = journey.used
-            entry.leave(prompt + output, self._clock())
+            if journey.place is not None:
+                self.waiting.left(journey.place)
+            prompt, cached, output = journey.used
+            spent = _spend(asked, (prompt, cached, output))
+            entry.leave(prompt + output, self._clock(), spent)
             self._recorder.record(journey)
+
+    def _admit(self, journey: Journey) -> Entry:
+        """Hold the request against its key's limits; what it uses is settled on the way out."""
+        asked = journey.asked
+        prompt, output = journey.prompt_tokens_estimate, asked.output_tokens_max
+        spend = _spend(asked, (prompt, 0, output))
+        try:
+            return self._gate.enter(
+                asked.key, prompt + output, self._clock(), asked.started_at, spend
+            )
+        except Limited as error:
+            self._metrics.refusals.labels(error.limit).inc()
+            raise
 
     async def _pick_and_forward(self, journey: Journey) -> Answer:
         """Try replicas in the order of their ranking until one answers."""
-        self._budget.deposit()
+        self._budget.deposit(self._clock())
         failed, refused, served = journey.failed, journey.refused, journey.ranked
-        failures = 0
-        waits_until_s = self._clock() + self._config.queue_timeout_s
+        failures, failed_at_s = 0, 0.0
+        place = journey.place = self._place(journey)
         while True:
             ranking = self._rank(journey)
             if not ranking.routes and journey.unfit and not (refused or ranking.full):
@@ -124,10 +140,17 @@ class Corridor:
                 failed.clear()
                 await asyncio.sleep(RETRY_PAUSE_S)
                 continue
-            if not ranking.routes or len(refused) >= REFUSALS_MAX:
-                await self._wait_for_room(journey, waits_until_s, is_full=bool(refused))
+            is_turn = not self.waiting.must_wait(place)
+            if not ranking.routes or not is_turn or len(refused) >= REFUSALS_MAX:
+                await self._wait_for_room(journey, place, is_full=bool(refused))
                 refused.clear()
+                if self._clock() - failed_at_s > LOOK_AGAIN_S:
+                    # Who waits first must not hold up all others for what failed it alone.
+                    failed.clear()
                 continue
+            waited_s = self.waiting.began(place)
+            if waited_s is not None:
+                self._metrics.queue_wait.observe(waited_s)
             ranked = ranking.routes[0]
             try:
                 return await self._attempt(journey, ranked)
@@ -139,9 +162,10 @@ class Corridor:
                     passed = refused if error.failure is Failure.REFUSED else journey.unfit
                     passed.add(ranked.route.replica_id)
                     continue
-                self._ill(journey, ranked)
-                failures += 1
-                if failures >= self._config.attempts_max or not self._budget.withdraw():
+                failed.add(ranked.route.replica_id)
+                failures, failed_at_s = failures + 1, self._clock()
+                self._ill(ranked)
+                if failures >= self._config.attempts_max or not self._may_retry():
                     raise ApiError(
                         ErrorCode.UPSTREAM,
                         f"cannot answer: {error} (attempt {failures})",
@@ -160,28 +184,47 @@ class Corridor:
         excluded = frozenset(journey.failed | journey.refused | journey.unfit)
         return rank(self._fleet.view(asked.deployment.deployment_id), ask, excluded)
 
-    async def _wait_for_room(self, journey: Journey, until_s: float, *, is_full: bool) -> None:
-        """Wait in the bounded queue, or raise what the client should know instead."""
+    def _ill(self, ranked: Ranked) -> None:
+        cause = self._fleet.failed(ranked.route)
+        if cause:
+            self._metrics.ejections.labels(cause).inc()
+
+    def _may_retry(self) -> bool:
+        if self._budget.withdraw(self._clock()):
+            return True
+        self._metrics.retries_denied.inc()
+        return False
+
+    def _place(self, journey: Journey) -> Place:
         asked = journey.asked
-        deployment_id = asked.deployment.deployment_id
-        nobody = not self._fleet.view(deployment_id).candidates
+        return Place(
+            asked.deployment.deployment_id,
+            asked.key.tenant_id,
+            journey.prompt_tokens_estimate + asked.output_tokens_max,
+            self._clock() + self._config.queue_timeout_s,
+            is_patient=not asked.reject_if_busy,
+        )
+
+    async def _wait_for_room(self, journey: Journey, place: Place, *, is_full: bool) -> None:
+        """Wait in the bounded queue, or raise what the client should know instead."""
+        name = journey.asked.deployment.name
+        nobody = not self._fleet.view(place.lane).candidates
         journey.found_no_replica |= nobody
-        left_s = until_s - self._clock()
         try:
-            if asked.reject_if_busy or left_s <= 0:
-                raise QueueFull
-            await self.waiting.wait(deployment_id, left_s)
-        except QueueFull:
+            await self.waiting.wait(place)
+        except NoRoom as refusal:
             if nobody and not is_full:
+                self._metrics.refusals.labels("no_replica").inc()
                 raise ApiError(
                     ErrorCode.UNAVAILABLE,
-                    f"cannot serve {asked.deployment.name} now: no replica is warm yet",
+                    f"cannot serve {name} now: no replica is warm yet",
                     retry_after_s=NO_REPLICA_RETRY_AFTER_S,
                 ) from None
+            self._metrics.refusals.labels(refusal.why.value).inc()
             raise ApiError(
                 ErrorCode.OUT_OF_CAPACITY,
                 "3040: Capacity temporarily exceeded, please try again.",
-                retry_after_s=CAPACITY_RETRY_AFTER_S,
+                retry_after_s=self.waiting.retry_after_s(place),
             ) from None
 
     async def _attempt(self, journey: Journey, ranked: Ranked) -> Answer:
@@ -300,7 +343,8 @@ class Corridor:
                 raise AttemptFailed(Failure.ERROR, frames.reason or "an engine's error")
             except AttemptFailed as failure:
                 client.reads_from(None)
-                self._ill(journey, ranked)
+                journey.failed.add(ranked.route.replica_id)
+                self._ill(ranked)
                 if not self._prepare_to_go_on(journey, client):
                     raise failure
             if frames.is_done:
@@ -333,12 +377,6 @@ class Corridor:
         journey.body = rest
         return True
 
-    def _ill(self, journey: Journey, ranked: Ranked) -> None:
-        """Note that a replica failed this request."""
-        journey.failed.add(ranked.route.replica_id)
-        if self._fleet.health.failed(ranked.route.replica_id, self._clock()):
-            self._metrics.ejections.inc()
-
     def _learn(self, journey: Journey, ranked: Ranked) -> None:
         """Remember what the answer told: tokens per byte, and where the session sits."""
         asked = journey.asked
@@ -368,6 +406,11 @@ def _stream_extra(journey: Journey, ranked: Ranked, allowance: dict[str, str]) -
     extra["cache-control"] = "no-cache"
     extra["x-accel-buffering"] = "no"
     return extra
+
+
+def _spend(asked: Asked, tokens: tuple[int, int, int]) -> float:
+    price = asked.deployment.price
+    return price.spend(*tokens) if price is not None else 0.0
 
 
 def _hold_to_status(node_id: str, head: Head) -> None:

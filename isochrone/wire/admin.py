@@ -6,7 +6,15 @@ import msgspec
 
 from isochrone.wire.control import PeerRole
 from isochrone.wire.ids import POP_PATTERN, DeploymentId, KeyId, ModelId, NodeId, PopId, TenantId
-from isochrone.wire.model import EngineSettings, Model, ModelName, Name, Policy
+from isochrone.wire.model import (
+    Amount,
+    EngineSettings,
+    Model,
+    ModelName,
+    Name,
+    NonNegative,
+    Policy,
+)
 from isochrone.wire.report import Device
 from isochrone.wire.routes import Limits
 
@@ -135,13 +143,23 @@ class PlacementView(msgspec.Struct, frozen=True, kw_only=True):
     fetched_bytes: int
 
 
+class LimitsBody(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A key's limits as an operator writes them: a misspelt one is refused, not ignored."""
+
+    requests_per_min: NonNegative = 0
+    tokens_per_min: NonNegative = 0
+    concurrency: NonNegative = 0
+    tokens_per_day: NonNegative = 0
+    spend_per_day: Amount = 0.0
+
+
 class KeyBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A new key: whose it is, what it may ask for, and how much."""
 
     tenant_id: Name
     note: Annotated[str, msgspec.Meta(max_length=200)] = ""
     deployments: tuple[str, ...] = ()
-    limits: Limits = Limits()
+    limits: LimitsBody = LimitsBody()
     ttl_s: float | None = None
 
 
@@ -155,6 +173,7 @@ class KeyView(msgspec.Struct, frozen=True, kw_only=True):
     limits: Limits
     expires_at: float | None
     revoked: bool
+    etag: int
     key: str | None = None
 
 

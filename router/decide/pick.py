@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 from isochrone.wire.ids import ReplicaId
 from isochrone.wire.routes import Route
 from router.decide.affinity import Seat, rendezvous
-from router.decide.health import left_alone
+from router.decide.health import judge
 from router.decide.latency import prefill_ms
 from router.decide.tokens_in_flight import InFlight
 
@@ -85,13 +85,15 @@ class Ranking(NamedTuple):
 def rank(picture: Picture, ask: Ask, excluded: frozenset[ReplicaId] = frozenset()) -> Ranking:
     """Rank the replicas that have room, best first; `excluded` are those that failed already."""
     ids = [candidate.route.replica_id for candidate in picture.candidates]
-    alone = left_alone(ids, picture.ejected_until)
+    alone, last = judge(ids, picture.ejected_until)
     usable = [
         candidate
         for candidate in picture.candidates
         if candidate.route.replica_id not in alone and candidate.route.replica_id not in excluded
     ]
     roomy = [candidate for candidate in usable if _has_room(candidate, ask)]
+    # Who is ill among too many ill is asked only where nobody well has room.
+    roomy = [one for one in roomy if one.route.replica_id not in last] or roomy
     if not roomy:
         return Ranking((), len(usable))
     nearest_ms = min(candidate.rtt_ms for candidate in usable)

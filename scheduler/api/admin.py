@@ -11,8 +11,6 @@ from isochrone.wire.admin import (
     DeploymentView,
     JoinTokenBody,
     JoinTokenView,
-    KeyBody,
-    KeyView,
     ModelView,
     NewDeploymentBody,
     NodeView,
@@ -24,12 +22,13 @@ from isochrone.wire.admin import (
 )
 from isochrone.wire.artifact import check_artifact
 from isochrone.wire.errors import ApiError, ErrorCode
-from isochrone.wire.ids import DeploymentId, KeyId, ModelId, is_pop
-from isochrone.wire.keys import base62, format_key, parse_key, secret_sha256
+from isochrone.wire.ids import DeploymentId, ModelId, is_pop
+from isochrone.wire.keys import base62, secret_sha256
 from isochrone.wire.model import Deployment, Model, Policy
-from scheduler.api.endpoint import Call, Endpoint, Page
+from scheduler.api.endpoint import Call, Endpoint, Page, new_id
+from scheduler.api.keys import KEY_ENDPOINTS
 from scheduler.decide.explain import Explanation, explain
-from scheduler.store import catalogue, keys
+from scheduler.store import catalogue
 from scheduler.store.cluster import read_cluster
 from scheduler.store.events import Event, list_events
 from scheduler.store.status import read_status
@@ -37,7 +36,6 @@ from scheduler.store.status import read_status
 V = TypeVar("V")
 
 DRIVERS: Final = frozenset({"embedded", "mock", "vllm", "sglang", "tensorrt_llm"})
-ID_ALPHABET: Final = "abcdefghijklmnopqrstuvwxyz0123456789"
 
 
 async def status(call: Call) -> StatusView:
@@ -120,7 +118,7 @@ async def delete_node(call: Call) -> None:
 async def create_join_token(call: Call) -> JoinTokenView:
     """Make a one-time right to join; its text is shown once."""
     body: JoinTokenBody = call.body
-    token_id = _new_id()
+    token_id = new_id()
     secret = base62(int.from_bytes(secrets.token_bytes(32)), 43)
     made = await catalogue.add_join_token(
         call.connection,
@@ -264,38 +262,6 @@ async def list_placements(call: Call) -> Page:
     return call.page(rows, lambda row: row.replica_id)
 
 
-async def create_key(call: Call) -> KeyView:
-    """Make a client's key; its text is shown once."""
-    body: KeyBody = call.body
-    key_id = KeyId(_new_id())
-    text = format_key(key_id, secrets.token_bytes(32))
-    parsed = parse_key(text)
-    assert parsed is not None
-    made = await keys.add_key(call.connection, key_id=key_id, secret_sha256=parsed[1], body=body)
-    await call.record("key.create", key_id, after=made)
-    return msgspec.structs.replace(made, key=text)
-
-
-async def list_keys(call: Call) -> Page:
-    """Keys, without their secrets."""
-    rows = await keys.list_keys(call.connection, call.after, call.limit + 1)
-    return call.page(rows, lambda row: row.key_id)
-
-
-async def get_key(call: Call) -> KeyView:
-    """One key, without its secret."""
-    name = call.part("key_id")
-    return _found(await keys.get_key(call.connection, name), "key", name)
-
-
-async def revoke_key(call: Call) -> None:
-    """Revoke a key: routers refuse it as soon as they hold the next table."""
-    name = call.part("key_id")
-    if not await keys.revoke_key(call.connection, name):
-        raise _missing("key", name)
-    await call.record("key.revoke", name)
-
-
 async def events(call: Call) -> Page:
     """What was done, the newest first."""
     before = call.after
@@ -359,10 +325,7 @@ ENDPOINTS: Final = (
         "GET", "/v1/placements", list_placements, "List placements", PlacementView, is_list=True,
         query=("deployment_id",),
     ),
-    Endpoint("GET", "/v1/keys", list_keys, "List keys", KeyView, is_list=True),
-    Endpoint("POST", "/v1/keys", create_key, "Make a key", KeyView, KeyBody, status=201),
-    Endpoint("GET", "/v1/keys/{key_id}", get_key, "Read a key", KeyView),
-    Endpoint("DELETE", "/v1/keys/{key_id}", revoke_key, "Revoke a key", status=204),
+    *KEY_ENDPOINTS,
     Endpoint(
         "GET", "/v1/events", events, "What was done", Event, is_list=True, query=("subject",)
     ),
@@ -433,7 +396,3 @@ def _found(row: V | None, what: str, name: str) -> V:
 
 def _missing(what: str, name: str) -> ApiError:
     return ApiError(ErrorCode.NOT_FOUND, f"cannot find the {what} {name[:128]!r}")
-
-
-def _new_id() -> str:
-    return "".join(secrets.choice(ID_ALPHABET) for _ in range(12))

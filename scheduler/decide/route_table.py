@@ -93,4 +93,5 @@ def _entry(deployment: Deployment, models: Mapping[str, Model]) -> DeploymentEnt
         model_id=deployment.model_id,
         context_tokens=min(context, model.context_tokens) if model else context,
         kind=model.kind if model else "chat",
+        price=model.price if model else None,
     )

@@ -11,7 +11,7 @@ from scheduler.acting import Acting
 from scheduler.decide.liveness import liveness
 from scheduler.decide.route_table import route_table
 from scheduler.store.cluster import read_cluster
-from scheduler.store.keys import live_keys, next_route_generation
+from scheduler.store.keys import live_keys, next_route_generation, revoked_keys
 from scheduler.store.pool import transaction
 
 
@@ -57,8 +57,10 @@ class Publish:
                 connection, acting_for_s=acting.acting_for_s, silent_s=acting.silent_s()
             )
             keys = await live_keys(connection)
+            revoked = await revoked_keys(connection)
         view = liveness(cluster.nodes, cluster.acting_for_s, acting.config.liveness)
-        return route_table(cluster, view, keys, generation=Generation(0), epoch=acting.epoch)
+        table = route_table(cluster, view, keys, generation=Generation(0), epoch=acting.epoch)
+        return msgspec.structs.replace(table, keys_revoked=revoked)
 
 
 def _content(table: RouteTable) -> RouteTable:

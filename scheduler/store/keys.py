@@ -7,8 +7,12 @@ import msgspec
 from isochrone.wire.admin import KeyBody, KeyView
 from isochrone.wire.ids import Epoch, Generation, KeyId, TenantId
 from isochrone.wire.routes import KeyEntry, Limits
+from scheduler.store.catalogue import EtagMoved
 from scheduler.store.lease import assert_epoch
 from scheduler.store.pool import Connection, fetch_one
+
+TOMBSTONE_DAYS: Final = 30
+TOMBSTONES_MAX: Final = 10_000
 
 
 async def live_keys(connection: Connection) -> tuple[KeyEntry, ...]:
@@ -33,6 +37,20 @@ async def live_keys(connection: Connection) -> tuple[KeyEntry, ...]:
         )
         for row in rows
     )
+
+
+async def revoked_keys(connection: Connection) -> tuple[KeyId, ...]:
+    """Return the tombstones of the keys revoked lately: longer than any router holds a table."""
+    rows = await connection.fetch(
+        """
+        SELECT key_id FROM api_key
+        WHERE revoked_at > clock_timestamp() - make_interval(days => $1)
+        ORDER BY revoked_at DESC LIMIT $2
+        """,
+        TOMBSTONE_DAYS,
+        TOMBSTONES_MAX,
+    )
+    return tuple(sorted(KeyId(row["key_id"]) for row in rows))
 
 
 async def next_route_generation(connection: Connection, epoch: Epoch) -> Generation:
@@ -87,6 +105,25 @@ async def get_key(connection: Connection, key_id: str) -> KeyView | None:
     return _view(row) if row else None
 
 
+async def set_limits(
+    connection: Connection, key_id: str, limits: Limits, etag: int | None
+) -> KeyView:
+    """Replace a key's limits; raises EtagMoved."""
+    row = await connection.fetchrow(
+        f"""
+        UPDATE api_key SET limits = $2, etag = etag + 1
+        WHERE key_id = $1 AND ($3::bigint IS NULL OR etag = $3)
+        RETURNING {_VIEW}
+        """,  # noqa: S608
+        key_id,
+        msgspec.json.encode(limits).decode(),
+        etag,
+    )
+    if row is None:
+        raise EtagMoved(key_id)
+    return _view(row)
+
+
 async def revoke_key(connection: Connection, key_id: str) -> bool:
     """Revoke a key for good; False where there is none."""
     done = await connection.execute(
@@ -98,7 +135,7 @@ async def revoke_key(connection: Connection, key_id: str) -> bool:
 
 
 _VIEW: Final = (
-    "key_id, tenant_id, note, deployments, limits, revoked_at IS NOT NULL AS revoked,"
+    "key_id, tenant_id, note, deployments, limits, etag, revoked_at IS NOT NULL AS revoked,"
     " extract(epoch FROM expires_at)::float8 AS expires"
 )
 
@@ -112,4 +149,5 @@ def _view(row: Any) -> KeyView:
         limits=msgspec.json.decode(row["limits"], type=Limits),
         expires_at=row["expires"],
         revoked=row["revoked"],
+        etag=row["etag"],
     )

@@ -1,5 +1,6 @@
 """Errors and lists in OpenAI's shapes."""
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -17,6 +18,8 @@ def error_body(error: ApiError) -> dict[str, Any]:
     kind = "invalid_request_error"
     if error.code is ErrorCode.RATE_LIMITED:
         kind = "rate_limit_error"
+    elif error.code is ErrorCode.QUOTA_EXCEEDED:
+        kind = "insufficient_quota"
     elif status >= 500 or error.code is ErrorCode.OUT_OF_CAPACITY:
         kind = "server_error"
     return {
@@ -31,9 +34,9 @@ def error_body(error: ApiError) -> dict[str, Any]:
 
 def error_reply(error: ApiError) -> Reply:
     """Return the whole error answer."""
-    headers = {}
+    headers = dict(error.headers)
     if error.retry_after_s is not None:
-        headers["retry-after"] = str(max(1, round(error.retry_after_s)))
+        headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
     if error.code is ErrorCode.INVALID_KEY:
         headers["www-authenticate"] = "Bearer"
     return Reply(error.meaning.status, msgspec.json.encode(error_body(error)), headers)

@@ -394,6 +394,7 @@ async def test_a_key_is_kept_only_as_a_digest_and_events_cannot_be_changed(pool:
         assert [key.key_id for key in await keys.live_keys(connection)] == ["k1"]
         assert await keys.revoke_key(connection, "k1")
         assert await keys.live_keys(connection) == ()
+        assert await keys.revoked_keys(connection) == ("k1",)
     await reported(pool, Epoch(1), replicas=(a_replica_report(a_spec("x")),))
     async with using(pool) as connection:
         with pytest.raises(asyncpg.RaiseError, match="append only"):
