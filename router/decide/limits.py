@@ -56,74 +56,130 @@ class Rate:
     Time is what it counts in: a unit costs `unit_s`, and `burst_s` may be owed.
     """
 
-    __slots__ = ("_full_at_s", "burst_s", "per_min", "unit_s")
+    __slots__ = ("_name", "_per_min", "burst_s", "full_at_s", "unit_s")
 
-    def __init__(self, per_min: float, now_s: float) -> None:
-        self.per_min = per_min
+    def __init__(self, name: str, per_min: float, now_s: float) -> None:
+        self._name = name
+        self._per_min = per_min
         self.unit_s = 60.0 / per_min
         # A share smaller than one a minute still lets one through when it is full.
         self.burst_s = max(BURST_S, self.unit_s)
-        self._full_at_s = now_s
+        self.full_at_s = now_s
+
+    def drawn(self, units: float, now_s: float) -> float:
+        """Return when it would be full again with `units` taken out; -1 where it lacks them.
+
+        What is larger than all it can hold is let in when it is full, and paid off afterwards.
+        """
+        full_at_s = self.full_at_s if self.full_at_s > now_s else now_s
+        cost_s = units * self.unit_s
+        if full_at_s > now_s + _SLACK_S and full_at_s + cost_s - self.burst_s > now_s + _SLACK_S:
+            return -1.0
+        return full_at_s + cost_s
 
     def wait_s(self, units: float, now_s: float) -> float:
-        """Return the seconds until `units` may be drawn; what is larger than all waits for full."""
-        owed_s = max(0.0, self._full_at_s - now_s)
-        wait_s = owed_s + min(units * self.unit_s, self.burst_s) - self.burst_s
-        return wait_s if wait_s > _SLACK_S else 0.0
+        """Return the seconds until `units` may be drawn."""
+        owed_s = max(0.0, self.full_at_s - now_s)
+        return max(0.0, owed_s - max(0.0, self.burst_s - units * self.unit_s))
 
-    def draw(self, units: float, now_s: float) -> None:
-        """Take `units` out, or put back where negative; it never holds more than when full."""
-        self._full_at_s = max(self._full_at_s, now_s) + units * self.unit_s
+    def settle(self, units: float, now_s: float) -> None:
+        """Draw `units` whatever is in it, or put back where negative; full is the most it holds."""
+        full_at_s = self.full_at_s if self.full_at_s > now_s else now_s
+        self.full_at_s = full_at_s + units * self.unit_s
 
-    def reset_s(self, now_s: float) -> float:
-        """Return the seconds until it is full."""
-        return max(0.0, self._full_at_s - now_s)
-
-    def left(self, now_s: float) -> int:
-        """Return the whole units in it; negative where it was overdrawn."""
-        return math.floor((self.burst_s - self.reset_s(now_s) + _SLACK_S) / self.unit_s)
-
-    def headers(self, name: str, now_s: float) -> dict[str, str]:
+    def headers(self, now_s: float) -> dict[str, str]:
         """Write what is left as OpenAI does."""
+        owed_s = max(0.0, self.full_at_s - now_s)
+        left = int((self.burst_s - owed_s + _SLACK_S) / self.unit_s)
         return {
-            f"x-ratelimit-limit-{name}": str(max(1, math.floor(self.per_min))),
-            f"x-ratelimit-remaining-{name}": str(max(0, self.left(now_s))),
-            f"x-ratelimit-reset-{name}": duration(self.reset_s(now_s)),
+            f"x-ratelimit-limit-{self._name}": str(int(self._per_min) or 1),
+            f"x-ratelimit-remaining-{self._name}": str(left if left > 0 else 0),
+            f"x-ratelimit-reset-{self._name}": duration(owed_s),
         }
 
 
 class _Use:
-    """What one key has drawn, in this process."""
+    """What one key has drawn in this process, and what it may."""
 
-    __slots__ = ("concurrent", "day", "day_spend", "day_tokens", "limits", "requests", "tokens")
+    __slots__ = (
+        "at_once_max",
+        "concurrent",
+        "day_ends_s",
+        "day_spend",
+        "day_spend_max",
+        "day_starts_s",
+        "day_tokens",
+        "day_tokens_max",
+        "limits",
+        "requests",
+        "tokens",
+    )
 
     def __init__(self) -> None:
         self.limits: Limits | None = None
         self.requests: Rate | None = None
         self.tokens: Rate | None = None
         self.concurrent = 0
-        self.day = 0
+        self.at_once_max = math.inf
+        self.day_starts_s = self.day_ends_s = 0.0
         self.day_tokens = 0
+        self.day_tokens_max = math.inf
         self.day_spend = 0.0
+        self.day_spend_max = math.inf
+
+    def adopt(self, limits: Limits, processes: int, now_s: float) -> None:
+        """Hold to `limits` from now on. A new table decodes all anew: equal ones keep their meters.
+
+        What was drawn under others is no debt under these; what was used today still was.
+        """
+        if self.limits != limits:
+            requests, tokens = limits.requests_per_min, limits.tokens_per_min
+            self.requests = Rate("requests", requests / processes, now_s) if requests > 0 else None
+            self.tokens = Rate("tokens", tokens / processes, now_s) if tokens > 0 else None
+            share = math.ceil(limits.concurrency / processes)
+            self.at_once_max = share if share > 0 else math.inf
+            self.day_tokens_max = limits.tokens_per_day if limits.tokens_per_day > 0 else math.inf
+            self.day_spend_max = limits.spend_per_day if limits.spend_per_day > 0 else math.inf
+        self.limits = limits
+
+    def begin_day(self, unix_s: float) -> None:
+        """Count from nothing, until the next midnight of UTC."""
+        self.day_starts_s = unix_s - unix_s % DAY_S
+        self.day_ends_s = self.day_starts_s + DAY_S
+        self.day_tokens, self.day_spend = 0, 0.0
+
+    def is_spent(self) -> bool:
+        """Say whether a quota is used up.
+
+        Whatever is left lets one more in: how much it takes is known only when it ends.
+        """
+        return self.day_tokens >= self.day_tokens_max or self.day_spend >= self.day_spend_max
+
+    def headers(self, now_s: float) -> dict[str, str]:
+        """Write the `x-ratelimit-*` headers, for the limits that there are."""
+        if self.requests is None:
+            return self.tokens.headers(now_s) if self.tokens is not None else {}
+        headers = self.requests.headers(now_s)
+        return headers | self.tokens.headers(now_s) if self.tokens is not None else headers
 
 
 class Entry:
     """One admitted request. `leave` settles what it used, once."""
 
-    __slots__ = ("_day", "_estimate_spend", "_estimate_tokens", "_is_open", "_rate", "_use")
+    __slots__ = ("_day_ends_s", "_estimate_spend", "_estimate_tokens", "_is_open", "_rate", "_use")
 
     def __init__(self, use: _Use, estimate_tokens: int, estimate_spend: float) -> None:
         self._use = use
         # The very meter it was drawn from: limits that change meanwhile begin with another.
         self._rate = use.tokens
-        self._day = use.day
+        self._day_ends_s = use.day_ends_s
         self._estimate_tokens = estimate_tokens
         self._estimate_spend = estimate_spend
         self._is_open = True
 
     def headers(self, now_s: float) -> dict[str, str]:
         """Write the `x-ratelimit-*` headers, for the limits that there are."""
-        return _headers(self._use, now_s)
+        return self._use.headers(now_s)
 
     def leave(self, used_tokens: int, now_s: float, spent: float = 0.0) -> None:
         """Settle: what was estimated too much comes back, what was too little is drawn."""
@@ -133,10 +189,12 @@ class Entry:
         use = self._use
         use.concurrent -= 1
         if self._rate is not None:
-            self._rate.draw(used_tokens - self._estimate_tokens, now_s)
-        is_same_day = use.day == self._day
-        use.day_tokens += used_tokens - is_same_day * self._estimate_tokens
-        use.day_spend += spent - is_same_day * self._estimate_spend
+            self._rate.settle(used_tokens - self._estimate_tokens, now_s)
+        if use.day_ends_s == self._day_ends_s:
+            use.day_tokens -= self._estimate_tokens
+            use.day_spend -= self._estimate_spend
+        use.day_tokens += used_tokens
+        use.day_spend += spent
 
 
 class Gate:
@@ -160,28 +218,28 @@ class Gate:
         estimate_spend: float = 0.0,
     ) -> Entry:
         """Admit a request, or raise Limited with the seconds after which it would be."""
-        limits = key.limits
         use = self._uses.get(key.key_id)
         if use is None:
             use = self._uses[key.key_id] = _Use()
-        if use.limits is not limits:
-            self._adopt(use, limits, now_s)
-        day = int(unix_s // DAY_S)
-        if day != use.day:
-            use.day, use.day_tokens, use.day_spend = day, 0, 0.0
+        if use.limits is not key.limits:
+            use.adopt(key.limits, self._processes, now_s)
+        if not use.day_starts_s <= unix_s < use.day_ends_s:
+            use.begin_day(unix_s)
         requests, tokens = use.requests, use.tokens
+        requests_at_s = requests.drawn(1, now_s) if requests is not None else 0.0
+        tokens_at_s = tokens.drawn(estimate_tokens, now_s) if tokens is not None else 0.0
         if (
-            (requests is not None and requests.wait_s(1, now_s))
-            or (tokens is not None and tokens.wait_s(estimate_tokens, now_s))
-            or (limits.concurrency and use.concurrent >= self._at_once(limits))
+            requests_at_s < 0
+            or tokens_at_s < 0
+            or use.concurrent >= use.at_once_max
             or key.spent_until > unix_s
-            or _is_spent(use, limits)
+            or use.is_spent()
         ):
-            raise self._refusal(key, use, estimate_tokens, now_s, unix_s)
+            raise _refusal(key, use, estimate_tokens, now_s, unix_s)
         if requests is not None:
-            requests.draw(1, now_s)
+            requests.full_at_s = requests_at_s
         if tokens is not None:
-            tokens.draw(estimate_tokens, now_s)
+            tokens.full_at_s = tokens_at_s
         use.concurrent += 1
         use.day_tokens += estimate_tokens
         use.day_spend += estimate_spend
@@ -192,71 +250,45 @@ class Gate:
         for key_id in [key_id for key_id in self._uses if key_id not in kept]:
             del self._uses[key_id]
 
-    def _adopt(self, use: _Use, limits: Limits, now_s: float) -> None:
-        # A new table decodes every key anew: equal limits keep their meters.
-        if use.limits != limits:
-            use.requests = self._rate(limits.requests_per_min, now_s)
-            use.tokens = self._rate(limits.tokens_per_min, now_s)
-        use.limits = limits
-
-    def _rate(self, per_min: int, now_s: float) -> Rate | None:
-        return Rate(per_min / self._processes, now_s) if per_min > 0 else None
-
-    def _at_once(self, limits: Limits) -> int:
-        return -(-limits.concurrency // self._processes)
-
-    def _refusal(
-        self, key: KeyEntry, use: _Use, estimate_tokens: int, now_s: float, unix_s: float
-    ) -> Limited:
-        """Say which limit refuses; of several, the one that holds longest."""
-        limits, headers = key.limits, _headers(use, now_s)
-        if key.spent_until > unix_s or _is_spent(use, limits):
-            until_s = max(key.spent_until - unix_s, DAY_S - unix_s % DAY_S)
-            return Limited(
-                "quota",
-                ErrorCode.QUOTA_EXCEEDED,
-                "the key's quota of this day (UTC) is used up",
-                min(until_s, DAY_S),
-                # Clients repeat every 429 unless told that it does not help.
-                {**headers, "x-should-retry": "false"},
-            )
-        limit, what, wait_s = "concurrency", f"{limits.concurrency} requests at once", 0.0
-        for name, rate, units, per_min in (
-            ("requests", use.requests, 1, limits.requests_per_min),
-            ("tokens", use.tokens, estimate_tokens, limits.tokens_per_min),
-        ):
-            if rate is not None and rate.wait_s(units, now_s) > wait_s:
-                limit, what = name, f"{per_min} {name} a minute"
-                wait_s = rate.wait_s(units, now_s)
-        return Limited(
-            limit,
-            ErrorCode.RATE_LIMITED,
-            f"{what}, the key's limit",
-            max(wait_s, BUSY_RETRY_AFTER_S),
-            headers,
-        )
-
 
 def duration(seconds: float) -> str:
     """Write a time as OpenAI's headers do: `17ms`, `1.5s`, `6m0s`."""
-    if seconds < 1:
-        return f"{math.ceil(1000 * seconds)}ms"
-    minutes, rest = divmod(math.ceil(1000 * seconds), 60_000)
-    tail = f"{rest / 1000:g}s"
-    return f"{minutes}m{tail}" if minutes else tail
+    ms = math.ceil(1000 * seconds)
+    if ms < 1000:
+        return f"{ms}ms"
+    if ms < 60_000:
+        return f"{ms / 1000:g}s"
+    minutes, ms = divmod(ms, 60_000)
+    return f"{minutes}m{ms / 1000:g}s"
 
 
-def _is_spent(use: _Use, limits: Limits) -> bool:
-    # Whatever is left lets one more in: how much it takes is known only when it ends.
-    return (0 < limits.tokens_per_day <= use.day_tokens) or (
-        0 < limits.spend_per_day <= use.day_spend
+def _refusal(
+    key: KeyEntry, use: _Use, estimate_tokens: int, now_s: float, unix_s: float
+) -> Limited:
+    """Say which limit refuses; of several, the one that holds longest."""
+    limits, headers = key.limits, use.headers(now_s)
+    if key.spent_until > unix_s or use.is_spent():
+        until_s = max(key.spent_until, use.day_ends_s if use.is_spent() else 0.0) - unix_s
+        return Limited(
+            "quota",
+            ErrorCode.QUOTA_EXCEEDED,
+            "the key's quota of this day (UTC) is used up",
+            min(until_s, DAY_S),
+            # Clients repeat every 429 unless told that it does not help.
+            {**headers, "x-should-retry": "false"},
+        )
+    limit, what, wait_s = "concurrency", f"{limits.concurrency} requests at once", 0.0
+    for name, rate, units, per_min in (
+        ("requests", use.requests, 1, limits.requests_per_min),
+        ("tokens", use.tokens, estimate_tokens, limits.tokens_per_min),
+    ):
+        rate_wait_s = rate.wait_s(units, now_s) if rate is not None else 0.0
+        if rate_wait_s > max(wait_s, _SLACK_S):
+            limit, what, wait_s = name, f"{per_min} {name} a minute", rate_wait_s
+    return Limited(
+        limit,
+        ErrorCode.RATE_LIMITED,
+        f"{what}, the key's limit",
+        max(wait_s, BUSY_RETRY_AFTER_S),
+        headers,
     )
-
-
-def _headers(use: _Use, now_s: float) -> dict[str, str]:
-    headers: dict[str, str] = {}
-    if use.requests is not None:
-        headers |= use.requests.headers("requests", now_s)
-    if use.tokens is not None:
-        headers |= use.tokens.headers("tokens", now_s)
-    return headers

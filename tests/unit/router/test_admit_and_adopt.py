@@ -45,6 +45,10 @@ def a_key(**fields: object) -> KeyEntry:
         (f"Bearer {format_key(KeyId('o' * 12), bytes(32))}", a_key(), "unknown or revoked"),
         (f"Bearer {format_key(KeyId('k' * 12), bytes(32))}", a_key(), "unknown or revoked"),
         (f"Bearer {TEXT}", a_key(expires_at=50.0), "expired"),
+        (f"Bearer {TEXT[:30]}\udcff{TEXT[31:]}", a_key(), "form"),
+        (f"Bearer {TEXT[:-1]}", a_key(), "form"),
+        (f"Bearer osi_{TEXT[4:]}", a_key(), "form"),
+        (f"Bearer {TEXT[:17]}{'z' * 43}{TEXT[60:]}", a_key(), "form"),
     ],
 )
 def test_a_wrong_key_is_told_what_is_wrong(header: str | None, key: KeyEntry, words: str) -> None:
@@ -52,6 +56,14 @@ def test_a_wrong_key_is_told_what_is_wrong(header: str | None, key: KeyEntry, wo
         authenticate({key.key_id: key}, header, 100.0)
     assert caught.value.code is ErrorCode.INVALID_KEY
     assert TEXT[17:50] not in caught.value.message
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.text() | st.text(min_size=67, max_size=67).map(lambda text: f"Bearer {text}"))
+def test_whatever_is_sent_for_a_key_is_refused_in_words(header: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        authenticate({a_key().key_id: a_key()}, header, 100.0)
+    assert caught.value.code is ErrorCode.INVALID_KEY
 
 
 def test_a_right_key_is_let_in_to_what_it_may_use() -> None:
