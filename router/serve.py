@@ -176,7 +176,7 @@ class Corridor:
         """Wait in the bounded queue, or raise what the client should know instead."""
         asked = journey.asked
         deployment_id = asked.deployment.deployment_id
-        nobody = not self._fleet.view(deployment_id).candidates
+        nobody = not self._fleet.view(deployment_id).slots
         journey.found_no_replica |= nobody
         left_s = until_s - self._clock()
         try:
