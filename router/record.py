@@ -13,6 +13,7 @@ from isochrone.wire.ids import DeploymentId, PopId, RequestId
 from isochrone.wire.routes import DeploymentEntry, KeyEntry, Route
 from isochrone.wire.usage import DemandRow, Outcome, UsageRow
 from router.decide.pick import Ranked
+from router.decide.prefixes import NO_KEYS, PrefixKeys, Sent
 from router.journal import Journal
 from router.metrics import Metrics
 
@@ -40,6 +41,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     reject_if_busy: bool
     arrived_s: float
     started_at: float
+    prefix_keys: PrefixKeys = NO_KEYS
 
 
 class Journey:
@@ -50,6 +52,7 @@ class Journey:
         self.prompt_tokens_estimate = prompt_tokens_estimate
         self.outcome = Outcome.FAILED
         self.ranked: Ranked | None = None
+        self.sent: Sent | None = None
         self.picked_at_s = 0.0
         self.first_token_at_s: float | None = None
         self.found_no_replica = False

@@ -169,6 +169,7 @@ class Corridor:
             output_tokens=asked.output_tokens_max,
             session=asked.session,
             seat=self._fleet.seat(asked.session),
+            held=self._fleet.held(asked.deployment.deployment_id, asked.prefix_keys),
         )
         return rank(self._fleet.view(asked.deployment.deployment_id), ask, excluded), ask
 
@@ -208,6 +209,7 @@ class Corridor:
         )
         attempt.callback(reservation.release)
         journey.ranked = ranked
+        journey.sent = self._fleet.sent(ranked, asked.prefix_keys)
         journey.picked_at_s = self._clock()
         sent = {
             headers.REPLICA: route.replica_id,
@@ -227,9 +229,10 @@ class Corridor:
             journey.ranked = None
             raise
         self._fleet.health.answered(route.replica_id)
-        reservation.first_token()
         if opened.rest is not None:
-            journey.first_token_at_s = self._clock()
+            journey.first_token_at_s = now_s = self._clock()
+            self._fleet.first_token(ranked, 1000 * (now_s - journey.picked_at_s), reservation)
+        reservation.first_token()
         return opened
 
     async def _begin(
@@ -328,6 +331,9 @@ class Corridor:
         if journey.prompt_tokens is not None:
             self._fleet.learned_tokens(
                 asked.deployment.deployment_id, asked.text_bytes, journey.prompt_tokens
+            )
+            self._fleet.learned_cached(
+                ranked.route, journey.sent, journey.prompt_tokens, journey.cached_tokens or 0
             )
         if asked.session and journey.outcome is Outcome.COMPLETE:
             prompt, _, output = journey.used

@@ -23,7 +23,8 @@ from router.apis.openai.decode import (
 from router.apis.openai.encode import error_event
 from router.config import RouterConfig
 from router.decide.admit import authenticate, may_use
-from router.decide.affinity import SESSION_BYTES_MAX
+from router.decide.affinity import SESSION_BYTES_MAX, seed_of
+from router.decide.prefixes import keys_of
 from router.fleet import Fleet
 from router.record import Asked
 from router.serve import ClientGone, Corridor
@@ -170,6 +171,10 @@ class OpenAiSurface:
                 reject_if_busy=asked.options is not None and asked.options.reject_if_busy,
                 arrived_s=arrived_s,
                 started_at=self._unix_clock(),
+                # Caches are kept apart by tenant: so are the keys.
+                prefix_keys=keys_of(
+                    asked.rendered, seed_of(f"{key.tenant_id}\0{deployment.deployment_id}")
+                ),
             ),
             client,
         )

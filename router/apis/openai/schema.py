@@ -70,6 +70,13 @@ class ChatRequest(_Shared, frozen=True, kw_only=True):
         return sum(_text_bytes(message.content) + 16 for message in self.messages)
 
     @property
+    def rendered(self) -> bytes:
+        """The prompt as bytes that begin alike where two conversations do."""
+        return "".join(
+            f"\0{message.role}\0{_text(message.content)}" for message in self.messages
+        ).encode(errors="replace")
+
+    @property
     def output_tokens_max(self) -> int | None:
         """How many tokens the client allows."""
         return self.max_completion_tokens or self.max_tokens
@@ -101,9 +108,22 @@ class CompletionRequest(_Shared, frozen=True, kw_only=True):
         )
 
     @property
+    def rendered(self) -> bytes:
+        """The prompt as bytes that begin alike where two prompts do."""
+        if isinstance(self.prompt, str):
+            return self.prompt.encode(errors="replace")
+        return msgspec.json.encode(self.prompt)
+
+    @property
     def output_tokens_max(self) -> int | None:
         """How many tokens the client allows."""
         return self.max_tokens
+
+
+def _text(content: str | list[Part] | None) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "".join(part.text or "" for part in content)
 
 
 def _text_bytes(content: str | list[Part] | None) -> int:
