@@ -155,8 +155,10 @@ class Fleet:
             return measured.rtt_ms
         return expected_rtt_ms(self._pops.get(self.pop), self._pops.get(route.pop))
 
-    def reserve(self, route: Route, *, prefill: int, decode: int) -> Reservation:
-        """Book a request's tokens at a replica, before it is sent."""
+    def reserve(
+        self, route: Route, *, prefill: int, decode: int, prompt: int | None = None
+    ) -> Reservation:
+        """Book a request's tokens at a replica, before it is sent: of `prompt`, `prefill` to read."""
         now_s = self._clock()
         self.health.picked(route.replica_id, now_s)
         board = self._boards.get(route.deployment_id)
@@ -167,6 +169,7 @@ class Fleet:
             route.replica_id,
             prefill=prefill,
             decode=decode,
+            prompt=prompt,
             work_ms=board.work_ms(slot, prefill),
             arrives_s=now_s + self.rtt_ms(route) / 2000,
             others_ms=board.others_ms(slot, self.in_flight.line(route.replica_id), now_s),
@@ -218,8 +221,11 @@ class Fleet:
         else:
             self._disowned.discard(route.replica_id)
         if load is not None:
-            told_at_s = now_s - self.rtt_ms(route) / 2000
-            self.in_flight.hear(route.replica_id, load, now_s, told_at_s)
+            self.told(route, load, now_s - self.rtt_ms(route) / 2000)
+
+    def told(self, route: Route, load: Load, at_s: float) -> None:
+        """A replica's load as it was at `at_s` became known."""
+        self.in_flight.hear(route.replica_id, load, self._clock(), at_s)
 
     def measured(self, node_id: NodeId, rtt_ms: float) -> None:
         """A node answered a ping."""

@@ -205,7 +205,10 @@ class Corridor:
         route = ranked.route
         # What waits there reads only the uncached part; all of it holds KV.
         reservation = self._fleet.reserve(
-            route, prefill=ranked.uncached_tokens, decode=asked.output_tokens_max
+            route,
+            prefill=ranked.uncached_tokens,
+            decode=asked.output_tokens_max,
+            prompt=ask.prompt_tokens,
         )
         attempt.callback(reservation.release)
         journey.ranked = ranked

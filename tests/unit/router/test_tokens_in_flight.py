@@ -41,6 +41,7 @@ class Ledger(RuleBasedStateMachine):
             replica,
             prefill=prefill,
             decode=decode,
+            prompt=prefill + 100,
             work_ms=float(prefill),
             arrives_s=self.now_s if is_timed else None,
         )
@@ -84,7 +85,15 @@ class Ledger(RuleBasedStateMachine):
             assert in_flight.requests == len(mine)
             assert in_flight.others_prefill_tokens >= 0
             assert in_flight.others_decode_tokens >= 0
-            assert self.ledger.line(replica).behind_first_ms >= 0
+            line = self.ledger.line(replica)
+            assert line.behind_first_ms >= 0
+            reading = [
+                one for one in self.open if one.replica_id == replica and one in line.reading
+            ]
+            assert line.prompts == sum(one.prompt_tokens for one in reading)
+            assert line.outputs == sum(
+                one.output_tokens for one in self.open if one.replica_id == replica
+            )
         assert self.ledger.requests == len(self.open)
         assert len(self.told) == self.released
 
