@@ -184,26 +184,31 @@ class Parts:
             metrics=self.metrics,
             clock=clock,
         )
-        self.surface = OpenAiSurface(
-            config=config,
+        self.surface, self.server = self._front(boot_id)
+        self.loops = self._loops()
+
+    def _front(self, boot_id: BootId) -> tuple[OpenAiSurface, Server]:
+        """Make what clients meet."""
+        surface = OpenAiSurface(
+            config=self.config,
             fleet=self.fleet,
             corridor=self.corridor,
             metrics=self.metrics,
             unix_clock=time.time,
             new_id=RequestIds(boot_id),
         )
-        doors = Doors(self.surface, self.upstream)
-        self.server = Server(
-            limits=limits_of(config),
-            write_timeout_s=config.write_timeout_s,
+        doors = Doors(surface, self.upstream)
+        server = Server(
+            limits=limits_of(self.config),
+            write_timeout_s=self.config.write_timeout_s,
             gate=doors.gate,
             handler=doors.answer,
-            encode_error=self.surface.encode_error,
+            encode_error=surface.encode_error,
             deadlines=self.deadlines,
-            clock=clock,
+            clock=time.monotonic,
             unix_clock=time.time,
         )
-        self.loops = self._loops()
+        return surface, server
 
     async def send(self, message: msgspec.Struct) -> bool:
         """Send one message up; False where nobody listens."""

@@ -72,6 +72,9 @@ class Metrics:
         self.tokens = Counter(
             f"{PREFIX}tokens", "Tokens by kind.", ["deployment", "kind"], registry=self.registry
         )
+        self._define_trouble()
+
+    def _define_trouble(self) -> None:
         self.retries = Counter(
             f"{PREFIX}retries",
             "Attempts that came to nothing, by cause.",

@@ -13,10 +13,11 @@ from isochrone.wire.errors import ApiError
 from isochrone.wire.ids import DeploymentId, PopId, ReplicaId, RequestId
 from isochrone.wire.routes import DeploymentEntry, KeyEntry, Route
 from isochrone.wire.usage import DemandRow, Outcome, UsageRow
+from router.dataplane.exchange import Exchange
 from router.dataplane.sse import Frames, Said
-from router.dataplane.upstream import Exchange
 from router.dataplane.usage import UsageCount
 from router.decide.pick import Ranked
+from router.decide.prefixes import NO_KEYS, PrefixKeys, Sent
 from router.decide.tokens_in_flight import Reservation
 from router.journal import Journal
 from router.metrics import Metrics
@@ -55,6 +56,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     error_event: Callable[[ApiError], bytes]
     resume: Callable[[str, int], bytes | None] | None = None
     drawn: str = ""
+    prefix_keys: PrefixKeys = NO_KEYS
 
 
 class Journey:
@@ -65,6 +67,7 @@ class Journey:
         self.prompt_tokens_estimate = prompt_tokens_estimate
         self.outcome = Outcome.FAILED
         self.ranked: Ranked | None = None
+        self.sent: Sent | None = None
         self.picked_at_s = 0.0
         self.first_token_at_s: float | None = None
         self.found_no_replica = False

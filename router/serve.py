@@ -11,17 +11,17 @@ import asyncio
 from collections.abc import Callable, Mapping
 from typing import Final, Protocol
 
-import msgspec
-
 from isochrone.wire import headers
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.usage import Outcome
 from router.config import RouterConfig
 from router.dataplane import sse
 from router.dataplane.answer import Answer
+from router.dataplane.exchange import AttemptFailed, Exchange, Failure
 from router.dataplane.http1 import Reply
-from router.dataplane.upstream import AttemptFailed, Exchange, Failure, Head, Upstream
-from router.dataplane.usage import NoAnswer, UsageCount, read_whole
+from router.dataplane.upstream import Upstream
+from router.dataplane.usage import UsageCount
+from router.dataplane.verdict import hold_to_error, hold_to_status, read_answer
 from router.decide.health import RetryBudget
 from router.decide.limits import Entry, Gate, Limited
 from router.decide.pick import Ask, Ranked, Ranking, rank
@@ -180,6 +180,7 @@ class Corridor:
             output_tokens=max(1, asked.output_tokens_max - journey.said_tokens),
             session=asked.session,
             seat=self._fleet.seat(asked.session),
+            held=self._fleet.held(asked.deployment.deployment_id, asked.prefix_keys),
         )
         excluded = frozenset(journey.failed | journey.refused | journey.unfit)
         return rank(self._fleet.view(asked.deployment.deployment_id), ask, excluded)
@@ -208,7 +209,7 @@ class Corridor:
     async def _wait_for_room(self, journey: Journey, place: Place, *, is_full: bool) -> None:
         """Wait in the bounded queue, or raise what the client should know instead."""
         name = journey.asked.deployment.name
-        nobody = not self._fleet.view(place.lane).candidates
+        nobody = not self._fleet.view(place.lane).slots
         journey.found_no_replica |= nobody
         try:
             await self.waiting.wait(place)
@@ -235,10 +236,11 @@ class Corridor:
         output_tokens = max(1, asked.output_tokens_max - journey.said_tokens)
         # What waits there reads only the uncached part; all of it holds KV.
         reservation = self._fleet.reserve(
-            route, prefill=ranked.uncached_tokens, decode=output_tokens
+            route, prefill=ranked.uncached_tokens, decode=output_tokens, prompt=prompt_tokens
         )
         journey.reservation = reservation
         journey.ranked = ranked
+        journey.sent = self._fleet.sent(ranked, asked.prefix_keys)
         journey.picked_at_s = self._clock()
         patience_s = self._config.first_byte_timeout_s
         if not asked.is_stream:
@@ -268,15 +270,17 @@ class Corridor:
         )
         head = await answer.opened()
         self._fleet.heard(route, head.load, head.refused)
-        _hold_to_status(route.node_id, head)
+        hold_to_status(route.node_id, head)
         if head.status == 200 and not answer.is_stream:
-            answer.usage, answer.body = _read(route.node_id, answer.body)
+            answer.usage, answer.body = read_answer(route.node_id, answer.body)
         self._fleet.health.answered(route.replica_id)
-        reservation.first_token()
         if answer.is_stream:
             exchange.wait(self._config.stream_idle_timeout_s)
+            now_s = self._clock()
+            self._fleet.first_token(ranked, 1000 * (now_s - journey.picked_at_s), reservation)
             if journey.first_token_at_s is None:
-                journey.first_token_at_s = self._clock()
+                journey.first_token_at_s = now_s
+        reservation.first_token()
         return answer
 
     def _reply(
@@ -290,7 +294,7 @@ class Corridor:
             journey.note(answer.usage)
             journey.outcome = Outcome.COMPLETE
         else:
-            _hold_to_error(answer.body, head.status)
+            hold_to_error(answer.body, head.status)
             retry_after = head.fields.get(b"retry-after")
             if retry_after:
                 extra["retry-after"] = retry_after.decode("latin-1")
@@ -384,6 +388,9 @@ class Corridor:
             self._fleet.learned_tokens(
                 asked.deployment.deployment_id, asked.text_bytes, journey.prompt_tokens
             )
+            self._fleet.learned_cached(
+                ranked.route, journey.sent, journey.prompt_tokens, journey.cached_tokens or 0
+            )
         if asked.session and journey.outcome is Outcome.COMPLETE:
             prompt, _, output = journey.used
             self._fleet.sessions.sat(
@@ -413,44 +420,11 @@ def _spend(asked: Asked, tokens: tuple[int, int, int]) -> float:
     return price.spend(*tokens) if price is not None else 0.0
 
 
-def _hold_to_status(node_id: str, head: Head) -> None:
-    """Tell an answer that is the client's own affair from one that another replica may better."""
-    if head.refused == headers.CANNOT_RESUME:
-        raise AttemptFailed(Failure.UNFIT, f"{node_id} cannot go on from a text")
-    if head.refused:
-        raise AttemptFailed(Failure.REFUSED, f"{node_id} refused: {head.refused}", head.refused)
-    if head.status >= 500:
-        raise AttemptFailed(Failure.ERROR, f"{node_id} answered {head.status}")
-    if head.status < 200 or 200 < head.status < 400:
-        raise AttemptFailed(Failure.BROKEN, f"{node_id} answered {head.status}")
-
-
 def _is_exact(journey: Journey, answer: Answer) -> bool:
     """Say whether the rest is, token for token, what the first replica would have said."""
     drawn = journey.asked.drawn
     how = answer.head.resumed if answer.head else ""
     return drawn == headers.GREEDY or (drawn == headers.SEEDED and how == headers.SEEDED)
-
-
-def _read(node_id: str, body: bytes) -> tuple[UsageCount | None, bytes]:
-    """Read a whole answer's usage; what is no JSON object is no answer."""
-    try:
-        return read_whole(body)
-    except NoAnswer:
-        raise AttemptFailed(Failure.BROKEN, f"{node_id} sent no JSON object") from None
-
-
-def _hold_to_error(body: bytes, status: int) -> None:
-    """Raise ApiError where a refusal of the request is in no shape that a client could read."""
-    try:
-        decoded = msgspec.json.decode(body)
-    except (msgspec.DecodeError, RecursionError, ValueError):
-        decoded = None
-    if not isinstance(decoded, dict) or "error" not in decoded:
-        raise ApiError(
-            ErrorCode.INVALID_REQUEST,
-            f"cannot answer: the replica refused the request with status {status}",
-        )
 
 
 def _the_end(journey: Journey, said: sse.Said) -> bytes:

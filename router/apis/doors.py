@@ -19,9 +19,10 @@ from isochrone.wire.routes import KeyEntry
 from router.apis.openai.hot import OpenAiSurface
 from router.dataplane import http1
 from router.dataplane.answer import Answer
+from router.dataplane.exchange import AttemptFailed
 from router.dataplane.http1 import Reply
 from router.dataplane.server import ClientConnection
-from router.dataplane.upstream import AttemptFailed, Upstream
+from router.dataplane.upstream import Upstream
 
 COLD: Final = "cold"
 COLD_TIMEOUT_S: Final = 30.0

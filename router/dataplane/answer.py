@@ -8,8 +8,8 @@ import asyncio
 from typing import Final, Protocol
 
 from router.dataplane import sse
+from router.dataplane.exchange import AttemptFailed, Failure, Head
 from router.dataplane.http1 import EVENT_STREAM
-from router.dataplane.upstream import AttemptFailed, Failure, Head
 from router.dataplane.usage import UsageCount
 
 HELD_BYTES_MAX: Final = 256 * 1024

@@ -7,25 +7,21 @@ Rule 3: a client that is gone cancels its request; one that does not read stops 
 
 import asyncio
 import logging
-import zlib
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from email.utils import formatdate
 from typing import Final, Protocol, cast
 
-import httptools
-
 from isochrone.service.door import DoorLimits
 from isochrone.wire.errors import ApiError, ErrorCode
-from isochrone.wire.routes import KeyEntry
 from router.dataplane import http1
 from router.dataplane.deadlines import NEVER, Deadlines
 from router.dataplane.http1 import Reply, Request
+from router.dataplane.requests import Gate, RequestReader
 
 log = logging.getLogger(__name__)
 
-HEAD_BYTES_MAX: Final = 32 * 1024
 READY_MAX: Final = 4
 """Whole requests of one connection that wait for the one before; past it nothing more is read."""
 
@@ -45,8 +41,6 @@ class Source(Protocol):
 
 Handler = Callable[[Request, "ClientConnection"], Awaitable[None]]
 EncodeError = Callable[[ApiError], Reply]
-Gate = Callable[[bytes, bytes, Mapping[bytes, bytes]], KeyEntry | None]
-"""Method, target and headers to whose request it is; raises ApiError before a body is read."""
 
 
 class Server:
@@ -135,16 +129,14 @@ class ClientConnection(asyncio.Protocol):
     """One client's connection. It is also the writer that a request's answer goes to."""
 
     __slots__ = (
-        "_address", "_arrived_s", "_bad", "_begun", "_body", "_body_bytes", "_chunked",
-        "_fields_bytes", "_head_bytes", "_headers", "_ignores_head", "_is_http10", "_key",
-        "_length", "_method", "_parser", "_paused", "_ready", "_request", "_resumed", "_server",
-        "_source", "_stopped_reading", "_target", "_task", "_transport", "_whole", "due_s",
+        "_address", "_bad", "_begun", "_chunked", "_paused", "_reader", "_ready", "_request",
+        "_resumed", "_server", "_source", "_stopped_reading", "_task", "_transport", "due_s",
     )  # fmt: skip
 
     def __init__(self, server: Server) -> None:
         self._server = server
         self._transport: asyncio.Transport | None = None
-        self._parser = httptools.HttpRequestParser(self)
+        self._reader = RequestReader(self, server.gate, server.limits.body_bytes_max, server.clock)
         self._task: asyncio.Task[None] | None = None
         self._ready: deque[Request] = deque()
         self._bad: ApiError | None = None
@@ -156,15 +148,7 @@ class ClientConnection(asyncio.Protocol):
         self._begun = False
         self._chunked = False
         self._resumed: asyncio.Future[None] | None = None
-        self._ignores_head = False
-        self._whole = 0
         self.due_s = NEVER
-        # The request being read; `_length` is None as long as its head is.
-        self._length: int | None
-        self._headers: dict[bytes, bytes]
-        self._body: list[bytes]
-        self._key: KeyEntry | None
-        self._forget_request()
 
     # The transport's side.
 
@@ -196,22 +180,8 @@ class ClientConnection(asyncio.Protocol):
         """Parse what came; whole requests begin, what is malformed ends the connection."""
         if self._bad is not None:
             return
-        is_in_head, whole = self._length is None, self._whole
         try:
-            self._parser.feed_data(data)
-            if is_in_head and self._length is None and whole == self._whole:
-                # The parser holds a header back until it is whole: what it holds is bounded here.
-                self._head_bytes += len(data)
-                if self._head_bytes > HEAD_BYTES_MAX:
-                    raise http1.malformed(f"a head of more than {HEAD_BYTES_MAX} bytes")
-        except httptools.HttpParserUpgrade as upgrade:
-            self._go_on_without_upgrade(data[upgrade.args[0] :])
-        except httptools.HttpParserCallbackError as error:
-            # Our own refusals come through the parser wrapped.
-            cause = error.__context__
-            self._refuse(cause if isinstance(cause, ApiError) else http1.malformed("a broken head"))
-        except httptools.HttpParserError as error:
-            self._refuse(http1.malformed(str(error)[:120]))
+            self._reader.feed(data)
         except ApiError as error:
             self._refuse(error)
 
@@ -235,9 +205,9 @@ class ClientConnection(asyncio.Protocol):
         """End what waited too long: a head, a body, an idle connection, a client that is deaf."""
         if self._task is not None or self._bad is not None:
             self.abort()
-        elif self._arrived_s:
-            waited_s = self._server.clock() - self._arrived_s
-            what = "head" if self._length is None else "body"
+        elif self._reader.arrived_s:
+            waited_s = self._server.clock() - self._reader.arrived_s
+            what = "body" if self._reader.is_in_body else "head"
             self._refuse(
                 ApiError(
                     ErrorCode.REQUEST_TIMEOUT,
@@ -247,80 +217,23 @@ class ClientConnection(asyncio.Protocol):
         elif self._transport is not None:
             self._transport.close()
 
-    # The parser's side.
+    # The reader's side.
 
-    def on_message_begin(self) -> None:
-        """Begin a request: its head has its deadline from here."""
-        if not self._ignores_head:
-            self._arrived_s = self._server.clock()
-            if self._task is None:
-                self.due_s = self._arrived_s + self._server.limits.head_timeout_s
+    def request_begins(self) -> None:
+        """Give a head its deadline from its first byte on."""
+        if self._task is None:
+            self.due_s = self._reader.arrived_s + self._server.limits.head_timeout_s
 
-    def on_url(self, url: bytes) -> None:
-        """Take the request target, or a part of it."""
-        if not self._ignores_head:
-            self._fields_bytes += len(url)
-            self._target += url
+    def head_is_whole(self, *, expects_continue: bool) -> None:
+        """Give the body its deadline, and ask for it where the client waits to be asked."""
+        if self._task is None:
+            self.due_s = self._server.clock() + self._server.limits.body_timeout_s
+            if expects_continue and self._transport is not None:
+                self._transport.write(http1.CONTINUE)
 
-    def on_header(self, name: bytes, value: bytes) -> None:
-        """Take one header; a trailer, which comes after the head, is dropped."""
-        if self._length is None and not self._ignores_head:
-            self._fields_bytes += len(name) + len(value) + 4
-            if self._fields_bytes > HEAD_BYTES_MAX:
-                raise http1.malformed(f"a head of more than {HEAD_BYTES_MAX} bytes")
-            http1.add_header(self._headers, name, value)
-
-    def on_headers_complete(self) -> None:
-        """Check the head, before a byte of the body is waited for."""
-        if self._ignores_head:
-            return
-        parser, headers, server = self._parser, self._headers, self._server
-        self._method = parser.get_method()
-        version = parser.get_http_version()
-        http1.check_head(self._method, version, headers)
-        self._is_http10 = version == "1.0"
-        self._key = server.gate(self._method, self._target, headers)
-        length = int(headers.get(b"content-length", b"0"))
-        self._length = length
-        if length > server.limits.body_bytes_max:
-            raise self._too_large()
-        self.due_s = server.clock() + server.limits.body_timeout_s
-        if b"expect" in headers and self._task is None and self._transport is not None:
-            self._transport.write(http1.CONTINUE)
-
-    def on_body(self, body: bytes) -> None:
-        """Take a part of the body."""
-        self._body_bytes += len(body)
-        if self._body_bytes > self._server.limits.body_bytes_max:
-            raise self._too_large()
-        self._body.append(body)
-
-    def on_message_complete(self) -> None:
-        """Hand a whole request on."""
-        parser = self._parser
-        if parser.should_upgrade():
-            # Not the message's end, only where the parser stops: see `_go_on_without_upgrade`.
-            return
-        body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
-        encoding = self._headers.get(b"content-encoding", b"").lower()
-        if encoding not in (b"", b"identity"):
-            body = self._inflated(body, encoding)
-        path, query = http1.split_target(self._target)
-        self._ready.append(
-            Request(
-                self._method,
-                path,
-                query,
-                self._headers,
-                body,
-                parser.should_keep_alive() and not self._server.is_draining,
-                self._is_http10,
-                self._arrived_s,
-                self._key,
-            )
-        )
-        self._whole += 1
-        self._forget_request()
+    def request_is_whole(self, request: Request) -> None:
+        """Answer it, or let it wait for the one before."""
+        self._ready.append(request)
         if self._task is None:
             self.due_s = NEVER
             self._task = asyncio.get_running_loop().create_task(self._answer_all())
@@ -412,6 +325,8 @@ class ClientConnection(asyncio.Protocol):
         try:
             while self._ready and self._transport is not None:
                 self._request = self._ready.popleft()
+                if self._server.is_draining:
+                    self._request = self._request._replace(keep_alive=False)
                 if self._stopped_reading and len(self._ready) < READY_MAX:
                     self._stopped_reading = False
                     self._transport.resume_reading()
@@ -426,7 +341,7 @@ class ClientConnection(asyncio.Protocol):
         if self._bad is not None:
             self._refuse(self._bad)
         else:
-            wait_s = limits.body_timeout_s if self._arrived_s else limits.keepalive_s
+            wait_s = limits.body_timeout_s if self._reader.arrived_s else limits.keepalive_s
             self.due_s = self._server.clock() + wait_s
 
     async def _answer(self, request: Request) -> None:
@@ -478,58 +393,3 @@ class ClientConnection(asyncio.Protocol):
         if self._transport is not None:
             self.due_s = self._server.clock() + self._server.write_timeout_s
             self._transport.close()
-
-    def _forget_request(self) -> None:
-        self._method = b""
-        self._target = b""
-        self._headers = {}
-        self._body = []
-        self._body_bytes = 0
-        self._fields_bytes = 0
-        self._head_bytes = 0
-        self._length = None
-        self._is_http10 = False
-        self._key = None
-        self._arrived_s = 0.0
-
-    def _go_on_without_upgrade(self, rest: bytes) -> None:
-        """Ignore a wish for another protocol, as RFC 9110 (7.8) allows: parse on as HTTP/1.1.
-
-        The parser stops at the head's end; a fresh one is given a head that says only how the body
-        is framed.
-        """
-        if self._method == b"CONNECT":
-            self._refuse(http1.malformed("this is no forward proxy"))
-            return
-        framing = b"".join(
-            name + b": " + self._headers[name] + b"\r\n"
-            for name in (b"content-length", b"transfer-encoding")
-            if name in self._headers
-        )
-        self._parser = httptools.HttpRequestParser(self)
-        self._ignores_head = True
-        self._parser.feed_data(self._method + b" / HTTP/1.1\r\n" + framing + b"\r\n")
-        self._ignores_head = False
-        if rest:
-            self.data_received(rest)
-
-    def _inflated(self, body: bytes, encoding: bytes) -> bytes:
-        """Return the body decompressed, its size bounded as if it had come plain."""
-        bytes_max = self._server.limits.body_bytes_max
-        inflater = zlib.decompressobj(wbits=31 if encoding == b"gzip" else 15)
-        try:
-            whole = inflater.decompress(body, bytes_max + 1)
-        except zlib.error:
-            raise http1.malformed(f"a body that is not {encoding.decode()}") from None
-        if len(whole) > bytes_max:
-            raise self._too_large()
-        if not inflater.eof or inflater.unused_data:
-            raise http1.malformed(f"a {encoding.decode()} body cut short")
-        return whole
-
-    def _too_large(self) -> ApiError:
-        return ApiError(
-            ErrorCode.TOO_LARGE,
-            f"cannot read the body: more than the {self._server.limits.body_bytes_max} bytes "
-            "allowed",
-        )

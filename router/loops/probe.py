@@ -9,7 +9,8 @@ from isochrone.wire import headers
 from isochrone.wire.ids import NodeId
 from isochrone.wire.routes import Route
 from router.dataplane.answer import Answer
-from router.dataplane.upstream import AttemptFailed, Upstream
+from router.dataplane.exchange import AttemptFailed
+from router.dataplane.upstream import Upstream
 from router.fleet import Fleet
 from router.metrics import Metrics
 

@@ -26,7 +26,8 @@ from router.dataplane import http1
 from router.dataplane.http1 import Reply
 from router.dataplane.server import ClientConnection
 from router.decide.admit import authenticate, may_use
-from router.decide.affinity import SESSION_BYTES_MAX
+from router.decide.affinity import SESSION_BYTES_MAX, seed_of
+from router.decide.prefixes import keys_of
 from router.fleet import Fleet
 from router.metrics import Metrics
 from router.record import Asked
@@ -126,6 +127,10 @@ class OpenAiSurface:
             error_event=error_event,
             resume=resumption(body, asked) if asked.stream else None,
             drawn=drawn(asked),
+            # Caches are kept apart by tenant: so are the keys.
+            prefix_keys=keys_of(
+                asked.rendered, seed_of(f"{key.tenant_id}\0{deployment.deployment_id}")
+            ),
         )
 
     def _output_tokens(self, asked: Request, deployment: DeploymentEntry) -> int:

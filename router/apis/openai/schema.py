@@ -77,6 +77,13 @@ class ChatRequest(_Shared, frozen=True, kw_only=True):
         return sum(_text_bytes(message.content) + 16 for message in self.messages)
 
     @property
+    def rendered(self) -> bytes:
+        """The prompt as bytes that begin alike where two conversations do."""
+        return "".join(
+            f"\0{message.role}\0{_text(message.content)}" for message in self.messages
+        ).encode(errors="replace")
+
+    @property
     def output_tokens_max(self) -> int | None:
         """How many tokens the client allows."""
         return self.max_completion_tokens or self.max_tokens
@@ -91,6 +98,13 @@ class CompletionRequest(_Shared, frozen=True, kw_only=True):
     def text_bytes(self) -> int:
         """How much text the prompt holds; a token id counts as four bytes."""
         return _bytes_of(self.prompt)
+
+    @property
+    def rendered(self) -> bytes:
+        """The prompt as bytes that begin alike where two prompts do."""
+        if isinstance(self.prompt, str):
+            return self.prompt.encode(errors="replace")
+        return msgspec.json.encode(self.prompt)
 
     @property
     def output_tokens_max(self) -> int | None:
@@ -118,6 +132,11 @@ class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True):
         """How much text there is; a token id counts as four bytes."""
         return _bytes_of(self.input)
 
+    @property
+    def rendered(self) -> bytes:
+        """Nothing: an embedding leaves no prefix behind."""
+        return b""
+
 
 def _bytes_of(text: Text) -> int:
     if isinstance(text, str):
@@ -130,6 +149,12 @@ def _bytes_of(text: Text) -> int:
         else 4 * len(one)
         for one in text
     )
+
+
+def _text(content: str | list[Part] | None) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "".join(part.text or "" for part in content)
 
 
 def _text_bytes(content: str | list[Part] | None) -> int:
