@@ -60,6 +60,7 @@ class House(NamedTuple):
     recorder: Recorder
     metrics: Metrics
     loops: dict[str, Loop]
+    upstream: Upstream
 
 
 async def run(config: RouterConfig, stopping: asyncio.Event) -> int:
@@ -291,6 +292,7 @@ async def open_house(config: RouterConfig, identity: Identity) -> AsyncIterator[
             parts.recorder,
             parts.metrics,
             parts.loops,
+            parts.upstream,
         )
 
 

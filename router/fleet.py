@@ -55,6 +55,7 @@ class Fleet:
         self._route_by_id: dict[ReplicaId, Route] = {}
         self._replicas_on: dict[NodeId, list[ReplicaId]] = {}
         self._pops: dict[PopId, Pop] = {}
+        self._expected_ms: dict[PopId, float] = {}
         self._round_trips: dict[NodeId, RoundTripFilter] = {}
         self._answered_at_s: dict[NodeId, float] = {}
         self._disowned: set[ReplicaId] = set()
@@ -71,6 +72,7 @@ class Fleet:
         self.keys = MappingProxyType({key.key_id: key for key in table.keys})
         self._by_name = {entry.name: entry for entry in table.deployments}
         self._pops = {pop.pop: pop for pop in table.pops}
+        self._expected_ms.clear()
         self._route_by_id = {route.replica_id: route for route in table.routes}
         self._routes = {entry.deployment_id: [] for entry in table.deployments}
         for route in self._route_by_id.values():
@@ -153,7 +155,11 @@ class Fleet:
         measured = self._round_trips.get(route.node_id)
         if measured is not None and measured.rtt_ms is not None:
             return measured.rtt_ms
-        return expected_rtt_ms(self._pops.get(self.pop), self._pops.get(route.pop))
+        expected = self._expected_ms.get(route.pop)
+        if expected is None:
+            expected = expected_rtt_ms(self._pops.get(self.pop), self._pops.get(route.pop))
+            self._expected_ms[route.pop] = expected
+        return expected
 
     def reserve(
         self, route: Route, *, prefill: int, decode: int, prompt: int | None = None

@@ -38,6 +38,10 @@ class Upstream:
         self._open: set[NodeConnection] = set()
         self._gone = asyncio.Event()
 
+    def __len__(self) -> int:
+        """Return how many connections are open, to whichever node."""
+        return len(self._open)
+
     async def ask(
         self,
         node_id: NodeId,

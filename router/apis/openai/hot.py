@@ -110,13 +110,14 @@ class OpenAiSurface:
         body = request.body
         asked: Request = decode(body, READERS[request.path])
         deployment = self.deployment(asked.model, key)
+        rendered = asked.rendered
         return Asked(
             request_id=request_id,
             key=key,
             deployment=deployment,
             path=request.path,
             body=with_usage_wish(body, asked),
-            text_bytes=asked.text_bytes,
+            text_bytes=asked.text_bytes(len(rendered)),
             output_tokens_max=self._output_tokens(asked, deployment),
             is_stream=bool(asked.stream),
             wants_usage=wants_usage(asked),
@@ -128,9 +129,7 @@ class OpenAiSurface:
             resume=resumption(body, asked) if asked.stream else None,
             drawn=drawn(asked),
             # Caches are kept apart by tenant: so are the keys.
-            prefix_keys=keys_of(
-                asked.rendered, seed_of(f"{key.tenant_id}\0{deployment.deployment_id}")
-            ),
+            prefix_keys=keys_of(rendered, seed_of(f"{key.tenant_id}\0{deployment.deployment_id}")),
         )
 
     def _output_tokens(self, asked: Request, deployment: DeploymentEntry) -> int:

@@ -3,7 +3,7 @@
 The engine checks the rest: the original bytes go on to it, so unknown fields are let through.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -21,6 +21,9 @@ Text = (
         Meta(min_length=1, max_length=1_000_000),
     ]
 )
+MESSAGE_BYTES: Final = 12
+"""What a template adds to a message, beside the two bytes of ours that set it off."""
+
 Stops = str | Annotated[list[str], Meta(max_length=16)]
 
 
@@ -71,10 +74,9 @@ class ChatRequest(_Shared, frozen=True, kw_only=True):
     messages: Annotated[list[Message], Meta(min_length=1, max_length=10_000)]
     max_completion_tokens: TokenCount | None = None
 
-    @property
-    def text_bytes(self) -> int:
+    def text_bytes(self, rendered_bytes: int) -> int:
         """How much text the prompt holds, the template's words included."""
-        return sum(_text_bytes(message.content) + 16 for message in self.messages)
+        return rendered_bytes + MESSAGE_BYTES * len(self.messages)
 
     @property
     def rendered(self) -> bytes:
@@ -94,10 +96,9 @@ class CompletionRequest(_Shared, frozen=True, kw_only=True):
 
     prompt: Text
 
-    @property
-    def text_bytes(self) -> int:
-        """How much text the prompt holds; a token id counts as four bytes."""
-        return _bytes_of(self.prompt)
+    def text_bytes(self, rendered_bytes: int) -> int:
+        """How much text there is; a token id counts as four bytes."""
+        return rendered_bytes if isinstance(self.prompt, str) else _bytes_of(self.prompt)
 
     @property
     def rendered(self) -> bytes:
@@ -127,15 +128,14 @@ class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True):
     n = None
     output_tokens_max = 0
 
-    @property
-    def text_bytes(self) -> int:
+    def text_bytes(self, rendered_bytes: int) -> int:
         """How much text there is; a token id counts as four bytes."""
-        return _bytes_of(self.input)
+        return rendered_bytes if isinstance(self.input, str) else _bytes_of(self.input)
 
     @property
     def rendered(self) -> bytes:
-        """Nothing: an embedding leaves no prefix behind."""
-        return b""
+        """The text as bytes."""
+        return self.input.encode(errors="replace") if isinstance(self.input, str) else b""
 
 
 def _bytes_of(text: Text) -> int:
@@ -155,11 +155,3 @@ def _text(content: str | list[Part] | None) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     return "".join(part.text or "" for part in content)
-
-
-def _text_bytes(content: str | list[Part] | None) -> int:
-    if content is None:
-        return 0
-    if isinstance(content, str):
-        return len(content.encode(errors="replace"))
-    return sum(len((part.text or "").encode(errors="replace")) for part in content)

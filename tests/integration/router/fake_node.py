@@ -29,6 +29,9 @@ class FakeNode:
         self.garbage = False
         self.plain_garbage = False
         self.resumes = ""
+        self.filler = ""
+        self.shreds = False
+        self.sent = 0
         self.error_at: int | None = None
         self.cached_tokens: int | None = 3
         self.load = ""
@@ -115,7 +118,10 @@ class FakeNode:
         await response.prepare(request)
 
         async def send(data: object) -> None:
-            await response.write(b"data: " + json.dumps(data).encode() + b"\n\n")
+            frame = b"data: " + json.dumps(data).encode() + b"\n\n"
+            for piece in [frame[n : n + 1] for n in range(len(frame))] if self.shreds else [frame]:
+                await response.write(piece)
+            self.sent += 1
 
         head = self._head("chat.completion.chunk")
         first = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
@@ -136,7 +142,8 @@ class FakeNode:
                 return response
             if self.garbage:
                 await response.write(b'data: {"usage": nonsense\n\n')
-            delta = {"index": 0, "delta": {"content": f"t{n} "}, "finish_reason": None}
+            text = f"t{n} {self.filler}"
+            delta = {"index": 0, "delta": {"content": text}, "finish_reason": None}
             await send({**head, "choices": [delta]})
             await asyncio.sleep(self.itl_s)
         await send({**head, "choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
