@@ -35,6 +35,7 @@ class Metrics:
         """Define them all."""
         self.registry = CollectorRegistry()
         self._define_requests()
+        self._define_load()
         self._define_state()
         self._of: dict[str, OfDeployment] = {}
 
@@ -106,6 +107,8 @@ class Metrics:
             "Retries not made because the budget was spent.",
             registry=self.registry,
         )
+
+    def _define_load(self) -> None:
         self.in_flight = Gauge(
             f"{PREFIX}in_flight_tokens", "Tokens in flight.", ["phase"], registry=self.registry
         )

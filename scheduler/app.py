@@ -30,6 +30,7 @@ from scheduler.api.join import Join
 from scheduler.api.openapi import document
 from scheduler.api.routers import Routers
 from scheduler.config import SchedulerConfig
+from scheduler.loops.count_quotas import CountQuotas
 from scheduler.loops.flush_pulses import FlushPulses
 from scheduler.loops.hold_lease import HoldLease
 from scheduler.loops.place import Place
@@ -54,7 +55,8 @@ async def serve(config: SchedulerConfig, stopping: asyncio.Event) -> int:
         publish = Loop("publish", Publish(acting).run_once, config.publish_interval_s)
         flush = Loop("flush_pulses", FlushPulses(acting).run_once, 2.0)
         prune = Loop("prune", Prune(acting).run_once, 600.0)
-        loops = (lease, place, publish, flush, prune)
+        quotas = Loop("count_quotas", CountQuotas(acting).run_once, config.publish_interval_s)
+        loops = (lease, place, publish, flush, prune, quotas)
         acting.nudge_place, acting.nudge_publish = place.nudge, publish.nudge
         ssl = None
         if config.tls_certificate is not None and config.tls_key is not None:

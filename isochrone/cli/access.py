@@ -89,7 +89,7 @@ def _given(limits: dict[str, float | None]) -> dict[str, float]:
 @click.pass_obj
 def keys_list(obj: Context) -> None:
     """List keys, without their secrets."""
-    columns = ["key_id", "tenant_id", "note", "deployments", "limits", "revoked"]
+    columns = ["key_id", "tenant_id", "note", "deployments", "limits", "tokens_today", "revoked"]
     show_rows(obj.api.list("/v1/keys"), columns, obj.output)
 
 

@@ -164,7 +164,10 @@ class KeyBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class KeyView(msgspec.Struct, frozen=True, kw_only=True):
-    """A key without its secret; `key` is there once, in the answer that made it."""
+    """A key without its secret; `key` is there once, in the answer that made it.
+
+    Today (UTC) is counted for keys that have a quota.
+    """
 
     key_id: KeyId
     tenant_id: TenantId
@@ -174,6 +177,8 @@ class KeyView(msgspec.Struct, frozen=True, kw_only=True):
     expires_at: float | None
     revoked: bool
     etag: int
+    tokens_today: int = 0
+    spend_today: float = 0.0
     key: str | None = None
 
 
