@@ -12,7 +12,7 @@ import msgspec
 from isochrone.wire.ids import DeploymentId, PopId, RequestId
 from isochrone.wire.routes import DeploymentEntry, KeyEntry, Route
 from isochrone.wire.usage import DemandRow, Outcome, UsageRow
-from router.decide.pick import Ranked
+from router.decide.board import Ranked
 from router.decide.prefixes import NO_KEYS, PrefixKeys, Sent
 from router.journal import Journal
 from router.metrics import Metrics
@@ -53,6 +53,7 @@ class Journey:
         self.outcome = Outcome.FAILED
         self.ranked: Ranked | None = None
         self.sent: Sent | None = None
+        self.turned_away = 0
         self.picked_at_s = 0.0
         self.first_token_at_s: float | None = None
         self.found_no_replica = False

@@ -21,8 +21,9 @@ from router.config import RouterConfig
 from router.dataplane import sse
 from router.dataplane.forward import Answer, AttemptFailed, Failure, Upstream
 from router.decide.admit import Gate
+from router.decide.board import Ranked
 from router.decide.health import RetryBudget
-from router.decide.pick import Ask, Ranked, Ranking, rank
+from router.decide.pick import Ask, Ranking, rank
 from router.fleet import Fleet
 from router.metrics import Metrics
 from router.record import Asked, Journey, Recorder
@@ -31,6 +32,10 @@ from router.waiting import QueueFull, Waiting
 CAPACITY_RETRY_AFTER_S: Final = 2.0
 NO_REPLICA_RETRY_AFTER_S: Final = 10.0
 REFUSALS_MAX: Final = 8
+QUEUED: Final = "queued"
+"""A node's word for a longer queue than this router chose by."""
+
+TURNED_AWAY_MAX: Final = 6
 RETRY_PAUSE_S: Final = 0.05
 HEAD_BYTES_MAX: Final = 256 * 1024
 END_TIMEOUT_S: Final = 0.5
@@ -148,6 +153,11 @@ class Corridor:
             except AttemptFailed as error:
                 self._metrics.retries.labels(error.failure.value).inc()
                 if error.failure is Failure.REFUSED:
+                    self._fleet.unsent(ranked.route, journey.sent, journey.asked.prefix_keys)
+                    if error.refused == QUEUED and journey.turned_away < TURNED_AWAY_MAX:
+                        # Its load is known now: it may still be the best, but hardly is.
+                        journey.turned_away += 1
+                        continue
                     refused.add(ranked.route.replica_id)
                     continue
                 failed.add(ranked.route.replica_id)
@@ -221,6 +231,8 @@ class Corridor:
             headers.TOKENS: headers.format_tokens(ask.prompt_tokens, ask.output_tokens),
             headers.DEADLINE_MS: str(round(self._config.first_byte_timeout_s * 1000)),
         }
+        if ranked.queue_tokens_max and journey.turned_away < TURNED_AWAY_MAX:
+            sent[headers.QUEUE_TOKENS_MAX] = str(ranked.queue_tokens_max)
         try:
             answer = await attempt.enter_async_context(
                 self._upstream.ask(route, asked.path, asked.body, sent)

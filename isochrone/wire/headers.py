@@ -18,6 +18,7 @@ REPLICA: Final = "x-isochrone-replica"
 CACHE_SALT: Final = "x-isochrone-cache-salt"
 TOKENS: Final = "x-isochrone-tokens"
 DEADLINE_MS: Final = "x-isochrone-deadline-ms"
+QUEUE_TOKENS_MAX: Final = "x-isochrone-queue-tokens-max"
 
 # Node to router.
 LOAD: Final = "x-isochrone-load"
