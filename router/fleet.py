@@ -13,17 +13,16 @@ from isochrone.wire.ids import DeploymentId, KeyId, NodeId, PopId, ReplicaId
 from isochrone.wire.routes import DeploymentEntry, KeyEntry, Pop, Route, RouteTable
 from isochrone.wire.usage import RoundTrip
 from router.decide.affinity import Seat, Sessions
-from router.decide.board import Board, Picture
+from router.decide.board import Board, Picture, Ranked
 from router.decide.health import Health, judge
 from router.decide.latency import RoundTripFilter, expected_rtt_ms, smoothed
-from router.decide.pick import Ranked
 from router.decide.prefixes import NO_KEYS, NOTHING_HELD, Held, PrefixIndex, PrefixKeys, Sent
 from router.decide.tokens_in_flight import Reservation, TokensInFlight
 
 BYTES_PER_TOKEN_FIRST: Final = 3.5
 BYTES_PER_TOKEN_MIN: Final = 1.0
 ANSWERING_S: Final = 15.0
-LOOK_AROUND_S: Final = 5.0
+LOOK_AROUND_S: Final = 1.0
 LOOKED_AT_MAX: Final = 12
 """Each picture also renews some replicas that nothing happened to: all within this time, but at
 most so many at once."""
@@ -164,7 +163,7 @@ class Fleet:
     def reserve(
         self, route: Route, *, prefill: int, decode: int, prompt: int | None = None
     ) -> Reservation:
-        """Book a request's tokens before it is sent: of `prompt`, `prefill` are to be read."""
+        """Book a request before it is sent: of its `prompt`, `prefill` tokens are to be read."""
         now_s = self._clock()
         self.health.picked(route.replica_id, now_s)
         board = self._boards.get(route.deployment_id)
@@ -176,7 +175,7 @@ class Fleet:
             prefill=prefill,
             decode=decode,
             prompt=prompt,
-            work_ms=board.work_ms(slot, prefill),
+            work_ms=board.work_ms(slot, prompt or prefill, (prompt or prefill) - prefill),
             arrives_s=now_s + self.rtt_ms(route) / 2000,
             others_ms=board.others_ms(slot, self.in_flight.line(route.replica_id), now_s),
         )
@@ -193,6 +192,13 @@ class Fleet:
             board.spilled_at_ms = 1000 * now_s
         return self._prefixes[route.deployment_id].sent(slot, keys, now_s) if keys.keys else None
 
+    def unsent(self, route: Route, sent: Sent | None, keys: PrefixKeys) -> None:
+        """It was turned away there: nothing of it is cached."""
+        board = self._boards.get(route.deployment_id)
+        if board is None or sent is None or board.slots.get(route.replica_id) != sent.slot:
+            return
+        self._prefixes[route.deployment_id].unsent(sent, keys)
+
     def first_token(self, ranked: Ranked, took_ms: float, reservation: Reservation) -> None:
         """The first token came `took_ms` after the request went: learn how fast that replica is."""
         now_s = self._clock()
@@ -201,9 +207,7 @@ class Fleet:
         board = self._boards.get(route.deployment_id)
         slot = board.slots.get(route.replica_id, -1) if board is not None else -1
         if board is not None and slot >= 0:
-            pace = board.paces[slot]
-            raw_ms = (ranked.queue_ms + ranked.prefill_ms) / pace.gain(now_s)
-            pace.observed(raw_ms, took_ms - ranked.rtt_ms, now_s)
+            board.observed(slot, ranked, took_ms, now_s)
             self._changed.add(route.replica_id)
 
     def learned_cached(
@@ -231,7 +235,7 @@ class Fleet:
 
     def told(self, route: Route, load: Load, at_s: float) -> None:
         """A replica's load as it was at `at_s` became known."""
-        self.in_flight.hear(route.replica_id, load, self._clock(), at_s)
+        self.in_flight.hear(route.replica_id, load, at_s)
 
     def measured(self, node_id: NodeId, rtt_ms: float) -> None:
         """A node answered a ping."""

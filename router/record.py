@@ -16,7 +16,7 @@ from isochrone.wire.usage import DemandRow, Outcome, UsageRow
 from router.dataplane.exchange import Exchange
 from router.dataplane.sse import Frames, Said
 from router.dataplane.usage import UsageCount
-from router.decide.pick import Ranked
+from router.decide.board import Ranked
 from router.decide.prefixes import NO_KEYS, PrefixKeys, Sent
 from router.decide.tokens_in_flight import Reservation
 from router.journal import Journal
@@ -68,6 +68,7 @@ class Journey:
         self.outcome = Outcome.FAILED
         self.ranked: Ranked | None = None
         self.sent: Sent | None = None
+        self.turned_away = 0
         self.picked_at_s = 0.0
         self.first_token_at_s: float | None = None
         self.found_no_replica = False

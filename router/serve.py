@@ -22,9 +22,10 @@ from router.dataplane.http1 import Reply
 from router.dataplane.upstream import Upstream
 from router.dataplane.usage import UsageCount
 from router.dataplane.verdict import hold_to_error, hold_to_status, read_answer
+from router.decide.board import Ranked
 from router.decide.health import RetryBudget
 from router.decide.limits import Entry, Gate, Limited
-from router.decide.pick import Ask, Ranked, Ranking, rank
+from router.decide.pick import Ask, Ranking, rank
 from router.fleet import Fleet
 from router.metrics import Metrics
 from router.record import Asked, Journey, Recorder
@@ -32,6 +33,7 @@ from router.waiting import LOOK_AGAIN_S, NoRoom, Place, Waiting
 
 NO_REPLICA_RETRY_AFTER_S: Final = 10.0
 REFUSALS_MAX: Final = 8
+TURNED_AWAY_MAX: Final = 6
 RETRY_PAUSE_S: Final = 0.05
 CONTINUED: Final = b": continued on another replica, not token for token\n\n"
 
@@ -159,8 +161,7 @@ class Corridor:
                 journey.ranked = served
                 self._metrics.retries.labels(error.failure.value).inc()
                 if error.failure in (Failure.REFUSED, Failure.UNFIT):
-                    passed = refused if error.failure is Failure.REFUSED else journey.unfit
-                    passed.add(ranked.route.replica_id)
+                    self._note_refusal(journey, ranked, error)
                     continue
                 failed.add(ranked.route.replica_id)
                 failures, failed_at_s = failures + 1, self._clock()
@@ -171,6 +172,17 @@ class Corridor:
                         f"cannot answer: {error} (attempt {failures})",
                         retry_after_s=1.0,
                     ) from error
+
+    def _note_refusal(self, journey: Journey, ranked: Ranked, error: AttemptFailed) -> None:
+        """Remember who does not take this request; it cached nothing there."""
+        self._fleet.unsent(ranked.route, journey.sent, journey.asked.prefix_keys)
+        if error.failure is Failure.UNFIT:
+            journey.unfit.add(ranked.route.replica_id)
+        elif error.refused == headers.QUEUED and journey.turned_away < TURNED_AWAY_MAX:
+            # Its load is known now: it may still be the best, but hardly is.
+            journey.turned_away += 1
+        else:
+            journey.refused.add(ranked.route.replica_id)
 
     def _rank(self, journey: Journey) -> Ranking:
         asked = journey.asked
@@ -253,6 +265,8 @@ class Corridor:
             headers.TOKENS: headers.format_tokens(prompt_tokens, output_tokens),
             headers.DEADLINE_MS: str(round(patience_s * 1000)),
         }
+        if ranked.queue_tokens_max and journey.turned_away < TURNED_AWAY_MAX:
+            sent[headers.QUEUE_TOKENS_MAX] = str(ranked.queue_tokens_max)
         if journey.said_tokens:
             sent[headers.SAID] = str(journey.said_tokens)
         answer = Answer(

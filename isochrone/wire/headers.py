@@ -18,6 +18,7 @@ REPLICA: Final = "x-isochrone-replica"
 CACHE_SALT: Final = "x-isochrone-cache-salt"
 TOKENS: Final = "x-isochrone-tokens"
 DEADLINE_MS: Final = "x-isochrone-deadline-ms"
+QUEUE_TOKENS_MAX: Final = "x-isochrone-queue-tokens-max"
 
 SAID: Final = "x-isochrone-said"
 """How many tokens of this answer the client has already: the request asks for the rest."""
@@ -29,6 +30,9 @@ draws the engine takes up again where they were: GREEDY ones, or SEEDED ones too
 
 CANNOT_RESUME: Final = "cannot_resume"
 """The refusal by which a node says that its engine cannot go on from a text."""
+
+QUEUED: Final = "queued"
+"""The refusal by which a node says that more waits there than the router chose it by."""
 
 GREEDY: Final = "greedy"
 SEEDED: Final = "seeded"

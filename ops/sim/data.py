@@ -1,4 +1,4 @@
-"""Where traces and round trips come from: a folder of public data, or the small extract beside this.
+"""Where traces and round trips come from: a folder of public data, or the small extract here.
 
 The folder is `--data`, else `$ISOCHRONE_DATA`, else `../shared/data` from the repository's root.
 """
@@ -24,8 +24,8 @@ def folder(named: str | None = None) -> Path:
     path = Path(named or os.environ.get("ISOCHRONE_DATA") or ROOT.parent / "shared" / "data")
     if not (path / "traces").is_dir():
         raise NoData(
-            f"cannot simulate: {path} has no traces/; name the folder of public data with --data or "
-            "ISOCHRONE_DATA (what belongs in it: ops/sim/choice.md)"
+            f"cannot simulate: {path} has no traces/; name the folder of public data with --data "
+            "or ISOCHRONE_DATA (what belongs in it: ops/sim/choice.md)"
         )
     return path
 

@@ -1,8 +1,8 @@
 """The oracle: one mind for all cities that sees every queue and every cache as it is now.
 
-It takes who gives the first token soonest, and charges a request its own prefill time `regard` times
-more, for those who come after it: with 0 it is greedy and fills replicas with prompts that another
-holds already. It sees also what is on the way. It does not see who will come.
+It takes who gives the first token soonest, and charges a request its own prefill time `regard`
+times more, for those who come after it: with 0 it is greedy and fills replicas with prompts that
+another holds already. It sees also what is on the way. It does not see who will come.
 """
 
 from ops.sim.replica import Replica

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from isochrone.wire.headers import Load
 from isochrone.wire.ids import (
     ClusterId,
     DeploymentId,
@@ -16,11 +17,13 @@ from isochrone.wire.routes import DeploymentEntry, Pop, Route, RouteTable
 from ops.sim.router import OUTPUT_TOKENS_ASSUMED, Router
 from ops.sim.traces import Request
 from ops.sim.world import World
-from router.decide.pick import Ask, Ranked, rank
+from router.decide.board import Ranked
+from router.decide.pick import Ask, rank
 from router.decide.prefixes import PrefixKeys, Sent, ends_of
 from router.decide.tokens_in_flight import Reservation
 from router.fleet import Fleet
 
+TURNED_AWAY_MAX = 6
 DEPLOYMENT = DeploymentId("d")
 
 
@@ -89,6 +92,8 @@ class Ours:
         self._routes = table.routes
         self._told_at_s = -1.0
         self._ranked: Ranked | None = None
+        self._turned: dict[int, int] = {}
+        self.turned_away = 0
         self._ways: dict[int, Way] = {}
         for site in router.world.sites:
             for _ in range(3):
@@ -114,6 +119,12 @@ class Ours:
         self._ranked = ranking.routes[0]
         return self._replica_of[self._ranked.route.replica_id]
 
+    def queue_tokens_max(self, request: Request) -> int:
+        """Return how much may wait there, or 0 for any: a request is turned away only so often."""
+        if self._turned.get(request.number, 0) >= TURNED_AWAY_MAX:
+            return 0
+        return self._ways[request.number].ranked.queue_tokens_max
+
     def sent(self, request: Request, replica: int, now_s: float) -> None:
         """Book it."""
         ranked = self._ranked
@@ -129,7 +140,15 @@ class Ours:
 
     def refused(self, request: Request) -> None:
         """The replica did not take it."""
-        self._ways.pop(request.number).reservation.release()
+        self._turned[request.number] = self._turned.get(request.number, 0) + 1
+        self.turned_away += 1
+        way = self._ways.pop(request.number)
+        way.reservation.release()
+        self.fleet.unsent(way.ranked.route, way.sent, keys_of(request))
+
+    def heard(self, replica: int, load: Load, at_s: float) -> None:
+        """An answer's head told the load."""
+        self.fleet.told(self._routes[replica], load, at_s)
 
     def first_token(self, request: Request, now_s: float) -> None:
         """Learn from the first token."""

@@ -1,7 +1,7 @@
 """How others choose: the policies of the field, each as simple as its own description.
 
-Each router holds its own instance, as each process does. `choose` returns a replica, or None where the
-request should wait.
+Each router holds its own instance, as each process does. `choose` returns a replica, or None where
+the request should wait.
 """
 
 import random

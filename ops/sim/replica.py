@@ -1,4 +1,4 @@
-"""One replica: prompts read one after the other in chunks, decodes beside them, an LRU prefix cache.
+"""One replica: prompts read one by one in chunks, decodes beside them, an LRU prefix cache.
 
 Between two events everything goes on at constant speed, so a replica jumps from event to event:
 while a prompt is read, each step is a chunk of it and one token of every running sequence; else a
@@ -52,9 +52,11 @@ class Replica:
     def __repr__(self) -> str:
         return f"Replica({self.site.replica}, {len(self.queue)} queued, {self.running} running)"
 
-    def take(self, job: Job, now_s: float) -> bool:
-        """Take a request on, as the node's door does; False where it does not fit."""
+    def take(self, job: Job, now_s: float, queue_tokens_max: int = 0) -> bool:
+        """Take a request on, as a node's door does; False where it does not fit or would wait."""
         tokens = self.prefill_tokens + self.decode_tokens
+        if queue_tokens_max and self.prefill_tokens > queue_tokens_max:
+            return False
         if self.running and tokens + job.wanted_tokens > self.site.profile.kv_tokens_max:
             return False
         self._advance(now_s)

@@ -1,8 +1,8 @@
 """What one PoP's router knows in a simulation: its own requests exactly, all else by old words.
 
-Every policy gets the same: the load of each replica as it was sampled every half `age_s` and told as
-long after, so half to whole of `age_s` old; and what this router itself has sent and not seen the end
-of. Ours keeps its own beliefs besides: the router's own `Fleet`.
+Every policy gets the same: the load of each replica as it was sampled every half `age_s` and told
+as long after, so half to whole of `age_s` old; the load in the head of each answer; and what this
+router itself has sent and not seen the end of. Ours keeps its own beliefs: the router's `Fleet`.
 """
 
 from bisect import bisect_right
@@ -43,6 +43,7 @@ class Router:
         self.requests = [0] * count
         self.prefill = [0] * count
         self.decode = [0] * count
+        self._answered_at_s = [0.0] * count
         self._past_at_s: list[list[float]] = [[-1.0] for _ in range(count)]
         self._past: list[list[tuple[int, int, int]]] = [[(0, 0, 0)] for _ in range(count)]
 
@@ -52,8 +53,13 @@ class Router:
 
     def word(self, replica: int, now_s: float) -> tuple[float, Load]:
         """Return when and what a replica's newest word was."""
-        at_s = self.told_at_s(now_s)
+        at_s = max(self.told_at_s(now_s), self._answered_at_s[replica])
         return at_s, self.replicas[replica].load_at(at_s)
+
+    def answered(self, replica: int, at_s: float) -> Load:
+        """An answer came whose head was written at `at_s`: it carries the load."""
+        self._answered_at_s[replica] = max(self._answered_at_s[replica], at_s)
+        return self.replicas[replica].load_at(at_s)
 
     def believed(self, replica: int, now_s: float) -> Believed:
         """Return the load of a replica: what is not ours by its word, and what is ours now."""

@@ -168,20 +168,29 @@ class Simulation:
         policy = self._policies[pop]
         if isinstance(policy, Oracle):
             policy.reached(request, replica)
-        if self._replicas[replica].take(job, self.now_s):
+        most = policy.queue_tokens_max(request) if isinstance(policy, Ours) else 0
+        if self._replicas[replica].take(job, self.now_s, most):
             self._sent_at[request.number] = (request, pop, began_s)
             self._plan(replica)
         else:
-            back_s = self.now_s + self._routers[pop].rtt_ms[replica] / 2000
-            self._at(back_s, self._refused, request, pop, replica, began_s, refused)
+            at_s = self.now_s
+            back_s = at_s + self._routers[pop].rtt_ms[replica] / 2000
+            self._at(back_s, self._refused, request, pop, replica, began_s, refused, at_s)
 
     def _refused(
-        self, request: Request, pop: int, replica: int, began_s: float, refused: frozenset[int]
+        self,
+        request: Request,
+        pop: int,
+        replica: int,
+        began_s: float,
+        refused: frozenset[int],
+        at_s: float,
     ) -> None:
-        policy = self._policies[pop]
+        router, policy = self._routers[pop], self._policies[pop]
+        load = router.answered(replica, at_s)
         if isinstance(policy, Ours):
+            policy.heard(replica, load, at_s)
             policy.refused(request)
-        router = self._routers[pop]
         router.count(replica, -1, -request.prompt_tokens, -OUTPUT_TOKENS_ASSUMED, self.now_s)
         self._send(request, pop, began_s, refused | {replica})
 
@@ -207,9 +216,12 @@ class Simulation:
         self._plan(replica)
 
     def _first_token(self, request: Request, pop: int, replica: int) -> None:
-        self._routers[pop].count(replica, 0, -request.prompt_tokens, 0, self.now_s)
-        policy = self._policies[pop]
+        router, policy = self._routers[pop], self._policies[pop]
+        router.count(replica, 0, -request.prompt_tokens, 0, self.now_s)
+        read_at_s = self.now_s - router.rtt_ms[replica] / 2000
+        load = router.answered(replica, read_at_s)
         if isinstance(policy, Ours):
+            policy.heard(replica, load, read_at_s)
             policy.first_token(request, self.now_s)
 
     def _end(self, job: Job, pop: int, replica: int, ended_s: float) -> None:

@@ -1,7 +1,7 @@
 """Who asks for what, when: real traces as they are, and sessions drawn from measured clients.
 
-A request's prompt is a chain of block hashes, as traces give it: equal hashes mean equal text from the
-beginning up to there. A session is asked from one city.
+A request's prompt is a chain of block hashes, as traces give it: equal hashes mean equal text from
+the beginning up to there. A session is asked from one city.
 """
 
 import json
@@ -90,7 +90,7 @@ def _spread(requests: list[Request]) -> list[Request]:
 
 
 def azure(path: Path, most: int) -> list[Request]:
-    """Read the conversation trace of Azure 2023: lengths and times; no two prompts have a prefix."""
+    """Read the conversation trace of Azure 2023: lengths and times; no prompt repeats another."""
     requests: list[Request] = []
     first = None
     for number, row in enumerate(data.rows(path)):
@@ -132,20 +132,19 @@ def sessions(folder: Path, most: int, seed: int = 7) -> list[Request]:
     total = sum(client.rate for client in clients)
     duration_s = most / 5.0
     requests: list[Request] = []
-    names = iter(range(10**12))
     system = {client.tenant: chance.randint(3, 30) for client in clients}
     for client in clients:
         expected = most * client.rate / total / TURNS_MEAN
         for _ in range(round(expected + chance.random() - 0.5)):
             begins_s = chance.uniform(0, duration_s)
-            requests += _conversation(client, system[client.tenant], begins_s, chance, names)
+            requests += _conversation(client, system[client.tenant], begins_s, chance)
     requests = [request for request in requests if request.at_s < duration_s]
     requests.sort(key=lambda request: request.at_s)
     return [request._replace(number=number) for number, request in enumerate(requests)]
 
 
 def _conversation(
-    client: _Client, system_blocks: int, at_s: float, chance: random.Random, names: "object"
+    client: _Client, system_blocks: int, at_s: float, chance: random.Random
 ) -> list[Request]:
     session = f"{client.tenant}/{chance.getrandbits(48):x}"
     tenant = seed_of(client.tenant) % 10**9

@@ -11,7 +11,15 @@ from typing import Final, NamedTuple
 from isochrone.wire.ids import ReplicaId
 from isochrone.wire.routes import Route
 from router.decide.affinity import seed_of
-from router.decide.latency import COLD_MS, COLD_ROUND_TRIPS, Pace, prefill_ms, smoothed
+from router.decide.latency import (
+    COLD_MS,
+    COLD_ROUND_TRIPS,
+    Pace,
+    Stretch,
+    prefill_ms,
+    smoothed,
+    stretched,
+)
 from router.decide.tokens_in_flight import Line
 
 HOME_RATIO: Final = 1.1
@@ -19,6 +27,37 @@ HOME_MS: Final = 2.0
 """Replicas this little farther than the nearest are at home: going elsewhere is a spill."""
 
 SPILL_LASTS_MS: Final = 2000.0
+
+QUEUE_SHARE_MAX: Final = 0.1
+"""With more queue than this share of the prompt's own time, an answer tells little of depth."""
+
+
+class Ranked(NamedTuple):
+    """One way to go, with what is predicted of it and why it stands where it stands."""
+
+    route: Route
+    reason: str
+    rtt_ms: float
+    queue_ms: float
+    prefill_ms: float
+    uncached_tokens: int
+    cached_tokens: int = 0
+    overhead_ms: float = 0.0
+    queue_tokens_max: int = 0
+    """With more prompt tokens than this waiting there, the next best would be sooner after all."""
+
+    @property
+    def ttft_ms(self) -> float:
+        """Predicted time to first token."""
+        return max(0.0, self.rtt_ms + self.overhead_ms + self.queue_ms + self.prefill_ms)
+
+    @property
+    def why(self) -> str:
+        """The header value that tells a client why this replica."""
+        return (
+            f"{self.reason} rtt={self.rtt_ms:.1f}ms queue={self.queue_ms:.0f}ms "
+            f"prefill={self.prefill_ms:.0f}ms"
+        )
 
 
 class Picture(NamedTuple):
@@ -43,8 +82,10 @@ class Picture(NamedTuple):
     spread_ms: Sequence[float]
     tokens: Sequence[float]
     room: Sequence[float]
+    uncached_share: float
     seeds: Sequence[int]
     weights: Sequence[float]
+    stretch_per_token: float = 0.0
     is_spilling: bool = False
     ejected_until: Mapping[ReplicaId, float] = {}
 
@@ -58,6 +99,7 @@ class Board:
         self.routes: list[Route | None] = []
         self.paces: list[Pace] = []
         self.spilled_at_ms = -inf
+        self.stretch = Stretch()
         self.uncached_share = 1.0
         """How much of a prompt is not cached as a rule: others' are taken to be like ours."""
         self._free: list[int] = []
@@ -111,21 +153,34 @@ class Board:
             self._home = None
         cold_ms = 0.0 if pace.answers else COLD_ROUND_TRIPS * rtt_ms + COLD_MS
         ms_per_token = prefill_ms(1, route.prefill_tokens_per_s) * pace.gain(now_s)
-        left = line.others.left(now_s)
-        others_ms = line.others.prefill * left * self.uncached_share * ms_per_token
+        others = line.others.prefill(now_s)
+        others_ms = others * self.uncached_share * ms_per_token
         base_ms = rtt_ms + cold_ms + pace.overhead_ms(now_s)
         self._base_ms[slot] = base_ms
         self._until_ms[slot] = base_ms + 1000 * line.free_at_s - rtt_ms / 2
         self._least_ms[slot] = base_ms + line.behind_first_ms + others_ms
         self._ms_per_token[slot] = ms_per_token
         self._spread_ms[slot] = pace.spread_ms
-        tokens = line.prefill + line.decode + left * (line.others.prefill + line.others.decode)
+        tokens = line.prefill + line.decode + others
+        tokens += line.others.decode * line.others.left(now_s)
         self._tokens[slot] = tokens
         self._room[slot] = route.tokens_in_flight_max - tokens if tokens >= 1 else inf
 
-    def work_ms(self, slot: int, tokens: float) -> float:
-        """Return how long a replica reads `tokens` of prompt."""
-        return tokens * self._ms_per_token[slot]
+    def work_ms(self, slot: int, prompt_tokens: float, cached_tokens: float) -> float:
+        """Return how long a replica reads what it has not cached of a prompt."""
+        work = stretched(prompt_tokens, cached_tokens, self.stretch.per_token)
+        return work * self._ms_per_token[slot]
+
+    def observed(self, slot: int, ranked: Ranked, took_ms: float, now_s: float) -> None:
+        """Learn from a first token that came `took_ms` after its request went."""
+        pace = self.paces[slot]
+        raw_ms = (ranked.queue_ms + ranked.prefill_ms) / pace.gain(now_s)
+        computed_ms = ranked.queue_ms + ranked.prefill_ms
+        certainty = ranked.prefill_ms / computed_ms if computed_ms > 0 else 1.0
+        error_ms = pace.observed(raw_ms, took_ms - ranked.rtt_ms, now_s, certainty * certainty)
+        if ranked.queue_ms < QUEUE_SHARE_MAX * ranked.prefill_ms:
+            depth = ranked.cached_tokens + ranked.uncached_tokens / 2
+            self.stretch.observed(ranked.prefill_ms, ranked.uncached_tokens, depth, error_ms)
 
     @property
     def home(self) -> frozenset[int]:
@@ -136,8 +191,7 @@ class Board:
 
     def others_ms(self, slot: int, line: Line, now_s: float) -> float:
         """Return how long what others have waiting at a replica takes it."""
-        prefill = line.others.prefill * line.others.left(now_s)
-        return prefill * self.uncached_share * self._ms_per_token[slot]
+        return line.others.prefill(now_s) * self.uncached_share * self._ms_per_token[slot]
 
     def learned_uncached(self, share: float) -> None:
         """An answer told which share of its prompt was not cached."""
@@ -159,8 +213,10 @@ class Board:
             self._spread_ms.copy(),
             self._tokens.copy(),
             self._room.copy(),
+            self.uncached_share,
             self._seeds,
             self._weights,
+            self.stretch.per_token,
             now_ms - self.spilled_at_ms < SPILL_LASTS_MS,
             ejected_until,
         )

@@ -37,6 +37,11 @@ SPREAD_MS_FIRST: Final = 10.0
 SPREADS_MAX: Final = 4.0
 """An error of more spreads than this counts as this many: one stalled answer is no new truth."""
 
+STRETCH_MAX: Final = 2e-4
+STRETCH_STEP: Final = 0.05
+STRETCH_TOKENS_MIN: Final = 2000.0
+"""Shorter prompts tell nothing of depth."""
+
 FORGET_S: Final = 120.0
 """Unheard of for this long, a correction has lost half of itself: else nobody would try again."""
 
@@ -78,6 +83,36 @@ def smoothed(old: float | None, sample: float, weight: float = PREDICTION_SMOOTH
     return sample if old is None else old + weight * (sample - old)
 
 
+class Stretch:
+    """How much more a token deep in a prompt costs than one at its beginning, for one model.
+
+    Attention makes reading grow faster than the prompt: a token at depth d takes 1 + d * per_token
+    times as long. That is the model's nature, not the replica's, so all its replicas teach it.
+    """
+
+    __slots__ = ("per_token",)
+
+    def __init__(self) -> None:
+        """Begin with straight growth."""
+        self.per_token = 0.0
+
+    def observed(self, ms: float, tokens: float, depth: float, error_ms: float) -> None:
+        """Learn from one prompt that hardly waited: `tokens` at mean `depth` took `ms` + error."""
+        straight_ms = ms / (1.0 + depth * self.per_token)
+        if tokens < STRETCH_TOKENS_MIN or straight_ms <= 0:
+            return
+        # The slope that would have made the error nothing.
+        slope = (error_ms / straight_ms) / depth
+        bound = STRETCH_MAX / 4
+        learned = self.per_token + STRETCH_STEP * max(-bound, min(bound, slope))
+        self.per_token = max(0.0, min(STRETCH_MAX, learned))
+
+
+def stretched(tokens: float, cached: float, per_token: float) -> float:
+    """Return the work of reading what is not cached, in tokens at a prompt's beginning."""
+    return (tokens - cached) * (1.0 + per_token * (tokens + cached) / 2)
+
+
 class Pace:
     """One replica's correction: time observed = overhead + gain * time predicted, give or take.
 
@@ -109,11 +144,14 @@ class Pace:
         """Return what every first token takes besides its prompt and the queue before it."""
         return self._overhead_ms * self._kept(now_s)
 
-    def observed(self, predicted_ms: float, took_ms: float, now_s: float) -> float:
+    def observed(
+        self, predicted_ms: float, took_ms: float, now_s: float, certainty: float = 1.0
+    ) -> float:
         """Learn from one first token; return the error in ms as it was before learning.
 
         `predicted_ms` is queue and prefill by the rate alone, uncorrected; `took_ms` is without the
-        round trip.
+        round trip. `certainty` is the share of the prediction that was no guess about others: an
+        error of the queue says little about the replica.
         """
         self._gain, self._overhead_ms = self.gain(now_s), self.overhead_ms(now_s)
         self._at_s = now_s
@@ -121,7 +159,7 @@ class Pace:
         bound_ms = SPREADS_MAX * self.spread_ms
         held_ms = max(-bound_ms, min(bound_ms, error_ms))
         size = predicted_ms / KNEE_MS
-        step_ms = STEP * held_ms / (1.0 + size * size)
+        step_ms = STEP * certainty * held_ms / (1.0 + size * size)
         overhead_ms = self._overhead_ms + step_ms
         self._overhead_ms = max(-OVERHEAD_MS_MAX / 10, min(OVERHEAD_MS_MAX, overhead_ms))
         self._gain = max(GAIN_MIN, min(GAIN_MAX, self._gain + step_ms * size / KNEE_MS))

@@ -12,13 +12,13 @@ from math import inf
 from typing import Final, NamedTuple
 
 from isochrone.wire.ids import ReplicaId
-from isochrone.wire.routes import Route
 from router.decide.affinity import Seat, draw, seed_of, within_bound
-from router.decide.board import Picture
+from router.decide.board import Picture, Ranked
 from router.decide.health import judge
+from router.decide.latency import stretched
 from router.decide.prefixes import NOTHING_HELD, Held
 
-REGARD: Final = 0.3
+REGARD: Final = 0.15
 """How much of its own prefill time a request is charged once more, for those who come after it."""
 
 ALIKE_MS: Final = 2.0
@@ -39,6 +39,10 @@ SPILL_MS: Final = 10.0
 SPILL_RATIO: Final = 0.1
 """Leaving home must save this much; once left, going on needs no more than being sooner."""
 
+SURPRISE_MS: Final = 50.0
+UNCACHED_MIN: Final = 0.1
+"""A longer queue than was thought counts as a surprise only past this."""
+
 
 class Ask(NamedTuple):
     """What the choice needs to know of a request.
@@ -52,31 +56,6 @@ class Ask(NamedTuple):
     session: str = ""
     seat: Seat | None = None
     held: Held = NOTHING_HELD
-
-
-class Ranked(NamedTuple):
-    """One way to go, with what is predicted of it and why it stands where it stands."""
-
-    route: Route
-    reason: str
-    rtt_ms: float
-    queue_ms: float
-    prefill_ms: float
-    uncached_tokens: int
-    overhead_ms: float = 0.0
-
-    @property
-    def ttft_ms(self) -> float:
-        """Predicted time to first token."""
-        return max(0.0, self.rtt_ms + self.overhead_ms + self.queue_ms + self.prefill_ms)
-
-    @property
-    def why(self) -> str:
-        """The header value that tells a client why this replica."""
-        return (
-            f"{self.reason} rtt={self.rtt_ms:.1f}ms queue={self.queue_ms:.0f}ms "
-            f"prefill={self.prefill_ms:.0f}ms"
-        )
 
 
 class Routes(Sequence[Ranked]):
@@ -111,7 +90,8 @@ class Routes(Sequence[Ranked]):
 
     def __getitem__(self, at: int) -> Ranked:  # type: ignore[override]
         if at == 0 and self._first >= 0:
-            return self._ranked(self._first, self._reason)
+            ranked = self._ranked(self._first, self._reason)
+            return ranked._replace(queue_tokens_max=self._queue_tokens_max(ranked))
         slot = self._slots()[at]
         return self._ranked(slot, "nearest-warm" if slot in self._picture.home else "soonest-warm")
 
@@ -123,11 +103,23 @@ class Routes(Sequence[Ranked]):
             self._order = [self._first, *rest] if self._first >= 0 else rest
         return self._order
 
+    def _queue_tokens_max(self, ranked: Ranked) -> int:
+        """Return how much may wait there before asking elsewhere is worth another round trip."""
+        picture, costs, first = self._picture, self._costs, self._first
+        others = min(min(costs[:first], default=inf), min(costs[first + 1 :], default=inf))
+        if others == inf:
+            return 0
+        better_by_ms = max(0.0, others - costs[first])
+        most_ms = ranked.queue_ms + better_by_ms + ranked.rtt_ms + SURPRISE_MS
+        pace_ms = picture.ms_per_token[first] * max(UNCACHED_MIN, picture.uncached_share)
+        return max(1, round(most_ms / pace_ms))
+
     def _ranked(self, slot: int, reason: str) -> Ranked:
         picture, ask = self._picture, self._ask
         route = picture.routes[slot]
         assert route is not None, f"slot {slot} is ranked without a replica"
-        uncached = ask.prompt_tokens - _cached_tokens(picture, ask, slot)
+        cached = _cached_tokens(picture, ask, slot)
+        work = stretched(ask.prompt_tokens, cached, picture.stretch_per_token)
         rtt_ms = picture.rtt_ms[slot]
         return Ranked(
             route=route,
@@ -135,8 +127,9 @@ class Routes(Sequence[Ranked]):
             rtt_ms=rtt_ms,
             queue_ms=max(picture.until_ms[slot] - picture.now_ms, picture.least_ms[slot])
             - picture.base_ms[slot],
-            prefill_ms=uncached * picture.ms_per_token[slot],
-            uncached_tokens=uncached,
+            prefill_ms=work * picture.ms_per_token[slot],
+            uncached_tokens=ask.prompt_tokens - cached,
+            cached_tokens=cached,
             overhead_ms=picture.base_ms[slot] - rtt_ms,
         )
 
@@ -163,10 +156,9 @@ def rank(picture: Picture, ask: Ask, excluded: frozenset[ReplicaId] = frozenset(
 def _costs(picture: Picture, ask: Ask) -> list[float]:
     """Return each slot's predicted time, regard for others included; infinite where it is full."""
     now_ms = picture.now_ms
-    wanted = ask.prompt_tokens + ask.output_tokens
-    regarded = (1.0 + REGARD) * ask.prompt_tokens
-    everyone = ask.held.everyone
-    work = regarded * (1.0 - everyone)
+    tokens, stretch = ask.prompt_tokens, picture.stretch_per_token
+    wanted = tokens + ask.output_tokens
+    work = (1.0 + REGARD) * stretched(tokens, tokens * ask.held.everyone, stretch)
     costs = [
         inf
         if wanted > room
@@ -177,14 +169,16 @@ def _costs(picture: Picture, ask: Ask) -> list[float]:
     ]
     paces = picture.ms_per_token
     for slots, share in ask.held.some:
-        saved = regarded * (share - everyone)
+        saved = work - (1.0 + REGARD) * stretched(tokens, tokens * share, stretch)
         for slot in slots:
             costs[slot] -= saved * paces[slot]
     if ask.seat is not None and ask.held is NOTHING_HELD:
         slot = picture.slots.get(ask.seat.replica_id, -1)
         if slot >= 0:
-            cached = min(ask.seat.cached_tokens, ask.prompt_tokens)
-            costs[slot] -= (1.0 + REGARD) * cached * paces[slot]
+            cached = min(ask.seat.cached_tokens, tokens)
+            costs[slot] -= (work - (1.0 + REGARD) * stretched(tokens, cached, stretch)) * paces[
+                slot
+            ]
     return costs
 
 

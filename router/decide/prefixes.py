@@ -203,6 +203,15 @@ class PrefixIndex:
         self._make_room(slot, cache, now_s)
         return Sent(slot, share, age)
 
+    def unsent(self, sent: Sent, keys: PrefixKeys) -> None:
+        """The replica did not take the prompt after all: what it had not before, it has not now."""
+        cache = self._caches.get(sent.slot)
+        if cache is None:
+            return
+        for key, end in zip(keys.keys, keys.ends, strict=True):
+            if end > sent.share * keys.size and key in cache.keys:
+                self._drop(sent.slot, cache, key)
+
     def answered(self, sent: Sent, cached: float) -> None:
         """A replica told which share of that prompt it had cached: is its cache that large?"""
         cache = self._caches.get(sent.slot)
@@ -218,20 +227,19 @@ class PrefixIndex:
         for slot in slots:
             cache = self._caches.pop(slot, None)
             while cache is not None and cache.keys:
-                self._drop_oldest(slot, cache)
+                self._drop(slot, cache, next(iter(cache.keys)))
 
     def _make_room(self, slot: int, cache: _Cache, now_s: float) -> None:
         while cache.keys:
-            _, (_, _, used_at_s) = next(iter(cache.keys.items()))
+            key, (_, _, used_at_s) = next(iter(cache.keys.items()))
             over = cache.size > cache.capacity or now_s - used_at_s > TTL_S
             crowded = self._pairs > self._pairs_max and len(cache.keys) > 1
             if not over and not crowded:
                 return
-            self._drop_oldest(slot, cache)
+            self._drop(slot, cache, key)
 
-    def _drop_oldest(self, slot: int, cache: _Cache) -> None:
-        key, (size, _, _) = cache.keys.popitem(last=False)
-        cache.size -= size
+    def _drop(self, slot: int, cache: _Cache, key: int) -> None:
+        cache.size -= cache.keys.pop(key)[0]
         self._pairs -= 1
         left = self._holders[key] & ~(1 << slot)
         if left:

@@ -107,41 +107,58 @@ class Reservation:
 class Others:
     """What others have at one replica by its own words: the average, and how long swings last."""
 
-    __slots__ = ("_mean", "_product", "_square", "_swing", "decode", "prefill", "told_at_s")
+    __slots__ = (
+        "_gap_s",
+        "_lasting",
+        "_mean",
+        "_prefill",
+        "_product",
+        "_square",
+        "_swing",
+        "decode",
+        "told_at_s",
+    )
 
     def __init__(self) -> None:
-        self.prefill = 0.0
-        self.decode = 0.0
+        self.decode = 0
         self.told_at_s = -1e18
+        self._prefill = 0
         self._mean = 0.0
         self._swing = 0.0
         self._square = 0.0
         self._product = 0.0
+        self._gap_s = 1.0
+        self._lasting = 1.0
+        """Which share of a swing is left after a usual gap between words."""
 
-    def hear(self, prefill: int, decode: int, now_s: float, told_at_s: float) -> bool:
+    def hear(self, prefill: int, decode: int, told_at_s: float) -> bool:
         """Take one word; False where a newer one came before it."""
         gap_s = told_at_s - self.told_at_s
         if gap_s <= 0:
             return False
         self.told_at_s = told_at_s
-        self.decode = decode
+        self._prefill, self.decode = prefill, decode
         if gap_s > LOAD_FRESH_S:
-            self._mean = self.prefill = float(prefill)
-            self._swing = 0.0
+            self._mean, self._swing = float(prefill), 0.0
             return True
         swing = prefill - self._mean
         self._square += WORD_SMOOTHING * (swing * swing - self._square)
         self._product += WORD_SMOOTHING * (swing * self._swing - self._product)
+        self._gap_s += WORD_SMOOTHING * (gap_s - self._gap_s)
         self._swing = swing
         self._mean += WORD_SMOOTHING * swing
-        lasting = 1.0
         if self._square > 0:
-            lasting = min(1.0, max(0.0, self._product / self._square))
-        # It is used until the next word comes: on average, this much later than it was true.
-        self.prefill = self._mean + (prefill - self._mean) * lasting ** (
-            (now_s - told_at_s) / gap_s + 0.5
-        )
+            self._lasting = min(1.0, max(0.01, self._product / self._square))
         return True
+
+    def prefill(self, now_s: float) -> float:
+        """Return the prompt tokens that others are likely to have waiting there by now."""
+        age_s = now_s - self.told_at_s
+        left = self.left(now_s)
+        if not left:
+            return 0.0
+        lasting: float = self._lasting ** (max(0.0, age_s) / self._gap_s)
+        return left * max(0.0, self._mean + (self._prefill - self._mean) * lasting)
 
     def left(self, now_s: float) -> float:
         """Return the share of the last word that is still believed."""
@@ -243,27 +260,25 @@ class TokensInFlight:
         line = self._lines.get(replica_id)
         if line is None:
             return InFlight(0, 0, 0)
-        left = line.others.left(now_s)
         return InFlight(
             line.prefill,
             line.decode,
             self._requests.get(replica_id, 0),
-            round(line.others.prefill * left),
-            round(line.others.decode * left),
+            round(line.others.prefill(now_s)),
+            round(line.others.decode * line.others.left(now_s)),
         )
 
     def line(self, replica_id: ReplicaId) -> Line:
         """Return the replica's line, to read."""
         return self._lines.get(replica_id) or Line()
 
-    def hear(self, replica_id: ReplicaId, load: Load, now_s: float, told_at_s: float) -> None:
+    def hear(self, replica_id: ReplicaId, load: Load, told_at_s: float) -> None:
         """Correct the view by a replica's own word as of `told_at_s`: the rest is others'."""
         line = self._line(replica_id)
         prompts, outputs = line.ours(told_at_s)
         if line.others.hear(
             max(0, load.prefill_tokens - prompts),
             max(0, load.decode_tokens - outputs),
-            now_s,
             told_at_s,
         ):
             self._changed(replica_id)

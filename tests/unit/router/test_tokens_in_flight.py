@@ -65,7 +65,7 @@ class Ledger(RuleBasedStateMachine):
     @rule(replica=st.sampled_from(REPLICAS), prefill=TOKENS, decode=TOKENS, age_s=st.floats(0, 20))
     def hear(self, replica: ReplicaId, prefill: int, decode: int, age_s: float) -> None:
         load = Load(prefill, decode, 0, 0)
-        self.ledger.hear(replica, load, self.now_s, self.now_s - age_s)
+        self.ledger.hear(replica, load, self.now_s - age_s)
 
     @rule(replica=st.sampled_from(REPLICAS))
     def lose(self, replica: ReplicaId) -> None:
@@ -105,7 +105,7 @@ TestLedger = Ledger.TestCase
 def test_what_others_sent_is_believed_for_a_while() -> None:
     ledger = TokensInFlight()
     held = ledger.reserve(REPLICAS[0], prefill=100, decode=50)
-    ledger.hear(REPLICAS[0], Load(300, 50, 2, 0), 10.0, 10.0)
+    ledger.hear(REPLICAS[0], Load(300, 50, 2, 0), 10.0)
     assert ledger.at(REPLICAS[0], 10.0).queued_tokens == 300
     assert ledger.at(REPLICAS[0], 10.0).tokens == 350
     assert ledger.at(REPLICAS[0], 10.0 + 1.5 * LOAD_FRESH_S).queued_tokens == 200
@@ -118,10 +118,10 @@ def test_an_old_word_is_held_against_what_was_ours_then() -> None:
     ledger.reserve(replica, prefill=100, decode=0, arrives_s=1.0)
     ledger.reserve(replica, prefill=400, decode=0, arrives_s=2.0)
     # At 1.5 s it had 130 tokens: our 100 and 30 of others. What we sent since is not theirs.
-    ledger.hear(replica, Load(130, 0, 2, 0), 3.0, 1.5)
+    ledger.hear(replica, Load(130, 0, 2, 0), 1.5)
     assert ledger.at(replica, 3.0).others_prefill_tokens == 30
     # A word older than the last changes nothing.
-    ledger.hear(replica, Load(9000, 0, 2, 0), 3.1, 1.2)
+    ledger.hear(replica, Load(9000, 0, 2, 0), 1.2)
     assert ledger.at(replica, 3.0).others_prefill_tokens == 30
 
 
@@ -129,11 +129,11 @@ def test_the_older_the_words_the_nearer_to_the_usual() -> None:
     fresh, stale = TokensInFlight(), TokensInFlight()
     for n in range(400):
         load = Load(1000 if n % 2 else 0, 0, 1, 0)
-        fresh.hear(REPLICAS[0], Load(1000 if n % 100 > 50 else 0, 0, 1, 0), 0.1 * n, 0.1 * n)
-        stale.hear(REPLICAS[0], load, float(n), float(n) - 0.5)
+        fresh.hear(REPLICAS[0], Load(1000 if n % 100 > 50 else 0, 0, 1, 0), 0.1 * n)
+        stale.hear(REPLICAS[0], load, float(n))
     # Swings that last are believed, swings that are over by the next word are not.
-    assert fresh.at(REPLICAS[0], 39.9).others_prefill_tokens > 850
-    assert 300 < stale.at(REPLICAS[0], 399.0).others_prefill_tokens < 700
+    assert fresh.at(REPLICAS[0], 40.0).others_prefill_tokens > 850
+    assert 300 < stale.at(REPLICAS[0], 400.0).others_prefill_tokens < 700
 
 
 def test_a_queue_empties_by_the_clock_but_not_before_it_is_read() -> None:
