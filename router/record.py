@@ -123,6 +123,8 @@ class Recorder:
             outcome=journey.outcome,
             ttft_ms=1000 * (first_s - asked.arrived_s) if first_s is not None else 0.0,
             duration_ms=1000 * (self._clock() - asked.arrived_s),
+            asked_pop=self._pop,
+            version=route.version,
         )
         self._usage.append(row)
         self._journal.append(row)

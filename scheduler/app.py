@@ -32,6 +32,7 @@ from scheduler.api.routers import Routers
 from scheduler.config import SchedulerConfig
 from scheduler.loops.flush_pulses import FlushPulses
 from scheduler.loops.hold_lease import HoldLease
+from scheduler.loops.keep_days import KeepDays
 from scheduler.loops.place import Place
 from scheduler.loops.prune import Prune
 from scheduler.loops.publish import Publish
@@ -54,7 +55,8 @@ async def serve(config: SchedulerConfig, stopping: asyncio.Event) -> int:
         publish = Loop("publish", Publish(acting).run_once, config.publish_interval_s)
         flush = Loop("flush_pulses", FlushPulses(acting).run_once, 2.0)
         prune = Loop("prune", Prune(acting).run_once, 600.0)
-        loops = (lease, place, publish, flush, prune)
+        days = Loop("keep_days", KeepDays(acting).run_once, 600.0)
+        loops = (lease, place, publish, flush, prune, days)
         acting.nudge_place, acting.nudge_publish = place.nudge, publish.nudge
         ssl = None
         if config.tls_certificate is not None and config.tls_key is not None:

@@ -44,7 +44,11 @@ class DemandRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Demand(msgspec.Struct, frozen=True, kw_only=True, tag="demand"):
-    """One router's demand over one window; (router, boot, seq) makes a repeat harmless."""
+    """One router's demand over one window; (router, boot, seq) makes a repeat harmless.
+
+    `age_s` is how long ago the window ended when this was sent, by the router's monotonic clock:
+    what comes late is counted where it belongs, whatever the router's wall clock says.
+    """
 
     router_id: RouterId
     boot_id: BootId
@@ -52,10 +56,14 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True, tag="demand"):
     window_started_at: float
     window_s: float
     rows: tuple[DemandRow, ...]
+    age_s: float = 0.0
 
 
 class UsageRow(msgspec.Struct, frozen=True, kw_only=True):
-    """What one request used. `started_at` is Unix time; a request id is counted once."""
+    """What one request used. `started_at` is Unix time; a request id is counted once.
+
+    `pop` is the replica's, `asked_pop` the router's; `version` is the deployment's that answered.
+    """
 
     request_id: RequestId
     key_id: KeyId
@@ -71,6 +79,8 @@ class UsageRow(msgspec.Struct, frozen=True, kw_only=True):
     outcome: Outcome
     ttft_ms: float = 0.0
     duration_ms: float = 0.0
+    asked_pop: PopId = PopId("")
+    version: int = 0
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True, tag="usage"):
@@ -82,9 +92,16 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True, tag="usage"):
 
 
 class UsageAck(msgspec.Struct, frozen=True, kw_only=True, tag="usage_ack"):
-    """The batch is in the store; the router may forget it."""
+    """The batch is in the store, or refused for good; the router may forget it.
+
+    `refused` counts the rows that no retry can mend, `reason` says why. An answer to demand has an
+    empty `batch_id` and the `demand_seq` of the window.
+    """
 
     batch_id: str
+    refused: int = 0
+    reason: str = ""
+    demand_seq: int = 0
 
 
 class RoundTrip(msgspec.Struct, frozen=True, kw_only=True):
