@@ -31,6 +31,7 @@ from scheduler.api.openapi import document
 from scheduler.api.routers import Routers
 from scheduler.config import SchedulerConfig
 from scheduler.loops.flush_pulses import FlushPulses
+from scheduler.loops.forecast import Forecast
 from scheduler.loops.hold_lease import HoldLease
 from scheduler.loops.keep_days import KeepDays
 from scheduler.loops.place import Place
@@ -56,7 +57,8 @@ async def serve(config: SchedulerConfig, stopping: asyncio.Event) -> int:
         flush = Loop("flush_pulses", FlushPulses(acting).run_once, 2.0)
         prune = Loop("prune", Prune(acting).run_once, 600.0)
         days = Loop("keep_days", KeepDays(acting).run_once, 600.0)
-        loops = (lease, place, publish, flush, prune, days)
+        forecast = Loop("forecast", Forecast(acting).run_once, 15.0)
+        loops = (lease, place, publish, flush, prune, days, forecast)
         acting.nudge_place, acting.nudge_publish = place.nudge, publish.nudge
         ssl = None
         if config.tls_certificate is not None and config.tls_key is not None:

@@ -30,7 +30,6 @@ from isochrone.wire.model import Deployment, Model, Policy
 from scheduler.api.endpoint import Call, Endpoint, Page
 from scheduler.decide.explain import Explanation, explain
 from scheduler.store import catalogue, keys
-from scheduler.store.cluster import read_cluster
 from scheduler.store.events import Event, list_events
 from scheduler.store.status import read_status
 
@@ -250,9 +249,7 @@ async def explain_deployment(call: Call) -> Explanation:
     """Why here, why not there, what would help."""
     name = DeploymentId(call.part("deployment_id"))
     acting = call.acting
-    cluster = await read_cluster(
-        call.connection, acting_for_s=acting.acting_for_s, silent_s=acting.silent_s()
-    )
+    cluster = await acting.picture(call.connection)
     return _found(explain(cluster, name, acting.config.liveness), "deployment", name)
 
 
