@@ -16,6 +16,7 @@ from router.decide.affinity import Seat, Sessions
 from router.decide.health import Health
 from router.decide.latency import RoundTripFilter, expected_rtt_ms, smoothed
 from router.decide.pick import Candidate, Picture
+from router.decide.rollout import Draw, draw
 from router.decide.tokens_in_flight import Reservation, TokensInFlight
 
 BYTES_PER_TOKEN_FIRST: Final = 3.5
@@ -100,6 +101,10 @@ class Fleet:
             ),
             ejected_until=self.health.ejected_until(now_s),
         )
+
+    def draw(self, entry: DeploymentEntry, subject: str) -> Draw:
+        """Return which replicas a request leaves alone while a new version is on its way."""
+        return draw(entry, subject, self.pop, self._routes.get(entry.deployment_id, ()))
 
     def rtt_ms(self, route: Route) -> float:
         """Return the round trip to a route's node: measured, or by distance until then."""

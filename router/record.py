@@ -11,8 +11,9 @@ import msgspec
 
 from isochrone.wire.ids import DeploymentId, PopId, RequestId
 from isochrone.wire.routes import DeploymentEntry, KeyEntry, Route
-from isochrone.wire.usage import DemandRow, Outcome, UsageRow
+from isochrone.wire.usage import DemandRow, Outcome, TrialRow, UsageRow
 from router.decide.pick import Ranked
+from router.decide.rollout import Trials
 from router.journal import Journal
 from router.metrics import Metrics
 
@@ -87,6 +88,7 @@ class Recorder:
         self._journal = journal
         self._usage: list[UsageRow] = list(journal.open())
         self._demand: dict[DeploymentId, DemandRow] = {}
+        self._trials = Trials(pop)
 
     def record(self, journey: Journey) -> None:
         """Book one ended request."""
@@ -105,6 +107,7 @@ class Recorder:
         route = journey.route
         if route is None:
             return
+        self._add_trial(journey, route, output)
         if len(self._usage) >= USAGE_ROWS_MAX:
             self._metrics.usage_dropped.inc()
             return
@@ -123,11 +126,18 @@ class Recorder:
             outcome=journey.outcome,
             ttft_ms=1000 * (first_s - asked.arrived_s) if first_s is not None else 0.0,
             duration_ms=1000 * (self._clock() - asked.arrived_s),
-            asked_pop=self._pop,
-            version=route.version,
         )
         self._usage.append(row)
         self._journal.append(row)
+
+    def attempt_failed(self, journey: Journey) -> None:
+        """Count a replica that failed before its first token, whoever answers in the end."""
+        if journey.route is not None:
+            self._trials.failed(journey.asked.deployment, journey.route)
+
+    def take_trials(self) -> tuple[TrialRow, ...]:
+        """Hand over how the versions did in the window that ends now."""
+        return self._trials.take()
 
     def take_usage(self) -> tuple[tuple[UsageRow, ...], Path | None]:
         """Hand over the usage so far and its journal; the caller keeps it, then removes that."""
@@ -144,6 +154,21 @@ class Recorder:
         rows = tuple(row for _, row in sorted(self._demand.items()))
         self._demand.clear()
         return rows
+
+    def _add_trial(self, journey: Journey, route: Route, output: int) -> None:
+        first_s = journey.first_token_at_s
+        ttft_ms = itl_ms = 0.0
+        if first_s is not None:
+            ttft_ms = 1000 * (first_s - journey.picked_at_s)
+            if output > 1:
+                itl_ms = 1000 * (self._clock() - first_s) / (output - 1)
+        self._trials.ended(
+            journey.asked.deployment,
+            route,
+            failed=journey.outcome is Outcome.FAILED,
+            ttft_ms=ttft_ms,
+            itl_ms=itl_ms,
+        )
 
     def _add_demand(self, journey: Journey, prompt: int, cached: int, output: int) -> None:
         deployment_id = journey.asked.deployment.deployment_id

@@ -170,7 +170,14 @@ class Corridor:
             session=asked.session,
             seat=self._fleet.seat(asked.session),
         )
-        return rank(self._fleet.view(asked.deployment.deployment_id), ask, excluded), ask
+        view = self._fleet.view(asked.deployment.deployment_id)
+        # The deployment as the table has it now: a step of a rollout counts for those who wait too.
+        entry = self._fleet.deployment(asked.deployment.name) or asked.deployment
+        drawn = self._fleet.draw(entry, asked.session or asked.request_id)
+        ranking = rank(view, ask, excluded | drawn.left_alone)
+        if not ranking.routes and drawn.may_return:
+            ranking = rank(view, ask, excluded)
+        return ranking, ask
 
     async def _wait_for_room(self, journey: Journey, until_s: float, *, is_full: bool) -> None:
         """Wait in the bounded queue, or raise what the client should know instead."""
@@ -223,7 +230,9 @@ class Corridor:
             self._fleet.heard(route, answer.load, answer.refused)
             _hold_to_status(answer)
             opened = await self._begin(asked, ranked, answer, attempt)
-        except AttemptFailed:
+        except AttemptFailed as error:
+            if error.failure is not Failure.REFUSED:
+                self._recorder.attempt_failed(journey)
             journey.ranked = None
             raise
         self._fleet.health.answered(route.replica_id)

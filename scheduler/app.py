@@ -28,6 +28,7 @@ from scheduler.api.agents import Agents
 from scheduler.api.endpoint import handler
 from scheduler.api.join import Join
 from scheduler.api.openapi import document
+from scheduler.api.rollouts import ROLLOUT_ENDPOINTS
 from scheduler.api.routers import Routers
 from scheduler.config import SchedulerConfig
 from scheduler.loops.flush_pulses import FlushPulses
@@ -37,6 +38,7 @@ from scheduler.loops.keep_days import KeepDays
 from scheduler.loops.place import Place
 from scheduler.loops.prune import Prune
 from scheduler.loops.publish import Publish
+from scheduler.loops.roll import Roll
 from scheduler.store.lease import ensure_cluster, give_up_lease
 from scheduler.store.migrate import migrate
 from scheduler.store.pool import UNAVAILABLE, open_pool, transaction, using
@@ -58,7 +60,8 @@ async def serve(config: SchedulerConfig, stopping: asyncio.Event) -> int:
         prune = Loop("prune", Prune(acting).run_once, 600.0)
         days = Loop("keep_days", KeepDays(acting).run_once, 600.0)
         forecast = Loop("forecast", Forecast(acting).run_once, 15.0)
-        loops = (lease, place, publish, flush, prune, days, forecast)
+        roll = Loop("roll", Roll(acting).run_once, config.roll_interval_s)
+        loops = (lease, place, publish, flush, prune, days, forecast, roll)
         acting.nudge_place, acting.nudge_publish = place.nudge, publish.nudge
         ssl = None
         if config.tls_certificate is not None and config.tls_key is not None:
@@ -113,7 +116,8 @@ def admin_app(acting: Acting, token_sha256: str, loops: tuple[Loop, ...]) -> web
             metrics.TURNS.labels(loop.name, "failed").set(loop.failures)
         return await show(request)
 
-    described = msgspec.json.encode(document(ENDPOINTS, __version__))
+    endpoints = (*ENDPOINTS, *ROLLOUT_ENDPOINTS)
+    described = msgspec.json.encode(document(endpoints, __version__))
 
     async def describe(request: web.Request) -> web.Response:
         return web.Response(body=described, content_type="application/json")
@@ -122,7 +126,7 @@ def admin_app(acting: Acting, token_sha256: str, loops: tuple[Loop, ...]) -> web
     app.router.add_get("/healthz", health)
     app.router.add_get("/metrics", show_metrics)
     app.router.add_get("/openapi.json", describe)
-    for endpoint in ENDPOINTS:
+    for endpoint in endpoints:
         app.router.add_route(endpoint.method, endpoint.path, handler(endpoint, acting))
     return app
 

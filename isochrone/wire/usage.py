@@ -43,6 +43,31 @@ class DemandRow(msgspec.Struct, frozen=True, kw_only=True):
     no_replica: int = 0
 
 
+class Moments(msgspec.Struct, frozen=True, kw_only=True):
+    """Logarithms of times in ms, added up: enough for a mean and its error."""
+
+    count: int = 0
+    total: float = 0.0
+    squares: float = 0.0
+
+
+class TrialRow(msgspec.Struct, frozen=True, kw_only=True):
+    """How one version of a deployment did in one PoP (`pop`) for one city (`asked_pop`).
+
+    Routers count this while a rollout is on its way. An attempt is one replica asked; TTFT is from
+    that moment on, so that neither queues here nor earlier failures count against a version.
+    """
+
+    deployment_id: DeploymentId
+    version: int
+    pop: PopId
+    asked_pop: PopId
+    attempts: int = 0
+    failures: int = 0
+    ttft: Moments = Moments()
+    itl: Moments = Moments()
+
+
 class Demand(msgspec.Struct, frozen=True, kw_only=True, tag="demand"):
     """One router's demand over one window; (router, boot, seq) makes a repeat harmless.
 
@@ -57,13 +82,11 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True, tag="demand"):
     window_s: float
     rows: tuple[DemandRow, ...]
     age_s: float = 0.0
+    trials: tuple[TrialRow, ...] = ()
 
 
 class UsageRow(msgspec.Struct, frozen=True, kw_only=True):
-    """What one request used. `started_at` is Unix time; a request id is counted once.
-
-    `pop` is the replica's, `asked_pop` the router's; `version` is the deployment's that answered.
-    """
+    """What one request used. `started_at` is Unix time; a request id is counted once."""
 
     request_id: RequestId
     key_id: KeyId
@@ -79,8 +102,6 @@ class UsageRow(msgspec.Struct, frozen=True, kw_only=True):
     outcome: Outcome
     ttft_ms: float = 0.0
     duration_ms: float = 0.0
-    asked_pop: PopId = PopId("")
-    version: int = 0
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True, tag="usage"):

@@ -166,6 +166,7 @@ class Shipper:
                 window_started_at=self._unix_clock() - window_s,
                 window_s=window_s,
                 rows=rows,
+                trials=self._recorder.take_trials(),
             ),
             ended_at_s=now_s,
         )

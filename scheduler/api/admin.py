@@ -29,8 +29,10 @@ from isochrone.wire.keys import base62, format_key, parse_key, secret_sha256
 from isochrone.wire.model import Deployment, Model, Policy
 from scheduler.api.endpoint import Call, Endpoint, Page
 from scheduler.decide.explain import Explanation, explain
+from scheduler.decide.versions import split
 from scheduler.store import catalogue, keys
 from scheduler.store.events import Event, list_events
+from scheduler.store.rollouts import is_overtaken
 from scheduler.store.status import read_status
 
 V = TypeVar("V")
@@ -226,6 +228,9 @@ async def put_deployment(call: Call) -> DeploymentView:
     before = _found(await catalogue.get_deployment(call.connection, name), "deployment", name)
     body: DeploymentBody = call.body
     deployment = await _checked(call, body, name)
+    if await is_overtaken(call.connection, deployment):
+        words = f"cannot change {name}: a rollout of it is on its way; abort it first"
+        raise ApiError(ErrorCode.CONFLICT, words)
     if not await catalogue.change_deployment(call.connection, deployment, call.etag):
         raise ApiError(
             ErrorCode.CONFLICT, f"cannot change {name}: the name {deployment.name} is taken"
@@ -250,7 +255,7 @@ async def explain_deployment(call: Call) -> Explanation:
     name = DeploymentId(call.part("deployment_id"))
     acting = call.acting
     cluster = await acting.picture(call.connection)
-    return _found(explain(cluster, name, acting.config.liveness), "deployment", name)
+    return _found(explain(split(cluster), name, acting.config.liveness), "deployment", name)
 
 
 async def list_placements(call: Call) -> Page:

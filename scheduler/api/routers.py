@@ -13,8 +13,9 @@ from isochrone.wire.usage import Demand, RoundTrips, Usage, UsageAck
 from scheduler import metrics
 from scheduler.acting import Acting, Connected
 from scheduler.api.peers import converse
-from scheduler.decide.intake import take_demand, take_round_trips, take_usage
+from scheduler.decide.intake import take_demand, take_round_trips, take_trials, take_usage
 from scheduler.store.pool import BAD_DATA, UNAVAILABLE, Connection, transaction
+from scheduler.store.rollouts import record_trials
 from scheduler.store.usage import record_demand, record_round_trips, record_usage
 
 log = logging.getLogger(__name__)
@@ -86,6 +87,8 @@ async def _store(
         case Demand():
             taken = take_demand(message)
             unknown = await record_demand(connection, message, taken)
+            if unknown is not None:
+                await record_trials(connection, take_trials(message))
             metrics.DEMAND_BATCHES.labels("repeated" if unknown is None else "counted").inc()
             refused = dict(taken.refused)
             if unknown:

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from isochrone.wire.usage import Demand, DemandRow, RoundTrip, Usage, UsageRow
+from isochrone.wire.usage import Demand, DemandRow, RoundTrip, TrialRow, Usage, UsageRow
 
 DEMAND_ROWS_MAX: Final = 20_000
 """A row a deployment: more than any router serves, less than what would hold up the store."""
@@ -26,6 +26,11 @@ COUNT_MAX: Final = 10**12
 
 TOKENS_MAX: Final = 2**53
 ID_LETTERS_MAX: Final = 256
+TRIAL_ROWS_MAX: Final = 2_000
+TRIAL_LATE_MAX_S: Final = 120.0
+"""What was seen longer ago may be of the step before."""
+
+TRIAL_COUNT_MAX: Final = 10**7
 RTT_MAX_MS: Final = 60_000.0
 UNIX_MAX_S: Final = 4_102_444_800.0
 """The year 2100: a start after it is a broken clock."""
@@ -70,6 +75,18 @@ def take_demand(demand: Demand) -> Taken:
     return Taken(tuple(row for _, row in sorted(summed.items())), age_s, refused)
 
 
+def take_trials(demand: Demand) -> tuple[TrialRow, ...]:
+    """Return what was seen of versions on their way, if it is of now and can be counted."""
+    if len(demand.trials) > TRIAL_ROWS_MAX or _clamped(demand.age_s, 1e9) > TRIAL_LATE_MAX_S:
+        return ()
+    return tuple(
+        sorted(
+            (row for row in demand.trials if not _trial_problem(row)),
+            key=lambda row: (row.deployment_id, row.version, row.pop, row.asked_pop),
+        )
+    )
+
+
 def take_usage(usage: Usage) -> TakenUsage:
     """Return the rows that the ledger can hold."""
     if len(usage.rows) > USAGE_ROWS_MAX:
@@ -103,15 +120,26 @@ def take_round_trips(rows: Iterable[RoundTrip]) -> tuple[RoundTrip, ...]:
 
 def _usage_problem(row: UsageRow) -> str:
     names = (row.request_id, row.key_id, row.tenant_id, row.deployment_id)
-    problem = _id_problem((*names, row.pop, row.node_id, row.replica_id, row.asked_pop))
+    problem = _id_problem((*names, row.pop, row.node_id, row.replica_id))
     if problem:
         return problem
-    counts = (row.prompt_tokens, row.cached_tokens, row.output_tokens, row.version)
+    counts = (row.prompt_tokens, row.cached_tokens, row.output_tokens)
     if any(count < 0 or count > TOKENS_MAX for count in counts):
         return f"a count is below 0 or over {TOKENS_MAX}"
     if not 0 <= row.started_at <= UNIX_MAX_S:
         return "its start is no time between 1970 and 2100"
     return ""
+
+
+def _trial_problem(row: TrialRow) -> bool:
+    counts = (row.attempts, row.failures, row.ttft.count, row.itl.count, row.version)
+    sums = (row.ttft.total, row.ttft.squares, row.itl.total, row.itl.squares)
+    return (
+        bool(_id_problem((row.deployment_id, row.pop, row.asked_pop)))
+        or any(not 0 <= count <= TRIAL_COUNT_MAX for count in counts)
+        or any(not isfinite(value) or abs(value) > COUNT_MAX for value in sums)
+        or row.failures > row.attempts
+    )
 
 
 def _id_problem(names: Iterable[str]) -> str:

@@ -8,6 +8,7 @@ from scheduler import metrics
 from scheduler.acting import Acting
 from scheduler.decide.cluster import ClusterState, Plan
 from scheduler.decide.plan import plan
+from scheduler.decide.versions import joined, split
 from scheduler.store.plans import commit_plan
 from scheduler.store.pool import transaction
 
@@ -39,7 +40,7 @@ class Place:
             cluster = await acting.picture(connection)
         if self._must_hear_first(cluster):
             return Placed(frozen="waiting for every node's first report")
-        decided = plan(cluster, liveness_limits=acting.config.liveness)
+        decided = joined(plan(split(cluster), liveness_limits=acting.config.liveness))
         self._note(cluster, decided)
         if not decided.starts and not decided.endings:
             return Placed(unmet=len(decided.unmet), frozen=decided.frozen)

@@ -27,6 +27,7 @@ from scheduler.decide.cluster import (
     PopDistance,
 )
 from scheduler.store.pool import Connection, fetch_one
+from scheduler.store.rollouts import active_rollouts
 
 _report = msgspec.msgpack.Decoder(Report)
 
@@ -60,6 +61,7 @@ async def read_cluster(
         demand=await _read_demand(connection),
         distances=await _read_distances(connection),
         profiles=await _read_profiles(connection),
+        rollouts=await active_rollouts(connection),
     )
 
 

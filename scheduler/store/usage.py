@@ -75,8 +75,8 @@ async def record_usage(connection: Connection, rows: tuple[UsageRow, ...]) -> No
         """
         INSERT INTO usage (request_id, key_id, tenant_id, deployment_id, pop, node_id, replica_id,
                            started_at, prompt_tokens, cached_tokens, output_tokens, outcome,
-                           ttft_ms, duration_ms, asked_pop, version)
-        VALUES ($1, $2, $3, $4, $5, $6, $7, to_timestamp($8), $9, $10, $11, $12, $13, $14, $15, $16)
+                           ttft_ms, duration_ms)
+        VALUES ($1, $2, $3, $4, $5, $6, $7, to_timestamp($8), $9, $10, $11, $12, $13, $14)
         ON CONFLICT (request_id) DO NOTHING
         """,
         [
@@ -95,8 +95,6 @@ async def record_usage(connection: Connection, rows: tuple[UsageRow, ...]) -> No
                 row.outcome.value,
                 row.ttft_ms,
                 row.duration_ms,
-                row.asked_pop,
-                row.version,
             )
             for row in rows
         ],
