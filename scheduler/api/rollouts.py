@@ -8,6 +8,7 @@ import msgspec
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.ids import DeploymentId, ModelId
 from isochrone.wire.rollout import RolloutBody, RolloutSpec, RolloutView
+from scheduler.api.admin import DRIVERS
 from scheduler.api.endpoint import Call, Endpoint, Page
 from scheduler.decide.rollout import ON_ITS_WAY, Event, NotNow, Rollout, after, problem_of
 from scheduler.decide.trial import compare
@@ -111,6 +112,8 @@ async def _happened(call: Call, event: Event) -> RolloutView:
 async def _problem(call: Call, spec: RolloutSpec) -> str:
     if await catalogue.get_model(call.connection, spec.model_id) is None:
         return f"there is no model {spec.model_id}"
+    if spec.engine.driver not in DRIVERS:
+        return f"there is no driver {spec.engine.driver!r}: one of {', '.join(sorted(DRIVERS))}"
     known = await catalogue.known_countries_and_pops(call.connection)
     unknown = {pop for step in spec.steps for pop in step.pops} - known
     if unknown:
