@@ -28,6 +28,7 @@ from scheduler.api.agents import Agents
 from scheduler.api.endpoint import handler
 from scheduler.api.join import Join
 from scheduler.api.openapi import document
+from scheduler.api.pictures import PICTURE_ENDPOINTS
 from scheduler.api.rollouts import ROLLOUT_ENDPOINTS
 from scheduler.api.routers import Routers
 from scheduler.config import SchedulerConfig
@@ -116,7 +117,7 @@ def admin_app(acting: Acting, token_sha256: str, loops: tuple[Loop, ...]) -> web
             metrics.TURNS.labels(loop.name, "failed").set(loop.failures)
         return await show(request)
 
-    endpoints = (*ENDPOINTS, *ROLLOUT_ENDPOINTS)
+    endpoints = (*ENDPOINTS, *ROLLOUT_ENDPOINTS, *PICTURE_ENDPOINTS)
     described = msgspec.json.encode(document(endpoints, __version__))
 
     async def describe(request: web.Request) -> web.Response:

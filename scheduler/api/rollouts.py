@@ -50,7 +50,7 @@ async def create_rollout(call: Call) -> RolloutView:
     return await _view(call, rollout)
 
 
-async def list_all(call: Call) -> Page:
+async def list_rollouts(call: Call) -> Page:
     """Rollouts, of one deployment or of all."""
     rows = await rollouts.list_rollouts(
         call.connection, call.after, call.limit + 1, call.query("deployment_id")
@@ -59,22 +59,22 @@ async def list_all(call: Call) -> Page:
     return call.page(views, lambda row: row.rollout_id)
 
 
-async def get_one(call: Call) -> RolloutView:
+async def get_rollout(call: Call) -> RolloutView:
     """One rollout."""
     return await _view(call, await _found(call))
 
 
-async def pause(call: Call) -> RolloutView:
+async def pause_rollout(call: Call) -> RolloutView:
     """Hold a rollout at its step; harm still reverts it."""
     return await _happened(call, Event.PAUSE_ASKED)
 
 
-async def resume(call: Call) -> RolloutView:
+async def resume_rollout(call: Call) -> RolloutView:
     """Go on; the step's time begins anew."""
     return await _happened(call, Event.RESUME_ASKED)
 
 
-async def abort(call: Call) -> RolloutView:
+async def abort_rollout(call: Call) -> RolloutView:
     """Call it off: every request goes to the old version."""
     return await _happened(call, Event.ABORT_ASKED)
 
@@ -85,13 +85,13 @@ ROLLOUT_ENDPOINTS: Final = (
         "Bring a new version by steps", RolloutView, RolloutBody, status=201,
     ),
     Endpoint(
-        "GET", "/v1/rollouts", list_all, "List rollouts", RolloutView, is_list=True,
+        "GET", "/v1/rollouts", list_rollouts, "List rollouts", RolloutView, is_list=True,
         query=("deployment_id",),
     ),
-    Endpoint("GET", "/v1/rollouts/{rollout_id}", get_one, "Read a rollout", RolloutView),
-    Endpoint("POST", "/v1/rollouts/{rollout_id}/pause", pause, "Hold a rollout", RolloutView),
-    Endpoint("POST", "/v1/rollouts/{rollout_id}/resume", resume, "Go on", RolloutView),
-    Endpoint("POST", "/v1/rollouts/{rollout_id}/abort", abort, "Call it off", RolloutView),
+    Endpoint("GET", "/v1/rollouts/{rollout_id}", get_rollout, "Read a rollout", RolloutView),
+    Endpoint("POST", "/v1/rollouts/{rollout_id}/pause", pause_rollout, "Hold it", RolloutView),
+    Endpoint("POST", "/v1/rollouts/{rollout_id}/resume", resume_rollout, "Go on", RolloutView),
+    Endpoint("POST", "/v1/rollouts/{rollout_id}/abort", abort_rollout, "Call it off", RolloutView),
 )  # fmt: skip
 
 
