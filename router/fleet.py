@@ -17,6 +17,7 @@ from router.decide.board import Board, Picture, Ranked
 from router.decide.health import Health, judge
 from router.decide.latency import RoundTripFilter, expected_rtt_ms, smoothed
 from router.decide.prefixes import NO_KEYS, NOTHING_HELD, Held, PrefixIndex, PrefixKeys, Sent
+from router.decide.rollout import Draw, draw
 from router.decide.tokens_in_flight import Reservation, TokensInFlight
 
 BYTES_PER_TOKEN_FIRST: Final = 3.5
@@ -148,6 +149,10 @@ class Fleet:
         if board is None or not keys.keys:
             return NOTHING_HELD
         return self._prefixes[deployment_id].match(keys, board.everyone)
+
+    def draw(self, entry: DeploymentEntry, subject: str) -> Draw:
+        """Return which replicas a request leaves alone while a new version is on its way."""
+        return draw(entry, subject, self.pop, self._routes.get(entry.deployment_id, ()))
 
     def rtt_ms(self, route: Route) -> float:
         """Return the round trip to a route's node: measured, or by distance until then."""

@@ -157,6 +157,16 @@ class Metrics:
             "Usage on disk, not yet acknowledged.",
             registry=self.registry,
         )
+        self.demand_dropped = Counter(
+            f"{PREFIX}demand_rows_dropped",
+            "Demand that no scheduler took in time.",
+            registry=self.registry,
+        )
+        self.rows_refused = Counter(
+            f"{PREFIX}rows_refused",
+            "Rows of demand and usage that the scheduler refused for good.",
+            registry=self.registry,
+        )
         self.usage_dropped = Counter(
             f"{PREFIX}usage_rows_dropped",
             "Usage lost because the spool was full.",

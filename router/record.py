@@ -7,127 +7,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-import msgspec
-
-from isochrone.wire.errors import ApiError
-from isochrone.wire.ids import DeploymentId, PopId, ReplicaId, RequestId
-from isochrone.wire.routes import DeploymentEntry, KeyEntry, Route
-from isochrone.wire.usage import DemandRow, Outcome, UsageRow
-from router.dataplane.exchange import Exchange
-from router.dataplane.sse import Frames, Said
-from router.dataplane.usage import UsageCount
-from router.decide.board import Ranked
-from router.decide.prefixes import NO_KEYS, PrefixKeys, Sent
-from router.decide.tokens_in_flight import Reservation
+from isochrone.wire.ids import DeploymentId, PopId
+from isochrone.wire.routes import Route
+from isochrone.wire.usage import DemandRow, Outcome, TrialRow, UsageRow
+from router.decide.rollout import Trials
 from router.journal import Journal
+from router.journey import Journey
 from router.metrics import Metrics
-from router.waiting import Place
-
-NOTHING_SAID: Final = Said(0, "", True, None)
-LIVES: Final = 8
-"""How many replicas may die under one stream before its client is told."""
 
 USAGE_ROWS_MAX: Final = 100_000
 """Rows held in memory when the disk takes none; past it they are counted as lost."""
-
-
-class Asked(msgspec.Struct, frozen=True, kw_only=True):
-    """One request as the corridor takes it, whichever public surface it came by.
-
-    `body` is what goes to the node. `text_bytes` is the prompt's size, `arrived_s` monotonic,
-    `started_at` Unix time. `error_event` writes an error into a stream. `resume` gives the body
-    that asks for the rest after (text, tokens) were said, None where that cannot be asked for;
-    `drawn` how its tokens are, where every replica would draw the same.
-    """
-
-    request_id: RequestId
-    key: KeyEntry
-    deployment: DeploymentEntry
-    path: str
-    body: bytes
-    text_bytes: int
-    output_tokens_max: int
-    is_stream: bool
-    wants_usage: bool
-    session: str
-    reject_if_busy: bool
-    arrived_s: float
-    started_at: float
-    error_event: Callable[[ApiError], bytes]
-    resume: Callable[[str, int], bytes | None] | None = None
-    drawn: str = ""
-    prefix_keys: PrefixKeys = NO_KEYS
-
-
-class Journey:
-    """What is known of one request so far. The corridor fills it in, `Recorder` reads it."""
-
-    def __init__(self, asked: Asked, prompt_tokens_estimate: int) -> None:
-        self.asked = asked
-        self.prompt_tokens_estimate = prompt_tokens_estimate
-        self.outcome = Outcome.FAILED
-        self.ranked: Ranked | None = None
-        self.sent: Sent | None = None
-        self.turned_away = 0
-        self.picked_at_s = 0.0
-        self.first_token_at_s: float | None = None
-        self.found_no_replica = False
-        self.prompt_tokens: int | None = None
-        self.cached_tokens: int | None = None
-        self.output_tokens: int | None = None
-        self.body = asked.body
-        self.frames: Frames | None = None
-        self.said = NOTHING_SAID
-        self.lives = LIVES
-        self.failed: set[ReplicaId] = set()
-        self.refused: set[ReplicaId] = set()
-        self.unfit: set[ReplicaId] = set()
-        self.reservation: Reservation | None = None
-        self.exchange: Exchange | None = None
-        self.place: Place | None = None
-
-    @property
-    def route(self) -> Route | None:
-        """The replica that answers, once there is one."""
-        return self.ranked.route if self.ranked else None
-
-    @property
-    def said_tokens(self) -> int:
-        """How many tokens the client has already, where another replica goes on."""
-        return self.said.tokens
-
-    def frames_anew(self) -> Frames | None:
-        """Return what takes the next attempt's stream in: after what was said, where it was."""
-        if self.said.tokens and self.frames is not None:
-            self.frames.go_on()
-        elif self.asked.is_stream:
-            self.frames = Frames(wants_usage=self.asked.wants_usage)
-        return self.frames
-
-    def note(self, usage: UsageCount | None) -> None:
-        """Take the engine's own count."""
-        if usage is not None:
-            self.prompt_tokens = usage.prompt_tokens
-            self.cached_tokens = usage.cached_tokens
-            self.output_tokens = usage.output_tokens
-
-    def leave(self) -> None:
-        """Give back what the attempt holds: its connection and its tokens in flight."""
-        exchange, self.exchange = self.exchange, None
-        if exchange is not None:
-            exchange.leave()
-        if self.reservation is not None:
-            self.reservation.release()
-
-    @property
-    def used(self) -> tuple[int, int, int]:
-        """(prompt, cached, output) tokens: the engine's word, else our count and estimate."""
-        if self.first_token_at_s is None and self.prompt_tokens is None:
-            return 0, 0, 0
-        estimate = self.prompt_tokens_estimate
-        prompt = estimate if self.prompt_tokens is None else self.prompt_tokens
-        output = self.said.tokens if self.output_tokens is None else self.output_tokens
-        return prompt, min(prompt, self.cached_tokens or 0), output
 
 
 class Recorder:
@@ -143,6 +32,7 @@ class Recorder:
         self._journal = journal
         self._usage: list[UsageRow] = list(journal.open())
         self._demand: dict[DeploymentId, DemandRow] = {}
+        self._trials = Trials(pop)
 
     def record(self, journey: Journey) -> None:
         """Book one ended request."""
@@ -163,6 +53,7 @@ class Recorder:
         route = journey.route
         if route is None:
             return
+        self._add_trial(journey, route, output)
         if len(self._usage) >= USAGE_ROWS_MAX:
             self._metrics.usage_dropped.inc()
             return
@@ -185,6 +76,15 @@ class Recorder:
         self._usage.append(row)
         self._journal.append(row)
 
+    def attempt_failed(self, journey: Journey) -> None:
+        """Count a replica that failed before its first token, whoever answers in the end."""
+        if journey.route is not None:
+            self._trials.failed(journey.asked.deployment, journey.route)
+
+    def take_trials(self) -> tuple[TrialRow, ...]:
+        """Hand over how the versions did in the window that ends now."""
+        return self._trials.take()
+
     def take_usage(self) -> tuple[tuple[UsageRow, ...], Path | None]:
         """Hand over the usage so far and its journal; the caller keeps it, then removes that."""
         rows = tuple(self._usage)
@@ -200,6 +100,21 @@ class Recorder:
         rows = tuple(row for _, row in sorted(self._demand.items()))
         self._demand.clear()
         return rows
+
+    def _add_trial(self, journey: Journey, route: Route, output: int) -> None:
+        first_s = journey.first_token_at_s
+        ttft_ms = itl_ms = 0.0
+        if first_s is not None:
+            ttft_ms = 1000 * (first_s - journey.picked_at_s)
+            if output > 1:
+                itl_ms = 1000 * (self._clock() - first_s) / (output - 1)
+        self._trials.ended(
+            journey.asked.deployment,
+            route,
+            failed=journey.outcome is Outcome.FAILED,
+            ttft_ms=ttft_ms,
+            itl_ms=itl_ms,
+        )
 
     def _add_demand(self, journey: Journey, prompt: int, cached: int, output: int) -> None:
         deployment_id = journey.asked.deployment.deployment_id

@@ -15,20 +15,19 @@ from isochrone.wire import headers
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.usage import Outcome
 from router.config import RouterConfig
-from router.dataplane import sse
 from router.dataplane.answer import Answer
 from router.dataplane.exchange import AttemptFailed, Exchange, Failure
 from router.dataplane.http1 import Reply
 from router.dataplane.upstream import Upstream
-from router.dataplane.usage import UsageCount
 from router.dataplane.verdict import hold_to_error, hold_to_status, read_answer
 from router.decide.board import Ranked
 from router.decide.health import RetryBudget
 from router.decide.limits import Entry, Gate, Limited
 from router.decide.pick import Ask, Ranking, rank
 from router.fleet import Fleet
+from router.journey import Asked, Journey
 from router.metrics import Metrics
-from router.record import Asked, Journey, Recorder
+from router.record import Recorder
 from router.waiting import LOOK_AGAIN_S, NoRoom, Place, Waiting
 
 NO_REPLICA_RETRY_AFTER_S: Final = 10.0
@@ -110,7 +109,7 @@ class Corridor:
             if journey.place is not None:
                 self.waiting.left(journey.place)
             prompt, cached, output = journey.used
-            spent = _spend(asked, (prompt, cached, output))
+            spent = asked.spend((prompt, cached, output))
             entry.leave(prompt + output, self._clock(), spent)
             self._recorder.record(journey)
 
@@ -118,7 +117,7 @@ class Corridor:
         """Hold the request against its key's limits; what it uses is settled on the way out."""
         asked = journey.asked
         prompt, output = journey.prompt_tokens_estimate, asked.output_tokens_max
-        spend = _spend(asked, (prompt, 0, output))
+        spend = asked.spend((prompt, 0, output))
         try:
             return self._gate.enter(
                 asked.key, prompt + output, self._clock(), asked.started_at, spend
@@ -158,6 +157,8 @@ class Corridor:
                 return await self._attempt(journey, ranked)
             except AttemptFailed as error:
                 journey.leave()
+                if error.failure not in (Failure.REFUSED, Failure.UNFIT):
+                    self._recorder.attempt_failed(journey)
                 journey.ranked = served
                 self._metrics.retries.labels(error.failure.value).inc()
                 if error.failure in (Failure.REFUSED, Failure.UNFIT):
@@ -195,7 +196,14 @@ class Corridor:
             held=self._fleet.held(asked.deployment.deployment_id, asked.prefix_keys),
         )
         excluded = frozenset(journey.failed | journey.refused | journey.unfit)
-        return rank(self._fleet.view(asked.deployment.deployment_id), ask, excluded)
+        view = self._fleet.view(asked.deployment.deployment_id)
+        # The deployment as the table has it now: a step of a rollout counts for those who wait too.
+        entry = self._fleet.deployment(asked.deployment.name) or asked.deployment
+        drawn = self._fleet.draw(entry, asked.session or asked.request_id)
+        ranking = rank(view, ask, excluded | drawn.left_alone)
+        if not ranking.routes and drawn.may_return:
+            ranking = rank(view, ask, excluded)
+        return ranking
 
     def _ill(self, ranked: Ranked) -> None:
         cause = self._fleet.failed(ranked.route)
@@ -303,7 +311,7 @@ class Corridor:
         """Pass a whole answer on."""
         ranked, head = journey.ranked, answer.head
         assert ranked is not None and head is not None
-        extra = _extra(journey, ranked, allowance)
+        extra = journey.headers(allowance)
         if head.status == 200:
             journey.note(answer.usage)
             journey.outcome = Outcome.COMPLETE
@@ -323,9 +331,7 @@ class Corridor:
         assert frames is not None and ranked is not None
         self._metrics.open_streams.inc()
         try:
-            client.begin(
-                200, "text/event-stream; charset=utf-8", _stream_extra(journey, ranked, allowance)
-            )
+            client.begin(200, "text/event-stream; charset=utf-8", journey.stream_headers(allowance))
             await self._flow(journey, answer, client)
             journey.outcome = Outcome.COMPLETE
         except AttemptFailed as error:
@@ -361,6 +367,7 @@ class Corridor:
                 raise AttemptFailed(Failure.ERROR, frames.reason or "an engine's error")
             except AttemptFailed as failure:
                 client.reads_from(None)
+                self._recorder.attempt_failed(journey)
                 journey.failed.add(ranked.route.replica_id)
                 self._ill(ranked)
                 if not self._prepare_to_go_on(journey, client):
@@ -370,7 +377,7 @@ class Corridor:
             journey.leave()
             answer = await self._pick_and_forward(journey)
             self._metrics.continuations.labels("continued").inc()
-            if not _is_exact(journey, answer):
+            if not journey.is_exact(answer.head):
                 client.send(CONTINUED)
 
     def _prepare_to_go_on(self, journey: Journey, client: Client) -> bool:
@@ -381,7 +388,7 @@ class Corridor:
         journey.said = said
         if said.finish_reason is not None:
             # Everything was said but for the end: no replica is needed for that.
-            client.send(_the_end(journey, said))
+            client.send(journey.end_of_stream(said))
             frames.is_done = True
             return True
         if asked.resume is None or not said.is_plain or journey.lives <= 0:
@@ -410,41 +417,3 @@ class Corridor:
             self._fleet.sessions.sat(
                 asked.session, ranked.route.replica_id, prompt + output, self._clock()
             )
-
-
-def _extra(journey: Journey, ranked: Ranked, allowance: dict[str, str]) -> dict[str, str]:
-    return {
-        **allowance,
-        headers.REQUEST_ID: journey.asked.request_id,
-        headers.POP: ranked.route.pop,
-        headers.NODE: ranked.route.node_id,
-        headers.WHY: ranked.why,
-    }
-
-
-def _stream_extra(journey: Journey, ranked: Ranked, allowance: dict[str, str]) -> dict[str, str]:
-    extra = _extra(journey, ranked, allowance)
-    extra["cache-control"] = "no-cache"
-    extra["x-accel-buffering"] = "no"
-    return extra
-
-
-def _spend(asked: Asked, tokens: tuple[int, int, int]) -> float:
-    price = asked.deployment.price
-    return price.spend(*tokens) if price is not None else 0.0
-
-
-def _is_exact(journey: Journey, answer: Answer) -> bool:
-    """Say whether the rest is, token for token, what the first replica would have said."""
-    drawn = journey.asked.drawn
-    how = answer.head.resumed if answer.head else ""
-    return drawn == headers.GREEDY or (drawn == headers.SEEDED and how == headers.SEEDED)
-
-
-def _the_end(journey: Journey, said: sse.Said) -> bytes:
-    """Write what a stream lacks whose replica died between its last token and its end."""
-    if not journey.asked.wants_usage or (journey.frames and journey.frames.usage):
-        return sse.DONE_FRAME
-    count = UsageCount(journey.prompt_tokens_estimate, said.tokens, 0)
-    head = {"object": "chat.completion.chunk", "model": journey.asked.deployment.name}
-    return sse.usage_frame(count, head) + sse.DONE_FRAME

@@ -22,9 +22,12 @@ from isochrone.wire.report import Pulse
 from isochrone.wire.routes import RouteTable
 from scheduler import metrics
 from scheduler.config import SchedulerConfig
+from scheduler.decide.cluster import ClusterState, DemandRate
+from scheduler.decide.demand import raised
+from scheduler.store.cluster import read_cluster
 from scheduler.store.lease import MARGIN_S, Lease
 from scheduler.store.nodes import read_assignment
-from scheduler.store.pool import Pool, using
+from scheduler.store.pool import Connection, Pool, using
 
 log = logging.getLogger(__name__)
 
@@ -105,6 +108,7 @@ class Acting:
         self.table: RouteTable | None = None
         self.frozen = ""
         self.unmet: tuple[tuple[str, str], ...] = ()
+        self.foretold: list[DemandRate] = []
         self.peers: dict[tuple[PeerRole, str], Connected] = {}
         self.nudge_place: Callable[[], None] = _nobody
         self.nudge_publish: Callable[[], None] = _nobody
@@ -143,6 +147,7 @@ class Acting:
         metrics.EPOCH.set(lease.epoch)
         if is_new:
             self.table = None
+            self.foretold = []
             for peer in self.peers.values():
                 peer.has_reported = False
             log.info("acting", extra={"fields": {"epoch": lease.epoch}})
@@ -198,6 +203,15 @@ class Acting:
                     epoch=self.epoch,
                 )
             )
+
+    async def picture(self, connection: Connection) -> ClusterState:
+        """Return what placement decides from: the fleet, and demand raised to what is foretold."""
+        cluster = await read_cluster(
+            connection, acting_for_s=self.acting_for_s, silent_s=self.silent_s()
+        )
+        live = {deployment.deployment_id for deployment in cluster.deployments}
+        foretold = [row for row in self.foretold if row.deployment_id in live]
+        return msgspec.structs.replace(cluster, demand=raised(cluster.demand, foretold))
 
     def heard_from(self, node_id: NodeId, pulse: Pulse | None = None) -> None:
         """Note a sign of life; a pulse also waits to be written."""

@@ -28,14 +28,19 @@ from scheduler.api.agents import Agents
 from scheduler.api.endpoint import handler
 from scheduler.api.join import Join
 from scheduler.api.openapi import document
+from scheduler.api.pictures import PICTURE_ENDPOINTS
+from scheduler.api.rollouts import ROLLOUT_ENDPOINTS
 from scheduler.api.routers import Routers
 from scheduler.config import SchedulerConfig
 from scheduler.loops.count_quotas import CountQuotas
 from scheduler.loops.flush_pulses import FlushPulses
+from scheduler.loops.forecast import Forecast
 from scheduler.loops.hold_lease import HoldLease
+from scheduler.loops.keep_days import KeepDays
 from scheduler.loops.place import Place
 from scheduler.loops.prune import Prune
 from scheduler.loops.publish import Publish
+from scheduler.loops.roll import Roll
 from scheduler.store.lease import ensure_cluster, give_up_lease
 from scheduler.store.migrate import migrate
 from scheduler.store.pool import UNAVAILABLE, open_pool, transaction, using
@@ -56,7 +61,10 @@ async def serve(config: SchedulerConfig, stopping: asyncio.Event) -> int:
         flush = Loop("flush_pulses", FlushPulses(acting).run_once, 2.0)
         prune = Loop("prune", Prune(acting).run_once, 600.0)
         quotas = Loop("count_quotas", CountQuotas(acting).run_once, config.publish_interval_s)
-        loops = (lease, place, publish, flush, prune, quotas)
+        days = Loop("keep_days", KeepDays(acting).run_once, 600.0)
+        forecast = Loop("forecast", Forecast(acting).run_once, 15.0)
+        roll = Loop("roll", Roll(acting).run_once, config.roll_interval_s)
+        loops = (lease, place, publish, flush, prune, quotas, days, forecast, roll)
         acting.nudge_place, acting.nudge_publish = place.nudge, publish.nudge
         ssl = None
         if config.tls_certificate is not None and config.tls_key is not None:
@@ -111,7 +119,8 @@ def admin_app(acting: Acting, token_sha256: str, loops: tuple[Loop, ...]) -> web
             metrics.TURNS.labels(loop.name, "failed").set(loop.failures)
         return await show(request)
 
-    described = msgspec.json.encode(document(ENDPOINTS, __version__))
+    endpoints = (*ENDPOINTS, *ROLLOUT_ENDPOINTS, *PICTURE_ENDPOINTS)
+    described = msgspec.json.encode(document(endpoints, __version__))
 
     async def describe(request: web.Request) -> web.Response:
         return web.Response(body=described, content_type="application/json")
@@ -120,7 +129,7 @@ def admin_app(acting: Acting, token_sha256: str, loops: tuple[Loop, ...]) -> web
     app.router.add_get("/healthz", health)
     app.router.add_get("/metrics", show_metrics)
     app.router.add_get("/openapi.json", describe)
-    for endpoint in ENDPOINTS:
+    for endpoint in endpoints:
         app.router.add_route(endpoint.method, endpoint.path, handler(endpoint, acting))
     return app
 

@@ -31,6 +31,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     lease_renew_s: float = 2.0
     place_interval_s: float = 5.0
     publish_interval_s: float = 2.0
+    roll_interval_s: float = 5.0
     hear_first_s: float = 10.0
     liveness: LivenessLimits = LivenessLimits()
     log_level: str = "INFO"

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import click
 
-from isochrone.cli import access, fleet, serving
+from isochrone.cli import access, fleet, planning, rollouts, serving
 from isochrone.cli.chat import ChatFailed
 from isochrone.cli.client import AdminClient, AdminError
 from isochrone.cli.context import Context
@@ -57,6 +57,8 @@ for command in (
     serving.deployments,
     serving.placements,
     serving.explain,
+    planning.plan,
+    rollouts.rollouts,
     access.keys,
     access.events,
     access.chat,

@@ -28,9 +28,10 @@ from isochrone.wire.model import Deployment, Model, Policy
 from scheduler.api.endpoint import Call, Endpoint, Page, new_id
 from scheduler.api.keys import KEY_ENDPOINTS
 from scheduler.decide.explain import Explanation, explain
+from scheduler.decide.versions import split
 from scheduler.store import catalogue
-from scheduler.store.cluster import read_cluster
 from scheduler.store.events import Event, list_events
+from scheduler.store.rollouts import is_overtaken
 from scheduler.store.status import read_status
 
 V = TypeVar("V")
@@ -225,6 +226,9 @@ async def put_deployment(call: Call) -> DeploymentView:
     before = _found(await catalogue.get_deployment(call.connection, name), "deployment", name)
     body: DeploymentBody = call.body
     deployment = await _checked(call, body, name)
+    if await is_overtaken(call.connection, deployment):
+        words = f"cannot change {name}: a rollout of it is on its way; abort it first"
+        raise ApiError(ErrorCode.CONFLICT, words)
     if not await catalogue.change_deployment(call.connection, deployment, call.etag):
         raise ApiError(
             ErrorCode.CONFLICT, f"cannot change {name}: the name {deployment.name} is taken"
@@ -248,10 +252,8 @@ async def explain_deployment(call: Call) -> Explanation:
     """Why here, why not there, what would help."""
     name = DeploymentId(call.part("deployment_id"))
     acting = call.acting
-    cluster = await read_cluster(
-        call.connection, acting_for_s=acting.acting_for_s, silent_s=acting.silent_s()
-    )
-    return _found(explain(cluster, name, acting.config.liveness), "deployment", name)
+    cluster = await acting.picture(call.connection)
+    return _found(explain(split(cluster), name, acting.config.liveness), "deployment", name)
 
 
 async def list_placements(call: Call) -> Page:

@@ -193,7 +193,8 @@ async def change_deployment(
                 """
                 UPDATE deployment SET name = $2, model_id = $3, engine = $4, policy = $5,
                     version = CASE WHEN model_id = $3 AND engine = $4::jsonb THEN version
-                                   ELSE version + 1 END,
+                                   ELSE 1 + greatest(version, (SELECT max(to_version) FROM rollout
+                                                               WHERE deployment_id = $1)) END,
                     etag = etag + 1
                 WHERE deployment_id = $1 AND deleted_at IS NULL
                   AND ($6::bigint IS NULL OR etag = $6)

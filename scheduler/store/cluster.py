@@ -27,6 +27,7 @@ from scheduler.decide.cluster import (
     PopDistance,
 )
 from scheduler.store.pool import Connection, fetch_one
+from scheduler.store.rollouts import active_rollouts
 
 _report = msgspec.msgpack.Decoder(Report)
 
@@ -60,6 +61,7 @@ async def read_cluster(
         demand=await _read_demand(connection),
         distances=await _read_distances(connection),
         profiles=await _read_profiles(connection),
+        rollouts=await active_rollouts(connection),
     )
 
 
@@ -214,13 +216,15 @@ async def _read_demand(connection: Connection) -> tuple[DemandRate, ...]:
         summed AS (
             SELECT minutes, deployment_id, pop,
                    extract(epoch FROM clock_timestamp() - since)::float8 AS span_s,
-                   sum(requests)::float8 AS requests, sum(uncached_tokens)::float8 AS uncached,
-                   sum(output_tokens)::float8 AS output,
-                   sum(refused + no_replica)::float8 AS refused
+                   sum(greatest(requests - refused, 0))::float8 AS answered,
+                   -- The prompts of the refused are among them; a rate is of the answered.
+                   sum(uncached_tokens::float8 * greatest(requests - refused, 0)
+                       / greatest(requests, 1)) AS uncached,
+                   sum(output_tokens)::float8 AS output, sum(refused)::float8 AS refused
             FROM started JOIN demand ON minute >= since
             GROUP BY minutes, since, deployment_id, pop
         )
-        SELECT deployment_id, pop, max(requests / span_s) AS requests,
+        SELECT deployment_id, pop, max(answered / span_s) AS requests,
                max(uncached / span_s) AS uncached, max(output / span_s) AS output,
                max(refused / span_s) AS refused
         FROM summed GROUP BY deployment_id, pop ORDER BY deployment_id, pop

@@ -29,8 +29,8 @@ from router.decide.admit import authenticate, may_use
 from router.decide.affinity import SESSION_BYTES_MAX, seed_of
 from router.decide.prefixes import keys_of
 from router.fleet import Fleet
+from router.journey import Asked
 from router.metrics import Metrics
-from router.record import Asked
 from router.serve import Corridor
 
 READERS: Final[Mapping[str, "msgspec.json.Decoder[Any]"]] = {

@@ -6,7 +6,6 @@ import tempfile
 from pathlib import Path
 
 import asyncpg
-import msgspec
 import pytest
 
 from isochrone.wire.admin import KeyBody, PopBody
@@ -21,12 +20,7 @@ from isochrone.wire.ids import (
     KeyId,
     NodeId,
     PopId,
-    ReplicaId,
-    RequestId,
-    RouterId,
-    TenantId,
 )
-from isochrone.wire.usage import Demand, DemandRow, Outcome, Usage, UsageRow
 from migrations.dump import dump
 from scheduler import embedded_postgres
 from scheduler.decide.cluster import Ending, Plan, Start
@@ -50,7 +44,6 @@ from scheduler.store.nodes import (
 )
 from scheduler.store.plans import commit_plan
 from scheduler.store.pool import UNAVAILABLE, Pool, open_pool, transaction, using
-from scheduler.store.usage import record_demand, record_usage
 from tests.builders import (
     GIB,
     a_deployment,
@@ -129,7 +122,8 @@ async def test_two_at_once_migrate_once_and_an_edited_or_newer_history_is_refuse
     await admin.execute("CREATE DATABASE fresh")
     one, two = [await open_pool(postgres_server.dsn("fresh"), size_max=2) for _ in range(2)]
     applied = await asyncio.gather(migrate(one), migrate(two))
-    assert sorted(map(len, applied)) == [0, len(read_migrations())]
+    # Either may be the one that applies a file; each is applied once.
+    assert sorted(applied[0] + applied[1]) == [m.name for m in read_migrations()]
     edited = tuple(Migration(m.number, m.name, m.sql + "-- edited") for m in read_migrations())
     with pytest.raises(MigrationError, match="never edited"):
         await migrate(one, edited)
@@ -342,48 +336,6 @@ async def test_a_join_token_is_good_once_in_time_and_for_its_role(pool: Pool) ->
     assert await use("late", "s" * 64, PeerRole.AGENT) is None
     both = await asyncio.gather(*(use("good", "s" * 64, PeerRole.AGENT) for _ in range(2)))
     assert sorted(both, key=str) == [None, "ams"]
-
-
-def a_usage(request_id: str) -> UsageRow:
-    return UsageRow(
-        request_id=RequestId(request_id),
-        key_id=KeyId("k"),
-        tenant_id=TenantId("t"),
-        deployment_id=DeploymentId("d"),
-        pop=PopId("ams"),
-        node_id=NodeId("n1"),
-        replica_id=ReplicaId("r1"),
-        started_at=1_700_000_000.0,
-        prompt_tokens=10,
-        cached_tokens=0,
-        output_tokens=5,
-        outcome=Outcome.COMPLETE,
-    )
-
-
-async def test_usage_and_demand_sent_again_are_counted_once(pool: Pool) -> None:
-    await begun(pool)
-    batch = Usage(router_id=RouterId("x"), batch_id="1", rows=(a_usage("q1"), a_usage("q2")))
-    again = msgspec.structs.replace(batch, batch_id="2", rows=(a_usage("q2"), a_usage("q3")))
-    demand = Demand(
-        router_id=RouterId("x"),
-        boot_id=BootId("b"),
-        seq=1,
-        window_started_at=0.0,
-        window_s=5.0,
-        rows=(DemandRow(deployment_id=DeploymentId("d"), pop=PopId("ams"), requests=7),),
-    )
-    for _ in range(2):
-        for usage in (batch, again):
-            async with transaction(pool) as connection:
-                await record_usage(connection, usage)
-    async with transaction(pool) as connection:
-        assert await record_demand(connection, demand)
-        assert not await record_demand(connection, demand)
-        row = await connection.fetchrow("SELECT count(*) AS n, sum(output_tokens) AS t FROM usage")
-        assert row is not None
-        assert (row["n"], row["t"]) == (3, 15)
-        assert await connection.fetchval("SELECT sum(requests) FROM demand") == 7
 
 
 async def test_a_key_is_kept_only_as_a_digest_and_events_cannot_be_changed(pool: Pool) -> None:
