@@ -59,6 +59,7 @@ async def serve(config: NodeConfig, stopping: asyncio.Event) -> int:
     reports = ReportDuty(
         config=config, node=node, supervisor=supervisor, artifacts=artifacts, link=lambda: link
     )
+    door_tls = node_context(identity) if config.door_tls else None
     link = ControlLink(
         urls=config.schedulers,
         identity=identity,
@@ -69,6 +70,8 @@ async def serve(config: NodeConfig, stopping: asyncio.Event) -> int:
         on_message=reports.told,
         chance=chance,
         version=__version__,
+        folder=config.state,
+        contexts=() if door_tls is None else (door_tls,),
     )
     converge = Loop("converge", Converge(node, supervisor).run_once, 5.0)
     report = Loop("report", reports.run_once, 10.0, jitter=chance)
@@ -82,7 +85,7 @@ async def serve(config: NodeConfig, stopping: asyncio.Event) -> int:
         door.app(),
         config.door_host,
         config.door_port,
-        ssl_context=node_context(identity) if config.door_tls else None,
+        ssl_context=door_tls,
     ) as port:
         log.info("serving", extra={"fields": {"port": port, "node": node.node_id}})
         async with asyncio.TaskGroup() as tasks:

@@ -14,7 +14,7 @@ from typing import Final
 import msgspec
 from aiohttp import web
 
-from isochrone.service.identity import Authority
+from isochrone.service.identity import Authority, Certificate
 from isochrone.wire import codec
 from isochrone.wire.control import PeerRole, Refused, RefusedCode
 from isochrone.wire.ids import BootId, ClusterId, Epoch, Generation, NodeId, PopId
@@ -48,7 +48,9 @@ class Connected:
         name: str,
         pop: PopId,
         boot_id: BootId,
+        certificate: Certificate,
     ) -> None:
+        self.certificate = certificate
         self.role = role
         self.name = name
         self.pop = pop
@@ -108,6 +110,7 @@ class Acting:
         self.peers: dict[tuple[PeerRole, str], Connected] = {}
         self.nudge_place: Callable[[], None] = _nobody
         self.nudge_publish: Callable[[], None] = _nobody
+        self.nudge_turn_away: Callable[[], None] = _nobody
         self._lease: Lease | None = None
         self._renewed_at = 0.0
         self._trusted_until = 0.0

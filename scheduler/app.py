@@ -35,6 +35,7 @@ from scheduler.loops.hold_lease import HoldLease
 from scheduler.loops.place import Place
 from scheduler.loops.prune import Prune
 from scheduler.loops.publish import Publish
+from scheduler.loops.turn_away import TurnAway
 from scheduler.store.lease import ensure_cluster, give_up_lease
 from scheduler.store.migrate import migrate
 from scheduler.store.pool import UNAVAILABLE, open_pool, transaction, using
@@ -54,8 +55,10 @@ async def serve(config: SchedulerConfig, stopping: asyncio.Event) -> int:
         publish = Loop("publish", Publish(acting).run_once, config.publish_interval_s)
         flush = Loop("flush_pulses", FlushPulses(acting).run_once, 2.0)
         prune = Loop("prune", Prune(acting).run_once, 600.0)
-        loops = (lease, place, publish, flush, prune)
+        turn_away = Loop("turn_away", TurnAway(acting).run_once, 2.0)
+        loops = (lease, place, publish, flush, prune, turn_away)
         acting.nudge_place, acting.nudge_publish = place.nudge, publish.nudge
+        acting.nudge_turn_away = turn_away.nudge
         ssl = None
         if config.tls_certificate is not None and config.tls_key is not None:
             ssl = server_context(config.tls_certificate, config.tls_key)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import msgspec
 
+from isochrone.service.identity import CERTIFICATE_LIFETIME_S
 from scheduler.decide.liveness import LivenessLimits
 
 
@@ -13,7 +14,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     `authority` is the folder of the cluster's certificate authority; every scheduler of a cluster
     holds the same one. `admin_token_file` holds the bearer token of the admin API, mode 0600.
     `control_tls` serves the control door with a certificate of the authority; `tls_certificate` and
-    `tls_key` are the admin API's own.
+    `tls_key` are the admin API's own. Peers renew their certificates after two thirds of
+    `certificate_lifetime_s`; a third of it is how long a scheduler may be away.
     """
 
     name: str
@@ -32,5 +34,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     place_interval_s: float = 5.0
     publish_interval_s: float = 2.0
     hear_first_s: float = 10.0
+    certificate_lifetime_s: float = CERTIFICATE_LIFETIME_S
+    event_retention_days: float = 90.0
     liveness: LivenessLimits = LivenessLimits()
     log_level: str = "INFO"

@@ -6,6 +6,7 @@ from typing import Final
 import asyncpg
 import msgspec
 
+from isochrone.service.identity import Certificate
 from isochrone.wire.assignment import Assignment, ReplicaSpec, Tombstone
 from isochrone.wire.control import PeerRole
 from isochrone.wire.ids import (
@@ -14,11 +15,11 @@ from isochrone.wire.ids import (
     Epoch,
     Generation,
     NodeId,
-    PopId,
     ReplicaId,
 )
 from isochrone.wire.report import Device, Pulse, ReplicaReport, ReplicaState, Report
 from scheduler.store.adopt import adopt
+from scheduler.store.identities import PEER_TABLES, REVOKED
 from scheduler.store.lease import assert_epoch
 from scheduler.store.pool import Connection, text
 
@@ -38,52 +39,30 @@ class UnknownPeer(Exception):
     """No such node or router, or it is revoked."""
 
 
-async def use_join_token(
-    connection: Connection, *, token_id: str, secret_sha256: str, role: PeerRole, name: str
-) -> PopId | None:
-    """Spend a join token and return the PoP it is bound to; None where it is not (or no more) good.
-
-    One statement: of two that present the same token, one gets a PoP.
-    """
-    pop = await connection.fetchval(
-        """
-        UPDATE join_token SET used_at = clock_timestamp(), used_by = $4
-        WHERE token_id = $1 AND secret_sha256 = $2 AND role = $3
-          AND used_at IS NULL AND expires_at > clock_timestamp()
-        RETURNING pop
-        """,
-        token_id,
-        secret_sha256,
-        role.value,
-        name,
-    )
-    return PopId(pop) if pop is not None else None
-
-
-async def add_peer(connection: Connection, role: PeerRole, name: str, pop: PopId) -> bool:
-    """Make the row of a node or router that has joined; False where the name is another PoP's."""
-    table, column = ("node", "node_id") if role is PeerRole.AGENT else ("router", "router_id")
-    held = await connection.fetchval(
-        f"INSERT INTO {table} AS t ({column}, pop) VALUES ($1, $2)"  # noqa: S608
-        f" ON CONFLICT ({column}) DO UPDATE SET revoked = false WHERE t.pop = $2 RETURNING pop",
-        name,
-        pop,
-    )
-    return held is not None
-
-
 async def record_registration(
-    connection: Connection, role: PeerRole, name: str, boot_id: BootId, generation: Generation
+    connection: Connection,
+    role: PeerRole,
+    name: str,
+    boot_id: BootId,
+    generation: Generation,
+    certificate: Certificate,
 ) -> None:
     """Note that a peer is connected, or raise UnknownPeer."""
-    table, column = ("node", "node_id") if role is PeerRole.AGENT else ("router", "router_id")
+    table, column = PEER_TABLES[role]
     done = await connection.execute(
-        f"UPDATE {table} SET boot_id = $2, generation = $3, last_seen_at = clock_timestamp()"  # noqa: S608
-        f"{', report_seq = 0' if role is PeerRole.AGENT else ''}"
-        f" WHERE {column} = $1 AND NOT revoked",
+        f"""
+        UPDATE {table} SET boot_id = $2, generation = $3, last_seen_at = clock_timestamp(),
+            certificate_serial = $4, certificate_expires_at = $5
+            {", report_seq = 0" if role is PeerRole.AGENT else ""}
+        WHERE {column} = $1 AND NOT revoked AND NOT EXISTS ({REVOKED})
+        """,  # noqa: S608
         name,
         boot_id,
         generation,
+        certificate.serial,
+        certificate.expires_at,
+        role.value,
+        certificate.issued_at,
     )
     if done == "UPDATE 0":
         raise UnknownPeer(f"cannot register {name}: unknown here or revoked; join again")

@@ -32,6 +32,7 @@ from scheduler import embedded_postgres
 from scheduler.decide.cluster import Ending, Plan, Start
 from scheduler.store import catalogue, keys
 from scheduler.store.cluster import read_cluster
+from scheduler.store.identities import Spent, add_join_token, add_peer, use_join_token
 from scheduler.store.lease import (
     EpochLost,
     assert_epoch,
@@ -41,18 +42,13 @@ from scheduler.store.lease import (
     rise_above,
 )
 from scheduler.store.migrate import FOLDER, Migration, MigrationError, migrate, read_migrations
-from scheduler.store.nodes import (
-    add_peer,
-    read_assignment,
-    record_registration,
-    record_report,
-    use_join_token,
-)
+from scheduler.store.nodes import read_assignment, record_registration, record_report
 from scheduler.store.plans import commit_plan
 from scheduler.store.pool import UNAVAILABLE, Pool, open_pool, transaction, using
 from scheduler.store.usage import record_demand, record_usage
 from tests.builders import (
     GIB,
+    a_certificate,
     a_deployment,
     a_device,
     a_model,
@@ -84,7 +80,14 @@ async def begun(pool: Pool, holder: str = "s1") -> Epoch:
         body = PopBody(city="Amsterdam", country="NL", latitude=52.3, longitude=4.8)
         await catalogue.put_pop(connection, "ams", body, None)
         await add_peer(connection, PeerRole.AGENT, "n1", PopId("ams"))
-        await record_registration(connection, PeerRole.AGENT, "n1", BootId("boot-1"), Generation(0))
+        await record_registration(
+            connection,
+            PeerRole.AGENT,
+            "n1",
+            BootId("boot-1"),
+            Generation(0),
+            a_certificate("n1"),
+        )
         await catalogue.put_model(connection, a_model(), None)
         await catalogue.add_deployment(connection, a_deployment())
     assert lease is not None
@@ -321,7 +324,7 @@ async def test_a_join_token_is_good_once_in_time_and_for_its_role(pool: Pool) ->
     await begun(pool)
     async with transaction(pool) as connection:
         for name, ttl_s in (("good", 60.0), ("late", 0.001)):
-            made = await catalogue.add_join_token(
+            made = await add_join_token(
                 connection,
                 token_id=name,
                 secret_sha256="s" * 64,
@@ -331,7 +334,7 @@ async def test_a_join_token_is_good_once_in_time_and_for_its_role(pool: Pool) ->
             )
             assert made is not None
 
-    async def use(token_id: str, secret: str, role: PeerRole) -> PopId | None:
+    async def use(token_id: str, secret: str, role: PeerRole) -> Spent | None:
         async with transaction(pool) as connection:
             return await use_join_token(
                 connection, token_id=token_id, secret_sha256=secret, role=role, name="n2"
@@ -341,7 +344,7 @@ async def test_a_join_token_is_good_once_in_time_and_for_its_role(pool: Pool) ->
     assert await use("good", "s" * 64, PeerRole.ROUTER) is None
     assert await use("late", "s" * 64, PeerRole.AGENT) is None
     both = await asyncio.gather(*(use("good", "s" * 64, PeerRole.AGENT) for _ in range(2)))
-    assert sorted(both, key=str) == [None, "ams"]
+    assert sorted(both, key=str) == [None, Spent(pop=PopId("ams"), is_bound=False)]
 
 
 def a_usage(request_id: str) -> UsageRow:
