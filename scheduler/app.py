@@ -32,6 +32,7 @@ from scheduler.api.routers import Routers
 from scheduler.config import SchedulerConfig
 from scheduler.loops.flush_pulses import FlushPulses
 from scheduler.loops.hold_lease import HoldLease
+from scheduler.loops.note_losses import NoteLosses
 from scheduler.loops.place import Place
 from scheduler.loops.prune import Prune
 from scheduler.loops.publish import Publish
@@ -56,7 +57,8 @@ async def serve(config: SchedulerConfig, stopping: asyncio.Event) -> int:
         flush = Loop("flush_pulses", FlushPulses(acting).run_once, 2.0)
         prune = Loop("prune", Prune(acting).run_once, 600.0)
         turn_away = Loop("turn_away", TurnAway(acting).run_once, 2.0)
-        loops = (lease, place, publish, flush, prune, turn_away)
+        losses = Loop("note_losses", NoteLosses(acting).run_once, 5.0)
+        loops = (lease, place, publish, flush, prune, turn_away, losses)
         acting.nudge_place, acting.nudge_publish = place.nudge, publish.nudge
         acting.nudge_turn_away = turn_away.nudge
         ssl = None

@@ -44,6 +44,7 @@ from scheduler.store import catalogue, keys
 from scheduler.store.cluster import read_cluster
 from scheduler.store.events import Event, list_events
 from scheduler.store.identities import revoke
+from scheduler.store.lease import read_acting_for_s
 from scheduler.store.status import read_status
 
 V = TypeVar("V")
@@ -232,8 +233,16 @@ async def explain_deployment(call: Call) -> Explanation:
     """Why here, why not there, what would help."""
     name = DeploymentId(call.part("deployment_id"))
     acting = call.acting
+    # A standby has heard nobody and decides nothing: it answers for the one that acts.
+    acting_for_s = (
+        acting.acting_for_s if acting.is_acting else await read_acting_for_s(call.connection)
+    )
+    if acting_for_s is None:
+        raise ApiError(
+            ErrorCode.UNAVAILABLE, "cannot explain: no scheduler acts now", retry_after_s=5
+        )
     cluster = await read_cluster(
-        call.connection, acting_for_s=acting.acting_for_s, silent_s=acting.silent_s()
+        call.connection, acting_for_s=acting_for_s, silent_s=acting.silent_s()
     )
     return _found(explain(cluster, name, acting.config.liveness), "deployment", name)
 

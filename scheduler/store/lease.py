@@ -116,6 +116,17 @@ async def rise_above(
     return lifted != "UPDATE 0" or raised != "UPDATE 0"
 
 
+async def read_acting_for_s(connection: Connection) -> float | None:
+    """Return how long whoever holds the lease has acted; None where nobody does."""
+    held: float | None = await connection.fetchval(
+        """
+        SELECT extract(epoch FROM clock_timestamp() - acting_since)::float8 FROM lease
+        WHERE expires_at > clock_timestamp()
+        """
+    )
+    return held
+
+
 async def read_lease_holder(connection: Connection) -> tuple[str, Epoch, bool]:
     """Return (holder, epoch, whether it is still held)."""
     row = await fetch_one(
