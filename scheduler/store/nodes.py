@@ -19,11 +19,13 @@ from isochrone.wire.ids import (
 )
 from isochrone.wire.report import Device, Pulse, ReplicaReport, ReplicaState, Report
 from scheduler.store.adopt import adopt
+from scheduler.store.holders import read_holders, record_held
 from scheduler.store.identities import PEER_TABLES, REVOKED
 from scheduler.store.lease import assert_epoch
 from scheduler.store.pool import Connection, text
 
 BIGINT_MAX: Final = 2**63 - 1
+MAY_FETCH: Final = ("wanted", "fetching", "failed")
 
 
 class ReportEffect(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,6 +127,7 @@ async def record_report(connection: Connection, epoch: Epoch, report: Report) ->
         else:
             changed += known
     released = await _release_ended(connection, report)
+    await record_held(connection, report.node_id, report.artifacts)
     await _record_profiles(connection, report)
     if changed or adopted or released:
         await connection.execute("UPDATE cluster SET generation = generation + 1")
@@ -138,21 +141,26 @@ async def read_assignment(
     generation = await connection.fetchval("SELECT generation FROM cluster")
     rows = await connection.fetch(
         """
-        SELECT replica_id, spec, ended_generation, ended_reason, drain_timeout_s FROM placement
+        SELECT replica_id, spec, state, ended_generation, ended_reason, drain_timeout_s
+        FROM placement
         WHERE node_id = $1 AND released_at IS NULL ORDER BY replica_id
         """,
         node_id,
     )
+    specs = tuple(
+        (msgspec.json.decode(row["spec"], type=ReplicaSpec), row["state"])
+        for row in rows
+        if row["ended_generation"] is None
+    )
+    # Only one that may still have to fetch needs to know from whom.
+    fetching = [spec.artifact.digest for spec, state in specs if state in MAY_FETCH]
     return Assignment(
         cluster_id=cluster_id,
         node_id=node_id,
         generation=Generation(generation),
         epoch=epoch,
-        replicas=tuple(
-            msgspec.json.decode(row["spec"], type=ReplicaSpec)
-            for row in rows
-            if row["ended_generation"] is None
-        ),
+        replicas=tuple(spec for spec, _ in specs),
+        holders=await read_holders(connection, node_id, fetching) if fetching else (),
         tombstones=tuple(
             Tombstone(
                 replica_id=ReplicaId(row["replica_id"]),
