@@ -13,7 +13,7 @@ from aiohttp import web
 
 from isochrone import __version__
 from isochrone.service.config import ConfigError
-from isochrone.service.door import errors_as, json_error, open_door
+from isochrone.service.door import DoorLimits, errors_as, json_error, open_door
 from isochrone.service.identity import Authority, IdentityError
 from isochrone.service.loop import Loop
 from isochrone.service.metrics import exposition
@@ -77,6 +77,9 @@ async def serve(config: SchedulerConfig, stopping: asyncio.Event) -> int:
                 control_app(acting),
                 config.control_host,
                 config.control_port,
+                limits=DoorLimits(
+                    connections_per_address_max=config.control_connections_per_address_max
+                ),
                 ssl_context=control_context(authority, now()) if config.control_tls else None,
             )
         )

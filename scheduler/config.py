@@ -14,7 +14,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     `authority` is the folder of the cluster's certificate authority; every scheduler of a cluster
     holds the same one. `admin_token_file` holds the bearer token of the admin API, mode 0600.
     `control_tls` serves the control door with a certificate of the authority; `tls_certificate` and
-    `tls_key` are the admin API's own. Peers renew their certificates after two thirds of
+    `tls_key` are the admin API's own. `control_connections_per_address_max` is to be raised where a
+    large fleet dials from few addresses. Peers renew their certificates after two thirds of
     `certificate_lifetime_s`; a third of it is how long a scheduler may be away.
     """
 
@@ -27,6 +28,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     control_host: str = "127.0.0.1"
     control_port: int = 7001
     control_tls: bool = False
+    control_connections_per_address_max: int = 5_000
     tls_certificate: Path | None = None
     tls_key: Path | None = None
     lease_ttl_s: float = 6.0
