@@ -52,8 +52,10 @@ async def serve(config: SchedulerConfig, stopping: asyncio.Event) -> int:
     authority = await asyncio.to_thread(_load_authority, config)
     async with _open_acting(config, authority) as acting, AsyncExitStack() as doors:
         lease = Loop("hold_lease", HoldLease(acting).run_once, config.lease_renew_s)
-        place = Loop("place", Place(acting).run_once, config.place_interval_s)
-        publish = Loop("publish", Publish(acting).run_once, config.publish_interval_s)
+        place = Loop("place", Place(acting).run_once, config.place_interval_s, share_max=0.25)
+        publish = Loop(
+            "publish", Publish(acting).run_once, config.publish_interval_s, share_max=0.25
+        )
         flush = Loop("flush_pulses", FlushPulses(acting).run_once, 2.0)
         prune = Loop("prune", Prune(acting).run_once, 600.0)
         turn_away = Loop("turn_away", TurnAway(acting).run_once, 2.0)

@@ -15,7 +15,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     holds the same one. `admin_token_file` holds the bearer token of the admin API, mode 0600.
     `control_tls` serves the control door with a certificate of the authority; `tls_certificate` and
     `tls_key` are the admin API's own. `control_connections_per_address_max` is to be raised where a
-    large fleet dials from few addresses. Peers renew their certificates after two thirds of
+    large fleet dials from few addresses; `admissions_per_s` bounds how many peers register in a
+    second when a whole fleet dials at once. Peers renew their certificates after two thirds of
     `certificate_lifetime_s`; a third of it is how long a scheduler may be away.
     """
 
@@ -36,6 +37,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     place_interval_s: float = 5.0
     publish_interval_s: float = 2.0
     hear_first_s: float = 10.0
+    admissions_per_s: float = 250.0
     certificate_lifetime_s: float = CERTIFICATE_LIFETIME_S
     event_retention_days: float = 90.0
     liveness: LivenessLimits = LivenessLimits()

@@ -143,8 +143,11 @@ class ControlLink:
                     self._next_url += 1
                     if self._next_url % len(self._urls) == 0:
                         backoff_s = min(BACKOFF_MAX_S, backoff_s * 2)
-                wait_s = max(backoff_s, self._wait_at_least_s)
-                await asyncio.sleep(self._chance.uniform(0.5, 1.0) * wait_s)
+                if self._wait_at_least_s:
+                    wait_s = self._wait_at_least_s + self._chance.uniform(0.0, backoff_s)
+                else:
+                    wait_s = self._chance.uniform(0.5, 1.0) * backoff_s
+                await asyncio.sleep(wait_s)
 
     async def send(self, message: msgspec.Struct) -> bool:
         """Send one message; False where there is no conversation to carry it."""
@@ -200,7 +203,7 @@ class ControlLink:
     def _refusal(self, refused: Refused) -> LinkRefused:
         # A standby says "ask the other"; the acting one says how long to wait before asking again.
         if refused.code is not RefusedCode.NOT_ACTING:
-            self._wait_at_least_s = min(WAIT_MAX_S, 2 * refused.retry_after_s)
+            self._wait_at_least_s = min(WAIT_MAX_S, refused.retry_after_s)
         return LinkRefused(f"{refused.code}: {refused.reason}")
 
     async def _register(self, socket: aiohttp.ClientWebSocketResponse) -> Welcome:

@@ -111,7 +111,7 @@ async def seed_store(dsn: str, fleet: Fleet) -> None:
         ],
     )
     each = -(-len(fleet.agents) // MODELS)
-    policy = msgspec.json.encode(Policy(replicas_min=each // 2, replicas_max=each + 10)).decode()
+    policy = msgspec.json.encode(Policy(replicas_min=each, replicas_max=each)).decode()
     for index in range(MODELS):
         spec = _spec(index)
         await connection.execute(

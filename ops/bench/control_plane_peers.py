@@ -213,7 +213,7 @@ class AgentSwarm(Swarm):
                 devices=peer.devices,
                 replicas=(replica,),
                 artifacts=(peer.spec.artifact.digest,),
-                disk_free_bytes=self.chance.randrange(10**12),
+                disk_free_bytes=10**12 + self.chance.randrange(10**9),
                 version="bench",
             )
         )

@@ -114,7 +114,7 @@ def table(measured: Measured) -> str:
     """Return the run as a page of Markdown."""
     options = measured.options
     steady, after = measured.steady, measured.after
-    # What is reported in the last moments is told by the next scheduler, and belongs to the failover.
+    # What is reported in the last moments is told by the next scheduler: that is the failover's.
     ran = latencies_s(measured, measured.connected_at, measured.killed_at - 10.0)
     again = reconnected_s(measured)
     settled = latencies_s(measured, measured.again_at, float("inf"))

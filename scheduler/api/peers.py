@@ -95,7 +95,7 @@ async def _register(
     reader: Any,
 ) -> Connected:
     if not acting.is_acting:
-        raise Turned(RefusedCode.NOT_ACTING, "this scheduler is not acting; ask the other")
+        raise _not_acting(acting)
     if len(acting.peers) >= PEERS_MAX:
         raise Turned(RefusedCode.NOT_ACTING, f"{PEERS_MAX} peers are connected", retry_after_s=10)
     nonce = secrets.token_bytes(32)
@@ -108,6 +108,9 @@ async def _register(
         raise Turned(RefusedCode.MALFORMED, "no registration in time") from None
     if not isinstance(register, Register):
         raise Turned(RefusedCode.MALFORMED, "the first message must be a registration")
+    wait_s = acting.admissions.wait_s(f"{role.value} {register.name}", acting.clock())
+    if wait_s > 0:
+        raise Turned(RefusedCode.BUSY, "many dial at once; come at your time", wait_s)
     certificate = _prove(register, acting, role, nonce)
     _refuse_twin(register, acting)
     try:
@@ -126,13 +129,29 @@ async def _register(
         pop=register.pop,
         boot_id=register.boot_id,
         certificate=certificate,
+        large=acting.large,
     )
     peer.generation = register.generation
     before = acting.add_peer(peer)
     if before is not None:
         await before.end(Refused(code=RefusedCode.DUPLICATE, reason="the same peer dialled again"))
-    peer.tell(Welcome(cluster_id=acting.cluster_id, epoch=acting.epoch, renews=True))
+    welcome = Welcome(
+        cluster_id=acting.cluster_id,
+        epoch=acting.epoch,
+        renews=True,
+        redial_spread_s=acting.redial_spread_s,
+    )
+    peer.tell(welcome)
     return peer
+
+
+def _not_acting(acting: Acting) -> Turned:
+    """Send a peer to the scheduler that acts; where none does, tell it when to come back here."""
+    now = acting.clock()
+    if acting.next_acting_at <= now:
+        return Turned(RefusedCode.NOT_ACTING, "this scheduler is not acting; ask the other")
+    wait_s = acting.line_outside.place(acting.next_acting_at) - now
+    return Turned(RefusedCode.BUSY, "no scheduler acts; come back at your time", max(0.5, wait_s))
 
 
 def _prove(register: Register, acting: Acting, role: PeerRole, nonce: bytes) -> Certificate:

@@ -1,5 +1,6 @@
 """CORRIDOR: read what is, decide what should be, commit it if nothing moved meanwhile."""
 
+import asyncio
 import logging
 from typing import NamedTuple
 
@@ -38,11 +39,15 @@ class Place:
             return Placed()
         async with transaction(acting.pool, isolation="repeatable_read") as connection:
             cluster = await read_cluster(
-                connection, acting_for_s=acting.acting_for_s, silent_s=acting.silent_s()
+                connection,
+                acting_for_s=acting.acting_for_s,
+                silent_s=acting.silent_s(),
+                known=acting.known_nodes,
             )
         if self._must_hear_first(cluster):
             return Placed(frozen="waiting for every node's first report")
-        decided = plan(cluster, liveness_limits=acting.config.liveness)
+        # In a thread: a plan of a large fleet takes long enough to lose the lease meanwhile.
+        decided = await asyncio.to_thread(plan, cluster, liveness_limits=acting.config.liveness)
         self._note(cluster, decided)
         if not decided.starts and not decided.endings:
             return Placed(unmet=len(decided.unmet), frozen=decided.frozen)

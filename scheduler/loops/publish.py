@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from isochrone.wire import codec
 from isochrone.wire.ids import Generation
 from isochrone.wire.routes import RouteTable, diff
 from scheduler import metrics
@@ -42,12 +43,13 @@ class Publish:
         async with transaction(acting.pool) as connection:
             generation = await next_route_generation(connection, acting.epoch)
         table = msgspec.structs.replace(table, generation=generation)
-        acting.table = table
+        acting.published(table)
         metrics.ROUTE_GENERATION.set(generation)
         routers = acting.routers()
+        delta = b"" if before is None else codec.encode(diff(before, table))
         for peer in routers:
             has_previous = before is not None and peer.generation == before.generation
-            peer.tell(diff(before, table) if before is not None and has_previous else table)
+            peer.tell(delta if has_previous else acting.table_frame())
             peer.generation = generation
         return Published(generation, len(table.routes), len(routers))
 
@@ -55,7 +57,10 @@ class Publish:
         acting = self._acting
         async with transaction(acting.pool, isolation="repeatable_read") as connection:
             cluster = await read_cluster(
-                connection, acting_for_s=acting.acting_for_s, silent_s=acting.silent_s()
+                connection,
+                acting_for_s=acting.acting_for_s,
+                silent_s=acting.silent_s(),
+                known=acting.known_nodes,
             )
             keys = await live_keys(connection)
         view = liveness(cluster.nodes, cluster.acting_for_s, acting.config.liveness)

@@ -1,9 +1,8 @@
 """Nodes and routers: how they join, what they report, what is assigned to them."""
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
-import asyncpg
 import msgspec
 
 from isochrone.service.identity import Certificate
@@ -177,25 +176,21 @@ async def read_assignment(
 async def _record_devices(
     connection: Connection, node_id: NodeId, devices: Sequence[Device]
 ) -> int:
-    changed = 0
-    for device in devices:
-        done = await connection.execute(
-            """
-            INSERT INTO device AS d
-                (node_id, device_id, device_class, memory_bytes, healthy, reason)
-            VALUES ($1, $2, $3, $4, $5, $6)
-            ON CONFLICT (node_id, device_id) DO UPDATE
-                SET device_class = $3, memory_bytes = $4, healthy = $5, reason = $6
-                WHERE (d.device_class, d.memory_bytes, d.healthy, d.reason) <> ($3, $4, $5, $6)
-            """,
-            node_id,
-            device.device_id,
-            device.device_class,
-            device.memory_bytes,
-            device.healthy,
-            text(device.reason),
-        )
-        changed += done != "INSERT 0 0"
+    changed = await connection.execute(
+        """
+        INSERT INTO device AS d (node_id, device_id, device_class, memory_bytes, healthy, reason)
+        SELECT $1, row.*
+        FROM unnest($2::text[], $3::text[], $4::bigint[], $5::boolean[], $6::text[])
+            AS row (device_id, device_class, memory_bytes, healthy, reason)
+        ON CONFLICT (node_id, device_id) DO UPDATE SET
+            device_class = excluded.device_class, memory_bytes = excluded.memory_bytes,
+            healthy = excluded.healthy, reason = excluded.reason
+            WHERE (d.device_class, d.memory_bytes, d.healthy, d.reason)
+                <> (excluded.device_class, excluded.memory_bytes, excluded.healthy, excluded.reason)
+        """,
+        node_id,
+        *_columns(devices),
+    )
     gone = await connection.execute(
         """
         UPDATE device SET healthy = false, reason = 'the node no longer reports it'
@@ -204,29 +199,39 @@ async def _record_devices(
         node_id,
         [device.device_id for device in devices],
     )
-    return changed + int(gone.split()[1])
+    return int(changed.split()[2]) + int(gone.split()[1])
+
+
+def _columns(devices: Sequence[Device]) -> tuple[list[Any], ...]:
+    """Return the devices column by column; of two of one name, the last said."""
+    named = {device.device_id: device for device in devices}.values()
+    return (
+        [device.device_id for device in named],
+        [device.device_class for device in named],
+        [device.memory_bytes for device in named],
+        [device.healthy for device in named],
+        [text(device.reason) for device in named],
+    )
 
 
 async def _record_replica(
     connection: Connection, node_id: NodeId, replica: ReplicaReport
 ) -> int | None:
     """Note one replica's state; None where the store knows no such replica on this node."""
-    row = await connection.fetchrow(
-        "SELECT state, released_at FROM placement WHERE replica_id = $1 AND node_id = $2",
-        replica.spec.replica_id,
-        node_id,
-    )
-    if row is None:
-        return None
     alive = replica.state not in (ReplicaState.STOPPED, ReplicaState.FAILED)
-    await connection.execute(
+    row = await connection.fetchrow(
         """
-        UPDATE placement SET
-            state_since = CASE WHEN state = $2 THEN state_since ELSE clock_timestamp() END,
+        WITH before AS (
+            SELECT replica_id, state, released_at FROM placement
+            WHERE replica_id = $1 AND node_id = $7 FOR UPDATE
+        )
+        UPDATE placement p SET
+            state_since = CASE WHEN p.state = $2 THEN state_since ELSE clock_timestamp() END,
             state = $2, state_reason = $3, restarts = $4, fetched_bytes = $5,
             -- Given back on paper but running in fact: its tombstone is sent again.
-            released_at = CASE WHEN $6 THEN NULL ELSE released_at END
-        WHERE replica_id = $1
+            released_at = CASE WHEN $6 THEN NULL ELSE p.released_at END
+        FROM before WHERE p.replica_id = before.replica_id
+        RETURNING before.state, before.released_at
         """,
         replica.spec.replica_id,
         replica.state.value,
@@ -234,7 +239,10 @@ async def _record_replica(
         replica.restarts,
         replica.fetched_bytes,
         alive,
+        node_id,
     )
+    if row is None:
+        return None
     return int(row["state"] != replica.state.value or (alive and row["released_at"] is not None))
 
 
@@ -267,24 +275,24 @@ async def _record_profiles(connection: Connection, report: Report) -> None:
         device_class = classes.get(replica.spec.device_ids[0]) if replica.spec.device_ids else None
         if device_class is None:
             continue
-        try:
-            async with connection.transaction():
-                await connection.execute(
-                    """
-                    INSERT INTO profile (model_id, device_class, load_s, memory_bytes,
-                                         prefill_tokens_per_s, decode_tokens_per_s)
-                    VALUES ($1, $2, $3, $4, $5, $6)
-                    ON CONFLICT (model_id, device_class) DO UPDATE SET
-                        load_s = $3, memory_bytes = $4, prefill_tokens_per_s = $5,
-                        decode_tokens_per_s = $6, updated_at = clock_timestamp()
-                    """,
-                    replica.spec.model_id,
-                    device_class,
-                    measured.load_s,
-                    measured.memory_bytes,
-                    measured.prefill_tokens_per_s,
-                    measured.decode_tokens_per_s,
-                )
-        except asyncpg.ForeignKeyViolationError:
-            # The model left the catalogue while a replica of it still runs: nothing to remember.
-            continue
+        # A model may have left the catalogue while a replica of it still runs, and what drifts by
+        # less than a tenth is not written for every node that has the same.
+        await connection.execute(
+            """
+            INSERT INTO profile AS p (model_id, device_class, load_s, memory_bytes,
+                                      prefill_tokens_per_s, decode_tokens_per_s)
+            SELECT model_id, $2, $3, $4, $5, $6 FROM model WHERE model_id = $1
+            ON CONFLICT (model_id, device_class) DO UPDATE SET
+                load_s = $3, memory_bytes = $4, prefill_tokens_per_s = $5,
+                decode_tokens_per_s = $6, updated_at = clock_timestamp()
+            WHERE abs(p.load_s - $3) > 0.1 * p.load_s OR p.memory_bytes <> $4
+                OR abs(p.prefill_tokens_per_s - $5) > 0.1 * p.prefill_tokens_per_s
+                OR abs(p.decode_tokens_per_s - $6) > 0.1 * p.decode_tokens_per_s
+            """,
+            replica.spec.model_id,
+            device_class,
+            measured.load_s,
+            measured.memory_bytes,
+            measured.prefill_tokens_per_s,
+            measured.decode_tokens_per_s,
+        )

@@ -19,6 +19,8 @@ from tests.integration.scheduler.test_trust import an_acting, expire
 class Settings(msgspec.Struct, kw_only=True):
     name: str = "s1"
     lease_ttl_s: float = 6.0
+    lease_renew_s: float = 2.0
+    admissions_per_s: float = 100.0
     event_retention_days: float = 90.0
     certificate_lifetime_s: float = 60.0
     liveness: LivenessLimits = LivenessLimits(grace_s=0.0)

@@ -29,7 +29,9 @@ from tests.integration.scheduler.test_store import begun, planned, reported
 async def an_acting(pool: Pool, name: str = "s1") -> Acting:
     async with using(pool) as connection:
         cluster = await read_cluster_row(connection)
-    config: Any = SimpleNamespace(name=name, lease_ttl_s=6.0)
+    config: Any = SimpleNamespace(
+        name=name, lease_ttl_s=6.0, lease_renew_s=2.0, admissions_per_s=100.0
+    )
     return Acting(
         config=config,
         pool=pool,
