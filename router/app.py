@@ -4,6 +4,7 @@ import asyncio
 import logging
 import random
 import socket
+import ssl
 import time
 import uuid
 from collections.abc import AsyncIterator
@@ -145,16 +146,7 @@ class Parts:
             snapshot=state / "table.snapshot",
             clock=clock,
         )
-        self.link = ControlLink(
-            urls=config.schedulers,
-            identity=identity,
-            boot_id=boot_id,
-            incoming=ToRouter,
-            progress=self.follower.progress,
-            on_welcome=self.on_welcome,
-            on_message=self.on_message,
-            chance=random.Random(),  # noqa: S311 - jitter, not a secret
-        )
+        self.link = self._dial(identity, boot_id, context)
         self.spool = UsageSpool(state / "usage", config.spool_bytes_max)
         self.shipper = Shipper(
             router_id=RouterId(identity.name),
@@ -210,6 +202,22 @@ class Parts:
             unix_clock=time.time,
         )
         return surface, server
+
+    def _dial(
+        self, identity: Identity, boot_id: BootId, node_tls: ssl.SSLContext | None
+    ) -> ControlLink:
+        return ControlLink(
+            urls=self.config.schedulers,
+            identity=identity,
+            boot_id=boot_id,
+            incoming=ToRouter,
+            progress=self.follower.progress,
+            on_welcome=self.on_welcome,
+            on_message=self.on_message,
+            chance=random.Random(),  # noqa: S311 - jitter, not a secret
+            folder=self.config.state_folder,
+            contexts=() if node_tls is None else (node_tls,),
+        )
 
     async def send(self, message: msgspec.Struct) -> bool:
         """Send one message up; False where nobody listens."""

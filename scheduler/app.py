@@ -13,7 +13,7 @@ from aiohttp import web
 
 from isochrone import __version__
 from isochrone.service.config import ConfigError
-from isochrone.service.door import errors_as, json_error, open_door
+from isochrone.service.door import DoorLimits, errors_as, json_error, open_door
 from isochrone.service.identity import Authority, IdentityError
 from isochrone.service.loop import Loop
 from isochrone.service.metrics import exposition
@@ -37,10 +37,12 @@ from scheduler.loops.flush_pulses import FlushPulses
 from scheduler.loops.forecast import Forecast
 from scheduler.loops.hold_lease import HoldLease
 from scheduler.loops.keep_days import KeepDays
+from scheduler.loops.note_losses import NoteLosses
 from scheduler.loops.place import Place
 from scheduler.loops.prune import Prune
 from scheduler.loops.publish import Publish
 from scheduler.loops.roll import Roll
+from scheduler.loops.turn_away import TurnAway
 from scheduler.store.lease import ensure_cluster, give_up_lease
 from scheduler.store.migrate import migrate
 from scheduler.store.pool import UNAVAILABLE, open_pool, transaction, using
@@ -56,16 +58,24 @@ async def serve(config: SchedulerConfig, stopping: asyncio.Event) -> int:
     authority = await asyncio.to_thread(_load_authority, config)
     async with _open_acting(config, authority) as acting, AsyncExitStack() as doors:
         lease = Loop("hold_lease", HoldLease(acting).run_once, config.lease_renew_s)
-        place = Loop("place", Place(acting).run_once, config.place_interval_s)
-        publish = Loop("publish", Publish(acting).run_once, config.publish_interval_s)
+        place = Loop("place", Place(acting).run_once, config.place_interval_s, share_max=0.25)
+        publish = Loop(
+            "publish", Publish(acting).run_once, config.publish_interval_s, share_max=0.25
+        )
         flush = Loop("flush_pulses", FlushPulses(acting).run_once, 2.0)
         prune = Loop("prune", Prune(acting).run_once, 600.0)
         quotas = Loop("count_quotas", CountQuotas(acting).run_once, config.publish_interval_s)
         days = Loop("keep_days", KeepDays(acting).run_once, 600.0)
         forecast = Loop("forecast", Forecast(acting).run_once, 15.0)
         roll = Loop("roll", Roll(acting).run_once, config.roll_interval_s)
-        loops = (lease, place, publish, flush, prune, quotas, days, forecast, roll)
+        turn_away = Loop("turn_away", TurnAway(acting).run_once, 2.0)
+        losses = Loop("note_losses", NoteLosses(acting).run_once, 5.0)
+        loops = (
+            *(lease, place, publish, flush, prune, quotas),
+            *(days, forecast, roll, turn_away, losses),
+        )
         acting.nudge_place, acting.nudge_publish = place.nudge, publish.nudge
+        acting.nudge_turn_away = turn_away.nudge
         ssl = None
         if config.tls_certificate is not None and config.tls_key is not None:
             ssl = server_context(config.tls_certificate, config.tls_key)
@@ -82,6 +92,9 @@ async def serve(config: SchedulerConfig, stopping: asyncio.Event) -> int:
                 control_app(acting),
                 config.control_host,
                 config.control_port,
+                limits=DoorLimits(
+                    connections_per_address_max=config.control_connections_per_address_max
+                ),
                 ssl_context=control_context(authority, now()) if config.control_tls else None,
             )
         )

@@ -43,6 +43,15 @@ class Peer(NamedTuple):
     pop: PopId
 
 
+class Certificate(NamedTuple):
+    """What a certificate says: whose it is, its serial in hex, and its time."""
+
+    peer: Peer
+    serial: str
+    issued_at: datetime
+    expires_at: datetime
+
+
 class Identity(msgspec.Struct, frozen=True, kw_only=True):
     """A node's or router's own papers, kept in its state folder with mode 0600."""
 
@@ -201,8 +210,8 @@ def verify_signature(certificate_pem: str, payload: bytes, signature: bytes) -> 
     return True
 
 
-def verify_peer(certificate_pem: str, ca_pem: str, now: datetime) -> Peer:
-    """Return who the certificate names, or raise IdentityError: forged, expired or not ours."""
+def verify_peer(certificate_pem: str, ca_pem: str, now: datetime) -> Certificate:
+    """Return what the certificate says, or raise IdentityError: forged, expired or not ours."""
     certificate = _load_certificate(certificate_pem)
     authority = _load_certificate(ca_pem)
     try:
@@ -219,7 +228,17 @@ def verify_peer(certificate_pem: str, ca_pem: str, now: datetime) -> Peer:
         raise IdentityError(
             f"cannot trust the certificate after {certificate.not_valid_after_utc}: join again"
         )
-    return _peer(certificate.subject)
+    return _read(certificate)
+
+
+def read_certificate(certificate_pem: str) -> Certificate:
+    """Return what a certificate says, believing it; raises IdentityError where it is none."""
+    return _read(_load_certificate(certificate_pem))
+
+
+def certifies(certificate_pem: str, key_pem: str) -> bool:
+    """Say whether the certificate is for this key."""
+    return _load_certificate(certificate_pem).public_key() == _load_key(key_pem).public_key()
 
 
 def format_join_token(authority_fingerprint: str, token_id: str, secret: str) -> str:
@@ -248,6 +267,16 @@ def load_identity(folder: Path) -> Identity | None:
         return msgspec.json.decode(path.read_bytes(), type=Identity)
     except (OSError, msgspec.DecodeError) as error:
         raise IdentityError(f"cannot read {path}: {error}") from error
+
+
+def _read(certificate: x509.Certificate) -> Certificate:
+    return Certificate(
+        peer=_peer(certificate.subject),
+        serial=f"{certificate.serial_number:x}",
+        # Issued a little in the past, for clocks that are behind ours.
+        issued_at=certificate.not_valid_before_utc + CLOCK_SKEW,
+        expires_at=certificate.not_valid_after_utc,
+    )
 
 
 def _subject(peer: Peer) -> x509.Name:

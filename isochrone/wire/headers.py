@@ -40,6 +40,9 @@ SEEDED: Final = "seeded"
 LOAD: Final = "x-isochrone-load"
 REFUSED: Final = "x-isochrone-refused"
 
+# Node to node: how much of an artifact is here, while it is still being fetched.
+FETCHED_BYTES: Final = "x-isochrone-fetched-bytes"
+
 
 class Load(msgspec.Struct, frozen=True):
     """A replica's load as told with each answer: tokens in flight and requests, by phase."""

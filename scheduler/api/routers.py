@@ -76,7 +76,7 @@ class Routers:
 
     def _send_table(self, peer: Connected) -> None:
         if self._acting.table is not None:
-            peer.tell(self._acting.table)
+            peer.tell(self._acting.table_frame())
             peer.generation = self._acting.table.generation
 
 
