@@ -13,7 +13,7 @@ from nodeagent.engine.checkpoint.opening import open_checkpoint
 from nodeagent.engine.decide.batching import Batching, Limits
 from nodeagent.engine.decide.blocks import Blocks
 from nodeagent.engine.decide.sequence import BLOCK_TOKENS
-from nodeagent.engine.models.llama import Llama
+from nodeagent.engine.models.families import build, survey
 from nodeagent.engine.models.shape import CheckpointError, ModelShape
 from nodeagent.engine.runner import Runner
 from nodeagent.engine.step import Engine
@@ -54,7 +54,8 @@ def load(config: EngineConfig) -> Loaded:
                 f"cannot load {config.model_path}: {vocabulary.size} tokens, but embeddings for"
                 f" {shape.vocabulary}"
             )
-        model = Llama(shape, source, config.device, dtype, context)
+        survey(shape, source)
+        model = build(shape, source, config.device, dtype, context)
     finally:
         source.close()
     runner = Runner(model, blocks, config.device, dtype)

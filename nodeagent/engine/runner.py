@@ -21,6 +21,7 @@ class Runner:
         self._model = model
         self._device = device
         shape = model.shape
+        self._window_tokens = shape.window_tokens
         slots = blocks * BLOCK_TOKENS
         self._kv = [
             LayerKV(slots, shape.kv_heads, shape.head_dim, device, dtype)
@@ -53,7 +54,9 @@ class Runner:
             slots[chunk.start :] for slots, chunk in zip(contexts, batch.chunks, strict=True)
         ]
         decodes = len(batch.decodes)
-        padded, mask = _pad(contexts[:decodes])
+        # What lies before its window, a decode need not even gather.
+        seen = 0 if self._window_tokens is None else -self._window_tokens
+        padded, mask = _pad([slots[seen:] for slots in contexts[:decodes]])
         segments: list[Segment] = []
         start = decodes
         for chunk, slots in zip(batch.prefills, contexts[decodes:], strict=True):
@@ -69,12 +72,14 @@ class Runner:
         )
 
     def _mask(self, chunk: Chunk) -> Tensor | None:
-        if chunk.start == 0:
+        context, window = chunk.start + chunk.tokens, self._window_tokens
+        if window is not None and window >= context:
+            window = None
+        if chunk.start == 0 and window is None:
             return None
-        seen = torch.ones(
-            chunk.tokens, chunk.start + chunk.tokens, dtype=torch.bool, device=self._device
-        )
-        return seen.tril(chunk.start)
+        seen = torch.ones(chunk.tokens, context, dtype=torch.bool, device=self._device)
+        seen = seen.tril(chunk.start)
+        return seen if window is None else seen.triu(chunk.start - window + 1)
 
     def _put(self, values: np.ndarray) -> Tensor:
         return torch.from_numpy(values).to(self._device)

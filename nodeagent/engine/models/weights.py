@@ -1,0 +1,69 @@
+"""How a model's weights come to its device: in its dtype, and fused where one product serves."""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class WeightSource(Protocol):
+    """Weights by their Hugging Face name, checked against the shape that the model expects."""
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Read one weight in the dtype it is stored in, or fp32 where it is stored quantised."""
+        ...
+
+    def check(self, name: str, shape: tuple[int, ...]) -> None:
+        """Raise CheckpointError where `tensor` would, judging by the files' headers alone."""
+        ...
+
+    def has(self, name: str) -> bool:
+        """True where the files hold `name`."""
+        ...
+
+
+class Weights:
+    """Reads from `source` onto a device."""
+
+    def __init__(self, source: WeightSource, device: str, dtype: torch.dtype) -> None:
+        self.source = source
+        self.device = device
+        self.dtype = dtype
+
+    def read(self, name: str, *shape: int) -> Tensor:
+        """Read the weight `name`."""
+        return self.source.tensor(name, shape).to(self.device, self.dtype)
+
+    def stack(self, prefix: str, parts: dict[str, int], *columns: int) -> Tensor:
+        """Read `parts` (name below `prefix`: rows) one below the other, with no second copy."""
+        rows = sum(parts.values())
+        stacked = torch.empty(rows, *columns, device=self.device, dtype=self.dtype)
+        at = 0
+        for name, count in parts.items():
+            stacked[at : at + count] = self.source.tensor(f"{prefix}{name}", (count, *columns))
+            at += count
+        return stacked
+
+
+class Survey:
+    """A source that reads no weights, only checks that each could be read.
+
+    A model built from it on the meta device takes no memory, and what its files lack is known
+    before any is spent.
+    """
+
+    def __init__(self, source: WeightSource) -> None:
+        self._source = source
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Check the weight; return one of its shape that takes no memory."""
+        self.check(name, shape)
+        return torch.ones(1).expand(shape)
+
+    def check(self, name: str, shape: tuple[int, ...]) -> None:
+        """Ask the source."""
+        self._source.check(name, shape)
+
+    def has(self, name: str) -> bool:
+        """Ask the source."""
+        return self._source.has(name)

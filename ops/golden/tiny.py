@@ -1,0 +1,130 @@
+"""Tiny models of each family, with weights that are the same on every machine and in every year.
+
+Each weight is drawn from a generator seeded by its name (numpy's RandomState, whose streams never
+change), so golden values can be committed without the weights that they come from.
+"""
+
+import json
+import zlib
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, WIDE, VOCABULARY = 32, 3, 4, 2, 16, 48, 64
+EXPERTS, EXPERT_WIDE = 6, 24
+
+_COMMON: Final[dict[str, Any]] = {
+    "hidden_size": HIDDEN,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "intermediate_size": WIDE,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10_000.0,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+}
+_LLAMA3: Final = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+_EXPERTS: Final = {"num_experts_per_tok": 2, "head_dim": HEAD_DIM}
+
+CONFIGS: Final[dict[str, dict[str, Any]]] = {
+    "llama": {"head_dim": HEAD_DIM, "rope_scaling": _LLAMA3, "tie_word_embeddings": True},
+    "mistral": {"head_dim": HEAD_DIM, "sliding_window": 8},
+    "qwen2": {"use_sliding_window": False, "sliding_window": 8, "max_window_layers": 3},
+    "qwen3": {"head_dim": HEAD_DIM, "rope_theta": 1_000_000.0, "tie_word_embeddings": True},
+    "qwen3_moe": {
+        **_EXPERTS,
+        "num_experts": EXPERTS,
+        "moe_intermediate_size": EXPERT_WIDE,
+        "norm_topk_prob": True,
+    },
+    "mixtral": {**_EXPERTS, "num_local_experts": EXPERTS, "sliding_window": None},
+}
+"""What each family's config.json says beside what all say."""
+
+
+def config_of(family: str) -> dict[str, Any]:
+    """Return the whole config.json."""
+    return {"model_type": family, **_COMMON, **CONFIGS[family]}
+
+
+def weight(name: str, shape: tuple[int, ...], scale: float = 0.2) -> Tensor:
+    """Return the weight of that name; norms lie around one, the rest around nought."""
+    generator = np.random.RandomState(zlib.crc32(name.encode()))
+    values = generator.standard_normal(shape) * scale
+    return torch.from_numpy((values + name.endswith("norm.weight")).astype(np.float32))
+
+
+def shapes_of(family: str) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each weight under its published name."""
+    config = config_of(family)
+    head_dim = config.get("head_dim", HIDDEN // HEADS)
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (VOCABULARY, HIDDEN),
+        "model.norm.weight": (HIDDEN,),
+    }
+    if not config["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (VOCABULARY, HIDDEN)
+    for layer in range(LAYERS):
+        at = f"model.layers.{layer}."
+        shapes[f"{at}input_layernorm.weight"] = (HIDDEN,)
+        shapes[f"{at}post_attention_layernorm.weight"] = (HIDDEN,)
+        for name, heads in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS)):
+            shapes[f"{at}self_attn.{name}_proj.weight"] = (heads * head_dim, HIDDEN)
+            if family == "qwen2":
+                shapes[f"{at}self_attn.{name}_proj.bias"] = (heads * head_dim,)
+            if family.startswith("qwen3") and name != "v":
+                shapes[f"{at}self_attn.{name}_norm.weight"] = (head_dim,)
+        shapes[f"{at}self_attn.o_proj.weight"] = (HIDDEN, HEADS * head_dim)
+        shapes |= {f"{at}{name}": shape for name, shape in _mlp_shapes(family).items()}
+    return shapes
+
+
+def _mlp_shapes(family: str) -> dict[str, tuple[int, ...]]:
+    gate, up, down = "gate_proj", "up_proj", "down_proj"
+    room, rooms, wide = "mlp", ["mlp"], WIDE
+    shapes: dict[str, tuple[int, ...]] = {}
+    if family == "mixtral":
+        room, gate, up, down = "block_sparse_moe", "w1", "w3", "w2"
+    if family in ("mixtral", "qwen3_moe"):
+        wide = EXPERT_WIDE if family == "qwen3_moe" else WIDE
+        shapes[f"{room}.gate.weight"] = (EXPERTS, HIDDEN)
+        rooms = [f"{room}.experts.{number}" for number in range(EXPERTS)]
+    for one in rooms:
+        shapes[f"{one}.{gate}.weight"] = shapes[f"{one}.{up}.weight"] = (wide, HIDDEN)
+        shapes[f"{one}.{down}.weight"] = (HIDDEN, wide)
+    return shapes
+
+
+def weights_of(family: str) -> dict[str, Tensor]:
+    """Return all weights of the tiny model."""
+    return {name: weight(name, shape) for name, shape in shapes_of(family).items()}
+
+
+def write_folder(folder: Path, family: str) -> None:
+    """Write the tiny model as a Hugging Face folder without a tokenizer."""
+    (folder / "config.json").write_text(json.dumps(config_of(family)))
+    save_file(weights_of(family), folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def prompts() -> list[list[int]]:
+    """Return token ids: three sequences, short, long, and across a block's end."""
+    generator = np.random.RandomState(7)
+    lengths = (9, 45, 24)
+    return [[int(t) for t in generator.randint(0, VOCABULARY, length)] for length in lengths]
+
+
+ANSWER_TOKENS: Final = 6
+"""Of each sequence the last so many are taken as its output; the rest is the prompt."""
