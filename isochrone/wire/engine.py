@@ -51,8 +51,12 @@ class EngineHealth(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
-    """How busy the engine is and how fast it has been measured to be."""
+    """How busy the engine is and how fast it has been measured to be.
 
+    `kind` is what its model is for: `chat`, `embedding` or `rerank`.
+    """
+
+    kind: str = "chat"
     running: int = 0
     waiting: int = 0
     prefill_tokens_in_flight: int = 0

@@ -86,7 +86,7 @@ def _kv_blocks(config: EngineConfig, shape: ModelShape, dtype: torch.dtype) -> i
 
 def _need_memory(config: EngineConfig, weights_bytes: int) -> None:
     needed = weights_bytes + config.kv_memory_bytes
-    available = _available_bytes(config.device)
+    available = available_bytes(config.device)
     if needed > available:
         raise CheckpointError(
             f"cannot load {config.model_path} on {config.device}: {weights_bytes} bytes of weights"
@@ -94,7 +94,8 @@ def _need_memory(config: EngineConfig, weights_bytes: int) -> None:
         )
 
 
-def _available_bytes(device: str) -> int:
+def available_bytes(device: str) -> int:
+    """Return what may still be taken of the device's memory, or refuse a device that is none."""
     if device != "cpu":
         if not torch.cuda.is_available():
             raise CheckpointError(f"cannot use {device}: torch sees no CUDA device")

@@ -64,7 +64,7 @@ def weight(name: str, shape: tuple[int, ...], scale: float = 0.2) -> Tensor:
     """Return the weight of that name; norms lie around one, the rest around nought."""
     generator = np.random.RandomState(zlib.crc32(name.encode()))
     values = generator.standard_normal(shape) * scale
-    return torch.from_numpy((values + name.endswith("norm.weight")).astype(np.float32))
+    return torch.from_numpy((values + name.lower().endswith("norm.weight")).astype(np.float32))
 
 
 def shapes_of(family: str) -> dict[str, tuple[int, ...]]:
@@ -128,3 +128,53 @@ def prompts() -> list[list[int]]:
 
 ANSWER_TOKENS: Final = 6
 """Of each sequence the last so many are taken as its output; the rest is the prompt."""
+
+RERANK_WORDS: Final = 30_522
+"""As many tokens as BERT's own vocabulary has, so that its tokenizer can be put beside it."""
+RERANK_CONFIG: Final[dict[str, Any]] = {
+    "model_type": "bert",
+    "architectures": ["BertForSequenceClassification"],
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 24,
+    "vocab_size": RERANK_WORDS,
+    "max_position_embeddings": 64,
+    "type_vocab_size": 2,
+    "layer_norm_eps": 1e-12,
+    "hidden_act": "gelu",
+    "id2label": {"0": "relevance"},
+    "label2id": {"relevance": 0},
+}
+
+
+def reranker_shapes() -> dict[str, tuple[int, ...]]:
+    """Return the shape of each weight of a small classifier under its published name."""
+    hidden, wide = RERANK_CONFIG["hidden_size"], RERANK_CONFIG["intermediate_size"]
+    shapes: dict[str, tuple[int, ...]] = {
+        "bert.embeddings.word_embeddings.weight": (RERANK_WORDS, hidden),
+        "bert.embeddings.position_embeddings.weight": (64, hidden),
+        "bert.embeddings.token_type_embeddings.weight": (2, hidden),
+    }
+    dense = {"bert.pooler.dense": (hidden, hidden), "classifier": (1, hidden)}
+    norms = ["bert.embeddings.LayerNorm"]
+    for layer in range(RERANK_CONFIG["num_hidden_layers"]):
+        at = f"bert.encoder.layer.{layer}."
+        dense |= {f"{at}attention.self.{n}": (hidden, hidden) for n in ("query", "key", "value")}
+        dense[f"{at}attention.output.dense"] = (hidden, hidden)
+        dense[f"{at}intermediate.dense"] = (wide, hidden)
+        dense[f"{at}output.dense"] = (hidden, wide)
+        norms += [f"{at}attention.output.LayerNorm", f"{at}output.LayerNorm"]
+    for name, shape in dense.items():
+        shapes[f"{name}.weight"] = shape
+        shapes[f"{name}.bias"] = shape[:1]
+    for name in norms:
+        shapes[f"{name}.weight"] = shapes[f"{name}.bias"] = (hidden,)
+    return shapes
+
+
+def write_reranker(folder: Path) -> None:
+    """Write a small cross-encoder as a Hugging Face folder without a tokenizer."""
+    weights = {name: weight(name, shape, 0.5) for name, shape in reranker_shapes().items()}
+    (folder / "config.json").write_text(json.dumps(RERANK_CONFIG))
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
