@@ -93,7 +93,7 @@ class EngineServer:
 
     async def show_stats(self, request: web.Request) -> web.Response:
         """Tell the engine's counts and rates."""
-        return _json(self.stats())
+        return _json({"kind": "chat", **self.stats()})
 
     def stats(self) -> dict[str, float]:
         """Return counts and rates by name: EngineStats, and what only this engine has."""
