@@ -17,6 +17,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """What one engine process serves, where it listens, and its limits.
 
     `batch_tokens_max` bounds one step, and with it how long a prompt delays a decode.
+    `quantisation` keeps weights in fewer bits where the device multiplies by them faster.
     `client_queue_max` is how many tokens a client may be behind before it is cut. `options` are
     the mock's faults.
     """
@@ -26,6 +27,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     socket: str
     device: Annotated[str, Meta(pattern=r"^(cpu|cuda:\d{1,3})$")] = "cpu"
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    quantisation: Literal["none", "int8"] = "none"
     threads: Annotated[int, Meta(ge=1, le=1024)] = 2
     kv_memory_bytes: Positive = 256 * 1024 * 1024
     context_tokens_max: Positive = 2048

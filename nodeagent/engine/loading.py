@@ -1,5 +1,6 @@
 """From a configuration to an engine ready to step: memory asked first, weights read second."""
 
+import logging
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +14,15 @@ from nodeagent.engine.checkpoint.opening import open_checkpoint
 from nodeagent.engine.decide.batching import Batching, Limits
 from nodeagent.engine.decide.blocks import Blocks
 from nodeagent.engine.decide.sequence import BLOCK_TOKENS
+from nodeagent.engine.layers.linear import choose
 from nodeagent.engine.models.families import build, survey
 from nodeagent.engine.models.shape import CheckpointError, ModelShape
 from nodeagent.engine.runner import Runner
 from nodeagent.engine.step import Engine
 from nodeagent.engine.template import ChatTemplate
 from nodeagent.engine.vocabulary import Vocabulary
+
+log = logging.getLogger(__name__)
 
 _DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _CGROUP_LIMIT: Final = Path("/sys/fs/cgroup/memory.max")
@@ -55,7 +59,9 @@ def load(config: EngineConfig) -> Loaded:
                 f" {shape.vocabulary}"
             )
         survey(shape, source)
-        model = build(shape, source, config.device, dtype, context)
+        keeping, why = choose(config.device, dtype, config.quantisation == "int8")
+        log.info("matrices", extra={"fields": {"kept": keeping, "because": why}})
+        model = build(shape, source, config.device, dtype, context, keeping)
     finally:
         source.close()
     runner = Runner(model, blocks, config.device, dtype)

@@ -138,7 +138,8 @@ class Batching:
                 continue
             if self._grow(sequence):
                 decodes.append(Chunk(sequence, sequence.computed, 1))
-        return decodes
+        # Neighbours of like length share one call of attention.
+        return sorted(decodes, key=_context)
 
     def _grow(self, sequence: Sequence) -> bool:
         """Make room for one more token; False where `sequence` itself had to give way."""
@@ -188,6 +189,10 @@ class Batching:
         sequence.blocks = []
         sequence.computed = 0
         sequence.published = 0
+
+
+def _context(chunk: Chunk) -> int:
+    return chunk.start
 
 
 def _age(sequence: Sequence) -> int:

@@ -5,6 +5,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from nodeagent.engine.layers.linear import Keeping, Linear, keep
+
 
 class WeightSource(Protocol):
     """Weights by their Hugging Face name, checked against the shape that the model expects."""
@@ -25,14 +27,29 @@ class WeightSource(Protocol):
 class Weights:
     """Reads from `source` onto a device."""
 
-    def __init__(self, source: WeightSource, device: str, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        source: WeightSource,
+        device: str,
+        dtype: torch.dtype,
+        keeping: Keeping = Keeping.PLAIN,
+    ) -> None:
         self.source = source
         self.device = device
         self.dtype = dtype
+        self.keeping = keeping
 
     def read(self, name: str, *shape: int) -> Tensor:
         """Read the weight `name`."""
         return self.source.tensor(name, shape).to(self.device, self.dtype)
+
+    def linear(self, name: str, *shape: int) -> Linear:
+        """Read the matrix `name` to multiply by."""
+        return keep(self.read(name, *shape), self.keeping)
+
+    def linear_stack(self, prefix: str, parts: dict[str, int], columns: int) -> Linear:
+        """Read the matrices `parts` as one to multiply by."""
+        return keep(self.stack(prefix, parts, columns), self.keeping)
 
     def stack(self, prefix: str, parts: dict[str, int], *columns: int) -> Tensor:
         """Read `parts` (name below `prefix`: rows) one below the other, with no second copy."""
