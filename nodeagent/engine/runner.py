@@ -99,5 +99,7 @@ def _pad(contexts: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     mask = np.zeros((len(contexts), longest), dtype=np.bool_)
     for row, slots in enumerate(contexts):
         padded[row, : len(slots)] = slots
+        # Masked slots are multiplied by nought, which NaN survives: pad with what is its own.
+        padded[row, len(slots) :] = slots[0]
         mask[row, : len(slots)] = True
     return padded, mask

@@ -30,7 +30,8 @@ class ChatTemplate:
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
         try:
             self._template = environment.from_string(source)
-        except TemplateError as error:
+        # Deep nesting ends in whatever Python's own parser raises.
+        except (TemplateError, RecursionError, MemoryError, SyntaxError, ValueError) as error:
             raise CheckpointError(f"cannot compile the chat template: {error}") from error
 
     def render(self, messages: list[dict[str, Any]]) -> str:

@@ -200,6 +200,7 @@ async def test_log_probabilities_are_told(http: aiohttp.ClientSession) -> None:
     ("path", "body", "status", "code", "said"),
     [
         (CHAT, b"{", 400, "invalid_request", "cannot read body"),
+        (PLAIN, b'{"prompt":"\xff"}', 400, "invalid_request", "cannot read body"),
         (CHAT, b'{"messages":' + b"[" * 100_000, 400, "invalid_request", "cannot read body"),
         (CHAT, chat(model="other"), 404, "model_not_found", "'other'"),
         (CHAT, chat(n=3), 400, "invalid_request", "n above 1"),
