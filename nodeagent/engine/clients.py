@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from isochrone.wire.errors import ApiError, ErrorCode
+from nodeagent.engine.constrain.constraint import Constraint
 from nodeagent.engine.decide.sequence import Ending, Finish, Sequence
 from nodeagent.engine.openai import Ask
 from nodeagent.engine.sampling import Sampler
@@ -69,6 +70,7 @@ class Clients:
         ending: Ending,
         salt: bytes,
         abort: Callable[[], None],
+        constraint: Constraint | None = None,
     ) -> Client:
         """Start a generation; the caller must `close` it whatever happens."""
         self.admit()
@@ -79,7 +81,9 @@ class Clients:
         worker.submit(
             Generation(
                 sequence=Sequence(number, tokens, ending, salt),
-                sampler=Sampler(ask.params, tokens.copy() if ask.params.penalised else []),
+                sampler=Sampler(
+                    ask.params, tokens.copy() if ask.params.penalised else [], constraint
+                ),
                 text=TokenText(self._vocabulary),
                 stops=StopStrings(ask.stops),
             )

@@ -13,6 +13,8 @@ from msgspec import Meta
 
 from isochrone.wire.codec import MalformedFrame, decode_json
 from isochrone.wire.errors import ApiError, ErrorCode
+from nodeagent.engine.constrain.asking import Constrained, grammar_of
+from nodeagent.engine.decide.grammar import Grammar
 from nodeagent.engine.sampling import SamplingParams
 
 _STOPS_MAX: Final = 16
@@ -32,7 +34,7 @@ class StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
 
 
-class Knobs(msgspec.Struct, kw_only=True):
+class Knobs(Constrained, kw_only=True):
     """The fields that chat and plain completions share."""
 
     model: str | None = None
@@ -72,7 +74,6 @@ class ChatBody(Knobs, kw_only=True):
     tools: list[Any] | None = None
     tool_choice: Any = None
     functions: list[Any] | None = None
-    response_format: dict[str, Any] | None = None
 
 
 class CompletionBody(Knobs, kw_only=True):
@@ -96,6 +97,7 @@ class Ask:
     ignore_eos: bool
     stream: bool
     include_usage: bool
+    grammar: Grammar | None = None
 
 
 _chat_decoder = msgspec.json.Decoder(ChatBody)
@@ -107,8 +109,6 @@ def read_chat(body: bytes, bytes_max: int) -> ChatBody:
     chat: ChatBody = _decode(body, _chat_decoder, bytes_max)
     if chat.tools or chat.functions or chat.tool_choice not in (None, "none", "auto"):
         raise _unsupported("tools", "tools are not supported by this engine")
-    if (chat.response_format or {"type": "text"}).get("type") != "text":
-        raise _unsupported("response_format", "only response_format of type text is supported")
     if any(message.tool_calls for message in chat.messages):
         raise _unsupported("messages", "tool_calls are not supported by this engine")
     if chat.top_logprobs is not None and not chat.logprobs:
@@ -181,6 +181,7 @@ def ask_of(body: ChatBody | CompletionBody) -> Ask:
         ignore_eos=bool(body.ignore_eos),
         stream=bool(body.stream),
         include_usage=bool(options and options.include_usage),
+        grammar=grammar_of(body),
     )
 
 

@@ -24,6 +24,7 @@ from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.headers import CACHE_SALT, REQUEST_ID
 from nodeagent.engine.answers import Answer, error_body
 from nodeagent.engine.clients import Client, Clients
+from nodeagent.engine.constrain.compiling import Grammars
 from nodeagent.engine.decide.sequence import BLOCK_TOKENS, Ending, Finish
 from nodeagent.engine.gauges import Gauges
 from nodeagent.engine.loading import Loaded
@@ -61,6 +62,7 @@ class EngineServer:
     worker: Worker
     clients: Clients
     created_s: int
+    grammars: Grammars
 
     def app(self) -> web.Application:
         """Build the aiohttp application."""
@@ -177,6 +179,7 @@ class EngineServer:
         salt = request.headers.get(CACHE_SALT, "")
         if len(salt) > _SALT_CHARS_MAX:
             raise refused(CACHE_SALT, f"cannot use a salt of {len(salt)} characters")
+        constraint = await self.grammars.compile(ask.grammar) if ask.grammar else None
         chat = isinstance(body, ChatBody)
         answer = Answer(
             id=f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
@@ -190,7 +193,13 @@ class EngineServer:
         transport = request.transport
         abort = transport.abort if transport is not None else _nothing_to_abort
         client = self.clients.open(
-            self.worker, ask, tokens, ending, salt.encode(errors="surrogateescape"), abort
+            self.worker,
+            ask,
+            tokens,
+            ending,
+            salt.encode(errors="surrogateescape"),
+            abort,
+            constraint,
         )
         try:
             if ask.stream:
@@ -225,7 +234,9 @@ class EngineServer:
                 f" they exceed the limit of {limit} tokens",
                 param="messages" if isinstance(body, ChatBody) else "prompt",
             )
-        own = frozenset() if ask.ignore_eos else self.loaded.vocabulary.stop_ids
+        # A grammar that is fulfilled allows nothing but the end.
+        endless = ask.ignore_eos and ask.grammar is None
+        own = frozenset() if endless else self.loaded.vocabulary.stop_ids
         return Ending(max_tokens, own | ask.stop_ids)
 
     @property

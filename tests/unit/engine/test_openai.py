@@ -49,7 +49,7 @@ def read_wholly(body: bytes) -> None:
         (chat(seed=2**64), "seed"),
         (chat(n=2), "n above 1"),
         (chat(tools=[{"type": "function"}]), "tools are not supported"),
-        (chat(response_format={"type": "json_object"}), "response_format"),
+        (chat(response_format={"type": "yaml"}), "response_format"),
         (chat(top_logprobs=2), "needs logprobs"),
         (chat(logit_bias={"x": 1}), "logit_bias"),
         (chat(logit_bias={"1": 1000}), "logit_bias"),

@@ -1,0 +1,1 @@
+"""Benchmarks: what each part costs, measured side by side."""
