@@ -7,7 +7,7 @@ Rule 3: everything here runs on the event loop; only `publish` is called from th
 
 import asyncio
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from isochrone.wire.errors import ApiError, ErrorCode
@@ -71,6 +71,7 @@ class Clients:
         salt: bytes,
         abort: Callable[[], None],
         constraint: Constraint | None = None,
+        shown: Mapping[int, str] | None = None,
     ) -> Client:
         """Start a generation; the caller must `close` it whatever happens."""
         self.admit()
@@ -84,7 +85,7 @@ class Clients:
                 sampler=Sampler(
                     ask.params, tokens.copy() if ask.params.penalised else [], constraint
                 ),
-                text=TokenText(self._vocabulary),
+                text=TokenText(self._vocabulary, shown),
                 stops=StopStrings(ask.stops),
             )
         )

@@ -11,7 +11,7 @@ import re
 import time
 import uuid
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import msgspec
@@ -23,6 +23,7 @@ from isochrone.wire.engine import EngineConfig, EngineHealth
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.headers import CACHE_SALT, REQUEST_ID
 from nodeagent.engine.answers import Answer, error_body
+from nodeagent.engine.calling import Calling
 from nodeagent.engine.clients import Client, Clients
 from nodeagent.engine.constrain.compiling import Grammars
 from nodeagent.engine.decide.sequence import BLOCK_TOKENS, Ending, Finish
@@ -33,7 +34,7 @@ from nodeagent.engine.openai import (
     ChatBody,
     CompletionBody,
     ask_of,
-    plain_messages,
+    messages_of,
     prompt_of,
     read_chat,
     read_completion,
@@ -41,6 +42,7 @@ from nodeagent.engine.openai import (
 )
 from nodeagent.engine.step import Delta
 from nodeagent.engine.template import UnusableChat
+from nodeagent.engine.tools import tools_of
 from nodeagent.engine.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -132,12 +134,14 @@ class EngineServer:
         template = self.loaded.template
         if template is None:
             raise refused("messages", "cannot chat: this model has no chat template")
+        tools = tools_of(body.tools, body.tool_choice, body.parallel_tool_calls)
         try:
-            text = template.render(plain_messages(body))
+            text = template.render(messages_of(body), tools.told if tools else ())
         except UnusableChat as error:
             raise refused("messages", str(error)) from error
         tokens = await self._tokenise(text, special=False)
-        return await self._generate(request, body, tokens)
+        calling = Calling.of(tools, template, self.loaded.vocabulary)
+        return await self._generate(request, body, tokens, calling)
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         """Answer a plain completion."""
@@ -172,9 +176,15 @@ class EngineServer:
             raise refused("prompt", "cannot tokenise: the text holds half a surrogate") from error
 
     async def _generate(
-        self, request: web.Request, body: ChatBody | CompletionBody, tokens: list[int]
+        self,
+        request: web.Request,
+        body: ChatBody | CompletionBody,
+        tokens: list[int],
+        calling: Calling | None = None,
     ) -> web.StreamResponse:
         ask = ask_of(body)
+        if calling is not None:
+            ask = replace(ask, grammar=calling.grammar(ask.grammar))
         ending = self._ending(body, ask, tokens)
         salt = request.headers.get(CACHE_SALT, "")
         if len(salt) > _SALT_CHARS_MAX:
@@ -189,6 +199,8 @@ class EngineServer:
             include_usage=ask.include_usage,
             logprobs=ask.params.logprobs is not None,
             vocabulary=self.loaded.vocabulary,
+            new_call_id=lambda: _call_id(calling.how.call_id_chars if calling else 0),
+            reader=calling.reader() if calling else None,
         )
         transport = request.transport
         abort = transport.abort if transport is not None else _nothing_to_abort
@@ -200,6 +212,7 @@ class EngineServer:
             salt.encode(errors="surrogateescape"),
             abort,
             constraint,
+            calling.shown if calling else None,
         )
         try:
             if ask.stream:
@@ -332,6 +345,10 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
     if not response.prepared:
         response.headers[REQUEST_ID] = request[REQUEST_ID]
     return response
+
+
+def _call_id(chars: int) -> str:
+    return uuid.uuid4().hex[:chars] if chars else f"call_{uuid.uuid4().hex[:24]}"
 
 
 def _raise_failure(delta: Delta) -> None:

@@ -29,13 +29,24 @@ class UnusableGrammar(ValueError):
 class Grammar:
     """A grammar to compile, and the request's field that asked for it."""
 
-    lark: str
+    start: str
     param: str
+    rules: tuple[str, ...] = ()
+
+    @property
+    def lark(self) -> str:
+        """The grammar in Lark's form."""
+        return "\n".join((f"start: {self.start}", *self.rules, ""))
+
+
+def either(one: Grammar, other: Grammar) -> Grammar:
+    """Return the grammar of what `one` or `other` allows; no rule may be in both."""
+    return Grammar(f"{one.start} | {other.start}", one.param, one.rules + other.rules)
 
 
 def of_schema(schema: Any, param: str, *, lenient: bool = False) -> Grammar:
     """Return the grammar of the JSON values that `schema` allows."""
-    return Grammar(f"start: {schema_rule(schema, param, lenient=lenient)}\n", param)
+    return Grammar(schema_rule(schema, param, lenient=lenient), param)
 
 
 def of_any_object(param: str) -> Grammar:
@@ -49,7 +60,7 @@ def of_regex(pattern: str, param: str) -> Grammar:
         raise UnusableGrammar(
             f"cannot use {param}: a regex has 1 to {REGEX_CHARS_MAX} characters, not {len(pattern)}"
         )
-    return Grammar(f"start: /{_regex_literal(pattern)}/\n", param)
+    return Grammar(f"/{_regex_literal(pattern)}/", param)
 
 
 def of_choices(choices: list[str], param: str) -> Grammar:
@@ -62,7 +73,7 @@ def of_choices(choices: list[str], param: str) -> Grammar:
         )
     if not all(choices):
         raise UnusableGrammar(f"cannot use {param}: an empty choice is no answer")
-    return Grammar(f"start: {' | '.join(quoted(choice) for choice in choices)}\n", param)
+    return Grammar(" | ".join(quoted(choice) for choice in choices), param)
 
 
 def schema_rule(schema: Any, param: str, *, lenient: bool) -> str:
