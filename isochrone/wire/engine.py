@@ -34,6 +34,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     waiting_max: Annotated[int, Meta(ge=0)] = 64
     body_bytes_max: Positive = 8 * 1024 * 1024
     client_queue_max: Positive = 1024
+    adapters_max: Annotated[int, Meta(ge=1, le=4096)] = 8
+    adapter_memory_bytes: Positive = 512 * 1024 * 1024
     client_stall_s: Seconds = 30.0
     drain_s: Seconds = 30.0
     stall_s: Seconds = 60.0

@@ -15,6 +15,7 @@ from isochrone.service.config import ConfigError
 from isochrone.service.logs import setup_logs
 from isochrone.service.run import run_service
 from isochrone.wire.engine import EngineConfig
+from nodeagent.engine.adapters import Adapters
 from nodeagent.engine.checkpoint.encoder import is_encoder
 from nodeagent.engine.clients import Clients
 from nodeagent.engine.config import read_config
@@ -73,7 +74,8 @@ async def serve(path: Path, stopping: asyncio.Event) -> int:
 
     worker = Worker(loaded.engine, clients.publish, on_death)
     grammars = Grammars(loaded.vocabulary)
-    server = EngineServer(config, loaded, worker, clients, int(time.time()), grammars)
+    adapters = Adapters(config, loaded.adding, loaded.dtype)
+    server = EngineServer(config, loaded, worker, clients, int(time.time()), grammars, adapters)
     worker.start()
     runner = web.AppRunner(
         server.app(), handler_cancellation=True, shutdown_timeout=1.0, access_log=None

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from isochrone.wire.errors import ApiError, ErrorCode
 from nodeagent.engine.constrain.constraint import Constraint
 from nodeagent.engine.decide.sequence import Ending, Finish, Sequence
+from nodeagent.engine.layers.lora import Adapter, salted
 from nodeagent.engine.openai import Ask
 from nodeagent.engine.sampling import Sampler
 from nodeagent.engine.step import Delta, Generation
@@ -72,6 +73,7 @@ class Clients:
         abort: Callable[[], None],
         constraint: Constraint | None = None,
         shown: Mapping[int, str] | None = None,
+        adapter: Adapter | None = None,
     ) -> Client:
         """Start a generation; the caller must `close` it whatever happens."""
         self.admit()
@@ -81,7 +83,7 @@ class Clients:
         self._empty.clear()
         worker.submit(
             Generation(
-                sequence=Sequence(number, tokens, ending, salt),
+                sequence=Sequence(number, tokens, ending, salted(salt, adapter), adapter),
                 sampler=Sampler(
                     ask.params, tokens.copy() if ask.params.penalised else [], constraint
                 ),

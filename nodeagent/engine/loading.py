@@ -13,6 +13,7 @@ from nodeagent.engine.checkpoint.opening import open_checkpoint
 from nodeagent.engine.decide.batching import Batching, Limits
 from nodeagent.engine.decide.blocks import Blocks
 from nodeagent.engine.decide.sequence import BLOCK_TOKENS
+from nodeagent.engine.layers.lora import Adding
 from nodeagent.engine.models.families import build, survey
 from nodeagent.engine.models.shape import CheckpointError, ModelShape
 from nodeagent.engine.runner import Runner
@@ -35,6 +36,9 @@ class Loaded:
     context_tokens: int
     weights_bytes: int
     load_s: float
+    dtype: torch.dtype
+    adding: Adding
+    """What adapters may change of the model."""
 
 
 def load(config: EngineConfig) -> Loaded:
@@ -70,6 +74,8 @@ def load(config: EngineConfig) -> Loaded:
         context_tokens=context,
         weights_bytes=weights_bytes,
         load_s=round(time.monotonic() - started_s, 3),
+        dtype=dtype,
+        adding=model.adding,
     )
 
 

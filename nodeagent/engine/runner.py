@@ -11,6 +11,7 @@ from torch import Tensor
 from nodeagent.engine.decide.batching import Batch, Chunk
 from nodeagent.engine.decide.sequence import BLOCK_TOKENS
 from nodeagent.engine.layers.attention import LayerKV, Layout, Segment
+from nodeagent.engine.layers.lora import Adapter
 from nodeagent.engine.models.llama import Llama
 
 
@@ -40,6 +41,7 @@ class Runner:
         )
         ends = np.cumsum([chunk.tokens for chunk in chunks])
         rows = [end - 1 for chunk, end in zip(chunks, ends, strict=True) if chunk.samples]
+        self._model.adding.current = self._adapters(chunks, ends)
         return self._model.forward(
             self._put(tokens),
             self._put(positions),
@@ -47,6 +49,17 @@ class Runner:
             self._layout(batch),
             self._put(np.asarray(rows, dtype=np.int64)),
         )
+
+    def _adapters(
+        self, chunks: tuple[Chunk, ...], ends: np.ndarray
+    ) -> tuple[tuple[Adapter, Tensor], ...]:
+        """Return the adapters of this step, each with the rows that it changes."""
+        rows: dict[Adapter, list[np.ndarray]] = {}
+        for chunk, end in zip(chunks, ends, strict=True):
+            adapter = chunk.sequence.adapter
+            if isinstance(adapter, Adapter):
+                rows.setdefault(adapter, []).append(np.arange(end - chunk.tokens, end))
+        return tuple((one, self._put(np.concatenate(parts))) for one, parts in rows.items())
 
     def _layout(self, batch: Batch) -> Layout:
         contexts = [_slots(chunk) for chunk in batch.chunks]

@@ -22,6 +22,7 @@ from isochrone.service.metrics import exposition
 from isochrone.wire.engine import EngineConfig, EngineHealth
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.headers import CACHE_SALT, REQUEST_ID
+from nodeagent.engine.adapters import Adapters
 from nodeagent.engine.answers import Answer, error_body
 from nodeagent.engine.calling import Calling
 from nodeagent.engine.clients import Client, Clients
@@ -65,6 +66,7 @@ class EngineServer:
     clients: Clients
     created_s: int
     grammars: Grammars
+    adapters: Adapters
 
     def app(self) -> web.Application:
         """Build the aiohttp application."""
@@ -79,6 +81,8 @@ class EngineServer:
         app.router.add_get("/v1/models", self.models)
         app.router.add_post("/v1/chat/completions", self.chat)
         app.router.add_post("/v1/completions", self.complete)
+        app.router.add_post("/v1/load_lora_adapter", self.load_adapter)
+        app.router.add_post("/v1/unload_lora_adapter", self.unload_adapter)
         app.router.add_post("/drain", self.drain)
         return app
 
@@ -109,18 +113,31 @@ class EngineServer:
             "load_s": self.loaded.load_s,
             "weights_bytes": self.loaded.weights_bytes,
             "context_tokens": self._context_tokens,
+            "adapters": len(self.adapters.names),
+            "adapters_kept": self.adapters.kept,
+            "adapter_reads_total": self.adapters.reads_total,
         }
 
     async def models(self, request: web.Request) -> web.Response:
-        """List the one model."""
-        model = {
+        """List the model, and its adapters by the names that requests may give."""
+        model: dict[str, Any] = {
             "id": self.config.served_name,
             "object": "model",
             "created": self.created_s,
             "owned_by": "isochrone",
             "max_model_len": self._context_tokens,
         }
-        return _json({"object": "list", "data": [model]})
+        served = self.config.served_name
+        adapters = [{**model, "id": name, "parent": served} for name in self.adapters.names]
+        return _json({"object": "list", "data": [model, *adapters]})
+
+    async def load_adapter(self, request: web.Request) -> web.Response:
+        """Make an adapter known, so that requests may name it as their model."""
+        return _json({"loaded": await self.adapters.load(await self._body(request))})
+
+    async def unload_adapter(self, request: web.Request) -> web.Response:
+        """Forget an adapter; what runs with it goes on."""
+        return _json({"unloaded": self.adapters.unload(await self._body(request))})
 
     async def drain(self, request: web.Request) -> web.Response:
         """Take nothing new from now on; what runs goes on."""
@@ -182,6 +199,7 @@ class EngineServer:
         tokens: list[int],
         calling: Calling | None = None,
     ) -> web.StreamResponse:
+        adapter = await self.adapters.hold(body.model)
         ask = ask_of(body)
         if calling is not None:
             ask = replace(ask, grammar=calling.grammar(ask.grammar))
@@ -193,7 +211,7 @@ class EngineServer:
         chat = isinstance(body, ChatBody)
         answer = Answer(
             id=f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
-            model=self.config.served_name,
+            model=adapter.name if adapter else self.config.served_name,
             created_s=int(time.time()),
             chat=chat,
             include_usage=ask.include_usage,
@@ -213,6 +231,7 @@ class EngineServer:
             abort,
             constraint,
             calling.shown if calling else None,
+            adapter,
         )
         try:
             if ask.stream:
@@ -225,13 +244,6 @@ class EngineServer:
         """Check the request against this model and return what ends it."""
         if self.worker.died:
             raise ApiError(ErrorCode.UNAVAILABLE, "this engine has failed", retry_after_s=1.0)
-        if body.model is not None and body.model != self.config.served_name:
-            raise ApiError(
-                ErrorCode.MODEL_NOT_FOUND,
-                f"cannot serve model {body.model[:200]!r}: this engine has"
-                f" {self.config.served_name!r}",
-                param="model",
-            )
         size = self.loaded.vocabulary.size
         biased = [token for token, _ in ask.params.logit_bias]
         if any(not 0 <= token < size for token in (*tokens, *biased)):

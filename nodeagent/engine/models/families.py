@@ -4,6 +4,7 @@ from typing import Final
 
 import torch
 
+from nodeagent.engine.layers.linear import Keeping
 from nodeagent.engine.models.llama import Llama
 from nodeagent.engine.models.mistral import Mistral
 from nodeagent.engine.models.mixture import Mixtral, Qwen3Moe
@@ -23,10 +24,15 @@ FAMILIES: Final[dict[str, type[Llama]]] = {
 
 
 def build(
-    shape: ModelShape, source: WeightSource, device: str, dtype: torch.dtype, context_tokens: int
+    shape: ModelShape,
+    source: WeightSource,
+    device: str,
+    dtype: torch.dtype,
+    context_tokens: int,
+    keeping: Keeping = Keeping.PLAIN,
 ) -> Llama:
-    """Read the model of this shape from `source`."""
-    return FAMILIES[shape.family](shape, source, device, dtype, context_tokens)
+    """Read the model of this shape from `source`, its matrices kept as `keeping` says."""
+    return FAMILIES[shape.family](shape, source, device, dtype, context_tokens, keeping)
 
 
 def survey(shape: ModelShape, source: WeightSource) -> None:

@@ -6,9 +6,11 @@ that names what differs.
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, silu
+from torch.nn.functional import silu
 
 from nodeagent.engine.layers.attention import LayerKV, Layout, attend
+from nodeagent.engine.layers.linear import Keeping, keep
+from nodeagent.engine.layers.lora import Adding
 from nodeagent.engine.layers.norm import rms_norm
 from nodeagent.engine.layers.rope import Rope, inverse_frequencies, rotate
 from nodeagent.engine.models.shape import ModelShape
@@ -27,12 +29,12 @@ class LlamaAttention:
         }
         prefix = f"{prefix}self_attn."
         parts = {f"{name}.weight": rows for name, rows in self.rows.items()}
-        self._query_key_value = weights.stack(prefix, parts, shape.hidden)
-        self._output = weights.read(f"{prefix}o_proj.weight", shape.hidden, self.rows["q_proj"])
+        self._query_key_value = weights.linear_stack(prefix, parts, shape.hidden)
+        self._output = weights.linear(f"{prefix}o_proj.weight", shape.hidden, self.rows["q_proj"])
 
     def project(self, x: Tensor) -> Tensor:
         """Return the queries, keys and values of `x` [tokens, heads of all three, head_dim]."""
-        return linear(x, self._query_key_value).view(x.shape[0], -1, self.shape.head_dim)
+        return self._query_key_value(x).view(x.shape[0], -1, self.shape.head_dim)
 
     def __call__(self, x: Tensor, kv: LayerKV, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
         """Attend from each row of `x` to what it may see."""
@@ -41,7 +43,7 @@ class LlamaAttention:
         # Queries and keys turn alike, so they turn together.
         turned = rotate(mixed[:, :turning], cos, sin)
         answer = attend(turned[:, :heads], turned[:, heads:], mixed[:, turning:], kv, layout)
-        return linear(answer.view(x.shape[0], -1), self._output)
+        return self._output(answer.view(x.shape[0], -1))
 
 
 class LlamaMlp:
@@ -50,13 +52,13 @@ class LlamaMlp:
     def __init__(self, weights: Weights, shape: ModelShape, prefix: str) -> None:
         prefix = f"{prefix}mlp."
         parts = {f"{name}_proj.weight": shape.intermediate for name in ("gate", "up")}
-        self._gate_up = weights.stack(prefix, parts, shape.hidden)
-        self._down = weights.read(f"{prefix}down_proj.weight", shape.hidden, shape.intermediate)
+        self._gate_up = weights.linear_stack(prefix, parts, shape.hidden)
+        self._down = weights.linear(f"{prefix}down_proj.weight", shape.hidden, shape.intermediate)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Transform each row of `x` by itself."""
-        gate, up = linear(x, self._gate_up).chunk(2, dim=-1)
-        return linear(silu(gate) * up, self._down)
+        gate, up = self._gate_up(x).chunk(2, dim=-1)
+        return self._down(silu(gate) * up)
 
 
 class LlamaLayer:
@@ -83,15 +85,19 @@ class Llama:
         device: str,
         dtype: torch.dtype,
         context_tokens: int,
+        keeping: Keeping = Keeping.PLAIN,
     ) -> None:
         self.shape = shape
-        weights = Weights(source, device, dtype)
+        weights = Weights(source, device, dtype, keeping)
+        self.adding = weights.adding or Adding()
         embedding = (shape.vocabulary, shape.hidden)
         self._embedding = weights.read("model.embed_tokens.weight", *embedding)
         self._layers = [LlamaLayer(type(self), weights, shape, n) for n in range(shape.layers)]
         self._norm = weights.read("model.norm.weight", shape.hidden)
         self._head = (
-            self._embedding if shape.tied_embeddings else weights.read("lm_head.weight", *embedding)
+            keep(self._embedding, keeping)
+            if shape.tied_embeddings
+            else weights.bare().linear("lm_head.weight", *embedding)
         )
         factors = (
             source.tensor("rope_freqs.weight", (shape.head_dim // 2,))
@@ -113,4 +119,4 @@ class Llama:
             x = x + layer.attention(normed, layer_kv, cos, sin, layout)
             x = x + layer.mlp(rms_norm(x, layer.mlp_norm, epsilon))
         x = rms_norm(x[rows], self._norm, epsilon)
-        return linear(x, self._head).float()
+        return self._head(x).float()

@@ -22,10 +22,11 @@ class Mixture(LlamaMlp):
         parts = {f"{name}.weight": shape.intermediate for name in (self.gate, self.up)}
         hidden, wide = shape.hidden, shape.intermediate
         self._router = weights.read(f"{prefix}gate.weight", shape.experts, hidden)
+        bare = weights.bare()
         experts = [f"{prefix}experts.{number}." for number in range(shape.experts)]
-        self._gates_ups = [weights.stack(expert, parts, hidden) for expert in experts]
+        self._gates_ups = [bare.linear_stack(expert, parts, hidden) for expert in experts]
         self._downs = [
-            weights.read(f"{expert}{self.down}.weight", hidden, wide) for expert in experts
+            bare.linear(f"{expert}{self.down}.weight", hidden, wide) for expert in experts
         ]
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -38,8 +39,8 @@ class Mixture(LlamaMlp):
         answer = torch.zeros_like(x)
         for expert in sorted(set(chosen.flatten().tolist())):
             rows, place = (chosen == expert).nonzero(as_tuple=True)
-            gate, up = linear(x[rows], self._gates_ups[expert]).chunk(2, dim=-1)
-            added = linear(silu(gate) * up, self._downs[expert])
+            gate, up = self._gates_ups[expert](x[rows]).chunk(2, dim=-1)
+            added = self._downs[expert](silu(gate) * up)
             answer.index_add_(0, rows, added * shares[rows, place, None])
         return answer
 

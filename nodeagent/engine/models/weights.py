@@ -5,6 +5,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from nodeagent.engine.layers.linear import Keeping, Linear, keep
+from nodeagent.engine.layers.lora import Adapted, Adding
+
 
 class WeightSource(Protocol):
     """Weights by their Hugging Face name, checked against the shape that the model expects."""
@@ -25,14 +28,42 @@ class WeightSource(Protocol):
 class Weights:
     """Reads from `source` onto a device."""
 
-    def __init__(self, source: WeightSource, device: str, dtype: torch.dtype) -> None:
+    def __init__(
+        self, source: WeightSource, device: str, dtype: torch.dtype, keeping: Keeping
+    ) -> None:
         self.source = source
         self.device = device
         self.dtype = dtype
+        self.keeping = keeping
+        self.adding: Adding | None = Adding()
+
+    def bare(self) -> "Weights":
+        """Return the same for matrices that no adapter changes.
+
+        Adapters name rows of the flat batch; what sees other rows than those cannot take them.
+        """
+        bare = Weights(self.source, self.device, self.dtype, self.keeping)
+        bare.adding = None
+        return bare
 
     def read(self, name: str, *shape: int) -> Tensor:
         """Read the weight `name`."""
         return self.source.tensor(name, shape).to(self.device, self.dtype)
+
+    def linear(self, name: str, *shape: int) -> Linear:
+        """Read the matrix `name` to multiply by."""
+        kept = keep(self.read(name, *shape), self.keeping)
+        return self._adapted(kept, "", {name: shape[0]}, shape[1])
+
+    def linear_stack(self, prefix: str, parts: dict[str, int], columns: int) -> Linear:
+        """Read the matrices `parts` as one to multiply by."""
+        kept = keep(self.stack(prefix, parts, columns), self.keeping)
+        return self._adapted(kept, prefix, parts, columns)
+
+    def _adapted(self, kept: Linear, prefix: str, parts: dict[str, int], columns: int) -> Linear:
+        if self.adding is None:
+            return kept
+        return Adapted(kept, prefix, parts, columns, self.adding)
 
     def stack(self, prefix: str, parts: dict[str, int], *columns: int) -> Tensor:
         """Read `parts` (name below `prefix`: rows) one below the other, with no second copy."""

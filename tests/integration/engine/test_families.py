@@ -8,46 +8,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from nodeagent.engine.checkpoint.gguf import GgufFile
 from nodeagent.engine.checkpoint.safetensors import SafetensorsFolder
-from nodeagent.engine.decide.batching import Batching, Limits
-from nodeagent.engine.decide.blocks import Blocks
-from nodeagent.engine.decide.sequence import Ending, Sequence
-from nodeagent.engine.models.families import build, survey
+from nodeagent.engine.models.families import survey
 from nodeagent.engine.models.shape import CheckpointError, ModelShape
 from nodeagent.engine.models.weights import WeightSource
-from nodeagent.engine.runner import Runner
 from ops.golden import tiny
 from ops.golden.tiny_gguf import write_gguf
+from tests.integration.engine.forced import logits_of
 
 GOLDEN = json.loads((Path(__file__).parent / "golden_families.json").read_text())
-BLOCKS = 24
-
-
-def logits_of(
-    shape: ModelShape, source: WeightSource, prompts: list[list[int]], budget: int
-) -> list[list[Tensor]]:
-    """Run `prompts` together, their last tokens forced as output; return what told each."""
-    survey(shape, source)
-    runner = Runner(build(shape, source, "cpu", torch.float32, 128), BLOCKS, "cpu", torch.float32)
-    batching = Batching(Limits(budget, 4), Blocks(BLOCKS))
-    rows: list[list[Tensor]] = [[] for _ in prompts]
-    for number, tokens in enumerate(prompts):
-        prompt = tokens[: -tiny.ANSWER_TOKENS]
-        batching.submit(Sequence(number, prompt, Ending(tiny.ANSWER_TOKENS, frozenset())))
-    while batching.busy:
-        batch = batching.next_batch()
-        logits = runner.run(batch)
-        for chunk in batch.chunks:
-            batching.computed(chunk)
-        due = [chunk.sequence for chunk in batch.chunks if chunk.samples]
-        for sequence, row in zip(due, logits, strict=True):
-            rows[sequence.number].append(row.clone())
-            if sequence.append(prompts[sequence.number][len(sequence.tokens)]):
-                batching.remove(sequence)
-    return rows
 
 
 def expect(family: str, shape: ModelShape, source: WeightSource) -> None:
