@@ -17,7 +17,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """What one engine process serves, where it listens, and its limits.
 
     `batch_tokens_max` bounds one step, and with it how long a prompt delays a decode.
-    `quantisation` keeps weights in fewer bits where the device multiplies by them faster.
+    `quantisation` "file" keeps weights as their file packs them, where this device multiplies by
+    them so; products are then in bf16 and fp16.
     `client_queue_max` is how many tokens a client may be behind before it is cut. `options` are
     the mock's faults.
     """
@@ -27,7 +28,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     socket: str
     device: Annotated[str, Meta(pattern=r"^(cpu|cuda:\d{1,3})$")] = "cpu"
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
-    quantisation: Literal["none", "int8"] = "none"
+    quantisation: Literal["none", "file"] = "none"
     threads: Annotated[int, Meta(ge=1, le=1024)] = 2
     kv_memory_bytes: Positive = 256 * 1024 * 1024
     context_tokens_max: Positive = 2048
@@ -36,6 +37,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     waiting_max: Annotated[int, Meta(ge=0)] = 64
     body_bytes_max: Positive = 8 * 1024 * 1024
     client_queue_max: Positive = 1024
+    adapters_max: Annotated[int, Meta(ge=1, le=4096)] = 8
+    adapter_memory_bytes: Positive = 512 * 1024 * 1024
     client_stall_s: Seconds = 30.0
     drain_s: Seconds = 30.0
     stall_s: Seconds = 60.0

@@ -15,9 +15,11 @@ from isochrone.service.config import ConfigError
 from isochrone.service.logs import setup_logs
 from isochrone.service.run import run_service
 from isochrone.wire.engine import EngineConfig
+from nodeagent.engine.adapters import Adapters
 from nodeagent.engine.checkpoint.encoder import is_encoder
 from nodeagent.engine.clients import Clients
 from nodeagent.engine.config import read_config
+from nodeagent.engine.constrain.compiling import Grammars
 from nodeagent.engine.encoder.serving import serve_encoder
 from nodeagent.engine.listening import clear_socket, listen, remove_socket
 from nodeagent.engine.loading import Loaded, load
@@ -71,7 +73,9 @@ async def serve(path: Path, stopping: asyncio.Event) -> int:
         loop.call_soon_threadsafe(died.set)
 
     worker = Worker(loaded.engine, clients.publish, on_death)
-    server = EngineServer(config, loaded, worker, clients, int(time.time()))
+    grammars = Grammars(loaded.vocabulary)
+    adapters = Adapters(config, loaded.adding, loaded.dtype)
+    server = EngineServer(config, loaded, worker, clients, int(time.time()), grammars, adapters)
     worker.start()
     runner = web.AppRunner(
         server.app(), handler_cancellation=True, shutdown_timeout=1.0, access_log=None
@@ -86,6 +90,7 @@ async def serve(path: Path, stopping: asyncio.Event) -> int:
         await _end(config, clients, worker)
     finally:
         stop.cancel()
+        grammars.close()
         await runner.cleanup()
         remove_socket(Path(config.socket))
     return 1 if worker.died else 0

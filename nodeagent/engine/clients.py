@@ -7,11 +7,13 @@ Rule 3: everything here runs on the event loop; only `publish` is called from th
 
 import asyncio
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from isochrone.wire.errors import ApiError, ErrorCode
+from nodeagent.engine.constrain.constraint import Constraint
 from nodeagent.engine.decide.sequence import Ending, Finish, Sequence
+from nodeagent.engine.layers.lora import Adapter, salted
 from nodeagent.engine.openai import Ask
 from nodeagent.engine.sampling import Sampler
 from nodeagent.engine.step import Delta, Generation
@@ -69,6 +71,9 @@ class Clients:
         ending: Ending,
         salt: bytes,
         abort: Callable[[], None],
+        constraint: Constraint | None = None,
+        shown: Mapping[int, str] | None = None,
+        adapter: Adapter | None = None,
     ) -> Client:
         """Start a generation; the caller must `close` it whatever happens."""
         self.admit()
@@ -78,9 +83,11 @@ class Clients:
         self._empty.clear()
         worker.submit(
             Generation(
-                sequence=Sequence(number, tokens, ending, salt),
-                sampler=Sampler(ask.params, tokens.copy() if ask.params.penalised else []),
-                text=TokenText(self._vocabulary),
+                sequence=Sequence(number, tokens, ending, salted(salt, adapter), adapter),
+                sampler=Sampler(
+                    ask.params, tokens.copy() if ask.params.penalised else [], constraint
+                ),
+                text=TokenText(self._vocabulary, shown),
                 stops=StopStrings(ask.stops),
             )
         )

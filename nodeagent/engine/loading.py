@@ -15,6 +15,7 @@ from nodeagent.engine.decide.batching import Batching, Limits
 from nodeagent.engine.decide.blocks import Blocks
 from nodeagent.engine.decide.sequence import BLOCK_TOKENS
 from nodeagent.engine.layers.linear import choose
+from nodeagent.engine.layers.lora import Adding
 from nodeagent.engine.models.families import build, survey
 from nodeagent.engine.models.shape import CheckpointError, ModelShape
 from nodeagent.engine.runner import Runner
@@ -39,6 +40,9 @@ class Loaded:
     context_tokens: int
     weights_bytes: int
     load_s: float
+    dtype: torch.dtype
+    adding: Adding
+    """What adapters may change of the model."""
 
 
 def load(config: EngineConfig) -> Loaded:
@@ -59,7 +63,7 @@ def load(config: EngineConfig) -> Loaded:
                 f" {shape.vocabulary}"
             )
         survey(shape, source)
-        keeping, why = choose(config.device, dtype, config.quantisation == "int8")
+        keeping, why = choose(config.device, dtype, config.quantisation == "file")
         log.info("matrices", extra={"fields": {"kept": keeping, "because": why}})
         model = build(shape, source, config.device, dtype, context, keeping)
     finally:
@@ -76,6 +80,8 @@ def load(config: EngineConfig) -> Loaded:
         context_tokens=context,
         weights_bytes=weights_bytes,
         load_s=round(time.monotonic() - started_s, 3),
+        dtype=dtype,
+        adding=model.adding,
     )
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from nodeagent.engine.decide.batching import Batch, Chunk
 from nodeagent.engine.decide.sequence import BLOCK_TOKENS
 from nodeagent.engine.layers.attention import Decodes, LayerKV, Layout, Run, Segment
+from nodeagent.engine.layers.lora import Adapter
 from nodeagent.engine.models.llama import Llama
 
 _PADDING_MAX: Final = 2
@@ -54,9 +55,21 @@ class Runner:
             decodes=tuple(self._decodes(batch.decodes)),
             segments=tuple(self._segments(batch)),
         )
+        self._model.adding.current = self._adapters(batch.chunks)
         return self._model.forward(
             self._put(tokens), self._put(positions), self._kv, layout, self._put(rows)
         )
+
+    def _adapters(self, chunks: Sequence[Chunk]) -> tuple[tuple[Adapter, Tensor], ...]:
+        """Return the adapters of this step, each with the rows that it changes."""
+        rows: dict[Adapter, list[int]] = {}
+        start = 0
+        for chunk in chunks:
+            end = start + chunk.tokens
+            if isinstance(chunk.sequence.adapter, Adapter):
+                rows.setdefault(chunk.sequence.adapter, []).extend(range(start, end))
+            start = end
+        return tuple((adapter, self._put(numbers)) for adapter, numbers in rows.items())
 
     @torch.inference_mode()
     def clear(self, blocks: Sequence[int]) -> None:

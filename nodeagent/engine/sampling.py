@@ -1,7 +1,8 @@
 """From logits to one token for each sequence, in the order the field applies its knobs.
 
 Penalties and bias change logits; then temperature; then top_k, top_p, min_p cut the tail; then one
-draw from the sequence's own generator, so that a seed gives the same output in any company.
+draw from the sequence's own generator, so that a seed gives the same output in any company. A
+constraint forbids after the knobs and before the cuts, so that top_k counts allowed tokens only.
 Log-probabilities told to the caller are those of the model itself, before any knob.
 """
 
@@ -9,6 +10,8 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+
+from nodeagent.engine.constrain.constraint import BrokenConstraint, Constraint
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +58,7 @@ class Sampled:
 
 
 class UnsoundLogits(ArithmeticError):
-    """The model gave no finite logits for this sequence."""
+    """No token can be sampled for this sequence; the message says why."""
 
 
 @dataclass(slots=True)
@@ -64,16 +67,24 @@ class Sampler:
 
     params: SamplingParams
     prompt: list[int]
+    constraint: Constraint | None = None
     _generator: torch.Generator | None = None
     _counts: dict[int, int] = field(default_factory=dict)
     _prompt_ids: Tensor | None = None
 
+    @property
+    def plain(self) -> bool:
+        """True where the likeliest token is the answer and nothing else is asked."""
+        return self.params.plain and self.constraint is None
+
     def sample(self, logits: Tensor) -> Sampled:
-        """Choose from `logits` [vocabulary], which may be changed."""
+        """Choose from `logits` [vocabulary], which may be changed, or raise BrokenConstraint."""
         params = self.params
         logprobs = logits.log_softmax(-1) if params.logprobs is not None else None
         self._adjust(logits)
         token = int(logits.argmax()) if params.temperature == 0 else self._draw(logits)
+        if self.constraint is not None:
+            self.constraint.accept(token)
         if params.penalised:
             self._counts[token] = self._counts.get(token, 0) + 1
         if logprobs is None:
@@ -89,6 +100,8 @@ class Sampler:
         if params.logit_bias:
             ids, values = zip(*params.logit_bias, strict=True)
             logits[list(ids)] += torch.tensor(values, device=logits.device)
+        if self.constraint is not None:
+            self.constraint.apply(logits)
 
     def _penalise(self, logits: Tensor) -> None:
         params = self.params
@@ -140,6 +153,7 @@ class Sampler:
         return keep
 
 
+@torch.inference_mode()
 def sample_rows(logits: Tensor, samplers: list[Sampler]) -> list[Sampled | UnsoundLogits]:
     """Sample each row of `logits` by its own sampler; an unsound row harms no other."""
     best, likeliest = logits.max(-1)
@@ -149,8 +163,15 @@ def sample_rows(logits: Tensor, samplers: list[Sampler]) -> list[Sampled | Unsou
     for row, sampler in enumerate(samplers):
         if not sound[row]:
             answers.append(UnsoundLogits("cannot sample: the model gave no finite logits"))
-        elif sampler.params.plain:
+        elif sampler.plain:
             answers.append(Sampled(tokens[row]))
         else:
-            answers.append(sampler.sample(logits[row]))
+            answers.append(_sample(sampler, logits[row]))
     return answers
+
+
+def _sample(sampler: Sampler, logits: Tensor) -> Sampled | UnsoundLogits:
+    try:
+        return sampler.sample(logits)
+    except BrokenConstraint as error:
+        return UnsoundLogits(str(error))

@@ -89,9 +89,19 @@ def _byte_letters() -> dict[str, int]:
 _BYTE_OF_LETTER: Final = _byte_letters()
 
 
+def try_out(path: Path, tokenizer: Tokenizer) -> None:
+    """Raise CheckpointError where the tokenizer fails at what every text may hold."""
+    try:
+        tokenizer.encode_batch(["a B\n12 é日🗼\x00", ""])
+    # The tokenizers package raises bare Exception for tables that do not agree with each other.
+    except Exception as error:
+        raise CheckpointError(f"cannot load {path}: its tokenizer: {error}") from error
+
+
 def vocabulary_of_gguf(path: Path, file: GgufFile) -> Vocabulary:
     """Build the vocabulary that the metadata describes."""
     described = GgufTokenizer(path, file.metadata)
+    try_out(path, described.tokenizer)
     template = file.metadata.get("tokenizer.chat_template")
     return Vocabulary(
         tokenizer=described.tokenizer,
@@ -131,6 +141,7 @@ def vocabulary_of_folder(folder: Path, weights: SafetensorsFolder) -> Vocabulary
     # The tokenizers package raises bare Exception for a file it cannot use.
     except Exception as error:
         raise CheckpointError(f"cannot load {path}: {error}") from error
+    try_out(path, tokenizer)
     settings = _optional(folder / "tokenizer_config.json", _TokenizerConfig)
     eos_token = _content(settings.eos_token)
     stops = [weights.config.eos_token_id]
@@ -162,7 +173,10 @@ def _content(token: str | dict[str, Any] | None) -> str:
 def _template(folder: Path, settings: _TokenizerConfig) -> str | None:
     beside = folder / "chat_template.jinja"
     if beside.exists():
-        return beside.read_text()
+        try:
+            return beside.read_text()
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"cannot read {beside}: {error}") from error
     template = settings.chat_template
     if isinstance(template, list):
         named = {entry.get("name", ""): entry.get("template") for entry in template}

@@ -117,7 +117,7 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--f16", type=Path)
     parser.add_argument(
-        "--only", default="ours-fp32,ours-int8,transformers,llama.cpp,llama.cpp-f16"
+        "--only", default="ours-fp32,ours-packed,transformers,llama.cpp,llama.cpp-f16"
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=24)

@@ -54,6 +54,7 @@ class Ours:
 
     def __init__(self, model: Path, threads: int, dtype: str) -> None:
         from isochrone.wire.engine import EngineConfig
+        from nodeagent.engine.checkpoint.opening import open_checkpoint
         from nodeagent.engine.loading import load
 
         values = {
@@ -61,16 +62,20 @@ class Ours:
             "served_name": "bench",
             "socket": "unused",
             "threads": threads,
-            "dtype": "fp32" if dtype == "int8" else dtype,
-            "quantisation": "int8" if dtype == "int8" else "none",
+            "dtype": "fp32" if dtype == "packed" else dtype,
+            "quantisation": "file" if dtype == "packed" else "none",
             "kv_memory_bytes": 1 << 29,
             "context_tokens_max": 4096,
             "sequences_max": 32,
             "batch_tokens_max": 512,
         }
+        source, _ = open_checkpoint(model)
+        self._shape = source.shape
+        source.close()
         self._loaded = load(msgspec.convert(values, EngineConfig))
         self._numbers = itertools.count(1)
         self._salt = b""
+        self._packed = dtype == "packed"
 
     def generate(self, prompts: Prompts, tokens: int) -> float:
         number = next(self._numbers)
@@ -84,7 +89,12 @@ class Ours:
         return self._run([prompt], 1, self._salt)
 
     def weights_bytes(self) -> int:
-        return self._loaded.weights_bytes
+        shape = self._shape
+        if not self._packed:
+            return self._loaded.weights_bytes
+        # Four bits and two bf16 numbers for 32 weights; the head in fp16.
+        head = shape.vocabulary * shape.hidden
+        return int((shape.parameters() - head) * (0.5 + 4 / 32)) + 2 * head
 
     def _run(self, prompts: Prompts, tokens: int, salt: bytes) -> float:
         from nodeagent.engine.decide.sequence import Ending, Sequence

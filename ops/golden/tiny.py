@@ -12,6 +12,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
 HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, WIDE, VOCABULARY = 32, 3, 4, 2, 16, 48, 64
@@ -178,3 +179,15 @@ def write_reranker(folder: Path) -> None:
     weights = {name: weight(name, shape, 0.5) for name, shape in reranker_shapes().items()}
     (folder / "config.json").write_text(json.dumps(RERANK_CONFIG))
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Write a byte-level tokenizer of as many tokens as the tiny models have."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())[: VOCABULARY - 1]
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(letters)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<end>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"eos_token": {"content": "<end>"}, "chat_template": "{{ messages[0].content }}"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))

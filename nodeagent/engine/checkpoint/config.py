@@ -69,7 +69,8 @@ def read_json(path: Path, kind: Any) -> Any:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-    except (msgspec.DecodeError, RecursionError) as error:
+    # What is not UTF-8 comes as a ValueError of its own.
+    except (msgspec.DecodeError, RecursionError, ValueError) as error:
         raise CheckpointError(f"cannot read {path}: {error}") from error
 
 

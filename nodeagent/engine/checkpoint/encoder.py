@@ -10,6 +10,7 @@ from nodeagent.engine.checkpoint.config import read_json
 from nodeagent.engine.checkpoint.safetensors import SafetensorsFiles
 from nodeagent.engine.models.bert import BertShape, Pooling
 from nodeagent.engine.models.shape import CheckpointError
+from nodeagent.engine.vocabulary import try_out
 
 _CLASSIFIER: Final = "BertForSequenceClassification"
 
@@ -136,6 +137,7 @@ def _tokenizer(path: Path) -> Tokenizer:
     # What was set for training cuts texts without a word.
     tokenizer.no_truncation()
     tokenizer.no_padding()
+    try_out(path, tokenizer)
     return tokenizer
 
 

@@ -16,6 +16,7 @@ from gguf.quants import dequantize
 
 from nodeagent.engine.checkpoint.gguf_header import GgufHeader, TensorEntry, read_header
 from nodeagent.engine.checkpoint.gguf_shape import shape_of
+from nodeagent.engine.layers.linear import GROUP_WEIGHTS, Groups
 from nodeagent.engine.models.shape import CheckpointError
 
 _LAYER_NAMES: Final = {
@@ -84,13 +85,36 @@ class GgufFile:
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """Read and dequantise one weight."""
         entry, first_row = self._entry(name, shape)
-        weights = self._dequantise(entry, first_row, shape)
+        return torch.from_numpy(self._turned(name, self._dequantise(entry, first_row, shape)))
+
+    def groups(self, name: str, shape: tuple[int, ...]) -> Groups | None:
+        """Read one matrix as the file quantises it; None where that is not Q4_0 or Q4_1."""
+        entry, first_row = self._entry(name, shape)
+        kind = GGMLQuantizationType(entry.kind)
+        if kind not in (GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q4_1):
+            return None
+        rows, columns = shape
+        packed = self._packed(entry, first_row, shape).reshape(rows, columns // GROUP_WEIGHTS, -1)
+        numbers = packed[..., -GROUP_WEIGHTS // 2 :]
+        # The first sixteen of a group are the low halves of its bytes, the others the high ones.
+        numbers = np.concatenate((numbers & 15, numbers >> 4), axis=-1).reshape(rows, columns)
+        scales = packed[..., :2].copy().view(np.float16)[..., 0].astype(np.float32)
+        if kind is GGMLQuantizationType.Q4_1:
+            offsets = packed[..., 2:4].copy().view(np.float16)[..., 0].astype(np.float32)
+        else:
+            offsets = -8 * scales
+        return Groups(
+            *(torch.from_numpy(self._turned(name, part)) for part in (numbers, scales, offsets))
+        )
+
+    def _turned(self, name: str, rows: np.ndarray) -> np.ndarray:
+        """Put the rows of queries and keys back into the order of Hugging Face's."""
         if self.shape.family in _TURNED_AS_NEIGHBOURS:
             if name.endswith("q_proj.weight"):
-                weights = _halves(weights, self.shape.heads)
-            elif name.endswith("k_proj.weight"):
-                weights = _halves(weights, self.shape.kv_heads)
-        return torch.from_numpy(weights)
+                return _halves(rows, self.shape.heads)
+            if name.endswith("k_proj.weight"):
+                return _halves(rows, self.shape.kv_heads)
+        return rows
 
     def _entry(self, name: str, shape: tuple[int, ...]) -> tuple[TensorEntry, int]:
         """Return the tensor that holds `name` and at which of its rows that begins."""
@@ -110,20 +134,24 @@ class GgufFile:
 
     def _dequantise(self, entry: TensorEntry, first_row: int, shape: tuple[int, ...]) -> np.ndarray:
         kind = GGMLQuantizationType(entry.kind)
-        rows = int(np.prod(shape[:-1], dtype=np.int64))
-        all_rows = int(np.prod(entry.shape[:-1], dtype=np.int64))
-        row_bytes = entry.size_bytes(self._path) // all_rows
-        start = self._header.data_start + entry.offset + first_row * row_bytes
-        # A copy of the packed bytes: no array may point into the map once it is closed.
-        packed = np.frombuffer(self._map, np.uint8, rows * row_bytes, start).copy()
         try:
-            weights: np.ndarray = dequantize(packed.reshape(rows, row_bytes), kind)
+            weights: np.ndarray = dequantize(self._packed(entry, first_row, shape), kind)
         except NotImplementedError as error:
             raise CheckpointError(
                 f"cannot read {self._path}: {entry.name} is {kind.name}, which has no reader"
             ) from error
         wide: np.ndarray = weights.astype(np.float32, copy=False).reshape(shape)
         return wide
+
+    def _packed(self, entry: TensorEntry, first_row: int, shape: tuple[int, ...]) -> np.ndarray:
+        """Return the bytes of the rows asked for: [rows, bytes of a row]."""
+        rows = int(np.prod(shape[:-1], dtype=np.int64))
+        all_rows = int(np.prod(entry.shape[:-1], dtype=np.int64))
+        row_bytes = entry.size_bytes(self._path) // all_rows
+        start = self._header.data_start + entry.offset + first_row * row_bytes
+        # A copy of the packed bytes: no array may point into the map once it is closed.
+        packed = np.frombuffer(self._map, np.uint8, rows * row_bytes, start).copy()
+        return packed.reshape(rows, row_bytes)
 
 
 def _place(name: str) -> tuple[str, int | None]:

@@ -8,16 +8,18 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from nodeagent.engine.checkpoint.config import DecoderConfig, read_json, shape_of
+from nodeagent.engine.layers.linear import Groups
 from nodeagent.engine.models.shape import CheckpointError
 
 _FLOATS: Final = frozenset({"F64", "F32", "F16", "BF16"})
 
 
 class SafetensorsFiles:
-    """The weights of one Hugging Face folder, whatever the model."""
+    """The weights of one Hugging Face folder, in one file or in those of an index."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, name: str = "model.safetensors") -> None:
         self._folder = folder
+        self._name = name
         self._stack = ExitStack()
         self._files: dict[str, Any] = {}
         try:
@@ -31,6 +33,10 @@ class SafetensorsFiles:
         """Close the files."""
         self._files.clear()
         self._stack.close()
+
+    def names(self) -> list[str]:
+        """Return the names of all weights."""
+        return list(self._files)
 
     def has(self, name: str) -> bool:
         """True where the files hold `name`."""
@@ -52,6 +58,10 @@ class SafetensorsFiles:
                 f"cannot read {self._folder}: {name} is {stored.get_dtype()}, a float is expected"
             )
 
+    def groups(self, name: str, shape: tuple[int, ...]) -> Groups | None:
+        """These files hold floats."""
+        return None
+
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """Read one weight as it is stored."""
         self.check(name, shape)
@@ -70,9 +80,9 @@ class SafetensorsFiles:
         self._files.update(dict.fromkeys(names, opened))
 
     def _file_names(self) -> list[str]:
-        index = self._folder / "model.safetensors.index.json"
+        index = self._folder / f"{self._name}.index.json"
         if not index.exists():
-            return ["model.safetensors"]
+            return [self._name]
         names = read_json(index, dict[str, Any]).get("weight_map")
         if not isinstance(names, dict) or not names:
             raise CheckpointError(f"cannot read {index}: no weight_map")

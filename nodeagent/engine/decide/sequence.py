@@ -40,6 +40,9 @@ class Sequence:
     tokens: list[int]
     ending: Ending
     salt: bytes = b""
+    adapter: object | None = None
+    """What is added to the model for this sequence; nothing here looks into it. Its KV is another
+    than the bare model's, so whoever sets it makes it part of the salt."""
     prompt_tokens: int = field(init=False)
     computed: int = 0
     cached_tokens: int = 0

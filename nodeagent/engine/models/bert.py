@@ -18,6 +18,7 @@ from torch.nn.functional import (
     scaled_dot_product_attention,
 )
 
+from nodeagent.engine.layers.linear import Keeping
 from nodeagent.engine.models.shape import CheckpointError
 from nodeagent.engine.models.weights import Survey, Weights, WeightSource
 
@@ -116,7 +117,7 @@ class Bert:
     ) -> None:
         self.shape = shape
         self.device = device
-        weights = Weights(source, device, dtype)
+        weights = Weights(source, device, dtype, Keeping.PLAIN)
         # Classifiers keep the encoder below their own name, bare encoders do not.
         at = "bert." if source.has("bert.embeddings.word_embeddings.weight") else ""
         tables = f"{at}embeddings."

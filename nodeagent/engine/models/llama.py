@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from nodeagent.engine.layers.attention import LayerKV, Layout, attend
-from nodeagent.engine.layers.linear import Keeping, keep
+from nodeagent.engine.layers.linear import Keeping
+from nodeagent.engine.layers.lora import Adding
 from nodeagent.engine.layers.norm import rms_norm
 from nodeagent.engine.layers.rope import Rope, inverse_frequencies, rotate
 from nodeagent.engine.models.shape import ModelShape
@@ -88,14 +89,13 @@ class Llama:
     ) -> None:
         self.shape = shape
         weights = Weights(source, device, dtype, keeping)
+        self.adding = weights.adding or Adding()
         embedding = (shape.vocabulary, shape.hidden)
-        self._embedding = weights.read("model.embed_tokens.weight", *embedding)
+        self._embedding = weights.embedding("model.embed_tokens.weight", *embedding)
         self._layers = [LlamaLayer(type(self), weights, shape, n) for n in range(shape.layers)]
         self._norm = weights.read("model.norm.weight", shape.hidden)
-        self._head = (
-            keep(self._embedding, keeping)
-            if shape.tied_embeddings
-            else weights.linear("lm_head.weight", *embedding)
+        self._head = weights.head(
+            self._embedding if shape.tied_embeddings else weights.read("lm_head.weight", *embedding)
         )
         factors = (
             source.tensor("rope_freqs.weight", (shape.head_dim // 2,))
@@ -110,7 +110,7 @@ class Llama:
     ) -> Tensor:
         """Run the flat batch; return logits [rows, vocabulary] in fp32 for the `rows` given."""
         epsilon = self.shape.rms_epsilon
-        x = self._embedding[tokens]
+        x = self._embedding[tokens].to(self._norm.dtype)
         cos, sin = self._rope.at(positions)
         for layer, layer_kv in zip(self._layers, kv, strict=True):
             normed = rms_norm(x, layer.attention_norm, epsilon)

@@ -22,10 +22,11 @@ class Mixture(LlamaMlp):
         parts = {f"{name}.weight": shape.intermediate for name in (self.gate, self.up)}
         hidden, wide = shape.hidden, shape.intermediate
         self._router = weights.read(f"{prefix}gate.weight", shape.experts, hidden)
+        bare = weights.bare()
         experts = [f"{prefix}experts.{number}." for number in range(shape.experts)]
-        self._gates_ups = [weights.linear_stack(expert, parts, hidden) for expert in experts]
+        self._gates_ups = [bare.linear_stack(expert, parts, hidden) for expert in experts]
         self._downs = [
-            weights.linear(f"{expert}{self.down}.weight", hidden, wide) for expert in experts
+            bare.linear(f"{expert}{self.down}.weight", hidden, wide) for expert in experts
         ]
 
     def __call__(self, x: Tensor) -> Tensor:

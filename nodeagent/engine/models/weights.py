@@ -5,7 +5,17 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from nodeagent.engine.layers.linear import Keeping, Linear, keep
+from nodeagent.engine.layers.linear import (
+    Groups,
+    Half,
+    Keeping,
+    Linear,
+    Plain,
+    join,
+    keep,
+    keep_groups,
+)
+from nodeagent.engine.layers.lora import Adapted, Adding
 
 
 class WeightSource(Protocol):
@@ -13,6 +23,10 @@ class WeightSource(Protocol):
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Read one weight in the dtype it is stored in, or fp32 where it is stored quantised."""
+        ...
+
+    def groups(self, name: str, shape: tuple[int, ...]) -> Groups | None:
+        """Read one matrix as its file quantises it; None where that is not in groups of 32."""
         ...
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
@@ -28,16 +42,22 @@ class Weights:
     """Reads from `source` onto a device."""
 
     def __init__(
-        self,
-        source: WeightSource,
-        device: str,
-        dtype: torch.dtype,
-        keeping: Keeping = Keeping.PLAIN,
+        self, source: WeightSource, device: str, dtype: torch.dtype, keeping: Keeping
     ) -> None:
         self.source = source
         self.device = device
         self.dtype = dtype
         self.keeping = keeping
+        self.adding: Adding | None = Adding()
+
+    def bare(self) -> "Weights":
+        """Return the same for matrices that no adapter changes.
+
+        Adapters name rows of the flat batch; what sees other rows than those cannot take them.
+        """
+        bare = Weights(self.source, self.device, self.dtype, self.keeping)
+        bare.adding = None
+        return bare
 
     def read(self, name: str, *shape: int) -> Tensor:
         """Read the weight `name`."""
@@ -45,11 +65,41 @@ class Weights:
 
     def linear(self, name: str, *shape: int) -> Linear:
         """Read the matrix `name` to multiply by."""
-        return keep(self.read(name, *shape), self.keeping)
+        rows, columns = shape
+        return self.linear_stack("", {name: rows}, columns)
+
+    def embedding(self, name: str, *shape: int) -> Tensor:
+        """Read the table of embeddings; where matrices are packed, in fp16."""
+        table = self.read(name, *shape)
+        return table.half() if self.keeping is Keeping.PACKED else table
+
+    def head(self, table: Tensor) -> Linear:
+        """Return the product by the last matrix, which few rows reach: those that are sampled."""
+        return Half(table) if self.keeping is Keeping.PACKED else Plain(table)
 
     def linear_stack(self, prefix: str, parts: dict[str, int], columns: int) -> Linear:
         """Read the matrices `parts` as one to multiply by."""
-        return keep(self.stack(prefix, parts, columns), self.keeping)
+        kept = self._packed(prefix, parts, columns) or keep(
+            self.stack(prefix, parts, columns), self.keeping
+        )
+        return self._adapted(kept, prefix, parts, columns)
+
+    def _packed(self, prefix: str, parts: dict[str, int], columns: int) -> Linear | None:
+        """Return the product as the file packs it; None where not all of it is packed alike."""
+        if self.keeping is not Keeping.PACKED:
+            return None
+        groups: list[Groups] = []
+        for name, rows in parts.items():
+            part = self.source.groups(f"{prefix}{name}", (rows, columns))
+            if part is None:
+                return None
+            groups.append(part)
+        return keep_groups(join(groups))
+
+    def _adapted(self, kept: Linear, prefix: str, parts: dict[str, int], columns: int) -> Linear:
+        if self.adding is None:
+            return kept
+        return Adapted(kept, prefix, parts, columns, self.adding)
 
     def stack(self, prefix: str, parts: dict[str, int], *columns: int) -> Tensor:
         """Read `parts` (name below `prefix`: rows) one below the other, with no second copy."""
@@ -80,6 +130,10 @@ class Survey:
     def check(self, name: str, shape: tuple[int, ...]) -> None:
         """Ask the source."""
         self._source.check(name, shape)
+
+    def groups(self, name: str, shape: tuple[int, ...]) -> Groups | None:
+        """Nothing is packed without memory."""
+        return None
 
     def has(self, name: str) -> bool:
         """Ask the source."""

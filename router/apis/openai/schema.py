@@ -63,11 +63,13 @@ class ChatRequest(_Shared, frozen=True, kw_only=True):
 
     messages: Annotated[list[Message], Meta(min_length=1, max_length=10_000)]
     max_completion_tokens: TokenCount | None = None
+    tools: msgspec.Raw = msgspec.Raw()
 
     @property
     def text_bytes(self) -> int:
         """How much text the prompt holds, the template's words included."""
-        return sum(_text_bytes(message.content) + 16 for message in self.messages)
+        said = sum(_text_bytes(message.content) + 16 for message in self.messages)
+        return said + len(self.tools)
 
     @property
     def output_tokens_max(self) -> int | None:

@@ -8,57 +8,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from gguf import GGUFWriter, get_tensor_name_map
-from gguf.constants import MODEL_ARCH
-from torch import Tensor
 
 from nodeagent.engine.checkpoint.gguf import GgufFile
 from nodeagent.engine.checkpoint.safetensors import SafetensorsFolder
-from nodeagent.engine.decide.batching import Batching, Limits
-from nodeagent.engine.decide.blocks import Blocks
-from nodeagent.engine.decide.sequence import Ending, Sequence
-from nodeagent.engine.layers.rope import Llama3Scaling, inverse_frequencies
-from nodeagent.engine.models.families import build, survey
+from nodeagent.engine.models.families import survey
 from nodeagent.engine.models.shape import CheckpointError, ModelShape
 from nodeagent.engine.models.weights import WeightSource
-from nodeagent.engine.runner import Runner
 from ops.golden import tiny
+from ops.golden.tiny_gguf import write_gguf
+from tests.integration.engine.forced import logits_of
 
 GOLDEN = json.loads((Path(__file__).parent / "golden_families.json").read_text())
-ARCHITECTURES = {
-    "llama": MODEL_ARCH.LLAMA,
-    "mistral": MODEL_ARCH.LLAMA,
-    "mixtral": MODEL_ARCH.LLAMA,
-    "qwen2": MODEL_ARCH.QWEN2,
-    "qwen3": MODEL_ARCH.QWEN3,
-    "qwen3_moe": MODEL_ARCH.QWEN3MOE,
-}
-NAMES = {MODEL_ARCH.LLAMA: "llama", MODEL_ARCH.QWEN2: "qwen2", MODEL_ARCH.QWEN3: "qwen3"}
-BLOCKS = 24
-
-
-def logits_of(
-    shape: ModelShape, source: WeightSource, prompts: list[list[int]], budget: int
-) -> list[list[Tensor]]:
-    """Run `prompts` together, their last tokens forced as output; return what told each."""
-    survey(shape, source)
-    runner = Runner(build(shape, source, "cpu", torch.float32, 128), BLOCKS, "cpu", torch.float32)
-    batching = Batching(Limits(budget, 4), Blocks(BLOCKS))
-    rows: list[list[Tensor]] = [[] for _ in prompts]
-    for number, tokens in enumerate(prompts):
-        prompt = tokens[: -tiny.ANSWER_TOKENS]
-        batching.submit(Sequence(number, prompt, Ending(tiny.ANSWER_TOKENS, frozenset())))
-    while batching.busy:
-        batch = batching.next_batch()
-        logits = runner.run(batch)
-        for chunk in batch.chunks:
-            batching.computed(chunk)
-        due = [chunk.sequence for chunk in batch.chunks if chunk.samples]
-        for sequence, row in zip(due, logits, strict=True):
-            rows[sequence.number].append(row.clone())
-            if sequence.append(prompts[sequence.number][len(sequence.tokens)]):
-                batching.remove(sequence)
-    return rows
 
 
 def expect(family: str, shape: ModelShape, source: WeightSource) -> None:
@@ -78,67 +38,6 @@ def test_a_folder_computes_what_transformers_does(tmp_path: Path, family: str) -
     source = SafetensorsFolder(tmp_path)
     expect(family, source.shape, source)
     source.close()
-
-
-def neighbours(weight: Tensor, heads: int) -> Tensor:
-    """Put the rows as files of the Llama architecture keep them."""
-    rows, columns = weight.shape
-    return weight.view(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
-
-
-def write_gguf(path: Path, family: str) -> None:
-    """Write the tiny model with the `gguf` package, under that package's own names."""
-    config = tiny.config_of(family)
-    kind = ARCHITECTURES[family]
-    writer = GGUFWriter(path, NAMES.get(kind, "qwen3moe"))
-    writer.add_context_length(256)
-    writer.add_embedding_length(tiny.HIDDEN)
-    writer.add_block_count(tiny.LAYERS)
-    writer.add_feed_forward_length(tiny.WIDE)
-    writer.add_head_count(tiny.HEADS)
-    writer.add_head_count_kv(tiny.KV_HEADS)
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base(config["rope_theta"])
-    if "head_dim" in config:
-        writer.add_key_length(tiny.HEAD_DIM)
-        writer.add_value_length(tiny.HEAD_DIM)
-    if family == "mistral":
-        writer.add_sliding_window(config["sliding_window"])
-    if "num_experts_per_tok" in config:
-        writer.add_expert_count(tiny.EXPERTS)
-        writer.add_expert_used_count(config["num_experts_per_tok"])
-    if family == "qwen3_moe":
-        writer.add_expert_feed_forward_length(tiny.EXPERT_WIDE)
-    if family == "llama":
-        writer.add_tensor("rope_freqs.weight", rope_factors().numpy())
-    names = get_tensor_name_map(kind, tiny.LAYERS)
-    experts: dict[str, list[Tensor]] = {}
-    for name, weight in tiny.weights_of(family).items():
-        if NAMES.get(kind) == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
-            heads = tiny.HEADS if "q_proj" in name else tiny.KV_HEADS
-            weight = neighbours(weight, heads)
-        if ".experts." in name:
-            room, _, part = name.partition(".experts.")
-            experts.setdefault(f"{room}.experts.{part.partition('.')[2]}", []).append(weight)
-            continue
-        known = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        assert known is not None, name
-        writer.add_tensor(known, weight.numpy())
-    for name, parts in experts.items():
-        known = names.get_name(name, try_suffixes=(".weight",))
-        assert known is not None, name
-        writer.add_tensor(known, torch.stack(parts).numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-def rope_factors() -> Tensor:
-    """What a GGUF file holds in place of Llama 3's rule: by how much each angle is divided."""
-    scaling = Llama3Scaling(8.0, 1.0, 4.0, 16)
-    plain = inverse_frequencies(tiny.HEAD_DIM, 10_000.0, None, None)
-    return plain / inverse_frequencies(tiny.HEAD_DIM, 10_000.0, scaling, None)
 
 
 @pytest.mark.parametrize("family", list(tiny.CONFIGS))
