@@ -10,7 +10,9 @@ Rule 3: a prompt's blocks are taken whole when it is admitted; afterwards only o
 
 from bisect import insort
 from collections import deque
+from collections.abc import Container
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from nodeagent.engine.decide.blocks import Blocks
 from nodeagent.engine.decide.sequence import BLOCK_TOKENS, Sequence
@@ -51,6 +53,10 @@ class Batch:
 
     decodes: tuple[Chunk, ...]
     prefills: tuple[Chunk, ...]
+    evicted: tuple[tuple[int, bytes], ...] = ()
+    """(block, digest) of what blocks held before this step got them: save it first, or lose it."""
+    restores: tuple[tuple[int, bytes], ...] = ()
+    """(block, digest) of what must come from the tiers below before this step runs."""
 
     @property
     def chunks(self) -> tuple[Chunk, ...]:
@@ -77,6 +83,9 @@ class Batching:
     waiting: deque[Sequence] = field(default_factory=deque)
     running: list[Sequence] = field(default_factory=list)
     preemptions: int = 0
+    below: Container[bytes] = frozenset()
+    """The digests that the tiers below the device hold."""
+    _restores: list[tuple[int, bytes]] = field(default_factory=list)
 
     @property
     def busy(self) -> bool:
@@ -111,14 +120,19 @@ class Batching:
                 budget -= self._chunk(sequence, budget, prefills)
         if self.preemptions > preemptions:
             # Whoever just gave way would come back at once, only to give way again.
-            return Batch(tuple(decodes), tuple(prefills))
+            return self._batch(decodes, prefills)
         while budget and self.waiting and len(self.running) < self.limits.sequences_max:
             if not self._admit(self.waiting[0]):
                 break
             sequence = self.waiting.popleft()
             insort(self.running, sequence, key=_age)
             budget -= self._chunk(sequence, budget, prefills)
-        return Batch(tuple(decodes), tuple(prefills))
+        return self._batch(decodes, prefills)
+
+    def _batch(self, decodes: list[Chunk], prefills: list[Chunk]) -> Batch:
+        evicted = tuple(self.blocks.take_evicted())
+        restores, self._restores = tuple(self._restores), []
+        return Batch(tuple(decodes), tuple(prefills), evicted, restores)
 
     def computed(self, chunk: Chunk) -> None:
         """Note that `chunk` has run: its KV is there, and its whole blocks can be shared."""
@@ -167,12 +181,15 @@ class Batching:
     def _admit(self, sequence: Sequence) -> bool:
         """Take the blocks of all known tokens, the remembered ones first; False where too few."""
         # At least one token is computed anew: the last one's logits are what is wanted.
-        remembered = self.blocks.match(sequence.chain((len(sequence.tokens) - 1) // BLOCK_TOKENS))
+        chain = sequence.chain((len(sequence.tokens) - 1) // BLOCK_TOKENS)
+        remembered = self.blocks.match(chain)
+        below = list(takewhile(self.below.__contains__, chain[len(remembered) :]))
         taken = self.blocks.take(remembered, sequence.blocks_needed() - len(remembered))
         if taken is None:
             return False
         sequence.blocks = taken
-        sequence.computed = len(remembered) * BLOCK_TOKENS
+        self._restores += zip(taken[len(remembered) :], below, strict=False)
+        sequence.computed = (len(remembered) + len(below)) * BLOCK_TOKENS
         sequence.published = len(remembered)
         if not sequence.admitted:
             sequence.admitted = True

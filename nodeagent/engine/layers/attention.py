@@ -63,7 +63,7 @@ class Decodes:
     start: int
     end: int
     blocks: Run | Tensor
-    """The rows' blocks, one row after another, padded with any block."""
+    """The rows' blocks, one row after another, padded with a block of its own."""
     mask: Tensor
     """[rows, 1, 1, tokens of the blocks], True where seen."""
 
