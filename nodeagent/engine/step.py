@@ -79,14 +79,23 @@ class Engine:
         if generation is not None:
             self.batching.remove(generation.sequence)
 
-    def step(self) -> Stepped:
-        """Move every generation that this step's budget reaches."""
-        batch = self.batching.next_batch()
+    def step(self, now_s: float = 0.0) -> Stepped:
+        """Move every generation that this step's budget reaches; `now_s` is for deadlines."""
+        batch = self.batching.next_batch(now_s)
+        late = [self._drop(sequence) for sequence in batch.late]
+        if not batch.chunks:
+            return Stepped(late, 0, 0)
         logits = self._runner.run(batch)
         sampled = self._sample(batch, logits)
         ended = self._commit(batch, sampled)
         deltas = self._emit(sampled, ended)
-        return Stepped(deltas, batch.prefill_tokens, len(batch.decodes))
+        return Stepped(late + deltas, batch.prefill_tokens, len(batch.decodes))
+
+    def _drop(self, sequence: Sequence) -> Delta:
+        """Tell that `sequence` was given up; its blocks are given back already."""
+        del self._generations[sequence.number]
+        error = "cannot begin before the deadline: others are served first"
+        return Delta(sequence.number, "", None, 0, sequence.cached_tokens, Finish.LATE, error)
 
     def _sample(
         self, batch: Batch, logits: Tensor
