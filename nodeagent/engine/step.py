@@ -116,6 +116,9 @@ class Engine:
                 self.prefix_hit_tokens_total += generation.sequence.cached_tokens
             if isinstance(result, UnsoundLogits):
                 ended[generation.number] = Finish.ERROR
+                # Masked slots are multiplied by zero, and zero times NaN is NaN: what lies in its
+                # blocks would spread to who gets them next.
+                self._runner.clear(self.batching.blocks.forget(generation.sequence.blocks))
                 continue
             finish = generation.sequence.append(result.token)
             if finish is not None:
