@@ -16,7 +16,8 @@ Seconds = Annotated[float, Meta(gt=0)]
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What one engine process serves, where it listens, and its limits.
 
-    `batch_tokens_max` bounds one step, and with it how long a prompt delays a decode.
+    `batch_tokens_max` bounds one step. While answers are being written, prompts get only so much of
+    it that the next tokens come within `interval_ms`.
     `quantisation` "file" keeps weights as their file packs them, where this device multiplies by
     them so; products are then in bf16 and fp16.
     KV that the device gives up is kept in `kv_host_bytes` of memory and `kv_file_bytes` of files
@@ -38,6 +39,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     kv_folder: str = ""
     context_tokens_max: Positive = 2048
     batch_tokens_max: Positive = 256
+    interval_ms: Positive = 250
     sequences_max: Positive = 16
     waiting_max: Annotated[int, Meta(ge=0)] = 64
     body_bytes_max: Positive = 8 * 1024 * 1024

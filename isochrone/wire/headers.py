@@ -18,6 +18,7 @@ REPLICA: Final = "x-isochrone-replica"
 CACHE_SALT: Final = "x-isochrone-cache-salt"
 TOKENS: Final = "x-isochrone-tokens"
 DEADLINE_MS: Final = "x-isochrone-deadline-ms"
+PRIORITY: Final = "x-isochrone-priority"
 
 # Node to router.
 LOAD: Final = "x-isochrone-load"

@@ -23,7 +23,15 @@ log = logging.getLogger(__name__)
 BODY_BYTES_MAX: Final = 8 * 1024 * 1024
 BODY_TIMEOUT_S: Final = 30.0
 RELAYED: Final = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/rerank")
-FORWARDED: Final = ("content-type", headers.REQUEST_ID, headers.CACHE_SALT, "traceparent")
+FORWARDED: Final = (
+    "content-type",
+    "traceparent",
+    headers.REQUEST_ID,
+    headers.CACHE_SALT,
+    headers.SESSION_AFFINITY,
+    headers.PRIORITY,
+    headers.DEADLINE_MS,
+)
 RETURNED: Final = ("content-type", "retry-after", "cache-control")
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from isochrone.wire.errors import ApiError, ErrorCode
 from nodeagent.engine.constrain.constraint import Constraint
 from nodeagent.engine.decide.sequence import Ending, Finish, Sequence
+from nodeagent.engine.decide.turns import Standing
 from nodeagent.engine.layers.lora import Adapter, salted
 from nodeagent.engine.openai import Ask
 from nodeagent.engine.sampling import Sampler
@@ -20,6 +21,8 @@ from nodeagent.engine.step import Delta, Generation
 from nodeagent.engine.text import StopStrings, TokenText
 from nodeagent.engine.vocabulary import Vocabulary
 from nodeagent.engine.worker import Worker
+
+_USUAL = Standing()
 
 
 @dataclass(slots=True, eq=False)
@@ -74,6 +77,7 @@ class Clients:
         constraint: Constraint | None = None,
         shown: Mapping[int, str] | None = None,
         adapter: Adapter | None = None,
+        standing: Standing = _USUAL,
     ) -> Client:
         """Start a generation; the caller must `close` it whatever happens."""
         self.admit()
@@ -83,7 +87,7 @@ class Clients:
         self._empty.clear()
         worker.submit(
             Generation(
-                sequence=Sequence(number, tokens, ending, salted(salt, adapter), adapter),
+                sequence=Sequence(number, tokens, ending, salted(salt, adapter), adapter, standing),
                 sampler=Sampler(
                     ask.params, tokens.copy() if ask.params.penalised else [], constraint
                 ),

@@ -13,6 +13,7 @@ from isochrone.wire.engine import EngineConfig
 from nodeagent.engine.checkpoint.opening import open_checkpoint
 from nodeagent.engine.decide.batching import Batching, Limits
 from nodeagent.engine.decide.blocks import Blocks
+from nodeagent.engine.decide.pace import Pace
 from nodeagent.engine.decide.sequence import BLOCK_TOKENS
 from nodeagent.engine.kv_tiers.opening import open_tiers
 from nodeagent.engine.layers.linear import choose
@@ -73,7 +74,13 @@ def load(config: EngineConfig) -> Loaded:
     limits = Limits(config.batch_tokens_max, config.sequences_max)
     template = vocabulary.chat_template
     return Loaded(
-        engine=_engine(config, runner, Batching(limits, Blocks(blocks)), shape, dtype),
+        engine=_engine(
+            config,
+            runner,
+            Batching(limits, Blocks(blocks), Pace(config.interval_ms / 1000)),
+            shape,
+            dtype,
+        ),
         vocabulary=vocabulary,
         template=(
             ChatTemplate(template, vocabulary.bos_token, vocabulary.eos_token) if template else None

@@ -41,6 +41,7 @@ from nodeagent.engine.openai import (
     read_completion,
     refused,
 )
+from nodeagent.engine.standing import standing_of
 from nodeagent.engine.step import Delta
 from nodeagent.engine.template import UnusableChat
 from nodeagent.engine.tools import tools_of
@@ -234,6 +235,7 @@ class EngineServer:
             constraint,
             calling.shown if calling else None,
             adapter,
+            standing_of(request.headers, salt, time.monotonic()),
         )
         try:
             if ask.stream:
@@ -368,6 +370,8 @@ def _call_id(chars: int) -> str:
 def _raise_failure(delta: Delta) -> None:
     if delta.finish is Finish.ERROR:
         raise ApiError(ErrorCode.INTERNAL, delta.error)
+    if delta.finish is Finish.LATE:
+        raise ApiError(ErrorCode.OUT_OF_CAPACITY, delta.error, retry_after_s=1.0)
 
 
 def _error(error: ApiError) -> web.Response:

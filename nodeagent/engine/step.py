@@ -97,16 +97,25 @@ class Engine:
         if self.mover is not None:
             self.mover.close(self.batching.blocks.remembered())
 
-    def step(self) -> Stepped:
-        """Move every generation that this step's budget reaches."""
-        batch = self.batching.next_batch()
+    def step(self, now_s: float = 0.0) -> Stepped:
+        """Move every generation that this step's budget reaches; `now_s` is for deadlines."""
+        batch = self.batching.next_batch(now_s)
         if self.mover is not None:
             self.mover.move(batch.evicted, batch.restores)
+        late = [self._drop(sequence) for sequence in batch.late]
+        if not batch.chunks:
+            return Stepped(late, 0, 0)
         logits = self._runner.run(batch)
         sampled = self._sample(batch, logits)
         ended = self._commit(batch, sampled)
         deltas = self._emit(sampled, ended)
-        return Stepped(deltas, batch.prefill_tokens, len(batch.decodes))
+        return Stepped(late + deltas, batch.prefill_tokens, len(batch.decodes))
+
+    def _drop(self, sequence: Sequence) -> Delta:
+        """Tell that `sequence` was given up; its blocks are given back already."""
+        del self._generations[sequence.number]
+        error = "cannot begin before the deadline: others are served first"
+        return Delta(sequence.number, "", None, 0, sequence.cached_tokens, Finish.LATE, error)
 
     def _sample(
         self, batch: Batch, logits: Tensor
@@ -127,6 +136,9 @@ class Engine:
                 self.prefix_hit_tokens_total += generation.sequence.cached_tokens
             if isinstance(result, UnsoundLogits):
                 ended[generation.number] = Finish.ERROR
+                # Masked slots are multiplied by zero, and zero times NaN is NaN: what lies in its
+                # blocks would spread to who gets them next.
+                self._runner.clear(self.batching.blocks.forget(generation.sequence.blocks))
                 continue
             finish = generation.sequence.append(result.token)
             if finish is not None:

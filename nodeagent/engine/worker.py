@@ -123,9 +123,13 @@ class Worker:
         try:
             while self._receive():
                 started_s = time.monotonic()
-                stepped = self._engine.step()
+                stepped = self._engine.step(started_s)
                 self._progress_s = time.monotonic()
-                self._rates.note(stepped, self._progress_s - started_s)
+                step_s = self._progress_s - started_s
+                self._rates.note(stepped, step_s)
+                self._engine.batching.pace.note(
+                    stepped.prefill_tokens, stepped.decode_tokens, step_s
+                )
                 self.snapshot = self._take_snapshot()
                 if stepped.deltas:
                     self._publish(stepped.deltas)

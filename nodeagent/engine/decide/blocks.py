@@ -85,6 +85,16 @@ class Blocks:
             self._by_digest[digest] = block
             self._digest[block] = digest
 
+    def forget(self, blocks: Ordered[int]) -> list[int]:
+        """Offer those of `blocks` that have one holder to nobody any more; return them."""
+        alone = [block for block in blocks if self._holders[block] == 1]
+        for block in alone:
+            digest = self._digest[block]
+            if digest is not None:
+                del self._by_digest[digest]
+                self._digest[block] = None
+        return alone
+
     def release(self, blocks: Ordered[int]) -> None:
         """Let go of `blocks`, the tail first: a prefix is worth more than what follows it."""
         for block in reversed(blocks):

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
+from nodeagent.engine.decide.turns import Standing
+
 BLOCK_TOKENS: Final = 16
 
 
@@ -22,6 +24,8 @@ class Finish(StrEnum):
     LENGTH = "length"
     CANCELLED = "cancelled"
     ERROR = "error"
+    LATE = "late"
+    """Its deadline passed before its first token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +47,9 @@ class Sequence:
     adapter: object | None = None
     """What is added to the model for this sequence; nothing here looks into it. Its KV is another
     than the bare model's, so whoever sets it makes it part of the salt."""
+    standing: Standing = field(default_factory=Standing)
+    turn: int = 0
+    """Its place in the queue, the least first; given when it is submitted."""
     prompt_tokens: int = field(init=False)
     computed: int = 0
     cached_tokens: int = 0
