@@ -15,7 +15,15 @@ from nodeagent.drivers.driver import (
 )
 
 OPTIONS: Final = frozenset(
-    {"dtype", "quantisation", "batch_tokens_max", "sequences_max", "waiting_max", "threads"}
+    {
+        "dtype",
+        "quantisation",
+        "batch_tokens_max",
+        "sequences_max",
+        "draft_tokens_max",
+        "waiting_max",
+        "threads",
+    }
 )
 
 
