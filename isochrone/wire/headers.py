@@ -19,7 +19,7 @@ CACHE_SALT: Final = "x-isochrone-cache-salt"
 TOKENS: Final = "x-isochrone-tokens"
 DEADLINE_MS: Final = "x-isochrone-deadline-ms"
 QUEUE_TOKENS_MAX: Final = "x-isochrone-queue-tokens-max"
-
+PRIORITY: Final = "x-isochrone-priority"
 SAID: Final = "x-isochrone-said"
 """How many tokens of this answer the client has already: the request asks for the rest."""
 

@@ -22,12 +22,16 @@ log = logging.getLogger(__name__)
 
 BODY_BYTES_MAX: Final = 8 * 1024 * 1024
 BODY_TIMEOUT_S: Final = 30.0
+RELAYED: Final = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/rerank")
 FORWARDED: Final = (
     "content-type",
+    "traceparent",
     headers.REQUEST_ID,
     headers.CACHE_SALT,
+    headers.SESSION_AFFINITY,
+    headers.PRIORITY,
+    headers.DEADLINE_MS,
     headers.SAID,
-    "traceparent",
 )
 RETURNED: Final = ("content-type", "retry-after", "cache-control")
 
@@ -55,8 +59,8 @@ class Door:
     def app(self) -> web.Application:
         """Return the routes."""
         app = web.Application(middlewares=[errors_as(json_error)])
-        app.router.add_post("/v1/chat/completions", self._relay)
-        app.router.add_post("/v1/completions", self._relay)
+        for path in RELAYED:
+            app.router.add_post(path, self._relay)
         app.router.add_get("/ping", self._ping)
         app.router.add_get("/healthz", self._health)
         app.router.add_get("/metrics", self._metrics())

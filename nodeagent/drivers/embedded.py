@@ -15,7 +15,17 @@ from nodeagent.drivers.driver import (
     visible_devices,
 )
 
-OPTIONS: Final = frozenset({"dtype", "batch_tokens_max", "sequences_max", "waiting_max", "threads"})
+OPTIONS: Final = frozenset(
+    {
+        "dtype",
+        "quantisation",
+        "batch_tokens_max",
+        "sequences_max",
+        "draft_tokens_max",
+        "waiting_max",
+        "threads",
+    }
+)
 
 
 class Embedded:

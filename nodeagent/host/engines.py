@@ -13,7 +13,7 @@ import socket
 import subprocess
 from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import aiohttp
 import msgspec
@@ -33,6 +33,15 @@ TERM_TIMEOUT_S: Final = 10.0
 PROBE_TIMEOUT_S: Final = 4.0
 CANARY_TIMEOUT_S: Final = 20.0
 ANSWER_BYTES_MAX: Final = 4 * 1024 * 1024
+CANARIES: Final[dict[str, tuple[str, dict[str, Any]]]] = {
+    "chat": (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": "1"}], "max_tokens": 1, "temperature": 0},
+    ),
+    "embedding": ("/v1/embeddings", {"input": "1"}),
+    "rerank": ("/v1/rerank", {"query": "1", "documents": ["1"]}),
+}
+"""The least that a model of each kind can be asked for."""
 
 
 class Started(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,17 +106,13 @@ class Engine:
         except (aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError):
             return None
 
-    async def canary(self) -> bool:
-        """Ask for one token through the same queue as everybody; say whether it came."""
-        body = {
-            "model": self.started.spec.name,
-            "messages": [{"role": "user", "content": "1"}],
-            "max_tokens": 1,
-            "temperature": 0,
-        }
+    async def canary(self, kind: str) -> bool:
+        """Ask a model of this kind for the least, by the same queue as all; say whether it came."""
+        path, fields = CANARIES.get(kind, CANARIES["chat"])
+        body = {"model": self.started.spec.name, **fields}
         try:
             async with asyncio.timeout(CANARY_TIMEOUT_S):
-                async with self.http.post("/v1/chat/completions", json=body) as response:
+                async with self.http.post(path, json=body) as response:
                     await response.read()
                     # Refused for want of room is no sickness.
                     return response.status in (200, 429)

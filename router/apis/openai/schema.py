@@ -73,6 +73,7 @@ class ChatRequest(_Shared, frozen=True, kw_only=True):
 
     messages: Annotated[list[Message], Meta(min_length=1, max_length=10_000)]
     max_completion_tokens: TokenCount | None = None
+    tools: msgspec.Raw = msgspec.Raw()
 
     def text_bytes(self, rendered_bytes: int) -> int:
         """How much text the prompt holds, the template's words included."""
@@ -80,10 +81,10 @@ class ChatRequest(_Shared, frozen=True, kw_only=True):
 
     @property
     def rendered(self) -> bytes:
-        """The prompt as bytes that begin alike where two conversations do."""
-        return "".join(
-            f"\0{message.role}\0{_text(message.content)}" for message in self.messages
-        ).encode(errors="replace")
+        """The prompt as bytes that begin alike where two conversations do: templates put tools
+        first."""
+        said = "".join(f"\0{message.role}\0{_text(message.content)}" for message in self.messages)
+        return bytes(self.tools) + said.encode(errors="replace")
 
     @property
     def output_tokens_max(self) -> int | None:
