@@ -47,7 +47,11 @@ async def serve(config: NodeConfig, stopping: asyncio.Event) -> int:
         Sources(private=config.private_sources, hf_url=config.hf_url),
         config.disk_budget_bytes,
     )
-    engines = Engines(config.state / "engines", config.engine_threads or (os.cpu_count() or 1))
+    engines = Engines(
+        config.state / "engines",
+        config.engine_threads or (os.cpu_count() or 1),
+        standby=config.standby,
+    )
     supervisor = Supervisor(
         config=config,
         artifacts=artifacts,
@@ -95,6 +99,7 @@ async def serve(config: NodeConfig, stopping: asyncio.Event) -> int:
             for task in owned:
                 task.cancel()
         await supervisor.leave(keep_engines=config.keep_engines_on_stop)
+        await engines.close()
     return 0
 
 

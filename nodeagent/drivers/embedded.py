@@ -15,7 +15,15 @@ from nodeagent.drivers.driver import (
 )
 
 OPTIONS: Final = frozenset(
-    {"dtype", "quantisation", "batch_tokens_max", "sequences_max", "waiting_max", "threads"}
+    {
+        "dtype",
+        "quantisation",
+        "batch_tokens_max",
+        "interval_ms",
+        "sequences_max",
+        "waiting_max",
+        "threads",
+    }
 )
 
 
@@ -26,6 +34,8 @@ class Embedded:
     stats_path = "/stats"
     module = "nodeagent.engine"
     options = OPTIONS
+    can_wait = True
+    """Whether a process of it can wait on standby."""
 
     def command(self, launch: Launch) -> Command:
         """Write the engine's config and point it at a socket in its folder."""
@@ -38,6 +48,7 @@ class Embedded:
             base_url="http://localhost",
             socket=socket,
             environment=visible_devices(spec),
+            standby=(sys.executable, "-m", self.module, "--standby") if self.can_wait else (),
             files={"config.json": msgspec.json.encode(self._config(launch, socket))},
         )
 
