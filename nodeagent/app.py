@@ -51,7 +51,11 @@ async def serve(config: NodeConfig, stopping: asyncio.Event) -> int:
     door_tls = node_context(identity) if config.door_tls else None
     peer_tls = client_context(identity) if config.door_tls else None
     artifacts = _artifacts(config, node, chance, peer_tls)
-    engines = Engines(config.state / "engines", config.engine_threads or (os.cpu_count() or 1))
+    engines = Engines(
+        config.state / "engines",
+        config.engine_threads or (os.cpu_count() or 1),
+        standby=config.standby,
+    )
     supervisor = Supervisor(
         config=config,
         artifacts=artifacts,
@@ -101,6 +105,7 @@ async def serve(config: NodeConfig, stopping: asyncio.Event) -> int:
             for task in owned:
                 task.cancel()
         await supervisor.leave(keep_engines=config.keep_engines_on_stop)
+        await engines.close()
     return 0
 
 

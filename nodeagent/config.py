@@ -25,6 +25,7 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     join_token_file: Path | None = None
     cpu_memory_bytes: int = 0
     engine_threads: int = 0
+    standby: bool = False
     disk_budget_bytes: int = 200 * 1024**3
     private_sources: bool = False
     upload_bytes_per_s: float = 0.0
