@@ -35,7 +35,7 @@ REFUSALS_MAX: Final = 8
 QUEUED: Final = "queued"
 """A node's word for a longer queue than this router chose by."""
 
-TURNED_AWAY_MAX: Final = 6
+TURNED_AWAY_MAX: Final = 12
 RETRY_PAUSE_S: Final = 0.05
 HEAD_BYTES_MAX: Final = 256 * 1024
 END_TIMEOUT_S: Final = 0.5
