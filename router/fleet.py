@@ -193,8 +193,7 @@ class Fleet:
         if board is None or slot < 0:
             return None
         now_s = self._clock()
-        if slot not in board.home:
-            board.spilled_at_ms = 1000 * now_s
+        board.went(slot, ranked, now_s)
         return self._prefixes[route.deployment_id].sent(slot, keys, now_s) if keys.keys else None
 
     def unsent(self, route: Route, sent: Sent | None, keys: PrefixKeys) -> None:

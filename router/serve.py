@@ -32,7 +32,7 @@ from router.waiting import LOOK_AGAIN_S, NoRoom, Place, Waiting
 
 NO_REPLICA_RETRY_AFTER_S: Final = 10.0
 REFUSALS_MAX: Final = 8
-TURNED_AWAY_MAX: Final = 6
+TURNED_AWAY_MAX: Final = 12
 RETRY_PAUSE_S: Final = 0.05
 CONTINUED: Final = b": continued on another replica, not token for token\n\n"
 

@@ -1,7 +1,7 @@
 """The cases of the proof: which trace on which fleet, and how fast it must go for a given load.
 
-Load is what a trace asks for in its busiest twentieth, as a share of what the fleet could do if
-every replica read prompts all the time, with as much of them cached as the oracle has there.
+Load is what a trace asks for in its busiest twentieth, as a share of what the fleet could do if all
+replicas read prompts all the time, with as much of the prompts cached as the oracle has there.
 """
 
 from collections.abc import Callable, Sequence

@@ -23,7 +23,7 @@ from router.decide.prefixes import PrefixKeys, Sent, ends_of
 from router.decide.tokens_in_flight import Reservation
 from router.fleet import Fleet
 
-TURNED_AWAY_MAX = 6
+TURNED_AWAY_MAX = 12
 DEPLOYMENT = DeploymentId("d")
 
 

@@ -28,6 +28,13 @@ HOME_MS: Final = 2.0
 
 SPILL_LASTS_MS: Final = 2000.0
 
+REGARD: Final = 0.6
+"""How much of its prefill time a request is charged once more, for those who come after it, where
+every request finds a queue; as much less as fewer do."""
+
+QUEUED_MS: Final = 1.0
+QUEUED_STEP: Final = 0.02
+
 QUEUE_SHARE_MAX: Final = 0.1
 """With more queue than this share of the prompt's own time, an answer tells little of depth."""
 
@@ -86,6 +93,7 @@ class Picture(NamedTuple):
     seeds: Sequence[int]
     weights: Sequence[float]
     stretch_per_token: float = 0.0
+    regard: float = 0.0
     is_spilling: bool = False
     ejected_until: Mapping[ReplicaId, float] = {}
 
@@ -102,6 +110,7 @@ class Board:
         self.stretch = Stretch()
         self.uncached_share = 1.0
         """How much of a prompt is not cached as a rule: others' are taken to be like ours."""
+        self._queued_share = 0.0
         self._free: list[int] = []
         self._home: frozenset[int] | None = None
         self.everyone = 0
@@ -193,6 +202,12 @@ class Board:
         """Return how long what others have waiting at a replica takes it."""
         return line.others.prefill(now_s) * self.uncached_share * self._ms_per_token[slot]
 
+    def went(self, slot: int, ranked: Ranked, now_s: float) -> None:
+        """A request goes there: note whether it is away from home, and whether it must wait."""
+        if slot not in self.home:
+            self.spilled_at_ms = 1000 * now_s
+        self._queued_share += QUEUED_STEP * ((ranked.queue_ms > QUEUED_MS) - self._queued_share)
+
     def learned_uncached(self, share: float) -> None:
         """An answer told which share of its prompt was not cached."""
         self.uncached_share = smoothed(self.uncached_share, share, 0.02)
@@ -217,6 +232,7 @@ class Board:
             self._seeds,
             self._weights,
             self.stretch.per_token,
+            REGARD * self._queued_share,
             now_ms - self.spilled_at_ms < SPILL_LASTS_MS,
             ejected_until,
         )

@@ -20,8 +20,8 @@ RTT_MS_UNKNOWN: Final = 150.0
 
 PREDICTION_SMOOTHING: Final = 0.2
 
-COLD_ROUND_TRIPS: Final = 2.0
-COLD_MS: Final = 20.0
+COLD_ROUND_TRIPS: Final = 0.0
+COLD_MS: Final = 5.0
 """A replica that has answered nobody here yet pays for handshakes and its first, slower step."""
 
 STEP: Final = 0.1

@@ -4,7 +4,7 @@ predicted = round trip and overhead + queue wait + uncached prompt tokens * time
 
 All three are corrected by what was observed of each replica (latency.py), and kept in columns
 (board.py): a choice is a few passes over them. What a miss of the cache costs the replica is
-counted somewhat more than once: whoever comes next waits for it too.
+counted the more than once, the more requests find a queue: whoever comes next waits for it too.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,9 +17,6 @@ from router.decide.board import Picture, Ranked
 from router.decide.health import judge
 from router.decide.latency import stretched
 from router.decide.prefixes import NOTHING_HELD, Held
-
-REGARD: Final = 0.15
-"""How much of its own prefill time a request is charged once more, for those who come after it."""
 
 ALIKE_MS: Final = 2.0
 ALIKE_RATIO: Final = 0.05
@@ -39,7 +36,7 @@ SPILL_MS: Final = 10.0
 SPILL_RATIO: Final = 0.1
 """Leaving home must save this much; once left, going on needs no more than being sooner."""
 
-SURPRISE_MS: Final = 50.0
+SURPRISE_MS: Final = 100.0
 UNCACHED_MIN: Final = 0.1
 """A longer queue than was thought counts as a surprise only past this."""
 
@@ -158,7 +155,8 @@ def _costs(picture: Picture, ask: Ask) -> list[float]:
     now_ms = picture.now_ms
     tokens, stretch = ask.prompt_tokens, picture.stretch_per_token
     wanted = tokens + ask.output_tokens
-    work = (1.0 + REGARD) * stretched(tokens, tokens * ask.held.everyone, stretch)
+    charged = 1.0 + picture.regard
+    work = charged * stretched(tokens, tokens * ask.held.everyone, stretch)
     costs = [
         inf
         if wanted > room
@@ -169,16 +167,14 @@ def _costs(picture: Picture, ask: Ask) -> list[float]:
     ]
     paces = picture.ms_per_token
     for slots, share in ask.held.some:
-        saved = work - (1.0 + REGARD) * stretched(tokens, tokens * share, stretch)
+        saved = work - charged * stretched(tokens, tokens * share, stretch)
         for slot in slots:
             costs[slot] -= saved * paces[slot]
     if ask.seat is not None and ask.held is NOTHING_HELD:
         slot = picture.slots.get(ask.seat.replica_id, -1)
         if slot >= 0:
             cached = min(ask.seat.cached_tokens, tokens)
-            costs[slot] -= (work - (1.0 + REGARD) * stretched(tokens, cached, stretch)) * paces[
-                slot
-            ]
+            costs[slot] -= (work - charged * stretched(tokens, cached, stretch)) * paces[slot]
     return costs
 
 
