@@ -30,12 +30,12 @@ from scheduler.api.join import Join
 from scheduler.api.openapi import document
 from scheduler.api.routers import Routers
 from scheduler.config import SchedulerConfig
-from scheduler.loops.count_quotas import CountQuotas
 from scheduler.loops.flush_pulses import FlushPulses
 from scheduler.loops.hold_lease import HoldLease
 from scheduler.loops.place import Place
 from scheduler.loops.prune import Prune
 from scheduler.loops.publish import Publish
+from scheduler.loops.tally import Tally
 from scheduler.store.lease import ensure_cluster, give_up_lease
 from scheduler.store.migrate import migrate
 from scheduler.store.pool import UNAVAILABLE, open_pool, transaction, using
@@ -55,8 +55,8 @@ async def serve(config: SchedulerConfig, stopping: asyncio.Event) -> int:
         publish = Loop("publish", Publish(acting).run_once, config.publish_interval_s)
         flush = Loop("flush_pulses", FlushPulses(acting).run_once, 2.0)
         prune = Loop("prune", Prune(acting).run_once, 600.0)
-        quotas = Loop("count_quotas", CountQuotas(acting).run_once, config.publish_interval_s)
-        loops = (lease, place, publish, flush, prune, quotas)
+        tally = Loop("tally", Tally(acting).run_once, config.publish_interval_s)
+        loops = (lease, place, publish, flush, prune, tally)
         acting.nudge_place, acting.nudge_publish = place.nudge, publish.nudge
         ssl = None
         if config.tls_certificate is not None and config.tls_key is not None:
