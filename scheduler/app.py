@@ -32,7 +32,6 @@ from scheduler.api.pictures import PICTURE_ENDPOINTS
 from scheduler.api.rollouts import ROLLOUT_ENDPOINTS
 from scheduler.api.routers import Routers
 from scheduler.config import SchedulerConfig
-from scheduler.loops.count_quotas import CountQuotas
 from scheduler.loops.flush_pulses import FlushPulses
 from scheduler.loops.forecast import Forecast
 from scheduler.loops.hold_lease import HoldLease
@@ -42,6 +41,7 @@ from scheduler.loops.place import Place
 from scheduler.loops.prune import Prune
 from scheduler.loops.publish import Publish
 from scheduler.loops.roll import Roll
+from scheduler.loops.tally import Tally
 from scheduler.loops.turn_away import TurnAway
 from scheduler.store.lease import ensure_cluster, give_up_lease
 from scheduler.store.migrate import migrate
@@ -64,14 +64,14 @@ async def serve(config: SchedulerConfig, stopping: asyncio.Event) -> int:
         )
         flush = Loop("flush_pulses", FlushPulses(acting).run_once, 2.0)
         prune = Loop("prune", Prune(acting).run_once, 600.0)
-        quotas = Loop("count_quotas", CountQuotas(acting).run_once, config.publish_interval_s)
+        tally = Loop("tally", Tally(acting).run_once, config.publish_interval_s)
         days = Loop("keep_days", KeepDays(acting).run_once, 600.0)
         forecast = Loop("forecast", Forecast(acting).run_once, 15.0)
         roll = Loop("roll", Roll(acting).run_once, config.roll_interval_s)
         turn_away = Loop("turn_away", TurnAway(acting).run_once, 2.0)
         losses = Loop("note_losses", NoteLosses(acting).run_once, 5.0)
         loops = (
-            *(lease, place, publish, flush, prune, quotas),
+            *(lease, place, publish, flush, prune, tally),
             *(days, forecast, roll, turn_away, losses),
         )
         acting.nudge_place, acting.nudge_publish = place.nudge, publish.nudge

@@ -1,5 +1,8 @@
 """Whose turn it is: fair between tenants, bounded, and never forgetting anyone."""
 
+import heapq
+import random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -223,7 +226,7 @@ class Turns(RuleBasedStateMachine):
             assert self.queue.head(lane) is not None
 
 
-Turns.TestCase.settings = settings(deadline=None, max_examples=60, stateful_step_count=40)
+Turns.TestCase.settings = settings(deadline=None, max_examples=40, stateful_step_count=30)
 TestTurns = Turns.TestCase
 
 
@@ -252,3 +255,37 @@ def test_a_newcomer_is_passed_by_each_other_at_most_once(
         queue.take(head, 0.0)
         passed.append(head.tenant)
     assert len(passed) == len(set(passed))
+
+
+@pytest.mark.parametrize("slots", [2, 16])
+def test_who_is_told_when_to_come_back_is_told_the_truth(slots: int) -> None:
+    """Requests of random length on so many slots, always more waiting: told against what was."""
+    chance = random.Random(slots)
+    queue: FairQueue[Ticket] = FairQueue(1000)
+    ends_s = [0.0] * slots
+    queue.found_full(D, 0.0)
+    now_s, given, pushed, told = 0.0, 0, 0, []
+    drained: list[tuple[float, int]] = []
+    while now_s < 600:
+        while queue.depth < 40:
+            ticket = a_ticket(chance.choice("abc"), chance.randint(10, 400))
+            queue.push(ticket)
+            pushed += ticket.tokens
+        now_s = heapq.heappop(ends_s)
+        head = queue.head(D)
+        assert head is not None
+        queue.take(head, now_s)
+        given += head.tokens
+        drained.append((now_s, given))
+        # A slot makes a hundred tokens a second, more or less.
+        heapq.heappush(ends_s, now_s + head.tokens / chance.uniform(70, 130))
+        if len(drained) % 50 == 0:
+            told.append((now_s, pushed + 100, queue.retry_after_s(D, 100, now_s)))
+    misses = []
+    for at_s, tokens, wait_s in told:
+        until_s = next((when_s for when_s, total in drained if total >= tokens), None)
+        if until_s is not None and wait_s < RETRY_AFTER_MAX_S:
+            misses.append(abs(wait_s / (until_s - at_s) - 1))
+    assert len(misses) >= 5
+    assert sorted(misses)[len(misses) // 2] < 0.1
+    assert max(misses) < 0.3

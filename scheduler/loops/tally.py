@@ -7,21 +7,21 @@ from scheduler.store.pool import transaction
 from scheduler.store.quotas import fold_use
 
 
-class Counted(NamedTuple):
+class Tallied(NamedTuple):
     """One turn's count of requests."""
 
     requests: int
 
 
-class CountQuotas:
+class Tally:
     """Whatever has come since the last turn."""
 
     def __init__(self, acting: Acting) -> None:
         self._acting = acting
 
-    async def run_once(self) -> Counted:
+    async def run_once(self) -> Tallied:
         """Fold what was used into its day."""
         if not self._acting.is_acting:
-            return Counted(0)
+            return Tallied(0)
         async with transaction(self._acting.pool) as connection:
-            return Counted(await fold_use(connection))
+            return Tallied(await fold_use(connection))
