@@ -8,7 +8,7 @@ from aiohttp import web
 from isochrone.wire.control import FromRouter, PeerRole, Refused, RefusedCode
 from isochrone.wire.routes import SnapshotWanted
 from isochrone.wire.usage import Demand, RoundTrips, Usage, UsageAck
-from scheduler.acting import Acting, Connected
+from scheduler.acting import INTAKE_TIMEOUT_S, Acting, Connected
 from scheduler.api.peers import converse
 from scheduler.store.pool import UNAVAILABLE, transaction
 from scheduler.store.usage import record_demand, record_round_trips, record_usage
@@ -56,7 +56,7 @@ class Routers:
 
     async def _write(self, peer: Connected, message: Demand | Usage | RoundTrips) -> None:
         try:
-            async with transaction(self._acting.pool) as connection:
+            async with transaction(self._acting.intake, timeout_s=INTAKE_TIMEOUT_S) as connection:
                 match message:
                     case Demand():
                         await record_demand(connection, message)
