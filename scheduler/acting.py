@@ -34,7 +34,10 @@ from scheduler.store.pool import Connection, Pool, using
 log = logging.getLogger(__name__)
 
 OUTBOX_MAX: Final = 64
+INTAKE_TIMEOUT_S: Final = 10.0
 PULSES_BUFFERED_MAX: Final = 50_000
+ENTERING_MAX: Final = 48
+ENTERING_S: Final = 10.0
 PULSES_WRITTEN_MAX: Final = 1_000
 LARGE_BYTES: Final = 256 * 1024
 LARGE_AT_ONCE: Final = 32
@@ -112,6 +115,7 @@ class Acting:
         config: SchedulerConfig,
         pool: Pool,
         reserved: Pool,
+        intake: Pool,
         authority: Authority,
         cluster_id: ClusterId,
         clock: Callable[[], float],
@@ -120,6 +124,7 @@ class Acting:
         self.holder = f"{config.name}/{secrets.token_hex(4)}"
         self.pool = pool
         self.reserved = reserved
+        self.intake = intake
         self.authority = authority
         self.cluster_id = cluster_id
         self.clock = clock
@@ -135,6 +140,7 @@ class Acting:
         self.admissions = Admissions(config.admissions_per_s)
         self.line_outside = Admissions(config.admissions_per_s)
         self.fleet_size = 0
+        self._entering: dict[tuple[PeerRole, str], float] = {}
         self.next_acting_at = float("-inf")
         self.known_nodes = KnownNodes()
         self._table_frame = b""
@@ -191,11 +197,35 @@ class Acting:
         metrics.ACTING.set(0)
         refused = Refused(code=RefusedCode.NOT_ACTING, reason="another scheduler acts now")
         peers, self.peers = list(self.peers.values()), {}
+        for role in PeerRole:
+            metrics.PEERS.labels(role.value).set(0)
         self._heard.clear()
         self._pulses.clear()
         async with asyncio.TaskGroup() as tasks:
             for peer in peers:
                 tasks.create_task(peer.end(refused))
+
+    def begin_entering(self, role: PeerRole, name: str) -> float:
+        """Return 0 where a peer may register now, else how long it should wait.
+
+        However fast they are let in, only so many are between the door and their first report.
+        """
+        now = self.clock()
+        wait_s = self.admissions.wait_s(f"{role.value} {name}", now)
+        if wait_s > 0:
+            return wait_s
+        if len(self._entering) >= ENTERING_MAX:
+            late = [who for who, since in self._entering.items() if now - since > ENTERING_S]
+            for who in late:
+                del self._entering[who]
+        if len(self._entering) >= ENTERING_MAX:
+            return max(1.0, self.admissions.place(now) - now)
+        self._entering[role, name] = now
+        return 0.0
+
+    def has_entered(self, role: PeerRole, name: str) -> None:
+        """Let another in: this one is served, or gone."""
+        self._entering.pop((role, name), None)
 
     @property
     def redial_spread_s(self) -> float:
@@ -217,14 +247,15 @@ class Acting:
         """Enter a conversation and return the one it takes the place of, if any."""
         before = self.peers.get((peer.role, peer.name))
         self.peers[peer.role, peer.name] = peer
-        self._count_peers()
+        if before is None:
+            metrics.PEERS.labels(peer.role.value).inc()
         return before
 
     def remove_peer(self, peer: Connected) -> None:
         """Forget a conversation that ended, unless a newer one took its place."""
         if self.peers.get((peer.role, peer.name)) is peer:
             del self.peers[peer.role, peer.name]
-        self._count_peers()
+            metrics.PEERS.labels(peer.role.value).dec()
 
     def agent(self, node_id: NodeId) -> Connected | None:
         """Return the conversation with a node."""
@@ -240,7 +271,7 @@ class Acting:
 
     async def send_assignment(self, peer: Connected) -> None:
         """Tell a node everything it should run."""
-        async with using(self.pool) as connection:
+        async with using(self.intake, INTAKE_TIMEOUT_S) as connection:
             peer.tell(
                 await read_assignment(
                     connection,
@@ -286,11 +317,6 @@ class Acting:
         """Return how long each node heard by this process has been silent."""
         now = self.clock()
         return {node_id: now - at for node_id, at in self._heard.items()}
-
-    def _count_peers(self) -> None:
-        routers = len(self.routers())
-        metrics.PEERS.labels("router").set(routers)
-        metrics.PEERS.labels("agent").set(len(self.peers) - routers)
 
 
 def now() -> datetime:

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from hashlib import sha256
 from time import monotonic
+from typing import Final
 
 import msgspec
 from aiohttp import web
@@ -48,6 +49,8 @@ from scheduler.store.migrate import migrate
 from scheduler.store.pool import UNAVAILABLE, open_pool, transaction, using
 
 log = logging.getLogger(__name__)
+
+INTAKE_CONNECTIONS: Final = 10
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -173,25 +176,26 @@ async def _open_acting(config: SchedulerConfig, authority: Authority) -> AsyncIt
         raise ConfigError(
             f"cannot reach the database: {error or type(error).__name__}; check database_url"
         ) from error
-    try:
-        # Its own connections: leadership and signs of life never queue behind other work.
+    async with AsyncExitStack() as pools:
+        pools.push_async_callback(pool.close)
+        # Their own connections: leadership and signs of life never queue behind other work, and
+        # duties and operators not behind a fleet that reports all at once.
         reserved = await open_pool(config.database_url, size_max=2)
-        try:
-            await migrate(pool)
-            async with transaction(pool) as connection:
-                cluster = await ensure_cluster(connection, ClusterId(f"c{secrets.token_hex(8)}"))
-            yield Acting(
-                config=config,
-                pool=pool,
-                reserved=reserved,
-                authority=authority,
-                cluster_id=cluster.cluster_id,
-                clock=monotonic,
-            )
-        finally:
-            await reserved.close()
-    finally:
-        await pool.close()
+        pools.push_async_callback(reserved.close)
+        intake = await open_pool(config.database_url, size_max=INTAKE_CONNECTIONS)
+        pools.push_async_callback(intake.close)
+        await migrate(pool)
+        async with transaction(pool) as connection:
+            cluster = await ensure_cluster(connection, ClusterId(f"c{secrets.token_hex(8)}"))
+        yield Acting(
+            config=config,
+            pool=pool,
+            reserved=reserved,
+            intake=intake,
+            authority=authority,
+            cluster_id=cluster.cluster_id,
+            clock=monotonic,
+        )
 
 
 async def _leave(acting: Acting) -> None:

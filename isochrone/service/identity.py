@@ -8,6 +8,7 @@ PoP. Keys are ECDSA P-256.
 import hashlib
 import re
 from datetime import datetime, timedelta
+from functools import lru_cache
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -213,7 +214,7 @@ def verify_signature(certificate_pem: str, payload: bytes, signature: bytes) -> 
 def verify_peer(certificate_pem: str, ca_pem: str, now: datetime) -> Certificate:
     """Return what the certificate says, or raise IdentityError: forged, expired or not ours."""
     certificate = _load_certificate(certificate_pem)
-    authority = _load_certificate(ca_pem)
+    authority = _load_authority(ca_pem)
     try:
         certificate.verify_directly_issued_by(authority)
     except (ValueError, TypeError, InvalidSignature) as error:
@@ -314,6 +315,11 @@ def _load_key(pem: str) -> ec.EllipticCurvePrivateKey:
     if not isinstance(key, ec.EllipticCurvePrivateKey):
         raise IdentityError("cannot use the key: not an elliptic-curve key")
     return key
+
+
+@lru_cache(maxsize=8)
+def _load_authority(pem: str) -> x509.Certificate:
+    return _load_certificate(pem)
 
 
 def _load_certificate(pem: str) -> x509.Certificate:

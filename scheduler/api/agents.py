@@ -10,7 +10,7 @@ from isochrone.wire.control import FromAgent, PeerRole, Refused, RefusedCode
 from isochrone.wire.ids import NodeId
 from isochrone.wire.report import Pulse, Report
 from scheduler import metrics
-from scheduler.acting import Acting, Connected, NotActing
+from scheduler.acting import INTAKE_TIMEOUT_S, Acting, Connected, NotActing
 from scheduler.api.peers import converse
 from scheduler.decide.news import is_news
 from scheduler.store.events import record_event
@@ -65,7 +65,7 @@ class Agents:
             metrics.REPORTS.labels("unchanged").inc()
             return True
         try:
-            async with transaction(self._acting.pool) as connection:
+            async with transaction(self._acting.intake, timeout_s=INTAKE_TIMEOUT_S) as connection:
                 effect = await record_report(connection, self._acting.epoch, report)
             metrics.REPORTS.labels("stale" if effect.stale else "taken").inc()
             if effect.stale:
@@ -79,6 +79,7 @@ class Agents:
                 # Only a node whose whole word was taken is told what to run.
                 peer.has_reported = True
                 await self._acting.send_assignment(peer)
+                self._acting.has_entered(peer.role, peer.name)
         except (EpochLost, NotActing) as error:
             log.warning("report not taken", extra={"fields": {"reason": str(error)}})
         except BAD_DATA as error:

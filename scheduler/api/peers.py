@@ -23,7 +23,7 @@ from isochrone.wire.control import (
 )
 from isochrone.wire.ids import NodeId
 from scheduler import metrics
-from scheduler.acting import Acting, Connected, NotActing, now
+from scheduler.acting import INTAKE_TIMEOUT_S, Acting, Connected, NotActing, now
 from scheduler.api.join import issue
 from scheduler.store.events import record_event
 from scheduler.store.identities import may_renew
@@ -83,6 +83,7 @@ async def converse(
                 return
     finally:
         acting.remove_peer(peer)
+        acting.has_entered(peer.role, peer.name)
         sender.cancel()
         await asyncio.gather(sender, return_exceptions=True)
 
@@ -108,19 +109,24 @@ async def _register(
         raise Turned(RefusedCode.MALFORMED, "no registration in time") from None
     if not isinstance(register, Register):
         raise Turned(RefusedCode.MALFORMED, "the first message must be a registration")
-    wait_s = acting.admissions.wait_s(f"{role.value} {register.name}", acting.clock())
+    wait_s = acting.begin_entering(role, register.name)
     if wait_s > 0:
         raise Turned(RefusedCode.BUSY, "many dial at once; come at your time", wait_s)
-    certificate = _prove(register, acting, role, nonce)
-    _refuse_twin(register, acting)
+    has_entered = False
     try:
+        certificate = _prove(register, acting, role, nonce)
+        _refuse_twin(register, acting)
         await _enter(register, acting, certificate)
+        has_entered = True
     except UnknownPeer as error:
         raise Turned(RefusedCode.IDENTITY, str(error), retry_after_s=30) from error
     except NotActing as error:
         raise Turned(RefusedCode.NOT_ACTING, str(error)) from error
     except UNAVAILABLE as error:
         raise Turned(RefusedCode.NOT_ACTING, "the database is away", retry_after_s=2) from error
+    finally:
+        if not has_entered or role is PeerRole.ROUTER:
+            acting.has_entered(role, register.name)
     peer = Connected(
         socket,
         transport,
@@ -198,7 +204,7 @@ def _refuse_twin(register: Register, acting: Acting) -> None:
 
 async def _enter(register: Register, acting: Acting, certificate: Certificate) -> None:
     """Write the registration; lift a store that is behind what this peer has seen."""
-    async with transaction(acting.pool) as connection:
+    async with transaction(acting.intake, timeout_s=INTAKE_TIMEOUT_S) as connection:
         cluster = await read_cluster_row(connection)
         newest = cluster.generation if register.role is PeerRole.AGENT else cluster.route_generation
         if register.generation - newest > LEAP_MAX or register.epoch - acting.epoch > LEAP_MAX:
@@ -241,7 +247,7 @@ async def _renew(peer: Connected, acting: Acting, asked: Renew) -> None:
         # Far too early: a peer may not have us sign all day. It asks again when it is time.
         return
     try:
-        async with transaction(acting.pool) as connection:
+        async with transaction(acting.intake, timeout_s=INTAKE_TIMEOUT_S) as connection:
             if not await may_renew(connection, peer.role, peer.name, held.serial):
                 raise Turned(
                     RefusedCode.IDENTITY,

@@ -45,8 +45,7 @@ class HoldLease:
                 f"started with {acting.cluster_id}; restart it if that is meant"
             )
         if acting.renewed(lease, asked_at):
-            for peer in acting.agents():
-                await acting.send_assignment(peer)
+            # Each node is told what to run after its next report; nothing here may take long.
             acting.nudge_publish()
             acting.nudge_place()
         return Held(True, lease.epoch)

@@ -36,6 +36,7 @@ async def an_acting(pool: Pool, name: str = "s1") -> Acting:
         config=config,
         pool=pool,
         reserved=pool,
+        intake=pool,
         authority=cast(Any, None),
         cluster_id=cluster.cluster_id,
         clock=lambda: 0.0,
