@@ -1,7 +1,7 @@
 """Thousands of open streams in one router process: what each costs in memory while it idles.
 
-`python -m ops.bench.streams [STREAMS]`. Each stream has a connection of its own and gets a token every
-12 s; memory is the router process's RSS, before they open and with all open.
+`python -m ops.bench.streams [STREAMS]`. Each stream has a connection of its own and gets a token
+every 12 s; memory is the router process's RSS, before they open and with all open.
 """
 
 import asyncio
