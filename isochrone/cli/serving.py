@@ -46,6 +46,7 @@ def models_list(obj: Context) -> None:
 )
 @click.option("--file", "only", multiple=True, help="Only these files of the folder.")
 @click.option("--architecture", default=None)
+@click.option("--kind", type=click.Choice(["chat", "embedding", "rerank"]), default=None)
 @click.option("--context-tokens", type=int, default=None)
 @click.option("--weights-bytes", type=int, default=None, help="What the weights take in memory.")
 @click.option("--licence", default="")
@@ -58,6 +59,7 @@ def models_add(
     folder: Path | None,
     only: tuple[str, ...],
     architecture: str | None,
+    kind: str | None,
     context_tokens: int | None,
     weights_bytes: int | None,
     licence: str,
@@ -74,6 +76,7 @@ def models_add(
     body = {
         "model_id": model,
         "architecture": architecture or facts.get("architecture", "unknown"),
+        "kind": kind or facts.get("kind", "chat"),
         "artifact": msgspec.to_builtins(artifact),
         "context_tokens": context_tokens or facts.get("context_tokens", 4096),
         "weights_bytes": weights_bytes or artifact.size_bytes,

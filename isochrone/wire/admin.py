@@ -56,6 +56,8 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
     devices: tuple[Device, ...]
     replicas: int
     etag: int
+    certificate_serial: str = ""
+    certificate_expires_at: float | None = None
 
 
 class RouterView(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,14 +68,18 @@ class RouterView(msgspec.Struct, frozen=True, kw_only=True):
     silent_s: float | None
     generation: int
     revoked: bool
+    certificate_serial: str = ""
+    certificate_expires_at: float | None = None
 
 
 class JoinTokenBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A wish for a one-time right to join."""
+    """A wish for a right to join: for one peer or `uses_max`, for any new name or for `name`."""
 
     pop: PopName
     role: PeerRole = PeerRole.AGENT
     ttl_s: Ttl = 900.0
+    name: Name | None = None
+    uses_max: Annotated[int, msgspec.Meta(ge=1, le=10_000)] = 1
 
 
 class JoinTokenView(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,6 +91,28 @@ class JoinTokenView(msgspec.Struct, frozen=True, kw_only=True):
     expires_at: float
     used_by: str | None = None
     token: str | None = None
+    name: str | None = None
+    uses: int = 0
+    uses_max: int = 1
+
+
+class RevocationBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A certificate to refuse, by its serial in hex; without one, all that `name` was issued."""
+
+    role: PeerRole
+    name: Name
+    serial: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{0,40}$")] = ""
+    reason: Annotated[str, msgspec.Meta(max_length=200)] = ""
+
+
+class RevocationView(msgspec.Struct, frozen=True, kw_only=True):
+    """What is refused, since when, and why."""
+
+    role: PeerRole
+    name: str
+    serial: str
+    at: float
+    reason: str
 
 
 class ModelView(msgspec.Struct, frozen=True, kw_only=True):

@@ -50,6 +50,17 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     decode_tokens_per_s: float = 0.0
 
 
+class RolloutEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """A new version on its way: which share of requests goes to it, and from which cities.
+
+    `pops` are the routers' PoPs; empty means all of them.
+    """
+
+    version: int
+    share: float
+    pops: tuple[PopId, ...] = ()
+
+
 class DeploymentEntry(msgspec.Struct, frozen=True, kw_only=True):
     """What a router must know of a deployment: the name clients use and what it can take."""
 
@@ -60,6 +71,7 @@ class DeploymentEntry(msgspec.Struct, frozen=True, kw_only=True):
     kind: str = "chat"
     created_at: int = 0
     price: Price | None = None
+    rollout: RolloutEntry | None = None
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):

@@ -71,6 +71,8 @@ class FakeScheduler:
                 self.socket = socket
             if isinstance(message, Usage) and self.acks:
                 await socket.send_bytes(codec.encode(UsageAck(batch_id=message.batch_id)))
+            if isinstance(message, Demand) and self.acks:
+                await socket.send_bytes(codec.encode(UsageAck(batch_id="", demand_seq=message.seq)))
             async with self.changed:
                 self.heard.append(message)
                 self.changed.notify_all()
@@ -175,6 +177,35 @@ async def test_usage_not_acknowledged_outlives_the_router(tmp_path: Path) -> Non
             async with asyncio.timeout(5):
                 while list((tmp_path / "state" / "usage").glob("*.usage")):
                     await house.loops["usage"].wait_turns(1)
+
+
+async def test_demand_not_acknowledged_comes_again_with_its_age(tmp_path: Path) -> None:
+    async with a_scheduler() as scheduler, open_node(FakeNode()) as node:
+        scheduler.acks = False
+        config = a_config(tmp_path, schedulers=(f"http://127.0.0.1:{scheduler.port}",))
+        async with open_house(config, an_identity(tmp_path)) as house:
+            await scheduler.until(Register, 1)
+            await scheduler.say(a_table([a_route(node)]))
+            await until_generation(house, 1)
+            assert await ask(house) == 200
+
+            def asked() -> list[Demand]:
+                return [demand for demand in scheduler.of(Demand) if demand.rows]
+
+            async with asyncio.timeout(10), scheduler.changed:
+                await scheduler.changed.wait_for(lambda: len(asked()) >= 2)
+            first, second = asked()[:2]
+            assert (first.seq, first.boot_id, first.rows) == (
+                second.seq, second.boot_id, second.rows,
+            )  # fmt: skip
+            assert 0 <= first.age_s < second.age_s
+            scheduler.acks = True
+            # One that was sent before the acknowledgements may be under way; then it is over.
+            await scheduler.say(UsageAck(batch_id="", demand_seq=first.seq))
+            await house.loops["demand"].wait_turns(2)
+            heard = len(asked())
+            await house.loops["demand"].wait_turns(4)
+            assert len(asked()) == heard
 
 
 async def test_a_cold_start_without_a_scheduler_serves_from_disk(tmp_path: Path) -> None:

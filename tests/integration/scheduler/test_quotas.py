@@ -14,11 +14,10 @@ from isochrone.wire.ids import (
     PopId,
     ReplicaId,
     RequestId,
-    RouterId,
     TenantId,
 )
 from isochrone.wire.model import Price
-from isochrone.wire.usage import Outcome, Usage, UsageRow
+from isochrone.wire.usage import Outcome, UsageRow
 from scheduler.store import catalogue, keys
 from scheduler.store.pool import Pool, transaction
 from scheduler.store.quotas import fold_use
@@ -48,7 +47,7 @@ def a_usage(request_id: str, key_id: str = KEY, age_s: float = 0.0) -> UsageRow:
 
 async def record(pool: Pool, *rows: UsageRow) -> None:
     async with transaction(pool) as connection:
-        await record_usage(connection, Usage(router_id=RouterId("x"), batch_id="b", rows=rows))
+        await record_usage(connection, rows)
 
 
 async def fold(pool: Pool) -> int:
