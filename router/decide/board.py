@@ -13,7 +13,6 @@ from isochrone.wire.routes import Route
 from router.decide.affinity import seed_of
 from router.decide.latency import (
     COLD_MS,
-    COLD_ROUND_TRIPS,
     Pace,
     Stretch,
     prefill_ms,
@@ -160,7 +159,7 @@ class Board:
         if rtt_ms != self._rtt_ms[slot]:
             self._rtt_ms[slot] = rtt_ms
             self._home = None
-        cold_ms = 0.0 if pace.answers else COLD_ROUND_TRIPS * rtt_ms + COLD_MS
+        cold_ms = 0.0 if pace.answers else COLD_MS
         ms_per_token = prefill_ms(1, route.prefill_tokens_per_s) * pace.gain(now_s)
         others = line.others.prefill(now_s)
         others_ms = others * self.uncached_share * ms_per_token
