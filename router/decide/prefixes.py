@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 
 import xxhash
 
-BLOCK_BYTES: Final = 256
+BLOCK_BYTES: Final = 128
 GROWTH: Final = 16
 KEYS_MAX: Final = 160
 PAIRS_MAX: Final = 200_000
