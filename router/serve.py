@@ -229,6 +229,7 @@ class Corridor:
             headers.REQUEST_ID: asked.request_id,
             headers.CACHE_SALT: asked.key.tenant_id,
             headers.TOKENS: headers.format_tokens(ask.prompt_tokens, ask.output_tokens),
+            headers.UNREAD_TOKENS: str(ranked.uncached_tokens),
             headers.DEADLINE_MS: str(round(self._config.first_byte_timeout_s * 1000)),
         }
         if ranked.queue_tokens_max and journey.turned_away < TURNED_AWAY_MAX:
