@@ -99,7 +99,7 @@ def cost(series: int = 200, slots: int = 50) -> str:
     return (
         f"A series learns a slot in {each_us:.0f} us and tells its three horizons in "
         f"{1e6 * (told - learned) / series:.0f} us; saved it takes {len(saved(many[0]))} bytes. "
-        f"So twenty thousand series take {each_us * 20_000 / 1e6:.1f} s of a core every ten minutes."
+        f"So twenty thousand series take {each_us * 20_000 / 1e6:.1f} s of a core in ten minutes."
     )
 
 
