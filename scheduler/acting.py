@@ -204,10 +204,14 @@ class Acting:
                 )
             )
 
-    async def picture(self, connection: Connection) -> ClusterState:
+    async def picture(
+        self, connection: Connection, acting_for_s: float | None = None
+    ) -> ClusterState:
         """Return what placement decides from: the fleet, and demand raised to what is foretold."""
         cluster = await read_cluster(
-            connection, acting_for_s=self.acting_for_s, silent_s=self.silent_s()
+            connection,
+            acting_for_s=self.acting_for_s if acting_for_s is None else acting_for_s,
+            silent_s=self.silent_s(),
         )
         live = {deployment.deployment_id for deployment in cluster.deployments}
         foretold = [row for row in self.foretold if row.deployment_id in live]
