@@ -52,6 +52,8 @@ for command in (
     fleet.pops,
     fleet.nodes,
     fleet.routers,
+    fleet.revoke,
+    fleet.revocations,
     serving.models,
     serving.deploy,
     serving.deployments,

@@ -11,7 +11,7 @@ from isochrone.wire.control import FromRouter, PeerRole, Refused, RefusedCode
 from isochrone.wire.routes import SnapshotWanted
 from isochrone.wire.usage import Demand, RoundTrips, Usage, UsageAck
 from scheduler import metrics
-from scheduler.acting import Acting, Connected
+from scheduler.acting import INTAKE_TIMEOUT_S, Acting, Connected
 from scheduler.api.peers import converse
 from scheduler.decide.intake import take_demand, take_round_trips, take_trials, take_usage
 from scheduler.store.pool import BAD_DATA, UNAVAILABLE, Connection, transaction
@@ -62,7 +62,7 @@ class Routers:
     async def _write(self, peer: Connected, message: Demand | Usage | RoundTrips) -> None:
         """Store a message and acknowledge it; what the store can never hold is acknowledged too."""
         try:
-            async with transaction(self._acting.pool) as connection:
+            async with transaction(self._acting.intake, timeout_s=INTAKE_TIMEOUT_S) as connection:
                 answer = await _store(connection, peer, message)
         except UNAVAILABLE as error:
             # Not acknowledged, so it comes again; round trips are renewed anyway.
@@ -76,7 +76,7 @@ class Routers:
 
     def _send_table(self, peer: Connected) -> None:
         if self._acting.table is not None:
-            peer.tell(self._acting.table)
+            peer.tell(self._acting.table_frame())
             peer.generation = self._acting.table.generation
 
 

@@ -1,5 +1,6 @@
 """CORRIDOR: read what is, decide what should be, commit it if nothing moved meanwhile."""
 
+import asyncio
 import logging
 from typing import NamedTuple
 
@@ -40,7 +41,10 @@ class Place:
             cluster = await acting.picture(connection)
         if self._must_hear_first(cluster):
             return Placed(frozen="waiting for every node's first report")
-        decided = joined(plan(split(cluster), liveness_limits=acting.config.liveness))
+        # In a thread: a plan of a large fleet takes long enough to lose the lease meanwhile.
+        decided = joined(
+            await asyncio.to_thread(plan, split(cluster), liveness_limits=acting.config.liveness)
+        )
         self._note(cluster, decided)
         if not decided.starts and not decided.endings:
             return Placed(unmet=len(decided.unmet), frozen=decided.frozen)

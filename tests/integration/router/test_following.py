@@ -13,7 +13,8 @@ from aiohttp import web
 from isochrone.service.door import open_door
 from isochrone.wire import codec
 from isochrone.wire.control import Challenge, Register, Welcome
-from isochrone.wire.ids import Epoch
+from isochrone.wire.ids import Epoch, KeyId
+from isochrone.wire.keys import format_key
 from isochrone.wire.routes import SnapshotWanted, diff
 from isochrone.wire.usage import Demand, RoundTrips, Usage, UsageAck
 from router.app import House, open_house
@@ -23,6 +24,7 @@ from tests.integration.router.fleet_of import (
     KEY,
     a_bench,
     a_config,
+    a_key,
     a_route,
     a_table,
     an_identity,
@@ -272,6 +274,21 @@ async def test_a_held_table_adds_but_does_not_drop(tmp_path: Path) -> None:
             assert house.fleet.table is not None
             replicas = [route.replica_id for route in house.fleet.table.routes]
             assert replicas == ["r-n1", "r-n2", "r-n3", "r-n9"]
+
+
+async def test_a_key_revoked_in_a_held_table_is_refused_at_once(tmp_path: Path) -> None:
+    other = a_key(format_key(KeyId("o" * 12), b"\x02" * 32))
+    async with a_bench(tmp_path, 3) as bench:
+        house = bench.house
+        await house.loops["probe"].wait_turns(2)
+        routes = [a_route(node) for node in bench.nodes]
+        await house.follower.on_table(a_table(routes, generation=2, keys=[a_key(), other]), nowhere)
+        assert await ask(house) == 200
+        wrong = a_table(routes[:1], generation=3, keys=[other])
+        revoking = msgspec.structs.replace(wrong, keys_revoked=(a_key().key_id,))
+        await house.follower.on_table(revoking, nowhere)
+        assert house.follower.held is not None
+        assert await ask(house) == 401
 
 
 async def test_a_delta_builds_on_a_held_table(tmp_path: Path) -> None:
