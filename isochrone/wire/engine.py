@@ -20,6 +20,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     it that the next tokens come within `interval_ms`.
     `quantisation` "file" keeps weights as their file packs them, where this device multiplies by
     them so; products are then in bf16 and fp16.
+    KV that the device gives up is kept in `kv_host_bytes` of memory and `kv_file_bytes` of files
+    below `kv_folder`; 0 is no such tier.
     `client_queue_max` is how many tokens a client may be behind before it is cut. `options` are
     the mock's faults.
     """
@@ -32,6 +34,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     quantisation: Literal["none", "file"] = "none"
     threads: Annotated[int, Meta(ge=1, le=1024)] = 2
     kv_memory_bytes: Positive = 256 * 1024 * 1024
+    kv_host_bytes: Annotated[int, Meta(ge=0)] = 0
+    kv_file_bytes: Annotated[int, Meta(ge=0)] = 0
+    kv_folder: str = ""
     context_tokens_max: Positive = 2048
     batch_tokens_max: Positive = 256
     interval_ms: Positive = 250

@@ -26,6 +26,7 @@ from nodeagent.engine.loading import Loaded, load
 from nodeagent.engine.models.shape import CheckpointError
 from nodeagent.engine.server import EngineServer
 from nodeagent.engine.standby import wait_for_order
+from nodeagent.engine.step import Engine
 from nodeagent.engine.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -96,7 +97,7 @@ async def serve(path: Path, stopping: asyncio.Event) -> int:
         death = asyncio.create_task(died.wait())
         await asyncio.wait({death, stop}, return_when=asyncio.FIRST_COMPLETED)
         death.cancel()
-        await _end(config, clients, worker)
+        await _end(config, clients, worker, loaded.engine)
     finally:
         stop.cancel()
         grammars.close()
@@ -105,7 +106,7 @@ async def serve(path: Path, stopping: asyncio.Event) -> int:
     return 1 if worker.died else 0
 
 
-async def _end(config: EngineConfig, clients: Clients, worker: Worker) -> None:
+async def _end(config: EngineConfig, clients: Clients, worker: Worker, engine: Engine) -> None:
     """Let what runs finish within `drain_s`, unless the engine itself has failed."""
     clients.draining = True
     if worker.died:
@@ -119,6 +120,8 @@ async def _end(config: EngineConfig, clients: Clients, worker: Worker) -> None:
         await clients.wait_empty(_PROBE_S)
     if not await asyncio.to_thread(worker.stop, _STEP_END_S):
         log.warning("the last step did not end in time")
+        return
+    await asyncio.to_thread(engine.close)
 
 
 def _say_ready(config: EngineConfig, loaded: Loaded, startup_s: float) -> None:

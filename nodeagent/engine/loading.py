@@ -15,6 +15,7 @@ from nodeagent.engine.decide.batching import Batching, Limits
 from nodeagent.engine.decide.blocks import Blocks
 from nodeagent.engine.decide.pace import Pace
 from nodeagent.engine.decide.sequence import BLOCK_TOKENS
+from nodeagent.engine.kv_tiers.opening import open_tiers
 from nodeagent.engine.layers.linear import choose
 from nodeagent.engine.layers.lora import Adding
 from nodeagent.engine.models.families import build, survey
@@ -73,7 +74,13 @@ def load(config: EngineConfig) -> Loaded:
     limits = Limits(config.batch_tokens_max, config.sequences_max)
     template = vocabulary.chat_template
     return Loaded(
-        engine=Engine(runner, Batching(limits, Blocks(blocks), Pace(config.interval_ms / 1000))),
+        engine=_engine(
+            config,
+            runner,
+            Batching(limits, Blocks(blocks), Pace(config.interval_ms / 1000)),
+            shape,
+            dtype,
+        ),
         vocabulary=vocabulary,
         template=(
             ChatTemplate(template, vocabulary.bos_token, vocabulary.eos_token) if template else None
@@ -84,6 +91,15 @@ def load(config: EngineConfig) -> Loaded:
         dtype=dtype,
         adding=model.adding,
     )
+
+
+def _engine(
+    config: EngineConfig, runner: Runner, batching: Batching, shape: ModelShape, dtype: torch.dtype
+) -> Engine:
+    mover = open_tiers(config, runner, shape, dtype)
+    if mover is not None:
+        batching.below = mover.host
+    return Engine(runner, batching, mover)
 
 
 def _kv_blocks(config: EngineConfig, shape: ModelShape, dtype: torch.dtype) -> int:
@@ -99,6 +115,8 @@ def _kv_blocks(config: EngineConfig, shape: ModelShape, dtype: torch.dtype) -> i
 
 def _need_memory(config: EngineConfig, weights_bytes: int) -> None:
     needed = weights_bytes + config.kv_memory_bytes
+    if config.device == "cpu":
+        needed += config.kv_host_bytes
     available = available_bytes(config.device)
     if needed > available:
         raise CheckpointError(

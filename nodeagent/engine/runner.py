@@ -29,6 +29,7 @@ class Runner:
     def __init__(self, model: Llama, blocks: int, device: str, dtype: torch.dtype) -> None:
         self._model = model
         self._device = device
+        self._dtype = dtype
         shape = model.shape
         self._window_tokens = shape.window_tokens
         self._kv = [
@@ -55,10 +56,33 @@ class Runner:
             decodes=tuple(self._decodes(batch.decodes)),
             segments=tuple(self._segments(batch)),
         )
+        self.clear([block for chunk in batch.chunks for block in _begun(chunk)])
         self._model.adding.current = self._adapters(batch.chunks)
         return self._model.forward(
             self._put(tokens), self._put(positions), self._kv, layout, self._put(rows)
         )
+
+    @torch.inference_mode()
+    def clear(self, blocks: Sequence[int]) -> None:
+        """Zero `blocks`: decodes read them whole, and what another left there may be no number."""
+        if blocks:
+            indices = self._put(blocks)
+            for kv in self._kv:
+                kv.pages.index_fill_(0, indices, 0)
+
+    @torch.inference_mode()
+    def read_blocks(self, blocks: Sequence[int]) -> Tensor:
+        """Return what `blocks` hold: [blocks, layers, tokens, keys and values, head_dim]."""
+        indices = self._put(blocks)
+        return torch.stack([kv.pages[indices] for kv in self._kv], 1).cpu()
+
+    @torch.inference_mode()
+    def write_blocks(self, blocks: Sequence[int], contents: Tensor) -> None:
+        """Fill `blocks` with what `read_blocks` returned."""
+        indices = self._put(blocks)
+        contents = contents.to(self._device)
+        for layer, kv in enumerate(self._kv):
+            kv.pages[indices] = contents[:, layer]
 
     def _adapters(self, chunks: Sequence[Chunk]) -> tuple[tuple[Adapter, Tensor], ...]:
         """Return the adapters of this step, each with the rows that it changes."""
@@ -70,14 +94,6 @@ class Runner:
                 rows.setdefault(chunk.sequence.adapter, []).extend(range(start, end))
             start = end
         return tuple((adapter, self._put(numbers)) for adapter, numbers in rows.items())
-
-    @torch.inference_mode()
-    def clear(self, blocks: Sequence[int]) -> None:
-        """Zero `blocks`: what they held is no number, and would spread to who gets them next."""
-        if blocks:
-            indices = self._put(blocks)
-            for kv in self._kv:
-                kv.pages.index_fill_(0, indices, 0)
 
     def _decodes(self, chunks: Sequence[Chunk]) -> Iterator[Decodes]:
         start = 0
@@ -106,13 +122,25 @@ class Runner:
         table: list[int] = []
         for _, blocks in seen:
             table += blocks
-            table += [0] * (width - len(blocks))
+            # Masked tokens are multiplied by nought, which NaN survives: pad with what is its own.
+            table += blocks[:1] * (width - len(blocks))
         skipped = np.asarray([first // BLOCK_TOKENS * BLOCK_TOKENS for first, _ in seen])
-        positions = skipped[:, None] + np.arange(width * BLOCK_TOKENS)
-        firsts = np.asarray([first for first, _ in seen])[:, None]
-        lasts = np.asarray([chunk.start for chunk in chunks])[:, None]
-        mask = torch.from_numpy((positions >= firsts) & (positions <= lasts)).to(self._device)
-        return Decodes(start, start + len(chunks), self._place(table), mask[:, None, None, :])
+        firsts = np.asarray([first for first, _ in seen]) - skipped
+        ends = np.asarray([chunk.start + 1 for chunk in chunks]) - skipped
+        context = int(ends.max())
+        mask = None
+        if firsts.any() or (ends < context).any():
+            columns = np.arange(context)
+            hidden = (columns < firsts[:, None]) | (columns >= ends[:, None])
+            mask = self._added(hidden)[:, None, None, :]
+        return Decodes(start, start + len(chunks), self._place(table), context, mask)
+
+    def _added(self, hidden: np.ndarray) -> Tensor:
+        """Return what is added to scores: 0, and -inf where `hidden`.
+
+        Made once for all layers; a mask of truths would be made into this in each of them.
+        """
+        return torch.from_numpy(np.where(hidden, -np.inf, 0.0)).to(self._device, self._dtype)
 
     def _segments(self, batch: Batch) -> Iterator[Segment]:
         start = len(batch.decodes)
@@ -154,3 +182,10 @@ def _slots(chunk: Chunk) -> list[int]:
         blocks[position // BLOCK_TOKENS] * BLOCK_TOKENS + position % BLOCK_TOKENS
         for position in range(chunk.start, chunk.start + chunk.tokens)
     ]
+
+
+def _begun(chunk: Chunk) -> list[int]:
+    """Return the block that the chunk begins and does not fill, if there is one."""
+    end = chunk.start + chunk.tokens
+    begun = end // BLOCK_TOKENS * BLOCK_TOKENS
+    return [chunk.sequence.blocks[end // BLOCK_TOKENS]] if chunk.start <= begun < end else []

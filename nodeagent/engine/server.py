@@ -106,6 +106,7 @@ class EngineServer:
 
     def stats(self) -> dict[str, float]:
         """Return counts and rates by name: EngineStats, and what only this engine has."""
+        mover = self.loaded.engine.mover
         return {
             **msgspec.structs.asdict(self.worker.snapshot),
             "block_tokens": BLOCK_TOKENS,
@@ -114,6 +115,7 @@ class EngineServer:
             "load_s": self.loaded.load_s,
             "weights_bytes": self.loaded.weights_bytes,
             "context_tokens": self._context_tokens,
+            **(mover.counts() if mover is not None else {}),
             "adapters": len(self.adapters.names),
             "adapters_kept": self.adapters.kept,
             "adapter_reads_total": self.adapters.reads_total,

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nodeagent.engine.decide.batching import Batch, Batching
 from nodeagent.engine.decide.sequence import Finish, Sequence
+from nodeagent.engine.kv_tiers.mover import Mover
 from nodeagent.engine.runner import Runner
 from nodeagent.engine.sampling import Sampled, Sampler, UnsoundLogits, sample_rows
 from nodeagent.engine.text import StopStrings, TokenText
@@ -55,8 +56,9 @@ class Stepped:
 class Engine:
     """The generations in this process and the step that moves them all."""
 
-    def __init__(self, runner: Runner, batching: Batching) -> None:
+    def __init__(self, runner: Runner, batching: Batching, mover: Mover | None = None) -> None:
         self.batching = batching
+        self.mover = mover
         self._runner = runner
         self._generations: dict[int, Generation] = {}
         self.prompt_tokens_total = 0
@@ -79,9 +81,27 @@ class Engine:
         if generation is not None:
             self.batching.remove(generation.sequence)
 
+    def export_blocks(self, digests: list[bytes]) -> Tensor | None:
+        """Return the KV blocks of these digests, wherever they lie; None where one is nowhere."""
+        if self.mover is None:
+            return None
+        return self.mover.export(self.batching.blocks.remembered(), digests)
+
+    def import_blocks(self, digests: list[bytes], contents: Tensor) -> None:
+        """Take KV blocks that another engine of the same model computed."""
+        if self.mover is not None:
+            self.mover.take_in(digests, contents)
+
+    def close(self) -> None:
+        """Leave what the device remembers to the next process. After the last step."""
+        if self.mover is not None:
+            self.mover.close(self.batching.blocks.remembered())
+
     def step(self, now_s: float = 0.0) -> Stepped:
         """Move every generation that this step's budget reaches; `now_s` is for deadlines."""
         batch = self.batching.next_batch(now_s)
+        if self.mover is not None:
+            self.mover.move(batch.evicted, batch.restores)
         late = [self._drop(sequence) for sequence in batch.late]
         if not batch.chunks:
             return Stepped(late, 0, 0)

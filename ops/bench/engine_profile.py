@@ -31,7 +31,11 @@ def part_of(operator: str) -> str:
     """Sort an operator into what it is for."""
     if any(word in operator for word in ATTENTION):
         return "attention"
-    return "products" if any(operator.endswith(word) or "linear" in operator for word in PRODUCTS) else "other operators"
+    return (
+        "products"
+        if any(operator.endswith(word) or "linear" in operator for word in PRODUCTS)
+        else "other operators"
+    )
 
 
 def run(engine: Engine, steps: int) -> float:

@@ -12,7 +12,9 @@ Rule 5: a prompt's blocks are taken whole when it is admitted; afterwards only o
 """
 
 from bisect import insort
+from collections.abc import Container
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from nodeagent.engine.decide.blocks import Blocks
 from nodeagent.engine.decide.pace import Pace
@@ -57,6 +59,10 @@ class Batch:
     prefills: tuple[Chunk, ...]
     late: tuple[Sequence, ...] = ()
     """Given up: their deadlines passed before their first tokens."""
+    evicted: tuple[tuple[int, bytes], ...] = ()
+    """(block, digest) of what blocks held before this step got them: save it first, or lose it."""
+    restores: tuple[tuple[int, bytes], ...] = ()
+    """(block, digest) of what must come from the tiers below before this step runs."""
 
     @property
     def chunks(self) -> tuple[Chunk, ...]:
@@ -85,6 +91,9 @@ class Batching:
     waiting: list[Sequence] = field(default_factory=list)
     running: list[Sequence] = field(default_factory=list)
     preemptions: int = 0
+    below: Container[bytes] = frozenset()
+    """The digests that the tiers below the device hold."""
+    _restores: dict[int, bytes] = field(default_factory=dict)
 
     @property
     def busy(self) -> bool:
@@ -135,7 +144,10 @@ class Batching:
             self.waiting.remove(sequence)
             insort(self.running, sequence, key=_turn)
             budget -= self._chunk(sequence, budget, prefills)
-        batch = Batch(tuple(decodes), tuple(prefills), late)
+        evicted = tuple(self.blocks.take_evicted())
+        restores = tuple(self._restores.items())
+        self._restores.clear()
+        batch = Batch(tuple(decodes), tuple(prefills), late, evicted, restores)
         self.turns.pass_by(batch.tokens)
         return batch
 
@@ -216,12 +228,15 @@ class Batching:
         if len(self.running) >= self.limits.sequences_max:
             return False
         # At least one token is computed anew: the last one's logits are what is wanted.
-        remembered = self.blocks.match(sequence.chain((len(sequence.tokens) - 1) // BLOCK_TOKENS))
+        chain = sequence.chain((len(sequence.tokens) - 1) // BLOCK_TOKENS)
+        remembered = self.blocks.match(chain)
+        below = list(takewhile(self.below.__contains__, chain[len(remembered) :]))
         taken = self.blocks.take(remembered, sequence.blocks_needed() - len(remembered))
         if taken is None:
             return False
         sequence.blocks = taken
-        sequence.computed = len(remembered) * BLOCK_TOKENS
+        self._restores |= zip(taken[len(remembered) :], below, strict=False)
+        sequence.computed = (len(remembered) + len(below)) * BLOCK_TOKENS
         sequence.published = len(remembered)
         if not sequence.admitted:
             sequence.admitted = True
@@ -234,6 +249,9 @@ class Batching:
         return tokens
 
     def _release(self, sequence: Sequence) -> None:
+        # Who gives way in the step that admitted it needs nothing brought back.
+        for block in sequence.blocks:
+            self._restores.pop(block, None)
         self.blocks.release(sequence.blocks)
         sequence.blocks = []
         sequence.computed = 0
