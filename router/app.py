@@ -4,6 +4,7 @@ import asyncio
 import logging
 import random
 import socket
+import ssl
 import time
 import uuid
 from collections.abc import AsyncIterator
@@ -26,12 +27,14 @@ from isochrone.wire.control import PeerRole, ToRouter, Welcome
 from isochrone.wire.ids import BootId, RouterId
 from isochrone.wire.routes import RouteDelta, RouteTable
 from isochrone.wire.usage import UsageAck
-from router.apis.openai.chat import OpenAiSurface
-from router.apis.openai.encode import error_answer
-from router.apis.openai.surface import public_app
+from router.apis.doors import Doors, open_cold
+from router.apis.openai.cold import cold_app
+from router.apis.openai.hot import OpenAiSurface
 from router.config import RouterConfig
-from router.dataplane.forward import Upstream
-from router.decide.admit import Gate
+from router.dataplane.deadlines import Deadlines
+from router.dataplane.server import Server
+from router.dataplane.upstream import Upstream
+from router.decide.limits import Gate
 from router.fleet import Fleet
 from router.journal import Journal
 from router.loops.follow import Follower
@@ -58,6 +61,7 @@ class House(NamedTuple):
     recorder: Recorder
     metrics: Metrics
     loops: dict[str, Loop]
+    upstream: Upstream
 
 
 async def run(config: RouterConfig, stopping: asyncio.Event) -> int:
@@ -104,6 +108,20 @@ async def papers_of(config: RouterConfig) -> Identity:
         raise ConfigError(str(error)) from error
 
 
+class RequestIds:
+    """Makes request ids: this life of the router, and a number."""
+
+    def __init__(self, boot_id: BootId) -> None:
+        """Begin at one."""
+        self._prefix = f"req-{boot_id}-"
+        self._count = 0
+
+    def __call__(self) -> str:
+        """Return the next."""
+        self._count += 1
+        return f"{self._prefix}{self._count:x}"
+
+
 class Parts:
     """Everything a router is made of, not yet running."""
 
@@ -118,7 +136,8 @@ class Parts:
         self.fleet = Fleet(identity.pop, clock)
         self.recorder = Recorder(identity.pop, self.metrics, clock, Journal(state / "journal"))
         context = tls.client_context(identity) if config.node_tls else None
-        self.upstream = Upstream(config, context)
+        self.deadlines = Deadlines(clock)
+        self.upstream = Upstream(config, self.deadlines, clock, context)
         self.follower = Follower(
             fleet=self.fleet,
             gate=self.gate,
@@ -127,16 +146,7 @@ class Parts:
             snapshot=state / "table.snapshot",
             clock=clock,
         )
-        self.link = ControlLink(
-            urls=config.schedulers,
-            identity=identity,
-            boot_id=boot_id,
-            incoming=ToRouter,
-            progress=self.follower.progress,
-            on_welcome=self.on_welcome,
-            on_message=self.on_message,
-            chance=random.Random(),  # noqa: S311 - jitter, not a secret
-        )
+        self.link = self._dial(identity, boot_id, context)
         self.spool = UsageSpool(state / "usage", config.spool_bytes_max)
         self.shipper = Shipper(
             router_id=RouterId(identity.name),
@@ -167,15 +177,47 @@ class Parts:
             metrics=self.metrics,
             clock=clock,
         )
-        self.surface = OpenAiSurface(
-            config=config,
+        self.surface, self.server = self._front(boot_id)
+        self.loops = self._loops()
+
+    def _front(self, boot_id: BootId) -> tuple[OpenAiSurface, Server]:
+        """Make what clients meet."""
+        surface = OpenAiSurface(
+            config=self.config,
             fleet=self.fleet,
             corridor=self.corridor,
-            clock=clock,
+            metrics=self.metrics,
             unix_clock=time.time,
-            new_id=lambda: f"req-{uuid.uuid4().hex}",
+            new_id=RequestIds(boot_id),
         )
-        self.loops = self._loops()
+        doors = Doors(surface, self.upstream)
+        server = Server(
+            limits=limits_of(self.config),
+            write_timeout_s=self.config.write_timeout_s,
+            gate=doors.gate,
+            handler=doors.answer,
+            encode_error=surface.encode_error,
+            deadlines=self.deadlines,
+            clock=time.monotonic,
+            unix_clock=time.time,
+        )
+        return surface, server
+
+    def _dial(
+        self, identity: Identity, boot_id: BootId, node_tls: ssl.SSLContext | None
+    ) -> ControlLink:
+        return ControlLink(
+            urls=self.config.schedulers,
+            identity=identity,
+            boot_id=boot_id,
+            incoming=ToRouter,
+            progress=self.follower.progress,
+            on_welcome=self.on_welcome,
+            on_message=self.on_message,
+            chance=random.Random(),  # noqa: S311 - jitter, not a secret
+            folder=self.config.state_folder,
+            contexts=() if node_tls is None else (node_tls,),
+        )
 
     async def send(self, message: msgspec.Struct) -> bool:
         """Send one message up; False where nobody listens."""
@@ -206,6 +248,8 @@ class Parts:
         metrics.in_flight.labels("decode").set(totals.decode_tokens)
         metrics.open_requests.set(totals.requests)
         metrics.waiting.set(self.corridor.waiting.depth)
+        metrics.ejected.set(len(fleet.health.ejected()))
+        metrics.panics.set(fleet.panics())
 
     def _loops(self) -> dict[str, Loop]:
         config, jitter = self.config, random.Random()  # noqa: S311 - jitter, not a secret
@@ -234,6 +278,8 @@ async def open_house(config: RouterConfig, identity: Identity) -> AsyncIterator[
     await asyncio.to_thread(parts.spool.open)
     await parts.follower.load(time.time())
     async with AsyncExitStack() as stack:
+        parts.deadlines.start()
+        stack.callback(parts.deadlines.stop)
         stack.push_async_callback(parts.upstream.close)
         stack.push_async_callback(_put_away, parts)
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
@@ -254,12 +300,13 @@ async def open_house(config: RouterConfig, identity: Identity) -> AsyncIterator[
             parts.recorder,
             parts.metrics,
             parts.loops,
+            parts.upstream,
         )
 
 
 async def _open_doors(parts: Parts, stack: AsyncExitStack) -> tuple[int, int]:
     config = parts.config
-    app = public_app(parts.surface, parts.fleet, parts.metrics)
+    app = cold_app(parts.surface, parts.fleet, parts.metrics, time.time)
     show_metrics = exposition(parts.metrics.registry)
     private_port = 0
     if config.private_host:
@@ -273,7 +320,18 @@ async def _open_doors(parts: Parts, stack: AsyncExitStack) -> tuple[int, int]:
     context = None
     if config.tls_certificate is not None and config.tls_key is not None:
         context = tls.server_context(config.tls_certificate, config.tls_key)
-    limits = DoorLimits(
+    await stack.enter_async_context(open_cold(app, parts.upstream))
+    listener = await asyncio.get_running_loop().create_server(
+        parts.server.connection, config.host, config.port, ssl=context, backlog=1024
+    )
+    stack.push_async_callback(parts.server.drain, config.drain_timeout_s)
+    stack.callback(listener.close)
+    return listener.sockets[0].getsockname()[1], private_port
+
+
+def limits_of(config: RouterConfig) -> DoorLimits:
+    """Return what the public listener lets in."""
+    return DoorLimits(
         head_timeout_s=config.head_timeout_s,
         body_timeout_s=config.body_timeout_s,
         body_bytes_max=config.body_bytes_max,
@@ -281,17 +339,6 @@ async def _open_doors(parts: Parts, stack: AsyncExitStack) -> tuple[int, int]:
         connections_per_address_max=config.connections_per_address_max,
         shutdown_timeout_s=config.drain_timeout_s,
     )
-    port = await stack.enter_async_context(
-        open_door(
-            app,
-            config.host,
-            config.port,
-            limits=limits,
-            encode_error=error_answer,
-            ssl_context=context,
-        )
-    )
-    return port, private_port
 
 
 async def _put_away(parts: Parts) -> None:

@@ -43,6 +43,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     connect_timeout_s: Seconds = 3.0
     first_byte_timeout_s: Seconds = 60.0
     stream_idle_timeout_s: Seconds = 15.0
+    token_timeout_s: Annotated[float, msgspec.Meta(ge=0, le=60)] = 0.25
     attempts_max: Annotated[int, msgspec.Meta(ge=1, le=10)] = 3
     retry_ratio: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.2
     queue_depth_max: Count = 256

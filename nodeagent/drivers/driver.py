@@ -45,6 +45,8 @@ class Driver(Protocol):
 
     health_path: str
     stats_path: str
+    resumes: str
+    """What of a broken answer it goes on from: greedy draws, seeded ones too, or nothing ("")."""
 
     def command(self, launch: Launch) -> Command:
         """Return the process to start, or raise UnknownOption."""

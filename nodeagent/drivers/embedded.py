@@ -5,6 +5,7 @@ from typing import Final
 
 import msgspec
 
+from isochrone.wire import headers
 from isochrone.wire.engine import EngineConfig, EngineStats
 from nodeagent.drivers.driver import (
     Command,
@@ -21,6 +22,7 @@ OPTIONS: Final = frozenset(
         "batch_tokens_max",
         "interval_ms",
         "sequences_max",
+        "draft_tokens_max",
         "waiting_max",
         "threads",
     }
@@ -32,6 +34,7 @@ class Embedded:
 
     health_path = "/health"
     stats_path = "/stats"
+    resumes = headers.SEEDED
     module = "nodeagent.engine"
     options = OPTIONS
     can_wait = True

@@ -76,7 +76,10 @@ async def serve(path: Path, stopping: asyncio.Event) -> int:
     died = asyncio.Event()
     loop = asyncio.get_running_loop()
     clients = Clients(
-        loaded.vocabulary, config.sequences_max + config.waiting_max, config.client_queue_max
+        loaded.vocabulary,
+        config.sequences_max + config.waiting_max,
+        config.client_queue_max,
+        loaded.engine.speculation,
     )
 
     def on_death() -> None:

@@ -21,6 +21,7 @@ from nodeagent.engine.layers.lora import Adding
 from nodeagent.engine.models.families import build, survey
 from nodeagent.engine.models.shape import CheckpointError, ModelShape
 from nodeagent.engine.runner import Runner
+from nodeagent.engine.speculate.speculation import Speculation
 from nodeagent.engine.step import Engine
 from nodeagent.engine.template import ChatTemplate
 from nodeagent.engine.vocabulary import Vocabulary
@@ -99,7 +100,13 @@ def _engine(
     mover = open_tiers(config, runner, shape, dtype)
     if mover is not None:
         batching.below = mover.host
-    return Engine(runner, batching, mover)
+    return Engine(runner, batching, mover, _speculation(config))
+
+
+def _speculation(config: EngineConfig) -> Speculation | None:
+    if config.draft_tokens_max == 0:
+        return None
+    return Speculation(config.draft_tokens_max, rows_max=config.batch_tokens_max)
 
 
 def _kv_blocks(config: EngineConfig, shape: ModelShape, dtype: torch.dtype) -> int:

@@ -55,6 +55,8 @@ class Knobs(Constrained, kw_only=True):
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=128)] | None = None
     ignore_eos: bool | None = None
     n: Annotated[int, Meta(ge=1)] | None = None
+    speculate: bool | None = None
+    """Ours: false turns drafts off. The output is the same with and without."""
 
 
 class Message(msgspec.Struct):
@@ -65,6 +67,13 @@ class Message(msgspec.Struct):
     tool_calls: Annotated[list[CallSpec], Meta(max_length=1024)] | None = None
     tool_call_id: str | None = None
     name: str | None = None
+
+
+class Prediction(msgspec.Struct):
+    """Text that the caller expects to be much of the answer: drafts are taken from it too."""
+
+    content: str | list[dict[str, Any]]
+    type: Literal["content"] = "content"
 
 
 class ChatBody(Knobs, kw_only=True):
@@ -78,6 +87,7 @@ class ChatBody(Knobs, kw_only=True):
     tool_choice: Choice = None
     parallel_tool_calls: bool | None = None
     functions: list[Any] | None = None
+    prediction: Prediction | None = None
 
 
 class CompletionBody(Knobs, kw_only=True):
@@ -102,6 +112,7 @@ class Ask:
     stream: bool
     include_usage: bool
     grammar: Grammar | None = None
+    speculate: bool = True
 
 
 _chat_decoder = msgspec.json.Decoder(ChatBody)
@@ -145,6 +156,11 @@ def messages_of(chat: ChatBody) -> list[dict[str, Any]]:
     return [_message(message) for message in chat.messages]
 
 
+def prediction_of(chat: ChatBody) -> str:
+    """Return the text that the caller predicts; empty where none."""
+    return _text(chat.prediction.content) if chat.prediction is not None else ""
+
+
 def ask_of(body: ChatBody | CompletionBody) -> Ask:
     """Translate the fields that say how to generate."""
     if (body.n or 1) > 1:
@@ -178,6 +194,7 @@ def ask_of(body: ChatBody | CompletionBody) -> Ask:
         stream=bool(body.stream),
         include_usage=bool(options and options.include_usage),
         grammar=grammar_of(body),
+        speculate=body.speculate is not False,
     )
 
 

@@ -39,18 +39,21 @@ class Runner:
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> Tensor:
-        """Compute `batch`; return logits [samples, vocabulary], a row per chunk that samples."""
+        """Compute `batch`; return logits [rows, vocabulary].
+
+        A row for each chunk that samples, and before it one for each of its drafts.
+        """
         tokens: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
         rows: list[int] = []
         for chunk in batch.chunks:
             end = chunk.start + chunk.tokens
-            tokens += chunk.sequence.tokens[chunk.start : end]
+            tokens += chunk.ids
             positions += range(chunk.start, end)
             slots += _slots(chunk)
             if chunk.samples:
-                rows.append(len(tokens) - 1)
+                rows += range(len(tokens) - 1 - len(chunk.drafts), len(tokens))
         layout = Layout(
             write_slots=self._put(slots),
             decodes=tuple(self._decodes(batch.decodes)),
@@ -144,7 +147,7 @@ class Runner:
 
     def _segments(self, batch: Batch) -> Iterator[Segment]:
         start = len(batch.decodes)
-        for chunk in batch.prefills:
+        for chunk in batch.segments:
             end = start + chunk.tokens
             blocks = self._place(chunk.sequence.blocks[: _blocks(chunk)])
             yield Segment(start, end, blocks, chunk.start + chunk.tokens, self._mask(chunk))

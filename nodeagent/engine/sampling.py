@@ -6,6 +6,7 @@ constraint forbids after the knobs and before the cuts, so that top_k counts all
 Log-probabilities told to the caller are those of the model itself, before any knob.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -153,21 +154,48 @@ class Sampler:
         return keep
 
 
+@dataclass(frozen=True, slots=True)
+class Due:
+    """A sequence whose next token is due, and the drafts that this step computed for it."""
+
+    sampler: Sampler
+    drafts: tuple[int, ...] = ()
+
+
 @torch.inference_mode()
-def sample_rows(logits: Tensor, samplers: list[Sampler]) -> list[Sampled | UnsoundLogits]:
-    """Sample each row of `logits` by its own sampler; an unsound row harms no other."""
+def sample_runs(logits: Tensor, dues: Sequence[Due]) -> list[list[Sampled | UnsoundLogits]]:
+    """Sample for each of `dues`, whose rows follow one another: one for each draft, and one more.
+
+    Each answer goes on as long as what was sampled is what was drafted, so that the row of a draft
+    counts only where the draft held. An unsound row harms no other.
+    """
     best, likeliest = logits.max(-1)
     sound = best.isfinite().tolist()
     tokens = likeliest.tolist()
-    answers: list[Sampled | UnsoundLogits] = []
-    for row, sampler in enumerate(samplers):
-        if not sound[row]:
-            answers.append(UnsoundLogits("cannot sample: the model gave no finite logits"))
-        elif sampler.plain:
-            answers.append(Sampled(tokens[row]))
-        else:
-            answers.append(_sample(sampler, logits[row]))
+    answers: list[list[Sampled | UnsoundLogits]] = []
+    row = 0
+    for due in dues:
+        run: list[Sampled | UnsoundLogits] = []
+        for ahead, draft in enumerate((*due.drafts, None)):
+            at = row + ahead
+            result: Sampled | UnsoundLogits
+            if not sound[at]:
+                result = UnsoundLogits("cannot sample: the model gave no finite logits")
+            elif due.sampler.plain:
+                result = Sampled(tokens[at])
+            else:
+                result = _sample(due.sampler, logits[at])
+            run.append(result)
+            if isinstance(result, UnsoundLogits) or result.token != draft:
+                break
+        answers.append(run)
+        row += len(due.drafts) + 1
     return answers
+
+
+def sample_rows(logits: Tensor, samplers: list[Sampler]) -> list[Sampled | UnsoundLogits]:
+    """Sample each row of `logits` by its own sampler; an unsound row harms no other."""
+    return [run[0] for run in sample_runs(logits, [Due(sampler) for sampler in samplers])]
 
 
 def _sample(sampler: Sampler, logits: Tensor) -> Sampled | UnsoundLogits:

@@ -10,7 +10,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -36,6 +36,7 @@ from nodeagent.engine.openai import (
     CompletionBody,
     ask_of,
     messages_of,
+    prediction_of,
     prompt_of,
     read_chat,
     read_completion,
@@ -161,7 +162,8 @@ class EngineServer:
             raise refused("messages", str(error)) from error
         tokens = await self._tokenise(text, special=False)
         calling = Calling.of(tools, template, self.loaded.vocabulary)
-        return await self._generate(request, body, tokens, calling)
+        predicted = await self._tokenise(prediction_of(body), special=False)
+        return await self._generate(request, body, tokens, calling, predicted)
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         """Answer a plain completion."""
@@ -201,6 +203,7 @@ class EngineServer:
         body: ChatBody | CompletionBody,
         tokens: list[int],
         calling: Calling | None = None,
+        predicted: Sequence[int] = (),
     ) -> web.StreamResponse:
         adapter = await self.adapters.hold(body.model)
         ask = ask_of(body)
@@ -236,6 +239,7 @@ class EngineServer:
             calling.shown if calling else None,
             adapter,
             standing_of(request.headers, salt, time.monotonic()),
+            predicted,
         )
         try:
             if ask.stream:

@@ -130,6 +130,7 @@ class Worker:
                 self._engine.batching.pace.note(
                     stepped.prefill_tokens, stepped.decode_tokens, step_s
                 )
+                self._engine.timed(stepped, step_s)
                 self.snapshot = self._take_snapshot()
                 if stepped.deltas:
                     self._publish(stepped.deltas)
@@ -164,6 +165,7 @@ class Worker:
     def _take_snapshot(self) -> Snapshot:
         batching = self._engine.batching
         waiting_tokens = sum(sequence.pending for sequence in batching.waiting)
+        speculation = self._engine.speculation
         pending = [sequence.pending for sequence in batching.running if not sequence.decoding]
         return Snapshot(
             running=len(batching.running),
@@ -182,4 +184,7 @@ class Worker:
             tokens_out_total=self._engine.output_tokens_total,
             prompt_tokens_total=self._engine.prompt_tokens_total,
             prefix_hit_tokens_total=self._engine.prefix_hit_tokens_total,
+            drafted_tokens_total=speculation.drafted_tokens_total if speculation else 0,
+            accepted_tokens_total=speculation.accepted_tokens_total if speculation else 0,
+            draft_acceptance=speculation.recent_acceptance if speculation else 0.0,
         )

@@ -83,6 +83,11 @@ class Engine:
         """Return the process id, which is also its group's."""
         return self.started.pid
 
+    @property
+    def resumes(self) -> str:
+        """Return what of a broken answer this engine goes on from; empty for nothing."""
+        return self._driver.resumes
+
     async def is_ready(self) -> bool:
         """Say whether the engine answers that it is well."""
         try:

@@ -19,8 +19,8 @@ from isochrone.wire import codec
 from isochrone.wire.control import Welcome
 from isochrone.wire.ids import ClusterId, Epoch, Generation
 from isochrone.wire.routes import Route, RouteDelta, RouteTable, SnapshotWanted, apply_delta
-from router.decide.admit import Gate
 from router.decide.adopt import Adopted, RefusedTable, adopt, widened
+from router.decide.limits import Gate
 from router.fleet import Fleet
 from router.loops.disk import to_its_end
 from router.metrics import Metrics

@@ -1,8 +1,10 @@
 """One output's grammar in motion: which tokens may come next, and what came.
 
 Rule 1: only the step thread touches a constraint once its generation is submitted.
-Rule 2: a constraint moves only along what was truly sampled, so nothing is ever taken back.
+Rule 2: a constraint moves only along what was truly sampled; looking ahead leaves no trace.
 """
+
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -39,12 +41,35 @@ class Constraint:
         self._matcher.consume_token(token)
         self._check()
 
-    def forced(self, limit: int) -> list[int]:
-        """Return up to `limit` tokens that must come next: the grammar leaves no choice."""
-        if self._matcher.is_stopped():
-            return [self._stop_token]
-        tokens: list[int] = self._matcher.compute_ff_tokens()
-        return tokens[:limit]
+    def look_ahead(
+        self, count: int, propose: Callable[[list[int]], int | None]
+    ) -> tuple[list[int], list[bool]]:
+        """Draft up to `count` tokens that the grammar allows; say of each if it must come.
+
+        Where the grammar leaves a choice, `propose` is asked what may follow the draft so far.
+        Nothing moves: every token is taken back.
+        """
+        draft: list[int] = []
+        must: list[bool] = []
+        taken = 0
+        while len(draft) < count and not self._matcher.is_stopped():
+            forced = self._matcher.compute_ff_tokens()[: count - len(draft)]
+            proposed = None if forced else propose(draft)
+            found = forced if proposed is None else [proposed]
+            if not found or self._stop_token in found:
+                break
+            held = self._matcher.try_consume_tokens(found)
+            taken += held
+            draft += found[:held]
+            must += [bool(forced)] * held
+            if held < len(found):
+                break
+        if len(draft) < count and self._matcher.is_stopped():
+            draft.append(self._stop_token)
+            must.append(True)
+        if taken:
+            self._matcher.rollback(taken)
+        return draft, must
 
     def allowed(self, tokens: list[int]) -> int:
         """Return how many of `tokens` the grammar would take, one after the other."""

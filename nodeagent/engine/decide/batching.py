@@ -9,6 +9,7 @@ by it everyone in the end.
 Rule 3: where no more can run, a request of higher priority takes the place of one of lower.
 Rule 4: a request whose deadline passes before its first token is given up.
 Rule 5: a prompt's blocks are taken whole when it is admitted; afterwards only outputs grow.
+Rule 6: drafts run only where nobody pays for them: no prompt waits, and blocks are to spare.
 """
 
 from bisect import insort
@@ -39,21 +40,30 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Part of a step: compute tokens [start, start + tokens) of one sequence."""
+    """Part of a step: compute tokens [start, start + tokens) of one sequence.
+
+    The last of them may be drafts, which follow what is known of the sequence.
+    """
 
     sequence: Sequence
     start: int
     tokens: int
+    drafts: tuple[int, ...] = ()
 
     @property
     def samples(self) -> bool:
         """True where this chunk reaches the end of what is known, so a next token is due."""
-        return self.start + self.tokens == len(self.sequence.tokens)
+        return self.start + self.tokens - len(self.drafts) == len(self.sequence.tokens)
+
+    @property
+    def ids(self) -> list[int]:
+        """The tokens themselves."""
+        return [*self.sequence.tokens[self.start : self.start + self.tokens], *self.drafts]
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One step: decodes (one token each) and prompt chunks."""
+    """One step: decodes (one token each), decodes with drafts, and prompt chunks."""
 
     decodes: tuple[Chunk, ...]
     prefills: tuple[Chunk, ...]
@@ -63,16 +73,23 @@ class Batch:
     """(block, digest) of what blocks held before this step got them: save it first, or lose it."""
     restores: tuple[tuple[int, bytes], ...] = ()
     """(block, digest) of what must come from the tiers below before this step runs."""
+    verifies: tuple[Chunk, ...] = ()
+    """Decodes with drafts."""
 
     @property
     def chunks(self) -> tuple[Chunk, ...]:
-        """Decodes, then prefills: the order of rows in the flat batch."""
-        return self.decodes + self.prefills
+        """Decodes, then what has several tokens: the order of rows in the flat batch."""
+        return self.decodes + self.segments
+
+    @property
+    def segments(self) -> tuple[Chunk, ...]:
+        """Decodes with drafts, then prefills."""
+        return self.verifies + self.prefills
 
     @property
     def tokens(self) -> int:
         """Tokens that this step computes."""
-        return len(self.decodes) + self.prefill_tokens
+        return len(self.decodes) + sum(chunk.tokens for chunk in self.segments)
 
     @property
     def prefill_tokens(self) -> int:
@@ -124,7 +141,7 @@ class Batching:
         """Decide the next step."""
         late = self._give_up(now_s)
         preemptions = self.preemptions
-        decodes = self._decodes()
+        decodes, verifies = self._decodes()
         budget = self.limits.batch_tokens_max - len(decodes)
         budget = self.pace.prompt_tokens(len(decodes), budget)
         prefills: list[Chunk] = []
@@ -147,30 +164,52 @@ class Batching:
         evicted = tuple(self.blocks.take_evicted())
         restores = tuple(self._restores.items())
         self._restores.clear()
-        batch = Batch(tuple(decodes), tuple(prefills), late, evicted, restores)
+        batch = Batch(tuple(decodes), tuple(prefills), late, evicted, restores, tuple(verifies))
         self.turns.pass_by(batch.tokens)
         return batch
 
-    def computed(self, chunk: Chunk) -> None:
-        """Note that `chunk` has run: its KV is there, and its whole blocks can be shared."""
+    @property
+    def drafting(self) -> bool:
+        """True where the coming step may verify drafts."""
+        return not self.waiting and all(sequence.decoding for sequence in self.running)
+
+    def computed(self, chunk: Chunk, refused: int = 0) -> None:
+        """Note that `chunk` has run: its KV is there, and its whole blocks can be shared.
+
+        The last `refused` of its drafts did not hold: their KV is void and will be written over.
+        """
         sequence = chunk.sequence
-        sequence.computed = chunk.start + chunk.tokens
+        sequence.computed = chunk.start + chunk.tokens - refused
         whole = sequence.computed // BLOCK_TOKENS
         chain = sequence.chain(whole)
         for index in range(sequence.published, whole):
             self.blocks.publish(sequence.blocks[index], chain[index])
         sequence.published = max(sequence.published, whole)
 
-    def _decodes(self) -> list[Chunk]:
+    def _decodes(self) -> tuple[list[Chunk], list[Chunk]]:
         """Give each decoding sequence its token, first turn first, preempting the last."""
         decodes: list[Chunk] = []
+        verifies: list[Chunk] = []
+        drafting = self.drafting
         for sequence in list(self.running):
             if sequence not in self.running or not sequence.decoding:
                 continue
-            if self._grow(sequence):
-                decodes.append(Chunk(sequence, sequence.computed, 1))
+            if not self._grow(sequence):
+                continue
+            drafts = self._room_for_drafts(sequence) if drafting else ()
+            chunk = Chunk(sequence, sequence.computed, 1 + len(drafts), drafts)
+            (verifies if drafts else decodes).append(chunk)
         # Neighbours of like length share one call of attention.
-        return sorted(decodes, key=_context)
+        return sorted(decodes, key=_context), verifies
+
+    def _room_for_drafts(self, sequence: Sequence) -> tuple[int, ...]:
+        """Take blocks for the sequence's drafts where many are free; return the drafts that fit."""
+        length = len(sequence.tokens) + len(sequence.drafts)
+        missing = -(-length // BLOCK_TOKENS) - len(sequence.blocks)
+        if missing > 0 and self.blocks.free > missing + len(self.running):
+            sequence.blocks.extend(self.blocks.take((), missing) or ())
+        room = len(sequence.blocks) * BLOCK_TOKENS - len(sequence.tokens)
+        return sequence.drafts[: max(room, 0)]
 
     def _grow(self, sequence: Sequence) -> bool:
         """Make room for one more token; False where `sequence` itself had to give way."""

@@ -59,6 +59,8 @@ class Sequence:
     digests: list[bytes] = field(default_factory=list)
     published: int = 0
     """Blocks of this sequence already offered to the prefix cache."""
+    drafts: tuple[int, ...] = ()
+    """Tokens that may come next, to be verified in the coming step."""
 
     def __post_init__(self) -> None:
         if not self.tokens:
@@ -74,6 +76,11 @@ class Sequence:
     def output_tokens(self) -> int:
         """Tokens generated so far."""
         return len(self.tokens) - self.prompt_tokens
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that may still be generated."""
+        return self.ending.tokens_max - self.output_tokens
 
     @property
     def decoding(self) -> bool:

@@ -61,6 +61,8 @@ class CallReader:
     _held: str = ""
     """What waits: not yet known to be content, or already part of a call."""
     _object: "_ObjectScan | None" = None
+    _calls_before: int = 0
+    """Calls before the section at hand."""
 
     def feed(self, text: str) -> list[Event]:
         """Return what is known after `text`."""
@@ -116,6 +118,7 @@ class CallReader:
                 events.append(Said(known))
             self._held = self._held[len(known) :]
             self._where = _Where.SECTION
+            self._calls_before = self.calls
             return True
         keep = _beginning(self._held, opening) if opening else 0
         if self.calls and not self._held.strip(_SPACE):
@@ -138,7 +141,7 @@ class CallReader:
             self._held = rest
             self._where = _Where.OBJECT
             return True
-        if closing and rest.startswith(closing):
+        if closing and rest.startswith(closing) and self.calls > self._calls_before:
             self._held = rest.removeprefix(closing)
             self._where = _Where.TEXT
             return True

@@ -253,13 +253,28 @@ def test_a_broken_constraint_harms_no_neighbour() -> None:
     assert isinstance(second, Sampled)
 
 
-def test_forced_tokens_are_told() -> None:
+def test_looking_ahead_drafts_what_must_come_and_leaves_no_trace() -> None:
     constraint = GRAMMARS.build(grammar.of_choices(["left", "lever"], "x"))
-    assert bytes(constraint.forced(10)) == b"le"
-    assert constraint.forced(1) == [ord("l")]
+
+    def nothing(draft: list[int]) -> None:
+        return None
+
+    def a_v(draft: list[int]) -> int:
+        return ord("v")
+
+    def a_z(draft: list[int]) -> int:
+        return ord("z")
+
+    assert constraint.look_ahead(10, nothing) == ([*b"le"], [True] * 2)
+    assert constraint.look_ahead(1, nothing) == ([*b"l"], [True])
+    draft, must = constraint.look_ahead(10, a_v)
+    assert draft == [*b"lever", END]
+    assert must == [True, True, False, True, True, True]
+    assert constraint.look_ahead(10, a_z) == ([*b"le"], [True] * 2)
     for token in b"left":
         constraint.accept(token)
-    assert constraint.forced(10) == [END]
+    assert constraint.look_ahead(10, nothing) == ([END], [True])
+    constraint.accept(END)
 
 
 async def test_a_compilation_that_takes_too_long_is_refused() -> None:
