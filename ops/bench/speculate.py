@@ -142,7 +142,7 @@ def main() -> None:
         )
     )
     print("| tokens in a step | ms | to one |\n|---|---|---|")
-    costs = forward_ms(loaded.engine.runner, 3 * arguments.rounds)
+    costs = forward_ms(loaded.engine._runner, 3 * arguments.rounds)
     for size, cost_ms in costs.items():
         print(f"| {size} | {cost_ms:.1f} | {cost_ms / costs[1]:.2f} |")
     print("\n| prompt | tokens | steps | drafts held | tok/s without | with | gain |")

@@ -41,8 +41,11 @@ def loaded(model_path: Path) -> Loaded:
     )
 
 
-def generate(loaded: Loaded, cases: list[dict[str, Any]]) -> list[tuple[list[int], str]]:
+def generate(
+    loaded: Loaded, cases: list[dict[str, Any]], *, drafts: bool = False
+) -> list[tuple[list[int], str]]:
     texts: dict[int, str] = {}
+    speculation = loaded.engine.speculation
     sequences: list[Sequence] = []
     for case in cases:
         ending = Ending(GOLDEN["tokens"], loaded.vocabulary.stop_ids)
@@ -51,7 +54,13 @@ def generate(loaded: Loaded, cases: list[dict[str, Any]]) -> list[tuple[list[int
         texts[sequence.number] = ""
         sampler = Sampler(SamplingParams(temperature=0), [])
         loaded.engine.submit(
-            Generation(sequence, sampler, TokenText(loaded.vocabulary), StopStrings(()))
+            Generation(
+                sequence,
+                sampler,
+                TokenText(loaded.vocabulary),
+                StopStrings(()),
+                speculation.drafter() if drafts and speculation else None,
+            )
         )
     while loaded.engine.busy:
         for delta in loaded.engine.step().deltas:
@@ -91,3 +100,15 @@ def test_greedy_output_is_equal_alone(loaded: Loaded) -> None:
     for case in CASES:
         ((output, text),) = generate(loaded, [case])
         expect(loaded, case, output, text)
+
+
+@pytest.mark.timeout(400)
+def test_greedy_output_is_equal_with_drafts(loaded: Loaded) -> None:
+    speculation = loaded.engine.speculation
+    assert speculation is not None
+    for case in CASES[::4]:
+        ((output, text),) = generate(loaded, [case], drafts=True)
+        expect(loaded, case, output, text)
+    for case, (output, text) in zip(CASES, generate(loaded, CASES, drafts=True), strict=True):
+        expect(loaded, case, output, text)
+    assert speculation.accepted_tokens_total > 0
