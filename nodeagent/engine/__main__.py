@@ -25,6 +25,7 @@ from nodeagent.engine.listening import clear_socket, listen, remove_socket
 from nodeagent.engine.loading import Loaded, load
 from nodeagent.engine.models.shape import CheckpointError
 from nodeagent.engine.server import EngineServer
+from nodeagent.engine.standby import wait_for_order
 from nodeagent.engine.step import Engine
 from nodeagent.engine.worker import Worker
 
@@ -37,8 +38,16 @@ _STEP_END_S = 10.0
 def main() -> None:
     """Read the arguments, load the model, serve until told to stop."""
     parser = argparse.ArgumentParser(prog="python -m nodeagent.engine", description=__doc__)
-    parser.add_argument("--config", type=Path, required=True, help="JSON file: EngineConfig")
-    path = parser.parse_args().config
+    kinds = parser.add_mutually_exclusive_group(required=True)
+    kinds.add_argument("--config", type=Path, help="JSON file: EngineConfig")
+    kinds.add_argument("--standby", action="store_true", help="wait on standard input for --config")
+    arguments = parser.parse_args()
+    if arguments.standby:
+        order = wait_for_order()
+        if order is None:
+            return
+        arguments = parser.parse_args(order.arguments)
+    path: Path = arguments.config
     setup_logs("engine")
     run_service(lambda stopping: serve(path, stopping))
 

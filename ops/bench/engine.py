@@ -22,8 +22,8 @@ import torch
 
 from ops.bench.engine_machine import bandwidth_bytes_per_s
 
-PROMPT_TOKENS: Final = 32
-PREFILL_TOKENS: Final = 512
+PROMPT_TOKENS: Final = 16
+PREFILL_TOKENS: Final = 256
 CACHED_TOKENS: Final = 1843
 LONG_TOKENS: Final = 2048
 BATCHES: Final = (1, 8, 32)
@@ -58,6 +58,7 @@ class Runner:
     def note(self, measure: str, seconds: float) -> None:
         """Keep the best."""
         self.best[measure] = min(seconds, self.best.get(measure, seconds))
+        print(f"{self.name} {measure}: {seconds:.3f} s", file=sys.stderr, flush=True)
 
 
 def start(name: str, model: Path, threads: int) -> Runner:
@@ -115,7 +116,8 @@ def main() -> None:
     """Start the contestants, alternate them, print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", type=Path)
-    parser.add_argument("--f16", type=Path)
+    parser.add_argument("--f16", type=Path, help="the same weights as a GGUF file in F16")
+    parser.add_argument("--folder", type=Path, help="the same as transformers saves them")
     parser.add_argument(
         "--only", default="ours-fp32,ours-packed,transformers,llama.cpp,llama.cpp-f16"
     )
@@ -133,6 +135,8 @@ def main() -> None:
     try:
         for name in names:
             model = arguments.f16 if name.endswith("f16") else arguments.model
+            if name == "transformers" and arguments.folder is not None:
+                model = arguments.folder
             runners.append(start(name, model, arguments.threads))
         for number in range(arguments.rounds):
             for runner in runners:

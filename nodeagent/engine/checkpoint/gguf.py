@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-import torch
 from gguf.constants import GGMLQuantizationType
-from gguf.quants import dequantize
+from torch import Tensor
 
 from nodeagent.engine.checkpoint.gguf_header import GgufHeader, TensorEntry, read_header
 from nodeagent.engine.checkpoint.gguf_shape import shape_of
-from nodeagent.engine.layers.linear import GROUP_WEIGHTS, Groups
+from nodeagent.engine.checkpoint.unpacking import FOUR_BITS, groups_of, unpack
+from nodeagent.engine.layers.linear import Groups
 from nodeagent.engine.models.shape import CheckpointError
 
 _LAYER_NAMES: Final = {
@@ -82,32 +82,32 @@ class GgufFile:
         """Raise CheckpointError where `name` is missing or of another shape."""
         self._entry(name, shape)
 
-    def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Read and dequantise one weight."""
         entry, first_row = self._entry(name, shape)
-        return torch.from_numpy(self._turned(name, self._dequantise(entry, first_row, shape)))
+        kind = GGMLQuantizationType(entry.kind)
+        try:
+            weights = unpack(self._packed(entry, first_row, shape), kind)
+        except NotImplementedError as error:
+            raise CheckpointError(
+                f"cannot read {self._path}: {entry.name} is {kind.name}, which has no reader"
+            ) from error
+        return self._turned(name, weights.view(shape))
 
     def groups(self, name: str, shape: tuple[int, ...]) -> Groups | None:
         """Read one matrix as the file quantises it; None where that is not Q4_0 or Q4_1."""
         entry, first_row = self._entry(name, shape)
         kind = GGMLQuantizationType(entry.kind)
-        if kind not in (GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q4_1):
+        if kind not in FOUR_BITS:
             return None
-        rows, columns = shape
-        packed = self._packed(entry, first_row, shape).reshape(rows, columns // GROUP_WEIGHTS, -1)
-        numbers = packed[..., -GROUP_WEIGHTS // 2 :]
-        # The first sixteen of a group are the low halves of its bytes, the others the high ones.
-        numbers = np.concatenate((numbers & 15, numbers >> 4), axis=-1).reshape(rows, columns)
-        scales = packed[..., :2].copy().view(np.float16)[..., 0].astype(np.float32)
-        if kind is GGMLQuantizationType.Q4_1:
-            offsets = packed[..., 2:4].copy().view(np.float16)[..., 0].astype(np.float32)
-        else:
-            offsets = -8 * scales
+        groups = groups_of(self._packed(entry, first_row, shape), kind)
         return Groups(
-            *(torch.from_numpy(self._turned(name, part)) for part in (numbers, scales, offsets))
+            self._turned(name, groups.numbers),
+            self._turned(name, groups.scales),
+            self._turned(name, groups.offsets),
         )
 
-    def _turned(self, name: str, rows: np.ndarray) -> np.ndarray:
+    def _turned(self, name: str, rows: Tensor) -> Tensor:
         """Put the rows of queries and keys back into the order of Hugging Face's."""
         if self.shape.family in _TURNED_AS_NEIGHBOURS:
             if name.endswith("q_proj.weight"):
@@ -132,17 +132,6 @@ class GgufFile:
             )
         return entry, (expert or 0) * (shape[0] if len(shape) > 1 else 0)
 
-    def _dequantise(self, entry: TensorEntry, first_row: int, shape: tuple[int, ...]) -> np.ndarray:
-        kind = GGMLQuantizationType(entry.kind)
-        try:
-            weights: np.ndarray = dequantize(self._packed(entry, first_row, shape), kind)
-        except NotImplementedError as error:
-            raise CheckpointError(
-                f"cannot read {self._path}: {entry.name} is {kind.name}, which has no reader"
-            ) from error
-        wide: np.ndarray = weights.astype(np.float32, copy=False).reshape(shape)
-        return wide
-
     def _packed(self, entry: TensorEntry, first_row: int, shape: tuple[int, ...]) -> np.ndarray:
         """Return the bytes of the rows asked for: [rows, bytes of a row]."""
         rows = int(np.prod(shape[:-1], dtype=np.int64))
@@ -166,8 +155,7 @@ def _place(name: str) -> tuple[str, int | None]:
     return f"blk.{number}.{_LAYER_NAMES[part]}.{kind}", None
 
 
-def _halves(weights: np.ndarray, heads: int) -> np.ndarray:
+def _halves(weights: Tensor, heads: int) -> Tensor:
     """Put rows kept as rotated neighbours back into rotated halves."""
     rows, columns = weights.shape
-    pairs = weights.reshape(heads, rows // heads // 2, 2, columns)
-    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(rows, columns)
+    return weights.view(heads, rows // heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)

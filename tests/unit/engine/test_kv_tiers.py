@@ -12,6 +12,7 @@ from torch import Tensor
 from nodeagent.engine.decide.batching import Batching, Limits
 from nodeagent.engine.decide.blocks import Blocks
 from nodeagent.engine.decide.sequence import BLOCK_TOKENS, Ending, Finish, Sequence
+from nodeagent.engine.decide.turns import Standing
 from nodeagent.engine.kv_tiers.files import FileTier
 from nodeagent.engine.kv_tiers.host import HostTier
 from nodeagent.engine.kv_tiers.mover import Mover
@@ -51,7 +52,11 @@ class Pages:
 @given(
     st.lists(
         st.tuples(
-            st.integers(1, 90), st.integers(1, 30), st.sampled_from([b"", b"x"]), st.integers(0, 2)
+            st.integers(1, 90),
+            st.integers(1, 30),
+            st.sampled_from([b"", b"x"]),
+            st.integers(0, 2),
+            st.integers(0, 2),
         ),
         min_size=2,
         max_size=14,
@@ -60,17 +65,23 @@ class Pages:
     st.integers(5, 40),
 )
 def test_a_step_sees_what_its_sequences_computed_and_nothing_else(
-    asks: list[tuple[int, int, bytes, int]], host_blocks: int, budget: int
+    asks: list[tuple[int, int, bytes, int, int]], host_blocks: int, budget: int
 ) -> None:
     pages = Pages(8)
     host = HostTier(host_blocks, (BLOCK_TOKENS, 2), torch.int64, pinned=False)
     mover = Mover(pages, host, None)
     batching = Batching(Limits(budget, 4), Blocks(8), below=host)
-    for number, (prompt, output, salt, start) in enumerate(asks):
+    coming = []
+    for number, (prompt, output, salt, start, priority) in enumerate(asks):
         # Few different beginnings, so that prefixes are shared, pushed out and asked for again.
         tokens = [start * 100 + at for at in range(prompt)]
-        batching.submit(Sequence(number, tokens, Ending(output, frozenset()), salt))
-    while batching.busy:
+        standing = Standing(priority=priority)
+        ending = Ending(output, frozenset())
+        coming.append(Sequence(number, tokens, ending, salt, standing=standing))
+    while coming or batching.busy:
+        # One a step: who comes later and is more urgent makes others give way.
+        if coming:
+            batching.submit(coming.pop(0))
         batch = batching.next_batch()
         mover.move(batch.evicted, batch.restores)
         assert len(host) <= host_blocks
