@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import random
 import socket
 import ssl
@@ -41,6 +42,7 @@ from router.loops.follow import Follower
 from router.loops.probe import Prober
 from router.loops.ship import Shipper, UsageSpool
 from router.metrics import Metrics
+from router.processes import WORKER_ENV, ParentLink, Workers
 from router.record import Recorder
 from router.serve import Corridor
 
@@ -49,6 +51,14 @@ log = logging.getLogger(__name__)
 ROUND_TRIPS_INTERVAL_S: Final = 10.0
 GAUGES_INTERVAL_S: Final = 1.0
 RECONSIDER_INTERVAL_S: Final = 1.0
+
+
+class Worker(NamedTuple):
+    """What makes this process one of several: its number, its end of the pipe, the port."""
+
+    number: int
+    end: socket.socket
+    port: int
 
 
 class House(NamedTuple):
@@ -62,13 +72,23 @@ class House(NamedTuple):
     metrics: Metrics
     loops: dict[str, Loop]
     upstream: Upstream
+    stopping: asyncio.Event
 
 
 async def run(config: RouterConfig, stopping: asyncio.Event) -> int:
     """Serve until `stopping`, then drain. Returns the exit code."""
     identity = await papers_of(config)
+    worker = worker_of(os.environ.pop(WORKER_ENV, ""))
+    if worker is not None:
+        config = msgspec.structs.replace(
+            config,
+            state_folder=config.state_folder / f"worker-{worker.number}",
+            schedulers=(),
+            port=worker.port,
+            private_host="",
+        )
     try:
-        async with open_house(config, identity) as house:
+        async with open_house(config, identity, worker) as house:
             log.info(
                 "serving",
                 extra={
@@ -76,7 +96,7 @@ async def run(config: RouterConfig, stopping: asyncio.Event) -> int:
                 },
             )
             notify("READY=1")
-            await stopping.wait()
+            await _either(stopping, house.stopping)
             notify("STOPPING=1")
     except BaseExceptionGroup as group:
         wrong = group.subgroup(ConfigError)
@@ -84,6 +104,23 @@ async def run(config: RouterConfig, stopping: asyncio.Event) -> int:
             raise
         raise ConfigError(str(wrong.exceptions[0])) from group
     return 0
+
+
+def worker_of(text: str) -> Worker | None:
+    """Read what the main process says to a worker; None in the main process itself."""
+    if not text:
+        return None
+    number, descriptor, port = (int(part) for part in text.split(":"))
+    return Worker(number, socket.socket(fileno=descriptor), port)
+
+
+async def _either(*events: asyncio.Event) -> None:
+    waits = [asyncio.ensure_future(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
 
 
 async def papers_of(config: RouterConfig) -> Identity:
@@ -125,14 +162,17 @@ class RequestIds:
 class Parts:
     """Everything a router is made of, not yet running."""
 
-    def __init__(self, config: RouterConfig, identity: Identity) -> None:
-        """Make the parts and tie them."""
+    def __init__(
+        self, config: RouterConfig, identity: Identity, worker: "Worker | None" = None
+    ) -> None:
+        """Make the parts and tie them; those of a `worker` are led by the main process."""
         clock = time.monotonic
         boot_id = BootId(uuid.uuid4().hex)
         state = config.state_folder
         self.config = config
         self.metrics = Metrics()
-        self.gate = Gate()
+        self.gate = Gate(config.processes or 1)
+        self.stopping = asyncio.Event()
         self.fleet = Fleet(identity.pop, clock)
         self.recorder = Recorder(identity.pop, self.metrics, clock, Journal(state / "journal"))
         context = tls.client_context(identity) if config.node_tls else None
@@ -146,7 +186,13 @@ class Parts:
             snapshot=state / "table.snapshot",
             clock=clock,
         )
-        self.link = self._dial(identity, boot_id, context)
+        self.link: ControlLink | ParentLink = (
+            self._dial(identity, boot_id, context)
+            if worker is None
+            else ParentLink(worker.end, self.on_table_or_ack, self.stopping)
+        )
+        count = max(0, (config.processes or 1) - 1) if worker is None else 0
+        self.workers = Workers(count, self.send, lambda: self.fleet.table)
         self.spool = UsageSpool(state / "usage", config.spool_bytes_max)
         self.shipper = Shipper(
             router_id=RouterId(identity.name),
@@ -179,6 +225,7 @@ class Parts:
         )
         self.surface, self.server = self._front(boot_id)
         self.loops = self._loops()
+        self.follower.on_change(self.table_changed)
 
     def _front(self, boot_id: BootId) -> tuple[OpenAiSurface, Server]:
         """Make what clients meet."""
@@ -234,6 +281,20 @@ class Parts:
             await self.follower.on_table(message, self.send)
         elif isinstance(message, UsageAck):
             await self.shipper.on_ack(message)
+            self.workers.tell(message)
+
+    async def on_table_or_ack(self, message: Any) -> None:
+        """Give what the main process passes down to whom it concerns."""
+        if isinstance(message, RouteTable):
+            self.follower.take(message)
+        else:
+            await self.shipper.on_ack(message)
+
+    def table_changed(self) -> None:
+        """Keep the table on disk, and pass it to the workers."""
+        self.loops["persist"].nudge()
+        if self.fleet.table is not None:
+            self.workers.tell(self.fleet.table)
 
     async def set_gauges(self) -> None:
         """Say how things stand, for whoever reads the metrics."""
@@ -265,15 +326,15 @@ class Parts:
         watchdog_s = watchdog_interval_s()
         if watchdog_s is not None:
             loops.append(Loop("watchdog", _alive, watchdog_s))
-        named = {loop.name: loop for loop in loops}
-        self.follower.on_change(named["persist"].nudge)
-        return named
+        return {loop.name: loop for loop in loops}
 
 
 @asynccontextmanager
-async def open_house(config: RouterConfig, identity: Identity) -> AsyncIterator[House]:
+async def open_house(
+    config: RouterConfig, identity: Identity, worker: Worker | None = None
+) -> AsyncIterator[House]:
     """Run a router. On exit: stop accepting, finish what streams, put the ledger on disk."""
-    parts = Parts(config, identity)
+    parts = Parts(config, identity, worker)
     await asyncio.to_thread(_make_folder, config.state_folder)
     await asyncio.to_thread(parts.spool.open)
     await parts.follower.load(time.time())
@@ -283,8 +344,10 @@ async def open_house(config: RouterConfig, identity: Identity) -> AsyncIterator[
         stack.push_async_callback(parts.upstream.close)
         stack.push_async_callback(_put_away, parts)
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
-        owned = [tasks.create_task(loop.run(), name=name) for name, loop in parts.loops.items()]
-        if config.schedulers:
+        owned: list[asyncio.Task[Any]] = [
+            tasks.create_task(loop.run(), name=name) for name, loop in parts.loops.items()
+        ]
+        if config.schedulers or worker is not None:
             owned.append(tasks.create_task(parts.link.run(), name="link"))
         for task in owned:
             stack.callback(task.cancel)
@@ -292,6 +355,8 @@ async def open_house(config: RouterConfig, identity: Identity) -> AsyncIterator[
             port, private_port = await _open_doors(parts, stack)
         except OSError as error:
             raise ConfigError(f"cannot listen: {error.strerror or error}") from error
+        owned.append(tasks.create_task(parts.workers.run(port), name="workers"))
+        stack.callback(owned[-1].cancel)
         yield House(
             port,
             private_port,
@@ -301,6 +366,7 @@ async def open_house(config: RouterConfig, identity: Identity) -> AsyncIterator[
             parts.metrics,
             parts.loops,
             parts.upstream,
+            parts.stopping,
         )
 
 
@@ -322,7 +388,12 @@ async def _open_doors(parts: Parts, stack: AsyncExitStack) -> tuple[int, int]:
         context = tls.server_context(config.tls_certificate, config.tls_key)
     await stack.enter_async_context(open_cold(app, parts.upstream))
     listener = await asyncio.get_running_loop().create_server(
-        parts.server.connection, config.host, config.port, ssl=context, backlog=1024
+        parts.server.connection,
+        config.host,
+        config.port,
+        ssl=context,
+        backlog=1024,
+        reuse_port=config.processes > 1 or None,
     )
     stack.push_async_callback(parts.server.drain, config.drain_timeout_s)
     stack.callback(listener.close)

@@ -95,12 +95,16 @@ class Metrics:
             registry=self.registry,
         )
         self.ejected = Gauge(
-            f"{PREFIX}ejected_replicas", "Replicas not well now.", registry=self.registry
+            f"{PREFIX}ejected_replicas",
+            "Replicas not well now.",
+            registry=self.registry,
+            multiprocess_mode="livesum",
         )
         self.panics = Gauge(
             f"{PREFIX}panicking_deployments",
             "Deployments of which more than half look ill.",
             registry=self.registry,
+            multiprocess_mode="livesum",
         )
         self.retries_denied = Counter(
             f"{PREFIX}retries_denied",
@@ -110,13 +114,23 @@ class Metrics:
 
     def _define_load(self) -> None:
         self.in_flight = Gauge(
-            f"{PREFIX}in_flight_tokens", "Tokens in flight.", ["phase"], registry=self.registry
+            f"{PREFIX}in_flight_tokens",
+            "Tokens in flight.",
+            ["phase"],
+            registry=self.registry,
+            multiprocess_mode="livesum",
         )
         self.open_requests = Gauge(
-            f"{PREFIX}open_requests", "Requests being answered.", registry=self.registry
+            f"{PREFIX}open_requests",
+            "Requests being answered.",
+            registry=self.registry,
+            multiprocess_mode="livesum",
         )
         self.open_streams = Gauge(
-            f"{PREFIX}open_streams", "Streams being relayed.", registry=self.registry
+            f"{PREFIX}open_streams",
+            "Streams being relayed.",
+            registry=self.registry,
+            multiprocess_mode="livesum",
         )
         self.queue_wait = Histogram(
             f"{PREFIX}queue_wait_seconds",
@@ -131,31 +145,45 @@ class Metrics:
             registry=self.registry,
         )
         self.waiting = Gauge(
-            f"{PREFIX}waiting_requests", "Requests waiting for room.", registry=self.registry
+            f"{PREFIX}waiting_requests",
+            "Requests waiting for room.",
+            registry=self.registry,
+            multiprocess_mode="livesum",
         )
 
     def _define_state(self) -> None:
         self.table_generation = Gauge(
-            f"{PREFIX}table_generation", "Table served by.", registry=self.registry
+            f"{PREFIX}table_generation",
+            "Table served by.",
+            registry=self.registry,
+            multiprocess_mode="livemax",
         )
         self.table_age = Gauge(
             f"{PREFIX}table_age_seconds",
             "Since the scheduler last confirmed the table.",
             registry=self.registry,
+            multiprocess_mode="livemax",
         )
         self.table_routes = Gauge(
-            f"{PREFIX}table_routes", "Routes in the table.", registry=self.registry
+            f"{PREFIX}table_routes",
+            "Routes in the table.",
+            registry=self.registry,
+            multiprocess_mode="livemax",
         )
         self.table_refused = Counter(
             f"{PREFIX}tables_refused", "Tables not believed.", registry=self.registry
         )
         self.connected = Gauge(
-            f"{PREFIX}scheduler_connected", "1 while conversing.", registry=self.registry
+            f"{PREFIX}scheduler_connected",
+            "1 while conversing.",
+            registry=self.registry,
+            multiprocess_mode="livemax",
         )
         self.usage_spooled = Gauge(
             f"{PREFIX}usage_spool_bytes",
             "Usage on disk, not yet acknowledged.",
             registry=self.registry,
+            multiprocess_mode="livesum",
         )
         self.demand_dropped = Counter(
             f"{PREFIX}demand_rows_dropped",

@@ -86,6 +86,8 @@ class ChatBody(Knobs, kw_only=True):
     tools: list[ToolSpec] | None = None
     tool_choice: Choice = None
     parallel_tool_calls: bool | None = None
+    continue_final_message: bool | None = None
+    """As vLLM names it: the last message is the assistant's and goes on."""
     functions: list[Any] | None = None
     prediction: Prediction | None = None
 
@@ -152,8 +154,22 @@ def prompt_of(completion: CompletionBody) -> str | list[int]:
 
 
 def messages_of(chat: ChatBody) -> list[dict[str, Any]]:
-    """Return the messages as a chat template expects them: text contents only."""
-    return [_message(message) for message in chat.messages]
+    """Return the messages as a chat template expects them: text contents only.
+
+    The beginning of an answer that goes on is none of them: it follows the prompt as it is.
+    """
+    messages = chat.messages[:-1] if chat.continue_final_message else chat.messages
+    return [_message(message) for message in messages]
+
+
+def begun_of(chat: ChatBody) -> str:
+    """Return the beginning of the answer that the caller has already; empty where none."""
+    if not chat.continue_final_message:
+        return ""
+    last = chat.messages[-1]
+    if last.role != "assistant" or last.tool_calls:
+        raise refused("continue_final_message", "cannot go on: the last message is no answer")
+    return _text(last.content)
 
 
 def prediction_of(chat: ChatBody) -> str:

@@ -28,6 +28,8 @@ class SamplingParams:
     presence_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
+    drawn_before: int = 0
+    """Tokens of this answer that another engine drew: a seed's numbers for them are used up."""
     logprobs: int | None = None
     """How many alternatives to tell beside the sampled token; None for no log-probabilities."""
 
@@ -129,6 +131,9 @@ class Sampler:
                 self._generator.seed()
             else:
                 self._generator.manual_seed(params.seed)
+                for _ in range(params.drawn_before):
+                    # One by one, as they were drawn: many at once come in another order.
+                    torch.rand((), generator=self._generator, dtype=torch.float64)
         probabilities, order = (
             (logits / params.temperature).softmax(-1).sort(descending=True, stable=True)
         )

@@ -35,6 +35,7 @@ from nodeagent.engine.openai import (
     ChatBody,
     CompletionBody,
     ask_of,
+    begun_of,
     messages_of,
     prediction_of,
     prompt_of,
@@ -42,7 +43,7 @@ from nodeagent.engine.openai import (
     read_completion,
     refused,
 )
-from nodeagent.engine.standing import standing_of
+from nodeagent.engine.standing import said_of, standing_of
 from nodeagent.engine.step import Delta
 from nodeagent.engine.template import UnusableChat
 from nodeagent.engine.tools import tools_of
@@ -161,6 +162,7 @@ class EngineServer:
         except UnusableChat as error:
             raise refused("messages", str(error)) from error
         tokens = await self._tokenise(text, special=False)
+        tokens += await self._tokenise(begun_of(body), special=False)
         calling = Calling.of(tools, template, self.loaded.vocabulary)
         predicted = await self._tokenise(prediction_of(body), special=False)
         return await self._generate(request, body, tokens, calling, predicted)
@@ -207,6 +209,7 @@ class EngineServer:
     ) -> web.StreamResponse:
         adapter = await self.adapters.hold(body.model)
         ask = ask_of(body)
+        ask = replace(ask, params=replace(ask.params, drawn_before=said_of(request.headers)))
         if calling is not None:
             ask = replace(ask, grammar=calling.grammar(ask.grammar))
         ending = self._ending(body, ask, tokens)

@@ -74,8 +74,9 @@ def check_head(method: bytes, version: str, headers: Mapping[bytes, bytes]) -> N
         )
     if version == "1.1" and not headers.get(b"host"):
         raise malformed("no Host header")
-    if version == "1.0" and b"transfer-encoding" in headers:
-        raise malformed("Transfer-Encoding in HTTP/1.0")
+    coding = headers.get(b"transfer-encoding")
+    if coding is not None and (version == "1.0" or coding.lower() != b"chunked"):
+        raise malformed("a Transfer-Encoding other than chunked, or in HTTP/1.0")
     expect = headers.get(b"expect")
     if expect is not None and expect.lower() != b"100-continue":
         raise malformed("only 100-continue may be expected")

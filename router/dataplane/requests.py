@@ -70,10 +70,7 @@ class RequestReader:
         """Read what came, or raise ApiError saying what is wrong with it."""
         is_in_head, whole = self._length is None, self._whole
         try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade as upgrade:
-            self._go_on_without_upgrade(data[upgrade.args[0] :])
-            return
+            self._parse(data)
         except httptools.HttpParserCallbackError as error:
             # Our own refusals come through the parser wrapped.
             cause = error.__context__
@@ -87,6 +84,12 @@ class RequestReader:
             self._head_bytes += len(data)
             if self._head_bytes > HEAD_BYTES_MAX:
                 raise _head_too_large()
+
+    def _parse(self, data: bytes) -> None:
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._go_on_without_upgrade(data[upgrade.args[0] :])
 
     # The parser's side.
 
@@ -190,7 +193,7 @@ class RequestReader:
         self._parser.feed_data(self._method + b" / HTTP/1.1\r\n" + framing + b"\r\n")
         self._ignores_head = False
         if rest:
-            self.feed(rest)
+            self._parse(rest)
 
     def _inflated(self, body: bytes, encoding: bytes) -> bytes:
         """Return the body decompressed, its size bounded as if it had come plain."""

@@ -125,6 +125,10 @@ class Follower:
         have = known[-1].generation if known else Generation(0)
         await send(SnapshotWanted(have=have))
 
+    def take(self, table: RouteTable) -> None:
+        """Serve by a table that the main process of this router believes already."""
+        self._adopt(table)
+
     async def reconsider(self) -> str:
         """Look at a held table again: its dropped replicas may have ended meanwhile."""
         if self.held is None:

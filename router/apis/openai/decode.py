@@ -77,6 +77,9 @@ def with_usage_wish(body: bytes, request: Request) -> bytes:
 
 def drawn(request: Request) -> str:
     """Say how tokens are drawn where every replica would draw the same: greedily, by a seed."""
+    if request.frequency_penalty or request.presence_penalty:
+        # They count what was said as output; the rest's engine reads it as prompt.
+        return ""
     if request.temperature == 0:
         return headers.GREEDY
     return headers.SEEDED if request.seed is not None else ""

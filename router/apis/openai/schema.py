@@ -127,6 +127,8 @@ class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True):
     temperature = None
     seed = None
     n = None
+    presence_penalty = None
+    frequency_penalty = None
     output_tokens_max = 0
 
     def text_bytes(self, rendered_bytes: int) -> int:

@@ -256,6 +256,11 @@ CORPUS = {
     "te-xchunked": HEAD + b"Transfer-Encoding: xchunked\r\n\r\n0\r\n\r\n" + SMUGGLED,
     "te-not-last": HEAD + b"Transfer-Encoding: chunked, identity\r\n\r\n0\r\n\r\n" + SMUGGLED,
     "te-twice": HEAD + TE + TE + b"\r\n0\r\n\r\n" + SMUGGLED,
+    "te-strange-then-chunked": HEAD + b"Transfer-Encoding: a: b\r\n" + TE + b"\r\n0\r\n\r\n",
+    "te-in-an-upgrade": HEAD
+    + b"Connection: Upgrade\r\nUpgrade: h2c\r\nTransfer-Encoding: a: b\r\n"
+    + TE
+    + b"\r\n0\r\n\r\n",
     "te-space-colon": HEAD + b"Transfer-Encoding : chunked\r\n\r\n0\r\n\r\n" + SMUGGLED,
     "te-folded": HEAD + b"Transfer-Encoding:\r\n chunked\r\n\r\n0\r\n\r\n" + SMUGGLED,
     "chunk-minus": chunked(last=b"-5\r\nabcde\r\n0\r\n\r\n"),
