@@ -23,7 +23,7 @@ from nodeagent.engine.text import StopStrings, TokenText
 
 STEPS: Final = 12
 PROMPT_TOKENS: Final = 64
-PRODUCTS: Final = ("linear", "_mm", "mm", "addmm", "matmul", "bmm")
+PRODUCTS: Final = ("linear", "pack_mm", "::mm", "::addmm", "::bmm")
 ATTENTION: Final = ("scaled_dot_product", "index_select")
 
 
@@ -31,11 +31,7 @@ def part_of(operator: str) -> str:
     """Sort an operator into what it is for."""
     if any(word in operator for word in ATTENTION):
         return "attention"
-    return (
-        "products"
-        if any(operator.endswith(word) or "linear" in operator for word in PRODUCTS)
-        else "other operators"
-    )
+    return "products" if any(word in operator for word in PRODUCTS) else "other operators"
 
 
 def run(engine: Engine, steps: int) -> float:
