@@ -254,6 +254,8 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="write the table beside this file")
     parser.add_argument("--keep", action="store_true", help="keep the folder with the logs")
     options = parser.parse_args()
+    # However it is told to end, nothing that it started may outlive it.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     folder = Path(tempfile.mkdtemp(prefix="isochrone-bench-", dir="/var/tmp"))
     folder.chmod(0o755)
     try:
