@@ -11,6 +11,7 @@ import asyncio
 import os
 import shutil
 import signal
+import socket
 import tempfile
 from argparse import ArgumentParser, Namespace
 from contextlib import suppress
@@ -36,11 +37,20 @@ from scheduler.store.pool import open_pool
 
 ROOT: Final = Path(__file__).parents[2]
 TOKEN: Final = "bench-admin-token-0123456789"
-PORTS: Final = {"a": (7461, 7462), "b": (7463, 7464)}
 SETTLE_S: Final = 20.0
 AFTER_S: Final = 40.0
 CONNECT_TIMEOUT_S: Final = 240.0
 CLUSTER: Final = ClusterId("c-bench")
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+PORTS: Final = {name: (free_port(), free_port()) for name in ("a", "b")}
 
 
 class Admin:
