@@ -33,6 +33,7 @@ from scheduler.api.routers import Routers
 from scheduler.config import SchedulerConfig
 from scheduler.loops.flush_pulses import FlushPulses
 from scheduler.loops.hold_lease import HoldLease
+from scheduler.loops.keep_lease import KeepLease
 from scheduler.loops.note_losses import NoteLosses
 from scheduler.loops.place import Place
 from scheduler.loops.prune import Prune
@@ -88,6 +89,9 @@ async def serve(config: SchedulerConfig, stopping: asyncio.Event) -> int:
                 ssl_context=control_context(authority, now()) if config.control_tls else None,
             )
         )
+        keeper = KeepLease(acting)
+        doors.push_async_callback(keeper.stop)
+        keeper.start()
         async with asyncio.TaskGroup() as tasks:
             duties = [tasks.create_task(loop.run(), name=loop.name) for loop in loops]
             notify("READY=1")
@@ -95,6 +99,7 @@ async def serve(config: SchedulerConfig, stopping: asyncio.Event) -> int:
             await stopping.wait()
             for duty in duties:
                 duty.cancel()
+        await keeper.stop()
         await _leave(acting)
     return 0
 
