@@ -181,9 +181,9 @@ class Acting:
         metrics.EPOCH.set(lease.epoch)
         if is_new:
             self.published(None)
+            self.forget_written()
             for peer in self.peers.values():
                 peer.has_reported = False
-                peer.written = None
             log.info("acting", extra={"fields": {"epoch": lease.epoch}})
         return is_new
 
@@ -252,6 +252,11 @@ class Acting:
         """Take a new table as the one that routers are told."""
         self.table = table
         self._table_frame = b""
+
+    def forget_written(self) -> None:
+        """Have every report written again: a server that broke may have lost the last of them."""
+        for peer in self.peers.values():
+            peer.written = None
 
     def add_peer(self, peer: Connected) -> Connected | None:
         """Enter a conversation and return the one it takes the place of, if any."""

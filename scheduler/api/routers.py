@@ -56,7 +56,10 @@ class Routers:
 
     async def _write(self, peer: Connected, message: Demand | Usage | RoundTrips) -> None:
         try:
-            async with transaction(self._acting.intake, timeout_s=INTAKE_TIMEOUT_S) as connection:
+            # Usage is acknowledged, and so must be on disk; demand and round trips may lag.
+            acting = self._acting
+            pool = acting.pool if isinstance(message, Usage) else acting.intake
+            async with transaction(pool, timeout_s=INTAKE_TIMEOUT_S) as connection:
                 match message:
                     case Demand():
                         await record_demand(connection, message)
