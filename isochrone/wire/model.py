@@ -45,10 +45,35 @@ class Artifact(msgspec.Struct, frozen=True, kw_only=True):
         return sum(file.size_bytes for file in self.files)
 
 
+class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
+    """The sizes in a model's config that its memory and speed follow from.
+
+    `latent_size` is what attention over a latent (MLA) keeps per token and layer, 0 for heads of
+    their own; `sliding_layers` look back no further than `sliding_window` tokens. Bits are those of
+    the weights as stored and of the KV cache as kept.
+    """
+
+    layers: Annotated[int, msgspec.Meta(ge=1, le=10_000)]
+    hidden_size: Annotated[int, msgspec.Meta(ge=1, le=10**6)]
+    heads: Annotated[int, msgspec.Meta(ge=1, le=10_000)]
+    kv_heads: Annotated[int, msgspec.Meta(ge=1, le=10_000)]
+    head_size: Annotated[int, msgspec.Meta(ge=1, le=10**5)]
+    latent_size: Annotated[int, msgspec.Meta(ge=0, le=10**5)] = 0
+    sliding_window: NonNegative = 0
+    sliding_layers: Annotated[int, msgspec.Meta(ge=0, le=10_000)] = 0
+    experts: Annotated[int, msgspec.Meta(ge=0, le=10_000)] = 0
+    experts_active: Annotated[int, msgspec.Meta(ge=0, le=10_000)] = 0
+    parameters: NonNegative = 0
+    expert_parameters: NonNegative = 0
+    weight_bits: Annotated[float, msgspec.Meta(ge=1, le=32)] = 16
+    kv_bits: Annotated[float, msgspec.Meta(ge=1, le=32)] = 16
+
+
 class Model(msgspec.Struct, frozen=True, kw_only=True):
     """A catalogue entry: what the model is, where its files are, what it needs.
 
     `kv_bytes_per_token` is what one token of context takes in the KV cache; 0 where not yet known.
+    With `shape`, what it needs on any devices is reckoned from its config.
     """
 
     model_id: ModelName
@@ -59,6 +84,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     kv_bytes_per_token: NonNegative = 0
     licence: str = ""
     kind: str = "chat"
+    shape: ModelShape | None = None
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
