@@ -107,7 +107,8 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     """What a deployment asks of its placement.
 
     `keep_warm` lists PoPs that always hold a replica. `allow` and `deny` name PoPs (`ams`) or
-    countries (`NL`); with `allow` empty, everywhere not denied is allowed.
+    countries (`NL`); with `allow` empty, everywhere not denied is allowed. `prefill_share` is the
+    share of a PoP's replicas that only read prompts, once a PoP has two or more; 0 keeps all unified.
     """
 
     replicas_min: Annotated[int, msgspec.Meta(ge=0, le=10_000)] = 1
@@ -116,6 +117,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     allow: tuple[str, ...] = ()
     deny: tuple[str, ...] = ()
     priority: Annotated[int, msgspec.Meta(ge=0, le=100)] = 50
+    prefill_share: Annotated[float, msgspec.Meta(ge=0, le=0.9)] = 0.0
 
 
 class Deployment(msgspec.Struct, frozen=True, kw_only=True):

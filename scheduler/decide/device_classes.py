@@ -2,8 +2,8 @@
 
 Rates are dense peaks from the makers' data sheets (NVIDIA: "H100 Tensor Core GPU", "H200", "A100",
 "L40S", "L4", "A10", "T4", "B200"; AMD: "Instinct MI300X"), in decimal units; memory is what the
-driver's own tool shows as the total. What an engine reaches of the rates is in capacity.py. A CPU is
-not listed: cores and memory channels differ too much to guess, so its rates are measured.
+driver's own tool shows as the total. What an engine reaches of the rates is in capacity.py. A CPU
+is not listed: cores and memory channels differ too much to guess, so its rates are measured.
 """
 
 import re

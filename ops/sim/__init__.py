@@ -1,0 +1,1 @@
+"""Simulators: the production decision code, unchanged, over worlds drawn by stated rules."""
