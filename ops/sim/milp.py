@@ -148,8 +148,9 @@ def _add_shortfall(
     program.row(everywhere, 0, wish.most)
     missing = program.column(MISSING * wish.weight)
     program.row({**everywhere, missing: 1.0}, wish.least, np.inf)
-    absent = program.column(ABSENT * wish.weight * wish.is_asked_for, 1.0)
+    absent = program.column(ABSENT * wish.weight * wish.is_asked_for, 1.0, integer=True)
     program.row({**everywhere, absent: 1.0}, 1, np.inf)
+    program.row({**everywhere, absent: float(wish.most)}, 0, wish.most)
     by_pop: dict[str, list[int]] = defaultdict(list)
     for site, columns in seats.items():
         by_pop[ground.sites[site].pop] += columns

@@ -24,6 +24,9 @@ ENOUGH: Final = 1e-6
 TRIED_PER_SEAT: Final = 4
 """How many other sites one seat is tried at, the most promising first."""
 
+CHAIN: Final = 2
+"""How often what was pushed from its seat may push another."""
+
 Holder = tuple[int, Seated]
 
 
@@ -211,12 +214,18 @@ class Improve:
             if nets[i] < kept - ENOUGH and sites[i] != own.site
         }
 
+    def _given_up(self, number: int) -> list[Holder]:
+        """Return what a wish at its maximum gives up for a seat elsewhere."""
+        wish = self._search.wishes[number]
+        own = self._least_missed(number) if len(wish.seats) >= wish.most else None
+        return [(number, own)] if own else []
+
     def _least_missed(self, number: int) -> Seated | None:
         wish = self._search.wishes[number]
         new = [s for s in wish.seats if s.seat and not s.waits]
         return min(new, key=lambda s: self._loss(number, s), default=None)
 
-    def _holders(self) -> dict[NodeId, list[Holder]]:
+    def _holders(self, standing: bool = True) -> dict[NodeId, list[Holder]]:
         """Return who holds a seat on each node and could be asked to leave it."""
         holders: dict[NodeId, list[Holder]] = defaultdict(list)
         for number, wish in enumerate(self._search.wishes):
@@ -224,7 +233,7 @@ class Improve:
                 if seated.seat:
                     if not seated.waits:
                         holders[seated.seat.node.node_id].append((number, seated))
-                elif seated.placement and self._may_yield(wish, seated):
+                elif standing and self._may_yield(wish, seated) and seated.placement:
                     holders[seated.placement.node_id].append((number, seated))
         return holders
 
@@ -244,15 +253,12 @@ class Improve:
     def _exchange(self, blocked: Blocked, holders: dict[NodeId, list[Holder]]) -> bool:
         """Seat what is blocked where room is on its way, or in the place of what loses least."""
         search = self._search
-        number, wish = blocked.wish, search.wishes[blocked.wish]
-        own: list[Holder] = []
-        if len(wish.seats) >= wish.most:
-            given_up = self._least_missed(number)
-            if given_up is None:
-                return False
-            own = [(number, given_up)]
-        else:
-            soon = search.worth(number, blocked.site, soon=True)
+        wish = search.wishes[blocked.wish]
+        own = self._given_up(blocked.wish)
+        if not own and len(wish.seats) >= wish.most:
+            return False
+        if not own:
+            soon = search.worth(blocked.wish, blocked.site, soon=True)
             if soon:
                 if soon.net > ENOUGH:
                     search.take(wish, soon, waits=True)
@@ -263,28 +269,61 @@ class Improve:
 
     def _try(self, blocked: Blocked, leaving: Sequence[Holder]) -> bool:
         """Seat what is blocked in the place of those leaving; keep it if the whole is better."""
-        search, wish = self._search, self._search.wishes[blocked.wish]
-        saved = _Saved(search)
-        touched = sorted({blocked.wish, *(number for number, _ in leaving)})
-        for number in touched:
-            saved.touch(number)
-        before = saved.cost_before()
-        for number, seated in leaving:
-            search.untake(search.wishes[number], seated)
+        saved = _Saved(self._search)
         standing = [holder for holder in leaving if holder[1].placement]
-        worth = search.worth(blocked.wish, blocked.site, soon=bool(standing))
-        if worth and worth.net > ENOUGH:
-            search.take(wish, worth, waits=bool(standing))
-            if len(standing) < len(leaving):
-                search.fill(only=touched)
-            # What has ended must not have to be started again for a guess that was too high.
-            if saved.cost_now() < before - ENOUGH - 2 * START * len(standing):
-                self._note(wish, blocked, worth, standing)
-                return True
+        worth = self._force([saved], blocked, leaving)
+        # What has ended must not have to be started again for a guess that was too high.
+        least = ENOUGH + 2 * START * len(standing)
+        if worth and saved.cost_now() < saved.cost_before() - least:
+            self._note(blocked, worth, standing)
+            return True
         saved.undo()
         return False
 
-    def _note(self, wish: Wish, blocked: Blocked, worth: Worth, standing: Sequence[Holder]) -> None:
+    def _force(
+        self, saved: Sequence[_Saved], blocked: Blocked, leaving: Sequence[Holder]
+    ) -> Worth | None:
+        """Seat what is blocked; those who left find other seats, or push others in their turn."""
+        search, wish = self._search, self._search.wishes[blocked.wish]
+        touched = sorted({blocked.wish, *(number for number, _ in leaving)})
+        for number in touched:
+            for each in saved:
+                each.touch(number)
+        for number, seated in leaving:
+            search.untake(search.wishes[number], seated)
+        waits = any(seated.placement for _, seated in leaving)
+        worth = search.worth(blocked.wish, blocked.site, soon=waits)
+        if worth is None or worth.net <= ENOUGH or len(wish.seats) >= wish.most:
+            return None
+        search.take(wish, worth, waits=waits)
+        if any(seated.seat for _, seated in leaving):
+            search.blocked.clear()
+            search.fill(only=touched)
+            pushed = [b for b in search.blocked.values() if b.wish != blocked.wish]
+            for number in touched:
+                if number != blocked.wish:
+                    pushed += self._wanted_by(number).values()
+            if pushed and len(saved) <= CHAIN:
+                second = max(pushed, key=lambda b: (b.net, -b.wish, -b.site))
+                self._push_on(saved, second, blocked.wish)
+        return worth
+
+    def _push_on(self, saved: Sequence[_Saved], pushed: Blocked, but: int) -> None:
+        """Let what was pushed push another (not the wish that pushed it), if that is better."""
+        holders = {
+            node_id: [holder for holder in there if holder[0] != but]
+            for node_id, there in self._holders(standing=False).items()
+        }
+        own = self._given_up(pushed.wish)
+        for leaving in self._cheapest(pushed, holders):
+            inner = _Saved(self._search)
+            worth = self._force([*saved, inner], pushed, [*own, *leaving])
+            if worth and inner.cost_now() < inner.cost_before() - ENOUGH:
+                return
+            inner.undo()
+
+    def _note(self, blocked: Blocked, worth: Worth, standing: Sequence[Holder]) -> None:
+        wish = self._search.wishes[blocked.wish]
         pop = self._search.ground.sites[blocked.site].pop
         for number, seated in standing:
             reason = (
