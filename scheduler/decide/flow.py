@@ -23,6 +23,13 @@ CHAIN_MAX: Final = 24
 EFFORT: Final = 60_000
 """How many (row, site) pairs one change may look at again to find exchanges that save."""
 
+PAIRS_MAX: Final = 2_000
+"""Beyond so many pairs of city and site no exchange is sought: among that many the greedy
+assignment is close to the best, and each look would take milliseconds."""
+
+
+NOTHING: Final[Floats] = np.zeros(0)
+
 
 class Flow:
     """One deployment's demand, assigned. `far` is ms from each asking city to each site."""
@@ -41,7 +48,7 @@ class Flow:
         self._amount: Floats = self.load.copy()
         self._ms: Floats = np.full(len(load), unserved_ms)
         # What one unit of room more at each site is worth by what could follow it in.
-        self._worth: Floats = np.zeros(far.shape[1] + 1)
+        self._worth: Floats = NOTHING
         if rooms.any():
             self._seat_all(rooms)
 
@@ -65,7 +72,7 @@ class Flow:
     @property
     def is_tight(self) -> bool:
         """Say whether room at some full site is worth something: `gain` then guesses too high."""
-        return bool(self._worth.any())
+        return len(self._worth) > 0 and bool(self._worth.any())
 
     def copy(self) -> "Flow":
         """Return one that changes apart from this one. Rows are replaced, never written into."""
@@ -77,7 +84,8 @@ class Flow:
     def gain(self, site: int, room: float) -> float:
         """Return what more room at a site would save at once."""
         saved = self.unit[self._city] * (self._ms - self.far[self._city, site])
-        saved += self._worth[self._site]
+        if self.is_tight:
+            saved += self._worth[self._site]
         better = (saved > EPSILON) & (self._site != site)
         if not better.any():
             return 0.0
@@ -180,10 +188,12 @@ class Flow:
 
     def _exchange(self) -> None:
         """Move rows round in rings and chains of sites while that saves and effort is left."""
-        self._worth = np.zeros(len(self.room) + 1)
-        if not np.any((self.room > 0) & (self.free <= EPSILON)):
+        self._worth = NOTHING
+        full = np.flatnonzero((self.room > 0) & (self.free <= EPSILON))
+        if not len(full) or self.far.size > PAIRS_MAX:
             return
         sites = np.append(np.flatnonzero(self.room > 0), UNSERVED)
+        self._worth = np.zeros(len(self.room) + 1)
         for _ in range(max(1, EFFORT // (len(self._city) * len(sites)))):
             worth, chain = self._best_chain(sites)
             if len(chain) < 2:

@@ -57,15 +57,30 @@ class Ground:
         self.free: dict[tuple[NodeId, DeviceId], int] = dict(
             free_memory(cluster.nodes, cluster.placements)
         )
+        self.sites = _sites(cluster.nodes)
+        self._offers: dict[tuple[DeploymentId, int, bool], tuple[int, Offered | None]] = {}
+        self._stamps = [0] * len(self.sites)
+        self._sites_on: dict[NodeId, list[int]] = defaultdict(list)
+        for site in self.sites:
+            for node_id in site.nodes:
+                self._sites_on[node_id].append(site.index)
         self._leaving: dict[tuple[NodeId, DeviceId], int] = defaultdict(int)
         for placement in cluster.placements:
             if placement.is_ending:
                 self.let_go(placement, 1)
-        self.sites = _sites(cluster.nodes)
         self.site_of = {(site.pop, site.device_class): site.index for site in self.sites}
         self.device_classes = sorted({site.device_class for site in self.sites})
         columns = [self.far.index[site.pop] for site in self.sites]
         self.far_to_sites: Floats = np.ascontiguousarray(self.far.ms[:, columns])
+        self._devices = {
+            (site.index, node_id): [
+                (node_id, device.device_id)
+                for device in self.nodes[node_id].devices
+                if device.healthy and device.device_class == site.device_class
+            ]
+            for site in self.sites
+            for node_id in site.nodes
+        }
         self._ready = [self._ready_at(site) for site in self.sites]
         self._failed: set[tuple[DeploymentId, NodeId]] = set()
         self._taken: dict[tuple[DeploymentId, str], int] = defaultdict(int)
@@ -128,6 +143,16 @@ class Ground:
         soon: bool = False,
     ) -> Offered | None:
         """Return the best seat of a site that is free, or will be `soon`: spread, ready, tight."""
+        key = (deployment.deployment_id, site, soon)
+        known = self._offers.get(key)
+        if known is None or known[0] != self._stamps[site]:
+            found = self._look(site, nodes, deployment, model, soon)
+            known = self._offers[key] = (self._stamps[site], found)
+        return known[1]
+
+    def _look(
+        self, site: int, nodes: Sequence[Node], deployment: Deployment, model: Model, soon: bool
+    ) -> Offered | None:
         needed = replica_memory_bytes(model, deployment.engine)
         best: tuple[float, int, int, str] | None = None
         chosen: tuple[Node, tuple[DeviceId, ...], float, float] | None = None
@@ -151,6 +176,7 @@ class Ground:
 
     def let_go(self, placement: Placement, sign: int) -> None:
         """Count (or no more count) a placement's memory as about to be free."""
+        self._stamp(placement.node_id)
         for device_id in placement.device_ids:
             self._leaving[placement.node_id, device_id] += sign * placement.memory_bytes
 
@@ -158,18 +184,20 @@ class Ground:
         self, node: Node, site: int, needed: int, count: int, soon: bool
     ) -> tuple[DeviceId, ...]:
         """Return the tightest devices of a node that have room; () where too few have."""
-        device_class = self.sites[site].device_class
         room = []
-        for device in node.devices:
-            if device.healthy and device.device_class == device_class:
-                key = node.node_id, device.device_id
-                left = self.free[key] + (self._leaving[key] if soon else 0)
-                if left >= needed:
-                    room.append((left, device.device_id))
+        for key in self._devices[site, node.node_id]:
+            left = self.free[key] + (self._leaving[key] if soon else 0)
+            if left >= needed:
+                room.append((left, key[1]))
         if len(room) < count:
             return ()
         room.sort()
         return tuple(device_id for _, device_id in room[:count])
+
+    def _stamp(self, node_id: NodeId) -> None:
+        """Note that what was looked for on a node must be looked for again."""
+        for site in self._sites_on.get(node_id, ()):
+            self._stamps[site] += 1
 
     def _ready_at(self, site: Site) -> list[tuple[Node, list[int]]]:
         """Return the nodes of a site that may take replicas, with their devices, largest first."""
@@ -200,6 +228,7 @@ class Ground:
 
     def _change(self, seat: Seat, deployment: Deployment, sign: int) -> None:
         node_id = seat.node.node_id
+        self._stamp(node_id)
         for device_id in seat.device_ids:
             self.free[node_id, device_id] += sign * seat.memory_bytes
         self._taken[deployment.deployment_id, self.domain_of(node_id)] -= sign

@@ -24,6 +24,9 @@ ENOUGH: Final = 1e-6
 TRIED_PER_SEAT: Final = 4
 """How many other sites one seat is tried at, the most promising first."""
 
+PRUNED_MAX: Final = 4
+"""How often a plan is pruned and filled again before exchanges are tried."""
+
 CHAIN: Final = 2
 """How often what was pushed from its seat may push another."""
 
@@ -84,6 +87,10 @@ class Improve:
 
     def run(self) -> None:
         """Exchange and fill in turn until nothing is better or the effort is spent."""
+        for _ in range(PRUNED_MAX):
+            if not self._drop_what_does_not_pay():
+                break
+            self._search.fill()
         while self._effort > 0:
             moved = self._move_new_seats()
             moved |= self._make_room()
@@ -132,6 +139,26 @@ class Improve:
             return True
         saved.undo()
         return False
+
+    def _drop_what_does_not_pay(self) -> bool:
+        """Take back new seats that later ones have made spare: greedy never looks back."""
+        dropped = False
+        for wish in self._search.wishes:
+            if len(wish.seats) <= wish.least or not any(s.seat for s in wish.seats):
+                continue
+            losses = wish.flow.losses_at_least()
+            for seated in [s for s in wish.seats if s.seat and not s.waits]:
+                paid = seated.hold + seated.start
+                alone = wish.flow.room[seated.site] <= seated.room * 1.001
+                if alone and losses[seated.site] >= paid:
+                    continue
+                if wish.flow.loss_at_least(seated.site, seated.room) >= paid:
+                    continue
+                if wish.loss(seated) < paid - ENOUGH:
+                    self._search.untake(wish, seated)
+                    losses = wish.flow.losses_at_least()
+                    dropped = True
+        return dropped
 
     def _move_new_seats(self) -> bool:
         moved = False

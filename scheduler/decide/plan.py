@@ -37,7 +37,7 @@ class PlanLimits(msgspec.Struct, frozen=True, kw_only=True):
     moves_share: float = 0.01
     settle_s: float = 300.0
     surge_max: int = 1
-    effort: int = 400
+    effort: int = 60
 
 
 def plan(

@@ -9,8 +9,9 @@
                   for each that is new
 
 The weight of a deployment is 2 ^ ((priority - 50) / 10): under scarcity, ten points of priority
-count a request twice. Among equals, first everyone's minimum, then a first replica for each that is
-asked for, then whatever saves most per byte: none gets its second before another its first.
+count a request twice. Everyone's minimum comes first; a first replica counts ABSENT more than what
+it saves, so that a few requests do not stay cold for many that are warm already; beyond that,
+whatever saves most for its bytes.
 """
 
 from collections.abc import Sequence

@@ -122,19 +122,27 @@ class Search:
         `soon` counts as free what is about to end.
         """
         wish = self.wishes[number]
-        worth = self.worth_to(wish, site, soon)
+        worth = self.worth_to(wish, site, soon, need_be_paid=True)
         if worth.offered is not None:
             return worth
         if worth.net > START and not soon:
             self.blocked[number, site] = Blocked(wish=number, site=site, net=worth.net - START)
         return None
 
-    def worth_to(self, wish: Wish, site: int, soon: bool = False) -> Worth:
+    def worth_to(
+        self, wish: Wish, site: int, soon: bool = False, need_be_paid: bool = False
+    ) -> Worth:
         """Return what a seat more at a site is worth to a wish, whether or not one is free."""
         need = wish.need(self._site_pops[site])
         saves = wish.flow.gain_exactly(site, float(wish.rooms[site]))
-        offered = self.ground.offer(site, wish.nodes_of[site], wish.deployment, wish.model, soon)
-        net = saves + need.worth - wish.hold - (offered.cost if offered else 0.0)
+        net = saves + need.worth - wish.hold
+        # What would not pay even with its weights at hand needs no seat looked for.
+        offered = None
+        if net > START or not need_be_paid:
+            offered = self.ground.offer(
+                site, wish.nodes_of[site], wish.deployment, wish.model, soon
+            )
+        net -= offered.cost if offered else 0.0
         return Worth(need=need, saves=saves, net=net, site=site, offered=offered)
 
     def _seated(self, wish: Wish, worth: Worth, waits: bool, reason: str) -> Seated:

@@ -37,8 +37,9 @@ UNMEASURED: Final = Profile(prefill_tokens_per_s=400.0, decode_tokens_per_s=40.0
 """Rates assumed where nothing is measured and the class is not known: those of a small model on a
 few CPU cores. A guess too low adds a replica too many, one too high leaves users waiting."""
 
+RATE_MIN: Final = 1e-9
 RATE_MAX: Final = 1e9
-"""More than any city asks: what is beyond is an error of whoever counted."""
+"""Less than anyone notices, and more than any city asks: what is beyond is an error in counting."""
 
 Profiles = Mapping[tuple[str, str], Profile]
 
@@ -236,7 +237,7 @@ def _asked(rows: Sequence[DemandRate], index: Mapping[PopId, int]) -> Floats:
     sane &= (read[:, 1:] >= 0).all(axis=1) & (read[:, 1:] < RATE_MAX).all(axis=1)
     read = read[sane]
     total = read[:, 1] + read[:, 2]
-    read, total = read[total > 0], total[total > 0]
+    read, total = read[total > RATE_MIN], total[total > RATE_MIN]
     served = np.where(read[:, 1] > 0, read[:, 1], total)
     more = total / served
     return np.column_stack((read[:, 0], total, read[:, 3] * more, read[:, 4] * more))
@@ -273,7 +274,9 @@ def _load(
     cities, requests = asked[:, 0].astype(np.int64), asked[:, 1]
     prompt, output = asked[:, 2], asked[:, 3]
     # Where nothing is asked yet, a token of each tells the classes apart.
-    mix = (float(prompt.sum()) or 1.0, float(output.sum()) or 1.0)
+    mix = (float(prompt.sum()), float(output.sum()))
+    if sum(mix) < RATE_MIN:
+        mix = (1.0, 1.0)
     busy = {
         name: mix[0] / rate.prefill_tokens_per_s + mix[1] / rate.decode_tokens_per_s
         for name, rate in rates.items()
