@@ -14,9 +14,10 @@ from isochrone.wire.routes import DeploymentEntry, KeyEntry, Pop, Route, RouteTa
 from isochrone.wire.usage import RoundTrip
 from router.decide.affinity import Seat, Sessions
 from router.decide.board import Board, Picture, Ranked
-from router.decide.health import Health
+from router.decide.health import Health, judge
 from router.decide.latency import RoundTripFilter, expected_rtt_ms, smoothed
 from router.decide.prefixes import NO_KEYS, NOTHING_HELD, Held, PrefixIndex, PrefixKeys, Sent
+from router.decide.rollout import Draw, draw
 from router.decide.tokens_in_flight import Reservation, TokensInFlight
 
 BYTES_PER_TOKEN_FIRST: Final = 3.5
@@ -54,6 +55,7 @@ class Fleet:
         self._route_by_id: dict[ReplicaId, Route] = {}
         self._replicas_on: dict[NodeId, list[ReplicaId]] = {}
         self._pops: dict[PopId, Pop] = {}
+        self._expected_ms: dict[PopId, float] = {}
         self._round_trips: dict[NodeId, RoundTripFilter] = {}
         self._answered_at_s: dict[NodeId, float] = {}
         self._disowned: set[ReplicaId] = set()
@@ -70,6 +72,7 @@ class Fleet:
         self.keys = MappingProxyType({key.key_id: key for key in table.keys})
         self._by_name = {entry.name: entry for entry in table.deployments}
         self._pops = {pop.pop: pop for pop in table.pops}
+        self._expected_ms.clear()
         self._route_by_id = {route.replica_id: route for route in table.routes}
         self._routes = {entry.deployment_id: [] for entry in table.deployments}
         for route in self._route_by_id.values():
@@ -147,12 +150,20 @@ class Fleet:
             return NOTHING_HELD
         return self._prefixes[deployment_id].match(keys, board.everyone)
 
+    def draw(self, entry: DeploymentEntry, subject: str) -> Draw:
+        """Return which replicas a request leaves alone while a new version is on its way."""
+        return draw(entry, subject, self.pop, self._routes.get(entry.deployment_id, ()))
+
     def rtt_ms(self, route: Route) -> float:
         """Return the round trip to a route's node: measured, or by distance until then."""
         measured = self._round_trips.get(route.node_id)
         if measured is not None and measured.rtt_ms is not None:
             return measured.rtt_ms
-        return expected_rtt_ms(self._pops.get(self.pop), self._pops.get(route.pop))
+        expected = self._expected_ms.get(route.pop)
+        if expected is None:
+            expected = expected_rtt_ms(self._pops.get(self.pop), self._pops.get(route.pop))
+            self._expected_ms[route.pop] = expected
+        return expected
 
     def reserve(
         self, route: Route, *, prefill: int, decode: int, prompt: int | None = None
@@ -242,6 +253,25 @@ class Fleet:
     def silent(self, node_id: NodeId) -> None:
         """A node did not answer a ping."""
         self._answered_at_s.pop(node_id, None)
+        for replica_id in self.health.ejected():
+            route = self._route_by_id.get(replica_id)
+            if route is not None and route.node_id == node_id:
+                self.health.unreachable(replica_id, self._clock())
+
+    def failed(self, route: Route) -> str:
+        """A request failed at a replica; where that ejects it, return why."""
+        peers = [peer.replica_id for peer in self._routes.get(route.deployment_id, ())]
+        return self.health.failed(route.replica_id, self._clock(), peers)
+
+    def panics(self) -> int:
+        """Return in how many deployments more than half of the replicas look ill."""
+        if not self.health.ejected():
+            return 0
+        ejected_until = self.health.ejected_until(self._clock())
+        return sum(
+            bool(judge([route.replica_id for route in routes], ejected_until).last)
+            for routes in self._routes.values()
+        )
 
     def answering(self) -> Set[ReplicaId]:
         """Return the replicas of the table that are there, as far as their nodes tell."""

@@ -20,10 +20,29 @@ TOKENS: Final = "x-isochrone-tokens"
 DEADLINE_MS: Final = "x-isochrone-deadline-ms"
 UNREAD_TOKENS: Final = "x-isochrone-unread-tokens"
 QUEUE_TOKENS_MAX: Final = "x-isochrone-queue-tokens-max"
+PRIORITY: Final = "x-isochrone-priority"
+SAID: Final = "x-isochrone-said"
+"""How many tokens of this answer the client has already: the request asks for the rest."""
 
 # Node to router.
+RESUMED: Final = "x-isochrone-resumed"
+"""The answer goes on from what was said; without it, it would begin anew. Its value says which
+draws the engine takes up again where they were: GREEDY ones, or SEEDED ones too."""
+
+CANNOT_RESUME: Final = "cannot_resume"
+"""The refusal by which a node says that its engine cannot go on from a text."""
+
+QUEUED: Final = "queued"
+"""The refusal by which a node says that more waits there than the router chose it by."""
+
+GREEDY: Final = "greedy"
+SEEDED: Final = "seeded"
+
 LOAD: Final = "x-isochrone-load"
 REFUSED: Final = "x-isochrone-refused"
+
+# Node to node: how much of an artifact is here, while it is still being fetched.
+FETCHED_BYTES: Final = "x-isochrone-fetched-bytes"
 
 
 class Load(msgspec.Struct, frozen=True):

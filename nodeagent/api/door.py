@@ -22,7 +22,17 @@ log = logging.getLogger(__name__)
 
 BODY_BYTES_MAX: Final = 8 * 1024 * 1024
 BODY_TIMEOUT_S: Final = 30.0
-FORWARDED: Final = ("content-type", headers.REQUEST_ID, headers.CACHE_SALT, "traceparent")
+RELAYED: Final = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/rerank")
+FORWARDED: Final = (
+    "content-type",
+    "traceparent",
+    headers.REQUEST_ID,
+    headers.CACHE_SALT,
+    headers.SESSION_AFFINITY,
+    headers.PRIORITY,
+    headers.DEADLINE_MS,
+    headers.SAID,
+)
 RETURNED: Final = ("content-type", "retry-after", "cache-control")
 
 
@@ -49,8 +59,8 @@ class Door:
     def app(self) -> web.Application:
         """Return the routes."""
         app = web.Application(middlewares=[errors_as(json_error)])
-        app.router.add_post("/v1/chat/completions", self._relay)
-        app.router.add_post("/v1/completions", self._relay)
+        for path in RELAYED:
+            app.router.add_post(path, self._relay)
         app.router.add_get("/ping", self._ping)
         app.router.add_get("/healthz", self._health)
         app.router.add_get("/metrics", self._metrics())
@@ -86,6 +96,8 @@ class Door:
             raise Refused("draining")
         if replica.state is not ReplicaState.WARM or replica.engine is None:
             raise Refused("loading", 503)
+        if headers.SAID in request.headers and not replica.engine.resumes:
+            raise Refused(headers.CANNOT_RESUME, 501)
         return replica
 
     async def _forward(
@@ -117,6 +129,8 @@ class Door:
                 response.headers[name] = answer.headers[name]
         if answer.status == 429:
             response.headers[headers.REFUSED] = "busy"
+        if headers.SAID in request.headers and replica.engine is not None:
+            response.headers[headers.RESUMED] = replica.engine.resumes
         response.headers[headers.LOAD] = headers.format_load(replica.in_flight.load())
         if answer.content_length is not None:
             response.content_length = answer.content_length
@@ -183,7 +197,7 @@ def _turn_away(request: web.Request, replica: Replica) -> None:
     most = _count(request.headers.get(headers.QUEUE_TOKENS_MAX, ""))
     load = replica.in_flight.load()
     if most is not None and load.unread > most:
-        raise Refused("queued", load=headers.format_load(load))
+        raise Refused(headers.QUEUED, load=headers.format_load(load))
 
 
 def _count(value: str) -> int | None:

@@ -1,1 +1,1 @@
-"""Benchmarks: what each part costs, measured side by side."""
+"""Benchmarks: each prints a table, and the table is kept beside it with where it came from."""

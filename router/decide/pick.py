@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 from isochrone.wire.ids import ReplicaId
 from router.decide.affinity import Seat, draw, seed_of, within_bound
 from router.decide.board import Picture, Ranked
-from router.decide.health import left_alone
+from router.decide.health import judge
 from router.decide.latency import stretched
 from router.decide.prefixes import NOTHING_HELD, Held
 
@@ -180,14 +180,20 @@ def _costs(picture: Picture, ask: Ask) -> list[float]:
 
 def _leave_out(picture: Picture, excluded: frozenset[ReplicaId], costs: list[float]) -> int:
     """Take out who failed or is ejected; return how many of them were full besides."""
-    alone = excluded
+    alone, last = excluded, frozenset[ReplicaId]()
     if picture.ejected_until:
-        alone = alone | left_alone(list(picture.slots), picture.ejected_until)
+        ill, last = judge(list(picture.slots), picture.ejected_until)
+        alone = alone | ill
     full = 0
     for replica_id in alone:
         slot = picture.slots.get(replica_id, -1)
         if slot >= 0:
             full += costs[slot] == inf
+            costs[slot] = inf
+    late = [picture.slots[replica_id] for replica_id in last if replica_id in picture.slots]
+    if late and any(cost < inf for slot, cost in enumerate(costs) if slot not in late):
+        # Who is ill among too many ill is asked only where nobody well has room.
+        for slot in late:
             costs[slot] = inf
     return full
 

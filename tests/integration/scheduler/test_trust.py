@@ -12,21 +12,31 @@ from isochrone.wire.report import Pulse
 from scheduler.acting import Acting
 from scheduler.api.peers import LEAP_MAX, Turned, _enter
 from scheduler.loops.hold_lease import HoldLease
+from scheduler.store.identities import (
+    issue_not_before,
+    may_renew,
+    prune_revocations,
+    revoke,
+    revoked_since,
+)
 from scheduler.store.lease import read_cluster_row, rise_above
 from scheduler.store.nodes import record_pulses
 from scheduler.store.pool import Pool, transaction, using
-from tests.builders import GIB, a_replica_report, a_spec
+from tests.builders import GIB, a_certificate, a_replica_report, a_spec
 from tests.integration.scheduler.test_store import begun, planned, reported
 
 
 async def an_acting(pool: Pool, name: str = "s1") -> Acting:
     async with using(pool) as connection:
         cluster = await read_cluster_row(connection)
-    config: Any = SimpleNamespace(name=name, lease_ttl_s=6.0)
+    config: Any = SimpleNamespace(
+        name=name, lease_ttl_s=6.0, lease_renew_s=2.0, admissions_per_s=100.0
+    )
     return Acting(
         config=config,
         pool=pool,
         reserved=pool,
+        intake=pool,
         authority=cast(Any, None),
         cluster_id=cluster.cluster_id,
         clock=lambda: 0.0,
@@ -75,9 +85,11 @@ async def test_no_peer_can_use_up_the_numbers_that_only_rise(
     acting = await an_acting(pool)
     await HoldLease(acting).run_once()
     with pytest.raises(Turned) as turned:
-        await _enter(a_register(PeerRole.AGENT, "n1", generation, epoch), acting)
+        await _enter(
+            a_register(PeerRole.AGENT, "n1", generation, epoch), acting, a_certificate("n1")
+        )
     assert turned.value.refused.code is RefusedCode.MALFORMED
-    await _enter(a_register(PeerRole.AGENT, "n1", LEAP_MAX, 40), acting)
+    await _enter(a_register(PeerRole.AGENT, "n1", LEAP_MAX, 40), acting, a_certificate("n1"))
     async with using(pool) as connection:
         assert (await read_cluster_row(connection)).generation == LEAP_MAX + 1
     assert acting.epoch == 41
@@ -127,3 +139,22 @@ async def test_one_nodes_number_does_not_spoil_the_pulses_of_all(pool: Pool) -> 
     async with using(pool) as connection:
         await record_pulses(connection, pulses)
         assert await connection.fetchval("SELECT generation FROM node") == 7
+
+
+async def test_the_holder_of_a_revoked_certificate_gets_no_other(pool: Pool) -> None:
+    await begun(pool)
+    async with transaction(pool) as connection:
+        assert await may_renew(connection, PeerRole.AGENT, "n1", "aa")
+        assert not await may_renew(connection, PeerRole.AGENT, "n2", "aa")
+        await revoke(connection, PeerRole.AGENT, "n1", serial="aa")
+        assert not await may_renew(connection, PeerRole.AGENT, "n1", "aa")
+        assert await may_renew(connection, PeerRole.AGENT, "n1", "bb")
+        await revoke(connection, PeerRole.AGENT, "n1")
+        assert not await may_renew(connection, PeerRole.AGENT, "n1", "bb")
+        # What is issued to the name from now on is newer than what refused it.
+        earliest = await issue_not_before(connection, PeerRole.AGENT, "n1")
+        revoked = max(row.at for row in await revoked_since(connection, 60.0))
+        assert earliest is not None
+        assert earliest.timestamp() > revoked
+        assert await prune_revocations(connection, lifetime_s=3600.0, batch=100) == 0
+        assert await prune_revocations(connection, lifetime_s=0.0, batch=100) == 2

@@ -10,14 +10,6 @@ from isochrone.wire.ids import DeploymentId, NodeId, PopId, ReplicaId
 from isochrone.wire.routes import Route
 from router.decide.affinity import Seat, Sessions, draw, rendezvous, seed_of, within_bound
 from router.decide.board import SPILL_LASTS_MS, Board, Picture
-from router.decide.health import (
-    EJECTED_MIN_S,
-    FAILURES_MAX,
-    TRIAL_S,
-    Health,
-    RetryBudget,
-    left_alone,
-)
 from router.decide.latency import COLD_MS
 from router.decide.pick import SURPRISE_MS, SURPRISE_RATIO, Ask, rank
 from router.decide.prefixes import Held, Match
@@ -206,22 +198,17 @@ def test_a_slot_without_a_replica_is_never_ranked() -> None:
     assert board.slots[ReplicaId("d")] in gone
 
 
-def test_ejected_replicas_are_left_alone_but_never_more_than_half() -> None:
+def test_who_is_ill_is_left_alone_and_among_too_many_ill_asked_last() -> None:
     four = [Candidate(name) for name in "abcd"]
     assert set(order(four, a=9.0, b=8.0)) == {"c", "d"}
-    assert set(order(four, a=9.0, b=8.0, c=7.0, d=6.0)) == {"c", "d"}
+    assert order(four, a=9.0, b=8.0, c=7.0) == ["d"]
+    full = Candidate("d", decode=900)
+    assert set(order([*four[:3], full], a=9.0, b=8.0, c=7.0)) == {"a", "b", "c"}
+    assert set(order(four, a=9.0, b=8.0, c=7.0, d=6.0)) == {"a", "b", "c", "d"}
     assert order(four[:1], a=9.0) == ["a"]
 
 
 NAMES = st.lists(st.sampled_from([f"r{n}" for n in range(12)]), unique=True, min_size=1)
-
-
-@given(NAMES, st.dictionaries(st.sampled_from([f"r{n}" for n in range(12)]), st.floats(0, 99)))
-def test_at_least_half_is_always_tried(names: list[str], ejected: dict[str, float]) -> None:
-    ids = [ReplicaId(name) for name in names]
-    alone = left_alone(ids, {ReplicaId(name): until for name, until in ejected.items()})
-    assert len(alone) <= len(ids) // 2
-    assert alone <= {ReplicaId(name) for name in ejected}
 
 
 @settings(deadline=None, max_examples=60)
@@ -305,32 +292,6 @@ def test_the_bound_leaves_somebody(loads: list[tuple[int, float]]) -> None:
     left = within_bound(range(len(loads)), tokens, weights)
     assert left
     assert min(range(len(loads)), key=lambda slot: tokens[slot] / weights[slot]) in left
-
-
-def test_ejection_lasts_longer_each_time_and_ends_with_one_trial() -> None:
-    health, replica = Health(), ReplicaId("a")
-    assert [health.failed(replica, 0.0) for _ in range(FAILURES_MAX)] == [False, False, True]
-    assert replica in health.ejected_until(EJECTED_MIN_S - 0.1)
-    back_s = EJECTED_MIN_S
-    assert replica not in health.ejected_until(back_s)
-    health.picked(replica, back_s)
-    assert replica in health.ejected_until(back_s + TRIAL_S - 0.1)
-    assert health.failed(replica, back_s + 1)
-    assert replica in health.ejected_until(back_s + 1 + 2 * EJECTED_MIN_S - 0.1)
-    health.answered(replica)
-    assert health.ejected_until(back_s) == {}
-
-
-@given(st.lists(st.booleans(), max_size=300))
-def test_retries_stay_within_their_share(steps: list[bool]) -> None:
-    budget = RetryBudget(0.2, 10)
-    retries = 0
-    for is_request in steps:
-        if is_request:
-            budget.deposit()
-        else:
-            retries += budget.withdraw()
-    assert retries <= 10 + 0.2 * sum(steps) + 1e-6
 
 
 def test_sessions_are_bounded_and_end() -> None:
