@@ -2,7 +2,8 @@
 
     python -m ops.sim.report ops/sim/results.json
 
-Prints the tables of ops/sim/choice.md and writes ops/sim/choice.png beside it (needs matplotlib).
+Prints the tables of ops/sim/choice.md and writes ops/sim/choice.png beside it; needs the
+extra `maps`.
 """
 
 import json
