@@ -174,7 +174,7 @@ def main() -> None:
     bounds = []
     step = max(1, len(search.wishes) // given.bounds)
     for wish in search.wishes[::step]:
-        bounds.append(bound_of(search, wish)._asdict())
+        bounds.append(bound_of(wish)._asdict())
         print(bounds[-1], flush=True)
         given.out.write_text(json.dumps({"ways": table, "bounds": bounds}, indent=1))
 

@@ -14,7 +14,11 @@ from scipy.sparse import coo_matrix, vstack
 
 from scheduler.decide.flow import Floats, Ints
 from scheduler.decide.score import ABSENT, UNSERVED_MS, start_cost
-from scheduler.decide.search import Search
+from scheduler.decide.start_time import (
+    DISK_BYTES_PER_S,
+    ENGINE_START_S,
+    WAN_FAR_BYTES_PER_S,
+)
 from scheduler.decide.wish import Wish
 
 NEAR: Final = 10
@@ -29,18 +33,18 @@ class Bound(NamedTuple):
     planned: float
 
 
-def bound_of(search: Search, wish: Wish) -> Bound:
+def bound_of(wish: Wish) -> Bound:
     """Return the LP bound of one wish beside its cost in the plan."""
     sites = np.flatnonzero(wish.rooms > 0)
-    fixed = np.array([_seat_cost(search, wish, int(site)) for site in sites])
+    fixed = np.full(len(sites), _seat_cost(wish))
     value = _solve(wish, sites, fixed) if len(wish.cities) else wish.least * float(fixed.min())
     return Bound(str(wish.name), value, wish.cost())
 
 
-def _seat_cost(search: Search, wish: Wish, site: int) -> float:
-    """Return the least that a seat at a site can cost: no queue, its weights nowhere near."""
-    load_s = wish.model.weights_bytes / 1e9 + 5.0
-    fetch_s = wish.model.artifact.size_bytes / 1.2e9
+def _seat_cost(wish: Wish) -> float:
+    """Return the least that a seat of an empty fleet can cost: no queue, weights held nowhere."""
+    load_s = ENGINE_START_S + wish.model.weights_bytes / DISK_BYTES_PER_S
+    fetch_s = wish.model.artifact.size_bytes / WAN_FAR_BYTES_PER_S
     return wish.hold + start_cost(load_s + fetch_s)
 
 
