@@ -179,7 +179,6 @@ class Fleet:
             route.replica_id,
             prefill=prefill,
             decode=decode,
-            prompt=prompt,
             work_ms=board.work_ms(slot, prompt or prefill, (prompt or prefill) - prefill),
             arrives_s=now_s + self.rtt_ms(route) / 2000,
             others_ms=board.others_ms(slot, self.in_flight.line(route.replica_id), now_s),
@@ -239,7 +238,11 @@ class Fleet:
 
     def told(self, route: Route, load: Load, at_s: float) -> None:
         """A replica's load as it was at `at_s` became known."""
-        self.in_flight.hear(route.replica_id, load, at_s)
+        unread = load.unread
+        if unread < 0:
+            board = self._boards.get(route.deployment_id)
+            unread = round(load.prefill_tokens * (board.uncached_share if board else 1.0))
+        self.in_flight.hear(route.replica_id, unread, load.decode_tokens, at_s)
 
     def measured(self, node_id: NodeId, rtt_ms: float) -> None:
         """A node answered a ping."""

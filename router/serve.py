@@ -271,6 +271,7 @@ class Corridor:
             headers.REQUEST_ID: asked.request_id,
             headers.CACHE_SALT: asked.key.tenant_id,
             headers.TOKENS: headers.format_tokens(prompt_tokens, output_tokens),
+            headers.UNREAD_TOKENS: str(ranked.uncached_tokens),
             headers.DEADLINE_MS: str(round(patience_s * 1000)),
         }
         if ranked.queue_tokens_max and journey.turned_away < TURNED_AWAY_MAX:

@@ -18,6 +18,7 @@ REPLICA: Final = "x-isochrone-replica"
 CACHE_SALT: Final = "x-isochrone-cache-salt"
 TOKENS: Final = "x-isochrone-tokens"
 DEADLINE_MS: Final = "x-isochrone-deadline-ms"
+UNREAD_TOKENS: Final = "x-isochrone-unread-tokens"
 QUEUE_TOKENS_MAX: Final = "x-isochrone-queue-tokens-max"
 PRIORITY: Final = "x-isochrone-priority"
 SAID: Final = "x-isochrone-said"
@@ -45,17 +46,23 @@ FETCHED_BYTES: Final = "x-isochrone-fetched-bytes"
 
 
 class Load(msgspec.Struct, frozen=True):
-    """A replica's load as told with each answer: tokens in flight and requests, by phase."""
+    """A replica's load as told with each answer: tokens in flight and requests, by phase.
+
+    `unread` is what is still to be read of the prompts, by the routers' word on what is cached; -1
+    where a node does not tell.
+    """
 
     prefill_tokens: int
     decode_tokens: int
     running: int
     waiting: int
+    unread: int = -1
 
 
 def format_load(load: Load) -> str:
-    """Write `load` as a header value: `p=120;d=64;r=2;w=0`."""
-    return f"p={load.prefill_tokens};d={load.decode_tokens};r={load.running};w={load.waiting}"
+    """Write `load` as a header value: `p=120;d=64;r=2;w=0;u=40`."""
+    told = f"p={load.prefill_tokens};d={load.decode_tokens};r={load.running};w={load.waiting}"
+    return told if load.unread < 0 else f"{told};u={load.unread}"
 
 
 def parse_load(value: str) -> Load | None:
@@ -67,7 +74,7 @@ def parse_load(value: str) -> Load | None:
             return None
         fields[name] = int(number)
     try:
-        return Load(fields["p"], fields["d"], fields["r"], fields["w"])
+        return Load(fields["p"], fields["d"], fields["r"], fields["w"], fields.get("u", -1))
     except KeyError:
         return None
 

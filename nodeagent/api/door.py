@@ -75,7 +75,8 @@ class Door:
                 len(body) // 4 + 1,
                 256,
             )
-            held = replica.in_flight.take(*tokens)
+            unread = _count(request.headers.get(headers.UNREAD_TOKENS, ""))
+            held = replica.in_flight.take(*tokens, unread)
             if held is None:
                 raise Refused("busy", load=headers.format_load(replica.in_flight.load()))
         except Refused as refused:
@@ -193,10 +194,15 @@ class Door:
 
 def _turn_away(request: web.Request, replica: Replica) -> None:
     """Refuse where more waits than the router chose by: it may know better, and learns our load."""
-    most = request.headers.get(headers.QUEUE_TOKENS_MAX, "")
+    most = _count(request.headers.get(headers.QUEUE_TOKENS_MAX, ""))
     load = replica.in_flight.load()
-    if most.isascii() and most.isdigit() and len(most) <= 12 and load.prefill_tokens > int(most):
+    if most is not None and load.unread > most:
         raise Refused(headers.QUEUED, load=headers.format_load(load))
+
+
+def _count(value: str) -> int | None:
+    """Read a header's count of tokens; None where it is none."""
+    return int(value) if value.isascii() and value.isdigit() and len(value) <= 12 else None
 
 
 def _refusal(refused: Refused) -> web.Response:

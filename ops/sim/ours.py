@@ -125,6 +125,10 @@ class Ours:
             return 0
         return self._ways[request.number].ranked.queue_tokens_max
 
+    def unread(self, request: Request) -> int:
+        """Return how much of its prompt is not cached where it goes, as far as known."""
+        return self._ways[request.number].ranked.uncached_tokens
+
     def sent(self, request: Request, replica: int, now_s: float) -> None:
         """Book it."""
         ranked = self._ranked

@@ -18,10 +18,12 @@ from ops.sim.world import Site
 class Job:
     """One request at a replica."""
 
-    __slots__ = ("cached_tokens", "first_at_s", "request", "wanted_tokens", "work_left")
+    __slots__ = ("cached_tokens", "first_at_s", "request", "unread", "wanted_tokens", "work_left")
 
-    def __init__(self, request: Request, wanted_tokens: int) -> None:
+    def __init__(self, request: Request, wanted_tokens: int, unread: int) -> None:
         self.request = request
+        self.unread = unread
+        """What of its prompt is not cached there, by its router's word."""
         self.wanted_tokens = wanted_tokens
         self.cached_tokens = 0
         self.work_left = 0.0
@@ -36,6 +38,7 @@ class Replica:
         self.queue: deque[Job] = deque()
         self.reading: Job | None = None
         self.prefill_tokens = 0
+        self.unread = 0
         self.decode_tokens = 0
         self.running = 0
         self.busy_s = 0.0
@@ -55,13 +58,14 @@ class Replica:
     def take(self, job: Job, now_s: float, queue_tokens_max: int = 0) -> bool:
         """Take a request on, as a node's door does; False where it does not fit or would wait."""
         tokens = self.prefill_tokens + self.decode_tokens
-        if queue_tokens_max and self.prefill_tokens > queue_tokens_max:
+        if queue_tokens_max and self.unread > queue_tokens_max:
             return False
         if self.running and tokens + job.wanted_tokens > self.site.profile.kv_tokens_max:
             return False
         self._advance(now_s)
         self.running += 1
         self.prefill_tokens += job.request.prompt_tokens
+        self.unread += job.unread
         self.decode_tokens += job.wanted_tokens - job.request.prompt_tokens
         self.queue.append(job)
         if self.reading is None:
@@ -77,6 +81,7 @@ class Replica:
             job = self.reading
             job.first_at_s = now_s
             self.prefill_tokens -= job.request.prompt_tokens
+            self.unread -= job.unread
             self._keep(job.request)
             heappush(
                 self._decoding,
@@ -175,6 +180,8 @@ class Replica:
             self._cached_tokens -= request.block_tokens
 
     def _note(self, now_s: float) -> None:
-        load = Load(self.prefill_tokens, self.decode_tokens, self.running, len(self.queue))
+        load = Load(
+            self.prefill_tokens, self.decode_tokens, self.running, len(self.queue), self.unread
+        )
         self._log_at_s.append(now_s)
         self._log.append(load)

@@ -164,8 +164,9 @@ class Simulation:
         self, request: Request, pop: int, replica: int, began_s: float, refused: frozenset[int]
     ) -> None:
         """Come to the replica's door."""
-        job = Job(request, request.prompt_tokens + OUTPUT_TOKENS_ASSUMED)
         policy = self._policies[pop]
+        unread = policy.unread(request) if isinstance(policy, Ours) else request.prompt_tokens
+        job = Job(request, request.prompt_tokens + OUTPUT_TOKENS_ASSUMED, unread)
         if isinstance(policy, Oracle):
             policy.reached(request, replica)
         most = policy.queue_tokens_max(request) if isinstance(policy, Ours) else 0

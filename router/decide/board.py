@@ -13,7 +13,6 @@ from isochrone.wire.routes import Route
 from router.decide.affinity import seed_of
 from router.decide.latency import (
     COLD_MS,
-    COLD_ROUND_TRIPS,
     Pace,
     Stretch,
     prefill_ms,
@@ -28,11 +27,10 @@ HOME_MS: Final = 2.0
 
 SPILL_LASTS_MS: Final = 2000.0
 
-REGARD: Final = 0.6
+REGARD: Final = 1.2
 """How much of its prefill time a request is charged once more, for those who come after it, where
-every request finds a queue; as much less as fewer do."""
+all it waits for is a queue; as much less as queues are less of the time to a first token."""
 
-QUEUED_MS: Final = 1.0
 QUEUED_STEP: Final = 0.02
 
 QUEUE_SHARE_MAX: Final = 0.1
@@ -89,7 +87,6 @@ class Picture(NamedTuple):
     spread_ms: Sequence[float]
     tokens: Sequence[float]
     room: Sequence[float]
-    uncached_share: float
     seeds: Sequence[int]
     weights: Sequence[float]
     stretch_per_token: float = 0.0
@@ -109,7 +106,7 @@ class Board:
         self.spilled_at_ms = -inf
         self.stretch = Stretch()
         self.uncached_share = 1.0
-        """How much of a prompt is not cached as a rule: others' are taken to be like ours."""
+        """Of prompts, as a rule: for nodes that do not tell what they have not read yet."""
         self._queued_share = 0.0
         self._free: list[int] = []
         self._home: frozenset[int] | None = None
@@ -160,10 +157,10 @@ class Board:
         if rtt_ms != self._rtt_ms[slot]:
             self._rtt_ms[slot] = rtt_ms
             self._home = None
-        cold_ms = 0.0 if pace.answers else COLD_ROUND_TRIPS * rtt_ms + COLD_MS
+        cold_ms = 0.0 if pace.answers else COLD_MS
         ms_per_token = prefill_ms(1, route.prefill_tokens_per_s) * pace.gain(now_s)
         others = line.others.prefill(now_s)
-        others_ms = others * self.uncached_share * ms_per_token
+        others_ms = others * ms_per_token
         base_ms = rtt_ms + cold_ms + pace.overhead_ms(now_s)
         self._base_ms[slot] = base_ms
         self._until_ms[slot] = base_ms + 1000 * line.free_at_s - rtt_ms / 2
@@ -200,13 +197,14 @@ class Board:
 
     def others_ms(self, slot: int, line: Line, now_s: float) -> float:
         """Return how long what others have waiting at a replica takes it."""
-        return line.others.prefill(now_s) * self.uncached_share * self._ms_per_token[slot]
+        return line.others.prefill(now_s) * self._ms_per_token[slot]
 
     def went(self, slot: int, ranked: Ranked, now_s: float) -> None:
         """A request goes there: note whether it is away from home, and whether it must wait."""
         if slot not in self.home:
             self.spilled_at_ms = 1000 * now_s
-        self._queued_share += QUEUED_STEP * ((ranked.queue_ms > QUEUED_MS) - self._queued_share)
+        queued_share = ranked.queue_ms / max(1.0, ranked.ttft_ms)
+        self._queued_share += QUEUED_STEP * (min(1.0, queued_share) - self._queued_share)
 
     def learned_uncached(self, share: float) -> None:
         """An answer told which share of its prompt was not cached."""
@@ -228,7 +226,6 @@ class Board:
             self._spread_ms.copy(),
             self._tokens.copy(),
             self._room.copy(),
-            self.uncached_share,
             self._seeds,
             self._weights,
             self.stretch.per_token,

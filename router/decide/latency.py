@@ -20,9 +20,9 @@ RTT_MS_UNKNOWN: Final = 150.0
 
 PREDICTION_SMOOTHING: Final = 0.2
 
-COLD_ROUND_TRIPS: Final = 0.0
 COLD_MS: Final = 5.0
-"""A replica that has answered nobody here yet pays for handshakes and its first, slower step."""
+"""A replica that has answered nobody here yet may have its first, slower step before it. Handshakes
+are not counted: probes keep a connection to every node."""
 
 STEP: Final = 0.1
 """How far one observation moves the correction."""

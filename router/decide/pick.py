@@ -36,8 +36,8 @@ SPILL_MS: Final = 10.0
 SPILL_RATIO: Final = 0.1
 """Leaving home must save this much; once left, going on needs no more than being sooner."""
 
-SURPRISE_MS: Final = 100.0
-UNCACHED_MIN: Final = 0.1
+SURPRISE_MS: Final = 40.0
+SURPRISE_RATIO: Final = 0.1
 """A longer queue than was thought counts as a surprise only past this."""
 
 
@@ -108,8 +108,8 @@ class Routes(Sequence[Ranked]):
             return 0
         better_by_ms = max(0.0, others - costs[first])
         most_ms = ranked.queue_ms + better_by_ms + ranked.rtt_ms + SURPRISE_MS
-        pace_ms = picture.ms_per_token[first] * max(UNCACHED_MIN, picture.uncached_share)
-        return max(1, round(most_ms / pace_ms))
+        most_ms += SURPRISE_RATIO * ranked.prefill_ms
+        return max(1, round(most_ms / picture.ms_per_token[first]))
 
     def _ranked(self, slot: int, reason: str) -> Ranked:
         picture, ask = self._picture, self._ask

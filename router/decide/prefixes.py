@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 
 import xxhash
 
-BLOCK_BYTES: Final = 256
+BLOCK_BYTES: Final = 128
 GROWTH: Final = 16
 KEYS_MAX: Final = 160
 PAIRS_MAX: Final = 200_000
@@ -187,6 +187,7 @@ class PrefixIndex:
             cache = self._caches[slot] = _Cache(self._capacity)
         bit = 1 << slot
         share, age = 0.0, 0
+        passed = cache.passed
         # The tail first, as engines let go of it first: a prefix is worth more than what follows.
         for at in range(len(keys.keys) - 1, -1, -1):
             key, end = keys.keys[at], keys.ends[at]
@@ -198,7 +199,7 @@ class PrefixIndex:
                 cache.size += end - begin
                 cache.passed += end - begin
             elif not share:
-                share, age = end / keys.size, cache.passed - held[1]
+                share, age = end / keys.size, passed - held[1]
             cache.keys[key] = (end - begin, cache.passed, now_s)
         self._make_room(slot, cache, now_s)
         return Sent(slot, share, age)

@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable, Set
 from typing import Final, NamedTuple
 
-from isochrone.wire.headers import Load
 from isochrone.wire.ids import ReplicaId
 
 LOAD_FRESH_S: Final = 10.0
@@ -59,7 +58,6 @@ class Reservation:
         "decode_tokens",
         "output_tokens",
         "prefill_tokens",
-        "prompt_tokens",
         "replica_id",
         "work_ms",
     )
@@ -70,7 +68,6 @@ class Reservation:
         replica_id: ReplicaId,
         prefill: int,
         decode: int,
-        prompt: int,
         work_ms: float,
     ) -> None:
         self._ledger = ledger
@@ -78,7 +75,6 @@ class Reservation:
         self.replica_id = replica_id
         self.prefill_tokens = prefill
         self.decode_tokens = decode
-        self.prompt_tokens = prompt
         self.output_tokens = decode
         self.work_ms = work_ms
 
@@ -175,15 +171,12 @@ class Line:
         "outputs",
         "past",
         "prefill",
-        "prompts",
         "reading",
     )
 
     def __init__(self) -> None:
         self.prefill = 0
         self.decode = 0
-        self.prompts = 0
-        """Whole prompts not read yet: a replica's own word counts so, for it knows no cache yet."""
         self.outputs = 0
         self.reading: dict[Reservation, float] = {}
         """Prompts not read yet, in the order sent, each with the milliseconds it takes."""
@@ -201,13 +194,13 @@ class Line:
         return sum(works)
 
     def ours(self, at_s: float) -> tuple[int, int]:
-        """Return what of ours (prompts, outputs) was there at `at_s`, as far as remembered."""
-        for when_s, prompts, outputs in reversed(self.past):
+        """Return what of ours (unread, outputs) was there at `at_s`, as far as remembered."""
+        for when_s, unread, outputs in reversed(self.past):
             if when_s <= at_s:
-                return prompts, outputs
+                return unread, outputs
         if len(self.past) == PAST_MAX:
             return self.past[0][1:]
-        return (0, 0) if self.past else (self.prompts, self.outputs)
+        return (0, 0) if self.past else (self.prefill, self.outputs)
 
 
 class TokensInFlight:
@@ -230,28 +223,25 @@ class TokensInFlight:
         *,
         prefill: int,
         decode: int,
-        prompt: int | None = None,
         work_ms: float = 0.0,
         arrives_s: float | None = None,
         others_ms: float = 0.0,
     ) -> Reservation:
-        """Count a request's tokens before it is sent: `prefill` of its `prompt` are not cached.
+        """Count a request's tokens before it is sent: `prefill` of its prompt are not cached.
 
         Reading it takes `work_ms` after it `arrives_s` and after what others have waiting there.
         """
         line = self._line(replica_id)
-        prompt = prefill if prompt is None else prompt
-        reservation = Reservation(self, replica_id, prefill, decode, prompt, work_ms)
+        reservation = Reservation(self, replica_id, prefill, decode, work_ms)
         line.prefill += prefill
         line.decode += decode
-        line.prompts += prompt
         line.outputs += decode
         line.reading[reservation] = work_ms
         self._requests[replica_id] = self._requests.get(replica_id, 0) + 1
         if arrives_s is not None:
             begins_s = max(line.free_at_s, arrives_s + others_ms / 1000)
             line.free_at_s = begins_s + work_ms / 1000
-            line.past.append((arrives_s, line.prompts, line.outputs))
+            line.past.append((arrives_s, line.prefill, line.outputs))
         self._changed(replica_id)
         return reservation
 
@@ -272,13 +262,16 @@ class TokensInFlight:
         """Return the replica's line, to read."""
         return self._lines.get(replica_id) or Line()
 
-    def hear(self, replica_id: ReplicaId, load: Load, told_at_s: float) -> None:
-        """Correct the view by a replica's own word as of `told_at_s`: the rest is others'."""
+    def hear(self, replica_id: ReplicaId, unread: int, outputs: int, told_at_s: float) -> None:
+        """Correct the view by a replica's own word as of `told_at_s`: the rest is others'.
+
+        It had `unread` tokens of prompts before it, and `outputs` promised.
+        """
         line = self._line(replica_id)
-        prompts, outputs = line.ours(told_at_s)
+        our_unread, our_outputs = line.ours(told_at_s)
         if line.others.hear(
-            max(0, load.prefill_tokens - prompts),
-            max(0, load.decode_tokens - outputs),
+            max(0, unread - our_unread),
+            max(0, outputs - our_outputs),
             told_at_s,
         ):
             self._changed(replica_id)
@@ -310,13 +303,12 @@ class TokensInFlight:
         line = self._line(reservation.replica_id)
         if line.reading.pop(reservation, None) is None:
             return
-        line.prompts -= reservation.prompt_tokens
         line.prefill -= reservation.prefill_tokens
         line.decode += reservation.prefill_tokens
         reservation.decode_tokens += reservation.prefill_tokens
         reservation.prefill_tokens = 0
         if at_s is not None:
-            line.past.append((at_s, line.prompts, line.outputs))
+            line.past.append((at_s, line.prefill, line.outputs))
             line.free_at_s = at_s + sum(line.reading.values()) / 1000
         self._changed(reservation.replica_id)
 
@@ -328,7 +320,6 @@ class TokensInFlight:
         line.decode -= reservation.decode_tokens
         line.outputs -= reservation.output_tokens
         if line.reading.pop(reservation, None) is not None:
-            line.prompts -= reservation.prompt_tokens
             line.free_at_s -= reservation.work_ms / 1000
         assert line.prefill >= 0 and line.decode >= 0, f"{replica_id}: released more than reserved"
         left = self._requests[replica_id] - 1

@@ -62,7 +62,10 @@ class Routers:
     async def _write(self, peer: Connected, message: Demand | Usage | RoundTrips) -> None:
         """Store a message and acknowledge it; what the store can never hold is acknowledged too."""
         try:
-            async with transaction(self._acting.intake, timeout_s=INTAKE_TIMEOUT_S) as connection:
+            # Usage is acknowledged, and so must be on disk; demand and round trips may lag.
+            acting = self._acting
+            pool = acting.pool if isinstance(message, Usage) else acting.intake
+            async with transaction(pool, timeout_s=INTAKE_TIMEOUT_S) as connection:
                 answer = await _store(connection, peer, message)
         except UNAVAILABLE as error:
             # Not acknowledged, so it comes again; round trips are renewed anyway.
@@ -118,7 +121,11 @@ def _answer(
     match message:
         case Demand():
             return UsageAck(
-                batch_id="", refused=sum(refused.values()), reason=said, demand_seq=message.seq
+                batch_id="",
+                refused=sum(refused.values()),
+                reason=said,
+                demand_boot=message.boot_id,
+                demand_seq=message.seq,
             )
         case Usage():
             return UsageAck(batch_id=message.batch_id, refused=sum(refused.values()), reason=said)

@@ -12,7 +12,9 @@ from router.decide.latency import (
     OVERHEAD_MS_MAX,
     Pace,
     RoundTripFilter,
+    Stretch,
     expected_rtt_ms,
+    stretched,
 )
 
 
@@ -68,6 +70,18 @@ def test_who_is_not_heard_of_is_given_another_chance() -> None:
     late_s = 20.0 + 4 * FORGET_S
     assert pace.overhead_ms(late_s) < 0.1 * pace.overhead_ms(20.0)
     assert abs(pace.gain(late_s) - 1.0) < 0.05
+
+
+def test_depth_is_learned_from_prompts_that_did_not_wait() -> None:
+    stretch, chance = Stretch(), random.Random(3)
+    for _ in range(2000):
+        tokens = chance.choice((500, 4000, 20_000, 60_000))
+        true_ms = stretched(tokens, 0, 2e-5) / 10
+        ms = stretched(tokens, 0, stretch.per_token) / 10
+        stretch.observed(ms, tokens, tokens / 2, true_ms * chance.uniform(0.95, 1.05) - ms)
+    assert 1.5e-5 < stretch.per_token < 2.5e-5
+    assert stretched(1000, 1000, 2e-5) == 0
+    assert stretched(1000, 0, 0.0) == 1000
 
 
 @settings(deadline=None, max_examples=60)

@@ -10,8 +10,8 @@ from isochrone.wire.ids import DeploymentId, NodeId, PopId, ReplicaId
 from isochrone.wire.routes import Route
 from router.decide.affinity import Seat, Sessions, draw, rendezvous, seed_of, within_bound
 from router.decide.board import SPILL_LASTS_MS, Board, Picture
-from router.decide.latency import COLD_MS, COLD_ROUND_TRIPS
-from router.decide.pick import Ask, rank
+from router.decide.latency import COLD_MS
+from router.decide.pick import SURPRISE_MS, SURPRISE_RATIO, Ask, rank
 from router.decide.prefixes import Held, Match
 from router.decide.tokens_in_flight import TokensInFlight
 
@@ -101,12 +101,35 @@ def test_a_faster_replica_may_be_worth_the_way() -> None:
     assert order([slow, fast])[0] == "fast"
 
 
-def test_a_replica_that_never_answered_pays_for_its_handshakes() -> None:
+def test_a_replica_that_never_answered_is_thought_a_little_slower() -> None:
     cold, warm = Candidate("cold", 10.0, is_cold=True), Candidate("warm", 10.0)
-    assert order([cold, warm]) == ["warm", "cold"]
-    ranked = rank(a_picture([cold]), ASK).routes[0]
-    assert ranked.overhead_ms == COLD_ROUND_TRIPS * 10.0 + COLD_MS
+    assert rank(a_picture([cold]), ASK).routes[0].overhead_ms == COLD_MS
+    assert rank(a_picture([warm]), ASK).routes[0].overhead_ms == 0.0
     assert order([cold, warm._replace(prefill=300)]) == ["cold", "warm"]
+
+
+def test_a_longer_queue_turns_away_only_where_another_place_is_better() -> None:
+    alone = rank(a_picture([Candidate("a")]), ASK).routes[0]
+    assert alone.queue_tokens_max == 0
+    far = rank(a_picture([Candidate("a"), Candidate("b", 400.0)]), ASK).routes[0]
+    near = rank(a_picture([Candidate("a"), Candidate("b", 10.0)]), ASK).routes[0]
+    # A thousand tokens a second: a token a millisecond.
+    assert far.queue_tokens_max == 400 + SURPRISE_MS + 100 * SURPRISE_RATIO
+    assert near.queue_tokens_max == 10 + SURPRISE_MS + 100 * SURPRISE_RATIO
+    queued = rank(a_picture([Candidate("a", prefill=50), Candidate("b", 400.0)]), ASK).routes[0]
+    assert queued.queue_tokens_max == far.queue_tokens_max
+
+
+def test_with_queues_everywhere_a_miss_of_the_cache_counts_more() -> None:
+    board = a_board([Candidate("a", 1.0), Candidate("b", 60.0)])
+    held = Held(0.0, [Match([board.slots[ReplicaId("b")]], 0.5)])
+    ask = ASK._replace(held=held)
+    assert rank(board.picture(NOW_S, {}), ask).routes[0].route.replica_id == "a"
+    board.spilled_at_ms = 1000 * NOW_S
+    waiting = rank(board.picture(NOW_S, {}), ask).routes[0]._replace(queue_ms=50.0)
+    for _ in range(400):
+        board.went(0, waiting, NOW_S)
+    assert rank(board.picture(NOW_S, {}), ask).routes[0].route.replica_id == "b"
 
 
 def test_a_session_stays_on_its_seat_unless_that_is_much_slower() -> None:

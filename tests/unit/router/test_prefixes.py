@@ -123,6 +123,16 @@ def test_the_oldest_makes_room_tail_first() -> None:
     assert index.match(chain(7, 8)).share_at(0) == 1.0
 
 
+def test_what_was_turned_away_is_not_cached_there() -> None:
+    index = PrefixIndex()
+    index.sent(0, chain(1, 2), 0.0)
+    sent = index.sent(0, chain(1, 2, 3, 4), 1.0)
+    assert (sent.share, sent.age) == (0.5, 100)
+    index.unsent(sent, chain(1, 2, 3, 4))
+    assert index.match(chain(1, 2, 3, 4)).share_at(0) == 0.5
+    assert len(index) == 2
+
+
 def test_an_hour_later_nothing_is_assumed() -> None:
     index = PrefixIndex()
     index.sent(0, chain(1, 2), 0.0)
