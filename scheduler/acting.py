@@ -140,6 +140,7 @@ class Acting:
         self.admissions = Admissions(config.admissions_per_s)
         self.line_outside = Admissions(config.admissions_per_s)
         self.fleet_size = 0
+        self.turned_at = clock()
         self._entering: dict[tuple[PeerRole, str], float] = {}
         self.next_acting_at = float("-inf")
         self.known_nodes = KnownNodes()
@@ -177,17 +178,30 @@ class Acting:
             self.admissions = Admissions(self.config.admissions_per_s)
         self._lease = lease
         self._renewed_at = asked_at
-        self._trusted_until = asked_at + self.config.lease_ttl_s - MARGIN_S
+        trusted_until = asked_at + self.config.lease_ttl_s - MARGIN_S
+        self._trusted_until = max(self._trusted_until, trusted_until)
         metrics.ACTING.set(1)
         metrics.EPOCH.set(lease.epoch)
         if is_new:
             self.published(None)
             self.foretold = []
+            self.forget_written()
             for peer in self.peers.values():
                 peer.has_reported = False
-                peer.written = None
             log.info("acting", extra={"fields": {"epoch": lease.epoch}})
         return is_new
+
+    @property
+    def holds_lease(self) -> bool:
+        """Say whether this process has taken the lease and not lost it, as far as it knows."""
+        return self._lease is not None
+
+    def kept(self, lease: Lease, asked_at: float) -> None:
+        """Trust the lease for longer, if it is still the same; any other is for `renewed`."""
+        held = self._lease
+        if held is not None and held.epoch == lease.epoch:
+            trusted_until = asked_at + self.config.lease_ttl_s - MARGIN_S
+            self._trusted_until = max(self._trusted_until, trusted_until)
 
     async def step_down(self) -> None:
         """Another scheduler acts: send every peer there."""
@@ -242,6 +256,11 @@ class Acting:
         """Take a new table as the one that routers are told."""
         self.table = table
         self._table_frame = b""
+
+    def forget_written(self) -> None:
+        """Have every report written again: a server that broke may have lost the last of them."""
+        for peer in self.peers.values():
+            peer.written = None
 
     def add_peer(self, peer: Connected) -> Connected | None:
         """Enter a conversation and return the one it takes the place of, if any."""

@@ -37,6 +37,7 @@ from scheduler.loops.flush_pulses import FlushPulses
 from scheduler.loops.forecast import Forecast
 from scheduler.loops.hold_lease import HoldLease
 from scheduler.loops.keep_days import KeepDays
+from scheduler.loops.keep_lease import KeepLease
 from scheduler.loops.note_losses import NoteLosses
 from scheduler.loops.place import Place
 from scheduler.loops.prune import Prune
@@ -101,6 +102,9 @@ async def serve(config: SchedulerConfig, stopping: asyncio.Event) -> int:
                 ssl_context=control_context(authority, now()) if config.control_tls else None,
             )
         )
+        keeper = KeepLease(acting)
+        doors.push_async_callback(keeper.stop)
+        keeper.start()
         async with asyncio.TaskGroup() as tasks:
             duties = [tasks.create_task(loop.run(), name=loop.name) for loop in loops]
             notify("READY=1")
@@ -108,6 +112,7 @@ async def serve(config: SchedulerConfig, stopping: asyncio.Event) -> int:
             await stopping.wait()
             for duty in duties:
                 duty.cancel()
+        await keeper.stop()
         await _leave(acting)
     return 0
 
@@ -182,7 +187,7 @@ async def _open_acting(config: SchedulerConfig, authority: Authority) -> AsyncIt
         # duties and operators not behind a fleet that reports all at once.
         reserved = await open_pool(config.database_url, size_max=2)
         pools.push_async_callback(reserved.close)
-        intake = await open_pool(config.database_url, size_max=INTAKE_CONNECTIONS)
+        intake = await open_pool(config.database_url, size_max=INTAKE_CONNECTIONS, lags=True)
         pools.push_async_callback(intake.close)
         await migrate(pool)
         async with transaction(pool) as connection:

@@ -42,6 +42,7 @@ def _draw_world(axes: Any, places: dict[str, tuple[float, float]]) -> None:
     axes.set(xlim=(-180, 180), ylim=(-60, 80), xlabel="longitude", ylabel="latitude")
     axes.set_xticks(range(-180, 181, 30))
     axes.set_yticks(range(-60, 81, 20))
+    axes.set_axisbelow(True)
     axes.grid(color="0.9")
     axes.set_facecolor("0.98")
     if places:

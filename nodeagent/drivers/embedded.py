@@ -25,6 +25,11 @@ OPTIONS: Final = frozenset(
         "draft_tokens_max",
         "waiting_max",
         "threads",
+        "kv_host_bytes",
+        "kv_file_bytes",
+        "kv_folder",
+        "adapters_max",
+        "adapter_memory_bytes",
     }
 )
 

@@ -29,6 +29,7 @@ class Runner:
     def __init__(self, model: Llama, blocks: int, device: str, dtype: torch.dtype) -> None:
         self._model = model
         self._device = device
+        self._dtype = dtype
         shape = model.shape
         self._window_tokens = shape.window_tokens
         self._kv = [
@@ -127,11 +128,22 @@ class Runner:
             # Masked tokens are multiplied by nought, which NaN survives: pad with what is its own.
             table += blocks[:1] * (width - len(blocks))
         skipped = np.asarray([first // BLOCK_TOKENS * BLOCK_TOKENS for first, _ in seen])
-        positions = skipped[:, None] + np.arange(width * BLOCK_TOKENS)
-        firsts = np.asarray([first for first, _ in seen])[:, None]
-        lasts = np.asarray([chunk.start for chunk in chunks])[:, None]
-        mask = torch.from_numpy((positions >= firsts) & (positions <= lasts)).to(self._device)
-        return Decodes(start, start + len(chunks), self._place(table), mask[:, None, None, :])
+        firsts = np.asarray([first for first, _ in seen]) - skipped
+        ends = np.asarray([chunk.start + 1 for chunk in chunks]) - skipped
+        context = int(ends.max())
+        mask = None
+        if firsts.any() or (ends < context).any():
+            columns = np.arange(context)
+            hidden = (columns < firsts[:, None]) | (columns >= ends[:, None])
+            mask = self._added(hidden)[:, None, None, :]
+        return Decodes(start, start + len(chunks), self._place(table), context, mask)
+
+    def _added(self, hidden: np.ndarray) -> Tensor:
+        """Return what is added to scores: 0, and -inf where `hidden`.
+
+        Made once for all layers; a mask of truths would be made into this in each of them.
+        """
+        return torch.from_numpy(np.where(hidden, -np.inf, 0.0)).to(self._device, self._dtype)
 
     def _segments(self, batch: Batch) -> Iterator[Segment]:
         start = len(batch.decodes)

@@ -70,7 +70,7 @@ class Engine:
         self.batching = batching
         self.mover = mover
         self.speculation = speculation
-        self.runner = runner
+        self._runner = runner
         self._generations: dict[int, Generation] = {}
         self.prompt_tokens_total = 0
         self.prefix_hit_tokens_total = 0
@@ -120,7 +120,7 @@ class Engine:
         late = [self._drop(sequence) for sequence in batch.late]
         if not batch.chunks:
             return Stepped(late, 0, 0)
-        logits = self.runner.run(batch)
+        logits = self._runner.run(batch)
         sampled = self._sample(batch, logits)
         deltas = self._commit(batch, sampled)
         decoded = len(batch.decodes) if batch.prefills else len(deltas)
@@ -168,7 +168,7 @@ class Engine:
             if finish is Finish.ERROR:
                 # Masked slots are multiplied by zero, and zero times NaN is NaN: what lies in its
                 # blocks would spread to who gets them next.
-                self.runner.clear(self.batching.blocks.forget(sequence.blocks))
+                self._runner.clear(self.batching.blocks.forget(sequence.blocks))
             if finish is not None:
                 self.cancel(generation.number)
             deltas.extend(told)

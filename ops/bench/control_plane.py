@@ -11,6 +11,7 @@ import asyncio
 import os
 import shutil
 import signal
+import socket
 import tempfile
 from argparse import ArgumentParser, Namespace
 from contextlib import suppress
@@ -36,11 +37,20 @@ from scheduler.store.pool import open_pool
 
 ROOT: Final = Path(__file__).parents[2]
 TOKEN: Final = "bench-admin-token-0123456789"
-PORTS: Final = {"a": (7461, 7462), "b": (7463, 7464)}
 SETTLE_S: Final = 20.0
 AFTER_S: Final = 40.0
 CONNECT_TIMEOUT_S: Final = 240.0
 CLUSTER: Final = ClusterId("c-bench")
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+PORTS: Final = {name: (free_port(), free_port()) for name in ("a", "b")}
 
 
 class Admin:
@@ -254,6 +264,8 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="write the table beside this file")
     parser.add_argument("--keep", action="store_true", help="keep the folder with the logs")
     options = parser.parse_args()
+    # However it is told to end, nothing that it started may outlive it.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     folder = Path(tempfile.mkdtemp(prefix="isochrone-bench-", dir="/var/tmp"))
     folder.chmod(0o755)
     try:

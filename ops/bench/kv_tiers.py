@@ -86,12 +86,13 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--tokens", type=int, nargs="*", default=PROMPT_TOKENS)
     asked = parser.parse_args()
     print(f"Python {platform.python_version()}, torch {torch.__version__}, {asked.threads} threads")
     print("| prompt tokens | KV from | first token, ms | cached tokens | against computing |")
     print("|---:|---|---:|---:|---:|")
     with tempfile.TemporaryDirectory() as room:
-        for tokens in PROMPT_TOKENS:
+        for tokens in asked.tokens:
             compare(asked.model, Path(room), tokens, asked.rounds, asked.threads)
 
 

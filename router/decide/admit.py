@@ -5,17 +5,10 @@ from typing import Final
 
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.ids import KeyId
-from isochrone.wire.keys import (
-    KEY_CHARS,
-    is_same_secret,
-    parse_key,
-    secret_sha256,
-    split_key,
-)
+from isochrone.wire.keys import is_same_secret, parse_key
 from isochrone.wire.routes import KeyEntry
 
 _NOBODY: Final = "0" * 64
-_NO_KEY: Final = (KeyId(""), "")
 
 
 def authenticate(
@@ -26,16 +19,15 @@ def authenticate(
     text = text.strip()
     if not text or (scheme != "Bearer" and scheme.lower() != "bearer"):
         raise _invalid("no API key: send `Authorization: Bearer iso_...`")
-    key_id, secret = split_key(text) or _NO_KEY
+    parsed = parse_key(text)
+    if parsed is None:
+        raise _invalid("the API key is not of the form iso_..., copy it whole")
+    key_id, secret_sha256 = parsed
     entry = keys.get(key_id)
     # Compared also where there is no such key, so that time does not tell.
-    is_right = is_same_secret(entry.secret_sha256 if entry else _NOBODY, secret_sha256(secret))
+    is_right = is_same_secret(entry.secret_sha256 if entry else _NOBODY, secret_sha256)
     if entry is None or not is_right:
-        raise _invalid(
-            "the API key is unknown or revoked"
-            if len(text) == KEY_CHARS and parse_key(text) is not None
-            else "the API key is not of the form iso_..., copy it whole"
-        )
+        raise _invalid("the API key is unknown or revoked")
     if entry.expires_at and entry.expires_at <= now_unix_s:
         raise _invalid("the API key has expired")
     return entry

@@ -62,7 +62,10 @@ class Routers:
     async def _write(self, peer: Connected, message: Demand | Usage | RoundTrips) -> None:
         """Store a message and acknowledge it; what the store can never hold is acknowledged too."""
         try:
-            async with transaction(self._acting.intake, timeout_s=INTAKE_TIMEOUT_S) as connection:
+            # Usage is acknowledged, and so must be on disk; demand and round trips may lag.
+            acting = self._acting
+            pool = acting.pool if isinstance(message, Usage) else acting.intake
+            async with transaction(pool, timeout_s=INTAKE_TIMEOUT_S) as connection:
                 answer = await _store(connection, peer, message)
         except UNAVAILABLE as error:
             # Not acknowledged, so it comes again; round trips are renewed anyway.

@@ -25,7 +25,7 @@ class HoldLease:
     async def run_once(self) -> Held:
         """Ask the database; an error leaves the trust that is left to run out by itself."""
         acting = self._acting
-        asked_at = acting.clock()
+        asked_at = acting.turned_at = acting.clock()
         async with using(acting.reserved) as connection:
             lease = await hold_lease(connection, acting.holder, acting.config.lease_ttl_s)
             if lease is not None:

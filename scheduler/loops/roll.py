@@ -3,14 +3,12 @@
 import logging
 from typing import NamedTuple
 
-from isochrone.wire.report import ReplicaState
 from scheduler.acting import Acting
-from scheduler.decide.cluster import ClusterState
-from scheduler.decide.rollout import Rollout, Starts, Verdict, after, judge
+from scheduler.decide.rollout import Rollout, Verdict, after, judge
 from scheduler.store.events import record_event
 from scheduler.store.lease import assert_epoch
 from scheduler.store.pool import transaction
-from scheduler.store.rollouts import read_strata, write_rollout
+from scheduler.store.rollouts import active_rollouts, read_starts, read_strata, write_rollout
 
 log = logging.getLogger(__name__)
 
@@ -35,11 +33,16 @@ class Roll:
             return Rolled()
         changed = 0
         async with transaction(acting.pool, isolation="repeatable_read") as connection:
-            cluster = await acting.picture(connection)
             judged = [
-                (rollout, judge(rollout, await read_strata(connection, rollout), starts))
-                for rollout in cluster.rollouts
-                for starts in (starts_of(cluster, rollout),)
+                (
+                    rollout,
+                    judge(
+                        rollout,
+                        await read_strata(connection, rollout),
+                        await read_starts(connection, rollout),
+                    ),
+                )
+                for rollout in await active_rollouts(connection)
             ]
         for rollout, verdict in judged:
             if verdict is not None and await self._write(rollout, verdict):
@@ -65,14 +68,3 @@ class Roll:
         fields = {"rollout": rollout.rollout_id, "state": new.state, "reason": verdict.reason}
         log.info("rollout", extra={"fields": {**fields, "step": new.step}})
         return True
-
-
-def starts_of(cluster: ClusterState, rollout: Rollout) -> Starts:
-    """Count how the new version's replicas come up."""
-    states = [
-        placement.state
-        for placement in cluster.placements
-        if placement.deployment_id == rollout.deployment_id
-        and placement.version == rollout.to_version
-    ]
-    return Starts(warm=states.count(ReplicaState.WARM), failed=states.count(ReplicaState.FAILED))

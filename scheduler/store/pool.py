@@ -42,10 +42,15 @@ BAD_DATA: Final = (asyncpg.CharacterNotInRepertoireError, asyncpg.DataError)
 """What a caller sees of a value that Postgres cannot hold (a NUL in a text, a number too big)."""
 
 
-async def open_pool(dsn: str, *, size_max: int = SIZE_MAX) -> Pool:
-    """Open a pool on the writable host of `dsn`; raises one of UNAVAILABLE if there is none."""
+async def open_pool(dsn: str, *, size_max: int = SIZE_MAX, lags: bool = False) -> Pool:
+    """Open a pool on the writable host of `dsn`; raises one of UNAVAILABLE if there is none.
+
+    With `lags`, a commit returns before it is on disk: for what is said again after a crash.
+    """
     hosts = _each_host(dsn)
     options: dict[str, Any] = {}
+    if lags:
+        options["server_settings"] = {"synchronous_commit": "off"}
     if await _is_pooled_by_transaction(hosts):
         # Prepared statements do not survive a transaction pooler; neither would LISTEN or session
         # locks, which nothing here uses.

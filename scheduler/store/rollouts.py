@@ -10,9 +10,9 @@ from isochrone.wire.ids import DeploymentId, PopId
 from isochrone.wire.model import Deployment
 from isochrone.wire.rollout import RolloutSpec, RolloutState
 from isochrone.wire.usage import Moments, TrialRow
-from scheduler.decide.rollout import Rollout
+from scheduler.decide.rollout import Rollout, Starts
 from scheduler.decide.trial import Arm, Stratum
-from scheduler.store.pool import Connection
+from scheduler.store.pool import Connection, fetch_one
 
 _ROLLOUT = """
 SELECT rollout_id, r.deployment_id, from_version, to_version, spec, state, step, reason, r.etag,
@@ -195,6 +195,21 @@ async def read_strata(connection: Connection, rollout: Rollout) -> tuple[Stratum
         )
         for (pop, asked_pop), seen in sorted(arms.items())
     )
+
+
+async def read_starts(connection: Connection, rollout: Rollout) -> Starts:
+    """Return how the new version's replicas come up."""
+    row = await fetch_one(
+        connection,
+        """
+        SELECT count(*) FILTER (WHERE state = 'warm') AS warm,
+               count(*) FILTER (WHERE state = 'failed') AS failed
+        FROM placement WHERE deployment_id = $1 AND version = $2 AND released_at IS NULL
+        """,
+        rollout.deployment_id,
+        rollout.to_version,
+    )
+    return Starts(warm=row["warm"], failed=row["failed"])
 
 
 def _arm(row: Any) -> Arm:

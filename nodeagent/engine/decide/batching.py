@@ -204,12 +204,13 @@ class Batching:
 
     def _room_for_drafts(self, sequence: Sequence) -> tuple[int, ...]:
         """Take blocks for the sequence's drafts where many are free; return the drafts that fit."""
-        length = len(sequence.tokens) + len(sequence.drafts)
+        drafts, sequence.drafts = sequence.drafts, ()
+        length = len(sequence.tokens) + len(drafts)
         missing = -(-length // BLOCK_TOKENS) - len(sequence.blocks)
         if missing > 0 and self.blocks.free > missing + len(self.running):
             sequence.blocks.extend(self.blocks.take((), missing) or ())
         room = len(sequence.blocks) * BLOCK_TOKENS - len(sequence.tokens)
-        return sequence.drafts[: max(room, 0)]
+        return drafts[: max(room, 0)]
 
     def _grow(self, sequence: Sequence) -> bool:
         """Make room for one more token; False where `sequence` itself had to give way."""
@@ -295,6 +296,7 @@ class Batching:
         sequence.blocks = []
         sequence.computed = 0
         sequence.published = 0
+        sequence.drafts = ()
 
 
 def _context(chunk: Chunk) -> int:

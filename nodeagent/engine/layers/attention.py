@@ -30,12 +30,10 @@ class LayerKV:
             blocks, block_tokens, 2 * kv_heads, head_dim, device=device, dtype=dtype
         )
         self._slots = self.pages.view(-1, 2 * kv_heads, head_dim)
-        self._keys, self._values = self._slots[:, :kv_heads], self._slots[:, kv_heads:]
 
-    def write(self, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        """Fill `slots`."""
-        self._keys.index_copy_(0, slots, key)
-        self._values.index_copy_(0, slots, value)
+    def write(self, slots: Tensor, key_value: Tensor) -> None:
+        """Fill `slots` with keys and, behind them, values: [slots, 2 * kv_heads, head_dim]."""
+        self._slots.index_copy_(0, slots, key_value)
 
     def read(self, blocks: "Run | Tensor", rows: int) -> tuple[Tensor, Tensor]:
         """Return keys and values, each [rows, kv_heads, tokens, head_dim]."""
@@ -64,8 +62,10 @@ class Decodes:
     end: int
     blocks: Run | Tensor
     """The rows' blocks, one row after another, padded with a block of its own."""
-    mask: Tensor
-    """[rows, 1, 1, tokens of the blocks], True where seen."""
+    context: int
+    """How many tokens of the blocks any row sees."""
+    mask: Tensor | None
+    """[rows, 1, 1, context], 0 where seen, else -inf; None where each row sees all of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +90,9 @@ class Layout:
     segments: tuple[Segment, ...]
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, kv: LayerKV, layout: Layout) -> Tensor:
+def attend(query: Tensor, key_value: Tensor, kv: LayerKV, layout: Layout) -> Tensor:
     """Write this step's keys and values, then answer `query` [tokens, heads, head_dim]."""
-    kv.write(layout.write_slots, key, value)
+    kv.write(layout.write_slots, key_value)
     parts = [_decode(query[part.start : part.end], kv, part) for part in layout.decodes]
     parts += [_prefill(query[part.start : part.end], kv, part) for part in layout.segments]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -102,7 +102,12 @@ def _decode(query: Tensor, kv: LayerKV, part: Decodes) -> Tensor:
     rows, heads, head_dim = query.shape
     keys, values = kv.read(part.blocks, rows)
     grouped = query.reshape(rows, kv.kv_heads, heads // kv.kv_heads, head_dim)
-    answer = scaled_dot_product_attention(grouped, keys, values, attn_mask=part.mask)
+    answer = scaled_dot_product_attention(
+        grouped,
+        keys[:, :, : part.context],
+        values[:, :, : part.context],
+        attn_mask=part.mask,
+    )
     return answer.reshape(rows, heads, head_dim)
 
 

@@ -41,7 +41,7 @@ def inverse_frequencies(
 class Rope:
     """The table of cosines and sines for every position of the context.
 
-    The first half of each row of sines has its sign turned, so that `rotate` need not.
+    The first half of each row of sines has its sign turned, so that `rotate_` need not.
     """
 
     def __init__(self, inverse: Tensor, positions: int, device: str, dtype: torch.dtype) -> None:
@@ -57,6 +57,6 @@ class Rope:
         return self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the heads of `x` [tokens, heads, head_dim] to their positions."""
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Turn the heads of `x` [tokens, heads, head_dim] to their positions, in place."""
+    torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin, out=x)

@@ -12,7 +12,7 @@ from nodeagent.engine.layers.attention import LayerKV, Layout, attend
 from nodeagent.engine.layers.linear import Keeping
 from nodeagent.engine.layers.lora import Adding
 from nodeagent.engine.layers.norm import rms_norm
-from nodeagent.engine.layers.rope import Rope, inverse_frequencies, rotate
+from nodeagent.engine.layers.rope import Rope, inverse_frequencies, rotate_
 from nodeagent.engine.models.shape import ModelShape
 from nodeagent.engine.models.weights import Weights, WeightSource
 
@@ -41,8 +41,8 @@ class LlamaAttention:
         heads, turning = self.shape.heads, self.shape.heads + self.shape.kv_heads
         mixed = self.project(x)
         # Queries and keys turn alike, so they turn together.
-        turned = rotate(mixed[:, :turning], cos, sin)
-        answer = attend(turned[:, :heads], turned[:, heads:], mixed[:, turning:], kv, layout)
+        rotate_(mixed[:, :turning], cos, sin)
+        answer = attend(mixed[:, :heads], mixed[:, heads:], kv, layout)
         return self._output(answer.view(x.shape[0], -1))
 
 

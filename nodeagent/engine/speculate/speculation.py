@@ -103,6 +103,8 @@ class Speculation:
 
     def draft(self, decoding: Ordered[tuple[Sequence, Drafter | None]]) -> None:
         """Give each decoding sequence the drafts that pay in this step."""
+        if not self._may_pay(len(decoding)):
+            return
         drafters = [(sequence, drafter) for sequence, drafter in decoding if drafter is not None]
         offers = [
             drafter.offer(sequence, min(self.draft_tokens_max, sequence.remaining - 1))
@@ -111,6 +113,11 @@ class Speculation:
         depths = choose_depths(offers, len(decoding), self.rows_max, self.costs.seconds)
         for (sequence, _), offer, depth in zip(drafters, offers, depths, strict=True):
             sequence.drafts = offer.tokens[:depth]
+
+    def _may_pay(self, rows: int) -> bool:
+        """Say whether even a draft that is sure to hold is worth its row."""
+        sure = Offer((0,), (1.0,))
+        return choose_depths([sure], rows, self.rows_max, self.costs.seconds) == [1]
 
     def settle(
         self, drafter: Drafter, results: Ordered[Sampled | UnsoundLogits], verified: int

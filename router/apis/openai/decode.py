@@ -17,15 +17,17 @@ from router.apis.openai.schema import (
     ChatRequest,
     CompletionRequest,
     EmbeddingRequest,
+    RerankRequest,
     StreamOptions,
 )
 
-Request = ChatRequest | CompletionRequest | EmbeddingRequest
-R = TypeVar("R", ChatRequest, CompletionRequest, EmbeddingRequest)
+Request = ChatRequest | CompletionRequest | EmbeddingRequest | RerankRequest
+R = TypeVar("R", ChatRequest, CompletionRequest, EmbeddingRequest, RerankRequest)
 
 CHAT: Final = msgspec.json.Decoder(ChatRequest)
 COMPLETION: Final = msgspec.json.Decoder(CompletionRequest)
 EMBEDDING: Final = msgspec.json.Decoder(EmbeddingRequest)
+RERANK: Final = msgspec.json.Decoder(RerankRequest)
 _FIELDS: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _AT = re.compile(r" - at `\$\.?(.{1,120})`$")
 _STATEFUL: Final = frozenset(
@@ -91,7 +93,7 @@ def resumption(body: bytes, request: Request) -> Callable[[str, int], bytes | No
     Only plain text can be gone on from: tool calls, a grammar, several choices or log
     probabilities have a state that text does not hold.
     """
-    if isinstance(request, EmbeddingRequest) or (request.n or 1) != 1:
+    if isinstance(request, EmbeddingRequest | RerankRequest) or (request.n or 1) != 1:
         return None
     if isinstance(request, CompletionRequest) and not isinstance(request.prompt, str):
         return None

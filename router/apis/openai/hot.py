@@ -13,6 +13,7 @@ from router.apis.openai.decode import (
     CHAT,
     COMPLETION,
     EMBEDDING,
+    RERANK,
     Request,
     decode,
     drawn,
@@ -37,7 +38,10 @@ READERS: Final[Mapping[str, "msgspec.json.Decoder[Any]"]] = {
     "/v1/chat/completions": CHAT,
     "/v1/completions": COMPLETION,
     "/v1/embeddings": EMBEDDING,
+    "/v1/rerank": RERANK,
 }
+KINDS: Final[Mapping[str, str]] = {"/v1/embeddings": "embedding", "/v1/rerank": "rerank"}
+"""What a model must be for; on every other route it must chat."""
 
 
 class OpenAiSurface:
@@ -110,6 +114,14 @@ class OpenAiSurface:
         body = request.body
         asked: Request = decode(body, READERS[request.path])
         deployment = self.deployment(asked.model, key)
+        kind = KINDS.get(request.path, "chat")
+        if deployment.kind != kind:
+            raise ApiError(
+                ErrorCode.INVALID_REQUEST,
+                f"cannot ask {asked.model!r} so: it is a model of kind {deployment.kind!r}, and"
+                f" {request.path} is for {kind!r}",
+                param="model",
+            )
         rendered = asked.rendered
         return Asked(
             request_id=request_id,

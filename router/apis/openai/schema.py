@@ -114,14 +114,11 @@ class CompletionRequest(_Shared, frozen=True, kw_only=True):
         return self.max_tokens
 
 
-class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """`POST /v1/embeddings`. An input may also be token ids."""
-
+class _Read(msgspec.Struct, frozen=True, kw_only=True):
     model: ModelField
-    input: Text
     options: Options | None = None
 
-    # An embedding is never a stream and puts out no tokens.
+    # What only reads is never a stream and puts out no tokens.
     stream = None
     stream_options = None
     temperature = None
@@ -131,6 +128,12 @@ class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True):
     frequency_penalty = None
     output_tokens_max = 0
 
+
+class EmbeddingRequest(_Read, frozen=True, kw_only=True):
+    """`POST /v1/embeddings`. An input may also be token ids."""
+
+    input: Text
+
     def text_bytes(self, rendered_bytes: int) -> int:
         """How much text there is; a token id counts as four bytes."""
         return rendered_bytes if isinstance(self.input, str) else _bytes_of(self.input)
@@ -139,6 +142,30 @@ class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True):
     def rendered(self) -> bytes:
         """The text as bytes."""
         return self.input.encode(errors="replace") if isinstance(self.input, str) else b""
+
+
+class Document(msgspec.Struct, frozen=True):
+    """A document that comes with more than its text."""
+
+    text: str
+
+
+class RerankRequest(_Read, frozen=True, kw_only=True):
+    """`POST /v1/rerank`: documents to put in order of their relevance to a query."""
+
+    query: str
+    documents: Annotated[list[str | Document], Meta(min_length=1, max_length=1024)]
+
+    def text_bytes(self, rendered_bytes: int) -> int:
+        """How much text there is; the query is read with each document."""
+        texts = [one if isinstance(one, str) else one.text for one in self.documents]
+        query = len(self.query.encode(errors="replace"))
+        return sum(len(text.encode(errors="replace")) + query for text in texts)
+
+    @property
+    def rendered(self) -> bytes:
+        """The query as bytes."""
+        return self.query.encode(errors="replace")
 
 
 def _bytes_of(text: Text) -> int:

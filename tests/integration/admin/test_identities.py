@@ -1,6 +1,8 @@
 """Names, tokens and certificates: what is revoked stays so, and what lives on renews itself."""
 
+import asyncio
 import ssl
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +27,11 @@ SHORT_LIFE_S = 3.0
 
 @pytest.fixture
 def settings(request: pytest.FixtureRequest) -> dict[str, Any]:
-    short = "renews" in request.node.name
-    return {"certificate_lifetime_s": SHORT_LIFE_S} if short else {}
+    if "renews_itself" in request.node.name:
+        return {"certificate_lifetime_s": SHORT_LIFE_S}
+    if "dials_at_once" in request.node.name:
+        return {"admissions_per_s": 10.0}
+    return {}
 
 
 async def a_token(admin: Admin, **fields: Any) -> str:
@@ -163,3 +168,27 @@ async def test_a_revoked_peer_is_cut_before_it_renews(admin: Admin, tmp_path: Pa
     assert load_identity(tmp_path) == identity
     events = (await admin.ask("GET", "/v1/events")).body["data"]
     assert "agent.renewed" not in {event["kind"] for event in events}
+
+
+async def test_a_fleet_that_dials_at_once_comes_in_at_a_pace(admin: Admin, tmp_path: Path) -> None:
+    await admin.pop()
+    token = await a_token(admin, uses_max=20)
+    agents = [
+        Agent(admin, await joining(admin, tmp_path / f"n{i}", token, f"n{i}"), f"boot-{i}")
+        for i in range(20)
+    ]
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    async with AsyncExitStack() as stack:
+        for agent in agents:
+            await stack.enter_async_context(dialling(agent))
+
+        async def all_are_in() -> bool:
+            return all(agent.welcomes for agent in agents)
+
+        await until("all are in", all_are_in, 30.0)
+        # Half a second's worth comes in at once, the others at ten a second.
+        assert loop.time() - began > 1.0
+        page = (await admin.ask("GET", "/metrics")).body
+        assert 'refused_peers_total{code="busy"}' in page
+        assert agents[0].welcomes[0].redial_spread_s > 0

@@ -214,6 +214,27 @@ def test_drafts_that_hold_save_steps_and_drafts_that_fail_stop() -> None:
     assert wild.speculation.drafted_tokens_total < 120
 
 
+def test_drafts_wait_for_no_step_but_the_one_they_were_made_for() -> None:
+    batching = Batching(Limits(64, 4), Blocks(8))
+    sequence = Sequence(1, [97] * 15, Ending(40, frozenset({END})))
+    batching.submit(sequence)
+    (prefill,) = batching.next_batch().prefills
+    batching.computed(prefill)
+    sequence.append(98)
+    sequence.drafts = (99, 100, 101)
+    (verify,) = batching.next_batch().verifies
+    assert verify.ids == [98, 99, 100, 101]
+    assert len(sequence.blocks) == 2
+    sequence.append(99)
+    batching.computed(verify, refused=3)
+    assert (sequence.computed, sequence.decoding) == (16, True)
+    assert batching.next_batch().verifies == ()
+    sequence.drafts = (1, 2)
+    batching.remove(sequence)
+    assert sequence.drafts == ()
+    assert batching.blocks.held == 0
+
+
 def test_what_a_draft_replaces_is_distributed_as_without_drafts() -> None:
     """Pearson's chi-square over tokens sampled through a draft, and over what follows it."""
     size, runs = 4, 1500

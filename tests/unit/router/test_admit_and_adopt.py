@@ -47,6 +47,7 @@ def a_key(**fields: object) -> KeyEntry:
         (f"Bearer {TEXT}", a_key(expires_at=50.0), "expired"),
         (f"Bearer {TEXT[:30]}\udcff{TEXT[31:]}", a_key(), "form"),
         (f"Bearer {TEXT[:-1]}", a_key(), "form"),
+        (f"Bearer {TEXT[:-1]}{'x' if TEXT[-1] != 'x' else 'y'}", a_key(), "form"),
         (f"Bearer osi_{TEXT[4:]}", a_key(), "form"),
         (f"Bearer {TEXT[:17]}{'z' * 43}{TEXT[60:]}", a_key(), "form"),
     ],

@@ -1,4 +1,4 @@
-"""What the router counts of a body before it goes on."""
+"""What the router takes of a body for the prompt that it will become."""
 
 import pytest
 
@@ -8,13 +8,15 @@ TOOLS = b'[{"type":"function","function":{"name":"f"}}]'
 
 
 @pytest.mark.parametrize(
-    ("rest", "wanted"),
+    ("rest", "begins"),
     [
-        (b"", 18),
-        (b',"tools":' + TOOLS, 18 + len(TOOLS)),
-        (b',"tool_choice":"auto","response_format":{"type":"json_object"}', 18),
+        (b"", b"\0user\0hi"),
+        (b',"tools":' + TOOLS, TOOLS + b"\0user\0hi"),
+        (b',"tool_choice":"auto","response_format":{"type":"json_object"}', b"\0user\0hi"),
     ],
 )
-def test_tools_count_as_text_of_the_prompt(rest: bytes, wanted: int) -> None:
+def test_tools_count_as_the_beginning_of_the_prompt(rest: bytes, begins: bytes) -> None:
     body = b'{"model":"m","messages":[{"role":"user","content":"hi"}]' + rest + b"}"
-    assert decode(body, CHAT).text_bytes == wanted
+    request = decode(body, CHAT)
+    assert request.rendered == begins
+    assert request.text_bytes(len(request.rendered)) > len(begins)
