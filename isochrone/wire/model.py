@@ -68,10 +68,35 @@ class Price(msgspec.Struct, frozen=True, kw_only=True):
         ) / 1e6
 
 
+class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
+    """The sizes in a model's config that its memory and speed follow from.
+
+    `latent_size` is what attention over a latent (MLA) keeps per token and layer, 0 for heads of
+    their own; `sliding_layers` look back no further than `sliding_window` tokens. Bits are those of
+    the weights as stored and of the KV cache as kept.
+    """
+
+    layers: Annotated[int, msgspec.Meta(ge=1, le=10_000)]
+    hidden_size: Annotated[int, msgspec.Meta(ge=1, le=10**6)]
+    heads: Annotated[int, msgspec.Meta(ge=1, le=10_000)]
+    kv_heads: Annotated[int, msgspec.Meta(ge=1, le=10_000)]
+    head_size: Annotated[int, msgspec.Meta(ge=1, le=10**5)]
+    latent_size: Annotated[int, msgspec.Meta(ge=0, le=10**5)] = 0
+    sliding_window: NonNegative = 0
+    sliding_layers: Annotated[int, msgspec.Meta(ge=0, le=10_000)] = 0
+    experts: Annotated[int, msgspec.Meta(ge=0, le=10_000)] = 0
+    experts_active: Annotated[int, msgspec.Meta(ge=0, le=10_000)] = 0
+    parameters: NonNegative = 0
+    expert_parameters: NonNegative = 0
+    weight_bits: Annotated[float, msgspec.Meta(ge=1, le=32)] = 16
+    kv_bits: Annotated[float, msgspec.Meta(ge=1, le=32)] = 16
+
+
 class Model(msgspec.Struct, frozen=True, kw_only=True):
     """A catalogue entry: what the model is, where its files are, what it needs and costs.
 
     `kv_bytes_per_token` is what one token of context takes in the KV cache; 0 where not yet known.
+    With `shape`, what it needs on any devices is reckoned from its config.
     """
 
     model_id: ModelName
@@ -83,6 +108,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     licence: str = ""
     kind: str = "chat"
     price: Price | None = None
+    shape: ModelShape | None = None
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,7 +131,8 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     """What a deployment asks of its placement.
 
     `keep_warm` lists PoPs that always hold a replica. `allow` and `deny` name PoPs (`ams`) or
-    countries (`NL`); with `allow` empty, everywhere not denied is allowed.
+    countries (`NL`); with `allow` empty, everywhere not denied is allowed. `prefill_share` is the
+    share of a PoP's replicas that only read prompts, once it has two or more; 0 keeps all unified.
     """
 
     replicas_min: Annotated[int, msgspec.Meta(ge=0, le=10_000)] = 1
@@ -114,6 +141,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     allow: tuple[str, ...] = ()
     deny: tuple[str, ...] = ()
     priority: Annotated[int, msgspec.Meta(ge=0, le=100)] = 50
+    prefill_share: Annotated[float, msgspec.Meta(ge=0, le=0.9)] = 0.0
 
 
 class Deployment(msgspec.Struct, frozen=True, kw_only=True):

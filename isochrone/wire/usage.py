@@ -116,12 +116,13 @@ class UsageAck(msgspec.Struct, frozen=True, kw_only=True, tag="usage_ack"):
     """The batch is in the store, or refused for good; the router may forget it.
 
     `refused` counts the rows that no retry can mend, `reason` says why. An answer to demand has an
-    empty `batch_id` and the `demand_seq` of the window.
+    empty `batch_id`, and the boot and number of the window: one router may be several processes.
     """
 
     batch_id: str
     refused: int = 0
     reason: str = ""
+    demand_boot: BootId = BootId("")
     demand_seq: int = 0
 
 

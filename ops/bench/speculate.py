@@ -1,6 +1,6 @@
 """Tokens a second at batch 1, with drafts and without, and what verifying several tokens costs.
 
-    python -m ops.bench.speculate MODEL [--rounds N] [--drafts K] [--quantisation file]
+    python -m ops.bench.speculate MODEL [--rounds N] [--drafts K] [--kinds tool copy chat]
 
 Both run in one process on one engine, turn by turn; every output must be the same with and without.
 Time is the processor's, on one thread, so that neighbours on the machine count little. The prompts
@@ -133,6 +133,7 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--drafts", type=int, default=8)
+    parser.add_argument("--kinds", nargs="+", default=["tool", "copy", "chat"])
     parser.add_argument("--quantisation", default="none", choices=("none", "file"))
     arguments = parser.parse_args()
     loaded = load(
@@ -154,6 +155,8 @@ def main() -> None:
     bench = Bench(loaded)
     gains: dict[str, list[float]] = {}
     for prompt in json.loads(PROMPTS.read_text()):
+        if prompt["kind"] not in arguments.kinds:
+            continue
         runs = Runs()
         for _ in range(arguments.rounds):
             told = {drafts: bench.run(prompt, runs, drafts=drafts) for drafts in (False, True)}

@@ -1,6 +1,10 @@
-"""The proof of the choice: a deterministic simulator of many cities that runs the router's code.
+"""Simulators: the production decision code, unchanged, over worlds drawn by stated rules.
 
-`world` says where and how fast, `traces` who asks for what, `replica` how one engine behaves,
-`router` what a PoP knows, `policies` how others choose, `ours` and `oracle` how we and the
-all-knowing do, `run` lets it happen. `python -m ops.sim` prints the tables.
+The choice (`python -m ops.sim`): `world` says where and how fast, `traces` who asks for what,
+`replica` how one engine behaves, `router` what a PoP knows, `policies` how others choose, `ours`
+and `oracle` how we and the all-knowing do, `run` lets it happen.
+
+Placement (`python -m ops.sim.planet`): `planet_world` draws the planet, `planet` runs its week,
+`served` says how requests fare, `compare` sets policies side by side, `judge`, `small`, `milp` and
+`lp_bound` say how far from the best it is.
 """

@@ -250,13 +250,15 @@ class Shipper:
         return len(taken)
 
     async def on_ack(self, ack: UsageAck) -> None:
-        """The store has a batch, or refuses it for good: forget it."""
-        if ack.refused:
+        """The store has a batch of ours, or refuses it for good: forget it."""
+        is_ours = ack.demand_boot == self._boot_id or ack.batch_id in self._spool.batch_ids
+        if ack.refused and is_ours:
             self._metrics.rows_refused.inc(ack.refused)
             fields = {"rows": ack.refused, "reason": ack.reason}
             log.error("the scheduler refuses rows", extra={"fields": fields})
         if not ack.batch_id:
-            self._windows.pop(ack.demand_seq, None)
+            if is_ours:
+                self._windows.pop(ack.demand_seq, None)
             return
         self._sent_at_s.pop(ack.batch_id, None)
         await to_its_end(self._spool.forget, ack.batch_id)

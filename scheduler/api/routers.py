@@ -121,7 +121,11 @@ def _answer(
     match message:
         case Demand():
             return UsageAck(
-                batch_id="", refused=sum(refused.values()), reason=said, demand_seq=message.seq
+                batch_id="",
+                refused=sum(refused.values()),
+                reason=said,
+                demand_boot=message.boot_id,
+                demand_seq=message.seq,
             )
         case Usage():
             return UsageAck(batch_id=message.batch_id, refused=sum(refused.values()), reason=said)

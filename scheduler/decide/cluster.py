@@ -32,7 +32,11 @@ class Liveness(StrEnum):
 
 
 class Node(msgspec.Struct, frozen=True, kw_only=True):
-    """One server as last reported. `silent_s` is how long nothing was heard of it."""
+    """One server as last reported. `silent_s` is how long nothing was heard of it.
+
+    Nodes of one `failure_domain` (a rack, a power feed) fail together; "" is a domain of its own.
+    The measured rates say how fast weights come from its disk and from elsewhere; 0 is not known.
+    """
 
     node_id: NodeId
     pop: PopId
@@ -42,7 +46,11 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
     revoked: bool = False
     silent_s: float = 0.0
     artifacts: tuple[str, ...] = ()
+    in_host_memory: tuple[str, ...] = ()
     disk_free_bytes: int = 0
+    disk_bytes_per_s: float = 0.0
+    fetch_bytes_per_s: float = 0.0
+    failure_domain: str = ""
     generation: Generation = Generation(0)
 
 

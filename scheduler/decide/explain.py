@@ -1,15 +1,19 @@
 """Why a deployment is where it is, why it is nowhere else, and what would help."""
 
+from typing import Final
+
 import msgspec
+import numpy as np
 
 from isochrone.wire.ids import DeploymentId, NodeId, PopId, ReplicaId
-from isochrone.wire.model import Deployment
-from scheduler.decide.cluster import ClusterState, Plan
-from scheduler.decide.demand import demand_of
-from scheduler.decide.feasible import Refused, free_memory, seat_on
+from scheduler.decide.cluster import ClusterState, Node, Plan
+from scheduler.decide.feasible import Refused, seat_on
 from scheduler.decide.liveness import LivenessLimits, liveness
-from scheduler.decide.plan import plan
-from scheduler.decide.score import REPLICA_COST, distances, gain
+from scheduler.decide.plan import Draft, PlanLimits, plan
+from scheduler.decide.search import Search
+from scheduler.decide.wish import Wish
+
+LIMITS: Final = PlanLimits()
 
 
 class HereBecause(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,6 +67,9 @@ def explain(
     if deployment is None:
         return None
     decided = plan(cluster, liveness_limits=liveness_limits)
+    draft = Draft(cluster, liveness(cluster.nodes, cluster.acting_for_s, liveness_limits), LIMITS)
+    model = next((m for m in cluster.models if m.model_id == deployment.model_id), None)
+    wish = draft.wish_of(deployment, model) if model else None
     nodes = {node.node_id: node for node in cluster.nodes}
     mine = [p for p in cluster.placements if p.deployment_id == deployment_id]
     here = tuple(
@@ -80,28 +87,18 @@ def explain(
         deployment_id=deployment_id,
         frozen=decided.frozen,
         here=here,
-        elsewhere=_elsewhere(cluster, deployment, here, liveness_limits),
-        cities=_cities(cluster, deployment, here),
+        elsewhere=_elsewhere(cluster, draft, wish, here) if wish else (),
+        cities=_cities(wish, here) if wish else (),
         next_moves=_moves(decided, deployment_id),
         unmet=tuple(u.reason for u in decided.unmet if u.deployment_id == deployment_id),
     )
 
 
 def _elsewhere(
-    cluster: ClusterState,
-    deployment: Deployment,
-    here: tuple[HereBecause, ...],
-    limits: LivenessLimits | None,
+    cluster: ClusterState, draft: Draft, wish: Wish, here: tuple[HereBecause, ...]
 ) -> tuple[NotHereBecause, ...]:
-    model = next((m for m in cluster.models if m.model_id == deployment.model_id), None)
-    if model is None:
-        return ()
-    pops = {pop.pop: pop for pop in cluster.pops}
-    view = liveness(cluster.nodes, cluster.acting_for_s, limits)
-    free = free_memory(cluster.nodes, cluster.placements)
-    far = distances(cluster.pops, cluster.distances)
-    cities = demand_of(deployment, cluster.demand_of(deployment), cluster.profiles)
-    seats = [row.pop for row in here]
+    ground = draft.ground
+    search = Search(ground, [wish], 0)
     held = {row.node_id for row in here}
     answers = []
     for node in cluster.nodes:
@@ -109,19 +106,18 @@ def _elsewhere(
             continue
         seat = seat_on(
             node,
-            pop=pops[node.pop],
-            verdict=view.by_node[node.node_id],
-            deployment=deployment,
-            model=model,
-            free=free,
+            pop=ground.pops[node.pop],
+            verdict=ground.view.by_node[node.node_id],
+            deployment=wish.deployment,
+            model=wish.model,
+            free=ground.free,
         )
         if isinstance(seat, Refused):
             reason = seat.reason
-        elif len(seats) >= deployment.policy.replicas_max:
-            reason = f"the policy allows {deployment.policy.replicas_max} replicas"
+        elif len(here) >= wish.most:
+            reason = f"the policy allows {wish.most} replicas"
         else:
-            worth = gain(cities, seats, node.pop, far)
-            reason = f"one here would save {worth:.0f} ms x requests/s, {REPLICA_COST:.0f} needed"
+            reason = _what_it_would_save(search, wish, node)
         answers.append(
             NotHereBecause(
                 node_id=node.node_id,
@@ -133,23 +129,39 @@ def _elsewhere(
     return tuple(answers)
 
 
-def _cities(
-    cluster: ClusterState, deployment: Deployment, here: tuple[HereBecause, ...]
-) -> tuple[CityAsks, ...]:
-    far = distances(cluster.pops, cluster.distances)
-    rows = demand_of(deployment, cluster.demand_of(deployment), cluster.profiles)
+def _what_it_would_save(search: Search, wish: Wish, node: Node) -> str:
+    sites = [
+        site
+        for site in (search.ground.site_of.get((node.pop, d.device_class)) for d in node.devices)
+        if site in wish.nodes_of
+    ]
+    if not sites or sites[0] is None:
+        return "its devices are too few or too small for this deployment"
+    worth = search.worth_to(wish, sites[0])
+    saves = worth.saves + worth.need.worth
+    needed = wish.hold + (worth.offered.cost if worth.offered else 0.0)
+    start_s = worth.offered.start_s if worth.offered else 0.0
+    return (
+        f"one here would save {saves / wish.weight:.0f} ms x requests/s, "
+        f"{needed / wish.weight:.0f} needed; warm in {start_s:.0f} s. "
+        f"It would pay if more were asked for near {node.pop}, or with a higher priority"
+    )
+
+
+def _cities(wish: Wish, here: tuple[HereBecause, ...]) -> tuple[CityAsks, ...]:
+    far = wish.ground.far
+    names = list(far.index)
     answers = []
-    for city in rows:
+    for number in np.argsort(-wish.flow.load, kind="stable"):
+        city = names[int(wish.cities[number])]
         reachable = sorted(
-            (far.get((city.pop, row.pop), float("inf")), row.pop)
-            for row in here
-            if row.state == "warm"
+            (far.between(city, row.pop), row.pop) for row in here if row.state == "warm"
         )
         answers.append(
             CityAsks(
-                pop=city.pop,
-                requests_per_s=round(city.requests_per_s, 4),
-                load=round(city.load, 4),
+                pop=city,
+                requests_per_s=round(float(wish.asked[number]), 4),
+                load=round(float(wish.flow.load[number]), 4),
                 nearest_pop=reachable[0][1] if reachable else None,
                 rtt_ms=round(reachable[0][0], 2) if reachable else 0.0,
             )

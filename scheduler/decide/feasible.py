@@ -10,10 +10,8 @@ from isochrone.wire.ids import DeviceId, NodeId
 from isochrone.wire.model import Deployment, EngineSettings, Model, Policy
 from isochrone.wire.report import Device
 from isochrone.wire.routes import Pop
+from scheduler.decide.capacity import overhead_bytes
 from scheduler.decide.cluster import Liveness, Node, Placement
-
-ENGINE_OVERHEAD_BYTES: Final = 256 * 1024 * 1024
-"""What an engine takes beside weights and KV cache: code, activations, a CUDA context."""
 
 DISK_MARGIN_BYTES: Final = 1024**3
 
@@ -39,7 +37,7 @@ def replica_memory_bytes(model: Model, engine: EngineSettings) -> int:
     """Return what a replica takes of each of its devices: weights are split, the rest is not."""
     if engine.memory_bytes:
         return engine.memory_bytes
-    return model.weights_bytes // engine.devices + engine.kv_memory_bytes + ENGINE_OVERHEAD_BYTES
+    return model.weights_bytes // engine.devices + engine.kv_memory_bytes + overhead_bytes(model)
 
 
 def free_memory(nodes: Iterable[Node], placements: Iterable[Placement]) -> FreeMemory:
@@ -74,7 +72,7 @@ def seat_on(
     free: FreeMemory,
 ) -> Seat | Refused:
     """Return the devices of `node` that would hold one replica, or why none would."""
-    reason = _unfit(node, pop=pop, verdict=verdict, deployment=deployment, model=model)
+    reason = unfit(node, pop=pop, verdict=verdict, deployment=deployment, model=model)
     if reason:
         return Refused(node=node, reason=reason)
     needed = replica_memory_bytes(model, deployment.engine)
@@ -96,7 +94,8 @@ def seat_on(
     )
 
 
-def _unfit(node: Node, *, pop: Pop, verdict: Liveness, deployment: Deployment, model: Model) -> str:
+def unfit(node: Node, *, pop: Pop, verdict: Liveness, deployment: Deployment, model: Model) -> str:
+    """Say why a node may take no replica, whatever its devices hold; "" if it may."""
     if not allowed(deployment.policy, pop):
         return f"residency does not allow {pop.pop} ({pop.country})"
     if node.revoked:

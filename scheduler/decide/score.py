@@ -1,84 +1,92 @@
-"""What a set of seats is worth: demand-weighted time to first token, in ms x requests/s.
+"""What a plan is worth: one sum, in ms x requests/s, that every part of the planner lowers.
 
-Each city's load goes to its nearest replicas with room, the busiest city first; what finds no room
-is priced as a long wait. A replica is worth adding where the sum falls by more than it costs.
+    waiting       weight x requests/s x ms to the seat that serves them; UNSERVED_MS where none can
+  + missing       MISSING x weight for each replica under the minimum and each PoP not kept warm
+  + absent        ABSENT x weight for a deployment that is asked for and has no replica anywhere
+  + one PoP only  ONE_POP_MS x weight x requests/s (and MISSING_SPREAD where two are asked for):
+                  what the loss of a PoP would cost a deployment that lives in no other
+  + seats         HOLD + HOLD_PER_GIB x memory for each seat; START + START_PER_S x time to be warm
+                  for each that is new
+
+The weight of a deployment is 2 ^ ((priority - 50) / 10): under scarcity, ten points of priority
+count a request twice. Everyone's minimum comes first; a first replica counts ABSENT more than what
+it saves, so that a few requests do not stay cold for many that are warm already; beyond that,
+whatever saves most for its bytes.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Final
+
+import numpy as np
 
 from isochrone.wire import geo
 from isochrone.wire.ids import PopId
+from isochrone.wire.model import Policy
 from isochrone.wire.routes import Pop
 from scheduler.decide.cluster import PopDistance
-from scheduler.decide.demand import HEADROOM, CityDemand
+from scheduler.decide.flow import Floats
 
-REPLICA_COST: Final = 20.0
-"""What one more replica must save, in ms x requests/s: one request a second, 20 ms sooner."""
+HEADROOM: Final = 0.7
+"""The share of a replica that planned load may fill; the rest is for what forecasts miss."""
 
 UNSERVED_MS: Final = 5_000.0
 """The wait priced for load that finds no room: about what a queue under overload comes to."""
 
-Distances = Mapping[tuple[PopId, PopId], float]
+MISSING: Final = 1e6
+MISSING_SPREAD: Final = 1e3
+ABSENT: Final = 1e3
+ONE_POP_MS: Final = 100.0
+
+HOLD: Final = 10.0
+HOLD_PER_GIB: Final = 0.5
+START: Final = 10.0
+START_PER_S: Final = 0.02
+
+FAILED_HERE: Final = 1e4
+"""What a node on which the deployment failed is thought to cost: any other is tried before."""
+
+GIB: Final = 1024**3
 
 
-def distances(pops: Sequence[Pop], measured: Sequence[PopDistance]) -> Distances:
-    """Return the round trip in ms between every two PoPs: measured, else by great circle."""
-    table = {
-        (one.pop, other.pop): geo.round_trip_ms(
-            one.latitude, one.longitude, other.latitude, other.longitude
-        )
-        for one in pops
-        for other in pops
-    }
-    table.update({(row.from_pop, row.to_pop): row.rtt_ms for row in measured})
-    return table
+class Distances:
+    """Round trips in ms between every two PoPs: measured, else by great circle."""
+
+    def __init__(self, pops: Sequence[Pop], measured: Sequence[PopDistance]) -> None:
+        self.index = {pop.pop: number for number, pop in enumerate(pops)}
+        self.ms: Floats = _great_circles(pops)
+        index = self.index
+        known = [r for r in measured if r.from_pop in index and r.to_pop in index and r.rtt_ms >= 0]
+        if known:
+            rows = [index[row.from_pop] for row in known]
+            columns = [index[row.to_pop] for row in known]
+            self.ms[rows, columns] = [row.rtt_ms for row in known]
+
+    def between(self, one: PopId, other: PopId) -> float:
+        """Return the round trip between two PoPs."""
+        return float(self.ms[self.index[one], self.index[other]])
 
 
-def cost(cities: Sequence[CityDemand], seats: Sequence[PopId], far: Distances) -> float:
-    """Return the demand-weighted TTFT of serving `cities` from one replica at each of `seats`."""
-    room: dict[PopId, float] = {}
-    for pop in seats:
-        room[pop] = room.get(pop, 0.0) + HEADROOM
-    total = 0.0
-    for city in cities:
-        total += _serve(city, room, far)
-    return total
+def weight_of(policy: Policy) -> float:
+    """Return how much a request of a deployment counts: ten points of priority double it."""
+    return float(2.0 ** ((policy.priority - 50) / 10))
 
 
-def gain(
-    cities: Sequence[CityDemand], seats: Sequence[PopId], added: PopId, far: Distances
-) -> float:
-    """Return what one more replica in `added` would save."""
-    return cost(cities, seats, far) - cost(cities, [*seats, added], far)
+def hold_cost(memory_bytes: int) -> float:
+    """Return what a seat costs for as long as it is held."""
+    return HOLD + HOLD_PER_GIB * memory_bytes / GIB
 
 
-def loss(
-    cities: Sequence[CityDemand], seats: Sequence[PopId], removed: PopId, far: Distances
-) -> float:
-    """Return what one replica less in `removed` would cost."""
-    without = list(seats)
-    without.remove(removed)
-    return cost(cities, without, far) - cost(cities, seats, far)
+def start_cost(start_s: float) -> float:
+    """Return what it costs to bring up a replica that will be warm in `start_s`."""
+    return START + START_PER_S * start_s
 
 
-def _serve(city: CityDemand, room: dict[PopId, float], far: Distances) -> float:
-    """Take room for one city, nearest first, and return its weighted TTFT."""
-    if not room:
-        return city.requests_per_s * UNSERVED_MS
-    nearest = sorted(room, key=lambda pop: (far.get((city.pop, pop), UNSERVED_MS), pop))
-    if city.load <= 0:
-        return city.requests_per_s * far.get((city.pop, nearest[0]), UNSERVED_MS)
-    left = city.load
-    weighted = 0.0
-    for pop in nearest:
-        taken = min(left, room[pop])
-        if taken <= 0:
-            continue
-        room[pop] -= taken
-        left -= taken
-        weighted += taken * far.get((city.pop, pop), UNSERVED_MS)
-        if left <= 1e-12:
-            break
-    weighted += left * UNSERVED_MS
-    return city.requests_per_s * weighted / city.load
+def _great_circles(pops: Sequence[Pop]) -> Floats:
+    """Return what geo.round_trip_ms says of every pair, at once."""
+    lat = np.radians(np.array([pop.latitude for pop in pops], dtype=float))
+    lon = np.radians(np.array([pop.longitude for pop in pops], dtype=float))
+    half_lat = np.sin((lat[None, :] - lat[:, None]) / 2) ** 2
+    half_lon = np.sin((lon[None, :] - lon[:, None]) / 2) ** 2
+    a = half_lat + np.cos(lat)[:, None] * np.cos(lat)[None, :] * half_lon
+    km = 2 * geo.EARTH_RADIUS_KM * np.arcsin(np.sqrt(np.minimum(1.0, a)))
+    return np.asarray(geo.RTT_FLOOR_MS + geo.RTT_MS_PER_100_KM * km / 100, dtype=np.float64)

@@ -103,7 +103,7 @@ async def test_demand_is_answered_and_a_flood_is_refused_in_words(
     async with dialling(admin, tmp_path) as router:
         batch = a_demand(a_row("no-such", requests=1), seq=7)
         ack = await router.say(batch)
-        assert (ack.batch_id, ack.demand_seq, ack.refused) == ("", 7, 1)
+        assert (ack.batch_id, ack.demand_boot, ack.demand_seq, ack.refused) == ("", "b", 7, 1)
         assert "no such deployment" in ack.reason
         assert (await router.say(batch)).refused == 0, "a repeat was already counted"
         flood = a_demand(*[a_row(f"d{n}", requests=1) for n in range(25_000)], seq=8)

@@ -224,7 +224,7 @@ async def test_log_probabilities_are_told(http: aiohttp.ClientSession) -> None:
         (CHAT, b'{"messages":' + b"[" * 100_000, 400, "invalid_request", "cannot read body"),
         (CHAT, chat(model="other"), 404, "model_not_found", "'other'"),
         (CHAT, chat(n=3), 400, "invalid_request", "n above 1"),
-        (CHAT, chat(tools=[{}]), 400, "invalid_request", "tools"),
+        (CHAT, chat(tools=[{}]), 400, "invalid_request", "a tool without"),
         (CHAT, chat(max_tokens=5000), 400, "context_length_exceeded", "37 prompt tokens"),
         (CHAT, chat("word " * 4000), 400, "context_length_exceeded", "limit of 2048"),
         (CHAT, chat("word " * 700_000), 400, "context_length_exceeded", "tokens or more"),
@@ -351,3 +351,18 @@ async def test_a_config_that_cannot_be_served_ends_in_words(
     log = (short_folder / "log").read_text()
     assert said in log
     assert log.splitlines()[-1].startswith("cannot")
+
+
+async def test_a_deadline_that_passed_is_refused_and_a_priority_must_be_one(
+    http: aiohttp.ClientSession,
+) -> None:
+    for name, value, status, code in (
+        ("x-isochrone-deadline-ms", "0", 429, "out_of_capacity"),
+        ("x-isochrone-priority", "101", 400, "invalid_request"),
+        ("x-isochrone-priority", "high", 400, "invalid_request"),
+    ):
+        async with http.post(CHAT, json=chat(), headers={name: value}) as response:
+            error = (await response.json())["error"]
+            assert (response.status, error["code"]) == (status, code), error
+    late = {"x-isochrone-deadline-ms": "60000", "x-isochrone-priority": "90"}
+    assert (await post(http, CHAT, chat(max_tokens=2), **late))["choices"]

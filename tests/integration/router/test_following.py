@@ -13,7 +13,7 @@ from aiohttp import web
 from isochrone.service.door import open_door
 from isochrone.wire import codec
 from isochrone.wire.control import Challenge, Register, Welcome
-from isochrone.wire.ids import Epoch, KeyId
+from isochrone.wire.ids import BootId, Epoch, KeyId
 from isochrone.wire.keys import format_key
 from isochrone.wire.routes import SnapshotWanted, diff
 from isochrone.wire.usage import Demand, RoundTrips, Usage, UsageAck
@@ -72,7 +72,11 @@ class FakeScheduler:
             if isinstance(message, Usage) and self.acks:
                 await socket.send_bytes(codec.encode(UsageAck(batch_id=message.batch_id)))
             if isinstance(message, Demand) and self.acks:
-                await socket.send_bytes(codec.encode(UsageAck(batch_id="", demand_seq=message.seq)))
+                await socket.send_bytes(
+                    codec.encode(
+                        UsageAck(batch_id="", demand_boot=message.boot_id, demand_seq=message.seq)
+                    )
+                )
             async with self.changed:
                 self.heard.append(message)
                 self.changed.notify_all()
@@ -199,9 +203,17 @@ async def test_demand_not_acknowledged_comes_again_with_its_age(tmp_path: Path) 
                 second.seq, second.boot_id, second.rows,
             )  # fmt: skip
             assert 0 <= first.age_s < second.age_s
+            # What another process of this router sent is not what this one may forget.
+            await scheduler.say(
+                UsageAck(batch_id="", demand_boot=BootId("x"), demand_seq=first.seq)
+            )
+            async with asyncio.timeout(10), scheduler.changed:
+                heard = len(asked())
+                await scheduler.changed.wait_for(lambda: len(asked()) > heard + 1)
             scheduler.acks = True
             # One that was sent before the acknowledgements may be under way; then it is over.
-            await scheduler.say(UsageAck(batch_id="", demand_seq=first.seq))
+            ack = UsageAck(batch_id="", demand_boot=first.boot_id, demand_seq=first.seq)
+            await scheduler.say(ack)
             await house.loops["demand"].wait_turns(2)
             heard = len(asked())
             await house.loops["demand"].wait_turns(4)

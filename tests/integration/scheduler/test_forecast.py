@@ -30,6 +30,7 @@ async def an_acting(pool: Pool, holder: str) -> Acting:
         config=config,
         pool=pool,
         reserved=pool,
+        intake=pool,
         authority=cast(Any, None),
         cluster_id=ClusterId("c1"),
         clock=monotonic,

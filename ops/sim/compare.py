@@ -1,0 +1,183 @@
+"""Other ways of placing, for comparison: what each holds, and how its users are served.
+
+    python -m ops.sim.compare --data ../shared/data --bounds 100
+
+Everything everywhere: each PoP takes a replica of every model, the most popular first, while it has
+room, then further ones in proportion to what is asked there. By popularity: the most popular model
+first, seats where most is asked until its peak is carried. Weekly mean: this planner, once, on the
+mean of the week.
+"""
+
+import argparse
+import json
+import os
+from collections import defaultdict
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from isochrone.wire.ids import ClusterId, Generation, NodeId
+from ops.sim.judge import sought
+from ops.sim.planet import DAY, FIRST, HOUR
+from ops.sim.planet_world import World, demand_rows, draw
+from ops.sim.served import serve
+from scheduler.decide.cluster import ClusterState
+from scheduler.decide.feasible import allowed, replica_memory_bytes
+from scheduler.decide.flow import Floats
+from scheduler.decide.search import Search
+
+Seats = dict[int, list[NodeId]]
+SAMPLED: Final = tuple(range(DAY, 2 * DAY, 3 * HOUR))
+
+
+class Devices:
+    """Memory left on each device, for placing without a planner."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self._free = {n.node_id: [d.memory_bytes for d in n.devices] for n in world.nodes}
+        self._nodes: dict[str, list[NodeId]] = defaultdict(list)
+        for node in world.nodes:
+            self._nodes[node.pop].append(node.node_id)
+        self.used = 0
+
+    def seat(self, number: int, pop: str) -> NodeId | None:
+        """Take the tightest fit in a PoP for one replica of a deployment."""
+        deployment, model = self.world.deployments[number], self.world.models[number]
+        needed, count = replica_memory_bytes(model, deployment.engine), deployment.engine.devices
+        best: tuple[int, NodeId, list[int]] | None = None
+        for node_id in self._nodes[pop]:
+            free = self._free[node_id]
+            fitting = sorted((left, i) for i, left in enumerate(free) if left >= needed)[:count]
+            if len(fitting) == count and (best is None or fitting[0][0] < best[0]):
+                best = (fitting[0][0], node_id, [i for _, i in fitting])
+        if best is None:
+            return None
+        for index in best[2]:
+            self._free[best[1]][index] -= needed
+        self.used += needed * count
+        return best[1]
+
+
+def everything_everywhere(world: World, peak: Floats) -> tuple[Seats, int]:
+    """Fill every PoP with one of each model, then with more of what is asked."""
+    devices, seats = Devices(world), defaultdict(list)
+    pops = {pop.pop: (number, pop) for number, pop in enumerate(world.pops)}
+    held = sorted({node.pop for node in world.nodes})
+    for again in range(3):
+        for name in held:
+            place, pop = pops[name]
+            order = np.argsort(-peak[place]) if again else np.arange(len(world.deployments))
+            for number in order:
+                if allowed(world.deployments[number].policy, pop):
+                    node_id = devices.seat(int(number), name)
+                    if node_id:
+                        seats[int(number)].append(node_id)
+    return seats, devices.used
+
+
+def by_popularity(world: World, peak: Floats) -> tuple[Seats, int]:
+    """Give the most popular model seats where most is asked, until its peak is carried."""
+    devices, seats = Devices(world), defaultdict(list)
+    pops = {pop.pop: number for number, pop in enumerate(world.pops)}
+    nodes = {node.node_id: node for node in world.nodes}
+    held = sorted({node.pop for node in world.nodes}, key=lambda pop: pops[pop])
+    for number in np.argsort(-peak.sum(axis=0)):
+        wanted, policy = float(peak[:, number].sum()) / 0.7, world.deployments[number].policy
+        order = sorted(held, key=lambda pop: -peak[pops[pop], number])
+        refused: set[str] = set()
+        while wanted > 0 and len(refused) < len(order):
+            for pop in order:
+                if wanted <= 0:
+                    break
+                if pop in refused:
+                    continue
+                may = allowed(policy, world.pops[pops[pop]])
+                node_id = devices.seat(int(number), pop) if may else None
+                if node_id is None:
+                    refused.add(pop)
+                    continue
+                seats[int(number)].append(node_id)
+                rate = world.rates[int(number), nodes[node_id].devices[0].device_class]
+                wanted -= 1 / (700 / rate.prefill_tokens_per_s + 250 / rate.decode_tokens_per_s)
+    return seats, devices.used
+
+
+def planned(world: World, demand: Floats) -> tuple[Seats, int, Search]:
+    """Place by the production search, from an empty fleet."""
+    cluster = ClusterState(
+        cluster_id=ClusterId("planet"),
+        generation=Generation(1),
+        acting_for_s=1e6,
+        pops=world.pops,
+        nodes=world.nodes,
+        models=world.models,
+        deployments=world.deployments,
+        demand=demand_rows(world, demand),
+        profiles=world.profiles,
+    )
+    search, _ = sought(cluster, FIRST)
+    seats: Seats = defaultdict(list)
+    used = 0
+    for wish in search.wishes:
+        for seated in wish.seats:
+            if seated.seat:
+                seats[int(wish.name[1:])].append(seated.seat.node.node_id)
+                used += wish.memory_bytes
+    return seats, used, search
+
+
+def compared(world: World) -> tuple[dict[str, Any], Search]:
+    """Return by way of placing its memory and how eight hours of a day are served."""
+    day = [world.requests(DAY + hour * HOUR) for hour in range(24)]
+    peak = np.maximum.reduce(day)
+    mean = np.mean([world.requests(hour * HOUR) for hour in range(0, 168, 3)], axis=0)
+    seats, used, search = planned(world, peak)
+    ways = {
+        "planner": (seats, used),
+        "everything everywhere": everything_everywhere(world, peak),
+        "by popularity": by_popularity(world, peak),
+        "weekly mean": planned(world, mean)[:2],
+    }
+    table: dict[str, Any] = {}
+    for name, (held, memory) in ways.items():
+        rows = [serve(world, world.requests(minute), held, set()) for minute in SAMPLED]
+        asked = [row.asked_per_s for row in rows]
+
+        def mean(values: list[float], digits: int, asked: list[float] = asked) -> float:
+            return round(float(np.average(values, weights=asked)), digits)
+
+        table[name] = {
+            "replicas": sum(len(nodes) for nodes in held.values()),
+            "memory_tib": round(memory / 2**40, 1),
+            "served": mean([row.served_share for row in rows], 4),
+            "rtt_mean_ms": mean([row.rtt_mean_ms for row in rows], 1),
+            "rtt_p90_ms": mean([row.rtt_p90_ms for row in rows], 1),
+        }
+        print(name, table[name], flush=True)
+    return table, search
+
+
+def main() -> None:
+    """Compare, then bound as many deployments as asked for."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    default = os.environ.get("ISOCHRONE_DATA", "../shared/data")
+    parser.add_argument("--data", type=Path, default=Path(default))
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--bounds", type=int, default=100)
+    parser.add_argument("--out", type=Path, default=Path("compare.json"))
+    given = parser.parse_args()
+    table, search = compared(draw(given.data, given.seed))
+    from ops.sim.lp_bound import bound_of  # the solver is an extra
+
+    bounds = []
+    step = max(1, len(search.wishes) // given.bounds)
+    for wish in search.wishes[::step]:
+        bounds.append(bound_of(wish)._asdict())
+        print(bounds[-1], flush=True)
+        given.out.write_text(json.dumps({"ways": table, "bounds": bounds}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,311 @@
+"""What one replica can carry on given devices: whether it fits, its KV cache, its rates.
+
+Rule 1: what an agent has measured beats every estimate; an estimate says that it is one.
+Rule 2: what cannot fit is refused with the arithmetic, so that an operator can check it by hand.
+
+The estimate is a roofline. A decode step of a batch takes the longer of reading (weights touched
+and the batch's KV, over memory bandwidth) and computing (2 operations per active parameter and
+token); prefill is computing alone. Weights and KV are split over devices by tensor, pipeline and
+expert: tensor within a node, pipeline over nodes of one PoP.
+"""
+
+from collections.abc import Iterator
+from math import inf, log2
+from typing import Final
+
+import msgspec
+
+from isochrone.wire.model import EngineSettings, Model, ModelShape
+from isochrone.wire.report import Profile
+from scheduler.decide.device_classes import DeviceClass
+
+GIB: Final = 1024**3
+
+ENGINE_OVERHEAD_BYTES: Final = 256 * 1024 * 1024
+"""What a small engine takes beside weights and KV cache: code, a CUDA context."""
+
+ACTIVATION_TOKENS: Final = 8192
+"""The most tokens whose activations are held at once: a chunk of prefill."""
+
+BANDWIDTH_REACHED: Final = 0.70
+FLOPS_REACHED: Final = 0.45
+"""The shares of published peaks that serving engines reach."""
+
+TENSOR_REACHED_PER_DOUBLING: Final = 0.90
+"""What each doubling of tensor parallelism leaves of the sum, for the exchange between devices."""
+
+STEP_OVERHEAD_S: Final = 0.0025
+"""What a step takes beside reading and computing: launches, sampling, the exchange's latency."""
+
+NODE_HOP_S: Final = 0.002
+"""What a token's way from one node to the next of a pipeline adds, on the PoP's own network."""
+
+BATCH_MAX: Final = 512
+
+
+class Traffic(msgspec.Struct, frozen=True, kw_only=True):
+    """What a request is like on average, and how soon each next token should follow."""
+
+    context_tokens: int = 2048
+    itl_target_ms: float = 50.0
+
+
+class Split(msgspec.Struct, frozen=True, kw_only=True):
+    """How a replica is spread over devices: tensor x pipeline, experts over the tensor group."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    expert: int = 1
+
+    def __str__(self) -> str:
+        return f"TP{self.tensor} x PP{self.pipeline}" + (f", EP{self.expert}" * (self.expert > 1))
+
+
+class Capacity(msgspec.Struct, frozen=True, kw_only=True):
+    """What a replica carries. Bytes are per device; `measured` says where the rates are from."""
+
+    split: Split
+    weights_bytes: int
+    overhead_bytes: int
+    kv_bytes: int
+    kv_tokens: int
+    prefill_tokens_per_s: float
+    decode_tokens_per_s: float
+    itl_ms: float
+    measured: bool = False
+
+
+class CannotFit(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a replica cannot live on these devices, with the sum."""
+
+    reason: str
+
+
+def capacity(
+    model: Model,
+    engine: EngineSettings,
+    kind: DeviceClass,
+    *,
+    devices: int = 0,
+    nodes: int = 1,
+    device_memory_bytes: int = 0,
+    traffic: Traffic | None = None,
+    measured: Profile | None = None,
+) -> Capacity | CannotFit:
+    """Return what a replica carries on `devices` of `kind` over `nodes`, by its best split."""
+    devices = devices or engine.devices
+    memory = device_memory_bytes or kind.memory_bytes
+    traffic = traffic or Traffic()
+    best: Capacity | None = None
+
+    def worth(tried: Capacity) -> tuple[bool, float, float]:
+        in_time = tried.itl_ms <= traffic.itl_target_ms
+        return (in_time, tried.decode_tokens_per_s, tried.prefill_tokens_per_s)
+
+    for split in splits(model.shape, devices, nodes):
+        tried = _carried(model, engine, kind, split, nodes, memory, traffic)
+        if tried and (best is None or worth(tried) > worth(best)):
+            best = tried
+    if best is None:
+        return CannotFit(reason=_arithmetic(model, engine, devices, nodes, memory))
+    if measured and measured.prefill_tokens_per_s > 0 and measured.decode_tokens_per_s > 0:
+        return msgspec.structs.replace(
+            best,
+            prefill_tokens_per_s=measured.prefill_tokens_per_s,
+            decode_tokens_per_s=measured.decode_tokens_per_s,
+            measured=True,
+        )
+    return best
+
+
+def splits(shape: ModelShape | None, devices: int, nodes: int = 1) -> Iterator[Split]:
+    """Return every split over `devices` that the model's heads, layers and experts allow."""
+    per_node = devices // nodes
+    if per_node * nodes != devices:
+        return
+    for tensor in range(1, per_node + 1):
+        if per_node % tensor or (shape and shape.heads % tensor):
+            continue
+        pipeline = devices // tensor
+        if shape and pipeline > shape.layers:
+            continue
+        yield Split(tensor=tensor, pipeline=pipeline)
+        if shape and shape.experts and tensor > 1 and shape.experts % tensor == 0:
+            yield Split(tensor=tensor, pipeline=pipeline, expert=tensor)
+
+
+def kv_bytes_per_token(model: Model, context_tokens: int) -> float:
+    """Return what a token of context takes over all layers, averaged over a whole context."""
+    shape = model.shape
+    if shape is None:
+        return float(model.kv_bytes_per_token)
+    # A latent is kept once; heads keep a key and a value each.
+    values = shape.latent_size or 2 * shape.kv_heads * shape.head_size
+    seen = min(1.0, shape.sliding_window / context_tokens) if shape.sliding_window else 1.0
+    layers = shape.layers - shape.sliding_layers + shape.sliding_layers * seen
+    return layers * values * shape.kv_bits / 8
+
+
+def overhead_bytes(model: Model) -> int:
+    """Return what an engine takes of each device beside weights and KV: context, activations."""
+    if model.shape is None:
+        return ENGINE_OVERHEAD_BYTES
+    # A chunk's hidden states, their residual and the widest inner layer, at 16 bits.
+    activations = ACTIVATION_TOKENS * model.shape.hidden_size * 6 * 2
+    return ENGINE_OVERHEAD_BYTES + activations
+
+
+def _weights_per_device(model: Model, split: Split) -> int:
+    """Return the weights on the fullest device; with experts apart, attention is held by each."""
+    shape = model.shape
+    if shape is None or split.expert == 1 or not shape.parameters:
+        return -(-model.weights_bytes // (split.tensor * split.pipeline))
+    sparse = model.weights_bytes * shape.expert_parameters / shape.parameters
+    dense = model.weights_bytes - sparse
+    return int((dense + sparse / split.expert) / split.pipeline) + 1
+
+
+def _kv_spread(shape: ModelShape | None, split: Split) -> float:
+    """Return over how many devices one token's KV of a layer is spread."""
+    if split.expert > 1:  # each device attends for sequences of its own
+        return split.expert
+    if shape is None:
+        return split.tensor
+    return 1.0 if shape.latent_size else min(split.tensor, shape.kv_heads)
+
+
+def _carried(
+    model: Model,
+    engine: EngineSettings,
+    kind: DeviceClass,
+    split: Split,
+    nodes: int,
+    memory: int,
+    traffic: Traffic,
+) -> Capacity | None:
+    weights = _weights_per_device(model, split)
+    overhead = overhead_bytes(model)
+    left = memory - weights - overhead
+    kv = min(left, engine.kv_memory_bytes) if engine.kv_memory_bytes else left
+    if left < 0 or kv < 0 or (engine.kv_memory_bytes and left < engine.kv_memory_bytes):
+        return None
+    per_token = kv_bytes_per_token(model, traffic.context_tokens)
+    per_device = per_token / split.pipeline / _kv_spread(model.shape, split)
+    kv_tokens = int(kv / per_device) if per_device else engine.tokens_in_flight_max
+    if kv_tokens < 1:
+        return None
+    step = _Step(model, kind, split, nodes, traffic)
+    batch = step.largest_batch(kv_tokens)
+    itl_s = step.itl_s(batch)
+    return Capacity(
+        split=split,
+        weights_bytes=weights,
+        overhead_bytes=overhead,
+        kv_bytes=kv,
+        kv_tokens=kv_tokens,
+        prefill_tokens_per_s=step.prefill_tokens_per_s(),
+        # A full pipeline has one batch in each stage.
+        decode_tokens_per_s=batch * split.pipeline / itl_s,
+        itl_ms=1000 * itl_s,
+    )
+
+
+class _Step:
+    """The time of one engine step on given devices."""
+
+    def __init__(
+        self, model: Model, kind: DeviceClass, split: Split, nodes: int, traffic: Traffic
+    ) -> None:
+        shape = model.shape
+        bits = shape.weight_bits if shape else 16.0
+        self._parameters = (shape.parameters if shape else 0) or model.weights_bytes * 8 / bits
+        sparse = shape.expert_parameters if shape else 0
+        self._sparse_share = min(1.0, sparse / self._parameters)
+        self._awake_share = shape.experts_active / shape.experts if shape and shape.experts else 1.0
+        self._weights_bytes = model.weights_bytes
+        # What several devices hold a copy of, each of them reads.
+        copies = split.tensor / _kv_spread(shape, split)
+        per_token = kv_bytes_per_token(model, traffic.context_tokens)
+        self._kv_bytes = per_token * traffic.context_tokens * copies
+        self._traffic = traffic
+        self._split = split
+        self._hops_s = (nodes - 1) * NODE_HOP_S
+        group = split.tensor * float(TENSOR_REACHED_PER_DOUBLING ** log2(split.tensor))
+        arithmetic = kind.eight_bit_flops if bits <= 8 and kind.eight_bit_flops else kind.flops
+        self._read_per_s = group * kind.bandwidth_bytes_per_s * BANDWIDTH_REACHED
+        self._compute_per_s = group * arithmetic * FLOPS_REACHED
+
+    @property
+    def _active_parameters(self) -> float:
+        asleep = self._sparse_share * (1 - self._awake_share)
+        return self._parameters * (1 - asleep)
+
+    def itl_s(self, batch: int) -> float:
+        """Return the time from one token to the next: all stages, one after another."""
+        # The share of experts that a batch wakes when each token picks its own.
+        awake = 1 - (1 - self._awake_share) ** batch if self._awake_share < 1 else 1.0
+        touched = self._weights_bytes * (1 - self._sparse_share * (1 - awake))
+        read = (touched + batch * self._kv_bytes) / self._read_per_s
+        compute = 2 * self._active_parameters * batch / self._compute_per_s
+        return max(read, compute) + STEP_OVERHEAD_S + self._hops_s
+
+    def largest_batch(self, kv_tokens: int) -> int:
+        """Return the largest batch that KV has room for and that keeps the ITL asked for."""
+        each_stage = kv_tokens // self._split.pipeline
+        most = max(1, min(BATCH_MAX, each_stage // self._traffic.context_tokens))
+        # Where one sequence alone is already late, as much again buys all the throughput there is.
+        target_s = max(self._traffic.itl_target_ms / 1000, 2 * self.itl_s(1))
+        low, high = 1, most
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.itl_s(middle) <= target_s else (low, middle - 1)
+        return low
+
+    def prefill_tokens_per_s(self) -> float:
+        """Return how fast prompts are read: every stage computes at once on its own chunk."""
+        rate = self._compute_per_s * self._split.pipeline / (2 * max(1.0, self._active_parameters))
+        return min(
+            rate,
+            self._read_per_s
+            * self._split.pipeline
+            * ACTIVATION_TOKENS
+            / max(1.0, self._weights_bytes),
+        )
+
+
+def fits_on(model: Model, engine: EngineSettings, kind: DeviceClass, most: int = 64) -> int:
+    """Return the fewest devices of a class that hold a replica; 0 where `most` do not."""
+    devices = 1
+    while devices <= most:
+        if not isinstance(capacity(model, engine, kind, devices=devices), CannotFit):
+            return devices
+        devices *= 2
+    return 0
+
+
+def _arithmetic(model: Model, engine: EngineSettings, devices: int, nodes: int, memory: int) -> str:
+    tried = list(splits(model.shape, devices, nodes))
+    if not tried:
+        heads = f"{model.shape.heads} heads and {model.shape.layers} layers" if model.shape else ""
+        return (
+            f"cannot split {model.model_id} over {devices} devices on {nodes} nodes: "
+            f"{heads or 'devices'} do not divide by them; use another number of devices"
+        )
+    weights = min(_weights_per_device(model, split) for split in tried)
+    overhead = overhead_bytes(model)
+    wanted = engine.kv_memory_bytes
+    short = weights + overhead + wanted - memory
+    lacking = "nothing is left for a token of KV cache" if short <= 0 else f"{_gib(short)} too much"
+    needed = model.weights_bytes / max(1, memory - overhead - wanted) if memory else inf
+    least = 2 ** max(0, -int(-log2(needed) // 1)) if 0 < needed < inf else 0
+    total = _gib(weights + overhead + wanted)
+    return (
+        f"cannot fit {model.model_id} on {devices} x {_gib(memory)}: weights "
+        f"{_gib(model.weights_bytes)} / {devices} = {_gib(weights)} + engine {_gib(overhead)}"
+        f" + KV cache {_gib(wanted)} = {total} on each device, {lacking}"
+        + (f"; {least} such devices would hold it" if least > devices else "")
+    )
+
+
+def _gib(size_bytes: float) -> str:
+    return f"{size_bytes / GIB:.2f} GiB"

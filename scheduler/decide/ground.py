@@ -1,0 +1,250 @@
+"""The ground that replicas are seated on: sites, the nodes of each, the memory left on devices.
+
+A site is what a PoP has of one class of device. Its seats are alike but for how full they are, so a
+plan is sought over sites and only then seated on devices, the tightest fit first.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+import msgspec
+import numpy as np
+
+from isochrone.wire.ids import DeploymentId, DeviceId, NodeId, PopId
+from isochrone.wire.model import Deployment, Model
+from isochrone.wire.report import ReplicaState
+from isochrone.wire.routes import Pop
+from scheduler.decide.cluster import ClusterState, Liveness, Node, Placement
+from scheduler.decide.feasible import (
+    DISK_MARGIN_BYTES,
+    Seat,
+    allowed,
+    free_memory,
+    replica_memory_bytes,
+)
+from scheduler.decide.flow import Floats
+from scheduler.decide.liveness import LivenessView
+from scheduler.decide.score import FAILED_HERE, Distances, start_cost
+from scheduler.decide.start_time import StartTimes
+
+
+class Site(msgspec.Struct, frozen=True, kw_only=True):
+    """What one PoP has of one class of device."""
+
+    index: int
+    pop: PopId
+    device_class: str
+    nodes: tuple[NodeId, ...]
+
+
+class Offered(msgspec.Struct, frozen=True, kw_only=True):
+    """A seat that could be taken now, and what it costs to bring a replica up on it."""
+
+    seat: Seat
+    site: int
+    start_s: float
+    cost: float
+
+
+class Ground:
+    """The fleet as the search sees it; memory is taken and given back as seats are tried."""
+
+    def __init__(self, cluster: ClusterState, view: LivenessView) -> None:
+        self.view = view
+        self.pops: Mapping[PopId, Pop] = {pop.pop: pop for pop in cluster.pops}
+        self.nodes: Mapping[NodeId, Node] = {node.node_id: node for node in cluster.nodes}
+        self.far = Distances(cluster.pops, cluster.distances)
+        self.free: dict[tuple[NodeId, DeviceId], int] = dict(
+            free_memory(cluster.nodes, cluster.placements)
+        )
+        self.sites = _sites(cluster.nodes)
+        self._offers: dict[tuple[DeploymentId, int, bool], tuple[int, Offered | None]] = {}
+        self._stamps = [0] * len(self.sites)
+        self._sites_on: dict[NodeId, list[int]] = defaultdict(list)
+        for site in self.sites:
+            for node_id in site.nodes:
+                self._sites_on[node_id].append(site.index)
+        self._leaving: dict[tuple[NodeId, DeviceId], int] = defaultdict(int)
+        for placement in cluster.placements:
+            if placement.is_ending:
+                self.let_go(placement, 1)
+        self.site_of = {(site.pop, site.device_class): site.index for site in self.sites}
+        self.device_classes = sorted({site.device_class for site in self.sites})
+        columns = [self.far.index[site.pop] for site in self.sites]
+        self.far_to_sites: Floats = np.ascontiguousarray(self.far.ms[:, columns])
+        self._devices = {
+            (site.index, node_id): [
+                (node_id, device.device_id)
+                for device in self.nodes[node_id].devices
+                if device.healthy and device.device_class == site.device_class
+            ]
+            for site in self.sites
+            for node_id in site.nodes
+        }
+        self._ready = [self._ready_at(site) for site in self.sites]
+        self._failed: set[tuple[DeploymentId, NodeId]] = set()
+        self._taken: dict[tuple[DeploymentId, str], int] = defaultdict(int)
+        for placement in cluster.placements:
+            if placement.state is ReplicaState.FAILED:
+                self._failed.add((placement.deployment_id, placement.node_id))
+            if placement.node_id in self.nodes:
+                self._taken[placement.deployment_id, self.domain_of(placement.node_id)] += 1
+        models = {model.model_id: model for model in cluster.models}
+        self._starts = StartTimes(
+            cluster.nodes,
+            cluster.placements,
+            {
+                d.deployment_id: models[d.model_id].weights_bytes
+                for d in cluster.deployments
+                if d.model_id in models
+            },
+            self.far,
+        )
+
+    def domain_of(self, node_id: NodeId) -> str:
+        """Return what fails together with a node."""
+        return self.nodes[node_id].failure_domain or str(node_id)
+
+    def site_of_placement(self, placement: Placement) -> int:
+        """Return the site that a placement on a known node is at; -1 where its device is none."""
+        node = self.nodes[placement.node_id]
+        classes = {device.device_id: device.device_class for device in node.devices}
+        held = next((classes[d] for d in placement.device_ids if d in classes), "")
+        if not held and node.devices:
+            held = node.devices[0].device_class
+        return self.site_of.get((node.pop, held), -1)
+
+    def may_hold(self, deployment: Deployment, model: Model) -> dict[int, list[Node]]:
+        """Return by site the nodes that may take a replica of a deployment, were they empty."""
+        needed = replica_memory_bytes(model, deployment.engine)
+        count = deployment.engine.devices
+        digest, disk = model.artifact.digest, model.artifact.size_bytes + DISK_MARGIN_BYTES
+        nodes_of: dict[int, list[Node]] = {}
+        for site in self.sites:
+            if not allowed(deployment.policy, self.pops[site.pop]):
+                continue
+            nodes = [
+                node
+                for node, sizes in self._ready[site.index]
+                if len(sizes) >= count
+                and sizes[count - 1] >= needed
+                and (not 0 < node.disk_free_bytes < disk or digest in node.artifacts)
+            ]
+            if nodes:
+                nodes_of[site.index] = nodes
+        return nodes_of
+
+    def offer(
+        self,
+        site: int,
+        nodes: Sequence[Node],
+        deployment: Deployment,
+        model: Model,
+        soon: bool = False,
+    ) -> Offered | None:
+        """Return the best seat of a site that is free, or will be `soon`: spread, ready, tight."""
+        key = (deployment.deployment_id, site, soon)
+        known = self._offers.get(key)
+        if known is None or known[0] != self._stamps[site]:
+            found = self._look(site, nodes, deployment, model, soon)
+            known = self._offers[key] = (self._stamps[site], found)
+        return known[1]
+
+    def _look(
+        self, site: int, nodes: Sequence[Node], deployment: Deployment, model: Model, soon: bool
+    ) -> Offered | None:
+        needed = replica_memory_bytes(model, deployment.engine)
+        best: tuple[float, int, int, str] | None = None
+        chosen: tuple[Node, tuple[DeviceId, ...], float, float] | None = None
+        for node in nodes:
+            fitting = self._fitting(node, site, needed, deployment.engine.devices, soon)
+            if not fitting:
+                continue
+            start_s = self._starts.start_s(node, model)
+            failed = (deployment.deployment_id, node.node_id) in self._failed
+            cost = start_cost(start_s) + FAILED_HERE * failed
+            crowd = self._taken[deployment.deployment_id, self.domain_of(node.node_id)]
+            left = self.free[node.node_id, fitting[0]] - needed
+            order = (round(cost, 1) + 2.0 * crowd, crowd, left, str(node.node_id))
+            if best is None or order < best:
+                best, chosen = order, (node, fitting, start_s, cost)
+        if chosen is None:
+            return None
+        node, devices, start_s, cost = chosen
+        seat = Seat(node=node, device_ids=devices, memory_bytes=needed)
+        return Offered(seat=seat, site=site, start_s=start_s, cost=cost)
+
+    def let_go(self, placement: Placement, sign: int) -> None:
+        """Count (or no more count) a placement's memory as about to be free."""
+        self._stamp(placement.node_id)
+        for device_id in placement.device_ids:
+            self._leaving[placement.node_id, device_id] += sign * placement.memory_bytes
+
+    def _fitting(
+        self, node: Node, site: int, needed: int, count: int, soon: bool
+    ) -> tuple[DeviceId, ...]:
+        """Return the tightest devices of a node that have room; () where too few have."""
+        room = []
+        for key in self._devices[site, node.node_id]:
+            left = self.free[key] + (self._leaving[key] if soon else 0)
+            if left >= needed:
+                room.append((left, key[1]))
+        if len(room) < count:
+            return ()
+        room.sort()
+        return tuple(device_id for _, device_id in room[:count])
+
+    def _stamp(self, node_id: NodeId) -> None:
+        """Note that what was looked for on a node must be looked for again."""
+        for site in self._sites_on.get(node_id, ()):
+            self._stamps[site] += 1
+
+    def _ready_at(self, site: Site) -> list[tuple[Node, list[int]]]:
+        """Return the nodes of a site that may take replicas, with their devices, largest first."""
+        return [
+            (node, sorted(sizes, reverse=True))
+            for node in (self.nodes[node_id] for node_id in site.nodes)
+            if not node.draining
+            and not node.revoked
+            and self.view.by_node[node.node_id] is Liveness.READY
+            and (
+                sizes := [
+                    d.memory_bytes
+                    for d in node.devices
+                    if d.healthy and d.device_class == site.device_class
+                ]
+            )
+        ]
+
+    def take(self, seat: Seat, deployment: Deployment, model: Model) -> None:
+        """Take a seat's memory."""
+        self._change(seat, deployment, -1)
+        self._starts.queue(seat.node.node_id, model)
+
+    def give_back(self, seat: Seat, deployment: Deployment, model: Model) -> None:
+        """Give a seat's memory back."""
+        self._change(seat, deployment, 1)
+        self._starts.unqueue(seat.node.node_id, model)
+
+    def _change(self, seat: Seat, deployment: Deployment, sign: int) -> None:
+        node_id = seat.node.node_id
+        self._stamp(node_id)
+        for device_id in seat.device_ids:
+            self.free[node_id, device_id] += sign * seat.memory_bytes
+        self._taken[deployment.deployment_id, self.domain_of(node_id)] -= sign
+
+
+def is_lost(view: LivenessView, node: Node) -> bool:
+    """Say whether nothing on a node counts any more."""
+    return node.revoked or view.by_node[node.node_id] is Liveness.LOST
+
+
+def _sites(nodes: Sequence[Node]) -> tuple[Site, ...]:
+    held: dict[tuple[PopId, str], list[NodeId]] = defaultdict(list)
+    for node in nodes:
+        for device_class in sorted({device.device_class for device in node.devices}):
+            held[node.pop, device_class].append(node.node_id)
+    return tuple(
+        Site(index=index, pop=pop, device_class=device_class, nodes=tuple(sorted(node_ids)))
+        for index, ((pop, device_class), node_ids) in enumerate(sorted(held.items()))
+    )

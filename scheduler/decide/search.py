@@ -1,0 +1,212 @@
+"""Where further replicas should be: lazily greedy by marginal gain, then exchanges between seats.
+
+Rule 1: every step lowers the sum of score.py, so the search ends; ties go by name, so it repeats.
+Rule 2: a placement that stands is never moved here. Room is made only by ending one that is worth
+clearly less than what wants its place, and what wants it is seated when the room is there.
+"""
+
+from collections.abc import Sequence
+from enum import StrEnum
+from heapq import heapify, heappop, heappush
+from typing import Final
+
+import msgspec
+import numpy as np
+
+from isochrone.wire.ids import PopId
+from scheduler.decide.flow import EPSILON
+from scheduler.decide.ground import Ground, Offered
+from scheduler.decide.score import GIB, START
+from scheduler.decide.wish import Need, Seated, Wish
+
+Entry = tuple[float, float, float, int, int, int]
+"""-tier, -first key, -second key, wish, site, the wish's stamp when its worth was last read."""
+
+GUESSED: Final = -1
+
+
+class Order(StrEnum):
+    """Which of two seats of one tier goes first: what saves most per byte, most, or is largest."""
+
+    DENSITY = "density"
+    WORTH = "worth"
+    SIZE = "size"
+
+
+class Blocked(msgspec.Struct, frozen=True, kw_only=True):
+    """A seat that would pay, at a site whose devices are full."""
+
+    wish: int
+    site: int
+    net: float
+
+
+class Worth(msgspec.Struct, frozen=True, kw_only=True):
+    """What a seat more at a site saves, less what it costs. Without an offer, the site is full."""
+
+    need: Need
+    saves: float
+    net: float
+    site: int
+    offered: Offered | None
+
+
+class Search:
+    """The seats sought in one plan: `wishes` are changed in place, by at most `starts_max`."""
+
+    def __init__(self, ground: Ground, wishes: Sequence[Wish], starts_max: int) -> None:
+        self.ground = ground
+        self.wishes = wishes
+        self.blocked: dict[tuple[int, int], Blocked] = {}
+        self._left = starts_max
+        self._order = Order.DENSITY
+        self._site_pops = [site.pop for site in ground.sites]
+
+    @property
+    def has_starts_left(self) -> bool:
+        """Say whether this plan may start one more."""
+        return self._left > 0
+
+    def fill(self, order: Order = Order.DENSITY, only: Sequence[int] | None = None) -> None:
+        """Take the seat that is worth most, again and again, until none pays or none is left."""
+        self._order = order
+        heap: list[Entry] = []
+        for number in range(len(self.wishes)) if only is None else only:
+            heap.extend(self._guesses(number, self.wishes[number]))
+        heapify(heap)
+        while heap and self._left > 0:
+            entry = heappop(heap)
+            number, site, stamp = entry[3], entry[4], entry[5]
+            wish = self.wishes[number]
+            if len(wish.seats) >= wish.most:
+                continue
+            worth = self.worth(number, site)
+            if worth is None or worth.net <= EPSILON:
+                continue
+            stamp_read = wish.stamp
+            if stamp == stamp_read:
+                self.take(wish, worth)
+            # Pushed again with what it was worth: a second seat here may be worth almost as much.
+            heappush(heap, self._entry(number, site, worth, stamp_read))
+
+    def take(self, wish: Wish, worth: Worth, waits: bool = False, reason: str = "") -> None:
+        """Seat a replica that this plan would start, or that `waits` for what ends there."""
+        seated = self._seated(wish, worth, waits, reason)
+        self.occupy(wish, seated)
+        wish.add(seated)
+
+    def untake(self, wish: Wish, seated: Seated) -> None:
+        """Take back a seat that this plan would have started, or ask a standing one to end."""
+        self.release(wish, seated)
+        wish.drop(seated)
+
+    def occupy(self, wish: Wish, seated: Seated) -> None:
+        """Take a seat's memory on the ground."""
+        if seated.seat:
+            self.ground.take(seated.seat, wish.deployment, wish.model)
+            self._left -= 1
+        elif seated.placement:
+            self.ground.let_go(seated.placement, -1)
+
+    def release(self, wish: Wish, seated: Seated) -> None:
+        """Give a seat's memory back: at once if nothing runs there yet, else when it has ended."""
+        if seated.seat:
+            self.ground.give_back(seated.seat, wish.deployment, wish.model)
+            self._left += 1
+        elif seated.placement:
+            self.ground.let_go(seated.placement, 1)
+
+    def worth(self, number: int, site: int, soon: bool = False) -> Worth | None:
+        """Return what a seat more at a site is worth; None, noted as blocked, if it is full.
+
+        `soon` counts as free what is about to end.
+        """
+        wish = self.wishes[number]
+        worth = self.worth_to(wish, site, soon, need_be_paid=True)
+        if worth.offered is not None:
+            return worth
+        if worth.net > START and not soon:
+            self.blocked[number, site] = Blocked(wish=number, site=site, net=worth.net - START)
+        return None
+
+    def worth_to(
+        self, wish: Wish, site: int, soon: bool = False, need_be_paid: bool = False
+    ) -> Worth:
+        """Return what a seat more at a site is worth to a wish, whether or not one is free."""
+        need = wish.need(self._site_pops[site])
+        saves = wish.flow.gain_exactly(site, float(wish.rooms[site]))
+        net = saves + need.worth - wish.hold
+        # What would not pay even with its weights at hand needs no seat looked for.
+        offered = None
+        if net > START or not need_be_paid:
+            offered = self.ground.offer(
+                site, wish.nodes_of[site], wish.deployment, wish.model, soon
+            )
+        net -= offered.cost if offered else 0.0
+        return Worth(need=need, saves=saves, net=net, site=site, offered=offered)
+
+    def _seated(self, wish: Wish, worth: Worth, waits: bool, reason: str) -> Seated:
+        """Return the seat that an offer would become, with the reason for it."""
+        offered = worth.offered
+        assert offered is not None
+        pop = self._site_pops[worth.site]
+        saves = f"saves {worth.saves / wish.weight:.0f} ms x requests/s in {pop}"
+        if not reason and worth.need.tier >= 2:
+            reason = worth.need.reason
+        elif not reason and worth.need.worth > worth.saves and worth.need.reason:
+            reason = f"{worth.need.reason}; {saves}"
+        return Seated(
+            pop=pop,
+            site=worth.site,
+            room=float(wish.rooms[worth.site]),
+            hold=wish.hold,
+            seat=offered.seat,
+            start=offered.cost,
+            start_s=offered.start_s,
+            reason=reason or f"demand: {saves}",
+            waits=waits,
+        )
+
+    def _guesses(self, number: int, wish: Wish) -> list[Entry]:
+        """Return an entry for each site that may pay, with at least what it is worth."""
+        sites = np.flatnonzero(wish.rooms > 0)
+        if not len(sites) or len(wish.seats) >= wish.most:
+            return []
+        saves = np.zeros(len(sites))
+        if len(wish.cities):
+            saves = wish.flow.bounds(sites, wish.rooms[sites])
+        needs: dict[PopId, Need] = {}
+        entries = []
+        most_needed = max(
+            (self._need(wish, pop, needs).worth for pop in wish.needed_in()), default=0
+        )
+        for place in np.flatnonzero(saves + most_needed > wish.hold + START):
+            site = int(sites[place])
+            need = self._need(wish, self._site_pops[site], needs)
+            net = float(saves[place]) + need.worth - wish.hold - START
+            if net > 0:
+                entries.append(self._key(number, site, need, net, GUESSED))
+        return entries
+
+    def _need(self, wish: Wish, pop: PopId, known: dict[PopId, Need]) -> Need:
+        if pop not in known:
+            known[pop] = wish.need(pop)
+        return known[pop]
+
+    def _entry(self, number: int, site: int, worth: Worth, stamp: int) -> Entry:
+        return self._key(number, site, worth.need, worth.net, stamp)
+
+    def _key(self, number: int, site: int, need: Need, net: float, stamp: int) -> Entry:
+        """Order seats: the higher tier; there by weight and size, below by what a byte saves."""
+        wish = self.wishes[number]
+        size_gib = wish.memory_bytes / GIB
+        if need.tier > 0:
+            # The largest first, while devices are whole; among sites of one wish, what saves most.
+            first, second = wish.weight * 1e9 + size_gib, net
+        elif self._order is Order.DENSITY:
+            first, second = net / (size_gib + 1.0), net
+        elif self._order is Order.WORTH:
+            first, second = net, net
+        else:
+            first, second = size_gib, net
+        return (-float(need.tier), -first, -round(second, 3), number, site, stamp)

@@ -1,0 +1,290 @@
+"""One deployment's wish while a plan is sought: its demand, its seats, and what a change is worth.
+
+Load is counted in replicas of the reference class of device (the slowest that the deployment can be
+on): the share of its time that a city's tokens take, prefill and decode apart. A seat on a faster
+class has more room in the same measure.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import msgspec
+import numpy as np
+
+from isochrone.wire.assignment import Role
+from isochrone.wire.ids import DeploymentId, PopId
+from isochrone.wire.model import Deployment, Model
+from isochrone.wire.report import Profile
+from scheduler.decide.capacity import Capacity, capacity
+from scheduler.decide.cluster import DemandRate, Placement
+from scheduler.decide.device_classes import class_of
+from scheduler.decide.feasible import Seat, replica_memory_bytes
+from scheduler.decide.flow import Floats, Flow, Ints
+from scheduler.decide.ground import Ground
+from scheduler.decide.score import (
+    ABSENT,
+    HEADROOM,
+    MISSING,
+    MISSING_SPREAD,
+    ONE_POP_MS,
+    UNSERVED_MS,
+    hold_cost,
+    weight_of,
+)
+from scheduler.decide.start_time import COMING
+
+UNMEASURED: Final = Profile(prefill_tokens_per_s=400.0, decode_tokens_per_s=40.0)
+"""Rates assumed where nothing is measured and the class is not known: those of a small model on a
+few CPU cores. A guess too low adds a replica too many, one too high leaves users waiting."""
+
+RATE_MIN: Final = 1e-9
+RATE_MAX: Final = 1e9
+"""Less than anyone notices, and more than any city asks: what is beyond is an error in counting."""
+
+Profiles = Mapping[tuple[str, str], Profile]
+
+
+class Seated(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """A seat that counts: a standing placement, or (with `seat`) one that this plan would start.
+
+    One that `waits` has its place when what is there has ended.
+    """
+
+    pop: PopId
+    site: int
+    room: float
+    hold: float
+    placement: Placement | None = None
+    seat: Seat | None = None
+    start: float = 0.0
+    start_s: float = 0.0
+    reason: str = ""
+    waits: bool = False
+
+
+class Need(msgspec.Struct, frozen=True, kw_only=True):
+    """What a seat more in a PoP is worth beside shorter waits. The higher tier goes first."""
+
+    tier: int
+    worth: float
+    reason: str
+
+
+class Wish:
+    """A deployment, and the seats it has at this point of the search."""
+
+    def __init__(
+        self,
+        ground: Ground,
+        deployment: Deployment,
+        model: Model,
+        rows: Sequence[DemandRate],
+        profiles: Profiles,
+        standing: Sequence[Placement],
+    ) -> None:
+        self.ground = ground
+        self.deployment = deployment
+        self.model = model
+        self.weight = weight_of(deployment.policy)
+        self.most = deployment.policy.replicas_max
+        self.least = min(deployment.policy.replicas_min, self.most)
+        self.memory_bytes = (
+            replica_memory_bytes(model, deployment.engine) * deployment.engine.devices
+        )
+        self.hold = hold_cost(self.memory_bytes)
+        self.nodes_of = ground.may_hold(deployment, model)
+        self.stamp = 0
+        self.seats: list[Seated] = []
+        asked = _asked(rows, ground.far.index)
+        rates = {
+            name: rates_on(name, deployment, model, profiles) for name in ground.device_classes
+        }
+        self.cities, self.asked, load, self.room_of = _load(asked, rates)
+        self.requests_per_s = float(self.asked.sum())
+        self.rooms = np.zeros(len(ground.sites))
+        for site in self.nodes_of:
+            self.rooms[site] = self.room_of[ground.sites[site].device_class]
+        taken = np.zeros(len(ground.sites))
+        for placement in standing:
+            seated = self._seated(placement)
+            self.seats.append(seated)
+            if seated.site >= 0:
+                taken[seated.site] += seated.room
+        far = ground.far_to_sites
+        if len(self.cities) < len(far):
+            far = far[self.cities]
+        self.flow = Flow(self.asked * self.weight, load, far, taken, UNSERVED_MS)
+
+    @property
+    def name(self) -> DeploymentId:
+        """Return the deployment's id."""
+        return self.deployment.deployment_id
+
+    @property
+    def is_asked_for(self) -> bool:
+        """Say whether any city asks for it."""
+        return self.requests_per_s > 0
+
+    def pops(self) -> list[PopId]:
+        """Return the PoP of each seat."""
+        return [seated.pop for seated in self.seats]
+
+    def is_coming(self) -> bool:
+        """Say whether a replica is on its way up."""
+        return any(s.placement and s.placement.state in COMING for s in self.seats)
+
+    def need(self, pop: PopId) -> Need:
+        """Return what a seat more in `pop` would mend: the minimum, a PoP kept warm, the spread."""
+        policy, pops = self.deployment.policy, self.pops()
+        worth = self.shortfall(pops) - self.shortfall([*pops, pop])
+        if pop in policy.keep_warm and pop not in pops:
+            return Need(tier=3, worth=worth, reason=f"{pop} is kept warm")
+        if len(pops) < self.least:
+            asked = f"at least {self.least} replicas are asked for"
+            return Need(tier=2, worth=worth, reason=asked)
+        tier = 1 if not pops and self.is_asked_for else 0
+        return Need(tier=tier, worth=worth, reason="a PoP less would leave none" if worth else "")
+
+    def needed_in(self) -> list[PopId]:
+        """Return PoPs among which is one where a seat more would mend most."""
+        held = self.pops()
+        others = [site.pop for site in self.ground.sites if site.pop not in held]
+        return [*self.deployment.policy.keep_warm, *others[:1], *held[:1]]
+
+    def shortfall(self, pops: Sequence[PopId]) -> float:
+        """Return what seats in `pops` leave wanting beside waits, in the measure of score.py."""
+        policy, held = self.deployment.policy, set(pops)
+        lacking = max(0, self.least - len(pops)) + len(set(policy.keep_warm) - held)
+        cost = MISSING * self.weight * lacking
+        if self.is_asked_for and not pops:
+            cost += ABSENT * self.weight
+        if len(held) < 2 <= self.most:
+            cost += ONE_POP_MS * self.weight * self.requests_per_s
+            cost += MISSING_SPREAD * self.weight * (self.least >= 2)
+        return cost
+
+    def cost(self) -> float:
+        """Return this deployment's part of the sum that the planner lowers."""
+        seats = sum(seated.hold + seated.start for seated in self.seats)
+        return self.flow.cost() + self.shortfall(self.pops()) + seats
+
+    def add(self, seated: Seated) -> None:
+        """Seat one replica more."""
+        self.seats.append(seated)
+        self.flow = self.flow.copy()
+        self.flow.add(seated.site, seated.room)
+        self.stamp += 1
+
+    def drop(self, seated: Seated) -> None:
+        """Take one seat away."""
+        self.seats.remove(seated)
+        if seated.site >= 0:
+            self.flow = self.flow.copy()
+            self.flow.remove(seated.site, seated.room)
+        self.stamp += 1
+
+    def loss(self, seated: Seated) -> float:
+        """Return what the rest would pay for one seat less; what the seat itself costs is apart."""
+        pops = self.pops()
+        pops.remove(seated.pop)
+        worse = self.shortfall(pops) - self.shortfall(self.pops())
+        if seated.site < 0:
+            return worse
+        return worse + self.flow.loss(seated.site, seated.room)
+
+    def role_in(self, pop: PopId) -> Role:
+        """Return the role that a seat more in `pop` should have."""
+        share = self.deployment.policy.prefill_share
+        there = [s.placement.role for s in self.seats if s.pop == pop and s.placement]
+        there += [Role.UNIFIED for s in self.seats if s.pop == pop and not s.placement]
+        if not share or not there:
+            return Role.UNIFIED
+        prefill = sum(role is Role.PREFILL for role in there)
+        return Role.PREFILL if prefill < round(share * (len(there) + 1)) else Role.DECODE
+
+    def _seated(self, placement: Placement) -> Seated:
+        site = self.ground.site_of_placement(placement)
+        node = self.ground.nodes[placement.node_id]
+        room = self.room_of.get(self.ground.sites[site].device_class, 0.0) if site >= 0 else 0.0
+        return Seated(
+            pop=node.pop,
+            site=site if room else -1,
+            room=room,
+            hold=self.hold,
+            placement=placement,
+        )
+
+
+def _asked(rows: Sequence[DemandRate], index: Mapping[PopId, int]) -> Floats:
+    """Return (city, requests, prompt, output) a row; what was refused counts as asked.
+
+    A rate that is no number, below 0 or beyond belief, or of no city of ours, is left out.
+    """
+    read = np.array(
+        [
+            (
+                index.get(row.pop, -1),
+                row.requests_per_s,
+                row.refused_per_s,
+                row.uncached_tokens_per_s,
+                row.output_tokens_per_s,
+            )
+            for row in rows
+        ],
+        dtype=np.float64,
+    ).reshape(-1, 5)
+    sane = np.isfinite(read).all(axis=1) & (read[:, 0] >= 0)
+    sane &= (read[:, 1:] >= 0).all(axis=1) & (read[:, 1:] < RATE_MAX).all(axis=1)
+    read = read[sane]
+    total = read[:, 1] + read[:, 2]
+    read, total = read[total > RATE_MIN], total[total > RATE_MIN]
+    served = np.where(read[:, 1] > 0, read[:, 1], total)
+    more = total / served
+    return np.column_stack((read[:, 0], total, read[:, 3] * more, read[:, 4] * more))
+
+
+def rates_on(
+    device_class: str, deployment: Deployment, model: Model, profiles: Profiles
+) -> Profile:
+    """Return what a replica carries on a class of device: measured, else reckoned, else assumed."""
+    measured = profiles.get((model.model_id, device_class))
+    if measured and measured.prefill_tokens_per_s > 0 and measured.decode_tokens_per_s > 0:
+        return measured
+    kind = class_of(device_class)
+    reckoned = capacity(model, deployment.engine, kind) if kind else None
+    if isinstance(reckoned, Capacity):
+        return Profile(
+            prefill_tokens_per_s=reckoned.prefill_tokens_per_s,
+            decode_tokens_per_s=reckoned.decode_tokens_per_s,
+        )
+    known = [
+        profile
+        for (model_id, _), profile in profiles.items()
+        if model_id == model.model_id
+        and profile.prefill_tokens_per_s > 0
+        and profile.decode_tokens_per_s > 0
+    ]
+    return min(known, key=lambda p: p.decode_tokens_per_s, default=UNMEASURED)
+
+
+def _load(
+    asked: Floats, rates: Mapping[str, Profile]
+) -> tuple[Ints, Floats, Floats, dict[str, float]]:
+    """Return the asking cities, their requests/s and load, and the room of a seat by class."""
+    cities, requests = asked[:, 0].astype(np.int64), asked[:, 1]
+    prompt, output = asked[:, 2], asked[:, 3]
+    # Where nothing is asked yet, a token of each tells the classes apart.
+    mix = (float(prompt.sum()), float(output.sum()))
+    if sum(mix) < RATE_MIN:
+        mix = (1.0, 1.0)
+    busy = {
+        name: mix[0] / rate.prefill_tokens_per_s + mix[1] / rate.decode_tokens_per_s
+        for name, rate in rates.items()
+    }
+    if not busy:
+        return cities, requests, requests * 0.0, {}
+    slowest = max(sorted(busy), key=lambda name: busy[name])
+    reference = rates[slowest]
+    load = prompt / reference.prefill_tokens_per_s + output / reference.decode_tokens_per_s
+    rooms = {name: HEADROOM * busy[slowest] / took for name, took in busy.items()}
+    return cities, requests, load, rooms

@@ -1,0 +1,194 @@
+"""What a replica is reckoned to need and carry, by rows that can be checked by hand."""
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from isochrone.wire.model import EngineSettings, Model
+from isochrone.wire.report import Profile
+from scheduler.decide.capacity import (
+    GIB,
+    CannotFit,
+    Capacity,
+    Traffic,
+    capacity,
+    fits_on,
+    kv_bytes_per_token,
+    splits,
+)
+from scheduler.decide.device_classes import CLASSES, class_of
+from scheduler.decide.model_shape import BadConfig, shape_of
+from tests.builders import a_model
+
+LLAMA_8B: dict[str, Any] = {
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+}
+KIMI: dict[str, Any] = {
+    "num_hidden_layers": 61,
+    "hidden_size": 7168,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "n_routed_experts": 384,
+    "num_experts_per_tok": 8,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 2048,
+    "intermediate_size": 18432,
+    "first_k_dense_replace": 1,
+    "vocab_size": 163840,
+    "quantization_config": {"quant_method": "compressed-tensors", "bits": 4},
+}
+ALL_OF_IT = EngineSettings(driver="vllm", kv_memory_bytes=0)
+EIGHTY_GB = 80 * 10**9
+
+
+def of(config: dict[str, Any], weights_bytes: float) -> Model:
+    return msgspec.structs.replace(
+        a_model("m"), shape=shape_of(config), weights_bytes=int(weights_bytes)
+    )
+
+
+def carried(model: Model, kind: str, devices: int = 1, **fields: Any) -> Capacity:
+    answer = capacity(model, ALL_OF_IT, CLASSES[kind], devices=devices, **fields)
+    assert isinstance(answer, Capacity), answer
+    return answer
+
+
+@pytest.mark.parametrize("memory", [EIGHTY_GB, 0], ids=["nominal", "as the driver says"])
+def test_560_gb_fit_eight_devices_of_80_gb_and_leave_room_for_kv(memory: int) -> None:
+    dense = msgspec.structs.replace(a_model("dense"), weights_bytes=560 * 10**9)
+    got = carried(dense, "h100-80g", devices=8, device_memory_bytes=memory)
+    assert 8 * got.kv_bytes > 30 * GIB
+    experts = carried(of(KIMI, 560e9), "h100-80g", devices=8)
+    assert 8 * experts.kv_bytes > 30 * GIB
+
+
+def test_560_gb_do_not_fit_four_and_the_sum_is_shown() -> None:
+    refused = capacity(
+        of(KIMI, 560e9), ALL_OF_IT, CLASSES["h100-80g"], devices=4, device_memory_bytes=EIGHTY_GB
+    )
+    assert isinstance(refused, CannotFit)
+    assert "521.54 GiB / 4 = 130.39 GiB" in refused.reason
+    assert "on 4 x 74.51 GiB" in refused.reason
+    assert "8 such devices would hold it" in refused.reason
+
+
+@pytest.mark.parametrize(
+    ("extra", "bytes_per_token"),
+    [
+        ({}, 32 * 2 * 8 * 128 * 2),  # grouped heads
+        ({"num_key_value_heads": 32}, 32 * 2 * 32 * 128 * 2),  # a key and a value for each head
+        ({"kv_lora_rank": 512, "qk_rope_head_dim": 64}, 32 * 576 * 2),  # one latent
+        ({"sliding_window": 512}, 32 * 2 * 8 * 128 * 2 / 4),  # a quarter of 2,048 is seen
+        ({"sliding_window": 512, "use_sliding_window": False}, 32 * 2 * 8 * 128 * 2),
+        ({"sliding_window": 512, "sliding_window_pattern": 4}, (8 + 24 / 4) * 2 * 8 * 128 * 2),
+        (
+            {"sliding_window": 512, "layer_types": ["sliding_attention", "full_attention"] * 16},
+            (16 + 16 / 4) * 2 * 8 * 128 * 2,
+        ),
+        ({"quantization_config": {"kv_cache_scheme": {"num_bits": 8}}}, 32 * 2 * 8 * 128),
+    ],
+)
+def test_kv_of_a_token_follows_from_the_config(
+    extra: dict[str, Any], bytes_per_token: float
+) -> None:
+    assert kv_bytes_per_token(of({**LLAMA_8B, **extra}, 16e9), 2048) == bytes_per_token
+
+
+def test_parameters_are_counted_as_the_makers_count_them() -> None:
+    assert shape_of(LLAMA_8B).parameters == pytest.approx(8.03e9, rel=0.01)
+    assert shape_of(KIMI).parameters == pytest.approx(1.03e12, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({}, "num_hidden_layers"),
+        ({**LLAMA_8B, "num_key_value_heads": 7}, "32 heads over 7 KV heads"),
+        ({**LLAMA_8B, "hidden_size": "big"}, "hidden_size is 'big'"),
+        ({**LLAMA_8B, "num_attention_heads": 0}, "num_attention_heads is 0"),
+    ],
+)
+def test_a_config_of_no_model_is_refused_in_words(config: dict[str, Any], words: str) -> None:
+    with pytest.raises(BadConfig, match=words):
+        shape_of(config)
+
+
+def test_quantised_weights_read_faster() -> None:
+    whole = carried(of(LLAMA_8B, 16e9), "l4-24g")
+    quantised = {**LLAMA_8B, "quantization_config": {"quant_method": "awq", "bits": 4}}
+    small = carried(of(quantised, 5e9), "l4-24g")
+    assert small.itl_ms < whole.itl_ms
+    assert small.kv_tokens > whole.kv_tokens
+
+
+def test_a_latent_is_held_whole_by_each_tensor_part_but_not_by_each_expert_part() -> None:
+    model = of(KIMI, 560e9)
+    found = {str(split) for split in splits(model.shape, 8)}
+    assert {"TP8 x PP1", "TP8 x PP1, EP8", "TP4 x PP2", "TP1 x PP8"} <= found
+    assert carried(model, "h200-141g", devices=8).split.expert == 8
+
+
+def test_the_largest_spread_over_nodes_of_one_pop() -> None:
+    model = of(KIMI, 1000e9)
+    assert isinstance(capacity(model, ALL_OF_IT, CLASSES["h100-80g"], devices=8), CannotFit)
+    over = carried(model, "h100-80g", devices=16, nodes=2)
+    assert over.split.tensor <= 8
+    assert over.split.pipeline >= 2
+
+
+def test_what_was_measured_beats_the_estimate() -> None:
+    model = of(LLAMA_8B, 16e9)
+    measured = Profile(prefill_tokens_per_s=1234.0, decode_tokens_per_s=56.0)
+    got = carried(model, "h100-80g", measured=measured)
+    assert (got.prefill_tokens_per_s, got.decode_tokens_per_s) == (1234.0, 56.0)
+    assert got.measured
+    assert not carried(model, "h100-80g", measured=Profile()).measured
+
+
+def test_a_class_is_known_by_its_chip_whatever_the_driver_rounds_its_memory_to() -> None:
+    assert class_of("h100-86g") == CLASSES["h100-80g"]
+    assert class_of("a100-42g") == CLASSES["a100-40g"]
+    assert class_of("abacus-1g") is None
+    assert fits_on(of(LLAMA_8B, 16e9), ALL_OF_IT, CLASSES["t4-16g"]) == 2
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    weights_gb=st.integers(1, 1000),
+    devices=st.sampled_from([1, 2, 4, 8]),
+    kind=st.sampled_from(sorted(CLASSES)),
+    context=st.sampled_from([128, 2048, 32768]),
+)
+def test_what_is_said_to_fit_does_and_what_does_not_shows_its_sum(
+    weights_gb: int, devices: int, kind: str, context: int
+) -> None:
+    model = of(LLAMA_8B, weights_gb * 1e9)
+    got = capacity(
+        model,
+        ALL_OF_IT,
+        CLASSES[kind],
+        devices=devices,
+        traffic=Traffic(context_tokens=context),
+    )
+    if isinstance(got, CannotFit):
+        assert f"on {devices} x" in got.reason
+        assert weights_gb * 1e9 / devices > CLASSES[kind].memory_bytes - 2 * GIB
+    else:
+        total = got.weights_bytes + got.overhead_bytes + got.kv_bytes
+        assert total <= CLASSES[kind].memory_bytes
+        assert got.weights_bytes * devices >= weights_gb * 1e9
+        assert got.decode_tokens_per_s > 0
+        assert got.prefill_tokens_per_s > 0

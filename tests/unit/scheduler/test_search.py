@@ -1,0 +1,247 @@
+"""The search behind the plan: exact flows, fair scarcity, roles, room made and room kept."""
+
+import csv
+import math
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from isochrone.wire.assignment import Role
+from isochrone.wire.ids import DeploymentId, Generation, PopId
+from isochrone.wire.model import EngineSettings, Policy
+from ops.sim import small
+from ops.sim.judge import TABLE, cost, sought
+from ops.sim.small import small_world
+from scheduler.decide.cluster import ClusterState, DemandRate
+from scheduler.decide.explain import explain
+from scheduler.decide.feasible import allowed, free_memory
+from scheduler.decide.flow import Flow
+from scheduler.decide.plan import PlanLimits, plan
+from tests.builders import a_cluster, a_deployment, a_device, a_model, a_node, a_placement
+from tests.unit.scheduler.test_plan import a_demand, carried_out, starts
+
+MANY = PlanLimits(starts_max=10**6, endings_max=10**6)
+
+
+def test_a_flow_is_the_cheapest_assignment_and_says_what_room_is_worth() -> None:
+    far = np.array([[1.0, 50.0], [2.0, 100.0], [3.0, 9.0]])
+    ones = np.ones(3)
+    flow = Flow(ones, ones, far, np.array([2.0, 1.0]), 5000.0)
+    # The third gives way: it loses least by going to the other site.
+    assert flow.cost() == pytest.approx(1 + 2 + 9)
+    assert flow.gain_exactly(0, 1.0) == pytest.approx(6.0)
+    assert flow.loss(1, 1.0) == pytest.approx(5000 - 9)
+    assert flow.unserved() == 0
+
+
+@settings(deadline=None, max_examples=30)
+@given(seed=st.integers(0, 10_000))
+def test_flows_keep_every_load_and_never_more_than_the_room(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    cities, sites = int(rng.integers(1, 9)), int(rng.integers(1, 6))
+    load = rng.exponential(1.0, cities) + 0.01
+    flow = Flow(load * 2, load, rng.uniform(1, 300, (cities, sites)), np.zeros(sites), 5000.0)
+    held: list[tuple[int, float]] = []
+    for _ in range(12):
+        before = flow.cost()
+        if held and rng.random() < 0.4:
+            site, room = held.pop(int(rng.integers(len(held))))
+            flow.remove(site, room)
+            assert flow.cost() >= before - 1e-6
+        else:
+            site, room = int(rng.integers(sites)), float(rng.uniform(0.1, 2.0))
+            guess = flow.gain_exactly(site, room)
+            flow.add(site, room)
+            held.append((site, room))
+            assert before - flow.cost() == pytest.approx(guess, abs=1e-6)
+        assert (flow.used() <= flow.room + 1e-6).all()
+        assert flow.used().sum() + flow.unserved() == pytest.approx(load.sum())
+
+
+def judged() -> list[tuple[int, float]]:
+    with TABLE.open() as file:
+        return [(int(row["seed"]), float(row["optimum"])) for row in csv.DictReader(file)]
+
+
+@pytest.mark.parametrize(("seed", "optimum"), judged()[10:80:25])
+def test_small_worlds_are_planned_within_one_percent_of_the_optimum(
+    seed: int, optimum: float
+) -> None:
+    search, greedy = sought(small_world(seed))
+    assert cost(search) <= greedy + 1e-6
+    assert cost(search) <= 1.01 * optimum
+
+
+def seated(cluster: ClusterState) -> ClusterState:
+    """Return the picture after all that a first plan starts is warm."""
+    return carried_out(cluster, plan(cluster, MANY))
+
+
+@settings(deadline=None, max_examples=5)
+@given(seed=st.integers(0, 400))
+def test_a_first_plan_breaks_no_rule(seed: int) -> None:
+    cluster = small_world(seed)
+    after = seated(cluster)
+    pops = {node.node_id: node.pop for node in cluster.nodes}
+    countries = {pop.pop: pop for pop in cluster.pops}
+    policies = {d.deployment_id: d.policy for d in cluster.deployments}
+    assert all(left >= 0 for left in free_memory(after.nodes, after.placements).values())
+    for placement in after.placements:
+        policy = policies[placement.deployment_id]
+        assert allowed(policy, countries[pops[placement.node_id]])
+    for deployment in cluster.deployments:
+        mine = [p for p in after.placements if p.deployment_id == deployment.deployment_id]
+        unmet = {row.deployment_id for row in plan(after, MANY).unmet}
+        assert len(mine) <= deployment.policy.replicas_max
+        if deployment.deployment_id not in unmet:
+            assert len(mine) >= deployment.policy.replicas_min
+
+
+@settings(deadline=None, max_examples=5)
+@given(seed=st.integers(0, 400), times=st.floats(0.98, 1.02))
+def test_a_small_change_makes_few_moves(seed: int, times: float) -> None:
+    cluster = small_world(seed)
+    for _ in range(12):
+        decided = plan(cluster, MANY)
+        if not decided.starts and not decided.endings:
+            break
+        cluster = carried_out(cluster, decided)
+    demand = tuple(
+        msgspec.structs.replace(row, requests_per_s=row.requests_per_s * times)
+        for row in cluster.demand
+    )
+    changed = msgspec.structs.replace(
+        cluster, demand=demand, generation=Generation(cluster.generation + 1)
+    )
+    decided = plan(changed, MANY)
+    assert plan(changed, MANY) == decided
+    assert len(decided.starts) + len(decided.endings) <= 2 + len(cluster.placements) // 10
+
+
+def test_the_spread_leaves_a_replica_when_a_pop_is_lost() -> None:
+    nodes = (a_node("ams-1", "ams"), a_node("ams-2", "ams"), a_node("fra-1", "fra"))
+    busy = a_cluster(
+        nodes=nodes, placements=(a_placement("r1", "ams-1"),), demand=(a_demand("ams", 3.0),)
+    )
+    assert starts(plan(busy)) == [("d", "fra-1")]
+    quiet = msgspec.structs.replace(busy, demand=(a_demand("ams", 0.05),))
+    assert not plan(quiet).starts
+
+
+def test_replicas_of_one_pop_keep_out_of_one_failure_domain() -> None:
+    nodes = (
+        a_node("ams-1", "ams", failure_domain="rack-a"),
+        a_node("ams-2", "ams", failure_domain="rack-a"),
+        a_node("ams-3", "ams", failure_domain="rack-b"),
+    )
+    cluster = a_cluster(
+        nodes=nodes,
+        deployments=(a_deployment(replicas_min=2),),
+        placements=(a_placement("r1", "ams-1"),),
+    )
+    assert starts(plan(cluster)) == [("d", "ams-3")]
+
+
+def test_under_scarcity_priority_goes_first_and_a_first_replica_before_a_second() -> None:
+    deployments = (
+        a_deployment("low", replicas_min=0, priority=40),
+        a_deployment("high", replicas_min=0, priority=60),
+    )
+    demand = (a_demand("ams", 5.0, "low"), a_demand("ams", 5.0, "high"))
+    two = a_cluster(
+        nodes=(a_node("ams-1", "ams", gib=2.6),), deployments=deployments, demand=demand
+    )
+    assert {name for name, _ in starts(plan(two))} == {"low", "high"}
+    one = msgspec.structs.replace(two, nodes=(a_node("ams-1", "ams", gib=1.3),))
+    assert starts(plan(one)) == [("high", "ams-1")]
+    assert "100 % of what is asked finds no room" in plan(one).unmet[0].reason
+
+
+def test_what_is_idle_yields_its_place_and_is_not_started_there_again() -> None:
+    idle = a_placement("r1", "ams-1", deployment="idle")
+    cluster = a_cluster(
+        nodes=(a_node("ams-1", "ams", gib=1.3), a_node("sin-1", "sin", gib=1.3)),
+        deployments=(a_deployment("idle", replicas_min=0), a_deployment("busy", replicas_min=0)),
+        placements=(idle, a_placement("r2", "sin-1", deployment="idle")),
+        demand=(a_demand("ams", 0.05, "idle"), a_demand("ams", 4.0, "busy")),
+    )
+    first = plan(cluster)
+    assert [ending.replica_id for ending in first.endings] == ["r1"]
+    assert "its place in ams is worth" in first.endings[0].reason
+    ending = msgspec.structs.replace(
+        cluster,
+        placements=(msgspec.structs.replace(idle, is_ending=True), *cluster.placements[1:]),
+    )
+    assert plan(ending) == msgspec.structs.replace(plan(ending), starts=(), endings=())
+    freed = msgspec.structs.replace(cluster, placements=cluster.placements[1:])
+    assert ("busy", "ams-1") in starts(plan(freed))
+
+
+def test_of_two_nodes_that_which_holds_the_weights_is_ready_sooner() -> None:
+    model = small.a_model("m", 4.0)
+    nodes = (a_node("ams-1", "ams"), a_node("ams-2", "ams", artifacts=(model.artifact.digest,)))
+    cluster = a_cluster(nodes=nodes, models=(model,))
+    assert starts(plan(cluster)) == [("d", "ams-2")]
+
+
+def test_a_pop_of_several_replicas_reads_and_writes_apart_where_asked() -> None:
+    policy = Policy(replicas_min=3, prefill_share=0.34)
+    deployment = msgspec.structs.replace(a_deployment(), policy=policy)
+    held = (a_placement("r1", "ams-1"), a_placement("r2", "ams-1", role=Role.PREFILL))
+    cluster = a_cluster(nodes=(a_node("ams-1", "ams"),), deployments=(deployment,), placements=held)
+    assert plan(cluster).starts[0].spec.role is Role.DECODE
+    one = msgspec.structs.replace(cluster, placements=held[:1])
+    assert plan(one).starts[0].spec.role in (Role.PREFILL, Role.UNIFIED)
+
+
+@pytest.mark.parametrize(
+    ("deployment", "words"),
+    [
+        (a_deployment(replicas_min=5, replicas_max=2), "at least 5 and at most 2"),
+        (a_deployment(allow=("NL",), deny=("NL",)), "together leave no PoP"),
+        (a_deployment(keep_warm=("xyz",)), "no such PoP"),
+        (a_deployment(keep_warm=("ams",), deny=("NL",)), "residency does not allow"),
+        (a_deployment(model="gone"), "no model gone"),
+    ],
+)
+def test_contradictions_are_said_and_break_nothing(deployment: object, words: str) -> None:
+    cluster = a_cluster(nodes=(a_node("ams-1", "ams"),), deployments=(deployment,))
+    assert any(words in row.reason for row in plan(cluster).unmet)
+
+
+def test_what_can_never_fit_is_refused_with_the_sum() -> None:
+    gpu = msgspec.structs.replace(a_device(79.0, "gpu0"), device_class="h100-80g")
+    engine = EngineSettings(driver="vllm", kv_memory_bytes=0, devices=1)
+    cluster = a_cluster(
+        nodes=(a_node("ams-1", "ams", devices=(gpu,)),),
+        models=(a_model("m", 500.0),),
+        deployments=(a_deployment(engine=engine),),
+    )
+    reason = plan(cluster).unmet[0].reason
+    assert "weights 500.00 GiB / 1 = 500.00 GiB" in reason
+    assert "8 such devices would hold it" in reason
+
+
+@pytest.mark.parametrize("rate", [math.nan, math.inf, -1.0, 1e300])
+def test_a_rate_that_is_no_rate_moves_nothing(rate: float) -> None:
+    row = DemandRate(deployment_id=DeploymentId("d"), pop=PopId("sin"), requests_per_s=rate)
+    cluster = a_cluster(
+        nodes=(a_node("ams-1", "ams"), a_node("sin-1", "sin")),
+        placements=(a_placement("r1", "ams-1"),),
+        demand=(row,),
+    )
+    assert not plan(cluster).starts
+
+
+def test_explain_says_what_would_help() -> None:
+    cluster = a_cluster(
+        nodes=(a_node("ams-1", "ams"), a_node("sin-1", "sin")),
+        placements=(a_placement("r1", "ams-1"),),
+        demand=(a_demand("sin", 0.02),),
+    )
+    explained = explain(cluster, DeploymentId("d"))
+    assert explained is not None
+    assert "It would pay if more were asked for near sin" in explained.elsewhere[0].reason
