@@ -284,3 +284,171 @@ CREATE TABLE idempotency (
     created_at      timestamptz NOT NULL DEFAULT clock_timestamp(),
     PRIMARY KEY (idempotency_key, method, path)
 );
+
+
+-- Demand by minute, in partitions of a day: what is past its keeping is dropped whole. Days are
+-- made ahead by a duty; what comes for a day not made yet waits in the default partition.
+ALTER TABLE demand RENAME TO demand_whole;
+ALTER TABLE demand_whole RENAME CONSTRAINT demand_pkey TO demand_whole_pkey;
+CREATE TABLE demand (
+    deployment_id   text NOT NULL,
+    pop             text NOT NULL,
+    minute          timestamptz NOT NULL,
+    requests        bigint NOT NULL DEFAULT 0,
+    prompt_tokens   bigint NOT NULL DEFAULT 0,
+    uncached_tokens bigint NOT NULL DEFAULT 0,
+    output_tokens   bigint NOT NULL DEFAULT 0,
+    refused         bigint NOT NULL DEFAULT 0,
+    no_replica      bigint NOT NULL DEFAULT 0,
+    PRIMARY KEY (minute, deployment_id, pop)
+) PARTITION BY RANGE (minute);
+CREATE TABLE demand_default PARTITION OF demand DEFAULT;
+INSERT INTO demand (deployment_id, pop, minute, requests, prompt_tokens, uncached_tokens,
+                    output_tokens, refused, no_replica)
+    SELECT deployment_id, pop, minute, requests, prompt_tokens, uncached_tokens,
+           output_tokens, refused, no_replica FROM demand_whole;
+DROP TABLE demand_whole;
+CREATE INDEX demand_seen_at_idx ON demand_seen (seen_at);
+
+
+-- What the forecast has learned of a deployment in a city, as the scheduler wrote it: a new acting
+-- scheduler goes on from it, and from `demand` since `slot` (ten minutes, counted from 1970).
+CREATE TABLE demand_series (
+    deployment_id text NOT NULL,
+    pop           text NOT NULL,
+    slot          bigint NOT NULL,
+    state         bytea NOT NULL,
+    updated_at    timestamptz NOT NULL DEFAULT clock_timestamp(),
+    PRIMARY KEY (deployment_id, pop)
+);
+
+
+-- A new version on its way to serve everybody, in steps. Its whole state is this row: whoever acts
+-- goes on from it. `spec` is the wish (target model and engine, steps, bounds), `step` the number of
+-- the step that serves now. At most one is on its way for a deployment.
+CREATE TABLE rollout (
+    rollout_id    text PRIMARY KEY,
+    deployment_id text NOT NULL REFERENCES deployment ON DELETE CASCADE,
+    from_version  integer NOT NULL,
+    to_version    integer NOT NULL CHECK (to_version > from_version),
+    spec          jsonb NOT NULL,
+    state         text NOT NULL DEFAULT 'running' CHECK (state IN
+        ('running', 'paused', 'done', 'reverted', 'aborted')),
+    step          integer NOT NULL DEFAULT 0 CHECK (step >= 0),
+    reason        text NOT NULL DEFAULT '',
+    step_since    timestamptz NOT NULL DEFAULT clock_timestamp(),
+    etag          bigint NOT NULL DEFAULT 1,
+    created_at    timestamptz NOT NULL DEFAULT clock_timestamp(),
+    UNIQUE (deployment_id, to_version)
+);
+CREATE UNIQUE INDEX rollout_on_its_way_idx ON rollout (deployment_id)
+    WHERE state IN ('running', 'paused');
+
+-- What routers saw of either version in a step, by the city that asked and the PoP that answered.
+-- Times are sums of logarithms of ms and of their squares.
+CREATE TABLE rollout_trial (
+    rollout_id   text NOT NULL REFERENCES rollout ON DELETE CASCADE,
+    step         integer NOT NULL,
+    version      integer NOT NULL,
+    pop          text NOT NULL,
+    asked_pop    text NOT NULL,
+    attempts     bigint NOT NULL DEFAULT 0,
+    failures     bigint NOT NULL DEFAULT 0,
+    ttft_count   bigint NOT NULL DEFAULT 0,
+    ttft_total   double precision NOT NULL DEFAULT 0,
+    ttft_squares double precision NOT NULL DEFAULT 0,
+    itl_count    bigint NOT NULL DEFAULT 0,
+    itl_total    double precision NOT NULL DEFAULT 0,
+    itl_squares  double precision NOT NULL DEFAULT 0,
+    PRIMARY KEY (rollout_id, step, version, pop, asked_pop)
+);
+
+-- A join token may be bound to a name, and may be good for several peers.
+ALTER TABLE join_token
+    ADD COLUMN name     text,
+    ADD COLUMN uses_max integer NOT NULL DEFAULT 1 CHECK (uses_max > 0),
+    ADD COLUMN uses     integer NOT NULL DEFAULT 0;
+UPDATE join_token SET uses = 1 WHERE used_at IS NOT NULL;
+ALTER TABLE join_token ADD CHECK (uses <= uses_max);
+
+-- Certificates that are no longer accepted: one by its serial, or, where `serial` is empty, every
+-- one of the name that was issued before `at`. A row outlives its peer's: a name forgotten and
+-- joined again must not bring old certificates back to life.
+CREATE TABLE revocation (
+    role   text NOT NULL CHECK (role IN ('agent', 'router')),
+    name   text NOT NULL,
+    serial text NOT NULL DEFAULT '',
+    at     timestamptz NOT NULL DEFAULT clock_timestamp(),
+    reason text NOT NULL DEFAULT '',
+    PRIMARY KEY (role, name, serial)
+);
+CREATE INDEX revocation_at_idx ON revocation (at);
+INSERT INTO revocation (role, name) SELECT 'agent', node_id FROM node WHERE revoked;
+INSERT INTO revocation (role, name) SELECT 'router', router_id FROM router WHERE revoked;
+
+-- The certificate each peer showed last, and since when a node is believed lost.
+ALTER TABLE node
+    ADD COLUMN certificate_serial     text NOT NULL DEFAULT '',
+    ADD COLUMN certificate_expires_at timestamptz,
+    ADD COLUMN lost_at                timestamptz;
+ALTER TABLE router
+    ADD COLUMN certificate_serial     text NOT NULL DEFAULT '',
+    ADD COLUMN certificate_expires_at timestamptz;
+
+-- Which artifacts are whole on which node's disk, as the nodes report: who may be asked for weights.
+CREATE TABLE artifact_holder (
+    node_id text NOT NULL REFERENCES node ON DELETE CASCADE,
+    digest  text NOT NULL,
+    PRIMARY KEY (node_id, digest)
+);
+CREATE INDEX artifact_holder_digest_idx ON artifact_holder (digest);
+
+-- What a key used on a day (UTC), for the keys that have a quota. Usage that is counted once is
+-- counted here once: a row that was there already fires no trigger.
+
+CREATE TABLE key_day (
+    key_id text NOT NULL REFERENCES api_key ON DELETE CASCADE,
+    day    date NOT NULL,
+    tokens bigint NOT NULL DEFAULT 0,
+    spend  double precision NOT NULL DEFAULT 0,
+    PRIMARY KEY (key_id, day)
+);
+
+-- What is yet to be added to key_day. Rows are only appended here, so that two batches of usage
+-- with the same keys never wait for one another.
+CREATE TABLE key_use (
+    key_id text NOT NULL,
+    day    date NOT NULL,
+    tokens bigint NOT NULL,
+    spend  double precision NOT NULL
+);
+
+-- What some tokens of a deployment cost by its model's price now; 0 where it has none.
+CREATE FUNCTION spend_of(which text, prompt bigint, cached bigint, output bigint)
+RETURNS double precision LANGUAGE sql STABLE AS $$
+    SELECT coalesce(max(
+        (prompt - cached) * coalesce((price->>'prompt_per_million')::float8, 0)
+        + cached * coalesce((price->>'cached_per_million')::float8,
+                            (price->>'prompt_per_million')::float8, 0)
+        + output * coalesce((price->>'output_per_million')::float8, 0)
+    ) / 1e6, 0)
+    FROM (
+        SELECT m.spec->'price' AS price FROM deployment d JOIN model m USING (model_id)
+        WHERE d.deployment_id = which
+    ) AS priced
+$$;
+
+CREATE FUNCTION usage_counts_for_its_key() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN
+    INSERT INTO key_use (key_id, day, tokens, spend)
+    SELECT NEW.key_id, (NEW.started_at AT TIME ZONE 'UTC')::date,
+           NEW.prompt_tokens + NEW.output_tokens,
+           spend_of(NEW.deployment_id, NEW.prompt_tokens, NEW.cached_tokens, NEW.output_tokens)
+    FROM api_key k
+    WHERE k.key_id = NEW.key_id
+        AND (coalesce((k.limits->>'tokens_per_day')::float8, 0) > 0
+             OR coalesce((k.limits->>'spend_per_day')::float8, 0) > 0);
+    RETURN NULL;
+END $$;
+CREATE TRIGGER usage_counts AFTER INSERT ON usage
+    FOR EACH ROW EXECUTE FUNCTION usage_counts_for_its_key();

@@ -5,7 +5,10 @@ import logging
 import os
 import random
 import secrets
+from ssl import SSLContext
 from time import monotonic
+
+from aiohttp import web
 
 from isochrone import __version__
 from isochrone.service.config import ConfigError
@@ -14,15 +17,18 @@ from isochrone.service.door import open_door
 from isochrone.service.identity import Identity, IdentityError, load_identity
 from isochrone.service.loop import Loop
 from isochrone.service.notify import notify, watchdog_interval_s
-from isochrone.service.tls import node_context
+from isochrone.service.tls import client_context, node_context
 from isochrone.wire.control import PeerRole, ToAgent
 from isochrone.wire.ids import BootId
 from nodeagent.api.door import Door
+from nodeagent.api.weights import Weights
 from nodeagent.config import NodeConfig
+from nodeagent.decide.pace import Pace
 from nodeagent.host.artifacts import Artifacts
 from nodeagent.host.devices import Devices
 from nodeagent.host.engines import Engines
 from nodeagent.host.ledger import Ledger
+from nodeagent.host.peers import Peers
 from nodeagent.host.sources import Sources
 from nodeagent.loops.converge import Converge
 from nodeagent.loops.report import PulseDuty, ReportDuty
@@ -42,12 +48,14 @@ async def serve(config: NodeConfig, stopping: asyncio.Event) -> int:
         Ledger(config.state),
         await asyncio.to_thread(Devices, config.cpu_memory_bytes),
     )
-    artifacts = Artifacts(
-        config.state / "artifacts",
-        Sources(private=config.private_sources, hf_url=config.hf_url),
-        config.disk_budget_bytes,
+    door_tls = node_context(identity) if config.door_tls else None
+    peer_tls = client_context(identity) if config.door_tls else None
+    artifacts = _artifacts(config, node, chance, peer_tls)
+    engines = Engines(
+        config.state / "engines",
+        config.engine_threads or (os.cpu_count() or 1),
+        standby=config.standby,
     )
-    engines = Engines(config.state / "engines", config.engine_threads or (os.cpu_count() or 1))
     supervisor = Supervisor(
         config=config,
         artifacts=artifacts,
@@ -69,6 +77,8 @@ async def serve(config: NodeConfig, stopping: asyncio.Event) -> int:
         on_message=reports.told,
         chance=chance,
         version=__version__,
+        folder=config.state,
+        contexts=[context for context in (door_tls, peer_tls) if context is not None],
     )
     converge = Loop("converge", Converge(node, supervisor).run_once, 5.0)
     report = Loop("report", reports.run_once, 10.0, jitter=chance)
@@ -79,10 +89,10 @@ async def serve(config: NodeConfig, stopping: asyncio.Event) -> int:
     await _take_up_survivors(node, engines, supervisor)
     door = Door(supervisor)
     async with open_door(
-        door.app(),
+        _served(door, artifacts, config),
         config.door_host,
         config.door_port,
-        ssl_context=node_context(identity) if config.door_tls else None,
+        ssl_context=door_tls,
     ) as port:
         log.info("serving", extra={"fields": {"port": port, "node": node.node_id}})
         async with asyncio.TaskGroup() as tasks:
@@ -95,7 +105,36 @@ async def serve(config: NodeConfig, stopping: asyncio.Event) -> int:
             for task in owned:
                 task.cancel()
         await supervisor.leave(keep_engines=config.keep_engines_on_stop)
+        await engines.close()
     return 0
+
+
+def _artifacts(
+    config: NodeConfig, node: Node, chance: random.Random, context: SSLContext | None
+) -> Artifacts:
+    peers = Peers(
+        holders=node.holders_of,
+        pop=node.identity.pop,
+        context=context,
+        pace=Pace(config.download_bytes_per_s),
+        clock=monotonic,
+        chance=chance,
+    )
+    return Artifacts(
+        config.state / "artifacts",
+        Sources(private=config.private_sources, hf_url=config.hf_url),
+        config.disk_budget_bytes,
+        peers=peers,
+        keep_pace=peers.keep_pace,
+    )
+
+
+def _served(door: Door, artifacts: Artifacts, config: NodeConfig) -> web.Application:
+    """Return what the node's listener serves: routers' requests, and weights to other nodes."""
+    app = door.app()
+    pace = Pace(config.upload_bytes_per_s)
+    Weights(artifacts, pace, monotonic, uploads_max=config.uploads_max).attach(app)
+    return app
 
 
 async def _identify(config: NodeConfig) -> Identity:

@@ -11,7 +11,8 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     `address` is what routers dial (`http://10.0.0.7:9000`). `join_token_file` is read once, at the
     first start. `cpu_memory_bytes` is what replicas may use where there is no GPU; 0 means four
     fifths of the machine. `private_sources` lets artifacts come from private addresses and plain
-    http, as inside a closed network.
+    http, as inside a closed network. `upload_bytes_per_s` and `download_bytes_per_s` bound what
+    artifacts take of the network, 0 for no bound; `uploads_max` is how many peers fetch at once.
     """
 
     name: str
@@ -24,8 +25,12 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     join_token_file: Path | None = None
     cpu_memory_bytes: int = 0
     engine_threads: int = 0
+    standby: bool = False
     disk_budget_bytes: int = 200 * 1024**3
     private_sources: bool = False
+    upload_bytes_per_s: float = 0.0
+    download_bytes_per_s: float = 0.0
+    uploads_max: int = 4
     hf_url: str = "https://huggingface.co"
     keep_engines_on_stop: bool = False
     load_timeout_s: float = 1800.0

@@ -20,6 +20,13 @@ REQUESTS = Counter(
 IN_FLIGHT = Gauge(
     "isochrone_node_in_flight_tokens", "Tokens in flight.", ["replica", "phase"], registry=REGISTRY
 )
+PEER_FETCHES = Counter(
+    "isochrone_node_peer_fetches", "Files asked of peers, by outcome.", ["outcome"],
+    registry=REGISTRY,
+)  # fmt: skip
+UPLOADED = Counter(
+    "isochrone_node_artifact_uploaded_bytes", "Bytes of artifacts sent to peers.", registry=REGISTRY
+)
 RESTARTS = Gauge(
     "isochrone_node_replica_restarts", "Times a replica broke.", ["replica"], registry=REGISTRY
 )

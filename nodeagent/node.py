@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 from isochrone.service.control import Progress
 from isochrone.service.identity import Identity
-from isochrone.wire.assignment import Assignment
+from isochrone.wire.assignment import Assignment, PeerSource
 from isochrone.wire.ids import BootId, Epoch, Generation, NodeId
 from isochrone.wire.report import Device, Refusal
 from nodeagent import metrics
@@ -57,6 +57,11 @@ class Node:
             metrics.GENERATION.set(offered.generation)
         self.nudge_converge()
         return ""
+
+    def holders_of(self, digest: str) -> Sequence[PeerSource]:
+        """Return the nodes that the scheduler names for an artifact, the nearest first."""
+        held = self.assignment.holders if self.assignment is not None else ()
+        return next((named.peers for named in held if named.digest == digest), ())
 
     async def read_devices(self) -> Sequence[Device]:
         """Return the devices as they are now."""

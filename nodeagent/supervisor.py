@@ -269,7 +269,7 @@ class Supervisor:
             if stats is not None:
                 _note_load(replica, stats)
             if running == 0 and stats is not None and self._clock() >= canary_at:
-                failed = 0 if await engine.canary() else watch.canaries_failed + 1
+                failed = 0 if await engine.canary(stats.kind) else watch.canaries_failed + 1
                 watch = msgspec.structs.replace(watch, canaries_failed=failed)
                 canary_at = self._clock() + self._config.canary_interval_s
                 await asyncio.to_thread(trim_log, self._engines.log_path(replica.spec.replica_id))

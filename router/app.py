@@ -2,8 +2,10 @@
 
 import asyncio
 import logging
+import os
 import random
 import socket
+import ssl
 import time
 import uuid
 from collections.abc import AsyncIterator
@@ -26,18 +28,21 @@ from isochrone.wire.control import PeerRole, ToRouter, Welcome
 from isochrone.wire.ids import BootId, RouterId
 from isochrone.wire.routes import RouteDelta, RouteTable
 from isochrone.wire.usage import UsageAck
-from router.apis.openai.chat import OpenAiSurface
-from router.apis.openai.encode import error_answer
-from router.apis.openai.surface import public_app
+from router.apis.doors import Doors, open_cold
+from router.apis.openai.cold import cold_app
+from router.apis.openai.hot import OpenAiSurface
 from router.config import RouterConfig
-from router.dataplane.forward import Upstream
-from router.decide.admit import Gate
+from router.dataplane.deadlines import Deadlines
+from router.dataplane.server import Server
+from router.dataplane.upstream import Upstream
+from router.decide.limits import Gate
 from router.fleet import Fleet
 from router.journal import Journal
 from router.loops.follow import Follower
 from router.loops.probe import Prober
 from router.loops.ship import Shipper, UsageSpool
 from router.metrics import Metrics
+from router.processes import WORKER_ENV, ParentLink, Workers
 from router.record import Recorder
 from router.serve import Corridor
 
@@ -46,6 +51,14 @@ log = logging.getLogger(__name__)
 ROUND_TRIPS_INTERVAL_S: Final = 10.0
 GAUGES_INTERVAL_S: Final = 1.0
 RECONSIDER_INTERVAL_S: Final = 1.0
+
+
+class Worker(NamedTuple):
+    """What makes this process one of several: its number, its end of the pipe, the port."""
+
+    number: int
+    end: socket.socket
+    port: int
 
 
 class House(NamedTuple):
@@ -58,13 +71,24 @@ class House(NamedTuple):
     recorder: Recorder
     metrics: Metrics
     loops: dict[str, Loop]
+    upstream: Upstream
+    stopping: asyncio.Event
 
 
 async def run(config: RouterConfig, stopping: asyncio.Event) -> int:
     """Serve until `stopping`, then drain. Returns the exit code."""
     identity = await papers_of(config)
+    worker = worker_of(os.environ.pop(WORKER_ENV, ""))
+    if worker is not None:
+        config = msgspec.structs.replace(
+            config,
+            state_folder=config.state_folder / f"worker-{worker.number}",
+            schedulers=(),
+            port=worker.port,
+            private_host="",
+        )
     try:
-        async with open_house(config, identity) as house:
+        async with open_house(config, identity, worker) as house:
             log.info(
                 "serving",
                 extra={
@@ -72,7 +96,7 @@ async def run(config: RouterConfig, stopping: asyncio.Event) -> int:
                 },
             )
             notify("READY=1")
-            await stopping.wait()
+            await _either(stopping, house.stopping)
             notify("STOPPING=1")
     except BaseExceptionGroup as group:
         wrong = group.subgroup(ConfigError)
@@ -80,6 +104,23 @@ async def run(config: RouterConfig, stopping: asyncio.Event) -> int:
             raise
         raise ConfigError(str(wrong.exceptions[0])) from group
     return 0
+
+
+def worker_of(text: str) -> Worker | None:
+    """Read what the main process says to a worker; None in the main process itself."""
+    if not text:
+        return None
+    number, descriptor, port = (int(part) for part in text.split(":"))
+    return Worker(number, socket.socket(fileno=descriptor), port)
+
+
+async def _either(*events: asyncio.Event) -> None:
+    waits = [asyncio.ensure_future(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
 
 
 async def papers_of(config: RouterConfig) -> Identity:
@@ -104,21 +145,39 @@ async def papers_of(config: RouterConfig) -> Identity:
         raise ConfigError(str(error)) from error
 
 
+class RequestIds:
+    """Makes request ids: this life of the router, and a number."""
+
+    def __init__(self, boot_id: BootId) -> None:
+        """Begin at one."""
+        self._prefix = f"req-{boot_id}-"
+        self._count = 0
+
+    def __call__(self) -> str:
+        """Return the next."""
+        self._count += 1
+        return f"{self._prefix}{self._count:x}"
+
+
 class Parts:
     """Everything a router is made of, not yet running."""
 
-    def __init__(self, config: RouterConfig, identity: Identity) -> None:
-        """Make the parts and tie them."""
+    def __init__(
+        self, config: RouterConfig, identity: Identity, worker: "Worker | None" = None
+    ) -> None:
+        """Make the parts and tie them; those of a `worker` are led by the main process."""
         clock = time.monotonic
         boot_id = BootId(uuid.uuid4().hex)
         state = config.state_folder
         self.config = config
         self.metrics = Metrics()
-        self.gate = Gate()
+        self.gate = Gate(config.processes or 1)
+        self.stopping = asyncio.Event()
         self.fleet = Fleet(identity.pop, clock)
         self.recorder = Recorder(identity.pop, self.metrics, clock, Journal(state / "journal"))
         context = tls.client_context(identity) if config.node_tls else None
-        self.upstream = Upstream(config, context)
+        self.deadlines = Deadlines(clock)
+        self.upstream = Upstream(config, self.deadlines, clock, context)
         self.follower = Follower(
             fleet=self.fleet,
             gate=self.gate,
@@ -127,16 +186,13 @@ class Parts:
             snapshot=state / "table.snapshot",
             clock=clock,
         )
-        self.link = ControlLink(
-            urls=config.schedulers,
-            identity=identity,
-            boot_id=boot_id,
-            incoming=ToRouter,
-            progress=self.follower.progress,
-            on_welcome=self.on_welcome,
-            on_message=self.on_message,
-            chance=random.Random(),  # noqa: S311 - jitter, not a secret
+        self.link: ControlLink | ParentLink = (
+            self._dial(identity, boot_id, context)
+            if worker is None
+            else ParentLink(worker.end, self.on_table_or_ack, self.stopping)
         )
+        count = max(0, (config.processes or 1) - 1) if worker is None else 0
+        self.workers = Workers(count, self.send, lambda: self.fleet.table)
         self.spool = UsageSpool(state / "usage", config.spool_bytes_max)
         self.shipper = Shipper(
             router_id=RouterId(identity.name),
@@ -167,15 +223,48 @@ class Parts:
             metrics=self.metrics,
             clock=clock,
         )
-        self.surface = OpenAiSurface(
-            config=config,
+        self.surface, self.server = self._front(boot_id)
+        self.loops = self._loops()
+        self.follower.on_change(self.table_changed)
+
+    def _front(self, boot_id: BootId) -> tuple[OpenAiSurface, Server]:
+        """Make what clients meet."""
+        surface = OpenAiSurface(
+            config=self.config,
             fleet=self.fleet,
             corridor=self.corridor,
-            clock=clock,
+            metrics=self.metrics,
             unix_clock=time.time,
-            new_id=lambda: f"req-{uuid.uuid4().hex}",
+            new_id=RequestIds(boot_id),
         )
-        self.loops = self._loops()
+        doors = Doors(surface, self.upstream)
+        server = Server(
+            limits=limits_of(self.config),
+            write_timeout_s=self.config.write_timeout_s,
+            gate=doors.gate,
+            handler=doors.answer,
+            encode_error=surface.encode_error,
+            deadlines=self.deadlines,
+            clock=time.monotonic,
+            unix_clock=time.time,
+        )
+        return surface, server
+
+    def _dial(
+        self, identity: Identity, boot_id: BootId, node_tls: ssl.SSLContext | None
+    ) -> ControlLink:
+        return ControlLink(
+            urls=self.config.schedulers,
+            identity=identity,
+            boot_id=boot_id,
+            incoming=ToRouter,
+            progress=self.follower.progress,
+            on_welcome=self.on_welcome,
+            on_message=self.on_message,
+            chance=random.Random(),  # noqa: S311 - jitter, not a secret
+            folder=self.config.state_folder,
+            contexts=() if node_tls is None else (node_tls,),
+        )
 
     async def send(self, message: msgspec.Struct) -> bool:
         """Send one message up; False where nobody listens."""
@@ -192,6 +281,20 @@ class Parts:
             await self.follower.on_table(message, self.send)
         elif isinstance(message, UsageAck):
             await self.shipper.on_ack(message)
+            self.workers.tell(message)
+
+    async def on_table_or_ack(self, message: Any) -> None:
+        """Give what the main process passes down to whom it concerns."""
+        if isinstance(message, RouteTable):
+            self.follower.take(message)
+        else:
+            await self.shipper.on_ack(message)
+
+    def table_changed(self) -> None:
+        """Keep the table on disk, and pass it to the workers."""
+        self.loops["persist"].nudge()
+        if self.fleet.table is not None:
+            self.workers.tell(self.fleet.table)
 
     async def set_gauges(self) -> None:
         """Say how things stand, for whoever reads the metrics."""
@@ -206,6 +309,8 @@ class Parts:
         metrics.in_flight.labels("decode").set(totals.decode_tokens)
         metrics.open_requests.set(totals.requests)
         metrics.waiting.set(self.corridor.waiting.depth)
+        metrics.ejected.set(len(fleet.health.ejected()))
+        metrics.panics.set(fleet.panics())
 
     def _loops(self) -> dict[str, Loop]:
         config, jitter = self.config, random.Random()  # noqa: S311 - jitter, not a secret
@@ -221,24 +326,28 @@ class Parts:
         watchdog_s = watchdog_interval_s()
         if watchdog_s is not None:
             loops.append(Loop("watchdog", _alive, watchdog_s))
-        named = {loop.name: loop for loop in loops}
-        self.follower.on_change(named["persist"].nudge)
-        return named
+        return {loop.name: loop for loop in loops}
 
 
 @asynccontextmanager
-async def open_house(config: RouterConfig, identity: Identity) -> AsyncIterator[House]:
+async def open_house(
+    config: RouterConfig, identity: Identity, worker: Worker | None = None
+) -> AsyncIterator[House]:
     """Run a router. On exit: stop accepting, finish what streams, put the ledger on disk."""
-    parts = Parts(config, identity)
+    parts = Parts(config, identity, worker)
     await asyncio.to_thread(_make_folder, config.state_folder)
     await asyncio.to_thread(parts.spool.open)
     await parts.follower.load(time.time())
     async with AsyncExitStack() as stack:
+        parts.deadlines.start()
+        stack.callback(parts.deadlines.stop)
         stack.push_async_callback(parts.upstream.close)
         stack.push_async_callback(_put_away, parts)
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
-        owned = [tasks.create_task(loop.run(), name=name) for name, loop in parts.loops.items()]
-        if config.schedulers:
+        owned: list[asyncio.Task[Any]] = [
+            tasks.create_task(loop.run(), name=name) for name, loop in parts.loops.items()
+        ]
+        if config.schedulers or worker is not None:
             owned.append(tasks.create_task(parts.link.run(), name="link"))
         for task in owned:
             stack.callback(task.cancel)
@@ -246,6 +355,8 @@ async def open_house(config: RouterConfig, identity: Identity) -> AsyncIterator[
             port, private_port = await _open_doors(parts, stack)
         except OSError as error:
             raise ConfigError(f"cannot listen: {error.strerror or error}") from error
+        owned.append(tasks.create_task(parts.workers.run(port), name="workers"))
+        stack.callback(owned[-1].cancel)
         yield House(
             port,
             private_port,
@@ -254,12 +365,14 @@ async def open_house(config: RouterConfig, identity: Identity) -> AsyncIterator[
             parts.recorder,
             parts.metrics,
             parts.loops,
+            parts.upstream,
+            parts.stopping,
         )
 
 
 async def _open_doors(parts: Parts, stack: AsyncExitStack) -> tuple[int, int]:
     config = parts.config
-    app = public_app(parts.surface, parts.fleet, parts.metrics)
+    app = cold_app(parts.surface, parts.fleet, parts.metrics, time.time)
     show_metrics = exposition(parts.metrics.registry)
     private_port = 0
     if config.private_host:
@@ -273,7 +386,23 @@ async def _open_doors(parts: Parts, stack: AsyncExitStack) -> tuple[int, int]:
     context = None
     if config.tls_certificate is not None and config.tls_key is not None:
         context = tls.server_context(config.tls_certificate, config.tls_key)
-    limits = DoorLimits(
+    await stack.enter_async_context(open_cold(app, parts.upstream))
+    listener = await asyncio.get_running_loop().create_server(
+        parts.server.connection,
+        config.host,
+        config.port,
+        ssl=context,
+        backlog=1024,
+        reuse_port=config.processes > 1 or None,
+    )
+    stack.push_async_callback(parts.server.drain, config.drain_timeout_s)
+    stack.callback(listener.close)
+    return listener.sockets[0].getsockname()[1], private_port
+
+
+def limits_of(config: RouterConfig) -> DoorLimits:
+    """Return what the public listener lets in."""
+    return DoorLimits(
         head_timeout_s=config.head_timeout_s,
         body_timeout_s=config.body_timeout_s,
         body_bytes_max=config.body_bytes_max,
@@ -281,17 +410,6 @@ async def _open_doors(parts: Parts, stack: AsyncExitStack) -> tuple[int, int]:
         connections_per_address_max=config.connections_per_address_max,
         shutdown_timeout_s=config.drain_timeout_s,
     )
-    port = await stack.enter_async_context(
-        open_door(
-            app,
-            config.host,
-            config.port,
-            limits=limits,
-            encode_error=error_answer,
-            ssl_context=context,
-        )
-    )
-    return port, private_port
 
 
 async def _put_away(parts: Parts) -> None:

@@ -14,14 +14,16 @@ Bytes = Annotated[int, msgspec.Meta(ge=1024, le=2**40)]
 class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Read from TOML, overridden by `ISOCHRONE_ROUTER_*`.
 
-    `source_address` is whence nodes are dialled. `private_port` 0 takes any free port; without
-    `private_host`, `/metrics` stands on the public listener.
+    `processes` share the port, 0 is one a core. `source_address` is whence nodes are dialled.
+    `private_port` 0 takes any free port; without `private_host`, `/metrics` stands on the public
+    listener.
     """
 
     name: str = ""
     state_folder: Path = Path("/var/lib/isochrone/router")
     schedulers: tuple[str, ...] = ()
     join_token: str = ""
+    processes: Annotated[int, msgspec.Meta(ge=0, le=256)] = 0
     host: str = "127.0.0.1"
     port: Port = 8080
     private_host: str = ""
@@ -43,6 +45,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     connect_timeout_s: Seconds = 3.0
     first_byte_timeout_s: Seconds = 60.0
     stream_idle_timeout_s: Seconds = 15.0
+    token_timeout_s: Annotated[float, msgspec.Meta(ge=0, le=60)] = 0.25
     attempts_max: Annotated[int, msgspec.Meta(ge=1, le=10)] = 3
     retry_ratio: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.2
     queue_depth_max: Count = 256

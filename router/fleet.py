@@ -13,14 +13,21 @@ from isochrone.wire.ids import DeploymentId, KeyId, NodeId, PopId, ReplicaId
 from isochrone.wire.routes import DeploymentEntry, KeyEntry, Pop, Route, RouteTable
 from isochrone.wire.usage import RoundTrip
 from router.decide.affinity import Seat, Sessions
-from router.decide.health import Health
+from router.decide.board import Board, Picture, Ranked
+from router.decide.health import Health, judge
 from router.decide.latency import RoundTripFilter, expected_rtt_ms, smoothed
-from router.decide.pick import Candidate, Picture
+from router.decide.prefixes import NO_KEYS, NOTHING_HELD, Held, PrefixIndex, PrefixKeys, Sent
+from router.decide.rollout import Draw, draw
 from router.decide.tokens_in_flight import Reservation, TokensInFlight
 
 BYTES_PER_TOKEN_FIRST: Final = 3.5
 BYTES_PER_TOKEN_MIN: Final = 1.0
 ANSWERING_S: Final = 15.0
+LOOK_AROUND_S: Final = 1.0
+LOOKED_AT_MAX: Final = 12
+"""Each picture also renews some replicas that nothing happened to: all within this time, but at
+most so many at once."""
+
 DISOWNING: Final = frozenset({"unknown_replica", "draining"})
 """Refusals by which a node says that it no longer serves a replica."""
 
@@ -37,12 +44,18 @@ class Fleet:
         self.health = Health()
         self.sessions = Sessions()
         self._on_room: Callable[[DeploymentId], None] | None = None
-        self.in_flight = TokensInFlight(self._released)
+        self._changed: set[ReplicaId] = set()
+        self._boards: dict[DeploymentId, Board] = {}
+        self._prefixes: dict[DeploymentId, PrefixIndex] = {}
+        self._looked_at: dict[DeploymentId, tuple[float, int]] = {}
+        self.in_flight = TokensInFlight(self._released, self._changed.add)
         self._clock = clock
         self._by_name: dict[str, DeploymentEntry] = {}
         self._routes: dict[DeploymentId, list[Route]] = {}
         self._route_by_id: dict[ReplicaId, Route] = {}
+        self._replicas_on: dict[NodeId, list[ReplicaId]] = {}
         self._pops: dict[PopId, Pop] = {}
+        self._expected_ms: dict[PopId, float] = {}
         self._round_trips: dict[NodeId, RoundTripFilter] = {}
         self._answered_at_s: dict[NodeId, float] = {}
         self._disowned: set[ReplicaId] = set()
@@ -59,11 +72,16 @@ class Fleet:
         self.keys = MappingProxyType({key.key_id: key for key in table.keys})
         self._by_name = {entry.name: entry for entry in table.deployments}
         self._pops = {pop.pop: pop for pop in table.pops}
+        self._expected_ms.clear()
         self._route_by_id = {route.replica_id: route for route in table.routes}
         self._routes = {entry.deployment_id: [] for entry in table.deployments}
         for route in self._route_by_id.values():
             if route.deployment_id in self._routes:
                 self._routes[route.deployment_id].append(route)
+        self._replicas_on = {}
+        for route in self._route_by_id.values():
+            self._replicas_on.setdefault(route.node_id, []).append(route.replica_id)
+        self._seat_routes()
         self.health.forget(gone)
         self.in_flight.forget(gone)
         self._disowned -= gone
@@ -73,6 +91,7 @@ class Fleet:
                 belief.pop(node_id, None)
         for deployment_id in [d for d in self._bytes_per_token if d not in self._routes]:
             del self._bytes_per_token[deployment_id]
+        self._changed |= set(self._route_by_id)
         if self._on_room is not None:
             for deployment_id in self._routes:
                 self._on_room(deployment_id)
@@ -89,29 +108,122 @@ class Fleet:
     def view(self, deployment_id: DeploymentId) -> Picture:
         """Return the frozen picture of one deployment, now."""
         now_s = self._clock()
-        return Picture(
-            candidates=tuple(
-                Candidate(
-                    route,
-                    self.rtt_ms(route),
-                    self.in_flight.at(route.replica_id, now_s),
-                )
-                for route in self._routes.get(deployment_id, ())
-            ),
-            ejected_until=self.health.ejected_until(now_s),
-        )
+        board = self._boards.get(deployment_id)
+        if board is None:
+            return Board().picture(now_s, {})
+        for replica_id in self._changed:
+            self._refresh(replica_id, now_s)
+        self._changed.clear()
+        self._look_around(deployment_id, board, now_s)
+        return board.picture(now_s, self.health.ejected_until(now_s))
+
+    def _look_around(self, deployment_id: DeploymentId, board: Board, now_s: float) -> None:
+        """Refresh some replicas nothing happened to: what is known of them ages too."""
+        looked_s, at = self._looked_at.get(deployment_id, (now_s, 0))
+        due = min(LOOKED_AT_MAX, 1 + int((now_s - looked_s) * len(board) / LOOK_AROUND_S))
+        for slot in range(at, at + min(due, len(board))):
+            route = board.routes[slot % len(board)]
+            if route is not None:
+                self._refresh(route.replica_id, now_s)
+        self._looked_at[deployment_id] = (now_s, (at + due) % max(1, len(board)))
+
+    def _refresh(self, replica_id: ReplicaId, now_s: float) -> None:
+        route = self._route_by_id.get(replica_id)
+        board = self._boards.get(route.deployment_id) if route is not None else None
+        if route is not None and board is not None:
+            slot = board.slots[replica_id]
+            board.refresh(slot, self.rtt_ms(route), self.in_flight.line(replica_id), now_s)
+
+    def _seat_routes(self) -> None:
+        for deployment_id in [d for d in self._boards if d not in self._routes]:
+            del self._boards[deployment_id], self._prefixes[deployment_id]
+            self._looked_at.pop(deployment_id, None)
+        for deployment_id, routes in self._routes.items():
+            board = self._boards.setdefault(deployment_id, Board())
+            prefixes = self._prefixes.setdefault(deployment_id, PrefixIndex())
+            prefixes.forget(board.adopt(routes))
+
+    def held(self, deployment_id: DeploymentId, keys: PrefixKeys) -> Held:
+        """Return who holds how much of a prompt."""
+        board = self._boards.get(deployment_id)
+        if board is None or not keys.keys:
+            return NOTHING_HELD
+        return self._prefixes[deployment_id].match(keys, board.everyone)
+
+    def draw(self, entry: DeploymentEntry, subject: str) -> Draw:
+        """Return which replicas a request leaves alone while a new version is on its way."""
+        return draw(entry, subject, self.pop, self._routes.get(entry.deployment_id, ()))
 
     def rtt_ms(self, route: Route) -> float:
         """Return the round trip to a route's node: measured, or by distance until then."""
         measured = self._round_trips.get(route.node_id)
         if measured is not None and measured.rtt_ms is not None:
             return measured.rtt_ms
-        return expected_rtt_ms(self._pops.get(self.pop), self._pops.get(route.pop))
+        expected = self._expected_ms.get(route.pop)
+        if expected is None:
+            expected = expected_rtt_ms(self._pops.get(self.pop), self._pops.get(route.pop))
+            self._expected_ms[route.pop] = expected
+        return expected
 
-    def reserve(self, route: Route, *, prefill: int, decode: int) -> Reservation:
-        """Book a request's tokens at a replica, before it is sent."""
-        self.health.picked(route.replica_id, self._clock())
-        return self.in_flight.reserve(route.replica_id, prefill=prefill, decode=decode)
+    def reserve(
+        self, route: Route, *, prefill: int, decode: int, prompt: int | None = None
+    ) -> Reservation:
+        """Book a request before it is sent: of its `prompt`, `prefill` tokens are to be read."""
+        now_s = self._clock()
+        self.health.picked(route.replica_id, now_s)
+        board = self._boards.get(route.deployment_id)
+        slot = board.slots.get(route.replica_id, -1) if board is not None else -1
+        if board is None or slot < 0:
+            return self.in_flight.reserve(route.replica_id, prefill=prefill, decode=decode)
+        return self.in_flight.reserve(
+            route.replica_id,
+            prefill=prefill,
+            decode=decode,
+            work_ms=board.work_ms(slot, prompt or prefill, (prompt or prefill) - prefill),
+            arrives_s=now_s + self.rtt_ms(route) / 2000,
+            others_ms=board.others_ms(slot, self.in_flight.line(route.replica_id), now_s),
+        )
+
+    def sent(self, ranked: Ranked, keys: PrefixKeys = NO_KEYS) -> Sent | None:
+        """A request goes where it was ranked: note whether that is away, and what it caches."""
+        route = ranked.route
+        board = self._boards.get(route.deployment_id)
+        slot = board.slots.get(route.replica_id, -1) if board is not None else -1
+        if board is None or slot < 0:
+            return None
+        now_s = self._clock()
+        board.went(slot, ranked, now_s)
+        return self._prefixes[route.deployment_id].sent(slot, keys, now_s) if keys.keys else None
+
+    def unsent(self, route: Route, sent: Sent | None, keys: PrefixKeys) -> None:
+        """It was turned away there: nothing of it is cached."""
+        board = self._boards.get(route.deployment_id)
+        if board is None or sent is None or board.slots.get(route.replica_id) != sent.slot:
+            return
+        self._prefixes[route.deployment_id].unsent(sent, keys)
+
+    def first_token(self, ranked: Ranked, took_ms: float, reservation: Reservation) -> None:
+        """The first token came `took_ms` after the request went: learn how fast that replica is."""
+        now_s = self._clock()
+        route = ranked.route
+        reservation.first_token(now_s - ranked.rtt_ms / 2000)
+        board = self._boards.get(route.deployment_id)
+        slot = board.slots.get(route.replica_id, -1) if board is not None else -1
+        if board is not None and slot >= 0:
+            board.observed(slot, ranked, took_ms, now_s)
+            self._changed.add(route.replica_id)
+
+    def learned_cached(
+        self, route: Route, sent: Sent | None, prompt_tokens: int, cached_tokens: int
+    ) -> None:
+        """An answer told how much of its prompt was cached."""
+        board = self._boards.get(route.deployment_id)
+        if board is None or prompt_tokens <= 0:
+            return
+        share = cached_tokens / prompt_tokens
+        board.learned_uncached(1.0 - share)
+        if sent is not None and board.slots.get(route.replica_id) == sent.slot:
+            self._prefixes[route.deployment_id].answered(sent, share)
 
     def heard(self, route: Route, load: Load | None, refused: str = "") -> None:
         """A replica answered: its node lives, its load is what it says, and it is there or not."""
@@ -122,16 +234,44 @@ class Fleet:
         else:
             self._disowned.discard(route.replica_id)
         if load is not None:
-            self.in_flight.hear(route.replica_id, load, now_s)
+            self.told(route, load, now_s - self.rtt_ms(route) / 2000)
+
+    def told(self, route: Route, load: Load, at_s: float) -> None:
+        """A replica's load as it was at `at_s` became known."""
+        unread = load.unread
+        if unread < 0:
+            board = self._boards.get(route.deployment_id)
+            unread = round(load.prefill_tokens * (board.uncached_share if board else 1.0))
+        self.in_flight.hear(route.replica_id, unread, load.decode_tokens, at_s)
 
     def measured(self, node_id: NodeId, rtt_ms: float) -> None:
         """A node answered a ping."""
         self._round_trips.setdefault(node_id, RoundTripFilter()).measured(rtt_ms)
+        self._changed.update(self._replicas_on.get(node_id, ()))
         self._answered_at_s[node_id] = self._clock()
 
     def silent(self, node_id: NodeId) -> None:
         """A node did not answer a ping."""
         self._answered_at_s.pop(node_id, None)
+        for replica_id in self.health.ejected():
+            route = self._route_by_id.get(replica_id)
+            if route is not None and route.node_id == node_id:
+                self.health.unreachable(replica_id, self._clock())
+
+    def failed(self, route: Route) -> str:
+        """A request failed at a replica; where that ejects it, return why."""
+        peers = [peer.replica_id for peer in self._routes.get(route.deployment_id, ())]
+        return self.health.failed(route.replica_id, self._clock(), peers)
+
+    def panics(self) -> int:
+        """Return in how many deployments more than half of the replicas look ill."""
+        if not self.health.ejected():
+            return 0
+        ejected_until = self.health.ejected_until(self._clock())
+        return sum(
+            bool(judge([route.replica_id for route in routes], ejected_until).last)
+            for routes in self._routes.values()
+        )
 
     def answering(self) -> Set[ReplicaId]:
         """Return the replicas of the table that are there, as far as their nodes tell."""

@@ -4,11 +4,28 @@ from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from isochrone.wire.usage import Outcome
+
 TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0, 30.0)
+WAIT_BUCKETS_S = (0.005, 0.025, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 ERROR_BUCKETS_S = (-5.0, -1.0, -0.3, -0.1, -0.03, -0.01, 0.0, 0.01, 0.03, 0.1, 0.3, 1.0, 5.0)
 
 
 PREFIX: Final = "isochrone_router_"
+
+
+class OfDeployment:
+    """The metrics that every request touches, looked up once per deployment."""
+
+    def __init__(self, metrics: "Metrics", name: str) -> None:
+        self.outcomes = {
+            outcome: metrics.requests.labels(name, outcome.value) for outcome in Outcome
+        }
+        self.prompt = metrics.tokens.labels(name, "prompt")
+        self.cached = metrics.tokens.labels(name, "cached")
+        self.output = metrics.tokens.labels(name, "output")
+        self.ttft = metrics.ttft.labels(name)
+        self.ttft_error = metrics.ttft_error.labels(name)
 
 
 class Metrics:
@@ -18,7 +35,16 @@ class Metrics:
         """Define them all."""
         self.registry = CollectorRegistry()
         self._define_requests()
+        self._define_load()
         self._define_state()
+        self._of: dict[str, OfDeployment] = {}
+
+    def of(self, deployment: str) -> OfDeployment:
+        """Return the metrics of one deployment, by its name."""
+        found = self._of.get(deployment)
+        if found is None:
+            found = self._of[deployment] = OfDeployment(self, deployment)
+        return found
 
     def _define_requests(self) -> None:
         self.requests = Counter(
@@ -47,49 +73,126 @@ class Metrics:
         self.tokens = Counter(
             f"{PREFIX}tokens", "Tokens by kind.", ["deployment", "kind"], registry=self.registry
         )
+        self._define_trouble()
+
+    def _define_trouble(self) -> None:
         self.retries = Counter(
             f"{PREFIX}retries",
             "Attempts that came to nothing, by cause.",
             ["cause"],
             registry=self.registry,
         )
-        self.ejections = Counter(
-            f"{PREFIX}ejections", "Replicas left alone.", registry=self.registry
+        self.continuations = Counter(
+            f"{PREFIX}continuations",
+            "Streams whose replica died under them: continued by another, or impossible to.",
+            ["how"],
+            registry=self.registry,
         )
+        self.ejections = Counter(
+            f"{PREFIX}ejections",
+            "Replicas ejected, by cause: failures in a row, more than peers, a failed trial.",
+            ["cause"],
+            registry=self.registry,
+        )
+        self.ejected = Gauge(
+            f"{PREFIX}ejected_replicas",
+            "Replicas not well now.",
+            registry=self.registry,
+            multiprocess_mode="livesum",
+        )
+        self.panics = Gauge(
+            f"{PREFIX}panicking_deployments",
+            "Deployments of which more than half look ill.",
+            registry=self.registry,
+            multiprocess_mode="livesum",
+        )
+        self.retries_denied = Counter(
+            f"{PREFIX}retries_denied",
+            "Retries not made because the budget was spent.",
+            registry=self.registry,
+        )
+
+    def _define_load(self) -> None:
         self.in_flight = Gauge(
-            f"{PREFIX}in_flight_tokens", "Tokens in flight.", ["phase"], registry=self.registry
+            f"{PREFIX}in_flight_tokens",
+            "Tokens in flight.",
+            ["phase"],
+            registry=self.registry,
+            multiprocess_mode="livesum",
         )
         self.open_requests = Gauge(
-            f"{PREFIX}open_requests", "Requests being answered.", registry=self.registry
+            f"{PREFIX}open_requests",
+            "Requests being answered.",
+            registry=self.registry,
+            multiprocess_mode="livesum",
         )
         self.open_streams = Gauge(
-            f"{PREFIX}open_streams", "Streams being relayed.", registry=self.registry
+            f"{PREFIX}open_streams",
+            "Streams being relayed.",
+            registry=self.registry,
+            multiprocess_mode="livesum",
+        )
+        self.queue_wait = Histogram(
+            f"{PREFIX}queue_wait_seconds",
+            "How long those waited for room that got it.",
+            buckets=WAIT_BUCKETS_S,
+            registry=self.registry,
+        )
+        self.refusals = Counter(
+            f"{PREFIX}refusals",
+            "Requests turned away by this router, by cause: a limit of the key, or want of room.",
+            ["cause"],
+            registry=self.registry,
         )
         self.waiting = Gauge(
-            f"{PREFIX}waiting_requests", "Requests waiting for room.", registry=self.registry
+            f"{PREFIX}waiting_requests",
+            "Requests waiting for room.",
+            registry=self.registry,
+            multiprocess_mode="livesum",
         )
 
     def _define_state(self) -> None:
         self.table_generation = Gauge(
-            f"{PREFIX}table_generation", "Table served by.", registry=self.registry
+            f"{PREFIX}table_generation",
+            "Table served by.",
+            registry=self.registry,
+            multiprocess_mode="livemax",
         )
         self.table_age = Gauge(
             f"{PREFIX}table_age_seconds",
             "Since the scheduler last confirmed the table.",
             registry=self.registry,
+            multiprocess_mode="livemax",
         )
         self.table_routes = Gauge(
-            f"{PREFIX}table_routes", "Routes in the table.", registry=self.registry
+            f"{PREFIX}table_routes",
+            "Routes in the table.",
+            registry=self.registry,
+            multiprocess_mode="livemax",
         )
         self.table_refused = Counter(
             f"{PREFIX}tables_refused", "Tables not believed.", registry=self.registry
         )
         self.connected = Gauge(
-            f"{PREFIX}scheduler_connected", "1 while conversing.", registry=self.registry
+            f"{PREFIX}scheduler_connected",
+            "1 while conversing.",
+            registry=self.registry,
+            multiprocess_mode="livemax",
         )
         self.usage_spooled = Gauge(
             f"{PREFIX}usage_spool_bytes",
             "Usage on disk, not yet acknowledged.",
+            registry=self.registry,
+            multiprocess_mode="livesum",
+        )
+        self.demand_dropped = Counter(
+            f"{PREFIX}demand_rows_dropped",
+            "Demand that no scheduler took in time.",
+            registry=self.registry,
+        )
+        self.rows_refused = Counter(
+            f"{PREFIX}rows_refused",
+            "Rows of demand and usage that the scheduler refused for good.",
             registry=self.registry,
         )
         self.usage_dropped = Counter(

@@ -7,71 +7,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-import msgspec
-
-from isochrone.wire.ids import DeploymentId, PopId, RequestId
-from isochrone.wire.routes import DeploymentEntry, KeyEntry, Route
-from isochrone.wire.usage import DemandRow, Outcome, UsageRow
-from router.decide.pick import Ranked
+from isochrone.wire.ids import DeploymentId, PopId
+from isochrone.wire.routes import Route
+from isochrone.wire.usage import DemandRow, Outcome, TrialRow, UsageRow
+from router.decide.rollout import Trials
 from router.journal import Journal
+from router.journey import Journey
 from router.metrics import Metrics
 
 USAGE_ROWS_MAX: Final = 100_000
 """Rows held in memory when the disk takes none; past it they are counted as lost."""
-
-
-class Asked(msgspec.Struct, frozen=True, kw_only=True):
-    """One request as the corridor takes it, whichever public surface it came by.
-
-    `body` is what goes to the node. `text_bytes` is the prompt's size, `arrived_s` monotonic,
-    `started_at` Unix time.
-    """
-
-    request_id: RequestId
-    key: KeyEntry
-    deployment: DeploymentEntry
-    path: str
-    body: bytes
-    text_bytes: int
-    output_tokens_max: int
-    is_stream: bool
-    wants_usage: bool
-    session: str
-    reject_if_busy: bool
-    arrived_s: float
-    started_at: float
-
-
-class Journey:
-    """What is known of one request so far. The corridor fills it in, `Recorder` reads it."""
-
-    def __init__(self, asked: Asked, prompt_tokens_estimate: int) -> None:
-        self.asked = asked
-        self.prompt_tokens_estimate = prompt_tokens_estimate
-        self.outcome = Outcome.FAILED
-        self.ranked: Ranked | None = None
-        self.picked_at_s = 0.0
-        self.first_token_at_s: float | None = None
-        self.found_no_replica = False
-        self.prompt_tokens: int | None = None
-        self.cached_tokens: int | None = None
-        self.output_tokens: int | None = None
-        self.chunks_seen = 0
-
-    @property
-    def route(self) -> Route | None:
-        """The replica that answers, once there is one."""
-        return self.ranked.route if self.ranked else None
-
-    @property
-    def used(self) -> tuple[int, int, int]:
-        """(prompt, cached, output) tokens: the engine's word, else our count and estimate."""
-        if self.first_token_at_s is None and self.prompt_tokens is None:
-            return 0, 0, 0
-        estimate = self.prompt_tokens_estimate
-        prompt = estimate if self.prompt_tokens is None else self.prompt_tokens
-        output = self.chunks_seen if self.output_tokens is None else self.output_tokens
-        return prompt, min(prompt, self.cached_tokens or 0), output
 
 
 class Recorder:
@@ -87,24 +32,28 @@ class Recorder:
         self._journal = journal
         self._usage: list[UsageRow] = list(journal.open())
         self._demand: dict[DeploymentId, DemandRow] = {}
+        self._trials = Trials(pop)
 
     def record(self, journey: Journey) -> None:
         """Book one ended request."""
         asked = journey.asked
         name = asked.deployment.name
         prompt, cached, output = journey.used
-        self._metrics.requests.labels(name, journey.outcome.value).inc()
-        for kind, count in (("prompt", prompt), ("cached", cached), ("output", output)):
-            self._metrics.tokens.labels(name, kind).inc(count)
+        metrics = self._metrics.of(name)
+        metrics.outcomes[journey.outcome].inc()
+        metrics.prompt.inc(prompt)
+        metrics.cached.inc(cached)
+        metrics.output.inc(output)
         first_s = journey.first_token_at_s
         if first_s is not None and journey.ranked is not None:
-            self._metrics.ttft.labels(name).observe(first_s - asked.arrived_s)
+            metrics.ttft.observe(first_s - asked.arrived_s)
             error_s = (first_s - journey.picked_at_s) - journey.ranked.ttft_ms / 1000
-            self._metrics.ttft_error.labels(name).observe(error_s)
+            metrics.ttft_error.observe(error_s)
         self._add_demand(journey, prompt, cached, output)
         route = journey.route
         if route is None:
             return
+        self._add_trial(journey, route, output)
         if len(self._usage) >= USAGE_ROWS_MAX:
             self._metrics.usage_dropped.inc()
             return
@@ -127,6 +76,15 @@ class Recorder:
         self._usage.append(row)
         self._journal.append(row)
 
+    def attempt_failed(self, journey: Journey) -> None:
+        """Count a replica that failed before its first token, whoever answers in the end."""
+        if journey.route is not None:
+            self._trials.failed(journey.asked.deployment, journey.route)
+
+    def take_trials(self) -> tuple[TrialRow, ...]:
+        """Hand over how the versions did in the window that ends now."""
+        return self._trials.take()
+
     def take_usage(self) -> tuple[tuple[UsageRow, ...], Path | None]:
         """Hand over the usage so far and its journal; the caller keeps it, then removes that."""
         rows = tuple(self._usage)
@@ -142,6 +100,21 @@ class Recorder:
         rows = tuple(row for _, row in sorted(self._demand.items()))
         self._demand.clear()
         return rows
+
+    def _add_trial(self, journey: Journey, route: Route, output: int) -> None:
+        first_s = journey.first_token_at_s
+        ttft_ms = itl_ms = 0.0
+        if first_s is not None:
+            ttft_ms = 1000 * (first_s - journey.picked_at_s)
+            if output > 1:
+                itl_ms = 1000 * (self._clock() - first_s) / (output - 1)
+        self._trials.ended(
+            journey.asked.deployment,
+            route,
+            failed=journey.outcome is Outcome.FAILED,
+            ttft_ms=ttft_ms,
+            itl_ms=itl_ms,
+        )
 
     def _add_demand(self, journey: Journey, prompt: int, cached: int, output: int) -> None:
         deployment_id = journey.asked.deployment.deployment_id

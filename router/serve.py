@@ -1,72 +1,62 @@
 """The corridor of a request: admit -> pick -> forward -> stream -> record.
 
 Rule 1: nothing here waits for a database or a scheduler.
-Rule 2: what a request holds (its seat in the limits, tokens in flight, a connection) is on one
-exit stack, so that finish, failure and a client's leaving give it back alike.
-Rule 3: until the first token another replica may be tried; after it the client is told in words.
+Rule 2: what a request holds (its seat in the limits, tokens in flight, a connection) is given back
+in one place, alike on finish, failure and a client's leaving.
+Rule 3: until the first token another replica may be tried; after it another goes on from what was
+said, and only where none can is the client told in words.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
-from contextlib import AsyncExitStack, aclosing
-from typing import Any, Final, NamedTuple, Protocol
-
-import msgspec
+from collections.abc import Callable, Mapping
+from typing import Final, Protocol
 
 from isochrone.wire import headers
 from isochrone.wire.errors import ApiError, ErrorCode
-from isochrone.wire.ids import ReplicaId
 from isochrone.wire.usage import Outcome
 from router.config import RouterConfig
-from router.dataplane import sse
-from router.dataplane.forward import Answer, AttemptFailed, Failure, Upstream
-from router.decide.admit import Gate
+from router.dataplane.answer import Answer
+from router.dataplane.exchange import AttemptFailed, Exchange, Failure
+from router.dataplane.http1 import Reply
+from router.dataplane.upstream import Upstream
+from router.dataplane.verdict import hold_to_error, hold_to_status, read_answer
+from router.decide.board import Ranked
 from router.decide.health import RetryBudget
-from router.decide.pick import Ask, Ranked, Ranking, rank
+from router.decide.limits import Entry, Gate, Limited
+from router.decide.pick import Ask, Ranking, rank
 from router.fleet import Fleet
+from router.journey import Asked, Journey
 from router.metrics import Metrics
-from router.record import Asked, Journey, Recorder
-from router.waiting import QueueFull, Waiting
+from router.record import Recorder
+from router.waiting import LOOK_AGAIN_S, NoRoom, Place, Waiting
 
-CAPACITY_RETRY_AFTER_S: Final = 2.0
 NO_REPLICA_RETRY_AFTER_S: Final = 10.0
 REFUSALS_MAX: Final = 8
+TURNED_AWAY_MAX: Final = 12
 RETRY_PAUSE_S: Final = 0.05
-HEAD_BYTES_MAX: Final = 256 * 1024
-END_TIMEOUT_S: Final = 0.5
-
-Batch = list[tuple[bytes, sse.Kind]]
-
-
-class ClientGone(ConnectionError):
-    """The client left or does not read."""
+CONTINUED: Final = b": continued on another replica, not token for token\n\n"
 
 
 class Client(Protocol):
     """The caller's end, whichever public surface it came by."""
 
-    async def begin(self, status: int, content_type: str, extra: dict[str, str]) -> None:
-        """Send the answer's head."""
+    def begin(self, status: int, content_type: str, extra: Mapping[str, str]) -> None:
+        """Send the head of a stream."""
 
-    async def send(self, data: bytes) -> None:
-        """Send bytes, waiting while the client reads slower; ClientGone where it does not."""
+    def send(self, data: bytes) -> None:
+        """Send a part of it."""
 
-    async def end(self) -> None:
-        """End the answer well."""
+    def end(self) -> None:
+        """End it well."""
 
-    def error_event(self, error: ApiError) -> bytes:
-        """Write an error as an event within a stream."""
+    def reply(self, reply: Reply) -> None:
+        """Send a whole answer."""
 
+    def reads_from(self, source: Exchange | None) -> None:
+        """Tie a stream's source, which flows no faster than the client reads."""
 
-class Opened(NamedTuple):
-    """An answer that goes to the client: begun (`first`), whole (`body`), or a refusal of it."""
-
-    ranked: Ranked
-    answer: Answer
-    first: Batch
-    rest: AsyncGenerator[Batch, None] | None
-    body: bytes
-    decoded: dict[str, Any]
+    async def drained(self) -> None:
+        """Return when the client has read what was sent."""
 
 
 class Corridor:
@@ -92,235 +82,326 @@ class Corridor:
         self._metrics = metrics
         self._clock = clock
         self._budget = RetryBudget(config.retry_ratio)
-        self.waiting = Waiting(config.queue_depth_max)
+        self.waiting = Waiting(config.queue_depth_max, clock)
         fleet.on_room(self.waiting.wake)
 
     async def serve(self, asked: Asked, client: Client) -> None:
         """Answer one request, or raise ApiError where nothing was sent yet."""
         estimate = self._fleet.tokens_of(asked.deployment.deployment_id, asked.text_bytes)
         journey = Journey(asked, estimate)
-        async with AsyncExitStack() as held:
-            allowance = self._admit(journey, held)
-            held.callback(self._recorder.record, journey)
-            try:
-                opened = await self._pick_and_forward(journey, held)
-                await self._stream(journey, opened, client, allowance)
-            except ApiError as error:
-                if error.code in (ErrorCode.OUT_OF_CAPACITY, ErrorCode.UNAVAILABLE):
-                    journey.outcome = Outcome.REFUSED
-                raise
-            except (asyncio.CancelledError, ClientGone):
-                journey.outcome = Outcome.CANCELLED
-                raise
+        entry = self._admit(journey)
+        allowance = entry.headers(self._clock())
+        try:
+            answer = await self._pick_and_forward(journey)
+            if answer.is_stream:
+                await self._stream(journey, answer, client, allowance)
+            else:
+                self._reply(journey, answer, client, allowance)
+        except ApiError as error:
+            if error.code in (ErrorCode.OUT_OF_CAPACITY, ErrorCode.UNAVAILABLE):
+                journey.outcome = Outcome.REFUSED
+            raise
+        except asyncio.CancelledError:
+            journey.outcome = Outcome.CANCELLED
+            raise
+        finally:
+            journey.leave()
+            if journey.place is not None:
+                self.waiting.left(journey.place)
+            prompt, cached, output = journey.used
+            spent = asked.spend((prompt, cached, output))
+            entry.leave(prompt + output, self._clock(), spent)
+            self._recorder.record(journey)
 
-    def _admit(self, journey: Journey, held: AsyncExitStack) -> dict[str, str]:
+    def _admit(self, journey: Journey) -> Entry:
         """Hold the request against its key's limits; what it uses is settled on the way out."""
         asked = journey.asked
-        estimate = journey.prompt_tokens_estimate + asked.output_tokens_max
-        entry = self._gate.enter(asked.key, estimate, self._clock())
-        held.callback(lambda: entry.leave(_charged(journey), self._clock()))
-        return entry.allowance.headers()
+        prompt, output = journey.prompt_tokens_estimate, asked.output_tokens_max
+        spend = asked.spend((prompt, 0, output))
+        try:
+            return self._gate.enter(
+                asked.key, prompt + output, self._clock(), asked.started_at, spend
+            )
+        except Limited as error:
+            self._metrics.refusals.labels(error.limit).inc()
+            raise
 
-    async def _pick_and_forward(self, journey: Journey, held: AsyncExitStack) -> Opened:
+    async def _pick_and_forward(self, journey: Journey) -> Answer:
         """Try replicas in the order of their ranking until one answers."""
-        self._budget.deposit()
-        failed: set[ReplicaId] = set()
-        refused: set[ReplicaId] = set()
-        failures = 0
-        waits_until_s = self._clock() + self._config.queue_timeout_s
+        self._budget.deposit(self._clock())
+        failed, refused, served = journey.failed, journey.refused, journey.ranked
+        failures, failed_at_s = 0, 0.0
+        place = journey.place = self._place(journey)
         while True:
-            ranking, ask = self._rank(journey, frozenset(failed | refused))
+            ranking = self._rank(journey)
+            if not ranking.routes and journey.unfit and not (refused or ranking.full):
+                raise ApiError(ErrorCode.UPSTREAM, "cannot go on: no other replica resumes a text")
             if not ranking.routes and failed and not (refused or ranking.full):
-                # Everyone failed once; what failed may have been an old connection.
+                # Everyone failed once: perhaps it was no more than that.
                 failed.clear()
                 await asyncio.sleep(RETRY_PAUSE_S)
                 continue
-            if not ranking.routes or len(refused) >= REFUSALS_MAX:
-                await self._wait_for_room(journey, waits_until_s, is_full=bool(refused))
+            is_turn = not self.waiting.must_wait(place)
+            if not ranking.routes or not is_turn or len(refused) >= REFUSALS_MAX:
+                await self._wait_for_room(journey, place, is_full=bool(refused))
                 refused.clear()
+                if self._clock() - failed_at_s > LOOK_AGAIN_S:
+                    # Who waits first must not hold up all others for what failed it alone.
+                    failed.clear()
                 continue
+            waited_s = self.waiting.began(place)
+            if waited_s is not None:
+                self._metrics.queue_wait.observe(waited_s)
             ranked = ranking.routes[0]
             try:
-                async with AsyncExitStack() as attempt:
-                    opened = await self._attempt(journey, ask, ranked, attempt)
-                    held.push_async_exit(attempt.pop_all())
-                    return opened
+                return await self._attempt(journey, ranked)
             except AttemptFailed as error:
+                journey.leave()
+                if error.failure not in (Failure.REFUSED, Failure.UNFIT):
+                    self._recorder.attempt_failed(journey)
+                journey.ranked = served
                 self._metrics.retries.labels(error.failure.value).inc()
-                if error.failure is Failure.REFUSED:
-                    refused.add(ranked.route.replica_id)
+                if error.failure in (Failure.REFUSED, Failure.UNFIT):
+                    self._note_refusal(journey, ranked, error)
                     continue
                 failed.add(ranked.route.replica_id)
-                failures += 1
-                if self._fleet.health.failed(ranked.route.replica_id, self._clock()):
-                    self._metrics.ejections.inc()
-                if failures >= self._config.attempts_max or not self._budget.withdraw():
+                failures, failed_at_s = failures + 1, self._clock()
+                self._ill(ranked)
+                if failures >= self._config.attempts_max or not self._may_retry():
                     raise ApiError(
                         ErrorCode.UPSTREAM,
                         f"cannot answer: {error} (attempt {failures})",
                         retry_after_s=1.0,
                     ) from error
 
-    def _rank(self, journey: Journey, excluded: frozenset[ReplicaId]) -> tuple[Ranking, Ask]:
+    def _note_refusal(self, journey: Journey, ranked: Ranked, error: AttemptFailed) -> None:
+        """Remember who does not take this request; it cached nothing there."""
+        self._fleet.unsent(ranked.route, journey.sent, journey.asked.prefix_keys)
+        if error.failure is Failure.UNFIT:
+            journey.unfit.add(ranked.route.replica_id)
+        elif error.refused == headers.QUEUED and journey.turned_away < TURNED_AWAY_MAX:
+            # Its load is known now: it may still be the best, but hardly is.
+            journey.turned_away += 1
+        else:
+            journey.refused.add(ranked.route.replica_id)
+
+    def _rank(self, journey: Journey) -> Ranking:
         asked = journey.asked
         ask = Ask(
             request_id=asked.request_id,
-            prompt_tokens=journey.prompt_tokens_estimate,
-            output_tokens=asked.output_tokens_max,
+            prompt_tokens=journey.prompt_tokens_estimate + journey.said_tokens,
+            output_tokens=max(1, asked.output_tokens_max - journey.said_tokens),
             session=asked.session,
             seat=self._fleet.seat(asked.session),
+            held=self._fleet.held(asked.deployment.deployment_id, asked.prefix_keys),
         )
-        return rank(self._fleet.view(asked.deployment.deployment_id), ask, excluded), ask
+        excluded = frozenset(journey.failed | journey.refused | journey.unfit)
+        view = self._fleet.view(asked.deployment.deployment_id)
+        # The deployment as the table has it now: a step of a rollout counts for those who wait too.
+        entry = self._fleet.deployment(asked.deployment.name) or asked.deployment
+        drawn = self._fleet.draw(entry, asked.session or asked.request_id)
+        ranking = rank(view, ask, excluded | drawn.left_alone)
+        if not ranking.routes and drawn.may_return:
+            ranking = rank(view, ask, excluded)
+        return ranking
 
-    async def _wait_for_room(self, journey: Journey, until_s: float, *, is_full: bool) -> None:
-        """Wait in the bounded queue, or raise what the client should know instead."""
+    def _ill(self, ranked: Ranked) -> None:
+        cause = self._fleet.failed(ranked.route)
+        if cause:
+            self._metrics.ejections.labels(cause).inc()
+
+    def _may_retry(self) -> bool:
+        if self._budget.withdraw(self._clock()):
+            return True
+        self._metrics.retries_denied.inc()
+        return False
+
+    def _place(self, journey: Journey) -> Place:
         asked = journey.asked
-        deployment_id = asked.deployment.deployment_id
-        nobody = not self._fleet.view(deployment_id).candidates
+        return Place(
+            asked.deployment.deployment_id,
+            asked.key.tenant_id,
+            journey.prompt_tokens_estimate + asked.output_tokens_max,
+            self._clock() + self._config.queue_timeout_s,
+            is_patient=not asked.reject_if_busy,
+        )
+
+    async def _wait_for_room(self, journey: Journey, place: Place, *, is_full: bool) -> None:
+        """Wait in the bounded queue, or raise what the client should know instead."""
+        name = journey.asked.deployment.name
+        nobody = not self._fleet.view(place.lane).slots
         journey.found_no_replica |= nobody
-        left_s = until_s - self._clock()
         try:
-            if asked.reject_if_busy or left_s <= 0:
-                raise QueueFull
-            await self.waiting.wait(deployment_id, left_s)
-        except QueueFull:
+            await self.waiting.wait(place)
+        except NoRoom as refusal:
             if nobody and not is_full:
+                self._metrics.refusals.labels("no_replica").inc()
                 raise ApiError(
                     ErrorCode.UNAVAILABLE,
-                    f"cannot serve {asked.deployment.name} now: no replica is warm yet",
+                    f"cannot serve {name} now: no replica is warm yet",
                     retry_after_s=NO_REPLICA_RETRY_AFTER_S,
                 ) from None
+            self._metrics.refusals.labels(refusal.why.value).inc()
             raise ApiError(
                 ErrorCode.OUT_OF_CAPACITY,
                 "3040: Capacity temporarily exceeded, please try again.",
-                retry_after_s=CAPACITY_RETRY_AFTER_S,
+                retry_after_s=self.waiting.retry_after_s(place),
             ) from None
 
-    async def _attempt(
-        self, journey: Journey, ask: Ask, ranked: Ranked, attempt: AsyncExitStack
-    ) -> Opened:
+    async def _attempt(self, journey: Journey, ranked: Ranked) -> Answer:
         """Send to one replica and wait for its first token, or raise AttemptFailed."""
         asked = journey.asked
         route = ranked.route
+        prompt_tokens = journey.prompt_tokens_estimate + journey.said_tokens
+        output_tokens = max(1, asked.output_tokens_max - journey.said_tokens)
         # What waits there reads only the uncached part; all of it holds KV.
         reservation = self._fleet.reserve(
-            route, prefill=ranked.uncached_tokens, decode=asked.output_tokens_max
+            route, prefill=ranked.uncached_tokens, decode=output_tokens, prompt=prompt_tokens
         )
-        attempt.callback(reservation.release)
+        journey.reservation = reservation
         journey.ranked = ranked
+        journey.sent = self._fleet.sent(ranked, asked.prefix_keys)
         journey.picked_at_s = self._clock()
+        patience_s = self._config.first_byte_timeout_s
+        if not asked.is_stream:
+            patience_s += output_tokens * self._config.token_timeout_s
         sent = {
+            "content-type": "application/json",
             headers.REPLICA: route.replica_id,
             headers.REQUEST_ID: asked.request_id,
             headers.CACHE_SALT: asked.key.tenant_id,
-            headers.TOKENS: headers.format_tokens(ask.prompt_tokens, ask.output_tokens),
-            headers.DEADLINE_MS: str(round(self._config.first_byte_timeout_s * 1000)),
+            headers.TOKENS: headers.format_tokens(prompt_tokens, output_tokens),
+            headers.UNREAD_TOKENS: str(ranked.uncached_tokens),
+            headers.DEADLINE_MS: str(round(patience_s * 1000)),
         }
-        try:
-            answer = await attempt.enter_async_context(
-                self._upstream.ask(route, asked.path, asked.body, sent)
-            )
-            self._fleet.heard(route, answer.load, answer.refused)
-            _hold_to_status(answer)
-            opened = await self._begin(asked, ranked, answer, attempt)
-        except AttemptFailed:
-            journey.ranked = None
-            raise
+        if ranked.queue_tokens_max and journey.turned_away < TURNED_AWAY_MAX:
+            sent[headers.QUEUE_TOKENS_MAX] = str(ranked.queue_tokens_max)
+        if journey.said_tokens:
+            sent[headers.SAID] = str(journey.said_tokens)
+        answer = Answer(
+            route.node_id,
+            journey.frames_anew(),
+            self._config.answer_bytes_max,
+            is_rest=journey.said_tokens > 0,
+        )
+        journey.exchange = exchange = await self._upstream.ask(
+            route.node_id,
+            route.address,
+            ("POST", asked.path, sent, journey.body),
+            answer,
+            patience_s,
+        )
+        head = await answer.opened()
+        self._fleet.heard(route, head.load, head.refused)
+        hold_to_status(route.node_id, head)
+        if head.status == 200 and not answer.is_stream:
+            answer.usage, answer.body = read_answer(route.node_id, answer.body)
         self._fleet.health.answered(route.replica_id)
+        if answer.is_stream:
+            exchange.wait(self._config.stream_idle_timeout_s)
+            now_s = self._clock()
+            self._fleet.first_token(ranked, 1000 * (now_s - journey.picked_at_s), reservation)
+            if journey.first_token_at_s is None:
+                journey.first_token_at_s = now_s
         reservation.first_token()
-        if opened.rest is not None:
-            journey.first_token_at_s = self._clock()
-        return opened
+        return answer
 
-    async def _begin(
-        self, asked: Asked, ranked: Ranked, answer: Answer, attempt: AsyncExitStack
-    ) -> Opened:
-        """Read a whole answer, or a stream as far as its first token."""
-        if answer.status != 200 or not asked.is_stream:
-            body = await answer.whole(self._config.answer_bytes_max)
-            return Opened(ranked, answer, [], None, body, _object(answer, body))
-        if not answer.content_type.startswith("text/event-stream"):
-            raise AttemptFailed(Failure.BROKEN, f"{answer.route.node_id} sent no event stream")
-        answer.patience_s = self._config.first_byte_timeout_s
-        rest = _batches(answer)
-        attempt.push_async_callback(rest.aclose)
-        first: Batch = []
-        size_bytes = 0
-        async for batch in rest:
-            first += batch
-            size_bytes += sum(len(frame) for frame, _ in batch)
-            if any(kind.is_error for _, kind in batch):
-                raise AttemptFailed(Failure.ERROR, f"{answer.route.node_id} reported an error")
-            begun = any(kind.tokens or kind.is_done or kind.usage for _, kind in batch)
-            if begun or size_bytes > HEAD_BYTES_MAX:
-                answer.patience_s = self._config.stream_idle_timeout_s
-                return Opened(ranked, answer, first, rest, b"", {})
-        raise AttemptFailed(Failure.BROKEN, f"{answer.route.node_id} ended before a token")
+    def _reply(
+        self, journey: Journey, answer: Answer, client: Client, allowance: dict[str, str]
+    ) -> None:
+        """Pass a whole answer on."""
+        ranked, head = journey.ranked, answer.head
+        assert ranked is not None and head is not None
+        extra = journey.headers(allowance)
+        if head.status == 200:
+            journey.note(answer.usage)
+            journey.outcome = Outcome.COMPLETE
+        else:
+            hold_to_error(answer.body, head.status)
+            retry_after = head.fields.get(b"retry-after")
+            if retry_after:
+                extra["retry-after"] = retry_after.decode("latin-1")
+        client.reply(Reply(head.status, answer.body, extra))
+        self._learn(journey, ranked)
 
     async def _stream(
-        self, journey: Journey, opened: Opened, client: Client, allowance: dict[str, str]
+        self, journey: Journey, answer: Answer, client: Client, allowance: dict[str, str]
     ) -> None:
-        """Pass the answer on, and end it in words where it breaks."""
-        extra = {
-            **allowance,
-            headers.POP: opened.ranked.route.pop,
-            headers.NODE: opened.ranked.route.node_id,
-            headers.WHY: opened.ranked.why,
-        }
-        if opened.rest is None:
-            await self._pass_whole(journey, opened, client, extra)
-            return
+        """Let a stream flow to the client; where its replica dies, another goes on with it."""
+        asked, frames, ranked = journey.asked, journey.frames, journey.ranked
+        assert frames is not None and ranked is not None
         self._metrics.open_streams.inc()
         try:
-            await client.begin(200, "text/event-stream; charset=utf-8", extra)
-            if await self._pass_frames(journey, opened, opened.rest, client):
-                journey.outcome = Outcome.COMPLETE
-                await _see_the_end(opened.rest)
-        except (AttemptFailed, sse.BrokenStream) as error:
-            self._fleet.health.failed(opened.ranked.route.replica_id, self._clock())
+            client.begin(200, "text/event-stream; charset=utf-8", journey.stream_headers(allowance))
+            await self._flow(journey, answer, client)
+            journey.outcome = Outcome.COMPLETE
+        except AttemptFailed as error:
             told = ApiError(ErrorCode.UPSTREAM, f"cannot go on with this answer: {error}")
-            await client.send(client.error_event(told))
+            client.send(asked.error_event(told))
+        except ApiError as error:
+            client.send(asked.error_event(error))
         finally:
             self._metrics.open_streams.dec()
-        await client.end()
-        self._learn(journey, opened.ranked)
+            client.reads_from(None)
+            journey.note(frames.usage)
+            if frames.usage is None:
+                journey.said = frames.said()
+        client.end()
+        await client.drained()
+        self._learn(journey, journey.ranked or ranked)
 
-    async def _pass_frames(
-        self, journey: Journey, opened: Opened, rest: AsyncGenerator[Batch, None], client: Client
-    ) -> bool:
-        """Pass frames until `[DONE]` (True) or the node's own error event (False)."""
-        batch = opened.first
+    async def _flow(self, journey: Journey, answer: Answer, client: Client) -> None:
+        """Pass frames until `[DONE]`; raise what the client should know instead."""
+        frames = journey.frames
+        assert frames is not None
         while True:
-            shown = b"".join(_shown(frame, kind, journey) for frame, kind in batch)
-            if shown:
-                await client.send(shown)
-            if any(kind.is_done for _, kind in batch):
-                return True
-            if any(kind.is_error for _, kind in batch):
-                return False
+            exchange, ranked = journey.exchange, journey.ranked
+            assert exchange is not None and ranked is not None
+            client.reads_from(exchange)
             try:
-                batch = await anext(rest)
-            except StopAsyncIteration:
-                raise AttemptFailed(
-                    Failure.BROKEN, f"{opened.answer.route.node_id} ended the stream early"
-                ) from None
+                await answer.flow(client)
+                if frames.is_done:
+                    # The client has everything; what is left is the end of the body.
+                    exchange.let_end()
+                    journey.exchange = None
+                    return
+                raise AttemptFailed(Failure.ERROR, frames.reason or "an engine's error")
+            except AttemptFailed as failure:
+                client.reads_from(None)
+                self._recorder.attempt_failed(journey)
+                journey.failed.add(ranked.route.replica_id)
+                self._ill(ranked)
+                if not self._prepare_to_go_on(journey, client):
+                    raise failure
+            if frames.is_done:
+                return
+            journey.leave()
+            answer = await self._pick_and_forward(journey)
+            self._metrics.continuations.labels("continued").inc()
+            if not journey.is_exact(answer.head):
+                client.send(CONTINUED)
 
-    async def _pass_whole(
-        self, journey: Journey, opened: Opened, client: Client, extra: dict[str, str]
-    ) -> None:
-        answer = opened.answer
-        body = opened.body
-        if answer.status == 200:
-            _note_usage(journey, sse.usage_of(opened.decoded))
-            if sse.with_cached_tokens(opened.decoded):
-                body = msgspec.json.encode(opened.decoded)
-            journey.outcome = Outcome.COMPLETE
-        elif answer.retry_after:
-            extra["retry-after"] = answer.retry_after
-        await client.begin(answer.status, "application/json", extra)
-        await client.send(body)
-        await client.end()
-        self._learn(journey, opened.ranked)
+    def _prepare_to_go_on(self, journey: Journey, client: Client) -> bool:
+        """Turn the request into one for the rest of its answer; False where that cannot be."""
+        asked, frames = journey.asked, journey.frames
+        assert frames is not None
+        said = frames.said()
+        journey.said = said
+        if said.finish_reason is not None:
+            # Everything was said but for the end: no replica is needed for that.
+            client.send(journey.end_of_stream(said))
+            frames.is_done = True
+            return True
+        if asked.resume is None or not said.is_plain or journey.lives <= 0:
+            self._metrics.continuations.labels("impossible").inc()
+            return False
+        rest = asked.resume(said.text, said.tokens)
+        if rest is None:
+            self._metrics.continuations.labels("impossible").inc()
+            return False
+        journey.lives -= 1
+        journey.body = rest
+        return True
 
     def _learn(self, journey: Journey, ranked: Ranked) -> None:
         """Remember what the answer told: tokens per byte, and where the session sits."""
@@ -329,84 +410,11 @@ class Corridor:
             self._fleet.learned_tokens(
                 asked.deployment.deployment_id, asked.text_bytes, journey.prompt_tokens
             )
+            self._fleet.learned_cached(
+                ranked.route, journey.sent, journey.prompt_tokens, journey.cached_tokens or 0
+            )
         if asked.session and journey.outcome is Outcome.COMPLETE:
             prompt, _, output = journey.used
             self._fleet.sessions.sat(
                 asked.session, ranked.route.replica_id, prompt + output, self._clock()
             )
-
-
-def _charged(journey: Journey) -> int:
-    prompt, _, output = journey.used
-    return prompt + output
-
-
-def _hold_to_status(answer: Answer) -> None:
-    """Tell an answer that is the client's own affair from one that another replica may better."""
-    node_id = answer.route.node_id
-    if answer.refused:
-        raise AttemptFailed(Failure.REFUSED, f"{node_id} refused: {answer.refused}", answer.refused)
-    if answer.status >= 500:
-        raise AttemptFailed(Failure.ERROR, f"{node_id} answered {answer.status}")
-    if answer.status < 200 or 200 < answer.status < 400:
-        raise AttemptFailed(Failure.BROKEN, f"{node_id} answered {answer.status}")
-
-
-def _object(answer: Answer, body: bytes) -> dict[str, Any]:
-    """Decode a whole answer, or raise: what is no JSON object is no answer, whatever its status."""
-    try:
-        decoded = msgspec.json.decode(body)
-    except (msgspec.DecodeError, RecursionError, ValueError):
-        decoded = None
-    if isinstance(decoded, dict) and (answer.status == 200 or "error" in decoded):
-        return decoded
-    if answer.status == 200:
-        raise AttemptFailed(Failure.BROKEN, f"{answer.route.node_id} sent no JSON object")
-    raise ApiError(
-        ErrorCode.INVALID_REQUEST,
-        f"cannot answer: the replica refused the request with status {answer.status}",
-    )
-
-
-async def _batches(answer: Answer) -> AsyncGenerator[Batch, None]:
-    """Yield the frames of a stream, as many at a time as arrived together."""
-    splitter = sse.FrameSplitter()
-    try:
-        async with aclosing(answer.chunks()) as chunks:
-            async for chunk in chunks:
-                batch = [(frame, sse.classify(frame)) for frame in splitter.feed(chunk)]
-                if batch:
-                    yield batch
-    except sse.BrokenStream as error:
-        raise AttemptFailed(Failure.BROKEN, f"{answer.route.node_id} sent {error}") from error
-
-
-async def _see_the_end(rest: AsyncGenerator[Batch, None]) -> None:
-    """Read what follows `[DONE]`, the end of the body, so that the connection can be kept."""
-    try:
-        async with asyncio.timeout(END_TIMEOUT_S):
-            async for _ in rest:
-                return
-    except (TimeoutError, AttemptFailed):
-        # The client has everything; all that is lost is this connection.
-        return
-
-
-def _shown(frame: bytes, kind: sse.Kind, journey: Journey) -> bytes:
-    """Return what the client sees of a frame, having counted it."""
-    journey.chunks_seen += kind.tokens
-    if kind.usage is None:
-        return frame
-    _note_usage(journey, kind.usage)
-    if kind.is_usage_only and not journey.asked.wants_usage:
-        return b""
-    if kind.body is not None and sse.with_cached_tokens(kind.body):
-        return sse.data_frame(kind.body)
-    return frame
-
-
-def _note_usage(journey: Journey, usage: sse.UsageCount | None) -> None:
-    if usage is not None:
-        journey.prompt_tokens = usage.prompt_tokens
-        journey.cached_tokens = usage.cached_tokens
-        journey.output_tokens = usage.output_tokens

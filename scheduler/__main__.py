@@ -1,4 +1,4 @@
-"""`python -m scheduler`: serve, migrate, or run an embedded Postgres."""
+"""`python -m scheduler`: serve, migrate, plan a saved picture, or run an embedded Postgres."""
 
 import asyncio
 import os
@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import NoReturn
 
 import click
+import msgspec
 
 from isochrone.service.config import load_config
 from isochrone.service.logs import setup_logs
 from isochrone.service.run import run_service
 from scheduler.app import serve
 from scheduler.config import SchedulerConfig
+from scheduler.decide.what_if import CannotChange, Change, Picture, what_if
 from scheduler.embedded_postgres import EmbeddedPostgres, PostgresError
 from scheduler.store.migrate import MigrationError, migrate
 from scheduler.store.pool import open_pool
@@ -55,6 +57,25 @@ def migrate_command(database_url: str) -> None:
     except MigrationError as error:
         raise click.ClickException(str(error)) from error
     click.echo("\n".join(applied) or "nothing to do")
+
+
+@main.command("what-if")
+@click.argument("picture", type=click.Path(path_type=Path, exists=True, dir_okay=False))
+@click.option("--changes", default="[]", help="Changes as a JSON list.")
+@click.option("--prices", default="{}", help="Cost of a device an hour by class, as JSON.")
+def what_if_command(picture: Path, changes: str, prices: str) -> None:
+    """Plan a saved picture after some changes and print what would follow, as JSON."""
+    try:
+        answer = what_if(
+            msgspec.json.decode(picture.read_bytes(), type=Picture),
+            msgspec.json.decode(changes, type=list[Change]),
+            msgspec.json.decode(prices, type=dict[str, float]),
+        )
+    except (msgspec.DecodeError, UnicodeDecodeError, OSError) as error:
+        raise click.ClickException(f"cannot read {picture} or its changes: {error}") from error
+    except CannotChange as error:
+        raise click.ClickException(str(error)) from error
+    click.echo(msgspec.json.encode(answer))
 
 
 @main.command("postgres")

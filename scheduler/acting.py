@@ -9,27 +9,38 @@ import secrets
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
+from itertools import islice
 from typing import Final
 
 import msgspec
 from aiohttp import web
 
-from isochrone.service.identity import Authority
+from isochrone.service.identity import Authority, Certificate
 from isochrone.wire import codec
 from isochrone.wire.control import PeerRole, Refused, RefusedCode
 from isochrone.wire.ids import BootId, ClusterId, Epoch, Generation, NodeId, PopId
-from isochrone.wire.report import Pulse
+from isochrone.wire.report import Pulse, Report
 from isochrone.wire.routes import RouteTable
 from scheduler import metrics
 from scheduler.config import SchedulerConfig
+from scheduler.decide.admission import Admissions
+from scheduler.decide.cluster import ClusterState, DemandRate
+from scheduler.decide.demand import raised
+from scheduler.store.cluster import KnownNodes, read_cluster
 from scheduler.store.lease import MARGIN_S, Lease
 from scheduler.store.nodes import read_assignment
-from scheduler.store.pool import Pool, using
+from scheduler.store.pool import Connection, Pool, using
 
 log = logging.getLogger(__name__)
 
 OUTBOX_MAX: Final = 64
+INTAKE_TIMEOUT_S: Final = 10.0
 PULSES_BUFFERED_MAX: Final = 50_000
+ENTERING_MAX: Final = 48
+ENTERING_S: Final = 10.0
+PULSES_WRITTEN_MAX: Final = 1_000
+LARGE_BYTES: Final = 256 * 1024
+LARGE_AT_ONCE: Final = 32
 
 
 class NotActing(Exception):
@@ -48,19 +59,26 @@ class Connected:
         name: str,
         pop: PopId,
         boot_id: BootId,
+        certificate: Certificate,
+        large: asyncio.Semaphore,
     ) -> None:
+        self._large = large
+        self.certificate = certificate
         self.role = role
         self.name = name
         self.pop = pop
         self.boot_id = boot_id
         self.generation = Generation(0)
         self.has_reported = False
+        self.written: Report | None = None
+        self.written_at = 0.0
         self._socket = socket
         self._transport = transport
-        self._outbox: asyncio.Queue[msgspec.Struct] = asyncio.Queue(OUTBOX_MAX)
+        self._outbox: asyncio.Queue[msgspec.Struct | bytes] = asyncio.Queue(OUTBOX_MAX)
 
-    def tell(self, message: msgspec.Struct) -> None:
-        """Queue a message; a peer that takes nothing for long is cut, and will dial again."""
+    def tell(self, message: msgspec.Struct | bytes) -> None:
+        """Queue a message, or one encoded already for many; a peer that takes nothing for long is
+        cut, and will dial again."""
         try:
             self._outbox.put_nowait(message)
         except asyncio.QueueFull:
@@ -72,7 +90,13 @@ class Connected:
         """Send what is queued, for as long as the conversation lasts."""
         while True:
             message = await self._outbox.get()
-            await self._socket.send_bytes(codec.encode(message))
+            frame = message if isinstance(message, bytes) else codec.encode(message)
+            if len(frame) < LARGE_BYTES:
+                await self._socket.send_bytes(frame)
+                continue
+            # Each copy waits in memory until its peer has taken it: never all of them at once.
+            async with self._large:
+                await self._socket.send_bytes(frame)
 
     async def end(self, refused: Refused) -> None:
         """Say why, and close."""
@@ -91,6 +115,7 @@ class Acting:
         config: SchedulerConfig,
         pool: Pool,
         reserved: Pool,
+        intake: Pool,
         authority: Authority,
         cluster_id: ClusterId,
         clock: Callable[[], float],
@@ -99,15 +124,27 @@ class Acting:
         self.holder = f"{config.name}/{secrets.token_hex(4)}"
         self.pool = pool
         self.reserved = reserved
+        self.intake = intake
         self.authority = authority
         self.cluster_id = cluster_id
         self.clock = clock
         self.table: RouteTable | None = None
         self.frozen = ""
         self.unmet: tuple[tuple[str, str], ...] = ()
+        self.foretold: list[DemandRate] = []
         self.peers: dict[tuple[PeerRole, str], Connected] = {}
         self.nudge_place: Callable[[], None] = _nobody
         self.nudge_publish: Callable[[], None] = _nobody
+        self.nudge_turn_away: Callable[[], None] = _nobody
+        self.large = asyncio.Semaphore(LARGE_AT_ONCE)
+        self.admissions = Admissions(config.admissions_per_s)
+        self.line_outside = Admissions(config.admissions_per_s)
+        self.fleet_size = 0
+        self.turned_at = clock()
+        self._entering: dict[tuple[PeerRole, str], float] = {}
+        self.next_acting_at = float("-inf")
+        self.known_nodes = KnownNodes()
+        self._table_frame = b""
         self._lease: Lease | None = None
         self._renewed_at = 0.0
         self._trusted_until = 0.0
@@ -136,17 +173,35 @@ class Acting:
     def renewed(self, lease: Lease, asked_at: float) -> bool:
         """Take a lease that was asked for at `asked_at`; say whether its epoch is a new one."""
         is_new = self._lease is None or self._lease.epoch != lease.epoch
+        if is_new:
+            # Whoever waited outside was told when to come.
+            self.admissions = Admissions(self.config.admissions_per_s)
         self._lease = lease
         self._renewed_at = asked_at
-        self._trusted_until = asked_at + self.config.lease_ttl_s - MARGIN_S
+        trusted_until = asked_at + self.config.lease_ttl_s - MARGIN_S
+        self._trusted_until = max(self._trusted_until, trusted_until)
         metrics.ACTING.set(1)
         metrics.EPOCH.set(lease.epoch)
         if is_new:
-            self.table = None
+            self.published(None)
+            self.foretold = []
+            self.forget_written()
             for peer in self.peers.values():
                 peer.has_reported = False
             log.info("acting", extra={"fields": {"epoch": lease.epoch}})
         return is_new
+
+    @property
+    def holds_lease(self) -> bool:
+        """Say whether this process has taken the lease and not lost it, as far as it knows."""
+        return self._lease is not None
+
+    def kept(self, lease: Lease, asked_at: float) -> None:
+        """Trust the lease for longer, if it is still the same; any other is for `renewed`."""
+        held = self._lease
+        if held is not None and held.epoch == lease.epoch:
+            trusted_until = asked_at + self.config.lease_ttl_s - MARGIN_S
+            self._trusted_until = max(self._trusted_until, trusted_until)
 
     async def step_down(self) -> None:
         """Another scheduler acts: send every peer there."""
@@ -156,24 +211,70 @@ class Acting:
         metrics.ACTING.set(0)
         refused = Refused(code=RefusedCode.NOT_ACTING, reason="another scheduler acts now")
         peers, self.peers = list(self.peers.values()), {}
+        for role in PeerRole:
+            metrics.PEERS.labels(role.value).set(0)
         self._heard.clear()
         self._pulses.clear()
         async with asyncio.TaskGroup() as tasks:
             for peer in peers:
                 tasks.create_task(peer.end(refused))
 
+    def begin_entering(self, role: PeerRole, name: str) -> float:
+        """Return 0 where a peer may register now, else how long it should wait.
+
+        However fast they are let in, only so many are between the door and their first report.
+        """
+        now = self.clock()
+        wait_s = self.admissions.wait_s(f"{role.value} {name}", now)
+        if wait_s > 0:
+            return wait_s
+        if len(self._entering) >= ENTERING_MAX:
+            late = [who for who, since in self._entering.items() if now - since > ENTERING_S]
+            for who in late:
+                del self._entering[who]
+        if len(self._entering) >= ENTERING_MAX:
+            return max(1.0, self.admissions.place(now) - now)
+        self._entering[role, name] = now
+        return 0.0
+
+    def has_entered(self, role: PeerRole, name: str) -> None:
+        """Let another in: this one is served, or gone."""
+        self._entering.pop((role, name), None)
+
+    @property
+    def redial_spread_s(self) -> float:
+        """Return over how long the fleet should spread its dialling when it loses this process."""
+        return max(self.fleet_size, len(self.peers)) / self.config.admissions_per_s
+
+    def table_frame(self) -> bytes:
+        """Return the whole route table as a frame, encoded once however many ask for it."""
+        if not self._table_frame and self.table is not None:
+            self._table_frame = codec.encode(self.table)
+        return self._table_frame
+
+    def published(self, table: RouteTable | None) -> None:
+        """Take a new table as the one that routers are told."""
+        self.table = table
+        self._table_frame = b""
+
+    def forget_written(self) -> None:
+        """Have every report written again: a server that broke may have lost the last of them."""
+        for peer in self.peers.values():
+            peer.written = None
+
     def add_peer(self, peer: Connected) -> Connected | None:
         """Enter a conversation and return the one it takes the place of, if any."""
         before = self.peers.get((peer.role, peer.name))
         self.peers[peer.role, peer.name] = peer
-        self._count_peers()
+        if before is None:
+            metrics.PEERS.labels(peer.role.value).inc()
         return before
 
     def remove_peer(self, peer: Connected) -> None:
         """Forget a conversation that ended, unless a newer one took its place."""
         if self.peers.get((peer.role, peer.name)) is peer:
             del self.peers[peer.role, peer.name]
-        self._count_peers()
+            metrics.PEERS.labels(peer.role.value).dec()
 
     def agent(self, node_id: NodeId) -> Connected | None:
         """Return the conversation with a node."""
@@ -189,7 +290,7 @@ class Acting:
 
     async def send_assignment(self, peer: Connected) -> None:
         """Tell a node everything it should run."""
-        async with using(self.pool) as connection:
+        async with using(self.intake, INTAKE_TIMEOUT_S) as connection:
             peer.tell(
                 await read_assignment(
                     connection,
@@ -199,6 +300,23 @@ class Acting:
                 )
             )
 
+    async def picture(
+        self, connection: Connection, acting_for_s: float | None = None
+    ) -> ClusterState:
+        """Return what placement decides from: the fleet, and demand raised to what is foretold.
+
+        A standby, which has heard nobody, says how long another has acted.
+        """
+        cluster = await read_cluster(
+            connection,
+            acting_for_s=self.acting_for_s if acting_for_s is None else acting_for_s,
+            silent_s=self.silent_s(),
+            known=self.known_nodes,
+        )
+        live = {deployment.deployment_id for deployment in cluster.deployments}
+        foretold = [row for row in self.foretold if row.deployment_id in live]
+        return msgspec.structs.replace(cluster, demand=raised(cluster.demand, foretold))
+
     def heard_from(self, node_id: NodeId, pulse: Pulse | None = None) -> None:
         """Note a sign of life; a pulse also waits to be written."""
         self._heard[node_id] = self.clock()
@@ -206,19 +324,18 @@ class Acting:
             self._pulses[node_id] = pulse
 
     def take_pulses(self) -> list[Pulse]:
-        """Return the pulses to write, the newest of each node, and forget them."""
-        pulses, self._pulses = self._pulses, {}
-        return list(pulses.values())
+        """Return the pulses to write, the newest of each node, and forget them.
+
+        At most so many: a node that pulses again keeps its place, so that of a large fleet each is
+        written in turn. Silence is judged by what this process heard; the store's is for the next.
+        """
+        names = list(islice(self._pulses, PULSES_WRITTEN_MAX))
+        return [self._pulses.pop(name) for name in names]
 
     def silent_s(self) -> Mapping[NodeId, float]:
         """Return how long each node heard by this process has been silent."""
         now = self.clock()
         return {node_id: now - at for node_id, at in self._heard.items()}
-
-    def _count_peers(self) -> None:
-        routers = len(self.routers())
-        metrics.PEERS.labels("router").set(routers)
-        metrics.PEERS.labels("agent").set(len(self.peers) - routers)
 
 
 def now() -> datetime:

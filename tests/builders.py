@@ -1,11 +1,13 @@
 """Values with good defaults, a line each."""
 
 import hashlib
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
+from isochrone.service.identity import Certificate, Peer
 from isochrone.wire.artifact import manifest_digest
 from isochrone.wire.assignment import ReplicaSpec
+from isochrone.wire.control import PeerRole
 from isochrone.wire.ids import (
     BootId,
     ClusterId,
@@ -38,6 +40,11 @@ PLACES = {
 def a_pop(pop: str) -> Pop:
     country, latitude, longitude = PLACES[pop]
     return Pop(pop=PopId(pop), city=pop, country=country, latitude=latitude, longitude=longitude)
+
+
+def a_certificate(name: str, serial: str = "5e71a1", role: str = "agent") -> Certificate:
+    peer = Peer(PeerRole(role), name, PopId("ams"))
+    return Certificate(peer, serial, NOW, NOW + timedelta(days=90))
 
 
 def an_artifact(content: bytes = b"weights", source: str = "file:/nowhere") -> Artifact:

@@ -1,5 +1,8 @@
 """Commands on who may ask and what was done; and asking."""
 
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
+
 import click
 
 from isochrone.cli.chat import stream_chat
@@ -7,42 +10,54 @@ from isochrone.cli.client import segment
 from isochrone.cli.context import Context
 from isochrone.cli.output import chatter, show_one, show_rows
 
+F = TypeVar("F", bound=Callable[..., Any])
+
 
 @click.group()
 def keys() -> None:
     """Clients' keys."""
 
 
+LIMIT_HELP: Final = {
+    "requests_per_min": "Requests a minute at each router.",
+    "tokens_per_min": "Prompt and output tokens a minute at each router.",
+    "concurrency": "Requests at once at each router.",
+    "tokens_per_day": "Tokens a day (UTC) over the whole fleet.",
+    "spend_per_day": "Spend a day (UTC) over the whole fleet, by the models' prices.",
+}
+
+
+def limit_options(command: F) -> F:
+    """Give a command an option for each limit; 0 lifts it."""
+    for name, text in reversed(LIMIT_HELP.items()):
+        kind = click.FLOAT if name == "spend_per_day" else click.INT
+        flag = f"--{name.replace('_', '-')}"
+        command = click.option(flag, name, type=kind, default=None, help=text)(command)
+    return command
+
+
 @keys.command("create")
 @click.argument("tenant")
 @click.option("--note", default="")
 @click.option("--deployment", "deployments", multiple=True, help="What it may ask for.")
-@click.option("--requests-per-min", type=int, default=0)
-@click.option("--tokens-per-min", type=int, default=0)
-@click.option("--concurrency", type=int, default=0)
 @click.option("--ttl", "ttl_s", type=float, default=None, help="Seconds until it expires.")
+@limit_options
 @click.pass_obj
 def keys_create(
     obj: Context,
+    /,
     tenant: str,
     note: str,
     deployments: tuple[str, ...],
-    requests_per_min: int,
-    tokens_per_min: int,
-    concurrency: int,
     ttl_s: float | None,
+    **limits: float | None,
 ) -> None:
     """Make a key. Shown once."""
-    limits = {
-        "requests_per_min": requests_per_min,
-        "tokens_per_min": tokens_per_min,
-        "concurrency": concurrency,
-    }
     body = {
         "tenant_id": tenant,
         "note": note,
         "deployments": list(deployments),
-        "limits": limits,
+        "limits": _given(limits),
         "ttl_s": ttl_s,
     }
     made = obj.api.ask("POST", "/v1/keys", body)
@@ -52,11 +67,29 @@ def keys_create(
         click.echo(made["key"])
 
 
+@keys.command("limit")
+@click.argument("key_id")
+@limit_options
+@click.pass_obj
+def keys_limit(obj: Context, /, key_id: str, **limits: float | None) -> None:
+    """Set what a key may ask. A limit that is not given stays; 0 lifts it."""
+    if not _given(limits):
+        raise click.UsageError("give at least one limit")
+    path = f"/v1/keys/{segment(key_id)}"
+    before = obj.api.ask("GET", path)
+    body = {**before["limits"], **_given(limits)}
+    show_one(obj.api.ask("PUT", f"{path}/limits", body, etag=before["etag"]), obj.output)
+
+
+def _given(limits: dict[str, float | None]) -> dict[str, float]:
+    return {name: value for name, value in limits.items() if value is not None}
+
+
 @keys.command("list")
 @click.pass_obj
 def keys_list(obj: Context) -> None:
     """List keys, without their secrets."""
-    columns = ["key_id", "tenant_id", "note", "deployments", "limits", "revoked"]
+    columns = ["key_id", "tenant_id", "note", "deployments", "limits", "tokens_today", "revoked"]
     show_rows(obj.api.list("/v1/keys"), columns, obj.output)
 
 

@@ -101,19 +101,51 @@ def nodes_revoke(obj: Context, node: str) -> None:
     show_one(obj.api.ask("POST", f"/v1/nodes/{segment(node)}/revoke"), obj.output)
 
 
+@nodes.command("readmit")
+@click.argument("node")
+@click.pass_obj
+def nodes_readmit(obj: Context, node: str) -> None:
+    """Let a revoked node join again; its old certificates stay refused."""
+    show_one(obj.api.ask("POST", f"/v1/nodes/{segment(node)}/readmit"), obj.output)
+
+
 @nodes.command("join-token")
 @click.argument("pop")
 @click.option("--role", type=click.Choice(["agent", "router"]), default="agent")
 @click.option("--ttl", "ttl_s", type=float, default=900.0, help="Seconds it may be used within.")
+@click.option("--name", help="The only name it is good for; needed for a name in use before.")
+@click.option("--uses", "uses_max", type=click.IntRange(1, 10_000), default=1)
 @click.pass_obj
-def nodes_join_token(obj: Context, pop: str, role: str, ttl_s: float) -> None:
-    """Make a one-time token with which a node or router joins a PoP. Shown once."""
-    body = {"pop": pop, "role": role, "ttl_s": ttl_s}
+def nodes_join_token(
+    obj: Context, pop: str, role: str, ttl_s: float, name: str | None, uses_max: int
+) -> None:
+    """Make a token with which a node or router joins a PoP. Shown once."""
+    body = {"pop": pop, "role": role, "ttl_s": ttl_s, "name": name, "uses_max": uses_max}
     made = obj.api.ask("POST", "/v1/join-tokens", body)
     if obj.output == "json":
         show_one(made, obj.output)
     else:
         click.echo(made["token"])
+
+
+@click.command()
+@click.argument("name")
+@click.option("--role", type=click.Choice(["agent", "router"]), default="agent")
+@click.option("--serial", default="", help="One certificate, in hex; all of the name without it.")
+@click.option("--reason", default="")
+@click.pass_obj
+def revoke(obj: Context, name: str, role: str, serial: str, reason: str) -> None:
+    """Refuse a peer's certificates from now on, and cut its conversation."""
+    body = {"role": role, "name": name, "serial": serial, "reason": reason}
+    show_one(obj.api.ask("POST", "/v1/revocations", body), obj.output)
+
+
+@click.command()
+@click.pass_obj
+def revocations(obj: Context) -> None:
+    """List what is refused."""
+    columns = ["role", "name", "serial", "at", "reason"]
+    show_rows(obj.api.list("/v1/revocations"), columns, obj.output)
 
 
 @click.command()

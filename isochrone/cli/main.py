@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import click
 
-from isochrone.cli import access, fleet, serving
+from isochrone.cli import access, fleet, planning, rollouts, serving
 from isochrone.cli.chat import ChatFailed
 from isochrone.cli.client import AdminClient, AdminError
 from isochrone.cli.context import Context
@@ -52,11 +52,15 @@ for command in (
     fleet.pops,
     fleet.nodes,
     fleet.routers,
+    fleet.revoke,
+    fleet.revocations,
     serving.models,
     serving.deploy,
     serving.deployments,
     serving.placements,
     serving.explain,
+    planning.plan,
+    rollouts.rollouts,
     access.keys,
     access.events,
     access.chat,

@@ -11,6 +11,8 @@ from isochrone.wire.model import Artifact, ArtifactFile
 
 READ_BYTES: Final = 4 * 1024 * 1024
 HIDDEN: Final = "."
+KINDS: Final = {"BertModel": "embedding", "BertForSequenceClassification": "rerank"}
+"""What architectures that read and write nothing are for; all others chat."""
 
 
 class ManifestError(Exception):
@@ -49,10 +51,13 @@ def facts_of(folder: Path) -> dict[str, Any]:
     heads = config.get("num_key_value_heads", config.get("num_attention_heads", 0))
     hidden, attention = config.get("hidden_size", 0), config.get("num_attention_heads", 1)
     head = config.get("head_dim") or hidden // max(1, attention)
+    architecture = (config.get("architectures") or ["unknown"])[0]
+    kind = KINDS.get(architecture, "chat")
     return {
-        "architecture": (config.get("architectures") or ["unknown"])[0],
+        "architecture": architecture,
+        "kind": kind,
         "context_tokens": config.get("max_position_embeddings", 4096),
-        "kv_bytes_per_token": 2 * layers * heads * head * 2,
+        "kv_bytes_per_token": 2 * layers * heads * head * 2 if kind == "chat" else 0,
     }
 
 

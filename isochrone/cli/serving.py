@@ -46,9 +46,11 @@ def models_list(obj: Context) -> None:
 )
 @click.option("--file", "only", multiple=True, help="Only these files of the folder.")
 @click.option("--architecture", default=None)
+@click.option("--kind", type=click.Choice(["chat", "embedding", "rerank"]), default=None)
 @click.option("--context-tokens", type=int, default=None)
 @click.option("--weights-bytes", type=int, default=None, help="What the weights take in memory.")
 @click.option("--licence", default="")
+@click.option("--price", default=None, help="Per million tokens: PROMPT:OUTPUT[:CACHED].")
 @click.pass_obj
 def models_add(
     obj: Context,
@@ -57,9 +59,11 @@ def models_add(
     folder: Path | None,
     only: tuple[str, ...],
     architecture: str | None,
+    kind: str | None,
     context_tokens: int | None,
     weights_bytes: int | None,
     licence: str,
+    price: str | None,
 ) -> None:
     """Add a model to the catalogue, its manifest made from its files."""
     if folder is None:
@@ -72,14 +76,30 @@ def models_add(
     body = {
         "model_id": model,
         "architecture": architecture or facts.get("architecture", "unknown"),
+        "kind": kind or facts.get("kind", "chat"),
         "artifact": msgspec.to_builtins(artifact),
         "context_tokens": context_tokens or facts.get("context_tokens", 4096),
         "weights_bytes": weights_bytes or artifact.size_bytes,
         "kv_bytes_per_token": facts.get("kv_bytes_per_token", 0),
         "licence": licence,
+        "price": price_of(price) if price else None,
     }
     obj.api.ask("PUT", f"/v1/models/{segment(model)}", body)
     chatter.print(f"added {model}: {len(artifact.files)} files, {artifact.size_bytes >> 20} MiB")
+
+
+def price_of(text: str) -> dict[str, float]:
+    """Read `PROMPT:OUTPUT[:CACHED]`, each per million tokens."""
+    names = ("prompt_per_million", "output_per_million", "cached_per_million")
+    parts = text.split(":")
+    try:
+        if not 2 <= len(parts) <= len(names):
+            raise ValueError
+        return {name: float(part) for name, part in zip(names, parts, strict=False)}
+    except ValueError:
+        raise click.UsageError(
+            f"cannot read the price {text!r}: write PROMPT:OUTPUT or PROMPT:OUTPUT:CACHED"
+        ) from None
 
 
 @click.command()

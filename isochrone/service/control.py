@@ -7,6 +7,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Awaitable, Callable, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from ssl import SSLContext
 from typing import Any, Final, NamedTuple, NoReturn
@@ -16,6 +17,7 @@ import msgspec
 
 from isochrone.service import identity as papers
 from isochrone.service.identity import Identity, IdentityError
+from isochrone.service.renewal import Renewal
 from isochrone.service.tls import client_context, trusting
 from isochrone.wire import codec
 from isochrone.wire.control import (
@@ -24,7 +26,9 @@ from isochrone.wire.control import (
     JoinRequest,
     PeerRole,
     Refused,
+    RefusedCode,
     Register,
+    Renewed,
     Welcome,
     register_payload,
 )
@@ -37,6 +41,7 @@ HANDSHAKE_TIMEOUT_S: Final = 5.0
 SILENCE_S: Final = 20.0
 BACKOFF_MIN_S: Final = 0.2
 BACKOFF_MAX_S: Final = 10.0
+WAIT_MAX_S: Final = 60.0
 ANSWER_BYTES_MAX: Final = 256 * 1024
 
 
@@ -67,12 +72,17 @@ class ControlLink:
         on_message: Callable[[Any], Awaitable[None]],
         chance: random.Random,
         version: str = "",
+        folder: Path | None = None,
+        contexts: Sequence[SSLContext] = (),
     ) -> None:
-        """Take the scheduler URLs (`https://host:port`) and the union of messages to expect."""
+        """Take the scheduler URLs (`https://host:port`) and the union of messages to expect.
+
+        With the state `folder` given, the certificate renews itself there, and in `contexts`.
+        """
         self.connected = False
         self.last_refusal = ""
         self._urls = tuple(url.rstrip("/") for url in urls)
-        self._identity = identity
+        self._own = identity
         self._boot_id = boot_id
         self._reader = codec.decoder(incoming)
         self._progress = progress
@@ -81,10 +91,26 @@ class ControlLink:
         self._chance = chance
         uses_tls = any(url.startswith("https:") for url in urls)
         self._ssl = client_context(identity) if uses_tls else True
+        self._renewal: Renewal | None = None
+        if folder is not None:
+            shown = [*contexts, self._ssl] if isinstance(self._ssl, SSLContext) else contexts
+            self._renewal = Renewal(
+                identity,
+                folder=folder,
+                contexts=shown,
+                chance=chance,
+                wall_clock=lambda: datetime.now(UTC),
+            )
         self._version = version
         self._socket: aiohttp.ClientWebSocketResponse | None = None
         self._next_url = 0
         self._was_welcome = False
+        self._spread_s = 0.0
+        self._wait_at_least_s = 0.0
+
+    @property
+    def _identity(self) -> Identity:
+        return self._renewal.identity if self._renewal is not None else self._own
 
     async def run(self) -> NoReturn:
         """Dial, talk, and dial again, trying each URL in turn, with jittered backoff between."""
@@ -95,6 +121,7 @@ class ControlLink:
             while True:
                 url = self._urls[self._next_url % len(self._urls)]
                 self._was_welcome = False
+                self._wait_at_least_s = 0.0
                 try:
                     await self._converse(http, url)
                 except (
@@ -110,11 +137,17 @@ class ControlLink:
                     self._socket = None
                 if self._was_welcome:
                     backoff_s = BACKOFF_MIN_S
-                else:
+                    # The whole fleet may have lost the same scheduler in the same moment.
+                    await asyncio.sleep(self._chance.uniform(0.0, self._spread_s))
+                elif not self._wait_at_least_s:
                     self._next_url += 1
                     if self._next_url % len(self._urls) == 0:
                         backoff_s = min(BACKOFF_MAX_S, backoff_s * 2)
-                await asyncio.sleep(self._chance.uniform(0.5, 1.0) * backoff_s)
+                if self._wait_at_least_s:
+                    wait_s = self._wait_at_least_s + self._chance.uniform(0.0, backoff_s)
+                else:
+                    wait_s = self._chance.uniform(0.5, 1.0) * backoff_s
+                await asyncio.sleep(wait_s)
 
     async def send(self, message: msgspec.Struct) -> bool:
         """Send one message; False where there is no conversation to carry it."""
@@ -145,17 +178,38 @@ class ControlLink:
             self.connected = True
             self.last_refusal = ""
             log.info("registered", extra={"fields": {"scheduler": url, "epoch": welcome.epoch}})
-            await self._on_welcome(welcome)
-            while True:
-                message = await self._receive(socket)
-                if isinstance(message, Refused):
-                    raise LinkRefused(f"{message.code}: {message.reason}")
-                await self._on_message(message)
+            self._spread_s = welcome.redial_spread_s
+            renewing = None
+            if self._renewal is not None and welcome.renews:
+                renewing = asyncio.create_task(self._renewal.run(self.send))
+            try:
+                await self._on_welcome(welcome)
+                while True:
+                    await self._take(await self._receive(socket))
+            finally:
+                if renewing is not None:
+                    renewing.cancel()
+                    await asyncio.gather(renewing, return_exceptions=True)
+
+    async def _take(self, message: Any) -> None:
+        if isinstance(message, Refused):
+            raise self._refusal(message)
+        if isinstance(message, Renewed):
+            if self._renewal is not None:
+                await self._renewal.take(message)
+            return
+        await self._on_message(message)
+
+    def _refusal(self, refused: Refused) -> LinkRefused:
+        # A standby says "ask the other"; the acting one says how long to wait before asking again.
+        if refused.code is not RefusedCode.NOT_ACTING:
+            self._wait_at_least_s = min(WAIT_MAX_S, refused.retry_after_s)
+        return LinkRefused(f"{refused.code}: {refused.reason}")
 
     async def _register(self, socket: aiohttp.ClientWebSocketResponse) -> Welcome:
         challenge = await self._receive(socket)
         if isinstance(challenge, Refused):
-            raise LinkRefused(f"{challenge.code}: {challenge.reason}")
+            raise self._refusal(challenge)
         if not isinstance(challenge, Challenge):
             raise LinkRefused(f"cannot register: expected a challenge, got {type(challenge)}")
         if challenge.protocol != codec.PROTOCOL:
@@ -190,7 +244,7 @@ class ControlLink:
         await socket.send_bytes(codec.encode(register))
         answer = await self._receive(socket)
         if isinstance(answer, Refused):
-            raise LinkRefused(f"{answer.code}: {answer.reason}")
+            raise self._refusal(answer)
         if not isinstance(answer, Welcome):
             raise LinkRefused(f"cannot register: expected a welcome, got {type(answer)}")
         return answer

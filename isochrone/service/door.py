@@ -6,6 +6,7 @@ here, malformed HTTP included, is answered in the door's own error shape.
 
 import asyncio
 import logging
+import math
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -54,10 +55,16 @@ def json_error(error: ApiError) -> web.Response:
 
 
 def error_response(error: ApiError, body: bytes) -> web.Response:
-    """Give an encoded error its status and `Retry-After`."""
-    response = web.Response(status=error.meaning.status, body=body, content_type="application/json")
+    """Give an encoded error its status, its headers and `Retry-After`, in whole seconds."""
+    response = web.Response(
+        status=error.meaning.status,
+        body=body,
+        headers=error.headers,
+        content_type="application/json",
+    )
     if error.retry_after_s is not None:
-        response.headers["retry-after"] = str(max(1, round(error.retry_after_s)))
+        # Rounded up: who comes back a moment early is refused again.
+        response.headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
     return response
 
 

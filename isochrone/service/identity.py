@@ -8,6 +8,7 @@ PoP. Keys are ECDSA P-256.
 import hashlib
 import re
 from datetime import datetime, timedelta
+from functools import lru_cache
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -41,6 +42,15 @@ class Peer(NamedTuple):
     role: PeerRole
     name: str
     pop: PopId
+
+
+class Certificate(NamedTuple):
+    """What a certificate says: whose it is, its serial in hex, and its time."""
+
+    peer: Peer
+    serial: str
+    issued_at: datetime
+    expires_at: datetime
 
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True):
@@ -201,10 +211,10 @@ def verify_signature(certificate_pem: str, payload: bytes, signature: bytes) -> 
     return True
 
 
-def verify_peer(certificate_pem: str, ca_pem: str, now: datetime) -> Peer:
-    """Return who the certificate names, or raise IdentityError: forged, expired or not ours."""
+def verify_peer(certificate_pem: str, ca_pem: str, now: datetime) -> Certificate:
+    """Return what the certificate says, or raise IdentityError: forged, expired or not ours."""
     certificate = _load_certificate(certificate_pem)
-    authority = _load_certificate(ca_pem)
+    authority = _load_authority(ca_pem)
     try:
         certificate.verify_directly_issued_by(authority)
     except (ValueError, TypeError, InvalidSignature) as error:
@@ -219,7 +229,17 @@ def verify_peer(certificate_pem: str, ca_pem: str, now: datetime) -> Peer:
         raise IdentityError(
             f"cannot trust the certificate after {certificate.not_valid_after_utc}: join again"
         )
-    return _peer(certificate.subject)
+    return _read(certificate)
+
+
+def read_certificate(certificate_pem: str) -> Certificate:
+    """Return what a certificate says, believing it; raises IdentityError where it is none."""
+    return _read(_load_certificate(certificate_pem))
+
+
+def certifies(certificate_pem: str, key_pem: str) -> bool:
+    """Say whether the certificate is for this key."""
+    return _load_certificate(certificate_pem).public_key() == _load_key(key_pem).public_key()
 
 
 def format_join_token(authority_fingerprint: str, token_id: str, secret: str) -> str:
@@ -248,6 +268,16 @@ def load_identity(folder: Path) -> Identity | None:
         return msgspec.json.decode(path.read_bytes(), type=Identity)
     except (OSError, msgspec.DecodeError) as error:
         raise IdentityError(f"cannot read {path}: {error}") from error
+
+
+def _read(certificate: x509.Certificate) -> Certificate:
+    return Certificate(
+        peer=_peer(certificate.subject),
+        serial=f"{certificate.serial_number:x}",
+        # Issued a little in the past, for clocks that are behind ours.
+        issued_at=certificate.not_valid_before_utc + CLOCK_SKEW,
+        expires_at=certificate.not_valid_after_utc,
+    )
 
 
 def _subject(peer: Peer) -> x509.Name:
@@ -285,6 +315,11 @@ def _load_key(pem: str) -> ec.EllipticCurvePrivateKey:
     if not isinstance(key, ec.EllipticCurvePrivateKey):
         raise IdentityError("cannot use the key: not an elliptic-curve key")
     return key
+
+
+@lru_cache(maxsize=8)
+def _load_authority(pem: str) -> x509.Certificate:
+    return _load_certificate(pem)
 
 
 def _load_certificate(pem: str) -> x509.Certificate:

@@ -15,6 +15,9 @@ from typing import NoReturn
 log = logging.getLogger(__name__)
 
 
+REST_MAX_S = 1.0
+
+
 class Loop:
     """Runs `run_once` for ever. One task owns `run()`; anyone may `nudge()`."""
 
@@ -25,8 +28,13 @@ class Loop:
         interval_s: float,
         *,
         jitter: random.Random | None = None,
+        share_max: float = 1.0,
     ) -> None:
-        """Name the duty. With `jitter` each wait varies by a fifth, lest a fleet march in step."""
+        """Name the duty. With `jitter` each wait varies by a fifth, lest a fleet march in step.
+
+        However often it is nudged, turns take at most about `share_max` of the time: what takes
+        long is done less often (a rest of REST_MAX_S at most), and many nudges become one turn.
+        """
         self.name = name
         self.turns = 0
         self.failures = 0
@@ -35,6 +43,7 @@ class Loop:
         self._run_once = run_once
         self._interval_s = interval_s
         self._jitter = jitter
+        self._rest_per_turn_s = 1.0 / share_max - 1.0
         self._nudged = asyncio.Event()
         self._turned = asyncio.Condition()
 
@@ -52,7 +61,7 @@ class Loop:
             self._nudged.clear()
             await self._turn()
             # A duty that nudges itself must not starve the others of the event loop.
-            await asyncio.sleep(0)
+            await asyncio.sleep(min(REST_MAX_S, self._rest_per_turn_s * self.last_turn_s))
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._wait_s()):
                     await self._nudged.wait()

@@ -1,9 +1,15 @@
-"""The metrics page: Prometheus text of one registry."""
+"""The metrics page: Prometheus text of one registry, or of several processes together.
 
+Processes that share a page write their values into the folder that `PROMETHEUS_MULTIPROC_DIR`
+names, set before the library is first imported.
+"""
+
+import os
 from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry
+from prometheus_client import multiprocess as shared
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 
@@ -12,9 +18,14 @@ def exposition(
 ) -> Callable[[web.Request], Awaitable[web.Response]]:
     """Return the handler of `GET /metrics`."""
 
+    shown = registry
+    if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
+        shown = CollectorRegistry()
+        shared.MultiProcessCollector(shown)  # type: ignore[no-untyped-call]
+
     async def metrics(request: web.Request) -> web.Response:
         return web.Response(
-            body=generate_latest(registry), headers={"content-type": CONTENT_TYPE_LATEST}
+            body=generate_latest(shown), headers={"content-type": CONTENT_TYPE_LATEST}
         )
 
     return metrics

@@ -54,6 +54,11 @@ def client_context(identity: Identity) -> ssl.SSLContext:
     return context
 
 
+def renew(context: ssl.SSLContext, identity: Identity) -> None:
+    """Show renewed papers from the next handshake on; open connections stay as they are."""
+    _load_papers(context, identity.key_pem, identity.certificate_pem)
+
+
 def _load_papers(context: ssl.SSLContext, key_pem: str, certificate_pem: str) -> None:
     # load_cert_chain reads only files; this one is private and gone when the block ends.
     with tempfile.NamedTemporaryFile("w", suffix=".pem") as papers:

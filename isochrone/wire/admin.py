@@ -6,7 +6,15 @@ import msgspec
 
 from isochrone.wire.control import PeerRole
 from isochrone.wire.ids import POP_PATTERN, DeploymentId, KeyId, ModelId, NodeId, PopId, TenantId
-from isochrone.wire.model import EngineSettings, Model, ModelName, Name, Policy
+from isochrone.wire.model import (
+    Amount,
+    EngineSettings,
+    Model,
+    ModelName,
+    Name,
+    NonNegative,
+    Policy,
+)
 from isochrone.wire.report import Device
 from isochrone.wire.routes import Limits
 
@@ -48,6 +56,8 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
     devices: tuple[Device, ...]
     replicas: int
     etag: int
+    certificate_serial: str = ""
+    certificate_expires_at: float | None = None
 
 
 class RouterView(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,14 +68,18 @@ class RouterView(msgspec.Struct, frozen=True, kw_only=True):
     silent_s: float | None
     generation: int
     revoked: bool
+    certificate_serial: str = ""
+    certificate_expires_at: float | None = None
 
 
 class JoinTokenBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A wish for a one-time right to join."""
+    """A wish for a right to join: for one peer or `uses_max`, for any new name or for `name`."""
 
     pop: PopName
     role: PeerRole = PeerRole.AGENT
     ttl_s: Ttl = 900.0
+    name: Name | None = None
+    uses_max: Annotated[int, msgspec.Meta(ge=1, le=10_000)] = 1
 
 
 class JoinTokenView(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,6 +91,28 @@ class JoinTokenView(msgspec.Struct, frozen=True, kw_only=True):
     expires_at: float
     used_by: str | None = None
     token: str | None = None
+    name: str | None = None
+    uses: int = 0
+    uses_max: int = 1
+
+
+class RevocationBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A certificate to refuse, by its serial in hex; without one, all that `name` was issued."""
+
+    role: PeerRole
+    name: Name
+    serial: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{0,40}$")] = ""
+    reason: Annotated[str, msgspec.Meta(max_length=200)] = ""
+
+
+class RevocationView(msgspec.Struct, frozen=True, kw_only=True):
+    """What is refused, since when, and why."""
+
+    role: PeerRole
+    name: str
+    serial: str
+    at: float
+    reason: str
 
 
 class ModelView(msgspec.Struct, frozen=True, kw_only=True):
@@ -135,18 +171,31 @@ class PlacementView(msgspec.Struct, frozen=True, kw_only=True):
     fetched_bytes: int
 
 
+class LimitsBody(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A key's limits as an operator writes them: a misspelt one is refused, not ignored."""
+
+    requests_per_min: NonNegative = 0
+    tokens_per_min: NonNegative = 0
+    concurrency: NonNegative = 0
+    tokens_per_day: NonNegative = 0
+    spend_per_day: Amount = 0.0
+
+
 class KeyBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A new key: whose it is, what it may ask for, and how much."""
 
     tenant_id: Name
     note: Annotated[str, msgspec.Meta(max_length=200)] = ""
     deployments: tuple[str, ...] = ()
-    limits: Limits = Limits()
+    limits: LimitsBody = LimitsBody()
     ttl_s: float | None = None
 
 
 class KeyView(msgspec.Struct, frozen=True, kw_only=True):
-    """A key without its secret; `key` is there once, in the answer that made it."""
+    """A key without its secret; `key` is there once, in the answer that made it.
+
+    Today (UTC) is counted for keys that have a quota.
+    """
 
     key_id: KeyId
     tenant_id: TenantId
@@ -155,6 +204,9 @@ class KeyView(msgspec.Struct, frozen=True, kw_only=True):
     limits: Limits
     expires_at: float | None
     revoked: bool
+    etag: int
+    tokens_today: int = 0
+    spend_today: float = 0.0
     key: str | None = None
 
 

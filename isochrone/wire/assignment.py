@@ -12,9 +12,10 @@ from isochrone.wire.ids import (
     Generation,
     ModelId,
     NodeId,
+    PopId,
     ReplicaId,
 )
-from isochrone.wire.model import Artifact, EngineSettings
+from isochrone.wire.model import Artifact, EngineSettings, Sha256
 
 
 class Role(StrEnum):
@@ -57,6 +58,22 @@ class Tombstone(msgspec.Struct, frozen=True, kw_only=True):
     drain_timeout_s: float = 30.0
 
 
+class PeerSource(msgspec.Struct, frozen=True, kw_only=True):
+    """A node to ask for an artifact. One that does not hold it yet is fetching it for its PoP."""
+
+    node_id: NodeId
+    pop: PopId
+    address: str
+    holds: bool = True
+
+
+class Holders(msgspec.Struct, frozen=True, kw_only=True):
+    """Who else has an artifact, the nearest first. A hint: its bytes are verified wherever from."""
+
+    digest: Sha256
+    peers: tuple[PeerSource, ...]
+
+
 class Assignment(msgspec.Struct, frozen=True, kw_only=True, tag="assignment"):
     """One node's part of the plan; of an older generation or epoch or another cluster: refused."""
 
@@ -66,3 +83,4 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True, tag="assignment"):
     epoch: Epoch
     replicas: tuple[ReplicaSpec, ...] = ()
     tombstones: tuple[Tombstone, ...] = ()
+    holders: tuple[Holders, ...] = ()

@@ -32,6 +32,7 @@ class RefusedCode(StrEnum):
     OTHER_CLUSTER = "other_cluster"
     DUPLICATE = "duplicate"
     MALFORMED = "malformed"
+    BUSY = "busy"
 
 
 class Challenge(msgspec.Struct, frozen=True, kw_only=True, tag="challenge"):
@@ -63,12 +64,18 @@ class Register(msgspec.Struct, frozen=True, kw_only=True, tag="register"):
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
-    """Registered. Intervals are the scheduler's to set: its load stays bounded as fleets grow."""
+    """Registered. Intervals are the scheduler's to set: its load stays bounded as fleets grow.
+
+    `renews` says that it answers `Renew`. A peer that loses this conversation dials again after a
+    time of its own between 0 and `redial_spread_s`, lest all do so in the same moment.
+    """
 
     cluster_id: ClusterId
     epoch: Epoch
     pulse_interval_s: float = 2.0
     report_interval_s: float = 10.0
+    redial_spread_s: float = 0.0
+    renews: bool = False
 
 
 class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
@@ -77,6 +84,18 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
     code: RefusedCode
     reason: str
     retry_after_s: float = 1.0
+
+
+class Renew(msgspec.Struct, frozen=True, kw_only=True, tag="renew"):
+    """A peer's certificate nears its end: sign one for this key, for whom this conversation is."""
+
+    csr_pem: str
+
+
+class Renewed(msgspec.Struct, frozen=True, kw_only=True, tag="renewed"):
+    """The new certificate, of the same name, role and PoP."""
+
+    certificate_pem: str
 
 
 class JoinRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,10 +117,10 @@ class JoinReply(msgspec.Struct, frozen=True, kw_only=True):
     ca_pem: str
 
 
-FromAgent = Register | Report | Pulse
-ToAgent = Challenge | Welcome | Refused | Assignment
-FromRouter = Register | Demand | Usage | RoundTrips | SnapshotWanted
-ToRouter = Challenge | Welcome | Refused | RouteTable | RouteDelta | UsageAck
+FromAgent = Register | Report | Pulse | Renew
+ToAgent = Challenge | Welcome | Refused | Assignment | Renewed
+FromRouter = Register | Demand | Usage | RoundTrips | SnapshotWanted | Renew
+ToRouter = Challenge | Welcome | Refused | RouteTable | RouteDelta | UsageAck | Renewed
 
 
 def register_payload(*, cluster_id: ClusterId, nonce: bytes, name: str, boot_id: BootId) -> bytes:

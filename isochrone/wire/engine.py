@@ -16,7 +16,13 @@ Seconds = Annotated[float, Meta(gt=0)]
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What one engine process serves, where it listens, and its limits.
 
-    `batch_tokens_max` bounds one step, and with it how long a prompt delays a decode.
+    `batch_tokens_max` bounds one step. While answers are being written, prompts get only so much of
+    it that the next tokens come within `interval_ms`.
+    `quantisation` "file" keeps weights as their file packs them, where this device multiplies by
+    them so; products are then in bf16 and fp16.
+    KV that the device gives up is kept in `kv_host_bytes` of memory and `kv_file_bytes` of files
+    below `kv_folder`; 0 is no such tier.
+    `draft_tokens_max` is how many tokens of a sequence a step may verify ahead; 0 turns that off.
     `client_queue_max` is how many tokens a client may be behind before it is cut. `options` are
     the mock's faults.
     """
@@ -26,14 +32,22 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     socket: str
     device: Annotated[str, Meta(pattern=r"^(cpu|cuda:\d{1,3})$")] = "cpu"
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    quantisation: Literal["none", "file"] = "none"
     threads: Annotated[int, Meta(ge=1, le=1024)] = 2
     kv_memory_bytes: Positive = 256 * 1024 * 1024
+    kv_host_bytes: Annotated[int, Meta(ge=0)] = 0
+    kv_file_bytes: Annotated[int, Meta(ge=0)] = 0
+    kv_folder: str = ""
     context_tokens_max: Positive = 2048
     batch_tokens_max: Positive = 256
+    interval_ms: Positive = 250
     sequences_max: Positive = 16
+    draft_tokens_max: Annotated[int, Meta(ge=0, le=64)] = 8
     waiting_max: Annotated[int, Meta(ge=0)] = 64
     body_bytes_max: Positive = 8 * 1024 * 1024
     client_queue_max: Positive = 1024
+    adapters_max: Annotated[int, Meta(ge=1, le=4096)] = 8
+    adapter_memory_bytes: Positive = 512 * 1024 * 1024
     client_stall_s: Seconds = 30.0
     drain_s: Seconds = 30.0
     stall_s: Seconds = 60.0
@@ -51,8 +65,12 @@ class EngineHealth(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
-    """How busy the engine is and how fast it has been measured to be."""
+    """How busy the engine is and how fast it has been measured to be.
 
+    `kind` is what its model is for: `chat`, `embedding` or `rerank`.
+    """
+
+    kind: str = "chat"
     running: int = 0
     waiting: int = 0
     prefill_tokens_in_flight: int = 0

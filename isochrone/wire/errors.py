@@ -1,9 +1,12 @@
 """Every error a caller can meet: its code, its HTTP status, and whether another try may help.
 
 Each public surface encodes these in its own shape; the meaning is fixed here once. Numbers are
-those of Workers AI where it documents one for the same meaning.
+those of Workers AI where it documents one for the same meaning. Three refusals share status 429 and
+nothing else: a rate limit (come back in seconds), a spent quota (come back tomorrow), and a fleet
+that is full (nothing of the caller's doing).
 """
 
+from collections.abc import Mapping
 from enum import StrEnum
 from typing import Final, NamedTuple
 
@@ -23,6 +26,7 @@ class ErrorCode(StrEnum):
     PRECONDITION_FAILED = "precondition_failed"
     TOO_LARGE = "request_too_large"
     RATE_LIMITED = "rate_limit_exceeded"
+    QUOTA_EXCEEDED = "insufficient_quota"
     OUT_OF_CAPACITY = "out_of_capacity"
     INTERNAL = "internal_error"
     UPSTREAM = "upstream_error"
@@ -49,7 +53,8 @@ MEANINGS: Final[dict[ErrorCode, Meaning]] = {
     ErrorCode.CONFLICT: Meaning(409, 10409, False),
     ErrorCode.PRECONDITION_FAILED: Meaning(412, 10412, False),
     ErrorCode.TOO_LARGE: Meaning(413, 3006, False),
-    ErrorCode.RATE_LIMITED: Meaning(429, 3036, True),
+    ErrorCode.RATE_LIMITED: Meaning(429, 10429, True),
+    ErrorCode.QUOTA_EXCEEDED: Meaning(429, 3036, False),
     ErrorCode.OUT_OF_CAPACITY: Meaning(429, 3040, True),
     ErrorCode.INTERNAL: Meaning(500, 10500, True),
     ErrorCode.UPSTREAM: Meaning(502, 10502, True),
@@ -58,7 +63,10 @@ MEANINGS: Final[dict[ErrorCode, Meaning]] = {
 
 
 class ApiError(Exception):
-    """An answer that is an error. Raised anywhere below a door, encoded only at the door."""
+    """An answer that is an error. Raised anywhere below a door, encoded only at the door.
+
+    `headers` go with it whatever its shape.
+    """
 
     def __init__(
         self,
@@ -67,12 +75,14 @@ class ApiError(Exception):
         *,
         param: str | None = None,
         retry_after_s: float | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.code = code
         self.message = message
         self.param = param
         self.retry_after_s = retry_after_s
+        self.headers = headers or {}
 
     @property
     def meaning(self) -> Meaning:

@@ -18,24 +18,51 @@ REPLICA: Final = "x-isochrone-replica"
 CACHE_SALT: Final = "x-isochrone-cache-salt"
 TOKENS: Final = "x-isochrone-tokens"
 DEADLINE_MS: Final = "x-isochrone-deadline-ms"
+UNREAD_TOKENS: Final = "x-isochrone-unread-tokens"
+QUEUE_TOKENS_MAX: Final = "x-isochrone-queue-tokens-max"
+PRIORITY: Final = "x-isochrone-priority"
+SAID: Final = "x-isochrone-said"
+"""How many tokens of this answer the client has already: the request asks for the rest."""
 
 # Node to router.
+RESUMED: Final = "x-isochrone-resumed"
+"""The answer goes on from what was said; without it, it would begin anew. Its value says which
+draws the engine takes up again where they were: GREEDY ones, or SEEDED ones too."""
+
+CANNOT_RESUME: Final = "cannot_resume"
+"""The refusal by which a node says that its engine cannot go on from a text."""
+
+QUEUED: Final = "queued"
+"""The refusal by which a node says that more waits there than the router chose it by."""
+
+GREEDY: Final = "greedy"
+SEEDED: Final = "seeded"
+
 LOAD: Final = "x-isochrone-load"
 REFUSED: Final = "x-isochrone-refused"
 
+# Node to node: how much of an artifact is here, while it is still being fetched.
+FETCHED_BYTES: Final = "x-isochrone-fetched-bytes"
+
 
 class Load(msgspec.Struct, frozen=True):
-    """A replica's load as told with each answer: tokens in flight and requests, by phase."""
+    """A replica's load as told with each answer: tokens in flight and requests, by phase.
+
+    `unread` is what is still to be read of the prompts, by the routers' word on what is cached; -1
+    where a node does not tell.
+    """
 
     prefill_tokens: int
     decode_tokens: int
     running: int
     waiting: int
+    unread: int = -1
 
 
 def format_load(load: Load) -> str:
-    """Write `load` as a header value: `p=120;d=64;r=2;w=0`."""
-    return f"p={load.prefill_tokens};d={load.decode_tokens};r={load.running};w={load.waiting}"
+    """Write `load` as a header value: `p=120;d=64;r=2;w=0;u=40`."""
+    told = f"p={load.prefill_tokens};d={load.decode_tokens};r={load.running};w={load.waiting}"
+    return told if load.unread < 0 else f"{told};u={load.unread}"
 
 
 def parse_load(value: str) -> Load | None:
@@ -47,7 +74,7 @@ def parse_load(value: str) -> Load | None:
             return None
         fields[name] = int(number)
     try:
-        return Load(fields["p"], fields["d"], fields["r"], fields["w"])
+        return Load(fields["p"], fields["d"], fields["r"], fields["w"], fields.get("u", -1))
     except KeyError:
         return None
 

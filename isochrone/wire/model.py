@@ -16,6 +16,7 @@ Name = Annotated[str, msgspec.Meta(pattern=NAME_PATTERN, max_length=63)]
 ModelName = Annotated[str, msgspec.Meta(pattern=MODEL_NAME_PATTERN, max_length=128)]
 Positive = Annotated[int, msgspec.Meta(ge=1, le=2**53)]
 NonNegative = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+Amount = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 Sha256 = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
 
 
@@ -45,6 +46,28 @@ class Artifact(msgspec.Struct, frozen=True, kw_only=True):
         return sum(file.size_bytes for file in self.files)
 
 
+class Price(msgspec.Struct, frozen=True, kw_only=True):
+    """What a million tokens cost, in the operator's own currency.
+
+    Without `cached_per_million`, a cached prompt token costs as much as any other.
+    """
+
+    prompt_per_million: Amount = 0.0
+    output_per_million: Amount = 0.0
+    cached_per_million: Amount | None = None
+
+    def spend(self, prompt: int, cached: int, output: int) -> float:
+        """Return what these tokens cost; `cached` are among the `prompt`."""
+        cached_price = self.cached_per_million
+        if cached_price is None:
+            cached_price = self.prompt_per_million
+        return (
+            (prompt - cached) * self.prompt_per_million
+            + cached * cached_price
+            + output * self.output_per_million
+        ) / 1e6
+
+
 class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     """The sizes in a model's config that its memory and speed follow from.
 
@@ -70,7 +93,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):
-    """A catalogue entry: what the model is, where its files are, what it needs.
+    """A catalogue entry: what the model is, where its files are, what it needs and costs.
 
     `kv_bytes_per_token` is what one token of context takes in the KV cache; 0 where not yet known.
     With `shape`, what it needs on any devices is reckoned from its config.
@@ -84,6 +107,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     kv_bytes_per_token: NonNegative = 0
     licence: str = ""
     kind: str = "chat"
+    price: Price | None = None
     shape: ModelShape | None = None
 
 

@@ -22,6 +22,7 @@ from isochrone.wire.ids import (
     ReplicaId,
     TenantId,
 )
+from isochrone.wire.model import Price
 
 
 class Pop(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,6 +50,17 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     decode_tokens_per_s: float = 0.0
 
 
+class RolloutEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """A new version on its way: which share of requests goes to it, and from which cities.
+
+    `pops` are the routers' PoPs; empty means all of them.
+    """
+
+    version: int
+    share: float
+    pops: tuple[PopId, ...] = ()
+
+
 class DeploymentEntry(msgspec.Struct, frozen=True, kw_only=True):
     """What a router must know of a deployment: the name clients use and what it can take."""
 
@@ -58,21 +70,30 @@ class DeploymentEntry(msgspec.Struct, frozen=True, kw_only=True):
     context_tokens: int
     kind: str = "chat"
     created_at: int = 0
+    price: Price | None = None
+    rollout: RolloutEntry | None = None
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """What one key may ask of one router; 0 means no limit."""
+    """What one key may ask; 0 means no limit.
+
+    The rates and the concurrency hold at each router: a key that uses three PoPs has them three
+    times. The quotas of a day (UTC) hold over the whole fleet, by the ledger, a few seconds late.
+    `spend_per_day` counts models that have a price, in their currency; `tokens_per_day` counts all.
+    """
 
     requests_per_min: int = 0
     tokens_per_min: int = 0
     concurrency: int = 0
+    tokens_per_day: int = 0
+    spend_per_day: float = 0.0
 
 
 class KeyEntry(msgspec.Struct, frozen=True, kw_only=True):
     """A client's key as routers hold it: never the secret, only its SHA-256.
 
     `deployments` names what it may ask for; empty means everything. `expires_at` is Unix time, 0
-    for never.
+    for never. `spent_until` is Unix time too: until then the ledger says a quota is used up.
     """
 
     key_id: KeyId
@@ -81,10 +102,15 @@ class KeyEntry(msgspec.Struct, frozen=True, kw_only=True):
     deployments: tuple[str, ...] = ()
     limits: Limits = Limits()
     expires_at: float = 0.0
+    spent_until: float = 0.0
 
 
 class RouteTable(msgspec.Struct, frozen=True, kw_only=True, tag="route_table"):
-    """Everything a router needs to serve without asking anyone. Each tuple is sorted by its id."""
+    """Everything a router needs to serve without asking anyone. Each tuple is sorted by its id.
+
+    `keys_revoked` are tombstones: a key named there was revoked, while one merely absent may have
+    been lost with a database.
+    """
 
     cluster_id: ClusterId
     generation: Generation
@@ -93,6 +119,7 @@ class RouteTable(msgspec.Struct, frozen=True, kw_only=True, tag="route_table"):
     deployments: tuple[DeploymentEntry, ...] = ()
     routes: tuple[Route, ...] = ()
     keys: tuple[KeyEntry, ...] = ()
+    keys_revoked: tuple[KeyId, ...] = ()
 
 
 class RouteDelta(msgspec.Struct, frozen=True, kw_only=True, tag="route_delta"):
@@ -110,6 +137,8 @@ class RouteDelta(msgspec.Struct, frozen=True, kw_only=True, tag="route_delta"):
     routes_gone: tuple[ReplicaId, ...] = ()
     keys_set: tuple[KeyEntry, ...] = ()
     keys_gone: tuple[KeyId, ...] = ()
+    revoked_set: tuple[KeyId, ...] = ()
+    revoked_gone: tuple[KeyId, ...] = ()
 
 
 class SnapshotWanted(msgspec.Struct, frozen=True, kw_only=True, tag="snapshot_wanted"):
@@ -130,6 +159,7 @@ def diff(old: RouteTable, new: RouteTable) -> RouteDelta:
     )
     routes_set, routes_gone = _changes(old.routes, new.routes, lambda route: route.replica_id)
     keys_set, keys_gone = _changes(old.keys, new.keys, lambda key: key.key_id)
+    revoked_set, revoked_gone = _changes(old.keys_revoked, new.keys_revoked, lambda key_id: key_id)
     return RouteDelta(
         cluster_id=new.cluster_id,
         base=old.generation,
@@ -143,6 +173,8 @@ def diff(old: RouteTable, new: RouteTable) -> RouteDelta:
         routes_gone=routes_gone,
         keys_set=keys_set,
         keys_gone=keys_gone,
+        revoked_set=revoked_set,
+        revoked_gone=revoked_gone,
     )
 
 
@@ -163,6 +195,9 @@ def apply_delta(table: RouteTable, delta: RouteDelta) -> RouteTable:
             table.routes, delta.routes_set, delta.routes_gone, lambda route: route.replica_id
         ),
         keys=_changed(table.keys, delta.keys_set, delta.keys_gone, lambda key: key.key_id),
+        keys_revoked=_changed(
+            table.keys_revoked, delta.revoked_set, delta.revoked_gone, lambda key_id: key_id
+        ),
     )
 
 

@@ -43,8 +43,37 @@ class DemandRow(msgspec.Struct, frozen=True, kw_only=True):
     no_replica: int = 0
 
 
+class Moments(msgspec.Struct, frozen=True, kw_only=True):
+    """Logarithms of times in ms, added up: enough for a mean and its error."""
+
+    count: int = 0
+    total: float = 0.0
+    squares: float = 0.0
+
+
+class TrialRow(msgspec.Struct, frozen=True, kw_only=True):
+    """How one version of a deployment did in one PoP (`pop`) for one city (`asked_pop`).
+
+    Routers count this while a rollout is on its way. An attempt is one replica asked; TTFT is from
+    that moment on, so that neither queues here nor earlier failures count against a version.
+    """
+
+    deployment_id: DeploymentId
+    version: int
+    pop: PopId
+    asked_pop: PopId
+    attempts: int = 0
+    failures: int = 0
+    ttft: Moments = Moments()
+    itl: Moments = Moments()
+
+
 class Demand(msgspec.Struct, frozen=True, kw_only=True, tag="demand"):
-    """One router's demand over one window; (router, boot, seq) makes a repeat harmless."""
+    """One router's demand over one window; (router, boot, seq) makes a repeat harmless.
+
+    `age_s` is how long ago the window ended when this was sent, by the router's monotonic clock:
+    what comes late is counted where it belongs, whatever the router's wall clock says.
+    """
 
     router_id: RouterId
     boot_id: BootId
@@ -52,6 +81,8 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True, tag="demand"):
     window_started_at: float
     window_s: float
     rows: tuple[DemandRow, ...]
+    age_s: float = 0.0
+    trials: tuple[TrialRow, ...] = ()
 
 
 class UsageRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,9 +113,17 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True, tag="usage"):
 
 
 class UsageAck(msgspec.Struct, frozen=True, kw_only=True, tag="usage_ack"):
-    """The batch is in the store; the router may forget it."""
+    """The batch is in the store, or refused for good; the router may forget it.
+
+    `refused` counts the rows that no retry can mend, `reason` says why. An answer to demand has an
+    empty `batch_id`, and the boot and number of the window: one router may be several processes.
+    """
 
     batch_id: str
+    refused: int = 0
+    reason: str = ""
+    demand_boot: BootId = BootId("")
+    demand_seq: int = 0
 
 
 class RoundTrip(msgspec.Struct, frozen=True, kw_only=True):

@@ -22,16 +22,29 @@ log = logging.getLogger(__name__)
 
 BODY_BYTES_MAX: Final = 8 * 1024 * 1024
 BODY_TIMEOUT_S: Final = 30.0
-FORWARDED: Final = ("content-type", headers.REQUEST_ID, headers.CACHE_SALT, "traceparent")
+RELAYED: Final = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/rerank")
+FORWARDED: Final = (
+    "content-type",
+    "traceparent",
+    headers.REQUEST_ID,
+    headers.CACHE_SALT,
+    headers.SESSION_AFFINITY,
+    headers.PRIORITY,
+    headers.DEADLINE_MS,
+    headers.SAID,
+)
 RETURNED: Final = ("content-type", "retry-after", "cache-control")
 
 
 class Refused(Exception):
     """This node does not take the request; the router may take it elsewhere."""
 
-    def __init__(self, word: str, status: int = 429, retry_after_s: int = 1) -> None:
+    def __init__(
+        self, word: str, status: int = 429, retry_after_s: int = 1, load: str = ""
+    ) -> None:
         super().__init__(word)
         self.word = word
+        self.load = load
         self.status = status
         self.retry_after_s = retry_after_s
 
@@ -46,8 +59,8 @@ class Door:
     def app(self) -> web.Application:
         """Return the routes."""
         app = web.Application(middlewares=[errors_as(json_error)])
-        app.router.add_post("/v1/chat/completions", self._relay)
-        app.router.add_post("/v1/completions", self._relay)
+        for path in RELAYED:
+            app.router.add_post(path, self._relay)
         app.router.add_get("/ping", self._ping)
         app.router.add_get("/healthz", self._health)
         app.router.add_get("/metrics", self._metrics())
@@ -57,13 +70,15 @@ class Door:
         try:
             replica = self._find(request)
             body = await read_body(request, bytes_max=BODY_BYTES_MAX, timeout_s=BODY_TIMEOUT_S)
+            _turn_away(request, replica)
             tokens = headers.parse_tokens(request.headers.get(headers.TOKENS, "")) or (
                 len(body) // 4 + 1,
                 256,
             )
-            held = replica.in_flight.take(*tokens)
+            unread = _count(request.headers.get(headers.UNREAD_TOKENS, ""))
+            held = replica.in_flight.take(*tokens, unread)
             if held is None:
-                raise Refused("busy")
+                raise Refused("busy", load=headers.format_load(replica.in_flight.load()))
         except Refused as refused:
             metrics.REQUESTS.labels(refused.word).inc()
             return _refusal(refused)
@@ -81,6 +96,8 @@ class Door:
             raise Refused("draining")
         if replica.state is not ReplicaState.WARM or replica.engine is None:
             raise Refused("loading", 503)
+        if headers.SAID in request.headers and not replica.engine.resumes:
+            raise Refused(headers.CANNOT_RESUME, 501)
         return replica
 
     async def _forward(
@@ -112,6 +129,8 @@ class Door:
                 response.headers[name] = answer.headers[name]
         if answer.status == 429:
             response.headers[headers.REFUSED] = "busy"
+        if headers.SAID in request.headers and replica.engine is not None:
+            response.headers[headers.RESUMED] = replica.engine.resumes
         response.headers[headers.LOAD] = headers.format_load(replica.in_flight.load())
         if answer.content_length is not None:
             response.content_length = answer.content_length
@@ -173,11 +192,27 @@ class Door:
         return metrics_page
 
 
+def _turn_away(request: web.Request, replica: Replica) -> None:
+    """Refuse where more waits than the router chose by: it may know better, and learns our load."""
+    most = _count(request.headers.get(headers.QUEUE_TOKENS_MAX, ""))
+    load = replica.in_flight.load()
+    if most is not None and load.unread > most:
+        raise Refused(headers.QUEUED, load=headers.format_load(load))
+
+
+def _count(value: str) -> int | None:
+    """Read a header's count of tokens; None where it is none."""
+    return int(value) if value.isascii() and value.isdigit() and len(value) <= 12 else None
+
+
 def _refusal(refused: Refused) -> web.Response:
     error = {"error": {"code": "refused", "message": f"cannot serve: {refused.word}"}}
-    return web.Response(
+    response = web.Response(
         status=refused.status,
         body=msgspec.json.encode(error),
         content_type="application/json",
         headers={headers.REFUSED: refused.word, "retry-after": str(refused.retry_after_s)},
     )
+    if refused.load:
+        response.headers[headers.LOAD] = refused.load
+    return response

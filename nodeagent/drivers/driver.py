@@ -23,7 +23,9 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
 class Command(msgspec.Struct, frozen=True, kw_only=True):
     """A process to start: its arguments, environment and files, and where it will answer.
 
-    `base_url` is `http://localhost` with `socket`, or `http://127.0.0.1:port`.
+    `base_url` is `http://localhost` with `socket`, or `http://127.0.0.1:port`. `standby` starts a
+    process that waits to become such an engine; it is `arguments` up to their first option, and
+    `--standby`.
     """
 
     arguments: tuple[str, ...]
@@ -31,6 +33,7 @@ class Command(msgspec.Struct, frozen=True, kw_only=True):
     socket: str = ""
     environment: dict[str, str] = {}
     files: dict[str, bytes] = {}
+    standby: tuple[str, ...] = ()
 
 
 class UnknownOption(Exception):
@@ -42,6 +45,8 @@ class Driver(Protocol):
 
     health_path: str
     stats_path: str
+    resumes: str
+    """What of a broken answer it goes on from: greedy draws, seeded ones too, or nothing ("")."""
 
     def command(self, launch: Launch) -> Command:
         """Return the process to start, or raise UnknownOption."""

@@ -5,6 +5,7 @@ from typing import Final
 
 import msgspec
 
+from isochrone.wire import headers
 from isochrone.wire.engine import EngineConfig, EngineStats
 from nodeagent.drivers.driver import (
     Command,
@@ -14,7 +15,23 @@ from nodeagent.drivers.driver import (
     visible_devices,
 )
 
-OPTIONS: Final = frozenset({"dtype", "batch_tokens_max", "sequences_max", "waiting_max", "threads"})
+OPTIONS: Final = frozenset(
+    {
+        "dtype",
+        "quantisation",
+        "batch_tokens_max",
+        "interval_ms",
+        "sequences_max",
+        "draft_tokens_max",
+        "waiting_max",
+        "threads",
+        "kv_host_bytes",
+        "kv_file_bytes",
+        "kv_folder",
+        "adapters_max",
+        "adapter_memory_bytes",
+    }
+)
 
 
 class Embedded:
@@ -22,8 +39,11 @@ class Embedded:
 
     health_path = "/health"
     stats_path = "/stats"
+    resumes = headers.SEEDED
     module = "nodeagent.engine"
     options = OPTIONS
+    can_wait = True
+    """Whether a process of it can wait on standby."""
 
     def command(self, launch: Launch) -> Command:
         """Write the engine's config and point it at a socket in its folder."""
@@ -36,6 +56,7 @@ class Embedded:
             base_url="http://localhost",
             socket=socket,
             environment=visible_devices(spec),
+            standby=(sys.executable, "-m", self.module, "--standby") if self.can_wait else (),
             files={"config.json": msgspec.json.encode(self._config(launch, socket))},
         )
 

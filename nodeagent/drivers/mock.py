@@ -8,6 +8,7 @@ class Mock(Embedded):
     """Starts `python -m nodeagent.mock`, handing every option on."""
 
     module = "nodeagent.mock"
+    can_wait = False
     options = frozenset(
         {
             "ttft_ms",

@@ -3,6 +3,7 @@
 import sys
 from typing import Final
 
+from isochrone.wire import headers
 from isochrone.wire.engine import EngineStats
 from nodeagent.drivers.driver import (
     Command,
@@ -35,6 +36,7 @@ class Sglang:
 
     health_path = "/health"
     stats_path = "/metrics"
+    resumes = headers.GREEDY
 
     def command(self, launch: Launch) -> Command:
         """Split the model over the replica's devices by tensor parallelism."""

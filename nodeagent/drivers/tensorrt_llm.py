@@ -33,6 +33,7 @@ class TensorRtLlm:
 
     health_path = "/health"
     stats_path = "/prometheus/metrics"
+    resumes = ""
 
     def command(self, launch: Launch) -> Command:
         """Split the model over the replica's devices by tensor parallelism."""

@@ -2,6 +2,7 @@
 
 from typing import Final
 
+from isochrone.wire import headers
 from isochrone.wire.engine import EngineStats
 from nodeagent.drivers.driver import (
     Command,
@@ -35,6 +36,7 @@ class Vllm:
 
     health_path = "/health"
     stats_path = "/metrics"
+    resumes = headers.GREEDY
 
     def command(self, launch: Launch) -> Command:
         """Split the model over the replica's devices by tensor parallelism."""

@@ -3,3 +3,10 @@
 `step` is the corridor (batch, run, sample, commit, emit); `decide/` holds its decisions and is
 pure; `runner`, `models/` and `layers/` hold the tensors; `server` and `openai` hold the HTTP.
 """
+
+import os
+
+# torch's threads wait for one another some 25 microseconds by spinning, then they sleep. By itself
+# their library spins for milliseconds: on a processor shared with others that was nine tenths of
+# the engine's time. It reads this once, when torch is first imported: below.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")

@@ -2,11 +2,8 @@
 
 import argparse
 import asyncio
-import contextlib
 import logging
 import os
-import socket
-import stat
 import sys
 import time
 from pathlib import Path
@@ -18,11 +15,18 @@ from isochrone.service.config import ConfigError
 from isochrone.service.logs import setup_logs
 from isochrone.service.run import run_service
 from isochrone.wire.engine import EngineConfig
+from nodeagent.engine.adapters import Adapters
+from nodeagent.engine.checkpoint.encoder import is_encoder
 from nodeagent.engine.clients import Clients
 from nodeagent.engine.config import read_config
+from nodeagent.engine.constrain.compiling import Grammars
+from nodeagent.engine.encoder.serving import serve_encoder
+from nodeagent.engine.listening import clear_socket, listen, remove_socket
 from nodeagent.engine.loading import Loaded, load
 from nodeagent.engine.models.shape import CheckpointError
 from nodeagent.engine.server import EngineServer
+from nodeagent.engine.standby import wait_for_order
+from nodeagent.engine.step import Engine
 from nodeagent.engine.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -34,8 +38,16 @@ _STEP_END_S = 10.0
 def main() -> None:
     """Read the arguments, load the model, serve until told to stop."""
     parser = argparse.ArgumentParser(prog="python -m nodeagent.engine", description=__doc__)
-    parser.add_argument("--config", type=Path, required=True, help="JSON file: EngineConfig")
-    path = parser.parse_args().config
+    kinds = parser.add_mutually_exclusive_group(required=True)
+    kinds.add_argument("--config", type=Path, help="JSON file: EngineConfig")
+    kinds.add_argument("--standby", action="store_true", help="wait on standard input for --config")
+    arguments = parser.parse_args()
+    if arguments.standby:
+        order = wait_for_order()
+        if order is None:
+            return
+        arguments = parser.parse_args(order.arguments)
+    path: Path = arguments.config
     setup_logs("engine")
     run_service(lambda stopping: serve(path, stopping))
 
@@ -44,7 +56,12 @@ async def serve(path: Path, stopping: asyncio.Event) -> int:
     """Serve the model of the config at `path`; 0 after a drain, 1 where the engine failed."""
     started_s = time.monotonic()
     config = read_config(path)
-    _clear_socket(Path(config.socket))
+    clear_socket(Path(config.socket))
+    try:
+        if is_encoder(Path(config.model_path)):
+            return await serve_encoder(config, stopping, started_s)
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from error
     loading = asyncio.create_task(asyncio.to_thread(load, config))
     stop = asyncio.create_task(stopping.wait())
     await asyncio.wait({loading, stop}, return_when=asyncio.FIRST_COMPLETED)
@@ -59,34 +76,40 @@ async def serve(path: Path, stopping: asyncio.Event) -> int:
     died = asyncio.Event()
     loop = asyncio.get_running_loop()
     clients = Clients(
-        loaded.vocabulary, config.sequences_max + config.waiting_max, config.client_queue_max
+        loaded.vocabulary,
+        config.sequences_max + config.waiting_max,
+        config.client_queue_max,
+        loaded.engine.speculation,
     )
 
     def on_death() -> None:
         loop.call_soon_threadsafe(died.set)
 
     worker = Worker(loaded.engine, clients.publish, on_death)
-    server = EngineServer(config, loaded, worker, clients, int(time.time()))
+    grammars = Grammars(loaded.vocabulary)
+    adapters = Adapters(config, loaded.adding, loaded.dtype)
+    server = EngineServer(config, loaded, worker, clients, int(time.time()), grammars, adapters)
     worker.start()
     runner = web.AppRunner(
         server.app(), handler_cancellation=True, shutdown_timeout=1.0, access_log=None
     )
     await runner.setup()
     try:
-        await _listen(runner, Path(config.socket))
+        await listen(runner, Path(config.socket))
         _say_ready(config, loaded, time.monotonic() - started_s)
         death = asyncio.create_task(died.wait())
         await asyncio.wait({death, stop}, return_when=asyncio.FIRST_COMPLETED)
         death.cancel()
-        await _end(config, clients, worker)
+        await _end(config, clients, worker, loaded.engine)
     finally:
         stop.cancel()
+        grammars.close()
         await runner.cleanup()
-        _remove(Path(config.socket))
+        remove_socket(Path(config.socket))
     return 1 if worker.died else 0
 
 
-async def _end(config: EngineConfig, clients: Clients, worker: Worker) -> None:
+async def _end(config: EngineConfig, clients: Clients, worker: Worker, engine: Engine) -> None:
     """Let what runs finish within `drain_s`, unless the engine itself has failed."""
     clients.draining = True
     if worker.died:
@@ -100,40 +123,8 @@ async def _end(config: EngineConfig, clients: Clients, worker: Worker) -> None:
         await clients.wait_empty(_PROBE_S)
     if not await asyncio.to_thread(worker.stop, _STEP_END_S):
         log.warning("the last step did not end in time")
-
-
-async def _listen(runner: web.AppRunner, path: Path) -> None:
-    # Created closed to everyone else: between bind and chmod there is no open moment.
-    mask = os.umask(0o177)
-    try:
-        await web.UnixSite(runner, path).start()
-    except OSError as error:
-        raise ConfigError(f"cannot listen on {path}: {error.strerror or error}") from error
-    finally:
-        os.umask(mask)
-
-
-def _clear_socket(path: Path) -> None:
-    """Remove a dead engine's socket; refuse where one is alive behind it."""
-    try:
-        mode = path.lstat().st_mode
-    except FileNotFoundError:
         return
-    if not stat.S_ISSOCK(mode):
-        raise ConfigError(f"cannot listen on {path}: it is there and is no socket")
-    with socket.socket(socket.AF_UNIX) as probe:
-        probe.settimeout(_PROBE_S)
-        with contextlib.suppress(ConnectionRefusedError, FileNotFoundError):
-            try:
-                probe.connect(str(path))
-            except TimeoutError:
-                raise ConfigError(f"cannot listen on {path}: it answers slowly") from None
-            raise ConfigError(f"cannot listen on {path}: another process serves it")
-    path.unlink(missing_ok=True)
-
-
-def _remove(path: Path) -> None:
-    path.unlink(missing_ok=True)
+    await asyncio.to_thread(engine.close)
 
 
 def _say_ready(config: EngineConfig, loaded: Loaded, startup_s: float) -> None:

@@ -1,5 +1,6 @@
-"""OpenAI answer bodies: chunks of a stream, whole completions, usage, errors."""
+"""OpenAI answer bodies: chunks of a stream, whole completions, calls of tools, usage, errors."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -7,6 +8,7 @@ import msgspec
 
 from isochrone.wire.errors import ApiError
 from nodeagent.engine.decide.sequence import Finish
+from nodeagent.engine.decide.tool_reading import CallBegan, CallReader, Event, Said
 from nodeagent.engine.sampling import Sampled
 from nodeagent.engine.step import Delta
 from nodeagent.engine.vocabulary import Vocabulary
@@ -58,7 +60,11 @@ class Answer:
     include_usage: bool
     logprobs: bool
     vocabulary: Vocabulary
+    new_call_id: Callable[[], str]
+    reader: CallReader | None = None
+    """Reads calls of tools out of the text, where the request has tools."""
     _text: list[str] = field(default_factory=list)
+    _calls: list[dict[str, Any]] = field(default_factory=list)
     _sampled: list[Sampled] = field(default_factory=list)
     _text_chars: int = 0
 
@@ -70,14 +76,17 @@ class Answer:
 
     def chunks(self, delta: Delta) -> list[bytes]:
         """Return the chunks that `delta` is told by; none while its text is held back."""
-        frames: list[bytes] = []
         sampled = [delta.sampled] if self.logprobs and delta.sampled else []
-        if delta.text or sampled:
-            logprobs = self._logprobs(sampled) if self.logprobs else None
-            frames.append(self._chunk({"content": delta.text}, logprobs, None))
-            self._text_chars += len(delta.text)
+        parts = [self._part(event) for event in self._events(delta)]
+        if sampled and not parts:
+            parts = [{"content": ""}]
+        logprobs = self._logprobs(sampled) if self.logprobs and parts else None
+        frames = [
+            self._chunk(part, None if index else logprobs, None) for index, part in enumerate(parts)
+        ]
+        self._text_chars += len(delta.text)
         if delta.finish is not None:
-            frames.append(self._chunk({}, None, delta.finish))
+            frames.append(self._chunk({}, None, self._finish(delta.finish)))
         return frames
 
     def closing(self, prompt_tokens: int, last: Delta) -> bytes:
@@ -88,7 +97,13 @@ class Answer:
 
     def collect(self, delta: Delta) -> None:
         """Keep `delta` for a whole answer."""
-        self._text.append(delta.text)
+        for event in self._events(delta):
+            if isinstance(event, Said):
+                self._text.append(event.text)
+            elif isinstance(event, CallBegan):
+                self._calls.append(self._call(event))
+            else:
+                self._calls[event.index]["function"]["arguments"] += event.text
         if self.logprobs and delta.sampled:
             self._sampled.append(delta.sampled)
 
@@ -97,13 +112,39 @@ class Answer:
         text = "".join(self._text)
         choice: dict[str, Any] = {"index": 0}
         if self.chat:
-            choice["message"] = {"role": "assistant", "content": text}
+            message: dict[str, Any] = {"role": "assistant", "content": text}
+            if self._calls:
+                message["content"] = text or None
+                message["tool_calls"] = self._calls
+            choice["message"] = message
         else:
             choice["text"] = text
         choice["logprobs"] = self._logprobs(self._sampled) if self.logprobs else None
-        choice["finish_reason"] = last.finish
+        choice["finish_reason"] = self._finish(last.finish)
         body = {**self._head(False), "choices": [choice], "usage": usage(prompt_tokens, last)}
         return _encode(body)
+
+    def _events(self, delta: Delta) -> list[Event]:
+        if self.reader is None:
+            return [Said(delta.text)] if delta.text else []
+        events = self.reader.feed(delta.text)
+        return events + self.reader.flush() if delta.finish is not None else events
+
+    def _part(self, event: Event) -> dict[str, Any]:
+        """Return the delta that tells `event` in a stream."""
+        if isinstance(event, Said):
+            return {"content": event.text}
+        if isinstance(event, CallBegan):
+            return {"tool_calls": [{"index": event.index, **self._call(event)}]}
+        return {"tool_calls": [{"index": event.index, "function": {"arguments": event.text}}]}
+
+    def _call(self, event: CallBegan) -> dict[str, Any]:
+        function = {"name": event.name, "arguments": ""}
+        return {"id": self.new_call_id(), "type": "function", "function": function}
+
+    def _finish(self, finish: Finish | None) -> str | None:
+        called = self.reader is not None and self.reader.calls > 0
+        return "tool_calls" if called and finish is Finish.STOP else finish
 
     def _head(self, stream: bool) -> dict[str, Any]:
         kind = "text_completion"
@@ -111,7 +152,7 @@ class Answer:
             kind = "chat.completion.chunk" if stream else "chat.completion"
         return {"id": self.id, "object": kind, "created": self.created_s, "model": self.model}
 
-    def _chunk(self, delta: dict[str, str], logprobs: Any, finish: Finish | None) -> bytes:
+    def _chunk(self, delta: dict[str, Any], logprobs: Any, finish: str | None) -> bytes:
         choice: dict[str, Any] = {"index": 0}
         if self.chat:
             choice["delta"] = delta

@@ -7,17 +7,24 @@ Rule 3: everything here runs on the event loop; only `publish` is called from th
 
 import asyncio
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, field
 
 from isochrone.wire.errors import ApiError, ErrorCode
+from nodeagent.engine.constrain.constraint import Constraint
 from nodeagent.engine.decide.sequence import Ending, Finish, Sequence
+from nodeagent.engine.decide.turns import Standing
+from nodeagent.engine.layers.lora import Adapter, salted
 from nodeagent.engine.openai import Ask
 from nodeagent.engine.sampling import Sampler
+from nodeagent.engine.speculate.speculation import Speculation
 from nodeagent.engine.step import Delta, Generation
 from nodeagent.engine.text import StopStrings, TokenText
 from nodeagent.engine.vocabulary import Vocabulary
 from nodeagent.engine.worker import Worker
+
+_USUAL = Standing()
 
 
 @dataclass(slots=True, eq=False)
@@ -34,8 +41,15 @@ class Client:
 class Clients:
     """All open generations of this process."""
 
-    def __init__(self, vocabulary: Vocabulary, open_max: int, queue_max: int) -> None:
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        open_max: int,
+        queue_max: int,
+        speculation: Speculation | None = None,
+    ) -> None:
         self._vocabulary = vocabulary
+        self._speculation = speculation
         self._open_max = open_max
         self._queue_max = queue_max
         self._open: dict[int, Client] = {}
@@ -69,6 +83,11 @@ class Clients:
         ending: Ending,
         salt: bytes,
         abort: Callable[[], None],
+        constraint: Constraint | None = None,
+        shown: Mapping[int, str] | None = None,
+        adapter: Adapter | None = None,
+        standing: Standing = _USUAL,
+        predicted: Ordered[int] = (),
     ) -> Client:
         """Start a generation; the caller must `close` it whatever happens."""
         self.admit()
@@ -76,12 +95,18 @@ class Clients:
         client = Client(number, len(tokens), abort, asyncio.Queue(self._queue_max))
         self._open[number] = client
         self._empty.clear()
+        drafter = None
+        if self._speculation is not None and ask.speculate:
+            drafter = self._speculation.drafter(constraint, predicted)
         worker.submit(
             Generation(
-                sequence=Sequence(number, tokens, ending, salt),
-                sampler=Sampler(ask.params, tokens.copy() if ask.params.penalised else []),
-                text=TokenText(self._vocabulary),
+                sequence=Sequence(number, tokens, ending, salted(salt, adapter), adapter, standing),
+                sampler=Sampler(
+                    ask.params, tokens.copy() if ask.params.penalised else [], constraint
+                ),
+                text=TokenText(self._vocabulary, shown),
                 stops=StopStrings(ask.stops),
+                drafter=drafter,
             )
         )
         return client

@@ -1,5 +1,6 @@
 """From a configuration to an engine ready to step: memory asked first, weights read second."""
 
+import logging
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,13 +13,20 @@ from isochrone.wire.engine import EngineConfig
 from nodeagent.engine.checkpoint.opening import open_checkpoint
 from nodeagent.engine.decide.batching import Batching, Limits
 from nodeagent.engine.decide.blocks import Blocks
+from nodeagent.engine.decide.pace import Pace
 from nodeagent.engine.decide.sequence import BLOCK_TOKENS
-from nodeagent.engine.models.llama import Llama
+from nodeagent.engine.kv_tiers.opening import open_tiers
+from nodeagent.engine.layers.linear import choose
+from nodeagent.engine.layers.lora import Adding
+from nodeagent.engine.models.families import build, survey
 from nodeagent.engine.models.shape import CheckpointError, ModelShape
 from nodeagent.engine.runner import Runner
+from nodeagent.engine.speculate.speculation import Speculation
 from nodeagent.engine.step import Engine
 from nodeagent.engine.template import ChatTemplate
 from nodeagent.engine.vocabulary import Vocabulary
+
+log = logging.getLogger(__name__)
 
 _DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _CGROUP_LIMIT: Final = Path("/sys/fs/cgroup/memory.max")
@@ -35,6 +43,9 @@ class Loaded:
     context_tokens: int
     weights_bytes: int
     load_s: float
+    dtype: torch.dtype
+    adding: Adding
+    """What adapters may change of the model."""
 
 
 def load(config: EngineConfig) -> Loaded:
@@ -54,14 +65,23 @@ def load(config: EngineConfig) -> Loaded:
                 f"cannot load {config.model_path}: {vocabulary.size} tokens, but embeddings for"
                 f" {shape.vocabulary}"
             )
-        model = Llama(shape, source, config.device, dtype, context)
+        survey(shape, source)
+        keeping, why = choose(config.device, dtype, config.quantisation == "file")
+        log.info("matrices", extra={"fields": {"kept": keeping, "because": why}})
+        model = build(shape, source, config.device, dtype, context, keeping)
     finally:
         source.close()
     runner = Runner(model, blocks, config.device, dtype)
     limits = Limits(config.batch_tokens_max, config.sequences_max)
     template = vocabulary.chat_template
     return Loaded(
-        engine=Engine(runner, Batching(limits, Blocks(blocks))),
+        engine=_engine(
+            config,
+            runner,
+            Batching(limits, Blocks(blocks), Pace(config.interval_ms / 1000)),
+            shape,
+            dtype,
+        ),
         vocabulary=vocabulary,
         template=(
             ChatTemplate(template, vocabulary.bos_token, vocabulary.eos_token) if template else None
@@ -69,7 +89,24 @@ def load(config: EngineConfig) -> Loaded:
         context_tokens=context,
         weights_bytes=weights_bytes,
         load_s=round(time.monotonic() - started_s, 3),
+        dtype=dtype,
+        adding=model.adding,
     )
+
+
+def _engine(
+    config: EngineConfig, runner: Runner, batching: Batching, shape: ModelShape, dtype: torch.dtype
+) -> Engine:
+    mover = open_tiers(config, runner, shape, dtype)
+    if mover is not None:
+        batching.below = mover.host
+    return Engine(runner, batching, mover, _speculation(config))
+
+
+def _speculation(config: EngineConfig) -> Speculation | None:
+    if config.draft_tokens_max == 0:
+        return None
+    return Speculation(config.draft_tokens_max, rows_max=config.batch_tokens_max)
 
 
 def _kv_blocks(config: EngineConfig, shape: ModelShape, dtype: torch.dtype) -> int:
@@ -85,7 +122,9 @@ def _kv_blocks(config: EngineConfig, shape: ModelShape, dtype: torch.dtype) -> i
 
 def _need_memory(config: EngineConfig, weights_bytes: int) -> None:
     needed = weights_bytes + config.kv_memory_bytes
-    available = _available_bytes(config.device)
+    if config.device == "cpu":
+        needed += config.kv_host_bytes
+    available = available_bytes(config.device)
     if needed > available:
         raise CheckpointError(
             f"cannot load {config.model_path} on {config.device}: {weights_bytes} bytes of weights"
@@ -93,7 +132,8 @@ def _need_memory(config: EngineConfig, weights_bytes: int) -> None:
         )
 
 
-def _available_bytes(device: str) -> int:
+def available_bytes(device: str) -> int:
+    """Return what may still be taken of the device's memory, or refuse a device that is none."""
     if device != "cpu":
         if not torch.cuda.is_available():
             raise CheckpointError(f"cannot use {device}: torch sees no CUDA device")

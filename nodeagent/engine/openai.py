@@ -13,7 +13,10 @@ from msgspec import Meta
 
 from isochrone.wire.codec import MalformedFrame, decode_json
 from isochrone.wire.errors import ApiError, ErrorCode
+from nodeagent.engine.constrain.asking import Constrained, grammar_of
+from nodeagent.engine.decide.grammar import Grammar
 from nodeagent.engine.sampling import SamplingParams
+from nodeagent.engine.tools import CallSpec, Choice, ToolSpec, calls_for_template
 
 _STOPS_MAX: Final = 16
 _STOP_CHARS_MAX: Final = 1024
@@ -32,7 +35,7 @@ class StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
 
 
-class Knobs(msgspec.Struct, kw_only=True):
+class Knobs(Constrained, kw_only=True):
     """The fields that chat and plain completions share."""
 
     model: str | None = None
@@ -52,6 +55,8 @@ class Knobs(msgspec.Struct, kw_only=True):
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=128)] | None = None
     ignore_eos: bool | None = None
     n: Annotated[int, Meta(ge=1)] | None = None
+    speculate: bool | None = None
+    """Ours: false turns drafts off. The output is the same with and without."""
 
 
 class Message(msgspec.Struct):
@@ -59,7 +64,16 @@ class Message(msgspec.Struct):
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[dict[str, Any]] | None = None
-    tool_calls: list[Any] | None = None
+    tool_calls: Annotated[list[CallSpec], Meta(max_length=1024)] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+
+
+class Prediction(msgspec.Struct):
+    """Text that the caller expects to be much of the answer: drafts are taken from it too."""
+
+    content: str | list[dict[str, Any]]
+    type: Literal["content"] = "content"
 
 
 class ChatBody(Knobs, kw_only=True):
@@ -69,10 +83,13 @@ class ChatBody(Knobs, kw_only=True):
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    tools: list[Any] | None = None
-    tool_choice: Any = None
+    tools: list[ToolSpec] | None = None
+    tool_choice: Choice = None
+    parallel_tool_calls: bool | None = None
+    continue_final_message: bool | None = None
+    """As vLLM names it: the last message is the assistant's and goes on."""
     functions: list[Any] | None = None
-    response_format: dict[str, Any] | None = None
+    prediction: Prediction | None = None
 
 
 class CompletionBody(Knobs, kw_only=True):
@@ -96,6 +113,8 @@ class Ask:
     ignore_eos: bool
     stream: bool
     include_usage: bool
+    grammar: Grammar | None = None
+    speculate: bool = True
 
 
 _chat_decoder = msgspec.json.Decoder(ChatBody)
@@ -105,12 +124,8 @@ _completion_decoder = msgspec.json.Decoder(CompletionBody)
 def read_chat(body: bytes, bytes_max: int) -> ChatBody:
     """Decode a chat body and refuse what the engine lacks."""
     chat: ChatBody = _decode(body, _chat_decoder, bytes_max)
-    if chat.tools or chat.functions or chat.tool_choice not in (None, "none", "auto"):
-        raise _unsupported("tools", "tools are not supported by this engine")
-    if (chat.response_format or {"type": "text"}).get("type") != "text":
-        raise _unsupported("response_format", "only response_format of type text is supported")
-    if any(message.tool_calls for message in chat.messages):
-        raise _unsupported("messages", "tool_calls are not supported by this engine")
+    if chat.functions:
+        raise _unsupported("functions", "functions is a field of the past; give them as tools")
     if chat.top_logprobs is not None and not chat.logprobs:
         raise refused("top_logprobs", "top_logprobs needs logprobs to be true")
     return chat
@@ -138,15 +153,28 @@ def prompt_of(completion: CompletionBody) -> str | list[int]:
     raise refused("prompt", "prompt must be one string or one list of token ids")
 
 
-def plain_messages(chat: ChatBody) -> list[dict[str, Any]]:
-    """Return the messages as a chat template expects them: text contents only."""
-    return [
-        {
-            "role": "system" if message.role == "developer" else message.role,
-            "content": _text(message.content),
-        }
-        for message in chat.messages
-    ]
+def messages_of(chat: ChatBody) -> list[dict[str, Any]]:
+    """Return the messages as a chat template expects them: text contents only.
+
+    The beginning of an answer that goes on is none of them: it follows the prompt as it is.
+    """
+    messages = chat.messages[:-1] if chat.continue_final_message else chat.messages
+    return [_message(message) for message in messages]
+
+
+def begun_of(chat: ChatBody) -> str:
+    """Return the beginning of the answer that the caller has already; empty where none."""
+    if not chat.continue_final_message:
+        return ""
+    last = chat.messages[-1]
+    if last.role != "assistant" or last.tool_calls:
+        raise refused("continue_final_message", "cannot go on: the last message is no answer")
+    return _text(last.content)
+
+
+def prediction_of(chat: ChatBody) -> str:
+    """Return the text that the caller predicts; empty where none."""
+    return _text(chat.prediction.content) if chat.prediction is not None else ""
 
 
 def ask_of(body: ChatBody | CompletionBody) -> Ask:
@@ -181,6 +209,8 @@ def ask_of(body: ChatBody | CompletionBody) -> Ask:
         ignore_eos=bool(body.ignore_eos),
         stream=bool(body.stream),
         include_usage=bool(options and options.include_usage),
+        grammar=grammar_of(body),
+        speculate=body.speculate is not False,
     )
 
 
@@ -207,6 +237,18 @@ def _text(content: str | list[dict[str, Any]] | None) -> str:
     if len(texts) != len(content) or not all(isinstance(text, str) for text in texts):
         raise _unsupported("messages", "only text parts are supported in message contents")
     return "".join(str(text) for text in texts)
+
+
+def _message(message: Message) -> dict[str, Any]:
+    role = "system" if message.role == "developer" else message.role
+    told: dict[str, Any] = {"role": role, "content": _text(message.content)}
+    if message.tool_calls:
+        told["tool_calls"] = calls_for_template(message.tool_calls)
+    if message.tool_call_id is not None:
+        told["tool_call_id"] = message.tool_call_id
+    if message.name is not None:
+        told["name"] = message.name
+    return told
 
 
 def _stops(stop: str | list[str] | None) -> tuple[str, ...]:

@@ -30,6 +30,12 @@ class Snapshot(msgspec.Struct, frozen=True):
     tokens_out_total: int
     prompt_tokens_total: int
     prefix_hit_tokens_total: int
+    drafted_tokens_total: int = 0
+    """Drafts that were verified."""
+    accepted_tokens_total: int = 0
+    """Drafts that held."""
+    draft_acceptance: float = 0.0
+    """Share of recent drafts that held."""
 
 
 @dataclass(slots=True)

@@ -4,14 +4,23 @@ Rule 1: this file decides nothing; `decide.batching` says what runs and in which
 Rule 2: rows of the flat batch lie in the order of `Batch.chunks`: decodes first.
 """
 
+from collections.abc import Iterator, Sequence
+from typing import Final
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from nodeagent.engine.decide.batching import Batch, Chunk
 from nodeagent.engine.decide.sequence import BLOCK_TOKENS
-from nodeagent.engine.layers.attention import LayerKV, Layout, Segment
+from nodeagent.engine.layers.attention import Decodes, LayerKV, Layout, Run, Segment
+from nodeagent.engine.layers.lora import Adapter
 from nodeagent.engine.models.llama import Llama
+
+_PADDING_MAX: Final = 2
+"""Decodes share a call where the longest reads at most so many times the blocks of the shortest."""
+_PADDED_BLOCKS_FREE: Final = 8
+"""Up to so many blocks, padding costs less than another call."""
 
 
 class Runner:
@@ -20,79 +29,166 @@ class Runner:
     def __init__(self, model: Llama, blocks: int, device: str, dtype: torch.dtype) -> None:
         self._model = model
         self._device = device
+        self._dtype = dtype
         shape = model.shape
-        slots = blocks * BLOCK_TOKENS
+        self._window_tokens = shape.window_tokens
         self._kv = [
-            LayerKV(slots, shape.kv_heads, shape.head_dim, device, dtype)
+            LayerKV(blocks, BLOCK_TOKENS, shape.kv_heads, shape.head_dim, device, dtype)
             for _ in range(shape.layers)
         ]
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> Tensor:
-        """Compute `batch`; return logits [samples, vocabulary], a row per chunk that samples."""
-        chunks = batch.chunks
-        tokens = np.concatenate(
-            [chunk.sequence.tokens[chunk.start : chunk.start + chunk.tokens] for chunk in chunks]
+        """Compute `batch`; return logits [rows, vocabulary].
+
+        A row for each chunk that samples, and before it one for each of its drafts.
+        """
+        tokens: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        rows: list[int] = []
+        for chunk in batch.chunks:
+            end = chunk.start + chunk.tokens
+            tokens += chunk.ids
+            positions += range(chunk.start, end)
+            slots += _slots(chunk)
+            if chunk.samples:
+                rows += range(len(tokens) - 1 - len(chunk.drafts), len(tokens))
+        layout = Layout(
+            write_slots=self._put(slots),
+            decodes=tuple(self._decodes(batch.decodes)),
+            segments=tuple(self._segments(batch)),
         )
-        positions = np.concatenate(
-            [np.arange(chunk.start, chunk.start + chunk.tokens) for chunk in chunks]
-        )
-        ends = np.cumsum([chunk.tokens for chunk in chunks])
-        rows = [end - 1 for chunk, end in zip(chunks, ends, strict=True) if chunk.samples]
+        self.clear([block for chunk in batch.chunks for block in _begun(chunk)])
+        self._model.adding.current = self._adapters(batch.chunks)
         return self._model.forward(
-            self._put(tokens),
-            self._put(positions),
-            self._kv,
-            self._layout(batch),
-            self._put(np.asarray(rows, dtype=np.int64)),
+            self._put(tokens), self._put(positions), self._kv, layout, self._put(rows)
         )
 
-    def _layout(self, batch: Batch) -> Layout:
-        contexts = [_slots(chunk) for chunk in batch.chunks]
-        written = [
-            slots[chunk.start :] for slots, chunk in zip(contexts, batch.chunks, strict=True)
-        ]
-        decodes = len(batch.decodes)
-        padded, mask = _pad(contexts[:decodes])
-        segments: list[Segment] = []
-        start = decodes
-        for chunk, slots in zip(batch.prefills, contexts[decodes:], strict=True):
+    @torch.inference_mode()
+    def clear(self, blocks: Sequence[int]) -> None:
+        """Zero `blocks`: decodes read them whole, and what another left there may be no number."""
+        if blocks:
+            indices = self._put(blocks)
+            for kv in self._kv:
+                kv.pages.index_fill_(0, indices, 0)
+
+    @torch.inference_mode()
+    def read_blocks(self, blocks: Sequence[int]) -> Tensor:
+        """Return what `blocks` hold: [blocks, layers, tokens, keys and values, head_dim]."""
+        indices = self._put(blocks)
+        return torch.stack([kv.pages[indices] for kv in self._kv], 1).cpu()
+
+    @torch.inference_mode()
+    def write_blocks(self, blocks: Sequence[int], contents: Tensor) -> None:
+        """Fill `blocks` with what `read_blocks` returned."""
+        indices = self._put(blocks)
+        contents = contents.to(self._device)
+        for layer, kv in enumerate(self._kv):
+            kv.pages[indices] = contents[:, layer]
+
+    def _adapters(self, chunks: Sequence[Chunk]) -> tuple[tuple[Adapter, Tensor], ...]:
+        """Return the adapters of this step, each with the rows that it changes."""
+        rows: dict[Adapter, list[int]] = {}
+        start = 0
+        for chunk in chunks:
             end = start + chunk.tokens
-            segments.append(Segment(start, end, self._put(slots), self._mask(chunk)))
+            if isinstance(chunk.sequence.adapter, Adapter):
+                rows.setdefault(chunk.sequence.adapter, []).extend(range(start, end))
             start = end
-        return Layout(
-            write_slots=self._put(np.concatenate(written)),
-            decodes=decodes,
-            decode_slots=self._put(padded),
-            decode_mask=self._put(mask)[:, None, None, :],
-            segments=tuple(segments),
-        )
+        return tuple((adapter, self._put(numbers)) for adapter, numbers in rows.items())
+
+    def _decodes(self, chunks: Sequence[Chunk]) -> Iterator[Decodes]:
+        start = 0
+        seen = [self._seen(chunk) for chunk in chunks]
+        while start < len(chunks):
+            shortest = longest = len(seen[start][1])
+            end = start + 1
+            while end < len(chunks):
+                blocks = len(seen[end][1])
+                low, high = min(shortest, blocks), max(longest, blocks)
+                if high > max(_PADDING_MAX * low, _PADDED_BLOCKS_FREE):
+                    break
+                shortest, longest, end = low, high, end + 1
+            yield self._group(start, chunks[start:end], seen[start:end], longest)
+            start = end
+
+    def _seen(self, chunk: Chunk) -> tuple[int, list[int]]:
+        """Return the first token that a decode sees, and the blocks from that token's on."""
+        window = self._window_tokens
+        first = 0 if window is None else max(0, chunk.start + 1 - window)
+        return first, chunk.sequence.blocks[first // BLOCK_TOKENS : _blocks(chunk)]
+
+    def _group(
+        self, start: int, chunks: Sequence[Chunk], seen: Sequence[tuple[int, list[int]]], width: int
+    ) -> Decodes:
+        table: list[int] = []
+        for _, blocks in seen:
+            table += blocks
+            # Masked tokens are multiplied by nought, which NaN survives: pad with what is its own.
+            table += blocks[:1] * (width - len(blocks))
+        skipped = np.asarray([first // BLOCK_TOKENS * BLOCK_TOKENS for first, _ in seen])
+        firsts = np.asarray([first for first, _ in seen]) - skipped
+        ends = np.asarray([chunk.start + 1 for chunk in chunks]) - skipped
+        context = int(ends.max())
+        mask = None
+        if firsts.any() or (ends < context).any():
+            columns = np.arange(context)
+            hidden = (columns < firsts[:, None]) | (columns >= ends[:, None])
+            mask = self._added(hidden)[:, None, None, :]
+        return Decodes(start, start + len(chunks), self._place(table), context, mask)
+
+    def _added(self, hidden: np.ndarray) -> Tensor:
+        """Return what is added to scores: 0, and -inf where `hidden`.
+
+        Made once for all layers; a mask of truths would be made into this in each of them.
+        """
+        return torch.from_numpy(np.where(hidden, -np.inf, 0.0)).to(self._device, self._dtype)
+
+    def _segments(self, batch: Batch) -> Iterator[Segment]:
+        start = len(batch.decodes)
+        for chunk in batch.segments:
+            end = start + chunk.tokens
+            blocks = self._place(chunk.sequence.blocks[: _blocks(chunk)])
+            yield Segment(start, end, blocks, chunk.start + chunk.tokens, self._mask(chunk))
+            start = end
 
     def _mask(self, chunk: Chunk) -> Tensor | None:
-        if chunk.start == 0:
+        context, window = chunk.start + chunk.tokens, self._window_tokens
+        if window is not None and window >= context:
+            window = None
+        if chunk.start == 0 and window is None:
             return None
-        seen = torch.ones(
-            chunk.tokens, chunk.start + chunk.tokens, dtype=torch.bool, device=self._device
-        )
-        return seen.tril(chunk.start)
+        seen = torch.ones(chunk.tokens, context, dtype=torch.bool, device=self._device)
+        seen = seen.tril(chunk.start)
+        return seen if window is None else seen.triu(chunk.start - window + 1)
 
-    def _put(self, values: np.ndarray) -> Tensor:
-        return torch.from_numpy(values).to(self._device)
+    def _place(self, blocks: list[int]) -> Run | Tensor:
+        first = blocks[0]
+        if blocks == list(range(first, first + len(blocks))):
+            return Run(first, first + len(blocks))
+        return self._put(blocks)
 
-
-def _slots(chunk: Chunk) -> np.ndarray:
-    """Return the KV slots of all tokens up to the chunk's last."""
-    context = chunk.start + chunk.tokens
-    blocks = np.asarray(chunk.sequence.blocks[: -(-context // BLOCK_TOKENS)], dtype=np.int64)
-    slots = blocks[:, None] * BLOCK_TOKENS + np.arange(BLOCK_TOKENS)
-    return slots.reshape(-1)[:context]
+    def _put(self, values: Sequence[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64).to(self._device)
 
 
-def _pad(contexts: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    longest = max((len(slots) for slots in contexts), default=0)
-    padded = np.zeros((len(contexts), longest), dtype=np.int64)
-    mask = np.zeros((len(contexts), longest), dtype=np.bool_)
-    for row, slots in enumerate(contexts):
-        padded[row, : len(slots)] = slots
-        mask[row, : len(slots)] = True
-    return padded, mask
+def _blocks(chunk: Chunk) -> int:
+    """How many blocks hold the tokens up to the chunk's last."""
+    return -(-(chunk.start + chunk.tokens) // BLOCK_TOKENS)
+
+
+def _slots(chunk: Chunk) -> list[int]:
+    """Return the KV slots that the chunk fills."""
+    blocks = chunk.sequence.blocks
+    return [
+        blocks[position // BLOCK_TOKENS] * BLOCK_TOKENS + position % BLOCK_TOKENS
+        for position in range(chunk.start, chunk.start + chunk.tokens)
+    ]
+
+
+def _begun(chunk: Chunk) -> list[int]:
+    """Return the block that the chunk begins and does not fill, if there is one."""
+    end = chunk.start + chunk.tokens
+    begun = end // BLOCK_TOKENS * BLOCK_TOKENS
+    return [chunk.sequence.blocks[end // BLOCK_TOKENS]] if chunk.start <= begun < end else []

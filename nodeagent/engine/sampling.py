@@ -1,14 +1,18 @@
 """From logits to one token for each sequence, in the order the field applies its knobs.
 
 Penalties and bias change logits; then temperature; then top_k, top_p, min_p cut the tail; then one
-draw from the sequence's own generator, so that a seed gives the same output in any company.
+draw from the sequence's own generator, so that a seed gives the same output in any company. A
+constraint forbids after the knobs and before the cuts, so that top_k counts allowed tokens only.
 Log-probabilities told to the caller are those of the model itself, before any knob.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+
+from nodeagent.engine.constrain.constraint import BrokenConstraint, Constraint
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +28,8 @@ class SamplingParams:
     presence_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
+    drawn_before: int = 0
+    """Tokens of this answer that another engine drew: a seed's numbers for them are used up."""
     logprobs: int | None = None
     """How many alternatives to tell beside the sampled token; None for no log-probabilities."""
 
@@ -55,7 +61,7 @@ class Sampled:
 
 
 class UnsoundLogits(ArithmeticError):
-    """The model gave no finite logits for this sequence."""
+    """No token can be sampled for this sequence; the message says why."""
 
 
 @dataclass(slots=True)
@@ -64,16 +70,24 @@ class Sampler:
 
     params: SamplingParams
     prompt: list[int]
+    constraint: Constraint | None = None
     _generator: torch.Generator | None = None
     _counts: dict[int, int] = field(default_factory=dict)
     _prompt_ids: Tensor | None = None
 
+    @property
+    def plain(self) -> bool:
+        """True where the likeliest token is the answer and nothing else is asked."""
+        return self.params.plain and self.constraint is None
+
     def sample(self, logits: Tensor) -> Sampled:
-        """Choose from `logits` [vocabulary], which may be changed."""
+        """Choose from `logits` [vocabulary], which may be changed, or raise BrokenConstraint."""
         params = self.params
         logprobs = logits.log_softmax(-1) if params.logprobs is not None else None
         self._adjust(logits)
         token = int(logits.argmax()) if params.temperature == 0 else self._draw(logits)
+        if self.constraint is not None:
+            self.constraint.accept(token)
         if params.penalised:
             self._counts[token] = self._counts.get(token, 0) + 1
         if logprobs is None:
@@ -89,6 +103,8 @@ class Sampler:
         if params.logit_bias:
             ids, values = zip(*params.logit_bias, strict=True)
             logits[list(ids)] += torch.tensor(values, device=logits.device)
+        if self.constraint is not None:
+            self.constraint.apply(logits)
 
     def _penalise(self, logits: Tensor) -> None:
         params = self.params
@@ -115,6 +131,9 @@ class Sampler:
                 self._generator.seed()
             else:
                 self._generator.manual_seed(params.seed)
+                for _ in range(params.drawn_before):
+                    # One by one, as they were drawn: many at once come in another order.
+                    torch.rand((), generator=self._generator, dtype=torch.float64)
         probabilities, order = (
             (logits / params.temperature).softmax(-1).sort(descending=True, stable=True)
         )
@@ -140,17 +159,52 @@ class Sampler:
         return keep
 
 
-def sample_rows(logits: Tensor, samplers: list[Sampler]) -> list[Sampled | UnsoundLogits]:
-    """Sample each row of `logits` by its own sampler; an unsound row harms no other."""
+@dataclass(frozen=True, slots=True)
+class Due:
+    """A sequence whose next token is due, and the drafts that this step computed for it."""
+
+    sampler: Sampler
+    drafts: tuple[int, ...] = ()
+
+
+@torch.inference_mode()
+def sample_runs(logits: Tensor, dues: Sequence[Due]) -> list[list[Sampled | UnsoundLogits]]:
+    """Sample for each of `dues`, whose rows follow one another: one for each draft, and one more.
+
+    Each answer goes on as long as what was sampled is what was drafted, so that the row of a draft
+    counts only where the draft held. An unsound row harms no other.
+    """
     best, likeliest = logits.max(-1)
     sound = best.isfinite().tolist()
     tokens = likeliest.tolist()
-    answers: list[Sampled | UnsoundLogits] = []
-    for row, sampler in enumerate(samplers):
-        if not sound[row]:
-            answers.append(UnsoundLogits("cannot sample: the model gave no finite logits"))
-        elif sampler.params.plain:
-            answers.append(Sampled(tokens[row]))
-        else:
-            answers.append(sampler.sample(logits[row]))
+    answers: list[list[Sampled | UnsoundLogits]] = []
+    row = 0
+    for due in dues:
+        run: list[Sampled | UnsoundLogits] = []
+        for ahead, draft in enumerate((*due.drafts, None)):
+            at = row + ahead
+            result: Sampled | UnsoundLogits
+            if not sound[at]:
+                result = UnsoundLogits("cannot sample: the model gave no finite logits")
+            elif due.sampler.plain:
+                result = Sampled(tokens[at])
+            else:
+                result = _sample(due.sampler, logits[at])
+            run.append(result)
+            if isinstance(result, UnsoundLogits) or result.token != draft:
+                break
+        answers.append(run)
+        row += len(due.drafts) + 1
     return answers
+
+
+def sample_rows(logits: Tensor, samplers: list[Sampler]) -> list[Sampled | UnsoundLogits]:
+    """Sample each row of `logits` by its own sampler; an unsound row harms no other."""
+    return [run[0] for run in sample_runs(logits, [Due(sampler) for sampler in samplers])]
+
+
+def _sample(sampler: Sampler, logits: Tensor) -> Sampled | UnsoundLogits:
+    try:
+        return sampler.sample(logits)
+    except BrokenConstraint as error:
+        return UnsoundLogits(str(error))

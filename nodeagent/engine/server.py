@@ -10,8 +10,8 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import msgspec
@@ -22,8 +22,11 @@ from isochrone.service.metrics import exposition
 from isochrone.wire.engine import EngineConfig, EngineHealth
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.headers import CACHE_SALT, REQUEST_ID
+from nodeagent.engine.adapters import Adapters
 from nodeagent.engine.answers import Answer, error_body
+from nodeagent.engine.calling import Calling
 from nodeagent.engine.clients import Client, Clients
+from nodeagent.engine.constrain.compiling import Grammars
 from nodeagent.engine.decide.sequence import BLOCK_TOKENS, Ending, Finish
 from nodeagent.engine.gauges import Gauges
 from nodeagent.engine.loading import Loaded
@@ -32,14 +35,18 @@ from nodeagent.engine.openai import (
     ChatBody,
     CompletionBody,
     ask_of,
-    plain_messages,
+    begun_of,
+    messages_of,
+    prediction_of,
     prompt_of,
     read_chat,
     read_completion,
     refused,
 )
+from nodeagent.engine.standing import said_of, standing_of
 from nodeagent.engine.step import Delta
 from nodeagent.engine.template import UnusableChat
+from nodeagent.engine.tools import tools_of
 from nodeagent.engine.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -61,6 +68,8 @@ class EngineServer:
     worker: Worker
     clients: Clients
     created_s: int
+    grammars: Grammars
+    adapters: Adapters
 
     def app(self) -> web.Application:
         """Build the aiohttp application."""
@@ -75,6 +84,8 @@ class EngineServer:
         app.router.add_get("/v1/models", self.models)
         app.router.add_post("/v1/chat/completions", self.chat)
         app.router.add_post("/v1/completions", self.complete)
+        app.router.add_post("/v1/load_lora_adapter", self.load_adapter)
+        app.router.add_post("/v1/unload_lora_adapter", self.unload_adapter)
         app.router.add_post("/drain", self.drain)
         return app
 
@@ -93,10 +104,11 @@ class EngineServer:
 
     async def show_stats(self, request: web.Request) -> web.Response:
         """Tell the engine's counts and rates."""
-        return _json(self.stats())
+        return _json({"kind": "chat", **self.stats()})
 
     def stats(self) -> dict[str, float]:
         """Return counts and rates by name: EngineStats, and what only this engine has."""
+        mover = self.loaded.engine.mover
         return {
             **msgspec.structs.asdict(self.worker.snapshot),
             "block_tokens": BLOCK_TOKENS,
@@ -105,18 +117,32 @@ class EngineServer:
             "load_s": self.loaded.load_s,
             "weights_bytes": self.loaded.weights_bytes,
             "context_tokens": self._context_tokens,
+            **(mover.counts() if mover is not None else {}),
+            "adapters": len(self.adapters.names),
+            "adapters_kept": self.adapters.kept,
+            "adapter_reads_total": self.adapters.reads_total,
         }
 
     async def models(self, request: web.Request) -> web.Response:
-        """List the one model."""
-        model = {
+        """List the model, and its adapters by the names that requests may give."""
+        model: dict[str, Any] = {
             "id": self.config.served_name,
             "object": "model",
             "created": self.created_s,
             "owned_by": "isochrone",
             "max_model_len": self._context_tokens,
         }
-        return _json({"object": "list", "data": [model]})
+        served = self.config.served_name
+        adapters = [{**model, "id": name, "parent": served} for name in self.adapters.names]
+        return _json({"object": "list", "data": [model, *adapters]})
+
+    async def load_adapter(self, request: web.Request) -> web.Response:
+        """Make an adapter known, so that requests may name it as their model."""
+        return _json({"loaded": await self.adapters.load(await self._body(request))})
+
+    async def unload_adapter(self, request: web.Request) -> web.Response:
+        """Forget an adapter; what runs with it goes on."""
+        return _json({"unloaded": self.adapters.unload(await self._body(request))})
 
     async def drain(self, request: web.Request) -> web.Response:
         """Take nothing new from now on; what runs goes on."""
@@ -130,12 +156,16 @@ class EngineServer:
         template = self.loaded.template
         if template is None:
             raise refused("messages", "cannot chat: this model has no chat template")
+        tools = tools_of(body.tools, body.tool_choice, body.parallel_tool_calls)
         try:
-            text = template.render(plain_messages(body))
+            text = template.render(messages_of(body), tools.told if tools else ())
         except UnusableChat as error:
             raise refused("messages", str(error)) from error
         tokens = await self._tokenise(text, special=False)
-        return await self._generate(request, body, tokens)
+        tokens += await self._tokenise(begun_of(body), special=False)
+        calling = Calling.of(tools, template, self.loaded.vocabulary)
+        predicted = await self._tokenise(prediction_of(body), special=False)
+        return await self._generate(request, body, tokens, calling, predicted)
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         """Answer a plain completion."""
@@ -170,27 +200,49 @@ class EngineServer:
             raise refused("prompt", "cannot tokenise: the text holds half a surrogate") from error
 
     async def _generate(
-        self, request: web.Request, body: ChatBody | CompletionBody, tokens: list[int]
+        self,
+        request: web.Request,
+        body: ChatBody | CompletionBody,
+        tokens: list[int],
+        calling: Calling | None = None,
+        predicted: Sequence[int] = (),
     ) -> web.StreamResponse:
+        adapter = await self.adapters.hold(body.model)
         ask = ask_of(body)
+        ask = replace(ask, params=replace(ask.params, drawn_before=said_of(request.headers)))
+        if calling is not None:
+            ask = replace(ask, grammar=calling.grammar(ask.grammar))
         ending = self._ending(body, ask, tokens)
         salt = request.headers.get(CACHE_SALT, "")
         if len(salt) > _SALT_CHARS_MAX:
             raise refused(CACHE_SALT, f"cannot use a salt of {len(salt)} characters")
+        constraint = await self.grammars.compile(ask.grammar) if ask.grammar else None
         chat = isinstance(body, ChatBody)
         answer = Answer(
             id=f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
-            model=self.config.served_name,
+            model=adapter.name if adapter else self.config.served_name,
             created_s=int(time.time()),
             chat=chat,
             include_usage=ask.include_usage,
             logprobs=ask.params.logprobs is not None,
             vocabulary=self.loaded.vocabulary,
+            new_call_id=lambda: _call_id(calling.how.call_id_chars if calling else 0),
+            reader=calling.reader() if calling else None,
         )
         transport = request.transport
         abort = transport.abort if transport is not None else _nothing_to_abort
         client = self.clients.open(
-            self.worker, ask, tokens, ending, salt.encode(errors="surrogateescape"), abort
+            self.worker,
+            ask,
+            tokens,
+            ending,
+            salt.encode(errors="surrogateescape"),
+            abort,
+            constraint,
+            calling.shown if calling else None,
+            adapter,
+            standing_of(request.headers, salt, time.monotonic()),
+            predicted,
         )
         try:
             if ask.stream:
@@ -203,13 +255,6 @@ class EngineServer:
         """Check the request against this model and return what ends it."""
         if self.worker.died:
             raise ApiError(ErrorCode.UNAVAILABLE, "this engine has failed", retry_after_s=1.0)
-        if body.model is not None and body.model != self.config.served_name:
-            raise ApiError(
-                ErrorCode.MODEL_NOT_FOUND,
-                f"cannot serve model {body.model[:200]!r}: this engine has"
-                f" {self.config.served_name!r}",
-                param="model",
-            )
         size = self.loaded.vocabulary.size
         biased = [token for token, _ in ask.params.logit_bias]
         if any(not 0 <= token < size for token in (*tokens, *biased)):
@@ -225,7 +270,9 @@ class EngineServer:
                 f" they exceed the limit of {limit} tokens",
                 param="messages" if isinstance(body, ChatBody) else "prompt",
             )
-        own = frozenset() if ask.ignore_eos else self.loaded.vocabulary.stop_ids
+        # A grammar that is fulfilled allows nothing but the end.
+        endless = ask.ignore_eos and ask.grammar is None
+        own = frozenset() if endless else self.loaded.vocabulary.stop_ids
         return Ending(max_tokens, own | ask.stop_ids)
 
     @property
@@ -323,9 +370,15 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
     return response
 
 
+def _call_id(chars: int) -> str:
+    return uuid.uuid4().hex[:chars] if chars else f"call_{uuid.uuid4().hex[:24]}"
+
+
 def _raise_failure(delta: Delta) -> None:
     if delta.finish is Finish.ERROR:
         raise ApiError(ErrorCode.INTERNAL, delta.error)
+    if delta.finish is Finish.LATE:
+        raise ApiError(ErrorCode.OUT_OF_CAPACITY, delta.error, retry_after_s=1.0)
 
 
 def _error(error: ApiError) -> web.Response:

@@ -1,4 +1,4 @@
-"""The corridor of the engine: batch, run, sample, commit, emit. One thread owns all of it.
+"""The corridor of the engine: draft, batch, run, sample, commit. One thread owns all of it.
 
 Rule 1: nothing here waits, locks or asks the time; `worker` turns the crank and carries results.
 Rule 2: a sequence that ends, for whatever reason, has given back its blocks before `step` returns.
@@ -10,8 +10,10 @@ from torch import Tensor
 
 from nodeagent.engine.decide.batching import Batch, Batching
 from nodeagent.engine.decide.sequence import Finish, Sequence
+from nodeagent.engine.kv_tiers.mover import Mover
 from nodeagent.engine.runner import Runner
-from nodeagent.engine.sampling import Sampled, Sampler, UnsoundLogits, sample_rows
+from nodeagent.engine.sampling import Due, Sampled, Sampler, UnsoundLogits, sample_runs
+from nodeagent.engine.speculate.speculation import Drafter, Speculation
 from nodeagent.engine.text import StopStrings, TokenText
 
 
@@ -23,6 +25,7 @@ class Generation:
     sampler: Sampler
     text: TokenText
     stops: StopStrings
+    drafter: Drafter | None = None
 
     @property
     def number(self) -> int:
@@ -50,13 +53,23 @@ class Stepped:
     deltas: list[Delta]
     prefill_tokens: int
     decode_tokens: int
+    rows: int = 0
+    """Tokens computed, drafts that did not hold included."""
 
 
 class Engine:
     """The generations in this process and the step that moves them all."""
 
-    def __init__(self, runner: Runner, batching: Batching) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        batching: Batching,
+        mover: Mover | None = None,
+        speculation: Speculation | None = None,
+    ) -> None:
         self.batching = batching
+        self.mover = mover
+        self.speculation = speculation
         self._runner = runner
         self._generations: dict[int, Generation] = {}
         self.prompt_tokens_total = 0
@@ -79,52 +92,102 @@ class Engine:
         if generation is not None:
             self.batching.remove(generation.sequence)
 
-    def step(self) -> Stepped:
-        """Move every generation that this step's budget reaches."""
-        batch = self.batching.next_batch()
+    def export_blocks(self, digests: list[bytes]) -> Tensor | None:
+        """Return the KV blocks of these digests, wherever they lie; None where one is nowhere."""
+        if self.mover is None:
+            return None
+        return self.mover.export(self.batching.blocks.remembered(), digests)
+
+    def import_blocks(self, digests: list[bytes], contents: Tensor) -> None:
+        """Take KV blocks that another engine of the same model computed."""
+        if self.mover is not None:
+            self.mover.take_in(digests, contents)
+
+    def close(self) -> None:
+        """Leave what the device remembers to the next process. After the last step."""
+        if self.mover is not None:
+            self.mover.close(self.batching.blocks.remembered())
+
+    def step(self, now_s: float = 0.0) -> Stepped:
+        """Move every generation that this step's budget reaches; `now_s` is for deadlines."""
+        if self.speculation is not None and self.batching.drafting:
+            self.speculation.draft(
+                [(s, self._generations[s.number].drafter) for s in self.batching.running]
+            )
+        batch = self.batching.next_batch(now_s)
+        if self.mover is not None:
+            self.mover.move(batch.evicted, batch.restores)
+        late = [self._drop(sequence) for sequence in batch.late]
+        if not batch.chunks:
+            return Stepped(late, 0, 0)
         logits = self._runner.run(batch)
         sampled = self._sample(batch, logits)
-        ended = self._commit(batch, sampled)
-        deltas = self._emit(sampled, ended)
-        return Stepped(deltas, batch.prefill_tokens, len(batch.decodes))
+        deltas = self._commit(batch, sampled)
+        decoded = len(batch.decodes) if batch.prefills else len(deltas)
+        return Stepped(late + deltas, batch.prefill_tokens, decoded, batch.tokens)
 
-    def _sample(
-        self, batch: Batch, logits: Tensor
-    ) -> list[tuple[Generation, Sampled | UnsoundLogits]]:
-        due = [self._generations[c.sequence.number] for c in batch.chunks if c.samples]
-        return list(zip(due, sample_rows(logits, [g.sampler for g in due]), strict=True))
+    def timed(self, stepped: Stepped, seconds: float) -> None:
+        """Learn what the last step cost."""
+        if self.speculation is not None and stepped.rows and not stepped.prefill_tokens:
+            self.speculation.costs.note(stepped.rows, seconds)
+
+    def _drop(self, sequence: Sequence) -> Delta:
+        """Tell that `sequence` was given up; its blocks are given back already."""
+        del self._generations[sequence.number]
+        error = "cannot begin before the deadline: others are served first"
+        return Delta(sequence.number, "", None, 0, sequence.cached_tokens, Finish.LATE, error)
+
+    def _sample(self, batch: Batch, logits: Tensor) -> dict[int, list[Sampled | UnsoundLogits]]:
+        due = [chunk for chunk in batch.chunks if chunk.samples]
+        numbers = [chunk.sequence.number for chunk in due]
+        dues = [
+            Due(self._generations[number].sampler, chunk.drafts)
+            for number, chunk in zip(numbers, due, strict=True)
+        ]
+        return dict(zip(numbers, sample_runs(logits, dues), strict=True))
 
     def _commit(
-        self, batch: Batch, sampled: list[tuple[Generation, Sampled | UnsoundLogits]]
-    ) -> dict[int, Finish]:
-        """Book what was computed, append what was sampled; return who ended by that, and why."""
-        for chunk in batch.chunks:
-            self.batching.computed(chunk)
-        ended: dict[int, Finish] = {}
-        for generation, result in sampled:
-            if generation.sequence.output_tokens == 0:
-                self.prompt_tokens_total += generation.sequence.prompt_tokens
-                self.prefix_hit_tokens_total += generation.sequence.cached_tokens
-            if isinstance(result, UnsoundLogits):
-                ended[generation.number] = Finish.ERROR
-                continue
-            finish = generation.sequence.append(result.token)
-            if finish is not None:
-                ended[generation.number] = finish
-        return ended
-
-    def _emit(
-        self,
-        sampled: list[tuple[Generation, Sampled | UnsoundLogits]],
-        ended: dict[int, Finish],
+        self, batch: Batch, sampled: dict[int, list[Sampled | UnsoundLogits]]
     ) -> list[Delta]:
+        """Append what was sampled, book what was computed, let go of who ended."""
         deltas: list[Delta] = []
-        for generation, result in sampled:
-            delta = _delta(generation, result, ended.get(generation.number))
-            deltas.append(delta)
-            self.output_tokens_total += delta.sampled is not None
-            if delta.finish is not None:
+        for chunk in batch.chunks:
+            sequence = chunk.sequence
+            generation = self._generations[sequence.number]
+            results = sampled.get(sequence.number, [])
+            before = sequence.output_tokens
+            if results and before == 0:
+                self.prompt_tokens_total += sequence.prompt_tokens
+                self.prefix_hit_tokens_total += sequence.cached_tokens
+            told = self._append(generation, results)
+            held = max(sequence.output_tokens - before - 1, 0)
+            self.batching.computed(chunk, refused=len(chunk.drafts) - held)
+            if self.speculation is not None and generation.drafter is not None and results:
+                self.speculation.settle(generation.drafter, results, len(chunk.drafts))
+            finish = told[-1].finish if told else None
+            if finish is Finish.ERROR:
+                # Masked slots are multiplied by zero, and zero times NaN is NaN: what lies in its
+                # blocks would spread to who gets them next.
+                self._runner.clear(self.batching.blocks.forget(sequence.blocks))
+            if finish is not None:
                 self.cancel(generation.number)
+            deltas.extend(told)
+        return deltas
+
+    def _append(
+        self, generation: Generation, results: list[Sampled | UnsoundLogits]
+    ) -> list[Delta]:
+        """Append `results` until one ends the generation; return what they add to it."""
+        deltas: list[Delta] = []
+        for result in results:
+            if isinstance(result, UnsoundLogits):
+                finish: Finish | None = Finish.ERROR
+            else:
+                finish = generation.sequence.append(result.token)
+            deltas.append(_delta(generation, result, finish))
+            self.output_tokens_total += deltas[-1].sampled is not None
+            if deltas[-1].finish is not None:
+                break
         return deltas
 
 

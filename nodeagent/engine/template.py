@@ -5,9 +5,12 @@ from datetime import UTC, datetime
 from typing import Any, Final, NoReturn
 
 from jinja2 import TemplateError
+from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from nodeagent.engine.decide.tool_format import Tool, format_of_template
 from nodeagent.engine.models.shape import CheckpointError
+from nodeagent.engine.tools import in_words
 
 _TEMPLATE_CHARS_MAX: Final = 1_000_000
 
@@ -23,21 +26,29 @@ class ChatTemplate:
         if len(source) > _TEMPLATE_CHARS_MAX:
             raise CheckpointError(f"cannot use a chat template of {len(source)} characters")
         # Hugging Face renders with these whitespace rules; templates are written for them.
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+        )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
+        self.tool_format = format_of_template(source)
+        self.knows_tools = "tools" in source
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
         try:
             self._template = environment.from_string(source)
-        except TemplateError as error:
+        # Deep nesting ends in whatever Python's own parser raises.
+        except (TemplateError, RecursionError, MemoryError, SyntaxError, ValueError) as error:
             raise CheckpointError(f"cannot compile the chat template: {error}") from error
 
-    def render(self, messages: list[dict[str, Any]]) -> str:
-        """Write `messages` as the prompt that the model was trained on."""
+    def render(self, messages: list[dict[str, Any]], tools: tuple[Tool, ...] = ()) -> str:
+        """Write `messages` and `tools` as the prompt that the model was trained on."""
+        if not self.knows_tools:
+            messages = in_words(messages, tools, self.tool_format)
+        described = [tool.described() for tool in tools] or None
         try:
             return self._template.render(
-                messages=messages, add_generation_prompt=True, tools=None, **self._tokens
+                messages=messages, add_generation_prompt=True, tools=described, **self._tokens
             )
         except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
             raise UnusableChat(f"cannot render these messages: {error}") from error

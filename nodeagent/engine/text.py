@@ -5,6 +5,7 @@ Rule 2: text that may be the beginning of a stop string waits until it is known 
 """
 
 import codecs
+from collections.abc import Mapping
 
 from nodeagent.engine.vocabulary import Vocabulary
 
@@ -12,15 +13,18 @@ from nodeagent.engine.vocabulary import Vocabulary
 class TokenText:
     """Decodes one sequence's tokens as they come."""
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: Vocabulary, shown: Mapping[int, str] | None = None) -> None:
+        """Decode by `vocabulary`; `shown` are special tokens that count as text here."""
         self._vocabulary = vocabulary
+        self._shown = {token: text.encode() for token, text in (shown or {}).items()}
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         # SentencePiece spells the space before the first word; decoding drops it.
         self._strip_first = not vocabulary.byte_level
 
     def feed(self, token: int) -> str:
         """Return the text that is complete with `token`."""
-        text = self._decoder.decode(self._vocabulary.token_bytes(token))
+        spelled = self._shown.get(token) or self._vocabulary.token_bytes(token)
+        text = self._decoder.decode(spelled)
         if self._strip_first and text:
             self._strip_first = False
             return text.removeprefix(" ")

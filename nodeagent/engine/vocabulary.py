@@ -9,19 +9,15 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgspec
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer
 
+from nodeagent.engine.checkpoint.config import read_json
 from nodeagent.engine.checkpoint.gguf import GgufFile
-from nodeagent.engine.checkpoint.safetensors import SafetensorsFolder, read_json
+from nodeagent.engine.checkpoint.safetensors import SafetensorsFolder
+from nodeagent.engine.gguf_tokenizer import GgufTokenizer
 from nodeagent.engine.models.shape import CheckpointError
 
-_CONTROL: Final = 3
-_USER_DEFINED: Final = 4
 _SPACE: Final = "\u2581"
-_LLAMA3_SPLIT: Final = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
-    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 
 
 @dataclass(slots=True)
@@ -93,107 +89,28 @@ def _byte_letters() -> dict[str, int]:
 _BYTE_OF_LETTER: Final = _byte_letters()
 
 
-def vocabulary_of_gguf(path: Path, file: GgufFile) -> Vocabulary:
-    """Build the tokenizer that the metadata describes."""
-    metadata = file.metadata
-    if metadata.get("tokenizer.ggml.model") != "gpt2":
-        raise CheckpointError(
-            f"cannot load {path}: tokenizer {metadata.get('tokenizer.ggml.model')!r}, byte-level"
-            " BPE (gpt2) is supported; use the model's Hugging Face folder"
-        )
-    tokens = _strings(path, metadata, "tokenizer.ggml.tokens")
-    merges = [_pair(merge) for merge in _strings(path, metadata, "tokenizer.ggml.merges")]
-    kind = metadata.get("tokenizer.ggml.pre", "default")
-    tokenizer = Tokenizer(_bpe(path, tokens, merges, ignore_merges=kind == "llama-bpe"))
-    tokenizer.pre_tokenizer = _pre_tokenizer(path, kind)
-    tokenizer.decoder = decoders.ByteLevel()
-    types = metadata.get("tokenizer.ggml.token_type") or []
-    special = [token for token, type_ in enumerate(types) if type_ == _CONTROL]
-    tokenizer.add_special_tokens(
-        [AddedToken(tokens[token], special=True, normalized=False) for token in special]
-    )
-    tokenizer.add_tokens(
-        [
-            AddedToken(tokens[token], normalized=False)
-            for token, type_ in enumerate(types)
-            if type_ == _USER_DEFINED
-        ]
-    )
-    bos = _token_at(path, tokens, metadata.get("tokenizer.ggml.bos_token_id"))
-    eos_ids = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-    if bos and metadata.get("tokenizer.ggml.add_bos_token", kind == "llama-bpe"):
-        _begin_with(tokenizer, bos)
-    template = metadata.get("tokenizer.chat_template")
-    return Vocabulary(
-        tokenizer=tokenizer,
-        byte_level=True,
-        stop_ids=frozenset(token for token in eos_ids if isinstance(token, int)),
-        special_ids=frozenset(special),
-        chat_template=template if isinstance(template, str) else None,
-        bos_token=bos,
-        eos_token=_token_at(path, tokens, eos_ids[0]),
-    )
-
-
-def _bpe(
-    path: Path, tokens: list[str], merges: list[tuple[str, str]], *, ignore_merges: bool
-) -> models.BPE:
+def try_out(path: Path, tokenizer: Tokenizer) -> None:
+    """Raise CheckpointError where the tokenizer fails at what every text may hold."""
     try:
-        return models.BPE(
-            vocab={token: number for number, token in enumerate(tokens)},
-            merges=merges,
-            ignore_merges=ignore_merges,
-        )
-    # The tokenizers package raises bare Exception and TypeError for tables that do not agree.
+        tokenizer.encode_batch(["a B\n12 é日🗼\x00", ""])
+    # The tokenizers package raises bare Exception for tables that do not agree with each other.
     except Exception as error:
         raise CheckpointError(f"cannot load {path}: its tokenizer: {error}") from error
 
 
-def _pair(merge: str) -> tuple[str, str]:
-    left, _, right = merge.partition(" ")
-    return left, right
-
-
-def _strings(path: Path, metadata: dict[str, Any], key: str) -> list[str]:
-    value = metadata.get(key)
-    if not isinstance(value, list) or not value or not isinstance(value[0], str):
-        raise CheckpointError(f"cannot load {path}: {key} is missing")
-    return value
-
-
-def _token_at(path: Path, tokens: list[str], token: Any) -> str:
-    if token is None:
-        return ""
-    if not isinstance(token, int) or not 0 <= token < len(tokens):
-        raise CheckpointError(f"cannot load {path}: token id {token!r} is out of range")
-    return tokens[token]
-
-
-def _pre_tokenizer(path: Path, kind: str) -> Any:
-    if kind in ("default", "gpt-2"):
-        return pre_tokenizers.ByteLevel(add_prefix_space=False)
-    if kind == "smollm":
-        return pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Digits(individual_digits=True),
-                pre_tokenizers.ByteLevel(add_prefix_space=False),
-            ]
-        )
-    if kind == "llama-bpe":
-        return pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Split(Regex(_LLAMA3_SPLIT), "isolated"),
-                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-            ]
-        )
-    raise CheckpointError(f"cannot load {path}: pre-tokenizer {kind!r} is unsupported")
-
-
-def _begin_with(tokenizer: Tokenizer, bos: str) -> None:
-    from tokenizers.processors import TemplateProcessing
-
-    tokenizer.post_processor = TemplateProcessing(
-        single=f"{bos} $A", special_tokens=[(bos, tokenizer.token_to_id(bos))]
+def vocabulary_of_gguf(path: Path, file: GgufFile) -> Vocabulary:
+    """Build the vocabulary that the metadata describes."""
+    described = GgufTokenizer(path, file.metadata)
+    try_out(path, described.tokenizer)
+    template = file.metadata.get("tokenizer.chat_template")
+    return Vocabulary(
+        tokenizer=described.tokenizer,
+        byte_level=described.byte_level,
+        stop_ids=described.stop_ids,
+        special_ids=described.special_ids,
+        chat_template=template if isinstance(template, str) else None,
+        bos_token=described.bos,
+        eos_token=described.eos,
     )
 
 
@@ -224,6 +141,7 @@ def vocabulary_of_folder(folder: Path, weights: SafetensorsFolder) -> Vocabulary
     # The tokenizers package raises bare Exception for a file it cannot use.
     except Exception as error:
         raise CheckpointError(f"cannot load {path}: {error}") from error
+    try_out(path, tokenizer)
     settings = _optional(folder / "tokenizer_config.json", _TokenizerConfig)
     eos_token = _content(settings.eos_token)
     stops = [weights.config.eos_token_id]
@@ -255,7 +173,10 @@ def _content(token: str | dict[str, Any] | None) -> str:
 def _template(folder: Path, settings: _TokenizerConfig) -> str | None:
     beside = folder / "chat_template.jinja"
     if beside.exists():
-        return beside.read_text()
+        try:
+            return beside.read_text()
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"cannot read {beside}: {error}") from error
     template = settings.chat_template
     if isinstance(template, list):
         named = {entry.get("name", ""): entry.get("template") for entry in template}

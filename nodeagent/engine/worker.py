@@ -11,11 +11,25 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
+from torch import Tensor
+
+from nodeagent.engine.decide.sequence import BLOCK_TOKENS
 from nodeagent.engine.rates import Snapshot, StepRates
 from nodeagent.engine.step import Delta, Engine, Generation
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrived:
+    """A generation whose blocks were read from files before it is queued."""
+
+    generation: Generation
+    digests: list[bytes]
+    contents: Tensor | None
+
 
 Publish = Callable[[list[Delta]], None]
 
@@ -27,7 +41,9 @@ class Worker:
         self._engine = engine
         self._publish = publish
         self._on_death = on_death
-        self._inbox: deque[Generation | int] = deque()
+        self._inbox: deque[Generation | _Arrived | int] = deque()
+        self._awaited: set[int] = set()
+        """Generations whose blocks are being read from files."""
         self._wake = threading.Condition()
         self._stopping = False
         self._rates = StepRates()
@@ -41,11 +57,16 @@ class Worker:
         self._thread.start()
 
     def submit(self, generation: Generation) -> None:
-        """Hand over a generation."""
-        self._send(generation)
+        """Hand over a generation, once what files hold of its prompt has been read."""
+        if not self._read_ahead(generation):
+            self._send(generation)
 
     def cancel(self, number: int) -> None:
         """Have a generation dropped before the next step."""
+        with self._wake:
+            if number in self._awaited:
+                self._awaited.discard(number)
+                return
         self._send(number)
 
     def stop(self, timeout_s: float) -> bool:
@@ -63,9 +84,34 @@ class Worker:
     def has_work(self) -> bool:
         """True where a step is due or under way."""
         snapshot = self.snapshot
-        return bool(self._inbox or snapshot.running or snapshot.waiting)
+        return bool(self._inbox or self._awaited or snapshot.running or snapshot.waiting)
 
-    def _send(self, message: Generation | int) -> None:
+    def _read_ahead(self, generation: Generation) -> bool:
+        mover = self._engine.mover
+        if mover is None or mover.files is None:
+            return False
+        sequence = generation.sequence
+        chain = sequence.chain((len(sequence.tokens) - 1) // BLOCK_TOKENS)
+        digests = mover.missing(chain, self._engine.batching.blocks.remembers)
+        if not digests:
+            return False
+
+        def then(read: list[bytes], contents: Tensor | None) -> None:
+            with self._wake:
+                if generation.number not in self._awaited:
+                    return
+                self._awaited.discard(generation.number)
+            self._send(_Arrived(generation, read, contents))
+
+        with self._wake:
+            self._awaited.add(generation.number)
+        if mover.read_ahead(digests, then):
+            return True
+        with self._wake:
+            self._awaited.discard(generation.number)
+        return False
+
+    def _send(self, message: Generation | _Arrived | int) -> None:
         with self._wake:
             if not self._inbox and not self.snapshot.running and not self.snapshot.waiting:
                 # An idle engine has made no progress for long; the stall clock starts now.
@@ -77,9 +123,14 @@ class Worker:
         try:
             while self._receive():
                 started_s = time.monotonic()
-                stepped = self._engine.step()
+                stepped = self._engine.step(started_s)
                 self._progress_s = time.monotonic()
-                self._rates.note(stepped, self._progress_s - started_s)
+                step_s = self._progress_s - started_s
+                self._rates.note(stepped, step_s)
+                self._engine.batching.pace.note(
+                    stepped.prefill_tokens, stepped.decode_tokens, step_s
+                )
+                self._engine.timed(stepped, step_s)
                 self.snapshot = self._take_snapshot()
                 if stepped.deltas:
                     self._publish(stepped.deltas)
@@ -101,8 +152,12 @@ class Worker:
                 self._wake.wait()
             return False
 
-    def _obey(self, message: Generation | int) -> None:
-        if isinstance(message, Generation):
+    def _obey(self, message: Generation | _Arrived | int) -> None:
+        if isinstance(message, _Arrived):
+            if message.contents is not None:
+                self._engine.import_blocks(message.digests, message.contents)
+            self._engine.submit(message.generation)
+        elif isinstance(message, Generation):
             self._engine.submit(message)
         else:
             self._engine.cancel(message)
@@ -110,6 +165,7 @@ class Worker:
     def _take_snapshot(self) -> Snapshot:
         batching = self._engine.batching
         waiting_tokens = sum(sequence.pending for sequence in batching.waiting)
+        speculation = self._engine.speculation
         pending = [sequence.pending for sequence in batching.running if not sequence.decoding]
         return Snapshot(
             running=len(batching.running),
@@ -128,4 +184,7 @@ class Worker:
             tokens_out_total=self._engine.output_tokens_total,
             prompt_tokens_total=self._engine.prompt_tokens_total,
             prefix_hit_tokens_total=self._engine.prefix_hit_tokens_total,
+            drafted_tokens_total=speculation.drafted_tokens_total if speculation else 0,
+            accepted_tokens_total=speculation.accepted_tokens_total if speculation else 0,
+            draft_acceptance=speculation.recent_acceptance if speculation else 0.0,
         )

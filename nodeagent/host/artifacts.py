@@ -1,16 +1,18 @@
 """Artifacts on this node's disk: fetched, verified, kept under a budget. Nothing else is seen.
 
 A folder per artifact, named by its digest, appears by one rename when every file in it has the size
-and SHA-256 of its manifest. Half-fetched files wait in `.partial` and are resumed.
+and SHA-256 of its manifest. Half-fetched files wait in `.partial` and are resumed, from whoever has
+them: the source where it is a folder or package of this machine, other nodes, the origin.
 """
 
 import asyncio
 import hashlib
 import logging
 import os
+import re
 import shutil
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Awaitable, Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -21,6 +23,7 @@ from isochrone.service.files import sync_folder
 from isochrone.wire.artifact import check_artifact, check_path
 from isochrone.wire.model import Artifact, ArtifactFile
 from nodeagent.decide.eviction import Kept, evict
+from nodeagent.host.peers import Peers, Wanted
 from nodeagent.host.sources import SourceError, Sources
 
 log = logging.getLogger(__name__)
@@ -28,6 +31,8 @@ log = logging.getLogger(__name__)
 ATTEMPTS_MAX: Final = 5
 READ_BYTES: Final = 4 * 1024 * 1024
 PICKLE_MAGICS: Final = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05", b"PK\x03\x04")
+
+_DIGEST: Final = re.compile("[0-9a-f]{64}")
 
 Progress = Callable[[int], None]
 
@@ -39,16 +44,39 @@ class ArtifactError(Exception):
 class Artifacts:
     """The artifacts below `folder`. One fetch of an artifact at a time; others wait for it."""
 
-    def __init__(self, folder: Path, sources: Sources, budget_bytes: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        sources: Sources,
+        budget_bytes: int,
+        *,
+        peers: Peers | None = None,
+        keep_pace: Callable[[int], Awaitable[object]] | None = None,
+    ) -> None:
+        """`peers` are asked before the origin; `keep_pace` holds back what comes from it."""
         self._folder = folder
         self._sources = sources
         self._budget_bytes = budget_bytes
+        self._peers = peers
+        self._keep_pace = keep_pace
         self._fetching: dict[str, asyncio.Lock] = {}
+        self._fetched_bytes: dict[str, int] = {}
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     def held(self) -> tuple[str, ...]:
         """Return the digests of the artifacts that are whole on this disk."""
         return tuple(sorted(p.name for p in self._folder.iterdir() if _is_digest(p.name)))
+
+    def held_file(self, digest: str, path: str) -> Path | None:
+        """Return a file of an artifact that is whole on this disk; None where there is none."""
+        if not _is_digest(digest) or check_path(path):
+            return None
+        file = self._folder / digest / path
+        return file if file.is_file() and not file.is_symlink() else None
+
+    def fetched_bytes(self, digest: str) -> int | None:
+        """Return how much of an artifact is here while it is being fetched; None otherwise."""
+        return self._fetched_bytes.get(digest)
 
     def disk_free_bytes(self) -> int:
         """Return the bytes that another artifact may take: disk and budget."""
@@ -69,23 +97,34 @@ class Artifacts:
                 await asyncio.to_thread(os.utime, target)
                 progress(artifact.size_bytes)
                 return target
+            self._fetched_bytes[artifact.digest] = 0
             try:
                 await asyncio.to_thread(self._make_room, artifact, pinned)
-                partial = self._folder / f"{artifact.digest}.partial"
-                done = 0
-                for file in artifact.files:
-                    await self._fetch(artifact.source, file, partial, done, progress)
-                    done += file.size_bytes
-                    progress(done)
-                await asyncio.to_thread(_publish, partial, target)
+                await self._fetch_all(artifact, target, progress)
             except OSError as error:
                 raise ArtifactError(
                     f"cannot keep {artifact.source}: {error.strerror or error}"
                 ) from error
+            finally:
+                del self._fetched_bytes[artifact.digest]
         return target
 
+    async def _fetch_all(self, artifact: Artifact, target: Path, progress: Progress) -> None:
+        partial = self._folder / f"{artifact.digest}.partial"
+        done = 0
+
+        def tell(size: int) -> None:
+            self._fetched_bytes[artifact.digest] = done + size
+            progress(done + size)
+
+        for file in artifact.files:
+            await self._fetch(artifact, file, partial, tell)
+            tell(file.size_bytes)
+            done += file.size_bytes
+        await asyncio.to_thread(_publish, partial, target)
+
     async def _fetch(
-        self, source: str, file: ArtifactFile, partial: Path, done: int, progress: Progress
+        self, artifact: Artifact, file: ArtifactFile, partial: Path, tell: Progress
     ) -> None:
         path = partial / file.path
         problem = check_path(file.path)
@@ -93,22 +132,46 @@ class Artifacts:
             raise ArtifactError(problem or f"cannot take file {file.path!r}: it leaves its folder")
         await asyncio.to_thread(path.parent.mkdir, parents=True, exist_ok=True)
         try:
-            local = self._sources.local_file(source, file.path)
-            if local is not None:
-                await asyncio.to_thread(_copy, local, path)
-            else:
-                await self._download(source, file, path, done, progress)
-            await asyncio.to_thread(_verify, path, file)
+            await self._fetch_from_somewhere(artifact, file, path, tell)
         except SourceError as error:
             raise ArtifactError(str(error)) from error
-        except ArtifactError:
-            # What failed verification is worth nothing, not even to resume from.
-            path.unlink(missing_ok=True)
-            raise
 
-    async def _download(
-        self, source: str, file: ArtifactFile, path: Path, done: int, progress: Progress
+    async def _fetch_from_somewhere(
+        self, artifact: Artifact, file: ArtifactFile, path: Path, tell: Progress
     ) -> None:
+        """Try this machine, then other nodes, then the origin."""
+        if path.exists() and path.stat().st_size == file.size_bytes:
+            # An earlier life got it whole, or nearly so.
+            if not await asyncio.to_thread(_problem_of, path, file):
+                return
+            path.unlink()
+        not_here: Exception | None = None
+        try:
+            local = self._sources.local_file(artifact.source, file.path)
+            if local is not None:
+                await asyncio.to_thread(_copy, local, path)
+                await asyncio.to_thread(_verified, path, file)
+                return
+        except (SourceError, ArtifactError) as error:
+            not_here = error
+        wanted = Wanted(artifact.digest, file, path, _problem_of, tell)
+        if self._peers is not None and await self._peers.fetch(wanted):
+            return
+        if not_here is not None:
+            raise not_here
+        # What an earlier life or a peer left may be spoilt: then once more, from the first byte.
+        is_resumed = path.exists()
+        try:
+            await self._download(artifact.source, file, path, tell)
+            await asyncio.to_thread(_verified, path, file)
+        except ArtifactError:
+            if not is_resumed:
+                raise
+            path.unlink(missing_ok=True)
+            await self._download(artifact.source, file, path, tell)
+            await asyncio.to_thread(_verified, path, file)
+
+    async def _download(self, source: str, file: ArtifactFile, path: Path, tell: Progress) -> None:
         last = ""
         for _ in range(ATTEMPTS_MAX):
             offset = path.stat().st_size if path.exists() else 0
@@ -129,7 +192,9 @@ class Artifacts:
                                     f"{file.size_bytes} bytes of its manifest"
                                 )
                             await asyncio.to_thread(out.write, chunk)
-                            progress(done + size)
+                            tell(size)
+                            if self._keep_pace is not None:
+                                await self._keep_pace(len(chunk))
                 if size == file.size_bytes:
                     return
                 last = f"it ended after {size} of {file.size_bytes} bytes"
@@ -174,7 +239,7 @@ class Artifacts:
 
 
 def _is_digest(name: str) -> bool:
-    return len(name) == 64 and "." not in name
+    return _DIGEST.fullmatch(name) is not None
 
 
 def _copy(source: Path, target: Path) -> None:
@@ -190,27 +255,33 @@ def _copy(source: Path, target: Path) -> None:
     shutil.copyfile(source, target)
 
 
-def _verify(path: Path, file: ArtifactFile) -> None:
+def _verified(path: Path, file: ArtifactFile) -> None:
+    """Raise ArtifactError, and drop the file, where it is not what its manifest says."""
+    problem = _problem_of(path, file)
+    if problem:
+        # What failed verification is worth nothing, not even to resume from.
+        path.unlink(missing_ok=True)
+        raise ArtifactError(problem)
+
+
+def _problem_of(path: Path, file: ArtifactFile) -> str:
     digest = hashlib.sha256()
     size = path.stat().st_size
     with path.open("rb") as opened:
         head = opened.read(8)
         if head.startswith(PICKLE_MAGICS):
-            raise ArtifactError(
-                f"cannot take {file.path}: it is a pickle or an archive, whatever its name says"
-            )
+            return f"cannot take {file.path}: it is a pickle or an archive, whatever its name says"
         opened.seek(0)
         while chunk := opened.read(READ_BYTES):
             digest.update(chunk)
     if size != file.size_bytes:
-        raise ArtifactError(
-            f"cannot take {file.path}: {size} bytes, its manifest says {file.size_bytes}"
-        )
+        return f"cannot take {file.path}: {size} bytes, its manifest says {file.size_bytes}"
     if digest.hexdigest() != file.sha256:
-        raise ArtifactError(
+        return (
             f"cannot take {file.path}: its SHA-256 is {digest.hexdigest()}, the manifest says "
             f"{file.sha256}; the origin or the manifest is wrong"
         )
+    return ""
 
 
 def _publish(partial: Path, target: Path) -> None:

@@ -13,7 +13,7 @@ import socket
 import subprocess
 from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import aiohttp
 import msgspec
@@ -25,6 +25,7 @@ from isochrone.wire.ids import ReplicaId
 from nodeagent.drivers import DRIVERS
 from nodeagent.drivers.driver import PASSED_ENVIRONMENT, Command, Launch
 from nodeagent.host import cgroups
+from nodeagent.host.standby import Standby
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +34,15 @@ TERM_TIMEOUT_S: Final = 10.0
 PROBE_TIMEOUT_S: Final = 4.0
 CANARY_TIMEOUT_S: Final = 20.0
 ANSWER_BYTES_MAX: Final = 4 * 1024 * 1024
+CANARIES: Final[dict[str, tuple[str, dict[str, Any]]]] = {
+    "chat": (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": "1"}], "max_tokens": 1, "temperature": 0},
+    ),
+    "embedding": ("/v1/embeddings", {"input": "1"}),
+    "rerank": ("/v1/rerank", {"query": "1", "documents": ["1"]}),
+}
+"""The least that a model of each kind can be asked for."""
 
 
 class Started(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,6 +83,11 @@ class Engine:
         """Return the process id, which is also its group's."""
         return self.started.pid
 
+    @property
+    def resumes(self) -> str:
+        """Return what of a broken answer this engine goes on from; empty for nothing."""
+        return self._driver.resumes
+
     async def is_ready(self) -> bool:
         """Say whether the engine answers that it is well."""
         try:
@@ -92,17 +107,13 @@ class Engine:
         except (aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError):
             return None
 
-    async def canary(self) -> bool:
-        """Ask for one token through the same queue as everybody; say whether it came."""
-        body = {
-            "model": self.started.spec.name,
-            "messages": [{"role": "user", "content": "1"}],
-            "max_tokens": 1,
-            "temperature": 0,
-        }
+    async def canary(self, kind: str) -> bool:
+        """Ask a model of this kind for the least, by the same queue as all; say whether it came."""
+        path, fields = CANARIES.get(kind, CANARIES["chat"])
+        body = {"model": self.started.spec.name, **fields}
         try:
             async with asyncio.timeout(CANARY_TIMEOUT_S):
-                async with self.http.post("/v1/chat/completions", json=body) as response:
+                async with self.http.post(path, json=body) as response:
                     await response.read()
                     # Refused for want of room is no sickness.
                     return response.status in (200, 429)
@@ -156,9 +167,10 @@ class Engine:
 class Engines:
     """Starts, finds again and ends engine processes. Folders lie below `state`."""
 
-    def __init__(self, state: Path, threads: int) -> None:
+    def __init__(self, state: Path, threads: int, *, standby: bool = False) -> None:
         self._folder = state
         self._threads = threads
+        self._standby = Standby(state / "standby.log", _spawn_spare) if standby else None
         state.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     async def start(self, spec: ReplicaSpec, artifact: Path) -> Engine:
@@ -176,13 +188,25 @@ class Engines:
         command = DRIVERS[spec.engine.driver].command(launch)
         for name, data in command.files.items():
             await asyncio.to_thread(write_atomic, folder / name, data)
-        child = await asyncio.to_thread(_spawn, command, folder)
+        child = await asyncio.to_thread(self._run, command, folder)
         started = Started(pid=child.pid, started=_start_time(child.pid), command=command, spec=spec)
         await asyncio.to_thread(write_atomic, folder / "process.json", msgspec.json.encode(started))
         # CPU replicas share the machine's memory; a GPU engine's host memory is not what is seated.
         if spec.device_ids == ("cpu",):
             cgroups.confine(spec.replica_id, child.pid, 2 * spec.memory_bytes)
         return Engine(started, folder, child)
+
+    def _run(self, command: Command, folder: Path) -> subprocess.Popen[bytes]:
+        if self._standby is None:
+            return _spawn(command, folder)
+        child = self._standby.hand_over(command, folder / "engine.log") or _spawn(command, folder)
+        self._standby.keep_for(command)
+        return child
+
+    async def close(self) -> None:
+        """Let the spare go; engines run on."""
+        if self._standby is not None:
+            await asyncio.to_thread(self._standby.end)
 
     def log_path(self, replica_id: ReplicaId) -> Path:
         """Return where an engine writes what it has to say."""
@@ -220,9 +244,6 @@ class Engines:
 
 
 def _spawn(command: Command, folder: Path) -> subprocess.Popen[bytes]:
-    environment = {
-        name: os.environ[name] for name in PASSED_ENVIRONMENT if name in os.environ
-    } | command.environment
     # A file, not a pipe: an engine must survive the agent that reads it.
     with (folder / "engine.log").open("ab") as out:
         return subprocess.Popen(
@@ -230,9 +251,25 @@ def _spawn(command: Command, folder: Path) -> subprocess.Popen[bytes]:
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=out,
-            env=environment,
+            env=_environment() | command.environment,
             start_new_session=True,
         )
+
+
+def _spawn_spare(arguments: tuple[str, ...], log: Path) -> subprocess.Popen[bytes]:
+    with log.open("wb") as out:
+        return subprocess.Popen(
+            arguments,
+            stdin=subprocess.PIPE,
+            stdout=out,
+            stderr=out,
+            env=_environment(),
+            start_new_session=True,
+        )
+
+
+def _environment() -> dict[str, str]:
+    return {name: os.environ[name] for name in PASSED_ENVIRONMENT if name in os.environ}
 
 
 def _stat(pid: int) -> list[str] | None:

@@ -1,7 +1,8 @@
 """Numbered tokens ("t0 t1 t2 ...") at a set pace, with faults on request.
 
-The token after a text that ends in "t41" is t42 where the last message is the assistant's: a
-continued answer then shows whether a token was lost or repeated. Prompt tokens are words.
+The token after a text that ends in "t41" is t42 where the last message is the assistant's, or the
+text a prompt: a continued answer then shows whether a token was lost or repeated. Prompt tokens are
+words.
 
 Options (`EngineConfig.options`): ttft_ms, itl_ms, kv_tokens, sequences, fail_load, crash_at_token,
 hang_at_token, zombie. The same faults may come with a request, in its field `mock`.
@@ -167,9 +168,12 @@ def _words(request: GenerateRequest) -> list[str]:
 
 
 def _next_number(request: GenerateRequest) -> int:
-    if not request.messages or request.messages[-1][0] != "assistant":
+    if request.messages and request.messages[-1][0] != "assistant":
         return 0
-    last = request.messages[-1][1].split()
+    text = request.messages[-1][1] if request.messages else request.prompt
+    if not isinstance(text, str):
+        return 0
+    last = text.split()
     if not last or not last[-1].startswith("t") or not last[-1][1:].isdigit():
         return 0
     return int(last[-1][1:]) + 1

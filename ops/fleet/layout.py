@@ -101,6 +101,7 @@ state_folder = "{state}/router-{city.pop}"
 host = "{city.router_host}"
 port = {ROUTER_PORT}
 source_address = "{city.router_host}"
+processes = 1
 demand_interval_s = 2.0
 drain_timeout_s = 5.0
 """

@@ -1,0 +1,1 @@
+"""Golden values: what other implementations compute, made once and committed for the tests."""

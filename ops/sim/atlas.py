@@ -14,7 +14,7 @@ import numpy as np
 
 from ops.sim.compare import planned
 from ops.sim.planet import DAY, HOUR
-from ops.sim.world import draw
+from ops.sim.planet_world import draw
 
 
 def main() -> None:

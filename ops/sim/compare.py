@@ -20,8 +20,8 @@ import numpy as np
 from isochrone.wire.ids import ClusterId, Generation, NodeId
 from ops.sim.judge import sought
 from ops.sim.planet import DAY, FIRST, HOUR
+from ops.sim.planet_world import World, demand_rows, draw
 from ops.sim.served import serve
-from ops.sim.world import World, demand_rows, draw
 from scheduler.decide.cluster import ClusterState
 from scheduler.decide.feasible import allowed, replica_memory_bytes
 from scheduler.decide.flow import Floats

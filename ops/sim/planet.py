@@ -22,8 +22,8 @@ import numpy as np
 from isochrone.wire.assignment import ReplicaSpec
 from isochrone.wire.ids import ClusterId, Generation, NodeId, PopId, ReplicaId
 from isochrone.wire.report import ReplicaState
+from ops.sim.planet_world import World, demand_rows, draw
 from ops.sim.served import read_seats, serve
-from ops.sim.world import World, demand_rows, draw
 from scheduler.decide.cluster import ClusterState, Node, Placement, Plan
 from scheduler.decide.feasible import allowed
 from scheduler.decide.flow import Floats

@@ -8,7 +8,7 @@ import numpy as np
 
 from isochrone.wire.ids import NodeId
 from isochrone.wire.report import ReplicaState
-from ops.sim.world import OUTPUT_TOKENS, PROMPT_TOKENS, World
+from ops.sim.planet_world import OUTPUT_TOKENS, PROMPT_TOKENS, World
 from scheduler.decide.flow import Floats, Flow
 from scheduler.decide.score import UNSERVED_MS, Distances
 

@@ -1,286 +1,124 @@
-"""The planet that is simulated: cities, fleet, models, demand, drawn by stated rules and a seed.
+"""The world of a simulation: cities, the round trips between them, and what is installed where.
 
-- Cities: the 335 most peopled sites of a large CDN (cloudflare-colo-list, MIT) by the people who
-  live nearest to each (GeoNames, CC-BY-4.0), with their time zones.
-- Fleet: the 190 first of these have GPUs. The first 40 have 4 to 7 nodes of 8 h100-80g (half of
-  these PoPs h200-141g), the next 70 have 2 to 4 nodes of 8 (h100-80g, a100-80g or l40s-48g), the
-  rest 1 to 3 nodes of 4 (l40s-48g or l4-24g).
-- Models: 100, of 1 to 1,000 GB, log-uniform; the likelier popular the smaller (rank correlation
-  about 0.75); popularity Zipf with exponent 1; each region's taste is lognormal (0.6) a model.
-- Demand: requests/s by people, by the hour-of-day profile of ServeGen's m-small (Apache-2.0) in
-  local time, five parts in six at weekends, with noise that a minute remembers of the last (5 %).
+Round trips are measured ones between cloud regions of those cities (Microsoft's network latency
+table, medians in ms). Rates are those measured in `perf/` of the public data (SageServe, MIT): an
+A100 and an H100 server of eight for a large model, and of two A100s for Llama-3.1-8B.
 """
 
-import csv
-import gzip
-import json
-from collections.abc import Sequence
-from datetime import UTC, datetime
+import random
 from pathlib import Path
 from typing import Final, NamedTuple
-from zoneinfo import ZoneInfo
 
-import numpy as np
+from ops.sim import data
 
-from isochrone.wire.ids import DeploymentId, DeviceId, ModelId, NodeId, PopId
-from isochrone.wire.model import Deployment, EngineSettings, Model, Policy
-from isochrone.wire.report import Device, Profile
-from isochrone.wire.routes import Pop
-from ops.sim.small import a_model, devices_for, speed_profile
-from scheduler.decide.capacity import GIB
-from scheduler.decide.cluster import DemandRate, MeasuredProfile, Node
-from scheduler.decide.device_classes import CLASSES
-from scheduler.decide.flow import Floats
-
-CITIES: Final = 335
-GPU_CITIES: Final = 190
-MODELS: Final = 100
-REQUESTS_PER_S: Final = 8_000.0
-"""Of the whole planet on the average minute."""
-
-PROMPT_TOKENS: Final = 700.0
-OUTPUT_TOKENS: Final = 250.0
-"""Uncached prompt and output of a request on average (azure2023_conv: 1,155 of which some is
-cached, and 211; mooncake: 343)."""
-
-LEAST_REQUESTS_PER_S: Final = 0.001
-SPEED: Final = {
-    "h200-141g": 1.3,
-    "h100-80g": 1.0,
-    "a100-80g": 0.55,
-    "l40s-48g": 0.3,
-    "l4-24g": 0.1,
+CITIES: Final = {
+    # PoP: (region of the latency table, share of demand, large replicas, small ones)
+    "iad": ("East US", 14, 3, 1),
+    "sjc": ("West US", 10, 2, 1),
+    "dfw": ("South Central US", 7, 1, 1),
+    "yyz": ("Canada Central", 4, 0, 1),
+    "gru": ("Brazil South", 8, 0, 2),
+    "lhr": ("UK South", 9, 2, 1),
+    "ams": ("West Europe", 6, 1, 1),
+    "fra": ("Germany West Central", 8, 2, 0),
+    "mad": ("France South", 4, 0, 0),
+    "dxb": ("UAE North", 3, 0, 0),
+    "bom": ("Central India", 11, 1, 1),
+    "sin": ("Southeast Asia", 6, 1, 1),
+    "nrt": ("Japan East", 7, 2, 0),
+    "icn": ("Korea Central", 3, 0, 0),
+    "syd": ("Australia East", 3, 0, 1),
+    "jnb": ("South Africa North", 2, 0, 0),
 }
-START: Final = datetime(2026, 6, 1, tzinfo=UTC)
+LOCAL_RTT_MS: Final = 0.6
+"""Within a PoP."""
+
+
+class Profile(NamedTuple):
+    """What one kind of replica can do with the model."""
+
+    name: str
+    prefill_tokens_per_s: float
+    step_s: float
+    step_per_sequence_s: float
+    attention_tokens: float
+    """A prompt token at this depth costs twice one at the beginning."""
+    kv_tokens_max: int
+    cache_tokens: int
+    sequences_max: int = 256
+    chunk_tokens: int = 1024
+
+
+class Model(NamedTuple):
+    """A model as two kinds of replica serve it."""
+
+    large: Profile
+    small: Profile
+
+
+BIG: Final = Model(
+    Profile("h100x8", 9650.0, 0.0295, 0.0003, 54_000, 900_000, 2_000_000),
+    Profile("a100x8", 5300.0, 0.0445, 0.0004, 54_000, 600_000, 1_200_000),
+)
+LLAMA_8B: Final = Model(
+    Profile("a100x2", 16_500.0, 0.0083, 0.00024, 31_000, 700_000, 900_000),
+    Profile("a100x1", 9_000.0, 0.0125, 0.0004, 31_000, 350_000, 450_000),
+)
+
+
+class Site(NamedTuple):
+    """One replica's place and kind."""
+
+    replica: int
+    pop: int
+    profile: Profile
+    true_rate: float
+    """How fast it really is: a tenth above or below what its table says."""
 
 
 class World(NamedTuple):
-    """What does not change by itself; demand follows from the minute."""
+    """Everything that does not change during a run."""
 
-    pops: tuple[Pop, ...]
-    people: Floats
-    offset_h: Floats
-    regions: list[str]
-    nodes: tuple[Node, ...]
-    models: tuple[Model, ...]
-    deployments: tuple[Deployment, ...]
-    profiles: tuple[MeasuredProfile, ...]
-    share: Floats
-    profile: Floats
-    noise: Floats
-    rates: dict[tuple[int, str], Profile]
+    pops: tuple[str, ...]
+    demand: tuple[float, ...]
+    rtt_ms: tuple[tuple[float, ...], ...]
+    """Between PoPs."""
+    sites: tuple[Site, ...]
 
-    def requests(self, minute: int) -> Floats:
-        """Return requests/s by city and deployment in a minute since Monday 00:00 UTC."""
-        local = (minute / 60 + self.offset_h) % 168
-        hour = local % 24
-        before = np.floor(hour).astype(int)
-        part = hour - before
-        level = self.profile[before] * (1 - part) + self.profile[(before + 1) % 24] * part
-        level = np.where(local >= 120, level * 5 / 6, level)
-        level = level * self.people * self.noise[minute % len(self.noise)]
-        return np.asarray(REQUESTS_PER_S * level[:, None] * self.share, dtype=np.float64)
+    def rtt_to(self, pop: int, replica: int) -> float:
+        """Return the round trip in ms from a PoP to a replica."""
+        return self.rtt_ms[pop][self.sites[replica].pop]
 
 
-def draw(data: Path, seed: int = 1) -> World:
-    """Return the planet of a seed."""
-    rng = np.random.default_rng(seed)
-    pops, people, zones, regions = _cities(data)
-    nodes = tuple(
-        node for rank, pop in enumerate(pops[:GPU_CITIES]) for node in _nodes(rng, rank, pop)
+def a_world(latencies: Path, model: Model, seed: int = 1) -> World:
+    """Build the world from the table of round trips."""
+    pops = tuple(CITIES)
+    regions = [CITIES[pop][0] for pop in pops]
+    table: dict[tuple[str, str], float] = {}
+    for row in data.rows(latencies):
+        for region in regions:
+            if row["Source"] in regions and row.get(region):
+                table[row["Source"], region] = float(row[region])
+    rtt_ms = tuple(
+        tuple(_between(table, a, b) if a != b else LOCAL_RTT_MS for b in regions) for a in regions
     )
-    models, deployments, profiles = _catalogue(rng)
-    share = _share(rng, regions, len(deployments))
-    shape = json.loads((data / "servegen" / "stats.json").read_text())["m-small"]["hour_profile"]
-    hours = np.array(shape, dtype=np.float64)
-    return World(
-        pops=pops,
-        people=people / people.sum(),
-        offset_h=np.array([_offset_h(zone) for zone in zones]),
-        regions=regions,
-        nodes=nodes,
-        models=models,
-        deployments=deployments,
-        profiles=profiles,
-        share=share,
-        profile=hours / hours.mean(),
-        noise=_noise(rng, len(pops)),
-        rates={
-            (number, row.device_class): row.profile
-            for number, model in enumerate(models)
-            for row in profiles
-            if row.model_id == model.model_id
-        },
-    )
-
-
-def demand_rows(world: World, requests: Floats) -> tuple[DemandRate, ...]:
-    """Return the rows that a picture holds of requests/s by city and deployment."""
-    cities, deployments = np.nonzero(requests >= LEAST_REQUESTS_PER_S)
-    names = [deployment.deployment_id for deployment in world.deployments]
-    pops = [pop.pop for pop in world.pops]
-    values = requests[cities, deployments]
-    return tuple(
-        DemandRate(
-            deployment_id=names[number],
-            pop=pops[city],
-            requests_per_s=value,
-            uncached_tokens_per_s=value * PROMPT_TOKENS,
-            output_tokens_per_s=value * OUTPUT_TOKENS,
-        )
-        for city, number, value in zip(
-            cities.tolist(), deployments.tolist(), values.tolist(), strict=True
-        )
-    )
-
-
-def _cities(data: Path) -> tuple[tuple[Pop, ...], Floats, list[str], list[str]]:
-    """Return the sites by the people nearest to each, the most peopled first."""
-    airports = {row["iata"]: row for row in _rows(data / "cities" / "airports_iata.csv.gz")}
-    sites: list[dict[str, str]] = []
-    for row in _rows(data / "cities" / "cloudflare_colos.csv"):
-        if not row["lat"] and row["colo"] in airports:
-            row |= {"lat": airports[row["colo"]]["lat"], "lon": airports[row["colo"]]["lon"]}
-        if row["lat"]:
-            sites.append(row)
-    lat = np.array([float(row["lat"]) for row in sites])
-    lon = np.array([float(row["lon"]) for row in sites])
-    people = np.zeros(len(sites))
-    largest: dict[int, tuple[float, str]] = {}
-    for row in _rows(data / "cities" / "geonames_cities15000.csv.gz"):
-        near = _nearest(lat, lon, float(row["latitude"]), float(row["longitude"]))
-        living = float(row["population"])
-        people[near] += living
-        largest[near] = max(largest.get(near, (0.0, "UTC")), (living, row["timezone"]))
-    order = [int(i) for i in np.argsort(-people, kind="stable")[:CITIES]]
-    pops = tuple(
-        Pop(
-            pop=PopId(sites[i]["colo"].lower()),
-            city=sites[i]["city"],
-            country=sites[i]["cca2"],
-            latitude=float(lat[i]),
-            longitude=float(lon[i]),
-        )
-        for i in order
-    )
-    zones = [largest.get(i, (0.0, "UTC"))[1] for i in order]
-    return pops, people[order], zones, [sites[i]["region"] for i in order]
-
-
-def _rows(path: Path) -> list[dict[str, str]]:
-    if path.suffix == ".gz":
-        with gzip.open(path, "rt", newline="") as packed:
-            return list(csv.DictReader(packed))
-    with path.open(newline="") as plain:
-        return list(csv.DictReader(plain))
-
-
-def _nearest(lat: Floats, lon: Floats, to_lat: float, to_lon: float) -> int:
-    half_lat = np.sin(np.radians(lat - to_lat) / 2) ** 2
-    half_lon = np.sin(np.radians(lon - to_lon) / 2) ** 2
-    near = half_lat + np.cos(np.radians(lat)) * np.cos(np.radians(to_lat)) * half_lon
-    return int(near.argmin())
-
-
-def _offset_h(zone: str) -> float:
-    offset = START.astimezone(ZoneInfo(zone)).utcoffset()
-    return offset.total_seconds() / 3600 if offset else 0.0
-
-
-def _nodes(rng: np.random.Generator, rank: int, pop: Pop) -> list[Node]:
-    if rank < 40:
-        kind = str(rng.choice(["h100-80g", "h200-141g"], p=[0.5, 0.5]))
-        count, devices = int(rng.integers(4, 8)), 8
-    elif rank < 110:
-        kind = str(rng.choice(["h100-80g", "a100-80g", "l40s-48g"]))
-        count, devices = int(rng.integers(2, 5)), 8
-    else:
-        kind = str(rng.choice(["l40s-48g", "l4-24g"]))
-        count, devices = int(rng.integers(1, 4)), 4
-    memory = int(CLASSES[kind].memory_bytes * 0.95)
-    return [
-        Node(
-            node_id=NodeId(f"{pop.pop}-{number}"),
-            pop=pop.pop,
-            address=f"http://{pop.pop}-{number}",
-            devices=tuple(
-                Device(
-                    device_id=DeviceId(f"gpu{index}"),
-                    device_class=kind,
-                    memory_bytes=memory,
-                    memory_free_bytes=memory,
+    chance = random.Random(seed)
+    sites: list[Site] = []
+    for at, pop in enumerate(pops):
+        _, _, large, small = CITIES[pop]
+        for profile in [model.large] * large + [model.small] * small:
+            sites.append(
+                Site(
+                    len(sites), at, profile, profile.prefill_tokens_per_s * chance.uniform(0.9, 1.1)
                 )
-                for index in range(devices)
-            ),
-            disk_free_bytes=20 * 10**12,
-        )
-        for number in range(count)
-    ]
-
-
-def _catalogue(
-    rng: np.random.Generator,
-) -> tuple[tuple[Model, ...], tuple[Deployment, ...], tuple[MeasuredProfile, ...]]:
-    """Draw models; the first is the most popular."""
-    sizes = np.exp(rng.uniform(0.0, np.log(1000.0), MODELS))
-    sizes[:2] = 1.0, 1000.0
-    ranks = np.argsort(np.argsort(sizes))
-    order = np.argsort(ranks + rng.normal(0.0, 25.0, MODELS))
-    models, deployments, profiles = [], [], []
-    for number, place in enumerate(order):
-        weights_gb = round(float(sizes[place]), 1)
-        model = a_model(f"model-{number:03d}", weights_gb)
-        kv = int(GIB * min(12.0, 3.0 + weights_gb / 30))
-        count = devices_for(model, kv, int(CLASSES["h100-80g"].memory_bytes * 0.95))
-        if count > 8:
-            count = 8  # the largest fit eight h200-141g only
-        models.append(model)
-        deployments.append(
-            Deployment(
-                deployment_id=DeploymentId(f"d{number:03d}"),
-                name=f"d{number:03d}",
-                model_id=ModelId(model.model_id),
-                engine=EngineSettings(driver="vllm", kv_memory_bytes=kv, devices=count),
-                policy=_policy(rng, number, weights_gb),
             )
-        )
-        profiles += [
-            MeasuredProfile(
-                model_id=model.model_id,
-                device_class=kind,
-                profile=speed_profile(weights_gb, count, 4.0 * speed),
-            )
-            for kind, speed in SPEED.items()
-        ]
-    return tuple(models), tuple(deployments), tuple(profiles)
+    shares = [CITIES[pop][1] for pop in pops]
+    return World(pops, tuple(share / sum(shares) for share in shares), rtt_ms, tuple(sites))
 
 
-def _policy(rng: np.random.Generator, number: int, weights_gb: float) -> Policy:
-    """A tenth stay in Europe (if not large), a tenth out of two countries; some matter more."""
-    europe = ("DE", "FR", "NL", "GB", "ES", "IT", "PL", "SE", "IE", "BE", "CH", "AT", "PT")
-    return Policy(
-        replicas_min=int(rng.choice([0, 1, 2])),
-        replicas_max=2000,
-        allow=europe if number % 10 == 7 and weights_gb < 200 else (),
-        deny=("RU", "CN") if number % 10 == 3 else (),
-        priority=int(rng.choice([40, 50, 50, 50, 60])),
-    )
-
-
-def _share(rng: np.random.Generator, regions: Sequence[str], count: int) -> Floats:
-    """Return what part of each city's requests each deployment gets."""
-    zipf = 1.0 / np.arange(1, count + 1)
-    names = sorted(set(regions))
-    taste = {name: zipf * rng.lognormal(0.0, 0.6, count) for name in names}
-    share = np.array([taste[region] / taste[region].sum() for region in regions])
-    return np.asarray(share, dtype=np.float64)
-
-
-def _noise(rng: np.random.Generator, cities: int) -> Floats:
-    minutes = 7 * 24 * 60
-    level = np.zeros((minutes, cities))
-    shocks = rng.normal(0.0, 0.05 * np.sqrt(1 - 0.95**2), (minutes, cities))
-    level[0] = rng.normal(0.0, 0.05, cities)
-    for minute in range(1, minutes):
-        level[minute] = 0.95 * level[minute - 1] + shocks[minute]
-    return np.asarray(np.exp(level), dtype=np.float64)
+def _between(table: dict[tuple[str, str], float], a: str, b: str) -> float:
+    there, back = table.get((a, b)), table.get((b, a))
+    found = [value for value in (there, back) if value is not None]
+    if not found:
+        raise data.NoData(f"cannot place {a} and {b}: the latency table has no round trip between")
+    return sum(found) / len(found)

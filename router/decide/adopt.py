@@ -2,7 +2,8 @@
 
 A scheduler that reads an empty, truncated or hour-old database publishes a table that is valid and
 wrong. The router's own probes are the second witness: a large drop is believed as far as the
-dropped replicas no longer answer.
+dropped replicas no longer answer. A key has no such witness; its tombstone is one, and is believed
+whatever else of the table is not.
 """
 
 from collections.abc import Set
@@ -58,24 +59,29 @@ def adopt(
             is_stale=False,
             dropped=old.routes,
         )
-    # The last key may be revoked; several at once, to none, is a lost database.
-    if len(old.keys) >= DROPPED_MIN and not new.keys:
+    # Keys are revoked by tombstone and expire by their date. Others that are gone, and none left,
+    # were lost with a database; the last one may have been revoked by an older scheduler.
+    lost = [key for key in old.keys if key.key_id not in new.keys_revoked and not key.expires_at]
+    if len(lost) >= DROPPED_MIN and not new.keys:
         return RefusedTable(
-            f"cannot follow generation {new.generation}: it drops every key ({len(old.keys)}), "
-            "which looks like a lost database",
+            f"cannot follow generation {new.generation}: it drops every key ({len(lost)} without "
+            "a word that they were revoked), which looks like a lost database",
             is_stale=False,
         )
     return _drop_is_believed(old, new, answering)
 
 
 def widened(old: RouteTable, new: RouteTable) -> RouteTable:
-    """Return `old` with all that `new` adds or changes and nothing that it drops.
+    """Return `old` with all that `new` adds or changes, less the keys that `new` says are revoked.
 
-    Served by while `new` is held: a new key or replica need not wait for the doubt to end. It keeps
-    the generation of `old`, which is what this router has.
+    Served by while `new` is held: a new key or replica need not wait for the doubt to end, nor may
+    a leaked key outlive its revocation. It keeps the generation of `old`, which is what this router
+    has.
     """
+    kept = {key.key_id for key in new.keys}
+    revoked = tuple(key_id for key_id in new.keys_revoked if key_id not in kept)
     added = msgspec.structs.replace(
-        diff(old, new), pops_gone=(), deployments_gone=(), routes_gone=(), keys_gone=()
+        diff(old, new), pops_gone=(), deployments_gone=(), routes_gone=(), keys_gone=revoked
     )
     return msgspec.structs.replace(
         apply_delta(old, added), generation=old.generation, epoch=old.epoch

@@ -4,6 +4,7 @@ Adding a replica moves only the sessions that it wins; losing one moves only its
 """
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from math import log
 from typing import Final, NamedTuple
 
@@ -15,13 +16,39 @@ SESSIONS_MAX: Final = 50_000
 SESSION_TTL_S: Final = 1800.0
 SESSION_BYTES_MAX: Final = 256
 
+LOAD_BOUND: Final = 1.25
+"""No replica is drawn that has more than this times its share of the tokens of those drawn from."""
 
-def rendezvous(subject: str, replica_id: ReplicaId, weight: float = 1.0) -> float:
-    """Return the replica's score for `subject`: highest wins, in proportion to weight."""
-    digest = xxhash.xxh3_64_intdigest(f"{subject}\0{replica_id}".encode())
-    # (0, 1): never 0, whose logarithm is none.
-    uniform = (digest + 1) / (2**64 + 1)
-    return -weight / log(uniform) if uniform < 1.0 else float("inf")
+_MASK: Final = 2**64 - 1
+_MIX: Final = 0x9E3779B97F4A7C15
+
+
+def seed_of(name: str) -> int:
+    """Return the 64 bits that stand for a replica or a session in every draw."""
+    return xxhash.xxh3_64_intdigest(name.encode())
+
+
+def rendezvous(subject: int, seed: int, weight: float = 1.0) -> float:
+    """Return a replica's score for `subject`, both as `seed_of` gives: highest wins, by weight."""
+    mixed = ((subject ^ seed) * _MIX) & _MASK
+    mixed = ((mixed ^ (mixed >> 29)) * _MIX) & _MASK
+    # (0, 1): the logarithm of neither end is of use.
+    uniform = ((mixed >> 11) + 0.5) * 2.0**-53
+    return -weight / log(uniform)
+
+
+def draw(subject: int, slots: Sequence[int], seeds: Sequence[int], weights: Sequence[float]) -> int:
+    """Return which of `slots` the rendezvous gives `subject` to."""
+    return max(slots, key=lambda slot: rendezvous(subject, seeds[slot], weights[slot]))
+
+
+def within_bound(
+    slots: Sequence[int], tokens: Sequence[float], weights: Sequence[float]
+) -> list[int]:
+    """Return those of `slots` that hold no more than LOAD_BOUND times their share; never none."""
+    total = sum([tokens[slot] for slot in slots])
+    share = LOAD_BOUND * total / sum([weights[slot] for slot in slots])
+    return [slot for slot in slots if tokens[slot] <= share * weights[slot]]
 
 
 class Seat(NamedTuple):

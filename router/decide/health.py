@@ -1,10 +1,21 @@
-"""Who is left alone for a while: consecutive failures eject, one trial at a time brings back.
+"""Who is left alone for a while: what failed in a row, or far more often than its peers.
 
-Never more than half of a deployment's replicas are ejected: when everything seems ill, the
-observer may be (a probe bug, a broken uplink), and refusing all would make that true.
+A replica is well, ejected, or on trial. Failures eject it, for twice as long each time it comes
+back soon; when that time is over one request is its trial, and the others go elsewhere until that
+one has answered. Only its own requests judge a replica: a ping that its node answers proves nothing
+of the engine, but one that goes unanswered spares a client the trial.
+
+Never more than half of a deployment's replicas are left alone. When more are ill, either the fleet
+is or the observer (a broken uplink, a bug of ours): then none is left alone, and those that are ill
+are asked after all that are well. What is truly dead costs a request only where nothing else has
+room, and what only seemed ill is well again with its first answer.
+
+There is no slow start: what a replica gets is bounded by its tokens in flight, and the choice sees
+by its predictions that it is cold.
 """
 
-from collections.abc import Mapping, Sequence, Set
+import math
+from collections.abc import Collection, Mapping, Set
 from typing import Final, NamedTuple
 
 from isochrone.wire.ids import ReplicaId
@@ -13,85 +24,181 @@ FAILURES_MAX: Final = 3
 EJECTED_MIN_S: Final = 2.0
 EJECTED_MAX_S: Final = 60.0
 TRIAL_S: Final = 5.0
+REMEMBERED_S: Final = 120.0
+"""Who is ejected again within this time of coming back is so for twice as long as before."""
+
+RATIO_WEIGHT: Final = 0.1
+RATIO_MIN: Final = 0.3
+RATIO_OVER_PEERS: Final = 3.0
+"""Such a share of failures among the last ten or so ejects, if it is so many times the peers'."""
+
+UNREACHABLE_S: Final = 5.0
 
 
-class Standing(NamedTuple):
-    """A replica's record: failures in a row, ejected until when, for how long the last time."""
+class Standing:
+    """A replica's record. `until_s` is when its ejection or its trial is over; 0 if it is well."""
 
-    failures: int
-    until_s: float
-    ejected_for_s: float
+    __slots__ = ("ejected_at_s", "ejected_for_s", "failures", "is_trial", "ratio", "until_s")
+
+    def __init__(self) -> None:
+        self.failures = 0
+        self.ratio = 0.0
+        self.until_s = 0.0
+        self.is_trial = False
+        self.ejected_at_s = 0.0
+        self.ejected_for_s = 0.0
 
 
 class Health:
-    """The standings of replicas that failed lately; one that answers well has no entry."""
+    """The standings of replicas that ever failed; one that never did has no entry."""
 
     def __init__(self) -> None:
         """Start with everyone well."""
         self._standings: dict[ReplicaId, Standing] = {}
+        self._until_s: dict[ReplicaId, float] = {}
 
-    def failed(self, replica_id: ReplicaId, now_s: float) -> bool:
-        """Note a failure; True where it ejects the replica, for twice as long each time."""
-        old = self._standings.get(replica_id, Standing(0, 0.0, 0.0))
-        failures = old.failures + 1
-        if failures < FAILURES_MAX:
-            self._standings[replica_id] = Standing(failures, old.until_s, old.ejected_for_s)
-            return False
-        for_s = min(EJECTED_MAX_S, max(EJECTED_MIN_S, 2 * old.ejected_for_s))
-        self._standings[replica_id] = Standing(failures, now_s + for_s, for_s)
-        return True
+    def failed(self, replica_id: ReplicaId, now_s: float, peers: Collection[ReplicaId] = ()) -> str:
+        """Note a failure among `peers`; where it ejects the replica, return why."""
+        standing = self._standings.get(replica_id)
+        if standing is None:
+            standing = self._standings[replica_id] = Standing()
+        standing.failures += 1
+        standing.ratio += RATIO_WEIGHT * (1.0 - standing.ratio)
+        if standing.until_s and not standing.is_trial:
+            # It was on its way before the ejection: nothing new.
+            return ""
+        if standing.is_trial:
+            cause = "trial"
+        elif standing.failures >= FAILURES_MAX:
+            cause = "consecutive"
+        elif self._stands_out(replica_id, standing, peers):
+            cause = "ratio"
+        else:
+            return ""
+        self._eject(replica_id, standing, now_s)
+        return cause
 
     def answered(self, replica_id: ReplicaId) -> None:
-        """Note a good answer: all is forgiven."""
-        self._standings.pop(replica_id, None)
+        """Note a good answer. One that passed its trial is well, and judged anew."""
+        standing = self._standings.get(replica_id)
+        if standing is None:
+            return
+        standing.ratio -= RATIO_WEIGHT * standing.ratio
+        if standing.is_trial:
+            standing.is_trial = False
+            standing.until_s = 0.0
+            standing.ratio = 0.0
+            del self._until_s[replica_id]
+        if not standing.until_s:
+            standing.failures = 0
 
     def picked(self, replica_id: ReplicaId, now_s: float) -> None:
-        """Note a request on its way. To one just back from ejection it is a trial: others wait."""
+        """Note a request on its way. To one that is not well it is a trial: others wait for it."""
+        if replica_id in self._until_s:
+            standing = self._standings[replica_id]
+            standing.is_trial = True
+            standing.until_s = self._until_s[replica_id] = max(standing.until_s, now_s + TRIAL_S)
+
+    def unreachable(self, replica_id: ReplicaId, now_s: float) -> None:
+        """Its node answers no ping: put its trial off, but not for ever, as pings may be broken."""
         standing = self._standings.get(replica_id)
-        if standing is not None and standing.ejected_for_s and standing.until_s <= now_s:
-            self._standings[replica_id] = standing._replace(until_s=now_s + TRIAL_S)
+        if standing is not None and standing.until_s and not standing.is_trial:
+            until_s = min(now_s + UNREACHABLE_S, standing.ejected_at_s + EJECTED_MAX_S)
+            if until_s > standing.until_s:
+                standing.until_s = self._until_s[replica_id] = until_s
+
+    def ejected(self) -> Set[ReplicaId]:
+        """Return who is not well, whether its time is over or not."""
+        return self._until_s.keys()
 
     def ejected_until(self, now_s: float) -> Mapping[ReplicaId, float]:
-        """Return who is ejected now, and until when."""
+        """Return who is ejected or on trial now, and until when."""
         return {
-            replica_id: standing.until_s
-            for replica_id, standing in self._standings.items()
-            if standing.until_s > now_s
+            replica_id: until_s for replica_id, until_s in self._until_s.items() if until_s > now_s
         }
 
     def forget(self, replica_ids: Set[ReplicaId]) -> None:
         """Drop the standings of replicas that no table names any more."""
         for replica_id in replica_ids:
             self._standings.pop(replica_id, None)
+            self._until_s.pop(replica_id, None)
+
+    def _stands_out(
+        self, replica_id: ReplicaId, standing: Standing, peers: Collection[ReplicaId]
+    ) -> bool:
+        others = [self._standings.get(peer) for peer in peers if peer != replica_id]
+        if standing.ratio < RATIO_MIN or not others:
+            return False
+        mean = sum(other.ratio for other in others if other is not None) / len(others)
+        return standing.ratio >= RATIO_OVER_PEERS * mean
+
+    def _eject(self, replica_id: ReplicaId, standing: Standing, now_s: float) -> None:
+        is_again = now_s - standing.ejected_at_s <= standing.ejected_for_s + REMEMBERED_S
+        for_s = 2 * standing.ejected_for_s if is_again else EJECTED_MIN_S
+        standing.ejected_for_s = min(EJECTED_MAX_S, max(EJECTED_MIN_S, for_s))
+        standing.ejected_at_s = now_s
+        standing.is_trial = False
+        standing.until_s = self._until_s[replica_id] = now_s + standing.ejected_for_s
+
+
+class Judged(NamedTuple):
+    """Of one deployment's replicas: whom to leave `alone`, and whom to ask only after all others.
+
+    There is never someone in both: either few enough are ill to be left alone, or it is a panic.
+    """
+
+    alone: frozenset[ReplicaId]
+    last: frozenset[ReplicaId]
+
+
+def judge(replicas: Collection[ReplicaId], ejected_until: Mapping[ReplicaId, float]) -> Judged:
+    """Judge `replicas` by who of them is ejected now."""
+    ill = frozenset(replica_id for replica_id in replicas if replica_id in ejected_until)
+    if 2 * len(ill) <= len(replicas):
+        return Judged(ill, frozenset())
+    return Judged(frozenset(), ill)
 
 
 def left_alone(
-    replicas: Sequence[ReplicaId], ejected_until: Mapping[ReplicaId, float]
+    replicas: Collection[ReplicaId], ejected_until: Mapping[ReplicaId, float]
 ) -> frozenset[ReplicaId]:
-    """Return which of `replicas` to leave alone: the ejected, at most half, the worst first."""
-    ejected = sorted(
-        (replica_id for replica_id in replicas if replica_id in ejected_until),
-        key=lambda replica_id: (-ejected_until[replica_id], replica_id),
-    )
-    return frozenset(ejected[: len(replicas) // 2])
+    """Return which of `replicas` to leave alone, never more than half."""
+    return judge(replicas, ejected_until).alone
 
 
 class RetryBudget:
-    """Retries allowed as a share of requests, so that trouble is not multiplied by retrying."""
+    """Retries allowed as a share of recent requests, so that retrying never multiplies trouble.
+
+    Both are counted over the last `WINDOW_S` or so, the newest weighing most. `reserve` is what a
+    quiet router may retry in that time besides, lest one bad replica fail the few who ask.
+    """
+
+    WINDOW_S: Final = 10.0
 
     def __init__(self, ratio: float = 0.2, reserve: float = 10.0) -> None:
-        """Allow `ratio` retries per request, and `reserve` at once after a calm time."""
+        """Allow `ratio` retries per request, and `reserve` besides."""
         self._ratio = ratio
         self._reserve = reserve
-        self._balance = reserve
+        self._at_s = -math.inf
+        self._requests = 0.0
+        self._retries = 0.0
 
-    def deposit(self) -> None:
+    def deposit(self, now_s: float) -> None:
         """Note a first attempt."""
-        self._balance = min(self._reserve, self._balance + self._ratio)
+        self._age(now_s)
+        self._requests += 1.0
 
-    def withdraw(self) -> bool:
+    def withdraw(self, now_s: float) -> bool:
         """Take one retry out; False where the budget is spent."""
-        if self._balance < 1.0:
+        self._age(now_s)
+        if self._retries + 1.0 > self._ratio * self._requests + self._reserve:
             return False
-        self._balance -= 1.0
+        self._retries += 1.0
         return True
+
+    def _age(self, now_s: float) -> None:
+        if now_s > self._at_s:
+            kept = math.exp((self._at_s - now_s) / self.WINDOW_S)
+            self._requests *= kept
+            self._retries *= kept
+            self._at_s = now_s

@@ -1,6 +1,7 @@
-"""How far a node is and how soon it would answer.
+"""How far a replica is and how soon it would answer, from what was measured and observed.
 
-A round trip is the least of a short window, smoothed: queues on the way only ever add to it.
+A round trip is the least of a short window, smoothed: queues on the way only ever add to it. How
+fast a replica reads prompts begins as the table's rate and is corrected by every first token.
 """
 
 from collections import deque
@@ -18,6 +19,31 @@ RTT_MS_UNKNOWN: Final = 150.0
 """Between PoPs whose coordinates the table lacks."""
 
 PREDICTION_SMOOTHING: Final = 0.2
+
+COLD_MS: Final = 5.0
+"""A replica that has answered nobody here yet may have its first, slower step before it. Handshakes
+are not counted: probes keep a connection to every node."""
+
+STEP: Final = 0.1
+"""How far one observation moves the correction."""
+
+KNEE_MS: Final = 200.0
+"""Below this much predicted work an error is taken for overhead, above it for a wrong rate."""
+
+GAIN_MIN: Final = 0.25
+GAIN_MAX: Final = 4.0
+OVERHEAD_MS_MAX: Final = 2000.0
+SPREAD_MS_FIRST: Final = 10.0
+SPREADS_MAX: Final = 4.0
+"""An error of more spreads than this counts as this many: one stalled answer is no new truth."""
+
+STRETCH_MAX: Final = 2e-4
+STRETCH_STEP: Final = 0.05
+STRETCH_TOKENS_MIN: Final = 2000.0
+"""Shorter prompts tell nothing of depth."""
+
+FORGET_S: Final = 120.0
+"""Unheard of for this long, a correction has lost half of itself: else nobody would try again."""
 
 
 class RoundTripFilter:
@@ -46,7 +72,7 @@ def expected_rtt_ms(here: Pop | None, there: Pop | None) -> float:
     return round_trip_ms(here.latitude, here.longitude, there.latitude, there.longitude)
 
 
-def prefill_ms(tokens: int, tokens_per_s: float) -> float:
+def prefill_ms(tokens: float, tokens_per_s: float) -> float:
     """Return how long `tokens` of prompt take at a replica."""
     rate = tokens_per_s if tokens_per_s > 0 else PREFILL_TOKENS_PER_S_UNKNOWN
     return 1000.0 * tokens / rate
@@ -55,3 +81,93 @@ def prefill_ms(tokens: int, tokens_per_s: float) -> float:
 def smoothed(old: float | None, sample: float, weight: float = PREDICTION_SMOOTHING) -> float:
     """Return the moving average after one more sample."""
     return sample if old is None else old + weight * (sample - old)
+
+
+class Stretch:
+    """How much more a token deep in a prompt costs than one at its beginning, for one model.
+
+    Attention makes reading grow faster than the prompt: a token at depth d takes 1 + d * per_token
+    times as long. That is the model's nature, not the replica's, so all its replicas teach it.
+    """
+
+    __slots__ = ("per_token",)
+
+    def __init__(self) -> None:
+        """Begin with straight growth."""
+        self.per_token = 0.0
+
+    def observed(self, ms: float, tokens: float, depth: float, error_ms: float) -> None:
+        """Learn from one prompt that hardly waited: `tokens` at mean `depth` took `ms` + error."""
+        straight_ms = ms / (1.0 + depth * self.per_token)
+        if tokens < STRETCH_TOKENS_MIN or straight_ms <= 0:
+            return
+        # The slope that would have made the error nothing.
+        slope = (error_ms / straight_ms) / depth
+        bound = STRETCH_MAX / 4
+        learned = self.per_token + STRETCH_STEP * max(-bound, min(bound, slope))
+        self.per_token = max(0.0, min(STRETCH_MAX, learned))
+
+
+def stretched(tokens: float, cached: float, per_token: float) -> float:
+    """Return the work of reading what is not cached, in tokens at a prompt's beginning."""
+    return (tokens - cached) * (1.0 + per_token * (tokens + cached) / 2)
+
+
+class Pace:
+    """One replica's correction: time observed = overhead + gain * time predicted, give or take.
+
+    Both are learned by normalised least mean squares. An error counts for at most SPREADS_MAX times
+    the usual one, so a stalled answer moves little and a true change moves all within some dozens.
+    """
+
+    __slots__ = ("_at_s", "_gain", "_overhead_ms", "answers", "spread_ms")
+
+    def __init__(self) -> None:
+        """Believe the table's rate until observed otherwise."""
+        self._gain = 1.0
+        self._overhead_ms = 0.0
+        self._at_s = 0.0
+        self.spread_ms = SPREAD_MS_FIRST
+        self.answers = 0
+
+    def __repr__(self) -> str:
+        return (
+            f"Pace({self._overhead_ms:.0f} ms + {self._gain:.2f} x, "
+            f"spread {self.spread_ms:.0f} ms, {self.answers} answers)"
+        )
+
+    def gain(self, now_s: float) -> float:
+        """Return by how much the replica is slower than its rate says."""
+        return 1.0 + (self._gain - 1.0) * self._kept(now_s)
+
+    def overhead_ms(self, now_s: float) -> float:
+        """Return what every first token takes besides its prompt and the queue before it."""
+        return self._overhead_ms * self._kept(now_s)
+
+    def observed(
+        self, predicted_ms: float, took_ms: float, now_s: float, certainty: float = 1.0
+    ) -> float:
+        """Learn from one first token; return the error in ms as it was before learning.
+
+        `predicted_ms` is queue and prefill by the rate alone, uncorrected; `took_ms` is without the
+        round trip. `certainty` is the share of the prediction that was no guess about others: an
+        error of the queue says little about the replica.
+        """
+        self._gain, self._overhead_ms = self.gain(now_s), self.overhead_ms(now_s)
+        self._at_s = now_s
+        error_ms = took_ms - (self._overhead_ms + self._gain * predicted_ms)
+        bound_ms = SPREADS_MAX * self.spread_ms
+        held_ms = max(-bound_ms, min(bound_ms, error_ms))
+        size = predicted_ms / KNEE_MS
+        step_ms = STEP * certainty * held_ms / (1.0 + size * size)
+        overhead_ms = self._overhead_ms + step_ms
+        self._overhead_ms = max(-OVERHEAD_MS_MAX / 10, min(OVERHEAD_MS_MAX, overhead_ms))
+        self._gain = max(GAIN_MIN, min(GAIN_MAX, self._gain + step_ms * size / KNEE_MS))
+        self.spread_ms += STEP * (abs(held_ms) - self.spread_ms)
+        self.spread_ms = max(1.0, self.spread_ms)
+        self.answers += 1
+        return error_ms
+
+    def _kept(self, now_s: float) -> float:
+        silent_s = now_s - self._at_s
+        return 1.0 if silent_s < FORGET_S / 8 else 0.5 ** (silent_s / FORGET_S)

@@ -1,77 +1,133 @@
-"""Which replica answers soonest: every warm one ranked by its predicted time to first token.
+"""Which replica answers soonest: filter, score, order, each with its reason.
 
-predicted = round trip + tokens queued ahead / prefill rate + uncached prompt tokens / prefill rate
+predicted = round trip and overhead + queue wait + uncached prompt tokens * time per token
+
+All three are corrected by what was observed of each replica (latency.py), and kept in columns
+(board.py): a choice is a few passes over them. What a miss of the cache costs the replica is
+counted the more than once, the more requests find a queue: whoever comes next waits for it too.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from math import inf
 from typing import Final, NamedTuple
 
 from isochrone.wire.ids import ReplicaId
-from isochrone.wire.routes import Route
-from router.decide.affinity import Seat, rendezvous
-from router.decide.health import left_alone
-from router.decide.latency import prefill_ms
-from router.decide.tokens_in_flight import InFlight
+from router.decide.affinity import Seat, draw, seed_of, within_bound
+from router.decide.board import Picture, Ranked
+from router.decide.health import judge
+from router.decide.latency import stretched
+from router.decide.prefixes import NOTHING_HELD, Held
 
 ALIKE_MS: Final = 2.0
-ALIKE_RATIO: Final = 1.1
-"""Within these two predictions count as alike, and the rendezvous decides."""
+ALIKE_RATIO: Final = 0.05
+ALIKE_SPREADS: Final = 0.25
+"""Within these of the best, or of its usual error, predictions count as alike: chance decides, and
+routers that see the same do not all run to the same replica."""
 
 SESSION_ALIKE_MS: Final = 20.0
-SESSION_ALIKE_RATIO: Final = 1.25
+SESSION_ALIKE_RATIO: Final = 0.25
 """A new session spreads over a wider circle, so that routers of one region choose alike."""
 
-STICK_MS: Final = 50.0
-STICK_RATIO: Final = 2.0
+STICK_MS: Final = 20.0
+STICK_RATIO: Final = 0.5
 """A session stays while its seat is at most this much slower than the best."""
 
+SPILL_MS: Final = 10.0
+SPILL_RATIO: Final = 0.1
+"""Leaving home must save this much; once left, going on needs no more than being sooner."""
 
-class Candidate(NamedTuple):
-    """One warm replica as the router believes it to be now."""
-
-    route: Route
-    rtt_ms: float
-    in_flight: InFlight
-
-
-class Picture(NamedTuple):
-    """What the router believes of one deployment, frozen at `now_s`."""
-
-    candidates: Sequence[Candidate]
-    ejected_until: Mapping[ReplicaId, float]
+SURPRISE_MS: Final = 40.0
+SURPRISE_RATIO: Final = 0.1
+"""A longer queue than was thought counts as a surprise only past this."""
 
 
 class Ask(NamedTuple):
-    """What the choice needs to know of a request."""
+    """What the choice needs to know of a request.
+
+    `held` is which slots hold how much of the prompt; the seat counts where nothing is known.
+    """
 
     request_id: str
     prompt_tokens: int
     output_tokens: int
     session: str = ""
     seat: Seat | None = None
+    held: Held = NOTHING_HELD
 
 
-class Ranked(NamedTuple):
-    """One way to go, with what is predicted of it and why it stands where it stands."""
+class Routes(Sequence[Ranked]):
+    """Where to try, best first. Only what is looked at is worked out: mostly that is the first."""
 
-    route: Route
-    reason: str
-    rtt_ms: float
-    queue_ms: float
-    prefill_ms: float
-    uncached_tokens: int
+    def __init__(
+        self,
+        picture: Picture,
+        ask: Ask,
+        costs: Sequence[float],
+        first: int,
+        reason: str,
+    ) -> None:
+        self._picture = picture
+        self._ask = ask
+        self._costs = costs
+        self._first = first
+        self._reason = reason
+        self._count = sum(cost < inf for cost in costs) if first < 0 else -1
+        self._order: Sequence[int] | None = None
 
-    @property
-    def ttft_ms(self) -> float:
-        """Predicted time to first token."""
-        return self.rtt_ms + self.queue_ms + self.prefill_ms
+    def __len__(self) -> int:
+        if self._count < 0:
+            self._count = len(self._costs) - self._costs.count(inf)
+        return self._count
 
-    @property
-    def why(self) -> str:
-        """The header value that tells a client why this replica."""
-        return (
-            f"{self.reason} rtt={self.rtt_ms:.1f}ms queue={self.queue_ms:.0f}ms "
-            f"prefill={self.prefill_ms:.0f}ms"
+    def __bool__(self) -> bool:
+        return self._first >= 0
+
+    def __iter__(self) -> Iterator[Ranked]:
+        return (self[at] for at in range(len(self)))
+
+    def __getitem__(self, at: int) -> Ranked:  # type: ignore[override]
+        if at == 0 and self._first >= 0:
+            ranked = self._ranked(self._first, self._reason)
+            return ranked._replace(queue_tokens_max=self._queue_tokens_max(ranked))
+        slot = self._slots()[at]
+        return self._ranked(slot, "nearest-warm" if slot in self._picture.home else "soonest-warm")
+
+    def _slots(self) -> Sequence[int]:
+        if self._order is None:
+            costs = self._costs
+            rest = [slot for slot in range(len(costs)) if costs[slot] < inf and slot != self._first]
+            rest.sort(key=costs.__getitem__)
+            self._order = [self._first, *rest] if self._first >= 0 else rest
+        return self._order
+
+    def _queue_tokens_max(self, ranked: Ranked) -> int:
+        """Return how much may wait there before asking elsewhere is worth another round trip."""
+        picture, costs, first = self._picture, self._costs, self._first
+        others = min(min(costs[:first], default=inf), min(costs[first + 1 :], default=inf))
+        if others == inf:
+            return 0
+        better_by_ms = max(0.0, others - costs[first])
+        most_ms = ranked.queue_ms + better_by_ms + ranked.rtt_ms + SURPRISE_MS
+        most_ms += SURPRISE_RATIO * ranked.prefill_ms
+        return max(1, round(most_ms / picture.ms_per_token[first]))
+
+    def _ranked(self, slot: int, reason: str) -> Ranked:
+        picture, ask = self._picture, self._ask
+        route = picture.routes[slot]
+        assert route is not None, f"slot {slot} is ranked without a replica"
+        cached = _cached_tokens(picture, ask, slot)
+        work = stretched(ask.prompt_tokens, cached, picture.stretch_per_token)
+        rtt_ms = picture.rtt_ms[slot]
+        return Ranked(
+            route=route,
+            reason=reason,
+            rtt_ms=rtt_ms,
+            queue_ms=max(picture.until_ms[slot] - picture.now_ms, picture.least_ms[slot])
+            - picture.base_ms[slot],
+            prefill_ms=work * picture.ms_per_token[slot],
+            uncached_tokens=ask.prompt_tokens - cached,
+            cached_tokens=cached,
+            overhead_ms=picture.base_ms[slot] - rtt_ms,
         )
 
 
@@ -84,72 +140,107 @@ class Ranking(NamedTuple):
 
 def rank(picture: Picture, ask: Ask, excluded: frozenset[ReplicaId] = frozenset()) -> Ranking:
     """Rank the replicas that have room, best first; `excluded` are those that failed already."""
-    ids = [candidate.route.replica_id for candidate in picture.candidates]
-    alone = left_alone(ids, picture.ejected_until)
-    usable = [
-        candidate
-        for candidate in picture.candidates
-        if candidate.route.replica_id not in alone and candidate.route.replica_id not in excluded
+    costs = _costs(picture, ask)
+    full = costs.count(inf) - (len(costs) - len(picture.slots))
+    full -= _leave_out(picture, excluded, costs)
+    best_ms = min(costs, default=inf)
+    if best_ms == inf:
+        return Ranking((), full)
+    slot, reason = _first(picture, ask, costs, best_ms)
+    return Ranking(Routes(picture, ask, costs, slot, reason), full)
+
+
+def _costs(picture: Picture, ask: Ask) -> list[float]:
+    """Return each slot's predicted time, regard for others included; infinite where it is full."""
+    now_ms = picture.now_ms
+    tokens, stretch = ask.prompt_tokens, picture.stretch_per_token
+    wanted = tokens + ask.output_tokens
+    charged = 1.0 + picture.regard
+    work = charged * stretched(tokens, tokens * ask.held.everyone, stretch)
+    costs = [
+        inf
+        if wanted > room
+        else work * pace + (wait if (wait := until - now_ms) > least else least)
+        for until, least, pace, room in zip(
+            picture.until_ms, picture.least_ms, picture.ms_per_token, picture.room, strict=True
+        )
     ]
-    roomy = [candidate for candidate in usable if _has_room(candidate, ask)]
-    if not roomy:
-        return Ranking((), len(usable))
-    nearest_ms = min(candidate.rtt_ms for candidate in usable)
-    predicted = sorted(
-        (_predict(candidate, ask, nearest_ms) for candidate in roomy),
-        key=lambda ranked: (ranked.ttft_ms, ranked.route.replica_id),
-    )
-    return Ranking(_seated(predicted, ask), len(usable) - len(roomy))
+    paces = picture.ms_per_token
+    for slots, share in ask.held.some:
+        saved = work - charged * stretched(tokens, tokens * share, stretch)
+        for slot in slots:
+            costs[slot] -= saved * paces[slot]
+    if ask.seat is not None and ask.held is NOTHING_HELD:
+        slot = picture.slots.get(ask.seat.replica_id, -1)
+        if slot >= 0:
+            cached = min(ask.seat.cached_tokens, tokens)
+            costs[slot] -= (work - charged * stretched(tokens, cached, stretch)) * paces[slot]
+    return costs
 
 
-def _has_room(candidate: Candidate, ask: Ask) -> bool:
-    # An idle replica takes any request: whether it fits at all is the replica's to say.
-    in_flight = candidate.in_flight
-    wanted = in_flight.tokens + ask.prompt_tokens + ask.output_tokens
-    return in_flight.tokens == 0 or wanted <= candidate.route.tokens_in_flight_max
+def _leave_out(picture: Picture, excluded: frozenset[ReplicaId], costs: list[float]) -> int:
+    """Take out who failed or is ejected; return how many of them were full besides."""
+    alone, last = excluded, frozenset[ReplicaId]()
+    if picture.ejected_until:
+        ill, last = judge(list(picture.slots), picture.ejected_until)
+        alone = alone | ill
+    full = 0
+    for replica_id in alone:
+        slot = picture.slots.get(replica_id, -1)
+        if slot >= 0:
+            full += costs[slot] == inf
+            costs[slot] = inf
+    late = [picture.slots[replica_id] for replica_id in last if replica_id in picture.slots]
+    if late and any(cost < inf for slot, cost in enumerate(costs) if slot not in late):
+        # Who is ill among too many ill is asked only where nobody well has room.
+        for slot in late:
+            costs[slot] = inf
+    return full
 
 
-def _predict(candidate: Candidate, ask: Ask, nearest_ms: float) -> Ranked:
-    route = candidate.route
-    cached = 0
-    if ask.seat is not None and ask.seat.replica_id == route.replica_id:
-        cached = min(ask.seat.cached_tokens, ask.prompt_tokens)
-    uncached = ask.prompt_tokens - cached
-    is_near = candidate.rtt_ms <= nearest_ms * ALIKE_RATIO + ALIKE_MS
-    return Ranked(
-        route=route,
-        reason="nearest-warm" if is_near else "soonest-warm",
-        rtt_ms=candidate.rtt_ms,
-        queue_ms=prefill_ms(candidate.in_flight.queued_tokens, route.prefill_tokens_per_s),
-        prefill_ms=prefill_ms(uncached, route.prefill_tokens_per_s),
-        uncached_tokens=uncached,
-    )
-
-
-def _seated(predicted: Sequence[Ranked], ask: Ask) -> Sequence[Ranked]:
-    """Put first whom the session sticks to, or whom the rendezvous draws among those alike."""
-    best_ms = predicted[0].ttft_ms
+def _first(picture: Picture, ask: Ask, costs: Sequence[float], best_ms: float) -> tuple[int, str]:
+    """Return which slot goes first, and why: the session's seat, or one drawn among those alike."""
     if ask.seat is not None:
-        for ranked in predicted:
-            is_near_best = ranked.ttft_ms <= max(best_ms * STICK_RATIO, best_ms + STICK_MS)
-            if ranked.route.replica_id == ask.seat.replica_id and is_near_best:
-                return _first(ranked._replace(reason="session"), predicted)
-    ratio, slack_ms = (
-        (SESSION_ALIKE_RATIO, SESSION_ALIKE_MS) if ask.session else (ALIKE_RATIO, ALIKE_MS)
-    )
-    subject = ask.session or ask.request_id
-    alike = [ranked for ranked in predicted if ranked.ttft_ms <= best_ms * ratio + slack_ms]
-    drawn = max(
-        alike,
-        key=lambda ranked: rendezvous(
-            subject, ranked.route.replica_id, max(1.0, ranked.route.prefill_tokens_per_s)
-        ),
-    )
-    if ask.session:
-        drawn = drawn._replace(reason=f"session-new {drawn.reason}")
-    return _first(drawn, predicted)
+        seat = picture.slots.get(ask.seat.replica_id, -1)
+        if seat >= 0 and costs[seat] <= best_ms + max(STICK_MS, STICK_RATIO * best_ms):
+            return seat, "session"
+    best = _at_home(picture, costs, costs.index(best_ms))
+    best_ms = costs[best]
+    slack_ms = max(ALIKE_MS, ALIKE_RATIO * best_ms, ALIKE_SPREADS * picture.spread_ms[best])
+    is_new = bool(ask.session) and ask.held is NOTHING_HELD
+    if is_new:
+        slack_ms = max(slack_ms, SESSION_ALIKE_MS, SESSION_ALIKE_RATIO * best_ms)
+    limit_ms = best_ms + slack_ms
+    alike = [slot for slot, cost in enumerate(costs) if cost <= limit_ms]
+    if is_new and len(alike) > 1:
+        alike = within_bound(alike, picture.tokens, picture.weights)
+        best = draw(seed_of(ask.session), alike, picture.seeds, picture.weights)
+    elif len(alike) > 1:
+        best = alike[seed_of(ask.request_id) % len(alike)]
+    reason = "nearest-warm" if best in picture.home else "soonest-warm"
+    if is_new:
+        return best, f"session-new {reason}"
+    is_prefix = any(best in match.slots for match in ask.held.some)
+    return best, f"prefix {reason}" if is_prefix else reason
 
 
-def _first(first: Ranked, predicted: Sequence[Ranked]) -> Sequence[Ranked]:
-    rest = [r for r in predicted if r.route.replica_id != first.route.replica_id]
-    return [first, *rest]
+def _at_home(picture: Picture, costs: Sequence[float], best: int) -> int:
+    """Return the best slot to go by: one at home unless leaving it pays.
+
+    Leaving must save more than the noise of the prediction; once requests leave, they go on leaving
+    for as long as it is any sooner: between the two nothing flaps.
+    """
+    if best in picture.home or picture.is_spilling:
+        return best
+    home = min(picture.home, key=costs.__getitem__)
+    margin_ms = max(SPILL_MS, SPILL_RATIO * costs[best])
+    return home if costs[home] <= costs[best] + margin_ms else best
+
+
+def _cached_tokens(picture: Picture, ask: Ask, slot: int) -> int:
+    if ask.held is not NOTHING_HELD:
+        return round(ask.held.share_at(slot) * ask.prompt_tokens)
+    seat = ask.seat
+    if seat is not None and picture.slots.get(seat.replica_id) == slot:
+        return min(seat.cached_tokens, ask.prompt_tokens)
+    return 0

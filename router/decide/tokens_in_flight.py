@@ -2,17 +2,26 @@
 
 Rule 1: what is reserved is released exactly once, on finish, cancel and crash alike.
 Rule 2: prefill and decode are counted apart; the first token turns prefill into decode.
-Rule 3: a replica's own word (its load header) adds what others sent there, and it ages.
+Rule 3: a replica's own word (its load) adds what others sent there. The older it is, the nearer to
+their usual load theirs is assumed to be, by as much as such words have proven to change.
+Rule 4: prompts are read one after the other, so a queue empties by the clock: what is counted as
+still before a new request is what the replica cannot have read yet.
 """
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Set
 from typing import Final, NamedTuple
 
-from isochrone.wire.headers import Load
 from isochrone.wire.ids import ReplicaId
 
-LOAD_FRESH_S: Final = 5.0
-"""How long a replica's word about its load is believed; what others sent drains meanwhile."""
+LOAD_FRESH_S: Final = 10.0
+"""How long a replica's word about its load is believed; over as long again it comes to nothing."""
+
+WORD_SMOOTHING: Final = 0.1
+"""How far one word moves the usual load of others and how much of it is taken to last."""
+
+PAST_MAX: Final = 256
+"""How many of our own changes at a replica are remembered, to tell ours in an old word of its."""
 
 
 class InFlight(NamedTuple):
@@ -40,34 +49,47 @@ class InFlight(NamedTuple):
         return self.prefill_tokens + self.others_prefill_tokens
 
 
-NOTHING: Final = InFlight(0, 0, 0)
-
-
 class Reservation:
     """One request's share of a replica. Whoever holds it releases it; a second time is nothing."""
 
-    __slots__ = ("_ledger", "_open", "decode_tokens", "prefill_tokens", "replica_id")
+    __slots__ = (
+        "_ledger",
+        "_open",
+        "decode_tokens",
+        "output_tokens",
+        "prefill_tokens",
+        "replica_id",
+        "work_ms",
+    )
 
     def __init__(
-        self, ledger: "TokensInFlight", replica_id: ReplicaId, prefill: int, decode: int
+        self,
+        ledger: "TokensInFlight",
+        replica_id: ReplicaId,
+        prefill: int,
+        decode: int,
+        work_ms: float,
     ) -> None:
         self._ledger = ledger
         self._open = True
         self.replica_id = replica_id
         self.prefill_tokens = prefill
         self.decode_tokens = decode
+        self.output_tokens = decode
+        self.work_ms = work_ms
 
     @property
     def is_open(self) -> bool:
         """Whether these tokens are still counted."""
         return self._open
 
-    def first_token(self) -> None:
-        """Prefill is over: the prompt no longer stands in anyone's way, only its KV stays."""
-        if self._open and self.prefill_tokens:
-            self._ledger.move_to_decode(self.replica_id, self.prefill_tokens)
-            self.decode_tokens += self.prefill_tokens
-            self.prefill_tokens = 0
+    def first_token(self, at_s: float | None = None) -> None:
+        """Prefill is over: the prompt no longer stands in anyone's way, only its KV stays.
+
+        With `at_s`, when that was, what was queued behind it is known to begin only now.
+        """
+        if self._open:
+            self._ledger.prefilled(self, at_s)
 
     def release(self) -> bool:
         """Give everything back; False where that has happened already."""
@@ -78,49 +100,190 @@ class Reservation:
         return True
 
 
+class Others:
+    """What others have at one replica by its own words: the average, and how long swings last."""
+
+    __slots__ = (
+        "_gap_s",
+        "_lasting",
+        "_mean",
+        "_prefill",
+        "_product",
+        "_square",
+        "_swing",
+        "decode",
+        "told_at_s",
+    )
+
+    def __init__(self) -> None:
+        self.decode = 0
+        self.told_at_s = -1e18
+        self._prefill = 0
+        self._mean = 0.0
+        self._swing = 0.0
+        self._square = 0.0
+        self._product = 0.0
+        self._gap_s = 1.0
+        self._lasting = 1.0
+        """Which share of a swing is left after a usual gap between words."""
+
+    def hear(self, prefill: int, decode: int, told_at_s: float) -> bool:
+        """Take one word; False where a newer one came before it."""
+        gap_s = told_at_s - self.told_at_s
+        if gap_s <= 0:
+            return False
+        self.told_at_s = told_at_s
+        self._prefill, self.decode = prefill, decode
+        if gap_s > LOAD_FRESH_S:
+            self._mean, self._swing = float(prefill), 0.0
+            return True
+        swing = prefill - self._mean
+        self._square += WORD_SMOOTHING * (swing * swing - self._square)
+        self._product += WORD_SMOOTHING * (swing * self._swing - self._product)
+        self._gap_s += WORD_SMOOTHING * (gap_s - self._gap_s)
+        self._swing = swing
+        self._mean += WORD_SMOOTHING * swing
+        if self._square > 0:
+            self._lasting = min(1.0, max(0.01, self._product / self._square))
+        return True
+
+    def prefill(self, now_s: float) -> float:
+        """Return the prompt tokens that others are likely to have waiting there by now."""
+        age_s = now_s - self.told_at_s
+        left = self.left(now_s)
+        if not left:
+            return 0.0
+        lasting: float = self._lasting ** (max(0.0, age_s) / self._gap_s)
+        return left * max(0.0, self._mean + (self._prefill - self._mean) * lasting)
+
+    def left(self, now_s: float) -> float:
+        """Return the share of the last word that is still believed."""
+        return max(0.0, min(1.0, 2.0 - (now_s - self.told_at_s) / LOAD_FRESH_S))
+
+
+class Line:
+    """One replica's line in the ledger. Times are monotonic seconds as seen at the replica."""
+
+    __slots__ = (
+        "decode",
+        "free_at_s",
+        "others",
+        "outputs",
+        "past",
+        "prefill",
+        "reading",
+    )
+
+    def __init__(self) -> None:
+        self.prefill = 0
+        self.decode = 0
+        self.outputs = 0
+        self.reading: dict[Reservation, float] = {}
+        """Prompts not read yet, in the order sent, each with the milliseconds it takes."""
+        self.free_at_s = -1e18
+        self.others = Others()
+        self.past: deque[tuple[float, int, int]] = deque(maxlen=PAST_MAX)
+
+    @property
+    def behind_first_ms(self) -> float:
+        """Return the work that cannot have begun: all but the first prompt being read."""
+        if len(self.reading) < 2:
+            return 0.0
+        works = iter(self.reading.values())
+        next(works)
+        return sum(works)
+
+    def ours(self, at_s: float) -> tuple[int, int]:
+        """Return what of ours (unread, outputs) was there at `at_s`, as far as remembered."""
+        for when_s, unread, outputs in reversed(self.past):
+            if when_s <= at_s:
+                return unread, outputs
+        if len(self.past) == PAST_MAX:
+            return self.past[0][1:]
+        return (0, 0) if self.past else (self.prefill, self.outputs)
+
+
 class TokensInFlight:
-    """The ledger: one line per replica that has anything in flight or said something lately."""
+    """The ledger: one line per replica that was ever sent anything or said something."""
 
-    def __init__(self, on_release: Callable[[ReplicaId], None] | None = None) -> None:
-        """With `on_release`, tell whom when a replica got room."""
-        self._prefill: dict[ReplicaId, int] = {}
-        self._decode: dict[ReplicaId, int] = {}
+    def __init__(
+        self,
+        on_release: Callable[[ReplicaId], None] | None = None,
+        on_change: Callable[[ReplicaId], None] | None = None,
+    ) -> None:
+        """With `on_release`, tell whom when a replica got room; with `on_change`, of any change."""
+        self._lines: dict[ReplicaId, Line] = {}
         self._requests: dict[ReplicaId, int] = {}
-        self._told: dict[ReplicaId, tuple[float, int, int]] = {}
         self._on_release = on_release
+        self._on_change = on_change
 
-    def reserve(self, replica_id: ReplicaId, *, prefill: int, decode: int) -> Reservation:
-        """Count a request's tokens before it is sent."""
-        self._add(replica_id, prefill, decode, 1)
-        return Reservation(self, replica_id, prefill, decode)
+    def reserve(
+        self,
+        replica_id: ReplicaId,
+        *,
+        prefill: int,
+        decode: int,
+        work_ms: float = 0.0,
+        arrives_s: float | None = None,
+        others_ms: float = 0.0,
+    ) -> Reservation:
+        """Count a request's tokens before it is sent: `prefill` of its prompt are not cached.
+
+        Reading it takes `work_ms` after it `arrives_s` and after what others have waiting there.
+        """
+        line = self._line(replica_id)
+        reservation = Reservation(self, replica_id, prefill, decode, work_ms)
+        line.prefill += prefill
+        line.decode += decode
+        line.outputs += decode
+        line.reading[reservation] = work_ms
+        self._requests[replica_id] = self._requests.get(replica_id, 0) + 1
+        if arrives_s is not None:
+            begins_s = max(line.free_at_s, arrives_s + others_ms / 1000)
+            line.free_at_s = begins_s + work_ms / 1000
+            line.past.append((arrives_s, line.prefill, line.outputs))
+        self._changed(replica_id)
+        return reservation
 
     def at(self, replica_id: ReplicaId, now_s: float) -> InFlight:
         """Return what is in flight at one replica."""
-        requests = self._requests.get(replica_id, 0)
-        told_at, others_prefill, others_decode = self._told.get(replica_id, (-1e18, 0, 0))
-        left = max(0.0, 1.0 - (now_s - told_at) / LOAD_FRESH_S)
-        if not requests and not left:
-            return NOTHING
+        line = self._lines.get(replica_id)
+        if line is None:
+            return InFlight(0, 0, 0)
         return InFlight(
-            self._prefill.get(replica_id, 0),
-            self._decode.get(replica_id, 0),
-            requests,
-            round(others_prefill * left),
-            round(others_decode * left),
+            line.prefill,
+            line.decode,
+            self._requests.get(replica_id, 0),
+            round(line.others.prefill(now_s)),
+            round(line.others.decode * line.others.left(now_s)),
         )
 
-    def hear(self, replica_id: ReplicaId, load: Load, now_s: float) -> None:
-        """Correct the view by a replica's own word: what is not ours is others'."""
-        self._told[replica_id] = (
-            now_s,
-            max(0, load.prefill_tokens - self._prefill.get(replica_id, 0)),
-            max(0, load.decode_tokens - self._decode.get(replica_id, 0)),
-        )
+    def line(self, replica_id: ReplicaId) -> Line:
+        """Return the replica's line, to read."""
+        return self._lines.get(replica_id) or Line()
 
-    def forget(self, replica_ids: set[ReplicaId]) -> None:
-        """Drop what replicas said that no table names any more."""
+    def hear(self, replica_id: ReplicaId, unread: int, outputs: int, told_at_s: float) -> None:
+        """Correct the view by a replica's own word as of `told_at_s`: the rest is others'.
+
+        It had `unread` tokens of prompts before it, and `outputs` promised.
+        """
+        line = self._line(replica_id)
+        our_unread, our_outputs = line.ours(told_at_s)
+        if line.others.hear(
+            max(0, unread - our_unread),
+            max(0, outputs - our_outputs),
+            told_at_s,
+        ):
+            self._changed(replica_id)
+
+    def forget(self, replica_ids: Set[ReplicaId]) -> None:
+        """Drop what replicas said that no table names any more; what they still answer stays."""
         for replica_id in replica_ids:
-            self._told.pop(replica_id, None)
+            line = self._lines.get(replica_id)
+            if line is not None and not self._requests.get(replica_id):
+                del self._lines[replica_id]
+            elif line is not None:
+                line.others = Others()
 
     @property
     def requests(self) -> int:
@@ -129,29 +292,51 @@ class TokensInFlight:
 
     def totals(self) -> InFlight:
         """Everything this router has in flight."""
-        return InFlight(sum(self._prefill.values()), sum(self._decode.values()), self.requests)
+        return InFlight(
+            sum(line.prefill for line in self._lines.values()),
+            sum(line.decode for line in self._lines.values()),
+            self.requests,
+        )
 
-    def move_to_decode(self, replica_id: ReplicaId, tokens: int) -> None:
+    def prefilled(self, reservation: Reservation, at_s: float | None) -> None:
         """Turn prefill into decode. For Reservation."""
-        self._add(replica_id, -tokens, tokens, 0)
+        line = self._line(reservation.replica_id)
+        if line.reading.pop(reservation, None) is None:
+            return
+        line.prefill -= reservation.prefill_tokens
+        line.decode += reservation.prefill_tokens
+        reservation.decode_tokens += reservation.prefill_tokens
+        reservation.prefill_tokens = 0
+        if at_s is not None:
+            line.past.append((at_s, line.prefill, line.outputs))
+            line.free_at_s = at_s + sum(line.reading.values()) / 1000
+        self._changed(reservation.replica_id)
 
     def give_back(self, reservation: Reservation) -> None:
         """Take a reservation off the ledger. For Reservation."""
-        self._add(
-            reservation.replica_id, -reservation.prefill_tokens, -reservation.decode_tokens, -1
-        )
+        replica_id = reservation.replica_id
+        line = self._line(replica_id)
+        line.prefill -= reservation.prefill_tokens
+        line.decode -= reservation.decode_tokens
+        line.outputs -= reservation.output_tokens
+        if line.reading.pop(reservation, None) is not None:
+            line.free_at_s -= reservation.work_ms / 1000
+        assert line.prefill >= 0 and line.decode >= 0, f"{replica_id}: released more than reserved"
+        left = self._requests[replica_id] - 1
+        if left:
+            self._requests[replica_id] = left
+        else:
+            del self._requests[replica_id]
+        self._changed(replica_id)
         if self._on_release is not None:
-            self._on_release(reservation.replica_id)
+            self._on_release(replica_id)
 
-    def _add(self, replica_id: ReplicaId, prefill: int, decode: int, requests: int) -> None:
-        for counts, change in (
-            (self._prefill, prefill),
-            (self._decode, decode),
-            (self._requests, requests),
-        ):
-            count = counts.get(replica_id, 0) + change
-            assert count >= 0, f"{replica_id}: released more than was reserved"
-            if count:
-                counts[replica_id] = count
-            else:
-                counts.pop(replica_id, None)
+    def _line(self, replica_id: ReplicaId) -> Line:
+        line = self._lines.get(replica_id)
+        if line is None:
+            line = self._lines[replica_id] = Line()
+        return line
+
+    def _changed(self, replica_id: ReplicaId) -> None:
+        if self._on_change is not None:
+            self._on_change(replica_id)

@@ -19,8 +19,8 @@ from isochrone.wire import codec
 from isochrone.wire.control import Welcome
 from isochrone.wire.ids import ClusterId, Epoch, Generation
 from isochrone.wire.routes import Route, RouteDelta, RouteTable, SnapshotWanted, apply_delta
-from router.decide.admit import Gate
 from router.decide.adopt import Adopted, RefusedTable, adopt, widened
+from router.decide.limits import Gate
 from router.fleet import Fleet
 from router.loops.disk import to_its_end
 from router.metrics import Metrics
@@ -124,6 +124,10 @@ class Follower:
                 return
         have = known[-1].generation if known else Generation(0)
         await send(SnapshotWanted(have=have))
+
+    def take(self, table: RouteTable) -> None:
+        """Serve by a table that the main process of this router believes already."""
+        self._adopt(table)
 
     async def reconsider(self) -> str:
         """Look at a held table again: its dropped replicas may have ended meanwhile."""

@@ -5,16 +5,17 @@ from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Final, NamedTuple
 
-import aiohttp
-
 from isochrone.wire import headers
 from isochrone.wire.ids import NodeId
 from isochrone.wire.routes import Route
-from router.dataplane.forward import Upstream
+from router.dataplane.answer import Answer
+from router.dataplane.exchange import AttemptFailed
+from router.dataplane.upstream import Upstream
 from router.fleet import Fleet
 from router.metrics import Metrics
 
 AT_ONCE_MAX: Final = 64
+PONG_BYTES_MAX: Final = 64 * 1024
 
 
 class Probed(NamedTuple):
@@ -77,17 +78,18 @@ class Prober:
 
     async def _once(self, address: str, sent: dict[str, str] | None = None) -> str | None:
         """Return the node's refusal header, empty where it has none; None where it is silent."""
+        answer = Answer(address, None, PONG_BYTES_MAX)
         try:
-            async with (
-                asyncio.timeout(self._timeout_s),
-                self._upstream.get(address, "/ping", sent or {}) as response,
-            ):
-                await response.read()
-                if response.status >= 500:
-                    return None
-                return response.headers.get(headers.REFUSED, "")
-        except (aiohttp.ClientError, OSError, TimeoutError):
+            exchange = await self._upstream.ask(
+                NodeId(address), address, ("GET", "/ping", sent or {}, b""), answer, self._timeout_s
+            )
+            try:
+                head = await answer.opened()
+            finally:
+                exchange.leave()
+        except AttemptFailed:
             return None
+        return None if head.status >= 500 else head.refused
 
     def _silent(self, node_id: NodeId) -> bool:
         self._known.discard(node_id)

@@ -1,7 +1,8 @@
 """Shipping: what was asked, used and measured goes up to the scheduler.
 
-Demand and round trips are views of now: what is not delivered is superseded. Usage is a ledger: it
-is on disk before it is sent, and stays there until the store has it.
+Round trips are views of now: what is not delivered is superseded. Demand is kept in memory and sent
+until the store has it, as long as it still says something. Usage is a ledger: it is on disk before
+it is sent, and stays there until the store has it.
 """
 
 import logging
@@ -25,6 +26,11 @@ log = logging.getLogger(__name__)
 
 BATCH_ROWS_MAX: Final = 1000
 SENT_AT_ONCE_MAX: Final = 16
+DEMAND_KEPT_S: Final = 1800.0
+DEMAND_WINDOWS_MAX: Final = 360
+"""Half an hour of windows: what is older tells the scheduler nothing of now."""
+
+_NEVER_S: Final = -1e18
 _USAGE = codec.decoder(Usage)
 
 Send = Callable[[msgspec.Struct], Awaitable[bool]]
@@ -36,6 +42,12 @@ class Shipped(NamedTuple):
     rows: int
     sent: int
     waiting: int
+
+
+class _Window(NamedTuple):
+    demand: Demand
+    ended_at_s: float
+    sent_at_s: float = _NEVER_S
 
 
 class UsageSpool:
@@ -135,14 +147,18 @@ class Shipper:
         self._seq = 0
         self._window_began_s = clock()
         self._sent_at_s: dict[str, float] = {}
+        self._windows: dict[int, _Window] = {}
 
     async def ship_demand(self) -> int:
-        """Send the demand of the window that ends now; return its rows."""
+        """Close the window that ends now, and send what is not acknowledged; return its rows.
+
+        The newest goes first: after an outage, what is asked now is known before what was.
+        """
         now_s = self._clock()
         window_s, self._window_began_s = now_s - self._window_began_s, now_s
         rows = self._recorder.take_demand()
         self._seq += 1
-        await self._send(
+        self._windows[self._seq] = _Window(
             Demand(
                 router_id=self._router_id,
                 boot_id=self._boot_id,
@@ -150,9 +166,35 @@ class Shipper:
                 window_started_at=self._unix_clock() - window_s,
                 window_s=window_s,
                 rows=rows,
-            )
+                trials=self._recorder.take_trials(),
+            ),
+            ended_at_s=now_s,
         )
+        self._forget_windows(now_s)
+        sent = 0
+        for seq, window in list(reversed(self._windows.items())):
+            if now_s - window.sent_at_s < self._resend_s:
+                continue
+            age_s = self._clock() - window.ended_at_s
+            if sent >= SENT_AT_ONCE_MAX or not await self._send(
+                msgspec.structs.replace(window.demand, age_s=age_s)
+            ):
+                break
+            # It may be acknowledged while the sending is awaited.
+            if seq in self._windows:
+                self._windows[seq] = window._replace(sent_at_s=now_s)
+            sent += 1
         return len(rows)
+
+    def _forget_windows(self, now_s: float) -> None:
+        """Let go of windows that are too old, and of the oldest of too many."""
+        while self._windows:
+            oldest = next(iter(self._windows))
+            age_s = now_s - self._windows[oldest].ended_at_s
+            if age_s <= DEMAND_KEPT_S and len(self._windows) <= DEMAND_WINDOWS_MAX:
+                return
+            lost = self._windows.pop(oldest)
+            self._metrics.demand_dropped.inc(len(lost.demand.rows))
 
     async def ship_round_trips(self) -> int:
         """Send what was measured; return how many nodes."""
@@ -167,7 +209,7 @@ class Shipper:
         sent = 0
         now_s = self._clock()
         for batch_id in self._spool.batch_ids:
-            if now_s - self._sent_at_s.get(batch_id, -1e18) < self._resend_s:
+            if now_s - self._sent_at_s.get(batch_id, _NEVER_S) < self._resend_s:
                 continue
             batch = await to_its_end(self._spool.read, batch_id)
             if batch is None:
@@ -208,7 +250,16 @@ class Shipper:
         return len(taken)
 
     async def on_ack(self, ack: UsageAck) -> None:
-        """The store has a batch: forget it."""
+        """The store has a batch of ours, or refuses it for good: forget it."""
+        is_ours = ack.demand_boot == self._boot_id or ack.batch_id in self._spool.batch_ids
+        if ack.refused and is_ours:
+            self._metrics.rows_refused.inc(ack.refused)
+            fields = {"rows": ack.refused, "reason": ack.reason}
+            log.error("the scheduler refuses rows", extra={"fields": fields})
+        if not ack.batch_id:
+            if is_ours:
+                self._windows.pop(ack.demand_seq, None)
+            return
         self._sent_at_s.pop(ack.batch_id, None)
         await to_its_end(self._spool.forget, ack.batch_id)
         self._metrics.usage_spooled.set(self._spool.bytes)
@@ -216,3 +267,5 @@ class Shipper:
     def on_welcome(self) -> None:
         """A new conversation: what went down with the old one is sent again."""
         self._sent_at_s.clear()
+        for seq, window in self._windows.items():
+            self._windows[seq] = window._replace(sent_at_s=_NEVER_S)

@@ -1,43 +1,52 @@
 """The admin API: one table of endpoints, and a function for each."""
 
-import secrets
 from typing import Final, TypeVar
 
 import msgspec
 
-from isochrone.service.identity import format_join_token
 from isochrone.wire.admin import (
     DeploymentBody,
     DeploymentView,
     JoinTokenBody,
     JoinTokenView,
-    KeyBody,
-    KeyView,
     ModelView,
     NewDeploymentBody,
     NodeView,
     PlacementView,
     PopBody,
     PopView,
+    RevocationBody,
+    RevocationView,
     RouterView,
     StatusView,
 )
 from isochrone.wire.artifact import check_artifact
+from isochrone.wire.control import PeerRole
 from isochrone.wire.errors import ApiError, ErrorCode
-from isochrone.wire.ids import DeploymentId, KeyId, ModelId, is_pop
-from isochrone.wire.keys import base62, format_key, parse_key, secret_sha256
+from isochrone.wire.ids import DeploymentId, ModelId, is_pop
 from isochrone.wire.model import Deployment, Model, Policy
 from scheduler.api.endpoint import Call, Endpoint, Page
+from scheduler.api.identities import (
+    create_join_token,
+    create_revocation,
+    list_join_tokens,
+    list_revocations,
+    readmit_node,
+    revoke_node,
+)
+from scheduler.api.keys import KEY_ENDPOINTS
 from scheduler.decide.explain import Explanation, explain
-from scheduler.store import catalogue, keys
-from scheduler.store.cluster import read_cluster
+from scheduler.decide.versions import split
+from scheduler.store import catalogue
 from scheduler.store.events import Event, list_events
+from scheduler.store.identities import revoke
+from scheduler.store.lease import read_acting_for_s
+from scheduler.store.rollouts import is_overtaken
 from scheduler.store.status import read_status
 
 V = TypeVar("V")
 
 DRIVERS: Final = frozenset({"embedded", "mock", "vllm", "sglang", "tensorrt_llm"})
-ID_ALPHABET: Final = "abcdefghijklmnopqrstuvwxyz0123456789"
 
 
 async def status(call: Call) -> StatusView:
@@ -99,48 +108,19 @@ async def get_node(call: Call) -> NodeView:
 
 async def drain_node(call: Call) -> NodeView:
     """Move a node's replicas elsewhere, then leave it empty."""
-    return await _set_node(call, "node.drain", draining=True)
+    return await _set_draining(call, "node.drain", True)
 
 
 async def undrain_node(call: Call) -> NodeView:
     """Let a node take replicas again."""
-    return await _set_node(call, "node.undrain", draining=False)
-
-
-async def revoke_node(call: Call) -> NodeView:
-    """Turn a node away for good; its routes are withdrawn at once."""
-    return await _set_node(call, "node.revoke", revoked=True)
+    return await _set_draining(call, "node.undrain", False)
 
 
 async def delete_node(call: Call) -> None:
-    """Forget a node that holds no replica."""
+    """Forget a node that holds no replica; what it was issued is refused from now on."""
     await _delete(call, "node", "node_id", call.part("node_id"))
-
-
-async def create_join_token(call: Call) -> JoinTokenView:
-    """Make a one-time right to join; its text is shown once."""
-    body: JoinTokenBody = call.body
-    token_id = _new_id()
-    secret = base62(int.from_bytes(secrets.token_bytes(32)), 43)
-    made = await catalogue.add_join_token(
-        call.connection,
-        token_id=token_id,
-        secret_sha256=secret_sha256(secret),
-        role=body.role.value,
-        pop=body.pop,
-        ttl_s=body.ttl_s,
-    )
-    if made is None:
-        raise ApiError(ErrorCode.NOT_FOUND, f"cannot make a token: no PoP {body.pop}", param="pop")
-    await call.record("join_token.create", token_id, after=made)
-    token = format_join_token(call.acting.authority.fingerprint, token_id, secret)
-    return msgspec.structs.replace(made, token=token)
-
-
-async def list_join_tokens(call: Call) -> Page:
-    """Join tokens, without their secrets."""
-    rows = await catalogue.list_join_tokens(call.connection, call.after, call.limit + 1)
-    return call.page(rows, lambda row: row.token_id)
+    await revoke(call.connection, PeerRole.AGENT, call.part("node_id"), reason="forgotten")
+    call.acting.nudge_turn_away()
 
 
 async def list_routers(call: Call) -> Page:
@@ -227,6 +207,9 @@ async def put_deployment(call: Call) -> DeploymentView:
     before = _found(await catalogue.get_deployment(call.connection, name), "deployment", name)
     body: DeploymentBody = call.body
     deployment = await _checked(call, body, name)
+    if await is_overtaken(call.connection, deployment):
+        words = f"cannot change {name}: a rollout of it is on its way; abort it first"
+        raise ApiError(ErrorCode.CONFLICT, words)
     if not await catalogue.change_deployment(call.connection, deployment, call.etag):
         raise ApiError(
             ErrorCode.CONFLICT, f"cannot change {name}: the name {deployment.name} is taken"
@@ -250,10 +233,16 @@ async def explain_deployment(call: Call) -> Explanation:
     """Why here, why not there, what would help."""
     name = DeploymentId(call.part("deployment_id"))
     acting = call.acting
-    cluster = await read_cluster(
-        call.connection, acting_for_s=acting.acting_for_s, silent_s=acting.silent_s()
+    # A standby has heard nobody and decides nothing: it answers for the one that acts.
+    acting_for_s = (
+        acting.acting_for_s if acting.is_acting else await read_acting_for_s(call.connection)
     )
-    return _found(explain(cluster, name, acting.config.liveness), "deployment", name)
+    if acting_for_s is None:
+        raise ApiError(
+            ErrorCode.UNAVAILABLE, "cannot explain: no scheduler acts now", retry_after_s=5
+        )
+    cluster = await acting.picture(call.connection, acting_for_s)
+    return _found(explain(split(cluster), name, acting.config.liveness), "deployment", name)
 
 
 async def list_placements(call: Call) -> Page:
@@ -262,38 +251,6 @@ async def list_placements(call: Call) -> Page:
         call.connection, call.after, call.limit + 1, call.query("deployment_id")
     )
     return call.page(rows, lambda row: row.replica_id)
-
-
-async def create_key(call: Call) -> KeyView:
-    """Make a client's key; its text is shown once."""
-    body: KeyBody = call.body
-    key_id = KeyId(_new_id())
-    text = format_key(key_id, secrets.token_bytes(32))
-    parsed = parse_key(text)
-    assert parsed is not None
-    made = await keys.add_key(call.connection, key_id=key_id, secret_sha256=parsed[1], body=body)
-    await call.record("key.create", key_id, after=made)
-    return msgspec.structs.replace(made, key=text)
-
-
-async def list_keys(call: Call) -> Page:
-    """Keys, without their secrets."""
-    rows = await keys.list_keys(call.connection, call.after, call.limit + 1)
-    return call.page(rows, lambda row: row.key_id)
-
-
-async def get_key(call: Call) -> KeyView:
-    """One key, without its secret."""
-    name = call.part("key_id")
-    return _found(await keys.get_key(call.connection, name), "key", name)
-
-
-async def revoke_key(call: Call) -> None:
-    """Revoke a key: routers refuse it as soon as they hold the next table."""
-    name = call.part("key_id")
-    if not await keys.revoke_key(call.connection, name):
-        raise _missing("key", name)
-    await call.record("key.revoke", name)
 
 
 async def events(call: Call) -> Page:
@@ -319,6 +276,7 @@ ENDPOINTS: Final = (
     Endpoint("POST", "/v1/nodes/{node_id}/drain", drain_node, "Drain a node", NodeView),
     Endpoint("POST", "/v1/nodes/{node_id}/undrain", undrain_node, "Use a node again", NodeView),
     Endpoint("POST", "/v1/nodes/{node_id}/revoke", revoke_node, "Turn a node away", NodeView),
+    Endpoint("POST", "/v1/nodes/{node_id}/readmit", readmit_node, "Let it join again", NodeView),
     Endpoint("DELETE", "/v1/nodes/{node_id}", delete_node, "Forget an empty node", status=204),
     Endpoint(
         "POST", "/v1/join-tokens", create_join_token, "Make a join token", JoinTokenView,
@@ -326,6 +284,14 @@ ENDPOINTS: Final = (
     ),
     Endpoint(
         "GET", "/v1/join-tokens", list_join_tokens, "List join tokens", JoinTokenView, is_list=True
+    ),
+    Endpoint(
+        "GET", "/v1/revocations", list_revocations, "List revocations", RevocationView,
+        is_list=True,
+    ),
+    Endpoint(
+        "POST", "/v1/revocations", create_revocation, "Refuse certificates", RevocationView,
+        RevocationBody, status=201,
     ),
     Endpoint("GET", "/v1/routers", list_routers, "List routers", RouterView, is_list=True),
     Endpoint("GET", "/v1/models", list_models, "List models", ModelView, is_list=True),
@@ -359,22 +325,17 @@ ENDPOINTS: Final = (
         "GET", "/v1/placements", list_placements, "List placements", PlacementView, is_list=True,
         query=("deployment_id",),
     ),
-    Endpoint("GET", "/v1/keys", list_keys, "List keys", KeyView, is_list=True),
-    Endpoint("POST", "/v1/keys", create_key, "Make a key", KeyView, KeyBody, status=201),
-    Endpoint("GET", "/v1/keys/{key_id}", get_key, "Read a key", KeyView),
-    Endpoint("DELETE", "/v1/keys/{key_id}", revoke_key, "Revoke a key", status=204),
+    *KEY_ENDPOINTS,
     Endpoint(
         "GET", "/v1/events", events, "What was done", Event, is_list=True, query=("subject",)
     ),
 )  # fmt: skip
 
 
-async def _set_node(
-    call: Call, kind: str, *, draining: bool | None = None, revoked: bool | None = None
-) -> NodeView:
+async def _set_draining(call: Call, kind: str, draining: bool) -> NodeView:
     name = call.part("node_id")
     before = await catalogue.get_node(call.connection, name)
-    if not await catalogue.set_node(call.connection, name, draining=draining, revoked=revoked):
+    if not await catalogue.set_draining(call.connection, name, draining):
         raise _missing("node", name)
     await catalogue.touch(call.connection)
     after = await catalogue.get_node(call.connection, name)
@@ -433,7 +394,3 @@ def _found(row: V | None, what: str, name: str) -> V:
 
 def _missing(what: str, name: str) -> ApiError:
     return ApiError(ErrorCode.NOT_FOUND, f"cannot find the {what} {name[:128]!r}")
-
-
-def _new_id() -> str:
-    return "".join(secrets.choice(ID_ALPHABET) for _ in range(12))

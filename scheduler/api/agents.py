@@ -2,6 +2,7 @@
 
 import logging
 from contextlib import aclosing
+from typing import Final
 
 from aiohttp import web
 
@@ -9,14 +10,17 @@ from isochrone.wire.control import FromAgent, PeerRole, Refused, RefusedCode
 from isochrone.wire.ids import NodeId
 from isochrone.wire.report import Pulse, Report
 from scheduler import metrics
-from scheduler.acting import Acting, Connected, NotActing
+from scheduler.acting import INTAKE_TIMEOUT_S, Acting, Connected, NotActing
 from scheduler.api.peers import converse
+from scheduler.decide.news import is_news
 from scheduler.store.events import record_event
 from scheduler.store.lease import EpochLost
 from scheduler.store.nodes import record_report
 from scheduler.store.pool import BAD_DATA, UNAVAILABLE, transaction
 
 log = logging.getLogger(__name__)
+
+REFRESH_S: Final = 300.0
 
 
 class Agents:
@@ -57,13 +61,17 @@ class Agents:
                 return False
 
     async def _take_report(self, peer: Connected, report: Report) -> bool:
+        if self._is_known(peer, report):
+            metrics.REPORTS.labels("unchanged").inc()
+            return True
         try:
-            async with transaction(self._acting.pool) as connection:
+            async with transaction(self._acting.intake, timeout_s=INTAKE_TIMEOUT_S) as connection:
                 effect = await record_report(connection, self._acting.epoch, report)
             metrics.REPORTS.labels("stale" if effect.stale else "taken").inc()
             if effect.stale:
                 return True
             peer.generation = report.generation
+            peer.written, peer.written_at = report, self._acting.clock()
             if effect.changed or effect.adopted or effect.released:
                 self._acting.nudge_publish()
                 self._acting.nudge_place()
@@ -71,6 +79,7 @@ class Agents:
                 # Only a node whose whole word was taken is told what to run.
                 peer.has_reported = True
                 await self._acting.send_assignment(peer)
+                self._acting.has_entered(peer.role, peer.name)
         except (EpochLost, NotActing) as error:
             log.warning("report not taken", extra={"fields": {"reason": str(error)}})
         except BAD_DATA as error:
@@ -81,6 +90,15 @@ class Agents:
             # The node says everything again in ten seconds.
             log.warning("report not written", extra={"fields": {"reason": str(error)[:200]}})
         return True
+
+    def _is_known(self, peer: Connected, report: Report) -> bool:
+        """Say whether the store holds all that this report says, written not long ago."""
+        return (
+            peer.has_reported
+            and peer.written is not None
+            and self._acting.clock() - peer.written_at < REFRESH_S
+            and not is_news(peer.written, report)
+        )
 
     async def _refuse_impostor(self, peer: Connected, claimed: str) -> bool:
         metrics.REPORTS.labels("impostor").inc()

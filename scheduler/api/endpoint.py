@@ -7,6 +7,7 @@ a transaction with the event of its deed; whatever it raises, nothing of it was 
 import base64
 import hashlib
 import re
+import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -26,6 +27,7 @@ BODY_BYTES_MAX: Final = 1024 * 1024
 BODY_TIMEOUT_S: Final = 10.0
 LIMIT_DEFAULT: Final = 100
 LIMIT_MAX: Final = 500
+ID_ALPHABET: Final = "abcdefghijklmnopqrstuvwxyz0123456789"
 IDEMPOTENCY_KEY: Final = re.compile(r"^[\x21-\x7e]{1,128}$")
 
 V = TypeVar("V", bound=msgspec.Struct)
@@ -126,6 +128,11 @@ class Endpoint(NamedTuple):
     status: int = 200
     is_list: bool = False
     query: tuple[str, ...] = ()
+
+
+def new_id() -> str:
+    """Return an id that nobody can guess."""
+    return "".join(secrets.choice(ID_ALPHABET) for _ in range(12))
 
 
 def handler(endpoint: Endpoint, acting: Acting) -> Callable[[web.Request], Awaitable[web.Response]]:

@@ -6,14 +6,20 @@ from aiohttp import web
 from isochrone.service.door import read_body
 from isochrone.service.identity import IdentityError, parse_join_token
 from isochrone.wire import codec
-from isochrone.wire.control import JoinReply, JoinRequest
+from isochrone.wire.control import JoinReply, JoinRequest, PeerRole
 from isochrone.wire.errors import ApiError, ErrorCode
-from isochrone.wire.ids import is_name
+from isochrone.wire.ids import PopId, is_name
 from isochrone.wire.keys import secret_sha256
 from scheduler.acting import Acting, now
 from scheduler.store.events import record_event
-from scheduler.store.nodes import add_peer, use_join_token
-from scheduler.store.pool import UNAVAILABLE, transaction
+from scheduler.store.identities import (
+    NameRevoked,
+    NameTaken,
+    add_peer,
+    issue_not_before,
+    use_join_token,
+)
+from scheduler.store.pool import UNAVAILABLE, Connection, transaction
 
 _reader = msgspec.json.Decoder(JoinRequest)
 
@@ -49,28 +55,33 @@ class Join:
 
     async def _join(self, asked: JoinRequest, token_id: str, secret: str) -> web.Response:
         async with transaction(self._acting.pool) as connection:
-            pop = await use_join_token(
+            spent = await use_join_token(
                 connection,
                 token_id=token_id,
                 secret_sha256=secret_sha256(secret),
                 role=asked.role,
                 name=asked.name,
             )
-            if pop is None:
+            if spent is None:
                 raise ApiError(
                     ErrorCode.FORBIDDEN,
-                    "cannot join: the token is unknown, used, expired or for another role; ask for "
-                    "a new one (`isochrone nodes join-token`)",
+                    "cannot join: the token is unknown, used, expired or for another role or name; "
+                    "ask for a new one (`isochrone nodes join-token`)",
                     param="token",
                 )
-            if not await add_peer(connection, asked.role, asked.name, pop):
-                raise ApiError(
-                    ErrorCode.CONFLICT, f"cannot join: {asked.name} is in another PoP", param="name"
-                )
             try:
-                certificate = self._acting.authority.issue(
-                    asked.csr_pem, role=asked.role, name=asked.name, pop=pop, now=now()
+                await add_peer(
+                    connection, asked.role, asked.name, spent.pop, is_bound=spent.is_bound
                 )
+                certificate = await issue(
+                    self._acting, connection, asked.role, asked.name, spent.pop, asked.csr_pem
+                )
+            except NameTaken as error:
+                raise ApiError(ErrorCode.CONFLICT, f"cannot join: {error}", param="name") from error
+            except NameRevoked as error:
+                raise ApiError(
+                    ErrorCode.FORBIDDEN, f"cannot join: {error}", param="name"
+                ) from error
             except IdentityError as error:
                 raise ApiError(ErrorCode.INVALID_REQUEST, str(error), param="csr_pem") from error
             await record_event(
@@ -78,13 +89,29 @@ class Join:
                 actor=f"{asked.role.value}:{asked.name}",
                 kind=f"{asked.role.value}.joined",
                 subject=asked.name,
-                reason=f"token {token_id}, PoP {pop}",
+                reason=f"token {token_id}, PoP {spent.pop}",
             )
         reply = JoinReply(
             cluster_id=self._acting.cluster_id,
             name=asked.name,
-            pop=pop,
+            pop=spent.pop,
             certificate_pem=certificate,
             ca_pem=self._acting.authority.ca_pem,
         )
         return web.Response(body=msgspec.json.encode(reply), content_type="application/json")
+
+
+async def issue(
+    acting: Acting, connection: Connection, role: PeerRole, name: str, pop: PopId, csr_pem: str
+) -> str:
+    """Issue a certificate that outlives the revocations of its name; raises IdentityError."""
+    at = now()
+    refused_until = await issue_not_before(connection, role, name)
+    return acting.authority.issue(
+        csr_pem,
+        role=role,
+        name=name,
+        pop=pop,
+        now=at if refused_until is None else max(at, refused_until),
+        lifetime_s=acting.config.certificate_lifetime_s,
+    )

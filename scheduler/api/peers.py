@@ -8,7 +8,7 @@ from typing import Any, Final
 from aiohttp import WSMsgType, web
 
 from isochrone.service import identity
-from isochrone.service.identity import IdentityError
+from isochrone.service.identity import Certificate, IdentityError
 from isochrone.wire import codec
 from isochrone.wire.control import (
     Challenge,
@@ -16,12 +16,17 @@ from isochrone.wire.control import (
     Refused,
     RefusedCode,
     Register,
+    Renew,
+    Renewed,
     Welcome,
     register_payload,
 )
 from isochrone.wire.ids import NodeId
 from scheduler import metrics
-from scheduler.acting import Acting, Connected, NotActing, now
+from scheduler.acting import INTAKE_TIMEOUT_S, Acting, Connected, NotActing, now
+from scheduler.api.join import issue
+from scheduler.store.events import record_event
+from scheduler.store.identities import may_renew
 from scheduler.store.lease import hold_lease, read_cluster_row, rise_above
 from scheduler.store.nodes import UnknownPeer, record_registration
 from scheduler.store.pool import UNAVAILABLE, transaction, using
@@ -30,6 +35,7 @@ REGISTER_TIMEOUT_S: Final = 5.0
 PEERS_MAX: Final = 10_000
 ALIVE_S: Final = 6.0
 PING_S: Final = 10.0
+RENEW_FROM_SHARE: Final = 1 / 2
 LEAP_MAX: Final = 2**40
 """How far ahead of the store a peer may be: more than any lost history, far less than what would
 use up the numbers that only rise."""
@@ -65,7 +71,11 @@ async def converse(
         yield peer, None
         while True:
             try:
-                yield peer, await _receive(socket, reader)
+                message = await _receive(socket, reader)
+                if isinstance(message, Renew):
+                    await _renew(peer, acting, message)
+                else:
+                    yield peer, message
             except Turned as turned:
                 await peer.end(turned.refused)
                 return
@@ -73,6 +83,7 @@ async def converse(
                 return
     finally:
         acting.remove_peer(peer)
+        acting.has_entered(peer.role, peer.name)
         sender.cancel()
         await asyncio.gather(sender, return_exceptions=True)
 
@@ -85,7 +96,7 @@ async def _register(
     reader: Any,
 ) -> Connected:
     if not acting.is_acting:
-        raise Turned(RefusedCode.NOT_ACTING, "this scheduler is not acting; ask the other")
+        raise _not_acting(acting)
     if len(acting.peers) >= PEERS_MAX:
         raise Turned(RefusedCode.NOT_ACTING, f"{PEERS_MAX} peers are connected", retry_after_s=10)
     nonce = secrets.token_bytes(32)
@@ -98,16 +109,24 @@ async def _register(
         raise Turned(RefusedCode.MALFORMED, "no registration in time") from None
     if not isinstance(register, Register):
         raise Turned(RefusedCode.MALFORMED, "the first message must be a registration")
-    _prove(register, acting, role, nonce)
-    _refuse_twin(register, acting)
+    wait_s = acting.begin_entering(role, register.name)
+    if wait_s > 0:
+        raise Turned(RefusedCode.BUSY, "many dial at once; come at your time", wait_s)
+    has_entered = False
     try:
-        await _enter(register, acting)
+        certificate = _prove(register, acting, role, nonce)
+        _refuse_twin(register, acting)
+        await _enter(register, acting, certificate)
+        has_entered = True
     except UnknownPeer as error:
         raise Turned(RefusedCode.IDENTITY, str(error), retry_after_s=30) from error
     except NotActing as error:
         raise Turned(RefusedCode.NOT_ACTING, str(error)) from error
     except UNAVAILABLE as error:
         raise Turned(RefusedCode.NOT_ACTING, "the database is away", retry_after_s=2) from error
+    finally:
+        if not has_entered or role is PeerRole.ROUTER:
+            acting.has_entered(role, register.name)
     peer = Connected(
         socket,
         transport,
@@ -115,16 +134,33 @@ async def _register(
         name=register.name,
         pop=register.pop,
         boot_id=register.boot_id,
+        certificate=certificate,
+        large=acting.large,
     )
     peer.generation = register.generation
     before = acting.add_peer(peer)
     if before is not None:
         await before.end(Refused(code=RefusedCode.DUPLICATE, reason="the same peer dialled again"))
-    peer.tell(Welcome(cluster_id=acting.cluster_id, epoch=acting.epoch))
+    welcome = Welcome(
+        cluster_id=acting.cluster_id,
+        epoch=acting.epoch,
+        renews=True,
+        redial_spread_s=acting.redial_spread_s,
+    )
+    peer.tell(welcome)
     return peer
 
 
-def _prove(register: Register, acting: Acting, role: PeerRole, nonce: bytes) -> None:
+def _not_acting(acting: Acting) -> Turned:
+    """Send a peer to the scheduler that acts; where none does, tell it when to come back here."""
+    now = acting.clock()
+    if acting.next_acting_at <= now:
+        return Turned(RefusedCode.NOT_ACTING, "this scheduler is not acting; ask the other")
+    wait_s = acting.line_outside.place(acting.next_acting_at) - now
+    return Turned(RefusedCode.BUSY, "no scheduler acts; come back at your time", max(0.5, wait_s))
+
+
+def _prove(register: Register, acting: Acting, role: PeerRole, nonce: bytes) -> Certificate:
     if register.protocol != codec.PROTOCOL:
         raise Turned(
             RefusedCode.PROTOCOL,
@@ -132,7 +168,7 @@ def _prove(register: Register, acting: Acting, role: PeerRole, nonce: bytes) -> 
             retry_after_s=60,
         )
     try:
-        peer = identity.verify_peer(register.certificate_pem, acting.authority.ca_pem, now())
+        certificate = identity.verify_peer(register.certificate_pem, acting.authority.ca_pem, now())
         payload = register_payload(
             cluster_id=acting.cluster_id,
             nonce=nonce,
@@ -142,6 +178,7 @@ def _prove(register: Register, acting: Acting, role: PeerRole, nonce: bytes) -> 
         proven = identity.verify_signature(register.certificate_pem, payload, register.signature)
     except IdentityError as error:
         raise Turned(RefusedCode.IDENTITY, str(error), retry_after_s=30) from error
+    peer = certificate.peer
     if not proven or peer != (role, register.name, register.pop) or register.role is not role:
         raise Turned(
             RefusedCode.IDENTITY,
@@ -149,6 +186,7 @@ def _prove(register: Register, acting: Acting, role: PeerRole, nonce: bytes) -> 
             f"{peer.role.value} {peer.name!r} in {peer.pop}, or its key did not sign",
             retry_after_s=30,
         )
+    return certificate
 
 
 def _refuse_twin(register: Register, acting: Acting) -> None:
@@ -164,9 +202,9 @@ def _refuse_twin(register: Register, acting: Acting) -> None:
         )
 
 
-async def _enter(register: Register, acting: Acting) -> None:
+async def _enter(register: Register, acting: Acting, certificate: Certificate) -> None:
     """Write the registration; lift a store that is behind what this peer has seen."""
-    async with transaction(acting.pool) as connection:
+    async with transaction(acting.intake, timeout_s=INTAKE_TIMEOUT_S) as connection:
         cluster = await read_cluster_row(connection)
         newest = cluster.generation if register.role is PeerRole.AGENT else cluster.route_generation
         if register.generation - newest > LEAP_MAX or register.epoch - acting.epoch > LEAP_MAX:
@@ -177,7 +215,12 @@ async def _enter(register: Register, acting: Acting) -> None:
                 retry_after_s=30,
             )
         await record_registration(
-            connection, register.role, register.name, register.boot_id, register.generation
+            connection,
+            register.role,
+            register.name,
+            register.boot_id,
+            register.generation,
+            certificate,
         )
         behind = register.generation > newest or register.epoch > acting.epoch
         if behind:
@@ -195,6 +238,40 @@ async def _enter(register: Register, acting: Acting) -> None:
             acting.renewed(lease, asked_at)
     if not acting.is_acting:
         raise Turned(RefusedCode.NOT_ACTING, "this scheduler is not acting; ask the other")
+
+
+async def _renew(peer: Connected, acting: Acting, asked: Renew) -> None:
+    """Give a peer its next certificate, of the same name; a revoked one is turned away."""
+    held = peer.certificate
+    if now() < held.issued_at + (held.expires_at - held.issued_at) * RENEW_FROM_SHARE:
+        # Far too early: a peer may not have us sign all day. It asks again when it is time.
+        return
+    try:
+        async with transaction(acting.intake, timeout_s=INTAKE_TIMEOUT_S) as connection:
+            if not await may_renew(connection, peer.role, peer.name, held.serial):
+                raise Turned(
+                    RefusedCode.IDENTITY,
+                    f"cannot renew the certificate {held.serial}: it is revoked; join again",
+                    retry_after_s=30,
+                )
+            renewed_pem = await issue(
+                acting, connection, peer.role, peer.name, peer.pop, asked.csr_pem
+            )
+            renewed = identity.read_certificate(renewed_pem)
+            await record_event(
+                connection,
+                actor=f"{peer.role.value}:{peer.name}",
+                kind=f"{peer.role.value}.renewed",
+                subject=peer.name,
+                reason=f"certificate {renewed.serial} after {held.serial}",
+            )
+    except IdentityError as error:
+        raise Turned(RefusedCode.IDENTITY, str(error), retry_after_s=30) from error
+    except UNAVAILABLE:
+        # Not answered: it asks again, with a third of its certificate's life left.
+        return
+    peer.certificate = renewed
+    peer.tell(Renewed(certificate_pem=renewed_pem))
 
 
 async def _receive(socket: web.WebSocketResponse, reader: Any) -> Any:

@@ -1,16 +1,21 @@
 """The conversation with a router: demand and usage come up, the route table goes down."""
 
 import logging
+from collections.abc import Mapping
 from contextlib import aclosing
+from typing import assert_never
 
 from aiohttp import web
 
 from isochrone.wire.control import FromRouter, PeerRole, Refused, RefusedCode
 from isochrone.wire.routes import SnapshotWanted
 from isochrone.wire.usage import Demand, RoundTrips, Usage, UsageAck
-from scheduler.acting import Acting, Connected
+from scheduler import metrics
+from scheduler.acting import INTAKE_TIMEOUT_S, Acting, Connected
 from scheduler.api.peers import converse
-from scheduler.store.pool import UNAVAILABLE, transaction
+from scheduler.decide.intake import take_demand, take_round_trips, take_trials, take_usage
+from scheduler.store.pool import BAD_DATA, UNAVAILABLE, Connection, transaction
+from scheduler.store.rollouts import record_trials
 from scheduler.store.usage import record_demand, record_round_trips, record_usage
 
 log = logging.getLogger(__name__)
@@ -55,23 +60,76 @@ class Routers:
                 return False
 
     async def _write(self, peer: Connected, message: Demand | Usage | RoundTrips) -> None:
+        """Store a message and acknowledge it; what the store can never hold is acknowledged too."""
         try:
-            async with transaction(self._acting.pool) as connection:
-                match message:
-                    case Demand():
-                        await record_demand(connection, message)
-                    case Usage():
-                        await record_usage(connection, message)
-                    case RoundTrips():
-                        await record_round_trips(connection, message)
+            # Usage is acknowledged, and so must be on disk; demand and round trips may lag.
+            acting = self._acting
+            pool = acting.pool if isinstance(message, Usage) else acting.intake
+            async with transaction(pool, timeout_s=INTAKE_TIMEOUT_S) as connection:
+                answer = await _store(connection, peer, message)
         except UNAVAILABLE as error:
-            # Not acknowledged, so usage comes again; demand and round trips are renewed anyway.
+            # Not acknowledged, so it comes again; round trips are renewed anyway.
             log.warning("not written", extra={"fields": {"reason": str(error)[:200]}})
             return
-        if isinstance(message, Usage):
-            peer.tell(UsageAck(batch_id=message.batch_id))
+        except BAD_DATA as error:
+            reason = f"cannot store the batch: {error}"[:200]
+            answer = _answer(peer, message, {reason: len(message.rows)})
+        if answer is not None:
+            peer.tell(answer)
 
     def _send_table(self, peer: Connected) -> None:
         if self._acting.table is not None:
-            peer.tell(self._acting.table)
+            peer.tell(self._acting.table_frame())
             peer.generation = self._acting.table.generation
+
+
+async def _store(
+    connection: Connection, peer: Connected, message: Demand | Usage | RoundTrips
+) -> UsageAck | None:
+    match message:
+        case Demand():
+            taken = take_demand(message)
+            unknown = await record_demand(connection, message, taken)
+            if unknown is not None:
+                await record_trials(connection, take_trials(message))
+            metrics.DEMAND_BATCHES.labels("repeated" if unknown is None else "counted").inc()
+            refused = dict(taken.refused)
+            if unknown:
+                refused["cannot count a row: there is no such deployment or PoP"] = unknown
+            return _answer(peer, message, {} if unknown is None else refused)
+        case Usage():
+            usage = take_usage(message)
+            await record_usage(connection, usage.rows)
+            return _answer(peer, message, usage.refused)
+        case RoundTrips():
+            await record_round_trips(connection, message.pop, take_round_trips(message.rows))
+            return None
+        case _:
+            assert_never(message)
+
+
+def _answer(
+    peer: Connected, message: Demand | Usage | RoundTrips, refused: Mapping[str, int]
+) -> UsageAck | None:
+    """Return what tells a router to forget a batch, having counted what was refused of it."""
+    kind = type(message).__name__.lower()
+    for reason, rows in refused.items():
+        metrics.REFUSED_ROWS.labels(kind).inc(rows)
+        fields = {"router": peer.name, "kind": kind, "rows": rows, "reason": reason}
+        log.warning("rows refused", extra={"fields": fields})
+    said = "; ".join(sorted(refused))[:500]
+    match message:
+        case Demand():
+            return UsageAck(
+                batch_id="",
+                refused=sum(refused.values()),
+                reason=said,
+                demand_boot=message.boot_id,
+                demand_seq=message.seq,
+            )
+        case Usage():
+            return UsageAck(batch_id=message.batch_id, refused=sum(refused.values()), reason=said)
+        case RoundTrips():
+            return None
+        case _:
+            assert_never(message)

@@ -20,6 +20,7 @@ from isochrone.wire.ids import (
 from isochrone.wire.model import Deployment, Model
 from isochrone.wire.report import Device, Profile, ReplicaState
 from isochrone.wire.routes import Pop
+from scheduler.decide.rollout import Rollout
 
 
 class Liveness(StrEnum):
@@ -118,6 +119,7 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
     demand: tuple[DemandRate, ...] = ()
     distances: tuple[PopDistance, ...] = ()
     profiles: tuple[MeasuredProfile, ...] = ()
+    rollouts: tuple[Rollout, ...] = ()
 
     def demand_of(self, deployment: Deployment) -> tuple[DemandRate, ...]:
         """Return what every city asks of one deployment."""

@@ -68,3 +68,37 @@ def demand_of(
             load *= asked / served
         cities.append(CityDemand(pop=row.pop, requests_per_s=asked, load=load))
     return tuple(sorted(cities, key=lambda city: (-city.load, -city.requests_per_s, city.pop)))
+
+
+def raised(rows: Sequence[DemandRate], foretold: Sequence[DemandRate]) -> tuple[DemandRate, ...]:
+    """Return what is asked now, raised to what is foretold: never below either.
+
+    So a flash crowd is answered by its level as soon as that is counted, and a morning before it
+    has come.
+    """
+    highest = {(row.deployment_id, row.pop): row for row in map(_asked, rows)}
+    for row in foretold:
+        now = highest.get((row.deployment_id, row.pop), row)
+        highest[row.deployment_id, row.pop] = DemandRate(
+            deployment_id=row.deployment_id,
+            pop=row.pop,
+            requests_per_s=max(now.requests_per_s, row.requests_per_s),
+            uncached_tokens_per_s=max(now.uncached_tokens_per_s, row.uncached_tokens_per_s),
+            output_tokens_per_s=max(now.output_tokens_per_s, row.output_tokens_per_s),
+            refused_per_s=now.refused_per_s,
+        )
+    return tuple(row for _, row in sorted(highest.items()))
+
+
+def _asked(row: DemandRate) -> DemandRate:
+    """Count the refused among the answered, as if they had been answered alike."""
+    if row.requests_per_s <= 0 or row.refused_per_s <= 0:
+        return row
+    ratio = 1 + row.refused_per_s / row.requests_per_s
+    return msgspec.structs.replace(
+        row,
+        requests_per_s=row.requests_per_s * ratio,
+        uncached_tokens_per_s=row.uncached_tokens_per_s * ratio,
+        output_tokens_per_s=row.output_tokens_per_s * ratio,
+        refused_per_s=0.0,
+    )

@@ -2,12 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 
-from isochrone.wire.ids import Epoch, Generation
+import msgspec
+
+from isochrone.wire.ids import DeploymentId, Epoch, Generation
 from isochrone.wire.model import Deployment, Model
 from isochrone.wire.report import Profile, ReplicaState
-from isochrone.wire.routes import DeploymentEntry, KeyEntry, Route, RouteTable
+from isochrone.wire.routes import DeploymentEntry, KeyEntry, RolloutEntry, Route, RouteTable
 from scheduler.decide.cluster import ClusterState, Liveness, Node, Placement
 from scheduler.decide.liveness import LivenessView
+from scheduler.decide.rollout import Rollout
 
 
 def route_table(
@@ -27,8 +30,14 @@ def route_table(
     deployments = {entry.deployment_id: entry for entry in cluster.deployments}
     models = {model.model_id: model for model in cluster.models}
     measured = {(row.model_id, row.device_class): row.profile for row in cluster.profiles}
+    rollouts = {rollout.deployment_id: rollout for rollout in cluster.rollouts}
     routes = [
-        _route(placement, nodes[placement.node_id], deployments[placement.deployment_id], measured)
+        _route(
+            placement,
+            nodes[placement.node_id],
+            _version_of(placement, deployments, rollouts),
+            measured,
+        )
         for placement in cluster.placements
         if placement.deployment_id in deployments
         and _is_served(placement, nodes.get(placement.node_id), view)
@@ -39,7 +48,7 @@ def route_table(
         epoch=epoch,
         pops=tuple(sorted(cluster.pops, key=lambda pop: pop.pop)),
         deployments=tuple(
-            _entry(deployment, models)
+            _entry(deployment, models, rollouts.get(deployment.deployment_id))
             for deployment in sorted(cluster.deployments, key=lambda d: d.deployment_id)
         ),
         routes=tuple(sorted(routes, key=lambda route: route.replica_id)),
@@ -84,7 +93,23 @@ def _route(
     )
 
 
-def _entry(deployment: Deployment, models: Mapping[str, Model]) -> DeploymentEntry:
+def _version_of(
+    placement: Placement,
+    deployments: Mapping[DeploymentId, Deployment],
+    rollouts: Mapping[DeploymentId, Rollout],
+) -> Deployment:
+    """Return the deployment as the placement's version has it."""
+    deployment = deployments[placement.deployment_id]
+    rollout = rollouts.get(placement.deployment_id)
+    if rollout is None or placement.version != rollout.to_version:
+        return deployment
+    spec = rollout.spec
+    return msgspec.structs.replace(deployment, model_id=spec.model_id, engine=spec.engine)
+
+
+def _entry(
+    deployment: Deployment, models: Mapping[str, Model], rollout: Rollout | None
+) -> DeploymentEntry:
     model = models.get(deployment.model_id)
     context = deployment.engine.context_tokens_max
     return DeploymentEntry(
@@ -93,4 +118,10 @@ def _entry(deployment: Deployment, models: Mapping[str, Model]) -> DeploymentEnt
         model_id=deployment.model_id,
         context_tokens=min(context, model.context_tokens) if model else context,
         kind=model.kind if model else "chat",
+        price=model.price if model else None,
+        rollout=RolloutEntry(
+            version=rollout.to_version, share=rollout.current.share, pops=rollout.current.pops
+        )
+        if rollout is not None
+        else None,
     )

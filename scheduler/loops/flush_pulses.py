@@ -5,7 +5,7 @@ from typing import NamedTuple
 from scheduler import metrics
 from scheduler.acting import Acting
 from scheduler.store.nodes import record_pulses, record_routers_seen
-from scheduler.store.pool import using
+from scheduler.store.pool import UNAVAILABLE, using
 
 
 class Flushed(NamedTuple):
@@ -27,10 +27,14 @@ class FlushPulses:
             return Flushed(0, 0)
         pulses = self._acting.take_pulses()
         routers = [(peer.name, peer.generation) for peer in self._acting.routers()]
-        async with using(self._acting.reserved) as connection:
-            if pulses:
-                await record_pulses(connection, pulses)
-            if routers:
-                await record_routers_seen(connection, routers)
+        try:
+            async with using(self._acting.reserved) as connection:
+                if pulses:
+                    await record_pulses(connection, pulses)
+                if routers:
+                    await record_routers_seen(connection, routers)
+        except UNAVAILABLE:
+            self._acting.forget_written()
+            raise
         metrics.PULSES.inc(len(pulses))
         return Flushed(len(pulses), len(routers))

@@ -1,10 +1,12 @@
 """Holds the lease, or waits for it. The only duty that decides whether this process acts."""
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from scheduler.acting import Acting
-from scheduler.store.lease import hold_lease, read_cluster_row
+from scheduler.store.lease import count_peers, hold_lease, read_cluster_row, read_lease_left_s
 from scheduler.store.pool import using
+
+LATE_S: Final = 1.0
 
 
 class Held(NamedTuple):
@@ -23,13 +25,19 @@ class HoldLease:
     async def run_once(self) -> Held:
         """Ask the database; an error leaves the trust that is left to run out by itself."""
         acting = self._acting
-        asked_at = acting.clock()
+        asked_at = acting.turned_at = acting.clock()
         async with using(acting.reserved) as connection:
             lease = await hold_lease(connection, acting.holder, acting.config.lease_ttl_s)
             if lease is not None:
                 cluster = await read_cluster_row(connection)
+                acting.fleet_size = await count_peers(connection)
+            else:
+                left_s = await read_lease_left_s(connection)
         if lease is None:
             await acting.step_down()
+            # A holder that lives renews long before; one that has missed it may be gone.
+            is_late = left_s < acting.config.lease_ttl_s - acting.config.lease_renew_s - LATE_S
+            acting.next_acting_at = asked_at + left_s if is_late else float("-inf")
             return Held(False, 0)
         if cluster.cluster_id != acting.cluster_id:
             raise RuntimeError(
@@ -37,8 +45,7 @@ class HoldLease:
                 f"started with {acting.cluster_id}; restart it if that is meant"
             )
         if acting.renewed(lease, asked_at):
-            for peer in acting.agents():
-                await acting.send_assignment(peer)
+            # Each node is told what to run after its next report; nothing here may take long.
             acting.nudge_publish()
             acting.nudge_place()
         return Held(True, lease.epoch)

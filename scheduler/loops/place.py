@@ -1,5 +1,6 @@
 """CORRIDOR: read what is, decide what should be, commit it if nothing moved meanwhile."""
 
+import asyncio
 import logging
 from typing import NamedTuple
 
@@ -8,7 +9,7 @@ from scheduler import metrics
 from scheduler.acting import Acting
 from scheduler.decide.cluster import ClusterState, Plan
 from scheduler.decide.plan import plan
-from scheduler.store.cluster import read_cluster
+from scheduler.decide.versions import joined, split
 from scheduler.store.plans import commit_plan
 from scheduler.store.pool import transaction
 
@@ -37,12 +38,13 @@ class Place:
         if not acting.is_acting:
             return Placed()
         async with transaction(acting.pool, isolation="repeatable_read") as connection:
-            cluster = await read_cluster(
-                connection, acting_for_s=acting.acting_for_s, silent_s=acting.silent_s()
-            )
+            cluster = await acting.picture(connection)
         if self._must_hear_first(cluster):
             return Placed(frozen="waiting for every node's first report")
-        decided = plan(cluster, liveness_limits=acting.config.liveness)
+        # In a thread: a plan of a large fleet takes long enough to lose the lease meanwhile.
+        decided = joined(
+            await asyncio.to_thread(plan, split(cluster), liveness_limits=acting.config.liveness)
+        )
         self._note(cluster, decided)
         if not decided.starts and not decided.endings:
             return Placed(unmet=len(decided.unmet), frozen=decided.frozen)

@@ -4,14 +4,16 @@ from typing import NamedTuple
 
 import msgspec
 
-from isochrone.wire.ids import Epoch, Generation
+from isochrone.wire import codec
+from isochrone.wire.ids import Generation
 from isochrone.wire.routes import RouteTable, diff
 from scheduler import metrics
 from scheduler.acting import Acting
 from scheduler.decide.liveness import liveness
 from scheduler.decide.route_table import route_table
+from scheduler.decide.steady import steady
 from scheduler.store.cluster import read_cluster
-from scheduler.store.keys import live_keys, next_route_generation
+from scheduler.store.keys import live_keys, next_route_generation, revoked_keys
 from scheduler.store.pool import transaction
 
 
@@ -34,19 +36,20 @@ class Publish:
         acting = self._acting
         if not acting.is_acting:
             return Published()
-        table = await self._rebuild()
         before = acting.table
-        if before is not None and _content(before) == _content(table):
+        table = steady(before, await self._rebuild())
+        if before is not None and table == before:
             return Published(before.generation, len(before.routes))
         async with transaction(acting.pool) as connection:
             generation = await next_route_generation(connection, acting.epoch)
         table = msgspec.structs.replace(table, generation=generation)
-        acting.table = table
+        acting.published(table)
         metrics.ROUTE_GENERATION.set(generation)
         routers = acting.routers()
+        delta = b"" if before is None else codec.encode(diff(before, table))
         for peer in routers:
             has_previous = before is not None and peer.generation == before.generation
-            peer.tell(diff(before, table) if before is not None and has_previous else table)
+            peer.tell(delta if has_previous else acting.table_frame())
             peer.generation = generation
         return Published(generation, len(table.routes), len(routers))
 
@@ -54,27 +57,13 @@ class Publish:
         acting = self._acting
         async with transaction(acting.pool, isolation="repeatable_read") as connection:
             cluster = await read_cluster(
-                connection, acting_for_s=acting.acting_for_s, silent_s=acting.silent_s()
+                connection,
+                acting_for_s=acting.acting_for_s,
+                silent_s=acting.silent_s(),
+                known=acting.known_nodes,
             )
             keys = await live_keys(connection)
+            revoked = await revoked_keys(connection)
         view = liveness(cluster.nodes, cluster.acting_for_s, acting.config.liveness)
-        return route_table(cluster, view, keys, generation=Generation(0), epoch=acting.epoch)
-
-
-def _content(table: RouteTable) -> RouteTable:
-    # Measured rates drift with every report; a change of a tenth is none worth telling.
-    routes = tuple(
-        msgspec.structs.replace(
-            route,
-            prefill_tokens_per_s=_coarse(route.prefill_tokens_per_s),
-            decode_tokens_per_s=_coarse(route.decode_tokens_per_s),
-        )
-        for route in table.routes
-    )
-    return msgspec.structs.replace(
-        table, generation=Generation(0), epoch=Epoch(table.epoch), routes=routes
-    )
-
-
-def _coarse(rate: float) -> float:
-    return float(f"{rate:.1g}")
+        table = route_table(cluster, view, keys, generation=Generation(0), epoch=acting.epoch)
+        return msgspec.structs.replace(table, keys_revoked=revoked)

@@ -7,7 +7,6 @@ import msgspec
 
 from isochrone.wire.admin import (
     DeploymentView,
-    JoinTokenView,
     ModelView,
     NodeView,
     PlacementView,
@@ -193,7 +192,8 @@ async def change_deployment(
                 """
                 UPDATE deployment SET name = $2, model_id = $3, engine = $4, policy = $5,
                     version = CASE WHEN model_id = $3 AND engine = $4::jsonb THEN version
-                                   ELSE version + 1 END,
+                                   ELSE 1 + greatest(version, (SELECT max(to_version) FROM rollout
+                                                               WHERE deployment_id = $1)) END,
                     etag = etag + 1
                 WHERE deployment_id = $1 AND deleted_at IS NULL
                   AND ($6::bigint IS NULL OR etag = $6)
@@ -228,6 +228,7 @@ async def delete_deployment(connection: Connection, deployment_id: str, etag: in
 
 _NODES: Final = """
 SELECT n.*, extract(epoch FROM clock_timestamp() - last_seen_at)::float8 AS silent_s,
+    extract(epoch FROM certificate_expires_at)::float8 AS expires,
     (SELECT count(*) FROM placement p WHERE p.node_id = n.node_id AND released_at IS NULL)
         AS replicas,
     (SELECT coalesce(json_agg(d ORDER BY device_id), '[]') FROM device d
@@ -250,23 +251,10 @@ async def get_node(connection: Connection, node_id: str) -> NodeView | None:
     return _node(row) if row else None
 
 
-async def set_node(
-    connection: Connection,
-    node_id: str,
-    *,
-    draining: bool | None = None,
-    revoked: bool | None = None,
-) -> bool:
-    """Drain, undrain or revoke a node; False where there is none."""
+async def set_draining(connection: Connection, node_id: str, draining: bool) -> bool:
+    """Drain or undrain a node; False where there is none."""
     done = await connection.execute(
-        """
-        UPDATE node SET draining = coalesce($2, draining), revoked = coalesce($3, revoked),
-                        etag = etag + 1
-        WHERE node_id = $1
-        """,
-        node_id,
-        draining,
-        revoked,
+        "UPDATE node SET draining = $2, etag = etag + 1 WHERE node_id = $1", node_id, draining
     )
     return done != "UPDATE 0"
 
@@ -275,7 +263,8 @@ async def list_routers(connection: Connection, after: str, limit: int) -> list[R
     """Return routers in the order of their ids."""
     rows = await connection.fetch(
         """
-        SELECT *, extract(epoch FROM clock_timestamp() - last_seen_at)::float8 AS silent_s
+        SELECT *, extract(epoch FROM clock_timestamp() - last_seen_at)::float8 AS silent_s,
+               extract(epoch FROM certificate_expires_at)::float8 AS expires
         FROM router WHERE router_id > $1 ORDER BY router_id LIMIT $2
         """,
         after,
@@ -288,51 +277,11 @@ async def list_routers(connection: Connection, after: str, limit: int) -> list[R
             silent_s=row["silent_s"],
             generation=row["generation"],
             revoked=row["revoked"],
+            certificate_serial=row["certificate_serial"],
+            certificate_expires_at=row["expires"],
         )
         for row in rows
     ]
-
-
-async def add_join_token(
-    connection: Connection,
-    *,
-    token_id: str,
-    secret_sha256: str,
-    role: str,
-    pop: str,
-    ttl_s: float,
-) -> JoinTokenView | None:
-    """Keep a join token's digest; None where there is no such PoP."""
-    try:
-        async with connection.transaction():
-            row = await connection.fetchrow(
-                """
-                INSERT INTO join_token (token_id, secret_sha256, role, pop, expires_at)
-                VALUES ($1, $2, $3, $4, clock_timestamp() + make_interval(secs => $5))
-                RETURNING *, extract(epoch FROM expires_at)::float8 AS expires
-                """,
-                token_id,
-                secret_sha256,
-                role,
-                pop,
-                ttl_s,
-            )
-    except asyncpg.ForeignKeyViolationError:
-        return None
-    return _token(row)
-
-
-async def list_join_tokens(connection: Connection, after: str, limit: int) -> list[JoinTokenView]:
-    """Return join tokens in the order of their ids, never their secrets."""
-    rows = await connection.fetch(
-        """
-        SELECT *, extract(epoch FROM expires_at)::float8 AS expires FROM join_token
-        WHERE token_id > $1 ORDER BY token_id LIMIT $2
-        """,
-        after,
-        limit,
-    )
-    return [_token(row) for row in rows]
 
 
 async def list_placements(
@@ -436,14 +385,6 @@ def _node(row: Any) -> NodeView:
         devices=devices,
         replicas=row["replicas"],
         etag=row["etag"],
-    )
-
-
-def _token(row: Any) -> JoinTokenView:
-    return JoinTokenView(
-        token_id=row["token_id"],
-        pop=PopId(row["pop"]),
-        role=row["role"],
-        expires_at=row["expires"],
-        used_by=row["used_by"],
+        certificate_serial=row["certificate_serial"],
+        certificate_expires_at=row["expires"],
     )

@@ -1,6 +1,7 @@
 """read_cluster(): one consistent picture of the fleet, as the planner reads it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import asyncpg
 import msgspec
@@ -27,8 +28,24 @@ from scheduler.decide.cluster import (
     PopDistance,
 )
 from scheduler.store.pool import Connection, fetch_one
+from scheduler.store.rollouts import active_rollouts
 
 _report = msgspec.msgpack.Decoder(Report)
+
+
+class KnownNode(NamedTuple):
+    """What a node last reported, read once; `key` says which report that was."""
+
+    key: tuple[str, int]
+    report: Report | None
+    devices: tuple[Device, ...]
+
+
+class KnownNodes:
+    """Reports and devices as read before: a picture reads again only those that changed."""
+
+    def __init__(self) -> None:
+        self.by_node: dict[NodeId, KnownNode] = {}
 
 
 async def read_cluster(
@@ -36,13 +53,15 @@ async def read_cluster(
     *,
     acting_for_s: float,
     silent_s: Mapping[NodeId, float] | None = None,
+    known: KnownNodes | None = None,
 ) -> ClusterState:
     """Return the picture; the connection is in a REPEATABLE READ transaction.
 
     `silent_s` is what this process itself heard: fresher than the store, which lags by a flush.
+    `known` is kept by the caller from one reading to the next.
     """
     row = await fetch_one(connection, "SELECT cluster_id, generation FROM cluster")
-    reports, nodes = await _read_nodes(connection, silent_s or {})
+    reports, nodes = await _read_nodes(connection, silent_s or {}, known or KnownNodes())
     deployments, deleted = await _read_deployments(connection)
     return ClusterState(
         cluster_id=ClusterId(row["cluster_id"]),
@@ -60,6 +79,7 @@ async def read_cluster(
         demand=await _read_demand(connection),
         distances=await _read_distances(connection),
         profiles=await _read_profiles(connection),
+        rollouts=await active_rollouts(connection),
     )
 
 
@@ -81,18 +101,70 @@ async def read_pops(connection: Connection) -> tuple[Pop, ...]:
 
 
 async def _read_nodes(
-    connection: Connection, silent_s: Mapping[NodeId, float]
+    connection: Connection, silent_s: Mapping[NodeId, float], known: KnownNodes
 ) -> tuple[dict[NodeId, Report], tuple[Node, ...]]:
     rows = await connection.fetch(
         """
-        SELECT node_id, pop, address, draining, revoked, generation, report,
+        SELECT node_id, pop, address, draining, revoked, generation, boot_id, report_seq,
                extract(epoch FROM clock_timestamp() - coalesce(last_seen_at, created_at))::float8
                    AS silent_s
         FROM node ORDER BY node_id
         """
     )
+    by_node = await _learn(connection, known, rows)
+    reports: dict[NodeId, Report] = {}
+    nodes = []
+    for row in rows:
+        node_id = NodeId(row["node_id"])
+        _, report, devices = by_node[node_id]
+        if report is not None:
+            reports[node_id] = report
+        nodes.append(
+            Node(
+                node_id=node_id,
+                pop=PopId(row["pop"]),
+                address=row["address"],
+                devices=devices,
+                draining=row["draining"],
+                revoked=row["revoked"],
+                silent_s=max(0.0, min(row["silent_s"], silent_s.get(node_id, row["silent_s"]))),
+                artifacts=report.artifacts if report else (),
+                disk_free_bytes=report.disk_free_bytes if report else 0,
+                generation=Generation(row["generation"]),
+            )
+        )
+    return reports, tuple(nodes)
+
+
+async def _learn(
+    connection: Connection, known: KnownNodes, rows: Sequence[asyncpg.Record]
+) -> dict[NodeId, KnownNode]:
+    """Return what each node reported, reading only those that have since they were read last."""
+    keys = {NodeId(row["node_id"]): (row["boot_id"], row["report_seq"]) for row in rows}
+    by_node = {
+        node_id: held for node_id, held in known.by_node.items() if keys.get(node_id) == held.key
+    }
+    changed = [node_id for node_id in keys if node_id not in by_node]
+    if changed:
+        devices = await _read_devices(connection, changed)
+        for row in await connection.fetch(
+            "SELECT node_id, report FROM node WHERE node_id = ANY($1::text[])", changed
+        ):
+            node_id = NodeId(row["node_id"])
+            report = _report.decode(row["report"]) if row["report"] is not None else None
+            by_node[node_id] = KnownNode(keys[node_id], report, tuple(devices.get(node_id, ())))
+    # Replaced whole: another reading may be under way.
+    known.by_node = by_node
+    return by_node
+
+
+async def _read_devices(
+    connection: Connection, node_ids: Sequence[NodeId]
+) -> dict[str, list[Device]]:
     devices: dict[str, list[Device]] = {}
-    for row in await connection.fetch("SELECT * FROM device ORDER BY node_id, device_id"):
+    for row in await connection.fetch(
+        "SELECT * FROM device WHERE node_id = ANY($1::text[]) ORDER BY node_id, device_id", node_ids
+    ):
         devices.setdefault(row["node_id"], []).append(
             Device(
                 device_id=DeviceId(row["device_id"]),
@@ -103,28 +175,7 @@ async def _read_nodes(
                 reason=row["reason"],
             )
         )
-    reports: dict[NodeId, Report] = {}
-    nodes = []
-    for row in rows:
-        node_id = NodeId(row["node_id"])
-        report = _report.decode(row["report"]) if row["report"] is not None else None
-        if report is not None:
-            reports[node_id] = report
-        nodes.append(
-            Node(
-                node_id=node_id,
-                pop=PopId(row["pop"]),
-                address=row["address"],
-                devices=tuple(devices.get(node_id, ())),
-                draining=row["draining"],
-                revoked=row["revoked"],
-                silent_s=max(0.0, min(row["silent_s"], silent_s.get(node_id, row["silent_s"]))),
-                artifacts=report.artifacts if report else (),
-                disk_free_bytes=report.disk_free_bytes if report else 0,
-                generation=Generation(row["generation"]),
-            )
-        )
-    return reports, tuple(nodes)
+    return devices
 
 
 async def _read_deployments(
@@ -214,13 +265,15 @@ async def _read_demand(connection: Connection) -> tuple[DemandRate, ...]:
         summed AS (
             SELECT minutes, deployment_id, pop,
                    extract(epoch FROM clock_timestamp() - since)::float8 AS span_s,
-                   sum(requests)::float8 AS requests, sum(uncached_tokens)::float8 AS uncached,
-                   sum(output_tokens)::float8 AS output,
-                   sum(refused + no_replica)::float8 AS refused
+                   sum(greatest(requests - refused, 0))::float8 AS answered,
+                   -- The prompts of the refused are among them; a rate is of the answered.
+                   sum(uncached_tokens::float8 * greatest(requests - refused, 0)
+                       / greatest(requests, 1)) AS uncached,
+                   sum(output_tokens)::float8 AS output, sum(refused)::float8 AS refused
             FROM started JOIN demand ON minute >= since
             GROUP BY minutes, since, deployment_id, pop
         )
-        SELECT deployment_id, pop, max(requests / span_s) AS requests,
+        SELECT deployment_id, pop, max(answered / span_s) AS requests,
                max(uncached / span_s) AS uncached, max(output / span_s) AS output,
                max(refused / span_s) AS refused
         FROM summed GROUP BY deployment_id, pop ORDER BY deployment_id, pop

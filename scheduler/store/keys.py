@@ -7,32 +7,45 @@ import msgspec
 from isochrone.wire.admin import KeyBody, KeyView
 from isochrone.wire.ids import Epoch, Generation, KeyId, TenantId
 from isochrone.wire.routes import KeyEntry, Limits
+from scheduler.store.catalogue import EtagMoved
 from scheduler.store.lease import assert_epoch
 from scheduler.store.pool import Connection, fetch_one
+from scheduler.store.quotas import count_today_anew
+
+TOMBSTONE_DAYS: Final = 30
+TOMBSTONES_MAX: Final = 10_000
 
 
 async def live_keys(connection: Connection) -> tuple[KeyEntry, ...]:
-    """Return the keys that routers should honour."""
+    """Return the keys that routers should honour, and which have used up a quota until when."""
     rows = await connection.fetch(
         """
-        SELECT key_id, secret_sha256, tenant_id, deployments, limits,
-               coalesce(extract(epoch FROM expires_at), 0)::float8 AS expires_at
-        FROM api_key
+        SELECT k.key_id, secret_sha256, tenant_id, deployments, limits,
+               coalesce(extract(epoch FROM expires_at), 0)::float8 AS expires_at,
+               coalesce(tokens, 0) AS tokens, coalesce(spend, 0) AS spend,
+               extract(epoch FROM date_trunc('day', clock_timestamp(), 'UTC')
+                                  + interval '1 day')::float8 AS midnight
+        FROM api_key k LEFT JOIN key_day d
+            ON d.key_id = k.key_id AND d.day = (clock_timestamp() AT TIME ZONE 'UTC')::date
         WHERE revoked_at IS NULL AND (expires_at IS NULL OR expires_at > clock_timestamp())
-        ORDER BY key_id
+        ORDER BY k.key_id
         """
     )
-    return tuple(
-        KeyEntry(
-            key_id=KeyId(row["key_id"]),
-            secret_sha256=row["secret_sha256"],
-            tenant_id=TenantId(row["tenant_id"]),
-            deployments=tuple(row["deployments"]),
-            limits=msgspec.json.decode(row["limits"], type=Limits),
-            expires_at=row["expires_at"],
-        )
-        for row in rows
+    return tuple(_entry(row) for row in rows)
+
+
+async def revoked_keys(connection: Connection) -> tuple[KeyId, ...]:
+    """Return the tombstones of the keys revoked lately: longer than any router holds a table."""
+    rows = await connection.fetch(
+        """
+        SELECT key_id FROM api_key
+        WHERE revoked_at > clock_timestamp() - make_interval(days => $1)
+        ORDER BY revoked_at DESC LIMIT $2
+        """,
+        TOMBSTONE_DAYS,
+        TOMBSTONES_MAX,
     )
+    return tuple(sorted(KeyId(row["key_id"]) for row in rows))
 
 
 async def next_route_generation(connection: Connection, epoch: Epoch) -> Generation:
@@ -87,6 +100,27 @@ async def get_key(connection: Connection, key_id: str) -> KeyView | None:
     return _view(row) if row else None
 
 
+async def set_limits(
+    connection: Connection, key_id: str, limits: Limits, etag: int | None
+) -> KeyView:
+    """Replace a key's limits; raises EtagMoved."""
+    row = await connection.fetchrow(
+        f"""
+        UPDATE api_key SET limits = $2, etag = etag + 1
+        WHERE key_id = $1 AND ($3::bigint IS NULL OR etag = $3)
+        RETURNING {_VIEW}
+        """,  # noqa: S608
+        key_id,
+        msgspec.json.encode(limits).decode(),
+        etag,
+    )
+    if row is None:
+        raise EtagMoved(key_id)
+    if limits.tokens_per_day or limits.spend_per_day:
+        await count_today_anew(connection, key_id)
+    return _view(row)
+
+
 async def revoke_key(connection: Connection, key_id: str) -> bool:
     """Revoke a key for good; False where there is none."""
     done = await connection.execute(
@@ -97,13 +131,32 @@ async def revoke_key(connection: Connection, key_id: str) -> bool:
     return done != "UPDATE 0"
 
 
+def _entry(row: Any) -> KeyEntry:
+    limits = msgspec.json.decode(row["limits"], type=Limits)
+    is_spent = (0 < limits.tokens_per_day <= row["tokens"]) or (
+        0 < limits.spend_per_day <= row["spend"]
+    )
+    return KeyEntry(
+        key_id=KeyId(row["key_id"]),
+        secret_sha256=row["secret_sha256"],
+        tenant_id=TenantId(row["tenant_id"]),
+        deployments=tuple(row["deployments"]),
+        limits=limits,
+        expires_at=row["expires_at"],
+        spent_until=row["midnight"] if is_spent else 0.0,
+    )
+
+
 _VIEW: Final = (
-    "key_id, tenant_id, note, deployments, limits, revoked_at IS NOT NULL AS revoked,"
-    " extract(epoch FROM expires_at)::float8 AS expires"
+    "key_id, tenant_id, note, deployments, limits, etag, revoked_at IS NOT NULL AS revoked,"
+    " extract(epoch FROM expires_at)::float8 AS expires,"
+    " (SELECT (tokens, spend) FROM key_day d WHERE d.key_id = api_key.key_id"
+    " AND d.day = (clock_timestamp() AT TIME ZONE 'UTC')::date) AS today"
 )
 
 
 def _view(row: Any) -> KeyView:
+    tokens, spend = row["today"] or (0, 0.0)
     return KeyView(
         key_id=KeyId(row["key_id"]),
         tenant_id=TenantId(row["tenant_id"]),
@@ -112,4 +165,7 @@ def _view(row: Any) -> KeyView:
         limits=msgspec.json.decode(row["limits"], type=Limits),
         expires_at=row["expires"],
         revoked=row["revoked"],
+        etag=row["etag"],
+        tokens_today=tokens,
+        spend_today=spend,
     )

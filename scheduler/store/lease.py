@@ -116,6 +116,35 @@ async def rise_above(
     return lifted != "UPDATE 0" or raised != "UPDATE 0"
 
 
+async def read_lease_left_s(connection: Connection) -> float:
+    """Return for how long the lease is still held; 0 where it is free."""
+    left_s: float = await connection.fetchval(
+        "SELECT greatest(0, extract(epoch FROM expires_at - clock_timestamp()))::float8 FROM lease"
+        " WHERE expires_at > '-infinity' UNION ALL SELECT 0::float8 LIMIT 1"
+    )
+    return left_s
+
+
+async def count_peers(connection: Connection) -> int:
+    """Return how many nodes and routers may dial."""
+    count: int = await connection.fetchval(
+        "SELECT (SELECT count(*) FROM node WHERE NOT revoked)"
+        " + (SELECT count(*) FROM router WHERE NOT revoked)"
+    )
+    return count
+
+
+async def read_acting_for_s(connection: Connection) -> float | None:
+    """Return how long whoever holds the lease has acted; None where nobody does."""
+    held: float | None = await connection.fetchval(
+        """
+        SELECT extract(epoch FROM clock_timestamp() - acting_since)::float8 FROM lease
+        WHERE expires_at > clock_timestamp()
+        """
+    )
+    return held
+
+
 async def read_lease_holder(connection: Connection) -> tuple[str, Epoch, bool]:
     """Return (holder, epoch, whether it is still held)."""
     row = await fetch_one(

@@ -1,11 +1,11 @@
 """Nodes and routers: how they join, what they report, what is assigned to them."""
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
-import asyncpg
 import msgspec
 
+from isochrone.service.identity import Certificate
 from isochrone.wire.assignment import Assignment, ReplicaSpec, Tombstone
 from isochrone.wire.control import PeerRole
 from isochrone.wire.ids import (
@@ -14,15 +14,17 @@ from isochrone.wire.ids import (
     Epoch,
     Generation,
     NodeId,
-    PopId,
     ReplicaId,
 )
 from isochrone.wire.report import Device, Pulse, ReplicaReport, ReplicaState, Report
 from scheduler.store.adopt import adopt
+from scheduler.store.holders import read_holders, record_held
+from scheduler.store.identities import PEER_TABLES, REVOKED
 from scheduler.store.lease import assert_epoch
 from scheduler.store.pool import Connection, text
 
 BIGINT_MAX: Final = 2**63 - 1
+MAY_FETCH: Final = ("wanted", "fetching", "failed")
 
 
 class ReportEffect(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,52 +40,30 @@ class UnknownPeer(Exception):
     """No such node or router, or it is revoked."""
 
 
-async def use_join_token(
-    connection: Connection, *, token_id: str, secret_sha256: str, role: PeerRole, name: str
-) -> PopId | None:
-    """Spend a join token and return the PoP it is bound to; None where it is not (or no more) good.
-
-    One statement: of two that present the same token, one gets a PoP.
-    """
-    pop = await connection.fetchval(
-        """
-        UPDATE join_token SET used_at = clock_timestamp(), used_by = $4
-        WHERE token_id = $1 AND secret_sha256 = $2 AND role = $3
-          AND used_at IS NULL AND expires_at > clock_timestamp()
-        RETURNING pop
-        """,
-        token_id,
-        secret_sha256,
-        role.value,
-        name,
-    )
-    return PopId(pop) if pop is not None else None
-
-
-async def add_peer(connection: Connection, role: PeerRole, name: str, pop: PopId) -> bool:
-    """Make the row of a node or router that has joined; False where the name is another PoP's."""
-    table, column = ("node", "node_id") if role is PeerRole.AGENT else ("router", "router_id")
-    held = await connection.fetchval(
-        f"INSERT INTO {table} AS t ({column}, pop) VALUES ($1, $2)"  # noqa: S608
-        f" ON CONFLICT ({column}) DO UPDATE SET revoked = false WHERE t.pop = $2 RETURNING pop",
-        name,
-        pop,
-    )
-    return held is not None
-
-
 async def record_registration(
-    connection: Connection, role: PeerRole, name: str, boot_id: BootId, generation: Generation
+    connection: Connection,
+    role: PeerRole,
+    name: str,
+    boot_id: BootId,
+    generation: Generation,
+    certificate: Certificate,
 ) -> None:
     """Note that a peer is connected, or raise UnknownPeer."""
-    table, column = ("node", "node_id") if role is PeerRole.AGENT else ("router", "router_id")
+    table, column = PEER_TABLES[role]
     done = await connection.execute(
-        f"UPDATE {table} SET boot_id = $2, generation = $3, last_seen_at = clock_timestamp()"  # noqa: S608
-        f"{', report_seq = 0' if role is PeerRole.AGENT else ''}"
-        f" WHERE {column} = $1 AND NOT revoked",
+        f"""
+        UPDATE {table} SET boot_id = $2, generation = $3, last_seen_at = clock_timestamp(),
+            certificate_serial = $4, certificate_expires_at = $5
+            {", report_seq = 0" if role is PeerRole.AGENT else ""}
+        WHERE {column} = $1 AND NOT revoked AND NOT EXISTS ({REVOKED})
+        """,  # noqa: S608
         name,
         boot_id,
         generation,
+        certificate.serial,
+        certificate.expires_at,
+        role.value,
+        certificate.issued_at,
     )
     if done == "UPDATE 0":
         raise UnknownPeer(f"cannot register {name}: unknown here or revoked; join again")
@@ -146,6 +126,7 @@ async def record_report(connection: Connection, epoch: Epoch, report: Report) ->
         else:
             changed += known
     released = await _release_ended(connection, report)
+    await record_held(connection, report.node_id, report.artifacts)
     await _record_profiles(connection, report)
     if changed or adopted or released:
         await connection.execute("UPDATE cluster SET generation = generation + 1")
@@ -159,21 +140,26 @@ async def read_assignment(
     generation = await connection.fetchval("SELECT generation FROM cluster")
     rows = await connection.fetch(
         """
-        SELECT replica_id, spec, ended_generation, ended_reason, drain_timeout_s FROM placement
+        SELECT replica_id, spec, state, ended_generation, ended_reason, drain_timeout_s
+        FROM placement
         WHERE node_id = $1 AND released_at IS NULL ORDER BY replica_id
         """,
         node_id,
     )
+    specs = tuple(
+        (msgspec.json.decode(row["spec"], type=ReplicaSpec), row["state"])
+        for row in rows
+        if row["ended_generation"] is None
+    )
+    # Only one that may still have to fetch needs to know from whom.
+    fetching = [spec.artifact.digest for spec, state in specs if state in MAY_FETCH]
     return Assignment(
         cluster_id=cluster_id,
         node_id=node_id,
         generation=Generation(generation),
         epoch=epoch,
-        replicas=tuple(
-            msgspec.json.decode(row["spec"], type=ReplicaSpec)
-            for row in rows
-            if row["ended_generation"] is None
-        ),
+        replicas=tuple(spec for spec, _ in specs),
+        holders=await read_holders(connection, node_id, fetching) if fetching else (),
         tombstones=tuple(
             Tombstone(
                 replica_id=ReplicaId(row["replica_id"]),
@@ -190,25 +176,21 @@ async def read_assignment(
 async def _record_devices(
     connection: Connection, node_id: NodeId, devices: Sequence[Device]
 ) -> int:
-    changed = 0
-    for device in devices:
-        done = await connection.execute(
-            """
-            INSERT INTO device AS d
-                (node_id, device_id, device_class, memory_bytes, healthy, reason)
-            VALUES ($1, $2, $3, $4, $5, $6)
-            ON CONFLICT (node_id, device_id) DO UPDATE
-                SET device_class = $3, memory_bytes = $4, healthy = $5, reason = $6
-                WHERE (d.device_class, d.memory_bytes, d.healthy, d.reason) <> ($3, $4, $5, $6)
-            """,
-            node_id,
-            device.device_id,
-            device.device_class,
-            device.memory_bytes,
-            device.healthy,
-            text(device.reason),
-        )
-        changed += done != "INSERT 0 0"
+    changed = await connection.execute(
+        """
+        INSERT INTO device AS d (node_id, device_id, device_class, memory_bytes, healthy, reason)
+        SELECT $1, row.*
+        FROM unnest($2::text[], $3::text[], $4::bigint[], $5::boolean[], $6::text[])
+            AS row (device_id, device_class, memory_bytes, healthy, reason)
+        ON CONFLICT (node_id, device_id) DO UPDATE SET
+            device_class = excluded.device_class, memory_bytes = excluded.memory_bytes,
+            healthy = excluded.healthy, reason = excluded.reason
+            WHERE (d.device_class, d.memory_bytes, d.healthy, d.reason)
+                <> (excluded.device_class, excluded.memory_bytes, excluded.healthy, excluded.reason)
+        """,
+        node_id,
+        *_columns(devices),
+    )
     gone = await connection.execute(
         """
         UPDATE device SET healthy = false, reason = 'the node no longer reports it'
@@ -217,29 +199,39 @@ async def _record_devices(
         node_id,
         [device.device_id for device in devices],
     )
-    return changed + int(gone.split()[1])
+    return int(changed.split()[2]) + int(gone.split()[1])
+
+
+def _columns(devices: Sequence[Device]) -> tuple[list[Any], ...]:
+    """Return the devices column by column; of two of one name, the last said."""
+    named = {device.device_id: device for device in devices}.values()
+    return (
+        [device.device_id for device in named],
+        [device.device_class for device in named],
+        [device.memory_bytes for device in named],
+        [device.healthy for device in named],
+        [text(device.reason) for device in named],
+    )
 
 
 async def _record_replica(
     connection: Connection, node_id: NodeId, replica: ReplicaReport
 ) -> int | None:
     """Note one replica's state; None where the store knows no such replica on this node."""
-    row = await connection.fetchrow(
-        "SELECT state, released_at FROM placement WHERE replica_id = $1 AND node_id = $2",
-        replica.spec.replica_id,
-        node_id,
-    )
-    if row is None:
-        return None
     alive = replica.state not in (ReplicaState.STOPPED, ReplicaState.FAILED)
-    await connection.execute(
+    row = await connection.fetchrow(
         """
-        UPDATE placement SET
-            state_since = CASE WHEN state = $2 THEN state_since ELSE clock_timestamp() END,
+        WITH before AS (
+            SELECT replica_id, state, released_at FROM placement
+            WHERE replica_id = $1 AND node_id = $7 FOR UPDATE
+        )
+        UPDATE placement p SET
+            state_since = CASE WHEN p.state = $2 THEN state_since ELSE clock_timestamp() END,
             state = $2, state_reason = $3, restarts = $4, fetched_bytes = $5,
             -- Given back on paper but running in fact: its tombstone is sent again.
-            released_at = CASE WHEN $6 THEN NULL ELSE released_at END
-        WHERE replica_id = $1
+            released_at = CASE WHEN $6 THEN NULL ELSE p.released_at END
+        FROM before WHERE p.replica_id = before.replica_id
+        RETURNING before.state, before.released_at
         """,
         replica.spec.replica_id,
         replica.state.value,
@@ -247,7 +239,10 @@ async def _record_replica(
         replica.restarts,
         replica.fetched_bytes,
         alive,
+        node_id,
     )
+    if row is None:
+        return None
     return int(row["state"] != replica.state.value or (alive and row["released_at"] is not None))
 
 
@@ -280,24 +275,24 @@ async def _record_profiles(connection: Connection, report: Report) -> None:
         device_class = classes.get(replica.spec.device_ids[0]) if replica.spec.device_ids else None
         if device_class is None:
             continue
-        try:
-            async with connection.transaction():
-                await connection.execute(
-                    """
-                    INSERT INTO profile (model_id, device_class, load_s, memory_bytes,
-                                         prefill_tokens_per_s, decode_tokens_per_s)
-                    VALUES ($1, $2, $3, $4, $5, $6)
-                    ON CONFLICT (model_id, device_class) DO UPDATE SET
-                        load_s = $3, memory_bytes = $4, prefill_tokens_per_s = $5,
-                        decode_tokens_per_s = $6, updated_at = clock_timestamp()
-                    """,
-                    replica.spec.model_id,
-                    device_class,
-                    measured.load_s,
-                    measured.memory_bytes,
-                    measured.prefill_tokens_per_s,
-                    measured.decode_tokens_per_s,
-                )
-        except asyncpg.ForeignKeyViolationError:
-            # The model left the catalogue while a replica of it still runs: nothing to remember.
-            continue
+        # A model may have left the catalogue while a replica of it still runs, and what drifts by
+        # less than a tenth is not written for every node that has the same.
+        await connection.execute(
+            """
+            INSERT INTO profile AS p (model_id, device_class, load_s, memory_bytes,
+                                      prefill_tokens_per_s, decode_tokens_per_s)
+            SELECT model_id, $2, $3, $4, $5, $6 FROM model WHERE model_id = $1
+            ON CONFLICT (model_id, device_class) DO UPDATE SET
+                load_s = $3, memory_bytes = $4, prefill_tokens_per_s = $5,
+                decode_tokens_per_s = $6, updated_at = clock_timestamp()
+            WHERE abs(p.load_s - $3) > 0.1 * p.load_s OR p.memory_bytes <> $4
+                OR abs(p.prefill_tokens_per_s - $5) > 0.1 * p.prefill_tokens_per_s
+                OR abs(p.decode_tokens_per_s - $6) > 0.1 * p.decode_tokens_per_s
+            """,
+            replica.spec.model_id,
+            device_class,
+            measured.load_s,
+            measured.memory_bytes,
+            measured.prefill_tokens_per_s,
+            measured.decode_tokens_per_s,
+        )

@@ -42,10 +42,15 @@ BAD_DATA: Final = (asyncpg.CharacterNotInRepertoireError, asyncpg.DataError)
 """What a caller sees of a value that Postgres cannot hold (a NUL in a text, a number too big)."""
 
 
-async def open_pool(dsn: str, *, size_max: int = SIZE_MAX) -> Pool:
-    """Open a pool on the writable host of `dsn`; raises one of UNAVAILABLE if there is none."""
+async def open_pool(dsn: str, *, size_max: int = SIZE_MAX, lags: bool = False) -> Pool:
+    """Open a pool on the writable host of `dsn`; raises one of UNAVAILABLE if there is none.
+
+    With `lags`, a commit returns before it is on disk: for what is said again after a crash.
+    """
     hosts = _each_host(dsn)
     options: dict[str, Any] = {}
+    if lags:
+        options["server_settings"] = {"synchronous_commit": "off"}
     if await _is_pooled_by_transaction(hosts):
         # Prepared statements do not survive a transaction pooler; neither would LISTEN or session
         # locks, which nothing here uses.
@@ -62,18 +67,31 @@ async def open_pool(dsn: str, *, size_max: int = SIZE_MAX) -> Pool:
         connect=connect,
         command_timeout=STATEMENT_TIMEOUT_S,
         max_inactive_connection_lifetime=60.0,
+        # Nothing here changes a session; asyncpg ends an open transaction by itself.
+        reset=_leave_as_it_is,
     )
+
+
+async def _leave_as_it_is(connection: asyncpg.Connection) -> None:
+    """Save the round trip of a reset at each return to the pool."""
 
 
 @asynccontextmanager
 async def using(pool: Pool, timeout_s: float = ACQUIRE_TIMEOUT_S) -> AsyncIterator[Connection]:
-    """Lend a connection; on a broken or demoted server, drop every pooled one before raising."""
-    try:
-        async with pool.acquire(timeout=timeout_s) as connection:
+    """Lend a connection; drop what turns out wrong before raising.
+
+    A connection that hangs is dropped alone, and a pool that is merely busy is left as it is: what
+    others hold may well be working. A server that is broken or demoted is so for every connection.
+    """
+    async with pool.acquire(timeout=timeout_s) as connection:
+        try:
             yield connection
-    except UNAVAILABLE:
-        await pool.expire_connections()
-        raise
+        except TimeoutError:
+            connection.terminate()
+            raise
+        except UNAVAILABLE:
+            await pool.expire_connections()
+            raise
 
 
 @asynccontextmanager
@@ -122,9 +140,23 @@ async def _connect(hosts: list[str], options: dict[str, Any]) -> asyncpg.Connect
 
 
 async def _is_pooled_by_transaction(hosts: list[str]) -> bool:
-    connection = await _connect(hosts, {"statement_cache_size": 0})
+    """Say whether backends are lent for a transaction only, even by a pooler that is idle.
+
+    An idle pooler lends one client the same backend time after time, and looks like none. So a
+    second client holds a transaction open meanwhile: through a pooler it gets the very backend of
+    the first, or the first gets another; without one neither can be.
+    """
+    options = {"statement_cache_size": 0}
+    first = await _connect(hosts, options)
     try:
-        pids = [await connection.fetchval("SELECT pg_backend_pid()") for _ in range(3)]
+        second = await _connect(hosts, options)
+        try:
+            before = await first.fetchval("SELECT pg_backend_pid()")
+            async with second.transaction():
+                held = await second.fetchval("SELECT pg_backend_pid()")
+                after = await first.fetchval("SELECT pg_backend_pid()")
+        finally:
+            await second.close()
     finally:
-        await connection.close()
-    return len(set(pids)) > 1
+        await first.close()
+    return bool(held == before or after != before)

@@ -1,11 +1,26 @@
 """Demand, usage and round trips: at least once on the wire, counted once here."""
 
-from isochrone.wire.usage import Demand, RoundTrips, Usage
+from datetime import UTC, date, datetime, timedelta
+from typing import Final
+
+from isochrone.wire.ids import PopId
+from isochrone.wire.usage import Demand, RoundTrip, UsageRow
+from scheduler.decide.intake import Taken
 from scheduler.store.pool import Connection
 
+DEMAND_DAYS: Final = 15
+"""How long minutes are kept: two weeks of them can be learned from anew."""
 
-async def record_demand(connection: Connection, demand: Demand) -> bool:
-    """Add one router's window to the minutes; False where this batch was already counted."""
+DAYS_AHEAD: Final = 2
+COUNT_SUM_MAX: Final = 2**62
+
+
+async def record_demand(connection: Connection, demand: Demand, taken: Taken) -> int | None:
+    """Add a batch to its minute; None where it was already counted, else the rows of no use.
+
+    Those are rows of a deployment or a PoP that is not there. The minute is reckoned from the
+    database's clock and the batch's age: a router's wall clock may be wrong.
+    """
     seen = await connection.execute(
         """
         INSERT INTO demand_seen (router_id, boot_id, seq) VALUES ($1, $2, $3)
@@ -16,40 +31,46 @@ async def record_demand(connection: Connection, demand: Demand) -> bool:
         demand.seq,
     )
     if seen == "INSERT 0 0":
-        return False
-    # Sorted, so that two batches at once take their row locks in one order.
-    rows = sorted(demand.rows, key=lambda row: (row.deployment_id, row.pop))
-    # The minute is that of arrival by the database's clock: a router's clock may be wrong, and
-    # demand delayed by a partition must not look like demand of now.
-    await connection.executemany(
+        return None
+    if not taken.rows:
+        return 0
+    # Rows come sorted, so that two batches at once take their row locks in one order.
+    done = await connection.execute(
         """
         INSERT INTO demand AS d (minute, deployment_id, pop, requests, prompt_tokens,
                                  uncached_tokens, output_tokens, refused, no_replica)
-        VALUES (date_trunc('minute', clock_timestamp()), $1, $2, $3, $4, $5, $6, $7, $8)
+        SELECT date_trunc('minute', clock_timestamp() - make_interval(secs => $9)), batch.*
+        FROM unnest($1::text[], $2::text[], $3::bigint[], $4::bigint[], $5::bigint[],
+                    $6::bigint[], $7::bigint[], $8::bigint[])
+            AS batch (deployment_id, pop, requests, prompt_tokens, uncached_tokens,
+                      output_tokens, refused, no_replica)
+        WHERE EXISTS (SELECT FROM deployment e WHERE e.deployment_id = batch.deployment_id)
+          AND EXISTS (SELECT FROM pop p WHERE p.pop = batch.pop)
+        ORDER BY batch.deployment_id, batch.pop
         ON CONFLICT (minute, deployment_id, pop) DO UPDATE SET
-            requests = d.requests + $3, prompt_tokens = d.prompt_tokens + $4,
-            uncached_tokens = d.uncached_tokens + $5, output_tokens = d.output_tokens + $6,
-            refused = d.refused + $7, no_replica = d.no_replica + $8
+            requests = least(d.requests, $10) + excluded.requests,
+            prompt_tokens = least(d.prompt_tokens, $10) + excluded.prompt_tokens,
+            uncached_tokens = least(d.uncached_tokens, $10) + excluded.uncached_tokens,
+            output_tokens = least(d.output_tokens, $10) + excluded.output_tokens,
+            refused = least(d.refused, $10) + excluded.refused,
+            no_replica = least(d.no_replica, $10) + excluded.no_replica
         """,
-        [
-            (
-                row.deployment_id,
-                row.pop,
-                row.requests,
-                row.prompt_tokens,
-                row.uncached_tokens,
-                row.output_tokens,
-                row.refused,
-                row.no_replica,
-            )
-            for row in rows
-        ],
+        [row.deployment_id for row in taken.rows],
+        [row.pop for row in taken.rows],
+        [row.requests for row in taken.rows],
+        [row.prompt_tokens for row in taken.rows],
+        [row.uncached_tokens for row in taken.rows],
+        [row.output_tokens for row in taken.rows],
+        [row.refused for row in taken.rows],
+        [row.no_replica for row in taken.rows],
+        taken.age_s,
+        COUNT_SUM_MAX,
     )
-    return True
+    return len(taken.rows) - int(done.split()[2])
 
 
-async def record_usage(connection: Connection, usage: Usage) -> None:
-    """Write a batch; a request id already written is left as it is."""
+async def record_usage(connection: Connection, rows: tuple[UsageRow, ...]) -> None:
+    """Write a batch, sorted by request id; an id already written is left as it is."""
     await connection.executemany(
         """
         INSERT INTO usage (request_id, key_id, tenant_id, deployment_id, pop, node_id, replica_id,
@@ -75,14 +96,15 @@ async def record_usage(connection: Connection, usage: Usage) -> None:
                 row.ttft_ms,
                 row.duration_ms,
             )
-            for row in sorted(usage.rows, key=lambda row: row.request_id)
+            for row in rows
         ],
     )
 
 
-async def record_round_trips(connection: Connection, trips: RoundTrips) -> None:
+async def record_round_trips(
+    connection: Connection, pop: PopId, rows: tuple[RoundTrip, ...]
+) -> None:
     """Keep the newest round trip from a PoP to each node that still exists."""
-    rows = sorted(trips.rows, key=lambda row: row.node_id)
     await connection.execute(
         """
         INSERT INTO round_trip (pop, node_id, rtt_ms)
@@ -91,10 +113,65 @@ async def record_round_trips(connection: Connection, trips: RoundTrips) -> None:
         ON CONFLICT (pop, node_id) DO UPDATE
             SET rtt_ms = excluded.rtt_ms, measured_at = clock_timestamp()
         """,
-        trips.pop,
+        pop,
         [row.node_id for row in rows],
-        [max(0.0, row.rtt_ms) for row in rows],
+        [row.rtt_ms for row in rows],
     )
+
+
+async def keep_demand_days(connection: Connection) -> int:
+    """Make the days that demand is coming for, drop those past their keeping; return the changes.
+
+    What came for a day before it was made moves out of the default partition.
+    """
+    today = await connection.fetchval("SELECT (clock_timestamp() AT TIME ZONE 'UTC')::date")
+    days = await connection.fetch(
+        "SELECT c.relname FROM pg_inherits i JOIN pg_class c ON c.oid = i.inhrelid"
+        " WHERE i.inhparent = 'demand'::regclass"
+    )
+    there = {row["relname"] for row in days}
+    changes = 0
+    for ahead in range(-DEMAND_DAYS, DAYS_AHEAD + 1):
+        day = today + timedelta(days=ahead)
+        is_wanted = ahead >= 0 or await connection.fetchval(
+            "SELECT EXISTS (SELECT FROM demand_default WHERE minute >= $1 AND minute < $2)",
+            *_span(day),
+        )
+        if is_wanted and _partition(day) not in there:
+            await _make_day(connection, day)
+            changes += 1
+    oldest = _partition(today - timedelta(days=DEMAND_DAYS))
+    for name in sorted(there - {"demand_default"}):
+        if name < oldest:
+            await connection.execute(f"DROP TABLE {name}")
+            changes += 1
+    return changes
+
+
+async def _make_day(connection: Connection, day: date) -> None:
+    name = _partition(day)
+    start, end = _span(day)
+    await connection.execute(f"CREATE TABLE {name} (LIKE demand INCLUDING ALL)")
+    # The name is made of a date.
+    move = (
+        "WITH moved AS (DELETE FROM demand_default"  # noqa: S608
+        " WHERE minute >= $1 AND minute < $2 RETURNING *)"
+        f" INSERT INTO {name} SELECT * FROM moved"
+    )
+    await connection.execute(move, start, end)
+    await connection.execute(
+        f"ALTER TABLE demand ATTACH PARTITION {name}"
+        f" FOR VALUES FROM ('{start.isoformat()}') TO ('{end.isoformat()}')"
+    )
+
+
+def _partition(day: date) -> str:
+    return f"demand_{day:%Y%m%d}"
+
+
+def _span(day: date) -> tuple[datetime, datetime]:
+    start = datetime(day.year, day.month, day.day, tzinfo=UTC)
+    return start, start + timedelta(days=1)
 
 
 async def prune(connection: Connection, *, batch: int = 5_000) -> int:
@@ -102,9 +179,7 @@ async def prune(connection: Connection, *, batch: int = 5_000) -> int:
     forgotten = 0
     for statement in (
         "DELETE FROM demand_seen WHERE ctid IN (SELECT ctid FROM demand_seen"
-        " WHERE seen_at < clock_timestamp() - interval '1 hour' LIMIT $1)",
-        "DELETE FROM demand WHERE ctid IN (SELECT ctid FROM demand"
-        " WHERE minute < clock_timestamp() - interval '30 days' LIMIT $1)",
+        " WHERE seen_at < clock_timestamp() - interval '3 hours' LIMIT $1)",
         "DELETE FROM usage WHERE ctid IN (SELECT ctid FROM usage"
         " WHERE started_at < clock_timestamp() - interval '90 days' LIMIT $1)",
         "DELETE FROM idempotency WHERE ctid IN (SELECT ctid FROM idempotency"

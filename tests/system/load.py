@@ -58,6 +58,8 @@ async def one_stream(
             if response.status != 200:
                 return Ended("refused", 0, request_id, (await response.text())[:200])
             async for line in response.content:
+                if line.startswith(b":"):
+                    continue
                 data = line.strip().removeprefix(b"data: ")
                 if data == b"[DONE]":
                     is_done = True

@@ -172,3 +172,45 @@ async def test_another_tenant_finds_nothing_of_it_in_the_cache(fleet: Fleet) -> 
             await asyncio.sleep(0.1)
     assert theirs == 0
     assert (await cached(fleet.key) or 0) >= 64
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_quota_used_up_in_one_city_is_used_up_in_the_other(fleet: Fleet) -> None:
+    limits = {"tokens_per_day": 300}
+    made = await fleet.ask("POST", "/v1/keys", {"tenant_id": "metered", "limits": limits})
+    async with openai.AsyncOpenAI(
+        base_url=f"{fleet.endpoint('sin')}/v1", api_key=made["key"]
+    ) as there:
+
+        async def said_there() -> str:
+            try:
+                await there.chat.completions.create(
+                    model="mock",
+                    messages=MESSAGES,  # type: ignore[arg-type]
+                    max_tokens=1,
+                )
+            except openai.AuthenticationError:
+                return "unknown"
+            except openai.RateLimitError as error:
+                return str(error.code)
+            return "served"
+
+        async def is_served() -> bool:
+            return await said_there() == "served"
+
+        async def is_used_up() -> bool:
+            return await said_there() == "insufficient_quota"
+
+        await until("the key is known there", is_served, 5.0)
+        here = there.with_options(base_url=f"{fleet.endpoint('ams')}/v1")
+        answer = await here.chat.completions.create(
+            model="mock",
+            messages=MESSAGES,  # type: ignore[arg-type]
+            max_tokens=300,
+        )
+        assert answer.usage is not None
+        assert answer.usage.total_tokens >= 300
+        await until("the quota is used up there too", is_used_up, 10.0)
+        more = {"tokens_per_day": 100_000}
+        await fleet.ask("PUT", f"/v1/keys/{made['key_id']}/limits", more)
+        await until("a larger quota is granted there", is_served, 10.0)

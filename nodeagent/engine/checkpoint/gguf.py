@@ -5,16 +5,19 @@ pair; the model here rotates halves as Hugging Face's does. The rows are put bac
 """
 
 import mmap
+import re
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-import torch
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-from gguf.quants import dequantize
+from gguf.constants import GGMLQuantizationType
+from torch import Tensor
 
 from nodeagent.engine.checkpoint.gguf_header import GgufHeader, TensorEntry, read_header
-from nodeagent.engine.models.shape import CheckpointError, ModelShape
+from nodeagent.engine.checkpoint.gguf_shape import shape_of
+from nodeagent.engine.checkpoint.unpacking import FOUR_BITS, groups_of, unpack
+from nodeagent.engine.layers.linear import Groups
+from nodeagent.engine.models.shape import CheckpointError
 
 _LAYER_NAMES: Final = {
     "input_layernorm": "attn_norm",
@@ -22,10 +25,22 @@ _LAYER_NAMES: Final = {
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
     "post_attention_layernorm": "ffn_norm",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "block_sparse_moe.gate": "ffn_gate_inp",
+}
+_EXPERT_NAMES: Final = {
+    "gate_proj": "ffn_gate_exps",
+    "up_proj": "ffn_up_exps",
+    "down_proj": "ffn_down_exps",
+    "w1": "ffn_gate_exps",
+    "w3": "ffn_up_exps",
+    "w2": "ffn_down_exps",
 }
 _NAMES: Final = {
     "model.embed_tokens.weight": "token_embd.weight",
@@ -33,6 +48,9 @@ _NAMES: Final = {
     "lm_head.weight": "output.weight",
     "rope_freqs.weight": "rope_freqs.weight",
 }
+_LAYER: Final = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
+_EXPERT: Final = re.compile(r"(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)")
+_TURNED_AS_NEIGHBOURS: Final = frozenset({"llama", "mixtral"})
 
 
 class GgufFile:
@@ -44,9 +62,13 @@ class GgufFile:
             if path.stat().st_size == 0:
                 raise CheckpointError(f"cannot read {path}: the file is empty")
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        self._header: GgufHeader = read_header(path, self._map)
-        self.metadata: dict[str, Any] = self._header.metadata
-        self.shape = self._read_shape()
+        try:
+            self._header: GgufHeader = read_header(path, self._map)
+            self.metadata: dict[str, Any] = self._header.metadata
+            self.shape = shape_of(path, self._header)
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Unmap the file."""
@@ -54,104 +76,86 @@ class GgufFile:
 
     def has(self, name: str) -> bool:
         """True where the file holds `name` (a Hugging Face name)."""
-        return _gguf_name(name) in self._header.tensors
+        return _place(name)[0] in self._header.tensors
 
-    def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    def check(self, name: str, shape: tuple[int, ...]) -> None:
+        """Raise CheckpointError where `name` is missing or of another shape."""
+        self._entry(name, shape)
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Read and dequantise one weight."""
-        entry = self._header.tensors.get(_gguf_name(name))
-        if entry is None:
-            raise CheckpointError(f"cannot read {self._path}: it lacks {_gguf_name(name)}")
-        if entry.shape != shape:
-            raise CheckpointError(
-                f"cannot read {self._path}: {entry.name} is {entry.shape}, {shape} is expected"
-            )
-        weights = self._dequantise(entry)
-        if name.endswith("q_proj.weight"):
-            weights = _halves(weights, self.shape.heads)
-        elif name.endswith("k_proj.weight"):
-            weights = _halves(weights, self.shape.kv_heads)
-        return torch.from_numpy(weights)
-
-    def _dequantise(self, entry: TensorEntry) -> np.ndarray:
+        entry, first_row = self._entry(name, shape)
+        kind = GGMLQuantizationType(entry.kind)
         try:
-            kind = GGMLQuantizationType(entry.kind)
-            group, group_bytes = GGML_QUANT_SIZES[kind]
-        except (ValueError, KeyError) as error:
-            raise CheckpointError(
-                f"cannot read {self._path}: {entry.name} has unknown type {entry.kind}"
-            ) from error
-        if entry.shape[-1] % group:
-            raise CheckpointError(
-                f"cannot read {self._path}: {entry.name}'s rows of {entry.shape[-1]} are no"
-                f" multiple of {group}"
-            )
-        rows = int(np.prod(entry.shape[:-1], dtype=np.int64))
-        row_bytes = entry.shape[-1] // group * group_bytes
-        start = self._header.data_start + entry.offset
-        if start + rows * row_bytes > len(self._map):
-            raise CheckpointError(f"cannot read {self._path}: {entry.name} lies past its end")
-        # A copy of the packed bytes: no array may point into the map once it is closed.
-        packed = np.frombuffer(self._map, np.uint8, rows * row_bytes, start).copy()
-        try:
-            weights: np.ndarray = dequantize(packed.reshape(rows, row_bytes), kind)
+            weights = unpack(self._packed(entry, first_row, shape), kind)
         except NotImplementedError as error:
             raise CheckpointError(
                 f"cannot read {self._path}: {entry.name} is {kind.name}, which has no reader"
             ) from error
-        wide: np.ndarray = weights.astype(np.float32, copy=False).reshape(entry.shape)
-        return wide
+        return self._turned(name, weights.view(shape))
 
-    def _read_shape(self) -> ModelShape:
-        architecture = self._need("general.architecture", str)
-        if architecture != "llama":
-            raise CheckpointError(
-                f"cannot load {self._path}: architecture {architecture!r}, llama is supported"
-            )
-        if self.metadata.get("llama.expert_count"):
-            raise CheckpointError(f"cannot load {self._path}: mixtures of experts are unsupported")
-        heads = self._need("llama.attention.head_count", int)
-        hidden = self._need("llama.embedding_length", int)
-        embedding = self._header.tensors.get("token_embd.weight")
-        if heads < 1 or embedding is None or len(embedding.shape) != 2:
-            raise CheckpointError(f"cannot load {self._path}: no heads or no token embedding")
-        head_dim = self._need("llama.attention.key_length", int, hidden // heads)
-        if self._need("llama.rope.dimension_count", int, head_dim) != head_dim:
-            raise CheckpointError(f"cannot load {self._path}: partial rotation is unsupported")
-        rope_scaling = self.metadata.get("llama.rope.scaling.type", "none")
-        if rope_scaling != "none":
-            raise CheckpointError(
-                f"cannot load {self._path}: rope scaling {rope_scaling!r} is unsupported"
-            )
-        return ModelShape(
-            layers=self._need("llama.block_count", int),
-            hidden=hidden,
-            intermediate=self._need("llama.feed_forward_length", int),
-            heads=heads,
-            kv_heads=self._need("llama.attention.head_count_kv", int, heads),
-            head_dim=head_dim,
-            vocabulary=embedding.shape[0],
-            context_tokens=self._need("llama.context_length", int),
-            rms_epsilon=self._need("llama.attention.layer_norm_rms_epsilon", float),
-            rope_theta=self._need("llama.rope.freq_base", float, 10_000.0),
-            tied_embeddings="output.weight" not in self._header.tensors,
+    def groups(self, name: str, shape: tuple[int, ...]) -> Groups | None:
+        """Read one matrix as the file quantises it; None where that is not Q4_0 or Q4_1."""
+        entry, first_row = self._entry(name, shape)
+        kind = GGMLQuantizationType(entry.kind)
+        if kind not in FOUR_BITS:
+            return None
+        groups = groups_of(self._packed(entry, first_row, shape), kind)
+        return Groups(
+            self._turned(name, groups.numbers),
+            self._turned(name, groups.scales),
+            self._turned(name, groups.offsets),
         )
 
-    def _need(self, key: str, kind: type, default: Any = None) -> Any:
-        value = self.metadata.get(key, default)
-        if not isinstance(value, kind):
-            raise CheckpointError(f"cannot load {self._path}: {key} is {value!r}")
-        return value
+    def _turned(self, name: str, rows: Tensor) -> Tensor:
+        """Put the rows of queries and keys back into the order of Hugging Face's."""
+        if self.shape.family in _TURNED_AS_NEIGHBOURS:
+            if name.endswith("q_proj.weight"):
+                return _halves(rows, self.shape.heads)
+            if name.endswith("k_proj.weight"):
+                return _halves(rows, self.shape.kv_heads)
+        return rows
+
+    def _entry(self, name: str, shape: tuple[int, ...]) -> tuple[TensorEntry, int]:
+        """Return the tensor that holds `name` and at which of its rows that begins."""
+        place, expert = _place(name)
+        entry = self._header.tensors.get(place)
+        if entry is None:
+            raise CheckpointError(f"cannot read {self._path}: it lacks {place}")
+        found = entry.shape
+        if expert is not None:
+            # All experts lie in one tensor, one below the other.
+            found = found[1:] if len(found) == 3 and expert < found[0] else ()
+        if found != shape:
+            raise CheckpointError(
+                f"cannot read {self._path}: {entry.name} is {entry.shape}, {shape} is expected"
+            )
+        return entry, (expert or 0) * (shape[0] if len(shape) > 1 else 0)
+
+    def _packed(self, entry: TensorEntry, first_row: int, shape: tuple[int, ...]) -> np.ndarray:
+        """Return the bytes of the rows asked for: [rows, bytes of a row]."""
+        rows = int(np.prod(shape[:-1], dtype=np.int64))
+        all_rows = int(np.prod(entry.shape[:-1], dtype=np.int64))
+        row_bytes = entry.size_bytes(self._path) // all_rows
+        start = self._header.data_start + entry.offset + first_row * row_bytes
+        # A copy of the packed bytes: no array may point into the map once it is closed.
+        packed = np.frombuffer(self._map, np.uint8, rows * row_bytes, start).copy()
+        return packed.reshape(rows, row_bytes)
 
 
-def _gguf_name(name: str) -> str:
-    if name in _NAMES:
-        return _NAMES[name]
-    layer, _, part = name.removeprefix("model.layers.").partition(".")
-    return f"blk.{layer}.{_LAYER_NAMES[part.removesuffix('.weight')]}.weight"
+def _place(name: str) -> tuple[str, int | None]:
+    """Return what the file calls `name`, and which expert's part of that it is."""
+    layer = _LAYER.fullmatch(name)
+    if layer is None:
+        return _NAMES.get(name, name), None
+    number, part, kind = layer.groups()
+    expert = _EXPERT.fullmatch(part)
+    if expert is not None:
+        return f"blk.{number}.{_EXPERT_NAMES[expert[2]]}.{kind}", int(expert[1])
+    return f"blk.{number}.{_LAYER_NAMES[part]}.{kind}", None
 
 
-def _halves(weights: np.ndarray, heads: int) -> np.ndarray:
+def _halves(weights: Tensor, heads: int) -> Tensor:
     """Put rows kept as rotated neighbours back into rotated halves."""
     rows, columns = weights.shape
-    pairs = weights.reshape(heads, rows // heads // 2, 2, columns)
-    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(rows, columns)
+    return weights.view(heads, rows // heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)

@@ -4,11 +4,16 @@ The `gguf` package's own reader takes seconds for a vocabulary of 50,000 and tru
 that the file claims; this one reads what the engine needs. Layout from the GGUF specification.
 """
 
+import math
 import mmap
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
+
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from nodeagent.engine.models.shape import CheckpointError
 
@@ -33,6 +38,9 @@ _U64: Final = _SCALARS[10]
 _KEYS_MAX: Final = 65_536
 _TENSORS_MAX: Final = 65_536
 _DIMENSIONS_MAX: Final = 4
+_NAME_BYTES_MAX: Final = 65_535
+_ITEMS_MAX: Final = 8 * 1024 * 1024
+"""Array items in all. A vocabulary has a few hundred thousand; each costs an object here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +51,21 @@ class TensorEntry:
     shape: tuple[int, ...]
     kind: int
     offset: int
+
+    def size_bytes(self, path: Path) -> int:
+        """Return what the tensor takes in the file, or refuse what cannot be read."""
+        try:
+            group, group_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(self.kind)]
+        except (ValueError, KeyError) as error:
+            raise CheckpointError(
+                f"cannot read {path}: {self.name} has unknown type {self.kind}"
+            ) from error
+        if self.shape[-1] % group:
+            raise CheckpointError(
+                f"cannot read {path}: {self.name}'s rows of {self.shape[-1]} are no multiple of"
+                f" {group}"
+            )
+        return int(math.prod(self.shape) // group * group_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +85,7 @@ class _Cursor:
         self.data = data
         self.at = 0
         self.end = len(data)
+        self.items_left = _ITEMS_MAX
 
     def skip(self, length: int, what: str) -> int:
         start = self.at
@@ -84,6 +108,13 @@ class _Cursor:
         except UnicodeDecodeError as error:
             raise CheckpointError(f"cannot read {self.path}: {what} is not UTF-8") from error
 
+    def name(self, what: str) -> str:
+        at = self.at
+        name = self.string(what)
+        if not name or self.at - at > _NAME_BYTES_MAX:
+            raise CheckpointError(f"cannot read {self.path}: {what} takes {self.at - at} bytes")
+        return name
+
     def value(self, kind: int, what: str) -> Any:
         if kind == _STRING:
             return self.string(what)
@@ -97,6 +128,12 @@ class _Cursor:
     def _array(self, what: str) -> list[Any]:
         kind = self.number(_U32, what)
         count = self.number(_U64, what)
+        self.items_left -= count
+        if self.items_left < 0:
+            raise CheckpointError(
+                f"cannot read {self.path}: {what} claims {count} items, {_ITEMS_MAX} in all are"
+                " the most"
+            )
         layout = _SCALARS.get(kind)
         if layout is not None:
             start = self.skip(count * layout.size, what)
@@ -130,21 +167,43 @@ def read_header(path: Path, data: mmap.mmap) -> GgufHeader:
         )
     metadata: dict[str, Any] = {}
     for _ in range(key_count):
-        key = cursor.string("a metadata key")
+        key = cursor.name("a metadata key")
+        if key in metadata:
+            raise CheckpointError(f"cannot read {path}: {key!r} is there twice")
         metadata[key] = cursor.value(cursor.number(_U32, key), key)
-    entries = [_read_entry(cursor) for _ in range(tensor_count)]
     alignment = metadata.get("general.alignment", 32)
-    if not isinstance(alignment, int) or not 1 <= alignment <= 65_536:
+    if type(alignment) is not int or not 1 <= alignment <= 65_536:
         raise CheckpointError(f"cannot read {path}: general.alignment is {alignment!r}")
+    tensors: dict[str, TensorEntry] = {}
+    for _ in range(tensor_count):
+        entry = _read_entry(cursor)
+        if entry.name in tensors:
+            raise CheckpointError(f"cannot read {path}: {entry.name!r} is there twice")
+        tensors[entry.name] = entry
     data_start = -(-cursor.at // alignment) * alignment
-    return GgufHeader(metadata, {entry.name: entry for entry in entries}, data_start)
+    _check_places(path, tensors.values(), len(data) - data_start)
+    return GgufHeader(metadata, tensors, data_start)
 
 
 def _read_entry(cursor: _Cursor) -> TensorEntry:
-    name = cursor.string("a tensor's name")
+    name = cursor.name("a tensor's name")
     count = cursor.number(_U32, name)
     if not 1 <= count <= _DIMENSIONS_MAX:
         raise CheckpointError(f"cannot read {cursor.path}: {name} has {count} dimensions")
     dimensions = [cursor.number(_U64, name) for _ in range(count)]
+    if min(dimensions) < 1:
+        raise CheckpointError(f"cannot read {cursor.path}: {name} has a dimension of 0")
     kind = cursor.number(_U32, name)
     return TensorEntry(name, tuple(reversed(dimensions)), kind, cursor.number(_U64, name))
+
+
+def _check_places(path: Path, entries: Iterable[TensorEntry], available: int) -> None:
+    """Refuse tensors that lie past the end of the file or upon one another."""
+    ordered = sorted(entries, key=lambda entry: entry.offset)
+    sizes = {entry.name: entry.size_bytes(path) for entry in ordered}
+    for entry in ordered:
+        if entry.offset + sizes[entry.name] > available:
+            raise CheckpointError(f"cannot read {path}: {entry.name} lies past its end")
+    for entry, following in pairwise(ordered):
+        if entry.offset + sizes[entry.name] > following.offset:
+            raise CheckpointError(f"cannot read {path}: {entry.name} and {following.name} overlap")

@@ -1,19 +1,26 @@
 """Who runs in the next step: decodes first, then chunks of prompts in what is left of the budget.
 
 Rule 1: a step computes at most `batch_tokens_max` tokens. As that exceeds `sequences_max`, every
-decoding sequence runs in every step (a long prompt delays it by one step's length at most), and
-every step has room for some prompt tokens too.
-Rule 2: first come, first served. When blocks run out the youngest running sequence gives its own
-back and waits again at its old place; so the oldest always moves, and by it everyone in the end.
-Rule 3: a prompt's blocks are taken whole when it is admitted; afterwards only outputs grow.
+decoding sequence runs in every step, and every step has room for some prompt tokens too. Beside
+decodes, prompts get no more tokens than `pace` allows, so that the next token comes in time.
+Rule 2: who has the earlier turn goes first (`turns`). When blocks run out the running sequence with
+the latest turn gives its own back and waits again at its old place; so the first always moves, and
+by it everyone in the end.
+Rule 3: where no more can run, a request of higher priority takes the place of one of lower.
+Rule 4: a request whose deadline passes before its first token is given up.
+Rule 5: a prompt's blocks are taken whole when it is admitted; afterwards only outputs grow.
+Rule 6: drafts run only where nobody pays for them: no prompt waits, and blocks are to spare.
 """
 
 from bisect import insort
-from collections import deque
+from collections.abc import Container
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from nodeagent.engine.decide.blocks import Blocks
+from nodeagent.engine.decide.pace import Pace
 from nodeagent.engine.decide.sequence import BLOCK_TOKENS, Sequence
+from nodeagent.engine.decide.turns import Turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,34 +40,56 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Part of a step: compute tokens [start, start + tokens) of one sequence."""
+    """Part of a step: compute tokens [start, start + tokens) of one sequence.
+
+    The last of them may be drafts, which follow what is known of the sequence.
+    """
 
     sequence: Sequence
     start: int
     tokens: int
+    drafts: tuple[int, ...] = ()
 
     @property
     def samples(self) -> bool:
         """True where this chunk reaches the end of what is known, so a next token is due."""
-        return self.start + self.tokens == len(self.sequence.tokens)
+        return self.start + self.tokens - len(self.drafts) == len(self.sequence.tokens)
+
+    @property
+    def ids(self) -> list[int]:
+        """The tokens themselves."""
+        return [*self.sequence.tokens[self.start : self.start + self.tokens], *self.drafts]
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One step: decodes (one token each) and prompt chunks."""
+    """One step: decodes (one token each), decodes with drafts, and prompt chunks."""
 
     decodes: tuple[Chunk, ...]
     prefills: tuple[Chunk, ...]
+    late: tuple[Sequence, ...] = ()
+    """Given up: their deadlines passed before their first tokens."""
+    evicted: tuple[tuple[int, bytes], ...] = ()
+    """(block, digest) of what blocks held before this step got them: save it first, or lose it."""
+    restores: tuple[tuple[int, bytes], ...] = ()
+    """(block, digest) of what must come from the tiers below before this step runs."""
+    verifies: tuple[Chunk, ...] = ()
+    """Decodes with drafts."""
 
     @property
     def chunks(self) -> tuple[Chunk, ...]:
-        """Decodes, then prefills: the order of rows in the flat batch."""
-        return self.decodes + self.prefills
+        """Decodes, then what has several tokens: the order of rows in the flat batch."""
+        return self.decodes + self.segments
+
+    @property
+    def segments(self) -> tuple[Chunk, ...]:
+        """Decodes with drafts, then prefills."""
+        return self.verifies + self.prefills
 
     @property
     def tokens(self) -> int:
         """Tokens that this step computes."""
-        return len(self.decodes) + self.prefill_tokens
+        return len(self.decodes) + sum(chunk.tokens for chunk in self.segments)
 
     @property
     def prefill_tokens(self) -> int:
@@ -74,9 +103,14 @@ class Batching:
 
     limits: Limits
     blocks: Blocks
-    waiting: deque[Sequence] = field(default_factory=deque)
+    pace: Pace = field(default_factory=lambda: Pace(float("inf")))
+    turns: Turns = field(default_factory=Turns)
+    waiting: list[Sequence] = field(default_factory=list)
     running: list[Sequence] = field(default_factory=list)
     preemptions: int = 0
+    below: Container[bytes] = frozenset()
+    """The digests that the tiers below the device hold."""
+    _restores: dict[int, bytes] = field(default_factory=dict)
 
     @property
     def busy(self) -> bool:
@@ -85,7 +119,10 @@ class Batching:
 
     def submit(self, sequence: Sequence) -> None:
         """Queue `sequence`; the caller holds it to tokens_max and bounds the queue."""
-        self.waiting.append(sequence)
+        sequence.turn = self.turns.give(
+            sequence.standing, sequence.prompt_tokens, sequence.ending.tokens_max
+        )
+        insort(self.waiting, sequence, key=_turn)
 
     @property
     def tokens_max(self) -> int:
@@ -100,45 +137,80 @@ class Batching:
             self.waiting.remove(sequence)
         self._release(sequence)
 
-    def next_batch(self) -> Batch:
+    def next_batch(self, now_s: float = 0.0) -> Batch:
         """Decide the next step."""
+        late = self._give_up(now_s)
         preemptions = self.preemptions
-        decodes = self._decodes()
+        decodes, verifies = self._decodes()
         budget = self.limits.batch_tokens_max - len(decodes)
+        budget = self.pace.prompt_tokens(len(decodes), budget)
         prefills: list[Chunk] = []
         for sequence in self.running:
             if budget and not sequence.decoding:
                 budget -= self._chunk(sequence, budget, prefills)
-        if self.preemptions > preemptions:
-            # Whoever just gave way would come back at once, only to give way again.
-            return Batch(tuple(decodes), tuple(prefills))
-        while budget and self.waiting and len(self.running) < self.limits.sequences_max:
-            if not self._admit(self.waiting[0]):
-                break
-            sequence = self.waiting.popleft()
-            insort(self.running, sequence, key=_age)
+        # Whoever just gave way would come back at once, only to give way again.
+        while budget and self.waiting and self.preemptions == preemptions:
+            sequence = self.waiting[0]
+            if not self._admit(sequence):
+                gave_way = self._make_way(sequence, decodes, prefills)
+                if gave_way is None:
+                    break
+                budget += gave_way
+                preemptions = self.preemptions
+                continue
+            self.waiting.remove(sequence)
+            insort(self.running, sequence, key=_turn)
             budget -= self._chunk(sequence, budget, prefills)
-        return Batch(tuple(decodes), tuple(prefills))
+        evicted = tuple(self.blocks.take_evicted())
+        restores = tuple(self._restores.items())
+        self._restores.clear()
+        batch = Batch(tuple(decodes), tuple(prefills), late, evicted, restores, tuple(verifies))
+        self.turns.pass_by(batch.tokens)
+        return batch
 
-    def computed(self, chunk: Chunk) -> None:
-        """Note that `chunk` has run: its KV is there, and its whole blocks can be shared."""
+    @property
+    def drafting(self) -> bool:
+        """True where the coming step may verify drafts."""
+        return not self.waiting and all(sequence.decoding for sequence in self.running)
+
+    def computed(self, chunk: Chunk, refused: int = 0) -> None:
+        """Note that `chunk` has run: its KV is there, and its whole blocks can be shared.
+
+        The last `refused` of its drafts did not hold: their KV is void and will be written over.
+        """
         sequence = chunk.sequence
-        sequence.computed = chunk.start + chunk.tokens
+        sequence.computed = chunk.start + chunk.tokens - refused
         whole = sequence.computed // BLOCK_TOKENS
         chain = sequence.chain(whole)
         for index in range(sequence.published, whole):
             self.blocks.publish(sequence.blocks[index], chain[index])
         sequence.published = max(sequence.published, whole)
 
-    def _decodes(self) -> list[Chunk]:
-        """Give each decoding sequence its token, oldest first, preempting the youngest."""
+    def _decodes(self) -> tuple[list[Chunk], list[Chunk]]:
+        """Give each decoding sequence its token, first turn first, preempting the last."""
         decodes: list[Chunk] = []
+        verifies: list[Chunk] = []
+        drafting = self.drafting
         for sequence in list(self.running):
             if sequence not in self.running or not sequence.decoding:
                 continue
-            if self._grow(sequence):
-                decodes.append(Chunk(sequence, sequence.computed, 1))
-        return decodes
+            if not self._grow(sequence):
+                continue
+            drafts = self._room_for_drafts(sequence) if drafting else ()
+            chunk = Chunk(sequence, sequence.computed, 1 + len(drafts), drafts)
+            (verifies if drafts else decodes).append(chunk)
+        # Neighbours of like length share one call of attention.
+        return sorted(decodes, key=_context), verifies
+
+    def _room_for_drafts(self, sequence: Sequence) -> tuple[int, ...]:
+        """Take blocks for the sequence's drafts where many are free; return the drafts that fit."""
+        drafts, sequence.drafts = sequence.drafts, ()
+        length = len(sequence.tokens) + len(drafts)
+        missing = -(-length // BLOCK_TOKENS) - len(sequence.blocks)
+        if missing > 0 and self.blocks.free > missing + len(self.running):
+            sequence.blocks.extend(self.blocks.take((), missing) or ())
+        room = len(sequence.blocks) * BLOCK_TOKENS - len(sequence.tokens)
+        return drafts[: max(room, 0)]
 
     def _grow(self, sequence: Sequence) -> bool:
         """Make room for one more token; False where `sequence` itself had to give way."""
@@ -147,9 +219,9 @@ class Batching:
             if taken is not None:
                 sequence.blocks.extend(taken)
                 continue
-            youngest = self.running[-1]
-            self._preempt(youngest)
-            if youngest is sequence:
+            last = self.running[-1]
+            self._preempt(last)
+            if last is sequence:
                 return False
         return True
 
@@ -157,21 +229,54 @@ class Batching:
         self.running.remove(sequence)
         self._release(sequence)
         self.preemptions += 1
-        index = next(
-            (i for i, other in enumerate(self.waiting) if other.number > sequence.number),
-            len(self.waiting),
+        insort(self.waiting, sequence, key=_turn)
+
+    def _give_up(self, now_s: float) -> tuple[Sequence, ...]:
+        late = tuple(
+            sequence
+            for sequence in (*self.waiting, *self.running)
+            if sequence.standing.deadline_s is not None
+            and sequence.standing.deadline_s <= now_s
+            and not sequence.output_tokens
         )
-        self.waiting.insert(index, sequence)
+        for sequence in late:
+            self.remove(sequence)
+        return late
+
+    def _make_way(
+        self, sequence: Sequence, decodes: list[Chunk], prefills: list[Chunk]
+    ) -> int | None:
+        """Preempt the last of lower priority; return the tokens that it leaves in this step."""
+        lower = [
+            running
+            for running in self.running
+            if running.standing.priority < sequence.standing.priority
+        ]
+        freed = self.blocks.free + sum(len(running.blocks) for running in lower)
+        if not lower or freed < sequence.blocks_needed():
+            return None
+        self._preempt(lower[-1])
+        left = 0
+        for chunks in (decodes, prefills):
+            for chunk in [chunk for chunk in chunks if chunk.sequence is lower[-1]]:
+                chunks.remove(chunk)
+                left += chunk.tokens
+        return left
 
     def _admit(self, sequence: Sequence) -> bool:
         """Take the blocks of all known tokens, the remembered ones first; False where too few."""
+        if len(self.running) >= self.limits.sequences_max:
+            return False
         # At least one token is computed anew: the last one's logits are what is wanted.
-        remembered = self.blocks.match(sequence.chain((len(sequence.tokens) - 1) // BLOCK_TOKENS))
+        chain = sequence.chain((len(sequence.tokens) - 1) // BLOCK_TOKENS)
+        remembered = self.blocks.match(chain)
+        below = list(takewhile(self.below.__contains__, chain[len(remembered) :]))
         taken = self.blocks.take(remembered, sequence.blocks_needed() - len(remembered))
         if taken is None:
             return False
         sequence.blocks = taken
-        sequence.computed = len(remembered) * BLOCK_TOKENS
+        self._restores |= zip(taken[len(remembered) :], below, strict=False)
+        sequence.computed = (len(remembered) + len(below)) * BLOCK_TOKENS
         sequence.published = len(remembered)
         if not sequence.admitted:
             sequence.admitted = True
@@ -184,11 +289,19 @@ class Batching:
         return tokens
 
     def _release(self, sequence: Sequence) -> None:
+        # Who gives way in the step that admitted it needs nothing brought back.
+        for block in sequence.blocks:
+            self._restores.pop(block, None)
         self.blocks.release(sequence.blocks)
         sequence.blocks = []
         sequence.computed = 0
         sequence.published = 0
+        sequence.drafts = ()
 
 
-def _age(sequence: Sequence) -> int:
-    return sequence.number
+def _context(chunk: Chunk) -> int:
+    return chunk.start
+
+
+def _turn(sequence: Sequence) -> tuple[int, int]:
+    return sequence.turn, sequence.number

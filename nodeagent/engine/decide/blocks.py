@@ -22,6 +22,7 @@ class Blocks:
         self._digest: list[bytes | None] = [None] * total
         self._by_digest: dict[bytes, int] = {}
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(total))
+        self._evicted: list[tuple[int, bytes]] = []
 
     def __repr__(self) -> str:
         return f"Blocks(total={self.total}, held={self.held}, remembered={len(self._by_digest)})"
@@ -43,6 +44,20 @@ class Blocks:
     def is_free(self, block: int) -> bool:
         """True where nobody holds `block`."""
         return block in self._free
+
+    def remembers(self, digest: bytes) -> bool:
+        """True where some block holds what `digest` names."""
+        return digest in self._by_digest
+
+    def remembered(self) -> list[tuple[int, bytes]]:
+        """Return every block with the digest that it remembers, the next to be lost first."""
+        order = [*self._free, *(block for block in range(self.total) if block not in self._free)]
+        return [(block, d) for block in order if (d := self._digest[block]) is not None]
+
+    def take_evicted(self) -> list[tuple[int, bytes]]:
+        """Return the blocks handed out anew since last asked, with what they remembered before."""
+        evicted, self._evicted = self._evicted, []
+        return evicted
 
     def match(self, chain: Ordered[bytes]) -> list[int]:
         """Return the blocks of the longest remembered prefix of `chain`. Changes nothing."""
@@ -70,6 +85,16 @@ class Blocks:
             self._by_digest[digest] = block
             self._digest[block] = digest
 
+    def forget(self, blocks: Ordered[int]) -> list[int]:
+        """Offer those of `blocks` that have one holder to nobody any more; return them."""
+        alone = [block for block in blocks if self._holders[block] == 1]
+        for block in alone:
+            digest = self._digest[block]
+            if digest is not None:
+                del self._by_digest[digest]
+                self._digest[block] = None
+        return alone
+
     def release(self, blocks: Ordered[int]) -> None:
         """Let go of `blocks`, the tail first: a prefix is worth more than what follows it."""
         for block in reversed(blocks):
@@ -87,5 +112,6 @@ class Blocks:
         if digest is not None:
             del self._by_digest[digest]
             self._digest[block] = None
+            self._evicted.append((block, digest))
         self._holders[block] = 1
         return block

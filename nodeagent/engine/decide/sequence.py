@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
+from nodeagent.engine.decide.turns import Standing
+
 BLOCK_TOKENS: Final = 16
 
 
@@ -22,6 +24,8 @@ class Finish(StrEnum):
     LENGTH = "length"
     CANCELLED = "cancelled"
     ERROR = "error"
+    LATE = "late"
+    """Its deadline passed before its first token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +44,12 @@ class Sequence:
     tokens: list[int]
     ending: Ending
     salt: bytes = b""
+    adapter: object | None = None
+    """What is added to the model for this sequence; nothing here looks into it. Its KV is another
+    than the bare model's, so whoever sets it makes it part of the salt."""
+    standing: Standing = field(default_factory=Standing)
+    turn: int = 0
+    """Its place in the queue, the least first; given when it is submitted."""
     prompt_tokens: int = field(init=False)
     computed: int = 0
     cached_tokens: int = 0
@@ -49,6 +59,8 @@ class Sequence:
     digests: list[bytes] = field(default_factory=list)
     published: int = 0
     """Blocks of this sequence already offered to the prefix cache."""
+    drafts: tuple[int, ...] = ()
+    """Tokens that may come next, to be verified in the coming step."""
 
     def __post_init__(self) -> None:
         if not self.tokens:
@@ -64,6 +76,11 @@ class Sequence:
     def output_tokens(self) -> int:
         """Tokens generated so far."""
         return len(self.tokens) - self.prompt_tokens
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that may still be generated."""
+        return self.ending.tokens_max - self.output_tokens
 
     @property
     def decoding(self) -> bool:

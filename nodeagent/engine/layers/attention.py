@@ -1,4 +1,4 @@
-"""Attention over paged KV: one padded call for all decodes, one call for each prompt chunk.
+"""Attention over paged KV: one call for decodes of like length, one call for each prompt chunk.
 
 A query of a decode is one token; its grouped heads are folded into the query dimension, so that
 keys and values are read once per KV head and never repeated.
@@ -11,14 +11,71 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 
+class LayerKV:
+    """Keys and values of one layer: block by block, and within a block slot by slot."""
+
+    def __init__(
+        self,
+        blocks: int,
+        block_tokens: int,
+        kv_heads: int,
+        head_dim: int,
+        device: str,
+        dtype: torch.dtype,
+    ) -> None:
+        self.kv_heads = kv_heads
+        # Zeroed, not empty: masked slots are multiplied by zero, and zero times NaN is NaN.
+        # Values lie beside their keys, so that one gather brings both.
+        self.pages = torch.zeros(
+            blocks, block_tokens, 2 * kv_heads, head_dim, device=device, dtype=dtype
+        )
+        self._slots = self.pages.view(-1, 2 * kv_heads, head_dim)
+
+    def write(self, slots: Tensor, key_value: Tensor) -> None:
+        """Fill `slots` with keys and, behind them, values: [slots, 2 * kv_heads, head_dim]."""
+        self._slots.index_copy_(0, slots, key_value)
+
+    def read(self, blocks: "Run | Tensor", rows: int) -> tuple[Tensor, Tensor]:
+        """Return keys and values, each [rows, kv_heads, tokens, head_dim]."""
+        pages = (
+            self.pages[blocks.first : blocks.end]
+            if isinstance(blocks, Run)
+            else self.pages.index_select(0, blocks)
+        )
+        slots = pages.view(rows, -1, 2 * self.kv_heads, pages.shape[-1]).transpose(1, 2)
+        return slots[:, : self.kv_heads], slots[:, self.kv_heads :]
+
+
 @dataclass(frozen=True, slots=True)
-class Segment:
-    """One prompt chunk in the flat batch: rows [start, end) see the slots of their context."""
+class Run:
+    """Blocks [first, end) that lie side by side, so that they are read where they are."""
+
+    first: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Decodes:
+    """Rows [start, end) of the flat batch: one token each, over equally many blocks each."""
 
     start: int
     end: int
-    slots: Tensor
-    """KV slots [context] of all tokens up to the chunk's last."""
+    blocks: Run | Tensor
+    """The rows' blocks, one row after another, padded with a block of its own."""
+    context: int
+    """How many tokens of the blocks any row sees."""
+    mask: Tensor | None
+    """[rows, 1, 1, context], 0 where seen, else -inf; None where each row sees all of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One prompt chunk in the flat batch: rows [start, end) see `context` tokens in `blocks`."""
+
+    start: int
+    end: int
+    blocks: Run | Tensor
+    context: int
     mask: Tensor | None
     """[rows, context], True where seen; None where the chunk starts the sequence."""
 
@@ -29,59 +86,39 @@ class Layout:
 
     write_slots: Tensor
     """KV slot [tokens] that each row of the flat batch fills."""
-    decodes: int
-    """The first so many rows are decodes."""
-    decode_slots: Tensor
-    """[decodes, longest context], padded with slot 0."""
-    decode_mask: Tensor
-    """[decodes, 1, 1, longest context], True where seen."""
+    decodes: tuple[Decodes, ...]
     segments: tuple[Segment, ...]
 
 
-class LayerKV:
-    """Keys and values of one layer, by slot."""
-
-    def __init__(
-        self, slots: int, kv_heads: int, head_dim: int, device: str, dtype: torch.dtype
-    ) -> None:
-        # Zeroed, not empty: masked slots are multiplied by zero, and zero times NaN is NaN.
-        self.keys = torch.zeros(slots, kv_heads, head_dim, device=device, dtype=dtype)
-        self.values = torch.zeros(slots, kv_heads, head_dim, device=device, dtype=dtype)
-
-
-def attend(query: Tensor, key: Tensor, value: Tensor, kv: LayerKV, layout: Layout) -> Tensor:
+def attend(query: Tensor, key_value: Tensor, kv: LayerKV, layout: Layout) -> Tensor:
     """Write this step's keys and values, then answer `query` [tokens, heads, head_dim]."""
-    kv.keys.index_copy_(0, layout.write_slots, key)
-    kv.values.index_copy_(0, layout.write_slots, value)
-    answer = torch.empty_like(query)
-    if layout.decodes:
-        answer[: layout.decodes] = _decode(query[: layout.decodes], kv, layout)
-    for segment in layout.segments:
-        answer[segment.start : segment.end] = _prefill(
-            query[segment.start : segment.end], kv, segment
-        )
-    return answer
+    kv.write(layout.write_slots, key_value)
+    parts = [_decode(query[part.start : part.end], kv, part) for part in layout.decodes]
+    parts += [_prefill(query[part.start : part.end], kv, part) for part in layout.segments]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _decode(query: Tensor, kv: LayerKV, layout: Layout) -> Tensor:
+def _decode(query: Tensor, kv: LayerKV, part: Decodes) -> Tensor:
     rows, heads, head_dim = query.shape
-    kv_heads = kv.keys.shape[1]
-    keys = kv.keys[layout.decode_slots].transpose(1, 2)
-    values = kv.values[layout.decode_slots].transpose(1, 2)
-    grouped = query.view(rows, kv_heads, heads // kv_heads, head_dim)
-    answer = scaled_dot_product_attention(grouped, keys, values, attn_mask=layout.decode_mask)
+    keys, values = kv.read(part.blocks, rows)
+    grouped = query.reshape(rows, kv.kv_heads, heads // kv.kv_heads, head_dim)
+    answer = scaled_dot_product_attention(
+        grouped,
+        keys[:, :, : part.context],
+        values[:, :, : part.context],
+        attn_mask=part.mask,
+    )
     return answer.reshape(rows, heads, head_dim)
 
 
-def _prefill(query: Tensor, kv: LayerKV, segment: Segment) -> Tensor:
-    keys = kv.keys[segment.slots].transpose(0, 1).unsqueeze(0)
-    values = kv.values[segment.slots].transpose(0, 1).unsqueeze(0)
+def _prefill(query: Tensor, kv: LayerKV, part: Segment) -> Tensor:
+    keys, values = kv.read(part.blocks, 1)
     answer = scaled_dot_product_attention(
         query.transpose(0, 1).unsqueeze(0),
-        keys,
-        values,
-        attn_mask=segment.mask,
-        is_causal=segment.mask is None,
+        keys[:, :, : part.context],
+        values[:, :, : part.context],
+        attn_mask=part.mask,
+        is_causal=part.mask is None,
         enable_gqa=True,
     )
     return answer[0].transpose(0, 1)

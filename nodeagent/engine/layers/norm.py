@@ -1,11 +1,12 @@
 """Root-mean-square normalisation."""
 
-import torch
 from torch import Tensor
+from torch.nn.functional import rms_norm as torch_rms_norm
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """Normalise rows of `x` by their root mean square, in fp32, and scale them by `weight`."""
-    wide = x.float()
-    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
-    return weight * wide.to(x.dtype)
+    if weight.dim() == 1:
+        return torch_rms_norm(x, weight.shape, weight, epsilon)
+    # A weight for each head: torch's kernel knows only one for all.
+    return torch_rms_norm(x, x.shape[-1:], None, epsilon) * weight

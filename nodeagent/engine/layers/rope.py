@@ -39,21 +39,24 @@ def inverse_frequencies(
 
 
 class Rope:
-    """The table of cosines and sines for every position of the context."""
+    """The table of cosines and sines for every position of the context.
+
+    The first half of each row of sines has its sign turned, so that `rotate_` need not.
+    """
 
     def __init__(self, inverse: Tensor, positions: int, device: str, dtype: torch.dtype) -> None:
         angles = torch.outer(torch.arange(positions, dtype=torch.float32), inverse)
         angles = torch.cat((angles, angles), dim=-1)
         self._cos = angles.cos().to(device, dtype)
-        self._sin = angles.sin().to(device, dtype)
+        sines = angles.sin()
+        sines[:, : inverse.shape[0]].neg_()
+        self._sin = sines.to(device, dtype)
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return cosines and sines [tokens, 1, head_dim] for `positions`."""
         return self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the heads of `x` [tokens, heads, head_dim] to their positions."""
-    half = x.shape[-1] // 2
-    turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
-    return x * cos + turned * sin
+def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Turn the heads of `x` [tokens, heads, head_dim] to their positions, in place."""
+    torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin, out=x)

@@ -1,31 +1,82 @@
-"""The Llama family: Llama 2 and 3, SmolLM2, and whatever else has their weights' names."""
+"""The Llama family: Llama 2 and 3, SmolLM2, and whatever else has their weights' names.
 
-from dataclasses import dataclass
+Other families differ from it in their attention or in their MLP; each is a file beside this one
+that names what differs.
+"""
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, silu
+from torch.nn.functional import silu
 
 from nodeagent.engine.layers.attention import LayerKV, Layout, attend
+from nodeagent.engine.layers.linear import Keeping
+from nodeagent.engine.layers.lora import Adding
 from nodeagent.engine.layers.norm import rms_norm
-from nodeagent.engine.layers.rope import Rope, inverse_frequencies, rotate
-from nodeagent.engine.models.shape import ModelShape, WeightSource
+from nodeagent.engine.layers.rope import Rope, inverse_frequencies, rotate_
+from nodeagent.engine.models.shape import ModelShape
+from nodeagent.engine.models.weights import Weights, WeightSource
 
 
-@dataclass(frozen=True, slots=True)
+class LlamaAttention:
+    """Queries, keys and values by one product, turned to their positions; then the answer."""
+
+    def __init__(self, weights: Weights, shape: ModelShape, prefix: str) -> None:
+        self.shape = shape
+        self.rows = {
+            "q_proj": shape.heads * shape.head_dim,
+            "k_proj": shape.kv_heads * shape.head_dim,
+            "v_proj": shape.kv_heads * shape.head_dim,
+        }
+        prefix = f"{prefix}self_attn."
+        parts = {f"{name}.weight": rows for name, rows in self.rows.items()}
+        self._query_key_value = weights.linear_stack(prefix, parts, shape.hidden)
+        self._output = weights.linear(f"{prefix}o_proj.weight", shape.hidden, self.rows["q_proj"])
+
+    def project(self, x: Tensor) -> Tensor:
+        """Return the queries, keys and values of `x` [tokens, heads of all three, head_dim]."""
+        return self._query_key_value(x).view(x.shape[0], -1, self.shape.head_dim)
+
+    def __call__(self, x: Tensor, kv: LayerKV, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
+        """Attend from each row of `x` to what it may see."""
+        heads, turning = self.shape.heads, self.shape.heads + self.shape.kv_heads
+        mixed = self.project(x)
+        # Queries and keys turn alike, so they turn together.
+        rotate_(mixed[:, :turning], cos, sin)
+        answer = attend(mixed[:, :heads], mixed[:, heads:], kv, layout)
+        return self._output(answer.view(x.shape[0], -1))
+
+
+class LlamaMlp:
+    """The gated MLP."""
+
+    def __init__(self, weights: Weights, shape: ModelShape, prefix: str) -> None:
+        prefix = f"{prefix}mlp."
+        parts = {f"{name}_proj.weight": shape.intermediate for name in ("gate", "up")}
+        self._gate_up = weights.linear_stack(prefix, parts, shape.hidden)
+        self._down = weights.linear(f"{prefix}down_proj.weight", shape.hidden, shape.intermediate)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Transform each row of `x` by itself."""
+        gate, up = self._gate_up(x).chunk(2, dim=-1)
+        return self._down(silu(gate).mul_(up))
+
+
 class LlamaLayer:
-    """One layer's weights; what is multiplied by the same input is kept as one matrix."""
+    """Attention and MLP, each behind its norm."""
 
-    attention_norm: Tensor
-    query_key_value: Tensor
-    output: Tensor
-    mlp_norm: Tensor
-    gate_up: Tensor
-    down: Tensor
+    def __init__(self, model: type["Llama"], weights: Weights, shape: ModelShape, index: int):
+        prefix = f"model.layers.{index}."
+        self.attention_norm = weights.read(f"{prefix}input_layernorm.weight", shape.hidden)
+        self.attention = model.attention(weights, shape, prefix)
+        self.mlp_norm = weights.read(f"{prefix}post_attention_layernorm.weight", shape.hidden)
+        self.mlp = model.mlp(weights, shape, prefix)
 
 
 class Llama:
     """The weights and the forward pass over a flat batch of tokens."""
+
+    attention: type[LlamaAttention] = LlamaAttention
+    mlp: type[LlamaMlp] = LlamaMlp
 
     def __init__(
         self,
@@ -34,15 +85,17 @@ class Llama:
         device: str,
         dtype: torch.dtype,
         context_tokens: int,
+        keeping: Keeping = Keeping.PLAIN,
     ) -> None:
         self.shape = shape
-        reader = _Reader(source, device, dtype)
+        weights = Weights(source, device, dtype, keeping)
+        self.adding = weights.adding or Adding()
         embedding = (shape.vocabulary, shape.hidden)
-        self._embedding = reader.read("model.embed_tokens.weight", embedding)
-        self._layers = [_read_layer(reader, shape, index) for index in range(shape.layers)]
-        self._norm = reader.read("model.norm.weight", (shape.hidden,))
-        self._head = (
-            self._embedding if shape.tied_embeddings else reader.read("lm_head.weight", embedding)
+        self._embedding = weights.embedding("model.embed_tokens.weight", *embedding)
+        self._layers = [LlamaLayer(type(self), weights, shape, n) for n in range(shape.layers)]
+        self._norm = weights.read("model.norm.weight", shape.hidden)
+        self._head = weights.head(
+            self._embedding if shape.tied_embeddings else weights.read("lm_head.weight", *embedding)
         )
         factors = (
             source.tensor("rope_freqs.weight", (shape.head_dim // 2,))
@@ -56,68 +109,12 @@ class Llama:
         self, tokens: Tensor, positions: Tensor, kv: list[LayerKV], layout: Layout, rows: Tensor
     ) -> Tensor:
         """Run the flat batch; return logits [rows, vocabulary] in fp32 for the `rows` given."""
-        x = self._embedding[tokens]
+        epsilon = self.shape.rms_epsilon
+        x = self._embedding[tokens].to(self._norm.dtype)
         cos, sin = self._rope.at(positions)
         for layer, layer_kv in zip(self._layers, kv, strict=True):
-            x = x + self._attention(x, layer, layer_kv, cos, sin, layout)
-            x = x + self._mlp(x, layer)
-        x = rms_norm(x[rows], self._norm, self.shape.rms_epsilon)
-        return linear(x, self._head).float()
-
-    def _attention(
-        self, x: Tensor, layer: LlamaLayer, kv: LayerKV, cos: Tensor, sin: Tensor, layout: Layout
-    ) -> Tensor:
-        shape = self.shape
-        normed = rms_norm(x, layer.attention_norm, shape.rms_epsilon)
-        mixed = linear(normed, layer.query_key_value).view(x.shape[0], -1, shape.head_dim)
-        # Queries and keys turn alike, so they turn together.
-        turned = rotate(mixed[:, : shape.heads + shape.kv_heads], cos, sin)
-        query, key = turned[:, : shape.heads], turned[:, shape.heads :]
-        value = mixed[:, shape.heads + shape.kv_heads :]
-        answer = attend(query, key, value, kv, layout)
-        return linear(answer.view(x.shape[0], -1), layer.output)
-
-    def _mlp(self, x: Tensor, layer: LlamaLayer) -> Tensor:
-        normed = rms_norm(x, layer.mlp_norm, self.shape.rms_epsilon)
-        gate, up = linear(normed, layer.gate_up).chunk(2, dim=-1)
-        return linear(silu(gate) * up, layer.down)
-
-
-class _Reader:
-    def __init__(self, source: WeightSource, device: str, dtype: torch.dtype) -> None:
-        self._source = source
-        self._device = device
-        self._dtype = dtype
-
-    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        return self._source.tensor(name, shape).to(self._device, self._dtype)
-
-    def fuse(self, prefix: str, parts: dict[str, int], columns: int) -> Tensor:
-        """Read the matrices `parts` (name: rows) one below the other, with no second copy."""
-        fused = torch.empty(sum(parts.values()), columns, device=self._device, dtype=self._dtype)
-        at = 0
-        for name, rows in parts.items():
-            fused[at : at + rows] = self._source.tensor(f"{prefix}{name}.weight", (rows, columns))
-            at += rows
-        return fused
-
-
-def _read_layer(reader: _Reader, shape: ModelShape, index: int) -> LlamaLayer:
-    prefix = f"model.layers.{index}."
-    wide, narrow = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    return LlamaLayer(
-        attention_norm=reader.read(f"{prefix}input_layernorm.weight", (shape.hidden,)),
-        query_key_value=reader.fuse(
-            f"{prefix}self_attn.",
-            {"q_proj": wide, "k_proj": narrow, "v_proj": narrow},
-            shape.hidden,
-        ),
-        output=reader.read(f"{prefix}self_attn.o_proj.weight", (shape.hidden, wide)),
-        mlp_norm=reader.read(f"{prefix}post_attention_layernorm.weight", (shape.hidden,)),
-        gate_up=reader.fuse(
-            f"{prefix}mlp.",
-            {"gate_proj": shape.intermediate, "up_proj": shape.intermediate},
-            shape.hidden,
-        ),
-        down=reader.read(f"{prefix}mlp.down_proj.weight", (shape.hidden, shape.intermediate)),
-    )
+            normed = rms_norm(x, layer.attention_norm, epsilon)
+            x = x + layer.attention(normed, layer_kv, cos, sin, layout)
+            x = x + layer.mlp(rms_norm(x, layer.mlp_norm, epsilon))
+        x = rms_norm(x[rows], self._norm, epsilon)
+        return self._head(x).float()

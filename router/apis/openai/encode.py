@@ -1,14 +1,15 @@
 """Errors and lists in OpenAI's shapes."""
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
 import msgspec
 from aiohttp import web
 
-from isochrone.service.door import error_response
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.routes import DeploymentEntry
+from router.dataplane.http1 import Reply
 
 
 def error_body(error: ApiError) -> dict[str, Any]:
@@ -17,6 +18,8 @@ def error_body(error: ApiError) -> dict[str, Any]:
     kind = "invalid_request_error"
     if error.code is ErrorCode.RATE_LIMITED:
         kind = "rate_limit_error"
+    elif error.code is ErrorCode.QUOTA_EXCEEDED:
+        kind = "insufficient_quota"
     elif status >= 500 or error.code is ErrorCode.OUT_OF_CAPACITY:
         kind = "server_error"
     return {
@@ -29,12 +32,25 @@ def error_body(error: ApiError) -> dict[str, Any]:
     }
 
 
-def error_answer(error: ApiError) -> web.Response:
-    """Return the whole error response."""
-    response = error_response(error, msgspec.json.encode(error_body(error)))
+def error_reply(error: ApiError) -> Reply:
+    """Return the whole error answer."""
+    headers = dict(error.headers)
+    if error.retry_after_s is not None:
+        headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
     if error.code is ErrorCode.INVALID_KEY:
-        response.headers["www-authenticate"] = "Bearer"
-    return response
+        headers["www-authenticate"] = "Bearer"
+    return Reply(error.meaning.status, msgspec.json.encode(error_body(error)), headers)
+
+
+def error_response(error: ApiError) -> web.Response:
+    """Return the same for a cold route."""
+    reply = error_reply(error)
+    return web.Response(
+        status=reply.status,
+        body=reply.body,
+        headers=dict(reply.headers),
+        content_type=reply.content_type,
+    )
 
 
 def error_event(error: ApiError) -> bytes:

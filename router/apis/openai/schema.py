@@ -3,7 +3,7 @@
 The engine checks the rest: the original bytes go on to it, so unknown fields are let through.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -14,6 +14,16 @@ Choices = Annotated[int, Meta(ge=1, le=16)]
 Temperature = Annotated[float, Meta(ge=0, le=2)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Text = (
+    str
+    | Annotated[
+        list[str | int | Annotated[list[int], Meta(max_length=1_000_000)]],
+        Meta(min_length=1, max_length=1_000_000),
+    ]
+)
+MESSAGE_BYTES: Final = 12
+"""What a template adds to a message, beside the two bytes of ours that set it off."""
+
 Stops = str | Annotated[list[str], Meta(max_length=16)]
 
 
@@ -63,11 +73,18 @@ class ChatRequest(_Shared, frozen=True, kw_only=True):
 
     messages: Annotated[list[Message], Meta(min_length=1, max_length=10_000)]
     max_completion_tokens: TokenCount | None = None
+    tools: msgspec.Raw = msgspec.Raw()
+
+    def text_bytes(self, rendered_bytes: int) -> int:
+        """How much text the prompt holds, the template's words included."""
+        return rendered_bytes + MESSAGE_BYTES * len(self.messages)
 
     @property
-    def text_bytes(self) -> int:
-        """How much text the prompt holds, the template's words included."""
-        return sum(_text_bytes(message.content) + 16 for message in self.messages)
+    def rendered(self) -> bytes:
+        """The prompt as bytes that begin alike where two conversations do: templates put tools
+        first."""
+        said = "".join(f"\0{message.role}\0{_text(message.content)}" for message in self.messages)
+        return bytes(self.tools) + said.encode(errors="replace")
 
     @property
     def output_tokens_max(self) -> int | None:
@@ -78,27 +95,18 @@ class ChatRequest(_Shared, frozen=True, kw_only=True):
 class CompletionRequest(_Shared, frozen=True, kw_only=True):
     """`POST /v1/completions`. A prompt may also be token ids."""
 
-    prompt: (
-        str
-        | Annotated[
-            list[str | int | Annotated[list[int], Meta(max_length=1_000_000)]],
-            Meta(min_length=1, max_length=1_000_000),
-        ]
-    )
+    prompt: Text
+
+    def text_bytes(self, rendered_bytes: int) -> int:
+        """How much text there is; a token id counts as four bytes."""
+        return rendered_bytes if isinstance(self.prompt, str) else _bytes_of(self.prompt)
 
     @property
-    def text_bytes(self) -> int:
-        """How much text the prompt holds; a token id counts as four bytes."""
+    def rendered(self) -> bytes:
+        """The prompt as bytes that begin alike where two prompts do."""
         if isinstance(self.prompt, str):
-            return len(self.prompt.encode())
-        return sum(
-            4
-            if isinstance(one, int)
-            else len(one.encode())
-            if isinstance(one, str)
-            else 4 * len(one)
-            for one in self.prompt
-        )
+            return self.prompt.encode(errors="replace")
+        return msgspec.json.encode(self.prompt)
 
     @property
     def output_tokens_max(self) -> int | None:
@@ -106,9 +114,74 @@ class CompletionRequest(_Shared, frozen=True, kw_only=True):
         return self.max_tokens
 
 
-def _text_bytes(content: str | list[Part] | None) -> int:
-    if content is None:
-        return 0
-    if isinstance(content, str):
-        return len(content.encode(errors="replace"))
-    return sum(len((part.text or "").encode(errors="replace")) for part in content)
+class _Read(msgspec.Struct, frozen=True, kw_only=True):
+    model: ModelField
+    options: Options | None = None
+
+    # What only reads is never a stream and puts out no tokens.
+    stream = None
+    stream_options = None
+    temperature = None
+    seed = None
+    n = None
+    presence_penalty = None
+    frequency_penalty = None
+    output_tokens_max = 0
+
+
+class EmbeddingRequest(_Read, frozen=True, kw_only=True):
+    """`POST /v1/embeddings`. An input may also be token ids."""
+
+    input: Text
+
+    def text_bytes(self, rendered_bytes: int) -> int:
+        """How much text there is; a token id counts as four bytes."""
+        return rendered_bytes if isinstance(self.input, str) else _bytes_of(self.input)
+
+    @property
+    def rendered(self) -> bytes:
+        """The text as bytes."""
+        return self.input.encode(errors="replace") if isinstance(self.input, str) else b""
+
+
+class Document(msgspec.Struct, frozen=True):
+    """A document that comes with more than its text."""
+
+    text: str
+
+
+class RerankRequest(_Read, frozen=True, kw_only=True):
+    """`POST /v1/rerank`: documents to put in order of their relevance to a query."""
+
+    query: str
+    documents: Annotated[list[str | Document], Meta(min_length=1, max_length=1024)]
+
+    def text_bytes(self, rendered_bytes: int) -> int:
+        """How much text there is; the query is read with each document."""
+        texts = [one if isinstance(one, str) else one.text for one in self.documents]
+        query = len(self.query.encode(errors="replace"))
+        return sum(len(text.encode(errors="replace")) + query for text in texts)
+
+    @property
+    def rendered(self) -> bytes:
+        """The query as bytes."""
+        return self.query.encode(errors="replace")
+
+
+def _bytes_of(text: Text) -> int:
+    if isinstance(text, str):
+        return len(text.encode(errors="replace"))
+    return sum(
+        4
+        if isinstance(one, int)
+        else len(one.encode(errors="replace"))
+        if isinstance(one, str)
+        else 4 * len(one)
+        for one in text
+    )
+
+
+def _text(content: str | list[Part] | None) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "".join(part.text or "" for part in content)

@@ -72,7 +72,15 @@ def free_port() -> int:
 
 
 @pytest.fixture
-async def admin(database_dsn: str, tmp_path: Path) -> AsyncIterator[Admin]:
+def settings() -> dict[str, Any]:
+    """Settings of the scheduler that a test module may override."""
+    return {}
+
+
+@pytest.fixture
+async def admin(
+    database_dsn: str, tmp_path: Path, settings: dict[str, Any]
+) -> AsyncIterator[Admin]:
     write_atomic(tmp_path / "token", TOKEN.encode())
     config = SchedulerConfig(
         name="s1",
@@ -82,6 +90,7 @@ async def admin(database_dsn: str, tmp_path: Path) -> AsyncIterator[Admin]:
         admin_port=free_port(),
         control_port=free_port(),
         lease_renew_s=0.2,
+        **settings,
     )
     stopping = asyncio.Event()
     running = asyncio.create_task(serve(config, stopping))

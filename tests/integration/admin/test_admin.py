@@ -207,6 +207,30 @@ async def test_a_key_is_shown_once_and_its_secret_is_nowhere_in_the_database(
     assert (await admin.ask("GET", f"/v1/keys/{made['key_id']}")).body["revoked"]
 
 
+async def test_a_keys_limits_are_set_whole_and_misspelt_ones_refused(admin: Admin) -> None:
+    wrong = {"tenant_id": "acme", "limits": {"request_per_min": 5}}
+    assert (await admin.ask("POST", "/v1/keys", wrong)).status == 400
+    made = (await admin.ask("POST", "/v1/keys", {"tenant_id": "acme"})).body
+    path = f"/v1/keys/{made['key_id']}/limits"
+    first = await admin.ask("PUT", path, {"tokens_per_min": 5, "spend_per_day": 1.5})
+    assert first.body["limits"]["spend_per_day"] == 1.5
+    moved = await admin.ask("PUT", path, {"concurrency": 2}, if_match=f'"{made["etag"]}"')
+    assert moved.status == 412
+    second = await admin.ask("PUT", path, {"concurrency": 2}, if_match=first.headers["etag"])
+    assert second.body["limits"] == {
+        "requests_per_min": 0,
+        "tokens_per_min": 0,
+        "concurrency": 2,
+        "tokens_per_day": 0,
+        "spend_per_day": 0.0,
+    }
+    for limits in ({"concurrency": -1}, {"spend_per_day": -0.5}, {"tokens_per_min": "many"}):
+        assert (await admin.ask("PUT", path, limits)).status == 400
+    assert (await admin.ask("PUT", "/v1/keys/nobody/limits", {})).status == 404
+    events = (await admin.ask("GET", f"/v1/events?subject={made['key_id']}")).body["data"]
+    assert [event["kind"] for event in events] == ["key.limit", "key.limit", "key.create"]
+
+
 @pytest.mark.parametrize(
     ("raw", "status"),
     [

@@ -40,9 +40,16 @@ async def test_an_operator_makes_a_fleet(admin: Admin, tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "m.gguf").write_bytes(b"GGUF")
     source = f"file:{tmp_path / 'model'}"
-    assert (await typed(admin, "models", "add", "m", "--source", source))[0] == 0
+    priced = ("models", "add", "m", "--source", source, "--price", "0.5:2")
+    assert (await typed(admin, *priced))[0] == 0
     code, out, _ = await typed(admin, "-o", "json", "models", "list")
-    assert json.loads(out)[0]["artifact"]["files"][0]["path"] == "m.gguf"
+    (model,) = json.loads(out)
+    assert model["artifact"]["files"][0]["path"] == "m.gguf"
+    assert model["price"] == {
+        "prompt_per_million": 0.5,
+        "output_per_million": 2.0,
+        "cached_per_million": None,
+    }
     code, out, _ = await typed(
         admin, "-o", "json", "deploy", "chat", "--model", "m", "--driver", "mock", "--min", "2"
     )
@@ -57,10 +64,18 @@ async def test_an_operator_makes_a_fleet(admin: Admin, tmp_path: Path) -> None:
     assert "there is no node" in out
     code, out, _ = await typed(admin, "keys", "create", "acme", "--tokens-per-min", "1000")
     assert out.startswith("iso_")
-    code, out, _ = await typed(admin, "keys", "list")
-    assert "acme" in out
+    code, out, _ = await typed(admin, "-o", "json", "keys", "list")
+    (key,) = json.loads(out)
+    assert (key["tenant_id"], key["limits"]["tokens_per_min"]) == ("acme", 1000)
+    limit = ("keys", "limit", key["key_id"], "--concurrency", "3", "--spend-per-day", "0.5")
+    code, out, _ = await typed(admin, "-o", "json", *limit)
+    assert json.loads(out)["limits"] == {
+        **key["limits"],
+        "concurrency": 3,
+        "spend_per_day": 0.5,
+    }
     code, out, _ = await typed(admin, "events", "--limit", "3")
-    assert "key.create" in out
+    assert "key.limit" in out
     assert "s1" in (await typed(admin, "status"))[1]
     for listing in ("pops list", "nodes list", "routers", "deployments list", "placements"):
         assert (await typed(admin, *listing.split()))[0] == 0

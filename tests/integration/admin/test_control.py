@@ -34,7 +34,14 @@ async def joined(admin: Admin, folder: Path, name: str = "n1") -> Identity:
 class Agent:
     """A node agent's end of the conversation, and what it heard."""
 
-    def __init__(self, admin: Admin, identity: Identity, boot: str, **fields: Any) -> None:
+    def __init__(
+        self,
+        admin: Admin,
+        identity: Identity,
+        boot: str,
+        folder: Path | None = None,
+        **fields: Any,
+    ) -> None:
         self.assignments: list[Assignment] = []
         self.welcomes: list[Welcome] = []
         self.link = ControlLink(
@@ -50,6 +57,7 @@ class Agent:
             on_welcome=self._welcomed,
             on_message=self._told,
             chance=random.Random(1),
+            folder=folder,
         )
 
     async def _welcomed(self, welcome: Welcome) -> None:

@@ -24,6 +24,7 @@ pytestmark = pytest.mark.model
 GOLDEN = json.loads((Path(__file__).parent / "golden_smollm2.json").read_text())
 CASES: list[dict[str, Any]] = GOLDEN["cases"]
 NUMBERS = itertools.count(1)
+_PART_TOKENS = 32
 
 
 @pytest.fixture(scope="module")
@@ -41,17 +42,27 @@ def loaded(model_path: Path) -> Loaded:
     )
 
 
-def generate(loaded: Loaded, cases: list[dict[str, Any]]) -> list[tuple[list[int], str]]:
+def generate(
+    loaded: Loaded, cases: list[dict[str, Any]], *, drafts: bool = False
+) -> list[tuple[list[int], str]]:
     texts: dict[int, str] = {}
+    speculation = loaded.engine.speculation
     sequences: list[Sequence] = []
     for case in cases:
-        ending = Ending(GOLDEN["tokens"], loaded.vocabulary.stop_ids)
+        tokens_max = _PART_TOKENS if drafts else GOLDEN["tokens"]
+        ending = Ending(tokens_max, loaded.vocabulary.stop_ids)
         sequence = Sequence(next(NUMBERS), list(case["prompt_ids"]), ending)
         sequences.append(sequence)
         texts[sequence.number] = ""
         sampler = Sampler(SamplingParams(temperature=0), [])
         loaded.engine.submit(
-            Generation(sequence, sampler, TokenText(loaded.vocabulary), StopStrings(()))
+            Generation(
+                sequence,
+                sampler,
+                TokenText(loaded.vocabulary),
+                StopStrings(()),
+                speculation.drafter() if drafts and speculation else None,
+            )
         )
     while loaded.engine.busy:
         for delta in loaded.engine.step().deltas:
@@ -91,3 +102,14 @@ def test_greedy_output_is_equal_alone(loaded: Loaded) -> None:
     for case in CASES:
         ((output, text),) = generate(loaded, [case])
         expect(loaded, case, output, text)
+
+
+def test_greedy_output_is_equal_with_drafts(loaded: Loaded) -> None:
+    speculation = loaded.engine.speculation
+    assert speculation is not None
+    # Alone, where drafts are long, and in company; a part of each output tells.
+    for cases in ([CASES[0]], [CASES[7]], CASES[2:6]):
+        for case, (output, _) in zip(cases, generate(loaded, cases, drafts=True), strict=True):
+            wanted = [one for one in case["output_ids"] if one not in loaded.vocabulary.stop_ids]
+            assert output == wanted[:_PART_TOKENS], case["text"]
+    assert speculation.drafted_tokens_total > 0

@@ -203,7 +203,7 @@ def test_a_folder_is_loaded_whole(tmp_path: Path) -> None:
     loaded = load(EngineConfig(model_path=str(tmp_path), served_name="tiny", socket="unused"))
     assert loaded.vocabulary.stop_ids == {0, VOCABULARY - 1}
     assert loaded.template is not None
-    assert loaded.template.render([{"content": "hi"}]) == "hi"
+    assert loaded.template.render([{"role": "user", "content": "hi"}]) == "hi"
     assert loaded.context_tokens == 128
 
 

@@ -182,6 +182,26 @@ async def test_a_seed_gives_the_same_output_in_company(http: aiohttp.ClientSessi
     assert other["choices"][0]["message"]["content"] != content
 
 
+async def test_bias_and_penalties_change_the_output_and_the_engine_lives(
+    http: aiohttp.ClientSession,
+) -> None:
+    count = "Count: one, one, one, one, one, one, one,"
+
+    async def said(**knobs: Any) -> str:
+        body = {"prompt": count, "max_tokens": 12, "temperature": 0, **knobs}
+        return str((await post(http, PLAIN, body))["choices"][0]["text"])
+
+    plain = await said()
+    assert plain.startswith(" one")
+    for knobs in (
+        {"logit_bias": {"582": -100}},
+        {"presence_penalty": 2.0, "frequency_penalty": 2.0},
+        {"repetition_penalty": 2.0},
+    ):
+        assert await said(**knobs) != plain
+    assert await said() == plain
+
+
 async def test_log_probabilities_are_told(http: aiohttp.ClientSession) -> None:
     answer = await post(http, CHAT, chat(logprobs=True, top_logprobs=2, max_tokens=3))
     entries = answer["choices"][0]["logprobs"]["content"]
@@ -200,10 +220,11 @@ async def test_log_probabilities_are_told(http: aiohttp.ClientSession) -> None:
     ("path", "body", "status", "code", "said"),
     [
         (CHAT, b"{", 400, "invalid_request", "cannot read body"),
+        (PLAIN, b'{"prompt":"\xff"}', 400, "invalid_request", "cannot read body"),
         (CHAT, b'{"messages":' + b"[" * 100_000, 400, "invalid_request", "cannot read body"),
         (CHAT, chat(model="other"), 404, "model_not_found", "'other'"),
         (CHAT, chat(n=3), 400, "invalid_request", "n above 1"),
-        (CHAT, chat(tools=[{}]), 400, "invalid_request", "tools"),
+        (CHAT, chat(tools=[{}]), 400, "invalid_request", "a tool without"),
         (CHAT, chat(max_tokens=5000), 400, "context_length_exceeded", "37 prompt tokens"),
         (CHAT, chat("word " * 4000), 400, "context_length_exceeded", "limit of 2048"),
         (CHAT, chat("word " * 700_000), 400, "context_length_exceeded", "tokens or more"),
@@ -330,3 +351,18 @@ async def test_a_config_that_cannot_be_served_ends_in_words(
     log = (short_folder / "log").read_text()
     assert said in log
     assert log.splitlines()[-1].startswith("cannot")
+
+
+async def test_a_deadline_that_passed_is_refused_and_a_priority_must_be_one(
+    http: aiohttp.ClientSession,
+) -> None:
+    for name, value, status, code in (
+        ("x-isochrone-deadline-ms", "0", 429, "out_of_capacity"),
+        ("x-isochrone-priority", "101", 400, "invalid_request"),
+        ("x-isochrone-priority", "high", 400, "invalid_request"),
+    ):
+        async with http.post(CHAT, json=chat(), headers={name: value}) as response:
+            error = (await response.json())["error"]
+            assert (response.status, error["code"]) == (status, code), error
+    late = {"x-isochrone-deadline-ms": "60000", "x-isochrone-priority": "90"}
+    assert (await post(http, CHAT, chat(max_tokens=2), **late))["choices"]

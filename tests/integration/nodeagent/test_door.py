@@ -61,10 +61,14 @@ class Node(NamedTuple):
 
     async def idle(self, name: str = "r1") -> bool:
         load = self.supervisor.replicas[ReplicaId(name)].in_flight.load()
-        return load == headers.Load(0, 0, 0, 0)
+        return load == headers.Load(0, 0, 0, 0, 0)
 
-    def ask(self, name: str = "r1", tokens: int = 3, **extra: Any) -> Any:
+    def ask(
+        self, name: str = "r1", tokens: int = 3, queue_tokens_max: int | None = None, **extra: Any
+    ) -> Any:
         sent = {headers.REPLICA: name, headers.TOKENS: headers.format_tokens(10, tokens)}
+        if queue_tokens_max is not None:
+            sent[headers.QUEUE_TOKENS_MAX] = str(queue_tokens_max)
         body = {
             "messages": [{"role": "user", "content": "x"}],
             "max_tokens": tokens,
@@ -101,11 +105,27 @@ async def node() -> AsyncIterator[Node]:
     shutil.rmtree(folder)
 
 
+async def test_a_longer_queue_than_was_chosen_by_turns_away_and_tells_the_load(node: Node) -> None:
+    await node.warm(node.spec())
+    held = node.supervisor.replicas[ReplicaId("r1")].in_flight.take(100, 1, 60)
+    assert held is not None
+    async with node.ask(queue_tokens_max=59) as response:
+        assert (response.status, response.headers[headers.REFUSED]) == (429, "queued")
+        told = headers.parse_load(response.headers[headers.LOAD])
+        assert told == headers.Load(100, 1, 1, 0, 60)
+    for most in (60, None):
+        async with node.ask(queue_tokens_max=most) as response:
+            assert response.status == 200
+            await response.read()
+    held.release()
+    await until("given back", node.idle, 5.0)
+
+
 async def test_every_answer_tells_the_load_and_gives_it_back_once(node: Node) -> None:
     await node.warm(node.spec())
     async with node.ask(tokens=3) as response:
         assert response.status == 200
-        assert headers.parse_load(response.headers[headers.LOAD]) == headers.Load(10, 3, 1, 0)
+        assert headers.parse_load(response.headers[headers.LOAD]) == headers.Load(10, 3, 1, 0, 10)
         text = await response.text()
     assert text.endswith("data: [DONE]\n\n")
     await until("given back", node.idle, 5.0)

@@ -28,6 +28,10 @@ class FakeNode:
         self.hang_at: int | None = None
         self.garbage = False
         self.plain_garbage = False
+        self.resumes = ""
+        self.filler = ""
+        self.shreds = False
+        self.sent = 0
         self.error_at: int | None = None
         self.cached_tokens: int | None = 3
         self.load = ""
@@ -84,6 +88,8 @@ class FakeNode:
 
     async def _answer(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         extra = {headers.LOAD: self.load} if self.load else {}
+        if headers.SAID in request.headers and self.resumes:
+            extra[headers.RESUMED] = self.resumes
         if self.refuse:
             return web.Response(status=429, headers={headers.REFUSED: self.refuse, **extra})
         if self.status != 200:
@@ -112,12 +118,19 @@ class FakeNode:
         await response.prepare(request)
 
         async def send(data: object) -> None:
-            await response.write(b"data: " + json.dumps(data).encode() + b"\n\n")
+            frame = b"data: " + json.dumps(data).encode() + b"\n\n"
+            for piece in [frame[n : n + 1] for n in range(len(frame))] if self.shreds else [frame]:
+                await response.write(piece)
+            self.sent += 1
 
         head = self._head("chat.completion.chunk")
         first = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
         await send({**head, "choices": [first]})
-        for n in range(count):
+        begin = 0
+        if request.headers.get(headers.SAID) and self.resumes:
+            said = body["messages"][-1]["content"] if "messages" in body else body["prompt"]
+            begin = int(said.split()[-1][1:]) + 1
+        for n in range(begin, begin + count):
             if n == self.cut_at:
                 assert request.transport is not None
                 request.transport.abort()
@@ -129,7 +142,8 @@ class FakeNode:
                 return response
             if self.garbage:
                 await response.write(b'data: {"usage": nonsense\n\n')
-            delta = {"index": 0, "delta": {"content": f"t{n} "}, "finish_reason": None}
+            text = f"t{n} {self.filler}"
+            delta = {"index": 0, "delta": {"content": text}, "finish_reason": None}
             await send({**head, "choices": [delta]})
             await asyncio.sleep(self.itl_s)
         await send({**head, "choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})

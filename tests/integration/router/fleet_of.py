@@ -118,6 +118,7 @@ def a_config(folder: Path, **fields: Any) -> RouterConfig:
         "body_timeout_s": 0.5,
         "connect_timeout_s": 1.0,
         "first_byte_timeout_s": 2.0,
+        "token_timeout_s": 0,
         "stream_idle_timeout_s": 0.5,
         "queue_timeout_s": 0.4,
         "probe_interval_s": 0.1,

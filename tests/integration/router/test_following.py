@@ -13,7 +13,8 @@ from aiohttp import web
 from isochrone.service.door import open_door
 from isochrone.wire import codec
 from isochrone.wire.control import Challenge, Register, Welcome
-from isochrone.wire.ids import Epoch
+from isochrone.wire.ids import BootId, Epoch, KeyId
+from isochrone.wire.keys import format_key
 from isochrone.wire.routes import SnapshotWanted, diff
 from isochrone.wire.usage import Demand, RoundTrips, Usage, UsageAck
 from router.app import House, open_house
@@ -23,6 +24,7 @@ from tests.integration.router.fleet_of import (
     KEY,
     a_bench,
     a_config,
+    a_key,
     a_route,
     a_table,
     an_identity,
@@ -69,6 +71,12 @@ class FakeScheduler:
                 self.socket = socket
             if isinstance(message, Usage) and self.acks:
                 await socket.send_bytes(codec.encode(UsageAck(batch_id=message.batch_id)))
+            if isinstance(message, Demand) and self.acks:
+                await socket.send_bytes(
+                    codec.encode(
+                        UsageAck(batch_id="", demand_boot=message.boot_id, demand_seq=message.seq)
+                    )
+                )
             async with self.changed:
                 self.heard.append(message)
                 self.changed.notify_all()
@@ -175,6 +183,43 @@ async def test_usage_not_acknowledged_outlives_the_router(tmp_path: Path) -> Non
                     await house.loops["usage"].wait_turns(1)
 
 
+async def test_demand_not_acknowledged_comes_again_with_its_age(tmp_path: Path) -> None:
+    async with a_scheduler() as scheduler, open_node(FakeNode()) as node:
+        scheduler.acks = False
+        config = a_config(tmp_path, schedulers=(f"http://127.0.0.1:{scheduler.port}",))
+        async with open_house(config, an_identity(tmp_path)) as house:
+            await scheduler.until(Register, 1)
+            await scheduler.say(a_table([a_route(node)]))
+            await until_generation(house, 1)
+            assert await ask(house) == 200
+
+            def asked() -> list[Demand]:
+                return [demand for demand in scheduler.of(Demand) if demand.rows]
+
+            async with asyncio.timeout(10), scheduler.changed:
+                await scheduler.changed.wait_for(lambda: len(asked()) >= 2)
+            first, second = asked()[:2]
+            assert (first.seq, first.boot_id, first.rows) == (
+                second.seq, second.boot_id, second.rows,
+            )  # fmt: skip
+            assert 0 <= first.age_s < second.age_s
+            # What another process of this router sent is not what this one may forget.
+            await scheduler.say(
+                UsageAck(batch_id="", demand_boot=BootId("x"), demand_seq=first.seq)
+            )
+            async with asyncio.timeout(10), scheduler.changed:
+                heard = len(asked())
+                await scheduler.changed.wait_for(lambda: len(asked()) > heard + 1)
+            scheduler.acks = True
+            # One that was sent before the acknowledgements may be under way; then it is over.
+            ack = UsageAck(batch_id="", demand_boot=first.boot_id, demand_seq=first.seq)
+            await scheduler.say(ack)
+            await house.loops["demand"].wait_turns(2)
+            heard = len(asked())
+            await house.loops["demand"].wait_turns(4)
+            assert len(asked()) == heard
+
+
 async def test_a_cold_start_without_a_scheduler_serves_from_disk(tmp_path: Path) -> None:
     identity = an_identity(tmp_path)
     async with open_node(FakeNode()) as node:
@@ -241,6 +286,21 @@ async def test_a_held_table_adds_but_does_not_drop(tmp_path: Path) -> None:
             assert house.fleet.table is not None
             replicas = [route.replica_id for route in house.fleet.table.routes]
             assert replicas == ["r-n1", "r-n2", "r-n3", "r-n9"]
+
+
+async def test_a_key_revoked_in_a_held_table_is_refused_at_once(tmp_path: Path) -> None:
+    other = a_key(format_key(KeyId("o" * 12), b"\x02" * 32))
+    async with a_bench(tmp_path, 3) as bench:
+        house = bench.house
+        await house.loops["probe"].wait_turns(2)
+        routes = [a_route(node) for node in bench.nodes]
+        await house.follower.on_table(a_table(routes, generation=2, keys=[a_key(), other]), nowhere)
+        assert await ask(house) == 200
+        wrong = a_table(routes[:1], generation=3, keys=[other])
+        revoking = msgspec.structs.replace(wrong, keys_revoked=(a_key().key_id,))
+        await house.follower.on_table(revoking, nowhere)
+        assert house.follower.held is not None
+        assert await ask(house) == 401
 
 
 async def test_a_delta_builds_on_a_held_table(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ async def test_stream_with_and_without_usage(tmp_path: Path, asks: bool) -> None
 async def test_errors_are_the_sdks_own(tmp_path: Path) -> None:
     async with a_bench(tmp_path, limits=Limits(requests_per_min=3)) as bench:
         unknown = format_key(KeyId("z" * 12), b"\x02" * 32)
-        for key in ("", "sk-garbled", KEY[:-1] + "x", unknown):
+        for key in ("", "sk-garbled", KEY[:20] + "x" + KEY[21:], unknown):
             async with a_client(bench, key or "x") as client:
                 with pytest.raises(openai.AuthenticationError) as refused:
                     await client.chat.completions.create(model="tiny", messages=HELLO)

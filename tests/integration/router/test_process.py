@@ -36,7 +36,7 @@ def prepare(folder: Path, node: FakeNode) -> tuple[Path, int]:
     config = folder / "router.toml"
     config.write_text(
         f'state_folder = "{state}"\nport = {port}\nschedulers = ["http://127.0.0.1:9"]\n'
-        'source_address = "127.0.0.1"\nusage_interval_s = 0.05\n'
+        'source_address = "127.0.0.1"\nusage_interval_s = 0.05\nprocesses = 1\n'
     )
     return config, port
 

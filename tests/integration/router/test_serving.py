@@ -135,7 +135,8 @@ async def test_after_the_first_token_a_break_is_told_in_words(tmp_path: Path, fa
         assert "[DONE]" not in events
         (row,) = await usage(bench)
         assert (row.outcome, row.output_tokens) == (Outcome.FAILED, 3)
-        assert node.asked == 1
+        # The dead one was asked to go on, and cannot.
+        assert node.asked == 2
 
 
 async def test_a_client_that_leaves_frees_the_node_at_once(tmp_path: Path) -> None:
@@ -306,6 +307,25 @@ async def test_a_keys_limits_hold(tmp_path: Path) -> None:
             assert response.status == 429
             assert (await response.json())["error"]["code"] == "rate_limit_exceeded"
             assert 1 <= int(response.headers["retry-after"]) <= 31
+            assert response.headers["x-ratelimit-remaining-requests"] == "0"
+            assert "x-should-retry" not in response.headers
+
+
+async def test_a_quota_is_told_apart_from_a_rate_limit_and_from_want_of_room(
+    tmp_path: Path,
+) -> None:
+    async with a_bench(tmp_path, limits=Limits(tokens_per_day=10)) as bench:
+        async with bench.chat(max_tokens=5) as response:
+            assert response.status == 200
+        async with bench.chat(max_tokens=5) as response:
+            error = (await response.json())["error"]
+            assert (response.status, error["code"], error["type"]) == (
+                429,
+                "insufficient_quota",
+                "insufficient_quota",
+            )
+            assert response.headers["x-should-retry"] == "false"
+            assert 1 <= int(response.headers["retry-after"]) <= 86_400
 
 
 async def test_a_keys_concurrency_holds_and_comes_back(tmp_path: Path) -> None:

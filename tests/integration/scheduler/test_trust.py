@@ -9,24 +9,37 @@ import pytest
 from isochrone.wire.control import PeerRole, RefusedCode, Register
 from isochrone.wire.ids import BootId, ClusterId, DeviceId, Epoch, Generation, NodeId, PopId
 from isochrone.wire.report import Pulse
-from scheduler.acting import Acting
+from scheduler.acting import PULSES_WRITTEN_MAX, Acting
 from scheduler.api.peers import LEAP_MAX, Turned, _enter
+from scheduler.decide.cluster import ClusterState
 from scheduler.loops.hold_lease import HoldLease
+from scheduler.store.cluster import KnownNodes, read_cluster
+from scheduler.store.identities import (
+    add_peer,
+    issue_not_before,
+    may_renew,
+    prune_revocations,
+    revoke,
+    revoked_since,
+)
 from scheduler.store.lease import read_cluster_row, rise_above
 from scheduler.store.nodes import record_pulses
 from scheduler.store.pool import Pool, transaction, using
-from tests.builders import GIB, a_replica_report, a_spec
+from tests.builders import GIB, a_certificate, a_device, a_replica_report, a_spec
 from tests.integration.scheduler.test_store import begun, planned, reported
 
 
 async def an_acting(pool: Pool, name: str = "s1") -> Acting:
     async with using(pool) as connection:
         cluster = await read_cluster_row(connection)
-    config: Any = SimpleNamespace(name=name, lease_ttl_s=6.0)
+    config: Any = SimpleNamespace(
+        name=name, lease_ttl_s=6.0, lease_renew_s=2.0, admissions_per_s=100.0
+    )
     return Acting(
         config=config,
         pool=pool,
         reserved=pool,
+        intake=pool,
         authority=cast(Any, None),
         cluster_id=cluster.cluster_id,
         clock=lambda: 0.0,
@@ -75,9 +88,11 @@ async def test_no_peer_can_use_up_the_numbers_that_only_rise(
     acting = await an_acting(pool)
     await HoldLease(acting).run_once()
     with pytest.raises(Turned) as turned:
-        await _enter(a_register(PeerRole.AGENT, "n1", generation, epoch), acting)
+        await _enter(
+            a_register(PeerRole.AGENT, "n1", generation, epoch), acting, a_certificate("n1")
+        )
     assert turned.value.refused.code is RefusedCode.MALFORMED
-    await _enter(a_register(PeerRole.AGENT, "n1", LEAP_MAX, 40), acting)
+    await _enter(a_register(PeerRole.AGENT, "n1", LEAP_MAX, 40), acting, a_certificate("n1"))
     async with using(pool) as connection:
         assert (await read_cluster_row(connection)).generation == LEAP_MAX + 1
     assert acting.epoch == 41
@@ -127,3 +142,98 @@ async def test_one_nodes_number_does_not_spoil_the_pulses_of_all(pool: Pool) -> 
     async with using(pool) as connection:
         await record_pulses(connection, pulses)
         assert await connection.fetchval("SELECT generation FROM node") == 7
+
+
+async def test_the_holder_of_a_revoked_certificate_gets_no_other(pool: Pool) -> None:
+    await begun(pool)
+    async with transaction(pool) as connection:
+        assert await may_renew(connection, PeerRole.AGENT, "n1", "aa")
+        assert not await may_renew(connection, PeerRole.AGENT, "n2", "aa")
+        await revoke(connection, PeerRole.AGENT, "n1", serial="aa")
+        assert not await may_renew(connection, PeerRole.AGENT, "n1", "aa")
+        assert await may_renew(connection, PeerRole.AGENT, "n1", "bb")
+        await revoke(connection, PeerRole.AGENT, "n1")
+        assert not await may_renew(connection, PeerRole.AGENT, "n1", "bb")
+        # What is issued to the name from now on is newer than what refused it.
+        earliest = await issue_not_before(connection, PeerRole.AGENT, "n1")
+        revoked = max(row.at for row in await revoked_since(connection, 60.0))
+        assert earliest is not None
+        assert earliest.timestamp() > revoked
+        assert await prune_revocations(connection, lifetime_s=3600.0, batch=100) == 0
+        assert await prune_revocations(connection, lifetime_s=0.0, batch=100) == 2
+
+
+async def test_a_picture_read_from_what_is_known_is_the_picture(pool: Pool) -> None:
+    """Reports and devices are read again only where they changed; nothing else may show it."""
+    epoch = await begun(pool)
+    known = KnownNodes()
+
+    async def read(kept: KnownNodes | None) -> ClusterState:
+        async with transaction(pool, isolation="repeatable_read") as connection:
+            picture = await read_cluster(
+                connection,
+                acting_for_s=1.0,
+                silent_s={NodeId("n1"): 0.0, NodeId("n2"): 0.0},
+                known=kept,
+            )
+        placements = tuple(
+            msgspec.structs.replace(p, age_s=0.0, state_age_s=0.0) for p in picture.placements
+        )
+        return msgspec.structs.replace(picture, placements=placements)
+
+    async def joins() -> None:
+        async with transaction(pool) as connection:
+            await add_peer(connection, PeerRole.AGENT, "n2", PopId("ams"))
+
+    async def leaves() -> None:
+        async with transaction(pool) as connection:
+            await connection.execute("DELETE FROM node WHERE node_id = 'n2'")
+
+    async def drains() -> None:
+        async with transaction(pool) as connection:
+            await connection.execute("UPDATE node SET draining = true")
+
+    sick = a_device(healthy=False, reason="ECC")
+    for step in (
+        lambda: reported(pool, epoch, seq=1),
+        lambda: planned(pool, epoch, a_spec("r1")),
+        lambda: reported(pool, epoch, seq=2, replicas=(a_replica_report(a_spec("r1")),)),
+        joins,
+        lambda: reported(pool, epoch, seq=3, devices=(sick,)),
+        lambda: reported(pool, epoch, seq=4, devices=()),
+        drains,
+        leaves,
+    ):
+        await step()
+        assert await read(known) == await read(None)
+
+
+async def test_of_a_large_fleet_each_pulse_is_written_in_turn(pool: Pool) -> None:
+    await begun(pool)
+    acting = await an_acting(pool)
+    names = [NodeId(f"n{index:05}") for index in range(2_500)]
+    written: list[NodeId] = []
+    for turn in range(4):
+        for name in names:
+            acting.heard_from(
+                name,
+                Pulse(node_id=name, boot_id=BootId("b"), seq=turn, generation=Generation(turn)),
+            )
+        taken = acting.take_pulses()
+        assert len(taken) <= PULSES_WRITTEN_MAX
+        assert {pulse.seq for pulse in taken} == {turn}, "the newest of each is what is written"
+        written += [pulse.node_id for pulse in taken]
+    assert set(written) == set(names)
+
+
+async def test_a_standby_knows_when_it_may_act(pool: Pool) -> None:
+    await begun(pool, "s1")
+    standby = await an_acting(pool, "s2")
+    assert not (await HoldLease(standby).run_once()).acting
+    assert standby.next_acting_at == float("-inf"), "the other renews: ask it"
+    async with using(pool) as connection:
+        await connection.execute(
+            "UPDATE lease SET expires_at = clock_timestamp() + interval '2 seconds'"
+        )
+    assert not (await HoldLease(standby).run_once()).acting
+    assert 0.5 < standby.next_acting_at <= 2.0, "it has missed a renewal: come back here then"

@@ -100,3 +100,18 @@ def test_a_block_that_remembers_nothing_goes_before_a_remembered_one() -> None:
 def test_releasing_what_nobody_holds_is_an_error() -> None:
     with pytest.raises(ValueError, match="cannot release block 0"):
         Blocks(1).release([0])
+
+
+def test_what_is_forgotten_is_found_no_more_unless_another_holds_it() -> None:
+    blocks = Blocks(4)
+    mine = blocks.take((), 2)
+    assert mine is not None
+    for block, digest in zip(mine, (b"a", b"b"), strict=True):
+        blocks.publish(block, digest)
+    shared = blocks.take(blocks.match((b"a",)), 0)
+    assert shared == mine[:1]
+    assert blocks.forget(mine) == mine[1:]
+    assert blocks.match((b"a", b"b")) == mine[:1]
+    blocks.release(mine)
+    blocks.release(shared)
+    assert blocks.held == 0

@@ -8,7 +8,7 @@ import pytest
 from isochrone.wire.errors import ApiError, ErrorCode
 from nodeagent.engine.openai import (
     ask_of,
-    plain_messages,
+    messages_of,
     prompt_of,
     read_chat,
     read_completion,
@@ -24,7 +24,7 @@ def chat(**fields: Any) -> bytes:
 
 def read_wholly(body: bytes) -> None:
     read = read_chat(body, LIMIT)
-    plain_messages(read)
+    messages_of(read)
     ask_of(read)
 
 
@@ -48,8 +48,11 @@ def read_wholly(body: bytes) -> None:
         (chat(max_tokens=0), "max_tokens"),
         (chat(seed=2**64), "seed"),
         (chat(n=2), "n above 1"),
-        (chat(tools=[{"type": "function"}]), "tools are not supported"),
-        (chat(response_format={"type": "json_object"}), "response_format"),
+        (chat(functions=[{"name": "f"}]), "functions"),
+        (chat(tools=[{"type": "web_search"}]), "web_search"),
+        (chat(tool_choice="perhaps"), "tool_choice"),
+        (chat(messages=[{"role": "assistant", "tool_calls": [{"id": "x"}]}]), "tool_calls"),
+        (chat(response_format={"type": "yaml"}), "response_format"),
         (chat(top_logprobs=2), "needs logprobs"),
         (chat(logit_bias={"x": 1}), "logit_bias"),
         (chat(logit_bias={"1": 1000}), "logit_bias"),
@@ -95,4 +98,4 @@ def test_what_is_asked_arrives_and_unknown_fields_pass() -> None:
 def test_text_parts_are_joined() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     body = read_chat(chat(messages=[{"role": "developer", "content": parts}]), LIMIT)
-    assert plain_messages(body) == [{"role": "system", "content": "ab"}]
+    assert messages_of(body) == [{"role": "system", "content": "ab"}]

@@ -20,6 +20,10 @@ class Script:
 
     def __init__(self, lines: dict[int, list[int]]) -> None:
         self.lines = lines
+        self.cleared: list[int] = []
+
+    def clear(self, blocks: list[int]) -> None:
+        self.cleared += blocks
 
     def run(self, batch: Batch) -> Tensor:
         rows = []
@@ -81,6 +85,8 @@ def test_each_ends_for_its_own_reason_and_harms_no_other() -> None:
     assert told[4][-1].error.startswith("cannot sample")
     assert all(delta.finish is None for deltas in told.values() for delta in deltas[:-1])
     assert engine.output_tokens_total == 5 + 4 + 5 + 2
+    # What is no number must not spread to who gets the blocks next.
+    assert engine._runner.cleared  # type: ignore[attr-defined]
 
 
 def test_text_held_back_is_told_at_the_end() -> None:

@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from nodeagent.engine.models.shape import CheckpointError
 from nodeagent.engine.template import ChatTemplate, UnusableChat
@@ -17,6 +17,7 @@ def byte_vocabulary() -> Vocabulary:
     """One token for each byte, and one special token."""
     vocabulary = {LETTERS[byte]: byte for byte in range(256)} | {"<end>": 256}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     return Vocabulary(
         tokenizer=tokenizer,

@@ -56,9 +56,11 @@ def test_options_are_a_closed_list() -> None:
 
 
 def test_the_embedded_engine_gets_a_config_that_it_can_read() -> None:
-    command = DRIVERS["embedded"].command(a_launch("embedded", batch_tokens_max="64"))
+    tiers = {"kv_host_bytes": "4096", "kv_file_bytes": "8192", "kv_folder": "/kept"}
+    command = DRIVERS["embedded"].command(a_launch("embedded", batch_tokens_max="64", **tiers))
     config = msgspec.json.decode(command.files["config.json"], type=EngineConfig)
     assert (config.device, config.dtype, config.batch_tokens_max) == ("cpu", "fp32", 64)
+    assert (config.kv_host_bytes, config.kv_file_bytes, config.kv_folder) == (4096, 8192, "/kept")
     assert config.socket == command.socket == "/run/r1/engine.sock"
     with pytest.raises(UnknownOption, match="batch_tokens_max"):
         DRIVERS["embedded"].command(a_launch("embedded", batch_tokens_max="many"))

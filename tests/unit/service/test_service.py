@@ -68,8 +68,11 @@ def issued(authority: Authority, role: PeerRole = PeerRole.AGENT) -> tuple[str, 
 def test_a_certificate_names_its_holder_and_its_key_signs(tmp_path: Path) -> None:
     authority = Authority.create(tmp_path / "ca", "test", NOW)
     key, certificate = issued(Authority.load(tmp_path / "ca"))
-    peer = identity.verify_peer(certificate, authority.ca_pem, NOW)
-    assert peer == (PeerRole.AGENT, "gpu-1", "ams")
+    read = identity.verify_peer(certificate, authority.ca_pem, NOW)
+    assert read.peer == (PeerRole.AGENT, "gpu-1", "ams")
+    assert (read.issued_at, read.expires_at) == (NOW, NOW + timedelta(days=90))
+    assert identity.certifies(certificate, key)
+    assert not identity.certifies(certificate, identity.new_key_pem())
     assert identity.verify_signature(certificate, b"nonce", identity.sign(key, b"nonce"))
     assert not identity.verify_signature(certificate, b"other", identity.sign(key, b"nonce"))
     assert (tmp_path / "ca" / "ca.key").stat().st_mode & 0o777 == 0o600

@@ -80,6 +80,7 @@ def tables(draw: st.DrawFn, generation: int) -> RouteTable:
         deployments=rows(entry),
         routes=rows(route),
         keys=rows(key),
+        keys_revoked=rows(lambda name, _: KeyId(f"x-{name}")),
     )
 
 

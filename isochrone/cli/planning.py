@@ -1,0 +1,183 @@
+"""`isochrone plan`: save what placement decides from, and ask a saved picture what would follow.
+
+A what-if is planned by `python -m scheduler what-if` in a process of its own, on this machine: it
+needs no fleet, and a large one costs the acting scheduler nothing.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+import click
+import msgspec
+
+from isochrone.cli.client import AdminError
+from isochrone.cli.context import Context
+from isochrone.cli.output import chatter, show_one, show_rows
+from isochrone.cli.world_map import draw
+from isochrone.service.files import write_atomic
+
+PLAN_TIMEOUT_S: Final = 600.0
+MOVES_SHOWN: Final = 40
+GIB: Final = 1024**3
+
+
+@click.command()
+@click.option("--save", type=click.Path(path_type=Path, dir_okay=False), help="Write the picture.")
+@click.option(
+    "--what-if",
+    "picture",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="A saved picture to plan; without changes it is replayed as it is.",
+)
+@click.option("--add-node", multiple=True, help="POP=CLASSxDEVICES@GIB, as ams=h100-80gx8@80.")
+@click.option("--lose-pop", multiple=True, help="A PoP that is gone.")
+@click.option("--lose-node", multiple=True, help="A node that is gone.")
+@click.option("--demand", multiple=True, help="[DEPLOYMENT@]CITY=FACTOR; * is every city.")
+@click.option(
+    "--add-deployment",
+    multiple=True,
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="JSON file with model, deployment, demand_like and demand_factor.",
+)
+@click.option("--price", multiple=True, help="CLASS=COST of a device an hour.")
+@click.option("--map", "map_to", type=click.Path(path_type=Path), help="Write a world map (PNG).")
+@click.pass_obj
+def plan(obj: Context, /, save: Path | None, picture: Path | None, **given: Any) -> None:
+    """Save what placement decides from, or ask a saved picture what would follow."""
+    if save is None and picture is None:
+        raise click.UsageError("give --save FILE, or --what-if FILE")
+    if save is not None:
+        write_atomic(save, msgspec.json.encode(obj.api.ask("GET", "/v1/picture")))
+        chatter.print(f"saved {save}: {save.stat().st_size >> 10} KiB")
+    if picture is None:
+        return
+    answer = _planned(picture, _changes(given), _prices(given["price"]))
+    _show(answer, obj.output)
+    if given["map_to"] is not None:
+        pops = msgspec.json.decode(picture.read_bytes())["cluster"]["pops"]
+        draw(answer, pops, given["map_to"])
+        chatter.print(f"wrote {given['map_to']}")
+
+
+def _planned(picture: Path, changes: list[Any], prices: dict[str, float]) -> dict[str, Any]:
+    command = [sys.executable, "-m", "scheduler", "what-if", str(picture)]
+    command += ["--changes", msgspec.json.encode(changes).decode()]
+    command += ["--prices", msgspec.json.encode(prices).decode()]
+    with chatter.status(f"planning {picture}"):
+        try:
+            done = subprocess.run(command, capture_output=True, timeout=PLAN_TIMEOUT_S, check=False)
+        except subprocess.TimeoutExpired as error:
+            raise AdminError(f"cannot plan {picture} within {PLAN_TIMEOUT_S:.0f} s") from error
+    if done.returncode:
+        said = done.stderr.decode(errors="replace").strip().removeprefix("Error: ")
+        raise AdminError(said.splitlines()[-1] if said else "cannot plan: the planner gave up")
+    answer: dict[str, Any] = msgspec.json.decode(done.stdout)
+    return answer
+
+
+def _changes(given: dict[str, Any]) -> list[Any]:
+    return [
+        *(_added(text) for text in given["add_node"]),
+        *({"type": "lose_pop", "pop": pop} for pop in given["lose_pop"]),
+        *({"type": "lose_node", "node_id": node} for node in given["lose_node"]),
+        *(_scaled(text) for text in given["demand"]),
+        *(
+            {"type": "add_deployment", **_read(path)}
+            for path in given["add_deployment"]
+        ),
+    ]  # fmt: skip
+
+
+def _added(text: str) -> dict[str, Any]:
+    try:
+        pop, _, kind = text.partition("=")
+        kind, _, gib = kind.rpartition("@")
+        device_class, _, devices = kind.rpartition("x")
+        return {
+            "type": "add_nodes",
+            "pop": pop,
+            "device_class": device_class,
+            "devices": int(devices),
+            "memory_bytes": int(float(gib) * GIB),
+        }
+    except ValueError as error:
+        raise click.UsageError(
+            f"cannot read the node {text!r}: write ams=h100-80gx8@80 for eight of 80 GiB in ams"
+        ) from error
+
+
+def _scaled(text: str) -> dict[str, Any]:
+    where, _, factor = text.rpartition("=")
+    deployment, _, city = where.rpartition("@")
+    try:
+        change: dict[str, Any] = {"type": "scale_demand", "factor": float(factor)}
+    except ValueError as error:
+        raise click.UsageError(f"cannot read the demand {text!r}: write ams=2") from error
+    if city not in ("", "*"):
+        change["pop"] = city
+    if deployment:
+        change["deployment_id"] = deployment
+    return change
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return dict(msgspec.json.decode(path.read_bytes(), type=dict[str, Any]))
+    except (msgspec.DecodeError, OSError) as error:
+        raise click.UsageError(f"cannot read {path}: {error}") from error
+
+
+def _prices(texts: tuple[str, ...]) -> dict[str, float]:
+    pairs = [text.partition("=") for text in texts]
+    try:
+        return {name: float(cost) for name, _, cost in pairs}
+    except ValueError as error:
+        raise click.UsageError("cannot read a price: write h100-80g=2.5") from error
+
+
+def _show(answer: dict[str, Any], output: str) -> None:
+    if output == "json":
+        show_one(answer, output)
+        return
+    moves = answer["moves"]
+    click.echo("; ".join(answer["changes"]) or "as it was saved")
+    rest = "" if answer["is_at_rest"] else ", and it is not at rest"
+    click.echo(f"{len(moves)} moves in {answer['rounds']} rounds{rest}; plan {answer['digest']}")
+    show_rows(moves[:MOVES_SHOWN], ["kind", "deployment_id", "node_id", "pop", "reason"], output)
+    if len(moves) > MOVES_SHOWN:
+        click.echo(f"and {len(moves) - MOVES_SHOWN} more (-o json shows all)")
+    for line in (*answer["unmet"], answer["frozen"]):
+        if line:
+            click.echo(line)
+    now, then = answer["now"], answer["then"]
+    click.echo("\nusers:")
+    columns = ["pop", "requests_per_s", "ttft_p90_ms", "then", "unserved_per_s"]
+    show_rows(_beside(now["cities"], then["cities"], "ttft_p90_ms"), columns, output)
+    click.echo("\nPoPs:")
+    columns = ["pop", "nodes", "replicas", "load", "memory", "then"]
+    show_rows(_beside(now["pops"], then["pops"], "replicas"), columns, output)
+    click.echo("\ndevices:")
+    columns = ["device_class", "devices", "used", "cost_per_hour", "then"]
+    rows = _beside(now["devices"], then["devices"], "cost_per_hour", by="device_class")
+    show_rows(rows, columns, output)
+    if then["assumed_rates"]:
+        names = ", ".join(then["assumed_rates"])
+        click.echo(f"\nno replica of these was measured yet, their rates are assumed: {names}")
+
+
+def _beside(
+    now: list[dict[str, Any]], then: list[dict[str, Any]], field: str, by: str = "pop"
+) -> list[dict[str, Any]]:
+    """Put what `field` comes to beside what it is; the other fields are those of afterwards."""
+    before = {row[by]: row for row in now}
+    after = {row[by]: row for row in then}
+    return [
+        {
+            **after.get(name, before.get(name, {})),
+            field: before.get(name, {}).get(field),
+            "then": after.get(name, {}).get(field),
+        }
+        for name in sorted(before | after)
+    ]

@@ -1,0 +1,113 @@
+"""Commands on rollouts: bring a new version by steps, see how it does, hold it, call it off."""
+
+from typing import Any
+
+import click
+
+from isochrone.cli.client import segment
+from isochrone.cli.context import Context
+from isochrone.cli.output import chatter, show_one, show_rows
+
+
+@click.group()
+def rollouts() -> None:
+    """New versions on their way."""
+
+
+@rollouts.command("start")
+@click.argument("deployment")
+@click.option("--model", help="The catalogue entry of the new version.")
+@click.option("--driver", help="embedded, mock, vllm, sglang or tensorrt_llm.")
+@click.option("--option", "options", multiple=True, help="Engine option, as name=value.")
+@click.option("--context-tokens", type=int)
+@click.option("--kv-bytes", type=int)
+@click.option("--devices", type=int)
+@click.option(
+    "--step",
+    "steps",
+    multiple=True,
+    help="Percent of requests, or PERCENT@POP,POP; repeat it (default 1, 5, 25, 100).",
+)
+@click.option("--attempts", type=int, help="Attempts that a step needs at least.")
+@click.option("--step-seconds", type=float, help="How long a step lasts at least.")
+@click.pass_obj
+def rollouts_start(obj: Context, /, deployment: str, **given: Any) -> None:
+    """Begin to bring a new version. What is not given stays as the deployment has it."""
+    path = f"/v1/deployments/{segment(deployment)}"
+    engine = dict(obj.api.ask("GET", path)["engine"])
+    named = {
+        "driver": given["driver"],
+        "context_tokens_max": given["context_tokens"],
+        "kv_memory_bytes": given["kv_bytes"],
+        "devices": given["devices"],
+    }
+    engine |= {name: value for name, value in named.items() if value is not None}
+    if given["options"]:
+        pairs = [option.partition("=") for option in given["options"]]
+        engine["options"] = {name: value for name, _, value in pairs}
+    bounds = {"attempts_min": given["attempts"], "step_min_s": given["step_seconds"]}
+    body: dict[str, Any] = {
+        "engine": engine,
+        "bounds": {name: value for name, value in bounds.items() if value is not None},
+    }
+    if given["model"]:
+        body["model_id"] = given["model"]
+    if given["steps"]:
+        body["steps"] = [_step(text) for text in given["steps"]]
+    show_one(obj.api.ask("POST", f"{path}/rollouts", body), obj.output)
+
+
+@rollouts.command("list")
+@click.option("--deployment")
+@click.pass_obj
+def rollouts_list(obj: Context, deployment: str | None) -> None:
+    """List rollouts."""
+    query = {"deployment_id": deployment} if deployment else None
+    columns = ["rollout_id", "from_version", "to_version", "state", "step", "reason"]
+    show_rows(obj.api.list("/v1/rollouts", query), columns, obj.output)
+
+
+@rollouts.command("show")
+@click.argument("rollout")
+@click.pass_obj
+def rollouts_show(obj: Context, rollout: str) -> None:
+    """Show a rollout and what is seen of it."""
+    show_one(obj.api.ask("GET", f"/v1/rollouts/{segment(rollout)}"), obj.output)
+
+
+@rollouts.command("pause")
+@click.argument("rollout")
+@click.pass_obj
+def rollouts_pause(obj: Context, rollout: str) -> None:
+    """Hold a rollout at its step; harm still reverts it."""
+    _tell(obj, rollout, "pause")
+
+
+@rollouts.command("resume")
+@click.argument("rollout")
+@click.pass_obj
+def rollouts_resume(obj: Context, rollout: str) -> None:
+    """Go on with a rollout that is held."""
+    _tell(obj, rollout, "resume")
+
+
+@rollouts.command("abort")
+@click.argument("rollout")
+@click.pass_obj
+def rollouts_abort(obj: Context, rollout: str) -> None:
+    """Call a rollout off: every request goes to the old version."""
+    _tell(obj, rollout, "abort")
+
+
+def _tell(obj: Context, rollout: str, deed: str) -> None:
+    row = obj.api.ask("POST", f"/v1/rollouts/{segment(rollout)}/{deed}")
+    chatter.print(f"{rollout} is {row['state']}")
+
+
+def _step(text: str) -> dict[str, Any]:
+    percent, _, pops = text.partition("@")
+    try:
+        share = float(percent.removesuffix("%")) / 100
+    except ValueError as error:
+        raise click.UsageError(f"cannot read the step {text!r}: give 5 or 5@ams,fra") from error
+    return {"share": share, "pops": [pop for pop in pops.split(",") if pop]}

@@ -1,0 +1,87 @@
+"""A new version's way to everybody: the wish an operator writes, and how it stands."""
+
+from enum import StrEnum
+from typing import Annotated, Final
+
+import msgspec
+
+from isochrone.wire.ids import DeploymentId, ModelId, PopId
+from isochrone.wire.model import EngineSettings, ModelName
+
+Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
+
+
+class RolloutState(StrEnum):
+    """Where a rollout is. The last three are ends."""
+
+    RUNNING = "running"
+    PAUSED = "paused"
+    DONE = "done"
+    REVERTED = "reverted"
+    ABORTED = "aborted"
+
+
+class RolloutStep(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The share of requests that the new version answers, in these cities; none named means all."""
+
+    share: Share
+    pops: tuple[PopId, ...] = ()
+
+
+STEPS: Final = (
+    RolloutStep(share=0.01),
+    RolloutStep(share=0.05),
+    RolloutStep(share=0.25),
+    RolloutStep(share=1.0),
+)
+
+
+class RolloutBounds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How much worse is too much, and how much must be seen to tell.
+
+    `error_ratio` is added failures per attempt, the others ratios of medians. A step lasts at least
+    `step_min_s` and `attempts_min` of the new version; what tells nothing in `step_max_s` waits for
+    an operator.
+    """
+
+    error_ratio: Annotated[float, msgspec.Meta(gt=0, lt=1)] = 0.01
+    ttft_ratio: Annotated[float, msgspec.Meta(gt=1, le=10)] = 1.15
+    itl_ratio: Annotated[float, msgspec.Meta(gt=1, le=10)] = 1.15
+    attempts_min: Annotated[int, msgspec.Meta(ge=20, le=10**6)] = 200
+    step_min_s: Annotated[float, msgspec.Meta(ge=0, le=7 * 86_400)] = 120.0
+    step_max_s: Annotated[float, msgspec.Meta(gt=0, le=30 * 86_400)] = 6 * 3600.0
+    start_max_s: Annotated[float, msgspec.Meta(gt=0, le=86_400)] = 1800.0
+
+
+class RolloutBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A wish to bring a new version: what is not given stays as the deployment has it."""
+
+    model_id: ModelName | None = None
+    engine: EngineSettings | None = None
+    steps: Annotated[tuple[RolloutStep, ...], msgspec.Meta(min_length=1, max_length=20)] = STEPS
+    bounds: RolloutBounds = RolloutBounds()
+
+
+class RolloutSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """The wish made whole, as it is kept."""
+
+    model_id: ModelId
+    engine: EngineSettings
+    steps: tuple[RolloutStep, ...] = STEPS
+    bounds: RolloutBounds = RolloutBounds()
+
+
+class RolloutView(msgspec.Struct, frozen=True, kw_only=True):
+    """A rollout as it stands. `seen` says in words what each test shows in this step."""
+
+    rollout_id: str
+    deployment_id: DeploymentId
+    from_version: int
+    to_version: int
+    spec: RolloutSpec
+    state: RolloutState
+    step: int
+    step_age_s: float
+    reason: str
+    seen: tuple[str, ...]
+    etag: int

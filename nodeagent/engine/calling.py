@@ -1,0 +1,41 @@
+"""A request's tools and this model's way to call them, brought together."""
+
+from dataclasses import dataclass
+
+from nodeagent.engine.decide.grammar import Grammar
+from nodeagent.engine.decide.tool_format import ToolFormat
+from nodeagent.engine.decide.tool_reading import CallReader
+from nodeagent.engine.template import ChatTemplate
+from nodeagent.engine.tools import Tools
+from nodeagent.engine.vocabulary import Vocabulary
+
+
+@dataclass(frozen=True, slots=True)
+class Calling:
+    """What holds an output to calls, shows their marks, and reads them."""
+
+    tools: Tools
+    how: ToolFormat
+    shown: dict[int, str]
+    """The format's marks that are special tokens, which are hidden from text otherwise."""
+
+    @classmethod
+    def of(
+        cls, tools: Tools | None, template: ChatTemplate, vocabulary: Vocabulary
+    ) -> "Calling | None":
+        """Return how `tools` are called; None where there are none."""
+        if tools is None:
+            return None
+        how = template.tool_format
+        numbered = {mark: vocabulary.tokenizer.token_to_id(mark) for mark in how.marks}
+        shown = {token: mark for mark, token in numbered.items() if token in vocabulary.special_ids}
+        return cls(tools, how, shown)
+
+    def grammar(self, answer: Grammar | None) -> Grammar | None:
+        """Return the grammar of the output, where `answer` is what else it is constrained to."""
+        special = {mark: token for token, mark in self.shown.items()}
+        return self.tools.grammar(self.how, special, answer)
+
+    def reader(self) -> CallReader:
+        """Return what reads this output's calls."""
+        return CallReader(self.how, self.tools.names)

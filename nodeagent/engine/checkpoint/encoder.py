@@ -1,0 +1,145 @@
+"""The folder of a BERT: config.json, what sentence-transformers adds to it, and the tokenizer."""
+
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+from tokenizers import Tokenizer
+
+from nodeagent.engine.checkpoint.config import read_json
+from nodeagent.engine.checkpoint.safetensors import SafetensorsFiles
+from nodeagent.engine.models.bert import BertShape, Pooling
+from nodeagent.engine.models.shape import CheckpointError
+from nodeagent.engine.vocabulary import try_out
+
+_CLASSIFIER: Final = "BertForSequenceClassification"
+
+
+class _Kind(msgspec.Struct):
+    model_type: str = ""
+
+
+class _BertConfig(msgspec.Struct):
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    intermediate_size: int
+    vocab_size: int
+    max_position_embeddings: int
+    type_vocab_size: int = 2
+    layer_norm_eps: float = 1e-12
+    hidden_act: str = "gelu"
+    position_embedding_type: str = "absolute"
+    architectures: list[str] | None = None
+    num_labels: int | None = None
+    id2label: dict[str, Any] | None = None
+
+
+class _Step(msgspec.Struct):
+    path: str = ""
+    type: str = ""
+
+
+class _PoolingConfig(msgspec.Struct):
+    pooling_mode_cls_token: bool = False
+    pooling_mode_mean_tokens: bool = False
+    pooling_mode_max_tokens: bool = False
+    pooling_mode_mean_sqrt_len_tokens: bool = False
+    pooling_mode_weightedmean_tokens: bool = False
+    pooling_mode_lasttoken: bool = False
+
+
+class _SentenceConfig(msgspec.Struct):
+    max_seq_length: int | None = None
+
+
+def is_encoder(path: Path) -> bool:
+    """True where `path` is the folder of a model that reads and does not write."""
+    config = path / "config.json"
+    return config.exists() and read_json(config, _Kind).model_type == "bert"
+
+
+class EncoderFolder(SafetensorsFiles):
+    """A BERT's weights, shape, tokenizer, and how many tokens of a text it takes."""
+
+    def __init__(self, folder: Path) -> None:
+        config: _BertConfig = read_json(folder / "config.json", _BertConfig)
+        self.shape = _shape(folder, config)
+        sentence: _SentenceConfig = _beside(folder / "sentence_bert_config.json", _SentenceConfig)
+        self.context_tokens = min(
+            sentence.max_seq_length or config.max_position_embeddings,
+            config.max_position_embeddings,
+        )
+        self.tokenizer = _tokenizer(folder / "tokenizer.json")
+        size = self.tokenizer.get_vocab_size(with_added_tokens=True)
+        if size > self.shape.vocabulary:
+            raise CheckpointError(
+                f"cannot load {folder}: {size} tokens, but embeddings for {self.shape.vocabulary}"
+            )
+        super().__init__(folder)
+
+
+def _shape(folder: Path, config: _BertConfig) -> BertShape:
+    if config.hidden_act != "gelu" or config.position_embedding_type != "absolute":
+        raise CheckpointError(
+            f"cannot load {folder}: activation {config.hidden_act!r} or positions"
+            f" {config.position_embedding_type!r} are unsupported"
+        )
+    if config.num_attention_heads < 1:
+        raise CheckpointError(f"cannot load {folder}: no attention heads")
+    scores = _CLASSIFIER in (config.architectures or ())
+    pooling, normalised = _pooling(folder)
+    return BertShape(
+        layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
+        intermediate=config.intermediate_size,
+        heads=config.num_attention_heads,
+        vocabulary=config.vocab_size,
+        positions=config.max_position_embeddings,
+        kinds=config.type_vocab_size,
+        epsilon=config.layer_norm_eps,
+        labels=(config.num_labels or len(config.id2label or {}) or 2) if scores else 0,
+        pooling=pooling,
+        normalised=normalised,
+    )
+
+
+def _pooling(folder: Path) -> tuple[Pooling, bool]:
+    """Return what sentence-transformers would do after the model; without its file, the usual."""
+    path = folder / "modules.json"
+    if not path.exists():
+        return "mean", True
+    steps: list[_Step] = read_json(path, list[_Step])
+    kinds = [step.type.rpartition(".")[2] for step in steps]
+    if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
+        raise CheckpointError(f"cannot load {folder}: the steps {kinds} are unsupported")
+    if steps[1].path != Path(steps[1].path).name:
+        raise CheckpointError(f"cannot read {path}: {steps[1].path!r} is no folder beside it")
+    config: _PoolingConfig = read_json(folder / steps[1].path / "config.json", _PoolingConfig)
+    modes = [name for name, chosen in msgspec.structs.asdict(config).items() if chosen]
+    named: dict[str, Pooling] = {
+        "pooling_mode_mean_tokens": "mean",
+        "pooling_mode_cls_token": "cls",
+    }
+    if len(modes) != 1 or modes[0] not in named:
+        raise CheckpointError(f"cannot load {folder}: pooling by {modes} is unsupported")
+    return named[modes[0]], len(kinds) == 3
+
+
+def _tokenizer(path: Path) -> Tokenizer:
+    # Read as JSON first: its size is bounded so, and what is no JSON is refused in words.
+    read_json(path, msgspec.Raw)
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    # The tokenizers package raises bare Exception for a file it cannot use.
+    except Exception as error:
+        raise CheckpointError(f"cannot load {path}: {error}") from error
+    # What was set for training cuts texts without a word.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    try_out(path, tokenizer)
+    return tokenizer
+
+
+def _beside(path: Path, kind: type[Any]) -> Any:
+    return read_json(path, kind) if path.exists() else kind()

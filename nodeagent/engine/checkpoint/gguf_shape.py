@@ -1,0 +1,87 @@
+"""A GGUF file's metadata as a model's shape: what each architecture calls its numbers."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from nodeagent.engine.checkpoint.gguf_header import GgufHeader
+from nodeagent.engine.models.shape import CheckpointError, ModelShape
+
+_FAMILIES: Final = {
+    "llama": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "qwen3moe": "qwen3_moe",
+}
+
+
+def shape_of(path: Path, header: GgufHeader) -> ModelShape:
+    """Return the shape that the metadata tells, or refuse what would be computed wrongly."""
+    facts = _Facts(path, header.metadata)
+    architecture = facts.text("general.architecture")
+    family = _FAMILIES.get(architecture)
+    if family is None:
+        raise CheckpointError(
+            f"cannot load {path}: architecture {architecture!r}, {', '.join(_FAMILIES)} are"
+            " supported"
+        )
+    facts.prefix = f"{architecture}."
+    experts = facts.count("expert_count", 0)
+    if family == "llama" and experts:
+        # The files of Mixtral say that they are a Llama with experts.
+        family = "mixtral"
+    heads = facts.count("attention.head_count")
+    hidden = facts.count("embedding_length")
+    embedding = header.tensors.get("token_embd.weight")
+    if heads < 1 or embedding is None or len(embedding.shape) != 2:
+        raise CheckpointError(f"cannot load {path}: no heads or no token embedding")
+    head_dim = facts.count("attention.key_length", hidden // heads)
+    if facts.count("attention.value_length", head_dim) != head_dim:
+        raise CheckpointError(f"cannot load {path}: values of another length than keys")
+    if facts.count("rope.dimension_count", head_dim) != head_dim:
+        raise CheckpointError(f"cannot load {path}: partial rotation is unsupported")
+    scaling = header.metadata.get(f"{architecture}.rope.scaling.type", "none")
+    if scaling != "none":
+        raise CheckpointError(f"cannot load {path}: rope scaling {scaling!r} is unsupported")
+    wide = facts.count("feed_forward_length")
+    return ModelShape(
+        layers=facts.count("block_count"),
+        hidden=hidden,
+        intermediate=facts.count("expert_feed_forward_length", wide) if experts else wide,
+        heads=heads,
+        kv_heads=facts.count("attention.head_count_kv", heads),
+        head_dim=head_dim,
+        vocabulary=embedding.shape[0],
+        context_tokens=facts.count("context_length"),
+        rms_epsilon=facts.number("attention.layer_norm_rms_epsilon"),
+        rope_theta=facts.number("rope.freq_base", 10_000.0),
+        tied_embeddings="output.weight" not in header.tensors,
+        family=family,
+        window_tokens=facts.count("attention.sliding_window", 0) or None,
+        experts=experts,
+        experts_per_token=facts.count("expert_used_count") if experts else 0,
+    )
+
+
+class _Facts:
+    """The metadata, typed: each value asked for is of its kind or refused."""
+
+    def __init__(self, path: Path, metadata: Mapping[str, Any]) -> None:
+        self._path = path
+        self._metadata = metadata
+        self.prefix = ""
+
+    def text(self, key: str) -> str:
+        return str(self._need(key, str, None))
+
+    def count(self, key: str, default: int | None = None) -> int:
+        return int(self._need(key, int, default))
+
+    def number(self, key: str, default: float | None = None) -> float:
+        return float(self._need(key, float, default))
+
+    def _need(self, key: str, kind: type, default: Any) -> Any:
+        value = self._metadata.get(self.prefix + key, default)
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise CheckpointError(f"cannot load {self._path}: {self.prefix}{key} is {value!r:.200}")
+        return value

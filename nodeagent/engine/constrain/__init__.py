@@ -1,0 +1,1 @@
+"""Holding an output to a grammar: compiled off the step thread, obeyed at each token."""

@@ -1,0 +1,153 @@
+"""How models write calls of tools, and the grammars that hold them to it.
+
+Three ways cover the open models of today, told apart by what their chat template says:
+
+- Hermes and Qwen: `<tool_call>` around each `{"name": ..., "arguments": {...}}`
+- Llama 3: the output is `{"name": ..., "parameters": {...}}`, several parted by `;`
+- Mistral: `[TOOL_CALLS]`, then a list of `{"name": ..., "arguments": {...}}`
+
+A template that knows no tools is served in Hermes' way, which needs no token of its own.
+"""
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any, Final
+
+from nodeagent.engine.decide.grammar import (
+    SCHEMA_BYTES_MAX,
+    Grammar,
+    UnusableGrammar,
+    quoted,
+    schema_rule,
+)
+
+CALLS_MAX: Final = 16
+"""Calls in one answer that is made to call."""
+TOOLS_MAX: Final = 128
+NAME: Final = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
+TOOLS_BYTES_MAX: Final = 4 * SCHEMA_BYTES_MAX
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """One way to write calls."""
+
+    opening: str
+    """What announces a call; empty where an output that is an object is one."""
+    closing: str
+    """What ends a call; empty where only the output's end does."""
+    arguments_key: str
+    before: str
+    """What stands between the opening and the first object, and so on, as the model writes it."""
+    between: str
+    after: str
+    optional_opening: str = ""
+    """A mark that may stand before the first object where `opening` is empty."""
+    call_id_chars: int = 0
+    """How long a call's id must be, where the chat template insists."""
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """Texts that may be special tokens in a vocabulary, and count as text here."""
+        return tuple(mark for mark in (self.opening, self.closing, self.optional_opening) if mark)
+
+
+HERMES: Final = ToolFormat(
+    opening="<tool_call>",
+    closing="</tool_call>",
+    arguments_key="arguments",
+    before="<tool_call>\n",
+    between="\n</tool_call>\n<tool_call>\n",
+    after="\n</tool_call>",
+)
+LLAMA3: Final = ToolFormat(
+    opening="",
+    closing="",
+    arguments_key="parameters",
+    before="",
+    between="; ",
+    after="",
+    optional_opening="<|python_tag|>",
+)
+MISTRAL: Final = ToolFormat(
+    opening="[TOOL_CALLS]",
+    closing="",
+    arguments_key="arguments",
+    before="[TOOL_CALLS] [",
+    between=", ",
+    after="]",
+    call_id_chars=9,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that the model may call."""
+
+    name: str
+    description: str
+    parameters: dict[str, Any]
+    strict: bool = False
+
+    def described(self) -> dict[str, Any]:
+        """Return the tool as chat templates expect it."""
+        function: dict[str, Any] = {"name": self.name}
+        if self.description:
+            function["description"] = self.description
+        function["parameters"] = self.parameters
+        return {"type": "function", "function": function}
+
+
+def format_of_template(template: str) -> ToolFormat:
+    """Return how the model behind this chat template writes calls."""
+    if "[TOOL_CALLS]" in template:
+        return MISTRAL
+    if "<tool_call>" in template:
+        return HERMES
+    if "<|python_tag|>" in template or '"parameters": dictionary' in template:
+        return LLAMA3
+    return HERMES
+
+
+def grammar_of_calls(
+    tools: tuple[Tool, ...], how: ToolFormat, calls_max: int, special: dict[str, int]
+) -> Grammar:
+    """Return the grammar of 1 to `calls_max` calls of `tools`, and nothing else.
+
+    `special` are those of the format's marks that are special tokens, which no text can spell.
+    """
+    rules = ["call: " + " | ".join(f"call_{index}" for index in range(len(tools)))]
+    size = 0
+    for index, tool in enumerate(tools):
+        head = f'{{"name": {json.dumps(tool.name)}, "{how.arguments_key}": '
+        schema = {"type": "object", **tool.parameters}
+        rule = schema_rule(schema, f"tools[{index}]", lenient=not tool.strict)
+        size += len(rule)
+        rules.append(f'call_{index}: {quoted(head)} arguments_{index} "}}"')
+        rules.append(f"arguments_{index}: {rule}")
+    if size > TOOLS_BYTES_MAX:
+        raise UnusableGrammar(
+            f"cannot use tools: their parameters take {size} bytes, the limit is {TOOLS_BYTES_MAX}"
+        )
+    return Grammar(_calls(how, calls_max, special), "tools", tuple(rules))
+
+
+def _calls(how: ToolFormat, calls_max: int, special: dict[str, int]) -> str:
+    before, between, after = (
+        _spelled(part, special) for part in (how.before, how.between, how.after)
+    )
+    more = f"({between} call){{0,{calls_max - 1}}}" if calls_max > 1 else ""
+    return " ".join(part for part in (before, "call", more, after) if part)
+
+
+def _spelled(text: str, special: dict[str, int]) -> str:
+    """Return `text` as terms of a rule, with special tokens by their number."""
+    if not text:
+        return ""
+    for mark, token in special.items():
+        if mark in text:
+            left, right = text.split(mark, 1)
+            terms = (_spelled(left, special), f"<[{token}]>", _spelled(right, special))
+            return " ".join(term for term in terms if term)
+    return quoted(text)

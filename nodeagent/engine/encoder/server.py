@@ -1,0 +1,254 @@
+"""The HTTP of an engine that reads: texts in, vectors or scores out, and what the agent watches.
+
+Rule 1: health means progress: texts that no step has read for `stall_s` are an outage.
+Rule 2: a request is refused whole before any of it is read, or answered whole.
+"""
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+from aiohttp import web
+from prometheus_client import CollectorRegistry
+
+from isochrone.service.door import read_body
+from isochrone.service.metrics import exposition
+from isochrone.wire.codec import MalformedFrame, decode_json
+from isochrone.wire.engine import EngineConfig, EngineHealth
+from isochrone.wire.errors import ApiError, ErrorCode
+from nodeagent.engine.encoder.bodies import (
+    documents_of,
+    embedding_decoder,
+    embeddings_answer,
+    inputs_of,
+    rerank_answer,
+    rerank_decoder,
+)
+from nodeagent.engine.encoder.loading import LoadedEncoder
+from nodeagent.engine.encoder.worker import EncoderWorker, Text
+from nodeagent.engine.gauges import Gauges
+from nodeagent.engine.openai import refused
+from nodeagent.engine.server import answer_errors
+
+REQUEST_TOKENS_MAX: Final = 300_000
+"""Tokens in all the texts of one request, as OpenAI has it."""
+_LONG_TEXT_CHARS: Final = 16_384
+"""Longer texts are tokenised off the event loop."""
+
+
+@dataclass(slots=True)
+class EncoderServer:
+    """The handlers, with what they need."""
+
+    config: EngineConfig
+    loaded: LoadedEncoder
+    worker: EncoderWorker
+    created_s: int
+    draining: bool = False
+    _idle: asyncio.Event = field(default_factory=asyncio.Event)
+    _open: int = 0
+
+    def app(self) -> web.Application:
+        """Build the aiohttp application."""
+        app = web.Application(
+            middlewares=[answer_errors], client_max_size=self.config.body_bytes_max
+        )
+        registry = CollectorRegistry()
+        registry.register(Gauges(self.counts))
+        app.router.add_get("/health", self.health)
+        app.router.add_get("/stats", self.show_stats)
+        app.router.add_get("/metrics", exposition(registry))
+        app.router.add_get("/v1/models", self.models)
+        app.router.add_post("/v1/embeddings", self.embed)
+        app.router.add_post("/v1/rerank", self.rerank)
+        app.router.add_post("/drain", self.drain)
+        self._idle.set()
+        return app
+
+    async def health(self, request: web.Request) -> web.Response:
+        """Say whether texts are read."""
+        idle_s = self.worker.idle_s()
+        stalled = self.worker.died or (len(self.worker) > 0 and idle_s > self.config.stall_s)
+        health = EngineHealth(
+            status="stalled" if stalled else "draining" if self.draining else "ok",
+            model=self.config.served_name,
+            steps=self.worker.steps_total,
+            tokens_out=0,
+            last_step_age_s=round(idle_s, 3),
+        )
+        return _json(health, 503 if stalled else 200)
+
+    async def show_stats(self, request: web.Request) -> web.Response:
+        """Tell the engine's counts and rates."""
+        return _json({"kind": self.loaded.kind, **self.counts()})
+
+    def counts(self) -> dict[str, float]:
+        """Return counts and rates by name: those of EngineStats that mean something here."""
+        worker = self.worker
+        return {
+            "running": self._open,
+            "waiting": worker.texts_waiting,
+            "prefill_tokens_in_flight": worker.tokens_waiting,
+            "prefill_tokens_per_s": worker.tokens_per_s,
+            "prompt_tokens_total": worker.tokens_total,
+            "texts_total": worker.texts_total,
+            "steps_total": worker.steps_total,
+            "load_s": self.loaded.load_s,
+            "weights_bytes": self.loaded.weights_bytes,
+            "context_tokens": self.loaded.context_tokens,
+        }
+
+    async def models(self, request: web.Request) -> web.Response:
+        """List the one model."""
+        model = {
+            "id": self.config.served_name,
+            "object": "model",
+            "created": self.created_s,
+            "owned_by": "isochrone",
+            "max_model_len": self.loaded.context_tokens,
+        }
+        return _json({"object": "list", "data": [model]})
+
+    async def drain(self, request: web.Request) -> web.Response:
+        """Take nothing new from now on; what runs goes on."""
+        self.draining = True
+        return _json({"draining": True, "open": self._open})
+
+    async def wait_empty(self, timeout_s: float) -> bool:
+        """Wait until no request is open; False where time ran out."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def embed(self, request: web.Request) -> web.Response:
+        """Answer `/v1/embeddings`."""
+        self._admit("embedding")
+        body = await self._body(request, embedding_decoder)
+        self._hold_to_model(body.model)
+        width = self.loaded.model.shape.hidden
+        if body.dimensions is not None and body.dimensions != width:
+            raise refused(
+                "dimensions",
+                f"cannot embed in {body.dimensions} dimensions: this model has {width}, no others",
+            )
+        inputs = inputs_of(body)
+        texts = await self._texts(inputs, "input")
+        rows = await self._read(texts, "input")
+        packed = body.encoding_format == "base64"
+        tokens = sum(len(text.tokens) for text in texts)
+        return _answer(embeddings_answer(rows, self.config.served_name, tokens, packed=packed))
+
+    async def rerank(self, request: web.Request) -> web.Response:
+        """Answer `/v1/rerank`."""
+        self._admit("rerank")
+        body = await self._body(request, rerank_decoder)
+        self._hold_to_model(body.model)
+        pairs = [(body.query, document) for document in documents_of(body)]
+        texts = await self._texts(pairs, "documents")
+        rows = await self._read(texts, "documents")
+        # One label: its logit, as a share between nought and one.
+        scores = 1 / (1 + np.exp(-np.clip(rows[:, 0], -60, 60)))
+        tokens = sum(len(text.tokens) for text in texts)
+        return _answer(rerank_answer(scores, body, self.config.served_name, tokens))
+
+    def _admit(self, kind: str) -> None:
+        if kind != self.loaded.kind:
+            raise ApiError(
+                ErrorCode.INVALID_REQUEST,
+                f"cannot use {self.config.served_name!r} so: it is a model of kind"
+                f" {self.loaded.kind!r}, not {kind!r}",
+                param="model",
+            )
+        if self.worker.died:
+            raise ApiError(ErrorCode.UNAVAILABLE, "this engine has failed", retry_after_s=1.0)
+        if self.draining:
+            raise ApiError(ErrorCode.UNAVAILABLE, "this engine is draining", retry_after_s=1.0)
+        limit = self.config.sequences_max + self.config.waiting_max
+        if self._open >= limit:
+            raise ApiError(
+                ErrorCode.OUT_OF_CAPACITY,
+                f"cannot queue this request: {self._open} are open, the limit is {limit}",
+                retry_after_s=1.0,
+            )
+
+    async def _body(self, request: web.Request, decoder: Any) -> Any:
+        limit, timeout_s = self.config.body_bytes_max, self.config.client_stall_s
+        body = await read_body(request, bytes_max=limit, timeout_s=timeout_s)
+        try:
+            return decode_json(body, decoder, bytes_max=limit)
+        except MalformedFrame as error:
+            raise ApiError(ErrorCode.INVALID_REQUEST, str(error)) from error
+
+    def _hold_to_model(self, name: str | None) -> None:
+        if name is not None and name != self.config.served_name:
+            raise ApiError(
+                ErrorCode.MODEL_NOT_FOUND,
+                f"cannot serve model {name[:200]!r}: this engine has {self.config.served_name!r}",
+                param="model",
+            )
+
+    async def _texts(self, given: list[Any], param: str) -> list[Text]:
+        """Tokenise texts, pairs of texts, or lists of token ids, and hold them to the limits."""
+        if isinstance(given[0], list):
+            texts = [self._framed(tokens, param) for tokens in given]
+        else:
+            chars = sum(len(text) for one in given for text in one)
+            if chars > _LONG_TEXT_CHARS:
+                texts = await asyncio.to_thread(self.loaded.tokenise, given)
+            else:
+                texts = self.loaded.tokenise(given)
+        limit = self.loaded.context_tokens
+        for at, text in enumerate(texts):
+            if len(text.tokens) > limit:
+                raise ApiError(
+                    ErrorCode.CONTEXT_LENGTH_EXCEEDED,
+                    f"cannot read {param} {at}: it takes {len(text.tokens)} tokens, the limit is"
+                    f" {limit}",
+                    param=param,
+                )
+        tokens = sum(len(text.tokens) for text in texts)
+        if tokens > REQUEST_TOKENS_MAX:
+            raise refused(
+                param, f"cannot read {tokens} tokens at once, {REQUEST_TOKENS_MAX} at most"
+            )
+        return texts
+
+    def _framed(self, tokens: list[int], param: str) -> Text:
+        size = self.loaded.model.shape.vocabulary
+        if any(not 0 <= token < size for token in tokens):
+            raise refused(param, f"token ids must lie between 0 and {size - 1}")
+        before, after = self.loaded.frame
+        return Text([*before, *tokens, *after], [])
+
+    async def _read(self, texts: list[Text], param: str) -> np.ndarray:
+        self._open += 1
+        self._idle.clear()
+        try:
+            rows = await self.worker.encode(texts)
+        finally:
+            self._open -= 1
+            if not self._open:
+                self._idle.set()
+        sound = np.isfinite(rows).all(-1)
+        if not sound.all():
+            raise ApiError(
+                ErrorCode.INTERNAL,
+                f"cannot answer: the model gave no finite numbers for {param}"
+                f" {int(np.argmin(sound))}",
+            )
+        return rows
+
+
+def _answer(body: bytes) -> web.Response:
+    return web.Response(body=body, content_type="application/json")
+
+
+def _json(body: Any, status: int = 200) -> web.Response:
+    return web.Response(
+        body=msgspec.json.encode(body), status=status, content_type="application/json"
+    )

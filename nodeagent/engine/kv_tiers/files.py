@@ -1,0 +1,127 @@
+"""The file tier: one sealed file for each block, in a folder for each model, bounded in bytes.
+
+Rule 1: a file is written aside and renamed, and read only if its seal holds: a crash, a full disk
+or a flipped bit costs a recomputation and nothing else.
+Rule 2: nothing is synced. What the disk forgets is computed again.
+Rule 3: the folder's bytes are bounded; the least recently used files go first.
+"""
+
+import logging
+import os
+import threading
+from collections import OrderedDict
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+import xxhash
+
+log = logging.getLogger(__name__)
+
+_MAGIC: Final = b"isochrone-kv-1\n"
+_SEAL_BYTES: Final = 16
+_DIGEST_BYTES: Final = 32
+
+
+class FileTier:
+    """Blocks of one model, by digest. Any thread may call."""
+
+    def __init__(self, folder: Path, model: bytes, bytes_max: int) -> None:
+        self._model = model
+        self._bytes_max = bytes_max
+        self._folder = folder / model.hex()
+        self._sizes: OrderedDict[bytes, int] = OrderedDict()
+        self._lock = threading.Lock()
+        self.bytes = 0
+        self.spoilt_total = 0
+        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._adopt()
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    def __contains__(self, digest: object) -> bool:
+        return digest in self._sizes
+
+    def write(self, digest: bytes, content: bytes | memoryview) -> bool:
+        """Keep a block; False where the disk does not take it."""
+        path = self._path(digest)
+        head = _MAGIC + digest + self._seal(digest, content)
+        aside = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            path.parent.mkdir(exist_ok=True, mode=0o700)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+            with os.fdopen(os.open(aside, flags, 0o600), "wb") as file:
+                file.write(head)
+                file.write(content)
+            aside.replace(path)
+        except OSError as error:
+            log.warning("cannot keep KV", extra={"fields": {"path": str(path), "why": str(error)}})
+            with suppress(OSError):
+                # What cannot be written may not be removable either; the next process tries again.
+                aside.unlink()
+            return False
+        self._note(digest, len(head) + len(content))
+        return True
+
+    def read(self, digest: bytes) -> bytearray | None:
+        """Return a block's content, or None where it is gone or its seal is broken."""
+        path = self._path(digest)
+        try:
+            with path.open("rb") as file:
+                head = file.read(len(_MAGIC) + _DIGEST_BYTES + _SEAL_BYTES)
+                content = bytearray(max(0, os.fstat(file.fileno()).st_size - len(head)))
+                read = file.readinto(content)
+        except OSError:
+            # Another process of this folder may have made room.
+            self._forget(digest)
+            return None
+        if read != len(content) or head != _MAGIC + digest + self._seal(digest, content):
+            self.spoilt_total += 1
+            path.unlink(missing_ok=True)
+            self._forget(digest)
+            return None
+        with self._lock:
+            if digest in self._sizes:
+                self._sizes.move_to_end(digest)
+        return content
+
+    def _seal(self, digest: bytes, content: bytes | bytearray | memoryview) -> bytes:
+        seal = xxhash.xxh3_128(self._model + digest)
+        seal.update(content)
+        return seal.digest()
+
+    def _path(self, digest: bytes) -> Path:
+        name = digest.hex()
+        return self._folder / name[:2] / name
+
+    def _note(self, digest: bytes, size: int) -> None:
+        gone: list[bytes] = []
+        with self._lock:
+            self.bytes += size - self._sizes.pop(digest, 0)
+            self._sizes[digest] = size
+            while self.bytes > self._bytes_max and self._sizes:
+                oldest, freed = self._sizes.popitem(last=False)
+                self.bytes -= freed
+                gone.append(oldest)
+        for oldest in gone:
+            self._path(oldest).unlink(missing_ok=True)
+
+    def _forget(self, digest: bytes) -> None:
+        with self._lock:
+            self.bytes -= self._sizes.pop(digest, 0)
+
+    def _adopt(self) -> None:
+        """Take over what an earlier process left, oldest first; remove what it left half done."""
+        found: list[tuple[float, bytes, int]] = []
+        for path in self._folder.glob("*/*"):
+            try:
+                digest = bytes.fromhex(path.name)
+            except ValueError:
+                path.unlink(missing_ok=True)
+                continue
+            if len(digest) == _DIGEST_BYTES:
+                stat = path.stat()
+                found.append((stat.st_mtime, digest, stat.st_size))
+        for _, digest, size in sorted(found):
+            self._note(digest, size)

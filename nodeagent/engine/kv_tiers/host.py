@@ -1,0 +1,57 @@
+"""The host's tier: blocks in ordinary (on GPUs: pinned) memory, the least recently used given up.
+
+Rule 1: its memory is bounded by what it was made with, and taken as it fills.
+Rule 2: one thread writes; any thread may ask whether a digest is here.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class HostTier:
+    """At most `total` blocks of `shape` each, by digest."""
+
+    def __init__(
+        self, total: int, shape: tuple[int, ...], dtype: torch.dtype, *, pinned: bool
+    ) -> None:
+        self.total = total
+        self._rows = torch.empty(total, *shape, dtype=dtype, pin_memory=pinned)
+        self._row_of: OrderedDict[bytes, int] = OrderedDict()
+        self._free = list(range(total))
+
+    def __len__(self) -> int:
+        return len(self._row_of)
+
+    def __contains__(self, digest: object) -> bool:
+        return digest in self._row_of
+
+    def put(self, digests: Sequence[bytes], contents: Tensor) -> None:
+        """Keep `contents` [blocks, ...]; the first of them are given up last."""
+        wanted = [(digest, at) for at, digest in enumerate(digests[: self.total])]
+        # In reverse, so that a prefix outlives what follows it.
+        for digest, at in reversed(wanted):
+            if digest not in self._row_of:
+                self._row_of[digest] = self._take()
+                self._rows[self._row_of[digest]] = contents[at]
+            self._row_of.move_to_end(digest)
+
+    def get(self, digests: Sequence[bytes]) -> Tensor:
+        """Return copies of the blocks [blocks, ...], all of which are here."""
+        rows = [self._row_of[digest] for digest in digests]
+        for digest in reversed(digests):
+            self._row_of.move_to_end(digest)
+        return self._rows[rows]
+
+    def shaped(self, content: bytearray) -> Tensor:
+        """Return one block's bytes as a tensor of this tier's blocks."""
+        flat = torch.frombuffer(content, dtype=self._rows.dtype)
+        return flat.view(self._rows.shape[1:])
+
+    def _take(self) -> int:
+        if self._free:
+            return self._free.pop()
+        _, row = self._row_of.popitem(last=False)
+        return row

@@ -1,0 +1,159 @@
+"""Matrix products, and how a matrix is kept: as whatever this device multiplies by fastest.
+
+A model asks `Weights` for a `Linear` and never sees a layout. The kinds, with what they cost
+(measured side by side: ops/bench/linear.md):
+
+- `Plain`: the rows as they are; any device, and matrices too small to matter.
+- `Blocked`: oneDNN's layout of a float matrix, made once, where torch would otherwise rearrange
+  the matrix in every step. In fp32 the same products in another order of summation.
+- `Half`: fp16 rows, multiplied in fp32 by FBGEMM: half the bytes of fp32 at an error of 2^-11.
+- `FourBit`: the four bits, scales and offsets of a GGUF file, as they are in the file. For few rows
+  they are multiplied as they lie; for more, a bf16 copy is faster and is kept beside them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Final, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+GROUP_WEIGHTS: Final = 32
+_FOUR_BIT_ROWS_MAX: Final = 4
+"""Above so many rows, reading bf16 once costs less than unpacking four bits for each row."""
+_FOUR_BIT_MULTIPLE: Final = 16
+_ROWS_TYPICAL: Final = 8
+"""oneDNN picks its blocks for a number of rows; these serve one row and hundreds alike."""
+_BLOCKED_BYTES_MIN: Final = 64 * 1024
+
+
+class Keeping(StrEnum):
+    """How a model's matrices are kept."""
+
+    PLAIN = "plain"
+    BLOCKED = "blocked"
+    PACKED = "packed"
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """A matrix in groups of 32 weights along a row: each weight is `number * scale + offset`."""
+
+    numbers: Tensor
+    """[rows, columns], uint8 below 16."""
+    scales: Tensor
+    """[rows, columns / 32], fp32."""
+    offsets: Tensor
+    """[rows, columns / 32], fp32."""
+
+    def wide(self) -> Tensor:
+        """Return the weights in fp32."""
+        rows, columns = self.numbers.shape
+        grouped = self.numbers.view(rows, -1, GROUP_WEIGHTS).float()
+        return (
+            grouped.mul_(self.scales[..., None]).add_(self.offsets[..., None]).view(rows, columns)
+        )
+
+
+def join(parts: Sequence[Groups]) -> Groups:
+    """Return `parts` one below the other."""
+    return Groups(
+        torch.cat([part.numbers for part in parts]),
+        torch.cat([part.scales for part in parts]),
+        torch.cat([part.offsets for part in parts]),
+    )
+
+
+class Linear(Protocol):
+    """Multiplies rows by a matrix."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return `x` [rows, columns in] times the matrix: [rows, columns out]."""
+        ...
+
+
+class Plain:
+    """The matrix as it is."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self._weight = weight
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Multiply."""
+        return linear(x, self._weight)
+
+
+class Blocked:
+    """The matrix in oneDNN's layout, in its own dtype; `x` is brought to that and back."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self._weight: Any = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS_TYPICAL)
+        self._multiply: Any = torch.ops.mkldnn._linear_pointwise.default
+        self._dtype = weight.dtype
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Multiply."""
+        answer: Tensor = self._multiply(x.to(self._dtype), self._weight, None, "none", [], "")
+        return answer.to(x.dtype)
+
+
+class Half:
+    """The matrix in fp16, each product and sum in fp32."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self._packed: Any = torch.ops.quantized.linear_prepack_fp16(weight.float(), None)
+        self._multiply: Any = torch.ops.quantized.linear_dynamic_fp16.default
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Multiply."""
+        answer: Tensor = self._multiply(x, self._packed)
+        return answer
+
+
+class FourBit:
+    """The file's own four bits for few rows, bf16 for many; sums in fp32, answers through bf16."""
+
+    def __init__(self, groups: Groups) -> None:
+        self._packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(groups.numbers.int(), 1)
+        # The kernel counts from the middle of the sixteen: number 8 is zero.
+        middles = groups.offsets + 8 * groups.scales
+        parameters = torch.stack((groups.scales, middles), dim=-1).transpose(0, 1)
+        self._parameters = parameters.bfloat16().contiguous()
+        self._multiply: Any = torch.ops.aten._weight_int4pack_mm_for_cpu.default
+        self._many = Blocked(groups.wide().bfloat16())
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Multiply."""
+        if x.shape[0] > _FOUR_BIT_ROWS_MAX:
+            return self._many(x)
+        answer: Tensor = self._multiply(x.bfloat16(), self._packed, GROUP_WEIGHTS, self._parameters)
+        return answer.to(x.dtype)
+
+
+def choose(device: str, dtype: torch.dtype, quantised: bool) -> tuple[Keeping, str]:
+    """Return how matrices are kept on `device`, and why, in words for the log."""
+    if device != "cpu":
+        return Keeping.PLAIN, "a device of its own multiplies by rows as they are"
+    onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    if not onednn or dtype not in (torch.float32, torch.bfloat16):
+        return Keeping.PLAIN, f"no kernel for another layout of {dtype} is here"
+    fbgemm = "fbgemm" in torch.backends.quantized.supported_engines
+    if quantised and fbgemm and dtype is torch.float32:
+        return Keeping.PACKED, "quantised products were asked for, and their kernels are here"
+    return Keeping.BLOCKED, f"oneDNN's layout is the fastest for {dtype} on this processor"
+
+
+def keep(weight: Tensor, keeping: Keeping) -> Linear:
+    """Return the product by `weight` [columns out, columns in], kept as `keeping` says."""
+    if keeping is Keeping.PLAIN or weight.nbytes < _BLOCKED_BYTES_MIN:
+        return Plain(weight)
+    return Blocked(weight.bfloat16() if keeping is Keeping.PACKED else weight)
+
+
+def keep_groups(groups: Groups) -> Linear:
+    """Return the product by a matrix whose file keeps it in four bits."""
+    if groups.numbers.shape[0] % _FOUR_BIT_MULTIPLE:
+        return keep(groups.wide(), Keeping.PACKED)
+    return FourBit(groups)

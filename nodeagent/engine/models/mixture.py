@@ -1,0 +1,64 @@
+"""Mixtures of experts: Qwen3-MoE and Mixtral, which differ in what they call their weights."""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, silu
+
+from nodeagent.engine.models.llama import Llama, LlamaMlp
+from nodeagent.engine.models.qwen3 import Qwen3
+from nodeagent.engine.models.shape import ModelShape
+from nodeagent.engine.models.weights import Weights
+
+
+class Mixture(LlamaMlp):
+    """Sends each row to the experts that its router prefers, and adds up their answers."""
+
+    room = "mlp"
+    gate, up, down = "gate_proj", "up_proj", "down_proj"
+
+    def __init__(self, weights: Weights, shape: ModelShape, prefix: str) -> None:
+        self._shape = shape
+        prefix = f"{prefix}{self.room}."
+        parts = {f"{name}.weight": shape.intermediate for name in (self.gate, self.up)}
+        hidden, wide = shape.hidden, shape.intermediate
+        self._router = weights.read(f"{prefix}gate.weight", shape.experts, hidden)
+        bare = weights.bare()
+        experts = [f"{prefix}experts.{number}." for number in range(shape.experts)]
+        self._gates_ups = [bare.linear_stack(expert, parts, hidden) for expert in experts]
+        self._downs = [
+            bare.linear(f"{expert}{self.down}.weight", hidden, wide) for expert in experts
+        ]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Transform each row of `x` by its own experts."""
+        shares = linear(x, self._router).float().softmax(-1)
+        shares, chosen = shares.topk(self._shape.experts_per_token)
+        if self._shape.shares_normalised:
+            shares = shares / shares.sum(-1, keepdim=True)
+        shares = shares.to(x.dtype)
+        answer = torch.zeros_like(x)
+        for expert in sorted(set(chosen.flatten().tolist())):
+            rows, place = (chosen == expert).nonzero(as_tuple=True)
+            gate, up = self._gates_ups[expert](x[rows]).chunk(2, dim=-1)
+            added = self._downs[expert](silu(gate).mul_(up))
+            answer.index_add_(0, rows, added * shares[rows, place, None])
+        return answer
+
+
+class MixtralMixture(Mixture):
+    """The same under Mixtral's names."""
+
+    room = "block_sparse_moe"
+    gate, up, down = "w1", "w3", "w2"
+
+
+class Qwen3Moe(Qwen3):
+    """Qwen3 with experts."""
+
+    mlp = Mixture
+
+
+class Mixtral(Llama):
+    """Mistral's architecture with experts."""
+
+    mlp = MixtralMixture

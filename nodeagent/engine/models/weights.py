@@ -1,0 +1,140 @@
+"""How a model's weights come to its device: in its dtype, and fused where one product serves."""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from nodeagent.engine.layers.linear import (
+    Groups,
+    Half,
+    Keeping,
+    Linear,
+    Plain,
+    join,
+    keep,
+    keep_groups,
+)
+from nodeagent.engine.layers.lora import Adapted, Adding
+
+
+class WeightSource(Protocol):
+    """Weights by their Hugging Face name, checked against the shape that the model expects."""
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Read one weight in the dtype it is stored in, or fp32 where it is stored quantised."""
+        ...
+
+    def groups(self, name: str, shape: tuple[int, ...]) -> Groups | None:
+        """Read one matrix as its file quantises it; None where that is not in groups of 32."""
+        ...
+
+    def check(self, name: str, shape: tuple[int, ...]) -> None:
+        """Raise CheckpointError where `tensor` would, judging by the files' headers alone."""
+        ...
+
+    def has(self, name: str) -> bool:
+        """True where the files hold `name`."""
+        ...
+
+
+class Weights:
+    """Reads from `source` onto a device."""
+
+    def __init__(
+        self, source: WeightSource, device: str, dtype: torch.dtype, keeping: Keeping
+    ) -> None:
+        self.source = source
+        self.device = device
+        self.dtype = dtype
+        self.keeping = keeping
+        self.adding: Adding | None = Adding()
+
+    def bare(self) -> "Weights":
+        """Return the same for matrices that no adapter changes.
+
+        Adapters name rows of the flat batch; what sees other rows than those cannot take them.
+        """
+        bare = Weights(self.source, self.device, self.dtype, self.keeping)
+        bare.adding = None
+        return bare
+
+    def read(self, name: str, *shape: int) -> Tensor:
+        """Read the weight `name`."""
+        return self.source.tensor(name, shape).to(self.device, self.dtype)
+
+    def linear(self, name: str, *shape: int) -> Linear:
+        """Read the matrix `name` to multiply by."""
+        rows, columns = shape
+        return self.linear_stack("", {name: rows}, columns)
+
+    def embedding(self, name: str, *shape: int) -> Tensor:
+        """Read the table of embeddings; where matrices are packed, in fp16."""
+        table = self.read(name, *shape)
+        return table.half() if self.keeping is Keeping.PACKED else table
+
+    def head(self, table: Tensor) -> Linear:
+        """Return the product by the last matrix, which few rows reach: those that are sampled."""
+        return Half(table) if self.keeping is Keeping.PACKED else Plain(table)
+
+    def linear_stack(self, prefix: str, parts: dict[str, int], columns: int) -> Linear:
+        """Read the matrices `parts` as one to multiply by."""
+        kept = self._packed(prefix, parts, columns) or keep(
+            self.stack(prefix, parts, columns), self.keeping
+        )
+        return self._adapted(kept, prefix, parts, columns)
+
+    def _packed(self, prefix: str, parts: dict[str, int], columns: int) -> Linear | None:
+        """Return the product as the file packs it; None where not all of it is packed alike."""
+        if self.keeping is not Keeping.PACKED:
+            return None
+        groups: list[Groups] = []
+        for name, rows in parts.items():
+            part = self.source.groups(f"{prefix}{name}", (rows, columns))
+            if part is None:
+                return None
+            groups.append(part)
+        return keep_groups(join(groups))
+
+    def _adapted(self, kept: Linear, prefix: str, parts: dict[str, int], columns: int) -> Linear:
+        if self.adding is None:
+            return kept
+        return Adapted(kept, prefix, parts, columns, self.adding)
+
+    def stack(self, prefix: str, parts: dict[str, int], *columns: int) -> Tensor:
+        """Read `parts` (name below `prefix`: rows) one below the other, with no second copy."""
+        rows = sum(parts.values())
+        stacked = torch.empty(rows, *columns, device=self.device, dtype=self.dtype)
+        at = 0
+        for name, count in parts.items():
+            stacked[at : at + count] = self.source.tensor(f"{prefix}{name}", (count, *columns))
+            at += count
+        return stacked
+
+
+class Survey:
+    """A source that reads no weights, only checks that each could be read.
+
+    A model built from it on the meta device takes no memory, and what its files lack is known
+    before any is spent.
+    """
+
+    def __init__(self, source: WeightSource) -> None:
+        self._source = source
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Check the weight; return one of its shape that takes no memory."""
+        self.check(name, shape)
+        return torch.ones(1).expand(shape)
+
+    def check(self, name: str, shape: tuple[int, ...]) -> None:
+        """Ask the source."""
+        self._source.check(name, shape)
+
+    def groups(self, name: str, shape: tuple[int, ...]) -> Groups | None:
+        """Nothing is packed without memory."""
+        return None
+
+    def has(self, name: str) -> bool:
+        """Ask the source."""
+        return self._source.has(name)

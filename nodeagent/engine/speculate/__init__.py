@@ -1,0 +1,1 @@
+"""Speculation: tokens drafted cheaply, verified by the model several at once."""

@@ -1,0 +1,273 @@
+"""Weights from other nodes: the nearest that holds them, and the origin only where none does.
+
+Rule 1: a peer is believed no more than an origin: its bytes count as an artifact when they have the
+manifest's SHA-256, and where they have not, every peer that gave some of them is asked no more.
+Rule 2: a peer cannot make us wait, follow, or store more than the manifest says.
+Rule 3: of the nodes of one PoP that want the same artifact, one fetches it from afar; the others
+wait for that one, as long as it gets on.
+"""
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable, Sequence
+from enum import Enum
+from pathlib import Path
+from ssl import SSLContext
+from typing import Final, NamedTuple
+from urllib.parse import quote
+
+import aiohttp
+import msgspec
+
+from isochrone.wire import headers
+from isochrone.wire.assignment import PeerSource
+from isochrone.wire.ids import NodeId, PopId
+from isochrone.wire.model import ArtifactFile
+from nodeagent import metrics
+from nodeagent.decide.pace import Pace, Watermark
+
+log = logging.getLogger(__name__)
+
+READ_BYTES: Final = 1024 * 1024
+
+Verify = Callable[[Path, ArtifactFile], str]
+Tell = Callable[[int], None]
+
+
+class PeerLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """How much patience a peer gets."""
+
+    connect_timeout_s: float = 5.0
+    read_timeout_s: float = 10.0
+    least_bytes_per_s: float = 256 * 1024
+    window_s: float = 10.0
+    tries: int = 2
+    forgive_after_s: float = 120.0
+    look_s: float = 1.0
+    stall_s: float = 60.0
+    near_wait_s: float = 3600.0
+
+
+class PeerFailed(Exception):
+    """This peer did not give the file; the message says how."""
+
+
+class Asked(Enum):
+    """What asking one peer came to."""
+
+    WHOLE = "whole"
+    LATER = "later"
+    FAILED = "failed"
+
+
+class Wanted(NamedTuple):
+    """One file of an artifact, and where it is being put together.
+
+    `verify` says what is wrong with the file there, "" if nothing.
+    """
+
+    digest: str
+    file: ArtifactFile
+    path: Path
+    verify: Verify
+    tell: Tell
+
+
+class Peers:
+    """Fetches files that other nodes hold. `holders` names them by digest, the nearest first."""
+
+    def __init__(
+        self,
+        *,
+        holders: Callable[[str], Sequence[PeerSource]],
+        pop: PopId,
+        context: SSLContext | None,
+        pace: Pace,
+        clock: Callable[[], float],
+        chance: random.Random,
+        limits: PeerLimits | None = None,
+    ) -> None:
+        """`context` shows our certificate to peers that serve TLS; `pace` bounds what we take."""
+        self.limits = limits or PeerLimits()
+        self.clock = clock
+        self.chance = chance
+        self.context = context
+        self._holders = holders
+        self._pop = pop
+        self._pace = pace
+        # By artifact: a peer that lied about one is not asked for it again in this life; one that
+        # failed is given time.
+        self._shunned: dict[str, set[NodeId]] = {}
+        self._failures: dict[tuple[str, NodeId], tuple[int, float]] = {}
+
+    async def fetch(self, wanted: Wanted) -> bool:
+        """Put the file together from peers, verified; False where they cannot give it."""
+        if not self._holders(wanted.digest):
+            return False
+        timeout = aiohttp.ClientTimeout(
+            total=None,
+            sock_connect=self.limits.connect_timeout_s,
+            sock_read=self.limits.read_timeout_s,
+        )
+        async with aiohttp.ClientSession(timeout=timeout, auto_decompress=False) as http:
+            return await _Fetch(self, http, wanted).run()
+
+    def candidates(self, digest: str) -> tuple[list[PeerSource], list[PeerSource]]:
+        """Return who may be asked now, those of our own PoP apart from those far away."""
+        asked = [peer for peer in self._holders(digest) if self._may_ask(digest, peer.node_id)]
+        near = [peer for peer in asked if peer.pop == self._pop]
+        return near, [peer for peer in asked if peer.pop != self._pop and peer.holds]
+
+    def failed(self, digest: str, peer: NodeId) -> None:
+        """Note a failure that may pass."""
+        count, _ = self._failures.get((digest, peer), (0, 0.0))
+        self._failures[digest, peer] = (count + 1, self.clock())
+
+    def shun(self, digest: str, peers: set[NodeId], reason: str) -> None:
+        """Ask these peers for this artifact no more."""
+        self._shunned.setdefault(digest, set()).update(peers)
+        log.warning(
+            "peers asked no more",
+            extra={"fields": {"digest": digest, "peers": sorted(peers), "reason": reason}},
+        )
+
+    async def keep_pace(self, size_bytes: int) -> float:
+        """Wait until as many bytes more may come; return how long that was."""
+        wait_s = self._pace.wait_s(size_bytes, self.clock())
+        if wait_s > 0:
+            await asyncio.sleep(wait_s)
+        return wait_s
+
+    def _may_ask(self, digest: str, peer: NodeId) -> bool:
+        if peer in self._shunned.get(digest, ()):
+            return False
+        count, at = self._failures.get((digest, peer), (0, 0.0))
+        if count and self.clock() - at > self.limits.forgive_after_s:
+            del self._failures[digest, peer]
+            return True
+        return count < self.limits.tries
+
+
+class _Fetch:
+    """One file on its way: who gave a part of it, and how far those are that we wait for."""
+
+    def __init__(self, peers: Peers, http: aiohttp.ClientSession, wanted: Wanted) -> None:
+        self._peers = peers
+        self._http = http
+        self._wanted = wanted
+        self._givers: set[NodeId] = set()
+        self._began = peers.clock()
+        self._progress: dict[NodeId, tuple[int, float]] = {}
+
+    async def run(self) -> bool:
+        """Ask near peers for as long as one of them is worth waiting for, then far ones."""
+        limits = self._peers.limits
+        while True:
+            near, _ = self._peers.candidates(self._wanted.digest)
+            answer = await self._ask_each(near)
+            if answer is not Asked.LATER:
+                break
+            await asyncio.sleep(limits.look_s * self._peers.chance.uniform(0.5, 1.5))
+        for _ in range(limits.tries):
+            if answer is Asked.WHOLE:
+                return True
+            _, far = self._peers.candidates(self._wanted.digest)
+            answer = await self._ask_each(far)
+        return answer is Asked.WHOLE
+
+    async def _ask_each(self, peers: Sequence[PeerSource]) -> Asked:
+        """Ask in turn until the file is whole; LATER if one of them may still give it."""
+        best = Asked.FAILED
+        for peer in peers:
+            answer = await self._ask(peer)
+            metrics.PEER_FETCHES.labels(answer.value).inc()
+            if answer is Asked.WHOLE:
+                return answer
+            if answer is Asked.LATER:
+                best = answer
+        return best
+
+    async def _ask(self, peer: PeerSource) -> Asked:
+        """Ask one peer, and verify what is whole by then."""
+        digest, file, path, verify, _ = self._wanted
+        try:
+            answer = await self._read(peer)
+        except (PeerFailed, aiohttp.ClientError, OSError) as error:
+            self._peers.failed(digest, peer.node_id)
+            reason = str(error) or type(error).__name__
+            log.info("peer failed", extra={"fields": {"peer": peer.node_id, "reason": reason}})
+            return Asked.LATER
+        if answer is not Asked.WHOLE:
+            return answer
+        problem = await asyncio.to_thread(verify, path, file)
+        if problem:
+            # Whoever gave a part of it may have been the one; the bytes are worth nothing.
+            path.unlink(missing_ok=True)
+            self._peers.shun(digest, self._givers, problem)
+            self._givers.clear()
+            return Asked.FAILED
+        return answer
+
+    async def _read(self, peer: PeerSource) -> Asked:
+        """Read from where we are to the end; raises PeerFailed and aiohttp's errors."""
+        digest, file, path, _, _ = self._wanted
+        offset = path.stat().st_size if path.exists() else 0
+        if offset >= file.size_bytes:
+            path.unlink(missing_ok=True)
+            offset = 0
+        sent = {"accept-encoding": "identity"}
+        if offset:
+            sent["range"] = f"bytes={offset}-"
+        async with self._http.get(
+            f"{peer.address}/v1/artifacts/{digest}/{quote(file.path)}",
+            headers=sent,
+            allow_redirects=False,
+            ssl=self._peers.context or True,
+        ) as response:
+            if response.status in (429, 503):
+                return self._may_come(peer, response)
+            if response.status not in (200, 206):
+                raise PeerFailed(f"{peer.node_id} answered {response.status}")
+            starts = response.headers.get("content-range", "").startswith(f"bytes {offset}-")
+            if response.status == 206 and not starts:
+                raise PeerFailed(f"{peer.node_id} sent another part than was asked for")
+            await self._append(peer, response, offset if response.status == 206 else 0)
+        return Asked.WHOLE
+
+    async def _append(
+        self, peer: PeerSource, response: aiohttp.ClientResponse, size_bytes: int
+    ) -> None:
+        _, file, path, _, tell = self._wanted
+        clock, limits = self._peers.clock, self._peers.limits
+        watermark = Watermark(limits.least_bytes_per_s, limits.window_s, clock())
+        self._givers.add(peer.node_id)
+        with path.open("ab" if size_bytes else "wb") as out:
+            async for chunk in response.content.iter_chunked(READ_BYTES):
+                size_bytes += len(chunk)
+                if size_bytes > file.size_bytes:
+                    path.unlink()
+                    self._peers.shun(self._wanted.digest, {peer.node_id}, "it sends without end")
+                    raise PeerFailed(f"{peer.node_id} sends more than {file.size_bytes} bytes")
+                await asyncio.to_thread(out.write, chunk)
+                tell(size_bytes)
+                excused_s = await self._peers.keep_pace(len(chunk))
+                if watermark.is_slow(len(chunk), clock(), excused_s):
+                    raise PeerFailed(f"{peer.node_id} is slower than {limits.least_bytes_per_s:g}")
+        if size_bytes < file.size_bytes:
+            raise PeerFailed(f"{peer.node_id} ended after {size_bytes} of {file.size_bytes} bytes")
+
+    def _may_come(self, peer: PeerSource, response: aiohttp.ClientResponse) -> Asked:
+        """Judge a peer that is busy, or is itself still fetching: LATER while it gets on."""
+        now = self._peers.clock()
+        limits = self._peers.limits
+        told = response.headers.get(headers.FETCHED_BYTES, "")
+        is_busy = response.status == 429
+        fetched_bytes = int(told) if told.isascii() and told.isdigit() and len(told) < 16 else 0
+        before, at = self._progress.get(peer.node_id, (-1, now))
+        if fetched_bytes > before or is_busy:
+            at = now
+        self._progress[peer.node_id] = (max(before, fetched_bytes), at)
+        if now - at < limits.stall_s and now - self._began < limits.near_wait_s:
+            return Asked.LATER
+        return Asked.FAILED

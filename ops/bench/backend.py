@@ -1,0 +1,140 @@
+"""A backend that costs next to nothing: canned OpenAI answers from a bare uvloop protocol.
+
+`python -m ops.bench.backend PORT` serves one process. A request whose body holds `"stream":true`
+gets 100 chunks; with `?slow` in its model name the chunks come 10 ms apart.
+"""
+
+import asyncio
+import json
+import sys
+from typing import Any
+
+import uvloop
+
+CHUNKS = 100
+
+
+def _json(body: object) -> bytes:
+    return json.dumps(body, separators=(",", ":")).encode()
+
+
+USAGE = {
+    "prompt_tokens": 12,
+    "completion_tokens": CHUNKS,
+    "total_tokens": 12 + CHUNKS,
+    "prompt_tokens_details": {"cached_tokens": 0},
+}
+HEAD = {"id": "c-1", "created": 1, "model": "bench"}
+WHOLE = _json(
+    {
+        **HEAD,
+        "object": "chat.completion",
+        "choices": [
+            {
+                "index": 0,
+                "message": {"role": "assistant", "content": "All is well here."},
+                "finish_reason": "stop",
+            }
+        ],
+        "usage": USAGE,
+    }
+)
+FRAMES = [
+    b"data: "
+    + _json(
+        {
+            **HEAD,
+            "object": "chat.completion.chunk",
+            "choices": [{"index": 0, "delta": {"content": f"t{n} "}, "finish_reason": None}],
+        }
+    )
+    + b"\n\n"
+    for n in range(CHUNKS)
+]
+TAIL = [
+    b"data: "
+    + _json({**HEAD, "object": "chat.completion.chunk", "choices": [], "usage": USAGE})
+    + b"\n\n",
+    b"data: [DONE]\n\n",
+]
+
+_PLAIN = (
+    b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(WHOLE)
+) + WHOLE
+_STREAM_HEAD = (
+    b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+)
+_EMPTY = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n{}"
+_MODELS_BODY = _json({"object": "list", "data": [{"id": "bench", "object": "model"}]})
+_MODELS = (
+    b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+    % len(_MODELS_BODY)
+) + _MODELS_BODY
+
+
+def chunk(data: bytes) -> bytes:
+    """Write one chunk."""
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+_CHUNKED = [chunk(frame) for frame in [*FRAMES, *TAIL]]
+_AT_ONCE = _STREAM_HEAD + b"".join(_CHUNKED) + b"0\r\n\r\n"
+
+
+class Backend(asyncio.Protocol):
+    """One connection. Requests are told apart by searching, not by parsing."""
+
+    def __init__(self) -> None:
+        self._held = b""
+        self._transport: Any = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Keep the transport."""
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        """Answer every whole request that came."""
+        held = self._held + data if self._held else data
+        while (end := held.find(b"\r\n\r\n")) >= 0:
+            head = held[:end].lower()
+            at = head.find(b"content-length:")
+            length = int(head[at + 15 :].split(b"\r\n", 1)[0]) if at >= 0 else 0
+            if len(held) < end + 4 + length:
+                break
+            body = held[end + 4 : end + 4 + length]
+            held = held[end + 4 + length :]
+            self._answer(head, body)
+        self._held = held
+
+    def _answer(self, head: bytes, body: bytes) -> None:
+        if head.startswith(b"get"):
+            self._transport.write(_MODELS if b"/v1/models" in head else _EMPTY)
+        elif b'"stream":true' not in body and b'"stream": true' not in body:
+            self._transport.write(_PLAIN)
+        elif b"pace=" in body:
+            pace_s = int(body.split(b"pace=", 1)[1].split(b"ms", 1)[0]) / 1000
+            self._transport.write(_STREAM_HEAD)
+            self._send(0, pace_s)
+        else:
+            self._transport.write(_AT_ONCE)
+
+    def _send(self, number: int, pace_s: float) -> None:
+        if self._transport.is_closing():
+            return
+        if number == len(_CHUNKED):
+            self._transport.write(b"0\r\n\r\n")
+            return
+        self._transport.write(_CHUNKED[number])
+        asyncio.get_running_loop().call_later(pace_s, self._send, number + 1, pace_s)
+
+
+async def serve(port: int) -> None:
+    """Serve until killed."""
+    server = await asyncio.get_running_loop().create_server(
+        Backend, "127.0.0.1", port, backlog=8192
+    )
+    await server.serve_forever()
+
+
+if __name__ == "__main__":
+    uvloop.run(serve(int(sys.argv[1])))

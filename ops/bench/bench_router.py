@@ -1,0 +1,115 @@
+"""Our router alone, as production runs it, before a given backend: no scheduler, a table on disk.
+
+`python -m ops.bench.bench_router PORT BACKEND_PORT FOLDER` prints a key and serves.
+"""
+
+import asyncio
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+from isochrone.service.identity import Authority, Identity, make_csr, new_key_pem
+from isochrone.service.run import run_service
+from isochrone.wire.control import PeerRole
+from isochrone.wire.ids import (
+    ClusterId,
+    DeploymentId,
+    Epoch,
+    Generation,
+    KeyId,
+    ModelId,
+    NodeId,
+    PopId,
+    ReplicaId,
+    TenantId,
+)
+from isochrone.wire.keys import format_key, parse_key
+from isochrone.wire.routes import DeploymentEntry, KeyEntry, Limits, Pop, Route, RouteTable
+from router.app import open_house
+from router.config import RouterConfig
+
+KEY = format_key(KeyId("b" * 12), b"\x02" * 32)
+
+
+def table(backend_port: int, routes: int) -> RouteTable:
+    """Return a table of one deployment with `routes` replicas at the backend, and limits."""
+    parsed = parse_key(KEY)
+    assert parsed is not None
+    return RouteTable(
+        cluster_id=ClusterId("bench"),
+        generation=Generation(1),
+        epoch=Epoch(1),
+        pops=(Pop(pop=PopId("ams"), city="Amsterdam", country="NL", latitude=52, longitude=5),),
+        deployments=(
+            DeploymentEntry(
+                deployment_id=DeploymentId("d-1"),
+                name="bench",
+                model_id=ModelId("m-1"),
+                context_tokens=131_072,
+            ),
+        ),
+        routes=tuple(
+            Route(
+                replica_id=ReplicaId(f"r-{n:03d}"),
+                deployment_id=DeploymentId("d-1"),
+                version=1,
+                node_id=NodeId(f"n-{n:03d}"),
+                pop=PopId("ams"),
+                address=f"127.0.0.1:{backend_port}",
+                tokens_in_flight_max=10_000_000,
+                prefill_tokens_per_s=1e6,
+            )
+            for n in range(routes)
+        ),
+        keys=(
+            KeyEntry(
+                key_id=parsed[0],
+                secret_sha256=parsed[1],
+                tenant_id=TenantId("acme"),
+                limits=Limits(
+                    requests_per_min=100_000_000,
+                    tokens_per_min=2_000_000_000,
+                    concurrency=100_000,
+                ),
+            ),
+        ),
+    )
+
+
+def identity(folder: Path) -> Identity:
+    """Return papers of an authority made on the spot."""
+    now = datetime.now(UTC)
+    authority = Authority.create(folder / "authority", "bench", now)
+    key_pem = new_key_pem()
+    certificate = authority.issue(
+        make_csr(key_pem, "router-1"),
+        role=PeerRole.ROUTER,
+        name="router-1",
+        pop=PopId("ams"),
+        now=now,
+    )
+    return Identity(
+        name="router-1",
+        role=PeerRole.ROUTER,
+        pop=PopId("ams"),
+        cluster_id=ClusterId("bench"),
+        key_pem=key_pem,
+        certificate_pem=certificate,
+        ca_pem=authority.ca_pem,
+    )
+
+
+async def main(stopping: asyncio.Event) -> int:
+    """Serve until told to stop."""
+    port, backend_port, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    routes = int(sys.argv[4]) if len(sys.argv) > 4 else 1
+    config = RouterConfig(state_folder=folder / "state", port=port)
+    async with open_house(config, identity(folder)) as house:
+        house.fleet.adopt(table(backend_port, routes))
+        print(KEY, flush=True)
+        await stopping.wait()
+    return 0
+
+
+if __name__ == "__main__":
+    run_service(main)

@@ -1,0 +1,284 @@
+"""One scheduler with a fleet of thousands: CPU, memory, latencies, and what happens when it dies.
+
+    python -m ops.bench.control_plane --agents 5000 --routers 400 --for 600 --write
+
+Real sockets on loopback, a real Postgres with fsync on, an acting scheduler and a standby, each a
+process of its own. The peers are light (see `control_plane_peers`). The scheduler's CPU is its own,
+from /proc: the simulators share the machine.
+"""
+
+import asyncio
+import os
+import shutil
+import signal
+import socket
+import tempfile
+from argparse import ArgumentParser, Namespace
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from time import monotonic
+from typing import Any, Final
+
+import aiohttp
+import asyncpg
+import msgspec
+
+from isochrone.service.files import write_atomic
+from isochrone.service.identity import Authority
+from isochrone.wire.ids import ClusterId
+from ops.bench import control_plane_report as report
+from ops.bench.control_plane_fleet import make_fleet, seed_store, shares, write_orders
+from ops.bench.control_plane_peers import Orders, Seen
+from ops.fleet.processes import Processes
+from scheduler.embedded_postgres import EmbeddedPostgres
+from scheduler.store.migrate import migrate
+from scheduler.store.pool import open_pool
+
+ROOT: Final = Path(__file__).parents[2]
+TOKEN: Final = "bench-admin-token-0123456789"
+SETTLE_S: Final = 20.0
+AFTER_S: Final = 40.0
+CONNECT_TIMEOUT_S: Final = 240.0
+CLUSTER: Final = ClusterId("c-bench")
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+PORTS: Final = {name: (free_port(), free_port()) for name in ("a", "b")}
+
+
+class Admin:
+    """Asks the admin API now and then, and keeps how long each answer took."""
+
+    def __init__(self, http: aiohttp.ClientSession) -> None:
+        self.latencies_ms: list[float] = []
+        self.failures = 0
+        self._http = http
+
+    async def ask(self, name: str, method: str, path: str, body: Any = None) -> Any:
+        url = f"http://127.0.0.1:{PORTS[name][0]}{path}"
+        headers = {"authorization": f"Bearer {TOKEN}"}
+        async with self._http.request(method, url, json=body, headers=headers) as response:
+            return await response.json(content_type=None)
+
+    async def acts(self, name: str) -> bool:
+        with suppress(aiohttp.ClientError, TimeoutError):
+            return bool((await self.ask(name, "GET", "/healthz")).get("acting"))
+        return False
+
+    async def metric(self, name: str, line: str) -> float:
+        with suppress(aiohttp.ClientError, TimeoutError):
+            url = f"http://127.0.0.1:{PORTS[name][0]}/metrics"
+            async with self._http.get(url) as response:
+                for text in (await response.text()).splitlines():
+                    if text.startswith(line):
+                        return float(text.rpartition(" ")[2])
+        return 0.0
+
+    async def probe(self, name: str) -> None:
+        """Ask as an operator and a dashboard would, five times a second."""
+        questions = [
+            ("GET", "/v1/status", None),
+            ("GET", "/v1/nodes?limit=100", None),
+            ("GET", "/v1/placements?deployment_id=d007", None),
+            ("GET", "/v1/nodes/n00042", None),
+            ("POST", "/v1/join-tokens", {"pop": "aaa"}),
+        ]
+        turn = 0
+        while True:
+            method, path, body = questions[turn % len(questions)]
+            turn += 1
+            began = monotonic()
+            try:
+                await self.ask(name, method, path, body)
+                self.latencies_ms.append(1000 * (monotonic() - began))
+            except (aiohttp.ClientError, TimeoutError):
+                self.failures += 1
+            await asyncio.sleep(0.2)
+
+
+class Bench:
+    """The processes and what is measured of them."""
+
+    def __init__(self, options: Namespace, folder: Path) -> None:
+        self.options = options
+        self.folder = folder
+        (folder / "logs").mkdir()
+        self.processes = Processes(folder / "logs", ROOT)
+        self.postgres = EmbeddedPostgres(folder / "pg")
+        self.peers: list[str] = []
+
+    async def start(self) -> None:
+        """Bring up Postgres, the fleet in it, and two schedulers."""
+        write_atomic(self.folder / "token", TOKEN.encode())
+        authority = Authority.create(self.folder / "ca", "bench", datetime.now(UTC))
+        await self.postgres.start()
+        pool = await open_pool(self.postgres.dsn)
+        await migrate(pool)
+        await pool.close()
+        connection = await asyncpg.connect(self.postgres.dsn)
+        await connection.execute("INSERT INTO cluster (cluster_id) VALUES ($1)", CLUSTER)
+        await connection.close()
+        options = self.options
+        fleet = make_fleet(
+            authority,
+            CLUSTER,
+            agents=options.agents,
+            routers=options.routers,
+            devices=options.devices,
+        )
+        await seed_store(self.postgres.dsn, fleet)
+        urls = tuple(f"http://127.0.0.1:{PORTS[name][1]}" for name in ("a", "b"))
+        agents = shares(fleet.agents, options.processes)
+        for index, peers in enumerate(agents):
+            orders = Orders(
+                urls=urls,
+                peers=peers,
+                changes_per_s=options.changes / len(agents),
+                changes_from_s=30.0,
+            )
+            write_orders(self.folder / f"agents-{index}.orders", orders)
+            self.peers.append(f"agents-{index}")
+        routers = Orders(
+            urls=urls, peers=tuple(fleet.routers), deployments=tuple(fleet.deployments)
+        )
+        write_orders(self.folder / "routers-0.orders", routers)
+        self.peers.append("routers-0")
+        await self.start_scheduler("a")
+
+    async def start_scheduler(self, name: str) -> None:
+        """Start one scheduler."""
+        admin, control = PORTS[name]
+        settings = {
+            "NAME": name,
+            "DATABASE_URL": self.postgres.dsn,
+            "AUTHORITY": str(self.folder / "ca"),
+            "ADMIN_TOKEN_FILE": str(self.folder / "token"),
+            "ADMIN_PORT": str(admin),
+            "CONTROL_PORT": str(control),
+            "CONTROL_CONNECTIONS_PER_ADDRESS_MAX": "20000",
+        }
+        env = {f"ISOCHRONE_SCHEDULER_{key}": value for key, value in settings.items()}
+        await self.processes.start(name, ["scheduler", "serve"], env)
+
+    async def start_peers(self) -> None:
+        """Start the simulated peers, all at the same moment."""
+        for name in self.peers:
+            kind = name.partition("-")[0]
+            await self.processes.start(
+                name,
+                [
+                    "ops.bench.control_plane_peers",
+                    kind,
+                    str(self.folder / f"{name}.orders"),
+                    str(self.folder / f"{name}.seen"),
+                ],
+            )
+
+    async def stop_peers(self) -> list[Seen]:
+        """End the simulated peers and return what they saw."""
+        await asyncio.gather(*(self.processes.stop(name) for name in self.peers))
+        return [
+            msgspec.msgpack.decode((self.folder / f"{name}.seen").read_bytes(), type=Seen)
+            for name in self.peers
+        ]
+
+    async def all_connected(self, admin: Admin, name: str) -> float:
+        """Wait until every peer is connected to this scheduler; return when that was."""
+        wanted = self.options.agents + self.options.routers
+        deadline = monotonic() + CONNECT_TIMEOUT_S
+        while monotonic() < deadline:
+            agents = await admin.metric(name, 'isochrone_scheduler_peers{role="agent"}')
+            routers = await admin.metric(name, 'isochrone_scheduler_peers{role="router"}')
+            if agents + routers >= wanted:
+                return monotonic()
+            await asyncio.sleep(0.5)
+        raise SystemExit(f"cannot connect all: {agents:.0f} agents and {routers:.0f} routers are")
+
+
+async def measure(options: Namespace, folder: Path) -> report.Measured:
+    """Bring everything up, watch it, kill the acting scheduler, watch what follows."""
+    bench = Bench(options, folder)
+    timeout = aiohttp.ClientTimeout(total=30.0)
+    async with aiohttp.ClientSession(timeout=timeout) as http:
+        admin = Admin(http)
+        try:
+            await bench.start()
+            await bench.processes.wait("a", lambda: admin.acts("a"), 60.0)
+            await bench.start_scheduler("b")
+            began = monotonic()
+            await bench.start_peers()
+            connected_at = await bench.all_connected(admin, "a")
+            print(f"all connected after {connected_at - began:.1f} s", flush=True)
+            await asyncio.sleep(SETTLE_S)
+            steady = report.Window(bench.processes.pid("a"), bench.postgres.pid)
+            probing = asyncio.create_task(admin.probe("a"))
+            await steady.watch(options.seconds)
+            probing.cancel()
+            killed_at = monotonic()
+            os.kill(bench.processes.pid("a"), signal.SIGKILL)
+            after = report.Window(bench.processes.pid("b"), bench.postgres.pid)
+            watching = asyncio.create_task(after.watch(AFTER_S))
+            while not await admin.acts("b"):  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+            acting_at = monotonic()
+            print(f"the standby acts after {acting_at - killed_at:.1f} s", flush=True)
+            again_at = await bench.all_connected(admin, "b")
+            print(f"all connected again after {again_at - killed_at:.1f} s", flush=True)
+            await watching
+            await asyncio.sleep(max(0.0, AFTER_S - (monotonic() - again_at)))
+            seen = await bench.stop_peers()
+        finally:
+            await bench.processes.stop_all(lambda names: None)
+            await bench.postgres.stop()
+    return report.Measured(
+        options=vars(options),
+        seen=seen,
+        steady=steady,
+        after=after,
+        admin_ms=admin.latencies_ms,
+        admin_failures=admin.failures,
+        started_at=began,
+        connected_at=connected_at,
+        killed_at=killed_at,
+        acting_at=acting_at,
+        again_at=again_at,
+    )
+
+
+def main() -> None:
+    """Run the benchmark and print its table."""
+    parser = ArgumentParser(description=__doc__)
+    parser.add_argument("--agents", type=int, default=5000)
+    parser.add_argument("--routers", type=int, default=400)
+    parser.add_argument("--devices", type=int, default=8, help="devices a node")
+    parser.add_argument("--changes", type=float, default=2.0, help="replicas that change a second")
+    parser.add_argument("--processes", type=int, default=2, help="processes of agents")
+    parser.add_argument("--for", dest="seconds", type=float, default=600.0)
+    parser.add_argument("--write", action="store_true", help="write the table beside this file")
+    parser.add_argument("--keep", action="store_true", help="keep the folder with the logs")
+    options = parser.parse_args()
+    # However it is told to end, nothing that it started may outlive it.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    folder = Path(tempfile.mkdtemp(prefix="isochrone-bench-", dir="/var/tmp"))
+    folder.chmod(0o755)
+    try:
+        text = report.table(asyncio.run(measure(options, folder)))
+    finally:
+        if options.keep:
+            print(f"kept {folder}")
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+    print(text)
+    if options.write:
+        Path(__file__).with_suffix(".md").write_text(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,216 @@
+"""The fleet that the control plane's benchmark is measured with: made by rule, from a seed.
+
+Written straight into the store, as a fleet that has long been running: every node has its devices
+and one warm replica, every deployment the replicas it asks for.
+"""
+
+import hashlib
+import random
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from itertools import product
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import asyncpg
+import msgspec
+
+from isochrone.service import identity as papers
+from isochrone.service.identity import Authority, Identity
+from isochrone.wire.artifact import manifest_digest
+from isochrone.wire.assignment import ReplicaSpec
+from isochrone.wire.control import PeerRole
+from isochrone.wire.ids import (
+    ClusterId,
+    DeploymentId,
+    DeviceId,
+    ModelId,
+    PopId,
+    ReplicaId,
+)
+from isochrone.wire.model import Artifact, ArtifactFile, EngineSettings, Model, Policy
+from isochrone.wire.report import Device
+from ops.bench.control_plane_peers import Peer
+
+GIB: Final = 1024**3
+POPS: Final = 190
+MODELS: Final = 100
+COUNTRIES: Final = ("NL", "DE", "US", "SG", "BR", "JP", "IN", "ZA", "AU", "GB")
+
+
+class Fleet(NamedTuple):
+    """What was made."""
+
+    agents: list[Peer]
+    routers: list[Peer]
+    deployments: list[str]
+
+
+def make_fleet(
+    authority: Authority, cluster_id: ClusterId, *, agents: int, routers: int, devices: int
+) -> Fleet:
+    """Return the peers with their papers; all of them share a key, which costs nothing to prove."""
+    pops = pop_names()
+    key_pem = papers.new_key_pem()
+    csr_pem = papers.make_csr(key_pem, "bench")
+    now = datetime.now(UTC)
+
+    def identity(role: PeerRole, name: str, pop: str) -> Identity:
+        certificate = authority.issue(csr_pem, role=role, name=name, pop=PopId(pop), now=now)
+        return Identity(
+            name=name,
+            role=role,
+            pop=PopId(pop),
+            cluster_id=cluster_id,
+            key_pem=key_pem,
+            certificate_pem=certificate,
+            ca_pem=authority.ca_pem,
+        )
+
+    gpus = tuple(
+        Device(
+            device_id=DeviceId(f"gpu{index}"),
+            device_class="h100-80g",
+            memory_bytes=80 * GIB,
+            memory_free_bytes=80 * GIB,
+        )
+        for index in range(devices)
+    )
+    return Fleet(
+        agents=[
+            Peer(
+                identity=identity(PeerRole.AGENT, f"n{index:05}", pops[index % POPS]),
+                spec=_spec(index),
+                devices=gpus,
+            )
+            for index in range(agents)
+        ],
+        routers=[
+            Peer(identity=identity(PeerRole.ROUTER, f"r{index:05}", pops[index % POPS]))
+            for index in range(routers)
+        ],
+        deployments=[f"d{index:03}" for index in range(MODELS)],
+    )
+
+
+def pop_names() -> list[str]:
+    """Return the names of the PoPs."""
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    return ["".join(name) for name in product(letters[:8], letters, letters)][:POPS]
+
+
+async def seed_store(dsn: str, fleet: Fleet) -> None:
+    """Write the fleet as it would stand after long service."""
+    chance = random.Random(5)
+    connection = await asyncpg.connect(dsn)
+    await connection.executemany(
+        "INSERT INTO pop (pop, city, country, latitude, longitude) VALUES ($1, $1, $2, $3, $4)",
+        [
+            (name, chance.choice(COUNTRIES), chance.uniform(-50, 60), chance.uniform(-180, 180))
+            for name in pop_names()
+        ],
+    )
+    each = -(-len(fleet.agents) // MODELS)
+    policy = msgspec.json.encode(Policy(replicas_min=each, replicas_max=each)).decode()
+    for index in range(MODELS):
+        spec = _spec(index)
+        await connection.execute(
+            "INSERT INTO model (model_id, spec) VALUES ($1, $2)",
+            spec.model_id,
+            msgspec.json.encode(_model(index)).decode(),
+        )
+        await connection.execute(
+            "INSERT INTO deployment (deployment_id, name, model_id, engine, policy)"
+            " VALUES ($1, $2, $3, $4, $5)",
+            spec.deployment_id,
+            spec.name,
+            spec.model_id,
+            msgspec.json.encode(spec.engine).decode(),
+            policy,
+        )
+    await _seed_peers(connection, fleet)
+    await connection.execute("ANALYZE")
+    await connection.close()
+
+
+async def _seed_peers(connection: asyncpg.Connection, fleet: Fleet) -> None:
+    await connection.executemany(
+        "INSERT INTO router (router_id, pop) VALUES ($1, $2)",
+        [(peer.identity.name, peer.identity.pop) for peer in fleet.routers],
+    )
+    await connection.executemany(
+        "INSERT INTO node (node_id, pop, address) VALUES ($1, $2, $3)",
+        [(p.identity.name, p.identity.pop, f"http://{p.identity.name}:9000") for p in fleet.agents],
+    )
+    await connection.executemany(
+        "INSERT INTO device (node_id, device_id, device_class, memory_bytes)"
+        " VALUES ($1, $2, $3, $4)",
+        [
+            (peer.identity.name, device.device_id, device.device_class, device.memory_bytes)
+            for peer in fleet.agents
+            for device in peer.devices
+        ],
+    )
+    seats = [(peer.identity.name, peer.spec) for peer in fleet.agents if peer.spec is not None]
+    await connection.executemany(
+        """
+        INSERT INTO placement (replica_id, deployment_id, version, node_id, memory_bytes, spec,
+                               reason, placed_generation, state)
+        VALUES ($1, $2, 1, $3, $4, $5, 'seeded', 1, 'warm')
+        """,
+        [
+            (s.replica_id, s.deployment_id, node, s.memory_bytes, msgspec.json.encode(s).decode())
+            for node, s in seats
+        ],
+    )
+    await connection.executemany(
+        "INSERT INTO placement_device (replica_id, node_id, device_id, memory_bytes)"
+        " VALUES ($1, $2, 'gpu0', $3)",
+        [(spec.replica_id, node, spec.memory_bytes) for node, spec in seats],
+    )
+
+
+def write_orders(path: Path, orders: msgspec.Struct) -> None:
+    """Write what a process of peers is told."""
+    path.write_bytes(msgspec.msgpack.encode(orders))
+
+
+def shares(peers: Sequence[Peer], count: int) -> list[tuple[Peer, ...]]:
+    """Deal the peers out to so many processes."""
+    return [tuple(peers[index::count]) for index in range(count)]
+
+
+def _model(index: int) -> Model:
+    files = tuple(
+        ArtifactFile(
+            path=f"model-{part}.safetensors",
+            size_bytes=9 * GIB,
+            sha256=hashlib.sha256(f"{index}/{part}".encode()).hexdigest(),
+        )
+        for part in range(4)
+    )
+    return Model(
+        model_id=f"m{index:03}",
+        architecture="LlamaForCausalLM",
+        artifact=Artifact(
+            source=f"hf:bench/m{index:03}@v1", files=files, digest=manifest_digest(files)
+        ),
+        context_tokens=32_768,
+        weights_bytes=36 * GIB,
+    )
+
+
+def _spec(index: int) -> ReplicaSpec:
+    model = _model(index % MODELS)
+    return ReplicaSpec(
+        replica_id=ReplicaId(f"rep-{index:05}"),
+        deployment_id=DeploymentId(f"d{index % MODELS:03}"),
+        version=1,
+        name=f"bench/{model.model_id}",
+        model_id=ModelId(model.model_id),
+        artifact=model.artifact,
+        context_tokens=32_768,
+        engine=EngineSettings(driver="vllm", context_tokens_max=32_768, kv_memory_bytes=20 * GIB),
+        device_ids=(DeviceId("gpu0"),),
+        memory_bytes=60 * GIB,
+    )

@@ -1,0 +1,159 @@
+"""The embedded engine beside transformers and llama.cpp, in alternating runs on one machine.
+
+    python -m ops.bench.engine MODEL.gguf [--f16 MODEL-F16.gguf] [--only ours-fp32,transformers]
+
+Run where the peers are installed beside this project (`pip install transformers llama-cpp-python`).
+Every round asks each contestant in turn for each measure; the table shows the best of the rounds,
+because what else runs on the machine only ever makes a run slower. With `--threads 1` seconds are
+the contestant's own processor time, which a busy machine leaves alone.
+"""
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any, Final
+
+import torch
+
+from ops.bench.engine_machine import bandwidth_bytes_per_s
+
+PROMPT_TOKENS: Final = 16
+PREFILL_TOKENS: Final = 256
+CACHED_TOKENS: Final = 1843
+LONG_TOKENS: Final = 2048
+BATCHES: Final = (1, 8, 32)
+VOCABULARY: Final = 49_152
+
+
+@dataclass(slots=True)
+class Runner:
+    """One contestant's process and the best seconds it has shown."""
+
+    name: str
+    process: subprocess.Popen[str]
+    load_s: float = 0.0
+    weights_bytes: int = 0
+    best: dict[str, float] = field(default_factory=dict)
+
+    def ask(self, *call: Any) -> Any:
+        """Ask for one call and wait for its answer."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(call) + "\n")
+        self.process.stdin.flush()
+        return self.answer()
+
+    def answer(self) -> Any:
+        """Read lines until the answer; libraries may print others."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith("ANSWER "):
+                return json.loads(line.removeprefix("ANSWER "))
+        raise RuntimeError(f"cannot measure {self.name}: its process ended")
+
+    def note(self, measure: str, seconds: float) -> None:
+        """Keep the best."""
+        self.best[measure] = min(seconds, self.best.get(measure, seconds))
+        print(f"{self.name} {measure}: {seconds:.3f} s", file=sys.stderr, flush=True)
+
+
+def start(name: str, model: Path, threads: int) -> Runner:
+    """Start the contestant `name` and wait until it has loaded."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ops.bench.engine_contestants", name, str(model), str(threads)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    runner = Runner(name, process)
+    loaded = runner.answer()
+    runner.load_s, runner.weights_bytes = loaded["load_s"], loaded["bytes"]
+    return runner
+
+
+def measure(runner: Runner, chance: Random, tokens: int) -> None:
+    """One round of every measure. Decode is the difference between long and short answers."""
+
+    def prompts(count: int, length: int) -> list[list[int]]:
+        return [[chance.randrange(100, VOCABULARY) for _ in range(length)] for _ in range(count)]
+
+    runner.note("prefill", runner.ask("generate", prompts(1, PREFILL_TOKENS), 1))
+    for batch in BATCHES:
+        asked = prompts(batch, PROMPT_TOKENS)
+        short = runner.ask("generate", asked, 1)
+        runner.note(f"decode{batch}", runner.ask("generate", asked, 1 + tokens) - short)
+    long = prompts(1, LONG_TOKENS)[0]
+    runner.ask("prime", long[:CACHED_TOKENS])
+    runner.note("ttft", runner.ask("first_token", long))
+
+
+def table(runners: list[Runner], tokens: int, copy_bytes_per_s: float) -> str:
+    """Return the results as a Markdown table."""
+    lines = [
+        "| engine | prefill tok/s | decode tok/s at 1 | at 8 | at 32 | TTFT ms, 2k 90 % cached"
+        " | peak RSS MiB | weights read MB/token | share of copy bandwidth at 1 | load s |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for runner in runners:
+        best = runner.best
+        decode = {batch: batch * tokens / best[f"decode{batch}"] for batch in BATCHES}
+        share = decode[1] * runner.weights_bytes / copy_bytes_per_s
+        lines.append(
+            f"| {runner.name} | {PREFILL_TOKENS / best['prefill']:.0f} | {decode[1]:.1f} |"
+            f" {decode[8]:.1f} | {decode[32]:.1f} | {best['ttft'] * 1e3:.0f} |"
+            f" {runner.ask('peak') / 2**20:.0f} | {runner.weights_bytes / 1e6:.0f} |"
+            f" {share:.0%} | {runner.load_s:.1f} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Start the contestants, alternate them, print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--f16", type=Path, help="the same weights as a GGUF file in F16")
+    parser.add_argument("--folder", type=Path, help="the same as transformers saves them")
+    parser.add_argument(
+        "--only", default="ours-fp32,ours-packed,transformers,llama.cpp,llama.cpp-f16"
+    )
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=24)
+    parser.add_argument("--threads", type=int, default=2)
+    arguments = parser.parse_args()
+    names = [
+        name
+        for name in arguments.only.split(",")
+        if arguments.f16 is not None or not name.endswith("f16")
+    ]
+    copy_bytes_per_s = bandwidth_bytes_per_s(arguments.threads)
+    runners: list[Runner] = []
+    try:
+        for name in names:
+            model = arguments.f16 if name.endswith("f16") else arguments.model
+            if name == "transformers" and arguments.folder is not None:
+                model = arguments.folder
+            runners.append(start(name, model, arguments.threads))
+        for number in range(arguments.rounds):
+            for runner in runners:
+                measure(runner, Random(number), arguments.tokens)
+            copy_bytes_per_s = max(copy_bytes_per_s, bandwidth_bytes_per_s(arguments.threads))
+            print(
+                f"round {number + 1}; Python {platform.python_version()}, torch"
+                f" {torch.__version__}; {arguments.threads} threads; copy"
+                f" {copy_bytes_per_s / 1e9:.1f} GB/s read + written\n"
+                + table(runners, arguments.tokens, copy_bytes_per_s),
+                flush=True,
+            )
+    finally:
+        for runner in runners:
+            runner.process.kill()
+            runner.process.wait()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,179 @@
+"""From nothing to a first token: a cold process, and a standby with its imports done.
+
+    python -m ops.bench.engine_cold MODEL.gguf [--quantisation file] [--rounds 2]
+
+The model's pages are dropped from the page cache (posix_fadvise) before each reading. Seconds are
+the wall's; beside them stand the process's own of the processor, which a busy machine leaves alone.
+"""
+
+import argparse
+import asyncio
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import aiohttp
+import msgspec
+import psutil
+
+from isochrone.wire.engine import EngineConfig
+
+_DEADLINE_S: Final = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Seconds:
+    """One measure."""
+
+    wall: float
+    processor: float
+
+    def __str__(self) -> str:
+        return f"{self.wall:.2f} ({self.processor:.2f})"
+
+
+def drop(path: Path) -> None:
+    """Drop the file's pages from the page cache."""
+    with path.open("rb") as file:
+        os.fdatasync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def raw_read(path: Path) -> Seconds:
+    """Read the file from the disk, once through."""
+    drop(path)
+    buffer = bytearray(8 * 1024 * 1024)
+    wall_s, processor_s = time.perf_counter(), time.process_time()
+    with path.open("rb", buffering=0) as file:
+        while file.readinto(buffer):
+            pass
+    return Seconds(time.perf_counter() - wall_s, time.process_time() - processor_s)
+
+
+def load_weights(path: Path, quantisation: str, threads: int) -> Seconds:
+    """Load the model in a process of its own that has its imports done; what `load` takes."""
+    drop(path)
+    code = (
+        "import sys, time, msgspec; from isochrone.wire.engine import EngineConfig;"
+        "from nodeagent.engine.loading import load;"
+        "config = msgspec.json.decode(sys.argv[1], type=EngineConfig);"
+        "w, p = time.perf_counter(), time.process_time(); load(config);"
+        "print(time.perf_counter() - w, time.process_time() - p)"
+    )
+    config = msgspec.json.encode(config_of(path, Path("unused"), quantisation, threads)).decode()
+    told = subprocess.run(
+        [sys.executable, "-c", code, config], check=True, capture_output=True, text=True
+    ).stdout.split()
+    return Seconds(float(told[0]), float(told[1]))
+
+
+def config_of(path: Path, folder: Path, quantisation: str, threads: int) -> EngineConfig:
+    """Return the engine's config; its socket lies in `folder`."""
+    values = {
+        "model_path": str(path),
+        "served_name": "m",
+        "socket": str(folder / "engine.sock"),
+        "quantisation": quantisation,
+        "threads": threads,
+        "kv_memory_bytes": 64 * 1024 * 1024,
+    }
+    return msgspec.convert(values, EngineConfig)
+
+
+async def first_token(path: Path, quantisation: str, threads: int, *, standby: bool) -> Seconds:
+    """Start an engine, or turn a standby into one, and wait for the first token of a prompt."""
+    with tempfile.TemporaryDirectory(prefix="cold") as name:
+        folder = Path(name)
+        config = config_of(path, folder, quantisation, threads)
+        (folder / "config.json").write_bytes(msgspec.json.encode(config))
+        arguments = ["--config", str(folder / "config.json")]
+        command = [sys.executable, "-m", "nodeagent.engine"]
+        log = folder / "log"
+        drop(path)
+        if standby:
+            process = _spawn([*command, "--standby"], folder / "standby.log")
+            await asyncio.to_thread(_wait_idle, process.pid)
+        wall_s, processor_s = time.perf_counter(), _processor_s(process.pid) if standby else 0.0
+        if standby:
+            order = {"arguments": arguments, "environment": {}, "log": str(log)}
+            assert process.stdin is not None
+            process.stdin.write(msgspec.json.encode(order) + b"\n")
+            process.stdin.close()
+        else:
+            process = _spawn([*command, *arguments], log)
+        try:
+            await _ask(config.socket)
+            return Seconds(time.perf_counter() - wall_s, _processor_s(process.pid) - processor_s)
+        finally:
+            process.terminate()
+            await asyncio.to_thread(process.wait)
+
+
+def _spawn(command: list[str], log: Path) -> subprocess.Popen[bytes]:
+    with log.open("wb") as out:
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=out, stderr=out)
+
+
+async def _ask(socket: str) -> None:
+    body = {"prompt": "The capital of France is", "max_tokens": 1, "temperature": 0}
+    async with asyncio.timeout(_DEADLINE_S):
+        while True:
+            connector = aiohttp.UnixConnector(socket)
+            async with aiohttp.ClientSession("http://engine", connector=connector) as http:
+                try:
+                    async with http.post("/v1/completions", json=body) as response:
+                        await response.read()
+                        assert response.status == 200
+                        return
+                except aiohttp.ClientConnectionError:
+                    await asyncio.sleep(0.01)
+
+
+def _processor_s(pid: int) -> float:
+    times = psutil.Process(pid).cpu_times()
+    return float(times.user + times.system)
+
+
+def _wait_idle(pid: int) -> None:
+    """Wait until the standby has its imports done: it uses no more of the processor."""
+    deadline_s = time.monotonic() + _DEADLINE_S
+    before = -1.0
+    while time.monotonic() < deadline_s and (before < 1.0 or _processor_s(pid) > before):
+        before = _processor_s(pid)
+        time.sleep(2.0)
+
+
+def main() -> None:
+    """Measure and print, the best of the rounds."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--quantisation", default="file")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=2)
+    asked = parser.parse_args()
+    best: dict[str, Seconds] = {}
+    for _ in range(asked.rounds):
+        found = {
+            "raw read, cold": raw_read(asked.model),
+            "load, cold": load_weights(asked.model, asked.quantisation, asked.threads),
+        }
+        for name, standby in (("first token, cold process", False), ("from a standby", True)):
+            found[name] = asyncio.run(
+                first_token(asked.model, asked.quantisation, asked.threads, standby=standby)
+            )
+        for name, one in found.items():
+            known = best.get(name, one)
+            best[name] = Seconds(min(known.wall, one.wall), min(known.processor, one.processor))
+            print(f"{name}: {one}", file=sys.stderr, flush=True)
+    print("| what | seconds (of the processor) |\n|---|---|")
+    for name, one in best.items():
+        print(f"| {name} | {one} |")
+
+
+if __name__ == "__main__":
+    main()

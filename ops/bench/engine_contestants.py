@@ -1,0 +1,280 @@
+"""The engines that `engine.py` compares, each in a process of its own behind the same four calls.
+
+Rule 1: same weights, same prompts (token ids), same threads, greedy, no end token.
+Rule 2: a call answers with seconds; the parent makes rates of them, so no contestant does sums.
+Rule 3: peers (transformers, llama.cpp) are imported only in their own process: neither is a
+dependency of this project.
+"""
+
+import copy
+import itertools
+import json
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+Prompts = list[list[int]]
+
+
+def clock_s() -> float:
+    """The wall's clock; with one thread, this process's own processor time.
+
+    One thread's processor time is the same however busy the machine is with others, which the
+    wall's is not; with more threads it would count their waiting for one another.
+    """
+    return time.process_time() if sys.argv[3] == "1" else time.perf_counter()
+
+
+class Contestant(Protocol):
+    """What every engine can be asked."""
+
+    def generate(self, prompts: Prompts, tokens: int) -> float:
+        """Seconds to answer all `prompts` at once with `tokens` each; nothing is cached before."""
+        ...
+
+    def prime(self, prefix: list[int]) -> None:
+        """Have `prefix` in the KV cache."""
+        ...
+
+    def first_token(self, prompt: list[int]) -> float:
+        """Seconds to the first token of `prompt`, whose beginning was primed."""
+        ...
+
+    def weights_bytes(self) -> int:
+        """Bytes that one step reads of the weights."""
+        ...
+
+
+class Ours:
+    """The embedded engine, its step turned by hand."""
+
+    def __init__(self, model: Path, threads: int, dtype: str) -> None:
+        from isochrone.wire.engine import EngineConfig
+        from nodeagent.engine.checkpoint.opening import open_checkpoint
+        from nodeagent.engine.loading import load
+
+        values = {
+            "model_path": str(model),
+            "served_name": "bench",
+            "socket": "unused",
+            "threads": threads,
+            "dtype": "fp32" if dtype == "packed" else dtype,
+            "quantisation": "file" if dtype == "packed" else "none",
+            "kv_memory_bytes": 1 << 29,
+            "context_tokens_max": 4096,
+            "sequences_max": 32,
+            "batch_tokens_max": 512,
+        }
+        source, _ = open_checkpoint(model)
+        self._shape = source.shape
+        source.close()
+        self._loaded = load(msgspec.convert(values, EngineConfig))
+        self._numbers = itertools.count(1)
+        self._salt = b""
+        self._packed = dtype == "packed"
+
+    def generate(self, prompts: Prompts, tokens: int) -> float:
+        number = next(self._numbers)
+        return self._run(prompts, tokens, b"fresh-%d" % number)
+
+    def prime(self, prefix: list[int]) -> None:
+        self._salt = b"primed-%d" % next(self._numbers)
+        self._run([prefix], 1, self._salt)
+
+    def first_token(self, prompt: list[int]) -> float:
+        return self._run([prompt], 1, self._salt)
+
+    def weights_bytes(self) -> int:
+        shape = self._shape
+        if not self._packed:
+            return self._loaded.weights_bytes
+        # Four bits and two bf16 numbers for 32 weights; the head in fp16.
+        head = shape.vocabulary * shape.hidden
+        return int((shape.parameters() - head) * (0.5 + 4 / 32)) + 2 * head
+
+    def _run(self, prompts: Prompts, tokens: int, salt: bytes) -> float:
+        from nodeagent.engine.decide.sequence import Ending, Sequence
+        from nodeagent.engine.sampling import Sampler, SamplingParams
+        from nodeagent.engine.step import Generation
+        from nodeagent.engine.text import StopStrings, TokenText
+
+        engine = self._loaded.engine
+        started_s = clock_s()
+        for prompt in prompts:
+            engine.submit(
+                Generation(
+                    Sequence(next(self._numbers), list(prompt), Ending(tokens, frozenset()), salt),
+                    Sampler(SamplingParams(temperature=0), []),
+                    TokenText(self._loaded.vocabulary),
+                    StopStrings(()),
+                )
+            )
+        while engine.busy:
+            engine.step()
+        return clock_s() - started_s
+
+
+class Transformers:
+    """transformers' `generate` in fp32: the whole batch at once, its own KV cache."""
+
+    def __init__(self, model: Path, threads: int) -> None:
+        import torch
+        from transformers import (  # type: ignore[import-not-found,unused-ignore]
+            AutoModelForCausalLM,
+        )
+
+        self._torch = torch
+        torch.set_num_threads(threads)
+        loader: Any = AutoModelForCausalLM
+        # From a GGUF file it takes a minute of a processor; from its own folder a second.
+        source = (
+            {"pretrained_model_name_or_path": model}
+            if model.is_dir()
+            else {"pretrained_model_name_or_path": model.parent, "gguf_file": model.name}
+        )
+        self._model: Any = loader.from_pretrained(**source, dtype=torch.float32).eval()
+        self._cache: Any = None
+
+    def generate(self, prompts: Prompts, tokens: int) -> float:
+        return self._generate(prompts, tokens)
+
+    def prime(self, prefix: list[int]) -> None:
+        with self._torch.inference_mode():
+            ids = self._torch.tensor([prefix])
+            self._cache = self._model(ids, use_cache=True).past_key_values
+
+    def first_token(self, prompt: list[int]) -> float:
+        return self._generate([prompt], 1, past_key_values=copy.deepcopy(self._cache))
+
+    def weights_bytes(self) -> int:
+        return sum(weight.numel() * weight.element_size() for weight in self._model.parameters())
+
+    def _generate(self, prompts: Prompts, tokens: int, **more: Any) -> float:
+        ids = self._torch.tensor(prompts)
+        with self._torch.inference_mode():
+            started_s = clock_s()
+            self._model.generate(
+                ids,
+                attention_mask=self._torch.ones_like(ids),
+                max_new_tokens=tokens,
+                min_new_tokens=tokens,
+                do_sample=False,
+                repetition_penalty=1.0,
+                pad_token_id=0,
+                **more,
+            )
+            return clock_s() - started_s
+
+
+class LlamaCpp:
+    """llama.cpp through its C API: one llama_batch a step, as its own server builds it."""
+
+    def __init__(self, model: Path, threads: int) -> None:
+        import llama_cpp  # type: ignore[import-not-found,unused-ignore]
+        import numpy as np
+
+        self._api: Any = llama_cpp
+        self._np = np
+        self._bytes = model.stat().st_size
+        llama_cpp.llama_backend_init()
+        loading = llama_cpp.llama_model_default_params()
+        self._model = llama_cpp.llama_model_load_from_file(str(model).encode(), loading)
+        params = llama_cpp.llama_context_default_params()
+        params.n_ctx = 32 * 512
+        params.n_batch = params.n_ubatch = 512
+        params.n_seq_max = 32
+        params.n_threads = params.n_threads_batch = threads
+        params.kv_unified = True
+        self._context = llama_cpp.llama_init_from_model(self._model, params)
+        self._batch = llama_cpp.llama_batch_init(512, 0, 1)
+        vocabulary = llama_cpp.llama_model_get_vocab(self._model)
+        self._vocabulary = llama_cpp.llama_vocab_n_tokens(vocabulary)
+        self._memory = llama_cpp.llama_get_memory(self._context)
+        self._primed = 0
+
+    def generate(self, prompts: Prompts, tokens: int) -> float:
+        self._api.llama_memory_clear(self._memory, True)
+        started_s = clock_s()
+        lengths = [len(prompt) for prompt in prompts]
+        following = [self._prefill(row, prompt, 0) for row, prompt in enumerate(prompts)]
+        for _ in range(tokens - 1):
+            rows = [(token, lengths[row], row, True) for row, token in enumerate(following)]
+            self._decode(rows)
+            following = [self._best(row) for row in range(len(rows))]
+            lengths = [length + 1 for length in lengths]
+        return clock_s() - started_s
+
+    def prime(self, prefix: list[int]) -> None:
+        self._api.llama_memory_clear(self._memory, True)
+        self._prefill(0, prefix, 0)
+        self._primed = len(prefix)
+
+    def first_token(self, prompt: list[int]) -> float:
+        self._api.llama_memory_seq_rm(self._memory, 0, self._primed, -1)
+        started_s = clock_s()
+        self._prefill(0, prompt[self._primed :], self._primed)
+        return clock_s() - started_s
+
+    def weights_bytes(self) -> int:
+        return self._bytes
+
+    def _prefill(self, sequence: int, tokens: list[int], start: int) -> int:
+        rows = [
+            (token, start + index, sequence, index == len(tokens) - 1)
+            for index, token in enumerate(tokens)
+        ]
+        for at in range(0, len(rows), 512):
+            self._decode(rows[at : at + 512])
+        return self._best(len(rows[at:]) - 1)
+
+    def _decode(self, rows: list[tuple[int, int, int, bool]]) -> None:
+        batch = self._batch
+        batch.n_tokens = len(rows)
+        for index, (token, position, sequence, wanted) in enumerate(rows):
+            batch.token[index] = token
+            batch.pos[index] = position
+            batch.n_seq_id[index] = 1
+            batch.seq_id[index][0] = sequence
+            batch.logits[index] = wanted
+        if self._api.llama_decode(self._context, batch) != 0:
+            raise RuntimeError(f"cannot decode {len(rows)} tokens with llama.cpp")
+
+    def _best(self, row: int) -> int:
+        logits = self._api.llama_get_logits_ith(self._context, row)
+        return int(self._np.ctypeslib.as_array(logits, (self._vocabulary,)).argmax())
+
+
+def build(name: str, model: Path, threads: int) -> Contestant:
+    """Return the contestant called `name`: `ours-DTYPE`, `transformers` or `llama.cpp...`."""
+    if name == "transformers":
+        return Transformers(model, threads)
+    if name.startswith("llama.cpp"):
+        return LlamaCpp(model, threads)
+    return Ours(model, threads, name.removeprefix("ours-"))
+
+
+def main() -> None:
+    """Serve calls, a JSON line each, until standard input ends."""
+    name, model, threads = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+    started_s = clock_s()
+    contestant = build(name, model, threads)
+    _say({"load_s": clock_s() - started_s, "bytes": contestant.weights_bytes()})
+    for line in sys.stdin:
+        call, *arguments = json.loads(line)
+        if call == "peak":
+            _say(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+        else:
+            _say(getattr(contestant, call)(*arguments))
+
+
+def _say(answer: object) -> None:
+    sys.stdout.write("ANSWER " + json.dumps(answer) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""Where a decode step's time goes: matrix products, attention, and all the rest.
+
+    python -m ops.bench.engine_profile MODEL.gguf [--quantisation file] [--batch 8] [--threads 1]
+
+torch's profiler gives each operator's own time; what remains of the step's time, measured without
+the profiler, is Python and dispatch. With one thread the step's time is the processor's, so that a
+busy machine does not change it.
+"""
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from isochrone.wire.engine import EngineConfig
+from nodeagent.engine.decide.sequence import Ending, Sequence
+from nodeagent.engine.loading import load
+from nodeagent.engine.sampling import Sampler, SamplingParams
+from nodeagent.engine.step import Engine, Generation
+from nodeagent.engine.text import StopStrings, TokenText
+
+STEPS: Final = 12
+PROMPT_TOKENS: Final = 64
+PRODUCTS: Final = ("linear", "pack_mm", "::mm", "::addmm", "::bmm")
+ATTENTION: Final = ("scaled_dot_product", "index_select")
+
+
+def part_of(operator: str) -> str:
+    """Sort an operator into what it is for."""
+    if any(word in operator for word in ATTENTION):
+        return "attention"
+    return "products" if any(word in operator for word in PRODUCTS) else "other operators"
+
+
+def run(engine: Engine, steps: int) -> float:
+    """Turn the crank; return seconds a step."""
+    started_s = time.process_time()
+    for _ in range(steps):
+        engine.step()
+    return (time.process_time() - started_s) / steps
+
+
+def main() -> None:
+    """Profile and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--quantisation", default="none")
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rows", type=int, default=12)
+    arguments = parser.parse_args()
+    values = {
+        "model_path": str(arguments.model),
+        "served_name": "profile",
+        "socket": "unused",
+        "threads": arguments.threads,
+        "quantisation": arguments.quantisation,
+        "sequences_max": max(arguments.batch, 2),
+    }
+    loaded = load(msgspec.convert(values, EngineConfig))
+    engine = loaded.engine
+    for number in range(arguments.batch):
+        tokens = [100 + number * 7 + index for index in range(PROMPT_TOKENS)]
+        engine.submit(
+            Generation(
+                Sequence(number, tokens, Ending(1000, frozenset())),
+                Sampler(SamplingParams(temperature=0), []),
+                TokenText(loaded.vocabulary),
+                StopStrings(()),
+            )
+        )
+    run(engine, 6)
+    step_s = min(run(engine, STEPS) for _ in range(3))
+    report(engine, step_s, arguments.batch, arguments.rows)
+
+
+def report(engine: Engine, step_s: float, batch: int, rows: int) -> None:
+    """Profile more steps and print the shares."""
+    import torch.profiler
+
+    with torch.profiler.profile() as profile:
+        run(engine, STEPS)
+    averages: Any = profile.key_averages()
+    own = {one.key: one.self_cpu_time_total / STEPS / 1e3 for one in averages}
+    parts: dict[str, float] = {}
+    for name, own_ms in own.items():
+        parts[part_of(name)] = parts.get(part_of(name), 0.0) + own_ms
+    print(f"batch {batch}: {step_s * 1e3:.2f} ms a step without the profiler")
+    print("\n| part | ms a step, profiled |\n|---|---|")
+    for name, part_ms in sorted(parts.items(), key=lambda item: -item[1]):
+        print(f"| {name} | {part_ms:.2f} |")
+    print("\n| operator | ms a step, own |\n|---|---|")
+    for name, own_ms in sorted(own.items(), key=lambda item: -item[1])[:rows]:
+        print(f"| {name} | {own_ms:.2f} |")
+
+
+if __name__ == "__main__":
+    main()

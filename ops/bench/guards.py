@@ -1,0 +1,152 @@
+"""What a request pays for the guards: key, limits, queue and health; and what guessed keys cost.
+
+    python -m ops.bench.guards
+
+Prints the table of ops/bench/guards.md. Everything runs in one process, in turns, so that the
+machine's mood falls on all alike; the best of the turns is what the code costs.
+"""
+
+import gc
+import hashlib
+import time
+from collections.abc import Callable
+from typing import Final
+
+import psutil
+
+from isochrone.wire.errors import ApiError
+from isochrone.wire.ids import DeploymentId, KeyId, ReplicaId, TenantId
+from isochrone.wire.keys import format_key, parse_key
+from isochrone.wire.model import Price
+from isochrone.wire.routes import KeyEntry, Limits
+from router.decide.admit import authenticate
+from router.decide.fair import FairQueue, Ticket
+from router.decide.health import Health, RetryBudget
+from router.decide.limits import Gate
+
+TURNS: Final = 15
+CALLS: Final = 4_000
+KEYS: Final = 5_000
+GUESSES: Final = 1_000_000
+UNIX_S: Final = 1.7e9
+D: Final = DeploymentId("d")
+ALL: Final = Limits(
+    requests_per_min=10**9,
+    tokens_per_min=10**12,
+    concurrency=10**6,
+    tokens_per_day=10**15,
+    spend_per_day=1e12,
+)
+
+
+def a_key(number: int, limits: Limits) -> tuple[str, KeyEntry]:
+    """Return a key's text and its entry in the table."""
+    text = format_key(KeyId(f"{number:012d}"), hashlib.sha256(b"%d" % number).digest())
+    parsed = parse_key(text)
+    assert parsed is not None
+    entry = KeyEntry(
+        key_id=parsed[0], secret_sha256=parsed[1], tenant_id=TenantId("t"), limits=limits
+    )
+    return f"Bearer {text}", entry
+
+
+def cases() -> dict[str, Callable[[int], None]]:
+    """Return what is measured: each takes the number of the call."""
+    made = [a_key(number, ALL) for number in range(KEYS)]
+    keys = {entry.key_id: entry for _, entry in made}
+    gate, health, budget = Gate(), Health(), RetryBudget()
+    price = Price(prompt_per_million=1.0, output_per_million=2.0)
+    free = a_key(KEYS, Limits())[1]
+    queue: FairQueue[Ticket] = FairQueue(100_000)
+    tenants = [TenantId(f"t{number}") for number in range(1000)]
+    for number in range(10_000):
+        queue.push(Ticket(D, tenants[number % 1000], 100))
+    replica = ReplicaId("r")
+
+    def limits(call: int) -> None:
+        now_s = 1.0 + call * 1e-3
+        spend = price.spend(100, 0, 50)
+        entry = gate.enter(made[call % KEYS][1], 150, now_s, UNIX_S, spend)
+        entry.leave(120, now_s, price.spend(100, 20, 20))
+
+    def no_limits(call: int) -> None:
+        gate.enter(free, 150, 1.0, UNIX_S).leave(120, 1.0)
+
+    def headers(call: int) -> None:
+        entry = gate.enter(made[call % KEYS][1], 150, 10.0, UNIX_S)
+        entry.headers(10.0)
+        entry.leave(150, 10.0)
+
+    def queued(call: int) -> None:
+        queue.push(Ticket(D, tenants[call % 1000], 100))
+        head = queue.head(D)
+        assert head is not None
+        queue.take(head, float(call))
+
+    def well(call: int) -> None:
+        budget.deposit(call * 1e-3)
+        health.picked(replica, call * 1e-3)
+        health.answered(replica)
+
+    return {
+        "key: `authenticate`": lambda call: void(authenticate(keys, made[call % KEYS][0], UNIX_S)),
+        "limits: `enter` + `leave`, all five limits": limits,
+        "limits: `enter` + `leave`, a key without any": no_limits,
+        "limits: the same with `x-ratelimit-*` headers written": headers,
+        "queue: in and out, 10,000 of 1,000 tenants waiting": queued,
+        "health and retry budget, a replica that is well": well,
+    }
+
+
+def void(_: object) -> None:
+    """Drop a result."""
+
+
+def best_us(case: Callable[[int], None]) -> float:
+    """Return one turn's microseconds a call."""
+    began = time.perf_counter()
+    for call in range(CALLS):
+        case(call)
+    return 1e6 * (time.perf_counter() - began) / CALLS
+
+
+def guess() -> tuple[int, float, float]:
+    """Try keys that do not exist; return how many states and MiB they left, and us a guess."""
+    known = a_key(0, ALL)[1]
+    gate, process = Gate(), psutil.Process()
+    gc.collect()
+    before = process.memory_info().rss
+    began = time.perf_counter()
+    text = format_key(KeyId("0" * 12), bytes(32))
+    for number in range(GUESSES):
+        # Another id and secret each time; the checksum is right for every hundredth.
+        tail = f"{number:07d}"
+        guessed = f"iso_{tail.rjust(12, 'a')}_{tail.rjust(43, 'B')}{text[-7:]}"
+        if number % 100 == 0:
+            guessed = format_key(KeyId(tail.rjust(12, "a")), number.to_bytes(32, "big"))
+        try:
+            gate.enter(authenticate({known.key_id: known}, f"Bearer {guessed}", UNIX_S), 1, 0, 0)
+        except ApiError:
+            continue
+    took_us = 1e6 * (time.perf_counter() - began) / GUESSES
+    return len(gate), (process.memory_info().rss - before) / 2**20, took_us
+
+
+def main() -> None:
+    """Measure and print."""
+    rows = {name: (case, list[float]()) for name, case in cases().items()}
+    for _ in range(TURNS):
+        for case, taken in rows.values():
+            taken.append(best_us(case))
+    print("| what | best, us | median, us |\n|---|---:|---:|")
+    for name, (_, taken) in rows.items():
+        print(f"| {name} | {min(taken):.2f} | {sorted(taken)[TURNS // 2]:.2f} |")
+    states, grown_mib, took_us = guess()
+    print(
+        f"\n{GUESSES:,} guessed keys: {states} states kept, "
+        f"{grown_mib:+.1f} MiB of memory, {took_us:.2f} us each."
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Fuzzing: files that lie, made by the thousand from files that do not."""

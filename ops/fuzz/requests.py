@@ -1,0 +1,157 @@
+"""The router's parser wall against mutated HTTP, with h11 as the judge.
+
+`python -m ops.fuzz.requests SECONDS [SEED]`. A request that the wall lets through must be one that
+h11 reads too, with the same method, target and body: what two parsers read in two ways is how
+requests are smuggled. And whatever comes, nothing but an ApiError may come out of the reader.
+"""
+
+import random
+import re
+import sys
+import time
+from typing import Any, Final
+
+import h11
+
+from isochrone.wire.errors import ApiError
+from isochrone.wire.routes import KeyEntry
+from router.dataplane.http1 import Request
+from router.dataplane.requests import RequestReader
+
+SEEDS: Final = (
+    b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\n\r\nhello",
+    b"POST /v1/x HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n",
+    b"POST /v1/x HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
+    b"3;a=b\r\nhel\r\n2\r\nlo\r\n0\r\nX-T: 1\r\n\r\n",
+    b"GET /healthz?x=1 HTTP/1.1\r\nHost: a:80\r\nAccept: */*\r\nX: y\r\n\r\n",
+    b"HEAD / HTTP/1.0\r\n\r\n",
+    b"POST http://a/b HTTP/1.1\r\nHost: a\r\nExpect: 100-continue\r\nContent-Length: 2\r\n\r\nhi",
+    b"POST / HTTP/1.1\r\nHost: a\r\nConnection: Upgrade\r\nUpgrade: h2c\r\nContent-Length: 3\r\n"
+    b"\r\nabcGET / HTTP/1.1\r\nHost: a\r\n\r\n",
+)
+PIECES: Final = (
+    b"\r\n", b"\n", b"\r", b"\0", b" ", b"\t", b":", b",", b";", b"0", b"-", b"+", b"0x",
+    b"Content-Length: 5\r\n", b"Content-Length: 0\r\n", b"Content-Length: 05\r\n",
+    b"Transfer-Encoding: chunked\r\n", b"Transfer-Encoding: identity\r\n",
+    b"Transfer-Encoding: chunked, chunked\r\n", b"Transfer-Encoding:\x0bchunked\r\n",
+    b"Host: b\r\n", b"Connection: close\r\n", b"HTTP/1.0", b"HTTP/1.1", b"HTTP/2.0", b"5\r\n",
+    b"0\r\n\r\n", b"ffffffffffffffff\r\n", b"GET / HTTP/1.1\r\nHost: a\r\n\r\n", b"\xff", b"%00",
+)  # fmt: skip
+BYTES_MAX: Final = 4096
+
+
+class Collector:
+    """What the wall let through."""
+
+    def __init__(self) -> None:
+        self.requests: list[Request] = []
+
+    def request_begins(self) -> None:
+        """Need no deadline here."""
+
+    def head_is_whole(self, *, expects_continue: bool) -> None:
+        """Need no answer here."""
+
+    def request_is_whole(self, request: Request) -> None:
+        """Keep what was let through."""
+        self.requests.append(request)
+
+
+def _anybody(method: bytes, target: bytes, headers: object) -> KeyEntry | None:
+    return None
+
+
+def mutated(chance: random.Random) -> bytes:
+    """Return a request with a few bytes moved, doubled, dropped or put in."""
+    data = bytearray(chance.choice(SEEDS))
+    if chance.random() < 0.3:
+        data += chance.choice(SEEDS)
+    for _ in range(chance.randint(1, 4)):
+        at = chance.randrange(len(data) + 1)
+        kind = chance.random()
+        if kind < 0.5:
+            data[at:at] = chance.choice(PIECES)
+        elif kind < 0.7:
+            del data[at : at + chance.randint(1, 6)]
+        elif kind < 0.85 and at < len(data):
+            data[at] = chance.randrange(256)
+        else:
+            data[at:at] = data[max(0, at - chance.randint(1, 30)) : at]
+    return bytes(data)
+
+
+def through_the_wall(data: bytes, chance: random.Random) -> list[Request]:
+    """Feed the reader in pieces; return what came through before it refused."""
+    collector = Collector()
+    reader = RequestReader(collector, _anybody, BYTES_MAX, lambda: 0.0)
+    while data:
+        size = chance.randint(1, len(data))
+        try:
+            reader.feed(data[:size])
+        except ApiError:
+            break
+        data = data[size:]
+    return collector.requests
+
+
+def by_the_judge(data: bytes) -> list[tuple[bytes, bytes, bytes]]:
+    """Return (method, target, body) of each request as h11 reads them, until it refuses."""
+    judge = h11.Connection(h11.SERVER, max_incomplete_event_size=64 * 1024)
+    # Known and harmless, for heads are never passed on: more than one space before the version.
+    judge.receive_data(re.sub(rb" +(HTTP/1\.[01]\r\n)", rb" \1", data))
+    judged: list[tuple[bytes, bytes, bytes]] = []
+    try:
+        while True:
+            event: Any = judge.next_event()
+            if not isinstance(event, h11.Request):
+                return judged
+            body = b""
+            while isinstance(part := judge.next_event(), h11.Data):
+                body += bytes(part.data)
+            if not isinstance(part, h11.EndOfMessage):
+                return judged
+            judged.append((bytes(event.method), bytes(event.target), body))
+            judge.send(h11.Response(status_code=200, headers=[("content-length", "0")]))
+            judge.send(h11.EndOfMessage())
+            judge.start_next_cycle()
+    except (h11.RemoteProtocolError, h11.LocalProtocolError):
+        return judged
+
+
+def disagreement(data: bytes, passed: list[Request]) -> str:
+    """Say where what was let through is not what the judge read; empty where it is."""
+    judged = by_the_judge(data)
+    for number, request in enumerate(passed):
+        if number >= len(judged):
+            return f"request {number} was let through, the judge refuses it"
+        method, target, body = judged[number]
+        whole = request.path + (f"?{request.query}" if request.query else "")
+        if request.method != method or request.body != body:
+            return f"request {number}: {request.method!r} {request.body!r} not {method!r} {body!r}"
+        if target.startswith(b"/") and not target.decode("latin-1").startswith(whole):
+            return f"request {number}: target {whole!r} not {target!r}"
+    return ""
+
+
+def main() -> int:
+    """Run for so many seconds; the exit status is the number of findings."""
+    seconds = float(sys.argv[1])
+    seed = int(sys.argv[2]) if len(sys.argv) > 2 else 1
+    chance = random.Random(seed)
+    tried = passed = 0
+    findings: dict[str, bytes] = {}
+    until_s = time.monotonic() + seconds
+    while time.monotonic() < until_s and len(findings) < 20:
+        data = mutated(chance)
+        tried += 1
+        requests = through_the_wall(data, chance)
+        passed += len(requests)
+        found = disagreement(data, requests) if requests else ""
+        if found and findings.setdefault(found, data) is data:
+            print(f"{found}\n  {data!r}", flush=True)
+    print(f"{tried} inputs, {passed} requests let through, {len(findings)} findings, seed {seed}")
+    return len(findings)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

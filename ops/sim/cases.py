@@ -1,0 +1,73 @@
+"""The cases of the proof: which trace on which fleet, and how fast it must go for a given load.
+
+Load is what a trace asks for in its busiest twentieth, as a share of what the fleet could do if all
+replicas read prompts all the time, with as much of the prompts cached as the oracle has there.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from ops.sim import traces
+from ops.sim.traces import Request
+from ops.sim.world import BIG, LLAMA_8B, Model, World, a_world
+
+WINDOWS: Final = 20
+
+
+class Case(NamedTuple):
+    """A trace, the model that answers it, and which share of its prompts the oracle has cached."""
+
+    name: str
+    read: Callable[[Path, int], list[Request]]
+    path: str
+    model: Model
+    cached_share: float
+
+
+CASES: Final = (
+    Case(
+        "Mooncake conversation",
+        traces.mooncake,
+        "traces/mooncake_conversation_trace.jsonl.gz",
+        BIG,
+        0.30,
+    ),
+    Case("Azure 2023 conversation", traces.azure, "traces/azure2023_conv.csv.gz", LLAMA_8B, 0.0),
+    Case("ServeGen sessions", traces.sessions, "servegen", LLAMA_8B, 0.77),
+)
+
+
+def world_of(case: Case, folder: Path) -> World:
+    """Return the fleet of a case."""
+    return a_world(folder / "rtt" / "azure_region_rtt_matrix.csv", case.model)
+
+
+def seconds_each(world: World, requests: Sequence[Request], cached_share: float) -> float:
+    """Return how long the whole fleet is busy with one of these requests, on average."""
+    per_s = 0.0
+    outputs = sum(request.output_tokens for request in requests) / len(requests)
+    for site in world.sites:
+        profile = site.profile
+        work = 0.0
+        for request in requests:
+            tokens = request.prompt_tokens
+            depth = tokens * (1 + cached_share) / 2
+            read = tokens * (1 - cached_share) * (1 + depth / profile.attention_tokens)
+            work += max(read, profile.step_s * site.true_rate)
+        # Beside a prompt, a token of output costs what it adds to the step.
+        busy_s = work / len(requests) / site.true_rate + outputs * profile.step_per_sequence_s
+        per_s += 1 / busy_s
+    return 1 / per_s
+
+
+def speed_for(load: float, world: World, requests: Sequence[Request], cached_share: float) -> float:
+    """Return by how much to speed the trace up so that its busiest part is `load`."""
+    ends_s = requests[-1].at_s
+    counts = [0.0] * WINDOWS
+    for request in requests:
+        at = min(WINDOWS - 1, int(WINDOWS * request.at_s / ends_s))
+        counts[at] += request.prompt_tokens
+    share = max(counts) / sum(counts)
+    busy_s = share * len(requests) * seconds_each(world, requests, cached_share)
+    return load * ends_s / WINDOWS / busy_s

@@ -1,0 +1,45 @@
+"""Where traces and round trips come from: a folder of public data, or the small extract here.
+
+The folder is `--data`, else `$ISOCHRONE_DATA`, else `../shared/data` from the repository's root.
+"""
+
+import csv
+import gzip
+import io
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+ROOT: Final = Path(__file__).parents[2]
+EXTRACT: Final = Path(__file__).parent / "extract"
+
+
+class NoData(Exception):
+    """What a simulation needs is not there."""
+
+
+def folder(named: str | None = None) -> Path:
+    """Return the folder of public data, or raise NoData with what to do."""
+    path = Path(named or os.environ.get("ISOCHRONE_DATA") or ROOT.parent / "shared" / "data")
+    if not (path / "traces").is_dir():
+        raise NoData(
+            f"cannot simulate: {path} has no traces/; name the folder of public data with --data "
+            "or ISOCHRONE_DATA (what belongs in it: ops/sim/choice.md)"
+        )
+    return path
+
+
+def lines(path: Path) -> Iterator[str]:
+    """Yield the lines of a file, compressed or not."""
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise NoData(f"cannot read {path}: {error.strerror}") from error
+    text = gzip.decompress(raw) if path.suffix == ".gz" else raw
+    yield from io.StringIO(text.decode())
+
+
+def rows(path: Path) -> Iterator[dict[str, str]]:
+    """Yield the rows of a CSV file with a head line."""
+    yield from csv.DictReader(lines(path))

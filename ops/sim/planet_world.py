@@ -1,0 +1,286 @@
+"""The planet that is simulated: cities, fleet, models, demand, drawn by stated rules and a seed.
+
+- Cities: the 335 most peopled sites of a large CDN (cloudflare-colo-list, MIT) by the people who
+  live nearest to each (GeoNames, CC-BY-4.0), with their time zones.
+- Fleet: the 190 first of these have GPUs. The first 40 have 4 to 7 nodes of 8 h100-80g (half of
+  these PoPs h200-141g), the next 70 have 2 to 4 nodes of 8 (h100-80g, a100-80g or l40s-48g), the
+  rest 1 to 3 nodes of 4 (l40s-48g or l4-24g).
+- Models: 100, of 1 to 1,000 GB, log-uniform; the likelier popular the smaller (rank correlation
+  about 0.75); popularity Zipf with exponent 1; each region's taste is lognormal (0.6) a model.
+- Demand: requests/s by people, by the hour-of-day profile of ServeGen's m-small (Apache-2.0) in
+  local time, five parts in six at weekends, with noise that a minute remembers of the last (5 %).
+"""
+
+import csv
+import gzip
+import json
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Final, NamedTuple
+from zoneinfo import ZoneInfo
+
+import numpy as np
+
+from isochrone.wire.ids import DeploymentId, DeviceId, ModelId, NodeId, PopId
+from isochrone.wire.model import Deployment, EngineSettings, Model, Policy
+from isochrone.wire.report import Device, Profile
+from isochrone.wire.routes import Pop
+from ops.sim.small import a_model, devices_for, speed_profile
+from scheduler.decide.capacity import GIB
+from scheduler.decide.cluster import DemandRate, MeasuredProfile, Node
+from scheduler.decide.device_classes import CLASSES
+from scheduler.decide.flow import Floats
+
+CITIES: Final = 335
+GPU_CITIES: Final = 190
+MODELS: Final = 100
+REQUESTS_PER_S: Final = 8_000.0
+"""Of the whole planet on the average minute."""
+
+PROMPT_TOKENS: Final = 700.0
+OUTPUT_TOKENS: Final = 250.0
+"""Uncached prompt and output of a request on average (azure2023_conv: 1,155 of which some is
+cached, and 211; mooncake: 343)."""
+
+LEAST_REQUESTS_PER_S: Final = 0.001
+SPEED: Final = {
+    "h200-141g": 1.3,
+    "h100-80g": 1.0,
+    "a100-80g": 0.55,
+    "l40s-48g": 0.3,
+    "l4-24g": 0.1,
+}
+START: Final = datetime(2026, 6, 1, tzinfo=UTC)
+
+
+class World(NamedTuple):
+    """What does not change by itself; demand follows from the minute."""
+
+    pops: tuple[Pop, ...]
+    people: Floats
+    offset_h: Floats
+    regions: list[str]
+    nodes: tuple[Node, ...]
+    models: tuple[Model, ...]
+    deployments: tuple[Deployment, ...]
+    profiles: tuple[MeasuredProfile, ...]
+    share: Floats
+    profile: Floats
+    noise: Floats
+    rates: dict[tuple[int, str], Profile]
+
+    def requests(self, minute: int) -> Floats:
+        """Return requests/s by city and deployment in a minute since Monday 00:00 UTC."""
+        local = (minute / 60 + self.offset_h) % 168
+        hour = local % 24
+        before = np.floor(hour).astype(int)
+        part = hour - before
+        level = self.profile[before] * (1 - part) + self.profile[(before + 1) % 24] * part
+        level = np.where(local >= 120, level * 5 / 6, level)
+        level = level * self.people * self.noise[minute % len(self.noise)]
+        return np.asarray(REQUESTS_PER_S * level[:, None] * self.share, dtype=np.float64)
+
+
+def draw(data: Path, seed: int = 1) -> World:
+    """Return the planet of a seed."""
+    rng = np.random.default_rng(seed)
+    pops, people, zones, regions = _cities(data)
+    nodes = tuple(
+        node for rank, pop in enumerate(pops[:GPU_CITIES]) for node in _nodes(rng, rank, pop)
+    )
+    models, deployments, profiles = _catalogue(rng)
+    share = _share(rng, regions, len(deployments))
+    shape = json.loads((data / "servegen" / "stats.json").read_text())["m-small"]["hour_profile"]
+    hours = np.array(shape, dtype=np.float64)
+    return World(
+        pops=pops,
+        people=people / people.sum(),
+        offset_h=np.array([_offset_h(zone) for zone in zones]),
+        regions=regions,
+        nodes=nodes,
+        models=models,
+        deployments=deployments,
+        profiles=profiles,
+        share=share,
+        profile=hours / hours.mean(),
+        noise=_noise(rng, len(pops)),
+        rates={
+            (number, row.device_class): row.profile
+            for number, model in enumerate(models)
+            for row in profiles
+            if row.model_id == model.model_id
+        },
+    )
+
+
+def demand_rows(world: World, requests: Floats) -> tuple[DemandRate, ...]:
+    """Return the rows that a picture holds of requests/s by city and deployment."""
+    cities, deployments = np.nonzero(requests >= LEAST_REQUESTS_PER_S)
+    names = [deployment.deployment_id for deployment in world.deployments]
+    pops = [pop.pop for pop in world.pops]
+    values = requests[cities, deployments]
+    return tuple(
+        DemandRate(
+            deployment_id=names[number],
+            pop=pops[city],
+            requests_per_s=value,
+            uncached_tokens_per_s=value * PROMPT_TOKENS,
+            output_tokens_per_s=value * OUTPUT_TOKENS,
+        )
+        for city, number, value in zip(
+            cities.tolist(), deployments.tolist(), values.tolist(), strict=True
+        )
+    )
+
+
+def _cities(data: Path) -> tuple[tuple[Pop, ...], Floats, list[str], list[str]]:
+    """Return the sites by the people nearest to each, the most peopled first."""
+    airports = {row["iata"]: row for row in _rows(data / "cities" / "airports_iata.csv.gz")}
+    sites: list[dict[str, str]] = []
+    for row in _rows(data / "cities" / "cloudflare_colos.csv"):
+        if not row["lat"] and row["colo"] in airports:
+            row |= {"lat": airports[row["colo"]]["lat"], "lon": airports[row["colo"]]["lon"]}
+        if row["lat"]:
+            sites.append(row)
+    lat = np.array([float(row["lat"]) for row in sites])
+    lon = np.array([float(row["lon"]) for row in sites])
+    people = np.zeros(len(sites))
+    largest: dict[int, tuple[float, str]] = {}
+    for row in _rows(data / "cities" / "geonames_cities15000.csv.gz"):
+        near = _nearest(lat, lon, float(row["latitude"]), float(row["longitude"]))
+        living = float(row["population"])
+        people[near] += living
+        largest[near] = max(largest.get(near, (0.0, "UTC")), (living, row["timezone"]))
+    order = [int(i) for i in np.argsort(-people, kind="stable")[:CITIES]]
+    pops = tuple(
+        Pop(
+            pop=PopId(sites[i]["colo"].lower()),
+            city=sites[i]["city"],
+            country=sites[i]["cca2"],
+            latitude=float(lat[i]),
+            longitude=float(lon[i]),
+        )
+        for i in order
+    )
+    zones = [largest.get(i, (0.0, "UTC"))[1] for i in order]
+    return pops, people[order], zones, [sites[i]["region"] for i in order]
+
+
+def _rows(path: Path) -> list[dict[str, str]]:
+    if path.suffix == ".gz":
+        with gzip.open(path, "rt", newline="") as packed:
+            return list(csv.DictReader(packed))
+    with path.open(newline="") as plain:
+        return list(csv.DictReader(plain))
+
+
+def _nearest(lat: Floats, lon: Floats, to_lat: float, to_lon: float) -> int:
+    half_lat = np.sin(np.radians(lat - to_lat) / 2) ** 2
+    half_lon = np.sin(np.radians(lon - to_lon) / 2) ** 2
+    near = half_lat + np.cos(np.radians(lat)) * np.cos(np.radians(to_lat)) * half_lon
+    return int(near.argmin())
+
+
+def _offset_h(zone: str) -> float:
+    offset = START.astimezone(ZoneInfo(zone)).utcoffset()
+    return offset.total_seconds() / 3600 if offset else 0.0
+
+
+def _nodes(rng: np.random.Generator, rank: int, pop: Pop) -> list[Node]:
+    if rank < 40:
+        kind = str(rng.choice(["h100-80g", "h200-141g"], p=[0.5, 0.5]))
+        count, devices = int(rng.integers(4, 8)), 8
+    elif rank < 110:
+        kind = str(rng.choice(["h100-80g", "a100-80g", "l40s-48g"]))
+        count, devices = int(rng.integers(2, 5)), 8
+    else:
+        kind = str(rng.choice(["l40s-48g", "l4-24g"]))
+        count, devices = int(rng.integers(1, 4)), 4
+    memory = int(CLASSES[kind].memory_bytes * 0.95)
+    return [
+        Node(
+            node_id=NodeId(f"{pop.pop}-{number}"),
+            pop=pop.pop,
+            address=f"http://{pop.pop}-{number}",
+            devices=tuple(
+                Device(
+                    device_id=DeviceId(f"gpu{index}"),
+                    device_class=kind,
+                    memory_bytes=memory,
+                    memory_free_bytes=memory,
+                )
+                for index in range(devices)
+            ),
+            disk_free_bytes=20 * 10**12,
+        )
+        for number in range(count)
+    ]
+
+
+def _catalogue(
+    rng: np.random.Generator,
+) -> tuple[tuple[Model, ...], tuple[Deployment, ...], tuple[MeasuredProfile, ...]]:
+    """Draw models; the first is the most popular."""
+    sizes = np.exp(rng.uniform(0.0, np.log(1000.0), MODELS))
+    sizes[:2] = 1.0, 1000.0
+    ranks = np.argsort(np.argsort(sizes))
+    order = np.argsort(ranks + rng.normal(0.0, 25.0, MODELS))
+    models, deployments, profiles = [], [], []
+    for number, place in enumerate(order):
+        weights_gb = round(float(sizes[place]), 1)
+        model = a_model(f"model-{number:03d}", weights_gb)
+        kv = int(GIB * min(12.0, 3.0 + weights_gb / 30))
+        count = devices_for(model, kv, int(CLASSES["h100-80g"].memory_bytes * 0.95))
+        if count > 8:
+            count = 8  # the largest fit eight h200-141g only
+        models.append(model)
+        deployments.append(
+            Deployment(
+                deployment_id=DeploymentId(f"d{number:03d}"),
+                name=f"d{number:03d}",
+                model_id=ModelId(model.model_id),
+                engine=EngineSettings(driver="vllm", kv_memory_bytes=kv, devices=count),
+                policy=_policy(rng, number, weights_gb),
+            )
+        )
+        profiles += [
+            MeasuredProfile(
+                model_id=model.model_id,
+                device_class=kind,
+                profile=speed_profile(weights_gb, count, 4.0 * speed),
+            )
+            for kind, speed in SPEED.items()
+        ]
+    return tuple(models), tuple(deployments), tuple(profiles)
+
+
+def _policy(rng: np.random.Generator, number: int, weights_gb: float) -> Policy:
+    """A tenth stay in Europe (if not large), a tenth out of two countries; some matter more."""
+    europe = ("DE", "FR", "NL", "GB", "ES", "IT", "PL", "SE", "IE", "BE", "CH", "AT", "PT")
+    return Policy(
+        replicas_min=int(rng.choice([0, 1, 2])),
+        replicas_max=2000,
+        allow=europe if number % 10 == 7 and weights_gb < 200 else (),
+        deny=("RU", "CN") if number % 10 == 3 else (),
+        priority=int(rng.choice([40, 50, 50, 50, 60])),
+    )
+
+
+def _share(rng: np.random.Generator, regions: Sequence[str], count: int) -> Floats:
+    """Return what part of each city's requests each deployment gets."""
+    zipf = 1.0 / np.arange(1, count + 1)
+    names = sorted(set(regions))
+    taste = {name: zipf * rng.lognormal(0.0, 0.6, count) for name in names}
+    share = np.array([taste[region] / taste[region].sum() for region in regions])
+    return np.asarray(share, dtype=np.float64)
+
+
+def _noise(rng: np.random.Generator, cities: int) -> Floats:
+    minutes = 7 * 24 * 60
+    level = np.zeros((minutes, cities))
+    shocks = rng.normal(0.0, 0.05 * np.sqrt(1 - 0.95**2), (minutes, cities))
+    level[0] = rng.normal(0.0, 0.05, cities)
+    for minute in range(1, minutes):
+        level[minute] = 0.95 * level[minute - 1] + shocks[minute]
+    return np.asarray(np.exp(level), dtype=np.float64)

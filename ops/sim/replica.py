@@ -1,0 +1,187 @@
+"""One replica: prompts read one by one in chunks, decodes beside them, an LRU prefix cache.
+
+Between two events everything goes on at constant speed, so a replica jumps from event to event:
+while a prompt is read, each step is a chunk of it and one token of every running sequence; else a
+step is one token of each. Finishing times of sequences are kept in tokens each has to be given.
+"""
+
+from bisect import bisect_right
+from collections import OrderedDict, deque
+from heapq import heappop, heappush
+from math import inf
+
+from isochrone.wire.headers import Load
+from ops.sim.traces import Request
+from ops.sim.world import Site
+
+
+class Job:
+    """One request at a replica."""
+
+    __slots__ = ("cached_tokens", "first_at_s", "request", "unread", "wanted_tokens", "work_left")
+
+    def __init__(self, request: Request, wanted_tokens: int, unread: int) -> None:
+        self.request = request
+        self.unread = unread
+        """What of its prompt is not cached there, by its router's word."""
+        self.wanted_tokens = wanted_tokens
+        self.cached_tokens = 0
+        self.work_left = 0.0
+        self.first_at_s = 0.0
+
+
+class Replica:
+    """An engine with its door. Whoever runs it calls `settle` at the time that `next_at` tells."""
+
+    def __init__(self, site: Site) -> None:
+        self.site = site
+        self.queue: deque[Job] = deque()
+        self.reading: Job | None = None
+        self.prefill_tokens = 0
+        self.unread = 0
+        self.decode_tokens = 0
+        self.running = 0
+        self.busy_s = 0.0
+        self.tokens_read = 0.0
+        self._now_s = 0.0
+        self._given = 0.0
+        """Tokens that a sequence there from the beginning would have been given."""
+        self._decoding: list[tuple[float, int, Job]] = []
+        self._cache: OrderedDict[int, None] = OrderedDict()
+        self._cached_tokens = 0
+        self._log_at_s = [-1.0]
+        self._log = [Load(0, 0, 0, 0)]
+
+    def __repr__(self) -> str:
+        return f"Replica({self.site.replica}, {len(self.queue)} queued, {self.running} running)"
+
+    def take(self, job: Job, now_s: float, queue_tokens_max: int = 0) -> bool:
+        """Take a request on, as a node's door does; False where it does not fit or would wait."""
+        tokens = self.prefill_tokens + self.decode_tokens
+        if queue_tokens_max and self.unread > queue_tokens_max:
+            return False
+        if self.running and tokens + job.wanted_tokens > self.site.profile.kv_tokens_max:
+            return False
+        self._advance(now_s)
+        self.running += 1
+        self.prefill_tokens += job.request.prompt_tokens
+        self.unread += job.unread
+        self.decode_tokens += job.wanted_tokens - job.request.prompt_tokens
+        self.queue.append(job)
+        if self.reading is None:
+            self._read_next()
+        self._note(now_s)
+        return True
+
+    def settle(self, now_s: float) -> tuple[list[Job], list[Job]]:
+        """Let time pass until now; return who got a first token and who ended."""
+        self._advance(now_s)
+        first, ended = [], []
+        if self.reading is not None and self.reading.work_left <= 1e-6:
+            job = self.reading
+            job.first_at_s = now_s
+            self.prefill_tokens -= job.request.prompt_tokens
+            self.unread -= job.unread
+            self._keep(job.request)
+            heappush(
+                self._decoding,
+                (self._given + job.request.output_tokens - 1, job.request.number, job),
+            )
+            first.append(job)
+            self._read_next()
+        while self._decoding and self._decoding[0][0] <= self._given + 1e-6:
+            job = heappop(self._decoding)[2]
+            self.running -= 1
+            self.decode_tokens -= job.wanted_tokens - job.request.prompt_tokens
+            ended.append(job)
+        if self.reading is None:
+            self._read_next()
+        if first or ended:
+            self._note(now_s)
+        return first, ended
+
+    def next_at(self) -> float:
+        """Return when something happens next if nothing comes."""
+        read_speed, decode_speed = self._speeds()
+        at_s = inf
+        if self.reading is not None:
+            at_s = self._now_s + self.reading.work_left / read_speed
+        if self._decoding:
+            left = max(0.0, self._decoding[0][0] - self._given)
+            at_s = min(at_s, self._now_s + left / decode_speed)
+        return at_s
+
+    def cached(self, request: Request, also: frozenset[int] | set[int] = frozenset()) -> int:
+        """Return how many tokens of the prompt are cached; `also` are blocks that will be."""
+        cache, count = self._cache, 0
+        for block in request.blocks:
+            if block not in cache and block not in also:
+                break
+            count += 1
+        return min(count * request.block_tokens, request.prompt_tokens - 1)
+
+    def work(self, request: Request, cached: int) -> float:
+        """Return a prompt's work in tokens at the beginning of a prompt: deeper ones cost more.
+
+        However short, it takes a step.
+        """
+        tokens = request.prompt_tokens
+        depth = (tokens + cached) / 2
+        profile = self.site.profile
+        work = (tokens - cached) * (1 + depth / profile.attention_tokens)
+        return max(work, profile.step_s * self.site.true_rate)
+
+    def read_speed(self) -> float:
+        """Return work per second while a prompt is read."""
+        profile = self.site.profile
+        chunk_s = profile.chunk_tokens / self.site.true_rate
+        return profile.chunk_tokens / (chunk_s + len(self._decoding) * profile.step_per_sequence_s)
+
+    def load_at(self, at_s: float) -> Load:
+        """Return the load as it was."""
+        return self._log[max(0, bisect_right(self._log_at_s, at_s) - 1)]
+
+    def _speeds(self) -> tuple[float, float]:
+        profile = self.site.profile
+        if self.reading is not None:
+            speed = self.read_speed()
+            return speed, speed / profile.chunk_tokens
+        step_s = profile.step_s + len(self._decoding) * profile.step_per_sequence_s
+        return 0.0, 1.0 / step_s
+
+    def _advance(self, now_s: float) -> None:
+        took_s = now_s - self._now_s
+        if took_s > 0:
+            read_speed, decode_speed = self._speeds()
+            if self.reading is not None:
+                self.reading.work_left -= took_s * read_speed
+                self.busy_s += took_s
+            self._given += took_s * decode_speed
+            self._now_s = now_s
+
+    def _read_next(self) -> None:
+        self.reading = None
+        if self.queue and len(self._decoding) < self.site.profile.sequences_max:
+            job = self.reading = self.queue.popleft()
+            job.cached_tokens = self.cached(job.request)
+            job.work_left = self.work(job.request, job.cached_tokens)
+            self.tokens_read += job.request.prompt_tokens - job.cached_tokens
+
+    def _keep(self, request: Request) -> None:
+        cache = self._cache
+        for block in reversed(request.blocks):
+            if block in cache:
+                cache.move_to_end(block)
+            else:
+                cache[block] = None
+                self._cached_tokens += request.block_tokens
+        while self._cached_tokens > self.site.profile.cache_tokens:
+            cache.popitem(last=False)
+            self._cached_tokens -= request.block_tokens
+
+    def _note(self, now_s: float) -> None:
+        load = Load(
+            self.prefill_tokens, self.decode_tokens, self.running, len(self.queue), self.unread
+        )
+        self._log_at_s.append(now_s)
+        self._log.append(load)

@@ -1,0 +1,256 @@
+"""One run: requests arrive at their cities' routers, go to replicas and come back. Deterministic.
+
+The order of a router is that of `router/serve.py`: choose, send; refused by the door, choose again
+without it; nobody left, wait a moment for room, at most QUEUE_S, then answer 429.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from heapq import heappop, heappush
+from itertools import accumulate
+from math import inf
+from typing import Any, Final, NamedTuple
+
+from ops.sim.oracle import Oracle
+from ops.sim.ours import Ours, table_of
+from ops.sim.policies import (
+    CacheAware,
+    ConsistentHash,
+    LeastRequests,
+    LeastTokens,
+    LeastTokensNear,
+    NearestOnly,
+    Policy,
+    Random,
+    RoundRobin,
+    SkyLb,
+)
+from ops.sim.replica import Job, Replica
+from ops.sim.router import OUTPUT_TOKENS_ASSUMED, Router
+from ops.sim.traces import Request
+from ops.sim.world import World
+
+QUEUE_S: Final = 10.0
+QUEUE_DEPTH_MAX: Final = 256
+LOOK_AGAIN_S: Final = 0.1
+NAMES: Final = (
+    "ours",
+    "random",
+    "round robin",
+    "nearest only",
+    "least requests",
+    "least tokens",
+    "least tokens, near",
+    "consistent hash",
+    "cache aware",
+    "SkyLB",
+)
+
+
+class Served(NamedTuple):
+    """One request as it went. `ttft_s` is infinite where it was refused."""
+
+    number: int
+    replica: int
+    ttft_s: float
+    itl_s: float
+    prompt_tokens: int
+    cached_tokens: int
+    is_away: bool
+
+
+class Outcome(NamedTuple):
+    """All requests of a run, how busy each replica was, and our own prediction errors."""
+
+    served: Sequence[Served]
+    busy: Sequence[float]
+    errors_ms: Sequence[float]
+    sends: Sequence[tuple[float, int, int]]
+    """(when, from which PoP, to which replica)."""
+
+
+class Simulation:
+    """The clock, what is due, and everybody in it."""
+
+    def __init__(
+        self, world: World, requests: Sequence[Request], speed: float, age_s: float, policy: str
+    ) -> None:
+        self.now_s = 0.0
+        self._world = world
+        self._due: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._events = 0
+        self._replicas = [Replica(site) for site in world.sites]
+        self._settles = [0] * len(self._replicas)
+        self._routers = [
+            Router(pop, world, self._replicas, age_s) for pop in range(len(world.pops))
+        ]
+        self._policies = self._make(policy)
+        self._waiting = [0] * len(world.pops)
+        self._served: list[Served] = []
+        self._sends: list[tuple[float, int, int]] = []
+        self._sent_at: dict[int, tuple[Request, int, float]] = {}
+        shares = list(accumulate(world.demand))
+        for request in requests:
+            pop = min(len(shares) - 1, bisect_right(shares, request.place))
+            self._at(request.at_s / speed, self._arrive, request, pop)
+
+    def run(self) -> Outcome:
+        """Let everything happen."""
+        while self._due:
+            self.now_s, _, call, of = heappop(self._due)
+            call(*of)
+        errors = [
+            error
+            for policy in self._policies
+            if isinstance(policy, Ours)
+            for error in policy.errors_ms
+        ]
+        busy = [replica.busy_s / max(1e-9, self.now_s) for replica in self._replicas]
+        return Outcome(self._served, busy, errors, self._sends)
+
+    def _make(self, name: str) -> list[Policy]:
+        pops = range(len(self._world.pops))
+        if name.startswith("oracle"):
+            oracle = Oracle(self._replicas, float(name.partition(" ")[2] or 0))
+            return [oracle for _ in pops]
+        if name == "ours":
+            table = table_of(self._world)
+            return [Ours(self._routers[pop], table, lambda: self.now_s) for pop in pops]
+        makers: dict[str, Callable[[int], Policy]] = {
+            "random": Random,
+            "round robin": RoundRobin,
+            "nearest only": NearestOnly,
+            "least requests": lambda _: LeastRequests(),
+            "least tokens": lambda _: LeastTokens(),
+            "least tokens, near": lambda _: LeastTokensNear(),
+            "consistent hash": lambda _: ConsistentHash(len(self._replicas)),
+            "cache aware": lambda _: CacheAware(),
+            "SkyLB": lambda _: SkyLb(),
+        }
+        return [makers[name](pop) for pop in pops]
+
+    def _at(self, at_s: float, call: Callable[..., None], *of: Any) -> None:
+        self._events += 1
+        heappush(self._due, (at_s, self._events, call, of))
+
+    def _arrive(self, request: Request, pop: int) -> None:
+        self._send(request, pop, self.now_s, frozenset())
+
+    def _send(self, request: Request, pop: int, began_s: float, refused: frozenset[int]) -> None:
+        """Choose and send, or wait for room, or give up."""
+        router, policy = self._routers[pop], self._policies[pop]
+        replica = policy.choose(router, request, refused, self.now_s)
+        if replica is None:
+            is_over = self.now_s - began_s >= QUEUE_S
+            if is_over or self._waiting[pop] >= QUEUE_DEPTH_MAX:
+                self._served.append(
+                    Served(request.number, -1, inf, 0.0, request.prompt_tokens, 0, False)
+                )
+                return
+            self._waiting[pop] += 1
+            self._at(self.now_s + LOOK_AGAIN_S, self._look_again, request, pop, began_s)
+            return
+        policy.sent(request, replica, self.now_s)
+        router.count(replica, 1, request.prompt_tokens, OUTPUT_TOKENS_ASSUMED, self.now_s)
+        self._sends.append((self.now_s, pop, replica))
+        arrives_s = self.now_s + router.rtt_ms[replica] / 2000
+        self._at(arrives_s, self._reach, request, pop, replica, began_s, refused)
+
+    def _look_again(self, request: Request, pop: int, began_s: float) -> None:
+        self._waiting[pop] -= 1
+        self._send(request, pop, began_s, frozenset())
+
+    def _reach(
+        self, request: Request, pop: int, replica: int, began_s: float, refused: frozenset[int]
+    ) -> None:
+        """Come to the replica's door."""
+        policy = self._policies[pop]
+        unread = policy.unread(request) if isinstance(policy, Ours) else request.prompt_tokens
+        job = Job(request, request.prompt_tokens + OUTPUT_TOKENS_ASSUMED, unread)
+        if isinstance(policy, Oracle):
+            policy.reached(request, replica)
+        most = policy.queue_tokens_max(request) if isinstance(policy, Ours) else 0
+        if self._replicas[replica].take(job, self.now_s, most):
+            self._sent_at[request.number] = (request, pop, began_s)
+            self._plan(replica)
+        else:
+            at_s = self.now_s
+            back_s = at_s + self._routers[pop].rtt_ms[replica] / 2000
+            self._at(back_s, self._refused, request, pop, replica, began_s, refused, at_s)
+
+    def _refused(
+        self,
+        request: Request,
+        pop: int,
+        replica: int,
+        began_s: float,
+        refused: frozenset[int],
+        at_s: float,
+    ) -> None:
+        router, policy = self._routers[pop], self._policies[pop]
+        load = router.answered(replica, at_s)
+        if isinstance(policy, Ours):
+            policy.heard(replica, load, at_s)
+            policy.refused(request)
+        router.count(replica, -1, -request.prompt_tokens, -OUTPUT_TOKENS_ASSUMED, self.now_s)
+        self._send(request, pop, began_s, refused | {replica})
+
+    def _plan(self, replica: int) -> None:
+        self._settles[replica] += 1
+        at_s = self._replicas[replica].next_at()
+        if at_s < inf:
+            self._at(max(at_s, self.now_s), self._settle, replica, self._settles[replica])
+
+    def _settle(self, replica: int, planned: int) -> None:
+        """Let a replica come to its next event, unless something has changed since."""
+        if planned != self._settles[replica]:
+            return
+        first, ended = self._replicas[replica].settle(self.now_s)
+        for job in first:
+            pop = self._sent_at[job.request.number][1]
+            back_s = self.now_s + self._routers[pop].rtt_ms[replica] / 2000
+            self._at(back_s, self._first_token, job.request, pop, replica)
+        for job in ended:
+            pop = self._sent_at[job.request.number][1]
+            back_s = self.now_s + self._routers[pop].rtt_ms[replica] / 2000
+            self._at(back_s, self._end, job, pop, replica, self.now_s)
+        self._plan(replica)
+
+    def _first_token(self, request: Request, pop: int, replica: int) -> None:
+        router, policy = self._routers[pop], self._policies[pop]
+        router.count(replica, 0, -request.prompt_tokens, 0, self.now_s)
+        read_at_s = self.now_s - router.rtt_ms[replica] / 2000
+        load = router.answered(replica, read_at_s)
+        if isinstance(policy, Ours):
+            policy.heard(replica, load, read_at_s)
+            policy.first_token(request, self.now_s)
+
+    def _end(self, job: Job, pop: int, replica: int, ended_s: float) -> None:
+        request, router = job.request, self._routers[pop]
+        router.count(replica, -1, 0, -OUTPUT_TOKENS_ASSUMED, self.now_s)
+        policy = self._policies[pop]
+        if isinstance(policy, Ours):
+            policy.ended(request, job.cached_tokens, self.now_s)
+        _, _, began_s = self._sent_at.pop(request.number)
+        steps = max(1, request.output_tokens - 1)
+        self._served.append(
+            Served(
+                request.number,
+                replica,
+                job.first_at_s + router.rtt_ms[replica] / 2000 - began_s,
+                (ended_s - job.first_at_s) / steps,
+                request.prompt_tokens,
+                job.cached_tokens,
+                self._world.sites[replica].pop != self._home_of(router),
+            )
+        )
+
+    def _home_of(self, router: Router) -> int:
+        return self._world.sites[router.by_distance[0]].pop
+
+
+def simulate(
+    world: World, requests: Sequence[Request], speed: float, age_s: float, policy: str
+) -> Outcome:
+    """Run once; the same arguments give the same outcome."""
+    return Simulation(world, requests, speed, age_s, policy).run()

@@ -1,0 +1,206 @@
+"""Who asks for what, when: real traces as they are, and sessions drawn from measured clients.
+
+A request's prompt is a chain of block hashes, as traces give it: equal hashes mean equal text from
+the beginning up to there. A session is asked from one city.
+"""
+
+import json
+import random
+from collections import Counter
+from datetime import datetime
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from isochrone.wire.ids import TenantId
+from ops.sim import data
+from router.decide.affinity import seed_of
+
+MOONCAKE_BLOCK: Final = 512
+SESSION_BLOCK: Final = 64
+THINK_S: Final = 40.0
+TURNS_MEAN: Final = 4.0
+TURNS_MAX: Final = 24
+PROMPT_TOKENS_MAX: Final = 32_000
+
+
+class Request(NamedTuple):
+    """One request of a trace."""
+
+    number: int
+    at_s: float
+    prompt_tokens: int
+    output_tokens: int
+    blocks: tuple[int, ...]
+    block_tokens: int
+    session: str
+    place: float
+    """In [0, 1): which city asks, by the shares of demand."""
+
+
+def place_of(session: str) -> float:
+    """Return a session's place, the same each time."""
+    return seed_of(session) / 2**64
+
+
+def mooncake(path: Path, most: int) -> list[Request]:
+    """Read the conversation trace of Mooncake. It names no sessions: they are told by their blocks.
+
+    A request continues the session that first brought its deepest known block, unless that block is
+    one that many share (a system prompt).
+    """
+    asked = [json.loads(line) for _, line in zip(range(most), data.lines(path), strict=False)]
+    shared = Counter(block for one in asked for block in one["hash_ids"][:4])
+    brought: dict[int, str] = {}
+    requests = []
+    for number, one in enumerate(asked):
+        blocks = tuple(one["hash_ids"])
+        known = [block for block in blocks if block in brought and shared[block] < 50]
+        session = brought[known[-1]] if known else f"s{number}"
+        for block in blocks:
+            brought.setdefault(block, session)
+        requests.append(
+            Request(
+                number,
+                one["timestamp"] / 1000,
+                one["input_length"],
+                max(1, one["output_length"]),
+                # The last block is seldom whole, and only whole blocks are cached.
+                blocks[: one["input_length"] // MOONCAKE_BLOCK],
+                MOONCAKE_BLOCK,
+                session,
+                place_of(session),
+            )
+        )
+    return _spread(requests)
+
+
+def _spread(requests: list[Request]) -> list[Request]:
+    """Spread what a trace's coarse clock has at the same moment evenly until its next tick."""
+    ticks = sorted({request.at_s for request in requests})
+    following = dict(zip(ticks, [*ticks[1:], ticks[-1] + 1.0], strict=True))
+    counts = Counter(request.at_s for request in requests)
+    seen: Counter[float] = Counter()
+    spread = []
+    for request in requests:
+        width_s = min(following[request.at_s] - request.at_s, 3.0)
+        at_s = request.at_s + width_s * seen[request.at_s] / counts[request.at_s]
+        seen[request.at_s] += 1
+        spread.append(request._replace(at_s=at_s))
+    return spread
+
+
+def azure(path: Path, most: int) -> list[Request]:
+    """Read the conversation trace of Azure 2023: lengths and times; no prompt repeats another."""
+    requests: list[Request] = []
+    first = None
+    for number, row in enumerate(data.rows(path)):
+        if number >= most:
+            break
+        when = datetime.fromisoformat(row["TIMESTAMP"][:26])
+        first = first or when
+        tokens = int(row["ContextTokens"])
+        requests.append(
+            Request(
+                number,
+                (when - first).total_seconds(),
+                max(1, tokens),
+                max(1, int(row["GeneratedTokens"])),
+                tuple(number * 10_000 + n for n in range(tokens // SESSION_BLOCK)),
+                SESSION_BLOCK,
+                "",
+                place_of(f"a{number}"),
+            )
+        )
+    return requests
+
+
+class _Client(NamedTuple):
+    tenant: TenantId
+    rate: float
+    prompt: list[tuple[float, float]]
+    output: list[tuple[float, float]]
+
+
+def sessions(folder: Path, most: int, seed: int = 7) -> list[Request]:
+    """Draw conversations of the clients that ServeGen measured: rates and lengths are theirs.
+
+    Turns, thinking times and a system prompt each client's sessions share are assumed: ServeGen has
+    none of those. A turn's prompt is all that was said before it, and its own words.
+    """
+    chance = random.Random(seed)
+    clients = _clients(folder)
+    total = sum(client.rate for client in clients)
+    duration_s = most / 5.0
+    requests: list[Request] = []
+    system = {client.tenant: chance.randint(3, 30) for client in clients}
+    for client in clients:
+        expected = most * client.rate / total / TURNS_MEAN
+        for _ in range(round(expected + chance.random() - 0.5)):
+            begins_s = chance.uniform(0, duration_s)
+            requests += _conversation(client, system[client.tenant], begins_s, chance)
+    requests = [request for request in requests if request.at_s < duration_s]
+    requests.sort(key=lambda request: request.at_s)
+    return [request._replace(number=number) for number, request in enumerate(requests)]
+
+
+def _conversation(
+    client: _Client, system_blocks: int, at_s: float, chance: random.Random
+) -> list[Request]:
+    session = f"{client.tenant}/{chance.getrandbits(48):x}"
+    tenant = seed_of(client.tenant) % 10**9
+    blocks = [tenant * 1000 + n for n in range(system_blocks)]
+    tokens = system_blocks * SESSION_BLOCK
+    asked = []
+    own = seed_of(session) % 10**12 * 10**6
+    for turn in range(TURNS_MAX):
+        words = _drawn(client.prompt, chance) if turn == 0 else chance.lognormvariate(4.6, 0.8)
+        tokens = min(PROMPT_TOKENS_MAX, tokens + max(8, int(words)))
+        output = max(1, int(_drawn(client.output, chance)))
+        while len(blocks) < tokens // SESSION_BLOCK:
+            blocks.append(own + len(blocks))
+        asked.append(
+            Request(
+                0, at_s, tokens, output, tuple(blocks), SESSION_BLOCK, session, place_of(session)
+            )
+        )
+        if chance.random() < 1 / TURNS_MEAN or tokens >= PROMPT_TOKENS_MAX:
+            break
+        # The answer is part of the next prompt, and cached with this one.
+        tokens = min(PROMPT_TOKENS_MAX, tokens + output)
+        at_s += output * 0.02 + chance.expovariate(1 / THINK_S)
+    return asked
+
+
+def _clients(folder: Path) -> list[_Client]:
+    rates: dict[str, list[float]] = {}
+    for row in data.rows(folder / "m-large_client_rates.csv.gz"):
+        if float(row["t_s"]) < 86_400:
+            rates.setdefault(row["client"], []).append(float(row["rate_rps"]))
+    lengths: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for row in data.rows(folder / "m-large_client_tokens.csv.gz"):
+        key = (row["client"], row["field"])
+        if key not in lengths:
+            shares = (("p10", 0.1), ("p50", 0.5), ("p90", 0.9), ("p99", 0.99))
+            lengths[key] = [(share, float(row[name])) for name, share in shares]
+    return [
+        _Client(
+            TenantId(f"t{name}"),
+            sum(of) / 144,
+            lengths[name, "input_tokens"],
+            lengths[name, "output_tokens"],
+        )
+        for name, of in rates.items()
+        if (name, "input_tokens") in lengths and (name, "output_tokens") in lengths
+    ]
+
+
+def _drawn(quantiles: list[tuple[float, float]], chance: random.Random) -> float:
+    """Draw from quantiles, straight between them."""
+    share = chance.random()
+    below = (0.0, quantiles[0][1] * 0.5)
+    for above in quantiles:
+        if share <= above[0]:
+            part = (share - below[0]) / (above[0] - below[0])
+            return below[1] + part * (above[1] - below[1])
+        below = above
+    return quantiles[-1][1]

@@ -1,0 +1,110 @@
+"""Which path is whose: hot routes go straight to the corridor, all others to aiohttp within.
+
+Both come in at one port. A cold request is asked of an aiohttp server in this same process, over a
+pair of sockets that nobody else can reach: one parser stands before both, and aiohttp keeps
+everything in which a microsecond does not matter.
+"""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Final
+
+from aiohttp import web
+
+from isochrone.wire.errors import ApiError, ErrorCode
+from isochrone.wire.ids import NodeId
+from isochrone.wire.routes import KeyEntry
+from router.apis.openai.hot import OpenAiSurface
+from router.dataplane import http1
+from router.dataplane.answer import Answer
+from router.dataplane.exchange import AttemptFailed
+from router.dataplane.http1 import Reply
+from router.dataplane.server import ClientConnection
+from router.dataplane.upstream import Upstream
+
+COLD: Final = "cold"
+COLD_TIMEOUT_S: Final = 30.0
+COLD_BYTES_MAX: Final = 64 * 1024 * 1024
+
+_OURS: Final = frozenset(
+    {b"connection", b"content-length", b"content-type", b"date", b"server", b"transfer-encoding"}
+)
+"""Headers of a cold answer that are written anew: those of one hop, and those of every answer."""
+
+
+class Doors:
+    """What the listener hands each request to."""
+
+    def __init__(self, surface: OpenAiSurface, upstream: Upstream) -> None:
+        """Answer hot routes by `surface`."""
+        self._surface = surface
+        self._upstream = upstream
+
+    def gate(self, method: bytes, target: bytes, headers: Mapping[bytes, bytes]) -> KeyEntry | None:
+        """Let a head in before its body is read, or raise ApiError."""
+        path, _ = http1.split_target(target)
+        if method == b"POST" and self._surface.takes(path):
+            return self._surface.gate(headers)
+        return None
+
+    async def answer(self, request: http1.Request, client: ClientConnection) -> None:
+        """Answer one request."""
+        if self._surface.takes(request.path):
+            await self._surface.answer(request, client)
+        else:
+            client.reply(await self._ask_within(request))
+
+    async def _ask_within(self, request: http1.Request) -> Reply:
+        """Have a cold request answered by aiohttp."""
+        answer = Answer(COLD, None, COLD_BYTES_MAX)
+        target = f"{request.path}?{request.query}" if request.query else request.path
+        # A HEAD is asked as a GET: its answer has no body to wait for, and `reply` sends none.
+        method = "GET" if request.method == b"HEAD" else request.method.decode()
+        sent = {
+            name.decode("latin-1"): value.decode("latin-1")
+            for name, value in request.headers.items()
+            if name in (b"authorization", b"content-type", b"accept", b"x-request-id")
+        }
+        try:
+            exchange = await self._upstream.ask(
+                NodeId(COLD), COLD, (method, target, sent, request.body), answer, COLD_TIMEOUT_S
+            )
+            try:
+                head = await answer.opened()
+            finally:
+                exchange.leave()
+        except AttemptFailed as error:
+            raise ApiError(ErrorCode.INTERNAL, f"cannot answer: {error}") from error
+        extra = {
+            name.decode("latin-1"): value.decode("latin-1")
+            for name, value in head.fields.items()
+            if name not in _OURS
+        }
+        return Reply(head.status, answer.body, extra, head.content_type)
+
+
+@asynccontextmanager
+async def open_cold(app: web.Application, upstream: Upstream) -> AsyncIterator[None]:
+    """Serve `app` to this process alone, at the address `cold` of `upstream`."""
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+    await runner.setup()
+    server = runner.server
+    assert server is not None
+    loop = asyncio.get_running_loop()
+    accepting: set[asyncio.Task[object]] = set()
+
+    def dial() -> socket.socket:
+        ours, theirs = socket.socketpair()
+        task: asyncio.Task[object] = loop.create_task(loop.connect_accepted_socket(server, theirs))
+        accepting.add(task)
+        task.add_done_callback(accepting.discard)
+        return ours
+
+    upstream.inside[COLD] = dial
+    try:
+        yield
+    finally:
+        del upstream.inside[COLD]
+        await runner.cleanup()

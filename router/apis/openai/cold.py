@@ -1,0 +1,58 @@
+"""The OpenAI routes that do not generate, on aiohttp: lists, health, and whatever is not found."""
+
+from collections.abc import Callable
+
+import msgspec
+from aiohttp import web
+
+from isochrone.service.door import errors_as
+from isochrone.wire import headers
+from isochrone.wire.errors import ApiError
+from isochrone.wire.routes import KeyEntry
+from router.apis.openai.encode import error_response, model_body, models_body
+from router.apis.openai.hot import OpenAiSurface
+from router.decide.admit import authenticate, may_use
+from router.fleet import Fleet
+from router.metrics import Metrics
+
+
+def cold_app(
+    surface: OpenAiSurface, fleet: Fleet, metrics: Metrics, unix_clock: Callable[[], float]
+) -> web.Application:
+    """Return the application of every route that is not hot."""
+
+    def key_of(request: web.Request) -> KeyEntry:
+        return authenticate(fleet.keys, request.headers.get("authorization"), unix_clock())
+
+    async def models(request: web.Request) -> web.Response:
+        key = key_of(request)
+        allowed = [entry for entry in fleet.deployments if may_use(key, entry.name)]
+        return json_answer(models_body(allowed))
+
+    async def model(request: web.Request) -> web.Response:
+        key = key_of(request)
+        return json_answer(model_body(surface.deployment(request.match_info["name"], key)))
+
+    async def healthz(request: web.Request) -> web.Response:
+        status = "ok" if fleet.table is not None else "no_table"
+        return json_answer({"status": status, "pop": fleet.pop})
+
+    async def on_prepare(request: web.Request, response: web.StreamResponse) -> None:
+        sent = request.headers.get(headers.REQUEST_ID, "")
+        response.headers[headers.REQUEST_ID] = surface.request_id(sent)
+
+    def encode_error(error: ApiError) -> web.Response:
+        metrics.errors.labels(error.code.value).inc()
+        return error_response(error)
+
+    app = web.Application(middlewares=[errors_as(encode_error)])
+    app.on_response_prepare.append(on_prepare)
+    app.router.add_get("/v1/models", models)
+    app.router.add_get("/v1/models/{name:.{1,200}}", model)
+    app.router.add_get("/healthz", healthz)
+    return app
+
+
+def json_answer(body: object) -> web.Response:
+    """Return a JSON answer."""
+    return web.Response(body=msgspec.json.encode(body), content_type="application/json")

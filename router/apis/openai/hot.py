@@ -1,0 +1,163 @@
+"""The OpenAI routes that generate: a request off the wire, the corridor, an answer."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import msgspec
+
+from isochrone.wire import headers
+from isochrone.wire.errors import ApiError, ErrorCode
+from isochrone.wire.ids import RequestId, is_request_id
+from isochrone.wire.routes import DeploymentEntry, KeyEntry
+from router.apis.openai.decode import (
+    CHAT,
+    COMPLETION,
+    EMBEDDING,
+    RERANK,
+    Request,
+    decode,
+    drawn,
+    resumption,
+    wants_usage,
+    with_usage_wish,
+)
+from router.apis.openai.encode import error_event, error_reply
+from router.config import RouterConfig
+from router.dataplane import http1
+from router.dataplane.http1 import Reply
+from router.dataplane.server import ClientConnection
+from router.decide.admit import authenticate, may_use
+from router.decide.affinity import SESSION_BYTES_MAX, seed_of
+from router.decide.prefixes import keys_of
+from router.fleet import Fleet
+from router.journey import Asked
+from router.metrics import Metrics
+from router.serve import Corridor
+
+READERS: Final[Mapping[str, "msgspec.json.Decoder[Any]"]] = {
+    "/v1/chat/completions": CHAT,
+    "/v1/completions": COMPLETION,
+    "/v1/embeddings": EMBEDDING,
+    "/v1/rerank": RERANK,
+}
+KINDS: Final[Mapping[str, str]] = {"/v1/embeddings": "embedding", "/v1/rerank": "rerank"}
+"""What a model must be for; on every other route it must chat."""
+
+
+class OpenAiSurface:
+    """Answers the hot routes of the OpenAI surface."""
+
+    def __init__(
+        self,
+        *,
+        config: RouterConfig,
+        fleet: Fleet,
+        corridor: Corridor,
+        metrics: Metrics,
+        unix_clock: Callable[[], float],
+        new_id: Callable[[], str],
+    ) -> None:
+        """Take what the house shares; clocks and ids are made at the edge, here."""
+        self._config = config
+        self._fleet = fleet
+        self._corridor = corridor
+        self._metrics = metrics
+        self._unix_clock = unix_clock
+        self._new_id = new_id
+
+    def takes(self, path: str) -> bool:
+        """Say whether a path is one of these."""
+        return path in READERS
+
+    def gate(self, fields: Mapping[bytes, bytes]) -> KeyEntry:
+        """Return whose request this is before its body is read, or raise ApiError 401."""
+        authorization = fields.get(b"authorization", b"").decode("latin-1")
+        return authenticate(self._fleet.keys, authorization, self._unix_clock())
+
+    async def answer(self, request: http1.Request, client: ClientConnection) -> None:
+        """Answer one request."""
+        request_id = self.request_id(request.header(headers.REQUEST_ID))
+        try:
+            await self._corridor.serve(self._asked(request, request_id), client)
+        except ApiError as error:
+            reply = self.encode_error(error)
+            client.reply(reply._replace(headers={**reply.headers, headers.REQUEST_ID: request_id}))
+
+    def encode_error(self, error: ApiError) -> Reply:
+        """Count an error and write it in OpenAI's shape."""
+        self._metrics.errors.labels(error.code.value).inc()
+        return error_reply(error)
+
+    def deployment(self, name: str, key: KeyEntry) -> DeploymentEntry:
+        """Return the deployment of that name, or raise ApiError 404, also where it is forbidden."""
+        entry = self._fleet.deployment(name)
+        if entry is None or not may_use(key, name):
+            raise ApiError(
+                ErrorCode.MODEL_NOT_FOUND,
+                f"cannot find the model {name!r}: it does not exist, or this key may not use it",
+                param="model",
+            )
+        return entry
+
+    def request_id(self, sent: str) -> RequestId:
+        """Return the client's request id where it is well formed, else a new one."""
+        return RequestId(sent if sent and is_request_id(sent) else self._new_id())
+
+    def _asked(self, request: http1.Request, request_id: RequestId) -> Asked:
+        if request.method != b"POST":
+            raise ApiError(
+                ErrorCode.METHOD_NOT_ALLOWED,
+                f"cannot serve: {request.path} does not take {request.method.decode()}",
+            )
+        key = request.key
+        assert key is not None
+        body = request.body
+        asked: Request = decode(body, READERS[request.path])
+        deployment = self.deployment(asked.model, key)
+        kind = KINDS.get(request.path, "chat")
+        if deployment.kind != kind:
+            raise ApiError(
+                ErrorCode.INVALID_REQUEST,
+                f"cannot ask {asked.model!r} so: it is a model of kind {deployment.kind!r}, and"
+                f" {request.path} is for {kind!r}",
+                param="model",
+            )
+        rendered = asked.rendered
+        return Asked(
+            request_id=request_id,
+            key=key,
+            deployment=deployment,
+            path=request.path,
+            body=with_usage_wish(body, asked),
+            text_bytes=asked.text_bytes(len(rendered)),
+            output_tokens_max=self._output_tokens(asked, deployment),
+            is_stream=bool(asked.stream),
+            wants_usage=wants_usage(asked),
+            session=_session(request, key),
+            reject_if_busy=asked.options is not None and asked.options.reject_if_busy,
+            arrived_s=request.arrived_s,
+            started_at=self._unix_clock(),
+            error_event=error_event,
+            resume=resumption(body, asked) if asked.stream else None,
+            drawn=drawn(asked),
+            # Caches are kept apart by tenant: so are the keys.
+            prefix_keys=keys_of(rendered, seed_of(f"{key.tenant_id}\0{deployment.deployment_id}")),
+        )
+
+    def _output_tokens(self, asked: Request, deployment: DeploymentEntry) -> int:
+        wanted = asked.output_tokens_max
+        if wanted is None:
+            wanted = self._config.output_tokens_assumed
+        return max(1, min(wanted, deployment.context_tokens) * (asked.n or 1))
+
+
+def _session(request: http1.Request, key: KeyEntry) -> str:
+    session = request.header(headers.SESSION_AFFINITY).strip()
+    if len(session) > SESSION_BYTES_MAX:
+        raise ApiError(
+            ErrorCode.INVALID_REQUEST,
+            f"cannot use {headers.SESSION_AFFINITY}: more than {SESSION_BYTES_MAX} bytes",
+            param=headers.SESSION_AFFINITY,
+        )
+    # A tenant's session names are its own: nobody is seated by another's.
+    return f"{key.tenant_id}/{session}" if session else ""

@@ -1,0 +1,145 @@
+"""HTTP/1.1 as this router reads and writes it: what a request is, and how heads look. Pure.
+
+Nothing of a client's head is ever passed on: what goes to a node is written anew, with a length of
+our own counting. A request that two parsers could read in two ways is refused (RFC 9112, 6.3).
+"""
+
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Final, NamedTuple
+
+from isochrone.wire.errors import ApiError, ErrorCode
+from isochrone.wire.routes import KeyEntry
+
+CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
+LAST_CHUNK: Final = b"0\r\n\r\n"
+METHODS: Final = frozenset({b"GET", b"HEAD", b"POST", b"PUT", b"PATCH", b"DELETE", b"OPTIONS"})
+ENCODINGS: Final = frozenset({b"", b"identity", b"gzip", b"deflate"})
+EVENT_STREAM: Final = "text/event-stream"
+
+_ONCE: Final = frozenset({b"authorization", b"content-encoding", b"content-type", b"host"})
+_REASONS: Final = {status.value: status.phrase for status in HTTPStatus}
+_STATUS_LINES: Final = {
+    status: f"HTTP/1.1 {status} {phrase}\r\n" for status, phrase in _REASONS.items()
+}
+
+
+class Request(NamedTuple):
+    """One whole request. Header names are in lower case; a repeated one is joined by commas."""
+
+    method: bytes
+    path: str
+    query: str
+    headers: Mapping[bytes, bytes]
+    body: bytes
+    keep_alive: bool
+    is_http10: bool
+    arrived_s: float
+    key: KeyEntry | None
+
+    def header(self, name: str) -> str:
+        """Return a header's value, empty where it is absent."""
+        return self.headers.get(name.encode(), b"").decode("latin-1")
+
+
+class Reply(NamedTuple):
+    """One whole answer."""
+
+    status: int
+    body: bytes
+    headers: Mapping[str, str] = {}
+    content_type: str = "application/json"
+
+
+def add_header(headers: dict[bytes, bytes], name: bytes, value: bytes) -> None:
+    """Take one header in, or raise ApiError where a second one of its name makes it ambiguous."""
+    name = name.lower()
+    before = headers.get(name)
+    if before is None:
+        headers[name] = value
+    elif name in _ONCE:
+        raise malformed(f"more than one {name.decode('latin-1')} header")
+    else:
+        headers[name] = before + b", " + value
+
+
+def check_head(method: bytes, version: str, headers: Mapping[bytes, bytes]) -> None:
+    """Raise ApiError where a head is one that the parser lets through and we do not."""
+    if version not in ("1.1", "1.0"):
+        raise malformed(f"HTTP/{version} is not spoken here, send HTTP/1.1")
+    if method not in METHODS:
+        raise ApiError(
+            ErrorCode.METHOD_NOT_ALLOWED,
+            f"cannot serve: {method.decode('latin-1')} is not taken here",
+        )
+    if version == "1.1" and not headers.get(b"host"):
+        raise malformed("no Host header")
+    coding = headers.get(b"transfer-encoding")
+    if coding is not None and (version == "1.0" or coding.lower() != b"chunked"):
+        raise malformed("a Transfer-Encoding other than chunked, or in HTTP/1.0")
+    expect = headers.get(b"expect")
+    if expect is not None and expect.lower() != b"100-continue":
+        raise malformed("only 100-continue may be expected")
+    if headers.get(b"content-encoding", b"").lower() not in ENCODINGS:
+        raise malformed("only gzip and deflate bodies are read")
+
+
+def split_target(target: bytes) -> tuple[str, str]:
+    """Return path and query of a request target, also of one in absolute form (RFC 9112, 3.2)."""
+    text = target.decode("latin-1")
+    if not text.startswith("/"):
+        _, separator, rest = text.partition("://")
+        if not separator:
+            raise malformed("the request target is no path")
+        text = "/" + rest.partition("/")[2]
+    path, _, query = text.partition("?")
+    return path, query
+
+
+def malformed(what: str) -> ApiError:
+    """Return the error for what is not HTTP as we take it."""
+    return ApiError(ErrorCode.INVALID_REQUEST, f"cannot serve: malformed HTTP ({what})")
+
+
+def response_head(
+    status: int,
+    content_type: str,
+    extra: Mapping[str, str],
+    *,
+    date: str,
+    length: int | None,
+    keep_alive: bool,
+    chunked: bool,
+) -> bytes:
+    """Write an answer's head: of `length` bytes, or chunked, or ended by closing."""
+    lines = [
+        _STATUS_LINES.get(status) or f"HTTP/1.1 {status} \r\n",
+        "content-type: ",
+        content_type,
+        "\r\ndate: ",
+        date,
+    ]
+    for name, value in extra.items():
+        lines += ("\r\n", name, ": ", value)
+    if length is not None:
+        lines.append(f"\r\ncontent-length: {length}")
+    elif chunked:
+        lines.append("\r\ntransfer-encoding: chunked")
+    lines.append("\r\n\r\n" if keep_alive else "\r\nconnection: close\r\n\r\n")
+    return "".join(lines).encode("latin-1", "replace")
+
+
+def request_head(method: str, path: str, host: str, sent: Mapping[str, str], length: int) -> bytes:
+    """Write the head of a request to a node."""
+    lines = [method, " ", path, " HTTP/1.1\r\nhost: ", host]
+    for name, value in sent.items():
+        lines += ("\r\n", name, ": ", value)
+    if length or method != "GET":
+        lines.append(f"\r\ncontent-length: {length}")
+    lines.append("\r\n\r\n")
+    return "".join(lines).encode("latin-1", "replace")
+
+
+def chunk(data: bytes) -> bytes:
+    """Write one chunk of a chunked body."""
+    return b"%x\r\n%b\r\n" % (len(data), data)

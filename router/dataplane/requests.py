@@ -1,0 +1,220 @@
+"""Requests off the wire: bytes in, whole and checked requests out. No transport, no tasks.
+
+What two parsers could read in two ways is refused here (RFC 9112, 6.3), and everything is bounded:
+the head while it grows, the body before and while it comes, and what it inflates to.
+"""
+
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Final, Protocol
+
+import httptools
+
+from isochrone.wire.errors import ApiError, ErrorCode
+from isochrone.wire.routes import KeyEntry
+from router.dataplane import http1
+from router.dataplane.http1 import Request
+
+HEAD_BYTES_MAX: Final = 32 * 1024
+
+Gate = Callable[[bytes, bytes, Mapping[bytes, bytes]], KeyEntry | None]
+"""Method, target and headers to whose request it is; raises ApiError before a body is read."""
+
+
+class Owner(Protocol):
+    """Who hears of what was read."""
+
+    def request_begins(self) -> None:
+        """The first byte of a request came."""
+
+    def head_is_whole(self, *, expects_continue: bool) -> None:
+        """A head was read and let in; a body may follow."""
+
+    def request_is_whole(self, request: Request) -> None:
+        """A request was read to its end."""
+
+
+class RequestReader:
+    """Reads the requests of one connection, one after the other."""
+
+    __slots__ = (
+        "_body", "_body_bytes", "_bytes_max", "_clock", "_fields_bytes", "_gate", "_head_bytes",
+        "_headers", "_ignores_head", "_is_http10", "_key", "_length", "_method", "_owner",
+        "_parser", "_target", "_whole", "arrived_s",
+    )  # fmt: skip
+
+    def __init__(
+        self, owner: Owner, gate: Gate, bytes_max: int, clock: Callable[[], float]
+    ) -> None:
+        """Take bodies of at most `bytes_max`. `clock` gives monotonic seconds."""
+        self._owner = owner
+        self._gate = gate
+        self._bytes_max = bytes_max
+        self._clock = clock
+        self._parser = httptools.HttpRequestParser(self)
+        self._ignores_head = False
+        self._whole = 0
+        # The request being read; `_length` is None as long as its head is.
+        self._length: int | None
+        self._headers: dict[bytes, bytes]
+        self._body: list[bytes]
+        self._key: KeyEntry | None
+        self._forget()
+
+    @property
+    def is_in_body(self) -> bool:
+        """Whether a head is whole and its body is not."""
+        return self._length is not None
+
+    def feed(self, data: bytes) -> None:
+        """Read what came, or raise ApiError saying what is wrong with it."""
+        is_in_head, whole = self._length is None, self._whole
+        try:
+            self._parse(data)
+        except httptools.HttpParserCallbackError as error:
+            # Our own refusals come through the parser wrapped.
+            cause = error.__context__
+            if isinstance(cause, ApiError):
+                raise cause from None
+            raise http1.malformed("a broken head") from None
+        except httptools.HttpParserError as error:
+            raise http1.malformed(str(error)[:120]) from None
+        if is_in_head and self._length is None and whole == self._whole:
+            # The parser holds a header back until it is whole: what it holds is bounded here.
+            self._head_bytes += len(data)
+            if self._head_bytes > HEAD_BYTES_MAX:
+                raise _head_too_large()
+
+    def _parse(self, data: bytes) -> None:
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._go_on_without_upgrade(data[upgrade.args[0] :])
+
+    # The parser's side.
+
+    def on_message_begin(self) -> None:
+        """Begin a request: its head has its deadline from here."""
+        if not self._ignores_head:
+            self.arrived_s = self._clock()
+            self._owner.request_begins()
+
+    def on_url(self, url: bytes) -> None:
+        """Take the request target, or a part of it."""
+        if not self._ignores_head:
+            self._fields_bytes += len(url)
+            self._target += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Take one header; a trailer, which comes after the head, is dropped."""
+        if self._length is None and not self._ignores_head:
+            self._fields_bytes += len(name) + len(value) + 4
+            if self._fields_bytes > HEAD_BYTES_MAX:
+                raise _head_too_large()
+            http1.add_header(self._headers, name, value)
+
+    def on_headers_complete(self) -> None:
+        """Check the head, before a byte of the body is waited for."""
+        if self._ignores_head:
+            return
+        parser, headers = self._parser, self._headers
+        self._method = parser.get_method()
+        version = parser.get_http_version()
+        http1.check_head(self._method, version, headers)
+        self._is_http10 = version == "1.0"
+        self._key = self._gate(self._method, self._target, headers)
+        length = int(headers.get(b"content-length", b"0"))
+        if length > self._bytes_max:
+            raise self._too_large()
+        self._length = length
+        self._owner.head_is_whole(expects_continue=b"expect" in headers)
+
+    def on_body(self, body: bytes) -> None:
+        """Take a part of the body."""
+        self._body_bytes += len(body)
+        if self._body_bytes > self._bytes_max:
+            raise self._too_large()
+        self._body.append(body)
+
+    def on_message_complete(self) -> None:
+        """Hand a whole request on."""
+        parser = self._parser
+        if parser.should_upgrade():
+            # Not the message's end, only where the parser stops: see `_go_on_without_upgrade`.
+            return
+        body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
+        encoding = self._headers.get(b"content-encoding", b"").lower()
+        if encoding not in (b"", b"identity"):
+            body = self._inflated(body, encoding)
+        path, query = http1.split_target(self._target)
+        request = Request(
+            self._method,
+            path,
+            query,
+            self._headers,
+            body,
+            parser.should_keep_alive(),
+            self._is_http10,
+            self.arrived_s,
+            self._key,
+        )
+        self._whole += 1
+        self._forget()
+        self._owner.request_is_whole(request)
+
+    def _forget(self) -> None:
+        self._method = b""
+        self._target = b""
+        self._headers = {}
+        self._body = []
+        self._body_bytes = 0
+        self._fields_bytes = 0
+        self._head_bytes = 0
+        self._length = None
+        self._is_http10 = False
+        self._key = None
+        self.arrived_s = 0.0
+
+    def _go_on_without_upgrade(self, rest: bytes) -> None:
+        """Ignore a wish for another protocol, as RFC 9110 (7.8) allows: parse on as HTTP/1.1.
+
+        The parser stops at the head's end; a fresh one is given a head that says only how the body
+        is framed.
+        """
+        if self._method == b"CONNECT":
+            raise http1.malformed("this is no forward proxy")
+        framing = b"".join(
+            name + b": " + self._headers[name] + b"\r\n"
+            for name in (b"content-length", b"transfer-encoding")
+            if name in self._headers
+        )
+        self._parser = httptools.HttpRequestParser(self)
+        self._ignores_head = True
+        self._parser.feed_data(self._method + b" / HTTP/1.1\r\n" + framing + b"\r\n")
+        self._ignores_head = False
+        if rest:
+            self._parse(rest)
+
+    def _inflated(self, body: bytes, encoding: bytes) -> bytes:
+        """Return the body decompressed, its size bounded as if it had come plain."""
+        bytes_max = self._bytes_max
+        inflater = zlib.decompressobj(wbits=31 if encoding == b"gzip" else 15)
+        try:
+            whole = inflater.decompress(body, bytes_max + 1)
+        except zlib.error:
+            raise http1.malformed(f"a body that is not {encoding.decode()}") from None
+        if len(whole) > bytes_max:
+            raise self._too_large()
+        if not inflater.eof or inflater.unused_data:
+            raise http1.malformed(f"a {encoding.decode()} body cut short")
+        return whole
+
+    def _too_large(self) -> ApiError:
+        return ApiError(
+            ErrorCode.TOO_LARGE,
+            f"cannot read the body: more than the {self._bytes_max} bytes allowed",
+        )
+
+
+def _head_too_large() -> ApiError:
+    return http1.malformed(f"a head of more than {HEAD_BYTES_MAX} bytes")

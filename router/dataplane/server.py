@@ -1,0 +1,395 @@
+"""The public listener on raw transports: one connection, its requests in order, its answers.
+
+Rule 1: a request is handed on whole and checked; what is malformed is answered here and closed.
+Rule 2: one request of a connection is answered at a time; those that follow wait, unread.
+Rule 3: a client that is gone cancels its request; one that does not read stops what it reads from.
+"""
+
+import asyncio
+import logging
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from email.utils import formatdate
+from typing import Final, Protocol, cast
+
+from isochrone.service.door import DoorLimits
+from isochrone.wire.errors import ApiError, ErrorCode
+from router.dataplane import http1
+from router.dataplane.deadlines import NEVER, Deadlines
+from router.dataplane.http1 import Reply, Request
+from router.dataplane.requests import Gate, RequestReader
+
+log = logging.getLogger(__name__)
+
+READY_MAX: Final = 4
+"""Whole requests of one connection that wait for the one before; past it nothing more is read."""
+
+WRITE_BUFFER_BYTES: Final = 64 * 1024
+LINGER_S: Final = 1.0
+
+
+class Source(Protocol):
+    """Whence an answer flows: it stops while the client reads slower."""
+
+    def pause(self) -> None:
+        """Read no more for now."""
+
+    def resume(self) -> None:
+        """Read on."""
+
+
+Handler = Callable[[Request, "ClientConnection"], Awaitable[None]]
+EncodeError = Callable[[ApiError], Reply]
+
+
+class Server:
+    """What all connections of a listener share, and how many they are."""
+
+    def __init__(
+        self,
+        *,
+        limits: DoorLimits,
+        write_timeout_s: float,
+        gate: Gate,
+        handler: Handler,
+        encode_error: EncodeError,
+        deadlines: Deadlines,
+        clock: Callable[[], float],
+        unix_clock: Callable[[], float],
+    ) -> None:
+        """Answer each request by `handler`; errors below it are written by `encode_error`."""
+        self.limits = limits
+        self.write_timeout_s = write_timeout_s
+        self.gate = gate
+        self.handler = handler
+        self.encode_error = encode_error
+        self.deadlines = deadlines
+        self.clock = clock
+        self.is_draining = False
+        self.connections: set[ClientConnection] = set()
+        self.by_address: Counter[str] = Counter()
+        self._unix_clock = unix_clock
+        self._gone = asyncio.Event()
+        self._date = ""
+        self._date_of = 0
+
+    def date(self) -> str:
+        """Return the `date` header's value, written once a second."""
+        second = int(self._unix_clock())
+        if second != self._date_of:
+            self._date_of = second
+            self._date = formatdate(second, usegmt=True)
+        return self._date
+
+    def connection(self) -> "ClientConnection":
+        """Make the protocol of one connection; for `create_server`."""
+        return ClientConnection(self)
+
+    async def drain(self, timeout_s: float) -> None:
+        """Let requests end, each connection closing after its own; cut what takes longer."""
+        self.is_draining = True
+        for connection in list(self.connections):
+            connection.drain()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._all_gone()
+        for connection in list(self.connections):
+            connection.abort()
+        await self._all_gone()
+
+    def came(self, connection: "ClientConnection", address: str) -> bool:
+        """Count a connection in; False where it is one too many."""
+        self.connections.add(connection)
+        self.by_address[address] += 1
+        self.deadlines.add(connection)
+        return not (
+            self.is_draining
+            or len(self.connections) > self.limits.connections_max
+            or self.by_address[address] > self.limits.connections_per_address_max
+        )
+
+    def went(self, connection: "ClientConnection", address: str) -> None:
+        """Count a connection out."""
+        self.connections.discard(connection)
+        self.deadlines.discard(connection)
+        self.by_address[address] -= 1
+        if self.by_address[address] <= 0:
+            del self.by_address[address]
+        if not self.connections:
+            self._gone.set()
+
+    async def _all_gone(self) -> None:
+        while self.connections:
+            self._gone.clear()
+            await self._gone.wait()
+
+
+class ClientConnection(asyncio.Protocol):
+    """One client's connection. It is also the writer that a request's answer goes to."""
+
+    __slots__ = (
+        "_address", "_bad", "_begun", "_chunked", "_paused", "_reader", "_ready", "_request",
+        "_resumed", "_server", "_source", "_stopped_reading", "_task", "_transport", "due_s",
+    )  # fmt: skip
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._transport: asyncio.Transport | None = None
+        self._reader = RequestReader(self, server.gate, server.limits.body_bytes_max, server.clock)
+        self._task: asyncio.Task[None] | None = None
+        self._ready: deque[Request] = deque()
+        self._bad: ApiError | None = None
+        self._source: Source | None = None
+        self._address = ""
+        self._paused = False
+        self._stopped_reading = False
+        self._request: Request | None = None
+        self._begun = False
+        self._chunked = False
+        self._resumed: asyncio.Future[None] | None = None
+        self.due_s = NEVER
+
+    # The transport's side.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Count the connection, or refuse it, and wait for its first head."""
+        server = self._server
+        self._transport = cast(asyncio.Transport, transport)
+        self._transport.set_write_buffer_limits(WRITE_BUFFER_BYTES)
+        peer = transport.get_extra_info("peername")
+        self._address = peer[0] if isinstance(peer, tuple) and peer else "unix"
+        if not server.came(self, self._address):
+            self._transport.abort()
+            return
+        self.due_s = server.clock() + server.limits.head_timeout_s
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the connection; whatever still works for it is cancelled."""
+        self._server.went(self, self._address)
+        self._transport = None
+        self._ready.clear()
+        if self._task is not None:
+            self._task.cancel()
+
+    def eof_received(self) -> bool:
+        """Take the end of what a client sends for its leaving, as proxies do."""
+        return False
+
+    def data_received(self, data: bytes) -> None:
+        """Parse what came; whole requests begin, what is malformed ends the connection."""
+        if self._bad is not None:
+            return
+        try:
+            self._reader.feed(data)
+        except ApiError as error:
+            self._refuse(error)
+
+    def pause_writing(self) -> None:
+        """Stop the source of what is written: the client reads slower."""
+        self._paused = True
+        self.due_s = self._server.clock() + self._server.write_timeout_s
+        if self._source is not None:
+            self._source.pause()
+
+    def resume_writing(self) -> None:
+        """Let the source flow again."""
+        self._paused = False
+        self.due_s = NEVER
+        if self._source is not None:
+            self._source.resume()
+        if self._resumed is not None and not self._resumed.done():
+            self._resumed.set_result(None)
+
+    def on_due(self) -> None:
+        """End what waited too long: a head, a body, an idle connection, a client that is deaf."""
+        if self._task is not None or self._bad is not None:
+            self.abort()
+        elif self._reader.arrived_s:
+            waited_s = self._server.clock() - self._reader.arrived_s
+            what = "body" if self._reader.is_in_body else "head"
+            self._refuse(
+                ApiError(
+                    ErrorCode.REQUEST_TIMEOUT,
+                    f"cannot read the {what}: not whole after {waited_s:.1f} s",
+                )
+            )
+        elif self._transport is not None:
+            self._transport.close()
+
+    # The reader's side.
+
+    def request_begins(self) -> None:
+        """Give a head its deadline from its first byte on."""
+        if self._task is None:
+            self.due_s = self._reader.arrived_s + self._server.limits.head_timeout_s
+
+    def head_is_whole(self, *, expects_continue: bool) -> None:
+        """Give the body its deadline, and ask for it where the client waits to be asked."""
+        if self._task is None:
+            self.due_s = self._server.clock() + self._server.limits.body_timeout_s
+            if expects_continue and self._transport is not None:
+                self._transport.write(http1.CONTINUE)
+
+    def request_is_whole(self, request: Request) -> None:
+        """Answer it, or let it wait for the one before."""
+        self._ready.append(request)
+        if self._task is None:
+            self.due_s = NEVER
+            self._task = asyncio.get_running_loop().create_task(self._answer_all())
+        elif len(self._ready) >= READY_MAX and self._transport is not None:
+            self._stopped_reading = True
+            self._transport.pause_reading()
+
+    # The answer's side.
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether the client reads slower than is written."""
+        return self._paused
+
+    def begin(self, status: int, content_type: str, extra: Mapping[str, str]) -> None:
+        """Send the head of an answer whose length is not known."""
+        request = self._request
+        assert request is not None
+        self._begun = True
+        self._chunked = not request.is_http10
+        keep_alive = request.keep_alive and self._chunked
+        self._write(
+            http1.response_head(
+                status,
+                content_type,
+                extra,
+                date=self._server.date(),
+                length=None,
+                keep_alive=keep_alive,
+                chunked=self._chunked,
+            )
+        )
+        if not keep_alive:
+            self._request = request._replace(keep_alive=False)
+
+    def send(self, data: bytes) -> None:
+        """Send a part of the answer begun."""
+        self._write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
+
+    def end(self) -> None:
+        """End the answer well."""
+        if self._chunked:
+            self._write(http1.LAST_CHUNK)
+
+    def reply(self, reply: Reply) -> None:
+        """Send a whole answer."""
+        request = self._request
+        self._begun = True
+        head = http1.response_head(
+            reply.status,
+            reply.content_type,
+            reply.headers,
+            date=self._server.date(),
+            length=len(reply.body),
+            keep_alive=request is not None and request.keep_alive,
+            chunked=False,
+        )
+        if request is not None and request.method == b"HEAD":
+            self._write(head)
+        else:
+            self._write(head + reply.body)
+
+    def reads_from(self, source: Source | None) -> None:
+        """Tie the answer's source, so that it flows no faster than the client reads."""
+        self._source = source
+        if source is not None and self._paused:
+            source.pause()
+
+    async def drained(self) -> None:
+        """Return when the client has read what was written; cancelled where it is gone."""
+        while self._paused:
+            self._resumed = asyncio.get_running_loop().create_future()
+            await self._resumed
+
+    def abort(self) -> None:
+        """Cut the connection."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def drain(self) -> None:
+        """Close as soon as nothing is being answered."""
+        if self._task is None and self._transport is not None:
+            self._transport.close()
+        elif self._request is not None:
+            self._request = self._request._replace(keep_alive=False)
+
+    async def _answer_all(self) -> None:
+        """Answer what is ready, in order, then wait for more."""
+        try:
+            while self._ready and self._transport is not None:
+                self._request = self._ready.popleft()
+                if self._server.is_draining:
+                    self._request = self._request._replace(keep_alive=False)
+                if self._stopped_reading and len(self._ready) < READY_MAX:
+                    self._stopped_reading = False
+                    self._transport.resume_reading()
+                await self._answer(self._request)
+                if not self._request.keep_alive:
+                    self._close()
+                    return
+        finally:
+            self._task = None
+            self._request = None
+        limits = self._server.limits
+        if self._bad is not None:
+            self._refuse(self._bad)
+        else:
+            wait_s = limits.body_timeout_s if self._reader.arrived_s else limits.keepalive_s
+            self.due_s = self._server.clock() + wait_s
+
+    async def _answer(self, request: Request) -> None:
+        """Have one request answered; the other of the two places that catch `Exception`."""
+        self._begun = False
+        try:
+            await self._server.handler(request, self)
+            if self._paused:
+                await self.drained()
+        except ApiError as error:
+            self._answer_error(error)
+        except asyncio.CancelledError:
+            raise
+        except Exception:
+            log.exception("request failed", extra={"fields": {"path": request.path[:200]}})
+            self._answer_error(
+                ApiError(ErrorCode.INTERNAL, "cannot answer: an internal error was logged")
+            )
+        finally:
+            self._source = None
+
+    def _answer_error(self, error: ApiError) -> None:
+        if self._begun:
+            # Half an answer is out: only a cut tells the client that it is not whole.
+            self.abort()
+        else:
+            self.reply(self._server.encode_error(error))
+
+    def _refuse(self, error: ApiError) -> None:
+        """Answer what never became a request, after those before it, and close.
+
+        What still comes is read and dropped for a moment: closing on unread bytes would reset the
+        connection, and the client would never see why.
+        """
+        self._bad = error
+        if self._task is None and self._transport is not None:
+            self.reply(self._server.encode_error(error))
+            if self._transport.can_write_eof():
+                self._transport.write_eof()
+            self.due_s = self._server.clock() + LINGER_S
+
+    def _write(self, data: bytes) -> None:
+        # Where the client is gone the request is being cancelled: there is nobody to tell.
+        if self._transport is not None:
+            self._transport.write(data)
+
+    def _close(self) -> None:
+        """Close after what is written is out; a client that does not read it is cut."""
+        if self._transport is not None:
+            self.due_s = self._server.clock() + self._server.write_timeout_s
+            self._transport.close()

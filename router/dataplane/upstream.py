@@ -1,0 +1,140 @@
+"""The connections to nodes: opened when needed, kept alive between requests, bounded in number."""
+
+import asyncio
+import socket
+from collections.abc import Callable, Mapping
+from ssl import SSLContext
+from typing import Final
+
+from isochrone.wire.ids import NodeId
+from router.config import RouterConfig
+from router.dataplane import http1
+from router.dataplane.deadlines import Deadlines
+from router.dataplane.exchange import Answer, AttemptFailed, Exchange, Failure, NodeConnection
+
+KEEPALIVE_S: Final = 20.0
+"""Shorter than a node's own 75 s: a connection is never taken up just as the node closes it."""
+
+IDLE_PER_NODE_MAX: Final = 256
+
+
+class Upstream:
+    """The connections to nodes."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        deadlines: Deadlines,
+        clock: Callable[[], float],
+        ssl_context: SSLContext | None = None,
+    ) -> None:
+        """Open no connection yet. `inside` are addresses within this process, by name."""
+        self.inside: dict[str, Callable[[], socket.socket]] = {}
+        self.clock = clock
+        self.deadlines = deadlines
+        self._config = config
+        self._ssl = ssl_context
+        self._idle: dict[str, list[NodeConnection]] = {}
+        self._open: set[NodeConnection] = set()
+        self._gone = asyncio.Event()
+
+    def __len__(self) -> int:
+        """Return how many connections are open, to whichever node."""
+        return len(self._open)
+
+    async def ask(
+        self,
+        node_id: NodeId,
+        address: str,
+        request: tuple[str, str, Mapping[str, str], bytes],
+        answer: Answer,
+        timeout_s: float,
+    ) -> "Exchange":
+        """Send (method, path, headers, body) to a node; what comes back goes to `answer`.
+
+        Raises AttemptFailed where the node cannot be reached.
+        """
+        method, path, sent, body = request
+        exchange = Exchange(
+            self,
+            node_id,
+            address,
+            http1.request_head(method, path, _host(address), sent, len(body)),
+            body,
+            answer,
+        )
+        exchange.wait(timeout_s)
+        kept = self._kept(address)
+        await exchange.begin(kept or await self.connect(node_id, address))
+        return exchange
+
+    async def connect(self, node_id: NodeId, address: str) -> "NodeConnection":
+        """Open a connection, or raise AttemptFailed."""
+        loop = asyncio.get_running_loop()
+
+        def made() -> NodeConnection:
+            return NodeConnection(self, address)
+
+        if address in self.inside:
+            return (await loop.create_connection(made, sock=self.inside[address]()))[1]
+        host, port, context = self._where(address)
+        source = (self._config.source_address, 0) if self._config.source_address else None
+        try:
+            async with asyncio.timeout(self._config.connect_timeout_s):
+                _, connection = await loop.create_connection(
+                    made, host, port, ssl=context, local_addr=source
+                )
+        except (OSError, TimeoutError) as error:
+            raise AttemptFailed(Failure.UNREACHABLE, f"cannot reach {node_id}") from error
+        return connection
+
+    def keep(self, connection: "NodeConnection") -> None:
+        """Take back a connection whose exchange ended well."""
+        idle = self._idle.setdefault(connection.address, [])
+        if len(idle) >= IDLE_PER_NODE_MAX:
+            connection.close()
+            return
+        connection.due_s = self.clock() + KEEPALIVE_S
+        idle.append(connection)
+
+    def opened(self, connection: "NodeConnection") -> None:
+        """Count a connection in."""
+        self._open.add(connection)
+        self.deadlines.add(connection)
+
+    def closed(self, connection: "NodeConnection") -> None:
+        """Count a connection out."""
+        self._open.discard(connection)
+        self.deadlines.discard(connection)
+        idle = self._idle.get(connection.address)
+        if idle is not None and connection in idle:
+            idle.remove(connection)
+            if not idle:
+                del self._idle[connection.address]
+        if not self._open:
+            self._gone.set()
+
+    async def close(self) -> None:
+        """Close every connection."""
+        for connection in list(self._open):
+            connection.close()
+        while self._open:
+            self._gone.clear()
+            await self._gone.wait()
+
+    def _kept(self, address: str) -> "NodeConnection | None":
+        idle = self._idle.get(address)
+        return idle.pop() if idle else None
+
+    def _where(self, address: str) -> tuple[str, int, SSLContext | None]:
+        scheme, separator, rest = address.partition("://")
+        context = self._ssl
+        if separator:
+            context = self._ssl if scheme == "https" else None
+            address = rest.rstrip("/")
+        host, _, port = address.rpartition(":")
+        return host.strip("[]"), int(port), context
+
+
+def _host(address: str) -> str:
+    return address.rpartition("://")[2].rstrip("/")

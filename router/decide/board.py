@@ -1,0 +1,277 @@
+"""What the choice knows of one deployment: a column for each fact, a slot for each replica.
+
+The columns are parallel lists, so that ranking hundreds of replicas is a few passes over plain
+numbers. A slot belongs to a replica for as long as a table names it; another may get it later.
+"""
+
+from collections.abc import Mapping, Sequence, Set
+from math import inf
+from typing import Final, NamedTuple
+
+from isochrone.wire.ids import ReplicaId
+from isochrone.wire.routes import Route
+from router.decide.affinity import seed_of
+from router.decide.latency import (
+    COLD_MS,
+    Pace,
+    Stretch,
+    prefill_ms,
+    smoothed,
+    stretched,
+)
+from router.decide.tokens_in_flight import Line
+
+HOME_RATIO: Final = 1.1
+HOME_MS: Final = 2.0
+"""Replicas this little farther than the nearest are at home: going elsewhere is a spill."""
+
+SPILL_LASTS_MS: Final = 2000.0
+
+REGARD: Final = 1.2
+"""How much of its prefill time a request is charged once more, for those who come after it, where
+all it waits for is a queue; as much less as queues are less of the time to a first token."""
+
+QUEUED_STEP: Final = 0.02
+
+QUEUE_SHARE_MAX: Final = 0.1
+"""With more queue than this share of the prompt's own time, an answer tells little of depth."""
+
+
+class Ranked(NamedTuple):
+    """One way to go, with what is predicted of it and why it stands where it stands."""
+
+    route: Route
+    reason: str
+    rtt_ms: float
+    queue_ms: float
+    prefill_ms: float
+    uncached_tokens: int
+    cached_tokens: int = 0
+    overhead_ms: float = 0.0
+    queue_tokens_max: int = 0
+    """With more prompt tokens than this waiting there, the next best would be sooner after all."""
+
+    @property
+    def ttft_ms(self) -> float:
+        """Predicted time to first token."""
+        return max(0.0, self.rtt_ms + self.overhead_ms + self.queue_ms + self.prefill_ms)
+
+    @property
+    def why(self) -> str:
+        """The header value that tells a client why this replica."""
+        return (
+            f"{self.reason} rtt={self.rtt_ms:.1f}ms queue={self.queue_ms:.0f}ms "
+            f"prefill={self.prefill_ms:.0f}ms"
+        )
+
+
+class Picture(NamedTuple):
+    """What the router believes of one deployment, frozen at `now_ms`.
+
+    `base_ms` is the round trip with all overhead. `until_ms` is when the queue is through, less the
+    time a request takes to get there; `least_ms` what waits there at least, whatever the clock
+    says; both with `base_ms` in them. `room` is how many tokens more a replica takes: any number
+    where it is idle, for whether a request fits at all is the replica's to say; none where a slot
+    has no replica.
+    """
+
+    now_ms: float
+    routes: Sequence[Route | None]
+    slots: Mapping[ReplicaId, int]
+    home: frozenset[int]
+    rtt_ms: Sequence[float]
+    base_ms: Sequence[float]
+    until_ms: Sequence[float]
+    least_ms: Sequence[float]
+    ms_per_token: Sequence[float]
+    spread_ms: Sequence[float]
+    tokens: Sequence[float]
+    room: Sequence[float]
+    seeds: Sequence[int]
+    weights: Sequence[float]
+    stretch_per_token: float = 0.0
+    regard: float = 0.0
+    is_spilling: bool = False
+    ejected_until: Mapping[ReplicaId, float] = {}
+
+
+class Board:
+    """The columns of one deployment, kept up to date slot by slot."""
+
+    def __init__(self) -> None:
+        """Begin without replicas."""
+        self.slots: dict[ReplicaId, int] = {}
+        self.routes: list[Route | None] = []
+        self.paces: list[Pace] = []
+        self.spilled_at_ms = -inf
+        self.stretch = Stretch()
+        self.uncached_share = 1.0
+        """Of prompts, as a rule: for nodes that do not tell what they have not read yet."""
+        self._queued_share = 0.0
+        self._free: list[int] = []
+        self._home: frozenset[int] | None = None
+        self.everyone = 0
+        """The mask of all slots that have a replica."""
+        self._rtt_ms: list[float] = []
+        self._base_ms: list[float] = []
+        self._until_ms: list[float] = []
+        self._least_ms: list[float] = []
+        self._ms_per_token: list[float] = []
+        self._spread_ms: list[float] = []
+        self._tokens: list[float] = []
+        self._room: list[float] = []
+        self._seeds: list[int] = []
+        self._weights: list[float] = []
+
+    def __len__(self) -> int:
+        """Return how many slots there are, those without a replica included."""
+        return len(self.routes)
+
+    def adopt(self, routes: Sequence[Route]) -> Set[int]:
+        """Seat these replicas and no others; return the slots that lost theirs."""
+        named = {route.replica_id for route in routes}
+        left = set()
+        # Pictures share these: what they show stays as it was.
+        self.slots, self._seeds = self.slots.copy(), self._seeds.copy()
+        self._weights = self._weights.copy()
+        for replica_id in [replica_id for replica_id in self.slots if replica_id not in named]:
+            slot = self.slots.pop(replica_id)
+            self._clear(slot)
+            left.add(slot)
+        for route in routes:
+            slot = self.slots.get(route.replica_id, -1)
+            if slot < 0:
+                slot = self._seat(route)
+            self.routes[slot] = route
+            self._weights[slot] = max(1.0, route.prefill_tokens_per_s)
+        self._home = None
+        self.everyone = sum(1 << slot for slot in self.slots.values())
+        return left
+
+    def refresh(self, slot: int, rtt_ms: float, line: Line, now_s: float) -> None:
+        """Bring one replica's numbers up to date."""
+        route = self.routes[slot]
+        if route is None:
+            return
+        pace = self.paces[slot]
+        if rtt_ms != self._rtt_ms[slot]:
+            self._rtt_ms[slot] = rtt_ms
+            self._home = None
+        cold_ms = 0.0 if pace.answers else COLD_MS
+        ms_per_token = prefill_ms(1, route.prefill_tokens_per_s) * pace.gain(now_s)
+        others = line.others.prefill(now_s)
+        others_ms = others * ms_per_token
+        base_ms = rtt_ms + cold_ms + pace.overhead_ms(now_s)
+        self._base_ms[slot] = base_ms
+        self._until_ms[slot] = base_ms + 1000 * line.free_at_s - rtt_ms / 2
+        self._least_ms[slot] = base_ms + line.behind_first_ms + others_ms
+        self._ms_per_token[slot] = ms_per_token
+        self._spread_ms[slot] = pace.spread_ms
+        tokens = line.prefill + line.decode + others
+        tokens += line.others.decode * line.others.left(now_s)
+        self._tokens[slot] = tokens
+        self._room[slot] = route.tokens_in_flight_max - tokens if tokens >= 1 else inf
+
+    def work_ms(self, slot: int, prompt_tokens: float, cached_tokens: float) -> float:
+        """Return how long a replica reads what it has not cached of a prompt."""
+        work = stretched(prompt_tokens, cached_tokens, self.stretch.per_token)
+        return work * self._ms_per_token[slot]
+
+    def observed(self, slot: int, ranked: Ranked, took_ms: float, now_s: float) -> None:
+        """Learn from a first token that came `took_ms` after its request went."""
+        pace = self.paces[slot]
+        raw_ms = (ranked.queue_ms + ranked.prefill_ms) / pace.gain(now_s)
+        computed_ms = ranked.queue_ms + ranked.prefill_ms
+        certainty = ranked.prefill_ms / computed_ms if computed_ms > 0 else 1.0
+        error_ms = pace.observed(raw_ms, took_ms - ranked.rtt_ms, now_s, certainty * certainty)
+        if ranked.queue_ms < QUEUE_SHARE_MAX * ranked.prefill_ms:
+            depth = ranked.cached_tokens + ranked.uncached_tokens / 2
+            self.stretch.observed(ranked.prefill_ms, ranked.uncached_tokens, depth, error_ms)
+
+    @property
+    def home(self) -> frozenset[int]:
+        """Return the slots of the nearest replicas."""
+        if self._home is None:
+            self._home = self._find_home()
+        return self._home
+
+    def others_ms(self, slot: int, line: Line, now_s: float) -> float:
+        """Return how long what others have waiting at a replica takes it."""
+        return line.others.prefill(now_s) * self._ms_per_token[slot]
+
+    def went(self, slot: int, ranked: Ranked, now_s: float) -> None:
+        """A request goes there: note whether it is away from home, and whether it must wait."""
+        if slot not in self.home:
+            self.spilled_at_ms = 1000 * now_s
+        queued_share = ranked.queue_ms / max(1.0, ranked.ttft_ms)
+        self._queued_share += QUEUED_STEP * (min(1.0, queued_share) - self._queued_share)
+
+    def learned_uncached(self, share: float) -> None:
+        """An answer told which share of its prompt was not cached."""
+        self.uncached_share = smoothed(self.uncached_share, share, 0.02)
+
+    def picture(self, now_s: float, ejected_until: Mapping[ReplicaId, float]) -> Picture:
+        """Return everything as it is now; what happens later does not change it."""
+        now_ms = 1000 * now_s
+        return Picture(
+            now_ms,
+            self.routes.copy(),
+            self.slots,
+            self.home,
+            self._rtt_ms.copy(),
+            self._base_ms.copy(),
+            self._until_ms.copy(),
+            self._least_ms.copy(),
+            self._ms_per_token.copy(),
+            self._spread_ms.copy(),
+            self._tokens.copy(),
+            self._room.copy(),
+            self._seeds,
+            self._weights,
+            self.stretch.per_token,
+            REGARD * self._queued_share,
+            now_ms - self.spilled_at_ms < SPILL_LASTS_MS,
+            ejected_until,
+        )
+
+    def _find_home(self) -> frozenset[int]:
+        seated = list(self.slots.values())
+        if not seated:
+            return frozenset()
+        limit_ms = HOME_RATIO * min(self._rtt_ms[slot] for slot in seated) + HOME_MS
+        return frozenset(slot for slot in seated if self._rtt_ms[slot] <= limit_ms)
+
+    def _seat(self, route: Route) -> int:
+        if self._free:
+            slot = self._free.pop()
+            self._seeds[slot] = seed_of(route.replica_id)
+            self.paces[slot] = Pace()
+        else:
+            slot = len(self.routes)
+            self.routes.append(route)
+            self.paces.append(Pace())
+            self._seeds.append(seed_of(route.replica_id))
+            self._weights.append(1.0)
+            for column in self._numbers():
+                column.append(0.0)
+        self.slots[route.replica_id] = slot
+        return slot
+
+    def _clear(self, slot: int) -> None:
+        self.routes[slot] = None
+        for column in self._numbers():
+            column[slot] = 0.0
+        self._room[slot] = -1.0
+        self._free.append(slot)
+
+    def _numbers(self) -> Sequence[list[float]]:
+        return (
+            self._rtt_ms,
+            self._base_ms,
+            self._until_ms,
+            self._least_ms,
+            self._ms_per_token,
+            self._spread_ms,
+            self._tokens,
+            self._room,
+        )

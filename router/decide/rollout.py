@@ -1,0 +1,112 @@
+"""Which version answers a request while a new one is on its way, and how both did.
+
+The draw is by the session, else the request: the same on every router and at every try, and as the
+share grows those who had the new version keep it.
+"""
+
+from collections.abc import Iterable
+from math import log
+from typing import Final, NamedTuple
+
+import xxhash
+
+from isochrone.wire.ids import DeploymentId, PopId, ReplicaId
+from isochrone.wire.routes import DeploymentEntry, RolloutEntry, Route
+from isochrone.wire.usage import Moments, TrialRow
+
+ROWS_MAX: Final = 2_000
+MS_MIN: Final = 0.01
+
+
+class Draw(NamedTuple):
+    """The replicas a request leaves alone, and whether it may turn to them if nothing else does."""
+
+    left_alone: frozenset[ReplicaId]
+    may_return: bool
+
+
+def draw(entry: DeploymentEntry, subject: str, pop: PopId, routes: Iterable[Route]) -> Draw:
+    """Return whom a request of `pop` leaves alone.
+
+    One drawn for the new version may go back to the old, so that a bad version harms nobody twice;
+    one drawn for the old never goes to the new while there is an old one: the share is a promise.
+    """
+    rollout = entry.rollout
+    if rollout is None:
+        return Draw(frozenset(), False)
+    new = {route.replica_id for route in routes if route.version == rollout.version}
+    old = {route.replica_id for route in routes if route.version != rollout.version}
+    if not new or not old:
+        return Draw(frozenset(), False)
+    takes_new = (not rollout.pops or pop in rollout.pops) and _is_drawn(entry, rollout, subject)
+    return Draw(frozenset(old), True) if takes_new else Draw(frozenset(new), False)
+
+
+def _is_drawn(entry: DeploymentEntry, rollout: RolloutEntry, subject: str) -> bool:
+    named = f"{entry.deployment_id}\0{rollout.version}\0{subject}"
+    return xxhash.xxh3_64_intdigest(named.encode()) < rollout.share * 2**64
+
+
+class Trials:
+    """What was seen of each version since it was last taken."""
+
+    def __init__(self, pop: PopId) -> None:
+        """Count for the router's own PoP."""
+        self._pop = pop
+        self._rows: dict[tuple[DeploymentId, int, PopId], TrialRow] = {}
+
+    def failed(self, entry: DeploymentEntry, route: Route) -> None:
+        """An attempt failed before its first token."""
+        self._add(entry, route, failures=1)
+
+    def ended(
+        self, entry: DeploymentEntry, route: Route, *, failed: bool, ttft_ms: float, itl_ms: float
+    ) -> None:
+        """An attempt ended; a time of 0 was not measured."""
+        self._add(entry, route, failures=int(failed), ttft_ms=ttft_ms, itl_ms=itl_ms)
+
+    def take(self) -> tuple[TrialRow, ...]:
+        """Hand over what was seen."""
+        rows = tuple(row for _, row in sorted(self._rows.items()))
+        self._rows.clear()
+        return rows
+
+    def _add(
+        self,
+        entry: DeploymentEntry,
+        route: Route,
+        *,
+        failures: int,
+        ttft_ms: float = 0.0,
+        itl_ms: float = 0.0,
+    ) -> None:
+        key = (entry.deployment_id, route.version, route.pop)
+        if entry.rollout is None or (key not in self._rows and len(self._rows) >= ROWS_MAX):
+            return
+        row = self._rows.get(key) or TrialRow(
+            deployment_id=entry.deployment_id,
+            version=route.version,
+            pop=route.pop,
+            asked_pop=self._pop,
+        )
+        self._rows[key] = TrialRow(
+            deployment_id=row.deployment_id,
+            version=row.version,
+            pop=row.pop,
+            asked_pop=row.asked_pop,
+            attempts=row.attempts + 1,
+            failures=row.failures + failures,
+            ttft=_with(row.ttft, ttft_ms),
+            itl=_with(row.itl, itl_ms),
+        )
+
+
+def _with(moments: Moments, time_ms: float) -> Moments:
+    if time_ms <= 0:
+        return moments
+    value = log(max(time_ms, MS_MIN))
+    return Moments(
+        count=moments.count + 1,
+        total=moments.total + value,
+        squares=moments.squares + value * value,
+    )

@@ -1,0 +1,160 @@
+"""One request on its way: what was asked, what is known so far, and what it holds."""
+
+from collections.abc import Callable, Mapping
+from typing import Final
+
+import msgspec
+
+from isochrone.wire import headers
+from isochrone.wire.errors import ApiError
+from isochrone.wire.ids import ReplicaId, RequestId
+from isochrone.wire.routes import DeploymentEntry, KeyEntry, Route
+from isochrone.wire.usage import Outcome
+from router.dataplane.exchange import Exchange, Head
+from router.dataplane.sse import DONE_FRAME, Frames, Said, usage_frame
+from router.dataplane.usage import UsageCount
+from router.decide.board import Ranked
+from router.decide.prefixes import NO_KEYS, PrefixKeys, Sent
+from router.decide.tokens_in_flight import Reservation
+from router.waiting import Place
+
+NOTHING_SAID: Final = Said(0, "", True, None)
+LIVES: Final = 8
+"""How many replicas may die under one stream before its client is told."""
+
+
+class Asked(msgspec.Struct, frozen=True, kw_only=True):
+    """One request as the corridor takes it, whichever public surface it came by.
+
+    `body` is what goes to the node. `text_bytes` is the prompt's size, `arrived_s` monotonic,
+    `started_at` Unix time. `error_event` writes an error into a stream. `resume` gives the body
+    that asks for the rest after (text, tokens) were said, None where that cannot be asked for;
+    `drawn` how its tokens are, where every replica would draw the same.
+    """
+
+    request_id: RequestId
+    key: KeyEntry
+    deployment: DeploymentEntry
+    path: str
+    body: bytes
+    text_bytes: int
+    output_tokens_max: int
+    is_stream: bool
+    wants_usage: bool
+    session: str
+    reject_if_busy: bool
+    arrived_s: float
+    started_at: float
+    error_event: Callable[[ApiError], bytes]
+    resume: Callable[[str, int], bytes | None] | None = None
+    drawn: str = ""
+    prefix_keys: PrefixKeys = NO_KEYS
+
+    def spend(self, tokens: tuple[int, int, int]) -> float:
+        """Return what (prompt, cached, output) tokens cost."""
+        price = self.deployment.price
+        return price.spend(*tokens) if price is not None else 0.0
+
+
+class Journey:
+    """What is known of one request so far. The corridor fills it in, `Recorder` reads it."""
+
+    def __init__(self, asked: Asked, prompt_tokens_estimate: int) -> None:
+        self.asked = asked
+        self.prompt_tokens_estimate = prompt_tokens_estimate
+        self.outcome = Outcome.FAILED
+        self.ranked: Ranked | None = None
+        self.sent: Sent | None = None
+        self.turned_away = 0
+        self.picked_at_s = 0.0
+        self.first_token_at_s: float | None = None
+        self.found_no_replica = False
+        self.prompt_tokens: int | None = None
+        self.cached_tokens: int | None = None
+        self.output_tokens: int | None = None
+        self.body = asked.body
+        self.frames: Frames | None = None
+        self.said = NOTHING_SAID
+        self.lives = LIVES
+        self.failed: set[ReplicaId] = set()
+        self.refused: set[ReplicaId] = set()
+        self.unfit: set[ReplicaId] = set()
+        self.reservation: Reservation | None = None
+        self.exchange: Exchange | None = None
+        self.place: Place | None = None
+
+    @property
+    def route(self) -> Route | None:
+        """The replica that answers, once there is one."""
+        return self.ranked.route if self.ranked else None
+
+    @property
+    def said_tokens(self) -> int:
+        """How many tokens the client has already, where another replica goes on."""
+        return self.said.tokens
+
+    def frames_anew(self) -> Frames | None:
+        """Return what takes the next attempt's stream in: after what was said, where it was."""
+        if self.said.tokens and self.frames is not None:
+            self.frames.go_on()
+        elif self.asked.is_stream:
+            self.frames = Frames(wants_usage=self.asked.wants_usage)
+        return self.frames
+
+    def note(self, usage: UsageCount | None) -> None:
+        """Take the engine's own count."""
+        if usage is not None:
+            self.prompt_tokens = usage.prompt_tokens
+            self.cached_tokens = usage.cached_tokens
+            self.output_tokens = usage.output_tokens
+
+    def leave(self) -> None:
+        """Give back what the attempt holds: its connection and its tokens in flight."""
+        exchange, self.exchange = self.exchange, None
+        if exchange is not None:
+            exchange.leave()
+        if self.reservation is not None:
+            self.reservation.release()
+
+    @property
+    def used(self) -> tuple[int, int, int]:
+        """(prompt, cached, output) tokens: the engine's word, else our count and estimate."""
+        if self.first_token_at_s is None and self.prompt_tokens is None:
+            return 0, 0, 0
+        estimate = self.prompt_tokens_estimate
+        prompt = estimate if self.prompt_tokens is None else self.prompt_tokens
+        output = self.said.tokens if self.output_tokens is None else self.output_tokens
+        return prompt, min(prompt, self.cached_tokens or 0), output
+
+    def headers(self, allowance: Mapping[str, str]) -> dict[str, str]:
+        """Return what an answer's head tells beside the answer: who gave it, why, what is left."""
+        ranked = self.ranked
+        assert ranked is not None
+        return {
+            **allowance,
+            headers.REQUEST_ID: self.asked.request_id,
+            headers.POP: ranked.route.pop,
+            headers.NODE: ranked.route.node_id,
+            headers.WHY: ranked.why,
+        }
+
+    def stream_headers(self, allowance: Mapping[str, str]) -> dict[str, str]:
+        """Return the same for a stream, which nobody on the way may store or hold back."""
+        extra = self.headers(allowance)
+        extra["cache-control"] = "no-cache"
+        extra["x-accel-buffering"] = "no"
+        return extra
+
+    def is_exact(self, head: Head | None) -> bool:
+        """Say whether the rest is, token for token, what the first replica would have said."""
+        drawn = self.asked.drawn
+        how = head.resumed if head else ""
+        return drawn == headers.GREEDY or (drawn == headers.SEEDED and how == headers.SEEDED)
+
+    def end_of_stream(self, said: Said) -> bytes:
+        """Write what a stream lacks whose replica died between its last token and its end."""
+        if not self.asked.wants_usage or (self.frames and self.frames.usage):
+            return DONE_FRAME
+        count = UsageCount(self.prompt_tokens_estimate, said.tokens, 0)
+        head = {"object": "chat.completion.chunk", "model": self.asked.deployment.name}
+        return usage_frame(count, head) + DONE_FRAME

@@ -1,0 +1,165 @@
+"""Several processes behind one port: a worker is a router whose scheduler is the main process.
+
+The main process holds the conversation with the scheduler. Down a pair of sockets it passes each
+table it serves by, and up it takes demand and usage, as they are, to send them on. Nothing else is
+shared: each worker has limits, beliefs and connections of its own, and a journal of its own that
+its next life finds. The kernel spreads connections over all of them (SO_REUSEPORT).
+"""
+
+import asyncio
+import logging
+import os
+import socket
+import sys
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any, Final
+
+import msgspec
+
+from isochrone.wire import codec
+from isochrone.wire.routes import RouteTable
+from isochrone.wire.usage import Demand, Usage, UsageAck
+
+log = logging.getLogger(__name__)
+
+SIZE_BYTES: Final = 4
+RESTART_PAUSE_S: Final = 1.0
+WORKER_ENV: Final = "ISOCHRONE_ROUTER_WORKER"
+"""Number, inherited descriptor and port of a worker: `1:7:8080`."""
+
+_UP: Final = codec.decoder(Demand | Usage)
+_DOWN: Final = codec.decoder(RouteTable | UsageAck)
+
+Send = Callable[[msgspec.Struct], Awaitable[bool]]
+
+
+class Pipe:
+    """Frames over one end of a pair of sockets, each behind its size."""
+
+    def __init__(self, end: socket.socket, reader: Any) -> None:
+        """Read messages by `reader`, a typed decoder."""
+        self._end = end
+        self._decoder = reader
+        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+
+    async def open(self) -> None:
+        """Begin to use it, in the running loop."""
+        self._streams = await asyncio.open_connection(sock=self._end)
+
+    async def read(self) -> Any:
+        """Return the next message; None at the end."""
+        assert self._streams is not None
+        reader = self._streams[0]
+        try:
+            size = int.from_bytes(await reader.readexactly(SIZE_BYTES), "big")
+            return codec.decode(await reader.readexactly(size), self._decoder)
+        except (asyncio.IncompleteReadError, ConnectionError, codec.MalformedFrame):
+            return None
+
+    async def write(self, message: msgspec.Struct) -> bool:
+        """Send one message; False where the other end is gone."""
+        if self._streams is None:
+            return False
+        frame = codec.encode(message)
+        writer = self._streams[1]
+        try:
+            writer.write(len(frame).to_bytes(SIZE_BYTES, "big") + frame)
+            await writer.drain()
+        except ConnectionError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Let go of it."""
+        if self._streams is not None:
+            self._streams[1].close()
+
+
+class Workers:
+    """The main process's side: as many workers as it should have, each started again if it ends."""
+
+    def __init__(self, count: int, send: Send, table: Callable[[], RouteTable | None]) -> None:
+        """Keep `count` workers; `send` passes on what they tell, `table` is what they serve by."""
+        self._count = count
+        self._send = send
+        self._table = table
+        self._pipes: set[Pipe] = set()
+        self._told: set[asyncio.Task[bool]] = set()
+
+    async def run(self, port: int) -> None:
+        """Keep them running, on `port`, until cancelled; then end them."""
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(1, self._count + 1):
+                tasks.create_task(self._keep(number, port), name=f"worker-{number}")
+
+    def tell(self, message: RouteTable | UsageAck) -> None:
+        """Pass something down to all of them."""
+        for pipe in self._pipes:
+            task = asyncio.get_running_loop().create_task(pipe.write(message))
+            self._told.add(task)
+            task.add_done_callback(self._told.discard)
+
+    async def _keep(self, number: int, port: int) -> None:
+        while True:
+            ours, theirs = socket.socketpair()
+            with theirs:
+                environment = {**os.environ, WORKER_ENV: f"{number}:{theirs.fileno()}:{port}"}
+                process = await asyncio.create_subprocess_exec(
+                    sys.executable,
+                    *("-m", "router", *sys.argv[1:]),
+                    env=environment,
+                    pass_fds=(theirs.fileno(),),
+                )
+            try:
+                await self._listen(Pipe(ours, _UP))
+                code = await process.wait()
+            finally:
+                if process.returncode is None:
+                    with suppress(ProcessLookupError):
+                        process.terminate()
+                    await process.wait()
+            log.error("worker ended", extra={"fields": {"worker": number, "code": code}})
+            await asyncio.sleep(RESTART_PAUSE_S)
+
+    async def _listen(self, pipe: Pipe) -> None:
+        """Pass on what a worker tells, until it ends."""
+        await pipe.open()
+        self._pipes.add(pipe)
+        try:
+            table = self._table()
+            if table is not None:
+                await pipe.write(table)
+            while (message := await pipe.read()) is not None:
+                # Usage not passed on is not acknowledged: the worker sends it again.
+                await self._send(message)
+        finally:
+            self._pipes.discard(pipe)
+            pipe.close()
+
+
+class ParentLink:
+    """A worker's side: what it has in place of the conversation with a scheduler."""
+
+    def __init__(
+        self, end: socket.socket, on_message: Callable[[Any], Awaitable[None]], ended: asyncio.Event
+    ) -> None:
+        """Give what comes down to `on_message`; set `ended` when the main process is gone."""
+        self.connected = True
+        self._pipe = Pipe(end, _DOWN)
+        self._on_message = on_message
+        self._ended = ended
+
+    async def run(self) -> None:
+        """Listen to the main process until it ends: then end too, for nobody leads."""
+        await self._pipe.open()
+        while (message := await self._pipe.read()) is not None:
+            await self._on_message(message)
+        self.connected = False
+        self._ended.set()
+
+    async def send(self, message: msgspec.Struct) -> bool:
+        """Send demand or usage up; round trips are the main process's own to measure."""
+        if isinstance(message, Demand | Usage):
+            return await self._pipe.write(message)
+        return False

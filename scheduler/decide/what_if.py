@@ -1,0 +1,350 @@
+"""What would follow from a change: a saved picture, changed, planned until it is at rest.
+
+Rule: the saved picture and the changes are all that is known, so a bug report is a file, and the
+same file gives the same answer bit for bit.
+"""
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Final
+
+import msgspec
+
+from isochrone.wire.ids import DeploymentId, DeviceId, Generation, NodeId, PopId, ReplicaId
+from isochrone.wire.model import Deployment, Model, Positive
+from isochrone.wire.report import Device, ReplicaState
+from scheduler.decide.cluster import ClusterState, Node, Placement, Plan
+from scheduler.decide.liveness import LivenessLimits
+from scheduler.decide.plan import plan
+from scheduler.decide.predict import Prediction, distances, predict
+from scheduler.decide.versions import joined, split
+
+FORMAT: Final = 1
+ROUNDS_MAX: Final = 300
+ROUND_S: Final = 60.0
+"""How much older the fleet is taken to be after each round of moves."""
+
+Count = Annotated[int, msgspec.Meta(ge=1, le=10_000)]
+
+
+class CannotChange(ValueError):
+    """The change names what the picture does not hold."""
+
+
+class Picture(msgspec.Struct, frozen=True, kw_only=True):
+    """What placement decided from, to be kept in a file."""
+
+    cluster: ClusterState
+    liveness: LivenessLimits = LivenessLimits()
+    format: int = FORMAT
+    release: str = ""
+
+
+class AddNodes(msgspec.Struct, frozen=True, kw_only=True, tag="add_nodes"):
+    """So many servers more in a PoP, with so many devices of a class each."""
+
+    pop: PopId
+    device_class: str
+    memory_bytes: Positive
+    nodes: Count = 1
+    devices: Count = 1
+
+    def words(self) -> str:
+        """Say it."""
+        return f"add {self.nodes} x {self.devices} {self.device_class} in {self.pop}"
+
+
+class LosePop(msgspec.Struct, frozen=True, kw_only=True, tag="lose_pop"):
+    """A PoP is gone; its users come in by the nearest other."""
+
+    pop: PopId
+
+    def words(self) -> str:
+        """Say it."""
+        return f"lose {self.pop}"
+
+
+class LoseNode(msgspec.Struct, frozen=True, kw_only=True, tag="lose_node"):
+    """A server is gone."""
+
+    node_id: NodeId
+
+    def words(self) -> str:
+        """Say it."""
+        return f"lose {self.node_id}"
+
+
+class ScaleDemand(msgspec.Struct, frozen=True, kw_only=True, tag="scale_demand"):
+    """Demand times a factor, of one city or deployment or of all."""
+
+    factor: Annotated[float, msgspec.Meta(ge=0, le=1000)]
+    pop: PopId | None = None
+    deployment_id: DeploymentId | None = None
+
+    def words(self) -> str:
+        """Say it."""
+        return (
+            f"demand x {self.factor:g} of {self.deployment_id or 'everything'} "
+            f"in {self.pop or 'every city'}"
+        )
+
+
+class AddDeployment(msgspec.Struct, frozen=True, kw_only=True, tag="add_deployment"):
+    """A new model, asked for as another deployment is, times a factor."""
+
+    model: Model
+    deployment: Deployment
+    demand_like: DeploymentId | None = None
+    demand_factor: Annotated[float, msgspec.Meta(ge=0, le=1000)] = 1.0
+
+    def words(self) -> str:
+        """Say it."""
+        return f"add {self.deployment.deployment_id} ({self.model.model_id})"
+
+
+Change = AddNodes | LosePop | LoseNode | ScaleDemand | AddDeployment
+
+
+class Move(msgspec.Struct, frozen=True, kw_only=True):
+    """One replica that would start or end."""
+
+    kind: str
+    replica_id: ReplicaId
+    deployment_id: str
+    node_id: NodeId
+    pop: PopId
+    reason: str
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """What would follow. `digest` names the first plan: equal digests are equal plans."""
+
+    changes: tuple[str, ...]
+    digest: str
+    moves: tuple[Move, ...]
+    unmet: tuple[str, ...]
+    frozen: str
+    rounds: int
+    is_at_rest: bool
+    now: Prediction
+    then: Prediction
+
+
+def what_if(
+    picture: Picture, changes: Sequence[Change], prices: Mapping[str, float] | None = None
+) -> Answer:
+    """Return what would follow from `changes`, made in their order."""
+    cluster = picture.cluster
+    for change in changes:
+        cluster = changed(cluster, change)
+    first = decide(cluster, picture.liveness)
+    moves: list[Move] = []
+    decided, rounds = first, 0
+    while (decided.starts or decided.endings) and rounds < ROUNDS_MAX:
+        moves += _moves(cluster, decided)
+        cluster = carried_out(cluster, decided)
+        decided = decide(cluster, picture.liveness)
+        rounds += 1
+    return Answer(
+        changes=tuple(change.words() for change in changes),
+        digest=digest_of(first),
+        moves=tuple(moves),
+        unmet=tuple(f"{unmet.deployment_id}: {unmet.reason}" for unmet in decided.unmet),
+        frozen=first.frozen,
+        rounds=rounds,
+        is_at_rest=not (decided.starts or decided.endings),
+        now=predict(picture.cluster, prices),
+        then=predict(cluster, prices),
+    )
+
+
+def decide(cluster: ClusterState, limits: LivenessLimits) -> Plan:
+    """Return the plan of a picture, exactly as placement makes it."""
+    return joined(plan(split(cluster), liveness_limits=limits))
+
+
+def digest_of(decided: Plan) -> str:
+    """Return a name for a plan that only an equal one has."""
+    return hashlib.sha256(msgspec.json.encode(decided)).hexdigest()[:16]
+
+
+def changed(cluster: ClusterState, change: Change) -> ClusterState:
+    """Return the picture after one change; raises CannotChange."""
+    match change:
+        case AddNodes():
+            _must_hold(cluster, change.pop)
+            taken = {node.node_id for node in cluster.nodes}
+            added = tuple(_node(change, number, taken) for number in range(1, change.nodes + 1))
+            nodes = sorted((*cluster.nodes, *added), key=lambda node: node.node_id)
+            return msgspec.structs.replace(cluster, nodes=tuple(nodes))
+        case LosePop():
+            _must_hold(cluster, change.pop)
+            return _without_pop(cluster, change.pop)
+        case LoseNode():
+            if all(node.node_id != change.node_id for node in cluster.nodes):
+                raise CannotChange(f"cannot lose {change.node_id}: the picture has no such node")
+            return _without_nodes(cluster, {change.node_id})
+        case ScaleDemand():
+            return _scaled(cluster, change)
+        case AddDeployment():
+            return _with_deployment(cluster, change)
+
+
+def carried_out(cluster: ClusterState, decided: Plan) -> ClusterState:
+    """Return the picture once a plan has been made true: what starts is warm, what ends is gone."""
+    ended = {ending.replica_id for ending in decided.endings}
+    stay = [
+        msgspec.structs.replace(placement, age_s=placement.age_s + ROUND_S)
+        for placement in cluster.placements
+        if placement.replica_id not in ended
+    ]
+    new = [
+        Placement(
+            replica_id=start.spec.replica_id,
+            deployment_id=start.spec.deployment_id,
+            version=start.spec.version,
+            node_id=start.node_id,
+            device_ids=start.spec.device_ids,
+            memory_bytes=start.spec.memory_bytes,
+            role=start.spec.role,
+            state=ReplicaState.WARM,
+            reason=start.reason,
+        )
+        for start in decided.starts
+    ]
+    return msgspec.structs.replace(
+        cluster,
+        generation=Generation(cluster.generation + 1),
+        placements=tuple(sorted((*stay, *new), key=lambda one: one.replica_id)),
+    )
+
+
+def _moves(cluster: ClusterState, decided: Plan) -> Iterable[Move]:
+    pops = {node.node_id: node.pop for node in cluster.nodes}
+    deployments = {p.replica_id: p.deployment_id for p in cluster.placements}
+    for start in decided.starts:
+        yield Move(
+            kind="start",
+            replica_id=start.spec.replica_id,
+            deployment_id=start.spec.deployment_id,
+            node_id=start.node_id,
+            pop=pops[start.node_id],
+            reason=start.reason,
+        )
+    for ending in decided.endings:
+        yield Move(
+            kind="end",
+            replica_id=ending.replica_id,
+            deployment_id=deployments.get(ending.replica_id, DeploymentId("")),
+            node_id=ending.node_id,
+            pop=pops.get(ending.node_id, PopId("")),
+            reason=ending.reason,
+        )
+
+
+def _node(change: AddNodes, number: int, taken: set[NodeId]) -> Node:
+    name = NodeId(f"new-{change.pop}-{number}")
+    while name in taken:
+        name = NodeId(f"{name}x")
+    devices = tuple(
+        Device(
+            device_id=DeviceId(f"{change.device_class}-{index}"),
+            device_class=change.device_class,
+            memory_bytes=change.memory_bytes,
+            memory_free_bytes=change.memory_bytes,
+        )
+        for index in range(change.devices)
+    )
+    return Node(node_id=name, pop=change.pop, address=f"http://{name}", devices=devices)
+
+
+def _without_pop(cluster: ClusterState, pop: PopId) -> ClusterState:
+    gone = {node.node_id for node in cluster.nodes if node.pop == pop}
+    cluster = _without_nodes(cluster, gone)
+    far = distances(cluster.pops, cluster.distances)
+    others = sorted((far[pop, other.pop], other.pop) for other in cluster.pops if other.pop != pop)
+    if not others:
+        raise CannotChange(f"cannot lose {pop}: it is the only PoP")
+    asked = {(row.deployment_id, row.pop): row for row in cluster.demand}
+    for row in cluster.demand:
+        if row.pop == pop:
+            del asked[row.deployment_id, pop]
+            key = (row.deployment_id, others[0][1])
+            there = asked.get(key)
+            moved = msgspec.structs.replace(row, pop=key[1])
+            asked[key] = moved if there is None else msgspec.structs.replace(
+                there,
+                requests_per_s=there.requests_per_s + row.requests_per_s,
+                uncached_tokens_per_s=there.uncached_tokens_per_s + row.uncached_tokens_per_s,
+                output_tokens_per_s=there.output_tokens_per_s + row.output_tokens_per_s,
+                refused_per_s=there.refused_per_s + row.refused_per_s,
+            )  # fmt: skip
+    return msgspec.structs.replace(cluster, demand=tuple(row for _, row in sorted(asked.items())))
+
+
+def _without_nodes(cluster: ClusterState, gone: set[NodeId]) -> ClusterState:
+    return msgspec.structs.replace(
+        cluster,
+        nodes=tuple(node for node in cluster.nodes if node.node_id not in gone),
+        placements=tuple(p for p in cluster.placements if p.node_id not in gone),
+    )
+
+
+def _scaled(cluster: ClusterState, change: ScaleDemand) -> ClusterState:
+    if change.pop is not None:
+        _must_hold(cluster, change.pop)
+    known = {deployment.deployment_id for deployment in cluster.deployments}
+    if change.deployment_id is not None and change.deployment_id not in known:
+        raise CannotChange(f"cannot scale {change.deployment_id}: there is no such deployment")
+    demand = tuple(
+        msgspec.structs.replace(
+            row,
+            requests_per_s=row.requests_per_s * change.factor,
+            uncached_tokens_per_s=row.uncached_tokens_per_s * change.factor,
+            output_tokens_per_s=row.output_tokens_per_s * change.factor,
+            refused_per_s=row.refused_per_s * change.factor,
+        )
+        if change.pop in (None, row.pop) and change.deployment_id in (None, row.deployment_id)
+        else row
+        for row in cluster.demand
+    )
+    return msgspec.structs.replace(cluster, demand=demand)
+
+
+def _with_deployment(cluster: ClusterState, change: AddDeployment) -> ClusterState:
+    name = change.deployment.deployment_id
+    if any(deployment.deployment_id == name for deployment in cluster.deployments):
+        raise CannotChange(f"cannot add {name}: the picture has a deployment of that name")
+    if change.deployment.model_id != change.model.model_id:
+        raise CannotChange(
+            f"cannot add {name}: it serves {change.deployment.model_id}, the model given is "
+            f"{change.model.model_id}"
+        )
+    models = {model.model_id: model for model in cluster.models} | {
+        change.model.model_id: change.model
+    }
+    like = change.demand_like
+    asked = [
+        msgspec.structs.replace(row, deployment_id=name)
+        for row in cluster.demand
+        if row.deployment_id == like
+    ]
+    if like is not None and not asked:
+        raise CannotChange(f"cannot ask for {name} as for {like}: nobody asks for that")
+    cluster = msgspec.structs.replace(
+        cluster,
+        models=tuple(model for _, model in sorted(models.items())),
+        deployments=tuple(
+            sorted((*cluster.deployments, change.deployment), key=lambda one: one.deployment_id)
+        ),
+        demand=tuple(
+            sorted((*cluster.demand, *asked), key=lambda row: (row.deployment_id, row.pop))
+        ),
+    )
+    return _scaled(cluster, ScaleDemand(factor=change.demand_factor, deployment_id=name))
+
+
+def _must_hold(cluster: ClusterState, pop: PopId) -> None:
+    if all(one.pop != pop for one in cluster.pops):
+        known = ", ".join(one.pop for one in cluster.pops[:20])
+        raise CannotChange(f"cannot change {pop}: the picture has no such PoP, but {known}")

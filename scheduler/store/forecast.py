@@ -1,0 +1,94 @@
+"""What the forecast learns from and what it has learned: demand by slot, and each series' state."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from isochrone.wire.ids import DeploymentId, PopId
+from scheduler.decide.forecast import SLOT_S
+from scheduler.decide.outlook import Key, SlotDemand
+from scheduler.store.pool import Connection
+
+
+class StoredSeries(NamedTuple):
+    """A series as it was saved."""
+
+    key: Key
+    slot: int
+    state: bytes
+
+
+async def read_clock(connection: Connection) -> float:
+    """Return the database's clock, by which minutes are kept, in Unix time."""
+    return float(await connection.fetchval("SELECT extract(epoch FROM clock_timestamp())::float8"))
+
+
+async def read_slot(connection: Connection, slot: int) -> dict[Key, SlotDemand] | None:
+    """Return what a slot asked; None where no router was heard in it, so that nothing is known."""
+    rows = await connection.fetch(
+        """
+        SELECT deployment_id, pop, sum(requests)::float8 AS requests,
+               sum(prompt_tokens)::float8 AS prompt, sum(uncached_tokens)::float8 AS uncached,
+               sum(output_tokens)::float8 AS output, sum(refused)::float8 AS refused
+        FROM demand WHERE minute >= to_timestamp($1) AND minute < to_timestamp($2)
+        GROUP BY deployment_id, pop
+        """,
+        slot * SLOT_S,
+        (slot + 1) * SLOT_S,
+    )
+    if not rows and not await connection.fetchval(
+        """
+        SELECT EXISTS (SELECT FROM demand_seen
+                       WHERE seen_at >= to_timestamp($1) AND seen_at < to_timestamp($2))
+        """,
+        slot * SLOT_S,
+        (slot + 1) * SLOT_S,
+    ):
+        return None
+    return {
+        (DeploymentId(row["deployment_id"]), PopId(row["pop"])): SlotDemand(
+            requests_per_s=row["requests"] / SLOT_S,
+            prompt_tokens_per_s=row["prompt"] / SLOT_S,
+            uncached_tokens_per_s=row["uncached"] / SLOT_S,
+            # Who was refused would have been answered as the others were.
+            output_tokens_per_s=row["output"]
+            / SLOT_S
+            * row["requests"]
+            / max(1.0, row["requests"] - row["refused"]),
+        )
+        for row in rows
+    }
+
+
+async def read_series(connection: Connection, after: Key | None, limit: int) -> list[StoredSeries]:
+    """Return the next series that are saved, in the order of their keys."""
+    rows = await connection.fetch(
+        """
+        SELECT deployment_id, pop, slot, state FROM demand_series
+        WHERE (deployment_id, pop) > ($1, $2) ORDER BY deployment_id, pop LIMIT $3
+        """,
+        after[0] if after else "",
+        after[1] if after else "",
+        limit,
+    )
+    return [
+        StoredSeries((row["deployment_id"], row["pop"]), row["slot"], row["state"]) for row in rows
+    ]
+
+
+async def save_series(connection: Connection, rows: Sequence[StoredSeries]) -> None:
+    """Save series; one that another wrote later is left as it is."""
+    await connection.executemany(
+        """
+        INSERT INTO demand_series AS s (deployment_id, pop, slot, state) VALUES ($1, $2, $3, $4)
+        ON CONFLICT (deployment_id, pop) DO UPDATE
+            SET slot = $3, state = $4, updated_at = clock_timestamp()
+            WHERE s.slot <= $3
+        """,
+        [(*row.key, row.slot, row.state) for row in rows],
+    )
+
+
+async def forget_series(connection: Connection, before_slot: int) -> int:
+    """Forget series that nothing was learned of since a slot."""
+    done = await connection.execute("DELETE FROM demand_series WHERE slot < $1", before_slot)
+    return int(done.split()[1])

@@ -1,0 +1,53 @@
+"""What keys used today: the quota's ledger, exact however often usage is sent."""
+
+from typing import Final
+
+from scheduler.store.pool import Connection
+
+KEPT_DAYS: Final = 90
+
+
+async def fold_use(connection: Connection) -> int:
+    """Add up what was used since the last time; return how many rows that were."""
+    await connection.execute("DELETE FROM key_day WHERE day < current_date - $1::int", KEPT_DAYS)
+    folded: int = await connection.fetchval(
+        """
+        WITH taken AS (DELETE FROM key_use RETURNING key_id, day, tokens, spend),
+        added AS (
+            INSERT INTO key_day AS d (key_id, day, tokens, spend)
+            SELECT key_id, day, sum(tokens), sum(spend) FROM taken JOIN api_key USING (key_id)
+            GROUP BY key_id, day ORDER BY key_id, day
+            ON CONFLICT (key_id, day) DO UPDATE
+                SET tokens = d.tokens + excluded.tokens, spend = d.spend + excluded.spend
+        )
+        SELECT count(*) FROM taken
+        """
+    )
+    return folded
+
+
+async def count_today_anew(connection: Connection, key_id: str) -> None:
+    """Count what a key used today from the usage itself: its quota may be younger than that.
+
+    One statement, and so one picture: whatever commits later is added when it is folded.
+    """
+    await connection.execute(
+        """
+        WITH dropped AS (
+            DELETE FROM key_use
+            WHERE key_id = $1 AND day = (clock_timestamp() AT TIME ZONE 'UTC')::date
+        )
+        INSERT INTO key_day (key_id, day, tokens, spend)
+        SELECT k.key_id, (clock_timestamp() AT TIME ZONE 'UTC')::date,
+               coalesce(sum(u.prompt_tokens + u.output_tokens), 0),
+               coalesce(sum(spend_of(u.deployment_id, u.prompt_tokens, u.cached_tokens,
+                                     u.output_tokens)), 0)
+        FROM api_key k LEFT JOIN usage u
+            ON u.key_id = k.key_id AND u.tenant_id = k.tenant_id
+            AND u.started_at >= date_trunc('day', clock_timestamp(), 'UTC')
+        WHERE k.key_id = $1
+        GROUP BY k.key_id
+        ON CONFLICT (key_id, day) DO UPDATE SET tokens = excluded.tokens, spend = excluded.spend
+        """,
+        key_id,
+    )

@@ -1,0 +1,236 @@
+"""Rollouts and what was seen of them. Every change is guarded by the row's etag."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import asyncpg
+import msgspec
+
+from isochrone.wire.ids import DeploymentId, PopId
+from isochrone.wire.model import Deployment
+from isochrone.wire.rollout import RolloutSpec, RolloutState
+from isochrone.wire.usage import Moments, TrialRow
+from scheduler.decide.rollout import Rollout, Starts
+from scheduler.decide.trial import Arm, Stratum
+from scheduler.store.pool import Connection, fetch_one
+
+_ROLLOUT = """
+SELECT rollout_id, r.deployment_id, from_version, to_version, spec, state, step, reason, r.etag,
+       greatest(0, extract(epoch FROM clock_timestamp() - step_since))::float8 AS step_age_s
+FROM rollout r
+"""
+
+
+async def active_rollouts(connection: Connection) -> tuple[Rollout, ...]:
+    """Return the rollouts on their way, of deployments that are there."""
+    rows = await connection.fetch(
+        f"{_ROLLOUT} JOIN deployment d USING (deployment_id)"
+        " WHERE state IN ('running', 'paused') AND d.deleted_at IS NULL ORDER BY r.deployment_id"
+    )
+    return tuple(_rollout(row) for row in rows)
+
+
+async def get_rollout(connection: Connection, rollout_id: str) -> Rollout | None:
+    """Return one rollout."""
+    row = await connection.fetchrow(f"{_ROLLOUT} WHERE rollout_id = $1", rollout_id)
+    return _rollout(row) if row else None
+
+
+async def list_rollouts(
+    connection: Connection, after: str, limit: int, deployment_id: str | None = None
+) -> list[Rollout]:
+    """Return rollouts in the order of their ids, of one deployment or of all."""
+    rows = await connection.fetch(
+        f"{_ROLLOUT} WHERE rollout_id > $1 AND ($3::text IS NULL OR r.deployment_id = $3)"
+        " ORDER BY rollout_id LIMIT $2",
+        after,
+        limit,
+        deployment_id,
+    )
+    return [_rollout(row) for row in rows]
+
+
+async def is_overtaken(connection: Connection, deployment: Deployment) -> bool:
+    """Say whether a change of model or engine would pass a rollout that is on its way."""
+    return bool(
+        await connection.fetchval(
+            """
+            SELECT EXISTS (
+                SELECT FROM rollout JOIN deployment d USING (deployment_id)
+                WHERE deployment_id = $1 AND state IN ('running', 'paused')
+                  AND NOT (d.model_id = $2 AND d.engine = $3::jsonb))
+            """,
+            deployment.deployment_id,
+            deployment.model_id,
+            msgspec.json.encode(deployment.engine).decode(),
+        )
+    )
+
+
+async def next_version(connection: Connection, deployment_id: str) -> int:
+    """Return the version that nothing of this deployment was yet, not even what was reverted."""
+    return int(
+        await connection.fetchval(
+            """
+            SELECT 1 + greatest(
+                (SELECT version FROM deployment WHERE deployment_id = $1),
+                (SELECT max(to_version) FROM rollout WHERE deployment_id = $1))
+            """,
+            deployment_id,
+        )
+    )
+
+
+async def add_rollout(connection: Connection, rollout: Rollout) -> bool:
+    """Begin a rollout; False where one is already on its way."""
+    try:
+        async with connection.transaction():
+            await connection.execute(
+                """
+                INSERT INTO rollout (rollout_id, deployment_id, from_version, to_version, spec)
+                VALUES ($1, $2, $3, $4, $5)
+                """,
+                rollout.rollout_id,
+                rollout.deployment_id,
+                rollout.from_version,
+                rollout.to_version,
+                msgspec.json.encode(rollout.spec).decode(),
+            )
+    except asyncpg.UniqueViolationError:
+        return False
+    return True
+
+
+async def write_rollout(connection: Connection, before: Rollout, after: Rollout) -> bool:
+    """Write what became of a rollout; False where it has changed since it was read.
+
+    When it is done the deployment is what the rollout brought, in the same transaction.
+    """
+    done = await connection.execute(
+        """
+        UPDATE rollout SET state = $3, step = $4, reason = $5, etag = $6,
+            step_since = CASE WHEN $7 THEN clock_timestamp() ELSE step_since END
+        WHERE rollout_id = $1 AND etag = $2
+        """,
+        before.rollout_id,
+        before.etag,
+        after.state.value,
+        after.step,
+        after.reason,
+        after.etag,
+        after.step_age_s == 0.0 and after.state is RolloutState.RUNNING,
+    )
+    if done == "UPDATE 0":
+        return False
+    if after.state is RolloutState.DONE:
+        await connection.execute(
+            """
+            UPDATE deployment SET version = $2, model_id = $3, engine = $4, etag = etag + 1
+            WHERE deployment_id = $1
+            """,
+            after.deployment_id,
+            after.to_version,
+            after.spec.model_id,
+            msgspec.json.encode(after.spec.engine).decode(),
+        )
+    await connection.execute("UPDATE cluster SET generation = generation + 1")
+    return True
+
+
+async def record_trials(connection: Connection, rows: Sequence[TrialRow]) -> None:
+    """Add what a router saw to the step that serves now, of versions on their way."""
+    await connection.executemany(
+        """
+        INSERT INTO rollout_trial AS t
+        SELECT rollout_id, step, $2::int, $3::text, $4::text, $5::bigint, $6::bigint, $7::bigint,
+               $8::float8, $9::float8, $10::bigint, $11::float8, $12::float8
+        FROM rollout WHERE deployment_id = $1 AND state IN ('running', 'paused')
+                       AND $2 IN (from_version, to_version)
+        ON CONFLICT (rollout_id, step, version, pop, asked_pop) DO UPDATE SET
+            attempts = t.attempts + excluded.attempts,
+            failures = t.failures + excluded.failures,
+            ttft_count = t.ttft_count + excluded.ttft_count,
+            ttft_total = t.ttft_total + excluded.ttft_total,
+            ttft_squares = t.ttft_squares + excluded.ttft_squares,
+            itl_count = t.itl_count + excluded.itl_count,
+            itl_total = t.itl_total + excluded.itl_total,
+            itl_squares = t.itl_squares + excluded.itl_squares
+        """,
+        [
+            (
+                row.deployment_id,
+                row.version,
+                row.pop,
+                row.asked_pop,
+                row.attempts,
+                row.failures,
+                row.ttft.count,
+                row.ttft.total,
+                row.ttft.squares,
+                row.itl.count,
+                row.itl.total,
+                row.itl.squares,
+            )
+            for row in rows
+        ],
+    )
+
+
+async def read_strata(connection: Connection, rollout: Rollout) -> tuple[Stratum, ...]:
+    """Return what was seen of both versions in the step that serves now."""
+    rows = await connection.fetch(
+        "SELECT * FROM rollout_trial WHERE rollout_id = $1 AND step = $2 ORDER BY pop, asked_pop",
+        rollout.rollout_id,
+        rollout.step,
+    )
+    arms: dict[tuple[PopId, PopId], dict[int, Arm]] = {}
+    for row in rows:
+        arms.setdefault((row["pop"], row["asked_pop"]), {})[row["version"]] = _arm(row)
+    return tuple(
+        Stratum(
+            pop=pop,
+            asked_pop=asked_pop,
+            old=seen.get(rollout.from_version, Arm()),
+            new=seen.get(rollout.to_version, Arm()),
+        )
+        for (pop, asked_pop), seen in sorted(arms.items())
+    )
+
+
+async def read_starts(connection: Connection, rollout: Rollout) -> Starts:
+    """Return how the new version's replicas come up."""
+    row = await fetch_one(
+        connection,
+        """
+        SELECT count(*) FILTER (WHERE state = 'warm') AS warm,
+               count(*) FILTER (WHERE state = 'failed') AS failed
+        FROM placement WHERE deployment_id = $1 AND version = $2 AND released_at IS NULL
+        """,
+        rollout.deployment_id,
+        rollout.to_version,
+    )
+    return Starts(warm=row["warm"], failed=row["failed"])
+
+
+def _arm(row: Any) -> Arm:
+    return Arm(
+        attempts=row["attempts"],
+        failures=row["failures"],
+        ttft=Moments(count=row["ttft_count"], total=row["ttft_total"], squares=row["ttft_squares"]),
+        itl=Moments(count=row["itl_count"], total=row["itl_total"], squares=row["itl_squares"]),
+    )
+
+
+def _rollout(row: Any) -> Rollout:
+    return Rollout(
+        rollout_id=row["rollout_id"],
+        deployment_id=DeploymentId(row["deployment_id"]),
+        from_version=row["from_version"],
+        to_version=row["to_version"],
+        spec=msgspec.json.decode(row["spec"], type=RolloutSpec),
+        state=RolloutState(row["state"]),
+        step=row["step"],
+        step_age_s=row["step_age_s"],
+        reason=row["reason"],
+        etag=row["etag"],
+    )

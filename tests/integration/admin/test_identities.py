@@ -1,0 +1,194 @@
+"""Names, tokens and certificates: what is revoked stays so, and what lives on renews itself."""
+
+import asyncio
+import ssl
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from isochrone.service import tls
+from isochrone.service.control import join
+from isochrone.service.identity import (
+    Identity,
+    IdentityError,
+    certifies,
+    load_identity,
+    read_certificate,
+)
+from isochrone.wire.control import PeerRole
+from tests.integration.admin.conftest import Admin
+from tests.integration.admin.test_control import Agent, dialling, joined
+from tests.system.harness import until
+
+SHORT_LIFE_S = 3.0
+
+
+@pytest.fixture
+def settings(request: pytest.FixtureRequest) -> dict[str, Any]:
+    if "renews_itself" in request.node.name:
+        return {"certificate_lifetime_s": SHORT_LIFE_S}
+    if "dials_at_once" in request.node.name:
+        return {"admissions_per_s": 10.0}
+    return {}
+
+
+async def a_token(admin: Admin, **fields: Any) -> str:
+    made = await admin.ask("POST", "/v1/join-tokens", {"pop": "ams", **fields})
+    assert made.status == 201
+    return str(made.body["token"])
+
+
+async def joining(admin: Admin, folder: Path, token: str, name: str = "n1") -> Identity:
+    return await join(
+        urls=[admin.control_url], token=token, role=PeerRole.AGENT, name=name, folder=folder
+    )
+
+
+async def is_let_in(admin: Admin, identity: Identity, boot: str) -> str:
+    """Dial once and return "" where welcome, else the refusal."""
+    async with dialling(Agent(admin, identity, boot)) as agent:
+
+        async def is_answered() -> bool:
+            return bool(agent.welcomes or agent.link.last_refusal)
+
+        await until("an answer", is_answered, 10.0)
+        return "" if agent.welcomes else agent.link.last_refusal
+
+
+def serial_of(identity: Identity) -> str:
+    return read_certificate(identity.certificate_pem).serial
+
+
+async def test_joining_again_under_a_revoked_name_does_not_clear_the_revocation(
+    admin: Admin, tmp_path: Path
+) -> None:
+    old = await joined(admin, tmp_path / "old")
+    assert (await admin.ask("POST", "/v1/nodes/n1/revoke")).status == 200
+    for fields in ({}, {"name": "n1"}):
+        with pytest.raises(IdentityError, match="n1 is revoked; an operator may readmit"):
+            await joining(admin, tmp_path / "new", await a_token(admin, **fields))
+    assert (await admin.ask("GET", "/v1/nodes/n1")).body["revoked"]
+    # Readmitted, it joins with a new certificate; the old one never works again.
+    assert (await admin.ask("POST", "/v1/nodes/n1/readmit")).status == 200
+    new = await joining(admin, tmp_path / "new", await a_token(admin, name="n1"))
+    assert await is_let_in(admin, new, "boot-2") == ""
+    assert "revoked" in await is_let_in(admin, old, "boot-1")
+    kinds = [event["kind"] for event in (await admin.ask("GET", "/v1/events")).body["data"]]
+    assert kinds[:3] == ["agent.joined", "join_token.create", "node.readmit"]
+
+
+async def test_a_forgotten_name_joined_again_brings_no_old_certificate_back(
+    admin: Admin, tmp_path: Path
+) -> None:
+    old = await joined(admin, tmp_path / "old")
+    assert (await admin.ask("DELETE", "/v1/nodes/n1")).status == 204
+    new = await joining(admin, tmp_path / "new", await a_token(admin))
+    assert "revoked" in await is_let_in(admin, old, "boot-1")
+    assert await is_let_in(admin, new, "boot-2") == ""
+
+
+async def test_one_certificate_is_refused_by_its_serial_and_the_name_goes_on(
+    admin: Admin, tmp_path: Path
+) -> None:
+    stolen = await joined(admin, tmp_path / "a")
+    async with dialling(Agent(admin, stolen, "boot-1")) as thief:
+        await until("welcome", thief.is_welcome)
+        shown = (await admin.ask("GET", "/v1/nodes/n1")).body
+        assert shown["certificate_serial"] == serial_of(stolen)
+        body = {"role": "agent", "name": "n1", "serial": serial_of(stolen), "reason": "stolen"}
+        assert (await admin.ask("POST", "/v1/revocations", body)).status == 201
+        await until("the conversation is cut", thief.is_refused, 5.0)
+        assert "revoked" in thief.link.last_refusal
+    assert not (await admin.ask("GET", "/v1/nodes/n1")).body["revoked"]
+    listed = (await admin.ask("GET", "/v1/revocations")).body["data"]
+    assert [row["reason"] for row in listed] == ["stolen"]
+    owner = await joining(admin, tmp_path / "b", await a_token(admin, name="n1"))
+    assert await is_let_in(admin, owner, "boot-2") == ""
+
+
+async def test_a_token_is_bound_to_its_name_and_counts_its_uses(
+    admin: Admin, tmp_path: Path
+) -> None:
+    await admin.pop()
+    bound = await a_token(admin, name="n1")
+    with pytest.raises(IdentityError, match="for another role or name"):
+        await joining(admin, tmp_path / "x", bound, "n2")
+    first = await joining(admin, tmp_path / "n1", bound)
+    assert await is_let_in(admin, first, "boot-1") == ""
+    # A name that has been in use is not for whoever has some token.
+    thrice = await a_token(admin, uses_max=3)
+    with pytest.raises(IdentityError, match="the name n1 is in use"):
+        await joining(admin, tmp_path / "y", thrice)
+    for name in ("n2", "n3", "n4"):
+        await joining(admin, tmp_path / name, thrice, name)
+    with pytest.raises(IdentityError, match="used, expired"):
+        await joining(admin, tmp_path / "n5", thrice, "n5")
+    tokens = (await admin.ask("GET", "/v1/join-tokens")).body["data"]
+    assert {(token["name"], token["uses"], token["uses_max"]) for token in tokens} == {
+        ("n1", 1, 1),
+        (None, 3, 3),
+    }
+
+
+async def test_a_certificate_renews_itself_and_its_holder_stays_who_it_is(
+    admin: Admin, tmp_path: Path
+) -> None:
+    first = await joined(admin, tmp_path)
+    async with dialling(Agent(admin, first, "boot-1", folder=tmp_path)) as agent:
+
+        async def is_renewed_twice() -> bool:
+            kept = load_identity(tmp_path)
+            assert kept is not None
+            seen.add(serial_of(kept))
+            return len(seen) >= 3
+
+        seen = {serial_of(first)}
+        await until("renewed twice", is_renewed_twice, 4 * SHORT_LIFE_S)
+        assert len(agent.welcomes) == 1, "renewed within one conversation"
+    kept = load_identity(tmp_path)
+    assert kept is not None
+    assert (kept.name, kept.role, kept.pop, kept.ca_pem) == (
+        first.name, first.role, first.pop, first.ca_pem,
+    )  # fmt: skip
+    assert kept.key_pem != first.key_pem
+    assert certifies(kept.certificate_pem, kept.key_pem)
+    # A live context takes renewed papers; those of another key would be refused here.
+    tls.renew(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), kept)
+    assert await is_let_in(admin, kept, "boot-2") == ""
+
+
+async def test_a_revoked_peer_is_cut_before_it_renews(admin: Admin, tmp_path: Path) -> None:
+    identity = await joined(admin, tmp_path)
+    async with dialling(Agent(admin, identity, "boot-1", folder=tmp_path)) as agent:
+        await until("welcome", agent.is_welcome)
+        assert (await admin.ask("POST", "/v1/nodes/n1/revoke")).status == 200
+        await until("cut", agent.is_refused, 5.0)
+    assert load_identity(tmp_path) == identity
+    events = (await admin.ask("GET", "/v1/events")).body["data"]
+    assert "agent.renewed" not in {event["kind"] for event in events}
+
+
+async def test_a_fleet_that_dials_at_once_comes_in_at_a_pace(admin: Admin, tmp_path: Path) -> None:
+    await admin.pop()
+    token = await a_token(admin, uses_max=20)
+    agents = [
+        Agent(admin, await joining(admin, tmp_path / f"n{i}", token, f"n{i}"), f"boot-{i}")
+        for i in range(20)
+    ]
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    async with AsyncExitStack() as stack:
+        for agent in agents:
+            await stack.enter_async_context(dialling(agent))
+
+        async def all_are_in() -> bool:
+            return all(agent.welcomes for agent in agents)
+
+        await until("all are in", all_are_in, 30.0)
+        # Half a second's worth comes in at once, the others at ten a second.
+        assert loop.time() - began > 1.0
+        page = (await admin.ask("GET", "/metrics")).body
+        assert 'refused_peers_total{code="busy"}' in page
+        assert agents[0].welcomes[0].redial_spread_s > 0

@@ -1,0 +1,82 @@
+"""Rollouts by the admin API: what is begun, held and called off, and what is refused in words."""
+
+from typing import Any
+
+import pytest
+
+from isochrone.wire.artifact import manifest_digest
+from isochrone.wire.model import ArtifactFile
+from tests.integration.admin.conftest import Admin
+
+FILE = ArtifactFile(path="m.gguf", size_bytes=1, sha256="a" * 64)
+MODEL = {
+    "model_id": "m",
+    "architecture": "mock",
+    "artifact": {
+        "source": "file:/nowhere",
+        "files": [{"path": "m.gguf", "size_bytes": 1, "sha256": "a" * 64}],
+        "digest": manifest_digest([FILE]),
+    },
+    "context_tokens": 100,
+    "weights_bytes": 1000,
+}
+
+
+async def deployed(admin: Admin) -> None:
+    await admin.pop()
+    assert (await admin.ask("PUT", "/v1/models/m", MODEL)).status == 200
+    body = {"deployment_id": "d", "model_id": "m", "engine": {"driver": "mock"}}
+    assert (await admin.ask("POST", "/v1/deployments", body)).status == 201
+
+
+async def begin(admin: Admin, **fields: Any) -> Any:
+    body = {"engine": {"driver": "mock", "options": {"itl_ms": "7"}}, **fields}
+    return await admin.ask("POST", "/v1/deployments/d/rollouts", body)
+
+
+async def test_a_rollout_is_begun_held_and_called_off(admin: Admin) -> None:
+    await deployed(admin)
+    made = await begin(admin, steps=[{"share": 0.1, "pops": ["ams"]}, {"share": 1.0}])
+    assert made.status == 201
+    assert (made.body["state"], made.body["to_version"], made.body["step"]) == ("running", 2, 0)
+    assert made.body["seen"][0] == "attempts: 0"
+    path = f"/v1/rollouts/{made.body['rollout_id']}"
+    second = await begin(admin)
+    assert second.status == 409
+    assert "abort it first" in second.body["error"]["message"]
+    passing = {"model_id": "m", "engine": {"driver": "mock", "options": {"itl_ms": "9"}}}
+    assert (await admin.ask("PUT", "/v1/deployments/d", passing)).status == 409
+    policy = {"model_id": "m", "engine": {"driver": "mock"}, "policy": {"replicas_max": 5}}
+    assert (await admin.ask("PUT", "/v1/deployments/d", policy)).status == 200
+    assert (await admin.ask("POST", f"{path}/pause")).body["state"] == "paused"
+    again = await admin.ask("POST", f"{path}/pause")
+    assert again.status == 409
+    assert "it is paused" in again.body["error"]["message"]
+    assert (await admin.ask("POST", f"{path}/resume")).body["state"] == "running"
+    assert (await admin.ask("POST", f"{path}/abort")).body["state"] == "aborted"
+    assert (await admin.ask("POST", f"{path}/resume")).status == 409
+    third = await begin(admin)
+    assert third.body["to_version"] == 3, "a number is never used twice"
+    listed = (await admin.ask("GET", "/v1/rollouts?deployment_id=d")).body["data"]
+    assert sorted(row["state"] for row in listed) == ["aborted", "running"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"steps": [{"share": 1.0}]}, "nothing is left to compare"),
+        ({"steps": [{"share": 0.5}, {"share": 0.2}]}, "smaller share"),
+        ({"steps": [{"share": 0.5, "pops": ["xyz"]}]}, "no PoP xyz"),
+        ({"model_id": "other"}, "no model other"),
+        ({"engine": {"driver": "mock"}}, "already serve"),
+        ({"steps": [{"share": 7}]}, "cannot read body"),
+        ({"bounds": {"error_ratio": 0}}, "cannot read body"),
+    ],
+)
+async def test_what_cannot_be_gone_is_refused_in_words(
+    admin: Admin, fields: dict[str, Any], words: str
+) -> None:
+    await deployed(admin)
+    refused = await begin(admin, **fields)
+    assert refused.status == 400
+    assert words in refused.body["error"]["message"]

@@ -1,0 +1,113 @@
+"""The control door as a router meets it: what is refused for good is said once, and forgotten."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from isochrone.service.control import ControlLink, Progress, join
+from isochrone.wire.control import PeerRole, ToRouter, Welcome
+from isochrone.wire.ids import BootId, Epoch, Generation, KeyId, RouterId
+from isochrone.wire.usage import Usage, UsageAck
+from scheduler.api import routers
+from scheduler.decide.intake import TakenUsage
+from tests.integration.admin.conftest import Admin
+from tests.unit.scheduler.test_intake import a_demand, a_row, a_usage
+
+
+class Router:
+    """A router's end of the conversation, and what it heard."""
+
+    def __init__(self) -> None:
+        self.link: ControlLink | None = None
+        self.welcome = asyncio.Event()
+        self.acks: asyncio.Queue[UsageAck] = asyncio.Queue()
+
+    async def welcomed(self, _: Welcome) -> None:
+        self.welcome.set()
+
+    async def told(self, message: object) -> None:
+        if isinstance(message, UsageAck):
+            self.acks.put_nowait(message)
+
+    async def say(self, message: msgspec.Struct) -> UsageAck:
+        """Send a batch and return its answer."""
+        assert self.link is not None
+        assert await self.link.send(message)
+        async with asyncio.timeout(10):
+            return await self.acks.get()
+
+
+@asynccontextmanager
+async def dialling(admin: Admin, folder: Path) -> AsyncIterator[Router]:
+    await admin.pop()
+    body = {"pop": "ams", "role": "router"}
+    token = (await admin.ask("POST", "/v1/join-tokens", body)).body["token"]
+    identity = await join(
+        urls=[admin.control_url], token=token, role=PeerRole.ROUTER, name="r", folder=folder
+    )
+    router = Router()
+    router.link = ControlLink(
+        urls=[admin.control_url],
+        identity=identity,
+        boot_id=BootId("b"),
+        incoming=ToRouter,
+        progress=lambda: Progress(identity.cluster_id, Generation(0), Epoch(0)),
+        on_welcome=router.welcomed,
+        on_message=router.told,
+        chance=random.Random(1),
+    )
+    task = asyncio.create_task(router.link.run())
+    try:
+        async with asyncio.timeout(10):
+            await router.welcome.wait()
+        yield router
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+async def refused_rows(admin: Admin, kind: str) -> float:
+    text = (await admin.ask("GET", "/metrics")).body
+    name = f'isochrone_scheduler_refused_rows_total{{kind="{kind}"}} '
+    return sum(float(line.removeprefix(name)) for line in text.splitlines() if name in line)
+
+
+async def test_rows_that_cannot_be_stored_are_refused_once_and_counted(
+    admin: Admin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with dialling(admin, tmp_path) as router:
+        before = await refused_rows(admin, "usage")
+        rows = (a_usage("ok"), a_usage("bad", key_id=KeyId("k\0")))
+        ack = await router.say(Usage(router_id=RouterId("r"), batch_id="1", rows=rows))
+        assert (ack.batch_id, ack.refused) == ("1", 1)
+        assert "NUL" in ack.reason
+        # What no check foresees is refused by Postgres itself: the batch, once.
+        monkeypatch.setattr(routers, "take_usage", lambda usage: TakenUsage(usage.rows, {}))
+        ack = await router.say(Usage(router_id=RouterId("r"), batch_id="2", rows=rows[1:]))
+        assert (ack.batch_id, ack.refused) == ("2", 1)
+        assert ack.reason.startswith("cannot store the batch")
+        assert await refused_rows(admin, "usage") == before + 2
+        ack = await router.say(Usage(router_id=RouterId("r"), batch_id="3", rows=rows[:1]))
+        assert (ack.batch_id, ack.refused) == ("3", 0)
+
+
+async def test_demand_is_answered_and_a_flood_is_refused_in_words(
+    admin: Admin, tmp_path: Path
+) -> None:
+    async with dialling(admin, tmp_path) as router:
+        batch = a_demand(a_row("no-such", requests=1), seq=7)
+        ack = await router.say(batch)
+        assert (ack.batch_id, ack.demand_boot, ack.demand_seq, ack.refused) == ("", "b", 7, 1)
+        assert "no such deployment" in ack.reason
+        assert (await router.say(batch)).refused == 0, "a repeat was already counted"
+        flood = a_demand(*[a_row(f"d{n}", requests=1) for n in range(25_000)], seq=8)
+        ack = await router.say(flood)
+        assert (ack.demand_seq, ack.refused) == (8, 25_000)
+        assert "at most" in ack.reason
+    assert (await admin.ask("GET", "/v1/status")).status == 200

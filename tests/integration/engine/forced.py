@@ -1,0 +1,51 @@
+"""Running a model over known tokens and keeping the logits that told each."""
+
+from collections.abc import Sequence as Ordered
+
+import torch
+from torch import Tensor
+
+from nodeagent.engine.decide.batching import Batching, Limits
+from nodeagent.engine.decide.blocks import Blocks
+from nodeagent.engine.decide.sequence import Ending, Sequence
+from nodeagent.engine.layers.lora import Adapter, salted
+from nodeagent.engine.models.families import build, survey
+from nodeagent.engine.models.shape import ModelShape
+from nodeagent.engine.models.weights import WeightSource
+from nodeagent.engine.runner import Runner
+from ops.golden import tiny
+
+BLOCKS = 24
+
+
+def logits_of(
+    shape: ModelShape,
+    source: WeightSource,
+    prompts: list[list[int]],
+    budget: int,
+    adapters: Ordered[Adapter | None] = (),
+) -> list[list[Tensor]]:
+    """Run `prompts` together, their last tokens forced as output; return what told each.
+
+    Where `adapters` are given, each prompt runs with its own.
+    """
+    survey(shape, source)
+    runner = Runner(build(shape, source, "cpu", torch.float32, 128), BLOCKS, "cpu", torch.float32)
+    batching = Batching(Limits(budget, 4), Blocks(BLOCKS))
+    rows: list[list[Tensor]] = [[] for _ in prompts]
+    for number, tokens in enumerate(prompts):
+        prompt = tokens[: -tiny.ANSWER_TOKENS]
+        adapter = adapters[number] if adapters else None
+        ending = Ending(tiny.ANSWER_TOKENS, frozenset())
+        batching.submit(Sequence(number, prompt, ending, salted(b"", adapter), adapter))
+    while batching.busy:
+        batch = batching.next_batch()
+        logits = runner.run(batch)
+        for chunk in batch.chunks:
+            batching.computed(chunk)
+        due = [chunk.sequence for chunk in batch.chunks if chunk.samples]
+        for sequence, row in zip(due, logits, strict=True):
+            rows[sequence.number].append(row.clone())
+            if sequence.append(prompts[sequence.number][len(sequence.tokens)]):
+                batching.remove(sequence)
+    return rows

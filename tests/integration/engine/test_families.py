@@ -1,0 +1,76 @@
+"""Each family of decoders computes what transformers computes, from either kind of file.
+
+The golden logits and how they came about: ops/golden/make_families.py.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from nodeagent.engine.checkpoint.gguf import GgufFile
+from nodeagent.engine.checkpoint.safetensors import SafetensorsFolder
+from nodeagent.engine.models.families import survey
+from nodeagent.engine.models.shape import CheckpointError, ModelShape
+from nodeagent.engine.models.weights import WeightSource
+from ops.golden import tiny
+from ops.golden.tiny_gguf import write_gguf
+from tests.integration.engine.forced import logits_of
+
+GOLDEN = json.loads((Path(__file__).parent / "golden_families.json").read_text())
+
+
+def expect(family: str, shape: ModelShape, source: WeightSource) -> None:
+    prompts = tiny.prompts()
+    alone = [logits_of(shape, source, [prompt], 100)[0] for prompt in prompts]
+    # Budget 9: prompts come in chunks, mixed with the decodes of those that came before.
+    together = logits_of(shape, source, prompts, 9)
+    for number, golden in enumerate(GOLDEN[family]):
+        wanted = torch.tensor(golden)
+        assert torch.allclose(torch.stack(alone[number]), wanted, atol=1e-4, rtol=0)
+        assert torch.allclose(torch.stack(together[number]), wanted, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("family", list(tiny.CONFIGS))
+def test_a_folder_computes_what_transformers_does(tmp_path: Path, family: str) -> None:
+    tiny.write_folder(tmp_path, family)
+    source = SafetensorsFolder(tmp_path)
+    expect(family, source.shape, source)
+    source.close()
+
+
+@pytest.mark.parametrize("family", list(tiny.CONFIGS))
+def test_a_gguf_file_computes_what_transformers_does(tmp_path: Path, family: str) -> None:
+    path = tmp_path / "m.gguf"
+    write_gguf(path, family)
+    source = GgufFile(path)
+    expect(family, source.shape, source)
+    source.close()
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "said"),
+    [
+        ("llama", {"num_hidden_layers": 4}, "lacks model.layers.3.input_layernorm"),
+        ("llama", {"num_hidden_layers": 10**9}, "lacks model.layers.3.input_layernorm"),
+        ("llama", {"intermediate_size": 2**39}, r"gate_proj.weight is \(48, 32\)"),
+        ("llama", {"hidden_size": 2**60}, "cannot use a model of this shape"),
+        ("llama", {"vocab_size": 2**39}, r"embed_tokens.weight is \(64, 32\)"),
+        ("llama", {"rope_theta": -1.0}, "cannot use a model of this shape"),
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": 1}, "with and without"),
+        ("qwen2", {"num_key_value_heads": 1}, r"k_proj.weight is \(16, 32\)"),
+        ("qwen3_moe", {"num_experts_per_tok": 7}, "7 of 6 experts"),
+        ("qwen3_moe", {"num_experts": 7}, r"gate.weight is \(6, 32\)"),
+        ("qwen3_moe", {"mlp_only_layers": [1]}, "layers without experts"),
+        ("mixtral", {"num_local_experts": 0}, "of 0 experts"),
+    ],
+)
+def test_a_config_that_lies_is_refused_before_memory_is_spent(
+    tmp_path: Path, family: str, change: dict[str, object], said: str
+) -> None:
+    tiny.write_folder(tmp_path, family)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(CheckpointError, match=said):
+        survey((source := SafetensorsFolder(tmp_path)).shape, source)

@@ -1,0 +1,62 @@
+"""An answer that another engine began goes on as if it were one: greedy draws, and seeded ones."""
+
+from typing import Any
+
+import aiohttp
+import pytest
+
+from isochrone.wire import headers
+from tests.integration.engine.test_server import CHAT, PLAIN, chat, post, stream, text_of
+
+pytestmark = pytest.mark.model
+
+PROMPTS = (
+    "What is the capital of France?",
+    "Write three lines about the sea.",
+    "Count from one to ten in words.",
+)
+TOKENS = 24
+
+
+@pytest.mark.parametrize(
+    "drawn", [{"temperature": 0}, {"temperature": 0.8, "seed": 7}], ids=["greedy", "seeded"]
+)
+@pytest.mark.parametrize("prompt", PROMPTS)
+async def test_the_rest_is_what_would_have_been_said(
+    http: aiohttp.ClientSession, prompt: str, drawn: dict[str, Any]
+) -> None:
+    body = chat(prompt, max_tokens=TOKENS, **drawn)
+    pieces = await stream(http, CHAT, body)
+    whole = text_of(pieces)
+    said = [text_of([piece]) for piece in pieces]
+    tokens = [text for text in said if text]
+    for at in (1, 4, 9, 15):
+        begun = "".join(tokens[:at])
+        if not begun.strip() or begun == whole:
+            continue
+        rest = await post(
+            http,
+            CHAT,
+            {
+                **body,
+                "messages": [*body["messages"], {"role": "assistant", "content": begun}],
+                "continue_final_message": True,
+                "max_tokens": TOKENS - at,
+            },
+            **{headers.SAID: str(at)},
+        )
+        assert begun + rest["choices"][0]["message"]["content"] == whole, f"cut after {at}"
+
+
+async def test_a_completion_goes_on_too(http: aiohttp.ClientSession) -> None:
+    body = {"model": "smollm2", "prompt": "Once upon a time", "temperature": 0, "max_tokens": 16}
+    whole = (await post(http, PLAIN, body))["choices"][0]["text"]
+    begun = whole[: whole.index(" ", 8)]
+    rest = await post(http, PLAIN, {**body, "prompt": body["prompt"] + begun})
+    assert (begun + rest["choices"][0]["text"]).startswith(whole)
+
+
+async def test_only_an_answer_goes_on(http: aiohttp.ClientSession) -> None:
+    async with http.post(CHAT, json=chat("hello", continue_final_message=True)) as response:
+        assert response.status == 400
+        assert (await response.json())["error"]["param"] == "continue_final_message"

@@ -1,0 +1,89 @@
+"""A standby becomes the engine that it is told to become, and ends with whoever kept it."""
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+from typing import Final
+
+import aiohttp
+import msgspec
+import pytest
+
+from isochrone.wire.engine import EngineConfig
+from nodeagent.drivers.driver import Command
+from nodeagent.host.engines import _spawn_spare
+from nodeagent.host.standby import Standby
+from tests.integration.engine.conftest import ROOT
+
+STANDBY: Final = (sys.executable, "-m", "nodeagent.engine", "--standby")
+DEADLINE_S: Final = 60.0
+
+
+def command(folder: Path) -> Command:
+    return Command(
+        arguments=(*STANDBY[:3], "--config", str(folder / "config.json")),
+        base_url="http://localhost",
+        environment={"CUDA_VISIBLE_DEVICES": ""},
+        standby=STANDBY,
+    )
+
+
+@pytest.fixture
+def standby(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Standby:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    return Standby(tmp_path / "standby.log", _spawn_spare)
+
+
+@pytest.mark.model
+async def test_a_standby_serves_what_it_is_told(
+    standby: Standby, short_folder: Path, model_path: Path
+) -> None:
+    config = EngineConfig(
+        model_path=str(model_path),
+        served_name="m",
+        socket=str(short_folder / "engine.sock"),
+        kv_memory_bytes=64 * 1024 * 1024,
+        quantisation="file",
+    )
+    (short_folder / "config.json").write_bytes(msgspec.json.encode(config))
+    wanted, log = command(short_folder), short_folder / "engine.log"
+    assert standby.hand_over(wanted, log) is None, "there is none yet"
+    standby.keep_for(wanted)
+    engine = standby.hand_over(wanted, log)
+    assert engine is not None
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            while b'"ready":true' not in (log.read_bytes() if log.exists() else b""):
+                assert engine.poll() is None, log.read_text()
+                await asyncio.sleep(0.05)
+            connector = aiohttp.UnixConnector(config.socket)
+            async with aiohttp.ClientSession("http://engine", connector=connector) as http:
+                body = {"prompt": "The capital of France is", "max_tokens": 4, "temperature": 0}
+                async with http.post("/v1/completions", json=body) as response:
+                    answer = await response.json()
+        assert "Paris" in answer["choices"][0]["text"]
+        assert standby.hand_over(wanted, log) is None, "it is an engine now"
+    finally:
+        engine.terminate()
+        engine.wait(20)
+
+
+def test_a_standby_ends_with_its_keeper_and_a_dead_one_is_not_used(
+    standby: Standby, tmp_path: Path
+) -> None:
+    wanted = command(tmp_path)
+    standby.keep_for(wanted)
+    standby.end()
+    # An engine that says why it cannot be one: the order itself was taken up.
+    standby.keep_for(wanted)
+    engine = standby.hand_over(wanted, tmp_path / "engine.log")
+    assert engine is not None
+    assert engine.wait(DEADLINE_S) == 2
+    assert "cannot read config" in (tmp_path / "engine.log").read_text()
+    other = subprocess.Popen(["true"], stdin=subprocess.PIPE)
+    other.wait(10)
+    dead = Standby(tmp_path / "log", lambda arguments, log: other)
+    dead.keep_for(wanted)
+    assert dead.hand_over(wanted, tmp_path / "engine.log") is None
+    dead.end()

@@ -1,0 +1,413 @@
+"""Weights between nodes over real sockets: from the nearest, resumed, verified, or from the origin.
+
+The peers here serve with the agent's own door; the hostile ones with a door of ours.
+"""
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from ssl import SSLContext
+
+import aiohttp
+import pytest
+from aiohttp import web
+from yarl import URL
+
+from isochrone.service import tls
+from isochrone.service.door import errors_as, json_error, open_door
+from isochrone.service.identity import Authority
+from isochrone.wire import headers
+from isochrone.wire.assignment import PeerSource
+from isochrone.wire.control import PeerRole
+from isochrone.wire.ids import NodeId, PopId
+from isochrone.wire.model import Artifact
+from nodeagent.api.weights import Weights
+from nodeagent.decide.pace import Pace
+from nodeagent.host.artifacts import ArtifactError, Artifacts
+from nodeagent.host.peers import PeerLimits, Peers
+from nodeagent.host.sources import Sources
+from tests.integration.nodeagent.test_artifacts import Origin, artifact_of, origin
+from tests.integration.service.test_tls import NOW, a_peer
+
+__all__ = ["origin"]
+
+BODY = random.Random(7).randbytes(3_000_000)
+SMALL = b"{}"
+FILES = {"sub/w.safetensors": BODY, "config.json": SMALL}
+QUICK = PeerLimits(
+    connect_timeout_s=1.0,
+    read_timeout_s=0.5,
+    window_s=0.3,
+    least_bytes_per_s=100_000.0,
+    look_s=0.05,
+    stall_s=0.5,
+)
+
+Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class City:
+    """Nodes with doors, and hostile peers, on loopback."""
+
+    def __init__(self, folder: Path, stack: AsyncExitStack) -> None:
+        self.folder = folder
+        self.stack = stack
+
+    def node(
+        self,
+        name: str,
+        *peers: PeerSource,
+        download_bytes_per_s: float = 0.0,
+        context: SSLContext | None = None,
+    ) -> Artifacts:
+        """A node's artifacts; it asks these peers."""
+        asked = Peers(
+            holders=lambda digest: peers,
+            pop=PopId(name[:3]),
+            context=context,
+            pace=Pace(download_bytes_per_s),
+            clock=time.monotonic,
+            chance=random.Random(1),
+            limits=QUICK,
+        )
+        sources = Sources(private=True, hf_url="")
+        return Artifacts(
+            self.folder / name, sources, 1 << 30, peers=asked, keep_pace=asked.keep_pace
+        )
+
+    async def serving(
+        self,
+        name: str,
+        held: Artifacts,
+        *,
+        upload_bytes_per_s: float = 0.0,
+        uploads_max: int = 4,
+        context: SSLContext | None = None,
+    ) -> PeerSource:
+        """Open a node's door on its artifacts."""
+        app = web.Application(middlewares=[errors_as(json_error)])
+        pace = Pace(upload_bytes_per_s)
+        Weights(held, pace, time.monotonic, uploads_max=uploads_max).attach(app)
+        return await self.listening(name, app, context)
+
+    async def hostile(self, name: str, answer: Answer) -> PeerSource:
+        """Open the door of a peer that answers as it likes."""
+        app = web.Application()
+        app.router.add_get("/v1/artifacts/{digest}/{path:.+}", answer)
+        return await self.listening(name, app)
+
+    async def listening(
+        self, name: str, app: web.Application, context: SSLContext | None = None
+    ) -> PeerSource:
+        port = await self.stack.enter_async_context(
+            open_door(app, "127.0.0.1", 0, ssl_context=context)
+        )
+        scheme = "http" if context is None else "https"
+        return PeerSource(
+            node_id=NodeId(name), pop=PopId(name[:3]), address=f"{scheme}://127.0.0.1:{port}"
+        )
+
+    async def holder(self, name: str, artifact: Artifact) -> PeerSource:
+        """A node that holds the artifact and serves it."""
+        held = self.node(name)
+        await fetched(held, artifact)
+        return await self.serving(name, held)
+
+
+@pytest.fixture
+async def city(tmp_path: Path) -> AsyncIterator[City]:
+    async with AsyncExitStack() as stack:
+        yield City(tmp_path, stack)
+
+
+async def fetched(store: Artifacts, artifact: Artifact) -> Path:
+    path = await store.ensure(artifact, (), lambda size: None)
+    for name, body in FILES.items():
+        assert (path / name).read_bytes() == body
+    return path
+
+
+def an_artifact(origin: tuple[Origin, str]) -> Artifact:
+    served, url = origin
+    served.files.update({f"/m/{name}": body for name, body in FILES.items()})
+    return artifact_of(f"{url}/m", FILES)
+
+
+def gone(origin: tuple[Origin, str]) -> None:
+    """Nothing can come from the origin any more."""
+    origin[0].files.clear()
+
+
+async def test_a_node_fetches_from_its_peer_and_then_serves_it_itself(
+    city: City, origin: tuple[Origin, str]
+) -> None:
+    artifact = an_artifact(origin)
+    first = await city.holder("ams-1", artifact)
+    gone(origin)
+    second = city.node("fra-1", first)
+    await fetched(second, artifact)
+    third = city.node("sin-1", await city.serving("fra-1", second))
+    await fetched(third, artifact)
+    assert third.held() == (artifact.digest,)
+
+
+async def test_only_what_is_whole_here_is_served(city: City, origin: tuple[Origin, str]) -> None:
+    artifact = an_artifact(origin)
+    peer = await city.holder("ams-1", artifact)
+    (city.folder / "ams-1" / "secret").write_bytes(b"s")
+    (city.folder / "ams-1" / ("0" * 64 + ".partial")).mkdir()
+    url = f"{peer.address}/v1/artifacts"
+    async with aiohttp.ClientSession() as http:
+        for path, status in (
+            (f"{artifact.digest}/config.json", 200),
+            (f"{artifact.digest}/nothing", 404),
+            (f"{artifact.digest}/sub", 404),
+            (f"{artifact.digest}/%2e%2e/secret", 400),
+            (f"{artifact.digest}/..%2fsecret", 400),
+            (f"{'0' * 64}.partial/w", 404),
+            (f"{'0' * 64}/w", 404),
+            ("..%2f..%2fetc/passwd", 404),
+        ):
+            async with http.get(URL(f"{url}/{path}", encoded=True)) as response:
+                assert response.status == status, path
+        whole = f"{url}/{artifact.digest}/sub/w.safetensors"
+        for asked, status in (
+            ("bytes=2999990-", 206), ("bytes=3000000-", 400), ("bytes=0-5", 400), ("x", 400),
+        ):  # fmt: skip
+            async with http.get(whole, headers={"range": asked}) as response:
+                assert response.status == status, asked
+                if status == 206:
+                    assert await response.read() == BODY[2_999_990:]
+
+
+async def test_what_one_peer_began_another_and_the_origin_finish(
+    city: City, origin: tuple[Origin, str]
+) -> None:
+    artifact = an_artifact(origin)
+    parts: list[tuple[str, str]] = []
+
+    def cutting(name: str, size: int) -> Answer:
+        async def answer(request: web.Request) -> web.StreamResponse:
+            body = FILES[request.match_info["path"]]
+            asked = request.headers.get("range", "bytes=0-")
+            parts.append((name, asked))
+            start = int(asked.removeprefix("bytes=").rstrip("-"))
+            response = web.StreamResponse(status=206 if start else 200)
+            response.headers["content-range"] = f"bytes {start}-{len(body) - 1}/{len(body)}"
+            response.content_length = len(body) - start
+            await response.prepare(request)
+            await response.write(body[start : start + size])
+            if start + size < len(body):
+                await response.drain()
+                assert request.transport is not None
+                request.transport.close()
+            return response
+
+        return answer
+
+    one = await city.hostile("fra-1", cutting("one", 700_000))
+    two = await city.hostile("fra-2", cutting("two", 500_000))
+    await fetched(city.node("ams-1", one, two), artifact)
+    big = [(name, asked) for name, asked in parts if asked != "bytes=0-"]
+    assert [name for name, _ in big] == ["two", "one", "two"]
+    starts = [int(asked.removeprefix("bytes=").rstrip("-")) for _, asked in big]
+    assert starts == sorted(starts)
+    assert starts[0] > 0
+    served, _ = origin
+    assert len(served.ranges) == 1, "the origin gave the rest alone"
+    assert int(served.ranges[0].removeprefix("bytes=").rstrip("-")) > starts[-1]
+
+
+async def wrong_bytes(request: web.Request) -> web.StreamResponse:
+    body = FILES[request.match_info["path"]]
+    return web.Response(body=bytes(len(body)))
+
+
+async def endless(request: web.Request) -> web.StreamResponse:
+    response = web.StreamResponse()
+    await response.prepare(request)
+    while True:
+        await response.write(bytes(1 << 20))
+
+
+async def truncated(request: web.Request) -> web.StreamResponse:
+    return web.Response(body=FILES[request.match_info["path"]][:1])
+
+
+async def another_part(request: web.Request) -> web.StreamResponse:
+    return web.Response(status=206, body=BODY, headers={"content-range": "bytes 7-9/10"})
+
+
+async def redirecting(request: web.Request) -> web.StreamResponse:
+    raise web.HTTPFound("http://127.0.0.1:1/steal")
+
+
+async def silent(request: web.Request) -> web.StreamResponse:
+    response = web.StreamResponse()
+    await response.prepare(request)
+    await asyncio.Event().wait()
+    return response
+
+
+async def trickling(request: web.Request) -> web.StreamResponse:
+    response = web.StreamResponse()
+    await response.prepare(request)
+    while True:
+        await response.write(b"x")
+        await asyncio.sleep(0.05)
+
+
+async def busy_for_ever(request: web.Request) -> web.StreamResponse:
+    return web.Response(status=429)
+
+
+async def fetching_for_ever(request: web.Request) -> web.StreamResponse:
+    return web.Response(status=503, headers={headers.FETCHED_BYTES: "5"})
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        wrong_bytes, endless, truncated, another_part, redirecting, silent, trickling,
+        fetching_for_ever,
+    ],
+    ids=lambda answer: answer.__name__,
+)  # fmt: skip
+@pytest.mark.parametrize("pop", ["ams", "sin"], ids=["near", "far"])
+async def test_nothing_of_a_bad_peer_is_kept_and_the_origin_is_asked(
+    city: City, origin: tuple[Origin, str], answer: Answer, pop: str
+) -> None:
+    artifact = an_artifact(origin)
+    bad = await city.hostile(f"{pop}-9", answer)
+    node = city.node("ams-1", bad)
+    path = await fetched(node, artifact)
+    assert node.held() == (artifact.digest,)
+    assert sorted(p.name for p in path.rglob("*") if p.is_file()) == [
+        "config.json", "w.safetensors",
+    ]  # fmt: skip
+    assert not list(city.folder.glob("ams-1/*.partial"))
+    # With the origin gone too, a lie stays a refusal in words: never an artifact.
+    gone(origin)
+    other = city.node("ams-2", bad)
+    with pytest.raises(ArtifactError, match="answered 404"):
+        await other.ensure(artifact, (), lambda size: None)
+    assert other.held() == ()
+
+
+async def test_a_liar_spoils_the_part_of_an_honest_peer_but_not_the_artifact(
+    city: City, origin: tuple[Origin, str]
+) -> None:
+    artifact = an_artifact(origin)
+
+    async def half_a_lie(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        response.content_length = len(FILES[request.match_info["path"]])
+        await response.prepare(request)
+        await response.write(b"!" * 1000)
+        assert request.transport is not None
+        request.transport.close()
+        return response
+
+    liar = await city.hostile("ams-8", half_a_lie)
+    honest = await city.holder("ams-9", artifact)
+    gone(origin)
+    node = city.node("ams-1", liar, honest)
+    # What the two put together is worth nothing, and who of them lied cannot be told: neither is
+    # asked again, and without an origin that is the end of it, in words.
+    with pytest.raises(ArtifactError, match="answered 404"):
+        await node.ensure(artifact, (), lambda size: None)
+    assert node.held() == ()
+    an_artifact(origin)
+    await fetched(node, artifact)
+
+
+async def test_a_city_asks_the_origin_once(city: City, origin: tuple[Origin, str]) -> None:
+    artifact = an_artifact(origin)
+    served, _ = origin
+    asked: list[str] = []
+    get = served.get
+
+    async def counted(request: web.Request) -> web.StreamResponse:
+        asked.append(request.path)
+        await asyncio.sleep(0.2)
+        return await get(request)
+
+    app = web.Application()
+    app.router.add_get("/{path:.*}", counted)
+    slow = await city.listening("org-1", app)
+    artifact = artifact_of(f"{slow.address}/m", FILES)
+    nodes: list[Artifacts] = []
+    before: list[PeerSource] = []
+    for index in range(6):
+        name = f"ams-{index}"
+        node = city.node(name, *before)
+        nodes.append(node)
+        door = await city.serving(name, node, uploads_max=2)
+        before.append(
+            PeerSource(node_id=door.node_id, pop=door.pop, address=door.address, holds=False)
+        )
+    await asyncio.gather(*(fetched(node, artifact) for node in nodes))
+    assert sorted(asked) == ["/m/config.json", "/m/sub/w.safetensors"]
+
+
+async def test_a_peer_that_is_down_or_busy_costs_little(
+    city: City, origin: tuple[Origin, str]
+) -> None:
+    artifact = an_artifact(origin)
+    down = PeerSource(node_id=NodeId("fra-1"), pop=PopId("fra"), address="http://127.0.0.1:9")
+    busy = await city.hostile("sin-1", busy_for_ever)
+    began = time.monotonic()
+    await fetched(city.node("ams-1", down, busy), artifact)
+    assert time.monotonic() - began < 5.0
+
+
+async def test_the_bandwidth_is_bounded_both_ways(city: City, origin: tuple[Origin, str]) -> None:
+    artifact = an_artifact(origin)
+    held = city.node("ams-9")
+    await fetched(held, artifact)
+    free = await city.serving("ams-9", held)
+    capped = await city.serving("ams-8", held, upload_bytes_per_s=1_500_000.0)
+    # Three megabytes, of which one second's worth passes at once: about a second is left to wait.
+    for name, peer, rate in (("fra-1", capped, 0.0), ("fra-2", free, 1_500_000.0)):
+        began = time.monotonic()
+        await fetched(city.node(name, peer, download_bytes_per_s=rate), artifact)
+        assert 0.9 < time.monotonic() - began < 10.0, name
+
+
+async def test_with_tls_only_peers_of_the_cluster_get_weights(
+    city: City, origin: tuple[Origin, str], tmp_path: Path
+) -> None:
+    artifact = an_artifact(origin)
+    ours = Authority.create(tmp_path / "ours", "ours", NOW)
+    theirs = Authority.create(tmp_path / "theirs", "theirs", NOW)
+    held = city.node("ams-9")
+    await fetched(held, artifact)
+    door = tls.node_context(a_peer(ours, "ams-9", PeerRole.AGENT))
+    peer = await city.serving("ams-9", held, context=door)
+    stranger = tls.client_context(a_peer(theirs, "ams-1", PeerRole.AGENT))
+    gone(origin)
+    with pytest.raises(ArtifactError, match="answered 404"):
+        await city.node("ams-1", peer, context=stranger).ensure(artifact, (), lambda size: None)
+    member = tls.client_context(a_peer(ours, "ams-1", PeerRole.AGENT))
+    await fetched(city.node("ams-1", peer, context=member), artifact)
+
+
+async def test_a_file_that_is_whole_already_is_not_fetched_again(
+    city: City, origin: tuple[Origin, str]
+) -> None:
+    artifact = an_artifact(origin)
+    asked: list[str] = []
+
+    async def counting(request: web.Request) -> web.StreamResponse:
+        asked.append(request.match_info["path"])
+        return web.Response(body=FILES[request.match_info["path"]])
+
+    partial = city.folder / "ams-1" / f"{artifact.digest}.partial" / "sub"
+    partial.mkdir(parents=True)
+    (partial / "w.safetensors").write_bytes(BODY)
+    peer = await city.hostile("ams-9", counting)
+    await fetched(city.node("ams-1", peer), artifact)
+    assert asked == ["config.json"]

@@ -1,0 +1,94 @@
+"""Nobody is sent more than it reads, and nobody waits for one who does not."""
+
+import asyncio
+import resource
+from pathlib import Path
+
+from isochrone.wire.usage import Outcome
+from tests.integration.router.fake_node import FakeNode
+from tests.integration.router.fleet_of import KEY, Bench, a_bench
+from tests.integration.router.test_serving import frames, usage, words
+
+TOKENS = 20_000
+BODY = b'{"model":"tiny","stream":true,"max_tokens":%d,"messages":[{"role":"user","content":"x"}]}'
+
+
+def a_node() -> FakeNode:
+    node = FakeNode()
+    node.filler = "x" * 1000 + " "
+    return node
+
+
+async def a_deaf_client(bench: Bench) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Ask for 20 MB, and read nothing of it."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", bench.house.port, limit=4096)
+    body = BODY % TOKENS
+    writer.write(
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+        b"Authorization: Bearer %s\r\nContent-Length: %d\r\n\r\n" % (KEY.encode(), len(body))
+    )
+    writer.write(body)
+    return reader, writer
+
+
+async def until_still(node: FakeNode) -> int:
+    """Wait until the node sends no more, and return how many frames it sent."""
+    before = -1
+    while node.sent != before:
+        before = node.sent
+        await asyncio.sleep(0.3)
+    return before
+
+
+async def test_a_client_that_does_not_read_stops_the_node(tmp_path: Path) -> None:
+    node = a_node()
+    async with a_bench(tmp_path, [node], stream_idle_timeout_s=0.5, write_timeout_s=30) as bench:
+        before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        reader, writer = await a_deaf_client(bench)
+        await node.until(lambda: node.running == 1)
+        sent = await until_still(node)
+        # What the sockets' own buffers take, on three legs, and no more.
+        assert 0 < sent < TOKENS // 2
+        # Longer than a silent node would be borne: it is the client who is slow.
+        await asyncio.sleep(1.0)
+        assert node.running == 1
+        async with bench.chat(max_tokens=1) as response:
+            assert response.status == 200
+        received = bytearray()
+        while chunk := await reader.read(1 << 20):
+            received += chunk
+        text = b"".join(
+            part for part in received.split(b"\r\n") if part.startswith(b"data: ")
+        ).decode()
+        numbers = [word for word in words(frames(text)).split() if word.startswith("t")]
+        assert len(numbers) == TOKENS
+        assert numbers == [f"t{n}" for n in range(TOKENS)]
+        writer.close()
+        after_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        assert after_kib - before_kib < 200 * 1024
+
+
+async def test_a_client_that_never_reads_is_cut(tmp_path: Path) -> None:
+    node = a_node()
+    async with a_bench(tmp_path, [node], write_timeout_s=0.5, usage_interval_s=3600) as bench:
+        _, writer = await a_deaf_client(bench)
+        await node.until(lambda: node.cancelled == 1)
+        (row,) = await usage(bench)
+        assert row.outcome is Outcome.CANCELLED
+        assert 0 < row.output_tokens < TOKENS
+        writer.close()
+
+
+async def test_frames_that_come_byte_by_byte_are_whole_for_the_client(tmp_path: Path) -> None:
+    node = FakeNode()
+    node.shreds = True
+    async with a_bench(tmp_path, [node]) as bench, bench.chat(stream=True) as response:
+        assert words(frames(await response.text())) == "t0 t1 t2 t3 t4 t5 t6 t7 "
+
+
+async def test_connections_to_nodes_are_kept(tmp_path: Path) -> None:
+    async with a_bench(tmp_path, probe_interval_s=3600) as bench:
+        for number in range(20):
+            async with bench.chat(stream=bool(number % 2)) as response:
+                await response.read()
+        assert len(bench.house.upstream) <= 2

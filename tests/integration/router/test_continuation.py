@@ -1,0 +1,143 @@
+"""A stream whose replica dies under it goes on elsewhere: no token lost, none repeated."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from isochrone.wire import headers
+from isochrone.wire.usage import Outcome
+from tests.integration.router.fake_node import FakeNode
+from tests.integration.router.fleet_of import Bench, a_bench, a_route, a_table
+from tests.integration.router.test_serving import frames, usage, words
+
+TOKENS = 12
+
+
+async def the_text(bench: Bench, **fields: Any) -> str:
+    """Stream a chat whole and return the raw text of its events."""
+    async with bench.chat(stream=True, max_tokens=TOKENS, **fields) as response:
+        assert response.status == 200
+        return str(await response.text())
+
+
+def two_nodes(fault: str, at: int) -> list[FakeNode]:
+    nodes = [FakeNode("bad"), FakeNode("good")]
+    for node in nodes:
+        node.resumes = headers.SEEDED
+    setattr(nodes[0], f"{fault}_at", at)
+    return nodes
+
+
+def slower(bench: Bench, **fields: Any) -> None:
+    """Let the second node be chosen only where the first is not."""
+    bad, good = bench.nodes
+    routes = [a_route(bad), a_route(good, prefill_tokens_per_s=1.0, **fields)]
+    bench.house.fleet.adopt(a_table(routes, generation=2))
+
+
+@pytest.mark.parametrize("fault", ["cut", "error"])
+async def test_killed_at_every_token_the_client_sees_one_stream(tmp_path: Path, fault: str) -> None:
+    nodes = two_nodes(fault, 0)
+    async with a_bench(tmp_path, nodes, usage_interval_s=3600) as bench:
+        slower(bench)
+        for at in range(1, TOKENS):
+            setattr(nodes[0], f"{fault}_at", at)
+            bench.house.fleet.health.forget({a_route(nodes[0]).replica_id})
+            text = await the_text(bench, temperature=0, stream_options={"include_usage": True})
+            events = frames(text)
+            assert words(events) == "".join(f"t{n} " for n in range(TOKENS)), f"killed at {at}"
+            assert events[-1] == "[DONE]"
+            told = events[-2]["usage"]
+            assert told["completion_tokens"] == TOKENS
+            assert ": continued" not in text
+            asked = json.loads(nodes[1].bodies[-1])
+            if fault == "cut" or "continue_final_message" in asked:
+                assert asked["max_tokens"] == TOKENS - at
+                assert asked["continue_final_message"] is True
+            else:
+                # The error came with the first token: nothing was sent yet, another began anew.
+                assert (asked["max_tokens"], at) == (TOKENS, 1)
+        rows = await usage(bench)
+        assert {(row.outcome, row.output_tokens) for row in rows} == {(Outcome.COMPLETE, TOKENS)}
+        assert len(rows) == TOKENS - 1
+
+
+async def test_one_that_falls_silent_is_replaced(tmp_path: Path) -> None:
+    async with a_bench(tmp_path, two_nodes("hang", 5), stream_idle_timeout_s=0.3) as bench:
+        slower(bench)
+        assert words(frames(await the_text(bench, seed=7))) == "".join(
+            f"t{n} " for n in range(TOKENS)
+        )
+        assert bench.nodes[1].seen[-1][headers.SAID] == "5"
+
+
+async def test_a_text_drawn_by_chance_is_marked_as_continued(tmp_path: Path) -> None:
+    async with a_bench(tmp_path, two_nodes("cut", 5)) as bench:
+        slower(bench)
+        assert "\n: continued on another replica" in await the_text(bench, temperature=1)
+
+
+async def test_a_completion_goes_on_from_its_prompt(tmp_path: Path) -> None:
+    async with a_bench(tmp_path, two_nodes("cut", 5)) as bench:
+        slower(bench)
+        body = {"model": "tiny", "prompt": "count:", "stream": True, "max_tokens": TOKENS}
+        async with bench.http.post(f"{bench.url}/v1/completions", json=body) as response:
+            assert words(frames(await response.text())).split() == [f"t{n}" for n in range(TOKENS)]
+        assert json.loads(bench.nodes[1].bodies[-1])["prompt"] == "count:t0 t1 t2 t3 t4 "
+
+
+async def test_the_replacement_may_die_too(tmp_path: Path) -> None:
+    nodes = two_nodes("cut", 3)
+    third = FakeNode("third")
+    third.resumes = headers.SEEDED
+    nodes[1].cut_at = 7
+    async with a_bench(tmp_path, [*nodes, third]) as bench:
+        rates = (5000.0, 100.0, 1.0)
+        routes = [
+            a_route(n, prefill_tokens_per_s=r) for n, r in zip(bench.nodes, rates, strict=True)
+        ]
+        bench.house.fleet.adopt(a_table(routes, generation=2))
+        assert words(frames(await the_text(bench))).split() == [f"t{n}" for n in range(TOKENS)]
+        assert [node.asked for node in bench.nodes] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"tools": []}, {"response_format": {"type": "json_object"}}, {"n": 2}, {"logprobs": True}],
+    ids=["tools", "json", "n", "logprobs"],
+)
+async def test_what_text_does_not_hold_is_not_gone_on_from(
+    tmp_path: Path, fields: dict[str, Any]
+) -> None:
+    async with a_bench(tmp_path, two_nodes("cut", 5)) as bench:
+        slower(bench)
+        events = frames(await the_text(bench, **fields))
+        assert events[-1]["error"]["code"] == "upstream_error"
+        assert bench.nodes[1].asked == 0
+
+
+async def test_a_node_that_would_begin_anew_is_not_listened_to(tmp_path: Path) -> None:
+    nodes = two_nodes("cut", 5)
+    nodes[1].resumes = ""
+    async with a_bench(tmp_path, nodes) as bench:
+        slower(bench)
+        events = frames(await the_text(bench, temperature=0))
+        assert words(events[:-1]) == "t0 t1 t2 t3 t4 "
+        assert "error" in events[-1]
+
+
+async def test_a_client_that_leaves_while_another_is_asked_frees_everything(
+    tmp_path: Path,
+) -> None:
+    nodes = two_nodes("cut", 2)
+    nodes[1].ttft_s = 30
+    async with a_bench(tmp_path, nodes, usage_interval_s=3600) as bench:
+        slower(bench)
+        async with bench.chat(stream=True, max_tokens=TOKENS) as response:
+            await response.content.readuntil(b"t1")
+            await nodes[1].until(lambda: nodes[1].running == 1)
+        await nodes[1].until(lambda: nodes[1].cancelled == 1)
+        (row,) = await usage(bench)
+        assert (row.outcome, row.output_tokens) == (Outcome.CANCELLED, 2)

@@ -1,0 +1,94 @@
+"""Replicas that break, before a running router: who is left alone, tried again, and asked last."""
+
+import asyncio
+from collections import Counter
+from pathlib import Path
+
+from tests.integration.router.fake_node import FakeNode
+from tests.integration.router.fleet_of import Bench, a_bench, a_route, a_table
+
+
+async def counted(bench: Bench, name: str, **labels: str) -> float:
+    """Read a metric."""
+    bench.house.loops["gauges"].nudge()
+    await bench.house.loops["gauges"].wait_turns(1)
+    registry = bench.house.metrics.registry
+    return registry.get_sample_value(f"isochrone_router_{name}", labels) or 0.0
+
+
+async def statuses(bench: Bench, count: int) -> Counter[int]:
+    """Ask so many times, one after the other."""
+    ended: Counter[int] = Counter()
+    for _ in range(count):
+        async with bench.chat() as response:
+            await response.read()
+            ended[response.status] += 1
+    return ended
+
+
+async def test_most_replicas_dead_costs_no_client_an_answer(tmp_path: Path) -> None:
+    nodes = [FakeNode(f"n{n}") for n in range(3)]
+    async with a_bench(tmp_path, nodes, connect_timeout_s=0.5) as bench:
+        # Nobody listens where two of them are, and by prediction they are the best by far.
+        nodes[0].port = nodes[1].port = 9
+        dead = [a_route(node, prefill_tokens_per_s=1e6) for node in nodes[:2]]
+        table = a_table([*dead, a_route(nodes[2], prefill_tokens_per_s=10.0)], generation=2)
+        bench.house.fleet.adopt(table)
+        assert await statuses(bench, 40) == {200: 40}
+        assert await counted(bench, "ejections_total", cause="consecutive") == 2
+        assert await counted(bench, "panicking_deployments") == 1
+        # With two of three ill none is left alone, and still only the well one is asked.
+        assert await counted(bench, "retries_total", cause="unreachable") == 6
+
+
+async def test_all_that_only_seemed_ill_serve_again_at_once(tmp_path: Path) -> None:
+    async with a_bench(tmp_path, 4) as bench:
+        for node in bench.nodes:
+            node.status = 503
+        assert set(await statuses(bench, 12)) == {502}
+        assert await counted(bench, "ejected_replicas") == 4
+        for node in bench.nodes:
+            node.status = 200
+        assert await statuses(bench, 12) == {200: 12}
+
+
+async def test_a_replica_that_fails_every_second_request_is_ejected(tmp_path: Path) -> None:
+    class Flaky(FakeNode):
+        """Fails every second time."""
+
+        async def _answer(self, request, body):  # type: ignore[no-untyped-def]
+            self.status = 503 if self.asked % 2 else 200
+            return await super()._answer(request, body)
+
+    nodes = [Flaky("bad"), FakeNode("good"), FakeNode("also")]
+    async with a_bench(tmp_path, nodes) as bench:
+        best = a_route(nodes[0], prefill_tokens_per_s=1e6)
+        rest = [a_route(node, prefill_tokens_per_s=100.0) for node in nodes[1:]]
+        bench.house.fleet.adopt(a_table([best, *rest], generation=2))
+        assert await statuses(bench, 30) == {200: 30}
+        assert await counted(bench, "ejections_total", cause="ratio") == 1
+        assert nodes[0].asked < 20
+
+
+async def test_one_request_tries_a_replica_that_was_ejected(tmp_path: Path) -> None:
+    nodes = [FakeNode("bad"), FakeNode("good")]
+    async with a_bench(tmp_path, nodes, first_byte_timeout_s=5.0) as bench:
+        best = a_route(nodes[0], prefill_tokens_per_s=1e6)
+        bench.house.fleet.adopt(
+            a_table([best, a_route(nodes[1], prefill_tokens_per_s=10.0)], generation=2)
+        )
+        nodes[0].status = 503
+        assert await statuses(bench, 4) == {200: 4}
+        asked = nodes[0].asked
+        assert asked == 3
+        nodes[0].status, nodes[0].ttft_s = 200, 0.5
+        async with asyncio.timeout(5):
+            while nodes[0].asked == asked:
+                await asyncio.gather(*(statuses(bench, 1) for _ in range(4)))
+        # Four came at once, and one of them was the trial.
+        assert nodes[0].asked == asked + 1
+        async with asyncio.timeout(5):
+            while await counted(bench, "ejected_replicas"):
+                await asyncio.sleep(0)
+        await statuses(bench, 3)
+        assert nodes[0].asked == asked + 4

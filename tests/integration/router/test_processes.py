@@ -1,0 +1,93 @@
+"""Several processes behind one port: they share the table and nothing else."""
+
+import asyncio
+import os
+import re
+import signal
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import psutil
+
+from isochrone.wire.usage import Usage
+from tests.integration.router.fake_node import FakeNode, open_node
+from tests.integration.router.fleet_of import KEY
+from tests.integration.router.test_process import BODY, START_TIMEOUT_S, a_process, prepare
+
+REQUESTS = 60
+
+
+async def ask_many(port: int, count: int) -> int:
+    """Ask over a new connection each time; return how many were answered."""
+    answered = 0
+    for _ in range(count):
+        async with (
+            aiohttp.ClientSession(headers={"authorization": f"Bearer {KEY}"}) as http,
+            http.post(f"http://127.0.0.1:{port}/v1/chat/completions", json=BODY) as response,
+        ):
+            answered += response.status == 200
+    return answered
+
+
+def workers_of(process: asyncio.subprocess.Process) -> list[psutil.Process]:
+    return psutil.Process(process.pid).children()
+
+
+async def until(holds: Any) -> None:
+    """Wait until `holds()`."""
+    async with asyncio.timeout(START_TIMEOUT_S):
+        while not holds():
+            await asyncio.sleep(0.05)
+
+
+def spooled(state: Path) -> dict[str, int]:
+    """Return how many requests each process has put on disk."""
+    counts: dict[str, int] = {}
+    for path in state.rglob("*.usage"):
+        rows = msgspec.msgpack.decode(path.read_bytes(), type=Usage).rows
+        counts[path.parent.parent.name] = counts.get(path.parent.parent.name, 0) + len(rows)
+    return counts
+
+
+async def test_they_serve_one_port_and_each_keeps_its_own_ledger(tmp_path: Path) -> None:
+    async with AsyncExitStack() as stack:
+        node = await stack.enter_async_context(open_node(FakeNode()))
+        config, port = prepare(tmp_path, node)
+        config.write_text(config.read_text().replace("processes = 1", "processes = 3"))
+        process = await stack.enter_async_context(a_process(config, port))
+        await until(lambda: len(workers_of(process)) == 2)
+        state = tmp_path / "state"
+        # A worker has its table from the main process, and keeps it too.
+        tables = [state / f"worker-{n}" / "table.snapshot" for n in (1, 2)]
+        await until(lambda: all(table.exists() for table in tables))
+        assert await ask_many(port, REQUESTS) == REQUESTS
+        await until(lambda: sum(spooled(state).values()) == REQUESTS)
+        assert set(spooled(state)) == {"state", "worker-1", "worker-2"}
+        async with (
+            aiohttp.ClientSession() as http,
+            http.get(f"http://127.0.0.1:{port}/metrics") as response,
+        ):
+            page = await response.text()
+        counted = re.findall(r"isochrone_router_requests_total\{.*complete.*\} ([0-9.]+)", page)
+        assert sum(float(count) for count in counted) == REQUESTS
+
+
+async def test_a_killed_worker_comes_back_and_all_end_with_the_main_one(tmp_path: Path) -> None:
+    async with AsyncExitStack() as stack:
+        node = await stack.enter_async_context(open_node(FakeNode()))
+        config, port = prepare(tmp_path, node)
+        config.write_text(config.read_text().replace("processes = 1", "processes = 2"))
+        process = await stack.enter_async_context(a_process(config, port))
+        await until(lambda: len(workers_of(process)) == 1)
+        killed = workers_of(process)[0].pid
+        os.kill(killed, signal.SIGKILL)
+        await until(lambda: [w.pid for w in workers_of(process) if w.pid != killed])
+        assert await ask_many(port, 10) == 10
+        left = workers_of(process)
+        process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(START_TIMEOUT_S):
+            assert await process.wait() == 0
+        await until(lambda: not any(worker.is_running() for worker in left))

@@ -1,0 +1,118 @@
+"""Demand and usage on a real Postgres: at least once in, counted once; days that come and go."""
+
+import asyncio
+from typing import Any
+
+import asyncpg
+import msgspec
+
+from isochrone.wire.admin import PopBody
+from isochrone.wire.ids import BootId, ClusterId, RouterId
+from isochrone.wire.usage import Demand, Usage
+from scheduler.decide.intake import take_demand, take_usage
+from scheduler.store import catalogue
+from scheduler.store.lease import ensure_cluster
+from scheduler.store.pool import Pool, transaction, using
+from scheduler.store.usage import keep_demand_days, record_demand, record_usage
+from tests.builders import a_deployment, a_model
+from tests.unit.scheduler.test_intake import a_demand, a_row, a_usage
+
+
+async def begun(pool: Pool) -> None:
+    """A cluster with the PoPs ams and sin, and deployment d."""
+    async with transaction(pool) as connection:
+        await ensure_cluster(connection, ClusterId("c1"))
+        for pop in ("ams", "sin"):
+            body = PopBody(city=pop, country="NL", latitude=52.3, longitude=4.8)
+            await catalogue.put_pop(connection, pop, body, None)
+        await catalogue.put_model(connection, a_model(), None)
+        await catalogue.add_deployment(connection, a_deployment())
+
+
+async def counted(pool: Pool, demand: Demand) -> int | None:
+    async with transaction(pool) as connection:
+        return await record_demand(connection, demand, take_demand(demand))
+
+
+async def one(pool: Pool, query: str) -> Any:
+    async with using(pool) as connection:
+        return await connection.fetchval(query)
+
+
+async def test_batches_sent_again_and_out_of_order_are_counted_once(pool: Pool) -> None:
+    await begun(pool)
+    batches = [
+        a_demand(a_row(requests=n, prompt_tokens=10 * n), a_row(pop="sin", requests=1), seq=n)
+        for n in range(1, 6)
+    ]
+    of_another = msgspec.structs.replace(batches[0], router_id=RouterId("other"))
+    of_another_life = msgspec.structs.replace(batches[0], boot_id=BootId("later"))
+    sent = [*reversed(batches), of_another, of_another_life, *batches]
+    heard = await asyncio.gather(*(counted(pool, batch) for batch in sent))
+    assert sorted(heard, key=str) == [0] * 7 + [None] * 5
+    assert await one(pool, "SELECT sum(requests)::int FROM demand WHERE pop = 'ams'") == 17
+    assert await one(pool, "SELECT sum(prompt_tokens)::int FROM demand") == 170
+
+
+async def test_a_late_batch_is_counted_in_its_own_minute(pool: Pool) -> None:
+    await begun(pool)
+    await counted(pool, a_demand(a_row(requests=1), seq=1, window_started_at=9e9))
+    await counted(pool, a_demand(a_row(requests=1), seq=2, age_s=1200.0, window_started_at=-5.0))
+    apart = "SELECT extract(epoch FROM max(minute) - min(minute))::int FROM demand"
+    assert 1140 <= await one(pool, apart) <= 1260
+
+
+async def test_rows_of_nothing_known_are_told_and_sums_never_overflow(pool: Pool) -> None:
+    await begun(pool)
+    batch = a_demand(a_row(requests=1), a_row("no-such"), a_row("nor-this", requests=1))
+    assert await counted(pool, batch) == 1
+    async with using(pool) as connection:
+        await connection.execute("UPDATE demand SET requests = 9223372036854775807")
+    assert await counted(pool, msgspec.structs.replace(batch, seq=2)) == 1
+    assert await one(pool, "SELECT requests FROM demand") == 2**62 + 1
+
+
+async def test_usage_sent_again_is_written_once(pool: Pool) -> None:
+    await begun(pool)
+    batch = Usage(router_id=RouterId("x"), batch_id="1", rows=(a_usage("q1"), a_usage("q2")))
+    again = msgspec.structs.replace(batch, batch_id="2", rows=(a_usage("q2"), a_usage("q3")))
+    for usage in (batch, again, batch):
+        async with transaction(pool) as connection:
+            await record_usage(connection, take_usage(usage).rows)
+    assert await one(pool, "SELECT count(*) FROM usage") == 3
+    assert await one(pool, "SELECT sum(output_tokens)::int FROM usage") == 15
+
+
+async def test_days_are_made_ahead_and_dropped_whole(pool: Pool) -> None:
+    await begun(pool)
+    await counted(pool, a_demand(a_row(requests=7)))
+    assert await one(pool, "SELECT count(*) FROM demand_default") == 1
+    async with using(pool) as connection:
+        await connection.execute(
+            "CREATE TABLE demand_20200101 PARTITION OF demand"
+            " FOR VALUES FROM ('2020-01-01 00:00+00') TO ('2020-01-02 00:00+00')"
+        )
+    async with transaction(pool) as connection:
+        assert await keep_demand_days(connection) == 4
+    async with transaction(pool) as connection:
+        assert await keep_demand_days(connection) == 0
+    assert await one(pool, "SELECT count(*) FROM demand_default") == 0
+    assert await one(pool, "SELECT sum(requests)::int FROM demand") == 7
+    assert await one(pool, "SELECT to_regclass('demand_20200101') IS NULL")
+    await counted(pool, a_demand(a_row(requests=1), seq=2))
+    assert await one(pool, "SELECT sum(requests)::int FROM demand") == 8
+    assert await one(pool, "SELECT count(*) FROM demand_default") == 0
+
+
+async def test_demand_of_the_release_before_is_taken_over(database_dsn: str) -> None:
+    connection = await asyncpg.connect(database_dsn)
+    try:
+        # The release before writes so, while both run.
+        await connection.execute(
+            "INSERT INTO demand AS d (minute, deployment_id, pop, requests)"
+            " VALUES (date_trunc('minute', clock_timestamp()), 'd', 'ams', 1)"
+            " ON CONFLICT (minute, deployment_id, pop) DO UPDATE SET requests = d.requests + 1"
+        )
+        assert await connection.fetchval("SELECT requests FROM demand") == 1
+    finally:
+        await connection.close()

@@ -1,0 +1,143 @@
+"""What a key used today, counted once over the whole fleet, whoever tells of it and how often."""
+
+import asyncio
+import time
+
+import msgspec
+import pytest
+
+from isochrone.wire.admin import KeyBody, LimitsBody
+from isochrone.wire.ids import (
+    DeploymentId,
+    KeyId,
+    NodeId,
+    PopId,
+    ReplicaId,
+    RequestId,
+    TenantId,
+)
+from isochrone.wire.model import Price
+from isochrone.wire.usage import Outcome, UsageRow
+from scheduler.store import catalogue, keys
+from scheduler.store.pool import Pool, transaction
+from scheduler.store.quotas import fold_use
+from scheduler.store.usage import record_usage
+from tests.builders import a_deployment, a_model
+
+KEY = KeyId("k1")
+DAY_S = 86_400.0
+
+
+def a_usage(request_id: str, key_id: str = KEY, age_s: float = 0.0) -> UsageRow:
+    return UsageRow(
+        request_id=RequestId(request_id),
+        key_id=KeyId(key_id),
+        tenant_id=TenantId("acme"),
+        deployment_id=DeploymentId("d"),
+        pop=PopId("ams"),
+        node_id=NodeId("n1"),
+        replica_id=ReplicaId("r1"),
+        started_at=time.time() - age_s,
+        prompt_tokens=100,
+        cached_tokens=40,
+        output_tokens=50,
+        outcome=Outcome.COMPLETE,
+    )
+
+
+async def record(pool: Pool, *rows: UsageRow) -> None:
+    async with transaction(pool) as connection:
+        await record_usage(connection, rows)
+
+
+async def fold(pool: Pool) -> int:
+    async with transaction(pool) as connection:
+        return await fold_use(connection)
+
+
+async def limited(pool: Pool, **limits: float) -> None:
+    body = LimitsBody(**limits)  # type: ignore[arg-type]
+    async with transaction(pool) as connection:
+        await keys.set_limits(connection, KEY, body, None)
+
+
+async def spent_until(pool: Pool) -> float:
+    async with transaction(pool) as connection:
+        (entry,) = await keys.live_keys(connection)
+        return entry.spent_until
+
+
+@pytest.fixture
+async def with_key(pool: Pool) -> Pool:
+    price = Price(prompt_per_million=1e6, cached_per_million=1e5, output_per_million=2e6)
+    model = msgspec.structs.replace(a_model(), price=price)
+    async with transaction(pool) as connection:
+        await catalogue.put_model(connection, model, None)
+        await catalogue.add_deployment(connection, a_deployment())
+        body = KeyBody(tenant_id="acme", limits=LimitsBody(tokens_per_day=400))
+        await keys.add_key(connection, key_id=KEY, secret_sha256="d" * 64, body=body)
+    return pool
+
+
+async def test_a_quota_is_used_up_until_midnight_and_counted_once(with_key: Pool) -> None:
+    pool = with_key
+    await record(pool, a_usage("q1"), a_usage("q2"), a_usage("other", key_id="k2"))
+    await record(pool, a_usage("q2"), a_usage("q1"))
+    assert await fold(pool) == 2
+    assert await fold(pool) == 0
+    assert await spent_until(pool) == 0.0
+    await record(pool, a_usage("q3"))
+    await fold(pool)
+    until_s = await spent_until(pool)
+    assert until_s % DAY_S == 0
+    assert 0 < until_s - time.time() <= DAY_S
+    async with transaction(pool) as connection:
+        view = await keys.get_key(connection, KEY)
+    assert view is not None
+    assert (view.tokens_today, view.spend_today) == (450, pytest.approx(492.0))
+
+
+async def test_another_day_is_another_quota(with_key: Pool) -> None:
+    await record(with_key, *(a_usage(f"q{n}", age_s=DAY_S) for n in range(9)))
+    assert await fold(with_key) == 9
+    assert await spent_until(with_key) == 0.0
+
+
+async def test_spend_is_counted_by_price(with_key: Pool) -> None:
+    # 60 uncached at 1, 40 cached at 0.1, 50 out at 2.
+    await limited(with_key, spend_per_day=328.1)
+    await record(with_key, a_usage("q1"), a_usage("q2"))
+    await fold(with_key)
+    assert await spent_until(with_key) == 0.0
+    await limited(with_key, spend_per_day=327.9)
+    assert await spent_until(with_key) > 0
+
+
+async def test_a_quota_set_at_noon_counts_the_morning(with_key: Pool) -> None:
+    await limited(with_key)
+    await record(with_key, *(a_usage(f"q{n}") for n in range(4)))
+    assert await fold(with_key) == 0
+    await limited(with_key, tokens_per_day=700)
+    assert await spent_until(with_key) == 0.0
+    # What is not folded yet is not counted twice.
+    await record(with_key, a_usage("q4", age_s=0.0))
+    await limited(with_key, tokens_per_day=751)
+    assert await fold(with_key) == 0
+    assert await spent_until(with_key) == 0.0
+    await limited(with_key, tokens_per_day=750)
+    assert await spent_until(with_key) > 0
+    await limited(with_key, tokens_per_day=10_000)
+    assert await spent_until(with_key) == 0.0
+
+
+async def test_batches_of_the_same_keys_do_not_wait_for_one_another(with_key: Pool) -> None:
+    async def batch(name: str) -> None:
+        rows = [a_usage(f"{name}-{n}", key_id=KEY if n % 2 else "k2") for n in range(20)]
+        await record(with_key, *rows)
+        await fold(with_key)
+
+    await asyncio.gather(*(batch(name) for name in "abcdef"))
+    await fold(with_key)
+    async with transaction(with_key) as connection:
+        tokens = await connection.fetchval("SELECT tokens FROM key_day WHERE key_id = $1", KEY)
+    assert tokens == 6 * 10 * 150

@@ -1,0 +1,203 @@
+"""A rollout on a real Postgres: it outlives its scheduler, killed between all of its steps."""
+
+import asyncio
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from isochrone.cli.client import AdminClient, AdminError
+from isochrone.service.files import write_atomic
+from isochrone.wire.ids import DeploymentId, PopId
+from isochrone.wire.rollout import RolloutState
+from isochrone.wire.usage import TrialRow
+from scheduler.decide.rollout import Event, Rollout, after
+from scheduler.loops.roll import Roll
+from scheduler.store import catalogue
+from scheduler.store.lease import EpochLost
+from scheduler.store.pool import Pool, transaction, using
+from scheduler.store.rollouts import (
+    active_rollouts,
+    add_rollout,
+    get_rollout,
+    next_version,
+    record_trials,
+    write_rollout,
+)
+from tests.builders import a_deployment
+from tests.integration.scheduler.test_demand import begun
+from tests.integration.scheduler.test_forecast import an_acting
+from tests.system.harness import ROOT, free_port, until
+from tests.unit.scheduler.test_rollout import Arm, a_rollout, an_arm
+
+TOKEN = "0123456789abcdef-admin"
+TIMEOUT_S = 20.0
+
+
+def a_trial(version: int, arm: Arm) -> TrialRow:
+    return TrialRow(
+        deployment_id=DeploymentId("d"),
+        version=version,
+        pop=PopId("ams"),
+        asked_pop=PopId("ams"),
+        attempts=arm.attempts,
+        failures=arm.failures,
+        ttft=arm.ttft,
+        itl=arm.itl,
+    )
+
+
+async def saw(pool: Pool, old: Arm, new: Arm) -> None:
+    """Count what routers saw in the step that serves now."""
+    async with transaction(pool) as connection:
+        await record_trials(connection, [a_trial(1, old), a_trial(2, new)])
+
+
+async def rolling(pool: Pool) -> Rollout:
+    await begun(pool)
+    async with transaction(pool) as connection:
+        assert await add_rollout(connection, a_rollout())
+    return await stands(pool)
+
+
+async def stands(pool: Pool) -> Rollout:
+    async with using(pool) as connection:
+        rollout = await get_rollout(connection, "d.1")
+    assert rollout is not None
+    return rollout
+
+
+async def time_passes(pool: Pool) -> None:
+    async with using(pool) as connection:
+        await connection.execute("UPDATE rollout SET step_since = step_since - interval '5 min'")
+
+
+async def serves(pool: Pool) -> tuple[int, str]:
+    async with using(pool) as connection:
+        row = await catalogue.get_deployment(connection, "d")
+    assert row is not None
+    return row.version, row.model_id
+
+
+async def test_a_bad_version_is_reverted_and_its_number_never_used_again(pool: Pool) -> None:
+    await rolling(pool)
+    acting = await an_acting(pool, "s1")
+    assert await Roll(acting).run_once() == (1, 0)
+    await saw(pool, an_arm(10_000, 10), an_arm(100, 60))
+    assert await Roll(acting).run_once() == (1, 1)
+    rollout = await stands(pool)
+    assert rollout.state is RolloutState.REVERTED
+    assert "errors" in rollout.reason
+    assert await serves(pool) == (1, "m")
+    assert await Roll(acting).run_once() == (0, 0)
+    async with transaction(pool) as connection:
+        assert await next_version(connection, "d") == 3
+        changed = a_deployment(engine=rollout.spec.engine)
+        await catalogue.change_deployment(connection, changed, None)
+    assert (await serves(pool))[0] == 3
+
+
+async def test_each_step_judges_its_own_counts(pool: Pool) -> None:
+    await rolling(pool)
+    acting = await an_acting(pool, "s1")
+    await saw(pool, an_arm(50_000, 50), an_arm(3_000, 3))
+    await time_passes(pool)
+    assert (await Roll(acting).run_once()).changed == 1
+    await time_passes(pool)
+    assert (await Roll(acting).run_once()).changed == 0, "nothing was seen in this step yet"
+    assert (await stands(pool)).step == 1
+
+
+async def test_one_of_two_writers_wins_and_a_scheduler_without_its_epoch_none(pool: Pool) -> None:
+    rollout = await rolling(pool)
+    stale = Roll(await an_acting(pool, "old"))
+    await an_acting(pool, "new")
+    await saw(pool, an_arm(10_000, 10), an_arm(100, 60))
+    with pytest.raises(EpochLost):
+        await stale.run_once()
+    assert (await stands(pool)).state is RolloutState.RUNNING
+    paused = after(rollout, Event.PAUSE_ASKED)
+    async with transaction(pool) as connection:
+        assert await write_rollout(connection, rollout, paused)
+        assert not await write_rollout(connection, rollout, after(rollout, Event.ABORT_ASKED))
+        assert [one.state for one in await active_rollouts(connection)] == [RolloutState.PAUSED]
+        assert not await add_rollout(connection, a_rollout())
+
+
+class Killed:
+    """A scheduler process that is started again after each kill."""
+
+    def __init__(self, folder: Path, dsn: str) -> None:
+        self._folder = folder
+        port = free_port()
+        self.api = AdminClient(f"http://127.0.0.1:{port}", TOKEN)
+        write_atomic(folder / "token", TOKEN.encode())
+        text = (
+            f'name = "s"\ndatabase_url = "{dsn}"\nauthority = "{folder}/ca"\n'
+            f'admin_token_file = "{folder}/token"\nadmin_port = {port}\n'
+            f"control_port = {free_port()}\nroll_interval_s = 0.1\n"
+            "lease_ttl_s = 2.0\nlease_renew_s = 0.2\n"
+        )
+        write_atomic(folder / "s.toml", text.encode())
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def start(self) -> None:
+        with (self._folder / "log").open("ab") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "scheduler", "serve", "--config", f"{self._folder}/s.toml",
+                cwd=ROOT, stdout=log, stderr=log,
+            )  # fmt: skip
+
+        async def acts() -> bool:
+            with suppress(AdminError):
+                return bool((await self.ask("GET", "/v1/status"))["acting"])
+            return False
+
+        await until("it acts", acts, TIMEOUT_S)
+
+    async def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            await self._process.wait()
+            self._process = None
+
+    async def ask(self, method: str, path: str, body: Any = None) -> Any:
+        return await asyncio.to_thread(self.api.ask, method, path, body)
+
+
+async def test_a_rollout_outlives_a_kill_between_all_of_its_steps(
+    pool: Pool, database_dsn: str, tmp_path: Path
+) -> None:
+    await begun(pool)
+    scheduler = Killed(tmp_path, database_dsn)
+    try:
+        await scheduler.start()
+        body = {"engine": {"driver": "mock"}, "bounds": {"step_min_s": 0.0}}
+        made = await scheduler.ask("POST", "/v1/deployments/d/rollouts", body)
+        path = f"/v1/rollouts/{made['rollout_id']}"
+        for step in range(3):
+            await scheduler.kill()
+            # Routers' counts wait while nobody acts, and are counted by whoever acts next.
+            await saw(pool, an_arm(50_000, 50), an_arm(3_000, 3))
+            await scheduler.start()
+
+            async def moved(past: int = step) -> bool:
+                row = await scheduler.ask("GET", path)
+                assert row["state"] in ("running", "done")
+                return bool(row["step"] > past or row["state"] == "done")
+
+            await until(f"step {step} is over", moved, TIMEOUT_S)
+        row = await scheduler.ask("GET", path)
+        assert (row["state"], row["step"]) == ("done", 2)
+        assert (await serves(pool))[0] == 2
+        await scheduler.kill()
+        await scheduler.start()
+        assert (await scheduler.ask("GET", path))["state"] == "done"
+        kinds = {
+            event["kind"] for event in await asyncio.to_thread(scheduler.api.list, "/v1/events")
+        }
+        assert {"rollout.create", "rollout.step_passed", "rollout.last_step_passed"} <= kinds
+    finally:
+        await scheduler.kill()

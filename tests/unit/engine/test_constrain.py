@@ -1,0 +1,285 @@
+"""Constraints: every sampled output obeys its grammar; hostile grammars are refused in words."""
+
+import json
+import re
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from isochrone.wire.errors import ApiError
+from nodeagent.engine.constrain.asking import grammar_of
+from nodeagent.engine.constrain.compiling import Grammars
+from nodeagent.engine.decide import grammar
+from nodeagent.engine.decide.grammar import Grammar, UnusableGrammar
+from nodeagent.engine.openai import ChatBody, read_chat
+from nodeagent.engine.sampling import Sampled, Sampler, SamplingParams, UnsoundLogits, sample_rows
+from tests.unit.engine.test_text import VOCABULARY
+
+END = 256
+GRAMMARS = Grammars(VOCABULARY)
+HI = [{"role": "user", "content": "hi"}]
+
+
+def body(**fields: Any) -> ChatBody:
+    return read_chat(json.dumps({"messages": HI, **fields}).encode(), 10_000_000)
+
+
+def write(wanted: Grammar, seed: int = 0, tokens_max: int = 400, **knobs: Any) -> str | None:
+    """Sample from noise under `wanted`; None where the tokens ran out before the end."""
+    params = SamplingParams(seed=seed, **knobs)
+    sampler = Sampler(params, [], GRAMMARS.build(wanted))
+    noise = torch.Generator().manual_seed(seed)
+    said: list[int] = []
+    while len(said) < tokens_max:
+        # Ends and closing marks are likely, so that most outputs come to an end.
+        logits = torch.randn(257, generator=noise)
+        logits[[END, *b'"}],']] += 4
+        (result,) = sample_rows(logits[None], [sampler])
+        assert isinstance(result, Sampled), result
+        if result.token == END:
+            return bytes(said).decode()
+        said.append(result.token)
+    return None
+
+
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+@settings(deadline=None, max_examples=15)
+@given(st.integers(0, 10_000))
+def test_what_is_sampled_is_json_of_the_schema(seed: int) -> None:
+    text = write(grammar.of_schema(PERSON, "x"), seed)
+    if text is not None:
+        value = json.loads(text)
+        assert set(value) == {"name", "age"}
+        assert isinstance(value["name"], str)
+        assert type(value["age"]) is int
+
+
+@settings(deadline=None, max_examples=15)
+@given(st.integers(0, 10_000))
+def test_any_object_is_an_object(seed: int) -> None:
+    text = write(grammar.of_any_object("x"), seed)
+    if text is not None:
+        assert isinstance(json.loads(text), dict)
+
+
+@pytest.mark.parametrize(
+    "pattern", [r"\d{3}-\d{4}", r"(a|b/c)+x", "[^\n]{2}\n", r"a\/b", "^ok$", r"\\/"]
+)
+def test_a_regex_is_matched_whole(pattern: str) -> None:
+    text = write(grammar.of_regex(pattern, "x"), tokens_max=200)
+    assert text is not None
+    assert re.fullmatch(pattern, text)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1), min_size=1))
+def test_one_of_the_choices_comes_out_whatever_they_hold(choices: list[str]) -> None:
+    assert write(grammar.of_choices(choices, "x"), tokens_max=10_000) in choices
+
+
+@pytest.mark.parametrize(
+    "text", ['a" | "b', "\n", "\\", "<[2]>", "%json {}", "\x7f\x85\u2028", "/"]
+)
+def test_no_choice_is_read_as_a_rule(text: str) -> None:
+    assert write(grammar.of_choices([text], "x")) == text
+
+
+def deep(levels: int) -> Any:
+    schema: Any = {"type": "string"}
+    for _ in range(levels):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+HOSTILE: list[tuple[Any, str]] = [
+    (deep(500), "levels deep"),
+    ({"properties": {str(n): {} for n in range(1001)}}, "properties"),
+    ({"enum": ["x" * 100 + str(n) for n in range(1000)]}, "bytes"),
+    ({"$ref": "#"}, "no output can satisfy it"),
+    ({"allOf": [{"$ref": "#"}, {"type": "object"}]}, "circular"),
+    ({"enum": []}, "Unsatisfiable"),
+    ({"type": "string", "minLength": 3, "maxLength": 2}, "Unsatisfiable"),
+    ({"properties": {"a": False}, "required": ["a"], "type": "object"}, "Unsatisfiable"),
+    ({"not": {}}, "Unimplemented"),
+    ({"type": "wizard"}, "Invalid type"),
+    ({"$ref": "file:///etc/passwd"}, "does not fetch"),
+    ({"type": "string", "pattern": "(a)\\1"}, "backreferences"),
+    ({"type": "string", "maxLength": 1e30}, "maxLength"),
+    ({"const": "\ud800"}, "hex escape"),
+    ({"allOf": [{"anyOf": [{"properties": {f"{i}{j}": {}}} for j in range(4)]} for i in range(9)]},
+     "too large"),
+    (False, "a JSON schema is an object"),
+    ([], "a JSON schema is an object"),
+    (3, "a JSON schema is an object"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("schema", "said"), HOSTILE, ids=[said for _, said in HOSTILE])
+def test_a_schema_that_cannot_be_used_is_refused_in_words(schema: Any, said: str) -> None:
+    with pytest.raises(UnusableGrammar, match=said) as caught:
+        GRAMMARS.build(grammar.of_schema(schema, "response_format"))
+    assert str(caught.value).startswith("cannot use response_format: ")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "array", "minItems": 10**6, "items": {"type": "integer"}},
+        {"type": "string", "maxLength": 10**9},
+        {"type": "string", "pattern": "(a{1,1000}){1,1000}"},
+        {"type": "string", "pattern": "(a|b)*a(a|b){20}"},
+        {"type": "integer", "multipleOf": 7919},
+        {"$ref": "#/$defs/d", "$defs": {"d": {"properties": {"next": {"$ref": "#/$defs/d"}}}}},
+        {"x-guidance": {"whitespace_pattern": "(a{1,1000}){1,1000}"}, "type": "object"},
+    ],
+    ids=str,
+)
+def test_a_schema_that_asks_for_much_ends_by_its_tokens_or_in_words(schema: Any) -> None:
+    sampler = Sampler(SamplingParams(seed=1), [], GRAMMARS.build(grammar.of_schema(schema, "x")))
+    for _ in range(100):
+        (result,) = sample_rows(torch.zeros(1, 257), [sampler])
+        if isinstance(result, UnsoundLogits):
+            assert str(result).startswith("cannot go on with this grammar")
+            return
+        if result.token == END:
+            return
+
+
+def test_keywords_that_cannot_be_enforced_pass_where_strictness_is_waived() -> None:
+    loose = {"type": "array", "uniqueItems": True, "items": {"enum": [1]}, "maxItems": 2}
+    with pytest.raises(UnusableGrammar, match="uniqueItems"):
+        GRAMMARS.build(grammar.of_schema(loose, "x"))
+    assert write(grammar.of_schema(loose, "x", lenient=True)) is not None
+
+
+@pytest.mark.parametrize(
+    ("fields", "good", "bad"),
+    [
+        ({"response_format": {"type": "json_object"}}, "{}", "[]"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"enum": ["a"]}}}, '"a"', "1"),
+        (
+            {"response_format": {"type": "json_schema",
+                                 "json_schema": {"name": "n", "schema": {"const": 5}}}},
+            "5", "6",
+        ),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "n"}}}, "[1]", "x"),
+        ({"guided_json": {"type": "integer"}}, "12", "a"),
+        ({"guided_json": '{"type": "integer"}'}, "12", "a"),
+        ({"guided_regex": "[ab]{2}"}, "ab", "abc"),
+        ({"guided_choice": ["yes", "no"]}, "no", "maybe"),
+        ({"structured_outputs": {"json": {"type": "null"}}}, "null", "0"),
+        ({"structured_outputs": {"json_object": True}}, "{}", "1"),
+        ({"structured_outputs": {"regex": "x+"}}, "xx", ""),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, "b", "c"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_every_dialect_says_the_same(fields: dict[str, Any], good: str, bad: str) -> None:
+    wanted = grammar_of(body(**fields))
+    assert wanted is not None
+    for text, allowed in ((good, True), (bad, False)):
+        constraint = GRAMMARS.build(wanted)
+        tokens = [*text.encode(), END]
+        assert (constraint.allowed(tokens) == len(tokens)) is allowed
+
+
+def test_text_asks_for_no_grammar() -> None:
+    assert grammar_of(body()) is None
+    assert grammar_of(body(response_format={"type": "text"}, structured_outputs={})) is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"response_format": {"type": "yaml"}}, "yaml"),
+        ({"response_format": {"type": "json_schema"}}, "a JSON schema is an object"),
+        ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "cannot obey both"),
+        ({"guided_choice": ["a"], "guided_json": {}}, "cannot obey both"),
+        ({"guided_grammar": "start: x"}, "guided_grammar"),
+        ({"structured_outputs": {"grammar": "start: x"}}, "grammar"),
+        ({"guided_json": "{"}, "no JSON"),
+        ({"guided_choice": []}, "choices"),
+        ({"guided_choice": [""]}, "empty choice"),
+        ({"guided_choice": ["x"] * 2000}, "choices"),
+        ({"guided_choice": ["\ud800"]}, "cannot"),
+        ({"guided_regex": "a" * 5000}, "characters"),
+        ({"guided_regex": "a\\"}, "backslash"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_asked_is_refused_in_words(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(ApiError, match=said):
+        grammar_of(body(**fields))
+
+
+def test_a_seed_and_the_models_own_logprobs_hold_under_a_constraint() -> None:
+    wanted = grammar.of_schema(PERSON, "x")
+    assert write(wanted, 7) == write(wanted, 7)
+    sampler = Sampler(
+        SamplingParams(temperature=0, logprobs=1),
+        [],
+        GRAMMARS.build(grammar.of_choices(["z"], "x")),
+    )
+    logits = torch.zeros(1, 257)
+    logits[0, 65] = 3.0
+    (told,) = sample_rows(logits.clone(), [sampler])
+    assert isinstance(told, Sampled)
+    assert told.token == ord("z")
+    assert told.top[0][0] == 65
+    assert told.logprob == pytest.approx(float(logits[0].log_softmax(-1)[ord("z")]))
+
+
+def test_a_broken_constraint_harms_no_neighbour() -> None:
+    free = Sampler(SamplingParams(temperature=0), [])
+    held = Sampler(
+        SamplingParams(temperature=0), [], GRAMMARS.build(grammar.of_choices(["a"], "x"))
+    )
+    assert held.constraint is not None
+    with pytest.raises(Exception, match="cannot go on"):
+        held.constraint.accept(ord("z"))
+    first, second = sample_rows(torch.zeros(2, 257), [held, free])
+    assert isinstance(first, UnsoundLogits)
+    assert isinstance(second, Sampled)
+
+
+def test_looking_ahead_drafts_what_must_come_and_leaves_no_trace() -> None:
+    constraint = GRAMMARS.build(grammar.of_choices(["left", "lever"], "x"))
+
+    def nothing(draft: list[int]) -> None:
+        return None
+
+    def a_v(draft: list[int]) -> int:
+        return ord("v")
+
+    def a_z(draft: list[int]) -> int:
+        return ord("z")
+
+    assert constraint.look_ahead(10, nothing) == ([*b"le"], [True] * 2)
+    assert constraint.look_ahead(1, nothing) == ([*b"l"], [True])
+    draft, must = constraint.look_ahead(10, a_v)
+    assert draft == [*b"lever", END]
+    assert must == [True, True, False, True, True, True]
+    assert constraint.look_ahead(10, a_z) == ([*b"le"], [True] * 2)
+    for token in b"left":
+        constraint.accept(token)
+    assert constraint.look_ahead(10, nothing) == ([END], [True])
+    constraint.accept(END)
+
+
+async def test_a_compilation_that_takes_too_long_is_refused() -> None:
+    hurried = Grammars(VOCABULARY, compile_s=0.0)
+    with pytest.raises(ApiError) as caught:
+        await hurried.compile(grammar.of_any_object("response_format"))
+    assert caught.value.retry_after_s or "does not compile" in caught.value.message
+    hurried.close()

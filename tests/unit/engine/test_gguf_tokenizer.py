@@ -1,0 +1,83 @@
+"""Tokenizers out of a GGUF file's metadata give the ids that their makers' own code gives."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nodeagent.engine.gguf_tokenizer import GgufTokenizer
+from nodeagent.engine.models.shape import CheckpointError
+from nodeagent.engine.vocabulary import _BYTE_OF_LETTER
+
+GOLDEN = json.loads((Path(__file__).parent / "golden_sentencepiece.json").read_text())
+PATH = Path("m.gguf")
+
+
+def sentencepiece(**changes: Any) -> dict[str, Any]:
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": GOLDEN["tokens"],
+        "tokenizer.ggml.scores": GOLDEN["scores"],
+        "tokenizer.ggml.token_type": GOLDEN["types"],
+        "tokenizer.ggml.bos_token_id": GOLDEN["bos"],
+        "tokenizer.ggml.eos_token_id": GOLDEN["eos"],
+        "tokenizer.ggml.unknown_token_id": GOLDEN["unknown"],
+        **{f"tokenizer.ggml.{name}": value for name, value in changes.items()},
+    }
+
+
+def byte_level(**changes: Any) -> dict[str, Any]:
+    letters = {byte: letter for letter, byte in _BYTE_OF_LETTER.items()}
+    space = letters[0x20]
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.tokens": [*(letters[b] for b in range(256)), space + "a", "12", "<|end|>"],
+        "tokenizer.ggml.merges": [f"{space} a", "1 2"],
+        "tokenizer.ggml.token_type": [1] * 258 + [3],
+        "tokenizer.ggml.eos_token_id": 258,
+        **{f"tokenizer.ggml.{name}": value for name, value in changes.items()},
+    }
+
+
+def test_sentencepiece_vocabularies_give_sentencepieces_ids() -> None:
+    described = GgufTokenizer(PATH, sentencepiece())
+    assert not described.byte_level
+    assert described.stop_ids == {GOLDEN["eos"]}
+    for case in GOLDEN["cases"]:
+        plain = described.tokenizer.encode(case["text"], add_special_tokens=False)
+        assert plain.ids == case["ids"], case["text"]
+        assert described.tokenizer.decode(plain.ids) == case["text"]
+        begun = described.tokenizer.encode(case["text"]).ids
+        assert begun == [GOLDEN["bos"], *case["ids"]]
+
+
+def test_qwens_digits_stand_alone_and_accents_are_composed() -> None:
+    described = GgufTokenizer(PATH, byte_level(pre="qwen2"))
+    assert described.tokenizer.encode("12 a<|end|>").tokens == ["1", "2", "\u0120a", "<|end|>"]
+    composed = described.tokenizer.encode("\u00e9").ids
+    assert described.tokenizer.encode("e\u0301").ids == composed
+
+
+def test_gpt2s_digits_join() -> None:
+    described = GgufTokenizer(PATH, byte_level(pre="gpt-2"))
+    assert described.tokenizer.encode("12 a").tokens == ["12", "\u0120a"]
+
+
+@pytest.mark.parametrize(
+    ("metadata", "said"),
+    [
+        (sentencepiece(model="wordpiece"), "tokenizer 'wordpiece'"),
+        (sentencepiece(scores=[1.0]), "not a score for each token"),
+        (sentencepiece(token_type=[1]), "1 token types for"),
+        (sentencepiece(eos_token_id=10**9), "token id 1000000000 is out of range"),
+        (sentencepiece(eos_token_id=-1), "token id -1 is out of range"),
+        (sentencepiece(tokens=["a"] * 600), "tokens are there twice"),
+        (sentencepiece(tokens=[]), "tokens is missing"),
+        (byte_level(pre="martian"), "pre-tokenizer 'martian'"),
+        (byte_level(merges=["x y"]), "its tokenizer"),
+    ],
+)
+def test_what_cannot_be_a_tokenizer_is_refused(metadata: dict[str, Any], said: str) -> None:
+    with pytest.raises(CheckpointError, match=said):
+        GgufTokenizer(PATH, metadata)

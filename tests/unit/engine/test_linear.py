@@ -1,0 +1,114 @@
+"""Every way of keeping a matrix multiplies as the matrix does, each within its own tolerance."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGUFWriter
+from gguf.constants import GGMLQuantizationType
+from gguf.quants import quantize
+
+from nodeagent.engine.checkpoint.gguf import GgufFile
+from nodeagent.engine.layers.linear import (
+    Blocked,
+    FourBit,
+    Groups,
+    Half,
+    Keeping,
+    Linear,
+    Plain,
+    choose,
+    join,
+    keep,
+    keep_groups,
+)
+
+ROWS, COLUMNS = 192, 256
+HEADS = 4
+
+
+def some_groups(seed: int) -> Groups:
+    chance = torch.Generator().manual_seed(seed)
+    numbers = torch.randint(0, 16, (ROWS, COLUMNS), generator=chance, dtype=torch.uint8)
+    scales = torch.rand(ROWS, COLUMNS // 32, generator=chance) * 0.01
+    return Groups(numbers, scales, -8 * scales + 0.001)
+
+
+def error(product: Linear, weight: torch.Tensor, rows: int) -> float:
+    x = torch.randn(rows, weight.shape[1], generator=torch.Generator().manual_seed(rows))
+    exact = x @ weight.T
+    found = product(x)
+    assert found.shape == exact.shape
+    assert found.dtype == torch.float32
+    return float((found - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize("rows", [1, 4, 5, 33])
+def test_each_keeps_its_tolerance(rows: int) -> None:
+    groups = some_groups(1)
+    weight = groups.wide()
+    assert error(Plain(weight), weight, rows) < 1e-6
+    assert error(Blocked(weight), weight, rows) < 1e-6
+    assert error(Half(weight), weight, rows) < 1e-3
+    assert error(Blocked(weight.bfloat16()), weight, rows) < 1e-2
+    assert error(FourBit(groups), weight, rows) < 1e-2
+
+
+def test_four_bits_joined_are_one_below_the_other() -> None:
+    one, other = some_groups(1), some_groups(2)
+    weight = torch.cat((one.wide(), other.wide()))
+    assert torch.equal(join([one, other]).wide(), weight)
+    assert error(keep_groups(join([one, other])), weight, 2) < 1e-2
+
+
+def test_what_no_kernel_serves_is_kept_otherwise() -> None:
+    odd = some_groups(3)
+    odd = Groups(odd.numbers[:90], odd.scales[:90], odd.offsets[:90])
+    assert isinstance(keep_groups(odd), Blocked | Plain)
+    assert isinstance(keep(torch.ones(8, 8), Keeping.BLOCKED), Plain)
+    assert choose("cuda:0", torch.bfloat16, quantised=True)[0] is Keeping.PLAIN
+    assert choose("cpu", torch.float16, quantised=True)[0] is Keeping.PLAIN
+    assert choose("cpu", torch.float32, quantised=False)[0] is Keeping.BLOCKED
+
+
+@pytest.mark.parametrize("kind", [GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q4_1])
+def test_a_gguf_files_four_bits_are_read_as_they_are(
+    tmp_path: Path, kind: GGMLQuantizationType
+) -> None:
+    path = tmp_path / "m.gguf"
+    writer = GGUFWriter(path, "llama")
+    for add, value in (
+        (writer.add_context_length, 64),
+        (writer.add_embedding_length, COLUMNS),
+        (writer.add_block_count, 1),
+        (writer.add_feed_forward_length, 64),
+        (writer.add_head_count, HEADS),
+        (writer.add_head_count_kv, HEADS),
+    ):
+        add(value)
+    writer.add_layer_norm_rms_eps(1e-5)
+    chance = np.random.default_rng(5)
+    weights = {
+        "blk.0.attn_q.weight": chance.standard_normal((COLUMNS, COLUMNS), dtype=np.float32),
+        "blk.0.ffn_down.weight": chance.standard_normal((COLUMNS, 64), dtype=np.float32),
+    }
+    for name, weight in weights.items():
+        writer.add_tensor(name, quantize(weight, kind), raw_dtype=kind)
+    writer.add_tensor("token_embd.weight", np.ones((32, COLUMNS), dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    file = GgufFile(path)
+    try:
+        for name, shape in (
+            ("model.layers.0.self_attn.q_proj.weight", (COLUMNS, COLUMNS)),
+            ("model.layers.0.mlp.down_proj.weight", (COLUMNS, 64)),
+        ):
+            groups = file.groups(name, shape)
+            assert groups is not None
+            torch.testing.assert_close(groups.wide(), file.tensor(name, shape))
+        assert file.groups("model.embed_tokens.weight", (32, COLUMNS)) is None
+    finally:
+        file.close()

@@ -1,0 +1,262 @@
+"""Speculation: the output is what it would have been; drafts are taken where they pay."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from nodeagent.engine.decide import grammar
+from nodeagent.engine.decide.batching import Batch, Batching, Limits
+from nodeagent.engine.decide.blocks import Blocks
+from nodeagent.engine.decide.depth import Acceptance, Offer, StepCosts, choose_depths
+from nodeagent.engine.decide.lookup import MATCH_MIN, Lookup
+from nodeagent.engine.decide.sequence import Ending, Sequence
+from nodeagent.engine.sampling import Due, Sampled, Sampler, SamplingParams, sample_runs
+from nodeagent.engine.speculate.speculation import Speculation
+from nodeagent.engine.step import Engine, Generation
+from nodeagent.engine.text import StopStrings, TokenText
+from tests.unit.engine.test_constrain import GRAMMARS
+from tests.unit.engine.test_text import VOCABULARY
+
+END = 256
+
+
+@pytest.mark.parametrize(
+    ("tokens", "count", "after", "wanted"),
+    [
+        ([1, 2, 3, 9, 1, 2, 3], 2, [], ([9, 1], 3)),
+        ([1, 2, 7, 5, 1, 2, 8, 6, 1, 2], 2, [], ([8, 6], 2)),
+        ([4, 1, 2, 7, 5, 1, 2, 8, 4, 1, 2], 1, [], ([7], 3)),
+        ([7, 7, 7], 4, [], ([7, 7, 7, 7], 2)),
+        ([1, 2, 1, 2, 1], 5, [], ([2, 1, 2, 1, 2], 3)),
+        ([1, 2, 3, 4], 3, [], ([], 0)),
+        ([1, 2, 3], 3, [1, 2], ([3, 1, 2], 2)),
+        ([5], 3, [], ([], 0)),
+        ([1, 2, 3, 1, 2], 0, [], ([], 0)),
+    ],
+)
+def test_a_lookup_finds_the_longest_and_latest_match(
+    tokens: list[int], count: int, after: list[int], wanted: tuple[list[int], int]
+) -> None:
+    lookup = Lookup()
+    lookup.follow(tokens[:2])
+    lookup.follow(tokens)
+    assert lookup.propose(count, after) == wanted
+
+
+def test_predicted_text_is_looked_up_too() -> None:
+    lookup = Lookup([1, 2, 3, 4, 5])
+    lookup.follow([9, 1, 2])
+    assert lookup.propose(3) == ([3, 4, 5], 2)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=60))
+def test_what_is_proposed_followed_the_same_tokens_before(tokens: list[int]) -> None:
+    lookup = Lookup()
+    lookup.follow(tokens)
+    proposed, matched = lookup.propose(1)
+    pairs = [tuple(tokens[i : i + MATCH_MIN]) for i in range(len(tokens) - MATCH_MIN)]
+    assert bool(proposed) == (tuple(tokens[-MATCH_MIN:]) in pairs)
+    if proposed:
+        run = [*tokens[-matched:], *proposed]
+        assert any(tokens[i : i + len(run)] == run for i in range(len(tokens)))
+
+
+def offer(*chances: float) -> Offer:
+    return Offer(tuple(range(len(chances))), chances)
+
+
+@pytest.mark.parametrize(
+    ("offers", "rows_max", "row_cost", "wanted"),
+    [
+        ([offer(0.9, 0.8, 0.7)], 99, 0.0, [3]),
+        ([offer(0.9, 0.8, 0.7)], 99, 10.0, [0]),
+        ([offer(0.9, 0.8, 0.7)], 3, 0.0, [2]),
+        ([offer(0.9, 0.5, 0.05)], 99, 0.2, [2]),
+        ([offer(0.9, 0.8), offer(0.2)], 99, 0.3, [2, 0]),
+        ([offer(), offer(0.9)], 99, 0.1, [0, 1]),
+        ([], 99, 0.1, []),
+    ],
+)
+def test_drafts_are_taken_where_they_pay(
+    offers: list[Offer], rows_max: int, row_cost: float, wanted: list[int]
+) -> None:
+    rows = max(len(offers), 1)
+    assert choose_depths(offers, rows, rows_max, lambda n: 1 + row_cost * (n - 1)) == wanted
+
+
+def test_a_batch_that_is_bound_by_work_drafts_nothing() -> None:
+    # Twice the rows take twice the time: a draft that may fail can only lose.
+    offers = [offer(0.9, 0.8)] * 16
+    assert choose_depths(offers, 16, 256, lambda rows: 0.1 * rows) == [0] * 16
+
+
+def test_costs_are_estimated_between_and_beyond_what_was_measured() -> None:
+    costs = StepCosts()
+    assert costs.seconds(1) < costs.seconds(8)
+    for seconds in (0.1, 0.1, 5.0):
+        costs.note(1, seconds)
+    costs.note(8, 0.3)
+    assert costs.seconds(1) == 0.1
+    assert 0.1 < costs.seconds(4) < costs.seconds(8) == 0.3
+    assert costs.seconds(16) > 0.3
+    for _ in range(2000):
+        costs.note(1, 0.1)
+    assert costs.seconds(8) < 0.2  # the old measure is forgotten
+
+
+def test_acceptance_is_learnt_and_lent_to_newcomers() -> None:
+    everyone = Acceptance()
+    one = Acceptance(everyone)
+    for _ in range(60):
+        one.note("match 2", accepted=False)
+    assert one.chance("match 2") < 0.05
+    assert Acceptance(everyone).chance("match 2") < 0.05
+    assert one.chance("match 3") == Acceptance().chance("match 3")
+
+
+class Model:
+    """A model whose logits are a function of the last tokens: it repeats itself, with noise."""
+
+    def __init__(self, noise: float) -> None:
+        generator = torch.Generator().manual_seed(5)
+        self._table = torch.randn(997, 257, generator=generator)
+        self._noise = noise
+        self.rows = 0
+
+    def run(self, batch: Batch) -> Tensor:
+        found = []
+        for chunk in batch.chunks:
+            self.rows += chunk.tokens
+            if chunk.samples:
+                known = len(chunk.sequence.tokens)
+                ids = [*chunk.sequence.tokens, *chunk.drafts]
+                found += [self._logits(ids[:end]) for end in range(known, len(ids) + 1)]
+        return torch.stack(found) if found else torch.zeros(0, 257)
+
+    def _logits(self, ids: list[int]) -> Tensor:
+        # An alphabet of five letters, the next after the last, but for a swerve now and then.
+        logits = self._noise * self._table[hash(tuple(ids[-6:])) % 997]
+        logits[97 + (ids[-1] - 96) % 5] += 7.0
+        return logits
+
+
+def generate(
+    params: SamplingParams, *, drafts: bool, noise: float = 1.5, blocks: int = 64, **more: Any
+) -> tuple[list[list[int]], Engine, Model]:
+    model = Model(noise)
+    speculation = Speculation(6, rows_max=64) if drafts else None
+    engine = Engine(model, Batching(Limits(64, 4), Blocks(blocks)), speculation=speculation)  # type: ignore[arg-type]
+    sequences = []
+    for number in range(1, 4):
+        sequence = Sequence(number, [97, 98, 99, 100, 101] * 4, Ending(40, frozenset({END})))
+        sequences.append(sequence)
+        wanted: grammar.Grammar | None = more.get("held_to")
+        constraint = GRAMMARS.build(wanted) if wanted else None
+        engine.submit(
+            Generation(
+                sequence,
+                Sampler(params, sequence.tokens.copy(), constraint),
+                TokenText(VOCABULARY),
+                StopStrings(more.get("stops", ())),
+                speculation.drafter(constraint) if speculation else None,
+            )
+        )
+    while engine.busy:
+        stepped = engine.step()
+        # Rows nearly free, as on a machine bound by memory.
+        engine.timed(stepped, 1 + 0.01 * stepped.rows)
+    assert engine.batching.blocks.held == 0
+    return [sequence.tokens for sequence in sequences], engine, model
+
+
+LETTERS = grammar.of_regex("[a-e]{5,40}", "x")
+
+
+@pytest.mark.parametrize("blocks", [64, 9])
+@pytest.mark.parametrize(
+    ("params", "more"),
+    [
+        (SamplingParams(temperature=0), {}),
+        (SamplingParams(temperature=1.0, seed=3), {}),
+        (SamplingParams(temperature=0.7, top_p=0.9, top_k=9, seed=8, logprobs=2), {}),
+        (SamplingParams(temperature=0.8, seed=4, frequency_penalty=0.3), {}),
+        (SamplingParams(temperature=0), {"held_to": LETTERS}),
+        (SamplingParams(temperature=1.0, seed=5), {"held_to": LETTERS}),
+        (SamplingParams(temperature=0), {"stops": ("deab",)}),
+    ],
+    ids=str,
+)
+def test_the_output_is_the_same_with_drafts_and_without(
+    params: SamplingParams, more: dict[str, Any], blocks: int
+) -> None:
+    plain, _, _ = generate(params, drafts=False, blocks=blocks, **more)
+    drafted, engine, _ = generate(params, drafts=True, blocks=blocks, **more)
+    assert drafted == plain
+    assert engine.speculation is not None
+    if blocks == 64:
+        assert engine.speculation.accepted_tokens_total > 0
+        assert 0 < engine.speculation.recent_acceptance <= 1
+
+
+def test_drafts_that_hold_save_steps_and_drafts_that_fail_stop() -> None:
+    _, steady, _ = generate(SamplingParams(temperature=0), drafts=True, noise=0.0)
+    assert steady.speculation is not None
+    assert steady.speculation.accepted_tokens_total > 60
+    assert steady.speculation.recent_acceptance > 0.9
+    _, wild, _ = generate(SamplingParams(temperature=2.0, seed=1), drafts=True, noise=3.0)
+    assert wild.speculation is not None
+    assert wild.speculation.drafted_tokens_total < 120
+
+
+def test_drafts_wait_for_no_step_but_the_one_they_were_made_for() -> None:
+    batching = Batching(Limits(64, 4), Blocks(8))
+    sequence = Sequence(1, [97] * 15, Ending(40, frozenset({END})))
+    batching.submit(sequence)
+    (prefill,) = batching.next_batch().prefills
+    batching.computed(prefill)
+    sequence.append(98)
+    sequence.drafts = (99, 100, 101)
+    (verify,) = batching.next_batch().verifies
+    assert verify.ids == [98, 99, 100, 101]
+    assert len(sequence.blocks) == 2
+    sequence.append(99)
+    batching.computed(verify, refused=3)
+    assert (sequence.computed, sequence.decoding) == (16, True)
+    assert batching.next_batch().verifies == ()
+    sequence.drafts = (1, 2)
+    batching.remove(sequence)
+    assert sequence.drafts == ()
+    assert batching.blocks.held == 0
+
+
+def test_what_a_draft_replaces_is_distributed_as_without_drafts() -> None:
+    """Pearson's chi-square over tokens sampled through a draft, and over what follows it."""
+    size, runs = 4, 1500
+    logits = torch.log(torch.tensor([0.5, 0.3, 0.15, 0.05]))
+    chances = logits.softmax(-1)
+    seconds = torch.zeros(size)
+    firsts = torch.zeros(size)
+    due = Due(Sampler(SamplingParams(seed=11), []), drafts=(1,))
+    for _ in range(runs):
+        ((first, *rest),) = sample_runs(logits.repeat(2, 1), [due])
+        assert isinstance(first, Sampled)
+        firsts[first.token] += 1
+        if rest:
+            assert first.token == 1
+            assert isinstance(rest[0], Sampled)
+            seconds[rest[0].token] += 1
+    # Critical values for 3 degrees of freedom at one in a thousand.
+    assert statistic(firsts, chances * runs) < 16.27
+    assert statistic(seconds, chances * seconds.sum()) < 16.27
+
+
+def statistic(seen: Tensor, wanted: Tensor) -> float:
+    value = float(((seen - wanted) ** 2 / wanted).sum())
+    assert math.isfinite(value)
+    return value

@@ -1,0 +1,405 @@
+"""Tools: what is told to the model, what it is held to, and what is read out of its text."""
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from isochrone.wire.errors import ApiError
+from nodeagent.engine.answers import Answer
+from nodeagent.engine.calling import Calling
+from nodeagent.engine.decide import grammar
+from nodeagent.engine.decide.sequence import Finish
+from nodeagent.engine.decide.tool_format import (
+    HERMES,
+    LLAMA3,
+    MISTRAL,
+    ToolFormat,
+    format_of_template,
+)
+from nodeagent.engine.decide.tool_reading import CallBegan, CallPiece, CallReader, Event, Said
+from nodeagent.engine.openai import ChatBody, messages_of, read_chat
+from nodeagent.engine.sampling import Sampled
+from nodeagent.engine.step import Delta
+from nodeagent.engine.template import ChatTemplate
+from nodeagent.engine.tools import Tools, tools_of
+from tests.unit.engine.test_constrain import GRAMMARS
+from tests.unit.engine.test_text import VOCABULARY
+
+WEATHER = {
+    "name": "get_weather",
+    "description": "Tell the weather",
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 5}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+}
+TIME = {"name": "time.now", "parameters": {"type": "object", "additionalProperties": False}}
+TOOLS = [{"type": "function", "function": WEATHER}, TIME]
+NAMES = frozenset({"get_weather", "time.now"})
+
+
+def body(**fields: Any) -> ChatBody:
+    messages = fields.pop("messages", [{"role": "user", "content": "hi"}])
+    return read_chat(json.dumps({"messages": messages, **fields}).encode(), 1_000_000)
+
+
+def asked(**fields: Any) -> Tools | None:
+    read = body(**fields)
+    return tools_of(read.tools, read.tool_choice, read.parallel_tool_calls)
+
+
+def read(how: ToolFormat, text: str, letters: int) -> list[list[str]]:
+    """Read `text` in pieces of so many letters; return what was said and called."""
+    reader = CallReader(how, NAMES)
+    told: list[list[str]] = []
+    pieces = [text[at : at + letters] for at in range(0, len(text), letters)]
+    for event in [event for piece in pieces for event in reader.feed(piece)] + reader.flush():
+        note(told, event)
+    return told
+
+
+def note(told: list[list[str]], event: Event) -> None:
+    match event:
+        case Said(text):
+            if told and told[-1][0] == "":
+                told[-1][1] += text
+            else:
+                told.append(["", text])
+        case CallBegan(index, name):
+            assert index == sum(1 for one in told if one[0])
+            told.append([name, ""])
+        case CallPiece(index, text):
+            assert told[-1][0]
+            assert index == sum(1 for one in told if one[0]) - 1
+            told[-1][1] += text
+
+
+CALL = '{"name": "get_weather", "arguments": {"city": "Bonn"}}'
+OUTPUTS: list[tuple[ToolFormat, str, list[list[str]]]] = [
+    (HERMES, "Hello < there\n", [["", "Hello < there\n"]]),
+    (
+        HERMES,
+        f"Let me see. <tool_call>\n{CALL}\n</tool_call>\n<tool_call>\n"
+        '{"arguments": {"a": "}\\"{", "b": [1, {}]} , "name": "time.now"}\n</tool_call>\n',
+        [
+            ["", "Let me see."],
+            ["get_weather", '{"city": "Bonn"}'],
+            ["time.now", '{"a": "}\\"{", "b": [1, {}]}'],
+        ],
+    ),
+    (HERMES, f"<tool_call>[{CALL}, {CALL}]</tool_call>", [["get_weather", '{"city": "Bonn"}']] * 2),
+    (HERMES, '<tool_call>{"name": "time.now"}</tool_call>', [["time.now", "{}"]]),
+    (
+        HERMES,
+        '<tool_call>{"name": "get_weather", "arguments": "{\\"city\\": \\"Rom\\"}"}</tool_call>',
+        [["get_weather", '{"city": "Rom"}']],
+    ),
+    (HERMES, f"<tool_call>{CALL[:-5]}", [["get_weather", '{"city": "Bo']]),
+    (HERMES, "a <tool_call>nothing", [["", "a <tool_call>nothing"]]),
+    (HERMES, "a <tool_ca", [["", "a <tool_ca"]]),
+    (
+        HERMES,
+        'x <tool_call>{"name": "rm", "arguments": {}}</tool_call>',
+        [["", 'x <tool_call>{"name": "rm", "arguments": {}}</tool_call>']],
+    ),
+    (
+        LLAMA3,
+        '{"name": "get_weather", "parameters": {"city": "Ulm"}}; {"name": "time.now"}',
+        [["get_weather", '{"city": "Ulm"}'], ["time.now", "{}"]],
+    ),
+    (
+        LLAMA3,
+        '<|python_tag|>{"type": "function", "name": "time.now", "parameters": {}}',
+        [["time.now", "{}"]],
+    ),
+    (LLAMA3, ' {"answer": 42} ', [["", ' {"answer": 42} ']]),
+    (LLAMA3, 'So: {"name": "time.now"}', [["", 'So: {"name": "time.now"}']]),
+    (
+        MISTRAL,
+        f"Well [TOOL_CALLS] [{CALL}, {CALL}]",
+        [["", "Well"]] + [["get_weather", '{"city": "Bonn"}']] * 2,
+    ),
+    (MISTRAL, "[1, 2]", [["", "[1, 2]"]]),
+]
+
+
+@pytest.mark.parametrize("letters", [1, 2, 7, 1000])
+@pytest.mark.parametrize(("how", "text", "wanted"), OUTPUTS, ids=[text for _, text, _ in OUTPUTS])
+def test_calls_are_read_in_whatever_pieces_they_come(
+    how: ToolFormat, text: str, wanted: list[list[str]], letters: int
+) -> None:
+    assert read(how, text, letters) == wanted
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=8,
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.sampled_from([HERMES, LLAMA3, MISTRAL]),
+    st.lists(
+        st.tuples(
+            st.sampled_from(sorted(NAMES)),
+            st.dictionaries(st.text(max_size=5), JSON, max_size=3),
+            st.booleans(),
+        ),
+        min_size=1,
+        max_size=3,
+    ),
+    st.sampled_from([None, 1]),
+    st.integers(1, 9),
+)
+def test_what_a_model_writes_comes_out_again(
+    how: ToolFormat, calls: list[tuple[str, Any, bool]], indent: int | None, letters: int
+) -> None:
+    written = []
+    for name, arguments, name_first in calls:
+        pairs = [("name", name), (how.arguments_key, arguments)]
+        written.append(json.dumps(dict(pairs if name_first else pairs[::-1]), indent=indent))
+    text = how.before + how.between.join(written) + how.after
+    told = read(how, text, letters)
+    assert [(name, json.loads(text)) for name, text in told] == [call[:2] for call in calls]
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.sampled_from([HERMES, LLAMA3, MISTRAL]),
+    st.lists(
+        st.sampled_from(
+            ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "{", "}", '"', '"name"', ":", "[", "]",
+             '"get_weather"', '"arguments"', ",", " ", "\n", "\\", "x", "<|python_tag|>", CALL]
+        ),
+        max_size=14,
+    ),
+    st.integers(1, 5),
+)  # fmt: skip
+def test_any_text_is_read_and_content_is_never_lost(
+    how: ToolFormat, parts: list[str], letters: int
+) -> None:
+    text = "".join(parts)
+    told = read(how, text, letters)
+    if all(name == "" for name, _ in told):
+        assert "".join(said for _, said in told) == text
+
+
+@pytest.mark.parametrize(
+    ("fields", "names", "must", "calls_max"),
+    [
+        ({}, NAMES, False, 16),
+        ({"tool_choice": "auto"}, NAMES, False, 16),
+        ({"tool_choice": "required"}, NAMES, True, 16),
+        ({"tool_choice": "required", "parallel_tool_calls": False}, NAMES, True, 1),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "time.now"}}},
+            {"time.now"}, True, 1,
+        ),
+        (
+            {"tool_choice": {"type": "allowed_tools", "allowed_tools": {
+                "mode": "required",
+                "tools": [{"type": "function", "function": {"name": "get_weather"}}]}}},
+            {"get_weather"}, True, 16,
+        ),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_choice_says_what_may_and_must_be_called(
+    fields: dict[str, Any], names: set[str], must: bool, calls_max: int
+) -> None:
+    tools = asked(tools=TOOLS, **fields)
+    assert tools is not None
+    assert (set(tools.names), tools.must, tools.calls_max) == (names, must, calls_max)
+    assert len(tools.told) == 2
+
+
+def test_no_tools_or_none_to_call_is_plain_chat() -> None:
+    assert asked() is None
+    assert asked(tools=[], tool_choice="auto") is None
+    assert asked(tools=TOOLS, tool_choice="none") is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"tool_choice": "required"}, "any tool"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "'x'"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "without its field"),
+        ({"tools": [TIME, TIME]}, "two tools"),
+        ({"tools": [{"name": 'a"b'}]}, "name"),
+        ({"tools": [{"type": "function"}]}, "without a function"),
+        ({"tools": [{"name": f"f{n}"} for n in range(129)]}, "129 tools"),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_tools_that_cannot_be_used_are_refused_in_words(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(ApiError, match=said):
+        asked(**fields)
+
+
+PLAIN_TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m['content'] + '\n' }}{% endfor %}"
+KNOWING = (
+    "{{ tools | tojson if tools else 'no' }}<tool_call>{% for m in messages %}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.arguments.city }}{% endfor %}"
+    "{{ m.content }}{{ m.tool_call_id }}{% endfor %}"
+)
+HISTORY = [
+    {"role": "user", "content": "Weather in Bonn?"},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [
+            {
+                "id": "call_1",
+                "type": "function",
+                "function": {"name": "get_weather", "arguments": '{"city": "Bonn"}'},
+            }
+        ],
+    },
+    {"role": "tool", "tool_call_id": "call_1", "content": "sunny"},
+]
+
+
+def test_a_template_that_knows_tools_is_given_them() -> None:
+    template = ChatTemplate(KNOWING, "", "")
+    tools = asked(tools=TOOLS)
+    assert tools is not None
+    text = template.render(messages_of(body(messages=HISTORY)), tools.told)
+    listed, _, rest = text.partition("<tool_call>")
+    assert [one["function"]["name"] for one in json.loads(listed)] == ["get_weather", "time.now"]
+    assert rest == "Weather in Bonn?Bonnsunnycall_1"
+    assert template.render(messages_of(body())) == "no<tool_call>hi"
+
+
+def test_a_template_that_knows_none_is_told_in_words() -> None:
+    template = ChatTemplate(PLAIN_TEMPLATE, "", "")
+    tools = asked(tools=TOOLS)
+    assert tools is not None
+    text = template.render(messages_of(body(messages=HISTORY)), tools.told)
+    assert text.startswith("[system]You may call functions")
+    assert '"name": "get_weather"' in text
+    assert (
+        '[assistant]<tool_call>\n{"name": "get_weather", "arguments": {"city": "Bonn"}}\n'
+        "</tool_call>\n[user]<tool_response>\nsunny\n</tool_response>"
+    ) in text
+    system = [{"role": "system", "content": "Be brief."}, *HISTORY]
+    again = template.render(messages_of(body(messages=system)), tools.told)
+    assert again.startswith("[system]Be brief.\n\nYou may call functions")
+
+
+@pytest.mark.parametrize(
+    ("template", "how"),
+    [
+        ("x", HERMES),
+        ("{{ '<tool_call>' }}", HERMES),
+        ("{{ '[TOOL_CALLS]' }}", MISTRAL),
+        ("{{ '<|python_tag|>' }}", LLAMA3),
+    ],
+)
+def test_the_template_tells_how_calls_are_written(template: str, how: ToolFormat) -> None:
+    assert format_of_template(template) is how
+
+
+@pytest.mark.parametrize("how", [HERMES, LLAMA3, MISTRAL], ids=["hermes", "llama3", "mistral"])
+def test_a_grammar_of_calls_allows_what_its_reader_reads(how: ToolFormat) -> None:
+    tools = asked(tools=TOOLS, tool_choice="required")
+    assert tools is not None
+    wanted = tools.grammar(how, {}, None)
+    assert wanted is not None
+    one = f'{{"name": "get_weather", "{how.arguments_key}": {{"city": "Bonn"}}}}'
+    two = f'{{"name": "time.now", "{how.arguments_key}": {{}}}}'
+    for text, allowed in (
+        (how.before + one + how.after, True),
+        (how.before + one + how.between + two + how.after, True),
+        (how.before + how.between.join([two] * 17) + how.after, False),
+        (how.before + one.replace("Bonn", "Gelsenkirchen") + how.after, False),
+        (how.before + one.replace("get_weather", "rm") + how.after, False),
+        ("Hello", False),
+    ):
+        tokens = [*text.encode(), 256]
+        assert (GRAMMARS.build(wanted).allowed(tokens) == len(tokens)) is allowed, text
+    assert read(how, how.before + one + how.between + two + how.after, 3) == [
+        ["get_weather", '{"city": "Bonn"}'],
+        ["time.now", "{}"],
+    ]
+
+
+def test_a_mark_that_is_a_special_token_is_shown_and_required() -> None:
+    template = ChatTemplate("{{ '<end>' }}{{ '[TOOL_CALLS]' }}", "", "")
+    tools = asked(tools=TOOLS, tool_choice="required")
+    calling = Calling.of(tools, template, VOCABULARY)
+    assert calling is not None
+    assert calling.how is MISTRAL
+    assert calling.shown == {}
+    wanted = tools.grammar(MISTRAL, {"[TOOL_CALLS]": 256}, None) if tools else None
+    assert wanted is not None
+    assert wanted.start.startswith("<[256]> ")
+
+
+def test_tools_beside_a_format_allow_either_and_must_allows_no_format() -> None:
+    answer = grammar.of_schema({"const": 5}, "response_format")
+    free = asked(tools=TOOLS)
+    assert free is not None
+    both = free.grammar(HERMES, {}, answer)
+    assert both is not None
+    call = '<tool_call>\n{"name": "time.now", "arguments": {}}\n</tool_call>'
+    for text in ("5", call):
+        assert GRAMMARS.build(both).allowed(list(text.encode())) == len(text)
+    must = asked(tools=TOOLS, tool_choice="required")
+    assert must is not None
+    with pytest.raises(ApiError, match="cannot obey both"):
+        must.grammar(HERMES, {}, answer)
+
+
+def answer_of(text: str, finish: Finish, *, stream: bool) -> list[dict[str, Any]]:
+    """Tell `text` letter by letter and return the frames or the one body."""
+    ids = iter(f"call_{n}" for n in range(9))
+    answer = Answer(
+        "id", "m", 0, True, False, False, VOCABULARY, lambda: next(ids), CallReader(HERMES, NAMES)
+    )
+    deltas = [Delta(1, letter, Sampled(0), 1, 0) for letter in text]
+    deltas.append(Delta(1, "", None, 1, 0, finish))
+    if stream:
+        frames = [frame for delta in deltas for frame in answer.chunks(delta)]
+        return [msgspec.json.decode(frame[6:])["choices"][0] for frame in frames]
+    for delta in deltas:
+        answer.collect(delta)
+    return [msgspec.json.decode(answer.whole(1, deltas[-1]))["choices"][0]]
+
+
+def test_calls_are_told_in_openais_shape() -> None:
+    text = f"Hm. <tool_call>\n{CALL}\n</tool_call>"
+    (whole,) = answer_of(text, Finish.STOP, stream=False)
+    function = {"name": "get_weather", "arguments": '{"city": "Bonn"}'}
+    assert whole["message"] == {
+        "role": "assistant",
+        "content": "Hm.",
+        "tool_calls": [{"id": "call_0", "type": "function", "function": function}],
+    }
+    assert whole["finish_reason"] == "tool_calls"
+    frames = answer_of(text, Finish.STOP, stream=True)
+    calls = [frame["delta"]["tool_calls"][0] for frame in frames if "tool_calls" in frame["delta"]]
+    begun = {"name": "get_weather", "arguments": ""}
+    assert calls[0] == {"index": 0, "id": "call_0", "type": "function", "function": begun}
+    assert all(set(call) == {"index", "function"} for call in calls[1:])
+    assert len(calls) > 5
+    assert "".join(call["function"]["arguments"] for call in calls) == '{"city": "Bonn"}'
+    assert "".join(frame["delta"].get("content", "") for frame in frames) == "Hm."
+    assert frames[-1] == {"index": 0, "delta": {}, "logprobs": None, "finish_reason": "tool_calls"}
+
+
+def test_a_call_cut_short_says_length_and_no_call_says_stop() -> None:
+    (cut,) = answer_of(f"<tool_call>{CALL[:-8]}", Finish.LENGTH, stream=False)
+    assert cut["finish_reason"] == "length"
+    assert cut["message"]["content"] is None
+    (plain,) = answer_of("No need.", Finish.STOP, stream=False)
+    assert plain["finish_reason"] == "stop"
+    assert plain["message"] == {"role": "assistant", "content": "No need."}

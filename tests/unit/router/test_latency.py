@@ -1,0 +1,96 @@
+"""Round trips and first tokens: what is learned of a replica, and what is not taken for truth."""
+
+import random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.decide.latency import (
+    FORGET_S,
+    GAIN_MAX,
+    GAIN_MIN,
+    OVERHEAD_MS_MAX,
+    Pace,
+    RoundTripFilter,
+    Stretch,
+    expected_rtt_ms,
+    stretched,
+)
+
+
+def test_a_round_trip_forgets_a_spike_and_follows_a_step() -> None:
+    measured = RoundTripFilter()
+    for sample in [10.0, 10.0, 200.0, 10.0]:
+        measured.measured(sample)
+    assert measured.rtt_ms is not None
+    assert abs(measured.rtt_ms - 10.0) < 0.01
+    for _ in range(20):
+        measured.measured(160.0)
+    assert measured.rtt_ms > 150
+    assert expected_rtt_ms(None, None) > 100
+
+
+def taught(pace: Pace, overhead_ms: float, gain: float, answers: int, *, stalls: int = 0) -> None:
+    chance = random.Random(5)
+    for n in range(answers):
+        predicted_ms = chance.choice((5.0, 50.0, 200.0, 800.0))
+        took_ms = overhead_ms + gain * predicted_ms + chance.gauss(0, 5)
+        pace.observed(predicted_ms, 30_000.0 if stalls and n % stalls == 0 else took_ms, 0.1 * n)
+
+
+def test_it_learns_overhead_and_rate_apart() -> None:
+    for overhead_ms, gain in ((40.0, 1.0), (0.0, 2.0), (25.0, 0.6), (100.0, 3.0)):
+        pace = Pace()
+        taught(pace, overhead_ms, gain, 400)
+        assert abs(pace.gain(40.0) - gain) < 0.12, pace
+        assert abs(pace.overhead_ms(40.0) - overhead_ms) < 20, pace
+        assert pace.spread_ms < 40
+
+
+def test_an_answer_that_stalled_moves_little() -> None:
+    pace = Pace()
+    taught(pace, 20.0, 1.0, 200)
+    before_ms = pace.overhead_ms(20.0)
+    pace.observed(50.0, 60_000.0, 20.0)
+    assert pace.overhead_ms(20.0) - before_ms < 5
+    taught(pace, 20.0, 1.0, 400, stalls=20)
+    assert abs(pace.gain(40.0) - 1.0) < 0.25
+
+
+def test_a_change_that_lasts_is_followed() -> None:
+    pace = Pace()
+    taught(pace, 10.0, 1.0, 100)
+    taught(pace, 10.0, 2.5, 200)
+    assert 2.2 < pace.gain(20.0) < 2.8
+
+
+def test_who_is_not_heard_of_is_given_another_chance() -> None:
+    pace = Pace()
+    taught(pace, 300.0, 1.0, 200)
+    late_s = 20.0 + 4 * FORGET_S
+    assert pace.overhead_ms(late_s) < 0.1 * pace.overhead_ms(20.0)
+    assert abs(pace.gain(late_s) - 1.0) < 0.05
+
+
+def test_depth_is_learned_from_prompts_that_did_not_wait() -> None:
+    stretch, chance = Stretch(), random.Random(3)
+    for _ in range(2000):
+        tokens = chance.choice((500, 4000, 20_000, 60_000))
+        true_ms = stretched(tokens, 0, 2e-5) / 10
+        ms = stretched(tokens, 0, stretch.per_token) / 10
+        stretch.observed(ms, tokens, tokens / 2, true_ms * chance.uniform(0.95, 1.05) - ms)
+    assert 1.5e-5 < stretch.per_token < 2.5e-5
+    assert stretched(1000, 1000, 2e-5) == 0
+    assert stretched(1000, 0, 0.0) == 1000
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.tuples(st.floats(0, 1e6), st.floats(-1e6, 1e6), st.floats(0, 1e4)), max_size=60))
+def test_no_observation_breaks_it(observed: list[tuple[float, float, float]]) -> None:
+    pace, now_s = Pace(), 0.0
+    for predicted_ms, took_ms, after_s in observed:
+        now_s += after_s
+        pace.observed(predicted_ms, took_ms, now_s)
+        assert GAIN_MIN <= pace.gain(now_s) <= GAIN_MAX
+        assert abs(pace.overhead_ms(now_s)) <= OVERHEAD_MS_MAX
+        assert 1.0 <= pace.spread_ms < 1e12

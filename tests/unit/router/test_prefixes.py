@@ -1,0 +1,164 @@
+"""Prefix keys and who holds them: equal prompts match, bounds hold, and answers correct it."""
+
+import random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.decide.prefixes import (
+    BLOCK_BYTES,
+    CAPACITY_MIN,
+    KEYS_MAX,
+    Held,
+    PrefixIndex,
+    PrefixKeys,
+    ends_of,
+    keys_of,
+    slots_of,
+)
+
+SIZES = st.integers(0, 400_000)
+
+
+@given(SIZES, SIZES)
+def test_prompts_of_any_size_are_cut_at_the_same_places(one: int, other: int) -> None:
+    shorter, longer = sorted((one, other))
+    ends = ends_of(longer)
+    assert ends_of(shorter) == ends[: len(ends_of(shorter))]
+    assert len(ends) <= KEYS_MAX
+    if ends and len(ends) < KEYS_MAX:
+        assert longer - ends[-1] < max(BLOCK_BYTES, longer / 8)
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=3000), st.binary(max_size=3000), st.binary(max_size=3000))
+def test_keys_agree_as_far_as_the_bytes_do(prefix: bytes, one: bytes, other: bytes) -> None:
+    a, b = keys_of(prefix + one, 1), keys_of(prefix + other, 1)
+    same = sum(1 for x, y in zip(a.keys, b.keys, strict=False) if x == y)
+    assert same >= len(ends_of(len(prefix)))
+    for n, (x, y) in enumerate(zip(a.keys, b.keys, strict=False)):
+        assert (x == y) == ((prefix + one)[: a.ends[n]] == (prefix + other)[: b.ends[n]])
+    assert not set(a.keys) & set(keys_of(prefix + one, 2).keys)
+
+
+@given(st.sets(st.integers(0, 250)))
+def test_a_mask_and_its_slots(slots: set[int]) -> None:
+    assert list(slots_of(sum(1 << slot for slot in slots))) == sorted(slots)
+
+
+def chain(*blocks: int, size: int = 100) -> PrefixKeys:
+    """A prompt of equal blocks by their names."""
+    keys, key = [], 7
+    for block in blocks:
+        key = hash((key, block)) & (2**64 - 1)
+        keys.append(key)
+    ends = [size * (n + 1) for n in range(len(blocks))]
+    return PrefixKeys(keys, ends, size * len(blocks))
+
+
+def test_the_longest_match_of_each_replica_is_found() -> None:
+    index = PrefixIndex()
+    index.sent(0, chain(1, 2, 3, 4), 0.0)
+    index.sent(1, chain(1, 2, 9, 9), 0.0)
+    index.sent(2, chain(1, 8), 0.0)
+    held = index.match(chain(1, 2, 3, 4), everyone=0b1111)
+    assert [held.share_at(slot) for slot in range(4)] == [1.0, 0.5, 0.25, 0.0]
+    assert held.everyone == 0.0
+    held = index.match(chain(1, 2, 3, 4), everyone=0b111)
+    assert held.everyone == 0.25
+    assert [held.share_at(slot) for slot in range(3)] == [1.0, 0.5, 0.25]
+    assert index.match(chain(5, 6)) == Held(0.0, ())
+    index.forget({0})
+    assert index.match(chain(1, 2, 3, 4), everyone=0b111).share_at(0) == 0.0
+    index.forget({1, 2})
+    assert len(index) == 0
+    assert not index._holders
+
+
+CHAINS = st.lists(st.integers(0, 3), min_size=1, max_size=8)
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    st.lists(st.tuples(st.integers(0, 5), CHAINS, st.integers(1, 60)), max_size=40),
+    CHAINS,
+    st.integers(200, 3000),
+    st.integers(5, 60),
+)
+def test_it_never_says_what_was_not_sent_and_stays_within_bounds(
+    sent: list[tuple[int, list[int], int]], asked: list[int], capacity: int, pairs_max: int
+) -> None:
+    index, now_s = PrefixIndex(capacity, pairs_max), 0.0
+    longest: dict[int, int] = {}
+    for slot, blocks, gap_s in sent:
+        now_s += gap_s
+        index.sent(slot, chain(*blocks), now_s)
+        same = 0
+        for one, other in zip(blocks, asked, strict=False):
+            if one != other:
+                break
+            same += 1
+        longest[slot] = max(longest.get(slot, 0), same)
+        assert len(index) <= pairs_max + 6
+        assert all(cache.size <= max(capacity, 100) for cache in index._caches.values())
+        held = index.match(chain(*asked), everyone=0b111111)
+        for at in range(6):
+            # A naive walk, key by key, says the same.
+            walked = 0
+            for key in chain(*asked).keys:
+                if not index._holders.get(key, 0) >> at & 1:
+                    break
+                walked += 1
+            assert abs(held.share_at(at) - walked / len(asked)) < 1e-9
+            assert walked <= longest.get(at, 0)
+
+
+def test_the_oldest_makes_room_tail_first() -> None:
+    index = PrefixIndex(capacity=600)
+    index.sent(0, chain(1, 2, 3), 0.0)
+    index.sent(0, chain(1, 5, 6), 1.0)
+    index.sent(0, chain(7, 8), 2.0)
+    assert index.match(chain(1, 2, 3)).share_at(0) == 2 / 3
+    assert index.match(chain(1, 5, 6)).share_at(0) == 1.0
+    assert index.match(chain(7, 8)).share_at(0) == 1.0
+
+
+def test_what_was_turned_away_is_not_cached_there() -> None:
+    index = PrefixIndex()
+    index.sent(0, chain(1, 2), 0.0)
+    sent = index.sent(0, chain(1, 2, 3, 4), 1.0)
+    assert (sent.share, sent.age) == (0.5, 100)
+    index.unsent(sent, chain(1, 2, 3, 4))
+    assert index.match(chain(1, 2, 3, 4)).share_at(0) == 0.5
+    assert len(index) == 2
+
+
+def test_an_hour_later_nothing_is_assumed() -> None:
+    index = PrefixIndex()
+    index.sent(0, chain(1, 2), 0.0)
+    index.sent(0, chain(3, 4), 4000.0)
+    assert index.match(chain(1, 2)).share_at(0) == 0.0
+
+
+def test_answers_teach_how_much_a_cache_holds() -> None:
+    true_capacity, chance = 100_000, random.Random(4)
+    index = PrefixIndex(capacity=4_000_000)
+    lru: dict[int, None] = {}
+    wrong, found = [], []
+    for n in range(4000):
+        keys = chain(chance.randrange(300), 1, size=1000)
+        held = all(key in lru for key in keys.keys)
+        predicted = index.match(keys).share_at(0) == 1.0
+        wrong.append(predicted and not held)
+        found.append((held, predicted))
+        index.answered(index.sent(0, keys, 0.1 * n), 1.0 if held else 0.0)
+        for key in keys.keys:
+            lru.pop(key, None)
+            lru[key] = None
+        while len(lru) * 1000 > true_capacity:
+            del lru[next(iter(lru))]
+    assert sum(wrong[:300]) > 5
+    assert sum(wrong[-1000:]) < 30
+    expected = [was_predicted for was_held, was_predicted in found[-1000:] if was_held]
+    assert sum(expected) > 0.6 * len(expected)
+    assert CAPACITY_MIN < index._caches[0].capacity < 1.5 * true_capacity

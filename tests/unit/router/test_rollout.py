@@ -1,0 +1,91 @@
+"""The draw between two versions, and what is counted of both."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from isochrone.wire.ids import DeploymentId, ModelId, NodeId, PopId, ReplicaId
+from isochrone.wire.routes import DeploymentEntry, RolloutEntry, Route
+from router.decide.rollout import ROWS_MAX, Draw, Trials, draw
+
+AMS, SIN = PopId("ams"), PopId("sin")
+
+
+def an_entry(share: float = 0.25, **fields: Any) -> DeploymentEntry:
+    return DeploymentEntry(
+        deployment_id=DeploymentId("d"),
+        name="d",
+        model_id=ModelId("m"),
+        context_tokens=10,
+        rollout=RolloutEntry(version=2, share=share, **fields),
+    )
+
+
+def a_route(name: str, version: int, pop: PopId = AMS) -> Route:
+    return Route(
+        replica_id=ReplicaId(name),
+        deployment_id=DeploymentId("d"),
+        version=version,
+        node_id=NodeId("n"),
+        pop=pop,
+        address="",
+    )
+
+
+ROUTES = [a_route("o1", 1), a_route("o2", 1), a_route("n1", 2)]
+TO_NEW = Draw(frozenset({ReplicaId("o1"), ReplicaId("o2")}), True)
+TO_OLD = Draw(frozenset({ReplicaId("n1")}), False)
+
+
+@pytest.mark.parametrize("share", [0.01, 0.05, 0.25, 0.9])
+def test_the_share_is_kept(share: float) -> None:
+    drawn = [draw(an_entry(share), f"q{n}", AMS, ROUTES) for n in range(20_000)]
+    assert drawn.count(TO_NEW) + drawn.count(TO_OLD) == len(drawn)
+    assert drawn.count(TO_NEW) / len(drawn) == pytest.approx(share, abs=0.01)
+
+
+def test_who_had_the_new_version_keeps_it_as_the_share_grows() -> None:
+    for n in range(500):
+        drawn = [draw(an_entry(share), f"s{n}", AMS, ROUTES) for share in (0.05, 0.25, 0.9)]
+        assert drawn == sorted(drawn, key=lambda one: one.may_return)
+
+
+def test_a_city_that_is_not_of_the_step_has_the_old_version_alone() -> None:
+    entry = an_entry(0.9, pops=(SIN,))
+    assert {draw(entry, f"q{n}", AMS, ROUTES) for n in range(50)} == {TO_OLD}
+
+
+@pytest.mark.parametrize("routes", [ROUTES[:2], ROUTES[2:], []])
+def test_one_version_alone_serves_everybody(routes: list[Route]) -> None:
+    assert {draw(an_entry(), f"q{n}", AMS, routes) for n in range(50)} == {Draw(frozenset(), False)}
+
+
+def test_without_a_rollout_nobody_is_left_alone_and_nothing_counted() -> None:
+    entry = msgspec.structs.replace(an_entry(), rollout=None)
+    assert draw(entry, "q", AMS, ROUTES) == Draw(frozenset(), False)
+    trials = Trials(AMS)
+    trials.failed(entry, ROUTES[0])
+    assert trials.take() == ()
+
+
+def test_attempts_and_times_are_added_up_by_version_and_pop() -> None:
+    trials = Trials(SIN)
+    entry = an_entry()
+    trials.ended(entry, ROUTES[0], failed=False, ttft_ms=100.0, itl_ms=10.0)
+    trials.ended(entry, ROUTES[1], failed=True, ttft_ms=0.0, itl_ms=0.0)
+    trials.failed(entry, ROUTES[2])
+    old, new = trials.take()
+    assert (old.version, old.pop, old.asked_pop) == (1, AMS, SIN)
+    assert (old.attempts, old.failures, old.ttft.count, old.itl.count) == (2, 1, 1, 1)
+    assert old.ttft.total == pytest.approx(4.605, abs=0.001)
+    assert old.itl.squares == pytest.approx(2.3026**2, abs=0.001)
+    assert (new.version, new.attempts, new.failures, new.ttft.count) == (2, 1, 1, 0)
+    assert trials.take() == ()
+
+
+def test_what_is_counted_is_bounded() -> None:
+    trials = Trials(SIN)
+    for version in range(ROWS_MAX + 10):
+        trials.failed(an_entry(), a_route("r", version))
+    assert len(trials.take()) == ROWS_MAX

@@ -1,0 +1,178 @@
+"""What of a router's batch is taken: whatever comes, what passes is what the store can hold."""
+
+from math import inf, nan
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from isochrone.wire.ids import (
+    BootId,
+    DeploymentId,
+    KeyId,
+    NodeId,
+    PopId,
+    ReplicaId,
+    RequestId,
+    RouterId,
+    TenantId,
+)
+from isochrone.wire.usage import Demand, DemandRow, Outcome, RoundTrip, Usage, UsageRow
+from scheduler.decide.intake import (
+    COUNT_MAX,
+    DEMAND_ROWS_MAX,
+    LATE_MAX_S,
+    take_demand,
+    take_round_trips,
+    take_usage,
+)
+
+
+def a_row(deployment: str = "d", pop: str = "ams", **counts: int) -> DemandRow:
+    return DemandRow(deployment_id=DeploymentId(deployment), pop=PopId(pop), **counts)
+
+
+def a_demand(*rows: DemandRow, **fields: Any) -> Demand:
+    values: dict[str, Any] = {"seq": 1, "window_started_at": 0.0, "window_s": 5.0, **fields}
+    return Demand(router_id=RouterId("r"), boot_id=BootId("b"), rows=rows, **values)
+
+
+def a_usage(request: str = "q", **fields: Any) -> UsageRow:
+    values: dict[str, Any] = {
+        "key_id": KeyId("k"),
+        "tenant_id": TenantId("t"),
+        "deployment_id": DeploymentId("d"),
+        "pop": PopId("ams"),
+        "node_id": NodeId("n1"),
+        "replica_id": ReplicaId("r1"),
+        "started_at": 1_700_000_000.0,
+        "prompt_tokens": 10,
+        "cached_tokens": 0,
+        "output_tokens": 5,
+        "outcome": Outcome.COMPLETE,
+        **fields,
+    }
+    return UsageRow(request_id=RequestId(request), **values)
+
+
+def test_rows_of_one_city_are_one_and_zeros_are_none() -> None:
+    taken = take_demand(a_demand(a_row(requests=2), a_row(pop="sin"), a_row(requests=3)))
+    assert taken.rows == (a_row(requests=5),)
+    assert taken.refused == {}
+    assert taken.age_s == 2.5
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        (a_row(requests=-1), "below 0"),
+        (a_row(deployment="d\0"), "NUL"),
+        (a_row(pop="x" * 300), "256 letters"),
+    ],
+)
+def test_a_bad_row_is_refused_alone(row: DemandRow, words: str) -> None:
+    taken = take_demand(a_demand(row, a_row(requests=1)))
+    assert taken.rows == (a_row(requests=1),)
+    ((reason, rows),) = taken.refused.items()
+    assert reason.startswith("cannot count")
+    assert words in reason
+    assert rows == 1
+
+
+def test_a_million_rows_are_refused_in_words() -> None:
+    taken = take_demand(a_demand(*[a_row(requests=1)] * 1_000_000))
+    assert taken.rows == ()
+    ((reason, rows),) = taken.refused.items()
+    assert f"at most {DEMAND_ROWS_MAX}" in reason
+    assert rows == 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("window_s", "age_s", "taken_at_s"),
+    [(nan, nan, 0), (-5, -90, 0), (inf, 10, 10), (10, 100, 105), (1e9, 0, 300)],
+)
+def test_a_clock_that_is_none_is_clamped(window_s: float, age_s: float, taken_at_s: float) -> None:
+    taken = take_demand(a_demand(a_row(requests=1), window_s=window_s, age_s=age_s))
+    assert taken.age_s == taken_at_s
+    assert len(taken.rows) == 1
+
+
+def test_what_comes_too_late_is_refused() -> None:
+    taken = take_demand(a_demand(a_row(requests=1), age_s=LATE_MAX_S))
+    assert taken.rows == ()
+    assert list(taken.refused.values()) == [1]
+
+
+def test_a_row_that_contradicts_itself_is_clamped() -> None:
+    odd = a_row(requests=2, refused=9, no_replica=5, prompt_tokens=10, uncached_tokens=70)
+    (row,) = take_demand(a_demand(odd)).rows
+    assert row == a_row(requests=2, refused=2, no_replica=2, prompt_tokens=10, uncached_tokens=10)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"key_id": KeyId("k\0")},
+        {"prompt_tokens": -1},
+        {"output_tokens": 2**64 - 1},
+        {"started_at": nan},
+        {"started_at": 1e300},
+        {"started_at": -1.0},
+        {"replica_id": ReplicaId("r" * 10_000)},
+    ],
+)
+def test_usage_that_no_retry_can_mend_is_refused_alone(fields: dict[str, Any]) -> None:
+    rows = (a_usage("b", **fields), a_usage("a"))
+    taken = take_usage(Usage(router_id=RouterId("r"), batch_id="1", rows=rows))
+    assert [row.request_id for row in taken.rows] == ["a"]
+    assert list(taken.refused.values()) == [1]
+    assert all(reason.startswith("cannot write") for reason in taken.refused)
+
+
+def test_times_that_are_none_are_clamped() -> None:
+    row = a_usage(ttft_ms=nan, duration_ms=-inf)
+    (taken,) = take_usage(Usage(router_id=RouterId("r"), batch_id="1", rows=(row,))).rows
+    assert (taken.ttft_ms, taken.duration_ms) == (0.0, 0.0)
+
+
+def test_round_trips_that_are_none_are_left_out() -> None:
+    rows = [RoundTrip(node_id=NodeId(f"n{n}"), rtt_ms=ms) for n, ms in enumerate([nan, inf, -1, 7])]
+    assert [row.rtt_ms for row in take_round_trips(rows)] == [0.0, 7.0]
+
+
+counts = st.integers(-(2**63), 2**64 - 1) | st.integers(0, 100)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=st.lists(
+        st.builds(
+            a_row,
+            deployment=st.text(max_size=3) | st.sampled_from(["a", "b"]),
+            pop=st.sampled_from(["ams", "sin", "\0"]),
+            requests=counts,
+            prompt_tokens=counts,
+            uncached_tokens=counts,
+            output_tokens=counts,
+            refused=counts,
+            no_replica=counts,
+        ),
+        max_size=8,
+    ),
+    window_s=st.floats(),
+    age_s=st.floats(),
+)
+def test_what_passes_the_store_can_hold(
+    rows: list[DemandRow], window_s: float, age_s: float
+) -> None:
+    taken = take_demand(a_demand(*rows, window_s=window_s, age_s=age_s))
+    assert taken.age_s >= 0
+    keys = [(row.deployment_id, row.pop) for row in taken.rows]
+    assert keys == sorted(set(keys))
+    for row in taken.rows:
+        assert "\0" not in row.deployment_id + row.pop
+        assert 0 <= row.uncached_tokens <= row.prompt_tokens <= COUNT_MAX
+        assert 0 <= max(row.refused, row.no_replica) <= row.requests <= COUNT_MAX
+    if taken.age_s <= LATE_MAX_S:
+        assert sum(taken.refused.values()) + len(taken.rows) <= len(rows)

@@ -1,0 +1,66 @@
+"""What of a report is written: whatever a plan, a route or an operator reads."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from isochrone.wire.ids import BootId, Generation, ReplicaId
+from isochrone.wire.report import Profile, Refusal, ReplicaReport, ReplicaState
+from scheduler.decide.news import is_news
+from tests.builders import GIB, a_device, a_replica_report, a_report, a_spec
+
+WARM = msgspec.structs.replace(
+    a_replica_report(a_spec("r1")),
+    profile=Profile(load_s=30.0, prefill_tokens_per_s=1000.0, decode_tokens_per_s=100.0),
+)
+WRITTEN = a_report(replicas=(WARM,), disk_free_bytes=100 * GIB)
+
+
+def changed(**fields: Any) -> ReplicaReport:
+    return msgspec.structs.replace(WARM, **fields)
+
+
+def rated(**fields: float) -> ReplicaReport:
+    return changed(profile=msgspec.structs.replace(WARM.profile, **fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "news"),
+    [
+        ({"seq": 2}, False),
+        ({"disk_free_bytes": 99 * GIB}, False),
+        ({"replicas": (changed(since_s=99.0),)}, False),
+        ({"replicas": (rated(decode_tokens_per_s=109.0),)}, False),
+        ({"devices": (msgspec.structs.replace(a_device(), memory_free_bytes=1),)}, False),
+        ({"generation": Generation(2)}, True),
+        ({"boot_id": BootId("boot-2")}, True),
+        ({"address": "http://elsewhere"}, True),
+        ({"devices": ()}, True),
+        ({"devices": (a_device(healthy=False),)}, True),
+        ({"disk_free_bytes": 80 * GIB}, True),
+        ({"artifacts": ("ab" * 32,)}, True),
+        ({"refusals": (Refusal(replica_id=ReplicaId("x"), reason="no"),)}, True),
+        ({"replicas": ()}, True),
+        ({"replicas": (WARM, a_replica_report(a_spec("r2")))}, True),
+        ({"replicas": (changed(state=ReplicaState.FAILED),)}, True),
+        ({"replicas": (changed(reason="slow"),)}, True),
+        ({"replicas": (changed(restarts=1),)}, True),
+        ({"replicas": (changed(spec=a_spec("r1", version=2)),)}, True),
+        ({"replicas": (rated(decode_tokens_per_s=120.0),)}, True),
+        ({"replicas": (rated(prefill_tokens_per_s=0.0),)}, True),
+    ],
+)
+def test_news_is_what_somebody_reads(fields: dict[str, Any], news: bool) -> None:
+    seq = fields.pop("seq", 3)
+    defaults: dict[str, Any] = {"replicas": (WARM,), "disk_free_bytes": 100 * GIB}
+    if fields.get("devices"):
+        device = fields["devices"][0]
+        fields["devices"] = (device,)
+    assert is_news(WRITTEN, a_report(seq=seq, **{**defaults, **fields})) is news
+
+
+def test_a_fetch_under_way_is_always_news() -> None:
+    fetching = changed(state=ReplicaState.FETCHING, fetched_bytes=1)
+    written = a_report(replicas=(fetching,))
+    assert is_news(written, a_report(seq=2, replicas=(fetching,)))

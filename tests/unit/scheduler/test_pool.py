@@ -1,0 +1,69 @@
+"""A transaction pooler is told from Postgres itself, however idle it is."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from scheduler.store import pool
+
+
+class Backends:
+    """What lends backends to clients: for a session, or for a transaction."""
+
+    def __init__(self, *, per_transaction: bool, lends_last_used: bool = True) -> None:
+        self.per_transaction = per_transaction
+        self.lends_last_used = lends_last_used
+        self.idle = [1, 2, 3]
+        self.clients = 0
+
+    async def connect(self, hosts: list[str], options: dict[str, Any]) -> "Client":
+        self.clients += 1
+        return Client(self)
+
+
+class Client:
+    """One connection, as much of it as the probe needs."""
+
+    def __init__(self, backends: Backends) -> None:
+        self.backends = backends
+        self.own = None if backends.per_transaction else backends.idle.pop()
+        self.held: int | None = None
+
+    async def fetchval(self, query: str) -> int:
+        assert query == "SELECT pg_backend_pid()"
+        if self.own or self.held:
+            return self.own or self.held or 0
+        pid = self.backends.idle.pop(-1 if self.backends.lends_last_used else 0)
+        self.backends.idle.append(pid)
+        return pid
+
+    @asynccontextmanager
+    async def transaction(self) -> AsyncIterator[None]:
+        if not self.own:
+            self.held = self.backends.idle.pop(-1 if self.backends.lends_last_used else 0)
+        yield
+        if self.held:
+            self.backends.idle.append(self.held)
+            self.held = None
+
+    async def close(self) -> None:
+        self.backends.clients -= 1
+
+
+@pytest.mark.parametrize(
+    ("backends", "is_pooled"),
+    [
+        (Backends(per_transaction=False), False),
+        (Backends(per_transaction=True), True),
+        (Backends(per_transaction=True, lends_last_used=False), True),
+    ],
+    ids=["postgres", "last used first", "in turn"],
+)
+async def test_a_pooler_is_told_though_it_is_idle(
+    monkeypatch: pytest.MonkeyPatch, backends: Backends, is_pooled: bool
+) -> None:
+    monkeypatch.setattr(pool, "_connect", backends.connect)
+    assert await pool._is_pooled_by_transaction(["dsn"]) is is_pooled
+    assert backends.clients == 0

@@ -1,0 +1,242 @@
+"""A rollout's life: what may follow what, and what the counts are taken to show."""
+
+import random
+from math import log
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from isochrone.wire.ids import DeploymentId, ModelId, PopId
+from isochrone.wire.model import EngineSettings
+from isochrone.wire.rollout import STEPS, RolloutBounds, RolloutSpec, RolloutState, RolloutStep
+from isochrone.wire.usage import Moments
+from scheduler.decide.rollout import (
+    ON_ITS_WAY,
+    TRANSITIONS,
+    Event,
+    NotNow,
+    Rollout,
+    Starts,
+    after,
+    judge,
+    judged_steps,
+    problem_of,
+)
+from scheduler.decide.trial import Arm, Stratum, compare
+
+WARM = Starts(warm=1)
+
+
+def a_rollout(**fields: Any) -> Rollout:
+    spec = fields.pop("spec", RolloutSpec(model_id=ModelId("m"), engine=EngineSettings()))
+    return Rollout(
+        rollout_id="d.1",
+        deployment_id=DeploymentId("d"),
+        from_version=1,
+        to_version=2,
+        spec=spec,
+        **fields,
+    )
+
+
+def moments(count: int, ms: float, spread: float = 0.5) -> Moments:
+    """`count` times about `ms`, whose logarithms spread so."""
+    mean = log(ms)
+    return Moments(count=count, total=count * mean, squares=count * (mean**2 + spread**2))
+
+
+def an_arm(attempts: int, failures: int = 0, ttft_ms: float = 200.0, itl_ms: float = 20.0) -> Arm:
+    answered = attempts - failures
+    return Arm(
+        attempts=attempts,
+        failures=failures,
+        ttft=moments(answered, ttft_ms),
+        itl=moments(answered, itl_ms),
+    )
+
+
+def seen(old: Arm, new: Arm, pop: str = "ams") -> tuple[Stratum, ...]:
+    return (Stratum(pop=PopId(pop), asked_pop=PopId(pop), old=old, new=new),)
+
+
+ALIKE = seen(an_arm(100_000, 100), an_arm(4_000, 4))
+
+
+def test_a_rollout_goes_step_by_step_to_everybody() -> None:
+    rollout = a_rollout()
+    for step in range(3):
+        assert rollout.step == step
+        assert rollout.current.share == STEPS[step].share
+        verdict = judge(msgspec.structs.replace(rollout, step_age_s=600.0), ALIKE, WARM)
+        assert verdict is not None
+        rollout = after(rollout, verdict.event, verdict.reason)
+    assert rollout.state is RolloutState.DONE
+    assert judge(rollout, ALIKE, WARM) is None
+
+
+@pytest.mark.parametrize(
+    ("new", "words"),
+    [
+        (an_arm(200, 30), "errors"),
+        (an_arm(2_000, 2, ttft_ms=300), "TTFT"),
+        (an_arm(2_000, 2, itl_ms=30), "ITL"),
+        (an_arm(25, 25), "errors"),
+    ],
+)
+@pytest.mark.parametrize("state", ON_ITS_WAY)
+def test_harm_reverts_whether_it_runs_or_is_held(new: Arm, words: str, state: RolloutState) -> None:
+    verdict = judge(a_rollout(state=state), seen(an_arm(50_000, 50), new), WARM)
+    assert verdict is not None
+    assert verdict.event is Event.HARM_SHOWN
+    assert words in verdict.reason
+    assert after(a_rollout(state=state), verdict.event).state is RolloutState.REVERTED
+
+
+def test_too_few_attempts_and_too_short_a_time_show_nothing() -> None:
+    few = seen(an_arm(50_000, 50), an_arm(150, 0))
+    assert judge(a_rollout(step_age_s=600.0), few, WARM) is None
+    assert judge(a_rollout(step_age_s=10.0), ALIKE, WARM) is None
+    three_failures = seen(an_arm(50_000, 0), an_arm(3, 3))
+    assert judge(a_rollout(step_age_s=600.0), three_failures, WARM) is None
+
+
+def test_the_new_version_alone_is_held_against_nothing() -> None:
+    alone = seen(Arm(), an_arm(10_000, 0))
+    assert judge(a_rollout(step_age_s=600.0), alone, WARM) is None
+    elsewhere = (*alone, *seen(an_arm(10_000, 0), Arm(), "sin"))
+    assert judge(a_rollout(step_age_s=600.0), elsewhere, WARM) is None
+    waited = judge(a_rollout(step_age_s=7 * 3600.0), elsewhere, WARM)
+    assert waited is not None
+    assert waited.event is Event.NOTHING_SHOWN
+    assert after(a_rollout(), waited.event, waited.reason).state is RolloutState.PAUSED
+
+
+def test_a_far_city_does_not_make_a_version_look_slow() -> None:
+    """The new version serves mostly a far city; within each city both are alike."""
+    strata = (
+        Stratum(
+            pop=PopId("ams"), asked_pop=PopId("ams"),
+            old=an_arm(9_000, ttft_ms=50), new=an_arm(500, ttft_ms=50),
+        ),
+        Stratum(
+            pop=PopId("ams"), asked_pop=PopId("sin"),
+            old=an_arm(1_000, ttft_ms=500), new=an_arm(4_000, ttft_ms=500),
+        ),
+    )  # fmt: skip
+    verdict = judge(a_rollout(step_age_s=600.0), strata, WARM)
+    assert verdict is not None
+    assert verdict.event is Event.STEP_PASSED
+
+
+@pytest.mark.parametrize(
+    ("starts", "age_s", "event"),
+    [
+        (Starts(failed=2), 10.0, Event.COULD_NOT_START),
+        (Starts(failed=1), 10.0, None),
+        (Starts(warm=1, failed=5), 10.0, None),
+        (Starts(), 1801.0, Event.COULD_NOT_START),
+        (Starts(), 1700.0, None),
+    ],
+)
+def test_a_version_that_cannot_start_is_reverted(
+    starts: Starts, age_s: float, event: Event | None
+) -> None:
+    verdict = judge(a_rollout(step_age_s=age_s), (), starts)
+    assert (verdict.event if verdict else None) is event
+
+
+def test_looking_often_at_a_version_that_is_no_worse_seldom_reverts_it() -> None:
+    """Three hundred rollouts, a hundred looks each, all of them no better nor worse."""
+    chance = random.Random(11)
+    bounds = RolloutBounds()
+    alarms = passes = 0
+    for _ in range(300):
+        failures = [0, 0]
+        for look in range(1, 101):
+            failures[0] += sum(chance.random() < 0.02 for _ in range(20))
+            failures[1] += chance.random() < 0.02 if look % 2 else 0
+            old, new = an_arm(20 * look, failures[0]), an_arm(look, min(look, failures[1]))
+            shown = compare(seen(old, new), bounds)
+            if any(difference.is_harm for difference in shown):
+                alarms += 1
+                break
+        passes += all(d.is_fine for d in compare(ALIKE, bounds))
+    assert alarms <= 3
+    assert passes == 300
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    attempts=st.integers(0, 10**6),
+    failed=st.floats(0, 1),
+    old=st.integers(0, 10**6),
+    ms=st.floats(0.01, 1e6),
+    age_s=st.floats(0, 1e7),
+    state=st.sampled_from(list(RolloutState)),
+)
+def test_whatever_is_seen_what_follows_is_in_the_table(
+    attempts: int, failed: float, old: int, ms: float, age_s: float, state: RolloutState
+) -> None:
+    rollout = a_rollout(state=state, step_age_s=age_s)
+    strata = seen(an_arm(old), an_arm(attempts, int(attempts * failed), ttft_ms=ms))
+    verdict = judge(rollout, strata, WARM)
+    if verdict is not None:
+        assert (state, verdict.event) in TRANSITIONS
+        assert verdict.reason
+    assert all(difference.words() for difference in compare(strata, rollout.spec.bounds))
+
+
+@pytest.mark.parametrize(
+    ("steps", "words"),
+    [
+        ((RolloutStep(share=1.0),), "nothing is left to compare"),
+        ((RolloutStep(share=0.5), RolloutStep(share=0.1)), "smaller share"),
+        ((RolloutStep(share=1.0), RolloutStep(share=1.0)), "only the last step"),
+        ((RolloutStep(share=0.1), RolloutStep(share=1.0, pops=(PopId("ams"),))), "only the last"),
+        (STEPS, ""),
+        ((RolloutStep(share=0.5, pops=(PopId("ams"),)), RolloutStep(share=0.1)), ""),
+    ],
+)
+def test_steps_that_cannot_be_gone_are_told(steps: tuple[RolloutStep, ...], words: str) -> None:
+    assert words in problem_of(steps)
+    assert bool(words) == bool(problem_of(steps))
+
+
+class Life(RuleBasedStateMachine):
+    """Any events in any order: a rollout never leaves its table, and its ends are ends."""
+
+    @initialize(steps=st.integers(1, 5))
+    def begin(self, steps: int) -> None:
+        shares = tuple(RolloutStep(share=(n + 1) / 10) for n in range(steps))
+        spec = RolloutSpec(model_id=ModelId("m"), engine=EngineSettings(), steps=shares)
+        self.rollout = a_rollout(spec=spec)
+
+    @rule(event=st.sampled_from(list(Event)), age_s=st.floats(0, 1e6))
+    def happens(self, event: Event, age_s: float) -> None:
+        before = msgspec.structs.replace(self.rollout, step_age_s=age_s)
+        is_last = before.step + 1 >= judged_steps(before.spec.steps)
+        if event in (Event.STEP_PASSED, Event.LAST_STEP_PASSED):
+            event = Event.LAST_STEP_PASSED if is_last else Event.STEP_PASSED
+        if (before.state, event) not in TRANSITIONS:
+            with pytest.raises(NotNow, match="cannot"):
+                after(before, event)
+            return
+        self.rollout = after(before, event, "because")
+        assert self.rollout.etag == before.etag + 1
+        assert self.rollout.step - before.step == (event is Event.STEP_PASSED)
+        restarts = event in (Event.STEP_PASSED, Event.RESUME_ASKED)
+        assert self.rollout.step_age_s == (0.0 if restarts else age_s)
+
+    @invariant()
+    def what_serves_is_a_step(self) -> None:
+        assert 0 <= self.rollout.step < len(self.rollout.spec.steps)
+        ends = self.rollout.state not in ON_ITS_WAY
+        assert ends == (not any(state is self.rollout.state for state, _ in TRANSITIONS))
+
+
+TestLife = Life.TestCase
+TestLife.settings = settings(max_examples=20, stateful_step_count=15, deadline=None)

@@ -1,0 +1,116 @@
+"""Two versions side by side: what the planner sees, and what it decides given back."""
+
+from typing import Any
+
+import msgspec
+
+from isochrone.wire.ids import DeploymentId, Epoch, Generation, ModelId, PopId
+from isochrone.wire.model import EngineSettings
+from isochrone.wire.rollout import RolloutSpec, RolloutStep
+from isochrone.wire.routes import RolloutEntry
+from scheduler.decide.cluster import ClusterState, DemandRate
+from scheduler.decide.liveness import liveness
+from scheduler.decide.plan import plan
+from scheduler.decide.rollout import RolloutState
+from scheduler.decide.route_table import route_table
+from scheduler.decide.versions import joined, split
+from tests.builders import a_cluster, a_deployment, a_model, a_node, a_placement
+from tests.unit.scheduler.test_rollout import a_rollout
+
+ENGINE = EngineSettings(driver="mock", kv_memory_bytes=0, tokens_in_flight_max=77)
+AMS = PopId("ams")
+
+
+def rolling(*steps: RolloutStep, **fields: Any) -> ClusterState:
+    spec = RolloutSpec(
+        model_id=ModelId("m2"), engine=ENGINE, steps=steps or (RolloutStep(share=0.25),)
+    )
+    state = fields.pop("state", RolloutState.RUNNING)
+    defaults: dict[str, Any] = {
+        "nodes": tuple(a_node(f"{pop}-{n}", pop) for pop in ("ams", "sin") for n in (1, 2, 3)),
+        "models": (a_model(), a_model("m2")),
+        "deployments": (a_deployment(replicas_min=2, replicas_max=8),),
+        "placements": (a_placement("o1", "ams-1"), a_placement("o2", "sin-1")),
+        "rollouts": (a_rollout(spec=spec, state=state),),
+    }
+    return a_cluster(**{**defaults, **fields})
+
+
+def demand(pop: str, requests: float) -> DemandRate:
+    return DemandRate(
+        deployment_id=DeploymentId("d"),
+        pop=PopId(pop),
+        requests_per_s=requests,
+        uncached_tokens_per_s=100 * requests,
+        output_tokens_per_s=10 * requests,
+    )
+
+
+def test_the_new_version_is_seated_where_the_old_one_stands_and_the_old_one_stays() -> None:
+    decided = joined(plan(split(rolling())))
+    assert decided.starts
+    assert not decided.endings
+    for start in decided.starts:
+        assert start.spec.deployment_id == "d"
+        assert start.spec.version == 2
+        assert start.spec.model_id == "m2"
+        assert start.spec.engine == ENGINE
+        assert start.spec.replica_id.startswith("d-v2-7-")
+        assert start.node_id[:3] in ("ams", "sin")
+
+
+def test_with_both_versions_warm_the_plan_is_at_rest() -> None:
+    new = (a_placement("n1", "ams-3", version=2), a_placement("n2", "sin-3", version=2))
+    cluster = rolling(RolloutStep(share=0.75))
+    cluster = msgspec.structs.replace(cluster, placements=(*cluster.placements, *new))
+    decided = joined(plan(split(cluster)))
+    assert not decided.starts
+    assert not decided.endings
+
+
+def test_demand_is_split_by_the_share_in_the_cities_of_the_step() -> None:
+    step = RolloutStep(share=0.25, pops=(AMS,))
+    cluster = split(rolling(step, demand=(demand("ams", 8.0), demand("sin", 4.0))))
+    asked = {(row.deployment_id, row.pop): row.requests_per_s for row in cluster.demand}
+    assert asked == {("d", "ams"): 6.0, ("d~2", "ams"): 2.0, ("d", "sin"): 4.0}
+
+
+def test_a_rollout_that_has_ended_leaves_the_picture_as_it_is() -> None:
+    for state in (RolloutState.REVERTED, RolloutState.ABORTED, RolloutState.DONE):
+        cluster = rolling(state=state)
+        assert split(cluster) is cluster
+
+
+def test_a_reverted_version_is_ended_by_the_planner() -> None:
+    new = a_placement("n1", "ams-3", version=2)
+    cluster = rolling(rollouts=())
+    cluster = msgspec.structs.replace(cluster, placements=(*cluster.placements, new))
+    assert [ending.replica_id for ending in plan(split(cluster)).endings] == ["n1"]
+
+
+def test_what_cannot_be_seated_is_told_in_the_deployments_name() -> None:
+    cluster = rolling(models=(a_model(), a_model("m2", gib=500)))
+    unmet = joined(plan(split(cluster))).unmet
+    assert {one.deployment_id for one in unmet} == {"d"}
+    assert all(one.reason.startswith("version 2: cannot place") for one in unmet)
+
+
+def test_residency_holds_for_the_new_version() -> None:
+    allowed = a_deployment(replicas_min=2, replicas_max=8, allow=("SG",))
+    cluster = rolling(deployments=(allowed,), placements=(a_placement("o2", "sin-1"),))
+    decided = joined(plan(split(cluster)))
+    new = [start for start in decided.starts if start.spec.version == 2]
+    assert new
+    assert all(start.node_id.startswith("sin") for start in new)
+
+
+def test_routers_are_told_the_share_and_each_versions_own_limits() -> None:
+    new = a_placement("n1", "ams-3", version=2)
+    cluster = rolling(RolloutStep(share=0.25, pops=(AMS,)))
+    cluster = msgspec.structs.replace(cluster, placements=(*cluster.placements, new))
+    view = liveness(cluster.nodes, cluster.acting_for_s, None)
+    table = route_table(cluster, view, (), generation=Generation(1), epoch=Epoch(1))
+    (entry,) = table.deployments
+    assert entry.rollout == RolloutEntry(version=2, share=0.25, pops=(AMS,))
+    limits = {route.replica_id: route.tokens_in_flight_max for route in table.routes}
+    assert limits == {"o1": 32_768, "o2": 32_768, "n1": 77}

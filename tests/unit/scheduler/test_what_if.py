@@ -1,0 +1,194 @@
+"""What would follow: changes to a picture, planned to rest, predicted, and the same each time."""
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from isochrone.wire.ids import DeploymentId, NodeId, PopId
+from scheduler.decide.cluster import ClusterState, DemandRate
+from scheduler.decide.liveness import LivenessLimits
+from scheduler.decide.predict import predict
+from scheduler.decide.what_if import (
+    AddDeployment,
+    AddNodes,
+    CannotChange,
+    Change,
+    LoseNode,
+    LosePop,
+    Picture,
+    ScaleDemand,
+    changed,
+    decide,
+    digest_of,
+    what_if,
+)
+from tests.builders import GIB, a_cluster, a_deployment, a_model, a_node, a_placement
+
+AMS, SIN, IAD = PopId("ams"), PopId("sin"), PopId("iad")
+NODES = tuple(a_node(f"{pop}-{n}", pop) for pop in ("ams", "iad", "sin") for n in (1, 2))
+
+
+def asks(pop: str, requests: float, deployment: str = "d") -> DemandRate:
+    return DemandRate(
+        deployment_id=DeploymentId(deployment),
+        pop=PopId(pop),
+        requests_per_s=requests,
+        uncached_tokens_per_s=40 * requests,
+        output_tokens_per_s=4 * requests,
+    )
+
+
+def a_picture(**fields: Any) -> Picture:
+    defaults: dict[str, Any] = {
+        "nodes": NODES,
+        "deployments": (a_deployment(replicas_max=6),),
+        "placements": (a_placement("r1", "ams-1"),),
+        "demand": (asks("ams", 2.0), asks("sin", 1.0)),
+    }
+    return Picture(cluster=a_cluster(**{**defaults, **fields}))
+
+
+def kept(picture: Picture) -> Picture:
+    """Return the picture as it comes back from a file."""
+    return msgspec.json.decode(msgspec.json.encode(picture), type=Picture)
+
+
+def test_a_saved_picture_replays_bit_for_bit() -> None:
+    odd = (asks("ams", 0.1 + 0.2), asks("sin", 1 / 3))
+    picture = a_picture(demand=odd)
+    assert kept(picture) == picture
+    here, there = (decide(one.cluster, one.liveness) for one in (picture, kept(picture)))
+    assert msgspec.json.encode(here) == msgspec.json.encode(there)
+    assert digest_of(here) == digest_of(there)
+    assert what_if(picture, []) == what_if(kept(picture), [])
+
+
+def test_without_a_change_the_answer_is_what_placement_is_about_to_do() -> None:
+    answer = what_if(a_picture(), [])
+    assert answer.digest == digest_of(decide(a_picture().cluster, LivenessLimits()))
+    assert answer.is_at_rest
+    assert {move.kind for move in answer.moves} <= {"start", "end"}
+    assert answer.then.replicas >= answer.now.replicas
+
+
+def test_a_pop_lost_is_served_from_elsewhere_and_its_users_go_to_the_nearest() -> None:
+    answer = what_if(a_picture(), [LosePop(pop=AMS)])
+    assert any(move.kind == "start" and move.pop != AMS for move in answer.moves)
+    before = {city.pop: city for city in answer.now.cities}
+    after = {city.pop: city for city in answer.then.cities}
+    assert AMS not in after
+    asked = sum(city.requests_per_s for city in after.values())
+    assert asked == pytest.approx(sum(city.requests_per_s for city in before.values()))
+    assert all(city.ttft_p90_ms is not None for city in after.values())
+    assert AMS not in {pop.pop for pop in answer.then.pops}
+
+
+def test_more_demand_than_the_fleet_holds_is_told_and_nodes_would_help() -> None:
+    picture = a_picture(nodes=NODES[:1], deployments=(a_deployment(replicas_max=50),))
+    flood = ScaleDemand(factor=100, pop=AMS)
+    alone = what_if(picture, [flood])
+    (ams,) = [city for city in alone.then.cities if city.pop == AMS]
+    assert ams.ttft_p90_ms is None
+    assert ams.unserved_per_s > 0
+    more = AddNodes(pop=AMS, device_class="cpu", memory_bytes=8 * GIB, nodes=3, devices=2)
+    helped = what_if(picture, [flood, more])
+    (with_nodes,) = [city for city in helped.then.cities if city.pop == AMS]
+    assert with_nodes.unserved_per_s < ams.unserved_per_s
+    assert {move.node_id for move in helped.moves} & {"new-ams-1", "new-ams-2", "new-ams-3"}
+
+
+def test_a_new_model_is_seated_and_priced() -> None:
+    change = AddDeployment(
+        model=a_model("m2"),
+        deployment=a_deployment("e", "m2"),
+        demand_like=DeploymentId("d"),
+        demand_factor=0.5,
+    )
+    answer = what_if(a_picture(), [change], {"cpu": 2.0})
+    assert "e" in {move.deployment_id for move in answer.moves}
+    (cpu,) = answer.then.devices
+    assert cpu.cost_per_hour == 2.0 * cpu.used
+    assert set(answer.then.assumed_rates) == {"d", "e"}
+
+
+def test_a_lost_node_takes_its_replicas_with_it() -> None:
+    cluster = changed(a_picture().cluster, LoseNode(node_id=NodeId("ams-1")))
+    assert cluster.placements == ()
+    assert NodeId("ams-1") not in {node.node_id for node in cluster.nodes}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (LosePop(pop=PopId("xyz")), "no such PoP"),
+        (LoseNode(node_id=NodeId("nowhere")), "no such node"),
+        (ScaleDemand(factor=2, deployment_id=DeploymentId("x")), "no such deployment"),
+        (ScaleDemand(factor=2, pop=PopId("xyz")), "no such PoP"),
+        (AddDeployment(model=a_model(), deployment=a_deployment()), "of that name"),
+        (AddDeployment(model=a_model("m2"), deployment=a_deployment("e")), "the model given is m2"),
+        (
+            AddDeployment(
+                model=a_model(), deployment=a_deployment("e"), demand_like=DeploymentId("x")
+            ),
+            "nobody asks",
+        ),
+    ],
+)
+def test_what_the_picture_does_not_hold_is_refused_in_words(change: Change, words: str) -> None:
+    with pytest.raises(CannotChange, match=f"cannot .*{words}"):
+        what_if(a_picture(), [change])
+
+
+def test_users_near_and_with_room_are_answered_sooner() -> None:
+    def ttft(*placements: Any, requests: float = 1.0) -> float:
+        cluster = a_cluster(nodes=NODES, placements=placements, demand=(asks("ams", requests),))
+        (city,) = predict(cluster).cities
+        assert city.ttft_p90_ms is not None
+        return city.ttft_p90_ms
+
+    near, far = a_placement("a", "ams-1"), a_placement("b", "sin-1")
+    assert ttft(near) < ttft(far)
+    assert ttft(near) < ttft(near, requests=4.0)
+    assert ttft(near, a_placement("c", "ams-2"), requests=4.0) < ttft(near, requests=4.0)
+    assert ttft(near, far) == ttft(near)
+
+
+CHANGES = st.one_of(
+    st.builds(LosePop, pop=st.sampled_from([AMS, SIN, IAD])),
+    st.builds(
+        ScaleDemand,
+        factor=st.floats(0, 50),
+        pop=st.sampled_from([None, AMS, SIN]),
+    ),
+    st.builds(
+        AddNodes,
+        pop=st.sampled_from([AMS, IAD]),
+        device_class=st.just("cpu"),
+        memory_bytes=st.just(8 * GIB),
+        nodes=st.integers(1, 3),
+    ),
+)
+
+
+@settings(max_examples=12, deadline=None)
+@given(changes=st.lists(CHANGES, max_size=3))
+def test_whatever_is_changed_the_same_follows_twice_and_demand_is_neither_lost_nor_made(
+    changes: list[Change],
+) -> None:
+    picture = a_picture()
+
+    def asked(cluster: ClusterState) -> float:
+        return sum(row.requests_per_s for row in cluster.demand)
+
+    cluster = picture.cluster
+    for change in changes:
+        before, cluster = asked(cluster), changed(cluster, change)
+        if not isinstance(change, ScaleDemand):
+            assert asked(cluster) == pytest.approx(before)
+    once, twice = what_if(picture, changes), what_if(kept(picture), changes)
+    assert msgspec.json.encode(once) == msgspec.json.encode(twice)
+    predicted = sum(city.requests_per_s for city in once.then.cities)
+    assert predicted == pytest.approx(asked(cluster), abs=1e-4)

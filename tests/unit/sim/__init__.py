@@ -1,0 +1,1 @@
+"""Tests of the simulator: it must be right before what it says counts."""

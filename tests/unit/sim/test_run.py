@@ -1,0 +1,66 @@
+"""Whole runs over the small extract: deterministic, complete, and the oracle earns its name."""
+
+from pathlib import Path
+
+import pytest
+
+from ops.sim import data, traces
+from ops.sim.cases import CASES, speed_for, world_of
+from ops.sim.data import EXTRACT, NoData
+from ops.sim.measure import Figures, figures_of
+from ops.sim.run import NAMES, simulate
+
+MOONCAKE = CASES[0]
+REQUESTS = traces.mooncake(EXTRACT / MOONCAKE.path, 250)
+WORLD = world_of(MOONCAKE, EXTRACT)
+SPEED = speed_for(0.7, WORLD, REQUESTS, MOONCAKE.cached_share)
+
+
+def figures(policy: str, age_s: float = 1.0) -> Figures:
+    return figures_of(policy, simulate(WORLD, REQUESTS, SPEED, age_s, policy))
+
+
+def test_the_trace_is_read_as_it_is() -> None:
+    assert len(REQUESTS) == 250
+    assert [request.at_s for request in REQUESTS] == sorted(request.at_s for request in REQUESTS)
+    first = REQUESTS[0]
+    assert (first.prompt_tokens, first.output_tokens, len(first.blocks)) == (6758, 500, 13)
+    sessions = {request.session for request in REQUESTS}
+    assert 0.5 * len(REQUESTS) < len(sessions) < len(REQUESTS)
+
+
+def test_round_trips_are_the_measured_ones() -> None:
+    at = {pop: n for n, pop in enumerate(WORLD.pops)}
+    assert 60 < WORLD.rtt_ms[at["iad"]][at["sjc"]] < 75
+    assert WORLD.rtt_ms[at["ams"]][at["fra"]] < 15
+    assert WORLD.rtt_ms[at["lhr"]][at["syd"]] > 200
+    assert all(WORLD.rtt_ms[n][n] < 1 for n in range(len(WORLD.pops)))
+
+
+@pytest.mark.parametrize("policy", [*NAMES, "oracle 0"])
+def test_every_request_ends_once(policy: str) -> None:
+    outcome = simulate(WORLD, REQUESTS, SPEED, 1.0, policy)
+    assert sorted(one.number for one in outcome.served) == list(range(250))
+    for one in outcome.served:
+        assert one.ttft_s > 0
+        assert 0 <= one.cached_tokens < one.prompt_tokens
+
+
+def test_the_same_run_gives_the_same_outcome() -> None:
+    assert simulate(WORLD, REQUESTS, SPEED, 1.0, "ours") == simulate(
+        WORLD, REQUESTS, SPEED, 1.0, "ours"
+    )
+
+
+def test_ours_is_near_the_oracle_and_ahead_of_the_field() -> None:
+    oracle, ours = figures("oracle 0.5"), figures("ours")
+    assert ours.p90_ms < 1.25 * oracle.p90_ms
+    for policy in ("random", "least requests", "least tokens, near", "cache aware"):
+        assert ours.p90_ms < figures(policy).p90_ms
+
+
+def test_without_data_it_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ISOCHRONE_DATA", str(tmp_path))
+    with pytest.raises(NoData, match="ISOCHRONE_DATA"):
+        data.folder()
+    assert data.folder(str(EXTRACT)) == EXTRACT
