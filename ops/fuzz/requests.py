@@ -98,7 +98,7 @@ def _as_judged(data: bytes) -> bytes:
     """Take away what the wall lets through and the judge does not, on purpose: blank lines before a
     request (RFC 9112, 2.2) and several spaces in a request line. Heads are never passed on."""
     data = re.sub(rb"^[\r\n]+", b"", data)
-    return re.sub(rb"(?m)^([A-Z]+) +(\S+) +(HTTP/1\.[01]\r\n)", rb"\1 \2 \3", data)
+    return re.sub(rb"([A-Z]+) +(\S+) +(HTTP/1\.[01]\r\n)", rb"\1 \2 \3", data)
 
 
 def by_the_judge(data: bytes) -> list[tuple[bytes, bytes, bytes]]:
