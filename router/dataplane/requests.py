@@ -188,6 +188,9 @@ class RequestReader:
             for name in (b"content-length", b"transfer-encoding")
             if name in self._headers
         )
+        wishes = self._headers.get(b"connection", b"").lower().split(b",")
+        if b"close" in [wish.strip() for wish in wishes]:
+            framing += b"connection: close\r\n"
         self._parser = httptools.HttpRequestParser(self)
         self._ignores_head = True
         self._parser.feed_data(self._method + b" / HTTP/1.1\r\n" + framing + b"\r\n")

@@ -62,10 +62,10 @@ class Routers:
     async def _write(self, peer: Connected, message: Demand | Usage | RoundTrips) -> None:
         """Store a message and acknowledge it; what the store can never hold is acknowledged too."""
         try:
-            # Usage is acknowledged, and so must be on disk; demand and round trips may lag.
-            acting = self._acting
-            pool = acting.pool if isinstance(message, Usage) else acting.intake
-            async with transaction(pool, timeout_s=INTAKE_TIMEOUT_S) as connection:
+            # What is acknowledged is forgotten by the router, and so must be on disk.
+            lasts = not isinstance(message, RoundTrips)
+            pool = self._acting.intake
+            async with transaction(pool, timeout_s=INTAKE_TIMEOUT_S, lasts=lasts) as connection:
                 answer = await _store(connection, peer, message)
         except UNAVAILABLE as error:
             # Not acknowledged, so it comes again; round trips are renewed anyway.

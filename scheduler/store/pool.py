@@ -96,10 +96,17 @@ async def using(pool: Pool, timeout_s: float = ACQUIRE_TIMEOUT_S) -> AsyncIterat
 
 @asynccontextmanager
 async def transaction(
-    pool: Pool, *, isolation: Any = "read_committed", timeout_s: float = ACQUIRE_TIMEOUT_S
+    pool: Pool,
+    *,
+    isolation: Any = "read_committed",
+    timeout_s: float = ACQUIRE_TIMEOUT_S,
+    lasts: bool = False,
 ) -> AsyncIterator[Connection]:
-    """Lend a connection inside a transaction."""
+    """Lend a connection inside a transaction; with `lasts`, its commit waits even in a pool that
+    lags."""
     async with using(pool, timeout_s) as connection, connection.transaction(isolation=isolation):
+        if lasts:
+            await connection.execute("SET LOCAL synchronous_commit = on")
         yield connection
 
 

@@ -228,6 +228,12 @@ async def test_a_wish_for_another_protocol_is_ignored(target: Target) -> None:
     wire.writer.close()
 
 
+async def test_a_wish_for_another_protocol_does_not_hide_one_to_close(target: Target) -> None:
+    wishes = b"Connection: close\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n"
+    answered = await target.say(a_request(wishes) + a_request())
+    assert answered.count(b"HTTP/1.1 200 ") == 1
+
+
 async def test_a_half_closed_client_is_gone(target: Target) -> None:
     target.node.ttft_s = 30
     wire = await target.connect()

@@ -24,7 +24,7 @@ from scheduler.store.identities import (
 )
 from scheduler.store.lease import read_cluster_row, rise_above
 from scheduler.store.nodes import record_pulses
-from scheduler.store.pool import Pool, transaction, using
+from scheduler.store.pool import Pool, open_pool, transaction, using
 from tests.builders import GIB, a_certificate, a_device, a_replica_report, a_spec
 from tests.integration.scheduler.test_store import begun, planned, reported
 
@@ -237,3 +237,15 @@ async def test_a_standby_knows_when_it_may_act(pool: Pool) -> None:
         )
     assert not (await HoldLease(standby).run_once()).acting
     assert 0.5 < standby.next_acting_at <= 2.0, "it has missed a renewal: come back here then"
+
+
+async def test_what_is_acknowledged_waits_for_the_disk_even_where_the_rest_does_not(
+    database_dsn: str,
+) -> None:
+    lagging = await open_pool(database_dsn, size_max=1, lags=True)
+    seen = []
+    for lasts in (False, True, False):
+        async with transaction(lagging, lasts=lasts) as connection:
+            seen.append(await connection.fetchval("SHOW synchronous_commit"))
+    await lagging.close()
+    assert seen == ["off", "on", "off"]
