@@ -223,7 +223,8 @@ class Corridor:
             asked.key.tenant_id,
             journey.prompt_tokens_estimate + asked.output_tokens_max,
             self._clock() + self._config.queue_timeout_s,
-            is_patient=not asked.reject_if_busy,
+            # Half an answer is out: whoever would not have waited for it waits for its rest.
+            is_patient=not asked.reject_if_busy or journey.said_tokens > 0,
         )
 
     async def _wait_for_room(self, journey: Journey, place: Place, *, is_full: bool) -> None:
