@@ -189,11 +189,13 @@ class RequestReader:
             if name in self._headers
         )
         wishes = self._headers.get(b"connection", b"").lower().split(b",")
-        if b"close" in [wish.strip() for wish in wishes]:
-            framing += b"connection: close\r\n"
+        for wish in (b"close", b"keep-alive"):
+            if wish in [one.strip() for one in wishes]:
+                framing += b"connection: " + wish + b"\r\n"
+        version = b"1.0" if self._is_http10 else b"1.1"
         self._parser = httptools.HttpRequestParser(self)
         self._ignores_head = True
-        self._parser.feed_data(self._method + b" / HTTP/1.1\r\n" + framing + b"\r\n")
+        self._parser.feed_data(self._method + b" / HTTP/" + version + b"\r\n" + framing + b"\r\n")
         self._ignores_head = False
         if rest:
             self._parse(rest)

@@ -232,6 +232,9 @@ async def test_a_wish_for_another_protocol_does_not_hide_one_to_close(target: Ta
     wishes = b"Connection: close\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n"
     answered = await target.say(a_request(wishes) + a_request())
     assert answered.count(b"HTTP/1.1 200 ") == 1
+    old = a_request(b"Connection: Upgrade\r\nUpgrade: h2c\r\n", line=b"POST " + PATH + b" HTTP/1.0")
+    answered = await target.say(old + a_request())
+    assert answered.count(b" 200 OK\r\n") == 1
 
 
 async def test_a_half_closed_client_is_gone(target: Target) -> None:
