@@ -120,7 +120,9 @@ class Fleet:
     def _look_around(self, deployment_id: DeploymentId, board: Board, now_s: float) -> None:
         """Refresh some replicas nothing happened to: what is known of them ages too."""
         looked_s, at = self._looked_at.get(deployment_id, (now_s, 0))
-        due = min(LOOKED_AT_MAX, 1 + int((now_s - looked_s) * len(board) / LOOK_AROUND_S))
+        due = min(LOOKED_AT_MAX, int((now_s - looked_s) * len(board) / LOOK_AROUND_S))
+        if not due and deployment_id in self._looked_at:
+            return
         for slot in range(at, at + min(due, len(board))):
             route = board.routes[slot % len(board)]
             if route is not None:
