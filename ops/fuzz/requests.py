@@ -104,7 +104,7 @@ def _as_judged(data: bytes) -> bytes:
 def by_the_judge(data: bytes) -> list[tuple[bytes, bytes, bytes]]:
     """Return (method, target, body) of each request as h11 reads them, until it refuses."""
     judge = h11.Connection(h11.SERVER, max_incomplete_event_size=64 * 1024)
-    judge.receive_data(_as_judged(data))
+    judge.receive_data(data)
     judged: list[tuple[bytes, bytes, bytes]] = []
     try:
         while True:
@@ -128,8 +128,15 @@ def by_the_judge(data: bytes) -> list[tuple[bytes, bytes, bytes]]:
 
 
 def disagreement(data: bytes, passed: list[Request]) -> str:
-    """Say where what was let through is not what the judge read; empty where it is."""
-    judged = by_the_judge(data)
+    """Say where what was let through is not what the judge read; empty where it is.
+
+    What only looks like a request line, within a body, must not be taken for one: either reading
+    of the judge will do.
+    """
+    return _differs(by_the_judge(data), passed) and _differs(by_the_judge(_as_judged(data)), passed)
+
+
+def _differs(judged: list[tuple[bytes, bytes, bytes]], passed: list[Request]) -> str:
     for number, request in enumerate(passed):
         if number >= len(judged):
             return f"request {number} was let through, the judge refuses it"
