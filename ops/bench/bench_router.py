@@ -103,7 +103,9 @@ async def main(stopping: asyncio.Event) -> int:
     """Serve until told to stop."""
     port, backend_port, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     routes = int(sys.argv[4]) if len(sys.argv) > 4 else 1
-    config = RouterConfig(state_folder=folder / "state", port=port)
+    config = RouterConfig(
+        state_folder=folder / "state", port=port, connections_per_address_max=20_000
+    )
     async with open_house(config, identity(folder)) as house:
         house.fleet.adopt(table(backend_port, routes))
         print(KEY, flush=True)
