@@ -31,6 +31,7 @@ from isochrone.wire.usage import UsageAck
 from router.apis.doors import Doors, open_cold
 from router.apis.openai.cold import cold_app
 from router.apis.openai.hot import OpenAiSurface
+from router.apis.workers_ai.hot import WorkersAiSurface
 from router.config import RouterConfig
 from router.dataplane.deadlines import Deadlines
 from router.dataplane.server import Server
@@ -237,13 +238,13 @@ class Parts:
             unix_clock=time.time,
             new_id=RequestIds(boot_id),
         )
-        doors = Doors(surface, self.upstream)
+        doors = Doors(surface, WorkersAiSurface(surface, self.corridor), self.upstream)
         server = Server(
             limits=limits_of(self.config),
             write_timeout_s=self.config.write_timeout_s,
             gate=doors.gate,
             handler=doors.answer,
-            encode_error=surface.encode_error,
+            encode_error=doors.encode_error,
             deadlines=self.deadlines,
             clock=time.monotonic,
             unix_clock=time.time,

@@ -104,7 +104,7 @@ def _as_judged(data: bytes) -> bytes:
 def by_the_judge(data: bytes) -> list[tuple[bytes, bytes, bytes]]:
     """Return (method, target, body) of each request as h11 reads them, until it refuses."""
     judge = h11.Connection(h11.SERVER, max_incomplete_event_size=64 * 1024)
-    judge.receive_data(data)
+    judge.receive_data(data.lstrip(b"\r\n"))
     judged: list[tuple[bytes, bytes, bytes]] = []
     try:
         while True:

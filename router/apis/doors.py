@@ -17,6 +17,7 @@ from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.ids import NodeId
 from isochrone.wire.routes import KeyEntry
 from router.apis.openai.hot import OpenAiSurface
+from router.apis.workers_ai.hot import WorkersAiSurface
 from router.dataplane import http1
 from router.dataplane.answer import Answer
 from router.dataplane.exchange import AttemptFailed
@@ -37,22 +38,33 @@ _OURS: Final = frozenset(
 class Doors:
     """What the listener hands each request to."""
 
-    def __init__(self, surface: OpenAiSurface, upstream: Upstream) -> None:
-        """Answer hot routes by `surface`."""
-        self._surface = surface
+    def __init__(
+        self, openai: OpenAiSurface, workers_ai: WorkersAiSurface, upstream: Upstream
+    ) -> None:
+        """Answer hot routes by their surface."""
+        self._openai = openai
+        self._workers_ai = workers_ai
         self._upstream = upstream
 
     def gate(self, method: bytes, target: bytes, headers: Mapping[bytes, bytes]) -> KeyEntry | None:
         """Let a head in before its body is read, or raise ApiError."""
         path, _ = http1.split_target(target)
-        if method == b"POST" and self._surface.takes(path):
-            return self._surface.gate(headers)
+        if method == b"POST" and (self._openai.takes(path) or self._workers_ai.takes(path)):
+            return self._openai.gate(headers)
         return None
+
+    def encode_error(self, error: ApiError, path: str) -> Reply:
+        """Write what went wrong before a request was whole, in the shape of its surface."""
+        if self._workers_ai.takes(path):
+            return self._workers_ai.encode_error(error)
+        return self._openai.encode_error(error)
 
     async def answer(self, request: http1.Request, client: ClientConnection) -> None:
         """Answer one request."""
-        if self._surface.takes(request.path):
-            await self._surface.answer(request, client)
+        if self._openai.takes(request.path):
+            await self._openai.answer(request, client)
+        elif self._workers_ai.takes(request.path):
+            await self._workers_ai.answer(request, client)
         else:
             client.reply(await self._ask_within(request))
 

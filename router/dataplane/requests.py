@@ -66,6 +66,11 @@ class RequestReader:
         """Whether a head is whole and its body is not."""
         return self._length is not None
 
+    @property
+    def path(self) -> str:
+        """The path of the request being read, as far as it came; empty between requests."""
+        return self._target.partition(b"?")[0].decode("latin-1")
+
     def feed(self, data: bytes) -> None:
         """Read what came, or raise ApiError saying what is wrong with it."""
         is_in_head, whole = self._length is None, self._whole

@@ -40,7 +40,8 @@ class Source(Protocol):
 
 
 Handler = Callable[[Request, "ClientConnection"], Awaitable[None]]
-EncodeError = Callable[[ApiError], Reply]
+EncodeError = Callable[[ApiError, str], Reply]
+"""An error, and the path of the request as far as it is known."""
 
 
 class Server:
@@ -368,7 +369,9 @@ class ClientConnection(asyncio.Protocol):
             # Half an answer is out: only a cut tells the client that it is not whole.
             self.abort()
         else:
-            self.reply(self._server.encode_error(error))
+            self.reply(
+                self._server.encode_error(error, self._request.path if self._request else "")
+            )
 
     def _refuse(self, error: ApiError) -> None:
         """Answer what never became a request, after those before it, and close.
@@ -378,7 +381,7 @@ class ClientConnection(asyncio.Protocol):
         """
         self._bad = error
         if self._task is None and self._transport is not None:
-            self.reply(self._server.encode_error(error))
+            self.reply(self._server.encode_error(error, self._reader.path))
             if self._transport.can_write_eof():
                 self._transport.write_eof()
             self.due_s = self._server.clock() + LINGER_S

@@ -78,7 +78,7 @@ class OpenAiSurface:
         """Answer one request."""
         request_id = self.request_id(request.header(headers.REQUEST_ID))
         try:
-            await self._corridor.serve(self._asked(request, request_id), client)
+            await self._corridor.serve(self.asked(request, request_id), client)
         except ApiError as error:
             reply = self.encode_error(error)
             client.reply(reply._replace(headers={**reply.headers, headers.REQUEST_ID: request_id}))
@@ -103,7 +103,8 @@ class OpenAiSurface:
         """Return the client's request id where it is well formed, else a new one."""
         return RequestId(sent if sent and is_request_id(sent) else self._new_id())
 
-    def _asked(self, request: http1.Request, request_id: RequestId) -> Asked:
+    def asked(self, request: http1.Request, request_id: RequestId) -> Asked:
+        """Return what a request asks for, or raise ApiError saying what is wrong with it."""
         if request.method != b"POST":
             raise ApiError(
                 ErrorCode.METHOD_NOT_ALLOWED,

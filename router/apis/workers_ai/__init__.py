@@ -1,0 +1,1 @@
+"""The Workers AI surface: `/ai/run/{model}`, as Cloudflare documents it."""

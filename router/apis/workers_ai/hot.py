@@ -1,0 +1,110 @@
+"""`/ai/run/{model}`: translated on the way in and out, and the same corridor between."""
+
+import re
+from collections.abc import Mapping
+from typing import Final
+
+import msgspec
+
+from isochrone.wire import headers
+from isochrone.wire.errors import MEANINGS, ApiError, ErrorCode
+from router.apis.openai.hot import OpenAiSurface
+from router.apis.workers_ai.translate import (
+    ERROR_EVENT,
+    envelope,
+    error_envelope,
+    frame_of,
+    result_of,
+    to_openai,
+)
+from router.dataplane import http1, sse
+from router.dataplane.exchange import Exchange
+from router.dataplane.http1 import Reply
+from router.dataplane.server import ClientConnection
+from router.serve import Corridor
+
+_PATH: Final = re.compile(r"^(?:/client/v4/accounts/[^/]{1,64})?/ai/run/(.{1,128})$")
+
+
+class WorkersAiSurface:
+    """Answers the hot route of the Workers AI surface."""
+
+    def __init__(self, openai: OpenAiSurface, corridor: Corridor) -> None:
+        """Ask as the OpenAI surface would."""
+        self._openai = openai
+        self._corridor = corridor
+
+    def takes(self, path: str) -> bool:
+        """Say whether a path is this surface's."""
+        return _PATH.match(path) is not None
+
+    async def answer(self, request: http1.Request, client: ClientConnection) -> None:
+        """Answer one request."""
+        request_id = self._openai.request_id(request.header(headers.REQUEST_ID))
+        found = _PATH.match(request.path)
+        assert found is not None
+        try:
+            if request.method != b"POST":
+                raise ApiError(
+                    ErrorCode.METHOD_NOT_ALLOWED,
+                    f"cannot serve: /ai/run does not take {request.method.decode()}",
+                )
+            path, body = to_openai(request.body, found.group(1))
+            asked = self._openai.asked(request._replace(path=path, body=body), request_id)
+            asked = msgspec.structs.replace(asked, error_event=_error_event)
+            await self._corridor.serve(asked, Translator(client))
+        except ApiError as error:
+            reply = self.encode_error(error)
+            client.reply(reply._replace(headers={**reply.headers, headers.REQUEST_ID: request_id}))
+
+    def encode_error(self, error: ApiError) -> Reply:
+        """Count an error and write it in this surface's shape."""
+        plain = self._openai.encode_error(error)
+        return plain._replace(body=error_envelope(error.message, error.meaning.number))
+
+
+class Translator:
+    """The client's end of the corridor: what comes as OpenAI goes out as Workers AI."""
+
+    def __init__(self, client: ClientConnection) -> None:
+        self._client = client
+
+    def begin(self, status: int, content_type: str, extra: Mapping[str, str]) -> None:
+        """Send the head of a stream."""
+        self._client.begin(status, content_type, extra)
+
+    def send(self, data: bytes) -> None:
+        """Send whole frames, each translated."""
+        told = b"".join([frame_of(frame) for frame in sse.split(data)])
+        if told:
+            self._client.send(told)
+
+    def end(self) -> None:
+        """End the stream."""
+        self._client.end()
+
+    def reply(self, reply: Reply) -> None:
+        """Send a whole answer, or a replica's refusal of the request."""
+        if reply.status == 200:
+            self._client.reply(reply._replace(body=envelope(result_of(reply.body))))
+            return
+        error = msgspec.json.decode(reply.body)["error"]
+        code = error.get("code") if isinstance(error, dict) else None
+        known = {one.value: one for one in ErrorCode}
+        meaning = MEANINGS[known.get(str(code), ErrorCode.INVALID_REQUEST)]
+        message = str(error.get("message") if isinstance(error, dict) else error)[:400]
+        self._client.reply(reply._replace(body=error_envelope(message, meaning.number)))
+
+    def reads_from(self, source: Exchange | None) -> None:
+        """Tie the source of the stream."""
+        self._client.reads_from(source)
+
+    async def drained(self) -> None:
+        """Return when the client has read what was sent."""
+        await self._client.drained()
+
+
+def _error_event(error: ApiError) -> bytes:
+    """Write an error within a stream, in a frame that `frame_of` leaves as it is."""
+    body = error_envelope(error.message, error.meaning.number)
+    return ERROR_EVENT + b"data: " + body + b"\n\n"

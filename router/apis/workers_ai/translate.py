@@ -1,0 +1,141 @@
+"""Between Workers AI's bodies and OpenAI's, which the corridor and the engines speak. Pure.
+
+Field names and frames are those of Cloudflare's REST API reference, "Execute AI model".
+"""
+
+from typing import Annotated, Any, Final
+
+import msgspec
+from msgspec import Meta
+
+from isochrone.wire import codec
+from isochrone.wire.errors import ApiError, ErrorCode
+from router.dataplane import sse
+
+ERROR_EVENT: Final = b"event: error\n"
+CHAT_PATH: Final = "/v1/chat/completions"
+PLAIN_PATH: Final = "/v1/completions"
+EMBEDDINGS_PATH: Final = "/v1/embeddings"
+MAX_TOKENS_USUAL: Final = 256
+"""What Workers AI puts out where a request does not say."""
+
+_PASSED: Final = (
+    *("temperature", "top_p", "top_k", "seed", "repetition_penalty", "frequency_penalty"),
+    *("presence_penalty", "response_format", "tool_choice"),
+)
+
+
+class RunOptions(msgspec.Struct, frozen=True, rename="camel"):
+    """What is asked of the router, not of the model."""
+
+    reject_if_busy: bool = False
+
+
+class RunRequest(msgspec.Struct, frozen=True):
+    """What `/ai/run` takes: a prompt, messages, or texts to embed. The rest goes on as it is."""
+
+    prompt: Annotated[str, Meta(min_length=1)] | None = None
+    messages: list[msgspec.Raw] | None = None
+    text: str | Annotated[list[str], Meta(min_length=1, max_length=2048)] | None = None
+    stream: bool = False
+    raw: bool = False
+    max_tokens: Annotated[int, Meta(ge=1, le=10_000_000)] | None = None
+    tools: list[dict[str, Any]] | None = None
+    options: RunOptions | None = None
+
+
+_run: Final = msgspec.json.Decoder(RunRequest)
+_fields: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+def to_openai(body: bytes, model: str) -> tuple[str, bytes]:
+    """Return the OpenAI path and body that ask for the same, or raise ApiError 400."""
+    try:
+        run: RunRequest = codec.decode_json(body, _run, bytes_max=len(body))
+    except codec.MalformedFrame as error:
+        raise ApiError(ErrorCode.INVALID_REQUEST, str(error)[:400]) from None
+    given = [n for n in ("prompt", "messages", "text") if getattr(run, n) is not None]
+    if len(given) != 1:
+        told = " and ".join(given) or "none of them"
+        raise ApiError(
+            ErrorCode.INVALID_REQUEST,
+            f"cannot run {model}: give one of prompt, messages and text, not {told}",
+        )
+    if run.text is not None:
+        asked: dict[str, Any] = {"model": model, "input": run.text}
+        return EMBEDDINGS_PATH, msgspec.json.encode(asked)
+    sent = _fields.decode(body)
+    asked = {name: sent[name] for name in _PASSED if name in sent}
+    asked |= {"model": model, "max_tokens": run.max_tokens or MAX_TOKENS_USUAL}
+    if run.options is not None:
+        asked["options"] = run.options
+    if run.stream:
+        asked |= {"stream": True, "stream_options": {"include_usage": True}}
+    if run.tools:
+        asked["tools"] = [_tool(tool) for tool in run.tools]
+    if run.raw and run.prompt is not None:
+        return PLAIN_PATH, msgspec.json.encode({**asked, "prompt": run.prompt})
+    user = [{"role": "user", "content": run.prompt}]
+    return CHAT_PATH, msgspec.json.encode({**asked, "messages": run.messages or user})
+
+
+def result_of(body: bytes) -> dict[str, Any]:
+    """Return the `result` that a whole OpenAI answer amounts to."""
+    answer: dict[str, Any] = msgspec.json.decode(body)
+    if answer.get("object") == "list":
+        vectors = [one["embedding"] for one in answer["data"]]
+        return {"shape": [len(vectors), len(vectors[0]) if vectors else 0], "data": vectors}
+    choice = (answer.get("choices") or [{}])[0]
+    message = choice.get("message") or {}
+    text = message.get("content")
+    if text is None:
+        text = choice.get("text") or ""
+    result: dict[str, Any] = {"response": text}
+    if message.get("tool_calls"):
+        result["tool_calls"] = [_call(call["function"]) for call in message["tool_calls"]]
+    if answer.get("usage"):
+        result["usage"] = answer["usage"]
+    return result
+
+
+def frame_of(frame: bytes) -> bytes:
+    """Return what one OpenAI frame is on this surface; comments and `[DONE]` stay."""
+    data = sse.data_of(frame)
+    if not data or data == b"[DONE]" or frame.startswith(ERROR_EVENT):
+        return frame
+    chunk: dict[str, Any] = msgspec.json.decode(data)
+    choice = (chunk.get("choices") or [{}])[0]
+    delta = choice.get("delta") or {}
+    told: dict[str, Any] = {"response": delta.get("content") or choice.get("text") or ""}
+    if delta.get("tool_calls"):
+        told["tool_calls"] = delta["tool_calls"]
+    if choice.get("finish_reason"):
+        told["finish_reason"] = choice["finish_reason"]
+    if chunk.get("usage"):
+        told["usage"] = chunk["usage"]
+    return sse.data_frame(told) if told != {"response": ""} else b""
+
+
+def envelope(result: Any) -> bytes:
+    """Write a good answer."""
+    return msgspec.json.encode({"result": result, "success": True, "errors": [], "messages": []})
+
+
+def error_envelope(message: str, number: int) -> bytes:
+    """Write an error; `number` is what a program should look at."""
+    errors = [{"code": number, "message": f"AiError: {message}"}]
+    return msgspec.json.encode({"result": None, "success": False, "errors": errors, "messages": []})
+
+
+def _tool(tool: dict[str, Any]) -> dict[str, Any]:
+    """Return a tool in OpenAI's envelope; Workers AI takes it flat too."""
+    return tool if "function" in tool else {"type": "function", "function": tool}
+
+
+def _call(function: dict[str, Any]) -> dict[str, Any]:
+    """Return a call with its arguments as an object, as Workers AI gives them."""
+    try:
+        arguments = msgspec.json.decode(function.get("arguments") or "{}")
+    except msgspec.DecodeError:
+        arguments = function.get("arguments")
+    return {"name": function.get("name"), "arguments": arguments}

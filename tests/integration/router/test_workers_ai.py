@@ -1,0 +1,76 @@
+"""`/ai/run/{model}` through the router: its own envelope, frames and errors."""
+
+import json
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from tests.integration.router.fake_node import FakeNode
+from tests.integration.router.fleet_of import a_bench
+
+USER = [{"role": "user", "content": "hi"}]
+
+
+@pytest.mark.parametrize("prefix", ["", "/client/v4/accounts/acme"])
+async def test_a_whole_answer_comes_in_the_envelope(tmp_path: Path, prefix: str) -> None:
+    async with a_bench(tmp_path) as bench:
+        body = {"messages": USER, "max_tokens": 3}
+        async with bench.http.post(f"{bench.url}{prefix}/ai/run/tiny", json=body) as response:
+            answer = await response.json()
+            assert response.status == 200
+            assert response.headers["x-isochrone-node"] == "n1"
+        assert answer["success"] is True
+        assert answer["errors"] == []
+        assert answer["result"]["response"] == "t0 t1 t2"
+        assert answer["result"]["usage"]["prompt_tokens_details"] == {"cached_tokens": 3}
+
+
+async def test_a_stream_has_its_own_frames(tmp_path: Path) -> None:
+    async with a_bench(tmp_path) as bench:
+        body = {"prompt": "hi", "stream": True, "max_tokens": 3}
+        async with bench.http.post(f"{bench.url}/ai/run/tiny", json=body) as response:
+            text = await response.text()
+        frames = [line[6:] for line in text.split("\n\n") if line]
+        assert frames[-1] == "[DONE]"
+        told = [json.loads(frame) for frame in frames[:-1]]
+        assert "".join(frame["response"] for frame in told) == "t0 t1 t2 "
+        assert told[-1]["usage"]["completion_tokens"] == 3
+
+
+async def test_errors_have_its_numbers_and_shape(tmp_path: Path) -> None:
+    async with a_bench(tmp_path) as bench:
+        expected = {
+            ("tiny", b'{"prompt":'): (400, 5006),
+            ("none", b'{"prompt":"hi"}'): (404, 3042),
+            ("tiny", b'{"text":"hi"}'): (400, 5006),
+        }
+        for (model, body), (status, number) in expected.items():
+            async with bench.http.post(f"{bench.url}/ai/run/{model}", data=body) as response:
+                answer = await response.json()
+                assert (response.status, answer["errors"][0]["code"]) == (status, number)
+                assert answer["success"] is False
+        async with (
+            aiohttp.ClientSession() as http,
+            http.post(f"{bench.url}/ai/run/tiny", json={"prompt": "hi"}) as response,
+        ):
+            answer = await response.json()
+            assert (response.status, answer["errors"][0]["code"]) == (401, 10000)
+        bench.nodes[0].refuse = "busy"
+        busy = {"prompt": "hi", "options": {"rejectIfBusy": True}}
+        async with bench.http.post(f"{bench.url}/ai/run/tiny", json=busy) as response:
+            answer = await response.json()
+            assert (response.status, answer["errors"][0]["code"]) == (429, 3040)
+
+
+async def test_a_stream_that_breaks_ends_in_its_error(tmp_path: Path) -> None:
+    node = FakeNode()
+    node.cut_at = 2
+    async with a_bench(tmp_path, [node]) as bench:
+        body = {"prompt": "hi", "stream": True}
+        async with bench.http.post(f"{bench.url}/ai/run/tiny", json=body) as response:
+            text = await response.text()
+        last = text.strip().split("\n\n")[-1]
+        assert last.startswith("event: error\ndata: ")
+        assert json.loads(last.partition("data: ")[2])["errors"][0]["code"] == 10502
+        assert "[DONE]" not in text
