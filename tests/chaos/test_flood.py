@@ -30,7 +30,9 @@ QUEUE_DEPTH_MAX = 64
 TTFT_S = 0.6
 PROBES = 25
 PROBE_INTERVAL_S = 0.1
-RATIO_MAX = 1.5
+RATIO_MAX = 3.0
+"""Fair order shows 1.1 to 1.5 here, order of arrival 4.9 and most of them refused."""
+
 ROUNDS_MAX = 2
 """The flood, the nodes and the router share this machine: one hiccup of it is forgiven."""
 
@@ -106,7 +108,7 @@ def prepare(folder: Path, nodes: Sequence[FakeNode]) -> tuple[Path, int]:
     config.write_text(
         f'state_folder = "{state}"\nport = {port}\nschedulers = ["http://127.0.0.1:9"]\n'
         f'source_address = "127.0.0.1"\nqueue_depth_max = {QUEUE_DEPTH_MAX}\n'
-        "queue_timeout_s = 30\n"
+        "queue_timeout_s = 30\nprocesses = 1\n"
     )
     return config, port
 
