@@ -298,13 +298,14 @@ class Corridor:
         if head.status == 200 and not answer.is_stream:
             answer.usage, answer.body = read_answer(route.node_id, answer.body)
         self._fleet.health.answered(route.replica_id)
+        now_s = self._clock()
         if answer.is_stream:
             exchange.wait(self._config.stream_idle_timeout_s)
-            now_s = self._clock()
             self._fleet.first_token(ranked, 1000 * (now_s - journey.picked_at_s), reservation)
             if journey.first_token_at_s is None:
                 journey.first_token_at_s = now_s
-        reservation.first_token()
+        # Of a whole answer no first token was seen; its prompt is read at the latest now.
+        reservation.first_token(now_s - ranked.rtt_ms / 2000)
         return answer
 
     def _reply(

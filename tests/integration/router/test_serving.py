@@ -58,6 +58,15 @@ async def test_an_answer_says_where_it_came_from_and_why(tmp_path: Path) -> None
             assert response.headers["x-request-id"].startswith("req-")
 
 
+async def test_a_whole_answer_leaves_no_queue_behind(tmp_path: Path) -> None:
+    # The table says that this prompt takes seconds; the node answers at once.
+    async with a_bench(tmp_path, route={"prefill_tokens_per_s": 10.0}) as bench:
+        for _ in range(5):
+            async with bench.chat("word " * 20, max_tokens=1) as response:
+                assert response.status == 200
+                assert " queue=0ms " in response.headers["x-isochrone-why"]
+
+
 async def test_the_clients_own_bytes_go_on(tmp_path: Path) -> None:
     raw = b'{ "model":"tiny", "x": 1.50, "messages":[{"role":"user","content":"h\\u00e9"}] }'
     async with a_bench(tmp_path) as bench:
