@@ -145,7 +145,8 @@ class Fleet:
             f'name = "{name}"\nschedulers = {self.schedulers()}\nstate_folder = "{state}"\n'
             f"port = {self.ports[name]}\nprobe_interval_s = 0.5\ndemand_interval_s = 1.0\n"
             "stream_idle_timeout_s = 5.0\nusage_interval_s = 0.5\nusage_resend_s = 2.0\n"
-            "drain_timeout_s = 5.0\n"
+            # One, for seats and what is cached where are each process's own to know.
+            "drain_timeout_s = 5.0\nprocesses = 1\n"
         )
         write_atomic(self.folder / f"{name}.toml", text.encode())
         await self.processes.start(name, ("router", "--config", f"{self.folder}/{name}.toml"), env)
