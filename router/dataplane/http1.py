@@ -138,8 +138,3 @@ def request_head(method: str, path: str, host: str, sent: Mapping[str, str], len
         lines.append(f"\r\ncontent-length: {length}")
     lines.append("\r\n\r\n")
     return "".join(lines).encode("latin-1", "replace")
-
-
-def chunk(data: bytes) -> bytes:
-    """Write one chunk of a chunked body."""
-    return b"%x\r\n%b\r\n" % (len(data), data)

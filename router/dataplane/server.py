@@ -244,11 +244,6 @@ class ClientConnection(asyncio.Protocol):
 
     # The answer's side.
 
-    @property
-    def is_paused(self) -> bool:
-        """Whether the client reads slower than is written."""
-        return self._paused
-
     def begin(self, status: int, content_type: str, extra: Mapping[str, str]) -> None:
         """Send the head of an answer whose length is not known."""
         request = self._request
