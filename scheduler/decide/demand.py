@@ -4,6 +4,7 @@ Load is counted in replicas: the share of one replica's time that a city's token
 decode apart (uncached prompt tokens / prefill rate + output tokens / decode rate).
 """
 
+import math
 from collections.abc import Sequence
 from typing import Final
 
@@ -95,6 +96,9 @@ def _asked(row: DemandRate) -> DemandRate:
     if row.requests_per_s <= 0 or row.refused_per_s <= 0:
         return row
     ratio = 1 + row.refused_per_s / row.requests_per_s
+    if not math.isfinite(ratio):
+        # So little answered says nothing of what the refused would take.
+        return row
     return msgspec.structs.replace(
         row,
         requests_per_s=row.requests_per_s * ratio,
