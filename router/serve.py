@@ -26,7 +26,7 @@ from router.decide.health import RetryBudget
 from router.decide.limits import Entry, Gate, Limited
 from router.decide.pick import Ask, Ranking, rank
 from router.fleet import Fleet
-from router.journey import Asked, Journey
+from router.journey import STREAM_HEADERS, Asked, Journey
 from router.metrics import Metrics
 from router.record import Recorder
 from router.waiting import LOOK_AGAIN_S, Impatience, NoRoom, Place, Waiting
@@ -140,15 +140,18 @@ class Corridor:
         place = journey.place = self._place(journey)
         while True:
             ranking = self._rank(journey)
-            if not ranking.routes and journey.unfit and not (refused or ranking.full):
-                raise ApiError(ErrorCode.UPSTREAM, "cannot go on: no other replica resumes a text")
-            if not ranking.routes and failed and not (refused or ranking.full):
-                # Everyone failed once: perhaps it was no more than that.
-                failed.clear()
-                await asyncio.sleep(RETRY_PAUSE_S)
-                continue
-            is_turn = not self.waiting.must_wait(place)
-            if not ranking.routes or not is_turn or len(refused) >= REFUSALS_MAX:
+            if not (ranking.routes or refused or ranking.full):
+                if journey.unfit:
+                    raise ApiError(
+                        ErrorCode.UPSTREAM, "cannot go on: no other replica resumes a text"
+                    )
+                if failed:
+                    # Everyone failed once: perhaps it was no more than that.
+                    failed.clear()
+                    await asyncio.sleep(RETRY_PAUSE_S)
+                    continue
+            must_wait = self.waiting.must_wait(place) or len(refused) >= REFUSALS_MAX
+            if must_wait or not ranking.routes:
                 await self._wait_for_room(journey, place, is_full=bool(refused))
                 refused.clear()
                 if self._clock() - failed_at_s > LOOK_AGAIN_S:
@@ -201,7 +204,7 @@ class Corridor:
             seat=self._fleet.seat(asked.session),
             held=self._fleet.held(asked.deployment.deployment_id, asked.prefix_keys),
         )
-        excluded = frozenset(journey.failed | journey.refused | journey.unfit)
+        excluded = journey.failed | journey.refused | journey.unfit
         view = self._fleet.view(asked.deployment.deployment_id)
         # The deployment as the table has it now: a step of a rollout counts for those who wait too.
         entry = self._fleet.deployment(asked.deployment.name) or asked.deployment
@@ -343,7 +346,8 @@ class Corridor:
         assert frames is not None and ranked is not None
         self._metrics.open_streams.inc()
         try:
-            client.begin(200, "text/event-stream; charset=utf-8", journey.stream_headers(allowance))
+            extra = journey.headers(allowance) | STREAM_HEADERS
+            client.begin(200, "text/event-stream; charset=utf-8", extra)
             await self._flow(journey, answer, client)
             journey.outcome = Outcome.COMPLETE
         except AttemptFailed as error:

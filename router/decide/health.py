@@ -114,6 +114,8 @@ class Health:
 
     def ejected_until(self, now_s: float) -> Mapping[ReplicaId, float]:
         """Return who is ejected or on trial now, and until when."""
+        if not self._until_s:
+            return {}
         return {
             replica_id: until_s for replica_id, until_s in self._until_s.items() if until_s > now_s
         }

@@ -7,7 +7,7 @@ All three are corrected by what was observed of each replica (latency.py), and k
 counted the more than once, the more requests find a queue: whoever comes next waits for it too.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from math import inf
 from typing import Final, NamedTuple
 
@@ -88,8 +88,7 @@ class Routes(Sequence[Ranked]):
 
     def __getitem__(self, at: int) -> Ranked:  # type: ignore[override]
         if at == 0 and self._first >= 0:
-            ranked = self._ranked(self._first, self._reason)
-            return ranked._replace(queue_tokens_max=self._queue_tokens_max(ranked))
+            return self._ranked(self._first, self._reason, is_first=True)
         slot = self._slots()[at]
         return self._ranked(slot, "nearest-warm" if slot in self._picture.home else "soonest-warm")
 
@@ -101,34 +100,35 @@ class Routes(Sequence[Ranked]):
             self._order = [self._first, *rest] if self._first >= 0 else rest
         return self._order
 
-    def _queue_tokens_max(self, ranked: Ranked) -> int:
+    def _queue_tokens_max(self, rtt_ms: float, queue_ms: float, prefill_ms: float) -> int:
         """Return how much may wait there before asking elsewhere is worth another round trip."""
         picture, costs, first = self._picture, self._costs, self._first
         others = min(min(costs[:first], default=inf), min(costs[first + 1 :], default=inf))
         if others == inf:
             return 0
         better_by_ms = max(0.0, others - costs[first])
-        most_ms = ranked.queue_ms + better_by_ms + ranked.rtt_ms + SURPRISE_MS
-        most_ms += SURPRISE_RATIO * ranked.prefill_ms
+        most_ms = queue_ms + better_by_ms + rtt_ms + SURPRISE_MS + SURPRISE_RATIO * prefill_ms
         return max(1, round(most_ms / picture.ms_per_token[first]))
 
-    def _ranked(self, slot: int, reason: str) -> Ranked:
+    def _ranked(self, slot: int, reason: str, *, is_first: bool = False) -> Ranked:
         picture, ask = self._picture, self._ask
         route = picture.routes[slot]
         assert route is not None, f"slot {slot} is ranked without a replica"
         cached = _cached_tokens(picture, ask, slot)
         work = stretched(ask.prompt_tokens, cached, picture.stretch_per_token)
-        rtt_ms = picture.rtt_ms[slot]
+        rtt_ms, base_ms = picture.rtt_ms[slot], picture.base_ms[slot]
+        queue_ms = max(picture.until_ms[slot] - picture.now_ms, picture.least_ms[slot]) - base_ms
+        prefill_ms = work * picture.ms_per_token[slot]
         return Ranked(
-            route=route,
-            reason=reason,
-            rtt_ms=rtt_ms,
-            queue_ms=max(picture.until_ms[slot] - picture.now_ms, picture.least_ms[slot])
-            - picture.base_ms[slot],
-            prefill_ms=work * picture.ms_per_token[slot],
-            uncached_tokens=ask.prompt_tokens - cached,
-            cached_tokens=cached,
-            overhead_ms=picture.base_ms[slot] - rtt_ms,
+            route,
+            reason,
+            rtt_ms,
+            queue_ms,
+            prefill_ms,
+            ask.prompt_tokens - cached,
+            cached,
+            base_ms - rtt_ms,
+            self._queue_tokens_max(rtt_ms, queue_ms, prefill_ms) if is_first else 0,
         )
 
 
@@ -139,11 +139,12 @@ class Ranking(NamedTuple):
     full: int
 
 
-def rank(picture: Picture, ask: Ask, excluded: frozenset[ReplicaId] = frozenset()) -> Ranking:
+def rank(picture: Picture, ask: Ask, excluded: Set[ReplicaId] = frozenset()) -> Ranking:
     """Rank the replicas that have room, best first; `excluded` are those that failed already."""
     costs = _costs(picture, ask)
     full = costs.count(inf) - (len(costs) - len(picture.slots))
-    full -= _leave_out(picture, excluded, costs)
+    if excluded or picture.ejected_until:
+        full -= _leave_out(picture, excluded, costs)
     if picture.starting:
         _spare_starting(picture, ask, costs)
     best_ms = min(costs, default=inf)
@@ -181,7 +182,7 @@ def _costs(picture: Picture, ask: Ask) -> list[float]:
     return costs
 
 
-def _leave_out(picture: Picture, excluded: frozenset[ReplicaId], costs: list[float]) -> int:
+def _leave_out(picture: Picture, excluded: Set[ReplicaId], costs: list[float]) -> int:
     """Take out who failed or is ejected; return how many of them were full besides."""
     alone, last = excluded, frozenset[ReplicaId]()
     if picture.ejected_until:
