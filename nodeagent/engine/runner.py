@@ -30,7 +30,8 @@ class Runner:
         self._model = model
         self._device = device
         self._dtype = dtype
-        shape = model.shape
+        shape = self.shape = model.shape
+        self.blocks = blocks
         self._window_tokens = shape.window_tokens
         self._kv = [
             LayerKV(blocks, BLOCK_TOKENS, shape.kv_heads, shape.head_dim, device, dtype)

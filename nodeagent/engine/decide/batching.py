@@ -202,15 +202,19 @@ class Batching:
         # Neighbours of like length share one call of attention.
         return sorted(decodes, key=_context), verifies
 
-    def _room_for_drafts(self, sequence: Sequence) -> tuple[int, ...]:
-        """Take blocks for the sequence's drafts where many are free; return the drafts that fit."""
-        drafts, sequence.drafts = sequence.drafts, ()
-        length = len(sequence.tokens) + len(drafts)
+    def make_room(self, sequence: Sequence, drafts: int) -> int:
+        """Take blocks for drafts where many are free; return how many of them fit."""
+        length = len(sequence.tokens) + drafts
         missing = -(-length // BLOCK_TOKENS) - len(sequence.blocks)
         if missing > 0 and self.blocks.free > missing + len(self.running):
             sequence.blocks.extend(self.blocks.take((), missing) or ())
         room = len(sequence.blocks) * BLOCK_TOKENS - len(sequence.tokens)
-        return drafts[: max(room, 0)]
+        return min(drafts, max(room, 0))
+
+    def _room_for_drafts(self, sequence: Sequence) -> tuple[int, ...]:
+        """Return the sequence's drafts that fit."""
+        drafts, sequence.drafts = sequence.drafts, ()
+        return drafts[: self.make_room(sequence, len(drafts))]
 
     def _grow(self, sequence: Sequence) -> bool:
         """Make room for one more token; False where `sequence` itself had to give way."""
