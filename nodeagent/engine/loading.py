@@ -22,7 +22,7 @@ from nodeagent.engine.models.families import build, survey
 from nodeagent.engine.models.shape import CheckpointError, ModelShape
 from nodeagent.engine.runner import Runner
 from nodeagent.engine.speculate.ahead import Ahead
-from nodeagent.engine.speculate.opening import DraftModel, open_draft
+from nodeagent.engine.speculate.opening import DraftModel, Head, open_draft
 from nodeagent.engine.speculate.speculation import Speculation
 from nodeagent.engine.step import Engine
 from nodeagent.engine.template import ChatTemplate
@@ -58,8 +58,8 @@ def load(config: EngineConfig) -> Loaded:
     source, vocabulary = open_checkpoint(Path(config.model_path))
     draft = None
     try:
-        draft = open_draft(config, vocabulary)
         shape = source.shape
+        draft = open_draft(config, shape, vocabulary)
         context = min(config.context_tokens_max, shape.context_tokens)
         weights_bytes = shape.parameters() * dtype.itemsize
         if draft is not None:
@@ -76,7 +76,7 @@ def load(config: EngineConfig) -> Loaded:
         log.info("matrices", extra={"fields": {"kept": keeping, "because": why}})
         model = build(shape, source, config.device, dtype, context, keeping)
         runner = Runner(model, blocks, config.device, dtype)
-        ahead = draft.load(config, runner, dtype, keeping) if draft is not None else None
+        ahead = draft.load(config, runner, model, keeping) if draft is not None else None
     finally:
         source.close()
         if draft is not None:
@@ -125,7 +125,7 @@ def _speculation(config: EngineConfig, ahead: Ahead | None) -> Speculation | Non
 
 
 def _kv_blocks(
-    config: EngineConfig, shape: ModelShape, dtype: torch.dtype, draft: DraftModel | None
+    config: EngineConfig, shape: ModelShape, dtype: torch.dtype, draft: DraftModel | Head | None
 ) -> int:
     token_bytes = shape.kv_bytes_per_token(dtype)
     if draft is not None:
