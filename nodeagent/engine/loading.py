@@ -114,7 +114,7 @@ def _engine(
 ) -> Engine:
     mover = open_tiers(config, runner, shape, dtype)
     if mover is not None:
-        batching.below = mover.host
+        batching.below, batching.trade = mover.host, mover.trade
     return Engine(runner, batching, mover, _speculation(config, ahead))
 
 

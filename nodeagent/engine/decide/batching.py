@@ -9,7 +9,8 @@ by it everyone in the end.
 Rule 3: where no more can run, a request of higher priority takes the place of one of lower.
 Rule 4: a request whose deadline passes before its first token is given up.
 Rule 5: a prompt's blocks are taken whole when it is admitted; afterwards only outputs grow.
-Rule 6: drafts run only where nobody pays for them: no prompt waits, and blocks are to spare.
+Rule 6: what lies below the device is brought back where that is faster than computing it (`trade`).
+Rule 7: drafts run only where nobody pays for them: no prompt waits, and blocks are to spare.
 """
 
 from bisect import insort
@@ -20,6 +21,7 @@ from itertools import takewhile
 from nodeagent.engine.decide.blocks import Blocks
 from nodeagent.engine.decide.pace import Pace
 from nodeagent.engine.decide.sequence import BLOCK_TOKENS, Sequence
+from nodeagent.engine.decide.trade import Trade
 from nodeagent.engine.decide.turns import Turns
 
 
@@ -105,9 +107,14 @@ class Batching:
     blocks: Blocks
     pace: Pace = field(default_factory=lambda: Pace(float("inf")))
     turns: Turns = field(default_factory=Turns)
+    trade: Trade = field(default_factory=Trade)
     waiting: list[Sequence] = field(default_factory=list)
     running: list[Sequence] = field(default_factory=list)
     preemptions: int = 0
+    kept_tokens: int = 0
+    """Tokens of those who gave way that were still there, or brought back, when they ran on."""
+    lost_tokens: int = 0
+    """Those that had to be computed again."""
     below: Container[bytes] = frozenset()
     """The digests that the tiers below the device hold."""
     _restores: dict[int, bytes] = field(default_factory=dict)
@@ -275,6 +282,8 @@ class Batching:
         chain = sequence.chain((len(sequence.tokens) - 1) // BLOCK_TOKENS)
         remembered = self.blocks.match(chain)
         below = list(takewhile(self.below.__contains__, chain[len(remembered) :]))
+        if below and not self.trade.pays(self.pace.prompt_token_s):
+            below = []
         taken = self.blocks.take(remembered, sequence.blocks_needed() - len(remembered))
         if taken is None:
             return False
@@ -282,7 +291,10 @@ class Batching:
         self._restores |= zip(taken[len(remembered) :], below, strict=False)
         sequence.computed = (len(remembered) + len(below)) * BLOCK_TOKENS
         sequence.published = len(remembered)
-        if not sequence.admitted:
+        if sequence.admitted:
+            self.kept_tokens += sequence.computed
+            self.lost_tokens += len(sequence.tokens) - sequence.computed
+        else:
             sequence.admitted = True
             sequence.cached_tokens = sequence.computed
         return True
