@@ -15,6 +15,9 @@ from nodeagent.engine.layers.norm import rms_norm
 from nodeagent.engine.layers.rope import Rope, inverse_frequencies, rotate_
 from nodeagent.engine.models.shape import ModelShape
 from nodeagent.engine.models.weights import Weights, WeightSource
+from nodeagent.engine.parallel.ranks import ALONE, Ranks
+from nodeagent.engine.parallel.share import Share
+from nodeagent.engine.parallel.source import SharedSource
 
 
 class LlamaAttention:
@@ -86,17 +89,24 @@ class Llama:
         dtype: torch.dtype,
         context_tokens: int,
         keeping: Keeping = Keeping.PLAIN,
+        ranks: Ranks = ALONE,
     ) -> None:
-        self.shape = shape
-        weights = Weights(source, device, dtype, keeping)
+        self._ranks = ranks
+        self._share = share = Share(shape, ranks.split, ranks.rank)
+        self.shape = shape = share.shape
+        source = SharedSource(source, share)
+        weights = Weights(source, device, dtype, keeping, ranks)
         self.adding = weights.adding or Adding()
         embedding = (shape.vocabulary, shape.hidden)
-        self._embedding = weights.embedding("model.embed_tokens.weight", *embedding)
-        self._layers = [LlamaLayer(type(self), weights, shape, n) for n in range(shape.layers)]
+        table = torch.empty(0)
+        if share.first or (share.last and shape.tied_embeddings):
+            table = weights.embedding("model.embed_tokens.weight", *embedding)
+        self._embedding = table
+        self._layers = [LlamaLayer(type(self), weights, shape, n) for n in share.layers]
         self._norm = weights.read("model.norm.weight", shape.hidden)
-        self._head = weights.head(
-            self._embedding if shape.tied_embeddings else weights.read("lm_head.weight", *embedding)
-        )
+        if share.last and not shape.tied_embeddings:
+            table = weights.read("lm_head.weight", *embedding)
+        self._head = weights.head(table)
         factors = (
             source.tensor("rope_freqs.weight", (shape.head_dim // 2,))
             if source.has("rope_freqs.weight")
@@ -108,13 +118,31 @@ class Llama:
     def forward(
         self, tokens: Tensor, positions: Tensor, kv: list[LayerKV], layout: Layout, rows: Tensor
     ) -> Tensor:
-        """Run the flat batch; return logits [rows, vocabulary] in fp32 for the `rows` given."""
+        """Run the flat batch; return logits [rows, vocabulary] in fp32 for the `rows` given.
+
+        Of several ranks the first alone has them all.
+        """
         epsilon = self.shape.rms_epsilon
-        x = self._embedding[tokens].to(self._norm.dtype)
+        x = self._enter(tokens)
         cos, sin = self._rope.at(positions)
         for layer, layer_kv in zip(self._layers, kv, strict=True):
             normed = rms_norm(x, layer.attention_norm, epsilon)
             x = x + layer.attention(normed, layer_kv, cos, sin, layout)
             x = x + layer.mlp(rms_norm(x, layer.mlp_norm, epsilon))
-        x = rms_norm(x[rows], self._norm, epsilon)
-        return self._head(x).float()
+        logits = None
+        if self._share.last:
+            logits = self._head(rms_norm(x[rows], self._norm, epsilon)).float()
+        else:
+            self._ranks.hand_on(x)
+        return self._ranks.answer(logits, len(rows), self._share, rows.device)
+
+    def _enter(self, tokens: Tensor) -> Tensor:
+        """Return what the first layer here reads: embeddings, or what the stage before computed."""
+        if not self._share.first:
+            return self._ranks.receive(len(tokens), self.shape.hidden, self._norm)
+        if self._ranks.split.tensor == 1:
+            return self._embedding[tokens].to(self._norm.dtype)
+        here = tokens - self._share.tokens.start
+        elsewhere = (here < 0) | (here >= len(self._share.tokens))
+        x = self._embedding[here.masked_fill(elsewhere, 0)].to(self._norm.dtype)
+        return self._ranks.sum(x.masked_fill_(elsewhere[:, None], 0))
