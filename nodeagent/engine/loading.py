@@ -27,6 +27,8 @@ from nodeagent.engine.parallel.front import Front
 from nodeagent.engine.parallel.ranks import Ranks
 from nodeagent.engine.parallel.share import Share, Split
 from nodeagent.engine.runner import Runner
+from nodeagent.engine.speculate.ahead import Ahead
+from nodeagent.engine.speculate.opening import DraftModel, Head, open_draft
 from nodeagent.engine.speculate.speculation import Speculation
 from nodeagent.engine.step import Engine
 from nodeagent.engine.template import ChatTemplate
@@ -62,39 +64,51 @@ def load(config: EngineConfig, crew: Crew | None = None) -> Loaded:
     started_s = time.monotonic()
     dtype, split = _DTYPES[config.dtype], split_of(config)
     source, vocabulary = open_checkpoint(Path(config.model_path))
+    draft = None
     try:
         shape = source.shape
+        draft = open_draft(config, shape, vocabulary)
         context = min(config.context_tokens_max, shape.context_tokens)
         weights_bytes = shape.parameters() * dtype.itemsize
+        if draft is not None:
+            weights_bytes += draft.weights_bytes(dtype)
         if vocabulary.size > shape.vocabulary:
             raise CheckpointError(
                 f"cannot load {config.model_path}: {vocabulary.size} tokens, but embeddings for"
                 f" {shape.vocabulary}"
             )
-        need_memory(config, shape, 0)
+        if isinstance(draft, Head) and split.ranks > 1:
+            raise CheckpointError(
+                f"cannot draft with {config.draft_path}: a head listens to a whole model, and this"
+                f" one is split over {split.ranks} ranks"
+            )
+        need_memory(config, shape, 0, draft)
         survey(shape, source, split)
         if crew is not None:
             crew.load()
         ranks = Ranks(split)
-        share = open_share(config, source, ranks)
+        own, ahead = open_share(config, source, ranks, draft)
     finally:
         source.close()
-    runner: Runner | Front = share
+        if draft is not None:
+            draft.close()
+    runner: Runner | Front = own
     if crew is not None and crew.members:
         crew.wait_loaded()
         meeting(config).unlink(missing_ok=True)
         crew.join(config.stall_s)
         meet(config, ranks)
-        runner = Front(share, crew, shape, split)
+        runner = Front(own, crew, shape, split)
     limits = Limits(config.batch_tokens_max, config.sequences_max)
     template = vocabulary.chat_template
     return Loaded(
         engine=_engine(
             config,
             runner,
-            Batching(limits, Blocks(share.blocks), Pace(config.interval_ms / 1000)),
+            Batching(limits, Blocks(own.blocks), Pace(config.interval_ms / 1000)),
             shape,
             dtype,
+            ahead,
         ),
         vocabulary=vocabulary,
         template=(
@@ -104,7 +118,7 @@ def load(config: EngineConfig, crew: Crew | None = None) -> Loaded:
         weights_bytes=weights_bytes,
         load_s=round(time.monotonic() - started_s, 3),
         dtype=dtype,
-        adding=share.adding,
+        adding=own.adding,
     )
 
 
@@ -113,15 +127,21 @@ def split_of(config: EngineConfig) -> Split:
     return Split(config.tensor_parallel, config.pipeline_parallel, config.expert_parallel)
 
 
-def open_share(config: EngineConfig, source: SafetensorsFolder | GgufFile, ranks: Ranks) -> Runner:
-    """Load what one of `ranks` holds of the model."""
+def open_share(
+    config: EngineConfig,
+    source: SafetensorsFolder | GgufFile,
+    ranks: Ranks,
+    draft: DraftModel | Head | None = None,
+) -> tuple[Runner, Ahead | None]:
+    """Load what one of `ranks` holds of the model, and what drafts for it."""
     torch.set_num_threads(config.threads)
     dtype, shape, device = _DTYPES[config.dtype], source.shape, _device(config, ranks.rank)
     keeping, why = choose(device, dtype, config.quantisation == "file")
     log.info("matrices", extra={"fields": {"kept": keeping, "because": why}})
     context = min(config.context_tokens_max, shape.context_tokens)
     model = build(shape, source, device, dtype, context, keeping, ranks)
-    return Runner(model, _kv_blocks(config, shape, dtype), device, dtype)
+    runner = Runner(model, _kv_blocks(config, shape, dtype, draft), device, dtype)
+    return runner, draft.load(config, runner, model, keeping) if draft is not None else None
 
 
 def meet(config: EngineConfig, ranks: Ranks) -> None:
@@ -147,24 +167,30 @@ def _engine(
     batching: Batching,
     shape: ModelShape,
     dtype: torch.dtype,
+    ahead: Ahead | None,
 ) -> Engine:
     mover = open_tiers(config, runner, shape, dtype)
     if mover is not None:
-        batching.below = mover.host
-    return Engine(runner, batching, mover, _speculation(config))
+        batching.below, batching.trade = mover.host, mover.trade
+    return Engine(runner, batching, mover, _speculation(config, ahead))
 
 
-def _speculation(config: EngineConfig) -> Speculation | None:
+def _speculation(config: EngineConfig, ahead: Ahead | None) -> Speculation | None:
     if config.draft_tokens_max == 0:
         return None
-    return Speculation(config.draft_tokens_max, rows_max=config.batch_tokens_max)
+    return Speculation(config.draft_tokens_max, rows_max=config.batch_tokens_max, ahead=ahead)
 
 
-def _kv_blocks(config: EngineConfig, shape: ModelShape, dtype: torch.dtype) -> int:
+def _kv_blocks(
+    config: EngineConfig, shape: ModelShape, dtype: torch.dtype, draft: DraftModel | Head | None
+) -> int:
     """Return how many blocks each rank has: as many as the one with the largest share."""
     split = split_of(config)
     shares = [Share(shape, split, rank).shape for rank in range(split.ranks)]
-    block_bytes = max(share.kv_bytes_per_token(dtype) for share in shares) * BLOCK_TOKENS
+    token_bytes = max(share.kv_bytes_per_token(dtype) for share in shares)
+    if draft is not None:
+        token_bytes += draft.bytes_per_token(dtype)
+    block_bytes = token_bytes * BLOCK_TOKENS
     blocks = config.kv_memory_bytes // block_bytes
     if blocks < 2:
         raise CheckpointError(
@@ -174,7 +200,9 @@ def _kv_blocks(config: EngineConfig, shape: ModelShape, dtype: torch.dtype) -> i
     return blocks
 
 
-def need_memory(config: EngineConfig, shape: ModelShape, rank: int) -> None:
+def need_memory(
+    config: EngineConfig, shape: ModelShape, rank: int, draft: DraftModel | Head | None = None
+) -> None:
     """Raise CheckpointError where the rank's share is too much for its device.
 
     The host's memory all ranks share: the front asks for all of them.
@@ -190,7 +218,8 @@ def need_memory(config: EngineConfig, shape: ModelShape, rank: int) -> None:
     if device == "cpu":
         weights, kv_bytes = shape.parameters(), kv_bytes * split.ranks
         host_bytes = config.kv_host_bytes
-    weights_bytes = weights * _DTYPES[config.dtype].itemsize
+    dtype = _DTYPES[config.dtype]
+    weights_bytes = weights * dtype.itemsize + (draft.weights_bytes(dtype) if draft else 0)
     available = available_bytes(device)
     if weights_bytes + kv_bytes + host_bytes > available:
         raise CheckpointError(

@@ -13,6 +13,7 @@ from nodeagent.engine.models.shape import CheckpointError
 from nodeagent.engine.parallel.share import Cut
 
 _FLOATS: Final = frozenset({"F64", "F32", "F16", "BF16"})
+_INTEGERS: Final = frozenset({"I64", "I32"})
 
 
 class SafetensorsFiles:
@@ -45,6 +46,15 @@ class SafetensorsFiles:
 
     def check(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> None:
         """Raise CheckpointError where `name` is missing, of another shape, or no float."""
+        self._check(name, shape, _FLOATS, "a float")
+
+    def integers(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """Read a table of whole numbers."""
+        self._check(name, shape, _INTEGERS, "a whole number")
+        numbers: torch.Tensor = self._files[name].get_tensor(name).long()
+        return numbers
+
+    def _check(self, name: str, shape: tuple[int, ...], kinds: frozenset[str], wanted: str) -> None:
         file = self._files.get(name)
         if file is None:
             raise CheckpointError(f"cannot read {self._folder}: it lacks {name}")
@@ -54,9 +64,9 @@ class SafetensorsFiles:
             raise CheckpointError(
                 f"cannot read {self._folder}: {name} is {found}, {shape} is expected"
             )
-        if stored.get_dtype() not in _FLOATS:
+        if stored.get_dtype() not in kinds:
             raise CheckpointError(
-                f"cannot read {self._folder}: {name} is {stored.get_dtype()}, a float is expected"
+                f"cannot read {self._folder}: {name} is {stored.get_dtype()}, {wanted} is expected"
             )
 
     def groups(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> Groups | None:

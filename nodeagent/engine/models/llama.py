@@ -4,6 +4,8 @@ Other families differ from it in their attention or in their MLP; each is a file
 that names what differs.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn.functional import silu
@@ -23,6 +25,9 @@ from nodeagent.engine.parallel.source import SharedSource
 class LlamaAttention:
     """Queries, keys and values by one product, turned to their positions; then the answer."""
 
+    inputs = 1
+    """How many rows of `hidden` side by side are its input."""
+
     def __init__(self, weights: Weights, shape: ModelShape, prefix: str) -> None:
         self.shape = shape
         self.rows = {
@@ -32,7 +37,8 @@ class LlamaAttention:
         }
         prefix = f"{prefix}self_attn."
         parts = {f"{name}.weight": rows for name, rows in self.rows.items()}
-        self._query_key_value = weights.linear_stack(prefix, parts, shape.hidden)
+        columns = self.inputs * shape.hidden
+        self._query_key_value = weights.linear_stack(prefix, parts, columns)
         self._output = weights.linear(f"{prefix}o_proj.weight", shape.hidden, self.rows["q_proj"])
 
     def project(self, x: Tensor) -> Tensor:
@@ -96,6 +102,8 @@ class Llama:
         self.shape = shape = share.shape
         source = SharedSource(source, share)
         weights = Weights(source, device, dtype, keeping, ranks)
+        self.heard: Callable[[int, Tensor], None] | None = None
+        """Told what goes into each layer, where anybody listens."""
         self.adding = weights.adding or Adding()
         embedding = (shape.vocabulary, shape.hidden)
         table = torch.empty(0)
@@ -115,6 +123,15 @@ class Llama:
         inverse = inverse_frequencies(shape.head_dim, shape.rope_theta, shape.rope_scaling, factors)
         self._rope = Rope(inverse, context_tokens, device, dtype)
 
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Return the embeddings of `tokens`; ranks of a stage put them together."""
+        if self._ranks.split.tensor == 1:
+            return self._embedding[tokens].to(self._norm.dtype)
+        here = tokens - self._share.tokens.start
+        elsewhere = (here < 0) | (here >= len(self._share.tokens))
+        x = self._embedding[here.masked_fill(elsewhere, 0)].to(self._norm.dtype)
+        return self._ranks.sum(x.masked_fill_(elsewhere[:, None], 0))
+
     def forward(
         self, tokens: Tensor, positions: Tensor, kv: list[LayerKV], layout: Layout, rows: Tensor
     ) -> Tensor:
@@ -123,9 +140,14 @@ class Llama:
         Of several ranks the first alone has them all.
         """
         epsilon = self.shape.rms_epsilon
-        x = self._enter(tokens)
+        if self._share.first:
+            x = self.embed(tokens)
+        else:
+            x = self._ranks.receive(len(tokens), self.shape.hidden, self._norm)
         cos, sin = self._rope.at(positions)
-        for layer, layer_kv in zip(self._layers, kv, strict=True):
+        for number, (layer, layer_kv) in enumerate(zip(self._layers, kv, strict=True)):
+            if self.heard is not None:
+                self.heard(number, x)
             normed = rms_norm(x, layer.attention_norm, epsilon)
             x = x + layer.attention(normed, layer_kv, cos, sin, layout)
             x = x + layer.mlp(rms_norm(x, layer.mlp_norm, epsilon))
@@ -135,14 +157,3 @@ class Llama:
         else:
             self._ranks.hand_on(x)
         return self._ranks.answer(logits, len(rows), self._share, rows.device)
-
-    def _enter(self, tokens: Tensor) -> Tensor:
-        """Return what the first layer here reads: embeddings, or what the stage before computed."""
-        if not self._share.first:
-            return self._ranks.receive(len(tokens), self.shape.hidden, self._norm)
-        if self._ranks.split.tensor == 1:
-            return self._embedding[tokens].to(self._norm.dtype)
-        here = tokens - self._share.tokens.start
-        elsewhere = (here < 0) | (here >= len(self._share.tokens))
-        x = self._embedding[here.masked_fill(elsewhere, 0)].to(self._norm.dtype)
-        return self._ranks.sum(x.masked_fill_(elsewhere[:, None], 0))

@@ -26,7 +26,7 @@ def follow(config: EngineConfig, rank: int, channel: Channel) -> int:
         try:
             share = Share(source.shape, ranks.split, rank)
             need_memory(config, source.shape, rank)
-            runner = open_share(config, source, ranks)
+            runner, _ = open_share(config, source, ranks)
         finally:
             source.close()
     except CheckpointError as error:
