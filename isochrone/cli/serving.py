@@ -115,7 +115,7 @@ def price_of(text: str) -> dict[str, float]:
 @click.option("--option", "options", multiple=True, help="Engine option, as name=value.")
 @click.option("--context-tokens", type=int)
 @click.option("--kv-bytes", type=int)
-@click.option("--devices", type=int)
+@click.option("--devices", type=int, help="GPUs of a replica; its engine is split over them.")
 @click.option("--wait", is_flag=True, help="Return when it is warm.")
 @click.option("--timeout", "timeout_s", type=float, default=600.0)
 @click.pass_obj
