@@ -76,7 +76,7 @@ def load(config: EngineConfig) -> Loaded:
         log.info("matrices", extra={"fields": {"kept": keeping, "because": why}})
         model = build(shape, source, config.device, dtype, context, keeping)
         runner = Runner(model, blocks, config.device, dtype)
-        ahead = draft.load(config, runner, model, keeping) if draft is not None else None
+        ahead = draft.load(config, runner, model) if draft is not None else None
     finally:
         source.close()
         if draft is not None:
