@@ -141,7 +141,7 @@ def open_share(
     context = min(config.context_tokens_max, shape.context_tokens)
     model = build(shape, source, device, dtype, context, keeping, ranks)
     runner = Runner(model, _kv_blocks(config, shape, dtype, draft), device, dtype)
-    return runner, draft.load(config, runner, model, keeping) if draft is not None else None
+    return runner, draft.load(config, runner, model) if draft is not None else None
 
 
 def meet(config: EngineConfig, ranks: Ranks) -> None:
