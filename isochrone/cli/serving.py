@@ -229,6 +229,6 @@ def explain(obj: Context, deployment: str) -> None:
     ):
         click.echo(f"{title}:")
         show_rows(rows, columns, obj.output)
-    for line in (*answer["next_moves"], *answer["unmet"], answer["frozen"]):
+    for line in (*answer["next_moves"], *answer["prefetches"], *answer["unmet"], answer["frozen"]):
         if line:
             click.echo(line)
