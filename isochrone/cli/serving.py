@@ -81,6 +81,7 @@ def models_add(
         "context_tokens": context_tokens or facts.get("context_tokens", 4096),
         "weights_bytes": weights_bytes or artifact.size_bytes,
         "kv_bytes_per_token": facts.get("kv_bytes_per_token", 0),
+        "shape": facts.get("shape"),
         "licence": licence,
         "price": price_of(price) if price else None,
     }
