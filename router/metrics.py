@@ -173,6 +173,12 @@ class Metrics(Collector):
             registry=self.registry,
             multiprocess_mode="livesum",
         )
+        self.waiting_bytes = Gauge(
+            f"{PREFIX}waiting_bytes",
+            "Bytes of the bodies of requests waiting for room.",
+            registry=self.registry,
+            multiprocess_mode="livesum",
+        )
 
     def _define_state(self) -> None:
         self.table_generation = Gauge(

@@ -20,6 +20,7 @@ from router.dataplane.http1 import Reply
 from router.dataplane.upstream import Upstream
 from router.dataplane.verdict import hold_to_error, hold_to_status, read_answer
 from router.decide.board import Ranked
+from router.decide.fair import come_back_s
 from router.decide.health import RetryBudget
 from router.decide.limits import Entry, Gate, Limited
 from router.decide.pick import Ask, Ranking, rank
@@ -27,12 +28,17 @@ from router.fleet import Fleet
 from router.journey import STREAM_HEADERS, Asked, Journey
 from router.metrics import Metrics
 from router.record import Recorder
-from router.waiting import LOOK_AGAIN_S, NoRoom, Place, Waiting
+from router.waiting import LOOK_AGAIN_S, Impatience, NoRoom, Place, Waiting
 
 NO_REPLICA_RETRY_AFTER_S: Final = 10.0
 REFUSALS_MAX: Final = 8
 TURNED_AWAY_MAX: Final = 12
 RETRY_PAUSE_S: Final = 0.05
+OUT_OF_CAPACITY: Final = "3040: Capacity temporarily exceeded, please try again."
+OUT_OF_ROOM_FOR_BODIES: Final = (
+    f"{OUT_OF_CAPACITY} Your waiting requests are as many bytes as may wait: "
+    "send fewer at once, or shorter ones."
+)
 CONTINUED: Final = b": continued on another replica, not token for token\n\n"
 
 
@@ -81,7 +87,7 @@ class Corridor:
         self._metrics = metrics
         self._clock = clock
         self._budget = RetryBudget(config.retry_ratio)
-        self.waiting = Waiting(config.queue_depth_max, clock)
+        self.waiting = Waiting(config.queue_depth_max, config.queue_bytes_max, clock)
         fleet.on_room(self.waiting.wake)
 
     async def serve(self, asked: Asked, client: Client) -> None:
@@ -225,6 +231,7 @@ class Corridor:
             asked.key.tenant_id,
             journey.prompt_tokens_estimate + asked.output_tokens_max,
             self._clock() + self._config.queue_timeout_s,
+            size_bytes=len(journey.body),
             # Half an answer is out: whoever would not have waited for it waits for its rest.
             is_patient=not asked.reject_if_busy or journey.said_tokens > 0,
         )
@@ -242,13 +249,15 @@ class Corridor:
                 raise ApiError(
                     ErrorCode.UNAVAILABLE,
                     f"cannot serve {name} now: no replica is warm yet",
-                    retry_after_s=NO_REPLICA_RETRY_AFTER_S,
+                    retry_after_s=come_back_s(NO_REPLICA_RETRY_AFTER_S, journey.asked.request_id),
                 ) from None
             self._metrics.refusals.labels(refusal.why.value).inc()
             raise ApiError(
                 ErrorCode.OUT_OF_CAPACITY,
-                "3040: Capacity temporarily exceeded, please try again.",
-                retry_after_s=self.waiting.retry_after_s(place),
+                OUT_OF_ROOM_FOR_BODIES if refusal.why is Impatience.BYTES else OUT_OF_CAPACITY,
+                retry_after_s=come_back_s(
+                    self.waiting.retry_after_s(place), journey.asked.request_id
+                ),
             ) from None
 
     async def _attempt(self, journey: Journey, ranked: Ranked) -> Exchange:
@@ -295,7 +304,7 @@ class Corridor:
         hold_to_status(route.node_id, head)
         if head.status == 200 and not exchange.is_stream:
             exchange.usage, exchange.body = read_answer(route.node_id, exchange.body)
-        self._fleet.health.answered(route.replica_id)
+        self._fleet.answered(route)
         now_s = self._clock()
         if exchange.is_stream:
             exchange.wait(self._config.stream_idle_timeout_s)

@@ -93,6 +93,8 @@ class Picture(NamedTuple):
     regard: float = 0.0
     is_spilling: bool = False
     ejected_until: Mapping[ReplicaId, float] = {}
+    starting: Mapping[ReplicaId, float] = {}
+    """Who takes only a share yet (slow_start.py)."""
 
 
 class Board:
@@ -209,7 +211,12 @@ class Board:
         """An answer told which share of its prompt was not cached."""
         self.uncached_share = smoothed(self.uncached_share, share, 0.02)
 
-    def picture(self, now_s: float, ejected_until: Mapping[ReplicaId, float]) -> Picture:
+    def picture(
+        self,
+        now_s: float,
+        ejected_until: Mapping[ReplicaId, float],
+        starting: Mapping[ReplicaId, float],
+    ) -> Picture:
         """Return everything as it is now; what happens later does not change it."""
         now_ms = 1000 * now_s
         return Picture(
@@ -231,6 +238,7 @@ class Board:
             REGARD * self._queued_share,
             now_ms - self.spilled_at_ms < SPILL_LASTS_MS,
             ejected_until,
+            starting,
         )
 
     def _find_home(self) -> frozenset[int]:

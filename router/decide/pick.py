@@ -17,6 +17,7 @@ from router.decide.board import Picture, Ranked
 from router.decide.health import judge
 from router.decide.latency import stretched
 from router.decide.prefixes import NOTHING_HELD, Held
+from router.decide.slow_start import is_spared
 
 ALIKE_MS: Final = 2.0
 ALIKE_RATIO: Final = 0.05
@@ -144,6 +145,8 @@ def rank(picture: Picture, ask: Ask, excluded: Set[ReplicaId] = frozenset()) -> 
     full = costs.count(inf) - (len(costs) - len(picture.slots))
     if excluded or picture.ejected_until:
         full -= _leave_out(picture, excluded, costs)
+    if picture.starting:
+        _spare_starting(picture, ask, costs)
     best_ms = min(costs, default=inf)
     if best_ms == inf:
         return Ranking((), full)
@@ -197,6 +200,19 @@ def _leave_out(picture: Picture, excluded: Set[ReplicaId], costs: list[float]) -
         for slot in late:
             costs[slot] = inf
     return full
+
+
+def _spare_starting(picture: Picture, ask: Ask, costs: list[float]) -> None:
+    """Take out who has just begun and is not drawn, if anybody else has room."""
+    spared = {
+        slot
+        for replica_id, share in picture.starting.items()
+        if (slot := picture.slots.get(replica_id, -1)) >= 0
+        and is_spared(replica_id, share, ask.session or ask.request_id)
+    }
+    if spared and any(cost < inf for slot, cost in enumerate(costs) if slot not in spared):
+        for slot in spared:
+            costs[slot] = inf
 
 
 def _first(picture: Picture, ask: Ask, costs: Sequence[float], best_ms: float) -> tuple[int, str]:
