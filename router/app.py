@@ -310,6 +310,7 @@ class Parts:
         metrics.in_flight.labels("decode").set(totals.decode_tokens)
         metrics.open_requests.set(totals.requests)
         metrics.waiting.set(self.corridor.waiting.depth)
+        metrics.waiting_bytes.set(self.corridor.waiting.bytes)
         metrics.ejected.set(len(fleet.health.ejected()))
         metrics.panics.set(fleet.panics())
 

@@ -15,25 +15,30 @@ from isochrone.wire import headers
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.usage import Outcome
 from router.config import RouterConfig
-from router.dataplane.answer import Answer
 from router.dataplane.exchange import AttemptFailed, Exchange, Failure
 from router.dataplane.http1 import Reply
 from router.dataplane.upstream import Upstream
 from router.dataplane.verdict import hold_to_error, hold_to_status, read_answer
 from router.decide.board import Ranked
+from router.decide.fair import come_back_s
 from router.decide.health import RetryBudget
 from router.decide.limits import Entry, Gate, Limited
 from router.decide.pick import Ask, Ranking, rank
 from router.fleet import Fleet
-from router.journey import Asked, Journey
+from router.journey import STREAM_HEADERS, Asked, Journey
 from router.metrics import Metrics
 from router.record import Recorder
-from router.waiting import LOOK_AGAIN_S, NoRoom, Place, Waiting
+from router.waiting import LOOK_AGAIN_S, Impatience, NoRoom, Place, Waiting
 
 NO_REPLICA_RETRY_AFTER_S: Final = 10.0
 REFUSALS_MAX: Final = 8
 TURNED_AWAY_MAX: Final = 12
 RETRY_PAUSE_S: Final = 0.05
+OUT_OF_CAPACITY: Final = "3040: Capacity temporarily exceeded, please try again."
+OUT_OF_ROOM_FOR_BODIES: Final = (
+    f"{OUT_OF_CAPACITY} Your waiting requests are as many bytes as may wait: "
+    "send fewer at once, or shorter ones."
+)
 CONTINUED: Final = b": continued on another replica, not token for token\n\n"
 
 
@@ -82,7 +87,7 @@ class Corridor:
         self._metrics = metrics
         self._clock = clock
         self._budget = RetryBudget(config.retry_ratio)
-        self.waiting = Waiting(config.queue_depth_max, clock)
+        self.waiting = Waiting(config.queue_depth_max, config.queue_bytes_max, clock)
         fleet.on_room(self.waiting.wake)
 
     async def serve(self, asked: Asked, client: Client) -> None:
@@ -126,7 +131,7 @@ class Corridor:
             self._metrics.refusals.labels(error.limit).inc()
             raise
 
-    async def _pick_and_forward(self, journey: Journey) -> Answer:
+    async def _pick_and_forward(self, journey: Journey) -> Exchange:
         """Try replicas in the order of their ranking until one answers."""
         self._budget.deposit(self._clock())
         failed, refused, served = journey.failed, journey.refused, journey.ranked
@@ -134,15 +139,18 @@ class Corridor:
         place = journey.place = self._place(journey)
         while True:
             ranking = self._rank(journey)
-            if not ranking.routes and journey.unfit and not (refused or ranking.full):
-                raise ApiError(ErrorCode.UPSTREAM, "cannot go on: no other replica resumes a text")
-            if not ranking.routes and failed and not (refused or ranking.full):
-                # Everyone failed once: perhaps it was no more than that.
-                failed.clear()
-                await asyncio.sleep(RETRY_PAUSE_S)
-                continue
-            is_turn = not self.waiting.must_wait(place)
-            if not ranking.routes or not is_turn or len(refused) >= REFUSALS_MAX:
+            if not (ranking.routes or refused or ranking.full):
+                if journey.unfit:
+                    raise ApiError(
+                        ErrorCode.UPSTREAM, "cannot go on: no other replica resumes a text"
+                    )
+                if failed:
+                    # Everyone failed once: perhaps it was no more than that.
+                    failed.clear()
+                    await asyncio.sleep(RETRY_PAUSE_S)
+                    continue
+            must_wait = self.waiting.must_wait(place) or len(refused) >= REFUSALS_MAX
+            if must_wait or not ranking.routes:
                 await self._wait_for_room(journey, place, is_full=bool(refused))
                 refused.clear()
                 if self._clock() - failed_at_s > LOOK_AGAIN_S:
@@ -195,7 +203,7 @@ class Corridor:
             seat=self._fleet.seat(asked.session),
             held=self._fleet.held(asked.deployment.deployment_id, asked.prefix_keys),
         )
-        excluded = frozenset(journey.failed | journey.refused | journey.unfit)
+        excluded = journey.failed | journey.refused | journey.unfit
         view = self._fleet.view(asked.deployment.deployment_id)
         # The deployment as the table has it now: a step of a rollout counts for those who wait too.
         entry = self._fleet.deployment(asked.deployment.name) or asked.deployment
@@ -223,6 +231,7 @@ class Corridor:
             asked.key.tenant_id,
             journey.prompt_tokens_estimate + asked.output_tokens_max,
             self._clock() + self._config.queue_timeout_s,
+            size_bytes=len(journey.body),
             # Half an answer is out: whoever would not have waited for it waits for its rest.
             is_patient=not asked.reject_if_busy or journey.said_tokens > 0,
         )
@@ -240,16 +249,18 @@ class Corridor:
                 raise ApiError(
                     ErrorCode.UNAVAILABLE,
                     f"cannot serve {name} now: no replica is warm yet",
-                    retry_after_s=NO_REPLICA_RETRY_AFTER_S,
+                    retry_after_s=come_back_s(NO_REPLICA_RETRY_AFTER_S, journey.asked.request_id),
                 ) from None
             self._metrics.refusals.labels(refusal.why.value).inc()
             raise ApiError(
                 ErrorCode.OUT_OF_CAPACITY,
-                "3040: Capacity temporarily exceeded, please try again.",
-                retry_after_s=self.waiting.retry_after_s(place),
+                OUT_OF_ROOM_FOR_BODIES if refusal.why is Impatience.BYTES else OUT_OF_CAPACITY,
+                retry_after_s=come_back_s(
+                    self.waiting.retry_after_s(place), journey.asked.request_id
+                ),
             ) from None
 
-    async def _attempt(self, journey: Journey, ranked: Ranked) -> Answer:
+    async def _attempt(self, journey: Journey, ranked: Ranked) -> Exchange:
         """Send to one replica and wait for its first token, or raise AttemptFailed."""
         asked = journey.asked
         route = ranked.route
@@ -279,63 +290,60 @@ class Corridor:
             sent[headers.QUEUE_TOKENS_MAX] = str(ranked.queue_tokens_max)
         if journey.said_tokens:
             sent[headers.SAID] = str(journey.said_tokens)
-        answer = Answer(
-            route.node_id,
-            journey.frames_anew(),
-            self._config.answer_bytes_max,
-            is_rest=journey.said_tokens > 0,
-        )
         journey.exchange = exchange = await self._upstream.ask(
             route.node_id,
             route.address,
             ("POST", asked.path, sent, journey.body),
-            answer,
             patience_s,
+            self._config.answer_bytes_max,
+            journey.frames_anew(),
+            is_rest=journey.said_tokens > 0,
         )
-        head = await answer.opened()
+        head = await exchange.opened()
         self._fleet.heard(route, head.load, head.refused)
         hold_to_status(route.node_id, head)
-        if head.status == 200 and not answer.is_stream:
-            answer.usage, answer.body = read_answer(route.node_id, answer.body)
-        self._fleet.health.answered(route.replica_id)
+        if head.status == 200 and not exchange.is_stream:
+            exchange.usage, exchange.body = read_answer(route.node_id, exchange.body)
+        self._fleet.answered(route)
         now_s = self._clock()
-        if answer.is_stream:
+        if exchange.is_stream:
             exchange.wait(self._config.stream_idle_timeout_s)
             self._fleet.first_token(ranked, 1000 * (now_s - journey.picked_at_s), reservation)
             if journey.first_token_at_s is None:
                 journey.first_token_at_s = now_s
         # Of a whole answer no first token was seen; its prompt is read at the latest now.
         reservation.first_token(now_s - ranked.rtt_ms / 2000)
-        return answer
+        return exchange
 
     def _reply(
-        self, journey: Journey, answer: Answer, client: Client, allowance: dict[str, str]
+        self, journey: Journey, exchange: Exchange, client: Client, allowance: dict[str, str]
     ) -> None:
         """Pass a whole answer on."""
-        ranked, head = journey.ranked, answer.head
+        ranked, head = journey.ranked, exchange.head
         assert ranked is not None and head is not None
         extra = journey.headers(allowance)
         if head.status == 200:
-            journey.note(answer.usage)
+            journey.note(exchange.usage)
             journey.outcome = Outcome.COMPLETE
         else:
-            hold_to_error(answer.body, head.status)
+            hold_to_error(exchange.body, head.status)
             retry_after = head.fields.get(b"retry-after")
             if retry_after:
                 extra["retry-after"] = retry_after.decode("latin-1")
-        client.reply(Reply(head.status, answer.body, extra))
+        client.reply(Reply(head.status, exchange.body, extra))
         self._learn(journey, ranked)
 
     async def _stream(
-        self, journey: Journey, answer: Answer, client: Client, allowance: dict[str, str]
+        self, journey: Journey, exchange: Exchange, client: Client, allowance: dict[str, str]
     ) -> None:
         """Let a stream flow to the client; where its replica dies, another goes on with it."""
         asked, frames, ranked = journey.asked, journey.frames, journey.ranked
         assert frames is not None and ranked is not None
         self._metrics.open_streams.inc()
         try:
-            client.begin(200, "text/event-stream; charset=utf-8", journey.stream_headers(allowance))
-            await self._flow(journey, answer, client)
+            extra = journey.headers(allowance) | STREAM_HEADERS
+            client.begin(200, "text/event-stream; charset=utf-8", extra)
+            await self._flow(journey, client)
             journey.outcome = Outcome.COMPLETE
         except AttemptFailed as error:
             told = ApiError(ErrorCode.UPSTREAM, f"cannot go on with this answer: {error}")
@@ -352,7 +360,7 @@ class Corridor:
         await client.drained()
         self._learn(journey, journey.ranked or ranked)
 
-    async def _flow(self, journey: Journey, answer: Answer, client: Client) -> None:
+    async def _flow(self, journey: Journey, client: Client) -> None:
         """Pass frames until `[DONE]`; raise what the client should know instead."""
         frames = journey.frames
         assert frames is not None
@@ -361,7 +369,7 @@ class Corridor:
             assert exchange is not None and ranked is not None
             client.reads_from(exchange)
             try:
-                await answer.flow(client)
+                await exchange.flow(client)
                 if frames.is_done:
                     # The client has everything; what is left is the end of the body.
                     exchange.let_end()
@@ -378,9 +386,9 @@ class Corridor:
             if frames.is_done:
                 return
             journey.leave()
-            answer = await self._pick_and_forward(journey)
+            exchange = await self._pick_and_forward(journey)
             self._metrics.continuations.labels("continued").inc()
-            if not journey.is_exact(answer.head):
+            if not journey.is_exact(exchange.head):
                 client.send(CONTINUED)
 
     def _prepare_to_go_on(self, journey: Journey, client: Client) -> bool:

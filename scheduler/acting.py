@@ -6,11 +6,11 @@ Everything here can be lost: it is rebuilt from Postgres and from what peers say
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from itertools import islice
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 from aiohttp import web
@@ -36,8 +36,6 @@ log = logging.getLogger(__name__)
 OUTBOX_MAX: Final = 64
 INTAKE_TIMEOUT_S: Final = 10.0
 PULSES_BUFFERED_MAX: Final = 50_000
-ENTERING_MAX: Final = 48
-ENTERING_S: Final = 10.0
 PULSES_WRITTEN_MAX: Final = 1_000
 LARGE_BYTES: Final = 256 * 1024
 LARGE_AT_ONCE: Final = 32
@@ -45,6 +43,13 @@ LARGE_AT_ONCE: Final = 32
 
 class NotActing(Exception):
     """Another scheduler acts, or the database cannot be asked."""
+
+
+class Later(NamedTuple):
+    """What is foretold for some hours ahead, and by the process's clock when that is."""
+
+    rows: Sequence[DemandRate] = ()
+    at: float = float("-inf")
 
 
 class Connected:
@@ -132,16 +137,17 @@ class Acting:
         self.frozen = ""
         self.unmet: tuple[tuple[str, str], ...] = ()
         self.foretold: list[DemandRate] = []
+        self.later = Later()
         self.peers: dict[tuple[PeerRole, str], Connected] = {}
         self.nudge_place: Callable[[], None] = _nobody
         self.nudge_publish: Callable[[], None] = _nobody
+        self.nudge_prefetch: Callable[[], None] = _nobody
         self.nudge_turn_away: Callable[[], None] = _nobody
         self.large = asyncio.Semaphore(LARGE_AT_ONCE)
         self.admissions = Admissions(config.admissions_per_s)
         self.line_outside = Admissions(config.admissions_per_s)
         self.fleet_size = 0
         self.turned_at = clock()
-        self._entering: dict[tuple[PeerRole, str], float] = {}
         self.next_acting_at = float("-inf")
         self.known_nodes = KnownNodes()
         self._table_frame = b""
@@ -184,7 +190,7 @@ class Acting:
         metrics.EPOCH.set(lease.epoch)
         if is_new:
             self.published(None)
-            self.foretold = []
+            self.foretold, self.later = [], Later()
             self.forget_written()
             for peer in self.peers.values():
                 peer.has_reported = False
@@ -219,27 +225,13 @@ class Acting:
             for peer in peers:
                 tasks.create_task(peer.end(refused))
 
-    def begin_entering(self, role: PeerRole, name: str) -> float:
-        """Return 0 where a peer may register now, else how long it should wait.
-
-        However fast they are let in, only so many are between the door and their first report.
-        """
-        now = self.clock()
-        wait_s = self.admissions.wait_s(f"{role.value} {name}", now)
-        if wait_s > 0:
-            return wait_s
-        if len(self._entering) >= ENTERING_MAX:
-            late = [who for who, since in self._entering.items() if now - since > ENTERING_S]
-            for who in late:
-                del self._entering[who]
-        if len(self._entering) >= ENTERING_MAX:
-            return max(1.0, self.admissions.place(now) - now)
-        self._entering[role, name] = now
-        return 0.0
+    def wait_outside_s(self, role: PeerRole, name: str) -> float:
+        """Return 0 where a peer may register now, else how long it should wait."""
+        return self.admissions.wait_s(f"{role.value} {name}", self.clock())
 
     def has_entered(self, role: PeerRole, name: str) -> None:
         """Let another in: this one is served, or gone."""
-        self._entering.pop((role, name), None)
+        self.admissions.served(f"{role.value} {name}", self.clock())
 
     @property
     def redial_spread_s(self) -> float:

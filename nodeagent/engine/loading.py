@@ -10,7 +10,9 @@ import psutil
 import torch
 
 from isochrone.wire.engine import EngineConfig
+from nodeagent.engine.checkpoint.gguf import GgufFile
 from nodeagent.engine.checkpoint.opening import open_checkpoint
+from nodeagent.engine.checkpoint.safetensors import SafetensorsFolder
 from nodeagent.engine.decide.batching import Batching, Limits
 from nodeagent.engine.decide.blocks import Blocks
 from nodeagent.engine.decide.pace import Pace
@@ -20,7 +22,13 @@ from nodeagent.engine.layers.linear import choose
 from nodeagent.engine.layers.lora import Adding
 from nodeagent.engine.models.families import build, survey
 from nodeagent.engine.models.shape import CheckpointError, ModelShape
+from nodeagent.engine.parallel.crew import Crew
+from nodeagent.engine.parallel.front import Front
+from nodeagent.engine.parallel.ranks import Ranks
+from nodeagent.engine.parallel.share import Share, Split
 from nodeagent.engine.runner import Runner
+from nodeagent.engine.speculate.ahead import Ahead
+from nodeagent.engine.speculate.opening import DraftModel, Head, open_draft
 from nodeagent.engine.speculate.speculation import Speculation
 from nodeagent.engine.step import Engine
 from nodeagent.engine.template import ChatTemplate
@@ -48,39 +56,59 @@ class Loaded:
     """What adapters may change of the model."""
 
 
-def load(config: EngineConfig) -> Loaded:
-    """Load what `config` names, or raise CheckpointError in words before memory is spent."""
+def load(config: EngineConfig, crew: Crew | None = None) -> Loaded:
+    """Load what `config` names, or raise CheckpointError in words before memory is spent.
+
+    Where the model is split, `crew` are the other ranks, and what is loaded is the front.
+    """
     started_s = time.monotonic()
-    torch.set_num_threads(config.threads)
-    dtype = _DTYPES[config.dtype]
+    dtype, split = _DTYPES[config.dtype], split_of(config)
     source, vocabulary = open_checkpoint(Path(config.model_path))
+    draft = None
     try:
         shape = source.shape
+        draft = open_draft(config, shape, vocabulary)
         context = min(config.context_tokens_max, shape.context_tokens)
         weights_bytes = shape.parameters() * dtype.itemsize
-        blocks = _kv_blocks(config, shape, dtype)
-        _need_memory(config, weights_bytes)
+        if draft is not None:
+            weights_bytes += draft.weights_bytes(dtype)
         if vocabulary.size > shape.vocabulary:
             raise CheckpointError(
                 f"cannot load {config.model_path}: {vocabulary.size} tokens, but embeddings for"
                 f" {shape.vocabulary}"
             )
-        survey(shape, source)
-        keeping, why = choose(config.device, dtype, config.quantisation == "file")
-        log.info("matrices", extra={"fields": {"kept": keeping, "because": why}})
-        model = build(shape, source, config.device, dtype, context, keeping)
+        if isinstance(draft, Head) and split.ranks > 1:
+            raise CheckpointError(
+                f"cannot draft with {config.draft_path}: a head listens to a whole model, and this"
+                f" one is split over {split.ranks} ranks"
+            )
+        need_memory(config, shape, 0, draft)
+        survey(shape, source, split)
+        if crew is not None:
+            crew.load()
+        ranks = Ranks(split)
+        own, ahead = open_share(config, source, ranks, draft)
     finally:
         source.close()
-    runner = Runner(model, blocks, config.device, dtype)
+        if draft is not None:
+            draft.close()
+    runner: Runner | Front = own
+    if crew is not None and crew.members:
+        crew.wait_loaded()
+        meeting(config).unlink(missing_ok=True)
+        crew.join(config.stall_s)
+        meet(config, ranks)
+        runner = Front(own, crew, shape, split)
     limits = Limits(config.batch_tokens_max, config.sequences_max)
     template = vocabulary.chat_template
     return Loaded(
         engine=_engine(
             config,
             runner,
-            Batching(limits, Blocks(blocks), Pace(config.interval_ms / 1000)),
+            Batching(limits, Blocks(own.blocks), Pace(config.interval_ms / 1000)),
             shape,
             dtype,
+            ahead,
         ),
         vocabulary=vocabulary,
         template=(
@@ -90,27 +118,79 @@ def load(config: EngineConfig) -> Loaded:
         weights_bytes=weights_bytes,
         load_s=round(time.monotonic() - started_s, 3),
         dtype=dtype,
-        adding=model.adding,
+        adding=own.adding,
     )
 
 
+def split_of(config: EngineConfig) -> Split:
+    """Return into what the model is to be split."""
+    return Split(config.tensor_parallel, config.pipeline_parallel, config.expert_parallel)
+
+
+def open_share(
+    config: EngineConfig,
+    source: SafetensorsFolder | GgufFile,
+    ranks: Ranks,
+    draft: DraftModel | Head | None = None,
+) -> tuple[Runner, Ahead | None]:
+    """Load what one of `ranks` holds of the model, and what drafts for it."""
+    torch.set_num_threads(config.threads)
+    dtype, shape, device = _DTYPES[config.dtype], source.shape, _device(config, ranks.rank)
+    keeping, why = choose(device, dtype, config.quantisation == "file")
+    log.info("matrices", extra={"fields": {"kept": keeping, "because": why}})
+    context = min(config.context_tokens_max, shape.context_tokens)
+    model = build(shape, source, device, dtype, context, keeping, ranks)
+    runner = Runner(model, _kv_blocks(config, shape, dtype, draft), device, dtype)
+    return runner, draft.load(config, runner, model) if draft is not None else None
+
+
+def meet(config: EngineConfig, ranks: Ranks) -> None:
+    """Have this rank meet the others; each wait for another is bounded by `stall_s`."""
+    ranks.join(meeting(config), _device(config, ranks.rank), config.stall_s)
+
+
+def meeting(config: EngineConfig) -> Path:
+    """Return the file by which ranks meet."""
+    return Path(f"{config.socket}.ranks")
+
+
+def _device(config: EngineConfig, rank: int) -> str:
+    if config.device == "cpu":
+        return "cpu"
+    kind, _, number = config.device.partition(":")
+    return f"{kind}:{int(number) + rank}"
+
+
 def _engine(
-    config: EngineConfig, runner: Runner, batching: Batching, shape: ModelShape, dtype: torch.dtype
+    config: EngineConfig,
+    runner: Runner | Front,
+    batching: Batching,
+    shape: ModelShape,
+    dtype: torch.dtype,
+    ahead: Ahead | None,
 ) -> Engine:
     mover = open_tiers(config, runner, shape, dtype)
     if mover is not None:
-        batching.below = mover.host
-    return Engine(runner, batching, mover, _speculation(config))
+        batching.below, batching.trade = mover.host, mover.trade
+    return Engine(runner, batching, mover, _speculation(config, ahead))
 
 
-def _speculation(config: EngineConfig) -> Speculation | None:
+def _speculation(config: EngineConfig, ahead: Ahead | None) -> Speculation | None:
     if config.draft_tokens_max == 0:
         return None
-    return Speculation(config.draft_tokens_max, rows_max=config.batch_tokens_max)
+    return Speculation(config.draft_tokens_max, rows_max=config.batch_tokens_max, ahead=ahead)
 
 
-def _kv_blocks(config: EngineConfig, shape: ModelShape, dtype: torch.dtype) -> int:
-    block_bytes = shape.kv_bytes_per_token(dtype) * BLOCK_TOKENS
+def _kv_blocks(
+    config: EngineConfig, shape: ModelShape, dtype: torch.dtype, draft: DraftModel | Head | None
+) -> int:
+    """Return how many blocks each rank has: as many as the one with the largest share."""
+    split = split_of(config)
+    shares = [Share(shape, split, rank).shape for rank in range(split.ranks)]
+    token_bytes = max(share.kv_bytes_per_token(dtype) for share in shares)
+    if draft is not None:
+        token_bytes += draft.bytes_per_token(dtype)
+    block_bytes = token_bytes * BLOCK_TOKENS
     blocks = config.kv_memory_bytes // block_bytes
     if blocks < 2:
         raise CheckpointError(
@@ -120,15 +200,31 @@ def _kv_blocks(config: EngineConfig, shape: ModelShape, dtype: torch.dtype) -> i
     return blocks
 
 
-def _need_memory(config: EngineConfig, weights_bytes: int) -> None:
-    needed = weights_bytes + config.kv_memory_bytes
-    if config.device == "cpu":
-        needed += config.kv_host_bytes
-    available = available_bytes(config.device)
-    if needed > available:
+def need_memory(
+    config: EngineConfig, shape: ModelShape, rank: int, draft: DraftModel | Head | None = None
+) -> None:
+    """Raise CheckpointError where the rank's share is too much for its device.
+
+    The host's memory all ranks share: the front asks for all of them.
+    """
+    split, device = split_of(config), _device(config, rank)
+    if device == "cpu" and rank:
+        return
+    weights, kv_bytes, host_bytes = (
+        Share(shape, split, rank).parameters(),
+        config.kv_memory_bytes,
+        0,
+    )
+    if device == "cpu":
+        weights, kv_bytes = shape.parameters(), kv_bytes * split.ranks
+        host_bytes = config.kv_host_bytes
+    dtype = _DTYPES[config.dtype]
+    weights_bytes = weights * dtype.itemsize + (draft.weights_bytes(dtype) if draft else 0)
+    available = available_bytes(device)
+    if weights_bytes + kv_bytes + host_bytes > available:
         raise CheckpointError(
-            f"cannot load {config.model_path} on {config.device}: {weights_bytes} bytes of weights"
-            f" and {config.kv_memory_bytes} of KV are needed, {available} are available"
+            f"cannot load {config.model_path} on {device}: {weights_bytes} bytes of weights"
+            f" and {kv_bytes} of KV are needed, {available} are available"
         )
 
 

@@ -16,10 +16,9 @@ from aiohttp import web
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.ids import NodeId
 from isochrone.wire.routes import KeyEntry
-from router.apis.openai.hot import OpenAiSurface
+from router.apis.openai.hot import READERS, OpenAiSurface
 from router.apis.workers_ai.hot import WorkersAiSurface
 from router.dataplane import http1
-from router.dataplane.answer import Answer
 from router.dataplane.exchange import AttemptFailed
 from router.dataplane.http1 import Reply
 from router.dataplane.server import ClientConnection
@@ -46,10 +45,9 @@ class Doors:
         self._workers_ai = workers_ai
         self._upstream = upstream
 
-    def gate(self, method: bytes, target: bytes, headers: Mapping[bytes, bytes]) -> KeyEntry | None:
+    def gate(self, method: bytes, path: str, headers: Mapping[bytes, bytes]) -> KeyEntry | None:
         """Let a head in before its body is read, or raise ApiError."""
-        path, _ = http1.split_target(target)
-        if method == b"POST" and (self._openai.takes(path) or self._workers_ai.takes(path)):
+        if method == b"POST" and (path in READERS or self._workers_ai.takes(path)):
             return self._openai.gate(headers)
         return None
 
@@ -61,7 +59,7 @@ class Doors:
 
     async def answer(self, request: http1.Request, client: ClientConnection) -> None:
         """Answer one request."""
-        if self._openai.takes(request.path):
+        if request.path in READERS:
             await self._openai.answer(request, client)
         elif self._workers_ai.takes(request.path):
             await self._workers_ai.answer(request, client)
@@ -70,7 +68,6 @@ class Doors:
 
     async def _ask_within(self, request: http1.Request) -> Reply:
         """Have a cold request answered by aiohttp."""
-        answer = Answer(COLD, None, COLD_BYTES_MAX)
         target = f"{request.path}?{request.query}" if request.query else request.path
         # A HEAD is asked as a GET: its answer has no body to wait for, and `reply` sends none.
         method = "GET" if request.method == b"HEAD" else request.method.decode()
@@ -81,10 +78,14 @@ class Doors:
         }
         try:
             exchange = await self._upstream.ask(
-                NodeId(COLD), COLD, (method, target, sent, request.body), answer, COLD_TIMEOUT_S
+                NodeId(COLD),
+                COLD,
+                (method, target, sent, request.body),
+                COLD_TIMEOUT_S,
+                COLD_BYTES_MAX,
             )
             try:
-                head = await answer.opened()
+                head = await exchange.opened()
             finally:
                 exchange.leave()
         except AttemptFailed as error:
@@ -94,7 +95,7 @@ class Doors:
             for name, value in head.fields.items()
             if name not in _OURS
         }
-        return Reply(head.status, answer.body, extra, head.content_type)
+        return Reply(head.status, exchange.body, extra, head.content_type)
 
 
 @asynccontextmanager
