@@ -6,9 +6,9 @@ that names what differs.
 
 import torch
 from torch import Tensor
-from torch.nn.functional import silu
 
 from nodeagent.engine.layers.attention import LayerKV, Layout, attend
+from nodeagent.engine.layers.gate import gated
 from nodeagent.engine.layers.linear import Keeping
 from nodeagent.engine.layers.lora import Adding
 from nodeagent.engine.layers.norm import rms_norm
@@ -41,8 +41,8 @@ class LlamaAttention:
         heads, turning = self.shape.heads, self.shape.heads + self.shape.kv_heads
         mixed = self.project(x)
         # Queries and keys turn alike, so they turn together.
-        rotate_(mixed[:, :turning], cos, sin)
-        answer = attend(mixed[:, :heads], mixed[:, heads:], kv, layout)
+        rotate_(mixed, turning, cos, sin)
+        answer = attend(mixed, heads, kv, layout)
         return self._output(answer.view(x.shape[0], -1))
 
 
@@ -57,8 +57,7 @@ class LlamaMlp:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Transform each row of `x` by itself."""
-        gate, up = self._gate_up(x).chunk(2, dim=-1)
-        return self._down(silu(gate).mul_(up))
+        return self._down(gated(self._gate_up(x)))
 
 
 class LlamaLayer:
@@ -95,7 +94,9 @@ class Llama:
         self._layers = [LlamaLayer(type(self), weights, shape, n) for n in range(shape.layers)]
         self._norm = weights.read("model.norm.weight", shape.hidden)
         self._head = weights.head(
-            self._embedding if shape.tied_embeddings else weights.read("lm_head.weight", *embedding)
+            self._embedding
+            if shape.tied_embeddings
+            else weights.embedding("lm_head.weight", *embedding)
         )
         factors = (
             source.tensor("rope_freqs.weight", (shape.head_dim // 2,))

@@ -2,8 +2,9 @@
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, silu
+from torch.nn.functional import linear
 
+from nodeagent.engine.layers.gate import gated
 from nodeagent.engine.models.llama import Llama, LlamaMlp
 from nodeagent.engine.models.qwen3 import Qwen3
 from nodeagent.engine.models.shape import ModelShape
@@ -39,8 +40,7 @@ class Mixture(LlamaMlp):
         answer = torch.zeros_like(x)
         for expert in sorted(set(chosen.flatten().tolist())):
             rows, place = (chosen == expert).nonzero(as_tuple=True)
-            gate, up = self._gates_ups[expert](x[rows]).chunk(2, dim=-1)
-            added = self._downs[expert](silu(gate).mul_(up))
+            added = self._downs[expert](gated(self._gates_ups[expert](x[rows])))
             answer.index_add_(0, rows, added * shares[rows, place, None])
         return answer
 
