@@ -49,7 +49,10 @@ def groups_of(packed: np.ndarray, kind: GGMLQuantizationType) -> Groups:
     blocks = torch.from_numpy(packed).view(len(packed), -1, _bytes_of(kind))
     halves = blocks[..., -GROUP_WEIGHTS // 2 :]
     # The first sixteen of a group are the low halves of its bytes, the others the high ones.
-    numbers = torch.cat((halves & 15, halves >> 4), dim=-1).view(len(packed), -1)
+    numbers = torch.empty(*blocks.shape[:2], GROUP_WEIGHTS, dtype=torch.uint8)
+    torch.bitwise_and(halves, 15, out=numbers[..., : GROUP_WEIGHTS // 2])
+    torch.bitwise_right_shift(halves, 4, out=numbers[..., GROUP_WEIGHTS // 2 :])
+    numbers = numbers.view(len(packed), -1)
     scales = _fp16(blocks, 0)
     if kind is GGMLQuantizationType.Q4_1:
         return Groups(numbers, scales, _fp16(blocks, 2))

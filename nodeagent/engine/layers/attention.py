@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from nodeagent.engine.native.kernels import kernels_for
+from nodeagent.engine.native.kernels import LANES, kernels_for
 
 
 class LayerKV:
@@ -32,7 +32,7 @@ class LayerKV:
         self.pages = torch.zeros(
             blocks, block_tokens, 2 * kv_heads, head_dim, device=device, dtype=dtype
         )
-        self.kernels = kernels_for(self.pages)
+        self.kernels = kernels_for(self.pages) if head_dim % LANES == 0 else None
         self._slots = self.pages.view(-1, 2 * kv_heads, head_dim)
 
     def write(self, slots: Tensor, mixed: Tensor, heads: int) -> None:

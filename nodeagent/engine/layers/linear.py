@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from nodeagent.engine.native.kernels import GROUP_WEIGHTS, TILE_ROWS, Kernels, kernels
+from nodeagent.engine.native.kernels import GROUP_WEIGHTS as GROUP_WEIGHTS
+from nodeagent.engine.native.kernels import TILE_ROWS, Kernels, kernels
 
 _FOUR_BIT_ROWS_MAX: Final = 4
 """Above so many rows, reading bf16 once costs less than unpacking four bits for each row."""
@@ -70,6 +71,8 @@ class Groups:
 
 def join(parts: Sequence[Groups]) -> Groups:
     """Return `parts` one below the other."""
+    if len(parts) == 1:
+        return parts[0]
     return Groups(
         torch.cat([part.numbers for part in parts]),
         torch.cat([part.scales for part in parts]),

@@ -14,6 +14,7 @@
 #define GROUP 32
 #define TILE 16
 #define LINE 64
+#define LANES 16
 
 int64_t can_multiply(void) {
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VNNI__)
@@ -34,9 +35,9 @@ int64_t can_multiply(void) {
  * is 2^-16 of a group's largest, so that the product is that of the file's own weights.
  */
 
-static int64_t group_bytes(int64_t bits) { return GROUP * TILE * bits / 8 + 4 * TILE; }
-
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VNNI__)
+
+static int64_t group_bytes(int64_t bits) { return GROUP * TILE * bits / 8 + 4 * TILE; }
 
 void pack(const uint8_t *numbers, const float *scales, const float *offsets, int64_t bits,
           int64_t rows, int64_t columns, int64_t threads, uint8_t *out) {
@@ -284,56 +285,66 @@ void turn(float *x, int64_t stride, int64_t heads, int64_t dim, const float *cos
 /* Where attention finds a token's keys and values: slot by slot, keys of all heads, then values. */
 struct pages {
     float *slots;
-    int64_t block_tokens, kv_heads, dim;
+    int64_t block_tokens, kv_heads;
 };
 
-static inline float dot(const float *x, const float *y, int64_t dim) {
+/* Sixteen numbers at once, wherever they lie. */
+typedef float lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+
+static inline float sum_of(lanes x) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_ps(x);
+#else
     float sum = 0;
-#pragma omp simd reduction(+ : sum)
-    for (int64_t at = 0; at < dim; at++) sum += x[at] * y[at];
+    for (int64_t at = 0; at < LANES; at++) sum += x[at];
     return sum;
+#endif
 }
 
 /* `group` queries of one row over one KV head, whose sums are kept relative to the largest score so
- * far: no room is needed for the scores of a whole context. */
-static void attend_head(const struct pages *pages, const float *query, int64_t group,
-                        int64_t kv_head, const int64_t *blocks, int64_t first, int64_t end,
-                        float *out) {
-    int64_t dim = pages->dim, width = 2 * pages->kv_heads * dim, room = pages->block_tokens;
-    float largest[group], total[group], scores[room], root = 1.0f / sqrtf(dim);
-    memset(out, 0, group * dim * sizeof(float));
-    for (int64_t one = 0; one < group; one++) largest[one] = -INFINITY, total[one] = 0;
-    for (int64_t block = first / room; block * room < end; block++) {
-        int64_t from = block * room < first ? first - block * room : 0;
-        int64_t to = end - block * room < room ? end - block * room : room;
-        const float *keys = pages->slots + blocks[block] * room * width + kv_head * dim;
-        const float *values = keys + pages->kv_heads * dim;
-        for (int64_t one = 0; one < group; one++) {
-            float *answer = out + one * dim, most = largest[one], sum = 0;
+ * far: no room is needed for the scores of a whole context. A head has `parts` times 16 numbers. */
+static inline __attribute__((always_inline)) void attend_head(
+    const int64_t parts, const struct pages *pages, const float *query, int64_t group,
+    int64_t kv_head, const int64_t *blocks, int64_t first, int64_t end, float *out) {
+    int64_t dim = parts * LANES, width = 2 * pages->kv_heads * dim, room = pages->block_tokens;
+    float scores[room], root = 1.0f / sqrtf(dim);
+    for (int64_t one = 0; one < group; one++, query += dim, out += dim) {
+        float largest = -INFINITY, total = 0;
+        lanes answer[parts], asked[parts];
+        for (int64_t part = 0; part < parts; part++) {
+            answer[part] = (lanes){0};
+            asked[part] = root * ((const lanes *)query)[part];
+        }
+        for (int64_t block = first / room; block * room < end; block++) {
+            int64_t from = block * room < first ? first - block * room : 0;
+            int64_t to = end - block * room < room ? end - block * room : room;
+            const float *keys = pages->slots + blocks[block] * room * width + kv_head * dim;
+            const float *values = keys + pages->kv_heads * dim;
+            float most = largest, sum = 0;
             for (int64_t at = from; at < to; at++) {
-                scores[at] = root * dot(query + one * dim, keys + at * width, dim);
+                const lanes *key = (const lanes *)(keys + at * width);
+                lanes products = asked[0] * key[0];
+                for (int64_t part = 1; part < parts; part++) products += asked[part] * key[part];
+                scores[at] = sum_of(products);
                 most = scores[at] > most ? scores[at] : most;
             }
-            float shrink = power_of_e(largest[one] - most);
-            shrink = largest[one] == -INFINITY ? 0 : shrink;
+            float shrink = largest == -INFINITY ? 0 : power_of_e(largest - most);
 #pragma omp simd reduction(+ : sum)
             for (int64_t at = from; at < to; at++) {
                 scores[at] = power_of_e(scores[at] - most);
                 sum += scores[at];
             }
-            largest[one] = most;
-            total[one] = total[one] * shrink + sum;
-#pragma omp simd
-            for (int64_t part = 0; part < dim; part++) answer[part] *= shrink;
-            for (int64_t at = from; at < to; at++)
-#pragma omp simd
-                for (int64_t part = 0; part < dim; part++)
-                    answer[part] += scores[at] * values[at * width + part];
+            largest = most;
+            total = total * shrink + sum;
+            for (int64_t part = 0; part < parts; part++) answer[part] *= shrink;
+            for (int64_t at = from; at < to; at++) {
+                const lanes *value = (const lanes *)(values + at * width);
+                for (int64_t part = 0; part < parts; part++)
+                    answer[part] += scores[at] * value[part];
+            }
         }
+        for (int64_t part = 0; part < parts; part++) ((lanes *)out)[part] = answer[part] / total;
     }
-    for (int64_t one = 0; one < group; one++)
-#pragma omp simd
-        for (int64_t part = 0; part < dim; part++) out[one * dim + part] /= total[one];
 }
 
 /* Put the keys and values of every row of `mixed` (queries, keys, values) into its slot. */
@@ -349,14 +360,22 @@ void keep(const float *mixed, int64_t rows, int64_t heads, const int64_t *slots,
 void attend(const float *mixed, int64_t rows, int64_t heads, float *slots, int64_t block_tokens,
             int64_t kv_heads, int64_t dim, const int64_t *tables, int64_t width,
             const int64_t *spans, int64_t threads, float *out) {
-    const struct pages pages = {slots, block_tokens, kv_heads, dim};
+    const struct pages pages = {slots, block_tokens, kv_heads};
     int64_t stride = (heads + 2 * kv_heads) * dim, group = heads / kv_heads, tokens = 0;
     for (int64_t row = 0; row < rows; row++) tokens += spans[2 * row + 1] - spans[2 * row];
-#pragma omp parallel for num_threads(threads) schedule(dynamic) collapse(2)                        \
-    if (tokens * heads * dim > SMALL)
-    for (int64_t row = 0; row < rows; row++)
-        for (int64_t head = 0; head < kv_heads; head++)
-            attend_head(&pages, mixed + row * stride + head * group * dim, group, head,
-                        tables + row * width, spans[2 * row], spans[2 * row + 1],
-                        out + (row * heads + head * group) * dim);
+#pragma omp parallel for num_threads(threads) schedule(dynamic) if (tokens * heads * dim > SMALL)
+    for (int64_t at = 0; at < rows * kv_heads; at++) {
+        int64_t row = at / kv_heads, head = at % kv_heads;
+        const float *query = mixed + row * stride + head * group * dim;
+        float *answer = out + (row * heads + head * group) * dim;
+        const int64_t *blocks = tables + row * width, *span = spans + 2 * row;
+#define PARTS(n) attend_head(n, &pages, query, group, head, blocks, span[0], span[1], answer)
+        if (dim == 4 * LANES)
+            PARTS(4);
+        else if (dim == 8 * LANES)
+            PARTS(8);
+        else
+            PARTS(dim / LANES);
+#undef PARTS
+    }
 }

@@ -20,6 +20,8 @@ log = logging.getLogger(__name__)
 
 TILE_ROWS: Final = 16
 GROUP_WEIGHTS: Final = 32
+LANES: Final = 16
+"""Heads are whole numbers of these."""
 _ERROR_MAX: Final = 1e-3
 _TYPES: Final = {"p": c_void_p, "n": c_int64, "f": c_float}
 _ARGUMENTS: Final = {
