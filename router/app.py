@@ -300,6 +300,7 @@ class Parts:
     async def set_gauges(self) -> None:
         """Say how things stand, for whoever reads the metrics."""
         metrics, fleet = self.metrics, self.fleet
+        metrics.show()
         now_s = time.monotonic()
         if self.link.connected and self.follower.held is None and fleet.table is not None:
             fleet.confirmed_at_s = now_s
@@ -310,6 +311,7 @@ class Parts:
         metrics.in_flight.labels("decode").set(totals.decode_tokens)
         metrics.open_requests.set(totals.requests)
         metrics.waiting.set(self.corridor.waiting.depth)
+        metrics.waiting_bytes.set(self.corridor.waiting.bytes)
         metrics.ejected.set(len(fleet.health.ejected()))
         metrics.panics.set(fleet.panics())
 
@@ -414,7 +416,8 @@ def limits_of(config: RouterConfig) -> DoorLimits:
 
 
 async def _put_away(parts: Parts) -> None:
-    """Keep on disk what only memory holds: the usage and the table."""
+    """Keep on disk what only memory holds: the counts, the usage and the table."""
+    parts.metrics.show()
     await parts.shipper.spool_usage()
     await parts.follower.persist()
 

@@ -49,6 +49,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     attempts_max: Annotated[int, msgspec.Meta(ge=1, le=10)] = 3
     retry_ratio: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.2
     queue_depth_max: Count = 256
+    queue_bytes_max: Bytes = 128 * 1024 * 1024
     queue_timeout_s: Seconds = 10.0
     output_tokens_assumed: Count = 256
 

@@ -18,6 +18,7 @@ from router.decide.health import Health, judge
 from router.decide.latency import RoundTripFilter, expected_rtt_ms, smoothed
 from router.decide.prefixes import NO_KEYS, NOTHING_HELD, Held, PrefixIndex, PrefixKeys, Sent
 from router.decide.rollout import Draw, draw
+from router.decide.slow_start import SlowStart
 from router.decide.tokens_in_flight import Reservation, TokensInFlight
 
 BYTES_PER_TOKEN_FIRST: Final = 3.5
@@ -59,6 +60,7 @@ class Fleet:
         self._round_trips: dict[NodeId, RoundTripFilter] = {}
         self._answered_at_s: dict[NodeId, float] = {}
         self._disowned: set[ReplicaId] = set()
+        self._slow_start = SlowStart()
         self._bytes_per_token: dict[DeploymentId, float] = {}
 
     def on_room(self, tell: Callable[[DeploymentId], None]) -> None:
@@ -84,6 +86,7 @@ class Fleet:
         self._seat_routes()
         self.health.forget(gone)
         self.in_flight.forget(gone)
+        self._slow_start.forget(gone)
         self._disowned -= gone
         nodes = {route.node_id for route in table.routes}
         for belief in (self._round_trips, self._answered_at_s):
@@ -110,12 +113,13 @@ class Fleet:
         now_s = self._clock()
         board = self._boards.get(deployment_id)
         if board is None:
-            return Board().picture(now_s, {})
+            return Board().picture(now_s, {}, {})
         for replica_id in self._changed:
             self._refresh(replica_id, now_s)
         self._changed.clear()
         self._look_around(deployment_id, board, now_s)
-        return board.picture(now_s, self.health.ejected_until(now_s))
+        ejected_until = self.health.ejected_until(now_s)
+        return board.picture(now_s, ejected_until, self._slow_start.shares(now_s))
 
     def _look_around(self, deployment_id: DeploymentId, board: Board, now_s: float) -> None:
         """Refresh some replicas nothing happened to: what is known of them ages too."""
@@ -142,6 +146,10 @@ class Fleet:
             self._looked_at.pop(deployment_id, None)
         for deployment_id, routes in self._routes.items():
             board = self._boards.setdefault(deployment_id, Board())
+            # To a deployment that had nobody, or is new to this router, all are alike.
+            if board.slots:
+                new = [r.replica_id for r in routes if r.replica_id not in board.slots]
+                self._slow_start.began(new, self._clock())
             prefixes = self._prefixes.setdefault(deployment_id, PrefixIndex())
             prefixes.forget(board.adopt(routes))
 
@@ -259,6 +267,11 @@ class Fleet:
             route = self._route_by_id.get(replica_id)
             if route is not None and route.node_id == node_id:
                 self.health.unreachable(replica_id, self._clock())
+
+    def answered(self, route: Route) -> None:
+        """A replica answered a request well."""
+        if self.health.answered(route.replica_id):
+            self._slow_start.began((route.replica_id,), self._clock())
 
     def failed(self, route: Route) -> str:
         """A request failed at a replica; where that ejects it, return why."""

@@ -19,6 +19,9 @@ from router.decide.tokens_in_flight import Reservation
 from router.waiting import Place
 
 NOTHING_SAID: Final = Said(0, "", True, None)
+STREAM_HEADERS: Final = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+"""Nobody on the way may store a stream or hold it back."""
+
 LIVES: Final = 8
 """How many replicas may die under one stream before its client is told."""
 
@@ -130,20 +133,14 @@ class Journey:
         """Return what an answer's head tells beside the answer: who gave it, why, what is left."""
         ranked = self.ranked
         assert ranked is not None
+        route = ranked.route
         return {
             **allowance,
             headers.REQUEST_ID: self.asked.request_id,
-            headers.POP: ranked.route.pop,
-            headers.NODE: ranked.route.node_id,
+            headers.POP: route.pop,
+            headers.NODE: route.node_id,
             headers.WHY: ranked.why,
         }
-
-    def stream_headers(self, allowance: Mapping[str, str]) -> dict[str, str]:
-        """Return the same for a stream, which nobody on the way may store or hold back."""
-        extra = self.headers(allowance)
-        extra["cache-control"] = "no-cache"
-        extra["x-accel-buffering"] = "no"
-        return extra
 
     def is_exact(self, head: Head | None) -> bool:
         """Say whether the rest is, token for token, what the first replica would have said."""

@@ -1,8 +1,10 @@
 """Every metric of the router, defined once."""
 
+from collections.abc import Iterable
 from typing import Final
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
+from prometheus_client.registry import Collector
 
 from isochrone.wire.usage import Outcome
 
@@ -15,29 +17,50 @@ PREFIX: Final = "isochrone_router_"
 
 
 class OfDeployment:
-    """The metrics that every request touches, looked up once per deployment."""
+    """What every request of one deployment counts: plain numbers, until somebody looks."""
 
     def __init__(self, metrics: "Metrics", name: str) -> None:
-        self.outcomes = {
-            outcome: metrics.requests.labels(name, outcome.value) for outcome in Outcome
-        }
-        self.prompt = metrics.tokens.labels(name, "prompt")
-        self.cached = metrics.tokens.labels(name, "cached")
-        self.output = metrics.tokens.labels(name, "output")
+        self.outcomes = dict.fromkeys(Outcome, 0)
+        self.prompt = self.cached = self.output = 0
         self.ttft = metrics.ttft.labels(name)
         self.ttft_error = metrics.ttft_error.labels(name)
+        self._requests = {one: metrics.requests.labels(name, one.value) for one in Outcome}
+        self._tokens = [metrics.tokens.labels(name, k) for k in ("prompt", "cached", "output")]
+
+    def show(self) -> None:
+        """Add to the metrics what was counted since."""
+        for outcome, count in self.outcomes.items():
+            self._requests[outcome].inc(count)
+            self.outcomes[outcome] = 0
+        for tokens, count in zip(
+            self._tokens, (self.prompt, self.cached, self.output), strict=True
+        ):
+            tokens.inc(count)
+        self.prompt = self.cached = self.output = 0
 
 
-class Metrics:
+class Metrics(Collector):
     """One registry per process, made by app.py."""
 
     def __init__(self) -> None:
         """Define them all."""
         self.registry = CollectorRegistry()
+        self._of: dict[str, OfDeployment] = {}
+        # First of all, so that who reads them has the counts of this moment.
+        self.registry.register(self)
         self._define_requests()
         self._define_load()
         self._define_state()
-        self._of: dict[str, OfDeployment] = {}
+
+    def collect(self) -> Iterable[Metric]:
+        """Bring the metrics up to date; there are none besides."""
+        self.show()
+        return ()
+
+    def show(self) -> None:
+        """Bring up to date what is counted apart."""
+        for counted in self._of.values():
+            counted.show()
 
     def of(self, deployment: str) -> OfDeployment:
         """Return the metrics of one deployment, by its name."""
@@ -147,6 +170,12 @@ class Metrics:
         self.waiting = Gauge(
             f"{PREFIX}waiting_requests",
             "Requests waiting for room.",
+            registry=self.registry,
+            multiprocess_mode="livesum",
+        )
+        self.waiting_bytes = Gauge(
+            f"{PREFIX}waiting_bytes",
+            "Bytes of the bodies of requests waiting for room.",
             registry=self.registry,
             multiprocess_mode="livesum",
         )

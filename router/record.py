@@ -19,6 +19,16 @@ USAGE_ROWS_MAX: Final = 100_000
 """Rows held in memory when the disk takes none; past it they are counted as lost."""
 
 
+class _Demand:
+    """What was asked of one deployment in this window, so far."""
+
+    __slots__ = ("no_replica", "output", "prompt", "refused", "requests", "uncached")
+
+    def __init__(self) -> None:
+        self.requests = self.prompt = self.uncached = self.output = 0
+        self.refused = self.no_replica = 0
+
+
 class Recorder:
     """Counts what ended, until the duty that ships it takes it away."""
 
@@ -31,19 +41,18 @@ class Recorder:
         self._clock = clock
         self._journal = journal
         self._usage: list[UsageRow] = list(journal.open())
-        self._demand: dict[DeploymentId, DemandRow] = {}
+        self._demand: dict[DeploymentId, _Demand] = {}
         self._trials = Trials(pop)
 
     def record(self, journey: Journey) -> None:
         """Book one ended request."""
         asked = journey.asked
-        name = asked.deployment.name
         prompt, cached, output = journey.used
-        metrics = self._metrics.of(name)
-        metrics.outcomes[journey.outcome].inc()
-        metrics.prompt.inc(prompt)
-        metrics.cached.inc(cached)
-        metrics.output.inc(output)
+        metrics = self._metrics.of(asked.deployment.name)
+        metrics.outcomes[journey.outcome] += 1
+        metrics.prompt += prompt
+        metrics.cached += cached
+        metrics.output += output
         first_s = journey.first_token_at_s
         if first_s is not None and journey.ranked is not None:
             metrics.ttft.observe(first_s - asked.arrived_s)
@@ -53,7 +62,8 @@ class Recorder:
         route = journey.route
         if route is None:
             return
-        self._add_trial(journey, route, output)
+        if asked.deployment.rollout is not None:
+            self._add_trial(journey, route, output)
         if len(self._usage) >= USAGE_ROWS_MAX:
             self._metrics.usage_dropped.inc()
             return
@@ -97,7 +107,19 @@ class Recorder:
 
     def take_demand(self) -> tuple[DemandRow, ...]:
         """Hand over the demand of the window that ends now."""
-        rows = tuple(row for _, row in sorted(self._demand.items()))
+        rows = tuple(
+            DemandRow(
+                deployment_id=deployment_id,
+                pop=self._pop,
+                requests=asked.requests,
+                prompt_tokens=asked.prompt,
+                uncached_tokens=asked.uncached,
+                output_tokens=asked.output,
+                refused=asked.refused,
+                no_replica=asked.no_replica,
+            )
+            for deployment_id, asked in sorted(self._demand.items())
+        )
         self._demand.clear()
         return rows
 
@@ -118,18 +140,14 @@ class Recorder:
 
     def _add_demand(self, journey: Journey, prompt: int, cached: int, output: int) -> None:
         deployment_id = journey.asked.deployment.deployment_id
-        row = self._demand.get(deployment_id) or DemandRow(
-            deployment_id=deployment_id, pop=self._pop
-        )
+        asked = self._demand.get(deployment_id)
+        if asked is None:
+            asked = self._demand[deployment_id] = _Demand()
         # What was turned away wanted its prompt done too: the planner must see it.
         wanted = prompt or journey.prompt_tokens_estimate
-        self._demand[deployment_id] = DemandRow(
-            deployment_id=deployment_id,
-            pop=self._pop,
-            requests=row.requests + 1,
-            prompt_tokens=row.prompt_tokens + wanted,
-            uncached_tokens=row.uncached_tokens + wanted - cached,
-            output_tokens=row.output_tokens + output,
-            refused=row.refused + (journey.outcome is Outcome.REFUSED),
-            no_replica=row.no_replica + journey.found_no_replica,
-        )
+        asked.requests += 1
+        asked.prompt += wanted
+        asked.uncached += wanted - cached
+        asked.output += output
+        asked.refused += journey.outcome is Outcome.REFUSED
+        asked.no_replica += journey.found_no_replica

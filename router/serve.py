@@ -21,19 +21,25 @@ from router.dataplane.http1 import Reply
 from router.dataplane.upstream import Upstream
 from router.dataplane.verdict import hold_to_error, hold_to_status, read_answer
 from router.decide.board import Ranked
+from router.decide.fair import come_back_s
 from router.decide.health import RetryBudget
 from router.decide.limits import Entry, Gate, Limited
 from router.decide.pick import Ask, Ranking, rank
 from router.fleet import Fleet
-from router.journey import Asked, Journey
+from router.journey import STREAM_HEADERS, Asked, Journey
 from router.metrics import Metrics
 from router.record import Recorder
-from router.waiting import LOOK_AGAIN_S, NoRoom, Place, Waiting
+from router.waiting import LOOK_AGAIN_S, Impatience, NoRoom, Place, Waiting
 
 NO_REPLICA_RETRY_AFTER_S: Final = 10.0
 REFUSALS_MAX: Final = 8
 TURNED_AWAY_MAX: Final = 12
 RETRY_PAUSE_S: Final = 0.05
+OUT_OF_CAPACITY: Final = "3040: Capacity temporarily exceeded, please try again."
+OUT_OF_ROOM_FOR_BODIES: Final = (
+    f"{OUT_OF_CAPACITY} Your waiting requests are as many bytes as may wait: "
+    "send fewer at once, or shorter ones."
+)
 CONTINUED: Final = b": continued on another replica, not token for token\n\n"
 
 
@@ -82,7 +88,7 @@ class Corridor:
         self._metrics = metrics
         self._clock = clock
         self._budget = RetryBudget(config.retry_ratio)
-        self.waiting = Waiting(config.queue_depth_max, clock)
+        self.waiting = Waiting(config.queue_depth_max, config.queue_bytes_max, clock)
         fleet.on_room(self.waiting.wake)
 
     async def serve(self, asked: Asked, client: Client) -> None:
@@ -134,15 +140,18 @@ class Corridor:
         place = journey.place = self._place(journey)
         while True:
             ranking = self._rank(journey)
-            if not ranking.routes and journey.unfit and not (refused or ranking.full):
-                raise ApiError(ErrorCode.UPSTREAM, "cannot go on: no other replica resumes a text")
-            if not ranking.routes and failed and not (refused or ranking.full):
-                # Everyone failed once: perhaps it was no more than that.
-                failed.clear()
-                await asyncio.sleep(RETRY_PAUSE_S)
-                continue
-            is_turn = not self.waiting.must_wait(place)
-            if not ranking.routes or not is_turn or len(refused) >= REFUSALS_MAX:
+            if not (ranking.routes or refused or ranking.full):
+                if journey.unfit:
+                    raise ApiError(
+                        ErrorCode.UPSTREAM, "cannot go on: no other replica resumes a text"
+                    )
+                if failed:
+                    # Everyone failed once: perhaps it was no more than that.
+                    failed.clear()
+                    await asyncio.sleep(RETRY_PAUSE_S)
+                    continue
+            must_wait = self.waiting.must_wait(place) or len(refused) >= REFUSALS_MAX
+            if must_wait or not ranking.routes:
                 await self._wait_for_room(journey, place, is_full=bool(refused))
                 refused.clear()
                 if self._clock() - failed_at_s > LOOK_AGAIN_S:
@@ -195,7 +204,7 @@ class Corridor:
             seat=self._fleet.seat(asked.session),
             held=self._fleet.held(asked.deployment.deployment_id, asked.prefix_keys),
         )
-        excluded = frozenset(journey.failed | journey.refused | journey.unfit)
+        excluded = journey.failed | journey.refused | journey.unfit
         view = self._fleet.view(asked.deployment.deployment_id)
         # The deployment as the table has it now: a step of a rollout counts for those who wait too.
         entry = self._fleet.deployment(asked.deployment.name) or asked.deployment
@@ -223,6 +232,7 @@ class Corridor:
             asked.key.tenant_id,
             journey.prompt_tokens_estimate + asked.output_tokens_max,
             self._clock() + self._config.queue_timeout_s,
+            size_bytes=len(journey.body),
             # Half an answer is out: whoever would not have waited for it waits for its rest.
             is_patient=not asked.reject_if_busy or journey.said_tokens > 0,
         )
@@ -240,13 +250,15 @@ class Corridor:
                 raise ApiError(
                     ErrorCode.UNAVAILABLE,
                     f"cannot serve {name} now: no replica is warm yet",
-                    retry_after_s=NO_REPLICA_RETRY_AFTER_S,
+                    retry_after_s=come_back_s(NO_REPLICA_RETRY_AFTER_S, journey.asked.request_id),
                 ) from None
             self._metrics.refusals.labels(refusal.why.value).inc()
             raise ApiError(
                 ErrorCode.OUT_OF_CAPACITY,
-                "3040: Capacity temporarily exceeded, please try again.",
-                retry_after_s=self.waiting.retry_after_s(place),
+                OUT_OF_ROOM_FOR_BODIES if refusal.why is Impatience.BYTES else OUT_OF_CAPACITY,
+                retry_after_s=come_back_s(
+                    self.waiting.retry_after_s(place), journey.asked.request_id
+                ),
             ) from None
 
     async def _attempt(self, journey: Journey, ranked: Ranked) -> Answer:
@@ -297,7 +309,7 @@ class Corridor:
         hold_to_status(route.node_id, head)
         if head.status == 200 and not answer.is_stream:
             answer.usage, answer.body = read_answer(route.node_id, answer.body)
-        self._fleet.health.answered(route.replica_id)
+        self._fleet.answered(route)
         now_s = self._clock()
         if answer.is_stream:
             exchange.wait(self._config.stream_idle_timeout_s)
@@ -334,7 +346,8 @@ class Corridor:
         assert frames is not None and ranked is not None
         self._metrics.open_streams.inc()
         try:
-            client.begin(200, "text/event-stream; charset=utf-8", journey.stream_headers(allowance))
+            extra = journey.headers(allowance) | STREAM_HEADERS
+            client.begin(200, "text/event-stream; charset=utf-8", extra)
             await self._flow(journey, answer, client)
             journey.outcome = Outcome.COMPLETE
         except AttemptFailed as error:

@@ -13,7 +13,7 @@ from enum import Enum
 from typing import Final
 
 from isochrone.wire.ids import DeploymentId, TenantId
-from router.decide.fair import FairQueue, QueueFull, Ticket
+from router.decide.fair import BytesFull, FairQueue, QueueFull, Ticket
 
 LOOK_AGAIN_S: Final = 0.25
 """Room may come of another router's request ending, which nobody here hears of."""
@@ -24,6 +24,7 @@ class Impatience(Enum):
 
     BUSY = "reject_if_busy"
     FULL = "queue_full"
+    BYTES = "queue_bytes"
     OUSTED = "ousted"
     DEADLINE = "deadline"
 
@@ -48,10 +49,11 @@ class Place(Ticket):
         tokens: int,
         until_s: float,
         *,
+        size_bytes: int = 0,
         is_patient: bool = True,
     ) -> None:
         """Ask for `tokens` of room at a deployment; wait for it until `until_s`, if at all."""
-        super().__init__(lane, tenant, tokens)
+        super().__init__(lane, tenant, tokens, size_bytes)
         self.until_s = until_s
         self.is_patient = is_patient
         self.since_s: float | None = None
@@ -69,15 +71,20 @@ class Place(Ticket):
 class Waiting:
     """Who waits for room, in all deployments."""
 
-    def __init__(self, depth_max: int, clock: Callable[[], float]) -> None:
-        """Let at most `depth_max` wait. `clock` gives monotonic seconds."""
-        self._queue: FairQueue[Place] = FairQueue(depth_max)
+    def __init__(self, depth_max: int, bytes_max: int, clock: Callable[[], float]) -> None:
+        """Let at most `depth_max` wait, of `bytes_max`. `clock` gives monotonic seconds."""
+        self._queue: FairQueue[Place] = FairQueue(depth_max, bytes_max)
         self._clock = clock
 
     @property
     def depth(self) -> int:
         """How many wait."""
         return self._queue.depth
+
+    @property
+    def bytes(self) -> int:
+        """How many bytes the bodies of those are."""
+        return self._queue.bytes
 
     def must_wait(self, place: Place) -> bool:
         """Say whether others come first, whatever room there is."""
@@ -153,6 +160,8 @@ class Waiting:
                 ousted = self._queue.push(place)
         except QueueFull:
             raise NoRoom(Impatience.FULL) from None
+        except BytesFull:
+            raise NoRoom(Impatience.BYTES) from None
         if place.since_s is None:
             place.since_s = self._clock()
         place.is_queued = True

@@ -36,8 +36,6 @@ log = logging.getLogger(__name__)
 OUTBOX_MAX: Final = 64
 INTAKE_TIMEOUT_S: Final = 10.0
 PULSES_BUFFERED_MAX: Final = 50_000
-ENTERING_MAX: Final = 48
-ENTERING_S: Final = 10.0
 PULSES_WRITTEN_MAX: Final = 1_000
 LARGE_BYTES: Final = 256 * 1024
 LARGE_AT_ONCE: Final = 32
@@ -141,7 +139,6 @@ class Acting:
         self.line_outside = Admissions(config.admissions_per_s)
         self.fleet_size = 0
         self.turned_at = clock()
-        self._entering: dict[tuple[PeerRole, str], float] = {}
         self.next_acting_at = float("-inf")
         self.known_nodes = KnownNodes()
         self._table_frame = b""
@@ -219,27 +216,13 @@ class Acting:
             for peer in peers:
                 tasks.create_task(peer.end(refused))
 
-    def begin_entering(self, role: PeerRole, name: str) -> float:
-        """Return 0 where a peer may register now, else how long it should wait.
-
-        However fast they are let in, only so many are between the door and their first report.
-        """
-        now = self.clock()
-        wait_s = self.admissions.wait_s(f"{role.value} {name}", now)
-        if wait_s > 0:
-            return wait_s
-        if len(self._entering) >= ENTERING_MAX:
-            late = [who for who, since in self._entering.items() if now - since > ENTERING_S]
-            for who in late:
-                del self._entering[who]
-        if len(self._entering) >= ENTERING_MAX:
-            return max(1.0, self.admissions.place(now) - now)
-        self._entering[role, name] = now
-        return 0.0
+    def wait_outside_s(self, role: PeerRole, name: str) -> float:
+        """Return 0 where a peer may register now, else how long it should wait."""
+        return self.admissions.wait_s(f"{role.value} {name}", self.clock())
 
     def has_entered(self, role: PeerRole, name: str) -> None:
         """Let another in: this one is served, or gone."""
-        self._entering.pop((role, name), None)
+        self.admissions.served(f"{role.value} {name}", self.clock())
 
     @property
     def redial_spread_s(self) -> float:

@@ -15,7 +15,7 @@ from typing import NoReturn
 log = logging.getLogger(__name__)
 
 
-REST_MAX_S = 1.0
+REST_MAX_S = 6.0
 
 
 class Loop:

@@ -23,6 +23,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     KV that the device gives up is kept in `kv_host_bytes` of memory and `kv_file_bytes` of files
     below `kv_folder`; 0 is no such tier.
     `draft_tokens_max` is how many tokens of a sequence a step may verify ahead; 0 turns that off.
+    `draft_path` names a model of the same tokens, or an EAGLE-3 head for this one, that drafts.
     `client_queue_max` is how many tokens a client may be behind before it is cut. `options` are
     the mock's faults.
     """
@@ -43,6 +44,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     interval_ms: Positive = 250
     sequences_max: Positive = 16
     draft_tokens_max: Annotated[int, Meta(ge=0, le=64)] = 8
+    draft_path: str = ""
     waiting_max: Annotated[int, Meta(ge=0)] = 64
     body_bytes_max: Positive = 8 * 1024 * 1024
     client_queue_max: Positive = 1024

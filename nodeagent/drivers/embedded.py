@@ -23,6 +23,7 @@ OPTIONS: Final = frozenset(
         "interval_ms",
         "sequences_max",
         "draft_tokens_max",
+        "draft_path",
         "waiting_max",
         "threads",
         "kv_host_bytes",

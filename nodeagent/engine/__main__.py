@@ -24,6 +24,7 @@ from nodeagent.engine.encoder.serving import serve_encoder
 from nodeagent.engine.listening import clear_socket, listen, remove_socket
 from nodeagent.engine.loading import Loaded, load
 from nodeagent.engine.models.shape import CheckpointError
+from nodeagent.engine.native.kernels import kernels
 from nodeagent.engine.server import EngineServer
 from nodeagent.engine.standby import wait_for_order
 from nodeagent.engine.step import Engine
@@ -43,6 +44,8 @@ def main() -> None:
     kinds.add_argument("--standby", action="store_true", help="wait on standard input for --config")
     arguments = parser.parse_args()
     if arguments.standby:
+        # Built, loaded and tried before anybody waits.
+        kernels()
         order = wait_for_order()
         if order is None:
             return

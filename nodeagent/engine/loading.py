@@ -21,6 +21,8 @@ from nodeagent.engine.layers.lora import Adding
 from nodeagent.engine.models.families import build, survey
 from nodeagent.engine.models.shape import CheckpointError, ModelShape
 from nodeagent.engine.runner import Runner
+from nodeagent.engine.speculate.ahead import Ahead
+from nodeagent.engine.speculate.opening import DraftModel, Head, open_draft
 from nodeagent.engine.speculate.speculation import Speculation
 from nodeagent.engine.step import Engine
 from nodeagent.engine.template import ChatTemplate
@@ -54,11 +56,15 @@ def load(config: EngineConfig) -> Loaded:
     torch.set_num_threads(config.threads)
     dtype = _DTYPES[config.dtype]
     source, vocabulary = open_checkpoint(Path(config.model_path))
+    draft = None
     try:
         shape = source.shape
+        draft = open_draft(config, shape, vocabulary)
         context = min(config.context_tokens_max, shape.context_tokens)
         weights_bytes = shape.parameters() * dtype.itemsize
-        blocks = _kv_blocks(config, shape, dtype)
+        if draft is not None:
+            weights_bytes += draft.weights_bytes(dtype)
+        blocks = _kv_blocks(config, shape, dtype, draft)
         _need_memory(config, weights_bytes)
         if vocabulary.size > shape.vocabulary:
             raise CheckpointError(
@@ -69,9 +75,12 @@ def load(config: EngineConfig) -> Loaded:
         keeping, why = choose(config.device, dtype, config.quantisation == "file")
         log.info("matrices", extra={"fields": {"kept": keeping, "because": why}})
         model = build(shape, source, config.device, dtype, context, keeping)
+        runner = Runner(model, blocks, config.device, dtype)
+        ahead = draft.load(config, runner, model, keeping) if draft is not None else None
     finally:
         source.close()
-    runner = Runner(model, blocks, config.device, dtype)
+        if draft is not None:
+            draft.close()
     limits = Limits(config.batch_tokens_max, config.sequences_max)
     template = vocabulary.chat_template
     return Loaded(
@@ -81,6 +90,7 @@ def load(config: EngineConfig) -> Loaded:
             Batching(limits, Blocks(blocks), Pace(config.interval_ms / 1000)),
             shape,
             dtype,
+            ahead,
         ),
         vocabulary=vocabulary,
         template=(
@@ -95,22 +105,32 @@ def load(config: EngineConfig) -> Loaded:
 
 
 def _engine(
-    config: EngineConfig, runner: Runner, batching: Batching, shape: ModelShape, dtype: torch.dtype
+    config: EngineConfig,
+    runner: Runner,
+    batching: Batching,
+    shape: ModelShape,
+    dtype: torch.dtype,
+    ahead: Ahead | None,
 ) -> Engine:
     mover = open_tiers(config, runner, shape, dtype)
     if mover is not None:
-        batching.below = mover.host
-    return Engine(runner, batching, mover, _speculation(config))
+        batching.below, batching.trade = mover.host, mover.trade
+    return Engine(runner, batching, mover, _speculation(config, ahead))
 
 
-def _speculation(config: EngineConfig) -> Speculation | None:
+def _speculation(config: EngineConfig, ahead: Ahead | None) -> Speculation | None:
     if config.draft_tokens_max == 0:
         return None
-    return Speculation(config.draft_tokens_max, rows_max=config.batch_tokens_max)
+    return Speculation(config.draft_tokens_max, rows_max=config.batch_tokens_max, ahead=ahead)
 
 
-def _kv_blocks(config: EngineConfig, shape: ModelShape, dtype: torch.dtype) -> int:
-    block_bytes = shape.kv_bytes_per_token(dtype) * BLOCK_TOKENS
+def _kv_blocks(
+    config: EngineConfig, shape: ModelShape, dtype: torch.dtype, draft: DraftModel | Head | None
+) -> int:
+    token_bytes = shape.kv_bytes_per_token(dtype)
+    if draft is not None:
+        token_bytes += draft.bytes_per_token(dtype)
+    block_bytes = token_bytes * BLOCK_TOKENS
     blocks = config.kv_memory_bytes // block_bytes
     if blocks < 2:
         raise CheckpointError(

@@ -34,6 +34,10 @@ class Snapshot(msgspec.Struct, frozen=True):
     """Drafts that were verified."""
     accepted_tokens_total: int = 0
     """Drafts that held."""
+    preempted_kept_tokens_total: int = 0
+    """Tokens whose KV was still there, or brought back, when their sequence ran on."""
+    preempted_lost_tokens_total: int = 0
+    """Those that were computed again."""
     draft_acceptance: float = 0.0
     """Share of recent drafts that held."""
 

@@ -5,7 +5,7 @@ Rule 2: rows of the flat batch lie in the order of `Batch.chunks`: decodes first
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 import torch
@@ -21,8 +21,8 @@ from nodeagent.engine.layers.attention import (
     Run,
     Segment,
 )
-from nodeagent.engine.layers.lora import Adapter
-from nodeagent.engine.models.llama import Llama
+from nodeagent.engine.layers.lora import Adapter, Adding
+from nodeagent.engine.models.shape import ModelShape
 
 _PADDING_MAX: Final = 2
 """Decodes share a call where the longest reads at most so many times the blocks of the shortest."""
@@ -30,14 +30,41 @@ _PADDED_BLOCKS_FREE: Final = 8
 """Up to so many blocks, padding costs less than another call."""
 
 
+class Decoder(Protocol):
+    """A model as the runner sees it."""
+
+    shape: ModelShape
+    adding: Adding
+
+    def forward(
+        self, tokens: Tensor, positions: Tensor, kv: list[LayerKV], layout: Layout, rows: Tensor
+    ) -> Tensor:
+        """Run a flat batch; return logits for the `rows` given."""
+        ...
+
+
+class Keeps(Protocol):
+    """Who keeps something of each token beside its KV, heard while the model ran."""
+
+    def keep(self, slots: Tensor) -> None:
+        """Keep what was heard in this step, row by row in `slots`."""
+        ...
+
+    def forget(self, blocks: Tensor, block_tokens: int) -> None:
+        """Forget what `blocks` held: their KV came from elsewhere."""
+        ...
+
+
 class Runner:
     """A model with its KV on a device."""
 
-    def __init__(self, model: Llama, blocks: int, device: str, dtype: torch.dtype) -> None:
+    def __init__(self, model: Decoder, blocks: int, device: str, dtype: torch.dtype) -> None:
         self._model = model
         self._device = device
-        self._dtype = dtype
-        shape = model.shape
+        self.dtype = dtype
+        shape = self.shape = model.shape
+        self.blocks = blocks
+        self.beside: Keeps | None = None
         self._window_tokens = shape.window_tokens
         self._kv = [
             LayerKV(blocks, BLOCK_TOKENS, shape.kv_heads, shape.head_dim, device, dtype)
@@ -70,9 +97,12 @@ class Runner:
             # Torch's decodes read blocks whole, and what another left there may be no number.
             self.clear([block for chunk in batch.chunks for block in _begun(chunk)])
         self._model.adding.current = self._adapters(batch.chunks)
-        return self._model.forward(
+        logits = self._model.forward(
             self._put(tokens), self._put(positions), self._kv, layout, self._put(rows)
         )
+        if self.beside is not None:
+            self.beside.keep(layout.write_slots)
+        return logits
 
     @torch.inference_mode()
     def clear(self, blocks: Sequence[int]) -> None:
@@ -95,6 +125,8 @@ class Runner:
         contents = contents.to(self._device)
         for layer, kv in enumerate(self._kv):
             kv.pages[indices] = contents[:, layer]
+        if self.beside is not None:
+            self.beside.forget(indices, BLOCK_TOKENS)
 
     def _adapters(self, chunks: Sequence[Chunk]) -> tuple[tuple[Adapter, Tensor], ...]:
         """Return the adapters of this step, each with the rows that it changes."""
@@ -165,7 +197,7 @@ class Runner:
 
         Made once for all layers; a mask of truths would be made into this in each of them.
         """
-        return torch.from_numpy(np.where(hidden, -np.inf, 0.0)).to(self._device, self._dtype)
+        return torch.from_numpy(np.where(hidden, -np.inf, 0.0)).to(self._device, self.dtype)
 
     def _segments(self, batch: Batch) -> Iterator[Segment]:
         start = len(batch.decodes)

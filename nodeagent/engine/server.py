@@ -109,6 +109,7 @@ class EngineServer:
     def stats(self) -> dict[str, float]:
         """Return counts and rates by name: EngineStats, and what only this engine has."""
         mover = self.loaded.engine.mover
+        speculation = self.loaded.engine.speculation
         return {
             **msgspec.structs.asdict(self.worker.snapshot),
             "block_tokens": BLOCK_TOKENS,
@@ -118,6 +119,7 @@ class EngineServer:
             "weights_bytes": self.loaded.weights_bytes,
             "context_tokens": self._context_tokens,
             **(mover.counts() if mover is not None else {}),
+            **(speculation.counts() if speculation is not None else {}),
             "adapters": len(self.adapters.names),
             "adapters_kept": self.adapters.kept,
             "adapter_reads_total": self.adapters.reads_total,

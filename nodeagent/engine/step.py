@@ -112,7 +112,8 @@ class Engine:
         """Move every generation that this step's budget reaches; `now_s` is for deadlines."""
         if self.speculation is not None and self.batching.drafting:
             self.speculation.draft(
-                [(s, self._generations[s.number].drafter) for s in self.batching.running]
+                [(s, self._generations[s.number].drafter) for s in self.batching.running],
+                self.batching.make_room,
             )
         batch = self.batching.next_batch(now_s)
         if self.mover is not None:
@@ -128,8 +129,8 @@ class Engine:
 
     def timed(self, stepped: Stepped, seconds: float) -> None:
         """Learn what the last step cost."""
-        if self.speculation is not None and stepped.rows and not stepped.prefill_tokens:
-            self.speculation.costs.note(stepped.rows, seconds)
+        if self.speculation is not None:
+            self.speculation.timed(stepped.rows, seconds, decodes_only=not stepped.prefill_tokens)
 
     def _drop(self, sequence: Sequence) -> Delta:
         """Tell that `sequence` was given up; its blocks are given back already."""

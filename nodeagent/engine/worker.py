@@ -178,6 +178,8 @@ class Worker:
             kv_blocks_used=batching.blocks.held,
             kv_blocks_total=batching.blocks.total,
             preemptions_total=batching.preemptions,
+            preempted_kept_tokens_total=batching.kept_tokens,
+            preempted_lost_tokens_total=batching.lost_tokens,
             steps_total=self._rates.steps,
             prefill_tokens_per_s=self._rates.prefill.per_s,
             decode_tokens_per_s=self._rates.decode.per_s,

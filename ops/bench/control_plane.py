@@ -39,7 +39,7 @@ ROOT: Final = Path(__file__).parents[2]
 TOKEN: Final = "bench-admin-token-0123456789"
 SETTLE_S: Final = 20.0
 AFTER_S: Final = 40.0
-CONNECT_TIMEOUT_S: Final = 240.0
+CONNECT_TIMEOUT_S: Final = 600.0
 CLUSTER: Final = ClusterId("c-bench")
 
 

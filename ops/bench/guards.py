@@ -57,7 +57,7 @@ def cases() -> dict[str, Callable[[int], None]]:
     gate, health, budget = Gate(), Health(), RetryBudget()
     price = Price(prompt_per_million=1.0, output_per_million=2.0)
     free = a_key(KEYS, Limits())[1]
-    queue: FairQueue[Ticket] = FairQueue(100_000)
+    queue: FairQueue[Ticket] = FairQueue(100_000, 2**40)
     tenants = [TenantId(f"t{number}") for number in range(1000)]
     for number in range(10_000):
         queue.push(Ticket(D, tenants[number % 1000], 100))

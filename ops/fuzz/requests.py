@@ -46,10 +46,7 @@ class Collector:
     def __init__(self) -> None:
         self.requests: list[Request] = []
 
-    def request_begins(self) -> None:
-        """Need no deadline here."""
-
-    def head_is_whole(self, *, expects_continue: bool) -> None:
+    def continue_is_expected(self) -> None:
         """Need no answer here."""
 
     def request_is_whole(self, request: Request) -> None:
@@ -57,7 +54,7 @@ class Collector:
         self.requests.append(request)
 
 
-def _anybody(method: bytes, target: bytes, headers: object) -> KeyEntry | None:
+def _anybody(method: bytes, path: str, headers: object) -> KeyEntry | None:
     return None
 
 

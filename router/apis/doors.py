@@ -16,7 +16,7 @@ from aiohttp import web
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.ids import NodeId
 from isochrone.wire.routes import KeyEntry
-from router.apis.openai.hot import OpenAiSurface
+from router.apis.openai.hot import READERS, OpenAiSurface
 from router.apis.workers_ai.hot import WorkersAiSurface
 from router.dataplane import http1
 from router.dataplane.answer import Answer
@@ -46,10 +46,9 @@ class Doors:
         self._workers_ai = workers_ai
         self._upstream = upstream
 
-    def gate(self, method: bytes, target: bytes, headers: Mapping[bytes, bytes]) -> KeyEntry | None:
+    def gate(self, method: bytes, path: str, headers: Mapping[bytes, bytes]) -> KeyEntry | None:
         """Let a head in before its body is read, or raise ApiError."""
-        path, _ = http1.split_target(target)
-        if method == b"POST" and (self._openai.takes(path) or self._workers_ai.takes(path)):
+        if method == b"POST" and (path in READERS or self._workers_ai.takes(path)):
             return self._openai.gate(headers)
         return None
 
@@ -61,7 +60,7 @@ class Doors:
 
     async def answer(self, request: http1.Request, client: ClientConnection) -> None:
         """Answer one request."""
-        if self._openai.takes(request.path):
+        if request.path in READERS:
             await self._openai.answer(request, client)
         elif self._workers_ai.takes(request.path):
             await self._workers_ai.answer(request, client)

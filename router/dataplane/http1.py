@@ -5,8 +5,11 @@ our own counting. A request that two parsers could read in two ways is refused (
 """
 
 from collections.abc import Mapping
+from functools import lru_cache
 from http import HTTPStatus
-from typing import Final, NamedTuple
+from typing import Final
+
+import msgspec
 
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.routes import KeyEntry
@@ -24,7 +27,7 @@ _STATUS_LINES: Final = {
 }
 
 
-class Request(NamedTuple):
+class Request(msgspec.Struct):
     """One whole request. Header names are in lower case; a repeated one is joined by commas."""
 
     method: bytes
@@ -37,12 +40,12 @@ class Request(NamedTuple):
     arrived_s: float
     key: KeyEntry | None
 
-    def header(self, name: str) -> str:
+    def header(self, name: bytes) -> str:
         """Return a header's value, empty where it is absent."""
-        return self.headers.get(name.encode(), b"").decode("latin-1")
+        return self.headers.get(name, b"").decode("latin-1")
 
 
-class Reply(NamedTuple):
+class Reply(msgspec.Struct, frozen=True):
     """One whole answer."""
 
     status: int
@@ -51,16 +54,16 @@ class Reply(NamedTuple):
     content_type: str = "application/json"
 
 
-def add_header(headers: dict[bytes, bytes], name: bytes, value: bytes) -> None:
-    """Take one header in, or raise ApiError where a second one of its name makes it ambiguous."""
-    name = name.lower()
-    before = headers.get(name)
-    if before is None:
-        headers[name] = value
-    elif name in _ONCE:
+def with_header(reply: Reply, name: str, value: str) -> Reply:
+    """Return an answer with one header more."""
+    return msgspec.structs.replace(reply, headers={**reply.headers, name: value})
+
+
+def joined(name: bytes, before: bytes, value: bytes) -> bytes:
+    """Return a repeated header's value, or raise ApiError where repeating makes it ambiguous."""
+    if name in _ONCE:
         raise malformed(f"more than one {name.decode('latin-1')} header")
-    else:
-        headers[name] = before + b", " + value
+    return before + b", " + value
 
 
 def check_head(method: bytes, version: str, headers: Mapping[bytes, bytes]) -> None:
@@ -84,6 +87,7 @@ def check_head(method: bytes, version: str, headers: Mapping[bytes, bytes]) -> N
         raise malformed("only gzip and deflate bodies are read")
 
 
+@lru_cache(maxsize=64)
 def split_target(target: bytes) -> tuple[str, str]:
     """Return path and query of a request target, also of one in absolute form (RFC 9112, 3.2)."""
     text = target.decode("latin-1")
@@ -112,29 +116,19 @@ def response_head(
     chunked: bool,
 ) -> bytes:
     """Write an answer's head: of `length` bytes, or chunked, or ended by closing."""
-    lines = [
-        _STATUS_LINES.get(status) or f"HTTP/1.1 {status} \r\n",
-        "content-type: ",
-        content_type,
-        "\r\ndate: ",
-        date,
-    ]
-    for name, value in extra.items():
-        lines += ("\r\n", name, ": ", value)
+    first = _STATUS_LINES.get(status) or f"HTTP/1.1 {status} \r\n"
+    lines = "".join([f"{name}: {value}\r\n" for name, value in extra.items()])
+    framing = "transfer-encoding: chunked\r\n" if chunked else ""
     if length is not None:
-        lines.append(f"\r\ncontent-length: {length}")
-    elif chunked:
-        lines.append("\r\ntransfer-encoding: chunked")
-    lines.append("\r\n\r\n" if keep_alive else "\r\nconnection: close\r\n\r\n")
-    return "".join(lines).encode("latin-1", "replace")
+        framing = f"content-length: {length}\r\n"
+    end = "\r\n" if keep_alive else "connection: close\r\n\r\n"
+    head = f"{first}content-type: {content_type}\r\ndate: {date}\r\n{lines}{framing}{end}"
+    return head.encode("latin-1", "replace")
 
 
 def request_head(method: str, path: str, host: str, sent: Mapping[str, str], length: int) -> bytes:
     """Write the head of a request to a node."""
-    lines = [method, " ", path, " HTTP/1.1\r\nhost: ", host]
-    for name, value in sent.items():
-        lines += ("\r\n", name, ": ", value)
-    if length or method != "GET":
-        lines.append(f"\r\ncontent-length: {length}")
-    lines.append("\r\n\r\n")
-    return "".join(lines).encode("latin-1", "replace")
+    lines = "".join([f"{name}: {value}\r\n" for name, value in sent.items()])
+    framing = f"content-length: {length}\r\n" if length or method != "GET" else ""
+    head = f"{method} {path} HTTP/1.1\r\nhost: {host}\r\n{lines}{framing}\r\n"
+    return head.encode("latin-1", "replace")

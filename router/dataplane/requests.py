@@ -17,18 +17,15 @@ from router.dataplane.http1 import Request
 
 HEAD_BYTES_MAX: Final = 32 * 1024
 
-Gate = Callable[[bytes, bytes, Mapping[bytes, bytes]], KeyEntry | None]
-"""Method, target and headers to whose request it is; raises ApiError before a body is read."""
+Gate = Callable[[bytes, str, Mapping[bytes, bytes]], KeyEntry | None]
+"""Method, path and headers to whose request it is; raises ApiError before a body is read."""
 
 
 class Owner(Protocol):
     """Who hears of what was read."""
 
-    def request_begins(self) -> None:
-        """The first byte of a request came."""
-
-    def head_is_whole(self, *, expects_continue: bool) -> None:
-        """A head was read and let in; a body may follow."""
+    def continue_is_expected(self) -> None:
+        """A head was read and let in whose body comes only when it is asked for."""
 
     def request_is_whole(self, request: Request) -> None:
         """A request was read to its end."""
@@ -40,7 +37,7 @@ class RequestReader:
     __slots__ = (
         "_body", "_body_bytes", "_bytes_max", "_clock", "_fields_bytes", "_gate", "_head_bytes",
         "_headers", "_ignores_head", "_is_http10", "_key", "_length", "_method", "_owner",
-        "_parser", "_target", "_whole", "arrived_s",
+        "_parser", "_path", "_query", "_target", "_whole", "arrived_s",
     )  # fmt: skip
 
     def __init__(
@@ -102,7 +99,6 @@ class RequestReader:
         """Begin a request: its head has its deadline from here."""
         if not self._ignores_head:
             self.arrived_s = self._clock()
-            self._owner.request_begins()
 
     def on_url(self, url: bytes) -> None:
         """Take the request target, or a part of it."""
@@ -116,7 +112,10 @@ class RequestReader:
             self._fields_bytes += len(name) + len(value) + 4
             if self._fields_bytes > HEAD_BYTES_MAX:
                 raise _head_too_large()
-            http1.add_header(self._headers, name, value)
+            name = name.lower()
+            if name in self._headers:
+                value = http1.joined(name, self._headers[name], value)
+            self._headers[name] = value
 
     def on_headers_complete(self) -> None:
         """Check the head, before a byte of the body is waited for."""
@@ -127,12 +126,14 @@ class RequestReader:
         version = parser.get_http_version()
         http1.check_head(self._method, version, headers)
         self._is_http10 = version == "1.0"
-        self._key = self._gate(self._method, self._target, headers)
+        self._path, self._query = http1.split_target(self._target)
+        self._key = self._gate(self._method, self._path, headers)
         length = int(headers.get(b"content-length", b"0"))
         if length > self._bytes_max:
             raise self._too_large()
         self._length = length
-        self._owner.head_is_whole(expects_continue=b"expect" in headers)
+        if b"expect" in headers:
+            self._owner.continue_is_expected()
 
     def on_body(self, body: bytes) -> None:
         """Take a part of the body."""
@@ -148,14 +149,12 @@ class RequestReader:
             # Not the message's end, only where the parser stops: see `_go_on_without_upgrade`.
             return
         body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
-        encoding = self._headers.get(b"content-encoding", b"").lower()
-        if encoding not in (b"", b"identity"):
-            body = self._inflated(body, encoding)
-        path, query = http1.split_target(self._target)
+        if b"content-encoding" in self._headers:
+            body = self._inflated(body, self._headers[b"content-encoding"].lower())
         request = Request(
             self._method,
-            path,
-            query,
+            self._path,
+            self._query,
             self._headers,
             body,
             parser.should_keep_alive(),
@@ -170,6 +169,7 @@ class RequestReader:
     def _forget(self) -> None:
         self._method = b""
         self._target = b""
+        self._path = self._query = ""
         self._headers = {}
         self._body = []
         self._body_bytes = 0
@@ -207,6 +207,8 @@ class RequestReader:
 
     def _inflated(self, body: bytes, encoding: bytes) -> bytes:
         """Return the body decompressed, its size bounded as if it had come plain."""
+        if encoding in (b"", b"identity"):
+            return body
         bytes_max = self._bytes_max
         inflater = zlib.decompressobj(wbits=31 if encoding == b"gzip" else 15)
         try:

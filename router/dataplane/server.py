@@ -181,10 +181,21 @@ class ClientConnection(asyncio.Protocol):
         """Parse what came; whole requests begin, what is malformed ends the connection."""
         if self._bad is not None:
             return
+        reader = self._reader
+        had_begun, was_in_body = reader.arrived_s > 0, reader.is_in_body
         try:
-            self._reader.feed(data)
+            reader.feed(data)
         except ApiError as error:
             self._refuse(error)
+            return
+        if self._task is not None:
+            return
+        # What did not come whole has its deadline: a head from its first byte, a body from its
+        # head's last.
+        if reader.is_in_body and not was_in_body:
+            self.due_s = self._server.clock() + self._server.limits.body_timeout_s
+        elif reader.arrived_s and not had_begun:
+            self.due_s = reader.arrived_s + self._server.limits.head_timeout_s
 
     def pause_writing(self) -> None:
         """Stop the source of what is written: the client reads slower."""
@@ -220,17 +231,10 @@ class ClientConnection(asyncio.Protocol):
 
     # The reader's side.
 
-    def request_begins(self) -> None:
-        """Give a head its deadline from its first byte on."""
+    def continue_is_expected(self) -> None:
+        """Ask for a body whose client waits to be asked."""
         if self._task is None:
-            self.due_s = self._reader.arrived_s + self._server.limits.head_timeout_s
-
-    def head_is_whole(self, *, expects_continue: bool) -> None:
-        """Give the body its deadline, and ask for it where the client waits to be asked."""
-        if self._task is None:
-            self.due_s = self._server.clock() + self._server.limits.body_timeout_s
-            if expects_continue and self._transport is not None:
-                self._transport.write(http1.CONTINUE)
+            self._write(http1.CONTINUE)
 
     def request_is_whole(self, request: Request) -> None:
         """Answer it, or let it wait for the one before."""
@@ -263,7 +267,7 @@ class ClientConnection(asyncio.Protocol):
             )
         )
         if not keep_alive:
-            self._request = request._replace(keep_alive=False)
+            request.keep_alive = False
 
     def send(self, data: bytes) -> None:
         """Send a part of the answer begun."""
@@ -314,7 +318,7 @@ class ClientConnection(asyncio.Protocol):
         if self._task is None and self._transport is not None:
             self._transport.close()
         elif self._request is not None:
-            self._request = self._request._replace(keep_alive=False)
+            self._request.keep_alive = False
 
     async def _answer_all(self) -> None:
         """Answer what is ready, in order, then wait for more."""
@@ -322,7 +326,7 @@ class ClientConnection(asyncio.Protocol):
             while self._ready and self._transport is not None:
                 self._request = self._ready.popleft()
                 if self._server.is_draining:
-                    self._request = self._request._replace(keep_alive=False)
+                    self._request.keep_alive = False
                 if self._stopped_reading and len(self._ready) < READY_MAX:
                     self._stopped_reading = False
                     self._transport.resume_reading()

@@ -1,6 +1,7 @@
 """Who may ask: keys, from the table the router holds. An unknown key leaves nothing behind."""
 
 from collections.abc import Mapping
+from hashlib import sha256
 from typing import Final
 
 from isochrone.wire.errors import ApiError, ErrorCode
@@ -31,6 +32,31 @@ def authenticate(
     if entry.expires_at and entry.expires_at <= now_unix_s:
         raise _invalid("the API key has expired")
     return entry
+
+
+class Admitted:
+    """Who was let in, by a digest of what they showed: a key is taken apart once a table.
+
+    Only what opened the door is remembered, and no secret is.
+    """
+
+    def __init__(self) -> None:
+        """Begin with nobody known."""
+        self._keys: Mapping[KeyId, KeyEntry] = {}
+        self._entries: dict[bytes, KeyEntry] = {}
+
+    def authenticate(
+        self, keys: Mapping[KeyId, KeyEntry], authorization: bytes, now_unix_s: float
+    ) -> KeyEntry:
+        """Return whose key this is, or raise ApiError 401, as `authenticate` does."""
+        if keys is not self._keys or len(self._entries) > 2 * len(keys):
+            self._keys, self._entries = keys, {}
+        shown = sha256(authorization).digest()
+        entry = self._entries.get(shown)
+        if entry is None or (entry.expires_at and entry.expires_at <= now_unix_s):
+            entry = authenticate(keys, authorization.decode("latin-1"), now_unix_s)
+            self._entries[shown] = entry
+        return entry
 
 
 def may_use(entry: KeyEntry, deployment: str) -> bool:

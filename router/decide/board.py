@@ -93,6 +93,8 @@ class Picture(NamedTuple):
     regard: float = 0.0
     is_spilling: bool = False
     ejected_until: Mapping[ReplicaId, float] = {}
+    starting: Mapping[ReplicaId, float] = {}
+    """Who takes only a share yet (slow_start.py)."""
 
 
 class Board:
@@ -153,22 +155,21 @@ class Board:
         route = self.routes[slot]
         if route is None:
             return
-        pace = self.paces[slot]
         if rtt_ms != self._rtt_ms[slot]:
             self._rtt_ms[slot] = rtt_ms
             self._home = None
+        pace = self.paces[slot]
+        gain, overhead_ms = pace.at(now_s)
         cold_ms = 0.0 if pace.answers else COLD_MS
-        ms_per_token = prefill_ms(1, route.prefill_tokens_per_s) * pace.gain(now_s)
-        others = line.others.prefill(now_s)
-        others_ms = others * ms_per_token
-        base_ms = rtt_ms + cold_ms + pace.overhead_ms(now_s)
+        ms_per_token = prefill_ms(1, route.prefill_tokens_per_s) * gain
+        others, others_decode = line.others.at(now_s)
+        base_ms = rtt_ms + cold_ms + overhead_ms
         self._base_ms[slot] = base_ms
         self._until_ms[slot] = base_ms + 1000 * line.free_at_s - rtt_ms / 2
-        self._least_ms[slot] = base_ms + line.behind_first_ms + others_ms
+        self._least_ms[slot] = base_ms + line.behind_first_ms + others * ms_per_token
         self._ms_per_token[slot] = ms_per_token
         self._spread_ms[slot] = pace.spread_ms
-        tokens = line.prefill + line.decode + others
-        tokens += line.others.decode * line.others.left(now_s)
+        tokens = line.prefill + line.decode + others + others_decode
         self._tokens[slot] = tokens
         self._room[slot] = route.tokens_in_flight_max - tokens if tokens >= 1 else inf
 
@@ -197,7 +198,7 @@ class Board:
 
     def others_ms(self, slot: int, line: Line, now_s: float) -> float:
         """Return how long what others have waiting at a replica takes it."""
-        return line.others.prefill(now_s) * self._ms_per_token[slot]
+        return line.others.at(now_s)[0] * self._ms_per_token[slot]
 
     def went(self, slot: int, ranked: Ranked, now_s: float) -> None:
         """A request goes there: note whether it is away from home, and whether it must wait."""
@@ -210,7 +211,12 @@ class Board:
         """An answer told which share of its prompt was not cached."""
         self.uncached_share = smoothed(self.uncached_share, share, 0.02)
 
-    def picture(self, now_s: float, ejected_until: Mapping[ReplicaId, float]) -> Picture:
+    def picture(
+        self,
+        now_s: float,
+        ejected_until: Mapping[ReplicaId, float],
+        starting: Mapping[ReplicaId, float],
+    ) -> Picture:
         """Return everything as it is now; what happens later does not change it."""
         now_ms = 1000 * now_s
         return Picture(
@@ -232,6 +238,7 @@ class Board:
             REGARD * self._queued_share,
             now_ms - self.spilled_at_ms < SPILL_LASTS_MS,
             ejected_until,
+            starting,
         )
 
     def _find_home(self) -> frozenset[int]:

@@ -7,6 +7,8 @@ saved up, and a tenant is passed by each other one at most once before its own t
 Rule 3: only what was served is charged. Who leaves, or is refused, has cost its tenant nothing.
 Rule 4: there is a bound. When it is reached, the tenant that waits with most gives up his newest
 for one who waits with fewer; otherwise the newcomer is turned away.
+Rule 5: bytes are bounded too. A tenant may have no more of them waiting than are still free: one
+alone gets half, and whoever comes later finds room whatever the others sent.
 
 Each deployment is a lane of its own: room at one replica is no room for another deployment. Every
 operation takes O(log n) of the tenants that wait.
@@ -19,11 +21,16 @@ from itertools import takewhile
 from typing import Final, Generic, TypeVar
 
 from isochrone.wire.ids import DeploymentId, TenantId
+from router.decide.affinity import seed_of
 
 LANES_MAX: Final = 1024
 RETRY_AFTER_MIN_S: Final = 1.0
 RETRY_AFTER_MAX_S: Final = 60.0
 RETRY_AFTER_UNKNOWN_S: Final = 2.0
+RETRY_SPREAD: Final = 0.5
+RETRY_SPREAD_MIN_S: Final = 2.0
+"""Those refused together are told times from the least on to this share later, or this much."""
+
 DRAIN_MEMORY_S: Final = 30.0
 BEGUN_MIN: Final = 4
 """What came together ends together: the first ends after a full house tell little of a rate."""
@@ -33,15 +40,28 @@ class QueueFull(Exception):
     """As many wait already as may, and no one with more than this tenant has."""
 
 
+class BytesFull(Exception):
+    """This tenant's waiting bodies would be more bytes than are still free."""
+
+
+def come_back_s(after_s: float, request_id: str) -> float:
+    """Return when one of those refused together should come back: in `after_s` at the earliest."""
+    range_s = max(RETRY_SPREAD_MIN_S, RETRY_SPREAD * after_s)
+    return after_s + range_s * seed_of(request_id) / 2**64
+
+
 class Ticket:
-    """One waiting request: whose it is, for what, and how many tokens it wants."""
+    """One waiting request: whose, for what, how many tokens it wants, how many bytes it is."""
 
-    __slots__ = ("lane", "number", "tenant", "tokens")
+    __slots__ = ("bytes", "lane", "number", "tenant", "tokens")
 
-    def __init__(self, lane: DeploymentId, tenant: TenantId, tokens: int) -> None:
+    def __init__(
+        self, lane: DeploymentId, tenant: TenantId, tokens: int, size_bytes: int = 0
+    ) -> None:
         self.lane = lane
         self.tenant = tenant
         self.tokens = max(1, tokens)
+        self.bytes = size_bytes
         self.number = 0
 
 
@@ -89,12 +109,13 @@ class Drain:
 class _Flow(Generic[T]):
     """One tenant's tickets in one lane. `given` is its virtual time, in tokens."""
 
-    __slots__ = ("given", "lane", "tenant", "tickets")
+    __slots__ = ("bytes", "given", "lane", "tenant", "tickets")
 
     def __init__(self, lane: "_Lane[T]", tenant: TenantId) -> None:
         self.lane = lane
         self.tenant = tenant
         self.given = 0
+        self.bytes = 0
         self.tickets: OrderedDict[int, T] = OrderedDict()
 
 
@@ -145,12 +166,14 @@ class _Lane(Generic[T]):
 
 
 class FairQueue(Generic[T]):
-    """Everyone who waits, in all lanes. At most `depth_max` do."""
+    """Everyone who waits, in all lanes: at most `depth_max`, with bodies of at most `bytes_max`."""
 
-    def __init__(self, depth_max: int) -> None:
+    def __init__(self, depth_max: int, bytes_max: int) -> None:
         """Begin with nobody waiting."""
         self.depth = 0
+        self.bytes = 0
         self._depth_max = depth_max
+        self._bytes_max = bytes_max
         self._lanes: dict[DeploymentId, _Lane[T]] = {}
         self._number = 0
         # Flows by how many tickets they hold; `_deepest` is the fullest shelf.
@@ -158,7 +181,7 @@ class FairQueue(Generic[T]):
         self._deepest = 0
 
     def push(self, ticket: T) -> T | None:
-        """Take a ticket in. Returns whoever had to make way; raises QueueFull."""
+        """Take a ticket in. Returns whoever had to make way; raises QueueFull or BytesFull."""
         ousted = self._make_way(ticket)
         flow = self._flow(ticket)
         if not flow.tickets:
@@ -238,10 +261,13 @@ class FairQueue(Generic[T]):
         return lane.drain.wait_s(lane.tokens + tokens, now_s)
 
     def _make_way(self, ticket: T) -> T | None:
-        if self.depth < self._depth_max:
-            return None
         lane = self._lanes.get(ticket.lane)
         flow = lane.flows.get(ticket.tenant) if lane is not None else None
+        held_bytes = flow.bytes if flow is not None else 0
+        if held_bytes + ticket.bytes > self._bytes_max - self.bytes:
+            raise BytesFull
+        if self.depth < self._depth_max:
+            return None
         if (len(flow.tickets) if flow is not None else 0) + 1 >= self._deepest:
             raise QueueFull
         deepest = next(iter(self._shelves[self._deepest]))
@@ -268,12 +294,16 @@ class FairQueue(Generic[T]):
         self._shelve(flow, len(flow.tickets), len(flow.tickets) + 1)
         flow.tickets[ticket.number] = ticket
         flow.lane.tokens += ticket.tokens
+        flow.bytes += ticket.bytes
+        self.bytes += ticket.bytes
         self.depth += 1
 
     def _pull(self, flow: _Flow[T], ticket: T) -> None:
         self._shelve(flow, len(flow.tickets), len(flow.tickets) - 1)
         del flow.tickets[ticket.number]
         flow.lane.tokens -= ticket.tokens
+        flow.bytes -= ticket.bytes
+        self.bytes -= ticket.bytes
         self.depth -= 1
 
     def _shelve(self, flow: _Flow[T], before: int, after: int) -> None:

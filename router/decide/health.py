@@ -10,8 +10,7 @@ is or the observer (a broken uplink, a bug of ours): then none is left alone, an
 are asked after all that are well. What is truly dead costs a request only where nothing else has
 room, and what only seemed ill is well again with its first answer.
 
-There is no slow start: what a replica gets is bounded by its tokens in flight, and the choice sees
-by its predictions that it is cold.
+One that is well again takes a growing share at first (slow_start.py).
 """
 
 import math
@@ -78,19 +77,21 @@ class Health:
         self._eject(replica_id, standing, now_s)
         return cause
 
-    def answered(self, replica_id: ReplicaId) -> None:
-        """Note a good answer. One that passed its trial is well, and judged anew."""
+    def answered(self, replica_id: ReplicaId) -> bool:
+        """Note a good answer. One that passed its trial is well, and judged anew; true for that."""
         standing = self._standings.get(replica_id)
         if standing is None:
-            return
+            return False
         standing.ratio -= RATIO_WEIGHT * standing.ratio
-        if standing.is_trial:
+        passed = standing.is_trial
+        if passed:
             standing.is_trial = False
             standing.until_s = 0.0
             standing.ratio = 0.0
             del self._until_s[replica_id]
         if not standing.until_s:
             standing.failures = 0
+        return passed
 
     def picked(self, replica_id: ReplicaId, now_s: float) -> None:
         """Note a request on its way. To one that is not well it is a trial: others wait for it."""
@@ -113,6 +114,8 @@ class Health:
 
     def ejected_until(self, now_s: float) -> Mapping[ReplicaId, float]:
         """Return who is ejected or on trial now, and until when."""
+        if not self._until_s:
+            return {}
         return {
             replica_id: until_s for replica_id, until_s in self._until_s.items() if until_s > now_s
         }
@@ -157,13 +160,6 @@ def judge(replicas: Collection[ReplicaId], ejected_until: Mapping[ReplicaId, flo
     if 2 * len(ill) <= len(replicas):
         return Judged(ill, frozenset())
     return Judged(frozenset(), ill)
-
-
-def left_alone(
-    replicas: Collection[ReplicaId], ejected_until: Mapping[ReplicaId, float]
-) -> frozenset[ReplicaId]:
-    """Return which of `replicas` to leave alone, never more than half."""
-    return judge(replicas, ejected_until).alone
 
 
 class RetryBudget:

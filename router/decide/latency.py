@@ -138,11 +138,16 @@ class Pace:
 
     def gain(self, now_s: float) -> float:
         """Return by how much the replica is slower than its rate says."""
-        return 1.0 + (self._gain - 1.0) * self._kept(now_s)
+        return self.at(now_s)[0]
 
     def overhead_ms(self, now_s: float) -> float:
         """Return what every first token takes besides its prompt and the queue before it."""
-        return self._overhead_ms * self._kept(now_s)
+        return self.at(now_s)[1]
+
+    def at(self, now_s: float) -> tuple[float, float]:
+        """Return both, `gain` and `overhead_ms`."""
+        kept = self._kept(now_s)
+        return 1.0 + (self._gain - 1.0) * kept, self._overhead_ms * kept
 
     def observed(
         self, predicted_ms: float, took_ms: float, now_s: float, certainty: float = 1.0
@@ -153,7 +158,7 @@ class Pace:
         round trip. `certainty` is the share of the prediction that was no guess about others: an
         error of the queue says little about the replica.
         """
-        self._gain, self._overhead_ms = self.gain(now_s), self.overhead_ms(now_s)
+        self._gain, self._overhead_ms = self.at(now_s)
         self._at_s = now_s
         error_ms = took_ms - (self._overhead_ms + self._gain * predicted_ms)
         bound_ms = SPREADS_MAX * self.spread_ms

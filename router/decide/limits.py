@@ -56,11 +56,11 @@ class Rate:
     Time is what it counts in: a unit costs `unit_s`, and `burst_s` may be owed.
     """
 
-    __slots__ = ("_name", "_per_min", "burst_s", "full_at_s", "unit_s")
+    __slots__ = ("_limit", "_names", "burst_s", "full_at_s", "unit_s")
 
     def __init__(self, name: str, per_min: float, now_s: float) -> None:
-        self._name = name
-        self._per_min = per_min
+        self._limit = str(int(per_min) or 1)
+        self._names = [f"x-ratelimit-{what}-{name}" for what in ("limit", "remaining", "reset")]
         self.unit_s = 60.0 / per_min
         # A share smaller than one a minute still lets one through when it is full.
         self.burst_s = max(BURST_S, self.unit_s)
@@ -87,15 +87,14 @@ class Rate:
         full_at_s = self.full_at_s if self.full_at_s > now_s else now_s
         self.full_at_s = full_at_s + units * self.unit_s
 
-    def headers(self, now_s: float) -> dict[str, str]:
+    def write(self, headers: dict[str, str], now_s: float) -> None:
         """Write what is left as OpenAI does."""
-        owed_s = max(0.0, self.full_at_s - now_s)
+        owed_s = self.full_at_s - now_s if self.full_at_s > now_s else 0.0
         left = int((self.burst_s - owed_s + _SLACK_S) / self.unit_s)
-        return {
-            f"x-ratelimit-limit-{self._name}": str(int(self._per_min) or 1),
-            f"x-ratelimit-remaining-{self._name}": str(left if left > 0 else 0),
-            f"x-ratelimit-reset-{self._name}": duration(owed_s),
-        }
+        limit, remaining, reset = self._names
+        headers[limit] = self._limit
+        headers[remaining] = str(left) if left > 0 else "0"
+        headers[reset] = duration(owed_s)
 
 
 class _Use:
@@ -157,10 +156,11 @@ class _Use:
 
     def headers(self, now_s: float) -> dict[str, str]:
         """Write the `x-ratelimit-*` headers, for the limits that there are."""
-        if self.requests is None:
-            return self.tokens.headers(now_s) if self.tokens is not None else {}
-        headers = self.requests.headers(now_s)
-        return headers | self.tokens.headers(now_s) if self.tokens is not None else headers
+        headers: dict[str, str] = {}
+        for rate in (self.requests, self.tokens):
+            if rate is not None:
+                rate.write(headers, now_s)
+        return headers
 
 
 class Entry:

@@ -7,7 +7,7 @@ All three are corrected by what was observed of each replica (latency.py), and k
 counted the more than once, the more requests find a queue: whoever comes next waits for it too.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from math import inf
 from typing import Final, NamedTuple
 
@@ -17,6 +17,7 @@ from router.decide.board import Picture, Ranked
 from router.decide.health import judge
 from router.decide.latency import stretched
 from router.decide.prefixes import NOTHING_HELD, Held
+from router.decide.slow_start import is_spared
 
 ALIKE_MS: Final = 2.0
 ALIKE_RATIO: Final = 0.05
@@ -87,8 +88,7 @@ class Routes(Sequence[Ranked]):
 
     def __getitem__(self, at: int) -> Ranked:  # type: ignore[override]
         if at == 0 and self._first >= 0:
-            ranked = self._ranked(self._first, self._reason)
-            return ranked._replace(queue_tokens_max=self._queue_tokens_max(ranked))
+            return self._ranked(self._first, self._reason, is_first=True)
         slot = self._slots()[at]
         return self._ranked(slot, "nearest-warm" if slot in self._picture.home else "soonest-warm")
 
@@ -100,34 +100,35 @@ class Routes(Sequence[Ranked]):
             self._order = [self._first, *rest] if self._first >= 0 else rest
         return self._order
 
-    def _queue_tokens_max(self, ranked: Ranked) -> int:
+    def _queue_tokens_max(self, rtt_ms: float, queue_ms: float, prefill_ms: float) -> int:
         """Return how much may wait there before asking elsewhere is worth another round trip."""
         picture, costs, first = self._picture, self._costs, self._first
         others = min(min(costs[:first], default=inf), min(costs[first + 1 :], default=inf))
         if others == inf:
             return 0
         better_by_ms = max(0.0, others - costs[first])
-        most_ms = ranked.queue_ms + better_by_ms + ranked.rtt_ms + SURPRISE_MS
-        most_ms += SURPRISE_RATIO * ranked.prefill_ms
+        most_ms = queue_ms + better_by_ms + rtt_ms + SURPRISE_MS + SURPRISE_RATIO * prefill_ms
         return max(1, round(most_ms / picture.ms_per_token[first]))
 
-    def _ranked(self, slot: int, reason: str) -> Ranked:
+    def _ranked(self, slot: int, reason: str, *, is_first: bool = False) -> Ranked:
         picture, ask = self._picture, self._ask
         route = picture.routes[slot]
         assert route is not None, f"slot {slot} is ranked without a replica"
         cached = _cached_tokens(picture, ask, slot)
         work = stretched(ask.prompt_tokens, cached, picture.stretch_per_token)
-        rtt_ms = picture.rtt_ms[slot]
+        rtt_ms, base_ms = picture.rtt_ms[slot], picture.base_ms[slot]
+        queue_ms = max(picture.until_ms[slot] - picture.now_ms, picture.least_ms[slot]) - base_ms
+        prefill_ms = work * picture.ms_per_token[slot]
         return Ranked(
-            route=route,
-            reason=reason,
-            rtt_ms=rtt_ms,
-            queue_ms=max(picture.until_ms[slot] - picture.now_ms, picture.least_ms[slot])
-            - picture.base_ms[slot],
-            prefill_ms=work * picture.ms_per_token[slot],
-            uncached_tokens=ask.prompt_tokens - cached,
-            cached_tokens=cached,
-            overhead_ms=picture.base_ms[slot] - rtt_ms,
+            route,
+            reason,
+            rtt_ms,
+            queue_ms,
+            prefill_ms,
+            ask.prompt_tokens - cached,
+            cached,
+            base_ms - rtt_ms,
+            self._queue_tokens_max(rtt_ms, queue_ms, prefill_ms) if is_first else 0,
         )
 
 
@@ -138,11 +139,14 @@ class Ranking(NamedTuple):
     full: int
 
 
-def rank(picture: Picture, ask: Ask, excluded: frozenset[ReplicaId] = frozenset()) -> Ranking:
+def rank(picture: Picture, ask: Ask, excluded: Set[ReplicaId] = frozenset()) -> Ranking:
     """Rank the replicas that have room, best first; `excluded` are those that failed already."""
     costs = _costs(picture, ask)
     full = costs.count(inf) - (len(costs) - len(picture.slots))
-    full -= _leave_out(picture, excluded, costs)
+    if excluded or picture.ejected_until:
+        full -= _leave_out(picture, excluded, costs)
+    if picture.starting:
+        _spare_starting(picture, ask, costs)
     best_ms = min(costs, default=inf)
     if best_ms == inf:
         return Ranking((), full)
@@ -178,7 +182,7 @@ def _costs(picture: Picture, ask: Ask) -> list[float]:
     return costs
 
 
-def _leave_out(picture: Picture, excluded: frozenset[ReplicaId], costs: list[float]) -> int:
+def _leave_out(picture: Picture, excluded: Set[ReplicaId], costs: list[float]) -> int:
     """Take out who failed or is ejected; return how many of them were full besides."""
     alone, last = excluded, frozenset[ReplicaId]()
     if picture.ejected_until:
@@ -196,6 +200,19 @@ def _leave_out(picture: Picture, excluded: frozenset[ReplicaId], costs: list[flo
         for slot in late:
             costs[slot] = inf
     return full
+
+
+def _spare_starting(picture: Picture, ask: Ask, costs: list[float]) -> None:
+    """Take out who has just begun and is not drawn, if anybody else has room."""
+    spared = {
+        slot
+        for replica_id, share in picture.starting.items()
+        if (slot := picture.slots.get(replica_id, -1)) >= 0
+        and is_spared(replica_id, share, ask.session or ask.request_id)
+    }
+    if spared and any(cost < inf for slot, cost in enumerate(costs) if slot not in spared):
+        for slot in spared:
+            costs[slot] = inf
 
 
 def _first(picture: Picture, ask: Ask, costs: Sequence[float], best_ms: float) -> tuple[int, str]:

@@ -25,6 +25,9 @@ class Draw(NamedTuple):
     may_return: bool
 
 
+NOBODY: Final = Draw(frozenset(), False)
+
+
 def draw(entry: DeploymentEntry, subject: str, pop: PopId, routes: Iterable[Route]) -> Draw:
     """Return whom a request of `pop` leaves alone.
 
@@ -33,11 +36,11 @@ def draw(entry: DeploymentEntry, subject: str, pop: PopId, routes: Iterable[Rout
     """
     rollout = entry.rollout
     if rollout is None:
-        return Draw(frozenset(), False)
+        return NOBODY
     new = {route.replica_id for route in routes if route.version == rollout.version}
     old = {route.replica_id for route in routes if route.version != rollout.version}
     if not new or not old:
-        return Draw(frozenset(), False)
+        return NOBODY
     takes_new = (not rollout.pops or pop in rollout.pops) and _is_drawn(entry, rollout, subject)
     return Draw(frozenset(old), True) if takes_new else Draw(frozenset(new), False)
 

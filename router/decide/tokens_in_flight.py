@@ -147,18 +147,15 @@ class Others:
             self._lasting = min(1.0, max(0.01, self._product / self._square))
         return True
 
-    def prefill(self, now_s: float) -> float:
-        """Return the prompt tokens that others are likely to have waiting there by now."""
+    def at(self, now_s: float) -> tuple[float, float]:
+        """Return the tokens (prefill, decode) that others are likely to have there by now."""
         age_s = now_s - self.told_at_s
-        left = self.left(now_s)
-        if not left:
-            return 0.0
+        left = min(1.0, 2.0 - age_s / LOAD_FRESH_S)
+        if left <= 0.0:
+            return 0.0, 0.0
         lasting: float = self._lasting ** (max(0.0, age_s) / self._gap_s)
-        return left * max(0.0, self._mean + (self._prefill - self._mean) * lasting)
-
-    def left(self, now_s: float) -> float:
-        """Return the share of the last word that is still believed."""
-        return max(0.0, min(1.0, 2.0 - (now_s - self.told_at_s) / LOAD_FRESH_S))
+        prefill = left * max(0.0, self._mean + (self._prefill - self._mean) * lasting)
+        return prefill, left * self.decode
 
 
 class Line:
@@ -214,8 +211,8 @@ class TokensInFlight:
         """With `on_release`, tell whom when a replica got room; with `on_change`, of any change."""
         self._lines: dict[ReplicaId, Line] = {}
         self._requests: dict[ReplicaId, int] = {}
-        self._on_release = on_release
-        self._on_change = on_change
+        self._on_release = on_release or _nobody
+        self._changed = on_change or _nobody
 
     def reserve(
         self,
@@ -250,13 +247,9 @@ class TokensInFlight:
         line = self._lines.get(replica_id)
         if line is None:
             return InFlight(0, 0, 0)
-        return InFlight(
-            line.prefill,
-            line.decode,
-            self._requests.get(replica_id, 0),
-            round(line.others.prefill(now_s)),
-            round(line.others.decode * line.others.left(now_s)),
-        )
+        others, others_decode = line.others.at(now_s)
+        ours = self._requests.get(replica_id, 0)
+        return InFlight(line.prefill, line.decode, ours, round(others), round(others_decode))
 
     def line(self, replica_id: ReplicaId) -> Line:
         """Return the replica's line, to read."""
@@ -328,8 +321,7 @@ class TokensInFlight:
         else:
             del self._requests[replica_id]
         self._changed(replica_id)
-        if self._on_release is not None:
-            self._on_release(replica_id)
+        self._on_release(replica_id)
 
     def _line(self, replica_id: ReplicaId) -> Line:
         line = self._lines.get(replica_id)
@@ -337,6 +329,6 @@ class TokensInFlight:
             line = self._lines[replica_id] = Line()
         return line
 
-    def _changed(self, replica_id: ReplicaId) -> None:
-        if self._on_change is not None:
-            self._on_change(replica_id)
+
+def _nobody(replica_id: ReplicaId) -> None:
+    """Need to hear of no replica."""

@@ -109,7 +109,7 @@ async def _register(
         raise Turned(RefusedCode.MALFORMED, "no registration in time") from None
     if not isinstance(register, Register):
         raise Turned(RefusedCode.MALFORMED, "the first message must be a registration")
-    wait_s = acting.begin_entering(role, register.name)
+    wait_s = acting.wait_outside_s(role, register.name)
     if wait_s > 0:
         raise Turned(RefusedCode.BUSY, "many dial at once; come at your time", wait_s)
     has_entered = False

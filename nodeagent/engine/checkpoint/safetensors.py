@@ -12,6 +12,7 @@ from nodeagent.engine.layers.linear import Groups
 from nodeagent.engine.models.shape import CheckpointError
 
 _FLOATS: Final = frozenset({"F64", "F32", "F16", "BF16"})
+_INTEGERS: Final = frozenset({"I64", "I32"})
 
 
 class SafetensorsFiles:
@@ -44,6 +45,15 @@ class SafetensorsFiles:
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
         """Raise CheckpointError where `name` is missing, of another shape, or no float."""
+        self._check(name, shape, _FLOATS, "a float")
+
+    def integers(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """Read a table of whole numbers."""
+        self._check(name, shape, _INTEGERS, "a whole number")
+        numbers: torch.Tensor = self._files[name].get_tensor(name).long()
+        return numbers
+
+    def _check(self, name: str, shape: tuple[int, ...], kinds: frozenset[str], wanted: str) -> None:
         file = self._files.get(name)
         if file is None:
             raise CheckpointError(f"cannot read {self._folder}: it lacks {name}")
@@ -53,9 +63,9 @@ class SafetensorsFiles:
             raise CheckpointError(
                 f"cannot read {self._folder}: {name} is {found}, {shape} is expected"
             )
-        if stored.get_dtype() not in _FLOATS:
+        if stored.get_dtype() not in kinds:
             raise CheckpointError(
-                f"cannot read {self._folder}: {name} is {stored.get_dtype()}, a float is expected"
+                f"cannot read {self._folder}: {name} is {stored.get_dtype()}, {wanted} is expected"
             )
 
     def groups(self, name: str, shape: tuple[int, ...]) -> Groups | None:

@@ -9,7 +9,8 @@ by it everyone in the end.
 Rule 3: where no more can run, a request of higher priority takes the place of one of lower.
 Rule 4: a request whose deadline passes before its first token is given up.
 Rule 5: a prompt's blocks are taken whole when it is admitted; afterwards only outputs grow.
-Rule 6: drafts run only where nobody pays for them: no prompt waits, and blocks are to spare.
+Rule 6: what lies below the device is brought back where that is faster than computing it (`trade`).
+Rule 7: drafts run only where nobody pays for them: no prompt waits, and blocks are to spare.
 """
 
 from bisect import insort
@@ -20,6 +21,7 @@ from itertools import takewhile
 from nodeagent.engine.decide.blocks import Blocks
 from nodeagent.engine.decide.pace import Pace
 from nodeagent.engine.decide.sequence import BLOCK_TOKENS, Sequence
+from nodeagent.engine.decide.trade import Trade
 from nodeagent.engine.decide.turns import Turns
 
 
@@ -105,9 +107,14 @@ class Batching:
     blocks: Blocks
     pace: Pace = field(default_factory=lambda: Pace(float("inf")))
     turns: Turns = field(default_factory=Turns)
+    trade: Trade = field(default_factory=Trade)
     waiting: list[Sequence] = field(default_factory=list)
     running: list[Sequence] = field(default_factory=list)
     preemptions: int = 0
+    kept_tokens: int = 0
+    """Tokens of those who gave way that were still there, or brought back, when they ran on."""
+    lost_tokens: int = 0
+    """Those that had to be computed again."""
     below: Container[bytes] = frozenset()
     """The digests that the tiers below the device hold."""
     _restores: dict[int, bytes] = field(default_factory=dict)
@@ -202,15 +209,19 @@ class Batching:
         # Neighbours of like length share one call of attention.
         return sorted(decodes, key=_context), verifies
 
-    def _room_for_drafts(self, sequence: Sequence) -> tuple[int, ...]:
-        """Take blocks for the sequence's drafts where many are free; return the drafts that fit."""
-        drafts, sequence.drafts = sequence.drafts, ()
-        length = len(sequence.tokens) + len(drafts)
+    def make_room(self, sequence: Sequence, drafts: int) -> int:
+        """Take blocks for drafts where many are free; return how many of them fit."""
+        length = len(sequence.tokens) + drafts
         missing = -(-length // BLOCK_TOKENS) - len(sequence.blocks)
         if missing > 0 and self.blocks.free > missing + len(self.running):
             sequence.blocks.extend(self.blocks.take((), missing) or ())
         room = len(sequence.blocks) * BLOCK_TOKENS - len(sequence.tokens)
-        return drafts[: max(room, 0)]
+        return min(drafts, max(room, 0))
+
+    def _room_for_drafts(self, sequence: Sequence) -> tuple[int, ...]:
+        """Return the sequence's drafts that fit."""
+        drafts, sequence.drafts = sequence.drafts, ()
+        return drafts[: self.make_room(sequence, len(drafts))]
 
     def _grow(self, sequence: Sequence) -> bool:
         """Make room for one more token; False where `sequence` itself had to give way."""
@@ -271,6 +282,8 @@ class Batching:
         chain = sequence.chain((len(sequence.tokens) - 1) // BLOCK_TOKENS)
         remembered = self.blocks.match(chain)
         below = list(takewhile(self.below.__contains__, chain[len(remembered) :]))
+        if below and not self.trade.pays(self.pace.prompt_token_s):
+            below = []
         taken = self.blocks.take(remembered, sequence.blocks_needed() - len(remembered))
         if taken is None:
             return False
@@ -278,7 +291,10 @@ class Batching:
         self._restores |= zip(taken[len(remembered) :], below, strict=False)
         sequence.computed = (len(remembered) + len(below)) * BLOCK_TOKENS
         sequence.published = len(remembered)
-        if not sequence.admitted:
+        if sequence.admitted:
+            self.kept_tokens += sequence.computed
+            self.lost_tokens += len(sequence.tokens) - sequence.computed
+        else:
             sequence.admitted = True
             sequence.cached_tokens = sequence.computed
         return True

@@ -70,6 +70,11 @@ class StepCosts:
                 if not samples:
                     del self._seconds[size]
 
+    @property
+    def known(self) -> bool:
+        """True where anything was measured."""
+        return bool(self._seconds)
+
     def seconds(self, rows: int) -> float:
         """Return what a step of `rows` takes, estimated from the nearest sizes measured."""
         size = _size(rows)
@@ -104,6 +109,32 @@ def choose_depths(
         # An offer's chances only fall, so its best tokens are its first.
         depths[index] += 1
     return depths
+
+
+def choose_ahead(
+    chances: Ordered[float],
+    drafting: int,
+    rows: int,
+    rows_max: int,
+    seconds: Callable[[int], float],
+    pass_s: float,
+) -> int:
+    """Return how many tokens a model is to draft for each of `drafting` of `rows` sequences.
+
+    `chances` are those of its first, second, ... draft, where all before it held; each costs a
+    pass of `pass_s`. None are drafted where the step is faster without.
+    """
+    best, depth = rows / seconds(rows), 0
+    held, tokens = 1.0, float(rows)
+    for count, chance in enumerate(chances, 1):
+        if rows + drafting * count > rows_max:
+            break
+        held *= chance
+        tokens += drafting * held
+        rate = tokens / (seconds(rows + drafting * count) + pass_s * count)
+        if rate > best:
+            best, depth = rate, count
+    return depth
 
 
 def _prior(rows: int) -> float:

@@ -24,6 +24,11 @@ class Pace:
     def __repr__(self) -> str:
         return f"Pace({self._prompt_token_s * 1e3:.2f} ms a token, {self._decodes_s * 1e3:.1f} ms)"
 
+    @property
+    def prompt_token_s(self) -> float:
+        """What a prompt token takes; 0 before it was measured."""
+        return self._prompt_token_s
+
     def note(self, prefill_tokens: int, decode_tokens: int, seconds: float) -> None:
         """Learn from a step."""
         if not prefill_tokens:
@@ -37,8 +42,8 @@ class Pace:
         """Return how many of `budget` prompt tokens a step with `decodes` may take."""
         if not decodes or not self._prompt_token_s:
             return budget
-        room = int((self.interval_s - self._decodes_s) / self._prompt_token_s)
-        return min(budget, max(room, BLOCK_TOKENS))
+        room = max((self.interval_s - self._decodes_s) / self._prompt_token_s, BLOCK_TOKENS)
+        return budget if room >= budget else int(room)
 
 
 def _follow(known: float, seen: float) -> float:

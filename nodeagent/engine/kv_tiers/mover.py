@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nodeagent.engine.decide.trade import Trade
 from nodeagent.engine.kv_tiers.files import FileTier
 from nodeagent.engine.kv_tiers.host import HostTier
 
@@ -56,6 +57,7 @@ class Mover:
 
     def __init__(self, device: Device, host: HostTier, files: FileTier | None) -> None:
         self._device = device
+        self.trade = Trade()
         self.host = host
         self.files = files
         self._behind: queue.Queue[tuple[bytes, Tensor] | None] = queue.Queue(_BEHIND_MAX)
@@ -75,11 +77,17 @@ class Mover:
         self, evicted: Sequence[tuple[int, bytes]], restores: Sequence[tuple[int, bytes]]
     ) -> None:
         """Do a step's moves: what is wanted is taken out first, for keeping may push it out."""
-        wanted = self.host.get([digest for _, digest in restores]) if restores else None
-        self._save([one for one in evicted if one[1] not in self.host])
-        if wanted is not None:
-            self._device.write_blocks([block for block, _ in restores], wanted)
-            self.restored_total += len(restores)
+        due = [one for one in evicted if one[1] not in self.host]
+        if not restores:
+            self._save(due)
+            return
+        began_s = time.monotonic()
+        wanted = self.host.get([digest for _, digest in restores])
+        # What is brought back has its price, and what must be saved to make place is part of it.
+        self._save(due)
+        self._device.write_blocks([block for block, _ in restores], wanted)
+        self.restored_total += len(restores)
+        self.trade.note(len(restores), time.monotonic() - began_s)
 
     def missing(self, chain: Sequence[bytes], known: Callable[[bytes], bool]) -> list[bytes]:
         """Return which blocks of `chain` lie in files alone and would serve, its head first."""

@@ -4,6 +4,8 @@ Other families differ from it in their attention or in their MLP; each is a file
 that names what differs.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -20,6 +22,9 @@ from nodeagent.engine.models.weights import Weights, WeightSource
 class LlamaAttention:
     """Queries, keys and values by one product, turned to their positions; then the answer."""
 
+    inputs = 1
+    """How many rows of `hidden` side by side are its input."""
+
     def __init__(self, weights: Weights, shape: ModelShape, prefix: str) -> None:
         self.shape = shape
         self.rows = {
@@ -29,7 +34,8 @@ class LlamaAttention:
         }
         prefix = f"{prefix}self_attn."
         parts = {f"{name}.weight": rows for name, rows in self.rows.items()}
-        self._query_key_value = weights.linear_stack(prefix, parts, shape.hidden)
+        columns = self.inputs * shape.hidden
+        self._query_key_value = weights.linear_stack(prefix, parts, columns)
         self._output = weights.linear(f"{prefix}o_proj.weight", shape.hidden, self.rows["q_proj"])
 
     def project(self, x: Tensor) -> Tensor:
@@ -87,6 +93,8 @@ class Llama:
         keeping: Keeping = Keeping.PLAIN,
     ) -> None:
         self.shape = shape
+        self.heard: Callable[[int, Tensor], None] | None = None
+        """Told what goes into each layer, where anybody listens."""
         weights = Weights(source, device, dtype, keeping)
         self.adding = weights.adding or Adding()
         embedding = (shape.vocabulary, shape.hidden)
@@ -106,14 +114,20 @@ class Llama:
         inverse = inverse_frequencies(shape.head_dim, shape.rope_theta, shape.rope_scaling, factors)
         self._rope = Rope(inverse, context_tokens, device, dtype)
 
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Return the embeddings of `tokens`."""
+        return self._embedding[tokens].to(self._norm.dtype)
+
     def forward(
         self, tokens: Tensor, positions: Tensor, kv: list[LayerKV], layout: Layout, rows: Tensor
     ) -> Tensor:
         """Run the flat batch; return logits [rows, vocabulary] in fp32 for the `rows` given."""
         epsilon = self.shape.rms_epsilon
-        x = self._embedding[tokens].to(self._norm.dtype)
+        x = self.embed(tokens)
         cos, sin = self._rope.at(positions)
-        for layer, layer_kv in zip(self._layers, kv, strict=True):
+        for number, (layer, layer_kv) in enumerate(zip(self._layers, kv, strict=True)):
+            if self.heard is not None:
+                self.heard(number, x)
             normed = rms_norm(x, layer.attention_norm, epsilon)
             x = x + layer.attention(normed, layer_kv, cos, sin, layout)
             x = x + layer.mlp(rms_norm(x, layer.mlp_norm, epsilon))

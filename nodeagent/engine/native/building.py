@@ -1,9 +1,9 @@
 """From `kernels.c` to a library for this processor, built once and found again.
 
 A library is named by what it was built from (source, compiler's options, the processor's features),
-lies in a folder that only its owner may write, and appears there by a rename: a start that is cut
-short leaves no half of one. Where no compiler is here, or it cannot, there is no library, and
-whoever asked goes without.
+lies in `$XDG_CACHE_HOME/isochrone`, which only its owner may write, and appears there by a rename:
+a start that is cut short leaves no half of one. Where no compiler is here, or it cannot, there is
+no library, and whoever asked goes without.
 """
 
 import hashlib
@@ -78,7 +78,10 @@ def _features() -> str:
 
 
 def _folder() -> Path:
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    try:
+        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError as error:
+        raise NoKernels(f"cannot keep kernels: {error} XDG_CACHE_HOME would name one.") from error
     folder = root / "isochrone"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

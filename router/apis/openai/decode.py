@@ -49,9 +49,9 @@ _WISH: Final = b'"stream_options":{"include_usage":true}'
 def decode(body: bytes, reader: "msgspec.json.Decoder[R]") -> R:
     """Read a request, or raise ApiError 400 naming the field."""
     try:
-        return codec.decode_json(body, reader, bytes_max=len(body))
-    except codec.MalformedFrame as error:
-        text = str(error)
+        return reader.decode(body)
+    except (msgspec.DecodeError, RecursionError, ValueError) as error:
+        text = f"cannot read body: {codec.describe(error)}"
         found = _AT.search(text)
         raise ApiError(
             ErrorCode.INVALID_REQUEST, text[:400], param=found.group(1) if found else None

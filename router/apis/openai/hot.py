@@ -24,11 +24,11 @@ from router.apis.openai.decode import (
 from router.apis.openai.encode import error_event, error_reply
 from router.config import RouterConfig
 from router.dataplane import http1
-from router.dataplane.http1 import Reply
+from router.dataplane.http1 import Reply, with_header
 from router.dataplane.server import ClientConnection
-from router.decide.admit import authenticate, may_use
+from router.decide.admit import Admitted, may_use
 from router.decide.affinity import SESSION_BYTES_MAX, seed_of
-from router.decide.prefixes import keys_of
+from router.decide.prefixes import BLOCK_BYTES, NO_KEYS, PrefixKeys, keys_of
 from router.fleet import Fleet
 from router.journey import Asked
 from router.metrics import Metrics
@@ -42,6 +42,9 @@ READERS: Final[Mapping[str, "msgspec.json.Decoder[Any]"]] = {
 }
 KINDS: Final[Mapping[str, str]] = {"/v1/embeddings": "embedding", "/v1/rerank": "rerank"}
 """What a model must be for; on every other route it must chat."""
+
+REQUEST_ID: Final = headers.REQUEST_ID.encode()
+SESSION_AFFINITY: Final = headers.SESSION_AFFINITY.encode()
 
 
 class OpenAiSurface:
@@ -64,24 +67,21 @@ class OpenAiSurface:
         self._metrics = metrics
         self._unix_clock = unix_clock
         self._new_id = new_id
-
-    def takes(self, path: str) -> bool:
-        """Say whether a path is one of these."""
-        return path in READERS
+        self._admitted = Admitted()
 
     def gate(self, fields: Mapping[bytes, bytes]) -> KeyEntry:
         """Return whose request this is before its body is read, or raise ApiError 401."""
-        authorization = fields.get(b"authorization", b"").decode("latin-1")
-        return authenticate(self._fleet.keys, authorization, self._unix_clock())
+        shown = fields.get(b"authorization", b"")
+        return self._admitted.authenticate(self._fleet.keys, shown, self._unix_clock())
 
     async def answer(self, request: http1.Request, client: ClientConnection) -> None:
         """Answer one request."""
-        request_id = self.request_id(request.header(headers.REQUEST_ID))
+        request_id = self.request_id(request.header(REQUEST_ID))
         try:
             await self._corridor.serve(self.asked(request, request_id), client)
         except ApiError as error:
             reply = self.encode_error(error)
-            client.reply(reply._replace(headers={**reply.headers, headers.REQUEST_ID: request_id}))
+            client.reply(with_header(reply, headers.REQUEST_ID, request_id))
 
     def encode_error(self, error: ApiError) -> Reply:
         """Count an error and write it in OpenAI's shape."""
@@ -140,9 +140,8 @@ class OpenAiSurface:
             started_at=self._unix_clock(),
             error_event=error_event,
             resume=resumption(body, asked) if asked.stream else None,
-            drawn=drawn(asked),
-            # Caches are kept apart by tenant: so are the keys.
-            prefix_keys=keys_of(rendered, seed_of(f"{key.tenant_id}\0{deployment.deployment_id}")),
+            drawn=drawn(asked) if asked.stream else "",
+            prefix_keys=_prefix_keys(rendered, key, deployment),
         )
 
     def _output_tokens(self, asked: Request, deployment: DeploymentEntry) -> int:
@@ -152,8 +151,15 @@ class OpenAiSurface:
         return max(1, min(wanted, deployment.context_tokens) * (asked.n or 1))
 
 
+def _prefix_keys(rendered: bytes, key: KeyEntry, deployment: DeploymentEntry) -> PrefixKeys:
+    if len(rendered) < BLOCK_BYTES:
+        return NO_KEYS
+    # Caches are kept apart by tenant: so are the keys.
+    return keys_of(rendered, seed_of(f"{key.tenant_id}\0{deployment.deployment_id}"))
+
+
 def _session(request: http1.Request, key: KeyEntry) -> str:
-    session = request.header(headers.SESSION_AFFINITY).strip()
+    session = request.header(SESSION_AFFINITY).strip()
     if len(session) > SESSION_BYTES_MAX:
         raise ApiError(
             ErrorCode.INVALID_REQUEST,

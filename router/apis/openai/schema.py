@@ -83,7 +83,7 @@ class ChatRequest(_Shared, frozen=True, kw_only=True):
     def rendered(self) -> bytes:
         """The prompt as bytes that begin alike where two conversations do: templates put tools
         first."""
-        said = "".join(f"\0{message.role}\0{_text(message.content)}" for message in self.messages)
+        said = "".join([f"\0{one.role}\0{_text(one.content)}" for one in self.messages])
         return bytes(self.tools) + said.encode(errors="replace")
 
     @property

@@ -8,7 +8,7 @@ import msgspec
 
 from isochrone.wire import headers
 from isochrone.wire.errors import MEANINGS, ApiError, ErrorCode
-from router.apis.openai.hot import OpenAiSurface
+from router.apis.openai.hot import REQUEST_ID, OpenAiSurface
 from router.apis.workers_ai.translate import (
     ERROR_EVENT,
     envelope,
@@ -19,7 +19,7 @@ from router.apis.workers_ai.translate import (
 )
 from router.dataplane import http1, sse
 from router.dataplane.exchange import Exchange
-from router.dataplane.http1 import Reply
+from router.dataplane.http1 import Reply, with_header
 from router.dataplane.server import ClientConnection
 from router.serve import Corridor
 
@@ -40,7 +40,7 @@ class WorkersAiSurface:
 
     async def answer(self, request: http1.Request, client: ClientConnection) -> None:
         """Answer one request."""
-        request_id = self._openai.request_id(request.header(headers.REQUEST_ID))
+        request_id = self._openai.request_id(request.header(REQUEST_ID))
         found = _PATH.match(request.path)
         assert found is not None
         try:
@@ -50,17 +50,19 @@ class WorkersAiSurface:
                     f"cannot serve: /ai/run does not take {request.method.decode()}",
                 )
             path, body = to_openai(request.body, found.group(1))
-            asked = self._openai.asked(request._replace(path=path, body=body), request_id)
+            inner = msgspec.structs.replace(request, path=path, body=body)
+            asked = self._openai.asked(inner, request_id)
             asked = msgspec.structs.replace(asked, error_event=_error_event)
             await self._corridor.serve(asked, Translator(client))
         except ApiError as error:
             reply = self.encode_error(error)
-            client.reply(reply._replace(headers={**reply.headers, headers.REQUEST_ID: request_id}))
+            client.reply(with_header(reply, headers.REQUEST_ID, request_id))
 
     def encode_error(self, error: ApiError) -> Reply:
         """Count an error and write it in this surface's shape."""
         plain = self._openai.encode_error(error)
-        return plain._replace(body=error_envelope(error.message, error.meaning.number))
+        body = error_envelope(error.message, error.meaning.number)
+        return msgspec.structs.replace(plain, body=body)
 
 
 class Translator:
@@ -86,14 +88,16 @@ class Translator:
     def reply(self, reply: Reply) -> None:
         """Send a whole answer, or a replica's refusal of the request."""
         if reply.status == 200:
-            self._client.reply(reply._replace(body=envelope(result_of(reply.body))))
+            body = envelope(result_of(reply.body))
+            self._client.reply(msgspec.structs.replace(reply, body=body))
             return
         error = msgspec.json.decode(reply.body)["error"]
         code = error.get("code") if isinstance(error, dict) else None
         known = {one.value: one for one in ErrorCode}
         meaning = MEANINGS[known.get(str(code), ErrorCode.INVALID_REQUEST)]
         message = str(error.get("message") if isinstance(error, dict) else error)[:400]
-        self._client.reply(reply._replace(body=error_envelope(message, meaning.number)))
+        body = error_envelope(message, meaning.number)
+        self._client.reply(msgspec.structs.replace(reply, body=body))
 
     def reads_from(self, source: Exchange | None) -> None:
         """Tie the source of the stream."""

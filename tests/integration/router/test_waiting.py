@@ -14,16 +14,18 @@ D = DeploymentId("d")
 class Bench:
     """A lane with so many tokens of room, and requests that come for some."""
 
-    def __init__(self, room: int, depth_max: int = 100) -> None:
+    def __init__(self, room: int, depth_max: int = 100, bytes_max: int = 1000) -> None:
         self.room = room
-        self.waiting = Waiting(depth_max, asyncio.get_running_loop().time)
+        self.waiting = Waiting(depth_max, bytes_max, asyncio.get_running_loop().time)
         self.order: list[str] = []
         self.looks = 0
 
-    async def serve(self, name: str, tokens: int = 1, timeout_s: float = 5.0) -> Place:
+    async def serve(
+        self, name: str, tokens: int = 1, timeout_s: float = 5.0, size_bytes: int = 0
+    ) -> Place:
         """Take room as the corridor does; `name`'s first letter is the tenant."""
         until_s = asyncio.get_running_loop().time() + timeout_s
-        place = Place(D, TenantId(name[0]), tokens, until_s)
+        place = Place(D, TenantId(name[0]), tokens, until_s, size_bytes=size_bytes)
         try:
             while True:
                 self.looks += 1
@@ -153,3 +155,18 @@ async def test_what_a_node_refused_goes_back_to_the_head() -> None:
     bench.free(2)
     await asyncio.gather(*others)
     assert bench.order == ["b1", "a2"]
+
+
+async def test_one_tenants_bodies_leave_room_for_anothers() -> None:
+    bench = Bench(room=0, bytes_max=1000)
+    first = asyncio.create_task(bench.serve("a1", size_bytes=400))
+    await bench.until(lambda: bench.waiting.bytes == 400)
+    with pytest.raises(NoRoom) as refused:
+        await bench.serve("a2", size_bytes=400)
+    assert refused.value.why is Impatience.BYTES
+    second = asyncio.create_task(bench.serve("b1", size_bytes=400))
+    await bench.until(lambda: bench.waiting.bytes == 800)
+    bench.free(2)
+    await asyncio.gather(first, second)
+    assert bench.order == ["a1", "b1"]
+    assert bench.waiting.bytes == 0

@@ -4,9 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nodeagent.engine.decide.batching import Batch, Batching, Limits
+from nodeagent.engine.decide.batching import Batch, Batching, Chunk, Limits
 from nodeagent.engine.decide.blocks import Blocks
 from nodeagent.engine.decide.sequence import BLOCK_TOKENS, Ending, Finish, Sequence
+from nodeagent.engine.decide.trade import Trade
 
 BLOCKS = 8
 STEPS_MAX = 3000
@@ -167,3 +168,96 @@ def test_the_chain_depends_on_salt_and_on_all_that_came_before() -> None:
     assert one.chain(1) != salted.chain(1)
     changed = Sequence(4, [99, *range(1, 32)], Ending(1, frozenset()))
     assert changed.chain(2)[1] != one.chain(2)[1]
+
+
+class Tiered:
+    """Batching over a device and a bounded tier below it, of which only the digests are kept."""
+
+    def __init__(self, blocks: int, below_max: int, block_s: float, token_s: float) -> None:
+        self.below: dict[bytes, None] = {}
+        self.batching = Batching(Limits(24, 4), Blocks(blocks), below=self.below)
+        self.device: dict[int, bytes] = {}
+        self.restored = 0
+        self._below_max = below_max
+        self._block_s, self._token_s = block_s, token_s
+
+    def step(self) -> list[Sequence]:
+        batch = self.batching.next_batch()
+        # What is wanted is taken out before what is kept pushes it out.
+        assert all(digest in self.below for _, digest in batch.restores)
+        for block, digest in batch.evicted:
+            assert self.device[block] == digest
+            self.below[digest] = None
+        while len(self.below) > self._below_max:
+            del self.below[next(iter(self.below))]
+        self.device.update(batch.restores)
+        if batch.restores:
+            self.restored += len(batch.restores)
+            self.batching.trade.note(len(batch.restores), len(batch.restores) * self._block_s)
+        for chunk in batch.chunks:
+            self._compute(chunk)
+        finished = play(self.batching, batch)
+        self.batching.pace.note(batch.prefill_tokens, 0, batch.prefill_tokens * self._token_s)
+        return finished
+
+    def _compute(self, chunk: Chunk) -> None:
+        """Nothing is read but what was computed or brought back for just these tokens."""
+        one = chunk.sequence
+        chain = one.chain((chunk.start + chunk.tokens) // BLOCK_TOKENS)
+        for index, digest in enumerate(chain):
+            if (index + 1) * BLOCK_TOKENS <= chunk.start:
+                assert self.device[one.blocks[index]] == digest
+            else:
+                self.device[one.blocks[index]] = digest
+
+
+ASKS = st.lists(
+    st.tuples(st.integers(1, 60), st.integers(1, 50), st.integers(0, 2)), min_size=2, max_size=8
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(ASKS, st.integers(0, 40), st.sampled_from([0.001, 0.1, 10.0]))
+def test_whoever_gives_way_comes_back_whole_by_whichever_way(
+    asks: list[tuple[int, int, int]], below_max: int, block_s: float
+) -> None:
+    tiers = Tiered(BLOCKS, below_max, block_s, token_s=0.01)
+    batching = tiers.batching
+    for number, (prompt, output, start) in enumerate(asks):
+        batching.submit(sequence(number, prompt, output, start=start))
+    finished: list[Sequence] = []
+    for _ in range(STEPS_MAX):
+        if not batching.busy:
+            break
+        finished += tiers.step()
+        held = sum(batching.blocks.holders(block) > 0 for block in range(BLOCKS))
+        assert held + batching.blocks.free == BLOCKS
+    assert len(finished) == len(asks)
+    assert all(s.output_tokens == s.ending.tokens_max for s in finished)
+    assert batching.blocks.held == 0
+
+
+@pytest.mark.parametrize(("block_s", "brought"), [(0.001, True), (10.0, False)])
+def test_who_gave_way_is_brought_back_where_that_is_faster(block_s: float, brought: bool) -> None:
+    tiers = Tiered(8, 99, block_s, token_s=0.01)
+    # Measured before: what a copy takes, and what a token takes.
+    tiers.batching.trade.note(1, block_s)
+    tiers.batching.pace.note(16, 0, 0.16)
+    for number in range(2):
+        tiers.batching.submit(sequence(number, 40, 70, start=100 * number))
+    while tiers.batching.busy:
+        tiers.step()
+    assert tiers.batching.preemptions > 0
+    assert (tiers.restored > 0) == brought
+    kept, lost = tiers.batching.kept_tokens, tiers.batching.lost_tokens
+    assert (kept > lost) == brought
+
+
+def test_a_price_that_was_too_high_is_asked_again() -> None:
+    trade = Trade()
+    assert trade.pays(0.001)
+    trade.note(4, 4 * 0.02)
+    assert trade.pays(0.0)
+    answers = [trade.pays(0.001) for _ in range(20)]
+    assert answers[0] is False
+    assert answers[-1] is True

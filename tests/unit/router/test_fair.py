@@ -13,17 +13,21 @@ from router.decide.fair import (
     RETRY_AFTER_MAX_S,
     RETRY_AFTER_MIN_S,
     RETRY_AFTER_UNKNOWN_S,
+    RETRY_SPREAD,
+    RETRY_SPREAD_MIN_S,
+    BytesFull,
     Drain,
     FairQueue,
     QueueFull,
     Ticket,
+    come_back_s,
 )
 
 D = DeploymentId("d")
 
 
-def a_ticket(tenant: str, tokens: int = 10, lane: DeploymentId = D) -> Ticket:
-    return Ticket(lane, TenantId(tenant), tokens)
+def a_ticket(tenant: str, tokens: int = 10, lane: DeploymentId = D, size_bytes: int = 0) -> Ticket:
+    return Ticket(lane, TenantId(tenant), tokens, size_bytes)
 
 
 def served(queue: FairQueue[Ticket], count: int = 10**6) -> str:
@@ -37,7 +41,7 @@ def served(queue: FairQueue[Ticket], count: int = 10**6) -> str:
 
 
 def a_queue(tenants: str, depth_max: int = 100) -> FairQueue[Ticket]:
-    queue: FairQueue[Ticket] = FairQueue(depth_max)
+    queue: FairQueue[Ticket] = FairQueue(depth_max, 1)
     for tenant in tenants:
         queue.push(a_ticket(tenant))
     return queue
@@ -57,7 +61,7 @@ def test_who_comes_during_a_flood_is_next_but_one() -> None:
 
 
 def test_tokens_are_weighed_and_not_requests() -> None:
-    queue: FairQueue[Ticket] = FairQueue(100)
+    queue: FairQueue[Ticket] = FairQueue(100, 1)
     for _ in range(4):
         queue.push(a_ticket("a", 300))
     for _ in range(8):
@@ -124,6 +128,33 @@ def test_the_drain_is_measured_only_while_full() -> None:
     assert drain.wait_s(1, 500.0) == RETRY_AFTER_MIN_S
 
 
+def test_those_refused_together_come_back_one_after_another() -> None:
+    for after_s, range_s in ((1.0, RETRY_SPREAD_MIN_S), (40.0, 40.0 * RETRY_SPREAD)):
+        told = sorted(come_back_s(after_s, f"r{n}") for n in range(1000))
+        assert after_s <= told[0]
+        assert told[-1] <= after_s + range_s
+        # Evenly: each tenth of the range gets about a tenth of them.
+        tenths = [int(10 * (one - after_s) / range_s) for one in told]
+        assert all(60 < tenths.count(tenth) < 150 for tenth in range(10))
+    assert come_back_s(2.0, "r1") == come_back_s(2.0, "r1")
+
+
+def test_a_tenant_has_no_more_bytes_waiting_than_are_left_to_others() -> None:
+    queue: FairQueue[Ticket] = FairQueue(100, 100)
+    for _ in range(5):
+        queue.push(a_ticket("a", size_bytes=10))
+    with pytest.raises(BytesFull):
+        queue.push(a_ticket("a", size_bytes=10))
+    for _ in range(2):
+        queue.push(a_ticket("b", size_bytes=10))
+    with pytest.raises(BytesFull):
+        queue.push(a_ticket("b", size_bytes=20))
+    queue.push(a_ticket("c", size_bytes=15))
+    assert queue.bytes == 85
+    served(queue)
+    assert queue.bytes == 0
+
+
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.tuples(st.sampled_from("fbr"), st.floats(0, 100), st.integers(1, 10**6))))
 def test_when_to_come_back_is_never_absurd(steps: list[tuple[str, float, int]]) -> None:
@@ -142,11 +173,12 @@ class Turns(RuleBasedStateMachine):
 
     TENANTS = "abcde"
     TOKENS_MAX = 50
+    BYTES_MAX = 40
 
     @initialize(depth_max=st.integers(1, 12))
     def begin(self, depth_max: int) -> None:
         self.depth_max = depth_max
-        self.queue: FairQueue[Ticket] = FairQueue(depth_max)
+        self.queue: FairQueue[Ticket] = FairQueue(depth_max, self.BYTES_MAX)
         self.waiting: list[Ticket] = []
         self.taken: list[Ticket] = []
         # For each tenant's first, the tokens that each other tenant was given meanwhile.
@@ -156,17 +188,24 @@ class Turns(RuleBasedStateMachine):
         tenant=st.sampled_from(TENANTS),
         tokens=st.integers(1, TOKENS_MAX),
         lane=st.sampled_from("de"),
+        size_bytes=st.integers(0, 12),
     )
-    def come(self, tenant: str, tokens: int, lane: str) -> None:
-        ticket = a_ticket(tenant, tokens, DeploymentId(lane))
+    def come(self, tenant: str, tokens: int, lane: str, size_bytes: int) -> None:
+        ticket = a_ticket(tenant, tokens, DeploymentId(lane), size_bytes)
+        free = self.BYTES_MAX - sum(one.bytes for one in self.waiting)
+        is_heavy = sum(one.bytes for one in self._flow(ticket)) + size_bytes > free
         depth = len(self._flow(ticket))
         deepest = max((len(self._flow(one)) for one in self.waiting), default=0)
         try:
             ousted = self.queue.push(ticket)
+        except BytesFull:
+            assert is_heavy
+            return
         except QueueFull:
             assert len(self.waiting) == self.depth_max
             assert depth + 1 >= deepest
             return
+        assert not is_heavy
         if ousted is not None:
             assert len(self._flow(ousted)) == deepest > depth + 1
             assert ousted is self._flow(ousted)[-1]
@@ -203,7 +242,7 @@ class Turns(RuleBasedStateMachine):
         ticket = self.taken.pop(which % len(self.taken))
         try:
             ousted = self.queue.put_back(ticket)
-        except QueueFull:
+        except (QueueFull, BytesFull):
             return
         if ousted is not None:
             self.waiting.remove(ousted)
@@ -222,6 +261,7 @@ class Turns(RuleBasedStateMachine):
         if not hasattr(self, "queue"):
             return
         assert self.queue.depth == len(self.waiting) <= self.depth_max
+        assert self.queue.bytes == sum(one.bytes for one in self.waiting) <= self.BYTES_MAX
         for lane in {ticket.lane for ticket in self.waiting}:
             assert self.queue.head(lane) is not None
 
@@ -239,7 +279,7 @@ TestTurns = Turns.TestCase
 def test_a_newcomer_is_passed_by_each_other_at_most_once(
     flood_tokens: list[int], before: int, tokens: int
 ) -> None:
-    queue: FairQueue[Ticket] = FairQueue(10**6)
+    queue: FairQueue[Ticket] = FairQueue(10**6, 1)
     for n, size in enumerate(flood_tokens):
         for _ in range(60):
             queue.push(a_ticket(f"flood-{n}", size))
@@ -261,7 +301,7 @@ def test_a_newcomer_is_passed_by_each_other_at_most_once(
 def test_who_is_told_when_to_come_back_is_told_the_truth(slots: int) -> None:
     """Requests of random length on so many slots, always more waiting: told against what was."""
     chance = random.Random(slots)
-    queue: FairQueue[Ticket] = FairQueue(1000)
+    queue: FairQueue[Ticket] = FairQueue(1000, 1)
     ends_s = [0.0] * slots
     queue.found_full(D, 0.0)
     now_s, given, pushed, told = 0.0, 0, 0, []

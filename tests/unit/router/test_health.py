@@ -17,7 +17,6 @@ from router.decide.health import (
     Health,
     RetryBudget,
     judge,
-    left_alone,
 )
 
 A, B, C = ReplicaId("a"), ReplicaId("b"), ReplicaId("c")
@@ -133,7 +132,7 @@ def test_too_many_ill_are_none() -> None:
     assert judge(PEERS, ill) == (frozenset(ill), frozenset())
     ill[C] = 9.0
     assert judge(PEERS, ill) == (frozenset(), frozenset(ill))
-    assert left_alone([A], {A: 9.0}) == frozenset()
+    assert judge([A], {A: 9.0}).alone == frozenset()
 
 
 NAMES = [ReplicaId(f"r{n}") for n in range(7)]

@@ -65,7 +65,7 @@ def a_board(candidates: Sequence[Candidate]) -> Board:
 
 def a_picture(candidates: Sequence[Candidate], **ejected: float) -> Picture:
     until = {ReplicaId(name): until_s for name, until_s in ejected.items()}
-    return a_board(candidates).picture(NOW_S, until)
+    return a_board(candidates).picture(NOW_S, until, {})
 
 
 def order(candidates: Sequence[Candidate], ask: Ask = ASK, **ejected: float) -> list[str]:
@@ -124,12 +124,12 @@ def test_with_queues_everywhere_a_miss_of_the_cache_counts_more() -> None:
     board = a_board([Candidate("a", 1.0), Candidate("b", 60.0)])
     held = Held(0.0, [Match([board.slots[ReplicaId("b")]], 0.5)])
     ask = ASK._replace(held=held)
-    assert rank(board.picture(NOW_S, {}), ask).routes[0].route.replica_id == "a"
+    assert rank(board.picture(NOW_S, {}, {}), ask).routes[0].route.replica_id == "a"
     board.spilled_at_ms = 1000 * NOW_S
-    waiting = rank(board.picture(NOW_S, {}), ask).routes[0]._replace(queue_ms=50.0)
+    waiting = rank(board.picture(NOW_S, {}, {}), ask).routes[0]._replace(queue_ms=50.0)
     for _ in range(400):
         board.went(0, waiting, NOW_S)
-    assert rank(board.picture(NOW_S, {}), ask).routes[0].route.replica_id == "b"
+    assert rank(board.picture(NOW_S, {}, {}), ask).routes[0].route.replica_id == "b"
 
 
 def test_a_session_stays_on_its_seat_unless_that_is_much_slower() -> None:
@@ -162,7 +162,7 @@ def test_leaving_home_must_pay_and_then_goes_on_while_it_is_sooner() -> None:
     board = a_board([home, away])
     board.spilled_at_ms = 1000 * NOW_S - SPILL_LASTS_MS / 2
     asks = [ASK._replace(request_id=f"req-{n}") for n in range(40)]
-    went = {rank(board.picture(NOW_S, {}), ask).routes[0].route.replica_id for ask in asks}
+    went = {rank(board.picture(NOW_S, {}, {}), ask).routes[0].route.replica_id for ask in asks}
     assert "away" in went
 
 
@@ -178,7 +178,7 @@ def test_alike_replicas_share_the_requests_and_one_request_goes_one_way() -> Non
 
 def test_a_picture_does_not_change_with_the_board() -> None:
     board = a_board([Candidate("a"), Candidate("b")])
-    picture = board.picture(NOW_S, {})
+    picture = board.picture(NOW_S, {}, {})
     before = [column for column in picture if not isinstance(column, dict)]
     shown = [list(column) if isinstance(column, list) else column for column in before]
     board.adopt([Candidate("c").route])
@@ -191,7 +191,7 @@ def test_a_slot_without_a_replica_is_never_ranked() -> None:
     board = a_board([Candidate("a"), Candidate("b"), Candidate("c")])
     gone = board.adopt([Candidate("c").route])
     assert len(gone) == 2
-    ranking = rank(board.picture(NOW_S, {}), ASK)
+    ranking = rank(board.picture(NOW_S, {}, {}), ASK)
     assert ([r.route.replica_id for r in ranking.routes], ranking.full) == (["c"], 0)
     board.adopt([Candidate("c").route, Candidate("d").route])
     assert len(board) == 3
@@ -249,7 +249,7 @@ def test_every_replica_with_room_is_ranked_once_with_what_is_predicted(
     board = a_board(candidates)
     if held_by >= len(board):
         ask = ask._replace(held=Held(0.1, []))
-    ranking = rank(board.picture(NOW_S, {}), ask, excluded)
+    ranking = rank(board.picture(NOW_S, {}, {}), ask, excluded)
     ranked = list(ranking.routes)
     has_room = [
         c.name

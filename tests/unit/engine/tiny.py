@@ -1,0 +1,49 @@
+"""Small models of random weights, computed for real."""
+
+import zlib
+
+import torch
+from torch import Tensor
+
+from nodeagent.engine.models.llama import Llama
+from nodeagent.engine.models.shape import ModelShape
+
+VOCABULARY = 257
+SHAPE = ModelShape(
+    layers=4,
+    hidden=16,
+    intermediate=24,
+    heads=4,
+    kv_heads=2,
+    head_dim=4,
+    vocabulary=VOCABULARY,
+    context_tokens=256,
+    rms_epsilon=1e-5,
+    rope_theta=10_000.0,
+)
+
+
+class RandomWeights:
+    """Any weight by any name, the same for the same name and seed."""
+
+    def __init__(self, seed: int, scale: float = 0.5) -> None:
+        self._seed = seed
+        self._scale = scale
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + self._seed)
+        drawn = torch.randn(shape, generator=generator)
+        return 1 + 0.1 * drawn if "norm" in name else self._scale * drawn
+
+    def check(self, name: str, shape: tuple[int, ...]) -> None:
+        """Everything is there."""
+
+    def has(self, name: str) -> bool:
+        return name != "rope_freqs.weight"
+
+    def groups(self, name: str, shape: tuple[int, ...]) -> None:
+        return None
+
+
+def llama(seed: int, shape: ModelShape = SHAPE) -> Llama:
+    return Llama(shape, RandomWeights(seed), "cpu", torch.float32, shape.context_tokens)

@@ -1,0 +1,135 @@
+"""A replica that begins takes a growing share, in the choice that a router really makes."""
+
+from isochrone.wire.ids import (
+    ClusterId,
+    DeploymentId,
+    Epoch,
+    Generation,
+    ModelId,
+    NodeId,
+    PopId,
+    ReplicaId,
+)
+from isochrone.wire.routes import DeploymentEntry, Route, RouteTable
+from router.decide.health import FAILURES_MAX
+from router.decide.pick import Ask, rank
+from router.decide.slow_start import SHARE_FIRST, SLOW_START_S, SlowStart, is_spared
+from router.fleet import Fleet
+
+D = DeploymentId("d")
+OLD, NEW = ReplicaId("old"), ReplicaId("new")
+ASKS = 400
+
+
+def a_route(name: ReplicaId) -> Route:
+    return Route(
+        replica_id=name,
+        deployment_id=D,
+        version=1,
+        node_id=NodeId(f"n-{name}"),
+        pop=PopId("ams"),
+        address="x:1",
+        tokens_in_flight_max=10_000,
+        prefill_tokens_per_s=1000.0,
+    )
+
+
+def a_table(*names: ReplicaId) -> RouteTable:
+    entry = DeploymentEntry(deployment_id=D, name="m", model_id=ModelId("m"), context_tokens=4096)
+    return RouteTable(
+        cluster_id=ClusterId("c"),
+        generation=Generation(1),
+        epoch=Epoch(1),
+        deployments=(entry,),
+        routes=tuple(a_route(name) for name in names),
+    )
+
+
+class Bench:
+    """A router near two replicas of which `new` is much nearer, and its clock."""
+
+    def __init__(self, *names: ReplicaId) -> None:
+        self.now_s = 1000.0
+        self.fleet = Fleet(PopId("ams"), lambda: self.now_s)
+        self.fleet.adopt(a_table(*names))
+        for name, rtt_ms in ((OLD, 80.0), (NEW, 1.0)):
+            self.fleet.measured(NodeId(f"n-{name}"), rtt_ms)
+
+    def goes(self, request_id: str, session: str = "") -> ReplicaId:
+        ask = Ask(request_id, prompt_tokens=100, output_tokens=100, session=session)
+        first: ReplicaId = rank(self.fleet.view(D), ask).routes[0].route.replica_id
+        return first
+
+    def share_of_new(self) -> float:
+        return sum(self.goes(f"q{n}") == NEW for n in range(ASKS)) / ASKS
+
+
+def test_one_that_comes_takes_a_growing_share() -> None:
+    bench = Bench(OLD)
+    bench.fleet.adopt(a_table(OLD, NEW))
+    bench.fleet.measured(NodeId("n-new"), 1.0)
+    began_s, shares = bench.now_s, []
+    for part in (0.0, 0.25, 0.5, 0.75):
+        bench.now_s = began_s + part * SLOW_START_S
+        shares.append(bench.share_of_new())
+        assert abs(shares[-1] - (SHARE_FIRST + (1 - SHARE_FIRST) * part)) < 0.08
+    assert shares == sorted(shares)
+    bench.now_s = began_s + SLOW_START_S
+    assert bench.share_of_new() == 1.0
+
+
+def test_who_was_let_in_stays_in() -> None:
+    slow = SlowStart()
+    slow.began((NEW,), 0.0)
+    let_in: set[str] = set()
+    for tick in range(12):
+        share = slow.shares(tick * SLOW_START_S / 10).get(NEW, 1.0)
+        here = {f"s{n}" for n in range(100) if not is_spared(NEW, share, f"s{n}")}
+        assert let_in <= here
+        let_in = here
+    assert len(let_in) == 100
+    assert len(slow) == 0
+
+
+def test_a_session_draws_by_its_name_and_not_by_each_request() -> None:
+    bench = Bench(OLD)
+    bench.fleet.adopt(a_table(OLD, NEW))
+    bench.fleet.measured(NodeId("n-new"), 1.0)
+    for session in ("s1", "s2", "s3", "s4"):
+        assert len({bench.goes(f"q{n}", session) for n in range(20)}) == 1
+
+
+def test_to_a_router_that_begins_itself_all_are_alike() -> None:
+    bench = Bench(OLD, NEW)
+    assert bench.share_of_new() == 1.0
+
+
+def test_one_that_is_well_again_takes_a_growing_share() -> None:
+    bench = Bench(OLD, NEW)
+    for _ in range(FAILURES_MAX):
+        bench.fleet.failed(a_route(NEW))
+    assert bench.share_of_new() == 0.0
+    bench.now_s += 5.0
+    bench.fleet.reserve(a_route(NEW), prefill=1, decode=1).release()
+    bench.fleet.answered(a_route(NEW))
+    assert abs(bench.share_of_new() - SHARE_FIRST) < 0.06
+    # A second good answer is nothing new, and does not hold it back.
+    bench.now_s += SLOW_START_S / 2
+    bench.fleet.answered(a_route(NEW))
+    assert 0.4 < bench.share_of_new() < 0.7
+
+
+def test_where_nobody_else_has_room_all_go() -> None:
+    bench = Bench(OLD)
+    bench.fleet.adopt(a_table(OLD, NEW))
+    held = bench.fleet.reserve(a_route(OLD), prefill=5_000, decode=4_950)
+    assert bench.share_of_new() == 1.0
+    held.release()
+    assert bench.share_of_new() < 0.3
+
+
+def test_one_that_no_table_names_is_forgotten() -> None:
+    slow = SlowStart()
+    slow.began((NEW, OLD), 0.0)
+    slow.forget({NEW})
+    assert set(slow.shares(1.0)) == {OLD}
