@@ -5,8 +5,10 @@ A query of a decode is one token; its grouped heads are folded into the query di
 keys and values are read once per KV head and never repeated.
 """
 
+import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -29,9 +31,7 @@ class LayerKV:
         self.kv_heads = kv_heads
         # Zeroed, not empty: masked slots are multiplied by zero, and zero times NaN is NaN.
         # Values lie beside their keys, so that one gather brings both.
-        self.pages = torch.zeros(
-            blocks, block_tokens, 2 * kv_heads, head_dim, device=device, dtype=dtype
-        )
+        self.pages = _zeroed((blocks, block_tokens, 2 * kv_heads, head_dim), device, dtype)
         self.kernels = kernels_for(self.pages) if head_dim % LANES == 0 else None
         self._slots = self.pages.view(-1, 2 * kv_heads, head_dim)
 
@@ -51,6 +51,18 @@ class LayerKV:
         )
         slots = pages.view(rows, -1, 2 * self.kv_heads, pages.shape[-1]).transpose(1, 2)
         return slots[:, : self.kv_heads], slots[:, self.kv_heads :]
+
+
+def _zeroed(shape: tuple[int, ...], device: str, dtype: torch.dtype) -> Tensor:
+    if device != "cpu":
+        return torch.zeros(shape, device=device, dtype=dtype)
+    # numpy asks the system for pages that it zeroes when they are first touched; torch would write
+    # every one of them before the first request.
+    return (
+        torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8))
+        .view(dtype)
+        .view(shape)
+    )
 
 
 @dataclass(frozen=True, slots=True)
