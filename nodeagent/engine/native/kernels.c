@@ -193,10 +193,11 @@ int64_t multiply(const uint8_t *packed, int64_t bits, int64_t rows, int64_t colu
     return 0;
 }
 
-void read_rows(const uint8_t *packed, int64_t bits, int64_t columns, const int64_t *wanted,
-               int64_t count, float *out) {
+int64_t read_rows(const uint8_t *packed, int64_t bits, int64_t rows, int64_t columns,
+                  const int64_t *wanted, int64_t count, float *out) {
     int64_t groups = columns / GROUP, bytes = group_bytes(bits);
     for (int64_t at = 0; at < count; at++) {
+        if (wanted[at] < 0 || wanted[at] >= rows) return -1;
         int64_t row = wanted[at] % TILE;
         const uint8_t *from = packed + wanted[at] / TILE * groups * bytes;
         for (int64_t group = 0; group < groups; group++, from += bytes) {
@@ -210,6 +211,7 @@ void read_rows(const uint8_t *packed, int64_t bits, int64_t columns, const int64
             }
         }
     }
+    return 0;
 }
 
 #endif

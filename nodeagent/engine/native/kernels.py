@@ -32,7 +32,7 @@ _ARGUMENTS: Final = {
     "keep": "pnnppnn",
     "attend": "pnnpnnnpnpnp",
 }
-_OF_PRODUCTS: Final = {"pack": "pppnnnnp", "read_rows": "pnnpnp", "multiply": "pnnnpnnp"}
+_OF_PRODUCTS: Final = {"pack": "pppnnnnp", "read_rows": "pnnnpnp", "multiply": "pnnnpnnp"}
 """What each function takes: pointers, numbers (int64), a float."""
 
 
@@ -43,7 +43,6 @@ class PackedMatrix:
         group_bytes = GROUP_WEIGHTS * TILE_ROWS * bits // 8 + 4 * TILE_ROWS
         self.rows = rows
         self._library = library
-        self._columns = columns
         self.packed = torch.empty(
             rows // TILE_ROWS * (columns // GROUP_WEIGHTS) * group_bytes, dtype=torch.uint8
         )
@@ -75,14 +74,11 @@ class PackedMatrix:
 
     def read(self, rows: Tensor) -> Tensor:
         """Return these rows of the matrix as numbers: [count, columns]."""
-        answer = torch.empty(len(rows), self._columns)
-        self._library.read_rows(
-            *self._arguments[:2],
-            self._columns,
-            rows.contiguous().data_ptr(),
-            len(rows),
-            answer.data_ptr(),
-        )
+        answer = torch.empty(len(rows), self._arguments[3])
+        if self._library.read_rows(
+            *self._arguments, rows.contiguous().data_ptr(), len(rows), answer.data_ptr()
+        ):
+            raise IndexError(f"cannot read rows {rows.tolist()}: there are {self.rows}")
         return answer
 
 
@@ -100,7 +96,7 @@ class Kernels:
         if self.multiplies:
             for name, kinds in _OF_PRODUCTS.items():
                 getattr(library, name).argtypes = [_TYPES[kind] for kind in kinds]
-            library.multiply.restype = c_int64
+            library.multiply.restype = library.read_rows.restype = c_int64
             self._try()
 
     def pack(self, bits: int, numbers: Tensor, scales: Tensor, offsets: Tensor) -> PackedMatrix:

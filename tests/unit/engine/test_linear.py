@@ -70,6 +70,8 @@ def test_our_own_kernel_is_as_exact_as_the_file(groups: Groups, rows: int) -> No
     assert error(product, halves.wide(), rows) < 1e-4
     wanted = torch.tensor([0, 17, 3, ROWS - 1])
     assert torch.equal(product[wanted], halves.wide()[wanted])
+    with pytest.raises(IndexError, match="there are 192"):
+        product[torch.tensor([ROWS])]
 
 
 @needs_kernels
