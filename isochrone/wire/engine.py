@@ -24,6 +24,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     below `kv_folder`; 0 is no such tier.
     `draft_tokens_max` is how many tokens of a sequence a step may verify ahead; 0 turns that off.
     `draft_path` names a model of the same tokens, or an EAGLE-3 head for this one, that drafts.
+    The model is split over `tensor_parallel` times `pipeline_parallel` processes, each with its own
+    device, counted up from `device`, and `threads`, `kv_memory_bytes` of its own: into stages of
+    layers, and within a stage by heads and rows; a mixture's experts into `expert_parallel` groups.
     `client_queue_max` is how many tokens a client may be behind before it is cut. `options` are
     the mock's faults.
     """
@@ -34,6 +37,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     device: Annotated[str, Meta(pattern=r"^(cpu|cuda:\d{1,3})$")] = "cpu"
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     quantisation: Literal["none", "file"] = "none"
+    tensor_parallel: Annotated[int, Meta(ge=1, le=64)] = 1
+    pipeline_parallel: Annotated[int, Meta(ge=1, le=64)] = 1
+    expert_parallel: Annotated[int, Meta(ge=1, le=64)] = 1
     threads: Annotated[int, Meta(ge=1, le=1024)] = 2
     kv_memory_bytes: Positive = 256 * 1024 * 1024
     kv_host_bytes: Annotated[int, Meta(ge=0)] = 0

@@ -26,6 +26,9 @@ OPTIONS: Final = frozenset(
         "draft_path",
         "waiting_max",
         "threads",
+        "tensor_parallel",
+        "pipeline_parallel",
+        "expert_parallel",
         "kv_host_bytes",
         "kv_file_bytes",
         "kv_folder",
@@ -83,9 +86,23 @@ class Embedded:
             {name: value for name, value in launch.spec.engine.options.items() if name in OPTIONS}
         )
         try:
-            return msgspec.convert(values, EngineConfig, strict=False)
+            config = msgspec.convert(values, EngineConfig, strict=False)
         except msgspec.ValidationError as error:
             raise UnknownOption(f"cannot start {launch.spec.engine.driver}: {error}") from error
+        return _split(config, launch) if device != "cpu" else config
 
     def _engine_options(self, launch: Launch) -> dict[str, str]:
         return {}
+
+
+def _split(config: EngineConfig, launch: Launch) -> EngineConfig:
+    """Have each of the replica's GPUs hold a part of the model: by tensors unless told."""
+    gpus, pipeline = len(launch.spec.device_ids), config.pipeline_parallel
+    if "tensor_parallel" not in launch.spec.engine.options:
+        config = msgspec.structs.replace(config, tensor_parallel=max(1, gpus // pipeline))
+    if config.tensor_parallel * pipeline != gpus:
+        raise UnknownOption(
+            f"cannot start {launch.spec.engine.driver} on {gpus} GPUs: tensor_parallel"
+            f" {config.tensor_parallel} times pipeline_parallel {pipeline} must be as many"
+        )
+    return config

@@ -22,8 +22,10 @@ from nodeagent.engine.config import read_config
 from nodeagent.engine.constrain.compiling import Grammars
 from nodeagent.engine.encoder.serving import serve_encoder
 from nodeagent.engine.listening import clear_socket, listen, remove_socket
-from nodeagent.engine.loading import Loaded, load
+from nodeagent.engine.loading import Loaded, load, meeting, split_of
 from nodeagent.engine.models.shape import CheckpointError
+from nodeagent.engine.parallel.crew import Crew, muster
+from nodeagent.engine.parallel.follower import follow
 from nodeagent.engine.server import EngineServer
 from nodeagent.engine.standby import wait_for_order
 from nodeagent.engine.step import Engine
@@ -48,26 +50,45 @@ def main() -> None:
             return
         arguments = parser.parse_args(order.arguments)
     path: Path = arguments.config
+    try:
+        config = read_config(path)
+    except ConfigError as error:
+        sys.stderr.write(f"{error}\n")
+        raise SystemExit(2) from error
+    crew = muster(split_of(config).ranks, lambda rank, channel: follow(config, rank, channel))
     setup_logs("engine")
-    run_service(lambda stopping: serve(path, stopping))
+    run_service(lambda stopping: _serve_with(crew, config, stopping))
 
 
-async def serve(path: Path, stopping: asyncio.Event) -> int:
-    """Serve the model of the config at `path`; 0 after a drain, 1 where the engine failed."""
+async def _serve_with(crew: Crew, config: EngineConfig, stopping: asyncio.Event) -> int:
+    try:
+        return await serve(config, crew, stopping)
+    finally:
+        lost = crew.lost()
+        await asyncio.to_thread(crew.end)
+        meeting(config).unlink(missing_ok=True)
+        if lost:
+            log.error("the engine ended: %s", lost)
+
+
+async def serve(config: EngineConfig, crew: Crew, stopping: asyncio.Event) -> int:
+    """Serve the model of `config`; 0 after a drain, 1 where the engine or a rank failed."""
     started_s = time.monotonic()
-    config = read_config(path)
     clear_socket(Path(config.socket))
     try:
         if is_encoder(Path(config.model_path)):
+            if crew.members:
+                raise ConfigError(f"cannot split {config.model_path}: only decoders are split")
             return await serve_encoder(config, stopping, started_s)
     except CheckpointError as error:
         raise ConfigError(str(error)) from error
-    loading = asyncio.create_task(asyncio.to_thread(load, config))
+    loading = asyncio.create_task(asyncio.to_thread(load, config, crew))
     stop = asyncio.create_task(stopping.wait())
     await asyncio.wait({loading, stop}, return_when=asyncio.FIRST_COMPLETED)
     if not loading.done():
         # A thread cannot be stopped midway, and nothing is served yet: leave without it.
         log.info("stopped while loading")
+        crew.kill()
         os._exit(0)
     try:
         loaded = loading.result()
@@ -98,6 +119,8 @@ async def serve(path: Path, stopping: asyncio.Event) -> int:
         await listen(runner, Path(config.socket))
         _say_ready(config, loaded, time.monotonic() - started_s)
         death = asyncio.create_task(died.wait())
+        for member in crew.members:
+            loop.add_reader(member.descriptor, worker.fail)
         await asyncio.wait({death, stop}, return_when=asyncio.FIRST_COMPLETED)
         death.cancel()
         await _end(config, clients, worker, loaded.engine)

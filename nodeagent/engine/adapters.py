@@ -72,6 +72,8 @@ class Adapters:
         """Make an adapter known by a name, having read it; return the name."""
         asked: LoadBody = _decode(body, load_decoder, self.config.body_bytes_max)
         name, folder = asked.lora_name, Path(asked.lora_path)
+        if self.config.tensor_parallel * self.config.pipeline_parallel > 1:
+            raise refused("lora_name", "cannot load an adapter: this model is split over ranks")
         if name == self.config.served_name:
             raise refused("lora_name", f"cannot load an adapter as {name!r}: the model has it")
         if name not in self._folders and len(self._folders) >= KNOWN_MAX:

@@ -10,7 +10,9 @@ import psutil
 import torch
 
 from isochrone.wire.engine import EngineConfig
+from nodeagent.engine.checkpoint.gguf import GgufFile
 from nodeagent.engine.checkpoint.opening import open_checkpoint
+from nodeagent.engine.checkpoint.safetensors import SafetensorsFolder
 from nodeagent.engine.decide.batching import Batching, Limits
 from nodeagent.engine.decide.blocks import Blocks
 from nodeagent.engine.decide.pace import Pace
@@ -20,6 +22,10 @@ from nodeagent.engine.layers.linear import choose
 from nodeagent.engine.layers.lora import Adding
 from nodeagent.engine.models.families import build, survey
 from nodeagent.engine.models.shape import CheckpointError, ModelShape
+from nodeagent.engine.parallel.crew import Crew
+from nodeagent.engine.parallel.front import Front
+from nodeagent.engine.parallel.ranks import Ranks
+from nodeagent.engine.parallel.share import Share, Split
 from nodeagent.engine.runner import Runner
 from nodeagent.engine.speculate.ahead import Ahead
 from nodeagent.engine.speculate.opening import DraftModel, Head, open_draft
@@ -50,11 +56,13 @@ class Loaded:
     """What adapters may change of the model."""
 
 
-def load(config: EngineConfig) -> Loaded:
-    """Load what `config` names, or raise CheckpointError in words before memory is spent."""
+def load(config: EngineConfig, crew: Crew | None = None) -> Loaded:
+    """Load what `config` names, or raise CheckpointError in words before memory is spent.
+
+    Where the model is split, `crew` are the other ranks, and what is loaded is the front.
+    """
     started_s = time.monotonic()
-    torch.set_num_threads(config.threads)
-    dtype = _DTYPES[config.dtype]
+    dtype, split = _DTYPES[config.dtype], split_of(config)
     source, vocabulary = open_checkpoint(Path(config.model_path))
     draft = None
     try:
@@ -64,30 +72,40 @@ def load(config: EngineConfig) -> Loaded:
         weights_bytes = shape.parameters() * dtype.itemsize
         if draft is not None:
             weights_bytes += draft.weights_bytes(dtype)
-        blocks = _kv_blocks(config, shape, dtype, draft)
-        _need_memory(config, weights_bytes)
         if vocabulary.size > shape.vocabulary:
             raise CheckpointError(
                 f"cannot load {config.model_path}: {vocabulary.size} tokens, but embeddings for"
                 f" {shape.vocabulary}"
             )
-        survey(shape, source)
-        keeping, why = choose(config.device, dtype, config.quantisation == "file")
-        log.info("matrices", extra={"fields": {"kept": keeping, "because": why}})
-        model = build(shape, source, config.device, dtype, context, keeping)
-        runner = Runner(model, blocks, config.device, dtype)
-        ahead = draft.load(config, runner, model, keeping) if draft is not None else None
+        if isinstance(draft, Head) and split.ranks > 1:
+            raise CheckpointError(
+                f"cannot draft with {config.draft_path}: a head listens to a whole model, and this"
+                f" one is split over {split.ranks} ranks"
+            )
+        need_memory(config, shape, 0, draft)
+        survey(shape, source, split)
+        if crew is not None:
+            crew.load()
+        ranks = Ranks(split)
+        own, ahead = open_share(config, source, ranks, draft)
     finally:
         source.close()
         if draft is not None:
             draft.close()
+    runner: Runner | Front = own
+    if crew is not None and crew.members:
+        crew.wait_loaded()
+        meeting(config).unlink(missing_ok=True)
+        crew.join(config.stall_s)
+        meet(config, ranks)
+        runner = Front(own, crew, shape, split)
     limits = Limits(config.batch_tokens_max, config.sequences_max)
     template = vocabulary.chat_template
     return Loaded(
         engine=_engine(
             config,
             runner,
-            Batching(limits, Blocks(blocks), Pace(config.interval_ms / 1000)),
+            Batching(limits, Blocks(own.blocks), Pace(config.interval_ms / 1000)),
             shape,
             dtype,
             ahead,
@@ -100,13 +118,52 @@ def load(config: EngineConfig) -> Loaded:
         weights_bytes=weights_bytes,
         load_s=round(time.monotonic() - started_s, 3),
         dtype=dtype,
-        adding=model.adding,
+        adding=own.adding,
     )
+
+
+def split_of(config: EngineConfig) -> Split:
+    """Return into what the model is to be split."""
+    return Split(config.tensor_parallel, config.pipeline_parallel, config.expert_parallel)
+
+
+def open_share(
+    config: EngineConfig,
+    source: SafetensorsFolder | GgufFile,
+    ranks: Ranks,
+    draft: DraftModel | Head | None = None,
+) -> tuple[Runner, Ahead | None]:
+    """Load what one of `ranks` holds of the model, and what drafts for it."""
+    torch.set_num_threads(config.threads)
+    dtype, shape, device = _DTYPES[config.dtype], source.shape, _device(config, ranks.rank)
+    keeping, why = choose(device, dtype, config.quantisation == "file")
+    log.info("matrices", extra={"fields": {"kept": keeping, "because": why}})
+    context = min(config.context_tokens_max, shape.context_tokens)
+    model = build(shape, source, device, dtype, context, keeping, ranks)
+    runner = Runner(model, _kv_blocks(config, shape, dtype, draft), device, dtype)
+    return runner, draft.load(config, runner, model) if draft is not None else None
+
+
+def meet(config: EngineConfig, ranks: Ranks) -> None:
+    """Have this rank meet the others; each wait for another is bounded by `stall_s`."""
+    ranks.join(meeting(config), _device(config, ranks.rank), config.stall_s)
+
+
+def meeting(config: EngineConfig) -> Path:
+    """Return the file by which ranks meet."""
+    return Path(f"{config.socket}.ranks")
+
+
+def _device(config: EngineConfig, rank: int) -> str:
+    if config.device == "cpu":
+        return "cpu"
+    kind, _, number = config.device.partition(":")
+    return f"{kind}:{int(number) + rank}"
 
 
 def _engine(
     config: EngineConfig,
-    runner: Runner,
+    runner: Runner | Front,
     batching: Batching,
     shape: ModelShape,
     dtype: torch.dtype,
@@ -127,7 +184,10 @@ def _speculation(config: EngineConfig, ahead: Ahead | None) -> Speculation | Non
 def _kv_blocks(
     config: EngineConfig, shape: ModelShape, dtype: torch.dtype, draft: DraftModel | Head | None
 ) -> int:
-    token_bytes = shape.kv_bytes_per_token(dtype)
+    """Return how many blocks each rank has: as many as the one with the largest share."""
+    split = split_of(config)
+    shares = [Share(shape, split, rank).shape for rank in range(split.ranks)]
+    token_bytes = max(share.kv_bytes_per_token(dtype) for share in shares)
     if draft is not None:
         token_bytes += draft.bytes_per_token(dtype)
     block_bytes = token_bytes * BLOCK_TOKENS
@@ -140,15 +200,31 @@ def _kv_blocks(
     return blocks
 
 
-def _need_memory(config: EngineConfig, weights_bytes: int) -> None:
-    needed = weights_bytes + config.kv_memory_bytes
-    if config.device == "cpu":
-        needed += config.kv_host_bytes
-    available = available_bytes(config.device)
-    if needed > available:
+def need_memory(
+    config: EngineConfig, shape: ModelShape, rank: int, draft: DraftModel | Head | None = None
+) -> None:
+    """Raise CheckpointError where the rank's share is too much for its device.
+
+    The host's memory all ranks share: the front asks for all of them.
+    """
+    split, device = split_of(config), _device(config, rank)
+    if device == "cpu" and rank:
+        return
+    weights, kv_bytes, host_bytes = (
+        Share(shape, split, rank).parameters(),
+        config.kv_memory_bytes,
+        0,
+    )
+    if device == "cpu":
+        weights, kv_bytes = shape.parameters(), kv_bytes * split.ranks
+        host_bytes = config.kv_host_bytes
+    dtype = _DTYPES[config.dtype]
+    weights_bytes = weights * dtype.itemsize + (draft.weights_bytes(dtype) if draft else 0)
+    available = available_bytes(device)
+    if weights_bytes + kv_bytes + host_bytes > available:
         raise CheckpointError(
-            f"cannot load {config.model_path} on {config.device}: {weights_bytes} bytes of weights"
-            f" and {config.kv_memory_bytes} of KV are needed, {available} are available"
+            f"cannot load {config.model_path} on {device}: {weights_bytes} bytes of weights"
+            f" and {kv_bytes} of KV are needed, {available} are available"
         )
 
 

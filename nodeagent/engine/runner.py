@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nodeagent.engine.decide.batching import Batch, Chunk
 from nodeagent.engine.decide.sequence import BLOCK_TOKENS
 from nodeagent.engine.layers.attention import Decodes, LayerKV, Layout, Run, Segment
 from nodeagent.engine.layers.lora import Adapter, Adding
@@ -21,6 +20,48 @@ _PADDING_MAX: Final = 2
 """Decodes share a call where the longest reads at most so many times the blocks of the shortest."""
 _PADDED_BLOCKS_FREE: Final = 8
 """Up to so many blocks, padding costs less than another call."""
+
+
+class Placed(Protocol):
+    """A sequence, as far as running it goes."""
+
+    @property
+    def blocks(self) -> list[int]:
+        """Its KV blocks."""
+        ...
+
+    @property
+    def adapter(self) -> object | None:
+        """What is added to the model for it."""
+        ...
+
+
+class Piece(Protocol):
+    """Part of a step: `decide.batching.Chunk`, or what another rank was told of one."""
+
+    @property
+    def sequence(self) -> Placed: ...
+    @property
+    def start(self) -> int: ...
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def ids(self) -> list[int]: ...
+    @property
+    def drafts(self) -> tuple[int, ...]: ...
+    @property
+    def samples(self) -> bool: ...
+
+
+class Work(Protocol):
+    """One step: `decide.batching.Batch`, or what another rank was told of one."""
+
+    @property
+    def decodes(self) -> Sequence[Piece]: ...
+    @property
+    def segments(self) -> Sequence[Piece]: ...
+    @property
+    def chunks(self) -> Sequence[Piece]: ...
 
 
 class Decoder(Protocol):
@@ -64,8 +105,13 @@ class Runner:
             for _ in range(shape.layers)
         ]
 
+    @property
+    def adding(self) -> Adding:
+        """What adapters may change of the model."""
+        return self._model.adding
+
     @torch.inference_mode()
-    def run(self, batch: Batch) -> Tensor:
+    def run(self, batch: Work) -> Tensor:
         """Compute `batch`; return logits [rows, vocabulary].
 
         A row for each chunk that samples, and before it one for each of its drafts.
@@ -119,7 +165,7 @@ class Runner:
         if self.beside is not None:
             self.beside.forget(indices, BLOCK_TOKENS)
 
-    def _adapters(self, chunks: Sequence[Chunk]) -> tuple[tuple[Adapter, Tensor], ...]:
+    def _adapters(self, chunks: Sequence[Piece]) -> tuple[tuple[Adapter, Tensor], ...]:
         """Return the adapters of this step, each with the rows that it changes."""
         rows: dict[Adapter, list[int]] = {}
         start = 0
@@ -130,7 +176,7 @@ class Runner:
             start = end
         return tuple((adapter, self._put(numbers)) for adapter, numbers in rows.items())
 
-    def _decodes(self, chunks: Sequence[Chunk]) -> Iterator[Decodes]:
+    def _decodes(self, chunks: Sequence[Piece]) -> Iterator[Decodes]:
         start = 0
         seen = [self._seen(chunk) for chunk in chunks]
         while start < len(chunks):
@@ -145,14 +191,14 @@ class Runner:
             yield self._group(start, chunks[start:end], seen[start:end], longest)
             start = end
 
-    def _seen(self, chunk: Chunk) -> tuple[int, list[int]]:
+    def _seen(self, chunk: Piece) -> tuple[int, list[int]]:
         """Return the first token that a decode sees, and the blocks from that token's on."""
         window = self._window_tokens
         first = 0 if window is None else max(0, chunk.start + 1 - window)
         return first, chunk.sequence.blocks[first // BLOCK_TOKENS : _blocks(chunk)]
 
     def _group(
-        self, start: int, chunks: Sequence[Chunk], seen: Sequence[tuple[int, list[int]]], width: int
+        self, start: int, chunks: Sequence[Piece], seen: Sequence[tuple[int, list[int]]], width: int
     ) -> Decodes:
         table: list[int] = []
         for _, blocks in seen:
@@ -177,7 +223,7 @@ class Runner:
         """
         return torch.from_numpy(np.where(hidden, -np.inf, 0.0)).to(self._device, self.dtype)
 
-    def _segments(self, batch: Batch) -> Iterator[Segment]:
+    def _segments(self, batch: Work) -> Iterator[Segment]:
         start = len(batch.decodes)
         for chunk in batch.segments:
             end = start + chunk.tokens
@@ -185,7 +231,7 @@ class Runner:
             yield Segment(start, end, blocks, chunk.start + chunk.tokens, self._mask(chunk))
             start = end
 
-    def _mask(self, chunk: Chunk) -> Tensor | None:
+    def _mask(self, chunk: Piece) -> Tensor | None:
         context, window = chunk.start + chunk.tokens, self._window_tokens
         if window is not None and window >= context:
             window = None
@@ -205,12 +251,12 @@ class Runner:
         return torch.tensor(values, dtype=torch.int64).to(self._device)
 
 
-def _blocks(chunk: Chunk) -> int:
+def _blocks(chunk: Piece) -> int:
     """How many blocks hold the tokens up to the chunk's last."""
     return -(-(chunk.start + chunk.tokens) // BLOCK_TOKENS)
 
 
-def _slots(chunk: Chunk) -> list[int]:
+def _slots(chunk: Piece) -> list[int]:
     """Return the KV slots that the chunk fills."""
     blocks = chunk.sequence.blocks
     return [
@@ -219,7 +265,7 @@ def _slots(chunk: Chunk) -> list[int]:
     ]
 
 
-def _begun(chunk: Chunk) -> list[int]:
+def _begun(chunk: Piece) -> list[int]:
     """Return the block that the chunk begins and does not fill, if there is one."""
     end = chunk.start + chunk.tokens
     begun = end // BLOCK_TOKENS * BLOCK_TOKENS

@@ -4,17 +4,30 @@ Rule 1: nothing here waits, locks or asks the time; `worker` turns the crank and
 Rule 2: a sequence that ends, for whatever reason, has given back its blocks before `step` returns.
 """
 
+from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
 from nodeagent.engine.decide.batching import Batch, Batching
 from nodeagent.engine.decide.sequence import Finish, Sequence
 from nodeagent.engine.kv_tiers.mover import Mover
-from nodeagent.engine.runner import Runner
 from nodeagent.engine.sampling import Due, Sampled, Sampler, UnsoundLogits, sample_runs
 from nodeagent.engine.speculate.speculation import Drafter, Speculation
 from nodeagent.engine.text import StopStrings, TokenText
+
+
+class Computes(Protocol):
+    """What runs the model: a `Runner`, or the front of several."""
+
+    def run(self, batch: Batch) -> Tensor:
+        """Compute `batch`; return its logits."""
+        ...
+
+    def clear(self, blocks: Ordered[int]) -> None:
+        """Zero `blocks`."""
+        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -62,7 +75,7 @@ class Engine:
 
     def __init__(
         self,
-        runner: Runner,
+        runner: Computes,
         batching: Batching,
         mover: Mover | None = None,
         speculation: Speculation | None = None,

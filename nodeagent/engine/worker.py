@@ -77,6 +77,11 @@ class Worker:
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
+    def fail(self) -> None:
+        """Take the engine for dead: what a step needs is gone. Whoever waits for it need not."""
+        self.died = True
+        self._on_death()
+
     def idle_s(self) -> float:
         """Seconds since the last step ended, or since there last was nothing to do."""
         return time.monotonic() - self._progress_s
@@ -137,8 +142,7 @@ class Worker:
         # The thread's own edge: whatever a step raises ends here, is told, and ends the process.
         except Exception:
             log.exception("the step thread died")
-            self.died = True
-            self._on_death()
+            self.fail()
 
     def _receive(self) -> bool:
         """Obey the inbox; wait while there is nothing to do. False where it is time to stop."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-from gguf.constants import GGMLQuantizationType
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
 from nodeagent.engine.checkpoint.gguf_header import GgufHeader, TensorEntry, read_header
@@ -18,6 +18,7 @@ from nodeagent.engine.checkpoint.gguf_shape import shape_of
 from nodeagent.engine.checkpoint.unpacking import FOUR_BITS, groups_of, unpack
 from nodeagent.engine.layers.linear import Groups
 from nodeagent.engine.models.shape import CheckpointError
+from nodeagent.engine.parallel.share import Cut
 
 _LAYER_NAMES: Final = {
     "input_layernorm": "attn_norm",
@@ -78,29 +79,31 @@ class GgufFile:
         """True where the file holds `name` (a Hugging Face name)."""
         return _place(name)[0] in self._header.tensors
 
-    def check(self, name: str, shape: tuple[int, ...]) -> None:
-        """Raise CheckpointError where `name` is missing or of another shape."""
-        self._entry(name, shape)
+    def check(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> None:
+        """Raise CheckpointError where `name` is missing, of another shape, or cannot be cut so."""
+        entry, _ = self._entry(name, shape)
+        if cut is not None:
+            self._span(entry, cut)
 
-    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Read and dequantise one weight."""
+    def tensor(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> Tensor:
+        """Read and dequantise one weight, or a part of it."""
         entry, first_row = self._entry(name, shape)
         kind = GGMLQuantizationType(entry.kind)
         try:
-            weights = unpack(self._packed(entry, first_row, shape), kind)
+            weights = unpack(self._packed(entry, first_row, shape, cut), kind)
         except NotImplementedError as error:
             raise CheckpointError(
                 f"cannot read {self._path}: {entry.name} is {kind.name}, which has no reader"
             ) from error
-        return self._turned(name, weights.view(shape))
+        return self._turned(name, weights.view(cut.shape if cut else shape))
 
-    def groups(self, name: str, shape: tuple[int, ...]) -> Groups | None:
+    def groups(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> Groups | None:
         """Read one matrix as the file quantises it; None where that is not Q4_0 or Q4_1."""
         entry, first_row = self._entry(name, shape)
         kind = GGMLQuantizationType(entry.kind)
         if kind not in FOUR_BITS:
             return None
-        groups = groups_of(self._packed(entry, first_row, shape), kind)
+        groups = groups_of(self._packed(entry, first_row, shape, cut), kind)
         return Groups(
             self._turned(name, groups.numbers),
             self._turned(name, groups.scales),
@@ -109,11 +112,9 @@ class GgufFile:
 
     def _turned(self, name: str, rows: Tensor) -> Tensor:
         """Put the rows of queries and keys back into the order of Hugging Face's."""
-        if self.shape.family in _TURNED_AS_NEIGHBOURS:
-            if name.endswith("q_proj.weight"):
-                return _halves(rows, self.shape.heads)
-            if name.endswith("k_proj.weight"):
-                return _halves(rows, self.shape.kv_heads)
+        turned = name.endswith(("q_proj.weight", "k_proj.weight"))
+        if turned and self.shape.family in _TURNED_AS_NEIGHBOURS:
+            return _halves(rows, len(rows) // self.shape.head_dim)
         return rows
 
     def _entry(self, name: str, shape: tuple[int, ...]) -> tuple[TensorEntry, int]:
@@ -132,15 +133,34 @@ class GgufFile:
             )
         return entry, (expert or 0) * (shape[0] if len(shape) > 1 else 0)
 
-    def _packed(self, entry: TensorEntry, first_row: int, shape: tuple[int, ...]) -> np.ndarray:
-        """Return the bytes of the rows asked for: [rows, bytes of a row]."""
+    def _packed(
+        self, entry: TensorEntry, first_row: int, shape: tuple[int, ...], cut: Cut | None
+    ) -> np.ndarray:
+        """Return the bytes of the rows asked for, or of a part of them: [rows, bytes of a row]."""
         rows = int(np.prod(shape[:-1], dtype=np.int64))
+        span = slice(None)
+        if cut is not None and cut.axis == len(shape) - 1:
+            span = self._span(entry, cut)
+        elif cut is not None:
+            first_row, rows = first_row + cut.start, cut.end - cut.start
         all_rows = int(np.prod(entry.shape[:-1], dtype=np.int64))
         row_bytes = entry.size_bytes(self._path) // all_rows
         start = self._header.data_start + entry.offset + first_row * row_bytes
         # A copy of the packed bytes: no array may point into the map once it is closed.
-        packed = np.frombuffer(self._map, np.uint8, rows * row_bytes, start).copy()
-        return packed.reshape(rows, row_bytes)
+        packed = np.frombuffer(self._map, np.uint8, rows * row_bytes, start)
+        return packed.reshape(rows, row_bytes)[:, span].copy()
+
+    def _span(self, entry: TensorEntry, cut: Cut) -> slice:
+        """Return which bytes of a row are the columns of `cut`; all of them where it cuts rows."""
+        if cut.axis != len(cut.whole) - 1:
+            return slice(None)
+        weights, size = GGML_QUANT_SIZES[GGMLQuantizationType(entry.kind)]
+        if cut.start % weights or cut.end % weights:
+            raise CheckpointError(
+                f"cannot split {entry.name} of {self._path}: columns {cut.start} to {cut.end} do"
+                f" not fall between its blocks of {weights}; use fewer ranks in tensor_parallel"
+            )
+        return slice(cut.start // weights * size, cut.end // weights * size)
 
 
 def _place(name: str) -> tuple[str, int | None]:

@@ -16,12 +16,27 @@ def open_checkpoint(path: Path) -> tuple[GgufFile | SafetensorsFolder, Vocabular
         raise CheckpointError(f"cannot load {path}: {error.strerror or error}") from error
 
 
+def open_weights(path: Path) -> GgufFile | SafetensorsFolder:
+    """Open the same without its vocabulary."""
+    path = _place(path)
+    return SafetensorsFolder(path) if path.is_dir() else GgufFile(path)
+
+
 def _open(path: Path) -> tuple[GgufFile | SafetensorsFolder, Vocabulary]:
+    path = _place(path)
+    if path.is_dir():
+        folder = SafetensorsFolder(path)
+        return folder, vocabulary_of_folder(path, folder)
+    file = GgufFile(path)
+    return file, vocabulary_of_gguf(path, file)
+
+
+def _place(path: Path) -> Path:
+    """Return the GGUF file, or the folder with a config.json, that `path` leads to."""
     if not path.exists():
         raise CheckpointError(f"cannot load {path}: no such file or folder")
     if path.is_dir() and (path / "config.json").exists():
-        folder = SafetensorsFolder(path)
-        return folder, vocabulary_of_folder(path, folder)
+        return path
     if path.is_dir():
         found = sorted(path.glob("*.gguf"))
         if len(found) != 1:
@@ -31,5 +46,4 @@ def _open(path: Path) -> tuple[GgufFile | SafetensorsFolder, Vocabulary]:
         path = found[0]
     if path.suffix != ".gguf":
         raise CheckpointError(f"cannot load {path}: neither a .gguf file nor a folder")
-    file = GgufFile(path)
-    return file, vocabulary_of_gguf(path, file)
+    return path

@@ -10,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 from nodeagent.engine.checkpoint.config import DecoderConfig, read_json, shape_of
 from nodeagent.engine.layers.linear import Groups
 from nodeagent.engine.models.shape import CheckpointError
+from nodeagent.engine.parallel.share import Cut
 
 _FLOATS: Final = frozenset({"F64", "F32", "F16", "BF16"})
 _INTEGERS: Final = frozenset({"I64", "I32"})
@@ -43,7 +44,7 @@ class SafetensorsFiles:
         """True where the files hold `name`."""
         return name in self._files
 
-    def check(self, name: str, shape: tuple[int, ...]) -> None:
+    def check(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> None:
         """Raise CheckpointError where `name` is missing, of another shape, or no float."""
         self._check(name, shape, _FLOATS, "a float")
 
@@ -68,14 +69,18 @@ class SafetensorsFiles:
                 f"cannot read {self._folder}: {name} is {stored.get_dtype()}, {wanted} is expected"
             )
 
-    def groups(self, name: str, shape: tuple[int, ...]) -> Groups | None:
+    def groups(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> Groups | None:
         """These files hold floats."""
         return None
 
-    def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """Read one weight as it is stored."""
+    def tensor(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> torch.Tensor:
+        """Read one weight as it is stored, or a part of it."""
         self.check(name, shape)
-        weights: torch.Tensor = self._files[name].get_tensor(name)
+        if cut is None:
+            weights: torch.Tensor = self._files[name].get_tensor(name)
+        else:
+            before = (slice(None),) * cut.axis
+            weights = self._files[name].get_slice(name)[(*before, slice(cut.start, cut.end))]
         return weights
 
     def _open(self, path: Path) -> None:

@@ -12,6 +12,8 @@ from nodeagent.engine.models.qwen2 import Qwen2
 from nodeagent.engine.models.qwen3 import Qwen3
 from nodeagent.engine.models.shape import ModelShape
 from nodeagent.engine.models.weights import Survey, WeightSource
+from nodeagent.engine.parallel.ranks import ALONE, Ranks
+from nodeagent.engine.parallel.share import ONE, Split
 
 FAMILIES: Final[dict[str, type[Llama]]] = {
     "llama": Llama,
@@ -30,11 +32,20 @@ def build(
     dtype: torch.dtype,
     context_tokens: int,
     keeping: Keeping = Keeping.PLAIN,
+    ranks: Ranks = ALONE,
 ) -> Llama:
-    """Read the model of this shape from `source`, its matrices kept as `keeping` says."""
-    return FAMILIES[shape.family](shape, source, device, dtype, context_tokens, keeping)
+    """Read the model of this shape from `source`, its matrices kept as `keeping` says.
+
+    Of several `ranks` each has its share of the model.
+    """
+    return FAMILIES[shape.family](shape, source, device, dtype, context_tokens, keeping, ranks)
 
 
-def survey(shape: ModelShape, source: WeightSource) -> None:
-    """Raise CheckpointError where a weight is missing or of another shape; reads none."""
-    build(shape, Survey(source), "meta", torch.float32, 1)
+def survey(shape: ModelShape, source: WeightSource, split: Split = ONE) -> None:
+    """Raise CheckpointError where a weight is missing, of another shape, or cannot be split so.
+
+    Reads none.
+    """
+    split.check(shape)
+    for rank in range(split.ranks):
+        build(shape, Survey(source), "meta", torch.float32, 1, ranks=Ranks(split, rank))

@@ -17,6 +17,9 @@ from nodeagent.engine.layers.norm import rms_norm
 from nodeagent.engine.layers.rope import Rope, inverse_frequencies, rotate_
 from nodeagent.engine.models.shape import ModelShape
 from nodeagent.engine.models.weights import Weights, WeightSource
+from nodeagent.engine.parallel.ranks import ALONE, Ranks
+from nodeagent.engine.parallel.share import Share
+from nodeagent.engine.parallel.source import SharedSource
 
 
 class LlamaAttention:
@@ -92,19 +95,26 @@ class Llama:
         dtype: torch.dtype,
         context_tokens: int,
         keeping: Keeping = Keeping.PLAIN,
+        ranks: Ranks = ALONE,
     ) -> None:
-        self.shape = shape
+        self._ranks = ranks
+        self._share = share = Share(shape, ranks.split, ranks.rank)
+        self.shape = shape = share.shape
+        source = SharedSource(source, share)
+        weights = Weights(source, device, dtype, keeping, ranks)
         self.heard: Callable[[int, Tensor], None] | None = None
         """Told what goes into each layer, where anybody listens."""
-        weights = Weights(source, device, dtype, keeping)
         self.adding = weights.adding or Adding()
         embedding = (shape.vocabulary, shape.hidden)
-        self._embedding = weights.embedding("model.embed_tokens.weight", *embedding)
-        self._layers = [LlamaLayer(type(self), weights, shape, n) for n in range(shape.layers)]
+        table = torch.empty(0)
+        if share.first or (share.last and shape.tied_embeddings):
+            table = weights.embedding("model.embed_tokens.weight", *embedding)
+        self._embedding = table
+        self._layers = [LlamaLayer(type(self), weights, shape, n) for n in share.layers]
         self._norm = weights.read("model.norm.weight", shape.hidden)
-        self._head = weights.head(
-            self._embedding if shape.tied_embeddings else weights.read("lm_head.weight", *embedding)
-        )
+        if share.last and not shape.tied_embeddings:
+            table = weights.read("lm_head.weight", *embedding)
+        self._head = weights.head(table)
         factors = (
             source.tensor("rope_freqs.weight", (shape.head_dim // 2,))
             if source.has("rope_freqs.weight")
@@ -114,15 +124,26 @@ class Llama:
         self._rope = Rope(inverse, context_tokens, device, dtype)
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Return the embeddings of `tokens`."""
-        return self._embedding[tokens].to(self._norm.dtype)
+        """Return the embeddings of `tokens`; ranks of a stage put them together."""
+        if self._ranks.split.tensor == 1:
+            return self._embedding[tokens].to(self._norm.dtype)
+        here = tokens - self._share.tokens.start
+        elsewhere = (here < 0) | (here >= len(self._share.tokens))
+        x = self._embedding[here.masked_fill(elsewhere, 0)].to(self._norm.dtype)
+        return self._ranks.sum(x.masked_fill_(elsewhere[:, None], 0))
 
     def forward(
         self, tokens: Tensor, positions: Tensor, kv: list[LayerKV], layout: Layout, rows: Tensor
     ) -> Tensor:
-        """Run the flat batch; return logits [rows, vocabulary] in fp32 for the `rows` given."""
+        """Run the flat batch; return logits [rows, vocabulary] in fp32 for the `rows` given.
+
+        Of several ranks the first alone has them all.
+        """
         epsilon = self.shape.rms_epsilon
-        x = self.embed(tokens)
+        if self._share.first:
+            x = self.embed(tokens)
+        else:
+            x = self._ranks.receive(len(tokens), self.shape.hidden, self._norm)
         cos, sin = self._rope.at(positions)
         for number, (layer, layer_kv) in enumerate(zip(self._layers, kv, strict=True)):
             if self.heard is not None:
@@ -130,5 +151,9 @@ class Llama:
             normed = rms_norm(x, layer.attention_norm, epsilon)
             x = x + layer.attention(normed, layer_kv, cos, sin, layout)
             x = x + layer.mlp(rms_norm(x, layer.mlp_norm, epsilon))
-        x = rms_norm(x[rows], self._norm, epsilon)
-        return self._head(x).float()
+        logits = None
+        if self._share.last:
+            logits = self._head(rms_norm(x[rows], self._norm, epsilon)).float()
+        else:
+            self._ranks.hand_on(x)
+        return self._ranks.answer(logits, len(rows), self._share, rows.device)

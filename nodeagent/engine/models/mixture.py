@@ -23,7 +23,9 @@ class Mixture(LlamaMlp):
         hidden, wide = shape.hidden, shape.intermediate
         self._router = weights.read(f"{prefix}gate.weight", shape.experts, hidden)
         bare = weights.bare()
-        experts = [f"{prefix}experts.{number}." for number in range(shape.experts)]
+        self._sum = weights.ranks.sum
+        self._experts = weights.ranks.experts(shape.experts)
+        experts = [f"{prefix}experts.{number}." for number in self._experts]
         self._gates_ups = [bare.linear_stack(expert, parts, hidden) for expert in experts]
         self._downs = [
             bare.linear(f"{expert}{self.down}.weight", hidden, wide) for expert in experts
@@ -38,11 +40,14 @@ class Mixture(LlamaMlp):
         shares = shares.to(x.dtype)
         answer = torch.zeros_like(x)
         for expert in sorted(set(chosen.flatten().tolist())):
+            if expert not in self._experts:
+                continue
+            here = expert - self._experts.start
             rows, place = (chosen == expert).nonzero(as_tuple=True)
-            gate, up = self._gates_ups[expert](x[rows]).chunk(2, dim=-1)
-            added = self._downs[expert](silu(gate).mul_(up))
+            gate, up = self._gates_ups[here](x[rows]).chunk(2, dim=-1)
+            added = self._downs[here](silu(gate).mul_(up))
             answer.index_add_(0, rows, added * shares[rows, place, None])
-        return answer
+        return self._sum(answer)
 
 
 class MixtralMixture(Mixture):

@@ -16,20 +16,25 @@ from nodeagent.engine.layers.linear import (
     keep_groups,
 )
 from nodeagent.engine.layers.lora import Adapted, Adding
+from nodeagent.engine.parallel.ranks import ALONE, Ranks
+from nodeagent.engine.parallel.share import Cut
 
 
 class WeightSource(Protocol):
-    """Weights by their Hugging Face name, checked against the shape that the model expects."""
+    """Weights by their Hugging Face name, checked against the shape that the model expects.
 
-    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    Where a `cut` of that shape is given, only that part is read.
+    """
+
+    def tensor(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> Tensor:
         """Read one weight in the dtype it is stored in, or fp32 where it is stored quantised."""
         ...
 
-    def groups(self, name: str, shape: tuple[int, ...]) -> Groups | None:
+    def groups(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> Groups | None:
         """Read one matrix as its file quantises it; None where that is not in groups of 32."""
         ...
 
-    def check(self, name: str, shape: tuple[int, ...]) -> None:
+    def check(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> None:
         """Raise CheckpointError where `tensor` would, judging by the files' headers alone."""
         ...
 
@@ -42,16 +47,22 @@ class Weights:
     """Reads from `source` onto a device."""
 
     def __init__(
-        self, source: WeightSource, device: str, dtype: torch.dtype, keeping: Keeping
+        self,
+        source: WeightSource,
+        device: str,
+        dtype: torch.dtype,
+        keeping: Keeping,
+        ranks: Ranks = ALONE,
     ) -> None:
         self.source = source
         self.device = device
         self.dtype = dtype
         self.keeping = keeping
+        self.ranks = ranks
         self.adding: Adding | None = Adding()
 
     def bare(self) -> "Weights":
-        """Return the same for matrices that no adapter changes.
+        """Return the same for matrices that no adapter changes and no product of which is summed.
 
         Adapters name rows of the flat batch; what sees other rows than those cannot take them.
         """
@@ -64,9 +75,9 @@ class Weights:
         return self.source.tensor(name, shape).to(self.device, self.dtype)
 
     def linear(self, name: str, *shape: int) -> Linear:
-        """Read the matrix `name` to multiply by."""
+        """Read the matrix `name` to multiply by; ranks hold its columns, and sum their answers."""
         rows, columns = shape
-        return self.linear_stack("", {name: rows}, columns)
+        return self.ranks.summed(self.linear_stack("", {name: rows}, columns))
 
     def embedding(self, name: str, *shape: int) -> Tensor:
         """Read the table of embeddings; where matrices are packed, in fp16."""
@@ -78,7 +89,7 @@ class Weights:
         return Half(table) if self.keeping is Keeping.PACKED else Plain(table)
 
     def linear_stack(self, prefix: str, parts: dict[str, int], columns: int) -> Linear:
-        """Read the matrices `parts` as one to multiply by."""
+        """Read the matrices `parts` as one to multiply by; ranks hold their rows."""
         kept = self._packed(prefix, parts, columns) or keep(
             self.stack(prefix, parts, columns), self.keeping
         )
@@ -122,16 +133,16 @@ class Survey:
     def __init__(self, source: WeightSource) -> None:
         self._source = source
 
-    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def tensor(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> Tensor:
         """Check the weight; return one of its shape that takes no memory."""
-        self.check(name, shape)
-        return torch.ones(1).expand(shape)
+        self.check(name, shape, cut)
+        return torch.ones(1).expand(cut.shape if cut else shape)
 
-    def check(self, name: str, shape: tuple[int, ...]) -> None:
+    def check(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> None:
         """Ask the source."""
-        self._source.check(name, shape)
+        self._source.check(name, shape, cut)
 
-    def groups(self, name: str, shape: tuple[int, ...]) -> Groups | None:
+    def groups(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> Groups | None:
         """Nothing is packed without memory."""
         return None
 

@@ -13,6 +13,7 @@ from nodeagent.engine.models.families import build, survey
 from nodeagent.engine.models.shape import ModelShape
 from nodeagent.engine.models.weights import WeightSource
 from nodeagent.engine.runner import Runner
+from nodeagent.engine.step import Computes
 from ops.golden import tiny
 
 BLOCKS = 24
@@ -31,6 +32,16 @@ def logits_of(
     """
     survey(shape, source)
     runner = Runner(build(shape, source, "cpu", torch.float32, 128), BLOCKS, "cpu", torch.float32)
+    return logits_by(runner, prompts, budget, adapters)
+
+
+def logits_by(
+    runner: Computes,
+    prompts: list[list[int]],
+    budget: int,
+    adapters: Ordered[Adapter | None] = (),
+) -> list[list[Tensor]]:
+    """Do the same by a runner."""
     batching = Batching(Limits(budget, 4), Blocks(BLOCKS))
     rows: list[list[Tensor]] = [[] for _ in prompts]
     for number, tokens in enumerate(prompts):

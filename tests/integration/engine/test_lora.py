@@ -22,6 +22,7 @@ from nodeagent.engine.checkpoint.safetensors import SafetensorsFolder
 from nodeagent.engine.layers.lora import Adapter, Adding
 from nodeagent.engine.models.families import build
 from nodeagent.engine.models.shape import CheckpointError
+from nodeagent.engine.parallel.share import Cut
 from ops.golden import tiny
 from tests.integration.engine.conftest import EngineProcess, end, launch, wait_ready
 from tests.integration.engine.forced import logits_of
@@ -84,10 +85,10 @@ class Merged:
     def has(self, name: str) -> bool:
         return self._source.has(name)
 
-    def check(self, name: str, shape: tuple[int, ...]) -> None:
+    def check(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> None:
         self._source.check(name, shape)
 
-    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def tensor(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> Tensor:
         return self._source.tensor(name, shape) + self._added.get(name, 0)
 
 

@@ -66,6 +66,33 @@ def test_the_embedded_engine_gets_a_config_that_it_can_read() -> None:
         DRIVERS["embedded"].command(a_launch("embedded", batch_tokens_max="many"))
 
 
+@pytest.mark.parametrize(
+    ("options", "split"),
+    [
+        ({}, (2, 1)),
+        ({"pipeline_parallel": "2"}, (1, 2)),
+        ({"tensor_parallel": "2", "expert_parallel": "2"}, (2, 1)),
+        ({"tensor_parallel": "4"}, None),
+        ({"pipeline_parallel": "3"}, None),
+    ],
+)
+def test_the_embedded_engine_is_split_over_its_gpus(
+    options: dict[str, str], split: tuple[int, int] | None
+) -> None:
+    launch = a_launch("embedded", **options)
+    gpus = msgspec.structs.replace(launch.spec, device_ids=(DeviceId("gpu2"), DeviceId("gpu3")))
+    launch = msgspec.structs.replace(launch, spec=gpus)
+    if split is None:
+        with pytest.raises(UnknownOption, match=r"on 2 GPUs: .* must be as many"):
+            DRIVERS["embedded"].command(launch)
+        return
+    command = DRIVERS["embedded"].command(launch)
+    config = msgspec.json.decode(command.files["config.json"], type=EngineConfig)
+    assert (config.tensor_parallel, config.pipeline_parallel) == split
+    assert config.device == "cuda:0"
+    assert command.environment["CUDA_VISIBLE_DEVICES"] == "2,3"
+
+
 def test_vllm_metrics_are_read() -> None:
     body = b"""# HELP x
 vllm:num_requests_running{model_name="m"} 3.0

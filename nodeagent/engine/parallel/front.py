@@ -1,0 +1,80 @@
+"""The front's runner: what it does, the other ranks are told to do first.
+
+What it reads and writes of KV blocks is whole, put together from every rank's share, so that the
+tiers below and other engines need not know how this one is split.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from nodeagent.engine.models.shape import ModelShape
+from nodeagent.engine.parallel.crew import Crew
+from nodeagent.engine.parallel.plan import Clear, Read, Write, told
+from nodeagent.engine.parallel.share import Share, Split
+from nodeagent.engine.runner import Runner, Work
+
+
+class Front:
+    """A runner of all ranks: this one's, and the crew's."""
+
+    def __init__(self, runner: Runner, crew: Crew, whole: ModelShape, split: Split) -> None:
+        self._runner = runner
+        self._crew = crew
+        self._whole = whole
+        self._shares = [Share(whole, split, rank) for rank in range(split.ranks)]
+
+    def run(self, batch: Work) -> Tensor:
+        """Compute `batch` everywhere; return its logits."""
+        self._crew.tell(told(batch))
+        return self._runner.run(batch)
+
+    def clear(self, blocks: Sequence[int]) -> None:
+        """Zero `blocks` everywhere."""
+        self._crew.tell(Clear(list(blocks)))
+        self._runner.clear(blocks)
+
+    def read_blocks(self, blocks: Sequence[int]) -> Tensor:
+        """Return what `blocks` hold: [blocks, layers, tokens, keys and values, head_dim]."""
+        answers = self._crew.ask(Read(list(blocks)))
+        parts = [self._runner.read_blocks(blocks)]
+        for share, answer in zip(self._shares[1:], answers, strict=True):
+            parts.append(shaped(answer, len(blocks), share, self._runner.dtype))
+        tokens = parts[0].shape[2]
+        heads, head_dim = 2 * self._whole.kv_heads, self._whole.head_dim
+        whole = parts[0].new_empty(len(blocks), self._whole.layers, tokens, heads, head_dim)
+        for share, part in zip(self._shares, parts, strict=True):
+            layers, rows = _place(share)
+            whole[:, layers.start : layers.stop, :, rows] = part
+        return whole
+
+    def write_blocks(self, blocks: Sequence[int], contents: Tensor) -> None:
+        """Fill `blocks` with what `read_blocks` returned."""
+        parts = []
+        for share in self._shares:
+            layers, rows = _place(share)
+            parts.append(contents[:, layers.start : layers.stop][..., rows, :].contiguous())
+        numbers = list(blocks)
+        self._crew.tell_each([Write(numbers, raw(part)) for part in parts[1:]])
+        self._runner.write_blocks(blocks, parts[0])
+
+
+def raw(contents: Tensor) -> bytes:
+    """Return the bytes of `contents`, which lie on the host."""
+    flat: bytes = contents.contiguous().view(torch.uint8).numpy().tobytes()
+    return flat
+
+
+def shaped(contents: bytes, blocks: int, share: Share, dtype: torch.dtype) -> Tensor:
+    """Return the bytes of a share's blocks as such a rank's runner has them."""
+    flat = torch.frombuffer(bytearray(contents), dtype=dtype)
+    heads = 2 * len(share.kv_heads)
+    return flat.view(blocks, len(share.layers), -1, heads, share.whole.head_dim)
+
+
+def _place(share: Share) -> tuple[range, list[int]]:
+    """Return the layers of a share, and which rows of keys and values are its own."""
+    heads = share.kv_heads
+    values = range(share.whole.kv_heads + heads.start, share.whole.kv_heads + heads.stop)
+    return share.layers, [*heads, *values]

@@ -1,0 +1,109 @@
+"""What the front tells the other ranks: what to compute, and which KV blocks to move.
+
+Rule: a message is whole. Nobody remembers an earlier one, so that no rank can come to believe
+something else than the front.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from nodeagent.engine.runner import Piece, Work
+
+
+class Load(msgspec.Struct, frozen=True, tag="load"):
+    """Load your share: the model's files are sound."""
+
+
+class Join(msgspec.Struct, frozen=True, tag="join"):
+    """Meet the others: all have loaded."""
+
+
+class Holding(msgspec.Struct, frozen=True, array_like=True):
+    """Where a sequence's KV lies."""
+
+    blocks: list[int]
+
+    @property
+    def adapter(self) -> None:
+        """Adapters are refused where there are several ranks."""
+        return
+
+
+class Told(msgspec.Struct, frozen=True, array_like=True):
+    """Part of a step, as `decide.batching.Chunk` has it."""
+
+    sequence: Holding
+    start: int
+    tokens: int
+    ids: list[int]
+    drafts: tuple[int, ...]
+    samples: bool
+
+
+class Run(msgspec.Struct, frozen=True, tag="run"):
+    """Compute one step."""
+
+    decodes: tuple[Told, ...]
+    segments: tuple[Told, ...]
+
+    @property
+    def chunks(self) -> tuple[Told, ...]:
+        """Decodes, then what has several tokens."""
+        return self.decodes + self.segments
+
+
+class Clear(msgspec.Struct, frozen=True, tag="clear"):
+    """Zero KV blocks."""
+
+    blocks: Sequence[int]
+
+
+class Read(msgspec.Struct, frozen=True, tag="read"):
+    """Say what your share of KV blocks holds."""
+
+    blocks: Sequence[int]
+
+
+class Write(msgspec.Struct, frozen=True, tag="write"):
+    """Fill your share of KV blocks: the bytes of [blocks, layers, tokens, heads, head_dim]."""
+
+    blocks: Sequence[int]
+    contents: bytes
+
+
+Order = Load | Join | Run | Clear | Read | Write
+
+
+class Done(msgspec.Struct, frozen=True, tag="done"):
+    """What was ordered is done; `contents` where something was asked."""
+
+    contents: bytes = b""
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    """The share cannot be loaded."""
+
+    why: str
+
+
+Word = Done | Refused
+
+
+def told(work: Work) -> Run:
+    """Return the step as it is told."""
+    return Run(_told(work.decodes), _told(work.segments))
+
+
+def _told(pieces: Sequence[Piece]) -> tuple[Told, ...]:
+    return tuple(
+        Told(
+            Holding(piece.sequence.blocks),
+            piece.start,
+            piece.tokens,
+            piece.ids,
+            piece.drafts,
+            piece.samples,
+        )
+        for piece in pieces
+    )

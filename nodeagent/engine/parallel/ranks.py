@@ -1,0 +1,120 @@
+"""Where ranks meet: sums within a stage, rows from stage to stage, logits to the front.
+
+Rule 1: all ranks meet in the same order, for all run the same plan.
+Rule 2: a wait for another rank has a deadline; past it the step fails, and with it the engine.
+Rule 3: with one rank nothing here does anything.
+"""
+
+import os
+from datetime import timedelta
+from pathlib import Path
+from typing import Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nodeagent.engine.layers.linear import Linear
+from nodeagent.engine.parallel.share import ONE, Share, Split
+
+
+class Ranks:
+    """This process among the ranks."""
+
+    def __init__(self, split: Split = ONE, rank: int = 0) -> None:
+        self.split = split
+        self.rank = rank
+        self._stage: dist.ProcessGroup | None = None
+
+    def join(self, meeting: Path, device: str, timeout_s: float) -> None:
+        """Meet the others, by a file that all know. Raises where not all come in time."""
+        if self.split.ranks == 1:
+            return
+        # Ranks share a machine: nobody else is to reach the ports on which they meet.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        if device != "cpu":
+            torch.cuda.set_device(device)
+        dist.init_process_group(
+            "gloo" if device == "cpu" else "nccl",
+            init_method=f"file://{meeting}",
+            rank=self.rank,
+            world_size=self.split.ranks,
+            timeout=timedelta(seconds=timeout_s),
+        )
+        if self.split.tensor == 1:
+            return
+        for stage in range(self.split.pipeline):
+            first = stage * self.split.tensor
+            members = list(range(first, first + self.split.tensor))
+            group = dist.new_group(members)
+            if self.rank in members:
+                self._stage = group
+
+    def experts(self, total: int) -> range:
+        """Return which of `total` experts are here."""
+        return self.split.experts(total, self.rank)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Return the sum of what each rank of the stage has, in place of `x`."""
+        if self.split.tensor > 1:
+            dist.all_reduce(x, group=self._stage)
+        return x
+
+    def summed(self, linear: Linear) -> Linear:
+        """Return the product of a matrix cut by columns."""
+        return Summed(linear, self) if self.split.tensor > 1 else linear
+
+    def receive(self, rows: int, columns: int, like: Tensor) -> Tensor:
+        """Return the rows that the stage before has computed."""
+        x = torch.empty(rows, columns, device=like.device, dtype=like.dtype)
+        dist.recv(x, self.rank - self.split.tensor)
+        return x
+
+    def hand_on(self, x: Tensor) -> None:
+        """Give the rows to the next stage."""
+        dist.send(x.contiguous(), self.rank + self.split.tensor)
+
+    def answer(
+        self, logits: Tensor | None, rows: int, share: Share, device: torch.device
+    ) -> Tensor:
+        """Give the front its logits [rows, vocabulary]; elsewhere the answer is nobody's.
+
+        `logits` are those of this rank's tokens, or None where it is not in the last stage.
+        """
+        if self.split.ranks == 1:
+            assert logits is not None
+            return logits
+        if self.rank == 0:
+            return self._collect(logits, rows, share, device)
+        if logits is not None and rows:
+            dist.send(logits.contiguous(), 0)
+        return torch.empty(0, device=device)
+
+    def _collect(
+        self, logits: Tensor | None, rows: int, share: Share, device: torch.device
+    ) -> Tensor:
+        parts = []
+        for rank in range(self.split.ranks - self.split.tensor, self.split.ranks):
+            if rank == 0 and logits is not None:
+                parts.append(logits)
+                continue
+            part = torch.empty(rows, len(share.tokens_of(rank)), device=device)
+            if rows:
+                dist.recv(part, rank)
+            parts.append(part)
+        return torch.cat(parts, dim=1)
+
+
+ALONE: Final = Ranks()
+
+
+class Summed:
+    """A product of which each rank of a stage has a part."""
+
+    def __init__(self, linear: Linear, ranks: Ranks) -> None:
+        self._linear = linear
+        self._ranks = ranks
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Multiply, and add up."""
+        return self._ranks.sum(self._linear(x))

@@ -1,0 +1,98 @@
+"""Runs tiny models over several real processes: `python -m ... OUT CASE...`.
+
+A case is FAMILY:KIND:TENSOR:PIPELINE:EXPERT; the logits of each are left in OUT as JSON. Each has
+processes of its own, forked before anything was computed, as an engine's are.
+"""
+
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from nodeagent.engine.checkpoint.opening import open_weights
+from nodeagent.engine.models.families import build, survey
+from nodeagent.engine.parallel.crew import Channel, muster
+from nodeagent.engine.parallel.follower import obey
+from nodeagent.engine.parallel.front import Front
+from nodeagent.engine.parallel.plan import Done
+from nodeagent.engine.parallel.ranks import Ranks
+from nodeagent.engine.parallel.share import Share, Split
+from nodeagent.engine.runner import Runner
+from ops.golden import tiny
+from ops.golden.tiny_gguf import write_gguf
+from tests.integration.engine.forced import BLOCKS, logits_by
+
+TIMEOUT_S = 30.0
+
+
+def prepare(folder: Path, family: str, kind: str) -> Path:
+    if kind == "gguf":
+        write_gguf(folder / "m.gguf", family)
+    else:
+        tiny.write_folder(folder, family)
+    return folder
+
+
+def runner_of(path: Path, split: Split, rank: int) -> tuple[Runner, Share, Ranks]:
+    torch.set_num_threads(1)
+    source, ranks = open_weights(path), Ranks(split, rank)
+    survey(source.shape, source, split)
+    model = build(source.shape, source, "cpu", torch.float32, 128, ranks=ranks)
+    source.close()
+    runner = Runner(model, BLOCKS, "cpu", torch.float32)
+    return runner, Share(source.shape, split, rank), ranks
+
+
+def run(path: Path, split: Split) -> list[list[list[list[float]]]]:
+    """Return the logits of a case; and hold what KV blocks hold to be what was written."""
+
+    def follow(rank: int, channel: Channel) -> int:
+        runner, share, ranks = runner_of(path, split, rank)
+        channel.say(Done())
+        channel.order()
+        ranks.join(path / "meeting", "cpu", TIMEOUT_S)
+        while (order := channel.order()) is not None:
+            obey(order, runner, share, channel)
+        return 0
+
+    crew = muster(split.ranks, follow)
+    try:
+        runner, share, ranks = runner_of(path, split, 0)
+        crew.wait_loaded()
+        crew.join(TIMEOUT_S)
+        ranks.join(path / "meeting", "cpu", TIMEOUT_S)
+        front = Front(runner, crew, share.whole, split)
+        prompts = tiny.prompts()
+        # Budget 9: prompts come in chunks, mixed with the decodes of those that came before.
+        logits = [[[row.tolist() for row in rows] for rows in logits_by(front, prompts, 9)]]
+        held = front.read_blocks([1, 3])
+        assert held.abs().sum() > 0
+        front.write_blocks([5, 2], held)
+        assert torch.equal(front.read_blocks([5, 2]), held)
+        front.clear([5])
+        assert torch.equal(front.read_blocks([2, 5])[0], held[1])
+        assert not front.read_blocks([5]).any()
+        return logits
+    finally:
+        crew.end()
+
+
+def main() -> None:
+    out = Path(sys.argv[1])
+    for case in sys.argv[2:]:
+        family, kind, *numbers = case.split(":")
+        pid = os.fork()
+        if pid == 0:
+            with tempfile.TemporaryDirectory() as name:
+                path = prepare(Path(name), family, kind)
+                logits = run(path, Split(*map(int, numbers)))[0]
+            (out / f"{case}.json").write_text(json.dumps(logits))
+            os._exit(0)
+        os.waitpid(pid, 0)
+
+
+if __name__ == "__main__":
+    main()
