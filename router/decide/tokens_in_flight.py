@@ -49,6 +49,57 @@ class InFlight(NamedTuple):
         return self.prefill_tokens + self.others_prefill_tokens
 
 
+class Reservation:
+    """One request's share of a replica. Whoever holds it releases it; a second time is nothing."""
+
+    __slots__ = (
+        "_ledger",
+        "_open",
+        "decode_tokens",
+        "output_tokens",
+        "prefill_tokens",
+        "replica_id",
+        "work_ms",
+    )
+
+    def __init__(
+        self,
+        ledger: "TokensInFlight",
+        replica_id: ReplicaId,
+        prefill: int,
+        decode: int,
+        work_ms: float,
+    ) -> None:
+        self._ledger = ledger
+        self._open = True
+        self.replica_id = replica_id
+        self.prefill_tokens = prefill
+        self.decode_tokens = decode
+        self.output_tokens = decode
+        self.work_ms = work_ms
+
+    @property
+    def is_open(self) -> bool:
+        """Whether these tokens are still counted."""
+        return self._open
+
+    def first_token(self, at_s: float | None = None) -> None:
+        """Prefill is over: the prompt no longer stands in anyone's way, only its KV stays.
+
+        With `at_s`, when that was, what was queued behind it is known to begin only now.
+        """
+        if self._open:
+            self._ledger.prefilled(self, at_s)
+
+    def release(self) -> bool:
+        """Give everything back; False where that has happened already."""
+        if not self._open:
+            return False
+        self._open = False
+        self._ledger.give_back(self)
+        return True
+
+
 class Others:
     """What others have at one replica by its own words: the average, and how long swings last."""
 
@@ -149,60 +200,6 @@ class Line:
         return (0, 0) if self.past else (self.prefill, self.outputs)
 
 
-class Reservation:
-    """One request's share of a replica. Whoever holds it releases it; a second time is nothing."""
-
-    __slots__ = (
-        "_ledger",
-        "_open",
-        "decode_tokens",
-        "line",
-        "output_tokens",
-        "prefill_tokens",
-        "replica_id",
-        "work_ms",
-    )
-
-    def __init__(
-        self,
-        ledger: "TokensInFlight",
-        replica_id: ReplicaId,
-        line: Line,
-        prefill: int,
-        decode: int,
-        work_ms: float,
-    ) -> None:
-        self._ledger = ledger
-        self._open = True
-        self.replica_id = replica_id
-        self.line = line
-        self.prefill_tokens = prefill
-        self.decode_tokens = decode
-        self.output_tokens = decode
-        self.work_ms = work_ms
-
-    @property
-    def is_open(self) -> bool:
-        """Whether these tokens are still counted."""
-        return self._open
-
-    def first_token(self, at_s: float | None = None) -> None:
-        """Prefill is over: the prompt no longer stands in anyone's way, only its KV stays.
-
-        With `at_s`, when that was, what was queued behind it is known to begin only now.
-        """
-        if self._open:
-            self._ledger.prefilled(self, at_s)
-
-    def release(self) -> bool:
-        """Give everything back; False where that has happened already."""
-        if not self._open:
-            return False
-        self._open = False
-        self._ledger.give_back(self)
-        return True
-
-
 class TokensInFlight:
     """The ledger: one line per replica that was ever sent anything or said something."""
 
@@ -232,7 +229,7 @@ class TokensInFlight:
         Reading it takes `work_ms` after it `arrives_s` and after what others have waiting there.
         """
         line = self._line(replica_id)
-        reservation = Reservation(self, replica_id, line, prefill, decode, work_ms)
+        reservation = Reservation(self, replica_id, prefill, decode, work_ms)
         line.prefill += prefill
         line.decode += decode
         line.outputs += decode
@@ -296,7 +293,7 @@ class TokensInFlight:
 
     def prefilled(self, reservation: Reservation, at_s: float | None) -> None:
         """Turn prefill into decode. For Reservation."""
-        line = reservation.line
+        line = self._line(reservation.replica_id)
         if line.reading.pop(reservation, None) is None:
             return
         line.prefill -= reservation.prefill_tokens
@@ -310,7 +307,8 @@ class TokensInFlight:
 
     def give_back(self, reservation: Reservation) -> None:
         """Take a reservation off the ledger. For Reservation."""
-        replica_id, line = reservation.replica_id, reservation.line
+        replica_id = reservation.replica_id
+        line = self._line(replica_id)
         line.prefill -= reservation.prefill_tokens
         line.decode -= reservation.decode_tokens
         line.outputs -= reservation.output_tokens
