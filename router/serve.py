@@ -299,7 +299,7 @@ class Corridor:
             is_rest=said_tokens > 0,
         )
         head = await exchange.opened()
-        self._fleet.heard(route, head.load, head.refused)
+        self._fleet.heard(route, head.load, head.refused, reservation)
         hold_to_status(route.node_id, head)
         if head.status == 200 and not exchange.is_stream:
             exchange.usage, exchange.body = read_answer(route.node_id, exchange.body)
@@ -310,8 +310,6 @@ class Corridor:
             self._fleet.first_token(ranked, 1000 * (now_s - journey.picked_at_s), reservation)
             if journey.first_token_at_s is None:
                 journey.first_token_at_s = now_s
-        # Of a whole answer no first token was seen; its prompt is read at the latest now.
-        reservation.first_token(now_s - ranked.rtt_ms / 2000)
         return exchange
 
     def _reply(

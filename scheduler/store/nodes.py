@@ -19,7 +19,7 @@ from isochrone.wire.ids import (
 from isochrone.wire.report import Device, Pulse, ReplicaReport, ReplicaState, Report
 from scheduler.store.adopt import adopt
 from scheduler.store.holders import read_holders, record_held
-from scheduler.store.identities import PEER_TABLES, REVOKED
+from scheduler.store.identities import PEER_TABLES, REVOKED, revoked_now
 from scheduler.store.lease import assert_epoch
 from scheduler.store.pool import Connection, text
 from scheduler.store.prefetch import read_prefetched
@@ -164,6 +164,7 @@ async def read_assignment(
         replicas=tuple(spec for spec, _ in specs),
         holders=await read_holders(connection, node_id, fetching) if fetching else (),
         prefetches=prefetches,
+        revoked=await revoked_now(connection),
         tombstones=tuple(
             Tombstone(
                 replica_id=ReplicaId(row["replica_id"]),
