@@ -22,7 +22,7 @@ from nodeagent.engine.calling import Calling
 from nodeagent.engine.clients import Client, Clients
 from nodeagent.engine.constrain.compiling import Grammars
 from nodeagent.engine.decide.sequence import BLOCK_TOKENS, Ending, Finish
-from nodeagent.engine.front import Front, Progress, as_json
+from nodeagent.engine.doors import CommonDoors, Progress, as_json
 from nodeagent.engine.loading import Loaded
 from nodeagent.engine.openai import (
     Ask,
@@ -62,7 +62,7 @@ class EngineServer:
 
     def app(self) -> web.Application:
         """Build the aiohttp application."""
-        app = Front(self.config, self, self.created_s).app()
+        app = CommonDoors(self.config, self, self.created_s).app()
         app.router.add_post("/v1/chat/completions", self.chat)
         app.router.add_post("/v1/completions", self.complete)
         app.router.add_post("/v1/load_lora_adapter", self.load_adapter)

@@ -15,6 +15,7 @@ from isochrone.service.door import read_body
 from isochrone.wire.codec import MalformedFrame, decode_json
 from isochrone.wire.engine import EngineConfig
 from isochrone.wire.errors import ApiError, ErrorCode
+from nodeagent.engine.doors import CommonDoors, Progress
 from nodeagent.engine.encoder.bodies import (
     documents_of,
     embedding_decoder,
@@ -25,7 +26,6 @@ from nodeagent.engine.encoder.bodies import (
 )
 from nodeagent.engine.encoder.loading import LoadedEncoder
 from nodeagent.engine.encoder.worker import EncoderWorker, Text
-from nodeagent.engine.front import Front, Progress
 from nodeagent.engine.openai import refused
 
 REQUEST_TOKENS_MAX: Final = 300_000
@@ -48,7 +48,7 @@ class EncoderServer:
 
     def app(self) -> web.Application:
         """Build the aiohttp application."""
-        app = Front(self.config, self, self.created_s).app()
+        app = CommonDoors(self.config, self, self.created_s).app()
         app.router.add_post("/v1/embeddings", self.embed)
         app.router.add_post("/v1/rerank", self.rerank)
         self._idle.set()

@@ -67,7 +67,7 @@ class Served(Protocol):
         """Take nothing new from now on; what runs goes on."""
 
 
-class Front:
+class CommonDoors:
     """The doors that every engine has."""
 
     def __init__(self, config: EngineConfig, served: Served, created_s: int) -> None:
