@@ -1,0 +1,291 @@
+"""Room made at full places: what wants one gets it where its holders are worth less.
+
+Rule: a placement that stands yields only when it has settled, is not protected, and what it yields
+to is worth more by what starting it again would cost. It ends now; its place is taken later.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+import numpy as np
+
+from isochrone.wire.ids import DeviceId, NodeId
+from isochrone.wire.report import ReplicaState
+from scheduler.decide.attempt import ENOUGH, Effort, Holder, Saved
+from scheduler.decide.score import START
+from scheduler.decide.search import Blocked, Search, Worth
+from scheduler.decide.wish import Seated, Wish
+
+TRIED_PER_WISH: Final = 8
+"""How many full sites a wish at its maximum asks for, the most promising first."""
+
+CHAIN: Final = 2
+"""How often what was pushed from its seat may push another."""
+
+EVERY: Final = 10**6
+
+
+class Yielding(msgspec.Struct, frozen=True, kw_only=True):
+    """A standing placement that is to end, for what wants its place."""
+
+    wish: int
+    seated: Seated
+    reason: str
+
+
+class Exchange:
+    """Who gives way to whom. `settle_s` is how long a placement is left in its place."""
+
+    def __init__(self, search: Search, settle_s: float, effort: Effort) -> None:
+        self._search = search
+        self._settle_s = settle_s
+        self._effort = effort
+        self.yielding: list[Yielding] = []
+
+    def run(self, standing: bool = True, most: int = EVERY) -> bool:
+        """Give full places to what is worth more there than those who hold them.
+
+        At most `most` are tried, what is worth most first; without `standing`, placements stay.
+        """
+        moved = False
+        wanted = dict(self._search.blocked)
+        self._search.blocked.clear()
+        for number in range(len(self._search.wishes)):
+            wanted.update(self._wanted_by(number))
+        holders = self.holders(standing)
+        first = sorted(wanted.values(), key=lambda b: (-b.net, b.wish, b.site))
+        for entry in first[:most]:
+            if not self._effort.spend(5):
+                break
+            if self._exchange(entry, holders):
+                moved = True
+                holders = self.holders(standing)
+        self._search.blocked.clear()
+        return moved
+
+    def _wanted_by(self, number: int) -> dict[tuple[int, int], Blocked]:
+        """Return where a wish at its maximum would rather have one of its new seats."""
+        search, wish = self._search, self._search.wishes[number]
+        own = self._least_missed(number)
+        if own is None or len(wish.seats) < wish.most:
+            return {}
+        flow, others = wish.flow.copy(), wish.pops()
+        flow.remove(own.site, own.room)
+        others.remove(own.pop)
+        kept = wish.cost()
+        base = kept - wish.hold - own.start + self._loss(number, own) + own.hold + own.start
+        sites = np.flatnonzero(wish.rooms > 0)
+        saves = flow.bounds(sites, wish.rooms[sites]) if len(wish.cities) else np.zeros(len(sites))
+        short = wish.shortfall(others)
+        mends = [short - wish.shortfall([*others, search.ground.sites[int(s)].pop]) for s in sites]
+        nets = base - saves - np.array(mends) + wish.hold + START
+        return {
+            (number, int(sites[i])): Blocked(wish=number, site=int(sites[i]), net=kept - nets[i])
+            for i in np.argsort(nets, kind="stable")[:TRIED_PER_WISH]
+            if nets[i] < kept - ENOUGH and sites[i] != own.site
+        }
+
+    def _given_up(self, number: int) -> list[Holder]:
+        """Return what a wish at its maximum gives up for a seat elsewhere."""
+        wish = self._search.wishes[number]
+        own = self._least_missed(number) if len(wish.seats) >= wish.most else None
+        return [(number, own)] if own else []
+
+    def _least_missed(self, number: int) -> Seated | None:
+        wish = self._search.wishes[number]
+        new = [s for s in wish.seats if s.seat and not s.waits]
+        return min(new, key=lambda s: self._loss(number, s), default=None)
+
+    def holders(self, standing: bool = True) -> dict[NodeId, list[Holder]]:
+        """Return who holds a seat on each node and could be asked to leave it."""
+        holders: dict[NodeId, list[Holder]] = defaultdict(list)
+        for number, wish in enumerate(self._search.wishes):
+            for seated in wish.seats:
+                if seated.seat:
+                    if not seated.waits:
+                        holders[seated.seat.node.node_id].append((number, seated))
+                elif standing and self._may_yield(wish, seated) and seated.placement:
+                    holders[seated.placement.node_id].append((number, seated))
+        return holders
+
+    def _may_yield(self, wish: Wish, seated: Seated) -> bool:
+        placement = seated.placement
+        return (
+            placement is not None
+            and placement.state is ReplicaState.WARM
+            and placement.age_s >= self._settle_s
+            and len(wish.seats) > wish.least
+            and not (
+                seated.pop in wish.deployment.policy.keep_warm
+                and wish.pops().count(seated.pop) == 1
+            )
+        )
+
+    def _exchange(self, blocked: Blocked, holders: dict[NodeId, list[Holder]]) -> bool:
+        """Seat what is blocked where room is on its way, or in the place of what loses least."""
+        search = self._search
+        wish = search.wishes[blocked.wish]
+        own = self._given_up(blocked.wish)
+        if not own and len(wish.seats) >= wish.most:
+            return False
+        if not own:
+            soon = search.worth(blocked.wish, blocked.site, soon=True)
+            if soon:
+                if soon.net > ENOUGH:
+                    search.take(wish, soon, waits=True)
+                return False
+        return any(
+            self._try(blocked, [*own, *leaving]) for leaving in self.cheapest(blocked, holders)
+        )
+
+    def _try(self, blocked: Blocked, leaving: Sequence[Holder]) -> bool:
+        """Seat what is blocked in the place of those leaving; keep it if the whole is better."""
+        saved = Saved(self._search)
+        standing = [holder for holder in leaving if holder[1].placement]
+        worth = self._force([saved], blocked, leaving)
+        # What has ended must not have to be started again for a guess that was too high.
+        least = ENOUGH + 2 * START * len(standing)
+        if worth and saved.cost_now() < saved.cost_before() - least:
+            self._note(blocked, worth, standing)
+            return True
+        saved.undo()
+        return False
+
+    def _force(
+        self, saved: Sequence[Saved], blocked: Blocked, leaving: Sequence[Holder]
+    ) -> Worth | None:
+        """Seat what is blocked; those who left find other seats, or push others in their turn."""
+        search, wish = self._search, self._search.wishes[blocked.wish]
+        touched = sorted({blocked.wish, *(number for number, _ in leaving)})
+        for number in touched:
+            for each in saved:
+                each.touch(number)
+        for number, seated in leaving:
+            search.untake(search.wishes[number], seated)
+        waits = any(seated.placement for _, seated in leaving)
+        worth = search.worth(blocked.wish, blocked.site, soon=waits)
+        if worth is None or worth.net <= ENOUGH or len(wish.seats) >= wish.most:
+            return None
+        search.take(wish, worth, waits=waits)
+        if any(seated.seat for _, seated in leaving):
+            search.blocked.clear()
+            search.fill(only=touched)
+            pushed = [b for b in search.blocked.values() if b.wish != blocked.wish]
+            for number in touched:
+                if number != blocked.wish:
+                    pushed += self._wanted_by(number).values()
+            if pushed and len(saved) <= CHAIN:
+                second = max(pushed, key=lambda b: (b.net, -b.wish, -b.site))
+                self._push_on(saved, second, blocked.wish)
+        return worth
+
+    def _push_on(self, saved: Sequence[Saved], pushed: Blocked, but: int) -> None:
+        """Let what was pushed push another (not the wish that pushed it), if that is better."""
+        holders = {
+            node_id: [holder for holder in there if holder[0] != but]
+            for node_id, there in self.holders(standing=False).items()
+        }
+        own = self._given_up(pushed.wish)
+        for leaving in self.cheapest(pushed, holders):
+            inner = Saved(self._search)
+            worth = self._force([*saved, inner], pushed, [*own, *leaving])
+            if worth and inner.cost_now() < inner.cost_before() - ENOUGH:
+                return
+            inner.undo()
+
+    def _note(self, blocked: Blocked, worth: Worth, standing: Sequence[Holder]) -> None:
+        wish = self._search.wishes[blocked.wish]
+        pop = self._search.ground.sites[blocked.site].pop
+        for number, seated in standing:
+            reason = (
+                f"its place in {pop} is worth {worth.net:.0f} ms x requests/s more to {wish.name}, "
+                f"which has none free there"
+            )
+            self.yielding.append(Yielding(wish=number, seated=seated, reason=reason))
+
+    def cheapest(self, blocked: Blocked, holders: dict[NodeId, list[Holder]]) -> list[list[Holder]]:
+        """Return whose leaving would make the room at a site, the least lost first."""
+        wish = self._search.wishes[blocked.wish]
+        ways: list[tuple[float, list[Holder]]] = []
+        for node in wish.nodes_of[blocked.site]:
+            there = [h for h in holders.get(node.node_id, []) if h[0] != blocked.wish]
+            losses = {id(s): self._loss_for(blocked, number, s) for number, s in there}
+            lost, leaving = self._on_node(blocked, node.node_id, there, losses)
+            if lost < np.inf and not (lost > blocked.net and any(s.placement for _, s in leaving)):
+                ways.append((lost, leaving))
+        ways.sort(key=lambda way: way[0])
+        return [leaving for _, leaving in ways[:2]]
+
+    def _loss_for(self, blocked: Blocked, number: int, seated: Seated) -> float:
+        """Return what one leaving costs; inf at once for what stands and is surely worth more."""
+        wish = self._search.wishes[number]
+        if seated.placement:
+            least = wish.flow.loss_at_least(seated.site, seated.room) if seated.site >= 0 else 0.0
+            if least - seated.hold - seated.start > blocked.net:
+                return np.inf
+        return self._loss(number, seated)
+
+    def _loss(self, number: int, seated: Seated) -> float:
+        wish = self._search.wishes[number]
+        return wish.loss(seated) - seated.hold - seated.start
+
+    def _on_node(
+        self, blocked: Blocked, node_id: NodeId, there: list[Holder], losses: dict[int, float]
+    ) -> tuple[float, list[Holder]]:
+        """Choose who leaves one node: on each device those that lose least for what they free."""
+        search, wish = self._search, self._search.wishes[blocked.wish]
+        needed = wish.memory_bytes // wish.deployment.engine.devices
+        device_class = search.ground.sites[blocked.site].device_class
+        ways: list[tuple[float, list[Holder]]] = []
+        for device in search.ground.nodes[node_id].devices:
+            if device.device_class != device_class or not device.healthy:
+                continue
+            if device.memory_bytes < needed:
+                continue
+            ways.append(self._on_device(node_id, device.device_id, needed, there, losses))
+        ways = sorted((w for w in ways if w[0] < np.inf), key=lambda w: w[0])
+        if len(ways) < wish.deployment.engine.devices:
+            return np.inf, []
+        leaving: dict[int, Holder] = {}
+        for _, holders in ways[: wish.deployment.engine.devices]:
+            leaving.update({id(holder[1]): holder for holder in holders})
+        return sum(losses[key] for key in leaving), list(leaving.values())
+
+    def _on_device(
+        self,
+        node_id: NodeId,
+        device_id: DeviceId,
+        needed: int,
+        there: list[Holder],
+        losses: dict[int, float],
+    ) -> tuple[float, list[Holder]]:
+        short = needed - self._search.ground.free[node_id, device_id]
+        if short <= 0:
+            return 0.0, []
+        held = [h for h in there if device_id in _devices(h[1])]
+        alone = [h for h in held if _bytes(h[1]) >= short]
+        if alone:
+            one = min(alone, key=lambda h: losses[id(h[1])])
+            best = (losses[id(one[1])], [one])
+        else:
+            best = (np.inf, [])
+        leaving: list[Holder] = []
+        for holder in sorted(held, key=lambda h: losses[id(h[1])] / _bytes(h[1])):
+            if short <= 0:
+                break
+            leaving.append(holder)
+            short -= _bytes(holder[1])
+        lost = sum(losses[id(h[1])] for h in leaving)
+        return (lost, leaving) if short <= 0 and lost < best[0] else best
+
+
+def _devices(seated: Seated) -> tuple[DeviceId, ...]:
+    held = seated.seat or seated.placement
+    return held.device_ids if held else ()
+
+
+def _bytes(seated: Seated) -> int:
+    held = seated.seat or seated.placement
+    return max(1, held.memory_bytes) if held else 1
