@@ -4,7 +4,7 @@ The choice (`python -m ops.sim`): `world` says where and how fast, `traces` who 
 `replica` how one engine behaves, `router` what a PoP knows, `policies` how others choose, `ours`
 and `oracle` how we and the all-knowing do, `run` lets it happen.
 
-Placement (`python -m ops.sim.planet`): `planet_world` draws the planet, `planet` runs its week,
-`served` says how requests fare, `compare` sets policies side by side, `judge`, `small`, `milp` and
-`lp_bound` say how far from the best it is.
+Placement (`python -m ops.sim.planet`): `planet_world` draws the planet, `planet` runs its week
+(`rolling` its rollout) and `week` tables it, `served` says how requests fare, `compare` sets
+policies side by side, `judge`, `small`, `milp` and `lp_bound` say how far from the best it is.
 """
