@@ -7,6 +7,7 @@ from torch import Tensor
 
 from nodeagent.engine.models.llama import Llama
 from nodeagent.engine.models.shape import ModelShape
+from nodeagent.engine.parallel.share import Cut
 
 VOCABULARY = 257
 SHAPE = ModelShape(
@@ -30,18 +31,18 @@ class RandomWeights:
         self._seed = seed
         self._scale = scale
 
-    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def tensor(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> Tensor:
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + self._seed)
         drawn = torch.randn(shape, generator=generator)
         return 1 + 0.1 * drawn if "norm" in name else self._scale * drawn
 
-    def check(self, name: str, shape: tuple[int, ...]) -> None:
+    def check(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> None:
         """Everything is there."""
 
     def has(self, name: str) -> bool:
         return name != "rope_freqs.weight"
 
-    def groups(self, name: str, shape: tuple[int, ...]) -> None:
+    def groups(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> None:
         return None
 
 
