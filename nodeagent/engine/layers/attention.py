@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from nodeagent.engine.layers.kv_format import KvFormat
+
 
 class LayerKV:
     """Keys and values of one layer: block by block, and within a block slot by slot."""
@@ -22,18 +24,22 @@ class LayerKV:
         head_dim: int,
         device: str,
         dtype: torch.dtype,
+        form: KvFormat | None = None,
     ) -> None:
         self.kv_heads = kv_heads
+        self._dtype = dtype
+        self._form = form = form or KvFormat(dtype)
+        width = form.width(head_dim)
         # Zeroed, not empty: masked slots are multiplied by zero, and zero times NaN is NaN.
         # Values lie beside their keys, so that one gather brings both.
         self.pages = torch.zeros(
-            blocks, block_tokens, 2 * kv_heads, head_dim, device=device, dtype=dtype
+            blocks, block_tokens, 2 * kv_heads, width, device=device, dtype=form.dtype
         )
-        self._slots = self.pages.view(-1, 2 * kv_heads, head_dim)
+        self._slots = self.pages.view(-1, 2 * kv_heads, width)
 
     def write(self, slots: Tensor, key_value: Tensor) -> None:
         """Fill `slots` with keys and, behind them, values: [slots, 2 * kv_heads, head_dim]."""
-        self._slots.index_copy_(0, slots, key_value)
+        self._slots.index_copy_(0, slots, self._form.kept(key_value))
 
     def read(self, blocks: "Run | Tensor", rows: int) -> tuple[Tensor, Tensor]:
         """Return keys and values, each [rows, kv_heads, tokens, head_dim]."""
@@ -42,7 +48,8 @@ class LayerKV:
             if isinstance(blocks, Run)
             else self.pages.index_select(0, blocks)
         )
-        slots = pages.view(rows, -1, 2 * self.kv_heads, pages.shape[-1]).transpose(1, 2)
+        wide = self._form.wide(pages, self._dtype)
+        slots = wide.view(rows, -1, 2 * self.kv_heads, wide.shape[-1]).transpose(1, 2)
         return slots[:, : self.kv_heads], slots[:, self.kv_heads :]
 
 
