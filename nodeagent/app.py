@@ -28,9 +28,11 @@ from nodeagent.host.artifacts import Artifacts
 from nodeagent.host.devices import Devices
 from nodeagent.host.engines import Engines
 from nodeagent.host.ledger import Ledger
+from nodeagent.host.link import Link
 from nodeagent.host.peers import Peers
 from nodeagent.host.sources import Sources
 from nodeagent.loops.converge import Converge
+from nodeagent.loops.prefetch import PrefetchDuty
 from nodeagent.loops.report import PulseDuty, ReportDuty
 from nodeagent.node import Node
 from nodeagent.supervisor import Supervisor
@@ -80,10 +82,10 @@ async def serve(config: NodeConfig, stopping: asyncio.Event) -> int:
         folder=config.state,
         contexts=[context for context in (door_tls, peer_tls) if context is not None],
     )
-    converge = Loop("converge", Converge(node, supervisor).run_once, 5.0)
     report = Loop("report", reports.run_once, 10.0, jitter=chance)
     pulse = Loop("pulse", PulseDuty(node, supervisor, lambda: link).run_once, 2.0, jitter=chance)
-    node.nudge_converge, node.nudge_report = converge.nudge, report.nudge
+    node.nudge_report = report.nudge
+    duties = (report, pulse, *_what_makes_it_so(node, supervisor, artifacts))
 
     await node.restore()
     await _take_up_survivors(node, engines, supervisor)
@@ -96,7 +98,7 @@ async def serve(config: NodeConfig, stopping: asyncio.Event) -> int:
     ) as port:
         log.info("serving", extra={"fields": {"port": port, "node": node.node_id}})
         async with asyncio.TaskGroup() as tasks:
-            runs = [duty.run() for duty in (converge, report, pulse)]
+            runs = [duty.run() for duty in duties]
             owned = [tasks.create_task(run) for run in (*runs, link.run(), _feed_watchdog())]
             notify("READY=1")
             await stopping.wait()
@@ -109,6 +111,16 @@ async def serve(config: NodeConfig, stopping: asyncio.Event) -> int:
     return 0
 
 
+def _what_makes_it_so(
+    node: Node, supervisor: Supervisor, artifacts: Artifacts
+) -> tuple[Loop, Loop]:
+    """Return the duties that make true what is assigned; a new assignment nudges them."""
+    converge = Loop("converge", Converge(node, supervisor).run_once, 5.0)
+    prefetch = Loop("prefetch", PrefetchDuty(node, supervisor, artifacts).run_once, 15.0)
+    node.nudge_converge, node.nudge_prefetch = converge.nudge, prefetch.nudge
+    return converge, prefetch
+
+
 def _artifacts(
     config: NodeConfig, node: Node, chance: random.Random, context: SSLContext | None
 ) -> Artifacts:
@@ -116,7 +128,6 @@ def _artifacts(
         holders=node.holders_of,
         pop=node.identity.pop,
         context=context,
-        pace=Pace(config.download_bytes_per_s),
         clock=monotonic,
         chance=chance,
     )
@@ -124,8 +135,8 @@ def _artifacts(
         config.state / "artifacts",
         Sources(private=config.private_sources, hf_url=config.hf_url),
         config.disk_budget_bytes,
+        link=Link(Pace(config.download_bytes_per_s), monotonic),
         peers=peers,
-        keep_pace=peers.keep_pace,
     )
 
 

@@ -13,6 +13,7 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     fifths of the machine. `private_sources` lets artifacts come from private addresses and plain
     http, as inside a closed network. `upload_bytes_per_s` and `download_bytes_per_s` bound what
     artifacts take of the network, 0 for no bound; `uploads_max` is how many peers fetch at once.
+    Nodes of one PoP that fail together (a rack, a power feed) are given one `failure_domain`.
     """
 
     name: str
@@ -22,6 +23,7 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     door_host: str = "127.0.0.1"
     door_port: int = 9000
     door_tls: bool = False
+    failure_domain: str = ""
     join_token_file: Path | None = None
     cpu_memory_bytes: int = 0
     engine_threads: int = 0

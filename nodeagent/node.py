@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 from isochrone.service.control import Progress
 from isochrone.service.identity import Identity
-from isochrone.wire.assignment import Assignment, PeerSource
+from isochrone.wire.assignment import Assignment, PeerSource, Prefetch
 from isochrone.wire.ids import BootId, Epoch, Generation, NodeId
 from isochrone.wire.report import Device, Refusal
 from nodeagent import metrics
@@ -27,6 +27,7 @@ class Node:
         self.refusals: tuple[Refusal, ...] = ()
         self.nudge_converge: Callable[[], None] = _nobody
         self.nudge_report: Callable[[], None] = _nobody
+        self.nudge_prefetch: Callable[[], None] = _nobody
         self._ledger = ledger
         self._devices = devices
 
@@ -56,12 +57,17 @@ class Node:
             self.assignment = offered
             metrics.GENERATION.set(offered.generation)
         self.nudge_converge()
+        self.nudge_prefetch()
         return ""
 
     def holders_of(self, digest: str) -> Sequence[PeerSource]:
         """Return the nodes that the scheduler names for an artifact, the nearest first."""
         held = self.assignment.holders if self.assignment is not None else ()
         return next((named.peers for named in held if named.digest == digest), ())
+
+    def prefetches(self) -> Sequence[Prefetch]:
+        """Return the weights that this node should have before it runs them, in their order."""
+        return self.assignment.prefetches if self.assignment is not None else ()
 
     async def read_devices(self) -> Sequence[Device]:
         """Return the devices as they are now."""

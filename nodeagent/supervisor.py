@@ -116,6 +116,10 @@ class Supervisor:
         """Return the digests of artifacts in use."""
         return {replica.spec.artifact.digest for replica in self.replicas.values()}
 
+    def is_fetching(self) -> bool:
+        """Say whether a replica is waiting for its weights to come."""
+        return any(r.state is ReplicaState.FETCHING for r in self.replicas.values())
+
     def begin(self, spec: ReplicaSpec, survivor: Started | None = None) -> None:
         """Bring a replica up, or take up its engine of an earlier life."""
         replica = Replica(spec, self._clock)

@@ -300,7 +300,6 @@ class Parts:
     async def set_gauges(self) -> None:
         """Say how things stand, for whoever reads the metrics."""
         metrics, fleet = self.metrics, self.fleet
-        metrics.show()
         now_s = time.monotonic()
         if self.link.connected and self.follower.held is None and fleet.table is not None:
             fleet.confirmed_at_s = now_s
@@ -416,8 +415,7 @@ def limits_of(config: RouterConfig) -> DoorLimits:
 
 
 async def _put_away(parts: Parts) -> None:
-    """Keep on disk what only memory holds: the counts, the usage and the table."""
-    parts.metrics.show()
+    """Keep on disk what only memory holds: the usage and the table."""
     await parts.shipper.spool_usage()
     await parts.follower.persist()
 

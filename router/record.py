@@ -97,6 +97,7 @@ class Recorder:
 
     def take_usage(self) -> tuple[tuple[UsageRow, ...], Path | None]:
         """Hand over the usage so far and its journal; the caller keeps it, then removes that."""
+        self._metrics.show()
         rows = tuple(self._usage)
         self._usage.clear()
         return rows, self._journal.rotate()

@@ -15,7 +15,6 @@ from isochrone.wire import headers
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.usage import Outcome
 from router.config import RouterConfig
-from router.dataplane.answer import Answer
 from router.dataplane.exchange import AttemptFailed, Exchange, Failure
 from router.dataplane.http1 import Reply
 from router.dataplane.upstream import Upstream
@@ -132,7 +131,7 @@ class Corridor:
             self._metrics.refusals.labels(error.limit).inc()
             raise
 
-    async def _pick_and_forward(self, journey: Journey) -> Answer:
+    async def _pick_and_forward(self, journey: Journey) -> Exchange:
         """Try replicas in the order of their ranking until one answers."""
         self._budget.deposit(self._clock())
         failed, refused, served = journey.failed, journey.refused, journey.ranked
@@ -261,7 +260,7 @@ class Corridor:
                 ),
             ) from None
 
-    async def _attempt(self, journey: Journey, ranked: Ranked) -> Answer:
+    async def _attempt(self, journey: Journey, ranked: Ranked) -> Exchange:
         """Send to one replica and wait for its first token, or raise AttemptFailed."""
         asked = journey.asked
         route = ranked.route
@@ -291,55 +290,51 @@ class Corridor:
             sent[headers.QUEUE_TOKENS_MAX] = str(ranked.queue_tokens_max)
         if journey.said_tokens:
             sent[headers.SAID] = str(journey.said_tokens)
-        answer = Answer(
-            route.node_id,
-            journey.frames_anew(),
-            self._config.answer_bytes_max,
-            is_rest=journey.said_tokens > 0,
-        )
         journey.exchange = exchange = await self._upstream.ask(
             route.node_id,
             route.address,
             ("POST", asked.path, sent, journey.body),
-            answer,
             patience_s,
+            self._config.answer_bytes_max,
+            journey.frames_anew(),
+            is_rest=journey.said_tokens > 0,
         )
-        head = await answer.opened()
+        head = await exchange.opened()
         self._fleet.heard(route, head.load, head.refused)
         hold_to_status(route.node_id, head)
-        if head.status == 200 and not answer.is_stream:
-            answer.usage, answer.body = read_answer(route.node_id, answer.body)
+        if head.status == 200 and not exchange.is_stream:
+            exchange.usage, exchange.body = read_answer(route.node_id, exchange.body)
         self._fleet.answered(route)
         now_s = self._clock()
-        if answer.is_stream:
+        if exchange.is_stream:
             exchange.wait(self._config.stream_idle_timeout_s)
             self._fleet.first_token(ranked, 1000 * (now_s - journey.picked_at_s), reservation)
             if journey.first_token_at_s is None:
                 journey.first_token_at_s = now_s
         # Of a whole answer no first token was seen; its prompt is read at the latest now.
         reservation.first_token(now_s - ranked.rtt_ms / 2000)
-        return answer
+        return exchange
 
     def _reply(
-        self, journey: Journey, answer: Answer, client: Client, allowance: dict[str, str]
+        self, journey: Journey, exchange: Exchange, client: Client, allowance: dict[str, str]
     ) -> None:
         """Pass a whole answer on."""
-        ranked, head = journey.ranked, answer.head
+        ranked, head = journey.ranked, exchange.head
         assert ranked is not None and head is not None
         extra = journey.headers(allowance)
         if head.status == 200:
-            journey.note(answer.usage)
+            journey.note(exchange.usage)
             journey.outcome = Outcome.COMPLETE
         else:
-            hold_to_error(answer.body, head.status)
+            hold_to_error(exchange.body, head.status)
             retry_after = head.fields.get(b"retry-after")
             if retry_after:
                 extra["retry-after"] = retry_after.decode("latin-1")
-        client.reply(Reply(head.status, answer.body, extra))
+        client.reply(Reply(head.status, exchange.body, extra))
         self._learn(journey, ranked)
 
     async def _stream(
-        self, journey: Journey, answer: Answer, client: Client, allowance: dict[str, str]
+        self, journey: Journey, exchange: Exchange, client: Client, allowance: dict[str, str]
     ) -> None:
         """Let a stream flow to the client; where its replica dies, another goes on with it."""
         asked, frames, ranked = journey.asked, journey.frames, journey.ranked
@@ -348,7 +343,7 @@ class Corridor:
         try:
             extra = journey.headers(allowance) | STREAM_HEADERS
             client.begin(200, "text/event-stream; charset=utf-8", extra)
-            await self._flow(journey, answer, client)
+            await self._flow(journey, client)
             journey.outcome = Outcome.COMPLETE
         except AttemptFailed as error:
             told = ApiError(ErrorCode.UPSTREAM, f"cannot go on with this answer: {error}")
@@ -365,7 +360,7 @@ class Corridor:
         await client.drained()
         self._learn(journey, journey.ranked or ranked)
 
-    async def _flow(self, journey: Journey, answer: Answer, client: Client) -> None:
+    async def _flow(self, journey: Journey, client: Client) -> None:
         """Pass frames until `[DONE]`; raise what the client should know instead."""
         frames = journey.frames
         assert frames is not None
@@ -374,7 +369,7 @@ class Corridor:
             assert exchange is not None and ranked is not None
             client.reads_from(exchange)
             try:
-                await answer.flow(client)
+                await exchange.flow(client)
                 if frames.is_done:
                     # The client has everything; what is left is the end of the body.
                     exchange.let_end()
@@ -391,9 +386,9 @@ class Corridor:
             if frames.is_done:
                 return
             journey.leave()
-            answer = await self._pick_and_forward(journey)
+            exchange = await self._pick_and_forward(journey)
             self._metrics.continuations.labels("continued").inc()
-            if not journey.is_exact(answer.head):
+            if not journey.is_exact(exchange.head):
                 client.send(CONTINUED)
 
     def _prepare_to_go_on(self, journey: Journey, client: Client) -> bool:

@@ -6,11 +6,11 @@ Everything here can be lost: it is rebuilt from Postgres and from what peers say
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from itertools import islice
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 from aiohttp import web
@@ -43,6 +43,13 @@ LARGE_AT_ONCE: Final = 32
 
 class NotActing(Exception):
     """Another scheduler acts, or the database cannot be asked."""
+
+
+class Later(NamedTuple):
+    """What is foretold for some hours ahead, and by the process's clock when that is."""
+
+    rows: Sequence[DemandRate] = ()
+    at: float = float("-inf")
 
 
 class Connected:
@@ -130,9 +137,11 @@ class Acting:
         self.frozen = ""
         self.unmet: tuple[tuple[str, str], ...] = ()
         self.foretold: list[DemandRate] = []
+        self.later = Later()
         self.peers: dict[tuple[PeerRole, str], Connected] = {}
         self.nudge_place: Callable[[], None] = _nobody
         self.nudge_publish: Callable[[], None] = _nobody
+        self.nudge_prefetch: Callable[[], None] = _nobody
         self.nudge_turn_away: Callable[[], None] = _nobody
         self.large = asyncio.Semaphore(LARGE_AT_ONCE)
         self.admissions = Admissions(config.admissions_per_s)
@@ -181,7 +190,7 @@ class Acting:
         metrics.EPOCH.set(lease.epoch)
         if is_new:
             self.published(None)
-            self.foretold = []
+            self.foretold, self.later = [], Later()
             self.forget_written()
             for peer in self.peers.values():
                 peer.has_reported = False

@@ -40,6 +40,7 @@ from scheduler.loops.keep_days import KeepDays
 from scheduler.loops.keep_lease import KeepLease
 from scheduler.loops.note_losses import NoteLosses
 from scheduler.loops.place import Place
+from scheduler.loops.prefetch import Prefetch
 from scheduler.loops.prune import Prune
 from scheduler.loops.publish import Publish
 from scheduler.loops.roll import Roll
@@ -71,14 +72,16 @@ async def serve(config: SchedulerConfig, stopping: asyncio.Event) -> int:
         tally = Loop("tally", Tally(acting).run_once, config.publish_interval_s)
         days = Loop("keep_days", KeepDays(acting).run_once, 600.0)
         forecast = Loop("forecast", Forecast(acting).run_once, 15.0)
+        prefetch = Loop("prefetch", Prefetch(acting).run_once, 120.0, share_max=0.1)
         roll = Loop("roll", Roll(acting).run_once, config.roll_interval_s)
         turn_away = Loop("turn_away", TurnAway(acting).run_once, 2.0)
         losses = Loop("note_losses", NoteLosses(acting).run_once, 5.0)
         loops = (
             *(lease, place, publish, flush, prune, tally),
-            *(days, forecast, roll, turn_away, losses),
+            *(days, forecast, prefetch, roll, turn_away, losses),
         )
         acting.nudge_place, acting.nudge_publish = place.nudge, publish.nudge
+        acting.nudge_prefetch = prefetch.nudge
         acting.nudge_turn_away = turn_away.nudge
         ssl = None
         if config.tls_certificate is not None and config.tls_key is not None:

@@ -8,6 +8,7 @@ import msgspec
 
 from isochrone.wire.artifact import check_path, manifest_digest
 from isochrone.wire.model import Artifact, ArtifactFile
+from isochrone.wire.model_shape import BadConfig, kv_bytes_per_token, shape_of
 
 READ_BYTES: Final = 4 * 1024 * 1024
 HIDDEN: Final = "."
@@ -47,17 +48,22 @@ def facts_of(folder: Path) -> dict[str, Any]:
         config = msgspec.json.decode(path.read_bytes())
     except msgspec.DecodeError as error:
         raise ManifestError(f"cannot read {path}: {error}") from error
-    layers = config.get("num_hidden_layers", 0)
-    heads = config.get("num_key_value_heads", config.get("num_attention_heads", 0))
-    hidden, attention = config.get("hidden_size", 0), config.get("num_attention_heads", 1)
-    head = config.get("head_dim") or hidden // max(1, attention)
     architecture = (config.get("architectures") or ["unknown"])[0]
-    kind = KINDS.get(architecture, "chat")
-    return {
+    facts = {
         "architecture": architecture,
-        "kind": kind,
+        "kind": KINDS.get(architecture, "chat"),
         "context_tokens": config.get("max_position_embeddings", 4096),
-        "kv_bytes_per_token": 2 * layers * heads * head * 2 if kind == "chat" else 0,
+    }
+    if facts["kind"] != "chat":
+        return facts
+    try:
+        shape = shape_of(config)
+    except BadConfig as error:
+        raise ManifestError(f"{error}, in {path}") from error
+    return {
+        **facts,
+        "kv_bytes_per_token": int(kv_bytes_per_token(shape)),
+        "shape": msgspec.to_builtins(shape),
     }
 
 

@@ -81,6 +81,7 @@ def models_add(
         "context_tokens": context_tokens or facts.get("context_tokens", 4096),
         "weights_bytes": weights_bytes or artifact.size_bytes,
         "kv_bytes_per_token": facts.get("kv_bytes_per_token", 0),
+        "shape": facts.get("shape"),
         "licence": licence,
         "price": price_of(price) if price else None,
     }
@@ -229,6 +230,6 @@ def explain(obj: Context, deployment: str) -> None:
     ):
         click.echo(f"{title}:")
         show_rows(rows, columns, obj.output)
-    for line in (*answer["next_moves"], *answer["unmet"], answer["frozen"]):
+    for line in (*answer["next_moves"], *answer["prefetches"], *answer["unmet"], answer["frozen"]):
         if line:
             click.echo(line)

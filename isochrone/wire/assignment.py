@@ -74,8 +74,21 @@ class Holders(msgspec.Struct, frozen=True, kw_only=True):
     peers: tuple[PeerSource, ...]
 
 
+class Prefetch(msgspec.Struct, frozen=True, kw_only=True):
+    """Weights to have on disk before anything is started with them, so fast at most (0: no bound).
+
+    A start goes before it; it drops nothing that runs here or that is wished before it.
+    """
+
+    artifact: Artifact
+    bytes_per_s: float = 0.0
+
+
 class Assignment(msgspec.Struct, frozen=True, kw_only=True, tag="assignment"):
-    """One node's part of the plan; of an older generation or epoch or another cluster: refused."""
+    """One node's part of the plan; of an older generation or epoch or another cluster: refused.
+
+    `prefetches` come in the order in which they are needed.
+    """
 
     cluster_id: ClusterId
     node_id: NodeId
@@ -84,3 +97,4 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True, tag="assignment"):
     replicas: tuple[ReplicaSpec, ...] = ()
     tombstones: tuple[Tombstone, ...] = ()
     holders: tuple[Holders, ...] = ()
+    prefetches: tuple[Prefetch, ...] = ()

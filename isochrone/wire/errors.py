@@ -1,14 +1,16 @@
 """Every error a caller can meet: its code, its HTTP status, and whether another try may help.
 
-Each public surface encodes these in its own shape; the meaning is fixed here once. Numbers are
-those of Workers AI where it documents one for the same meaning. Three refusals share status 429 and
-nothing else: a rate limit (come back in seconds), a spent quota (come back tomorrow), and a fleet
-that is full (nothing of the caller's doing).
+The meaning of each is fixed here once, and so is OpenAI's shape, which routers and engines share.
+Numbers are those of Workers AI where it documents one for the same meaning. Three refusals share
+status 429 and nothing else: a rate limit (come back in seconds), a spent quota (come back
+tomorrow), and a fleet that is full (nothing of the caller's doing).
 """
 
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
+
+import msgspec
 
 
 class ErrorCode(StrEnum):
@@ -88,3 +90,27 @@ class ApiError(Exception):
     def meaning(self) -> Meaning:
         """The status, number and retryability of this error's code."""
         return MEANINGS[self.code]
+
+
+def openai_error(error: ApiError) -> dict[str, Any]:
+    """Return OpenAI's error object; `code` is what a program should look at."""
+    kind = "invalid_request_error"
+    if error.code is ErrorCode.RATE_LIMITED:
+        kind = "rate_limit_error"
+    elif error.code is ErrorCode.QUOTA_EXCEEDED:
+        kind = "insufficient_quota"
+    elif error.meaning.status >= 500 or error.code is ErrorCode.OUT_OF_CAPACITY:
+        kind = "server_error"
+    return {
+        "error": {
+            "message": error.message,
+            "type": kind,
+            "param": error.param,
+            "code": error.code.value,
+        }
+    }
+
+
+def openai_error_event(error: ApiError) -> bytes:
+    """Return an error within a stream. No `[DONE]` follows: the answer is not whole."""
+    return b"data: " + msgspec.json.encode(openai_error(error)) + b"\n\n"

@@ -61,7 +61,11 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True, tag="report"):
-    """Everything this node is. Sent on change and every 10 s; `seq` orders those of one boot."""
+    """Everything this node is. Sent on change and every 10 s; `seq` orders those of one boot.
+
+    `disk_free_bytes` is what artifacts may take, those that nothing here needs being dropped. Rates
+    are those seen, 0 where none was; `in_host_memory` are artifacts that the page cache holds.
+    """
 
     node_id: NodeId
     boot_id: BootId
@@ -73,7 +77,11 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, tag="report"):
     replicas: tuple[ReplicaReport, ...] = ()
     refusals: tuple[Refusal, ...] = ()
     artifacts: tuple[Sha256, ...] = ()
+    in_host_memory: tuple[Sha256, ...] = ()
     disk_free_bytes: int = 0
+    disk_bytes_per_s: float = 0.0
+    fetch_bytes_per_s: float = 0.0
+    failure_domain: str = ""
     version: str = ""
 
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import msgspec
 
-from isochrone.wire.errors import ApiError
 from nodeagent.engine.decide.sequence import Finish
 from nodeagent.engine.decide.tool_reading import CallBegan, CallReader, Event, Said
 from nodeagent.engine.sampling import Sampled
@@ -21,21 +20,6 @@ DONE = b"data: [DONE]\n\n"
 def sse(body: dict[str, Any]) -> bytes:
     """Frame one server-sent event."""
     return b"data: " + _encode(body) + b"\n\n"
-
-
-def error_body(error: ApiError) -> dict[str, Any]:
-    """Return OpenAI's error shape."""
-    kind = "invalid_request_error" if error.meaning.status < 500 else "server_error"
-    if error.meaning.status == 429:
-        kind = "rate_limit_error"
-    return {
-        "error": {
-            "message": error.message,
-            "type": kind,
-            "param": error.param,
-            "code": error.code.value,
-        }
-    }
 
 
 def usage(prompt_tokens: int, delta: Delta | None) -> dict[str, Any]:

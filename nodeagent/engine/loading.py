@@ -143,7 +143,7 @@ def open_share(
     blocks, form = _kv_blocks(config, shape, dtype, draft), kv_format(config)
     runner = Runner(model, blocks, device, dtype, form)
     log.info("kv", extra={"fields": {"blocks": blocks, "kept": str(form.dtype)}})
-    return runner, draft.load(config, runner, model, keeping) if draft is not None else None
+    return runner, draft.load(config, runner, model) if draft is not None else None
 
 
 def kv_format(config: EngineConfig) -> KvFormat:

@@ -1,34 +1,28 @@
-"""The engine's HTTP: OpenAI bodies in, server-sent events out, and what the agent watches.
+"""The engine's HTTP: OpenAI bodies in, server-sent events out.
 
-Rule 1: health means progress: work that no step has moved for `stall_s` is an outage, whatever
-the socket says.
-Rule 2: a request that ends, by whichever end, leaves no sequence behind.
+A request that ends, by whichever end, leaves no sequence behind.
 """
 
 import asyncio
-import logging
-import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 from aiohttp import web
-from prometheus_client import CollectorRegistry
 
-from isochrone.service.metrics import exposition
-from isochrone.wire.engine import EngineConfig, EngineHealth
-from isochrone.wire.errors import ApiError, ErrorCode
+from isochrone.wire.engine import EngineConfig
+from isochrone.wire.errors import ApiError, ErrorCode, openai_error_event
 from isochrone.wire.headers import CACHE_SALT, REQUEST_ID
 from nodeagent.engine.adapters import Adapters
-from nodeagent.engine.answers import Answer, error_body
+from nodeagent.engine.answers import Answer
 from nodeagent.engine.calling import Calling
 from nodeagent.engine.clients import Client, Clients
 from nodeagent.engine.constrain.compiling import Grammars
 from nodeagent.engine.decide.sequence import BLOCK_TOKENS, Ending, Finish
-from nodeagent.engine.gauges import Gauges
+from nodeagent.engine.doors import CommonDoors, Progress, as_json
 from nodeagent.engine.loading import Loaded
 from nodeagent.engine.openai import (
     Ask,
@@ -49,14 +43,9 @@ from nodeagent.engine.template import UnusableChat
 from nodeagent.engine.tools import tools_of
 from nodeagent.engine.worker import Worker
 
-log = logging.getLogger(__name__)
-
 _LONG_TEXT_CHARS: Final = 16_384
 """Longer texts are tokenised off the event loop."""
 _SALT_CHARS_MAX: Final = 256
-_REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @dataclass(slots=True)
@@ -73,40 +62,26 @@ class EngineServer:
 
     def app(self) -> web.Application:
         """Build the aiohttp application."""
-        app = web.Application(
-            middlewares=[answer_errors], client_max_size=self.config.body_bytes_max
-        )
-        registry = CollectorRegistry()
-        registry.register(Gauges(self.stats))
-        app.router.add_get("/health", self.health)
-        app.router.add_get("/stats", self.show_stats)
-        app.router.add_get("/metrics", exposition(registry))
-        app.router.add_get("/v1/models", self.models)
+        app = CommonDoors(self.config, self, self.created_s).app()
         app.router.add_post("/v1/chat/completions", self.chat)
         app.router.add_post("/v1/completions", self.complete)
         app.router.add_post("/v1/load_lora_adapter", self.load_adapter)
         app.router.add_post("/v1/unload_lora_adapter", self.unload_adapter)
-        app.router.add_post("/drain", self.drain)
         return app
 
-    async def health(self, request: web.Request) -> web.Response:
-        """Say whether work moves."""
-        idle_s = self.worker.idle_s()
-        stalled = self.worker.died or (self.worker.has_work() and idle_s > self.config.stall_s)
-        health = EngineHealth(
-            status="stalled" if stalled else "draining" if self.clients.draining else "ok",
-            model=self.config.served_name,
-            steps=self.worker.snapshot.steps_total,
-            tokens_out=self.worker.snapshot.tokens_out_total,
-            last_step_age_s=round(idle_s, 3),
+    def progress(self) -> Progress:
+        """Say how the work moves."""
+        worker = self.worker
+        seen = worker.snapshot
+        return Progress(
+            worker.died,
+            worker.has_work(),
+            worker.idle_s(),
+            seen.steps_total,
+            seen.tokens_out_total,
         )
-        return _json(health, 503 if stalled else 200)
 
-    async def show_stats(self, request: web.Request) -> web.Response:
-        """Tell the engine's counts and rates."""
-        return _json({"kind": "chat", **self.stats()})
-
-    def stats(self) -> dict[str, float]:
+    def counts(self) -> Mapping[str, float]:
         """Return counts and rates by name: EngineStats, and what only this engine has."""
         mover = self.loaded.engine.mover
         speculation = self.loaded.engine.speculation
@@ -117,7 +92,7 @@ class EngineServer:
             "clients_cut_total": self.clients.cut_total,
             "load_s": self.loaded.load_s,
             "weights_bytes": self.loaded.weights_bytes,
-            "context_tokens": self._context_tokens,
+            "context_tokens": self.context_tokens,
             **(mover.counts() if mover is not None else {}),
             **(speculation.counts() if speculation is not None else {}),
             "adapters": len(self.adapters.names),
@@ -125,31 +100,42 @@ class EngineServer:
             "adapter_reads_total": self.adapters.reads_total,
         }
 
-    async def models(self, request: web.Request) -> web.Response:
-        """List the model, and its adapters by the names that requests may give."""
-        model: dict[str, Any] = {
-            "id": self.config.served_name,
-            "object": "model",
-            "created": self.created_s,
-            "owned_by": "isochrone",
-            "max_model_len": self._context_tokens,
-        }
-        served = self.config.served_name
-        adapters = [{**model, "id": name, "parent": served} for name in self.adapters.names]
-        return _json({"object": "list", "data": [model, *adapters]})
+    @property
+    def kind(self) -> str:
+        """What the model is for."""
+        return "chat"
+
+    @property
+    def context_tokens(self) -> int:
+        """The longest sequence: what positions there are, and what the KV can hold alone."""
+        return min(self.loaded.context_tokens, self.loaded.engine.batching.tokens_max)
+
+    @property
+    def other_names(self) -> Sequence[str]:
+        """The adapters' names."""
+        return self.adapters.names
+
+    @property
+    def open(self) -> int:
+        """How many requests are open."""
+        return len(self.clients)
+
+    @property
+    def draining(self) -> bool:
+        """Whether nothing new is taken."""
+        return self.clients.draining
+
+    def drain(self) -> None:
+        """Take nothing new from now on; what runs goes on."""
+        self.clients.draining = True
 
     async def load_adapter(self, request: web.Request) -> web.Response:
         """Make an adapter known, so that requests may name it as their model."""
-        return _json({"loaded": await self.adapters.load(await self._body(request))})
+        return as_json({"loaded": await self.adapters.load(await self._body(request))})
 
     async def unload_adapter(self, request: web.Request) -> web.Response:
         """Forget an adapter; what runs with it goes on."""
-        return _json({"unloaded": self.adapters.unload(await self._body(request))})
-
-    async def drain(self, request: web.Request) -> web.Response:
-        """Take nothing new from now on; what runs goes on."""
-        self.clients.draining = True
-        return _json({"draining": True, "open": len(self.clients)})
+        return as_json({"unloaded": self.adapters.unload(await self._body(request))})
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """Answer a chat."""
@@ -187,12 +173,12 @@ class EngineServer:
     async def _tokenise(self, text: str, *, special: bool) -> list[int]:
         encode = self.loaded.vocabulary.encode
         least = self.loaded.vocabulary.tokens_least(text)
-        if least > self._context_tokens:
+        if least > self.context_tokens:
             # Tokenising megabytes takes seconds and gigabytes; the answer is known before.
             raise ApiError(
                 ErrorCode.CONTEXT_LENGTH_EXCEEDED,
                 f"cannot serve a prompt of {len(text)} characters: it takes {least} tokens or"
-                f" more, the limit is {self._context_tokens} tokens",
+                f" more, the limit is {self.context_tokens} tokens",
             )
         try:
             if len(text) > _LONG_TEXT_CHARS:
@@ -263,7 +249,7 @@ class EngineServer:
             raise refused("prompt", f"token ids must lie between 0 and {size - 1}")
         if not tokens:
             raise refused("prompt", "cannot complete an empty prompt")
-        limit = self._context_tokens
+        limit = self.context_tokens
         max_tokens = ask.max_tokens or max(limit - len(tokens), 1)
         if len(tokens) + max_tokens > limit:
             raise ApiError(
@@ -276,11 +262,6 @@ class EngineServer:
         endless = ask.ignore_eos and ask.grammar is None
         own = frozenset() if endless else self.loaded.vocabulary.stop_ids
         return Ending(max_tokens, own | ask.stop_ids)
-
-    @property
-    def _context_tokens(self) -> int:
-        """The longest sequence: what positions there are, and what the KV can hold alone."""
-        return min(self.loaded.context_tokens, self.loaded.engine.batching.tokens_max)
 
     async def _stream(
         self, request: web.Request, answer: Answer, client: Client
@@ -327,7 +308,7 @@ class EngineServer:
         """Tell an error inside a stream; without the end mark, so that no one takes it as whole."""
         client.ended = True
         error = ApiError(ErrorCode.INTERNAL, delta.error)
-        await self._write(response, [b"data: " + msgspec.json.encode(error_body(error)) + b"\n\n"])
+        await self._write(response, [openai_error_event(error)])
         await response.write_eof()
         return response
 
@@ -344,34 +325,6 @@ class EngineServer:
         )
 
 
-@web.middleware
-async def answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """The HTTP edge: every error leaves in OpenAI's shape, with the request's id."""
-    offered = request.headers.get(REQUEST_ID, "")
-    request[REQUEST_ID] = offered if _REQUEST_ID.fullmatch(offered) else uuid.uuid4().hex
-    try:
-        response = await handler(request)
-    except ApiError as error:
-        response = _error(error)
-    except web.HTTPRequestEntityTooLarge:
-        response = _error(ApiError(ErrorCode.TOO_LARGE, "cannot read a body this large"))
-    except web.HTTPNotFound:
-        response = _error(ApiError(ErrorCode.NOT_FOUND, f"no such path: {request.path[:200]}"))
-    except web.HTTPMethodNotAllowed as error:
-        response = _error(
-            ApiError(ErrorCode.METHOD_NOT_ALLOWED, f"cannot {error.method} {request.path[:200]}")
-        )
-    except ConnectionError:
-        # The client went away or was cut; there is nobody to answer.
-        raise
-    except Exception:
-        log.exception("a request failed", extra={"fields": {"request": request[REQUEST_ID]}})
-        response = _error(ApiError(ErrorCode.INTERNAL, "the engine failed on this request"))
-    if not response.prepared:
-        response.headers[REQUEST_ID] = request[REQUEST_ID]
-    return response
-
-
 def _call_id(chars: int) -> str:
     return uuid.uuid4().hex[:chars] if chars else f"call_{uuid.uuid4().hex[:24]}"
 
@@ -381,19 +334,6 @@ def _raise_failure(delta: Delta) -> None:
         raise ApiError(ErrorCode.INTERNAL, delta.error)
     if delta.finish is Finish.LATE:
         raise ApiError(ErrorCode.OUT_OF_CAPACITY, delta.error, retry_after_s=1.0)
-
-
-def _error(error: ApiError) -> web.Response:
-    response = _json(error_body(error), error.meaning.status)
-    if error.retry_after_s is not None:
-        response.headers["retry-after"] = str(max(1, round(error.retry_after_s)))
-    return response
-
-
-def _json(body: Any, status: int = 200) -> web.Response:
-    return web.Response(
-        body=msgspec.json.encode(body), status=status, content_type="application/json"
-    )
 
 
 def _nothing_to_abort() -> None:

@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -23,6 +23,7 @@ from isochrone.service.files import sync_folder
 from isochrone.wire.artifact import check_artifact, check_path
 from isochrone.wire.model import Artifact, ArtifactFile
 from nodeagent.decide.eviction import Kept, evict
+from nodeagent.host.link import Link
 from nodeagent.host.peers import Peers, Wanted
 from nodeagent.host.sources import SourceError, Sources
 
@@ -50,15 +51,15 @@ class Artifacts:
         sources: Sources,
         budget_bytes: int,
         *,
+        link: Link,
         peers: Peers | None = None,
-        keep_pace: Callable[[int], Awaitable[object]] | None = None,
     ) -> None:
-        """`peers` are asked before the origin; `keep_pace` holds back what comes from it."""
+        """`peers` are asked before the origin; what comes from either comes over `link`."""
         self._folder = folder
         self._sources = sources
         self._budget_bytes = budget_bytes
         self._peers = peers
-        self._keep_pace = keep_pace
+        self.link = link
         self._fetching: dict[str, asyncio.Lock] = {}
         self._fetched_bytes: dict[str, int] = {}
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -78,15 +79,30 @@ class Artifacts:
         """Return how much of an artifact is here while it is being fetched; None otherwise."""
         return self._fetched_bytes.get(digest)
 
-    def disk_free_bytes(self) -> int:
-        """Return the bytes that another artifact may take: disk and budget."""
-        used = sum(kept.size_bytes for kept in self._kept())
-        return max(0, min(shutil.disk_usage(self._folder).free, self._budget_bytes - used))
+    def files_of(self, digest: str) -> list[Path]:
+        """Return the files of an artifact that is whole on this disk."""
+        return sorted(p for p in (self._folder / digest).rglob("*") if p.is_file())
 
-    async def ensure(self, artifact: Artifact, pinned: Collection[str], progress: Progress) -> Path:
+    def disk_free_bytes(self, pinned: Collection[str]) -> int:
+        """Return the bytes that another artifact may take, were all but the `pinned` dropped."""
+        kept = self._kept()
+        held = sum(artifact.size_bytes for artifact in kept)
+        spare = sum(artifact.size_bytes for artifact in kept if artifact.digest not in pinned)
+        on_disk = shutil.disk_usage(self._folder).free + spare
+        return max(0, min(on_disk, self._budget_bytes - held + spare))
+
+    async def ensure(
+        self,
+        artifact: Artifact,
+        pinned: Collection[str],
+        progress: Progress,
+        *,
+        bytes_per_s: float = 0.0,
+    ) -> Path:
         """Return the artifact's folder, fetching it if need be; raises ArtifactError.
 
         `pinned` digests are in use and are not dropped to make room. `progress` gets bytes so far.
+        It comes so fast at most; 0 is as fast as the link may go.
         """
         problem = check_artifact(artifact)
         if problem:
@@ -100,7 +116,7 @@ class Artifacts:
             self._fetched_bytes[artifact.digest] = 0
             try:
                 await asyncio.to_thread(self._make_room, artifact, pinned)
-                await self._fetch_all(artifact, target, progress)
+                await self._fetch_all(artifact, target, progress, self.link.slower(bytes_per_s))
             except OSError as error:
                 raise ArtifactError(
                     f"cannot keep {artifact.source}: {error.strerror or error}"
@@ -109,7 +125,9 @@ class Artifacts:
                 del self._fetched_bytes[artifact.digest]
         return target
 
-    async def _fetch_all(self, artifact: Artifact, target: Path, progress: Progress) -> None:
+    async def _fetch_all(
+        self, artifact: Artifact, target: Path, progress: Progress, link: Link
+    ) -> None:
         partial = self._folder / f"{artifact.digest}.partial"
         done = 0
 
@@ -118,13 +136,13 @@ class Artifacts:
             progress(done + size)
 
         for file in artifact.files:
-            await self._fetch(artifact, file, partial, tell)
+            await self._fetch(artifact, file, partial, tell, link)
             tell(file.size_bytes)
             done += file.size_bytes
         await asyncio.to_thread(_publish, partial, target)
 
     async def _fetch(
-        self, artifact: Artifact, file: ArtifactFile, partial: Path, tell: Progress
+        self, artifact: Artifact, file: ArtifactFile, partial: Path, tell: Progress, link: Link
     ) -> None:
         path = partial / file.path
         problem = check_path(file.path)
@@ -132,14 +150,14 @@ class Artifacts:
             raise ArtifactError(problem or f"cannot take file {file.path!r}: it leaves its folder")
         await asyncio.to_thread(path.parent.mkdir, parents=True, exist_ok=True)
         try:
-            await self._fetch_from_somewhere(artifact, file, path, tell)
+            wanted = Wanted(artifact.digest, file, path, _problem_of, tell, link)
+            await self._fetch_from_somewhere(artifact.source, wanted)
         except SourceError as error:
             raise ArtifactError(str(error)) from error
 
-    async def _fetch_from_somewhere(
-        self, artifact: Artifact, file: ArtifactFile, path: Path, tell: Progress
-    ) -> None:
+    async def _fetch_from_somewhere(self, source: str, wanted: Wanted) -> None:
         """Try this machine, then other nodes, then the origin."""
+        file, path = wanted.file, wanted.path
         if path.exists() and path.stat().st_size == file.size_bytes:
             # An earlier life got it whole, or nearly so.
             if not await asyncio.to_thread(_problem_of, path, file):
@@ -147,14 +165,13 @@ class Artifacts:
             path.unlink()
         not_here: Exception | None = None
         try:
-            local = self._sources.local_file(artifact.source, file.path)
+            local = self._sources.local_file(source, file.path)
             if local is not None:
                 await asyncio.to_thread(_copy, local, path)
                 await asyncio.to_thread(_verified, path, file)
                 return
         except (SourceError, ArtifactError) as error:
             not_here = error
-        wanted = Wanted(artifact.digest, file, path, _problem_of, tell)
         if self._peers is not None and await self._peers.fetch(wanted):
             return
         if not_here is not None:
@@ -162,16 +179,17 @@ class Artifacts:
         # What an earlier life or a peer left may be spoilt: then once more, from the first byte.
         is_resumed = path.exists()
         try:
-            await self._download(artifact.source, file, path, tell)
+            await self._download(source, wanted)
             await asyncio.to_thread(_verified, path, file)
         except ArtifactError:
             if not is_resumed:
                 raise
             path.unlink(missing_ok=True)
-            await self._download(artifact.source, file, path, tell)
+            await self._download(source, wanted)
             await asyncio.to_thread(_verified, path, file)
 
-    async def _download(self, source: str, file: ArtifactFile, path: Path, tell: Progress) -> None:
+    async def _download(self, source: str, wanted: Wanted) -> None:
+        _, file, path, _, tell, link = wanted
         last = ""
         for _ in range(ATTEMPTS_MAX):
             offset = path.stat().st_size if path.exists() else 0
@@ -180,6 +198,7 @@ class Artifacts:
             if offset > file.size_bytes:
                 path.unlink()
                 offset = 0
+            began = time.monotonic()
             try:
                 async with self._sources.open(source, file.path, offset) as (resumed, chunks):
                     with path.open("ab" if resumed else "wb") as out:
@@ -193,9 +212,9 @@ class Artifacts:
                                 )
                             await asyncio.to_thread(out.write, chunk)
                             tell(size)
-                            if self._keep_pace is not None:
-                                await self._keep_pace(len(chunk))
+                            await link.keep_pace(len(chunk))
                 if size == file.size_bytes:
+                    link.saw(size - offset, time.monotonic() - began)
                     return
                 last = f"it ended after {size} of {file.size_bytes} bytes"
             except (aiohttp.ClientError, TimeoutError) as error:

@@ -25,7 +25,8 @@ from isochrone.wire.assignment import PeerSource
 from isochrone.wire.ids import NodeId, PopId
 from isochrone.wire.model import ArtifactFile
 from nodeagent import metrics
-from nodeagent.decide.pace import Pace, Watermark
+from nodeagent.decide.pace import Watermark
+from nodeagent.host.link import Link
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +65,7 @@ class Asked(Enum):
 class Wanted(NamedTuple):
     """One file of an artifact, and where it is being put together.
 
-    `verify` says what is wrong with the file there, "" if nothing.
+    `verify` says what is wrong with the file there, "" if nothing; it comes over `link`.
     """
 
     digest: str
@@ -72,6 +73,7 @@ class Wanted(NamedTuple):
     path: Path
     verify: Verify
     tell: Tell
+    link: Link
 
 
 class Peers:
@@ -83,19 +85,17 @@ class Peers:
         holders: Callable[[str], Sequence[PeerSource]],
         pop: PopId,
         context: SSLContext | None,
-        pace: Pace,
         clock: Callable[[], float],
         chance: random.Random,
         limits: PeerLimits | None = None,
     ) -> None:
-        """`context` shows our certificate to peers that serve TLS; `pace` bounds what we take."""
+        """`context` shows our certificate to peers that serve TLS."""
         self.limits = limits or PeerLimits()
         self.clock = clock
         self.chance = chance
         self.context = context
         self._holders = holders
         self._pop = pop
-        self._pace = pace
         # By artifact: a peer that lied about one is not asked for it again in this life; one that
         # failed is given time.
         self._shunned: dict[str, set[NodeId]] = {}
@@ -116,8 +116,8 @@ class Peers:
     def candidates(self, digest: str) -> tuple[list[PeerSource], list[PeerSource]]:
         """Return who may be asked now, those of our own PoP apart from those far away."""
         asked = [peer for peer in self._holders(digest) if self._may_ask(digest, peer.node_id)]
-        near = [peer for peer in asked if peer.pop == self._pop]
-        return near, [peer for peer in asked if peer.pop != self._pop and peer.holds]
+        near = [peer for peer in asked if not self.is_far(peer)]
+        return near, [peer for peer in asked if self.is_far(peer) and peer.holds]
 
     def failed(self, digest: str, peer: NodeId) -> None:
         """Note a failure that may pass."""
@@ -132,12 +132,9 @@ class Peers:
             extra={"fields": {"digest": digest, "peers": sorted(peers), "reason": reason}},
         )
 
-    async def keep_pace(self, size_bytes: int) -> float:
-        """Wait until as many bytes more may come; return how long that was."""
-        wait_s = self._pace.wait_s(size_bytes, self.clock())
-        if wait_s > 0:
-            await asyncio.sleep(wait_s)
-        return wait_s
+    def is_far(self, peer: PeerSource) -> bool:
+        """Say whether a peer is in another PoP."""
+        return peer.pop != self._pop
 
     def _may_ask(self, digest: str, peer: NodeId) -> bool:
         if peer in self._shunned.get(digest, ()):
@@ -190,7 +187,7 @@ class _Fetch:
 
     async def _ask(self, peer: PeerSource) -> Asked:
         """Ask one peer, and verify what is whole by then."""
-        digest, file, path, verify, _ = self._wanted
+        digest, file, path, verify = self._wanted[:4]
         try:
             answer = await self._read(peer)
         except (PeerFailed, aiohttp.ClientError, OSError) as error:
@@ -211,7 +208,7 @@ class _Fetch:
 
     async def _read(self, peer: PeerSource) -> Asked:
         """Read from where we are to the end; raises PeerFailed and aiohttp's errors."""
-        digest, file, path, _, _ = self._wanted
+        digest, file, path = self._wanted[:3]
         offset = path.stat().st_size if path.exists() else 0
         if offset >= file.size_bytes:
             path.unlink(missing_ok=True)
@@ -238,7 +235,8 @@ class _Fetch:
     async def _append(
         self, peer: PeerSource, response: aiohttp.ClientResponse, size_bytes: int
     ) -> None:
-        _, file, path, _, tell = self._wanted
+        _, file, path, _, tell, link = self._wanted
+        began, had_bytes = self._peers.clock(), size_bytes
         clock, limits = self._peers.clock, self._peers.limits
         watermark = Watermark(limits.least_bytes_per_s, limits.window_s, clock())
         self._givers.add(peer.node_id)
@@ -251,11 +249,13 @@ class _Fetch:
                     raise PeerFailed(f"{peer.node_id} sends more than {file.size_bytes} bytes")
                 await asyncio.to_thread(out.write, chunk)
                 tell(size_bytes)
-                excused_s = await self._peers.keep_pace(len(chunk))
+                excused_s = await link.keep_pace(len(chunk))
                 if watermark.is_slow(len(chunk), clock(), excused_s):
                     raise PeerFailed(f"{peer.node_id} is slower than {limits.least_bytes_per_s:g}")
         if size_bytes < file.size_bytes:
             raise PeerFailed(f"{peer.node_id} ended after {size_bytes} of {file.size_bytes} bytes")
+        if self._peers.is_far(peer):
+            link.saw(size_bytes - had_bytes, clock() - began)
 
     def _may_come(self, peer: PeerSource, response: aiohttp.ClientResponse) -> Asked:
         """Judge a peer that is busy, or is itself still fetching: LATER while it gets on."""

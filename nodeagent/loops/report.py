@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from isochrone import __version__
@@ -13,6 +13,7 @@ from isochrone.wire.ids import Epoch, Generation
 from isochrone.wire.report import Pulse, ReplicaState, Report
 from nodeagent import metrics
 from nodeagent.config import NodeConfig
+from nodeagent.host import tiers
 from nodeagent.host.artifacts import Artifacts
 from nodeagent.node import Node
 from nodeagent.supervisor import Supervisor
@@ -25,6 +26,15 @@ class Reported(NamedTuple):
 
     replicas: int
     sent: bool
+
+
+class Disk(NamedTuple):
+    """What lies on this node's disk, what of it in the page cache, and what more it may take."""
+
+    artifacts: tuple[str, ...] = ()
+    in_host_memory: tuple[str, ...] = ()
+    free_bytes: int = 0
+    bytes_per_s: float = 0.0
 
 
 class ReportDuty:
@@ -43,6 +53,7 @@ class ReportDuty:
         self._node = node
         self._supervisor = supervisor
         self._artifacts = artifacts
+        self._disk = Disk()
         self._link = link
         self._seq = 0
 
@@ -79,9 +90,9 @@ class ReportDuty:
         self._seq += 1
         held = self._node.assignment
         devices = await self._node.read_devices()
-        artifacts, free = await asyncio.to_thread(
-            lambda: (self._artifacts.held(), self._artifacts.disk_free_bytes())
-        )
+        needed = {prefetch.artifact.digest for prefetch in self._node.prefetches()}
+        pinned = needed | set(self._supervisor.pinned())
+        disk = await asyncio.to_thread(self._look_at_disk, pinned)
         return Report(
             node_id=self._node.node_id,
             boot_id=self._node.boot_id,
@@ -92,10 +103,33 @@ class ReportDuty:
             devices=tuple(devices),
             replicas=tuple(r.report() for r in list(self._supervisor.replicas.values())),
             refusals=self._node.refusals,
-            artifacts=artifacts,
-            disk_free_bytes=free,
+            artifacts=disk.artifacts,
+            in_host_memory=disk.in_host_memory,
+            disk_free_bytes=disk.free_bytes,
+            disk_bytes_per_s=disk.bytes_per_s,
+            fetch_bytes_per_s=self._artifacts.link.seen_bytes_per_s,
+            failure_domain=self._config.failure_domain,
             version=__version__,
         )
+
+    def _look_at_disk(self, pinned: Collection[str]) -> Disk:
+        held = {digest: self._artifacts.files_of(digest) for digest in self._artifacts.held()}
+        rate = self._disk.bytes_per_s
+        if not rate:
+            # Once in a life of this agent: it takes a moment of the disk.
+            largest = max(
+                (file for files in held.values() for file in files),
+                key=lambda file: file.stat().st_size,
+                default=None,
+            )
+            rate = tiers.disk_bytes_per_s(largest) if largest else 0.0
+        self._disk = Disk(
+            tuple(held),
+            tuple(digest for digest, files in held.items() if tiers.is_in_host_memory(files)),
+            self._artifacts.disk_free_bytes(pinned),
+            rate,
+        )
+        return self._disk
 
 
 class Pulsed(NamedTuple):

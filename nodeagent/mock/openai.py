@@ -190,26 +190,6 @@ class Encoder:
         return b"data: " + msgspec.json.encode(body) + b"\n\n"
 
 
-def error_frame(error: ApiError) -> bytes:
-    """Return an error as the last event of a stream: never a silent cut."""
-    return b"data: " + error_body(error) + b"\n\n"
-
-
-def error_body(error: ApiError) -> bytes:
-    """Return an error in OpenAI's shape."""
-    kind = "invalid_request_error" if error.meaning.status < 500 else "server_error"
-    return msgspec.json.encode(
-        {
-            "error": {
-                "message": error.message,
-                "type": kind,
-                "param": error.param,
-                "code": error.code.value,
-            }
-        }
-    )
-
-
 def _decode(body: bytes, reader: "msgspec.json.Decoder[Any]") -> Any:
     try:
         return reader.decode(body)

@@ -18,7 +18,7 @@ from aiohttp import web
 from isochrone.service.door import error_response, errors_as, read_body
 from isochrone.wire import headers
 from isochrone.wire.engine import EngineConfig
-from isochrone.wire.errors import ApiError, ErrorCode
+from isochrone.wire.errors import ApiError, ErrorCode, openai_error, openai_error_event
 from isochrone.wire.ids import is_request_id
 from nodeagent.mock import openai
 from nodeagent.mock.engine import MockEngine
@@ -43,7 +43,7 @@ class Server:
 
     def app(self) -> web.Application:
         """Return the routes."""
-        app = web.Application(client_max_size=BODY_BYTES_MAX, middlewares=[errors_as(openai_error)])
+        app = web.Application(client_max_size=BODY_BYTES_MAX, middlewares=[errors_as(_as_openai)])
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_post("/v1/completions", self._completion)
         app.router.add_get("/v1/models", self._models)
@@ -145,7 +145,7 @@ class Server:
                     await response.write(encoder.piece(piece))
                     usage = piece.usage or usage
         except ApiError as error:
-            await response.write(openai.error_frame(error))
+            await response.write(openai_error_event(error))
             await response.write_eof()
             return response
         if wants_usage and usage is not None:
@@ -205,6 +205,5 @@ def _clear(socket: str) -> None:
     os.umask(0o077)
 
 
-def openai_error(error: ApiError) -> web.Response:
-    """Encode an error in OpenAI's shape."""
-    return error_response(error, openai.error_body(error))
+def _as_openai(error: ApiError) -> web.Response:
+    return error_response(error, msgspec.json.encode(openai_error(error)))

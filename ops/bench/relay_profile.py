@@ -48,6 +48,8 @@ class Asker(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Ask again, until enough was asked."""
+        if data.startswith(b"HTTP/1.1 ") and not data.startswith(b"HTTP/1.1 200"):
+            raise SystemExit(f"cannot profile: answered {data[:200]!r}")
         if not data.endswith(self._end):
             return
         self._left[0] -= 1

@@ -1,16 +1,18 @@
 """Tokens a second at batch 1, with drafts and without, and what verifying several tokens costs.
 
     python -m ops.bench.speculate MODEL [--rounds N] [--drafts K] [--kinds tool copy chat]
+        [--draft SMALLER] [--clock wall]
 
 Both run in one process on one engine, turn by turn; every output must be the same with and without.
-Time is the processor's, on one thread, so that neighbours on the machine count little. The prompts
-are committed beside this file: calls of tools, copies of JSON, and plain chats, which should lose
-nothing.
+Time is the wall's, or the processor's on one thread, so that neighbours on the machine count little
+(`--clock`). `--draft` names a model that drafts beside the lookup. The prompts are committed beside
+this file: calls of tools, copies of JSON, and plain chats, which should lose nothing.
 """
 
 import argparse
 import json
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -53,8 +55,12 @@ class Runs:
 class Bench:
     """One engine and its prompts."""
 
-    def __init__(self, loaded: Loaded) -> None:
+    def __init__(self, loaded: Loaded, clock: Callable[[], float]) -> None:
         self._loaded = loaded
+        self._clock = clock
+        speculation = loaded.engine.speculation
+        if speculation is not None and speculation.ahead is not None:
+            speculation.ahead.clock = clock
         self._grammars = Grammars(loaded.vocabulary)
         self._numbers = 0
 
@@ -64,11 +70,11 @@ class Bench:
         generation = self._generation(prompt, drafts=drafts)
         engine.submit(generation)
         text, tokens, steps = "", 0, 0
-        started_s = time.process_time()
+        started_s = self._clock()
         while engine.busy:
-            before_s = time.process_time()
+            before_s = self._clock()
             stepped = engine.step()
-            now_s = time.process_time()
+            now_s = self._clock()
             engine.timed(stepped, now_s - before_s)
             for delta in stepped.deltas:
                 text += delta.text
@@ -77,7 +83,7 @@ class Bench:
                 started_s = now_s
             else:
                 steps += 1
-        runs.seconds[drafts].append(time.process_time() - started_s)
+        runs.seconds[drafts].append(self._clock() - started_s)
         runs.tokens, runs.steps[drafts] = tokens, steps
         if generation.drafter is not None:
             runs.drafted += generation.drafter.drafted
@@ -111,7 +117,7 @@ class Bench:
         )
 
 
-def forward_ms(runner: Runner, rounds: int) -> dict[int, float]:
+def forward_ms(runner: Runner, rounds: int, clock: Callable[[], float]) -> dict[int, float]:
     """Measure one step that computes so many tokens behind a context, for each of SIZES."""
     sequence = Sequence(0, list(range(CONTEXT + max(SIZES))), Ending(1, frozenset()))
     sequence.blocks = list(range(-(-len(sequence.tokens) // BLOCK_TOKENS)))
@@ -121,9 +127,9 @@ def forward_ms(runner: Runner, rounds: int) -> dict[int, float]:
         for size in SIZES:
             chunk = Chunk(sequence, CONTEXT, size)
             batch = Batch((chunk,), ()) if size == 1 else Batch((), (chunk,))
-            started_s = time.process_time()
+            started_s = clock()
             runner.run(batch)
-            times[size].append(time.process_time() - started_s)
+            times[size].append(clock() - started_s)
     return {size: min(found) * 1e3 for size, found in times.items()}
 
 
@@ -134,6 +140,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--drafts", type=int, default=8)
     parser.add_argument("--kinds", nargs="+", default=["tool", "copy", "chat"])
+    parser.add_argument("--draft", default="", help="a model of the same tokens, or a head")
+    parser.add_argument("--clock", default="processor", choices=("processor", "wall"))
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--quantisation", default="none", choices=("none", "file"))
     arguments = parser.parse_args()
     loaded = load(
@@ -141,18 +150,20 @@ def main() -> None:
             model_path=str(arguments.model),
             served_name="bench",
             socket="unused",
-            threads=1,
+            threads=arguments.threads,
+            draft_path=arguments.draft,
             quantisation=arguments.quantisation,
             draft_tokens_max=arguments.drafts,
         )
     )
     print("| tokens in a step | ms | to one |\n|---|---|---|")
-    costs = forward_ms(loaded.engine._runner, 3 * arguments.rounds)
+    clock = time.process_time if arguments.clock == "processor" else time.perf_counter
+    costs = forward_ms(loaded.engine._runner, 3 * arguments.rounds, clock)
     for size, cost_ms in costs.items():
         print(f"| {size} | {cost_ms:.1f} | {cost_ms / costs[1]:.2f} |")
     print("\n| prompt | tokens | steps | drafts held | tok/s without | with | gain |")
     print("|---|---|---|---|---|---|---|")
-    bench = Bench(loaded)
+    bench = Bench(loaded, clock)
     gains: dict[str, list[float]] = {}
     for prompt in json.loads(PROMPTS.read_text()):
         if prompt["kind"] not in arguments.kinds:
@@ -168,6 +179,9 @@ def main() -> None:
             f" {runs.accepted / max(runs.drafted, 1):.0%} | {runs.rate(False):.1f} |"
             f" {runs.rate(True):.1f} | {gain:.2f}x |"
         )
+    assert loaded.engine.speculation is not None
+    for drafter, tally in loaded.engine.speculation.tallies.items():
+        print(f"\n{drafter}: {tally.accepted} of {tally.drafted} drafts held")
     for kind, found in gains.items():
         print(f"\n{kind}: {median(found):.2f}x in the median")
 

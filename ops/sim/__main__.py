@@ -17,7 +17,7 @@ from ops.sim import data
 from ops.sim.cases import CASES, Case, speed_for, world_of
 from ops.sim.measure import Figures, figures_of
 from ops.sim.run import NAMES, simulate
-from ops.sim.traces import Request
+from ops.sim.traces import Part, Request
 from ops.sim.world import World
 
 LOADS: Final = (50, 80, 95)
@@ -49,7 +49,7 @@ def prove(
     case: Case, folder: Path, most: int, loads: Sequence[int], names: Sequence[str]
 ) -> list[dict[str, object]]:
     """Run one case at all loads and ages."""
-    requests = case.read(folder / case.path, most)
+    requests = case.read(folder / case.path, Part(most))
     world = world_of(case, folder)
     found: list[dict[str, object]] = []
     for load in loads:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from ops.sim import traces
-from ops.sim.traces import Request
+from ops.sim.traces import Part, Request
 from ops.sim.world import BIG, LLAMA_8B, Model, World, a_world
 
 WINDOWS: Final = 20
@@ -19,7 +19,7 @@ class Case(NamedTuple):
     """A trace, the model that answers it, and which share of its prompts the oracle has cached."""
 
     name: str
-    read: Callable[[Path, int], list[Request]]
+    read: Callable[[Path, Part], list[Request]]
     path: str
     model: Model
     cached_share: float
@@ -38,9 +38,9 @@ CASES: Final = (
 )
 
 
-def world_of(case: Case, folder: Path) -> World:
+def world_of(case: Case, folder: Path, seed: int = 1) -> World:
     """Return the fleet of a case."""
-    return a_world(folder / "rtt" / "azure_region_rtt_matrix.csv", case.model)
+    return a_world(folder / "rtt" / "azure_region_rtt_matrix.csv", case.model, seed)
 
 
 def seconds_each(world: World, requests: Sequence[Request], cached_share: float) -> float:

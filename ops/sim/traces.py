@@ -8,6 +8,7 @@ import json
 import random
 from collections import Counter
 from datetime import datetime
+from itertools import islice
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -21,6 +22,9 @@ THINK_S: Final = 40.0
 TURNS_MEAN: Final = 4.0
 TURNS_MAX: Final = 24
 PROMPT_TOKENS_MAX: Final = 32_000
+SESSIONS_SEED: Final = 7
+AZURE: Final = "azure2023_conv.csv.gz"
+VIDUR: Final = "vidur_arxiv_summarization_stats_llama2_tokenizer_filtered_v2.csv.gz"
 
 
 class Request(NamedTuple):
@@ -37,18 +41,30 @@ class Request(NamedTuple):
     """In [0, 1): which city asks, by the shares of demand."""
 
 
-def place_of(session: str) -> float:
+class Part(NamedTuple):
+    """Which part of a trace, and the seed of what the trace does not tell: who asks from where.
+
+    Seed 0 is the one that the choice was tuned with.
+    """
+
+    most: int
+    skip: int = 0
+    seed: int = 0
+
+
+def place_of(session: str, seed: int = 0) -> float:
     """Return a session's place, the same each time."""
-    return seed_of(session) / 2**64
+    return seed_of(f"{seed}/{session}" if seed else session) / 2**64
 
 
-def mooncake(path: Path, most: int) -> list[Request]:
+def mooncake(path: Path, part: Part) -> list[Request]:
     """Read the conversation trace of Mooncake. It names no sessions: they are told by their blocks.
 
     A request continues the session that first brought its deepest known block, unless that block is
     one that many share (a system prompt).
     """
-    asked = [json.loads(line) for _, line in zip(range(most), data.lines(path), strict=False)]
+    lines = islice(data.lines(path), part.skip, part.skip + part.most)
+    asked = [json.loads(line) for line in lines]
     shared = Counter(block for one in asked for block in one["hash_ids"][:4])
     brought: dict[int, str] = {}
     requests = []
@@ -61,14 +77,14 @@ def mooncake(path: Path, most: int) -> list[Request]:
         requests.append(
             Request(
                 number,
-                one["timestamp"] / 1000,
+                (one["timestamp"] - asked[0]["timestamp"]) / 1000,
                 one["input_length"],
                 max(1, one["output_length"]),
                 # The last block is seldom whole, and only whole blocks are cached.
                 blocks[: one["input_length"] // MOONCAKE_BLOCK],
                 MOONCAKE_BLOCK,
                 session,
-                place_of(session),
+                place_of(session, part.seed),
             )
         )
     return _spread(requests)
@@ -89,13 +105,12 @@ def _spread(requests: list[Request]) -> list[Request]:
     return spread
 
 
-def azure(path: Path, most: int) -> list[Request]:
+def azure(path: Path, part: Part) -> list[Request]:
     """Read the conversation trace of Azure 2023: lengths and times; no prompt repeats another."""
     requests: list[Request] = []
     first = None
-    for number, row in enumerate(data.rows(path)):
-        if number >= most:
-            break
+    rows = islice(data.rows(path), part.skip, part.skip + part.most)
+    for number, row in enumerate(rows):
         when = datetime.fromisoformat(row["TIMESTAMP"][:26])
         first = first or when
         tokens = int(row["ContextTokens"])
@@ -108,10 +123,24 @@ def azure(path: Path, most: int) -> list[Request]:
                 tuple(number * 10_000 + n for n in range(tokens // SESSION_BLOCK)),
                 SESSION_BLOCK,
                 "",
-                place_of(f"a{number}"),
+                place_of(f"a{number}", part.seed),
             )
         )
     return requests
+
+
+def summaries(folder: Path, part: Part) -> list[Request]:
+    """Give the lengths of arXiv papers to be summarised the arrivals of Azure 2023."""
+    lengths = islice(data.rows(folder / VIDUR), part.skip, part.skip + part.most)
+    requests = azure(folder / AZURE, part)
+    return [
+        request._replace(
+            prompt_tokens=(tokens := int(row["num_prefill_tokens"])),
+            output_tokens=max(1, int(row["num_decode_tokens"])),
+            blocks=tuple(request.number * 10_000 + n for n in range(tokens // SESSION_BLOCK)),
+        )
+        for request, row in zip(requests, lengths, strict=False)
+    ]
 
 
 class _Client(NamedTuple):
@@ -121,15 +150,16 @@ class _Client(NamedTuple):
     output: list[tuple[float, float]]
 
 
-def sessions(folder: Path, most: int, seed: int = 7) -> list[Request]:
+def sessions(folder: Path, part: Part, model: str = "m-large") -> list[Request]:
     """Draw conversations of the clients that ServeGen measured: rates and lengths are theirs.
 
     Turns, thinking times and a system prompt each client's sessions share are assumed: ServeGen has
     none of those. A turn's prompt is all that was said before it, and its own words.
     """
-    chance = random.Random(seed)
-    clients = _clients(folder)
+    chance = random.Random(part.seed or SESSIONS_SEED)
+    clients = _clients(folder, model)
     total = sum(client.rate for client in clients)
+    most = part.most
     duration_s = most / 5.0
     requests: list[Request] = []
     system = {client.tenant: chance.randint(3, 30) for client in clients}
@@ -171,13 +201,13 @@ def _conversation(
     return asked
 
 
-def _clients(folder: Path) -> list[_Client]:
+def _clients(folder: Path, model: str) -> list[_Client]:
     rates: dict[str, list[float]] = {}
-    for row in data.rows(folder / "m-large_client_rates.csv.gz"):
+    for row in data.rows(folder / f"{model}_client_rates.csv.gz"):
         if float(row["t_s"]) < 86_400:
             rates.setdefault(row["client"], []).append(float(row["rate_rps"]))
     lengths: dict[tuple[str, str], list[tuple[float, float]]] = {}
-    for row in data.rows(folder / "m-large_client_tokens.csv.gz"):
+    for row in data.rows(folder / f"{model}_client_tokens.csv.gz"):
         key = (row["client"], row["field"])
         if key not in lengths:
             shares = (("p10", 0.1), ("p50", 0.5), ("p90", 0.9), ("p99", 0.99))

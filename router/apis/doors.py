@@ -19,7 +19,6 @@ from isochrone.wire.routes import KeyEntry
 from router.apis.openai.hot import READERS, OpenAiSurface
 from router.apis.workers_ai.hot import WorkersAiSurface
 from router.dataplane import http1
-from router.dataplane.answer import Answer
 from router.dataplane.exchange import AttemptFailed
 from router.dataplane.http1 import Reply
 from router.dataplane.server import ClientConnection
@@ -69,7 +68,6 @@ class Doors:
 
     async def _ask_within(self, request: http1.Request) -> Reply:
         """Have a cold request answered by aiohttp."""
-        answer = Answer(COLD, None, COLD_BYTES_MAX)
         target = f"{request.path}?{request.query}" if request.query else request.path
         # A HEAD is asked as a GET: its answer has no body to wait for, and `reply` sends none.
         method = "GET" if request.method == b"HEAD" else request.method.decode()
@@ -80,10 +78,14 @@ class Doors:
         }
         try:
             exchange = await self._upstream.ask(
-                NodeId(COLD), COLD, (method, target, sent, request.body), answer, COLD_TIMEOUT_S
+                NodeId(COLD),
+                COLD,
+                (method, target, sent, request.body),
+                COLD_TIMEOUT_S,
+                COLD_BYTES_MAX,
             )
             try:
-                head = await answer.opened()
+                head = await exchange.opened()
             finally:
                 exchange.leave()
         except AttemptFailed as error:
@@ -93,7 +95,7 @@ class Doors:
             for name, value in head.fields.items()
             if name not in _OURS
         }
-        return Reply(head.status, answer.body, extra, head.content_type)
+        return Reply(head.status, exchange.body, extra, head.content_type)
 
 
 @asynccontextmanager

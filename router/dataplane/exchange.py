@@ -1,24 +1,27 @@
-"""One request to one node on a raw connection, and its answer on the way back.
+"""One request to one node and its answer, whole or a stream, on its way back to a client.
 
 Rule 1: every wait for a node has its deadline; a client that does not read stops the clock.
 Rule 2: an exchange left before its end closes its connection: a node whose caller is gone must see
 it at once.
 Rule 3: a kept connection that its node closed before one byte of an answer is no failure of the
 node: the request goes out again on a fresh one.
+Rule 4: until its first token a stream is held, for another replica may still be tried; from it on
+bytes go from the node's connection to the client's without a stop on the way.
 """
 
 import asyncio
 from collections.abc import Callable, Mapping
 from enum import StrEnum
-from typing import Final, Protocol, cast
-
-import httptools
+from typing import Final, Protocol
 
 from isochrone.wire import headers
 from isochrone.wire.ids import NodeId
+from router.dataplane import sse
 from router.dataplane.deadlines import NEVER
+from router.dataplane.http1 import EVENT_STREAM
+from router.dataplane.usage import UsageCount
 
-HEAD_BYTES_MAX: Final = 32 * 1024
+HELD_BYTES_MAX: Final = 256 * 1024
 END_TIMEOUT_S: Final = 0.5
 
 
@@ -62,72 +65,49 @@ _RESUMED: Final = headers.RESUMED.encode()
 _REFUSED: Final = headers.REFUSED.encode()
 
 
-class Answer(Protocol):
-    """What takes a node's answer in, byte by byte as it comes."""
+class Writer(Protocol):
+    """Where a stream goes."""
 
-    def on_head(self, head: Head) -> None:
-        """The head is whole; AttemptFailed ends the exchange."""
-
-    def on_body(self, data: bytes) -> None:
-        """Bytes of the body, as many as came together; AttemptFailed ends the exchange."""
-
-    def on_end(self) -> None:
-        """The body is whole."""
-
-    def on_failure(self, failure: AttemptFailed) -> None:
-        """The exchange broke; nothing follows."""
+    def send(self, data: bytes) -> None:
+        """Send bytes."""
 
 
-class _Nobody:
-    """Takes in what nobody needs any more."""
+class Connection(Protocol):
+    """What an exchange needs of the connection it is on."""
 
-    def on_head(self, head: Head) -> None:
-        """Need no head."""
+    exchange: "Exchange | None"
+    due_s: float
 
-    def on_body(self, data: bytes) -> None:
-        """Need no bytes."""
+    def begin(self, exchange: "Exchange") -> None:
+        """Send its request."""
 
-    def on_end(self) -> None:
-        """Need no end."""
+    def close(self) -> None:
+        """Close it at once."""
 
-    def on_failure(self, failure: AttemptFailed) -> None:
-        """Lose nothing but the connection."""
+    def pause(self) -> None:
+        """Read no more."""
+
+    def resume(self) -> None:
+        """Read on."""
 
 
 class Pool(Protocol):
-    """Whence connections come, and whither they go back."""
+    """Whence connections come."""
 
     clock: Callable[[], float]
 
-    async def connect(self, node_id: NodeId, address: str) -> "NodeConnection":
+    async def connect(self, node_id: NodeId, address: str) -> Connection:
         """Open a connection, or raise AttemptFailed."""
-
-    def keep(self, connection: "NodeConnection") -> None:
-        """Take back a connection whose exchange ended well."""
-
-    def opened(self, connection: "NodeConnection") -> None:
-        """Count a connection in."""
-
-    def closed(self, connection: "NodeConnection") -> None:
-        """Count a connection out."""
 
 
 class Exchange:
-    """One request to one node, and its answer on the way back."""
+    """One attempt. Await `opened`, then for a stream `flow`; `leave` it in any case."""
 
     __slots__ = (
-        "_address",
-        "_answer",
-        "_body",
-        "_connection",
-        "_due_s",
-        "_head",
-        "_node_id",
-        "_patience_s",
-        "_paused",
-        "_pool",
-        "_retry",
-        "is_over",
+        "_address", "_bytes_max", "_connection", "_failure", "_held", "_held_bytes", "_is_open",
+        "_is_rest", "_node_id", "_pool", "_retry", "_waiter", "_writer", "body", "due_s", "frames",
+        "head", "is_over", "is_paused", "is_stream", "is_unwanted", "patience_s", "request",
+        "usage",
     )  # fmt: skip
 
     def __init__(
@@ -135,36 +115,73 @@ class Exchange:
         pool: Pool,
         node_id: NodeId,
         address: str,
-        head: bytes,
-        body: bytes,
-        answer: Answer,
+        request: tuple[bytes, bytes],
+        bytes_max: int,
+        frames: sse.Frames | None = None,
+        *,
+        is_rest: bool = False,
     ) -> None:
+        """Expect a stream where there are `frames` to take it, else a body of `bytes_max`.
+
+        With `is_rest` it goes on from what was said; one that would begin anew is refused.
+        """
+        self.request = request
+        self.frames = frames
+        self.head: Head | None = None
+        self.body = b""
+        self.usage: UsageCount | None = None
+        self.is_stream = self.is_over = self.is_paused = self.is_unwanted = False
+        self.patience_s = self.due_s = NEVER
         self._pool = pool
         self._node_id = node_id
         self._address = address
-        self._head = head
-        self._body = body
-        self._answer = answer
-        self._connection: NodeConnection | None = None
+        self._bytes_max = bytes_max
+        self._is_rest = is_rest
+        self._is_open = False
+        self._failure: AttemptFailed | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._writer: Writer | None = None
+        self._held: list[bytes] = []
+        self._held_bytes = 0
+        self._connection: Connection | None = None
         self._retry: asyncio.Task[None] | None = None
-        self._patience_s = NEVER
-        self._due_s = NEVER
-        self._paused = False
-        self.is_over = False
 
-    async def begin(self, connection: "NodeConnection") -> None:
+    async def opened(self) -> Head:
+        """Return when the answer is whole, or its first token is there; raise AttemptFailed."""
+        if not self._is_open and self._failure is None:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        if self._failure is not None:
+            raise self._failure
+        assert self.head is not None
+        return self.head
+
+    async def flow(self, writer: Writer) -> None:
+        """Let the stream flow to `writer` until `[DONE]` or an error event; AttemptFailed else."""
+        frames = self.frames
+        assert frames is not None
+        self._writer = writer
+        first = b"".join(self._held)
+        self._held.clear()
+        if first:
+            writer.send(first)
+        if not frames.is_over and self._failure is None:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        if self._failure is not None and not frames.is_over:
+            raise self._failure
+
+    def begin(self, connection: Connection) -> None:
         """Send the request over `connection`."""
         self._connection = connection
-        connection.take(self)
-        connection.due_s = self._due_s
-        connection.write(self._head, self._body)
+        connection.begin(self)
 
     def wait(self, patience_s: float) -> None:
         """From now on the next byte must come within `patience_s`."""
-        self._patience_s = patience_s
-        self._due_s = self._pool.clock() + patience_s
-        if self._connection is not None and not self._paused:
-            self._connection.due_s = self._due_s
+        self.patience_s = patience_s
+        self.due_s = self._pool.clock() + patience_s
+        if self._connection is not None and not self.is_paused:
+            self._connection.due_s = self.due_s
 
     def leave(self) -> None:
         """Be done with it: at its end the connection is kept, before it is closed."""
@@ -178,42 +195,81 @@ class Exchange:
     def let_end(self) -> None:
         """Read what is left of a body nobody needs, so that the connection can be kept."""
         if not self.is_over:
-            self._answer = _Nobody()
+            self.is_unwanted = True
             self.resume()
             self.wait(END_TIMEOUT_S)
 
     def pause(self) -> None:
         """Read no more for now: the client reads slower. The node is not to blame for the wait."""
-        self._paused = True
+        self.is_paused = True
         if self._connection is not None:
             self._connection.pause()
             self._connection.due_s = NEVER
 
     def resume(self) -> None:
         """Read on."""
-        self._paused = False
+        self.is_paused = False
         if self._connection is not None:
-            self._connection.due_s = self._pool.clock() + self._patience_s
+            self._connection.due_s = self._pool.clock() + self.patience_s
             self._connection.resume()
 
     # The connection's side.
 
     def on_head(self, head: Head) -> None:
-        """Pass the head on."""
-        self._answer.on_head(head)
+        """Take the head: it says whether a stream follows. AttemptFailed ends the exchange."""
+        self.head = head
+        if self.frames is None or head.status != 200:
+            return
+        if not head.content_type.startswith(EVENT_STREAM):
+            raise AttemptFailed(Failure.BROKEN, f"{self._node_id} sent no event stream")
+        if self._is_rest and not head.resumed:
+            raise AttemptFailed(Failure.UNFIT, f"{self._node_id} cannot go on from a text")
+        self.is_stream = True
 
     def on_body(self, data: bytes) -> None:
-        """Pass bytes on: the wait begins anew."""
-        connection = self._connection
-        if connection is not None and not self._paused:
-            connection.due_s = self._pool.clock() + self._patience_s
-        self._answer.on_body(data)
+        """Take bytes: collect them, or pass their frames on. AttemptFailed ends the exchange."""
+        if self.is_unwanted:
+            return
+        frames = self.frames
+        if not self.is_stream or frames is None:
+            self._hold(data)
+            if self._held_bytes > self._bytes_max:
+                raise AttemptFailed(
+                    Failure.BROKEN, f"{self._node_id} answered more than {self._bytes_max} bytes"
+                )
+            return
+        try:
+            shown = frames.feed(data)
+        except sse.BrokenStream as error:
+            raise AttemptFailed(Failure.BROKEN, f"{self._node_id} sent {error}") from error
+        if self._writer is not None:
+            if shown:
+                self._writer.send(shown)
+            if frames.is_over:
+                self._wake()
+            return
+        # Nothing goes out until there is a token in it.
+        if frames.has_failed:
+            raise AttemptFailed(Failure.ERROR, f"{self._node_id} reported an error")
+        self._hold(shown)
+        if frames.has_begun or frames.is_over or self._held_bytes > HELD_BYTES_MAX:
+            self._is_open = True
+            self._wake()
 
     def on_end(self) -> None:
-        """The answer is whole: the connection is free again."""
+        """Take the end: of a stream it is one only after `[DONE]`. The connection is free again."""
         self.is_over = True
         self._connection = None
-        self._answer.on_end()
+        frames = self.frames
+        if not self.is_stream:
+            self.body = b"".join(self._held)
+            self._is_open = True
+        elif frames is not None and not frames.is_over:
+            when = "early" if frames.has_begun else "before a token"
+            self._failure = AttemptFailed(
+                Failure.BROKEN, f"{self._node_id} ended the stream {when}"
+            )
+        self._wake()
 
     def on_lost(self, *, is_stale: bool) -> None:
         """The connection broke before the answer was whole."""
@@ -226,171 +282,29 @@ class Exchange:
     def on_silence(self) -> None:
         """The node said nothing for as long as may be."""
         self.fail(
-            AttemptFailed(Failure.SILENT, f"{self._node_id} fell silent for {self._patience_s:g} s")
+            AttemptFailed(Failure.SILENT, f"{self._node_id} fell silent for {self.patience_s:g} s")
         )
 
     def fail(self, failure: AttemptFailed) -> None:
-        """End the exchange badly."""
+        """End the exchange badly; nothing follows."""
         self.is_over = True
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.exchange = None
             connection.close()
-        self._answer.on_failure(failure)
+        self._failure = failure
+        self._wake()
 
     async def _again(self) -> None:
         try:
-            await self.begin(await self._pool.connect(self._node_id, self._address))
+            self.begin(await self._pool.connect(self._node_id, self._address))
         except AttemptFailed as failure:
             self.fail(failure)
 
+    def _hold(self, data: bytes) -> None:
+        self._held.append(data)
+        self._held_bytes += len(data)
 
-class NodeConnection(asyncio.Protocol):
-    """One connection to a node; one exchange at a time."""
-
-    __slots__ = (
-        "_body",
-        "_fields",
-        "_head_bytes",
-        "_is_used",
-        "_keeps",
-        "_parser",
-        "_pool",
-        "_seen",
-        "_transport",
-        "_whole",
-        "address",
-        "due_s",
-        "exchange",
-    )  # fmt: skip
-
-    def __init__(self, pool: Pool, address: str) -> None:
-        self.address = address
-        self.exchange: Exchange | None = None
-        self.due_s = NEVER
-        self._pool = pool
-        self._transport: asyncio.Transport | None = None
-        self._parser = httptools.HttpResponseParser(self)
-        self._fields: dict[bytes, bytes] = {}
-        self._body: list[bytes] = []
-        self._head_bytes = 0
-        self._is_used = False
-        self._seen = False
-        self._whole = False
-        self._keeps = False
-
-    def take(self, exchange: Exchange) -> None:
-        """Begin an exchange on it."""
-        self.exchange = exchange
-        self._seen = False
-        self._whole = False
-
-    def write(self, head: bytes, body: bytes) -> None:
-        """Send a request."""
-        assert self._transport is not None
-        if len(body) < 16_384:
-            self._transport.write(head + body)
-        else:
-            self._transport.writelines([head, body])
-
-    def close(self) -> None:
-        """Close it at once: what it still sends is nobody's."""
-        if self._transport is not None:
-            self._transport.abort()
-
-    def pause(self) -> None:
-        """Read no more."""
-        if self._transport is not None:
-            self._transport.pause_reading()
-
-    def resume(self) -> None:
-        """Read on."""
-        if self._transport is not None:
-            self._transport.resume_reading()
-
-    # The transport's side.
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Count the connection in."""
-        self._transport = cast(asyncio.Transport, transport)
-        self._pool.opened(self)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Count it out; an exchange that was on it is broken, or begins anew on another."""
-        self._transport = None
-        self._pool.closed(self)
-        exchange, self.exchange = self.exchange, None
-        if exchange is not None:
-            exchange.on_lost(is_stale=self._is_used and not self._seen)
-
-    def data_received(self, data: bytes) -> None:
-        """Parse what came and pass it on, as many bytes at once as came together."""
-        exchange = self.exchange
-        if exchange is None:
-            # An answer that nobody asked for: whatever this is, it is not ours.
-            self.close()
-            return
-        self._seen = True
-        try:
-            self._parser.feed_data(data)
-            if self._body:
-                body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
-                self._body.clear()
-                exchange.on_body(body)
-            if self._whole and self.exchange is exchange:
-                self._end(exchange)
-        except httptools.HttpParserCallbackError as error:
-            cause = error.__context__
-            exchange.fail(
-                cause if isinstance(cause, AttemptFailed) else self._broken("a broken head")
-            )
-        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            exchange.fail(self._broken(str(error)[:120]))
-        except AttemptFailed as failure:
-            exchange.fail(failure)
-
-    def on_due(self) -> None:
-        """Its time is up: nobody used it, or the node is silent."""
-        if self.exchange is not None:
-            self.exchange.on_silence()
-        else:
-            self.close()
-
-    # The parser's side.
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        """Take one header; trailers are dropped."""
-        self._head_bytes += len(name) + len(value)
-        if self._head_bytes > HEAD_BYTES_MAX:
-            raise self._broken(f"a head of more than {HEAD_BYTES_MAX} bytes")
-        self._fields[name.lower()] = value
-
-    def on_headers_complete(self) -> None:
-        """Pass the head on; an interim one (1xx) is none."""
-        status = self._parser.get_status_code()
-        if status >= 200 and self.exchange is not None:
-            self.exchange.on_head(Head(status, self._fields))
-        self._fields = {}
-        self._head_bytes = 0
-
-    def on_body(self, data: bytes) -> None:
-        """Take a part of the body."""
-        self._body.append(data)
-
-    def on_message_complete(self) -> None:
-        """Note the end; what came with it is passed on first."""
-        self._whole = self._parser.get_status_code() >= 200
-        # Asked here: after the message the parser answers for the next one.
-        self._keeps = self._parser.should_keep_alive()
-
-    def _end(self, exchange: Exchange) -> None:
-        self._is_used = True
-        self.exchange = None
-        if self._keeps and self._transport is not None:
-            self._pool.keep(self)
-        else:
-            self.close()
-        exchange.on_end()
-
-    def _broken(self, what: str) -> AttemptFailed:
-        return AttemptFailed(Failure.BROKEN, f"{self.address} sent {what}")
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

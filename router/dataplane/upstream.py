@@ -8,9 +8,10 @@ from typing import Final
 
 from isochrone.wire.ids import NodeId
 from router.config import RouterConfig
-from router.dataplane import http1
+from router.dataplane import http1, sse
+from router.dataplane.connection import NodeConnection
 from router.dataplane.deadlines import Deadlines
-from router.dataplane.exchange import Answer, AttemptFailed, Exchange, Failure, NodeConnection
+from router.dataplane.exchange import AttemptFailed, Exchange, Failure
 
 KEEPALIVE_S: Final = 20.0
 """Shorter than a node's own 75 s: a connection is never taken up just as the node closes it."""
@@ -47,28 +48,27 @@ class Upstream:
         node_id: NodeId,
         address: str,
         request: tuple[str, str, Mapping[str, str], bytes],
-        answer: Answer,
         timeout_s: float,
-    ) -> "Exchange":
-        """Send (method, path, headers, body) to a node; what comes back goes to `answer`.
+        bytes_max: int,
+        frames: sse.Frames | None = None,
+        *,
+        is_rest: bool = False,
+    ) -> Exchange:
+        """Send (method, path, headers, body) to a node; what comes back is the exchange's to tell.
 
         Raises AttemptFailed where the node cannot be reached.
         """
         method, path, sent, body = request
+        head = http1.request_head(method, path, _host(address), sent, len(body))
         exchange = Exchange(
-            self,
-            node_id,
-            address,
-            http1.request_head(method, path, _host(address), sent, len(body)),
-            body,
-            answer,
+            self, node_id, address, (head, body), bytes_max, frames, is_rest=is_rest
         )
         exchange.wait(timeout_s)
-        kept = self._kept(address)
-        await exchange.begin(kept or await self.connect(node_id, address))
+        idle = self._idle.get(address)
+        exchange.begin(idle.pop() if idle else await self.connect(node_id, address))
         return exchange
 
-    async def connect(self, node_id: NodeId, address: str) -> "NodeConnection":
+    async def connect(self, node_id: NodeId, address: str) -> NodeConnection:
         """Open a connection, or raise AttemptFailed."""
         loop = asyncio.get_running_loop()
 
@@ -88,7 +88,7 @@ class Upstream:
             raise AttemptFailed(Failure.UNREACHABLE, f"cannot reach {node_id}") from error
         return connection
 
-    def keep(self, connection: "NodeConnection") -> None:
+    def keep(self, connection: NodeConnection) -> None:
         """Take back a connection whose exchange ended well."""
         idle = self._idle.setdefault(connection.address, [])
         if len(idle) >= IDLE_PER_NODE_MAX:
@@ -97,12 +97,12 @@ class Upstream:
         connection.due_s = self.clock() + KEEPALIVE_S
         idle.append(connection)
 
-    def opened(self, connection: "NodeConnection") -> None:
+    def opened(self, connection: NodeConnection) -> None:
         """Count a connection in."""
         self._open.add(connection)
         self.deadlines.add(connection)
 
-    def closed(self, connection: "NodeConnection") -> None:
+    def closed(self, connection: NodeConnection) -> None:
         """Count a connection out."""
         self._open.discard(connection)
         self.deadlines.discard(connection)
@@ -121,10 +121,6 @@ class Upstream:
         while self._open:
             self._gone.clear()
             await self._gone.wait()
-
-    def _kept(self, address: str) -> "NodeConnection | None":
-        idle = self._idle.get(address)
-        return idle.pop() if idle else None
 
     def _where(self, address: str) -> tuple[str, int, SSLContext | None]:
         scheme, separator, rest = address.partition("://")

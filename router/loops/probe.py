@@ -8,7 +8,6 @@ from typing import Final, NamedTuple
 from isochrone.wire import headers
 from isochrone.wire.ids import NodeId
 from isochrone.wire.routes import Route
-from router.dataplane.answer import Answer
 from router.dataplane.exchange import AttemptFailed
 from router.dataplane.upstream import Upstream
 from router.fleet import Fleet
@@ -78,13 +77,13 @@ class Prober:
 
     async def _once(self, address: str, sent: dict[str, str] | None = None) -> str | None:
         """Return the node's refusal header, empty where it has none; None where it is silent."""
-        answer = Answer(address, None, PONG_BYTES_MAX)
+        request = ("GET", "/ping", sent or {}, b"")
         try:
             exchange = await self._upstream.ask(
-                NodeId(address), address, ("GET", "/ping", sent or {}, b""), answer, self._timeout_s
+                NodeId(address), address, request, self._timeout_s, PONG_BYTES_MAX
             )
             try:
-                head = await answer.opened()
+                head = await exchange.opened()
             finally:
                 exchange.leave()
         except AttemptFailed:

@@ -9,15 +9,16 @@ token); prefill is computing alone. Weights and KV are split over devices by ten
 expert: tensor within a node, pipeline over nodes of one PoP.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from math import inf, log2
 from typing import Final
 
 import msgspec
 
-from isochrone.wire.model import EngineSettings, Model, ModelShape
+from isochrone.wire import model_shape
+from isochrone.wire.model import Deployment, EngineSettings, Model, ModelShape
 from isochrone.wire.report import Profile
-from scheduler.decide.device_classes import DeviceClass
+from scheduler.decide.device_classes import DeviceClass, class_of
 
 GIB: Final = 1024**3
 
@@ -41,6 +42,13 @@ NODE_HOP_S: Final = 0.002
 """What a token's way from one node to the next of a pipeline adds, on the PoP's own network."""
 
 BATCH_MAX: Final = 512
+
+UNMEASURED: Final = Profile(prefill_tokens_per_s=400.0, decode_tokens_per_s=40.0)
+"""Rates assumed where nothing is measured and the class is not known: those of a small model on a
+few CPU cores. A guess too low adds a replica too many, one too high leaves users waiting."""
+
+Profiles = Mapping[tuple[str, str], Profile]
+"""What agents measured, by model and class of device."""
 
 
 class Traffic(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,7 +116,7 @@ def capacity(
             best = tried
     if best is None:
         return CannotFit(reason=_arithmetic(model, engine, devices, nodes, memory))
-    if measured and measured.prefill_tokens_per_s > 0 and measured.decode_tokens_per_s > 0:
+    if measured and is_measured(measured):
         return msgspec.structs.replace(
             best,
             prefill_tokens_per_s=measured.prefill_tokens_per_s,
@@ -116,6 +124,33 @@ def capacity(
             measured=True,
         )
     return best
+
+
+def rates_on(
+    device_class: str, deployment: Deployment, model: Model, profiles: Profiles
+) -> Profile:
+    """Return what a replica carries on a class of device: measured, else reckoned, else assumed."""
+    measured = profiles.get((model.model_id, device_class))
+    if measured and is_measured(measured):
+        return measured
+    kind = class_of(device_class)
+    reckoned = capacity(model, deployment.engine, kind) if kind else None
+    if isinstance(reckoned, Capacity):
+        return Profile(
+            prefill_tokens_per_s=reckoned.prefill_tokens_per_s,
+            decode_tokens_per_s=reckoned.decode_tokens_per_s,
+        )
+    known = [
+        profile
+        for (model_id, _), profile in profiles.items()
+        if model_id == model.model_id and is_measured(profile)
+    ]
+    return min(known, key=lambda p: p.decode_tokens_per_s, default=UNMEASURED)
+
+
+def is_measured(profile: Profile) -> bool:
+    """Say whether a profile holds both rates."""
+    return profile.prefill_tokens_per_s > 0 and profile.decode_tokens_per_s > 0
 
 
 def splits(shape: ModelShape | None, devices: int, nodes: int = 1) -> Iterator[Split]:
@@ -136,14 +171,9 @@ def splits(shape: ModelShape | None, devices: int, nodes: int = 1) -> Iterator[S
 
 def kv_bytes_per_token(model: Model, context_tokens: int) -> float:
     """Return what a token of context takes over all layers, averaged over a whole context."""
-    shape = model.shape
-    if shape is None:
+    if model.shape is None:
         return float(model.kv_bytes_per_token)
-    # A latent is kept once; heads keep a key and a value each.
-    values = shape.latent_size or 2 * shape.kv_heads * shape.head_size
-    seen = min(1.0, shape.sliding_window / context_tokens) if shape.sliding_window else 1.0
-    layers = shape.layers - shape.sliding_layers + shape.sliding_layers * seen
-    return layers * values * shape.kv_bits / 8
+    return model_shape.kv_bytes_per_token(model.shape, context_tokens)
 
 
 def overhead_bytes(model: Model) -> int:

@@ -101,6 +101,23 @@ class MeasuredProfile(msgspec.Struct, frozen=True, kw_only=True):
     profile: Profile
 
 
+class PrefetchWish(msgspec.Struct, frozen=True, kw_only=True):
+    """Weights that a node should have on its disk before it is asked to run them.
+
+    `due_s` from now is when demand is foretold to need a replica there; below 0 it is past.
+    `bytes_per_s` is how fast they may come, 0 where they come from within the PoP. `is_held` says
+    that the record has them arrived.
+    """
+
+    node_id: NodeId
+    model_id: str
+    deployment_id: DeploymentId
+    due_s: float
+    bytes_per_s: float
+    reason: str
+    is_held: bool = False
+
+
 class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
     """The whole fleet at one generation.
 
@@ -120,10 +137,11 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
     distances: tuple[PopDistance, ...] = ()
     profiles: tuple[MeasuredProfile, ...] = ()
     rollouts: tuple[Rollout, ...] = ()
+    prefetches: tuple[PrefetchWish, ...] = ()
 
-    def demand_of(self, deployment: Deployment) -> tuple[DemandRate, ...]:
-        """Return what every city asks of one deployment."""
-        return tuple(row for row in self.demand if row.deployment_id == deployment.deployment_id)
+    def measured(self) -> dict[tuple[str, str], Profile]:
+        """Return what agents measured, by model and class of device."""
+        return {(row.model_id, row.device_class): row.profile for row in self.profiles}
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,73 +1,63 @@
-"""What cities ask of a deployment, in units a replica can carry.
+"""What cities ask of a deployment, in units a replica can carry: the one reading of demand.
 
-Load is counted in replicas: the share of one replica's time that a city's tokens take, prefill and
-decode apart (uncached prompt tokens / prefill rate + output tokens / decode rate).
+Load is counted in replicas of the reference class of device (the slowest of the fleet for this
+deployment): the share of its time that a city's tokens take, prefill and decode apart (uncached
+prompt tokens / prefill rate + output tokens / decode rate). Refused requests count: demand is what
+was asked, not what was served.
 """
 
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Mapping, Sequence
+from typing import Final, NamedTuple
 
 import msgspec
+import numpy as np
 
 from isochrone.wire.ids import PopId
-from isochrone.wire.model import Deployment
 from isochrone.wire.report import Profile
-from scheduler.decide.cluster import DemandRate, MeasuredProfile
+from scheduler.decide.cluster import DemandRate
+from scheduler.decide.flow import Floats, Ints
 
-HEADROOM: Final = 0.7
-"""The share of a replica that planned load may fill; the rest is for what forecasts miss."""
-
-UNMEASURED: Final = Profile(prefill_tokens_per_s=400.0, decode_tokens_per_s=40.0)
-"""Rates assumed until an agent has measured: those of a small model on a few CPU cores, for a guess
-too low adds a replica too many, and one too high leaves users waiting."""
+RATE_MIN: Final = 1e-9
+RATE_MAX: Final = 1e9
+"""Less than anyone notices, and more than any city asks: what is beyond is an error in counting."""
 
 
-class CityDemand(msgspec.Struct, frozen=True, kw_only=True):
-    """One city's demand for one deployment: requests for latency, load for capacity."""
+class Load(NamedTuple):
+    """What each asking city asks, a row a city, and how a replica on each class compares.
 
-    pop: PopId
-    requests_per_s: float
-    load: float
-
-
-def rates_of(deployment: Deployment, profiles: Sequence[MeasuredProfile]) -> Profile:
-    """Return the slowest measured rates of the deployment's model over device classes."""
-    measured = [
-        entry.profile
-        for entry in profiles
-        if entry.model_id == deployment.model_id
-        and entry.profile.prefill_tokens_per_s > 0
-        and entry.profile.decode_tokens_per_s > 0
-    ]
-    if not measured:
-        return UNMEASURED
-    return min(measured, key=lambda profile: profile.decode_tokens_per_s)
-
-
-def demand_of(
-    deployment: Deployment,
-    rows: Sequence[DemandRate],
-    profiles: Sequence[MeasuredProfile],
-) -> tuple[CityDemand, ...]:
-    """Return what each city asks of `deployment`, the most first, from its `rows` alone.
-
-    Refused requests count: demand is what was asked, not what was served.
+    `replicas` is the load; `speed` is how many times the reference replica's a class's one carries.
     """
-    rates = rates_of(deployment, profiles)
-    cities = []
-    for row in rows:
-        served = row.requests_per_s
-        asked = served + row.refused_per_s
-        if asked <= 0:
-            continue
-        load = (
-            row.uncached_tokens_per_s / rates.prefill_tokens_per_s
-            + row.output_tokens_per_s / rates.decode_tokens_per_s
-        )
-        if served > 0:
-            load *= asked / served
-        cities.append(CityDemand(pop=row.pop, requests_per_s=asked, load=load))
-    return tuple(sorted(cities, key=lambda city: (-city.load, -city.requests_per_s, city.pop)))
+
+    cities: Ints
+    requests_per_s: Floats
+    prompt_tokens_per_s: Floats
+    replicas: Floats
+    speed: Mapping[str, float]
+
+
+def load_of(
+    rows: Sequence[DemandRate], index: Mapping[PopId, int], rates: Mapping[str, Profile]
+) -> Load:
+    """Return what is asked of replicas with these rates by class; `index` numbers the cities."""
+    asked = _asked(rows, index)
+    cities, requests = asked[:, 0].astype(np.int64), asked[:, 1]
+    prompt, output = asked[:, 2], asked[:, 3]
+    # Where nothing is asked yet, a token of each tells the classes apart.
+    mix = (float(prompt.sum()), float(output.sum()))
+    if sum(mix) < RATE_MIN:
+        mix = (1.0, 1.0)
+    busy = {
+        name: mix[0] / rate.prefill_tokens_per_s + mix[1] / rate.decode_tokens_per_s
+        for name, rate in rates.items()
+    }
+    if not busy:
+        return Load(cities, requests, prompt, requests * 0.0, {})
+    slowest = max(sorted(busy), key=lambda name: busy[name])
+    reference = rates[slowest]
+    load = prompt / reference.prefill_tokens_per_s + output / reference.decode_tokens_per_s
+    return Load(
+        cities, requests, prompt, load, {name: busy[slowest] / took for name, took in busy.items()}
+    )
 
 
 def raised(rows: Sequence[DemandRate], foretold: Sequence[DemandRate]) -> tuple[DemandRate, ...]:
@@ -76,7 +66,7 @@ def raised(rows: Sequence[DemandRate], foretold: Sequence[DemandRate]) -> tuple[
     So a flash crowd is answered by its level as soon as that is counted, and a morning before it
     has come.
     """
-    highest = {(row.deployment_id, row.pop): row for row in map(_asked, rows)}
+    highest = {(row.deployment_id, row.pop): row for row in map(_answered, rows)}
     for row in foretold:
         now = highest.get((row.deployment_id, row.pop), row)
         highest[row.deployment_id, row.pop] = DemandRate(
@@ -90,7 +80,7 @@ def raised(rows: Sequence[DemandRate], foretold: Sequence[DemandRate]) -> tuple[
     return tuple(row for _, row in sorted(highest.items()))
 
 
-def _asked(row: DemandRate) -> DemandRate:
+def _answered(row: DemandRate) -> DemandRate:
     """Count the refused among the answered, as if they had been answered alike."""
     if row.requests_per_s <= 0 or row.refused_per_s <= 0:
         return row
@@ -102,3 +92,31 @@ def _asked(row: DemandRate) -> DemandRate:
         output_tokens_per_s=row.output_tokens_per_s * ratio,
         refused_per_s=0.0,
     )
+
+
+def _asked(rows: Sequence[DemandRate], index: Mapping[PopId, int]) -> Floats:
+    """Return (city, requests, prompt, output) a row; what was refused counts as asked.
+
+    A rate that is no number, below 0 or beyond belief, or of no city of ours, is left out.
+    """
+    read = np.array(
+        [
+            (
+                index.get(row.pop, -1),
+                row.requests_per_s,
+                row.refused_per_s,
+                row.uncached_tokens_per_s,
+                row.output_tokens_per_s,
+            )
+            for row in rows
+        ],
+        dtype=np.float64,
+    ).reshape(-1, 5)
+    sane = np.isfinite(read).all(axis=1) & (read[:, 0] >= 0)
+    sane &= (read[:, 1:] >= 0).all(axis=1) & (read[:, 1:] < RATE_MAX).all(axis=1)
+    read = read[sane]
+    total = read[:, 1] + read[:, 2]
+    read, total = read[total > RATE_MIN], total[total > RATE_MIN]
+    served = np.where(read[:, 1] > 0, read[:, 1], total)
+    more = total / served
+    return np.column_stack((read[:, 0], total, read[:, 3] * more, read[:, 4] * more))

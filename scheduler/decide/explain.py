@@ -11,6 +11,7 @@ from scheduler.decide.feasible import Refused, seat_on
 from scheduler.decide.liveness import LivenessLimits, liveness
 from scheduler.decide.plan import Draft, PlanLimits, plan
 from scheduler.decide.search import Search
+from scheduler.decide.start_time import MB
 from scheduler.decide.wish import Wish
 
 LIMITS: Final = PlanLimits()
@@ -54,6 +55,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     elsewhere: tuple[NotHereBecause, ...]
     cities: tuple[CityAsks, ...]
     next_moves: tuple[str, ...]
+    prefetches: tuple[str, ...]
     unmet: tuple[str, ...]
 
 
@@ -90,6 +92,7 @@ def explain(
         elsewhere=_elsewhere(cluster, draft, wish, here) if wish else (),
         cities=_cities(wish, here) if wish else (),
         next_moves=_moves(decided, deployment_id),
+        prefetches=_prefetches(cluster, deployment_id),
         unmet=tuple(u.reason for u in decided.unmet if u.deployment_id == deployment_id),
     )
 
@@ -182,3 +185,19 @@ def _moves(decided: Plan, deployment_id: DeploymentId) -> tuple[str, ...]:
         if e.replica_id.startswith(prefix)
     ]
     return tuple(starts + ends)
+
+
+def _prefetches(cluster: ClusterState, deployment_id: DeploymentId) -> tuple[str, ...]:
+    """Say which nodes have or fetch this deployment's weights before they run them, and why."""
+    digests = {model.model_id: model.artifact.digest for model in cluster.models}
+    nodes = {node.node_id: node for node in cluster.nodes}
+    lines = []
+    for wish in cluster.prefetches:
+        if wish.deployment_id != deployment_id or wish.node_id not in nodes:
+            continue
+        rate = f" at {wish.bytes_per_s / MB:.0f} MB/s at most" if wish.bytes_per_s else ""
+        is_held = digests.get(wish.model_id) in nodes[wish.node_id].artifacts
+        state = "has its weights on disk" if is_held else f"fetches its weights{rate}"
+        due = f"for {wish.due_s / 3600:.1f} h from now" if wish.due_s > 0 else "its time has come"
+        lines.append(f"{wish.node_id} {state}, {due}: {wish.reason}")
+    return tuple(lines)

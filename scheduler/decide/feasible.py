@@ -1,6 +1,6 @@
 """Which node and devices could hold a replica. Every no carries its reason and its numbers."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Final
 
@@ -125,6 +125,10 @@ def _no_room(node: Node, healthy: list[Device], needed: int, count: int, free: F
         return "the node reports no device"
     if not healthy:
         return f"no healthy device: {node.devices[0].reason or 'reported unhealthy'}"
+    alike = Counter(device.device_class for device in healthy)
+    if max(alike.values()) < count:
+        name, most_alike = alike.most_common(1)[0]
+        return f"needs {count} devices of one class, it has {most_alike} x {name}"
     most = max(free[node.node_id, device.device_id] for device in healthy)
     wanted = _gib(needed) if count == 1 else f"{_gib(needed)} on each of {count} devices"
     return f"needs {wanted}, the most free on one device is {_gib(max(0, most))}"

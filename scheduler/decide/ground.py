@@ -114,6 +114,15 @@ class Ground:
             held = node.devices[0].device_class
         return self.site_of.get((node.pop, held), -1)
 
+    def devices_most(self, device_class: str) -> int:
+        """Return how many healthy devices of a class the largest node has."""
+        sizes = (
+            len(devices)
+            for (site, _), devices in self._devices.items()
+            if self.sites[site].device_class == device_class
+        )
+        return max(sizes, default=0)
+
     def may_hold(self, deployment: Deployment, model: Model) -> dict[int, list[Node]]:
         """Return by site the nodes that may take a replica of a deployment, were they empty."""
         needed = replica_memory_bytes(model, deployment.engine)

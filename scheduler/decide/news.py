@@ -22,7 +22,11 @@ def is_news(written: Report, new: Report) -> bool:
         or new.version != written.version
         or new.refusals != written.refusals
         or new.artifacts != written.artifacts
+        or new.in_host_memory != written.in_host_memory
+        or new.failure_domain != written.failure_domain
         or abs(new.disk_free_bytes - written.disk_free_bytes) > DISK_STEP_BYTES
+        or _is_moved(written.disk_bytes_per_s, new.disk_bytes_per_s)
+        or _is_moved(written.fetch_bytes_per_s, new.fetch_bytes_per_s)
         or _devices(new) != _devices(written)
         or len(new.replicas) != len(written.replicas)
         or any(
@@ -45,13 +49,13 @@ def _is_other(before: ReplicaReport, now: ReplicaReport) -> bool:
         or now.reason != before.reason
         or now.restarts != before.restarts
         or now.spec != before.spec
-        or _moved(before.profile, now.profile)
+        or _is_other_profile(before.profile, now.profile)
     )
 
 
-def _moved(before: Profile, now: Profile) -> bool:
+def _is_other_profile(before: Profile, now: Profile) -> bool:
     return any(
-        abs(new - old) > RATE_STEP * old
+        _is_moved(old, new)
         for old, new in (
             (before.load_s, now.load_s),
             (before.memory_bytes, now.memory_bytes),
@@ -59,3 +63,7 @@ def _moved(before: Profile, now: Profile) -> bool:
             (before.decode_tokens_per_s, now.decode_tokens_per_s),
         )
     )
+
+
+def _is_moved(old: float, new: float) -> bool:
+    return abs(new - old) > RATE_STEP * old

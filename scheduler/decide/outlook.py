@@ -5,7 +5,7 @@ the work is made of follows its usual mix. A newcomer borrows its shape from the
 the nearest time zones, else from other deployments in its own city.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 import msgspec
@@ -29,6 +29,12 @@ QUANTILE: Final = 0.9
 
 PLANNED_AHEAD: Final = tuple(range(len([slots for slots in HORIZONS if slots <= 6])))
 """The horizons planned for: those within the hour that a large model may take to start."""
+
+LATER: Final = (len(HORIZONS) - 1,)
+"""The horizon that weights are fetched for beforehand."""
+
+LATER_S: Final = (HORIZONS[-1] - 1) * SLOT_S
+"""How soon after the end of the last slot learned the slot foretold for later begins."""
 
 OUTPUT_WEIGHT: Final = 8.0
 """What an output token weighs in prompt tokens: decoding reads the weights for every one."""
@@ -102,12 +108,12 @@ class Outlook:
         elif slot - known.asked_at > FORGET_SLOTS:
             del self._known[key]
 
-    def foretell(self, key: Key) -> DemandRate | None:
-        """Return the most that is foretold within the hour; None where that is nothing."""
+    def foretell(self, key: Key, horizons: Sequence[int] = PLANNED_AHEAD) -> DemandRate | None:
+        """Return the most that is foretold at some horizons; None where that is nothing."""
         known = self._known.get(key)
         if known is None:
             return None
-        work = max(foretell(known.series, horizon) for horizon in PLANNED_AHEAD)
+        work = max(foretell(known.series, horizon) for horizon in horizons)
         if work < NEGLIGIBLE * known.series.mean:
             return None
         return DemandRate(

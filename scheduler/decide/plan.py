@@ -14,6 +14,7 @@ import msgspec
 from isochrone.wire.assignment import ReplicaSpec
 from isochrone.wire.ids import DeploymentId, ModelId, ReplicaId
 from isochrone.wire.model import Deployment, Model
+from scheduler.decide.capacity import Profiles
 from scheduler.decide.cluster import ClusterState, DemandRate, Ending, Placement, Plan, Start, Unmet
 from scheduler.decide.ground import Ground
 from scheduler.decide.improve import Improve
@@ -22,7 +23,7 @@ from scheduler.decide.refusals import contradiction, unmet_in
 from scheduler.decide.replace import end_drained, end_failed, end_forbidden, stands
 from scheduler.decide.search import Search
 from scheduler.decide.spare import end_spare, replace_stale
-from scheduler.decide.wish import Profiles, Seated, Wish
+from scheduler.decide.wish import Seated, Wish
 
 
 class PlanLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,9 +75,7 @@ class Draft:
         self._starts_max = max(limits.starts_max, share)
         self._endings_max = max(limits.endings_max, share)
         self._models = {model.model_id: model for model in cluster.models}
-        self._profiles: Profiles = {
-            (p.model_id, p.device_class): p.profile for p in cluster.profiles
-        }
+        self._profiles: Profiles = cluster.measured()
         self._mine: dict[DeploymentId, list[Placement]] = defaultdict(list)
         for placement in cluster.placements:
             if not placement.is_ending:

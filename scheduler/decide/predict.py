@@ -12,21 +12,25 @@ from math import inf, log, sqrt
 from typing import Final
 
 import msgspec
+import numpy as np
 
-from isochrone.wire import geo
 from isochrone.wire.ids import DeploymentId, NodeId, PopId
 from isochrone.wire.model import Deployment
 from isochrone.wire.report import Profile, ReplicaState
-from isochrone.wire.routes import Pop
-from scheduler.decide.cluster import ClusterState, DemandRate, PopDistance
-from scheduler.decide.demand import demand_of, rates_of
+from scheduler.decide.capacity import is_measured, rates_on
+from scheduler.decide.cluster import ClusterState, DemandRate, Placement
+from scheduler.decide.demand import load_of
+from scheduler.decide.score import Distances
 
 FULL: Final = 0.95
 """A replica fuller than this makes its queue grow without end."""
 
 TENTH: Final = log(10.0)
 
-Distances = Mapping[tuple[PopId, PopId], float]
+LOAD_MIN: Final = 1e-9
+
+_Site = tuple[PopId, str]
+"""What one PoP has of one class of device."""
 
 
 class CityOutcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,101 +80,125 @@ class _Part(msgspec.Struct, frozen=True):
 
 def predict(cluster: ClusterState, prices: Mapping[str, float] | None = None) -> Prediction:
     """Return what the warm replicas of a picture give the demand in it."""
-    far = distances(cluster.pops, cluster.distances)
-    pop_of = {node.node_id: node.pop for node in cluster.nodes}
+    fleet = _Fleet(cluster)
     parts: dict[PopId, list[_Part]] = defaultdict(list)
     used: dict[PopId, float] = defaultdict(float)
     rows: dict[DeploymentId, list[DemandRate]] = defaultdict(list)
     for row in cluster.demand:
         rows[row.deployment_id].append(row)
+    assumed = []
     for deployment in cluster.deployments:
-        replicas = _replicas(cluster, deployment, pop_of)
         asked = rows[deployment.deployment_id]
-        for city, city_parts in _served(cluster, deployment, asked, replicas, far, used).items():
+        for city, city_parts in _served(fleet, deployment, asked, used).items():
             parts[city] += city_parts
+        if asked and not fleet.is_measured(deployment):
+            assumed.append(deployment.deployment_id)
     return Prediction(
         cities=tuple(_city(pop, parts[pop]) for pop in sorted(parts)),
-        pops=_pops(cluster, pop_of, used),
+        pops=_pops(cluster, fleet.pop_of, used),
         devices=_devices(cluster, prices or {}),
         replicas=sum(p.state is ReplicaState.WARM for p in cluster.placements),
-        assumed_rates=tuple(
-            deployment.deployment_id
-            for deployment in cluster.deployments
-            if rows[deployment.deployment_id] and not _is_measured(cluster, deployment)
-        ),
+        assumed_rates=tuple(assumed),
     )
 
 
-def distances(pops: Sequence[Pop], measured: Sequence[PopDistance]) -> Distances:
-    """Return the round trip in ms between every two PoPs: measured, else by great circle."""
-    table = {
-        (one.pop, other.pop): geo.round_trip_ms(
-            one.latitude, one.longitude, other.latitude, other.longitude
-        )
-        for one in pops
-        for other in pops
-    }
-    table.update({(row.from_pop, row.to_pop): row.rtt_ms for row in measured})
-    return table
+class _Fleet:
+    """A picture, indexed: who is warm where on what, and how fast that is."""
 
+    def __init__(self, cluster: ClusterState) -> None:
+        self.far = Distances(cluster.pops, cluster.distances)
+        self.pop_of = {node.node_id: node.pop for node in cluster.nodes}
+        self._models = {model.model_id: model for model in cluster.models}
+        self._profiles = cluster.measured()
+        self._classes = {
+            (node.node_id, device.device_id): device.device_class
+            for node in cluster.nodes
+            for device in node.devices
+        }
+        self._warm: dict[DeploymentId, dict[_Site, int]] = defaultdict(lambda: defaultdict(int))
+        for placement in cluster.placements:
+            if placement.state is ReplicaState.WARM and not placement.is_ending:
+                site = self._site_of(placement)
+                if site is not None:
+                    self._warm[placement.deployment_id][site] += 1
 
-def _replicas(
-    cluster: ClusterState, deployment: Deployment, pop_of: Mapping[NodeId, PopId]
-) -> Mapping[PopId, int]:
-    counted: dict[PopId, int] = defaultdict(int)
-    for placement in cluster.placements:
-        if (
-            placement.deployment_id == deployment.deployment_id
-            and placement.state is ReplicaState.WARM
-            and not placement.is_ending
-            and placement.node_id in pop_of
-        ):
-            counted[pop_of[placement.node_id]] += 1
-    return counted
+    def replicas(self, deployment: Deployment) -> Mapping[_Site, int]:
+        """Return how many warm replicas a deployment has at each site."""
+        return self._warm.get(deployment.deployment_id, {})
+
+    def rates(self, deployment: Deployment) -> Mapping[str, Profile]:
+        """Return what a replica carries on each class, as the planner reads it."""
+        model = self._models.get(deployment.model_id)
+        if model is None:
+            return {}
+        return {
+            name: rates_on(name, deployment, model, self._profiles)
+            for name in sorted(set(self._classes.values()))
+        }
+
+    def is_measured(self, deployment: Deployment) -> bool:
+        """Say whether rates were measured on every class that a deployment stands on, or on one."""
+        measured = {
+            name
+            for (model_id, name), profile in self._profiles.items()
+            if model_id == deployment.model_id and is_measured(profile)
+        }
+        return bool(measured) and {name for _, name in self.replicas(deployment)} <= measured
+
+    def _site_of(self, placement: Placement) -> _Site | None:
+        pop = self.pop_of.get(placement.node_id)
+        keys = ((placement.node_id, device_id) for device_id in placement.device_ids)
+        name = next((self._classes[key] for key in keys if key in self._classes), None)
+        return None if pop is None or name is None else (pop, name)
 
 
 def _served(
-    cluster: ClusterState,
-    deployment: Deployment,
-    rows: Sequence[DemandRate],
-    replicas: Mapping[PopId, int],
-    far: Distances,
-    used: dict[PopId, float],
+    fleet: _Fleet, deployment: Deployment, rows: Sequence[DemandRate], used: dict[PopId, float]
 ) -> Mapping[PopId, list[_Part]]:
     """Send one deployment's demand to its replicas; add to `used` the load of each PoP."""
-    rates = rates_of(deployment, cluster.profiles)
-    room = {pop: FULL * count for pop, count in replicas.items()}
-    taken: dict[PopId, float] = defaultdict(float)
-    routed: list[tuple[PopId, PopId | None, float]] = []
-    for city in demand_of(deployment, rows, cluster.profiles):
-        left = max(city.load, 1e-9)
-        for pop in sorted(room, key=lambda pop: (far.get((city.pop, pop), inf), pop)):
-            share = min(left, room[pop])
+    rates, replicas = fleet.rates(deployment), fleet.replicas(deployment)
+    asked = load_of(rows, fleet.far.index, rates)
+    room = {site: FULL * count * asked.speed[site[1]] for site, count in replicas.items()}
+    taken: dict[_Site, float] = defaultdict(float)
+    routed: list[tuple[int, _Site | None, float]] = []
+    names = list(fleet.far.index)
+    # The busiest city first, as it finds the nearest replicas empty more often than any other.
+    for number in np.argsort(-asked.replicas, kind="stable"):
+        load = max(float(asked.replicas[number]), LOAD_MIN)
+        requests = float(asked.requests_per_s[number])
+        city, left = names[int(asked.cities[number])], load
+        for site in _nearest(fleet.far, city, room, asked.speed):
+            share = min(left, room[site])
             if share > 0:
-                room[pop] -= share
-                taken[pop] += share
+                room[site] -= share
+                taken[site] += share
                 left -= share
-                routed.append((city.pop, pop, city.requests_per_s * share / max(city.load, 1e-9)))
-        if left > 1e-9:
-            routed.append((city.pop, None, city.requests_per_s * left / max(city.load, 1e-9)))
-    prompt = {row.pop: _prompt_s(row, rates) for row in rows}
+                routed.append((int(number), site, requests * share / load))
+        if left > LOAD_MIN / 2:
+            routed.append((int(number), None, requests * left / load))
     parts: dict[PopId, list[_Part]] = defaultdict(list)
-    for asked, answered, requests in routed:
+    for number, answered, requests in routed:
+        city = names[int(asked.cities[number])]
         if answered is None:
-            parts[asked].append(_Part(requests, inf))
+            parts[city].append(_Part(requests, inf))
             continue
-        wait_s = _wait_s(prompt[asked], taken[answered], replicas[answered])
-        ttft_ms = far.get((asked, answered), inf) + 1000 * (prompt[asked] + TENTH * wait_s)
-        parts[asked].append(_Part(requests, ttft_ms))
-    for pop, load in taken.items():
-        used[pop] += load
+        pop, device_class = answered
+        prompt_tokens = asked.prompt_tokens_per_s[number] / asked.requests_per_s[number]
+        prompt_s = float(prompt_tokens) / rates[device_class].prefill_tokens_per_s
+        load = taken[answered] / asked.speed[device_class]
+        wait_s = _wait_s(prompt_s, load, replicas[answered])
+        ttft_ms = fleet.far.between(city, pop) + 1000 * (prompt_s + TENTH * wait_s)
+        parts[city].append(_Part(requests, ttft_ms))
+    for (pop, device_class), load in taken.items():
+        used[pop] += load / asked.speed[device_class]
     return parts
 
 
-def _prompt_s(row: DemandRate, rates: Profile) -> float:
-    if row.requests_per_s <= 0:
-        return 0.0
-    return row.uncached_tokens_per_s / row.requests_per_s / rates.prefill_tokens_per_s
+def _nearest(
+    far: Distances, city: PopId, sites: Iterable[_Site], speed: Mapping[str, float]
+) -> list[_Site]:
+    """Return sites as a router would ask them: the nearest first, and there the fastest."""
+    return sorted(sites, key=lambda site: (far.between(city, site[0]), -speed[site[1]], site))
 
 
 def _wait_s(service_s: float, load: float, servers: int) -> float:
@@ -239,11 +267,4 @@ def _devices(cluster: ClusterState, prices: Mapping[str, float]) -> tuple[Device
             cost_per_hour=round(used[name] * prices.get(name, 0.0), 4),
         )
         for name in sorted(there)
-    )
-
-
-def _is_measured(cluster: ClusterState, deployment: Deployment) -> bool:
-    return any(
-        row.model_id == deployment.model_id and row.profile.decode_tokens_per_s > 0
-        for row in cluster.profiles
     )

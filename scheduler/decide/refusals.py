@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator
 
-from isochrone.wire.model import Deployment, Model
-from scheduler.decide.capacity import CannotFit, capacity
+from isochrone.wire.model import Deployment, EngineSettings, Model
+from scheduler.decide.capacity import CannotFit, capacity, fits_on
 from scheduler.decide.cluster import Unmet
-from scheduler.decide.device_classes import class_of
+from scheduler.decide.device_classes import DeviceClass, class_of
 from scheduler.decide.feasible import Refused, allowed, seat_on
 from scheduler.decide.ground import Ground
 from scheduler.decide.wish import Wish
@@ -79,13 +79,28 @@ def _unmet(ground: Ground, wish: Wish, wanted: str, only: str = "") -> Unmet:
 
 
 def _never(ground: Ground, wish: Wish) -> str:
-    """Say so with the sum if no device of this fleet could hold it, were it empty."""
+    """Say so with the sum if no node of this fleet could hold it, were it empty."""
     if wish.nodes_of:
         return ""
+    model, engine = wish.model, wish.deployment.engine
     for name in reversed(ground.device_classes):
         kind = class_of(name)
-        if kind:
-            answer = capacity(wish.model, wish.deployment.engine, kind)
-            if isinstance(answer, CannotFit):
-                return answer.reason
+        if kind is None:
+            continue
+        answer = capacity(model, engine, kind)
+        if isinstance(answer, CannotFit):
+            return answer.reason
+        most = ground.devices_most(name)
+        if most < engine.devices:
+            return _too_many(model, engine, kind, most)
     return ""
+
+
+def _too_many(model: Model, engine: EngineSettings, kind: DeviceClass, most: int) -> str:
+    """Say that a replica lives on one node, and what of this class would hold it."""
+    least = fits_on(model, engine, kind)
+    would = f"set devices to {least}" if least <= most else f"a node of {least} such would hold it"
+    return (
+        f"cannot seat {model.model_id} on {engine.devices} devices: a replica lives on one node, "
+        f"and the largest here has {most} x {kind.name}" + (f"; {would}" if least else "")
+    )

@@ -62,7 +62,12 @@ class StartTimes:
         load_s = ENGINE_START_S + queue_s + model.weights_bytes / disk
         if digest in node.artifacts:
             return load_s
-        return load_s + model.artifact.size_bytes / self._fetch_bytes_per_s(node, digest)
+        return load_s + self.fetch_s(node, model)
+
+    def fetch_s(self, node: Node, model: Model) -> float:
+        """Return how long a model's weights would be on their way to a node that lacks them."""
+        rate = self._fetch_bytes_per_s(node, model.artifact.digest)
+        return model.artifact.size_bytes / rate
 
     def queue(self, node_id: NodeId, model: Model) -> None:
         """Count one start more on a node: the next waits behind it."""

@@ -16,7 +16,8 @@ from isochrone.wire.report import Device, ReplicaState
 from scheduler.decide.cluster import ClusterState, Node, Placement, Plan
 from scheduler.decide.liveness import LivenessLimits
 from scheduler.decide.plan import plan
-from scheduler.decide.predict import Prediction, distances, predict
+from scheduler.decide.predict import Prediction, predict
+from scheduler.decide.score import Distances
 from scheduler.decide.versions import joined, split
 
 FORMAT: Final = 1
@@ -261,8 +262,10 @@ def _node(change: AddNodes, number: int, taken: set[NodeId]) -> Node:
 def _without_pop(cluster: ClusterState, pop: PopId) -> ClusterState:
     gone = {node.node_id for node in cluster.nodes if node.pop == pop}
     cluster = _without_nodes(cluster, gone)
-    far = distances(cluster.pops, cluster.distances)
-    others = sorted((far[pop, other.pop], other.pop) for other in cluster.pops if other.pop != pop)
+    far = Distances(cluster.pops, cluster.distances)
+    others = sorted(
+        (far.between(pop, other.pop), other.pop) for other in cluster.pops if other.pop != pop
+    )
     if not others:
         raise CannotChange(f"cannot lose {pop}: it is the only PoP")
     asked = {(row.deployment_id, row.pop): row for row in cluster.demand}

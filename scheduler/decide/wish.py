@@ -1,12 +1,10 @@
 """One deployment's wish while a plan is sought: its demand, its seats, and what a change is worth.
 
-Load is counted in replicas of the reference class of device (the slowest that the deployment can be
-on): the share of its time that a city's tokens take, prefill and decode apart. A seat on a faster
-class has more room in the same measure.
+Load is counted as demand.py reads it: in replicas of the slowest class. A seat on a faster class
+has more room in the same measure.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Final
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
@@ -14,12 +12,11 @@ import numpy as np
 from isochrone.wire.assignment import Role
 from isochrone.wire.ids import DeploymentId, PopId
 from isochrone.wire.model import Deployment, Model
-from isochrone.wire.report import Profile
-from scheduler.decide.capacity import Capacity, capacity
+from scheduler.decide.capacity import Profiles, rates_on
 from scheduler.decide.cluster import DemandRate, Placement
-from scheduler.decide.device_classes import class_of
+from scheduler.decide.demand import load_of
 from scheduler.decide.feasible import Seat, replica_memory_bytes
-from scheduler.decide.flow import Floats, Flow, Ints
+from scheduler.decide.flow import Flow
 from scheduler.decide.ground import Ground
 from scheduler.decide.score import (
     ABSENT,
@@ -32,16 +29,6 @@ from scheduler.decide.score import (
     weight_of,
 )
 from scheduler.decide.start_time import COMING
-
-UNMEASURED: Final = Profile(prefill_tokens_per_s=400.0, decode_tokens_per_s=40.0)
-"""Rates assumed where nothing is measured and the class is not known: those of a small model on a
-few CPU cores. A guess too low adds a replica too many, one too high leaves users waiting."""
-
-RATE_MIN: Final = 1e-9
-RATE_MAX: Final = 1e9
-"""Less than anyone notices, and more than any city asks: what is beyond is an error in counting."""
-
-Profiles = Mapping[tuple[str, str], Profile]
 
 
 class Seated(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -95,11 +82,12 @@ class Wish:
         self.nodes_of = ground.may_hold(deployment, model)
         self.stamp = 0
         self.seats: list[Seated] = []
-        asked = _asked(rows, ground.far.index)
         rates = {
             name: rates_on(name, deployment, model, profiles) for name in ground.device_classes
         }
-        self.cities, self.asked, load, self.room_of = _load(asked, rates)
+        load = load_of(rows, ground.far.index, rates)
+        self.cities, self.asked = load.cities, load.requests_per_s
+        self.room_of = {name: HEADROOM * speed for name, speed in load.speed.items()}
         self.requests_per_s = float(self.asked.sum())
         self.rooms = np.zeros(len(ground.sites))
         for site in self.nodes_of:
@@ -113,7 +101,7 @@ class Wish:
         far = ground.far_to_sites
         if len(self.cities) < len(far):
             far = far[self.cities]
-        self.flow = Flow(self.asked * self.weight, load, far, taken, UNSERVED_MS)
+        self.flow = Flow(self.asked * self.weight, load.replicas, far, taken, UNSERVED_MS)
 
     @property
     def name(self) -> DeploymentId:
@@ -213,78 +201,3 @@ class Wish:
             hold=self.hold,
             placement=placement,
         )
-
-
-def _asked(rows: Sequence[DemandRate], index: Mapping[PopId, int]) -> Floats:
-    """Return (city, requests, prompt, output) a row; what was refused counts as asked.
-
-    A rate that is no number, below 0 or beyond belief, or of no city of ours, is left out.
-    """
-    read = np.array(
-        [
-            (
-                index.get(row.pop, -1),
-                row.requests_per_s,
-                row.refused_per_s,
-                row.uncached_tokens_per_s,
-                row.output_tokens_per_s,
-            )
-            for row in rows
-        ],
-        dtype=np.float64,
-    ).reshape(-1, 5)
-    sane = np.isfinite(read).all(axis=1) & (read[:, 0] >= 0)
-    sane &= (read[:, 1:] >= 0).all(axis=1) & (read[:, 1:] < RATE_MAX).all(axis=1)
-    read = read[sane]
-    total = read[:, 1] + read[:, 2]
-    read, total = read[total > RATE_MIN], total[total > RATE_MIN]
-    served = np.where(read[:, 1] > 0, read[:, 1], total)
-    more = total / served
-    return np.column_stack((read[:, 0], total, read[:, 3] * more, read[:, 4] * more))
-
-
-def rates_on(
-    device_class: str, deployment: Deployment, model: Model, profiles: Profiles
-) -> Profile:
-    """Return what a replica carries on a class of device: measured, else reckoned, else assumed."""
-    measured = profiles.get((model.model_id, device_class))
-    if measured and measured.prefill_tokens_per_s > 0 and measured.decode_tokens_per_s > 0:
-        return measured
-    kind = class_of(device_class)
-    reckoned = capacity(model, deployment.engine, kind) if kind else None
-    if isinstance(reckoned, Capacity):
-        return Profile(
-            prefill_tokens_per_s=reckoned.prefill_tokens_per_s,
-            decode_tokens_per_s=reckoned.decode_tokens_per_s,
-        )
-    known = [
-        profile
-        for (model_id, _), profile in profiles.items()
-        if model_id == model.model_id
-        and profile.prefill_tokens_per_s > 0
-        and profile.decode_tokens_per_s > 0
-    ]
-    return min(known, key=lambda p: p.decode_tokens_per_s, default=UNMEASURED)
-
-
-def _load(
-    asked: Floats, rates: Mapping[str, Profile]
-) -> tuple[Ints, Floats, Floats, dict[str, float]]:
-    """Return the asking cities, their requests/s and load, and the room of a seat by class."""
-    cities, requests = asked[:, 0].astype(np.int64), asked[:, 1]
-    prompt, output = asked[:, 2], asked[:, 3]
-    # Where nothing is asked yet, a token of each tells the classes apart.
-    mix = (float(prompt.sum()), float(output.sum()))
-    if sum(mix) < RATE_MIN:
-        mix = (1.0, 1.0)
-    busy = {
-        name: mix[0] / rate.prefill_tokens_per_s + mix[1] / rate.decode_tokens_per_s
-        for name, rate in rates.items()
-    }
-    if not busy:
-        return cities, requests, requests * 0.0, {}
-    slowest = max(sorted(busy), key=lambda name: busy[name])
-    reference = rates[slowest]
-    load = prompt / reference.prefill_tokens_per_s + output / reference.decode_tokens_per_s
-    rooms = {name: HEADROOM * busy[slowest] / took for name, took in busy.items()}
-    return cities, requests, load, rooms

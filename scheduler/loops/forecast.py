@@ -10,8 +10,16 @@ from typing import Final, NamedTuple
 from zlib import crc32
 
 from isochrone.wire.ids import Epoch
-from scheduler.acting import Acting
-from scheduler.decide.outlook import FORGET_SLOTS, Key, Outlook, SlotDemand, slot_of
+from scheduler.acting import Acting, Later
+from scheduler.decide.outlook import (
+    FORGET_SLOTS,
+    LATER,
+    LATER_S,
+    Key,
+    Outlook,
+    SlotDemand,
+    slot_of,
+)
 from scheduler.store.cluster import read_pops
 from scheduler.store.forecast import (
     StoredSeries,
@@ -82,15 +90,18 @@ class Forecast:
 
     async def _tell(self) -> None:
         """Hand placement the rates to come, once they are all there."""
-        rows = []
-        for number, key in enumerate(self._outlook.known()):
-            row = self._outlook.foretell(key)
-            if row is not None:
-                rows.append(row)
+        acting, outlook = self._acting, self._outlook
+        soon, later = [], []
+        for number, key in enumerate(outlook.known()):
+            soon.append(outlook.foretell(key))
+            later.append(outlook.foretell(key, LATER))
             if number % CHUNK == CHUNK - 1:
                 await asyncio.sleep(0)
-        self._acting.foretold = rows
-        self._acting.nudge_place()
+        acting.foretold = [row for row in soon if row is not None]
+        at = acting.clock() + LATER_S - GRACE_S
+        acting.later = Later([row for row in later if row is not None], at)
+        acting.nudge_place()
+        acting.nudge_prefetch()
 
     async def _begin(self, epoch: Epoch) -> None:
         """Go on from what was saved; what no release of this kind saved is learned anew."""

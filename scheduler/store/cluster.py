@@ -1,7 +1,7 @@
 """read_cluster(): one consistent picture of the fleet, as the planner reads it."""
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import asyncpg
 import msgspec
@@ -28,6 +28,7 @@ from scheduler.decide.cluster import (
     PopDistance,
 )
 from scheduler.store.pool import Connection, fetch_one
+from scheduler.store.prefetch import read_prefetches
 from scheduler.store.rollouts import active_rollouts
 
 _report = msgspec.msgpack.Decoder(Report)
@@ -80,6 +81,7 @@ async def read_cluster(
         distances=await _read_distances(connection),
         profiles=await _read_profiles(connection),
         rollouts=await active_rollouts(connection),
+        prefetches=await read_prefetches(connection),
     )
 
 
@@ -128,12 +130,25 @@ async def _read_nodes(
                 draining=row["draining"],
                 revoked=row["revoked"],
                 silent_s=max(0.0, min(row["silent_s"], silent_s.get(node_id, row["silent_s"]))),
-                artifacts=report.artifacts if report else (),
-                disk_free_bytes=report.disk_free_bytes if report else 0,
                 generation=Generation(row["generation"]),
+                **_told_by(report, PopId(row["pop"])),
             )
         )
     return reports, tuple(nodes)
+
+
+def _told_by(report: Report | None, pop: PopId) -> dict[str, Any]:
+    """Return what a node said of itself: the weights it has, how fast others come, its domain."""
+    if report is None:
+        return {}
+    return {
+        "artifacts": report.artifacts,
+        "in_host_memory": report.in_host_memory,
+        "disk_free_bytes": report.disk_free_bytes,
+        "disk_bytes_per_s": report.disk_bytes_per_s,
+        "fetch_bytes_per_s": report.fetch_bytes_per_s,
+        "failure_domain": f"{pop}/{report.failure_domain}" if report.failure_domain else "",
+    }
 
 
 async def _learn(

@@ -22,6 +22,7 @@ from scheduler.store.holders import read_holders, record_held
 from scheduler.store.identities import PEER_TABLES, REVOKED
 from scheduler.store.lease import assert_epoch
 from scheduler.store.pool import Connection, text
+from scheduler.store.prefetch import read_prefetched
 
 BIGINT_MAX: Final = 2**63 - 1
 MAY_FETCH: Final = ("wanted", "fetching", "failed")
@@ -152,7 +153,9 @@ async def read_assignment(
         if row["ended_generation"] is None
     )
     # Only one that may still have to fetch needs to know from whom.
+    prefetches = await read_prefetched(connection, node_id)
     fetching = [spec.artifact.digest for spec, state in specs if state in MAY_FETCH]
+    fetching += [wished.artifact.digest for wished in prefetches]
     return Assignment(
         cluster_id=cluster_id,
         node_id=node_id,
@@ -160,6 +163,7 @@ async def read_assignment(
         epoch=epoch,
         replicas=tuple(spec for spec, _ in specs),
         holders=await read_holders(connection, node_id, fetching) if fetching else (),
+        prefetches=prefetches,
         tombstones=tuple(
             Tombstone(
                 replica_id=ReplicaId(row["replica_id"]),

@@ -30,10 +30,6 @@ async def fleet() -> AsyncIterator[Fleet]:
         yield running
 
 
-def dsn(fleet: Fleet) -> str:
-    return f"postgresql://isochrone@/isochrone?host={fleet.folder}/pg"
-
-
 async def invariants(fleet: Fleet, load: Load) -> None:
     """Check what must hold after any fault, once the load has ended."""
     assert load.count("broken") == 0, [e for e in load.ended if e.how == "broken"]
@@ -41,7 +37,7 @@ async def invariants(fleet: Fleet, load: Load) -> None:
 
     async def usage_is_whole() -> bool:
         try:
-            connection = await asyncpg.connect(dsn(fleet), timeout=2)
+            connection = await asyncpg.connect(fleet.dsn(), timeout=2)
         except (OSError, TimeoutError, asyncpg.PostgresError):
             return False
         rows = await connection.fetch("SELECT request_id, output_tokens FROM usage")

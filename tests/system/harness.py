@@ -93,7 +93,7 @@ class Fleet:
         extra = "".join(f"{key} = {json.dumps(value)}\n" for key, value in fields.items())
         text = (
             f'name = "{name}"\n'
-            f'database_url = "postgresql://isochrone@/isochrone?host={self.folder}/pg"\n'
+            f'database_url = "{self.dsn()}"\n'
             f'authority = "{self.folder}/ca"\n'
             f'admin_token_file = "{self.folder}/admin.token"\n'
             f"admin_port = {self.ports[f'admin-{name}']}\n"
@@ -113,6 +113,9 @@ class Fleet:
         except AdminError:
             return None
 
+    def dsn(self) -> str:
+        return f"postgresql://isochrone@/isochrone?host={self.folder}/pg"
+
     def schedulers(self) -> str:
         urls = [f"http://127.0.0.1:{self.ports[f'control-{name}']}" for name in ("a", "b")]
         return json.dumps(urls)
@@ -129,6 +132,7 @@ class Fleet:
             f'address = "http://127.0.0.1:{self.ports[name]}"\ndoor_port = {self.ports[name]}\n'
             f'join_token_file = "{token_file}"\ncpu_memory_bytes = {4 << 30}\n'
             "stall_s = 4.0\ncanary_interval_s = 1.0\ndrain_timeout_s = 5.0\n"
+            "private_sources = true\n"
         )
         write_atomic(self.folder / f"{name}.toml", text.encode())
         await self.processes.start(name, ("nodeagent", "--config", f"{self.folder}/{name}.toml"))

@@ -18,7 +18,6 @@ import pytest_asyncio
 
 from isochrone.cli.manifest import artifact_of, facts_of
 from ops.golden import tiny
-from tests.chaos.test_kills import dsn
 from tests.system.harness import ROOT, Fleet, a_fleet, until
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.model]
@@ -80,7 +79,7 @@ async def post(fleet: Fleet, path: str, body: Any) -> tuple[int, Any]:
 
 
 async def is_booked(fleet: Fleet, prompt_tokens: int) -> bool:
-    connection = await asyncpg.connect(dsn(fleet), timeout=5)
+    connection = await asyncpg.connect(fleet.dsn(), timeout=5)
     rows = await connection.fetch(
         "SELECT deployment_id, prompt_tokens, output_tokens, outcome FROM usage"
     )

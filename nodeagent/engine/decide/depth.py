@@ -111,6 +111,19 @@ def choose_depths(
     return depths
 
 
+def promise(chances: Ordered[float], pass_share: float) -> float:
+    """Return what drafts of a model are worth at best, in tokens that cost nothing.
+
+    A pass takes `pass_share` of a step. Another drafter's offers, which cost none, compare with it.
+    """
+    best, held, tokens = 0.0, 1.0, 1.0
+    for count, chance in enumerate(chances, 1):
+        held *= chance
+        tokens += held
+        best = max(best, tokens / (1 + pass_share * count) - 1)
+    return best
+
+
 def choose_ahead(
     chances: Ordered[float],
     drafting: int,

@@ -1,23 +1,21 @@
-"""The HTTP of an engine that reads: texts in, vectors or scores out, and what the agent watches.
+"""The HTTP of an engine that reads: texts in, vectors or scores out.
 
-Rule 1: health means progress: texts that no step has read for `stall_s` are an outage.
-Rule 2: a request is refused whole before any of it is read, or answered whole.
+A request is refused whole before any of it is read, or answered whole.
 """
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-import msgspec
 import numpy as np
 from aiohttp import web
-from prometheus_client import CollectorRegistry
 
 from isochrone.service.door import read_body
-from isochrone.service.metrics import exposition
 from isochrone.wire.codec import MalformedFrame, decode_json
-from isochrone.wire.engine import EngineConfig, EngineHealth
+from isochrone.wire.engine import EngineConfig
 from isochrone.wire.errors import ApiError, ErrorCode
+from nodeagent.engine.doors import CommonDoors, Progress
 from nodeagent.engine.encoder.bodies import (
     documents_of,
     embedding_decoder,
@@ -28,9 +26,7 @@ from nodeagent.engine.encoder.bodies import (
 )
 from nodeagent.engine.encoder.loading import LoadedEncoder
 from nodeagent.engine.encoder.worker import EncoderWorker, Text
-from nodeagent.engine.gauges import Gauges
 from nodeagent.engine.openai import refused
-from nodeagent.engine.server import answer_errors
 
 REQUEST_TOKENS_MAX: Final = 300_000
 """Tokens in all the texts of one request, as OpenAI has it."""
@@ -52,37 +48,16 @@ class EncoderServer:
 
     def app(self) -> web.Application:
         """Build the aiohttp application."""
-        app = web.Application(
-            middlewares=[answer_errors], client_max_size=self.config.body_bytes_max
-        )
-        registry = CollectorRegistry()
-        registry.register(Gauges(self.counts))
-        app.router.add_get("/health", self.health)
-        app.router.add_get("/stats", self.show_stats)
-        app.router.add_get("/metrics", exposition(registry))
-        app.router.add_get("/v1/models", self.models)
+        app = CommonDoors(self.config, self, self.created_s).app()
         app.router.add_post("/v1/embeddings", self.embed)
         app.router.add_post("/v1/rerank", self.rerank)
-        app.router.add_post("/drain", self.drain)
         self._idle.set()
         return app
 
-    async def health(self, request: web.Request) -> web.Response:
-        """Say whether texts are read."""
-        idle_s = self.worker.idle_s()
-        stalled = self.worker.died or (len(self.worker) > 0 and idle_s > self.config.stall_s)
-        health = EngineHealth(
-            status="stalled" if stalled else "draining" if self.draining else "ok",
-            model=self.config.served_name,
-            steps=self.worker.steps_total,
-            tokens_out=0,
-            last_step_age_s=round(idle_s, 3),
-        )
-        return _json(health, 503 if stalled else 200)
-
-    async def show_stats(self, request: web.Request) -> web.Response:
-        """Tell the engine's counts and rates."""
-        return _json({"kind": self.loaded.kind, **self.counts()})
+    def progress(self) -> Progress:
+        """Say how the work moves."""
+        worker = self.worker
+        return Progress(worker.died, len(worker) > 0, worker.idle_s(), worker.steps_total, 0)
 
     def counts(self) -> dict[str, float]:
         """Return counts and rates by name: those of EngineStats that mean something here."""
@@ -100,21 +75,29 @@ class EncoderServer:
             "context_tokens": self.loaded.context_tokens,
         }
 
-    async def models(self, request: web.Request) -> web.Response:
-        """List the one model."""
-        model = {
-            "id": self.config.served_name,
-            "object": "model",
-            "created": self.created_s,
-            "owned_by": "isochrone",
-            "max_model_len": self.loaded.context_tokens,
-        }
-        return _json({"object": "list", "data": [model]})
+    @property
+    def kind(self) -> str:
+        """What the model is for."""
+        return self.loaded.kind
 
-    async def drain(self, request: web.Request) -> web.Response:
+    @property
+    def context_tokens(self) -> int:
+        """The longest text."""
+        return self.loaded.context_tokens
+
+    @property
+    def other_names(self) -> Sequence[str]:
+        """None: there are no adapters to what reads."""
+        return ()
+
+    @property
+    def open(self) -> int:
+        """How many requests are open."""
+        return self._open
+
+    def drain(self) -> None:
         """Take nothing new from now on; what runs goes on."""
         self.draining = True
-        return _json({"draining": True, "open": self._open})
 
     async def wait_empty(self, timeout_s: float) -> bool:
         """Wait until no request is open; False where time ran out."""
@@ -246,9 +229,3 @@ class EncoderServer:
 
 def _answer(body: bytes) -> web.Response:
     return web.Response(body=body, content_type="application/json")
-
-
-def _json(body: Any, status: int = 200) -> web.Response:
-    return web.Response(
-        body=msgspec.json.encode(body), status=status, content_type="application/json"
-    )

@@ -12,7 +12,7 @@ from nodeagent.engine.checkpoint.gguf import GgufFile
 from nodeagent.engine.checkpoint.opening import open_checkpoint
 from nodeagent.engine.checkpoint.safetensors import SafetensorsFolder
 from nodeagent.engine.decide.sequence import BLOCK_TOKENS
-from nodeagent.engine.layers.linear import Keeping
+from nodeagent.engine.layers.linear import choose
 from nodeagent.engine.models.eagle3 import Eagle3, Features
 from nodeagent.engine.models.families import build, survey
 from nodeagent.engine.models.llama import Llama
@@ -48,10 +48,12 @@ class DraftModel:
         """Close its files."""
         self.source.close()
 
-    def load(self, config: EngineConfig, served: Runner, model: Llama, keeping: Keeping) -> Ahead:
+    def load(self, config: EngineConfig, served: Runner, model: Llama) -> Ahead:
         """Read its weights, and give it KV beside that of the `served` model."""
         dtype = served.dtype
         context = min(config.context_tokens_max, self.shape.context_tokens)
+        # Drafts need not be exact but fast: packed wherever its file is, and this device can.
+        keeping, _ = choose(config.device, dtype, quantised=True)
         own = build(self.shape, self.source, config.device, dtype, context, keeping)
         known = self.tokens
         return Ahead(
@@ -85,7 +87,7 @@ class Head:
         """Close its files."""
         self.source.close()
 
-    def load(self, config: EngineConfig, served: Runner, model: Llama, keeping: Keeping) -> Ahead:
+    def load(self, config: EngineConfig, served: Runner, model: Llama) -> Ahead:
         """Read its weights, and have it listen to the `served` model."""
         context = min(config.context_tokens_max, self.source.shape.context_tokens)
         features = Features(self.source, self.source, self.layers)

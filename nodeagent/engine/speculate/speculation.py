@@ -17,12 +17,17 @@ Rule 4: a model drafts where its passes pay. While they do not, it is tried now 
 from collections.abc import Callable
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, field
-from itertools import accumulate
-from operator import mul
 from typing import Final
 
 from nodeagent.engine.constrain.constraint import Constraint
-from nodeagent.engine.decide.depth import Acceptance, Offer, StepCosts, choose_ahead, choose_depths
+from nodeagent.engine.decide.depth import (
+    Acceptance,
+    Offer,
+    StepCosts,
+    choose_ahead,
+    choose_depths,
+    promise,
+)
 from nodeagent.engine.decide.lookup import Lookup
 from nodeagent.engine.decide.sequence import Sequence
 from nodeagent.engine.sampling import Sampled, UnsoundLogits
@@ -206,8 +211,8 @@ class Speculation:
         """Have the model draft for whom nothing better was found, as deep as that pays."""
         name = ahead.habits.name
         chances = [self.acceptance.chance(f"{name} {at}") for at in range(self.draft_tokens_max)]
-        promise = sum(accumulate(chances, mul))
-        asked = [at for at, offer in enumerate(offers) if sum(offer.chances) < promise]
+        worth = promise(chances, self._pass_s(max(len(offers), 1)) / self.costs.seconds(rows))
+        asked = [at for at, offer in enumerate(offers) if sum(offer.chances) <= worth]
         depth = self._depth_ahead(chances, len(asked), rows)
         room: dict[int, int] = {}
         for at in asked:
@@ -222,7 +227,11 @@ class Speculation:
             (sequence, drafter.follow(ahead, sequence))
             for sequence, drafter in (drafters[at] for at in asked)
         ]
-        for at, tokens in zip(asked, ahead.draft(pairs, depth), strict=True):
+        drafted = ahead.draft(pairs, depth)
+        if not any(drafted):
+            # Still reading a long prompt: a try ends when something was drafted.
+            self._silent_steps = 0
+        for at, tokens in zip(asked, drafted, strict=True):
             sequence, drafter = drafters[at]
             if tokens:
                 count = min(self.draft_tokens_max, sequence.remaining - 1)
@@ -235,9 +244,10 @@ class Speculation:
         pass_s, seconds = self._pass_s(drafting), self.costs.seconds
         depth = choose_ahead(chances, drafting, rows, self.rows_max, seconds, pass_s)
         if depth == 0:
+            # The first try is at once: then it is known what a pass takes.
+            tried = self._silent_steps % _TRIED_EVERY == 0
             self._silent_steps += 1
-            if self._silent_steps % _TRIED_EVERY == 0:
-                return min(_TRIED_DEPTH, len(chances))
+            return min(_TRIED_DEPTH, len(chances)) if tried else 0
         return depth
 
     def _pass_s(self, rows: int) -> float:

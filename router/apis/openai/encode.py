@@ -7,29 +7,9 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from isochrone.wire.errors import ApiError, ErrorCode
+from isochrone.wire.errors import ApiError, ErrorCode, openai_error
 from isochrone.wire.routes import DeploymentEntry
 from router.dataplane.http1 import Reply
-
-
-def error_body(error: ApiError) -> dict[str, Any]:
-    """Return OpenAI's error object; `code` is what a program should look at."""
-    status = error.meaning.status
-    kind = "invalid_request_error"
-    if error.code is ErrorCode.RATE_LIMITED:
-        kind = "rate_limit_error"
-    elif error.code is ErrorCode.QUOTA_EXCEEDED:
-        kind = "insufficient_quota"
-    elif status >= 500 or error.code is ErrorCode.OUT_OF_CAPACITY:
-        kind = "server_error"
-    return {
-        "error": {
-            "message": error.message,
-            "type": kind,
-            "param": error.param,
-            "code": error.code.value,
-        }
-    }
 
 
 def error_reply(error: ApiError) -> Reply:
@@ -39,7 +19,7 @@ def error_reply(error: ApiError) -> Reply:
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
     if error.code is ErrorCode.INVALID_KEY:
         headers["www-authenticate"] = "Bearer"
-    return Reply(error.meaning.status, msgspec.json.encode(error_body(error)), headers)
+    return Reply(error.meaning.status, msgspec.json.encode(openai_error(error)), headers)
 
 
 def error_response(error: ApiError) -> web.Response:
@@ -51,11 +31,6 @@ def error_response(error: ApiError) -> web.Response:
         headers=dict(reply.headers),
         content_type=reply.content_type,
     )
-
-
-def error_event(error: ApiError) -> bytes:
-    """Return an error within a stream. No `[DONE]` follows: the answer is not whole."""
-    return b"data: " + msgspec.json.encode(error_body(error)) + b"\n\n"
 
 
 def model_body(entry: DeploymentEntry) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Any, Final
 import msgspec
 
 from isochrone.wire import headers
-from isochrone.wire.errors import ApiError, ErrorCode
+from isochrone.wire.errors import ApiError, ErrorCode, openai_error_event
 from isochrone.wire.ids import RequestId, is_request_id
 from isochrone.wire.routes import DeploymentEntry, KeyEntry
 from router.apis.openai.decode import (
@@ -21,7 +21,7 @@ from router.apis.openai.decode import (
     wants_usage,
     with_usage_wish,
 )
-from router.apis.openai.encode import error_event, error_reply
+from router.apis.openai.encode import error_reply
 from router.config import RouterConfig
 from router.dataplane import http1
 from router.dataplane.http1 import Reply, with_header
@@ -138,7 +138,7 @@ class OpenAiSurface:
             reject_if_busy=asked.options is not None and asked.options.reject_if_busy,
             arrived_s=request.arrived_s,
             started_at=self._unix_clock(),
-            error_event=error_event,
+            error_event=openai_error_event,
             resume=resumption(body, asked) if asked.stream else None,
             drawn=drawn(asked) if asked.stream else "",
             prefix_keys=_prefix_keys(rendered, key, deployment),

@@ -39,12 +39,17 @@ async def test_an_operator_makes_a_fleet(admin: Admin, tmp_path: Path) -> None:
     assert out.startswith("ij1_")
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "m.gguf").write_bytes(b"GGUF")
+    sizes = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
+    config = {**sizes, "architectures": ["LlamaForCausalLM"], "num_key_value_heads": 2}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
     source = f"file:{tmp_path / 'model'}"
     priced = ("models", "add", "m", "--source", source, "--price", "0.5:2")
     assert (await typed(admin, *priced))[0] == 0
     code, out, _ = await typed(admin, "-o", "json", "models", "list")
     (model,) = json.loads(out)
-    assert model["artifact"]["files"][0]["path"] == "m.gguf"
+    assert [file["path"] for file in model["artifact"]["files"]] == ["config.json", "m.gguf"]
+    assert (model["shape"]["layers"], model["shape"]["kv_heads"]) == (2, 2)
+    assert model["kv_bytes_per_token"] == 2 * 2 * 2 * 16 * 2
     assert model["price"] == {
         "prompt_per_million": 0.5,
         "output_per_million": 2.0,

@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import pickle
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -12,7 +13,9 @@ from aiohttp import web
 from isochrone.service.door import open_door
 from isochrone.wire.artifact import manifest_digest
 from isochrone.wire.model import Artifact, ArtifactFile
+from nodeagent.decide.pace import Pace
 from nodeagent.host.artifacts import ArtifactError, Artifacts
+from nodeagent.host.link import Link
 from nodeagent.host.sources import Sources
 
 BODY = bytes(range(256)) * 4096
@@ -70,7 +73,8 @@ def a_store(
     tmp_path: Path, budget: int = 1 << 30, *, private: bool = True, hf: str = ""
 ) -> Artifacts:
     sources = Sources(private=private, hf_url=hf)
-    return Artifacts(tmp_path / "artifacts", sources, budget)
+    link = Link(Pace(0), time.monotonic)
+    return Artifacts(tmp_path / "artifacts", sources, budget, link=link)
 
 
 async def fetched(store: Artifacts, artifact: Artifact, pinned: tuple[str, ...] = ()) -> Path:
@@ -227,6 +231,8 @@ async def test_the_budget_drops_the_least_lately_used_and_never_what_is_in_use(
     with pytest.raises(ArtifactError, match="do not fit in the disk budget"):
         await fetched(store, second, pinned=pinned)
     assert set(store.held()) == set(pinned)
+    assert store.disk_free_bytes(pinned) == 50
+    assert store.disk_free_bytes((first.digest,)) == 150, "what nobody needs may be dropped"
 
 
 async def test_one_artifact_is_fetched_once_however_many_want_it(

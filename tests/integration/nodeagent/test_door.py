@@ -25,9 +25,11 @@ from isochrone.wire.model import Artifact, ArtifactFile, EngineSettings
 from isochrone.wire.report import ReplicaState
 from nodeagent.api.door import Door
 from nodeagent.config import NodeConfig
+from nodeagent.decide.pace import Pace
 from nodeagent.drivers.driver import Command
 from nodeagent.host.artifacts import Artifacts
 from nodeagent.host.engines import Engines, Started
+from nodeagent.host.link import Link
 from nodeagent.host.sources import Sources
 from nodeagent.supervisor import Supervisor
 from tests.builders import a_spec
@@ -90,7 +92,12 @@ async def node() -> AsyncIterator[Node]:
     config = NodeConfig(name="n1", schedulers=(), state=folder, address="", stall_s=3.0)
     supervisor = Supervisor(
         config=config,
-        artifacts=Artifacts(folder / "artifacts", Sources(private=True, hf_url=""), 1 << 30),
+        artifacts=Artifacts(
+            folder / "artifacts",
+            Sources(private=True, hf_url=""),
+            1 << 30,
+            link=Link(Pace(0), time.monotonic),
+        ),
         engines=Engines(folder / "engines", 1),
         clock=time.monotonic,
         chance=random.Random(1),

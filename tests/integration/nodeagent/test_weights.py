@@ -27,6 +27,7 @@ from isochrone.wire.model import Artifact
 from nodeagent.api.weights import Weights
 from nodeagent.decide.pace import Pace
 from nodeagent.host.artifacts import ArtifactError, Artifacts
+from nodeagent.host.link import Link
 from nodeagent.host.peers import PeerLimits, Peers
 from nodeagent.host.sources import Sources
 from tests.integration.nodeagent.test_artifacts import Origin, artifact_of, origin
@@ -68,15 +69,13 @@ class City:
             holders=lambda digest: peers,
             pop=PopId(name[:3]),
             context=context,
-            pace=Pace(download_bytes_per_s),
             clock=time.monotonic,
             chance=random.Random(1),
             limits=QUICK,
         )
         sources = Sources(private=True, hf_url="")
-        return Artifacts(
-            self.folder / name, sources, 1 << 30, peers=asked, keep_pace=asked.keep_pace
-        )
+        link = Link(Pace(download_bytes_per_s), time.monotonic)
+        return Artifacts(self.folder / name, sources, 1 << 30, link=link, peers=asked)
 
     async def serving(
         self,

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isochrone.wire.model import EngineSettings, Model
+from isochrone.wire.model_shape import BadConfig, shape_of
 from isochrone.wire.report import Profile
 from scheduler.decide.capacity import (
     GIB,
@@ -20,7 +21,6 @@ from scheduler.decide.capacity import (
     splits,
 )
 from scheduler.decide.device_classes import CLASSES, class_of
-from scheduler.decide.model_shape import BadConfig, shape_of
 from tests.builders import a_model
 
 LLAMA_8B: dict[str, Any] = {

@@ -225,6 +225,26 @@ def test_what_can_never_fit_is_refused_with_the_sum() -> None:
     assert "8 such devices would hold it" in reason
 
 
+def test_a_replica_lives_on_one_node_and_the_refusal_says_what_would_hold_it() -> None:
+    gpus = tuple(
+        msgspec.structs.replace(a_device(79.0, f"gpu{number}"), device_class="h100-80g")
+        for number in range(2)
+    )
+    engine = EngineSettings(driver="vllm", kv_memory_bytes=0, devices=4)
+
+    def reason(gib: float) -> str:
+        cluster = a_cluster(
+            nodes=tuple(a_node(f"ams-{n}", "ams", devices=gpus) for n in (1, 2)),
+            models=(a_model("m", gib),),
+            deployments=(a_deployment(engine=engine),),
+        )
+        return plan(cluster).unmet[0].reason
+
+    assert "ams-1: needs 4 devices of one class, it has 2 x h100-80g" in reason(200.0)
+    assert "the largest here has 2 x h100-80g; a node of 4 such would hold it" in reason(200.0)
+    assert reason(100.0).endswith("the largest here has 2 x h100-80g; set devices to 2")
+
+
 @pytest.mark.parametrize("rate", [math.nan, math.inf, -1.0, 1e300])
 def test_a_rate_that_is_no_rate_moves_nothing(rate: float) -> None:
     row = DemandRate(deployment_id=DeploymentId("d"), pop=PopId("sin"), requests_per_s=rate)

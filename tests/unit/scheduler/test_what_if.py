@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isochrone.wire.ids import DeploymentId, NodeId, PopId
-from scheduler.decide.cluster import ClusterState, DemandRate
+from isochrone.wire.report import Profile
+from scheduler.decide.cluster import ClusterState, DemandRate, MeasuredProfile
 from scheduler.decide.liveness import LivenessLimits
-from scheduler.decide.predict import predict
+from scheduler.decide.predict import Prediction, predict
 from scheduler.decide.what_if import (
     AddDeployment,
     AddNodes,
@@ -25,7 +26,7 @@ from scheduler.decide.what_if import (
     digest_of,
     what_if,
 )
-from tests.builders import GIB, a_cluster, a_deployment, a_model, a_node, a_placement
+from tests.builders import GIB, a_cluster, a_deployment, a_device, a_model, a_node, a_placement
 
 AMS, SIN, IAD = PopId("ams"), PopId("sin"), PopId("iad")
 NODES = tuple(a_node(f"{pop}-{n}", pop) for pop in ("ams", "iad", "sin") for n in (1, 2))
@@ -154,6 +155,36 @@ def test_users_near_and_with_room_are_answered_sooner() -> None:
     assert ttft(near) < ttft(near, requests=4.0)
     assert ttft(near, a_placement("c", "ams-2"), requests=4.0) < ttft(near, requests=4.0)
     assert ttft(near, far) == ttft(near)
+
+
+def test_what_follows_is_predicted_by_the_rates_that_the_planner_reads() -> None:
+    def outcome(device_class: str, *profiles: MeasuredProfile) -> Prediction:
+        device = msgspec.structs.replace(a_device(80), device_class=device_class)
+        cluster = a_cluster(
+            nodes=(a_node("ams-1", "ams", devices=(device,)),),
+            placements=(a_placement("a", "ams-1"),),
+            demand=(asks("ams", 1.0),),
+            profiles=profiles,
+        )
+        return predict(cluster)
+
+    def ttft_ms(prediction: Prediction) -> float:
+        (city,) = prediction.cities
+        assert city.ttft_p90_ms is not None
+        return city.ttft_p90_ms
+
+    # Reckoned from the class where nothing is measured, as for a seat; assumed on a CPU.
+    assert ttft_ms(outcome("h100-80g")) < ttft_ms(outcome("l4-24g")) < ttft_ms(outcome("cpu"))
+    slow = MeasuredProfile(
+        model_id="m",
+        device_class="h100-80g",
+        profile=Profile(prefill_tokens_per_s=100.0, decode_tokens_per_s=50.0),
+    )
+    measured = outcome("h100-80g", slow)
+    assert ttft_ms(measured) > ttft_ms(outcome("cpu"))
+    assert measured.assumed_rates == ()
+    # What was measured on one class says nothing of the class that it stands on.
+    assert outcome("l4-24g", slow).assumed_rates == ("d",)
 
 
 CHANGES = st.one_of(

@@ -11,7 +11,7 @@ from ops.sim.measure import Figures, figures_of
 from ops.sim.run import NAMES, simulate
 
 MOONCAKE = CASES[0]
-REQUESTS = traces.mooncake(EXTRACT / MOONCAKE.path, 250)
+REQUESTS = traces.mooncake(EXTRACT / MOONCAKE.path, traces.Part(250))
 WORLD = world_of(MOONCAKE, EXTRACT)
 SPEED = speed_for(0.7, WORLD, REQUESTS, MOONCAKE.cached_share)
 

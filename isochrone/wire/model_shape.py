@@ -63,6 +63,15 @@ def shape_of(config: Config) -> ModelShape:
     )
 
 
+def kv_bytes_per_token(shape: ModelShape, context_tokens: int = 1) -> float:
+    """Return what a token of context takes over all layers, averaged over a whole context."""
+    # A latent is kept once; heads keep a key and a value each.
+    values = shape.latent_size or 2 * shape.kv_heads * shape.head_size
+    seen = min(1.0, shape.sliding_window / context_tokens) if shape.sliding_window else 1.0
+    layers = shape.layers - shape.sliding_layers + shape.sliding_layers * seen
+    return layers * values * shape.kv_bits / 8
+
+
 def _size(config: Config, name: str, default: int | None = None) -> int:
     value = config.get(name)
     if value is None and default is not None:

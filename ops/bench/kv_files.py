@@ -1,0 +1,123 @@
+"""Block files of the KV's file tier read in several ways, from a cold disk and a warm page cache.
+
+    python -m ops.bench.kv_files FOLDER [--blocks N] [--block-kib K] [--rounds R]
+
+Each round writes nothing and reads every file once in each way, in turn; before a cold round the
+files are dropped from the page cache. A read ends when all bytes lie in a tensor's memory and their
+seal was computed, as the tier does it. FOLDER must lie on the disk in question.
+"""
+
+import argparse
+import mmap
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+import xxhash
+
+SECTOR = 4096
+Read = Callable[[Path], int]
+
+
+def buffered(path: Path) -> int:
+    """Read the file as the tier does: one allocation, one read."""
+    with path.open("rb", buffering=0) as file:
+        content = bytearray(os.fstat(file.fileno()).st_size)
+        file.readinto(content)
+    return xxhash.xxh3_64(content).intdigest()
+
+
+def mapped(path: Path) -> int:
+    """Map the file and let the seal fault it in."""
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as pages:
+        return xxhash.xxh3_64(pages).intdigest()
+
+
+def mapped_ahead(path: Path) -> int:
+    """Map the file, and ask the kernel for all of it at once."""
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as pages:
+        pages.madvise(mmap.MADV_WILLNEED)
+        return xxhash.xxh3_64(pages).intdigest()
+
+
+class Direct:
+    """Read past the page cache, into memory that is aligned and used again."""
+
+    def __init__(self, block_bytes: int) -> None:
+        self._memory = mmap.mmap(-1, -(-block_bytes // SECTOR) * SECTOR)
+
+    def __call__(self, path: Path) -> int:
+        """Read the file."""
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
+        try:
+            size = os.preadv(descriptor, [self._memory], 0)
+        finally:
+            os.close(descriptor)
+        with memoryview(self._memory) as whole, whole[:size] as content:
+            return xxhash.xxh3_64(content).intdigest()
+
+
+def drop(path: Path) -> None:
+    """Drop the file from the page cache."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+
+
+def main() -> None:
+    """Write the files, run the rounds, print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--blocks", type=int, default=96)
+    parser.add_argument("--block-kib", type=int, default=720)
+    parser.add_argument("--rounds", type=int, default=7)
+    asked = parser.parse_args()
+    block_bytes = asked.block_kib * 1024 + 63
+    paths = [asked.folder / f"kv-{number}" for number in range(asked.blocks)]
+    for path in paths:
+        path.write_bytes(os.urandom(block_bytes))
+    os.sync()
+    ways: dict[str, Read] = {
+        "read": buffered,
+        "mmap": mapped,
+        "mmap, willneed": mapped_ahead,
+        "O_DIRECT": Direct(block_bytes),
+    }
+    try:
+        measure(paths, ways, asked.rounds, block_bytes)
+    finally:
+        for path in paths:
+            path.unlink()
+
+
+def measure(paths: list[Path], ways: dict[str, Read], rounds: int, block_bytes: int) -> None:
+    """Read all files in each way, in turn, cold and warm, and print the medians."""
+    seals: set[tuple[int, ...]] = set()
+    taken: dict[tuple[str, bool], list[float]] = {}
+    for _ in range(rounds):
+        for cold in (True, False):
+            for name, read in ways.items():
+                for path in paths:
+                    drop(path) if cold else path.read_bytes()
+                began_s = time.perf_counter()
+                seals.add(tuple(read(path) for path in paths))
+                taken.setdefault((name, cold), []).append(time.perf_counter() - began_s)
+    assert len(seals) == 1, "all ways read the same"
+    print(f"{len(paths)} blocks of {block_bytes} bytes, {rounds} rounds")
+    print(
+        "| way | cold, ms a block | MB/s | cached, ms a block | MB/s |\n|---|---:|---:|---:|---:|"
+    )
+    for name in ways:
+        cells = []
+        for cold in (True, False):
+            each_s = median(taken[name, cold]) / len(paths)
+            cells.append(f"{each_s * 1e3:.2f} | {block_bytes / each_s / 1e6:.0f}")
+        print(f"| {name} | {cells[0]} | {cells[1]} |")
+
+
+if __name__ == "__main__":
+    main()

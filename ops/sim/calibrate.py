@@ -1,0 +1,249 @@
+"""The live half of the calibration: a trace played through the demo fleet, as its clients saw it.
+
+    python -m ops.sim.calibrate [--data FOLDER] [--seconds N] [--load PERCENT] --out FILE.json
+
+CORRIDOR: bring up -> deploy -> profile each replica alone -> play -> keep what was seen. What the
+simulator makes of the same arrivals is worked out afterwards, from the file alone:
+`python -m ops.sim.calibration FILE.json`. Needs the machine for itself: one core for each of two
+replicas. With a third, replicas would slow one another down, which machines of their own do not.
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import time
+from pathlib import Path
+from typing import Any, Final
+
+import aiohttp
+import msgspec
+
+from isochrone.wire import headers
+from ops.fleet import layout, model
+from ops.fleet.bring_up import Fleet
+from ops.fleet.cities import CITIES, City
+from ops.sim import data, traces
+from ops.sim.calibration import BLOCK, CACHED_SHARE, Asked, Live, Probe, fitted, world_of
+from ops.sim.cases import speed_for
+
+SHRINK: Final = 32
+"""A CPU reads prompts some twenty times slower than the replicas of the proof: so much shorter are
+they here, and so are the blocks that requests share."""
+
+PROMPT_TOKENS_MAX: Final = 1500
+OUTPUT_TOKENS_MAX: Final = 48
+SIZES: Final = (32, 64, 128, 256, 512, 1024, 1500)
+TWICE: Final = 2
+TOGETHER: Final = (1, 2, 4)
+"""How many answers are written at once where the time between tokens is measured."""
+
+SERVING: Final = (CITIES[0], CITIES[-1])
+WORDS: Final = (
+    "time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world",
+    "school", "state", "family", "student", "group", "country", "problem", "hand", "part",
+    "place", "case", "week", "company", "system",
+)  # fmt: skip
+
+
+def text_of(block: int, tokens: int) -> str:
+    """Return a block's text, always the same: one token a word."""
+    chance = random.Random(block)
+    return "".join(f" {chance.choice(WORDS)}" for _ in range(tokens))
+
+
+def shrunk(request: traces.Request) -> traces.Request:
+    """Return a request as this fleet can bear it: shorter, and shared as before."""
+    tokens = min(PROMPT_TOKENS_MAX, max(8, request.prompt_tokens // SHRINK))
+    return request._replace(
+        prompt_tokens=tokens,
+        output_tokens=min(OUTPUT_TOKENS_MAX, max(2, request.output_tokens // SHRINK)),
+        blocks=request.blocks[: tokens // BLOCK],
+        block_tokens=BLOCK,
+    )
+
+
+def prompt_of(request: traces.Request) -> str:
+    """Return a prompt of a request's blocks, and behind them what it shares with nobody."""
+    rest = request.prompt_tokens - len(request.blocks) * BLOCK
+    shared = "".join(text_of(block, BLOCK) for block in request.blocks)
+    return (shared + text_of(-1 - request.number, rest)).strip()
+
+
+class Player:
+    """A client in each city."""
+
+    def __init__(self, fleet: Fleet, http: aiohttp.ClientSession) -> None:
+        self._fleet = fleet
+        self._http = http
+
+    async def ask(self, city: City, prompt: str, output: int, session: str = "") -> dict[str, Any]:
+        """Ask through a city's public endpoint; return what was seen of the answer."""
+        sent = {"authorization": f"Bearer {self._fleet.key}"}
+        if session:
+            sent[headers.SESSION_AFFINITY] = session
+        return await self._ask(layout.endpoint(city), prompt, output, sent)
+
+    async def ask_replica(
+        self, city: City, replica: str, prompt: str, output: int
+    ) -> dict[str, Any]:
+        """Ask one replica at its node's door, without a router or a distance."""
+        sent = {headers.REPLICA: replica}
+        door = f"http://{city.door_host}:{layout.NODE_PORT}"
+        return await self._ask(door, prompt, output, sent)
+
+    async def _ask(
+        self, base: str, prompt: str, output: int, sent: dict[str, str]
+    ) -> dict[str, Any]:
+        body = msgspec.json.encode(
+            {
+                "model": model.NAME,
+                "prompt": prompt,
+                "max_tokens": output,
+                "temperature": 0,
+                "stream": True,
+                "stream_options": {"include_usage": True},
+            }
+        )
+        sent = {**sent, "content-type": "application/json"}
+        began = time.monotonic()
+        url = f"{base}/v1/completions"
+        first = last = 0.0
+        usage: dict[str, Any] = {}
+        async with self._http.post(url, data=body, headers=sent) as response:
+            async for line in response.content:
+                if not line.startswith(b"data: {"):
+                    continue
+                frame = msgspec.json.decode(line[6:])
+                if "error" in frame:
+                    raise RuntimeError(f"cannot calibrate: {frame['error']['message']}")
+                usage = frame.get("usage") or usage
+                if frame["choices"]:
+                    last = time.monotonic()
+                    first = first or last
+            if response.status != 200:
+                raise RuntimeError(f"cannot calibrate: {base} answered {response.status}")
+        return {
+            "ttft_s": first - began,
+            "itl_s": (last - first) / max(1, usage["completion_tokens"] - 1),
+            "prompt_tokens": usage["prompt_tokens"],
+            "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
+            "output_tokens": usage["completion_tokens"],
+            "served_in": response.headers.get(headers.POP, "?"),
+        }
+
+
+async def deploy(fleet: Fleet) -> None:
+    """Deploy the demo's model on one thread in each serving city, without growth by demand."""
+    await fleet.ask(
+        "PUT", f"/v1/models/{model.NAME}", await asyncio.to_thread(model.catalogue_entry)
+    )
+    body = model.deployment_body(SERVING[0].pop)
+    body["engine"]["options"] = {"threads": "1", "draft_tokens_max": "0"}
+    body["engine"]["kv_memory_bytes"] = 1 << 30
+    warm = [city.pop for city in SERVING]
+    body["policy"] = {"replicas_min": 2, "replicas_max": 2, "keep_warm": warm}
+    await fleet.ask("POST", "/v1/deployments", body)
+    for city in SERVING:
+        await fleet.wait_warm(city)
+    await fleet.wait_routed()
+    # Routers must have measured how far the nodes are.
+    await asyncio.sleep(6.0)
+
+
+async def profile(fleet: Fleet, player: Player, city: City) -> list[Probe]:
+    """Ask one replica alone: prompts of all sizes, then answers side by side."""
+    placed = await fleet.placements()
+    replica = next(row["replica_id"] for row in placed if row["pop"] == city.pop)
+    probes, number = [], 10**6
+
+    async def probe(tokens: int, output: int, together: int) -> None:
+        nonlocal number
+        texts = [text_of(-number - n, tokens).strip() for n in range(together)]
+        number += together
+        seen = await asyncio.gather(
+            *(player.ask_replica(city, replica, text, output) for text in texts)
+        )
+        for one in seen:
+            took = (one["prompt_tokens"], one["ttft_s"], one["itl_s"])
+            probes.append(Probe(city.pop, together, *took))
+
+    await probe(64, 4, 1)
+    probes.clear()
+    for tokens in SIZES * TWICE:
+        await probe(tokens, 2, 1)
+    for together in TOGETHER:
+        await probe(32, 32, together)
+    return probes
+
+
+async def play(player: Player, requests: list[traces.Request], speed: float) -> list[Asked]:
+    """Send each request when its time has come, whatever became of those before it."""
+    began = time.monotonic()
+
+    async def one(request: traces.Request) -> Asked:
+        at_s = request.at_s / speed
+        await asyncio.sleep(max(0.0, began + at_s - time.monotonic()))
+        late_s = time.monotonic() - began - at_s
+        city = CITIES[int(request.place * len(CITIES))]
+        seen = await player.ask(city, prompt_of(request), request.output_tokens, request.session)
+        return Asked(
+            request.number, at_s, city.pop, request.session, request.blocks, late_s, **seen
+        )
+
+    return list(await asyncio.gather(*(one(request) for request in requests)))
+
+
+async def run(folder: Path, seconds: float, load: float) -> Live:
+    """Bring the fleet up, measure, play, and take it down."""
+    fleet = Fleet(layout.STATE, print)
+    try:
+        await fleet.up()
+        await deploy(fleet)
+        limits = aiohttp.TCPConnector(limit=0)
+        timeout = aiohttp.ClientTimeout(total=240)
+        async with aiohttp.ClientSession(connector=limits, timeout=timeout) as http:
+            player = Player(fleet, http)
+            # At the same time, as they will be asked: they share the machine's memory.
+            found = await asyncio.gather(*(profile(fleet, player, city) for city in SERVING))
+            probes = [probe for of_one in found for probe in of_one]
+            trace = traces.mooncake(
+                folder / "traces/mooncake_conversation_trace.jsonl.gz", traces.Part(3000)
+            )
+            profiles = fitted(probes)
+            print(profiles)
+            # As many requests as take `seconds` at this load.
+            for count in range(100, len(trace), 20):
+                requests = [shrunk(request) for request in trace[:count]]
+                speed = speed_for(load / 100, world_of(profiles), requests, CACHED_SHARE)
+                if requests[-1].at_s / speed >= seconds:
+                    break
+            print(f"{len(requests)} requests, trace sped up {speed:.3f} times")
+            asked = await play(player, requests, speed)
+        return Live(probes, asked, load)
+    finally:
+        await fleet.down()
+
+
+def main() -> None:
+    """Measure, and keep it."""
+    parser = argparse.ArgumentParser(prog="python -m ops.sim.calibrate")
+    parser.add_argument("--data", help="folder of public data")
+    parser.add_argument("--seconds", type=float, default=150.0, help="how long to play")
+    parser.add_argument("--load", type=float, default=60.0, help="in percent")
+    parser.add_argument("--out", type=Path, required=True)
+    asked = parser.parse_args()
+    live = asyncio.run(run(data.folder(asked.data), asked.seconds, asked.load))
+    asked.out.write_text(
+        json.dumps(
+            {
+                "load": live.load,
+                "probes": [probe._asdict() for probe in live.probes],
+                "asked": [one._asdict() for one in live.asked],
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,178 @@
+"""One connection to a node: bytes in; an answer's head and body out to the exchange on it."""
+
+import asyncio
+from typing import Final, Protocol, cast
+
+import httptools
+
+from router.dataplane.deadlines import NEVER
+from router.dataplane.exchange import AttemptFailed, Exchange, Failure, Head
+from router.dataplane.exchange import Pool as Source
+
+HEAD_BYTES_MAX: Final = 32 * 1024
+
+
+class Pool(Source, Protocol):
+    """Whence connections come, and whither they go back."""
+
+    def keep(self, connection: "NodeConnection") -> None:
+        """Take back a connection whose exchange ended well."""
+
+    def opened(self, connection: "NodeConnection") -> None:
+        """Count a connection in."""
+
+    def closed(self, connection: "NodeConnection") -> None:
+        """Count a connection out."""
+
+
+class NodeConnection(asyncio.Protocol):
+    """One connection to a node; one exchange at a time."""
+
+    __slots__ = (
+        "_body",
+        "_fields",
+        "_head_bytes",
+        "_is_used",
+        "_keeps",
+        "_parser",
+        "_pool",
+        "_seen",
+        "_transport",
+        "_whole",
+        "address",
+        "due_s",
+        "exchange",
+    )  # fmt: skip
+
+    def __init__(self, pool: Pool, address: str) -> None:
+        self.address = address
+        self.exchange: Exchange | None = None
+        self.due_s = NEVER
+        self._pool = pool
+        self._transport: asyncio.Transport | None = None
+        self._parser = httptools.HttpResponseParser(self)
+        self._fields: dict[bytes, bytes] = {}
+        self._body: list[bytes] = []
+        self._head_bytes = 0
+        self._is_used = False
+        self._seen = False
+        self._whole = False
+        self._keeps = False
+
+    def begin(self, exchange: Exchange) -> None:
+        """Send an exchange's request."""
+        self.exchange = exchange
+        self.due_s = exchange.due_s
+        self._seen = False
+        self._whole = False
+        head, body = exchange.request
+        assert self._transport is not None
+        if len(body) < 16_384:
+            self._transport.write(head + body)
+        else:
+            self._transport.writelines([head, body])
+
+    def close(self) -> None:
+        """Close it at once: what it still sends is nobody's."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def pause(self) -> None:
+        """Read no more."""
+        if self._transport is not None:
+            self._transport.pause_reading()
+
+    def resume(self) -> None:
+        """Read on."""
+        if self._transport is not None:
+            self._transport.resume_reading()
+
+    # The transport's side.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Count the connection in."""
+        self._transport = cast(asyncio.Transport, transport)
+        self._pool.opened(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Count it out; an exchange that was on it is broken, or begins anew on another."""
+        self._transport = None
+        self._pool.closed(self)
+        exchange, self.exchange = self.exchange, None
+        if exchange is not None:
+            exchange.on_lost(is_stale=self._is_used and not self._seen)
+
+    def data_received(self, data: bytes) -> None:
+        """Parse what came and pass it on, as many bytes at once as came together."""
+        exchange = self.exchange
+        if exchange is None:
+            # An answer that nobody asked for: whatever this is, it is not ours.
+            self.close()
+            return
+        self._seen = True
+        try:
+            self._parser.feed_data(data)
+            if self._body:
+                body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
+                self._body.clear()
+                if not (self._whole or exchange.is_paused):
+                    # The wait begins anew.
+                    self.due_s = self._pool.clock() + exchange.patience_s
+                exchange.on_body(body)
+            if self._whole and self.exchange is exchange:
+                self._end(exchange)
+        except httptools.HttpParserCallbackError as error:
+            cause = error.__context__
+            exchange.fail(
+                cause if isinstance(cause, AttemptFailed) else self._broken("a broken head")
+            )
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            exchange.fail(self._broken(str(error)[:120]))
+        except AttemptFailed as failure:
+            exchange.fail(failure)
+
+    def on_due(self) -> None:
+        """Its time is up: nobody used it, or the node is silent."""
+        if self.exchange is not None:
+            self.exchange.on_silence()
+        else:
+            self.close()
+
+    # The parser's side.
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Take one header; trailers are dropped."""
+        self._head_bytes += len(name) + len(value)
+        if self._head_bytes > HEAD_BYTES_MAX:
+            raise self._broken(f"a head of more than {HEAD_BYTES_MAX} bytes")
+        self._fields[name.lower()] = value
+
+    def on_headers_complete(self) -> None:
+        """Pass the head on; an interim one (1xx) is none."""
+        status = self._parser.get_status_code()
+        if status >= 200 and self.exchange is not None:
+            self.exchange.on_head(Head(status, self._fields))
+        self._fields = {}
+        self._head_bytes = 0
+
+    def on_body(self, data: bytes) -> None:
+        """Take a part of the body."""
+        self._body.append(data)
+
+    def on_message_complete(self) -> None:
+        """Note the end; what came with it is passed on first."""
+        self._whole = self._parser.get_status_code() >= 200
+        # Asked here: after the message the parser answers for the next one.
+        self._keeps = self._parser.should_keep_alive()
+
+    def _end(self, exchange: Exchange) -> None:
+        self._is_used = True
+        self.exchange = None
+        if self._keeps and self._transport is not None:
+            self._pool.keep(self)
+        else:
+            self.close()
+        exchange.on_end()
+
+    def _broken(self, what: str) -> AttemptFailed:
+        return AttemptFailed(Failure.BROKEN, f"{self.address} sent {what}")

@@ -1,0 +1,224 @@
+"""Which node should have which weights before it is asked to run them, and how fast they may come.
+
+The planner is asked where it would seat replicas, were demand what is foretold some hours ahead:
+where such a seat would wait for its weights, they are wished there beforehand. What is wished
+counts as held when the planner is asked again, so the same seats are found.
+
+Rule 1: one node of a PoP fetches from afar at a time; the next ones have theirs from that one.
+Rule 2: what comes from afar leaves users the larger part of the link, and needs half of the time
+there is, so that a link slower than it was thought is found out early.
+Rule 3: only what fits beside everything that is wished already; nothing that runs is dropped.
+Rule 4: a wish stands until its time has passed or it makes no sense any more: a forecast that
+wavers neither stops a fetch half-way nor gives up what has come.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+import msgspec
+
+from isochrone.wire.ids import NodeId, PopId
+from isochrone.wire.model import Model
+from scheduler.decide.cluster import ClusterState, Liveness, Node, PrefetchWish, Start
+from scheduler.decide.feasible import DISK_MARGIN_BYTES
+from scheduler.decide.liveness import LivenessLimits, LivenessView, liveness
+from scheduler.decide.plan import PlanLimits, plan
+from scheduler.decide.rollout import ON_ITS_WAY
+from scheduler.decide.score import Distances
+from scheduler.decide.start_time import MB, StartTimes
+from scheduler.decide.versions import joined, split
+
+LINK_SHARE: Final = 0.5
+"""The part of a PoP's way to others that prefetching may take."""
+
+TIME_SHARE: Final = 0.5
+"""The part of the time left in which weights should have come."""
+
+BYTES_PER_S_MIN: Final = 1.0 * MB
+KEPT_FOR_S: Final = 3600.0
+"""How long after its time a wish still keeps its place on the disk: a peak may be late."""
+
+PER_NODE_MAX: Final = 8
+LIMITS: Final = PlanLimits(starts_max=1_000)
+
+
+class Ended(msgspec.Struct, frozen=True, kw_only=True):
+    """A wish that is over, and why."""
+
+    wish: PrefetchWish
+    reason: str
+
+
+class Foreseen(msgspec.Struct, frozen=True, kw_only=True):
+    """What to wish besides what is wished already, what has come, and what is over."""
+
+    new: tuple[PrefetchWish, ...] = ()
+    arrived: tuple[PrefetchWish, ...] = ()
+    ended: tuple[Ended, ...] = ()
+
+
+def prefetch(
+    cluster: ClusterState, due_s: float, liveness_limits: LivenessLimits | None = None
+) -> Foreseen:
+    """Return what follows from a picture whose demand is what is foretold `due_s` ahead."""
+    view = liveness(cluster.nodes, cluster.acting_for_s, liveness_limits)
+    if view.frozen:
+        return Foreseen()
+    stock = _Stock(cluster, view)
+    ended = []
+    for wish in sorted(cluster.prefetches, key=lambda one: (one.due_s, one.node_id, one.model_id)):
+        over = stock.is_over(wish)
+        if over:
+            ended.append(Ended(wish=wish, reason=over))
+        else:
+            stock.keep(wish)
+    arrived = tuple(wish for wish in stock.wishes if stock.is_held(wish) and not wish.is_held)
+    new: list[PrefetchWish] = []
+    if due_s > 0:
+        decided = joined(plan(split(stock.picture()), LIMITS, liveness_limits))
+        for start in decided.starts:
+            wished = stock.wish(start, due_s)
+            if wished is not None:
+                stock.keep(wished)
+                new.append(wished)
+    return Foreseen(new=tuple(new), arrived=arrived, ended=tuple(ended))
+
+
+class _Stock:
+    """What lies on every node's disk, and what is on its way there."""
+
+    def __init__(self, cluster: ClusterState, view: LivenessView) -> None:
+        self.wishes: list[PrefetchWish] = []
+        self._cluster = cluster
+        self._view = view
+        self._nodes = {node.node_id: node for node in cluster.nodes}
+        self._models = {model.model_id: model for model in cluster.models}
+        self._served = _served(cluster)
+        self._seated = _seated(cluster)
+        self._far = Distances(cluster.pops, cluster.distances)
+        self._starts = StartTimes(cluster.nodes, (), {}, self._far)
+        self._holding: Mapping[str, set[PopId]] = _holding(cluster.nodes)
+        self._pending_bytes: dict[NodeId, int] = defaultdict(int)
+        self._link_taken: dict[PopId, float] = defaultdict(float)
+
+    def is_held(self, wish: PrefetchWish) -> bool:
+        """Say whether the weights have come."""
+        digest = self._models[wish.model_id].artifact.digest
+        return digest in self._nodes[wish.node_id].artifacts
+
+    def is_over(self, wish: PrefetchWish) -> str:
+        """Say why a wish makes no sense any more; "" if it does."""
+        node, model = self._nodes.get(wish.node_id), self._models.get(wish.model_id)
+        if node is None or model is None:
+            return "the node or the model is gone"
+        if node.revoked or node.draining or self._view.by_node[node.node_id] is Liveness.LOST:
+            return "the node is draining, revoked or lost"
+        if wish.model_id not in self._served:
+            return "no deployment serves the model any more"
+        if (wish.node_id, wish.model_id) in self._seated:
+            return "a replica has its seat there"
+        is_held = self.is_held(wish)
+        if wish.due_s < -KEPT_FOR_S:
+            return "its time has passed" if is_held else "the weights did not come in time"
+        if not is_held and not self._fits(node, model):
+            return f"the disk has {node.disk_free_bytes} bytes left, too few for it"
+        return ""
+
+    def keep(self, wish: PrefetchWish) -> None:
+        """Count a wish among those that stand."""
+        self.wishes.append(wish)
+        if not self.is_held(wish):
+            size = self._models[wish.model_id].artifact.size_bytes
+            self._pending_bytes[wish.node_id] += size
+            self._link_taken[self._nodes[wish.node_id].pop] += wish.bytes_per_s
+
+    def picture(self) -> ClusterState:
+        """Return the picture as it will be when everything wished has come."""
+        coming: dict[NodeId, list[str]] = defaultdict(list)
+        for wish in self.wishes:
+            if not self.is_held(wish):
+                coming[wish.node_id].append(self._models[wish.model_id].artifact.digest)
+        nodes = tuple(
+            msgspec.structs.replace(node, artifacts=(*node.artifacts, *coming[node.node_id]))
+            if node.node_id in coming
+            else node
+            for node in self._cluster.nodes
+        )
+        return msgspec.structs.replace(self._cluster, nodes=nodes)
+
+    def wish(self, start: Start, due_s: float) -> PrefetchWish | None:
+        """Return the wish that a start foreseen gives rise to; None where there is none to make."""
+        node, model = self._nodes[start.node_id], self._models[start.spec.model_id]
+        mine = [one for one in self.wishes if one.node_id == node.node_id]
+        if (
+            model.artifact.digest in node.artifacts
+            or any(one.model_id == model.model_id for one in mine)
+            or len(mine) >= PER_NODE_MAX
+            or not self._fits(node, model)
+        ):
+            return None
+        rate = 0.0
+        if node.pop not in self._holding[model.artifact.digest]:
+            rate = self._rate_from_afar(node, model, due_s)
+            if rate <= 0:
+                return None
+        return PrefetchWish(
+            node_id=node.node_id,
+            model_id=model.model_id,
+            deployment_id=start.spec.deployment_id,
+            due_s=due_s,
+            bytes_per_s=rate,
+            reason=f"foretold for {due_s / 3600:.1f} h from now: {start.reason}",
+        )
+
+    def _rate_from_afar(self, node: Node, model: Model, due_s: float) -> float:
+        """Return how fast weights may come to a PoP that has none of them; 0 is not now."""
+        for wish in self.wishes:
+            if wish.model_id == model.model_id and self._nodes[wish.node_id].pop == node.pop:
+                return 0.0
+        size = model.artifact.size_bytes
+        link = size / max(1e-6, self._starts.fetch_s(node, model))
+        left = LINK_SHARE * link - self._link_taken[node.pop]
+        # What cannot come in time is begun only where nothing else has need of the link.
+        if left < size / due_s and self._link_taken[node.pop] > 0:
+            return 0.0
+        return min(left, max(size / (TIME_SHARE * due_s), BYTES_PER_S_MIN))
+
+    def _fits(self, node: Node, model: Model) -> bool:
+        needed = self._pending_bytes[node.node_id] + model.artifact.size_bytes + DISK_MARGIN_BYTES
+        return not node.disk_free_bytes or node.disk_free_bytes >= needed
+
+
+def _served(cluster: ClusterState) -> set[str]:
+    """Return the models that a deployment serves, or is about to by its new version."""
+    live = {deployment.deployment_id for deployment in cluster.deployments}
+    coming = {
+        rollout.spec.model_id
+        for rollout in cluster.rollouts
+        if rollout.state in ON_ITS_WAY and rollout.deployment_id in live
+    }
+    return coming | {deployment.model_id for deployment in cluster.deployments}
+
+
+def _seated(cluster: ClusterState) -> set[tuple[NodeId, str]]:
+    served = {
+        (deployment.deployment_id, deployment.version): deployment.model_id
+        for deployment in cluster.deployments
+    } | {
+        (rollout.deployment_id, rollout.to_version): rollout.spec.model_id
+        for rollout in cluster.rollouts
+    }
+    return {
+        (placement.node_id, served[placement.deployment_id, placement.version])
+        for placement in cluster.placements
+        if not placement.is_ending and (placement.deployment_id, placement.version) in served
+    }
+
+
+def _holding(nodes: Iterable[Node]) -> Mapping[str, set[PopId]]:
+    holding: dict[str, set[PopId]] = defaultdict(set)
+    for node in nodes:
+        for digest in node.artifacts:
+            holding[digest].add(node.pop)
+    return holding

@@ -1,0 +1,63 @@
+"""Has weights fetched before the peak that needs them, by what is foretold some hours ahead."""
+
+import asyncio
+from typing import NamedTuple
+
+import msgspec
+
+from scheduler.acting import Acting
+from scheduler.decide.cluster import ClusterState
+from scheduler.decide.demand import raised
+from scheduler.decide.prefetch import Foreseen, prefetch
+from scheduler.store.pool import transaction
+from scheduler.store.prefetch import record_foreseen
+
+
+class Prefetched(NamedTuple):
+    """One turn's counts."""
+
+    wished: int = 0
+    arrived: int = 0
+    ended: int = 0
+
+
+class Prefetch:
+    """Nothing is started by it: a start finds its weights on the disk, and the planner knows."""
+
+    def __init__(self, acting: Acting) -> None:
+        self._acting = acting
+
+    async def run_once(self) -> Prefetched:
+        """Read, foresee, write, tell."""
+        acting = self._acting
+        if not acting.is_acting:
+            return Prefetched()
+        async with transaction(acting.pool, isolation="repeatable_read") as connection:
+            cluster = await acting.picture(connection)
+        if not acting.later.rows and not cluster.prefetches:
+            return Prefetched()
+        # In a thread: it asks the planner.
+        foreseen = await asyncio.to_thread(
+            prefetch,
+            self._at_the_peak(cluster),
+            acting.later.at - acting.clock(),
+            acting.config.liveness,
+        )
+        if foreseen != Foreseen():
+            async with transaction(acting.pool) as connection:
+                await record_foreseen(connection, acting.epoch, foreseen)
+            await self._tell(foreseen)
+        return Prefetched(len(foreseen.new), len(foreseen.arrived), len(foreseen.ended))
+
+    def _at_the_peak(self, cluster: ClusterState) -> ClusterState:
+        live = {deployment.deployment_id for deployment in cluster.deployments}
+        rows = [row for row in self._acting.later.rows if row.deployment_id in live]
+        return msgspec.structs.replace(cluster, demand=raised(cluster.demand, rows))
+
+    async def _tell(self, foreseen: Foreseen) -> None:
+        concerned = {wish.node_id for wish in foreseen.new}
+        concerned |= {over.wish.node_id for over in foreseen.ended}
+        for node_id in sorted(concerned):
+            peer = self._acting.agent(node_id)
+            if peer is not None and peer.has_reported:
+                await self._acting.send_assignment(peer)

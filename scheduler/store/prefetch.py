@@ -1,0 +1,103 @@
+"""Weights that nodes should have before they run them: what is wished, what came, what is over."""
+
+import msgspec
+
+from isochrone.wire.assignment import Prefetch
+from isochrone.wire.ids import DeploymentId, Epoch, NodeId
+from isochrone.wire.model import Model
+from scheduler.decide.cluster import PrefetchWish
+from scheduler.decide.prefetch import Foreseen
+from scheduler.store.events import record_event
+from scheduler.store.lease import assert_epoch
+from scheduler.store.pool import Connection
+
+
+async def read_prefetches(connection: Connection) -> tuple[PrefetchWish, ...]:
+    """Return every wish that stands."""
+    rows = await connection.fetch(
+        """
+        SELECT node_id, model_id, deployment_id, bytes_per_s, reason, held_at,
+               extract(epoch FROM due_at - clock_timestamp())::float8 AS due_s
+        FROM prefetch ORDER BY node_id, model_id
+        """
+    )
+    return tuple(
+        PrefetchWish(
+            node_id=NodeId(row["node_id"]),
+            model_id=row["model_id"],
+            deployment_id=DeploymentId(row["deployment_id"]),
+            due_s=row["due_s"],
+            bytes_per_s=row["bytes_per_s"],
+            reason=row["reason"],
+            is_held=row["held_at"] is not None,
+        )
+        for row in rows
+    )
+
+
+async def read_prefetched(connection: Connection, node_id: NodeId) -> tuple[Prefetch, ...]:
+    """Return what one node is told to have, what is needed first before the rest.
+
+    What it has already is among it: so it knows what not to drop.
+    """
+    rows = await connection.fetch(
+        """
+        SELECT spec, bytes_per_s FROM prefetch JOIN model USING (model_id)
+        WHERE node_id = $1 ORDER BY due_at, model_id
+        """,
+        node_id,
+    )
+    return tuple(
+        Prefetch(
+            artifact=msgspec.json.decode(row["spec"], type=Model).artifact,
+            bytes_per_s=row["bytes_per_s"],
+        )
+        for row in rows
+    )
+
+
+async def record_foreseen(connection: Connection, epoch: Epoch, foreseen: Foreseen) -> None:
+    """Write what was foreseen, each with its event, in the caller's transaction."""
+    await assert_epoch(connection, epoch)
+    for wish in foreseen.new:
+        await connection.execute(
+            """
+            INSERT INTO prefetch (node_id, model_id, deployment_id, bytes_per_s, reason, due_at)
+            VALUES ($1, $2, $3, $4, $5, clock_timestamp() + make_interval(secs => $6))
+            ON CONFLICT DO NOTHING
+            """,
+            wish.node_id,
+            wish.model_id,
+            wish.deployment_id,
+            wish.bytes_per_s,
+            wish.reason,
+            wish.due_s,
+        )
+        await _note(connection, wish, "weights.wished", wish.reason)
+    for wish in foreseen.arrived:
+        await connection.execute(
+            """
+            UPDATE prefetch SET held_at = clock_timestamp()
+            WHERE node_id = $1 AND model_id = $2 AND held_at IS NULL
+            """,
+            wish.node_id,
+            wish.model_id,
+        )
+        await _note(connection, wish, "weights.held", f"{wish.due_s:.0f} s before its time")
+    for over in foreseen.ended:
+        await connection.execute(
+            "DELETE FROM prefetch WHERE node_id = $1 AND model_id = $2",
+            over.wish.node_id,
+            over.wish.model_id,
+        )
+        await _note(connection, over.wish, "weights.over", over.reason)
+
+
+async def _note(connection: Connection, wish: PrefetchWish, kind: str, reason: str) -> None:
+    await record_event(
+        connection,
+        actor="scheduler",
+        kind=kind,
+        subject=wish.node_id,
+        reason=f"{wish.model_id} for {wish.deployment_id}: {reason}",
+    )

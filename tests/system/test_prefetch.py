@@ -1,0 +1,115 @@
+"""Weights come before the peak: foretold to one city, fetched from another, started from disk."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from math import pi, sin
+from pathlib import Path
+from time import time
+from typing import Any
+
+import asyncpg
+import msgspec
+import pytest
+from aiohttp import web
+
+from isochrone.cli.manifest import artifact_of
+from isochrone.service.door import open_door
+from isochrone.wire.ids import DeploymentId, PopId
+from scheduler.decide.forecast import DAY_SLOTS, HORIZONS
+from scheduler.decide.outlook import Outlook, SlotDemand, slot_of
+from tests.system.harness import Fleet, a_fleet, until
+
+pytestmark = pytest.mark.timeout(180)
+
+BODY = b"GGUF" + bytes(range(256)) * 4096
+
+
+class Origin:
+    """Serves one file, and counts who asked."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    async def get(self, request: web.Request) -> web.Response:
+        self.asked += 1
+        return web.Response(body=BODY)
+
+
+@asynccontextmanager
+async def an_origin() -> AsyncIterator[tuple[Origin, str]]:
+    served = Origin()
+    app = web.Application()
+    app.router.add_get("/{path:.*}", served.get)
+    async with open_door(app, "127.0.0.1", 0) as port:
+        yield served, f"http://127.0.0.1:{port}/"
+
+
+async def remembered(fleet: Fleet) -> None:
+    """Leave the memory of four days on which Singapore asked some hours after now, and not now."""
+    now = slot_of(time())
+    peak = now + HORIZONS[-1]
+    outlook, key = Outlook({}), (DeploymentId("d"), PopId("sin"))
+    for slot in range(now - 4 * DAY_SLOTS, now):
+        wave = max(0.0, sin(2 * pi * (slot - peak) / DAY_SLOTS + pi / 2)) ** 64
+        outlook.learn(slot, key, SlotDemand(*(wave * part for part in (9.0, 180.0, 180.0, 360.0))))
+    connection = await asyncpg.connect(fleet.dsn())
+    await connection.execute(
+        "INSERT INTO demand_series (deployment_id, pop, slot, state) VALUES ('d', 'sin', $1, $2)",
+        *outlook.saved(key),
+    )
+    await connection.close()
+
+
+def wished_in(*pops: str) -> dict[str, Any]:
+    """Return a deployment that lives in these cities whatever is asked."""
+    engine = {"driver": "mock", "kv_memory_bytes": 1_000_000, "context_tokens_max": 100_000}
+    policy = {"replicas_min": len(pops), "replicas_max": 4, "keep_warm": list(pops)}
+    return {"model_id": "m", "engine": engine, "policy": policy}
+
+
+async def made_known(fleet: Fleet, url: str, folder: Path) -> None:
+    """Have a model in the catalogue, and a deployment that lives in Amsterdam alone."""
+    folder.mkdir()
+    (folder / "m.gguf").write_bytes(BODY)
+    model = {
+        "model_id": "m",
+        "architecture": "mock",
+        "artifact": msgspec.to_builtins(artifact_of(folder, url)),
+        "context_tokens": 100_000,
+        "weights_bytes": len(BODY),
+    }
+    await fleet.ask("PUT", "/v1/models/m", model)
+    body = {"deployment_id": "d", **wished_in("ams")}
+    await fleet.ask("POST", "/v1/deployments", body)
+    await until("warm in ams", lambda: fleet.is_warm(1))
+
+
+async def events(fleet: Fleet, kind: str) -> list[Any]:
+    rows = (await fleet.ask("GET", "/v1/events"))["data"]
+    return [row for row in rows if row["kind"] == kind]
+
+
+async def test_a_city_has_the_weights_before_its_peak_and_starts_without_the_origin() -> None:
+    async with a_fleet() as fleet, an_origin() as (origin, url):
+        await made_known(fleet, url, fleet.folder / "model")
+        assert origin.asked == 1
+        await remembered(fleet)
+        # A new term goes on from what is stored.
+        await fleet.kill("scheduler-a")
+        await fleet.start_scheduler("a")
+        (wished,) = await until("wished", lambda: events(fleet, "weights.wished"))
+        assert wished["subject"] == "sin-1"
+        assert "foretold for" in wished["reason"]
+        held = fleet.folder / "node-sin" / "artifacts"
+
+        async def is_there() -> bool:
+            return any(await asyncio.to_thread(lambda: list(held.glob("*/m.gguf"))))
+
+        await until("fetched", is_there)
+        answer = await fleet.ask("GET", "/v1/deployments/d/explain")
+        assert answer["prefetches"][0].startswith("sin-1 ")
+        assert [row["pop"] for row in answer["here"]] == ["ams"], "nothing was started"
+        await fleet.ask("PUT", "/v1/deployments/d", wished_in("ams", "sin"))
+        await until("warm in both", lambda: fleet.is_warm(2))
+        assert origin.asked == 1, "the other city had it from the first"
