@@ -60,11 +60,13 @@ class Scheme:
     def parts(self, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
         """Return the shape of each tensor that keeps such a matrix, by its last name."""
         per_word, groups = _WORD_BITS // self.bits, columns // (self.group or columns)
+        shapes: dict[str, tuple[int, ...]]
         if self.layout == "compressed":
-            parts = {"weight_packed": (rows, columns // per_word), "weight_scale": (rows, groups)}
-            zeros = {"weight_zero_point": (rows // per_word, groups)}
-            return parts | zeros if self.zeros else parts
-        shapes: dict[str, tuple[int, ...]] = {
+            shapes = {"weight_packed": (rows, columns // per_word), "weight_scale": (rows, groups)}
+            if self.zeros:
+                shapes["weight_zero_point"] = (rows // per_word, groups)
+            return shapes
+        shapes = {
             "qweight": (columns, rows // per_word),
             "qzeros": (groups, rows // per_word),
             "scales": (groups, rows),
