@@ -17,6 +17,7 @@ from isochrone.service.door import open_door
 from isochrone.service.identity import Identity, IdentityError, load_identity
 from isochrone.service.loop import Loop
 from isochrone.service.notify import notify, watchdog_interval_s
+from isochrone.service.revocation import refusing
 from isochrone.service.tls import client_context, node_context
 from isochrone.wire.control import PeerRole, ToAgent
 from isochrone.wire.ids import BootId
@@ -91,7 +92,7 @@ async def serve(config: NodeConfig, stopping: asyncio.Event) -> int:
     await _take_up_survivors(node, engines, supervisor)
     door = Door(supervisor)
     async with open_door(
-        _served(door, artifacts, config),
+        _served(door, artifacts, config, node),
         config.door_host,
         config.door_port,
         ssl_context=door_tls,
@@ -140,9 +141,10 @@ def _artifacts(
     )
 
 
-def _served(door: Door, artifacts: Artifacts, config: NodeConfig) -> web.Application:
+def _served(door: Door, artifacts: Artifacts, config: NodeConfig, node: Node) -> web.Application:
     """Return what the node's listener serves: routers' requests, and weights to other nodes."""
     app = door.app()
+    app.middlewares.append(refusing(node.revoked))
     pace = Pace(config.upload_bytes_per_s)
     Weights(artifacts, pace, monotonic, uploads_max=config.uploads_max).attach(app)
     return app

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 from isochrone.service.control import Progress
 from isochrone.service.identity import Identity
-from isochrone.wire.assignment import Assignment, PeerSource, Prefetch
+from isochrone.wire.assignment import Assignment, PeerSource, Prefetch, Revoked
 from isochrone.wire.ids import BootId, Epoch, Generation, NodeId
 from isochrone.wire.report import Device, Refusal
 from nodeagent import metrics
@@ -68,6 +68,10 @@ class Node:
     def prefetches(self) -> Sequence[Prefetch]:
         """Return the weights that this node should have before it runs them, in their order."""
         return self.assignment.prefetches if self.assignment is not None else ()
+
+    def revoked(self) -> Sequence[Revoked]:
+        """Return whose certificates this node's door refuses."""
+        return self.assignment.revoked if self.assignment is not None else ()
 
     async def read_devices(self) -> Sequence[Device]:
         """Return the devices as they are now."""

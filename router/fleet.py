@@ -235,16 +235,40 @@ class Fleet:
         if sent is not None and board.slots.get(route.replica_id) == sent.slot:
             self._prefixes[route.deployment_id].answered(sent, share)
 
-    def heard(self, route: Route, load: Load | None, refused: str = "") -> None:
-        """A replica answered: its node lives, its load is what it says, and it is there or not."""
+    def heard(
+        self,
+        route: Route,
+        load: Load | None,
+        refused: str = "",
+        reservation: Reservation | None = None,
+    ) -> None:
+        """A replica answered: its node lives, its load is what it says, and it is there or not.
+
+        Its word counts no prompt of whom it answers: either refused, or read. So do we before it is
+        compared with ours, or as much of what others have there would be taken for our own.
+        """
         now_s = self._clock()
+        at_s = now_s - self.rtt_ms(route) / 2000
+        if reservation is not None and refused:
+            reservation.release(at_s)
+        elif reservation is not None:
+            reservation.first_token(at_s)
         self._answered_at_s[route.node_id] = now_s
         if refused in DISOWNING:
             self._disowned.add(route.replica_id)
         else:
             self._disowned.discard(route.replica_id)
         if load is not None:
-            self.told(route, load, now_s - self.rtt_ms(route) / 2000)
+            self.told(route, load, at_s)
+
+    def pinged(self, node_id: NodeId, rtt_ms: float, loads: Mapping[ReplicaId, Load]) -> None:
+        """A node answered a ping, and told the loads of its replicas, asked of late or not."""
+        self.measured(node_id, rtt_ms)
+        at_s = self._clock() - rtt_ms / 2000
+        for replica_id in self._replicas_on.get(node_id, ()):
+            load = loads.get(replica_id)
+            if load is not None:
+                self.told(self._route_by_id[replica_id], load, at_s)
 
     def told(self, route: Route, load: Load, at_s: float) -> None:
         """A replica's load as it was at `at_s` became known."""

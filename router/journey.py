@@ -62,29 +62,30 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
 class Journey:
     """What is known of one request so far. The corridor fills it in, `Recorder` reads it."""
 
+    outcome = Outcome.FAILED
+    ranked: Ranked | None = None
+    sent: Sent | None = None
+    turned_away = 0
+    picked_at_s = 0.0
+    first_token_at_s: float | None = None
+    found_no_replica = False
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    output_tokens: int | None = None
+    frames: Frames | None = None
+    said = NOTHING_SAID
+    lives = LIVES
+    reservation: Reservation | None = None
+    exchange: Exchange | None = None
+    place: Place | None = None
+
     def __init__(self, asked: Asked, prompt_tokens_estimate: int) -> None:
         self.asked = asked
         self.prompt_tokens_estimate = prompt_tokens_estimate
-        self.outcome = Outcome.FAILED
-        self.ranked: Ranked | None = None
-        self.sent: Sent | None = None
-        self.turned_away = 0
-        self.picked_at_s = 0.0
-        self.first_token_at_s: float | None = None
-        self.found_no_replica = False
-        self.prompt_tokens: int | None = None
-        self.cached_tokens: int | None = None
-        self.output_tokens: int | None = None
         self.body = asked.body
-        self.frames: Frames | None = None
-        self.said = NOTHING_SAID
-        self.lives = LIVES
         self.failed: set[ReplicaId] = set()
         self.refused: set[ReplicaId] = set()
         self.unfit: set[ReplicaId] = set()
-        self.reservation: Reservation | None = None
-        self.exchange: Exchange | None = None
-        self.place: Place | None = None
 
     @property
     def route(self) -> Route | None:
@@ -92,9 +93,11 @@ class Journey:
         return self.ranked.route if self.ranked else None
 
     @property
-    def said_tokens(self) -> int:
-        """How many tokens the client has already, where another replica goes on."""
-        return self.said.tokens
+    def tokens_ahead(self) -> tuple[int, int]:
+        """The tokens (prompt, output) of the next attempt: what was said is prompt to it."""
+        said = self.said.tokens
+        asked = self.asked.output_tokens_max
+        return self.prompt_tokens_estimate + said, asked - said if asked > said else 1
 
     def frames_anew(self) -> Frames | None:
         """Return what takes the next attempt's stream in: after what was said, where it was."""

@@ -196,11 +196,10 @@ class Corridor:
     def _rank(self, journey: Journey) -> Ranking:
         asked = journey.asked
         ask = Ask(
-            request_id=asked.request_id,
-            prompt_tokens=journey.prompt_tokens_estimate + journey.said_tokens,
-            output_tokens=max(1, asked.output_tokens_max - journey.said_tokens),
+            asked.request_id,
+            *journey.tokens_ahead,
             session=asked.session,
-            seat=self._fleet.seat(asked.session),
+            seat=self._fleet.seat(asked.session) if asked.session else None,
             held=self._fleet.held(asked.deployment.deployment_id, asked.prefix_keys),
         )
         excluded = journey.failed | journey.refused | journey.unfit
@@ -233,7 +232,7 @@ class Corridor:
             self._clock() + self._config.queue_timeout_s,
             size_bytes=len(journey.body),
             # Half an answer is out: whoever would not have waited for it waits for its rest.
-            is_patient=not asked.reject_if_busy or journey.said_tokens > 0,
+            is_patient=not asked.reject_if_busy or journey.said.tokens > 0,
         )
 
     async def _wait_for_room(self, journey: Journey, place: Place, *, is_full: bool) -> None:
@@ -264,8 +263,8 @@ class Corridor:
         """Send to one replica and wait for its first token, or raise AttemptFailed."""
         asked = journey.asked
         route = ranked.route
-        prompt_tokens = journey.prompt_tokens_estimate + journey.said_tokens
-        output_tokens = max(1, asked.output_tokens_max - journey.said_tokens)
+        prompt_tokens, output_tokens = journey.tokens_ahead
+        said_tokens = journey.said.tokens
         # What waits there reads only the uncached part; all of it holds KV.
         reservation = self._fleet.reserve(
             route, prefill=ranked.uncached_tokens, decode=output_tokens, prompt=prompt_tokens
@@ -288,8 +287,8 @@ class Corridor:
         }
         if ranked.queue_tokens_max and journey.turned_away < TURNED_AWAY_MAX:
             sent[headers.QUEUE_TOKENS_MAX] = str(ranked.queue_tokens_max)
-        if journey.said_tokens:
-            sent[headers.SAID] = str(journey.said_tokens)
+        if said_tokens:
+            sent[headers.SAID] = str(said_tokens)
         journey.exchange = exchange = await self._upstream.ask(
             route.node_id,
             route.address,
@@ -297,10 +296,10 @@ class Corridor:
             patience_s,
             self._config.answer_bytes_max,
             journey.frames_anew(),
-            is_rest=journey.said_tokens > 0,
+            is_rest=said_tokens > 0,
         )
         head = await exchange.opened()
-        self._fleet.heard(route, head.load, head.refused)
+        self._fleet.heard(route, head.load, head.refused, reservation)
         hold_to_status(route.node_id, head)
         if head.status == 200 and not exchange.is_stream:
             exchange.usage, exchange.body = read_answer(route.node_id, exchange.body)
@@ -311,8 +310,6 @@ class Corridor:
             self._fleet.first_token(ranked, 1000 * (now_s - journey.picked_at_s), reservation)
             if journey.first_token_at_s is None:
                 journey.first_token_at_s = now_s
-        # Of a whole answer no first token was seen; its prompt is read at the latest now.
-        reservation.first_token(now_s - ranked.rtt_ms / 2000)
         return exchange
 
     def _reply(

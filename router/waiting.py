@@ -144,7 +144,7 @@ class Waiting:
 
     def wake(self, lane: DeploymentId) -> None:
         """Room may have come: let the head look."""
-        head = self._queue.head(lane)
+        head = self._queue.head(lane) if self._queue.depth else None
         if head is not None:
             head.wake()
 

@@ -84,6 +84,15 @@ class Prefetch(msgspec.Struct, frozen=True, kw_only=True):
     bytes_per_s: float = 0.0
 
 
+class Revoked(msgspec.Struct, frozen=True, kw_only=True):
+    """A certificate that is refused: by its serial in hex, or all of a name issued before `at`."""
+
+    role: str
+    name: str
+    serial: str = ""
+    at: float = 0.0
+
+
 class Assignment(msgspec.Struct, frozen=True, kw_only=True, tag="assignment"):
     """One node's part of the plan; of an older generation or epoch or another cluster: refused.
 
@@ -98,3 +107,4 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True, tag="assignment"):
     tombstones: tuple[Tombstone, ...] = ()
     holders: tuple[Holders, ...] = ()
     prefetches: tuple[Prefetch, ...] = ()
+    revoked: tuple[Revoked, ...] = ()

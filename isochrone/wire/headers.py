@@ -1,8 +1,12 @@
 """The HTTP headers between client, router and node, and the load that each answer carries back."""
 
+from collections.abc import Mapping
+from itertools import islice
 from typing import Final
 
 import msgspec
+
+from isochrone.wire.ids import ReplicaId
 
 # Client to router.
 SESSION_AFFINITY: Final = "x-session-affinity"
@@ -39,6 +43,11 @@ GREEDY: Final = "greedy"
 SEEDED: Final = "seeded"
 
 LOAD: Final = "x-isochrone-load"
+LOADS: Final = "x-isochrone-loads"
+"""Of every warm replica of a node, in the answer to a ping: its id and its load."""
+
+LOADS_MAX: Final = 64
+
 REFUSED: Final = "x-isochrone-refused"
 
 # Node to node: how much of an artifact is here, while it is still being fetched.
@@ -77,6 +86,23 @@ def parse_load(value: str) -> Load | None:
         return Load(fields["p"], fields["d"], fields["r"], fields["w"], fields.get("u", -1))
     except KeyError:
         return None
+
+
+def format_loads(loads: Mapping[ReplicaId, Load]) -> str:
+    """Write loads by replica as a header value: `r1 p=120;d=64;r=2;w=0;u=40,r2 ...`."""
+    some = islice(loads.items(), LOADS_MAX)
+    return ",".join(f"{replica_id} {format_load(load)}" for replica_id, load in some)
+
+
+def parse_loads(value: str) -> dict[ReplicaId, Load]:
+    """Read a header value; what in it is not one of ours is left out."""
+    loads = {}
+    for part in value.split(",", LOADS_MAX)[:LOADS_MAX]:
+        replica_id, _, told = part.partition(" ")
+        load = parse_load(told)
+        if load is not None:
+            loads[ReplicaId(replica_id)] = load
+    return loads
 
 
 def format_tokens(prompt: int, output: int) -> str:

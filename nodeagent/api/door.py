@@ -131,12 +131,13 @@ class Door:
             response.headers[headers.REFUSED] = "busy"
         if headers.SAID in request.headers and replica.engine is not None:
             response.headers[headers.RESUMED] = replica.engine.resumes
-        response.headers[headers.LOAD] = headers.format_load(replica.in_flight.load())
         if answer.content_length is not None:
             response.content_length = answer.content_length
         chunks = answer.content.iter_any()
         first = await anext(chunks, b"")
         held.first_token()
+        # As it is now that this prompt is read, and not as it was when it came.
+        response.headers[headers.LOAD] = headers.format_load(replica.in_flight.load())
         await response.prepare(request)
         try:
             if first:
@@ -156,7 +157,7 @@ class Door:
         return response
 
     async def _ping(self, request: web.Request) -> web.Response:
-        """Answer at once: what a router's round trip is measured with.
+        """Answer at once, with all loads: what a router measures its round trips with.
 
         Asked about a replica, disown one that is gone: a router that doubts its table asks so.
         """
@@ -166,7 +167,12 @@ class Door:
             except Refused as refused:
                 if refused.word in ("unknown_replica", "draining"):
                     return _refusal(refused)
-        return web.Response(status=204)
+        loads = {
+            replica_id: replica.in_flight.load()
+            for replica_id, replica in self._supervisor.replicas.items()
+            if replica.state is ReplicaState.WARM
+        }
+        return web.Response(status=204, headers={headers.LOADS: headers.format_loads(loads)})
 
     async def _health(self, request: web.Request) -> web.Response:
         states = [replica.state.value for replica in self._supervisor.replicas.values()]

@@ -57,7 +57,15 @@ class Driver(Protocol):
         ...
 
 
-PASSED_ENVIRONMENT: Final = ("PATH", "LANG", "HOME", "LD_LIBRARY_PATH", "PYTHONPATH", "TMPDIR")
+PASSED_ENVIRONMENT: Final = (
+    "PATH",
+    "LANG",
+    "HOME",
+    "LD_LIBRARY_PATH",
+    "PYTHONPATH",
+    "TMPDIR",
+    "XDG_CACHE_HOME",
+)
 """What an engine may see of the agent's environment; keys and tokens are not among it."""
 
 

@@ -24,6 +24,7 @@ from nodeagent.engine.encoder.serving import serve_encoder
 from nodeagent.engine.listening import clear_socket, listen, remove_socket
 from nodeagent.engine.loading import Loaded, load, meeting, split_of
 from nodeagent.engine.models.shape import CheckpointError
+from nodeagent.engine.native.kernels import kernels
 from nodeagent.engine.parallel.crew import Crew, muster
 from nodeagent.engine.parallel.follower import follow
 from nodeagent.engine.server import EngineServer
@@ -45,6 +46,8 @@ def main() -> None:
     kinds.add_argument("--standby", action="store_true", help="wait on standard input for --config")
     arguments = parser.parse_args()
     if arguments.standby:
+        # Built, loaded and tried before anybody waits.
+        kernels()
         order = wait_for_order()
         if order is None:
             return

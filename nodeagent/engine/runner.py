@@ -12,7 +12,14 @@ import torch
 from torch import Tensor
 
 from nodeagent.engine.decide.sequence import BLOCK_TOKENS
-from nodeagent.engine.layers.attention import Decodes, LayerKV, Layout, Run, Segment
+from nodeagent.engine.layers.attention import (
+    Decodes,
+    LayerKV,
+    Layout,
+    Listed,
+    Run,
+    Segment,
+)
 from nodeagent.engine.layers.kv_format import KvFormat
 from nodeagent.engine.layers.lora import Adapter, Adding
 from nodeagent.engine.models.shape import ModelShape
@@ -142,10 +149,12 @@ class Runner:
                 rows += range(len(tokens) - 1 - len(chunk.drafts), len(tokens))
         layout = Layout(
             write_slots=self._put(slots),
-            decodes=tuple(self._decodes(batch.decodes)),
+            decodes=self._listed(batch.decodes) or tuple(self._decodes(batch.decodes)),
             segments=tuple(self._segments(batch)),
         )
-        self.clear([block for chunk in batch.chunks for block in _begun(chunk)])
+        if self._kv[0].kernels is None:
+            # Torch's decodes read blocks whole, and what another left there may be no number.
+            self.clear([block for chunk in batch.chunks for block in _begun(chunk)])
         self._model.adding.current = self._adapters(batch.chunks)
         logits = self._model.forward(
             self._put(tokens), self._put(positions), self._kv, layout, self._put(rows)
@@ -156,7 +165,7 @@ class Runner:
 
     @torch.inference_mode()
     def clear(self, blocks: Sequence[int]) -> None:
-        """Zero `blocks`: decodes read them whole, and what another left there may be no number."""
+        """Zero `blocks`."""
         if blocks:
             indices = self._put(blocks)
             for kv in self._kv:
@@ -188,6 +197,19 @@ class Runner:
                 rows.setdefault(chunk.sequence.adapter, []).extend(range(start, end))
             start = end
         return tuple((adapter, self._put(numbers)) for adapter, numbers in rows.items())
+
+    def _listed(self, chunks: Sequence[Piece]) -> Listed | None:
+        """Return the decodes for our own kernels; None where those do not serve this KV."""
+        if not chunks or self._kv[0].kernels is None:
+            return None
+        seen = [self._seen(chunk) for chunk in chunks]
+        width = max(len(blocks) for _, blocks in seen)
+        tables = [blocks + [0] * (width - len(blocks)) for _, blocks in seen]
+        spans = []
+        for chunk, (first, _) in zip(chunks, seen, strict=True):
+            skipped = first // BLOCK_TOKENS * BLOCK_TOKENS
+            spans.append((first - skipped, chunk.start + 1 - skipped))
+        return Listed(torch.tensor(tables), torch.tensor(spans))
 
     def _decodes(self, chunks: Sequence[Piece]) -> Iterator[Decodes]:
         start = 0

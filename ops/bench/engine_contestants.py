@@ -89,12 +89,15 @@ class Ours:
         return self._run([prompt], 1, self._salt)
 
     def weights_bytes(self) -> int:
+        from nodeagent.engine.layers.linear import multiplies_natively
+
         shape = self._shape
         if not self._packed:
             return self._loaded.weights_bytes
-        # Four bits and two bf16 numbers for 32 weights; the head in fp16.
+        # Four bits and two numbers of two bytes for 32 weights; the head in eight bits or in fp16.
         head = shape.vocabulary * shape.hidden
-        return int((shape.parameters() - head) * (0.5 + 4 / 32)) + 2 * head
+        head_bytes = head * (1 + 4 / 32) if multiplies_natively() else 2 * head
+        return int((shape.parameters() - head) * (0.5 + 4 / 32) + head_bytes)
 
     def _run(self, prompts: Prompts, tokens: int, salt: bytes) -> float:
         from nodeagent.engine.decide.sequence import Ending, Sequence

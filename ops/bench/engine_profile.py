@@ -2,13 +2,14 @@
 
     python -m ops.bench.engine_profile MODEL.gguf [--quantisation file] [--batch 8] [--threads 1]
 
-torch's profiler gives each operator's own time; what remains of the step's time, measured without
-the profiler, is Python and dispatch. With one thread the step's time is the processor's, so that a
-busy machine does not change it.
+torch's profiler gives each operator's own time, a clock around each call that of our own kernels;
+what remains of the step's time, measured without either, is Python and dispatch. With one thread
+the step's time is the processor's, so that a busy machine does not change it.
 """
 
 import argparse
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,14 +18,16 @@ import msgspec
 from isochrone.wire.engine import EngineConfig
 from nodeagent.engine.decide.sequence import Ending, Sequence
 from nodeagent.engine.loading import load
+from nodeagent.engine.native.kernels import kernels
 from nodeagent.engine.sampling import Sampler, SamplingParams
 from nodeagent.engine.step import Engine, Generation
 from nodeagent.engine.text import StopStrings, TokenText
 
 STEPS: Final = 12
 PROMPT_TOKENS: Final = 64
-PRODUCTS: Final = ("linear", "pack_mm", "::mm", "::addmm", "::bmm")
-ATTENTION: Final = ("scaled_dot_product", "index_select")
+PRODUCTS: Final = ("linear", "pack_mm", "::mm", "::addmm", "::bmm", "own multiply")
+ATTENTION: Final = ("scaled_dot_product", "index_select", "own attend", "own keep")
+OWN: Final = ("multiply", "normalise", "gate", "turn", "keep", "attend")
 
 
 def part_of(operator: str) -> str:
@@ -32,6 +35,28 @@ def part_of(operator: str) -> str:
     if any(word in operator for word in ATTENTION):
         return "attention"
     return "products" if any(word in operator for word in PRODUCTS) else "other operators"
+
+
+def clock_own() -> dict[str, float]:
+    """Put a clock around each of our own kernels; return where it keeps their seconds."""
+    spent_s: dict[str, float] = {}
+    own = kernels()
+    if own is not None:
+        for name in OWN:
+            setattr(own.library, name, clocked(getattr(own.library, name), name, spent_s))
+    return spent_s
+
+
+def clocked(function: Callable[..., Any], name: str, spent_s: dict[str, float]) -> Any:
+    """Return `function` with a clock around it."""
+
+    def call(*arguments: Any) -> Any:
+        started_s = time.perf_counter()
+        answer = function(*arguments)
+        spent_s[name] = spent_s.get(name, 0.0) + time.perf_counter() - started_s
+        return answer
+
+    return call
 
 
 def run(engine: Engine, steps: int) -> float:
@@ -80,10 +105,12 @@ def report(engine: Engine, step_s: float, batch: int, rows: int) -> None:
     """Profile more steps and print the shares."""
     import torch.profiler
 
+    spent_s = clock_own()
     with torch.profiler.profile() as profile:
         run(engine, STEPS)
     averages: Any = profile.key_averages()
     own = {one.key: one.self_cpu_time_total / STEPS / 1e3 for one in averages}
+    own |= {f"own {name}": one_s / STEPS * 1e3 for name, one_s in spent_s.items()}
     parts: dict[str, float] = {}
     for name, own_ms in own.items():
         parts[part_of(name)] = parts.get(part_of(name), 0.0) + own_ms

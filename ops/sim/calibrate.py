@@ -238,6 +238,7 @@ def main() -> None:
         json.dumps(
             {
                 "load": live.load,
+                "words_age_s": live.words_age_s,
                 "probes": [probe._asdict() for probe in live.probes],
                 "asked": [one._asdict() for one in live.asked],
             }

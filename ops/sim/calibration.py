@@ -25,8 +25,8 @@ from ops.sim.world import Profile, Site, World
 BLOCK: Final = 16
 CACHED_SHARE: Final = 0.2
 SHARES: Final = (0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99)
-NEVER_S: Final = 1e6
-"""A live router hears of a replica's load in its answers alone: no word comes besides."""
+PROBED_S: Final = 2.0
+"""How old words are that come with probes: half to whole of this, as the simulator counts."""
 
 KV_TOKENS: Final = (1 << 30) // (2 * 30 * 3 * 64 * 4)
 TOKENS_IN_FLIGHT_MAX: Final = 32_768
@@ -67,6 +67,7 @@ class Live(NamedTuple):
     probes: Sequence[Probe]
     asked: Sequence[Asked]
     load: float
+    words_age_s: float = PROBED_S
 
 
 class Fitted(NamedTuple):
@@ -146,7 +147,7 @@ def replayed(live: Live, replicas: Sequence[Fitted]) -> Outcome:
         )
         for one in live.asked
     ]
-    return simulate(world_of(replicas), requests, 1.0, NEVER_S, "ours")
+    return simulate(world_of(replicas), requests, 1.0, live.words_age_s, "ours")
 
 
 def distance(one: Sequence[float], other: Sequence[float]) -> float:
@@ -207,6 +208,7 @@ def read(path: Path) -> Live:
         [Probe(**probe) for probe in kept["probes"]],
         [Asked(**one) for one in kept["asked"]],
         kept["load"],
+        kept["words_age_s"],
     )
 
 

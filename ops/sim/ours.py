@@ -142,12 +142,12 @@ class Ours:
         sent = self.fleet.sent(ranked, keys_of(request))
         self._ways[request.number] = Way(ranked, reservation, sent, now_s)
 
-    def refused(self, request: Request) -> None:
-        """The replica did not take it."""
+    def refused(self, request: Request, at_s: float) -> None:
+        """The replica did not take it when it came there, at `at_s`."""
         self._turned[request.number] = self._turned.get(request.number, 0) + 1
         self.turned_away += 1
         way = self._ways.pop(request.number)
-        way.reservation.release()
+        way.reservation.release(at_s)
         self.fleet.unsent(way.ranked.route, way.sent, keys_of(request))
 
     def heard(self, replica: int, load: Load, at_s: float) -> None:

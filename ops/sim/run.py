@@ -190,8 +190,8 @@ class Simulation:
         router, policy = self._routers[pop], self._policies[pop]
         load = router.answered(replica, at_s)
         if isinstance(policy, Ours):
+            policy.refused(request, at_s)
             policy.heard(replica, load, at_s)
-            policy.refused(request)
         router.count(replica, -1, -request.prompt_tokens, -OUTPUT_TOKENS_ASSUMED, self.now_s)
         self._send(request, pop, began_s, refused | {replica})
 
@@ -222,8 +222,8 @@ class Simulation:
         read_at_s = self.now_s - router.rtt_ms[replica] / 2000
         load = router.answered(replica, read_at_s)
         if isinstance(policy, Ours):
-            policy.heard(replica, load, read_at_s)
             policy.first_token(request, self.now_s)
+            policy.heard(replica, load, read_at_s)
 
     def _end(self, job: Job, pop: int, replica: int, ended_s: float) -> None:
         request, router = job.request, self._routers[pop]

@@ -7,7 +7,7 @@ everything in which a microsecond does not matter.
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Mapping
 from contextlib import asynccontextmanager
 from typing import Final
 
@@ -57,16 +57,15 @@ class Doors:
             return self._workers_ai.encode_error(error)
         return self._openai.encode_error(error)
 
-    async def answer(self, request: http1.Request, client: ClientConnection) -> None:
-        """Answer one request."""
+    def answer(self, request: http1.Request, client: ClientConnection) -> Awaitable[None]:
+        """Return the answering of one request, to be awaited."""
         if request.path in READERS:
-            await self._openai.answer(request, client)
-        elif self._workers_ai.takes(request.path):
-            await self._workers_ai.answer(request, client)
-        else:
-            client.reply(await self._ask_within(request))
+            return self._openai.answer(request, client)
+        if self._workers_ai.takes(request.path):
+            return self._workers_ai.answer(request, client)
+        return self._ask_within(request, client)
 
-    async def _ask_within(self, request: http1.Request) -> Reply:
+    async def _ask_within(self, request: http1.Request, client: ClientConnection) -> None:
         """Have a cold request answered by aiohttp."""
         target = f"{request.path}?{request.query}" if request.query else request.path
         # A HEAD is asked as a GET: its answer has no body to wait for, and `reply` sends none.
@@ -95,7 +94,7 @@ class Doors:
             for name, value in head.fields.items()
             if name not in _OURS
         }
-        return Reply(head.status, exchange.body, extra, head.content_type)
+        client.reply(Reply(head.status, exchange.body, extra, head.content_type))
 
 
 @asynccontextmanager

@@ -6,13 +6,12 @@ from typing import Final, Protocol, cast
 import httptools
 
 from router.dataplane.deadlines import NEVER
-from router.dataplane.exchange import AttemptFailed, Exchange, Failure, Head
-from router.dataplane.exchange import Pool as Source
+from router.dataplane.exchange import AttemptFailed, Dialler, Exchange, Failure, Head
 
 HEAD_BYTES_MAX: Final = 32 * 1024
 
 
-class Pool(Source, Protocol):
+class Pool(Dialler, Protocol):
     """Whence connections come, and whither they go back."""
 
     def keep(self, connection: "NodeConnection") -> None:

@@ -91,7 +91,7 @@ class Connection(Protocol):
         """Read on."""
 
 
-class Pool(Protocol):
+class Dialler(Protocol):
     """Whence connections come."""
 
     clock: Callable[[], float]
@@ -112,7 +112,7 @@ class Exchange:
 
     def __init__(
         self,
-        pool: Pool,
+        pool: Dialler,
         node_id: NodeId,
         address: str,
         request: tuple[bytes, bytes],

@@ -3,6 +3,7 @@
 import asyncio
 import socket
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from ssl import SSLContext
 from typing import Final
 
@@ -132,5 +133,6 @@ class Upstream:
         return host.strip("[]"), int(port), context
 
 
+@lru_cache(maxsize=1024)
 def _host(address: str) -> str:
     return address.rpartition("://")[2].rstrip("/")

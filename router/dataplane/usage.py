@@ -1,8 +1,9 @@
 """The usage that an engine tells: read from a whole answer or a frame, completed, rewritten."""
 
-from typing import Any, Final, NamedTuple
+from typing import Annotated, Any, Final, NamedTuple
 
 import msgspec
+from msgspec import Meta
 
 
 class UsageCount(NamedTuple):
@@ -13,13 +14,16 @@ class UsageCount(NamedTuple):
     cached_tokens: int
 
 
+_Count = Annotated[int, Meta(ge=0, lt=2**53)]
+
+
 class _Details(msgspec.Struct):
-    cached_tokens: int | None = None
+    cached_tokens: _Count | None = None
 
 
 class _Usage(msgspec.Struct):
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
+    prompt_tokens: _Count = 0
+    completion_tokens: _Count = 0
     prompt_tokens_details: _Details | None = None
 
 
@@ -50,12 +54,7 @@ def read_whole(body: bytes) -> tuple[UsageCount | None, bytes]:
     details = usage.prompt_tokens_details
     if details is None or details.cached_tokens is None:
         return _read_odd(body)
-    count = UsageCount(
-        _count(usage.prompt_tokens),
-        _count(usage.completion_tokens),
-        _count(details.cached_tokens),
-    )
-    return count, body
+    return UsageCount(usage.prompt_tokens, usage.completion_tokens, details.cached_tokens), body
 
 
 def _read_odd(body: bytes) -> tuple[UsageCount | None, bytes]:

@@ -63,7 +63,7 @@ class Routes(Sequence[Ranked]):
         self,
         picture: Picture,
         ask: Ask,
-        costs: Sequence[float],
+        costs: list[float],
         first: int,
         reason: str,
     ) -> None:
@@ -103,10 +103,12 @@ class Routes(Sequence[Ranked]):
     def _queue_tokens_max(self, rtt_ms: float, queue_ms: float, prefill_ms: float) -> int:
         """Return how much may wait there before asking elsewhere is worth another round trip."""
         picture, costs, first = self._picture, self._costs, self._first
-        others = min(min(costs[:first], default=inf), min(costs[first + 1 :], default=inf))
+        cost, costs[first] = costs[first], inf
+        others = min(costs)
+        costs[first] = cost
         if others == inf:
             return 0
-        better_by_ms = max(0.0, others - costs[first])
+        better_by_ms = max(0.0, others - cost)
         most_ms = queue_ms + better_by_ms + rtt_ms + SURPRISE_MS + SURPRISE_RATIO * prefill_ms
         return max(1, round(most_ms / picture.ms_per_token[first]))
 

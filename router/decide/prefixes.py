@@ -11,6 +11,7 @@ matched length is never wrong by more than that.
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence, Set
+from functools import lru_cache
 from typing import Final, NamedTuple
 
 import xxhash
@@ -31,10 +32,6 @@ CUT: Final = 0.5
 
 GROW: Final = 1.002
 TTL_S: Final = 3600.0
-
-_BYTES_OF_SLOTS: Final = tuple(
-    tuple(bit for bit in range(8) if value >> bit & 1) for value in range(256)
-)
 
 
 FOUND: Final = 0.75
@@ -256,9 +253,13 @@ def slots_of(mask: int) -> Sequence[int]:
     found: list[int] = []
     for at, byte in enumerate(mask.to_bytes((mask.bit_length() + 7) // 8, "little")):
         if byte:
-            first = at * 8
-            found += [first + bit for bit in _BYTES_OF_SLOTS[byte]]
+            found += _slots_of_byte(at, byte)
     return found
+
+
+@lru_cache(maxsize=32 * 256)
+def _slots_of_byte(at: int, byte: int) -> Sequence[int]:
+    return tuple(8 * at + bit for bit in range(8) if byte >> bit & 1)
 
 
 def _bits(mask: int) -> Iterator[int]:

@@ -91,12 +91,15 @@ class Reservation:
         if self._open:
             self._ledger.prefilled(self, at_s)
 
-    def release(self) -> bool:
-        """Give everything back; False where that has happened already."""
+    def release(self, at_s: float | None = None) -> bool:
+        """Give everything back; False where that has happened already.
+
+        With `at_s`, from when on the replica itself no longer counts it.
+        """
         if not self._open:
             return False
         self._open = False
-        self._ledger.give_back(self)
+        self._ledger.give_back(self, at_s)
         return True
 
 
@@ -305,7 +308,7 @@ class TokensInFlight:
             line.free_at_s = at_s + sum(line.reading.values()) / 1000
         self._changed(reservation.replica_id)
 
-    def give_back(self, reservation: Reservation) -> None:
+    def give_back(self, reservation: Reservation, at_s: float | None = None) -> None:
         """Take a reservation off the ledger. For Reservation."""
         replica_id = reservation.replica_id
         line = self._line(replica_id)
@@ -314,6 +317,8 @@ class TokensInFlight:
         line.outputs -= reservation.output_tokens
         if line.reading.pop(reservation, None) is not None:
             line.free_at_s -= reservation.work_ms / 1000
+        if at_s is not None:
+            line.past.append((at_s, line.prefill, line.outputs))
         assert line.prefill >= 0 and line.decode >= 0, f"{replica_id}: released more than reserved"
         left = self._requests[replica_id] - 1
         if left:

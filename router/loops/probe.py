@@ -1,4 +1,4 @@
-"""Probing: how far each node is, and whether what a doubtful table drops still answers."""
+"""Probing: how far each node is, how busy, and whether what a doubtful table drops answers."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -8,13 +8,15 @@ from typing import Final, NamedTuple
 from isochrone.wire import headers
 from isochrone.wire.ids import NodeId
 from isochrone.wire.routes import Route
-from router.dataplane.exchange import AttemptFailed
+from router.dataplane.exchange import AttemptFailed, Head
 from router.dataplane.upstream import Upstream
 from router.fleet import Fleet
 from router.metrics import Metrics
 
 AT_ONCE_MAX: Final = 64
 PONG_BYTES_MAX: Final = 64 * 1024
+
+_LOADS: Final = headers.LOADS.encode()
 
 
 class Probed(NamedTuple):
@@ -64,19 +66,22 @@ class Prober:
                     return self._silent(node_id)
                 self._known.add(node_id)
             began = perf_counter()
-            if await self._once(address) is None:
+            head = await self._once(address)
+            if head is None:
                 return self._silent(node_id)
-            self._fleet.measured(node_id, 1000 * (perf_counter() - began))
+            took_ms = 1000 * (perf_counter() - began)
+            loads = head.fields.get(_LOADS, b"").decode("latin-1")
+            self._fleet.pinged(node_id, took_ms, headers.parse_loads(loads))
             return True
 
     async def _ask(self, route: Route) -> None:
         async with self._places:
-            refused = await self._once(route.address, {headers.REPLICA: route.replica_id})
-            if refused is not None:
-                self._fleet.heard(route, None, refused)
+            head = await self._once(route.address, {headers.REPLICA: route.replica_id})
+            if head is not None:
+                self._fleet.heard(route, None, head.refused)
 
-    async def _once(self, address: str, sent: dict[str, str] | None = None) -> str | None:
-        """Return the node's refusal header, empty where it has none; None where it is silent."""
+    async def _once(self, address: str, sent: dict[str, str] | None = None) -> Head | None:
+        """Return the head of the node's answer; None where it is silent."""
         request = ("GET", "/ping", sent or {}, b"")
         try:
             exchange = await self._upstream.ask(
@@ -88,7 +93,7 @@ class Prober:
                 exchange.leave()
         except AttemptFailed:
             return None
-        return None if head.status >= 500 else head.refused
+        return None if head.status >= 500 else head
 
     def _silent(self, node_id: NodeId) -> bool:
         self._known.discard(node_id)

@@ -59,6 +59,8 @@ class UsageSpool:
         self._folder = folder
         self._bytes_max = bytes_max
         self._sizes: dict[str, int] = {}
+        self._rows: dict[str, int] = {}
+        """How many rows the batches of this life hold; those of earlier ones say when read."""
         # Adding and forgetting run in threads of their own.
         self._lock = threading.RLock()
 
@@ -81,12 +83,15 @@ class UsageSpool:
         with self._lock:
             files.write_atomic(self._path(batch.batch_id), data)
             self._sizes[batch.batch_id] = len(data)
+            self._rows[batch.batch_id] = len(batch.rows)
             self.bytes += len(data)
             dropped = 0
             while self.bytes > self._bytes_max and len(self._sizes) > 1:
                 oldest = next(iter(self._sizes))
-                lost = self.read(oldest)
-                dropped += len(lost.rows) if lost else 0
+                if oldest in self._rows:
+                    dropped += self._rows[oldest]
+                elif (lost := self.read(oldest)) is not None:
+                    dropped += len(lost.rows)
                 self.forget(oldest)
             return dropped
 
@@ -108,6 +113,7 @@ class UsageSpool:
         with self._lock:
             if batch_id in self._sizes:
                 self.bytes -= self._sizes.pop(batch_id)
+                self._rows.pop(batch_id, None)
                 self._path(batch_id).unlink(missing_ok=True)
 
     def _path(self, batch_id: str) -> Path:

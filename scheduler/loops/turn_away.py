@@ -1,4 +1,7 @@
-"""Ends the conversations of peers whose certificate was revoked, or has ended unrenewed."""
+"""Ends the conversations of peers whose certificate was revoked, or has ended unrenewed.
+
+What is revoked is told to the nodes, with their assignments: their doors refuse it too.
+"""
 
 from typing import NamedTuple
 
@@ -14,9 +17,10 @@ RETRY_AFTER_S = 30.0
 
 
 class TurnedAway(NamedTuple):
-    """One turn's count."""
+    """One turn's counts."""
 
     peers: int
+    nodes_told: int = 0
 
 
 class TurnAway:
@@ -25,6 +29,7 @@ class TurnAway:
     def __init__(self, acting: Acting) -> None:
         self._acting = acting
         self._read_at = acting.clock()
+        self._told_at = 0.0
 
     async def run_once(self) -> TurnedAway:
         """Read what was revoked since the last turn that could read, and look who ran out."""
@@ -42,7 +47,18 @@ class TurnAway:
         for peer, reason in ending:
             refused = Refused(code=RefusedCode.IDENTITY, reason=reason, retry_after_s=RETRY_AFTER_S)
             await peer.end(refused)
-        return TurnedAway(len(ending))
+        return TurnedAway(len(ending), await self._tell(revocations))
+
+    async def _tell(self, revocations: list[RevocationView]) -> int:
+        """Tell every node, where something was revoked since they were told."""
+        newest = max((revoked.at for revoked in revocations), default=0.0)
+        if newest <= self._told_at:
+            return 0
+        nodes = [peer for peer in self._acting.agents() if peer.has_reported]
+        for peer in nodes:
+            await self._acting.send_assignment(peer)
+        self._told_at = newest
+        return len(nodes)
 
 
 def _why(peer: Connected, revocations: list[RevocationView]) -> str:

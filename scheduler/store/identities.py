@@ -13,11 +13,15 @@ import asyncpg
 import msgspec
 
 from isochrone.wire.admin import JoinTokenView, RevocationView
+from isochrone.wire.assignment import Revoked
 from isochrone.wire.control import PeerRole
 from isochrone.wire.ids import PopId
 from scheduler.store.pool import Connection, fetch_one
 
 PEER_TABLES: Final = {PeerRole.AGENT: ("node", "node_id"), PeerRole.ROUTER: ("router", "router_id")}
+
+REVOKED_MAX: Final = 2000
+"""How many revocations a node is told at most, the newest."""
 
 _RISE: Final = {PeerRole.AGENT: ", etag = etag + 1", PeerRole.ROUTER: ""}
 
@@ -230,6 +234,18 @@ async def revoked_since(connection: Connection, since_s: float) -> list[Revocati
         since_s,
     )
     return [_revocation(row) for row in rows]
+
+
+async def revoked_now(connection: Connection) -> tuple[Revoked, ...]:
+    """Return what nodes refuse at their doors, the newest first."""
+    rows = await connection.fetch(
+        f"SELECT {_REVOCATION} FROM revocation ORDER BY revocation.at DESC LIMIT $1",  # noqa: S608
+        REVOKED_MAX,
+    )
+    return tuple(
+        Revoked(role=row["role"], name=row["name"], serial=row["serial"], at=row["at"])
+        for row in rows
+    )
 
 
 async def prune_revocations(connection: Connection, *, lifetime_s: float, batch: int) -> int:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nodeagent.engine.checkpoint.gguf_header import GgufHeader, TensorEntry, read_header
 from nodeagent.engine.checkpoint.gguf_shape import shape_of
-from nodeagent.engine.checkpoint.unpacking import FOUR_BITS, groups_of, unpack
+from nodeagent.engine.checkpoint.unpacking import IN_GROUPS, groups_of, unpack
 from nodeagent.engine.layers.linear import Groups
 from nodeagent.engine.models.shape import CheckpointError
 from nodeagent.engine.parallel.share import Cut
@@ -63,6 +63,8 @@ class GgufFile:
             if path.stat().st_size == 0:
                 raise CheckpointError(f"cannot read {path}: the file is empty")
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        # The disk works through the file while the header is read and the first weights are packed.
+        self._map.madvise(mmap.MADV_WILLNEED)
         try:
             self._header: GgufHeader = read_header(path, self._map)
             self.metadata: dict[str, Any] = self._header.metadata
@@ -98,16 +100,17 @@ class GgufFile:
         return self._turned(name, weights.view(cut.shape if cut else shape))
 
     def groups(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> Groups | None:
-        """Read one matrix as the file quantises it; None where that is not Q4_0 or Q4_1."""
+        """Read one matrix as the file quantises it; None where that is not of these kinds."""
         entry, first_row = self._entry(name, shape)
         kind = GGMLQuantizationType(entry.kind)
-        if kind not in FOUR_BITS:
+        if kind not in IN_GROUPS:
             return None
         groups = groups_of(self._packed(entry, first_row, shape, cut), kind)
         return Groups(
             self._turned(name, groups.numbers),
             self._turned(name, groups.scales),
             self._turned(name, groups.offsets),
+            groups.bits,
         )
 
     def _turned(self, name: str, rows: Tensor) -> Tensor:

@@ -122,11 +122,12 @@ class Packed:
     def groups(self) -> Groups | None:
         """Return the same in the groups that kernels know; None where they cannot be made."""
         columns, groups = self.numbers.shape[1], self.scales.shape[1]
-        if self.bits != 4 or self.group_of is not None or columns // groups % GROUP_WEIGHTS:
+        if self.group_of is not None or columns // groups % GROUP_WEIGHTS:
             return None
         repeats = columns // groups // GROUP_WEIGHTS
         offsets = (-self.zeros * self.scales).repeat_interleave(repeats, 1)
-        return Groups(self.numbers, self.scales.repeat_interleave(repeats, 1), offsets)
+        scales = self.scales.repeat_interleave(repeats, 1)
+        return Groups(self.numbers, scales, offsets, self.bits)
 
 
 def _unpacked(words: Tensor, bits: int) -> Tensor:

@@ -14,7 +14,11 @@ from torch import Tensor
 
 from nodeagent.engine.layers.linear import GROUP_WEIGHTS, Groups
 
-FOUR_BITS: Final = (GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q4_1)
+IN_GROUPS: Final = (
+    GGMLQuantizationType.Q4_0,
+    GGMLQuantizationType.Q4_1,
+    GGMLQuantizationType.Q8_0,
+)
 _FLOATS: Final = {
     GGMLQuantizationType.F32: torch.float32,
     GGMLQuantizationType.F16: torch.float16,
@@ -26,20 +30,29 @@ def unpack(packed: np.ndarray, kind: GGMLQuantizationType) -> Tensor:
     """Return the weights of `packed` [rows, bytes] in fp32; floats as they are."""
     if kind in _FLOATS:
         return torch.from_numpy(packed).view(_FLOATS[kind])
-    if kind in FOUR_BITS:
-        return groups_of(packed, kind).wide()
     if kind is GGMLQuantizationType.Q8_0:
         return _eight_bits(packed)
+    if kind in IN_GROUPS:
+        return groups_of(packed, kind).wide()
     weights: np.ndarray = dequantize(packed, kind)
     return torch.from_numpy(weights.astype(np.float32, copy=False))
 
 
 def groups_of(packed: np.ndarray, kind: GGMLQuantizationType) -> Groups:
-    """Return the four-bit numbers of `packed` [rows, bytes] with their scales and offsets."""
+    """Return the numbers of `packed` [rows, bytes] with their scales and offsets."""
+    if kind is GGMLQuantizationType.Q8_0:
+        blocks = torch.from_numpy(packed).view(len(packed), -1, GROUP_WEIGHTS + 2)
+        scales = _fp16(blocks, 0)
+        # Counted from the least: 128 more, as bytes without a sign.
+        numbers = blocks[..., 2:].bitwise_xor(128).view(len(packed), -1)
+        return Groups(numbers, scales, -128 * scales, bits=8)
     blocks = torch.from_numpy(packed).view(len(packed), -1, _bytes_of(kind))
     halves = blocks[..., -GROUP_WEIGHTS // 2 :]
     # The first sixteen of a group are the low halves of its bytes, the others the high ones.
-    numbers = torch.cat((halves & 15, halves >> 4), dim=-1).view(len(packed), -1)
+    numbers = torch.empty(*blocks.shape[:2], GROUP_WEIGHTS, dtype=torch.uint8)
+    torch.bitwise_and(halves, 15, out=numbers[..., : GROUP_WEIGHTS // 2])
+    torch.bitwise_right_shift(halves, 4, out=numbers[..., GROUP_WEIGHTS // 2 :])
+    numbers = numbers.view(len(packed), -1)
     scales = _fp16(blocks, 0)
     if kind is GGMLQuantizationType.Q4_1:
         return Groups(numbers, scales, _fp16(blocks, 2))

@@ -1,16 +1,20 @@
 """Attention over paged KV: one call for decodes of like length, one call for each prompt chunk.
+Where our own kernels serve, one call for all decodes, which reads keys and values where they lie.
 
 A query of a decode is one token; its grouped heads are folded into the query dimension, so that
 keys and values are read once per KV head and never repeated.
 """
 
+import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from nodeagent.engine.layers.kv_format import KvFormat
+from nodeagent.engine.native.kernels import LANES, kernels_for
 
 
 class LayerKV:
@@ -32,14 +36,17 @@ class LayerKV:
         width = form.width(head_dim)
         # Zeroed, not empty: masked slots are multiplied by zero, and zero times NaN is NaN.
         # Values lie beside their keys, so that one gather brings both.
-        self.pages = torch.zeros(
-            blocks, block_tokens, 2 * kv_heads, width, device=device, dtype=form.dtype
-        )
+        self.pages = _zeroed((blocks, block_tokens, 2 * kv_heads, width), device, form.dtype)
+        served = head_dim % LANES == 0 and form.dtype is dtype
+        self.kernels = kernels_for(self.pages) if served else None
         self._slots = self.pages.view(-1, 2 * kv_heads, width)
 
-    def write(self, slots: Tensor, key_value: Tensor) -> None:
-        """Fill `slots` with keys and, behind them, values: [slots, 2 * kv_heads, head_dim]."""
-        self._slots.index_copy_(0, slots, self._form.kept(key_value))
+    def write(self, slots: Tensor, mixed: Tensor, heads: int) -> None:
+        """Fill `slots` with the keys and values that follow the queries of `mixed`."""
+        if self.kernels is not None:
+            self.kernels.keep(mixed, heads, slots, self.pages)
+        else:
+            self._slots.index_copy_(0, slots, self._form.kept(mixed[:, heads:]))
 
     def read(self, blocks: "Run | Tensor", rows: int) -> tuple[Tensor, Tensor]:
         """Return keys and values, each [rows, kv_heads, tokens, head_dim]."""
@@ -51,6 +58,18 @@ class LayerKV:
         wide = self._form.wide(pages, self._dtype)
         slots = wide.view(rows, -1, 2 * self.kv_heads, wide.shape[-1]).transpose(1, 2)
         return slots[:, : self.kv_heads], slots[:, self.kv_heads :]
+
+
+def _zeroed(shape: tuple[int, ...], device: str, dtype: torch.dtype) -> Tensor:
+    if device != "cpu":
+        return torch.zeros(shape, device=device, dtype=dtype)
+    # numpy asks the system for pages that it zeroes when they are first touched; torch would write
+    # every one of them before the first request.
+    return (
+        torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8))
+        .view(dtype)
+        .view(shape)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +95,16 @@ class Decodes:
 
 
 @dataclass(frozen=True, slots=True)
+class Listed:
+    """The first rows of the flat batch: one token each, each over blocks of its own."""
+
+    tables: Tensor
+    """[rows, blocks], each row's blocks, and anything behind them."""
+    spans: Tensor
+    """[rows, 2], which tokens of its blocks a row sees: from the first to before the second."""
+
+
+@dataclass(frozen=True, slots=True)
 class Segment:
     """One prompt chunk in the flat batch: rows [start, end) see `context` tokens in `blocks`."""
 
@@ -93,15 +122,23 @@ class Layout:
 
     write_slots: Tensor
     """KV slot [tokens] that each row of the flat batch fills."""
-    decodes: tuple[Decodes, ...]
+    decodes: tuple[Decodes, ...] | Listed
     segments: tuple[Segment, ...]
 
 
-def attend(query: Tensor, key_value: Tensor, kv: LayerKV, layout: Layout) -> Tensor:
-    """Write this step's keys and values, then answer `query` [tokens, heads, head_dim]."""
-    kv.write(layout.write_slots, key_value)
-    parts = [_decode(query[part.start : part.end], kv, part) for part in layout.decodes]
-    parts += [_prefill(query[part.start : part.end], kv, part) for part in layout.segments]
+def attend(mixed: Tensor, heads: int, kv: LayerKV, layout: Layout) -> Tensor:
+    """Write this step's keys and values, then answer its queries: [tokens, heads, head_dim].
+
+    `mixed` is [tokens, heads and twice the KV heads, head_dim]: queries, keys, values.
+    """
+    kv.write(layout.write_slots, mixed, heads)
+    decodes = layout.decodes
+    if isinstance(decodes, Listed):
+        assert kv.kernels is not None
+        parts = [kv.kernels.attend(mixed, heads, kv.pages, decodes.tables, decodes.spans)]
+    else:
+        parts = [_decode(mixed[part.start : part.end, :heads], kv, part) for part in decodes]
+    parts += [_prefill(mixed[part.start : part.end, :heads], kv, part) for part in layout.segments]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 

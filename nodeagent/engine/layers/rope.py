@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nodeagent.engine.native.kernels import kernels_for
+
 
 @dataclass(frozen=True, slots=True)
 class Llama3Scaling:
@@ -57,6 +59,11 @@ class Rope:
         return self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
 
 
-def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Turn the heads of `x` [tokens, heads, head_dim] to their positions, in place."""
+def rotate_(x: Tensor, heads: int, cos: Tensor, sin: Tensor) -> None:
+    """Turn the first `heads` of `x` [tokens, heads, head_dim] to their positions, in place."""
+    own = kernels_for(x)
+    if own is not None:
+        own.turn(x, heads, cos, sin)
+        return
+    x = x[:, :heads]
     torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin, out=x)

@@ -8,15 +8,15 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.nn.functional import silu
 
 from nodeagent.engine.layers.attention import LayerKV, Layout, attend
+from nodeagent.engine.layers.gate import gated
 from nodeagent.engine.layers.linear import Keeping
 from nodeagent.engine.layers.lora import Adding
 from nodeagent.engine.layers.norm import rms_norm
 from nodeagent.engine.layers.rope import Rope, inverse_frequencies, rotate_
 from nodeagent.engine.models.shape import ModelShape
-from nodeagent.engine.models.weights import Weights, WeightSource
+from nodeagent.engine.models.weights import Table, Weights, WeightSource
 from nodeagent.engine.parallel.ranks import ALONE, Ranks
 from nodeagent.engine.parallel.share import Share
 from nodeagent.engine.parallel.source import SharedSource
@@ -50,8 +50,8 @@ class LlamaAttention:
         heads, turning = self.shape.heads, self.shape.heads + self.shape.kv_heads
         mixed = self.project(x)
         # Queries and keys turn alike, so they turn together.
-        rotate_(mixed[:, :turning], cos, sin)
-        answer = attend(mixed[:, :heads], mixed[:, heads:], kv, layout)
+        rotate_(mixed, turning, cos, sin)
+        answer = attend(mixed, heads, kv, layout)
         return self._output(answer.view(x.shape[0], -1))
 
 
@@ -66,8 +66,7 @@ class LlamaMlp:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Transform each row of `x` by itself."""
-        gate, up = self._gate_up(x).chunk(2, dim=-1)
-        return self._down(silu(gate).mul_(up))
+        return self._down(gated(self._gate_up(x)))
 
 
 class LlamaLayer:
@@ -106,14 +105,14 @@ class Llama:
         """Told what goes into each layer, where anybody listens."""
         self.adding = weights.adding or Adding()
         embedding = (shape.vocabulary, shape.hidden)
-        table = torch.empty(0)
+        table: Table = torch.empty(0)
         if share.first or (share.last and shape.tied_embeddings):
             table = weights.embedding("model.embed_tokens.weight", *embedding)
         self._embedding = table
         self._layers = [LlamaLayer(type(self), weights, shape, n) for n in share.layers]
         self._norm = weights.read("model.norm.weight", shape.hidden)
         if share.last and not shape.tied_embeddings:
-            table = weights.read("lm_head.weight", *embedding)
+            table = weights.embedding("lm_head.weight", *embedding)
         self._head = weights.head(table)
         factors = (
             source.tensor("rope_freqs.weight", (shape.head_dim // 2,))

@@ -2,8 +2,9 @@
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, silu
+from torch.nn.functional import linear
 
+from nodeagent.engine.layers.gate import gated
 from nodeagent.engine.models.llama import Llama, LlamaMlp
 from nodeagent.engine.models.qwen3 import Qwen3
 from nodeagent.engine.models.shape import ModelShape
@@ -44,8 +45,7 @@ class Mixture(LlamaMlp):
                 continue
             here = expert - self._experts.start
             rows, place = (chosen == expert).nonzero(as_tuple=True)
-            gate, up = self._gates_ups[here](x[rows]).chunk(2, dim=-1)
-            added = self._downs[here](silu(gate).mul_(up))
+            added = self._downs[here](gated(self._gates_ups[here](x[rows])))
             answer.index_add_(0, rows, added * shares[rows, place, None])
         return self._sum(answer)
 

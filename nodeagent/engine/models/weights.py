@@ -10,14 +10,19 @@ from nodeagent.engine.layers.linear import (
     Half,
     Keeping,
     Linear,
+    Native,
     Plain,
     join,
     keep,
     keep_groups,
+    native,
 )
 from nodeagent.engine.layers.lora import Adapted, Adding
 from nodeagent.engine.parallel.ranks import ALONE, Ranks
 from nodeagent.engine.parallel.share import Cut
+
+Table = Tensor | Native
+"""Rows by their number: `table[tokens]`."""
 
 
 class WeightSource(Protocol):
@@ -79,14 +84,21 @@ class Weights:
         rows, columns = shape
         return self.ranks.summed(self.linear_stack("", {name: rows}, columns))
 
-    def embedding(self, name: str, *shape: int) -> Tensor:
-        """Read the table of embeddings; where matrices are packed, in fp16."""
-        table = self.read(name, *shape)
-        return table.half() if self.keeping is Keeping.PACKED else table
+    def embedding(self, name: str, *shape: int) -> Table:
+        """Read the table of embeddings; where matrices stay packed, packed or in fp16."""
+        if self.keeping is Keeping.NATIVE:
+            groups = self.source.groups(name, shape)
+            table = None if groups is None else native(groups, self.keeping)
+            if table is not None:
+                return table
+        wide = self.read(name, *shape)
+        return wide.half() if self.keeping.as_filed else wide
 
-    def head(self, table: Tensor) -> Linear:
+    def head(self, table: Table) -> Linear:
         """Return the product by the last matrix, which few rows reach: those that are sampled."""
-        return Half(table) if self.keeping is Keeping.PACKED else Plain(table)
+        if isinstance(table, Native):
+            return table
+        return Half(table) if self.keeping.as_filed else Plain(table)
 
     def linear_stack(self, prefix: str, parts: dict[str, int], columns: int) -> Linear:
         """Read the matrices `parts` as one to multiply by; ranks hold their rows."""
@@ -97,7 +109,7 @@ class Weights:
 
     def _packed(self, prefix: str, parts: dict[str, int], columns: int) -> Linear | None:
         """Return the product as the file packs it; None where not all of it is packed alike."""
-        if self.keeping is not Keeping.PACKED:
+        if not self.keeping.as_filed:
             return None
         groups: list[Groups] = []
         for name, rows in parts.items():
@@ -105,7 +117,7 @@ class Weights:
             if part is None:
                 return None
             groups.append(part)
-        return keep_groups(join(groups))
+        return keep_groups(join(groups), self.keeping)
 
     def _adapted(self, kept: Linear, prefix: str, parts: dict[str, int], columns: int) -> Linear:
         if self.adding is None:

@@ -19,7 +19,7 @@ from isochrone.service.identity import (
 )
 from isochrone.wire.control import PeerRole
 from tests.integration.admin.conftest import Admin
-from tests.integration.admin.test_control import Agent, dialling, joined
+from tests.integration.admin.test_control import Agent, a_report, dialling, joined
 from tests.system.harness import until
 
 SHORT_LIFE_S = 3.0
@@ -168,6 +168,30 @@ async def test_a_revoked_peer_is_cut_before_it_renews(admin: Admin, tmp_path: Pa
     assert load_identity(tmp_path) == identity
     events = (await admin.ask("GET", "/v1/events")).body["data"]
     assert "agent.renewed" not in {event["kind"] for event in events}
+
+
+async def test_nodes_are_told_whose_certificates_their_doors_refuse(
+    admin: Admin, tmp_path: Path
+) -> None:
+    identity = await joined(admin, tmp_path)
+    async with dialling(Agent(admin, identity, "boot-1")) as agent:
+        await until("welcome", agent.is_welcome)
+        assert await agent.link.send(a_report("n1", 1))
+
+        async def is_told() -> bool:
+            return bool(agent.assignments)
+
+        await until("an assignment", is_told)
+        assert agent.assignments[0].revoked == ()
+        body = {"role": "router", "name": "r9", "serial": "ab12", "reason": "stolen"}
+        assert (await admin.ask("POST", "/v1/revocations", body)).status == 201
+
+        async def is_warned() -> bool:
+            return bool(agent.assignments[-1].revoked)
+
+        await until("the revocation", is_warned, 5.0)
+        (told,) = agent.assignments[-1].revoked
+        assert (told.role, told.name, told.serial) == ("router", "r9", "ab12")
 
 
 async def test_a_fleet_that_dials_at_once_comes_in_at_a_pace(admin: Admin, tmp_path: Path) -> None:

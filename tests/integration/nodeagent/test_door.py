@@ -132,7 +132,7 @@ async def test_every_answer_tells_the_load_and_gives_it_back_once(node: Node) ->
     await node.warm(node.spec())
     async with node.ask(tokens=3) as response:
         assert response.status == 200
-        assert headers.parse_load(response.headers[headers.LOAD]) == headers.Load(10, 3, 1, 0, 10)
+        assert headers.parse_load(response.headers[headers.LOAD]) == headers.Load(0, 3, 1, 0, 0)
         text = await response.text()
     assert text.endswith("data: [DONE]\n\n")
     await until("given back", node.idle, 5.0)
@@ -147,6 +147,11 @@ async def test_each_refusal_has_its_word(node: Node) -> None:
     await node.warm(node.spec(in_flight=100))
     async with node.ask(tokens=80) as first:
         await first.content.readany()
+        # The head's word is of when the prompt was read, as is a ping's.
+        async with node.http.get("/ping") as ping:
+            pinged = headers.parse_loads(ping.headers[headers.LOADS])["r1"]
+        assert headers.parse_load(first.headers[headers.LOAD]) == pinged
+        assert (pinged.running, pinged.unread, pinged.prefill_tokens) == (1, 0, 0)
         async with node.ask(tokens=80) as second:
             assert (second.status, second.headers[headers.REFUSED]) == (429, "busy")
             assert second.headers["retry-after"] == "1"
@@ -161,6 +166,8 @@ async def test_each_refusal_has_its_word(node: Node) -> None:
         assert (await first.text()).endswith("data: [DONE]\n\n")
     async with node.http.get("/ping") as ping:
         assert ping.status == 204
+        # One that drains is nobody's choice: of its load nothing is told.
+        assert ping.headers[headers.LOADS] == ""
 
     async def is_stopped() -> bool:
         return node.supervisor.states()[ReplicaId("r1")] is ReplicaState.STOPPED

@@ -90,5 +90,7 @@ async def test_one_request_tries_a_replica_that_was_ejected(tmp_path: Path) -> N
         async with asyncio.timeout(5):
             while await counted(bench, "ejected_replicas"):
                 await asyncio.sleep(0)
-        await statuses(bench, 3)
-        assert nodes[0].asked == asked + 4
+        # Well again, it takes a share that grows.
+        async with asyncio.timeout(5):
+            while nodes[0].asked == asked + 1:
+                await statuses(bench, 1)

@@ -17,6 +17,9 @@ from isochrone.service.control import ControlLink, Progress, join
 from isochrone.service.door import open_door
 from isochrone.service.files import write_atomic
 from isochrone.service.identity import Authority, Identity, IdentityError
+from isochrone.service.revocation import refusing
+from isochrone.wire import headers
+from isochrone.wire.assignment import Revoked
 from isochrone.wire.control import PeerRole, ToAgent, Welcome
 from isochrone.wire.ids import BootId, ClusterId, Epoch, Generation, PopId
 from scheduler.app import serve
@@ -69,6 +72,47 @@ async def test_a_node_serves_routers_of_its_cluster_and_nobody_else(tmp_path: Pa
             with pytest.raises((aiohttp.ClientError, ssl.SSLError)):
                 async with http.get(url, ssl=context) as response:
                     pytest.fail("a stranger was let in")
+
+
+async def test_a_node_refuses_who_was_revoked_since_also_on_an_open_connection(
+    tmp_path: Path,
+) -> None:
+    authority = Authority.create(tmp_path / "a", "ours", NOW)
+    node = a_peer(authority, "n1", PeerRole.AGENT)
+    old, other = (a_peer(authority, name, PeerRole.ROUTER) for name in ("r1", "r2"))
+    again = a_peer(authority, "r1", PeerRole.ROUTER)
+    revoked: list[Revoked] = []
+
+    async def ping(request: web.Request) -> web.Response:
+        return web.Response(status=204)
+
+    app = web.Application(middlewares=[refusing(lambda: revoked)])
+    app.router.add_get("/ping", ping)
+    async with open_door(app, "127.0.0.1", 0, ssl_context=tls.node_context(node)) as port:
+
+        async def asks(http: aiohttp.ClientSession, identity: Identity) -> tuple[int, str]:
+            url = f"https://127.0.0.1:{port}/ping"
+            async with http.get(url, ssl=tls.client_context(identity)) as answer:
+                return answer.status, answer.headers.get(headers.REFUSED, "")
+
+        async with aiohttp.ClientSession() as http:
+            context = tls.client_context(old)
+            url = f"https://127.0.0.1:{port}/ping"
+            async with http.get(url, ssl=context) as answer:
+                assert answer.status == 204
+            serial = papers.read_certificate(old.certificate_pem).serial
+            revoked.append(Revoked(role="router", name="r1", serial=serial, at=NOW.timestamp()))
+            # On the connection that was let in before.
+            async with http.get(url, ssl=context) as answer:
+                assert (answer.status, answer.headers[headers.REFUSED]) == (403, "revoked")
+            assert await asks(http, old) == (403, "revoked")
+            assert await asks(http, again) == (204, "")
+            # By name: all that was issued before, and nobody else's.
+            revoked.append(Revoked(role="router", name="r1", at=NOW.timestamp() + 1))
+            assert await asks(http, again) == (403, "revoked")
+            assert await asks(http, other) == (204, "")
+            revoked[:] = [Revoked(role="agent", name="r1", at=NOW.timestamp() + 1)]
+            assert await asks(http, again) == (204, "")
 
 
 async def test_join_and_control_over_tls(database_dsn: str, tmp_path: Path) -> None:

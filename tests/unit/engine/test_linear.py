@@ -17,11 +17,14 @@ from nodeagent.engine.layers.linear import (
     Half,
     Keeping,
     Linear,
+    Native,
     Plain,
     choose,
     join,
     keep,
     keep_groups,
+    multiplies_natively,
+    native,
 )
 
 ROWS, COLUMNS = 192, 256
@@ -44,6 +47,44 @@ def error(product: Linear, weight: torch.Tensor, rows: int) -> float:
     return float((found - exact).norm() / exact.norm())
 
 
+def eight_bits(seed: int) -> Groups:
+    four = some_groups(seed)
+    numbers = torch.randint(0, 256, four.numbers.shape, dtype=torch.uint8)
+    return Groups(numbers, four.scales, -128 * four.scales, bits=8)
+
+
+needs_kernels = pytest.mark.skipif(
+    not multiplies_natively(), reason="our own kernels need a compiler and AVX-512 VNNI"
+)
+
+
+@needs_kernels
+@pytest.mark.parametrize("rows", [1, 2, 7, 8, 33])
+@pytest.mark.parametrize("groups", [some_groups(1), eight_bits(2)], ids=["four", "eight"])
+def test_our_own_kernel_is_as_exact_as_the_file(groups: Groups, rows: int) -> None:
+    halves = Groups(
+        groups.numbers, groups.scales.half().float(), groups.offsets.half().float(), groups.bits
+    )
+    product = native(halves, Keeping.NATIVE)
+    assert isinstance(product, Native)
+    assert error(product, halves.wide(), rows) < 1e-4
+    wanted = torch.tensor([0, 17, 3, ROWS - 1])
+    assert torch.equal(product[wanted], halves.wide()[wanted])
+    with pytest.raises(IndexError, match="there are 192"):
+        product[torch.tensor([ROWS])]
+
+
+@needs_kernels
+def test_what_is_no_number_stays_none_and_harms_no_other_row() -> None:
+    product = keep_groups(some_groups(1), Keeping.NATIVE)
+    x = torch.ones(3, COLUMNS)
+    x[0, 5], x[2] = float("nan"), 0.0
+    found = product(x)
+    assert found[0].isnan().all()
+    assert found[1].isfinite().all()
+    assert (found[2] == 0).all()
+
+
 @pytest.mark.parametrize("rows", [1, 4, 5, 33])
 def test_each_keeps_its_tolerance(rows: int) -> None:
     groups = some_groups(1)
@@ -59,13 +100,13 @@ def test_four_bits_joined_are_one_below_the_other() -> None:
     one, other = some_groups(1), some_groups(2)
     weight = torch.cat((one.wide(), other.wide()))
     assert torch.equal(join([one, other]).wide(), weight)
-    assert error(keep_groups(join([one, other])), weight, 2) < 1e-2
+    assert error(keep_groups(join([one, other]), Keeping.PACKED), weight, 2) < 1e-2
 
 
 def test_what_no_kernel_serves_is_kept_otherwise() -> None:
     odd = some_groups(3)
     odd = Groups(odd.numbers[:90], odd.scales[:90], odd.offsets[:90])
-    assert isinstance(keep_groups(odd), Blocked | Plain)
+    assert isinstance(keep_groups(odd, Keeping.NATIVE), Blocked | Plain)
     assert isinstance(keep(torch.ones(8, 8), Keeping.BLOCKED), Plain)
     assert choose("cuda:0", torch.bfloat16, quantised=True)[0] is Keeping.PLAIN
     assert choose("cpu", torch.float16, quantised=True)[0] is Keeping.PLAIN

@@ -32,6 +32,7 @@ class RandomWeights:
         self._scale = scale
 
     def tensor(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> Tensor:
+        assert cut is None
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + self._seed)
         drawn = torch.randn(shape, generator=generator)
         return 1 + 0.1 * drawn if "norm" in name else self._scale * drawn

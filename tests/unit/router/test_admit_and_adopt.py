@@ -22,7 +22,7 @@ from isochrone.wire.ids import (
 from isochrone.wire.keys import format_key, parse_key
 from isochrone.wire.routes import DeploymentEntry, KeyEntry, Route, RouteTable
 from router.apis.openai.decode import CHAT, decode, wants_usage, with_usage_wish
-from router.decide.admit import authenticate, may_use
+from router.decide.admit import Admitted, authenticate, may_use
 from router.decide.adopt import Adopted, RefusedTable, adopt, widened
 
 TEXT = format_key(KeyId("k" * 12), b"\x01" * 32)
@@ -71,6 +71,22 @@ def test_a_right_key_is_let_in_to_what_it_may_use() -> None:
     key = a_key(expires_at=200.0, deployments=("a",))
     assert authenticate({key.key_id: key}, f"bearer  {TEXT} ", 100.0) is key
     assert (may_use(key, "a"), may_use(key, "b"), may_use(a_key(), "b")) == (True, False, True)
+
+
+def test_who_is_known_is_let_in_only_as_long_as_the_table_says_so() -> None:
+    admitted, shown = Admitted(), f"Bearer {TEXT}".encode()
+    key = a_key(expires_at=200.0)
+    keys = {key.key_id: key}
+    assert admitted.authenticate(keys, shown, 100.0) is key
+    assert admitted.authenticate(keys, shown, 199.0) is key
+    with pytest.raises(ApiError, match="expired"):
+        admitted.authenticate(keys, shown, 200.0)
+    renewed = {key.key_id: a_key()}
+    assert admitted.authenticate(renewed, shown, 300.0) is renewed[key.key_id]
+    with pytest.raises(ApiError, match="unknown or revoked"):
+        admitted.authenticate({}, shown, 300.0)
+    with pytest.raises(ApiError, match="form"):
+        admitted.authenticate(renewed, shown[:-1], 300.0)
 
 
 def a_table(

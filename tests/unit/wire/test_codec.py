@@ -15,6 +15,7 @@ from isochrone.wire.ids import (
     Generation,
     KeyId,
     NodeId,
+    ReplicaId,
 )
 from isochrone.wire.report import Pulse
 
@@ -90,6 +91,18 @@ def test_deep_json_is_refused_in_words() -> None:
 )
 def test_a_load_survives_its_header(load: headers.Load) -> None:
     assert headers.parse_load(headers.format_load(load)) == load
+
+
+def test_loads_survive_their_header_and_what_is_none_is_left_out() -> None:
+    loads = {
+        ReplicaId(f"m-{n}"): headers.Load(n, 2 * n, 3, 0, n) for n in range(headers.LOADS_MAX + 9)
+    }
+    read = headers.parse_loads(headers.format_loads(loads))
+    assert read == dict(list(loads.items())[: headers.LOADS_MAX])
+    assert headers.parse_loads("") == {}
+    assert headers.parse_loads("a p=1;d=2;r=1;w=0,b,c nonsense,,d p=x;d=2;r=1;w=0") == {
+        "a": headers.Load(1, 2, 1, 0)
+    }
 
 
 @given(st.text(max_size=60))

@@ -1,0 +1,95 @@
+"""From `kernels.c` to a library for this processor, built once and found again.
+
+A library is named by what it was built from (source, compiler's options, the processor's features),
+lies in `$XDG_CACHE_HOME/isochrone`, which only its owner may write, and appears there by a rename:
+a start that is cut short leaves no half of one. Where no compiler is here, or it cannot, there is
+no library, and whoever asked goes without.
+"""
+
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Final
+
+log = logging.getLogger(__name__)
+
+SOURCE: Final = Path(__file__).parent / "kernels.c"
+_OPTIONS: Final = (
+    "-O3",
+    "-march=native",
+    "-fopenmp",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-shared",
+    "-fPIC",
+)
+_COMPILERS: Final = ("cc", "gcc", "clang")
+_COMPILE_S: Final = 60.0
+
+
+class NoKernels(RuntimeError):
+    """The library cannot be built; the message says why."""
+
+
+def built() -> Path:
+    """Return the library's path, built where it is not there yet, or raise NoKernels."""
+    compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
+    path = _folder() / f"kernels-{_digest(compiler)}.so"
+    if path.is_file():
+        return path
+    if compiler is None:
+        raise NoKernels(f"cannot build {SOURCE.name}: none of {', '.join(_COMPILERS)} is here")
+    log.info("building kernels", extra={"fields": {"compiler": compiler, "library": str(path)}})
+    with tempfile.TemporaryDirectory(dir=path.parent) as name:
+        new = Path(name) / path.name
+        command = [compiler, *_OPTIONS, str(SOURCE), "-lm", "-o", str(new)]
+        try:
+            subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_S)
+        except subprocess.CalledProcessError as error:
+            told = error.stderr.strip().splitlines()
+            raise NoKernels(
+                f"cannot build {SOURCE.name} with {compiler}: {told[0] if told else 'it failed'}"
+            ) from error
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise NoKernels(f"cannot build {SOURCE.name}: {error}") from error
+        new.replace(path)
+    return path
+
+
+def _digest(compiler: str | None) -> str:
+    digest = hashlib.sha256(SOURCE.read_bytes())
+    for part in (*_OPTIONS, platform.machine(), _features(), compiler or ""):
+        digest.update(part.encode() + b"\0")
+    return digest.hexdigest()[:32]
+
+
+def _features() -> str:
+    """Return what this processor can, as the kernel tells it; a library fits no other."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+
+
+def _folder() -> Path:
+    try:
+        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError as error:
+        raise NoKernels(f"cannot keep kernels: {error} XDG_CACHE_HOME would name one.") from error
+    folder = root / "isochrone"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.stat()
+        if found.st_uid != os.getuid() or found.st_mode & 0o022:
+            raise NoKernels(f"cannot keep kernels in {folder}: others may write there")
+        if not os.access(folder, os.W_OK):
+            raise NoKernels(f"cannot keep kernels in {folder}: it cannot be written")
+    except OSError as error:
+        raise NoKernels(f"cannot keep kernels in {folder}: {error}") from error
+    return folder

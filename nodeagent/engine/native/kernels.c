@@ -1,0 +1,383 @@
+/* What a decode step spends its time on, for a processor with AVX-512 VNNI; see native/kernels.py.
+ *
+ * Rule 1: every function takes fp32 rows that lie one behind another, writes where it is told, and
+ * keeps nothing.
+ * Rule 2: `threads` are OpenMP's, of the runtime that torch has loaded: one pool for both.
+ */
+
+#include <immintrin.h>
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define GROUP 32
+#define TILE 16
+#define LINE 64
+#define LANES 16
+
+int64_t can_multiply(void) {
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VNNI__)
+    return 1;
+#else
+    return 0;
+#endif
+}
+
+/* Matrix products.
+ *
+ * A matrix [rows, columns] of numbers in groups of 32 along a row, each `number * scale + offset`,
+ * lies in tiles of 16 rows; in a tile group behind group; a group is its 512 numbers (eight bits,
+ * or four), then 16 scales and 16 offsets in fp16. One multiplication takes four neighbouring
+ * columns of 16 rows: byte 4 * row + column of a line.
+ *
+ * Rows of x are rounded to 16 bits with a scale for each group of 32, as two bytes each: the error
+ * is 2^-16 of a group's largest, so that the product is that of the file's own weights.
+ */
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VNNI__)
+
+static int64_t group_bytes(int64_t bits) { return GROUP * TILE * bits / 8 + 4 * TILE; }
+
+void pack(const uint8_t *numbers, const float *scales, const float *offsets, int64_t bits,
+          int64_t rows, int64_t columns, int64_t threads, uint8_t *out) {
+    int64_t groups = columns / GROUP, bytes = group_bytes(bits);
+#pragma omp parallel for num_threads(threads)
+    for (int64_t tile = 0; tile < rows / TILE; tile++)
+        for (int64_t group = 0; group < groups; group++) {
+            uint8_t *to = out + (tile * groups + group) * bytes;
+            uint16_t *halves = (uint16_t *)(to + GROUP * TILE * bits / 8);
+            for (int64_t row = 0; row < TILE; row++) {
+                int64_t at = tile * TILE + row;
+                const uint8_t *from = numbers + at * columns + group * GROUP;
+                for (int64_t four = 0; four < GROUP / 4; four++)
+                    for (int64_t one = 0; one < 4; one++) {
+                        uint8_t number = from[4 * four + one];
+                        if (bits == 8)
+                            to[four * LINE + 4 * row + one] = number;
+                        else if (four < GROUP / 8)
+                            to[four * LINE + 4 * row + one] = number;
+                        else
+                            to[(four - GROUP / 8) * LINE + 4 * row + one] |= number << 4;
+                    }
+                halves[row] = _cvtss_sh(scales[at * groups + group], 0);
+                halves[TILE + row] = _cvtss_sh(offsets[at * groups + group], 0);
+            }
+        }
+}
+
+/* A row of x: for each group 32 high bytes and 32 low ones; scales; scaled sums. */
+static void round_row(const float *x, int64_t groups, int8_t *bytes, float *scales, float *sums) {
+    for (int64_t group = 0; group < groups; group++, x += GROUP, bytes += 2 * GROUP) {
+        __m512 first = _mm512_loadu_ps(x), second = _mm512_loadu_ps(x + TILE);
+        float largest =
+            _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(first), _mm512_abs_ps(second)));
+        /* The largest passes over what is no number; the scale, and so the answer, must not. */
+        int sound = !(_mm512_cmp_ps_mask(first, first, _CMP_UNORD_Q) |
+                      _mm512_cmp_ps_mask(second, second, _CMP_UNORD_Q));
+        float scale = sound ? largest / 32512.0f : NAN;
+        __m512 inverse = _mm512_set1_ps(largest > 0 ? 32512.0f / largest : 0);
+        __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(first, inverse));
+        __m512i other = _mm512_cvtps_epi32(_mm512_mul_ps(second, inverse));
+        __m512i middle = _mm512_set1_epi32(128);
+        __m512i high = _mm512_srai_epi32(_mm512_add_epi32(whole, middle), 8);
+        __m512i higher = _mm512_srai_epi32(_mm512_add_epi32(other, middle), 8);
+        _mm_storeu_si128((__m128i *)bytes, _mm512_cvtepi32_epi8(high));
+        _mm_storeu_si128((__m128i *)(bytes + 16), _mm512_cvtepi32_epi8(higher));
+        __m512i low = _mm512_sub_epi32(whole, _mm512_slli_epi32(high, 8));
+        __m512i lower = _mm512_sub_epi32(other, _mm512_slli_epi32(higher, 8));
+        _mm_storeu_si128((__m128i *)(bytes + 32), _mm512_cvtepi32_epi8(low));
+        _mm_storeu_si128((__m128i *)(bytes + 48), _mm512_cvtepi32_epi8(lower));
+        scales[group] = scale;
+        sums[group] = scale * (float)_mm512_reduce_add_epi32(_mm512_add_epi32(whole, other));
+    }
+}
+
+static inline __attribute__((always_inline)) void multiply_tile(
+    const int64_t several, const int64_t bits, const uint8_t *tile, int64_t groups,
+    const int8_t *bytes, const float *scales, const float *sums, float *out, int64_t out_stride) {
+    __m512 answers[several];
+    for (int64_t m = 0; m < several; m++) answers[m] = _mm512_setzero_ps();
+    const __m512i low_half = _mm512_set1_epi8(15);
+    for (int64_t group = 0; group < groups; group++, tile += group_bytes(bits)) {
+        __m512i weights[8];
+        for (int64_t four = 0; four < 8; four++)
+            if (bits == 8)
+                weights[four] = _mm512_loadu_si512(tile + four * LINE);
+            else if (four < 4)
+                weights[four] = _mm512_and_si512(_mm512_loadu_si512(tile + four * LINE), low_half);
+            else
+                weights[four] = _mm512_and_si512(
+                    _mm512_srli_epi32(_mm512_loadu_si512(tile + (four - 4) * LINE), 4), low_half);
+        const __m256i *halves = (const __m256i *)(tile + GROUP * TILE * bits / 8);
+        __m512 scale = _mm512_cvtph_ps(_mm256_loadu_si256(halves));
+        __m512 offset = _mm512_cvtph_ps(_mm256_loadu_si256(halves + 1));
+        for (int64_t m = 0; m < several; m++) {
+            const int8_t *x = bytes + (m * groups + group) * 2 * GROUP;
+            __m512i high = _mm512_setzero_si512(), low = high;
+            for (int64_t four = 0; four < 8; four++) {
+                int32_t of_high, of_low;
+                memcpy(&of_high, x + 4 * four, 4);
+                memcpy(&of_low, x + GROUP + 4 * four, 4);
+                high = _mm512_dpbusd_epi32(high, weights[four], _mm512_set1_epi32(of_high));
+                low = _mm512_dpbusd_epi32(low, weights[four], _mm512_set1_epi32(of_low));
+            }
+            __m512 dots = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(high, 8), low));
+            __m512 scaled = _mm512_mul_ps(scale, _mm512_set1_ps(scales[m * groups + group]));
+            answers[m] = _mm512_fmadd_ps(dots, scaled, answers[m]);
+            answers[m] =
+                _mm512_fmadd_ps(offset, _mm512_set1_ps(sums[m * groups + group]), answers[m]);
+        }
+    }
+    for (int64_t m = 0; m < several; m++) _mm512_storeu_ps(out + m * out_stride, answers[m]);
+}
+
+static inline __attribute__((always_inline)) void multiply_rows(
+    const int64_t bits, const uint8_t *tile, int64_t groups, int64_t count, const int8_t *bytes,
+    const float *scales, const float *sums, float *out, int64_t out_stride) {
+#define SEVERAL(n)                                                                                 \
+    for (; count >= n; count -= n) {                                                               \
+        multiply_tile(n, bits, tile, groups, bytes, scales, sums, out, out_stride);                \
+        bytes += n * groups * 2 * GROUP;                                                           \
+        scales += n * groups;                                                                      \
+        sums += n * groups;                                                                        \
+        out += n * out_stride;                                                                     \
+    }
+    SEVERAL(8)
+    SEVERAL(4)
+    SEVERAL(2)
+    SEVERAL(1)
+#undef SEVERAL
+}
+
+int64_t multiply(const uint8_t *packed, int64_t bits, int64_t rows, int64_t columns, const float *x,
+                 int64_t count, int64_t threads, float *out) {
+    int64_t groups = columns / GROUP, tile_bytes = groups * group_bytes(bits);
+    int64_t row_bytes = groups * 2 * GROUP;
+    int8_t *bytes = aligned_alloc(LINE, count * groups * (2 * GROUP + LINE));
+    if (bytes == NULL) return -1;
+    float *scales = (float *)(bytes + count * row_bytes), *sums = scales + count * groups;
+#pragma omp parallel num_threads(threads)
+    {
+        if (count == 1) {
+            /* One row costs less to round in every thread than a barrier does. */
+            int8_t *own = __builtin_alloca(row_bytes);
+            float *numbers = __builtin_alloca(2 * groups * sizeof(float));
+            round_row(x, groups, own, numbers, numbers + groups);
+#pragma omp for schedule(static) nowait
+            for (int64_t tile = 0; tile < rows / TILE; tile++) {
+                if (bits == 4)
+                    multiply_tile(1, 4, packed + tile * tile_bytes, groups, own, numbers,
+                                  numbers + groups, out + tile * TILE, rows);
+                else
+                    multiply_tile(1, 8, packed + tile * tile_bytes, groups, own, numbers,
+                                  numbers + groups, out + tile * TILE, rows);
+            }
+        } else {
+#pragma omp for schedule(static)
+            for (int64_t row = 0; row < count; row++)
+                round_row(x + row * columns, groups, bytes + row * row_bytes, scales + row * groups,
+                          sums + row * groups);
+#pragma omp for schedule(static) nowait
+            for (int64_t tile = 0; tile < rows / TILE; tile++) {
+                if (bits == 4)
+                    multiply_rows(4, packed + tile * tile_bytes, groups, count, bytes, scales, sums,
+                                  out + tile * TILE, rows);
+                else
+                    multiply_rows(8, packed + tile * tile_bytes, groups, count, bytes, scales, sums,
+                                  out + tile * TILE, rows);
+            }
+        }
+    }
+    free(bytes);
+    return 0;
+}
+
+int64_t read_rows(const uint8_t *packed, int64_t bits, int64_t rows, int64_t columns,
+                  const int64_t *wanted, int64_t count, float *out) {
+    int64_t groups = columns / GROUP, bytes = group_bytes(bits);
+    for (int64_t at = 0; at < count; at++) {
+        if (wanted[at] < 0 || wanted[at] >= rows) return -1;
+        int64_t row = wanted[at] % TILE;
+        const uint8_t *from = packed + wanted[at] / TILE * groups * bytes;
+        for (int64_t group = 0; group < groups; group++, from += bytes) {
+            const uint16_t *halves = (const uint16_t *)(from + GROUP * TILE * bits / 8);
+            float scale = _cvtsh_ss(halves[row]), offset = _cvtsh_ss(halves[TILE + row]);
+            for (int64_t column = 0; column < GROUP; column++) {
+                int64_t four = column / 4, high = bits == 4 && four >= GROUP / 8;
+                uint8_t number =
+                    from[(four - high * GROUP / 8) * LINE + 4 * row + column % 4] >> (4 * high);
+                *out++ = (bits == 4 ? number & 15 : number) * scale + offset;
+            }
+        }
+    }
+    return 0;
+}
+
+#endif
+
+/* What lies between the products. */
+
+#define SMALL 32768 /* so many numbers are done before another thread has woken */
+
+/* e^x to 2e-7 of itself, in steps that a compiler puts side by side; what is no number stays none. */
+static inline float power_of_e(float x) {
+    x = x > 88.0f ? 88.0f : x;
+    x = x < -87.0f ? -87.0f : x;
+    float whole = rintf(x * 1.44269504f);
+    float rest = x - whole * 0.693359375f + whole * 2.12194440e-4f;
+    float near = 1.9875691500e-4f;
+    near = near * rest + 1.3981999507e-3f;
+    near = near * rest + 8.3334519073e-3f;
+    near = near * rest + 4.1665795894e-2f;
+    near = near * rest + 1.6666665459e-1f;
+    near = near * rest + 5.0000001201e-1f;
+    near = near * rest * rest + rest + 1.0f;
+    int32_t bits = ((int32_t)whole + 127) << 23;
+    float scale;
+    memcpy(&scale, &bits, 4);
+    return near * scale;
+}
+
+void normalise(const float *x, const float *weight, float epsilon, int64_t rows, int64_t columns,
+               int64_t threads, float *out) {
+#pragma omp parallel for num_threads(threads) if (rows * columns > SMALL)
+    for (int64_t row = 0; row < rows; row++) {
+        const float *from = x + row * columns;
+        float *to = out + row * columns, squares = 0;
+#pragma omp simd reduction(+ : squares)
+        for (int64_t at = 0; at < columns; at++) squares += from[at] * from[at];
+        float scale = 1.0f / sqrtf(squares / columns + epsilon);
+#pragma omp simd
+        for (int64_t at = 0; at < columns; at++) to[at] = from[at] * scale * weight[at];
+    }
+}
+
+/* Rows of gates, each followed by its values: [rows, 2 * columns]. */
+void gate(const float *x, int64_t rows, int64_t columns, int64_t threads, float *out) {
+#pragma omp parallel for num_threads(threads) if (rows * columns > SMALL)
+    for (int64_t row = 0; row < rows; row++) {
+        const float *gates = x + 2 * row * columns, *values = gates + columns;
+        float *to = out + row * columns;
+#pragma omp simd
+        for (int64_t at = 0; at < columns; at++)
+            to[at] = gates[at] / (1.0f + power_of_e(-gates[at])) * values[at];
+    }
+}
+
+/* The first `heads` of each row of x, turned by cosines and sines [rows, dim]. */
+void turn(float *x, int64_t stride, int64_t heads, int64_t dim, const float *cos, const float *sin,
+          int64_t rows, int64_t threads) {
+    int64_t half = dim / 2;
+#pragma omp parallel for num_threads(threads) if (rows * heads * dim > SMALL)
+    for (int64_t row = 0; row < rows; row++) {
+        const float *c = cos + row * dim, *s = sin + row * dim;
+        for (int64_t head = 0; head < heads; head++) {
+            float *low = x + row * stride + head * dim, *high = low + half;
+#pragma omp simd
+            for (int64_t at = 0; at < half; at++) {
+                float one = low[at], other = high[at];
+                low[at] = one * c[at] + other * s[at];
+                high[at] = other * c[half + at] + one * s[half + at];
+            }
+        }
+    }
+}
+
+/* Where attention finds a token's keys and values: slot by slot, keys of all heads, then values. */
+struct pages {
+    float *slots;
+    int64_t block_tokens, kv_heads;
+};
+
+/* Sixteen numbers at once, wherever they lie. */
+typedef float lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+
+static inline float sum_of(lanes x) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_ps(x);
+#else
+    float sum = 0;
+    for (int64_t at = 0; at < LANES; at++) sum += x[at];
+    return sum;
+#endif
+}
+
+/* `group` queries of one row over one KV head, whose sums are kept relative to the largest score so
+ * far: no room is needed for the scores of a whole context. A head has `parts` times 16 numbers. */
+static inline __attribute__((always_inline)) void attend_head(
+    const int64_t parts, const struct pages *pages, const float *query, int64_t group,
+    int64_t kv_head, const int64_t *blocks, int64_t first, int64_t end, float *out) {
+    int64_t dim = parts * LANES, width = 2 * pages->kv_heads * dim, room = pages->block_tokens;
+    float scores[room], root = 1.0f / sqrtf(dim);
+    for (int64_t one = 0; one < group; one++, query += dim, out += dim) {
+        float largest = -INFINITY, total = 0;
+        lanes answer[parts], asked[parts];
+        for (int64_t part = 0; part < parts; part++) {
+            answer[part] = (lanes){0};
+            asked[part] = root * ((const lanes *)query)[part];
+        }
+        for (int64_t block = first / room; block * room < end; block++) {
+            int64_t from = block * room < first ? first - block * room : 0;
+            int64_t to = end - block * room < room ? end - block * room : room;
+            const float *keys = pages->slots + blocks[block] * room * width + kv_head * dim;
+            const float *values = keys + pages->kv_heads * dim;
+            float most = largest, sum = 0;
+            for (int64_t at = from; at < to; at++) {
+                const lanes *key = (const lanes *)(keys + at * width);
+                lanes products = asked[0] * key[0];
+                for (int64_t part = 1; part < parts; part++) products += asked[part] * key[part];
+                scores[at] = sum_of(products);
+                most = scores[at] > most ? scores[at] : most;
+            }
+            float shrink = largest == -INFINITY ? 0 : power_of_e(largest - most);
+#pragma omp simd reduction(+ : sum)
+            for (int64_t at = from; at < to; at++) {
+                scores[at] = power_of_e(scores[at] - most);
+                sum += scores[at];
+            }
+            largest = most;
+            total = total * shrink + sum;
+            for (int64_t part = 0; part < parts; part++) answer[part] *= shrink;
+            for (int64_t at = from; at < to; at++) {
+                const lanes *value = (const lanes *)(values + at * width);
+                for (int64_t part = 0; part < parts; part++)
+                    answer[part] += scores[at] * value[part];
+            }
+        }
+        for (int64_t part = 0; part < parts; part++) ((lanes *)out)[part] = answer[part] / total;
+    }
+}
+
+/* Put the keys and values of every row of `mixed` (queries, keys, values) into its slot. */
+void keep(const float *mixed, int64_t rows, int64_t heads, const int64_t *slots, float *pages,
+          int64_t kv_heads, int64_t dim) {
+    int64_t width = 2 * kv_heads * dim, stride = heads * dim + width;
+    for (int64_t row = 0; row < rows; row++)
+        memcpy(pages + slots[row] * width, mixed + row * stride + heads * dim,
+               width * sizeof(float));
+}
+
+/* Answer the queries of the first `rows` rows of `mixed`, each over its own blocks and span. */
+void attend(const float *mixed, int64_t rows, int64_t heads, float *slots, int64_t block_tokens,
+            int64_t kv_heads, int64_t dim, const int64_t *tables, int64_t width,
+            const int64_t *spans, int64_t threads, float *out) {
+    const struct pages pages = {slots, block_tokens, kv_heads};
+    int64_t stride = (heads + 2 * kv_heads) * dim, group = heads / kv_heads, tokens = 0;
+    for (int64_t row = 0; row < rows; row++) tokens += spans[2 * row + 1] - spans[2 * row];
+#pragma omp parallel for num_threads(threads) schedule(dynamic) if (tokens * heads * dim > SMALL)
+    for (int64_t at = 0; at < rows * kv_heads; at++) {
+        int64_t row = at / kv_heads, head = at % kv_heads;
+        const float *query = mixed + row * stride + head * group * dim;
+        float *answer = out + (row * heads + head * group) * dim;
+        const int64_t *blocks = tables + row * width, *span = spans + 2 * row;
+#define PARTS(n) attend_head(n, &pages, query, group, head, blocks, span[0], span[1], answer)
+        if (dim == 4 * LANES)
+            PARTS(4);
+        else if (dim == 8 * LANES)
+            PARTS(8);
+        else
+            PARTS(dim / LANES);
+#undef PARTS
+    }
+}
