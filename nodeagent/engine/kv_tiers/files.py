@@ -16,6 +16,8 @@ from typing import Final
 
 import xxhash
 
+from nodeagent.engine.kv_tiers.reading import WholeFiles
+
 log = logging.getLogger(__name__)
 
 _MAGIC: Final = b"isochrone-kv-1\n"
@@ -32,6 +34,7 @@ class FileTier:
         self._folder = folder / model.hex()
         self._sizes: OrderedDict[bytes, int] = OrderedDict()
         self._lock = threading.Lock()
+        self._files = WholeFiles()
         self.bytes = 0
         self.spoilt_total = 0
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -68,15 +71,12 @@ class FileTier:
         """Return a block's content, or None where it is gone or its seal is broken."""
         path = self._path(digest)
         try:
-            with path.open("rb") as file:
-                head = file.read(len(_MAGIC) + _DIGEST_BYTES + _SEAL_BYTES)
-                content = bytearray(max(0, os.fstat(file.fileno()).st_size - len(head)))
-                read = file.readinto(content)
+            head, content = self._files.read(path, len(_MAGIC) + _DIGEST_BYTES + _SEAL_BYTES)
         except OSError:
             # Another process of this folder may have made room.
             self._forget(digest)
             return None
-        if read != len(content) or head != _MAGIC + digest + self._seal(digest, content):
+        if head != _MAGIC + digest + self._seal(digest, content):
             self.spoilt_total += 1
             path.unlink(missing_ok=True)
             self._forget(digest)
