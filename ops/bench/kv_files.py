@@ -17,8 +17,6 @@ from statistics import median
 
 import xxhash
 
-from nodeagent.engine.kv_tiers.reading import WholeFiles
-
 SECTOR = 4096
 AHEAD = 4
 Read = Callable[[list[Path]], list[int]]
@@ -78,16 +76,6 @@ class Direct:
             os.close(descriptor)
 
 
-def tiered(paths: list[Path]) -> list[int]:
-    """Read each file as the tier does: out of the page cache if it is there, else past it."""
-    files = WholeFiles()
-    seals = []
-    for path in paths:
-        _, content = files.read(path, 0)
-        seals.append(xxhash.xxh3_64(content).intdigest())
-    return seals
-
-
 def advise(path: Path, how: int) -> None:
     """Tell the kernel what is wanted of the whole file."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -115,7 +103,6 @@ def main() -> None:
         "read, next 3 advised": advised,
         "mmap, willneed": mapped,
         "O_DIRECT": Direct(block_bytes),
-        "the tier's own": tiered,
     }
     try:
         measure(paths, ways, asked.rounds, block_bytes)

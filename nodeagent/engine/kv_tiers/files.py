@@ -16,8 +16,6 @@ from typing import Final
 
 import xxhash
 
-from nodeagent.engine.kv_tiers.reading import WholeFiles
-
 log = logging.getLogger(__name__)
 
 _MAGIC: Final = b"isochrone-kv-1\n"
@@ -34,7 +32,6 @@ class FileTier:
         self._folder = folder / model.hex()
         self._sizes: OrderedDict[bytes, int] = OrderedDict()
         self._lock = threading.Lock()
-        self._files = WholeFiles()
         self.bytes = 0
         self.spoilt_total = 0
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -67,16 +64,31 @@ class FileTier:
         self._note(digest, len(head) + len(content))
         return True
 
+    def expect(self, digest: bytes) -> None:
+        """Have the disk begin to read a block that is wanted soon, where it is still here."""
+        try:
+            descriptor = os.open(self._path(digest), os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            # Whoever reads it finds out that it is gone.
+            return
+        try:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
+        finally:
+            os.close(descriptor)
+
     def read(self, digest: bytes) -> bytearray | None:
         """Return a block's content, or None where it is gone or its seal is broken."""
         path = self._path(digest)
         try:
-            head, content = self._files.read(path, len(_MAGIC) + _DIGEST_BYTES + _SEAL_BYTES)
+            with path.open("rb") as file:
+                head = file.read(len(_MAGIC) + _DIGEST_BYTES + _SEAL_BYTES)
+                content = bytearray(max(0, os.fstat(file.fileno()).st_size - len(head)))
+                read = file.readinto(content)
         except OSError:
             # Another process of this folder may have made room.
             self._forget(digest)
             return None
-        if head != _MAGIC + digest + self._seal(digest, content):
+        if read != len(content) or head != _MAGIC + digest + self._seal(digest, content):
             self.spoilt_total += 1
             path.unlink(missing_ok=True)
             self._forget(digest)
