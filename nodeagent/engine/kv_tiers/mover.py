@@ -111,7 +111,11 @@ class Mover:
         return True
 
     def take_in(self, digests: Sequence[bytes], contents: Tensor) -> None:
-        """Keep blocks that came from files or from another engine. On the step thread."""
+        """Keep blocks that came from files or from another engine. On the step thread.
+
+        Raises ValueError where they are kept in another form than this engine's.
+        """
+        self.host.check(contents)
         self.host.put(digests, contents)
 
     def export(self, held: Sequence[tuple[int, bytes]], digests: Sequence[bytes]) -> Tensor | None:
