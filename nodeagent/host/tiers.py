@@ -16,6 +16,8 @@ PROBES: Final = 64
 """Pages looked at to say whether an artifact is in the page cache."""
 
 CACHED_SHARE: Final = 0.95
+STILL_CACHED_SHARE: Final = 0.5
+"""What was in the page cache counts as there until half of it is gone: it must not come and go."""
 
 READ_BYTES: Final = 4 * 1024 * 1024
 MEASURED_BYTES: Final = 64 * 1024 * 1024
@@ -24,8 +26,8 @@ MEASURED_BYTES: Final = 64 * 1024 * 1024
 _libc: Final = ctypes.CDLL(None)
 
 
-def is_in_host_memory(files: Sequence[Path]) -> bool:
-    """Say whether almost all of these files can be read without the disk."""
+def is_in_host_memory(files: Sequence[Path], was: bool = False) -> bool:
+    """Say whether these files can be read almost without the disk; `was` is the last answer."""
     sizes = [file.stat().st_size for file in files]
     total = sum(sizes)
     if not total:
@@ -40,7 +42,7 @@ def is_in_host_memory(files: Sequence[Path]) -> bool:
             continue
         probed += len(offsets)
         cached += _cached_at(file, size, offsets)
-    return cached >= CACHED_SHARE * probed
+    return cached >= (STILL_CACHED_SHARE if was else CACHED_SHARE) * probed
 
 
 def disk_bytes_per_s(file: Path) -> float:

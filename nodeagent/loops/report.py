@@ -125,7 +125,11 @@ class ReportDuty:
             rate = tiers.disk_bytes_per_s(largest) if largest else 0.0
         self._disk = Disk(
             tuple(held),
-            tuple(digest for digest, files in held.items() if tiers.is_in_host_memory(files)),
+            tuple(
+                digest
+                for digest, files in held.items()
+                if tiers.is_in_host_memory(files, was=digest in self._disk.in_host_memory)
+            ),
             self._artifacts.disk_free_bytes(pinned),
             rate,
         )

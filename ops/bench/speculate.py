@@ -25,9 +25,8 @@ from nodeagent.engine.decide.batching import Batch, Chunk
 from nodeagent.engine.decide.sequence import BLOCK_TOKENS, Ending, Sequence
 from nodeagent.engine.loading import Loaded, load
 from nodeagent.engine.openai import ask_of, messages_of, read_chat
-from nodeagent.engine.runner import Runner
 from nodeagent.engine.sampling import Sampler
-from nodeagent.engine.step import Generation
+from nodeagent.engine.step import Computes, Generation
 from nodeagent.engine.text import StopStrings, TokenText
 from nodeagent.engine.tools import tools_of
 
@@ -117,7 +116,7 @@ class Bench:
         )
 
 
-def forward_ms(runner: Runner, rounds: int, clock: Callable[[], float]) -> dict[int, float]:
+def forward_ms(runner: Computes, rounds: int, clock: Callable[[], float]) -> dict[int, float]:
     """Measure one step that computes so many tokens behind a context, for each of SIZES."""
     sequence = Sequence(0, list(range(CONTEXT + max(SIZES))), Ending(1, frozenset()))
     sequence.blocks = list(range(-(-len(sequence.tokens) // BLOCK_TOKENS)))

@@ -21,7 +21,7 @@ from scheduler.store.adopt import adopt
 from scheduler.store.holders import read_holders, record_held
 from scheduler.store.identities import PEER_TABLES, REVOKED, revoked_now
 from scheduler.store.lease import assert_epoch
-from scheduler.store.pool import Connection, text
+from scheduler.store.pool import Connection, fetch_one, text
 from scheduler.store.prefetch import read_prefetched
 
 BIGINT_MAX: Final = 2**63 - 1
@@ -138,7 +138,14 @@ async def read_assignment(
     connection: Connection, node_id: NodeId, *, cluster_id: ClusterId, epoch: Epoch
 ) -> Assignment:
     """Return everything that `node_id` should run, at the cluster's generation."""
-    generation = await connection.fetchval("SELECT generation FROM cluster")
+    row = await fetch_one(
+        connection,
+        """
+        SELECT generation, EXISTS (SELECT FROM prefetch WHERE node_id = $1) AS has_prefetches
+        FROM cluster
+        """,
+        node_id,
+    )
     rows = await connection.fetch(
         """
         SELECT replica_id, spec, state, ended_generation, ended_reason, drain_timeout_s
@@ -153,13 +160,13 @@ async def read_assignment(
         if row["ended_generation"] is None
     )
     # Only one that may still have to fetch needs to know from whom.
-    prefetches = await read_prefetched(connection, node_id)
+    prefetches = await read_prefetched(connection, node_id) if row["has_prefetches"] else ()
     fetching = [spec.artifact.digest for spec, state in specs if state in MAY_FETCH]
     fetching += [wished.artifact.digest for wished in prefetches]
     return Assignment(
         cluster_id=cluster_id,
         node_id=node_id,
-        generation=Generation(generation),
+        generation=Generation(row["generation"]),
         epoch=epoch,
         replicas=tuple(spec for spec, _ in specs),
         holders=await read_holders(connection, node_id, fetching) if fetching else (),

@@ -14,6 +14,7 @@ from isochrone.service.door import open_door
 from isochrone.wire.artifact import manifest_digest
 from isochrone.wire.model import Artifact, ArtifactFile
 from nodeagent.decide.pace import Pace
+from nodeagent.host import tiers
 from nodeagent.host.artifacts import ArtifactError, Artifacts
 from nodeagent.host.link import Link
 from nodeagent.host.sources import Sources
@@ -233,6 +234,27 @@ async def test_the_budget_drops_the_least_lately_used_and_never_what_is_in_use(
     assert set(store.held()) == set(pinned)
     assert store.disk_free_bytes(pinned) == 50
     assert store.disk_free_bytes((first.digest,)) == 150, "what nobody needs may be dropped"
+
+
+def test_what_the_page_cache_holds_is_known_without_reading_it(tmp_path: Path) -> None:
+    read, unread = tmp_path / "read", tmp_path / "unread"
+    read.write_bytes(BODY)
+    with unread.open("wb") as opened:
+        # A hole: nothing of it was ever read or written.
+        opened.truncate(16 * len(BODY))
+    assert tiers.is_in_host_memory([read])
+    assert not tiers.is_in_host_memory([unread])
+    assert not tiers.is_in_host_memory([read, unread])
+    assert not tiers.is_in_host_memory([unread]), "looking puts nothing there"
+    most = [*([read] * 3), tmp_path / "part"]
+    with most[-1].open("wb") as opened:
+        opened.truncate(len(BODY))
+    assert not tiers.is_in_host_memory(most)
+    assert tiers.is_in_host_memory(most, was=True), "it does not come and go"
+    assert tiers.disk_bytes_per_s(read) == 0, "too small to say"
+    large = tmp_path / "large"
+    large.write_bytes(BODY * (tiers.MEASURED_BYTES // len(BODY)))
+    assert tiers.disk_bytes_per_s(large) > 0
 
 
 async def test_one_artifact_is_fetched_once_however_many_want_it(

@@ -207,7 +207,7 @@ def pictures(draw: st.DrawFn) -> ClusterState:
     )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(pictures(), st.floats(30.0, 20_000.0))
 def test_wishes_keep_residency_disks_and_links_and_come_to_rest(
     picture: ClusterState, due_s: float

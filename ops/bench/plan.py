@@ -1,0 +1,151 @@
+"""What a plan costs in CPU time: the first one, and those that follow minute by minute.
+
+    python -m ops.bench.plan [--data ../shared/data] [--minutes 60] [--picture FILE]
+
+The planet of `ops/sim/planet_world.py` is cut to its first cities and models. The first plan seats
+everything on an empty fleet; then each minute's demand is planned for as placement does it, for the
+higher of what is asked and what will be asked within the hour, and the moves are carried out. A
+picture that `isochrone plan --save` wrote is timed as it is.
+"""
+
+import argparse
+import os
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from time import process_time
+from typing import Final, NamedTuple
+
+import msgspec
+import numpy as np
+
+from isochrone.wire.ids import ClusterId, Generation, NodeId
+from ops.sim.planet_world import World, demand_rows, draw
+from scheduler.decide.cluster import ClusterState
+from scheduler.decide.plan import PlanLimits, plan
+from scheduler.decide.prefetch import prefetch
+from scheduler.decide.what_if import Picture, carried_out
+
+SIZES: Final = ((20, 15, 20), (80, 50, 50), (335, 190, 100))
+"""Cities that ask, how many of these have GPUs, and deployments."""
+
+BEGINS_MIN: Final = 8 * 60
+HOUR_MIN: Final = 60
+LATER_MIN: Final = 180
+FIRST: Final = PlanLimits(starts_max=10**6, endings_max=10**6, effort=0)
+
+
+class Turn(NamedTuple):
+    """One plan: its CPU time and its moves."""
+
+    took_s: float
+    moves: int
+
+
+def cut(world: World, cities: int, gpu_cities: int, deployments: int) -> ClusterState:
+    """Return a picture of a part of the planet that nobody asks anything of yet."""
+    held = {pop.pop for pop in world.pops[:gpu_cities]}
+    return ClusterState(
+        cluster_id=ClusterId("planet"),
+        generation=Generation(1),
+        acting_for_s=1e6,
+        pops=world.pops[:cities],
+        nodes=tuple(node for node in world.nodes if node.pop in held),
+        models=world.models[:deployments],
+        deployments=world.deployments[:deployments],
+        profiles=world.profiles,
+    )
+
+
+def asked_at(world: World, cluster: ClusterState, *minutes: int) -> ClusterState:
+    """Return the picture with the highest demand of these minutes."""
+    asked = np.maximum.reduce([world.requests(minute) for minute in minutes])
+    asked[len(cluster.pops) :, :] = 0.0
+    asked[:, len(cluster.deployments) :] = 0.0
+    return msgspec.structs.replace(cluster, demand=demand_rows(world, asked))
+
+
+def planned(cluster: ClusterState, limits: PlanLimits | None = None) -> tuple[Turn, ClusterState]:
+    """Plan, timed, and carry it out."""
+    began = process_time()
+    decided = plan(cluster, limits)
+    took_s = process_time() - began
+    moves = len(decided.starts) + len(decided.endings)
+    return Turn(took_s, moves), carried_out(cluster, decided)
+
+
+def with_weights(cluster: ClusterState) -> ClusterState:
+    """Return the picture with the weights of what is seated on the disks of its nodes."""
+    digests = {model.model_id: model.artifact.digest for model in cluster.models}
+    served = {one.deployment_id: digests[one.model_id] for one in cluster.deployments}
+    held: dict[NodeId, set[str]] = defaultdict(set)
+    for placement in cluster.placements:
+        held[placement.node_id].add(served[placement.deployment_id])
+    nodes = tuple(
+        msgspec.structs.replace(node, artifacts=tuple(sorted(held[node.node_id])))
+        for node in cluster.nodes
+    )
+    return msgspec.structs.replace(cluster, nodes=nodes)
+
+
+def minute_by_minute(world: World, cluster: ClusterState, minutes: int) -> Iterator[Turn]:
+    """Plan each minute of a morning, on what the minute before left."""
+    for minute in range(BEGINS_MIN, BEGINS_MIN + minutes):
+        turn, cluster = planned(asked_at(world, cluster, minute, minute + HOUR_MIN))
+        yield turn
+
+
+def row_of(world: World, cluster: ClusterState, minutes: int) -> str:
+    """Return one size's row of the table."""
+    peak = asked_at(world, cluster, BEGINS_MIN, BEGINS_MIN + HOUR_MIN)
+    # Once for nothing: what Python and numpy learn the first time is not the plan's.
+    planned(peak, FIRST)
+    first, seated = planned(peak, FIRST)
+    seated = with_weights(seated)
+    turns = list(minute_by_minute(world, seated, minutes))
+    began = process_time()
+    prefetch(asked_at(world, seated, BEGINS_MIN, BEGINS_MIN + LATER_MIN), 60.0 * LATER_MIN)
+    prefetch_s = process_time() - began
+    took = [turn.took_s for turn in turns]
+    devices = sum(len(node.devices) for node in cluster.nodes)
+    return (
+        f"| {len(cluster.pops)} | {len(cluster.nodes)} | {devices} | {len(cluster.deployments)} "
+        f"| {len(peak.demand)} | {len(seated.placements)} | {first.took_s:.2f} "
+        f"| {np.median(took):.3f} | {np.percentile(took, 99):.3f} "
+        f"| {sum(turn.moves for turn in turns)} | {prefetch_s:.2f} |"
+    )
+
+
+def timed(path: Path, times: int = 5) -> str:
+    """Return a line of what a saved picture's plan costs."""
+    cluster = msgspec.json.decode(path.read_bytes(), type=Picture).cluster
+    turns = [planned(cluster)[0] for _ in range(times)]
+    return (
+        f"{path.name}: {len(cluster.nodes)} nodes, {len(cluster.demand)} demand rows, "
+        f"{min(t.took_s for t in turns):.3f} s at best of {times}, {turns[0].moves} moves"
+    )
+
+
+def main() -> None:
+    """Print the table, or the line of a saved picture."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    default = os.environ.get("ISOCHRONE_DATA", "../shared/data")
+    parser.add_argument("--data", type=Path, default=Path(default))
+    parser.add_argument("--minutes", type=int, default=60)
+    parser.add_argument("--picture", type=Path)
+    given = parser.parse_args()
+    if given.picture is not None:
+        print(timed(given.picture))
+        return
+    world = draw(given.data)
+    print(
+        "| cities | nodes | devices | deployments | demand rows | replicas | first plan s "
+        "| each minute s, median | p99 | moves in all | prefetch s |"
+    )
+    print("|---|" + "---|" * 10)
+    for size in SIZES:
+        print(row_of(world, cut(world, *size), given.minutes), flush=True)
+
+
+if __name__ == "__main__":
+    main()
