@@ -21,13 +21,13 @@ from isochrone.wire.ids import ClusterId, Generation, NodeId
 from ops.sim.judge import sought
 from ops.sim.planet import DAY, FIRST, HOUR
 from ops.sim.planet_world import World, demand_rows, draw
-from ops.sim.served import serve
+from ops.sim.served import Users
 from scheduler.decide.cluster import ClusterState
 from scheduler.decide.feasible import allowed, replica_memory_bytes
 from scheduler.decide.flow import Floats
 from scheduler.decide.search import Search
 
-Seats = dict[int, list[NodeId]]
+Held = dict[int, list[NodeId]]
 SAMPLED: Final = tuple(range(DAY, 2 * DAY, 3 * HOUR))
 
 
@@ -60,9 +60,10 @@ class Devices:
         return best[1]
 
 
-def everything_everywhere(world: World, peak: Floats) -> tuple[Seats, int]:
+def everything_everywhere(world: World, peak: Floats) -> tuple[Held, int]:
     """Fill every PoP with one of each model, then with more of what is asked."""
-    devices, seats = Devices(world), defaultdict(list)
+    seats: Held = defaultdict(list)
+    devices = Devices(world)
     pops = {pop.pop: (number, pop) for number, pop in enumerate(world.pops)}
     held = sorted({node.pop for node in world.nodes})
     for again in range(3):
@@ -77,9 +78,10 @@ def everything_everywhere(world: World, peak: Floats) -> tuple[Seats, int]:
     return seats, devices.used
 
 
-def by_popularity(world: World, peak: Floats) -> tuple[Seats, int]:
+def by_popularity(world: World, peak: Floats) -> tuple[Held, int]:
     """Give the most popular model seats where most is asked, until its peak is carried."""
-    devices, seats = Devices(world), defaultdict(list)
+    seats: Held = defaultdict(list)
+    devices = Devices(world)
     pops = {pop.pop: number for number, pop in enumerate(world.pops)}
     nodes = {node.node_id: node for node in world.nodes}
     held = sorted({node.pop for node in world.nodes}, key=lambda pop: pops[pop])
@@ -104,7 +106,7 @@ def by_popularity(world: World, peak: Floats) -> tuple[Seats, int]:
     return seats, devices.used
 
 
-def planned(world: World, demand: Floats) -> tuple[Seats, int, Search]:
+def planned(world: World, demand: Floats) -> tuple[Held, int, Search]:
     """Place by the production search, from an empty fleet."""
     cluster = ClusterState(
         cluster_id=ClusterId("planet"),
@@ -118,7 +120,7 @@ def planned(world: World, demand: Floats) -> tuple[Seats, int, Search]:
         profiles=world.profiles,
     )
     search, _ = sought(cluster, FIRST)
-    seats: Seats = defaultdict(list)
+    seats: Held = defaultdict(list)
     used = 0
     for wish in search.wishes:
         for seated in wish.seats:
@@ -142,7 +144,8 @@ def compared(world: World) -> tuple[dict[str, Any], Search]:
     }
     table: dict[str, Any] = {}
     for name, (held, memory) in ways.items():
-        rows = [serve(world, world.requests(minute), held, set()) for minute in SAMPLED]
+        users = Users(world)
+        rows = [users.serve(world.requests(minute), held, set()) for minute in SAMPLED]
         asked = [row.asked_per_s for row in rows]
 
         def mean(values: list[float], digits: int, asked: list[float] = asked) -> float:
@@ -154,6 +157,7 @@ def compared(world: World) -> tuple[dict[str, Any], Search]:
             "served": mean([row.served_share for row in rows], 4),
             "rtt_mean_ms": mean([row.rtt_mean_ms for row in rows], 1),
             "rtt_p90_ms": mean([row.rtt_p90_ms for row in rows], 1),
+            "rtt_p90_all_ms": mean([row.rtt_p90_all_ms for row in rows], 1),
         }
         print(name, table[name], flush=True)
     return table, search

@@ -1,17 +1,21 @@
 """A week of the planet under the production planner, with what goes wrong in a week.
 
-    python -m ops.sim.planet --data ../shared/data --days 7 --step-min 15
+    python -m ops.sim.planet --data ../shared/data --days 7 --plan-min 5
 
-Each step the picture is built as the store would build it, `plan()` is called as the scheduler
-calls it, and its moves are carried out after the time that fetching and loading take. What is
-planned for is, by city and deployment, the most of the last ten steps and of each hour of the day
-before: a forecast that knows yesterday. Users are served by what is warm, nearest first, up to its
-full capacity.
+Each minute demand moves, what was loading may be warm, and users are served by what is warm, the
+nearest first, up to its full capacity. The picture is built as the store would build it and planned
+as the scheduler plans it every `--plan-min` minutes, and in the minute in which a node falls silent
+or comes back, a new model arrives or a rollout takes a step (where production is nudged). Moves are
+carried out after the time that fetching and loading take. What is planned for is, by city and
+deployment, the most of the last ten minutes and of each hour of the day before: a forecast that
+knows yesterday.
 """
 
 import argparse
 import json
 import os
+from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from time import process_time
 from typing import Any, Final
@@ -23,17 +27,20 @@ from isochrone.wire.assignment import ReplicaSpec
 from isochrone.wire.ids import ClusterId, Generation, NodeId, PopId, ReplicaId
 from isochrone.wire.report import ReplicaState
 from ops.sim.planet_world import World, demand_rows, draw
-from ops.sim.served import read_seats, serve
+from ops.sim.rolling import Rolling
+from ops.sim.served import Seats, Users
 from scheduler.decide.cluster import ClusterState, Node, Placement, Plan
 from scheduler.decide.feasible import allowed
 from scheduler.decide.flow import Floats
 from scheduler.decide.plan import PlanLimits, plan
+from scheduler.decide.rollout import Starts
 from scheduler.decide.start_time import (
     DISK_BYTES_PER_S,
     ENGINE_START_S,
     POP_BYTES_PER_S,
     WAN_FAR_BYTES_PER_S,
 )
+from scheduler.decide.versions import joined, split
 
 HOUR: Final = 60
 DAY: Final = 24 * HOUR
@@ -61,6 +68,12 @@ class Planet:
         self._ready_at: dict[ReplicaId, float] = {}
         self.placements: dict[ReplicaId, Placement] = {}
         self._placed_at: dict[ReplicaId, int] = {}
+        self._digest_of = {
+            d.deployment_id: model.artifact.digest
+            for d, model in zip(world.deployments, world.models, strict=True)
+        }
+        self._pop_of = {node.node_id: node.pop for node in world.nodes}
+        self.rolling: Rolling | None = None
         self._generation = 1
         self._recent: list[Floats] = []
         # The day before is known: Sunday, as the week is drawn.
@@ -92,15 +105,17 @@ class Planet:
             gone |= {n.node_id for n in self.world.nodes if n.pop == self.world.pops[0].pop}
         return gone
 
-    def picture(self) -> ClusterState:
-        """Return the picture of this minute."""
+    def ask(self) -> Floats:
+        """Return what is asked in this minute, which the forecast remembers."""
         now = self.asked(self.minute)
         self._recent = [*self._recent[-9:], now]
-        self._day[(self.minute // HOUR) % 24] = np.maximum(
-            now, self._day[(self.minute // HOUR) % 24] if self.minute % HOUR else 0.0
-        )
-        planned = np.maximum.reduce([*self._recent, *self._day])
-        return self.cluster(planned)
+        hour = (self.minute // HOUR) % 24
+        self._day[hour] = np.maximum(now, self._day[hour]) if self.minute % HOUR else now
+        return now
+
+    def picture(self) -> ClusterState:
+        """Return the picture of this minute."""
+        return self.cluster(np.maximum.reduce([*self._recent, *self._day]))
 
     def cluster(self, planned: Floats) -> ClusterState:
         """Return a picture with given demand."""
@@ -121,9 +136,15 @@ class Planet:
             nodes=nodes,
             models=self.world.models,
             deployments=tuple(self.deployments),
-            placements=tuple(self.placements.values()),
+            placements=tuple(
+                msgspec.structs.replace(
+                    placement, age_s=60.0 * (self.minute - self._placed_at[name])
+                )
+                for name, placement in self.placements.items()
+            ),
             demand=demand_rows(self.world, planned),
             profiles=self.world.profiles,
+            rollouts=(self.rolling.rollout,) if self.rolling else (),
         )
 
     def carry_out(self, decided: Plan) -> None:
@@ -146,17 +167,16 @@ class Planet:
             )
         for ending in decided.endings:
             self.placements.pop(ending.replica_id, None)
+            self._ready_at.pop(ending.replica_id, None)
 
     def pass_time(self, minutes: int) -> None:
         """Let time pass: what was loading may be warm."""
         self.minute += minutes
-        for name, placement in self.placements.items():
-            age_s = 60.0 * (self.minute - self._placed_at[name])
-            ready = self._ready_at[name] <= self.minute
-            if ready and placement.state is ReplicaState.LOADING:
-                self._held[placement.node_id].add(self._digest(placement))
-            state = ReplicaState.WARM if ready else placement.state
-            self.placements[name] = msgspec.structs.replace(placement, state=state, age_s=age_s)
+        for name in [n for n, ready in self._ready_at.items() if ready <= self.minute]:
+            del self._ready_at[name]
+            placement = self.placements[name]
+            self._held[placement.node_id].add(self._digest_of[placement.deployment_id])
+            self.placements[name] = msgspec.structs.replace(placement, state=ReplicaState.WARM)
 
     def warm_at_once(self) -> None:
         """Take all that is loading as warm: how a fleet looks that has long been running."""
@@ -165,14 +185,35 @@ class Planet:
             self._placed_at[name] = self.minute - DAY
         self.pass_time(0)
 
-    def roll_out(self) -> None:
-        """Ask for a new version of one deployment."""
-        old = self.deployments[ROLLOUT_DEPLOYMENT]
-        self.deployments[ROLLOUT_DEPLOYMENT] = msgspec.structs.replace(old, version=2)
+    def seats(self) -> Seats:
+        """Return by deployment the node of each warm replica."""
+        held: dict[int, list[NodeId]] = defaultdict(list)
+        for placement in self.placements.values():
+            if placement.state is ReplicaState.WARM:
+                held[int(placement.deployment_id[1:])].append(placement.node_id)
+        return held
 
-    def _digest(self, placement: Placement) -> str:
-        number = int(placement.deployment_id[1:])
-        return self.world.models[number].artifact.digest
+    def roll(self, asked: Floats, seed: int) -> str:
+        """Take the rollout on, once it is due; return what happened to it."""
+        if self.minute == ROLLOUT_AT:
+            self.rolling = Rolling(self.deployments[ROLLOUT_DEPLOYMENT], seed)
+            return "begun: the new version is planned beside the old one"
+        if self.rolling is None or self.rolling.is_done():
+            return ""
+        new = [
+            p.state is ReplicaState.WARM
+            for p in self.placements.values()
+            if p.deployment_id == self.rolling.rollout.deployment_id
+            and p.version == self.rolling.rollout.to_version
+        ]
+        told = self.rolling.minute(
+            asked[:, ROLLOUT_DEPLOYMENT], self.world.pops, Starts(warm=sum(new))
+        )
+        if self.rolling.is_done():
+            self.deployments[ROLLOUT_DEPLOYMENT] = msgspec.structs.replace(
+                self.deployments[ROLLOUT_DEPLOYMENT], version=self.rolling.rollout.to_version
+            )
+        return told
 
     def _start_s(self, node: Node, spec: ReplicaSpec) -> float:
         size = spec.artifact.size_bytes
@@ -181,9 +222,7 @@ class Planet:
         if digest in self._held[node.node_id]:
             return load_s
         near = any(
-            digest in self._held[other.node_id]
-            for other in self.world.nodes
-            if other.pop == node.pop
+            digest in held and self._pop_of[other] == node.pop for other, held in self._held.items()
         )
         return load_s + size / (POP_BYTES_PER_S if near else 4 * WAN_FAR_BYTES_PER_S)
 
@@ -199,59 +238,59 @@ def breaches(planet: Planet) -> int:
     )
 
 
-def run(world: World, days: int, step_min: int, seed: int) -> list[dict[str, Any]]:
-    """Return one row a step."""
-    planet = Planet(world, seed)
-    rows: list[dict[str, Any]] = []
-    rolled_out = False
+def run(world: World, days: int, plan_min: int, seed: int) -> Iterator[dict[str, Any]]:
+    """Yield one row a minute."""
+    planet, users = Planet(world, seed), Users(world)
+    was_lost: set[NodeId] = set()
     while planet.minute < days * DAY:
-        if planet.minute >= ROLLOUT_AT and not rolled_out:
-            planet.roll_out()
-            rolled_out = True
-        picture = planet.picture()
-        began = process_time()
-        decided = plan(picture, FIRST if not rows else LIMITS)
-        took_s = process_time() - began
-        row: dict[str, Any] = {
-            "minute": planet.minute,
-            "plan_cpu_s": round(took_s, 4),
-            "starts": len(decided.starts),
-            "endings": len(decided.endings),
-            "replicas": len(planet.placements),
-            "unmet": len(decided.unmet),
-            "frozen": decided.frozen,
-        }
-        planet.carry_out(decided)
-        if not rows:
-            planet.warm_at_once()
-        row |= {"breaches": breaches(planet)}
-        if planet.minute % 30 == 0 or _is_eventful(planet.minute):
-            served = serve(world, planet.asked(planet.minute), read_seats(planet), planet.lost())
-            row |= served._asdict()
-        rows.append(row)
-        if len(rows) % 10 == 1:
-            print(row, flush=True)
-        planet.pass_time(1 if _is_eventful(planet.minute) else step_min)
-    return rows
+        asked, lost = planet.ask(), planet.lost()
+        told = planet.roll(asked, seed)
+        nudged = lost != was_lost or told or planet.minute == NEW_AT
+        was_lost = lost
+        row: dict[str, Any] = {"minute": planet.minute}
+        if told:
+            row["rollout"] = told
+        if nudged or planet.minute % plan_min == 0:
+            row |= planned(planet)
+        row |= users.serve(asked, planet.seats(), lost)._asdict()
+        row |= {"replicas": len(planet.placements), "lost": len(lost)}
+        yield row
+        planet.pass_time(1)
 
 
-def _is_eventful(minute: int) -> bool:
-    """Say whether something has just broken: such half hours are taken a minute at a time."""
-    return any(0 <= minute - start < 30 for start in (POP_LOST[0], FLASH[0]))
+def planned(planet: Planet) -> dict[str, Any]:
+    """Plan, carry it out, and return what it did and what it took."""
+    picture = planet.picture()
+    began = process_time()
+    decided = joined(plan(split(picture), LIMITS if planet.placements else FIRST))
+    took_s = process_time() - began
+    is_first = not planet.placements
+    planet.carry_out(decided)
+    if is_first:
+        planet.warm_at_once()
+    return {
+        "plan_cpu_s": round(took_s, 4),
+        "starts": len(decided.starts),
+        "endings": len(decided.endings),
+        "unmet": len(decided.unmet),
+        "frozen": decided.frozen,
+        "breaches": breaches(planet),
+    }
 
 
 def main() -> None:
-    """Run the week and write a row a step as JSON lines."""
+    """Run the week and write a row a minute as JSON lines."""
     parser = argparse.ArgumentParser(description=__doc__)
     default = os.environ.get("ISOCHRONE_DATA", "../shared/data")
     parser.add_argument("--data", type=Path, default=Path(default))
     parser.add_argument("--days", type=int, default=7)
-    parser.add_argument("--step-min", type=int, default=15)
+    parser.add_argument("--plan-min", type=int, default=5)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("planet.jsonl"))
     given = parser.parse_args()
-    rows = run(draw(given.data, given.seed), given.days, given.step_min, given.seed)
-    given.out.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with given.out.open("w") as file:
+        for row in run(draw(given.data, given.seed), given.days, given.plan_min, given.seed):
+            print(json.dumps(row), file=file, flush=True)
 
 
 if __name__ == "__main__":

@@ -74,8 +74,11 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     profile: Profile = Profile()
 
 
-class DemandRate(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens per second that one city asks of one deployment, over the last minutes."""
+class DemandRate(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """Tokens per second that one city asks of one deployment, over the last minutes.
+
+    The collector need not walk these: they hold no other, and a planet has tens of thousands.
+    """
 
     deployment_id: DeploymentId
     pop: PopId

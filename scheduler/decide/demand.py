@@ -6,7 +6,9 @@ prompt tokens / prefill rate + output tokens / decode rate). Refused requests co
 was asked, not what was served.
 """
 
+import math
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import Final, NamedTuple
 
 import msgspec
@@ -20,6 +22,10 @@ from scheduler.decide.flow import Floats, Ints
 RATE_MIN: Final = 1e-9
 RATE_MAX: Final = 1e9
 """Less than anyone notices, and more than any city asks: what is beyond is an error in counting."""
+
+RATES: Final = attrgetter(
+    "requests_per_s", "refused_per_s", "uncached_tokens_per_s", "output_tokens_per_s"
+)
 
 
 class Load(NamedTuple):
@@ -85,6 +91,9 @@ def _answered(row: DemandRate) -> DemandRate:
     if row.requests_per_s <= 0 or row.refused_per_s <= 0:
         return row
     ratio = 1 + row.refused_per_s / row.requests_per_s
+    if not math.isfinite(ratio):
+        # So little answered says nothing of what the refused would take.
+        return row
     return msgspec.structs.replace(
         row,
         requests_per_s=row.requests_per_s * ratio,
@@ -99,24 +108,13 @@ def _asked(rows: Sequence[DemandRate], index: Mapping[PopId, int]) -> Floats:
 
     A rate that is no number, below 0 or beyond belief, or of no city of ours, is left out.
     """
-    read = np.array(
-        [
-            (
-                index.get(row.pop, -1),
-                row.requests_per_s,
-                row.refused_per_s,
-                row.uncached_tokens_per_s,
-                row.output_tokens_per_s,
-            )
-            for row in rows
-        ],
-        dtype=np.float64,
-    ).reshape(-1, 5)
-    sane = np.isfinite(read).all(axis=1) & (read[:, 0] >= 0)
-    sane &= (read[:, 1:] >= 0).all(axis=1) & (read[:, 1:] < RATE_MAX).all(axis=1)
-    read = read[sane]
+    read = np.array([(index.get(row.pop, -1), *RATES(row)) for row in rows], dtype=np.float64)
+    read = read.reshape(-1, 5)
+    # What is no number compares as False.
+    read = read[((read >= 0) & (read < RATE_MAX)).all(axis=1)]
     total = read[:, 1] + read[:, 2]
     read, total = read[total > RATE_MIN], total[total > RATE_MIN]
-    served = np.where(read[:, 1] > 0, read[:, 1], total)
+    # So little answered says nothing of what the refused would take, and must divide nothing.
+    served = np.where(read[:, 1] > RATE_MIN, read[:, 1], total)
     more = total / served
     return np.column_stack((read[:, 0], total, read[:, 3] * more, read[:, 4] * more))

@@ -136,6 +136,10 @@ class Flow:
 
     def loss(self, site: int, room: float) -> float:
         """Return what a seat less at a site would cost."""
+        amounts, more, to = self._sent_on(site, room)
+        moved = to != UNSERVED
+        if (np.bincount(to[moved], amounts[moved], len(self.free)) <= self.free).all():
+            return float(more @ amounts)
         without = self.copy()
         without.remove(site, room)
         return without.cost() - self.cost()
@@ -156,20 +160,32 @@ class Flow:
 
     def loss_at_least(self, site: int, room: float) -> float:
         """Return at most what a seat less at a site would cost: as if every neighbour had room."""
+        amounts, more, _ = self._sent_on(site, room)
+        return float(more @ amounts)
+
+    def _sent_on(self, site: int, room: float) -> tuple[Floats, Floats, Ints]:
+        """Return what a seat less sends on, what each pays more, and to which nearest site."""
         over = self.used()[site] - (self.room[site] - room)
         if over <= EPSILON:
-            return 0.0
+            return NOTHING, NOTHING, np.zeros(0, dtype=np.int64)
         rows = np.flatnonzero(self._site == site)
         others = np.flatnonzero(self.room > 0)
         others = others[others != site]
         ms = np.full(len(rows), self.unserved_ms)
+        to = np.full(len(rows), UNSERVED)
         if len(others):
-            ms = np.minimum(ms, self.far[np.ix_(self._city[rows], others)].min(axis=1))
+            near = self.far[np.ix_(self._city[rows], others)]
+            best = near.argmin(axis=1)
+            found = near[np.arange(len(rows)), best]
+            to = np.where(found < ms, others[best], UNSERVED)
+            ms = np.minimum(ms, found)
         more = self.unit[self._city[rows]] * np.maximum(0.0, ms - self._ms[rows])
         order = np.argsort(more, kind="stable")
         amount = self._amount[rows][order]
         before = np.cumsum(amount) - amount
-        return float(more[order] @ np.clip(over - before, 0.0, amount))
+        amounts = np.clip(over - before, 0.0, amount)
+        sent = amounts > 0
+        return amounts[sent], more[order][sent], to[order][sent]
 
     def _seat_all(self, rooms: Floats) -> None:
         """Send every city to its nearest site, then from those that are too full to others."""
@@ -180,10 +196,10 @@ class Flow:
         self._site = open_sites[nearest]
         self._ms = near[np.arange(len(near)), nearest]
         np.subtract.at(self.free, self._site, self._amount)
+        # What is sent on goes to the nearest that has room, and room only shrinks meanwhile: in the
+        # end nobody would rather be where room is left.
         for site in np.flatnonzero(self.free < -EPSILON):
             self._expel(int(site))
-        for site in np.flatnonzero((self.free > EPSILON) & (rooms > 0)):
-            self._attract(int(site))
         self._exchange()
 
     def _exchange(self) -> None:

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from isochrone.wire.ids import DeploymentId, DeviceId, NodeId, PopId
-from isochrone.wire.model import Deployment, Model
+from isochrone.wire.model import Deployment, Model, Policy
 from isochrone.wire.report import ReplicaState
 from isochrone.wire.routes import Pop
 from scheduler.decide.cluster import ClusterState, Liveness, Node, Placement
@@ -35,6 +35,13 @@ class Site(msgspec.Struct, frozen=True, kw_only=True):
     pop: PopId
     device_class: str
     nodes: tuple[NodeId, ...]
+
+
+class Ready(msgspec.Struct, frozen=True, kw_only=True):
+    """The nodes of a site that may take replicas, each with its devices' sizes, largest first."""
+
+    nodes: list[tuple[Node, list[int]]]
+    largest_bytes: int
 
 
 class Offered(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,6 +89,11 @@ class Ground:
             for node_id in site.nodes
         }
         self._ready = [self._ready_at(site) for site in self.sites]
+        self._class_of = {
+            node.node_id: {device.device_id: device.device_class for device in node.devices}
+            for node in cluster.nodes
+        }
+        self._residents: dict[tuple[tuple[str, ...], tuple[str, ...]], frozenset[PopId]] = {}
         self._failed: set[tuple[DeploymentId, NodeId]] = set()
         self._taken: dict[tuple[DeploymentId, str], int] = defaultdict(int)
         for placement in cluster.placements:
@@ -108,11 +120,20 @@ class Ground:
     def site_of_placement(self, placement: Placement) -> int:
         """Return the site that a placement on a known node is at; -1 where its device is none."""
         node = self.nodes[placement.node_id]
-        classes = {device.device_id: device.device_class for device in node.devices}
+        classes = self._class_of[placement.node_id]
         held = next((classes[d] for d in placement.device_ids if d in classes), "")
         if not held and node.devices:
             held = node.devices[0].device_class
         return self.site_of.get((node.pop, held), -1)
+
+    def residents(self, policy: Policy) -> frozenset[PopId]:
+        """Return the PoPs that residency allows. Most policies say the same: each is read once."""
+        key = policy.allow, policy.deny
+        if key not in self._residents:
+            self._residents[key] = frozenset(
+                pop.pop for pop in self.pops.values() if allowed(policy, pop)
+            )
+        return self._residents[key]
 
     def devices_most(self, device_class: str) -> int:
         """Return how many healthy devices of a class the largest node has."""
@@ -128,13 +149,14 @@ class Ground:
         needed = replica_memory_bytes(model, deployment.engine)
         count = deployment.engine.devices
         digest, disk = model.artifact.digest, model.artifact.size_bytes + DISK_MARGIN_BYTES
+        residents = self.residents(deployment.policy)
         nodes_of: dict[int, list[Node]] = {}
-        for site in self.sites:
-            if not allowed(deployment.policy, self.pops[site.pop]):
+        for site, ready in zip(self.sites, self._ready, strict=True):
+            if ready.largest_bytes < needed or site.pop not in residents:
                 continue
             nodes = [
                 node
-                for node, sizes in self._ready[site.index]
+                for node, sizes in ready.nodes
                 if len(sizes) >= count
                 and sizes[count - 1] >= needed
                 and (not 0 < node.disk_free_bytes < disk or digest in node.artifacts)
@@ -208,9 +230,9 @@ class Ground:
         for site in self._sites_on.get(node_id, ()):
             self._stamps[site] += 1
 
-    def _ready_at(self, site: Site) -> list[tuple[Node, list[int]]]:
+    def _ready_at(self, site: Site) -> Ready:
         """Return the nodes of a site that may take replicas, with their devices, largest first."""
-        return [
+        nodes = [
             (node, sorted(sizes, reverse=True))
             for node in (self.nodes[node_id] for node_id in site.nodes)
             if not node.draining
@@ -224,6 +246,7 @@ class Ground:
                 ]
             )
         ]
+        return Ready(nodes=nodes, largest_bytes=max((sizes[0] for _, sizes in nodes), default=0))
 
     def take(self, seat: Seat, deployment: Deployment, model: Model) -> None:
         """Take a seat's memory."""

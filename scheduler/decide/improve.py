@@ -367,12 +367,21 @@ class Improve:
         ways: list[tuple[float, list[Holder]]] = []
         for node in wish.nodes_of[blocked.site]:
             there = [h for h in holders.get(node.node_id, []) if h[0] != blocked.wish]
-            losses = {id(s): self._loss(number, s) for number, s in there}
+            losses = {id(s): self._loss_for(blocked, number, s) for number, s in there}
             lost, leaving = self._on_node(blocked, node.node_id, there, losses)
             if lost < np.inf and not (lost > blocked.net and any(s.placement for _, s in leaving)):
                 ways.append((lost, leaving))
         ways.sort(key=lambda way: way[0])
         return [leaving for _, leaving in ways[:2]]
+
+    def _loss_for(self, blocked: Blocked, number: int, seated: Seated) -> float:
+        """Return what one leaving costs; inf at once for what stands and is surely worth more."""
+        wish = self._search.wishes[number]
+        if seated.placement:
+            least = wish.flow.loss_at_least(seated.site, seated.room) if seated.site >= 0 else 0.0
+            if least - seated.hold - seated.start > blocked.net:
+                return np.inf
+        return self._loss(number, seated)
 
     def _loss(self, number: int, seated: Seated) -> float:
         wish = self._search.wishes[number]

@@ -6,7 +6,7 @@ from isochrone.wire.model import Deployment, EngineSettings, Model
 from scheduler.decide.capacity import CannotFit, capacity, fits_on
 from scheduler.decide.cluster import Unmet
 from scheduler.decide.device_classes import DeviceClass, class_of
-from scheduler.decide.feasible import Refused, allowed, seat_on
+from scheduler.decide.feasible import Refused, seat_on
 from scheduler.decide.ground import Ground
 from scheduler.decide.wish import Wish
 
@@ -25,13 +25,13 @@ def contradiction(ground: Ground, deployment: Deployment, model: Model) -> str:
     unknown = [pop for pop in policy.keep_warm if pop not in ground.pops]
     if unknown:
         return f"cannot keep {unknown[0]} warm: there is no such PoP"
-    residents = [pop for pop in ground.pops.values() if allowed(policy, pop)]
+    residents = ground.residents(policy)
     if ground.pops and not residents:
         return (
             f"cannot live anywhere: allow {list(policy.allow)} and deny {list(policy.deny)} "
             "together leave no PoP"
         )
-    barred = [pop for pop in policy.keep_warm if not allowed(policy, ground.pops[pop])]
+    barred = [pop for pop in policy.keep_warm if pop not in residents]
     if barred:
         return f"cannot keep {barred[0]} warm: residency does not allow it"
     return ""
@@ -42,7 +42,7 @@ def unmet_in(ground: Ground, wish: Wish) -> Iterator[Unmet]:
     policy, pops = wish.deployment.policy, wish.pops()
     room_left = len(wish.seats) < wish.most
     for pop in sorted(set(policy.keep_warm) & set(ground.pops)):
-        if pop not in pops and room_left and allowed(policy, ground.pops[pop]):
+        if pop not in pops and room_left and pop in ground.residents(policy):
             yield _unmet(ground, wish, f"{pop} is kept warm", pop)
     if len(pops) < wish.least:
         yield _unmet(ground, wish, f"at least {wish.least} replicas are asked for")

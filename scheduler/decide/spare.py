@@ -45,18 +45,10 @@ def end_spare(wish: Wish, settle_s: float, end_seat: EndSeat) -> None:
     over = len(wish.seats) > wish.most
     if not over and len(wish.seats) <= wish.least:
         return
-    least_losses = wish.flow.losses_at_least()
-    spare: list[tuple[float, float, str, Seated]] = []
-    for seated in wish.seats:
-        placement = seated.placement
-        if placement is None or not (over or _may_go(wish, seated, settle_s)):
-            continue
-        if not over and _is_missed(wish, seated, least_losses):
-            continue
-        spare.append((wish.loss(seated), placement.age_s, placement.replica_id, seated))
-    if not spare:
+    spare = _least_missed(wish, settle_s, over)
+    if spare is None:
         return
-    lost, _, _, seated = min(spare, key=lambda entry: entry[:3])
+    lost, seated = spare
     if over:
         end_seat(seated, f"{len(wish.seats)} replicas, the policy allows {wish.most}")
     elif lost < wish.hold:
@@ -64,19 +56,40 @@ def end_spare(wish: Wish, settle_s: float, end_seat: EndSeat) -> None:
         end_seat(seated, f"demand has moved: it saves {lost / wish.weight:.0f} ms x requests/s")
 
 
-def _is_missed(wish: Wish, seated: Seated, least_losses: Floats) -> bool:
-    """Say whether a seat earns its hold by the cheapest of estimates, which is never too high."""
+def _least_missed(wish: Wish, settle_s: float, over: bool) -> tuple[float, Seated] | None:
+    """Return the standing seat that may go and whose loss costs least, with that cost."""
+    least_losses = wish.flow.losses_at_least()
+    standing = [s for s in wish.seats if s.placement and (over or _may_go(wish, s, settle_s))]
+    guesses = [_loss_at_least(wish, seated, least_losses) for seated in standing]
+    best: tuple[float, float, str] | None = None
+    chosen = None
+    for number in np.argsort(guesses, kind="stable"):
+        # No later one can cost less than its guess, and one that earns its hold does not go.
+        if (best and guesses[number] > best[0]) or (not over and guesses[number] >= wish.hold):
+            break
+        seated = standing[number]
+        assert seated.placement is not None
+        loss = wish.loss(seated)
+        entry = (loss, seated.placement.age_s, str(seated.placement.replica_id))
+        if best is None or entry < best:
+            best, chosen = entry, seated
+    return (best[0], chosen) if best and chosen else None
+
+
+def _loss_at_least(wish: Wish, seated: Seated, least_losses: Floats) -> float:
+    """Return an estimate of what a seat's loss costs that is cheap and never too high."""
     if seated.site < 0:
-        return False
+        return 0.0
     if wish.flow.room[seated.site] <= seated.room * 1.001:
-        return bool(least_losses[seated.site] >= wish.hold)
-    return wish.flow.loss_at_least(seated.site, seated.room) >= wish.hold
+        return float(least_losses[seated.site])
+    return wish.flow.loss_at_least(seated.site, seated.room)
 
 
 def _may_go(wish: Wish, seated: Seated, settle_s: float) -> bool:
-    last_there = wish.pops().count(seated.pop) == 1
     return (
         seated.placement is not None
         and seated.placement.age_s >= settle_s
-        and not (seated.pop in wish.deployment.policy.keep_warm and last_there)
+        and not (
+            seated.pop in wish.deployment.policy.keep_warm and wish.pops().count(seated.pop) == 1
+        )
     )

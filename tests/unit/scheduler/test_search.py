@@ -16,6 +16,7 @@ from ops.sim import small
 from ops.sim.judge import TABLE, cost, sought
 from ops.sim.small import small_world
 from scheduler.decide.cluster import ClusterState, DemandRate
+from scheduler.decide.demand import raised
 from scheduler.decide.explain import explain
 from scheduler.decide.feasible import allowed, free_memory
 from scheduler.decide.flow import Flow
@@ -49,8 +50,10 @@ def test_flows_keep_every_load_and_never_more_than_the_room(seed: int) -> None:
         before = flow.cost()
         if held and rng.random() < 0.4:
             site, room = held.pop(int(rng.integers(len(held))))
+            least, loss = flow.loss_at_least(site, room), flow.loss(site, room)
             flow.remove(site, room)
-            assert flow.cost() >= before - 1e-6
+            assert flow.cost() - before == pytest.approx(loss, abs=1e-6)
+            assert -1e-6 <= least <= loss + 1e-6
         else:
             site, room = int(rng.integers(sites)), float(rng.uniform(0.1, 2.0))
             guess = flow.gain_exactly(site, room)
@@ -223,6 +226,27 @@ def test_what_can_never_fit_is_refused_with_the_sum() -> None:
     reason = plan(cluster).unmet[0].reason
     assert "weights 500.00 GiB / 1 = 500.00 GiB" in reason
     assert "8 such devices would hold it" in reason
+
+
+@pytest.mark.parametrize("least", [5e-324, 1e-310, 1e-12])
+def test_demand_next_to_nothing_divides_nothing(least: float) -> None:
+    row = DemandRate(
+        deployment_id=DeploymentId("d"),
+        pop=PopId("sin"),
+        requests_per_s=least,
+        refused_per_s=3.0,
+        uncached_tokens_per_s=least,
+        output_tokens_per_s=least,
+    )
+    cluster = a_cluster(
+        nodes=(a_node("ams-1", "ams"), a_node("sin-1", "sin")),
+        placements=(a_placement("r1", "ams-1"),),
+        demand=raised((row,), []),
+    )
+    # What was refused was asked, whatever the rest amounts to.
+    assert starts(plan(cluster)) == [("d", "sin-1")]
+    whisper = msgspec.structs.replace(row, refused_per_s=0.0)
+    assert not plan(msgspec.structs.replace(cluster, demand=(whisper,))).starts
 
 
 def test_a_replica_lives_on_one_node_and_the_refusal_says_what_would_hold_it() -> None:
