@@ -20,6 +20,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     it that the next tokens come within `interval_ms`.
     `quantisation` "file" keeps weights as their file packs them, where this device multiplies by
     them so; products are then in bf16 and fp16.
+    `kv_dtype` is what keys and values are kept in, `dtype` where it is empty; fp8 has a scale for
+    each head of each token.
     KV that the device gives up is kept in `kv_host_bytes` of memory and `kv_file_bytes` of files
     below `kv_folder`; 0 is no such tier.
     `draft_tokens_max` is how many tokens of a sequence a step may verify ahead; 0 turns that off.
@@ -41,6 +43,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     pipeline_parallel: Annotated[int, Meta(ge=1, le=64)] = 1
     expert_parallel: Annotated[int, Meta(ge=1, le=64)] = 1
     threads: Annotated[int, Meta(ge=1, le=1024)] = 2
+    kv_dtype: Literal["", "fp32", "bf16", "fp16", "fp8"] = ""
     kv_memory_bytes: Positive = 256 * 1024 * 1024
     kv_host_bytes: Annotated[int, Meta(ge=0)] = 0
     kv_file_bytes: Annotated[int, Meta(ge=0)] = 0

@@ -29,6 +29,7 @@ OPTIONS: Final = frozenset(
         "tensor_parallel",
         "pipeline_parallel",
         "expert_parallel",
+        "kv_dtype",
         "kv_host_bytes",
         "kv_file_bytes",
         "kv_folder",

@@ -64,14 +64,19 @@ def main() -> None:
 
 
 async def _serve_with(crew: Crew, config: EngineConfig, stopping: asyncio.Event) -> int:
+    split, lost = bool(crew.members), ""
     try:
-        return await serve(config, crew, stopping)
+        code = await serve(config, crew, stopping)
     finally:
         lost = crew.lost()
         await asyncio.to_thread(crew.end)
         meeting(config).unlink(missing_ok=True)
-        if lost:
-            log.error("the engine ended: %s", lost)
+    if lost:
+        log.error("cannot go on: %s", lost)
+    if split and code:
+        # The step may wait for the lost rank still, and with it whatever ends a process in order.
+        os._exit(code)
+    return code
 
 
 async def serve(config: EngineConfig, crew: Crew, stopping: asyncio.Event) -> int:

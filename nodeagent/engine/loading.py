@@ -18,6 +18,7 @@ from nodeagent.engine.decide.blocks import Blocks
 from nodeagent.engine.decide.pace import Pace
 from nodeagent.engine.decide.sequence import BLOCK_TOKENS
 from nodeagent.engine.kv_tiers.opening import open_tiers
+from nodeagent.engine.layers.kv_format import KV_DTYPES, KvFormat
 from nodeagent.engine.layers.linear import choose
 from nodeagent.engine.layers.lora import Adding
 from nodeagent.engine.models.families import build, survey
@@ -107,7 +108,6 @@ def load(config: EngineConfig, crew: Crew | None = None) -> Loaded:
             runner,
             Batching(limits, Blocks(own.blocks), Pace(config.interval_ms / 1000)),
             shape,
-            dtype,
             ahead,
         ),
         vocabulary=vocabulary,
@@ -140,8 +140,15 @@ def open_share(
     log.info("matrices", extra={"fields": {"kept": keeping, "because": why}})
     context = min(config.context_tokens_max, shape.context_tokens)
     model = build(shape, source, device, dtype, context, keeping, ranks)
-    runner = Runner(model, _kv_blocks(config, shape, dtype, draft), device, dtype)
+    blocks, form = _kv_blocks(config, shape, dtype, draft), kv_format(config)
+    runner = Runner(model, blocks, device, dtype, form)
+    log.info("kv", extra={"fields": {"blocks": blocks, "kept": str(form.dtype)}})
     return runner, draft.load(config, runner, model) if draft is not None else None
+
+
+def kv_format(config: EngineConfig) -> KvFormat:
+    """Return how keys and values are kept: as they are computed where nothing is said."""
+    return KvFormat(KV_DTYPES[config.kv_dtype or config.dtype])
 
 
 def meet(config: EngineConfig, ranks: Ranks) -> None:
@@ -166,10 +173,9 @@ def _engine(
     runner: Runner | Front,
     batching: Batching,
     shape: ModelShape,
-    dtype: torch.dtype,
     ahead: Ahead | None,
 ) -> Engine:
-    mover = open_tiers(config, runner, shape, dtype)
+    mover = open_tiers(config, runner, shape, kv_format(config))
     if mover is not None:
         batching.below, batching.trade = mover.host, mover.trade
     return Engine(runner, batching, mover, _speculation(config, ahead))
@@ -187,7 +193,7 @@ def _kv_blocks(
     """Return how many blocks each rank has: as many as the one with the largest share."""
     split = split_of(config)
     shares = [Share(shape, split, rank).shape for rank in range(split.ranks)]
-    token_bytes = max(share.kv_bytes_per_token(dtype) for share in shares)
+    token_bytes = max(kv_format(config).bytes_per_token(share) for share in shares)
     if draft is not None:
         token_bytes += draft.bytes_per_token(dtype)
     block_bytes = token_bytes * BLOCK_TOKENS

@@ -20,6 +20,7 @@ from nodeagent.engine.layers.attention import (
     Run,
     Segment,
 )
+from nodeagent.engine.layers.kv_format import KvFormat
 from nodeagent.engine.layers.lora import Adapter, Adding
 from nodeagent.engine.models.shape import ModelShape
 
@@ -99,7 +100,14 @@ class Keeps(Protocol):
 class Runner:
     """A model with its KV on a device."""
 
-    def __init__(self, model: Decoder, blocks: int, device: str, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        blocks: int,
+        device: str,
+        dtype: torch.dtype,
+        form: KvFormat | None = None,
+    ) -> None:
         self._model = model
         self._device = device
         self.dtype = dtype
@@ -108,9 +116,14 @@ class Runner:
         self.beside: Keeps | None = None
         self._window_tokens = shape.window_tokens
         self._kv = [
-            LayerKV(blocks, BLOCK_TOKENS, shape.kv_heads, shape.head_dim, device, dtype)
+            LayerKV(blocks, BLOCK_TOKENS, shape.kv_heads, shape.head_dim, device, dtype, form)
             for _ in range(shape.layers)
         ]
+
+    @property
+    def kept_as(self) -> torch.dtype:
+        """What blocks are read and written in."""
+        return self._kv[0].pages.dtype
 
     @property
     def adding(self) -> Adding:

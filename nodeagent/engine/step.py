@@ -124,10 +124,7 @@ class Engine:
     def step(self, now_s: float = 0.0) -> Stepped:
         """Move every generation that this step's budget reaches; `now_s` is for deadlines."""
         if self.speculation is not None and self.batching.drafting:
-            self.speculation.draft(
-                [(s, self._generations[s.number].drafter) for s in self.batching.running],
-                self.batching.make_room,
-            )
+            self._draft(self.speculation)
         batch = self.batching.next_batch(now_s)
         if self.mover is not None:
             self.mover.move(batch.evicted, batch.restores)
@@ -139,6 +136,14 @@ class Engine:
         deltas = self._commit(batch, sampled)
         decoded = len(batch.decodes) if batch.prefills else len(deltas)
         return Stepped(late + deltas, batch.prefill_tokens, decoded, batch.tokens)
+
+    def _draft(self, speculation: Speculation) -> None:
+        """Have drafts made; what a model must read for them takes no longer than a prompt may."""
+        batching = self.batching
+        decoding = [(s, self._generations[s.number].drafter) for s in batching.running]
+        limit = batching.limits.batch_tokens_max
+        read_tokens = batching.pace.prompt_tokens(len(decoding), limit)
+        speculation.draft(decoding, batching.make_room, read_tokens)
 
     def timed(self, stepped: Stepped, seconds: float) -> None:
         """Learn what the last step cost."""

@@ -9,7 +9,6 @@ dependency of this project.
 import copy
 import itertools
 import json
-import resource
 import sys
 import time
 from pathlib import Path
@@ -260,6 +259,13 @@ def build(name: str, model: Path, threads: int) -> Contestant:
     return Ours(model, threads, name.removeprefix("ours-"))
 
 
+def peak_bytes() -> int:
+    """The most memory that this process held; getrusage would count its parent's before it too."""
+    status = Path("/proc/self/status").read_text()
+    line = next(line for line in status.splitlines() if line.startswith("VmHWM:"))
+    return int(line.split()[1]) * 1024
+
+
 def main() -> None:
     """Serve calls, a JSON line each, until standard input ends."""
     name, model, threads = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
@@ -269,7 +275,7 @@ def main() -> None:
     for line in sys.stdin:
         call, *arguments = json.loads(line)
         if call == "peak":
-            _say(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+            _say(peak_bytes())
         else:
             _say(getattr(contestant, call)(*arguments))
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from nodeagent.engine.checkpoint.gguf import GgufFile
+from nodeagent.engine.checkpoint.quantised import QuantisedFolder, is_quantised
 from nodeagent.engine.checkpoint.safetensors import SafetensorsFolder
 from nodeagent.engine.models.shape import CheckpointError
 from nodeagent.engine.vocabulary import Vocabulary, vocabulary_of_folder, vocabulary_of_gguf
@@ -19,16 +20,20 @@ def open_checkpoint(path: Path) -> tuple[GgufFile | SafetensorsFolder, Vocabular
 def open_weights(path: Path) -> GgufFile | SafetensorsFolder:
     """Open the same without its vocabulary."""
     path = _place(path)
-    return SafetensorsFolder(path) if path.is_dir() else GgufFile(path)
+    return _folder(path) if path.is_dir() else GgufFile(path)
 
 
 def _open(path: Path) -> tuple[GgufFile | SafetensorsFolder, Vocabulary]:
     path = _place(path)
     if path.is_dir():
-        folder = SafetensorsFolder(path)
+        folder = _folder(path)
         return folder, vocabulary_of_folder(path, folder)
     file = GgufFile(path)
     return file, vocabulary_of_gguf(path, file)
+
+
+def _folder(path: Path) -> SafetensorsFolder:
+    return QuantisedFolder(path) if is_quantised(path) else SafetensorsFolder(path)
 
 
 def _place(path: Path) -> Path:

@@ -12,8 +12,8 @@ from nodeagent.engine.layers.linear import Groups
 from nodeagent.engine.models.shape import CheckpointError
 from nodeagent.engine.parallel.share import Cut
 
-_FLOATS: Final = frozenset({"F64", "F32", "F16", "BF16"})
-_INTEGERS: Final = frozenset({"I64", "I32"})
+FLOATS: Final = frozenset({"F64", "F32", "F16", "BF16"})
+INTEGERS: Final = frozenset({"I64", "I32"})
 
 
 class SafetensorsFiles:
@@ -46,11 +46,11 @@ class SafetensorsFiles:
 
     def check(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> None:
         """Raise CheckpointError where `name` is missing, of another shape, or no float."""
-        self._check(name, shape, _FLOATS, "a float")
+        self._check(name, shape, FLOATS, "a float")
 
     def integers(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """Read a table of whole numbers."""
-        self._check(name, shape, _INTEGERS, "a whole number")
+        self._check(name, shape, INTEGERS, "a whole number")
         numbers: torch.Tensor = self._files[name].get_tensor(name).long()
         return numbers
 

@@ -64,6 +64,18 @@ class FileTier:
         self._note(digest, len(head) + len(content))
         return True
 
+    def expect(self, digest: bytes) -> None:
+        """Have the disk begin to read a block that is wanted soon, where it is still here."""
+        try:
+            descriptor = os.open(self._path(digest), os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            # Whoever reads it finds out that it is gone.
+            return
+        try:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
+        finally:
+            os.close(descriptor)
+
     def read(self, digest: bytes) -> bytearray | None:
         """Return a block's content, or None where it is gone or its seal is broken."""
         path = self._path(digest)

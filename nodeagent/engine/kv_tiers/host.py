@@ -38,6 +38,14 @@ class HostTier:
                 self._rows[self._row_of[digest]] = contents[at]
             self._row_of.move_to_end(digest)
 
+    def check(self, contents: Tensor) -> None:
+        """Raise ValueError where `contents` are no blocks of this tier."""
+        if contents.dtype != self._rows.dtype or contents.shape[1:] != self._rows.shape[1:]:
+            raise ValueError(
+                f"cannot take KV blocks of {tuple(contents.shape[1:])} {contents.dtype}: those here"
+                f" are {tuple(self._rows.shape[1:])} {self._rows.dtype}"
+            )
+
     def get(self, digests: Sequence[bytes]) -> Tensor:
         """Return copies of the blocks [blocks, ...], all of which are here."""
         rows = [self._row_of[digest] for digest in digests]

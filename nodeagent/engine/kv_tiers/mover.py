@@ -29,6 +29,8 @@ _BEHIND_MAX: Final = 256
 """Blocks that may wait to be written."""
 _AHEAD_MAX: Final = 1024
 """Sequences that may wait for their blocks to be read."""
+_EXPECTED: Final = 4
+"""Files under way at once: the disk reads the next ones while one is sealed and copied."""
 _CLOSE_S: Final = 10.0
 _SAVE_BLOCKS: Final = 64
 """Blocks copied off the device at once when all are saved."""
@@ -109,7 +111,11 @@ class Mover:
         return True
 
     def take_in(self, digests: Sequence[bytes], contents: Tensor) -> None:
-        """Keep blocks that came from files or from another engine. On the step thread."""
+        """Keep blocks that came from files or from another engine. On the step thread.
+
+        Raises ValueError where they are kept in another form than this engine's.
+        """
+        self.host.check(contents)
         self.host.put(digests, contents)
 
     def export(self, held: Sequence[tuple[int, bytes]], digests: Sequence[bytes]) -> Tensor | None:
@@ -203,7 +209,11 @@ class Mover:
         assert self.files is not None
         while (asked := self._ahead.get()) is not None:
             rows: list[Tensor] = []
-            for digest in asked.digests:
+            for soon in asked.digests[1:_EXPECTED]:
+                self.files.expect(soon)
+            for at, digest in enumerate(asked.digests):
+                for soon in asked.digests[at + _EXPECTED : at + _EXPECTED + 1]:
+                    self.files.expect(soon)
                 content = self.files.read(digest)
                 # What follows a gap serves nobody.
                 if content is None:

@@ -4,13 +4,12 @@ import hashlib
 from pathlib import Path
 from typing import Final
 
-import torch
-
 from isochrone.wire.engine import EngineConfig
 from nodeagent.engine.decide.sequence import BLOCK_TOKENS
 from nodeagent.engine.kv_tiers.files import FileTier
 from nodeagent.engine.kv_tiers.host import HostTier
 from nodeagent.engine.kv_tiers.mover import Device, Mover
+from nodeagent.engine.layers.kv_format import KvFormat
 from nodeagent.engine.models.shape import CheckpointError, ModelShape
 
 _SAMPLES: Final = 64
@@ -19,10 +18,10 @@ _MODEL_FILES: Final = (".gguf", ".safetensors", ".json")
 
 
 def open_tiers(
-    config: EngineConfig, device: Device, shape: ModelShape, dtype: torch.dtype
+    config: EngineConfig, device: Device, shape: ModelShape, form: KvFormat
 ) -> Mover | None:
     """Return what lies below the device, or None where nothing was asked for."""
-    block_bytes = shape.kv_bytes_per_token(dtype) * BLOCK_TOKENS
+    block_bytes = form.bytes_per_token(shape) * BLOCK_TOKENS
     blocks = config.kv_host_bytes // block_bytes
     if config.kv_file_bytes and not (blocks and config.kv_folder):
         raise CheckpointError(
@@ -33,13 +32,15 @@ def open_tiers(
         return None
     host = HostTier(
         blocks,
-        (shape.layers, BLOCK_TOKENS, 2 * shape.kv_heads, shape.head_dim),
-        dtype,
+        (shape.layers, BLOCK_TOKENS, 2 * shape.kv_heads, form.width(shape.head_dim)),
+        form.dtype,
         pinned=config.device != "cpu",
     )
     files = None
     if config.kv_file_bytes:
-        model = identity(Path(config.model_path), f"{shape} {dtype} {config.quantisation}")
+        model = identity(
+            Path(config.model_path), f"{shape} {config.dtype} {form} {config.quantisation}"
+        )
         try:
             files = FileTier(Path(config.kv_folder), model, config.kv_file_bytes)
         except OSError as error:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from nodeagent.engine.layers.kv_format import KvFormat
 from nodeagent.engine.native.kernels import LANES, kernels_for
 
 
@@ -27,20 +28,25 @@ class LayerKV:
         head_dim: int,
         device: str,
         dtype: torch.dtype,
+        form: KvFormat | None = None,
     ) -> None:
         self.kv_heads = kv_heads
+        self._dtype = dtype
+        self._form = form = form or KvFormat(dtype)
+        width = form.width(head_dim)
         # Zeroed, not empty: masked slots are multiplied by zero, and zero times NaN is NaN.
         # Values lie beside their keys, so that one gather brings both.
-        self.pages = _zeroed((blocks, block_tokens, 2 * kv_heads, head_dim), device, dtype)
-        self.kernels = kernels_for(self.pages) if head_dim % LANES == 0 else None
-        self._slots = self.pages.view(-1, 2 * kv_heads, head_dim)
+        self.pages = _zeroed((blocks, block_tokens, 2 * kv_heads, width), device, form.dtype)
+        served = head_dim % LANES == 0 and form.dtype is dtype
+        self.kernels = kernels_for(self.pages) if served else None
+        self._slots = self.pages.view(-1, 2 * kv_heads, width)
 
     def write(self, slots: Tensor, mixed: Tensor, heads: int) -> None:
         """Fill `slots` with the keys and values that follow the queries of `mixed`."""
         if self.kernels is not None:
             self.kernels.keep(mixed, heads, slots, self.pages)
         else:
-            self._slots.index_copy_(0, slots, mixed[:, heads:])
+            self._slots.index_copy_(0, slots, self._form.kept(mixed[:, heads:]))
 
     def read(self, blocks: "Run | Tensor", rows: int) -> tuple[Tensor, Tensor]:
         """Return keys and values, each [rows, kv_heads, tokens, head_dim]."""
@@ -49,7 +55,8 @@ class LayerKV:
             if isinstance(blocks, Run)
             else self.pages.index_select(0, blocks)
         )
-        slots = pages.view(rows, -1, 2 * self.kv_heads, pages.shape[-1]).transpose(1, 2)
+        wide = self._form.wide(pages, self._dtype)
+        slots = wide.view(rows, -1, 2 * self.kv_heads, wide.shape[-1]).transpose(1, 2)
         return slots[:, : self.kv_heads], slots[:, self.kv_heads :]
 
 

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 _HEAD: Final = struct.Struct("!Q")
 _MESSAGE_BYTES_MAX: Final = 1 << 32
-_END_S: Final = 5.0
+_END_S: Final = 2.0
 _orders: Final = msgspec.msgpack.Decoder(Order)
 _words: Final = msgspec.msgpack.Decoder(Word)
 _encoder: Final = msgspec.msgpack.Encoder()
@@ -152,7 +152,7 @@ class Crew:
             member.channel.close()
         for member in self.members:
             if not _readable(member.descriptor, _END_S):
-                log.warning("killed a rank", extra={"fields": {"rank": member.rank}})
+                log.warning("rank %d (process %d) did not end: killed", member.rank, member.pid)
                 self.kill(member)
             os.waitpid(member.pid, 0)
             os.close(member.descriptor)

@@ -51,6 +51,6 @@ def obey(order: Order, runner: Runner, share: Share, channel: Channel) -> None:
         case Read(blocks):
             channel.say(Done(raw(runner.read_blocks(blocks))))
         case Write(blocks, contents):
-            runner.write_blocks(blocks, shaped(contents, len(blocks), share, runner.dtype))
+            runner.write_blocks(blocks, shaped(contents, len(blocks), share, runner.kept_as))
         case _:
             raise ValueError(f"cannot obey {order!r} twice")

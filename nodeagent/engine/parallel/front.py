@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from nodeagent.engine.decide.sequence import BLOCK_TOKENS
 from nodeagent.engine.models.shape import ModelShape
 from nodeagent.engine.parallel.crew import Crew
 from nodeagent.engine.parallel.plan import Clear, Read, Write, told
@@ -40,10 +41,10 @@ class Front:
         answers = self._crew.ask(Read(list(blocks)))
         parts = [self._runner.read_blocks(blocks)]
         for share, answer in zip(self._shares[1:], answers, strict=True):
-            parts.append(shaped(answer, len(blocks), share, self._runner.dtype))
-        tokens = parts[0].shape[2]
-        heads, head_dim = 2 * self._whole.kv_heads, self._whole.head_dim
-        whole = parts[0].new_empty(len(blocks), self._whole.layers, tokens, heads, head_dim)
+            parts.append(shaped(answer, len(blocks), share, self._runner.kept_as))
+        _, _, tokens, _, width = parts[0].shape
+        heads = 2 * self._whole.kv_heads
+        whole = parts[0].new_empty(len(blocks), self._whole.layers, tokens, heads, width)
         for share, part in zip(self._shares, parts, strict=True):
             layers, rows = _place(share)
             whole[:, layers.start : layers.stop, :, rows] = part
@@ -70,7 +71,7 @@ def shaped(contents: bytes, blocks: int, share: Share, dtype: torch.dtype) -> Te
     """Return the bytes of a share's blocks as such a rank's runner has them."""
     flat = torch.frombuffer(bytearray(contents), dtype=dtype)
     heads = 2 * len(share.kv_heads)
-    return flat.view(blocks, len(share.layers), -1, heads, share.whole.head_dim)
+    return flat.view(blocks, len(share.layers), BLOCK_TOKENS, heads, -1)
 
 
 def _place(share: Share) -> tuple[range, list[int]]:

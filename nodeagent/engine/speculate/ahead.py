@@ -3,7 +3,7 @@
 Rule 1: its KV lies in the blocks of the served model's sequences, under the same numbers. So who
 shares a prefix shares it here too, and what is preempted or cancelled leaves nothing behind.
 Rule 2: it reads when it is to draft, and never else: a prompt, and what came while it was silent,
-is read in portions of at most `read_tokens_max` a step. Silent, it costs nothing.
+is read in portions that a step has time for. Silent, it costs nothing.
 Rule 3: what it drafts may be wrong, never harmful: every draft is verified.
 """
 
@@ -84,15 +84,18 @@ class Ahead:
         skipped = self.habits.skipped
         return Shadow(Sequence(sequence.number, sequence.tokens[skipped:], _NOTHING))
 
-    def draft(self, wanted: Ordered[tuple[Sequence, Shadow]], depth: int) -> list[tuple[int, ...]]:
+    def draft(
+        self, wanted: Ordered[tuple[Sequence, Shadow]], depth: int, read_tokens: int
+    ) -> list[tuple[int, ...]]:
         """Draft `depth` tokens for each sequence; none yet for one that is still being read.
 
-        Each has blocks for what is known of it and for `depth` tokens more.
+        About `read_tokens` are read first, of those that are behind. Each has blocks for what is
+        known of it and for `depth` tokens more.
         """
         started_s = self.clock()
         for sequence, shadow in wanted:
             self._follow(sequence, shadow)
-        chosen = self._catch_up(wanted)
+        chosen = self._catch_up(wanted, read_tokens)
         going_on = list(chosen)
         read_s = self.clock()
         for _ in range(depth - 1 if chosen else 0):
@@ -131,9 +134,12 @@ class Ahead:
         # What a head read last in a block was seen beside the token after it.
         return max(known * BLOCK_TOKENS - self.habits.skipped, 0)
 
-    def _catch_up(self, wanted: Ordered[tuple[Sequence, Shadow]]) -> dict[Shadow, list[int]]:
+    def _catch_up(
+        self, wanted: Ordered[tuple[Sequence, Shadow]], read_tokens: int
+    ) -> dict[Shadow, list[int]]:
         """Read what is new, and choose the first draft of each that is read to its end."""
-        left = self.read_tokens_max
+        # Whoever is up to date reads one or two: those never wait for a long prompt.
+        left = max(min(read_tokens, self.read_tokens_max), 2 * len(wanted))
         decodes: list[tuple[Shadow, Chunk]] = []
         longer: list[tuple[Shadow, Chunk]] = []
         for sequence, shadow in wanted:

@@ -179,8 +179,12 @@ class Speculation:
         self,
         decoding: Ordered[tuple[Sequence, Drafter | None]],
         make_room: Callable[[Sequence, int], int],
+        read_tokens: int,
     ) -> None:
-        """Give each decoding sequence the drafts that pay in this step."""
+        """Give each decoding sequence the drafts that pay in this step.
+
+        A model that drafts reads at most about `read_tokens` of what it has not read yet.
+        """
         if not self._may_pay(len(decoding)):
             return
         drafters = [(sequence, drafter) for sequence, drafter in decoding if drafter is not None]
@@ -189,7 +193,7 @@ class Speculation:
             for sequence, drafter in drafters
         ]
         if self.ahead is not None:
-            self._run_ahead(self.ahead, drafters, offers, len(decoding), make_room)
+            self._run_ahead(self.ahead, drafters, offers, len(decoding), make_room, read_tokens)
         depths = choose_depths(offers, len(decoding), self.rows_max, self.costs.seconds)
         for (sequence, _), offer, depth in zip(drafters, offers, depths, strict=True):
             sequence.drafts = offer.tokens[:depth]
@@ -207,6 +211,7 @@ class Speculation:
         offers: list[Offer],
         rows: int,
         make_room: Callable[[Sequence, int], int],
+        read_tokens: int,
     ) -> None:
         """Have the model draft for whom nothing better was found, as deep as that pays."""
         name = ahead.habits.name
@@ -227,8 +232,8 @@ class Speculation:
             (sequence, drafter.follow(ahead, sequence))
             for sequence, drafter in (drafters[at] for at in asked)
         ]
-        drafted = ahead.draft(pairs, depth)
-        if not any(drafted):
+        drafted = ahead.draft(pairs, depth, read_tokens)
+        if asked and not any(drafted):
             # Still reading a long prompt: a try ends when something was drafted.
             self._silent_steps = 0
         for at, tokens in zip(asked, drafted, strict=True):

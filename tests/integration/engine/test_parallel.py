@@ -49,7 +49,7 @@ def test_ranks_together_compute_what_one_does(logits: Path, case: str) -> None:
         assert torch.allclose(torch.tensor(rows), torch.tensor(golden), atol=1e-4, rtol=0)
 
 
-PROMPT = {"prompt": [3, 5, 8, 13, 21, 34, 55, 2, 1], "temperature": 0, "max_tokens": 24}
+WAIT_S = 20.0
 
 
 def launched(folder: Path, model: Path, **fields: Any) -> subprocess.Popen[str]:
@@ -70,57 +70,74 @@ def folder_of_mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-async def completed(engine: EngineProcess, **fields: Any) -> Any:
-    async with (
-        engine.session() as http,
-        http.post("/v1/completions", json={**PROMPT, **fields}) as response,
-    ):
+async def completed(engine: EngineProcess, body: dict[str, Any]) -> str:
+    async with engine.session() as http, http.post("/v1/completions", json=body) as response:
         assert response.status == 200, await response.text()
-        return await response.json()
+        text: str = (await response.json())["choices"][0]["text"]
+        return text
 
 
 async def test_a_split_engine_says_what_a_whole_one_says(
-    short_folder: Path, folder_of_mixture: Path
+    engine: EngineProcess, short_folder: Path, model_path: Path
 ) -> None:
-    texts = []
-    for name, fields in (
-        ("whole", {}),
-        ("split", {"tensor_parallel": 2, "expert_parallel": 2, "kv_host_bytes": 1 << 20}),
-    ):
-        (short_folder / name).mkdir()
-        process = launched(short_folder / name, folder_of_mixture, **fields)
-        try:
-            engine = wait_ready(process, short_folder / name)
-            answers = await asyncio.gather(
-                completed(engine), completed(engine, prompt=[9] * 40, n=1)
-            )
-            texts.append([answer["choices"][0]["text"] for answer in answers])
-            others = ranks_of(process)
-        finally:
-            end(process)
-        assert process.returncode == 0
-        assert not any(Path(f"/proc/{pid}").exists() for pid in others)
-    assert texts[0] == texts[1]
+    # SmolLM2 has nine heads: three ranks.
+    process = launch(
+        short_folder,
+        model_path=str(model_path),
+        served_name="smollm2",
+        threads=1,
+        tensor_parallel=3,
+        kv_memory_bytes=16 << 20,
+        kv_host_bytes=16 << 20,
+    )
+    texts = ["The capital of France is", "1, 2, 3, 4, 5, 6," * 5]
+    bodies = [{"prompt": text, "temperature": 0, "max_tokens": 20} for text in texts]
+    try:
+        split = wait_ready(process, short_folder)
+        others = ranks_of(process)
+        assert len(others) == 2
+        wanted = [await completed(engine, body) for body in bodies]
+        assert await asyncio.gather(*(completed(split, body) for body in bodies)) == wanted
+        # Who leaves is gone after one step, and who drains ends what it has begun.
+        async with split.session() as http, asyncio.timeout(WAIT_S):
+            long = {**bodies[0], "max_tokens": 400, "stream": True}
+            async with http.post("/v1/completions", json=long) as response:
+                await response.content.readline()
+            while (await (await http.get("/stats")).json())["running"]:
+                await asyncio.sleep(0.02)
+            last = asyncio.create_task(completed(split, bodies[0]))
+            while not (await (await http.get("/stats")).json())["running"]:
+                await asyncio.sleep(0.01)
+            # The agent signals the whole group.
+            for pid in (*others, process.pid):
+                os.kill(pid, signal.SIGTERM)
+            assert await last == wanted[0]
+        assert await asyncio.to_thread(process.wait, WAIT_S) == 0
+    finally:
+        end(process)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in others)
 
 
-async def test_where_a_rank_dies_the_engine_ends_with_words(
-    short_folder: Path, folder_of_mixture: Path
+@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
+async def test_where_a_rank_is_lost_the_engine_ends_with_words(
+    short_folder: Path, folder_of_mixture: Path, blow: signal.Signals
 ) -> None:
-    process = launched(short_folder, folder_of_mixture, pipeline_parallel=3)
+    process = launched(short_folder, folder_of_mixture, pipeline_parallel=3, stall_s=2.0)
+    body = {"prompt": [3, 5, 8], "max_tokens": 240, "logit_bias": {"63": -100}}
     try:
         engine = wait_ready(process, short_folder)
         first, second = ranks_of(process)
-        asked = [completed(engine, max_tokens=240, logit_bias={"0": -100}) for _ in range(8)]
+        asked = [completed(engine, body) for _ in range(8)]
         answers = asyncio.gather(*asked, return_exceptions=True)
-        async with engine.session() as http, asyncio.timeout(20):
+        async with engine.session() as http, asyncio.timeout(WAIT_S):
             while (await (await http.get("/stats")).json())["running"] == 0:
-                await asyncio.sleep(0.02)
-            os.kill(second, signal.SIGKILL)
-            failed = [one for one in await answers if isinstance(one, Exception)]
-            assert len(failed) == 8
-        assert await asyncio.to_thread(process.wait, 20) == 1
+                await asyncio.sleep(0.01)
+            os.kill(second, blow)
+            assert all(isinstance(answer, AssertionError) for answer in await answers)
+        assert await asyncio.to_thread(process.wait, WAIT_S) == 1
         said = (short_folder / "log").read_text()
-        assert f"rank 2 (process {second}) has ended" in said
+        wanted = "has ended" if blow is signal.SIGKILL else "did not end: killed"
+        assert f"rank 2 (process {second}) {wanted}" in said
         assert not Path(f"/proc/{first}").exists()
     finally:
         end(process)

@@ -30,7 +30,9 @@ async def test_drafts_change_nothing_but_the_steps(http: aiohttp.ClientSession) 
     tokens = after["tokens_out_total"] - before["tokens_out_total"]
     assert after["steps_total"] - before["steps_total"] < tokens
     async with http.get("/metrics") as response:
-        assert "isochrone_engine_accepted_tokens_total" in await response.text()
+        told = await response.text()
+    assert "isochrone_engine_accepted_tokens_total" in told
+    assert "isochrone_engine_accepted_by_lookup_tokens_total" in told
     assert text_of(await stream(http, CHAT, chat(COPY, max_tokens=40))) == plain
 
 

@@ -112,7 +112,7 @@ def test_the_output_is_the_same_with_a_model_that_drafts_and_without(
         assert engine.speculation.tallies["model"].drafted > 0
 
 
-@pytest.mark.parametrize("read_tokens_max", [64, 5])
+@pytest.mark.parametrize("read_tokens_max", [64, 7])
 def test_a_model_like_the_served_one_is_always_right(read_tokens_max: int) -> None:
     engine = engine_of(drafting_with(1, 64, read_tokens_max), 64)
     for number, prompt in enumerate(prompts(3)):
@@ -125,7 +125,7 @@ def test_a_model_like_the_served_one_is_always_right(read_tokens_max: int) -> No
     tally = engine.speculation.tallies["model"]
     assert tally.drafted == tally.accepted > 40
     assert engine.speculation.counts()["accepted_by_model_tokens_total"] == tally.accepted
-    assert steps < 12 or read_tokens_max == 5
+    assert steps < 12 or read_tokens_max == 7
 
 
 def test_what_is_shared_is_read_once() -> None:
@@ -191,7 +191,7 @@ def test_a_model_that_is_wrong_falls_silent_and_is_tried_again() -> None:
     submit(engine, 2, prompts(1)[0], SamplingParams(temperature=1.0, seed=1), tokens_max=200)
     run(engine, row_cost=0.5)
     # Tried every 64 steps: what came meanwhile is read then, and little is drafted.
-    assert 0 < rows.rows - before < 360
+    assert 0 < rows.rows - before < 260
 
 
 @pytest.mark.parametrize(

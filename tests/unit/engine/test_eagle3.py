@@ -157,7 +157,7 @@ def test_drafts_are_those_of_a_plain_reference(tmp_path: Path, tokens: int) -> N
     sequence.blocks = list(range(5, 5 + -(-(tokens + 6) // BLOCK_TOKENS)))
     runner.run(Batch((), (Chunk(sequence, 0, tokens),)))
     sequence.computed = tokens
-    (drafts,) = ahead.draft([(sequence, ahead.shadow(sequence))], 4)
+    (drafts,) = ahead.draft([(sequence, ahead.shadow(sequence))], 4, 64)
     table = model.embed(torch.arange(VOCABULARY))
     states = torch.cat([heard[number] for number in (2, 2, 1)], -1)
     assert list(drafts) == chain_of(weights, states, table[[*ids[1:], 7]], table)
