@@ -231,9 +231,10 @@ class Flow:
         saved = self.unit[self._city[order]][:, None] * (self._ms[order][:, None] - far)
         # steps[a, b]: the most that a unit of load saves by going from site a to site b.
         steps = np.full((count, count), -np.inf)
-        steps[np.searchsorted(sites[:-1], at) - (at == UNSERVED)] = np.maximum.reduceat(
-            saved, starts, axis=0
-        )
+        most = np.maximum.reduceat(saved, starts, axis=0)
+        # A site that has lost its room may keep a crumb below EPSILON: it takes no part.
+        known = np.isin(at, sites)
+        steps[np.searchsorted(sites[:-1], at[known]) - (at[known] == UNSERVED)] = most[known]
         np.fill_diagonal(steps, -np.inf)
         has_room = np.append(self.free[sites[:-1]] > EPSILON, True)
         worth, before = np.zeros(count), np.full(count, -1)
