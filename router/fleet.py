@@ -119,7 +119,14 @@ class Fleet:
         self._changed.clear()
         self._look_around(deployment_id, board, now_s)
         ejected_until = self.health.ejected_until(now_s)
-        return board.picture(now_s, ejected_until, self._slow_start.shares(now_s))
+        return board.picture(now_s, ejected_until, self._starting(now_s))
+
+    def _starting(self, now_s: float) -> Mapping[ReplicaId, float]:
+        """Return who has just begun, has something to do already, and takes only a share yet."""
+        shares = self._slow_start.shares(now_s)
+        if not shares:
+            return shares
+        return {one: part for one, part in shares.items() if self.in_flight.at(one, now_s).tokens}
 
     def _look_around(self, deployment_id: DeploymentId, board: Board, now_s: float) -> None:
         """Refresh some replicas nothing happened to: what is known of them ages too."""

@@ -1,7 +1,8 @@
 """A replica just warm, or just well again, takes a growing share of what would go to it.
 
 Whoever comes back idle looks best to every router at the same moment, and none sees what the others
-send. So each request draws whether it may go there: one in ten at first, all after SLOW_START_S, a
+send. Each may send it one request, which harms nobody; while anything is known to be in flight
+there, each request draws whether it may follow: one in ten at first, all after SLOW_START_S, a
 share that grows evenly between. It draws by its session, else by its own id: a session once let in
 stays, and routers that know nothing of one another send together the share that each does alone.
 Those who may not go where they would, go to the next best; where nobody else has room, they go all

@@ -60,14 +60,20 @@ class Bench:
         first: ReplicaId = rank(self.fleet.view(D), ask).routes[0].route.replica_id
         return first
 
-    def share_of_new(self) -> float:
-        return sum(self.goes(f"q{n}") == NEW for n in range(ASKS)) / ASKS
+    def share_of_new(self, *, idle: bool = False) -> float:
+        """The share that goes there while it has something to do, or has not."""
+        held = None if idle else self.fleet.reserve(a_route(NEW), prefill=1, decode=1)
+        share = sum(self.goes(f"q{n}") == NEW for n in range(ASKS)) / ASKS
+        if held is not None:
+            held.release()
+        return share
 
 
 def test_one_that_comes_takes_a_growing_share() -> None:
     bench = Bench(OLD)
     bench.fleet.adopt(a_table(OLD, NEW))
     bench.fleet.measured(NodeId("n-new"), 1.0)
+    assert bench.share_of_new(idle=True) == 1.0, "nobody herds on who is idle as far as is known"
     began_s, shares = bench.now_s, []
     for part in (0.0, 0.25, 0.5, 0.75):
         bench.now_s = began_s + part * SLOW_START_S
@@ -95,6 +101,7 @@ def test_a_session_draws_by_its_name_and_not_by_each_request() -> None:
     bench = Bench(OLD)
     bench.fleet.adopt(a_table(OLD, NEW))
     bench.fleet.measured(NodeId("n-new"), 1.0)
+    bench.fleet.reserve(a_route(NEW), prefill=1, decode=1)
     for session in ("s1", "s2", "s3", "s4"):
         assert len({bench.goes(f"q{n}", session) for n in range(20)}) == 1
 
