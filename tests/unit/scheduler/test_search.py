@@ -78,6 +78,11 @@ def test_small_worlds_are_planned_within_one_percent_of_the_optimum(
     assert cost(search) <= 1.01 * optimum
 
 
+def test_a_crumb_at_a_site_without_room_does_not_end_the_search() -> None:
+    search, greedy = sought(small_world(223))
+    assert cost(search) <= 0.5 * greedy
+
+
 def seated(cluster: ClusterState) -> ClusterState:
     """Return the picture after all that a first plan starts is warm."""
     return carried_out(cluster, plan(cluster, MANY))
