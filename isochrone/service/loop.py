@@ -20,10 +20,10 @@ AT_A_TIME_S = 0.01
 
 
 class Pieces:
-    """Long work on the event loop, a piece at a time: it takes about a share of its time at most."""
+    """Long work on the event loop, a piece at a time, with rests between."""
 
     def __init__(self, share: float) -> None:
-        """Begin to work."""
+        """Begin to work for about `share` of the time."""
         self._rest_per_work = 1.0 / share - 1.0
         self._began = monotonic()
 
