@@ -70,7 +70,7 @@ async def serve(config: SchedulerConfig, stopping: asyncio.Event) -> int:
         flush = Loop("flush_pulses", FlushPulses(acting).run_once, 2.0)
         prune = Loop("prune", Prune(acting).run_once, 600.0)
         tally = Loop("tally", Tally(acting).run_once, config.publish_interval_s)
-        days = Loop("keep_days", KeepDays(acting).run_once, 600.0)
+        days = Loop("keep_days", KeepDays(acting).run_once, 30.0)
         forecast = Loop("forecast", Forecast(acting).run_once, 15.0)
         prefetch = Loop("prefetch", Prefetch(acting).run_once, 120.0, share_max=0.1)
         roll = Loop("roll", Roll(acting).run_once, config.roll_interval_s)

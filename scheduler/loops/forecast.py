@@ -4,11 +4,11 @@ What was learned is saved in turns, each series once an hour, so a new acting sc
 there and from the slots since.
 """
 
-import asyncio
 import logging
 from typing import Final, NamedTuple
 from zlib import crc32
 
+from isochrone.service.loop import Pieces
 from isochrone.wire.ids import Epoch
 from scheduler.acting import Acting, Later
 from scheduler.decide.outlook import (
@@ -41,8 +41,9 @@ CATCH_UP_SLOTS: Final = 36
 
 CATCH_UP_FROM_NOTHING_SLOTS: Final = 2016
 SAVE_TURNS: Final = 6
-CHUNK: Final = 50
-"""Series learned before others get the event loop: about 10 ms."""
+SHARE: Final = 0.25
+"""The part of the event loop's time that learning and foretelling may take: tens of thousands of
+series are tens of seconds of work, and reports and the lease must not wait for it."""
 
 SAVED_AT_ONCE: Final = 500
 
@@ -92,11 +93,11 @@ class Forecast:
         """Hand placement the rates to come, once they are all there."""
         acting, outlook = self._acting, self._outlook
         soon, later = [], []
-        for number, key in enumerate(outlook.known()):
+        pieces = Pieces(SHARE)
+        for key in outlook.known():
             soon.append(outlook.foretell(key))
             later.append(outlook.foretell(key, LATER))
-            if number % CHUNK == CHUNK - 1:
-                await asyncio.sleep(0)
+            await pieces.rest()
         acting.foretold = [row for row in soon if row is not None]
         at = acting.clock() + LATER_S - GRACE_S
         acting.later = Later([row for row in later if row is not None], at)
@@ -132,10 +133,10 @@ class Forecast:
 
     async def _learn(self, slot: int, asked: dict[Key, SlotDemand]) -> None:
         keys = sorted(set(self._outlook.known()) | set(asked))
-        for number, key in enumerate(keys):
+        pieces = Pieces(SHARE)
+        for key in keys:
             self._outlook.learn(slot, key, asked.get(key, SlotDemand()))
-            if number % CHUNK == CHUNK - 1:
-                await asyncio.sleep(0)
+            await pieces.rest()
 
     async def _save(self, slot: int) -> int:
         """Save the series whose turn it is; all of them once an hour."""

@@ -14,7 +14,8 @@ class Kept(NamedTuple):
 
 
 class KeepDays:
-    """Two days are made ahead, so an hour of this duty failing costs nothing."""
+    """Two days are made ahead, so a day of this duty failing costs nothing. On the first day of a
+    cluster it moves what came before it acted, the sooner the less."""
 
     def __init__(self, acting: Acting) -> None:
         self._acting = acting

@@ -138,6 +138,9 @@ async def keep_demand_days(connection: Connection) -> int:
             *_span(day),
         )
         if is_wanted and _partition(day) not in there:
+            if not changes:
+                # Between the move and the attaching nobody may write more into the default one.
+                await connection.execute("LOCK TABLE demand IN ACCESS EXCLUSIVE MODE")
             await _make_day(connection, day)
             changes += 1
     oldest = _partition(today - timedelta(days=DEMAND_DAYS))

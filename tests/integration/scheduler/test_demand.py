@@ -104,6 +104,29 @@ async def test_days_are_made_ahead_and_dropped_whole(pool: Pool) -> None:
     assert await one(pool, "SELECT count(*) FROM demand_default") == 0
 
 
+async def test_a_day_is_made_while_everybody_writes_into_it(pool: Pool) -> None:
+    await begun(pool)
+    made = asyncio.Event()
+
+    async def write(router: str) -> int:
+        seq = 0
+        while not made.is_set() or seq < 3:
+            seq += 1
+            batch = a_demand(a_row(requests=1), a_row(pop="sin", requests=1), seq=seq)
+            await counted(pool, msgspec.structs.replace(batch, router_id=RouterId(router)))
+        return seq
+
+    writers = [asyncio.create_task(write(f"r{index}")) for index in range(4)]
+    while await one(pool, "SELECT count(*) FROM demand_seen") < 20:
+        await asyncio.sleep(0)
+    async with transaction(pool) as connection:
+        assert await keep_demand_days(connection) == 3
+    made.set()
+    written = sum(await asyncio.gather(*writers))
+    assert await one(pool, "SELECT count(*) FROM demand_default") == 0
+    assert await one(pool, "SELECT sum(requests)::int FROM demand") == 2 * written
+
+
 async def test_demand_of_the_release_before_is_taken_over(database_dsn: str) -> None:
     connection = await asyncpg.connect(database_dsn)
     try:
