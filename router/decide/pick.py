@@ -231,6 +231,11 @@ def _first(picture: Picture, ask: Ask, costs: Sequence[float], best_ms: float) -
         slack_ms = max(slack_ms, SESSION_ALIKE_MS, SESSION_ALIKE_RATIO * best_ms)
     limit_ms = best_ms + slack_ms
     alike = [slot for slot, cost in enumerate(costs) if cost <= limit_ms]
+    if is_new and picture.home:
+        # Drawn by the table alone: processes that share nothing else presume the same seat.
+        seat = draw(seed_of(ask.session), sorted(picture.home), picture.seeds, picture.weights)
+        if costs[seat] <= best_ms + max(STICK_MS, STICK_RATIO * best_ms):
+            return seat, "session-new nearest-warm"
     if is_new and len(alike) > 1:
         alike = within_bound(alike, picture.tokens, picture.weights)
         best = draw(seed_of(ask.session), alike, picture.seeds, picture.weights)

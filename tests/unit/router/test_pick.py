@@ -141,6 +141,27 @@ def test_a_session_stays_on_its_seat_unless_that_is_much_slower() -> None:
     assert order([a, b._replace(prefill=500)], ask)[0] == "a"
 
 
+def test_processes_that_share_only_the_table_presume_the_same_seat() -> None:
+    names = "abcd"
+    one = a_picture([Candidate(name, 5.0) for name in names])
+    # Another process sees other loads, has other slots, and a nearer view of some round trips.
+    loads = {"a": 15, "b": 0, "c": 10, "d": 5}
+    other = a_picture([Candidate(name, 5.5, prefill=loads[name]) for name in reversed(names)])
+    went = []
+    for n in range(200):
+        ask = ASK._replace(session=f"s{n}")
+        first, second = (rank(picture, ask).routes[0].route for picture in (one, other))
+        assert first.replica_id == second.replica_id
+        went.append(first.replica_id)
+    assert all(30 < went.count(ReplicaId(name)) < 75 for name in names)
+
+
+def test_a_new_session_leaves_a_presumed_seat_that_is_much_slower() -> None:
+    board = [Candidate("a", 5.0, prefill=500), Candidate("b", 5.0)]
+    firsts = {order(board, ASK._replace(session=f"s{n}"))[0] for n in range(40)}
+    assert firsts == {"b"}
+
+
 def test_what_is_cached_draws_as_far_as_it_saves() -> None:
     a, b = Candidate("a", 1.0), Candidate("b", 60.0)
     slots = a_board([a, b]).slots
