@@ -38,6 +38,7 @@ def loaded(model_path: Path) -> Loaded:
             sequences_max=16,
             batch_tokens_max=80,
             kv_memory_bytes=96 * 1024 * 1024,
+            threads=2,
         )
     )
 
