@@ -1,6 +1,6 @@
 """The HTTP headers between client, router and node, and the load that each answer carries back."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Final
 
@@ -24,6 +24,9 @@ TOKENS: Final = "x-isochrone-tokens"
 DEADLINE_MS: Final = "x-isochrone-deadline-ms"
 UNREAD_TOKENS: Final = "x-isochrone-unread-tokens"
 QUEUE_TOKENS_MAX: Final = "x-isochrone-queue-tokens-max"
+SIBLINGS: Final = "x-isochrone-siblings"
+"""Who in the PoP might take the request, first of all whom it is sent to: where, and how soon."""
+
 PRIORITY: Final = "x-isochrone-priority"
 SAID: Final = "x-isochrone-said"
 """How many tokens of this answer the client has already: the request asks for the rest."""
@@ -48,10 +51,29 @@ LOADS: Final = "x-isochrone-loads"
 
 LOADS_MAX: Final = 64
 
+PASSED: Final = "x-isochrone-passed"
+"""Which sibling answers in place of the replica asked."""
+
+SIBLINGS_MAX: Final = 4
+
 REFUSED: Final = "x-isochrone-refused"
 
 # Node to node: how much of an artifact is here, while it is still being fetched.
 FETCHED_BYTES: Final = "x-isochrone-fetched-bytes"
+
+
+class Sibling(msgspec.Struct, frozen=True):
+    """A replica of a PoP that might take a request, as the router sees it.
+
+    Of this prompt `uncached_tokens` are to be read there, in `prefill_ms`; of those before it each
+    takes `token_us`.
+    """
+
+    replica_id: ReplicaId
+    address: str
+    uncached_tokens: int
+    prefill_ms: int
+    token_us: int
 
 
 class Load(msgspec.Struct, frozen=True):
@@ -103,6 +125,29 @@ def parse_loads(value: str) -> dict[ReplicaId, Load]:
         if load is not None:
             loads[ReplicaId(replica_id)] = load
     return loads
+
+
+def format_siblings(siblings: Sequence[Sibling]) -> str:
+    """Write siblings as a header value: `r1 10.0.0.1:7000 400 120 62,r2 ...`."""
+    return ",".join(
+        f"{one.replica_id} {one.address} {one.uncached_tokens} {one.prefill_ms} {one.token_us}"
+        for one in siblings[:SIBLINGS_MAX]
+    )
+
+
+def parse_siblings(value: str) -> list[Sibling]:
+    """Read a header value; what in it is not one of ours is left out."""
+    siblings = []
+    for part in value.split(",", SIBLINGS_MAX)[:SIBLINGS_MAX]:
+        name, *told = part.split(" ")
+        if name and len(told) == 4 and all(_is_count(number) for number in told[1:]):
+            counts = (int(number) for number in told[1:])
+            siblings.append(Sibling(ReplicaId(name), told[0], *counts))
+    return siblings
+
+
+def _is_count(value: str) -> bool:
+    return value.isascii() and value.isdigit() and len(value) <= 12
 
 
 def format_tokens(prompt: int, output: int) -> str:

@@ -60,6 +60,22 @@ class Ledger(RuleBasedStateMachine):
         self.released += was_open
         assert not reservation.is_open
 
+    @rule(
+        target=reservations,
+        reservation=reservations,
+        replica=st.sampled_from(REPLICAS),
+        prefill=TOKENS,
+    )
+    def pass_on(self, reservation: Reservation, replica: ReplicaId, prefill: int) -> Reservation:
+        """A sibling took it: what was booked at one is booked at the other, and read there."""
+        if not reservation.is_open:
+            return reservation
+        output = reservation.output_tokens
+        self.end(reservation)
+        passed = self.reserve(replica, prefill, output, True)
+        self.first_token(passed, True)
+        return passed
+
     @rule(replica=st.sampled_from(REPLICAS), prefill=TOKENS, decode=TOKENS, age_s=st.floats(0, 20))
     def hear(self, replica: ReplicaId, prefill: int, decode: int, age_s: float) -> None:
         self.ledger.hear(replica, prefill, decode, self.now_s - age_s)

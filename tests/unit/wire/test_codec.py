@@ -105,6 +105,23 @@ def test_loads_survive_their_header_and_what_is_none_is_left_out() -> None:
     }
 
 
+def test_siblings_survive_their_header_and_what_is_none_is_left_out() -> None:
+    siblings = [
+        headers.Sibling(ReplicaId(f"m-{n}"), f"10.0.0.{n}:7000", 10 * n, n, 62)
+        for n in range(headers.SIBLINGS_MAX + 2)
+    ]
+    read = headers.parse_siblings(headers.format_siblings(siblings))
+    assert read == siblings[: headers.SIBLINGS_MAX]
+    assert headers.parse_siblings("") == []
+    told = headers.parse_siblings("a x:1 1 2,b x:1 1 2 -3, x:1 1 2 3,d x:1 1 2 3")
+    assert told == [headers.Sibling(ReplicaId("d"), "x:1", 1, 2, 3)]
+
+
+@given(st.text(max_size=60))
+def test_any_siblings_header_is_read_or_ignored(text: str) -> None:
+    assert all(one.token_us >= 0 for one in headers.parse_siblings(text))
+
+
 @given(st.text(max_size=60))
 def test_any_load_header_is_read_or_ignored(text: str) -> None:
     load = headers.parse_load(text)
