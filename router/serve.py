@@ -278,6 +278,8 @@ class Corridor:
             headers.CACHE_SALT: asked.key.tenant_id,
             headers.TOKENS: headers.format_tokens(prompt_tokens, output_tokens),
             headers.UNREAD_TOKENS: str(ranked.uncached_tokens),
+            headers.PREFILL_MS: str(round(ranked.prefill_ms)),
+            headers.ROUTER: self._fleet.name,
             headers.DEADLINE_MS: str(round(patience_s * 1000)),
         }
         if ranked.queue_tokens_max and journey.turned_away < TURNED_AWAY_MAX:

@@ -23,6 +23,12 @@ CACHE_SALT: Final = "x-isochrone-cache-salt"
 TOKENS: Final = "x-isochrone-tokens"
 DEADLINE_MS: Final = "x-isochrone-deadline-ms"
 UNREAD_TOKENS: Final = "x-isochrone-unread-tokens"
+PREFILL_MS: Final = "x-isochrone-prefill-ms"
+"""How long the replica is thought to read what is not cached of the prompt."""
+
+ROUTER: Final = "x-isochrone-router"
+"""A name of this life of the router: a load tells it what is there of others."""
+
 QUEUE_TOKENS_MAX: Final = "x-isochrone-queue-tokens-max"
 SIBLINGS: Final = "x-isochrone-siblings"
 """Who in the PoP might take the request, first of all whom it is sent to: where, and how soon."""
@@ -80,7 +86,8 @@ class Load(msgspec.Struct, frozen=True):
     """A replica's load as told with each answer: tokens in flight and requests, by phase.
 
     `unread` is what is still to be read of the prompts, by the routers' word on what is cached; -1
-    where a node does not tell.
+    where a node does not tell. `others_unread` and `others_decode` are what there is of others than
+    the router told, of the prompt being read only what is left; -1 likewise.
     """
 
     prefill_tokens: int
@@ -88,12 +95,18 @@ class Load(msgspec.Struct, frozen=True):
     running: int
     waiting: int
     unread: int = -1
+    others_unread: int = -1
+    others_decode: int = -1
 
 
 def format_load(load: Load) -> str:
     """Write `load` as a header value: `p=120;d=64;r=2;w=0;u=40`."""
     told = f"p={load.prefill_tokens};d={load.decode_tokens};r={load.running};w={load.waiting}"
-    return told if load.unread < 0 else f"{told};u={load.unread}"
+    if load.unread >= 0:
+        told += f";u={load.unread}"
+    return (
+        told if load.others_unread < 0 else f"{told};o={load.others_unread};e={load.others_decode}"
+    )
 
 
 def parse_load(value: str) -> Load | None:
@@ -105,9 +118,12 @@ def parse_load(value: str) -> Load | None:
             return None
         fields[name] = int(number)
     try:
-        return Load(fields["p"], fields["d"], fields["r"], fields["w"], fields.get("u", -1))
+        told = Load(fields["p"], fields["d"], fields["r"], fields["w"], fields.get("u", -1))
     except KeyError:
         return None
+    if "o" not in fields or "e" not in fields:
+        return told
+    return msgspec.structs.replace(told, others_unread=fields["o"], others_decode=fields["e"])
 
 
 def format_loads(loads: Mapping[ReplicaId, Load]) -> str:

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from time import monotonic
 from typing import Final
 
 import aiohttp
@@ -35,7 +36,8 @@ FORWARDED: Final = (
     headers.DEADLINE_MS,
     headers.SAID,
 )
-PASSED_ON: Final = (*FORWARDED, headers.TOKENS)
+PASSED_ON: Final = (*FORWARDED, headers.TOKENS, headers.ROUTER)
+ROUTER_BYTES_MAX: Final = 64
 RETURNED: Final = ("content-type", "retry-after", "cache-control")
 
 
@@ -84,13 +86,19 @@ class Door:
             replica = self._find(request)
             _turn_away(request, replica)
             unread = _count(request.headers.get(headers.UNREAD_TOKENS, ""))
-            return await self._answer(request, replica, body, unread)
+            prefill_ms = _count(request.headers.get(headers.PREFILL_MS, "")) or 0
+            return await self._answer(request, replica, body, unread, prefill_ms)
         except Refused as refused:
             metrics.REQUESTS.labels(refused.word).inc()
             return _refusal(refused)
 
     async def _answer(
-        self, request: web.Request, replica: Replica, body: bytes, unread: int | None
+        self,
+        request: web.Request,
+        replica: Replica,
+        body: bytes,
+        unread: int | None,
+        prefill_ms: int,
     ) -> web.StreamResponse:
         """Let one of this node's replicas answer."""
         if not _is_open(replica):
@@ -99,13 +107,19 @@ class Door:
             len(body) // 4 + 1,
             256,
         )
-        held = replica.in_flight.take(*tokens, unread)
+        held = replica.in_flight.take(
+            *tokens,
+            unread,
+            router=_router(request),
+            prefill_ms=prefill_ms,
+            now_s=monotonic(),
+        )
         if held is None:
-            raise Refused("busy", load=headers.format_load(replica.in_flight.load()))
+            raise Refused("busy", load=_load(request, replica))
         try:
             return await self._forward(request, replica, body, held)
         finally:
-            held.release()
+            held.release(monotonic())
 
     async def _pass_on(
         self, request: web.Request, replica: Replica, body: bytes
@@ -127,7 +141,8 @@ class Door:
         try:
             if sibling.replica_id in mine:
                 one = mine[sibling.replica_id]
-                return await self._answer(request, one, body, sibling.uncached_tokens)
+                told = (sibling.uncached_tokens, sibling.prefill_ms)
+                return await self._answer(request, one, body, *told)
             return await self._relay_on(request, body, verdict)
         except (Refused, SiblingLost):
             return None
@@ -140,6 +155,7 @@ class Door:
         sent = {name: request.headers[name] for name in PASSED_ON if name in request.headers}
         sent[headers.REPLICA] = sibling.replica_id
         sent[headers.UNREAD_TOKENS] = str(sibling.uncached_tokens)
+        sent[headers.PREFILL_MS] = str(sibling.prefill_ms)
         sent[headers.QUEUE_TOKENS_MAX] = str(verdict.queue_tokens_max)
         self._supervisor.relaying += 1
         try:
@@ -197,9 +213,9 @@ class Door:
             response.headers[headers.RESUMED] = replica.engine.resumes
         chunks = answer.content.iter_any()
         first = await anext(chunks, b"")
-        held.first_token()
+        held.first_token(monotonic())
         # As it is now that this prompt is read, and not as it was when it came.
-        response.headers[headers.LOAD] = headers.format_load(replica.in_flight.load())
+        response.headers[headers.LOAD] = _load(request, replica)
         await response.prepare(request)
         await _copy(request, response, _all_of(first, chunks, replica), "answered")
         return response
@@ -216,7 +232,7 @@ class Door:
                 if refused.word in ("unknown_replica", "draining"):
                     return _refusal(refused)
         loads = {
-            replica_id: replica.in_flight.load()
+            replica_id: replica.in_flight.load(_router(request), monotonic())
             for replica_id, replica in self._supervisor.replicas.items()
             if replica.state is ReplicaState.WARM
         }
@@ -298,7 +314,16 @@ def _turn_away(request: web.Request, replica: Replica) -> None:
     most = _count(request.headers.get(headers.QUEUE_TOKENS_MAX, ""))
     load = replica.in_flight.load()
     if most is not None and load.unread > most:
-        raise Refused(headers.QUEUED, load=headers.format_load(load))
+        raise Refused(headers.QUEUED, load=_load(request, replica))
+
+
+def _load(request: web.Request, replica: Replica) -> str:
+    """Write a replica's load, as it is told to who asks."""
+    return headers.format_load(replica.in_flight.load(_router(request), monotonic()))
+
+
+def _router(request: web.Request) -> str:
+    return request.headers.get(headers.ROUTER, "")[:ROUTER_BYTES_MAX]
 
 
 def _count(value: str) -> int | None:

@@ -147,9 +147,10 @@ class Ours:
         self.fleet.unsent(way.ranked.route, way.sent, keys_of(request))
         self._book(request, way.routes, ranked, way.picked_at_s)
 
-    def unread(self, request: Request) -> int:
-        """Return how much of its prompt is not cached where it goes, as far as known."""
-        return self._ways[request.number].ranked.uncached_tokens
+    def told(self, request: Request) -> tuple[int, float]:
+        """Return what of its prompt is not cached where it goes, and how long that takes."""
+        ranked = self._ways[request.number].ranked
+        return ranked.uncached_tokens, ranked.prefill_ms
 
     def sent(self, request: Request, replica: int, now_s: float) -> None:
         """Book it."""
@@ -205,5 +206,5 @@ class Ours:
             return
         self._told_at_s = at_s
         for replica, route in enumerate(self._routes):
-            load = router.replicas[replica].load_at(at_s)
+            load = router.replicas[replica].load_at(at_s, router.pop)
             self.fleet.told(route, load, at_s)

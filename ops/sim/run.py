@@ -173,8 +173,8 @@ class Simulation:
     ) -> None:
         """Come to the replica's door."""
         policy = self._policies[pop]
-        unread = policy.unread(request) if isinstance(policy, Ours) else request.prompt_tokens
-        job = Job(request, request.prompt_tokens + OUTPUT_TOKENS_ASSUMED, unread)
+        told = policy.told(request) if isinstance(policy, Ours) else (request.prompt_tokens, 0.0)
+        job = Job(request, request.prompt_tokens + OUTPUT_TOKENS_ASSUMED, told[0], pop, told[1])
         if isinstance(policy, Oracle):
             policy.reached(request, replica)
         most = 0
@@ -206,7 +206,8 @@ class Simulation:
     ) -> None:
         """Come to a sibling's door; where it is busier by now, the first takes it after all."""
         sibling, request = verdict.sibling, job.request
-        other = Job(request, job.wanted_tokens, sibling.uncached_tokens)
+        told = (sibling.uncached_tokens, pop, sibling.prefill_ms)
+        other = Job(request, job.wanted_tokens, *told)
         number = _number(sibling)
         if self._replicas[number].take(other, self.now_s, verdict.queue_tokens_max):
             self._sent_at[request.number] = (request, pop, began_s)

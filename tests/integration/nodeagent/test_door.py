@@ -149,6 +149,24 @@ async def test_a_longer_queue_than_was_chosen_by_turns_away_and_tells_the_load(n
     await until("given back", node.idle, 5.0)
 
 
+async def test_each_router_is_told_what_there_is_of_others(node: Node) -> None:
+    await node.warm(node.spec())
+    in_flight = node.supervisor.replicas[ReplicaId("r1")].in_flight
+    held = in_flight.take(100, 7, 60, router="a", prefill_ms=1e9, now_s=time.monotonic())
+    assert held is not None
+
+    async def others(router: str) -> tuple[int, int]:
+        async with node.http.get("/ping", headers={headers.ROUTER: router}) as ping:
+            told = headers.parse_loads(ping.headers[headers.LOADS])[ReplicaId("r1")]
+        return told.others_unread, told.others_decode
+
+    assert await others("a") == (0, 0)
+    assert await others("b") == (60, 7)
+    assert await others("") == (-1, -1)
+    held.release()
+    assert await others("b") == (0, 0)
+
+
 async def test_a_request_goes_on_to_a_sibling_where_it_begins_sooner(node: Node) -> None:
     """On the same node, through another node's door, and nowhere where none is any better."""
     async with a_node() as other:

@@ -385,6 +385,8 @@ async def test_an_answer_of_a_sibling_is_booked_there_and_its_break_is_nobodys_f
         assert seat is not None and seat.replica_id == "r-n2"
         (row,) = await usage(bench)
         assert row.node_id == "n2"
+        assert asked.seen[0]["x-isochrone-router"] == fleet.name
+        assert int(asked.seen[0]["x-isochrone-prefill-ms"]) > 5
         loaded = [fleet.in_flight.line(ReplicaId(name)).others.decode for name in ("r-n1", "r-n2")]
         assert loaded[0] == 0 < loaded[1]
         # A break in mid-answer: another goes on with it, and neither of the two is left alone.

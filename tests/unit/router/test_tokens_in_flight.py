@@ -134,6 +134,14 @@ def test_an_old_word_is_held_against_what_was_ours_then() -> None:
     assert ledger.at(replica, 3.0).others_prefill_tokens == 30
 
 
+def test_a_word_on_others_alone_is_taken_as_it_is() -> None:
+    ledger, replica = TokensInFlight(), REPLICAS[0]
+    ledger.reserve(replica, prefill=100, decode=0, arrives_s=1.0)
+    ledger.hear_others(replica, 30, 5, 1.5)
+    told = ledger.at(replica, 1.5)
+    assert (told.others_prefill_tokens, told.others_decode_tokens) == (30, 5)
+
+
 def test_the_older_the_words_the_nearer_to_the_usual() -> None:
     fresh, stale = TokensInFlight(), TokensInFlight()
     for n in range(400):

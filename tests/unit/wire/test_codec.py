@@ -87,9 +87,13 @@ def test_deep_json_is_refused_in_words() -> None:
         st.integers(0, 10**9),
         st.integers(0, 10**6),
         st.integers(0, 10**6),
-    )
+        st.integers(0, 10**6),
+    ),
+    st.none() | st.tuples(st.integers(0, 10**9), st.integers(0, 10**9)),
 )
-def test_a_load_survives_its_header(load: headers.Load) -> None:
+def test_a_load_survives_its_header(load: headers.Load, others: tuple[int, int] | None) -> None:
+    if others is not None:
+        load = msgspec.structs.replace(load, others_unread=others[0], others_decode=others[1])
     assert headers.parse_load(headers.format_load(load)) == load
 
 
