@@ -1,10 +1,11 @@
-"""What it costs that the processes of one router share neither seats nor knowledge of caches.
+"""What it costs that a router is several processes, each with beliefs of its own.
 
     python -m ops.sim.processes [--data FOLDER] [--load N] [--age S] [--count N ...]
 
-Each PoP's router is taken apart into as many processes, each with a `Fleet` of its own. A request
-comes to any of them by chance, a session's next turn too: the worst case, for a client that keeps
-its connection keeps its process.
+Each PoP's router is taken apart into as many processes, each with a `Fleet` of its own: apart, and
+telling one another once a second which prompts were read where, as they do. A request comes to any
+of them by chance, a session's next turn too: the worst case, for a client that keeps its connection
+keeps its process.
 """
 
 import argparse
@@ -55,22 +56,22 @@ def scattered(world: World, requests: Sequence[Request], count: int) -> list[Req
 
 def compare(folder: Path, load: int, age_s: float, counts: Sequence[int]) -> None:
     """Print a row a trace and count."""
-    print(
-        "| trace | processes | p50 ms | p90 ms | hit % | out of PoP % |\n|---|---|---|---|---|---|"
-    )
+    print("| trace | processes | | p50 ms | p90 ms | hit % | out of PoP % |")
+    print("|---|---|---|---|---|---|---|")
     for case in CASES:
         requests = case.read(folder / case.path, Part(REQUESTS))
         world = world_of(case, folder)
         speed = speed_for(load / 100, world, requests, case.cached_share)
         for count in counts:
-            asked = scattered(world, requests, count)
-            outcome = simulate(taken_apart(world, count), asked, speed, age_s, "ours")
-            one = figures_of("ours", outcome)
-            print(
-                f"| {case.name} | {count} | {one.p50_ms:.0f} | {one.p90_ms:.0f} "
-                f"| {one.hit:.1f} | {one.away:.0f} |",
-                flush=True,
-            )
+            asked, apart = scattered(world, requests, count), taken_apart(world, count)
+            for how, together in (("apart", 1), ("telling", count))[: 1 + (count > 1)]:
+                outcome = simulate(apart, asked, speed, age_s, "ours", together)
+                one = figures_of("ours", outcome)
+                print(
+                    f"| {case.name} | {count} | {how} | {one.p50_ms:.0f} | {one.p90_ms:.0f} "
+                    f"| {one.hit:.1f} | {one.away:.0f} |",
+                    flush=True,
+                )
 
 
 def main() -> None:
