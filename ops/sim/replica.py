@@ -102,7 +102,7 @@ class Replica:
     def take(self, job: Job, now_s: float, queue_tokens_max: int = 0) -> bool:
         """Take a request on, as a node's door does; False where it does not fit or would wait."""
         tokens = self.prefill_tokens + self.decode_tokens
-        if queue_tokens_max and self.unread > queue_tokens_max:
+        if queue_tokens_max and self.left(now_s) > queue_tokens_max:
             return False
         if self.running and tokens + job.wanted_tokens > self.site.profile.kv_tokens_max:
             return False
@@ -118,6 +118,10 @@ class Replica:
             self._read_next()
         self._note(now_s)
         return True
+
+    def left(self, now_s: float) -> int:
+        """Return what is still to be read, as the door reckons it."""
+        return self._log[-1].to(-1, now_s).others_unread
 
     def settle(self, now_s: float) -> tuple[list[Job], list[Job]]:
         """Let time pass until now; return who got a first token and who ended."""

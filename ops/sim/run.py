@@ -213,7 +213,7 @@ class Simulation:
 
     def _judge(self, siblings: Sequence[Sibling], most: int) -> Verdict | None:
         """Say, as a node's door does, which sibling a request had better go on to."""
-        unread = {one.replica_id: self._replicas[_number(one)].unread for one in siblings}
+        unread = {one.replica_id: self._replicas[_number(one)].left(self.now_s) for one in siblings}
         if not siblings or not is_worth_asking(siblings[0], unread[siblings[0].replica_id]):
             return None
         return judge(siblings, unread, most or None)
