@@ -70,9 +70,21 @@ async def record_registration(
         raise UnknownPeer(f"cannot register {name}: unknown here or revoked; join again")
 
 
+async def lock_nodes(connection: Connection, node_ids: Sequence[NodeId]) -> None:
+    """Lock many nodes' rows until the transaction ends, always in the same order.
+
+    An UPDATE of many rows locks them as it meets them: two of them could wait for one another.
+    """
+    await connection.execute(
+        "SELECT FROM node WHERE node_id = ANY($1::text[]) ORDER BY node_id FOR NO KEY UPDATE",
+        node_ids,
+    )
+
+
 async def record_pulses(connection: Connection, pulses: Sequence[Pulse]) -> None:
-    """Write many signs of life in one statement; no node's number can spoil the others'."""
+    """Write many signs of life, in the caller's transaction; no number can spoil the others'."""
     ordered = sorted(pulses, key=lambda pulse: pulse.node_id)
+    await lock_nodes(connection, [pulse.node_id for pulse in ordered])
     await connection.execute(
         """
         UPDATE node SET last_seen_at = clock_timestamp(), generation = pulse.generation
