@@ -468,6 +468,10 @@ CREATE TABLE prefetch (
     PRIMARY KEY (node_id, model_id)
 );
 
+-- A writer holds the epoch (`FOR KEY SHARE`) until it commits. As a key, the epoch cannot be changed
+-- meanwhile, and the lease can still be renewed: that changes no key, so it waits for no writer.
+ALTER TABLE lease ADD CONSTRAINT lease_epoch_key UNIQUE (epoch);
+
 -- A replica over several nodes: each node's part is a placement of its own, which knows its leader's.
 -- What the spec says of the group is the only truth of it; NULL where the part leads or is alone.
 ALTER TABLE placement
