@@ -30,7 +30,7 @@ UNAVAILABLE: Final = (
     asyncpg.InternalClientError,
     asyncpg.PostgresConnectionError,
     asyncpg.CannotConnectNowError,
-    asyncpg.TooManyConnectionsError,
+    asyncpg.InsufficientResourcesError,
     asyncpg.AdminShutdownError,
     asyncpg.CrashShutdownError,
     asyncpg.ReadOnlySQLTransactionError,
