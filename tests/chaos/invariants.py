@@ -19,7 +19,10 @@ async def invariants(fleet: Fleet, load: Load) -> None:
     assert load.count("broken") == 0, [e for e in load.ended if e.how == "broken"]
     complete = {e.request_id: e.tokens for e in load.ended if e.how == "complete"}
 
+    wrong: dict[str, tuple[int, int | None]] = {}
+
     async def usage_is_whole() -> bool:
+        nonlocal wrong
         try:
             connection = await asyncpg.connect(fleet.dsn(), timeout=2)
         except (OSError, TimeoutError, asyncpg.PostgresError):
@@ -27,9 +30,13 @@ async def invariants(fleet: Fleet, load: Load) -> None:
         rows = await connection.fetch("SELECT request_id, output_tokens FROM usage")
         await connection.close()
         known = {row["request_id"]: row["output_tokens"] for row in rows}
-        return all(known.get(request_id) == n for request_id, n in complete.items())
+        wrong = {name: (n, known.get(name)) for name, n in complete.items() if known.get(name) != n}
+        return not wrong
 
-    await until("usage = tokens delivered, once a request", usage_is_whole, 20.0)
+    try:
+        await until("usage = tokens delivered, once a request", usage_is_whole, 20.0)
+    except AssertionError as error:
+        raise AssertionError(f"{error}; delivered and booked: {list(wrong.items())[:5]}") from error
     await until("nothing in flight", lambda: nothing_in_flight(fleet), 15.0)
     now_kib = fleet.memory_kib()
     for process, before_kib in fleet.baseline_kib.items():

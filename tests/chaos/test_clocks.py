@@ -113,34 +113,3 @@ async def test_clocks_that_jump_change_no_lease_no_limit_and_no_demand(
     await connection.close()
     assert (now - oldest).total_seconds() < 300
     assert (newest - now).total_seconds() < 60
-
-
-async def test_a_scheduler_in_the_wrong_year_turns_nobody_out_who_is_there(
-    fleet_and_clocks: tuple[Fleet, Clocks],
-) -> None:
-    """To it every certificate is over: conversations go on, who dials anew is told why."""
-    fleet, clocks = fleet_and_clocks
-    before = await status(fleet)
-    clocks.set("scheduler-a", 400 * 24 * HOUR_S)
-    async with under_load(fleet, ["ams", "sin"], streams=4) as load:
-        await wait_ended(load, 8)
-        assert await status(fleet) == before
-        await fleet.kill("node-sin")
-        await fleet.start_node("sin")
-        log = fleet.folder / "logs" / "node-sin.log"
-
-        async def says_why() -> bool:
-            return "cannot trust the certificate after" in log.read_text()
-
-        await until("the node is told why it is refused", says_why, 10.0)
-        await wait_ended(load, 8)
-        clocks.set("scheduler-a", 0)
-    assert not load.failures(), load.failures()
-    await fleet.kill("node-sin")
-    await fleet.start_node("sin")
-
-    async def is_whole() -> bool:
-        return await status(fleet) == before and await fleet.is_warm(2)
-
-    await until("the fleet is whole", is_whole, 20.0)
-    await invariants(fleet, load)
