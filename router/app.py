@@ -336,9 +336,14 @@ async def open_house(
     config: RouterConfig, identity: Identity, worker: Worker | None = None
 ) -> AsyncIterator[House]:
     """Run a router. On exit: stop accepting, finish what streams, put the ledger on disk."""
-    parts = Parts(config, identity, worker)
-    await asyncio.to_thread(_make_folder, config.state_folder)
-    await asyncio.to_thread(parts.spool.open)
+    try:
+        parts = Parts(config, identity, worker)
+        await asyncio.to_thread(_make_folder, config.state_folder)
+        await asyncio.to_thread(parts.spool.open)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot use the state folder {config.state_folder}: {error.strerror or error}"
+        ) from error
     await parts.follower.load(time.time())
     async with AsyncExitStack() as stack:
         parts.deadlines.start()
@@ -416,8 +421,11 @@ def limits_of(config: RouterConfig) -> DoorLimits:
 
 async def _put_away(parts: Parts) -> None:
     """Keep on disk what only memory holds: the usage and the table."""
-    await parts.shipper.spool_usage()
-    await parts.follower.persist()
+    for keep in (parts.shipper.spool_usage, parts.follower.persist):
+        try:
+            await keep()
+        except OSError as error:
+            log.error("cannot put away what memory holds", extra={"fields": {"reason": str(error)}})
 
 
 async def _alive() -> None:
