@@ -1,4 +1,4 @@
-"""The functions of `kernels.c` on tensors. They check nothing: their callers in `layers` do.
+"""The functions of the C files here on tensors. They check nothing: their callers in `layers` do.
 
 Each takes fp32 tensors on the CPU that lie row behind row. A library is used only once its products
 have been held against torch's.
@@ -22,6 +22,9 @@ TILE_ROWS: Final = 16
 GROUP_WEIGHTS: Final = 32
 LANES: Final = 16
 """Heads are whole numbers of these."""
+HEAD_DIM_MAX: Final = 256
+PIECE_TOKENS: Final = 16
+"""Attention goes through the keys once for so many neighbouring tokens, and all heads of each."""
 _ERROR_MAX: Final = 1e-3
 _TYPES: Final = {"p": c_void_p, "n": c_int64, "f": c_float}
 _ARGUMENTS: Final = {
@@ -30,7 +33,7 @@ _ARGUMENTS: Final = {
     "gate": "pnnnp",
     "turn": "pnnnppnn",
     "keep": "pnnppnn",
-    "attend": "pnnpnnnpnpnp",
+    "attend": "pnpnnnpnpnnnp",
 }
 _OF_PRODUCTS: Final = {"pack": "pppnnnnp", "read_rows": "pnnnpnp", "multiply": "pnnnpnnp"}
 """What each function takes: pointers, numbers (int64), a float."""
@@ -145,14 +148,13 @@ class Kernels:
         )
 
     def attend(
-        self, mixed: Tensor, heads: int, pages: Tensor, tables: Tensor, spans: Tensor
+        self, mixed: Tensor, heads: int, pages: Tensor, tables: Tensor, pieces: Tensor, window: int
     ) -> Tensor:
-        """Answer the queries of the first rows of `mixed`, as many as there are `spans`."""
-        rows, (_, block_tokens, both, dim) = len(spans), pages.shape
-        answer = torch.empty(rows, heads, dim)
+        """Answer the queries of `mixed`; `layers.attention.Listed` tells what the pieces are."""
+        _, block_tokens, both, dim = pages.shape
+        answer = torch.empty(len(mixed), heads, dim)
         self.library.attend(
             mixed.data_ptr(),
-            rows,
             heads,
             pages.data_ptr(),
             block_tokens,
@@ -160,7 +162,9 @@ class Kernels:
             dim,
             tables.data_ptr(),
             tables.shape[1],
-            spans.data_ptr(),
+            pieces.data_ptr(),
+            len(pieces),
+            window,
             torch.get_num_threads(),
             answer.data_ptr(),
         )
