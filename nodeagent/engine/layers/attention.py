@@ -8,13 +8,13 @@ keys and values are read once per KV head and never repeated.
 import math
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from nodeagent.engine.layers.kv_format import KvFormat
 from nodeagent.engine.native.kernels import HEAD_DIM_MAX, LANES, kernels_for
+from nodeagent.engine.native.memory import lasting
 
 
 class LayerKV:
@@ -64,13 +64,8 @@ class LayerKV:
 def _zeroed(shape: tuple[int, ...], device: str, dtype: torch.dtype) -> Tensor:
     if device != "cpu":
         return torch.zeros(shape, device=device, dtype=dtype)
-    # numpy asks the system for pages that it zeroes when they are first touched; torch would write
-    # every one of them before the first request.
-    return (
-        torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8))
-        .view(dtype)
-        .view(shape)
-    )
+    # The system zeroes it when it is first touched; torch would before the first request.
+    return lasting(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
 
 
 @dataclass(frozen=True, slots=True)

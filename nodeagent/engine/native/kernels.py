@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from nodeagent.engine.native.building import NoKernels, built
+from nodeagent.engine.native.memory import Room
 
 log = logging.getLogger(__name__)
 
@@ -42,13 +43,13 @@ _OF_PRODUCTS: Final = {"pack": "pppnnnnp", "read_rows": "pnnnpnp", "multiply": "
 class PackedMatrix:
     """A matrix of four-bit or eight-bit numbers in groups of 32, as `multiply` reads it."""
 
-    def __init__(self, library: ctypes.CDLL, bits: int, rows: int, columns: int) -> None:
+    def __init__(
+        self, library: ctypes.CDLL, room: Room, bits: int, rows: int, columns: int
+    ) -> None:
         group_bytes = GROUP_WEIGHTS * TILE_ROWS * bits // 8 + 4 * TILE_ROWS
         self.rows = rows
         self._library = library
-        self.packed = torch.empty(
-            rows // TILE_ROWS * (columns // GROUP_WEIGHTS) * group_bytes, dtype=torch.uint8
-        )
+        self.packed = room.take(rows // TILE_ROWS * (columns // GROUP_WEIGHTS) * group_bytes)
         self._arguments = (self.packed.data_ptr(), bits, rows, columns)
 
     def fill(self, numbers: Tensor, scales: Tensor, offsets: Tensor) -> None:
@@ -90,6 +91,7 @@ class Kernels:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.library = library
+        self._room = Room()
         for name, kinds in _ARGUMENTS.items():
             function = getattr(library, name)
             function.argtypes = [_TYPES[kind] for kind in kinds]
@@ -104,7 +106,7 @@ class Kernels:
 
     def pack(self, bits: int, numbers: Tensor, scales: Tensor, offsets: Tensor) -> PackedMatrix:
         """Return the matrix of `numbers` [rows, columns], a scale and an offset for each group."""
-        matrix = PackedMatrix(self.library, bits, *numbers.shape)
+        matrix = PackedMatrix(self.library, self._room, bits, *numbers.shape)
         matrix.fill(numbers, scales, offsets)
         return matrix
 
