@@ -1,4 +1,4 @@
-"""The functions of `kernels.c` on tensors. They check nothing: their callers in `layers` do.
+"""The functions of the C files here on tensors. They check nothing: their callers in `layers` do.
 
 Each takes fp32 tensors on the CPU that lie row behind row. A library is used only once its products
 have been held against torch's.
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from nodeagent.engine.native.building import NoKernels, built
+from nodeagent.engine.native.memory import Room
 
 log = logging.getLogger(__name__)
 
@@ -22,6 +23,9 @@ TILE_ROWS: Final = 16
 GROUP_WEIGHTS: Final = 32
 LANES: Final = 16
 """Heads are whole numbers of these."""
+HEAD_DIM_MAX: Final = 256
+PIECE_TOKENS: Final = 16
+"""Attention goes through the keys once for so many neighbouring tokens, and all heads of each."""
 _ERROR_MAX: Final = 1e-3
 _TYPES: Final = {"p": c_void_p, "n": c_int64, "f": c_float}
 _ARGUMENTS: Final = {
@@ -30,7 +34,7 @@ _ARGUMENTS: Final = {
     "gate": "pnnnp",
     "turn": "pnnnppnn",
     "keep": "pnnppnn",
-    "attend": "pnnpnnnpnpnp",
+    "attend": "pnpnnnpnpnnnp",
 }
 _OF_PRODUCTS: Final = {"pack": "pppnnnnp", "read_rows": "pnnnpnp", "multiply": "pnnnpnnp"}
 """What each function takes: pointers, numbers (int64), a float."""
@@ -39,13 +43,13 @@ _OF_PRODUCTS: Final = {"pack": "pppnnnnp", "read_rows": "pnnnpnp", "multiply": "
 class PackedMatrix:
     """A matrix of four-bit or eight-bit numbers in groups of 32, as `multiply` reads it."""
 
-    def __init__(self, library: ctypes.CDLL, bits: int, rows: int, columns: int) -> None:
+    def __init__(
+        self, library: ctypes.CDLL, room: Room, bits: int, rows: int, columns: int
+    ) -> None:
         group_bytes = GROUP_WEIGHTS * TILE_ROWS * bits // 8 + 4 * TILE_ROWS
         self.rows = rows
         self._library = library
-        self.packed = torch.empty(
-            rows // TILE_ROWS * (columns // GROUP_WEIGHTS) * group_bytes, dtype=torch.uint8
-        )
+        self.packed = room.take(rows // TILE_ROWS * (columns // GROUP_WEIGHTS) * group_bytes)
         self._arguments = (self.packed.data_ptr(), bits, rows, columns)
 
     def fill(self, numbers: Tensor, scales: Tensor, offsets: Tensor) -> None:
@@ -87,6 +91,7 @@ class Kernels:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.library = library
+        self._room = Room()
         for name, kinds in _ARGUMENTS.items():
             function = getattr(library, name)
             function.argtypes = [_TYPES[kind] for kind in kinds]
@@ -101,7 +106,7 @@ class Kernels:
 
     def pack(self, bits: int, numbers: Tensor, scales: Tensor, offsets: Tensor) -> PackedMatrix:
         """Return the matrix of `numbers` [rows, columns], a scale and an offset for each group."""
-        matrix = PackedMatrix(self.library, bits, *numbers.shape)
+        matrix = PackedMatrix(self.library, self._room, bits, *numbers.shape)
         matrix.fill(numbers, scales, offsets)
         return matrix
 
@@ -145,14 +150,13 @@ class Kernels:
         )
 
     def attend(
-        self, mixed: Tensor, heads: int, pages: Tensor, tables: Tensor, spans: Tensor
+        self, mixed: Tensor, heads: int, pages: Tensor, tables: Tensor, pieces: Tensor, window: int
     ) -> Tensor:
-        """Answer the queries of the first rows of `mixed`, as many as there are `spans`."""
-        rows, (_, block_tokens, both, dim) = len(spans), pages.shape
-        answer = torch.empty(rows, heads, dim)
+        """Answer the queries of `mixed`; `layers.attention.Listed` tells what the pieces are."""
+        _, block_tokens, both, dim = pages.shape
+        answer = torch.empty(len(mixed), heads, dim)
         self.library.attend(
             mixed.data_ptr(),
-            rows,
             heads,
             pages.data_ptr(),
             block_tokens,
@@ -160,7 +164,9 @@ class Kernels:
             dim,
             tables.data_ptr(),
             tables.shape[1],
-            spans.data_ptr(),
+            pieces.data_ptr(),
+            len(pieces),
+            window,
             torch.get_num_threads(),
             answer.data_ptr(),
         )
