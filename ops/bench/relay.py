@@ -81,10 +81,14 @@ def contestants(peers: Path, folder: Path) -> list[Contestant]:
     """Return ours, and whichever peers are installed."""
     target = f"http://127.0.0.1:{BACKEND_PORT}"
     found = []
-    for port, name, tree in ((18102, "isochrone", ROOT), (18103, "isochrone, compiled", COMPILED)):
+    for port, name, tree, processes in (
+        (18102, "isochrone", ROOT, 1),
+        (18103, "isochrone, compiled", COMPILED, 1),
+        (18104, "isochrone, compiled, one a core", COMPILED, os.cpu_count() or 1),
+    ):
         if tree.exists():
-            ports = [str(port), str(BACKEND_PORT)]
-            ours = [sys.executable, "-m", "ops.bench.bench_router", *ports, str(folder / name)]
+            ours = [sys.executable, "-m", "ops.bench.bench_router", str(port), str(BACKEND_PORT)]
+            ours += [str(folder / str(port)), str(processes)]
             found.append(Contestant(name, port, ours, tree, is_ours=True))
     for number, (name, venv, module, policy) in enumerate(
         (
