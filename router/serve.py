@@ -348,8 +348,8 @@ class Corridor:
             client.begin(200, "text/event-stream; charset=utf-8", extra)
             await self._flow(journey, client)
             journey.outcome = Outcome.COMPLETE
-        except AttemptFailed as error:
-            told = ApiError(ErrorCode.UPSTREAM, f"cannot go on with this answer: {error}")
+        except AttemptFailed as failure:
+            told = ApiError(ErrorCode.UPSTREAM, f"cannot go on with this answer: {failure}")
             client.send(asked.error_event(told))
         except ApiError as error:
             client.send(asked.error_event(error))
