@@ -277,6 +277,9 @@ class Fleet:
         await self.processes.stop(name)
 
     async def down(self) -> None:
+        for name in self.processes.ended():
+            # Shown by pytest where a test failed.
+            print(f"{name} ended by itself:\n{self.processes.tail(name)}")
         await self.processes.stop_all(lambda names: None)
         mark = str(self.folder).encode()
         for path in Path("/proc").glob("[0-9]*/cmdline"):
