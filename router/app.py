@@ -172,7 +172,7 @@ class Parts:
         self.metrics.build_info.labels(**build.facts()).set(1)
         self.gate = Gate(config.processes or 1)
         self.stopping = asyncio.Event()
-        self.fleet = Fleet(identity.pop, clock)
+        self.fleet = Fleet(identity.pop, clock, boot_id)
         self.recorder = Recorder(identity.pop, self.metrics, clock, Journal(state / "journal"))
         context = tls.client_context(identity) if config.node_tls else None
         self.deadlines = Deadlines(clock)
