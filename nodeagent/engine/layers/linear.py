@@ -7,8 +7,9 @@ A model asks `Weights` for a `Linear` and never sees a layout. The kinds, with w
 - `Blocked`: oneDNN's layout of a float matrix, made once, where torch would otherwise rearrange
   the matrix in every step. In fp32 the same products in another order of summation.
 - `Half`: fp16 rows, multiplied in fp32 by FBGEMM: half the bytes of fp32 at an error of 2^-11.
-- `Native`: the four or eight bits, scales and offsets of a GGUF file by our own kernels, with an
-  error of 2^-16: no second copy, and a third of `FourBit`'s time. Where those can be built.
+- `Native`: by our own kernels, where those can be built. The four or eight bits, scales and offsets
+  of a GGUF file, with an error of 2^-16: no second copy, and a third of `FourBit`'s time. Floats of
+  16 or 32 bits as their file has them, exactly.
 - `FourBit`: the same four bits by torch's kernel. For few rows they are multiplied as they lie; for
   more, a bf16 copy is faster and is kept beside them.
 """
@@ -23,7 +24,8 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from nodeagent.engine.native.kernels import GROUP_WEIGHTS as GROUP_WEIGHTS
-from nodeagent.engine.native.kernels import TILE_ROWS, Kernels, kernels
+from nodeagent.engine.native.kernels import TILE_ROWS as TILE_ROWS
+from nodeagent.engine.native.kernels import Matrix, kernels
 
 _FOUR_BIT_ROWS_MAX: Final = 4
 """Above so many rows, reading bf16 once costs less than unpacking four bits for each row."""
@@ -40,6 +42,7 @@ class Keeping(StrEnum):
     BLOCKED = "blocked"
     PACKED = "packed"
     NATIVE = "native"
+    TILED = "tiled"
 
     @property
     def as_filed(self) -> bool:
@@ -150,16 +153,16 @@ class FourBit:
 class Native:
     """The file's own numbers by our own kernel: products as exact as the file."""
 
-    def __init__(self, groups: Groups, kernels: Kernels) -> None:
-        self._matrix = kernels.pack(groups.bits, groups.numbers, groups.scales, groups.offsets)
+    def __init__(self, matrix: Matrix) -> None:
+        self.matrix = matrix
 
     def __call__(self, x: Tensor) -> Tensor:
         """Multiply."""
-        return self._matrix.multiply(x)
+        return self.matrix.multiply(x)
 
     def __getitem__(self, rows: Tensor) -> Tensor:
         """Return `rows` of the matrix, as a table of embeddings is read."""
-        return self._matrix.read(rows)
+        return self.matrix.read(rows)
 
 
 def choose(device: str, dtype: torch.dtype, quantised: bool) -> tuple[Keeping, str]:
@@ -171,6 +174,8 @@ def choose(device: str, dtype: torch.dtype, quantised: bool) -> tuple[Keeping, s
         return Keeping.PLAIN, f"no kernel for another layout of {dtype} is here"
     if quantised and dtype is torch.float32 and multiplies_natively():
         return Keeping.NATIVE, "quantised products were asked for; our own kernels are built"
+    if not quantised and dtype is torch.float32 and multiplies_natively():
+        return Keeping.TILED, "our own kernels read floats as their file has them"
     fbgemm = "fbgemm" in torch.backends.quantized.supported_engines
     if quantised and fbgemm and dtype is torch.float32:
         return Keeping.PACKED, "quantised products were asked for, and their kernels are here"
@@ -200,7 +205,14 @@ def native(groups: Groups, keeping: Keeping) -> Native | None:
     own = kernels() if keeping is Keeping.NATIVE else None
     if own is None or groups.numbers.shape[0] % TILE_ROWS:
         return None
-    return Native(groups, own)
+    return Native(own.pack(groups.bits, groups.numbers, groups.scales, groups.offsets))
+
+
+def tiled(parts: Sequence[Tensor]) -> Native:
+    """Return the product by `parts`, one below the other, each of whole tiles of rows."""
+    own = kernels()
+    assert own is not None
+    return Native(own.tile(parts))
 
 
 def _by_torch(groups: Groups) -> Linear:

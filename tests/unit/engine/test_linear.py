@@ -25,10 +25,15 @@ from nodeagent.engine.layers.linear import (
     keep_groups,
     multiplies_natively,
     native,
+    tiled,
 )
 
 ROWS, COLUMNS = 192, 256
 HEADS = 4
+
+
+def chance(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def some_groups(seed: int) -> Groups:
@@ -75,6 +80,26 @@ def test_our_own_kernel_is_as_exact_as_the_file(groups: Groups, rows: int) -> No
 
 
 @needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("rows", [1, 2, 7, 23])
+def test_floats_are_multiplied_as_their_file_has_them(dtype: torch.dtype, rows: int) -> None:
+    parts = [chance(count, 61, seed=count).to(dtype) for count in (48, 16)]
+    weight = torch.cat(parts).float()
+    product = tiled(parts)
+    assert error(product, weight, rows) < 1e-6
+    wanted = torch.tensor([63, 0, 50, 17])
+    assert torch.equal(product[wanted], weight[wanted])
+    with pytest.raises(IndexError, match="there are 64"):
+        product[torch.tensor([-1])]
+
+
+@needs_kernels
+def test_floats_of_several_kinds_are_multiplied_in_fp32() -> None:
+    parts = [chance(16, 64, seed=1), chance(16, 64, seed=2).half(), chance(16, 64, seed=3).double()]
+    assert error(tiled(parts), torch.cat([part.float() for part in parts]), 3) < 1e-6
+
+
+@needs_kernels
 def test_what_is_no_number_stays_none_and_harms_no_other_row() -> None:
     product = keep_groups(some_groups(1), Keeping.NATIVE)
     x = torch.ones(3, COLUMNS)
@@ -110,7 +135,9 @@ def test_what_no_kernel_serves_is_kept_otherwise() -> None:
     assert isinstance(keep(torch.ones(8, 8), Keeping.BLOCKED), Plain)
     assert choose("cuda:0", torch.bfloat16, quantised=True)[0] is Keeping.PLAIN
     assert choose("cpu", torch.float16, quantised=True)[0] is Keeping.PLAIN
-    assert choose("cpu", torch.float32, quantised=False)[0] is Keeping.BLOCKED
+    tiles = Keeping.TILED if multiplies_natively() else Keeping.BLOCKED
+    assert choose("cpu", torch.float32, quantised=False)[0] is tiles
+    assert choose("cpu", torch.bfloat16, quantised=False)[0] is Keeping.BLOCKED
 
 
 @pytest.mark.parametrize("kind", [GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q4_1])
