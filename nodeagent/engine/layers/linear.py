@@ -14,8 +14,8 @@ A model asks `Weights` for a `Linear` and never sees a layout. The kinds, with w
   more, a bf16 copy is faster and is kept beside them.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Final, Protocol
 
@@ -72,15 +72,37 @@ class Groups:
         )
 
 
-def join(parts: Sequence[Groups]) -> Groups:
+@dataclass(frozen=True, slots=True)
+class Filed:
+    """The same as the blocks of a GGUF file, which our own kernels take as they are."""
+
+    parts: tuple[Tensor, ...]
+    """[rows, bytes of a row] each, one below the other."""
+    columns: int
+    layout: str
+    """One of `BLOCK_LAYOUTS`."""
+    unpack: Callable[[Tensor], Groups]
+
+    def groups(self) -> Groups:
+        """Return what is in the blocks."""
+        return self.unpack(torch.cat(self.parts))
+
+
+def join(parts: Sequence[Groups | Filed]) -> Groups | Filed:
     """Return `parts` one below the other."""
+    first = parts[0]
     if len(parts) == 1:
-        return parts[0]
+        return first
+    filed = [part for part in parts if isinstance(part, Filed)]
+    alike = len(filed) == len(parts) and len({part.layout for part in filed}) == 1
+    if isinstance(first, Filed) and alike:
+        return replace(first, parts=tuple(one for part in filed for one in part.parts))
+    groups = [part.groups() if isinstance(part, Filed) else part for part in parts]
     return Groups(
-        torch.cat([part.numbers for part in parts]),
-        torch.cat([part.scales for part in parts]),
-        torch.cat([part.offsets for part in parts]),
-        max(part.bits for part in parts),
+        torch.cat([part.numbers for part in groups]),
+        torch.cat([part.scales for part in groups]),
+        torch.cat([part.offsets for part in groups]),
+        max(part.bits for part in groups),
     )
 
 
@@ -195,15 +217,21 @@ def keep(weight: Tensor, keeping: Keeping) -> Linear:
     return Blocked(weight.bfloat16() if keeping.as_filed else weight)
 
 
-def keep_groups(groups: Groups, keeping: Keeping) -> Linear:
+def keep_groups(groups: Groups | Filed, keeping: Keeping) -> Linear:
     """Return the product by a matrix whose file keeps it in groups."""
     return native(groups, keeping) or _by_torch(groups)
 
 
-def native(groups: Groups, keeping: Keeping) -> Native | None:
+def native(groups: Groups | Filed, keeping: Keeping) -> Native | None:
     """Return the product by our own kernel; None where that is not for this matrix."""
     own = kernels() if keeping is Keeping.NATIVE else None
-    if own is None or groups.numbers.shape[0] % TILE_ROWS:
+    if own is None:
+        return None
+    if isinstance(groups, Filed):
+        if any(len(part) % TILE_ROWS for part in groups.parts):
+            return None
+        return Native(own.pack_blocks(groups.parts, groups.layout, groups.columns))
+    if groups.numbers.shape[0] % TILE_ROWS:
         return None
     return Native(own.pack(groups.bits, groups.numbers, groups.scales, groups.offsets))
 
@@ -215,7 +243,9 @@ def tiled(parts: Sequence[Tensor]) -> Native:
     return Native(own.tile(parts))
 
 
-def _by_torch(groups: Groups) -> Linear:
+def _by_torch(groups: Groups | Filed) -> Linear:
+    if isinstance(groups, Filed):
+        groups = groups.groups()
     if groups.bits != 4 or groups.numbers.shape[0] % _FOUR_BIT_MULTIPLE:
         return keep(groups.wide(), Keeping.PACKED)
     return FourBit(groups)

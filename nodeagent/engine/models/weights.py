@@ -8,6 +8,7 @@ from torch import Tensor
 
 from nodeagent.engine.layers.linear import (
     TILE_ROWS,
+    Filed,
     Groups,
     Half,
     Keeping,
@@ -38,7 +39,9 @@ class WeightSource(Protocol):
         """Read one weight in the dtype it is stored in, or fp32 where it is stored quantised."""
         ...
 
-    def groups(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> Groups | None:
+    def groups(
+        self, name: str, shape: tuple[int, ...], cut: Cut | None = None
+    ) -> Groups | Filed | None:
         """Read one matrix as its file quantises it; None where that is not in groups of 32."""
         ...
 
@@ -123,7 +126,7 @@ class Weights:
         """Return the product as the file packs it; None where not all of it is packed alike."""
         if not self.keeping.as_filed:
             return None
-        groups: list[Groups] = []
+        groups: list[Groups | Filed] = []
         for name, rows in parts.items():
             part = self.source.groups(f"{prefix}{name}", (rows, columns))
             if part is None:
@@ -166,7 +169,9 @@ class Survey:
         """Ask the source."""
         self._source.check(name, shape, cut)
 
-    def groups(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> Groups | None:
+    def groups(
+        self, name: str, shape: tuple[int, ...], cut: Cut | None = None
+    ) -> Groups | Filed | None:
         """Nothing is packed without memory."""
         return None
 

@@ -39,6 +39,7 @@ _ARGUMENTS: Final = {
 }
 _OF_PRODUCTS: Final = {
     "pack": "pppnnnnp",
+    "pack_blocks": "pnnnnp",
     "read_rows": "pnnnpnp",
     "multiply": "pnnnpnnp",
     "pack_floats": "pnnnnp",
@@ -46,6 +47,8 @@ _OF_PRODUCTS: Final = {
     "multiply_floats": "pnnnpnnp",
 }
 """What each function takes: pointers, numbers (int64), a float."""
+BLOCK_LAYOUTS: Final = ("Q4_0", "Q4_1", "Q8_0")
+"""GGUF's names of the blocks that are packed as they are."""
 _KINDS: Final = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 
 
@@ -73,7 +76,8 @@ class PackedMatrix:
         group_bytes = GROUP_WEIGHTS * TILE_ROWS * bits // 8 + 4 * TILE_ROWS
         self.rows = rows
         self._library = library
-        self.packed = room.take(rows // TILE_ROWS * (columns // GROUP_WEIGHTS) * group_bytes)
+        self._tile_bytes = columns // GROUP_WEIGHTS * group_bytes
+        self.packed = room.take(rows // TILE_ROWS * self._tile_bytes)
         self.arguments = (self.packed.data_ptr(), bits, rows, columns)
 
     def fill(self, numbers: Tensor, scales: Tensor, offsets: Tensor) -> None:
@@ -87,6 +91,19 @@ class PackedMatrix:
             columns,
             torch.get_num_threads(),
             self.packed.data_ptr(),
+        )
+
+    def fill_blocks(self, at: int, blocks: Tensor, layout: str) -> None:
+        """Take the rows from `at` on as the blocks of a GGUF file: [rows, bytes]."""
+        place, _, _, columns = self.arguments
+        blocks = blocks.contiguous()
+        self._library.pack_blocks(
+            blocks.data_ptr(),
+            BLOCK_LAYOUTS.index(layout),
+            len(blocks),
+            columns,
+            torch.get_num_threads(),
+            place + at // TILE_ROWS * self._tile_bytes,
         )
 
     def multiply(self, x: Tensor) -> Tensor:
@@ -177,6 +194,17 @@ class Kernels:
         """Return the matrix of `numbers` [rows, columns], a scale and an offset for each group."""
         matrix = PackedMatrix(self.library, self._room, bits, *numbers.shape)
         matrix.fill(numbers, scales, offsets)
+        return matrix
+
+    def pack_blocks(self, parts: Sequence[Tensor], layout: str, columns: int) -> PackedMatrix:
+        """Return the matrix of a GGUF file's blocks [whole tiles of rows, bytes], one part below
+        the other."""
+        bits, rows = 8 if layout == "Q8_0" else 4, sum(len(part) for part in parts)
+        matrix = PackedMatrix(self.library, self._room, bits, rows, columns)
+        at = 0
+        for part in parts:
+            matrix.fill_blocks(at, part, layout)
+            at += len(part)
         return matrix
 
     def tile(self, parts: Sequence[Tensor]) -> FloatMatrix:

@@ -124,8 +124,10 @@ def test_each_keeps_its_tolerance(rows: int) -> None:
 def test_four_bits_joined_are_one_below_the_other() -> None:
     one, other = some_groups(1), some_groups(2)
     weight = torch.cat((one.wide(), other.wide()))
-    assert torch.equal(join([one, other]).wide(), weight)
-    assert error(keep_groups(join([one, other]), Keeping.PACKED), weight, 2) < 1e-2
+    joined = join([one, other])
+    assert isinstance(joined, Groups)
+    assert torch.equal(joined.wide(), weight)
+    assert error(keep_groups(joined, Keeping.PACKED), weight, 2) < 1e-2
 
 
 def test_what_no_kernel_serves_is_kept_otherwise() -> None:
@@ -140,8 +142,10 @@ def test_what_no_kernel_serves_is_kept_otherwise() -> None:
     assert choose("cpu", torch.bfloat16, quantised=False)[0] is Keeping.BLOCKED
 
 
-@pytest.mark.parametrize("kind", [GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q4_1])
-def test_a_gguf_files_four_bits_are_read_as_they_are(
+@pytest.mark.parametrize(
+    "kind", [GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q4_1, GGMLQuantizationType.Q8_0]
+)
+def test_a_gguf_files_groups_are_read_as_they_are(
     tmp_path: Path, kind: GGMLQuantizationType
 ) -> None:
     path = tmp_path / "m.gguf"
@@ -176,7 +180,15 @@ def test_a_gguf_files_four_bits_are_read_as_they_are(
         ):
             groups = file.groups(name, shape)
             assert groups is not None
-            torch.testing.assert_close(groups.wide(), file.tensor(name, shape))
+            wide = groups.groups().wide()
+            torch.testing.assert_close(wide, file.tensor(name, shape))
+            if multiplies_natively():
+                both = native(join([groups, groups]), Keeping.NATIVE)
+                assert both is not None
+                wanted = torch.tensor([0, 31, COLUMNS + 5])
+                torch.testing.assert_close(
+                    both[wanted], torch.cat((wide, wide))[wanted], atol=1e-3, rtol=1e-3
+                )
         assert file.groups("model.embed_tokens.weight", (32, COLUMNS)) is None
     finally:
         file.close()
