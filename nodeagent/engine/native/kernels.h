@@ -46,4 +46,21 @@ INLINED lanes power_of_two(lanes x) {
     return near * (lanes)(((places)sum - (places)rounding + 127) << 23);
 }
 
+void normalise(const float *x, const float *weight, float epsilon, int64_t rows, int64_t columns,
+               int64_t threads, float *out);
+void gate(const float *x, int64_t rows, int64_t columns, int64_t threads, float *out);
+void turn(float *x, int64_t stride, int64_t heads, int64_t dim, const float *cos, const float *sin,
+          int64_t rows, int64_t threads);
+void keep(const float *mixed, int64_t rows, int64_t heads, const int64_t *slots, float *pages,
+          int64_t kv_heads, int64_t dim);
+void attend(const float *mixed, int64_t heads, const float *slots, int64_t block_tokens,
+            int64_t kv_heads, int64_t dim, const int64_t *tables, int64_t width,
+            const int64_t *pieces, int64_t count, int64_t window, int64_t threads, float *out);
+
+/* Where the processor can. */
+int64_t multiply(const uint8_t *packed, int64_t bits, int64_t rows, int64_t columns, const float *x,
+                 int64_t count, int64_t threads, float *out);
+void multiply_floats(const uint8_t *packed, int64_t kind, int64_t rows, int64_t columns,
+                     const float *x, int64_t count, int64_t threads, float *out);
+
 #endif

@@ -57,6 +57,45 @@ void pack(const uint8_t *numbers, const float *scales, const float *offsets, int
         }
 }
 
+/* The same from the blocks of a GGUF file: [rows, columns / 32], each a scale, an offset in Q4_1
+ * alone, and the numbers. Four bits lie there as they lie here, byte by byte. */
+enum layout { Q4_0, Q4_1, Q8_0 };
+
+INLINED void pack_block(const enum layout layout, const uint8_t *from, int64_t row, uint8_t *to) {
+    int64_t words = layout == Q8_0 ? GROUP / 4 : GROUP / 8;
+    uint16_t *halves = (uint16_t *)(to + words * LINE), scale;
+    memcpy(&scale, from, sizeof(scale));
+    halves[row] = scale;
+    if (layout == Q4_1)
+        memcpy(halves + TILE + row, from + 2, sizeof(scale));
+    else
+        halves[TILE + row] = _cvtss_sh((layout == Q8_0 ? -128 : -8) * _cvtsh_ss(scale), 0);
+    from += layout == Q4_1 ? 4 : 2;
+    for (int64_t word = 0; word < words; word++) {
+        uint32_t numbers;
+        memcpy(&numbers, from + 4 * word, sizeof(numbers));
+        /* Counted from the least: without a sign. */
+        if (layout == Q8_0) numbers ^= 0x80808080u;
+        memcpy(to + word * LINE + 4 * row, &numbers, sizeof(numbers));
+    }
+}
+
+void pack_blocks(const uint8_t *blocks, int64_t layout, int64_t rows, int64_t columns,
+                 int64_t threads, uint8_t *out) {
+    int64_t groups = columns / GROUP, bytes = group_bytes(layout == Q8_0 ? 8 : 4);
+    int64_t block_bytes = layout == Q8_0 ? 34 : layout == Q4_1 ? 20 : 18;
+#pragma omp parallel for num_threads(threads)
+    for (int64_t tile = 0; tile < rows / TILE; tile++)
+        for (int64_t at = 0; at < TILE * groups; at++) {
+            int64_t group = at / TILE, row = at % TILE;
+            const uint8_t *from = blocks + ((tile * TILE + row) * groups + group) * block_bytes;
+            uint8_t *to = out + (tile * groups + group) * bytes;
+            if (layout == Q4_0) pack_block(Q4_0, from, row, to);
+            if (layout == Q4_1) pack_block(Q4_1, from, row, to);
+            if (layout == Q8_0) pack_block(Q8_0, from, row, to);
+        }
+}
+
 /* A row of x: for each group 32 high bytes and 32 low ones; scales; scaled sums. */
 static void round_row(const float *x, int64_t groups, int8_t *bytes, float *scales, float *sums) {
     for (int64_t group = 0; group < groups; group++, x += GROUP, bytes += 2 * GROUP) {
