@@ -8,8 +8,8 @@ said, and only where none can is the client told in words.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping, Set
-from typing import Final, Protocol
+from collections.abc import Callable, Set
+from typing import Final
 
 from isochrone.wire import headers
 from isochrone.wire.errors import ApiError, ErrorCode
