@@ -27,18 +27,22 @@ FAR_MS: Final = 100.0
 
 
 class Prices(NamedTuple):
-    """What a seat costs, what a GiB of it costs, and how distance counts."""
+    """What a seat costs, what a GiB of it costs, and how distance counts.
+
+    A distance counts `times` over: so much less do starts count beside it, whose price stays.
+    """
 
     hold: float = score.HOLD
     hold_per_gib: float = score.HOLD_PER_GIB
     bend: float = 0.0
     step_ms: float = 0.0
+    times: float = 1.0
 
     def shaped(self, ms: Floats) -> Floats:
         """Return what distances count."""
         if self.step_ms:
-            return np.where(ms <= self.step_ms, 0.0, FAR_MS) + ms / FAR_MS
-        return ms + self.bend * np.maximum(0.0, ms - BENT_AT_MS)
+            return self.times * (np.where(ms <= self.step_ms, 0.0, FAR_MS) + ms / FAR_MS)
+        return self.times * (ms + self.bend * np.maximum(0.0, ms - BENT_AT_MS))
 
 
 SWEEP: Final = (
@@ -50,12 +54,12 @@ SWEEP: Final = (
     Prices(hold=20.0, bend=8.0),
     Prices(bend=8.0),
     Prices(hold=5.0, bend=8.0),
-    Prices(hold_per_gib=2.0, bend=8.0),
-    Prices(hold=5.0, hold_per_gib=3.0, bend=8.0),
     Prices(hold=1.0, hold_per_gib=1.0, step_ms=21.4),
-    Prices(hold=1.0, hold_per_gib=2.0, step_ms=21.4),
-    Prices(hold=1.0, hold_per_gib=4.0, step_ms=21.4),
-    Prices(hold=1.0, hold_per_gib=2.0, step_ms=30.0),
+    Prices(hold=0.0, hold_per_gib=10.0, step_ms=21.4, times=10.0),
+    Prices(hold=0.0, hold_per_gib=20.0, step_ms=21.4, times=10.0),
+    Prices(hold=0.0, hold_per_gib=5.0, times=5.0),
+    Prices(hold=0.0, hold_per_gib=10.0, bend=2.0, times=5.0),
+    Prices(hold=0.0, hold_per_gib=20.0, bend=8.0, times=5.0),
 )
 
 
