@@ -139,7 +139,7 @@ async def test_one_nodes_number_does_not_spoil_the_pulses_of_all(pool: Pool) -> 
         Pulse(node_id=NodeId(name), boot_id=BootId("b"), seq=1, generation=Generation(number))
         for name, number in (("n1", 7), ("n2", 2**64 - 1))
     ]
-    async with using(pool) as connection:
+    async with transaction(pool) as connection:
         await record_pulses(connection, pulses)
         assert await connection.fetchval("SELECT generation FROM node") == 7
 
