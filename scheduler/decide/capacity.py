@@ -43,6 +43,10 @@ NODE_HOP_S: Final = 0.002
 
 BATCH_MAX: Final = 512
 
+RATE_MIN: Final = 1e-3
+RATE_MAX: Final = 1e9
+"""Tokens/s: a rate below or beyond is an error in measuring, and what divides by it overflows."""
+
 UNMEASURED: Final = Profile(prefill_tokens_per_s=400.0, decode_tokens_per_s=40.0)
 """Rates assumed where nothing is measured and the class is not known: those of a small model on a
 few CPU cores. A guess too low adds a replica too many, one too high leaves users waiting."""
@@ -149,8 +153,9 @@ def rates_on(
 
 
 def is_measured(profile: Profile) -> bool:
-    """Say whether a profile holds both rates."""
-    return profile.prefill_tokens_per_s > 0 and profile.decode_tokens_per_s > 0
+    """Say whether a profile holds both rates, and such as a replica can have."""
+    rates = profile.prefill_tokens_per_s, profile.decode_tokens_per_s
+    return all(RATE_MIN <= rate <= RATE_MAX for rate in rates)
 
 
 def splits(shape: ModelShape | None, devices: int, nodes: int = 1) -> Iterator[Split]:

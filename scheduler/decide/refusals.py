@@ -1,7 +1,8 @@
 """What cannot be met, in words an operator can act on: each no with its numbers."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 
 from isochrone.wire.ids import NodeId
 from isochrone.wire.model import Deployment, EngineSettings, Model
@@ -66,28 +67,38 @@ def unmet_in(ground: Ground, wish: Wish) -> Iterator[Unmet]:
 
 def _unmet(ground: Ground, wish: Wish, wanted: str, only: str = "") -> Unmet:
     asked = [node for node in ground.nodes.values() if only in ("", node.pop)]
-    refused = [(name, reason) for name, reason in reasons(ground, wish, asked).items() if reason]
+    # No further than is shown: of thousands of nodes each is asked for each such deployment.
+    refused = list(islice(_refused(ground, wish, asked), SHOWN_MAX + 1))
     said = "; ".join(f"{name}: {reason}" for name, reason in refused[:SHOWN_MAX])
-    more = f"; and {len(refused) - SHOWN_MAX} more" if len(refused) > SHOWN_MAX else ""
+    more = f"; and more of {len(asked)} nodes" if len(refused) > SHOWN_MAX else ""
     never = _never(ground, wish)
     reason = f"cannot place a replica ({wanted}): {said or 'there is no node'}{more}"
     return Unmet(deployment_id=wish.name, reason=reason + (f". {never}" if never else ""))
 
 
+def _refused(ground: Ground, wish: Wish, nodes: Sequence[Node]) -> Iterator[tuple[NodeId, str]]:
+    if wish.deployment.engine.nodes > 1:
+        said: Iterable[tuple[NodeId, str]] = reasons(ground, wish, nodes).items()
+    else:
+        said = ((node.node_id, _why_not(ground, wish, node)) for node in nodes)
+    return ((name, reason) for name, reason in said if reason)
+
+
+def _why_not(ground: Ground, wish: Wish, node: Node) -> str:
+    return why_not(
+        node,
+        pop=ground.pops[node.pop],
+        verdict=ground.view.by_node[node.node_id],
+        deployment=wish.deployment,
+        model=wish.model,
+        free=ground.free,
+    )
+
+
 def reasons(ground: Ground, wish: Wish, nodes: Sequence[Node]) -> Mapping[NodeId, str]:
     """Return why each node can hold no replica, or no part of one now; "" where it can."""
     engine = wish.deployment.engine
-    said = {
-        node.node_id: why_not(
-            node,
-            pop=ground.pops[node.pop],
-            verdict=ground.view.by_node[node.node_id],
-            deployment=wish.deployment,
-            model=wish.model,
-            free=ground.free,
-        )
-        for node in nodes
-    }
+    said = {node.node_id: _why_not(ground, wish, node) for node in nodes}
     if engine.nodes == 1:
         return said
     sites = {

@@ -1,4 +1,7 @@
-"""read_cluster(): one consistent picture of the fleet, as the planner reads it."""
+"""read_cluster(): one consistent picture of the fleet, as the planner reads it.
+
+read_fleet(): the same without what only placement asks: demand, distances, weights on their way.
+"""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -57,7 +60,24 @@ async def read_cluster(
     silent_s: Mapping[NodeId, float] | None = None,
     known: KnownNodes | None = None,
 ) -> ClusterState:
-    """Return the picture; the connection is in a REPEATABLE READ transaction.
+    """Return the picture; the connection is in a REPEATABLE READ transaction."""
+    fleet = await read_fleet(connection, acting_for_s=acting_for_s, silent_s=silent_s, known=known)
+    return msgspec.structs.replace(
+        fleet,
+        demand=await _read_demand(connection),
+        distances=await _read_distances(connection),
+        prefetches=await read_prefetches(connection),
+    )
+
+
+async def read_fleet(
+    connection: Connection,
+    *,
+    acting_for_s: float,
+    silent_s: Mapping[NodeId, float] | None = None,
+    known: KnownNodes | None = None,
+) -> ClusterState:
+    """Return what there is, and nothing of what is asked of it.
 
     `silent_s` is what this process itself heard: fresher than the store, which lags by a flush.
     `known` is kept by the caller from one reading to the next.
@@ -78,11 +98,8 @@ async def read_cluster(
         deployments=deployments,
         deleted=deleted,
         placements=await _read_placements(connection, reports),
-        demand=await _read_demand(connection),
-        distances=await _read_distances(connection),
         profiles=await _read_profiles(connection),
         rollouts=await active_rollouts(connection),
-        prefetches=await read_prefetches(connection),
     )
 
 
