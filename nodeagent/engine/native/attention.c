@@ -251,29 +251,47 @@ void keep(const float *mixed, int64_t rows, int64_t heads, const int64_t *slots,
                width * sizeof(float));
 }
 
-/* Answer the queries of `count` pieces: [first row of `mixed`, tokens, place of the first in its
- * blocks, row of `tables` that lists those]. */
-void attend(const float *mixed, int64_t heads, const float *slots, int64_t block_tokens,
-            int64_t kv_heads, int64_t dim, const int64_t *tables, int64_t width,
-            const int64_t *pieces, int64_t count, int64_t window, int64_t threads, float *out) {
-    const struct pages pages = {slots, block_tokens, kv_heads, dim};
-    int64_t together = heads / kv_heads, tokens = 0;
-    for (int64_t at = 0; at < count; at++) tokens += pieces[4 * at + 1] * pieces[4 * at + 2];
-#pragma omp parallel for num_threads(threads) schedule(dynamic) if (tokens * heads * dim > SMALL)
-    for (int64_t at = 0; at < count * kv_heads; at++) {
-        const int64_t *told = pieces + at / kv_heads * 4, kv_head = at % kv_heads;
+/* What all pieces are cut from. */
+struct asked {
+    struct pages pages;
+    const float *mixed;
+    float *out;
+    const int64_t *tables, *pieces;
+    int64_t heads, width, window;
+};
+
+static void attend_pieces(const void *told, int64_t at, int64_t end) {
+    const struct asked *asked = told;
+    int64_t heads = asked->heads, kv_heads = asked->pages.kv_heads, dim = asked->pages.dim;
+    int64_t together = heads / kv_heads;
+    for (; at < end; at++) {
+        const int64_t *cut = asked->pieces + at / kv_heads * 4, kv_head = at % kv_heads;
         const struct piece piece = {
-            .queries = mixed + (told[0] * (heads + 2 * kv_heads) + kv_head * together) * dim,
-            .answers = out + (told[0] * heads + kv_head * together) * dim,
-            .blocks = tables + told[3] * width,
-            .tokens = told[1],
-            .start = told[2],
-            .window = window,
+            .queries = asked->mixed + (cut[0] * (heads + 2 * kv_heads) + kv_head * together) * dim,
+            .answers = asked->out + (cut[0] * heads + kv_head * together) * dim,
+            .blocks = asked->tables + cut[3] * asked->width,
+            .tokens = cut[1],
+            .start = cut[2],
+            .window = asked->window,
             .kv_head = kv_head,
             .heads = together,
             .query_stride = (heads + 2 * kv_heads) * dim,
             .answer_stride = heads * dim,
         };
-        attend_piece(&pages, &piece);
+        attend_piece(&asked->pages, &piece);
     }
+}
+
+/* Answer the queries of `count` pieces: [first row of `mixed`, tokens, place of the first in its
+ * blocks, row of `tables` that lists those]. */
+void attend(const float *mixed, int64_t heads, const float *slots, int64_t block_tokens,
+            int64_t kv_heads, int64_t dim, const int64_t *tables, int64_t width,
+            const int64_t *pieces, int64_t count, int64_t window, int64_t threads, float *out) {
+    const struct asked asked = {{slots, block_tokens, kv_heads, dim}, mixed, out, tables, pieces,
+                                heads, width, window};
+    int64_t pairs = 0;
+    for (int64_t at = 0; at < count; at++) pairs += pieces[4 * at + 1] * (pieces[4 * at + 2] + 1);
+    /* Pieces differ in what they see: each is a portion. */
+    int64_t portions = pairs * heads * dim > SMALL ? count * kv_heads : 1;
+    share(attend_pieces, &asked, count * kv_heads, portions, threads);
 }
