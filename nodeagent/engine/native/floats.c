@@ -82,7 +82,8 @@ INLINED void multiply_tiles(const int tiles, const enum kind kind, const uint8_t
                             int64_t out_stride) {
     if (count == 1) {
         multiply_one(kind, tile, columns, x, out);
-        if (tiles == 2) multiply_one(kind, tile + columns * TILE * bytes_of(kind), columns, x, out + TILE);
+        tile += columns * TILE * bytes_of(kind);
+        if (tiles == 2) multiply_one(kind, tile, columns, x, out + TILE);
         return;
     }
     while (count) {
