@@ -14,6 +14,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from nodeagent.engine.cuda.kernels import DeviceKernels, device_kernels
 from nodeagent.engine.native.building import NoKernels, built
 
 log = logging.getLogger(__name__)
@@ -203,6 +204,9 @@ def kernels() -> Kernels | None:
     return found
 
 
-def kernels_for(x: Tensor) -> Kernels | None:
-    """Return the kernels where they compute on what `x` is: fp32 numbers on the CPU."""
+def kernels_for(x: Tensor) -> Kernels | DeviceKernels | None:
+    """Return the kernels that compute on what `x` is: fp32 numbers on the CPU, or a device's."""
+    own = device_kernels(x)
+    if own is not None:
+        return own
     return kernels() if x.dtype is torch.float32 and x.is_cpu else None
