@@ -1,6 +1,7 @@
 """How a model's weights come to its device: in its dtype, and fused where one product serves."""
 
 import math
+from collections.abc import Iterable
 from typing import Final, Protocol
 
 import torch
@@ -9,6 +10,8 @@ from torch import Tensor
 from nodeagent.engine.checkpoint.stored import Stored
 from nodeagent.engine.cuda.staging import Arrival, staging_for
 from nodeagent.engine.layers.linear import (
+    TILE_ROWS,
+    Filed,
     Groups,
     Half,
     Keeping,
@@ -19,6 +22,7 @@ from nodeagent.engine.layers.linear import (
     keep,
     keep_groups,
     native,
+    tiled,
 )
 from nodeagent.engine.layers.lora import Adapted, Adding
 from nodeagent.engine.parallel.ranks import ALONE, Ranks
@@ -45,7 +49,9 @@ class WeightSource(Protocol):
         """Return where in a file one weight lies in one piece; None where it does not."""
         ...
 
-    def groups(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> Groups | None:
+    def groups(
+        self, name: str, shape: tuple[int, ...], cut: Cut | None = None
+    ) -> Groups | Filed | None:
         """Read one matrix as its file quantises it; None where that is not in groups of 32."""
         ...
 
@@ -115,12 +121,14 @@ class Weights:
         return self.ranks.summed(self.linear_stack("", {name: rows}, columns))
 
     def embedding(self, name: str, *shape: int) -> Table:
-        """Read the table of embeddings; where matrices stay packed, packed or in fp16."""
+        """Read the table of embeddings: as matrices are kept, or in fp16 where they stay packed."""
         if self.keeping is Keeping.NATIVE:
             groups = self.source.groups(name, shape)
             table = None if groups is None else native(groups, self.keeping)
             if table is not None:
                 return table
+        if self._tiles(shape[:1]):
+            return tiled([self.source.tensor(name, shape)])
         wide = self.read(name, *shape)
         return wide.half() if self.keeping.as_filed else wide
 
@@ -132,16 +140,23 @@ class Weights:
 
     def linear_stack(self, prefix: str, parts: dict[str, int], columns: int) -> Linear:
         """Read the matrices `parts` as one to multiply by; ranks hold their rows."""
-        kept = self._packed(prefix, parts, columns) or keep(
-            self.stack(prefix, parts, columns), self.keeping
-        )
+        kept = self._packed(prefix, parts, columns)
+        if kept is None and self._tiles(parts.values()):
+            shapes = {f"{prefix}{name}": (rows, columns) for name, rows in parts.items()}
+            kept = tiled([self.source.tensor(name, shape) for name, shape in shapes.items()])
+        if kept is None:
+            kept = keep(self.stack(prefix, parts, columns), self.keeping)
         return self._adapted(kept, prefix, parts, columns)
+
+    def _tiles(self, rows: Iterable[int]) -> bool:
+        """True where matrices of so many rows are kept in tiles of our own."""
+        return self.keeping is Keeping.TILED and not any(count % TILE_ROWS for count in rows)
 
     def _packed(self, prefix: str, parts: dict[str, int], columns: int) -> Linear | None:
         """Return the product as the file packs it; None where not all of it is packed alike."""
         if not self.keeping.as_filed:
             return None
-        groups: list[Groups] = []
+        groups: list[Groups | Filed] = []
         for name, rows in parts.items():
             part = self.source.groups(f"{prefix}{name}", (rows, columns))
             if part is None:
@@ -190,7 +205,9 @@ class Survey:
         """Nothing is fetched."""
         return
 
-    def groups(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> Groups | None:
+    def groups(
+        self, name: str, shape: tuple[int, ...], cut: Cut | None = None
+    ) -> Groups | Filed | None:
         """Nothing is packed without memory."""
         return None
 
