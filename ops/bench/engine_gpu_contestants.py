@@ -39,7 +39,7 @@ class OursOnDevice(Ours):
             "socket": "unused",
             "device": device,
             "dtype": "fp32" if device == "cpu" else "bf16",
-            "kv_memory_bytes": (1 << 24) if device == "cpu" else 40 << 30,
+            "kv_memory_bytes": (1 << 24) if device == "cpu" else 16 << 30,
             "context_tokens_max": min(self._shape.context_tokens, 4096),
             "sequences_max": sequences_max,
             "batch_tokens_max": _TOKENS_AT_ONCE,
@@ -51,7 +51,9 @@ class OursOnDevice(Ours):
         self._loaded = load(msgspec.convert(values, EngineConfig))
         self._numbers = itertools.count(1)
         self._salt = b""
-        self._packed = False
+
+    def weights_bytes(self) -> int:
+        return self._loaded.weights_bytes
 
 
 class TransformersOnDevice(Transformers):

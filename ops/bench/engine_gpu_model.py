@@ -4,6 +4,7 @@ Random weights cost what trained ones do; only what they answer means nothing.
 """
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -70,6 +71,11 @@ class Plan:
             "model.norm.weight": (wide,),
             "lm_head.weight": (self.vocabulary, wide),
         }
+
+    def read_bytes(self, dtype: torch.dtype) -> int:
+        """Return what one step of decodes reads of the weights: of embeddings only a row each."""
+        sizes = {name: math.prod(shape) for name, shape in self.weights().items()}
+        return (sum(sizes.values()) - sizes["model.embed_tokens.weight"]) * dtype.itemsize
 
 
 LLAMA_8B: Final = Plan(32, 4096, 14_336, 32, 8, 128, 128_256, 8192)

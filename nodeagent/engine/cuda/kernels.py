@@ -6,10 +6,12 @@ Triton is a part of torch's builds for CUDA. Where it cannot be imported, torch'
 import functools
 import logging
 import math
+from subprocess import SubprocessError
 from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.nn.functional import silu
 
 from nodeagent.engine.cuda.layout import Chunked, Paged
 from nodeagent.engine.decide.capture import SPLITS_MAX, splits_of
@@ -206,7 +208,7 @@ def enter(device: str) -> None:
 
 def device_kernels(x: Tensor) -> DeviceKernels | None:
     """Return the kernels where they compute on what `x` is; None where torch's own do."""
-    return _found() if x.device.type in DEVICE_TYPES else None
+    return _found(x.device) if x.device.type in DEVICE_TYPES else None
 
 
 def page_kernels(pages: Tensor) -> DeviceKernels | None:
@@ -222,11 +224,20 @@ def page_kernels(pages: Tensor) -> DeviceKernels | None:
     return device_kernels(pages)
 
 
+def _try(found: DeviceKernels, device: torch.device) -> None:
+    """Run one: Triton needs a C compiler, and a driver that knows what it made."""
+    x = torch.linspace(-2.0, 2.0, 64, device=device).view(2, 32)
+    wanted = silu(x[:, :16]) * x[:, 16:]
+    if not torch.allclose(found.gate(x), wanted, atol=1e-5):
+        raise RuntimeError("they do not compute what torch does")
+
+
 @functools.cache
-def _found() -> DeviceKernels | None:
+def _found(device: torch.device) -> DeviceKernels | None:
     try:
         found = DeviceKernels()
-    except ImportError as error:
+        _try(found, device)
+    except (ImportError, OSError, RuntimeError, SubprocessError) as error:
         log.info("no kernels for this device", extra={"fields": {"because": str(error)}})
         return None
     log.info("kernels for this device", extra={"fields": {"made_by": "Triton"}})
