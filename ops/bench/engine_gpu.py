@@ -282,8 +282,7 @@ def compare(
                 runners.append(start(name, folder, scale))
                 results.weights_bytes[name] = runners[-1].weights_bytes
                 # What is built at first use is no part of any figure.
-                measure(runners[-1], chance, scale, warm := Results(results.machine))
-                del warm
+                measure(runners[-1], chance, scale, Results(results.machine))
             except (RuntimeError, OSError) as error:
                 results.failed[name] = str(error)
                 runners = [runner for runner in runners if runner.name != name]
@@ -322,8 +321,11 @@ def main() -> None:
     make_room(scale.device)
     results = Results(machine_of(scale))
     print(json.dumps(results.machine), flush=True)
-    measure_cold(arguments.folder, scale, results)
-    print(f"\n{cold_table(arguments.folder, results)}\n", flush=True)
+    try:
+        measure_cold(arguments.folder, scale, results)
+        print(f"\n{cold_table(arguments.folder, results)}\n", flush=True)
+    except (RuntimeError, OSError) as error:
+        results.failed["cold start"] = str(error)
     for group in (GROUPS[0] + ASKED_FOR, *GROUPS[1:]):
         taking_part = [name for name in group if name in names]
         compare(taking_part, arguments.folder, scale, results, arguments.out)

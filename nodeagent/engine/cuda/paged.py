@@ -51,40 +51,35 @@ def attend_decodes(
         mask=real,
         other=0.0,
     )
-    best = tl.full([GROUP_WIDE], -float("inf"), tl.float32)
-    total = tl.zeros([GROUP_WIDE], tl.float32)
-    answer = tl.zeros([GROUP_WIDE, DIM_WIDE], tl.float32)
+    best, total = (
+        tl.full([GROUP_WIDE], -float("inf"), tl.float32),
+        tl.zeros([GROUP_WIDE], tl.float32),
+    )
+    sums = tl.zeros([GROUP_WIDE, DIM_WIDE], tl.float32)
     for begin in range(start, stop, TILE):
         tokens = begin + tl.arange(0, TILE)
         seen = tokens < stop
         place = _places(tables + row * tables_row, tokens, seen, kv_head, KV_HEADS, BLOCK_TOKENS)
-        keys = tl.load(
-            pages + place[None, :] * WIDTH + dims[:, None],
-            mask=seen[None, :] & (dims < DIM)[:, None],
-            other=0.0,
-        ).to(query.dtype)
-        scores = tl.dot(query, keys, input_precision="ieee") * scale
-        if EIGHT:
-            scores *= tl.load(scales + (place * WIDTH + DIM) // 4, mask=seen, other=0.0)[None, :]
-        scores = tl.where(seen[None, :], scores, -float("inf"))
-        highest = tl.maximum(best, tl.max(scores, 1))
-        shares = tl.exp2(scores - highest[:, None])
-        kept = tl.exp2(best - highest)
-        total = total * kept + tl.sum(shares, 1)
-        place += KV_HEADS
-        if EIGHT:
-            shares *= tl.load(scales + (place * WIDTH + DIM) // 4, mask=seen, other=0.0)[None, :]
-        values = tl.load(
-            pages + place[:, None] * WIDTH + dims[None, :],
-            mask=seen[:, None] & (dims < DIM)[None, :],
-            other=0.0,
-        ).to(query.dtype)
-        added = tl.dot(shares.to(query.dtype), values, input_precision="ieee")
-        answer = answer * kept[:, None] + added
-        best = highest
+        best, total, sums = _take_in(
+            query,
+            pages,
+            scales,
+            place,
+            seen,
+            seen[None, :],
+            scale,
+            best,
+            total,
+            sums,
+            KV_HEADS,
+            DIM,
+            WIDTH,
+            EIGHT,
+            DIM_WIDE,
+        )
     # Who saw nothing answers nought: a row of padding, or a share past the end.
     empty = stop <= start
-    answer = answer / tl.where(empty, 1.0, total)[:, None]
+    answer = sums / tl.where(empty, 1.0, total)[:, None]
     target = (row * HEADS + heads).to(tl.int64) * splits + split
     tl.store(
         parts + target[:, None] * DIM + dims[None, :], answer.to(parts.dtype.element_ty), mask=real
@@ -98,6 +93,53 @@ def _places(table, tokens, seen, kv_head, KV_HEADS: tl.constexpr, BLOCK_TOKENS: 
     """Return where the keys of `tokens` lie, counted in heads."""
     block = tl.load(table + tokens // BLOCK_TOKENS, mask=seen, other=0).to(tl.int64)
     return (block * BLOCK_TOKENS + tokens % BLOCK_TOKENS) * (2 * KV_HEADS) + kv_head
+
+
+@triton.jit
+def _take_in(
+    query,
+    pages,
+    scales,
+    place,
+    there,
+    seen,
+    scale,
+    best,
+    total,
+    sums,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    EIGHT: tl.constexpr,
+    DIM_WIDE: tl.constexpr,
+):
+    """Take a tile of tokens into each row's running answer: its best, its total and its sums."""
+    dims = tl.arange(0, DIM_WIDE)
+    keys = tl.load(
+        pages + place[None, :] * WIDTH + dims[:, None],
+        mask=there[None, :] & (dims < DIM)[:, None],
+        other=0.0,
+    ).to(query.dtype)
+    scores = tl.dot(query, keys, input_precision="ieee") * scale
+    if EIGHT:
+        scores *= tl.load(scales + (place * WIDTH + DIM) // 4, mask=there, other=0.0)[None, :]
+    scores = tl.where(seen, scores, -float("inf"))
+    highest = tl.maximum(best, tl.max(scores, 1))
+    # A row may see nothing of a tile that its neighbours see.
+    ground = tl.where(highest == -float("inf"), 0.0, highest)
+    shares = tl.exp2(scores - ground[:, None])
+    kept = tl.exp2(best - ground)
+    total = total * kept + tl.sum(shares, 1)
+    place += KV_HEADS
+    if EIGHT:
+        shares *= tl.load(scales + (place * WIDTH + DIM) // 4, mask=there, other=0.0)[None, :]
+    values = tl.load(
+        pages + place[:, None] * WIDTH + dims[None, :],
+        mask=there[:, None] & (dims < DIM)[None, :],
+        other=0.0,
+    ).to(query.dtype)
+    added = tl.dot(shares.to(query.dtype), values, input_precision="ieee")
+    return highest, total, sums * kept[:, None] + added
 
 
 @triton.jit(do_not_specialize=["splits"])
@@ -170,40 +212,31 @@ def attend_chunks(
     position = start + number
     stop = start + tl.minimum(begin_row + ROWS, rows)
     least = tl.maximum(start + begin_row - window + 1, 0) // TILE * TILE
-    best = tl.full([QUERIES], -float("inf"), tl.float32)
-    total = tl.zeros([QUERIES], tl.float32)
+    best, total = tl.full([QUERIES], -float("inf"), tl.float32), tl.zeros([QUERIES], tl.float32)
     sums = tl.zeros([QUERIES, DIM_WIDE], tl.float32)
     for begin in range(least, stop, TILE):
         tokens = begin + tl.arange(0, TILE)
         there = tokens < stop
         place = _places(tables + chunk * tables_row, tokens, there, kv_head, KV_HEADS, BLOCK_TOKENS)
-        keys = tl.load(
-            pages + place[None, :] * WIDTH + dims[:, None],
-            mask=there[None, :] & (dims < DIM)[:, None],
-            other=0.0,
-        ).to(query.dtype)
-        scores = tl.dot(query, keys, input_precision="ieee") * scale
-        if EIGHT:
-            scores *= tl.load(scales + (place * WIDTH + DIM) // 4, mask=there, other=0.0)[None, :]
         behind = position[:, None] - tokens[None, :]
-        scores = tl.where((behind >= 0) & (behind < window), scores, -float("inf"))
-        highest = tl.maximum(best, tl.max(scores, 1))
-        # A row may see nothing of a tile that its neighbours see.
-        ground = tl.where(highest == -float("inf"), 0.0, highest)
-        shares = tl.exp2(scores - ground[:, None])
-        kept = tl.exp2(best - ground)
-        total = total * kept + tl.sum(shares, 1)
-        place += KV_HEADS
-        if EIGHT:
-            shares *= tl.load(scales + (place * WIDTH + DIM) // 4, mask=there, other=0.0)[None, :]
-        values = tl.load(
-            pages + place[:, None] * WIDTH + dims[None, :],
-            mask=there[:, None] & (dims < DIM)[None, :],
-            other=0.0,
-        ).to(query.dtype)
-        added = tl.dot(shares.to(query.dtype), values, input_precision="ieee")
-        sums = sums * kept[:, None] + added
-        best = highest
+        seen = (behind >= 0) & (behind < window)
+        best, total, sums = _take_in(
+            query,
+            pages,
+            scales,
+            place,
+            there,
+            seen,
+            scale,
+            best,
+            total,
+            sums,
+            KV_HEADS,
+            DIM,
+            WIDTH,
+            EIGHT,
+            DIM_WIDE,
+        )
     sums = sums / tl.where(total == 0.0, 1.0, total)[:, None]
     target = ((first_row + number) * HEADS + head) * DIM
     tl.store(answer + target[:, None] + dims[None, :], sums.to(answer.dtype.element_ty), mask=cells)
