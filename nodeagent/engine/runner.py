@@ -116,6 +116,7 @@ class Runner:
             return
         seen = min(context_tokens, self._window_tokens or context_tokens)
         blocks = min(seen // BLOCK_TOKENS + 2, self.blocks)
+        enter(self._device)
         self._model.adding.current = ()
         capture = CudaCapture(self._device)
         self.graphs = Graphs(self._forward, capture, self._device, blocks, self._window_tokens)

@@ -170,7 +170,7 @@ def _kept(
 ) -> Tensor:
     """How many of each row's sorted `probabilities` remain after top_k, top_p and min_p: [n, 1]."""
     most = probabilities.shape[-1]
-    keep = column([min(one.top_k, most) or most for one in params], torch.int64)
+    keep = column([min(one.top_k, most) if one.top_k > 0 else most for one in params], torch.int64)
     places = torch.arange(most, device=probabilities.device)
     if any(one.top_p < 1.0 for one in params):
         top_p, sums = column([one.top_p for one in params]), probabilities.cumsum(-1)

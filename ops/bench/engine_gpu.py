@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from importlib import metadata, util
 from pathlib import Path
 from random import Random
@@ -89,8 +89,7 @@ class Results:
     def save(self, path: Path | None) -> None:
         """Write what there is so far."""
         if path is not None:
-            fields = {name: getattr(self, name) for name in self.__slots__}
-            path.write_text(json.dumps(fields, indent=1))
+            path.write_text(json.dumps(asdict(self), indent=1))
 
 
 def machine_of(scale: Scale) -> dict[str, Any]:

@@ -71,7 +71,7 @@ class Staging:
             self._pool = ThreadPoolExecutor(self.readers, "staging")
         flat, descriptor, pool = raw.view(-1).view(torch.uint8), self._file(stored.path), self._pool
         # The memory may have been another tensor's, with which the device is not done yet.
-        free = None
+        free: Any = None
         if self._on_gpu:
             free = torch.cuda.Event()
             free.record(torch.cuda.current_stream(self.device))
@@ -117,7 +117,8 @@ class Staging:
         own = self._reader()
         buffer = own.buffer[: len(target)]
         _read(path, file, start, memoryview(buffer.numpy()))
-        with nullcontext() if own.stream is None else torch.cuda.stream(own.stream):
+        beside: Any = nullcontext() if own.stream is None else torch.cuda.stream(own.stream)
+        with beside:
             if own.stream is not None:
                 own.stream.wait_event(free)
             target.copy_(buffer, non_blocking=True)
@@ -127,6 +128,8 @@ class Staging:
     def _reader(self) -> _Own:
         found: _Own | None = getattr(self._own, "own", None)
         if found is None:
+            if self._on_gpu:
+                torch.cuda.set_device(self.device)
             buffer = torch.empty(self.piece_bytes, dtype=torch.uint8, pin_memory=self._on_gpu)
             found = _Own(buffer, torch.cuda.Stream(self.device) if self._on_gpu else None)
             self._own.own = found

@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from nodeagent.engine.cuda.kernels import page_kernels
 from nodeagent.engine.cuda.layout import Paged
 from nodeagent.engine.layers.kv_format import KvFormat
-from nodeagent.engine.native.kernels import HEAD_DIM_MAX, LANES, kernels_for
+from nodeagent.engine.native.kernels import HEAD_DIM_MAX, LANES, host_kernels
 from nodeagent.engine.native.memory import lasting
 
 
@@ -42,7 +42,7 @@ class LayerKV:
         fits = head_dim % LANES == 0 and head_dim <= HEAD_DIM_MAX
         served = fits and form.dtype is dtype
         self.paged = page_kernels(self.pages)
-        self.kernels = kernels_for(self.pages) if served and self.paged is None else None
+        self.kernels = host_kernels(self.pages) if served and self.paged is None else None
         self._slots = self.pages.view(-1, 2 * kv_heads, width)
 
     def write(self, slots: Tensor, mixed: Tensor, heads: int) -> None:

@@ -321,9 +321,11 @@ def kernels() -> Kernels | None:
     return found
 
 
+def host_kernels(x: Tensor) -> Kernels | None:
+    """Return the kernels where they compute on what `x` is: fp32 numbers on the CPU."""
+    return kernels() if x.dtype is torch.float32 and x.is_cpu else None
+
+
 def kernels_for(x: Tensor) -> Kernels | DeviceKernels | None:
     """Return the kernels that compute on what `x` is: fp32 numbers on the CPU, or a device's."""
-    own = device_kernels(x)
-    if own is not None:
-        return own
-    return kernels() if x.dtype is torch.float32 and x.is_cpu else None
+    return device_kernels(x) or host_kernels(x)

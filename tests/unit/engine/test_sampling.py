@@ -26,6 +26,7 @@ def test_temperature_zero_takes_the_likeliest() -> None:
         (SamplingParams(top_p=0.8, seed=1), {1, 2}),
         (SamplingParams(min_p=0.3, seed=1), {1, 2}),
         (SamplingParams(temperature=2.0, seed=1), {0, 1, 2, 3, 4}),
+        (SamplingParams(temperature=2.0, seed=1, top_k=-1), {0, 1, 2, 3, 4}),
     ],
 )
 def test_tails_are_cut(params: SamplingParams, wanted: set[int]) -> None:
