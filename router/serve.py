@@ -8,15 +8,17 @@ said, and only where none can is the client told in words.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
-from typing import Final, Protocol
+from collections.abc import Callable, Set
+from typing import Final
 
 from isochrone.wire import headers
 from isochrone.wire.errors import ApiError, ErrorCode
+from isochrone.wire.ids import ReplicaId
 from isochrone.wire.usage import Outcome
+from router.asked import Asked, Client
 from router.config import RouterConfig
 from router.dataplane.exchange import AttemptFailed, Exchange, Failure
-from router.dataplane.http1 import Reply
+from router.dataplane.message import Reply
 from router.dataplane.upstream import Upstream
 from router.dataplane.verdict import hold_to_error, hold_to_status, read_answer
 from router.decide.board import Ranked
@@ -26,12 +28,13 @@ from router.decide.limits import Entry, Gate, Limited
 from router.decide.pick import Ask, Ranking, Routes, rank
 from router.decide.tokens_in_flight import Reservation
 from router.fleet import Fleet
-from router.journey import STREAM_HEADERS, Asked, Journey
+from router.journey import STREAM_HEADERS, Journey
 from router.metrics import Metrics
 from router.record import Recorder
 from router.waiting import LOOK_AGAIN_S, Impatience, NoRoom, Place, Waiting
 
 NO_REPLICA_RETRY_AFTER_S: Final = 10.0
+NOBODY: Final = frozenset[ReplicaId]()
 REFUSALS_MAX: Final = 8
 TURNED_AWAY_MAX: Final = 12
 RETRY_PAUSE_S: Final = 0.05
@@ -41,28 +44,6 @@ OUT_OF_ROOM_FOR_BODIES: Final = (
     "send fewer at once, or shorter ones."
 )
 CONTINUED: Final = b": continued on another replica, not token for token\n\n"
-
-
-class Client(Protocol):
-    """The caller's end, whichever public surface it came by."""
-
-    def begin(self, status: int, content_type: str, extra: Mapping[str, str]) -> None:
-        """Send the head of a stream."""
-
-    def send(self, data: bytes) -> None:
-        """Send a part of it."""
-
-    def end(self) -> None:
-        """End it well."""
-
-    def reply(self, reply: Reply) -> None:
-        """Send a whole answer."""
-
-    def reads_from(self, source: Exchange | None) -> None:
-        """Tie a stream's source, which flows no faster than the client reads."""
-
-    async def drained(self) -> None:
-        """Return when the client has read what was sent."""
 
 
 class Corridor:
@@ -203,12 +184,15 @@ class Corridor:
             seat=self._fleet.seat(asked.session) if asked.session else None,
             held=self._fleet.held(asked.deployment.deployment_id, asked.prefix_keys),
         )
-        excluded = journey.failed | journey.refused | journey.unfit
+        excluded: Set[ReplicaId] = NOBODY
+        if journey.failed or journey.refused or journey.unfit:
+            excluded = journey.failed | journey.refused | journey.unfit
         view = self._fleet.view(asked.deployment.deployment_id)
         # The deployment as the table has it now: a step of a rollout counts for those who wait too.
         entry = self._fleet.deployment(asked.deployment.name) or asked.deployment
         drawn = self._fleet.draw(entry, asked.session or asked.request_id)
-        ranking = rank(view, ask, excluded | drawn.left_alone)
+        alone = drawn.left_alone
+        ranking = rank(view, ask, excluded | alone if alone else excluded)
         if not ranking.routes and drawn.may_return:
             ranking = rank(view, ask, excluded)
         return ranking
@@ -363,8 +347,8 @@ class Corridor:
             client.begin(200, "text/event-stream; charset=utf-8", extra)
             await self._flow(journey, client)
             journey.outcome = Outcome.COMPLETE
-        except AttemptFailed as error:
-            told = ApiError(ErrorCode.UPSTREAM, f"cannot go on with this answer: {error}")
+        except AttemptFailed as failure:
+            told = ApiError(ErrorCode.UPSTREAM, f"cannot go on with this answer: {failure}")
             client.send(asked.error_event(told))
         except ApiError as error:
             client.send(asked.error_event(error))

@@ -171,7 +171,7 @@ class Door:
     def _find(self, request: web.Request) -> Replica:
         name = ReplicaId(request.headers.get(headers.REPLICA, ""))
         replica = self._supervisor.replicas.get(name)
-        if replica is None:
+        if replica is None or not replica.spec.leads:
             raise Refused("unknown_replica", 404)
         if self.leaving or replica.state is ReplicaState.DRAINING:
             raise Refused("draining")

@@ -71,7 +71,7 @@ class Engine:
             else aiohttp.TCPConnector(limit=0)
         )
         self.http = aiohttp.ClientSession(
-            started.command.base_url,
+            started.command.base_url or None,
             connector=connector,
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=PROBE_TIMEOUT_S),
             auto_decompress=False,
@@ -89,7 +89,10 @@ class Engine:
         return self._driver.resumes
 
     async def is_ready(self) -> bool:
-        """Say whether the engine answers that it is well."""
+        """Say whether the engine answers that it is well; a part without a door, that it met."""
+        command = self.started.command
+        if not command.base_url:
+            return not command.socket or await asyncio.to_thread(Path(command.socket).exists)
         try:
             async with asyncio.timeout(PROBE_TIMEOUT_S):
                 async with self.http.get(self._driver.health_path) as response:
@@ -190,7 +193,14 @@ class Engines:
             await asyncio.to_thread(write_atomic, folder / name, data)
         child = await asyncio.to_thread(self._run, command, folder)
         started = Started(pid=child.pid, started=_start_time(child.pid), command=command, spec=spec)
-        await asyncio.to_thread(write_atomic, folder / "process.json", msgspec.json.encode(started))
+        data = msgspec.json.encode(started)
+        try:
+            await asyncio.to_thread(write_atomic, folder / "process.json", data)
+        except BaseException:
+            # A full disk: what no later life could find again must not run.
+            _kill_group_of(started)
+            await asyncio.to_thread(child.wait)
+            raise
         # CPU replicas share the machine's memory; a GPU engine's host memory is not what is seated.
         if spec.device_ids == ("cpu",):
             cgroups.confine(spec.replica_id, child.pid, 2 * spec.memory_bytes)

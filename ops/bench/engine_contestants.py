@@ -11,6 +11,7 @@ import itertools
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -61,7 +62,7 @@ class Ours:
             "served_name": "bench",
             "socket": "unused",
             "threads": threads,
-            "dtype": "fp32" if dtype == "packed" else dtype,
+            "dtype": "fp32" if dtype in ("packed", "f16") else dtype,
             "quantisation": "file" if dtype == "packed" else "none",
             "kv_memory_bytes": 1 << 29,
             "context_tokens_max": 4096,
@@ -74,7 +75,7 @@ class Ours:
         self._loaded = load(msgspec.convert(values, EngineConfig))
         self._numbers = itertools.count(1)
         self._salt = b""
-        self._packed = dtype == "packed"
+        self._kept = dtype
 
     def generate(self, prompts: Prompts, tokens: int) -> float:
         number = next(self._numbers)
@@ -91,7 +92,9 @@ class Ours:
         from nodeagent.engine.layers.linear import multiplies_natively
 
         shape = self._shape
-        if not self._packed:
+        if self._kept == "f16" and multiplies_natively():
+            return 2 * shape.parameters()
+        if self._kept != "packed":
             return self._loaded.weights_bytes
         # Four bits and two numbers of two bytes for 32 weights; the head in eight bits or in fp16.
         head = shape.vocabulary * shape.hidden
@@ -266,23 +269,25 @@ def peak_bytes() -> int:
     return int(line.split()[1]) * 1024
 
 
-def main() -> None:
-    """Serve calls, a JSON line each, until standard input ends."""
-    name, model, threads = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+def serve(build: Callable[[], Contestant], peak: Callable[[], int]) -> None:
+    """Build the contestant, then serve calls, a JSON line each, until standard input ends."""
     started_s = clock_s()
-    contestant = build(name, model, threads)
+    contestant = build()
     _say({"load_s": clock_s() - started_s, "bytes": contestant.weights_bytes()})
     for line in sys.stdin:
         call, *arguments = json.loads(line)
-        if call == "peak":
-            _say(peak_bytes())
-        else:
-            _say(getattr(contestant, call)(*arguments))
+        _say(peak() if call == "peak" else getattr(contestant, call)(*arguments))
 
 
 def _say(answer: object) -> None:
     sys.stdout.write("ANSWER " + json.dumps(answer) + "\n")
     sys.stdout.flush()
+
+
+def main() -> None:
+    """Serve the contestant that the command line names."""
+    name, model, threads = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+    serve(lambda: build(name, model, threads), peak_bytes)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,8 @@ import psutil
 
 from ops.bench import backend
 
+ROOT = Path(__file__).parent.parent.parent
+COMPILED = ROOT / "build" / "compiled"
 BACKEND_PORT = 18101
 PATH = "/v1/chat/completions"
 MESSAGES = '"messages":[{"role":"user","content":"Hello there, how are you today?"}]'
@@ -39,12 +41,13 @@ START_S = 60.0
 
 
 class Contestant(NamedTuple):
-    """One router: how it is called, where it listens, how it is started."""
+    """One router: how it is called, where it listens, how and in which tree it is started."""
 
     name: str
     port: int
     command: list[str]
-    key: str = "none"
+    tree: Path = ROOT
+    is_ours: bool = False
 
 
 class Load(NamedTuple):
@@ -77,8 +80,16 @@ LOADS = (
 def contestants(peers: Path, folder: Path) -> list[Contestant]:
     """Return ours, and whichever peers are installed."""
     target = f"http://127.0.0.1:{BACKEND_PORT}"
-    ours = [sys.executable, "-m", "ops.bench.bench_router", "18102", str(BACKEND_PORT), str(folder)]
-    found = [Contestant("isochrone", 18102, ours, key="ours")]
+    found = []
+    for port, name, tree, processes in (
+        (18102, "isochrone", ROOT, 1),
+        (18103, "isochrone, compiled", COMPILED, 1),
+        (18104, "isochrone, compiled, one a core", COMPILED, os.cpu_count() or 1),
+    ):
+        if tree.exists():
+            ours = [sys.executable, "-m", "ops.bench.bench_router", str(port), str(BACKEND_PORT)]
+            ours += [str(folder / str(port)), str(processes)]
+            found.append(Contestant(name, port, ours, tree, is_ours=True))
     for number, (name, venv, module, policy) in enumerate(
         (
             ("vllm-router round_robin", "vllm", ["vllm-router"], "round_robin"),
@@ -116,20 +127,20 @@ def contestants(peers: Path, folder: Path) -> list[Contestant]:
 
 
 @contextmanager
-def running(command: list[str], log: Path) -> Iterator[psutil.Process]:
-    """Run a process and all it starts; end them."""
+def running(command: list[str], log: Path, tree: Path = ROOT) -> Iterator[psutil.Process]:
+    """Run a process and all it starts, our own code as it is in `tree`; end them."""
     environment = {
         **os.environ,
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",
         "LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY": "true",
     }
     with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
+        process = subprocess.Popen(command, stdout=output, stderr=output, env=environment, cwd=tree)
         try:
             yield psutil.Process(process.pid)
         finally:
-            tree = [psutil.Process(process.pid), *psutil.Process(process.pid).children(True)]
-            for one in tree:
+            family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(True)]
+            for one in family:
                 one.kill()
             process.wait()
 
@@ -180,7 +191,7 @@ def is_same(port: int, key: str) -> str:
     return "yes" if plain and stream else f"plain {plain}, stream {stream}".lower()
 
 
-def measure(one: Contestant, process: psutil.Process, load: Load, key: str, seconds: float) -> Seen:
+def measure(one: Contestant, process: psutil.Process, load: Load, key: str, seconds: int) -> Seen:
     """Let wrk ask for a while."""
     script = Path(tempfile.gettempdir()) / f"relay-{os.getpid()}.lua"
     script.write_text(
@@ -190,7 +201,7 @@ def measure(one: Contestant, process: psutil.Process, load: Load, key: str, seco
     before_s, before = cpu_s(process), psutil.cpu_times()
     output = subprocess.run(
         [
-            *("wrk", "-t1", f"-c{load.connections}", f"-d{seconds:g}s", "--latency"),
+            *("wrk", "-t1", f"-c{load.connections}", f"-d{seconds}s", "--latency"),
             *("-s", str(script), f"http://127.0.0.1:{one.port}{PATH}"),
         ],
         capture_output=True,
@@ -244,7 +255,7 @@ def main() -> None:
     """Run every contestant in turn and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--peers", type=Path, default=Path("peers"))
-    parser.add_argument("--seconds", type=float, default=4.0)
+    parser.add_argument("--seconds", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
     rows: dict[tuple[str, str], list[Seen]] = {}
@@ -256,8 +267,9 @@ def main() -> None:
         direct = stack.enter_context(running(server, folder / "backend.log"))
         until_open(BACKEND_PORT)
         started.append((Contestant("direct", BACKEND_PORT, []), direct))
-        for number, one in enumerate(contestants(arguments.peers, folder)):
-            process = stack.enter_context(running(one.command, folder / f"{number}.log"))
+        for one in contestants(arguments.peers.absolute(), folder):
+            log = folder / f"{one.port}.log"
+            process = stack.enter_context(running(one.command, log, one.tree))
             until_open(one.port)
             started.append((one, process))
         time.sleep(5)
@@ -271,11 +283,11 @@ def main() -> None:
                     print(f"{round_} {one.name} {load.name} {seen}", file=sys.stderr, flush=True)
     steal = median(one.steal for seen in rows.values() for one in seen)
     print("\n".join(table(rows, same)))
-    print(f"\nmedian steal {steal:.1%}, {arguments.rounds} rounds of {arguments.seconds:g} s")
+    print(f"\nmedian steal {steal:.1%}, {arguments.rounds} rounds of {arguments.seconds} s")
 
 
 def _key(one: Contestant, folder: Path) -> str:
-    return (folder / "0.log").read_text().split()[0] if one.key == "ours" else "x"
+    return (folder / f"{one.port}.log").read_text().split()[0] if one.is_ours else "x"
 
 
 if __name__ == "__main__":

@@ -60,8 +60,8 @@ class Ranked(NamedTuple):
     def why(self) -> str:
         """The header value that tells a client why this replica."""
         return (
-            f"{self.reason} rtt={self.rtt_ms:.1f}ms queue={self.queue_ms:.0f}ms "
-            f"prefill={self.prefill_ms:.0f}ms"
+            f"{self.reason} rtt={self.rtt_ms:.1f}ms queue={round(self.queue_ms)}ms "
+            f"prefill={round(self.prefill_ms)}ms"
         )
 
 

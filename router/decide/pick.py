@@ -93,7 +93,8 @@ class Routes(Sequence[Ranked]):
         return self._first >= 0
 
     def __iter__(self) -> Iterator[Ranked]:
-        return (self[at] for at in range(len(self)))
+        for at in range(len(self)):
+            yield self[at]
 
     def __getitem__(self, at: int) -> Ranked:  # type: ignore[override]
         if at == 0 and self._first >= 0:

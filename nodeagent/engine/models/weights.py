@@ -1,11 +1,17 @@
 """How a model's weights come to its device: in its dtype, and fused where one product serves."""
 
-from typing import Protocol
+import math
+from collections.abc import Iterable
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
 
+from nodeagent.engine.checkpoint.stored import Stored
+from nodeagent.engine.cuda.staging import Arrival, staging_for
 from nodeagent.engine.layers.linear import (
+    TILE_ROWS,
+    Filed,
     Groups,
     Half,
     Keeping,
@@ -16,10 +22,14 @@ from nodeagent.engine.layers.linear import (
     keep,
     keep_groups,
     native,
+    tiled,
 )
 from nodeagent.engine.layers.lora import Adapted, Adding
 from nodeagent.engine.parallel.ranks import ALONE, Ranks
 from nodeagent.engine.parallel.share import Cut
+
+_STAGED_NUMBERS_MIN: Final = 1024 * 1024
+"""A smaller weight that is waited for comes as fast by itself."""
 
 Table = Tensor | Native
 """Rows by their number: `table[tokens]`."""
@@ -35,7 +45,13 @@ class WeightSource(Protocol):
         """Read one weight in the dtype it is stored in, or fp32 where it is stored quantised."""
         ...
 
-    def groups(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> Groups | None:
+    def stored(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> Stored | None:
+        """Return where in a file one weight lies in one piece; None where it does not."""
+        ...
+
+    def groups(
+        self, name: str, shape: tuple[int, ...], cut: Cut | None = None
+    ) -> Groups | Filed | None:
         """Read one matrix as its file quantises it; None where that is not in groups of 32."""
         ...
 
@@ -65,6 +81,8 @@ class Weights:
         self.keeping = keeping
         self.ranks = ranks
         self.adding: Adding | None = Adding()
+        self.staging = staging_for(device)
+        """What brings matrices while others are still read; none where they stay on the host."""
 
     def bare(self) -> "Weights":
         """Return the same for matrices that no adapter changes and no product of which is summed.
@@ -72,12 +90,30 @@ class Weights:
         Adapters name rows of the flat batch; what sees other rows than those cannot take them.
         """
         bare = Weights(self.source, self.device, self.dtype, self.keeping)
-        bare.adding = None
+        bare.adding, bare.staging = None, self.staging
         return bare
 
     def read(self, name: str, *shape: int) -> Tensor:
         """Read the weight `name`."""
+        if self.staging is not None and math.prod(shape) >= _STAGED_NUMBERS_MIN:
+            weight = torch.empty(shape, device=self.device, dtype=self.dtype)
+            arrival = self._bring(weight, name, shape)
+            if arrival is not None:
+                arrival.wait()
+                return weight
         return self.source.tensor(name, shape).to(self.device, self.dtype)
+
+    def arrived(self) -> None:
+        """Wait until all matrices are there: before the first product."""
+        if self.staging is not None:
+            self.staging.finish()
+
+    def _bring(self, target: Tensor, name: str, shape: tuple[int, ...]) -> Arrival | None:
+        """Begin to fill `target`; None where nobody brings it."""
+        if self.staging is None:
+            return None
+        stored = self.source.stored(name, shape)
+        return None if stored is None else self.staging.bring(target, stored)
 
     def linear(self, name: str, *shape: int) -> Linear:
         """Read the matrix `name` to multiply by; ranks hold its columns, and sum their answers."""
@@ -85,12 +121,14 @@ class Weights:
         return self.ranks.summed(self.linear_stack("", {name: rows}, columns))
 
     def embedding(self, name: str, *shape: int) -> Table:
-        """Read the table of embeddings; where matrices stay packed, packed or in fp16."""
+        """Read the table of embeddings: as matrices are kept, or in fp16 where they stay packed."""
         if self.keeping is Keeping.NATIVE:
             groups = self.source.groups(name, shape)
             table = None if groups is None else native(groups, self.keeping)
             if table is not None:
                 return table
+        if self._tiles(shape[:1]):
+            return tiled([self.source.tensor(name, shape)])
         wide = self.read(name, *shape)
         return wide.half() if self.keeping.as_filed else wide
 
@@ -102,16 +140,23 @@ class Weights:
 
     def linear_stack(self, prefix: str, parts: dict[str, int], columns: int) -> Linear:
         """Read the matrices `parts` as one to multiply by; ranks hold their rows."""
-        kept = self._packed(prefix, parts, columns) or keep(
-            self.stack(prefix, parts, columns), self.keeping
-        )
+        kept = self._packed(prefix, parts, columns)
+        if kept is None and self._tiles(parts.values()):
+            shapes = {f"{prefix}{name}": (rows, columns) for name, rows in parts.items()}
+            kept = tiled([self.source.tensor(name, shape) for name, shape in shapes.items()])
+        if kept is None:
+            kept = keep(self.stack(prefix, parts, columns), self.keeping)
         return self._adapted(kept, prefix, parts, columns)
+
+    def _tiles(self, rows: Iterable[int]) -> bool:
+        """True where matrices of so many rows are kept in tiles of our own."""
+        return self.keeping is Keeping.TILED and not any(count % TILE_ROWS for count in rows)
 
     def _packed(self, prefix: str, parts: dict[str, int], columns: int) -> Linear | None:
         """Return the product as the file packs it; None where not all of it is packed alike."""
         if not self.keeping.as_filed:
             return None
-        groups: list[Groups] = []
+        groups: list[Groups | Filed] = []
         for name, rows in parts.items():
             part = self.source.groups(f"{prefix}{name}", (rows, columns))
             if part is None:
@@ -130,7 +175,9 @@ class Weights:
         stacked = torch.empty(rows, *columns, device=self.device, dtype=self.dtype)
         at = 0
         for name, count in parts.items():
-            stacked[at : at + count] = self.source.tensor(f"{prefix}{name}", (count, *columns))
+            part, shape = stacked[at : at + count], (count, *columns)
+            if self._bring(part, f"{prefix}{name}", shape) is None:
+                part.copy_(self.source.tensor(f"{prefix}{name}", shape))
             at += count
         return stacked
 
@@ -154,7 +201,13 @@ class Survey:
         """Ask the source."""
         self._source.check(name, shape, cut)
 
-    def groups(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> Groups | None:
+    def stored(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> None:
+        """Nothing is fetched."""
+        return
+
+    def groups(
+        self, name: str, shape: tuple[int, ...], cut: Cut | None = None
+    ) -> Groups | Filed | None:
         """Nothing is packed without memory."""
         return None
 

@@ -1,18 +1,67 @@
 """What a rank other than the front does: load its share, then what it is told, until the end."""
 
+import os
+import signal
+import socket
+import threading
+import time
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from types import FrameType
+from typing import Final, Never
 
 from isochrone.service.logs import setup_logs
+from isochrone.wire.assignment import Group
 from isochrone.wire.engine import EngineConfig
 from nodeagent.engine.checkpoint.opening import open_weights
-from nodeagent.engine.loading import meet, need_memory, open_share, split_of
+from nodeagent.engine.loading import meet, need_memory, open_share, ranks_here, split_of
 from nodeagent.engine.models.shape import CheckpointError
-from nodeagent.engine.parallel.crew import Channel
+from nodeagent.engine.parallel.crew import Channel, become
 from nodeagent.engine.parallel.front import raw, shaped
+from nodeagent.engine.parallel.group import dial, store_of
 from nodeagent.engine.parallel.plan import Clear, Done, Order, Read, Refused, Run, Write
 from nodeagent.engine.parallel.ranks import Ranks
 from nodeagent.engine.parallel.share import Share
 from nodeagent.engine.runner import Runner
+
+_LEAVE_S: Final = 2.0
+
+
+def follow_from_afar(config: EngineConfig, group: Group) -> Never:
+    """Be this node's ranks of a group that another node leads, to its end."""
+
+    def live(rank: int) -> int:
+        setup_logs(f"engine-rank-{rank}")
+        lines = dial(group, rank, config.join_s)
+        # Wherever this rank hangs, it ends with the front.
+        threading.Thread(target=_end_with, args=(lines.life,), daemon=True).start()
+        return follow(config, rank, Channel(lines.orders))
+
+    first, *others = ranks_here(config)
+    forked = []
+    for rank in others:
+        pid = os.fork()
+        if pid == 0:
+            become(rank, partial(live, rank))
+        forked.append(pid)
+
+    def child_ended(number: int, frame: FrameType | None) -> None:
+        # The front would wait for a rank that ends before it has dialled.
+        if any(os.waitpid(pid, os.WNOHANG)[0] for pid in forked):
+            os._exit(1)
+
+    signal.signal(signal.SIGCHLD, child_ended)
+    child_ended(signal.SIGCHLD, None)
+    become(first, partial(live, first))
+
+
+def _end_with(life: socket.socket) -> None:
+    with suppress(OSError):
+        life.recv(1)
+    # Time to end in order, where nothing hangs.
+    time.sleep(_LEAVE_S)
+    os._exit(1)
 
 
 def follow(config: EngineConfig, rank: int, channel: Channel) -> int:
@@ -35,7 +84,11 @@ def follow(config: EngineConfig, rank: int, channel: Channel) -> int:
     channel.say(Done())
     if channel.order() is None:
         return 0
-    meet(config, ranks)
+    group = config.group
+    meet(config, ranks, store_of(group, ranks.split.ranks, config.stall_s) if group else None)
+    if group and group.place:
+        # Where a leader's door is, for the agent to see that all have met.
+        Path(config.socket).touch()
     while (order := channel.order()) is not None:
         obey(order, runner, share, channel)
     return 0

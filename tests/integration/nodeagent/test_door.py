@@ -6,7 +6,6 @@ import os
 import random
 import shutil
 import signal
-import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -37,6 +36,7 @@ from nodeagent.host.link import Link
 from nodeagent.host.sources import Sources
 from nodeagent.supervisor import Supervisor
 from tests.builders import a_spec
+from tests.postgres import a_folder
 from tests.system.harness import until
 
 
@@ -97,8 +97,7 @@ class Node(NamedTuple):
 
 @asynccontextmanager
 async def a_node() -> AsyncIterator[Node]:
-    # Short, for a Unix socket's path is limited.
-    folder = Path(tempfile.mkdtemp(prefix="iso-", dir="/var/tmp"))
+    folder = a_folder("iso-")
     (folder / "model").mkdir()
     (folder / "model" / "m.gguf").write_bytes(b"GGUF")
     file = ArtifactFile(path="m.gguf", size_bytes=4, sha256=hashlib.sha256(b"GGUF").hexdigest())
