@@ -139,8 +139,8 @@ def running(command: list[str], log: Path, tree: Path = ROOT) -> Iterator[psutil
         try:
             yield psutil.Process(process.pid)
         finally:
-            tree = [psutil.Process(process.pid), *psutil.Process(process.pid).children(True)]
-            for one in tree:
+            everyone = [psutil.Process(process.pid), *psutil.Process(process.pid).children(True)]
+            for one in everyone:
                 one.kill()
             process.wait()
 
