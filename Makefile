@@ -7,7 +7,8 @@ STAMP := $(VENV)/.installed
 COMPILED := build/compiled
 
 .DEFAULT_GOAL := help
-.PHONY: help setup up test check compiled test-compiled format clean
+.PHONY: help setup up test check compiled test-compiled format clean \
+	chaos-tests engine-tests service-tests system-tests
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -21,8 +22,23 @@ $(STAMP): pyproject.toml constraints.txt ops/setup.sh
 up: $(STAMP) ## Run a fleet in three cities on this machine (ONESHOT=1: chat once, then exit)
 	@exec $(BIN)/python -m ops.fleet $(if $(ONESHOT),--oneshot,)
 
-test: check ## Run every check and every test
-	$(BIN)/pytest tests/integration tests/system tests/chaos
+# Two at a time, the longest first: what waits for processes runs beside what computes. What each has
+# to say comes whole when it has ended, and one that fails does not keep the others from running.
+test: $(STAMP) ## Run every check and every test
+	@$(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync=target \
+		chaos-tests engine-tests service-tests system-tests check
+
+chaos-tests: $(STAMP)
+	$(BIN)/pytest tests/chaos
+
+engine-tests: $(STAMP)
+	$(BIN)/pytest tests/integration/engine
+
+service-tests: $(STAMP)
+	$(BIN)/pytest tests/integration --ignore=tests/integration/engine
+
+system-tests: $(STAMP)
+	$(BIN)/pytest tests/system
 
 check: $(STAMP) ## Format, lint, import contracts, types, unit and style tests
 	$(BIN)/ruff format --check .

@@ -29,6 +29,8 @@ class Journey:
 
     outcome: Outcome
     ranked: Ranked | None = None
+    via = ReplicaId("")
+    """Whom the attempt was sent to; a sibling may answer in its place."""
     sent: Sent | None = None
     turned_away = 0
     picked_at_s = 0.0
@@ -85,6 +87,10 @@ class Journey:
         exchange, self.exchange = self.exchange, None
         if exchange is not None:
             exchange.leave()
+        self.unbook()
+
+    def unbook(self) -> None:
+        """Give back the tokens in flight."""
         if self.reservation is not None:
             self.reservation.release()
 
