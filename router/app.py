@@ -28,6 +28,7 @@ from isochrone.wire.control import PeerRole, ToRouter, Welcome
 from isochrone.wire.ids import BootId, RouterId
 from isochrone.wire.routes import RouteDelta, RouteTable
 from isochrone.wire.usage import UsageAck
+from router import build
 from router.apis.doors import Doors, open_cold
 from router.apis.openai.cold import cold_app
 from router.apis.openai.hot import OpenAiSurface
@@ -90,12 +91,8 @@ async def run(config: RouterConfig, stopping: asyncio.Event) -> int:
         )
     try:
         async with open_house(config, identity, worker) as house:
-            log.info(
-                "serving",
-                extra={
-                    "fields": {"port": house.port, "pop": identity.pop, "router": identity.name}
-                },
-            )
+            told = {"port": house.port, "pop": identity.pop, "router": identity.name}
+            log.info("serving", extra={"fields": told | build.facts()})
             notify("READY=1")
             await _either(stopping, house.stopping)
             notify("STOPPING=1")
@@ -172,9 +169,10 @@ class Parts:
         state = config.state_folder
         self.config = config
         self.metrics = Metrics()
+        self.metrics.build_info.labels(**build.facts()).set(1)
         self.gate = Gate(config.processes or 1)
         self.stopping = asyncio.Event()
-        self.fleet = Fleet(identity.pop, clock)
+        self.fleet = Fleet(identity.pop, clock, boot_id)
         self.recorder = Recorder(identity.pop, self.metrics, clock, Journal(state / "journal"))
         context = tls.client_context(identity) if config.node_tls else None
         self.deadlines = Deadlines(clock)
