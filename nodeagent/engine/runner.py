@@ -23,6 +23,7 @@ from nodeagent.engine.layers.attention import (
 from nodeagent.engine.layers.kv_format import KvFormat
 from nodeagent.engine.layers.lora import Adapter, Adding
 from nodeagent.engine.models.shape import ModelShape
+from nodeagent.engine.native.kernels import PIECE_TOKENS
 
 _PADDING_MAX: Final = 2
 """Decodes share a call where the longest reads at most so many times the blocks of the shortest."""
@@ -147,12 +148,14 @@ class Runner:
             slots += _slots(chunk)
             if chunk.samples:
                 rows += range(len(tokens) - 1 - len(chunk.drafts), len(tokens))
-        layout = Layout(
-            write_slots=self._put(slots),
-            decodes=self._listed(batch.decodes) or tuple(self._decodes(batch.decodes)),
-            segments=tuple(self._segments(batch)),
-        )
-        if self._kv[0].kernels is None:
+        if self._kv[0].kernels is not None:
+            layout = Layout(self._put(slots), self._listed(batch.chunks), ())
+        else:
+            layout = Layout(
+                self._put(slots),
+                tuple(self._decodes(batch.decodes)),
+                tuple(self._segments(batch)),
+            )
             # Torch's decodes read blocks whole, and what another left there may be no number.
             self.clear([block for chunk in batch.chunks for block in _begun(chunk)])
         self._model.adding.current = self._adapters(batch.chunks)
@@ -198,18 +201,23 @@ class Runner:
             start = end
         return tuple((adapter, self._put(numbers)) for adapter, numbers in rows.items())
 
-    def _listed(self, chunks: Sequence[Piece]) -> Listed | None:
-        """Return the decodes for our own kernels; None where those do not serve this KV."""
-        if not chunks or self._kv[0].kernels is None:
-            return None
-        seen = [self._seen(chunk) for chunk in chunks]
-        width = max(len(blocks) for _, blocks in seen)
-        tables = [blocks + [0] * (width - len(blocks)) for _, blocks in seen]
-        spans = []
-        for chunk, (first, _) in zip(chunks, seen, strict=True):
-            skipped = first // BLOCK_TOKENS * BLOCK_TOKENS
-            spans.append((first - skipped, chunk.start + 1 - skipped))
-        return Listed(torch.tensor(tables), torch.tensor(spans))
+    def _listed(self, chunks: Sequence[Piece]) -> Listed:
+        """Return all chunks for our own kernels."""
+        pieces: list[tuple[int, int, int, int]] = []
+        tables: list[list[int]] = []
+        row = 0
+        for chunk in chunks:
+            first, blocks = self._seen(chunk)
+            place = chunk.start - first // BLOCK_TOKENS * BLOCK_TOKENS
+            for at in range(0, chunk.tokens, PIECE_TOKENS):
+                tokens = min(PIECE_TOKENS, chunk.tokens - at)
+                pieces.append((row + at, tokens, place + at, len(tables)))
+            tables.append(blocks)
+            row += chunk.tokens
+        width = max(len(blocks) for blocks in tables)
+        padded = [blocks + [0] * (width - len(blocks)) for blocks in tables]
+        window = self._window_tokens or self.blocks * BLOCK_TOKENS
+        return Listed(torch.tensor(padded), torch.tensor(pieces), window)
 
     def _decodes(self, chunks: Sequence[Piece]) -> Iterator[Decodes]:
         start = 0
@@ -227,7 +235,7 @@ class Runner:
             start = end
 
     def _seen(self, chunk: Piece) -> tuple[int, list[int]]:
-        """Return the first token that a decode sees, and the blocks from that token's on."""
+        """Return the first token that a chunk's first sees, and the blocks from that token's on."""
         window = self._window_tokens
         first = 0 if window is None else max(0, chunk.start + 1 - window)
         return first, chunk.sequence.blocks[first // BLOCK_TOKENS : _blocks(chunk)]

@@ -119,7 +119,7 @@ def main() -> None:
     parser.add_argument("--f16", type=Path, help="the same weights as a GGUF file in F16")
     parser.add_argument("--folder", type=Path, help="the same as transformers saves them")
     parser.add_argument(
-        "--only", default="ours-fp32,ours-packed,transformers,llama.cpp,llama.cpp-f16"
+        "--only", default="ours-fp32,ours-f16,ours-packed,transformers,llama.cpp,llama.cpp-f16"
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=24)

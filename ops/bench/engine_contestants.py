@@ -61,7 +61,7 @@ class Ours:
             "served_name": "bench",
             "socket": "unused",
             "threads": threads,
-            "dtype": "fp32" if dtype == "packed" else dtype,
+            "dtype": "fp32" if dtype in ("packed", "f16") else dtype,
             "quantisation": "file" if dtype == "packed" else "none",
             "kv_memory_bytes": 1 << 29,
             "context_tokens_max": 4096,
@@ -74,7 +74,7 @@ class Ours:
         self._loaded = load(msgspec.convert(values, EngineConfig))
         self._numbers = itertools.count(1)
         self._salt = b""
-        self._packed = dtype == "packed"
+        self._kept = dtype
 
     def generate(self, prompts: Prompts, tokens: int) -> float:
         number = next(self._numbers)
@@ -91,7 +91,9 @@ class Ours:
         from nodeagent.engine.layers.linear import multiplies_natively
 
         shape = self._shape
-        if not self._packed:
+        if self._kept == "f16" and multiplies_natively():
+            return 2 * shape.parameters()
+        if self._kept != "packed":
             return self._loaded.weights_bytes
         # Four bits and two numbers of two bytes for 32 weights; the head in eight bits or in fp16.
         head = shape.vocabulary * shape.hidden

@@ -3,7 +3,8 @@
 read_fleet(): the same without what only placement asks: demand, distances, weights on their way.
 """
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import asyncpg
@@ -165,6 +166,7 @@ def _told_by(report: Report | None, pop: PopId) -> dict[str, Any]:
         "disk_bytes_per_s": report.disk_bytes_per_s,
         "fetch_bytes_per_s": report.fetch_bytes_per_s,
         "failure_domain": f"{pop}/{report.failure_domain}" if report.failure_domain else "",
+        "rank_ports": report.rank_ports,
     }
 
 
@@ -245,7 +247,7 @@ async def _read_placements(
     rows = await connection.fetch(
         """
         SELECT p.replica_id, deployment_id, version, p.node_id, role, p.memory_bytes, reason, state,
-               state_reason, restarts, ended_at IS NOT NULL AS is_ending,
+               state_reason, restarts, ended_at IS NOT NULL AS is_ending, leader_id, rank_port,
                extract(epoch FROM clock_timestamp() - state_since)::float8 AS state_age_s,
                extract(epoch FROM clock_timestamp() - placed_at)::float8 AS age_s,
                array_agg(pd.device_id ORDER BY pd.device_id)
@@ -259,7 +261,7 @@ async def _read_placements(
         for report in reports.values()
         for replica in report.replicas
     }
-    return tuple(
+    return _grouped(
         Placement(
             replica_id=ReplicaId(row["replica_id"]),
             deployment_id=DeploymentId(row["deployment_id"]),
@@ -276,8 +278,25 @@ async def _read_placements(
             is_ending=row["is_ending"],
             reason=row["reason"],
             profile=profiles.get(ReplicaId(row["replica_id"]), Profile()),
+            leader_id=ReplicaId(row["leader_id"] or ""),
+            rank_port=row["rank_port"] or 0,
         )
         for row in rows
+    )
+
+
+def _grouped(parts: Iterable[Placement]) -> tuple[Placement, ...]:
+    """Return replicas, each with its followers; a part whose leader is gone stands alone."""
+    alone = {part.replica_id: part for part in parts}
+    followers: dict[ReplicaId, list[Placement]] = defaultdict(list)
+    for part in list(alone.values()):
+        if part.leader_id in alone:
+            followers[part.leader_id].append(alone.pop(part.replica_id))
+    return tuple(
+        msgspec.structs.replace(one, followers=tuple(followers[one.replica_id]))
+        if one.replica_id in followers
+        else one
+        for one in alone.values()
     )
 
 

@@ -5,18 +5,20 @@ pair; the model here rotates halves as Hugging Face's does. The rows are put bac
 """
 
 import mmap
+import os
 import re
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
 from nodeagent.engine.checkpoint.gguf_header import GgufHeader, TensorEntry, read_header
 from nodeagent.engine.checkpoint.gguf_shape import shape_of
-from nodeagent.engine.checkpoint.unpacking import IN_GROUPS, groups_of, unpack
-from nodeagent.engine.layers.linear import Groups
+from nodeagent.engine.checkpoint.unpacking import IN_GROUPS, filed, unpack
+from nodeagent.engine.layers.linear import Filed
 from nodeagent.engine.models.shape import CheckpointError
 from nodeagent.engine.parallel.share import Cut
 
@@ -59,10 +61,14 @@ class GgufFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        with path.open("rb") as file:
+        self._file = path.open("rb")
+        try:
             if path.stat().st_size == 0:
                 raise CheckpointError(f"cannot read {path}: the file is empty")
-            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            self._map = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
+        except BaseException:
+            self._file.close()
+            raise
         # The disk works through the file while the header is read and the first weights are packed.
         self._map.madvise(mmap.MADV_WILLNEED)
         try:
@@ -74,8 +80,9 @@ class GgufFile:
             raise
 
     def close(self) -> None:
-        """Unmap the file."""
+        """Close the file."""
         self._map.close()
+        self._file.close()
 
     def has(self, name: str) -> bool:
         """True where the file holds `name` (a Hugging Face name)."""
@@ -99,19 +106,14 @@ class GgufFile:
             ) from error
         return self._turned(name, weights.view(cut.shape if cut else shape))
 
-    def groups(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> Groups | None:
+    def groups(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> Filed | None:
         """Read one matrix as the file quantises it; None where that is not of these kinds."""
         entry, first_row = self._entry(name, shape)
         kind = GGMLQuantizationType(entry.kind)
         if kind not in IN_GROUPS:
             return None
-        groups = groups_of(self._packed(entry, first_row, shape, cut), kind)
-        return Groups(
-            self._turned(name, groups.numbers),
-            self._turned(name, groups.scales),
-            self._turned(name, groups.offsets),
-            groups.bits,
-        )
+        packed = torch.from_numpy(self._packed(entry, first_row, shape, cut))
+        return filed(self._turned(name, packed), kind)
 
     def _turned(self, name: str, rows: Tensor) -> Tensor:
         """Put the rows of queries and keys back into the order of Hugging Face's."""
@@ -149,9 +151,18 @@ class GgufFile:
         all_rows = int(np.prod(entry.shape[:-1], dtype=np.int64))
         row_bytes = entry.size_bytes(self._path) // all_rows
         start = self._header.data_start + entry.offset + first_row * row_bytes
-        # A copy of the packed bytes: no array may point into the map once it is closed.
-        packed = np.frombuffer(self._map, np.uint8, rows * row_bytes, start)
-        return packed.reshape(rows, row_bytes)[:, span].copy()
+        # Read, not mapped: a page at a time takes longer, and no array may point into a closed map.
+        packed = np.empty((rows, row_bytes), np.uint8)
+        self._read(packed.data.cast("B"), start, entry.name)
+        return np.ascontiguousarray(packed[:, span])
+
+    def _read(self, left: memoryview, start: int, what: str) -> None:
+        """Fill `left` from `start` on; the system gives two GiB at a time at most."""
+        while left:
+            taken = os.preadv(self._file.fileno(), [left], start)
+            if taken == 0:
+                raise CheckpointError(f"cannot read {self._path}: it ends within {what}")
+            left, start = left[taken:], start + taken
 
     def _span(self, entry: TensorEntry, cut: Cut) -> slice:
         """Return which bytes of a row are the columns of `cut`; all of them where it cuts rows."""

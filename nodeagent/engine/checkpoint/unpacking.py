@@ -4,6 +4,7 @@ The `gguf` package unpacks every kind sixteen rows at a time; for the kinds that
 whole matrices at once take a third of its time. Layouts from ggml's block structs.
 """
 
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -12,7 +13,7 @@ from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize
 from torch import Tensor
 
-from nodeagent.engine.layers.linear import GROUP_WEIGHTS, Groups
+from nodeagent.engine.layers.linear import GROUP_WEIGHTS, Filed, Groups
 
 IN_GROUPS: Final = (
     GGMLQuantizationType.Q4_0,
@@ -33,20 +34,26 @@ def unpack(packed: np.ndarray, kind: GGMLQuantizationType) -> Tensor:
     if kind is GGMLQuantizationType.Q8_0:
         return _eight_bits(packed)
     if kind in IN_GROUPS:
-        return groups_of(packed, kind).wide()
+        return groups_of(torch.from_numpy(packed), kind).wide()
     weights: np.ndarray = dequantize(packed, kind)
     return torch.from_numpy(weights.astype(np.float32, copy=False))
 
 
-def groups_of(packed: np.ndarray, kind: GGMLQuantizationType) -> Groups:
+def filed(packed: Tensor, kind: GGMLQuantizationType) -> Filed:
+    """Return the matrix of `packed` [rows, bytes] as it is."""
+    columns = packed.shape[1] // _bytes_of(kind) * GROUP_WEIGHTS
+    return Filed((packed,), columns, kind.name, partial(groups_of, kind=kind))
+
+
+def groups_of(packed: Tensor, kind: GGMLQuantizationType) -> Groups:
     """Return the numbers of `packed` [rows, bytes] with their scales and offsets."""
     if kind is GGMLQuantizationType.Q8_0:
-        blocks = torch.from_numpy(packed).view(len(packed), -1, GROUP_WEIGHTS + 2)
+        blocks = packed.view(len(packed), -1, GROUP_WEIGHTS + 2)
         scales = _fp16(blocks, 0)
         # Counted from the least: 128 more, as bytes without a sign.
         numbers = blocks[..., 2:].bitwise_xor(128).view(len(packed), -1)
         return Groups(numbers, scales, -128 * scales, bits=8)
-    blocks = torch.from_numpy(packed).view(len(packed), -1, _bytes_of(kind))
+    blocks = packed.view(len(packed), -1, _bytes_of(kind))
     halves = blocks[..., -GROUP_WEIGHTS // 2 :]
     # The first sixteen of a group are the low halves of its bytes, the others the high ones.
     numbers = torch.empty(*blocks.shape[:2], GROUP_WEIGHTS, dtype=torch.uint8)
@@ -70,4 +77,6 @@ def _fp16(blocks: Tensor, at: int) -> Tensor:
 
 
 def _bytes_of(kind: GGMLQuantizationType) -> int:
+    if kind is GGMLQuantizationType.Q8_0:
+        return GROUP_WEIGHTS + 2
     return GROUP_WEIGHTS // 2 + (4 if kind is GGMLQuantizationType.Q4_1 else 2)

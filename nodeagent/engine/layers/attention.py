@@ -1,5 +1,5 @@
 """Attention over paged KV: one call for decodes of like length, one call for each prompt chunk.
-Where our own kernels serve, one call for all decodes, which reads keys and values where they lie.
+Where our own kernels serve, one call for all of both, which reads keys and values where they lie.
 
 A query of a decode is one token; its grouped heads are folded into the query dimension, so that
 keys and values are read once per KV head and never repeated.
@@ -8,13 +8,13 @@ keys and values are read once per KV head and never repeated.
 import math
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from nodeagent.engine.layers.kv_format import KvFormat
-from nodeagent.engine.native.kernels import LANES, kernels_for
+from nodeagent.engine.native.kernels import HEAD_DIM_MAX, LANES, kernels_for
+from nodeagent.engine.native.memory import lasting
 
 
 class LayerKV:
@@ -37,7 +37,8 @@ class LayerKV:
         # Zeroed, not empty: masked slots are multiplied by zero, and zero times NaN is NaN.
         # Values lie beside their keys, so that one gather brings both.
         self.pages = _zeroed((blocks, block_tokens, 2 * kv_heads, width), device, form.dtype)
-        served = head_dim % LANES == 0 and form.dtype is dtype
+        fits = head_dim % LANES == 0 and head_dim <= HEAD_DIM_MAX
+        served = fits and form.dtype is dtype
         self.kernels = kernels_for(self.pages) if served else None
         self._slots = self.pages.view(-1, 2 * kv_heads, width)
 
@@ -63,13 +64,8 @@ class LayerKV:
 def _zeroed(shape: tuple[int, ...], device: str, dtype: torch.dtype) -> Tensor:
     if device != "cpu":
         return torch.zeros(shape, device=device, dtype=dtype)
-    # numpy asks the system for pages that it zeroes when they are first touched; torch would write
-    # every one of them before the first request.
-    return (
-        torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8))
-        .view(dtype)
-        .view(shape)
-    )
+    # The system zeroes it when it is first touched; torch would before the first request.
+    return lasting(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +92,15 @@ class Decodes:
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """The first rows of the flat batch: one token each, each over blocks of its own."""
+    """All rows of the flat batch, in pieces: a few neighbouring tokens of one sequence each."""
 
     tables: Tensor
-    """[rows, blocks], each row's blocks, and anything behind them."""
-    spans: Tensor
-    """[rows, 2], which tokens of its blocks a row sees: from the first to before the second."""
+    """[sequences, blocks], each one's blocks, and anything behind them."""
+    pieces: Tensor
+    """[pieces, 4]: the first row, how many tokens, the place of the first in its blocks, and which
+    of `tables` lists those. A token sees those before it in its blocks, and itself."""
+    window_tokens: int
+    """So many of them at most, itself included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +122,7 @@ class Layout:
     write_slots: Tensor
     """KV slot [tokens] that each row of the flat batch fills."""
     decodes: tuple[Decodes, ...] | Listed
+    """`Listed` for our own kernels; there are no segments then."""
     segments: tuple[Segment, ...]
 
 
@@ -135,9 +135,9 @@ def attend(mixed: Tensor, heads: int, kv: LayerKV, layout: Layout) -> Tensor:
     decodes = layout.decodes
     if isinstance(decodes, Listed):
         assert kv.kernels is not None
-        parts = [kv.kernels.attend(mixed, heads, kv.pages, decodes.tables, decodes.spans)]
-    else:
-        parts = [_decode(mixed[part.start : part.end, :heads], kv, part) for part in decodes]
+        tables, pieces, window = decodes.tables, decodes.pieces, decodes.window_tokens
+        return kv.kernels.attend(mixed, heads, kv.pages, tables, pieces, window)
+    parts = [_decode(mixed[part.start : part.end, :heads], kv, part) for part in decodes]
     parts += [_prefill(mixed[part.start : part.end, :heads], kv, part) for part in layout.segments]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 

@@ -7,14 +7,15 @@ A model asks `Weights` for a `Linear` and never sees a layout. The kinds, with w
 - `Blocked`: oneDNN's layout of a float matrix, made once, where torch would otherwise rearrange
   the matrix in every step. In fp32 the same products in another order of summation.
 - `Half`: fp16 rows, multiplied in fp32 by FBGEMM: half the bytes of fp32 at an error of 2^-11.
-- `Native`: the four or eight bits, scales and offsets of a GGUF file by our own kernels, with an
-  error of 2^-16: no second copy, and a third of `FourBit`'s time. Where those can be built.
+- `Native`: by our own kernels, where those can be built. The four or eight bits, scales and offsets
+  of a GGUF file, with an error of 2^-16: no second copy, and a third of `FourBit`'s time. Floats of
+  16 or 32 bits as their file has them, exactly.
 - `FourBit`: the same four bits by torch's kernel. For few rows they are multiplied as they lie; for
   more, a bf16 copy is faster and is kept beside them.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Final, Protocol
 
@@ -23,7 +24,8 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from nodeagent.engine.native.kernels import GROUP_WEIGHTS as GROUP_WEIGHTS
-from nodeagent.engine.native.kernels import TILE_ROWS, Kernels, kernels
+from nodeagent.engine.native.kernels import TILE_ROWS as TILE_ROWS
+from nodeagent.engine.native.kernels import Matrix, kernels
 
 _FOUR_BIT_ROWS_MAX: Final = 4
 """Above so many rows, reading bf16 once costs less than unpacking four bits for each row."""
@@ -40,6 +42,7 @@ class Keeping(StrEnum):
     BLOCKED = "blocked"
     PACKED = "packed"
     NATIVE = "native"
+    TILED = "tiled"
 
     @property
     def as_filed(self) -> bool:
@@ -69,15 +72,37 @@ class Groups:
         )
 
 
-def join(parts: Sequence[Groups]) -> Groups:
+@dataclass(frozen=True, slots=True)
+class Filed:
+    """The same as the blocks of a GGUF file, which our own kernels take as they are."""
+
+    parts: tuple[Tensor, ...]
+    """[rows, bytes of a row] each, one below the other."""
+    columns: int
+    layout: str
+    """One of `BLOCK_LAYOUTS`."""
+    unpack: Callable[[Tensor], Groups]
+
+    def groups(self) -> Groups:
+        """Return what is in the blocks."""
+        return self.unpack(torch.cat(self.parts))
+
+
+def join(parts: Sequence[Groups | Filed]) -> Groups | Filed:
     """Return `parts` one below the other."""
+    first = parts[0]
     if len(parts) == 1:
-        return parts[0]
+        return first
+    filed = [part for part in parts if isinstance(part, Filed)]
+    alike = len(filed) == len(parts) and len({part.layout for part in filed}) == 1
+    if isinstance(first, Filed) and alike:
+        return replace(first, parts=tuple(one for part in filed for one in part.parts))
+    groups = [part.groups() if isinstance(part, Filed) else part for part in parts]
     return Groups(
-        torch.cat([part.numbers for part in parts]),
-        torch.cat([part.scales for part in parts]),
-        torch.cat([part.offsets for part in parts]),
-        max(part.bits for part in parts),
+        torch.cat([part.numbers for part in groups]),
+        torch.cat([part.scales for part in groups]),
+        torch.cat([part.offsets for part in groups]),
+        max(part.bits for part in groups),
     )
 
 
@@ -150,16 +175,16 @@ class FourBit:
 class Native:
     """The file's own numbers by our own kernel: products as exact as the file."""
 
-    def __init__(self, groups: Groups, kernels: Kernels) -> None:
-        self._matrix = kernels.pack(groups.bits, groups.numbers, groups.scales, groups.offsets)
+    def __init__(self, matrix: Matrix) -> None:
+        self.matrix = matrix
 
     def __call__(self, x: Tensor) -> Tensor:
         """Multiply."""
-        return self._matrix.multiply(x)
+        return self.matrix.multiply(x)
 
     def __getitem__(self, rows: Tensor) -> Tensor:
         """Return `rows` of the matrix, as a table of embeddings is read."""
-        return self._matrix.read(rows)
+        return self.matrix.read(rows)
 
 
 def choose(device: str, dtype: torch.dtype, quantised: bool) -> tuple[Keeping, str]:
@@ -171,6 +196,8 @@ def choose(device: str, dtype: torch.dtype, quantised: bool) -> tuple[Keeping, s
         return Keeping.PLAIN, f"no kernel for another layout of {dtype} is here"
     if quantised and dtype is torch.float32 and multiplies_natively():
         return Keeping.NATIVE, "quantised products were asked for; our own kernels are built"
+    if not quantised and dtype is torch.float32 and multiplies_natively():
+        return Keeping.TILED, "our own kernels read floats as their file has them"
     fbgemm = "fbgemm" in torch.backends.quantized.supported_engines
     if quantised and fbgemm and dtype is torch.float32:
         return Keeping.PACKED, "quantised products were asked for, and their kernels are here"
@@ -190,20 +217,35 @@ def keep(weight: Tensor, keeping: Keeping) -> Linear:
     return Blocked(weight.bfloat16() if keeping.as_filed else weight)
 
 
-def keep_groups(groups: Groups, keeping: Keeping) -> Linear:
+def keep_groups(groups: Groups | Filed, keeping: Keeping) -> Linear:
     """Return the product by a matrix whose file keeps it in groups."""
     return native(groups, keeping) or _by_torch(groups)
 
 
-def native(groups: Groups, keeping: Keeping) -> Native | None:
+def native(groups: Groups | Filed, keeping: Keeping) -> Native | None:
     """Return the product by our own kernel; None where that is not for this matrix."""
     own = kernels() if keeping is Keeping.NATIVE else None
-    if own is None or groups.numbers.shape[0] % TILE_ROWS:
+    if own is None:
         return None
-    return Native(groups, own)
+    if isinstance(groups, Filed):
+        if any(len(part) % TILE_ROWS for part in groups.parts):
+            return None
+        return Native(own.pack_blocks(groups.parts, groups.layout, groups.columns))
+    if groups.numbers.shape[0] % TILE_ROWS:
+        return None
+    return Native(own.pack(groups.bits, groups.numbers, groups.scales, groups.offsets))
 
 
-def _by_torch(groups: Groups) -> Linear:
+def tiled(parts: Sequence[Tensor]) -> Native:
+    """Return the product by `parts`, one below the other, each of whole tiles of rows."""
+    own = kernels()
+    assert own is not None
+    return Native(own.tile(parts))
+
+
+def _by_torch(groups: Groups | Filed) -> Linear:
+    if isinstance(groups, Filed):
+        groups = groups.groups()
     if groups.bits != 4 or groups.numbers.shape[0] % _FOUR_BIT_MULTIPLE:
         return keep(groups.wide(), Keeping.PACKED)
     return FourBit(groups)

@@ -51,7 +51,7 @@ class Adapted:
     def __init__(
         self, linear: Linear, prefix: str, parts: Mapping[str, int], columns: int, adding: Adding
     ) -> None:
-        self._linear = linear
+        self.bare = linear
         self._adding = adding
         self._places: list[tuple[str, int, int]] = []
         at = 0
@@ -63,7 +63,7 @@ class Adapted:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Multiply, and add."""
-        answer = self._linear(x)
+        answer = self.bare(x)
         for adapter, rows in self._adding.current:
             for module, start, end in self._places:
                 pair = adapter.pairs.get(module)

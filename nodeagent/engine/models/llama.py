@@ -15,6 +15,7 @@ from nodeagent.engine.layers.linear import Keeping
 from nodeagent.engine.layers.lora import Adding
 from nodeagent.engine.layers.norm import rms_norm
 from nodeagent.engine.layers.rope import Rope, inverse_frequencies, rotate_
+from nodeagent.engine.layers.whole import Dense, whole
 from nodeagent.engine.models.shape import ModelShape
 from nodeagent.engine.models.weights import Table, Weights, WeightSource
 from nodeagent.engine.parallel.ranks import ALONE, Ranks
@@ -27,6 +28,10 @@ class LlamaAttention:
 
     inputs = 1
     """How many rows of `hidden` side by side are its input."""
+    bias: Tensor | None = None
+    """Added to queries, keys and values, where the family has one."""
+    head_norms: Tensor | None = None
+    """By which each head of queries and keys is normalised, where the family does so."""
 
     def __init__(self, weights: Weights, shape: ModelShape, prefix: str) -> None:
         self.shape = shape
@@ -38,12 +43,12 @@ class LlamaAttention:
         prefix = f"{prefix}self_attn."
         parts = {f"{name}.weight": rows for name, rows in self.rows.items()}
         columns = self.inputs * shape.hidden
-        self._query_key_value = weights.linear_stack(prefix, parts, columns)
-        self._output = weights.linear(f"{prefix}o_proj.weight", shape.hidden, self.rows["q_proj"])
+        self.query_key_value = weights.linear_stack(prefix, parts, columns)
+        self.output = weights.linear(f"{prefix}o_proj.weight", shape.hidden, self.rows["q_proj"])
 
     def project(self, x: Tensor) -> Tensor:
         """Return the queries, keys and values of `x` [tokens, heads of all three, head_dim]."""
-        return self._query_key_value(x).view(x.shape[0], -1, self.shape.head_dim)
+        return self.query_key_value(x).view(x.shape[0], -1, self.shape.head_dim)
 
     def __call__(self, x: Tensor, kv: LayerKV, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
         """Attend from each row of `x` to what it may see."""
@@ -52,7 +57,7 @@ class LlamaAttention:
         # Queries and keys turn alike, so they turn together.
         rotate_(mixed, turning, cos, sin)
         answer = attend(mixed, heads, kv, layout)
-        return self._output(answer.view(x.shape[0], -1))
+        return self.output(answer.view(x.shape[0], -1))
 
 
 class LlamaMlp:
@@ -61,12 +66,12 @@ class LlamaMlp:
     def __init__(self, weights: Weights, shape: ModelShape, prefix: str) -> None:
         prefix = f"{prefix}mlp."
         parts = {f"{name}_proj.weight": shape.intermediate for name in ("gate", "up")}
-        self._gate_up = weights.linear_stack(prefix, parts, shape.hidden)
-        self._down = weights.linear(f"{prefix}down_proj.weight", shape.hidden, shape.intermediate)
+        self.gate_up = weights.linear_stack(prefix, parts, shape.hidden)
+        self.down = weights.linear(f"{prefix}down_proj.weight", shape.hidden, shape.intermediate)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Transform each row of `x` by itself."""
-        return self._down(gated(self._gate_up(x)))
+        return self.down(gated(self.gate_up(x)))
 
 
 class LlamaLayer:
@@ -78,6 +83,22 @@ class LlamaLayer:
         self.attention = model.attention(weights, shape, prefix)
         self.mlp_norm = weights.read(f"{prefix}post_attention_layernorm.weight", shape.hidden)
         self.mlp = model.mlp(weights, shape, prefix)
+
+    def dense(self) -> Dense | None:
+        """Return its parts; None where its MLP is another."""
+        attention, mlp = self.attention, self.mlp
+        if type(mlp) is not LlamaMlp:
+            return None
+        return Dense(
+            self.attention_norm,
+            self.mlp_norm,
+            attention.bias,
+            attention.head_norms,
+            attention.query_key_value,
+            attention.output,
+            mlp.gate_up,
+            mlp.down,
+        )
 
 
 class Llama:
@@ -110,6 +131,7 @@ class Llama:
             table = weights.embedding("model.embed_tokens.weight", *embedding)
         self._embedding = table
         self._layers = [LlamaLayer(type(self), weights, shape, n) for n in share.layers]
+        self._whole = whole([layer.dense() for layer in self._layers], shape)
         self._norm = weights.read("model.norm.weight", shape.hidden)
         if share.last and not shape.tied_embeddings:
             table = weights.embedding("lm_head.weight", *embedding)
@@ -144,15 +166,26 @@ class Llama:
         else:
             x = self._ranks.receive(len(tokens), self.shape.hidden, self._norm)
         cos, sin = self._rope.at(positions)
-        for number, (layer, layer_kv) in enumerate(zip(self._layers, kv, strict=True)):
-            if self.heard is not None:
-                self.heard(number, x)
-            normed = rms_norm(x, layer.attention_norm, epsilon)
-            x = x + layer.attention(normed, layer_kv, cos, sin, layout)
-            x = x + layer.mlp(rms_norm(x, layer.mlp_norm, epsilon))
+        alone = self.heard is None and not self.adding.current
+        if self._whole is not None and alone and kv[0].kernels is not None:
+            self._whole.run(x, kv, cos, sin, layout)
+        else:
+            x = self._one_by_one(x, kv, cos, sin, layout)
         logits = None
         if self._share.last:
             logits = self._head(rms_norm(x[rows], self._norm, epsilon)).float()
         else:
             self._ranks.hand_on(x)
         return self._ranks.answer(logits, len(rows), self._share, rows.device)
+
+    def _one_by_one(
+        self, x: Tensor, kv: list[LayerKV], cos: Tensor, sin: Tensor, layout: Layout
+    ) -> Tensor:
+        epsilon = self.shape.rms_epsilon
+        for number, (layer, layer_kv) in enumerate(zip(self._layers, kv, strict=True)):
+            if self.heard is not None:
+                self.heard(number, x)
+            normed = rms_norm(x, layer.attention_norm, epsilon)
+            x = x + layer.attention(normed, layer_kv, cos, sin, layout)
+            x = x + layer.mlp(rms_norm(x, layer.mlp_norm, epsilon))
+        return x

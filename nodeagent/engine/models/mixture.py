@@ -15,12 +15,12 @@ class Mixture(LlamaMlp):
     """Sends each row to the experts that its router prefers, and adds up their answers."""
 
     room = "mlp"
-    gate, up, down = "gate_proj", "up_proj", "down_proj"
+    gate_name, up_name, down_name = "gate_proj", "up_proj", "down_proj"
 
     def __init__(self, weights: Weights, shape: ModelShape, prefix: str) -> None:
         self._shape = shape
         prefix = f"{prefix}{self.room}."
-        parts = {f"{name}.weight": shape.intermediate for name in (self.gate, self.up)}
+        parts = {f"{name}.weight": shape.intermediate for name in (self.gate_name, self.up_name)}
         hidden, wide = shape.hidden, shape.intermediate
         self._router = weights.read(f"{prefix}gate.weight", shape.experts, hidden)
         bare = weights.bare()
@@ -29,7 +29,7 @@ class Mixture(LlamaMlp):
         experts = [f"{prefix}experts.{number}." for number in self._experts]
         self._gates_ups = [bare.linear_stack(expert, parts, hidden) for expert in experts]
         self._downs = [
-            bare.linear(f"{expert}{self.down}.weight", hidden, wide) for expert in experts
+            bare.linear(f"{expert}{self.down_name}.weight", hidden, wide) for expert in experts
         ]
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ class MixtralMixture(Mixture):
     """The same under Mixtral's names."""
 
     room = "block_sparse_moe"
-    gate, up, down = "w1", "w3", "w2"
+    gate_name, up_name, down_name = "w1", "w3", "w2"
 
 
 class Qwen3Moe(Qwen3):

@@ -14,11 +14,12 @@ class Qwen2Attention(LlamaAttention):
         super().__init__(weights, shape, prefix)
         parts = {f"{name}.bias": rows for name, rows in self.rows.items()}
         stacked = weights.stack(f"{prefix}self_attn.", parts)
-        self._bias = stacked.view(-1, shape.head_dim)
+        self.bias = stacked.view(-1, shape.head_dim)
 
     def project(self, x: Tensor) -> Tensor:
         """Return the queries, keys and values of `x`."""
-        return super().project(x) + self._bias
+        assert self.bias is not None
+        return super().project(x) + self.bias
 
 
 class Qwen2(Llama):

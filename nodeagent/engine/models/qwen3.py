@@ -19,13 +19,14 @@ class Qwen3Attention(LlamaAttention):
         key = weights.read(f"{prefix}k_norm.weight", shape.head_dim)
         # A row for each head, so that one pass normalises queries and keys together.
         rows = (query.expand(shape.heads, -1), key.expand(shape.kv_heads, -1))
-        self._norms = torch.cat(rows)
+        self.head_norms = torch.cat(rows)
 
     def project(self, x: Tensor) -> Tensor:
         """Return the queries, keys and values of `x`."""
-        mixed = super().project(x)
-        normed = mixed[:, : len(self._norms)]
-        normed.copy_(rms_norm(normed, self._norms, self.shape.rms_epsilon))
+        mixed, norms = super().project(x), self.head_norms
+        assert norms is not None
+        normed = mixed[:, : len(norms)]
+        normed.copy_(rms_norm(normed, norms, self.shape.rms_epsilon))
         return mixed
 
 

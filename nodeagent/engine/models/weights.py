@@ -1,11 +1,14 @@
 """How a model's weights come to its device: in its dtype, and fused where one product serves."""
 
+from collections.abc import Iterable
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from nodeagent.engine.layers.linear import (
+    TILE_ROWS,
+    Filed,
     Groups,
     Half,
     Keeping,
@@ -16,6 +19,7 @@ from nodeagent.engine.layers.linear import (
     keep,
     keep_groups,
     native,
+    tiled,
 )
 from nodeagent.engine.layers.lora import Adapted, Adding
 from nodeagent.engine.parallel.ranks import ALONE, Ranks
@@ -35,7 +39,9 @@ class WeightSource(Protocol):
         """Read one weight in the dtype it is stored in, or fp32 where it is stored quantised."""
         ...
 
-    def groups(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> Groups | None:
+    def groups(
+        self, name: str, shape: tuple[int, ...], cut: Cut | None = None
+    ) -> Groups | Filed | None:
         """Read one matrix as its file quantises it; None where that is not in groups of 32."""
         ...
 
@@ -85,12 +91,14 @@ class Weights:
         return self.ranks.summed(self.linear_stack("", {name: rows}, columns))
 
     def embedding(self, name: str, *shape: int) -> Table:
-        """Read the table of embeddings; where matrices stay packed, packed or in fp16."""
+        """Read the table of embeddings: as matrices are kept, or in fp16 where they stay packed."""
         if self.keeping is Keeping.NATIVE:
             groups = self.source.groups(name, shape)
             table = None if groups is None else native(groups, self.keeping)
             if table is not None:
                 return table
+        if self._tiles(shape[:1]):
+            return tiled([self.source.tensor(name, shape)])
         wide = self.read(name, *shape)
         return wide.half() if self.keeping.as_filed else wide
 
@@ -102,16 +110,23 @@ class Weights:
 
     def linear_stack(self, prefix: str, parts: dict[str, int], columns: int) -> Linear:
         """Read the matrices `parts` as one to multiply by; ranks hold their rows."""
-        kept = self._packed(prefix, parts, columns) or keep(
-            self.stack(prefix, parts, columns), self.keeping
-        )
+        kept = self._packed(prefix, parts, columns)
+        if kept is None and self._tiles(parts.values()):
+            shapes = {f"{prefix}{name}": (rows, columns) for name, rows in parts.items()}
+            kept = tiled([self.source.tensor(name, shape) for name, shape in shapes.items()])
+        if kept is None:
+            kept = keep(self.stack(prefix, parts, columns), self.keeping)
         return self._adapted(kept, prefix, parts, columns)
+
+    def _tiles(self, rows: Iterable[int]) -> bool:
+        """True where matrices of so many rows are kept in tiles of our own."""
+        return self.keeping is Keeping.TILED and not any(count % TILE_ROWS for count in rows)
 
     def _packed(self, prefix: str, parts: dict[str, int], columns: int) -> Linear | None:
         """Return the product as the file packs it; None where not all of it is packed alike."""
         if not self.keeping.as_filed:
             return None
-        groups: list[Groups] = []
+        groups: list[Groups | Filed] = []
         for name, rows in parts.items():
             part = self.source.groups(f"{prefix}{name}", (rows, columns))
             if part is None:
@@ -154,7 +169,9 @@ class Survey:
         """Ask the source."""
         self._source.check(name, shape, cut)
 
-    def groups(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> Groups | None:
+    def groups(
+        self, name: str, shape: tuple[int, ...], cut: Cut | None = None
+    ) -> Groups | Filed | None:
         """Nothing is packed without memory."""
         return None
 

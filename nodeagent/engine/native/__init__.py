@@ -1,1 +1,1 @@
-"""The engine's own kernels: one C file, compiled for the processor that will run it."""
+"""The engine's own kernels: C, compiled for the processor that will run it."""

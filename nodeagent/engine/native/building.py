@@ -1,4 +1,4 @@
-"""From `kernels.c` to a library for this processor, built once and found again.
+"""From the C files here to a library for this processor, built once and found again.
 
 A library is named by what it was built from (source, compiler's options, the processor's features),
 lies in `$XDG_CACHE_HOME/isochrone`, which only its owner may write, and appears there by a rename:
@@ -18,7 +18,9 @@ from typing import Final
 
 log = logging.getLogger(__name__)
 
-SOURCE: Final = Path(__file__).parent / "kernels.c"
+_FOLDER: Final = Path(__file__).parent
+SOURCES: Final = tuple(sorted(_FOLDER.glob("*.c")))
+_HEADERS: Final = tuple(sorted(_FOLDER.glob("*.h")))
 _OPTIONS: Final = (
     "-O3",
     "-march=native",
@@ -43,26 +45,28 @@ def built() -> Path:
     if path.is_file():
         return path
     if compiler is None:
-        raise NoKernels(f"cannot build {SOURCE.name}: none of {', '.join(_COMPILERS)} is here")
+        raise NoKernels(f"cannot build kernels: none of {', '.join(_COMPILERS)} is here")
     log.info("building kernels", extra={"fields": {"compiler": compiler, "library": str(path)}})
     with tempfile.TemporaryDirectory(dir=path.parent) as name:
         new = Path(name) / path.name
-        command = [compiler, *_OPTIONS, str(SOURCE), "-lm", "-o", str(new)]
+        command = [compiler, *_OPTIONS, *map(str, SOURCES), "-lm", "-o", str(new)]
         try:
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_S)
         except subprocess.CalledProcessError as error:
             told = error.stderr.strip().splitlines()
             raise NoKernels(
-                f"cannot build {SOURCE.name} with {compiler}: {told[0] if told else 'it failed'}"
+                f"cannot build kernels with {compiler}: {told[0] if told else 'it failed'}"
             ) from error
         except (OSError, subprocess.TimeoutExpired) as error:
-            raise NoKernels(f"cannot build {SOURCE.name}: {error}") from error
+            raise NoKernels(f"cannot build kernels: {error}") from error
         new.replace(path)
     return path
 
 
 def _digest(compiler: str | None) -> str:
-    digest = hashlib.sha256(SOURCE.read_bytes())
+    digest = hashlib.sha256()
+    for source in (*SOURCES, *_HEADERS):
+        digest.update(source.read_bytes())
     for part in (*_OPTIONS, platform.machine(), _features(), compiler or ""):
         digest.update(part.encode() + b"\0")
     return digest.hexdigest()[:32]

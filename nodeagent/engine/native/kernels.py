@@ -1,4 +1,4 @@
-"""The functions of `kernels.c` on tensors. They check nothing: their callers in `layers` do.
+"""The functions of the C files here on tensors. They check nothing: their callers in `layers` do.
 
 Each takes fp32 tensors on the CPU that lie row behind row. A library is used only once its products
 have been held against torch's.
@@ -8,13 +8,15 @@ import ctypes
 import functools
 import logging
 import time
+from collections.abc import Sequence
 from ctypes import c_float, c_int64, c_void_p
-from typing import Final
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
 
 from nodeagent.engine.native.building import NoKernels, built
+from nodeagent.engine.native.memory import Room
 
 log = logging.getLogger(__name__)
 
@@ -22,6 +24,9 @@ TILE_ROWS: Final = 16
 GROUP_WEIGHTS: Final = 32
 LANES: Final = 16
 """Heads are whole numbers of these."""
+HEAD_DIM_MAX: Final = 256
+PIECE_TOKENS: Final = 16
+"""Attention goes through the keys once for so many neighbouring tokens, and all heads of each."""
 _ERROR_MAX: Final = 1e-3
 _TYPES: Final = {"p": c_void_p, "n": c_int64, "f": c_float}
 _ARGUMENTS: Final = {
@@ -30,28 +35,55 @@ _ARGUMENTS: Final = {
     "gate": "pnnnp",
     "turn": "pnnnppnn",
     "keep": "pnnppnn",
-    "attend": "pnnpnnnpnpnp",
+    "attend": "pnpnnnpnpnnnp",
 }
-_OF_PRODUCTS: Final = {"pack": "pppnnnnp", "read_rows": "pnnnpnp", "multiply": "pnnnpnnp"}
+_OF_PRODUCTS: Final = {
+    "pack": "pppnnnnp",
+    "pack_blocks": "pnnnnp",
+    "read_rows": "pnnnpnp",
+    "multiply": "pnnnpnnp",
+    "pack_floats": "pnnnnp",
+    "read_floats": "pnnnpnp",
+    "multiply_floats": "pnnnpnnp",
+}
 """What each function takes: pointers, numbers (int64), a float."""
+BLOCK_LAYOUTS: Final = ("Q4_0", "Q4_1", "Q8_0")
+"""GGUF's names of the blocks that are packed as they are."""
+_KINDS: Final = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
+
+
+class Matrix(Protocol):
+    """What a matrix in our own layout can do."""
+
+    arguments: tuple[int, int, int, int]
+    """Where it lies, which kind it is, its rows and its columns."""
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """Return `x` [count, columns] times the matrix."""
+        ...
+
+    def read(self, rows: Tensor) -> Tensor:
+        """Return these rows of the matrix as numbers: [count, columns]."""
+        ...
 
 
 class PackedMatrix:
     """A matrix of four-bit or eight-bit numbers in groups of 32, as `multiply` reads it."""
 
-    def __init__(self, library: ctypes.CDLL, bits: int, rows: int, columns: int) -> None:
+    def __init__(
+        self, library: ctypes.CDLL, room: Room, bits: int, rows: int, columns: int
+    ) -> None:
         group_bytes = GROUP_WEIGHTS * TILE_ROWS * bits // 8 + 4 * TILE_ROWS
         self.rows = rows
         self._library = library
-        self.packed = torch.empty(
-            rows // TILE_ROWS * (columns // GROUP_WEIGHTS) * group_bytes, dtype=torch.uint8
-        )
-        self._arguments = (self.packed.data_ptr(), bits, rows, columns)
+        self._tile_bytes = columns // GROUP_WEIGHTS * group_bytes
+        self.packed = room.take(rows // TILE_ROWS * self._tile_bytes)
+        self.arguments = (self.packed.data_ptr(), bits, rows, columns)
 
     def fill(self, numbers: Tensor, scales: Tensor, offsets: Tensor) -> None:
         """Take the numbers, scales and offsets of all rows."""
         parts = (numbers.contiguous(), scales.contiguous(), offsets.contiguous())
-        _, bits, rows, columns = self._arguments
+        _, bits, rows, columns = self.arguments
         self._library.pack(
             *(part.data_ptr() for part in parts),
             bits,
@@ -61,24 +93,80 @@ class PackedMatrix:
             self.packed.data_ptr(),
         )
 
+    def fill_blocks(self, at: int, blocks: Tensor, layout: str) -> None:
+        """Take the rows from `at` on as the blocks of a GGUF file: [rows, bytes]."""
+        place, _, _, columns = self.arguments
+        blocks = blocks.contiguous()
+        self._library.pack_blocks(
+            blocks.data_ptr(),
+            BLOCK_LAYOUTS.index(layout),
+            len(blocks),
+            columns,
+            torch.get_num_threads(),
+            place + at // TILE_ROWS * self._tile_bytes,
+        )
+
     def multiply(self, x: Tensor) -> Tensor:
         """Return `x` [count, columns] times the matrix."""
         x = x.contiguous()
         count = x.shape[0]
         answer = torch.empty(count, self.rows)
         if self._library.multiply(
-            *self._arguments, x.data_ptr(), count, torch.get_num_threads(), answer.data_ptr()
+            *self.arguments, x.data_ptr(), count, torch.get_num_threads(), answer.data_ptr()
         ):
             raise MemoryError(f"cannot multiply {count} rows: no memory to round them in")
         return answer
 
     def read(self, rows: Tensor) -> Tensor:
         """Return these rows of the matrix as numbers: [count, columns]."""
-        answer = torch.empty(len(rows), self._arguments[3])
+        answer = torch.empty(len(rows), self.arguments[3])
         if self._library.read_rows(
-            *self._arguments, rows.contiguous().data_ptr(), len(rows), answer.data_ptr()
+            *self.arguments, rows.contiguous().data_ptr(), len(rows), answer.data_ptr()
         ):
             raise IndexError(f"cannot read rows {rows.tolist()}: there are {self.rows}")
+        return answer
+
+
+class FloatMatrix:
+    """A matrix of floats in tiles of 16 rows, as `multiply_floats` reads it."""
+
+    def __init__(self, library: ctypes.CDLL, room: Room, parts: Sequence[Tensor]) -> None:
+        dtypes = {part.dtype for part in parts}
+        dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
+        self._kind = _KINDS.get(dtype, _KINDS[torch.float32])
+        dtype = dtype if dtype in _KINDS else torch.float32
+        self._rows, self._columns = sum(len(part) for part in parts), parts[0].shape[1]
+        self._library = library
+        self._packed = room.take(self._rows * self._columns * dtype.itemsize)
+        self.arguments = (self._packed.data_ptr(), self._kind, self._rows, self._columns)
+        at = 0
+        for part in parts:
+            whole = part.to(dtype).contiguous()
+            library.pack_floats(
+                whole.data_ptr(),
+                dtype.itemsize,
+                *whole.shape,
+                torch.get_num_threads(),
+                self._packed.data_ptr() + at,
+            )
+            at += whole.nbytes
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """Return `x` [count, columns] times the matrix."""
+        x = x.contiguous()
+        count = x.shape[0]
+        answer = torch.empty(count, self._rows)
+        threads = torch.get_num_threads()
+        arguments = (*self.arguments, x.data_ptr(), count, threads, answer.data_ptr())
+        self._library.multiply_floats(*arguments)
+        return answer
+
+    def read(self, rows: Tensor) -> Tensor:
+        """Return these rows of the matrix as numbers: [count, columns]."""
+        rows, answer = rows.contiguous(), torch.empty(len(rows), self._columns)
+        arguments = (*self.arguments, rows.data_ptr(), len(rows), answer.data_ptr())
+        if self._library.read_floats(*arguments):
+            raise IndexError(f"cannot read rows {rows.tolist()}: there are {self._rows}")
         return answer
 
 
@@ -87,6 +175,7 @@ class Kernels:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.library = library
+        self._room = Room()
         for name, kinds in _ARGUMENTS.items():
             function = getattr(library, name)
             function.argtypes = [_TYPES[kind] for kind in kinds]
@@ -96,14 +185,34 @@ class Kernels:
         if self.multiplies:
             for name, kinds in _OF_PRODUCTS.items():
                 getattr(library, name).argtypes = [_TYPES[kind] for kind in kinds]
-            library.multiply.restype = library.read_rows.restype = c_int64
+            for name in ("multiply", "read_rows", "read_floats"):
+                getattr(library, name).restype = c_int64
+            library.pack_floats.restype = library.multiply_floats.restype = None
             self._try()
 
     def pack(self, bits: int, numbers: Tensor, scales: Tensor, offsets: Tensor) -> PackedMatrix:
         """Return the matrix of `numbers` [rows, columns], a scale and an offset for each group."""
-        matrix = PackedMatrix(self.library, bits, *numbers.shape)
+        matrix = PackedMatrix(self.library, self._room, bits, *numbers.shape)
         matrix.fill(numbers, scales, offsets)
         return matrix
+
+    def pack_blocks(self, parts: Sequence[Tensor], layout: str, columns: int) -> PackedMatrix:
+        """Return the matrix of a GGUF file's blocks [whole tiles of rows, bytes], one part below
+        the other."""
+        bits, rows = 8 if layout == "Q8_0" else 4, sum(len(part) for part in parts)
+        matrix = PackedMatrix(self.library, self._room, bits, rows, columns)
+        at = 0
+        for part in parts:
+            matrix.fill_blocks(at, part, layout)
+            at += len(part)
+        return matrix
+
+    def tile(self, parts: Sequence[Tensor]) -> FloatMatrix:
+        """Return the matrix of `parts` [whole tiles of rows, columns], one below the other.
+
+        In the dtype of all of them; in fp32 where they differ, or it is another.
+        """
+        return FloatMatrix(self.library, self._room, parts)
 
     def normalise(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         """Return the rows of `x` by their root mean square, scaled by `weight`."""
@@ -145,14 +254,13 @@ class Kernels:
         )
 
     def attend(
-        self, mixed: Tensor, heads: int, pages: Tensor, tables: Tensor, spans: Tensor
+        self, mixed: Tensor, heads: int, pages: Tensor, tables: Tensor, pieces: Tensor, window: int
     ) -> Tensor:
-        """Answer the queries of the first rows of `mixed`, as many as there are `spans`."""
-        rows, (_, block_tokens, both, dim) = len(spans), pages.shape
-        answer = torch.empty(rows, heads, dim)
+        """Answer the queries of `mixed`; `layers.attention.Listed` tells what the pieces are."""
+        _, block_tokens, both, dim = pages.shape
+        answer = torch.empty(len(mixed), heads, dim)
         self.library.attend(
             mixed.data_ptr(),
-            rows,
             heads,
             pages.data_ptr(),
             block_tokens,
@@ -160,7 +268,9 @@ class Kernels:
             dim,
             tables.data_ptr(),
             tables.shape[1],
-            spans.data_ptr(),
+            pieces.data_ptr(),
+            len(pieces),
+            window,
             torch.get_num_threads(),
             answer.data_ptr(),
         )
@@ -168,19 +278,26 @@ class Kernels:
 
     def _try(self) -> None:
         chance = torch.Generator().manual_seed(1)
+        x = torch.randn(11, 64, generator=chance)
         for bits in (4, 8):
             numbers = torch.randint(
                 0, 2**bits, (2 * TILE_ROWS, 64), generator=chance, dtype=torch.uint8
             )
             scales, offsets = torch.rand(2, 2 * TILE_ROWS, 2, generator=chance).half().float()
-            x = torch.randn(11, 64, generator=chance)
             groups = numbers.view(len(numbers), -1, GROUP_WEIGHTS)
             wide = (groups * scales[..., None] + offsets[..., None]).view(numbers.shape)
-            wanted = x @ wide.T
-            found = self.pack(bits, numbers, scales, offsets).multiply(x)
-            error = float((found - wanted).norm() / wanted.norm())
-            if not error < _ERROR_MAX:
-                raise NoKernels(f"cannot use the kernels: {bits} bits are wrong by {error:.2g}")
+            _compare(f"{bits} bits", self.pack(bits, numbers, scales, offsets), x, wide)
+        for dtype in _KINDS:
+            weight = torch.randn(3 * TILE_ROWS, 64, generator=chance).to(dtype)
+            _compare(str(dtype), self.tile([weight]), x, weight.float())
+
+
+def _compare(what: str, matrix: Matrix, x: Tensor, weight: Tensor) -> None:
+    """Raise NoKernels where the product is not torch's."""
+    wanted = x @ weight.T
+    error = float((matrix.multiply(x) - wanted).norm() / wanted.norm())
+    if not error < _ERROR_MAX:
+        raise NoKernels(f"cannot use the kernels: {what} are wrong by {error:.2g}")
 
 
 @functools.cache

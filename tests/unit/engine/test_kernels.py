@@ -4,13 +4,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 
 from nodeagent.engine.layers.rope import Rope, inverse_frequencies
 from nodeagent.engine.native import building
 from nodeagent.engine.native.building import NoKernels, built
-from nodeagent.engine.native.kernels import Kernels, kernels
+from nodeagent.engine.native.kernels import PIECE_TOKENS, Kernels, kernels
 
 HEADS, KV_HEADS, DIM, BLOCK = 6, 2, 16, 4
 
@@ -55,33 +57,90 @@ def test_queries_and_keys_turn_as_by_the_formula(own: Kernels) -> None:
     torch.testing.assert_close(mixed, wanted)
 
 
-def test_a_row_sees_its_span_of_its_own_blocks_and_nothing_else(own: Kernels) -> None:
-    pages = chance(12, BLOCK, 2 * KV_HEADS, DIM)
-    tables = torch.tensor([[3, 0, 0], [7, 1, 9], [2, 5, 0]])
-    spans = torch.tensor([[0, 1], [2, 11], [5, 8]])
-    mixed = chance(4, HEADS + 2 * KV_HEADS, DIM, seed=3)
-    # What no span reaches may be anything.
-    pages[[0, 4]] = float("nan")
-    found = own.attend(mixed, HEADS, pages, tables, spans)
-    for row, (first, end) in enumerate(spans.tolist()):
-        seen = pages[tables[row]].flatten(0, 1)[first:end].transpose(0, 1)[None]
-        wanted = scaled_dot_product_attention(
-            mixed[row, :HEADS, None][None],
-            seen[:, :KV_HEADS],
-            seen[:, KV_HEADS:],
-            enable_gqa=True,
+def sequences(*parts: tuple[int, int]) -> tuple[Tensor, Tensor, int]:
+    """Return tables and pieces of sequences (place of the first new token, new tokens) side by
+    side, and how many rows those are; blocks go backwards from the last."""
+    tables, pieces, row = [], [], 0
+    width = max(-(-(start + tokens) // BLOCK) for start, tokens in parts)
+    for number, (start, tokens) in enumerate(parts):
+        tables.append([width * (number + 1) - at for at in range(width)])
+        pieces += [
+            [row + at, min(PIECE_TOKENS, tokens - at), start + at, number]
+            for at in range(0, tokens, PIECE_TOKENS)
+        ]
+        row += tokens
+    return torch.tensor(tables), torch.tensor(pieces), row
+
+
+def by_torch(
+    mixed: Tensor, heads: int, pages: Tensor, tables: Tensor, piece: list[int], window: int
+) -> Tensor:
+    """Return what torch answers to the queries of one piece."""
+    row, tokens, start, number = piece
+    kv_heads, end = pages.shape[2] // 2, start + tokens
+    seen = pages[tables[number]].flatten(0, 1)[:end].transpose(0, 1)[None]
+    mask = torch.ones(tokens, end, dtype=torch.bool).tril(start).triu(start - window + 1)
+    answer = scaled_dot_product_attention(
+        mixed[row : row + tokens, :heads].transpose(0, 1)[None],
+        seen[:, :kv_heads],
+        seen[:, kv_heads:],
+        attn_mask=mask,
+        enable_gqa=True,
+    )
+    return answer[0].transpose(0, 1)
+
+
+@given(
+    parts=st.lists(st.tuples(st.integers(0, 90), st.integers(1, 40)), min_size=1, max_size=3),
+    grouped=st.sampled_from([(1, 1), (3, 1), (6, 2), (7, 1), (8, 4)]),
+    dim=st.sampled_from([16, 48, 64, 128, 256]),
+    window=st.sampled_from([1, 7, 33, 1000]),
+    large=st.sampled_from([1.0, 30.0]),
+)
+@settings(max_examples=60)
+def test_attention_is_torchs_whatever_the_batch(
+    own: Kernels,
+    parts: list[tuple[int, int]],
+    grouped: tuple[int, int],
+    dim: int,
+    window: int,
+    large: float,
+) -> None:
+    heads, kv_heads = grouped
+    tables, pieces, rows = sequences(*parts)
+    pages = chance(int(tables.max()) + 1, BLOCK, 2 * kv_heads, dim)
+    mixed = chance(rows, heads + 2 * kv_heads, dim, seed=3)
+    mixed[:, :heads] *= large
+    found = own.attend(mixed, heads, pages, tables, pieces, window)
+    for piece in pieces.tolist():
+        wanted = by_torch(mixed, heads, pages, tables, piece, window)
+        torch.testing.assert_close(
+            found[piece[0] : piece[0] + piece[1]], wanted, rtol=1e-4, atol=1e-5 * large
         )
-        torch.testing.assert_close(found[row], wanted[0, :, 0])
 
 
-def test_what_is_no_number_reaches_the_answer_of_its_own_row_alone(own: Kernels) -> None:
-    pages = chance(2, BLOCK, 2 * KV_HEADS, DIM)
-    pages[1, 0] = float("nan")
-    mixed = chance(2, HEADS + 2 * KV_HEADS, DIM, seed=3)
-    tables, spans = torch.tensor([[0], [1]]), torch.tensor([[0, 4], [0, 4]])
-    found = own.attend(mixed, HEADS, pages, tables, spans)
+def test_what_no_token_sees_may_be_anything(own: Kernels) -> None:
+    tables, pieces, rows = sequences((5, 1), (0, 3))
+    pages = chance(int(tables.max()) + 1, BLOCK, 2 * KV_HEADS, DIM)
+    mixed = chance(rows, HEADS + 2 * KV_HEADS, DIM, seed=3)
+    wanted = own.attend(mixed, HEADS, pages, tables, pieces, 4)
+    hidden = [(tables[0, 0], slice(0, 2)), (tables[0, 1], slice(2, 4)), (tables[1, 0], 3)]
+    for block, slots in hidden:
+        pages[block, slots] = float("nan")
+    assert torch.equal(own.attend(mixed, HEADS, pages, tables, pieces, 4), wanted)
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_what_is_no_number_reaches_the_answers_of_its_own_rows_alone(
+    own: Kernels, wrong: float
+) -> None:
+    tables, pieces, rows = sequences((3, 1), (3, 1))
+    pages = chance(int(tables.max()) + 1, BLOCK, 2 * KV_HEADS, DIM)
+    pages[tables[1, 0], 0] = wrong
+    mixed = chance(rows, HEADS + 2 * KV_HEADS, DIM, seed=3)
+    found = own.attend(mixed, HEADS, pages, tables, pieces, 100)
     assert found[0].isfinite().all()
-    assert found[1].isnan().all()
+    assert not found[1].isfinite().any()
 
 
 def test_keys_and_values_go_to_their_slots(own: Kernels) -> None:

@@ -25,10 +25,15 @@ from nodeagent.engine.layers.linear import (
     keep_groups,
     multiplies_natively,
     native,
+    tiled,
 )
 
 ROWS, COLUMNS = 192, 256
 HEADS = 4
+
+
+def chance(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def some_groups(seed: int) -> Groups:
@@ -75,6 +80,26 @@ def test_our_own_kernel_is_as_exact_as_the_file(groups: Groups, rows: int) -> No
 
 
 @needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("rows", [1, 2, 7, 23])
+def test_floats_are_multiplied_as_their_file_has_them(dtype: torch.dtype, rows: int) -> None:
+    parts = [chance(count, 61, seed=count).to(dtype) for count in (48, 16)]
+    weight = torch.cat(parts).float()
+    product = tiled(parts)
+    assert error(product, weight, rows) < 1e-6
+    wanted = torch.tensor([63, 0, 50, 17])
+    assert torch.equal(product[wanted], weight[wanted])
+    with pytest.raises(IndexError, match="there are 64"):
+        product[torch.tensor([-1])]
+
+
+@needs_kernels
+def test_floats_of_several_kinds_are_multiplied_in_fp32() -> None:
+    parts = [chance(16, 64, seed=1), chance(16, 64, seed=2).half(), chance(16, 64, seed=3).double()]
+    assert error(tiled(parts), torch.cat([part.float() for part in parts]), 3) < 1e-6
+
+
+@needs_kernels
 def test_what_is_no_number_stays_none_and_harms_no_other_row() -> None:
     product = keep_groups(some_groups(1), Keeping.NATIVE)
     x = torch.ones(3, COLUMNS)
@@ -99,8 +124,10 @@ def test_each_keeps_its_tolerance(rows: int) -> None:
 def test_four_bits_joined_are_one_below_the_other() -> None:
     one, other = some_groups(1), some_groups(2)
     weight = torch.cat((one.wide(), other.wide()))
-    assert torch.equal(join([one, other]).wide(), weight)
-    assert error(keep_groups(join([one, other]), Keeping.PACKED), weight, 2) < 1e-2
+    joined = join([one, other])
+    assert isinstance(joined, Groups)
+    assert torch.equal(joined.wide(), weight)
+    assert error(keep_groups(joined, Keeping.PACKED), weight, 2) < 1e-2
 
 
 def test_what_no_kernel_serves_is_kept_otherwise() -> None:
@@ -110,11 +137,15 @@ def test_what_no_kernel_serves_is_kept_otherwise() -> None:
     assert isinstance(keep(torch.ones(8, 8), Keeping.BLOCKED), Plain)
     assert choose("cuda:0", torch.bfloat16, quantised=True)[0] is Keeping.PLAIN
     assert choose("cpu", torch.float16, quantised=True)[0] is Keeping.PLAIN
-    assert choose("cpu", torch.float32, quantised=False)[0] is Keeping.BLOCKED
+    tiles = Keeping.TILED if multiplies_natively() else Keeping.BLOCKED
+    assert choose("cpu", torch.float32, quantised=False)[0] is tiles
+    assert choose("cpu", torch.bfloat16, quantised=False)[0] is Keeping.BLOCKED
 
 
-@pytest.mark.parametrize("kind", [GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q4_1])
-def test_a_gguf_files_four_bits_are_read_as_they_are(
+@pytest.mark.parametrize(
+    "kind", [GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q4_1, GGMLQuantizationType.Q8_0]
+)
+def test_a_gguf_files_groups_are_read_as_they_are(
     tmp_path: Path, kind: GGMLQuantizationType
 ) -> None:
     path = tmp_path / "m.gguf"
@@ -149,7 +180,15 @@ def test_a_gguf_files_four_bits_are_read_as_they_are(
         ):
             groups = file.groups(name, shape)
             assert groups is not None
-            torch.testing.assert_close(groups.wide(), file.tensor(name, shape))
+            wide = groups.groups().wide()
+            torch.testing.assert_close(wide, file.tensor(name, shape))
+            if multiplies_natively():
+                both = native(join([groups, groups]), Keeping.NATIVE)
+                assert both is not None
+                wanted = torch.tensor([0, 31, COLUMNS + 5])
+                torch.testing.assert_close(
+                    both[wanted], torch.cat((wide, wide))[wanted], atol=1e-3, rtol=1e-3
+                )
         assert file.groups("model.embed_tokens.weight", (32, COLUMNS)) is None
     finally:
         file.close()

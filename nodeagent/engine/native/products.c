@@ -1,20 +1,11 @@
-/* What a decode step spends its time on, for a processor with AVX-512 VNNI; see native/kernels.py.
- *
- * Rule 1: every function takes fp32 rows that lie one behind another, writes where it is told, and
- * keeps nothing.
- * Rule 2: `threads` are OpenMP's, of the runtime that torch has loaded: one pool for both.
- */
+/* Matrix products by quantised weights, for a processor with AVX-512 VNNI. */
 
-#include <immintrin.h>
-#include <math.h>
-#include <stdint.h>
+#include "kernels.h"
+
 #include <stdlib.h>
-#include <string.h>
 
 #define GROUP 32
 #define TILE 16
-#define LINE 64
-#define LANES 16
 
 int64_t can_multiply(void) {
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VNNI__)
@@ -63,6 +54,45 @@ void pack(const uint8_t *numbers, const float *scales, const float *offsets, int
                 halves[row] = _cvtss_sh(scales[at * groups + group], 0);
                 halves[TILE + row] = _cvtss_sh(offsets[at * groups + group], 0);
             }
+        }
+}
+
+/* The same from the blocks of a GGUF file: [rows, columns / 32], each a scale, an offset in Q4_1
+ * alone, and the numbers. Four bits lie there as they lie here, byte by byte. */
+enum layout { Q4_0, Q4_1, Q8_0 };
+
+INLINED void pack_block(const enum layout layout, const uint8_t *from, int64_t row, uint8_t *to) {
+    int64_t words = layout == Q8_0 ? GROUP / 4 : GROUP / 8;
+    uint16_t *halves = (uint16_t *)(to + words * LINE), scale;
+    memcpy(&scale, from, sizeof(scale));
+    halves[row] = scale;
+    if (layout == Q4_1)
+        memcpy(halves + TILE + row, from + 2, sizeof(scale));
+    else
+        halves[TILE + row] = _cvtss_sh((layout == Q8_0 ? -128 : -8) * _cvtsh_ss(scale), 0);
+    from += layout == Q4_1 ? 4 : 2;
+    for (int64_t word = 0; word < words; word++) {
+        uint32_t numbers;
+        memcpy(&numbers, from + 4 * word, sizeof(numbers));
+        /* Counted from the least: without a sign. */
+        if (layout == Q8_0) numbers ^= 0x80808080u;
+        memcpy(to + word * LINE + 4 * row, &numbers, sizeof(numbers));
+    }
+}
+
+void pack_blocks(const uint8_t *blocks, int64_t layout, int64_t rows, int64_t columns,
+                 int64_t threads, uint8_t *out) {
+    int64_t groups = columns / GROUP, bytes = group_bytes(layout == Q8_0 ? 8 : 4);
+    int64_t block_bytes = layout == Q8_0 ? 34 : layout == Q4_1 ? 20 : 18;
+#pragma omp parallel for num_threads(threads)
+    for (int64_t tile = 0; tile < rows / TILE; tile++)
+        for (int64_t at = 0; at < TILE * groups; at++) {
+            int64_t group = at / TILE, row = at % TILE;
+            const uint8_t *from = blocks + ((tile * TILE + row) * groups + group) * block_bytes;
+            uint8_t *to = out + (tile * groups + group) * bytes;
+            if (layout == Q4_0) pack_block(Q4_0, from, row, to);
+            if (layout == Q4_1) pack_block(Q4_1, from, row, to);
+            if (layout == Q8_0) pack_block(Q8_0, from, row, to);
         }
 }
 
@@ -215,169 +245,3 @@ int64_t read_rows(const uint8_t *packed, int64_t bits, int64_t rows, int64_t col
 }
 
 #endif
-
-/* What lies between the products. */
-
-#define SMALL 32768 /* so many numbers are done before another thread has woken */
-
-/* e^x to 2e-7 of itself, in steps that a compiler puts side by side; what is no number stays none. */
-static inline float power_of_e(float x) {
-    x = x > 88.0f ? 88.0f : x;
-    x = x < -87.0f ? -87.0f : x;
-    float whole = rintf(x * 1.44269504f);
-    float rest = x - whole * 0.693359375f + whole * 2.12194440e-4f;
-    float near = 1.9875691500e-4f;
-    near = near * rest + 1.3981999507e-3f;
-    near = near * rest + 8.3334519073e-3f;
-    near = near * rest + 4.1665795894e-2f;
-    near = near * rest + 1.6666665459e-1f;
-    near = near * rest + 5.0000001201e-1f;
-    near = near * rest * rest + rest + 1.0f;
-    int32_t bits = ((int32_t)whole + 127) << 23;
-    float scale;
-    memcpy(&scale, &bits, 4);
-    return near * scale;
-}
-
-void normalise(const float *x, const float *weight, float epsilon, int64_t rows, int64_t columns,
-               int64_t threads, float *out) {
-#pragma omp parallel for num_threads(threads) if (rows * columns > SMALL)
-    for (int64_t row = 0; row < rows; row++) {
-        const float *from = x + row * columns;
-        float *to = out + row * columns, squares = 0;
-#pragma omp simd reduction(+ : squares)
-        for (int64_t at = 0; at < columns; at++) squares += from[at] * from[at];
-        float scale = 1.0f / sqrtf(squares / columns + epsilon);
-#pragma omp simd
-        for (int64_t at = 0; at < columns; at++) to[at] = from[at] * scale * weight[at];
-    }
-}
-
-/* Rows of gates, each followed by its values: [rows, 2 * columns]. */
-void gate(const float *x, int64_t rows, int64_t columns, int64_t threads, float *out) {
-#pragma omp parallel for num_threads(threads) if (rows * columns > SMALL)
-    for (int64_t row = 0; row < rows; row++) {
-        const float *gates = x + 2 * row * columns, *values = gates + columns;
-        float *to = out + row * columns;
-#pragma omp simd
-        for (int64_t at = 0; at < columns; at++)
-            to[at] = gates[at] / (1.0f + power_of_e(-gates[at])) * values[at];
-    }
-}
-
-/* The first `heads` of each row of x, turned by cosines and sines [rows, dim]. */
-void turn(float *x, int64_t stride, int64_t heads, int64_t dim, const float *cos, const float *sin,
-          int64_t rows, int64_t threads) {
-    int64_t half = dim / 2;
-#pragma omp parallel for num_threads(threads) if (rows * heads * dim > SMALL)
-    for (int64_t row = 0; row < rows; row++) {
-        const float *c = cos + row * dim, *s = sin + row * dim;
-        for (int64_t head = 0; head < heads; head++) {
-            float *low = x + row * stride + head * dim, *high = low + half;
-#pragma omp simd
-            for (int64_t at = 0; at < half; at++) {
-                float one = low[at], other = high[at];
-                low[at] = one * c[at] + other * s[at];
-                high[at] = other * c[half + at] + one * s[half + at];
-            }
-        }
-    }
-}
-
-/* Where attention finds a token's keys and values: slot by slot, keys of all heads, then values. */
-struct pages {
-    float *slots;
-    int64_t block_tokens, kv_heads;
-};
-
-/* Sixteen numbers at once, wherever they lie. */
-typedef float lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-
-static inline float sum_of(lanes x) {
-#if defined(__AVX512F__)
-    return _mm512_reduce_add_ps(x);
-#else
-    float sum = 0;
-    for (int64_t at = 0; at < LANES; at++) sum += x[at];
-    return sum;
-#endif
-}
-
-/* `group` queries of one row over one KV head, whose sums are kept relative to the largest score so
- * far: no room is needed for the scores of a whole context. A head has `parts` times 16 numbers. */
-static inline __attribute__((always_inline)) void attend_head(
-    const int64_t parts, const struct pages *pages, const float *query, int64_t group,
-    int64_t kv_head, const int64_t *blocks, int64_t first, int64_t end, float *out) {
-    int64_t dim = parts * LANES, width = 2 * pages->kv_heads * dim, room = pages->block_tokens;
-    float scores[room], root = 1.0f / sqrtf(dim);
-    for (int64_t one = 0; one < group; one++, query += dim, out += dim) {
-        float largest = -INFINITY, total = 0;
-        lanes answer[parts], asked[parts];
-        for (int64_t part = 0; part < parts; part++) {
-            answer[part] = (lanes){0};
-            asked[part] = root * ((const lanes *)query)[part];
-        }
-        for (int64_t block = first / room; block * room < end; block++) {
-            int64_t from = block * room < first ? first - block * room : 0;
-            int64_t to = end - block * room < room ? end - block * room : room;
-            const float *keys = pages->slots + blocks[block] * room * width + kv_head * dim;
-            const float *values = keys + pages->kv_heads * dim;
-            float most = largest, sum = 0;
-            for (int64_t at = from; at < to; at++) {
-                const lanes *key = (const lanes *)(keys + at * width);
-                lanes products = asked[0] * key[0];
-                for (int64_t part = 1; part < parts; part++) products += asked[part] * key[part];
-                scores[at] = sum_of(products);
-                most = scores[at] > most ? scores[at] : most;
-            }
-            float shrink = largest == -INFINITY ? 0 : power_of_e(largest - most);
-#pragma omp simd reduction(+ : sum)
-            for (int64_t at = from; at < to; at++) {
-                scores[at] = power_of_e(scores[at] - most);
-                sum += scores[at];
-            }
-            largest = most;
-            total = total * shrink + sum;
-            for (int64_t part = 0; part < parts; part++) answer[part] *= shrink;
-            for (int64_t at = from; at < to; at++) {
-                const lanes *value = (const lanes *)(values + at * width);
-                for (int64_t part = 0; part < parts; part++)
-                    answer[part] += scores[at] * value[part];
-            }
-        }
-        for (int64_t part = 0; part < parts; part++) ((lanes *)out)[part] = answer[part] / total;
-    }
-}
-
-/* Put the keys and values of every row of `mixed` (queries, keys, values) into its slot. */
-void keep(const float *mixed, int64_t rows, int64_t heads, const int64_t *slots, float *pages,
-          int64_t kv_heads, int64_t dim) {
-    int64_t width = 2 * kv_heads * dim, stride = heads * dim + width;
-    for (int64_t row = 0; row < rows; row++)
-        memcpy(pages + slots[row] * width, mixed + row * stride + heads * dim,
-               width * sizeof(float));
-}
-
-/* Answer the queries of the first `rows` rows of `mixed`, each over its own blocks and span. */
-void attend(const float *mixed, int64_t rows, int64_t heads, float *slots, int64_t block_tokens,
-            int64_t kv_heads, int64_t dim, const int64_t *tables, int64_t width,
-            const int64_t *spans, int64_t threads, float *out) {
-    const struct pages pages = {slots, block_tokens, kv_heads};
-    int64_t stride = (heads + 2 * kv_heads) * dim, group = heads / kv_heads, tokens = 0;
-    for (int64_t row = 0; row < rows; row++) tokens += spans[2 * row + 1] - spans[2 * row];
-#pragma omp parallel for num_threads(threads) schedule(dynamic) if (tokens * heads * dim > SMALL)
-    for (int64_t at = 0; at < rows * kv_heads; at++) {
-        int64_t row = at / kv_heads, head = at % kv_heads;
-        const float *query = mixed + row * stride + head * group * dim;
-        float *answer = out + (row * heads + head * group) * dim;
-        const int64_t *blocks = tables + row * width, *span = spans + 2 * row;
-#define PARTS(n) attend_head(n, &pages, query, group, head, blocks, span[0], span[1], answer)
-        if (dim == 4 * LANES)
-            PARTS(4);
-        else if (dim == 8 * LANES)
-            PARTS(8);
-        else
-            PARTS(dim / LANES);
-#undef PARTS
-    }
-}

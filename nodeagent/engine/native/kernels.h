@@ -1,0 +1,66 @@
+/* What the files here share: sixteen numbers at once, and e^x.
+ *
+ * Rule 1: every function takes fp32 rows that lie one behind another, writes where it is told, and
+ * keeps nothing.
+ * Rule 2: `threads` are OpenMP's, of the runtime that torch has loaded: one pool for both.
+ */
+
+#ifndef KERNELS_H
+#define KERNELS_H
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#define LANES 16
+#define LINE 64
+#define LOG2_E 1.44269504f
+#define SMALL 32768 /* so many numbers are done before another thread has woken */
+#define INLINED static inline __attribute__((always_inline))
+
+/* Sixteen numbers at once, wherever they lie. */
+typedef float lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+
+typedef int32_t places __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+
+INLINED lanes where(places wanted, lanes one, lanes other) {
+    return (lanes)((wanted & (places)one) | (~wanted & (places)other));
+}
+
+/* 2^x to 2e-7 of itself where x is below 128, nought where it is below -126; what is no number stays
+ * none. Written for sixteen at once: from a loop over single numbers compilers make branches, which
+ * take many times as long. */
+INLINED lanes power_of_two(lanes x) {
+    const lanes least = (lanes){0} - 126.0f, rounding = (lanes){0} + 12582912.0f;
+    x = where(x < least, least, x);
+    /* Adding 1.5 * 2^23 leaves no bits below one: the sum's last bits are the whole number. */
+    lanes sum = x + rounding, rest = x - (sum - rounding);
+    lanes near = 1.3390863364533504e-3f * rest + 9.676031918326564e-3f;
+    near = near * rest + 5.550357114219461e-2f;
+    near = near * rest + 2.4022107485308208e-1f;
+    near = near * rest + 6.931471880262287e-1f;
+    near = near * rest + 1.0000000754548972f;
+    return near * (lanes)(((places)sum - (places)rounding + 127) << 23);
+}
+
+void normalise(const float *x, const float *weight, float epsilon, int64_t rows, int64_t columns,
+               int64_t threads, float *out);
+void gate(const float *x, int64_t rows, int64_t columns, int64_t threads, float *out);
+void turn(float *x, int64_t stride, int64_t heads, int64_t dim, const float *cos, const float *sin,
+          int64_t rows, int64_t threads);
+void keep(const float *mixed, int64_t rows, int64_t heads, const int64_t *slots, float *pages,
+          int64_t kv_heads, int64_t dim);
+void attend(const float *mixed, int64_t heads, const float *slots, int64_t block_tokens,
+            int64_t kv_heads, int64_t dim, const int64_t *tables, int64_t width,
+            const int64_t *pieces, int64_t count, int64_t window, int64_t threads, float *out);
+
+/* Where the processor can. */
+int64_t multiply(const uint8_t *packed, int64_t bits, int64_t rows, int64_t columns, const float *x,
+                 int64_t count, int64_t threads, float *out);
+void multiply_floats(const uint8_t *packed, int64_t kind, int64_t rows, int64_t columns,
+                     const float *x, int64_t count, int64_t threads, float *out);
+
+#endif
