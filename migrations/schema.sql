@@ -467,3 +467,16 @@ CREATE TABLE prefetch (
     held_at       timestamptz,
     PRIMARY KEY (node_id, model_id)
 );
+
+-- A writer holds the epoch (`FOR KEY SHARE`) until it commits. As a key, the epoch cannot be changed
+-- meanwhile, and the lease can still be renewed: that changes no key, so it waits for no writer.
+ALTER TABLE lease ADD CONSTRAINT lease_epoch_key UNIQUE (epoch);
+
+-- A replica over several nodes: each node's part is a placement of its own, which knows its leader's.
+-- What the spec says of the group is the only truth of it; NULL where the part leads or is alone.
+ALTER TABLE placement
+    ADD COLUMN leader_id text
+        GENERATED ALWAYS AS (nullif(spec #>> '{group,leader_id}', replica_id)) STORED,
+    ADD COLUMN rank_port integer
+        GENERATED ALWAYS AS ((spec #>> '{group,port}')::integer) STORED;
+CREATE INDEX placement_leader_idx ON placement (leader_id) WHERE released_at IS NULL;

@@ -22,6 +22,7 @@ from isochrone.service.tls import client_context, node_context
 from isochrone.wire.control import PeerRole, ToAgent
 from isochrone.wire.ids import BootId
 from nodeagent.api.door import Door
+from nodeagent.api.siblings import Siblings
 from nodeagent.api.weights import Weights
 from nodeagent.config import NodeConfig
 from nodeagent.decide.pace import Pace
@@ -90,7 +91,7 @@ async def serve(config: NodeConfig, stopping: asyncio.Event) -> int:
 
     await node.restore()
     await _take_up_survivors(node, engines, supervisor)
-    door = Door(supervisor)
+    door = Door(supervisor, Siblings(peer_tls, monotonic))
     async with open_door(
         _served(door, artifacts, config, node),
         config.door_host,

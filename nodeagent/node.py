@@ -30,6 +30,8 @@ class Node:
         self.nudge_prefetch: Callable[[], None] = _nobody
         self._ledger = ledger
         self._devices = devices
+        self._unkept: Assignment | None = None
+        self._taking = asyncio.Lock()
 
     def progress(self) -> Progress:
         """Return the newest that this node has stored."""
@@ -48,17 +50,31 @@ class Node:
 
     async def take(self, offered: Assignment) -> str:
         """Keep a newer assignment, on disk before in effect; return why not, if not."""
-        reason = refusal_of(offered, self.assignment, self.node_id, self.identity.cluster_id)
-        if reason:
-            metrics.ASSIGNMENTS_REFUSED.inc()
-            return reason
-        if offered != self.assignment:
-            await asyncio.to_thread(self._ledger.write, offered)
-            self.assignment = offered
-            metrics.GENERATION.set(offered.generation)
+        async with self._taking:
+            reason = refusal_of(offered, self.assignment, self.node_id, self.identity.cluster_id)
+            if reason:
+                metrics.ASSIGNMENTS_REFUSED.inc()
+                return reason
+            if offered != self.assignment:
+                try:
+                    await asyncio.to_thread(self._ledger.write, offered)
+                except OSError as error:
+                    self._unkept = offered
+                    return (
+                        f"cannot keep generation {offered.generation} on disk: {error.strerror}; "
+                        "going on with the one before until the disk takes it"
+                    )
+                self.assignment = offered
+                metrics.GENERATION.set(offered.generation)
         self.nudge_converge()
         self.nudge_prefetch()
         return ""
+
+    async def take_unkept(self) -> None:
+        """Take an assignment that the disk did not; nobody would send it again."""
+        offered, self._unkept = self._unkept, None
+        if offered is not None:
+            await self.take(offered)
 
     def holders_of(self, digest: str) -> Sequence[PeerSource]:
         """Return the nodes that the scheduler names for an artifact, the nearest first."""

@@ -100,6 +100,8 @@ class Supervisor:
         on_change: Callable[[], None],
     ) -> None:
         self.replicas: dict[ReplicaId, Replica] = {}
+        self.relaying = 0
+        """Requests that siblings on other nodes answer through this one's door."""
         self._config = config
         self._artifacts = artifacts
         self._engines = engines
@@ -160,7 +162,9 @@ class Supervisor:
         """Wait until no request is in flight, for `timeout_s` at most."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                while any(r.in_flight.running for r in self.replicas.values()):  # noqa: ASYNC110
+                while self.relaying or any(  # noqa: ASYNC110
+                    replica.in_flight.running for replica in self.replicas.values()
+                ):
                     await asyncio.sleep(READY_INTERVAL_S)
 
     async def _live(self, replica: Replica, survivor: Started | None) -> None:

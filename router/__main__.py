@@ -2,10 +2,13 @@
 
 import argparse
 import asyncio
+import atexit
 import os
+import shutil
 import sys
+import tempfile
 from pathlib import Path
-from typing import NoReturn
+from typing import Final, NoReturn
 
 import msgspec
 
@@ -14,6 +17,8 @@ from isochrone.service.logs import setup_logs
 from isochrone.service.run import run_service
 from router.config import RouterConfig
 from router.processes import WORKER_ENV
+
+MEMORY: Final = "/dev/shm"  # noqa: S108 - in it we make a folder that nobody can foretell
 
 
 def main() -> NoReturn:
@@ -37,7 +42,7 @@ def main() -> NoReturn:
     config = msgspec.structs.replace(config, processes=config.processes or os.cpu_count() or 1)
     setup_logs("router", config.log_level)
     if config.processes > 1:
-        _share_metrics(config.state_folder / "metrics")
+        _share_metrics()
     # After that: the metrics library looks at the environment as it is imported.
     from router.app import run
 
@@ -47,13 +52,22 @@ def main() -> NoReturn:
     run_service(serve)
 
 
-def _share_metrics(folder: Path) -> None:
-    """Let all processes write their metrics where the main one reads them."""
-    if WORKER_ENV not in os.environ:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        for left in folder.glob("*.db"):
-            left.unlink(missing_ok=True)
-    os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(folder)
+def _share_metrics() -> None:
+    """Let all processes write their metrics where the main one reads them: in memory.
+
+    These files are mapped. On a disk that is full, writing to one would end the process (SIGBUS).
+    """
+    if WORKER_ENV in os.environ:
+        # The main process has said where.
+        return
+    memory = Path(os.environ.get("RUNTIME_DIRECTORY") or MEMORY)
+    home = memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
+    for left in home.glob("isochrone-router-*-*"):
+        if not Path("/proc", left.name.split("-")[2]).exists():
+            shutil.rmtree(left, ignore_errors=True)
+    folder = tempfile.mkdtemp(prefix=f"isochrone-router-{os.getpid()}-", dir=home)
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from isochrone.wire.control import PeerRole, ToRouter, Welcome
 from isochrone.wire.ids import BootId, RouterId
 from isochrone.wire.routes import RouteDelta, RouteTable
 from isochrone.wire.usage import UsageAck
+from router import build
 from router.apis.doors import Doors, open_cold
 from router.apis.openai.cold import cold_app
 from router.apis.openai.hot import OpenAiSurface
@@ -90,12 +91,8 @@ async def run(config: RouterConfig, stopping: asyncio.Event) -> int:
         )
     try:
         async with open_house(config, identity, worker) as house:
-            log.info(
-                "serving",
-                extra={
-                    "fields": {"port": house.port, "pop": identity.pop, "router": identity.name}
-                },
-            )
+            told = {"port": house.port, "pop": identity.pop, "router": identity.name}
+            log.info("serving", extra={"fields": told | build.facts()})
             notify("READY=1")
             await _either(stopping, house.stopping)
             notify("STOPPING=1")
@@ -172,9 +169,10 @@ class Parts:
         state = config.state_folder
         self.config = config
         self.metrics = Metrics()
+        self.metrics.build_info.labels(**build.facts()).set(1)
         self.gate = Gate(config.processes or 1)
         self.stopping = asyncio.Event()
-        self.fleet = Fleet(identity.pop, clock)
+        self.fleet = Fleet(identity.pop, clock, boot_id)
         self.recorder = Recorder(identity.pop, self.metrics, clock, Journal(state / "journal"))
         context = tls.client_context(identity) if config.node_tls else None
         self.deadlines = Deadlines(clock)
@@ -336,9 +334,14 @@ async def open_house(
     config: RouterConfig, identity: Identity, worker: Worker | None = None
 ) -> AsyncIterator[House]:
     """Run a router. On exit: stop accepting, finish what streams, put the ledger on disk."""
-    parts = Parts(config, identity, worker)
-    await asyncio.to_thread(_make_folder, config.state_folder)
-    await asyncio.to_thread(parts.spool.open)
+    try:
+        parts = Parts(config, identity, worker)
+        await asyncio.to_thread(_make_folder, config.state_folder)
+        await asyncio.to_thread(parts.spool.open)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot use the state folder {config.state_folder}: {error.strerror or error}"
+        ) from error
     await parts.follower.load(time.time())
     async with AsyncExitStack() as stack:
         parts.deadlines.start()
@@ -416,8 +419,11 @@ def limits_of(config: RouterConfig) -> DoorLimits:
 
 async def _put_away(parts: Parts) -> None:
     """Keep on disk what only memory holds: the usage and the table."""
-    await parts.shipper.spool_usage()
-    await parts.follower.persist()
+    for keep in (parts.shipper.spool_usage, parts.follower.persist):
+        try:
+            await keep()
+        except OSError as error:
+            log.error("cannot put away what memory holds", extra={"fields": {"reason": str(error)}})
 
 
 async def _alive() -> None:

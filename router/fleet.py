@@ -36,9 +36,10 @@ DISOWNING: Final = frozenset({"unknown_replica", "draining"})
 class Fleet:
     """The table served by, and what was measured since."""
 
-    def __init__(self, pop: PopId, clock: Callable[[], float]) -> None:
-        """Believe nothing yet. `clock` gives monotonic seconds."""
+    def __init__(self, pop: PopId, clock: Callable[[], float], name: str = "") -> None:
+        """Believe nothing yet. `clock` gives monotonic seconds; nodes know this life by `name`."""
         self.pop = pop
+        self.name = name
         self.table: RouteTable | None = None
         self.keys: Mapping[KeyId, KeyEntry] = MappingProxyType({})
         self.confirmed_at_s: float | None = None
@@ -279,6 +280,10 @@ class Fleet:
 
     def told(self, route: Route, load: Load, at_s: float) -> None:
         """A replica's load as it was at `at_s` became known."""
+        if load.others_unread >= 0:
+            others = (load.others_unread, load.others_decode)
+            self.in_flight.hear_others(route.replica_id, *others, at_s)
+            return
         unread = load.unread
         if unread < 0:
             board = self._boards.get(route.deployment_id)

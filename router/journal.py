@@ -1,11 +1,12 @@
 """Usage on disk the moment a request ends: what a killed router had not yet batched is not lost.
 
 Rows are appended as msgpack, one write each, without waiting for the platter: a killed process
-loses nothing, a power cut the last moment. When rows go into a batch the journal is rotated, and
-the rotated file is removed once the batch is on disk. A row read twice is counted once, for the
+loses nothing, a power cut the last moment. When rows go into a batch another file is begun, and
+those before it are removed once the batch is on disk. A row read twice is counted once, for the
 store knows request ids.
 """
 
+import errno
 import logging
 import os
 from pathlib import Path
@@ -23,29 +24,30 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class Journal:
-    """One append-only file, and rotated ones that wait for their batch."""
+    """One append-only file after another; those before the last wait for their batch."""
 
     def __init__(self, folder: Path) -> None:
-        """Keep `rows` and `rows.<n>` in `folder`."""
+        """Keep `rows.<n>` in `folder`."""
         self._folder = folder
         self._descriptor: int | None = None
         self._bytes = 0
-        self._rotations = 0
+        self._path = folder
+        self._number = 0
+        self._aside: tuple[Path, ...] = ()
+        self._problem = ""
 
     def open(self) -> tuple[UsageRow, ...]:
-        """Return the rows that an earlier life left behind, and begin anew."""
+        """Return the rows that an earlier life left behind, and begin anew.
+
+        Their files stay until the rows are in a batch.
+        """
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        rows: list[UsageRow] = []
-        left = sorted(self._folder.glob("rows*"))
-        for path in left:
-            rows += _read(path)
-        self._begin("rows.next")
-        for path in left:
-            path.unlink(missing_ok=True)
-        (self._folder / "rows.next").rename(self._folder / "rows")
-        for row in rows:
-            self.append(row)
-        return tuple(rows)
+        self._aside = tuple(sorted(self._folder.glob("rows*")))
+        rows = tuple(row for path in self._aside for row in _read(path))
+        numbers = [path.suffix.removeprefix(".") for path in self._aside]
+        self._number = max((int(number) for number in numbers if number.isdigit()), default=0)
+        self._begin()
+        return rows
 
     def append(self, row: UsageRow) -> None:
         """Write one row."""
@@ -53,20 +55,33 @@ class Journal:
             return
         data = _encoder.encode(row)
         try:
-            self._bytes += os.write(self._descriptor, data)
+            written = os.write(self._descriptor, data)
+            if written < len(data):
+                # A full disk took a part of it: behind that no row could be read.
+                os.ftruncate(self._descriptor, self._bytes)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
-            log.warning("cannot journal usage", extra={"fields": {"reason": error.strerror}})
+            self._say(str(error))
+            return
+        self._bytes += written
+        self._problem = ""
 
-    def rotate(self) -> Path | None:
-        """Set aside what was written so far; the caller removes it when its rows are safe."""
-        if self._descriptor is None or self._bytes == 0:
-            return None
-        self._rotations += 1
-        aside = self._folder / f"rows.{self._rotations:09d}"
-        (self._folder / "rows").rename(aside)
-        os.close(self._descriptor)
-        self._begin("rows")
-        return aside
+    def rotate(self) -> tuple[Path, ...]:
+        """Set aside what was written so far, and return all files that are.
+
+        A disk that takes no other file leaves the last one in use.
+        """
+        before, path, has_rows = self._descriptor, self._path, self._bytes > 0
+        if (before is None or has_rows) and self._begin() and before is not None:
+            os.close(before)
+            self._aside += (path,)
+        return self._aside
+
+    def saved(self, aside: tuple[Path, ...]) -> None:
+        """Remove files whose rows are in a batch."""
+        for path in aside:
+            path.unlink(missing_ok=True)
+        self._aside = tuple(path for path in self._aside if path not in aside)
 
     def close(self) -> None:
         """Let go of the file."""
@@ -74,10 +89,25 @@ class Journal:
             os.close(self._descriptor)
             self._descriptor = None
 
-    def _begin(self, name: str) -> None:
+    def _begin(self) -> bool:
+        path = self._folder / f"rows.{self._number + 1:09d}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-        self._descriptor = os.open(self._folder / name, flags, 0o600)
+        try:
+            self._descriptor = os.open(path, flags, 0o600)
+        except OSError as error:
+            self._say(str(error))
+            return False
+        self._number += 1
+        self._path = path
         self._bytes = 0
+        return True
+
+    def _say(self, reason: str) -> None:
+        # Once for each reason: a disk that is full for an hour must not fill the logs too.
+        if reason != self._problem:
+            fields = {"folder": str(self._folder), "reason": reason}
+            log.warning("cannot journal usage, it waits in memory", extra={"fields": fields})
+        self._problem = reason
 
 
 def _read(path: Path) -> list[UsageRow]:

@@ -1,20 +1,18 @@
 """One request on its way: what was asked, what is known so far, and what it holds."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Final
 
-import msgspec
-
 from isochrone.wire import headers
-from isochrone.wire.errors import ApiError
-from isochrone.wire.ids import ReplicaId, RequestId
-from isochrone.wire.routes import DeploymentEntry, KeyEntry, Route
+from isochrone.wire.ids import ReplicaId
+from isochrone.wire.routes import Route
 from isochrone.wire.usage import Outcome
+from router.asked import Asked
 from router.dataplane.exchange import Exchange, Head
 from router.dataplane.sse import DONE_FRAME, Frames, Said, usage_frame
 from router.dataplane.usage import UsageCount
 from router.decide.board import Ranked
-from router.decide.prefixes import NO_KEYS, PrefixKeys, Sent
+from router.decide.prefixes import Sent
 from router.decide.tokens_in_flight import Reservation
 from router.waiting import Place
 
@@ -26,44 +24,13 @@ LIVES: Final = 8
 """How many replicas may die under one stream before its client is told."""
 
 
-class Asked(msgspec.Struct, frozen=True, kw_only=True):
-    """One request as the corridor takes it, whichever public surface it came by.
-
-    `body` is what goes to the node. `text_bytes` is the prompt's size, `arrived_s` monotonic,
-    `started_at` Unix time. `error_event` writes an error into a stream. `resume` gives the body
-    that asks for the rest after (text, tokens) were said, None where that cannot be asked for;
-    `drawn` how its tokens are, where every replica would draw the same.
-    """
-
-    request_id: RequestId
-    key: KeyEntry
-    deployment: DeploymentEntry
-    path: str
-    body: bytes
-    text_bytes: int
-    output_tokens_max: int
-    is_stream: bool
-    wants_usage: bool
-    session: str
-    reject_if_busy: bool
-    arrived_s: float
-    started_at: float
-    error_event: Callable[[ApiError], bytes]
-    resume: Callable[[str, int], bytes | None] | None = None
-    drawn: str = ""
-    prefix_keys: PrefixKeys = NO_KEYS
-
-    def spend(self, tokens: tuple[int, int, int]) -> float:
-        """Return what (prompt, cached, output) tokens cost."""
-        price = self.deployment.price
-        return price.spend(*tokens) if price is not None else 0.0
-
-
 class Journey:
     """What is known of one request so far. The corridor fills it in, `Recorder` reads it."""
 
-    outcome = Outcome.FAILED
+    outcome: Outcome
     ranked: Ranked | None = None
+    via = ReplicaId("")
+    """Whom the attempt was sent to; a sibling may answer in its place."""
     sent: Sent | None = None
     turned_away = 0
     picked_at_s = 0.0
@@ -80,6 +47,7 @@ class Journey:
     place: Place | None = None
 
     def __init__(self, asked: Asked, prompt_tokens_estimate: int) -> None:
+        self.outcome = Outcome.FAILED
         self.asked = asked
         self.prompt_tokens_estimate = prompt_tokens_estimate
         self.body = asked.body
@@ -119,6 +87,10 @@ class Journey:
         exchange, self.exchange = self.exchange, None
         if exchange is not None:
             exchange.leave()
+        self.unbook()
+
+    def unbook(self) -> None:
+        """Give back the tokens in flight."""
         if self.reservation is not None:
             self.reservation.release()
 

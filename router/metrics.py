@@ -181,6 +181,13 @@ class Metrics(Collector):
         )
 
     def _define_state(self) -> None:
+        self.build_info = Gauge(
+            f"{PREFIX}build_info",
+            "1, by what this router runs on, and whether its hot path is compiled.",
+            ["compiled", "python"],
+            registry=self.registry,
+            multiprocess_mode="livemax",
+        )
         self.table_generation = Gauge(
             f"{PREFIX}table_generation",
             "Table served by.",

@@ -95,12 +95,16 @@ class Recorder:
         """Hand over how the versions did in the window that ends now."""
         return self._trials.take()
 
-    def take_usage(self) -> tuple[tuple[UsageRow, ...], Path | None]:
-        """Hand over the usage so far and its journal; the caller keeps it, then removes that."""
+    def take_usage(self) -> tuple[tuple[UsageRow, ...], tuple[Path, ...]]:
+        """Hand over the usage so far and its journal's files: `saved` once it is kept elsewhere."""
         self._metrics.show()
         rows = tuple(self._usage)
         self._usage.clear()
         return rows, self._journal.rotate()
+
+    def saved(self, journal: tuple[Path, ...]) -> None:
+        """Let go of the journal's files of usage that is kept elsewhere."""
+        self._journal.saved(journal)
 
     def put_back(self, rows: tuple[UsageRow, ...]) -> None:
         """Take back usage that the disk did not."""

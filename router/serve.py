@@ -8,29 +8,33 @@ said, and only where none can is the client told in words.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
-from typing import Final, Protocol
+from collections.abc import Callable, Set
+from typing import Final
 
 from isochrone.wire import headers
 from isochrone.wire.errors import ApiError, ErrorCode
+from isochrone.wire.ids import ReplicaId
 from isochrone.wire.usage import Outcome
+from router.asked import Asked, Client
 from router.config import RouterConfig
 from router.dataplane.exchange import AttemptFailed, Exchange, Failure
-from router.dataplane.http1 import Reply
+from router.dataplane.message import Reply
 from router.dataplane.upstream import Upstream
 from router.dataplane.verdict import hold_to_error, hold_to_status, read_answer
 from router.decide.board import Ranked
 from router.decide.fair import come_back_s
 from router.decide.health import RetryBudget
 from router.decide.limits import Entry, Gate, Limited
-from router.decide.pick import Ask, Ranking, rank
+from router.decide.pick import Ask, Ranking, Routes, rank
+from router.decide.tokens_in_flight import Reservation
 from router.fleet import Fleet
-from router.journey import STREAM_HEADERS, Asked, Journey
+from router.journey import STREAM_HEADERS, Journey
 from router.metrics import Metrics
 from router.record import Recorder
 from router.waiting import LOOK_AGAIN_S, Impatience, NoRoom, Place, Waiting
 
 NO_REPLICA_RETRY_AFTER_S: Final = 10.0
+NOBODY: Final = frozenset[ReplicaId]()
 REFUSALS_MAX: Final = 8
 TURNED_AWAY_MAX: Final = 12
 RETRY_PAUSE_S: Final = 0.05
@@ -40,28 +44,6 @@ OUT_OF_ROOM_FOR_BODIES: Final = (
     "send fewer at once, or shorter ones."
 )
 CONTINUED: Final = b": continued on another replica, not token for token\n\n"
-
-
-class Client(Protocol):
-    """The caller's end, whichever public surface it came by."""
-
-    def begin(self, status: int, content_type: str, extra: Mapping[str, str]) -> None:
-        """Send the head of a stream."""
-
-    def send(self, data: bytes) -> None:
-        """Send a part of it."""
-
-    def end(self) -> None:
-        """End it well."""
-
-    def reply(self, reply: Reply) -> None:
-        """Send a whole answer."""
-
-    def reads_from(self, source: Exchange | None) -> None:
-        """Tie a stream's source, which flows no faster than the client reads."""
-
-    async def drained(self) -> None:
-        """Return when the client has read what was sent."""
 
 
 class Corridor:
@@ -162,7 +144,7 @@ class Corridor:
                 self._metrics.queue_wait.observe(waited_s)
             ranked = ranking.routes[0]
             try:
-                return await self._attempt(journey, ranked)
+                return await self._attempt(journey, ranked, ranking.routes)
             except AttemptFailed as error:
                 journey.leave()
                 if error.failure not in (Failure.REFUSED, Failure.UNFIT):
@@ -202,12 +184,15 @@ class Corridor:
             seat=self._fleet.seat(asked.session) if asked.session else None,
             held=self._fleet.held(asked.deployment.deployment_id, asked.prefix_keys),
         )
-        excluded = journey.failed | journey.refused | journey.unfit
+        excluded: Set[ReplicaId] = NOBODY
+        if journey.failed or journey.refused or journey.unfit:
+            excluded = journey.failed | journey.refused | journey.unfit
         view = self._fleet.view(asked.deployment.deployment_id)
         # The deployment as the table has it now: a step of a rollout counts for those who wait too.
         entry = self._fleet.deployment(asked.deployment.name) or asked.deployment
         drawn = self._fleet.draw(entry, asked.session or asked.request_id)
-        ranking = rank(view, ask, excluded | drawn.left_alone)
+        alone = drawn.left_alone
+        ranking = rank(view, ask, excluded | alone if alone else excluded)
         if not ranking.routes and drawn.may_return:
             ranking = rank(view, ask, excluded)
         return ranking
@@ -259,19 +244,13 @@ class Corridor:
                 ),
             ) from None
 
-    async def _attempt(self, journey: Journey, ranked: Ranked) -> Exchange:
-        """Send to one replica and wait for its first token, or raise AttemptFailed."""
-        asked = journey.asked
-        route = ranked.route
+    async def _attempt(self, journey: Journey, ranked: Ranked, routes: Routes) -> Exchange:
+        """Send to one replica and wait for a first token, or raise AttemptFailed."""
+        asked, route = journey.asked, ranked.route
+        journey.via = route.replica_id
         prompt_tokens, output_tokens = journey.tokens_ahead
         said_tokens = journey.said.tokens
-        # What waits there reads only the uncached part; all of it holds KV.
-        reservation = self._fleet.reserve(
-            route, prefill=ranked.uncached_tokens, decode=output_tokens, prompt=prompt_tokens
-        )
-        journey.reservation = reservation
-        journey.ranked = ranked
-        journey.sent = self._fleet.sent(ranked, asked.prefix_keys)
+        reservation = self._book(journey, ranked)
         journey.picked_at_s = self._clock()
         patience_s = self._config.first_byte_timeout_s
         if not asked.is_stream:
@@ -283,12 +262,16 @@ class Corridor:
             headers.CACHE_SALT: asked.key.tenant_id,
             headers.TOKENS: headers.format_tokens(prompt_tokens, output_tokens),
             headers.UNREAD_TOKENS: str(ranked.uncached_tokens),
+            headers.PREFILL_MS: str(round(ranked.prefill_ms)),
+            headers.ROUTER: self._fleet.name,
             headers.DEADLINE_MS: str(round(patience_s * 1000)),
         }
         if ranked.queue_tokens_max and journey.turned_away < TURNED_AWAY_MAX:
             sent[headers.QUEUE_TOKENS_MAX] = str(ranked.queue_tokens_max)
         if said_tokens:
             sent[headers.SAID] = str(said_tokens)
+        elif siblings := routes.siblings(ranked):
+            sent[headers.SIBLINGS] = headers.format_siblings(siblings)
         journey.exchange = exchange = await self._upstream.ask(
             route.node_id,
             route.address,
@@ -299,11 +282,14 @@ class Corridor:
             is_rest=said_tokens > 0,
         )
         head = await exchange.opened()
-        self._fleet.heard(route, head.load, head.refused, reservation)
+        if head.passed:
+            ranked = self._passed_on(journey, ranked, routes.of(head.passed))
+            reservation = self._book(journey, ranked)
+        self._fleet.heard(ranked.route, head.load, head.refused, reservation)
         hold_to_status(route.node_id, head)
         if head.status == 200 and not exchange.is_stream:
             exchange.usage, exchange.body = read_answer(route.node_id, exchange.body)
-        self._fleet.answered(route)
+        self._fleet.answered(ranked.route)
         now_s = self._clock()
         if exchange.is_stream:
             exchange.wait(self._config.stream_idle_timeout_s)
@@ -311,6 +297,25 @@ class Corridor:
             if journey.first_token_at_s is None:
                 journey.first_token_at_s = now_s
         return exchange
+
+    def _book(self, journey: Journey, ranked: Ranked) -> Reservation:
+        """Count a request in where it goes."""
+        prompt_tokens, output_tokens = journey.tokens_ahead
+        # What waits there reads only the uncached part; all of it holds KV.
+        journey.reservation = reservation = self._fleet.reserve(
+            ranked.route, prefill=ranked.uncached_tokens, decode=output_tokens, prompt=prompt_tokens
+        )
+        journey.ranked = ranked
+        journey.sent = self._fleet.sent(ranked, journey.asked.prefix_keys)
+        return reservation
+
+    def _passed_on(self, journey: Journey, asked: Ranked, ranked: Ranked | None) -> Ranked:
+        """A sibling answers for whom was asked: give back what was booked there."""
+        if ranked is None:
+            raise AttemptFailed(Failure.BROKEN, f"{asked.route.node_id} passed on to a stranger")
+        journey.unbook()
+        self._fleet.unsent(asked.route, journey.sent, journey.asked.prefix_keys)
+        return ranked
 
     def _reply(
         self, journey: Journey, exchange: Exchange, client: Client, allowance: dict[str, str]
@@ -342,8 +347,8 @@ class Corridor:
             client.begin(200, "text/event-stream; charset=utf-8", extra)
             await self._flow(journey, client)
             journey.outcome = Outcome.COMPLETE
-        except AttemptFailed as error:
-            told = ApiError(ErrorCode.UPSTREAM, f"cannot go on with this answer: {error}")
+        except AttemptFailed as failure:
+            told = ApiError(ErrorCode.UPSTREAM, f"cannot go on with this answer: {failure}")
             client.send(asked.error_event(told))
         except ApiError as error:
             client.send(asked.error_event(error))
@@ -376,8 +381,10 @@ class Corridor:
             except AttemptFailed as failure:
                 client.reads_from(None)
                 self._recorder.attempt_failed(journey)
-                journey.failed.add(ranked.route.replica_id)
-                self._ill(ranked)
+                journey.failed |= {journey.via, ranked.route.replica_id}
+                # Where it was passed on, it is not known which of the two broke.
+                if journey.via == ranked.route.replica_id:
+                    self._ill(ranked)
                 if not self._prepare_to_go_on(journey, client):
                     raise failure
             if frames.is_done:

@@ -19,8 +19,11 @@ def write_atomic(path: Path, data: bytes, mode: int = 0o600) -> None:
             file.flush()
             os.fsync(file.fileno())
         aside.replace(path)
-    except BaseException:
+    except BaseException as error:
         aside.unlink(missing_ok=True)
+        if isinstance(error, OSError) and not error.filename:
+            # A full disk does not say whose write it refused.
+            error.filename = str(path)
         raise
     sync_folder(path.parent)
 

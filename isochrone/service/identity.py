@@ -227,7 +227,8 @@ def verify_peer(certificate_pem: str, ca_pem: str, now: datetime) -> Certificate
         )
     if now > certificate.not_valid_after_utc + CLOCK_SKEW:
         raise IdentityError(
-            f"cannot trust the certificate after {certificate.not_valid_after_utc}: join again"
+            f"cannot trust the certificate after {certificate.not_valid_after_utc}: join again, "
+            "if the clocks are right"
         )
     return _read(certificate)
 

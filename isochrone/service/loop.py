@@ -61,6 +61,7 @@ class Loop:
         self._interval_s = interval_s
         self._jitter = jitter
         self._rest_per_turn_s = 1.0 / share_max - 1.0
+        self._failing = ""
         self._nudged = asyncio.Event()
         self._turned = asyncio.Condition()
 
@@ -93,9 +94,13 @@ class Loop:
         began = monotonic()
         try:
             self.last = await self._run_once()
-        except Exception:
+            self._failing = ""
+        except Exception as error:
             self.failures += 1
-            log.exception("turn failed", extra={"fields": {"duty": self.name}})
+            # Said once for each reason: a disk that is full for a day must not fill the logs too.
+            if repr(error) != self._failing:
+                log.exception("turn failed", extra={"fields": {"duty": self.name}})
+            self._failing = repr(error)
         self.last_turn_s = monotonic() - began
         async with self._turned:
             self.turns += 1

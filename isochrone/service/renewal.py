@@ -95,7 +95,13 @@ class Renewal:
         renewed = msgspec.structs.replace(
             held, key_pem=key_pem, certificate_pem=answer.certificate_pem
         )
-        await asyncio.to_thread(papers.save_identity, self._folder, renewed)
+        try:
+            await asyncio.to_thread(papers.save_identity, self._folder, renewed)
+        except OSError as error:
+            # Not answered: it is asked for again in an hour, with a third of its life left.
+            fields = {"folder": str(self._folder), "reason": error.strerror}
+            log.warning("certificate not renewed: cannot keep it", extra={"fields": fields})
+            return
         self.identity = renewed
         for context in self._contexts:
             tls.renew(context, renewed)

@@ -152,7 +152,10 @@ class DeploymentView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlacementView(msgspec.Struct, frozen=True, kw_only=True):
-    """A replica's seat, its state, and why it is there."""
+    """A replica's seat, its state, and why it is there.
+
+    One over several nodes has a seat on each; all but the leader's name it.
+    """
 
     replica_id: str
     deployment_id: DeploymentId
@@ -169,6 +172,7 @@ class PlacementView(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     restarts: int
     fetched_bytes: int
+    leader_id: str = ""
 
 
 class LimitsBody(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True):

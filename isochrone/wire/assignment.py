@@ -26,10 +26,26 @@ class Role(StrEnum):
     DECODE = "decode"
 
 
+class Group(msgspec.Struct, frozen=True, kw_only=True):
+    """A replica over several nodes of one PoP, as each of them is told; `place` says which it is.
+
+    Place 0 leads: its engine has the door, and the others, which have none, dial it at `host` and
+    `port` and prove that they know `secret`. Each has a replica id of its own.
+    """
+
+    leader_id: ReplicaId
+    place: int
+    nodes: int
+    host: str
+    port: int
+    secret: str = ""
+
+
 class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One replica this node should run: which weights, on which devices, with which engine.
 
-    `memory_bytes` is what it may take of each of its devices.
+    `memory_bytes` is what it may take of each of its devices. With `group`, it is one node's part
+    of a replica: `device_ids` are those here.
     """
 
     replica_id: ReplicaId
@@ -43,6 +59,7 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
     device_ids: tuple[DeviceId, ...]
     memory_bytes: int
     role: Role = Role.UNIFIED
+    group: Group | None = None
 
 
 class Tombstone(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,6 +9,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from isochrone.wire.assignment import Group
+
 Positive = Annotated[int, Meta(ge=1)]
 Seconds = Annotated[float, Meta(gt=0)]
 
@@ -29,6 +31,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     The model is split over `tensor_parallel` times `pipeline_parallel` processes, each with its own
     device, counted up from `device`, and `threads`, `kv_memory_bytes` of its own: into stages of
     layers, and within a stage by heads and rows; a mixture's experts into `expert_parallel` groups.
+    With `group` they are on several nodes, as many on each. The one at place 0 listens and waits
+    `join_s` for the others, which have no door: where their socket would be they leave an empty
+    file once all have met.
     `client_queue_max` is how many tokens a client may be behind before it is cut. `options` are
     the mock's faults.
     """
@@ -61,7 +66,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     adapter_memory_bytes: Positive = 512 * 1024 * 1024
     client_stall_s: Seconds = 30.0
     drain_s: Seconds = 30.0
+    join_s: Seconds = 1800.0
     stall_s: Seconds = 60.0
+    group: Group | None = None
     options: dict[str, str] = {}
 
 

@@ -1,6 +1,6 @@
 """The HTTP headers between client, router and node, and the load that each answer carries back."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Final
 
@@ -23,7 +23,16 @@ CACHE_SALT: Final = "x-isochrone-cache-salt"
 TOKENS: Final = "x-isochrone-tokens"
 DEADLINE_MS: Final = "x-isochrone-deadline-ms"
 UNREAD_TOKENS: Final = "x-isochrone-unread-tokens"
+PREFILL_MS: Final = "x-isochrone-prefill-ms"
+"""How long the replica is thought to read what is not cached of the prompt."""
+
+ROUTER: Final = "x-isochrone-router"
+"""A name of this life of the router: a load tells it what is there of others."""
+
 QUEUE_TOKENS_MAX: Final = "x-isochrone-queue-tokens-max"
+SIBLINGS: Final = "x-isochrone-siblings"
+"""Who in the PoP might take the request, first of all whom it is sent to: where, and how soon."""
+
 PRIORITY: Final = "x-isochrone-priority"
 SAID: Final = "x-isochrone-said"
 """How many tokens of this answer the client has already: the request asks for the rest."""
@@ -48,17 +57,37 @@ LOADS: Final = "x-isochrone-loads"
 
 LOADS_MAX: Final = 64
 
+PASSED: Final = "x-isochrone-passed"
+"""Which sibling answers in place of the replica asked."""
+
+SIBLINGS_MAX: Final = 4
+
 REFUSED: Final = "x-isochrone-refused"
 
 # Node to node: how much of an artifact is here, while it is still being fetched.
 FETCHED_BYTES: Final = "x-isochrone-fetched-bytes"
 
 
+class Sibling(msgspec.Struct, frozen=True):
+    """A replica of a PoP that might take a request, as the router sees it.
+
+    Of this prompt `uncached_tokens` are to be read there, in `prefill_ms`; of those before it each
+    takes `token_us`.
+    """
+
+    replica_id: ReplicaId
+    address: str
+    uncached_tokens: int
+    prefill_ms: int
+    token_us: int
+
+
 class Load(msgspec.Struct, frozen=True):
     """A replica's load as told with each answer: tokens in flight and requests, by phase.
 
     `unread` is what is still to be read of the prompts, by the routers' word on what is cached; -1
-    where a node does not tell.
+    where a node does not tell. `others_unread` and `others_decode` are what there is of others than
+    the router told, of the prompt being read only what is left; -1 likewise.
     """
 
     prefill_tokens: int
@@ -66,12 +95,18 @@ class Load(msgspec.Struct, frozen=True):
     running: int
     waiting: int
     unread: int = -1
+    others_unread: int = -1
+    others_decode: int = -1
 
 
 def format_load(load: Load) -> str:
     """Write `load` as a header value: `p=120;d=64;r=2;w=0;u=40`."""
     told = f"p={load.prefill_tokens};d={load.decode_tokens};r={load.running};w={load.waiting}"
-    return told if load.unread < 0 else f"{told};u={load.unread}"
+    if load.unread >= 0:
+        told += f";u={load.unread}"
+    return (
+        told if load.others_unread < 0 else f"{told};o={load.others_unread};e={load.others_decode}"
+    )
 
 
 def parse_load(value: str) -> Load | None:
@@ -83,9 +118,12 @@ def parse_load(value: str) -> Load | None:
             return None
         fields[name] = int(number)
     try:
-        return Load(fields["p"], fields["d"], fields["r"], fields["w"], fields.get("u", -1))
+        told = Load(fields["p"], fields["d"], fields["r"], fields["w"], fields.get("u", -1))
     except KeyError:
         return None
+    if "o" not in fields or "e" not in fields:
+        return told
+    return msgspec.structs.replace(told, others_unread=fields["o"], others_decode=fields["e"])
 
 
 def format_loads(loads: Mapping[ReplicaId, Load]) -> str:
@@ -103,6 +141,29 @@ def parse_loads(value: str) -> dict[ReplicaId, Load]:
         if load is not None:
             loads[ReplicaId(replica_id)] = load
     return loads
+
+
+def format_siblings(siblings: Sequence[Sibling]) -> str:
+    """Write siblings as a header value: `r1 10.0.0.1:7000 400 120 62,r2 ...`."""
+    return ",".join(
+        f"{one.replica_id} {one.address} {one.uncached_tokens} {one.prefill_ms} {one.token_us}"
+        for one in siblings[:SIBLINGS_MAX]
+    )
+
+
+def parse_siblings(value: str) -> list[Sibling]:
+    """Read a header value; what in it is not one of ours is left out."""
+    siblings = []
+    for part in value.split(",", SIBLINGS_MAX)[:SIBLINGS_MAX]:
+        name, *told = part.split(" ")
+        if name and len(told) == 4 and all(_is_count(number) for number in told[1:]):
+            counts = (int(number) for number in told[1:])
+            siblings.append(Sibling(ReplicaId(name), told[0], *counts))
+    return siblings
+
+
+def _is_count(value: str) -> bool:
+    return value.isascii() and value.isdigit() and len(value) <= 12
 
 
 def format_tokens(prompt: int, output: int) -> str:

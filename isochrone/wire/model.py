@@ -115,7 +115,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How a replica's engine is started.
 
     `driver` names a file of nodeagent/drivers. `options` are the driver's own settings, checked by
-    the driver on the node, which refuses what it does not know.
+    the driver on the node, which refuses what it does not know. `devices` are counted over all
+    `nodes`, which are of one PoP and have as many each.
     """
 
     driver: str = "embedded"
@@ -123,8 +124,14 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     kv_memory_bytes: NonNegative = 512 * 1024 * 1024
     tokens_in_flight_max: Positive = 32_768
     devices: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
+    nodes: Annotated[int, msgspec.Meta(ge=1, le=16)] = 1
     memory_bytes: NonNegative = 0
     options: dict[str, str] = {}
+
+    @property
+    def devices_per_node(self) -> int:
+        """Devices on each node."""
+        return self.devices // self.nodes
 
 
 class Policy(msgspec.Struct, frozen=True, kw_only=True):

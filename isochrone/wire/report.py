@@ -1,12 +1,15 @@
 """Node to scheduler: everything one node is, whole (`Report`), and how busy it is (`Pulse`)."""
 
 from enum import StrEnum
+from typing import Annotated
 
 import msgspec
 
 from isochrone.wire.assignment import ReplicaSpec
 from isochrone.wire.ids import BootId, DeviceId, Epoch, Generation, NodeId, ReplicaId
 from isochrone.wire.model import Sha256
+
+Port = Annotated[int, msgspec.Meta(ge=1, le=65_535)]
 
 
 class ReplicaState(StrEnum):
@@ -65,6 +68,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, tag="report"):
 
     `disk_free_bytes` is what artifacts may take, those that nothing here needs being dropped. Rates
     are those seen, 0 where none was; `in_host_memory` are artifacts that the page cache holds.
+    `rank_ports`, first and last, are where it lets other nodes' parts of a replica meet its own;
+    without them it takes no part in a replica over several nodes.
     """
 
     node_id: NodeId
@@ -82,6 +87,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, tag="report"):
     disk_bytes_per_s: float = 0.0
     fetch_bytes_per_s: float = 0.0
     failure_domain: str = ""
+    rank_ports: tuple[Port, Port] | None = None
     version: str = ""
 
 

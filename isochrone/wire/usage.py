@@ -85,8 +85,11 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True, tag="demand"):
     trials: tuple[TrialRow, ...] = ()
 
 
-class UsageRow(msgspec.Struct, frozen=True, kw_only=True):
-    """What one request used. `started_at` is Unix time; a request id is counted once."""
+class UsageRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """What one request used. `started_at` is Unix time; a request id is counted once.
+
+    It can be in no cycle, so the collector is spared the thousands that wait for their batch.
+    """
 
     request_id: RequestId
     key_id: KeyId

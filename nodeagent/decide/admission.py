@@ -1,6 +1,15 @@
-"""Tokens in flight on one replica, prefill and decode apart. Each is given back exactly once."""
+"""Tokens in flight on one replica, prefill and decode apart. Each is given back exactly once.
+
+A router knows best what it sent itself; so each is told what is there of others, and of the prompt
+being read only what is left: prompts are taken to be read in the order they came.
+"""
+
+from typing import Final
 
 from isochrone.wire.headers import Load
+
+READ_MAX: Final = 0.95
+"""A prompt that takes longer than thought is not read before its first token."""
 
 
 class TokensInFlight:
@@ -12,6 +21,9 @@ class TokensInFlight:
         self._unread = 0
         self._decode = 0
         self._running = 0
+        self._reading: dict[Held, None] = {}
+        self._read_at_s = 0.0
+        self._decode_of: dict[str, int] = {}
 
     def __repr__(self) -> str:
         return (
@@ -25,11 +37,19 @@ class TokensInFlight:
         return self._running
 
     def take(
-        self, prompt_tokens: int, output_tokens: int, unread_tokens: int | None = None
+        self,
+        prompt_tokens: int,
+        output_tokens: int,
+        unread_tokens: int | None = None,
+        *,
+        router: str = "",
+        prefill_ms: float = 0.0,
+        now_s: float = 0.0,
     ) -> "Held | None":
         """Take a request on, or return None where it does not fit. An idle replica takes any.
 
-        `unread_tokens` of its prompt are not cached here, as far as its router knows.
+        `unread_tokens` of its prompt are not cached here and take `prefill_ms`, as far as its
+        router knows.
         """
         wanted = prompt_tokens + output_tokens
         if self._running and self._prefill + self._decode + wanted > self.tokens_max:
@@ -38,40 +58,83 @@ class TokensInFlight:
         self._prefill += prompt_tokens
         self._unread += unread
         self._decode += output_tokens
+        self._decode_of[router] = self._decode_of.get(router, 0) + output_tokens
         self._running += 1
-        return Held(self, prompt_tokens, output_tokens, unread)
+        held = Held(self, (prompt_tokens, output_tokens, unread), router, prefill_ms, now_s)
+        self._reading[held] = None
+        return held
 
-    def load(self) -> Load:
-        """Return the load as answers carry it."""
-        return Load(self._prefill, self._decode, self._running, 0, self._unread)
+    def load(self, router: str = "", now_s: float = 0.0) -> Load:
+        """Return the load as answers carry it; with `router`, also what of it is of others."""
+        told = (self._prefill, self._decode, self._running, 0, self._unread)
+        if not router:
+            return Load(*told)
+        others = sum(held.unread for held in self._reading if held.router != router)
+        first = next(iter(self._reading), None)
+        if first is not None and first.router != router:
+            others -= round(first.unread * self._share_read(first, now_s))
+        return Load(*told, others, self._decode - self._decode_of.get(router, 0))
 
-    def _give_back(self, prefill: int, decode: int, unread: int, ended: bool) -> None:
+    def _share_read(self, held: "Held", now_s: float) -> float:
+        took_ms = 1000 * (now_s - max(held.came_s, self._read_at_s))
+        return max(0.0, min(READ_MAX, took_ms / held.prefill_ms)) if held.prefill_ms > 0 else 0.0
+
+    def _was_read(self, held: "Held", prefill: int, now_s: float) -> None:
+        """Count a prompt out: read, or given up. For Held."""
+        del self._reading[held]
+        self._read_at_s = max(self._read_at_s, now_s)
         self._prefill -= prefill
-        self._unread -= unread
+        self._unread -= held.unread
+
+    def _ended(self, held: "Held", decode: int) -> None:
+        """Count a request out. For Held."""
+        self._running -= 1
         self._decode -= decode
-        self._running -= ended
+        left = self._decode_of.get(held.router, 0) - decode
+        if left:
+            self._decode_of[held.router] = left
+        else:
+            self._decode_of.pop(held.router, None)
 
 
 class Held:
     """What one request holds; idempotent to release."""
 
-    __slots__ = ("_decode", "_ended", "_of", "_prefill", "_unread")
+    __slots__ = (
+        "_decode",
+        "_is_read",
+        "_of",
+        "_prefill",
+        "came_s",
+        "prefill_ms",
+        "router",
+        "unread",
+    )
 
-    def __init__(self, of: TokensInFlight, prefill: int, decode: int, unread: int) -> None:
-        self._of = of
-        self._unread = unread
-        self._prefill = prefill
-        self._decode = decode
-        self._ended = False
+    def __init__(
+        self,
+        of: TokensInFlight,
+        tokens: tuple[int, int, int],
+        router: str,
+        prefill_ms: float,
+        came_s: float,
+    ) -> None:
+        self._of: TokensInFlight | None = of
+        self._is_read = False
+        self._prefill, self._decode, self.unread = tokens
+        self.router = router
+        self.prefill_ms = prefill_ms
+        self.came_s = came_s
 
-    def first_token(self) -> None:
+    def first_token(self, now_s: float = 0.0) -> None:
         """The prompt is done: only its output is still ahead."""
-        self._of._give_back(self._prefill, 0, self._unread, False)
-        self._prefill = self._unread = 0
+        if not self._is_read and self._of is not None:
+            self._is_read = True
+            self._of._was_read(self, self._prefill, now_s)
 
-    def release(self) -> None:
+    def release(self, now_s: float = 0.0) -> None:
         """Give back what is left: finished, cancelled or broken, it is all the same."""
-        if not self._ended:
-            self._ended = True
-            self._of._give_back(self._prefill, self._decode, self._unread, True)
-            self._prefill = self._decode = self._unread = 0
+        self.first_token(now_s)
+        of, self._of = self._of, None
+        if of is not None:
+            of._ended(self, self._decode)

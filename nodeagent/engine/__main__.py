@@ -22,11 +22,11 @@ from nodeagent.engine.config import read_config
 from nodeagent.engine.constrain.compiling import Grammars
 from nodeagent.engine.encoder.serving import serve_encoder
 from nodeagent.engine.listening import clear_socket, listen, remove_socket
-from nodeagent.engine.loading import Loaded, load, meeting, split_of
+from nodeagent.engine.loading import Loaded, load, meeting, ranks_here, split_of
 from nodeagent.engine.models.shape import CheckpointError
 from nodeagent.engine.native.kernels import kernels
 from nodeagent.engine.parallel.crew import Crew, muster
-from nodeagent.engine.parallel.follower import follow
+from nodeagent.engine.parallel.follower import follow, follow_from_afar
 from nodeagent.engine.server import EngineServer
 from nodeagent.engine.standby import wait_for_order
 from nodeagent.engine.step import Engine
@@ -58,13 +58,15 @@ def main() -> None:
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         raise SystemExit(2) from error
-    crew = muster(split_of(config).ranks, lambda rank, channel: follow(config, rank, channel))
+    if config.group is not None and config.group.place:
+        follow_from_afar(config, config.group)
+    crew = muster(len(ranks_here(config)), lambda rank, channel: follow(config, rank, channel))
     setup_logs("engine")
     run_service(lambda stopping: _serve_with(crew, config, stopping))
 
 
 async def _serve_with(crew: Crew, config: EngineConfig, stopping: asyncio.Event) -> int:
-    split, lost = bool(crew.members), ""
+    split, lost = split_of(config).ranks > 1, ""
     try:
         code = await serve(config, crew, stopping)
     finally:
@@ -85,7 +87,7 @@ async def serve(config: EngineConfig, crew: Crew, stopping: asyncio.Event) -> in
     clear_socket(Path(config.socket))
     try:
         if is_encoder(Path(config.model_path)):
-            if crew.members:
+            if split_of(config).ranks > 1:
                 raise ConfigError(f"cannot split {config.model_path}: only decoders are split")
             return await serve_encoder(config, stopping, started_s)
     except CheckpointError as error:

@@ -8,6 +8,7 @@ from typing import Final
 
 import psutil
 import torch
+from torch.distributed import Store
 
 from isochrone.wire.engine import EngineConfig
 from nodeagent.engine.checkpoint.gguf import GgufFile
@@ -25,6 +26,7 @@ from nodeagent.engine.models.families import build, survey
 from nodeagent.engine.models.shape import CheckpointError, ModelShape
 from nodeagent.engine.parallel.crew import Crew
 from nodeagent.engine.parallel.front import Front
+from nodeagent.engine.parallel.group import Gathering
 from nodeagent.engine.parallel.ranks import Ranks
 from nodeagent.engine.parallel.share import Share, Split
 from nodeagent.engine.runner import Runner
@@ -85,6 +87,7 @@ def load(config: EngineConfig, crew: Crew | None = None) -> Loaded:
             )
         need_memory(config, shape, 0, draft)
         survey(shape, source, split)
+        gathering = gather(config, crew) if crew is not None else None
         if crew is not None:
             crew.load()
         ranks = Ranks(split)
@@ -98,7 +101,7 @@ def load(config: EngineConfig, crew: Crew | None = None) -> Loaded:
         crew.wait_loaded()
         meeting(config).unlink(missing_ok=True)
         crew.join(config.stall_s)
-        meet(config, ranks)
+        meet(config, ranks, gathering.store(split.ranks, config.stall_s) if gathering else None)
         runner = Front(own, crew, shape, split)
     limits = Limits(config.batch_tokens_max, config.sequences_max)
     template = vocabulary.chat_template
@@ -127,6 +130,22 @@ def split_of(config: EngineConfig) -> Split:
     return Split(config.tensor_parallel, config.pipeline_parallel, config.expert_parallel)
 
 
+def ranks_here(config: EngineConfig) -> range:
+    """Return the ranks on this node: all of them, unless it is one of a group's."""
+    place, nodes = (config.group.place, config.group.nodes) if config.group else (0, 1)
+    return split_of(config).on(place, nodes)
+
+
+def gather(config: EngineConfig, crew: Crew) -> Gathering | None:
+    """Wait for the ranks on other nodes, if there are any, and take them into the crew."""
+    if config.group is None:
+        return None
+    gathering = Gathering(config.group)
+    others = range(ranks_here(config).stop, split_of(config).ranks)
+    crew.add(gathering.wait(others, config.join_s))
+    return gathering
+
+
 def open_share(
     config: EngineConfig,
     source: SafetensorsFolder | GgufFile,
@@ -151,9 +170,12 @@ def kv_format(config: EngineConfig) -> KvFormat:
     return KvFormat(KV_DTYPES[config.kv_dtype or config.dtype])
 
 
-def meet(config: EngineConfig, ranks: Ranks) -> None:
-    """Have this rank meet the others; each wait for another is bounded by `stall_s`."""
-    ranks.join(meeting(config), _device(config, ranks.rank), config.stall_s)
+def meet(config: EngineConfig, ranks: Ranks, store: Store | None = None) -> None:
+    """Have this rank meet the others, by `store` where some are on other nodes.
+
+    Each wait for another is bounded by `stall_s`.
+    """
+    ranks.join(store or meeting(config), _device(config, ranks.rank), config.stall_s)
 
 
 def meeting(config: EngineConfig) -> Path:
@@ -165,7 +187,7 @@ def _device(config: EngineConfig, rank: int) -> str:
     if config.device == "cpu":
         return "cpu"
     kind, _, number = config.device.partition(":")
-    return f"{kind}:{int(number) + rank}"
+    return f"{kind}:{int(number) + rank - ranks_here(config).start}"
 
 
 def _engine(
@@ -211,10 +233,10 @@ def need_memory(
 ) -> None:
     """Raise CheckpointError where the rank's share is too much for its device.
 
-    The host's memory all ranks share: the front asks for all of them.
+    The host's memory all ranks on it share: the first of them asks for all.
     """
-    split, device = split_of(config), _device(config, rank)
-    if device == "cpu" and rank:
+    split, device, here = split_of(config), _device(config, rank), ranks_here(config)
+    if device == "cpu" and rank != here.start:
         return
     weights, kv_bytes, host_bytes = (
         Share(shape, split, rank).parameters(),
@@ -222,7 +244,8 @@ def need_memory(
         0,
     )
     if device == "cpu":
-        weights, kv_bytes = shape.parameters(), kv_bytes * split.ranks
+        weights = sum(Share(shape, split, each).parameters() for each in here)
+        kv_bytes *= len(here)
         host_bytes = config.kv_host_bytes
     dtype = _DTYPES[config.dtype]
     weights_bytes = weights * dtype.itemsize + (draft.weights_bytes(dtype) if draft else 0)

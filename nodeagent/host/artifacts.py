@@ -240,21 +240,23 @@ class Artifacts:
             log.info("artifact dropped", extra={"fields": {"digest": digest}})
             shutil.rmtree(self._folder / digest)
         free = shutil.disk_usage(self._folder).free
-        if free < artifact.size_bytes:
+        # What an earlier fetch left is gone on from.
+        needed = artifact.size_bytes - _size_of(self._folder / f"{artifact.digest}.partial")
+        if free < needed:
             raise ArtifactError(
-                f"cannot fetch {artifact.source}: {artifact.size_bytes} bytes needed, the disk has "
-                f"{free} free"
+                f"cannot fetch {artifact.source}: {needed} bytes needed, the disk has {free} free"
             )
 
     def _kept(self) -> list[Kept]:
-        kept = []
-        for folder in self._folder.iterdir():
-            if _is_digest(folder.name):
-                size = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
-                kept.append(
-                    Kept(digest=folder.name, size_bytes=size, used_at=folder.stat().st_mtime)
-                )
-        return kept
+        return [
+            Kept(digest=folder.name, size_bytes=_size_of(folder), used_at=folder.stat().st_mtime)
+            for folder in self._folder.iterdir()
+            if _is_digest(folder.name)
+        ]
+
+
+def _size_of(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def _is_digest(name: str) -> bool:

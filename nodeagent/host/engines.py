@@ -190,7 +190,14 @@ class Engines:
             await asyncio.to_thread(write_atomic, folder / name, data)
         child = await asyncio.to_thread(self._run, command, folder)
         started = Started(pid=child.pid, started=_start_time(child.pid), command=command, spec=spec)
-        await asyncio.to_thread(write_atomic, folder / "process.json", msgspec.json.encode(started))
+        data = msgspec.json.encode(started)
+        try:
+            await asyncio.to_thread(write_atomic, folder / "process.json", data)
+        except BaseException:
+            # A full disk: what no later life could find again must not run.
+            _kill_group_of(started)
+            await asyncio.to_thread(child.wait)
+            raise
         # CPU replicas share the machine's memory; a GPU engine's host memory is not what is seated.
         if spec.device_ids == ("cpu",):
             cgroups.confine(spec.replica_id, child.pid, 2 * spec.memory_bytes)

@@ -26,6 +26,7 @@ class Converge:
 
     async def run_once(self) -> Converged:
         """Reconcile and take the steps; a turn without a difference takes none."""
+        await self._node.take_unkept()
         assignment = self._node.assignment
         if assignment is None:
             return Converged()

@@ -1,15 +1,22 @@
 """Our router alone, as production runs it, before a given backend: no scheduler, a table on disk.
 
-`python -m ops.bench.bench_router PORT BACKEND_PORT FOLDER` prints a key and serves.
+`python -m ops.bench.bench_router PORT BACKEND_PORT FOLDER [PROCESSES]` prints a key and serves.
 """
 
-import asyncio
+import os
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
-from isochrone.service.identity import Authority, Identity, make_csr, new_key_pem
-from isochrone.service.run import run_service
+from isochrone.service import files
+from isochrone.service.identity import (
+    Authority,
+    Identity,
+    make_csr,
+    new_key_pem,
+    save_identity,
+)
+from isochrone.wire import codec
 from isochrone.wire.control import PeerRole
 from isochrone.wire.ids import (
     ClusterId,
@@ -25,8 +32,6 @@ from isochrone.wire.ids import (
 )
 from isochrone.wire.keys import format_key, parse_key
 from isochrone.wire.routes import DeploymentEntry, KeyEntry, Limits, Pop, Route, RouteTable
-from router.app import open_house
-from router.config import RouterConfig
 
 KEY = format_key(KeyId("b" * 12), b"\x02" * 32)
 
@@ -99,19 +104,22 @@ def identity(folder: Path) -> Identity:
     )
 
 
-async def main(stopping: asyncio.Event) -> int:
-    """Serve until told to stop."""
+def main() -> None:
+    """Write what a router that ran before has on disk, and become it."""
     port, backend_port, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
-    routes = int(sys.argv[4]) if len(sys.argv) > 4 else 1
-    config = RouterConfig(
-        state_folder=folder / "state", port=port, connections_per_address_max=20_000
+    processes = int(sys.argv[4]) if len(sys.argv) > 4 else 1
+    state = folder / "state"
+    state.mkdir(parents=True, exist_ok=True)
+    save_identity(state, identity(folder))
+    files.write_snapshot(state / "table.snapshot", codec.encode(table(backend_port, 1)))
+    config = folder / "router.toml"
+    config.write_text(
+        f'state_folder = "{state}"\nport = {port}\nprocesses = {processes}\n'
+        'connections_per_address_max = 20_000\nprivate_host = "127.0.0.1"\n'
     )
-    async with open_house(config, identity(folder)) as house:
-        house.fleet.adopt(table(backend_port, routes))
-        print(KEY, flush=True)
-        await stopping.wait()
-    return 0
+    print(KEY, flush=True)
+    os.execv(sys.executable, [sys.executable, "-m", "router", "--config", str(config)])
 
 
 if __name__ == "__main__":
-    run_service(main)
+    main()

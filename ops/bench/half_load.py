@@ -1,111 +1,115 @@
 """What the router adds while it is half busy: requests at a fixed rate, whoever is still waiting.
 
-`python -m ops.bench.half_load RATE [SECONDS]`. Half the rate goes to the backend itself and half
-through the router, in turn, each over connections of its own; a request counts from the moment it
-should have been sent, so that a stall is seen by everyone it held up.
+`python -m ops.bench.half_load RATE [SECONDS] [ROUNDS]`. The backend itself, then our router before
+it, then the compiled one where it is built, each alone at the rate, in turn. A request counts from
+the moment it was due, so that a stall is seen by everyone it held up.
+
+The client asks no event loop: those wake at whole milliseconds and would send in bursts. It polls,
+and so keeps one core to itself; routers and backend share the rest.
 """
 
-import asyncio
+import os
+import select
+import socket
 import sys
 import tempfile
 import time
+from collections import deque
+from contextlib import ExitStack
 from pathlib import Path
-from typing import cast
+from statistics import median
 
-import uvloop
+from ops.bench import backend
+from ops.bench.relay import PATH, PLAIN, contestants, running, until_open
 
-from ops.bench.relay import PATH, PLAIN, running, until_open
-
-BACKEND_PORT = 18141
-PORT = 18142
 CONNECTIONS = 32
+BACKEND_PORT = 18101
+WARM_UP_S = 2.0
 
 
-class Asker(asyncio.Protocol):
-    """One connection that asks when told and notes how long each answer took."""
+class Asker:
+    """One connection, blocking nobody: what was asked over it and since when it is due."""
 
-    def __init__(self, key: str, took_ms: list[float]) -> None:
+    def __init__(self, port: int, key: str) -> None:
         body = PLAIN.encode()
         self._request = (
             f"POST {PATH} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\n"
             f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
         ).encode() + body
-        self._took_ms = took_ms
-        self._due: list[float] = []
-        self._held = b""
-        self._transport: asyncio.Transport | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Keep the transport."""
-        self._transport = cast(asyncio.Transport, transport)
+        self.socket = socket.create_connection(("127.0.0.1", port))
+        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.socket.setblocking(False)
+        self._due_s = 0.0
 
     def ask(self, due_s: float) -> None:
-        """Send what was due at `due_s`; one that waits goes when the one before is over."""
-        self._due.append(due_s)
-        if len(self._due) == 1:
-            self._send()
+        """Send what was due at `due_s`."""
+        self._due_s = due_s
+        self.socket.send(self._request)
 
-    def data_received(self, data: bytes) -> None:
-        """Note a whole answer: it ends with its JSON object."""
-        self._held += data
-        if not self._held.endswith(b"}"):
-            return
-        self._held = b""
-        self._took_ms.append(1000 * (time.perf_counter() - self._due.pop(0)))
-        if self._due:
-            self._send()
-
-    def _send(self) -> None:
-        assert self._transport is not None
-        self._transport.write(self._request)
+    def took_ms(self) -> float:
+        """Take the answer, which comes in one piece; return how long it took."""
+        answer = self.socket.recv(65_536)
+        now_s = time.perf_counter()
+        if not (answer.startswith(b"HTTP/1.1 200") and answer.endswith(backend.WHOLE)):
+            raise SystemExit(f"cannot measure: answered {answer[:200]!r}")
+        return 1000 * (now_s - self._due_s)
 
 
-async def ask_at(rate: float, seconds: float, key: str) -> dict[int, list[float]]:
-    """Ask both ports in turn at `rate` a second; return the times by port."""
-    loop = asyncio.get_running_loop()
-    times: dict[int, list[float]] = {BACKEND_PORT: [], PORT: []}
-    askers: dict[int, list[Asker]] = {}
-    for port, took_ms in times.items():
-        askers[port] = []
-        for _ in range(CONNECTIONS):
-            _, asker = await loop.create_connection(
-                lambda took_ms=took_ms: Asker(key, took_ms),  # type: ignore[misc]
-                "127.0.0.1",
-                port,
-            )
-            askers[port].append(asker)
+def ask_at(rate: float, seconds: float, port: int, key: str) -> list[float]:
+    """Ask at `rate` a second; return how long each answer took."""
+    askers = [Asker(port, key) for _ in range(CONNECTIONS)]
+    by_fd = {asker.socket.fileno(): asker for asker in askers}
+    poll = select.epoll()
+    for fd in by_fd:
+        poll.register(fd, select.EPOLLIN)
+    idle = deque(askers)
+    took_ms: list[float] = []
+    asked, count = 0, int(rate * seconds)
     began_s = time.perf_counter()
-    for number in range(int(rate * seconds)):
-        due_s = began_s + number / rate
-        wait_s = due_s - time.perf_counter()
-        if wait_s > 0:
-            await asyncio.sleep(wait_s)
-        port = PORT if number % 2 else BACKEND_PORT
-        askers[port][(number // 2) % CONNECTIONS].ask(due_s)
-    await asyncio.sleep(1)
-    return times
+    while len(took_ms) < count:
+        while asked < count and idle and began_s + asked / rate <= time.perf_counter():
+            idle.popleft().ask(began_s + asked / rate)
+            asked += 1
+        for fd, _ in poll.poll(0):
+            took_ms.append(by_fd[fd].took_ms())
+            idle.append(by_fd[fd])
+    for asker in askers:
+        asker.socket.close()
+    return took_ms
 
 
-async def main() -> None:
+def main() -> None:
     """Measure and print."""
-    rate, seconds = float(sys.argv[1]), float(sys.argv[2]) if len(sys.argv) > 2 else 10.0
-    with tempfile.TemporaryDirectory() as name:
+    rate = float(sys.argv[1])
+    seconds = float(sys.argv[2]) if len(sys.argv) > 2 else 8.0
+    rounds = int(sys.argv[3]) if len(sys.argv) > 3 else 3
+    cores = sorted(os.sched_getaffinity(0))
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
+        os.sched_setaffinity(0, cores[1:] or cores)
         served = [sys.executable, "-m", "ops.bench.backend", str(BACKEND_PORT)]
-        ports = [str(PORT), str(BACKEND_PORT)]
-        routed = [sys.executable, "-m", "ops.bench.bench_router", *ports, name]
-        with running(served, folder / "backend.log"), running(routed, folder / "router.log"):
-            until_open(BACKEND_PORT)
-            until_open(PORT)
-            await asyncio.sleep(1)
-            key = (folder / "router.log").read_text().split()[0]
-            await ask_at(200, 2, key)
-            for port, took_ms in (await ask_at(rate, seconds, key)).items():
-                took_ms.sort()
-                p50, p99 = took_ms[len(took_ms) // 2], took_ms[int(len(took_ms) * 0.99)]
-                who = "router" if port == PORT else "direct"
-                print(f"{who}: {len(took_ms)} answers, p50 {p50:.2f} ms, p99 {p99:.2f} ms")
+        stack.enter_context(running(served, folder / "backend.log"))
+        until_open(BACKEND_PORT)
+        targets = [("direct", BACKEND_PORT, "x")]
+        for one in contestants(Path("none"), folder)[:2]:
+            log = folder / f"{one.port}.log"
+            stack.enter_context(running(one.command, log, one.tree))
+            until_open(one.port)
+            targets.append((one.name, one.port, log.read_text().split()[0]))
+        os.sched_setaffinity(0, cores[:1])
+        seen: dict[str, list[list[float]]] = {}
+        for _ in range(rounds):
+            for who, port, key in targets:
+                ask_at(rate, WARM_UP_S, port, key)
+                seen.setdefault(who, []).append(sorted(ask_at(rate, seconds, port, key)))
+    print("| who | answers | p50 ms | p90 ms | p99 ms | p99.9 ms |\n|---|---|---|---|---|---|")
+    for who, took_ms in seen.items():
+        tails = [
+            median(one[int(len(one) * share)] for one in took_ms)
+            for share in (0.5, 0.9, 0.99, 0.999)
+        ]
+        print(f"| {who} | {sum(map(len, took_ms))} | {' | '.join(f'{ms:.2f}' for ms in tails)} |")
 
 
 if __name__ == "__main__":
-    uvloop.run(main())
+    main()

@@ -30,6 +30,8 @@ import psutil
 
 from ops.bench import backend
 
+ROOT = Path(__file__).parent.parent.parent
+COMPILED = ROOT / "build" / "compiled"
 BACKEND_PORT = 18101
 PATH = "/v1/chat/completions"
 MESSAGES = '"messages":[{"role":"user","content":"Hello there, how are you today?"}]'
@@ -39,12 +41,13 @@ START_S = 60.0
 
 
 class Contestant(NamedTuple):
-    """One router: how it is called, where it listens, how it is started."""
+    """One router: how it is called, where it listens, how and in which tree it is started."""
 
     name: str
     port: int
     command: list[str]
-    key: str = "none"
+    tree: Path = ROOT
+    is_ours: bool = False
 
 
 class Load(NamedTuple):
@@ -77,8 +80,16 @@ LOADS = (
 def contestants(peers: Path, folder: Path) -> list[Contestant]:
     """Return ours, and whichever peers are installed."""
     target = f"http://127.0.0.1:{BACKEND_PORT}"
-    ours = [sys.executable, "-m", "ops.bench.bench_router", "18102", str(BACKEND_PORT), str(folder)]
-    found = [Contestant("isochrone", 18102, ours, key="ours")]
+    found = []
+    for port, name, tree, processes in (
+        (18102, "isochrone", ROOT, 1),
+        (18103, "isochrone, compiled", COMPILED, 1),
+        (18104, "isochrone, compiled, one a core", COMPILED, os.cpu_count() or 1),
+    ):
+        if tree.exists():
+            ours = [sys.executable, "-m", "ops.bench.bench_router", str(port), str(BACKEND_PORT)]
+            ours += [str(folder / str(port)), str(processes)]
+            found.append(Contestant(name, port, ours, tree, is_ours=True))
     for number, (name, venv, module, policy) in enumerate(
         (
             ("vllm-router round_robin", "vllm", ["vllm-router"], "round_robin"),
@@ -116,20 +127,20 @@ def contestants(peers: Path, folder: Path) -> list[Contestant]:
 
 
 @contextmanager
-def running(command: list[str], log: Path) -> Iterator[psutil.Process]:
-    """Run a process and all it starts; end them."""
+def running(command: list[str], log: Path, tree: Path = ROOT) -> Iterator[psutil.Process]:
+    """Run a process and all it starts, our own code as it is in `tree`; end them."""
     environment = {
         **os.environ,
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",
         "LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY": "true",
     }
     with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
+        process = subprocess.Popen(command, stdout=output, stderr=output, env=environment, cwd=tree)
         try:
             yield psutil.Process(process.pid)
         finally:
-            tree = [psutil.Process(process.pid), *psutil.Process(process.pid).children(True)]
-            for one in tree:
+            family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(True)]
+            for one in family:
                 one.kill()
             process.wait()
 
@@ -256,8 +267,9 @@ def main() -> None:
         direct = stack.enter_context(running(server, folder / "backend.log"))
         until_open(BACKEND_PORT)
         started.append((Contestant("direct", BACKEND_PORT, []), direct))
-        for number, one in enumerate(contestants(arguments.peers, folder)):
-            process = stack.enter_context(running(one.command, folder / f"{number}.log"))
+        for one in contestants(arguments.peers.absolute(), folder):
+            log = folder / f"{one.port}.log"
+            process = stack.enter_context(running(one.command, log, one.tree))
             until_open(one.port)
             started.append((one, process))
         time.sleep(5)
@@ -275,7 +287,7 @@ def main() -> None:
 
 
 def _key(one: Contestant, folder: Path) -> str:
-    return (folder / "0.log").read_text().split()[0] if one.key == "ours" else "x"
+    return (folder / f"{one.port}.log").read_text().split()[0] if one.is_ours else "x"
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import h11
 
 from isochrone.wire.errors import ApiError
 from isochrone.wire.routes import KeyEntry
-from router.dataplane.http1 import Request
+from router.dataplane.message import Request
 from router.dataplane.requests import RequestReader
 
 SEEDS: Final = (

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from isochrone.wire.headers import Load
+from isochrone.wire.headers import Load, Sibling
 from isochrone.wire.ids import (
     ClusterId,
     DeploymentId,
@@ -18,7 +18,7 @@ from ops.sim.router import OUTPUT_TOKENS_ASSUMED, Router
 from ops.sim.traces import Request
 from ops.sim.world import World
 from router.decide.board import Ranked
-from router.decide.pick import Ask, rank
+from router.decide.pick import Ask, Routes, rank
 from router.decide.prefixes import PrefixKeys, Sent, ends_of
 from router.decide.tokens_in_flight import Reservation
 from router.fleet import Fleet
@@ -70,11 +70,17 @@ def keys_of(request: Request) -> PrefixKeys:
 class Way:
     """One request on its way: what was booked for it."""
 
-    __slots__ = ("keys", "picked_at_s", "ranked", "reservation", "sent")
+    __slots__ = ("picked_at_s", "ranked", "reservation", "routes", "sent")
 
     def __init__(
-        self, ranked: Ranked, reservation: Reservation, sent: Sent | None, picked_at_s: float
+        self,
+        routes: Routes,
+        ranked: Ranked,
+        reservation: Reservation,
+        sent: Sent | None,
+        picked_at_s: float,
     ) -> None:
+        self.routes = routes
         self.ranked = ranked
         self.reservation = reservation
         self.sent = sent
@@ -91,9 +97,10 @@ class Ours:
         self._replica_of = {route.replica_id: n for n, route in enumerate(table.routes)}
         self._routes = table.routes
         self._told_at_s = -1.0
-        self._ranked: Ranked | None = None
+        self._chosen: Routes | None = None
         self._turned: dict[int, int] = {}
         self.turned_away = 0
+        self.passed = 0
         self._ways: dict[int, Way] = {}
         for site in router.world.sites:
             for _ in range(3):
@@ -116,8 +123,8 @@ class Ours:
         ranking = rank(self.fleet.view(DEPLOYMENT), ask, excluded)
         if not ranking.routes:
             return None
-        self._ranked = ranking.routes[0]
-        return self._replica_of[self._ranked.route.replica_id]
+        self._chosen = ranking.routes
+        return self._replica_of[self._chosen[0].route.replica_id]
 
     def queue_tokens_max(self, request: Request) -> int:
         """Return how much may wait there, or 0 for any: a request is turned away only so often."""
@@ -125,14 +132,32 @@ class Ours:
             return 0
         return self._ways[request.number].ranked.queue_tokens_max
 
-    def unread(self, request: Request) -> int:
-        """Return how much of its prompt is not cached where it goes, as far as known."""
-        return self._ways[request.number].ranked.uncached_tokens
+    def siblings(self, request: Request) -> list[Sibling]:
+        """Return whom of its PoP the request might be passed on to, itself first."""
+        way = self._ways[request.number]
+        return way.routes.siblings(way.ranked)
+
+    def passed_on(self, request: Request, replica: int) -> None:
+        """A sibling of the replica asked gives the answer."""
+        way = self._ways[request.number]
+        ranked = way.routes.of(self._routes[replica].replica_id)
+        assert ranked is not None, f"replica {replica} is in no table"
+        self.passed += 1
+        way.reservation.release()
+        self.fleet.unsent(way.ranked.route, way.sent, keys_of(request))
+        self._book(request, way.routes, ranked, way.picked_at_s)
+
+    def told(self, request: Request) -> tuple[int, float]:
+        """Return what of its prompt is not cached where it goes, and how long that takes."""
+        ranked = self._ways[request.number].ranked
+        return ranked.uncached_tokens, ranked.prefill_ms
 
     def sent(self, request: Request, replica: int, now_s: float) -> None:
         """Book it."""
-        ranked = self._ranked
-        assert ranked is not None
+        assert self._chosen is not None
+        self._book(request, self._chosen, self._chosen[0], now_s)
+
+    def _book(self, request: Request, routes: Routes, ranked: Ranked, now_s: float) -> None:
         reservation = self.fleet.reserve(
             ranked.route,
             prefill=ranked.uncached_tokens,
@@ -140,7 +165,7 @@ class Ours:
             prompt=request.prompt_tokens,
         )
         sent = self.fleet.sent(ranked, keys_of(request))
-        self._ways[request.number] = Way(ranked, reservation, sent, now_s)
+        self._ways[request.number] = Way(routes, ranked, reservation, sent, now_s)
 
     def refused(self, request: Request, at_s: float) -> None:
         """The replica did not take it when it came there, at `at_s`."""
@@ -181,5 +206,5 @@ class Ours:
             return
         self._told_at_s = at_s
         for replica, route in enumerate(self._routes):
-            load = router.replicas[replica].load_at(at_s)
+            load = router.replicas[replica].load_at(at_s, router.pop)
             self.fleet.told(route, load, at_s)

@@ -6,11 +6,16 @@ step is one token of each. Finishing times of sequences are kept in tokens each 
 """
 
 from bisect import bisect_right
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
+from collections.abc import Mapping
 from heapq import heappop, heappush
 from math import inf
+from typing import NamedTuple
+
+from msgspec import structs
 
 from isochrone.wire.headers import Load
+from nodeagent.decide.admission import READ_MAX
 from ops.sim.traces import Request
 from ops.sim.world import Site
 
@@ -18,16 +23,51 @@ from ops.sim.world import Site
 class Job:
     """One request at a replica."""
 
-    __slots__ = ("cached_tokens", "first_at_s", "request", "unread", "wanted_tokens", "work_left")
+    __slots__ = (
+        "began_s",
+        "cached_tokens",
+        "first_at_s",
+        "pop",
+        "prefill_ms",
+        "request",
+        "unread",
+        "wanted_tokens",
+        "work_left",
+    )
 
-    def __init__(self, request: Request, wanted_tokens: int, unread: int) -> None:
+    def __init__(
+        self, request: Request, wanted_tokens: int, unread: int, pop: int, prefill_ms: float
+    ) -> None:
         self.request = request
         self.unread = unread
         """What of its prompt is not cached there, by its router's word."""
+        self.pop = pop
+        self.prefill_ms = prefill_ms
+        """How long reading it takes, by its router's word."""
+        self.began_s = 0.0
         self.wanted_tokens = wanted_tokens
         self.cached_tokens = 0
         self.work_left = 0.0
         self.first_at_s = 0.0
+
+
+class Told(NamedTuple):
+    """What a node could tell of a replica at some time: each router hears what is of others."""
+
+    load: Load
+    unread: Mapping[int, int]
+    decode: Mapping[int, int]
+    reading: Job | None
+
+    def to(self, pop: int, at_s: float) -> Load:
+        """Return the load as one router is told it at `at_s`; see nodeagent/decide/admission.py."""
+        unread = self.load.unread - self.unread.get(pop, 0)
+        job = self.reading
+        if job is not None and job.pop != pop and job.prefill_ms > 0:
+            share = 1000 * (at_s - job.began_s) / job.prefill_ms
+            unread -= round(job.unread * max(0.0, min(READ_MAX, share)))
+        decode = self.load.decode_tokens - self.decode.get(pop, 0)
+        return structs.replace(self.load, others_unread=unread, others_decode=decode)
 
 
 class Replica:
@@ -49,8 +89,10 @@ class Replica:
         self._decoding: list[tuple[float, int, Job]] = []
         self._cache: OrderedDict[int, None] = OrderedDict()
         self._cached_tokens = 0
+        self._unread_of: Counter[int] = Counter()
+        self._decode_of: Counter[int] = Counter()
         self._log_at_s = [-1.0]
-        self._log = [Load(0, 0, 0, 0)]
+        self._log = [Told(Load(0, 0, 0, 0, 0), {}, {}, None)]
 
     def __repr__(self) -> str:
         return f"Replica({self.site.replica}, {len(self.queue)} queued, {self.running} running)"
@@ -66,7 +108,9 @@ class Replica:
         self.running += 1
         self.prefill_tokens += job.request.prompt_tokens
         self.unread += job.unread
+        self._unread_of[job.pop] += job.unread
         self.decode_tokens += job.wanted_tokens - job.request.prompt_tokens
+        self._decode_of[job.pop] += job.wanted_tokens - job.request.prompt_tokens
         self.queue.append(job)
         if self.reading is None:
             self._read_next()
@@ -82,6 +126,7 @@ class Replica:
             job.first_at_s = now_s
             self.prefill_tokens -= job.request.prompt_tokens
             self.unread -= job.unread
+            self._unread_of[job.pop] -= job.unread
             self._keep(job.request)
             heappush(
                 self._decoding,
@@ -93,6 +138,7 @@ class Replica:
             job = heappop(self._decoding)[2]
             self.running -= 1
             self.decode_tokens -= job.wanted_tokens - job.request.prompt_tokens
+            self._decode_of[job.pop] -= job.wanted_tokens - job.request.prompt_tokens
             ended.append(job)
         if self.reading is None:
             self._read_next()
@@ -137,9 +183,9 @@ class Replica:
         chunk_s = profile.chunk_tokens / self.site.true_rate
         return profile.chunk_tokens / (chunk_s + len(self._decoding) * profile.step_per_sequence_s)
 
-    def load_at(self, at_s: float) -> Load:
-        """Return the load as it was."""
-        return self._log[max(0, bisect_right(self._log_at_s, at_s) - 1)]
+    def load_at(self, at_s: float, pop: int) -> Load:
+        """Return the load as it was, as a node told it to a PoP's router."""
+        return self._log[max(0, bisect_right(self._log_at_s, at_s) - 1)].to(pop, at_s)
 
     def _speeds(self) -> tuple[float, float]:
         profile = self.site.profile
@@ -163,6 +209,7 @@ class Replica:
         self.reading = None
         if self.queue and len(self._decoding) < self.site.profile.sequences_max:
             job = self.reading = self.queue.popleft()
+            job.began_s = self._now_s
             job.cached_tokens = self.cached(job.request)
             job.work_left = self.work(job.request, job.cached_tokens)
             self.tokens_read += job.request.prompt_tokens - job.cached_tokens
@@ -184,4 +231,5 @@ class Replica:
             self.prefill_tokens, self.decode_tokens, self.running, len(self.queue), self.unread
         )
         self._log_at_s.append(now_s)
-        self._log.append(load)
+        told = Told(load, dict(self._unread_of), dict(self._decode_of), self.reading)
+        self._log.append(told)

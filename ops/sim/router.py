@@ -54,12 +54,12 @@ class Router:
     def word(self, replica: int, now_s: float) -> tuple[float, Load]:
         """Return when and what a replica's newest word was."""
         at_s = max(self.told_at_s(now_s), self._answered_at_s[replica])
-        return at_s, self.replicas[replica].load_at(at_s)
+        return at_s, self.replicas[replica].load_at(at_s, self.pop)
 
     def answered(self, replica: int, at_s: float) -> Load:
         """An answer came whose head was written at `at_s`: it carries the load."""
         self._answered_at_s[replica] = max(self._answered_at_s[replica], at_s)
-        return self.replicas[replica].load_at(at_s)
+        return self.replicas[replica].load_at(at_s, self.pop)
 
     def believed(self, replica: int, now_s: float) -> Believed:
         """Return the load of a replica: what is not ours by its word, and what is ours now."""

@@ -11,6 +11,8 @@ from itertools import accumulate
 from math import inf
 from typing import Any, Final, NamedTuple
 
+from isochrone.wire.headers import Sibling
+from nodeagent.decide.passing import Verdict, is_worth_asking, judge
 from ops.sim.oracle import Oracle
 from ops.sim.ours import Ours, table_of
 from ops.sim.policies import (
@@ -30,6 +32,10 @@ from ops.sim.router import OUTPUT_TOKENS_ASSUMED, Router
 from ops.sim.traces import Request
 from ops.sim.world import World
 
+PASSING_S: Final = 0.002
+"""To ask siblings, and go on to one: two round trips of a LAN, and what two doors take."""
+
+RELAYING_S: Final = 0.0005
 QUEUE_S: Final = 10.0
 QUEUE_DEPTH_MAX: Final = 256
 LOOK_AGAIN_S: Final = 0.1
@@ -88,6 +94,8 @@ class Simulation:
         self._waiting = [0] * len(world.pops)
         self._served: list[Served] = []
         self._sends: list[tuple[float, int, int]] = []
+        self._passed: dict[int, int] = {}
+        """Who was asked first, where a sibling took the request."""
         self._sent_at: dict[int, tuple[Request, int, float]] = {}
         shares = list(accumulate(world.demand))
         for request in requests:
@@ -165,11 +173,60 @@ class Simulation:
     ) -> None:
         """Come to the replica's door."""
         policy = self._policies[pop]
-        unread = policy.unread(request) if isinstance(policy, Ours) else request.prompt_tokens
-        job = Job(request, request.prompt_tokens + OUTPUT_TOKENS_ASSUMED, unread)
+        told = policy.told(request) if isinstance(policy, Ours) else (request.prompt_tokens, 0.0)
+        job = Job(request, request.prompt_tokens + OUTPUT_TOKENS_ASSUMED, told[0], pop, told[1])
         if isinstance(policy, Oracle):
             policy.reached(request, replica)
-        most = policy.queue_tokens_max(request) if isinstance(policy, Ours) else 0
+        most = 0
+        if isinstance(policy, Ours):
+            most = policy.queue_tokens_max(request)
+            verdict = self._judge(policy.siblings(request), most)
+            if verdict is not None:
+                there_s = self.now_s + PASSING_S
+                self._at(there_s, self._pass_on, job, verdict, pop, replica, began_s, refused, most)
+                return
+        self._take(job, pop, replica, began_s, refused, most)
+
+    def _judge(self, siblings: Sequence[Sibling], most: int) -> Verdict | None:
+        """Say, as a node's door does, which sibling a request had better go on to."""
+        unread = {one.replica_id: self._replicas[_number(one)].unread for one in siblings}
+        if not siblings or not is_worth_asking(siblings[0], unread[siblings[0].replica_id]):
+            return None
+        return judge(siblings, unread, most or None)
+
+    def _pass_on(
+        self,
+        job: Job,
+        verdict: Verdict,
+        pop: int,
+        replica: int,
+        began_s: float,
+        refused: frozenset[int],
+        most: int,
+    ) -> None:
+        """Come to a sibling's door; where it is busier by now, the first takes it after all."""
+        sibling, request = verdict.sibling, job.request
+        told = (sibling.uncached_tokens, pop, sibling.prefill_ms)
+        other = Job(request, job.wanted_tokens, *told)
+        number = _number(sibling)
+        if self._replicas[number].take(other, self.now_s, verdict.queue_tokens_max):
+            self._sent_at[request.number] = (request, pop, began_s)
+            self._passed[request.number] = replica
+            self._plan(number)
+        else:
+            self._take(job, pop, replica, began_s, refused, most)
+
+    def _take(
+        self,
+        job: Job,
+        pop: int,
+        replica: int,
+        began_s: float,
+        refused: frozenset[int],
+        most: int,
+    ) -> None:
+        """Let the replica asked take a request, or turn it away."""
+        request = job.request
         if self._replicas[replica].take(job, self.now_s, most):
             self._sent_at[request.number] = (request, pop, began_s)
             self._plan(replica)
@@ -208,16 +265,24 @@ class Simulation:
         first, ended = self._replicas[replica].settle(self.now_s)
         for job in first:
             pop = self._sent_at[job.request.number][1]
-            back_s = self.now_s + self._routers[pop].rtt_ms[replica] / 2000
+            if job.request.number in self._passed:
+                job.first_at_s += RELAYING_S
+            back_s = self._routers[pop].rtt_ms[replica] / 2000 + job.first_at_s
             self._at(back_s, self._first_token, job.request, pop, replica)
         for job in ended:
             pop = self._sent_at[job.request.number][1]
-            back_s = self.now_s + self._routers[pop].rtt_ms[replica] / 2000
-            self._at(back_s, self._end, job, pop, replica, self.now_s)
+            ended_s = max(self.now_s, job.first_at_s)
+            back_s = ended_s + self._routers[pop].rtt_ms[replica] / 2000
+            self._at(back_s, self._end, job, pop, replica, ended_s)
         self._plan(replica)
 
     def _first_token(self, request: Request, pop: int, replica: int) -> None:
         router, policy = self._routers[pop], self._policies[pop]
+        asked = self._passed.pop(request.number, replica)
+        if isinstance(policy, Ours) and asked != replica:
+            policy.passed_on(request, replica)
+            router.count(asked, -1, -request.prompt_tokens, -OUTPUT_TOKENS_ASSUMED, self.now_s)
+            router.count(replica, 1, request.prompt_tokens, OUTPUT_TOKENS_ASSUMED, self.now_s)
         router.count(replica, 0, -request.prompt_tokens, 0, self.now_s)
         read_at_s = self.now_s - router.rtt_ms[replica] / 2000
         load = router.answered(replica, read_at_s)
@@ -247,6 +312,10 @@ class Simulation:
 
     def _home_of(self, router: Router) -> int:
         return self._world.sites[router.by_distance[0]].pop
+
+
+def _number(sibling: Sibling) -> int:
+    return int(sibling.replica_id[1:])
 
 
 def simulate(

@@ -18,9 +18,8 @@ from isochrone.wire.ids import NodeId
 from isochrone.wire.routes import KeyEntry
 from router.apis.openai.hot import READERS, OpenAiSurface
 from router.apis.workers_ai.hot import WorkersAiSurface
-from router.dataplane import http1
 from router.dataplane.exchange import AttemptFailed
-from router.dataplane.http1 import Reply
+from router.dataplane.message import Reply, Request
 from router.dataplane.server import ClientConnection
 from router.dataplane.upstream import Upstream
 
@@ -57,7 +56,7 @@ class Doors:
             return self._workers_ai.encode_error(error)
         return self._openai.encode_error(error)
 
-    def answer(self, request: http1.Request, client: ClientConnection) -> Awaitable[None]:
+    def answer(self, request: Request, client: ClientConnection) -> Awaitable[None]:
         """Return the answering of one request, to be awaited."""
         if request.path in READERS:
             return self._openai.answer(request, client)
@@ -65,7 +64,7 @@ class Doors:
             return self._workers_ai.answer(request, client)
         return self._ask_within(request, client)
 
-    async def _ask_within(self, request: http1.Request, client: ClientConnection) -> None:
+    async def _ask_within(self, request: Request, client: ClientConnection) -> None:
         """Have a cold request answered by aiohttp."""
         target = f"{request.path}?{request.query}" if request.query else request.path
         # A HEAD is asked as a GET: its answer has no body to wait for, and `reply` sends none.

@@ -24,8 +24,11 @@ class Pool(Dialler, Protocol):
         """Count a connection out."""
 
 
-class NodeConnection(asyncio.Protocol):
-    """One connection to a node; one exchange at a time."""
+class NodeConnection:
+    """One connection to a node; one exchange at a time.
+
+    A protocol by its methods: whoever inherits from asyncio's cannot be compiled into a fast class.
+    """
 
     __slots__ = (
         "_body",
@@ -129,6 +132,16 @@ class NodeConnection(asyncio.Protocol):
             exchange.fail(self._broken(str(error)[:120]))
         except AttemptFailed as failure:
             exchange.fail(failure)
+
+    def eof_received(self) -> bool:
+        """Take the end of what a node sends for its leaving."""
+        return False
+
+    def pause_writing(self) -> None:
+        """Need do nothing: a request is bounded, and written whole."""
+
+    def resume_writing(self) -> None:
+        """Need do nothing either."""
 
     def on_due(self) -> None:
         """Its time is up: nobody used it, or the node is silent."""

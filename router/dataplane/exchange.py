@@ -15,7 +15,7 @@ from enum import StrEnum
 from typing import Final, Protocol
 
 from isochrone.wire import headers
-from isochrone.wire.ids import NodeId
+from isochrone.wire.ids import NodeId, ReplicaId
 from router.dataplane import sse
 from router.dataplane.deadlines import NEVER
 from router.dataplane.http1 import EVENT_STREAM
@@ -48,7 +48,7 @@ class AttemptFailed(Exception):
 class Head:
     """The head of a node's answer."""
 
-    __slots__ = ("content_type", "fields", "load", "refused", "resumed", "status")
+    __slots__ = ("content_type", "fields", "load", "passed", "refused", "resumed", "status")
 
     def __init__(self, status: int, fields: Mapping[bytes, bytes]) -> None:
         self.status = status
@@ -58,11 +58,13 @@ class Head:
         self.load = headers.parse_load(load.decode("latin-1")) if load else None
         self.resumed = fields.get(_RESUMED, b"").decode("latin-1")
         self.refused = fields.get(_REFUSED, b"").decode("latin-1")[:64]
+        self.passed = ReplicaId(fields.get(_PASSED, b"").decode("latin-1"))
 
 
 _LOAD: Final = headers.LOAD.encode()
 _RESUMED: Final = headers.RESUMED.encode()
 _REFUSED: Final = headers.REFUSED.encode()
+_PASSED: Final = headers.PASSED.encode()
 
 
 class Writer(Protocol):

@@ -9,10 +9,7 @@ from functools import lru_cache
 from http import HTTPStatus
 from typing import Final
 
-import msgspec
-
 from isochrone.wire.errors import ApiError, ErrorCode
-from isochrone.wire.routes import KeyEntry
 
 CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 LAST_CHUNK: Final = b"0\r\n\r\n"
@@ -25,38 +22,6 @@ _REASONS: Final = {status.value: status.phrase for status in HTTPStatus}
 _STATUS_LINES: Final = {
     status: f"HTTP/1.1 {status} {phrase}\r\n" for status, phrase in _REASONS.items()
 }
-
-
-class Request(msgspec.Struct):
-    """One whole request. Header names are in lower case; a repeated one is joined by commas."""
-
-    method: bytes
-    path: str
-    query: str
-    headers: Mapping[bytes, bytes]
-    body: bytes
-    keep_alive: bool
-    is_http10: bool
-    arrived_s: float
-    key: KeyEntry | None
-
-    def header(self, name: bytes) -> str:
-        """Return a header's value, empty where it is absent."""
-        return self.headers.get(name, b"").decode("latin-1")
-
-
-class Reply(msgspec.Struct, frozen=True):
-    """One whole answer."""
-
-    status: int
-    body: bytes
-    headers: Mapping[str, str] = {}
-    content_type: str = "application/json"
-
-
-def with_header(reply: Reply, name: str, value: str) -> Reply:
-    """Return an answer with one header more."""
-    return msgspec.structs.replace(reply, headers={**reply.headers, name: value})
 
 
 def joined(name: bytes, before: bytes, value: bytes) -> bytes:

@@ -13,7 +13,7 @@ import httptools
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.routes import KeyEntry
 from router.dataplane import http1
-from router.dataplane.http1 import Request
+from router.dataplane.message import Request
 
 HEAD_BYTES_MAX: Final = 32 * 1024
 
@@ -189,9 +189,11 @@ class RequestReader:
         if self._method == b"CONNECT":
             raise http1.malformed("this is no forward proxy")
         framing = b"".join(
-            name + b": " + self._headers[name] + b"\r\n"
-            for name in (b"content-length", b"transfer-encoding")
-            if name in self._headers
+            [
+                name + b": " + self._headers[name] + b"\r\n"
+                for name in (b"content-length", b"transfer-encoding")
+                if name in self._headers
+            ]
         )
         wishes = self._headers.get(b"connection", b"").lower().split(b",")
         for wish in (b"close", b"keep-alive"):

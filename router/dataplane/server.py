@@ -17,7 +17,7 @@ from isochrone.service.door import DoorLimits
 from isochrone.wire.errors import ApiError, ErrorCode
 from router.dataplane import http1
 from router.dataplane.deadlines import NEVER, Deadlines
-from router.dataplane.http1 import Reply, Request
+from router.dataplane.message import Reply, Request
 from router.dataplane.requests import Gate, RequestReader
 
 log = logging.getLogger(__name__)
@@ -83,9 +83,9 @@ class Server:
             self._date = formatdate(second, usegmt=True)
         return self._date
 
-    def connection(self) -> "ClientConnection":
+    def connection(self) -> asyncio.Protocol:
         """Make the protocol of one connection; for `create_server`."""
-        return ClientConnection(self)
+        return cast(asyncio.Protocol, ClientConnection(self))
 
     async def drain(self, timeout_s: float) -> None:
         """Let requests end, each connection closing after its own; cut what takes longer."""
@@ -126,8 +126,11 @@ class Server:
             await self._gone.wait()
 
 
-class ClientConnection(asyncio.Protocol):
-    """One client's connection. It is also the writer that a request's answer goes to."""
+class ClientConnection:
+    """One client's connection. It is also the writer that a request's answer goes to.
+
+    A protocol by its methods: whoever inherits from asyncio's cannot be compiled into a fast class.
+    """
 
     __slots__ = (
         "_address", "_bad", "_begun", "_chunked", "_paused", "_reader", "_ready", "_request",

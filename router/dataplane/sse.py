@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
+from router.dataplane.chunk import CHUNKS, Choice, Delta
 from router.dataplane.usage import UsageCount, set_usage, usage_of, with_cached_tokens
 
 FRAME_BYTES_MAX: Final = 4 * 1024 * 1024
@@ -24,26 +25,6 @@ _SPECIAL: Final = re.compile(rb'"usage"\s*:\s*\{|\[DONE\]|"error"')
 
 class BrokenStream(Exception):
     """What arrives is not server-sent events."""
-
-
-class _Delta(msgspec.Struct):
-    content: str | None = None
-    reasoning_content: str | None = None
-    tool_calls: list[msgspec.Raw] | None = None
-
-
-class _Choice(msgspec.Struct):
-    index: int = 0
-    delta: _Delta | None = None
-    text: str | None = None
-    finish_reason: str | None = None
-
-
-class _Chunk(msgspec.Struct):
-    choices: list[_Choice] = []
-
-
-_chunks: Final = msgspec.json.Decoder(_Chunk)
 
 
 class Said(NamedTuple):
@@ -196,7 +177,7 @@ class Frames:
             if not data or data == b"[DONE]":
                 continue
             try:
-                chunk = _chunks.decode(data)
+                chunk = CHUNKS.decode(data)
             except (msgspec.DecodeError, RecursionError, ValueError):
                 # Passed on as it came; of what it says nothing can be gone on from.
                 self._is_plain = False
@@ -204,8 +185,8 @@ class Frames:
             for choice in chunk.choices:
                 self._take(choice)
 
-    def _take(self, choice: _Choice) -> None:
-        delta = choice.delta or _Delta()
+    def _take(self, choice: Choice) -> None:
+        delta = choice.delta or Delta()
         text = delta.content or choice.text
         others = bool(delta.reasoning_content or delta.tool_calls)
         if text or others:
@@ -244,7 +225,7 @@ def data_of(frame: bytes) -> bytes:
     lines = frame.splitlines()
     if len(lines) >= 1 and lines[0].startswith(b"data:") and not any(lines[1:]):
         return lines[0][5:].lstrip(b" ")
-    return b"\n".join(line[5:].lstrip(b" ") for line in lines if line.startswith(b"data:"))
+    return b"\n".join([line[5:].lstrip(b" ") for line in lines if line.startswith(b"data:")])
 
 
 class Kind(NamedTuple):

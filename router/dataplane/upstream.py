@@ -5,7 +5,7 @@ import socket
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from ssl import SSLContext
-from typing import Final
+from typing import Final, cast
 
 from isochrone.wire.ids import NodeId
 from router.config import RouterConfig
@@ -73,18 +73,19 @@ class Upstream:
         """Open a connection, or raise AttemptFailed."""
         loop = asyncio.get_running_loop()
 
-        def made() -> NodeConnection:
-            return NodeConnection(self, address)
+        connection = NodeConnection(self, address)
+
+        def made() -> asyncio.Protocol:
+            return cast(asyncio.Protocol, connection)
 
         if address in self.inside:
-            return (await loop.create_connection(made, sock=self.inside[address]()))[1]
+            await loop.create_connection(made, sock=self.inside[address]())
+            return connection
         host, port, context = self._where(address)
         source = (self._config.source_address, 0) if self._config.source_address else None
         try:
             async with asyncio.timeout(self._config.connect_timeout_s):
-                _, connection = await loop.create_connection(
-                    made, host, port, ssl=context, local_addr=source
-                )
+                await loop.create_connection(made, host, port, ssl=context, local_addr=source)
         except (OSError, TimeoutError) as error:
             raise AttemptFailed(Failure.UNREACHABLE, f"cannot reach {node_id}") from error
         return connection

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence, Set
 from math import inf
 from typing import Final, NamedTuple
 
-from isochrone.wire.ids import ReplicaId
+from isochrone.wire.ids import PopId, ReplicaId
 from isochrone.wire.routes import Route
 from router.decide.affinity import seed_of
 from router.decide.latency import (
@@ -60,8 +60,8 @@ class Ranked(NamedTuple):
     def why(self) -> str:
         """The header value that tells a client why this replica."""
         return (
-            f"{self.reason} rtt={self.rtt_ms:.1f}ms queue={self.queue_ms:.0f}ms "
-            f"prefill={self.prefill_ms:.0f}ms"
+            f"{self.reason} rtt={self.rtt_ms:.1f}ms queue={round(self.queue_ms)}ms "
+            f"prefill={round(self.prefill_ms)}ms"
         )
 
 
@@ -89,6 +89,8 @@ class Picture(NamedTuple):
     room: Sequence[float]
     seeds: Sequence[int]
     weights: Sequence[float]
+    mates: Mapping[PopId, Sequence[int]]
+    """The slots of each PoP."""
     stretch_per_token: float = 0.0
     regard: float = 0.0
     is_spilling: bool = False
@@ -112,6 +114,7 @@ class Board:
         self._queued_share = 0.0
         self._free: list[int] = []
         self._home: frozenset[int] | None = None
+        self._mates: dict[PopId, list[int]] = {}
         self.everyone = 0
         """The mask of all slots that have a replica."""
         self._rtt_ms: list[float] = []
@@ -147,6 +150,9 @@ class Board:
             self.routes[slot] = route
             self._weights[slot] = max(1.0, route.prefill_tokens_per_s)
         self._home = None
+        self._mates = {}
+        for route in routes:
+            self._mates.setdefault(route.pop, []).append(self.slots[route.replica_id])
         self.everyone = sum(1 << slot for slot in self.slots.values())
         return left
 
@@ -234,6 +240,7 @@ class Board:
             self._room.copy(),
             self._seeds,
             self._weights,
+            self._mates,
             self.stretch.per_token,
             REGARD * self._queued_share,
             now_ms - self.spilled_at_ms < SPILL_LASTS_MS,

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence, Set
 from math import inf
 from typing import Final, NamedTuple
 
+from isochrone.wire.headers import SIBLINGS_MAX, Sibling
 from isochrone.wire.ids import ReplicaId
 from router.decide.affinity import Seat, draw, seed_of, within_bound
 from router.decide.board import Picture, Ranked
@@ -36,6 +37,9 @@ STICK_RATIO: Final = 0.5
 SPILL_MS: Final = 10.0
 SPILL_RATIO: Final = 0.1
 """Leaving home must save this much; once left, going on needs no more than being sooner."""
+
+PASSING_MS: Final = 5.0
+"""Siblings are named to a node only where a request takes longer than this there."""
 
 SURPRISE_MS: Final = 40.0
 SURPRISE_RATIO: Final = 0.1
@@ -84,13 +88,44 @@ class Routes(Sequence[Ranked]):
         return self._first >= 0
 
     def __iter__(self) -> Iterator[Ranked]:
-        return (self[at] for at in range(len(self)))
+        for at in range(len(self)):
+            yield self[at]
 
     def __getitem__(self, at: int) -> Ranked:  # type: ignore[override]
         if at == 0 and self._first >= 0:
             return self._ranked(self._first, self._reason, is_first=True)
         slot = self._slots()[at]
         return self._ranked(slot, "nearest-warm" if slot in self._picture.home else "soonest-warm")
+
+    def of(self, replica_id: ReplicaId) -> Ranked | None:
+        """Return the way to one replica: the answer comes from there."""
+        slot = self._picture.slots.get(replica_id, -1)
+        return self._ranked(slot, "passed-on") if slot >= 0 else None
+
+    def siblings(self, first: Ranked) -> list[Sibling]:
+        """Return who in the first's PoP might take the request, itself first; nobody if alone."""
+        picture, costs = self._picture, self._costs
+        mates = picture.mates.get(first.route.pop, ())
+        if len(mates) < 2 or first.queue_ms + first.prefill_ms < PASSING_MS:
+            return []
+        slots = [slot for slot in mates if costs[slot] < inf and slot != self._first]
+        slots.sort(key=costs.__getitem__)
+        named = [self._first, *slots[: SIBLINGS_MAX - 1]]
+        return [self._sibling(slot) for slot in named] if slots else []
+
+    def _sibling(self, slot: int) -> Sibling:
+        picture, tokens = self._picture, self._ask.prompt_tokens
+        route, pace = picture.routes[slot], picture.ms_per_token[slot]
+        assert route is not None, f"slot {slot} is ranked without a replica"
+        cached = _cached_tokens(picture, self._ask, slot)
+        work = stretched(tokens, cached, picture.stretch_per_token)
+        return Sibling(
+            route.replica_id,
+            route.address,
+            tokens - cached,
+            round(work * pace),
+            round(1000 * pace),
+        )
 
     def _slots(self) -> Sequence[int]:
         if self._order is None:
@@ -137,7 +172,7 @@ class Routes(Sequence[Ranked]):
 class Ranking(NamedTuple):
     """Where to try, in order, and how many replicas were passed over because they are full."""
 
-    routes: Sequence[Ranked]
+    routes: Routes
     full: int
 
 
@@ -151,7 +186,7 @@ def rank(picture: Picture, ask: Ask, excluded: Set[ReplicaId] = frozenset()) -> 
         _spare_starting(picture, ask, costs)
     best_ms = min(costs, default=inf)
     if best_ms == inf:
-        return Ranking((), full)
+        return Ranking(Routes(picture, ask, costs, -1, ""), full)
     slot, reason = _first(picture, ask, costs, best_ms)
     return Ranking(Routes(picture, ask, costs, slot, reason), full)
 

@@ -263,13 +263,15 @@ class TokensInFlight:
 
         It had `unread` tokens of prompts before it, and `outputs` promised.
         """
-        line = self._line(replica_id)
-        our_unread, our_outputs = line.ours(told_at_s)
-        if line.others.hear(
-            max(0, unread - our_unread),
-            max(0, outputs - our_outputs),
-            told_at_s,
-        ):
+        our_unread, our_outputs = self._line(replica_id).ours(told_at_s)
+        others = max(0, unread - our_unread), max(0, outputs - our_outputs)
+        self.hear_others(replica_id, *others, told_at_s)
+
+    def hear_others(
+        self, replica_id: ReplicaId, unread: int, outputs: int, told_at_s: float
+    ) -> None:
+        """Take its word on what others had there as of `told_at_s`."""
+        if self._line(replica_id).others.hear(unread, outputs, told_at_s):
             self._changed(replica_id)
 
     def forget(self, replica_ids: Set[ReplicaId]) -> None:

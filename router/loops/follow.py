@@ -8,6 +8,7 @@ replicas it drops may indeed be ending; what it adds is taken at once.
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -96,7 +97,10 @@ class Follower:
         except codec.MalformedFrame as error:
             log.error("cannot use the stored table", extra={"fields": {"error": str(error)}})
             return False
-        written_at_s = await asyncio.to_thread(lambda: self._snapshot.stat().st_mtime)
+        written_at_s = 0.0
+        with suppress(FileNotFoundError):
+            # There may be only the one before it.
+            written_at_s = await asyncio.to_thread(lambda: self._snapshot.stat().st_mtime)
         self._adopt(table)
         self._fleet.confirmed_at_s = self._clock() - max(0.0, unix_now_s - written_at_s)
         self._on_disk = table

@@ -82,7 +82,8 @@ class Prober:
 
     async def _once(self, address: str, sent: dict[str, str] | None = None) -> Head | None:
         """Return the head of the node's answer; None where it is silent."""
-        request = ("GET", "/ping", sent or {}, b"")
+        sent = {headers.ROUTER: self._fleet.name, **(sent or {})}
+        request = ("GET", "/ping", sent, b"")
         try:
             exchange = await self._upstream.ask(
                 NodeId(address), address, request, self._timeout_s, PONG_BYTES_MAX

@@ -96,15 +96,16 @@ class UsageSpool:
             return dropped
 
     def read(self, batch_id: str) -> Usage | None:
-        """Read a batch back; None where the file is not one (it is then removed)."""
+        """Read a batch back; None where it cannot be (a file that is no batch is removed)."""
+        path = self._path(batch_id)
         try:
-            batch: Usage = codec.decode(self._path(batch_id).read_bytes(), _USAGE)
+            batch: Usage = codec.decode(path.read_bytes(), _USAGE)
         except (OSError, codec.MalformedFrame) as error:
-            log.error(
-                "cannot read spooled usage",
-                extra={"fields": {"batch": batch_id, "error": str(error)}},
-            )
-            self.forget(batch_id)
+            fields = {"path": str(path), "error": str(error)}
+            log.error("cannot read spooled usage", extra={"fields": fields})
+            # A disk or a process out of its means may be able to later.
+            if isinstance(error, codec.MalformedFrame | FileNotFoundError):
+                self.forget(batch_id)
             return None
         return batch
 
@@ -114,7 +115,12 @@ class UsageSpool:
             if batch_id in self._sizes:
                 self.bytes -= self._sizes.pop(batch_id)
                 self._rows.pop(batch_id, None)
-                self._path(batch_id).unlink(missing_ok=True)
+                try:
+                    self._path(batch_id).unlink(missing_ok=True)
+                except OSError as error:
+                    # Then the next life sends it again, and the store counts it once.
+                    fields = {"batch": batch_id, "reason": error.strerror}
+                    log.warning("cannot remove spooled usage", extra={"fields": fields})
 
     def _path(self, batch_id: str) -> Path:
         return self._folder / f"{batch_id}.usage"
@@ -251,8 +257,8 @@ class Shipper:
             # A full disk keeps them in memory; the next turn tries again.
             self._recorder.put_back(left)
             self._metrics.usage_spooled.set(self._spool.bytes)
-        if journal is not None and not left:
-            await to_its_end(journal.unlink, missing_ok=True)
+        if journal and not left:
+            await to_its_end(self._recorder.saved, journal)
         return len(taken)
 
     async def on_ack(self, ack: UsageAck) -> None:

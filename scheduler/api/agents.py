@@ -88,7 +88,8 @@ class Agents:
             return False
         except UNAVAILABLE as error:
             # The node says everything again in ten seconds.
-            log.warning("report not written", extra={"fields": {"reason": str(error)[:200]}})
+            reason = (str(error) or type(error).__name__)[:200]
+            log.warning("report not written", extra={"fields": {"reason": reason}})
         return True
 
     def _is_known(self, peer: Connected, report: Report) -> bool:

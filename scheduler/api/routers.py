@@ -69,7 +69,8 @@ class Routers:
                 answer = await _store(connection, peer, message)
         except UNAVAILABLE as error:
             # Not acknowledged, so it comes again; round trips are renewed anyway.
-            log.warning("not written", extra={"fields": {"reason": str(error)[:200]}})
+            reason = (str(error) or type(error).__name__)[:200]
+            log.warning("not written", extra={"fields": {"reason": reason}})
             return
         except BAD_DATA as error:
             reason = f"cannot store the batch: {error}"[:200]

@@ -43,6 +43,10 @@ NODE_HOP_S: Final = 0.002
 
 BATCH_MAX: Final = 512
 
+RATE_MIN: Final = 1e-3
+RATE_MAX: Final = 1e9
+"""Tokens/s: a rate below or beyond is an error in measuring, and what divides by it overflows."""
+
 UNMEASURED: Final = Profile(prefill_tokens_per_s=400.0, decode_tokens_per_s=40.0)
 """Rates assumed where nothing is measured and the class is not known: those of a small model on a
 few CPU cores. A guess too low adds a replica too many, one too high leaves users waiting."""
@@ -95,13 +99,13 @@ def capacity(
     kind: DeviceClass,
     *,
     devices: int = 0,
-    nodes: int = 1,
+    nodes: int = 0,
     device_memory_bytes: int = 0,
     traffic: Traffic | None = None,
     measured: Profile | None = None,
 ) -> Capacity | CannotFit:
     """Return what a replica carries on `devices` of `kind` over `nodes`, by its best split."""
-    devices = devices or engine.devices
+    devices, nodes = devices or engine.devices, nodes or engine.nodes
     memory = device_memory_bytes or kind.memory_bytes
     traffic = traffic or Traffic()
     best: Capacity | None = None
@@ -149,8 +153,9 @@ def rates_on(
 
 
 def is_measured(profile: Profile) -> bool:
-    """Say whether a profile holds both rates."""
-    return profile.prefill_tokens_per_s > 0 and profile.decode_tokens_per_s > 0
+    """Say whether a profile holds both rates, and such as a replica can have."""
+    rates = profile.prefill_tokens_per_s, profile.decode_tokens_per_s
+    return all(RATE_MIN <= rate <= RATE_MAX for rate in rates)
 
 
 def splits(shape: ModelShape | None, devices: int, nodes: int = 1) -> Iterator[Split]:
@@ -303,11 +308,17 @@ class _Step:
         )
 
 
-def fits_on(model: Model, engine: EngineSettings, kind: DeviceClass, most: int = 64) -> int:
-    """Return the fewest devices of a class that hold a replica; 0 where `most` do not."""
+def fits_on(
+    model: Model, engine: EngineSettings, kind: DeviceClass, most: int = 64, per_node: int = 64
+) -> int:
+    """Return the fewest devices of a class that hold a replica; 0 where `most` do not.
+
+    Where they are more than `per_node`, they are of several nodes.
+    """
     devices = 1
     while devices <= most:
-        if not isinstance(capacity(model, engine, kind, devices=devices), CannotFit):
+        nodes = max(1, devices // per_node)
+        if not isinstance(capacity(model, engine, kind, devices=devices, nodes=nodes), CannotFit):
             return devices
         devices *= 2
     return 0
@@ -326,11 +337,12 @@ def _arithmetic(model: Model, engine: EngineSettings, devices: int, nodes: int, 
     wanted = engine.kv_memory_bytes
     short = weights + overhead + wanted - memory
     lacking = "nothing is left for a token of KV cache" if short <= 0 else f"{_gib(short)} too much"
+    there = f"{nodes} x ({devices // nodes} x {_gib(memory)})" if nodes > 1 else ""
     needed = model.weights_bytes / max(1, memory - overhead - wanted) if memory else inf
     least = 2 ** max(0, -int(-log2(needed) // 1)) if 0 < needed < inf else 0
     total = _gib(weights + overhead + wanted)
     return (
-        f"cannot fit {model.model_id} on {devices} x {_gib(memory)}: weights "
+        f"cannot fit {model.model_id} on {there or f'{devices} x {_gib(memory)}'}: weights "
         f"{_gib(model.weights_bytes)} / {devices} = {_gib(weights)} + engine {_gib(overhead)}"
         f" + KV cache {_gib(wanted)} = {total} on each device, {lacking}"
         + (f"; {least} such devices would hold it" if least > devices else "")

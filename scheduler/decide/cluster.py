@@ -36,6 +36,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
 
     Nodes of one `failure_domain` (a rack, a power feed) fail together; "" is a domain of its own.
     The measured rates say how fast weights come from its disk and from elsewhere; 0 is not known.
+    `rank_ports`, first and last, are for replicas over several nodes; without, it has part in none.
     """
 
     node_id: NodeId
@@ -51,11 +52,17 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
     disk_bytes_per_s: float = 0.0
     fetch_bytes_per_s: float = 0.0
     failure_domain: str = ""
+    rank_ports: tuple[int, int] | None = None
     generation: Generation = Generation(0)
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
-    """A replica's seat, what its node last said of it, and its tombstone if it is to end."""
+    """A replica's seat, what its node last said of it, and its tombstone if it is to end.
+
+    One over several nodes is its leader's, whose engine has the door, with `followers` for the
+    other nodes' parts and the `rank_port` on which they meet. A part whose leader is gone stands
+    alone, with its `leader_id`, until it is ended.
+    """
 
     replica_id: ReplicaId
     deployment_id: DeploymentId
@@ -72,6 +79,19 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     is_ending: bool = False
     reason: str = ""
     profile: Profile = Profile()
+    leader_id: ReplicaId = ReplicaId("")
+    rank_port: int = 0
+    followers: "tuple[Placement, ...]" = ()
+
+    @property
+    def parts(self) -> "tuple[Placement, ...]":
+        """What it is on each of its nodes, the leader's first."""
+        return (self, *self.followers)
+
+    @property
+    def node_ids(self) -> tuple[NodeId, ...]:
+        """Its nodes, the leader's first."""
+        return tuple(part.node_id for part in self.parts)
 
 
 class DemandRate(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -148,19 +168,47 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True):
-    """Seat a replica. The id in `spec` is the planner's, made from the picture alone."""
+    """Seat a replica. The id in `spec` is the planner's, made from the picture alone.
+
+    `followers` are the parts on other nodes of one that is spread over several.
+    """
 
     node_id: NodeId
     spec: ReplicaSpec
     reason: str
+    followers: "tuple[Start, ...]" = ()
+
+    @property
+    def parts(self) -> "tuple[Start, ...]":
+        """What is started on each node, the leader's first."""
+        return (self, *self.followers)
+
+    def placement(self, state: ReplicaState) -> Placement:
+        """Return the seat that this becomes."""
+        group = self.spec.group
+        return Placement(
+            replica_id=self.spec.replica_id,
+            deployment_id=self.spec.deployment_id,
+            version=self.spec.version,
+            node_id=self.node_id,
+            device_ids=self.spec.device_ids,
+            memory_bytes=self.spec.memory_bytes,
+            role=self.spec.role,
+            state=state,
+            reason=self.reason,
+            leader_id=group.leader_id if group and group.place else ReplicaId(""),
+            rank_port=group.port if group else 0,
+            followers=tuple(follower.placement(state) for follower in self.followers),
+        )
 
 
 class Ending(msgspec.Struct, frozen=True, kw_only=True):
-    """End a replica after draining it."""
+    """End a replica after draining it: on its node, and on those of its followers."""
 
     replica_id: ReplicaId
     node_id: NodeId
     reason: str
+    follower_ids: tuple[NodeId, ...] = ()
     drain_timeout_s: float = 30.0
 
 

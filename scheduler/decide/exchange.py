@@ -105,9 +105,11 @@ class Exchange:
             for seated in wish.seats:
                 if seated.seat:
                     if not seated.waits:
-                        holders[seated.seat.node.node_id].append((number, seated))
+                        for part in seated.seat.parts:
+                            holders[part.node.node_id].append((number, seated))
                 elif standing and self._may_yield(wish, seated) and seated.placement:
-                    holders[seated.placement.node_id].append((number, seated))
+                    for node_id in seated.placement.node_ids:
+                        holders[node_id].append((number, seated))
         return holders
 
     def _may_yield(self, wish: Wish, seated: Seated) -> bool:
@@ -216,7 +218,11 @@ class Exchange:
             if lost < np.inf and not (lost > blocked.net and any(s.placement for _, s in leaving)):
                 ways.append((lost, leaving))
         ways.sort(key=lambda way: way[0])
-        return [leaving for _, leaving in ways[:2]]
+        nodes = wish.deployment.engine.nodes
+        if nodes == 1:
+            return [leaving for _, leaving in ways[:2]]
+        all_of_them = {id(holder[1]): holder for _, there in ways[:nodes] for holder in there}
+        return [list(all_of_them.values())] if len(ways) >= nodes else []
 
     def _loss_for(self, blocked: Blocked, number: int, seated: Seated) -> float:
         """Return what one leaving costs; inf at once for what stands and is surely worth more."""
@@ -246,10 +252,11 @@ class Exchange:
                 continue
             ways.append(self._on_device(node_id, device.device_id, needed, there, losses))
         ways = sorted((w for w in ways if w[0] < np.inf), key=lambda w: w[0])
-        if len(ways) < wish.deployment.engine.devices:
+        count = wish.deployment.engine.devices_per_node
+        if len(ways) < count:
             return np.inf, []
         leaving: dict[int, Holder] = {}
-        for _, holders in ways[: wish.deployment.engine.devices]:
+        for _, holders in ways[:count]:
             leaving.update({id(holder[1]): holder for holder in holders})
         return sum(losses[key] for key in leaving), list(leaving.values())
 
@@ -264,7 +271,7 @@ class Exchange:
         short = needed - self._search.ground.free[node_id, device_id]
         if short <= 0:
             return 0.0, []
-        held = [h for h in there if device_id in _devices(h[1])]
+        held = [h for h in there if device_id in _devices(h[1], node_id)]
         alone = [h for h in held if _bytes(h[1]) >= short]
         if alone:
             one = min(alone, key=lambda h: losses[id(h[1])])
@@ -281,9 +288,11 @@ class Exchange:
         return (lost, leaving) if short <= 0 and lost < best[0] else best
 
 
-def _devices(seated: Seated) -> tuple[DeviceId, ...]:
-    held = seated.seat or seated.placement
-    return held.device_ids if held else ()
+def _devices(seated: Seated, node_id: NodeId) -> tuple[DeviceId, ...]:
+    if seated.seat:
+        return next(p.device_ids for p in seated.seat.parts if p.node.node_id == node_id)
+    parts = seated.placement.parts if seated.placement else ()
+    return next((part.device_ids for part in parts if part.node_id == node_id), ())
 
 
 def _bytes(seated: Seated) -> int:

@@ -7,9 +7,9 @@ import numpy as np
 
 from isochrone.wire.ids import DeploymentId, NodeId, PopId, ReplicaId
 from scheduler.decide.cluster import ClusterState, Node, Plan
-from scheduler.decide.feasible import Refused, seat_on
 from scheduler.decide.liveness import LivenessLimits, liveness
 from scheduler.decide.plan import Draft, PlanLimits, plan
+from scheduler.decide.refusals import reasons
 from scheduler.decide.search import Search
 from scheduler.decide.start_time import MB
 from scheduler.decide.wish import Wish
@@ -76,14 +76,15 @@ def explain(
     mine = [p for p in cluster.placements if p.deployment_id == deployment_id]
     here = tuple(
         HereBecause(
-            replica_id=p.replica_id,
-            node_id=p.node_id,
-            pop=nodes[p.node_id].pop,
-            state="draining" if p.is_ending else p.state.value,
-            reason=p.reason,
+            replica_id=part.replica_id,
+            node_id=part.node_id,
+            pop=nodes[part.node_id].pop,
+            state="draining" if part.is_ending else part.state.value,
+            reason=part.reason,
         )
         for p in mine
-        if p.node_id in nodes
+        for part in p.parts
+        if part.node_id in nodes
     )
     return Explanation(
         deployment_id=deployment_id,
@@ -104,20 +105,14 @@ def _elsewhere(
     search = Search(ground, [wish], 0)
     held = {row.node_id for row in here}
     answers = []
+    refused = reasons(ground, wish, cluster.nodes)
     for node in cluster.nodes:
         if node.node_id in held:
             continue
-        seat = seat_on(
-            node,
-            pop=ground.pops[node.pop],
-            verdict=ground.view.by_node[node.node_id],
-            deployment=wish.deployment,
-            model=wish.model,
-            free=ground.free,
-        )
-        if isinstance(seat, Refused):
-            reason = seat.reason
-        elif len(here) >= wish.most:
+        cannot = refused[node.node_id]
+        if cannot:
+            reason = cannot
+        elif len(wish.seats) >= wish.most:
             reason = f"the policy allows {wish.most} replicas"
         else:
             reason = _what_it_would_save(search, wish, node)
@@ -125,7 +120,7 @@ def _elsewhere(
             NotHereBecause(
                 node_id=node.node_id,
                 pop=node.pop,
-                feasible=not isinstance(seat, Refused),
+                feasible=not cannot,
                 reason=reason,
             )
         )

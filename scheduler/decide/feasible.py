@@ -8,7 +8,6 @@ import msgspec
 
 from isochrone.wire.ids import DeviceId, NodeId
 from isochrone.wire.model import Deployment, EngineSettings, Model, Policy
-from isochrone.wire.report import Device
 from isochrone.wire.routes import Pop
 from scheduler.decide.capacity import overhead_bytes
 from scheduler.decide.cluster import Liveness, Node, Placement
@@ -18,19 +17,26 @@ DISK_MARGIN_BYTES: Final = 1024**3
 FreeMemory = Mapping[tuple[NodeId, DeviceId], int]
 
 
-class Seat(msgspec.Struct, frozen=True, kw_only=True):
-    """A place that could hold a replica."""
+class Part(msgspec.Struct, frozen=True, kw_only=True):
+    """What a seat takes of one node."""
 
     node: Node
     device_ids: tuple[DeviceId, ...]
+
+
+class Seat(msgspec.Struct, frozen=True, kw_only=True):
+    """A place that could hold a replica: on one node, or over several with the leader first.
+
+    `memory_bytes` is what it takes of each device.
+    """
+
+    parts: tuple[Part, ...]
     memory_bytes: int
 
-
-class Refused(msgspec.Struct, frozen=True, kw_only=True):
-    """A node that cannot hold it, and why not."""
-
-    node: Node
-    reason: str
+    @property
+    def node(self) -> Node:
+        """The node whose engine has the door."""
+        return self.parts[0].node
 
 
 def replica_memory_bytes(model: Model, engine: EngineSettings) -> int:
@@ -44,8 +50,9 @@ def free_memory(nodes: Iterable[Node], placements: Iterable[Placement]) -> FreeM
     """Return the bytes left on each device after every seat not yet given back, ending or not."""
     taken: dict[tuple[NodeId, DeviceId], int] = defaultdict(int)
     for placement in placements:
-        for device_id in placement.device_ids:
-            taken[placement.node_id, device_id] += placement.memory_bytes
+        for part in placement.parts:
+            for device_id in part.device_ids:
+                taken[part.node_id, device_id] += part.memory_bytes
     return {
         (node.node_id, device.device_id): device.memory_bytes
         - taken[node.node_id, device.device_id]
@@ -62,7 +69,7 @@ def allowed(policy: Policy, pop: Pop) -> bool:
     return not policy.allow or bool(names & set(policy.allow))
 
 
-def seat_on(
+def why_not(
     node: Node,
     *,
     pop: Pop,
@@ -70,28 +77,25 @@ def seat_on(
     deployment: Deployment,
     model: Model,
     free: FreeMemory,
-) -> Seat | Refused:
-    """Return the devices of `node` that would hold one replica, or why none would."""
+) -> str:
+    """Say why `node` can hold no replica, or no part of one over several nodes; "" if it can."""
     reason = unfit(node, pop=pop, verdict=verdict, deployment=deployment, model=model)
-    if reason:
-        return Refused(node=node, reason=reason)
-    needed = replica_memory_bytes(model, deployment.engine)
-    healthy = [device for device in node.devices if device.healthy]
-    fitting = sorted(
-        (device for device in healthy if free[node.node_id, device.device_id] >= needed),
-        # The tightest fit first: large holes stay whole for large models.
-        key=lambda device: (free[node.node_id, device.device_id], device.device_id),
+    if reason or classes_with_room(node, deployment.engine, model, free):
+        return reason
+    return _no_room(node, deployment.engine, replica_memory_bytes(model, deployment.engine), free)
+
+
+def classes_with_room(
+    node: Node, engine: EngineSettings, model: Model, free: FreeMemory
+) -> set[str]:
+    """Return the classes of which a node has devices enough with room for a replica, or part."""
+    needed = replica_memory_bytes(model, engine)
+    roomy = Counter(
+        device.device_class
+        for device in node.devices
+        if device.healthy and free[node.node_id, device.device_id] >= needed
     )
-    chosen = _same_class(fitting, deployment.engine.devices)
-    if not chosen:
-        return Refused(
-            node=node, reason=_no_room(node, healthy, needed, deployment.engine.devices, free)
-        )
-    return Seat(
-        node=node,
-        device_ids=tuple(device.device_id for device in chosen),
-        memory_bytes=needed,
-    )
+    return {name for name, count in roomy.items() if count >= engine.devices_per_node}
 
 
 def unfit(node: Node, *, pop: Pop, verdict: Liveness, deployment: Deployment, model: Model) -> str:
@@ -104,6 +108,8 @@ def unfit(node: Node, *, pop: Pop, verdict: Liveness, deployment: Deployment, mo
         return "the node is draining"
     if verdict is not Liveness.READY:
         return f"the node is {verdict.value}: silent for {node.silent_s:.0f} s"
+    if deployment.engine.nodes > 1 and node.rank_ports is None:
+        return "it has part in no replica over several nodes: its plaintext_rank_ports is not set"
     if model.artifact.digest not in node.artifacts and node.disk_free_bytes:
         wanted = model.artifact.size_bytes + DISK_MARGIN_BYTES
         if node.disk_free_bytes < wanted:
@@ -111,16 +117,9 @@ def unfit(node: Node, *, pop: Pop, verdict: Liveness, deployment: Deployment, mo
     return ""
 
 
-def _same_class(fitting: list[Device], count: int) -> list[Device]:
-    by_class: dict[str, list[Device]] = defaultdict(list)
-    for device in fitting:
-        by_class[device.device_class].append(device)
-        if len(by_class[device.device_class]) == count:
-            return by_class[device.device_class]
-    return []
-
-
-def _no_room(node: Node, healthy: list[Device], needed: int, count: int, free: FreeMemory) -> str:
+def _no_room(node: Node, engine: EngineSettings, needed: int, free: FreeMemory) -> str:
+    healthy = [device for device in node.devices if device.healthy]
+    count = engine.devices_per_node
     if not node.devices:
         return "the node reports no device"
     if not healthy:

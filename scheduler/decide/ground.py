@@ -6,6 +6,8 @@ plan is sought over sites and only then seated on devices, the tightest fit firs
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from heapq import nsmallest
+from operator import itemgetter
 
 import msgspec
 import numpy as np
@@ -17,6 +19,7 @@ from isochrone.wire.routes import Pop
 from scheduler.decide.cluster import ClusterState, Liveness, Node, Placement
 from scheduler.decide.feasible import (
     DISK_MARGIN_BYTES,
+    Part,
     Seat,
     allowed,
     free_memory,
@@ -96,11 +99,14 @@ class Ground:
         self._residents: dict[tuple[tuple[str, ...], tuple[str, ...]], frozenset[PopId]] = {}
         self._failed: set[tuple[DeploymentId, NodeId]] = set()
         self._taken: dict[tuple[DeploymentId, str], int] = defaultdict(int)
+        self._led: dict[NodeId, int] = defaultdict(int)
         for placement in cluster.placements:
-            if placement.state is ReplicaState.FAILED:
-                self._failed.add((placement.deployment_id, placement.node_id))
-            if placement.node_id in self.nodes:
-                self._taken[placement.deployment_id, self.domain_of(placement.node_id)] += 1
+            self._led[placement.node_id] += placement.rank_port > 0
+            for part in placement.parts:
+                if part.state is ReplicaState.FAILED:
+                    self._failed.add((part.deployment_id, part.node_id))
+                if part.node_id in self.nodes:
+                    self._taken[part.deployment_id, self.domain_of(part.node_id)] += 1
         models = {model.model_id: model for model in cluster.models}
         self._starts = StartTimes(
             cluster.nodes,
@@ -147,7 +153,10 @@ class Ground:
     def may_hold(self, deployment: Deployment, model: Model) -> dict[int, list[Node]]:
         """Return by site the nodes that may take a replica of a deployment, were they empty."""
         needed = replica_memory_bytes(model, deployment.engine)
-        count = deployment.engine.devices
+        engine = deployment.engine
+        count = engine.devices_per_node
+        if count * engine.nodes != engine.devices:
+            return {}
         digest, disk = model.artifact.digest, model.artifact.size_bytes + DISK_MARGIN_BYTES
         residents = self.residents(deployment.policy)
         nodes_of: dict[int, list[Node]] = {}
@@ -160,8 +169,9 @@ class Ground:
                 if len(sizes) >= count
                 and sizes[count - 1] >= needed
                 and (not 0 < node.disk_free_bytes < disk or digest in node.artifacts)
+                and (engine.nodes == 1 or node.rank_ports is not None)
             ]
-            if nodes:
+            if len(nodes) >= engine.nodes:
                 nodes_of[site.index] = nodes
         return nodes_of
 
@@ -184,11 +194,10 @@ class Ground:
     def _look(
         self, site: int, nodes: Sequence[Node], deployment: Deployment, model: Model, soon: bool
     ) -> Offered | None:
-        needed = replica_memory_bytes(model, deployment.engine)
-        best: tuple[float, int, int, str] | None = None
-        chosen: tuple[Node, tuple[DeviceId, ...], float, float] | None = None
+        needed, engine = replica_memory_bytes(model, deployment.engine), deployment.engine
+        found: list[tuple[tuple[float, int, int, str], Node, tuple[DeviceId, ...], float]] = []
         for node in nodes:
-            fitting = self._fitting(node, site, needed, deployment.engine.devices, soon)
+            fitting = self._fitting(node, site, needed, engine.devices_per_node, soon)
             if not fitting:
                 continue
             start_s = self._starts.start_s(node, model)
@@ -197,19 +206,37 @@ class Ground:
             crowd = self._taken[deployment.deployment_id, self.domain_of(node.node_id)]
             left = self.free[node.node_id, fitting[0]] - needed
             order = (round(cost, 1) + 2.0 * crowd, crowd, left, str(node.node_id))
-            if best is None or order < best:
-                best, chosen = order, (node, fitting, start_s, cost)
-        if chosen is None:
+            found.append((order, node, fitting, start_s))
+        chosen = nsmallest(engine.nodes, found, key=itemgetter(0))
+        leader = self._leader_of([node for _, node, _, _ in chosen]) if engine.nodes > 1 else 0
+        if len(chosen) < engine.nodes or leader < 0:
             return None
-        node, devices, start_s, cost = chosen
-        seat = Seat(node=node, device_ids=devices, memory_bytes=needed)
-        return Offered(seat=seat, site=site, start_s=start_s, cost=cost)
+        chosen.insert(0, chosen.pop(leader))
+        parts = tuple(Part(node=node, device_ids=devices) for _, node, devices, _ in chosen)
+        # It is up when its slowest part is.
+        start_s = max(start_s for _, _, _, start_s in chosen)
+        failed = any((deployment.deployment_id, p.node.node_id) in self._failed for p in parts)
+        return Offered(
+            seat=Seat(parts=parts, memory_bytes=needed),
+            site=site,
+            start_s=start_s,
+            cost=start_cost(start_s) + FAILED_HERE * failed,
+        )
+
+    def _leader_of(self, nodes: Sequence[Node]) -> int:
+        """Return the first with a port left for the others to meet at; -1 where none has."""
+        for number, node in enumerate(nodes):
+            first, last = node.rank_ports or (1, 0)
+            if self._led[node.node_id] <= last - first:
+                return number
+        return -1
 
     def let_go(self, placement: Placement, sign: int) -> None:
         """Count (or no more count) a placement's memory as about to be free."""
-        self._stamp(placement.node_id)
-        for device_id in placement.device_ids:
-            self._leaving[placement.node_id, device_id] += sign * placement.memory_bytes
+        for part in placement.parts:
+            self._stamp(part.node_id)
+            for device_id in part.device_ids:
+                self._leaving[part.node_id, device_id] += sign * part.memory_bytes
 
     def _fitting(
         self, node: Node, site: int, needed: int, count: int, soon: bool
@@ -251,19 +278,23 @@ class Ground:
     def take(self, seat: Seat, deployment: Deployment, model: Model) -> None:
         """Take a seat's memory."""
         self._change(seat, deployment, -1)
-        self._starts.queue(seat.node.node_id, model)
+        for part in seat.parts:
+            self._starts.queue(part.node.node_id, model)
 
     def give_back(self, seat: Seat, deployment: Deployment, model: Model) -> None:
         """Give a seat's memory back."""
         self._change(seat, deployment, 1)
-        self._starts.unqueue(seat.node.node_id, model)
+        for part in seat.parts:
+            self._starts.unqueue(part.node.node_id, model)
 
     def _change(self, seat: Seat, deployment: Deployment, sign: int) -> None:
-        node_id = seat.node.node_id
-        self._stamp(node_id)
-        for device_id in seat.device_ids:
-            self.free[node_id, device_id] += sign * seat.memory_bytes
-        self._taken[deployment.deployment_id, self.domain_of(node_id)] -= sign
+        self._led[seat.node.node_id] -= sign * (len(seat.parts) > 1)
+        for part in seat.parts:
+            node_id = part.node.node_id
+            self._stamp(node_id)
+            for device_id in part.device_ids:
+                self.free[node_id, device_id] += sign * seat.memory_bytes
+            self._taken[deployment.deployment_id, self.domain_of(node_id)] -= sign
 
 
 def is_lost(view: LivenessView, node: Node) -> bool:

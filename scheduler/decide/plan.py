@@ -17,10 +17,17 @@ from isochrone.wire.model import Deployment, Model
 from scheduler.decide.capacity import Profiles
 from scheduler.decide.cluster import ClusterState, DemandRate, Ending, Placement, Plan, Start, Unmet
 from scheduler.decide.ground import Ground
+from scheduler.decide.group import RankPorts, over_nodes
 from scheduler.decide.improve import Improve
 from scheduler.decide.liveness import LivenessLimits, LivenessView, liveness
 from scheduler.decide.refusals import contradiction, unmet_in
-from scheduler.decide.replace import end_drained, end_failed, end_forbidden, stands
+from scheduler.decide.replace import (
+    end_drained,
+    end_failed,
+    end_forbidden,
+    end_leaderless,
+    stands,
+)
 from scheduler.decide.search import Search
 from scheduler.decide.spare import end_spare, replace_stale
 from scheduler.decide.wish import Seated, Wish
@@ -78,7 +85,7 @@ class Draft:
         self._profiles: Profiles = cluster.measured()
         self._mine: dict[DeploymentId, list[Placement]] = defaultdict(list)
         for placement in cluster.placements:
-            if not placement.is_ending:
+            if not placement.is_ending and not placement.leader_id:
                 self._mine[placement.deployment_id].append(placement)
         self._demand: dict[DeploymentId, list[DemandRate]] = defaultdict(list)
         for row in cluster.demand:
@@ -88,6 +95,7 @@ class Draft:
 
     def end_what_may_not_be(self) -> None:
         """End what residency forbids, what failed, and what belongs to no deployment any more."""
+        end_leaderless(self._cluster.placements, self.end)
         for deployment_id in self._cluster.deleted:
             for placement in self._mine.pop(deployment_id, []):
                 self.end(placement, "the deployment was deleted")
@@ -95,7 +103,7 @@ class Draft:
             mine = self._mine[deployment.deployment_id]
             if deployment.model_id in self._models:
                 mine = end_forbidden(self.ground, deployment, mine, self.end)
-                end_failed(mine, self.end)
+                end_failed(self.ground, deployment, mine, self.end)
             self._mine[deployment.deployment_id] = mine
 
     def sought(self) -> Search:
@@ -151,26 +159,34 @@ class Draft:
         if len(self._endings) < self._endings_max:
             self._endings.setdefault(
                 placement.replica_id,
-                Ending(replica_id=placement.replica_id, node_id=placement.node_id, reason=reason),
+                Ending(
+                    replica_id=placement.replica_id,
+                    node_id=placement.node_id,
+                    reason=reason,
+                    follower_ids=placement.node_ids[1:],
+                ),
             )
 
     def plan(self, search: Search) -> Plan:
         """Return what was decided."""
         new = [(wish, s) for wish in search.wishes for s in wish.seats if s.seat and not s.waits]
+        ports = RankPorts(self._cluster)
         return Plan(
             based_on=self._cluster.generation,
             starts=tuple(
-                self._start(number, wish, seated) for number, (wish, seated) in enumerate(new, 1)
+                self._start(number, wish, seated, ports)
+                for number, (wish, seated) in enumerate(new, 1)
             ),
             endings=tuple(self._endings.values()),
             unmet=tuple(self._unmet),
         )
 
-    def _start(self, number: int, wish: Wish, seated: Seated) -> Start:
+    def _start(self, number: int, wish: Wish, seated: Seated, ports: RankPorts) -> Start:
         assert seated.seat is not None
-        deployment, model = wish.deployment, wish.model
+        deployment, model, seat = wish.deployment, wish.model, seated.seat
+        replica_id = ReplicaId(f"{wish.name}-{self._cluster.generation}-{number}")
         spec = ReplicaSpec(
-            replica_id=ReplicaId(f"{wish.name}-{self._cluster.generation}-{number}"),
+            replica_id=replica_id,
             deployment_id=wish.name,
             version=deployment.version,
             name=deployment.name,
@@ -178,11 +194,13 @@ class Draft:
             artifact=model.artifact,
             context_tokens=min(deployment.engine.context_tokens_max, model.context_tokens),
             engine=deployment.engine,
-            device_ids=seated.seat.device_ids,
-            memory_bytes=seated.seat.memory_bytes,
+            device_ids=seat.parts[0].device_ids,
+            memory_bytes=seat.memory_bytes,
             role=wish.role_in(seated.pop),
         )
-        return Start(node_id=seated.seat.node.node_id, spec=spec, reason=seated.reason)
+        if len(seat.parts) == 1:
+            return Start(node_id=seat.node.node_id, spec=spec, reason=seated.reason)
+        return over_nodes(spec, seat, ports.take(seat.node), seated.reason)
 
     def _refuse(self, deployment: Deployment, reason: str) -> None:
         self._unmet.append(Unmet(deployment_id=deployment.deployment_id, reason=reason))

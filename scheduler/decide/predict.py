@@ -238,7 +238,8 @@ def _pops(
         pop = pop_of.get(placement.node_id)
         if pop is not None:
             replicas[pop] += placement.state is ReplicaState.WARM
-            taken[pop] += placement.memory_bytes * len(placement.device_ids)
+            devices = sum(len(part.device_ids) for part in placement.parts)
+            taken[pop] += placement.memory_bytes * devices
     return tuple(
         PopOutcome(
             pop=pop,
@@ -254,7 +255,12 @@ def _pops(
 def _devices(cluster: ClusterState, prices: Mapping[str, float]) -> tuple[DevicesUsed, ...]:
     there: dict[str, int] = defaultdict(int)
     used: dict[str, int] = defaultdict(int)
-    seated = {(p.node_id, device_id) for p in cluster.placements for device_id in p.device_ids}
+    seated = {
+        (part.node_id, device_id)
+        for placement in cluster.placements
+        for part in placement.parts
+        for device_id in part.device_ids
+    }
     for node in cluster.nodes:
         for device in node.devices:
             there[device.device_class] += 1

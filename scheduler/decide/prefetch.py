@@ -77,8 +77,8 @@ def prefetch(
     new: list[PrefetchWish] = []
     if due_s > 0:
         decided = joined(plan(split(stock.picture()), LIMITS, liveness_limits))
-        for start in decided.starts:
-            wished = stock.wish(start, due_s)
+        for part in (part for start in decided.starts for part in start.parts):
+            wished = stock.wish(part, due_s)
             if wished is not None:
                 stock.keep(wished)
                 new.append(wished)
@@ -210,8 +210,9 @@ def _seated(cluster: ClusterState) -> set[tuple[NodeId, str]]:
         for rollout in cluster.rollouts
     }
     return {
-        (placement.node_id, served[placement.deployment_id, placement.version])
+        (node_id, served[placement.deployment_id, placement.version])
         for placement in cluster.placements
+        for node_id in placement.node_ids
         if not placement.is_ending and (placement.deployment_id, placement.version) in served
     }
 

@@ -1,12 +1,15 @@
 """What cannot be met, in words an operator can act on: each no with its numbers."""
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 
+from isochrone.wire.ids import NodeId
 from isochrone.wire.model import Deployment, EngineSettings, Model
-from scheduler.decide.capacity import CannotFit, capacity, fits_on
-from scheduler.decide.cluster import Unmet
+from scheduler.decide.capacity import GIB, CannotFit, capacity, fits_on
+from scheduler.decide.cluster import Node, Unmet
 from scheduler.decide.device_classes import DeviceClass, class_of
-from scheduler.decide.feasible import Refused, seat_on
+from scheduler.decide.feasible import classes_with_room, why_not
 from scheduler.decide.ground import Ground
 from scheduler.decide.wish import Wish
 
@@ -16,7 +19,12 @@ UNSERVED_SHARE = 0.02
 
 def contradiction(ground: Ground, deployment: Deployment, model: Model) -> str:
     """Say what in a deployment can never be met by this fleet, whatever is free; "" if nothing."""
-    policy = deployment.policy
+    policy, engine = deployment.policy, deployment.engine
+    if engine.devices % engine.nodes:
+        return (
+            f"cannot spread {engine.devices} devices over {engine.nodes} nodes: each must have as "
+            "many; change devices or nodes"
+        )
     if policy.replicas_min > policy.replicas_max:
         return (
             f"cannot keep at least {policy.replicas_min} and at most {policy.replicas_max} "
@@ -58,24 +66,57 @@ def unmet_in(ground: Ground, wish: Wish) -> Iterator[Unmet]:
 
 
 def _unmet(ground: Ground, wish: Wish, wanted: str, only: str = "") -> Unmet:
-    refused = []
-    for node in ground.nodes.values():
-        if only in ("", node.pop):
-            seat = seat_on(
-                node,
-                pop=ground.pops[node.pop],
-                verdict=ground.view.by_node[node.node_id],
-                deployment=wish.deployment,
-                model=wish.model,
-                free=ground.free,
-            )
-            if isinstance(seat, Refused):
-                refused.append(seat)
-    said = "; ".join(f"{r.node.node_id}: {r.reason}" for r in refused[:SHOWN_MAX])
-    more = f"; and {len(refused) - SHOWN_MAX} more" if len(refused) > SHOWN_MAX else ""
+    asked = [node for node in ground.nodes.values() if only in ("", node.pop)]
+    # No further than is shown: of thousands of nodes each is asked for each such deployment.
+    refused = list(islice(_refused(ground, wish, asked), SHOWN_MAX + 1))
+    said = "; ".join(f"{name}: {reason}" for name, reason in refused[:SHOWN_MAX])
+    more = f"; and more of {len(asked)} nodes" if len(refused) > SHOWN_MAX else ""
     never = _never(ground, wish)
     reason = f"cannot place a replica ({wanted}): {said or 'there is no node'}{more}"
     return Unmet(deployment_id=wish.name, reason=reason + (f". {never}" if never else ""))
+
+
+def _refused(ground: Ground, wish: Wish, nodes: Sequence[Node]) -> Iterator[tuple[NodeId, str]]:
+    if wish.deployment.engine.nodes > 1:
+        said: Iterable[tuple[NodeId, str]] = reasons(ground, wish, nodes).items()
+    else:
+        said = ((node.node_id, _why_not(ground, wish, node)) for node in nodes)
+    return ((name, reason) for name, reason in said if reason)
+
+
+def _why_not(ground: Ground, wish: Wish, node: Node) -> str:
+    return why_not(
+        node,
+        pop=ground.pops[node.pop],
+        verdict=ground.view.by_node[node.node_id],
+        deployment=wish.deployment,
+        model=wish.model,
+        free=ground.free,
+    )
+
+
+def reasons(ground: Ground, wish: Wish, nodes: Sequence[Node]) -> Mapping[NodeId, str]:
+    """Return why each node can hold no replica, or no part of one now; "" where it can."""
+    engine = wish.deployment.engine
+    said = {node.node_id: _why_not(ground, wish, node) for node in nodes}
+    if engine.nodes == 1:
+        return said
+    sites = {
+        node.node_id: [
+            (node.pop, name) for name in classes_with_room(node, engine, wish.model, ground.free)
+        ]
+        for node in nodes
+        if not said[node.node_id]
+    }
+    fellows = Counter(site for there in sites.values() for site in there)
+    for node_id, there in sites.items():
+        most = max(fellows[site] for site in there)
+        if most < engine.nodes:
+            said[node_id] = (
+                f"it has room for one of {engine.nodes} parts, but with its like in "
+                f"{ground.nodes[node_id].pop} there is room for {most}"
+            )
+    return said
 
 
 def _never(ground: Ground, wish: Wish) -> str:
@@ -88,19 +129,28 @@ def _never(ground: Ground, wish: Wish) -> str:
         if kind is None:
             continue
         answer = capacity(model, engine, kind)
-        if isinstance(answer, CannotFit):
-            return answer.reason
         most = ground.devices_most(name)
-        if most < engine.devices:
-            return _too_many(model, engine, kind, most)
+        if isinstance(answer, CannotFit):
+            return f"{answer.reason}{_what_would(model, engine, kind, most)}"
+        if most < engine.devices_per_node:
+            each = " on each node" if engine.nodes > 1 else ""
+            return (
+                f"cannot seat {model.model_id} on {engine.devices_per_node} devices{each}: the "
+                f"largest node here has {most} x {kind.name}"
+                + _what_would(model, engine, kind, most)
+            )
     return ""
 
 
-def _too_many(model: Model, engine: EngineSettings, kind: DeviceClass, most: int) -> str:
-    """Say that a replica lives on one node, and what of this class would hold it."""
-    least = fits_on(model, engine, kind)
-    would = f"set devices to {least}" if least <= most else f"a node of {least} such would hold it"
+def _what_would(model: Model, engine: EngineSettings, kind: DeviceClass, most: int) -> str:
+    """Say which settings this class would hold it with, on nodes of `most` devices."""
+    least = fits_on(model, engine, kind, per_node=most) if most else 0
+    if not least:
+        return ""
+    nodes = -(-least // most)
+    if nodes == 1:
+        return f"; set devices to {least}" + (" and nodes to 1" if engine.nodes > 1 else "")
     return (
-        f"cannot seat {model.model_id} on {engine.devices} devices: a replica lives on one node, "
-        f"and the largest here has {most} x {kind.name}" + (f"; {would}" if least else "")
+        f"; {nodes} x ({least // nodes} x {kind.memory_bytes / GIB:.2f} GiB) would hold it: set "
+        f"devices to {least} and nodes to {nodes}, in a PoP with as many such nodes"
     )

@@ -19,13 +19,11 @@ OVER = (ReplicaState.FAILED, ReplicaState.STOPPED)
 
 def stands(ground: Ground, placement: Placement) -> bool:
     """Say whether a placement serves or will: on a node that stays, and not given up."""
-    node = ground.nodes.get(placement.node_id)
     return (
-        node is not None
-        and not node.draining
-        and not is_lost(ground.view, node)
-        and placement.state not in OVER
-        and not placement.is_ending
+        not placement.is_ending
+        and all(part.state not in OVER for part in placement.parts)
+        and not _shaken(ground, placement)
+        and not any(ground.nodes[node_id].draining for node_id in placement.node_ids)
     )
 
 
@@ -43,11 +41,38 @@ def end_forbidden(
     return kept
 
 
-def end_failed(mine: Sequence[Placement], end: End) -> None:
-    """End what has failed for good: its node tries no more."""
+def end_failed(ground: Ground, deployment: Deployment, mine: Sequence[Placement], end: End) -> None:
+    """End what has failed for good: a node tries no more, or a part of it is gone."""
     for placement in mine:
-        if placement.state in OVER:
-            end(placement, f"it {placement.state.value}: {placement.state_reason}"[:300])
+        over = next((part for part in placement.parts if part.state in OVER), None)
+        whole = placement.version != deployment.version or (
+            len(placement.parts) == deployment.engine.nodes
+        )
+        if over is not None:
+            where = f" on {over.node_id}" if over is not placement else ""
+            end(placement, f"it {over.state.value}{where}: {over.state_reason}"[:300])
+        elif placement.followers and _shaken(ground, placement):
+            # One node's loss frees nothing; a group's leaves the others' memory held for nothing.
+            end(placement, f"it needs all of its nodes: {_shaken(ground, placement)}")
+        elif not whole:
+            parts = f"{len(placement.parts)} of {deployment.engine.nodes} parts"
+            end(placement, f"the store knows {parts} of it")
+
+
+def end_leaderless(placements: Sequence[Placement], end: End) -> None:
+    """End parts of replicas over several nodes whose leader's part is gone."""
+    for placement in placements:
+        if placement.leader_id and not placement.is_ending:
+            end(placement, f"its leader {placement.leader_id} is gone")
+
+
+def _shaken(ground: Ground, placement: Placement) -> str:
+    """Say which of its nodes counts no more; "" where all do."""
+    for node_id in placement.node_ids:
+        node = ground.nodes.get(node_id)
+        if node is None or is_lost(ground.view, node):
+            return f"{node_id} is lost or revoked"
+    return ""
 
 
 def end_drained(
@@ -59,6 +84,7 @@ def end_drained(
     if len(warm) < least or any(p.state in COMING for p in standing):
         return
     for placement in mine:
-        node = ground.nodes.get(placement.node_id)
-        if placement.state not in OVER and node is not None and node.draining:
-            end(placement, f"node {node.node_id} is draining, others are warm")
+        nodes = [ground.nodes[node_id] for node_id in placement.node_ids if node_id in ground.nodes]
+        draining = next((node for node in nodes if node.draining), None)
+        if placement.state not in OVER and draining is not None:
+            end(placement, f"node {draining.node_id} is draining, others are warm")

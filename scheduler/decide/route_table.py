@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from isochrone.wire.ids import DeploymentId, Epoch, Generation
+from isochrone.wire.ids import DeploymentId, Epoch, Generation, NodeId
 from isochrone.wire.model import Deployment, Model
 from isochrone.wire.report import Profile, ReplicaState
 from isochrone.wire.routes import DeploymentEntry, KeyEntry, RolloutEntry, Route, RouteTable
@@ -39,8 +39,7 @@ def route_table(
             measured,
         )
         for placement in cluster.placements
-        if placement.deployment_id in deployments
-        and _is_served(placement, nodes.get(placement.node_id), view)
+        if placement.deployment_id in deployments and _is_served(placement, nodes, view)
     ]
     return RouteTable(
         cluster_id=cluster.cluster_id,
@@ -56,15 +55,19 @@ def route_table(
     )
 
 
-def _is_served(placement: Placement, node: Node | None, view: LivenessView) -> bool:
+def _is_served(placement: Placement, nodes: Mapping[NodeId, Node], view: LivenessView) -> bool:
     return (
         placement.state is ReplicaState.WARM
         and not placement.is_ending
-        and node is not None
-        and not node.revoked
-        and node.address != ""
-        and view.by_node.get(node.node_id) is not Liveness.LOST
+        and not placement.leader_id
+        and all(node_id in nodes for node_id in placement.node_ids)
+        and all(_counts(nodes[node_id], view) for node_id in placement.node_ids)
+        and nodes[placement.node_id].address != ""
     )
+
+
+def _counts(node: Node, view: LivenessView) -> bool:
+    return not node.revoked and view.by_node.get(node.node_id) is not Liveness.LOST
 
 
 def _route(

@@ -49,7 +49,8 @@ class StartTimes:
         for placement in placements:
             if placement.state in COMING and not placement.is_ending:
                 size = weights_bytes.get(placement.deployment_id, 0)
-                self._queue_bytes[placement.node_id] += size
+                for node_id in placement.node_ids:
+                    self._queue_bytes[node_id] += size
         self._nearest: dict[tuple[str, PopId], float] = {}
 
     def start_s(self, node: Node, model: Model) -> float:

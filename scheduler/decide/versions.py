@@ -15,6 +15,7 @@ from isochrone.wire.ids import DeploymentId, PopId, ReplicaId
 from isochrone.wire.model import Deployment, Policy
 from isochrone.wire.report import ReplicaState
 from scheduler.decide.cluster import ClusterState, DemandRate, Placement, Plan, Start, Unmet
+from scheduler.decide.group import renamed
 from scheduler.decide.rollout import ON_ITS_WAY, Rollout
 
 MARK: Final = "~"
@@ -130,12 +131,7 @@ def _joined_start(start: Start) -> Start:
     if not version:
         return start
     _, _, rest = start.spec.replica_id.partition(f"{start.spec.deployment_id}-")
-    spec = msgspec.structs.replace(
-        start.spec,
-        deployment_id=deployment_id,
-        replica_id=ReplicaId(f"{deployment_id}-v{version}-{rest}"),
-    )
-    return msgspec.structs.replace(start, spec=spec)
+    return renamed(start, ReplicaId(f"{deployment_id}-v{version}-{rest}"), deployment_id)
 
 
 def _joined_unmet(unmet: Unmet) -> Unmet:

@@ -13,7 +13,7 @@ import msgspec
 from isochrone.wire.ids import DeploymentId, DeviceId, Generation, NodeId, PopId, ReplicaId
 from isochrone.wire.model import Deployment, Model, Positive
 from isochrone.wire.report import Device, ReplicaState
-from scheduler.decide.cluster import ClusterState, Node, Placement, Plan
+from scheduler.decide.cluster import ClusterState, Node, Plan
 from scheduler.decide.liveness import LivenessLimits
 from scheduler.decide.plan import plan
 from scheduler.decide.predict import Prediction, predict
@@ -199,20 +199,7 @@ def carried_out(cluster: ClusterState, decided: Plan) -> ClusterState:
         for placement in cluster.placements
         if placement.replica_id not in ended
     ]
-    new = [
-        Placement(
-            replica_id=start.spec.replica_id,
-            deployment_id=start.spec.deployment_id,
-            version=start.spec.version,
-            node_id=start.node_id,
-            device_ids=start.spec.device_ids,
-            memory_bytes=start.spec.memory_bytes,
-            role=start.spec.role,
-            state=ReplicaState.WARM,
-            reason=start.reason,
-        )
-        for start in decided.starts
-    ]
+    new = [start.placement(ReplicaState.WARM) for start in decided.starts]
     return msgspec.structs.replace(
         cluster,
         generation=Generation(cluster.generation + 1),
@@ -289,7 +276,7 @@ def _without_nodes(cluster: ClusterState, gone: set[NodeId]) -> ClusterState:
     return msgspec.structs.replace(
         cluster,
         nodes=tuple(node for node in cluster.nodes if node.node_id not in gone),
-        placements=tuple(p for p in cluster.placements if p.node_id not in gone),
+        placements=tuple(p for p in cluster.placements if not gone & set(p.node_ids)),
     )
 
 

@@ -1,11 +1,11 @@
-"""Writes the signs of life that came in since the last turn, in one statement."""
+"""Writes the signs of life that came in since the last turn."""
 
 from typing import NamedTuple
 
 from scheduler import metrics
 from scheduler.acting import Acting
 from scheduler.store.nodes import record_pulses, record_routers_seen
-from scheduler.store.pool import UNAVAILABLE, using
+from scheduler.store.pool import UNAVAILABLE, transaction
 
 
 class Flushed(NamedTuple):
@@ -28,7 +28,7 @@ class FlushPulses:
         pulses = self._acting.take_pulses()
         routers = [(peer.name, peer.generation) for peer in self._acting.routers()]
         try:
-            async with using(self._acting.reserved) as connection:
+            async with transaction(self._acting.reserved) as connection:
                 if pulses:
                     await record_pulses(connection, pulses)
                 if routers:

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 
 from isochrone.service.loop import Loop
 from scheduler.acting import Acting
-from scheduler.store.lease import hold_lease
+from scheduler.store.lease import renew_lease
 from scheduler.store.pool import Pool, open_pool, using
 
 LOOP_SILENT_MAX_S: Final = 20.0
@@ -57,7 +57,7 @@ class KeepLease:
         if self._pool is None:
             self._pool = await open_pool(acting.config.database_url, size_max=1)
         async with using(self._pool) as connection:
-            lease = await hold_lease(connection, acting.holder, acting.config.lease_ttl_s)
+            lease = await renew_lease(connection, acting.holder, acting.config.lease_ttl_s)
         if lease is not None:
             acting.kept(lease, asked_at)
         return Kept(lease is not None)

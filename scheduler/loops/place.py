@@ -2,12 +2,16 @@
 
 import asyncio
 import logging
+import secrets
 from typing import NamedTuple
+
+import msgspec
 
 from isochrone.wire.ids import NodeId
 from scheduler import metrics
 from scheduler.acting import Acting
 from scheduler.decide.cluster import ClusterState, Plan
+from scheduler.decide.group import sealed
 from scheduler.decide.plan import plan
 from scheduler.decide.versions import joined, split
 from scheduler.store.plans import commit_plan
@@ -48,6 +52,8 @@ class Place:
         self._note(cluster, decided)
         if not decided.starts and not decided.endings:
             return Placed(unmet=len(decided.unmet), frozen=decided.frozen)
+        starts = tuple(sealed(start, secrets.token_hex(16)) for start in decided.starts)
+        decided = msgspec.structs.replace(decided, starts=starts)
         async with transaction(acting.pool) as connection:
             committed = await commit_plan(connection, decided, acting.epoch)
         if committed:
@@ -88,8 +94,8 @@ class Place:
                     }
                 },
             )
-        moved = {start.node_id for start in decided.starts} | {
-            end.node_id for end in decided.endings
+        moved = {part.node_id for start in decided.starts for part in start.parts} | {
+            node_id for end in decided.endings for node_id in (end.node_id, *end.follower_ids)
         }
         for node_id in sorted(moved):
             peer = self._acting.agent(NodeId(node_id))

@@ -12,7 +12,7 @@ from scheduler.acting import Acting
 from scheduler.decide.liveness import liveness
 from scheduler.decide.route_table import route_table
 from scheduler.decide.steady import steady
-from scheduler.store.cluster import read_cluster
+from scheduler.store.cluster import read_fleet
 from scheduler.store.keys import live_keys, next_route_generation, revoked_keys
 from scheduler.store.pool import transaction
 
@@ -56,7 +56,7 @@ class Publish:
     async def _rebuild(self) -> RouteTable:
         acting = self._acting
         async with transaction(acting.pool, isolation="repeatable_read") as connection:
-            cluster = await read_cluster(
+            cluster = await read_fleet(
                 connection,
                 acting_for_s=acting.acting_for_s,
                 silent_s=acting.silent_s(),

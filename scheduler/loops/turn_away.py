@@ -65,7 +65,10 @@ def _why(peer: Connected, revocations: list[RevocationView]) -> str:
     """Say why a conversation must end; "" where it may go on."""
     certificate = peer.certificate
     if certificate.expires_at + CLOCK_SKEW < now():
-        return f"the certificate ended at {certificate.expires_at} and was not renewed; join again"
+        return (
+            f"the certificate ended at {certificate.expires_at} and was not renewed; join again, "
+            "if the clocks are right"
+        )
     for revoked in revocations:
         if (revoked.role, revoked.name) != (peer.role, peer.name):
             continue

@@ -136,6 +136,7 @@ SELECT d.*, (
         SELECT CASE WHEN ended_at IS NULL THEN state ELSE 'draining' END AS state,
                count(*) AS replicas
         FROM placement p WHERE p.deployment_id = d.deployment_id AND released_at IS NULL
+            AND leader_id IS NULL
         GROUP BY 1
     ) AS counted
 ) AS replicas
@@ -320,6 +321,7 @@ async def list_placements(
             reason=row["reason"],
             restarts=row["restarts"],
             fetched_bytes=row["fetched_bytes"],
+            leader_id=row["leader_id"] or "",
         )
         for row in rows
     ]

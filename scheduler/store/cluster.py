@@ -1,6 +1,10 @@
-"""read_cluster(): one consistent picture of the fleet, as the planner reads it."""
+"""read_cluster(): one consistent picture of the fleet, as the planner reads it.
 
-from collections.abc import Mapping, Sequence
+read_fleet(): the same without what only placement asks: demand, distances, weights on their way.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import asyncpg
@@ -56,7 +60,24 @@ async def read_cluster(
     silent_s: Mapping[NodeId, float] | None = None,
     known: KnownNodes | None = None,
 ) -> ClusterState:
-    """Return the picture; the connection is in a REPEATABLE READ transaction.
+    """Return the picture; the connection is in a REPEATABLE READ transaction."""
+    fleet = await read_fleet(connection, acting_for_s=acting_for_s, silent_s=silent_s, known=known)
+    return msgspec.structs.replace(
+        fleet,
+        demand=await _read_demand(connection),
+        distances=await _read_distances(connection),
+        prefetches=await read_prefetches(connection),
+    )
+
+
+async def read_fleet(
+    connection: Connection,
+    *,
+    acting_for_s: float,
+    silent_s: Mapping[NodeId, float] | None = None,
+    known: KnownNodes | None = None,
+) -> ClusterState:
+    """Return what there is, and nothing of what is asked of it.
 
     `silent_s` is what this process itself heard: fresher than the store, which lags by a flush.
     `known` is kept by the caller from one reading to the next.
@@ -77,11 +98,8 @@ async def read_cluster(
         deployments=deployments,
         deleted=deleted,
         placements=await _read_placements(connection, reports),
-        demand=await _read_demand(connection),
-        distances=await _read_distances(connection),
         profiles=await _read_profiles(connection),
         rollouts=await active_rollouts(connection),
-        prefetches=await read_prefetches(connection),
     )
 
 
@@ -148,6 +166,7 @@ def _told_by(report: Report | None, pop: PopId) -> dict[str, Any]:
         "disk_bytes_per_s": report.disk_bytes_per_s,
         "fetch_bytes_per_s": report.fetch_bytes_per_s,
         "failure_domain": f"{pop}/{report.failure_domain}" if report.failure_domain else "",
+        "rank_ports": report.rank_ports,
     }
 
 
@@ -228,7 +247,7 @@ async def _read_placements(
     rows = await connection.fetch(
         """
         SELECT p.replica_id, deployment_id, version, p.node_id, role, p.memory_bytes, reason, state,
-               state_reason, restarts, ended_at IS NOT NULL AS is_ending,
+               state_reason, restarts, ended_at IS NOT NULL AS is_ending, leader_id, rank_port,
                extract(epoch FROM clock_timestamp() - state_since)::float8 AS state_age_s,
                extract(epoch FROM clock_timestamp() - placed_at)::float8 AS age_s,
                array_agg(pd.device_id ORDER BY pd.device_id)
@@ -242,7 +261,7 @@ async def _read_placements(
         for report in reports.values()
         for replica in report.replicas
     }
-    return tuple(
+    return _grouped(
         Placement(
             replica_id=ReplicaId(row["replica_id"]),
             deployment_id=DeploymentId(row["deployment_id"]),
@@ -259,8 +278,25 @@ async def _read_placements(
             is_ending=row["is_ending"],
             reason=row["reason"],
             profile=profiles.get(ReplicaId(row["replica_id"]), Profile()),
+            leader_id=ReplicaId(row["leader_id"] or ""),
+            rank_port=row["rank_port"] or 0,
         )
         for row in rows
+    )
+
+
+def _grouped(parts: Iterable[Placement]) -> tuple[Placement, ...]:
+    """Return replicas, each with its followers; a part whose leader is gone stands alone."""
+    alone = {part.replica_id: part for part in parts}
+    followers: dict[ReplicaId, list[Placement]] = defaultdict(list)
+    for part in list(alone.values()):
+        if part.leader_id in alone:
+            followers[part.leader_id].append(alone.pop(part.replica_id))
+    return tuple(
+        msgspec.structs.replace(one, followers=tuple(followers[one.replica_id]))
+        if one.replica_id in followers
+        else one
+        for one in alone.values()
     )
 
 

@@ -9,6 +9,7 @@ name, or one started again, must not share an epoch.
 
 from typing import Final
 
+import asyncpg
 import msgspec
 
 from isochrone.wire.ids import ClusterId, Epoch, Generation
@@ -17,6 +18,9 @@ from scheduler.store.pool import Connection, fetch_one
 TTL_S: Final = 6.0
 RENEW_S: Final = 2.0
 MARGIN_S: Final = 1.0
+TOLD: Final = (
+    "RETURNING epoch, extract(epoch FROM clock_timestamp() - acting_since)::float8 AS acting_for_s"
+)
 
 
 class EpochLost(Exception):
@@ -61,22 +65,39 @@ async def read_cluster_row(connection: Connection) -> Cluster:
 
 async def hold_lease(connection: Connection, holder: str, ttl_s: float = TTL_S) -> Lease | None:
     """Renew the lease if `holder` has it, take it if it has expired, else return None."""
+    lease = await renew_lease(connection, holder, ttl_s)
+    if lease is not None:
+        return lease
     row = await connection.fetchrow(
-        """
-        UPDATE lease SET
-            epoch = CASE WHEN holder = $1 AND expires_at > clock_timestamp()
-                         THEN epoch ELSE epoch + 1 END,
-            acting_since = CASE WHEN holder = $1 AND expires_at > clock_timestamp()
-                                THEN acting_since ELSE clock_timestamp() END,
-            holder = $1,
+        f"""
+        UPDATE lease SET epoch = epoch + 1, acting_since = clock_timestamp(), holder = $1,
             expires_at = clock_timestamp() + make_interval(secs => $2)
-        WHERE holder = $1 OR expires_at <= clock_timestamp()
-        RETURNING epoch,
-            extract(epoch FROM clock_timestamp() - acting_since)::float8 AS acting_for_s
-        """,
+        WHERE expires_at <= clock_timestamp() {TOLD}
+        """,  # noqa: S608
         holder,
         ttl_s,
     )
+    return _told(row)
+
+
+async def renew_lease(connection: Connection, holder: str, ttl_s: float = TTL_S) -> Lease | None:
+    """Renew the lease if `holder` has it, else return None.
+
+    It leaves the row's keys as they are, so that it never waits for writers who hold the epoch
+    (`assert_epoch`): of those there may always be some, each for a moment.
+    """
+    row = await connection.fetchrow(
+        f"""
+        UPDATE lease SET expires_at = clock_timestamp() + make_interval(secs => $2)
+        WHERE holder = $1 AND expires_at > clock_timestamp() {TOLD}
+        """,  # noqa: S608
+        holder,
+        ttl_s,
+    )
+    return _told(row)
+
+
+def _told(row: asyncpg.Record | None) -> Lease | None:
     if row is None:
         return None
     return Lease(epoch=Epoch(row["epoch"]), acting_for_s=row["acting_for_s"])
@@ -89,7 +110,9 @@ async def give_up_lease(connection: Connection, holder: str) -> None:
 
 async def assert_epoch(connection: Connection, epoch: Epoch) -> None:
     """Hold the epoch until this transaction ends, or raise EpochLost. First line of every write."""
-    current = await connection.fetchval("SELECT epoch FROM lease WHERE epoch = $1 FOR SHARE", epoch)
+    current = await connection.fetchval(
+        "SELECT epoch FROM lease WHERE epoch = $1 FOR KEY SHARE", epoch
+    )
     if current is None:
         raise EpochLost(f"cannot write with epoch {epoch}: another scheduler has a newer one")
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 from isochrone.wire.ids import Epoch, NodeId, PopId
 from scheduler.decide.cluster import Node
 from scheduler.store.lease import assert_epoch
+from scheduler.store.nodes import lock_nodes
 from scheduler.store.pool import Connection
 
 
@@ -51,6 +52,7 @@ async def record_losses(
 ) -> None:
     """Note who is lost and who is back, each with its event, in the caller's transaction."""
     await assert_epoch(connection, epoch)
+    await lock_nodes(connection, [silence.node.node_id for silence in (*lost, *back)])
     await connection.execute(
         "UPDATE node SET lost_at = clock_timestamp() WHERE node_id = ANY($1::text[])",
         [silence.node.node_id for silence in lost],

@@ -70,9 +70,21 @@ async def record_registration(
         raise UnknownPeer(f"cannot register {name}: unknown here or revoked; join again")
 
 
+async def lock_nodes(connection: Connection, node_ids: Sequence[NodeId]) -> None:
+    """Lock many nodes' rows until the transaction ends, always in the same order.
+
+    An UPDATE of many rows locks them as it meets them: two of them could wait for one another.
+    """
+    await connection.execute(
+        "SELECT FROM node WHERE node_id = ANY($1::text[]) ORDER BY node_id FOR NO KEY UPDATE",
+        node_ids,
+    )
+
+
 async def record_pulses(connection: Connection, pulses: Sequence[Pulse]) -> None:
-    """Write many signs of life in one statement; no node's number can spoil the others'."""
+    """Write many signs of life, in the caller's transaction; no number can spoil the others'."""
     ordered = sorted(pulses, key=lambda pulse: pulse.node_id)
+    await lock_nodes(connection, [pulse.node_id for pulse in ordered])
     await connection.execute(
         """
         UPDATE node SET last_seen_at = clock_timestamp(), generation = pulse.generation
@@ -103,11 +115,13 @@ async def record_routers_seen(
 async def record_report(connection: Connection, epoch: Epoch, report: Report) -> ReportEffect:
     """Take a node's whole word for what it is: devices, replicas, what is gone, what is unknown."""
     await assert_epoch(connection, epoch)
-    done = await connection.execute(
+    row = await connection.fetchrow(
         """
+        WITH before AS (SELECT report FROM node WHERE node_id = $1 FOR NO KEY UPDATE)
         UPDATE node SET report = $4, report_seq = $3, address = $5, generation = $6,
                         reported_at = clock_timestamp(), last_seen_at = clock_timestamp()
-        WHERE node_id = $1 AND boot_id = $2 AND report_seq < $3
+        FROM before WHERE node_id = $1 AND boot_id = $2 AND report_seq < $3
+        RETURNING before.report
         """,
         report.node_id,
         report.boot_id,
@@ -116,10 +130,13 @@ async def record_report(connection: Connection, epoch: Epoch, report: Report) ->
         report.address,
         report.generation,
     )
-    if done == "UPDATE 0":
+    if row is None:
         return ReportEffect(stale=True)
-    changed = await _record_devices(connection, report.node_id, report.devices)
-    adopted = 0
+    before = _read_report(row["report"])
+    changed = adopted = 0
+    # What only reports write, in the same transaction as the report itself, is as it was told.
+    if before is None or _columns(before.devices) != _columns(report.devices):
+        changed += await _record_devices(connection, report.node_id, report.devices)
     for replica in report.replicas:
         known = await _record_replica(connection, report.node_id, replica)
         if known is None:
@@ -127,11 +144,20 @@ async def record_report(connection: Connection, epoch: Epoch, report: Report) ->
         else:
             changed += known
     released = await _release_ended(connection, report)
-    await record_held(connection, report.node_id, report.artifacts)
+    if before is None or before.artifacts != report.artifacts:
+        await record_held(connection, report.node_id, report.artifacts)
     await _record_profiles(connection, report)
     if changed or adopted or released:
         await connection.execute("UPDATE cluster SET generation = generation + 1")
     return ReportEffect(changed=changed, adopted=adopted, released=released)
+
+
+def _read_report(frame: bytes | None) -> Report | None:
+    """Return a stored report; None where there is none, or none that this release can read."""
+    try:
+        return msgspec.msgpack.decode(frame, type=Report) if frame else None
+    except msgspec.DecodeError:
+        return None
 
 
 async def read_assignment(

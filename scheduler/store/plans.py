@@ -22,7 +22,8 @@ async def commit_plan(connection: Connection, plan: Plan, epoch: Epoch) -> bool:
     if generation is None:
         return False
     for start in plan.starts:
-        await _seat(connection, start, generation)
+        for part in start.parts:
+            await _seat(connection, part, generation)
     for ending in plan.endings:
         await _entomb(connection, ending, generation)
     return True
@@ -68,14 +69,15 @@ async def _entomb(connection: Connection, ending: Ending, generation: int) -> No
         """
         UPDATE placement SET ended_at = clock_timestamp(), ended_generation = $2,
                              ended_reason = $3, drain_timeout_s = $4
-        WHERE replica_id = $1 AND ended_at IS NULL
+        WHERE (replica_id = $1 OR leader_id = $1) AND released_at IS NULL AND ended_at IS NULL
         """,
         ending.replica_id,
         generation,
         ending.reason,
         ending.drain_timeout_s,
     )
-    await _moved(connection, ending.node_id, generation)
+    for node_id in (ending.node_id, *ending.follower_ids):
+        await _moved(connection, node_id, generation)
     await record_event(
         connection,
         actor="scheduler",

@@ -30,7 +30,7 @@ UNAVAILABLE: Final = (
     asyncpg.InternalClientError,
     asyncpg.PostgresConnectionError,
     asyncpg.CannotConnectNowError,
-    asyncpg.TooManyConnectionsError,
+    asyncpg.InsufficientResourcesError,
     asyncpg.AdminShutdownError,
     asyncpg.CrashShutdownError,
     asyncpg.ReadOnlySQLTransactionError,
@@ -38,8 +38,13 @@ UNAVAILABLE: Final = (
 """What a caller sees of a database that cannot be used now, whatever the reason."""
 
 
-BAD_DATA: Final = (asyncpg.CharacterNotInRepertoireError, asyncpg.DataError)
-"""What a caller sees of a value that Postgres cannot hold (a NUL in a text, a number too big)."""
+BAD_DATA: Final = (
+    asyncpg.CharacterNotInRepertoireError,
+    asyncpg.DataError,
+    asyncpg.CheckViolationError,
+)
+"""What a caller sees of a value that Postgres cannot hold (a NUL in a text, a number too big), or
+that a table's own rule refuses (a device of less than no memory)."""
 
 
 async def open_pool(dsn: str, *, size_max: int = SIZE_MAX, lags: bool = False) -> Pool:

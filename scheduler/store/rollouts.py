@@ -204,7 +204,8 @@ async def read_starts(connection: Connection, rollout: Rollout) -> Starts:
         """
         SELECT count(*) FILTER (WHERE state = 'warm') AS warm,
                count(*) FILTER (WHERE state = 'failed') AS failed
-        FROM placement WHERE deployment_id = $1 AND version = $2 AND released_at IS NULL
+        FROM placement
+        WHERE deployment_id = $1 AND version = $2 AND released_at IS NULL AND leader_id IS NULL
         """,
         rollout.deployment_id,
         rollout.to_version,

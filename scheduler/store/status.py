@@ -35,7 +35,7 @@ async def read_status(
     states = await connection.fetch(
         """
         SELECT CASE WHEN ended_at IS NULL THEN state ELSE 'draining' END AS state, count(*) AS n
-        FROM placement WHERE released_at IS NULL GROUP BY 1
+        FROM placement WHERE released_at IS NULL AND leader_id IS NULL GROUP BY 1
         """
     )
     return StatusView(

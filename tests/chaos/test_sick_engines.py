@@ -1,4 +1,7 @@
-"""Engines that live and do not work: hung, stopped, failing to load; and parts told to leave."""
+"""Engines that live and do not work: hung, stopped, failing to load; and parts told to leave.
+
+One fleet suffers it all; the last test leaves it with a node drained.
+"""
 
 import os
 import signal
@@ -7,18 +10,29 @@ from typing import Any
 
 import aiohttp
 import pytest
+import pytest_asyncio
 
-from tests.system.harness import Fleet, a_fleet, until
+from tests.system.harness import CITIES, Fleet, a_fleet, until
 from tests.system.load import one_stream, under_load, wait_ended
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.timeout(180), pytest.mark.asyncio(loop_scope="module")]
 
 
-@pytest.fixture
-async def fleet() -> AsyncIterator[Fleet]:
-    async with a_fleet() as running:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared() -> AsyncIterator[Fleet]:
+    async with a_fleet(comes_up=False) as running:
+        for pop in CITIES:
+            running.settings[f"node-{pop}"] = {"stall_s": 2.0}
+            running.settings[f"router-{pop}"] = {"stream_idle_timeout_s": 2.0}
+        await running.up()
         await running.deploy(replicas=2)
         yield running
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def fleet(shared: Fleet) -> Fleet:
+    await until("the fleet is whole", lambda: shared.is_warm(2), 15.0)
+    return shared
 
 
 async def placements(fleet: Fleet) -> list[dict[str, Any]]:
@@ -81,6 +95,7 @@ async def test_an_engine_that_never_loads_fails_in_words_and_harms_no_other(flee
     await until("given up, with the engine's own last words", is_ended, 60.0)
     assert {n: p for n, p in fleet.engine_pids().items() if p in before.values()} == before
     assert await fleet.is_warm(2)
+    await fleet.ask("DELETE", "/v1/deployments/broken")
 
 
 async def test_a_node_told_to_leave_costs_no_request(fleet: Fleet) -> None:

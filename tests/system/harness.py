@@ -7,7 +7,6 @@ import secrets
 import shutil
 import signal
 import socket
-import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -20,6 +19,7 @@ from isochrone.cli.client import AdminClient, AdminError
 from isochrone.cli.manifest import artifact_of
 from isochrone.service.files import write_atomic
 from ops.fleet.processes import Processes
+from tests.postgres import a_folder
 
 ROOT = Path(__file__).parents[2]
 CITIES = {"ams": ("NL", 52.3, 4.8), "sin": ("SG", 1.35, 104.0)}
@@ -54,6 +54,9 @@ class Fleet:
         self.token = secrets.token_urlsafe(24)
         self.key = ""
         self.baseline_kib: dict[tuple[str, int], int] = {}
+        self.settings: dict[str, dict[str, Any]] = {}
+        """What a part is told beside or in place of what stands in its file, by its name."""
+        self.environment: dict[str, dict[str, str]] = {}
         self.processes = Processes(folder / "logs", ROOT)
         self.ports = {
             f"{kind}-{name}": free_port()
@@ -64,7 +67,6 @@ class Fleet:
             )
         }
         (folder / "logs").mkdir()
-        folder.chmod(0o755)
 
     def api(self, scheduler: str = "a") -> AdminClient:
         return AdminClient(f"http://127.0.0.1:{self.ports[f'admin-{scheduler}']}", self.token)
@@ -87,10 +89,18 @@ class Fleet:
 
         await self.processes.wait("postgres", is_ready, READY_TIMEOUT_S)
 
-    async def start_scheduler(self, name: str, **fields: Any) -> None:
+    def env(self, name: str) -> dict[str, str]:
+        """Return the settings of a part as its environment."""
+        kind = {"scheduler": "SCHEDULER", "node": "NODE", "router": "ROUTER"}[name.split("-")[0]]
+        told = self.settings.get(name, {}).items()
+        return self.environment.get(name, {}) | {
+            f"ISOCHRONE_{kind}_{field.upper()}": text if isinstance(text, str) else json.dumps(text)
+            for field, text in told
+        }
+
+    async def start_scheduler(self, name: str) -> None:
         config = self.folder / f"scheduler-{name}.toml"
         write_atomic(self.folder / "admin.token", self.token.encode())
-        extra = "".join(f"{key} = {json.dumps(value)}\n" for key, value in fields.items())
         text = (
             f'name = "{name}"\n'
             f'database_url = "{self.dsn()}"\n'
@@ -99,11 +109,12 @@ class Fleet:
             f"admin_port = {self.ports[f'admin-{name}']}\n"
             f"control_port = {self.ports[f'control-{name}']}\n"
             "lease_ttl_s = 3.0\nlease_renew_s = 0.5\nplace_interval_s = 1.0\n"
-            f"publish_interval_s = 0.5\nhear_first_s = 3.0\n{extra}"
+            "publish_interval_s = 0.5\nhear_first_s = 3.0\n"
         )
         write_atomic(config, text.encode())
+        part = f"scheduler-{name}"
         await self.processes.start(
-            f"scheduler-{name}", ("scheduler", "serve", "--config", str(config))
+            part, ("scheduler", "serve", "--config", str(config)), self.env(part)
         )
         await until(f"scheduler {name} answers", lambda: self._status(name))
 
@@ -135,13 +146,15 @@ class Fleet:
             "private_sources = true\n"
         )
         write_atomic(self.folder / f"{name}.toml", text.encode())
-        await self.processes.start(name, ("nodeagent", "--config", f"{self.folder}/{name}.toml"))
+        await self.processes.start(
+            name, ("nodeagent", "--config", f"{self.folder}/{name}.toml"), self.env(name)
+        )
         await until(f"{name} answers", lambda: self.is_up(self.ports[name], "/healthz"))
 
     async def start_router(self, pop: str) -> None:
         name = f"router-{pop}"
         state = self.folder / name
-        env = {}
+        env = self.env(name)
         if not (state / "identity.json").exists():
             made = await self.ask("POST", "/v1/join-tokens", {"pop": pop, "role": "router"})
             env["ISOCHRONE_ROUTER_JOIN_TOKEN"] = made["token"]
@@ -176,9 +189,10 @@ class Fleet:
                 "city": pop, "country": country, "latitude": latitude, "longitude": longitude,
             }  # fmt: skip
             await self.ask("PUT", f"/v1/pops/{pop}", body)
-        for pop in CITIES:
-            await self.start_node(pop)
-            await self.start_router(pop)
+        async with asyncio.TaskGroup() as tasks:
+            for pop in CITIES:
+                tasks.create_task(self.start_node(pop))
+                tasks.create_task(self.start_router(pop))
         made = await self.ask("POST", "/v1/keys", {"tenant_id": "test"})
         self.key = made["key"]
 
@@ -263,6 +277,9 @@ class Fleet:
         await self.processes.stop(name)
 
     async def down(self) -> None:
+        for name in self.processes.ended():
+            # Shown by pytest where a test failed.
+            print(f"{name} ended by itself:\n{self.processes.tail(name)}")
         await self.processes.stop_all(lambda names: None)
         mark = str(self.folder).encode()
         for path in Path("/proc").glob("[0-9]*/cmdline"):
@@ -272,12 +289,13 @@ class Fleet:
 
 
 @asynccontextmanager
-async def a_fleet() -> AsyncIterator[Fleet]:
-    """Bring a fleet up in a short folder that Postgres's user can reach, and take it down."""
-    folder = Path(tempfile.mkdtemp(prefix="iso-", dir="/var/tmp"))
+async def a_fleet(*, comes_up: bool = True) -> AsyncIterator[Fleet]:
+    """Bring a fleet up in a folder of its own, and take it down."""
+    folder = a_folder("iso-")
     fleet = Fleet(folder)
     try:
-        await fleet.up()
+        if comes_up:
+            await fleet.up()
         yield fleet
     finally:
         await fleet.down()

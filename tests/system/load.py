@@ -36,7 +36,7 @@ class Load:
 
 
 async def one_stream(
-    fleet: Fleet, http: aiohttp.ClientSession, pop: str, tokens: int, **extra: Any
+    fleet: Fleet, http: aiohttp.ClientSession, pop: str, tokens: int, key: str = "", **extra: Any
 ) -> Ended:
     """Stream one answer of numbered tokens and check that none is lost, repeated or reordered."""
     body = {
@@ -52,7 +52,10 @@ async def one_stream(
         async with http.post(
             f"{fleet.endpoint(pop)}/v1/chat/completions",
             data=msgspec.json.encode(body),
-            headers={"authorization": f"Bearer {fleet.key}", "content-type": "application/json"},
+            headers={
+                "authorization": f"Bearer {key or fleet.key}",
+                "content-type": "application/json",
+            },
         ) as response:
             request_id = response.headers.get("x-request-id", "")
             if response.status != 200:

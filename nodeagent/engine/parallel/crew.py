@@ -15,7 +15,7 @@ import socket
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Self
+from typing import Final, Never, Self
 
 import msgspec
 
@@ -96,6 +96,7 @@ class Member:
 
     rank: int
     pid: int
+    """0 where it is on another node."""
     descriptor: int
     """Readable once it has ended."""
     channel: Channel
@@ -106,6 +107,10 @@ class Crew:
 
     def __init__(self, members: Sequence[Member] = ()) -> None:
         self.members = tuple(members)
+
+    def add(self, members: Sequence[Member]) -> None:
+        """Take in ranks of other nodes: their numbers are higher than those here."""
+        self.members += tuple(members)
 
     def tell(self, order: Order) -> None:
         """Have each do the same."""
@@ -143,25 +148,30 @@ class Crew:
 
     def lost(self) -> str:
         """Say who has ended; nothing where all go on."""
-        gone = [member for member in self.members if _readable(member.descriptor, 0)]
-        return ", ".join(f"rank {one.rank} (process {one.pid}) has ended" for one in gone)
+        gone = [member for member in self.members if has_ended(member.descriptor)]
+        return ", ".join(
+            f"rank {one.rank} ({f'process {one.pid}' if one.pid else 'on another node'}) has ended"
+            for one in gone
+        )
 
     def end(self) -> None:
         """Let all end; who does not within _END_S is killed."""
         for member in self.members:
             member.channel.close()
         for member in self.members:
-            if not _readable(member.descriptor, _END_S):
-                log.warning("rank %d (process %d) did not end: killed", member.rank, member.pid)
-                self.kill(member)
-            os.waitpid(member.pid, 0)
+            if member.pid:
+                if not has_ended(member.descriptor, _END_S):
+                    log.warning("rank %d (process %d) did not end: killed", member.rank, member.pid)
+                    self.kill(member)
+                os.waitpid(member.pid, 0)
             os.close(member.descriptor)
         self.members = ()
 
     def kill(self, *members: Member) -> None:
-        """End `members` at once, all where none are named."""
+        """End `members` at once, all where none are named; those elsewhere end with this one."""
         for member in members or self.members:
-            signal.pidfd_send_signal(member.descriptor, signal.SIGKILL)
+            if member.pid:
+                signal.pidfd_send_signal(member.descriptor, signal.SIGKILL)
 
     def _send(self, member: Member, message: bytes) -> None:
         try:
@@ -203,13 +213,18 @@ def muster(ranks: int, follow: Callable[[int, Channel], int]) -> Crew:
     return Crew(members)
 
 
-def _follow(rank: int, channel: Channel, follow: Callable[[int, Channel], int]) -> Any:
+def _follow(rank: int, channel: Channel, follow: Callable[[int, Channel], int]) -> Never:
     # The agent signals the whole group; the front alone decides when the ranks end.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    become(rank, lambda: follow(rank, channel))
+
+
+def become(rank: int, live: Callable[[], int]) -> Never:
+    """Have this process be a rank, and end as one."""
     code = 1
     try:
-        code = follow(rank, channel)
+        code = live()
     # This process's own edge: whatever ends it is told, and ends the engine.
     except Exception:
         log.exception("rank %d ended", rank)
@@ -217,5 +232,6 @@ def _follow(rank: int, channel: Channel, follow: Callable[[int, Channel], int]) 
         os._exit(code)
 
 
-def _readable(descriptor: int, seconds: float) -> bool:
+def has_ended(descriptor: int, seconds: float = 0.0) -> bool:
+    """Say whether the process or line behind `descriptor` has ended, or does within a time."""
     return bool(select.select([descriptor], [], [], seconds)[0])

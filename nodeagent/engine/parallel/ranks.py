@@ -26,17 +26,22 @@ class Ranks:
         self.rank = rank
         self._stage: dist.ProcessGroup | None = None
 
-    def join(self, meeting: Path, device: str, timeout_s: float) -> None:
-        """Meet the others, by a file that all know. Raises where not all come in time."""
+    def join(self, meeting: Path | dist.Store, device: str, timeout_s: float) -> None:
+        """Meet the others, by a file that all here know or by a store that all can reach.
+
+        Raises where not all come in time.
+        """
         if self.split.ranks == 1:
             return
-        # Ranks share a machine: nobody else is to reach the ports on which they meet.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        if isinstance(meeting, Path):
+            # Ranks share a machine: nobody else is to reach the ports on which they meet.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+            meeting = dist.FileStore(str(meeting), self.split.ranks)
         if device != "cpu":
             torch.cuda.set_device(device)
         dist.init_process_group(
             "gloo" if device == "cpu" else "nccl",
-            init_method=f"file://{meeting}",
+            store=meeting,
             rank=self.rank,
             world_size=self.split.ranks,
             timeout=timedelta(seconds=timeout_s),

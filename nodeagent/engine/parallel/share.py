@@ -40,6 +40,11 @@ class Split:
         """Processes in all."""
         return self.tensor * self.pipeline
 
+    def on(self, place: int, nodes: int) -> range:
+        """Return the ranks of one of several nodes, each of which has as many."""
+        each = self.ranks // nodes
+        return range(place * each, (place + 1) * each)
+
     def experts(self, total: int, rank: int) -> range:
         """Return which of `total` experts a rank has."""
         group = rank % self.tensor // (self.tensor // self.expert)

@@ -9,7 +9,7 @@ from aiohttp import web
 
 from isochrone.wire.errors import ApiError, ErrorCode, openai_error
 from isochrone.wire.routes import DeploymentEntry
-from router.dataplane.http1 import Reply
+from router.dataplane.message import Reply
 
 
 def error_reply(error: ApiError) -> Reply:

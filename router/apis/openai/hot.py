@@ -22,15 +22,15 @@ from router.apis.openai.decode import (
     with_usage_wish,
 )
 from router.apis.openai.encode import error_reply
+from router.asked import Asked
 from router.config import RouterConfig
-from router.dataplane import http1
-from router.dataplane.http1 import Reply, with_header
+from router.dataplane import message
+from router.dataplane.message import Reply, with_header
 from router.dataplane.server import ClientConnection
 from router.decide.admit import Admitted, may_use
 from router.decide.affinity import SESSION_BYTES_MAX, seed_of
 from router.decide.prefixes import BLOCK_BYTES, NO_KEYS, PrefixKeys, keys_of
 from router.fleet import Fleet
-from router.journey import Asked
 from router.metrics import Metrics
 from router.serve import Corridor
 
@@ -74,7 +74,7 @@ class OpenAiSurface:
         shown = fields.get(b"authorization", b"")
         return self._admitted.authenticate(self._fleet.keys, shown, self._unix_clock())
 
-    async def answer(self, request: http1.Request, client: ClientConnection) -> None:
+    async def answer(self, request: message.Request, client: ClientConnection) -> None:
         """Answer one request."""
         request_id = self.request_id(request.header(REQUEST_ID))
         try:
@@ -103,7 +103,7 @@ class OpenAiSurface:
         """Return the client's request id where it is well formed, else a new one."""
         return RequestId(sent if sent and is_request_id(sent) else self._new_id())
 
-    def asked(self, request: http1.Request, request_id: RequestId) -> Asked:
+    def asked(self, request: message.Request, request_id: RequestId) -> Asked:
         """Return what a request asks for, or raise ApiError saying what is wrong with it."""
         if request.method != b"POST":
             raise ApiError(
@@ -158,7 +158,7 @@ def _prefix_keys(rendered: bytes, key: KeyEntry, deployment: DeploymentEntry) ->
     return keys_of(rendered, seed_of(f"{key.tenant_id}\0{deployment.deployment_id}"))
 
 
-def _session(request: http1.Request, key: KeyEntry) -> str:
+def _session(request: message.Request, key: KeyEntry) -> str:
     session = request.header(SESSION_AFFINITY).strip()
     if len(session) > SESSION_BYTES_MAX:
         raise ApiError(

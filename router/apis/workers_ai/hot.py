@@ -17,9 +17,9 @@ from router.apis.workers_ai.translate import (
     result_of,
     to_openai,
 )
-from router.dataplane import http1, sse
+from router.dataplane import sse
 from router.dataplane.exchange import Exchange
-from router.dataplane.http1 import Reply, with_header
+from router.dataplane.message import Reply, Request, with_header
 from router.dataplane.server import ClientConnection
 from router.serve import Corridor
 
@@ -38,7 +38,7 @@ class WorkersAiSurface:
         """Say whether a path is this surface's."""
         return _PATH.match(path) is not None
 
-    async def answer(self, request: http1.Request, client: ClientConnection) -> None:
+    async def answer(self, request: Request, client: ClientConnection) -> None:
         """Answer one request."""
         request_id = self._openai.request_id(request.header(REQUEST_ID))
         found = _PATH.match(request.path)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from nodeagent.engine.checkpoint.gguf import GgufFile
 from nodeagent.engine.checkpoint.safetensors import SafetensorsFolder
@@ -73,4 +74,12 @@ def test_a_config_that_lies_is_refused_before_memory_is_spent(
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     with pytest.raises(CheckpointError, match=said):
+        survey((source := SafetensorsFolder(tmp_path)).shape, source)
+
+
+def test_weights_of_another_kind_are_refused(tmp_path: Path) -> None:
+    tiny.write_folder(tmp_path, "llama")
+    whole = {name: weights.long() for name, weights in tiny.weights_of("llama").items()}
+    save_file(whole, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"is I64, .* is expected"):
         survey((source := SafetensorsFolder(tmp_path)).shape, source)

@@ -6,9 +6,10 @@ import os
 import random
 import shutil
 import signal
-import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +25,9 @@ from isochrone.wire.ids import Generation, ReplicaId
 from isochrone.wire.model import Artifact, ArtifactFile, EngineSettings
 from isochrone.wire.report import ReplicaState
 from nodeagent.api.door import Door
+from nodeagent.api.siblings import FRESH_S, Siblings
 from nodeagent.config import NodeConfig
+from nodeagent.decide.admission import Held
 from nodeagent.decide.pace import Pace
 from nodeagent.drivers.driver import Command
 from nodeagent.host.artifacts import Artifacts
@@ -33,6 +36,7 @@ from nodeagent.host.link import Link
 from nodeagent.host.sources import Sources
 from nodeagent.supervisor import Supervisor
 from tests.builders import a_spec
+from tests.postgres import a_folder
 from tests.system.harness import until
 
 
@@ -41,7 +45,7 @@ class Node(NamedTuple):
 
     supervisor: Supervisor
     http: aiohttp.ClientSession
-    source: str
+    address: str
     artifact: Artifact
 
     def spec(self, name: str = "r1", in_flight: int = 10_000, **options: str) -> ReplicaSpec:
@@ -65,12 +69,23 @@ class Node(NamedTuple):
         load = self.supervisor.replicas[ReplicaId(name)].in_flight.load()
         return load == headers.Load(0, 0, 0, 0, 0)
 
+    def sibling(self, name: str) -> headers.Sibling:
+        """As a router names it: ten tokens to read, a millisecond for each of those before it."""
+        return headers.Sibling(ReplicaId(name), self.address, 10, 10, 1000)
+
     def ask(
-        self, name: str = "r1", tokens: int = 3, queue_tokens_max: int | None = None, **extra: Any
+        self,
+        name: str = "r1",
+        tokens: int = 3,
+        queue_tokens_max: int | None = None,
+        siblings: Sequence[headers.Sibling] = (),
+        **extra: Any,
     ) -> Any:
         sent = {headers.REPLICA: name, headers.TOKENS: headers.format_tokens(10, tokens)}
         if queue_tokens_max is not None:
             sent[headers.QUEUE_TOKENS_MAX] = str(queue_tokens_max)
+        if siblings:
+            sent[headers.SIBLINGS] = headers.format_siblings(siblings)
         body = {
             "messages": [{"role": "user", "content": "x"}],
             "max_tokens": tokens,
@@ -80,10 +95,9 @@ class Node(NamedTuple):
         return self.http.post("/v1/chat/completions", json=body, headers=sent)
 
 
-@pytest.fixture
-async def node() -> AsyncIterator[Node]:
-    # Short, for a Unix socket's path is limited.
-    folder = Path(tempfile.mkdtemp(prefix="iso-", dir="/var/tmp"))
+@asynccontextmanager
+async def a_node() -> AsyncIterator[Node]:
+    folder = a_folder("iso-")
     (folder / "model").mkdir()
     (folder / "model" / "m.gguf").write_bytes(b"GGUF")
     file = ArtifactFile(path="m.gguf", size_bytes=4, sha256=hashlib.sha256(b"GGUF").hexdigest())
@@ -104,12 +118,18 @@ async def node() -> AsyncIterator[Node]:
         on_change=lambda: None,
     )
     async with (
-        open_door(Door(supervisor).app(), "127.0.0.1", 0) as port,
+        open_door(Door(supervisor, Siblings(None, time.monotonic)).app(), "127.0.0.1", 0) as port,
         aiohttp.ClientSession(f"http://127.0.0.1:{port}") as http,
     ):
-        yield Node(supervisor, http, source, artifact)
+        yield Node(supervisor, http, f"127.0.0.1:{port}", artifact)
     await supervisor.leave(keep_engines=False)
     shutil.rmtree(folder)
+
+
+@pytest.fixture
+async def node() -> AsyncIterator[Node]:
+    async with a_node() as node:
+        yield node
 
 
 async def test_a_longer_queue_than_was_chosen_by_turns_away_and_tells_the_load(node: Node) -> None:
@@ -124,6 +144,100 @@ async def test_a_longer_queue_than_was_chosen_by_turns_away_and_tells_the_load(n
         async with node.ask(queue_tokens_max=most) as response:
             assert response.status == 200
             await response.read()
+    held.release()
+    await until("given back", node.idle, 5.0)
+
+
+async def test_each_router_is_told_what_there_is_of_others(node: Node) -> None:
+    await node.warm(node.spec())
+    in_flight = node.supervisor.replicas[ReplicaId("r1")].in_flight
+    held = in_flight.take(100, 7, 60, router="a", prefill_ms=1e9, now_s=time.monotonic())
+    assert held is not None
+
+    async def others(router: str) -> tuple[int, int]:
+        async with node.http.get("/ping", headers={headers.ROUTER: router}) as ping:
+            told = headers.parse_loads(ping.headers[headers.LOADS])[ReplicaId("r1")]
+        return told.others_unread, told.others_decode
+
+    assert await others("a") == (0, 0)
+    assert await others("b") == (60, 7)
+    assert await others("") == (-1, -1)
+    held.release()
+    assert await others("b") == (0, 0)
+
+
+async def test_a_request_goes_on_to_a_sibling_where_it_begins_sooner(node: Node) -> None:
+    """On the same node, through another node's door, and nowhere where none is any better."""
+    async with a_node() as other:
+        await asyncio.gather(
+            node.warm(node.spec()), node.warm(node.spec("r2")), other.warm(other.spec("r3"))
+        )
+        named = [node.sibling("r1"), node.sibling("r2"), other.sibling("r3")]
+
+        async def passed(most: int | None = None) -> str:
+            async with node.ask(queue_tokens_max=most, siblings=named) as response:
+                assert response.status == 200
+                assert headers.parse_load(response.headers[headers.LOAD]) is not None
+                assert (await response.text()).endswith("data: [DONE]\n\n")
+                return str(response.headers.get(headers.PASSED, ""))
+
+        def waiting(on: Node, name: str, tokens: int) -> Held:
+            held = on.supervisor.replicas[ReplicaId(name)].in_flight.take(tokens, 1, tokens)
+            assert held is not None
+            return held
+
+        assert await passed() == ""
+        at = [waiting(node, "r1", 300)]
+        assert await passed() == "r2"
+        at.append(waiting(node, "r2", 200))
+        assert await passed() == "r3"
+        assert await passed(most=50) == "r3"
+        at.append(waiting(other, "r3", 298))
+        await asyncio.sleep(2 * FRESH_S)
+        assert await passed() == "r2"
+        at.append(waiting(node, "r2", 98))
+        assert await passed() == ""
+        async with node.ask(queue_tokens_max=50, siblings=named) as response:
+            assert response.headers[headers.REFUSED] == headers.QUEUED
+        for held in at:
+            held.release()
+        for on, name in ((node, "r1"), (node, "r2"), (other, "r3")):
+            await until("given back", partial(on.idle, name), 5.0)
+        assert node.supervisor.relaying == 0
+
+
+async def test_what_is_passed_on_ends_with_its_caller_and_breaks_with_its_engine(
+    node: Node,
+) -> None:
+    async with a_node() as other:
+        await asyncio.gather(node.warm(node.spec()), other.warm(other.spec("r3")))
+        named = [node.sibling("r1"), other.sibling("r3")]
+        held = node.supervisor.replicas[ReplicaId("r1")].in_flight.take(300, 1, 300)
+        assert held is not None
+        async with node.ask(tokens=3000, siblings=named) as response:
+            await response.content.readany()
+            assert response.headers[headers.PASSED] == "r3"
+            assert node.supervisor.relaying == 1
+            assert not await other.idle("r3")
+        await until("the caller's leaving went on", partial(other.idle, "r3"), 5.0)
+        engine = other.supervisor.replicas[ReplicaId("r3")].engine
+        assert engine is not None
+        async with node.ask(tokens=3000, siblings=named) as response:
+            await response.content.readany()
+            os.kill(engine.pid, signal.SIGKILL)
+            with pytest.raises((aiohttp.ClientError, ConnectionError)):
+                await response.read()
+        # Its engine is gone: whom it was sent to takes it.
+        async with node.ask(siblings=named) as response:
+            assert (response.status, headers.PASSED in response.headers) == (200, False)
+            await response.read()
+        held.release()
+    # Its node is gone: asking costs no more than its timeout.
+    held = node.supervisor.replicas[ReplicaId("r1")].in_flight.take(300, 1, 300)
+    assert held is not None
+    async with node.ask(siblings=named) as response:
+        assert (response.status, headers.PASSED in response.headers) == (200, False)
+        await response.read()
     held.release()
     await until("given back", node.idle, 5.0)
 

@@ -35,6 +35,7 @@ class FakeNode:
         self.error_at: int | None = None
         self.cached_tokens: int | None = 3
         self.load = ""
+        self.passed = ""
         self.disowned: set[str] = set()
         self.bodies: list[bytes] = []
         self.seen: list[dict[str, str]] = []
@@ -88,6 +89,8 @@ class FakeNode:
 
     async def _answer(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         extra = {headers.LOAD: self.load} if self.load else {}
+        if self.passed:
+            extra[headers.PASSED] = self.passed
         if headers.SAID in request.headers and self.resumes:
             extra[headers.RESUMED] = self.resumes
         if self.refuse:

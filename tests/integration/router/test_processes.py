@@ -13,6 +13,7 @@ import msgspec
 import psutil
 
 from isochrone.wire.usage import Usage
+from router import build
 from tests.integration.router.fake_node import FakeNode, open_node
 from tests.integration.router.fleet_of import KEY
 from tests.integration.router.test_process import BODY, START_TIMEOUT_S, a_process, prepare
@@ -73,6 +74,8 @@ async def test_they_serve_one_port_and_each_keeps_its_own_ledger(tmp_path: Path)
             page = await response.text()
         counted = re.findall(r"isochrone_router_requests_total\{.*complete.*\} ([0-9.]+)", page)
         assert sum(float(count) for count in counted) == REQUESTS
+        compiled = build.facts()["compiled"]
+        assert re.search(rf'isochrone_router_build_info{{compiled="{compiled}",.*}} 1\.0', page)
 
 
 async def test_a_killed_worker_comes_back_and_all_end_with_the_main_one(tmp_path: Path) -> None:

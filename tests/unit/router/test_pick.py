@@ -28,6 +28,7 @@ class Candidate(NamedTuple):
     decode: int = 0
     rate: float = 1000.0
     is_cold: bool = False
+    pop: str = "ams"
 
     @property
     def route(self) -> Route:
@@ -36,7 +37,7 @@ class Candidate(NamedTuple):
             deployment_id=DeploymentId("d"),
             version=1,
             node_id=NodeId(f"n-{self.name}"),
-            pop=PopId("ams"),
+            pop=PopId(self.pop),
             address="x:1",
             tokens_in_flight_max=1000,
             prefill_tokens_per_s=self.rate,
@@ -90,6 +91,37 @@ def test_a_full_replica_is_passed_over_and_counted() -> None:
     assert order([full, Candidate("free", 300.0)]) == ["free"]
     both = rank(a_picture([full, Candidate("free")]), ASK, frozenset({ReplicaId("full")}))
     assert (len(both.routes), both.full) == (1, 0)
+
+
+def test_siblings_are_those_of_the_same_city_with_room_the_asked_one_first() -> None:
+    candidates = [
+        Candidate("a", prefill=50),
+        Candidate("b", 1.5, prefill=200, rate=2000.0),
+        Candidate("full", decode=900),
+        Candidate("c", prefill=300),
+        Candidate("far", 90.0, pop="iad"),
+    ]
+    board = a_board(candidates)
+    held = Held(0.0, [Match([board.slots[ReplicaId("b")]], 0.5)])
+    ranking = rank(board.picture(NOW_S, {}, {}), ASK._replace(held=held), {ReplicaId("x")})
+    siblings = ranking.routes.siblings(ranking.routes[0])
+    assert [(one.replica_id, one.uncached_tokens, one.prefill_ms) for one in siblings] == [
+        ("b", 50, 25),
+        ("a", 100, 100),
+        ("c", 100, 100),
+    ]
+    assert [one.token_us for one in siblings] == [500, 1000, 1000]
+    passed = ranking.routes.of(ReplicaId("c"))
+    assert passed is not None and passed.reason == "passed-on"
+    assert ranking.routes.of(ReplicaId("nobody")) is None
+
+
+def test_who_is_alone_or_soon_done_has_no_siblings_named() -> None:
+    far = Candidate("far", 90.0, pop="iad")
+    alone = rank(a_picture([Candidate("a"), far]), ASK)
+    assert alone.routes.siblings(alone.routes[0]) == []
+    quick = rank(a_picture([Candidate("a"), Candidate("b")]), ASK._replace(prompt_tokens=4))
+    assert quick.routes.siblings(quick.routes[0]) == []
 
 
 def test_an_idle_replica_takes_what_is_larger_than_its_bound() -> None:

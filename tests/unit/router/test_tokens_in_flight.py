@@ -60,6 +60,22 @@ class Ledger(RuleBasedStateMachine):
         self.released += was_open
         assert not reservation.is_open
 
+    @rule(
+        target=reservations,
+        reservation=reservations,
+        replica=st.sampled_from(REPLICAS),
+        prefill=TOKENS,
+    )
+    def pass_on(self, reservation: Reservation, replica: ReplicaId, prefill: int) -> Reservation:
+        """A sibling took it: what was booked at one is booked at the other, and read there."""
+        if not reservation.is_open:
+            return reservation
+        output = reservation.output_tokens
+        self.end(reservation)
+        passed = self.reserve(replica, prefill, output, True)
+        self.first_token(passed, True)
+        return passed
+
     @rule(replica=st.sampled_from(REPLICAS), prefill=TOKENS, decode=TOKENS, age_s=st.floats(0, 20))
     def hear(self, replica: ReplicaId, prefill: int, decode: int, age_s: float) -> None:
         self.ledger.hear(replica, prefill, decode, self.now_s - age_s)
@@ -116,6 +132,14 @@ def test_an_old_word_is_held_against_what_was_ours_then() -> None:
     # A word older than the last changes nothing.
     ledger.hear(replica, 9000, 0, 1.2)
     assert ledger.at(replica, 3.0).others_prefill_tokens == 30
+
+
+def test_a_word_on_others_alone_is_taken_as_it_is() -> None:
+    ledger, replica = TokensInFlight(), REPLICAS[0]
+    ledger.reserve(replica, prefill=100, decode=0, arrives_s=1.0)
+    ledger.hear_others(replica, 30, 5, 1.5)
+    told = ledger.at(replica, 1.5)
+    assert (told.others_prefill_tokens, told.others_decode_tokens) == (30, 5)
 
 
 def test_the_older_the_words_the_nearer_to_the_usual() -> None:

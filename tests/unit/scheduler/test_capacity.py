@@ -18,10 +18,11 @@ from scheduler.decide.capacity import (
     capacity,
     fits_on,
     kv_bytes_per_token,
+    rates_on,
     splits,
 )
 from scheduler.decide.device_classes import CLASSES, class_of
-from tests.builders import a_model
+from tests.builders import a_deployment, a_model
 
 LLAMA_8B: dict[str, Any] = {
     "num_hidden_layers": 32,
@@ -156,6 +157,17 @@ def test_what_was_measured_beats_the_estimate() -> None:
     assert (got.prefill_tokens_per_s, got.decode_tokens_per_s) == (1234.0, 56.0)
     assert got.measured
     assert not carried(model, "h100-80g", measured=Profile()).measured
+
+
+@pytest.mark.parametrize("rate", [5e-324, 1e-9, 1e12, float("inf"), float("nan"), -1.0])
+def test_a_rate_that_no_replica_has_is_not_believed(rate: float) -> None:
+    model = of(LLAMA_8B, 16e9)
+    deployment = a_deployment(model=model.model_id)
+    profiles = {
+        (model.model_id, "h100-80g"): Profile(prefill_tokens_per_s=rate, decode_tokens_per_s=50.0)
+    }
+    believed = rates_on("h100-80g", deployment, model, profiles)
+    assert believed == rates_on("h100-80g", deployment, model, {})
 
 
 def test_a_class_is_known_by_its_chip_whatever_the_driver_rounds_its_memory_to() -> None:

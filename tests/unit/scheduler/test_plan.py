@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isochrone.wire.ids import DeploymentId, Generation, PopId
+from isochrone.wire.model import EngineSettings
 from isochrone.wire.report import ReplicaState
-from scheduler.decide.cluster import ClusterState, DemandRate, Placement, Plan
+from scheduler.decide.cluster import ClusterState, DemandRate, Plan
 from scheduler.decide.explain import explain
 from scheduler.decide.feasible import allowed, free_memory
 from scheduler.decide.liveness import liveness
@@ -48,18 +49,7 @@ def carried_out(cluster: ClusterState, decided: Plan, state: str = "warm") -> Cl
         for p in cluster.placements
         if p.replica_id not in ended
     )
-    begun = tuple(
-        Placement(
-            replica_id=start.spec.replica_id,
-            deployment_id=start.spec.deployment_id,
-            version=start.spec.version,
-            node_id=start.node_id,
-            device_ids=start.spec.device_ids,
-            memory_bytes=start.spec.memory_bytes,
-            state=ReplicaState(state),
-        )
-        for start in decided.starts
-    )
+    begun = tuple(start.placement(ReplicaState(state)) for start in decided.starts)
     return msgspec.structs.replace(
         cluster,
         placements=kept + begun,
@@ -245,7 +235,8 @@ def clusters(draw: st.DrawFn) -> ClusterState:
     nodes = tuple(
         a_node(
             f"n{index}",
-            draw(st.sampled_from(pops)),
+            draw(st.sampled_from([*pops, "ams", "ams"])),
+            rank_ports=draw(st.sampled_from([None, (9400, 9401), (9400, 9401)])),
             silent_s=draw(st.sampled_from([0.0, 0.0, 0.0, 8.0, 40.0])),
             draining=draw(st.sampled_from([False, False, False, True])),
             devices=tuple(
@@ -256,6 +247,10 @@ def clusters(draw: st.DrawFn) -> ClusterState:
         for index in range(draw(st.integers(0, 6)))
     )
     models = (a_model("m", 1.0), a_model("big", 3.0))
+    engines = {
+        count: EngineSettings(driver="mock", kv_memory_bytes=0, devices=count, nodes=count)
+        for count in (1, 2)
+    }
     deployments = []
     for index in range(draw(st.integers(0, 3))):
         least = draw(st.integers(0, 3))
@@ -269,6 +264,7 @@ def clusters(draw: st.DrawFn) -> ClusterState:
                 keep_warm=tuple(draw(st.lists(st.sampled_from(pops), max_size=1))),
                 deny=tuple(draw(st.lists(st.sampled_from(["NL", "sin"]), max_size=1))),
                 priority=draw(st.integers(0, 100)),
+                engine=engines[draw(st.sampled_from([1, 1, 2]))],
             )
         )
     empty = a_cluster(nodes=nodes, models=models, deployments=tuple(deployments))
@@ -314,11 +310,14 @@ def test_residency_liveness_and_bounds_hold_for_every_start(cluster: ClusterStat
     assert len(decided.starts) <= limits.starts_max
     assert len(decided.endings) <= limits.endings_max
     for start in decided.starts:
-        node = nodes[start.node_id]
-        assert allowed(policies[start.spec.deployment_id], pops[node.pop])
-        assert not node.draining
-        assert view.by_node[node.node_id].value == "ready"
-        assert start.reason
+        assert len({part.node_id for part in start.parts}) == start.spec.engine.nodes
+        assert len({nodes[part.node_id].pop for part in start.parts}) == 1
+        for part in start.parts:
+            node = nodes[part.node_id]
+            assert allowed(policies[part.spec.deployment_id], pops[node.pop])
+            assert not node.draining
+            assert view.by_node[node.node_id].value == "ready"
+            assert part.reason
     ids = [start.spec.replica_id for start in decided.starts]
     assert len(set(ids)) == len(ids)
     assert not {p.replica_id for p in cluster.placements} & set(ids)
@@ -360,7 +359,9 @@ def test_the_minimum_is_met_where_it_can_be(cluster: ClusterState) -> None:
     standing = Counter(
         p.deployment_id
         for p in cluster.placements
-        if not nodes[p.node_id].draining and view.by_node[p.node_id].value != "lost"
+        if all(
+            not nodes[name].draining and view.by_node[name].value != "lost" for name in p.node_ids
+        )
     )
     unmet = {row.deployment_id for row in plan(cluster).unmet}
     for deployment in cluster.deployments:

@@ -255,7 +255,7 @@ def test_demand_next_to_nothing_divides_nothing(least: float) -> None:
     assert not plan(msgspec.structs.replace(cluster, demand=(whisper,))).starts
 
 
-def test_a_replica_lives_on_one_node_and_the_refusal_says_what_would_hold_it() -> None:
+def test_more_devices_than_a_node_has_are_refused_with_what_would_hold_it() -> None:
     gpus = tuple(
         msgspec.structs.replace(a_device(79.0, f"gpu{number}"), device_class="h100-80g")
         for number in range(2)
@@ -271,8 +271,9 @@ def test_a_replica_lives_on_one_node_and_the_refusal_says_what_would_hold_it() -
         return plan(cluster).unmet[0].reason
 
     assert "ams-1: needs 4 devices of one class, it has 2 x h100-80g" in reason(200.0)
-    assert "the largest here has 2 x h100-80g; a node of 4 such would hold it" in reason(200.0)
-    assert reason(100.0).endswith("the largest here has 2 x h100-80g; set devices to 2")
+    would = "2 x (2 x 79.65 GiB) would hold it: set devices to 4 and nodes to 2, in a PoP with"
+    assert f"the largest node here has 2 x h100-80g; {would}" in reason(200.0)
+    assert reason(100.0).endswith("the largest node here has 2 x h100-80g; set devices to 2")
 
 
 @pytest.mark.parametrize("rate", [math.nan, math.inf, -1.0, 1e300])

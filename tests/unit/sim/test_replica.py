@@ -17,7 +17,7 @@ def a_replica(profile: Profile = PLAIN) -> Replica:
 
 def a_job(number: int, prompt: int, output: int = 1, blocks: tuple[int, ...] = ()) -> Job:
     request = Request(number, 0.0, prompt, output, blocks, 100, "", 0.0)
-    return Job(request, prompt + output, prompt)
+    return Job(request, prompt + output, prompt, 0, 0.0)
 
 
 def run(replica: Replica) -> dict[int, tuple[float, float]]:
@@ -86,5 +86,5 @@ def test_everybody_is_answered_and_nothing_is_left(jobs: list[tuple[float, int, 
             continue
         ended |= {job.request.number for job in replica.settle(at_s)[1]}
     assert ended == set(range(len(jobs)))
-    assert replica.load_at(1e9) == Load(0, 0, 0, 0, 0)
+    assert replica.load_at(1e9, 1) == Load(0, 0, 0, 0, 0, 0, 0)
     assert work_s - 1e-6 <= replica.busy_s <= 1.2 * work_s + 1e-6

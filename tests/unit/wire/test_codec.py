@@ -87,9 +87,13 @@ def test_deep_json_is_refused_in_words() -> None:
         st.integers(0, 10**9),
         st.integers(0, 10**6),
         st.integers(0, 10**6),
-    )
+        st.integers(0, 10**6),
+    ),
+    st.none() | st.tuples(st.integers(0, 10**9), st.integers(0, 10**9)),
 )
-def test_a_load_survives_its_header(load: headers.Load) -> None:
+def test_a_load_survives_its_header(load: headers.Load, others: tuple[int, int] | None) -> None:
+    if others is not None:
+        load = msgspec.structs.replace(load, others_unread=others[0], others_decode=others[1])
     assert headers.parse_load(headers.format_load(load)) == load
 
 
@@ -103,6 +107,23 @@ def test_loads_survive_their_header_and_what_is_none_is_left_out() -> None:
     assert headers.parse_loads("a p=1;d=2;r=1;w=0,b,c nonsense,,d p=x;d=2;r=1;w=0") == {
         "a": headers.Load(1, 2, 1, 0)
     }
+
+
+def test_siblings_survive_their_header_and_what_is_none_is_left_out() -> None:
+    siblings = [
+        headers.Sibling(ReplicaId(f"m-{n}"), f"10.0.0.{n}:7000", 10 * n, n, 62)
+        for n in range(headers.SIBLINGS_MAX + 2)
+    ]
+    read = headers.parse_siblings(headers.format_siblings(siblings))
+    assert read == siblings[: headers.SIBLINGS_MAX]
+    assert headers.parse_siblings("") == []
+    told = headers.parse_siblings("a x:1 1 2,b x:1 1 2 -3, x:1 1 2 3,d x:1 1 2 3")
+    assert told == [headers.Sibling(ReplicaId("d"), "x:1", 1, 2, 3)]
+
+
+@given(st.text(max_size=60))
+def test_any_siblings_header_is_read_or_ignored(text: str) -> None:
+    assert all(one.token_us >= 0 for one in headers.parse_siblings(text))
 
 
 @given(st.text(max_size=60))

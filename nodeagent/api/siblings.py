@@ -1,0 +1,115 @@
+"""The doors of a PoP's other nodes: asked what waits there, and passed what begins sooner there.
+
+Rule 1: nothing here may cost a request more than it can save: asking ends within ASK_TIMEOUT_S, and
+who was silent or broke is left alone for a while.
+Rule 2: what is passed on goes no further: its siblings are not told with it.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from ssl import SSLContext
+from typing import Final
+
+import aiohttp
+
+from isochrone.wire import headers
+from isochrone.wire.headers import Sibling
+from isochrone.wire.ids import ReplicaId
+
+ASK_TIMEOUT_S: Final = 0.05
+FRESH_S: Final = 0.01
+SILENCE_S: Final = 5.0
+ADDRESSES_MAX: Final = 256
+CONNECTIONS_MAX: Final = 1024
+
+
+class SiblingLost(Exception):
+    """This sibling does not answer in the place of the replica asked."""
+
+
+class Siblings:
+    """Other nodes of the PoP, by the addresses that routers name."""
+
+    def __init__(self, context: SSLContext | None, clock: Callable[[], float]) -> None:
+        """Dial with `context`, where the doors are TLS. `clock` gives monotonic seconds."""
+        self._context = context
+        self._clock = clock
+        self._http: aiohttp.ClientSession | None = None
+        self._told: dict[str, tuple[float, Mapping[ReplicaId, headers.Load]]] = {}
+        self._silent_until_s: dict[str, float] = {}
+
+    async def close(self) -> None:
+        """Close the connections."""
+        if self._http is not None:
+            await self._http.close()
+
+    async def unread(self, siblings: Sequence[Sibling]) -> dict[ReplicaId, int]:
+        """Return how much waits to be read at each that tells in time."""
+        addresses = sorted({one.address for one in siblings if self._answers(one.address)})
+        async with asyncio.TaskGroup() as tasks:
+            asked = [tasks.create_task(self._loads(address)) for address in addresses]
+        told = {name: load for task in asked for name, load in task.result().items()}
+        names = {one.replica_id for one in siblings}
+        return {name: load.unread for name, load in told.items() if name in names}
+
+    @asynccontextmanager
+    async def answering(
+        self, sibling: Sibling, path: str, body: bytes, sent: Mapping[str, str]
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Pass a request on and give the answer's head; raise SiblingLost where it is no answer."""
+        url = f"{self._base(sibling.address)}{path}"
+        try:
+            answer = await self._session().post(
+                url, data=body, headers=sent, ssl=self._context or True
+            )
+        except (aiohttp.ClientError, OSError) as error:
+            self._is_silent(sibling.address)
+            raise SiblingLost(f"cannot reach {sibling.address}: {type(error).__name__}") from error
+        async with answer:
+            if answer.status >= 500 or headers.REFUSED in answer.headers:
+                # What it told of its load is out of date.
+                self._told.pop(sibling.address, None)
+                raise SiblingLost(f"{sibling.replica_id} answered {answer.status}")
+            yield answer
+
+    async def _loads(self, address: str) -> Mapping[ReplicaId, headers.Load]:
+        at_s, loads = self._told.get(address, (-FRESH_S, {}))
+        if self._clock() - at_s < FRESH_S:
+            return loads
+        try:
+            async with (
+                asyncio.timeout(ASK_TIMEOUT_S),
+                self._session().get(
+                    f"{self._base(address)}/ping", ssl=self._context or True
+                ) as pong,
+            ):
+                loads = headers.parse_loads(pong.headers.get(headers.LOADS, ""))
+        except (aiohttp.ClientError, OSError, TimeoutError):
+            self._is_silent(address)
+            return {}
+        self._told[address] = (self._clock(), loads)
+        return loads
+
+    def _answers(self, address: str) -> bool:
+        if len(self._told) + len(self._silent_until_s) > ADDRESSES_MAX:
+            # Addresses are the routers' word: nodes come and go, and a table of them is bounded.
+            self._told.clear()
+            self._silent_until_s.clear()
+        return self._silent_until_s.get(address, 0.0) <= self._clock()
+
+    def _is_silent(self, address: str) -> None:
+        self._told.pop(address, None)
+        self._silent_until_s[address] = self._clock() + SILENCE_S
+
+    def _base(self, address: str) -> str:
+        return f"{'https' if self._context else 'http'}://{address}"
+
+    def _session(self) -> aiohttp.ClientSession:
+        if self._http is None:
+            self._http = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=CONNECTIONS_MAX),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=ASK_TIMEOUT_S),
+                auto_decompress=False,
+            )
+        return self._http

@@ -1,0 +1,68 @@
+"""What is asked for and who asks: what the corridor is given of one request."""
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import msgspec
+
+from isochrone.wire.errors import ApiError
+from isochrone.wire.ids import RequestId
+from isochrone.wire.routes import DeploymentEntry, KeyEntry
+from router.dataplane.exchange import Exchange
+from router.dataplane.message import Reply
+from router.decide.prefixes import NO_KEYS, PrefixKeys
+
+
+class Asked(msgspec.Struct, frozen=True, kw_only=True):
+    """One request as the corridor takes it, whichever public surface it came by.
+
+    `body` is what goes to the node. `text_bytes` is the prompt's size, `arrived_s` monotonic,
+    `started_at` Unix time. `error_event` writes an error into a stream. `resume` gives the body
+    that asks for the rest after (text, tokens) were said, None where that cannot be asked for;
+    `drawn` how its tokens are, where every replica would draw the same.
+    """
+
+    request_id: RequestId
+    key: KeyEntry
+    deployment: DeploymentEntry
+    path: str
+    body: bytes
+    text_bytes: int
+    output_tokens_max: int
+    is_stream: bool
+    wants_usage: bool
+    session: str
+    reject_if_busy: bool
+    arrived_s: float
+    started_at: float
+    error_event: Callable[[ApiError], bytes]
+    resume: Callable[[str, int], bytes | None] | None = None
+    drawn: str = ""
+    prefix_keys: PrefixKeys = NO_KEYS
+
+    def spend(self, tokens: tuple[int, int, int]) -> float:
+        """Return what (prompt, cached, output) tokens cost."""
+        price = self.deployment.price
+        return price.spend(*tokens) if price is not None else 0.0
+
+
+class Client(Protocol):
+    """The caller's end, whichever public surface it came by."""
+
+    def begin(self, status: int, content_type: str, extra: Mapping[str, str]) -> None:
+        """Send the head of a stream."""
+
+    def send(self, data: bytes) -> None:
+        """Send a part of it."""
+
+    def end(self) -> None:
+        """End it well."""
+
+    def reply(self, reply: Reply) -> None:
+        """Send a whole answer."""
+
+    def reads_from(self, source: Exchange | None) -> None:
+        """Tie a stream's source, which flows no faster than the client reads."""
+
+    async def drained(self) -> None:
+        """Return when the client has read what was sent."""

@@ -1,0 +1,54 @@
+"""Compiles the router's hot path where that is asked for: `ISOCHRONE_COMPILED=1 pip install .`
+
+mypyc makes extension modules of the sources named here, which lie beside them and are loaded in
+their stead. Left out are modules that hold structs, which only msgspec can make, and those
+that no request passes through.
+"""
+
+import os
+import tomllib
+from pathlib import Path
+
+from setuptools import setup
+
+HOT = (
+    "isochrone/wire/keys.py",
+    "router/apis/openai/decode.py",
+    "router/apis/openai/hot.py",
+    "router/dataplane/connection.py",
+    "router/dataplane/deadlines.py",
+    "router/dataplane/exchange.py",
+    "router/dataplane/http1.py",
+    "router/dataplane/requests.py",
+    "router/dataplane/server.py",
+    "router/dataplane/sse.py",
+    "router/dataplane/upstream.py",
+    "router/dataplane/verdict.py",
+    "router/decide/[a-z]*.py",
+    "router/fleet.py",
+    "router/journal.py",
+    "router/journey.py",
+    "router/record.py",
+    "router/serve.py",
+    "router/waiting.py",
+)
+
+
+def compiled() -> None:
+    """Set up with extension modules. mypyc reads types: it needs whatever the sources import."""
+    # Imported before it: mypyc looks whether setuptools is there.
+    try:
+        from mypyc.build import mypycify
+    except ImportError:
+        # The first pass of an isolated build asks only what to install for the next.
+        project = tomllib.loads(Path("pyproject.toml").read_text())["project"]
+        setup(setup_requires=["mypy>=1.19", *project["dependencies"]])
+        return
+    sources = [str(path) for name in HOT for path in sorted(Path().glob(name))]
+    setup(ext_modules=mypycify(sources, opt_level="2", debug_level="0", group_name="router"))
+
+
+if os.environ.get("ISOCHRONE_COMPILED") == "1":
+    compiled()
+else:
+    setup()

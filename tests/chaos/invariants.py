@@ -1,0 +1,63 @@
+"""What holds after any fault, once the load has ended.
+
+Every request has one end (I3), tokens are contiguous (I4, checked by the load itself), usage is
+what was delivered, once per request (I5), nothing stays in flight (I6), memory is where it was
+(I7), no one had to help (I8), and no prompt or key is in a log (I10).
+"""
+
+import aiohttp
+import asyncpg
+
+from tests.system.harness import CITIES, Fleet, until
+from tests.system.load import Load
+
+MEMORY_GROWTH_MAX_KIB = 64 * 1024
+
+
+async def invariants(fleet: Fleet, load: Load) -> None:
+    """Check what must hold after any fault, once the load has ended."""
+    assert load.count("broken") == 0, [e for e in load.ended if e.how == "broken"]
+    complete = {e.request_id: e.tokens for e in load.ended if e.how == "complete"}
+
+    wrong: dict[str, tuple[int, int | None]] = {}
+
+    async def usage_is_whole() -> bool:
+        nonlocal wrong
+        try:
+            connection = await asyncpg.connect(fleet.dsn(), timeout=2)
+        except (OSError, TimeoutError, asyncpg.PostgresError):
+            return False
+        rows = await connection.fetch("SELECT request_id, output_tokens FROM usage")
+        await connection.close()
+        known = {row["request_id"]: row["output_tokens"] for row in rows}
+        wrong = {name: (n, known.get(name)) for name, n in complete.items() if known.get(name) != n}
+        return not wrong
+
+    try:
+        await until("usage = tokens delivered, once a request", usage_is_whole, 20.0)
+    except AssertionError as error:
+        raise AssertionError(f"{error}; delivered and booked: {list(wrong.items())[:5]}") from error
+    await until("nothing in flight", lambda: nothing_in_flight(fleet), 15.0)
+    now_kib = fleet.memory_kib()
+    for process, before_kib in fleet.baseline_kib.items():
+        grown_kib = now_kib.get(process, 0) - before_kib
+        assert grown_kib < MEMORY_GROWTH_MAX_KIB, f"{process[0]} grew by {grown_kib} KiB"
+    for path in (fleet.folder / "logs").glob("*.log"):
+        text = path.read_text(errors="replace")
+        assert fleet.key.split("_")[2] not in text, f"a key's secret is in {path.name}"
+        assert "count" not in text.replace("counts", ""), f"a prompt is in {path.name}"
+
+
+async def nothing_in_flight(fleet: Fleet) -> bool:
+    async with aiohttp.ClientSession() as http:
+        for pop in CITIES:
+            url = f"http://127.0.0.1:{fleet.ports[f'node-{pop}']}/metrics"
+            try:
+                async with http.get(url) as response:
+                    lines = (await response.text()).splitlines()
+            except (aiohttp.ClientError, OSError):
+                return False
+            held = [x for x in lines if x.startswith("isochrone_node_in_flight_tokens{")]
+            if any(float(line.rpartition(" ")[2]) != 0 for line in held):
+                return False
+    return True

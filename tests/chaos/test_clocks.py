@@ -1,0 +1,115 @@
+"""Wall clocks that jump, under a running load: what is measured by another clock does not notice.
+
+Leases are the database's time, limits and deadlines the monotonic clock's, and the age of demand is
+its sender's own measure. Only certificates and the expiry of keys go by the wall clock.
+"""
+
+import struct
+import subprocess
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import aiohttp
+import asyncpg
+import pytest
+import pytest_asyncio
+
+from tests.chaos.invariants import invariants
+from tests.system.harness import Fleet, a_fleet, until
+from tests.system.load import under_load, wait_ended
+
+pytestmark = [pytest.mark.timeout(120), pytest.mark.asyncio(loop_scope="module")]
+
+HOUR_S = 3600
+SOURCE = Path(__file__).parent / "wall_clock.c"
+PARTS = ("scheduler-a", "node-ams", "node-sin", "router-ams", "router-sin")
+
+
+class Clocks:
+    """The wall clock of each part of a fleet, set apart."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._folder = fleet.folder
+        shared = fleet.folder / "wall_clock.so"
+        try:
+            subprocess.run(
+                ["cc", "-shared", "-fPIC", "-O1", "-o", shared, SOURCE],
+                check=True, capture_output=True,
+            )  # fmt: skip
+        except (OSError, subprocess.CalledProcessError) as error:
+            pytest.skip(f"needs a C compiler: {error}")
+        for part in PARTS:
+            self.set(part, 0)
+            clock = {"LD_PRELOAD": str(shared), "WALL_CLOCK": str(self._path(part))}
+            fleet.environment[part] = clock
+
+    def set(self, part: str, ahead_s: float) -> None:
+        """Put a clock ahead of, or behind, the true time."""
+        path = self._path(part)
+        data = struct.pack("q", int(ahead_s * 1e9))
+        # In place: the process has it mapped.
+        with path.open("r+b" if path.exists() else "wb") as file:
+            file.write(data)
+
+    def _path(self, part: str) -> Path:
+        return self._folder / f"{part}.clock"
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def fleet_and_clocks() -> AsyncIterator[tuple[Fleet, Clocks]]:
+    async with a_fleet(comes_up=False) as fleet:
+        clocks = Clocks(fleet)
+        await fleet.up()
+        await fleet.deploy(replicas=2)
+        fleet.baseline_kib = fleet.memory_kib()
+        yield fleet, clocks
+
+
+async def status(fleet: Fleet) -> tuple[bool, int, str, int, int]:
+    told = await fleet.ask("GET", "/v1/status")
+    heard = told["nodes_ready"], told["routers_ready"]
+    return told["acting"], told["epoch"], told["frozen"], *heard
+
+
+async def test_clocks_that_jump_change_no_lease_no_limit_and_no_demand(
+    fleet_and_clocks: tuple[Fleet, Clocks],
+) -> None:
+    fleet, clocks = fleet_and_clocks
+    before, engines = await status(fleet), fleet.engine_pids()
+    limited = (
+        await fleet.ask("POST", "/v1/keys", {"tenant_id": "few", "limits": {"requests_per_min": 1}})
+    )["key"]
+    async with aiohttp.ClientSession() as http:
+        url = f"{fleet.endpoint('ams')}/v1/chat/completions"
+        message = {"role": "user", "content": "x"}
+        body = {"model": "mock", "messages": [message], "max_tokens": 1}
+
+        async def is_answered(key: str) -> bool:
+            who = {"authorization": f"Bearer {key}"}
+            async with http.post(url, json=body, headers=who) as response:
+                return response.status == 200
+
+        await until("the new key reaches the router", lambda: is_answered(limited))
+        assert not await is_answered(limited)
+        jumps = (
+            {"router-ams": 3 * HOUR_S, "node-sin": -2 * HOUR_S, "scheduler-a": 5 * HOUR_S},
+            {"router-ams": -3 * HOUR_S, "node-ams": 26 * HOUR_S, "scheduler-a": -30 * HOUR_S},
+            dict.fromkeys(PARTS, 0),
+        )
+        async with under_load(fleet, ["ams", "sin"]) as load:
+            for jump in jumps:
+                for part, ahead_s in jump.items():
+                    clocks.set(part, ahead_s)
+                assert not await is_answered(limited), "no minute passes by setting a clock"
+                await wait_ended(load, 20)
+                assert await status(fleet) == before
+                assert await fleet.is_warm(2)
+    assert not load.failures(), load.failures()
+    assert fleet.engine_pids() == engines
+    await invariants(fleet, load)
+    connection = await asyncpg.connect(fleet.dsn())
+    oldest, newest = await connection.fetchrow("SELECT min(minute), max(minute) FROM demand")
+    now = await connection.fetchval("SELECT clock_timestamp()")
+    await connection.close()
+    assert (now - oldest).total_seconds() < 300
+    assert (newest - now).total_seconds() < 60

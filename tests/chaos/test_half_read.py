@@ -1,0 +1,61 @@
+"""The cable to Postgres breaks anywhere in a picture: it is read whole, or nothing is planned."""
+
+import tempfile
+from pathlib import Path
+
+import msgspec
+
+from scheduler.decide.cluster import ClusterState
+from scheduler.store.pool import UNAVAILABLE, Pool, open_pool, transaction
+from tests.builders import a_replica_report, a_spec
+from tests.chaos.cable import a_cable
+from tests.integration.scheduler.test_store import begun, planned, reported
+from tests.integration.scheduler.test_trust import an_acting
+from tests.postgres import Server
+
+STEP_BYTES = 700
+
+
+async def test_a_picture_cut_anywhere_is_no_picture(
+    pool: Pool, postgres_server: Server, database_dsn: str
+) -> None:
+    epoch = await begun(pool)
+    await reported(pool, epoch)
+    await planned(pool, epoch, a_spec("r1"))
+    await reported(pool, epoch, seq=2, replicas=(a_replica_report(a_spec("r1")),))
+    socket = ".s.PGSQL.5432"
+    with tempfile.TemporaryDirectory() as name:
+        at = Path(name) / socket
+        async with a_cable(postgres_server.folder / "pg" / socket, at=at) as cable:
+            dsn = database_dsn.replace(str(postgres_server.folder / "pg"), name)
+            through = await open_pool(dsn, size_max=1)
+            whole = await a_picture(pool)
+            cut = read = 0
+            for size in range(STEP_BYTES, 40_000, STEP_BYTES):
+                await through.expire_connections()
+                cable.down.bytes_max = size
+                try:
+                    assert await a_picture(through) == whole
+                    read += 1
+                except UNAVAILABLE:
+                    cut += 1
+                if read > 2:
+                    break
+            cable.mend()
+            assert read > 2
+            assert cut > 4
+            assert await a_picture(through) == whole
+            await through.close()
+
+
+async def a_picture(pool: Pool) -> ClusterState:
+    """Read what placement decides from, without what only passes."""
+    acting = await an_acting(pool)
+    async with transaction(pool, isolation="repeatable_read") as connection:
+        picture = await acting.picture(connection, 99.0)
+    still = {"age_s": 0.0, "state_age_s": 0.0}
+    return msgspec.structs.replace(
+        picture,
+        placements=tuple(msgspec.structs.replace(p, **still) for p in picture.placements),
+        nodes=tuple(msgspec.structs.replace(node, silent_s=0.0) for node in picture.nodes),
+    )

@@ -1,0 +1,165 @@
+"""Every file that a part keeps, cut at every byte or spoilt: it is read whole, or not at all.
+
+What a power cut leaves is the beginning of a file. No part may die of it at each start, take it for
+something else, or lose what lies whole beside it.
+"""
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from isochrone.service import files
+from isochrone.service.identity import IdentityError, load_identity, save_identity
+from isochrone.wire.ids import RouterId
+from isochrone.wire.usage import Outcome, Usage, UsageRow
+from nodeagent.drivers.driver import Command
+from nodeagent.engine.kv_tiers.files import FileTier
+from nodeagent.host.engines import Engines, Started
+from nodeagent.host.ledger import Ledger
+from router.journal import Journal
+from router.loops.ship import UsageSpool
+from tests.builders import a_spec
+from tests.integration.router.fleet_of import an_identity
+from tests.unit.nodeagent.test_decide import an_assignment
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """In memory: a disk may sync each file that is written anew."""
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as name:
+        yield Path(name)
+
+
+def torn(path: Path) -> Iterator[int]:
+    """Have each beginning of a file in its place, then the file with each of some bytes changed."""
+    whole = path.read_bytes()
+    for size in range(len(whole)):
+        path.write_bytes(whole[:size])
+        yield size
+    for at in range(0, len(whole), 7):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 0x41]) + whole[at + 1 :])
+        yield at
+    path.write_bytes(whole)
+
+
+def a_row(number: int) -> UsageRow:
+    return UsageRow(
+        request_id=f"req-{number}", key_id="k", tenant_id="t", deployment_id="d", pop="ams",
+        node_id="n", replica_id="r", started_at=1.0, prompt_tokens=number, cached_tokens=0,
+        output_tokens=3, outcome=Outcome.COMPLETE, ttft_ms=1.0, duration_ms=2.0,
+    )  # fmt: skip
+
+
+def test_a_torn_snapshot_is_the_one_before_it(folder: Path) -> None:
+    ledger = Ledger(folder)
+    before, last = an_assignment(("a",), generation=5), an_assignment(("a", "b"), generation=6)
+    ledger.write(before)
+    ledger.write(last)
+    for _ in torn(folder / "assignment"):
+        assert ledger.read() == before
+    assert ledger.read() == last
+    shutil.copy(folder / "assignment", folder / "kept")
+    for name in ("assignment", "assignment.prev"):
+        (folder / name).write_bytes(b"")
+    assert ledger.read() is None
+    (folder / "assignment").unlink()
+    assert ledger.read() is None
+    # Whole, and of a release that wrote another thing.
+    files.write_snapshot(folder / "assignment", b"\x93\x01\x02\x03")
+    assert ledger.read() is None
+
+
+def test_of_a_torn_journal_every_whole_row_is_read_and_others_follow(folder: Path) -> None:
+    journal = Journal(folder)
+    assert journal.open() == ()
+    sizes = [0]
+    for number in range(3):
+        journal.append(a_row(number))
+        sizes.append((folder / "rows.000000001").stat().st_size)
+    journal.close()
+    whole = (folder / "rows.000000001").read_bytes()
+    for cut in range(len(whole) + 1):
+        life = folder / "torn"
+        shutil.rmtree(life, ignore_errors=True)
+        life.mkdir()
+        (life / "rows.000000001").write_bytes(whole[:cut])
+        reopened = Journal(life)
+        rows = reopened.open()
+        assert [row.request_id for row in rows] == [
+            f"req-{n}" for n in range(3) if sizes[n + 1] <= cut
+        ]
+        reopened.append(a_row(9))
+        reopened.close()
+        # Nobody has them yet: the next life finds them all again.
+        again = Journal(life)
+        assert [row.request_id for row in again.open()][-1:] == ["req-9"]
+        again.append(a_row(10))
+        aside = again.rotate()
+        again.saved(aside)
+        again.close()
+        assert Journal(life).open() == ()
+
+
+def test_a_torn_batch_of_usage_keeps_no_other_waiting(folder: Path) -> None:
+    spool = UsageSpool(folder, 1 << 20)
+    spool.open()
+    good, bad = (
+        Usage(router_id=RouterId("r"), batch_id=name, rows=(a_row(1),)) for name in ("2", "1")
+    )
+    spool.add(good)
+    spool.add(bad)
+    for _ in torn(folder / "1.usage"):
+        reopened = UsageSpool(folder, 1 << 20)
+        assert reopened.open() == 2
+        read = reopened.read("1")
+        assert read is None or read.router_id == "r" or read.rows
+        assert reopened.read("2") == good
+
+
+def test_a_torn_identity_is_refused_with_its_path(folder: Path) -> None:
+    save_identity(folder, an_identity(folder))
+    path = folder / "identity.json"
+    whole = path.read_bytes()
+    for size in range(len(whole)):
+        path.write_bytes(whole[:size])
+        with pytest.raises(IdentityError, match=r"cannot read .*identity\.json"):
+            load_identity(folder)
+
+
+def test_a_torn_note_of_an_engine_is_passed_over(folder: Path) -> None:
+    engines = Engines(folder, 1)
+    (folder / "r1").mkdir()
+    command = Command(arguments=("x",), base_url="http://localhost")
+    started = Started(
+        pid=1,
+        started=-1,
+        command=command,
+        spec=a_spec(),
+    )
+    path = folder / "r1" / "process.json"
+    path.write_bytes(msgspec.json.encode(started))
+    whole = path.read_bytes()
+    for size in range(len(whole)):
+        path.write_bytes(whole[:size])
+        assert engines.survivors() == []
+
+
+def test_a_torn_block_of_kv_is_computed_again(folder: Path) -> None:
+    tier = FileTier(folder, b"m", 1 << 20)
+    torn_one, other = b"\x01" * 32, b"\x02" * 32
+    tier.write(other, b"other")
+    tier.write(torn_one, b"content")
+    (path,) = folder.glob(f"*/01/{torn_one.hex()}")
+    whole = path.read_bytes()
+    for at in range(len(whole)):
+        for content in (whole[:at], whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :]):
+            path.write_bytes(content)
+            again = FileTier(folder, b"m", 1 << 20)
+            assert again.read(torn_one) is None
+            assert again.read(other) == b"other"
+            assert not path.exists()

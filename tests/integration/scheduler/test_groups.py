@@ -1,0 +1,143 @@
+"""A replica over two nodes in the store: placed, reported, ended and given back part by part."""
+
+from isochrone.wire.assignment import Assignment
+from isochrone.wire.control import PeerRole
+from isochrone.wire.ids import BootId, ClusterId, Epoch, Generation, NodeId, PopId, ReplicaId
+from isochrone.wire.model import EngineSettings
+from isochrone.wire.report import Report
+from scheduler.decide.cluster import ClusterState, Plan
+from scheduler.decide.feasible import free_memory
+from scheduler.decide.plan import plan
+from scheduler.store import catalogue
+from scheduler.store.cluster import read_cluster
+from scheduler.store.identities import add_peer
+from scheduler.store.nodes import (
+    ReportEffect,
+    read_assignment,
+    record_registration,
+    record_report,
+)
+from scheduler.store.plans import commit_plan
+from scheduler.store.pool import Pool, transaction
+from tests.builders import (
+    GIB,
+    a_certificate,
+    a_deployment,
+    a_device,
+    a_replica_report,
+    a_report,
+)
+from tests.integration.scheduler.test_store import begun
+
+NODES = ("n1", "n2")
+
+
+async def two_nodes(pool: Pool) -> Epoch:
+    """A PoP of two nodes, and a deployment that fits only over both."""
+    epoch = await begun(pool)
+    async with transaction(pool) as connection:
+        await add_peer(connection, PeerRole.AGENT, "n2", PopId("ams"))
+        for name in NODES:
+            await record_registration(
+                connection,
+                PeerRole.AGENT,
+                name,
+                BootId("boot-1"),
+                Generation(0),
+                a_certificate(name),
+            )
+        engine = EngineSettings(driver="mock", kv_memory_bytes=0, devices=2, nodes=2)
+        await connection.execute("UPDATE deployment SET deleted_at = clock_timestamp()")
+        await catalogue.add_deployment(connection, a_deployment("g", engine=engine))
+    for name in NODES:
+        await told(pool, epoch, a_report(name, devices=(a_device(1.0),), rank_ports=(9400, 9409)))
+    return epoch
+
+
+async def told(pool: Pool, epoch: Epoch, report: Report) -> ReportEffect:
+    async with transaction(pool) as connection:
+        return await record_report(connection, epoch, report)
+
+
+async def picture(pool: Pool) -> ClusterState:
+    async with transaction(pool, isolation="repeatable_read") as connection:
+        return await read_cluster(connection, acting_for_s=1000.0)
+
+
+async def committed(pool: Pool, epoch: Epoch, decided: Plan) -> None:
+    async with transaction(pool) as connection:
+        assert await commit_plan(connection, decided, epoch)
+
+
+async def assigned(pool: Pool, epoch: Epoch) -> dict[str, Assignment]:
+    async with transaction(pool) as connection:
+        return {
+            name: await read_assignment(
+                connection, NodeId(name), cluster_id=ClusterId("c1"), epoch=epoch
+            )
+            for name in NODES
+        }
+
+
+async def test_each_node_has_its_part_and_the_picture_has_one_replica(pool: Pool) -> None:
+    epoch = await two_nodes(pool)
+    await committed(pool, epoch, plan(await picture(pool)))
+    orders = await assigned(pool, epoch)
+    groups = {name: order.replicas[0].group for name, order in orders.items()}
+    assert {name: group.place for name, group in groups.items() if group} == {"n1": 0, "n2": 1}
+    (placement,) = (await picture(pool)).placements
+    assert placement.node_ids == NODES
+    group = groups["n1"]
+    assert group is not None
+    assert placement.rank_port == group.port
+    # What each of them reports is known of its part.
+    for name in NODES:
+        spec = orders[name].replicas[0]
+        report = a_report(name, 2, devices=(a_device(1.0),), replicas=(a_replica_report(spec),))
+        assert (await told(pool, epoch, report)).adopted == 0
+    (placement,) = (await picture(pool)).placements
+    assert [part.state for part in placement.parts] == ["warm", "warm"]
+    async with transaction(pool) as connection:
+        views = await catalogue.list_placements(connection, "", 10)
+        deployment = await catalogue.get_deployment(connection, "g")
+    assert [(view.node_id, view.leader_id) for view in views] == [
+        ("n1", ""),
+        ("n2", placement.replica_id),
+    ]
+    assert deployment is not None
+    assert deployment.replicas == {"warm": 1}
+
+
+async def test_all_parts_are_ended_together_and_given_back_one_by_one(pool: Pool) -> None:
+    epoch = await two_nodes(pool)
+    await committed(pool, epoch, plan(await picture(pool)))
+    async with transaction(pool) as connection:
+        await connection.execute("UPDATE deployment SET deleted_at = clock_timestamp()")
+    decided = plan(await picture(pool))
+    assert [ending.follower_ids for ending in decided.endings] == [("n2",)]
+    await committed(pool, epoch, decided)
+    orders = await assigned(pool, epoch)
+    assert [len(order.tombstones) for order in orders.values()] == [1, 1]
+    for number, name in enumerate(NODES):
+        gone = a_report(name, 2, devices=(a_device(1.0),), generation=orders[name].generation)
+        assert (await told(pool, epoch, gone)).released == 1
+        cluster = await picture(pool)
+        free = free_memory(cluster.nodes, cluster.placements)
+        assert sum(left == GIB for left in free.values()) == number + 1
+    assert not cluster.placements
+
+
+async def test_a_part_that_comes_back_without_its_leader_is_ended(pool: Pool) -> None:
+    epoch = await two_nodes(pool)
+    await committed(pool, epoch, plan(await picture(pool)))
+    known = (await assigned(pool, epoch))["n2"].replicas[0]
+    assert known.group is not None
+    async with transaction(pool) as connection:
+        await connection.execute("DELETE FROM placement")
+    report = a_report("n2", 2, devices=(a_device(1.0),), replicas=(a_replica_report(known),))
+    assert (await told(pool, epoch, report)).adopted == 1
+    cluster = await picture(pool)
+    assert [p.leader_id for p in cluster.placements] == [known.group.leader_id]
+    assert [e.replica_id for e in plan(cluster).endings] == [
+        ReplicaId(f"{known.group.leader_id}.1")
+    ]
