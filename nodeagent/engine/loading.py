@@ -8,7 +8,7 @@ from typing import Final
 
 import psutil
 import torch
-from torch.distributed import Store
+from torch._C._distributed_c10d import Store
 
 from isochrone.wire.engine import EngineConfig
 from nodeagent.engine.checkpoint.gguf import GgufFile

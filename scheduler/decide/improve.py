@@ -109,9 +109,10 @@ class Improve:
         return dropped
 
     def _move_new_seats(self) -> bool:
-        moved = False
-        for number, wish in enumerate(self._search.wishes):
-            for seated in [s for s in wish.seats if s.seat and not s.waits]:
+        """Try each new seat elsewhere; the largest first, whose places few others can take."""
+        moved, wishes = False, self._search.wishes
+        for number in sorted(range(len(wishes)), key=lambda n: -wishes[n].memory_bytes):
+            for seated in [s for s in wishes[number].seats if s.seat and not s.waits]:
                 if not self._effort.spend(1):
                     return moved
                 moved |= self._move(number, seated)

@@ -74,6 +74,21 @@ def test_whole_one_by_one_and_by_torch_it_is_the_same(
 
 
 @needs_kernels
+@pytest.mark.parametrize("threads", [2, 3])
+def test_a_team_computes_what_one_thread_does(threads: int) -> None:
+    wide = replace(WIDE, hidden=256, intermediate=512, heads=8)
+    model, before = build(wide, Keeping.TILED), torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = logits(model)
+        torch.set_num_threads(threads)
+        for _ in range(3):
+            assert all(map(torch.equal, logits(model), alone))
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_kernels
 def test_what_is_not_all_in_our_own_kernels_goes_one_by_one() -> None:
     assert build(WIDE, Keeping.PLAIN)._whole is None
     assert build(replace(WIDE, intermediate=88), Keeping.TILED)._whole is None
