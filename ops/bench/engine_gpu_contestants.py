@@ -38,6 +38,7 @@ class OursOnDevice(Ours):
             "served_name": "bench",
             "socket": "unused",
             "device": device,
+            "threads": 1 if device == "cpu" else 8,
             "dtype": "fp32" if device == "cpu" else "bf16",
             "kv_memory_bytes": (1 << 24) if device == "cpu" else 16 << 30,
             "context_tokens_max": min(self._shape.context_tokens, 4096),

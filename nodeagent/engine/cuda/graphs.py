@@ -42,7 +42,8 @@ class CudaCapture:
 
     def __call__(self, work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
         """Warm up, so that kernels are built and work space is taken; then capture."""
-        aside, here = torch.cuda.Stream(self._device), torch.cuda.current_stream(self._device)
+        aside = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        here = torch.cuda.current_stream(self._device)
         aside.wait_stream(here)
         with torch.cuda.stream(aside):
             work()

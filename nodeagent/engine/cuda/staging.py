@@ -73,13 +73,14 @@ class Staging:
         # The memory may have been another tensor's, with which the device is not done yet.
         free: Any = None
         if self._on_gpu:
-            free = torch.cuda.Event()
+            free = torch.cuda.Event()  # type: ignore[no-untyped-call]
             free.record(torch.cuda.current_stream(self.device))
+        size = self.piece_bytes
         pieces = [
-            pool.submit(self._carry, part, stored.path, descriptor, stored.start + at, free)
-            for at, part in zip(
-                range(0, len(flat), self.piece_bytes), flat.split(self.piece_bytes), strict=True
+            pool.submit(
+                self._carry, flat[at : at + size], stored.path, descriptor, stored.start + at, free
             )
+            for at in range(0, len(flat), size)
         ]
         arrival = Arrival(target, raw, pieces)
         self._arrivals.append(arrival)
@@ -116,7 +117,7 @@ class Staging:
         """Read one piece and send it; on a reader's thread."""
         own = self._reader()
         buffer = own.buffer[: len(target)]
-        _read(path, file, start, memoryview(buffer.numpy()))
+        _read(path, file, start, buffer.numpy().data)
         beside: Any = nullcontext() if own.stream is None else torch.cuda.stream(own.stream)
         with beside:
             if own.stream is not None:
@@ -131,7 +132,10 @@ class Staging:
             if self._on_gpu:
                 torch.cuda.set_device(self.device)
             buffer = torch.empty(self.piece_bytes, dtype=torch.uint8, pin_memory=self._on_gpu)
-            found = _Own(buffer, torch.cuda.Stream(self.device) if self._on_gpu else None)
+            stream: Any = None
+            if self._on_gpu:
+                stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+            found = _Own(buffer, stream)
             self._own.own = found
         return found
 
