@@ -18,6 +18,7 @@ import msgspec
 from isochrone.wire.ids import NodeId
 from ops.sim.small import small_world
 from scheduler.decide.cluster import ClusterState
+from scheduler.decide.feasible import Part
 from scheduler.decide.improve import Improve
 from scheduler.decide.liveness import liveness
 from scheduler.decide.plan import Draft, PlanLimits
@@ -74,7 +75,8 @@ def costed(cluster: ClusterState, seats: "Sequence[SeatColumn]") -> float:
             raise RuntimeError(
                 f"cannot seat {wish.name} on {node.node_id}: the solution is not one"
             )
-        seat = msgspec.structs.replace(found.seat, device_ids=column.device_ids)
+        part = Part(node=node, device_ids=column.device_ids)
+        seat = msgspec.structs.replace(found.seat, parts=(part,))
         worth = msgspec.structs.replace(
             search.worth_to(wish, column.site),
             offered=msgspec.structs.replace(found, seat=seat),
@@ -94,12 +96,10 @@ def judge(seed: int) -> dict[str, float]:
     solved = solve(world)
     planned = cost(search)
     ours = [
-        SeatColumn(
-            str(wish.name), seated.site, str(seated.seat.node.node_id), seated.seat.device_ids
-        )
+        SeatColumn(str(wish.name), seated.site, str(part.node.node_id), part.device_ids)
         for wish in search.wishes
         for seated in wish.seats
-        if seated.seat
+        for part in (seated.seat.parts if seated.seat else ())
     ]
     on_one_sum = costed(world, ours) / costed(world, solved.seats) - 1
     return {
