@@ -99,8 +99,7 @@ def judge(seed: int) -> dict[str, float]:
         SeatColumn(str(wish.name), seated.site, str(part.node.node_id), part.device_ids)
         for wish in search.wishes
         for seated in wish.seats
-        if seated.seat
-        for part in seated.seat.parts
+        for part in (seated.seat.parts if seated.seat else ())
     ]
     on_one_sum = costed(world, ours) / costed(world, solved.seats) - 1
     return {

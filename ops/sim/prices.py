@@ -60,6 +60,9 @@ SWEEP: Final = (
     Prices(hold=0.0, hold_per_gib=5.0, times=5.0),
     Prices(hold=0.0, hold_per_gib=10.0, bend=2.0, times=5.0),
     Prices(hold=0.0, hold_per_gib=20.0, bend=8.0, times=5.0),
+    Prices(hold=0.0, hold_per_gib=5.0, bend=4.0, times=5.0),
+    Prices(hold=0.0, hold_per_gib=10.0, bend=8.0, times=5.0),
+    Prices(hold=0.0, hold_per_gib=12.0, bend=16.0, times=5.0),
 )
 
 
