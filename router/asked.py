@@ -1,12 +1,15 @@
-"""What is asked for: one request as the corridor takes it."""
+"""What is asked for and who asks: what the corridor is given of one request."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Protocol
 
 import msgspec
 
 from isochrone.wire.errors import ApiError
 from isochrone.wire.ids import RequestId
 from isochrone.wire.routes import DeploymentEntry, KeyEntry
+from router.dataplane.exchange import Exchange
+from router.dataplane.message import Reply
 from router.decide.prefixes import NO_KEYS, PrefixKeys
 
 
@@ -41,3 +44,25 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
         """Return what (prompt, cached, output) tokens cost."""
         price = self.deployment.price
         return price.spend(*tokens) if price is not None else 0.0
+
+
+class Client(Protocol):
+    """The caller's end, whichever public surface it came by."""
+
+    def begin(self, status: int, content_type: str, extra: Mapping[str, str]) -> None:
+        """Send the head of a stream."""
+
+    def send(self, data: bytes) -> None:
+        """Send a part of it."""
+
+    def end(self) -> None:
+        """End it well."""
+
+    def reply(self, reply: Reply) -> None:
+        """Send a whole answer."""
+
+    def reads_from(self, source: Exchange | None) -> None:
+        """Tie a stream's source, which flows no faster than the client reads."""
+
+    async def drained(self) -> None:
+        """Return when the client has read what was sent."""

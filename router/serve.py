@@ -8,14 +8,14 @@ said, and only where none can is the client told in words.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping, Set
-from typing import Final, Protocol
+from collections.abc import Callable, Set
+from typing import Final
 
 from isochrone.wire import headers
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.ids import ReplicaId
 from isochrone.wire.usage import Outcome
-from router.asked import Asked
+from router.asked import Asked, Client
 from router.config import RouterConfig
 from router.dataplane.exchange import AttemptFailed, Exchange, Failure
 from router.dataplane.message import Reply
@@ -44,28 +44,6 @@ OUT_OF_ROOM_FOR_BODIES: Final = (
     "send fewer at once, or shorter ones."
 )
 CONTINUED: Final = b": continued on another replica, not token for token\n\n"
-
-
-class Client(Protocol):
-    """The caller's end, whichever public surface it came by."""
-
-    def begin(self, status: int, content_type: str, extra: Mapping[str, str]) -> None:
-        """Send the head of a stream."""
-
-    def send(self, data: bytes) -> None:
-        """Send a part of it."""
-
-    def end(self) -> None:
-        """End it well."""
-
-    def reply(self, reply: Reply) -> None:
-        """Send a whole answer."""
-
-    def reads_from(self, source: Exchange | None) -> None:
-        """Tie a stream's source, which flows no faster than the client reads."""
-
-    async def drained(self) -> None:
-        """Return when the client has read what was sent."""
 
 
 class Corridor:
@@ -446,9 +424,8 @@ class Corridor:
             self._fleet.learned_tokens(
                 asked.deployment.deployment_id, asked.text_bytes, journey.prompt_tokens
             )
-            self._fleet.learned_cached(
-                ranked.route, journey.sent, journey.prompt_tokens, journey.cached_tokens or 0
-            )
+            told = (journey.sent, journey.prompt_tokens, journey.cached_tokens or 0)
+            self._fleet.learned_cached(ranked.route, *told, asked.prefix_keys)
         if asked.session and journey.outcome is Outcome.COMPLETE:
             prompt, _, output = journey.used
             self._fleet.sessions.sat(

@@ -96,6 +96,8 @@ def load(config: EngineConfig, crew: Crew | None = None) -> Loaded:
         source.close()
         if draft is not None:
             draft.close()
+    if config.graphs and split.ranks == 1:
+        own.capture(config.sequences_max, context)
     runner: Runner | Front = own
     if crew is not None and crew.members:
         crew.wait_loaded()

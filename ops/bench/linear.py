@@ -23,6 +23,7 @@ from nodeagent.engine.layers.linear import (
     Linear,
     Plain,
     native,
+    tiled,
 )
 
 SHAPES: Final = ((960, 576), (576, 576), (3072, 576), (576, 1536))
@@ -78,6 +79,8 @@ KINDS: Final[dict[str, Callable[[Tensor], Linear]]] = {
     "FourBit (bf16 above 4 rows)": lambda weight: FourBit(in_groups(weight, 4)),
     "Native, four bits": lambda weight: own(weight, 4),
     "Native, eight bits": lambda weight: own(weight, 8),
+    "Native, fp16": lambda weight: tiled([weight.half()]),
+    "Native, fp32": lambda weight: tiled([weight]),
     "int8 dynamic (not taken)": Int8,
 }
 

@@ -10,6 +10,7 @@
 #include "kernels.h"
 
 #define KEYS 32 /* keys at a time: with their values they stay in the nearest cache */
+#define NEAR_TOKENS 512 /* all heads of so many stay in a near cache from one head to the next */
 #define STRIP 6 /* rows at a time: their answers stay in registers */
 #define ABOVE 24.0f /* a weight is at most two to this */
 
@@ -27,6 +28,7 @@ struct piece {
     const int64_t *blocks;
     int64_t tokens, start, window, kv_head, heads; /* `heads` share the KV head */
     int64_t query_stride, answer_stride;           /* from token to token */
+    int first_here; /* nobody has just read these keys, and they are read but once */
 };
 
 /* The keys of one turn: number by number [dim][KEYS], nought behind the last; and its values. */
@@ -93,6 +95,13 @@ static void turn_about(const float *const *keys, int64_t at, float *to) {
     for (int number = 0; number < LANES; number++) *(lanes *)(to + number * KEYS) = x[number];
 }
 
+/* Walk through one slot from end to end. One head's keys lie too far apart for the processor to read
+ * ahead; going through all that lies between, in order, brings them twice as fast, and those of the
+ * other heads with them. */
+static void walk(const float *slot, int64_t width) {
+    for (int64_t at = 0; at < width; at += LINE / sizeof(float)) *(const volatile float *)(slot + at);
+}
+
 /* Fetch the keys from `first` on, at most KEYS and none from `end` on. */
 static void fetch(struct turn *turn, const struct pages *pages, const struct piece *piece,
                   int64_t first, int64_t end) {
@@ -105,8 +114,10 @@ static void fetch(struct turn *turn, const struct pages *pages, const struct pie
         int64_t at = first + key;
         keys[key] = nought;
         if (key >= turn->count) continue;
-        keys[key] = pages->slots + (piece->blocks[at / room] * room + at % room) * width +
-                    piece->kv_head * dim;
+        const float *slot =
+            pages->slots + (piece->blocks[at / room] * room + at % room) * width;
+        if (piece->first_here) walk(slot, width);
+        keys[key] = slot + piece->kv_head * dim;
         turn->values[key] = keys[key] + pages->kv_heads * dim;
     }
     for (int64_t half = 0; half < KEYS; half += LANES)
@@ -251,29 +262,49 @@ void keep(const float *mixed, int64_t rows, int64_t heads, const int64_t *slots,
                width * sizeof(float));
 }
 
+/* What all pieces are cut from. */
+struct asked {
+    struct pages pages;
+    const float *mixed;
+    float *out;
+    const int64_t *tables, *pieces;
+    int64_t heads, width, window;
+};
+
+static void attend_pieces(const void *told, int64_t at, int64_t end) {
+    const struct asked *asked = told;
+    int64_t heads = asked->heads, kv_heads = asked->pages.kv_heads, dim = asked->pages.dim;
+    int64_t together = heads / kv_heads;
+    for (; at < end; at++) {
+        const int64_t *cut = asked->pieces + at / kv_heads * 4, kv_head = at % kv_heads;
+        const struct piece piece = {
+            .queries = asked->mixed + (cut[0] * (heads + 2 * kv_heads) + kv_head * together) * dim,
+            .answers = asked->out + (cut[0] * heads + kv_head * together) * dim,
+            .blocks = asked->tables + cut[3] * asked->width,
+            .tokens = cut[1],
+            .start = cut[2],
+            .window = asked->window,
+            .kv_head = kv_head,
+            .heads = together,
+            .query_stride = (heads + 2 * kv_heads) * dim,
+            .answer_stride = heads * dim,
+            .first_here = cut[1] == 1 && (kv_head == 0 || cut[2] > NEAR_TOKENS),
+        };
+        attend_piece(&asked->pages, &piece);
+    }
+}
+
 /* Answer the queries of `count` pieces: [first row of `mixed`, tokens, place of the first in its
  * blocks, row of `tables` that lists those]. */
 void attend(const float *mixed, int64_t heads, const float *slots, int64_t block_tokens,
             int64_t kv_heads, int64_t dim, const int64_t *tables, int64_t width,
             const int64_t *pieces, int64_t count, int64_t window, int64_t threads, float *out) {
-    const struct pages pages = {slots, block_tokens, kv_heads, dim};
-    int64_t together = heads / kv_heads, tokens = 0;
-    for (int64_t at = 0; at < count; at++) tokens += pieces[4 * at + 1] * pieces[4 * at + 2];
-#pragma omp parallel for num_threads(threads) schedule(dynamic) if (tokens * heads * dim > SMALL)
-    for (int64_t at = 0; at < count * kv_heads; at++) {
-        const int64_t *told = pieces + at / kv_heads * 4, kv_head = at % kv_heads;
-        const struct piece piece = {
-            .queries = mixed + (told[0] * (heads + 2 * kv_heads) + kv_head * together) * dim,
-            .answers = out + (told[0] * heads + kv_head * together) * dim,
-            .blocks = tables + told[3] * width,
-            .tokens = told[1],
-            .start = told[2],
-            .window = window,
-            .kv_head = kv_head,
-            .heads = together,
-            .query_stride = (heads + 2 * kv_heads) * dim,
-            .answer_stride = heads * dim,
-        };
-        attend_piece(&pages, &piece);
-    }
+    const struct asked asked = {{slots, block_tokens, kv_heads, dim}, mixed, out, tables, pieces,
+                                heads, width, window};
+    int64_t pairs = 0;
+    for (int64_t at = 0; at < count; at++) pairs += pieces[4 * at + 1] * (pieces[4 * at + 2] + 1);
+    /* Pieces differ in what they see: each is a portion, or each head where they are few. */
+    int64_t portions = count < 2 * threads ? count * kv_heads : count;
+    if (pairs * heads * dim <= SMALL) portions = 1;
+    share(attend_pieces, &asked, count * kv_heads, portions, threads);
 }

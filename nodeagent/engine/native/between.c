@@ -2,18 +2,31 @@
 
 #include "kernels.h"
 
+struct rows {
+    const float *x, *weight, *cos, *sin;
+    float *out;
+    int64_t columns, stride, heads;
+    float epsilon;
+};
+
+static void normalise_rows(const void *told, int64_t row, int64_t end) {
+    const struct rows *rows = told;
+    for (; row < end; row++) {
+        const float *from = rows->x + row * rows->columns, *weight = rows->weight;
+        float *to = rows->out + row * rows->columns, squares = 0;
+#pragma omp simd reduction(+ : squares)
+        for (int64_t at = 0; at < rows->columns; at++) squares += from[at] * from[at];
+        float scale = 1.0f / sqrtf(squares / rows->columns + rows->epsilon);
+#pragma omp simd
+        for (int64_t at = 0; at < rows->columns; at++) to[at] = from[at] * scale * weight[at];
+    }
+}
+
 void normalise(const float *x, const float *weight, float epsilon, int64_t rows, int64_t columns,
                int64_t threads, float *out) {
-#pragma omp parallel for num_threads(threads) if (rows * columns > SMALL)
-    for (int64_t row = 0; row < rows; row++) {
-        const float *from = x + row * columns;
-        float *to = out + row * columns, squares = 0;
-#pragma omp simd reduction(+ : squares)
-        for (int64_t at = 0; at < columns; at++) squares += from[at] * from[at];
-        float scale = 1.0f / sqrtf(squares / columns + epsilon);
-#pragma omp simd
-        for (int64_t at = 0; at < columns; at++) to[at] = from[at] * scale * weight[at];
-    }
+    const struct rows told = {
+        .x = x, .weight = weight, .epsilon = epsilon, .columns = columns, .out = out};
+    share(normalise_rows, &told, rows, portions_of(rows * columns, threads), threads);
 }
 
 /* `gate / (1 + e^-gate) * value`. */
@@ -23,13 +36,12 @@ INLINED lanes gated(lanes gate, lanes value) {
     return gate / (1.0f + power_of_two(where(power > most, most, power))) * value;
 }
 
-/* Rows of gates, each followed by its values: [rows, 2 * columns]. */
-void gate(const float *x, int64_t rows, int64_t columns, int64_t threads, float *out) {
-#pragma omp parallel for num_threads(threads) if (rows * columns > SMALL)
-    for (int64_t row = 0; row < rows; row++) {
-        const float *gates = x + 2 * row * columns, *values = gates + columns;
-        float *to = out + row * columns;
-        int64_t at = 0, rest = columns % LANES * sizeof(float);
+static void gate_rows(const void *told, int64_t row, int64_t end) {
+    const struct rows *rows = told;
+    for (; row < end; row++) {
+        int64_t columns = rows->columns, at = 0, rest = columns % LANES * sizeof(float);
+        const float *gates = rows->x + 2 * row * columns, *values = gates + columns;
+        float *to = rows->out + row * columns;
         for (; at + LANES <= columns; at += LANES)
             *(lanes *)(to + at) = gated(*(const lanes *)(gates + at), *(const lanes *)(values + at));
         lanes gate = {0}, value = {0};
@@ -40,15 +52,19 @@ void gate(const float *x, int64_t rows, int64_t columns, int64_t threads, float 
     }
 }
 
-/* The first `heads` of each row of x, turned by cosines and sines [rows, dim]. */
-void turn(float *x, int64_t stride, int64_t heads, int64_t dim, const float *cos, const float *sin,
-          int64_t rows, int64_t threads) {
-    int64_t half = dim / 2;
-#pragma omp parallel for num_threads(threads) if (rows * heads * dim > SMALL)
-    for (int64_t row = 0; row < rows; row++) {
-        const float *c = cos + row * dim, *s = sin + row * dim;
-        for (int64_t head = 0; head < heads; head++) {
-            float *low = x + row * stride + head * dim, *high = low + half;
+/* Rows of gates, each followed by its values: [rows, 2 * columns]. */
+void gate(const float *x, int64_t rows, int64_t columns, int64_t threads, float *out) {
+    const struct rows told = {.x = x, .columns = columns, .out = out};
+    share(gate_rows, &told, rows, portions_of(rows * columns, threads), threads);
+}
+
+static void turn_rows(const void *told, int64_t row, int64_t end) {
+    const struct rows *rows = told;
+    int64_t dim = rows->columns, half = dim / 2;
+    for (; row < end; row++) {
+        const float *c = rows->cos + row * dim, *s = rows->sin + row * dim;
+        for (int64_t head = 0; head < rows->heads; head++) {
+            float *low = rows->out + row * rows->stride + head * dim, *high = low + half;
 #pragma omp simd
             for (int64_t at = 0; at < half; at++) {
                 float one = low[at], other = high[at];
@@ -57,4 +73,12 @@ void turn(float *x, int64_t stride, int64_t heads, int64_t dim, const float *cos
             }
         }
     }
+}
+
+/* The first `heads` of each row of x, turned by cosines and sines [rows, dim]. */
+void turn(float *x, int64_t stride, int64_t heads, int64_t dim, const float *cos, const float *sin,
+          int64_t rows, int64_t threads) {
+    const struct rows told = {
+        .out = x, .stride = stride, .heads = heads, .columns = dim, .cos = cos, .sin = sin};
+    share(turn_rows, &told, rows, portions_of(rows * heads * dim, threads), threads);
 }

@@ -82,7 +82,8 @@ INLINED void multiply_tiles(const int tiles, const enum kind kind, const uint8_t
                             int64_t out_stride) {
     if (count == 1) {
         multiply_one(kind, tile, columns, x, out);
-        if (tiles == 2) multiply_one(kind, tile + columns * TILE * bytes_of(kind), columns, x, out + TILE);
+        tile += columns * TILE * bytes_of(kind);
+        if (tiles == 2) multiply_one(kind, tile, columns, x, out + TILE);
         return;
     }
     while (count) {
@@ -98,22 +99,37 @@ INLINED void multiply_tiles(const int tiles, const enum kind kind, const uint8_t
     }
 }
 
-void multiply_floats(const uint8_t *packed, int64_t kind, int64_t rows, int64_t columns,
-                     const float *x, int64_t count, int64_t threads, float *out) {
-    int64_t tiles = rows / TILE;
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (int64_t at = 0; at < tiles; at += 2) {
-        const uint8_t *tile = packed + at * TILE * columns * bytes_of(kind);
-        float *to = out + at * TILE;
-#define TILES(several, kind) multiply_tiles(several, kind, tile, columns, x, count, to, rows)
-        if (at + 1 < tiles && kind == FP16) TILES(2, FP16);
-        if (at + 1 < tiles && kind == BF16) TILES(2, BF16);
-        if (at + 1 < tiles && kind == FP32) TILES(2, FP32);
-        if (at + 1 == tiles && kind == FP16) TILES(1, FP16);
-        if (at + 1 == tiles && kind == BF16) TILES(1, BF16);
-        if (at + 1 == tiles && kind == FP32) TILES(1, FP32);
+struct product {
+    const uint8_t *packed;
+    const float *x;
+    float *out;
+    int64_t kind, rows, columns, count;
+};
+
+/* Pairs of tiles; the last may be a single one. */
+static void multiply_pairs(const void *told, int64_t pair, int64_t end) {
+    const struct product *by = told;
+    int64_t tiles = by->rows / TILE;
+    for (int64_t at = 2 * pair; at < 2 * end && at < tiles; at += 2) {
+        const uint8_t *tile = by->packed + at * TILE * by->columns * bytes_of(by->kind);
+        float *to = by->out + at * TILE;
+#define TILES(several, kind)                                                                       \
+    multiply_tiles(several, kind, tile, by->columns, by->x, by->count, to, by->rows)
+        if (at + 1 < tiles && by->kind == FP16) TILES(2, FP16);
+        if (at + 1 < tiles && by->kind == BF16) TILES(2, BF16);
+        if (at + 1 < tiles && by->kind == FP32) TILES(2, FP32);
+        if (at + 1 == tiles && by->kind == FP16) TILES(1, FP16);
+        if (at + 1 == tiles && by->kind == BF16) TILES(1, BF16);
+        if (at + 1 == tiles && by->kind == FP32) TILES(1, FP32);
 #undef TILES
     }
+}
+
+void multiply_floats(const uint8_t *packed, int64_t kind, int64_t rows, int64_t columns,
+                     const float *x, int64_t count, int64_t threads, float *out) {
+    const struct product told = {packed, x, out, kind, rows, columns, count};
+    int64_t pairs = (rows / TILE + 1) / 2;
+    share(multiply_pairs, &told, pairs, portions_of(rows * columns, threads), threads);
 }
 
 /* Rows of the matrix by their numbers; -1 where there is no such row. */

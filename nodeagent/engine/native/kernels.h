@@ -2,7 +2,8 @@
  *
  * Rule 1: every function takes fp32 rows that lie one behind another, writes where it is told, and
  * keeps nothing.
- * Rule 2: `threads` are OpenMP's, of the runtime that torch has loaded: one pool for both.
+ * Rule 2: `threads` are OpenMP's, of the runtime that torch has loaded: one pool for both. Work is
+ * given to them by `share` alone.
  */
 
 #ifndef KERNELS_H
@@ -18,7 +19,7 @@
 #define LANES 16
 #define LINE 64
 #define LOG2_E 1.44269504f
-#define SMALL 32768 /* so many numbers are done before another thread has woken */
+#define SMALL 16384 /* so many numbers are done before another thread has begun */
 #define INLINED static inline __attribute__((always_inline))
 
 /* Sixteen numbers at once, wherever they lie. */
@@ -44,6 +45,18 @@ INLINED lanes power_of_two(lanes x) {
     near = near * rest + 6.931471880262287e-1f;
     near = near * rest + 1.0000000754548972f;
     return near * (lanes)(((places)sum - (places)rounding + 127) << 23);
+}
+
+/* Does items `from` to before `to` of what it was told. */
+typedef void work(const void *told, int64_t from, int64_t to);
+
+/* Have `count` items done by `threads`, in so many portions at most. */
+void share(work *work, const void *told, int64_t count, int64_t portions, int64_t threads);
+void with_team(int64_t threads, void (*lead)(void *), void *told);
+
+/* Portions for work that is the same for each item; one where it is `numbers` in all and few. */
+static inline int64_t portions_of(int64_t numbers, int64_t threads) {
+    return numbers > SMALL ? 4 * threads : 1;
 }
 
 void normalise(const float *x, const float *weight, float epsilon, int64_t rows, int64_t columns,

@@ -62,24 +62,40 @@ static int64_t attend_layer(const struct layer *layer, const struct step *step, 
     return 0;
 }
 
-int64_t run_layers(const struct layer *layers, int64_t count, const struct step *step) {
+struct run {
+    const struct layer *layers;
+    int64_t count;
+    const struct step *step;
+    int64_t failed;
+};
+
+static int64_t run_layer(const struct layer *layer, const struct step *step) {
     int64_t rows = step->rows, hidden = step->hidden;
-    for (const struct layer *layer = layers; layer < layers + count; layer++) {
-        float *normed = step->room, *made = normed + rows * hidden;
-        float *mixed = made + rows * hidden, *answers = mixed + rows * layer->query_key_value.rows;
-        normalise(step->x, layer->attention_norm, step->epsilon, rows, hidden, step->threads,
-                  normed);
-        if (attend_layer(layer, step, normed, mixed, answers)) return -1;
-        if (multiply_by(&layer->output, answers, step, made)) return -1;
-        add(step->x, made, rows * hidden);
-        normalise(step->x, layer->mlp_norm, step->epsilon, rows, hidden, step->threads, normed);
-        float *both = mixed, *gated = both + rows * layer->gate_up.rows;
-        if (multiply_by(&layer->gate_up, normed, step, both)) return -1;
-        gate(both, rows, layer->down.columns, step->threads, gated);
-        if (multiply_by(&layer->down, gated, step, made)) return -1;
-        add(step->x, made, rows * hidden);
-    }
+    float *normed = step->room, *made = normed + rows * hidden;
+    float *mixed = made + rows * hidden, *answers = mixed + rows * layer->query_key_value.rows;
+    normalise(step->x, layer->attention_norm, step->epsilon, rows, hidden, step->threads, normed);
+    if (attend_layer(layer, step, normed, mixed, answers)) return -1;
+    if (multiply_by(&layer->output, answers, step, made)) return -1;
+    add(step->x, made, rows * hidden);
+    normalise(step->x, layer->mlp_norm, step->epsilon, rows, hidden, step->threads, normed);
+    float *both = mixed, *gated = both + rows * layer->gate_up.rows;
+    if (multiply_by(&layer->gate_up, normed, step, both)) return -1;
+    gate(both, rows, layer->down.columns, step->threads, gated);
+    if (multiply_by(&layer->down, gated, step, made)) return -1;
+    add(step->x, made, rows * hidden);
     return 0;
+}
+
+static void run_all(void *told) {
+    struct run *run = told;
+    for (int64_t at = 0; at < run->count && !run->failed; at++)
+        run->failed = run_layer(run->layers + at, run->step);
+}
+
+int64_t run_layers(const struct layer *layers, int64_t count, const struct step *step) {
+    struct run run = {layers, count, step, 0};
+    with_team(step->threads, run_all, &run);
+    return run.failed;
 }
 
 #endif

@@ -4,14 +4,12 @@ A step reads all weights once: from pages of 4 KiB, which it must find one by on
 the speed that it has from those of 2 MiB. It is nought where nobody wrote, and taken when written.
 """
 
-import logging
 import mmap
+from contextlib import suppress
 from typing import Final
 
 import torch
 from torch import Tensor
-
-log = logging.getLogger(__name__)
 
 PAGE_BYTES: Final = 2 * 1024 * 1024
 _LINE_BYTES: Final = 64
@@ -22,10 +20,9 @@ def lasting(size_bytes: int) -> Tensor:
     """Return so many bytes, zero, that begin with a large page."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     mapped = mmap.mmap(-1, size_bytes + PAGE_BYTES, flags=flags)
-    try:
+    # A system that has no large pages says so here, and gives small ones.
+    with suppress(OSError):
         mapped.madvise(mmap.MADV_HUGEPAGE)
-    except OSError as error:
-        log.info("no large pages", extra={"fields": {"because": str(error)}})
     whole = torch.frombuffer(mapped, dtype=torch.uint8)
     start = -whole.data_ptr() % PAGE_BYTES
     return whole[start : start + size_bytes]

@@ -180,45 +180,46 @@ static inline __attribute__((always_inline)) void multiply_rows(
 #undef SEVERAL
 }
 
+struct product {
+    const uint8_t *packed;
+    const float *x;
+    float *out, *scales, *sums;
+    int8_t *bytes;
+    int64_t bits, rows, groups, count;
+};
+
+static void round_rows(const void *told, int64_t row, int64_t end) {
+    const struct product *by = told;
+    int64_t groups = by->groups;
+    for (; row < end; row++)
+        round_row(by->x + row * groups * GROUP, groups, by->bytes + row * groups * 2 * GROUP,
+                  by->scales + row * groups, by->sums + row * groups);
+}
+
+static void multiply_all(const void *told, int64_t tile, int64_t end) {
+    const struct product *by = told;
+    for (; tile < end; tile++) {
+        const uint8_t *from = by->packed + tile * by->groups * group_bytes(by->bits);
+        float *to = by->out + tile * TILE;
+        if (by->bits == 4)
+            multiply_rows(4, from, by->groups, by->count, by->bytes, by->scales, by->sums, to,
+                          by->rows);
+        else
+            multiply_rows(8, from, by->groups, by->count, by->bytes, by->scales, by->sums, to,
+                          by->rows);
+    }
+}
+
 int64_t multiply(const uint8_t *packed, int64_t bits, int64_t rows, int64_t columns, const float *x,
                  int64_t count, int64_t threads, float *out) {
-    int64_t groups = columns / GROUP, tile_bytes = groups * group_bytes(bits);
-    int64_t row_bytes = groups * 2 * GROUP;
+    int64_t groups = columns / GROUP;
     int8_t *bytes = aligned_alloc(LINE, count * groups * (2 * GROUP + LINE));
     if (bytes == NULL) return -1;
-    float *scales = (float *)(bytes + count * row_bytes), *sums = scales + count * groups;
-#pragma omp parallel num_threads(threads)
-    {
-        if (count == 1) {
-            /* One row costs less to round in every thread than a barrier does. */
-            int8_t *own = __builtin_alloca(row_bytes);
-            float *numbers = __builtin_alloca(2 * groups * sizeof(float));
-            round_row(x, groups, own, numbers, numbers + groups);
-#pragma omp for schedule(static) nowait
-            for (int64_t tile = 0; tile < rows / TILE; tile++) {
-                if (bits == 4)
-                    multiply_tile(1, 4, packed + tile * tile_bytes, groups, own, numbers,
-                                  numbers + groups, out + tile * TILE, rows);
-                else
-                    multiply_tile(1, 8, packed + tile * tile_bytes, groups, own, numbers,
-                                  numbers + groups, out + tile * TILE, rows);
-            }
-        } else {
-#pragma omp for schedule(static)
-            for (int64_t row = 0; row < count; row++)
-                round_row(x + row * columns, groups, bytes + row * row_bytes, scales + row * groups,
-                          sums + row * groups);
-#pragma omp for schedule(static) nowait
-            for (int64_t tile = 0; tile < rows / TILE; tile++) {
-                if (bits == 4)
-                    multiply_rows(4, packed + tile * tile_bytes, groups, count, bytes, scales, sums,
-                                  out + tile * TILE, rows);
-                else
-                    multiply_rows(8, packed + tile * tile_bytes, groups, count, bytes, scales, sums,
-                                  out + tile * TILE, rows);
-            }
-        }
-    }
+    float *scales = (float *)(bytes + count * groups * 2 * GROUP);
+    const struct product told = {packed, x,    out,  scales, scales + count * groups,
+                                 bytes,  bits, rows, groups, count};
+    share(round_rows, &told, count, portions_of(count * columns, threads), threads);
+    share(multiply_all, &told, rows / TILE, portions_of(rows * columns, threads), threads);
     free(bytes);
     return 0;
 }

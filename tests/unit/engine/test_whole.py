@@ -65,12 +65,28 @@ def test_whole_one_by_one_and_by_torch_it_is_the_same(
     def none_here(x: Tensor) -> Kernels | None:
         return None
 
-    for module in ("attention", "gate", "norm", "rope"):
+    monkeypatch.setattr("nodeagent.engine.layers.attention.host_kernels", none_here)
+    for module in ("gate", "norm", "rope"):
         monkeypatch.setattr(f"nodeagent.engine.layers.{module}.kernels_for", none_here)
     by_torch = logits(build(shape, Keeping.PLAIN))
     for one, other, wanted in zip(whole, one_by_one, by_torch, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(one, wanted, rtol=1e-4, atol=1e-4)
+
+
+@needs_kernels
+@pytest.mark.parametrize("threads", [2, 3])
+def test_a_team_computes_what_one_thread_does(threads: int) -> None:
+    wide = replace(WIDE, hidden=256, intermediate=512, heads=8)
+    model, before = build(wide, Keeping.TILED), torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = logits(model)
+        torch.set_num_threads(threads)
+        for _ in range(3):
+            assert all(map(torch.equal, logits(model), alone))
+    finally:
+        torch.set_num_threads(before)
 
 
 @needs_kernels
