@@ -3,9 +3,7 @@
 import asyncio
 import json
 import os
-import shutil
 import signal
-import tempfile
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ import pytest
 from isochrone.cli.manifest import artifact_of
 from ops.golden import tiny
 from tests.integration.engine.conftest import end, launch, wait_ready
-from tests.system.harness import CITIES, Fleet, free_port, until
+from tests.system.harness import CITIES, Fleet, a_fleet, free_port, until
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -112,14 +110,13 @@ async def parts(fleet: Fleet) -> dict[str, str]:
 
 
 async def test_a_model_over_two_nodes_lives_and_dies_as_one() -> None:
-    folder = Path(tempfile.mkdtemp(prefix="iso-", dir="/var/tmp"))
-    fleet, model = Fleet(folder), folder / "large"
-    model.mkdir()
-    tiny.write_folder(model, "qwen3_moe")
-    tiny.write_tokenizer(model)
-    weights = sum(path.stat().st_size for path in model.iterdir())
-    try:
-        wanted = asyncio.create_task(alone(model, folder / "alone"))
+    async with a_fleet(comes_up=False) as fleet:
+        model = fleet.folder / "large"
+        model.mkdir()
+        tiny.write_folder(model, "qwen3_moe")
+        tiny.write_tokenizer(model)
+        weights = sum(path.stat().st_size for path in model.iterdir())
+        wanted = asyncio.create_task(alone(model, fleet.folder / "alone"))
         await two_small_nodes_and_another_city(fleet, weights)
         await fleet.deploy(1, allow=["sin"])
         await deployed(fleet, model, weights, nodes=1)
@@ -178,6 +175,3 @@ async def test_a_model_over_two_nodes_lives_and_dies_as_one() -> None:
             )
             assert ranks(fleet) == held
             assert await said() == await wanted
-    finally:
-        await fleet.down()
-        shutil.rmtree(folder, ignore_errors=True)
