@@ -87,7 +87,7 @@ async def serve(config: NodeConfig, stopping: asyncio.Event) -> int:
     report = Loop("report", reports.run_once, 10.0, jitter=chance)
     pulse = Loop("pulse", PulseDuty(node, supervisor, lambda: link).run_once, 2.0, jitter=chance)
     node.nudge_report = report.nudge
-    duties = (report, pulse, *_what_makes_it_so(node, supervisor, artifacts))
+    duties = (report, pulse, *_what_makes_it_so(config, node, supervisor, artifacts))
 
     await node.restore()
     await _take_up_survivors(node, engines, supervisor)
@@ -114,10 +114,11 @@ async def serve(config: NodeConfig, stopping: asyncio.Event) -> int:
 
 
 def _what_makes_it_so(
-    node: Node, supervisor: Supervisor, artifacts: Artifacts
+    config: NodeConfig, node: Node, supervisor: Supervisor, artifacts: Artifacts
 ) -> tuple[Loop, Loop]:
     """Return the duties that make true what is assigned; a new assignment nudges them."""
-    converge = Loop("converge", Converge(node, supervisor).run_once, 5.0)
+    converging = Converge(node, supervisor, config.plaintext_rank_ports)
+    converge = Loop("converge", converging.run_once, 5.0)
     prefetch = Loop("prefetch", PrefetchDuty(node, supervisor, artifacts).run_once, 15.0)
     node.nudge_converge, node.nudge_prefetch = converge.nudge, prefetch.nudge
     return converge, prefetch

@@ -4,6 +4,8 @@ from pathlib import Path
 
 import msgspec
 
+from isochrone.wire.report import Port
+
 
 class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The settings of one node.
@@ -14,6 +16,9 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     http, as inside a closed network. `upload_bytes_per_s` and `download_bytes_per_s` bound what
     artifacts take of the network, 0 for no bound; `uploads_max` is how many peers fetch at once.
     Nodes of one PoP that fail together (a rack, a power feed) are given one `failure_domain`.
+    `plaintext_rank_ports`, first and last, lets this node hold parts of replicas over several
+    nodes. The parts speak to one another in plain and, once they have met, on other ports too: the
+    nodes of a PoP must have a network of their own. Each replica led from here takes one port.
     """
 
     name: str
@@ -24,6 +29,7 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     door_port: int = 9000
     door_tls: bool = False
     failure_domain: str = ""
+    plaintext_rank_ports: tuple[Port, Port] | None = None
     join_token_file: Path | None = None
     cpu_memory_bytes: int = 0
     engine_threads: int = 0
@@ -40,3 +46,8 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     stall_s: float = 15.0
     canary_interval_s: float = 10.0
     log_level: str = "INFO"
+
+    def __post_init__(self) -> None:
+        ports = self.plaintext_rank_ports
+        if ports is not None and ports[0] > ports[1]:
+            raise ValueError(f"plaintext_rank_ports begin at {ports[0]} and end at {ports[1]}")

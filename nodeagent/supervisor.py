@@ -254,6 +254,10 @@ class Supervisor:
 
     async def _watch(self, replica: Replica, engine: Engine) -> str:
         """Look at an engine every second until it ends, stalls, or is ordered to end."""
+        if not replica.spec.leads:
+            # Whether it makes progress, its leader sees, and ends it with its own.
+            await _first(engine.exited, replica.ending)
+            return "" if replica.ending.is_set() else "the engine ended"
         watch = health.Watch(progressed_at=self._clock())
         canary_at = self._clock() + self._config.canary_interval_s
         while True:
@@ -304,6 +308,9 @@ class Supervisor:
         timeout_s = replica.tombstone.drain_timeout_s if replica.tombstone else 0.0
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
+                if replica.engine and not replica.spec.leads and await replica.engine.is_ready():
+                    # Its leader answers what it has begun, and lets it go.
+                    await replica.engine.exited.wait()
                 while replica.in_flight.running:  # noqa: ASYNC110
                     await asyncio.sleep(READY_INTERVAL_S)
         engine, replica.engine = replica.engine, None

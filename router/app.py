@@ -47,11 +47,13 @@ from router.metrics import Metrics
 from router.processes import WORKER_ENV, ParentLink, Workers
 from router.record import Recorder
 from router.serve import Corridor
+from router.sharing import Prompts
 
 log = logging.getLogger(__name__)
 
 ROUND_TRIPS_INTERVAL_S: Final = 10.0
 GAUGES_INTERVAL_S: Final = 1.0
+SHARE_INTERVAL_S: Final = 1.0
 RECONSIDER_INTERVAL_S: Final = 1.0
 
 
@@ -188,10 +190,13 @@ class Parts:
         self.link: ControlLink | ParentLink = (
             self._dial(identity, boot_id, context)
             if worker is None
-            else ParentLink(worker.end, self.on_table_or_ack, self.stopping)
+            else ParentLink(worker.end, self.on_passed_down, self.stopping)
         )
         count = max(0, (config.processes or 1) - 1) if worker is None else 0
-        self.workers = Workers(count, self.send, lambda: self.fleet.table)
+        self.workers = Workers(
+            count, self.send, lambda: self.fleet.table, self.fleet.learned_prompts
+        )
+        self.fleet.outbox.is_open = worker is not None or count > 0
         self.spool = UsageSpool(state / "usage", config.spool_bytes_max)
         self.shipper = Shipper(
             router_id=RouterId(identity.name),
@@ -282,10 +287,20 @@ class Parts:
             await self.shipper.on_ack(message)
             self.workers.tell(message)
 
-    async def on_table_or_ack(self, message: Any) -> None:
+    async def share_prompts(self) -> None:
+        """Tell the other processes which prompts were read where since the last turn."""
+        rows = self.fleet.outbox.take()
+        if rows and isinstance(self.link, ParentLink):
+            await self.link.send(Prompts(rows))
+        elif rows:
+            self.workers.tell(Prompts(rows))
+
+    async def on_passed_down(self, message: Any) -> None:
         """Give what the main process passes down to whom it concerns."""
         if isinstance(message, RouteTable):
             self.follower.take(message)
+        elif isinstance(message, Prompts):
+            self.fleet.learned_prompts(message.rows)
         else:
             await self.shipper.on_ack(message)
 
@@ -322,6 +337,7 @@ class Parts:
             Loop("usage", self.shipper.ship_usage, config.usage_interval_s, jitter=jitter),
             Loop("round_trips", self.shipper.ship_round_trips, ROUND_TRIPS_INTERVAL_S),
             Loop("gauges", self.set_gauges, GAUGES_INTERVAL_S),
+            Loop("share", self.share_prompts, SHARE_INTERVAL_S),
         ]
         watchdog_s = watchdog_interval_s()
         if watchdog_s is not None:

@@ -4,7 +4,7 @@ Everything that learns tells it here; everything that decides gets a frozen pict
 deployment by `view()`. One event loop owns it: no locks.
 """
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from types import MappingProxyType
 from typing import Final
 
@@ -20,6 +20,7 @@ from router.decide.prefixes import NO_KEYS, NOTHING_HELD, Held, PrefixIndex, Pre
 from router.decide.rollout import Draw, draw
 from router.decide.slow_start import SlowStart
 from router.decide.tokens_in_flight import Reservation, TokensInFlight
+from router.sharing import Outbox, Prompt
 
 BYTES_PER_TOKEN_FIRST: Final = 3.5
 BYTES_PER_TOKEN_MIN: Final = 1.0
@@ -45,6 +46,7 @@ class Fleet:
         self.confirmed_at_s: float | None = None
         self.health = Health()
         self.sessions = Sessions()
+        self.outbox = Outbox()
         self._on_room: Callable[[DeploymentId], None] | None = None
         self._changed: set[ReplicaId] = set()
         self._boards: dict[DeploymentId, Board] = {}
@@ -232,7 +234,12 @@ class Fleet:
             self._changed.add(route.replica_id)
 
     def learned_cached(
-        self, route: Route, sent: Sent | None, prompt_tokens: int, cached_tokens: int
+        self,
+        route: Route,
+        sent: Sent | None,
+        prompt_tokens: int,
+        cached_tokens: int,
+        keys: PrefixKeys = NO_KEYS,
     ) -> None:
         """An answer told how much of its prompt was cached."""
         board = self._boards.get(route.deployment_id)
@@ -242,6 +249,16 @@ class Fleet:
         board.learned_uncached(1.0 - share)
         if sent is not None and board.slots.get(route.replica_id) == sent.slot:
             self._prefixes[route.deployment_id].answered(sent, share)
+            self.outbox.add(route.deployment_id, route.replica_id, sent, keys)
+
+    def learned_prompts(self, rows: Iterable[Prompt]) -> None:
+        """Another process of this router had these prompts answered."""
+        now_s = self._clock()
+        for row in rows:
+            board = self._boards.get(row.deployment_id)
+            slot = board.slots.get(row.replica_id, -1) if board is not None else -1
+            if slot >= 0:
+                self._prefixes[row.deployment_id].sent(slot, row.prefix_keys, now_s)
 
     def heard(
         self,

@@ -1,9 +1,10 @@
 """Several processes behind one port: a worker is a router whose scheduler is the main process.
 
 The main process holds the conversation with the scheduler. Down a pair of sockets it passes each
-table it serves by, and up it takes demand and usage, as they are, to send them on. Nothing else is
-shared: each worker has limits, beliefs and connections of its own, and a journal of its own that
-its next life finds. The kernel spreads connections over all of them (SO_REUSEPORT).
+table it serves by, and up it takes demand and usage, as they are, to send them on. Which prompts
+were read where, each tells all others once a second. Nothing else is shared: each worker has
+limits, beliefs and connections of its own, and a journal of its own that its next life finds. The
+kernel spreads connections over all of them (SO_REUSEPORT).
 """
 
 import asyncio
@@ -11,7 +12,7 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from typing import Any, Final
 
@@ -20,6 +21,7 @@ import msgspec
 from isochrone.wire import codec
 from isochrone.wire.routes import RouteTable
 from isochrone.wire.usage import Demand, Usage, UsageAck
+from router.sharing import Prompt, Prompts
 
 log = logging.getLogger(__name__)
 
@@ -28,8 +30,11 @@ RESTART_PAUSE_S: Final = 1.0
 WORKER_ENV: Final = "ISOCHRONE_ROUTER_WORKER"
 """Number, inherited descriptor and port of a worker: `1:7:8080`."""
 
-_UP: Final = codec.decoder(Demand | Usage)
-_DOWN: Final = codec.decoder(RouteTable | UsageAck)
+BEHIND_BYTES: Final = 4 * 1024 * 1024
+"""Who has this much not read yet is told no more prompts: they are only of use when new."""
+
+_UP: Final = codec.decoder(Demand | Usage | Prompts)
+_DOWN: Final = codec.decoder(RouteTable | UsageAck | Prompts)
 
 Send = Callable[[msgspec.Struct], Awaitable[bool]]
 
@@ -70,6 +75,12 @@ class Pipe:
             return False
         return True
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether its other end reads too slowly."""
+        writer = self._streams[1] if self._streams is not None else None
+        return writer is not None and writer.transport.get_write_buffer_size() > BEHIND_BYTES
+
     def close(self) -> None:
         """Let go of it."""
         if self._streams is not None:
@@ -79,8 +90,18 @@ class Pipe:
 class Workers:
     """The main process's side: as many workers as it should have, each started again if it ends."""
 
-    def __init__(self, count: int, send: Send, table: Callable[[], RouteTable | None]) -> None:
-        """Keep `count` workers; `send` passes on what they tell, `table` is what they serve by."""
+    def __init__(
+        self,
+        count: int,
+        send: Send,
+        table: Callable[[], RouteTable | None],
+        learn: Callable[[Iterable[Prompt]], None],
+    ) -> None:
+        """Keep `count` workers; `send` passes on what they tell, `table` is what they serve by.
+
+        What one tells of prompts goes to `learn`, and to all others.
+        """
+        self._learn = learn
         self._count = count
         self._send = send
         self._table = table
@@ -93,9 +114,11 @@ class Workers:
             for number in range(1, self._count + 1):
                 tasks.create_task(self._keep(number, port), name=f"worker-{number}")
 
-    def tell(self, message: RouteTable | UsageAck) -> None:
-        """Pass something down to all of them."""
+    def tell(self, message: RouteTable | UsageAck | Prompts, but: Pipe | None = None) -> None:
+        """Pass something down to all of them, `but` to whom it is from."""
         for pipe in self._pipes:
+            if pipe is but or (isinstance(message, Prompts) and pipe.is_behind):
+                continue
             task = asyncio.get_running_loop().create_task(pipe.write(message))
             self._told.add(task)
             task.add_done_callback(self._told.discard)
@@ -131,8 +154,12 @@ class Workers:
             if table is not None:
                 await pipe.write(table)
             while (message := await pipe.read()) is not None:
-                # Usage not passed on is not acknowledged: the worker sends it again.
-                await self._send(message)
+                if isinstance(message, Prompts):
+                    self._learn(message.rows)
+                    self.tell(message, but=pipe)
+                else:
+                    # Usage not passed on is not acknowledged: the worker sends it again.
+                    await self._send(message)
         finally:
             self._pipes.discard(pipe)
             pipe.close()
@@ -159,7 +186,7 @@ class ParentLink:
         self._ended.set()
 
     async def send(self, message: msgspec.Struct) -> bool:
-        """Send demand or usage up; round trips are the main process's own to measure."""
-        if isinstance(message, Demand | Usage):
+        """Send what is the main process's to pass on; round trips are its own to measure."""
+        if isinstance(message, Demand | Usage | Prompts):
             return await self._pipe.write(message)
         return False

@@ -424,9 +424,8 @@ class Corridor:
             self._fleet.learned_tokens(
                 asked.deployment.deployment_id, asked.text_bytes, journey.prompt_tokens
             )
-            self._fleet.learned_cached(
-                ranked.route, journey.sent, journey.prompt_tokens, journey.cached_tokens or 0
-            )
+            told = (journey.sent, journey.prompt_tokens, journey.cached_tokens or 0)
+            self._fleet.learned_cached(ranked.route, *told, asked.prefix_keys)
         if asked.session and journey.outcome is Outcome.COMPLETE:
             prompt, _, output = journey.used
             self._fleet.sessions.sat(

@@ -22,6 +22,7 @@ def rollouts() -> None:
 @click.option("--context-tokens", type=int)
 @click.option("--kv-bytes", type=int)
 @click.option("--devices", type=int)
+@click.option("--nodes", type=int)
 @click.option(
     "--step",
     "steps",
@@ -40,6 +41,7 @@ def rollouts_start(obj: Context, /, deployment: str, **given: Any) -> None:
         "context_tokens_max": given["context_tokens"],
         "kv_memory_bytes": given["kv_bytes"],
         "devices": given["devices"],
+        "nodes": given["nodes"],
     }
     engine |= {name: value for name, value in named.items() if value is not None}
     if given["options"]:

@@ -117,6 +117,7 @@ def price_of(text: str) -> dict[str, float]:
 @click.option("--context-tokens", type=int)
 @click.option("--kv-bytes", type=int)
 @click.option("--devices", type=int, help="GPUs of a replica; its engine is split over them.")
+@click.option("--nodes", type=int, help="Nodes of one PoP that these GPUs are on, as many on each.")
 @click.option("--wait", is_flag=True, help="Return when it is warm.")
 @click.option("--timeout", "timeout_s", type=float, default=600.0)
 @click.pass_obj
@@ -149,6 +150,7 @@ def _deployment_body(before: dict[str, Any], given: dict[str, Any]) -> dict[str,
         "context_tokens_max": given["context_tokens"],
         "kv_memory_bytes": given["kv_bytes"],
         "devices": given["devices"],
+        "nodes": given["nodes"],
     }
     policy = {name: given[name] for name in ("replicas_min", "replicas_max")}
     policy |= {name: list(given[name]) or None for name in ("keep_warm", "allow", "deny")}

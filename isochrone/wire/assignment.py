@@ -61,6 +61,11 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
     role: Role = Role.UNIFIED
     group: Group | None = None
 
+    @property
+    def leads(self) -> bool:
+        """True where requests are answered: everywhere but in a group's other parts."""
+        return self.group is None or self.group.place == 0
+
 
 class Tombstone(msgspec.Struct, frozen=True, kw_only=True):
     """The order to end a replica, and the only thing that does.

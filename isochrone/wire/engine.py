@@ -31,6 +31,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     The model is split over `tensor_parallel` times `pipeline_parallel` processes, each with its own
     device, counted up from `device`, and `threads`, `kv_memory_bytes` of its own: into stages of
     layers, and within a stage by heads and rows; a mixture's experts into `expert_parallel` groups.
+    With `graphs` a GPU runs decodes as captured CUDA graphs, where the model allows it.
     With `group` they are on several nodes, as many on each. The one at place 0 listens and waits
     `join_s` for the others, which have no door: where their socket would be they leave an empty
     file once all have met.
@@ -57,6 +58,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     batch_tokens_max: Positive = 256
     interval_ms: Positive = 250
     sequences_max: Positive = 16
+    graphs: bool = True
     draft_tokens_max: Annotated[int, Meta(ge=0, le=64)] = 8
     draft_path: str = ""
     waiting_max: Annotated[int, Meta(ge=0)] = 64

@@ -126,13 +126,13 @@ class Door:
     ) -> web.StreamResponse | None:
         """Let a sibling answer where that begins sooner; None where none does, or will."""
         siblings = headers.parse_siblings(request.headers.get(headers.SIBLINGS, ""))
-        waiting = replica.in_flight.load().unread
+        waiting = replica.in_flight.left(monotonic())
         if not siblings or not passing.is_worth_asking(siblings[0], waiting):
             return None
         mine = {name: one for name, one in self._supervisor.replicas.items() if _is_open(one)}
         others = [one for one in siblings[1:] if one.replica_id not in mine]
         unread = await self._siblings.unread(others) if others else {}
-        unread |= {name: one.in_flight.load().unread for name, one in mine.items()}
+        unread |= {name: one.in_flight.left(monotonic()) for name, one in mine.items()}
         most = _count(request.headers.get(headers.QUEUE_TOKENS_MAX, ""))
         verdict = passing.judge(siblings, unread, most)
         if verdict is None:
@@ -171,7 +171,7 @@ class Door:
     def _find(self, request: web.Request) -> Replica:
         name = ReplicaId(request.headers.get(headers.REPLICA, ""))
         replica = self._supervisor.replicas.get(name)
-        if replica is None:
+        if replica is None or not replica.spec.leads:
             raise Refused("unknown_replica", 404)
         if self.leaving or replica.state is ReplicaState.DRAINING:
             raise Refused("draining")
@@ -312,8 +312,7 @@ async def _copy(
 def _turn_away(request: web.Request, replica: Replica) -> None:
     """Refuse where more waits than the router chose by: it may know better, and learns our load."""
     most = _count(request.headers.get(headers.QUEUE_TOKENS_MAX, ""))
-    load = replica.in_flight.load()
-    if most is not None and load.unread > most:
+    if most is not None and replica.in_flight.left(monotonic()) > most:
         raise Refused(headers.QUEUED, load=_load(request, replica))
 
 

@@ -18,6 +18,9 @@ from isochrone.wire.headers import Sibling
 from isochrone.wire.ids import ReplicaId
 
 ASK_TIMEOUT_S: Final = 0.05
+AS_A_NODE: Final = {headers.ROUTER: "a-node"}
+"""Nothing there was sent by who asks so: all of it is others'."""
+
 FRESH_S: Final = 0.01
 SILENCE_S: Final = 5.0
 ADDRESSES_MAX: Final = 256
@@ -51,7 +54,9 @@ class Siblings:
             asked = [tasks.create_task(self._loads(address)) for address in addresses]
         told = {name: load for task in asked for name, load in task.result().items()}
         names = {one.replica_id for one in siblings}
-        return {name: load.unread for name, load in told.items() if name in names}
+        # A node of an older release does not tell it, and is passed nothing.
+        told = {name: load for name, load in told.items() if load.others_unread >= 0}
+        return {name: load.others_unread for name, load in told.items() if name in names}
 
     @asynccontextmanager
     async def answering(
@@ -81,7 +86,7 @@ class Siblings:
             async with (
                 asyncio.timeout(ASK_TIMEOUT_S),
                 self._session().get(
-                    f"{self._base(address)}/ping", ssl=self._context or True
+                    f"{self._base(address)}/ping", headers=AS_A_NODE, ssl=self._context or True
                 ) as pong,
             ):
                 loads = headers.parse_loads(pong.headers.get(headers.LOADS, ""))

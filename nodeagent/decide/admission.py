@@ -69,15 +69,18 @@ class TokensInFlight:
         told = (self._prefill, self._decode, self._running, 0, self._unread)
         if not router:
             return Load(*told)
-        others = sum(held.unread for held in self._reading if held.router != router)
-        first = next(iter(self._reading), None)
-        if first is not None and first.router != router:
-            others -= round(first.unread * self._share_read(first, now_s))
+        others = self.left(now_s, but=router)
         return Load(*told, others, self._decode - self._decode_of.get(router, 0))
 
-    def _share_read(self, held: "Held", now_s: float) -> float:
-        took_ms = 1000 * (now_s - max(held.came_s, self._read_at_s))
-        return max(0.0, min(READ_MAX, took_ms / held.prefill_ms)) if held.prefill_ms > 0 else 0.0
+    def left(self, now_s: float, but: str | None = None) -> int:
+        """Return what is still to be read, `but` what one router sent."""
+        left = sum(held.unread for held in self._reading if held.router != but)
+        first = next(iter(self._reading), None)
+        if first is None or first.router == but or first.prefill_ms <= 0:
+            return left
+        took_ms = 1000 * (now_s - max(first.came_s, self._read_at_s))
+        share = max(0.0, min(READ_MAX, took_ms / first.prefill_ms))
+        return left - round(first.unread * share)
 
     def _was_read(self, held: "Held", prefill: int, now_s: float) -> None:
         """Count a prompt out: read, or given up. For Held."""

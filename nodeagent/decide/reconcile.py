@@ -55,6 +55,7 @@ def reconcile(
     replicas: Mapping[ReplicaId, ReplicaState],
     devices: Collection[DeviceId],
     drivers: Collection[str],
+    rank_ports: tuple[int, int] | None = None,
 ) -> Steps:
     """Return the steps of this turn. Taken, they leave none for the next."""
     ending = {tombstone.replica_id for tombstone in assignment.tombstones}
@@ -69,7 +70,7 @@ def reconcile(
     for spec in assignment.replicas:
         if spec.replica_id in replicas or spec.replica_id in ending:
             continue
-        reason = _unable(spec, devices, drivers)
+        reason = _unable(spec, devices, drivers) or _unmet(spec, rank_ports)
         if reason:
             refusals.append(Refusal(replica_id=spec.replica_id, reason=reason))
         else:
@@ -83,4 +84,19 @@ def _unable(spec: ReplicaSpec, devices: Collection[DeviceId], drivers: Collectio
         return f"cannot seat {spec.replica_id}: no device {', '.join(missing)} here"
     if spec.engine.driver not in drivers:
         return f"cannot run {spec.replica_id}: no driver {spec.engine.driver!r} here"
+    return ""
+
+
+def _unmet(spec: ReplicaSpec, rank_ports: tuple[int, int] | None) -> str:
+    """Say why this node may not meet others for a part of a replica."""
+    if spec.group is None:
+        return ""
+    if rank_ports is None:
+        return f"cannot hold a part of {spec.group.leader_id}: plaintext_rank_ports is not set here"
+    first, last = rank_ports
+    if spec.group.place == 0 and not first <= spec.group.port <= last:
+        return (
+            f"cannot lead {spec.replica_id} at port {spec.group.port}: plaintext_rank_ports are "
+            f"{first} to {last} here"
+        )
     return ""

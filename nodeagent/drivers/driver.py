@@ -23,9 +23,10 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
 class Command(msgspec.Struct, frozen=True, kw_only=True):
     """A process to start: its arguments, environment and files, and where it will answer.
 
-    `base_url` is `http://localhost` with `socket`, or `http://127.0.0.1:port`. `standby` starts a
-    process that waits to become such an engine; it is `arguments` up to their first option, and
-    `--standby`.
+    `base_url` is `http://localhost` with `socket`, or `http://127.0.0.1:port`. It is empty for a
+    part that another node leads: that leaves a file at `socket`, if one is given, once all have
+    met. `standby` starts a process that waits to become such an engine; it is `arguments` up to
+    their first option, and `--standby`.
     """
 
     arguments: tuple[str, ...]
@@ -67,6 +68,28 @@ PASSED_ENVIRONMENT: Final = (
     "XDG_CACHE_HOME",
 )
 """What an engine may see of the agent's environment; keys and tokens are not among it."""
+
+
+def on_one_node(driver: str, spec: ReplicaSpec, why: str) -> None:
+    """Raise UnknownOption where a replica is to be over several nodes."""
+    if spec.group is not None:
+        raise UnknownOption(f"cannot start {driver} over {spec.group.nodes} nodes: {why}")
+
+
+def stages(spec: ReplicaSpec, option: str) -> int:
+    """Return into how many stages a model is split: as `option` says, else one a node."""
+    nodes = spec.group.nodes if spec.group else 1
+    given = spec.engine.options.get(option, "")
+    devices = len(spec.device_ids) * nodes
+    if given and not (given.isascii() and given.isdigit() and int(given) > 0):
+        raise UnknownOption(f"cannot use {option} {given!r}: a number of stages is expected")
+    count = int(given) if given else nodes
+    if devices % count or count % nodes:
+        raise UnknownOption(
+            f"cannot split over {devices} devices of {nodes} nodes with {option} {count}: it must "
+            "divide the devices, and each node must have whole stages"
+        )
+    return count
 
 
 def check_options(driver: str, given: Mapping[str, str], known: frozenset[str]) -> None:

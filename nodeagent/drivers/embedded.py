@@ -58,7 +58,7 @@ class Embedded:
         path = str(launch.folder / "config.json")
         return Command(
             arguments=(sys.executable, "-m", self.module, "--config", path),
-            base_url="http://localhost",
+            base_url="http://localhost" if spec.leads else "",
             socket=socket,
             environment=visible_devices(spec),
             standby=(sys.executable, "-m", self.module, "--standby") if self.can_wait else (),
@@ -90,20 +90,30 @@ class Embedded:
             config = msgspec.convert(values, EngineConfig, strict=False)
         except msgspec.ValidationError as error:
             raise UnknownOption(f"cannot start {launch.spec.engine.driver}: {error}") from error
-        return _split(config, launch) if device != "cpu" else config
+        return _split(config, launch) if device != "cpu" or launch.spec.group else config
 
     def _engine_options(self, launch: Launch) -> dict[str, str]:
         return {}
 
 
 def _split(config: EngineConfig, launch: Launch) -> EngineConfig:
-    """Have each of the replica's GPUs hold a part of the model: by tensors unless told."""
-    gpus, pipeline = len(launch.spec.device_ids), config.pipeline_parallel
-    if "tensor_parallel" not in launch.spec.engine.options:
-        config = msgspec.structs.replace(config, tensor_parallel=max(1, gpus // pipeline))
-    if config.tensor_parallel * pipeline != gpus:
+    """Have each of the replica's devices hold a part of the model.
+
+    Unless told: a stage a node, and within it by tensors.
+    """
+    spec = launch.spec
+    nodes = spec.group.nodes if spec.group else 1
+    devices = len(spec.device_ids) * nodes
+    if "pipeline_parallel" not in spec.engine.options:
+        config = msgspec.structs.replace(config, pipeline_parallel=nodes)
+    pipeline = config.pipeline_parallel
+    if "tensor_parallel" not in spec.engine.options:
+        config = msgspec.structs.replace(config, tensor_parallel=max(1, devices // pipeline))
+    ranks = config.tensor_parallel * pipeline
+    if pipeline % nodes or (ranks != devices and config.device != "cpu"):
+        over = f" of {nodes} nodes, each with whole stages" if nodes > 1 else ""
         raise UnknownOption(
-            f"cannot start {launch.spec.engine.driver} on {gpus} GPUs: tensor_parallel"
+            f"cannot start {spec.engine.driver} on {devices} devices{over}: tensor_parallel"
             f" {config.tensor_parallel} times pipeline_parallel {pipeline} must be as many"
         )
-    return config
+    return msgspec.structs.replace(config, group=spec.group)

@@ -1,6 +1,6 @@
 """The mock engine: numbered tokens and faults, for tests and drills."""
 
-from nodeagent.drivers.driver import Launch
+from nodeagent.drivers.driver import Command, Launch, on_one_node
 from nodeagent.drivers.embedded import Embedded
 
 
@@ -23,6 +23,11 @@ class Mock(Embedded):
             "zombie",
         }
     )
+
+    def command(self, launch: Launch) -> Command:
+        """As the embedded engine, on one node."""
+        on_one_node("mock", launch.spec, "it has no parts; use the embedded engine")
+        return super().command(launch)
 
     def _engine_options(self, launch: Launch) -> dict[str, str]:
         return dict(launch.spec.engine.options)

@@ -4,6 +4,7 @@ import sys
 from typing import Final
 
 from isochrone.wire import headers
+from isochrone.wire.assignment import ReplicaSpec
 from isochrone.wire.engine import EngineStats
 from nodeagent.drivers.driver import (
     Command,
@@ -42,6 +43,7 @@ class Sglang:
         """Split the model over the replica's devices by tensor parallelism."""
         spec = launch.spec
         check_options("sglang", spec.engine.options, OPTIONS)
+        nodes = spec.group.nodes if spec.group else 1
         return Command(
             arguments=(
                 *(sys.executable, "-m", "sglang.launch_server"),
@@ -49,11 +51,12 @@ class Sglang:
                 *("--host", "127.0.0.1", "--port", str(launch.port)),
                 *("--served-model-name", spec.name),
                 *("--context-length", str(spec.context_tokens)),
-                *("--tp-size", str(len(spec.device_ids))),
+                *("--tp-size", str(len(spec.device_ids) * nodes)),
+                *_over_nodes(spec),
                 *("--enable-metrics", "--enable-cache-report"),
                 *flags(spec.engine.options),
             ),
-            base_url=f"http://127.0.0.1:{launch.port}",
+            base_url=f"http://127.0.0.1:{launch.port}" if spec.leads else "",
             environment={**visible_devices(spec), "HF_HUB_OFFLINE": "1"},
         )
 
@@ -72,3 +75,14 @@ class Sglang:
             prefix_hit_tokens_total=int(found.get("sglang:cached_tokens_total", 0)),
             steps_total=int(found.get("sglang:generation_tokens_total", 0)),
         )
+
+
+def _over_nodes(spec: ReplicaSpec) -> tuple[str, ...]:
+    """Return what each of several nodes' servers is told of the others."""
+    group = spec.group
+    if group is None:
+        return ()
+    return (
+        *("--nnodes", str(group.nodes), "--node-rank", str(group.place)),
+        *("--dist-init-addr", f"{group.host}:{group.port}"),
+    )

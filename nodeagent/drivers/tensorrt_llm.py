@@ -7,6 +7,7 @@ from nodeagent.drivers.driver import (
     Command,
     Launch,
     check_options,
+    on_one_node,
     read_prometheus,
     visible_devices,
 )
@@ -39,6 +40,12 @@ class TensorRtLlm:
         """Split the model over the replica's devices by tensor parallelism."""
         spec = launch.spec
         check_options("tensorrt_llm", spec.engine.options, OPTIONS)
+        on_one_node(
+            "tensorrt_llm",
+            spec,
+            "its ranks are started together by mpirun or srun, which is not for one node's agent; "
+            "use vllm or sglang, or devices of one node",
+        )
         return Command(
             arguments=(
                 *("trtllm-serve", "serve", str(launch.model_path)),

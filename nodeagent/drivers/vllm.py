@@ -3,6 +3,7 @@
 from typing import Final
 
 from isochrone.wire import headers
+from isochrone.wire.assignment import ReplicaSpec
 from isochrone.wire.engine import EngineStats
 from nodeagent.drivers.driver import (
     Command,
@@ -10,6 +11,7 @@ from nodeagent.drivers.driver import (
     check_options,
     flags,
     read_prometheus,
+    stages,
     visible_devices,
 )
 
@@ -42,18 +44,24 @@ class Vllm:
         """Split the model over the replica's devices by tensor parallelism."""
         spec = launch.spec
         check_options("vllm", spec.engine.options, OPTIONS)
+        options = {**spec.engine.options}
+        pipeline = stages(spec, "pipeline_parallel_size")
+        options.pop("pipeline_parallel_size", None)
+        devices = len(spec.device_ids) * (spec.group.nodes if spec.group else 1)
         return Command(
             arguments=(
                 *("vllm", "serve", str(launch.model_path)),
-                *("--host", "127.0.0.1", "--port", str(launch.port)),
+                *(("--host", "127.0.0.1", "--port", str(launch.port)) if spec.leads else ()),
                 *("--served-model-name", spec.name),
                 *("--max-model-len", str(spec.context_tokens)),
-                *("--tensor-parallel-size", str(len(spec.device_ids))),
+                *("--tensor-parallel-size", str(devices // pipeline)),
+                *("--pipeline-parallel-size", str(pipeline)),
+                *_over_nodes(spec),
                 # cached_tokens in every usage, without which no router knows what was cached.
                 "--enable-prompt-tokens-details",
-                *flags(spec.engine.options),
+                *flags(options),
             ),
-            base_url=f"http://127.0.0.1:{launch.port}",
+            base_url=f"http://127.0.0.1:{launch.port}" if spec.leads else "",
             environment={
                 **visible_devices(spec),
                 "VLLM_NO_USAGE_STATS": "1",
@@ -76,3 +84,16 @@ class Vllm:
             prefix_hit_tokens_total=int(found.get("vllm:prefix_cache_hits_total", 0)),
             steps_total=int(found.get("vllm:iteration_tokens_total_count", 0)),
         )
+
+
+def _over_nodes(spec: ReplicaSpec) -> tuple[str, ...]:
+    """Return what each of several nodes' servers is told of the others."""
+    group = spec.group
+    if group is None:
+        return ()
+    return (
+        *("--distributed-executor-backend", "mp"),
+        *("--nnodes", str(group.nodes), "--node-rank", str(group.place)),
+        *("--master-addr", group.host, "--master-port", str(group.port)),
+        *(("--headless",) if group.place else ()),
+    )

@@ -21,11 +21,10 @@ def read_config(path: Path) -> EngineConfig:
             f"cannot use config {path}: batch_tokens_max {config.batch_tokens_max} must exceed"
             f" sequences_max {config.sequences_max}, so that every step has room for a prompt"
         )
-    ranks, group = config.tensor_parallel * config.pipeline_parallel, config.group
-    if group is not None and (ranks % group.nodes or ranks // group.nodes % config.tensor_parallel):
+    group = config.group
+    if group is not None and config.pipeline_parallel % group.nodes:
         raise ConfigError(
-            f"cannot use config {path}: tensor_parallel {config.tensor_parallel} times"
-            f" pipeline_parallel {config.pipeline_parallel} must give each of {group.nodes} nodes"
-            " as many ranks, and whole stages"
+            f"cannot use config {path}: pipeline_parallel {config.pipeline_parallel} must give each"
+            f" of {group.nodes} nodes as many stages"
         )
     return config

@@ -8,7 +8,7 @@ from typing import Final
 
 import psutil
 import torch
-from torch.distributed import Store
+from torch._C._distributed_c10d import Store
 
 from isochrone.wire.engine import EngineConfig
 from nodeagent.engine.checkpoint.gguf import GgufFile
@@ -96,6 +96,8 @@ def load(config: EngineConfig, crew: Crew | None = None) -> Loaded:
         source.close()
         if draft is not None:
             draft.close()
+    if config.graphs and split.ranks == 1:
+        own.capture(config.sequences_max, context)
     runner: Runner | Front = own
     if crew is not None and crew.members:
         crew.wait_loaded()

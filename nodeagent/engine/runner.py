@@ -4,6 +4,7 @@ Rule 1: this file decides nothing; `decide.batching` says what runs and in which
 Rule 2: rows of the flat batch lie in the order of `Batch.chunks`: decodes first.
 """
 
+import logging
 from collections.abc import Iterator, Sequence
 from typing import Final, Protocol
 
@@ -11,6 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nodeagent.engine.cuda.graphs import CudaCapture, Graphs
+from nodeagent.engine.cuda.kernels import enter
+from nodeagent.engine.cuda.layout import Sizes, host_numbers, sizes_of
+from nodeagent.engine.decide.capture import why_not
 from nodeagent.engine.decide.sequence import BLOCK_TOKENS
 from nodeagent.engine.layers.attention import (
     Decodes,
@@ -24,53 +29,15 @@ from nodeagent.engine.layers.kv_format import KvFormat
 from nodeagent.engine.layers.lora import Adapter, Adding
 from nodeagent.engine.models.shape import ModelShape
 from nodeagent.engine.native.kernels import PIECE_TOKENS
+from nodeagent.engine.work import Piece as Piece
+from nodeagent.engine.work import Work as Work
+
+log = logging.getLogger(__name__)
 
 _PADDING_MAX: Final = 2
 """Decodes share a call where the longest reads at most so many times the blocks of the shortest."""
 _PADDED_BLOCKS_FREE: Final = 8
 """Up to so many blocks, padding costs less than another call."""
-
-
-class Placed(Protocol):
-    """A sequence, as far as running it goes."""
-
-    @property
-    def blocks(self) -> list[int]:
-        """Its KV blocks."""
-        ...
-
-    @property
-    def adapter(self) -> object | None:
-        """What is added to the model for it."""
-        ...
-
-
-class Piece(Protocol):
-    """Part of a step: `decide.batching.Chunk`, or what another rank was told of one."""
-
-    @property
-    def sequence(self) -> Placed: ...
-    @property
-    def start(self) -> int: ...
-    @property
-    def tokens(self) -> int: ...
-    @property
-    def ids(self) -> list[int]: ...
-    @property
-    def drafts(self) -> tuple[int, ...]: ...
-    @property
-    def samples(self) -> bool: ...
-
-
-class Work(Protocol):
-    """One step: `decide.batching.Batch`, or what another rank was told of one."""
-
-    @property
-    def decodes(self) -> Sequence[Piece]: ...
-    @property
-    def segments(self) -> Sequence[Piece]: ...
-    @property
-    def chunks(self) -> Sequence[Piece]: ...
 
 
 class Decoder(Protocol):
@@ -116,6 +83,7 @@ class Runner:
         self.blocks = blocks
         self.beside: Keeps | None = None
         self._window_tokens = shape.window_tokens
+        self.graphs: Graphs | None = None
         self._kv = [
             LayerKV(blocks, BLOCK_TOKENS, shape.kv_heads, shape.head_dim, device, dtype, form)
             for _ in range(shape.layers)
@@ -132,11 +100,36 @@ class Runner:
         return self._model.adding
 
     @torch.inference_mode()
+    def capture(self, rows_max: int, context_tokens: int) -> None:
+        """Capture decodes of up to so many rows, where the device and the model allow it.
+
+        Once all that hears or is added to the model is in place; again where KV is made anew.
+        """
+        why = why_not(
+            device=self._device,
+            kernels=self._kv[0].paged is not None,
+            experts=self.shape.experts,
+            heard=self.beside is not None,
+        )
+        if why:
+            log.info("no graphs", extra={"fields": {"because": why}})
+            return
+        seen = min(context_tokens, self._window_tokens or context_tokens)
+        blocks = min(seen // BLOCK_TOKENS + 2, self.blocks)
+        enter(self._device)
+        self._model.adding.current = ()
+        capture = CudaCapture(self._device)
+        self.graphs = Graphs(self._forward, capture, self._device, blocks, self._window_tokens)
+        self.graphs.capture(rows_max)
+
+    @torch.inference_mode()
     def run(self, batch: Work) -> Tensor:
-        """Compute `batch`; return logits [rows, vocabulary].
+        """Compute `batch`; return logits [rows, vocabulary], which hold until the next step.
 
         A row for each chunk that samples, and before it one for each of its drafts.
         """
+        if self._kv[0].paged is not None:
+            return self._run_paged(batch)
         tokens: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
@@ -164,6 +157,29 @@ class Runner:
         )
         if self.beside is not None:
             self.beside.keep(layout.write_slots)
+        return logits
+
+    def _run_paged(self, batch: Work) -> Tensor:
+        """Compute `batch` by kernels that read pages where they lie."""
+        enter(self._device)
+        self._model.adding.current = self._adapters(batch.chunks)
+        logits = self.graphs.run(batch) if self.graphs is not None else None
+        if logits is not None:
+            return logits
+        sizes = sizes_of(batch, self._window_tokens)
+        pinned = self._device.startswith("cuda")
+        numbers = host_numbers(sizes, batch, self._window_tokens, pinned)
+        return self._forward(sizes, numbers.to(self._device, non_blocking=True))
+
+    def _forward(self, sizes: Sizes, flat: Tensor) -> Tensor:
+        """Run the model over a step whose numbers lie on the device."""
+        numbers = sizes.split(flat)
+        layout = Layout(numbers.slots, sizes.layout(numbers, self._window_tokens), ())
+        logits = self._model.forward(
+            numbers.tokens, numbers.positions, self._kv, layout, numbers.sampled
+        )
+        if self.beside is not None:
+            self.beside.keep(numbers.slots)
         return logits
 
     @torch.inference_mode()

@@ -6,13 +6,17 @@ constraint forbids after the knobs and before the cuts, so that top_k counts all
 Log-probabilities told to the caller are those of the model itself, before any knob.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from nodeagent.engine.constrain.constraint import BrokenConstraint, Constraint
+
+_DRAWN_TOGETHER: Final = 64
+"""Sorting takes some twenty bytes for each token of the vocabulary and each row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +84,19 @@ class Sampler:
         """True where the likeliest token is the answer and nothing else is asked."""
         return self.params.plain and self.constraint is None
 
+    @property
+    def draws_only(self) -> bool:
+        """True where one draw from the model's own logits is all that is asked."""
+        params = self.params
+        asked = params.logprobs is not None or params.logit_bias or params.penalised
+        return params.temperature > 0 and not asked and self.constraint is None
+
     def sample(self, logits: Tensor) -> Sampled:
         """Choose from `logits` [vocabulary], which may be changed, or raise BrokenConstraint."""
         params = self.params
         logprobs = logits.log_softmax(-1) if params.logprobs is not None else None
         self._adjust(logits)
-        token = int(logits.argmax()) if params.temperature == 0 else self._draw(logits)
+        token = int(logits.argmax()) if params.temperature == 0 else draw(logits[None], [self])[0]
         if self.constraint is not None:
             self.constraint.accept(token)
         if params.penalised:
@@ -122,41 +133,55 @@ class Sampler:
             counts = torch.tensor(list(self._counts.values()), device=device)
             logits[ids] -= params.frequency_penalty * counts + params.presence_penalty
 
-    def _draw(self, logits: Tensor) -> int:
-        params = self.params
+    def point(self) -> float:
+        """Return where in its probabilities this sequence draws next, from nought to one."""
         if self._generator is None:
             # On the CPU on every device: a seed then means the same everywhere.
             self._generator = torch.Generator("cpu")
-            if params.seed is None:
+            if self.params.seed is None:
                 self._generator.seed()
             else:
-                self._generator.manual_seed(params.seed)
-                for _ in range(params.drawn_before):
+                self._generator.manual_seed(self.params.seed)
+                for _ in range(self.params.drawn_before):
                     # One by one, as they were drawn: many at once come in another order.
                     torch.rand((), generator=self._generator, dtype=torch.float64)
-        probabilities, order = (
-            (logits / params.temperature).softmax(-1).sort(descending=True, stable=True)
-        )
-        keep = self._kept(probabilities)
-        cumulative = probabilities[:keep].double().cumsum(0)
-        point = torch.rand((), generator=self._generator, dtype=torch.float64)
-        index = torch.searchsorted(cumulative, (point * cumulative[-1].cpu()).to(logits.device))
-        return int(order[min(int(index), keep - 1)])
+        return float(torch.rand((), generator=self._generator, dtype=torch.float64))
 
-    def _kept(self, probabilities: Tensor) -> int:
-        """How many of the sorted `probabilities` remain after top_k, top_p and min_p."""
-        params = self.params
-        keep = params.top_k if params.top_k > 0 else len(probabilities)
-        keep = min(keep, len(probabilities))
-        if params.top_p < 1.0:
-            head = probabilities[:keep]
-            cumulative = head.cumsum(0)
-            reached = int((cumulative < params.top_p * cumulative[-1]).sum()) + 1
-            keep = min(keep, reached)
-        if params.min_p > 0.0:
-            floor = params.min_p * probabilities[0]
-            keep = min(keep, max(1, int((probabilities[:keep] >= floor).sum())))
-        return keep
+
+def draw(logits: Tensor, samplers: Sequence[Sampler]) -> list[int]:
+    """Draw from each row of `logits` for one of `samplers`; the device is waited for once."""
+    params = [sampler.params for sampler in samplers]
+
+    def column(values: list[float], dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.tensor(values, dtype=dtype).to(logits.device, non_blocking=True)[:, None]
+
+    heated = logits / column([one.temperature for one in params])
+    probabilities, order = heated.softmax(-1).sort(descending=True, stable=True)
+    last = _kept(probabilities, params, column) - 1
+    cumulative = probabilities.double().cumsum(-1)
+    points = column([sampler.point() for sampler in samplers], torch.float64)
+    index = torch.searchsorted(cumulative, points * cumulative.gather(-1, last))
+    tokens: list[int] = order.gather(-1, index.minimum(last))[:, 0].tolist()
+    return tokens
+
+
+def _kept(
+    probabilities: Tensor, params: Sequence[SamplingParams], column: Callable[..., Tensor]
+) -> Tensor:
+    """How many of each row's sorted `probabilities` remain after top_k, top_p and min_p: [n, 1]."""
+    most = probabilities.shape[-1]
+    keep = column([min(one.top_k, most) if one.top_k > 0 else most for one in params], torch.int64)
+    places = torch.arange(most, device=probabilities.device)
+    if any(one.top_p < 1.0 for one in params):
+        top_p, sums = column([one.top_p for one in params]), probabilities.cumsum(-1)
+        below = (sums < top_p * sums.gather(-1, keep - 1)) & (places < keep)
+        reached = below.sum(-1, keepdim=True) + 1
+        keep = torch.where(top_p < 1.0, keep.minimum(reached), keep)
+    if any(one.min_p > 0.0 for one in params):
+        floor = column([one.min_p for one in params]) * probabilities[:, :1]
+        above = (probabilities >= floor) & (places < keep)
+        keep = keep.minimum(above.sum(-1, keepdim=True).clamp_min(1))
+    return keep
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +202,7 @@ def sample_runs(logits: Tensor, dues: Sequence[Due]) -> list[list[Sampled | Unso
     best, likeliest = logits.max(-1)
     sound = best.isfinite().tolist()
     tokens = likeliest.tolist()
+    drawn = _draw_together(logits, dues, sound)
     answers: list[list[Sampled | UnsoundLogits]] = []
     row = 0
     for due in dues:
@@ -188,6 +214,8 @@ def sample_runs(logits: Tensor, dues: Sequence[Due]) -> list[list[Sampled | Unso
                 result = UnsoundLogits("cannot sample: the model gave no finite logits")
             elif due.sampler.plain:
                 result = Sampled(tokens[at])
+            elif at in drawn:
+                result = Sampled(drawn[at])
             else:
                 result = _sample(due.sampler, logits[at])
             run.append(result)
@@ -196,6 +224,24 @@ def sample_runs(logits: Tensor, dues: Sequence[Due]) -> list[list[Sampled | Unso
         answers.append(run)
         row += len(due.drafts) + 1
     return answers
+
+
+def _draw_together(logits: Tensor, dues: Sequence[Due], sound: Sequence[bool]) -> dict[int, int]:
+    """Draw for whoever has no drafts, and asks for no more than a draw: row by row, the tokens."""
+    rows: list[int] = []
+    samplers: list[Sampler] = []
+    at = 0
+    for due in dues:
+        if not due.drafts and sound[at] and due.sampler.draws_only:
+            rows.append(at)
+            samplers.append(due.sampler)
+        at += len(due.drafts) + 1
+    tokens: list[int] = []
+    for start in range(0, len(rows), _DRAWN_TOGETHER):
+        end = start + _DRAWN_TOGETHER
+        part = logits if len(rows) == len(logits) <= _DRAWN_TOGETHER else logits[rows[start:end]]
+        tokens += draw(part, samplers[start:end])
+    return dict(zip(rows, tokens, strict=True))
 
 
 def sample_rows(logits: Tensor, samplers: list[Sampler]) -> list[Sampled | UnsoundLogits]:

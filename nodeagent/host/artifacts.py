@@ -243,9 +243,19 @@ class Artifacts:
         # What an earlier fetch left is gone on from.
         needed = artifact.size_bytes - _size_of(self._folder / f"{artifact.digest}.partial")
         if free < needed:
+            self._drop_left_partials()
+            free = shutil.disk_usage(self._folder).free
+        if free < needed:
             raise ArtifactError(
                 f"cannot fetch {artifact.source}: {needed} bytes needed, the disk has {free} free"
             )
+
+    def _drop_left_partials(self) -> None:
+        """Remove what earlier fetches left that nobody goes on with now."""
+        for folder in self._folder.glob("*.partial"):
+            if folder.stem not in self._fetched_bytes:
+                log.info("partial artifact dropped", extra={"fields": {"digest": folder.stem}})
+                shutil.rmtree(folder)
 
     def _kept(self) -> list[Kept]:
         return [

@@ -71,7 +71,7 @@ class Engine:
             else aiohttp.TCPConnector(limit=0)
         )
         self.http = aiohttp.ClientSession(
-            started.command.base_url,
+            started.command.base_url or None,
             connector=connector,
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=PROBE_TIMEOUT_S),
             auto_decompress=False,
@@ -89,7 +89,10 @@ class Engine:
         return self._driver.resumes
 
     async def is_ready(self) -> bool:
-        """Say whether the engine answers that it is well."""
+        """Say whether the engine answers that it is well; a part without a door, that it met."""
+        command = self.started.command
+        if not command.base_url:
+            return not command.socket or await asyncio.to_thread(Path(command.socket).exists)
         try:
             async with asyncio.timeout(PROBE_TIMEOUT_S):
                 async with self.http.get(self._driver.health_path) as response:

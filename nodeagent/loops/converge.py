@@ -20,9 +20,12 @@ class Converged(NamedTuple):
 class Converge:
     """Makes what runs become what is assigned."""
 
-    def __init__(self, node: Node, supervisor: Supervisor) -> None:
+    def __init__(
+        self, node: Node, supervisor: Supervisor, rank_ports: tuple[int, int] | None = None
+    ) -> None:
         self._node = node
         self._supervisor = supervisor
+        self._rank_ports = rank_ports
 
     async def run_once(self) -> Converged:
         """Reconcile and take the steps; a turn without a difference takes none."""
@@ -36,6 +39,7 @@ class Converge:
             self._supervisor.states(),
             [device.device_id for device in devices if device.healthy],
             DRIVERS.keys(),
+            self._rank_ports,
         )
         for end in steps.endings:
             self._supervisor.end(end.tombstone)

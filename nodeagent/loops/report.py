@@ -109,6 +109,7 @@ class ReportDuty:
             disk_bytes_per_s=disk.bytes_per_s,
             fetch_bytes_per_s=self._artifacts.link.seen_bytes_per_s,
             failure_domain=self._config.failure_domain,
+            rank_ports=self._config.plaintext_rank_ports,
             version=__version__,
         )
 

@@ -11,6 +11,7 @@ import itertools
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -268,23 +269,25 @@ def peak_bytes() -> int:
     return int(line.split()[1]) * 1024
 
 
-def main() -> None:
-    """Serve calls, a JSON line each, until standard input ends."""
-    name, model, threads = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+def serve(build: Callable[[], Contestant], peak: Callable[[], int]) -> None:
+    """Build the contestant, then serve calls, a JSON line each, until standard input ends."""
     started_s = clock_s()
-    contestant = build(name, model, threads)
+    contestant = build()
     _say({"load_s": clock_s() - started_s, "bytes": contestant.weights_bytes()})
     for line in sys.stdin:
         call, *arguments = json.loads(line)
-        if call == "peak":
-            _say(peak_bytes())
-        else:
-            _say(getattr(contestant, call)(*arguments))
+        _say(peak() if call == "peak" else getattr(contestant, call)(*arguments))
 
 
 def _say(answer: object) -> None:
     sys.stdout.write("ANSWER " + json.dumps(answer) + "\n")
     sys.stdout.flush()
+
+
+def main() -> None:
+    """Serve the contestant that the command line names."""
+    name, model, threads = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+    serve(lambda: build(name, model, threads), peak_bytes)
 
 
 if __name__ == "__main__":

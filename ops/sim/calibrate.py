@@ -1,6 +1,7 @@
 """The live half of the calibration: a trace played through the demo fleet, as its clients saw it.
 
-    python -m ops.sim.calibrate [--data FOLDER] [--seconds N] [--load PERCENT] --out FILE.json
+    python -m ops.sim.calibrate [--data FOLDER] [--trace NAME] [--seconds N] [--load PERCENT]
+        --out FILE.json
 
 CORRIDOR: bring up -> deploy -> profile each replica alone -> play -> keep what was seen. What the
 simulator makes of the same arrivals is worked out afterwards, from the file alone:
@@ -13,23 +14,21 @@ import asyncio
 import json
 import random
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
 import aiohttp
 import msgspec
+import numpy as np
 
 from isochrone.wire import headers
 from ops.fleet import layout, model
 from ops.fleet.bring_up import Fleet
 from ops.fleet.cities import CITIES, City
 from ops.sim import data, traces
-from ops.sim.calibration import BLOCK, CACHED_SHARE, Asked, Live, Probe, fitted, world_of
+from ops.sim.calibration import BLOCK, Asked, Live, Probe, fitted, world_of
 from ops.sim.cases import speed_for
-
-SHRINK: Final = 32
-"""A CPU reads prompts some twenty times slower than the replicas of the proof: so much shorter are
-they here, and so are the blocks that requests share."""
 
 PROMPT_TOKENS_MAX: Final = 1500
 OUTPUT_TOKENS_MAX: Final = 48
@@ -37,6 +36,9 @@ SIZES: Final = (32, 64, 128, 256, 512, 1024, 1500)
 TWICE: Final = 2
 TOGETHER: Final = (1, 2, 4)
 """How many answers are written at once where the time between tokens is measured."""
+
+SESSIONS_SEED: Final = 99
+"""Draws which of ServeGen's conversations are played."""
 
 SERVING: Final = (CITIES[0], CITIES[-1])
 WORDS: Final = (
@@ -53,11 +55,16 @@ def text_of(block: int, tokens: int) -> str:
 
 
 def shrunk(request: traces.Request) -> traces.Request:
-    """Return a request as this fleet can bear it: shorter, and shared as before."""
-    tokens = min(PROMPT_TOKENS_MAX, max(8, request.prompt_tokens // SHRINK))
+    """Return a request as this fleet can bear it: shorter, and shared as before.
+
+    A CPU reads prompts some twenty times slower than the replicas of the proof. Blocks that
+    requests share become blocks of the engine's KV, and all else shrinks by as much.
+    """
+    shrink = request.block_tokens // BLOCK
+    tokens = min(PROMPT_TOKENS_MAX, max(8, request.prompt_tokens // shrink))
     return request._replace(
         prompt_tokens=tokens,
-        output_tokens=min(OUTPUT_TOKENS_MAX, max(2, request.output_tokens // SHRINK)),
+        output_tokens=min(OUTPUT_TOKENS_MAX, max(2, request.output_tokens // shrink)),
         blocks=request.blocks[: tokens // BLOCK],
         block_tokens=BLOCK,
     )
@@ -194,7 +201,27 @@ async def play(player: Player, requests: list[traces.Request], speed: float) -> 
     return list(await asyncio.gather(*(one(request) for request in requests)))
 
 
-async def run(folder: Path, seconds: float, load: float) -> Live:
+def mooncake(folder: Path) -> Iterator[list[traces.Request]]:
+    """Give ever longer parts of Mooncake's conversations: few prompts are cached."""
+    path = folder / "traces/mooncake_conversation_trace.jsonl.gz"
+    trace = [shrunk(request) for request in traces.mooncake(path, traces.Part(3000))]
+    for count in range(100, len(trace), 20):
+        yield trace[:count]
+
+
+def sessions(folder: Path) -> Iterator[list[traces.Request]]:
+    """Give ever more of ServeGen's conversations, each whole: most of a prompt is cached."""
+    trace = [shrunk(request) for request in traces.sessions(folder / "servegen", traces.Part(3000))]
+    drawn = {one.session: traces.place_of(one.session, SESSIONS_SEED) for one in trace}
+    for share in np.arange(0.03, 1.0, 0.005):
+        yield [one for one in trace if drawn[one.session] < share]
+
+
+TRACES: Final = {"mooncake": (mooncake, 0.2), "servegen": (sessions, 0.65)}
+"""Ever longer parts of a trace, and which share of its prompts is expected to be cached."""
+
+
+async def run(folder: Path, trace: str, seconds: float, load: float) -> Live:
     """Bring the fleet up, measure, play, and take it down."""
     fleet = Fleet(layout.STATE, print)
     try:
@@ -207,15 +234,12 @@ async def run(folder: Path, seconds: float, load: float) -> Live:
             # At the same time, as they will be asked: they share the machine's memory.
             found = await asyncio.gather(*(profile(fleet, player, city) for city in SERVING))
             probes = [probe for of_one in found for probe in of_one]
-            trace = traces.mooncake(
-                folder / "traces/mooncake_conversation_trace.jsonl.gz", traces.Part(3000)
-            )
             profiles = fitted(probes)
             print(profiles)
+            parts, cached_share = TRACES[trace]
             # As many requests as take `seconds` at this load.
-            for count in range(100, len(trace), 20):
-                requests = [shrunk(request) for request in trace[:count]]
-                speed = speed_for(load / 100, world_of(profiles), requests, CACHED_SHARE)
+            for requests in parts(folder):
+                speed = speed_for(load / 100, world_of(profiles), requests, cached_share)
                 if requests[-1].at_s / speed >= seconds:
                     break
             print(f"{len(requests)} requests, trace sped up {speed:.3f} times")
@@ -229,11 +253,12 @@ def main() -> None:
     """Measure, and keep it."""
     parser = argparse.ArgumentParser(prog="python -m ops.sim.calibrate")
     parser.add_argument("--data", help="folder of public data")
+    parser.add_argument("--trace", choices=TRACES, default="mooncake")
     parser.add_argument("--seconds", type=float, default=150.0, help="how long to play")
     parser.add_argument("--load", type=float, default=60.0, help="in percent")
     parser.add_argument("--out", type=Path, required=True)
     asked = parser.parse_args()
-    live = asyncio.run(run(data.folder(asked.data), asked.seconds, asked.load))
+    live = asyncio.run(run(data.folder(asked.data), asked.trace, asked.seconds, asked.load))
     asked.out.write_text(
         json.dumps(
             {

@@ -23,7 +23,6 @@ from ops.sim.traces import Request
 from ops.sim.world import Profile, Site, World
 
 BLOCK: Final = 16
-CACHED_SHARE: Final = 0.2
 SHARES: Final = (0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99)
 PROBED_S: Final = 2.0
 """How old words are that come with probes: half to whole of this, as the simulator counts."""
@@ -32,6 +31,7 @@ KV_TOKENS: Final = (1 << 30) // (2 * 30 * 3 * 64 * 4)
 TOKENS_IN_FLIGHT_MAX: Final = 32_768
 BATCH_TOKENS_MAX: Final = 256
 SEQUENCES_MAX: Final = 16
+INTERVAL_S: Final = 0.25
 
 
 class Probe(NamedTuple):
@@ -110,6 +110,7 @@ def fitted(probes: Sequence[Probe]) -> list[Fitted]:
                     KV_TOKENS,
                     SEQUENCES_MAX,
                     BATCH_TOKENS_MAX,
+                    INTERVAL_S,
                 ),
                 overhead_s,
             )

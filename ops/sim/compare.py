@@ -1,6 +1,6 @@
 """Other ways of placing, for comparison: what each holds, and how its users are served.
 
-    python -m ops.sim.compare --data ../shared/data --bounds 100
+    python -m ops.sim.compare --data ../shared/data
 
 Everything everywhere: each PoP takes a replica of every model, the most popular first, while it has
 room, then further ones in proportion to what is asked there. By popularity: the most popular model
@@ -12,8 +12,9 @@ import argparse
 import json
 import os
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
@@ -22,7 +23,7 @@ from ops.sim.judge import sought
 from ops.sim.planet import DAY, FIRST, HOUR
 from ops.sim.planet_world import World, demand_rows, draw
 from ops.sim.served import Users
-from scheduler.decide.cluster import ClusterState
+from scheduler.decide.cluster import ClusterState, PopDistance
 from scheduler.decide.feasible import allowed, replica_memory_bytes
 from scheduler.decide.flow import Floats
 from scheduler.decide.search import Search
@@ -106,8 +107,10 @@ def by_popularity(world: World, peak: Floats) -> tuple[Held, int]:
     return seats, devices.used
 
 
-def planned(world: World, demand: Floats) -> tuple[Held, int, Search]:
-    """Place by the production search, from an empty fleet."""
+def planned(
+    world: World, demand: Floats, distances: tuple[PopDistance, ...] = ()
+) -> tuple[Held, int, Search]:
+    """Place by the production search, from an empty fleet; `distances` replace the true ones."""
     cluster = ClusterState(
         cluster_id=ClusterId("planet"),
         generation=Generation(1),
@@ -117,6 +120,7 @@ def planned(world: World, demand: Floats) -> tuple[Held, int, Search]:
         models=world.models,
         deployments=world.deployments,
         demand=demand_rows(world, demand),
+        distances=distances,
         profiles=world.profiles,
     )
     search, _ = sought(cluster, FIRST)
@@ -130,57 +134,50 @@ def planned(world: World, demand: Floats) -> tuple[Held, int, Search]:
     return seats, used, search
 
 
-def compared(world: World) -> tuple[dict[str, Any], Search]:
-    """Return by way of placing its memory and how eight hours of a day are served."""
-    day = [world.requests(DAY + hour * HOUR) for hour in range(24)]
-    peak = np.maximum.reduce(day)
-    mean = np.mean([world.requests(hour * HOUR) for hour in range(0, 168, 3)], axis=0)
-    seats, used, search = planned(world, peak)
-    ways = {
-        "planner": (seats, used),
-        "everything everywhere": everything_everywhere(world, peak),
-        "by popularity": by_popularity(world, peak),
-        "weekly mean": planned(world, mean)[:2],
+def fared(world: World, held: Held, memory_bytes: int) -> dict[str, float]:
+    """Return what a way of placing holds, and how eight hours of a day are served by it."""
+    users = Users(world)
+    rows = [users.serve(world.requests(minute), held, set()) for minute in SAMPLED]
+    asked = [row.asked_per_s for row in rows]
+
+    def mean(values: list[float], digits: int) -> float:
+        return round(float(np.average(values, weights=asked)), digits)
+
+    return {
+        "replicas": sum(len(nodes) for nodes in held.values()),
+        "memory_tib": round(memory_bytes / 2**40, 1),
+        "served": mean([row.served_share for row in rows], 4),
+        "rtt_mean_ms": mean([row.rtt_mean_ms for row in rows], 1),
+        "rtt_p90_ms": mean([row.rtt_p90_ms for row in rows], 1),
+        "rtt_p90_all_ms": mean([row.rtt_p90_all_ms for row in rows], 1),
     }
-    table: dict[str, Any] = {}
-    for name, (held, memory) in ways.items():
-        users = Users(world)
-        rows = [users.serve(world.requests(minute), held, set()) for minute in SAMPLED]
-        asked = [row.asked_per_s for row in rows]
 
-        def mean(values: list[float], digits: int, asked: list[float] = asked) -> float:
-            return round(float(np.average(values, weights=asked)), digits)
 
-        table[name] = {
-            "replicas": sum(len(nodes) for nodes in held.values()),
-            "memory_tib": round(memory / 2**40, 1),
-            "served": mean([row.served_share for row in rows], 4),
-            "rtt_mean_ms": mean([row.rtt_mean_ms for row in rows], 1),
-            "rtt_p90_ms": mean([row.rtt_p90_ms for row in rows], 1),
-            "rtt_p90_all_ms": mean([row.rtt_p90_all_ms for row in rows], 1),
-        }
-        print(name, table[name], flush=True)
-    return table, search
+def peak_of_the_day(world: World) -> Floats:
+    """Return the most of each hour of the day that is sampled, by city and deployment."""
+    hours = [world.requests(DAY + hour * HOUR) for hour in range(24)]
+    return np.asarray(np.maximum.reduce(hours), dtype=np.float64)
+
+
+def compared(world: World) -> Iterator[tuple[str, dict[str, float]]]:
+    """Yield each way of placing with its memory and how it serves."""
+    peak = peak_of_the_day(world)
+    mean = np.mean([world.requests(hour * HOUR) for hour in range(0, 168, 3)], axis=0)
+    yield "planner", fared(world, *planned(world, peak)[:2])
+    yield "everything everywhere", fared(world, *everything_everywhere(world, peak))
+    yield "by popularity", fared(world, *by_popularity(world, peak))
+    yield "weekly mean", fared(world, *planned(world, mean)[:2])
 
 
 def main() -> None:
-    """Compare, then bound as many deployments as asked for."""
+    """Compare, a line each."""
     parser = argparse.ArgumentParser(description=__doc__)
     default = os.environ.get("ISOCHRONE_DATA", "../shared/data")
     parser.add_argument("--data", type=Path, default=Path(default))
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--bounds", type=int, default=100)
-    parser.add_argument("--out", type=Path, default=Path("compare.json"))
     given = parser.parse_args()
-    table, search = compared(draw(given.data, given.seed))
-    from ops.sim.lp_bound import bound_of  # the solver is an extra
-
-    bounds = []
-    step = max(1, len(search.wishes) // given.bounds)
-    for wish in search.wishes[::step]:
-        bounds.append(bound_of(wish)._asdict())
-        print(bounds[-1], flush=True)
-        given.out.write_text(json.dumps({"ways": table, "bounds": bounds}, indent=1))
+    for name, row in compared(draw(given.data, given.seed)):
+        print(f"{name:24}", json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":

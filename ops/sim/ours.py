@@ -191,7 +191,8 @@ class Ours:
         way = self._ways.pop(request.number)
         way.reservation.release()
         route = way.ranked.route
-        self.fleet.learned_cached(route, way.sent, request.prompt_tokens, cached_tokens)
+        told = (way.sent, request.prompt_tokens, cached_tokens)
+        self.fleet.learned_cached(route, *told, keys_of(request))
         if request.session:
             self.fleet.sessions.sat(
                 request.session,

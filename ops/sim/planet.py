@@ -6,9 +6,11 @@ Each minute demand moves, what was loading may be warm, and users are served by 
 nearest first, up to its full capacity. The picture is built as the store would build it and planned
 as the scheduler plans it every `--plan-min` minutes, and in the minute in which a node falls silent
 or comes back, a new model arrives or a rollout takes a step (where production is nudged). Moves are
-carried out after the time that fetching and loading take. What is planned for is, by city and
-deployment, the most of the last ten minutes and of each hour of the day before: a forecast that
-knows yesterday.
+carried out after the time that fetching and loading take.
+
+What is planned for is, by city and deployment, what is asked now raised to the production forecast
+(`foretold.py`, which has learned the days before), or with `--peaks` to the most of the last ten
+minutes and of each hour of the day before: all the day is then seated for its peak.
 """
 
 import argparse
@@ -26,6 +28,7 @@ import numpy as np
 from isochrone.wire.assignment import ReplicaSpec
 from isochrone.wire.ids import ClusterId, Generation, NodeId, PopId, ReplicaId
 from isochrone.wire.report import ReplicaState
+from ops.sim.foretold import Foretold
 from ops.sim.planet_world import World, demand_rows, draw
 from ops.sim.rolling import Rolling
 from ops.sim.served import Seats, Users
@@ -53,14 +56,15 @@ NEW_DEPLOYMENT: Final = 12
 ROLLOUT_AT: Final = 5 * DAY
 ROLLOUT_DEPLOYMENT: Final = 5
 LIMITS: Final = PlanLimits(moves_share=0.05, effort=20)
-FIRST: Final = PlanLimits(starts_max=10**6, endings_max=10**6, effort=0)
+FIRST: Final = PlanLimits(starts_max=10**6, endings_max=10**6, effort=400)
 
 
 class Planet:
     """The fleet's state between steps, as nodes and the store would hold it."""
 
-    def __init__(self, world: World, seed: int) -> None:
+    def __init__(self, world: World, seed: int, foretold: Foretold | None = None) -> None:
         self.world = world
+        self._foretold = foretold
         self.minute = 0
         self.deployments = list(world.deployments)
         self._nodes = {node.node_id: node for node in world.nodes}
@@ -109,13 +113,18 @@ class Planet:
         """Return what is asked in this minute, which the forecast remembers."""
         now = self.asked(self.minute)
         self._recent = [*self._recent[-9:], now]
+        if self._foretold:
+            self._foretold.hear(self.minute, now)
         hour = (self.minute // HOUR) % 24
         self._day[hour] = np.maximum(now, self._day[hour]) if self.minute % HOUR else now
         return now
 
     def picture(self) -> ClusterState:
         """Return the picture of this minute."""
-        return self.cluster(np.maximum.reduce([*self._recent, *self._day]))
+        if self._foretold is None:
+            return self.cluster(np.maximum.reduce([*self._recent, *self._day]))
+        level = np.maximum(self._recent[-1], np.mean(self._recent, axis=0))
+        return self.cluster(np.maximum(level, self._foretold.rates))
 
     def cluster(self, planned: Floats) -> ClusterState:
         """Return a picture with given demand."""
@@ -238,9 +247,11 @@ def breaches(planet: Planet) -> int:
     )
 
 
-def run(world: World, days: int, plan_min: int, seed: int) -> Iterator[dict[str, Any]]:
+def run(
+    world: World, days: int, plan_min: int, seed: int, foretold: Foretold | None = None
+) -> Iterator[dict[str, Any]]:
     """Yield one row a minute."""
-    planet, users = Planet(world, seed), Users(world)
+    planet, users = Planet(world, seed, foretold), Users(world)
     was_lost: set[NodeId] = set()
     while planet.minute < days * DAY:
         asked, lost = planet.ask(), planet.lost()
@@ -287,9 +298,15 @@ def main() -> None:
     parser.add_argument("--plan-min", type=int, default=5)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("planet.jsonl"))
+    parser.add_argument("--peaks", action="store_true", help="plan for known peaks")
+    parser.add_argument("--learned-days", type=int, default=7, help="what the forecast has seen")
     given = parser.parse_args()
+    world = draw(given.data, given.seed)
+    foretold = None if given.peaks else Foretold(world, (FLASH_DEPLOYMENT, NEW_DEPLOYMENT))
+    if foretold:
+        foretold.learn_before(given.learned_days, NEW_DEPLOYMENT)
     with given.out.open("w") as file:
-        for row in run(draw(given.data, given.seed), given.days, given.plan_min, given.seed):
+        for row in run(world, given.days, given.plan_min, given.seed, foretold):
             print(json.dumps(row), file=file, flush=True)
 
 

@@ -10,7 +10,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Mapping
 from heapq import heappop, heappush
 from math import inf
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from msgspec import structs
 
@@ -18,6 +18,8 @@ from isochrone.wire.headers import Load
 from nodeagent.decide.admission import READ_MAX
 from ops.sim.traces import Request
 from ops.sim.world import Site
+
+BLOCK_TOKENS: Final = 16
 
 
 class Job:
@@ -100,7 +102,7 @@ class Replica:
     def take(self, job: Job, now_s: float, queue_tokens_max: int = 0) -> bool:
         """Take a request on, as a node's door does; False where it does not fit or would wait."""
         tokens = self.prefill_tokens + self.decode_tokens
-        if queue_tokens_max and self.unread > queue_tokens_max:
+        if queue_tokens_max and self.left(now_s) > queue_tokens_max:
             return False
         if self.running and tokens + job.wanted_tokens > self.site.profile.kv_tokens_max:
             return False
@@ -116,6 +118,10 @@ class Replica:
             self._read_next()
         self._note(now_s)
         return True
+
+    def left(self, now_s: float) -> int:
+        """Return what is still to be read, as the door reckons it."""
+        return self._log[-1].to(-1, now_s).others_unread
 
     def settle(self, now_s: float) -> tuple[list[Job], list[Job]]:
         """Let time pass until now; return who got a first token and who ended."""
@@ -179,9 +185,8 @@ class Replica:
 
     def read_speed(self) -> float:
         """Return work per second while a prompt is read."""
-        profile = self.site.profile
-        chunk_s = profile.chunk_tokens / self.site.true_rate
-        return profile.chunk_tokens / (chunk_s + len(self._decoding) * profile.step_per_sequence_s)
+        work, took_s = self._step()
+        return work / took_s
 
     def load_at(self, at_s: float, pop: int) -> Load:
         """Return the load as it was, as a node told it to a PoP's router."""
@@ -190,10 +195,22 @@ class Replica:
     def _speeds(self) -> tuple[float, float]:
         profile = self.site.profile
         if self.reading is not None:
-            speed = self.read_speed()
-            return speed, speed / profile.chunk_tokens
+            work, took_s = self._step()
+            return work / took_s, 1.0 / took_s
         step_s = profile.step_s + len(self._decoding) * profile.step_per_sequence_s
         return 0.0, 1.0 / step_s
+
+    def _step(self) -> tuple[float, float]:
+        """Return what of a prompt a step reads, and how long the step takes."""
+        profile, rate = self.site.profile, self.site.true_rate
+        decodes_s = len(self._decoding) * profile.step_per_sequence_s
+        whole_s = profile.chunk_tokens / rate + decodes_s
+        if not self._decoding or whole_s <= profile.interval_s:
+            return profile.chunk_tokens, whole_s
+        # The rest of the interval is the prompt's, and a block in any case.
+        decodes_s += profile.step_s
+        read_s = max(profile.interval_s - decodes_s, BLOCK_TOKENS / rate)
+        return read_s * rate, read_s + decodes_s
 
     def _advance(self, now_s: float) -> None:
         took_s = now_s - self._now_s

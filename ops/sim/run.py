@@ -36,6 +36,7 @@ PASSING_S: Final = 0.002
 """To ask siblings, and go on to one: two round trips of a LAN, and what two doors take."""
 
 RELAYING_S: Final = 0.0005
+SHARE_INTERVAL_S: Final = 1.0
 QUEUE_S: Final = 10.0
 QUEUE_DEPTH_MAX: Final = 256
 LOOK_AGAIN_S: Final = 0.1
@@ -79,9 +80,17 @@ class Simulation:
     """The clock, what is due, and everybody in it."""
 
     def __init__(
-        self, world: World, requests: Sequence[Request], speed: float, age_s: float, policy: str
+        self,
+        world: World,
+        requests: Sequence[Request],
+        speed: float,
+        age_s: float,
+        policy: str,
+        processes: int = 1,
     ) -> None:
         self.now_s = 0.0
+        self._processes = processes
+        self._shared_at_s = 0.0
         self._world = world
         self._due: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._events = 0
@@ -106,6 +115,9 @@ class Simulation:
         """Let everything happen."""
         while self._due:
             self.now_s, _, call, of = heappop(self._due)
+            if self._processes > 1 and self.now_s - self._shared_at_s >= SHARE_INTERVAL_S:
+                self._shared_at_s = self.now_s
+                self._share()
             call(*of)
         errors = [
             error
@@ -136,6 +148,18 @@ class Simulation:
             "SkyLB": lambda _: SkyLb(),
         }
         return [makers[name](pop) for pop in pops]
+
+    def _share(self) -> None:
+        """Let the processes of each router tell one another, as the main process does for them."""
+        for first in range(0, len(self._policies), self._processes):
+            several = self._policies[first : first + self._processes]
+            ours = [policy.fleet for policy in several if isinstance(policy, Ours)]
+            for fleet in ours:
+                fleet.outbox.is_open = True
+                rows = fleet.outbox.take()
+                for other in ours:
+                    if rows and other is not fleet:
+                        other.learned_prompts(rows)
 
     def _at(self, at_s: float, call: Callable[..., None], *of: Any) -> None:
         self._events += 1
@@ -189,7 +213,7 @@ class Simulation:
 
     def _judge(self, siblings: Sequence[Sibling], most: int) -> Verdict | None:
         """Say, as a node's door does, which sibling a request had better go on to."""
-        unread = {one.replica_id: self._replicas[_number(one)].unread for one in siblings}
+        unread = {one.replica_id: self._replicas[_number(one)].left(self.now_s) for one in siblings}
         if not siblings or not is_worth_asking(siblings[0], unread[siblings[0].replica_id]):
             return None
         return judge(siblings, unread, most or None)
@@ -319,7 +343,16 @@ def _number(sibling: Sibling) -> int:
 
 
 def simulate(
-    world: World, requests: Sequence[Request], speed: float, age_s: float, policy: str
+    world: World,
+    requests: Sequence[Request],
+    speed: float,
+    age_s: float,
+    policy: str,
+    processes: int = 1,
 ) -> Outcome:
-    """Run once; the same arguments give the same outcome."""
-    return Simulation(world, requests, speed, age_s, policy).run()
+    """Run once; the same arguments give the same outcome.
+
+    With `processes`, so many PoPs after another are processes of one router, that tell one another
+    what was answered where.
+    """
+    return Simulation(world, requests, speed, age_s, policy, processes).run()

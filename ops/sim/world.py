@@ -6,6 +6,7 @@ A100 and an H100 server of eight for a large model, and of two A100s for Llama-3
 """
 
 import random
+from math import inf
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -47,6 +48,8 @@ class Profile(NamedTuple):
     cache_tokens: int
     sequences_max: int = 256
     chunk_tokens: int = 1024
+    interval_s: float = inf
+    """Beside decodes, a step takes only so much of a prompt that it lasts no longer than this."""
 
 
 class Model(NamedTuple):

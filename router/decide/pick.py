@@ -41,6 +41,8 @@ SPILL_RATIO: Final = 0.1
 PASSING_MS: Final = 5.0
 """Siblings are named to a node only where a request takes longer than this there."""
 
+UNKNOWN_MS: Final = -inf
+
 SURPRISE_MS: Final = 40.0
 SURPRISE_RATIO: Final = 0.1
 """A longer queue than was thought counts as a surprise only past this."""
@@ -70,12 +72,15 @@ class Routes(Sequence[Ranked]):
         costs: list[float],
         first: int,
         reason: str,
+        others_ms: float = UNKNOWN_MS,
     ) -> None:
+        """Begin with slot `first`; `others_ms` is the soonest of the others, where known."""
         self._picture = picture
         self._ask = ask
         self._costs = costs
         self._first = first
         self._reason = reason
+        self._others_ms = others_ms
         self._count = sum(cost < inf for cost in costs) if first < 0 else -1
         self._order: Sequence[int] | None = None
 
@@ -138,12 +143,11 @@ class Routes(Sequence[Ranked]):
     def _queue_tokens_max(self, rtt_ms: float, queue_ms: float, prefill_ms: float) -> int:
         """Return how much may wait there before asking elsewhere is worth another round trip."""
         picture, costs, first = self._picture, self._costs, self._first
-        cost, costs[first] = costs[first], inf
-        others = min(costs)
-        costs[first] = cost
-        if others == inf:
+        if self._others_ms == UNKNOWN_MS:
+            self._others_ms = _soonest_but(first, costs)
+        if self._others_ms == inf:
             return 0
-        better_by_ms = max(0.0, others - cost)
+        better_by_ms = max(0.0, self._others_ms - costs[first])
         most_ms = queue_ms + better_by_ms + rtt_ms + SURPRISE_MS + SURPRISE_RATIO * prefill_ms
         return max(1, round(most_ms / picture.ms_per_token[first]))
 
@@ -187,8 +191,10 @@ def rank(picture: Picture, ask: Ask, excluded: Set[ReplicaId] = frozenset()) -> 
     best_ms = min(costs, default=inf)
     if best_ms == inf:
         return Ranking(Routes(picture, ask, costs, -1, ""), full)
-    slot, reason = _first(picture, ask, costs, best_ms)
-    return Ranking(Routes(picture, ask, costs, slot, reason), full)
+    slot, reason, others_ms = _first(picture, ask, costs, best_ms)
+    if costs[slot] > best_ms:
+        others_ms = best_ms
+    return Ranking(Routes(picture, ask, costs, slot, reason, others_ms), full)
 
 
 def _costs(picture: Picture, ask: Ask) -> list[float]:
@@ -252,12 +258,25 @@ def _spare_starting(picture: Picture, ask: Ask, costs: list[float]) -> None:
             costs[slot] = inf
 
 
-def _first(picture: Picture, ask: Ask, costs: Sequence[float], best_ms: float) -> tuple[int, str]:
-    """Return which slot goes first, and why: the session's seat, or one drawn among those alike."""
+def _soonest_but(slot: int, costs: list[float]) -> float:
+    """Return the least cost of all others."""
+    cost, costs[slot] = costs[slot], inf
+    others_ms = min(costs)
+    costs[slot] = cost
+    return others_ms
+
+
+def _first(
+    picture: Picture, ask: Ask, costs: list[float], best_ms: float
+) -> tuple[int, str, float]:
+    """Return which slot goes first, and why: the session's seat, or one drawn among those alike.
+
+    And the soonest of the others, where it was worked out.
+    """
     if ask.seat is not None:
         seat = picture.slots.get(ask.seat.replica_id, -1)
         if seat >= 0 and costs[seat] <= best_ms + max(STICK_MS, STICK_RATIO * best_ms):
-            return seat, "session"
+            return seat, "session", UNKNOWN_MS
     best = _at_home(picture, costs, costs.index(best_ms))
     best_ms = costs[best]
     slack_ms = max(ALIKE_MS, ALIKE_RATIO * best_ms, ALIKE_SPREADS * picture.spread_ms[best])
@@ -265,12 +284,17 @@ def _first(picture: Picture, ask: Ask, costs: Sequence[float], best_ms: float) -
     if is_new:
         slack_ms = max(slack_ms, SESSION_ALIKE_MS, SESSION_ALIKE_RATIO * best_ms)
     limit_ms = best_ms + slack_ms
-    alike = [slot for slot, cost in enumerate(costs) if cost <= limit_ms]
+    others_ms = _soonest_but(best, costs)
+    alike = [best]
+    if others_ms <= limit_ms:
+        alike = [slot for slot, cost in enumerate(costs) if cost <= limit_ms]
     if is_new and picture.home:
         # Drawn by the table alone: processes that share nothing else presume the same seat.
         seat = draw(seed_of(ask.session), sorted(picture.home), picture.seeds, picture.weights)
         if costs[seat] <= best_ms + max(STICK_MS, STICK_RATIO * best_ms):
-            return seat, "session-new nearest-warm"
+            return seat, "session-new nearest-warm", UNKNOWN_MS
+    if len(alike) > 1:
+        others_ms = UNKNOWN_MS
     if is_new and len(alike) > 1:
         alike = within_bound(alike, picture.tokens, picture.weights)
         best = draw(seed_of(ask.session), alike, picture.seeds, picture.weights)
@@ -278,9 +302,9 @@ def _first(picture: Picture, ask: Ask, costs: Sequence[float], best_ms: float) -
         best = alike[seed_of(ask.request_id) % len(alike)]
     reason = "nearest-warm" if best in picture.home else "soonest-warm"
     if is_new:
-        return best, f"session-new {reason}"
+        return best, f"session-new {reason}", others_ms
     is_prefix = any(best in match.slots for match in ask.held.some)
-    return best, f"prefix {reason}" if is_prefix else reason
+    return best, f"prefix {reason}" if is_prefix else reason, others_ms
 
 
 def _at_home(picture: Picture, costs: Sequence[float], best: int) -> int:

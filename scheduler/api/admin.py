@@ -47,6 +47,7 @@ from scheduler.store.status import read_status
 V = TypeVar("V")
 
 DRIVERS: Final = frozenset({"embedded", "mock", "vllm", "sglang", "tensorrt_llm"})
+OVER_NODES: Final = frozenset({"embedded", "vllm", "sglang"})
 
 
 async def status(call: Call) -> StatusView:
@@ -356,6 +357,19 @@ async def _checked(call: Call, body: DeploymentBody, deployment_id: str) -> Depl
             ErrorCode.INVALID_REQUEST,
             f"cannot use driver {body.engine.driver!r}: one of {', '.join(sorted(DRIVERS))}",
             param="engine.driver",
+        )
+    if body.engine.nodes > 1 and body.engine.driver not in OVER_NODES:
+        raise ApiError(
+            ErrorCode.INVALID_REQUEST,
+            f"cannot spread {body.engine.driver} over nodes: only {', '.join(sorted(OVER_NODES))}",
+            param="engine.nodes",
+        )
+    if body.engine.devices % body.engine.nodes:
+        raise ApiError(
+            ErrorCode.INVALID_REQUEST,
+            f"cannot spread {body.engine.devices} devices over {body.engine.nodes} nodes:"
+            " each must have as many",
+            param="engine.nodes",
         )
     if await catalogue.get_model(call.connection, body.model_id) is None:
         raise ApiError(

@@ -5,7 +5,7 @@ to is worth more by what starting it again would cost. It ends now; its place is
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Final
 
 import msgspec
@@ -50,20 +50,23 @@ class Exchange:
         At most `most` are tried, what is worth most first; without `standing`, placements stay.
         """
         moved = False
-        wanted = dict(self._search.blocked)
-        self._search.blocked.clear()
-        for number in range(len(self._search.wishes)):
-            wanted.update(self._wanted_by(number))
         holders = self.holders(standing)
-        first = sorted(wanted.values(), key=lambda b: (-b.net, b.wish, b.site))
-        for entry in first[:most]:
+        for entry in self.wanted(range(len(self._search.wishes)))[:most]:
             if not self._effort.spend(5):
                 break
-            if self._exchange(entry, holders):
+            if self.give(entry, holders):
                 moved = True
                 holders = self.holders(standing)
         self._search.blocked.clear()
         return moved
+
+    def wanted(self, by: Collection[int]) -> list[Blocked]:
+        """Return the full places that some wishes want, what is worth most first."""
+        wanted = {key: blocked for key, blocked in self._search.blocked.items() if key[0] in by}
+        self._search.blocked.clear()
+        for number in by:
+            wanted.update(self._wanted_by(number))
+        return sorted(wanted.values(), key=lambda b: (-b.net, b.wish, b.site))
 
     def _wanted_by(self, number: int) -> dict[tuple[int, int], Blocked]:
         """Return where a wish at its maximum would rather have one of its new seats."""
@@ -125,7 +128,7 @@ class Exchange:
             )
         )
 
-    def _exchange(self, blocked: Blocked, holders: dict[NodeId, list[Holder]]) -> bool:
+    def give(self, blocked: Blocked, holders: dict[NodeId, list[Holder]]) -> bool:
         """Seat what is blocked where room is on its way, or in the place of what loses least."""
         search = self._search
         wish = search.wishes[blocked.wish]

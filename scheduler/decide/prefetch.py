@@ -4,6 +4,10 @@ The planner is asked where it would seat replicas, were demand what is foretold 
 where such a seat would wait for its weights, they are wished there beforehand. What is wished
 counts as held when the planner is asked again, so the same seats are found.
 
+Three hours are looked ahead, the farthest that is forecast. In that time half of a far link (100
+MB/s until it is measured) brings 510 GB, half of one of 400 MB/s 2 TB: what is larger over a slower
+link comes after the peak has begun, and is wished for an hour longer.
+
 Rule 1: one node of a PoP fetches from afar at a time; the next ones have theirs from that one.
 Rule 2: what comes from afar leaves users the larger part of the link, and needs half of the time
 there is, so that a link slower than it was thought is found out early.

@@ -17,6 +17,9 @@ from scheduler.decide.wish import Seated
 FOLLOWING: Final = 3
 """How many exchanges may follow a seat that was forced elsewhere."""
 
+EJECTED_TRIED: Final = 6
+"""How many places are tried for those whom it ejected."""
+
 
 class Shift:
     """Forced moves of what this plan would start; placements that stand are left alone."""
@@ -50,9 +53,12 @@ class Shift:
             saved.touch(touched)
         before = saved.cost_before()
         search.untake(search.wishes[number], seated)
-        if self._seat(number, site):
+        ejected = self._seat(number, site)
+        if ejected is not None:
             search.blocked.clear()
             search.fill()
+            if self._eject_on(ejected, saved, before):
+                return True
             if self._exchange.run(standing=False, most=FOLLOWING):
                 search.fill()
             if saved.cost_now() < before - ENOUGH:
@@ -60,8 +66,31 @@ class Shift:
         saved.undo()
         return False
 
-    def _seat(self, number: int, site: int) -> bool:
-        """Seat a wish at a site, in the place of those that lose least where it is full."""
+    def _eject_on(self, ejected: set[int], saved: Saved, before: float) -> bool:
+        """Let who was ejected eject others, each place apart: the first that pays may bar the best.
+
+        An ejection chain: who is ejected now may push on in its turn (`exchange.py`).
+        """
+        search = self._search
+        for entry in self._exchange.wanted(ejected)[:EJECTED_TRIED] if ejected else []:
+            if not self._effort.spend(5):
+                return False
+            inner = Saved(search)
+            for number in range(len(search.wishes)):
+                inner.touch(number)
+            if self._exchange.give(entry, self._exchange.holders(standing=False)):
+                search.fill()
+                if saved.cost_now() < before - ENOUGH:
+                    return True
+            inner.undo()
+        return False
+
+    def _seat(self, number: int, site: int) -> set[int] | None:
+        """Seat a wish at a site, where it is full in the place of those that lose least.
+
+        Return the wishes of those; None where it cannot be seated.
+        """
+        ejected: set[int] = set()
         search, wish = self._search, self._search.wishes[number]
         worth = search.worth_to(wish, site)
         if worth.offered is None:
@@ -69,7 +98,9 @@ class Shift:
             ways = self._exchange.cheapest(wanted, self._exchange.holders(standing=False))
             for other, leaving in ways[0] if ways else []:
                 search.untake(search.wishes[other], leaving)
+                ejected.add(other)
             worth = search.worth_to(wish, site)
-        if worth.offered is not None:
-            search.take(wish, worth)
-        return worth.offered is not None
+        if worth.offered is None:
+            return None
+        search.take(wish, worth)
+        return ejected

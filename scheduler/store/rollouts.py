@@ -202,10 +202,9 @@ async def read_starts(connection: Connection, rollout: Rollout) -> Starts:
     row = await fetch_one(
         connection,
         """
-        SELECT count(*) FILTER (WHERE state = 'warm') AS warm,
+        SELECT count(*) FILTER (WHERE state = 'warm' AND leader_id IS NULL) AS warm,
                count(*) FILTER (WHERE state = 'failed') AS failed
-        FROM placement
-        WHERE deployment_id = $1 AND version = $2 AND released_at IS NULL AND leader_id IS NULL
+        FROM placement WHERE deployment_id = $1 AND version = $2 AND released_at IS NULL
         """,
         rollout.deployment_id,
         rollout.to_version,

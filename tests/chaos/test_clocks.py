@@ -113,3 +113,33 @@ async def test_clocks_that_jump_change_no_lease_no_limit_and_no_demand(
     await connection.close()
     assert (now - oldest).total_seconds() < 300
     assert (newest - now).total_seconds() < 60
+
+
+async def test_a_scheduler_in_the_wrong_year_turns_all_away_and_stops_nobody(
+    fleet_and_clocks: tuple[Fleet, Clocks],
+) -> None:
+    """To it every certificate is over. It says so, all serve on, and who dials later is let in."""
+    fleet, clocks = fleet_and_clocks
+    engines = fleet.engine_pids()
+    async with under_load(fleet, ["sin"], streams=4) as load:
+        clocks.set("scheduler-a", 400 * 24 * HOUR_S)
+        logs = [fleet.folder / "logs" / f"{part}.log" for part in PARTS if "scheduler" not in part]
+
+        async def all_are_told() -> bool:
+            return all("join again, if the clocks are right" in log.read_text() for log in logs)
+
+        await until("all are told why", all_are_told, 10.0)
+        await wait_ended(load, 8)
+        clocks.set("scheduler-a", 0)
+    assert not load.failures(), load.failures()
+    for start, part in ((fleet.start_node, "node-sin"), (fleet.start_router, "router-sin")):
+        await fleet.kill(part)
+        await start("sin")
+
+    async def are_let_in() -> bool:
+        told = await fleet.ask("GET", "/v1/status")
+        return bool(told["acting"] and told["nodes_ready"] and told["routers_ready"])
+
+    await until("who dials is let in", are_let_in, 10.0)
+    await invariants(fleet, load)
+    assert fleet.engine_pids() == engines

@@ -139,6 +139,39 @@ async def test_the_acting_scheduler_killed_costs_no_request_and_the_other_acts(
     await fleet.start_scheduler("a")
 
 
+async def test_a_scheduler_that_slept_wakes_to_find_itself_replaced(fleet: Fleet) -> None:
+    """SIGSTOP of the one that acts: it may not go on where it left off (K8)."""
+    acting, standby = ("b", "a") if "scheduler-b" in fleet.processes.names() else ("a", "b")
+    if standby == "b":
+        await fleet.start_scheduler("b")
+
+    async def acts(name: str) -> bool:
+        return bool((await fleet.ask("GET", "/v1/status", of=name))["acting"])
+
+    await until("one acts", lambda: acts(acting), 6.0)
+    async with under_load(fleet, ["ams", "sin"], streams=4) as load:
+        os.kill(fleet.processes.pid(f"scheduler-{acting}"), signal.SIGSTOP)
+        await until("the other acts within the lease", lambda: acts(standby), 6.0)
+        epoch = (await fleet.ask("GET", "/v1/status", of=standby))["epoch"]
+        os.kill(fleet.processes.pid(f"scheduler-{acting}"), signal.SIGCONT)
+
+        async def has_stepped_down() -> bool:
+            return not await acts(acting)
+
+        await until("it knows that it was replaced", has_stepped_down, 5.0)
+
+        async def all_found_it() -> bool:
+            status = await fleet.ask("GET", "/v1/status", of=standby)
+            return status["nodes_ready"] == 2 and status["routers_ready"] == 2
+
+        await until("nodes and routers find the other", all_found_it, 20.0)
+        await wait_ended(load, 8)
+    status = await fleet.ask("GET", "/v1/status", of=standby)
+    assert (status["acting"], status["epoch"]) == (True, epoch)
+    assert not load.failures(), load.failures()
+    await invariants(fleet, load)
+
+
 async def test_all_control_dead_and_a_router_and_an_agent_restarted_cold_serve_from_disk(
     fleet: Fleet,
 ) -> None:

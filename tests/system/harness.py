@@ -131,17 +131,20 @@ class Fleet:
         urls = [f"http://127.0.0.1:{self.ports[f'control-{name}']}" for name in ("a", "b")]
         return json.dumps(urls)
 
-    async def start_node(self, pop: str) -> None:
-        name = f"node-{pop}"
+    async def start_node(self, pop: str, number: int = 1, **fields: Any) -> None:
+        name = f"node-{pop}" if number == 1 else f"node-{pop}-{number}"
+        self.ports.setdefault(name, free_port())
+        settings: dict[str, Any] = {"cpu_memory_bytes": 4 << 30, **fields}
+        extra = "".join(f"{key} = {json.dumps(value)}\n" for key, value in settings.items())
         state = self.folder / name
         token_file = self.folder / f"{name}.token"
         if not (state / "identity.json").exists():
             made = await self.ask("POST", "/v1/join-tokens", {"pop": pop, "role": "agent"})
             write_atomic(token_file, made["token"].encode())
         text = (
-            f'name = "{pop}-1"\nschedulers = {self.schedulers()}\nstate = "{state}"\n'
+            f'name = "{pop}-{number}"\nschedulers = {self.schedulers()}\nstate = "{state}"\n'
             f'address = "http://127.0.0.1:{self.ports[name]}"\ndoor_port = {self.ports[name]}\n'
-            f'join_token_file = "{token_file}"\ncpu_memory_bytes = {4 << 30}\n'
+            f'join_token_file = "{token_file}"\n{extra}'
             "stall_s = 4.0\ncanary_interval_s = 1.0\ndrain_timeout_s = 5.0\n"
             "private_sources = true\n"
         )
@@ -183,7 +186,7 @@ class Fleet:
     async def up(self) -> None:
         await self.start_postgres()
         await self.start_scheduler("a")
-        await until("a acts", self._a_acts)
+        await until("a acts", self.acts)
         for pop, (country, latitude, longitude) in CITIES.items():
             body = {
                 "city": pop, "country": country, "latitude": latitude, "longitude": longitude,
@@ -196,10 +199,13 @@ class Fleet:
         made = await self.ask("POST", "/v1/keys", {"tenant_id": "test"})
         self.key = made["key"]
 
-    async def _a_acts(self) -> bool:
+    async def acts(self) -> bool:
+        """Say whether scheduler a acts."""
         return bool((await self.ask("GET", "/v1/status"))["acting"])
 
-    async def deploy(self, replicas: int = 2, options: dict[str, str] | None = None) -> None:
+    async def deploy(
+        self, replicas: int = 2, options: dict[str, str] | None = None, **policy: Any
+    ) -> None:
         """Serve numbered tokens from `replicas` replicas, and wait until routers know them."""
         folder = self.folder / "model"
         folder.mkdir(exist_ok=True)
@@ -219,7 +225,7 @@ class Fleet:
             "context_tokens_max": 100_000,
             "options": options or {"itl_ms": "10"},
         }
-        policy = {"replicas_min": replicas, "replicas_max": replicas}
+        policy = {"replicas_min": replicas, "replicas_max": replicas, **policy}
         await self.ask(
             "POST",
             "/v1/deployments",

@@ -14,6 +14,7 @@ from torch import Tensor
 from nodeagent.engine.checkpoint.config import read_json
 from nodeagent.engine.checkpoint.packing import Packed, Scheme
 from nodeagent.engine.checkpoint.safetensors import FLOATS, INTEGERS, SafetensorsFolder
+from nodeagent.engine.checkpoint.stored import Stored
 from nodeagent.engine.layers.linear import GROUP_WEIGHTS, Groups
 from nodeagent.engine.models.shape import CheckpointError
 from nodeagent.engine.parallel.share import Cut
@@ -90,6 +91,10 @@ class QuantisedFolder(SafetensorsFolder):
             return super().tensor(name, shape, cut)
         wide = self._packed(name, shape).wide()
         return wide if cut is None else wide.narrow(cut.axis, cut.start, cut.end - cut.start)
+
+    def stored(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> Stored | None:
+        """Return where a weight lies that is not packed."""
+        return None if self._is_packed(name) else super().stored(name, shape, cut)
 
     def groups(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> Groups | None:
         """Read one matrix in the groups that kernels know; None where it is not packed so."""

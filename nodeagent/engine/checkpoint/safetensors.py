@@ -8,6 +8,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from nodeagent.engine.checkpoint.config import DecoderConfig, read_json, shape_of
+from nodeagent.engine.checkpoint.stored import Stored, part, places
 from nodeagent.engine.layers.linear import Groups
 from nodeagent.engine.models.shape import CheckpointError
 from nodeagent.engine.parallel.share import Cut
@@ -24,6 +25,8 @@ class SafetensorsFiles:
         self._name = name
         self._stack = ExitStack()
         self._files: dict[str, Any] = {}
+        self._paths: dict[str, Path] = {}
+        self._places: dict[Path, dict[str, Stored]] = {}
         try:
             for name in self._file_names():
                 self._open(folder / name)
@@ -73,6 +76,14 @@ class SafetensorsFiles:
         """These files hold floats."""
         return None
 
+    def stored(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> Stored | None:
+        """Return where a weight lies, or a part of it; None where that is not in one piece."""
+        self.check(name, shape)
+        path = self._paths[name]
+        if path not in self._places:
+            self._places[path] = places(path)
+        return part(self._places[path][name], shape, cut)
+
     def tensor(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> torch.Tensor:
         """Read one weight as it is stored, or a part of it."""
         self.check(name, shape)
@@ -93,6 +104,7 @@ class SafetensorsFiles:
         if twice is not None:
             raise CheckpointError(f"cannot read {path}: {twice!r} is in another file too")
         self._files.update(dict.fromkeys(names, opened))
+        self._paths.update(dict.fromkeys(names, path))
 
     def _file_names(self) -> list[str]:
         index = self._folder / f"{self._name}.index.json"

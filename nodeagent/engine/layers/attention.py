@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from nodeagent.engine.cuda.kernels import page_kernels
+from nodeagent.engine.cuda.layout import Paged
 from nodeagent.engine.layers.kv_format import KvFormat
-from nodeagent.engine.native.kernels import HEAD_DIM_MAX, LANES, kernels_for
+from nodeagent.engine.native.kernels import HEAD_DIM_MAX, LANES, host_kernels
 from nodeagent.engine.native.memory import lasting
 
 
@@ -39,12 +41,15 @@ class LayerKV:
         self.pages = _zeroed((blocks, block_tokens, 2 * kv_heads, width), device, form.dtype)
         fits = head_dim % LANES == 0 and head_dim <= HEAD_DIM_MAX
         served = fits and form.dtype is dtype
-        self.kernels = kernels_for(self.pages) if served else None
+        self.paged = page_kernels(self.pages)
+        self.kernels = host_kernels(self.pages) if served and self.paged is None else None
         self._slots = self.pages.view(-1, 2 * kv_heads, width)
 
     def write(self, slots: Tensor, mixed: Tensor, heads: int) -> None:
         """Fill `slots` with the keys and values that follow the queries of `mixed`."""
-        if self.kernels is not None:
+        if self.paged is not None:
+            self.paged.keep(mixed, heads, slots, self.pages)
+        elif self.kernels is not None:
             self.kernels.keep(mixed, heads, slots, self.pages)
         else:
             self._slots.index_copy_(0, slots, self._form.kept(mixed[:, heads:]))
@@ -121,8 +126,8 @@ class Layout:
 
     write_slots: Tensor
     """KV slot [tokens] that each row of the flat batch fills."""
-    decodes: tuple[Decodes, ...] | Listed
-    """`Listed` for our own kernels; there are no segments then."""
+    decodes: tuple[Decodes, ...] | Listed | Paged
+    """`Listed` for our own kernels, `Paged` for a device's; there are no segments then."""
     segments: tuple[Segment, ...]
 
 
@@ -133,6 +138,9 @@ def attend(mixed: Tensor, heads: int, kv: LayerKV, layout: Layout) -> Tensor:
     """
     kv.write(layout.write_slots, mixed, heads)
     decodes = layout.decodes
+    if isinstance(decodes, Paged):
+        assert kv.paged is not None
+        return kv.paged.attend(mixed, heads, kv.pages, decodes)
     if isinstance(decodes, Listed):
         assert kv.kernels is not None
         tables, pieces, window = decodes.tables, decodes.pieces, decodes.window_tokens

@@ -3,7 +3,17 @@
 from torch import Tensor
 from torch.nn.functional import rms_norm as torch_rms_norm
 
+from nodeagent.engine.cuda.kernels import device_kernels
 from nodeagent.engine.native.kernels import kernels_for
+
+
+def add_and_norm(x: Tensor, added: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """Return `x` plus `added`, and that normalised."""
+    own = device_kernels(x)
+    if own is not None:
+        return own.add_and_normalise(x, added, weight, epsilon)
+    x = x + added
+    return x, rms_norm(x, weight, epsilon)
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:

@@ -102,8 +102,8 @@ class Whole:
 
 def whole(layers: Sequence[Dense | None], shape: ModelShape) -> Whole | None:
     """Return all `layers` as one; None where our own kernels do not hold all that is in them."""
-    own, dense = kernels(), [layer for layer in layers if layer is not None]
-    if own is None or not own.multiplies or not dense or len(dense) < len(layers):
+    dense = [layer for layer in layers if layer is not None]
+    if not dense or len(dense) < len(layers):
         return None
     table: list[_Layer] = []
     for layer in dense:
@@ -113,7 +113,9 @@ def whole(layers: Sequence[Dense | None], shape: ModelShape) -> Whole | None:
         if not fits or None in matrices:
             return None
         table.append(_Layer(*(None if one is None else one.data_ptr() for one in norms), *matrices))
-    return Whole(own.library, dense, table, shape)
+    # Asked last: whoever has other matrices need not build them.
+    own = kernels()
+    return Whole(own.library, dense, table, shape) if own is not None and own.multiplies else None
 
 
 def _is_fp32(weight: Tensor) -> bool:

@@ -103,6 +103,7 @@ class Eagle3:
         inverse = inverse_frequencies(shape.head_dim, shape.rope_theta, shape.rope_scaling, None)
         self._rope = Rope(inverse, context_tokens, device, dtype)
         self._made = torch.empty(0)
+        weights.arrived()
 
     def forward(
         self, tokens: Tensor, positions: Tensor, kv: list[LayerKV], layout: Layout, rows: Tensor

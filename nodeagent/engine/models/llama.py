@@ -13,7 +13,7 @@ from nodeagent.engine.layers.attention import LayerKV, Layout, attend
 from nodeagent.engine.layers.gate import gated
 from nodeagent.engine.layers.linear import Keeping
 from nodeagent.engine.layers.lora import Adding
-from nodeagent.engine.layers.norm import rms_norm
+from nodeagent.engine.layers.norm import add_and_norm, rms_norm
 from nodeagent.engine.layers.rope import Rope, inverse_frequencies, rotate_
 from nodeagent.engine.layers.whole import Dense, whole
 from nodeagent.engine.models.shape import ModelShape
@@ -143,6 +143,7 @@ class Llama:
         )
         inverse = inverse_frequencies(shape.head_dim, shape.rope_theta, shape.rope_scaling, factors)
         self._rope = Rope(inverse, context_tokens, device, dtype)
+        weights.arrived()
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Return the embeddings of `tokens`; ranks of a stage put them together."""
@@ -186,6 +187,7 @@ class Llama:
             if self.heard is not None:
                 self.heard(number, x)
             normed = rms_norm(x, layer.attention_norm, epsilon)
-            x = x + layer.attention(normed, layer_kv, cos, sin, layout)
-            x = x + layer.mlp(rms_norm(x, layer.mlp_norm, epsilon))
+            answer = layer.attention(normed, layer_kv, cos, sin, layout)
+            x, normed = add_and_norm(x, answer, layer.mlp_norm, epsilon)
+            x = x + layer.mlp(normed)
         return x

@@ -1,11 +1,14 @@
 """How a model's weights come to its device: in its dtype, and fused where one product serves."""
 
+import math
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
 
+from nodeagent.engine.checkpoint.stored import Stored
+from nodeagent.engine.cuda.staging import Arrival, staging_for
 from nodeagent.engine.layers.linear import (
     TILE_ROWS,
     Filed,
@@ -25,6 +28,9 @@ from nodeagent.engine.layers.lora import Adapted, Adding
 from nodeagent.engine.parallel.ranks import ALONE, Ranks
 from nodeagent.engine.parallel.share import Cut
 
+_STAGED_NUMBERS_MIN: Final = 1024 * 1024
+"""A smaller weight that is waited for comes as fast by itself."""
+
 Table = Tensor | Native
 """Rows by their number: `table[tokens]`."""
 
@@ -37,6 +43,10 @@ class WeightSource(Protocol):
 
     def tensor(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> Tensor:
         """Read one weight in the dtype it is stored in, or fp32 where it is stored quantised."""
+        ...
+
+    def stored(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> Stored | None:
+        """Return where in a file one weight lies in one piece; None where it does not."""
         ...
 
     def groups(
@@ -71,6 +81,8 @@ class Weights:
         self.keeping = keeping
         self.ranks = ranks
         self.adding: Adding | None = Adding()
+        self.staging = staging_for(device)
+        """What brings matrices while others are still read; none where they stay on the host."""
 
     def bare(self) -> "Weights":
         """Return the same for matrices that no adapter changes and no product of which is summed.
@@ -78,12 +90,30 @@ class Weights:
         Adapters name rows of the flat batch; what sees other rows than those cannot take them.
         """
         bare = Weights(self.source, self.device, self.dtype, self.keeping)
-        bare.adding = None
+        bare.adding, bare.staging = None, self.staging
         return bare
 
     def read(self, name: str, *shape: int) -> Tensor:
         """Read the weight `name`."""
+        if self.staging is not None and math.prod(shape) >= _STAGED_NUMBERS_MIN:
+            weight = torch.empty(shape, device=self.device, dtype=self.dtype)
+            arrival = self._bring(weight, name, shape)
+            if arrival is not None:
+                arrival.wait()
+                return weight
         return self.source.tensor(name, shape).to(self.device, self.dtype)
+
+    def arrived(self) -> None:
+        """Wait until all matrices are there: before the first product."""
+        if self.staging is not None:
+            self.staging.finish()
+
+    def _bring(self, target: Tensor, name: str, shape: tuple[int, ...]) -> Arrival | None:
+        """Begin to fill `target`; None where nobody brings it."""
+        if self.staging is None:
+            return None
+        stored = self.source.stored(name, shape)
+        return None if stored is None else self.staging.bring(target, stored)
 
     def linear(self, name: str, *shape: int) -> Linear:
         """Read the matrix `name` to multiply by; ranks hold its columns, and sum their answers."""
@@ -145,7 +175,9 @@ class Weights:
         stacked = torch.empty(rows, *columns, device=self.device, dtype=self.dtype)
         at = 0
         for name, count in parts.items():
-            stacked[at : at + count] = self.source.tensor(f"{prefix}{name}", (count, *columns))
+            part, shape = stacked[at : at + count], (count, *columns)
+            if self._bring(part, f"{prefix}{name}", shape) is None:
+                part.copy_(self.source.tensor(f"{prefix}{name}", shape))
             at += count
         return stacked
 
@@ -168,6 +200,10 @@ class Survey:
     def check(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> None:
         """Ask the source."""
         self._source.check(name, shape, cut)
+
+    def stored(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> None:
+        """Nothing is fetched."""
+        return
 
     def groups(
         self, name: str, shape: tuple[int, ...], cut: Cut | None = None

@@ -15,6 +15,7 @@ from typing import Final, Protocol
 import torch
 from torch import Tensor
 
+from nodeagent.engine.cuda.kernels import DeviceKernels, device_kernels
 from nodeagent.engine.native.building import NoKernels, built
 from nodeagent.engine.native.memory import Room
 
@@ -320,6 +321,11 @@ def kernels() -> Kernels | None:
     return found
 
 
-def kernels_for(x: Tensor) -> Kernels | None:
+def host_kernels(x: Tensor) -> Kernels | None:
     """Return the kernels where they compute on what `x` is: fp32 numbers on the CPU."""
     return kernels() if x.dtype is torch.float32 and x.is_cpu else None
+
+
+def kernels_for(x: Tensor) -> Kernels | DeviceKernels | None:
+    """Return the kernels that compute on what `x` is: fp32 numbers on the CPU, or a device's."""
+    return device_kernels(x) or host_kernels(x)

@@ -2,12 +2,14 @@
 
 import os
 import signal
-from collections.abc import Callable
+import socket
+import threading
+import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Never
-
-from torch.distributed import Store
+from types import FrameType
+from typing import Final, Never
 
 from isochrone.service.logs import setup_logs
 from isochrone.wire.assignment import Group
@@ -23,6 +25,8 @@ from nodeagent.engine.parallel.ranks import Ranks
 from nodeagent.engine.parallel.share import Share
 from nodeagent.engine.runner import Runner
 
+_LEAVE_S: Final = 2.0
+
 
 def follow_from_afar(config: EngineConfig, group: Group) -> Never:
     """Be this node's ranks of a group that another node leads, to its end."""
@@ -30,22 +34,37 @@ def follow_from_afar(config: EngineConfig, group: Group) -> Never:
     def live(rank: int) -> int:
         setup_logs(f"engine-rank-{rank}")
         lines = dial(group, rank, config.join_s)
-        world, timeout_s = split_of(config).ranks, config.stall_s
-        store = partial(store_of, group, lines, world, timeout_s)
-        return follow(config, rank, Channel(lines.orders), store)
+        # Wherever this rank hangs, it ends with the front.
+        threading.Thread(target=_end_with, args=(lines.life,), daemon=True).start()
+        return follow(config, rank, Channel(lines.orders))
 
     first, *others = ranks_here(config)
+    forked = []
     for rank in others:
-        if os.fork() == 0:
+        pid = os.fork()
+        if pid == 0:
             become(rank, partial(live, rank))
-    # The front would wait for one that ends before it has dialled.
-    signal.signal(signal.SIGCHLD, lambda number, frame: os._exit(1))
+        forked.append(pid)
+
+    def child_ended(number: int, frame: FrameType | None) -> None:
+        # The front would wait for a rank that ends before it has dialled.
+        if any(os.waitpid(pid, os.WNOHANG)[0] for pid in forked):
+            os._exit(1)
+
+    signal.signal(signal.SIGCHLD, child_ended)
+    child_ended(signal.SIGCHLD, None)
     become(first, partial(live, first))
 
 
-def follow(
-    config: EngineConfig, rank: int, channel: Channel, store: Callable[[], Store] | None = None
-) -> int:
+def _end_with(life: socket.socket) -> None:
+    with suppress(OSError):
+        life.recv(1)
+    # Time to end in order, where nothing hangs.
+    time.sleep(_LEAVE_S)
+    os._exit(1)
+
+
+def follow(config: EngineConfig, rank: int, channel: Channel) -> int:
     """Follow the front to its end; return the process's exit code."""
     setup_logs(f"engine-rank-{rank}")
     if channel.order() is None:
@@ -65,8 +84,9 @@ def follow(
     channel.say(Done())
     if channel.order() is None:
         return 0
-    meet(config, ranks, store() if store else None)
-    if store:
+    group = config.group
+    meet(config, ranks, store_of(group, ranks.split.ranks, config.stall_s) if group else None)
+    if group and group.place:
         # Where a leader's door is, for the agent to see that all have met.
         Path(config.socket).touch()
     while (order := channel.order()) is not None:

@@ -21,7 +21,7 @@ from hashlib import sha256
 from typing import Final, NamedTuple
 
 import psutil
-import torch.distributed as dist
+from torch._C._distributed_c10d import Store, TCPStore
 
 from isochrone.wire.assignment import Group
 from nodeagent.engine.models.shape import CheckpointError
@@ -36,6 +36,7 @@ _HELLO: Final = struct.Struct(f"!H?{_NONCE_BYTES}s{sha256().digest_size}s")
 _HANDSHAKE_S: Final = 2.0
 _LOOK_S: Final = 0.5
 _AGAIN_S: Final = 0.25
+_TURNED_AWAY_S: Final = 2.0
 _BACKLOG: Final = 128
 _SILENT_S: Final = 5
 _PROBE_S: Final = 3
@@ -96,10 +97,9 @@ class Gathering:
             for rank, lines in sorted(come.items())
         ]
 
-    def store(self, world: int, timeout_s: float) -> dist.Store:
-        """Return the store by which torch has all ranks meet, at the same place."""
-        _use_interface(self._listener.getsockname()[0])
-        return _store(self._group, world, timeout_s, self._listener.detach())
+    def store(self, world: int, timeout_s: float) -> Store:
+        """Keep the store by which torch has all ranks meet, at the same place."""
+        return store_of(self._group, world, timeout_s, self._listener.detach())
 
     def _take(self, half: dict[tuple[int, bool], socket.socket], ranks: range) -> None:
         try:
@@ -144,13 +144,22 @@ def dial(group: Group, rank: int, timeout_s: float) -> Lines:
                     f"cannot reach the leader at {group.host}:{group.port} within {timeout_s:g} s: "
                     f"{error}"
                 ) from error
-        time.sleep(_AGAIN_S)
+            refused = isinstance(error, ConnectionRefusedError)
+        time.sleep(_AGAIN_S if refused else _TURNED_AWAY_S)
 
 
-def store_of(group: Group, lines: Lines, world: int, timeout_s: float) -> dist.Store:
-    """Return the store of `Gathering.store`, as a rank elsewhere reaches it."""
-    _use_interface(lines.orders.getsockname()[0])
-    return _store(group, world, timeout_s)
+def store_of(group: Group, world: int, timeout_s: float, listener: int | None = None) -> Store:
+    """Return the store by which torch has all ranks meet; the front keeps it at its `listener`."""
+    _use_interface(group)
+    return TCPStore(
+        group.host,
+        group.port,
+        world,
+        is_master=listener is not None,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        master_listen_fd=listener,
+    )
 
 
 def _dial(group: Group, rank: int, *, is_life: bool) -> socket.socket:
@@ -197,18 +206,6 @@ def _keep_alive(dialled: socket.socket) -> None:
     dialled.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, unheard_ms)
 
 
-def _store(group: Group, world: int, timeout_s: float, listener: int | None = None) -> dist.Store:
-    return dist.TCPStore(
-        group.host,
-        group.port,
-        world,
-        is_master=listener is not None,
-        timeout=timedelta(seconds=timeout_s),
-        wait_for_workers=False,
-        master_listen_fd=listener,
-    )
-
-
 def _address(group: Group) -> tuple[str, int]:
     return group.host, group.port
 
@@ -219,8 +216,12 @@ def _family(group: Group) -> socket.AddressFamily:
     return socket.AF_INET
 
 
-def _use_interface(address: str) -> None:
-    """Have gloo and nccl meet on the interface that the nodes already speak over."""
+def _use_interface(group: Group) -> None:
+    """Have gloo and nccl meet on the interface by which the leader is reached."""
+    with socket.socket(_family(group), socket.SOCK_DGRAM) as probe:
+        # Sends nothing: it only chooses a way.
+        probe.connect(_address(group))
+        address = probe.getsockname()[0]
     for name, known in psutil.net_if_addrs().items():
         if any(one.address.partition("%")[0] == address for one in known):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)

@@ -13,6 +13,7 @@ from typing import Final
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import FileStore, Store
 
 from nodeagent.engine.layers.linear import Linear
 from nodeagent.engine.parallel.share import ONE, Share, Split
@@ -26,7 +27,7 @@ class Ranks:
         self.rank = rank
         self._stage: dist.ProcessGroup | None = None
 
-    def join(self, meeting: Path | dist.Store, device: str, timeout_s: float) -> None:
+    def join(self, meeting: Path | Store, device: str, timeout_s: float) -> None:
         """Meet the others, by a file that all here know or by a store that all can reach.
 
         Raises where not all come in time.
@@ -36,7 +37,7 @@ class Ranks:
         if isinstance(meeting, Path):
             # Ranks share a machine: nobody else is to reach the ports on which they meet.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-            meeting = dist.FileStore(str(meeting), self.split.ranks)
+            meeting = FileStore(str(meeting), self.split.ranks)
         if device != "cpu":
             torch.cuda.set_device(device)
         dist.init_process_group(

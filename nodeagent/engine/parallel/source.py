@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from nodeagent.engine.checkpoint.stored import Stored
 from nodeagent.engine.layers.linear import Filed, Groups
 from nodeagent.engine.models.weights import WeightSource
 from nodeagent.engine.parallel.share import Cut, Share
@@ -18,6 +19,11 @@ class SharedSource:
         """Read this rank's part of one weight."""
         cut = self._share.cut(name, shape)
         return self._source.tensor(name, cut.whole if cut else shape, cut)
+
+    def stored(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> Stored | None:
+        """Return where this rank's part of one weight lies."""
+        cut = self._share.cut(name, shape)
+        return self._source.stored(name, cut.whole if cut else shape, cut)
 
     def groups(
         self, name: str, shape: tuple[int, ...], cut: Cut | None = None

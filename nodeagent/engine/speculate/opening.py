@@ -55,9 +55,11 @@ class DraftModel:
         # Drafts need not be exact but fast: packed wherever its file is, and this device can.
         keeping, _ = choose(config.device, dtype, quantised=True)
         own = build(self.shape, self.source, config.device, dtype, context, keeping)
-        known = self.tokens
+        known, runner = self.tokens, Runner(own, served.blocks, config.device, dtype)
+        if config.graphs:
+            runner.capture(config.sequences_max, context)
         return Ahead(
-            runner=Runner(own, served.blocks, config.device, dtype),
+            runner=runner,
             habits=Habits("model", pick=lambda logits: likeliest(logits[:, :known])),
             clock=time.perf_counter,
             read_tokens_max=config.batch_tokens_max,

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -153,3 +154,45 @@ async def test_a_split_that_cannot_be_is_refused_in_words(
         assert "tensor_parallel 3: 4 heads do not divide by it" in said
     finally:
         end(process)
+
+
+GROUP = {"leader_id": "r", "nodes": 2, "host": "127.0.0.1", "secret": "known to both"}
+
+
+def in_group(folder: Path, model: Path, group: dict[str, Any]) -> subprocess.Popen[str]:
+    folder.mkdir(exist_ok=True)
+    # Two ranks on each of two nodes.
+    split = {"pipeline_parallel": 2, "tensor_parallel": 2}
+    return launched(folder, model, **split, stall_s=5.0, group=group)
+
+
+async def test_a_part_without_the_secret_is_turned_away_and_all_end_with_one_rank(
+    short_folder: Path, folder_of_mixture: Path
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        group = {**GROUP, "port": probe.getsockname()[1]}
+    places = {"leader": {"place": 0}, "stranger": {"place": 1, "secret": "a guess"}}
+    parts = {
+        name: in_group(short_folder / name, folder_of_mixture, {**group, **fields})
+        for name, fields in places.items()
+    }
+    try:
+        log = short_folder / "leader" / "log"
+        async with asyncio.timeout(WAIT_S):
+            while "it does not know the group's secret" not in log.read_text():
+                await asyncio.sleep(0.05)
+        end(parts.pop("stranger"))
+        follower = in_group(short_folder / "follower", folder_of_mixture, {**group, "place": 1})
+        parts["follower"] = follower
+        engine = wait_ready(parts["leader"], short_folder / "leader")
+        async with asyncio.timeout(WAIT_S):
+            while not (short_folder / "follower" / "engine.sock").exists():
+                await asyncio.sleep(0.02)
+        assert await completed(engine, {"prompt": [3, 5, 8], "max_tokens": 4})
+        os.kill(ranks_of(follower)[0], signal.SIGKILL)
+        assert await asyncio.to_thread(follower.wait, WAIT_S) == 1
+        assert await asyncio.to_thread(parts["leader"].wait, WAIT_S) == 1
+        assert "rank 3 (on another node) has ended" in log.read_text()
+    finally:
+        for part in parts.values():
+            end(part)

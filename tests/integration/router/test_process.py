@@ -8,6 +8,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 
@@ -27,12 +28,13 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def prepare(folder: Path, node: FakeNode) -> tuple[Path, int]:
+def prepare(folder: Path, *nodes: FakeNode, **route: Any) -> tuple[Path, int]:
     """Write what a router that ran before has on disk; return its config and port."""
     port = free_port()
     state = folder / "state"
     save_identity(state, an_identity(folder))
-    files.write_snapshot(state / "table.snapshot", codec.encode(a_table([a_route(node)])))
+    table = a_table([a_route(node, **route) for node in nodes])
+    files.write_snapshot(state / "table.snapshot", codec.encode(table))
     config = folder / "router.toml"
     config.write_text(
         f'state_folder = "{state}"\nport = {port}\nschedulers = ["http://127.0.0.1:9"]\n'

@@ -21,13 +21,13 @@ from tests.integration.router.test_process import BODY, START_TIMEOUT_S, a_proce
 REQUESTS = 60
 
 
-async def ask_many(port: int, count: int) -> int:
+async def ask_many(port: int, count: int, body: dict[str, Any] = BODY) -> int:
     """Ask over a new connection each time; return how many were answered."""
     answered = 0
     for _ in range(count):
         async with (
             aiohttp.ClientSession(headers={"authorization": f"Bearer {KEY}"}) as http,
-            http.post(f"http://127.0.0.1:{port}/v1/chat/completions", json=BODY) as response,
+            http.post(f"http://127.0.0.1:{port}/v1/chat/completions", json=body) as response,
         ):
             answered += response.status == 200
     return answered
@@ -94,3 +94,28 @@ async def test_a_killed_worker_comes_back_and_all_end_with_the_main_one(tmp_path
         async with asyncio.timeout(START_TIMEOUT_S):
             assert await process.wait() == 0
         await until(lambda: not any(worker.is_running() for worker in left))
+
+
+async def test_they_tell_one_another_where_prompts_were_read(tmp_path: Path) -> None:
+    """Whoever of them a prompt comes to, it goes where its beginning is cached."""
+    async with AsyncExitStack() as stack:
+        nodes = [await stack.enter_async_context(open_node(FakeNode(f"n{n}"))) for n in (1, 2)]
+        for node in nodes:
+            node.cached_tokens = 11
+        # A prompt takes a second, so that where it is cached is where it should go.
+        config, port = prepare(tmp_path, *nodes, prefill_tokens_per_s=10.0)
+        config.write_text(config.read_text().replace("processes = 1", "processes = 3"))
+        await stack.enter_async_context(a_process(config, port))
+        tables = [tmp_path / "state" / f"worker-{n}" / "table.snapshot" for n in (1, 2)]
+        await until(lambda: all(table.exists() for table in tables))
+        body = {**BODY, "messages": [{"role": "user", "content": "word " * 2000}]}
+        assert await ask_many(port, 1, body) == 1
+        first = next(node for node in nodes if node.asked)
+        async with asyncio.timeout(START_TIMEOUT_S):
+            # Each turn over several connections: told once, no process asks the other node.
+            while True:
+                await asyncio.sleep(0.2)
+                before = sum(node.asked for node in nodes if node is not first)
+                assert await ask_many(port, 12, body) == 12
+                if sum(node.asked for node in nodes if node is not first) == before:
+                    break

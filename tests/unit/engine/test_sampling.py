@@ -26,6 +26,7 @@ def test_temperature_zero_takes_the_likeliest() -> None:
         (SamplingParams(top_p=0.8, seed=1), {1, 2}),
         (SamplingParams(min_p=0.3, seed=1), {1, 2}),
         (SamplingParams(temperature=2.0, seed=1), {0, 1, 2, 3, 4}),
+        (SamplingParams(temperature=2.0, seed=1, top_k=-1), {0, 1, 2, 3, 4}),
     ],
 )
 def test_tails_are_cut(params: SamplingParams, wanted: set[int]) -> None:
@@ -82,3 +83,24 @@ def test_an_unsound_row_harms_no_other() -> None:
     assert rows[0] == Sampled(1)
     assert isinstance(rows[1], UnsoundLogits)
     assert isinstance(rows[2], UnsoundLogits)
+
+
+def test_draws_together_are_those_of_each_alone() -> None:
+    knobs = [
+        SamplingParams(temperature=0.5 + at % 3 / 2, top_k=k, top_p=p, min_p=m, seed=at)
+        for at, (k, p, m) in enumerate(
+            (k, p, m) for k in (0, 1, 4, 400) for p in (1.0, 0.6) for m in (0.0, 0.2)
+        )
+    ]
+    alone, together = ([Sampler(one, []) for one in knobs] for _ in range(2))
+    chance = torch.Generator().manual_seed(1)
+    for _ in range(5):
+        logits = 2 * torch.randn(len(knobs), 300, generator=chance)
+        wanted = [one.sample(row.clone()) for one, row in zip(alone, logits, strict=True)]
+        # One that is unsound, one that is greedy and one that is told of others change nothing.
+        others = [Sampler(SamplingParams(), []), Sampler(SamplingParams(temperature=0), [])]
+        others.append(Sampler(SamplingParams(seed=1, logprobs=2), []))
+        logits = torch.cat((torch.full((1, 300), torch.nan), logits[:2], logits))
+        found = sample_rows(logits, others + together)
+        assert isinstance(found[0], UnsoundLogits)
+        assert found[3:] == wanted

@@ -43,6 +43,9 @@ class RandomWeights:
     def has(self, name: str) -> bool:
         return name != "rope_freqs.weight"
 
+    def stored(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> None:
+        return None
+
     def groups(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> None:
         return None
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from isochrone.wire.assignment import Assignment, Tombstone
+from isochrone.wire.assignment import Assignment, Group, Tombstone
 from isochrone.wire.headers import Load
 from isochrone.wire.ids import ClusterId, DeviceId, Epoch, Generation, NodeId, ReplicaId
 from isochrone.wire.report import ReplicaState
@@ -77,6 +77,28 @@ def test_what_cannot_be_done_is_refused_with_its_reason() -> None:
     assert "no driver 'mock'" in there.refusals[0].reason
     assert not here.beginnings
     assert not there.beginnings
+
+
+@pytest.mark.parametrize(
+    ("place", "ports", "words"),
+    [
+        (0, (9400, 9401), ""),
+        (0, (9500, 9501), "at port 9400: plaintext_rank_ports are 9500 to 9501 here"),
+        # Only who leads listens.
+        (1, (9500, 9501), ""),
+        (1, None, "cannot hold a part of lead: plaintext_rank_ports is not set here"),
+    ],
+)
+def test_a_part_of_a_replica_over_nodes_begins_only_where_that_is_allowed(
+    place: int, ports: tuple[int, int] | None, words: str
+) -> None:
+    group = Group(leader_id=ReplicaId("lead"), place=place, nodes=2, host="10.0.0.7", port=9400)
+    assignment = msgspec.structs.replace(an_assignment(), replicas=(a_spec("a", group=group),))
+    found = reconcile(assignment, {}, CPU, DRIVERS, ports)
+    assert [refusal.reason.partition(words)[1] for refusal in found.refusals] == [words] * bool(
+        words
+    )
+    assert len(found.beginnings) == (not words)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from isochrone.wire.assignment import Group
 from isochrone.wire.engine import EngineConfig
 from isochrone.wire.ids import DeviceId
 from isochrone.wire.model import EngineSettings
@@ -83,7 +84,7 @@ def test_the_embedded_engine_is_split_over_its_gpus(
     gpus = msgspec.structs.replace(launch.spec, device_ids=(DeviceId("gpu2"), DeviceId("gpu3")))
     launch = msgspec.structs.replace(launch, spec=gpus)
     if split is None:
-        with pytest.raises(UnknownOption, match=r"on 2 GPUs: .* must be as many"):
+        with pytest.raises(UnknownOption, match=r"on 2 devices: .* must be as many"):
             DRIVERS["embedded"].command(launch)
         return
     command = DRIVERS["embedded"].command(launch)
@@ -91,6 +92,65 @@ def test_the_embedded_engine_is_split_over_its_gpus(
     assert (config.tensor_parallel, config.pipeline_parallel) == split
     assert config.device == "cuda:0"
     assert command.environment["CUDA_VISIBLE_DEVICES"] == "2,3"
+
+
+def over_two_nodes(driver: str, place: int, **options: str) -> Launch:
+    launch = a_launch(driver, **options)
+    group = Group(
+        leader_id=launch.spec.replica_id, place=place, nodes=2, host="10.0.0.7", port=9400
+    )
+    return msgspec.structs.replace(launch, spec=msgspec.structs.replace(launch.spec, group=group))
+
+
+def test_each_nodes_vllm_is_told_of_the_others_and_one_has_the_door() -> None:
+    lines = []
+    for place in (0, 1):
+        command = DRIVERS["vllm"].command(over_two_nodes("vllm", place))
+        assert command.base_url == ("http://127.0.0.1:4321" if place == 0 else "")
+        lines.append(" ".join(command.arguments))
+    told = "--nnodes 2 --node-rank {} --master-addr 10.0.0.7 --master-port 9400"
+    assert all(told.format(place) in line for place, line in enumerate(lines))
+    split = "--tensor-parallel-size 2 --pipeline-parallel-size 2 --distributed-executor-backend mp"
+    assert all(split in line for line in lines)
+    assert ["--headless" in line for line in lines] == [False, True]
+    assert ["--port 4321" in line for line in lines] == [True, False]
+
+
+def test_each_nodes_sglang_is_told_of_the_others() -> None:
+    for place in (0, 1):
+        line = " ".join(DRIVERS["sglang"].command(over_two_nodes("sglang", place)).arguments)
+        assert f"--nnodes 2 --node-rank {place} --dist-init-addr 10.0.0.7:9400" in line
+        assert "--tp-size 4" in line
+
+
+@pytest.mark.parametrize(
+    ("driver", "options", "words"),
+    [
+        ("tensorrt_llm", {}, "over 2 nodes: its ranks are started together by mpirun or srun"),
+        ("mock", {}, "over 2 nodes: it has no parts"),
+        ("vllm", {"pipeline_parallel_size": "1"}, "each node must have whole stages"),
+        ("vllm", {"pipeline_parallel_size": "many"}, "a number of stages is expected"),
+        ("embedded", {"pipeline_parallel": "3"}, "each with whole stages"),
+    ],
+)
+def test_what_cannot_be_over_nodes_is_refused_before_anything_is_started(
+    driver: str, options: dict[str, str], words: str
+) -> None:
+    with pytest.raises(UnknownOption, match=words):
+        DRIVERS[driver].command(over_two_nodes(driver, 0, **options))
+
+
+def test_the_embedded_engine_has_a_stage_on_each_node() -> None:
+    launch = over_two_nodes("embedded", 1)
+    command = DRIVERS["embedded"].command(launch)
+    config = msgspec.json.decode(command.files["config.json"], type=EngineConfig)
+    assert (config.tensor_parallel, config.pipeline_parallel) == (1, 2)
+    assert config.group == launch.spec.group
+    assert (command.base_url, command.socket) == ("", "/run/r1/engine.sock")
+    gpus = msgspec.structs.replace(launch.spec, device_ids=(DeviceId("gpu0"), DeviceId("gpu1")))
+    command = DRIVERS["embedded"].command(msgspec.structs.replace(launch, spec=gpus))
+    config = msgspec.json.decode(command.files["config.json"], type=EngineConfig)
+    assert (config.tensor_parallel, config.pipeline_parallel, config.device) == (2, 2, "cuda:0")
 
 
 def test_vllm_metrics_are_read() -> None:

@@ -2,9 +2,22 @@
 
 import random
 
+import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from isochrone.wire.ids import (
+    ClusterId,
+    DeploymentId,
+    Epoch,
+    Generation,
+    ModelId,
+    NodeId,
+    PopId,
+    ReplicaId,
+)
+from isochrone.wire.routes import DeploymentEntry, Route, RouteTable
+from router.decide.pick import Ask, rank
 from router.decide.prefixes import (
     BLOCK_BYTES,
     CAPACITY_MIN,
@@ -16,6 +29,8 @@ from router.decide.prefixes import (
     keys_of,
     slots_of,
 )
+from router.fleet import Fleet
+from router.sharing import PROMPTS_MAX, Prompts
 
 SIZES = st.integers(0, 400_000)
 
@@ -162,3 +177,56 @@ def test_answers_teach_how_much_a_cache_holds() -> None:
     expected = [was_predicted for was_held, was_predicted in found[-1000:] if was_held]
     assert sum(expected) > 0.6 * len(expected)
     assert CAPACITY_MIN < index._caches[0].capacity < 1.5 * true_capacity
+
+
+def test_what_one_process_had_answered_the_others_know() -> None:
+    def a_fleet() -> Fleet:
+        fleet = Fleet(PopId("ams"), lambda: 100.0)
+        route = Route(
+            replica_id=ReplicaId("r"),
+            deployment_id=DeploymentId("d"),
+            version=1,
+            node_id=NodeId("n"),
+            pop=PopId("ams"),
+            address="x:1",
+            tokens_in_flight_max=10_000,
+            prefill_tokens_per_s=1000.0,
+        )
+        entry = DeploymentEntry(
+            deployment_id=DeploymentId("d"), name="m", model_id=ModelId("m"), context_tokens=4096
+        )
+        table = RouteTable(
+            cluster_id=ClusterId("c"),
+            generation=Generation(1),
+            epoch=Epoch(1),
+            deployments=(entry,),
+            routes=(route,),
+        )
+        fleet.adopt(table)
+        return fleet
+
+    def answered(fleet: Fleet, keys: PrefixKeys) -> None:
+        ask = Ask("q", 100, 10, held=fleet.held(DeploymentId("d"), keys))
+        ranked = rank(fleet.view(DeploymentId("d")), ask).routes[0]
+        sent = fleet.sent(ranked, keys)
+        fleet.learned_cached(ranked.route, sent, 100, 0, keys)
+
+    one, other = a_fleet(), a_fleet()
+    keys = keys_of(bytes(1000), 7)
+    answered(one, keys)
+    assert one.outbox.take() == ()
+    one.outbox.is_open = True
+    # Nothing of it is new there: the others were told, or will learn it from its next turn.
+    answered(one, keys)
+    assert one.outbox.take() == ()
+    longer = keys_of(bytes(1000) + b"x" * 1000, 7)
+    answered(one, longer)
+    rows = one.outbox.take()
+    assert len(rows) == 1 and one.outbox.take() == ()
+    read = msgspec.msgpack.decode(msgspec.msgpack.encode(Prompts(rows)), type=Prompts)
+    other.learned_prompts(read.rows)
+    assert other.held(DeploymentId("d"), longer) == one.held(DeploymentId("d"), longer)
+    other.learned_prompts([msgspec.structs.replace(rows[0], replica_id=ReplicaId("gone"))])
+    for n in range(PROMPTS_MAX + 10):
+        answered(one, keys_of(bytes(200) + n.to_bytes(2, "big") * 200, 7))
+    assert len(one.outbox.take()) == PROMPTS_MAX

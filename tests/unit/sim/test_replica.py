@@ -43,6 +43,27 @@ def test_prompts_are_read_one_after_the_other_and_decodes_go_on_beside_them() ->
     assert abs(ended[0][1] - (2.001 + 9 * 0.011)) < 1e-6
 
 
+def test_with_a_bound_between_tokens_a_prompt_gets_what_decodes_leave() -> None:
+    replica = a_replica(PLAIN._replace(interval_s=0.1))
+    assert replica.take(a_job(0, 1000, 100), 0.0)
+    assert replica.take(a_job(1, 890, 1), 0.0)
+    ended = run(replica)
+    # Alone the first is read in a second; beside it 89 ms of each 100 are the second prompt's.
+    assert abs(ended[0][0] - 1.0) < 1e-9
+    assert abs(ended[1][0] - 2.0) < 1e-6
+
+
+def test_each_router_hears_of_others_alone_and_what_is_left_of_the_prompt_being_read() -> None:
+    replica = a_replica()
+    request = Request(0, 0.0, 1000, 1, (), 100, "", 0.0)
+    replica.take(Job(request, 1010, 800, 3, 1000.0), 0.0)
+    replica.take(Job(request._replace(number=1), 1020, 500, 4, 600.0), 0.1)
+    told = [replica.load_at(0.25, pop) for pop in (3, 4, 5)]
+    assert [one.unread for one in told] == [1300] * 3
+    assert [one.others_unread for one in told] == [500, 600, 1100]
+    assert [one.others_decode for one in told] == [20, 10, 30]
+
+
 def test_a_prompt_that_was_read_before_costs_only_what_is_new() -> None:
     replica = a_replica()
     replica.take(a_job(0, 1000, 1, tuple(range(10))), 0.0)

@@ -1,0 +1,221 @@
+"""A sum that no plan of an empty fleet can be below, and how far the planet's first plan is above.
+
+    python -m ops.sim.bound --data ../shared/data
+
+Each deployment has Lagrange's bound (`dual.py`); what they share, the memory of the sites and their
+devices, has prices too, raised where the deployments' best seats would not fit. At these prices the
+deployments that few sites can hold, where seats are few and large, are bound by HiGHS besides, with
+whole seats: its bound holds however early it is stopped.
+
+Counted: waiting, unserved load, seats with the time that the first start on an idle node takes,
+minima, absence, the life in one PoP only, the memory of each site, and that a device holds one
+replica only that takes more than half of it. Left out, so that the bound is
+lower than the best plan: which replicas fit on which device of a site, the queue of a node that
+starts several at once, maxima, PoPs kept warm.
+"""
+
+import argparse
+import csv
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import msgspec
+import numpy as np
+
+from ops.sim.dual import Side, Terms
+from ops.sim.judge import sought
+from ops.sim.planet import FIRST, Planet
+from ops.sim.planet_world import draw
+from scheduler.decide.cluster import ClusterState
+from scheduler.decide.flow import Floats, Ints
+from scheduler.decide.ground import Ground
+from scheduler.decide.liveness import liveness
+from scheduler.decide.plan import Draft, PlanLimits
+from scheduler.decide.score import (
+    ABSENT,
+    GIB,
+    MISSING,
+    MISSING_SPREAD,
+    ONE_POP_MS,
+    UNSERVED_MS,
+)
+from scheduler.decide.wish import Wish
+
+TABLE: Final = Path(__file__).parent / "planet_bound.csv"
+ALONE_ROUNDS: Final = 200
+PRICE_ROUNDS: Final = 40
+BETWEEN_ROUNDS: Final = 8
+LAST_ROUNDS: Final = 200
+FEW_SITES: Final = 30
+STEP: Final = 0.01
+"""The part of the bound by which the first step of the shared prices aims to raise it."""
+
+
+def terms_of(wish: Wish, ground: Ground) -> Terms:
+    """Return what a deployment pays and needs on a fleet that holds nothing yet."""
+    sites = np.flatnonzero(wish.rooms > 0)
+    offers = [
+        ground.offer(int(site), wish.nodes_of[int(site)], wish.deployment, wish.model)
+        for site in sites
+    ]
+    starts = np.array([offered.cost if offered else np.inf for offered in offers])
+    whole = wish.flow.unit * wish.flow.load
+    lost = whole * UNSERVED_MS
+    spread = ONE_POP_MS * wish.requests_per_s + MISSING_SPREAD * (wish.least >= 2)
+    one_pop = wish.weight * spread * (wish.most >= 2)
+    lacking = ABSENT * wish.is_asked_for + MISSING * wish.least
+    return Terms(
+        load=wish.flow.load,
+        paid=whole[:, None] * wish.flow.far[:, sites],
+        lost=lost,
+        room=wish.rooms[sites],
+        fixed=wish.hold + starts,
+        needs=needs_of(wish, ground, sites),
+        sites=sites,
+        pops=np.array([ground.far.index[ground.sites[int(site)].pop] for site in sites]),
+        apart=min(2, wish.most),
+        one_pop=one_pop,
+        none=float(lost.sum()) + wish.weight * lacking + one_pop,
+    )
+
+
+def needs_of(wish: Wish, ground: Ground, sites: Ints) -> Floats:
+    """Return what a seat takes of a site: GiB, and devices that it has more than half of."""
+    count = wish.deployment.engine.devices
+    each = wish.memory_bytes / count
+    largest = np.array([largest_bytes(ground, int(site)) for site in sites])
+    halves = np.where(each > largest / 2, float(count), 0.0)
+    return np.stack((np.full(len(sites), wish.memory_bytes / GIB), halves))
+
+
+def largest_bytes(ground: Ground, site: int) -> int:
+    """Return the memory of the largest device of a site."""
+    nodes = ground.sites[site].nodes
+    return max(d.memory_bytes for node_id in nodes for d in ground.nodes[node_id].devices)
+
+
+def shared_by(ground: Ground) -> Floats:
+    """Return what each site has: GiB, and devices."""
+    has = np.zeros((2, len(ground.sites)))
+    for site in ground.sites:
+        for node_id in site.nodes:
+            devices = ground.nodes[node_id].devices
+            has[0, site.index] += sum(device.memory_bytes for device in devices) / GIB
+            has[1, site.index] += len(devices)
+    return has
+
+
+def raise_all(sides: Sequence[Side], goals: Sequence[float], has: Floats) -> Floats:
+    """Raise the prices of cities and of what is shared in turn; return those of what is shared."""
+    for side, goal in zip(sides, goals, strict=True):
+        side.climb(goal, ALONE_ROUNDS)
+    prices = best_prices = turn = np.zeros_like(has)
+    best, theta = -np.inf, 1.0
+    for _ in range(PRICE_ROUNDS):
+        value = total(sides, prices, has)
+        if value > best:
+            best, best_prices = value, prices
+        else:
+            theta *= 0.8
+        use = np.zeros_like(has)
+        for side in sides:
+            side.add_use(use)
+        # A device's share, so that rows of different measure step alike.
+        over = use / has - 1.0
+        over[(prices <= 0) & (over < 0)] = 0.0
+        turn = 0.5 * turn + over
+        steep = float((over * turn).sum())
+        if steep <= 0:
+            break
+        prices = np.maximum(0.0, prices + theta * STEP * abs(best) / steep * turn / has)
+        for side, goal in zip(sides, goals, strict=True):
+            side.begin(prices)
+            side.climb(max(goal, 1.02 * side.best.value), BETWEEN_ROUNDS)
+    for side, goal in zip(sides, goals, strict=True):
+        side.begin(best_prices)
+        side.climb(goal, LAST_ROUNDS)
+    return best_prices
+
+
+def total(sides: Sequence[Side], prices: Floats, has: Floats) -> float:
+    """Return the bound of all, less what the shared is worth at its prices."""
+    return sum(side.best.value for side in sides) - float((prices * has).sum())
+
+
+class Row(NamedTuple):
+    """One deployment: its bound at the prices of what is shared, its part of the plan's sum."""
+
+    deployment: str
+    gib: float
+    sites: int
+    seats: int
+    bound: float
+    planned: float
+    queue: float
+    above_percent: float
+
+
+def judged(cluster: ClusterState, limits: PlanLimits, limit_s: float) -> tuple[list[Row], float]:
+    """Return a row a deployment, and what is shared at its prices, to be taken from their sum."""
+    from ops.sim.milp import bound_by_seats  # the solver is an extra
+
+    search, _ = sought(cluster, limits)
+    view = liveness(cluster.nodes, cluster.acting_for_s)
+    empty = Draft(cluster, view, limits).sought()
+    terms = [terms_of(wish, empty.ground) for wish in empty.wishes]
+    sides, has = [Side(one) for one in terms], shared_by(empty.ground)
+    prices = raise_all(sides, [wish.cost() for wish in search.wishes], has)
+    rows = []
+    for wish, one, side in zip(search.wishes, terms, sides, strict=True):
+        bound = side.best.value
+        if len(one.sites) <= FEW_SITES:
+            fixed = one.fixed + (prices[:, one.sites] * one.needs).sum(axis=0)
+            bound = max(bound, min(side.few, bound_by_seats(one, fixed, limit_s)))
+        place = {int(site): number for number, site in enumerate(one.sites)}
+        idle = sum(float(one.fixed[place[s.site]]) for s in wish.seats)
+        planned = wish.cost()
+        rows.append(
+            Row(
+                deployment=str(wish.name),
+                gib=round(wish.memory_bytes / GIB, 1),
+                sites=len(one.sites),
+                seats=len(wish.seats),
+                bound=round(bound, 1),
+                planned=round(planned, 1),
+                queue=round(sum(s.hold + s.start for s in wish.seats) - idle, 1),
+                above_percent=round(100 * (planned / bound - 1), 2) if bound > 0 else 0.0,
+            )
+        )
+    return rows, float((prices * has).sum())
+
+
+def main() -> None:
+    """Bound the planet's first plan and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    default = os.environ.get("ISOCHRONE_DATA", "../shared/data")
+    parser.add_argument("--data", type=Path, default=Path(default))
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--effort", type=int, default=FIRST.effort)
+    parser.add_argument("--solver-s", type=float, default=20.0, help="HiGHS' limit a deployment")
+    parser.add_argument("--out", type=Path, default=TABLE)
+    given = parser.parse_args()
+    planet = Planet(draw(given.data, given.seed), given.seed)
+    planet.ask()
+    limits = msgspec.structs.replace(FIRST, effort=given.effort)
+    rows, worth = judged(planet.picture(), limits, given.solver_s)
+    with given.out.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(Row._fields)
+        writer.writerows(rows)
+    bound, planned = sum(row.bound for row in rows) - worth, sum(row.planned for row in rows)
+    queue = sum(row.queue for row in rows)
+    print(
+        f"bound {bound:.0f} (what is shared is worth {worth:.0f}), planned {planned:.0f}, "
+        f"{100 * (planned / bound - 1):.2f} % above; {100 * queue / bound:.2f} % is queues"
+    )
+
+
+if __name__ == "__main__":
+    main()

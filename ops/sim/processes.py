@@ -1,0 +1,89 @@
+"""What it costs that a router is several processes, each with beliefs of its own.
+
+    python -m ops.sim.processes [--data FOLDER] [--load N] [--age S] [--count N ...]
+
+Each PoP's router is taken apart into as many processes, each with a `Fleet` of its own: apart, and
+telling one another once a second which prompts were read where, as they do. A request comes to any
+of them by chance, a session's next turn too: the worst case, for a client that keeps its connection
+keeps its process.
+"""
+
+import argparse
+from collections.abc import Sequence
+from itertools import accumulate, product
+from pathlib import Path
+from typing import Final
+
+from ops.sim import data
+from ops.sim.cases import CASES, speed_for, world_of
+from ops.sim.measure import figures_of
+from ops.sim.run import simulate
+from ops.sim.traces import Part, Request
+from ops.sim.world import World
+from router.decide.affinity import seed_of
+
+REQUESTS: Final = 4000
+COUNTS: Final = (1, 2, 4, 8)
+
+
+def taken_apart(world: World, count: int) -> World:
+    """Return the world with `count` routers where there was one."""
+    pops = range(len(world.pops))
+    return world._replace(
+        pops=tuple(f"{pop}.{n}" for pop, n in product(world.pops, range(count))),
+        demand=tuple(share / count for share in world.demand for _ in range(count)),
+        rtt_ms=tuple(
+            tuple(world.rtt_ms[a][b] for b in pops for _ in range(count))
+            for a in pops
+            for _ in range(count)
+        ),
+        sites=tuple(site._replace(pop=site.pop * count) for site in world.sites),
+    )
+
+
+def scattered(world: World, requests: Sequence[Request], count: int) -> list[Request]:
+    """Return the requests, each at some process of its own city."""
+    ends = list(accumulate(world.demand))
+    found = []
+    for request in requests:
+        pop = next((n for n, end in enumerate(ends) if request.place < end), len(ends) - 1)
+        process = seed_of(f"p{request.number}") % count
+        begins = ends[pop] - world.demand[pop]
+        place = begins + world.demand[pop] * (process + 0.5) / count
+        found.append(request._replace(place=place))
+    return found
+
+
+def compare(folder: Path, load: int, age_s: float, counts: Sequence[int]) -> None:
+    """Print a row a trace and count."""
+    print("| trace | processes | | p50 ms | p90 ms | hit % | out of PoP % |")
+    print("|---|---|---|---|---|---|---|")
+    for case in CASES:
+        requests = case.read(folder / case.path, Part(REQUESTS))
+        world = world_of(case, folder)
+        speed = speed_for(load / 100, world, requests, case.cached_share)
+        for count in counts:
+            asked, apart = scattered(world, requests, count), taken_apart(world, count)
+            for how, together in (("apart", 1), ("telling", count))[: 1 + (count > 1)]:
+                outcome = simulate(apart, asked, speed, age_s, "ours", together)
+                one = figures_of("ours", outcome)
+                print(
+                    f"| {case.name} | {count} | {how} | {one.p50_ms:.0f} | {one.p90_ms:.0f} "
+                    f"| {one.hit:.1f} | {one.away:.0f} |",
+                    flush=True,
+                )
+
+
+def main() -> None:
+    """Compare what is asked for."""
+    parser = argparse.ArgumentParser(prog="python -m ops.sim.processes")
+    parser.add_argument("--data", help="folder of public data")
+    parser.add_argument("--load", type=int, default=80, help="in percent")
+    parser.add_argument("--age", type=float, default=1.0, help="of information, in seconds")
+    parser.add_argument("--count", type=int, nargs="*", default=list(COUNTS))
+    asked = parser.parse_args()
+    compare(data.folder(asked.data), asked.load, asked.age, asked.count)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""How near the planet's users can be at all for so much memory: a bound, whatever the planner.
+
+    python -m ops.sim.reach --data ../shared/data --budget-tib 102.6
+
+Who is within so many ms of a replica that has room for them counts nothing, who is farther counts
+as far. Lagrange's bound (`dual.py`) of the share that stays far, memory being priced so that the
+budget is kept, is a share that no placement comes below: where it is over a tenth, no placement has
+its p90 within those ms. The demand is the mean of the hours sampled, replicas serve at their full
+capacity, everybody is served. Left out: sites' own memory, spread, minima, the hours' differences,
+all of which make the true share larger.
+"""
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from isochrone.wire.ids import ClusterId, Generation
+from ops.sim.compare import SAMPLED, peak_of_the_day
+from ops.sim.dual import Side, Terms
+from ops.sim.planet import FIRST
+from ops.sim.planet_world import World, demand_rows, draw
+from scheduler.decide.cluster import ClusterState
+from scheduler.decide.liveness import liveness
+from scheduler.decide.plan import Draft
+from scheduler.decide.score import GIB, HEADROOM
+
+ROUNDS: Final = 60
+LAST_ROUNDS: Final = 200
+BISECTIONS: Final = 7
+UNSERVED: Final = 30.0
+"""What a request that nobody serves counts, one that is served from afar being 1."""
+
+
+class Reached(NamedTuple):
+    """What is left far at least, at one distance, and the price of memory that says so."""
+
+    within_ms: float
+    far_share: float
+    price: float
+
+
+def terms_at(world: World, within_ms: float, as_planned: bool) -> list[Terms]:
+    """Return by deployment what it counts to be near or far, and what a replica carries."""
+    mean = np.mean([world.requests(minute) for minute in SAMPLED], axis=0)
+    carried = peak_of_the_day(world) if as_planned else mean
+    cluster = ClusterState(
+        cluster_id=ClusterId("planet"),
+        generation=Generation(1),
+        acting_for_s=1e6,
+        pops=world.pops,
+        nodes=world.nodes,
+        models=world.models,
+        deployments=world.deployments,
+        demand=demand_rows(world, carried),
+        profiles=world.profiles,
+    )
+    wishes = Draft(cluster, liveness(cluster.nodes, cluster.acting_for_s), FIRST).sought().wishes
+    found = []
+    for number, wish in enumerate(wishes):
+        sites = np.flatnonzero(wish.rooms > 0)
+        share = mean[wish.cities, number] / mean.sum()
+        found.append(
+            Terms(
+                load=wish.flow.load,
+                paid=share[:, None] * (wish.flow.far[:, sites] > within_ms),
+                lost=share * UNSERVED,
+                room=wish.rooms[sites] / (1.0 if as_planned else HEADROOM),
+                fixed=np.zeros(len(sites)),
+                needs=np.full((1, len(sites)), wish.memory_bytes / GIB),
+                sites=sites,
+                pops=sites,
+                apart=0,
+                one_pop=0.0,
+                none=float(share.sum()) * UNSERVED,
+            )
+        )
+    return found
+
+
+def reached(terms: Sequence[Terms], within_ms: float, budget_gib: float) -> Reached:
+    """Return the best bound found over prices of memory."""
+    sides = [Side(one) for one in terms]
+    sites = 1 + max(int(one.sites.max()) for one in terms)
+    low, high, best = 1e-8, 1e-4, Reached(within_ms, 0.0, 0.0)
+    for turn in range(BISECTIONS):
+        price = float(np.sqrt(low * high))
+        rounds = ROUNDS if turn < BISECTIONS - 1 else LAST_ROUNDS
+        for side in sides:
+            side.begin(np.full((1, sites), price))
+            side.climb(0.0, 1)
+            side.climb(1.05 * abs(side.best.value), rounds)
+        use = np.zeros((1, sites))
+        for side in sides:
+            side.add_use(use)
+        share = sum(side.best.value for side in sides) - price * budget_gib
+        if share > best.far_share:
+            best = Reached(within_ms, share, price)
+        low, high = (price, high) if use.sum() > budget_gib else (low, price)
+    return best
+
+
+def main() -> None:
+    """Say for each distance what share is farther at least."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    default = os.environ.get("ISOCHRONE_DATA", "../shared/data")
+    parser.add_argument("--data", type=Path, default=Path(default))
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--budget-tib", type=float, default=307.8 / 3)
+    parser.add_argument("--within-ms", type=float, nargs="*", default=[21.4, 25.0, 30.0])
+    parser.add_argument("--as-planned", action="store_true")
+    given = parser.parse_args()
+    world = draw(given.data, given.seed)
+    for within_ms in given.within_ms:
+        found = reached(
+            terms_at(world, within_ms, given.as_planned), within_ms, given.budget_tib * 1024
+        )
+        print(
+            f"within {within_ms} ms with {given.budget_tib:.1f} TiB: at least "
+            f"{100 * found.far_share:.2f} % stay farther (a GiB priced {found.price:.2e})",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""What mypyc cannot compile, or compiles into something else, held without compiling anything."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent.parent
+
+
+def hot() -> Iterator[Path]:
+    for node in ast.parse((ROOT / "setup.py").read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "HOT":
+            for name in ast.literal_eval(node.value):
+                found = sorted(ROOT.glob(name))
+                assert found, f"setup.py: no {name} to compile"
+                yield from found
+
+
+def rel(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("path", list(hot()), ids=rel)
+def test_a_compiled_module_holds_no_struct_and_no_foreign_base(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text())):
+        bases = [ast.unparse(base) for base in getattr(node, "bases", ())]
+        foreign = {"msgspec.Struct", "asyncio.Protocol", "asyncio.BufferedProtocol"}
+        assert not foreign & set(bases), f"{rel(path)}:{ast.unparse(node)[:60]}"
+
+
+@pytest.mark.parametrize("path", list(hot()), ids=rel)
+def test_a_caught_error_of_a_compiled_coroutine_has_one_type(path: Path) -> None:
+    # There a name is a field of one type: an error of another kind is refused by it.
+    for function in ast.walk(ast.parse(path.read_text())):
+        if isinstance(function, ast.AsyncFunctionDef):
+            types: dict[str, str] = {}
+            for node in ast.walk(function):
+                if isinstance(node, ast.ExceptHandler) and node.name and node.type:
+                    kind = ast.unparse(node.type)
+                    assert types.setdefault(node.name, kind) == kind, (
+                        f"{rel(path)}:{node.lineno}: two kinds of error are named {node.name}"
+                    )

@@ -1,0 +1,60 @@
+"""The bound is below every plan there is: those of small worlds, and all of tiny ones by hand."""
+
+import csv
+from itertools import product
+
+import numpy as np
+import pytest
+
+from ops.sim.bound import raise_all, shared_by, terms_of, total
+from ops.sim.dual import Side, Terms
+from ops.sim.judge import TABLE, THOROUGH
+from ops.sim.small import small_world
+from scheduler.decide.flow import Flow
+from scheduler.decide.liveness import liveness
+from scheduler.decide.plan import Draft
+
+with TABLE.open(newline="") as file:
+    OPTIMUM = {int(row["seed"]): float(row["optimum"]) for row in csv.DictReader(file)}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_optimum_of_a_small_world_is_below_the_bound(seed: int) -> None:
+    cluster = small_world(seed)
+    draft = Draft(cluster, liveness(cluster.nodes, cluster.acting_for_s), THOROUGH)
+    search = draft.sought()
+    sides = [Side(terms_of(wish, search.ground)) for wish in search.wishes if wish.rooms.any()]
+    has = shared_by(search.ground)
+    prices = raise_all(sides, [OPTIMUM[seed] / len(sides)] * len(sides), has)
+    assert 0 < total(sides, prices, has) <= OPTIMUM[seed] * 1.0002
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_of_a_tiny_deployment_the_bound_is_just_below_the_best_of_all_plans(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    cities, sites = 5, 4
+    load, far = rng.uniform(0.1, 0.6, cities), rng.uniform(1.0, 60.0, (cities, sites))
+    room, seat, unserved = np.array([0.5, 0.8, 1.0, 1.5]), 8.0, 500.0
+
+    def cost(counts: tuple[int, ...]) -> float:
+        rooms = np.array(counts) * room
+        return Flow(load, load, far, rooms, unserved).cost() + seat * sum(counts)
+
+    best = min(cost(counts) for counts in product(range(4), repeat=sites) if sum(counts))
+    side = Side(
+        Terms(
+            load=load,
+            paid=load[:, None] * far,
+            lost=load * unserved,
+            room=room,
+            fixed=np.full(sites, seat),
+            needs=np.ones((1, sites)),
+            sites=np.arange(sites),
+            pops=np.arange(sites),
+            apart=0,
+            one_pop=0.0,
+            none=float(load.sum() * unserved),
+        )
+    )
+    side.climb(best, 300)
+    assert 0.9 * best <= side.best.value <= best * (1 + 1e-9)
