@@ -50,12 +50,13 @@ check: $(STAMP) ## Format, lint, import contracts, types, unit and style tests
 compiled: $(STAMP) ## Compile the router's hot path, in a copy at build/compiled (takes a minute)
 	@mkdir -p $(COMPILED) && find $(COMPILED) -name '*.py' -not -path '$(COMPILED)/build/*' -delete
 	@git ls-files -co --exclude-standard -z | xargs -0 cp --parents -p -t $(COMPILED)
-	cd $(COMPILED) && ISOCHRONE_COMPILED=1 $(CURDIR)/$(BIN)/python setup.py -q build_ext --inplace
+	cd $(COMPILED) && ISOCHRONE_COMPILED=1 PYTHONPATH=$(CURDIR)/$(COMPILED) \
+	$(abspath $(BIN))/python setup.py -q build_ext --inplace
 
 test-compiled: compiled ## Run the router's tests and a minute of fuzzing on that copy
 	cd $(COMPILED) && export PYTHONPATH=$(CURDIR)/$(COMPILED) && \
-	$(CURDIR)/$(BIN)/pytest -q tests/unit/router tests/integration/router tests/test_style.py && \
-	$(CURDIR)/$(BIN)/python -m ops.fuzz.requests 60
+	$(abspath $(BIN))/pytest -q tests/unit/router tests/integration/router tests/test_style.py && \
+	$(abspath $(BIN))/python -m ops.fuzz.requests 60
 
 format: $(STAMP) ## Rewrite the code in the project's format
 	$(BIN)/ruff format .

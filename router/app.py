@@ -38,7 +38,6 @@ from router.dataplane.deadlines import Deadlines
 from router.dataplane.server import Server
 from router.dataplane.upstream import Upstream
 from router.decide.limits import Gate
-from router.decide.sharing import Prompts
 from router.fleet import Fleet
 from router.journal import Journal
 from router.loops.follow import Follower
@@ -48,6 +47,7 @@ from router.metrics import Metrics
 from router.processes import WORKER_ENV, ParentLink, Workers
 from router.record import Recorder
 from router.serve import Corridor
+from router.sharing import Prompts
 
 log = logging.getLogger(__name__)
 

@@ -18,9 +18,9 @@ from router.decide.health import Health, judge
 from router.decide.latency import RoundTripFilter, expected_rtt_ms, smoothed
 from router.decide.prefixes import NO_KEYS, NOTHING_HELD, Held, PrefixIndex, PrefixKeys, Sent
 from router.decide.rollout import Draw, draw
-from router.decide.sharing import Outbox, Prompt
 from router.decide.slow_start import SlowStart
 from router.decide.tokens_in_flight import Reservation, TokensInFlight
+from router.sharing import Outbox, Prompt
 
 BYTES_PER_TOKEN_FIRST: Final = 3.5
 BYTES_PER_TOKEN_MIN: Final = 1.0

@@ -21,7 +21,7 @@ import msgspec
 from isochrone.wire import codec
 from isochrone.wire.routes import RouteTable
 from isochrone.wire.usage import Demand, Usage, UsageAck
-from router.decide.sharing import Prompt, Prompts
+from router.sharing import Prompt, Prompts
 
 log = logging.getLogger(__name__)
 

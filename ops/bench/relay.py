@@ -191,7 +191,7 @@ def is_same(port: int, key: str) -> str:
     return "yes" if plain and stream else f"plain {plain}, stream {stream}".lower()
 
 
-def measure(one: Contestant, process: psutil.Process, load: Load, key: str, seconds: int) -> Seen:
+def measure(one: Contestant, process: psutil.Process, load: Load, key: str, seconds: float) -> Seen:
     """Let wrk ask for a while."""
     script = Path(tempfile.gettempdir()) / f"relay-{os.getpid()}.lua"
     script.write_text(
@@ -201,7 +201,7 @@ def measure(one: Contestant, process: psutil.Process, load: Load, key: str, seco
     before_s, before = cpu_s(process), psutil.cpu_times()
     output = subprocess.run(
         [
-            *("wrk", "-t1", f"-c{load.connections}", f"-d{seconds}s", "--latency"),
+            *("wrk", "-t1", f"-c{load.connections}", f"-d{seconds:g}s", "--latency"),
             *("-s", str(script), f"http://127.0.0.1:{one.port}{PATH}"),
         ],
         capture_output=True,
@@ -255,7 +255,7 @@ def main() -> None:
     """Run every contestant in turn and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--peers", type=Path, default=Path("peers"))
-    parser.add_argument("--seconds", type=int, default=4)
+    parser.add_argument("--seconds", type=float, default=4.0)
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
     rows: dict[tuple[str, str], list[Seen]] = {}
@@ -283,7 +283,7 @@ def main() -> None:
                     print(f"{round_} {one.name} {load.name} {seen}", file=sys.stderr, flush=True)
     steal = median(one.steal for seen in rows.values() for one in seen)
     print("\n".join(table(rows, same)))
-    print(f"\nmedian steal {steal:.1%}, {arguments.rounds} rounds of {arguments.seconds} s")
+    print(f"\nmedian steal {steal:.1%}, {arguments.rounds} rounds of {arguments.seconds:g} s")
 
 
 def _key(one: Contestant, folder: Path) -> str:

@@ -47,9 +47,10 @@ def sought(cluster: ClusterState, limits: PlanLimits = THOROUGH) -> tuple[Search
     """Return the search when it is done, and what greedy alone had come to."""
     draft = Draft(cluster, liveness(cluster.nodes, cluster.acting_for_s), limits)
     search = draft.sought()
-    search.fill()
+    improve = Improve(search, limits.settle_s, limits.effort)
+    improve.fill()
     greedy = cost(search)
-    Improve(search, limits.settle_s, limits.effort).run()
+    improve.run()
     return search, greedy
 
 

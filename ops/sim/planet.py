@@ -56,7 +56,7 @@ NEW_DEPLOYMENT: Final = 12
 ROLLOUT_AT: Final = 5 * DAY
 ROLLOUT_DEPLOYMENT: Final = 5
 LIMITS: Final = PlanLimits(moves_share=0.05, effort=20)
-FIRST: Final = PlanLimits(starts_max=10**6, endings_max=10**6, effort=0)
+FIRST: Final = PlanLimits(starts_max=10**6, endings_max=10**6, effort=400)
 
 
 class Planet:

@@ -128,7 +128,7 @@ class Routes(Sequence[Ranked]):
             route.replica_id,
             route.address,
             tokens - cached,
-            round(work * pace * (1.0 + picture.regard)),
+            round(work * pace),
             round(1000 * pace),
         )
 

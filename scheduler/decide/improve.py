@@ -12,6 +12,7 @@ import numpy as np
 
 from scheduler.decide.attempt import ENOUGH, Effort, Holder, Saved
 from scheduler.decide.exchange import Exchange, Yielding
+from scheduler.decide.flow import EPSILON
 from scheduler.decide.search import Order, Search, Worth
 from scheduler.decide.shift import Shift
 from scheduler.decide.wish import Seated
@@ -36,6 +37,31 @@ class Improve:
     def yielding(self) -> list[Yielding]:
         """Return the standing placements that are to end."""
         return self._exchange.yielding
+
+    def fill(self) -> None:
+        """Fill. An empty fleet seats those first that need several devices of a node at once.
+
+        So they find nodes that are whole, and the rest fits in between. Only where that leaves
+        room for all: under scarcity what saves most for its bytes goes first, whatever its size.
+        """
+        search = self._search
+        counts = {wish.deployment.engine.devices for wish in search.wishes} - {1}
+        if not counts or any(wish.seats for wish in search.wishes):
+            search.fill()
+            return
+        saved = Saved(search)
+        for number in range(len(search.wishes)):
+            saved.touch(number)
+        for count in sorted(counts, reverse=True):
+            large = [n for n, w in enumerate(search.wishes) if w.deployment.engine.devices >= count]
+            search.fill(only=large)
+            self._move_new_seats()
+        search.fill()
+        is_scarce = any(wish.flow.unserved() > EPSILON for wish in search.wishes)
+        if is_scarce or not search.has_starts_left:
+            saved.undo()
+            search.blocked.clear()
+            search.fill()
 
     def run(self) -> None:
         """Exchange and fill in turn until nothing is better or the effort is spent."""

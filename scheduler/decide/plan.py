@@ -61,8 +61,8 @@ def plan(
     draft = Draft(cluster, view, limits)
     draft.end_what_may_not_be()
     search = draft.sought()
-    search.fill()
     improve = Improve(search, limits.settle_s, limits.effort)
+    improve.fill()
     improve.run()
     for yielding in improve.yielding:
         draft.end_seat(yielding.seated, yielding.reason)

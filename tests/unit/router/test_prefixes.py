@@ -29,8 +29,8 @@ from router.decide.prefixes import (
     keys_of,
     slots_of,
 )
-from router.decide.sharing import PROMPTS_MAX, Prompts
 from router.fleet import Fleet
+from router.sharing import PROMPTS_MAX, Prompts
 
 SIZES = st.integers(0, 400_000)
 

@@ -5,8 +5,8 @@ from itertools import product
 
 import numpy as np
 import pytest
-from ops.sim.bound import raise_all, shared_by, terms_of, total
 
+from ops.sim.bound import raise_all, shared_by, terms_of, total
 from ops.sim.dual import Side, Terms
 from ops.sim.judge import TABLE, THOROUGH
 from ops.sim.small import small_world
