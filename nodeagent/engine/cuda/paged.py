@@ -51,11 +51,8 @@ def attend_decodes(
         mask=real,
         other=0.0,
     )
-    best, total = (
-        tl.full([GROUP_WIDE], -float("inf"), tl.float32),
-        tl.zeros([GROUP_WIDE], tl.float32),
-    )
-    sums = tl.zeros([GROUP_WIDE, DIM_WIDE], tl.float32)
+    best = tl.full([GROUP_WIDE], -float("inf"), tl.float32)
+    total, sums = tl.zeros([GROUP_WIDE], tl.float32), tl.zeros([GROUP_WIDE, DIM_WIDE], tl.float32)
     for begin in range(start, stop, TILE):
         tokens = begin + tl.arange(0, TILE)
         seen = tokens < stop
@@ -75,7 +72,6 @@ def attend_decodes(
             DIM,
             WIDTH,
             EIGHT,
-            DIM_WIDE,
         )
     # Who saw nothing answers nought: a row of padding, or a share past the end.
     empty = stop <= start
@@ -111,10 +107,9 @@ def _take_in(
     DIM: tl.constexpr,
     WIDTH: tl.constexpr,
     EIGHT: tl.constexpr,
-    DIM_WIDE: tl.constexpr,
 ):
     """Take a tile of tokens into each row's running answer: its best, its total and its sums."""
-    dims = tl.arange(0, DIM_WIDE)
+    dims = tl.arange(0, sums.shape[1])
     keys = tl.load(
         pages + place[None, :] * WIDTH + dims[:, None],
         mask=there[None, :] & (dims < DIM)[:, None],
@@ -235,7 +230,6 @@ def attend_chunks(
             DIM,
             WIDTH,
             EIGHT,
-            DIM_WIDE,
         )
     sums = sums / tl.where(total == 0.0, 1.0, total)[:, None]
     target = ((first_row + number) * HEADS + head) * DIM
