@@ -8,7 +8,7 @@ import openai
 import pytest
 import pytest_asyncio
 
-from tests.chaos.test_kills import nothing_in_flight
+from tests.chaos.invariants import nothing_in_flight
 from tests.system.harness import Fleet, a_fleet, until
 
 pytestmark = pytest.mark.timeout(180)
