@@ -29,7 +29,7 @@ class Journey:
 
     outcome: Outcome
     ranked: Ranked | None = None
-    via = ReplicaId("")
+    via: ReplicaId
     """Whom the attempt was sent to; a sibling may answer in its place."""
     sent: Sent | None = None
     turned_away = 0
@@ -48,6 +48,7 @@ class Journey:
 
     def __init__(self, asked: Asked, prompt_tokens_estimate: int) -> None:
         self.outcome = Outcome.FAILED
+        self.via = ReplicaId("")
         self.asked = asked
         self.prompt_tokens_estimate = prompt_tokens_estimate
         self.body = asked.body
