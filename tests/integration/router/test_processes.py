@@ -1,6 +1,7 @@
-"""Several processes behind one port: they share the table and nothing else."""
+"""Several processes behind one port: they share the table, and where prompts were read."""
 
 import asyncio
+import itertools
 import os
 import re
 import signal
@@ -14,6 +15,7 @@ import psutil
 
 from isochrone.wire.usage import Usage
 from router import build
+from router.app import SHARE_INTERVAL_S
 from tests.integration.router.fake_node import FakeNode, open_node
 from tests.integration.router.fleet_of import KEY
 from tests.integration.router.test_process import BODY, START_TIMEOUT_S, a_process, prepare
@@ -108,14 +110,15 @@ async def test_they_tell_one_another_where_prompts_were_read(tmp_path: Path) -> 
         await stack.enter_async_context(a_process(config, port))
         tables = [tmp_path / "state" / f"worker-{n}" / "table.snapshot" for n in (1, 2)]
         await until(lambda: all(table.exists() for table in tables))
-        body = {**BODY, "messages": [{"role": "user", "content": "word " * 2000}]}
-        assert await ask_many(port, 1, body) == 1
-        first = next(node for node in nodes if node.asked)
         async with asyncio.timeout(START_TIMEOUT_S):
-            # Each turn over several connections: told once, no process asks the other node.
-            while True:
-                await asyncio.sleep(0.2)
-                before = sum(node.asked for node in nodes if node is not first)
+            # Another prompt each turn: one that both nodes have read says nothing.
+            for turn in itertools.count():
+                asked = [node.asked for node in nodes]
+                text = f"{turn} word " * 1000
+                body = {**BODY, "messages": [{"role": "user", "content": text}]}
+                assert await ask_many(port, 1, body) == 1
+                other = next(n for n, node in enumerate(nodes) if node.asked == asked[n])
+                await asyncio.sleep(1.5 * SHARE_INTERVAL_S)
                 assert await ask_many(port, 12, body) == 12
-                if sum(node.asked for node in nodes if node is not first) == before:
+                if nodes[other].asked == asked[other]:
                     break
