@@ -21,8 +21,8 @@ def run_service(main: Callable[[asyncio.Event], Awaitable[int]]) -> NoReturn:
 
     A second signal cancels `main`: the operator is out of patience, and drains end there.
     """
-    # What was imported is never garbage: else the collector walks all of it now and then, and for
-    # some 30 ms nobody is served.
+    # What was imported is never garbage: else the collector walks all of it now and then, and
+    # nobody is served meanwhile.
     gc.collect()
     gc.freeze()
     try:

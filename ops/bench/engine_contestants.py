@@ -68,6 +68,8 @@ class Ours:
             "context_tokens_max": 4096,
             "sequences_max": 32,
             "batch_tokens_max": 512,
+            # The others draft nothing, and what follows random prompts repeats itself.
+            "draft_tokens_max": 0,
         }
         source, _ = open_checkpoint(model)
         self._shape = source.shape
