@@ -73,7 +73,7 @@ async def serve(config: SchedulerConfig, stopping: asyncio.Event) -> int:
         lease = Loop("hold_lease", HoldLease(acting).run_once, config.lease_renew_s)
         place = Loop("place", Place(acting).run_once, config.place_interval_s, share_max=0.25)
         publish = Loop(
-            "publish", Publish(acting).run_once, config.publish_interval_s, share_max=0.25
+            "publish", Publish(acting).run_once, config.publish_interval_s, share_max=0.5
         )
         flush = Loop("flush_pulses", FlushPulses(acting).run_once, 2.0)
         prune = Loop("prune", Prune(acting).run_once, 600.0)
