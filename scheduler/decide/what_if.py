@@ -14,7 +14,7 @@ from isochrone.wire.ids import DeploymentId, DeviceId, Generation, NodeId, PopId
 from isochrone.wire.model import Deployment, Model, Positive
 from isochrone.wire.report import Device, ReplicaState
 from scheduler.decide.cluster import ClusterState, Node, Plan
-from scheduler.decide.device_classes import CLASSES, class_of
+from scheduler.decide.device_classes import CLASSES, CPU, class_of
 from scheduler.decide.liveness import LivenessLimits
 from scheduler.decide.plan import plan
 from scheduler.decide.predict import Prediction, predict
@@ -344,9 +344,11 @@ def _must_be_made(cluster: ClusterState, change: AddNodes) -> None:
     """Refuse a class of device that nobody knows, and more memory than one of it has."""
     kind = class_of(change.device_class)
     here = {device.device_class for node in cluster.nodes for device in node.devices}
-    if kind is None and change.device_class not in here:
-        known = ", ".join(sorted({*CLASSES, *here}))
-        raise CannotChange(f"cannot add {change.device_class}: known are {known}")
+    known = {*CLASSES, *here, CPU}
+    if kind is None and change.device_class not in known:
+        raise CannotChange(
+            f"cannot add {change.device_class}: known are {', '.join(sorted(known))}"
+        )
     if kind is not None and change.memory_bytes > MEMORY_SLACK * kind.memory_bytes:
         raise CannotChange(
             f"cannot add {change.device_class} of {change.memory_bytes / GIB:.0f} GiB: one has "
