@@ -263,7 +263,7 @@ async def test_each_refusal_has_its_word(node: Node) -> None:
         await first.content.readany()
         # The head's word is of when the prompt was read, as is a ping's.
         async with node.http.get("/ping") as ping:
-            pinged = headers.parse_loads(ping.headers[headers.LOADS])["r1"]
+            pinged = headers.parse_loads(ping.headers[headers.LOADS])[ReplicaId("r1")]
         assert headers.parse_load(first.headers[headers.LOAD]) == pinged
         assert (pinged.running, pinged.unread, pinged.prefill_tokens) == (1, 0, 0)
         async with node.ask(tokens=80) as second:

@@ -3,9 +3,11 @@
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
+from openai.types.chat import ChatCompletionMessageParam
 
 from isochrone.wire.ids import KeyId
 from isochrone.wire.keys import format_key
@@ -13,7 +15,7 @@ from isochrone.wire.routes import Limits
 from tests.integration.router.fake_node import FakeNode
 from tests.integration.router.fleet_of import KEY, Bench, a_bench, a_key, a_route, a_table
 
-HELLO = [{"role": "user", "content": "hello"}]
+HELLO: list[ChatCompletionMessageParam] = [{"role": "user", "content": "hello"}]
 
 
 @asynccontextmanager
@@ -51,7 +53,7 @@ async def test_chat_and_completion(tmp_path: Path) -> None:
 @pytest.mark.parametrize("asks", [True, False])
 async def test_stream_with_and_without_usage(tmp_path: Path, asks: bool) -> None:
     async with a_bench(tmp_path) as bench, a_client(bench) as client:
-        options = {"stream_options": {"include_usage": True}} if asks else {}
+        options: dict[str, Any] = {"stream_options": {"include_usage": True}} if asks else {}
         stream = await client.chat.completions.create(
             model="tiny", messages=HELLO, stream=True, max_tokens=4, **options
         )
