@@ -74,7 +74,7 @@ async def test_errors_are_the_sdks_own(tmp_path: Path) -> None:
                 assert refused.value.code == "invalid_api_key"
         async with a_client(bench) as client:
             chat = client.chat.completions
-            with pytest.raises(openai.NotFoundError) as missing:
+            with pytest.raises(openai.NotFoundError, match=r"for this key .*: tiny") as missing:
                 await chat.create(model="none", messages=HELLO)
             assert missing.value.code == "model_not_found"
             with pytest.raises(openai.BadRequestError) as wrong:
@@ -100,7 +100,7 @@ async def test_revoked_expired_and_narrowed_keys(tmp_path: Path) -> None:
                 await chat.create(model="tiny", messages=HELLO)
         narrowed = a_key(deployments=("else",))
         bench.house.fleet.adopt(a_table(routes, generation=4, keys=[narrowed]))
-        with pytest.raises(openai.NotFoundError):
+        with pytest.raises(openai.NotFoundError, match=r"for this key .*: none"):
             await chat.create(model="tiny", messages=HELLO)
         assert [model.id async for model in client.models.list()] == []
 
