@@ -17,6 +17,7 @@ from isochrone.wire.ids import ReplicaId
 from isochrone.wire.usage import Outcome
 from router.asked import Asked, Client
 from router.config import RouterConfig
+from router.dataplane.errand import pause
 from router.dataplane.exchange import AttemptFailed, Exchange, Failure
 from router.dataplane.message import Reply
 from router.dataplane.upstream import Upstream
@@ -129,7 +130,7 @@ class Corridor:
                 if failed:
                     # Everyone failed once: perhaps it was no more than that.
                     failed.clear()
-                    await asyncio.sleep(RETRY_PAUSE_S)
+                    await pause(RETRY_PAUSE_S)
                     continue
             must_wait = self.waiting.must_wait(place) or len(refused) >= REFUSALS_MAX
             if must_wait or not ranking.routes:
@@ -272,7 +273,7 @@ class Corridor:
             sent[headers.SAID] = str(said_tokens)
         elif siblings := routes.siblings(ranked):
             sent[headers.SIBLINGS] = headers.format_siblings(siblings)
-        journey.exchange = exchange = await self._upstream.ask(
+        journey.exchange = exchange = self._upstream.ask(
             route.node_id,
             route.address,
             ("POST", asked.path, sent, journey.body),

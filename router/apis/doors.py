@@ -75,7 +75,7 @@ class Doors:
             if name in (b"authorization", b"content-type", b"accept", b"x-request-id")
         }
         try:
-            exchange = await self._upstream.ask(
+            exchange = self._upstream.ask(
                 NodeId(COLD),
                 COLD,
                 (method, target, sent, request.body),

@@ -17,6 +17,7 @@ from isochrone.service.door import DoorLimits
 from isochrone.wire.errors import ApiError, ErrorCode
 from router.dataplane import http1
 from router.dataplane.deadlines import NEVER, Deadlines
+from router.dataplane.errand import Errand, Signal
 from router.dataplane.message import Reply, Request
 from router.dataplane.requests import Gate, RequestReader
 
@@ -133,15 +134,15 @@ class ClientConnection:
     """
 
     __slots__ = (
-        "_address", "_bad", "_begun", "_chunked", "_paused", "_reader", "_ready", "_request",
-        "_resumed", "_server", "_source", "_stopped_reading", "_task", "_transport", "due_s",
+        "_address", "_bad", "_begun", "_chunked", "_errand", "_paused", "_reader", "_ready",
+        "_request", "_resumed", "_server", "_source", "_stopped_reading", "_transport", "due_s",
     )  # fmt: skip
 
     def __init__(self, server: Server) -> None:
         self._server = server
         self._transport: asyncio.Transport | None = None
         self._reader = RequestReader(self, server.gate, server.limits.body_bytes_max, server.clock)
-        self._task: asyncio.Task[None] | None = None
+        self._errand: Errand | None = None
         self._ready: deque[Request] = deque()
         self._bad: ApiError | None = None
         self._source: Source | None = None
@@ -151,7 +152,7 @@ class ClientConnection:
         self._request: Request | None = None
         self._begun = False
         self._chunked = False
-        self._resumed: asyncio.Future[None] | None = None
+        self._resumed: Signal | None = None
         self.due_s = NEVER
 
     # The transport's side.
@@ -173,8 +174,8 @@ class ClientConnection:
         self._server.went(self, self._address)
         self._transport = None
         self._ready.clear()
-        if self._task is not None:
-            self._task.cancel()
+        if self._errand is not None:
+            self._errand.cancel()
 
     def eof_received(self) -> bool:
         """Take the end of what a client sends for its leaving, as proxies do."""
@@ -189,9 +190,16 @@ class ClientConnection:
         try:
             reader.feed(data)
         except ApiError as error:
-            self._refuse(error)
+            self._bad = error
+        if self._errand is not None:
             return
-        if self._task is not None:
+        if self._ready:
+            self.due_s = NEVER
+            self._errand = Errand(self._answer_all())
+            self._errand.go_on()
+            return
+        if self._bad is not None:
+            self._refuse(self._bad)
             return
         # What did not come whole has its deadline: a head from its first byte, a body from its
         # head's last.
@@ -213,12 +221,12 @@ class ClientConnection:
         self.due_s = NEVER
         if self._source is not None:
             self._source.resume()
-        if self._resumed is not None and not self._resumed.done():
-            self._resumed.set_result(None)
+        if self._resumed is not None:
+            self._resumed.give()
 
     def on_due(self) -> None:
         """End what waited too long: a head, a body, an idle connection, a client that is deaf."""
-        if self._task is not None or self._bad is not None:
+        if self._errand is not None or self._bad is not None:
             self.abort()
         elif self._reader.arrived_s:
             waited_s = self._server.clock() - self._reader.arrived_s
@@ -236,16 +244,13 @@ class ClientConnection:
 
     def continue_is_expected(self) -> None:
         """Ask for a body whose client waits to be asked."""
-        if self._task is None:
+        if self._errand is None and not self._ready:
             self._write(http1.CONTINUE)
 
     def request_is_whole(self, request: Request) -> None:
-        """Answer it, or let it wait for the one before."""
+        """Let it be answered after those before it."""
         self._ready.append(request)
-        if self._task is None:
-            self.due_s = NEVER
-            self._task = asyncio.get_running_loop().create_task(self._answer_all())
-        elif len(self._ready) >= READY_MAX and self._transport is not None:
+        if len(self._ready) >= READY_MAX and self._transport is not None:
             self._stopped_reading = True
             self._transport.pause_reading()
 
@@ -308,7 +313,7 @@ class ClientConnection:
     async def drained(self) -> None:
         """Return when the client has read what was written; cancelled where it is gone."""
         while self._paused:
-            self._resumed = asyncio.get_running_loop().create_future()
+            self._resumed = Signal()
             await self._resumed
 
     def abort(self) -> None:
@@ -318,7 +323,7 @@ class ClientConnection:
 
     def drain(self) -> None:
         """Close as soon as nothing is being answered."""
-        if self._task is None and self._transport is not None:
+        if self._errand is None and self._transport is not None:
             self._transport.close()
         elif self._request is not None:
             self._request.keep_alive = False
@@ -338,7 +343,7 @@ class ClientConnection:
                     self._close()
                     return
         finally:
-            self._task = None
+            self._errand = None
             self._request = None
         limits = self._server.limits
         if self._bad is not None:
@@ -382,7 +387,7 @@ class ClientConnection:
         connection, and the client would never see why.
         """
         self._bad = error
-        if self._task is None and self._transport is not None:
+        if self._errand is None and self._transport is not None:
             self.reply(self._server.encode_error(error, self._reader.path))
             if self._transport.can_write_eof():
                 self._transport.write_eof()

@@ -44,7 +44,7 @@ class Upstream:
         """Return how many connections are open, to whichever node."""
         return len(self._open)
 
-    async def ask(
+    def ask(
         self,
         node_id: NodeId,
         address: str,
@@ -55,10 +55,7 @@ class Upstream:
         *,
         is_rest: bool = False,
     ) -> Exchange:
-        """Send (method, path, headers, body) to a node; what comes back is the exchange's to tell.
-
-        Raises AttemptFailed where the node cannot be reached.
-        """
+        """Send (method, path, headers, body) to a node; the exchange tells what comes of it."""
         method, path, sent, body = request
         head = http1.request_head(method, path, _host(address), sent, len(body))
         exchange = Exchange(
@@ -66,7 +63,10 @@ class Upstream:
         )
         exchange.wait(timeout_s)
         idle = self._idle.get(address)
-        exchange.begin(idle.pop() if idle else await self.connect(node_id, address))
+        if idle:
+            exchange.begin(idle.pop())
+        else:
+            exchange.dial()
         return exchange
 
     async def connect(self, node_id: NodeId, address: str) -> NodeConnection:

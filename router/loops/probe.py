@@ -85,7 +85,7 @@ class Prober:
         sent = {headers.ROUTER: self._fleet.name, **(sent or {})}
         request = ("GET", "/ping", sent, b"")
         try:
-            exchange = await self._upstream.ask(
+            exchange = self._upstream.ask(
                 NodeId(address), address, request, self._timeout_s, PONG_BYTES_MAX
             )
             try:
