@@ -8,7 +8,7 @@ Rule 3: a client that is gone cancels its request; one that does not read stops 
 import asyncio
 import logging
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from email.utils import formatdate
 from typing import Final, Protocol, cast
@@ -73,16 +73,21 @@ class Server:
         self.by_address: Counter[str] = Counter()
         self._unix_clock = unix_clock
         self._gone = asyncio.Event()
-        self._date = ""
-        self._date_of = 0
+        self._openings: dict[tuple[int, str], str] = {}
+        self._openings_of = 0
 
-    def date(self) -> str:
-        """Return the `date` header's value, written once a second."""
+    def opening(self, status: int, content_type: str) -> str:
+        """Return the first lines of an answer, date included: written once a second for a kind."""
         second = int(self._unix_clock())
-        if second != self._date_of:
-            self._date_of = second
-            self._date = formatdate(second, usegmt=True)
-        return self._date
+        if second != self._openings_of:
+            self._openings_of = second
+            self._openings.clear()
+        kind = (status, content_type)
+        found = self._openings.get(kind)
+        if found is None:
+            date = formatdate(second, usegmt=True)
+            found = self._openings[kind] = http1.opening(status, content_type, date)
+        return found
 
     def connection(self) -> asyncio.Protocol:
         """Make the protocol of one connection; for `create_server`."""
@@ -256,7 +261,7 @@ class ClientConnection:
 
     # The answer's side.
 
-    def begin(self, status: int, content_type: str, extra: Mapping[str, str]) -> None:
+    def begin(self, status: int, content_type: str, lines: str) -> None:
         """Send the head of an answer whose length is not known."""
         request = self._request
         assert request is not None
@@ -265,10 +270,8 @@ class ClientConnection:
         keep_alive = request.keep_alive and self._chunked
         self._write(
             http1.response_head(
-                status,
-                content_type,
-                extra,
-                date=self._server.date(),
+                self._server.opening(status, content_type),
+                lines,
                 length=None,
                 keep_alive=keep_alive,
                 chunked=self._chunked,
@@ -291,10 +294,8 @@ class ClientConnection:
         request = self._request
         self._begun = True
         head = http1.response_head(
-            reply.status,
-            reply.content_type,
-            reply.headers,
-            date=self._server.date(),
+            self._server.opening(reply.status, reply.content_type),
+            reply.lines,
             length=len(reply.body),
             keep_alive=request is not None and request.keep_alive,
             chunked=False,

@@ -2,7 +2,7 @@
 
 import asyncio
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import lru_cache
 from ssl import SSLContext
 from typing import Final, cast
@@ -48,16 +48,16 @@ class Upstream:
         self,
         node_id: NodeId,
         address: str,
-        request: tuple[str, str, Mapping[str, str], bytes],
+        request: tuple[str, str, str, bytes],
         timeout_s: float,
         bytes_max: int,
         frames: sse.Frames | None = None,
         *,
         is_rest: bool = False,
     ) -> Exchange:
-        """Send (method, path, headers, body) to a node; the exchange tells what comes of it."""
-        method, path, sent, body = request
-        head = http1.request_head(method, path, _host(address), sent, len(body))
+        """Send (method, path, header lines, body) to a node; what comes is the exchange's."""
+        method, path, lines, body = request
+        head = http1.request_head(method, path, _host(address), lines, len(body))
         exchange = Exchange(
             self, node_id, address, (head, body), bytes_max, frames, is_rest=is_rest
         )
