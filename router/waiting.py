@@ -8,11 +8,11 @@ a thousand who wait cost no more than one.
 
 import asyncio
 from collections.abc import Callable
-from contextlib import suppress
 from enum import Enum
 from typing import Final
 
 from isochrone.wire.ids import DeploymentId, TenantId
+from router.dataplane.errand import Signal
 from router.decide.fair import BytesFull, FairQueue, QueueFull, Ticket
 
 LOOK_AGAIN_S: Final = 0.25
@@ -60,12 +60,15 @@ class Place(Ticket):
         self.is_queued = False
         self.is_ousted = False
         self.has_begun = False
-        self.woken: asyncio.Future[None] | None = None
+        self.woken: Signal | None = None
 
     def wake(self) -> None:
-        """Let it look, or hear that it was ousted."""
-        if self.woken is not None and not self.woken.done():
-            self.woken.set_result(None)
+        """Let it look, or hear that it was ousted: in a turn of its own, for whoever makes room is
+        in the midst of something.
+        """
+        woken, self.woken = self.woken, None
+        if woken is not None:
+            asyncio.get_running_loop().call_soon(woken.give)
 
 
 class Waiting:
@@ -107,13 +110,14 @@ class Waiting:
         left_s = place.until_s - self._clock()
         if left_s > 0 and not place.is_ousted:
             is_head = self._queue.head(place.lane) is place
-            place.woken = asyncio.get_running_loop().create_future()
+            loop = asyncio.get_running_loop()
+            place.woken = woken = Signal()
+            timer = loop.call_later(min(left_s, LOOK_AGAIN_S) if is_head else left_s, woken.give)
             try:
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(min(left_s, LOOK_AGAIN_S) if is_head else left_s):
-                        await place.woken
+                await woken
             finally:
                 place.woken = None
+                timer.cancel()
         if place.is_ousted:
             raise NoRoom(Impatience.OUSTED)
         if self._clock() >= place.until_s:
