@@ -10,7 +10,6 @@ import time
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -211,13 +210,6 @@ class Parts:
             unix_clock=time.time,
             resend_s=config.usage_resend_s,
         )
-        self.prober = Prober(
-            fleet=self.fleet,
-            upstream=self.upstream,
-            metrics=self.metrics,
-            dropped=self.follower.dropped,
-            timeout_s=config.probe_timeout_s,
-        )
         self.corridor = Corridor(
             config=config,
             fleet=self.fleet,
@@ -226,6 +218,14 @@ class Parts:
             recorder=self.recorder,
             metrics=self.metrics,
             clock=clock,
+        )
+        self.prober = Prober(
+            fleet=self.fleet,
+            upstream=self.upstream,
+            metrics=self.metrics,
+            dropped=self.follower.dropped,
+            let_go=self.corridor.let_go,
+            timeout_s=config.probe_timeout_s,
         )
         self.surface, self.server = self._front(boot_id)
         self.loops = self._loops()
@@ -352,7 +352,7 @@ async def open_house(
     """Run a router. On exit: stop accepting, finish what streams, put the ledger on disk."""
     try:
         parts = Parts(config, identity, worker)
-        await asyncio.to_thread(_make_folder, config.state_folder)
+        await asyncio.to_thread(config.state_folder.mkdir, 0o700, parents=True, exist_ok=True)
         await asyncio.to_thread(parts.spool.open)
     except OSError as error:
         raise ConfigError(
@@ -444,7 +444,3 @@ async def _put_away(parts: Parts) -> None:
 
 async def _alive() -> None:
     notify("WATCHDOG=1")
-
-
-def _make_folder(folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
