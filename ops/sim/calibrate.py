@@ -27,6 +27,7 @@ from ops.fleet import layout, model
 from ops.fleet.bring_up import Fleet
 from ops.fleet.cities import CITIES, City
 from ops.sim import data, traces
+from ops.sim.alone import Alone
 from ops.sim.calibration import BLOCK, Asked, Live, Probe, fitted, world_of
 from ops.sim.cases import speed_for
 
@@ -172,7 +173,7 @@ async def profile(fleet: Fleet, player: Player, city: City) -> list[Probe]:
             *(player.ask_replica(city, replica, text, output) for text in texts)
         )
         for one in seen:
-            took = (one["prompt_tokens"], one["ttft_s"], one["itl_s"])
+            took = (one["prompt_tokens"], one["ttft_s"], one["itl_s"], one["output_tokens"])
             probes.append(Probe(city.pop, together, *took))
 
     await probe(64, 4, 1)
@@ -231,10 +232,12 @@ async def run(folder: Path, trace: str, seconds: float, load: float) -> Live:
         timeout = aiohttp.ClientTimeout(total=240)
         async with aiohttp.ClientSession(connector=limits, timeout=timeout) as http:
             player = Player(fleet, http)
+            alone = Alone()
             # At the same time, as they will be asked: they share the machine's memory.
             found = await asyncio.gather(*(profile(fleet, player, city) for city in SERVING))
             probes = [probe for of_one in found for probe in of_one]
             profiles = fitted(probes)
+            others = [alone.others_share()]
             print(profiles)
             parts, cached_share = TRACES[trace]
             # As many requests as take `seconds` at this load.
@@ -244,7 +247,8 @@ async def run(folder: Path, trace: str, seconds: float, load: float) -> Live:
                     break
             print(f"{len(requests)} requests, trace sped up {speed:.3f} times")
             asked = await play(player, requests, speed)
-        return Live(probes, asked, load)
+            others.append(alone.others_share())
+        return Live(probes, asked, load, others=others)
     finally:
         await fleet.down()
 
@@ -264,6 +268,7 @@ def main() -> None:
             {
                 "load": live.load,
                 "words_age_s": live.words_age_s,
+                "others": live.others,
                 "probes": [probe._asdict() for probe in live.probes],
                 "asked": [one._asdict() for one in live.asked],
             }

@@ -17,6 +17,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from ops.fleet.cities import CITIES, round_trip_ms
+from ops.sim.alone import OTHERS_MAX
 from ops.sim.measure import percentile
 from ops.sim.run import Outcome, simulate
 from ops.sim.traces import Request
@@ -33,6 +34,9 @@ BATCH_TOKENS_MAX: Final = 256
 SEQUENCES_MAX: Final = 16
 INTERVAL_S: Final = 0.25
 
+ITL_TOKENS_MIN: Final = 8
+"""A shorter answer tells nothing of the time between tokens: its first may come with its second."""
+
 
 class Probe(NamedTuple):
     """One request of the profile: with `together - 1` others, on an otherwise idle replica."""
@@ -42,6 +46,7 @@ class Probe(NamedTuple):
     prompt_tokens: int
     ttft_s: float
     itl_s: float
+    output_tokens: int = ITL_TOKENS_MIN
 
 
 class Asked(NamedTuple):
@@ -68,6 +73,8 @@ class Live(NamedTuple):
     asked: Sequence[Asked]
     load: float
     words_age_s: float = PROBED_S
+    others: Sequence[float] = ()
+    """Which share of the machine was not the fleet's during the profile, and while it was asked."""
 
 
 class Fitted(NamedTuple):
@@ -92,7 +99,7 @@ def fitted(probes: Sequence[Probe]) -> list[Fitted]:
         overhead_s, each_s, deeper_s = (float(term) for term in terms)
         company = {
             n: float(np.median([p.itl_s for p in probes if p.pop == pop and p.together == n
-                                and p.itl_s > 0]))
+                                and p.output_tokens >= ITL_TOKENS_MIN]))
             for n in sorted({p.together for p in probes if p.pop == pop})
         }  # fmt: skip
         counts = np.array([float(n) for n in company])
@@ -210,6 +217,7 @@ def read(path: Path) -> Live:
         [Asked(**one) for one in kept["asked"]],
         kept["load"],
         kept["words_age_s"],
+        kept.get("others", ()),
     )
 
 
@@ -218,6 +226,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m ops.sim.calibration")
     parser.add_argument("file", type=Path)
     live = read(parser.parse_args().file)
+    for when, share in zip(("the profile", "the run"), live.others, strict=False):
+        said = ": the machine was not the fleet's alone" if share > OTHERS_MAX else ""
+        print(f"others took {100 * share:.1f} % of the machine during {when}{said}")
     replicas = fitted(live.probes)
     for one in replicas:
         profile = one.profile
