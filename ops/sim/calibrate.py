@@ -38,6 +38,8 @@ TWICE: Final = 2
 TOGETHER: Final = (1, 2, 4)
 """How many answers are written at once where the time between tokens is measured."""
 
+ERROR_METRIC: Final = "isochrone_router_ttft_prediction_error_seconds_bucket"
+
 SESSIONS_SEED: Final = 99
 """Draws which of ServeGen's conversations are played."""
 
@@ -202,6 +204,19 @@ async def play(player: Player, requests: list[traces.Request], speed: float) -> 
     return list(await asyncio.gather(*(one(request) for request in requests)))
 
 
+async def prediction_errors(http: aiohttp.ClientSession) -> dict[str, float]:
+    """Return all routers' own metric of how far their predictions were off: counts by bound."""
+    counts: dict[str, float] = {}
+    for city in CITIES:
+        async with http.get(f"{layout.endpoint(city)}/metrics") as page:
+            for line in (await page.text()).splitlines():
+                name, _, count = line.rpartition(" ")
+                if name.startswith(ERROR_METRIC):
+                    bound = name.partition('le="')[2].partition('"')[0]
+                    counts[bound] = counts.get(bound, 0.0) + float(count)
+    return counts
+
+
 def mooncake(folder: Path) -> Iterator[list[traces.Request]]:
     """Give ever longer parts of Mooncake's conversations: few prompts are cached."""
     path = folder / "traces/mooncake_conversation_trace.jsonl.gz"
@@ -248,7 +263,8 @@ async def run(folder: Path, trace: str, seconds: float, load: float) -> Live:
             print(f"{len(requests)} requests, trace sped up {speed:.3f} times")
             asked = await play(player, requests, speed)
             others.append(alone.others_share())
-        return Live(probes, asked, load, others=others)
+            errors = await prediction_errors(http)
+        return Live(probes, asked, load, others=others, errors=errors)
     finally:
         await fleet.down()
 
@@ -269,6 +285,7 @@ def main() -> None:
                 "load": live.load,
                 "words_age_s": live.words_age_s,
                 "others": live.others,
+                "errors": live.errors,
                 "probes": [probe._asdict() for probe in live.probes],
                 "asked": [one._asdict() for one in live.asked],
             }

@@ -10,7 +10,7 @@ again in the simulator, by the router's own choice; both distributions are print
 import argparse
 import json
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -25,6 +25,9 @@ from ops.sim.world import Profile, Site, World
 
 BLOCK: Final = 16
 SHARES: Final = (0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99)
+ERRORS_S: Final = (0.03, 0.1, 0.3, 1.0)
+"""Bounds of the routers' metric."""
+
 PROBED_S: Final = 2.0
 """How old words are that come with probes: half to whole of this, as the simulator counts."""
 
@@ -75,6 +78,8 @@ class Live(NamedTuple):
     words_age_s: float = PROBED_S
     others: Sequence[float] = ()
     """Which share of the machine was not the fleet's during the profile, and while it was asked."""
+    errors: Mapping[str, float] = {}
+    """The routers' metric of prediction errors: how many were up to each bound, in seconds."""
 
 
 class Fitted(NamedTuple):
@@ -209,6 +214,18 @@ def table(live: Live, outcome: Outcome, replicas: Sequence[Fitted]) -> str:
     return "\n".join(lines)
 
 
+def errors_of(live: Live, outcome: Outcome) -> str:
+    """Return how far predictions were off, by the routers' own metric and in the simulator."""
+    said = []
+    count, simulated = live.errors["+Inf"], outcome.errors_ms
+    for within_s in ERRORS_S:
+        by_metric = live.errors[f"{within_s}"] - live.errors[f"-{within_s}"]
+        off = sum(-1000 * within_s < error <= 1000 * within_s for error in simulated)
+        shares = 100 * by_metric / count, 100 * off / len(simulated)
+        said.append(f"{1000 * within_s:.0f} ms: {shares[0]:.0f} % and {shares[1]:.0f} %")
+    return f"predictions within (measured and simulated) {'; '.join(said)}"
+
+
 def read(path: Path) -> Live:
     """Read what was kept."""
     kept: dict[str, Any] = json.loads(path.read_text())
@@ -218,6 +235,7 @@ def read(path: Path) -> Live:
         kept["load"],
         kept["words_age_s"],
         kept.get("others", ()),
+        kept.get("errors", {}),
     )
 
 
@@ -239,7 +257,10 @@ def main() -> None:
             f"{1000 * one.overhead_s:.1f} ms besides"
         )
     print()
-    print(table(live, replayed(live, replicas), replicas))
+    outcome = replayed(live, replicas)
+    print(table(live, outcome, replicas))
+    if live.errors:
+        print(errors_of(live, outcome))
 
 
 if __name__ == "__main__":
