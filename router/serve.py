@@ -175,7 +175,8 @@ class Corridor:
                 failed.add(ranked.route.replica_id)
                 failures, failed_at_s = failures + 1, self._clock()
                 self._ill(ranked)
-                if failures >= self._config.attempts_max or not self._may_retry():
+                is_paid = error.failure is Failure.GONE
+                if failures >= self._config.attempts_max or not (is_paid or self._may_retry()):
                     raise ApiError(
                         ErrorCode.UPSTREAM,
                         f"cannot answer: {error} (attempt {failures})",
@@ -219,6 +220,10 @@ class Corridor:
         cause = self._fleet.failed(ranked.route)
         if cause:
             self._metrics.ejections.labels(cause).inc()
+
+    def let_go(self, address: str, since_s: float) -> None:
+        """A node is gone, and silent `since_s`: let who waits for it go elsewhere."""
+        self._upstream.let_go(address, since_s, self._may_retry)
 
     def _may_retry(self) -> bool:
         if self._budget.withdraw(self._clock()):

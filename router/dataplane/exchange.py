@@ -35,6 +35,8 @@ class Failure(StrEnum):
     UNFIT = "unfit"
     BROKEN = "broken"
     SILENT = "silent"
+    GONE = "gone"
+    """Its node answers no ping; the retry was paid for when it was let go."""
     ERROR = "error"
 
 
@@ -296,6 +298,17 @@ class Exchange:
         self.fail(
             AttemptFailed(Failure.SILENT, f"{self._node_id} fell silent for {self.patience_s:g} s")
         )
+
+    @property
+    def has_begun(self) -> bool:
+        """Say whether there was a first token."""
+        return self._is_open
+
+    def heard_s(self) -> float:
+        """Return when bytes came last, or the wait began; NEVER while the client does not read."""
+        if self._connection is None or self.is_paused:
+            return NEVER
+        return self._connection.due_s - self.patience_s
 
     def fail(self, failure: AttemptFailed) -> None:
         """End the exchange badly; nothing follows."""
