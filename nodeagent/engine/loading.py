@@ -104,14 +104,16 @@ def load(config: EngineConfig, crew: Crew | None = None) -> Loaded:
         meeting(config).unlink(missing_ok=True)
         crew.join(config.stall_s)
         meet(config, ranks, gathering.store(split.ranks, config.stall_s) if gathering else None)
-        runner = Front(own, crew, shape, split)
-    limits = Limits(config.batch_tokens_max, config.sequences_max)
+        runner = Front(own, crew, shape, ranks)
+    stages = split.pipeline
+    limits = Limits(config.batch_tokens_max, config.sequences_max, stages)
     template = vocabulary.chat_template
     return Loaded(
         engine=_engine(
             config,
             runner,
-            Batching(limits, Blocks(own.blocks), Pace(config.interval_ms / 1000)),
+            # A token's step ends when a batch has passed through each stage.
+            Batching(limits, Blocks(own.blocks), Pace(config.interval_ms / 1000 / stages)),
             shape,
             ahead,
         ),
