@@ -18,6 +18,7 @@ from nodeagent.engine.decide.batching import Batching, Limits
 from nodeagent.engine.decide.blocks import Blocks
 from nodeagent.engine.decide.pace import Pace
 from nodeagent.engine.decide.sequence import BLOCK_TOKENS
+from nodeagent.engine.decide.underway import Underway
 from nodeagent.engine.kv_tiers.opening import open_tiers
 from nodeagent.engine.layers.kv_format import KV_DTYPES, KvFormat
 from nodeagent.engine.layers.linear import choose
@@ -106,14 +107,19 @@ def load(config: EngineConfig, crew: Crew | None = None) -> Loaded:
         meet(config, ranks, gathering.store(split.ranks, config.stall_s) if gathering else None)
         runner = Front(own, crew, shape, ranks)
     stages = split.pipeline
-    limits = Limits(config.batch_tokens_max, config.sequences_max, stages)
+    limits = Limits(config.batch_tokens_max, config.sequences_max)
     template = vocabulary.chat_template
     return Loaded(
         engine=_engine(
             config,
             runner,
             # A token's step ends when a batch has passed through each stage.
-            Batching(limits, Blocks(own.blocks), Pace(config.interval_ms / 1000 / stages)),
+            Batching(
+                limits,
+                Blocks(own.blocks),
+                Pace(config.interval_ms / 1000 / stages),
+                underway=Underway(stages),
+            ),
             shape,
             ahead,
         ),

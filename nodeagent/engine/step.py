@@ -78,7 +78,7 @@ class Stepped:
 
 
 @dataclass(frozen=True, slots=True)
-class Underway:
+class Begun:
     """A batch that has begun."""
 
     batch: Batch
@@ -109,7 +109,7 @@ class Engine:
         self.speculation = speculation
         self._runner = runner
         self._generations: dict[int, Generation] = {}
-        self._underway: deque[Underway] = deque()
+        self._underway: deque[Begun] = deque()
         self.prompt_tokens_total = 0
         self.prefix_hit_tokens_total = 0
         self.output_tokens_total = 0
@@ -149,7 +149,7 @@ class Engine:
     def step(self, now_s: float = 0.0) -> Stepped:
         """Begin what there is room for, and end what was begun first; `now_s` is for deadlines."""
         late: list[Delta] = []
-        while len(self._underway) < self.batching.limits.underway_max:
+        while len(self._underway) < self.batching.underway_now:
             if not self._begin(now_s, late):
                 break
         if not self._underway:
@@ -173,7 +173,7 @@ class Engine:
         if not batch.chunks:
             return False
         held = [chunk.sequence.blocks for chunk in batch.chunks]
-        self._underway.append(Underway(batch, held, self._runner.begin(batch)))
+        self._underway.append(Begun(batch, held, self._runner.begin(batch)))
         self.batching.begun(batch)
         return True
 
@@ -189,6 +189,7 @@ class Engine:
 
     def timed(self, stepped: Stepped, seconds: float) -> None:
         """Learn what the last step cost."""
+        self.batching.underway.note(len(stepped.deltas), seconds)
         if self.speculation is not None:
             self.speculation.timed(stepped.rows, seconds, decodes_only=not stepped.prefill_tokens)
 

@@ -26,15 +26,15 @@ from nodeagent.engine.decide.pace import Pace
 from nodeagent.engine.decide.sequence import BLOCK_TOKENS, Sequence
 from nodeagent.engine.decide.trade import Trade
 from nodeagent.engine.decide.turns import Turns
+from nodeagent.engine.decide.underway import Underway
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What bounds one step, and how many may be under way at once: one in each stage."""
+    """What bounds one step."""
 
     batch_tokens_max: int
     sequences_max: int
-    underway_max: int = 1
 
     def __post_init__(self) -> None:
         if self.sequences_max < 1 or self.batch_tokens_max <= self.sequences_max:
@@ -112,6 +112,7 @@ class Batching:
     pace: Pace = field(default_factory=lambda: Pace(float("inf")))
     turns: Turns = field(default_factory=Turns)
     trade: Trade = field(default_factory=Trade)
+    underway: Underway = field(default_factory=Underway)
     waiting: list[Sequence] = field(default_factory=list)
     running: list[Sequence] = field(default_factory=list)
     preemptions: int = 0
@@ -186,6 +187,12 @@ class Batching:
             sequence.decoding or not sequence.pending for sequence in self.running
         )
 
+    @property
+    def underway_now(self) -> int:
+        """How many steps may be under way."""
+        prompts = bool(self.waiting) or any(s.pending > 1 for s in self.running)
+        return self.underway.choose(self._answering(), prompts=prompts)
+
     def begun(self, batch: Batch) -> None:
         """Note that `batch` is under way: whatever begins later finds its KV, but for drafts."""
         for chunk in batch.chunks:
@@ -210,8 +217,7 @@ class Batching:
         decodes: list[Chunk] = []
         verifies: list[Chunk] = []
         drafting = self.drafting
-        answering = sum(sequence.decoding or not sequence.pending for sequence in self.running)
-        most = -(-answering // self.limits.underway_max)
+        most = -(-self._answering() // self.underway_now)
         for sequence in list(self.running):
             if len(decodes) + len(verifies) == most:
                 break
@@ -224,6 +230,10 @@ class Batching:
             (verifies if drafts else decodes).append(chunk)
         # Neighbours of like length share one call of attention.
         return sorted(decodes, key=_context), verifies
+
+    def _answering(self) -> int:
+        """Return how many sequences decode, those under way included."""
+        return sum(sequence.decoding or not sequence.pending for sequence in self.running)
 
     def make_room(self, sequence: Sequence, drafts: int) -> int:
         """Take blocks for drafts where many are free; return how many of them fit."""

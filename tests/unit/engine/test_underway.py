@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from nodeagent.engine.decide.batching import Batch, Limits
+from nodeagent.engine.decide.underway import Underway
 from nodeagent.engine.runner import Runner
 from nodeagent.engine.sampling import SamplingParams
 from nodeagent.engine.step import Engine
@@ -41,8 +42,9 @@ class Stages:
 
 def staged(underway: int, blocks: int = 64, seed: int | None = None) -> tuple[Engine, Stages]:
     stages = Stages(blocks)
-    limits = Limits(24, 12, underway)
-    return engine_of(drafting_with(seed, blocks), blocks, stages, limits), stages  # type: ignore[arg-type]
+    engine = engine_of(drafting_with(seed, blocks), blocks, stages, Limits(24, 12))  # type: ignore[arg-type]
+    engine.batching.underway = Underway(underway)
+    return engine, stages
 
 
 @pytest.mark.parametrize(
@@ -65,12 +67,12 @@ def test_the_answers_are_those_of_one_step_at_a_time(
 def test_decodes_fall_into_even_parts_and_a_prompts_chunks_follow_one_another() -> None:
     engine, stages = staged(2)
     for number, prompt in enumerate(prompts(6)):
-        submit(engine, number, prompt, tokens_max=20)
+        submit(engine, number, prompt, tokens_max=12)
     run(engine)
     pairs = [pair for pair in stages.seen if len(pair) == 2]
     # Between the last prompt and the first end.
     decodes = [pair for pair in pairs if [one.tokens for one in pair] == [3, 3]]
-    assert len(decodes) > 20
+    assert len(decodes) > 10
     for first, second in decodes:
         assert len(first.decodes) == len(second.decodes) == 3
         assert not {c.sequence for c in first.decodes} & {c.sequence for c in second.decodes}
@@ -98,3 +100,26 @@ def test_what_was_computed_for_one_that_left_is_nobodys() -> None:
         assert all(delta.number != 1 for delta in engine.step().deltas)
     assert stays.tokens == wanted.tokens
     assert (engine.batching.blocks.held, stages.underway) == (0, [])
+
+
+def test_the_way_that_serves_more_is_found_for_each_size_and_the_other_tried_again() -> None:
+    def seconds(rows: int, count: int) -> float:
+        # Up to four rows a batch cost what one does; many cost each its own.
+        return max(rows / count, 4.0) if count > 1 else 2 * max(rows, 4.0) * 0.9
+
+    underway = Underway(2)
+    assert underway.choose(1, prompts=False) == underway.choose(8, prompts=True) == 2
+    for rows, better in ((5, 1), (64, 2)):
+        chosen = []
+        for _ in range(400):
+            count = underway.choose(rows, prompts=False)
+            chosen.append(count)
+            underway.note(rows // count, seconds(rows, count))
+        assert chosen[0] == 2
+        assert set(chosen) == {1, 2}
+        assert chosen.count(better) > 350, rows
+        assert chosen[-1] == better
+    for _ in range(1200):
+        count = underway.choose(64, prompts=False)
+        underway.note(64 // count, 1.0 if count == 1 else 8.0)
+    assert count == 1
