@@ -2,9 +2,9 @@
 
     python -m ops.bench.pipeline MODEL [--streams 1 8 32] [--rounds N] [--tokens N] [--stages N]
 
-Each stage is a process of one thread. All ways run on the same processes, round by round in turn, and
-every output must be the same: "turns" is one batch at a time through all stages, "together" one in
-each stage, and "as measured" what the engine chooses of both.
+Each stage is a process of one thread. All ways run on the same processes, round by round in turn,
+and every output must be the same: "turns" is one batch at a time through all stages, "together" one
+in each stage, and "as measured" what the engine chooses of both.
 """
 
 import argparse
