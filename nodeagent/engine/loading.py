@@ -106,23 +106,9 @@ def load(config: EngineConfig, crew: Crew | None = None) -> Loaded:
         crew.join(config.stall_s)
         meet(config, ranks, gathering.store(split.ranks, config.stall_s) if gathering else None)
         runner = Front(own, crew, shape, ranks)
-    stages = split.pipeline
-    limits = Limits(config.batch_tokens_max, config.sequences_max)
     template = vocabulary.chat_template
     return Loaded(
-        engine=_engine(
-            config,
-            runner,
-            # A token's step ends when a batch has passed through each stage.
-            Batching(
-                limits,
-                Blocks(own.blocks),
-                Pace(config.interval_ms / 1000 / stages),
-                underway=Underway(stages),
-            ),
-            shape,
-            ahead,
-        ),
+        engine=_engine(config, runner, own.blocks, shape, ahead),
         vocabulary=vocabulary,
         template=(
             ChatTemplate(template, vocabulary.bos_token, vocabulary.eos_token) if template else None
@@ -203,10 +189,18 @@ def _device(config: EngineConfig, rank: int) -> str:
 def _engine(
     config: EngineConfig,
     runner: Runner | Front,
-    batching: Batching,
+    blocks: int,
     shape: ModelShape,
     ahead: Ahead | None,
 ) -> Engine:
+    stages = split_of(config).pipeline
+    batching = Batching(
+        Limits(config.batch_tokens_max, config.sequences_max),
+        Blocks(blocks),
+        # A token comes once a batch has passed through each stage.
+        Pace(config.interval_ms / 1000 / stages),
+        underway=Underway(stages),
+    )
     mover = open_tiers(config, runner, shape, kv_format(config))
     if mover is not None:
         batching.below, batching.trade = mover.host, mover.trade
