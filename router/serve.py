@@ -32,18 +32,13 @@ from router.fleet import Fleet
 from router.journey import STREAM_LINES, Journey
 from router.metrics import Metrics
 from router.record import Recorder
-from router.waiting import LOOK_AGAIN_S, Impatience, NoRoom, Place, Waiting
+from router.waiting import LOOK_AGAIN_S, NoRoom, Place, Waiting
 
 NO_REPLICA_RETRY_AFTER_S: Final = 10.0
 NOBODY: Final = frozenset[ReplicaId]()
 REFUSALS_MAX: Final = 8
 TURNED_AWAY_MAX: Final = 12
 RETRY_PAUSE_S: Final = 0.05
-OUT_OF_CAPACITY: Final = "3040: Capacity temporarily exceeded, please try again."
-OUT_OF_ROOM_FOR_BODIES: Final = (
-    f"{OUT_OF_CAPACITY} Your waiting requests are as many bytes as may wait: "
-    "send fewer at once, or shorter ones."
-)
 _SENT: Final = "content-type: application/json\r\n" + "".join(
     [
         f"{name}: %s\r\n"
@@ -261,7 +256,7 @@ class Corridor:
             self._metrics.refusals.labels(refusal.why.value).inc()
             raise ApiError(
                 ErrorCode.OUT_OF_CAPACITY,
-                OUT_OF_ROOM_FOR_BODIES if refusal.why is Impatience.BYTES else OUT_OF_CAPACITY,
+                str(refusal),
                 retry_after_s=come_back_s(
                     self.waiting.retry_after_s(place), journey.asked.request_id
                 ),
