@@ -14,6 +14,7 @@ from typing import Final
 from aiohttp import web
 
 from isochrone.wire.errors import ApiError, ErrorCode
+from isochrone.wire.headers import REQUEST_ID
 from isochrone.wire.ids import NodeId
 from isochrone.wire.routes import KeyEntry
 from router.apis.openai.hot import READERS, OpenAiSurface
@@ -51,11 +52,13 @@ class Doors:
             return self._openai.gate(headers)
         return None
 
-    def encode_error(self, error: ApiError, path: str) -> Reply:
-        """Write what went wrong before a request was whole, in the shape of its surface."""
-        if self._workers_ai.takes(path):
-            return self._workers_ai.encode_error(error)
-        return self._openai.encode_error(error)
+    def encode_error(self, error: ApiError, path: str, request_id: str) -> Reply:
+        """Write what went wrong in the shape of the surface, with the id of who has one."""
+        surface = self._workers_ai if self._workers_ai.takes(path) else self._openai
+        reply = surface.encode_error(error)
+        if request_id:
+            reply.lines += lines_of({REQUEST_ID: request_id})
+        return reply
 
     def answer(self, request: Request, client: ClientConnection) -> Awaitable[None]:
         """Return the answering of one request, to be awaited."""
@@ -84,7 +87,8 @@ class Doors:
                 COLD_BYTES_MAX,
             )
             try:
-                head = await exchange.opened()
+                await exchange.opened
+                head = exchange.answer()
             finally:
                 exchange.leave()
         except AttemptFailed as error:

@@ -23,18 +23,20 @@ class _Now:
 
 
 class Signal:
-    """What one errand waits for, or one task. Given while nobody waits, it does nothing: whoever
-    waits looks first whether he must.
-    """
+    """What one errand waits for, or one task. It is given once, also before anybody waits."""
 
-    __slots__ = ("_errand", "_future")
+    __slots__ = ("_errand", "_future", "_is_given")
 
     def __init__(self) -> None:
+        self._is_given = False
         self._errand: Errand | None = None
         self._future: asyncio.Future[None] | None = None
 
     def give(self) -> None:
         """Let whoever waits go on."""
+        if self._is_given:
+            return
+        self._is_given = True
         errand, self._errand = self._errand, None
         if errand is not None:
             errand.go_on()
@@ -44,6 +46,8 @@ class Signal:
     def __await__(self) -> Generator[Any, None, None]:
         """Wait until it is given."""
         errand = _NOW.errand
+        if self._is_given:
+            return
         if errand is None:
             self._future = asyncio.get_running_loop().create_future()
             yield from self._future

@@ -41,8 +41,8 @@ class Source(Protocol):
 
 
 Handler = Callable[[Request, "ClientConnection"], Awaitable[None]]
-EncodeError = Callable[[ApiError, str], Reply]
-"""An error, and the path of the request as far as it is known."""
+EncodeError = Callable[[ApiError, str, str], Reply]
+"""An error, and the path and the id of the request as far as they are known."""
 
 
 class Server:
@@ -377,9 +377,9 @@ class ClientConnection:
             # Half an answer is out: only a cut tells the client that it is not whole.
             self.abort()
         else:
-            self.reply(
-                self._server.encode_error(error, self._request.path if self._request else "")
-            )
+            request = self._request
+            path, request_id = (request.path, request.request_id) if request else ("", "")
+            self.reply(self._server.encode_error(error, path, request_id))
 
     def _refuse(self, error: ApiError) -> None:
         """Answer what never became a request, after those before it, and close.
@@ -389,7 +389,7 @@ class ClientConnection:
         """
         self._bad = error
         if self._errand is None and self._transport is not None:
-            self.reply(self._server.encode_error(error, self._reader.path))
+            self.reply(self._server.encode_error(error, self._reader.path, ""))
             if self._transport.can_write_eof():
                 self._transport.write_eof()
             self.due_s = self._server.clock() + LINGER_S
