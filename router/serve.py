@@ -33,17 +33,12 @@ from router.journey import Journey
 from router.metrics import Metrics
 from router.record import Recorder
 from router.told import STREAM_LINES, to_client, to_node
-from router.waiting import LOOK_AGAIN_S, Impatience, NoRoom, Place, Waiting
+from router.waiting import LOOK_AGAIN_S, NoRoom, Place, Waiting
 
 NO_REPLICA_RETRY_AFTER_S: Final = 10.0
 NOBODY: Final = frozenset[ReplicaId]()
 REFUSALS_MAX: Final = 8
 RETRY_PAUSE_S: Final = 0.05
-OUT_OF_CAPACITY: Final = "3040: Capacity temporarily exceeded, please try again."
-OUT_OF_ROOM_FOR_BODIES: Final = (
-    f"{OUT_OF_CAPACITY} Your waiting requests are as many bytes as may wait: "
-    "send fewer at once, or shorter ones."
-)
 CONTINUED: Final = b": continued on another replica, not token for token\n\n"
 
 
@@ -161,7 +156,8 @@ class Corridor:
                 failed.add(ranked.route.replica_id)
                 failures, failed_at_s = failures + 1, self._clock()
                 self._ill(ranked)
-                if failures >= self._config.attempts_max or not self._may_retry():
+                is_paid = error.failure is Failure.GONE
+                if failures >= self._config.attempts_max or not (is_paid or self._may_retry()):
                     raise ApiError(
                         ErrorCode.UPSTREAM,
                         f"cannot answer: {error} (attempt {failures})",
@@ -206,6 +202,10 @@ class Corridor:
         if cause:
             self._metrics.ejections.labels(cause).inc()
 
+    def let_go(self, address: str, since_s: float) -> None:
+        """A node is gone, and silent `since_s`: let who waits for it go elsewhere."""
+        self._upstream.let_go(address, since_s, self._may_retry)
+
     def _may_retry(self) -> bool:
         if self._budget.withdraw(self._clock()):
             return True
@@ -242,7 +242,7 @@ class Corridor:
             self._metrics.refusals.labels(refusal.why.value).inc()
             raise ApiError(
                 ErrorCode.OUT_OF_CAPACITY,
-                OUT_OF_ROOM_FOR_BODIES if refusal.why is Impatience.BYTES else OUT_OF_CAPACITY,
+                str(refusal),
                 retry_after_s=come_back_s(
                     self.waiting.retry_after_s(place), journey.asked.request_id
                 ),

@@ -17,6 +17,11 @@ from router.decide.fair import BytesFull, FairQueue, QueueFull, Ticket
 
 LOOK_AGAIN_S: Final = 0.25
 """Room may come of another router's request ending, which nobody here hears of."""
+OUT_OF_CAPACITY: Final = "3040: Capacity temporarily exceeded, please try again."
+TOO_MANY_BYTES: Final = (
+    f"{OUT_OF_CAPACITY} Your waiting requests are as many bytes as may wait: "
+    "send fewer at once, or shorter ones."
+)
 
 
 class Impatience(Enum):
@@ -30,10 +35,10 @@ class Impatience(Enum):
 
 
 class NoRoom(Exception):
-    """The request waits no longer; `why` says what ended its patience."""
+    """The request waits no longer; `why` says what ended its patience, and the text its client."""
 
     def __init__(self, why: Impatience) -> None:
-        super().__init__(why.value)
+        super().__init__(TOO_MANY_BYTES if why is Impatience.BYTES else OUT_OF_CAPACITY)
         self.why = why
 
 

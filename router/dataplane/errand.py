@@ -4,7 +4,8 @@ asyncio begins a task in the loop's next turn, and goes on with it a turn after 
 has come. An errand begins at once, and goes on the moment its signal is given: what a node sends is
 on its way to the client within the same turn of the loop.
 
-Rule 1: an errand awaits signals only. What else takes time is done by a task, which gives one.
+Rule 1: an errand awaits signals only. What else takes time is done by a task, which gives one; so
+`asyncio.timeout`, `sleep` and whatever asks for the current task have no place in it.
 Rule 2: a signal is given from a callback of the loop, as its last act: the errand runs within it.
 """
 
@@ -54,7 +55,7 @@ class Signal:
         else:
             self._errand = errand
             try:
-                yield None
+                yield self
             finally:
                 self._errand = None
 
@@ -77,11 +78,7 @@ class Errand:
         outer, _NOW.errand = _NOW.errand, self
         self._is_running = True
         try:
-            if not self._is_cancelled:
-                self._work.send(None)
-            if self._is_cancelled:
-                self._is_cancelled = False
-                self._work.throw(asyncio.CancelledError())
+            self._run()
         except (StopIteration, asyncio.CancelledError):
             self._is_over = True
         except Exception as error:
@@ -91,6 +88,18 @@ class Errand:
         finally:
             self._is_running = False
             _NOW.errand = outer
+
+    def _run(self) -> None:
+        awaited: object = None
+        if not self._is_cancelled:
+            awaited = self._work.send(None)
+        if self._is_cancelled:
+            self._is_cancelled = False
+            awaited = self._work.throw(asyncio.CancelledError())
+        if not isinstance(awaited, Signal):
+            # Nobody would ever go on with it.
+            what = type(awaited).__name__
+            self._work.throw(RuntimeError(f"cannot await {what} in an errand, only a Signal"))
 
     def cancel(self) -> None:
         """Raise CancelledError where it waits; in one that runs, at its next wait."""

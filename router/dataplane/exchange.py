@@ -35,6 +35,8 @@ class Failure(StrEnum):
     UNFIT = "unfit"
     BROKEN = "broken"
     SILENT = "silent"
+    GONE = "gone"
+    """Its node answers no ping; the retry was paid for when it was let go."""
     ERROR = "error"
 
 
@@ -298,8 +300,21 @@ class Exchange:
             AttemptFailed(Failure.SILENT, f"{self._node_id} fell silent for {self.patience_s:g} s")
         )
 
+    @property
+    def has_begun(self) -> bool:
+        """Say whether there was a first token."""
+        return self._is_open
+
+    def heard_s(self) -> float:
+        """Return when bytes came last, or the wait began; NEVER while the client does not read."""
+        if self._connection is None or self.is_paused:
+            return NEVER
+        return self._connection.due_s - self.patience_s
+
     def fail(self, failure: AttemptFailed) -> None:
-        """End the exchange badly; nothing follows."""
+        """End the exchange badly, if it is not over; nothing follows."""
+        if self.is_over:
+            return
         self.is_over = True
         connection, self._connection = self._connection, None
         if connection is not None:

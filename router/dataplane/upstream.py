@@ -116,6 +116,23 @@ class Upstream:
         if not self._open:
             self._gone.set()
 
+    def doubt(self, address: str) -> None:
+        """Close what is kept idle to a node: it may be broken without a word."""
+        for connection in self._idle.pop(address, ()):
+            connection.close()
+
+    def let_go(self, address: str, since_s: float, may_retry: Callable[[], bool]) -> None:
+        """A node is gone: fail what has heard nothing of it `since_s`, the longest wait first.
+
+        Whoever waits for a first token and may not retry goes on waiting.
+        """
+        waits = [c.exchange for c in self._open if c.address == address and c.exchange is not None]
+        for exchange in sorted(waits, key=Exchange.heard_s):
+            if exchange.heard_s() < since_s and (exchange.has_begun or may_retry()):
+                # Each in a turn of its own, for whoever waits for it goes on within.
+                failure = AttemptFailed(Failure.GONE, f"{address} answers no ping")
+                asyncio.get_running_loop().call_soon(exchange.fail, failure)
+
     async def close(self) -> None:
         """Close every connection."""
         for connection in list(self._open):
