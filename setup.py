@@ -13,9 +13,11 @@ from setuptools import setup
 
 HOT = (
     "isochrone/wire/keys.py",
+    "router/apis/doors.py",
     "router/apis/openai/decode.py",
     "router/apis/openai/hot.py",
     "router/asked.py",
+    "router/counts.py",
     "router/dataplane/connection.py",
     "router/dataplane/deadlines.py",
     "router/dataplane/errand.py",

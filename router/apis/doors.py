@@ -5,13 +5,8 @@ pair of sockets that nobody else can reach: one parser stands before both, and a
 everything in which a microsecond does not matter.
 """
 
-import asyncio
-import socket
-from collections.abc import AsyncIterator, Awaitable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Mapping
 from typing import Final
-
-from aiohttp import web
 
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.headers import REQUEST_ID
@@ -99,28 +94,3 @@ class Doors:
             if name not in _OURS
         }
         client.reply(Reply(head.status, exchange.body, lines_of(extra), head.content_type))
-
-
-@asynccontextmanager
-async def open_cold(app: web.Application, upstream: Upstream) -> AsyncIterator[None]:
-    """Serve `app` to this process alone, at the address `cold` of `upstream`."""
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
-    await runner.setup()
-    server = runner.server
-    assert server is not None
-    loop = asyncio.get_running_loop()
-    accepting: set[asyncio.Task[object]] = set()
-
-    def dial() -> socket.socket:
-        ours, theirs = socket.socketpair()
-        task: asyncio.Task[object] = loop.create_task(loop.connect_accepted_socket(server, theirs))
-        accepting.add(task)
-        task.add_done_callback(accepting.discard)
-        return ours
-
-    upstream.inside[COLD] = dial
-    try:
-        yield
-    finally:
-        del upstream.inside[COLD]
-        await runner.cleanup()

@@ -268,14 +268,9 @@ class ClientConnection:
         self._begun = True
         self._chunked = not request.is_http10
         keep_alive = request.keep_alive and self._chunked
+        first, chunked = self._server.opening(status, content_type), self._chunked
         self._write(
-            http1.response_head(
-                self._server.opening(status, content_type),
-                lines,
-                length=None,
-                keep_alive=keep_alive,
-                chunked=self._chunked,
-            )
+            http1.response_head(first, lines, length=None, keep_alive=keep_alive, chunked=chunked)
         )
         if not keep_alive:
             request.keep_alive = False
@@ -293,12 +288,10 @@ class ClientConnection:
         """Send a whole answer."""
         request = self._request
         self._begun = True
+        first, length = self._server.opening(reply.status, reply.content_type), len(reply.body)
+        keep_alive = request is not None and request.keep_alive
         head = http1.response_head(
-            self._server.opening(reply.status, reply.content_type),
-            reply.lines,
-            length=len(reply.body),
-            keep_alive=request is not None and request.keep_alive,
-            chunked=False,
+            first, reply.lines, length=length, keep_alive=keep_alive, chunked=False
         )
         if request is not None and request.method == b"HEAD":
             self._write(head)
