@@ -9,7 +9,6 @@ import time
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from pathlib import Path
 from typing import Any, Final
 
 from isochrone.service.config import ConfigError
@@ -179,6 +178,7 @@ class House:
             upstream=self.upstream,
             metrics=self.metrics,
             dropped=self.follower.dropped,
+            let_go=self.corridor.let_go,
             timeout_s=self.config.probe_timeout_s,
         )
         self.spool = UsageSpool(self.config.state_folder / "usage", self.config.spool_bytes_max)
@@ -268,7 +268,7 @@ async def open_house(
     """Run a router. On exit: stop accepting, finish what streams, put the ledger on disk."""
     try:
         house = House(config, identity, worker)
-        await asyncio.to_thread(_make_folder, config.state_folder)
+        await asyncio.to_thread(config.state_folder.mkdir, 0o700, parents=True, exist_ok=True)
         await asyncio.to_thread(house.spool.open)
     except OSError as error:
         raise ConfigError(
@@ -307,7 +307,3 @@ async def _put_away(house: House) -> None:
             await keep()
         except OSError as error:
             log.error("cannot put away what memory holds", extra={"fields": {"reason": str(error)}})
-
-
-def _make_folder(folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -156,7 +156,7 @@ def _show(answer: dict[str, Any], output: str, *, has_prices: bool) -> None:
     moves = answer["moves"]
     click.echo("; ".join(answer["changes"]) or "as it was saved")
     rest = "" if answer["is_at_rest"] else ", and it is not at rest"
-    click.echo(f"{len(moves)} moves in {answer['rounds']} rounds{rest}; plan {answer['digest']}")
+    click.echo(f"moves: {len(moves)}, rounds: {answer['rounds']}{rest}; plan {answer['digest']}")
     if moves:
         columns = ["kind", "deployment_id", "node_id", "pop", "reason"]
         show_rows(moves[:MOVES_SHOWN], columns, output)

@@ -18,8 +18,9 @@ from isochrone.service.identity import (
 )
 from isochrone.service.joining import join
 from isochrone.wire.control import PeerRole
+from tests.builders import a_report
 from tests.integration.admin.conftest import Admin
-from tests.integration.admin.test_control import Agent, a_report, dialling, joined
+from tests.integration.admin.test_control import Agent, dialling, joined
 from tests.system.harness import until
 
 SHORT_LIFE_S = 3.0
