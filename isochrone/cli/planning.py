@@ -40,7 +40,7 @@ GIB: Final = 1024**3
     "--add-deployment",
     multiple=True,
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    help="JSON file with model, deployment, demand_like and demand_factor.",
+    help="JSON file with deployment, demand_like, demand_factor, and the model if it is new.",
 )
 @click.option("--price", multiple=True, help="CLASS=COST of a device an hour.")
 @click.option("--map", "map_to", type=click.Path(path_type=Path), help="Write a world map (PNG).")
