@@ -16,15 +16,20 @@ ERROR_BUCKETS_S = (-5.0, -1.0, -0.3, -0.1, -0.03, -0.01, 0.0, 0.01, 0.03, 0.1, 0
 PREFIX: Final = "isochrone_router_"
 
 
+DECLINED: Final = "declined"
+"""How a request ended for what its client wrote; every other word is an `Outcome`."""
+
+
 class OfDeployment:
     """What every request of one deployment counts: plain numbers, until somebody looks."""
 
     def __init__(self, metrics: "Metrics", name: str) -> None:
-        self.outcomes = dict.fromkeys(Outcome, 0)
+        words: tuple[str, ...] = (*Outcome, DECLINED)
+        self.outcomes = dict.fromkeys(words, 0)
         self.prompt = self.cached = self.output = 0
         self.ttft = metrics.ttft.labels(name)
         self.ttft_error = metrics.ttft_error.labels(name)
-        self._requests = {one: metrics.requests.labels(name, one.value) for one in Outcome}
+        self._requests = {word: metrics.requests.labels(name, str(word)) for word in words}
         self._tokens = [metrics.tokens.labels(name, k) for k in ("prompt", "cached", "output")]
 
     def show(self) -> None:
