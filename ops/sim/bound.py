@@ -3,15 +3,13 @@
     python -m ops.sim.bound --data ../shared/data
 
 Each deployment has Lagrange's bound (`dual.py`); what they share, the memory of the sites and their
-devices, has prices too, raised where the deployments' best seats would not fit. At these prices the
-deployments that few sites can hold, where seats are few and large, are bound by HiGHS besides, with
-whole seats: its bound holds however early it is stopped.
+devices, has prices too, raised where the deployments' best seats would not fit.
 
 Counted: waiting, unserved load, seats with the time that the first start on an idle node takes,
 minima, absence, the life in one PoP only, the memory of each site, and that a device holds one
 replica only that takes more than half of it. Left out, so that the bound is
 lower than the best plan: which replicas fit on which device of a site, the queue of a node that
-starts several at once, maxima, PoPs kept warm.
+starts several at once, PoPs kept warm, all of a minimum but the first two.
 """
 
 import argparse
@@ -48,9 +46,9 @@ ALONE_ROUNDS: Final = 200
 PRICE_ROUNDS: Final = 40
 BETWEEN_ROUNDS: Final = 8
 LAST_ROUNDS: Final = 200
-FEW_SITES: Final = 30
-STEP: Final = 0.01
-"""The part of the bound by which the first step of the shared prices aims to raise it."""
+STEP: Final = 0.3
+"""The part of what is left to the plan by which the first step of the shared prices aims to raise
+the bound."""
 
 
 def terms_of(wish: Wish, ground: Ground) -> Terms:
@@ -75,6 +73,7 @@ def terms_of(wish: Wish, ground: Ground) -> Terms:
         needs=needs_of(wish, ground, sites),
         sites=sites,
         pops=np.array([ground.far.index[ground.sites[int(site)].pop] for site in sites]),
+        most=wish.most,
         apart=min(2, wish.most),
         one_pop=one_pop,
         none=float(lost.sum()) + wish.weight * lacking + one_pop,
@@ -129,7 +128,8 @@ def raise_all(sides: Sequence[Side], goals: Sequence[float], has: Floats) -> Flo
         steep = float((over * turn).sum())
         if steep <= 0:
             break
-        prices = np.maximum(0.0, prices + theta * STEP * abs(best) / steep * turn / has)
+        step = theta * STEP * max(sum(goals) - value, 1e-3 * abs(best))
+        prices = np.maximum(0.0, prices + step / steep * turn / has)
         for side, goal in zip(sides, goals, strict=True):
             side.begin(prices)
             side.climb(max(goal, 1.02 * side.best.value), BETWEEN_ROUNDS)
@@ -157,10 +157,8 @@ class Row(NamedTuple):
     above_percent: float
 
 
-def judged(cluster: ClusterState, limits: PlanLimits, limit_s: float) -> tuple[list[Row], float]:
+def judged(cluster: ClusterState, limits: PlanLimits) -> tuple[list[Row], float]:
     """Return a row a deployment, and what is shared at its prices, to be taken from their sum."""
-    from ops.sim.milp import bound_by_seats  # the solver is an extra
-
     search, _ = sought(cluster, limits)
     view = liveness(cluster.nodes, cluster.acting_for_s)
     empty = Draft(cluster, view, limits).sought()
@@ -170,9 +168,6 @@ def judged(cluster: ClusterState, limits: PlanLimits, limit_s: float) -> tuple[l
     rows = []
     for wish, one, side in zip(search.wishes, terms, sides, strict=True):
         bound = side.best.value
-        if len(one.sites) <= FEW_SITES:
-            fixed = one.fixed + (prices[:, one.sites] * one.needs).sum(axis=0)
-            bound = max(bound, min(side.few, bound_by_seats(one, fixed, limit_s)))
         place = {int(site): number for number, site in enumerate(one.sites)}
         idle = sum(float(one.fixed[place[s.site]]) for s in wish.seats)
         planned = wish.cost()
@@ -198,13 +193,12 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=Path(default))
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--effort", type=int, default=FIRST.effort)
-    parser.add_argument("--solver-s", type=float, default=20.0, help="HiGHS' limit a deployment")
     parser.add_argument("--out", type=Path, default=TABLE)
     given = parser.parse_args()
     planet = Planet(draw(given.data, given.seed), given.seed)
     planet.ask()
     limits = msgspec.structs.replace(FIRST, effort=given.effort)
-    rows, worth = judged(planet.picture(), limits, given.solver_s)
+    rows, worth = judged(planet.picture(), limits)
     with given.out.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(Row._fields)

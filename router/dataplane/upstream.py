@@ -2,7 +2,7 @@
 
 import asyncio
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import lru_cache
 from ssl import SSLContext
 from typing import Final, cast
@@ -44,29 +44,29 @@ class Upstream:
         """Return how many connections are open, to whichever node."""
         return len(self._open)
 
-    async def ask(
+    def ask(
         self,
         node_id: NodeId,
         address: str,
-        request: tuple[str, str, Mapping[str, str], bytes],
+        request: tuple[str, str, str, bytes],
         timeout_s: float,
         bytes_max: int,
         frames: sse.Frames | None = None,
         *,
         is_rest: bool = False,
     ) -> Exchange:
-        """Send (method, path, headers, body) to a node; what comes back is the exchange's to tell.
-
-        Raises AttemptFailed where the node cannot be reached.
-        """
-        method, path, sent, body = request
-        head = http1.request_head(method, path, _host(address), sent, len(body))
+        """Send (method, path, header lines, body) to a node; what comes is the exchange's."""
+        method, path, lines, body = request
+        head = http1.request_head(method, path, _host(address), lines, len(body))
         exchange = Exchange(
             self, node_id, address, (head, body), bytes_max, frames, is_rest=is_rest
         )
         exchange.wait(timeout_s)
         idle = self._idle.get(address)
-        exchange.begin(idle.pop() if idle else await self.connect(node_id, address))
+        if idle:
+            exchange.begin(idle.pop())
+        else:
+            exchange.dial()
         return exchange
 
     async def connect(self, node_id: NodeId, address: str) -> NodeConnection:

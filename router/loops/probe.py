@@ -13,6 +13,7 @@ from isochrone.wire import headers
 from isochrone.wire.ids import NodeId
 from isochrone.wire.routes import Route
 from router.dataplane.exchange import AttemptFailed, Head
+from router.dataplane.http1 import lines_of
 from router.dataplane.upstream import Upstream
 from router.decide.health import gone
 from router.fleet import Fleet
@@ -102,9 +103,9 @@ class Prober:
     async def _once(self, address: str, sent: dict[str, str] | None = None) -> Head | None:
         """Return the head of the node's answer; None where it is silent."""
         sent = {headers.ROUTER: self._fleet.name, **(sent or {})}
-        request = ("GET", "/ping", sent, b"")
+        request = ("GET", "/ping", lines_of(sent), b"")
         try:
-            exchange = await self._upstream.ask(
+            exchange = self._upstream.ask(
                 NodeId(address), address, request, self._timeout_s, PONG_BYTES_MAX
             )
             try:

@@ -8,6 +8,7 @@ was asked, not what was served.
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from operator import attrgetter
 from typing import Final, NamedTuple
 
@@ -108,8 +109,8 @@ def _asked(rows: Sequence[DemandRate], index: Mapping[PopId, int]) -> Floats:
 
     A rate that is no number, below 0 or beyond belief, or of no city of ours, is left out.
     """
-    read = np.array([(index.get(row.pop, -1), *RATES(row)) for row in rows], dtype=np.float64)
-    read = read.reshape(-1, 5)
+    columns = chain.from_iterable((index.get(row.pop, -1), *RATES(row)) for row in rows)
+    read = np.fromiter(columns, np.float64, 5 * len(rows)).reshape(-1, 5)
     # What is no number compares as False.
     read = read[((read >= 0) & (read < RATE_MAX)).all(axis=1)]
     total = read[:, 1] + read[:, 2]

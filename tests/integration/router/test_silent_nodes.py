@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 from tests.chaos.cable import Cable, a_cable
 from tests.integration.router.fake_node import FakeNode, open_node
@@ -20,7 +21,10 @@ async def cabled(
     folder: Path, first: FakeNode, second: FakeNode
 ) -> AsyncIterator[tuple[Bench, Cable, Cable]]:
     """Run a router before two nodes, each behind a cable; by prediction `first` is the best."""
-    patience = {"first_byte_timeout_s": FOR_EVER_S, "stream_idle_timeout_s": FOR_EVER_S}
+    patience: dict[str, Any] = {
+        "first_byte_timeout_s": FOR_EVER_S,
+        "stream_idle_timeout_s": FOR_EVER_S,
+    }
     async with AsyncExitStack() as stack:
         bench = await stack.enter_async_context(a_bench(folder, 0, **patience))
         cables, routes = [], []
@@ -35,7 +39,7 @@ async def cabled(
         yield bench, cables[0], cables[1]
 
 
-async def answer(bench: Bench, **fields: object) -> tuple[int, str, float]:
+async def answer(bench: Bench, **fields: Any) -> tuple[int, str, float]:
     """Ask once; return the status, the body, and how long it took."""
     began = time.monotonic()
     async with asyncio.timeout(FOR_EVER_S / 2), bench.chat(**fields) as response:
