@@ -32,7 +32,7 @@ _ERROR_MAX: Final = 1e-3
 _TYPES: Final = {"p": c_void_p, "n": c_int64, "f": c_float}
 _ARGUMENTS: Final = {
     "can_multiply": "",
-    "normalise": "ppfnnnp",
+    "normalise": "pppfnnnp",
     "gate": "pnnnp",
     "turn": "pnnnppnn",
     "keep": "pnnppnn",
@@ -222,6 +222,7 @@ class Kernels:
         rows, columns = x.shape
         self.library.normalise(
             x.data_ptr(),
+            None,
             weight.data_ptr(),
             epsilon,
             rows,
