@@ -13,7 +13,7 @@ from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize
 from torch import Tensor
 
-from nodeagent.engine.layers.linear import GROUP_WEIGHTS, Filed, Groups
+from nodeagent.engine.layers.linear import GROUP_WEIGHTS, Filed, Groups, InFile
 
 IN_GROUPS: Final = (
     GGMLQuantizationType.Q4_0,
@@ -39,9 +39,8 @@ def unpack(packed: np.ndarray, kind: GGMLQuantizationType) -> Tensor:
     return torch.from_numpy(weights.astype(np.float32, copy=False))
 
 
-def filed(packed: Tensor, kind: GGMLQuantizationType) -> Filed:
+def filed(packed: Tensor | InFile, columns: int, kind: GGMLQuantizationType) -> Filed:
     """Return the matrix of `packed` [rows, bytes] as it is."""
-    columns = packed.shape[1] // _bytes_of(kind) * GROUP_WEIGHTS
     return Filed((packed,), columns, kind.name, partial(groups_of, kind=kind))
 
 

@@ -25,6 +25,7 @@ from torch.nn.functional import linear
 
 from nodeagent.engine.native.kernels import GROUP_WEIGHTS as GROUP_WEIGHTS
 from nodeagent.engine.native.kernels import TILE_ROWS as TILE_ROWS
+from nodeagent.engine.native.kernels import InFile as InFile
 from nodeagent.engine.native.kernels import Matrix, kernels
 
 _FOUR_BIT_ROWS_MAX: Final = 4
@@ -76,7 +77,7 @@ class Groups:
 class Filed:
     """The same as the blocks of a GGUF file, which our own kernels take as they are."""
 
-    parts: tuple[Tensor, ...]
+    parts: tuple[Tensor | InFile, ...]
     """[rows, bytes of a row] each, one below the other."""
     columns: int
     layout: str
@@ -85,7 +86,8 @@ class Filed:
 
     def groups(self) -> Groups:
         """Return what is in the blocks."""
-        return self.unpack(torch.cat(self.parts))
+        read = [part.read() if isinstance(part, InFile) else part for part in self.parts]
+        return self.unpack(torch.cat(read))
 
 
 def join(parts: Sequence[Groups | Filed]) -> Groups | Filed:

@@ -1,5 +1,6 @@
 """Every way of keeping a matrix multiplies as the matrix does, each within its own tolerance."""
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +28,7 @@ from nodeagent.engine.layers.linear import (
     native,
     tiled,
 )
+from nodeagent.engine.models.shape import CheckpointError
 
 ROWS, COLUMNS = 192, 256
 HEADS = 4
@@ -185,10 +187,15 @@ def test_a_gguf_files_groups_are_read_as_they_are(
             if multiplies_natively():
                 both = native(join([groups, groups]), Keeping.NATIVE)
                 assert both is not None
-                wanted = torch.tensor([0, 31, COLUMNS + 5])
+                wanted = torch.cat((wide, wide))
                 torch.testing.assert_close(
-                    both[wanted], torch.cat((wide, wide))[wanted], atol=1e-3, rtol=1e-3
+                    both[torch.arange(2 * COLUMNS)], wanted, atol=1e-3, rtol=1e-3
                 )
         assert file.groups("model.embed_tokens.weight", (32, COLUMNS)) is None
+        os.truncate(path, path.stat().st_size // 2)
+        groups = file.groups("model.layers.0.mlp.down_proj.weight", (COLUMNS, 64))
+        assert groups is not None
+        with pytest.raises(CheckpointError, match="it ends within"):
+            keep_groups(groups, Keeping.NATIVE)
     finally:
         file.close()
