@@ -8,6 +8,7 @@ import math
 import mmap
 import os
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from nodeagent.engine.checkpoint.gguf_header import GgufHeader, TensorEntry, read_header
 from nodeagent.engine.checkpoint.gguf_shape import shape_of
-from nodeagent.engine.checkpoint.unpacking import IN_GROUPS, filed, unpack
+from nodeagent.engine.checkpoint.unpacking import BITS, IN_GROUPS, filed, unpack
 from nodeagent.engine.layers.linear import TILE_ROWS, Filed, InFile
 from nodeagent.engine.models.shape import CheckpointError
 from nodeagent.engine.parallel.share import Cut
@@ -84,6 +85,14 @@ class GgufFile:
         """Close the file."""
         self._map.close()
         self._file.close()
+
+    def filed_bits(self) -> Counter[int]:
+        """Return how many weights there are of so many bits: see `layers.linear.bytes_kept`."""
+        counts: Counter[int] = Counter()
+        for entry in self._header.tensors.values():
+            bits = BITS.get(GGMLQuantizationType(entry.kind), 32)
+            counts[bits] += math.prod(entry.shape)
+        return counts
 
     def has(self, name: str) -> bool:
         """True where the file holds `name` (a Hugging Face name)."""

@@ -20,6 +20,13 @@ IN_GROUPS: Final = (
     GGMLQuantizationType.Q4_1,
     GGMLQuantizationType.Q8_0,
 )
+BITS: Final = {
+    GGMLQuantizationType.Q4_0: 4,
+    GGMLQuantizationType.Q4_1: 4,
+    GGMLQuantizationType.Q8_0: 8,
+    GGMLQuantizationType.F16: 16,
+    GGMLQuantizationType.BF16: 16,
+}
 _FLOATS: Final = {
     GGMLQuantizationType.F32: torch.float32,
     GGMLQuantizationType.F16: torch.float16,

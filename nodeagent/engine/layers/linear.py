@@ -206,6 +206,23 @@ def choose(device: str, dtype: torch.dtype, quantised: bool) -> tuple[Keeping, s
     return Keeping.BLOCKED, f"oneDNN's layout is the fastest for {dtype} on this processor"
 
 
+def bytes_kept(keeping: Keeping, dtype: torch.dtype, filed_bits: int) -> float:
+    """Return what a weight takes that its file has in so many bits.
+
+    Four or eight in groups that our own kernels know, 16 as a float of that size, 32 for all else.
+    """
+    match keeping:
+        case Keeping.NATIVE:
+            # With a scale and an offset of 16 bits for each group; bf16 where there are no groups.
+            return filed_bits / 8 + 4 / GROUP_WEIGHTS if filed_bits <= 8 else 2
+        case Keeping.PACKED:
+            return 2 + 1 / 2 + 4 / GROUP_WEIGHTS if filed_bits == 4 else 2
+        case Keeping.TILED:
+            return 2 if filed_bits == 16 else 4
+        case Keeping.PLAIN | Keeping.BLOCKED:
+            return dtype.itemsize
+
+
 def multiplies_natively() -> bool:
     """True where our own kernels are here and this processor can run their products."""
     own = kernels()

@@ -11,6 +11,7 @@ from gguf.constants import GGMLQuantizationType
 from gguf.quants import quantize
 
 from nodeagent.engine.checkpoint.gguf import GgufFile
+from nodeagent.engine.checkpoint.unpacking import BITS
 from nodeagent.engine.layers.linear import (
     Blocked,
     FourBit,
@@ -20,6 +21,7 @@ from nodeagent.engine.layers.linear import (
     Linear,
     Native,
     Plain,
+    bytes_kept,
     choose,
     join,
     keep,
@@ -29,9 +31,16 @@ from nodeagent.engine.layers.linear import (
     tiled,
 )
 from nodeagent.engine.models.shape import CheckpointError
+from nodeagent.engine.native.kernels import Kernels, kernels
 
 ROWS, COLUMNS = 192, 256
 HEADS = 4
+
+
+def own_kernels() -> Kernels:
+    own = kernels()
+    assert own is not None
+    return own
 
 
 def chance(*shape: int, seed: int) -> torch.Tensor:
@@ -144,6 +153,17 @@ def test_what_no_kernel_serves_is_kept_otherwise() -> None:
     assert choose("cpu", torch.bfloat16, quantised=False)[0] is Keeping.BLOCKED
 
 
+@pytest.mark.skipif(not multiplies_natively(), reason="our own kernels are not here")
+@pytest.mark.parametrize(("groups", "bits"), [(some_groups(1), 4), (eight_bits(1), 8)])
+def test_what_is_kept_takes_what_was_said_before(groups: Groups, bits: int) -> None:
+    kept = own_kernels().pack(bits, groups.numbers, groups.scales, groups.offsets)
+    said = bytes_kept(Keeping.NATIVE, torch.float32, bits)
+    assert kept.packed.nbytes == groups.numbers.numel() * said
+    assert bytes_kept(Keeping.TILED, torch.float32, 16) == 2
+    assert bytes_kept(Keeping.TILED, torch.float32, bits) == 4
+    assert bytes_kept(Keeping.PLAIN, torch.bfloat16, bits) == 2
+
+
 @pytest.mark.parametrize(
     "kind", [GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q4_1, GGMLQuantizationType.Q8_0]
 )
@@ -175,6 +195,7 @@ def test_a_gguf_files_groups_are_read_as_they_are(
     writer.write_tensors_to_file()
     writer.close()
     file = GgufFile(path)
+    assert file.filed_bits() == {BITS[kind]: COLUMNS * (COLUMNS + 64), 32: 32 * COLUMNS}
     try:
         for name, shape in (
             ("model.layers.0.self_attn.q_proj.weight", (COLUMNS, COLUMNS)),
