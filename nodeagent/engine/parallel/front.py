@@ -4,32 +4,39 @@ What it reads and writes of KV blocks is whole, put together from every rank's s
 tiers below and other engines need not know how this one is split.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from nodeagent.engine.decide.sequence import BLOCK_TOKENS
 from nodeagent.engine.models.shape import ModelShape
+from nodeagent.engine.parallel.adapting import Given, raw
 from nodeagent.engine.parallel.crew import Crew
 from nodeagent.engine.parallel.plan import Clear, Read, Write, told
-from nodeagent.engine.parallel.share import Share, Split
+from nodeagent.engine.parallel.ranks import Ranks
+from nodeagent.engine.parallel.share import Share
 from nodeagent.engine.runner import Runner, Work
 
 
 class Front:
     """A runner of all ranks: this one's, and the crew's."""
 
-    def __init__(self, runner: Runner, crew: Crew, whole: ModelShape, split: Split) -> None:
+    def __init__(self, runner: Runner, crew: Crew, whole: ModelShape, ranks: Ranks) -> None:
         self._runner = runner
         self._crew = crew
         self._whole = whole
-        self._shares = [Share(whole, split, rank) for rank in range(split.ranks)]
+        self._ranks = ranks
+        self._given = Given(crew, runner, Share(whole, ranks.split))
+        self._shares = [Share(whole, ranks.split, rank) for rank in range(ranks.split.ranks)]
 
-    def run(self, batch: Work) -> Tensor:
-        """Compute `batch` everywhere; return its logits."""
-        self._crew.tell(told(batch))
-        return self._runner.run(batch)
+    def begin(self, batch: Work) -> Callable[[], Tensor]:
+        """Have `batch` computed everywhere, here at once; what is returned waits for its logits."""
+        self._given.give(batch.chunks)
+        order = told(batch)
+        self._crew.tell(order)
+        self._runner.run(order)
+        return self._ranks.answered
 
     def clear(self, blocks: Sequence[int]) -> None:
         """Zero `blocks` everywhere."""
@@ -59,12 +66,6 @@ class Front:
         numbers = list(blocks)
         self._crew.tell_each([Write(numbers, raw(part)) for part in parts[1:]])
         self._runner.write_blocks(blocks, parts[0])
-
-
-def raw(contents: Tensor) -> bytes:
-    """Return the bytes of `contents`, which lie on the host."""
-    flat: bytes = contents.contiguous().view(torch.uint8).numpy().tobytes()
-    return flat
 
 
 def shaped(contents: bytes, blocks: int, share: Share, dtype: torch.dtype) -> Tensor:
