@@ -17,6 +17,7 @@ from isochrone.wire.ids import ReplicaId
 from isochrone.wire.usage import Outcome
 from router.asked import Asked, Client
 from router.config import RouterConfig
+from router.dataplane.errand import pause
 from router.dataplane.exchange import AttemptFailed, Exchange, Failure
 from router.dataplane.message import Reply
 from router.dataplane.upstream import Upstream
@@ -28,21 +29,16 @@ from router.decide.limits import Entry, Gate, Limited
 from router.decide.pick import Ask, Ranking, Routes, rank
 from router.decide.tokens_in_flight import Reservation
 from router.fleet import Fleet
-from router.journey import STREAM_HEADERS, Journey
+from router.journey import Journey
 from router.metrics import Metrics
 from router.record import Recorder
-from router.waiting import LOOK_AGAIN_S, Impatience, NoRoom, Place, Waiting
+from router.told import STREAM_LINES, to_client, to_node
+from router.waiting import LOOK_AGAIN_S, NoRoom, Place, Waiting
 
 NO_REPLICA_RETRY_AFTER_S: Final = 10.0
 NOBODY: Final = frozenset[ReplicaId]()
 REFUSALS_MAX: Final = 8
-TURNED_AWAY_MAX: Final = 12
 RETRY_PAUSE_S: Final = 0.05
-OUT_OF_CAPACITY: Final = "3040: Capacity temporarily exceeded, please try again."
-OUT_OF_ROOM_FOR_BODIES: Final = (
-    f"{OUT_OF_CAPACITY} Your waiting requests are as many bytes as may wait: "
-    "send fewer at once, or shorter ones."
-)
 CONTINUED: Final = b": continued on another replica, not token for token\n\n"
 
 
@@ -77,7 +73,7 @@ class Corridor:
         estimate = self._fleet.tokens_of(asked.deployment.deployment_id, asked.text_bytes)
         journey = Journey(asked, estimate)
         entry = self._admit(journey)
-        allowance = entry.headers(self._clock())
+        allowance = entry.lines(self._clock())
         try:
             answer = await self._pick_and_forward(journey)
             if answer.is_stream:
@@ -129,7 +125,7 @@ class Corridor:
                 if failed:
                     # Everyone failed once: perhaps it was no more than that.
                     failed.clear()
-                    await asyncio.sleep(RETRY_PAUSE_S)
+                    await pause(RETRY_PAUSE_S)
                     continue
             must_wait = self.waiting.must_wait(place) or len(refused) >= REFUSALS_MAX
             if must_wait or not ranking.routes:
@@ -144,7 +140,10 @@ class Corridor:
                 self._metrics.queue_wait.observe(waited_s)
             ranked = ranking.routes[0]
             try:
-                return await self._attempt(journey, ranked, ranking.routes)
+                exchange = self._ask(journey, ranked, ranking.routes)
+                await exchange.opened
+                self._hear(journey, ranked, ranking.routes, exchange)
+                return exchange
             except AttemptFailed as error:
                 journey.leave()
                 if error.failure not in (Failure.REFUSED, Failure.UNFIT):
@@ -157,7 +156,8 @@ class Corridor:
                 failed.add(ranked.route.replica_id)
                 failures, failed_at_s = failures + 1, self._clock()
                 self._ill(ranked)
-                if failures >= self._config.attempts_max or not self._may_retry():
+                is_paid = error.failure is Failure.GONE
+                if failures >= self._config.attempts_max or not (is_paid or self._may_retry()):
                     raise ApiError(
                         ErrorCode.UPSTREAM,
                         f"cannot answer: {error} (attempt {failures})",
@@ -169,7 +169,7 @@ class Corridor:
         self._fleet.unsent(ranked.route, journey.sent, journey.asked.prefix_keys)
         if error.failure is Failure.UNFIT:
             journey.unfit.add(ranked.route.replica_id)
-        elif error.refused == headers.QUEUED and journey.turned_away < TURNED_AWAY_MAX:
+        elif error.refused == headers.QUEUED and journey.may_be_turned_away:
             # Its load is known now: it may still be the best, but hardly is.
             journey.turned_away += 1
         else:
@@ -201,6 +201,10 @@ class Corridor:
         cause = self._fleet.failed(ranked.route)
         if cause:
             self._metrics.ejections.labels(cause).inc()
+
+    def let_go(self, address: str, since_s: float) -> None:
+        """A node is gone, and silent `since_s`: let who waits for it go elsewhere."""
+        self._upstream.let_go(address, since_s, self._may_retry)
 
     def _may_retry(self) -> bool:
         if self._budget.withdraw(self._clock()):
@@ -238,57 +242,44 @@ class Corridor:
             self._metrics.refusals.labels(refusal.why.value).inc()
             raise ApiError(
                 ErrorCode.OUT_OF_CAPACITY,
-                OUT_OF_ROOM_FOR_BODIES if refusal.why is Impatience.BYTES else OUT_OF_CAPACITY,
+                str(refusal),
                 retry_after_s=come_back_s(
                     self.waiting.retry_after_s(place), journey.asked.request_id
                 ),
             ) from None
 
-    async def _attempt(self, journey: Journey, ranked: Ranked, routes: Routes) -> Exchange:
-        """Send to one replica and wait for a first token, or raise AttemptFailed."""
+    def _ask(self, journey: Journey, ranked: Ranked, routes: Routes) -> Exchange:
+        """Send to one replica."""
         asked, route = journey.asked, ranked.route
         journey.via = route.replica_id
-        prompt_tokens, output_tokens = journey.tokens_ahead
-        said_tokens = journey.said.tokens
-        reservation = self._book(journey, ranked)
+        self._book(journey, ranked)
         journey.picked_at_s = self._clock()
         patience_s = self._config.first_byte_timeout_s
         if not asked.is_stream:
-            patience_s += output_tokens * self._config.token_timeout_s
-        sent = {
-            "content-type": "application/json",
-            headers.REPLICA: route.replica_id,
-            headers.REQUEST_ID: asked.request_id,
-            headers.CACHE_SALT: asked.key.tenant_id,
-            headers.TOKENS: headers.format_tokens(prompt_tokens, output_tokens),
-            headers.UNREAD_TOKENS: str(ranked.uncached_tokens),
-            headers.PREFILL_MS: str(round(ranked.prefill_ms)),
-            headers.ROUTER: self._fleet.name,
-            headers.DEADLINE_MS: str(round(patience_s * 1000)),
-        }
-        if ranked.queue_tokens_max and journey.turned_away < TURNED_AWAY_MAX:
-            sent[headers.QUEUE_TOKENS_MAX] = str(ranked.queue_tokens_max)
-        if said_tokens:
-            sent[headers.SAID] = str(said_tokens)
-        elif siblings := routes.siblings(ranked):
-            sent[headers.SIBLINGS] = headers.format_siblings(siblings)
-        journey.exchange = exchange = await self._upstream.ask(
+            patience_s += journey.tokens_ahead[1] * self._config.token_timeout_s
+        lines = to_node(journey, ranked, routes, self._fleet.name, patience_s)
+        journey.exchange = exchange = self._upstream.ask(
             route.node_id,
             route.address,
-            ("POST", asked.path, sent, journey.body),
+            ("POST", asked.path, lines, journey.body),
             patience_s,
             self._config.answer_bytes_max,
             journey.frames_anew(),
-            is_rest=said_tokens > 0,
+            is_rest=journey.said.tokens > 0,
         )
-        head = await exchange.opened()
+        return exchange
+
+    def _hear(self, journey: Journey, ranked: Ranked, routes: Routes, exchange: Exchange) -> None:
+        """Take what came: a whole answer or a first token. Raise AttemptFailed where neither."""
+        head, reservation = exchange.answer(), journey.reservation
+        assert reservation is not None
         if head.passed:
             ranked = self._passed_on(journey, ranked, routes.of(head.passed))
             reservation = self._book(journey, ranked)
         self._fleet.heard(ranked.route, head.load, head.refused, reservation)
-        hold_to_status(route.node_id, head)
+        hold_to_status(ranked.route.node_id, head)
         if head.status == 200 and not exchange.is_stream:
-            exchange.usage, exchange.body = read_answer(route.node_id, exchange.body)
+            exchange.usage, exchange.body = read_answer(ranked.route.node_id, exchange.body)
         self._fleet.answered(ranked.route)
         now_s = self._clock()
         if exchange.is_stream:
@@ -296,7 +287,6 @@ class Corridor:
             self._fleet.first_token(ranked, 1000 * (now_s - journey.picked_at_s), reservation)
             if journey.first_token_at_s is None:
                 journey.first_token_at_s = now_s
-        return exchange
 
     def _book(self, journey: Journey, ranked: Ranked) -> Reservation:
         """Count a request in where it goes."""
@@ -317,13 +307,11 @@ class Corridor:
         self._fleet.unsent(asked.route, journey.sent, journey.asked.prefix_keys)
         return ranked
 
-    def _reply(
-        self, journey: Journey, exchange: Exchange, client: Client, allowance: dict[str, str]
-    ) -> None:
+    def _reply(self, journey: Journey, exchange: Exchange, client: Client, allowance: str) -> None:
         """Pass a whole answer on."""
         ranked, head = journey.ranked, exchange.head
         assert ranked is not None and head is not None
-        extra = journey.headers(allowance)
+        lines = to_client(journey, ranked, allowance)
         if head.status == 200:
             journey.note(exchange.usage)
             journey.outcome = Outcome.COMPLETE
@@ -331,20 +319,20 @@ class Corridor:
             hold_to_error(exchange.body, head.status)
             retry_after = head.fields.get(b"retry-after")
             if retry_after:
-                extra["retry-after"] = retry_after.decode("latin-1")
-        client.reply(Reply(head.status, exchange.body, extra))
+                lines += f"retry-after: {retry_after.decode('latin-1')}\r\n"
+        client.reply(Reply(head.status, exchange.body, lines))
         self._learn(journey, ranked)
 
     async def _stream(
-        self, journey: Journey, exchange: Exchange, client: Client, allowance: dict[str, str]
+        self, journey: Journey, exchange: Exchange, client: Client, allowance: str
     ) -> None:
         """Let a stream flow to the client; where its replica dies, another goes on with it."""
         asked, frames, ranked = journey.asked, journey.frames, journey.ranked
         assert frames is not None and ranked is not None
         self._metrics.open_streams.inc()
         try:
-            extra = journey.headers(allowance) | STREAM_HEADERS
-            client.begin(200, "text/event-stream; charset=utf-8", extra)
+            lines = to_client(journey, ranked, allowance) + STREAM_LINES
+            client.begin(200, "text/event-stream; charset=utf-8", lines)
             await self._flow(journey, client)
             journey.outcome = Outcome.COMPLETE
         except AttemptFailed as failure:

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import logging
 import secrets
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from hashlib import sha256
@@ -17,6 +18,7 @@ from isochrone import __version__
 from isochrone.service.config import ConfigError
 from isochrone.service.door import DoorLimits, errors_as, json_error, open_door
 from isochrone.service.identity import Authority, IdentityError
+from isochrone.service.lag import Held, LagWatch
 from isochrone.service.loop import Loop
 from isochrone.service.metrics import exposition
 from isochrone.service.notify import notify
@@ -46,6 +48,7 @@ from scheduler.loops.prune import Prune
 from scheduler.loops.publish import Publish
 from scheduler.loops.roll import Roll
 from scheduler.loops.tally import Tally
+from scheduler.loops.tidy import Tidy
 from scheduler.loops.turn_away import TurnAway
 from scheduler.store.lease import ensure_cluster, give_up_lease
 from scheduler.store.migrate import migrate
@@ -54,10 +57,14 @@ from scheduler.store.pool import UNAVAILABLE, open_pool, transaction, using
 log = logging.getLogger(__name__)
 
 INTAKE_CONNECTIONS: Final = 10
+HELD_LOGGED_S: Final = 0.25
 COLLECTED_AFTER: Final = (50_000, 20, 50)
-"""A plan makes and drops millions of objects. By Python's own thresholds (700, 10, 10) many outlive
-enough young collections to set off a full one, which walks the whole fleet in memory: every ten
-seconds, four at a time with 5,000 nodes, while the lease and everybody else wait."""
+"""A plan makes and drops millions of objects: by Python's own thresholds (700, 10, 10) many outlive
+several collections, and each costs more than the one before."""
+
+THREADS_TURN_S: Final = 0.001
+"""How long a thread that computes, as a plan does, keeps the event loop waiting: a fifth of what is
+usual, for a request waits so long many times."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -65,13 +72,14 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 async def serve(config: SchedulerConfig, stopping: asyncio.Event) -> int:
     """Run one scheduler until `stopping`; return its exit code."""
     gc.set_threshold(*COLLECTED_AFTER)
+    sys.setswitchinterval(THREADS_TURN_S)
     token_sha256 = await asyncio.to_thread(_read_admin_token, config)
     authority = await asyncio.to_thread(_load_authority, config)
     async with _open_acting(config, authority) as acting, AsyncExitStack() as doors:
         lease = Loop("hold_lease", HoldLease(acting).run_once, config.lease_renew_s)
         place = Loop("place", Place(acting).run_once, config.place_interval_s, share_max=0.25)
         publish = Loop(
-            "publish", Publish(acting).run_once, config.publish_interval_s, share_max=0.25
+            "publish", Publish(acting).run_once, config.publish_interval_s, share_max=0.5
         )
         flush = Loop("flush_pulses", FlushPulses(acting).run_once, 2.0)
         prune = Loop("prune", Prune(acting).run_once, 600.0)
@@ -80,11 +88,12 @@ async def serve(config: SchedulerConfig, stopping: asyncio.Event) -> int:
         forecast = Loop("forecast", Forecast(acting).run_once, 15.0)
         prefetch = Loop("prefetch", Prefetch(acting).run_once, 120.0, share_max=0.1)
         roll = Loop("roll", Roll(acting).run_once, config.roll_interval_s)
+        tidy = Loop("tidy", Tidy(acting).run_once, 5.0)
         turn_away = Loop("turn_away", TurnAway(acting).run_once, 2.0)
         losses = Loop("note_losses", NoteLosses(acting).run_once, 5.0)
         loops = (
             *(lease, place, publish, flush, prune, tally),
-            *(days, forecast, prefetch, roll, turn_away, losses),
+            *(days, forecast, prefetch, roll, turn_away, losses, tidy),
         )
         acting.nudge_place, acting.nudge_publish = place.nudge, publish.nudge
         acting.nudge_prefetch = prefetch.nudge
@@ -116,6 +125,8 @@ async def serve(config: SchedulerConfig, stopping: asyncio.Event) -> int:
         keeper.start()
         async with asyncio.TaskGroup() as tasks:
             duties = [tasks.create_task(loop.run(), name=loop.name) for loop in loops]
+            lag = LagWatch(metrics.LAG.observe, _note_held)
+            duties.append(tasks.create_task(lag.run(), name="lag"))
             notify("READY=1")
             log.info("serving", extra={"fields": {"admin_port": config.admin_port}})
             await stopping.wait()
@@ -147,6 +158,8 @@ def admin_app(acting: Acting, token_sha256: str, loops: tuple[Loop, ...]) -> web
         for loop in loops:
             metrics.TURNS.labels(loop.name, "ended").set(loop.turns)
             metrics.TURNS.labels(loop.name, "failed").set(loop.failures)
+            metrics.DUTY_SECONDS.labels(loop.name, "all").set(loop.turns_s)
+            metrics.DUTY_SECONDS.labels(loop.name, "last").set(loop.last_turn_s)
         return await show(request)
 
     endpoints = (*ENDPOINTS, *ROLLOUT_ENDPOINTS, *PICTURE_ENDPOINTS)
@@ -180,6 +193,19 @@ def control_app(acting: Acting) -> web.Application:
     app.router.add_get("/v1/router", Routers(acting).handle)
     app.router.add_post("/v1/join", Join(acting).handle)
     return app
+
+
+def _note_held(held: Held) -> None:
+    metrics.HELD.labels(held.by).inc(held.late_s)
+    if held.late_s >= HELD_LOGGED_S:
+        fields = {
+            "ms": round(1000 * held.late_s),
+            "cpu_ms": round(1000 * held.cpu_s),
+            "garbage_ms": round(1000 * held.garbage_s),
+            "by": held.by,
+            "at": held.at,
+        }
+        log.warning("event loop held up", extra={"fields": fields})
 
 
 @asynccontextmanager

@@ -19,6 +19,7 @@ from typing import Any, Final
 import aiohttp
 import msgspec
 
+from isochrone.service.answers import read_answer
 from isochrone.service.files import write_atomic
 from isochrone.wire.assignment import ReplicaSpec
 from isochrone.wire.engine import EngineStats
@@ -106,10 +107,20 @@ class Engine:
         try:
             async with asyncio.timeout(PROBE_TIMEOUT_S):
                 async with self.http.get(self._driver.stats_path) as response:
-                    body = await response.content.read(ANSWER_BYTES_MAX)
+                    body = await read_answer(response, ANSWER_BYTES_MAX)
                     return self._driver.read_stats(body) if response.status == 200 else None
         except (aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError):
             return None
+
+    async def metrics(self) -> str:
+        """Return the engine's page of metrics; "" where it has none that can be read."""
+        try:
+            async with asyncio.timeout(PROBE_TIMEOUT_S):
+                async with self.http.get(self._driver.metrics_path) as response:
+                    body = await read_answer(response, ANSWER_BYTES_MAX)
+                    return body.decode() if response.status == 200 else ""
+        except (aiohttp.ClientError, OSError, TimeoutError, UnicodeDecodeError):
+            return ""
 
     async def canary(self, kind: str) -> bool:
         """Ask a model of this kind for the least, by the same queue as all; say whether it came."""

@@ -3,15 +3,13 @@
     python -m ops.sim.bound --data ../shared/data
 
 Each deployment has Lagrange's bound (`dual.py`); what they share, the memory of the sites and their
-devices, has prices too, raised where the deployments' best seats would not fit. At these prices the
-deployments that few sites can hold, where seats are few and large, are bound by HiGHS besides, with
-whole seats: its bound holds however early it is stopped.
+devices, has prices too, raised where the deployments' best seats would not fit.
 
 Counted: waiting, unserved load, seats with the time that the first start on an idle node takes,
 minima, absence, the life in one PoP only, the memory of each site, and that a device holds one
 replica only that takes more than half of it. Left out, so that the bound is
 lower than the best plan: which replicas fit on which device of a site, the queue of a node that
-starts several at once, maxima, PoPs kept warm.
+starts several at once, PoPs kept warm, all of a minimum but the first two.
 """
 
 import argparse
@@ -25,14 +23,14 @@ import msgspec
 import numpy as np
 
 from ops.sim.dual import Side, Terms
-from ops.sim.judge import sought
+from ops.sim.judge import cost, sought
 from ops.sim.planet import FIRST, Planet
 from ops.sim.planet_world import draw
+from ops.sim.recount import columns_of, recounted
 from scheduler.decide.cluster import ClusterState
 from scheduler.decide.flow import Floats, Ints
 from scheduler.decide.ground import Ground
-from scheduler.decide.liveness import liveness
-from scheduler.decide.plan import Draft, PlanLimits
+from scheduler.decide.plan import PlanLimits
 from scheduler.decide.score import (
     ABSENT,
     GIB,
@@ -48,9 +46,10 @@ ALONE_ROUNDS: Final = 200
 PRICE_ROUNDS: Final = 40
 BETWEEN_ROUNDS: Final = 8
 LAST_ROUNDS: Final = 200
-FEW_SITES: Final = 30
-STEP: Final = 0.01
-"""The part of the bound by which the first step of the shared prices aims to raise it."""
+LARGE_GIB: Final = 250
+STEP: Final = 0.3
+"""The part of what is left to the plan by which the first step of the shared prices aims to raise
+the bound."""
 
 
 def terms_of(wish: Wish, ground: Ground) -> Terms:
@@ -75,6 +74,7 @@ def terms_of(wish: Wish, ground: Ground) -> Terms:
         needs=needs_of(wish, ground, sites),
         sites=sites,
         pops=np.array([ground.far.index[ground.sites[int(site)].pop] for site in sites]),
+        most=wish.most,
         apart=min(2, wish.most),
         one_pop=one_pop,
         none=float(lost.sum()) + wish.weight * lacking + one_pop,
@@ -129,7 +129,8 @@ def raise_all(sides: Sequence[Side], goals: Sequence[float], has: Floats) -> Flo
         steep = float((over * turn).sum())
         if steep <= 0:
             break
-        prices = np.maximum(0.0, prices + theta * STEP * abs(best) / steep * turn / has)
+        step = theta * STEP * max(sum(goals) - value, 1e-3 * abs(best))
+        prices = np.maximum(0.0, prices + step / steep * turn / has)
         for side, goal in zip(sides, goals, strict=True):
             side.begin(prices)
             side.climb(max(goal, 1.02 * side.best.value), BETWEEN_ROUNDS)
@@ -145,7 +146,11 @@ def total(sides: Sequence[Side], prices: Floats, has: Floats) -> float:
 
 
 class Row(NamedTuple):
-    """One deployment: its bound at the prices of what is shared, its part of the plan's sum."""
+    """One deployment: its bound at the prices of what is shared, its part of the plan's sum.
+
+    That is counted with the smallest starting first on each node (`recount.py`); `queue` is what
+    those pay in it who wait for others.
+    """
 
     deployment: str
     gib: float
@@ -157,25 +162,28 @@ class Row(NamedTuple):
     above_percent: float
 
 
-def judged(cluster: ClusterState, limits: PlanLimits, limit_s: float) -> tuple[list[Row], float]:
-    """Return a row a deployment, and what is shared at its prices, to be taken from their sum."""
-    from ops.sim.milp import bound_by_seats  # the solver is an extra
+class Judged(NamedTuple):
+    """A row a deployment, what is shared at its prices (to be taken from their bounds), and the
+    plan's sum as the search counts it."""
 
+    rows: list[Row]
+    shared: float
+    searched: float
+
+
+def judged(cluster: ClusterState, limits: PlanLimits) -> Judged:
+    """Return how far a first plan is above what no plan can be below."""
     search, _ = sought(cluster, limits)
-    view = liveness(cluster.nodes, cluster.acting_for_s)
-    empty = Draft(cluster, view, limits).sought()
+    plan = recounted(cluster, columns_of(search))
+    empty = recounted(cluster, [])
     terms = [terms_of(wish, empty.ground) for wish in empty.wishes]
     sides, has = [Side(one) for one in terms], shared_by(empty.ground)
-    prices = raise_all(sides, [wish.cost() for wish in search.wishes], has)
+    prices = raise_all(sides, [wish.cost() for wish in plan.wishes], has)
     rows = []
-    for wish, one, side in zip(search.wishes, terms, sides, strict=True):
-        bound = side.best.value
-        if len(one.sites) <= FEW_SITES:
-            fixed = one.fixed + (prices[:, one.sites] * one.needs).sum(axis=0)
-            bound = max(bound, min(side.few, bound_by_seats(one, fixed, limit_s)))
+    for wish, one, side in zip(plan.wishes, terms, sides, strict=True):
         place = {int(site): number for number, site in enumerate(one.sites)}
         idle = sum(float(one.fixed[place[s.site]]) for s in wish.seats)
-        planned = wish.cost()
+        bound, planned = side.best.value, wish.cost()
         rows.append(
             Row(
                 deployment=str(wish.name),
@@ -188,7 +196,7 @@ def judged(cluster: ClusterState, limits: PlanLimits, limit_s: float) -> tuple[l
                 above_percent=round(100 * (planned / bound - 1), 2) if bound > 0 else 0.0,
             )
         )
-    return rows, float((prices * has).sum())
+    return Judged(rows, float((prices * has).sum()), cost(search))
 
 
 def main() -> None:
@@ -198,23 +206,28 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=Path(default))
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--effort", type=int, default=FIRST.effort)
-    parser.add_argument("--solver-s", type=float, default=20.0, help="HiGHS' limit a deployment")
     parser.add_argument("--out", type=Path, default=TABLE)
     given = parser.parse_args()
     planet = Planet(draw(given.data, given.seed), given.seed)
     planet.ask()
     limits = msgspec.structs.replace(FIRST, effort=given.effort)
-    rows, worth = judged(planet.picture(), limits, given.solver_s)
+    rows, shared, searched = judged(planet.picture(), limits)
     with given.out.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(Row._fields)
         writer.writerows(rows)
-    bound, planned = sum(row.bound for row in rows) - worth, sum(row.planned for row in rows)
-    queue = sum(row.queue for row in rows)
-    print(
-        f"bound {bound:.0f} (what is shared is worth {worth:.0f}), planned {planned:.0f}, "
-        f"{100 * (planned / bound - 1):.2f} % above; {100 * queue / bound:.2f} % is queues"
-    )
+    for name, some in (
+        (f"over {LARGE_GIB} GiB", [row for row in rows if row.gib > LARGE_GIB]),
+        ("others", [row for row in rows if row.gib <= LARGE_GIB]),
+        (f"all, less {shared:.0f} for what is shared", rows),
+    ):
+        bound = sum(row.bound for row in some) - (shared if some is rows else 0.0)
+        planned, queue = sum(row.planned for row in some), sum(row.queue for row in some)
+        print(
+            f"{len(some)} {name}: bound {bound:.0f}, planned {planned:.0f}, "
+            f"{100 * (planned / bound - 1):.2f} % above, {100 * queue / bound:.2f} % is queues"
+        )
+    print(f"as the search counts its queues: {searched:.0f}, {100 * (searched / bound - 1):.2f} %")
 
 
 if __name__ == "__main__":

@@ -11,12 +11,10 @@ from typing import NamedTuple
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import coo_matrix, csr_matrix
+from scipy.sparse import csr_matrix
 
-from isochrone.wire.ids import DeviceId
-from ops.sim.dual import Terms
+from ops.sim.recount import Column
 from scheduler.decide.cluster import ClusterState
-from scheduler.decide.flow import Floats
 from scheduler.decide.ground import Ground
 from scheduler.decide.liveness import liveness
 from scheduler.decide.plan import Draft, PlanLimits
@@ -24,21 +22,12 @@ from scheduler.decide.score import ABSENT, MISSING, MISSING_SPREAD, ONE_POP_MS, 
 from scheduler.decide.wish import Wish
 
 
-class SeatColumn(NamedTuple):
-    """A seat that a plan may have: a set of devices of one node, at a site."""
-
-    deployment_id: str
-    site: int
-    node_id: str
-    device_ids: tuple[DeviceId, ...]
-
-
 class Solved(NamedTuple):
     """The best sum found, the bound that no plan can be below, and the seats of the best."""
 
     cost: float
     bound: float
-    seats: list[SeatColumn]
+    seats: list[Column]
 
 
 class Program:
@@ -48,7 +37,7 @@ class Program:
         self.cost: list[float] = []
         self.integer: list[int] = []
         self.upper: list[float] = []
-        self.seats: dict[int, SeatColumn] = {}
+        self.seats: dict[int, Column] = {}
         self._rows: list[tuple[dict[int, float], float, float]] = []
 
     def column(self, cost: float, upper: float = np.inf, integer: bool = False) -> int:
@@ -128,7 +117,7 @@ def _add(
             for chosen in combinations(fitting, count):
                 column = program.column(wish.hold + offered.cost, wish.most, integer=True)
                 seats[site].append(column)
-                program.seats[column] = SeatColumn(wish.name, site, str(node.node_id), chosen)
+                program.seats[column] = Column(wish.name, site, node.node_id, chosen)
                 for device_id in chosen:
                     memory[node.node_id, device_id][column] = each_gib
     _add_flow(program, wish, seats)
@@ -179,39 +168,3 @@ def _add_shortfall(
         program.row({there: 1.0, **dict.fromkeys(columns, -1.0)}, -np.inf, 0)
         terms[there] = 1.0
     program.row(terms, 2, np.inf)
-
-
-def bound_by_seats(terms: Terms, fixed: Floats, limit_s: float) -> float:
-    """Return the bound of one deployment by itself, seats being whole and costing `fixed`."""
-    cities, sites = terms.paid.shape
-    pairs = cities * sites
-    pair, city, site = (
-        np.arange(pairs),
-        np.repeat(np.arange(cities), sites),
-        np.tile(np.arange(sites), cities),
-    )
-    lost, seat = pairs + np.arange(cities), pairs + cities + np.arange(sites)
-    width, ones = pairs + cities + sites, np.ones(pairs)
-    served = coo_matrix(
-        (np.ones(pairs + cities), (np.r_[city, np.arange(cities)], np.r_[pair, lost])),
-        shape=(cities, width),
-    )
-    opened = coo_matrix(
-        (np.r_[ones, -ones], (np.r_[pair, pair], np.r_[pair, seat[site]])), shape=(pairs, width)
-    )
-    room = coo_matrix(
-        (np.r_[terms.load[city], -terms.room], (np.r_[site, np.arange(sites)], np.r_[pair, seat])),
-        shape=(sites, width),
-    )
-    answer = milp(
-        np.r_[terms.paid.ravel(), terms.lost, fixed],
-        integrality=np.r_[np.zeros(pairs + cities), np.ones(sites)],
-        bounds=Bounds(0, np.inf),
-        constraints=[
-            LinearConstraint(served.tocsr(), 1, 1),
-            LinearConstraint(opened.tocsr(), -np.inf, 0),
-            LinearConstraint(room.tocsr(), -np.inf, 0),
-        ],
-        options={"time_limit": limit_s, "mip_rel_gap": 2e-3},
-    )
-    return float(answer.mip_dual_bound) if answer.mip_dual_bound is not None else -np.inf

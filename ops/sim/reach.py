@@ -73,6 +73,7 @@ def terms_at(world: World, within_ms: float, as_planned: bool) -> list[Terms]:
                 needs=np.full((1, len(sites)), wish.memory_bytes / GIB),
                 sites=sites,
                 pops=sites,
+                most=wish.most,
                 apart=0,
                 one_pop=0.0,
                 none=float(share.sum()) * UNSERVED,

@@ -93,7 +93,9 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def node_ids(self) -> tuple[NodeId, ...]:
         """Its nodes, the leader's first."""
-        return tuple(part.node_id for part in self.parts)
+        if not self.followers:
+            return (self.node_id,)
+        return (self.node_id, *(part.node_id for part in self.followers))
 
 
 class DemandRate(msgspec.Struct, frozen=True, kw_only=True, gc=False):

@@ -8,6 +8,7 @@ was asked, not what was served.
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from operator import attrgetter
 from typing import Final, NamedTuple
 
@@ -16,7 +17,7 @@ import numpy as np
 
 from isochrone.wire.ids import PopId
 from isochrone.wire.report import Profile
-from scheduler.decide.cluster import DemandRate
+from scheduler.decide.cluster import ClusterState, DemandRate
 from scheduler.decide.flow import Floats, Ints
 
 RATE_MIN: Final = 1e-9
@@ -86,6 +87,13 @@ def raised(rows: Sequence[DemandRate], foretold: Sequence[DemandRate]) -> tuple[
     return tuple(row for _, row in sorted(highest.items()))
 
 
+def foreseeing(cluster: ClusterState, foretold: Sequence[DemandRate]) -> ClusterState:
+    """Return the picture with its demand raised to what is foretold of deployments that it has."""
+    live = {deployment.deployment_id for deployment in cluster.deployments}
+    rows = [row for row in foretold if row.deployment_id in live]
+    return msgspec.structs.replace(cluster, demand=raised(cluster.demand, rows))
+
+
 def _answered(row: DemandRate) -> DemandRate:
     """Count the refused among the answered, as if they had been answered alike."""
     if row.requests_per_s <= 0 or row.refused_per_s <= 0:
@@ -108,8 +116,8 @@ def _asked(rows: Sequence[DemandRate], index: Mapping[PopId, int]) -> Floats:
 
     A rate that is no number, below 0 or beyond belief, or of no city of ours, is left out.
     """
-    read = np.array([(index.get(row.pop, -1), *RATES(row)) for row in rows], dtype=np.float64)
-    read = read.reshape(-1, 5)
+    columns = chain.from_iterable((index.get(row.pop, -1), *RATES(row)) for row in rows)
+    read = np.fromiter(columns, np.float64, 5 * len(rows)).reshape(-1, 5)
     # What is no number compares as False.
     read = read[((read >= 0) & (read < RATE_MAX)).all(axis=1)]
     total = read[:, 1] + read[:, 2]

@@ -305,21 +305,23 @@ class Flow:
 
     def _expel_cheapest(self, site: int, rows: Ints, to: Ints, order: Ints) -> None:
         """Move rows in order while their targets have room; stop at the first that has not."""
-        over = -self.free[site]
-        room = self.free.copy()
-        moved, amounts = [], []
-        for index in order:
-            amount = min(over, self._amount[rows[index]])
-            target = to[index]
+        over = -float(self.free[site])
+        rows, to = rows[order], to[order]
+        room: dict[int, float] = {}
+        amounts: list[float] = []
+        # Plain numbers: one by one they are read in a fraction of the time that an array's are.
+        for held, target in zip(self._amount[rows].tolist(), to.tolist(), strict=True):
+            amount = min(over, held)
             if target != UNSERVED:
-                amount = min(amount, room[target])
-                room[target] -= amount
-            moved.append(index)
+                left = room.get(target, float(self.free[target]))
+                amount = min(amount, left)
+                room[target] = left - amount
             amounts.append(amount)
             over -= amount
-            if over <= EPSILON or (target != UNSERVED and room[target] <= EPSILON):
+            if over <= EPSILON or room.get(target, np.inf) <= EPSILON:
                 break
-        self._move(rows[moved], np.array(amounts), to[moved])
+        moved = len(amounts)
+        self._move(rows[:moved], np.array(amounts), to[:moved])
 
     def _move(self, rows: Ints, amounts: Floats, to: Ints) -> None:
         """Send `amounts` of `rows` to sites; what is left of a row stays as a row."""

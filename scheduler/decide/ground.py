@@ -7,6 +7,7 @@ plan is sought over sites and only then seated on devices, the tightest fit firs
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from heapq import nsmallest
+from math import inf
 from operator import itemgetter
 
 import msgspec
@@ -41,10 +42,16 @@ class Site(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True):
-    """The nodes of a site that may take replicas, each with its devices' sizes, largest first."""
+    """The nodes of a site that may take replicas, each with its devices' sizes, largest first.
 
-    nodes: list[tuple[Node, list[int]]]
+    Each has at least `disk_free_bytes`, and as many devices of the sizes `sure`, largest first.
+    """
+
+    nodes: list[Node]
+    sizes: list[list[int]]
     largest_bytes: int
+    sure: list[int]
+    disk_free_bytes: float
 
 
 class Offered(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,6 +85,7 @@ class Ground:
         for placement in cluster.placements:
             if placement.is_ending:
                 self.let_go(placement, 1)
+        self.is_draining = any(node.draining for node in cluster.nodes)
         self.site_of = {(site.pop, site.device_class): site.index for site in self.sites}
         self.device_classes = sorted({site.device_class for site in self.sites})
         columns = [self.far.index[site.pop] for site in self.sites]
@@ -163,9 +171,13 @@ class Ground:
         for site, ready in zip(self.sites, self._ready, strict=True):
             if ready.largest_bytes < needed or site.pop not in residents:
                 continue
+            sure = len(ready.sure) >= count and ready.sure[count - 1] >= needed
+            if sure and engine.nodes == 1 and ready.disk_free_bytes >= disk:
+                nodes_of[site.index] = ready.nodes
+                continue
             nodes = [
                 node
-                for node, sizes in ready.nodes
+                for node, sizes in zip(ready.nodes, ready.sizes, strict=True)
                 if len(sizes) >= count
                 and sizes[count - 1] >= needed
                 and (not 0 < node.disk_free_bytes < disk or digest in node.artifacts)
@@ -260,21 +272,27 @@ class Ground:
 
     def _ready_at(self, site: Site) -> Ready:
         """Return the nodes of a site that may take replicas, with their devices, largest first."""
-        nodes = [
-            (node, sorted(sizes, reverse=True))
-            for node in (self.nodes[node_id] for node_id in site.nodes)
-            if not node.draining
-            and not node.revoked
-            and self.view.by_node[node.node_id] is Liveness.READY
-            and (
-                sizes := [
-                    d.memory_bytes
-                    for d in node.devices
-                    if d.healthy and d.device_class == site.device_class
-                ]
-            )
-        ]
-        return Ready(nodes=nodes, largest_bytes=max((sizes[0] for _, sizes in nodes), default=0))
+        nodes, sizes = [], []
+        for node in (self.nodes[node_id] for node_id in site.nodes):
+            is_ready = self.view.by_node[node.node_id] is Liveness.READY
+            if node.draining or node.revoked or not is_ready:
+                continue
+            held = [
+                d.memory_bytes
+                for d in node.devices
+                if d.healthy and d.device_class == site.device_class
+            ]
+            if held:
+                nodes.append(node)
+                sizes.append(sorted(held, reverse=True))
+        return Ready(
+            nodes=nodes,
+            sizes=sizes,
+            largest_bytes=max((held[0] for held in sizes), default=0),
+            sure=[min(nth) for nth in zip(*sizes, strict=False)],
+            # A node that reports 0 says nothing of its disk.
+            disk_free_bytes=min((n.disk_free_bytes or inf for n in nodes), default=inf),
+        )
 
     def take(self, seat: Seat, deployment: Deployment, model: Model) -> None:
         """Take a seat's memory."""

@@ -79,6 +79,8 @@ def end_drained(
     ground: Ground, deployment: Deployment, mine: Sequence[Placement], least: int, end: End
 ) -> None:
     """End what is on a draining node, once `least` are warm on others and none is coming."""
+    if not ground.is_draining:
+        return
     standing = [p for p in mine if stands(ground, p)]
     warm = [p for p in standing if p.state is ReplicaState.WARM]
     if len(warm) < least or any(p.state in COMING for p in standing):

@@ -14,6 +14,7 @@ from isochrone.wire.ids import DeploymentId, DeviceId, Generation, NodeId, PopId
 from isochrone.wire.model import Deployment, Model, Positive
 from isochrone.wire.report import Device, ReplicaState
 from scheduler.decide.cluster import ClusterState, Node, Plan
+from scheduler.decide.device_classes import CLASSES, class_of
 from scheduler.decide.liveness import LivenessLimits
 from scheduler.decide.plan import plan
 from scheduler.decide.predict import Prediction, predict
@@ -24,6 +25,10 @@ FORMAT: Final = 1
 ROUNDS_MAX: Final = 300
 ROUND_S: Final = 60.0
 """How much older the fleet is taken to be after each round of moves."""
+
+GIB: Final = 1024**3
+MEMORY_SLACK: Final = 1.1
+"""Sizes are rounded up when they are named: an 80 GB device may be said to have 80 GiB."""
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=10_000)]
 
@@ -174,6 +179,7 @@ def changed(cluster: ClusterState, change: Change) -> ClusterState:
     match change:
         case AddNodes():
             _must_hold(cluster, change.pop)
+            _must_be_made(cluster, change)
             taken = {node.node_id for node in cluster.nodes}
             added = tuple(_node(change, number, taken) for number in range(1, change.nodes + 1))
             nodes = sorted((*cluster.nodes, *added), key=lambda node: node.node_id)
@@ -332,6 +338,20 @@ def _with_deployment(cluster: ClusterState, change: AddDeployment) -> ClusterSta
         ),
     )
     return _scaled(cluster, ScaleDemand(factor=change.demand_factor, deployment_id=name))
+
+
+def _must_be_made(cluster: ClusterState, change: AddNodes) -> None:
+    """Refuse a class of device that nobody knows, and more memory than one of it has."""
+    kind = class_of(change.device_class)
+    here = {device.device_class for node in cluster.nodes for device in node.devices}
+    if kind is None and change.device_class not in here:
+        known = ", ".join(sorted({*CLASSES, *here}))
+        raise CannotChange(f"cannot add {change.device_class}: known are {known}")
+    if kind is not None and change.memory_bytes > MEMORY_SLACK * kind.memory_bytes:
+        raise CannotChange(
+            f"cannot add {change.device_class} of {change.memory_bytes / GIB:.0f} GiB: one has "
+            f"{kind.memory_bytes / GIB:.1f} GiB"
+        )
 
 
 def _must_hold(cluster: ClusterState, pop: PopId) -> None:

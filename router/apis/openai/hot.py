@@ -1,6 +1,7 @@
 """The OpenAI routes that generate: a request off the wire, the corridor, an answer."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from itertools import islice
 from typing import Any, Final
 
 import msgspec
@@ -25,7 +26,7 @@ from router.apis.openai.encode import error_reply
 from router.asked import Asked
 from router.config import RouterConfig
 from router.dataplane import message
-from router.dataplane.message import Reply, with_header
+from router.dataplane.message import Reply
 from router.dataplane.server import ClientConnection
 from router.decide.admit import Admitted, may_use
 from router.decide.affinity import SESSION_BYTES_MAX, seed_of
@@ -42,6 +43,9 @@ READERS: Final[Mapping[str, "msgspec.json.Decoder[Any]"]] = {
 }
 KINDS: Final[Mapping[str, str]] = {"/v1/embeddings": "embedding", "/v1/rerank": "rerank"}
 """What a model must be for; on every other route it must chat."""
+
+MODELS_NAMED: Final = 8
+"""How many models are named to one who asks for another."""
 
 REQUEST_ID: Final = headers.REQUEST_ID.encode()
 SESSION_AFFINITY: Final = headers.SESSION_AFFINITY.encode()
@@ -74,14 +78,11 @@ class OpenAiSurface:
         shown = fields.get(b"authorization", b"")
         return self._admitted.authenticate(self._fleet.keys, shown, self._unix_clock())
 
-    async def answer(self, request: message.Request, client: ClientConnection) -> None:
-        """Answer one request."""
-        request_id = self.request_id(request.header(REQUEST_ID))
-        try:
-            await self._corridor.serve(self.asked(request, request_id), client)
-        except ApiError as error:
-            reply = self.encode_error(error)
-            client.reply(with_header(reply, headers.REQUEST_ID, request_id))
+    def answer(self, request: message.Request, client: ClientConnection) -> Awaitable[None]:
+        """Return the answering of one request."""
+        self.identify(request)
+        asked = self.asked(request, request.path, request.body, openai_error_event)
+        return self._corridor.serve(asked, client)
 
     def encode_error(self, error: ApiError) -> Reply:
         """Count an error and write it in OpenAI's shape."""
@@ -92,18 +93,31 @@ class OpenAiSurface:
         """Return the deployment of that name, or raise ApiError 404, also where it is forbidden."""
         entry = self._fleet.deployment(name)
         if entry is None or not may_use(key, name):
+            usable = (one.name for one in self._fleet.deployments if may_use(key, one.name))
+            named = ", ".join(islice(usable, MODELS_NAMED)) or "none"
             raise ApiError(
                 ErrorCode.MODEL_NOT_FOUND,
-                f"cannot find the model {name!r}: it does not exist, or this key may not use it",
+                f"cannot find the model {name!r}: it does not exist, or this key may not use it;"
+                f" models for this key (GET /v1/models): {named}",
                 param="model",
             )
         return entry
+
+    def identify(self, request: message.Request) -> None:
+        """Give a request its id."""
+        request.request_id = self.request_id(request.header(REQUEST_ID))
 
     def request_id(self, sent: str) -> RequestId:
         """Return the client's request id where it is well formed, else a new one."""
         return RequestId(sent if sent and is_request_id(sent) else self._new_id())
 
-    def asked(self, request: message.Request, request_id: RequestId) -> Asked:
+    def asked(
+        self,
+        request: message.Request,
+        path: str,
+        body: bytes,
+        error_event: Callable[[ApiError], bytes],
+    ) -> Asked:
         """Return what a request asks for, or raise ApiError saying what is wrong with it."""
         if request.method != b"POST":
             raise ApiError(
@@ -112,23 +126,22 @@ class OpenAiSurface:
             )
         key = request.key
         assert key is not None
-        body = request.body
-        asked: Request = decode(body, READERS[request.path])
+        asked: Request = decode(body, READERS[path])
         deployment = self.deployment(asked.model, key)
-        kind = KINDS.get(request.path, "chat")
+        kind = KINDS.get(path, "chat")
         if deployment.kind != kind:
             raise ApiError(
                 ErrorCode.INVALID_REQUEST,
                 f"cannot ask {asked.model!r} so: it is a model of kind {deployment.kind!r}, and"
-                f" {request.path} is for {kind!r}",
+                f" {path} is for {kind!r}",
                 param="model",
             )
         rendered = asked.rendered
         return Asked(
-            request_id=request_id,
+            request_id=RequestId(request.request_id),
             key=key,
             deployment=deployment,
-            path=request.path,
+            path=path,
             body=with_usage_wish(body, asked),
             text_bytes=asked.text_bytes(len(rendered)),
             output_tokens_max=self._output_tokens(asked, deployment),
@@ -138,7 +151,7 @@ class OpenAiSurface:
             reject_if_busy=asked.options is not None and asked.options.reject_if_busy,
             arrived_s=request.arrived_s,
             started_at=self._unix_clock(),
-            error_event=openai_error_event,
+            error_event=error_event,
             resume=resumption(body, asked) if asked.stream else None,
             drawn=drawn(asked) if asked.stream else "",
             prefix_keys=_prefix_keys(rendered, key, deployment),

@@ -3,12 +3,13 @@
 import csv
 from itertools import product
 
+import msgspec
 import numpy as np
 import pytest
 
 from ops.sim.bound import raise_all, shared_by, terms_of, total
 from ops.sim.dual import Side, Terms
-from ops.sim.judge import TABLE, THOROUGH
+from ops.sim.judge import TABLE, THOROUGH, sought
 from ops.sim.small import small_world
 from scheduler.decide.flow import Flow
 from scheduler.decide.liveness import liveness
@@ -18,15 +19,19 @@ with TABLE.open(newline="") as file:
     OPTIMUM = {int(row["seed"]): float(row["optimum"]) for row in csv.DictReader(file)}
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_no_optimum_of_a_small_world_is_below_the_bound(seed: int) -> None:
+@pytest.mark.parametrize(
+    ("seed", "reached"), [(0, 0.05), (5, 0.9), (6, 0.98), (7, 0.9), (9, 0.9), (44, 0.05)]
+)
+def test_no_optimum_of_a_small_world_is_below_the_bound(seed: int, reached: float) -> None:
     cluster = small_world(seed)
     draft = Draft(cluster, liveness(cluster.nodes, cluster.acting_for_s), THOROUGH)
     search = draft.sought()
-    sides = [Side(terms_of(wish, search.ground)) for wish in search.wishes if wish.rooms.any()]
+    sides = [Side(terms_of(wish, search.ground)) for wish in search.wishes]
+    greedy, _ = sought(cluster, msgspec.structs.replace(THOROUGH, effort=0))
     has = shared_by(search.ground)
-    prices = raise_all(sides, [OPTIMUM[seed] / len(sides)] * len(sides), has)
-    assert 0 < total(sides, prices, has) <= OPTIMUM[seed] * 1.0002
+    prices = raise_all(sides, [wish.cost() for wish in greedy.wishes], has)
+    # Under scarcity it is far below: on which device a replica fits is what it does not see.
+    assert reached <= total(sides, prices, has) / OPTIMUM[seed] <= 1.0002
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -51,6 +56,7 @@ def test_of_a_tiny_deployment_the_bound_is_just_below_the_best_of_all_plans(seed
             needs=np.ones((1, sites)),
             sites=np.arange(sites),
             pops=np.arange(sites),
+            most=9,
             apart=0,
             one_pop=0.0,
             none=float(load.sum() * unserved),
