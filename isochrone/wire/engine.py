@@ -35,6 +35,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     With `group` they are on several nodes, as many on each. The one at place 0 listens and waits
     `join_s` for the others, which have no door: where their socket would be they leave an empty
     file once all have met.
+    New requests are refused while the process's resident memory comes near `memory_max_bytes` (0 is
+    no such ceiling), or its cgroup's near that one's limit.
     `client_queue_max` is how many tokens a client may be behind before it is cut. `options` are
     the mock's faults.
     """
@@ -57,6 +59,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     context_tokens_max: Positive = 2048
     batch_tokens_max: Positive = 256
     interval_ms: Positive = 250
+    memory_max_bytes: Annotated[int, Meta(ge=0)] = 0
     sequences_max: Positive = 16
     graphs: bool = True
     draft_tokens_max: Annotated[int, Meta(ge=0, le=64)] = 8
@@ -87,7 +90,8 @@ class EngineHealth(msgspec.Struct, frozen=True, kw_only=True):
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """How busy the engine is and how fast it has been measured to be.
 
-    `kind` is what its model is for: `chat`, `embedding` or `rerank`.
+    `kind` is what its model is for: `chat`, `embedding` or `rerank`. `memory_full` says that new
+    requests are refused until memory is given back.
     """
 
     kind: str = "chat"
@@ -104,5 +108,6 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens_total: int = 0
     prefix_hit_tokens_total: int = 0
     steps_total: int = 0
+    memory_full: bool = False
     load_s: float = 0.0
     weights_bytes: int = 0

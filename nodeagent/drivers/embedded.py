@@ -33,6 +33,7 @@ OPTIONS: Final = frozenset(
         "kv_host_bytes",
         "kv_file_bytes",
         "kv_folder",
+        "memory_max_bytes",
         "adapters_max",
         "adapter_memory_bytes",
     }

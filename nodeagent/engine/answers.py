@@ -1,6 +1,6 @@
 """OpenAI answer bodies: chunks of a stream, whole completions, calls of tools, usage, errors."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,20 +22,38 @@ def sse(body: dict[str, Any]) -> bytes:
     return b"data: " + _encode(body) + b"\n\n"
 
 
-def usage(prompt_tokens: int, delta: Delta | None) -> dict[str, Any]:
-    """Return the usage object after the last `delta`."""
-    output_tokens = delta.output_tokens if delta else 0
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": output_tokens,
-        "total_tokens": prompt_tokens + output_tokens,
-        "prompt_tokens_details": {"cached_tokens": delta.cached_tokens if delta else 0},
-    }
+@dataclass(slots=True)
+class Choice:
+    """One answer of a request, as far as it has come."""
+
+    index: int
+    reader: CallReader | None = None
+    """Reads calls of tools out of the text, where the request has tools."""
+    text: list[str] = field(default_factory=list)
+    text_chars: int = 0
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    sampled: list[Sampled] = field(default_factory=list)
+    output_tokens: int = 0
+    cached_tokens: int = 0
+    finish: str | None = None
+
+    def events(self, delta: Delta) -> list[Event]:
+        """Take `delta`; return what it says."""
+        self.output_tokens, self.cached_tokens = delta.output_tokens, delta.cached_tokens
+        events: list[Event] = [Said(delta.text)] if delta.text else []
+        if self.reader is not None:
+            events = self.reader.feed(delta.text)
+            if delta.finish is not None:
+                events += self.reader.flush()
+        if delta.finish is not None:
+            called = self.reader is not None and self.reader.calls > 0
+            self.finish = "tool_calls" if called and delta.finish is Finish.STOP else delta.finish
+        return events
 
 
 @dataclass(slots=True)
 class Answer:
-    """One answer's identity and shape, chat or plain."""
+    """What is answered to a request, chat or plain."""
 
     id: str
     model: str
@@ -45,74 +63,87 @@ class Answer:
     logprobs: bool
     vocabulary: Vocabulary
     new_call_id: Callable[[], str]
-    reader: CallReader | None = None
-    """Reads calls of tools out of the text, where the request has tools."""
-    _text: list[str] = field(default_factory=list)
-    _calls: list[dict[str, Any]] = field(default_factory=list)
-    _sampled: list[Sampled] = field(default_factory=list)
-    _text_chars: int = 0
+    choices: Sequence[Choice]
 
-    def opening(self) -> bytes | None:
-        """Return the first chunk of a chat stream, which tells the role."""
+    @property
+    def ended(self) -> bool:
+        """Whether all has come."""
+        return all(choice.finish is not None for choice in self.choices)
+
+    def opening(self) -> list[bytes]:
+        """Return the first chunks of a chat stream, which tell the role."""
         if not self.chat:
-            return None
-        return self._chunk({"role": "assistant", "content": ""}, None, None)
+            return []
+        said = {"role": "assistant", "content": ""}
+        return [self._chunk(choice.index, said, None, None) for choice in self.choices]
 
     def chunks(self, delta: Delta) -> list[bytes]:
         """Return the chunks that `delta` is told by; none while its text is held back."""
+        choice = self.choices[delta.choice]
         sampled = [delta.sampled] if self.logprobs and delta.sampled else []
-        parts = [self._part(event) for event in self._events(delta)]
+        parts = [self._part(event) for event in choice.events(delta)]
         if sampled and not parts:
             parts = [{"content": ""}]
-        logprobs = self._logprobs(sampled) if self.logprobs and parts else None
+        logprobs = self._logprobs(choice, sampled) if self.logprobs and parts else None
         frames = [
-            self._chunk(part, None if index else logprobs, None) for index, part in enumerate(parts)
+            self._chunk(choice.index, part, None if place else logprobs, None)
+            for place, part in enumerate(parts)
         ]
-        self._text_chars += len(delta.text)
-        if delta.finish is not None:
-            frames.append(self._chunk({}, None, self._finish(delta.finish)))
+        choice.text_chars += len(delta.text)
+        if choice.finish is not None:
+            frames.append(self._chunk(choice.index, {}, None, choice.finish))
         return frames
 
-    def closing(self, prompt_tokens: int, last: Delta) -> bytes:
+    def closing(self, prompt_tokens: int) -> bytes:
         """Return the end of the stream: usage where asked for, then the mark."""
         if not self.include_usage:
             return DONE
-        return sse({**self._head(True), "choices": [], "usage": usage(prompt_tokens, last)}) + DONE
+        return sse({**self._head(True), "choices": [], "usage": self._usage(prompt_tokens)}) + DONE
 
     def collect(self, delta: Delta) -> None:
         """Keep `delta` for a whole answer."""
-        for event in self._events(delta):
+        choice = self.choices[delta.choice]
+        for event in choice.events(delta):
             if isinstance(event, Said):
-                self._text.append(event.text)
+                choice.text.append(event.text)
             elif isinstance(event, CallBegan):
-                self._calls.append(self._call(event))
+                choice.calls.append(self._call(event))
             else:
-                self._calls[event.index]["function"]["arguments"] += event.text
+                choice.calls[event.index]["function"]["arguments"] += event.text
         if self.logprobs and delta.sampled:
-            self._sampled.append(delta.sampled)
+            choice.sampled.append(delta.sampled)
 
-    def whole(self, prompt_tokens: int, last: Delta) -> bytes:
+    def whole(self, prompt_tokens: int) -> bytes:
         """Return the body of an answer that is not streamed."""
-        text = "".join(self._text)
-        choice: dict[str, Any] = {"index": 0}
+        choices = [self._whole(choice) for choice in self.choices]
+        usage = self._usage(prompt_tokens)
+        return _encode({**self._head(False), "choices": choices, "usage": usage})
+
+    def _whole(self, choice: Choice) -> dict[str, Any]:
+        text = "".join(choice.text)
+        body: dict[str, Any] = {"index": choice.index}
         if self.chat:
             message: dict[str, Any] = {"role": "assistant", "content": text}
-            if self._calls:
+            if choice.calls:
                 message["content"] = text or None
-                message["tool_calls"] = self._calls
-            choice["message"] = message
+                message["tool_calls"] = choice.calls
+            body["message"] = message
         else:
-            choice["text"] = text
-        choice["logprobs"] = self._logprobs(self._sampled) if self.logprobs else None
-        choice["finish_reason"] = self._finish(last.finish)
-        body = {**self._head(False), "choices": [choice], "usage": usage(prompt_tokens, last)}
-        return _encode(body)
+            body["text"] = text
+        body["logprobs"] = self._logprobs(choice, choice.sampled) if self.logprobs else None
+        body["finish_reason"] = choice.finish
+        return body
 
-    def _events(self, delta: Delta) -> list[Event]:
-        if self.reader is None:
-            return [Said(delta.text)] if delta.text else []
-        events = self.reader.feed(delta.text)
-        return events + self.reader.flush() if delta.finish is not None else events
+    def _usage(self, prompt_tokens: int) -> dict[str, Any]:
+        """Return the usage object: each prompt once, all that was put out."""
+        output_tokens = sum(choice.output_tokens for choice in self.choices)
+        cached_tokens = sum(choice.cached_tokens for choice in self.choices)
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": output_tokens,
+            "total_tokens": prompt_tokens + output_tokens,
+            "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        }
 
     def _part(self, event: Event) -> dict[str, Any]:
         """Return the delta that tells `event` in a stream."""
@@ -126,18 +157,14 @@ class Answer:
         function = {"name": event.name, "arguments": ""}
         return {"id": self.new_call_id(), "type": "function", "function": function}
 
-    def _finish(self, finish: Finish | None) -> str | None:
-        called = self.reader is not None and self.reader.calls > 0
-        return "tool_calls" if called and finish is Finish.STOP else finish
-
     def _head(self, stream: bool) -> dict[str, Any]:
         kind = "text_completion"
         if self.chat:
             kind = "chat.completion.chunk" if stream else "chat.completion"
         return {"id": self.id, "object": kind, "created": self.created_s, "model": self.model}
 
-    def _chunk(self, delta: dict[str, Any], logprobs: Any, finish: str | None) -> bytes:
-        choice: dict[str, Any] = {"index": 0}
+    def _chunk(self, index: int, delta: dict[str, Any], logprobs: Any, finish: str | None) -> bytes:
+        choice: dict[str, Any] = {"index": index}
         if self.chat:
             choice["delta"] = delta
         else:
@@ -149,11 +176,11 @@ class Answer:
             body["usage"] = None
         return sse(body)
 
-    def _logprobs(self, sampled: list[Sampled]) -> dict[str, Any]:
+    def _logprobs(self, choice: Choice, sampled: list[Sampled]) -> dict[str, Any]:
         if self.chat:
             return {"content": [self._entry(one) for one in sampled], "refusal": None}
         offsets: list[int] = []
-        at = self._text_chars
+        at = choice.text_chars
         for one in sampled:
             offsets.append(at)
             at += len(self._spell(one.token))

@@ -1,15 +1,17 @@
-"""Who waits for which generation: the bridge between the event loop and the step thread.
+"""Who waits for which generations: the bridge between the event loop and the step thread.
+
+A request of several answers is one client: its generations share its queue, and end together where
+it goes.
 
 Rule 1: at most `open_max` generations are open; one more is refused at once.
-Rule 2: a client's queue is bounded. Who does not read is cut, and its generation cancelled.
+Rule 2: a client's queue is bounded. Who does not read is cut, and its generations cancelled.
 Rule 3: everything here runs on the event loop; only `publish` is called from the step thread.
 """
 
 import asyncio
-import itertools
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Ordered
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from isochrone.wire.errors import ApiError, ErrorCode
 from nodeagent.engine.constrain.constraint import Constraint
@@ -29,9 +31,10 @@ _USUAL = Standing()
 
 @dataclass(slots=True, eq=False)
 class Client:
-    """One open generation as the event loop sees it."""
+    """One open request as the event loop sees it."""
 
-    number: int
+    numbers: range
+    """Of its generations, in the order of its answers."""
     prompt_tokens: int
     abort: Callable[[], None]
     deltas: asyncio.Queue[Delta] = field(repr=False)
@@ -39,7 +42,7 @@ class Client:
 
 
 class Clients:
-    """All open generations of this process."""
+    """All open requests of this process."""
 
     def __init__(
         self,
@@ -53,7 +56,7 @@ class Clients:
         self._open_max = open_max
         self._queue_max = queue_max
         self._open: dict[int, Client] = {}
-        self._numbers = itertools.count(1)
+        self._next = 1
         self._empty = asyncio.Event()
         self._empty.set()
         self._loop = asyncio.get_running_loop()
@@ -63,15 +66,15 @@ class Clients:
     def __len__(self) -> int:
         return len(self._open)
 
-    def admit(self) -> None:
-        """Refuse at once where one more generation cannot be taken."""
+    def admit(self, generations: int = 1) -> None:
+        """Refuse at once where so many more generations cannot be taken."""
         if self.draining:
             raise ApiError(ErrorCode.UNAVAILABLE, "this engine is draining", retry_after_s=1.0)
-        if len(self._open) >= self._open_max:
+        if len(self._open) + generations > self._open_max:
             raise ApiError(
                 ErrorCode.OUT_OF_CAPACITY,
-                f"cannot queue this request: {len(self._open)} are running or waiting, the limit"
-                f" is {self._open_max}",
+                f"cannot queue {generations} more: {len(self._open)} are running or waiting, the"
+                f" limit is {self._open_max}",
                 retry_after_s=1.0,
             )
 
@@ -79,8 +82,7 @@ class Clients:
         self,
         worker: Worker,
         ask: Ask,
-        tokens: list[int],
-        ending: Ending,
+        prompts: Ordered[tuple[list[int], Ending]],
         salt: bytes,
         abort: Callable[[], None],
         constraint: Constraint | None = None,
@@ -89,36 +91,53 @@ class Clients:
         standing: Standing = _USUAL,
         predicted: Ordered[int] = (),
     ) -> Client:
-        """Start a generation; the caller must `close` it whatever happens."""
-        self.admit()
-        number = next(self._numbers)
-        client = Client(number, len(tokens), abort, asyncio.Queue(self._queue_max))
-        self._open[number] = client
+        """Start `ask.choices` generations of each prompt; the caller must `close` them."""
+        count = len(prompts) * ask.choices
+        self.admit(count)
+        numbers = range(self._next, self._next + count)
+        self._next = numbers.stop
+        prompt_tokens = sum(len(tokens) for tokens, _ in prompts)
+        queue: asyncio.Queue[Delta] = asyncio.Queue(self._queue_max * count)
+        client = Client(numbers, prompt_tokens, abort, queue)
+        self._open.update(dict.fromkeys(numbers, client))
         self._empty.clear()
-        drafter = None
-        if self._speculation is not None and ask.speculate:
-            drafter = self._speculation.drafter(constraint, predicted)
-        worker.submit(
-            Generation(
-                sequence=Sequence(number, tokens, ending, salted(salt, adapter), adapter, standing),
-                sampler=Sampler(
-                    ask.params, tokens.copy() if ask.params.penalised else [], constraint
-                ),
+        kept = salted(salt, adapter)
+
+        def generation(choice: int) -> Generation:
+            tokens, ending = prompts[choice // ask.choices]
+            # Each answer moves through the grammar, and draws, by itself.
+            own = constraint.copy() if constraint is not None and choice else constraint
+            params, drafter = ask.params, None
+            if params.seed is not None:
+                params = replace(params, seed=params.seed + choice)
+            if self._speculation is not None and ask.speculate:
+                drafter = self._speculation.drafter(own, predicted)
+            return Generation(
+                sequence=Sequence(numbers[choice], tokens.copy(), ending, kept, adapter, standing),
+                sampler=Sampler(params, tokens.copy() if params.penalised else [], own),
                 text=TokenText(self._vocabulary, shown),
                 stops=StopStrings(ask.stops),
                 drafter=drafter,
+                choice=choice,
             )
-        )
+
+        # All are made before the first is submitted: a constraint is the step thread's from then.
+        generations = [generation(choice) for choice in range(count)]
+        for first in range(0, count, ask.choices):
+            generations[first].followers = tuple(generations[first + 1 : first + ask.choices])
+            worker.submit(generations[first])
         return client
 
     def close(self, worker: Worker, client: Client) -> None:
         """Forget `client`; what it still has running is cancelled."""
-        self._open.pop(client.number, None)
+        for number in client.numbers:
+            self._open.pop(number, None)
         if not self._open:
             self._empty.set()
         if not client.ended:
             client.ended = True
-            worker.cancel(client.number)
+            for number in client.numbers:
+                worker.cancel(number)
 
     def publish(self, deltas: list[Delta]) -> None:
         """Carry `deltas` from the step thread to the event loop."""
@@ -126,9 +145,9 @@ class Clients:
 
     def fail_all(self, message: str) -> None:
         """End every open generation with an error."""
-        for client in list(self._open.values()):
+        for client in dict.fromkeys(self._open.values()):
             if not client.ended:
-                self._put(client, Delta(client.number, "", None, 0, 0, Finish.ERROR, message))
+                self._put(client, Delta(client.numbers[0], "", None, 0, 0, Finish.ERROR, message))
 
     async def wait_empty(self, timeout_s: float) -> bool:
         """Wait until no generation is open; False where time ran out."""

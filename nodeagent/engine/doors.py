@@ -2,12 +2,13 @@
 
 Rule 1: health means progress: work that no step has moved for `stall_s` is an outage, whatever
 the socket says.
-Rule 2: every error leaves in OpenAI's shape, with the request's id.
+Rule 2: what would take memory is refused where there is too little of it (`decide.ceiling`).
+Rule 3: every error leaves in OpenAI's shape, with the request's id.
 """
 
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import msgspec
 from aiohttp import web
@@ -20,8 +21,12 @@ from isochrone.wire.errors import ApiError, openai_error
 from isochrone.wire.headers import REQUEST_ID
 from isochrone.wire.ids import is_request_id
 from nodeagent.engine.gauges import Gauges
+from nodeagent.engine.memory import MemoryWatch, uses
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+_GIVES_BACK: Final = frozenset({"/drain", "/v1/unload_lora_adapter"})
+"""What is posted here takes no memory."""
 
 
 class Progress(msgspec.Struct, frozen=True):
@@ -75,15 +80,16 @@ class CommonDoors:
         self._config = config
         self._served = served
         self._created_s = created_s
+        self._memory = MemoryWatch(lambda: uses(config.memory_max_bytes))
 
     def app(self) -> web.Application:
         """Build the application, to which the model's own routes are added."""
         app = web.Application(
-            middlewares=[name_requests, errors_as(_as_openai)],
+            middlewares=[name_requests, errors_as(_as_openai), self._within_memory],
             client_max_size=self._config.body_bytes_max,
         )
         registry = CollectorRegistry()
-        registry.register(Gauges(self._served.counts))
+        registry.register(Gauges(self._counts))
         app.router.add_get("/health", self.health)
         app.router.add_get("/stats", self.stats)
         app.router.add_get("/metrics", exposition(registry))
@@ -106,7 +112,7 @@ class CommonDoors:
 
     async def stats(self, request: web.Request) -> web.Response:
         """Tell the engine's counts and rates."""
-        return as_json({"kind": self._served.kind, **self._served.counts()})
+        return as_json({"kind": self._served.kind, **self._counts()})
 
     async def models(self, request: web.Request) -> web.Response:
         """List the model, and its adapters by the names that requests may give."""
@@ -125,6 +131,15 @@ class CommonDoors:
         """Take nothing new from now on; what runs goes on."""
         self._served.drain()
         return as_json({"draining": True, "open": self._served.open})
+
+    def _counts(self) -> Mapping[str, float]:
+        return {**self._served.counts(), **self._memory.counts()}
+
+    @web.middleware
+    async def _within_memory(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.method == "POST" and request.path not in _GIVES_BACK:
+            self._memory.hold()
+        return await handler(request)
 
 
 @web.middleware

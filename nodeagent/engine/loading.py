@@ -23,6 +23,7 @@ from nodeagent.engine.kv_tiers.opening import open_tiers
 from nodeagent.engine.layers.kv_format import KV_DTYPES, KvFormat
 from nodeagent.engine.layers.linear import bytes_kept, choose
 from nodeagent.engine.layers.lora import Adding
+from nodeagent.engine.memory import uses
 from nodeagent.engine.models.families import adding_of, build, survey
 from nodeagent.engine.models.shape import CheckpointError, ModelShape
 from nodeagent.engine.parallel.crew import Crew
@@ -41,8 +42,6 @@ from nodeagent.engine.vocabulary import Vocabulary
 log = logging.getLogger(__name__)
 
 _DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_CGROUP_LIMIT: Final = Path("/sys/fs/cgroup/memory.max")
-_CGROUP_USED: Final = Path("/sys/fs/cgroup/memory.current")
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,6 +266,8 @@ def need_memory(
     weights_bytes = int(weights * bytes_per_weight(config, source))
     weights_bytes += draft.weights_bytes(_DTYPES[config.dtype]) if draft else 0
     available = available_bytes(device)
+    if device == "cpu" and config.memory_max_bytes:
+        available = min(available, config.memory_max_bytes)
     if weights_bytes + kv_bytes + host_bytes > available:
         raise CheckpointError(
             f"cannot load {config.model_path} on {device}: {weights_bytes} bytes of weights"
@@ -280,12 +281,5 @@ def available_bytes(device: str) -> int:
         if not torch.cuda.is_available():
             raise CheckpointError(f"cannot use {device}: torch sees no CUDA device")
         return int(torch.cuda.mem_get_info(device)[0])
-    available = int(psutil.virtual_memory().available)
-    try:
-        limit = _CGROUP_LIMIT.read_text().strip()
-        if limit.isdigit():
-            available = min(available, int(limit) - int(_CGROUP_USED.read_text()))
-    except OSError:
-        # No cgroup v2 here: the machine's own figure is the limit.
-        return available
-    return available
+    free = [int(psutil.virtual_memory().available)]
+    return min(free + [use.ceiling_bytes - use.used_bytes for use in uses(0)])

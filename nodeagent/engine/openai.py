@@ -54,7 +54,7 @@ class Knobs(Constrained, kw_only=True):
     stop: str | list[str] | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=128)] | None = None
     ignore_eos: bool | None = None
-    n: Annotated[int, Meta(ge=1)] | None = None
+    n: Count | None = None
     speculate: bool | None = None
     """Ours: false turns drafts off. The output is the same with and without."""
 
@@ -95,7 +95,7 @@ class ChatBody(Knobs, kw_only=True):
 class CompletionBody(Knobs, kw_only=True):
     """`POST /v1/completions`."""
 
-    prompt: str | list[Any]
+    prompt: str | Annotated[list[Any], Meta(min_length=1)]
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     echo: bool | None = None
     best_of: int | None = None
@@ -115,6 +115,8 @@ class Ask:
     include_usage: bool
     grammar: Grammar | None = None
     speculate: bool = True
+    choices: int = 1
+    """How many answers there are to be to each prompt."""
 
 
 _chat_decoder = msgspec.json.Decoder(ChatBody)
@@ -136,21 +138,20 @@ def read_completion(body: bytes, bytes_max: int) -> CompletionBody:
     completion: CompletionBody = _decode(body, _completion_decoder, bytes_max)
     if completion.echo or completion.suffix:
         raise _unsupported("echo", "echo and suffix are not supported by this engine")
-    if (completion.best_of or 1) > 1:
-        raise _unsupported("best_of", "best_of above 1 is not supported by this engine")
+    if completion.best_of not in (None, completion.n or 1):
+        raise _unsupported("best_of", "best_of other than n is not supported by this engine")
     return completion
 
 
-def prompt_of(completion: CompletionBody) -> str | list[int]:
-    """Return the one prompt: text or token ids."""
-    prompt: Any = completion.prompt
-    if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
-        prompt = prompt[0]
-    if isinstance(prompt, str):
-        return prompt
-    if isinstance(prompt, list) and all(type(item) is int for item in prompt):
-        return prompt
-    raise refused("prompt", "prompt must be one string or one list of token ids")
+def prompts_of(completion: CompletionBody) -> list[str | list[int]]:
+    """Return the prompts, each text or token ids."""
+    given: Any = completion.prompt
+    prompts = given if isinstance(given, list) and type(given[0]) is not int else [given]
+    for prompt in prompts:
+        ids = isinstance(prompt, list) and all(type(item) is int for item in prompt)
+        if not ids and not isinstance(prompt, str):
+            raise refused("prompt", "each prompt must be a string or a list of token ids")
+    return prompts
 
 
 def messages_of(chat: ChatBody) -> list[dict[str, Any]]:
@@ -179,8 +180,6 @@ def prediction_of(chat: ChatBody) -> str:
 
 def ask_of(body: ChatBody | CompletionBody) -> Ask:
     """Translate the fields that say how to generate."""
-    if (body.n or 1) > 1:
-        raise _unsupported("n", "n above 1 is not supported by this engine")
     if isinstance(body, ChatBody):
         max_tokens = body.max_completion_tokens or body.max_tokens
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
@@ -211,6 +210,7 @@ def ask_of(body: ChatBody | CompletionBody) -> Ask:
         include_usage=bool(options and options.include_usage),
         grammar=grammar_of(body),
         speculate=body.speculate is not False,
+        choices=body.n or 1,
     )
 
 

@@ -198,6 +198,16 @@ class Runner:
                 kv.pages.index_fill_(0, indices, 0)
 
     @torch.inference_mode()
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks, each (from, to)."""
+        sources = self._put([source for source, _ in pairs])
+        blocks = self._put([block for _, block in pairs])
+        for kv in self._kv:
+            kv.pages[blocks] = kv.pages[sources]
+        if self.beside is not None:
+            self.beside.forget(blocks, BLOCK_TOKENS)
+
+    @torch.inference_mode()
     def read_blocks(self, blocks: Sequence[int]) -> Tensor:
         """Return what `blocks` hold: [blocks, layers, tokens, keys and values, head_dim]."""
         indices = self._put(blocks)

@@ -17,7 +17,7 @@ from isochrone.wire.engine import EngineConfig
 from isochrone.wire.errors import ApiError, ErrorCode, openai_error_event
 from isochrone.wire.headers import CACHE_SALT, REQUEST_ID
 from nodeagent.engine.adapters import Adapters
-from nodeagent.engine.answers import Answer
+from nodeagent.engine.answers import Answer, Choice
 from nodeagent.engine.calling import Calling
 from nodeagent.engine.clients import Client, Clients
 from nodeagent.engine.constrain.compiling import Grammars
@@ -32,7 +32,7 @@ from nodeagent.engine.openai import (
     begun_of,
     messages_of,
     prediction_of,
-    prompt_of,
+    prompts_of,
     read_chat,
     read_completion,
     refused,
@@ -141,6 +141,7 @@ class EngineServer:
         """Answer a chat."""
         self.clients.admit()
         body = read_chat(await self._body(request), self.config.body_bytes_max)
+        self._hold_to_seats(body, 1)
         template = self.loaded.template
         if template is None:
             raise refused("messages", "cannot chat: this model has no chat template")
@@ -153,15 +154,28 @@ class EngineServer:
         tokens += await self._tokenise(begun_of(body), special=False)
         calling = Calling.of(tools, template, self.loaded.vocabulary)
         predicted = await self._tokenise(prediction_of(body), special=False)
-        return await self._generate(request, body, tokens, calling, predicted)
+        return await self._generate(request, body, [tokens], calling, predicted)
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         """Answer a plain completion."""
         self.clients.admit()
         body = read_completion(await self._body(request), self.config.body_bytes_max)
-        prompt = prompt_of(body)
-        tokens = await self._tokenise(prompt, special=True) if isinstance(prompt, str) else prompt
-        return await self._generate(request, body, tokens)
+        given = prompts_of(body)
+        self._hold_to_seats(body, len(given))
+        prompts = [
+            await self._tokenise(prompt, special=True) if isinstance(prompt, str) else prompt
+            for prompt in given
+        ]
+        return await self._generate(request, body, prompts)
+
+    def _hold_to_seats(self, body: ChatBody | CompletionBody, prompts: int) -> None:
+        """Refuse more answers at once than can ever run beside each other."""
+        answers, limit = prompts * (body.n or 1), self.config.sequences_max
+        if answers > limit:
+            raise refused(
+                "n" if (body.n or 1) > 1 else "prompt",
+                f"cannot give {answers} answers to one request: this engine runs {limit} at once",
+            )
 
     async def _body(self, request: web.Request) -> bytes:
         try:
@@ -191,7 +205,7 @@ class EngineServer:
         self,
         request: web.Request,
         body: ChatBody | CompletionBody,
-        tokens: list[int],
+        prompts: list[list[int]],
         calling: Calling | None = None,
         predicted: Sequence[int] = (),
     ) -> web.StreamResponse:
@@ -200,7 +214,7 @@ class EngineServer:
         ask = replace(ask, params=replace(ask.params, drawn_before=said_of(request.headers)))
         if calling is not None:
             ask = replace(ask, grammar=calling.grammar(ask.grammar))
-        ending = self._ending(body, ask, tokens)
+        ended = [(tokens, self._ending(body, ask, tokens)) for tokens in prompts]
         salt = request.headers.get(CACHE_SALT, "")
         if len(salt) > _SALT_CHARS_MAX:
             raise refused(CACHE_SALT, f"cannot use a salt of {len(salt)} characters")
@@ -215,15 +229,17 @@ class EngineServer:
             logprobs=ask.params.logprobs is not None,
             vocabulary=self.loaded.vocabulary,
             new_call_id=lambda: _call_id(calling.how.call_id_chars if calling else 0),
-            reader=calling.reader() if calling else None,
+            choices=[
+                Choice(index, calling.reader() if calling else None)
+                for index in range(len(prompts) * ask.choices)
+            ],
         )
         transport = request.transport
         abort = transport.abort if transport is not None else _nothing_to_abort
         client = self.clients.open(
             self.worker,
             ask,
-            tokens,
-            ending,
+            ended,
             salt.encode(errors="surrogateescape"),
             abort,
             constraint,
@@ -277,19 +293,18 @@ class EngineServer:
         delta = await client.deltas.get()
         _raise_failure(delta)
         await response.prepare(request)
-        opening = answer.opening()
-        frames = [opening] if opening else []
+        frames = answer.opening()
         while True:
             frames.extend(answer.chunks(delta))
-            if delta.finish is not None:
+            if answer.ended:
                 break
             await self._write(response, frames)
             frames = []
             delta = await client.deltas.get()
-            if delta.finish is Finish.ERROR:
+            if delta.finish in (Finish.ERROR, Finish.LATE):
                 return await self._break_off(response, client, delta)
         client.ended = True
-        await self._write(response, [*frames, answer.closing(client.prompt_tokens, delta)])
+        await self._write(response, [*frames, answer.closing(client.prompt_tokens)])
         await response.write_eof()
         return response
 
@@ -306,22 +321,19 @@ class EngineServer:
         self, response: web.StreamResponse, client: Client, delta: Delta
     ) -> web.StreamResponse:
         """Tell an error inside a stream; without the end mark, so that no one takes it as whole."""
-        client.ended = True
         error = ApiError(ErrorCode.INTERNAL, delta.error)
         await self._write(response, [openai_error_event(error)])
         await response.write_eof()
         return response
 
     async def _collect(self, request: web.Request, answer: Answer, client: Client) -> web.Response:
-        while True:
+        while not answer.ended:
             delta = await client.deltas.get()
             _raise_failure(delta)
             answer.collect(delta)
-            if delta.finish is not None:
-                break
         client.ended = True
         return web.Response(
-            body=answer.whole(client.prompt_tokens, delta), content_type="application/json"
+            body=answer.whole(client.prompt_tokens), content_type="application/json"
         )
 
 

@@ -36,6 +36,10 @@ class Computes(Protocol):
         """Zero `blocks`."""
         ...
 
+    def copy(self, pairs: Ordered[tuple[int, int]]) -> None:
+        """Copy blocks, each (from, to)."""
+        ...
+
 
 @dataclass(slots=True, eq=False)
 class Generation:
@@ -46,6 +50,10 @@ class Generation:
     text: TokenText
     stops: StopStrings
     drafter: Drafter | None = None
+    choice: int = 0
+    """Which of its request's answers this is."""
+    followers: "tuple[Generation, ...]" = ()
+    """Others of the same prompt, which this one computes for all."""
 
     @property
     def number(self) -> int:
@@ -64,6 +72,7 @@ class Delta:
     cached_tokens: int
     finish: Finish | None = None
     error: str = ""
+    choice: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,15 +129,21 @@ class Engine:
         return self.batching.busy or bool(self._underway)
 
     def submit(self, generation: Generation) -> None:
-        """Queue a generation."""
-        self._generations[generation.number] = generation
+        """Queue a generation, with it those that follow it."""
+        for one in (generation, *generation.followers):
+            self._generations[one.number] = one
+        generation.sequence.followers = [one.sequence for one in generation.followers]
         self.batching.submit(generation.sequence)
 
     def cancel(self, number: int) -> None:
-        """Drop a generation and free its blocks; one that has ended already is no mistake."""
+        """Drop a generation and free its blocks; one that has ended already is no mistake.
+
+        What follows it still goes with it: nobody would compute its prompt.
+        """
         generation = self._generations.pop(number, None)
         if generation is not None:
             self.batching.remove(generation.sequence)
+            self._forget_followers(generation.sequence)
 
     def export_blocks(self, digests: list[bytes]) -> Tensor | None:
         """Return the KV blocks of these digests, wherever they lie; None where one is nowhere."""
@@ -168,7 +183,9 @@ class Engine:
             self._draft(self.speculation)
         batch = self.batching.next_batch(now_s)
         if self.mover is not None:
-            self.mover.move(batch.evicted, batch.restores)
+            self.mover.move(batch.evicted, batch.restores, lambda: self._copy(batch))
+        else:
+            self._copy(batch)
         late += [self._drop(sequence) for sequence in batch.late]
         if not batch.chunks:
             return False
@@ -176,6 +193,15 @@ class Engine:
         self._underway.append(Begun(batch, held, self._runner.begin(batch)))
         self.batching.begun(batch)
         return True
+
+    def _copy(self, batch: Batch) -> None:
+        if batch.copies:
+            self._runner.copy(batch.copies)
+
+    def _forget_followers(self, sequence: Sequence) -> None:
+        for follower in sequence.followers:
+            self._generations.pop(follower.number, None)
+        sequence.followers = []
 
     def _draft(self, speculation: Speculation) -> None:
         """Have drafts made; what a model must read for them takes no longer than a prompt may."""
@@ -195,9 +221,13 @@ class Engine:
 
     def _drop(self, sequence: Sequence) -> Delta:
         """Tell that `sequence` was given up; its blocks are given back already."""
-        del self._generations[sequence.number]
+        generation = self._generations.pop(sequence.number)
+        self._forget_followers(sequence)
         error = "cannot begin before the deadline: others are served first"
-        return Delta(sequence.number, "", None, 0, sequence.cached_tokens, Finish.LATE, error)
+        cached = sequence.cached_tokens
+        return Delta(
+            sequence.number, "", None, 0, cached, Finish.LATE, error, choice=generation.choice
+        )
 
     def _sample(
         self, batch: Batch, standing: list[bool], logits: Tensor
@@ -210,13 +240,13 @@ class Engine:
             if not chunk.samples:
                 continue
             end = at + 1 + len(chunk.drafts)
-            if stands:
-                number = chunk.sequence.number
-                numbers.append(number)
-                dues.append(Due(self._generations[number].sampler, chunk.drafts))
+            # A prompt's last row is every follower's too, and each draws from it for itself.
+            for sequence in (chunk.sequence, *chunk.sequence.followers) if stands else ():
+                numbers.append(sequence.number)
+                dues.append(Due(self._generations[sequence.number].sampler, chunk.drafts))
                 rows += range(at, end)
             at = end
-        wanted = logits if len(rows) == at else logits[rows]
+        wanted = logits if rows == list(range(len(logits))) else logits[rows]
         return dict(zip(numbers, sample_runs(wanted, dues), strict=True))
 
     def _commit(
@@ -242,15 +272,24 @@ class Engine:
             self.batching.computed(chunk, refused=len(chunk.drafts) - held)
             if self.speculation is not None and generation.drafter is not None and results:
                 self.speculation.settle(generation.drafter, results, len(chunk.drafts))
-            finish = told[-1].finish if told else None
-            if finish is Finish.ERROR:
-                # Masked slots are multiplied by zero, and zero times NaN is NaN: what lies in its
-                # blocks would spread to who gets them next.
-                self._runner.clear(self.batching.blocks.forget(sequence.blocks))
-            if finish is not None:
-                self.cancel(generation.number)
-            deltas.extend(told)
+            # Before the first of them may end and give back what they all go on from.
+            forked = self.batching.fork(sequence) if results else []
+            deltas += self._settle(generation, told)
+            for follower in forked:
+                other = self._generations[follower.number]
+                deltas += self._settle(other, self._append(other, sampled[follower.number]))
         return deltas
+
+    def _settle(self, generation: Generation, told: list[Delta]) -> list[Delta]:
+        """Let go of the generation where what is `told` of it ends it."""
+        finish = told[-1].finish if told else None
+        if finish is Finish.ERROR:
+            # Masked slots are multiplied by zero, and zero times NaN is NaN: what lies in its
+            # blocks would spread to who gets them next.
+            self._runner.clear(self.batching.blocks.forget(generation.sequence.blocks))
+        if finish is not None:
+            self.cancel(generation.number)
+        return told
 
     def _append(
         self, generation: Generation, results: list[Sampled | UnsoundLogits]
@@ -289,4 +328,5 @@ def _delta(generation: Generation, result: Sampled | UnsoundLogits, finish: Fini
         cached_tokens=sequence.cached_tokens,
         finish=finish,
         error=error,
+        choice=generation.choice,
     )

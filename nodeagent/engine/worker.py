@@ -176,7 +176,7 @@ class Worker:
             waiting=len(batching.waiting),
             prefill_tokens_in_flight=waiting_tokens + sum(pending),
             decode_tokens_in_flight=sum(
-                sequence.ending.tokens_max - sequence.output_tokens
+                sequence.remaining * (1 + len(sequence.followers))
                 for sequence in (*batching.running, *batching.waiting)
             ),
             kv_blocks_used=batching.blocks.held,

@@ -27,6 +27,10 @@ class Constraint:
         self._stop_token = stop_token
         self._bits = np.zeros(-(-vocabulary // _WORD_BITS), dtype=np.uint32)
 
+    def copy(self) -> "Constraint":
+        """Return another at the same place, which moves by itself."""
+        return Constraint(self._matcher.deep_copy(), self._vocabulary, self._stop_token)
+
     def apply(self, logits: Tensor) -> None:
         """Forbid in `logits` [vocabulary or wider] whatever the grammar does not allow next."""
         self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)

@@ -11,13 +11,15 @@ Rule 4: a request whose deadline passes before its first token is given up.
 Rule 5: a prompt's blocks are taken whole when it is admitted; afterwards only outputs grow.
 Rule 6: what lies below the device is brought back where that is faster than computing it (`trade`).
 Rule 7: drafts run only where nobody pays for them: no prompt waits, and blocks are to spare.
-Rule 8: where several steps are under way, they are of disjoint decodes, each of its even part of
+Rule 8: a request of several answers is seated whole: its first sequence computes the prompt, and
+keeps the others' places among those that run until they go on from there.
+Rule 9: where several steps are under way, they are of disjoint decodes, each of its even part of
 them. They are computed in the order in which they began, so what has begun counts as computed for
 all that begins later: a prompt's next chunk need not wait for the last.
 """
 
 from bisect import insort
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from itertools import takewhile
 
@@ -77,8 +79,10 @@ class Batch:
     """Given up: their deadlines passed before their first tokens."""
     evicted: tuple[tuple[int, bytes], ...] = ()
     """(block, digest) of what blocks held before this step got them: save it first, or lose it."""
+    copies: tuple[tuple[int, int], ...] = ()
+    """(from, to) of blocks to be copied once what was evicted is saved: a step writes to `to`."""
     restores: tuple[tuple[int, bytes], ...] = ()
-    """(block, digest) of what must come from the tiers below before this step runs."""
+    """(block, digest) of what must come from the tiers below once all is copied."""
     verifies: tuple[Chunk, ...] = ()
     """Decodes with drafts."""
 
@@ -123,6 +127,8 @@ class Batching:
     below: Container[bytes] = frozenset()
     """The digests that the tiers below the device hold."""
     _restores: dict[int, bytes] = field(default_factory=dict)
+    _copies: dict[int, int] = field(default_factory=dict)
+    """From which block each is copied."""
 
     @property
     def busy(self) -> bool:
@@ -132,7 +138,10 @@ class Batching:
     def submit(self, sequence: Sequence) -> None:
         """Queue `sequence`; the caller holds it to tokens_max and bounds the queue."""
         sequence.turn = self.turns.give(
-            sequence.standing, sequence.prompt_tokens, sequence.ending.tokens_max
+            sequence.standing,
+            sequence.prompt_tokens,
+            sequence.ending.tokens_max,
+            1 + len(sequence.followers),
         )
         insort(self.waiting, sequence, key=_turn)
 
@@ -176,7 +185,11 @@ class Batching:
         evicted = tuple(self.blocks.take_evicted())
         restores = tuple(self._restores.items())
         self._restores.clear()
-        batch = Batch(tuple(decodes), tuple(prefills), late, evicted, restores, tuple(verifies))
+        copies = tuple((source, block) for block, source in self._copies.items())
+        self._copies.clear()
+        batch = Batch(
+            tuple(decodes), tuple(prefills), late, evicted, copies, restores, tuple(verifies)
+        )
         self.turns.pass_by(batch.tokens)
         return batch
 
@@ -211,6 +224,17 @@ class Batching:
         for index in range(sequence.published, whole):
             self.blocks.publish(sequence.blocks[index], chain[index])
         sequence.published = max(sequence.published, whole)
+
+    def fork(self, sequence: Sequence) -> list[Sequence]:
+        """Have the followers of `sequence` go on from its prompt, just computed; return them."""
+        followers, sequence.followers = sequence.followers, []
+        for follower in followers:
+            follower.turn = sequence.turn
+            follower.blocks = self.blocks.share(sequence.blocks)
+            follower.computed, follower.published = sequence.computed, sequence.published
+            follower.admitted = True
+            insort(self.running, follower, key=_turn)
+        return followers
 
     def _decodes(self) -> tuple[list[Chunk], list[Chunk]]:
         """Give each decoding sequence its token, first turn first, preempting the last."""
@@ -251,15 +275,33 @@ class Batching:
 
     def _grow(self, sequence: Sequence) -> bool:
         """Make room for one more token; False where `sequence` itself had to give way."""
-        while sequence.blocks_needed() > len(sequence.blocks):
-            taken = self.blocks.take((), 1)
-            if taken is not None:
-                sequence.blocks.extend(taken)
+        while (short := sequence.blocks_needed() > len(sequence.blocks)) or self._shares(sequence):
+            if self._take_block(sequence) if short else self._part(sequence):
                 continue
             last = self.running[-1]
             self._preempt(last)
             if last is sequence:
                 return False
+        return True
+
+    def _take_block(self, sequence: Sequence) -> bool:
+        taken = self.blocks.take((), 1)
+        sequence.blocks.extend(taken or ())
+        return taken is not None
+
+    def _shares(self, sequence: Sequence) -> bool:
+        """Whether others hold the block that the next token is written to."""
+        return self.blocks.holders(sequence.blocks[sequence.computed // BLOCK_TOKENS]) > 1
+
+    def _part(self, sequence: Sequence) -> bool:
+        """Give `sequence` a copy of that block for its own; False where none is free."""
+        index = sequence.computed // BLOCK_TOKENS
+        own = self.blocks.part(sequence.blocks[index])
+        if own is None:
+            return False
+        self._copies[own] = sequence.blocks[index]
+        # A new list: whoever noted what lies in the old one's blocks must look again.
+        sequence.blocks = [*sequence.blocks[:index], own, *sequence.blocks[index + 1 :]]
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -290,7 +332,8 @@ class Batching:
             if running.standing.priority < sequence.standing.priority
         ]
         freed = self.blocks.free + sum(len(running.blocks) for running in lower)
-        if not lower or freed < sequence.blocks_needed():
+        seats = self._seats_free() + _seats(lower)
+        if not lower or freed < sequence.blocks_needed() or seats < _seats([sequence]):
             return None
         self._preempt(lower[-1])
         left = 0
@@ -302,7 +345,7 @@ class Batching:
 
     def _admit(self, sequence: Sequence) -> bool:
         """Take the blocks of all known tokens, the remembered ones first; False where too few."""
-        if len(self.running) >= self.limits.sequences_max:
+        if self._seats_free() < _seats([sequence]):
             return False
         # At least one token is computed anew: the last one's logits are what is wanted.
         chain = sequence.chain((len(sequence.tokens) - 1) // BLOCK_TOKENS)
@@ -325,15 +368,19 @@ class Batching:
             sequence.cached_tokens = sequence.computed
         return True
 
+    def _seats_free(self) -> int:
+        return self.limits.sequences_max - _seats(self.running)
+
     def _chunk(self, sequence: Sequence, budget: int, chunks: list[Chunk]) -> int:
         tokens = min(sequence.pending, budget)
         chunks.append(Chunk(sequence, sequence.computed, tokens))
         return tokens
 
     def _release(self, sequence: Sequence) -> None:
-        # Who gives way in the step that admitted it needs nothing brought back.
+        # Who gives way in the step that admitted it needs nothing brought back or copied.
         for block in sequence.blocks:
             self._restores.pop(block, None)
+            self._copies.pop(block, None)
         self.blocks.release(sequence.blocks)
         sequence.blocks = []
         sequence.computed = 0
@@ -343,6 +390,11 @@ class Batching:
 
 def _context(chunk: Chunk) -> int:
     return chunk.start
+
+
+def _seats(sequences: Iterable[Sequence]) -> int:
+    """Return how many run, or will by these."""
+    return sum(1 + len(sequence.followers) for sequence in sequences)
 
 
 def _turn(sequence: Sequence) -> tuple[int, int]:

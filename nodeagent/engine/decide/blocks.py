@@ -3,8 +3,10 @@
 Rule 1: a block is free or held, never both; held means that at least one sequence counts it.
 Rule 2: a free block keeps its digest until it is handed out again, least recently used first;
 blocks that remember nothing go first of all.
-Rule 3: a block under a digest is never written again, so sharing needs no copy: only whole blocks
-are shared, and a sequence writes only behind them.
+Rule 3: a block under a digest is never written again, so sharing it needs no copy: it is whole, and
+a sequence writes only behind it.
+Rule 4: the block that a prompt ends in is shared too by the sequences that go on from it. Who
+writes to a block that others hold takes one of its own first, into which that one is copied.
 """
 
 from collections import OrderedDict
@@ -69,6 +71,14 @@ class Blocks:
             found.append(block)
         return found
 
+    def share(self, blocks: Ordered[int]) -> list[int]:
+        """Have one more sequence hold each of the held `blocks`."""
+        for block in blocks:
+            if self._holders[block] < 1:
+                raise ValueError(f"cannot share block {block}: nobody holds it")
+            self._holders[block] += 1
+        return list(blocks)
+
     def take(self, remembered: Ordered[int], fresh: int) -> list[int] | None:
         """Hold the `remembered` blocks and `fresh` others; None, and no change, where too few."""
         revived = sum(1 for block in remembered if self._holders[block] == 0)
@@ -78,6 +88,18 @@ class Blocks:
             self._free.pop(block, None)
             self._holders[block] += 1
         return [*remembered, *(self._take_oldest() for _ in range(fresh))]
+
+    def part(self, block: int) -> int | None:
+        """Take a block in the place of the shared `block`; None, and no change, where none is free.
+
+        What `block` holds is to be copied into it.
+        """
+        if self._holders[block] < 2:
+            raise ValueError(f"cannot part from block {block}: {self._holders[block]} hold it")
+        if not self._free:
+            return None
+        self._holders[block] -= 1
+        return self._take_oldest()
 
     def publish(self, block: int, digest: bytes) -> None:
         """Remember what the held `block` contains. The first block of a digest is the one found."""

@@ -4,6 +4,8 @@ Rule 1: `computed` counts the tokens whose KV lies in `blocks`; it never exceeds
 Rule 2: a preempted sequence keeps its tokens and loses its blocks; its output goes on unbroken.
 Rule 3: the chain of block digests starts from the request's salt, so that no tenant can find out
 by timing what another tenant asked.
+Rule 4: of several sequences of one prompt the first alone computes it. The others are its followers
+until then; then they go on from its KV, each by itself.
 """
 
 import hashlib
@@ -59,6 +61,8 @@ class Sequence:
     digests: list[bytes] = field(default_factory=list)
     published: int = 0
     """Blocks of this sequence already offered to the prefix cache."""
+    followers: "list[Sequence]" = field(default_factory=list)
+    """Sequences of the same prompt that wait for this one to compute it."""
     drafts: tuple[int, ...] = ()
     """Tokens that may come next, to be verified in the coming step."""
 

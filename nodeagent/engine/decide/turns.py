@@ -44,14 +44,16 @@ class Turns:
         """Let the clock go on by the tokens of a step."""
         self._now += tokens
 
-    def give(self, standing: Standing, prompt_tokens: int, tokens_max: int) -> int:
+    def give(
+        self, standing: Standing, prompt_tokens: int, tokens_max: int, answers: int = 1
+    ) -> int:
         """Return the turn of a request that comes now; the least is served first."""
         turn = self._now
         if standing.session:
             turn = max(turn, self._sessions.get(standing.session, turn))
             if len(self._sessions) >= _SESSIONS_MAX:
                 self._forget()
-            cost = prompt_tokens + min(tokens_max, _OUTPUT_TOKENS_CHARGED_MAX)
+            cost = prompt_tokens + answers * min(tokens_max, _OUTPUT_TOKENS_CHARGED_MAX)
             self._sessions[standing.session] = turn + cost
         return turn - (standing.priority - _PRIORITY_USUAL) * _TOKENS_PER_PRIORITY
 

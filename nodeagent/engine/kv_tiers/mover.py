@@ -76,17 +76,25 @@ class Mover:
             thread.start()
 
     def move(
-        self, evicted: Sequence[tuple[int, bytes]], restores: Sequence[tuple[int, bytes]]
+        self,
+        evicted: Sequence[tuple[int, bytes]],
+        restores: Sequence[tuple[int, bytes]],
+        within: Callable[[], None],
     ) -> None:
-        """Do a step's moves: what is wanted is taken out first, for keeping may push it out."""
+        """Do a step's moves: what is wanted is taken out first, for keeping may push it out.
+
+        `within` moves what stays on the device: over what was saved, and before it is filled anew.
+        """
         due = [one for one in evicted if one[1] not in self.host]
         if not restores:
             self._save(due)
+            within()
             return
         began_s = time.monotonic()
         wanted = self.host.get([digest for _, digest in restores])
         # What is brought back has its price, and what must be saved to make place is part of it.
         self._save(due)
+        within()
         self._device.write_blocks([block for block, _ in restores], wanted)
         self.restored_total += len(restores)
         self.trade.note(len(restores), time.monotonic() - began_s)

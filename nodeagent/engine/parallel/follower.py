@@ -24,6 +24,7 @@ from nodeagent.engine.parallel.group import dial, store_of
 from nodeagent.engine.parallel.plan import (
     Adapt,
     Clear,
+    Copy,
     Done,
     Forget,
     Order,
@@ -112,6 +113,8 @@ def obey(order: Order, runner: Runner, share: Share, channel: Channel) -> None:
             runner.run(order)
         case Clear(blocks):
             runner.clear(blocks)
+        case Copy(pairs):
+            runner.copy(pairs)
         case Read(blocks):
             channel.say(Done(raw(runner.read_blocks(blocks))))
         case Write(blocks, contents):

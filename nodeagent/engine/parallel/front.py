@@ -13,7 +13,7 @@ from nodeagent.engine.decide.sequence import BLOCK_TOKENS
 from nodeagent.engine.models.shape import ModelShape
 from nodeagent.engine.parallel.adapting import Given, raw
 from nodeagent.engine.parallel.crew import Crew
-from nodeagent.engine.parallel.plan import Clear, Read, Write, told
+from nodeagent.engine.parallel.plan import Clear, Copy, Read, Write, told
 from nodeagent.engine.parallel.ranks import Ranks
 from nodeagent.engine.parallel.share import Share
 from nodeagent.engine.runner import Runner, Work
@@ -42,6 +42,11 @@ class Front:
         """Zero `blocks` everywhere."""
         self._crew.tell(Clear(list(blocks)))
         self._runner.clear(blocks)
+
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks everywhere, each (from, to)."""
+        self._crew.tell(Copy(list(pairs)))
+        self._runner.copy(pairs)
 
     def read_blocks(self, blocks: Sequence[int]) -> Tensor:
         """Return what `blocks` hold: [blocks, layers, tokens, keys and values, head_dim]."""

@@ -57,6 +57,12 @@ class Clear(msgspec.Struct, frozen=True, tag="clear"):
     blocks: Sequence[int]
 
 
+class Copy(msgspec.Struct, frozen=True, tag="copy"):
+    """Copy KV blocks, each (from, to)."""
+
+    pairs: Sequence[tuple[int, int]]
+
+
 class Read(msgspec.Struct, frozen=True, tag="read"):
     """Say what your share of KV blocks holds."""
 
@@ -85,7 +91,7 @@ class Forget(msgspec.Struct, frozen=True, tag="forget"):
     digest: bytes
 
 
-Order = Load | Join | Run | Clear | Read | Write | Adapt | Forget
+Order = Load | Join | Run | Clear | Copy | Read | Write | Adapt | Forget
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):

@@ -14,7 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import openai
 import pytest
+from aiohttp import web
+
+from tests.integration.router.fake_node import FakeNode
+from tests.integration.router.fleet_of import KEY, a_bench, a_key, a_route, a_table
 
 ROOT = Path(__file__).parents[3]
 READY_S = 60.0
@@ -107,3 +112,44 @@ def engine(model_path: Path) -> Iterator[EngineProcess]:
 async def http(engine: EngineProcess) -> AsyncIterator[aiohttp.ClientSession]:
     async with engine.session() as session:
         yield session
+
+
+class EngineNode(FakeNode):
+    """A node whose every request is answered by the real engine."""
+
+    def __init__(self, engine: EngineProcess) -> None:
+        super().__init__()
+        self._engine = engine
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        body = await request.read()
+        self.bodies.append(body)
+        async with (
+            self._engine.session() as http,
+            http.post(request.path, data=body) as answer,
+        ):
+            response = web.StreamResponse(
+                status=answer.status, headers={"content-type": answer.headers["content-type"]}
+            )
+            await response.prepare(request)
+            async for chunk in answer.content.iter_any():
+                await response.write(chunk)
+            await response.write_eof()
+            return response
+
+
+@pytest.fixture
+async def client(engine: EngineProcess, tmp_path: Path) -> AsyncIterator[openai.AsyncOpenAI]:
+    """The official client, of a router before the engine."""
+    node = EngineNode(engine)
+    patient: dict[str, Any] = {"first_byte_timeout_s": 60.0, "stream_idle_timeout_s": 30.0}
+    async with a_bench(tmp_path, [node], **patient) as bench:
+        table = a_table([a_route(node)], generation=2, keys=[a_key()], names=("smollm2",))
+        bench.house.fleet.adopt(table)
+        async with openai.AsyncOpenAI(
+            base_url=f"{bench.url}/v1",
+            api_key=KEY,
+            max_retries=0,
+            http_client=openai.DefaultAsyncHttpxClient(trust_env=False),
+        ) as sdk:
+            yield sdk

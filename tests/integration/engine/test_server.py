@@ -223,7 +223,9 @@ async def test_log_probabilities_are_told(http: aiohttp.ClientSession) -> None:
         (PLAIN, b'{"prompt":"\xff"}', 400, "invalid_request", "cannot read body"),
         (CHAT, b'{"messages":' + b"[" * 100_000, 400, "invalid_request", "cannot read body"),
         (CHAT, chat(model="other"), 404, "model_not_found", "'other'"),
-        (CHAT, chat(n=3), 400, "invalid_request", "n above 1"),
+        (CHAT, chat(n=9), 400, "invalid_request", "cannot give 9 answers"),
+        (PLAIN, {"prompt": ["a"] * 5, "n": 2}, 400, "invalid_request", "cannot give 10 answers"),
+        (PLAIN, {"prompt": []}, 400, "invalid_request", "cannot read body"),
         (CHAT, chat(tools=[{}]), 400, "invalid_request", "a tool without"),
         (CHAT, chat(max_tokens=5000), 400, "context_length_exceeded", "37 prompt tokens"),
         (CHAT, chat("word " * 4000), 400, "context_length_exceeded", "limit of 2048"),
@@ -360,6 +362,37 @@ async def test_a_config_that_cannot_be_served_ends_in_words(
     log = (short_folder / "log").read_text()
     assert said in log
     assert log.splitlines()[-1].startswith("cannot")
+
+
+async def test_near_its_memory_ceiling_it_refuses_and_lives(
+    model_path: Path, short_folder: Path
+) -> None:
+    kv_bytes = 16 * 1024 * 1024
+    # Room for weights and KV, which is what loading asks; the process itself takes more.
+    ceiling = 538_060_032 + kv_bytes
+    process = launch(
+        short_folder,
+        model_path=str(model_path),
+        served_name="smollm2",
+        kv_memory_bytes=kv_bytes,
+        memory_max_bytes=ceiling,
+    )
+    try:
+        engine = await asyncio.to_thread(wait_ready, process, short_folder)
+        async with engine.session() as http:
+            async with http.post(CHAT, json=chat()) as response:
+                error = (await response.json())["error"]
+                assert (response.status, error["code"]) == (429, "out_of_capacity"), error
+                assert int(response.headers["retry-after"]) >= 1
+                assert f"limit is {ceiling}" in error["message"]
+            seen = await stats(http)
+            assert seen["memory_full"] is True
+            assert seen["memory_ceiling_bytes"] == ceiling < seen["memory_used_bytes"]
+            assert seen["memory_refused_total"] == 1
+            async with http.get("/health") as health:
+                assert health.status == 200
+    finally:
+        await asyncio.to_thread(end, process)
 
 
 async def test_a_deadline_that_passed_is_refused_and_a_priority_must_be_one(

@@ -27,16 +27,20 @@ def play(batching: Batching, batch: Batch, token: int = 7) -> list[Sequence]:
     for chunk in batch.chunks:
         batching.computed(chunk)
     for chunk in batch.chunks:
-        if chunk.samples and chunk.sequence.append(token) is Finish.LENGTH:
-            batching.remove(chunk.sequence)
-            finished.append(chunk.sequence)
+        if not chunk.samples:
+            continue
+        for one in (chunk.sequence, *batching.fork(chunk.sequence)):
+            # Answers to one prompt go on differently.
+            if one.append(token + one.number) is Finish.LENGTH:
+                batching.remove(one)
+                finished.append(one)
     return finished
 
 
 def check(batching: Batching, batch: Batch, decoding: list[Sequence]) -> None:
     limits = batching.limits
     assert 0 < batch.tokens <= limits.batch_tokens_max
-    assert len(batching.running) <= limits.sequences_max
+    assert sum(1 + len(s.followers) for s in batching.running) <= limits.sequences_max
     assert [s.number for s in batching.running] == sorted(s.number for s in batching.running)
     ran = [chunk.sequence for chunk in batch.chunks]
     assert len(set(map(id, ran))) == len(ran)
@@ -45,6 +49,12 @@ def check(batching: Batching, batch: Batch, decoding: list[Sequence]) -> None:
     for chunk in batch.chunks:
         assert chunk.start == chunk.sequence.computed
         assert chunk.start + chunk.tokens <= len(chunk.sequence.blocks) * BLOCK_TOKENS
+        # What is written is held by nobody else.
+        written = range(
+            chunk.start // BLOCK_TOKENS, -(-(chunk.start + chunk.tokens) // BLOCK_TOKENS)
+        )
+        assert all(batching.blocks.holders(chunk.sequence.blocks[at]) == 1 for at in written)
+    assert len({block for _, block in batch.copies}) == len(batch.copies)
     counts: dict[int, int] = {}
     for held in batching.running:
         for block in held.blocks:
@@ -58,7 +68,11 @@ def check(batching: Batching, batch: Batch, decoding: list[Sequence]) -> None:
 @given(
     st.lists(
         st.tuples(
-            st.integers(1, 60), st.integers(1, 40), st.sampled_from([b"", b"x"]), st.integers(0, 6)
+            st.integers(1, 60),
+            st.integers(1, 40),
+            st.sampled_from([b"", b"x"]),
+            st.integers(0, 6),
+            st.integers(1, 4),
         ),
         min_size=1,
         max_size=12,
@@ -66,12 +80,12 @@ def check(batching: Batching, batch: Batch, decoding: list[Sequence]) -> None:
     st.integers(5, 40),
 )
 def test_everyone_finishes_and_everything_is_given_back(
-    asks: list[tuple[int, int, bytes, int]], budget: int
+    asks: list[tuple[int, int, bytes, int, int]], budget: int
 ) -> None:
     batching = make(budget=budget)
     arriving = [
-        (gap, sequence(number, prompt, output, salt))
-        for number, (prompt, output, salt, gap) in enumerate(asks)
+        (gap, answers(4 * number, count, prompt, output, salt))
+        for number, (prompt, output, salt, gap, count) in enumerate(asks)
     ]
     finished: list[Sequence] = []
     for _ in range(STEPS_MAX):
@@ -90,9 +104,65 @@ def test_everyone_finishes_and_everything_is_given_back(
             assert (oldest.computed, len(oldest.tokens)) > before, "the oldest must always move"
         if not batching.busy and not arriving:
             break
-    assert len(finished) == len(asks)
+    assert len(finished) == sum(count for *_, count in asks)
     assert all(s.output_tokens == s.ending.tokens_max for s in finished)
     assert batching.blocks.held == 0
+
+
+def answers(number: int, count: int, prompt: int, output: int, salt: bytes = b"") -> Sequence:
+    """The first of several sequences of one prompt, with the others."""
+    first, *others = (sequence(number + at, prompt, output, salt) for at in range(count))
+    first.followers = others
+    return first
+
+
+def test_several_answers_compute_their_prompt_once_and_share_its_blocks() -> None:
+    batching = make(blocks=20, budget=64)
+    first = answers(1, 3, 40, 5)
+    everyone = [first, *first.followers]
+    batching.submit(first)
+    batch = batching.next_batch()
+    assert batch.prefill_tokens == batch.tokens == 40
+    play(batching, batch)
+    assert batching.blocks.held == 3
+    partial = first.blocks[2]
+    batch = batching.next_batch()
+    assert {chunk.sequence for chunk in batch.decodes} == set(everyone)
+    # The last of them writes to the block itself; the others to copies.
+    assert [source for source, _ in batch.copies] == [partial, partial]
+    assert [s.blocks[2] for s in everyone] == [*(block for _, block in batch.copies), partial]
+    assert len({tuple(s.blocks[:2]) for s in everyone}) == 1
+    assert batching.blocks.held == 5
+    play(batching, batch)
+    assert not batching.next_batch().copies
+
+
+def test_a_prompt_of_whole_blocks_is_shared_without_a_copy() -> None:
+    batching = make(blocks=20, budget=64)
+    batching.submit(answers(1, 2, 32, 5))
+    play(batching, batching.next_batch())
+    batch = batching.next_batch()
+    assert not batch.copies
+    assert batching.blocks.held == 4
+
+
+def test_several_answers_are_seated_whole() -> None:
+    batching = make(blocks=20, budget=64, sequences=4)
+    batching.submit(answers(1, 3, 8, 5))
+    batching.submit(answers(11, 2, 8, 5))
+    assert len(batching.next_batch().prefills) == 1
+    assert [s.number for s in batching.waiting] == [11]
+
+
+def test_who_gives_way_before_it_wrote_needs_no_copy() -> None:
+    batching = make(blocks=4, budget=64)
+    batching.submit(answers(1, 4, 40, 20))
+    play(batching, batching.next_batch())
+    # Three blocks and one to spare: one copy, and then the last two give way.
+    batch = batching.next_batch()
+    assert len(batch.copies) == 1
+    assert batching.preemptions == 2
+    assert [s.number for s in batching.waiting] == [3, 4]
 
 
 def test_a_long_prompt_comes_in_chunks_between_decodes() -> None:

@@ -55,6 +55,28 @@ class BlocksMachine(RuleBasedStateMachine):
             index = data.draw(st.integers(0, len(self.owners) - 1))
             self.blocks.release(self.owners.pop(index))
 
+    @rule(data=st.data())
+    def share(self, data: st.DataObject) -> None:
+        if self.owners:
+            index = data.draw(st.integers(0, len(self.owners) - 1))
+            self.owners.append(self.blocks.share(self.owners[index]))
+
+    @rule(data=st.data())
+    def write(self, data: st.DataObject) -> None:
+        """Whoever writes to a block that others hold parts from it first."""
+        owner = data.draw(st.sampled_from(self.owners)) if self.owners else []
+        at = data.draw(st.integers(0, len(owner) - 1)) if owner else -1
+        if at < 0 or self.blocks.holders(owner[at]) == 1:
+            return
+        free, others = self.blocks.free, self.blocks.holders(owner[at]) - 1
+        own = self.blocks.part(owner[at])
+        assert (own is None) == (free == 0)
+        if own is not None:
+            assert self.blocks.holders(owner[at]) == others
+            owner[at] = own
+            assert self.blocks.holders(own) == 1
+            assert all(self.blocks.match([digest]) != [own] for digest in (b"a", b"b", b"c"))
+
     @invariant()
     def a_block_is_free_xor_held(self) -> None:
         for block in range(TOTAL):
@@ -100,6 +122,16 @@ def test_a_block_that_remembers_nothing_goes_before_a_remembered_one() -> None:
 def test_releasing_what_nobody_holds_is_an_error() -> None:
     with pytest.raises(ValueError, match="cannot release block 0"):
         Blocks(1).release([0])
+
+
+def test_nobody_parts_from_what_is_its_own_and_shares_what_nobody_holds() -> None:
+    blocks = Blocks(2)
+    taken = blocks.take((), 1)
+    assert taken is not None
+    with pytest.raises(ValueError, match="cannot part from block 0: 1 hold it"):
+        blocks.part(taken[0])
+    with pytest.raises(ValueError, match="cannot share block 1"):
+        blocks.share([1])
 
 
 def test_what_is_forgotten_is_found_no_more_unless_another_holds_it() -> None:

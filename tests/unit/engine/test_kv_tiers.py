@@ -84,7 +84,7 @@ def test_a_step_sees_what_its_sequences_computed_and_nothing_else(
         if coming:
             batching.submit(coming.pop(0))
         batch = batching.next_batch()
-        mover.move(batch.evicted, batch.restores)
+        mover.move(batch.evicted, batch.restores, lambda: None)
         assert len(host) <= host_blocks
         for chunk in batch.chunks:
             assert pages.holds(chunk.sequence, chunk.start)
@@ -106,7 +106,7 @@ def test_a_session_pushed_out_comes_back_whole() -> None:
         sequence = Sequence(number, tokens, Ending(1, frozenset()))
         batching.submit(sequence)
         batch = batching.next_batch()
-        mover.move(batch.evicted, batch.restores)
+        mover.move(batch.evicted, batch.restores, lambda: None)
         for chunk in batch.chunks:
             pages.compute(sequence, chunk.start, chunk.start + chunk.tokens)
             batching.computed(chunk)

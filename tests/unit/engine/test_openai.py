@@ -9,7 +9,7 @@ from isochrone.wire.errors import ApiError, ErrorCode
 from nodeagent.engine.openai import (
     ask_of,
     messages_of,
-    prompt_of,
+    prompts_of,
     read_chat,
     read_completion,
 )
@@ -47,7 +47,7 @@ def read_wholly(body: bytes) -> None:
         (chat(top_p=0), "top_p"),
         (chat(max_tokens=0), "max_tokens"),
         (chat(seed=2**64), "seed"),
-        (chat(n=2), "n above 1"),
+        (chat(n=0), "n"),
         (chat(functions=[{"name": "f"}]), "functions"),
         (chat(tools=[{"type": "web_search"}]), "web_search"),
         (chat(tool_choice="perhaps"), "tool_choice"),
@@ -67,17 +67,25 @@ def test_a_bad_chat_is_refused_in_words(body: bytes, said: str) -> None:
 
 @pytest.mark.parametrize(
     ("prompt", "wanted"),
-    [("hi", "hi"), (["hi"], "hi"), ([1, 2], [1, 2]), ([[1, 2]], [1, 2]), ([], [])],
+    [
+        ("hi", ["hi"]),
+        (["hi"], ["hi"]),
+        ([1, 2], [[1, 2]]),
+        ([[1, 2]], [[1, 2]]),
+        (["a", "b"], ["a", "b"]),
+        ([[1], [2]], [[1], [2]]),
+        (["a", [2], []], ["a", [2], []]),
+    ],
 )
-def test_one_prompt_comes_as_text_or_tokens(prompt: Any, wanted: Any) -> None:
-    assert prompt_of(read_completion(json.dumps({"prompt": prompt}).encode(), LIMIT)) == wanted
+def test_prompts_come_as_text_or_tokens(prompt: Any, wanted: Any) -> None:
+    assert prompts_of(read_completion(json.dumps({"prompt": prompt}).encode(), LIMIT)) == wanted
 
 
-@pytest.mark.parametrize("prompt", [["a", "b"], [1, "a"], [[1], [2]], [None], [True, 1], [1.5]])
-def test_many_prompts_are_refused(prompt: Any) -> None:
+@pytest.mark.parametrize("prompt", [[1, "a"], ["a", 1], [[1, "a"]], [None], [True, 1], [1.5]])
+def test_what_is_no_prompt_is_refused(prompt: Any) -> None:
     body = read_completion(json.dumps({"prompt": prompt}).encode(), LIMIT)
-    with pytest.raises(ApiError, match="prompt must be one"):
-        prompt_of(body)
+    with pytest.raises(ApiError, match="each prompt must be"):
+        prompts_of(body)
 
 
 def test_what_is_asked_arrives_and_unknown_fields_pass() -> None:

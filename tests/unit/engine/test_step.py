@@ -23,9 +23,13 @@ class Script:
     def __init__(self, lines: dict[int, list[int]]) -> None:
         self.lines = lines
         self.cleared: list[int] = []
+        self.copied: list[tuple[int, int]] = []
 
     def clear(self, blocks: list[int]) -> None:
         self.cleared += blocks
+
+    def copy(self, pairs: list[tuple[int, int]]) -> None:
+        self.copied += pairs
 
     def begin(self, batch: Batch) -> Callable[[], Tensor]:
         rows = []
@@ -90,6 +94,40 @@ def test_each_ends_for_its_own_reason_and_harms_no_other() -> None:
     assert engine.output_tokens_total == 5 + 4 + 5 + 2
     # What is no number must not spread to who gets the blocks next.
     assert engine._runner.cleared  # type: ignore[attr-defined]
+
+
+def test_several_answers_draw_from_the_prompts_last_row_and_end_each_for_itself() -> None:
+    engine = engine_saying({1: [*b"ab", END], 2: [*b"aXY", END], 3: [*b"aZ"]})
+    first = generation(1)
+    first.followers = (generation(2), generation(3, 2))
+    engine.submit(first)
+    told = run(engine)
+    assert [text(told[number]) for number in (1, 2, 3)] == ["ab", "aXY", "aZ"]
+    assert [told[n][-1].finish for n in (1, 2, 3)] == [Finish.STOP, Finish.STOP, Finish.LENGTH]
+    assert engine.prompt_tokens_total == 20
+    assert engine.output_tokens_total == 2 + 3 + 2
+
+
+def test_answers_to_an_unsound_prompt_all_end_and_their_blocks_are_cleared() -> None:
+    engine = engine_saying({1: [UNSOUND], 2: []})
+    first = generation(1)
+    first.followers = (generation(2),)
+    engine.submit(first)
+    told = run(engine)
+    assert [told[number][-1].finish for number in (1, 2)] == [Finish.ERROR, Finish.ERROR]
+    assert len(engine._runner.cleared) == 2  # type: ignore[attr-defined]
+    assert not engine.batching.blocks.remembered()
+
+
+def test_who_is_cancelled_before_its_prompt_takes_its_followers_along() -> None:
+    engine = engine_saying({1: []})
+    first = generation(1)
+    first.followers = (generation(2),)
+    engine.submit(first)
+    engine.cancel(1)
+    engine.cancel(2)
+    assert not engine.busy
+    assert not engine._generations
 
 
 def test_text_held_back_is_told_at_the_end() -> None:

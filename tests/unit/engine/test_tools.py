@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isochrone.wire.errors import ApiError
-from nodeagent.engine.answers import Answer
+from nodeagent.engine.answers import Answer, Choice
 from nodeagent.engine.calling import Calling
 from nodeagent.engine.decide import grammar
 from nodeagent.engine.decide.sequence import Finish
@@ -363,7 +363,15 @@ def answer_of(text: str, finish: Finish, *, stream: bool) -> list[dict[str, Any]
     """Tell `text` letter by letter and return the frames or the one body."""
     ids = iter(f"call_{n}" for n in range(9))
     answer = Answer(
-        "id", "m", 0, True, False, False, VOCABULARY, lambda: next(ids), CallReader(HERMES, NAMES)
+        "id",
+        "m",
+        0,
+        chat=True,
+        include_usage=False,
+        logprobs=False,
+        vocabulary=VOCABULARY,
+        new_call_id=lambda: next(ids),
+        choices=[Choice(0, CallReader(HERMES, NAMES))],
     )
     deltas = [Delta(1, letter, Sampled(0), 1, 0) for letter in text]
     deltas.append(Delta(1, "", None, 1, 0, finish))
@@ -372,7 +380,7 @@ def answer_of(text: str, finish: Finish, *, stream: bool) -> list[dict[str, Any]
         return [msgspec.json.decode(frame[6:])["choices"][0] for frame in frames]
     for delta in deltas:
         answer.collect(delta)
-    return [msgspec.json.decode(answer.whole(1, deltas[-1]))["choices"][0]]
+    return [msgspec.json.decode(answer.whole(1))["choices"][0]]
 
 
 def test_calls_are_told_in_openais_shape() -> None:

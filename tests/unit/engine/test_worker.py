@@ -37,7 +37,7 @@ class Outbox:
 
 def open_one(clients: Clients, outbox: Any, aborted: list[int]) -> Any:
     ending = Ending(4, frozenset())
-    return clients.open(outbox, ASK, [1, 2], ending, b"", lambda: aborted.append(1))
+    return clients.open(outbox, ASK, [([1, 2], ending)], b"", lambda: aborted.append(1))
 
 
 async def test_who_does_not_read_is_cut_and_cancelled() -> None:
@@ -45,15 +45,16 @@ async def test_who_does_not_read_is_cut_and_cancelled() -> None:
     outbox = Outbox()
     aborted: list[int] = []
     client = open_one(clients, outbox, aborted)
-    clients.publish([Delta(client.number, "x", None, 1, 0)] * 3)
+    (number,) = client.numbers
+    clients.publish([Delta(number, "x", None, 1, 0)] * 3)
     await turn()
     assert not aborted
-    clients.publish([Delta(client.number, "x", None, 1, 0)])
+    clients.publish([Delta(number, "x", None, 1, 0)])
     await turn()
     assert aborted
     assert client.deltas.qsize() == 3
     clients.close(outbox, client)  # type: ignore[arg-type]
-    assert outbox.cancelled == [client.number]
+    assert outbox.cancelled == [number]
     assert await clients.wait_empty(1)
 
 
