@@ -14,6 +14,7 @@ from router.decide.prefixes import PrefixKeys
 class Asked:
     """One request as the corridor takes it, whichever public surface it came by.
 
+    `answers` is how many there are to be, side by side; `output_tokens_max` is of all together.
     `body` is what goes to the node. `text_bytes` is the prompt's size, `arrived_s` monotonic,
     `started_at` Unix time. `error_event` writes an error into a stream. `resume` gives the body
     that asks for the rest after (text, tokens) were said, None where that cannot be asked for;
@@ -21,7 +22,7 @@ class Asked:
     """
 
     __slots__ = (
-        "arrived_s", "body", "deployment", "drawn", "error_event", "is_stream", "key",
+        "answers", "arrived_s", "body", "deployment", "drawn", "error_event", "is_stream", "key",
         "output_tokens_max", "path", "prefix_keys", "reject_if_busy", "request_id", "resume",
         "session", "started_at", "text_bytes", "wants_usage",
     )  # fmt: skip
@@ -35,6 +36,7 @@ class Asked:
         path: str,
         body: bytes,
         text_bytes: int,
+        answers: int,
         output_tokens_max: int,
         is_stream: bool,
         wants_usage: bool,
@@ -53,6 +55,7 @@ class Asked:
         self.path = path
         self.body = body
         self.text_bytes = text_bytes
+        self.answers = answers
         self.output_tokens_max = output_tokens_max
         self.is_stream = is_stream
         self.wants_usage = wants_usage

@@ -390,7 +390,7 @@ class Corridor:
         assert frames is not None
         said = frames.said()
         journey.said = said
-        if said.finish_reason is not None:
+        if said.finish_reason is not None and asked.answers == 1:
             # Everything was said but for the end: no replica is needed for that.
             client.send(journey.end_of_stream(said))
             frames.is_done = True

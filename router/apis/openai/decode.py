@@ -93,7 +93,7 @@ def resumption(body: bytes, request: Request) -> Callable[[str, int], bytes | No
     Only plain text can be gone on from: tool calls, a grammar, several choices or log
     probabilities have a state that text does not hold.
     """
-    if isinstance(request, EmbeddingRequest | RerankRequest) or (request.n or 1) != 1:
+    if isinstance(request, EmbeddingRequest | RerankRequest) or request.answers != 1:
         return None
     if isinstance(request, CompletionRequest) and not isinstance(request.prompt, str):
         return None

@@ -144,6 +144,7 @@ class OpenAiSurface:
             path=path,
             body=with_usage_wish(body, asked),
             text_bytes=asked.text_bytes(len(rendered)),
+            answers=asked.answers,
             output_tokens_max=self._output_tokens(asked, deployment),
             is_stream=bool(asked.stream),
             wants_usage=wants_usage(asked),
@@ -161,7 +162,7 @@ class OpenAiSurface:
         wanted = asked.output_tokens_max
         if wanted is None:
             wanted = self._config.output_tokens_assumed
-        return max(1, min(wanted, deployment.context_tokens) * (asked.n or 1))
+        return max(1, min(wanted, deployment.context_tokens) * asked.answers)
 
 
 def _prefix_keys(rendered: bytes, key: KeyEntry, deployment: DeploymentEntry) -> PrefixKeys:

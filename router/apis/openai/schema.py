@@ -67,6 +67,11 @@ class _Shared(msgspec.Struct, frozen=True, kw_only=True):
     seed: int | None = None
     options: Options | None = None
 
+    @property
+    def answers(self) -> int:
+        """How many answers there are to be."""
+        return self.n or 1
+
 
 class ChatRequest(_Shared, frozen=True, kw_only=True):
     """`POST /v1/chat/completions`."""
@@ -97,6 +102,12 @@ class CompletionRequest(_Shared, frozen=True, kw_only=True):
 
     prompt: Text
 
+    @property
+    def answers(self) -> int:
+        """How many answers there are to be: so many to each prompt."""
+        several = not isinstance(self.prompt, str) and not isinstance(self.prompt[0], int)
+        return (self.n or 1) * (len(self.prompt) if several else 1)
+
     def text_bytes(self, rendered_bytes: int) -> int:
         """How much text there is; a token id counts as four bytes."""
         return rendered_bytes if isinstance(self.prompt, str) else _bytes_of(self.prompt)
@@ -123,7 +134,7 @@ class _Read(msgspec.Struct, frozen=True, kw_only=True):
     stream_options = None
     temperature = None
     seed = None
-    n = None
+    answers = 1
     presence_penalty = None
     frequency_penalty = None
     output_tokens_max = 0

@@ -75,6 +75,8 @@ def run(path: Path, split: Split) -> list[list[list[list[float]]]]:
         assert held.abs().sum() > 0
         front.write_blocks([5, 2], held)
         assert torch.equal(front.read_blocks([5, 2]), held)
+        front.copy([(5, 6), (2, 7)])
+        assert torch.equal(front.read_blocks([6, 7]), held)
         front.clear([5])
         assert torch.equal(front.read_blocks([2, 5])[0], held[1])
         assert not front.read_blocks([5]).any()

@@ -99,6 +99,12 @@ async def test_a_split_engine_says_what_a_whole_one_says(
         assert len(others) == 2
         wanted = [await completed(engine, body) for body in bodies]
         assert await asyncio.gather(*(completed(split, body) for body in bodies)) == wanted
+        async with (
+            split.session() as http,
+            http.post("/v1/completions", json={**bodies[1], "n": 2}) as response,
+        ):
+            choices = (await response.json())["choices"]
+        assert [choice["text"] for choice in choices] == [wanted[1]] * 2
         # Who leaves is gone after one step, and who drains ends what it has begun.
         async with split.session() as http, asyncio.timeout(WAIT_S):
             long = {**bodies[0], "max_tokens": 400, "stream": True}

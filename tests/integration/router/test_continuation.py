@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from isochrone.wire import headers
 from isochrone.wire.usage import Outcome
@@ -116,6 +117,32 @@ async def test_what_text_does_not_hold_is_not_gone_on_from(
         events = frames(await the_text(bench, **fields))
         assert events[-1]["error"]["code"] == "upstream_error"
         assert bench.nodes[1].asked == 0
+
+
+class HalfNode(FakeNode):
+    """A node that dies once the first of its two answers is whole."""
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        """Say the one, and nothing of the other."""
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(request)
+        for delta, finish in (({"content": "t0 "}, None), ({}, "stop")):
+            choice = {"index": 0, "delta": delta, "finish_reason": finish}
+            await response.write(b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n")
+        assert request.transport is not None
+        request.transport.abort()
+        return response
+
+
+@pytest.mark.parametrize(("count", "whole"), [(1, True), (2, False)])
+async def test_one_whole_answer_of_two_is_no_whole_stream(
+    tmp_path: Path, count: int, whole: bool
+) -> None:
+    async with a_bench(tmp_path, [HalfNode("bad"), FakeNode("good")]) as bench:
+        slower(bench)
+        events = frames(await the_text(bench, n=count))
+        assert (events[-1] == "[DONE]") == whole
+        assert ("error" in events[-1]) != whole
 
 
 async def test_a_node_that_would_begin_anew_is_not_listened_to(tmp_path: Path) -> None:

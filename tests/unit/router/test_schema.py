@@ -2,7 +2,7 @@
 
 import pytest
 
-from router.apis.openai.decode import CHAT, decode
+from router.apis.openai.decode import CHAT, COMPLETION, decode
 
 TOOLS = b'[{"type":"function","function":{"name":"f"}}]'
 
@@ -20,3 +20,17 @@ def test_tools_count_as_the_beginning_of_the_prompt(rest: bytes, begins: bytes) 
     request = decode(body, CHAT)
     assert request.rendered == begins
     assert request.text_bytes(len(request.rendered)) > len(begins)
+
+
+@pytest.mark.parametrize(
+    ("rest", "answers"),
+    [
+        (b'"prompt":"a"', 1),
+        (b'"prompt":"a","n":3', 3),
+        (b'"prompt":[1,2,3],"n":2', 2),
+        (b'"prompt":["a","b"]', 2),
+        (b'"prompt":[[1],[2,3],[4]],"n":2', 6),
+    ],
+)
+def test_every_choice_of_every_prompt_is_an_answer(rest: bytes, answers: int) -> None:
+    assert decode(b'{"model":"m",' + rest + b"}", COMPLETION).answers == answers
