@@ -113,8 +113,8 @@ def price_of(text: str) -> dict[str, float]:
 @click.argument("deployment")
 @click.option("--model", help="Catalogue entry; needed for a new deployment.")
 @click.option("--name", help="What clients write as `model` (default: the model).")
-@click.option("--min", "replicas_min", type=int)
-@click.option("--max", "replicas_max", type=int)
+@click.option("--min", "replicas_min", type=int, help="Fewest replicas, wherever they are.")
+@click.option("--max", "replicas_max", type=int, help="Most replicas, whatever is asked.")
 @click.option("--keep-warm", multiple=True, help="A PoP that always holds a replica; '' for none.")
 @click.option("--allow", multiple=True, help="A PoP or country that may hold it; '' for all.")
 @click.option("--deny", multiple=True, help="A PoP or country that may not; '' for none.")
@@ -122,7 +122,7 @@ def price_of(text: str) -> dict[str, float]:
 @click.option("--prefill-share", type=float, help="Share of a PoP's replicas that only read.")
 @engine_options
 @click.option("--wait", is_flag=True, help="Return when it is warm.")
-@click.option("--timeout", "timeout_s", type=float, default=600.0)
+@click.option("--timeout", "timeout_s", type=float, default=600.0, help="Seconds for --wait.")
 @click.pass_obj
 def deploy(obj: Context, /, deployment: str, wait: bool, timeout_s: float, **given: Any) -> None:
     """Create or change a deployment. What is not given stays as it is."""

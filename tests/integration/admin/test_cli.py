@@ -122,3 +122,6 @@ async def test_what_is_refused_is_said_on_standard_error_with_its_exit_code(admi
     code, _, err = await typed(admin, "deploy", "new")
     assert code == 2
     assert "needs --model" in err
+    code, _, err = await typed(admin, "deploy", "new", "--model", "m", "--option", "graphs")
+    assert code == 2
+    assert "cannot read the option 'graphs'" in err
