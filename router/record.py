@@ -13,7 +13,7 @@ from isochrone.wire.usage import DemandRow, Outcome, TrialRow, UsageRow
 from router.decide.rollout import Trials
 from router.journal import Journal
 from router.journey import Journey
-from router.metrics import DECLINED, Metrics
+from router.metrics import Metrics
 
 USAGE_ROWS_MAX: Final = 100_000
 """Rows held in memory when the disk takes none; past it they are counted as lost."""
@@ -49,7 +49,10 @@ class Recorder:
         asked = journey.asked
         prompt, cached, output = journey.used
         metrics = self._metrics.of(asked.deployment.name)
-        metrics.outcomes[DECLINED if journey.is_declined else journey.outcome] += 1
+        if journey.is_declined:
+            metrics.declined += 1
+        else:
+            metrics.outcomes[journey.outcome] += 1
         metrics.prompt += prompt
         metrics.cached += cached
         metrics.output += output

@@ -113,12 +113,14 @@ def price_of(text: str) -> dict[str, float]:
 @click.argument("deployment")
 @click.option("--model", help="Catalogue entry; needed for a new deployment.")
 @click.option("--name", help="What clients write as `model` (default: the model).")
-@engine_options
 @click.option("--min", "replicas_min", type=int, help="Fewest replicas, wherever they are.")
 @click.option("--max", "replicas_max", type=int, help="Most replicas, whatever is asked.")
-@click.option("--keep-warm", multiple=True, help="A PoP that always holds a replica.")
-@click.option("--allow", multiple=True, help="A PoP or country that may hold it.")
-@click.option("--deny", multiple=True, help="A PoP or country that may not.")
+@click.option("--keep-warm", multiple=True, help="A PoP that always holds a replica; '' for none.")
+@click.option("--allow", multiple=True, help="A PoP or country that may hold it; '' for all.")
+@click.option("--deny", multiple=True, help="A PoP or country that may not; '' for none.")
+@click.option("--priority", type=int, help="0 to 100: who is seated first where room is scarce.")
+@click.option("--prefill-share", type=float, help="Share of a PoP's replicas that only read.")
+@engine_options
 @click.option("--wait", is_flag=True, help="Return when it is warm.")
 @click.option("--timeout", "timeout_s", type=float, default=600.0, help="Seconds for --wait.")
 @click.pass_obj
@@ -145,11 +147,13 @@ def _deployment_body(before: dict[str, Any], given: dict[str, Any]) -> dict[str,
         "name": given["name"] or before.get("name"),
     }
     body: dict[str, Any] = {field: value for field, value in named.items() if value}
-    policy = {name: given[name] for name in ("replicas_min", "replicas_max")}
-    policy |= {name: list(given[name]) or None for name in ("keep_warm", "allow", "deny")}
-    said = {name: value for name, value in policy.items() if value is not None}
+    bounds = ("replicas_min", "replicas_max", "priority", "prefill_share")
+    policy = {name: given[name] for name in bounds if given[name] is not None}
+    for name in ("keep_warm", "allow", "deny"):
+        if given[name]:
+            policy[name] = [place for place in given[name] if place]
     body["engine"] = engine_of(before["engine"], given)
-    body["policy"] = {**before["policy"], **said}
+    body["policy"] = {**before["policy"], **policy}
     return body
 
 

@@ -23,7 +23,7 @@ from nodeagent.engine.kv_tiers.opening import open_tiers
 from nodeagent.engine.layers.kv_format import KV_DTYPES, KvFormat
 from nodeagent.engine.layers.linear import choose
 from nodeagent.engine.layers.lora import Adding
-from nodeagent.engine.models.families import build, survey
+from nodeagent.engine.models.families import adding_of, build, survey
 from nodeagent.engine.models.shape import CheckpointError, ModelShape
 from nodeagent.engine.parallel.crew import Crew
 from nodeagent.engine.parallel.front import Front
@@ -93,6 +93,7 @@ def load(config: EngineConfig, crew: Crew | None = None) -> Loaded:
             crew.load()
         ranks = Ranks(split)
         own, ahead = open_share(config, source, ranks, draft)
+        adding = own.adding if split.ranks == 1 else adding_of(shape, source)
     finally:
         source.close()
         if draft is not None:
@@ -117,7 +118,7 @@ def load(config: EngineConfig, crew: Crew | None = None) -> Loaded:
         weights_bytes=weights_bytes,
         load_s=round(time.monotonic() - started_s, 3),
         dtype=dtype,
-        adding=own.adding,
+        adding=adding,
     )
 
 

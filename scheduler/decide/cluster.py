@@ -91,6 +91,8 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def node_ids(self) -> tuple[NodeId, ...]:
         """Its nodes, the leader's first."""
+        if not self.followers:
+            return (self.node_id,)
         return (self.node_id, *(part.node_id for part in self.followers))
 
 

@@ -20,6 +20,7 @@
 #define LINE 64
 #define LOG2_E 1.44269504f
 #define SMALL 16384 /* so many numbers are done before another thread has begun */
+#define LARGE (64 * 1024 * 1024)
 #define INLINED static inline __attribute__((always_inline))
 
 /* Sixteen numbers at once, wherever they lie. */
@@ -54,9 +55,10 @@ typedef void work(const void *told, int64_t from, int64_t to);
 void share(work *work, const void *told, int64_t count, int64_t portions, int64_t threads);
 void with_team(int64_t threads, void (*lead)(void *), void *told);
 
-/* Portions for work that is the same for each item; one where it is `numbers` in all and few. */
+/* Portions for work that is the same for each item; one where it is `numbers` in all and few. The
+ * last to finish holds up the others for at most a portion: of much work there are more. */
 static inline int64_t portions_of(int64_t numbers, int64_t threads) {
-    return numbers > SMALL ? 4 * threads : 1;
+    return numbers > LARGE ? 32 * threads : numbers > SMALL ? 4 * threads : 1;
 }
 
 void normalise(const float *x, const float *weight, float epsilon, int64_t rows, int64_t columns,
