@@ -136,7 +136,7 @@ def _what_makes_it_so(
     config: NodeConfig, node: Node, supervisor: Supervisor, artifacts: Artifacts
 ) -> tuple[Loop, Loop]:
     """Return the duties that make true what is assigned; a new assignment nudges them."""
-    converging = Converge(node, supervisor, config.plaintext_rank_ports)
+    converging = Converge(node, supervisor, monotonic, config.plaintext_rank_ports)
     converge = Loop("converge", converging.run_once, 5.0)
     prefetch = Loop("prefetch", PrefetchDuty(node, supervisor, artifacts).run_once, 15.0)
     node.nudge_converge, node.nudge_prefetch = converge.nudge, prefetch.nudge

@@ -9,14 +9,17 @@ from isochrone.wire.usage import Outcome
 
 KINDS: Final = ("prompt", "cached", "output")
 """Of tokens."""
+DECLINED: Final = "declined"
+"""How a request ended for what its client wrote; every other word is an `Outcome`."""
+WORDS: Final = (*(str(outcome) for outcome in Outcome), DECLINED)
+"""Of how a request ended."""
 
 
 class Counts:
     """One deployment's, and the metrics that they are added to."""
 
     __slots__ = (
-        "_declined", "_requests", "_tokens", "cached", "declined", "outcomes", "output", "prompt",
-        "ttft", "ttft_error",
+        "_requests", "_tokens", "cached", "outcomes", "output", "prompt", "ttft", "ttft_error",
     )  # fmt: skip
 
     def __init__(
@@ -24,21 +27,15 @@ class Counts:
         *,
         ttft: Histogram,
         ttft_error: Histogram,
-        requests: Mapping[Outcome, Counter],
-        declined: Counter,
+        requests: Mapping[str, Counter],
         tokens: Sequence[Counter],
     ) -> None:
-        """Begin with none; `tokens` are the metrics of the KINDS.
-
-        `declined` are requests that no replica would have, for what their clients wrote.
-        """
-        self.outcomes: dict[Outcome, int] = dict.fromkeys(Outcome, 0)
-        self.declined = 0
+        """Begin with none; `requests` are the metrics of the WORDS, `tokens` those of the KINDS."""
+        self.outcomes: dict[str, int] = dict.fromkeys(WORDS, 0)
         self.prompt = self.cached = self.output = 0
         self.ttft = ttft
         self.ttft_error = ttft_error
         self._requests = requests
-        self._declined = declined
         self._tokens = tokens
 
     def show(self) -> None:
@@ -46,8 +43,6 @@ class Counts:
         for outcome, count in self.outcomes.items():
             self._requests[outcome].inc(count)
             self.outcomes[outcome] = 0
-        self._declined.inc(self.declined)
-        self.declined = 0
         counted = (self.prompt, self.cached, self.output)
         for tokens, count in zip(self._tokens, counted, strict=True):
             tokens.inc(count)

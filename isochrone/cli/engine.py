@@ -1,6 +1,6 @@
-"""The options that say how a replica's engine is started, for whichever command brings one."""
+"""What is said of an engine, alike for a deployment and for its next version."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final, TypeVar
 
 import click
@@ -26,7 +26,7 @@ _OPTIONS: Final = (
         "--tokens-in-flight",
         "tokens_in_flight_max",
         type=int,
-        help="Tokens that a replica takes in at once; more is another replica's.",
+        help="Tokens that a replica lets in at once.",
     ),
     click.option("--devices", type=int, help="GPUs of a replica; its engine is split over them."),
     click.option(
@@ -40,20 +40,22 @@ _FIELDS: Final = (
 
 
 def engine_options(command: F) -> F:
-    """Give a command these options."""
+    """Give a command the options of an engine."""
     for option in reversed(_OPTIONS):
         command = option(command)
     return command
 
 
-def engine_of(before: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings as they are to be: what is not given stays as it is."""
+def engine_of(before: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the engine's settings: what is given, else what they were."""
     named = {name: given[name] for name in _FIELDS if given[name] is not None}
-    options = dict(before.get("options", {}))
-    for text in given["options"]:
-        name, equals, value = text.partition("=")
-        if not equals:
-            raise click.UsageError(f"cannot read the option {text!r}: write name=value")
-        options[name] = value
+    options = {**before.get("options", {}), **dict(_pair(option) for option in given["options"])}
     kept = {name: value for name, value in options.items() if value}
     return {**before, **named, "options": kept}
+
+
+def _pair(option: str) -> tuple[str, str]:
+    name, equals, value = option.partition("=")
+    if not equals:
+        raise click.UsageError(f"cannot read the option {option!r}: write name=value")
+    return name, value

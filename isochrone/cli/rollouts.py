@@ -31,10 +31,10 @@ def rollouts() -> None:
 def rollouts_start(obj: Context, /, deployment: str, **given: Any) -> None:
     """Begin to bring a new version. What is not given stays as the deployment has it."""
     path = f"/v1/deployments/{segment(deployment)}"
-    engine = engine_of(obj.api.ask("GET", path)["engine"], given)
+    before = obj.api.ask("GET", path)["engine"]
     bounds = {"attempts_min": given["attempts"], "step_min_s": given["step_seconds"]}
     body: dict[str, Any] = {
-        "engine": engine,
+        "engine": engine_of(before, given),
         "bounds": {name: value for name, value in bounds.items() if value is not None},
     }
     if given["model"]:

@@ -97,6 +97,9 @@ def _told_by(report: Report | None, pop: PopId) -> dict[str, Any]:
         "fetch_bytes_per_s": report.fetch_bytes_per_s,
         "failure_domain": f"{pop}/{report.failure_domain}" if report.failure_domain else "",
         "rank_ports": report.rank_ports,
+        "refused": tuple(
+            (one.deployment_id, one.reason) for one in report.refusals if one.deployment_id
+        ),
     }
 
 
