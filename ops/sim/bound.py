@@ -23,14 +23,14 @@ import msgspec
 import numpy as np
 
 from ops.sim.dual import Side, Terms
-from ops.sim.judge import sought
+from ops.sim.judge import cost, sought
 from ops.sim.planet import FIRST, Planet
 from ops.sim.planet_world import draw
+from ops.sim.recount import columns_of, recounted
 from scheduler.decide.cluster import ClusterState
 from scheduler.decide.flow import Floats, Ints
 from scheduler.decide.ground import Ground
-from scheduler.decide.liveness import liveness
-from scheduler.decide.plan import Draft, PlanLimits
+from scheduler.decide.plan import PlanLimits
 from scheduler.decide.score import (
     ABSENT,
     GIB,
@@ -46,6 +46,7 @@ ALONE_ROUNDS: Final = 200
 PRICE_ROUNDS: Final = 40
 BETWEEN_ROUNDS: Final = 8
 LAST_ROUNDS: Final = 200
+LARGE_GIB: Final = 250
 STEP: Final = 0.3
 """The part of what is left to the plan by which the first step of the shared prices aims to raise
 the bound."""
@@ -145,7 +146,11 @@ def total(sides: Sequence[Side], prices: Floats, has: Floats) -> float:
 
 
 class Row(NamedTuple):
-    """One deployment: its bound at the prices of what is shared, its part of the plan's sum."""
+    """One deployment: its bound at the prices of what is shared, its part of the plan's sum.
+
+    That is counted with the smallest starting first on each node (`recount.py`); `queue` is what
+    those pay in it who wait for others.
+    """
 
     deployment: str
     gib: float
@@ -157,20 +162,28 @@ class Row(NamedTuple):
     above_percent: float
 
 
-def judged(cluster: ClusterState, limits: PlanLimits) -> tuple[list[Row], float]:
-    """Return a row a deployment, and what is shared at its prices, to be taken from their sum."""
+class Judged(NamedTuple):
+    """A row a deployment, what is shared at its prices (to be taken from their bounds), and the
+    plan's sum as the search counts it."""
+
+    rows: list[Row]
+    shared: float
+    searched: float
+
+
+def judged(cluster: ClusterState, limits: PlanLimits) -> Judged:
+    """Return how far a first plan is above what no plan can be below."""
     search, _ = sought(cluster, limits)
-    view = liveness(cluster.nodes, cluster.acting_for_s)
-    empty = Draft(cluster, view, limits).sought()
+    plan = recounted(cluster, columns_of(search))
+    empty = recounted(cluster, [])
     terms = [terms_of(wish, empty.ground) for wish in empty.wishes]
     sides, has = [Side(one) for one in terms], shared_by(empty.ground)
-    prices = raise_all(sides, [wish.cost() for wish in search.wishes], has)
+    prices = raise_all(sides, [wish.cost() for wish in plan.wishes], has)
     rows = []
-    for wish, one, side in zip(search.wishes, terms, sides, strict=True):
-        bound = side.best.value
+    for wish, one, side in zip(plan.wishes, terms, sides, strict=True):
         place = {int(site): number for number, site in enumerate(one.sites)}
         idle = sum(float(one.fixed[place[s.site]]) for s in wish.seats)
-        planned = wish.cost()
+        bound, planned = side.best.value, wish.cost()
         rows.append(
             Row(
                 deployment=str(wish.name),
@@ -183,7 +196,7 @@ def judged(cluster: ClusterState, limits: PlanLimits) -> tuple[list[Row], float]
                 above_percent=round(100 * (planned / bound - 1), 2) if bound > 0 else 0.0,
             )
         )
-    return rows, float((prices * has).sum())
+    return Judged(rows, float((prices * has).sum()), cost(search))
 
 
 def main() -> None:
@@ -198,17 +211,23 @@ def main() -> None:
     planet = Planet(draw(given.data, given.seed), given.seed)
     planet.ask()
     limits = msgspec.structs.replace(FIRST, effort=given.effort)
-    rows, worth = judged(planet.picture(), limits)
+    rows, shared, searched = judged(planet.picture(), limits)
     with given.out.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(Row._fields)
         writer.writerows(rows)
-    bound, planned = sum(row.bound for row in rows) - worth, sum(row.planned for row in rows)
-    queue = sum(row.queue for row in rows)
-    print(
-        f"bound {bound:.0f} (what is shared is worth {worth:.0f}), planned {planned:.0f}, "
-        f"{100 * (planned / bound - 1):.2f} % above; {100 * queue / bound:.2f} % is queues"
-    )
+    for name, some in (
+        (f"over {LARGE_GIB} GiB", [row for row in rows if row.gib > LARGE_GIB]),
+        ("others", [row for row in rows if row.gib <= LARGE_GIB]),
+        (f"all, less {shared:.0f} for what is shared", rows),
+    ):
+        bound = sum(row.bound for row in some) - (shared if some is rows else 0.0)
+        planned, queue = sum(row.planned for row in some), sum(row.queue for row in some)
+        print(
+            f"{len(some)} {name}: bound {bound:.0f}, planned {planned:.0f}, "
+            f"{100 * (planned / bound - 1):.2f} % above, {100 * queue / bound:.2f} % is queues"
+        )
+    print(f"as the search counts its queues: {searched:.0f}, {100 * (searched / bound - 1):.2f} %")
 
 
 if __name__ == "__main__":

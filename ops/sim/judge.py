@@ -8,26 +8,17 @@ The test suite plans some of them again and compares with the optima written her
 
 import argparse
 import csv
-from collections.abc import Sequence
 from pathlib import Path
 from time import process_time
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-import msgspec
-
-from isochrone.wire.ids import NodeId
+from ops.sim.recount import columns_of, recounted
 from ops.sim.small import small_world
 from scheduler.decide.cluster import ClusterState
-from scheduler.decide.feasible import Part
 from scheduler.decide.improve import Improve
 from scheduler.decide.liveness import liveness
 from scheduler.decide.plan import Draft, PlanLimits
 from scheduler.decide.search import Search
-
-if TYPE_CHECKING:
-    from ops.sim.milp import (
-        SeatColumn,
-    )  # the solver is an extra; the rest of this module needs none
 
 TABLE: Final = Path(__file__).parent / "small_worlds.csv"
 COLUMNS: Final = (
@@ -59,35 +50,9 @@ def cost(search: Search) -> float:
     return sum(wish.cost() for wish in search.wishes)
 
 
-def costed(cluster: ClusterState, seats: "Sequence[SeatColumn]") -> float:
-    """Return what the planner's own sum says of the seats of a solution, queues counted too.
-
-    On each node the smallest starts first, which makes the queue cost least.
-    """
-    draft = Draft(cluster, liveness(cluster.nodes, cluster.acting_for_s), THOROUGH)
-    search = draft.sought()
-    wishes = {str(wish.name): wish for wish in search.wishes}
-    for column in sorted(seats, key=lambda c: wishes[c.deployment_id].model.weights_bytes):
-        wish = wishes[column.deployment_id]
-        node = search.ground.nodes[NodeId(column.node_id)]
-        found = search.ground.offer(column.site, [node], wish.deployment, wish.model)
-        if found is None:
-            raise RuntimeError(
-                f"cannot seat {wish.name} on {node.node_id}: the solution is not one"
-            )
-        part = Part(node=node, device_ids=column.device_ids)
-        seat = msgspec.structs.replace(found.seat, parts=(part,))
-        worth = msgspec.structs.replace(
-            search.worth_to(wish, column.site),
-            offered=msgspec.structs.replace(found, seat=seat),
-        )
-        search.take(wish, worth)
-    return cost(search)
-
-
 def judge(seed: int) -> dict[str, float]:
     """Return one row of the table."""
-    from ops.sim.milp import SeatColumn, solve  # the solver is an extra; the rest needs none
+    from ops.sim.milp import solve  # the solver is an extra; the rest needs none
 
     world = small_world(seed)
     began = process_time()
@@ -95,13 +60,8 @@ def judge(seed: int) -> dict[str, float]:
     took = process_time() - began
     solved = solve(world)
     planned = cost(search)
-    ours = [
-        SeatColumn(str(wish.name), seated.site, str(part.node.node_id), part.device_ids)
-        for wish in search.wishes
-        for seated in wish.seats
-        for part in (seated.seat.parts if seated.seat else ())
-    ]
-    on_one_sum = costed(world, ours) / costed(world, solved.seats) - 1
+    ours = cost(recounted(world, columns_of(search)))
+    on_one_sum = ours / cost(recounted(world, solved.seats)) - 1
     return {
         "seed": seed,
         "optimum": round(solved.cost, 3),

@@ -13,7 +13,7 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_matrix
 
-from isochrone.wire.ids import DeviceId
+from ops.sim.recount import Column
 from scheduler.decide.cluster import ClusterState
 from scheduler.decide.ground import Ground
 from scheduler.decide.liveness import liveness
@@ -22,21 +22,12 @@ from scheduler.decide.score import ABSENT, MISSING, MISSING_SPREAD, ONE_POP_MS, 
 from scheduler.decide.wish import Wish
 
 
-class SeatColumn(NamedTuple):
-    """A seat that a plan may have: a set of devices of one node, at a site."""
-
-    deployment_id: str
-    site: int
-    node_id: str
-    device_ids: tuple[DeviceId, ...]
-
-
 class Solved(NamedTuple):
     """The best sum found, the bound that no plan can be below, and the seats of the best."""
 
     cost: float
     bound: float
-    seats: list[SeatColumn]
+    seats: list[Column]
 
 
 class Program:
@@ -46,7 +37,7 @@ class Program:
         self.cost: list[float] = []
         self.integer: list[int] = []
         self.upper: list[float] = []
-        self.seats: dict[int, SeatColumn] = {}
+        self.seats: dict[int, Column] = {}
         self._rows: list[tuple[dict[int, float], float, float]] = []
 
     def column(self, cost: float, upper: float = np.inf, integer: bool = False) -> int:
@@ -126,7 +117,7 @@ def _add(
             for chosen in combinations(fitting, count):
                 column = program.column(wish.hold + offered.cost, wish.most, integer=True)
                 seats[site].append(column)
-                program.seats[column] = SeatColumn(wish.name, site, str(node.node_id), chosen)
+                program.seats[column] = Column(wish.name, site, node.node_id, chosen)
                 for device_id in chosen:
                     memory[node.node_id, device_id][column] = each_gib
     _add_flow(program, wish, seats)

@@ -56,7 +56,7 @@ NEW_DEPLOYMENT: Final = 12
 ROLLOUT_AT: Final = 5 * DAY
 ROLLOUT_DEPLOYMENT: Final = 5
 LIMITS: Final = PlanLimits(moves_share=0.05, effort=20)
-FIRST: Final = PlanLimits(starts_max=10**6, endings_max=10**6, effort=400)
+FIRST: Final = PlanLimits(starts_max=10**6, endings_max=10**6, effort=1_500)
 
 
 class Planet:
@@ -202,6 +202,10 @@ class Planet:
                 held[int(placement.deployment_id[1:])].append(placement.node_id)
         return held
 
+    def memory_bytes(self) -> int:
+        """Return what all replicas hold of their devices."""
+        return sum(p.memory_bytes * len(p.device_ids) for p in self.placements.values())
+
     def roll(self, asked: Floats, seed: int) -> str:
         """Take the rollout on, once it is due; return what happened to it."""
         if self.minute == ROLLOUT_AT:
@@ -286,6 +290,7 @@ def planned(planet: Planet) -> dict[str, Any]:
         "unmet": len(decided.unmet),
         "frozen": decided.frozen,
         "breaches": breaches(planet),
+        "memory_tib": round(planet.memory_bytes() / 2**40, 2),
     }
 
 

@@ -33,7 +33,9 @@ def _hour(rows: list[dict[str, Any]]) -> dict[str, float]:
         "rtt_p90_all_ms": round(
             float(np.average([r["rtt_p90_all_ms"] for r in rows], weights=asked)), 2
         ),
+        "rtt_p90_ms": round(float(np.average([r["rtt_p90_ms"] for r in rows], weights=asked)), 2),
         "replicas": rows[-1]["replicas"],
+        "memory_tib": plans[-1]["memory_tib"],
         "nodes_lost_most": max(row["lost"] for row in rows),
         "plans": len(plans),
         "starts": sum(row["starts"] for row in plans),
@@ -64,6 +66,9 @@ def main() -> None:
     print(
         f"moves an hour after the first day: median {steady[len(steady) // 2]} %, {over} over 1 %"
     )
+    for name in ("memory_tib", "rtt_p90_ms", "rtt_p90_all_ms", "rtt_mean_ms"):
+        after = [hour[name] for hour in hours[24:] or hours]
+        print(f"{name} after the first day: mean {np.mean(after):.1f}, most {max(after):.1f}")
     print(f"least served in a minute: {min(row['served_share'] for row in rows)}")
     for row in rows:
         if "rollout" in row:

@@ -6,6 +6,7 @@ to is worth more by what starting it again would cost. It ends now; its place is
 
 from collections import defaultdict
 from collections.abc import Collection, Sequence
+from operator import itemgetter
 from typing import Final
 
 import msgspec
@@ -25,6 +26,9 @@ CHAIN: Final = 2
 """How often what was pushed from its seat may push another."""
 
 EVERY: Final = 10**6
+
+Way = tuple[float, list[Holder]]
+"""What is lost, and who leaves."""
 
 
 class Yielding(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,8 +75,8 @@ class Exchange:
     def _wanted_by(self, number: int) -> dict[tuple[int, int], Blocked]:
         """Return where a wish at its maximum would rather have one of its new seats."""
         search, wish = self._search, self._search.wishes[number]
-        own = self._least_missed(number)
-        if own is None or len(wish.seats) < wish.most:
+        own = self._least_missed(number) if len(wish.seats) >= wish.most else None
+        if own is None:
             return {}
         flow, others = wish.flow.copy(), wish.pops()
         flow.remove(own.site, own.room)
@@ -141,22 +145,29 @@ class Exchange:
                 if soon.net > ENOUGH:
                     search.take(wish, soon, waits=True)
                 return False
-        return any(
-            self._try(blocked, [*own, *leaving]) for leaving in self.cheapest(blocked, holders)
-        )
+        best, chosen = 0.0, None
+        for leaving in self.cheapest(blocked, holders):
+            saved = Saved(search)
+            lowered = self._tried(saved, blocked, [*own, *leaving])[0]
+            saved.undo()
+            if lowered > best:
+                best, chosen = lowered, [*own, *leaving]
+        if chosen is None:
+            return False
+        _, worth = self._tried(Saved(search), blocked, chosen)
+        if worth:
+            self._note(blocked, worth, [holder for holder in chosen if holder[1].placement])
+        return True
 
-    def _try(self, blocked: Blocked, leaving: Sequence[Holder]) -> bool:
-        """Seat what is blocked in the place of those leaving; keep it if the whole is better."""
-        saved = Saved(self._search)
-        standing = [holder for holder in leaving if holder[1].placement]
+    def _tried(
+        self, saved: Saved, blocked: Blocked, leaving: Sequence[Holder]
+    ) -> tuple[float, Worth | None]:
+        """Seat what is blocked in the place of those leaving; return by how much it is better."""
+        standing = sum(1 for _, seated in leaving if seated.placement)
         worth = self._force([saved], blocked, leaving)
         # What has ended must not have to be started again for a guess that was too high.
-        least = ENOUGH + 2 * START * len(standing)
-        if worth and saved.cost_now() < saved.cost_before() - least:
-            self._note(blocked, worth, standing)
-            return True
-        saved.undo()
-        return False
+        least = ENOUGH + 2 * START * standing
+        return (saved.cost_before() - saved.cost_now() - least, worth) if worth else (0.0, None)
 
     def _force(
         self, saved: Sequence[Saved], blocked: Blocked, leaving: Sequence[Holder]
@@ -213,17 +224,20 @@ class Exchange:
     def cheapest(self, blocked: Blocked, holders: dict[NodeId, list[Holder]]) -> list[list[Holder]]:
         """Return whose leaving would make the room at a site, the least lost first."""
         wish = self._search.wishes[blocked.wish]
-        ways: list[tuple[float, list[Holder]]] = []
+        ways: list[Way] = []
+        nodes = wish.deployment.engine.nodes
         for node in wish.nodes_of[blocked.site]:
             there = [h for h in holders.get(node.node_id, []) if h[0] != blocked.wish]
             losses = {id(s): self._loss_for(blocked, number, s) for number, s in there}
-            lost, leaving = self._on_node(blocked, node.node_id, there, losses)
-            if lost < np.inf and not (lost > blocked.net and any(s.placement for _, s in leaving)):
-                ways.append((lost, leaving))
-        ways.sort(key=lambda way: way[0])
-        nodes = wish.deployment.engine.nodes
+            here = self._on_node(blocked, node.node_id, there, losses)
+            for lost, leaving in here if nodes == 1 else here[:1]:
+                if lost <= blocked.net or not any(s.placement for _, s in leaving):
+                    ways.append((lost, leaving))
+        ways.sort(key=itemgetter(0))
         if nodes == 1:
-            return [leaving for _, leaving in ways[:2]]
+            # Others of the same deployments are no other way.
+            apart = {tuple(sorted(number for number, _ in way[1])): way for way in reversed(ways)}
+            return [leaving for _, leaving in sorted(apart.values(), key=itemgetter(0))[:2]]
         all_of_them = {id(holder[1]): holder for _, there in ways[:nodes] for holder in there}
         return [list(all_of_them.values())] if len(ways) >= nodes else []
 
@@ -242,26 +256,26 @@ class Exchange:
 
     def _on_node(
         self, blocked: Blocked, node_id: NodeId, there: list[Holder], losses: dict[int, float]
-    ) -> tuple[float, list[Holder]]:
-        """Choose who leaves one node: on each device those that lose least for what they free."""
+    ) -> list[Way]:
+        """Return who may leave a node: on each device those that lose least for what they free."""
         search, wish = self._search, self._search.wishes[blocked.wish]
         needed = wish.memory_bytes // wish.deployment.engine.devices
         device_class = search.ground.sites[blocked.site].device_class
-        ways: list[tuple[float, list[Holder]]] = []
+        ways: list[Way] = []
         for device in search.ground.nodes[node_id].devices:
             if device.device_class != device_class or not device.healthy:
                 continue
             if device.memory_bytes < needed:
                 continue
             ways.append(self._on_device(node_id, device.device_id, needed, there, losses))
-        ways = sorted((w for w in ways if w[0] < np.inf), key=lambda w: w[0])
+        ways = sorted((w for w in ways if w[0] < np.inf), key=itemgetter(0))
         count = wish.deployment.engine.devices_per_node
-        if len(ways) < count:
-            return np.inf, []
+        if count == 1 or len(ways) < count:
+            return ways if count == 1 else []
         leaving: dict[int, Holder] = {}
         for _, holders in ways[:count]:
             leaving.update({id(holder[1]): holder for holder in holders})
-        return sum(losses[key] for key in leaving), list(leaving.values())
+        return [(sum(losses[key] for key in leaving), list(leaving.values()))]
 
     def _on_device(
         self,
@@ -270,7 +284,7 @@ class Exchange:
         needed: int,
         there: list[Holder],
         losses: dict[int, float],
-    ) -> tuple[float, list[Holder]]:
+    ) -> Way:
         short = needed - self._search.ground.free[node_id, device_id]
         if short <= 0:
             return 0.0, []

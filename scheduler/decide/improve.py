@@ -31,7 +31,7 @@ class Improve:
         self._search = search
         self._effort = Effort(effort)
         self._exchange = Exchange(search, settle_s, self._effort)
-        self._shift = Shift(search, self._exchange, self._effort)
+        self._shift = Shift(search, self._exchange, self._move, self._effort)
 
     @property
     def yielding(self) -> list[Yielding]:
@@ -164,8 +164,11 @@ class Improve:
         sites = sites[sites != but]
         if not len(sites) or len(wish.seats) >= wish.most:
             return
-        needs = np.array([wish.need(search.ground.sites[int(s)].pop).worth for s in sites])
-        guesses = needs + (wish.flow.bounds(sites, wish.rooms[sites]) if len(wish.cities) else 0.0)
+        guesses = np.zeros(len(sites))
+        if len(wish.cities):
+            guesses = wish.flow.bounds(sites, wish.rooms[sites])
+        if not wish.lacks_nothing():
+            guesses += [wish.need(search.ground.sites[int(s)].pop).worth for s in sites]
         order = np.argsort(-guesses, kind="stable")[:TRIED_PER_SEAT]
         best: Worth | None = None
         for site in sites[order]:

@@ -8,21 +8,18 @@ clearly less than what wants its place, and what wants it is seated when the roo
 from collections.abc import Sequence
 from enum import StrEnum
 from heapq import heapify, heappop, heappush
-from typing import Final
 
 import msgspec
 import numpy as np
 
-from isochrone.wire.ids import PopId
-from scheduler.decide.flow import EPSILON
+from scheduler.decide.flow import EPSILON, NOTHING, Floats
 from scheduler.decide.ground import Ground, Offered
 from scheduler.decide.score import GIB, START
 from scheduler.decide.wish import Need, Seated, Wish
 
 Entry = tuple[float, float, float, int, int, int]
-"""-tier, -first key, -second key, wish, site, the wish's stamp when its worth was last read."""
-
-GUESSED: Final = -1
+"""-tier, -first key, -second key, wish, site, the wish's stamp when its worth was last read; where
+that was only guessed, the stamp's complement."""
 
 
 class Order(StrEnum):
@@ -60,6 +57,7 @@ class Search:
         self.blocked: dict[tuple[int, int], Blocked] = {}
         self._left = starts_max
         self._order = Order.DENSITY
+        self._guessed: dict[int, tuple[int, Floats]] = {}
         self._site_pops = [site.pop for site in ground.sites]
 
     @property
@@ -72,14 +70,20 @@ class Search:
         self._order = order
         heap: list[Entry] = []
         for number in range(len(self.wishes)) if only is None else only:
-            heap.extend(self._guesses(number, self.wishes[number]))
+            heap.extend(self._guesses(number))
         heapify(heap)
         while heap and self._left > 0:
-            entry = heappop(heap)
-            number, site, stamp = entry[3], entry[4], entry[5]
+            _, _, _, number, site, stamp = heappop(heap)
             wish = self.wishes[number]
             if len(wish.seats) >= wish.most:
                 continue
+            if stamp not in (wish.stamp, ~wish.stamp):
+                # All of a wish are guessed at once: most then need no closer look.
+                guessed = self._guess(number, site)
+                if guessed is None or (heap and guessed > heap[0]):
+                    if guessed:
+                        heappush(heap, guessed)
+                    continue
             worth = self.worth(number, site)
             if worth is None or worth.net <= EPSILON:
                 continue
@@ -167,31 +171,34 @@ class Search:
             waits=waits,
         )
 
-    def _guesses(self, number: int, wish: Wish) -> list[Entry]:
+    def _guesses(self, number: int) -> list[Entry]:
         """Return an entry for each site that may pay, with at least what it is worth."""
-        sites = np.flatnonzero(wish.rooms > 0)
-        if not len(sites) or len(wish.seats) >= wish.most:
+        wish = self.wishes[number]
+        if not wish.rooms.any() or len(wish.seats) >= wish.most:
             return []
-        saves = np.zeros(len(sites))
-        if len(wish.cities):
-            saves = wish.flow.bounds(sites, wish.rooms[sites])
-        needs: dict[PopId, Need] = {}
-        entries = []
-        most_needed = max(
-            (self._need(wish, pop, needs).worth for pop in wish.needed_in()), default=0
-        )
-        for place in np.flatnonzero(saves + most_needed > wish.hold + START):
-            site = int(sites[place])
-            need = self._need(wish, self._site_pops[site], needs)
-            net = float(saves[place]) + need.worth - wish.hold - START
-            if net > 0:
-                entries.append(self._key(number, site, need, net, GUESSED))
-        return entries
+        most_needed = max((wish.need(pop).worth for pop in wish.needed_in()), default=0)
+        may_pay = (wish.rooms > 0) & (self._saves(number) + most_needed > wish.hold + START)
+        guesses = (self._guess(number, int(site)) for site in np.flatnonzero(may_pay))
+        return [guess for guess in guesses if guess]
 
-    def _need(self, wish: Wish, pop: PopId, known: dict[PopId, Need]) -> Need:
-        if pop not in known:
-            known[pop] = wish.need(pop)
-        return known[pop]
+    def _guess(self, number: int, site: int) -> Entry | None:
+        """Return an entry with at least what a seat more at a site is worth, if it may pay."""
+        wish = self.wishes[number]
+        need = wish.need(self._site_pops[site])
+        net = float(self._saves(number)[site]) + need.worth - wish.hold - START
+        return self._key(number, site, need, net, ~wish.stamp) if net > 0 else None
+
+    def _saves(self, number: int) -> Floats:
+        """Return for each site at least what a seat more of a wish would save."""
+        wish = self.wishes[number]
+        stamp, saves = self._guessed.get(number, (-1, NOTHING))
+        if stamp != wish.stamp:
+            saves = np.zeros(len(wish.rooms))
+            if len(wish.cities):
+                sites = np.flatnonzero(wish.rooms > 0)
+                saves[sites] = wish.flow.bounds(sites, wish.rooms[sites])
+            self._guessed[number] = wish.stamp, saves
+        return saves
 
     def _entry(self, number: int, site: int, worth: Worth, stamp: int) -> Entry:
         return self._key(number, site, worth.need, worth.net, stamp)

@@ -1,10 +1,11 @@
 """Seats forced elsewhere, to see what follows: the way out of a plan that no one exchange betters.
 
-A seat is moved to a site whether or not that pays it, whoever is in its way leaves, and all are
-filled and exchanged anew; a large model may leave a PoP to its neighbours only so. What comes of it
-is kept if the whole is better.
+A seat is moved to a site whether or not that pays it, whoever is in its way leaves, its fellows
+move to where they are better off, and all are filled and exchanged anew; a large model may leave a
+PoP to its neighbours only so. What comes of it is kept if the whole is better.
 """
 
+from collections.abc import Callable
 from typing import Final
 
 import numpy as np
@@ -24,9 +25,16 @@ EJECTED_TRIED: Final = 6
 class Shift:
     """Forced moves of what this plan would start; placements that stand are left alone."""
 
-    def __init__(self, search: Search, exchange: Exchange, effort: Effort) -> None:
+    def __init__(
+        self,
+        search: Search,
+        exchange: Exchange,
+        move: Callable[[int, Seated], bool],
+        effort: Effort,
+    ) -> None:
         self._search = search
         self._exchange = exchange
+        self._move = move
         self._effort = effort
 
     def run(self) -> bool:
@@ -55,6 +63,9 @@ class Shift:
         search.untake(search.wishes[number], seated)
         ejected = self._seat(number, site)
         if ejected is not None:
+            wish = search.wishes[number]
+            for other in [s for s in wish.seats if s.seat and not s.waits and s.site != site]:
+                self._move(number, other)
             search.blocked.clear()
             search.fill()
             if self._eject_on(ejected, saved, before):

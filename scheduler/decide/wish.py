@@ -5,6 +5,7 @@ has more room in the same measure.
 """
 
 from collections.abc import Sequence
+from typing import Final
 
 import msgspec
 import numpy as np
@@ -57,6 +58,9 @@ class Need(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
 
 
+NOTHING_NEEDED: Final = Need(tier=0, worth=0.0, reason="")
+
+
 class Wish:
     """A deployment, and the seats it has at this point of the search."""
 
@@ -82,6 +86,7 @@ class Wish:
         self.nodes_of = ground.may_hold(deployment, model)
         self.stamp = 0
         self.seats: list[Seated] = []
+        self._held: tuple[int, frozenset[PopId]] = (-1, frozenset())
         rates = {
             name: rates_on(name, deployment, model, profiles) for name in ground.device_classes
         }
@@ -117,12 +122,25 @@ class Wish:
         """Return the PoP of each seat."""
         return [seated.pop for seated in self.seats]
 
+    def _held_pops(self) -> frozenset[PopId]:
+        """Return the PoPs that have a seat, read once a change."""
+        if self._held[0] != self.stamp:
+            self._held = self.stamp, frozenset(seated.pop for seated in self.seats)
+        return self._held[1]
+
     def is_coming(self) -> bool:
         """Say whether a replica is on its way up."""
         return any(s.placement and s.placement.state in COMING for s in self.seats)
 
+    def lacks_nothing(self) -> bool:
+        """Say that a seat more could mend nothing but waits, wherever it is."""
+        enough = len(self.seats) >= max(1, self.least) and not self.deployment.policy.keep_warm
+        return enough and len(self._held_pops()) >= min(2, self.most)
+
     def need(self, pop: PopId) -> Need:
         """Return what a seat more in `pop` would mend: the minimum, a PoP kept warm, the spread."""
+        if self.lacks_nothing():
+            return NOTHING_NEEDED
         policy, pops = self.deployment.policy, self.pops()
         worth = self.shortfall(pops) - self.shortfall([*pops, pop])
         if pop in policy.keep_warm and pop not in pops:
@@ -135,9 +153,9 @@ class Wish:
 
     def needed_in(self) -> list[PopId]:
         """Return PoPs among which is one where a seat more would mend most."""
-        held = self.pops()
-        others = [site.pop for site in self.ground.sites if site.pop not in held]
-        return [*self.deployment.policy.keep_warm, *others[:1], *held[:1]]
+        held = self._held_pops()
+        other = next(([site.pop] for site in self.ground.sites if site.pop not in held), [])
+        return [*self.deployment.policy.keep_warm, *other, *self.pops()[:1]]
 
     def shortfall(self, pops: Sequence[PopId]) -> float:
         """Return what seats in `pops` leave wanting beside waits, in the measure of score.py."""
