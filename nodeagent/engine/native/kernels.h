@@ -18,6 +18,8 @@
 
 #define LANES 16
 #define LINE 64
+#define GROUP 32   /* neighbouring weights of a row with a scale in common */
+#define TILE LANES /* rows of a matrix that lie together */
 #define LOG2_E 1.44269504f
 /* So many numbers are done before another thread has begun; soon; and after long. */
 #define SMALL 16384
@@ -80,6 +82,8 @@ void keep(const float *mixed, int64_t rows, int64_t heads, const int64_t *slots,
 void attend(const float *mixed, int64_t heads, const float *slots, int64_t block_tokens,
             int64_t kv_heads, int64_t dim, const int64_t *tables, int64_t width,
             const int64_t *pieces, int64_t count, int64_t window, int64_t threads, float *out);
+
+INLINED int64_t group_bytes(int64_t bits) { return GROUP * TILE * bits / 8 + 4 * TILE; }
 
 /* Where the processor can. */
 int64_t multiply(const uint8_t *packed, int64_t bits, int64_t rows, int64_t columns, const float *x,
