@@ -34,6 +34,7 @@ from tests.integration.engine.test_drafting import answer, config_of, folder, wr
 from tests.integration.engine.test_lora import ATTENTION, MLP, write_adapter
 
 TIMEOUT_S = 30.0
+ADAPTED = ("llama", "qwen3_moe")
 
 
 def prepare(folder: Path, family: str, kind: str) -> Path:
@@ -83,7 +84,7 @@ def run(path: Path, split: Split) -> list[list[list[list[float]]]]:
         front.clear([5])
         assert torch.equal(front.read_blocks([2, 5])[0], held[1])
         assert not front.read_blocks([5]).any()
-        if (path / "config.json").exists():
+        if share.whole.family in ADAPTED and (path / "config.json").exists():
             hold_to_one(path, front)
         return logits
     finally:
@@ -136,7 +137,8 @@ def drafts(path: Path, kind: str, tensor: int, pipeline: int) -> list[Any]:
         if kind == "head":
             first, second = (features._slots for features in heard)
             assert first.abs().sum() > 1
-            assert torch.allclose(first, second[: len(first)], atol=1e-4, rtol=0)
+            slots = min(len(first), len(second))
+            assert torch.allclose(first[:slots], second[:slots], atol=1e-4, rtol=0)
         return told
     finally:
         crew.end()
