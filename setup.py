@@ -17,6 +17,7 @@ HOT = (
     "router/apis/openai/hot.py",
     "router/dataplane/connection.py",
     "router/dataplane/deadlines.py",
+    "router/dataplane/errand.py",
     "router/dataplane/exchange.py",
     "router/dataplane/http1.py",
     "router/dataplane/requests.py",

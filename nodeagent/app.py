@@ -11,12 +11,11 @@ from time import monotonic
 from aiohttp import web
 
 from isochrone import __version__
-from isochrone.service.config import ConfigError
-from isochrone.service.control import ControlLink, join
+from isochrone.service.control import ControlLink
 from isochrone.service.door import open_door
-from isochrone.service.identity import Identity, IdentityError, load_identity
+from isochrone.service.joining import identify
 from isochrone.service.loop import Loop
-from isochrone.service.notify import notify, watchdog_interval_s
+from isochrone.service.notify import feed_watchdog, notify
 from isochrone.service.revocation import refusing
 from isochrone.service.tls import client_context, node_context
 from isochrone.wire.control import PeerRole, ToAgent
@@ -44,16 +43,10 @@ log = logging.getLogger(__name__)
 
 async def serve(config: NodeConfig, stopping: asyncio.Event) -> int:
     """Run one node's agent until `stopping`; return its exit code."""
-    identity = await _identify(config)
+    node = await _open_node(config)
     chance = random.Random()  # noqa: S311 - jitter, not secrets
-    node = Node(
-        identity,
-        BootId(secrets.token_hex(8)),
-        Ledger(config.state),
-        await asyncio.to_thread(Devices, config.cpu_memory_bytes),
-    )
-    door_tls = node_context(identity) if config.door_tls else None
-    peer_tls = client_context(identity) if config.door_tls else None
+    door_tls = node_context(node.identity) if config.door_tls else None
+    peer_tls = client_context(node.identity) if config.door_tls else None
     artifacts = _artifacts(config, node, chance, peer_tls)
     engines = Engines(
         config.state / "engines",
@@ -73,7 +66,7 @@ async def serve(config: NodeConfig, stopping: asyncio.Event) -> int:
     )
     link = ControlLink(
         urls=config.schedulers,
-        identity=identity,
+        identity=node.identity,
         boot_id=node.boot_id,
         incoming=ToAgent,
         progress=node.progress,
@@ -89,7 +82,6 @@ async def serve(config: NodeConfig, stopping: asyncio.Event) -> int:
     node.nudge_report = report.nudge
     duties = (report, pulse, *_what_makes_it_so(config, node, supervisor, artifacts))
 
-    await node.restore()
     await _take_up_survivors(node, engines, supervisor)
     door = Door(supervisor, Siblings(peer_tls, monotonic))
     async with open_door(
@@ -101,7 +93,7 @@ async def serve(config: NodeConfig, stopping: asyncio.Event) -> int:
         log.info("serving", extra={"fields": {"port": port, "node": node.node_id}})
         async with asyncio.TaskGroup() as tasks:
             runs = [duty.run() for duty in duties]
-            owned = [tasks.create_task(run) for run in (*runs, link.run(), _feed_watchdog())]
+            owned = [tasks.create_task(run) for run in (*runs, link.run(), feed_watchdog())]
             notify("READY=1")
             await stopping.wait()
             door.leaving = True
@@ -111,6 +103,21 @@ async def serve(config: NodeConfig, stopping: asyncio.Event) -> int:
         await supervisor.leave(keep_engines=config.keep_engines_on_stop)
         await engines.close()
     return 0
+
+
+async def _open_node(config: NodeConfig) -> Node:
+    """Return this node with its papers, joining the cluster where it has none, as it was left."""
+    identity = await identify(
+        urls=config.schedulers,
+        token=config.join_token_file,
+        role=PeerRole.AGENT,
+        name=config.name,
+        folder=config.state,
+    )
+    devices = await asyncio.to_thread(Devices, config.cpu_memory_bytes)
+    node = Node(identity, BootId(secrets.token_hex(8)), Ledger(config.state), devices)
+    await node.restore()
+    return node
 
 
 def _what_makes_it_so(
@@ -152,33 +159,6 @@ def _served(door: Door, artifacts: Artifacts, config: NodeConfig, node: Node) ->
     return app
 
 
-async def _identify(config: NodeConfig) -> Identity:
-    """Return this node's papers, joining the cluster where it has none yet."""
-    try:
-        identity = await asyncio.to_thread(load_identity, config.state)
-        if identity is not None:
-            return identity
-        if config.join_token_file is None:
-            raise ConfigError(
-                f"cannot start: {config.state} holds no identity and no join_token_file is given; "
-                "make a token with `isochrone nodes join-token POP`"
-            )
-        token = (await asyncio.to_thread(config.join_token_file.read_text)).strip()
-        return await join(
-            urls=config.schedulers,
-            token=token,
-            role=PeerRole.AGENT,
-            name=config.name,
-            folder=config.state,
-        )
-    except OSError as error:
-        raise ConfigError(
-            f"cannot read the join token {config.join_token_file}: {error.strerror}"
-        ) from error
-    except IdentityError as error:
-        raise ConfigError(str(error)) from error
-
-
 async def _take_up_survivors(node: Node, engines: Engines, supervisor: Supervisor) -> None:
     """Adopt the engines of an earlier life, but those with a tombstone or another spec by now."""
     held = node.assignment
@@ -195,11 +175,3 @@ async def _take_up_survivors(node: Node, engines: Engines, supervisor: Superviso
             supervisor.begin(spec, survivor)
         else:
             await engines.adopt(survivor).stop(kill=True)
-
-
-async def _feed_watchdog() -> None:
-    """Tell systemd that the event loop turns: a hung agent is restarted, its engines adopted."""
-    interval_s = watchdog_interval_s()
-    while interval_s is not None:
-        notify("WATCHDOG=1")
-        await asyncio.sleep(interval_s)

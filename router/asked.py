@@ -1,6 +1,6 @@
 """What is asked for and who asks: what the corridor is given of one request."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
@@ -49,8 +49,8 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
 class Client(Protocol):
     """The caller's end, whichever public surface it came by."""
 
-    def begin(self, status: int, content_type: str, extra: Mapping[str, str]) -> None:
-        """Send the head of a stream."""
+    def begin(self, status: int, content_type: str, lines: str) -> None:
+        """Send the head of a stream; `lines` are headers as they go over the wire."""
 
     def send(self, data: bytes) -> None:
         """Send a part of it."""

@@ -321,6 +321,11 @@ class Fleet:
             if route is not None and route.node_id == node_id:
                 self.health.unreachable(replica_id, self._clock())
 
+    def gone(self, node_id: NodeId) -> int:
+        """A node fell silent, and most others did not; return how many replicas that ejects."""
+        now_s = self._clock()
+        return sum(self.health.gone(one, now_s) for one in self._replicas_on.get(node_id, ()))
+
     def answered(self, route: Route) -> None:
         """A replica answered a request well."""
         if self.health.answered(route.replica_id):

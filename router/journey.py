@@ -1,6 +1,5 @@
 """One request on its way: what was asked, what is known so far, and what it holds."""
 
-from collections.abc import Mapping
 from typing import Final
 
 from isochrone.wire import headers
@@ -17,8 +16,12 @@ from router.decide.tokens_in_flight import Reservation
 from router.waiting import Place
 
 NOTHING_SAID: Final = Said(0, "", True, None)
-STREAM_HEADERS: Final = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+STREAM_LINES: Final = "cache-control: no-cache\r\nx-accel-buffering: no\r\n"
 """Nobody on the way may store a stream or hold it back."""
+
+_TOLD: Final = "".join(
+    [f"{name}: %s\r\n" for name in (headers.REQUEST_ID, headers.POP, headers.NODE, headers.WHY)]
+)
 
 LIVES: Final = 8
 """How many replicas may die under one stream before its client is told."""
@@ -105,18 +108,13 @@ class Journey:
         output = self.said.tokens if self.output_tokens is None else self.output_tokens
         return prompt, min(prompt, self.cached_tokens or 0), output
 
-    def headers(self, allowance: Mapping[str, str]) -> dict[str, str]:
-        """Return what an answer's head tells beside the answer: who gave it, why, what is left."""
+    def lines(self, allowance: str) -> str:
+        """Write what an answer's head tells beside the answer: who gave it, why, what is left."""
         ranked = self.ranked
         assert ranked is not None
         route = ranked.route
-        return {
-            **allowance,
-            headers.REQUEST_ID: self.asked.request_id,
-            headers.POP: route.pop,
-            headers.NODE: route.node_id,
-            headers.WHY: ranked.why,
-        }
+        told: str = _TOLD % (self.asked.request_id, route.pop, route.node_id, ranked.why)
+        return allowance + told
 
     def is_exact(self, head: Head | None) -> bool:
         """Say whether the rest is, token for token, what the first replica would have said."""

@@ -113,7 +113,7 @@ class Metrics(Collector):
         )
         self.ejections = Counter(
             f"{PREFIX}ejections",
-            "Replicas ejected, by cause: failures in a row, more than peers, a failed trial.",
+            "Replicas ejected, by cause: failures in a row, more than peers, a failed trial, gone.",
             ["cause"],
             registry=self.registry,
         )

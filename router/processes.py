@@ -14,13 +14,14 @@ import socket
 import sys
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
 from isochrone.wire import codec
 from isochrone.wire.routes import RouteTable
 from isochrone.wire.usage import Demand, Usage, UsageAck
+from router.config import RouterConfig
 from router.sharing import Prompt, Prompts
 
 log = logging.getLogger(__name__)
@@ -37,6 +38,33 @@ _UP: Final = codec.decoder(Demand | Usage | Prompts)
 _DOWN: Final = codec.decoder(RouteTable | UsageAck | Prompts)
 
 Send = Callable[[msgspec.Struct], Awaitable[bool]]
+
+
+class Worker(NamedTuple):
+    """What makes this process one of several: its number, its end of the pipe, the port."""
+
+    number: int
+    end: socket.socket
+    port: int
+
+
+def worker_of(text: str) -> Worker | None:
+    """Read what the main process says to a worker; None in the main process itself."""
+    if not text:
+        return None
+    number, descriptor, port = (int(part) for part in text.split(":"))
+    return Worker(number, socket.socket(fileno=descriptor), port)
+
+
+def config_of(worker: Worker, config: RouterConfig) -> RouterConfig:
+    """Return by what a worker runs: led by the main process, in a folder of its own."""
+    return msgspec.structs.replace(
+        config,
+        state_folder=config.state_folder / f"worker-{worker.number}",
+        schedulers=(),
+        port=worker.port,
+        private_host="",
+    )
 
 
 class Pipe:

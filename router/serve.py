@@ -17,6 +17,7 @@ from isochrone.wire.ids import ReplicaId
 from isochrone.wire.usage import Outcome
 from router.asked import Asked, Client
 from router.config import RouterConfig
+from router.dataplane.errand import pause
 from router.dataplane.exchange import AttemptFailed, Exchange, Failure
 from router.dataplane.message import Reply
 from router.dataplane.upstream import Upstream
@@ -28,21 +29,33 @@ from router.decide.limits import Entry, Gate, Limited
 from router.decide.pick import Ask, Ranking, Routes, rank
 from router.decide.tokens_in_flight import Reservation
 from router.fleet import Fleet
-from router.journey import STREAM_HEADERS, Journey
+from router.journey import STREAM_LINES, Journey
 from router.metrics import Metrics
 from router.record import Recorder
-from router.waiting import LOOK_AGAIN_S, Impatience, NoRoom, Place, Waiting
+from router.waiting import LOOK_AGAIN_S, NoRoom, Place, Waiting
 
 NO_REPLICA_RETRY_AFTER_S: Final = 10.0
 NOBODY: Final = frozenset[ReplicaId]()
 REFUSALS_MAX: Final = 8
 TURNED_AWAY_MAX: Final = 12
 RETRY_PAUSE_S: Final = 0.05
-OUT_OF_CAPACITY: Final = "3040: Capacity temporarily exceeded, please try again."
-OUT_OF_ROOM_FOR_BODIES: Final = (
-    f"{OUT_OF_CAPACITY} Your waiting requests are as many bytes as may wait: "
-    "send fewer at once, or shorter ones."
+_SENT: Final = "content-type: application/json\r\n" + "".join(
+    [
+        f"{name}: %s\r\n"
+        for name in (
+            headers.REPLICA,
+            headers.REQUEST_ID,
+            headers.CACHE_SALT,
+            headers.TOKENS,
+            headers.UNREAD_TOKENS,
+            headers.PREFILL_MS,
+            headers.ROUTER,
+            headers.DEADLINE_MS,
+        )
+    ]
 )
+"""What a request to a node tells it, beside the client's own body."""
+
 CONTINUED: Final = b": continued on another replica, not token for token\n\n"
 
 
@@ -77,7 +90,7 @@ class Corridor:
         estimate = self._fleet.tokens_of(asked.deployment.deployment_id, asked.text_bytes)
         journey = Journey(asked, estimate)
         entry = self._admit(journey)
-        allowance = entry.headers(self._clock())
+        allowance = entry.lines(self._clock())
         try:
             answer = await self._pick_and_forward(journey)
             if answer.is_stream:
@@ -129,7 +142,7 @@ class Corridor:
                 if failed:
                     # Everyone failed once: perhaps it was no more than that.
                     failed.clear()
-                    await asyncio.sleep(RETRY_PAUSE_S)
+                    await pause(RETRY_PAUSE_S)
                     continue
             must_wait = self.waiting.must_wait(place) or len(refused) >= REFUSALS_MAX
             if must_wait or not ranking.routes:
@@ -157,7 +170,8 @@ class Corridor:
                 failed.add(ranked.route.replica_id)
                 failures, failed_at_s = failures + 1, self._clock()
                 self._ill(ranked)
-                if failures >= self._config.attempts_max or not self._may_retry():
+                is_paid = error.failure is Failure.GONE
+                if failures >= self._config.attempts_max or not (is_paid or self._may_retry()):
                     raise ApiError(
                         ErrorCode.UPSTREAM,
                         f"cannot answer: {error} (attempt {failures})",
@@ -202,6 +216,10 @@ class Corridor:
         if cause:
             self._metrics.ejections.labels(cause).inc()
 
+    def let_go(self, address: str, since_s: float) -> None:
+        """A node is gone, and silent `since_s`: let who waits for it go elsewhere."""
+        self._upstream.let_go(address, since_s, self._may_retry)
+
     def _may_retry(self) -> bool:
         if self._budget.withdraw(self._clock()):
             return True
@@ -238,7 +256,7 @@ class Corridor:
             self._metrics.refusals.labels(refusal.why.value).inc()
             raise ApiError(
                 ErrorCode.OUT_OF_CAPACITY,
-                OUT_OF_ROOM_FOR_BODIES if refusal.why is Impatience.BYTES else OUT_OF_CAPACITY,
+                str(refusal),
                 retry_after_s=come_back_s(
                     self.waiting.retry_after_s(place), journey.asked.request_id
                 ),
@@ -255,27 +273,26 @@ class Corridor:
         patience_s = self._config.first_byte_timeout_s
         if not asked.is_stream:
             patience_s += output_tokens * self._config.token_timeout_s
-        sent = {
-            "content-type": "application/json",
-            headers.REPLICA: route.replica_id,
-            headers.REQUEST_ID: asked.request_id,
-            headers.CACHE_SALT: asked.key.tenant_id,
-            headers.TOKENS: headers.format_tokens(prompt_tokens, output_tokens),
-            headers.UNREAD_TOKENS: str(ranked.uncached_tokens),
-            headers.PREFILL_MS: str(round(ranked.prefill_ms)),
-            headers.ROUTER: self._fleet.name,
-            headers.DEADLINE_MS: str(round(patience_s * 1000)),
-        }
+        lines: str = _SENT % (
+            route.replica_id,
+            asked.request_id,
+            asked.key.tenant_id,
+            headers.format_tokens(prompt_tokens, output_tokens),
+            ranked.uncached_tokens,
+            round(ranked.prefill_ms),
+            self._fleet.name,
+            round(patience_s * 1000),
+        )
         if ranked.queue_tokens_max and journey.turned_away < TURNED_AWAY_MAX:
-            sent[headers.QUEUE_TOKENS_MAX] = str(ranked.queue_tokens_max)
+            lines += f"{headers.QUEUE_TOKENS_MAX}: {ranked.queue_tokens_max}\r\n"
         if said_tokens:
-            sent[headers.SAID] = str(said_tokens)
+            lines += f"{headers.SAID}: {said_tokens}\r\n"
         elif siblings := routes.siblings(ranked):
-            sent[headers.SIBLINGS] = headers.format_siblings(siblings)
-        journey.exchange = exchange = await self._upstream.ask(
+            lines += f"{headers.SIBLINGS}: {headers.format_siblings(siblings)}\r\n"
+        journey.exchange = exchange = self._upstream.ask(
             route.node_id,
             route.address,
-            ("POST", asked.path, sent, journey.body),
+            ("POST", asked.path, lines, journey.body),
             patience_s,
             self._config.answer_bytes_max,
             journey.frames_anew(),
@@ -317,13 +334,11 @@ class Corridor:
         self._fleet.unsent(asked.route, journey.sent, journey.asked.prefix_keys)
         return ranked
 
-    def _reply(
-        self, journey: Journey, exchange: Exchange, client: Client, allowance: dict[str, str]
-    ) -> None:
+    def _reply(self, journey: Journey, exchange: Exchange, client: Client, allowance: str) -> None:
         """Pass a whole answer on."""
         ranked, head = journey.ranked, exchange.head
         assert ranked is not None and head is not None
-        extra = journey.headers(allowance)
+        lines = journey.lines(allowance)
         if head.status == 200:
             journey.note(exchange.usage)
             journey.outcome = Outcome.COMPLETE
@@ -331,20 +346,20 @@ class Corridor:
             hold_to_error(exchange.body, head.status)
             retry_after = head.fields.get(b"retry-after")
             if retry_after:
-                extra["retry-after"] = retry_after.decode("latin-1")
-        client.reply(Reply(head.status, exchange.body, extra))
+                lines += f"retry-after: {retry_after.decode('latin-1')}\r\n"
+        client.reply(Reply(head.status, exchange.body, lines))
         self._learn(journey, ranked)
 
     async def _stream(
-        self, journey: Journey, exchange: Exchange, client: Client, allowance: dict[str, str]
+        self, journey: Journey, exchange: Exchange, client: Client, allowance: str
     ) -> None:
         """Let a stream flow to the client; where its replica dies, another goes on with it."""
         asked, frames, ranked = journey.asked, journey.frames, journey.ranked
         assert frames is not None and ranked is not None
         self._metrics.open_streams.inc()
         try:
-            extra = journey.headers(allowance) | STREAM_HEADERS
-            client.begin(200, "text/event-stream; charset=utf-8", extra)
+            lines = journey.lines(allowance) + STREAM_LINES
+            client.begin(200, "text/event-stream; charset=utf-8", lines)
             await self._flow(journey, client)
             journey.outcome = Outcome.COMPLETE
         except AttemptFailed as failure:

@@ -8,15 +8,20 @@ a thousand who wait cost no more than one.
 
 import asyncio
 from collections.abc import Callable
-from contextlib import suppress
 from enum import Enum
 from typing import Final
 
 from isochrone.wire.ids import DeploymentId, TenantId
+from router.dataplane.errand import Signal
 from router.decide.fair import BytesFull, FairQueue, QueueFull, Ticket
 
 LOOK_AGAIN_S: Final = 0.25
 """Room may come of another router's request ending, which nobody here hears of."""
+OUT_OF_CAPACITY: Final = "3040: Capacity temporarily exceeded, please try again."
+TOO_MANY_BYTES: Final = (
+    f"{OUT_OF_CAPACITY} Your waiting requests are as many bytes as may wait: "
+    "send fewer at once, or shorter ones."
+)
 
 
 class Impatience(Enum):
@@ -30,10 +35,10 @@ class Impatience(Enum):
 
 
 class NoRoom(Exception):
-    """The request waits no longer; `why` says what ended its patience."""
+    """The request waits no longer; `why` says what ended its patience, and the text its client."""
 
     def __init__(self, why: Impatience) -> None:
-        super().__init__(why.value)
+        super().__init__(TOO_MANY_BYTES if why is Impatience.BYTES else OUT_OF_CAPACITY)
         self.why = why
 
 
@@ -60,12 +65,15 @@ class Place(Ticket):
         self.is_queued = False
         self.is_ousted = False
         self.has_begun = False
-        self.woken: asyncio.Future[None] | None = None
+        self.woken: Signal | None = None
 
     def wake(self) -> None:
-        """Let it look, or hear that it was ousted."""
-        if self.woken is not None and not self.woken.done():
-            self.woken.set_result(None)
+        """Let it look, or hear that it was ousted: in a turn of its own, for whoever makes room is
+        in the midst of something.
+        """
+        woken, self.woken = self.woken, None
+        if woken is not None:
+            asyncio.get_running_loop().call_soon(woken.give)
 
 
 class Waiting:
@@ -107,13 +115,14 @@ class Waiting:
         left_s = place.until_s - self._clock()
         if left_s > 0 and not place.is_ousted:
             is_head = self._queue.head(place.lane) is place
-            place.woken = asyncio.get_running_loop().create_future()
+            loop = asyncio.get_running_loop()
+            place.woken = woken = Signal()
+            timer = loop.call_later(min(left_s, LOOK_AGAIN_S) if is_head else left_s, woken.give)
             try:
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(min(left_s, LOOK_AGAIN_S) if is_head else left_s):
-                        await place.woken
+                await woken
             finally:
                 place.woken = None
+                timer.cancel()
         if place.is_ousted:
             raise NoRoom(Impatience.OUSTED)
         if self._clock() >= place.until_s:

@@ -141,6 +141,8 @@ class Acting:
         self.peers: dict[tuple[PeerRole, str], Connected] = {}
         self.nudge_place: Callable[[], None] = _nobody
         self.nudge_publish: Callable[[], None] = _nobody
+        self.unpublished: set[NodeId] | None = None
+        """The nodes of which the table may not be true; None for all of it."""
         self.nudge_prefetch: Callable[[], None] = _nobody
         self.nudge_turn_away: Callable[[], None] = _nobody
         self.large = asyncio.Semaphore(LARGE_AT_ONCE)
@@ -248,6 +250,14 @@ class Acting:
         """Take a new table as the one that routers are told."""
         self.table = table
         self._table_frame = b""
+
+    def publish(self, node_id: NodeId | None = None) -> None:
+        """Have routers told what changed on a node; with none named, whatever changed."""
+        if node_id is None:
+            self.unpublished = None
+        elif self.unpublished is not None:
+            self.unpublished.add(node_id)
+        self.nudge_publish()
 
     def forget_written(self) -> None:
         """Have every report written again: a server that broke may have lost the last of them."""

@@ -17,6 +17,7 @@ from isochrone import __version__
 from isochrone.service.config import ConfigError
 from isochrone.service.door import DoorLimits, errors_as, json_error, open_door
 from isochrone.service.identity import Authority, IdentityError
+from isochrone.service.lag import Held, LagWatch
 from isochrone.service.loop import Loop
 from isochrone.service.metrics import exposition
 from isochrone.service.notify import notify
@@ -54,6 +55,7 @@ from scheduler.store.pool import UNAVAILABLE, open_pool, transaction, using
 log = logging.getLogger(__name__)
 
 INTAKE_CONNECTIONS: Final = 10
+HELD_LOGGED_S: Final = 0.25
 COLLECTED_AFTER: Final = (50_000, 20, 50)
 """A plan makes and drops millions of objects. By Python's own thresholds (700, 10, 10) many outlive
 enough young collections to set off a full one, which walks the whole fleet in memory: every ten
@@ -71,7 +73,7 @@ async def serve(config: SchedulerConfig, stopping: asyncio.Event) -> int:
         lease = Loop("hold_lease", HoldLease(acting).run_once, config.lease_renew_s)
         place = Loop("place", Place(acting).run_once, config.place_interval_s, share_max=0.25)
         publish = Loop(
-            "publish", Publish(acting).run_once, config.publish_interval_s, share_max=0.25
+            "publish", Publish(acting).run_once, config.publish_interval_s, share_max=0.5
         )
         flush = Loop("flush_pulses", FlushPulses(acting).run_once, 2.0)
         prune = Loop("prune", Prune(acting).run_once, 600.0)
@@ -116,6 +118,8 @@ async def serve(config: SchedulerConfig, stopping: asyncio.Event) -> int:
         keeper.start()
         async with asyncio.TaskGroup() as tasks:
             duties = [tasks.create_task(loop.run(), name=loop.name) for loop in loops]
+            lag = LagWatch(metrics.LAG.observe, _note_held)
+            duties.append(tasks.create_task(lag.run(), name="lag"))
             notify("READY=1")
             log.info("serving", extra={"fields": {"admin_port": config.admin_port}})
             await stopping.wait()
@@ -147,6 +151,8 @@ def admin_app(acting: Acting, token_sha256: str, loops: tuple[Loop, ...]) -> web
         for loop in loops:
             metrics.TURNS.labels(loop.name, "ended").set(loop.turns)
             metrics.TURNS.labels(loop.name, "failed").set(loop.failures)
+            metrics.DUTY_SECONDS.labels(loop.name, "all").set(loop.turns_s)
+            metrics.DUTY_SECONDS.labels(loop.name, "last").set(loop.last_turn_s)
         return await show(request)
 
     endpoints = (*ENDPOINTS, *ROLLOUT_ENDPOINTS, *PICTURE_ENDPOINTS)
@@ -180,6 +186,19 @@ def control_app(acting: Acting) -> web.Application:
     app.router.add_get("/v1/router", Routers(acting).handle)
     app.router.add_post("/v1/join", Join(acting).handle)
     return app
+
+
+def _note_held(held: Held) -> None:
+    metrics.HELD.labels(held.by).inc(held.late_s)
+    if held.late_s >= HELD_LOGGED_S:
+        fields = {
+            "ms": round(1000 * held.late_s),
+            "cpu_ms": round(1000 * held.cpu_s),
+            "garbage_ms": round(1000 * held.garbage_s),
+            "by": held.by,
+            "at": held.at,
+        }
+        log.warning("event loop held up", extra={"fields": fields})
 
 
 @asynccontextmanager

@@ -1,6 +1,6 @@
 """Every metric of the scheduler: name, unit, labels."""
 
-from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 REGISTRY = CollectorRegistry()
 
@@ -30,6 +30,18 @@ REFUSED = Counter(
 TURNS = Gauge(
     "isochrone_scheduler_duty_turns", "Turns of each duty, by outcome.", ["duty", "outcome"],
     registry=REGISTRY,
+)  # fmt: skip
+DUTY_SECONDS = Gauge(
+    "isochrone_scheduler_duty_seconds", "Time in turns of each duty: all of it, and the last turn.",
+    ["duty", "of"], registry=REGISTRY,
+)  # fmt: skip
+LAG = Histogram(
+    "isochrone_scheduler_lag_seconds", "How late the event loop turns.",
+    buckets=(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0), registry=REGISTRY,
+)  # fmt: skip
+HELD = Counter(
+    "isochrone_scheduler_held_seconds", "Time the event loop was held up, by what it did then.",
+    ["by"], registry=REGISTRY,
 )  # fmt: skip
 DEMAND_BATCHES = Counter(
     "isochrone_scheduler_demand_batches", "Demand batches heard, by what they were.", ["kind"],

@@ -89,8 +89,18 @@ def _given(limits: dict[str, float | None]) -> dict[str, float]:
 @click.pass_obj
 def keys_list(obj: Context) -> None:
     """List keys, without their secrets."""
+    rows = obj.api.list("/v1/keys")
+    if obj.output == "table":
+        rows = [_as_limited(row) for row in rows]
     columns = ["key_id", "tenant_id", "note", "deployments", "limits", "tokens_today", "revoked"]
-    show_rows(obj.api.list("/v1/keys"), columns, obj.output)
+    show_rows(rows, columns, obj.output)
+
+
+def _as_limited(row: dict[str, Any]) -> dict[str, Any]:
+    """Leave out limits that do not hold, and a count that is kept for keys with a quota alone."""
+    limits = {name: value for name, value in row["limits"].items() if value}
+    is_counted = "tokens_per_day" in limits or "spend_per_day" in limits
+    return {**row, "limits": limits, "tokens_today": row["tokens_today"] if is_counted else None}
 
 
 @keys.command("revoke")
@@ -110,7 +120,7 @@ def events(obj: Context, limit: int, subject: str | None) -> None:
     """What was done, the newest first."""
     query = {"limit": str(limit)} | ({"subject": subject} if subject else {})
     rows = obj.api.ask("GET", "/v1/events", query=query)["data"]
-    show_rows(rows, ["event_id", "actor", "kind", "subject", "reason"], obj.output)
+    show_rows(rows, ["at", "actor", "kind", "subject", "reason"], obj.output)
 
 
 @click.command()

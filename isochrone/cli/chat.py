@@ -49,7 +49,7 @@ async def chat(
         async with (
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=TIMEOUT_S)) as http,
             http.post(
-                f"{endpoint.rstrip('/')}/v1/chat/completions",
+                f"{endpoint.rstrip('/').removesuffix('/v1')}/v1/chat/completions",
                 data=msgspec.json.encode(asked),
                 headers={"authorization": f"Bearer {key}", "content-type": "application/json"},
             ) as response,

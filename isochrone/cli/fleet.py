@@ -1,6 +1,7 @@
 """Commands on what there is: the fleet, its PoPs, nodes and routers."""
 
-from typing import Final
+from collections import Counter
+from typing import Any, Final
 
 import click
 
@@ -59,14 +60,23 @@ def nodes() -> None:
     """GPU servers."""
 
 
-NODE_COLUMNS: Final = ["node_id", "pop", "address", "silent_s", "draining", "revoked", "replicas"]
+NODE_COLUMNS: Final = [
+    "node_id", "pop", "devices", "address", "silent_s", "draining", "revoked", "replicas"
+]  # fmt: skip
 
 
 @nodes.command("list")
 @click.pass_obj
 def nodes_list(obj: Context) -> None:
     """List nodes."""
-    show_rows(obj.api.list("/v1/nodes"), NODE_COLUMNS, obj.output)
+    rows = obj.api.list("/v1/nodes")
+    if obj.output == "table":
+        rows = [{**row, "devices": _devices(row["devices"])} for row in rows]
+    show_rows(rows, NODE_COLUMNS, obj.output)
+
+
+def _devices(rows: list[dict[str, Any]]) -> dict[str, int]:
+    return dict(Counter(row["device_class"] for row in rows))
 
 
 @nodes.command("show")

@@ -12,8 +12,14 @@ from isochrone.wire.model_shape import BadConfig, kv_bytes_per_token, shape_of
 
 READ_BYTES: Final = 4 * 1024 * 1024
 HIDDEN: Final = "."
+"""Also of folders: what a download or git keeps beside the files is no part of the model."""
 KINDS: Final = {"BertModel": "embedding", "BertForSequenceClassification": "rerank"}
 """What architectures that read and write nothing are for; all others chat."""
+
+
+class _Named(msgspec.Struct):
+    architectures: tuple[str, ...] | None = None
+    max_position_embeddings: int = 4096
 
 
 class ManifestError(Exception):
@@ -27,7 +33,8 @@ def artifact_of(folder: Path, source: str, only: tuple[str, ...] = ()) -> Artifa
     paths = [folder / name for name in only] or [
         path
         for path in sorted(folder.rglob("*"))
-        if path.is_file() and not path.name.startswith(HIDDEN)
+        if path.is_file()
+        and not any(part.startswith(HIDDEN) for part in path.relative_to(folder).parts)
     ]
     files = tuple(_file(folder, path) for path in paths)
     if not files:
@@ -45,14 +52,15 @@ def facts_of(folder: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        config = msgspec.json.decode(path.read_bytes())
+        config = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        named = msgspec.convert(config, _Named)
     except msgspec.DecodeError as error:
         raise ManifestError(f"cannot read {path}: {error}") from error
-    architecture = (config.get("architectures") or ["unknown"])[0]
+    architecture = (named.architectures or ("unknown",))[0]
     facts = {
         "architecture": architecture,
         "kind": KINDS.get(architecture, "chat"),
-        "context_tokens": config.get("max_position_embeddings", 4096),
+        "context_tokens": named.max_position_embeddings,
     }
     if facts["kind"] != "chat":
         return facts

@@ -2,7 +2,8 @@
 
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from datetime import UTC, datetime
+from typing import Any, Final
 
 import click
 import msgspec
@@ -10,6 +11,9 @@ from rich.console import Console
 from rich.table import Table
 
 chatter = Console(stderr=True, highlight=False)
+
+PIPED_COLUMNS: Final = 1000
+"""What is read by another program is not folded to a width of the terminal that there is not."""
 
 
 def show_rows(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], output: str) -> None:
@@ -21,8 +25,8 @@ def show_rows(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], output:
     for column in columns:
         table.add_column(column.upper().replace("_", " "), overflow="fold")
     for row in rows:
-        table.add_row(*(cell(row.get(column)) for column in columns))
-    Console(file=sys.stdout, highlight=False).print(table)
+        table.add_row(*(cell(row.get(column), column) for column in columns))
+    _print_table(table)
 
 
 def show_one(row: Mapping[str, Any], output: str) -> None:
@@ -34,21 +38,30 @@ def show_one(row: Mapping[str, Any], output: str) -> None:
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     for name, value in row.items():
-        table.add_row(name, cell(value))
-    Console(file=sys.stdout, highlight=False).print(table)
+        table.add_row(name, cell(value, name))
+    _print_table(table)
 
 
-def cell(value: Any) -> str:
-    """Write one value for a person."""
-    if value is None or value == [] or value == {}:
+def cell(value: Any, name: str = "") -> str:
+    """Write one value for a person; what is named `..._at` is a moment."""
+    if value in (None, "", [], {}):
         return "-"
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, dict):
-        return ", ".join(f"{name}={cell(inner)}" for name, inner in value.items())
+        return ", ".join(f"{field}={cell(inner, field)}" for field, inner in value.items())
     if isinstance(value, list):
         return "; ".join(cell(inner) for inner in value)
+    if isinstance(value, float):
+        if name == "at" or name.endswith("_at"):
+            return f"{datetime.fromtimestamp(value, UTC):%Y-%m-%d %H:%M:%SZ}"
+        return f"{value:.4g}" if abs(value) < 1000 else f"{value:.0f}"
     return str(value)
+
+
+def _print_table(table: Table) -> None:
+    width = None if sys.stdout.isatty() else PIPED_COLUMNS
+    Console(file=sys.stdout, highlight=False, width=width).print(table)
 
 
 def _print_json(data: Any) -> None:

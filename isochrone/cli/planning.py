@@ -144,7 +144,7 @@ def _show(answer: dict[str, Any], output: str) -> None:
     moves = answer["moves"]
     click.echo("; ".join(answer["changes"]) or "as it was saved")
     rest = "" if answer["is_at_rest"] else ", and it is not at rest"
-    click.echo(f"{len(moves)} moves in {answer['rounds']} rounds{rest}; plan {answer['digest']}")
+    click.echo(f"moves: {len(moves)}, rounds: {answer['rounds']}{rest}; plan {answer['digest']}")
     show_rows(moves[:MOVES_SHOWN], ["kind", "deployment_id", "node_id", "pop", "reason"], output)
     if len(moves) > MOVES_SHOWN:
         click.echo(f"and {len(moves) - MOVES_SHOWN} more (-o json shows all)")

@@ -13,6 +13,9 @@ from isochrone.cli.manifest import artifact_of, facts_of
 from isochrone.cli.output import chatter, show_one, show_rows
 
 WAIT_INTERVAL_S: Final = 0.5
+PLACEMENT_COLUMNS: Final = [
+    "replica_id", "node_id", "pop", "state", "state_reason", "ending", "restarts", "reason"
+]  # fmt: skip
 
 
 @click.group()
@@ -73,6 +76,8 @@ def models_add(
     with chatter.status(f"reading {folder}"):
         artifact = artifact_of(folder, source, only)
         facts = facts_of(folder)
+    if not facts:
+        chatter.print(f"{folder} has no config.json: what is not given by an option is assumed")
     body = {
         "model_id": model,
         "architecture": architecture or facts.get("architecture", "unknown"),
@@ -113,7 +118,9 @@ def price_of(text: str) -> dict[str, float]:
 @click.option("--keep-warm", multiple=True, help="A PoP that always holds a replica.")
 @click.option("--allow", multiple=True, help="A PoP or country that may hold it.")
 @click.option("--deny", multiple=True, help="A PoP or country that may not.")
-@click.option("--option", "options", multiple=True, help="Engine option, as name=value.")
+@click.option(
+    "--option", "options", multiple=True, help="Engine option, as name=value; all of them."
+)
 @click.option("--context-tokens", type=int)
 @click.option("--kv-bytes", type=int)
 @click.option("--devices", type=int, help="GPUs of a replica; its engine is split over them.")
@@ -134,7 +141,7 @@ def deploy(obj: Context, /, deployment: str, wait: bool, timeout_s: float, **giv
     else:
         row = obj.api.ask("POST", "/v1/deployments", {**body, "deployment_id": deployment})
     if wait:
-        row = _wait_warm(obj, path, timeout_s)
+        row = _wait_warm(obj, deployment, timeout_s)
     show_one(row, obj.output)
 
 
@@ -162,17 +169,20 @@ def _deployment_body(before: dict[str, Any], given: dict[str, Any]) -> dict[str,
     return body
 
 
-def _wait_warm(obj: Context, path: str, timeout_s: float) -> dict[str, Any]:
+def _wait_warm(obj: Context, deployment: str, timeout_s: float) -> dict[str, Any]:
     deadline = time.monotonic() + timeout_s
     with chatter.status("waiting") as spinner:
         while True:
-            row: dict[str, Any] = obj.api.ask("GET", path)
+            row: dict[str, Any] = obj.api.ask("GET", f"/v1/deployments/{segment(deployment)}")
             if row["replicas"].get("warm"):
                 return row
+            seats = obj.api.list("/v1/placements", {"deployment_id": deployment})
             counts = ", ".join(f"{n} {state}" for state, n in row["replicas"].items())
-            spinner.update(f"{counts or 'not placed yet'} {'; '.join(row['unmet'])}")
+            said = (f"{s['node_id']}: {s['state_reason']}" for s in seats if s["state_reason"])
+            so_far = "; ".join((counts or "not placed yet", *row["unmet"], *said))
+            spinner.update(so_far)
             if time.monotonic() > deadline:
-                raise AdminError(f"not warm after {timeout_s:g} s: {counts} {row['unmet']}")
+                raise AdminError(f"cannot say it is warm after {timeout_s:g} s: {so_far}")
             time.sleep(WAIT_INTERVAL_S)
 
 
@@ -212,8 +222,8 @@ def deployments_delete(obj: Context, deployment: str) -> None:
 def placements(obj: Context, deployment: str | None) -> None:
     """Where replicas are, and why."""
     query = {"deployment_id": deployment} if deployment else None
-    columns = ["replica_id", "node_id", "pop", "state", "ending", "restarts", "reason"]
-    show_rows(obj.api.list("/v1/placements", query), columns, obj.output)
+    rows = obj.api.list("/v1/placements", query)
+    show_rows(rows, PLACEMENT_COLUMNS, obj.output)
 
 
 @click.command()

@@ -1,4 +1,4 @@
-"""The peer's end of the control conversation: join once, then one WebSocket, redialled for ever.
+"""The peer's end of the control conversation: one WebSocket, redialled for ever.
 
 Losing the scheduler changes nothing for a peer: it goes on with what it has and keeps dialling.
 """
@@ -16,15 +16,12 @@ import aiohttp
 import msgspec
 
 from isochrone.service import identity as papers
-from isochrone.service.identity import Identity, IdentityError
+from isochrone.service.identity import Identity
 from isochrone.service.renewal import Renewal
-from isochrone.service.tls import client_context, trusting
+from isochrone.service.tls import client_context
 from isochrone.wire import codec
 from isochrone.wire.control import (
     Challenge,
-    JoinReply,
-    JoinRequest,
-    PeerRole,
     Refused,
     RefusedCode,
     Register,
@@ -42,7 +39,6 @@ SILENCE_S: Final = 20.0
 BACKOFF_MIN_S: Final = 0.2
 BACKOFF_MAX_S: Final = 10.0
 WAIT_MAX_S: Final = 60.0
-ANSWER_BYTES_MAX: Final = 256 * 1024
 
 
 class Progress(NamedTuple):
@@ -266,71 +262,3 @@ class ControlLink:
                 extra={"fields": {"scheduler": url, "reason": reason}},
             )
         self.last_refusal = reason
-
-
-async def join(
-    *, urls: Sequence[str], token: str, role: PeerRole, name: str, folder: Path
-) -> Identity:
-    """Trade a one-time token for a certificate and keep it in `folder`, or raise IdentityError."""
-    known = papers.parse_join_token(token)
-    if known is None:
-        raise IdentityError("cannot join: the token is not of the form ij1_..., copy it whole")
-    key_pem = papers.new_key_pem()
-    request = JoinRequest(token=token, role=role, name=name, csr_pem=papers.make_csr(key_pem, name))
-    reply = await _ask_to_join(urls, request, known.fingerprint)
-    _check_authority(reply.ca_pem, known.fingerprint)
-    identity = Identity(
-        name=reply.name,
-        role=role,
-        pop=reply.pop,
-        cluster_id=reply.cluster_id,
-        key_pem=key_pem,
-        certificate_pem=reply.certificate_pem,
-        ca_pem=reply.ca_pem,
-    )
-    await asyncio.to_thread(papers.save_identity, folder, identity)
-    return identity
-
-
-async def _ask_to_join(urls: Sequence[str], request: JoinRequest, fingerprint: str) -> JoinReply:
-    problems: list[str] = []
-    timeout = aiohttp.ClientTimeout(total=10.0, sock_connect=CONNECT_TIMEOUT_S)
-    async with aiohttp.ClientSession(timeout=timeout) as http:
-        for url in (url.rstrip("/") for url in urls):
-            try:
-                async with http.post(
-                    f"{url}/v1/join",
-                    data=msgspec.json.encode(request),
-                    headers={"content-type": "application/json"},
-                    ssl=await _trust(http, url, fingerprint),
-                ) as response:
-                    body = await response.content.read(ANSWER_BYTES_MAX)
-                    if response.status == 200:
-                        return msgspec.json.decode(body, type=JoinReply)
-                    problems.append(f"{url} answered {response.status}: {body[:300]!r}")
-            except (aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError) as error:
-                problems.append(f"{url}: {error or type(error).__name__}")
-    raise IdentityError("cannot join: " + "; ".join(problems))
-
-
-async def _trust(http: aiohttp.ClientSession, url: str, fingerprint: str) -> SSLContext | bool:
-    """Return how to know the scheduler before the token is shown to it.
-
-    Its authority is asked for over an unproven connection and held against the fingerprint in the
-    token; only a server that this authority certified then gets to see the token.
-    """
-    if not url.startswith("https:"):
-        return True
-    async with http.get(f"{url}/v1/ca", ssl=False) as response:
-        ca_pem = (await response.content.read(ANSWER_BYTES_MAX)).decode(errors="replace")
-    _check_authority(ca_pem, fingerprint)
-    return trusting(ca_pem)
-
-
-def _check_authority(ca_pem: str, fingerprint: str) -> None:
-    try:
-        is_ours = papers.fingerprint(ca_pem).startswith(fingerprint)
-    except ValueError:
-        is_ours = False
-    if not is_ours:
-        raise IdentityError("cannot join: the authority is not the one that the token names")

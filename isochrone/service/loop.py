@@ -57,6 +57,7 @@ class Loop:
         self.failures = 0
         self.last: object = None
         self.last_turn_s = 0.0
+        self.turns_s = 0.0
         self._run_once = run_once
         self._interval_s = interval_s
         self._jitter = jitter
@@ -102,6 +103,7 @@ class Loop:
                 log.exception("turn failed", extra={"fields": {"duty": self.name}})
             self._failing = repr(error)
         self.last_turn_s = monotonic() - began
+        self.turns_s += self.last_turn_s
         async with self._turned:
             self.turns += 1
             self._turned.notify_all()

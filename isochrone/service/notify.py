@@ -1,5 +1,6 @@
 """What a service tells systemd: ready, stopping, alive (sd_notify(3))."""
 
+import asyncio
 import os
 import socket
 
@@ -26,3 +27,11 @@ def watchdog_interval_s() -> float | None:
     if not text.isdigit() or os.environ.get("WATCHDOG_PID", str(os.getpid())) != str(os.getpid()):
         return None
     return int(text) / 2_000_000
+
+
+async def feed_watchdog() -> None:
+    """Tell systemd that the event loop turns, as often as it wants: what hangs is restarted."""
+    interval_s = watchdog_interval_s()
+    while interval_s is not None:
+        notify("WATCHDOG=1")
+        await asyncio.sleep(interval_s)

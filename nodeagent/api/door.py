@@ -1,7 +1,7 @@
 """The node's data-plane door: routers' requests in, the engine's bytes back, untouched."""
 
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from time import monotonic
 from typing import Final
 
@@ -10,12 +10,12 @@ import msgspec
 from aiohttp import web
 
 from isochrone.service.door import errors_as, json_error, read_body
-from isochrone.service.metrics import exposition
 from isochrone.wire import headers
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.ids import ReplicaId
 from isochrone.wire.report import ReplicaState
 from nodeagent import metrics
+from nodeagent.api.metrics_page import metrics_page
 from nodeagent.api.siblings import SiblingLost, Siblings
 from nodeagent.decide import passing
 from nodeagent.decide.admission import Held
@@ -69,7 +69,7 @@ class Door:
             app.router.add_post(path, self._relay)
         app.router.add_get("/ping", self._ping)
         app.router.add_get("/healthz", self._health)
-        app.router.add_get("/metrics", self._metrics())
+        app.router.add_get("/metrics", self._metrics)
         app.on_cleanup.append(self._close)
         return app
 
@@ -244,22 +244,8 @@ class Door:
         counted = {state: states.count(state) for state in set(states)}
         return web.json_response({"status": status, "replicas": counted})
 
-    def _metrics(self) -> Callable[[web.Request], Awaitable[web.Response]]:
-        show = exposition(metrics.REGISTRY)
-
-        async def metrics_page(request: web.Request) -> web.Response:
-            metrics.REPLICAS.clear()
-            metrics.IN_FLIGHT.clear()
-            metrics.RESTARTS.clear()
-            for replica_id, replica in self._supervisor.replicas.items():
-                load = replica.in_flight.load()
-                metrics.REPLICAS.labels(replica.state.value).inc()
-                metrics.IN_FLIGHT.labels(replica_id, "prefill").set(load.prefill_tokens)
-                metrics.IN_FLIGHT.labels(replica_id, "decode").set(load.decode_tokens)
-                metrics.RESTARTS.labels(replica_id).set(len(replica.breaks))
-            return await show(request)
-
-        return metrics_page
+    async def _metrics(self, request: web.Request) -> web.Response:
+        return await metrics_page(self._supervisor)
 
 
 def _is_open(replica: Replica) -> bool:

@@ -3,6 +3,7 @@
 Rule 1: nothing here may cost a request more than it can save: asking ends within ASK_TIMEOUT_S, and
 who was silent or broke is left alone for a while.
 Rule 2: what is passed on goes no further: its siblings are not told with it.
+Rule 3: while an answer is waited for, its node is pinged: one that answers no ping, twice, is lost.
 """
 
 import asyncio
@@ -23,6 +24,7 @@ AS_A_NODE: Final = {headers.ROUTER: "a-node"}
 
 FRESH_S: Final = 0.01
 SILENCE_S: Final = 5.0
+PING_TIMEOUT_S: Final = 2.0
 ADDRESSES_MAX: Final = 256
 CONNECTIONS_MAX: Final = 1024
 
@@ -34,10 +36,16 @@ class SiblingLost(Exception):
 class Siblings:
     """Other nodes of the PoP, by the addresses that routers name."""
 
-    def __init__(self, context: SSLContext | None, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        context: SSLContext | None,
+        clock: Callable[[], float],
+        ping_timeout_s: float = PING_TIMEOUT_S,
+    ) -> None:
         """Dial with `context`, where the doors are TLS. `clock` gives monotonic seconds."""
         self._context = context
         self._clock = clock
+        self._ping_timeout_s = ping_timeout_s
         self._http: aiohttp.ClientSession | None = None
         self._told: dict[str, tuple[float, Mapping[ReplicaId, headers.Load]]] = {}
         self._silent_until_s: dict[str, float] = {}
@@ -63,12 +71,9 @@ class Siblings:
         self, sibling: Sibling, path: str, body: bytes, sent: Mapping[str, str]
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """Pass a request on and give the answer's head; raise SiblingLost where it is no answer."""
-        url = f"{self._base(sibling.address)}{path}"
         try:
-            answer = await self._session().post(
-                url, data=body, headers=sent, ssl=self._context or True
-            )
-        except (aiohttp.ClientError, OSError) as error:
+            answer = await self._head(sibling.address, path, body, sent)
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
             self._is_silent(sibling.address)
             raise SiblingLost(f"cannot reach {sibling.address}: {type(error).__name__}") from error
         async with answer:
@@ -78,18 +83,49 @@ class Siblings:
                 raise SiblingLost(f"{sibling.replica_id} answered {answer.status}")
             yield answer
 
+    async def _head(
+        self, address: str, path: str, body: bytes, sent: Mapping[str, str]
+    ) -> aiohttp.ClientResponse:
+        """Ask, and wait for as long as pings are answered; TimeoutError where they are not."""
+        url = f"{self._base(address)}{path}"
+        async with asyncio.timeout(None) as patience:
+            watching = asyncio.create_task(self._watch(address, patience))
+            try:
+                return await self._session().post(
+                    url, data=body, headers=sent, ssl=self._context or True
+                )
+            finally:
+                watching.cancel()
+                await asyncio.wait({watching})
+
+    async def _watch(self, address: str, patience: asyncio.Timeout) -> None:
+        """End `patience` once two pings in a row go unanswered."""
+        missed = 0
+        while missed < 2:
+            if not missed:
+                await asyncio.sleep(self._ping_timeout_s)
+            try:
+                await self._ping(address, self._ping_timeout_s)
+                missed = 0
+            except (aiohttp.ClientError, OSError, TimeoutError):
+                missed += 1
+        patience.reschedule(asyncio.get_running_loop().time())
+
+    async def _ping(self, address: str, timeout_s: float) -> Mapping[ReplicaId, headers.Load]:
+        """Return the loads of a sibling's replicas."""
+        url = f"{self._base(address)}/ping"
+        async with (
+            asyncio.timeout(timeout_s),
+            self._session().get(url, headers=AS_A_NODE, ssl=self._context or True) as pong,
+        ):
+            return headers.parse_loads(pong.headers.get(headers.LOADS, ""))
+
     async def _loads(self, address: str) -> Mapping[ReplicaId, headers.Load]:
         at_s, loads = self._told.get(address, (-FRESH_S, {}))
         if self._clock() - at_s < FRESH_S:
             return loads
         try:
-            async with (
-                asyncio.timeout(ASK_TIMEOUT_S),
-                self._session().get(
-                    f"{self._base(address)}/ping", headers=AS_A_NODE, ssl=self._context or True
-                ) as pong,
-            ):
-                loads = headers.parse_loads(pong.headers.get(headers.LOADS, ""))
+            loads = await self._ping(address, ASK_TIMEOUT_S)
         except (aiohttp.ClientError, OSError, TimeoutError):
             self._is_silent(address)
             return {}

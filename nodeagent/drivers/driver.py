@@ -46,6 +46,7 @@ class Driver(Protocol):
 
     health_path: str
     stats_path: str
+    metrics_path: str
     resumes: str
     """What of a broken answer it goes on from: greedy draws, seeded ones too, or nothing ("")."""
 

@@ -44,6 +44,7 @@ class Embedded:
 
     health_path = "/health"
     stats_path = "/stats"
+    metrics_path = "/metrics"
     resumes = headers.SEEDED
     module = "nodeagent.engine"
     options = OPTIONS

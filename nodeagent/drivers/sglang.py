@@ -36,7 +36,7 @@ class Sglang:
     """Starts SGLang's OpenAI server on a loopback port."""
 
     health_path = "/health"
-    stats_path = "/metrics"
+    stats_path = metrics_path = "/metrics"
     resumes = headers.GREEDY
 
     def command(self, launch: Launch) -> Command:

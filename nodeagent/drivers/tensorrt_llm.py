@@ -33,7 +33,7 @@ class TensorRtLlm:
     """Starts TensorRT-LLM's OpenAI server on a loopback port."""
 
     health_path = "/health"
-    stats_path = "/prometheus/metrics"
+    stats_path = metrics_path = "/prometheus/metrics"
     resumes = ""
 
     def command(self, launch: Launch) -> Command:

@@ -37,7 +37,7 @@ class Vllm:
     """Starts vLLM's OpenAI server on a loopback port."""
 
     health_path = "/health"
-    stats_path = "/metrics"
+    stats_path = metrics_path = "/metrics"
     resumes = headers.GREEDY
 
     def command(self, launch: Launch) -> Command:

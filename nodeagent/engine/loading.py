@@ -18,6 +18,7 @@ from nodeagent.engine.decide.batching import Batching, Limits
 from nodeagent.engine.decide.blocks import Blocks
 from nodeagent.engine.decide.pace import Pace
 from nodeagent.engine.decide.sequence import BLOCK_TOKENS
+from nodeagent.engine.decide.underway import Underway
 from nodeagent.engine.kv_tiers.opening import open_tiers
 from nodeagent.engine.layers.kv_format import KV_DTYPES, KvFormat
 from nodeagent.engine.layers.linear import choose
@@ -104,17 +105,10 @@ def load(config: EngineConfig, crew: Crew | None = None) -> Loaded:
         meeting(config).unlink(missing_ok=True)
         crew.join(config.stall_s)
         meet(config, ranks, gathering.store(split.ranks, config.stall_s) if gathering else None)
-        runner = Front(own, crew, shape, split)
-    limits = Limits(config.batch_tokens_max, config.sequences_max)
+        runner = Front(own, crew, shape, ranks)
     template = vocabulary.chat_template
     return Loaded(
-        engine=_engine(
-            config,
-            runner,
-            Batching(limits, Blocks(own.blocks), Pace(config.interval_ms / 1000)),
-            shape,
-            ahead,
-        ),
+        engine=_engine(config, runner, own.blocks, shape, ahead),
         vocabulary=vocabulary,
         template=(
             ChatTemplate(template, vocabulary.bos_token, vocabulary.eos_token) if template else None
@@ -195,10 +189,18 @@ def _device(config: EngineConfig, rank: int) -> str:
 def _engine(
     config: EngineConfig,
     runner: Runner | Front,
-    batching: Batching,
+    blocks: int,
     shape: ModelShape,
     ahead: Ahead | None,
 ) -> Engine:
+    stages = split_of(config).pipeline
+    batching = Batching(
+        Limits(config.batch_tokens_max, config.sequences_max),
+        Blocks(blocks),
+        # A token comes once a batch has passed through each stage.
+        Pace(config.interval_ms / 1000 / stages),
+        underway=Underway(stages),
+    )
     mover = open_tiers(config, runner, shape, kv_format(config))
     if mover is not None:
         batching.below, batching.trade = mover.host, mover.trade

@@ -5,7 +5,7 @@ Rule 2: rows of the flat batch lie in the order of `Batch.chunks`: decodes first
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final, Protocol
 
 import numpy as np
@@ -121,6 +121,11 @@ class Runner:
         capture = CudaCapture(self._device)
         self.graphs = Graphs(self._forward, capture, self._device, blocks, self._window_tokens)
         self.graphs.capture(rows_max)
+
+    def begin(self, batch: Work) -> Callable[[], Tensor]:
+        """Compute `batch`; what is returned has its logits."""
+        logits = self.run(batch)
+        return lambda: logits
 
     @torch.inference_mode()
     def run(self, batch: Work) -> Tensor:

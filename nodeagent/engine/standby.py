@@ -1,7 +1,8 @@
 """The engine's side of a warm standby: imports done, it waits to be told which engine it becomes.
 
 One JSON line on standard input says that. Where the input ends first, whoever kept the standby is
-gone, and so is its use.
+gone, and so is its use. An order of one who has gone since is not taken up: a later life of that
+agent knows its engines by the logs that they write.
 """
 
 import os
@@ -14,11 +15,13 @@ _ORDER_BYTES_MAX: Final = 64 * 1024
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
-    """Which engine to become: its arguments, what it may see, where it writes."""
+    """Which engine to become: its arguments, what it may see, where it writes, whose it is."""
 
     arguments: tuple[str, ...]
     environment: dict[str, str]
     log: str
+    agent: int
+    """The process that keeps it."""
 
 
 def wait_for_order() -> Order | None:
@@ -34,4 +37,4 @@ def wait_for_order() -> Order | None:
         os.dup2(descriptor, number)
     os.close(log)
     os.close(nothing)
-    return order
+    return order if os.getppid() == order.agent else None

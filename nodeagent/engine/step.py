@@ -2,8 +2,12 @@
 
 Rule 1: nothing here waits, locks or asks the time; `worker` turns the crank and carries results.
 Rule 2: a sequence that ends, for whatever reason, has given back its blocks before `step` returns.
+Rule 3: a model of several stages has a batch under way in each. They end in the order in which they
+began; what they computed for a sequence that gave back its blocks meanwhile is nobody's.
 """
 
+from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
 from typing import Protocol
@@ -21,8 +25,11 @@ from nodeagent.engine.text import StopStrings, TokenText
 class Computes(Protocol):
     """What runs the model: a `Runner`, or the front of several."""
 
-    def run(self, batch: Batch) -> Tensor:
-        """Compute `batch`; return its logits."""
+    def begin(self, batch: Batch) -> Callable[[], Tensor]:
+        """Begin to compute `batch`; what is returned waits for its logits.
+
+        Several that were begun are waited for in their order.
+        """
         ...
 
     def clear(self, blocks: Ordered[int]) -> None:
@@ -70,6 +77,23 @@ class Stepped:
     """Tokens computed, drafts that did not hold included."""
 
 
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A batch that has begun."""
+
+    batch: Batch
+    held: list[list[int]]
+    """The blocks of each chunk's sequence, as it began."""
+    logits: Callable[[], Tensor]
+
+    def standing(self) -> list[bool]:
+        """Say of each chunk whether its sequence still has those blocks."""
+        return [
+            chunk.sequence.blocks is held
+            for chunk, held in zip(self.batch.chunks, self.held, strict=True)
+        ]
+
+
 class Engine:
     """The generations in this process and the step that moves them all."""
 
@@ -85,6 +109,7 @@ class Engine:
         self.speculation = speculation
         self._runner = runner
         self._generations: dict[int, Generation] = {}
+        self._underway: deque[Begun] = deque()
         self.prompt_tokens_total = 0
         self.prefix_hit_tokens_total = 0
         self.output_tokens_total = 0
@@ -92,7 +117,7 @@ class Engine:
     @property
     def busy(self) -> bool:
         """True where a step would have work."""
-        return self.batching.busy
+        return self.batching.busy or bool(self._underway)
 
     def submit(self, generation: Generation) -> None:
         """Queue a generation."""
@@ -122,31 +147,49 @@ class Engine:
             self.mover.close(self.batching.blocks.remembered())
 
     def step(self, now_s: float = 0.0) -> Stepped:
-        """Move every generation that this step's budget reaches; `now_s` is for deadlines."""
+        """Begin what there is room for, and end what was begun first; `now_s` is for deadlines."""
+        late: list[Delta] = []
+        while len(self._underway) < self.batching.underway_now:
+            if not self._begin(now_s, late):
+                break
+        if not self._underway:
+            return Stepped(late, 0, 0)
+        first = self._underway.popleft()
+        batch, logits = first.batch, first.logits()
+        standing = first.standing()
+        sampled = self._sample(batch, standing, logits)
+        deltas = self._commit(batch, standing, sampled)
+        decoded = len(batch.decodes) if batch.prefills else len(deltas)
+        return Stepped(late + deltas, batch.prefill_tokens, decoded, batch.tokens)
+
+    def _begin(self, now_s: float, late: list[Delta]) -> bool:
+        """Begin the next batch; False where there is nothing to compute, now."""
         if self.speculation is not None and self.batching.drafting:
             self._draft(self.speculation)
         batch = self.batching.next_batch(now_s)
         if self.mover is not None:
             self.mover.move(batch.evicted, batch.restores)
-        late = [self._drop(sequence) for sequence in batch.late]
+        late += [self._drop(sequence) for sequence in batch.late]
         if not batch.chunks:
-            return Stepped(late, 0, 0)
-        logits = self._runner.run(batch)
-        sampled = self._sample(batch, logits)
-        deltas = self._commit(batch, sampled)
-        decoded = len(batch.decodes) if batch.prefills else len(deltas)
-        return Stepped(late + deltas, batch.prefill_tokens, decoded, batch.tokens)
+            return False
+        held = [chunk.sequence.blocks for chunk in batch.chunks]
+        self._underway.append(Begun(batch, held, self._runner.begin(batch)))
+        self.batching.begun(batch)
+        return True
 
     def _draft(self, speculation: Speculation) -> None:
         """Have drafts made; what a model must read for them takes no longer than a prompt may."""
         batching = self.batching
-        decoding = [(s, self._generations[s.number].drafter) for s in batching.running]
+        decoding = [
+            (s, self._generations[s.number].drafter) for s in batching.running if s.decoding
+        ]
         limit = batching.limits.batch_tokens_max
         read_tokens = batching.pace.prompt_tokens(len(decoding), limit)
         speculation.draft(decoding, batching.make_room, read_tokens)
 
     def timed(self, stepped: Stepped, seconds: float) -> None:
         """Learn what the last step cost."""
+        self.batching.underway.note(len(stepped.deltas), seconds)
         if self.speculation is not None:
             self.speculation.timed(stepped.rows, seconds, decodes_only=not stepped.prefill_tokens)
 
@@ -156,21 +199,37 @@ class Engine:
         error = "cannot begin before the deadline: others are served first"
         return Delta(sequence.number, "", None, 0, sequence.cached_tokens, Finish.LATE, error)
 
-    def _sample(self, batch: Batch, logits: Tensor) -> dict[int, list[Sampled | UnsoundLogits]]:
-        due = [chunk for chunk in batch.chunks if chunk.samples]
-        numbers = [chunk.sequence.number for chunk in due]
-        dues = [
-            Due(self._generations[number].sampler, chunk.drafts)
-            for number, chunk in zip(numbers, due, strict=True)
-        ]
-        return dict(zip(numbers, sample_runs(logits, dues), strict=True))
+    def _sample(
+        self, batch: Batch, standing: list[bool], logits: Tensor
+    ) -> dict[int, list[Sampled | UnsoundLogits]]:
+        numbers: list[int] = []
+        dues: list[Due] = []
+        rows: list[int] = []
+        at = 0
+        for chunk, stands in zip(batch.chunks, standing, strict=True):
+            if not chunk.samples:
+                continue
+            end = at + 1 + len(chunk.drafts)
+            if stands:
+                number = chunk.sequence.number
+                numbers.append(number)
+                dues.append(Due(self._generations[number].sampler, chunk.drafts))
+                rows += range(at, end)
+            at = end
+        wanted = logits if len(rows) == at else logits[rows]
+        return dict(zip(numbers, sample_runs(wanted, dues), strict=True))
 
     def _commit(
-        self, batch: Batch, sampled: dict[int, list[Sampled | UnsoundLogits]]
+        self,
+        batch: Batch,
+        standing: list[bool],
+        sampled: dict[int, list[Sampled | UnsoundLogits]],
     ) -> list[Delta]:
         """Append what was sampled, book what was computed, let go of who ended."""
         deltas: list[Delta] = []
-        for chunk in batch.chunks:
+        for chunk, stands in zip(batch.chunks, standing, strict=True):
+            if not stands:
+                continue
             sequence = chunk.sequence
             generation = self._generations[sequence.number]
             results = sampled.get(sequence.number, [])

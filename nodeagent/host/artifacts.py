@@ -17,19 +17,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-import aiohttp
-
 from isochrone.service.files import sync_folder
 from isochrone.wire.artifact import check_artifact, check_path
 from isochrone.wire.model import Artifact, ArtifactFile
 from nodeagent.decide.eviction import Kept, evict
 from nodeagent.host.link import Link
+from nodeagent.host.origin import ATTEMPTS_MAX, Origin, OriginCut, OriginLimits
 from nodeagent.host.peers import Peers, Wanted
 from nodeagent.host.sources import SourceError, Sources
 
 log = logging.getLogger(__name__)
 
-ATTEMPTS_MAX: Final = 5
 READ_BYTES: Final = 4 * 1024 * 1024
 PICKLE_MAGICS: Final = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05", b"PK\x03\x04")
 
@@ -53,12 +51,14 @@ class Artifacts:
         *,
         link: Link,
         peers: Peers | None = None,
+        origin_limits: OriginLimits | None = None,
     ) -> None:
         """`peers` are asked before the origin; what comes from either comes over `link`."""
         self._folder = folder
         self._sources = sources
         self._budget_bytes = budget_bytes
         self._peers = peers
+        self._origin = Origin(sources, time.monotonic, origin_limits)
         self.link = link
         self._fetching: dict[str, asyncio.Lock] = {}
         self._fetched_bytes: dict[str, int] = {}
@@ -163,65 +163,39 @@ class Artifacts:
             if not await asyncio.to_thread(_problem_of, path, file):
                 return
             path.unlink()
-        not_here: Exception | None = None
         try:
             local = self._sources.local_file(source, file.path)
             if local is not None:
                 await asyncio.to_thread(_copy, local, path)
                 await asyncio.to_thread(_verified, path, file)
                 return
-        except (SourceError, ArtifactError) as error:
-            not_here = error
-        if self._peers is not None and await self._peers.fetch(wanted):
-            return
-        if not_here is not None:
-            raise not_here
-        # What an earlier life or a peer left may be spoilt: then once more, from the first byte.
-        is_resumed = path.exists()
-        try:
-            await self._download(source, wanted)
-            await asyncio.to_thread(_verified, path, file)
-        except ArtifactError:
-            if not is_resumed:
+        except (SourceError, ArtifactError):
+            # Other nodes may have found what this machine lacks.
+            if self._peers is None or not await self._peers.fetch(wanted):
                 raise
-            path.unlink(missing_ok=True)
-            await self._download(source, wanted)
-            await asyncio.to_thread(_verified, path, file)
+            return
+        await self._fetch_from_afar(source, wanted)
 
-    async def _download(self, source: str, wanted: Wanted) -> None:
-        _, file, path, _, tell, link = wanted
-        last = ""
+    async def _fetch_from_afar(self, source: str, wanted: Wanted) -> None:
+        """Ask other nodes, then the origin; where that breaks off, begin with the nodes anew."""
+        file, cut = wanted.file, ""
         for _ in range(ATTEMPTS_MAX):
-            offset = path.stat().st_size if path.exists() else 0
-            if offset == file.size_bytes:
+            if self._peers is not None and await self._peers.fetch(wanted):
                 return
-            if offset > file.size_bytes:
-                path.unlink()
-                offset = 0
-            began = time.monotonic()
+            is_resumed = wanted.path.exists()
             try:
-                async with self._sources.open(source, file.path, offset) as (resumed, chunks):
-                    with path.open("ab" if resumed else "wb") as out:
-                        size = offset if resumed else 0
-                        async for chunk in chunks:
-                            size += len(chunk)
-                            if size > file.size_bytes:
-                                raise ArtifactError(
-                                    f"cannot take {file.path}: the origin sends more than the "
-                                    f"{file.size_bytes} bytes of its manifest"
-                                )
-                            await asyncio.to_thread(out.write, chunk)
-                            tell(size)
-                            await link.keep_pace(len(chunk))
-                if size == file.size_bytes:
-                    link.saw(size - offset, time.monotonic() - began)
-                    return
-                last = f"it ended after {size} of {file.size_bytes} bytes"
-            except (aiohttp.ClientError, TimeoutError) as error:
-                last = str(error) or type(error).__name__
-            log.info("fetch cut", extra={"fields": {"file": file.path, "reason": last}})
+                await self._origin.fetch(source, wanted)
+                await asyncio.to_thread(_verified, wanted.path, file)
+                return
+            except OriginCut as error:
+                cut = str(error)
+                log.info("fetch cut", extra={"fields": {"file": file.path, "reason": cut}})
+            except ArtifactError:
+                # What an earlier life or a peer left may be spoilt: then once more, from nothing.
+                if not is_resumed:
+                    raise
         raise ArtifactError(
-            f"cannot fetch {file.path} from {source}: {last} ({ATTEMPTS_MAX} attempts)"
+            f"cannot fetch {file.path} from {source}: {cut} ({ATTEMPTS_MAX} attempts)"
         )
 
     def _make_room(self, artifact: Artifact, pinned: Collection[str]) -> None:

@@ -1,7 +1,8 @@
 """Engine processes: each in a group of its own, known again after our crash, never doubled.
 
 Each has a folder below the state: its config, socket, log, and `process.json` with its pid and that
-process's start time, by which a pid used again is told from ours.
+process's start time, by which a pid used again is told from ours. That is written before there is a
+process, too: one whose pid was not noted any more is known by the log that it writes.
 """
 
 import asyncio
@@ -18,6 +19,7 @@ from typing import Any, Final
 import aiohttp
 import msgspec
 
+from isochrone.service.answers import read_answer
 from isochrone.service.files import write_atomic
 from isochrone.wire.assignment import ReplicaSpec
 from isochrone.wire.engine import EngineStats
@@ -46,10 +48,10 @@ CANARIES: Final[dict[str, tuple[str, dict[str, Any]]]] = {
 
 
 class Started(msgspec.Struct, frozen=True, kw_only=True):
-    """What is kept on disk of a running engine."""
+    """What is kept on disk of an engine that runs, or is about to start: then its pid is 0."""
 
-    pid: int
-    started: int
+    pid: int = 0
+    started: int = 0
     command: Command
     spec: ReplicaSpec
 
@@ -105,10 +107,20 @@ class Engine:
         try:
             async with asyncio.timeout(PROBE_TIMEOUT_S):
                 async with self.http.get(self._driver.stats_path) as response:
-                    body = await response.content.read(ANSWER_BYTES_MAX)
+                    body = await read_answer(response, ANSWER_BYTES_MAX)
                     return self._driver.read_stats(body) if response.status == 200 else None
         except (aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError):
             return None
+
+    async def metrics(self) -> str:
+        """Return the engine's page of metrics; "" where it has none that can be read."""
+        try:
+            async with asyncio.timeout(PROBE_TIMEOUT_S):
+                async with self.http.get(self._driver.metrics_path) as response:
+                    body = await read_answer(response, ANSWER_BYTES_MAX)
+                    return body.decode() if response.status == 200 else ""
+        except (aiohttp.ClientError, OSError, TimeoutError, UnicodeDecodeError):
+            return ""
 
     async def canary(self, kind: str) -> bool:
         """Ask a model of this kind for the least, by the same queue as all; say whether it came."""
@@ -174,6 +186,8 @@ class Engines:
         self._folder = state
         self._threads = threads
         self._standby = Standby(state / "standby.log", _spawn_spare) if standby else None
+        self._starting = asyncio.Lock()
+        """One spare cannot become two engines."""
         state.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     async def start(self, spec: ReplicaSpec, artifact: Path) -> Engine:
@@ -191,19 +205,19 @@ class Engines:
         command = DRIVERS[spec.engine.driver].command(launch)
         for name, data in command.files.items():
             await asyncio.to_thread(write_atomic, folder / name, data)
-        child = await asyncio.to_thread(self._run, command, folder)
-        started = Started(pid=child.pid, started=_start_time(child.pid), command=command, spec=spec)
-        data = msgspec.json.encode(started)
+        about_to = Started(command=command, spec=spec)
+        await asyncio.to_thread(_note, folder, about_to)
+        async with self._starting:
+            child = await asyncio.to_thread(self._run, command, folder)
+        started = msgspec.structs.replace(about_to, pid=child.pid, started=_start_time(child.pid))
         try:
-            await asyncio.to_thread(write_atomic, folder / "process.json", data)
+            await asyncio.to_thread(_note, folder, started)
         except BaseException:
-            # A full disk: what no later life could find again must not run.
+            # A full disk: what a later life might not find again must not run.
             _kill_group_of(started)
             await asyncio.to_thread(child.wait)
             raise
-        # CPU replicas share the machine's memory; a GPU engine's host memory is not what is seated.
-        if spec.device_ids == ("cpu",):
-            cgroups.confine(spec.replica_id, child.pid, 2 * spec.memory_bytes)
+        _confine(started)
         return Engine(started, folder, child)
 
     def _run(self, command: Command, folder: Path) -> subprocess.Popen[bytes]:
@@ -240,7 +254,9 @@ class Engines:
             except (OSError, msgspec.DecodeError) as error:
                 log.warning("unreadable", extra={"fields": {"path": str(path), "why": str(error)}})
                 continue
-            if _start_time(started.pid) == started.started:
+            if not started.pid:
+                started = _found_by_log(started, path.parent)
+            if started.pid and 0 < _start_time(started.pid) == started.started:
                 found.append(started)
             else:
                 # The leader is gone, but what it started may not be.
@@ -250,7 +266,34 @@ class Engines:
 
     def adopt(self, started: Started) -> Engine:
         """Take up a running engine of an earlier life."""
+        _confine(started)
         return Engine(started, self._folder / started.spec.replica_id, None)
+
+
+def _note(folder: Path, started: Started) -> None:
+    write_atomic(folder / "process.json", msgspec.json.encode(started))
+
+
+def _found_by_log(started: Started, folder: Path) -> Started:
+    """Return what was about to start as whoever writes its log; without a pid where nobody does.
+
+    An earlier engine of the same name writes another log: its folder was removed.
+    """
+    log_path = folder.resolve() / "engine.log"
+    for output in Path("/proc").glob("[0-9]*/fd/1"):
+        with suppress(OSError):
+            fields = _stat(int(output.parts[2]))
+            if fields is not None and output.readlink() == log_path:
+                group = int(fields[2])
+                return msgspec.structs.replace(started, pid=group, started=_start_time(group))
+    return started
+
+
+def _confine(started: Started) -> None:
+    # CPU replicas share the machine's memory; a GPU engine's host memory is not what is seated.
+    spec = started.spec
+    if spec.device_ids == ("cpu",):
+        cgroups.confine(spec.replica_id, started.pid, 2 * spec.memory_bytes)
 
 
 def _spawn(command: Command, folder: Path) -> subprocess.Popen[bytes]:
@@ -301,6 +344,8 @@ def _kill_group_of(started: Started) -> None:
     A pid is not used again while a group bears it: if another process has it now, the group is
     empty, and what bears the number is nothing of ours.
     """
+    if not started.pid:
+        return
     leader = _stat(started.pid)
     if leader is not None and int(leader[19]) != started.started:
         return

@@ -15,6 +15,7 @@ from aiohttp import abc
 
 CHUNK_BYTES: Final = 1024 * 1024
 REDIRECTS_MAX: Final = 5
+ANSWER_TIMEOUT_S: Final = 60.0
 
 
 class SourceError(Exception):
@@ -104,7 +105,8 @@ class Sources:
         for _ in range(REDIRECTS_MAX):
             self._check(url)
             try:
-                response = await http.get(url, headers=headers, allow_redirects=False)
+                async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                    response = await http.get(url, headers=headers, allow_redirects=False)
             except (aiohttp.ClientError, OSError, TimeoutError) as error:
                 raise SourceError(f"cannot reach {url}: {error or type(error).__name__}") from error
             if response.status in (200, 206):

@@ -6,6 +6,7 @@ engine is then started as usual.
 Rule 3: a spare ends with its pipe, so that none outlives the agent.
 """
 
+import os
 import subprocess
 from collections.abc import Callable
 from contextlib import suppress
@@ -49,6 +50,7 @@ class Standby:
             "arguments": command.arguments[len(command.standby) - 1 :],
             "environment": command.environment,
             "log": str(log),
+            "agent": os.getpid(),
         }
         with suppress(BrokenPipeError):
             spare.stdin.write(msgspec.json.encode(order) + b"\n")

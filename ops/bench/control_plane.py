@@ -73,13 +73,18 @@ class Admin:
         return False
 
     async def metric(self, name: str, line: str) -> float:
+        for text in await self.metrics(name):
+            if text.startswith(line):
+                return float(text.rpartition(" ")[2])
+        return 0.0
+
+    async def metrics(self, name: str) -> list[str]:
+        """Return what the scheduler says of itself, a line each; nothing where it is away."""
         with suppress(aiohttp.ClientError, TimeoutError):
             url = f"http://127.0.0.1:{PORTS[name][0]}/metrics"
             async with self._http.get(url) as response:
-                for text in (await response.text()).splitlines():
-                    if text.startswith(line):
-                        return float(text.rpartition(" ")[2])
-        return 0.0
+                return (await response.text()).splitlines()
+        return []
 
     async def probe(self, name: str) -> None:
         """Ask as an operator and a dashboard would, five times a second."""
@@ -219,7 +224,9 @@ async def measure(options: Namespace, folder: Path) -> report.Measured:
             await asyncio.sleep(SETTLE_S)
             steady = report.Window(bench.processes.pid("a"), bench.postgres.pid)
             probing = asyncio.create_task(admin.probe("a"))
+            before = await admin.metrics("a")
             await steady.watch(options.seconds)
+            told = report.Told(before, await admin.metrics("a"))
             probing.cancel()
             killed_at = monotonic()
             os.kill(bench.processes.pid("a"), signal.SIGKILL)
@@ -241,6 +248,7 @@ async def measure(options: Namespace, folder: Path) -> report.Measured:
         options=vars(options),
         seen=seen,
         steady=steady,
+        told=told,
         after=after,
         admin_ms=admin.latencies_ms,
         admin_failures=admin.failures,

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import defaultdict
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from os import sysconf
@@ -46,12 +47,45 @@ class Window:
         )
 
 
+class Told:
+    """What the scheduler's own metrics say of some time: how late its event loop was, and why."""
+
+    def __init__(self, before: Sequence[str], after: Sequence[str]) -> None:
+        """Take its pages at the beginning and the end."""
+        begun = _numbers(before)
+        self._grew = {name: value - begun.get(name, 0.0) for name, value in _numbers(after).items()}
+
+    def late_s(self, share: float) -> str:
+        """Return within which of its buckets so many beats of the loop came."""
+        prefix = "isochrone_scheduler_lag_seconds_bucket"
+        total = self._grew.get("isochrone_scheduler_lag_seconds_count", 0.0)
+        for name, count in self._grew.items():
+            if name.startswith(prefix) and count >= share * total:
+                return name.partition('"')[2].partition('"')[0]
+        return "nan"
+
+    def most(self, metric: str, count: int, of: str = "") -> str:
+        """Return the largest of a metric's labels, each with its seconds."""
+        rows = [
+            (value, name.partition('"')[2].partition('"')[0])
+            for name, value in self._grew.items()
+            if name.startswith(f"isochrone_scheduler_{metric}{{") and of in name and value > 0
+        ]
+        return ", ".join(f"{name} {value:.1f}" for value, name in sorted(rows)[-count:][::-1])
+
+
+def _numbers(page: Sequence[str]) -> dict[str, float]:
+    lines = (line.rpartition(" ") for line in page if not line.startswith("#"))
+    return {name: float(value) for name, _, value in lines}
+
+
 class Measured(msgspec.Struct, kw_only=True):
     """Everything that a run saw. Times are the machine's monotonic clock."""
 
     options: dict[str, Any]
     seen: list[Seen]
     steady: Any
+    told: Any
     after: Any
     admin_ms: list[float]
     admin_failures: int
@@ -113,7 +147,7 @@ def quantile(values: list[float], share: float) -> float:
 def table(measured: Measured) -> str:
     """Return the run as a page of Markdown."""
     options = measured.options
-    steady, after = measured.steady, measured.after
+    steady, after, told = measured.steady, measured.after, measured.told
     # What is reported in the last moments is told by the next scheduler: that is the failover's.
     ran = latencies_s(measured, measured.connected_at, measured.killed_at - 10.0)
     again = reconnected_s(measured)
@@ -134,6 +168,11 @@ def table(measured: Measured) -> str:
          f"{quantile(ran, 0.5):.2f} / {quantile(ran, 0.99):.2f} s"),
         ("admin API", f"p50 / p99 of {len(measured.admin_ms)}",
          f"{quantile(measured.admin_ms, 0.5):.0f} / {quantile(measured.admin_ms, 0.99):.0f} ms"),
+        ("event loop late", "p50 / p99 of a beat every 0.1 s, at most",
+         f"{told.late_s(0.5)} / {told.late_s(0.99)} s"),
+        ("event loop held up for 0.1 s and more", "by, s in all",
+         told.most("held_seconds_total", 4) or "never"),
+        ("longest duties", "s in all", told.most("duty_seconds", 5, 'of="all"')),
         ("acting scheduler killed: the standby acts", "after",
          f"{measured.acting_at - measured.killed_at:.1f} s"),
         ("peers welcome again, counted from the kill", "50 % / 99 % / all",

@@ -120,14 +120,14 @@ def forward_ms(runner: Computes, rounds: int, clock: Callable[[], float]) -> dic
     """Measure one step that computes so many tokens behind a context, for each of SIZES."""
     sequence = Sequence(0, list(range(CONTEXT + max(SIZES))), Ending(1, frozenset()))
     sequence.blocks = list(range(-(-len(sequence.tokens) // BLOCK_TOKENS)))
-    runner.run(Batch((), (Chunk(sequence, 0, CONTEXT),)))
+    runner.begin(Batch((), (Chunk(sequence, 0, CONTEXT),)))()
     times: dict[int, list[float]] = {size: [] for size in SIZES}
     for _ in range(rounds):
         for size in SIZES:
             chunk = Chunk(sequence, CONTEXT, size)
             batch = Batch((chunk,), ()) if size == 1 else Batch((), (chunk,))
             started_s = clock()
-            runner.run(batch)
+            runner.begin(batch)()
             times[size].append(clock() - started_s)
     return {size: min(found) * 1e3 for size, found in times.items()}
 

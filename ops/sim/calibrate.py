@@ -27,6 +27,7 @@ from ops.fleet import layout, model
 from ops.fleet.bring_up import Fleet
 from ops.fleet.cities import CITIES, City
 from ops.sim import data, traces
+from ops.sim.alone import Alone
 from ops.sim.calibration import BLOCK, Asked, Live, Probe, fitted, world_of
 from ops.sim.cases import speed_for
 
@@ -36,6 +37,8 @@ SIZES: Final = (32, 64, 128, 256, 512, 1024, 1500)
 TWICE: Final = 2
 TOGETHER: Final = (1, 2, 4)
 """How many answers are written at once where the time between tokens is measured."""
+
+ERROR_METRIC: Final = "isochrone_router_ttft_prediction_error_seconds_bucket"
 
 SESSIONS_SEED: Final = 99
 """Draws which of ServeGen's conversations are played."""
@@ -172,7 +175,7 @@ async def profile(fleet: Fleet, player: Player, city: City) -> list[Probe]:
             *(player.ask_replica(city, replica, text, output) for text in texts)
         )
         for one in seen:
-            took = (one["prompt_tokens"], one["ttft_s"], one["itl_s"])
+            took = (one["prompt_tokens"], one["ttft_s"], one["itl_s"], one["output_tokens"])
             probes.append(Probe(city.pop, together, *took))
 
     await probe(64, 4, 1)
@@ -199,6 +202,19 @@ async def play(player: Player, requests: list[traces.Request], speed: float) -> 
         )
 
     return list(await asyncio.gather(*(one(request) for request in requests)))
+
+
+async def prediction_errors(http: aiohttp.ClientSession) -> dict[str, float]:
+    """Return all routers' own metric of how far their predictions were off: counts by bound."""
+    counts: dict[str, float] = {}
+    for city in CITIES:
+        async with http.get(f"{layout.endpoint(city)}/metrics") as page:
+            for line in (await page.text()).splitlines():
+                name, _, count = line.rpartition(" ")
+                if name.startswith(ERROR_METRIC):
+                    bound = name.partition('le="')[2].partition('"')[0]
+                    counts[bound] = counts.get(bound, 0.0) + float(count)
+    return counts
 
 
 def mooncake(folder: Path) -> Iterator[list[traces.Request]]:
@@ -231,10 +247,12 @@ async def run(folder: Path, trace: str, seconds: float, load: float) -> Live:
         timeout = aiohttp.ClientTimeout(total=240)
         async with aiohttp.ClientSession(connector=limits, timeout=timeout) as http:
             player = Player(fleet, http)
+            alone = Alone()
             # At the same time, as they will be asked: they share the machine's memory.
             found = await asyncio.gather(*(profile(fleet, player, city) for city in SERVING))
             probes = [probe for of_one in found for probe in of_one]
             profiles = fitted(probes)
+            others = [alone.others_share()]
             print(profiles)
             parts, cached_share = TRACES[trace]
             # As many requests as take `seconds` at this load.
@@ -244,7 +262,9 @@ async def run(folder: Path, trace: str, seconds: float, load: float) -> Live:
                     break
             print(f"{len(requests)} requests, trace sped up {speed:.3f} times")
             asked = await play(player, requests, speed)
-        return Live(probes, asked, load)
+            others.append(alone.others_share())
+            errors = await prediction_errors(http)
+        return Live(probes, asked, load, others=others, errors=errors)
     finally:
         await fleet.down()
 
@@ -264,6 +284,8 @@ def main() -> None:
             {
                 "load": live.load,
                 "words_age_s": live.words_age_s,
+                "others": live.others,
+                "errors": live.errors,
                 "probes": [probe._asdict() for probe in live.probes],
                 "asked": [one._asdict() for one in live.asked],
             }

@@ -10,13 +10,14 @@ again in the simulator, by the router's own choice; both distributions are print
 import argparse
 import json
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from ops.fleet.cities import CITIES, round_trip_ms
+from ops.sim.alone import OTHERS_MAX
 from ops.sim.measure import percentile
 from ops.sim.run import Outcome, simulate
 from ops.sim.traces import Request
@@ -24,6 +25,9 @@ from ops.sim.world import Profile, Site, World
 
 BLOCK: Final = 16
 SHARES: Final = (0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99)
+ERRORS_S: Final = (0.03, 0.1, 0.3, 1.0)
+"""Bounds of the routers' metric."""
+
 PROBED_S: Final = 2.0
 """How old words are that come with probes: half to whole of this, as the simulator counts."""
 
@@ -32,6 +36,9 @@ TOKENS_IN_FLIGHT_MAX: Final = 32_768
 BATCH_TOKENS_MAX: Final = 256
 SEQUENCES_MAX: Final = 16
 INTERVAL_S: Final = 0.25
+
+ITL_TOKENS_MIN: Final = 8
+"""A shorter answer tells nothing of the time between tokens: its first may come with its second."""
 
 
 class Probe(NamedTuple):
@@ -42,6 +49,7 @@ class Probe(NamedTuple):
     prompt_tokens: int
     ttft_s: float
     itl_s: float
+    output_tokens: int = ITL_TOKENS_MIN
 
 
 class Asked(NamedTuple):
@@ -68,6 +76,10 @@ class Live(NamedTuple):
     asked: Sequence[Asked]
     load: float
     words_age_s: float = PROBED_S
+    others: Sequence[float] = ()
+    """Which share of the machine was not the fleet's during the profile, and while it was asked."""
+    errors: Mapping[str, float] = {}
+    """The routers' metric of prediction errors: how many were up to each bound, in seconds."""
 
 
 class Fitted(NamedTuple):
@@ -92,7 +104,7 @@ def fitted(probes: Sequence[Probe]) -> list[Fitted]:
         overhead_s, each_s, deeper_s = (float(term) for term in terms)
         company = {
             n: float(np.median([p.itl_s for p in probes if p.pop == pop and p.together == n
-                                and p.itl_s > 0]))
+                                and p.output_tokens >= ITL_TOKENS_MIN]))
             for n in sorted({p.together for p in probes if p.pop == pop})
         }  # fmt: skip
         counts = np.array([float(n) for n in company])
@@ -202,6 +214,18 @@ def table(live: Live, outcome: Outcome, replicas: Sequence[Fitted]) -> str:
     return "\n".join(lines)
 
 
+def errors_of(live: Live, outcome: Outcome) -> str:
+    """Return how far predictions were off, by the routers' own metric and in the simulator."""
+    said = []
+    count, simulated = live.errors["+Inf"], outcome.errors_ms
+    for within_s in ERRORS_S:
+        by_metric = live.errors[f"{within_s}"] - live.errors[f"-{within_s}"]
+        off = sum(-1000 * within_s < error <= 1000 * within_s for error in simulated)
+        shares = 100 * by_metric / count, 100 * off / len(simulated)
+        said.append(f"{1000 * within_s:.0f} ms: {shares[0]:.0f} % and {shares[1]:.0f} %")
+    return f"predictions within (measured and simulated) {'; '.join(said)}"
+
+
 def read(path: Path) -> Live:
     """Read what was kept."""
     kept: dict[str, Any] = json.loads(path.read_text())
@@ -210,6 +234,8 @@ def read(path: Path) -> Live:
         [Asked(**one) for one in kept["asked"]],
         kept["load"],
         kept["words_age_s"],
+        kept.get("others", ()),
+        kept.get("errors", {}),
     )
 
 
@@ -218,6 +244,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m ops.sim.calibration")
     parser.add_argument("file", type=Path)
     live = read(parser.parse_args().file)
+    for when, share in zip(("the profile", "the run"), live.others, strict=False):
+        said = ": the machine was not the fleet's alone" if share > OTHERS_MAX else ""
+        print(f"others took {100 * share:.1f} % of the machine during {when}{said}")
     replicas = fitted(live.probes)
     for one in replicas:
         profile = one.profile
@@ -228,7 +257,10 @@ def main() -> None:
             f"{1000 * one.overhead_s:.1f} ms besides"
         )
     print()
-    print(table(live, replayed(live, replicas), replicas))
+    outcome = replayed(live, replicas)
+    print(table(live, outcome, replicas))
+    if live.errors:
+        print(errors_of(live, outcome))
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from isochrone.wire.routes import KeyEntry
 from router.apis.openai.hot import READERS, OpenAiSurface
 from router.apis.workers_ai.hot import WorkersAiSurface
 from router.dataplane.exchange import AttemptFailed
+from router.dataplane.http1 import lines_of
 from router.dataplane.message import Reply, Request
 from router.dataplane.server import ClientConnection
 from router.dataplane.upstream import Upstream
@@ -75,10 +76,10 @@ class Doors:
             if name in (b"authorization", b"content-type", b"accept", b"x-request-id")
         }
         try:
-            exchange = await self._upstream.ask(
+            exchange = self._upstream.ask(
                 NodeId(COLD),
                 COLD,
-                (method, target, sent, request.body),
+                (method, target, lines_of(sent), request.body),
                 COLD_TIMEOUT_S,
                 COLD_BYTES_MAX,
             )
@@ -93,7 +94,7 @@ class Doors:
             for name, value in head.fields.items()
             if name not in _OURS
         }
-        client.reply(Reply(head.status, exchange.body, extra, head.content_type))
+        client.reply(Reply(head.status, exchange.body, lines_of(extra), head.content_type))
 
 
 @asynccontextmanager

@@ -123,6 +123,7 @@ class NodeConnection:
                 exchange.on_body(body)
             if self._whole and self.exchange is exchange:
                 self._end(exchange)
+            exchange.tell()
         except httptools.HttpParserCallbackError as error:
             cause = error.__context__
             exchange.fail(

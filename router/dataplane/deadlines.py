@@ -57,5 +57,7 @@ class Deadlines:
         self._timer = asyncio.get_running_loop().call_later(SWEEP_S, self._sweep)
         now_s = self._clock()
         for waits in [waits for waits in self._watched if waits.due_s <= now_s]:
-            waits.due_s = NEVER
-            waits.on_due()
+            # What one did may have given another new time.
+            if waits.due_s <= now_s:
+                waits.due_s = NEVER
+                waits.on_due()

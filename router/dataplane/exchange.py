@@ -5,7 +5,8 @@ Rule 2: an exchange left before its end closes its connection: a node whose call
 it at once.
 Rule 3: a kept connection that its node closed before one byte of an answer is no failure of the
 node: the request goes out again on a fresh one.
-Rule 4: until its first token a stream is held, for another replica may still be tried; from it on
+Rule 4: whoever waits for it goes on as the last act of what came: see errand.py.
+Rule 5: until its first token a stream is held, for another replica may still be tried; from it on
 bytes go from the node's connection to the client's without a stop on the way.
 """
 
@@ -18,6 +19,7 @@ from isochrone.wire import headers
 from isochrone.wire.ids import NodeId, ReplicaId
 from router.dataplane import sse
 from router.dataplane.deadlines import NEVER
+from router.dataplane.errand import Signal
 from router.dataplane.http1 import EVENT_STREAM
 from router.dataplane.usage import UsageCount
 
@@ -33,6 +35,8 @@ class Failure(StrEnum):
     UNFIT = "unfit"
     BROKEN = "broken"
     SILENT = "silent"
+    GONE = "gone"
+    """Its node answers no ping; the retry was paid for when it was let go."""
     ERROR = "error"
 
 
@@ -106,10 +110,10 @@ class Exchange:
     """One attempt. Await `opened`, then for a stream `flow`; `leave` it in any case."""
 
     __slots__ = (
-        "_address", "_bytes_max", "_connection", "_failure", "_held", "_held_bytes", "_is_open",
-        "_is_rest", "_node_id", "_pool", "_retry", "_waiter", "_writer", "body", "due_s", "frames",
-        "head", "is_over", "is_paused", "is_stream", "is_unwanted", "patience_s", "request",
-        "usage",
+        "_address", "_bytes_max", "_connection", "_dialling", "_failure", "_has_news", "_held",
+        "_held_bytes", "_is_open", "_is_rest", "_node_id", "_pool", "_signal", "_writer", "body",
+        "due_s", "frames", "head", "is_over", "is_paused", "is_stream", "is_unwanted",
+        "patience_s", "request", "usage",
     )  # fmt: skip
 
     def __init__(
@@ -141,18 +145,18 @@ class Exchange:
         self._is_rest = is_rest
         self._is_open = False
         self._failure: AttemptFailed | None = None
-        self._waiter: asyncio.Future[None] | None = None
+        self._signal = Signal()
+        self._has_news = False
         self._writer: Writer | None = None
         self._held: list[bytes] = []
         self._held_bytes = 0
         self._connection: Connection | None = None
-        self._retry: asyncio.Task[None] | None = None
+        self._dialling: asyncio.Task[None] | None = None
 
     async def opened(self) -> Head:
         """Return when the answer is whole, or its first token is there; raise AttemptFailed."""
         if not self._is_open and self._failure is None:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
+            await self._signal
         if self._failure is not None:
             raise self._failure
         assert self.head is not None
@@ -168,8 +172,7 @@ class Exchange:
         if first:
             writer.send(first)
         if not frames.is_over and self._failure is None:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
+            await self._signal
         if self._failure is not None and not frames.is_over:
             raise self._failure
 
@@ -177,6 +180,10 @@ class Exchange:
         """Send the request over `connection`."""
         self._connection = connection
         connection.begin(self)
+
+    def dial(self) -> None:
+        """Send it over a connection that is yet to be opened."""
+        self._dialling = asyncio.get_running_loop().create_task(self._dial())
 
     def wait(self, patience_s: float) -> None:
         """From now on the next byte must come within `patience_s`."""
@@ -188,8 +195,8 @@ class Exchange:
     def leave(self) -> None:
         """Be done with it: at its end the connection is kept, before it is closed."""
         connection, self._connection = self._connection, None
-        if self._retry is not None:
-            self._retry.cancel()
+        if self._dialling is not None:
+            self._dialling.cancel()
         if connection is not None:
             connection.exchange = None
             connection.close()
@@ -247,8 +254,7 @@ class Exchange:
         if self._writer is not None:
             if shown:
                 self._writer.send(shown)
-            if frames.is_over:
-                self._wake()
+            self._has_news = frames.is_over
             return
         # Nothing goes out until there is a token in it.
         if frames.has_failed:
@@ -256,7 +262,7 @@ class Exchange:
         self._hold(shown)
         if frames.has_begun or frames.is_over or self._held_bytes > HELD_BYTES_MAX:
             self._is_open = True
-            self._wake()
+            self._has_news = True
 
     def on_end(self) -> None:
         """Take the end: of a stream it is one only after `[DONE]`. The connection is free again."""
@@ -271,13 +277,19 @@ class Exchange:
             self._failure = AttemptFailed(
                 Failure.BROKEN, f"{self._node_id} ended the stream {when}"
             )
-        self._wake()
+        self._has_news = True
+
+    def tell(self) -> None:
+        """Let whoever waits go on, where what came is what he waits for."""
+        if self._has_news:
+            self._has_news = False
+            self._signal.give()
 
     def on_lost(self, *, is_stale: bool) -> None:
         """The connection broke before the answer was whole."""
         self._connection = None
         if is_stale:
-            self._retry = asyncio.get_running_loop().create_task(self._again())
+            self.dial()
         else:
             self.fail(AttemptFailed(Failure.BROKEN, f"{self._node_id} broke off"))
 
@@ -287,6 +299,17 @@ class Exchange:
             AttemptFailed(Failure.SILENT, f"{self._node_id} fell silent for {self.patience_s:g} s")
         )
 
+    @property
+    def has_begun(self) -> bool:
+        """Say whether there was a first token."""
+        return self._is_open
+
+    def heard_s(self) -> float:
+        """Return when bytes came last, or the wait began; NEVER while the client does not read."""
+        if self._connection is None or self.is_paused:
+            return NEVER
+        return self._connection.due_s - self.patience_s
+
     def fail(self, failure: AttemptFailed) -> None:
         """End the exchange badly; nothing follows."""
         self.is_over = True
@@ -295,18 +318,18 @@ class Exchange:
             connection.exchange = None
             connection.close()
         self._failure = failure
-        self._wake()
+        self._signal.give()
 
-    async def _again(self) -> None:
+    async def _dial(self) -> None:
         try:
-            self.begin(await self._pool.connect(self._node_id, self._address))
+            connection = await self._pool.connect(self._node_id, self._address)
         except AttemptFailed as failure:
+            self._dialling = None
             self.fail(failure)
+        else:
+            self._dialling = None
+            self.begin(connection)
 
     def _hold(self, data: bytes) -> None:
         self._held.append(data)
         self._held_bytes += len(data)
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)

@@ -70,30 +70,34 @@ def malformed(what: str) -> ApiError:
     return ApiError(ErrorCode.INVALID_REQUEST, f"cannot serve: malformed HTTP ({what})")
 
 
-def response_head(
-    status: int,
-    content_type: str,
-    extra: Mapping[str, str],
-    *,
-    date: str,
-    length: int | None,
-    keep_alive: bool,
-    chunked: bool,
-) -> bytes:
-    """Write an answer's head: of `length` bytes, or chunked, or ended by closing."""
+def lines_of(fields: Mapping[str, str]) -> str:
+    """Write headers as the lines that go over the wire."""
+    return "".join([f"{name}: {value}\r\n" for name, value in fields.items()])
+
+
+def opening(status: int, content_type: str, date: str) -> str:
+    """Write what answers of a kind have in common: their first lines."""
     first = _STATUS_LINES.get(status) or f"HTTP/1.1 {status} \r\n"
-    lines = "".join([f"{name}: {value}\r\n" for name, value in extra.items()])
-    framing = "transfer-encoding: chunked\r\n" if chunked else ""
-    if length is not None:
-        framing = f"content-length: {length}\r\n"
+    return f"{first}content-type: {content_type}\r\ndate: {date}\r\n"
+
+
+def response_head(
+    first: str, lines: str, *, length: int | None, keep_alive: bool, chunked: bool
+) -> bytes:
+    """Write an answer's head after its opening: of `length` bytes, chunked, or ended by closing."""
     end = "\r\n" if keep_alive else "connection: close\r\n\r\n"
-    head = f"{first}content-type: {content_type}\r\ndate: {date}\r\n{lines}{framing}{end}"
+    if length is not None:
+        head = f"{first}{lines}content-length: {length}\r\n{end}"
+    elif chunked:
+        head = f"{first}{lines}transfer-encoding: chunked\r\n{end}"
+    else:
+        head = first + lines + end
     return head.encode("latin-1", "replace")
 
 
-def request_head(method: str, path: str, host: str, sent: Mapping[str, str], length: int) -> bytes:
+def request_head(method: str, path: str, host: str, lines: str, length: int) -> bytes:
     """Write the head of a request to a node."""
-    lines = "".join([f"{name}: {value}\r\n" for name, value in sent.items()])
-    framing = f"content-length: {length}\r\n" if length or method != "GET" else ""
-    head = f"{method} {path} HTTP/1.1\r\nhost: {host}\r\n{lines}{framing}\r\n"
+    if length or method != "GET":
+        lines = f"{lines}content-length: {length}\r\n"
+    head = f"{method} {path} HTTP/1.1\r\nhost: {host}\r\n{lines}\r\n"
     return head.encode("latin-1", "replace")

@@ -26,14 +26,14 @@ class Request(msgspec.Struct):
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """One whole answer."""
+    """One whole answer. `lines` are its headers, each as it goes over the wire."""
 
     status: int
     body: bytes
-    headers: Mapping[str, str] = {}
+    lines: str = ""
     content_type: str = "application/json"
 
 
 def with_header(reply: Reply, name: str, value: str) -> Reply:
     """Return an answer with one header more."""
-    return msgspec.structs.replace(reply, headers={**reply.headers, name: value})
+    return msgspec.structs.replace(reply, lines=f"{reply.lines}{name}: {value}\r\n")

@@ -8,7 +8,7 @@ Rule 3: a client that is gone cancels its request; one that does not read stops 
 import asyncio
 import logging
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from email.utils import formatdate
 from typing import Final, Protocol, cast
@@ -17,6 +17,7 @@ from isochrone.service.door import DoorLimits
 from isochrone.wire.errors import ApiError, ErrorCode
 from router.dataplane import http1
 from router.dataplane.deadlines import NEVER, Deadlines
+from router.dataplane.errand import Errand, Signal
 from router.dataplane.message import Reply, Request
 from router.dataplane.requests import Gate, RequestReader
 
@@ -72,16 +73,21 @@ class Server:
         self.by_address: Counter[str] = Counter()
         self._unix_clock = unix_clock
         self._gone = asyncio.Event()
-        self._date = ""
-        self._date_of = 0
+        self._openings: dict[tuple[int, str], str] = {}
+        self._openings_of = 0
 
-    def date(self) -> str:
-        """Return the `date` header's value, written once a second."""
+    def opening(self, status: int, content_type: str) -> str:
+        """Return the first lines of an answer, date included: written once a second for a kind."""
         second = int(self._unix_clock())
-        if second != self._date_of:
-            self._date_of = second
-            self._date = formatdate(second, usegmt=True)
-        return self._date
+        if second != self._openings_of:
+            self._openings_of = second
+            self._openings.clear()
+        kind = (status, content_type)
+        found = self._openings.get(kind)
+        if found is None:
+            date = formatdate(second, usegmt=True)
+            found = self._openings[kind] = http1.opening(status, content_type, date)
+        return found
 
     def connection(self) -> asyncio.Protocol:
         """Make the protocol of one connection; for `create_server`."""
@@ -133,15 +139,15 @@ class ClientConnection:
     """
 
     __slots__ = (
-        "_address", "_bad", "_begun", "_chunked", "_paused", "_reader", "_ready", "_request",
-        "_resumed", "_server", "_source", "_stopped_reading", "_task", "_transport", "due_s",
+        "_address", "_bad", "_begun", "_chunked", "_errand", "_paused", "_reader", "_ready",
+        "_request", "_resumed", "_server", "_source", "_stopped_reading", "_transport", "due_s",
     )  # fmt: skip
 
     def __init__(self, server: Server) -> None:
         self._server = server
         self._transport: asyncio.Transport | None = None
         self._reader = RequestReader(self, server.gate, server.limits.body_bytes_max, server.clock)
-        self._task: asyncio.Task[None] | None = None
+        self._errand: Errand | None = None
         self._ready: deque[Request] = deque()
         self._bad: ApiError | None = None
         self._source: Source | None = None
@@ -151,7 +157,7 @@ class ClientConnection:
         self._request: Request | None = None
         self._begun = False
         self._chunked = False
-        self._resumed: asyncio.Future[None] | None = None
+        self._resumed: Signal | None = None
         self.due_s = NEVER
 
     # The transport's side.
@@ -173,8 +179,8 @@ class ClientConnection:
         self._server.went(self, self._address)
         self._transport = None
         self._ready.clear()
-        if self._task is not None:
-            self._task.cancel()
+        if self._errand is not None:
+            self._errand.cancel()
 
     def eof_received(self) -> bool:
         """Take the end of what a client sends for its leaving, as proxies do."""
@@ -189,9 +195,16 @@ class ClientConnection:
         try:
             reader.feed(data)
         except ApiError as error:
-            self._refuse(error)
+            self._bad = error
+        if self._errand is not None:
             return
-        if self._task is not None:
+        if self._ready:
+            self.due_s = NEVER
+            self._errand = Errand(self._answer_all())
+            self._errand.go_on()
+            return
+        if self._bad is not None:
+            self._refuse(self._bad)
             return
         # What did not come whole has its deadline: a head from its first byte, a body from its
         # head's last.
@@ -213,12 +226,12 @@ class ClientConnection:
         self.due_s = NEVER
         if self._source is not None:
             self._source.resume()
-        if self._resumed is not None and not self._resumed.done():
-            self._resumed.set_result(None)
+        if self._resumed is not None:
+            self._resumed.give()
 
     def on_due(self) -> None:
         """End what waited too long: a head, a body, an idle connection, a client that is deaf."""
-        if self._task is not None or self._bad is not None:
+        if self._errand is not None or self._bad is not None:
             self.abort()
         elif self._reader.arrived_s:
             waited_s = self._server.clock() - self._reader.arrived_s
@@ -236,22 +249,19 @@ class ClientConnection:
 
     def continue_is_expected(self) -> None:
         """Ask for a body whose client waits to be asked."""
-        if self._task is None:
+        if self._errand is None and not self._ready:
             self._write(http1.CONTINUE)
 
     def request_is_whole(self, request: Request) -> None:
-        """Answer it, or let it wait for the one before."""
+        """Let it be answered after those before it."""
         self._ready.append(request)
-        if self._task is None:
-            self.due_s = NEVER
-            self._task = asyncio.get_running_loop().create_task(self._answer_all())
-        elif len(self._ready) >= READY_MAX and self._transport is not None:
+        if len(self._ready) >= READY_MAX and self._transport is not None:
             self._stopped_reading = True
             self._transport.pause_reading()
 
     # The answer's side.
 
-    def begin(self, status: int, content_type: str, extra: Mapping[str, str]) -> None:
+    def begin(self, status: int, content_type: str, lines: str) -> None:
         """Send the head of an answer whose length is not known."""
         request = self._request
         assert request is not None
@@ -260,10 +270,8 @@ class ClientConnection:
         keep_alive = request.keep_alive and self._chunked
         self._write(
             http1.response_head(
-                status,
-                content_type,
-                extra,
-                date=self._server.date(),
+                self._server.opening(status, content_type),
+                lines,
                 length=None,
                 keep_alive=keep_alive,
                 chunked=self._chunked,
@@ -286,10 +294,8 @@ class ClientConnection:
         request = self._request
         self._begun = True
         head = http1.response_head(
-            reply.status,
-            reply.content_type,
-            reply.headers,
-            date=self._server.date(),
+            self._server.opening(reply.status, reply.content_type),
+            reply.lines,
             length=len(reply.body),
             keep_alive=request is not None and request.keep_alive,
             chunked=False,
@@ -308,7 +314,7 @@ class ClientConnection:
     async def drained(self) -> None:
         """Return when the client has read what was written; cancelled where it is gone."""
         while self._paused:
-            self._resumed = asyncio.get_running_loop().create_future()
+            self._resumed = Signal()
             await self._resumed
 
     def abort(self) -> None:
@@ -318,7 +324,7 @@ class ClientConnection:
 
     def drain(self) -> None:
         """Close as soon as nothing is being answered."""
-        if self._task is None and self._transport is not None:
+        if self._errand is None and self._transport is not None:
             self._transport.close()
         elif self._request is not None:
             self._request.keep_alive = False
@@ -338,7 +344,7 @@ class ClientConnection:
                     self._close()
                     return
         finally:
-            self._task = None
+            self._errand = None
             self._request = None
         limits = self._server.limits
         if self._bad is not None:
@@ -382,7 +388,7 @@ class ClientConnection:
         connection, and the client would never see why.
         """
         self._bad = error
-        if self._task is None and self._transport is not None:
+        if self._errand is None and self._transport is not None:
             self.reply(self._server.encode_error(error, self._reader.path))
             if self._transport.can_write_eof():
                 self._transport.write_eof()

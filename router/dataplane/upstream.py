@@ -2,7 +2,7 @@
 
 import asyncio
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import lru_cache
 from ssl import SSLContext
 from typing import Final, cast
@@ -44,29 +44,29 @@ class Upstream:
         """Return how many connections are open, to whichever node."""
         return len(self._open)
 
-    async def ask(
+    def ask(
         self,
         node_id: NodeId,
         address: str,
-        request: tuple[str, str, Mapping[str, str], bytes],
+        request: tuple[str, str, str, bytes],
         timeout_s: float,
         bytes_max: int,
         frames: sse.Frames | None = None,
         *,
         is_rest: bool = False,
     ) -> Exchange:
-        """Send (method, path, headers, body) to a node; what comes back is the exchange's to tell.
-
-        Raises AttemptFailed where the node cannot be reached.
-        """
-        method, path, sent, body = request
-        head = http1.request_head(method, path, _host(address), sent, len(body))
+        """Send (method, path, header lines, body) to a node; what comes is the exchange's."""
+        method, path, lines, body = request
+        head = http1.request_head(method, path, _host(address), lines, len(body))
         exchange = Exchange(
             self, node_id, address, (head, body), bytes_max, frames, is_rest=is_rest
         )
         exchange.wait(timeout_s)
         idle = self._idle.get(address)
-        exchange.begin(idle.pop() if idle else await self.connect(node_id, address))
+        if idle:
+            exchange.begin(idle.pop())
+        else:
+            exchange.dial()
         return exchange
 
     async def connect(self, node_id: NodeId, address: str) -> NodeConnection:
@@ -115,6 +115,21 @@ class Upstream:
                 del self._idle[connection.address]
         if not self._open:
             self._gone.set()
+
+    def doubt(self, address: str) -> None:
+        """Close what is kept idle to a node: it may be broken without a word."""
+        for connection in self._idle.pop(address, ()):
+            connection.close()
+
+    def let_go(self, address: str, since_s: float, may_retry: Callable[[], bool]) -> None:
+        """A node is gone: fail what has heard nothing of it `since_s`, the longest wait first.
+
+        Whoever waits for a first token and may not retry goes on waiting.
+        """
+        waits = [c.exchange for c in self._open if c.address == address and c.exchange is not None]
+        for exchange in sorted(waits, key=Exchange.heard_s):
+            if exchange.heard_s() < since_s and (exchange.has_begun or may_retry()):
+                exchange.fail(AttemptFailed(Failure.GONE, f"{address} answers no ping"))
 
     async def close(self) -> None:
         """Close every connection."""

@@ -1,7 +1,7 @@
 """Who may ask: keys, from the table the router holds. An unknown key leaves nothing behind."""
 
 from collections.abc import Mapping
-from hashlib import sha256
+from hashlib import blake2b
 from typing import Final
 
 from isochrone.wire.errors import ApiError, ErrorCode
@@ -51,7 +51,8 @@ class Admitted:
         """Return whose key this is, or raise ApiError 401, as `authenticate` does."""
         if keys is not self._keys or len(self._entries) > 2 * len(keys):
             self._keys, self._entries = keys, {}
-        shown = sha256(authorization).digest()
+        # BLAKE2: OpenSSL's digests take twice as long to begin as to end.
+        shown = blake2b(authorization, digest_size=32).digest()
         entry = self._entries.get(shown)
         if entry is None or (entry.expires_at and entry.expires_at <= now_unix_s):
             entry = authenticate(keys, authorization.decode("latin-1"), now_unix_s)

@@ -1,12 +1,13 @@
-"""What the choice knows of one deployment: a column for each fact, a slot for each replica.
+"""What the choice knows of one deployment: a slot for each replica, with rows of plain numbers.
 
-The columns are parallel lists, so that ranking hundreds of replicas is a few passes over plain
-numbers. A slot belongs to a replica for as long as a table names it; another may get it later.
+Rows are never changed, only replaced, so that a picture of hundreds of replicas is a copy of two
+lists, and ranking them a few passes. A slot belongs to a replica for as long as a table names it;
+another may get it later.
 """
 
 from collections.abc import Mapping, Sequence, Set
 from math import inf
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 from isochrone.wire.ids import PopId, ReplicaId
 from isochrone.wire.routes import Route
@@ -37,6 +38,22 @@ QUEUE_SHARE_MAX: Final = 0.1
 """With more queue than this share of the prompt's own time, an answer tells little of depth."""
 
 
+Times: TypeAlias = tuple[float, float, float, float]
+"""Of a slot (until, least, ms per token, room): all that a request's time there takes.
+
+Until when the queue is through, less the time a request takes to get there; what waits there at
+least, whatever the clock says; both with the round trip and all overhead in them. Room is how many
+tokens more it takes: any number where it is idle, for whether a request fits at all is the
+replica's to say; none where a slot has no replica.
+"""
+
+Facts: TypeAlias = tuple[float, float, float, float]
+"""Of a slot (round trip, the same with all overhead, usual error, tokens in flight); in ms."""
+
+EMPTY_TIMES: Final = (0.0, 0.0, 0.0, -1.0)
+EMPTY_FACTS: Final = (0.0, 0.0, 0.0, 0.0)
+
+
 class Ranked(NamedTuple):
     """One way to go, with what is predicted of it and why it stands where it stands."""
 
@@ -59,34 +76,20 @@ class Ranked(NamedTuple):
     @property
     def why(self) -> str:
         """The header value that tells a client why this replica."""
-        return (
-            f"{self.reason} rtt={self.rtt_ms:.1f}ms queue={round(self.queue_ms)}ms "
-            f"prefill={round(self.prefill_ms)}ms"
-        )
+        whole, tenth = divmod(round(10 * self.rtt_ms), 10)
+        queue_ms, prefill_ms = round(self.queue_ms), round(self.prefill_ms)
+        return f"{self.reason} rtt={whole}.{tenth}ms queue={queue_ms}ms prefill={prefill_ms}ms"
 
 
 class Picture(NamedTuple):
-    """What the router believes of one deployment, frozen at `now_ms`.
-
-    `base_ms` is the round trip with all overhead. `until_ms` is when the queue is through, less the
-    time a request takes to get there; `least_ms` what waits there at least, whatever the clock
-    says; both with `base_ms` in them. `room` is how many tokens more a replica takes: any number
-    where it is idle, for whether a request fits at all is the replica's to say; none where a slot
-    has no replica.
-    """
+    """What the router believes of one deployment, frozen at `now_ms`."""
 
     now_ms: float
     routes: Sequence[Route | None]
     slots: Mapping[ReplicaId, int]
     home: frozenset[int]
-    rtt_ms: Sequence[float]
-    base_ms: Sequence[float]
-    until_ms: Sequence[float]
-    least_ms: Sequence[float]
-    ms_per_token: Sequence[float]
-    spread_ms: Sequence[float]
-    tokens: Sequence[float]
-    room: Sequence[float]
+    times: Sequence[Times]
+    facts: Sequence[Facts]
     seeds: Sequence[int]
     weights: Sequence[float]
     mates: Mapping[PopId, Sequence[int]]
@@ -100,7 +103,7 @@ class Picture(NamedTuple):
 
 
 class Board:
-    """The columns of one deployment, kept up to date slot by slot."""
+    """The rows of one deployment, kept up to date slot by slot."""
 
     def __init__(self) -> None:
         """Begin without replicas."""
@@ -117,14 +120,8 @@ class Board:
         self._mates: dict[PopId, list[int]] = {}
         self.everyone = 0
         """The mask of all slots that have a replica."""
-        self._rtt_ms: list[float] = []
-        self._base_ms: list[float] = []
-        self._until_ms: list[float] = []
-        self._least_ms: list[float] = []
-        self._ms_per_token: list[float] = []
-        self._spread_ms: list[float] = []
-        self._tokens: list[float] = []
-        self._room: list[float] = []
+        self._times: list[Times] = []
+        self._facts: list[Facts] = []
         self._seeds: list[int] = []
         self._weights: list[float] = []
 
@@ -137,8 +134,8 @@ class Board:
         named = {route.replica_id for route in routes}
         left = set()
         # Pictures share these: what they show stays as it was.
-        self.slots, self._seeds = self.slots.copy(), self._seeds.copy()
-        self._weights = self._weights.copy()
+        self.slots, self.routes = self.slots.copy(), self.routes.copy()
+        self._seeds, self._weights = self._seeds.copy(), self._weights.copy()
         for replica_id in [replica_id for replica_id in self.slots if replica_id not in named]:
             slot = self.slots.pop(replica_id)
             self._clear(slot)
@@ -161,8 +158,7 @@ class Board:
         route = self.routes[slot]
         if route is None:
             return
-        if rtt_ms != self._rtt_ms[slot]:
-            self._rtt_ms[slot] = rtt_ms
+        if rtt_ms != self._facts[slot][0]:
             self._home = None
         pace = self.paces[slot]
         gain, overhead_ms = pace.at(now_s)
@@ -170,19 +166,19 @@ class Board:
         ms_per_token = prefill_ms(1, route.prefill_tokens_per_s) * gain
         others, others_decode = line.others.at(now_s)
         base_ms = rtt_ms + cold_ms + overhead_ms
-        self._base_ms[slot] = base_ms
-        self._until_ms[slot] = base_ms + 1000 * line.free_at_s - rtt_ms / 2
-        self._least_ms[slot] = base_ms + line.behind_first_ms + others * ms_per_token
-        self._ms_per_token[slot] = ms_per_token
-        self._spread_ms[slot] = pace.spread_ms
         tokens = line.prefill + line.decode + others + others_decode
-        self._tokens[slot] = tokens
-        self._room[slot] = route.tokens_in_flight_max - tokens if tokens >= 1 else inf
+        self._facts[slot] = (rtt_ms, base_ms, pace.spread_ms, tokens)
+        self._times[slot] = (
+            base_ms + 1000 * line.free_at_s - rtt_ms / 2,
+            base_ms + line.behind_first_ms + others * ms_per_token,
+            ms_per_token,
+            route.tokens_in_flight_max - tokens if tokens >= 1 else inf,
+        )
 
     def work_ms(self, slot: int, prompt_tokens: float, cached_tokens: float) -> float:
         """Return how long a replica reads what it has not cached of a prompt."""
         work = stretched(prompt_tokens, cached_tokens, self.stretch.per_token)
-        return work * self._ms_per_token[slot]
+        return work * self._times[slot][2]
 
     def observed(self, slot: int, ranked: Ranked, took_ms: float, now_s: float) -> None:
         """Learn from a first token that came `took_ms` after its request went."""
@@ -204,7 +200,7 @@ class Board:
 
     def others_ms(self, slot: int, line: Line, now_s: float) -> float:
         """Return how long what others have waiting at a replica takes it."""
-        return line.others.at(now_s)[0] * self._ms_per_token[slot]
+        return line.others.at(now_s)[0] * self._times[slot][2]
 
     def went(self, slot: int, ranked: Ranked, now_s: float) -> None:
         """A request goes there: note whether it is away from home, and whether it must wait."""
@@ -227,17 +223,11 @@ class Board:
         now_ms = 1000 * now_s
         return Picture(
             now_ms,
-            self.routes.copy(),
+            self.routes,
             self.slots,
             self.home,
-            self._rtt_ms.copy(),
-            self._base_ms.copy(),
-            self._until_ms.copy(),
-            self._least_ms.copy(),
-            self._ms_per_token.copy(),
-            self._spread_ms.copy(),
-            self._tokens.copy(),
-            self._room.copy(),
+            self._times.copy(),
+            self._facts.copy(),
             self._seeds,
             self._weights,
             self._mates,
@@ -252,8 +242,8 @@ class Board:
         seated = list(self.slots.values())
         if not seated:
             return frozenset()
-        limit_ms = HOME_RATIO * min(self._rtt_ms[slot] for slot in seated) + HOME_MS
-        return frozenset(slot for slot in seated if self._rtt_ms[slot] <= limit_ms)
+        limit_ms = HOME_RATIO * min(self._facts[slot][0] for slot in seated) + HOME_MS
+        return frozenset(slot for slot in seated if self._facts[slot][0] <= limit_ms)
 
     def _seat(self, route: Route) -> int:
         if self._free:
@@ -266,26 +256,13 @@ class Board:
             self.paces.append(Pace())
             self._seeds.append(seed_of(route.replica_id))
             self._weights.append(1.0)
-            for column in self._numbers():
-                column.append(0.0)
+            self._times.append(EMPTY_TIMES)
+            self._facts.append(EMPTY_FACTS)
         self.slots[route.replica_id] = slot
         return slot
 
     def _clear(self, slot: int) -> None:
         self.routes[slot] = None
-        for column in self._numbers():
-            column[slot] = 0.0
-        self._room[slot] = -1.0
+        self._times[slot] = EMPTY_TIMES
+        self._facts[slot] = EMPTY_FACTS
         self._free.append(slot)
-
-    def _numbers(self) -> Sequence[list[float]]:
-        return (
-            self._rtt_ms,
-            self._base_ms,
-            self._until_ms,
-            self._least_ms,
-            self._ms_per_token,
-            self._spread_ms,
-            self._tokens,
-            self._room,
-        )

@@ -2,13 +2,16 @@
 
 A replica is well, ejected, or on trial. Failures eject it, for twice as long each time it comes
 back soon; when that time is over one request is its trial, and the others go elsewhere until that
-one has answered. Only its own requests judge a replica: a ping that its node answers proves nothing
-of the engine, but one that goes unanswered spares a client the trial.
+one has answered. Only its own requests make a replica well: a ping that its node answers proves
+nothing of the engine, but one that goes unanswered spares a client the trial.
 
 Never more than half of a deployment's replicas are left alone. When more are ill, either the fleet
 is or the observer (a broken uplink, a bug of ours): then none is left alone, and those that are ill
 are asked after all that are well. What is truly dead costs a request only where nothing else has
 room, and what only seemed ill is well again with its first answer.
+
+A node that answers no ping, twice, is gone, and its replicas are ejected; where most nodes are
+silent at once it is the router that is cut off, and none is taken for gone.
 
 One that is well again takes a growing share at first (slow_start.py).
 """
@@ -17,7 +20,7 @@ import math
 from collections.abc import Collection, Mapping, Set
 from typing import Final, NamedTuple
 
-from isochrone.wire.ids import ReplicaId
+from isochrone.wire.ids import NodeId, ReplicaId
 
 FAILURES_MAX: Final = 3
 EJECTED_MIN_S: Final = 2.0
@@ -100,6 +103,14 @@ class Health:
             standing.is_trial = True
             standing.until_s = self._until_s[replica_id] = max(standing.until_s, now_s + TRIAL_S)
 
+    def gone(self, replica_id: ReplicaId, now_s: float) -> bool:
+        """Its node is gone: eject it; false where it was ejected already."""
+        standing = self._standings.setdefault(replica_id, Standing())
+        if standing.until_s and not standing.is_trial:
+            return False
+        self._eject(replica_id, standing, now_s)
+        return True
+
     def unreachable(self, replica_id: ReplicaId, now_s: float) -> None:
         """Its node answers no ping: put its trial off, but not for ever, as pings may be broken."""
         standing = self._standings.get(replica_id)
@@ -160,6 +171,11 @@ def judge(replicas: Collection[ReplicaId], ejected_until: Mapping[ReplicaId, flo
     if 2 * len(ill) <= len(replicas):
         return Judged(ill, frozenset())
     return Judged(frozenset(), ill)
+
+
+def gone(silent: Set[NodeId], nodes: int) -> Set[NodeId]:
+    """Return who of the `silent` among so many nodes is gone: none where most are silent."""
+    return silent if 2 * len(silent) <= nodes else frozenset()
 
 
 class RetryBudget:

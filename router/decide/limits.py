@@ -56,11 +56,13 @@ class Rate:
     Time is what it counts in: a unit costs `unit_s`, and `burst_s` may be owed.
     """
 
-    __slots__ = ("_limit", "_names", "burst_s", "full_at_s", "unit_s")
+    __slots__ = ("_limit", "_lines", "_names", "burst_s", "full_at_s", "unit_s")
 
     def __init__(self, name: str, per_min: float, now_s: float) -> None:
         self._limit = str(int(per_min) or 1)
         self._names = [f"x-ratelimit-{what}-{name}" for what in ("limit", "remaining", "reset")]
+        limit, remaining, reset = self._names
+        self._lines = f"{limit}: {self._limit}\r\n{remaining}: %d\r\n{reset}: %s\r\n"
         self.unit_s = 60.0 / per_min
         # A share smaller than one a minute still lets one through when it is full.
         self.burst_s = max(BURST_S, self.unit_s)
@@ -89,12 +91,21 @@ class Rate:
 
     def write(self, headers: dict[str, str], now_s: float) -> None:
         """Write what is left as OpenAI does."""
+        limit, remaining, reset = self._names
+        left, reset_after = self._left(now_s)
+        headers[limit] = self._limit
+        headers[remaining] = str(left)
+        headers[reset] = reset_after
+
+    def lines(self, now_s: float) -> str:
+        """Write the same as it goes over the wire."""
+        told: str = self._lines % self._left(now_s)
+        return told
+
+    def _left(self, now_s: float) -> tuple[int, str]:
         owed_s = self.full_at_s - now_s if self.full_at_s > now_s else 0.0
         left = int((self.burst_s - owed_s + _SLACK_S) / self.unit_s)
-        limit, remaining, reset = self._names
-        headers[limit] = self._limit
-        headers[remaining] = str(left) if left > 0 else "0"
-        headers[reset] = duration(owed_s)
+        return (left if left > 0 else 0), duration(owed_s)
 
 
 class _Use:
@@ -180,6 +191,12 @@ class Entry:
     def headers(self, now_s: float) -> dict[str, str]:
         """Write the `x-ratelimit-*` headers, for the limits that there are."""
         return self._use.headers(now_s)
+
+    def lines(self, now_s: float) -> str:
+        """Write the same as it goes over the wire."""
+        requests, tokens = self._use.requests, self._use.tokens
+        told = requests.lines(now_s) if requests is not None else ""
+        return told + tokens.lines(now_s) if tokens is not None else told
 
     def leave(self, used_tokens: int, now_s: float, spent: float = 0.0) -> None:
         """Settle: what was estimated too much comes back, what was too little is drawn."""

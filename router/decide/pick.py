@@ -2,12 +2,12 @@
 
 predicted = round trip and overhead + queue wait + uncached prompt tokens * time per token
 
-All three are corrected by what was observed of each replica (latency.py), and kept in columns
+All three are corrected by what was observed of each replica (latency.py), and kept in rows
 (board.py): a choice is a few passes over them. What a miss of the cache costs the replica is
 counted the more than once, the more requests find a queue: whoever comes next waits for it too.
 """
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from math import inf
 from typing import Final, NamedTuple
 
@@ -17,7 +17,7 @@ from router.decide.affinity import Seat, draw, seed_of, within_bound
 from router.decide.board import Picture, Ranked
 from router.decide.health import judge
 from router.decide.latency import stretched
-from router.decide.prefixes import NOTHING_HELD, Held
+from router.decide.prefixes import NOTHING_HELD, Held, slots_of
 from router.decide.slow_start import is_spared
 
 ALIKE_MS: Final = 2.0
@@ -81,12 +81,12 @@ class Routes(Sequence[Ranked]):
         self._first = first
         self._reason = reason
         self._others_ms = others_ms
-        self._count = sum(cost < inf for cost in costs) if first < 0 else -1
+        self._count = -1
         self._order: Sequence[int] | None = None
 
     def __len__(self) -> int:
         if self._count < 0:
-            self._count = len(self._costs) - self._costs.count(inf)
+            self._count = len(self._costs) - self.closed
         return self._count
 
     def __bool__(self) -> bool:
@@ -101,6 +101,11 @@ class Routes(Sequence[Ranked]):
             return self._ranked(self._first, self._reason, is_first=True)
         slot = self._slots()[at]
         return self._ranked(slot, "nearest-warm" if slot in self._picture.home else "soonest-warm")
+
+    @property
+    def closed(self) -> int:
+        """Count the slots where the request cannot go."""
+        return self._costs.count(inf)
 
     def of(self, replica_id: ReplicaId) -> Ranked | None:
         """Return the way to one replica: the answer comes from there."""
@@ -120,7 +125,7 @@ class Routes(Sequence[Ranked]):
 
     def _sibling(self, slot: int) -> Sibling:
         picture, tokens = self._picture, self._ask.prompt_tokens
-        route, pace = picture.routes[slot], picture.ms_per_token[slot]
+        route, pace = picture.routes[slot], picture.times[slot][2]
         assert route is not None, f"slot {slot} is ranked without a replica"
         cached = _cached_tokens(picture, self._ask, slot)
         work = stretched(tokens, cached, picture.stretch_per_token)
@@ -149,7 +154,7 @@ class Routes(Sequence[Ranked]):
             return 0
         better_by_ms = max(0.0, self._others_ms - costs[first])
         most_ms = queue_ms + better_by_ms + rtt_ms + SURPRISE_MS + SURPRISE_RATIO * prefill_ms
-        return max(1, round(most_ms / picture.ms_per_token[first]))
+        return max(1, round(most_ms / picture.times[first][2]))
 
     def _ranked(self, slot: int, reason: str, *, is_first: bool = False) -> Ranked:
         picture, ask = self._picture, self._ask
@@ -157,9 +162,10 @@ class Routes(Sequence[Ranked]):
         assert route is not None, f"slot {slot} is ranked without a replica"
         cached = _cached_tokens(picture, ask, slot)
         work = stretched(ask.prompt_tokens, cached, picture.stretch_per_token)
-        rtt_ms, base_ms = picture.rtt_ms[slot], picture.base_ms[slot]
-        queue_ms = max(picture.until_ms[slot] - picture.now_ms, picture.least_ms[slot]) - base_ms
-        prefill_ms = work * picture.ms_per_token[slot]
+        rtt_ms, base_ms, _, _ = picture.facts[slot]
+        until_ms, least_ms, ms_per_token, _ = picture.times[slot]
+        queue_ms = max(until_ms - picture.now_ms, least_ms) - base_ms
+        prefill_ms = work * ms_per_token
         return Ranked(
             route,
             reason,
@@ -173,28 +179,38 @@ class Routes(Sequence[Ranked]):
         )
 
 
-class Ranking(NamedTuple):
+class Ranking:
     """Where to try, in order, and how many replicas were passed over because they are full."""
 
-    routes: Routes
-    full: int
+    __slots__ = ("_empty", "_left_out", "routes")
+
+    def __init__(self, routes: Routes, empty: int, left_out: int) -> None:
+        """Know how many slots have no replica, or one that was left out for another reason."""
+        self.routes = routes
+        self._empty = empty
+        self._left_out = left_out
+
+    @property
+    def full(self) -> int:
+        """Count those that have no room."""
+        return self.routes.closed - self._empty - self._left_out
 
 
 def rank(picture: Picture, ask: Ask, excluded: Set[ReplicaId] = frozenset()) -> Ranking:
     """Rank the replicas that have room, best first; `excluded` are those that failed already."""
     costs = _costs(picture, ask)
-    full = costs.count(inf) - (len(costs) - len(picture.slots))
+    empty, left_out = len(costs) - len(picture.slots), 0
     if excluded or picture.ejected_until:
-        full -= _leave_out(picture, excluded, costs)
+        left_out = _leave_out(picture, excluded, costs)
     if picture.starting:
-        _spare_starting(picture, ask, costs)
+        left_out += _spare_starting(picture, ask, costs)
     best_ms = min(costs, default=inf)
     if best_ms == inf:
-        return Ranking(Routes(picture, ask, costs, -1, ""), full)
+        return Ranking(Routes(picture, ask, costs, -1, ""), empty, left_out)
     slot, reason, others_ms = _first(picture, ask, costs, best_ms)
     if costs[slot] > best_ms:
         others_ms = best_ms
-    return Ranking(Routes(picture, ask, costs, slot, reason, others_ms), full)
+    return Ranking(Routes(picture, ask, costs, slot, reason, others_ms), empty, left_out)
 
 
 def _costs(picture: Picture, ask: Ask) -> list[float]:
@@ -208,45 +224,53 @@ def _costs(picture: Picture, ask: Ask) -> list[float]:
         inf
         if wanted > room
         else work * pace + (wait if (wait := until - now_ms) > least else least)
-        for until, least, pace, room in zip(
-            picture.until_ms, picture.least_ms, picture.ms_per_token, picture.room, strict=True
-        )
+        for until, least, pace, room in picture.times
     ]
-    paces = picture.ms_per_token
-    for slots, share in ask.held.some:
+    times = picture.times
+    for mask, share in ask.held.some:
         saved = work - charged * stretched(tokens, tokens * share, stretch)
-        for slot in slots:
-            costs[slot] -= saved * paces[slot]
+        for slot in slots_of(mask):
+            costs[slot] -= saved * times[slot][2]
     if ask.seat is not None and ask.held is NOTHING_HELD:
         slot = picture.slots.get(ask.seat.replica_id, -1)
         if slot >= 0:
             cached = min(ask.seat.cached_tokens, tokens)
-            costs[slot] -= (work - charged * stretched(tokens, cached, stretch)) * paces[slot]
+            costs[slot] -= (work - charged * stretched(tokens, cached, stretch)) * times[slot][2]
     return costs
 
 
 def _leave_out(picture: Picture, excluded: Set[ReplicaId], costs: list[float]) -> int:
-    """Take out who failed or is ejected; return how many of them were full besides."""
+    """Take out who failed or is ejected; return how many that are, without the full among those
+    who are asked last.
+    """
     alone, last = excluded, frozenset[ReplicaId]()
     if picture.ejected_until:
         ill, last = judge(list(picture.slots), picture.ejected_until)
         alone = alone | ill
-    full = 0
+    left_out = 0
     for replica_id in alone:
         slot = picture.slots.get(replica_id, -1)
         if slot >= 0:
-            full += costs[slot] == inf
+            left_out += 1
             costs[slot] = inf
     late = [picture.slots[replica_id] for replica_id in last if replica_id in picture.slots]
     if late and any(cost < inf for slot, cost in enumerate(costs) if slot not in late):
         # Who is ill among too many ill is asked only where nobody well has room.
-        for slot in late:
-            costs[slot] = inf
-    return full
+        left_out += _close(late, costs)
+    return left_out
 
 
-def _spare_starting(picture: Picture, ask: Ask, costs: list[float]) -> None:
-    """Take out who has just begun and is not drawn, if anybody else has room."""
+def _close(slots: Iterable[int], costs: list[float]) -> int:
+    """Take slots out that have room; return how many."""
+    closed = 0
+    for slot in slots:
+        closed += costs[slot] < inf
+        costs[slot] = inf
+    return closed
+
+
+def _spare_starting(picture: Picture, ask: Ask, costs: list[float]) -> int:
+    """Take out who has just begun and is not drawn, if anybody else has room; return how many."""
     spared = {
         slot
         for replica_id, share in picture.starting.items()
@@ -254,8 +278,8 @@ def _spare_starting(picture: Picture, ask: Ask, costs: list[float]) -> None:
         and is_spared(replica_id, share, ask.session or ask.request_id)
     }
     if spared and any(cost < inf for slot, cost in enumerate(costs) if slot not in spared):
-        for slot in spared:
-            costs[slot] = inf
+        return _close(spared, costs)
+    return 0
 
 
 def _soonest_but(slot: int, costs: list[float]) -> float:
@@ -279,13 +303,13 @@ def _first(
             return seat, "session", UNKNOWN_MS
     best = _at_home(picture, costs, costs.index(best_ms))
     best_ms = costs[best]
-    slack_ms = max(ALIKE_MS, ALIKE_RATIO * best_ms, ALIKE_SPREADS * picture.spread_ms[best])
+    slack_ms = max(ALIKE_MS, ALIKE_RATIO * best_ms, ALIKE_SPREADS * picture.facts[best][2])
     is_new = bool(ask.session) and ask.held is NOTHING_HELD
     if is_new:
         slack_ms = max(slack_ms, SESSION_ALIKE_MS, SESSION_ALIKE_RATIO * best_ms)
     limit_ms = best_ms + slack_ms
     others_ms = _soonest_but(best, costs)
-    alike = [best]
+    alike, drawn = [best], best
     if others_ms <= limit_ms:
         alike = [slot for slot, cost in enumerate(costs) if cost <= limit_ms]
     if is_new and picture.home:
@@ -293,17 +317,17 @@ def _first(
         seat = draw(seed_of(ask.session), sorted(picture.home), picture.seeds, picture.weights)
         if costs[seat] <= best_ms + max(STICK_MS, STICK_RATIO * best_ms):
             return seat, "session-new nearest-warm", UNKNOWN_MS
-    if len(alike) > 1:
-        others_ms = UNKNOWN_MS
     if is_new and len(alike) > 1:
-        alike = within_bound(alike, picture.tokens, picture.weights)
-        best = draw(seed_of(ask.session), alike, picture.seeds, picture.weights)
+        alike = within_bound(alike, [facts[3] for facts in picture.facts], picture.weights)
+        drawn = draw(seed_of(ask.session), alike, picture.seeds, picture.weights)
     elif len(alike) > 1:
-        best = alike[seed_of(ask.request_id) % len(alike)]
+        drawn = alike[seed_of(ask.request_id) % len(alike)]
+    if drawn != best:
+        best, others_ms = drawn, UNKNOWN_MS
     reason = "nearest-warm" if best in picture.home else "soonest-warm"
     if is_new:
         return best, f"session-new {reason}", others_ms
-    is_prefix = any(best in match.slots for match in ask.held.some)
+    is_prefix = any(mask >> best & 1 for mask, _ in ask.held.some)
     return best, f"prefix {reason}" if is_prefix else reason, others_ms
 
 

@@ -50,10 +50,15 @@ NO_KEYS: Final = PrefixKeys((), (), 0)
 
 
 class Match(NamedTuple):
-    """Replicas (by slot) that hold the same share of a prompt."""
+    """Replicas that hold the same share of a prompt, as a mask of their slots."""
 
-    slots: Sequence[int]
+    mask: int
     share: float
+
+    @property
+    def slots(self) -> Sequence[int]:
+        """Return their slots."""
+        return slots_of(self.mask)
 
 
 class Held(NamedTuple):
@@ -64,7 +69,10 @@ class Held(NamedTuple):
 
     def share_at(self, slot: int) -> float:
         """Return the share of the prompt that one replica holds."""
-        return next((match.share for match in self.some if slot in match.slots), self.everyone)
+        for mask, share in self.some:
+            if mask >> slot & 1:
+                return share
+        return self.everyone
 
 
 NOTHING_HELD: Final = Held(0.0, ())
@@ -156,7 +164,7 @@ class PrefixIndex:
                 # All hold at least as much as those who hold least.
                 common = share
                 continue
-            some.append(Match(slots_of(leaving), share))
+            some.append(Match(leaving, share))
         return Held(common, some)
 
     def _split(
@@ -246,8 +254,9 @@ class PrefixIndex:
             del self._holders[key]
 
 
+@lru_cache(maxsize=1024)
 def slots_of(mask: int) -> Sequence[int]:
-    """Return the numbers of the bits that are set."""
+    """Return the numbers of the bits that are set. The same masks come again and again."""
     if mask.bit_count() <= 2:
         return list(_bits(mask))
     found: list[int] = []

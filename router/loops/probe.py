@@ -1,4 +1,8 @@
-"""Probing: how far each node is, how busy, and whether what a doubtful table drops answers."""
+"""Probing: how far each node is, how busy, whether it is gone; and who of a dropped table answers.
+
+A node that answered last time is asked twice before it counts as silent, and the second time on a
+fresh connection: a network may have dropped the kept one. One that was silent is asked once.
+"""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -9,7 +13,9 @@ from isochrone.wire import headers
 from isochrone.wire.ids import NodeId
 from isochrone.wire.routes import Route
 from router.dataplane.exchange import AttemptFailed, Head
+from router.dataplane.http1 import lines_of
 from router.dataplane.upstream import Upstream
+from router.decide.health import gone
 from router.fleet import Fleet
 from router.metrics import Metrics
 
@@ -36,13 +42,18 @@ class Prober:
         upstream: Upstream,
         metrics: Metrics,
         dropped: Callable[[], Sequence[Route]],
+        let_go: Callable[[str, float], None],
         timeout_s: float,
     ) -> None:
-        """Ask also the `dropped` replicas of a table that is held, one by one."""
+        """Ask also the `dropped` replicas of a table that is held, one by one.
+
+        `let_go` is told the address of a node that is gone, and since when it is silent.
+        """
         self._fleet = fleet
         self._upstream = upstream
         self._metrics = metrics
         self._dropped = dropped
+        self._let_go = let_go
         self._timeout_s = timeout_s
         self._places = asyncio.Semaphore(AT_ONCE_MAX)
         self._known: set[NodeId] = set()
@@ -52,27 +63,36 @@ class Prober:
         nodes = self._fleet.nodes()
         self._known &= set(nodes)
         async with asyncio.TaskGroup() as tasks:
-            pings = [tasks.create_task(self._ping(*node)) for node in nodes.items()]
+            pings = {one: tasks.create_task(self._ping(one, at)) for one, at in nodes.items()}
             for route in self._dropped():
                 tasks.create_task(self._ask(route))
-        answered = sum(ping.result() for ping in pings)
-        return Probed(answered, len(pings) - answered)
+        silent = {one: since for one, ping in pings.items() if (since := ping.result()) is not None}
+        for node_id in gone(silent.keys(), len(nodes)):
+            self._metrics.ejections.labels("gone").inc(self._fleet.gone(node_id))
+            self._let_go(nodes[node_id], silent[node_id])
+        return Probed(len(nodes) - len(silent), len(silent))
 
-    async def _ping(self, node_id: NodeId, address: str) -> bool:
+    async def _ping(self, node_id: NodeId, address: str) -> float | None:
+        """Ping a node; where it is silent, return since when."""
         async with self._places:
-            if node_id not in self._known:
-                # The first pays for the connection's handshake: not measured.
-                if await self._once(address) is None:
-                    return self._silent(node_id)
-                self._known.add(node_id)
-            began = perf_counter()
-            head = await self._once(address)
-            if head is None:
-                return self._silent(node_id)
-            took_ms = 1000 * (perf_counter() - began)
-            loads = head.fields.get(_LOADS, b"").decode("latin-1")
-            self._fleet.pinged(node_id, took_ms, headers.parse_loads(loads))
-            return True
+            since_s = self._upstream.clock()
+            # The first pays for the connection's handshake: not measured.
+            if node_id in self._known or await self._once(address) is not None:
+                began = perf_counter()
+                head = await self._once(address)
+                if head is not None:
+                    took_ms = 1000 * (perf_counter() - began)
+                    loads = head.fields.get(_LOADS, b"").decode("latin-1")
+                    self._fleet.pinged(node_id, took_ms, headers.parse_loads(loads))
+                    self._known.add(node_id)
+                    return None
+                self._upstream.doubt(address)
+                if await self._once(address) is not None:
+                    return None
+            self._known.discard(node_id)
+            self._fleet.silent(node_id)
+            self._metrics.probe_failures.inc()
+            return since_s
 
     async def _ask(self, route: Route) -> None:
         async with self._places:
@@ -83,9 +103,9 @@ class Prober:
     async def _once(self, address: str, sent: dict[str, str] | None = None) -> Head | None:
         """Return the head of the node's answer; None where it is silent."""
         sent = {headers.ROUTER: self._fleet.name, **(sent or {})}
-        request = ("GET", "/ping", sent, b"")
+        request = ("GET", "/ping", lines_of(sent), b"")
         try:
-            exchange = await self._upstream.ask(
+            exchange = self._upstream.ask(
                 NodeId(address), address, request, self._timeout_s, PONG_BYTES_MAX
             )
             try:
@@ -95,9 +115,3 @@ class Prober:
         except AttemptFailed:
             return None
         return None if head.status >= 500 else head
-
-    def _silent(self, node_id: NodeId) -> bool:
-        self._known.discard(node_id)
-        self._fleet.silent(node_id)
-        self._metrics.probe_failures.inc()
-        return False

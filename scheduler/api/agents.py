@@ -73,7 +73,7 @@ class Agents:
             peer.generation = report.generation
             peer.written, peer.written_at = report, self._acting.clock()
             if effect.changed or effect.adopted or effect.released:
-                self._acting.nudge_publish()
+                self._acting.publish(node_id=NodeId(peer.name))
                 self._acting.nudge_place()
             if not peer.has_reported or effect.adopted:
                 # Only a node whose whole word was taken is told what to run.

@@ -195,7 +195,7 @@ async def _answer(
             )
     if endpoint.method != "GET":
         acting.nudge_place()
-        acting.nudge_publish()
+        acting.publish()
     response = web.Response(
         status=204 if answer is None else endpoint.status,
         body=encoded if answer is not None else None,

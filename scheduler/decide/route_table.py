@@ -1,6 +1,6 @@
 """The route table follows from what is reported warm, never from what is wished."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 
 import msgspec
 
@@ -53,6 +53,21 @@ def route_table(
         routes=tuple(sorted(routes, key=lambda route: route.replica_id)),
         keys=tuple(sorted(keys, key=lambda key: key.key_id)),
     )
+
+
+def with_part(told: RouteTable, part: RouteTable, node_ids: Set[NodeId]) -> RouteTable:
+    """Return the table told, with the routes to these nodes as `part` has them."""
+    routes = [route for route in told.routes if route.node_id not in node_ids]
+    routes += part.routes
+    return msgspec.structs.replace(
+        told, routes=tuple(sorted(routes, key=lambda route: route.replica_id))
+    )
+
+
+def tied(placements: Iterable[Placement]) -> frozenset[NodeId]:
+    """Return the nodes that hold parts of replicas over several: each is served by them all."""
+    spread = (placement.node_ids for placement in placements if placement.followers)
+    return frozenset(node_id for node_ids in spread for node_id in node_ids)
 
 
 def _is_served(placement: Placement, nodes: Mapping[NodeId, Node], view: LivenessView) -> bool:

@@ -46,6 +46,6 @@ class HoldLease:
             )
         if acting.renewed(lease, asked_at):
             # Each node is told what to run after its next report; nothing here may take long.
-            acting.nudge_publish()
+            acting.publish()
             acting.nudge_place()
         return Held(True, lease.epoch)

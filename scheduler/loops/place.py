@@ -101,4 +101,4 @@ class Place:
             peer = self._acting.agent(NodeId(node_id))
             if peer is not None and peer.has_reported:
                 await self._acting.send_assignment(peer)
-        self._acting.nudge_publish()
+        self._acting.publish()

@@ -1,28 +1,38 @@
-"""Publishes the route table whenever what it says has changed."""
+"""Publishes the route table whenever what it says has changed.
 
-from typing import NamedTuple
+What a node's report changes is read of that node alone, and told at once. All of the fleet is read
+now and then, for what no report says: who fell silent, whose rates have drifted.
+"""
+
+from collections.abc import Sequence, Set
+from typing import Final, NamedTuple
 
 import msgspec
 
 from isochrone.wire import codec
-from isochrone.wire.ids import Generation
-from isochrone.wire.routes import RouteTable, diff
+from isochrone.wire.ids import Generation, NodeId
+from isochrone.wire.routes import KeyEntry, RouteTable, diff
 from scheduler import metrics
 from scheduler.acting import Acting
+from scheduler.decide.cluster import ClusterState
 from scheduler.decide.liveness import liveness
-from scheduler.decide.route_table import route_table
+from scheduler.decide.route_table import route_table, tied, with_part
 from scheduler.decide.steady import steady
-from scheduler.store.cluster import read_fleet
+from scheduler.store.cluster import read_fleet, read_part
 from scheduler.store.keys import live_keys, next_route_generation, revoked_keys
 from scheduler.store.pool import transaction
 
+WHOLE_SHARE: Final = 0.05
+"""The part of the time that reading all of the fleet may take, unless it is asked for."""
+
 
 class Published(NamedTuple):
-    """One turn's outcome."""
+    """One turn's outcome; `nodes` is of how many it was read, -1 for all."""
 
     generation: int = 0
     routes: int = 0
     told: int = 0
+    nodes: int = 0
 
 
 class Publish:
@@ -30,33 +40,60 @@ class Publish:
 
     def __init__(self, acting: Acting) -> None:
         self._acting = acting
+        self._fleet: ClusterState | None = None
+        self._tied: Set[NodeId] = frozenset()
+        self._whole_due_at = float("-inf")
 
     async def run_once(self) -> Published:
         """Rebuild, compare, number, tell."""
         acting = self._acting
         if not acting.is_acting:
             return Published()
-        before = acting.table
-        table = steady(before, await self._rebuild())
-        if before is not None and table == before:
+        unpublished, acting.unpublished = acting.unpublished, set()
+        try:
+            return await self._publish(unpublished)
+        except BaseException:
+            acting.unpublished = None
+            raise
+
+    async def _publish(self, unpublished: set[NodeId] | None) -> Published:
+        acting = self._acting
+        before, fleet = acting.table, self._fleet
+        if before is None or fleet is None or unpublished is None or self._wants_whole(unpublished):
+            table, count = steady(before, await self._read_whole()), -1
+        elif unpublished:
+            part = await self._read_part(fleet, unpublished)
+            table, count = steady(before, with_part(before, part, unpublished)), len(unpublished)
+        else:
             return Published(before.generation, len(before.routes))
+        if before is not None and table == before:
+            return Published(before.generation, len(before.routes), nodes=count)
         async with transaction(acting.pool) as connection:
             generation = await next_route_generation(connection, acting.epoch)
         table = msgspec.structs.replace(table, generation=generation)
+        return Published(generation, len(table.routes), self._tell(before, table), count)
+
+    def _tell(self, before: RouteTable | None, table: RouteTable) -> int:
+        acting = self._acting
         acting.published(table)
-        metrics.ROUTE_GENERATION.set(generation)
+        metrics.ROUTE_GENERATION.set(table.generation)
         routers = acting.routers()
         delta = b"" if before is None else codec.encode(diff(before, table))
         for peer in routers:
             has_previous = before is not None and peer.generation == before.generation
             peer.tell(delta if has_previous else acting.table_frame())
-            peer.generation = generation
-        return Published(generation, len(table.routes), len(routers))
+            peer.generation = table.generation
+        return len(routers)
 
-    async def _rebuild(self) -> RouteTable:
+    def _wants_whole(self, node_ids: Set[NodeId]) -> bool:
+        # A replica over several nodes is served where none of them is lost, which not all may say.
+        return self._acting.clock() >= self._whole_due_at or not self._tied.isdisjoint(node_ids)
+
+    async def _read_whole(self) -> RouteTable:
         acting = self._acting
+        began = acting.clock()
         async with transaction(acting.pool, isolation="repeatable_read") as connection:
-            cluster = await read_fleet(
+            fleet = await read_fleet(
                 connection,
                 acting_for_s=acting.acting_for_s,
                 silent_s=acting.silent_s(),
@@ -64,6 +101,29 @@ class Publish:
             )
             keys = await live_keys(connection)
             revoked = await revoked_keys(connection)
-        view = liveness(cluster.nodes, cluster.acting_for_s, acting.config.liveness)
-        table = route_table(cluster, view, keys, generation=Generation(0), epoch=acting.epoch)
+        table = self._table_of(fleet, keys)
+        self._fleet = msgspec.structs.replace(fleet, nodes=(), placements=())
+        self._tied = tied(fleet.placements)
+        now = acting.clock()
+        rest_s = max(acting.config.publish_interval_s, (now - began) / WHOLE_SHARE)
+        # A little early: the timer's turn must not find it not yet due.
+        self._whole_due_at = now + 0.9 * rest_s
         return msgspec.structs.replace(table, keys_revoked=revoked)
+
+    async def _read_part(self, fleet: ClusterState, node_ids: Set[NodeId]) -> RouteTable:
+        acting = self._acting
+        silent_s = acting.silent_s()
+        async with transaction(acting.pool, isolation="repeatable_read") as connection:
+            part = await read_part(
+                connection,
+                msgspec.structs.replace(fleet, acting_for_s=acting.acting_for_s),
+                sorted(node_ids),
+                silent_s={name: silent_s[name] for name in node_ids if name in silent_s},
+                known=acting.known_nodes,
+            )
+        return self._table_of(part, ())
+
+    def _table_of(self, fleet: ClusterState, keys: Sequence[KeyEntry]) -> RouteTable:
+        view = liveness(fleet.nodes, fleet.acting_for_s, self._acting.config.liveness)
+        epoch = self._acting.epoch
+        return route_table(fleet, view, keys, generation=Generation(0), epoch=epoch)

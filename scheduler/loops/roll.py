@@ -49,7 +49,7 @@ class Roll:
                 changed += 1
         if changed:
             acting.nudge_place()
-            acting.nudge_publish()
+            acting.publish()
         return Rolled(len(judged), changed)
 
     async def _write(self, rollout: Rollout, verdict: Verdict) -> bool:

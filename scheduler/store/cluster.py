@@ -1,6 +1,7 @@
 """read_cluster(): one consistent picture of the fleet, as the planner reads it.
 
 read_fleet(): the same without what only placement asks: demand, distances, weights on their way.
+read_part(): a fleet read before, with some of its nodes as they are.
 """
 
 from collections import defaultdict
@@ -103,6 +104,20 @@ async def read_fleet(
     )
 
 
+async def read_part(
+    connection: Connection,
+    fleet: ClusterState,
+    node_ids: Sequence[NodeId],
+    *,
+    silent_s: Mapping[NodeId, float],
+    known: KnownNodes,
+) -> ClusterState:
+    """Return what `fleet` says beside its nodes, with these nodes and what is on them, read now."""
+    reports, nodes = await _read_nodes(connection, silent_s, known, node_ids)
+    placements = await _read_placements(connection, reports, node_ids)
+    return msgspec.structs.replace(fleet, nodes=nodes, placements=placements)
+
+
 async def read_pops(connection: Connection) -> tuple[Pop, ...]:
     """Return every PoP."""
     rows = await connection.fetch(
@@ -121,17 +136,23 @@ async def read_pops(connection: Connection) -> tuple[Pop, ...]:
 
 
 async def _read_nodes(
-    connection: Connection, silent_s: Mapping[NodeId, float], known: KnownNodes
+    connection: Connection,
+    silent_s: Mapping[NodeId, float],
+    known: KnownNodes,
+    only: Sequence[NodeId] | None = None,
 ) -> tuple[dict[NodeId, Report], tuple[Node, ...]]:
     rows = await connection.fetch(
         """
         SELECT node_id, pop, address, draining, revoked, generation, boot_id, report_seq,
                extract(epoch FROM clock_timestamp() - coalesce(last_seen_at, created_at))::float8
                    AS silent_s
-        FROM node ORDER BY node_id
-        """
+        FROM node WHERE $1::text[] IS NULL OR node_id = ANY($1) ORDER BY node_id
+        """,
+        only,
     )
     by_node = await _learn(connection, known, rows)
+    # Replaced whole: another reading may be under way.
+    known.by_node = by_node if only is None else {**known.by_node, **by_node}
     reports: dict[NodeId, Report] = {}
     nodes = []
     for row in rows:
@@ -187,8 +208,6 @@ async def _learn(
             node_id = NodeId(row["node_id"])
             report = _report.decode(row["report"]) if row["report"] is not None else None
             by_node[node_id] = KnownNode(keys[node_id], report, tuple(devices.get(node_id, ())))
-    # Replaced whole: another reading may be under way.
-    known.by_node = by_node
     return by_node
 
 
@@ -242,7 +261,9 @@ def deployment_of(row: asyncpg.Record) -> Deployment:
 
 
 async def _read_placements(
-    connection: Connection, reports: Mapping[NodeId, Report]
+    connection: Connection,
+    reports: Mapping[NodeId, Report],
+    only: Sequence[NodeId] | None = None,
 ) -> tuple[Placement, ...]:
     rows = await connection.fetch(
         """
@@ -253,8 +274,10 @@ async def _read_placements(
                array_agg(pd.device_id ORDER BY pd.device_id)
                    FILTER (WHERE pd.device_id IS NOT NULL) AS device_ids
         FROM placement p LEFT JOIN placement_device pd USING (replica_id)
-        WHERE released_at IS NULL GROUP BY p.replica_id ORDER BY p.replica_id
-        """
+        WHERE released_at IS NULL AND ($1::text[] IS NULL OR p.node_id = ANY($1))
+        GROUP BY p.replica_id ORDER BY p.replica_id
+        """,
+        only,
     )
     profiles = {
         replica.spec.replica_id: replica.profile

@@ -15,6 +15,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from isochrone.service.files import write_atomic
 from isochrone.wire.artifact import manifest_digest
 from isochrone.wire.control import Register
 from isochrone.wire.ids import BootId
@@ -140,7 +141,7 @@ async def test_an_engine_that_could_not_be_found_again_does_not_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The disk fills while it starts: what no later life of the agent knows of must not run."""
-    real = engines.write_atomic
+    real = write_atomic
 
     def full_by_then(path: Path, data: bytes) -> None:
         if path.name == "process.json":

@@ -125,7 +125,7 @@ async def test_the_acting_scheduler_killed_costs_no_request_and_the_other_acts(
 
         async def all_found_b() -> bool:
             status = await fleet.ask("GET", "/v1/status", of="b")
-            return status["nodes_ready"] == 2 and status["routers_ready"] == 2
+            return (status["nodes_ready"], status["routers_ready"]) == (2, 2)
 
         await until("nodes and routers find it", all_found_b, 20.0)
         await wait_ended(load, 16)
@@ -162,7 +162,7 @@ async def test_a_scheduler_that_slept_wakes_to_find_itself_replaced(fleet: Fleet
 
         async def all_found_it() -> bool:
             status = await fleet.ask("GET", "/v1/status", of=standby)
-            return status["nodes_ready"] == 2 and status["routers_ready"] == 2
+            return (status["nodes_ready"], status["routers_ready"]) == (2, 2)
 
         await until("nodes and routers find the other", all_found_it, 20.0)
         await wait_ended(load, 8)

@@ -3,8 +3,10 @@
 One fleet suffers it all; the last test leaves it with a node drained.
 """
 
+import asyncio
 import os
 import signal
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -75,6 +77,23 @@ async def test_a_stopped_engine_is_killed_and_the_other_serves(fleet: Fleet) -> 
     async with aiohttp.ClientSession() as http:
         for pop in ("ams", "sin"):
             assert (await one_stream(fleet, http, pop, 5)).how == "complete"
+
+
+async def test_a_stopped_agent_costs_those_who_wait_for_it_seconds(fleet: Fleet) -> None:
+    """SIGSTOP: its node takes connections and answers none, nor any ping."""
+    agent = fleet.processes.pid("node-sin")
+    os.kill(agent, signal.SIGSTOP)
+    try:
+        began_s = time.monotonic()
+        async with aiohttp.ClientSession() as http:
+            streams = (one_stream(fleet, http, "sin", 5) for _ in range(6))
+            ended = await asyncio.gather(*streams)
+        # A ping is given two seconds, twice; a first byte would have been given sixty.
+        assert time.monotonic() - began_s < 12.0
+        assert {one.how for one in ended} == {"complete"}, ended
+    finally:
+        os.kill(agent, signal.SIGCONT)
+    await until("both warm", lambda: fleet.is_warm(2), 15.0)
 
 
 async def test_an_engine_that_never_loads_fails_in_words_and_harms_no_other(fleet: Fleet) -> None:

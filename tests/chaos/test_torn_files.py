@@ -14,7 +14,16 @@ import pytest
 
 from isochrone.service import files
 from isochrone.service.identity import IdentityError, load_identity, save_identity
-from isochrone.wire.ids import RouterId
+from isochrone.wire.ids import (
+    DeploymentId,
+    KeyId,
+    NodeId,
+    PopId,
+    ReplicaId,
+    RequestId,
+    RouterId,
+    TenantId,
+)
 from isochrone.wire.usage import Outcome, Usage, UsageRow
 from nodeagent.drivers.driver import Command
 from nodeagent.engine.kv_tiers.files import FileTier
@@ -49,8 +58,9 @@ def torn(path: Path) -> Iterator[int]:
 
 def a_row(number: int) -> UsageRow:
     return UsageRow(
-        request_id=f"req-{number}", key_id="k", tenant_id="t", deployment_id="d", pop="ams",
-        node_id="n", replica_id="r", started_at=1.0, prompt_tokens=number, cached_tokens=0,
+        request_id=RequestId(f"req-{number}"), key_id=KeyId("k"), tenant_id=TenantId("t"),
+        deployment_id=DeploymentId("d"), pop=PopId("ams"), node_id=NodeId("n"),
+        replica_id=ReplicaId("r"), started_at=1.0, prompt_tokens=number, cached_tokens=0,
         output_tokens=3, outcome=Outcome.COMPLETE, ttft_ms=1.0, duration_ms=2.0,
     )  # fmt: skip
 

@@ -236,7 +236,8 @@ class Fleet:
 
     async def is_warm(self, replicas: int, of: str = "a") -> bool:
         rows = (await self.ask("GET", "/v1/placements", of=of))["data"]
-        return sum(row["state"] == "warm" and not row["ending"] for row in rows) >= replicas
+        warm = [row for row in rows if row["state"] == "warm" and not row["ending"]]
+        return len(warm) >= replicas
 
     async def is_served(self) -> bool:
         status = await self.ask("GET", "/v1/status")

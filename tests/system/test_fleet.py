@@ -7,6 +7,7 @@ import aiohttp
 import openai
 import pytest
 import pytest_asyncio
+from openai.types.chat import ChatCompletionMessageParam
 
 from tests.chaos.invariants import nothing_in_flight
 from tests.system.harness import Fleet, a_fleet, until
@@ -29,7 +30,7 @@ async def client(fleet: Fleet) -> AsyncIterator[openai.AsyncOpenAI]:
         yield sdk
 
 
-MESSAGES = [{"role": "user", "content": "count, please"}]
+MESSAGES: list[ChatCompletionMessageParam] = [{"role": "user", "content": "count, please"}]
 
 
 @pytest.mark.asyncio(loop_scope="module")
@@ -37,7 +38,7 @@ async def test_the_sdk_lists_chats_and_streams_with_usage(client: openai.AsyncOp
     assert [model.id async for model in client.models.list()] == ["mock"]
     answer = await client.chat.completions.create(
         model="mock",
-        messages=MESSAGES,  # type: ignore[arg-type]
+        messages=MESSAGES,
         max_tokens=3,
     )
     assert answer.choices[0].message.content == "t0 t1 t2 "
@@ -45,7 +46,7 @@ async def test_the_sdk_lists_chats_and_streams_with_usage(client: openai.AsyncOp
     assert answer.usage.completion_tokens == 3
     stream = await client.chat.completions.create(
         model="mock",
-        messages=MESSAGES,  # type: ignore[arg-type]
+        messages=MESSAGES,
         max_tokens=4,
         stream=True,
         stream_options={"include_usage": True},
@@ -66,11 +67,11 @@ async def test_the_sdk_lists_chats_and_streams_with_usage(client: openai.AsyncOp
 @pytest.mark.asyncio(loop_scope="module")
 async def test_the_sdk_maps_our_errors(fleet: Fleet, client: openai.AsyncOpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="nobody"):
-        await client.chat.completions.create(model="nobody", messages=MESSAGES)  # type: ignore[arg-type]
+        await client.chat.completions.create(model="nobody", messages=MESSAGES)
     with pytest.raises(openai.BadRequestError):
         await client.chat.completions.create(
             model="mock",
-            messages=MESSAGES,  # type: ignore[arg-type]
+            messages=MESSAGES,
             max_tokens=10**7,
         )
     stranger = client.with_options(api_key="iso_wrong")
@@ -101,7 +102,7 @@ async def test_a_stream_cancelled_frees_everything(
 ) -> None:
     stream = await client.chat.completions.create(
         model="mock",
-        messages=MESSAGES,  # type: ignore[arg-type]
+        messages=MESSAGES,
         max_tokens=50_000,
         stream=True,
     )
@@ -186,7 +187,7 @@ async def test_a_quota_used_up_in_one_city_is_used_up_in_the_other(fleet: Fleet)
             try:
                 await there.chat.completions.create(
                     model="mock",
-                    messages=MESSAGES,  # type: ignore[arg-type]
+                    messages=MESSAGES,
                     max_tokens=1,
                 )
             except openai.AuthenticationError:
@@ -205,7 +206,7 @@ async def test_a_quota_used_up_in_one_city_is_used_up_in_the_other(fleet: Fleet)
         here = there.with_options(base_url=f"{fleet.endpoint('ams')}/v1")
         answer = await here.chat.completions.create(
             model="mock",
-            messages=MESSAGES,  # type: ignore[arg-type]
+            messages=MESSAGES,
             max_tokens=300,
         )
         assert answer.usage is not None

@@ -11,6 +11,9 @@ Rule 4: a request whose deadline passes before its first token is given up.
 Rule 5: a prompt's blocks are taken whole when it is admitted; afterwards only outputs grow.
 Rule 6: what lies below the device is brought back where that is faster than computing it (`trade`).
 Rule 7: drafts run only where nobody pays for them: no prompt waits, and blocks are to spare.
+Rule 8: where several steps are under way, they are of disjoint decodes, each of its even part of
+them. They are computed in the order in which they began, so what has begun counts as computed for
+all that begins later: a prompt's next chunk need not wait for the last.
 """
 
 from bisect import insort
@@ -23,6 +26,7 @@ from nodeagent.engine.decide.pace import Pace
 from nodeagent.engine.decide.sequence import BLOCK_TOKENS, Sequence
 from nodeagent.engine.decide.trade import Trade
 from nodeagent.engine.decide.turns import Turns
+from nodeagent.engine.decide.underway import Underway
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +112,7 @@ class Batching:
     pace: Pace = field(default_factory=lambda: Pace(float("inf")))
     turns: Turns = field(default_factory=Turns)
     trade: Trade = field(default_factory=Trade)
+    underway: Underway = field(default_factory=Underway)
     waiting: list[Sequence] = field(default_factory=list)
     running: list[Sequence] = field(default_factory=list)
     preemptions: int = 0
@@ -153,7 +158,7 @@ class Batching:
         budget = self.pace.prompt_tokens(len(decodes), budget)
         prefills: list[Chunk] = []
         for sequence in self.running:
-            if budget and not sequence.decoding:
+            if budget and sequence.pending and not sequence.decoding:
                 budget -= self._chunk(sequence, budget, prefills)
         # Whoever just gave way would come back at once, only to give way again.
         while budget and self.waiting and self.preemptions == preemptions:
@@ -178,16 +183,30 @@ class Batching:
     @property
     def drafting(self) -> bool:
         """True where the coming step may verify drafts."""
-        return not self.waiting and all(sequence.decoding for sequence in self.running)
+        return not self.waiting and all(
+            sequence.decoding or not sequence.pending for sequence in self.running
+        )
+
+    @property
+    def underway_now(self) -> int:
+        """How many steps may be under way."""
+        prompts = bool(self.waiting) or any(s.pending > 1 for s in self.running)
+        return self.underway.choose(self._answering(), prompts=prompts)
+
+    def begun(self, batch: Batch) -> None:
+        """Note that `batch` is under way: whatever begins later finds its KV, but for drafts."""
+        for chunk in batch.chunks:
+            chunk.sequence.computed = chunk.start + chunk.tokens - len(chunk.drafts)
 
     def computed(self, chunk: Chunk, refused: int = 0) -> None:
         """Note that `chunk` has run: its KV is there, and its whole blocks can be shared.
 
         The last `refused` of its drafts did not hold: their KV is void and will be written over.
         """
-        sequence = chunk.sequence
-        sequence.computed = chunk.start + chunk.tokens - refused
-        whole = sequence.computed // BLOCK_TOKENS
+        sequence, end = chunk.sequence, chunk.start + chunk.tokens - refused
+        # A later chunk of it may have begun.
+        sequence.computed = max(sequence.computed, end)
+        whole = end // BLOCK_TOKENS
         chain = sequence.chain(whole)
         for index in range(sequence.published, whole):
             self.blocks.publish(sequence.blocks[index], chain[index])
@@ -198,7 +217,10 @@ class Batching:
         decodes: list[Chunk] = []
         verifies: list[Chunk] = []
         drafting = self.drafting
+        most = -(-self._answering() // self.underway_now)
         for sequence in list(self.running):
+            if len(decodes) + len(verifies) == most:
+                break
             if sequence not in self.running or not sequence.decoding:
                 continue
             if not self._grow(sequence):
@@ -208,6 +230,10 @@ class Batching:
             (verifies if drafts else decodes).append(chunk)
         # Neighbours of like length share one call of attention.
         return sorted(decodes, key=_context), verifies
+
+    def _answering(self) -> int:
+        """Return how many sequences decode, those under way included."""
+        return sum(sequence.decoding or not sequence.pending for sequence in self.running)
 
     def make_room(self, sequence: Sequence, drafts: int) -> int:
         """Take blocks for drafts where many are free; return how many of them fit."""

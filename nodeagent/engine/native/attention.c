@@ -1,17 +1,20 @@
 /* Attention over paged keys and values, of decodes and of prompt chunks alike.
  *
  * The work is cut into pieces: a few neighbouring tokens of one sequence under one KV head. All
- * query heads of all its tokens (its rows) go together through 32 keys at a time. Those keys are
- * turned about once, so that one number of each lies side by side and sixteen scores grow at once,
- * with no sum across lanes. What a row has seen is kept relative to a score of its own: no room is
+ * query heads of all its tokens (its rows) go together through 64 keys at a time, the last ones
+ * through 32 or 16. Those keys are turned about once, so that one number of each lies side by side
+ * and sixteen scores grow at once, with no sum across lanes. What a row has seen is kept relative to a score of its own: no room is
  * needed for the scores of a whole context.
  */
 
 #include "kernels.h"
 
-#define KEYS 32 /* keys at a time: with their values they stay in the nearest cache */
+#define KEYS 64 /* keys at a time: with their values they stay in a near cache */
+#define PARTS (KEYS / LANES)
+#define DIM_MAX 256
 #define NEAR_TOKENS 512 /* all heads of so many stay in a near cache from one head to the next */
-#define STRIP 6 /* rows at a time: their answers stay in registers */
+#define ROWS 128 /* rows for which keys are turned about once: room for them is on the stack */
+#define STRIP 6  /* rows at a time: their answers stay in registers */
 #define ABOVE 24.0f /* a weight is at most two to this */
 
 /* Where a token's keys and values lie: slot by slot, keys of all heads, then values. */
@@ -33,15 +36,16 @@ struct piece {
 
 /* The keys of one turn: number by number [dim][KEYS], nought behind the last; and its values. */
 struct turn {
-    float keys[KEYS * 256] __attribute__((aligned(LINE)));
+    float keys[KEYS * DIM_MAX] __attribute__((aligned(LINE)));
     const float *values[KEYS];
-    int64_t first, count;
+    int64_t count, parts; /* parts of sixteen keys: 4, 2 or 1 */
 };
 
 /* One row: what it asks, what it found, and which keys of this turn it sees. */
 struct row {
     const float *query;
     float *answer;
+    int64_t place;
     float reference; /* a score of its own: weights are two to what is between */
     int32_t from, to;
     lanes totals;
@@ -102,55 +106,74 @@ static void walk(const float *slot, int64_t width) {
     for (int64_t at = 0; at < width; at += LINE / sizeof(float)) *(const volatile float *)(slot + at);
 }
 
-/* Fetch the keys from `first` on, at most KEYS and none from `end` on. */
-static void fetch(struct turn *turn, const struct pages *pages, const struct piece *piece,
-                  int64_t first, int64_t end) {
-    static const float nought[256];
-    const float *keys[KEYS];
-    int64_t dim = pages->dim, width = 2 * pages->kv_heads * dim, room = pages->block_tokens;
-    turn->first = first;
-    turn->count = end - first < KEYS ? end - first : KEYS;
-    for (int64_t key = 0; key < KEYS; key++) {
-        int64_t at = first + key;
-        keys[key] = nought;
-        if (key >= turn->count) continue;
-        const float *slot =
-            pages->slots + (piece->blocks[at / room] * room + at % room) * width;
-        if (piece->first_here) walk(slot, width);
-        keys[key] = slot + piece->kv_head * dim;
-        turn->values[key] = keys[key] + pages->kv_heads * dim;
-    }
-    for (int64_t half = 0; half < KEYS; half += LANES)
-        for (int64_t at = 0; at < dim; at += LANES)
-            turn_about(keys + half, at, turn->keys + at * KEYS + half);
+/* Where the keys of `head` lie at place `at` of a piece's sequence. */
+static const float *keys_at(const struct pages *pages, const struct piece *piece, int64_t at) {
+    int64_t room = pages->block_tokens;
+    int64_t slot = piece->blocks[at / room] * room + at % room;
+    return pages->slots + (2 * slot * pages->kv_heads + piece->kv_head) * pages->dim;
 }
 
-/* The scores of `rows` rows for all keys of the turn, as powers of two. */
-INLINED void score(const int rows, const struct turn *turn, struct row *row, int64_t dim,
-                   float scores[STRIP][KEYS]) {
-    lanes low[STRIP], high[STRIP];
+/* Have the next turn's keys and values on their way while this one's are computed with. */
+static void announce(const struct pages *pages, const struct piece *piece, int64_t at, int64_t end) {
+    int64_t values = pages->kv_heads * pages->dim;
+    for (end = end < at + KEYS ? end : at + KEYS; at < end; at++) {
+        const float *keys = keys_at(pages, piece, at);
+        for (int64_t line = 0; line < pages->dim; line += LANES) {
+            __builtin_prefetch(keys + line, 0, 2);
+            __builtin_prefetch(keys + values + line, 0, 2);
+        }
+    }
+}
+
+/* Fetch the keys from `first` on, as many as a turn holds and none from `end` on. */
+static void fetch(struct turn *turn, const struct pages *pages, const struct piece *piece,
+                  int64_t first, int64_t end) {
+    static const float nought[DIM_MAX];
+    const float *keys[KEYS];
+    int64_t dim = pages->dim, left = end - first;
+    turn->parts = left >= KEYS ? PARTS : left > LANES ? 2 : 1;
+    turn->count = left < turn->parts * LANES ? left : turn->parts * LANES;
+    for (int64_t key = 0; key < turn->parts * LANES; key++) {
+        keys[key] = nought;
+        if (key >= turn->count) continue;
+        keys[key] = keys_at(pages, piece, first + key);
+        turn->values[key] = keys[key] + pages->kv_heads * dim;
+        if (piece->first_here)
+            walk(keys[key] - piece->kv_head * dim, 2 * pages->kv_heads * dim);
+    }
+    if (piece->tokens > 1) announce(pages, piece, first + turn->count, end);
+    for (int64_t part = 0; part < turn->parts; part++)
+        for (int64_t at = 0; at < dim; at += LANES)
+            turn_about(keys + part * LANES, at, turn->keys + at * KEYS + part * LANES);
+}
+
+/* The scores of `rows` rows for `parts` times sixteen keys of the turn, as powers of two. */
+INLINED void score(const int rows, const int parts, const struct turn *turn, struct row *row,
+                   int64_t dim, float scores[STRIP][KEYS]) {
+    lanes sums[STRIP][PARTS];
     float root = LOG2_E / sqrtf(dim);
 #pragma GCC unroll 6
-    for (int r = 0; r < rows; r++) low[r] = high[r] = (lanes){0};
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int part = 0; part < parts; part++) sums[r][part] = (lanes){0};
     for (int64_t at = 0; at < dim; at++) {
         const lanes *keys = (const lanes *)(turn->keys + at * KEYS);
 #pragma GCC unroll 6
-        for (int r = 0; r < rows; r++) {
-            low[r] += row[r].query[at] * keys[0];
-            high[r] += row[r].query[at] * keys[1];
-        }
+        for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+            for (int part = 0; part < parts; part++) sums[r][part] += row[r].query[at] * keys[part];
     }
 #pragma GCC unroll 6
-    for (int r = 0; r < rows; r++) {
-        *(lanes *)scores[r] = root * low[r];
-        *(lanes *)(scores[r] + LANES) = root * high[r];
-    }
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int part = 0; part < parts; part++)
+            ((lanes *)scores[r])[part] = root * sums[r][part];
 }
 
 /* Put the row's reference where its scores are; return what all that was kept shrinks by. */
-static float refer(struct row *row, const float *scores) {
+static float refer(struct row *row, const float *scores, int64_t keys) {
     float most = row->reference;
-    for (int64_t key = row->from < 0 ? 0 : row->from; key < row->to && key < KEYS; key++)
+    for (int64_t key = row->from < 0 ? 0 : row->from; key < row->to && key < keys; key++)
         most = scores[key] > most ? scores[key] : most;
     float shrink = row->reference == most ? 1 : power_of_two((lanes){row->reference - most})[0];
     row->reference = most;
@@ -158,28 +181,36 @@ static float refer(struct row *row, const float *scores) {
     return shrink;
 }
 
+/* Put `other` where the row does not see the keys of `part`. */
+INLINED lanes seen(const struct row *row, int part, lanes x, float other) {
+    const places count = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    places at = count + part * LANES;
+    return where((at >= row->from) & (at < row->to), x, (lanes){0} + other);
+}
+
 /* From scores to weights relative to the row's reference, which moves where a score is so far above
  * it that its weight might grow too large; return what the answer so far shrinks by. */
-INLINED float weigh(struct row *row, lanes *scores) {
-    const places count = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    int whole = row->from <= 0 && row->to >= KEYS;
-    places seen[2] = {(count >= row->from) & (count < row->to),
-                      (count + LANES >= row->from) & (count + LANES < row->to)};
-    if (!whole)
-        for (int half = 0; half < 2; half++)
-            scores[half] = where(seen[half], scores[half], (lanes){0} - INFINITY);
-    float above = row->reference + ABOVE, shrink = 1;
-    if (row->reference == -INFINITY || any((scores[0] > above) | (scores[1] > above)))
-        shrink = refer(row, (const float *)scores);
-    for (int half = 0; half < 2; half++) {
-        scores[half] = power_of_two(scores[half] - row->reference);
-        if (!whole) scores[half] = where(seen[half], scores[half], (lanes){0});
-        row->totals += scores[half];
+INLINED float weigh(struct row *row, const int parts, lanes *scores) {
+    int whole = row->from <= 0 && row->to >= parts * LANES;
+    places above = {0};
+#pragma GCC unroll 4
+    for (int part = 0; part < parts; part++) {
+        if (!whole) scores[part] = seen(row, part, scores[part], -INFINITY);
+        above |= scores[part] > row->reference + ABOVE;
+    }
+    float shrink = 1;
+    if (row->reference == -INFINITY || any(above))
+        shrink = refer(row, (const float *)scores, parts * LANES);
+#pragma GCC unroll 4
+    for (int part = 0; part < parts; part++) {
+        scores[part] = power_of_two(scores[part] - row->reference);
+        if (!whole) scores[part] = seen(row, part, scores[part], 0);
+        row->totals += scores[part];
     }
     return shrink;
 }
 
-/* Shrink `parts` times 16 numbers of the answers of `rows` rows, and add the values by weight. */
+/* Shrink `parts` times sixteen numbers of the answers of `rows` rows; add the values by weight. */
 INLINED void gather(const int rows, const int parts, const struct turn *turn, struct row *row,
                     int64_t at, const float *shrink, float weights[STRIP][KEYS]) {
     lanes answers[STRIP][4];
@@ -203,10 +234,11 @@ INLINED void gather(const int rows, const int parts, const struct turn *turn, st
             ((lanes *)(row[r].answer + at))[part] = answers[r][part];
 }
 
-INLINED void take_strip(const int rows, const struct turn *turn, struct row *row, int64_t dim) {
+INLINED void take_strip(const int rows, const int parts, const struct turn *turn, struct row *row,
+                        int64_t dim) {
     float weights[STRIP][KEYS] __attribute__((aligned(LINE))), shrink[STRIP];
-    score(rows, turn, row, dim, weights);
-    for (int r = 0; r < rows; r++) shrink[r] = weigh(row + r, (lanes *)weights[r]);
+    score(rows, parts, turn, row, dim, weights);
+    for (int r = 0; r < rows; r++) shrink[r] = weigh(row + r, parts, (lanes *)weights[r]);
     int64_t at = 0;
     for (; at + 4 * LANES <= dim; at += 4 * LANES)
         gather(rows, 4, turn, row, at, shrink, weights);
@@ -215,34 +247,42 @@ INLINED void take_strip(const int rows, const struct turn *turn, struct row *row
 
 /* Bring `count` rows through one turn of keys. */
 static void take(const struct turn *turn, struct row *row, int64_t count, int64_t dim) {
-    for (; count >= 6; count -= 6, row += 6) take_strip(6, turn, row, dim);
-    if (count == 5) take_strip(5, turn, row, dim);
-    if (count == 4) take_strip(4, turn, row, dim);
-    if (count == 3) take_strip(3, turn, row, dim);
-    if (count == 2) take_strip(2, turn, row, dim);
-    if (count == 1) take_strip(1, turn, row, dim);
+#define STRIPS(rows)                                                                               \
+    for (; count >= rows; count -= rows, row += rows) {                                            \
+        if (turn->parts == 4) take_strip(rows, 4, turn, row, dim);                                 \
+        if (turn->parts == 2) take_strip(rows, 2, turn, row, dim);                                 \
+        if (turn->parts == 1) take_strip(rows, 1, turn, row, dim);                                 \
+    }
+    STRIPS(6)
+    STRIPS(5)
+    STRIPS(4)
+    STRIPS(3)
+    STRIPS(2)
+    STRIPS(1)
+#undef STRIPS
 }
 
-static void attend_piece(const struct pages *pages, const struct piece *piece) {
-    int64_t dim = pages->dim, count = piece->tokens * piece->heads;
-    int64_t end = piece->start + piece->tokens;
-    int64_t first = piece->start + 1 - piece->window;
-    struct row rows[count];
+/* Answer `count` rows of a piece from its row `begin` on. */
+static void attend_rows(const struct pages *pages, const struct piece *piece, int64_t begin,
+                        int64_t count) {
+    struct row rows[ROWS];
     struct turn turn;
+    int64_t dim = pages->dim;
     for (int64_t r = 0; r < count; r++) {
-        int64_t token = r / piece->heads, head = r % piece->heads;
+        int64_t token = (begin + r) / piece->heads, head = (begin + r) % piece->heads;
         rows[r].query = piece->queries + token * piece->query_stride + head * dim;
         rows[r].answer = piece->answers + token * piece->answer_stride + head * dim;
+        rows[r].place = piece->start + token;
         rows[r].reference = -INFINITY;
         rows[r].totals = (lanes){0};
         memset(rows[r].answer, 0, dim * sizeof(float));
     }
-    for (int64_t at = first < 0 ? 0 : first; at < end; at += KEYS) {
+    int64_t at = rows[0].place + 1 - piece->window, end = rows[count - 1].place + 1;
+    for (at = at < 0 ? 0 : at; at < end; at += turn.count) {
         fetch(&turn, pages, piece, at, end);
         for (int64_t r = 0; r < count; r++) {
-            int64_t place = piece->start + r / piece->heads;
-            rows[r].from = place + 1 - piece->window - at;
-            rows[r].to = place + 1 - at;
+            rows[r].from = rows[r].place + 1 - piece->window - at;
+            rows[r].to = rows[r].place + 1 - at;
         }
         take(&turn, rows, count, dim);
     }
@@ -290,7 +330,10 @@ static void attend_pieces(const void *told, int64_t at, int64_t end) {
             .answer_stride = heads * dim,
             .first_here = cut[1] == 1 && (kv_head == 0 || cut[2] > NEAR_TOKENS),
         };
-        attend_piece(&asked->pages, &piece);
+        int64_t rows = piece.tokens * piece.heads;
+        for (int64_t begin = 0; begin < rows; begin += ROWS)
+            attend_rows(&asked->pages, &piece, begin,
+                        rows - begin < ROWS ? rows - begin : ROWS);
     }
 }
 
@@ -301,10 +344,14 @@ void attend(const float *mixed, int64_t heads, const float *slots, int64_t block
             const int64_t *pieces, int64_t count, int64_t window, int64_t threads, float *out) {
     const struct asked asked = {{slots, block_tokens, kv_heads, dim}, mixed, out, tables, pieces,
                                 heads, width, window};
-    int64_t pairs = 0;
-    for (int64_t at = 0; at < count; at++) pairs += pieces[4 * at + 1] * (pieces[4 * at + 2] + 1);
-    /* Pieces differ in what they see: each is a portion, or each head where they are few. */
-    int64_t portions = count < 2 * threads ? count * kv_heads : count;
+    int64_t pairs = 0, tokens = 0;
+    for (int64_t at = 0; at < count; at++) {
+        tokens += pieces[4 * at + 1];
+        pairs += pieces[4 * at + 1] * (pieces[4 * at + 2] + 1);
+    }
+    /* Pieces differ in what they see. Each head of each is a portion; but where they are of single
+     * tokens, who has read one head's keys has the other heads' near. */
+    int64_t portions = count < 2 * threads || tokens > count ? count * kv_heads : count;
     if (pairs * heads * dim <= SMALL) portions = 1;
     share(attend_pieces, &asked, count * kv_heads, portions, threads);
 }

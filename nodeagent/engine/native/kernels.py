@@ -26,7 +26,7 @@ GROUP_WEIGHTS: Final = 32
 LANES: Final = 16
 """Heads are whole numbers of these."""
 HEAD_DIM_MAX: Final = 256
-PIECE_TOKENS: Final = 16
+PIECE_TOKENS: Final = 32
 """Attention goes through the keys once for so many neighbouring tokens, and all heads of each."""
 _ERROR_MAX: Final = 1e-3
 _TYPES: Final = {"p": c_void_p, "n": c_int64, "f": c_float}

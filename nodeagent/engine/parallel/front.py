@@ -4,7 +4,7 @@ What it reads and writes of KV blocks is whole, put together from every rank's s
 tiers below and other engines need not know how this one is split.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -13,23 +13,26 @@ from nodeagent.engine.decide.sequence import BLOCK_TOKENS
 from nodeagent.engine.models.shape import ModelShape
 from nodeagent.engine.parallel.crew import Crew
 from nodeagent.engine.parallel.plan import Clear, Read, Write, told
-from nodeagent.engine.parallel.share import Share, Split
+from nodeagent.engine.parallel.ranks import Ranks
+from nodeagent.engine.parallel.share import Share
 from nodeagent.engine.runner import Runner, Work
 
 
 class Front:
     """A runner of all ranks: this one's, and the crew's."""
 
-    def __init__(self, runner: Runner, crew: Crew, whole: ModelShape, split: Split) -> None:
+    def __init__(self, runner: Runner, crew: Crew, whole: ModelShape, ranks: Ranks) -> None:
         self._runner = runner
         self._crew = crew
         self._whole = whole
-        self._shares = [Share(whole, split, rank) for rank in range(split.ranks)]
+        self._ranks = ranks
+        self._shares = [Share(whole, ranks.split, rank) for rank in range(ranks.split.ranks)]
 
-    def run(self, batch: Work) -> Tensor:
-        """Compute `batch` everywhere; return its logits."""
+    def begin(self, batch: Work) -> Callable[[], Tensor]:
+        """Have `batch` computed everywhere, here at once; what is returned waits for its logits."""
         self._crew.tell(told(batch))
-        return self._runner.run(batch)
+        self._runner.run(batch)
+        return self._ranks.answered
 
     def clear(self, blocks: Sequence[int]) -> None:
         """Zero `blocks` everywhere."""

@@ -6,6 +6,7 @@ Rule 3: with one rank nothing here does anything.
 """
 
 import os
+from collections import deque
 from datetime import timedelta
 from pathlib import Path
 from typing import Final
@@ -26,6 +27,8 @@ class Ranks:
         self.split = split
         self.rank = rank
         self._stage: dist.ProcessGroup | None = None
+        self._due: deque[tuple[list[Tensor], list[dist.Work]]] = deque()
+        """The front's answers that others are still to send, each in parts."""
 
     def join(self, meeting: Path | Store, device: str, timeout_s: float) -> None:
         """Meet the others, by a file that all here know or by a store that all can reach.
@@ -83,7 +86,8 @@ class Ranks:
     def answer(
         self, logits: Tensor | None, rows: int, share: Share, device: torch.device
     ) -> Tensor:
-        """Give the front its logits [rows, vocabulary]; elsewhere the answer is nobody's.
+        """Give the front its logits [rows, vocabulary]; where ranks are several, it waits for them
+        by `answered`, and elsewhere the answer is nobody's.
 
         `logits` are those of this rank's tokens, or None where it is not in the last stage.
         """
@@ -91,24 +95,32 @@ class Ranks:
             assert logits is not None
             return logits
         if self.rank == 0:
-            return self._collect(logits, rows, share, device)
-        if logits is not None and rows:
+            self._due.append(self._collect(logits, rows, share, device))
+        elif logits is not None and rows:
             dist.send(logits.contiguous(), 0)
         return torch.empty(0, device=device)
 
+    def answered(self) -> Tensor:
+        """Return the front's oldest answer that was not waited for."""
+        parts, coming = self._due.popleft()
+        for one in coming:
+            one.wait()
+        return torch.cat(parts, dim=1)
+
     def _collect(
         self, logits: Tensor | None, rows: int, share: Share, device: torch.device
-    ) -> Tensor:
-        parts = []
+    ) -> tuple[list[Tensor], list[dist.Work]]:
+        parts, coming = [], []
         for rank in range(self.split.ranks - self.split.tensor, self.split.ranks):
             if rank == 0 and logits is not None:
                 parts.append(logits)
                 continue
             part = torch.empty(rows, len(share.tokens_of(rank)), device=device)
-            if rows:
-                dist.recv(part, rank)
+            receiving = dist.irecv(part, rank) if rows else None
+            if receiving is not None:
+                coming.append(receiving)
             parts.append(part)
-        return torch.cat(parts, dim=1)
+        return parts, coming
 
 
 ALONE: Final = Ranks()

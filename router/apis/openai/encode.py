@@ -9,17 +9,24 @@ from aiohttp import web
 
 from isochrone.wire.errors import ApiError, ErrorCode, openai_error
 from isochrone.wire.routes import DeploymentEntry
+from router.dataplane.http1 import lines_of
 from router.dataplane.message import Reply
 
 
-def error_reply(error: ApiError) -> Reply:
-    """Return the whole error answer."""
+def error_headers(error: ApiError) -> dict[str, str]:
+    """Return the headers that go with an error."""
     headers = dict(error.headers)
     if error.retry_after_s is not None:
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
     if error.code is ErrorCode.INVALID_KEY:
         headers["www-authenticate"] = "Bearer"
-    return Reply(error.meaning.status, msgspec.json.encode(openai_error(error)), headers)
+    return headers
+
+
+def error_reply(error: ApiError) -> Reply:
+    """Return the whole error answer."""
+    body = msgspec.json.encode(openai_error(error))
+    return Reply(error.meaning.status, body, lines_of(error_headers(error)))
 
 
 def error_response(error: ApiError) -> web.Response:
@@ -28,7 +35,7 @@ def error_response(error: ApiError) -> web.Response:
     return web.Response(
         status=reply.status,
         body=reply.body,
-        headers=dict(reply.headers),
+        headers=error_headers(error),
         content_type=reply.content_type,
     )
 

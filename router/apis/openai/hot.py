@@ -1,6 +1,7 @@
 """The OpenAI routes that generate: a request off the wire, the corridor, an answer."""
 
 from collections.abc import Callable, Mapping
+from itertools import islice
 from typing import Any, Final
 
 import msgspec
@@ -42,6 +43,9 @@ READERS: Final[Mapping[str, "msgspec.json.Decoder[Any]"]] = {
 }
 KINDS: Final[Mapping[str, str]] = {"/v1/embeddings": "embedding", "/v1/rerank": "rerank"}
 """What a model must be for; on every other route it must chat."""
+
+MODELS_NAMED: Final = 8
+"""How many models are named to one who asks for another."""
 
 REQUEST_ID: Final = headers.REQUEST_ID.encode()
 SESSION_AFFINITY: Final = headers.SESSION_AFFINITY.encode()
@@ -92,9 +96,12 @@ class OpenAiSurface:
         """Return the deployment of that name, or raise ApiError 404, also where it is forbidden."""
         entry = self._fleet.deployment(name)
         if entry is None or not may_use(key, name):
+            usable = (one.name for one in self._fleet.deployments if may_use(key, one.name))
+            named = ", ".join(islice(usable, MODELS_NAMED)) or "none"
             raise ApiError(
                 ErrorCode.MODEL_NOT_FOUND,
-                f"cannot find the model {name!r}: it does not exist, or this key may not use it",
+                f"cannot find the model {name!r}: it does not exist, or this key may not use it;"
+                f" models for this key (GET /v1/models): {named}",
                 param="model",
             )
         return entry

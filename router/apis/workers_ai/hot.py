@@ -1,7 +1,6 @@
 """`/ai/run/{model}`: translated on the way in and out, and the same corridor between."""
 
 import re
-from collections.abc import Mapping
 from typing import Final
 
 import msgspec
@@ -71,9 +70,9 @@ class Translator:
     def __init__(self, client: ClientConnection) -> None:
         self._client = client
 
-    def begin(self, status: int, content_type: str, extra: Mapping[str, str]) -> None:
+    def begin(self, status: int, content_type: str, lines: str) -> None:
         """Send the head of a stream."""
-        self._client.begin(status, content_type, extra)
+        self._client.begin(status, content_type, lines)
 
     def send(self, data: bytes) -> None:
         """Send whole frames, each translated."""

@@ -11,8 +11,9 @@ import aiohttp
 import msgpack
 import pytest
 
-from isochrone.service.control import ControlLink, Progress, join
+from isochrone.service.control import ControlLink, Progress
 from isochrone.service.identity import Identity, IdentityError
+from isochrone.service.joining import join
 from isochrone.wire import codec
 from isochrone.wire.assignment import Assignment
 from isochrone.wire.control import PeerRole, Refused, ToAgent, Welcome

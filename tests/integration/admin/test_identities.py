@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from isochrone.service import tls
-from isochrone.service.control import join
 from isochrone.service.identity import (
     Identity,
     IdentityError,
@@ -17,9 +16,11 @@ from isochrone.service.identity import (
     load_identity,
     read_certificate,
 )
+from isochrone.service.joining import join
 from isochrone.wire.control import PeerRole
+from tests.builders import a_report
 from tests.integration.admin.conftest import Admin
-from tests.integration.admin.test_control import Agent, a_report, dialling, joined
+from tests.integration.admin.test_control import Agent, dialling, joined
 from tests.system.harness import until
 
 SHORT_LIFE_S = 3.0

@@ -51,7 +51,7 @@ def logits_by(
         batching.submit(Sequence(number, prompt, ending, salted(b"", adapter), adapter))
     while batching.busy:
         batch = batching.next_batch()
-        logits = runner.run(batch)
+        logits = runner.begin(batch)()
         for chunk in batch.chunks:
             batching.computed(chunk)
         due = [chunk.sequence for chunk in batch.chunks if chunk.samples]

@@ -64,7 +64,7 @@ def run(path: Path, split: Split) -> list[list[list[list[float]]]]:
         crew.wait_loaded()
         crew.join(TIMEOUT_S)
         ranks.join(path / "meeting", "cpu", TIMEOUT_S)
-        front = Front(runner, crew, share.whole, split)
+        front = Front(runner, crew, share.whole, ranks)
         prompts = tiny.prompts()
         # Budget 9: prompts come in chunks, mixed with the decodes of those that came before.
         logits = [[[row.tolist() for row in rows] for rows in logits_by(front, prompts, 9)]]

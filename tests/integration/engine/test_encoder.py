@@ -70,7 +70,7 @@ async def test_vectors_equal_transformers(sdk: openai.AsyncOpenAI, encoding: Any
     vectors = [one.embedding for one in answer.data]
     if encoding == "base64":
         # The SDK decodes what it asked for itself, and leaves what the caller asked for.
-        vectors = [np.frombuffer(_decode(one), "<f4") for one in vectors]
+        vectors = [np.frombuffer(_decode(one), "<f4").tolist() for one in vectors]
     assert np.allclose(np.asarray(vectors), VECTORS, atol=1e-4, rtol=0)
     assert [one.index for one in answer.data] == list(range(len(VECTORS)))
     assert answer.usage.prompt_tokens == answer.usage.total_tokens == sum(GOLDEN["tokens"])

@@ -80,7 +80,7 @@ def write_folder(folder: Path, tied: bool, scaled: bool, sharded: bool) -> dict[
     (folder / "config.json").write_text(json.dumps(config))
     names = sorted(weights)
     shards = [names[::2], names[1::2]] if sharded else [names]
-    files = {}
+    files: dict[str, str] = {}
     for number, shard in enumerate(shards):
         name = f"model-{number}.safetensors" if sharded else "model.safetensors"
         save_file({key: weights[key] for key in shard}, folder / name)
@@ -103,7 +103,7 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def frequency(pair: int, scaled: bool) -> float:
-    angle = THETA ** (-2 * pair / HEAD_DIM)
+    angle: float = THETA ** (-2 * pair / HEAD_DIM)
     if not scaled:
         return angle
     wavelength = 2 * math.pi / angle
@@ -147,9 +147,9 @@ def reference(weights: dict[str, Tensor], tokens: list[int], scaled: bool) -> Te
             for head, query in enumerate(q.view(HEADS, HEAD_DIM)):
                 shared = head // (HEADS // KV_HEADS)
                 turned = turn(query, position, scaled)
-                scores = torch.stack([turned @ k[shared] for k in keys]) / math.sqrt(HEAD_DIM)
-                mix = scores.softmax(0)
-                answers.append(sum(m * v[shared] for m, v in zip(mix, values, strict=True)))
+                scores = torch.stack([turned @ heads[shared] for heads in keys])
+                mix = (scores / math.sqrt(HEAD_DIM)).softmax(0)
+                answers.append(mix @ torch.stack([heads[shared] for heads in values]))
             row = row + weights[f"{at}self_attn.o_proj.weight"] @ torch.cat(answers)
             x = normed(row, weights[f"{at}post_attention_layernorm.weight"])
             gate = weights[f"{at}mlp.gate_proj.weight"] @ x
@@ -157,8 +157,8 @@ def reference(weights: dict[str, Tensor], tokens: list[int], scaled: bool) -> Te
             gated = gate * gate.sigmoid() * up
             after.append(row + weights[f"{at}mlp.down_proj.weight"] @ gated)
         rows = after
-    head = weights.get("lm_head.weight", weights["model.embed_tokens.weight"])
-    return torch.stack([head @ normed(row, weights["model.norm.weight"]) for row in rows])
+    out = weights.get("lm_head.weight", weights["model.embed_tokens.weight"])
+    return torch.stack([out @ normed(row, weights["model.norm.weight"]) for row in rows])
 
 
 @pytest.mark.parametrize(("tied", "scaled", "sharded"), [(True, False, False), (False, True, True)])

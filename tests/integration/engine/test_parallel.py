@@ -156,7 +156,12 @@ async def test_a_split_that_cannot_be_is_refused_in_words(
         end(process)
 
 
-GROUP = {"leader_id": "r", "nodes": 2, "host": "127.0.0.1", "secret": "known to both"}
+GROUP: dict[str, Any] = {
+    "leader_id": "r",
+    "nodes": 2,
+    "host": "127.0.0.1",
+    "secret": "known to both",
+}
 
 
 def in_group(folder: Path, model: Path, group: dict[str, Any]) -> subprocess.Popen[str]:
@@ -171,7 +176,10 @@ async def test_a_part_without_the_secret_is_turned_away_and_all_end_with_one_ran
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         group = {**GROUP, "port": probe.getsockname()[1]}
-    places = {"leader": {"place": 0}, "stranger": {"place": 1, "secret": "a guess"}}
+    places: dict[str, dict[str, Any]] = {
+        "leader": {"place": 0},
+        "stranger": {"place": 1, "secret": "a guess"},
+    }
     parts = {
         name: in_group(short_folder / name, folder_of_mixture, {**group, **fields})
         for name, fields in places.items()

@@ -70,7 +70,7 @@ async def test_a_standby_serves_what_it_is_told(
 
 
 def test_a_standby_ends_with_its_keeper_and_a_dead_one_is_not_used(
-    standby: Standby, tmp_path: Path
+    standby: Standby, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted = command(tmp_path)
     standby.keep_for(wanted)
@@ -81,6 +81,14 @@ def test_a_standby_ends_with_its_keeper_and_a_dead_one_is_not_used(
     assert engine is not None
     assert engine.wait(DEADLINE_S) == 2
     assert "cannot read config" in (tmp_path / "engine.log").read_text()
+    # The same order from one who has gone since is not.
+    standby.keep_for(wanted)
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr("os.getpid", lambda: 1)
+        late = standby.hand_over(wanted, tmp_path / "late.log")
+    assert late is not None
+    assert late.wait(DEADLINE_S) == 0
+    assert "cannot read config" not in (tmp_path / "late.log").read_text()
     other = subprocess.Popen(["true"], stdin=subprocess.PIPE)
     other.wait(10)
     dead = Standby(tmp_path / "log", lambda arguments, log: other)

@@ -12,7 +12,7 @@ from tests.integration.engine.test_server import CHAT, LONG, PLAIN, chat, post, 
 
 pytestmark = pytest.mark.model
 
-CITY = {
+CITY: dict[str, Any] = {
     "type": "object",
     "properties": {
         "city": {"type": "string", "maxLength": 20},
@@ -29,7 +29,7 @@ QUESTION = "Tell me about Paris as JSON: its city, population_millions and coast
 
 def check_city(text: str) -> None:
     value = json.loads(text)
-    assert set(value) == set(CITY["properties"])  # type: ignore[arg-type]
+    assert set(value) == set(CITY["properties"])
     assert 1 <= value["population_millions"] <= 40
     assert isinstance(value["coastal"], bool)
 

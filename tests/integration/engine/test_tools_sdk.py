@@ -75,7 +75,7 @@ class EngineNode(FakeNode):
 @pytest.fixture
 async def client(engine: EngineProcess, tmp_path: Path) -> AsyncIterator[openai.AsyncOpenAI]:
     node = EngineNode(engine)
-    patient = {"first_byte_timeout_s": 60.0, "stream_idle_timeout_s": 30.0}
+    patient: dict[str, Any] = {"first_byte_timeout_s": 60.0, "stream_idle_timeout_s": 30.0}
     async with a_bench(tmp_path, [node], **patient) as bench:
         table = a_table([a_route(node)], generation=2, keys=[a_key()], names=("smollm2",))
         bench.house.fleet.adopt(table)

@@ -4,7 +4,8 @@ import asyncio
 import hashlib
 import pickle
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -17,9 +18,11 @@ from nodeagent.decide.pace import Pace
 from nodeagent.host import tiers
 from nodeagent.host.artifacts import ArtifactError, Artifacts
 from nodeagent.host.link import Link
+from nodeagent.host.origin import OriginLimits
 from nodeagent.host.sources import Sources
 
 BODY = bytes(range(256)) * 4096
+IMPATIENT = OriginLimits(least_bytes_per_s=100_000.0, window_s=0.2)
 
 
 def artifact_of(source: str, files: dict[str, bytes]) -> Artifact:
@@ -36,6 +39,8 @@ class Origin:
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {}
         self.cut_after: list[int] = []
+        self.trickles_after: list[int] = []
+        self.on_trickle: Callable[[], None] = lambda: None
         self.redirect_to = ""
         self.ranges: list[str] = []
 
@@ -57,8 +62,19 @@ class Origin:
             assert request.transport is not None
             request.transport.abort()
             return response
-        await response.write(body[start:])
+        if self.trickles_after:
+            await self._trickle(response, body[start:], self.trickles_after.pop(0))
+        else:
+            await response.write(body[start:])
         return response
+
+    async def _trickle(self, response: web.StreamResponse, body: bytes, after: int) -> None:
+        await response.write(body[:after])
+        self.on_trickle()
+        with suppress(ConnectionError):
+            for byte in body[after:]:
+                await response.write(bytes((byte,)))
+                await asyncio.sleep(0.02)
 
 
 @pytest.fixture
@@ -75,7 +91,7 @@ def a_store(
 ) -> Artifacts:
     sources = Sources(private=private, hf_url=hf)
     link = Link(Pace(0), time.monotonic)
-    return Artifacts(tmp_path / "artifacts", sources, budget, link=link)
+    return Artifacts(tmp_path / "artifacts", sources, budget, link=link, origin_limits=IMPATIENT)
 
 
 async def fetched(store: Artifacts, artifact: Artifact, pinned: tuple[str, ...] = ()) -> Path:
@@ -130,6 +146,22 @@ async def test_a_fetch_cut_in_the_middle_is_resumed(
     assert (path / "w.safetensors").read_bytes() == BODY
     assert len(served.ranges) == 2
     assert all(int(r.removeprefix("bytes=").rstrip("-")) > 0 for r in served.ranges)
+
+
+async def test_an_origin_that_trickles_is_let_go_and_asked_again_from_there(
+    tmp_path: Path, origin: tuple[Origin, str]
+) -> None:
+    served, url = origin
+    served.files["/models/w.safetensors"] = BODY
+    artifact = artifact_of(f"{url}/models", {"w.safetensors": BODY})
+    served.trickles_after = [300_000] + [0] * 4
+    with pytest.raises(ArtifactError, match=r"less than 100000 bytes a second \(5 attempts\)"):
+        await fetched(a_store(tmp_path), artifact)
+    served.trickles_after = [0]
+    path = await fetched(a_store(tmp_path), artifact)
+    assert (path / "w.safetensors").read_bytes() == BODY
+    begun = [int(r.removeprefix("bytes=").rstrip("-")) for r in served.ranges]
+    assert begun == sorted(begun) and begun[0] >= 300_000
 
 
 async def test_a_hub_is_asked_by_repository_and_revision(

@@ -263,7 +263,7 @@ async def test_each_refusal_has_its_word(node: Node) -> None:
         await first.content.readany()
         # The head's word is of when the prompt was read, as is a ping's.
         async with node.http.get("/ping") as ping:
-            pinged = headers.parse_loads(ping.headers[headers.LOADS])["r1"]
+            pinged = headers.parse_loads(ping.headers[headers.LOADS])[ReplicaId("r1")]
         assert headers.parse_load(first.headers[headers.LOAD]) == pinged
         assert (pinged.running, pinged.unread, pinged.prefill_tokens) == (1, 0, 0)
         async with node.ask(tokens=80) as second:
@@ -334,6 +334,18 @@ async def test_an_error_of_the_engine_is_passed_on_as_it_is(node: Node) -> None:
     ) as response:
         assert response.status == 400
     await until("given back", node.idle, 5.0)
+
+
+async def test_the_metrics_page_tells_of_each_warm_engine_too(node: Node) -> None:
+    await node.warm(node.spec("r1"))
+    await node.warm(node.spec("r2"))
+    async with node.ask("r2", tokens=2) as response:
+        await response.read()
+    async with node.http.get("/metrics") as page:
+        text = await page.text()
+    assert 'isochrone_node_replicas{state="warm"} 2.0' in text
+    assert 'isochrone_engine_tokens_out_total{replica="r2"} 2' in text
+    assert 'isochrone_engine_tokens_out_total{replica="r1"} ' in text
 
 
 async def test_a_pid_used_again_is_left_alone_and_orphans_of_an_engine_are_not(

@@ -6,7 +6,7 @@ The peers here serve with the agent's own door; the hostile ones with a door of 
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from ssl import SSLContext
@@ -30,7 +30,7 @@ from nodeagent.host.artifacts import ArtifactError, Artifacts
 from nodeagent.host.link import Link
 from nodeagent.host.peers import PeerLimits, Peers
 from nodeagent.host.sources import Sources
-from tests.integration.nodeagent.test_artifacts import Origin, artifact_of, origin
+from tests.integration.nodeagent.test_artifacts import IMPATIENT, Origin, artifact_of, origin
 from tests.integration.service.test_tls import NOW, a_peer
 
 __all__ = ["origin"]
@@ -61,12 +61,14 @@ class City:
         self,
         name: str,
         *peers: PeerSource,
+        holders: Sequence[PeerSource] | None = None,
         download_bytes_per_s: float = 0.0,
         context: SSLContext | None = None,
     ) -> Artifacts:
-        """A node's artifacts; it asks these peers."""
+        """A node's artifacts; it asks these peers, or `holders`, which may change."""
+        named = peers if holders is None else holders
         asked = Peers(
-            holders=lambda digest: peers,
+            holders=lambda digest: named,
             pop=PopId(name[:3]),
             context=context,
             clock=time.monotonic,
@@ -75,7 +77,14 @@ class City:
         )
         sources = Sources(private=True, hf_url="")
         link = Link(Pace(download_bytes_per_s), time.monotonic)
-        return Artifacts(self.folder / name, sources, 1 << 30, link=link, peers=asked)
+        return Artifacts(
+            self.folder / name,
+            sources,
+            1 << 30,
+            link=link,
+            peers=asked,
+            origin_limits=IMPATIENT,
+        )
 
     async def serving(
         self,
@@ -350,6 +359,19 @@ async def test_a_city_asks_the_origin_once(city: City, origin: tuple[Origin, str
         )
     await asyncio.gather(*(fetched(node, artifact) for node in nodes))
     assert sorted(asked) == ["/m/config.json", "/m/sub/w.safetensors"]
+
+
+async def test_a_peer_found_meanwhile_goes_on_where_a_trickling_origin_was_let_go(
+    city: City, origin: tuple[Origin, str]
+) -> None:
+    served, _ = origin
+    artifact = an_artifact(origin)
+    holder = await city.holder("ams-1", artifact)
+    asked: list[PeerSource] = []
+    served.trickles_after = [2_000_000]
+    served.on_trickle = lambda: asked.append(holder)
+    await fetched(city.node("ams-2", holders=asked), artifact)
+    assert served.ranges == []
 
 
 async def test_a_peer_that_is_down_or_busy_costs_little(

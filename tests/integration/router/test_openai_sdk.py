@@ -3,9 +3,11 @@
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
+from openai.types.chat import ChatCompletionMessageParam
 
 from isochrone.wire.ids import KeyId
 from isochrone.wire.keys import format_key
@@ -13,7 +15,7 @@ from isochrone.wire.routes import Limits
 from tests.integration.router.fake_node import FakeNode
 from tests.integration.router.fleet_of import KEY, Bench, a_bench, a_key, a_route, a_table
 
-HELLO = [{"role": "user", "content": "hello"}]
+HELLO: list[ChatCompletionMessageParam] = [{"role": "user", "content": "hello"}]
 
 
 @asynccontextmanager
@@ -51,7 +53,7 @@ async def test_chat_and_completion(tmp_path: Path) -> None:
 @pytest.mark.parametrize("asks", [True, False])
 async def test_stream_with_and_without_usage(tmp_path: Path, asks: bool) -> None:
     async with a_bench(tmp_path) as bench, a_client(bench) as client:
-        options = {"stream_options": {"include_usage": True}} if asks else {}
+        options: dict[str, Any] = {"stream_options": {"include_usage": True}} if asks else {}
         stream = await client.chat.completions.create(
             model="tiny", messages=HELLO, stream=True, max_tokens=4, **options
         )
@@ -72,7 +74,7 @@ async def test_errors_are_the_sdks_own(tmp_path: Path) -> None:
                 assert refused.value.code == "invalid_api_key"
         async with a_client(bench) as client:
             chat = client.chat.completions
-            with pytest.raises(openai.NotFoundError) as missing:
+            with pytest.raises(openai.NotFoundError, match=r"for this key .*: tiny") as missing:
                 await chat.create(model="none", messages=HELLO)
             assert missing.value.code == "model_not_found"
             with pytest.raises(openai.BadRequestError) as wrong:
@@ -98,7 +100,7 @@ async def test_revoked_expired_and_narrowed_keys(tmp_path: Path) -> None:
                 await chat.create(model="tiny", messages=HELLO)
         narrowed = a_key(deployments=("else",))
         bench.house.fleet.adopt(a_table(routes, generation=4, keys=[narrowed]))
-        with pytest.raises(openai.NotFoundError):
+        with pytest.raises(openai.NotFoundError, match=r"for this key .*: none"):
             await chat.create(model="tiny", messages=HELLO)
         assert [model.id async for model in client.models.list()] == []
 

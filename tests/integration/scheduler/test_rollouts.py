@@ -14,6 +14,7 @@ from isochrone.wire.ids import DeploymentId, PopId
 from isochrone.wire.rollout import RolloutState
 from isochrone.wire.usage import TrialRow
 from scheduler.decide.rollout import Event, Rollout, after
+from scheduler.decide.trial import Arm
 from scheduler.loops.roll import Roll
 from scheduler.store import catalogue
 from scheduler.store.lease import EpochLost
@@ -30,7 +31,7 @@ from tests.builders import a_deployment
 from tests.integration.scheduler.test_demand import begun
 from tests.integration.scheduler.test_forecast import an_acting
 from tests.system.harness import ROOT, free_port, until
-from tests.unit.scheduler.test_rollout import Arm, a_rollout, an_arm
+from tests.unit.scheduler.test_rollout import a_rollout, an_arm
 
 TOKEN = "0123456789abcdef-admin"
 TIMEOUT_S = 20.0

@@ -13,10 +13,11 @@ from aiohttp import web
 
 from isochrone.service import identity as papers
 from isochrone.service import tls
-from isochrone.service.control import ControlLink, Progress, join
+from isochrone.service.control import ControlLink, Progress
 from isochrone.service.door import open_door
 from isochrone.service.files import write_atomic
 from isochrone.service.identity import Authority, Identity, IdentityError
+from isochrone.service.joining import join
 from isochrone.service.revocation import refusing
 from isochrone.wire import headers
 from isochrone.wire.assignment import Revoked

@@ -25,6 +25,7 @@ from tests.unit.engine.tiny import SHAPE, llama
 
 GREEDY = SamplingParams(temperature=0)
 NEVER: frozenset[int] = frozenset()
+LIMITS = Limits(128, 40)
 LETTERS = grammar.of_regex("[a-e]{5,40}", "x")
 
 
@@ -37,10 +38,12 @@ def drafting_with(seed: int | None, blocks: int, read_tokens_max: int = 64) -> A
     return Ahead(runner, Habits("model"), lambda: 0.0, read_tokens_max, 256, 0.01)
 
 
-def engine_of(ahead: Ahead | None, blocks: int, served: Runner | None = None) -> Engine:
+def engine_of(
+    ahead: Ahead | None, blocks: int, served: Runner | None = None, limits: Limits = LIMITS
+) -> Engine:
     speculation = Speculation(4, rows_max=200, ahead=ahead)
     runner = served or Runner(llama(1), blocks, "cpu", torch.float32)
-    return Engine(runner, Batching(Limits(128, 40), Blocks(blocks)), speculation=speculation)
+    return Engine(runner, Batching(limits, Blocks(blocks)), speculation=speculation)
 
 
 def submit(

@@ -112,4 +112,4 @@ def test_an_adapter_stays_on_the_device(pretended: FakeTensorMode) -> None:
         decodes = chunks = (Decode(), Decode())
         segments = ()
 
-    assert str(engine.run(Step()).device) == DEVICE  # type: ignore[arg-type]
+    assert str(engine.run(Step()).device) == DEVICE

@@ -124,7 +124,11 @@ def test_what_no_token_sees_may_be_anything(own: Kernels) -> None:
     pages = chance(int(tables.max()) + 1, BLOCK, 2 * KV_HEADS, DIM)
     mixed = chance(rows, HEADS + 2 * KV_HEADS, DIM, seed=3)
     wanted = own.attend(mixed, HEADS, pages, tables, pieces, 4)
-    hidden = [(tables[0, 0], slice(0, 2)), (tables[0, 1], slice(2, 4)), (tables[1, 0], 3)]
+    hidden: list[tuple[Tensor, slice | int]] = [
+        (tables[0, 0], slice(0, 2)),
+        (tables[0, 1], slice(2, 4)),
+        (tables[1, 0], 3),
+    ]
     for block, slots in hidden:
         pages[block, slots] = float("nan")
     assert torch.equal(own.attend(mixed, HEADS, pages, tables, pieces, 4), wanted)

@@ -1,6 +1,7 @@
 """Speculation: the output is what it would have been; drafts are taken where they pay."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -129,7 +130,7 @@ class Model:
         self._noise = noise
         self.rows = 0
 
-    def run(self, batch: Batch) -> Tensor:
+    def begin(self, batch: Batch) -> Callable[[], Tensor]:
         found = []
         for chunk in batch.chunks:
             self.rows += chunk.tokens
@@ -137,7 +138,8 @@ class Model:
                 known = len(chunk.sequence.tokens)
                 ids = [*chunk.sequence.tokens, *chunk.drafts]
                 found += [self._logits(ids[:end]) for end in range(known, len(ids) + 1)]
-        return torch.stack(found) if found else torch.zeros(0, 257)
+        logits = torch.stack(found) if found else torch.zeros(0, 257)
+        return lambda: logits
 
     def _logits(self, ids: list[int]) -> Tensor:
         # An alphabet of five letters, the next after the last, but for a swerve now and then.

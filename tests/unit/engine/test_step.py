@@ -1,5 +1,7 @@
 """The corridor with a scripted model: what ends a generation, and that its blocks come back."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -25,7 +27,7 @@ class Script:
     def clear(self, blocks: list[int]) -> None:
         self.cleared += blocks
 
-    def run(self, batch: Batch) -> Tensor:
+    def begin(self, batch: Batch) -> Callable[[], Tensor]:
         rows = []
         for chunk in batch.chunks:
             if chunk.samples:
@@ -33,7 +35,8 @@ class Script:
                 row = torch.zeros(257)
                 row[token] = torch.nan if token == UNSOUND else 1.0
                 rows.append(row)
-        return torch.stack(rows) if rows else torch.zeros(0, 257)
+        logits = torch.stack(rows) if rows else torch.zeros(0, 257)
+        return lambda: logits
 
 
 def engine_saying(lines: dict[int, list[int]]) -> Engine:

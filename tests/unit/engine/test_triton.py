@@ -5,6 +5,7 @@ Run by `TRITON_INTERPRET=1 pytest tests/unit/engine/test_triton.py` where Triton
 
 import os
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -113,7 +114,7 @@ def test_rows(
 ) -> None:
     x, added = torch.randn(2, 5, 2 * columns, generator=chance).to(dtype)
     weight = torch.randn(2 * columns, generator=chance).to(dtype)
-    close = {"atol": 1e-5 if dtype is torch.float32 else 2e-2, "rtol": 0.0}
+    close: dict[str, Any] = {"atol": 1e-5 if dtype is torch.float32 else 2e-2, "rtol": 0.0}
     wanted = rms_norm(x, weight.shape, weight, 1e-5)
     assert torch.allclose(kernels.normalise(x, weight, 1e-5), wanted, **close)
     summed, normed = kernels.add_and_normalise(x, added, weight, 1e-5)
@@ -149,7 +150,7 @@ def test_eight_bits_are_kept_as_torch_keeps_them(
     assert (found[..., :16] == wanted[..., :16])[~carried[..., :16]].all()
     assert carried[..., :16].float().mean() < 0.1
     scales = [whole[..., 16:].byte().contiguous().view(torch.float32) for whole in (found, wanted)]
-    assert torch.allclose(*scales, rtol=1e-6)
+    assert torch.allclose(scales[0], scales[1], rtol=1e-6)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")

@@ -79,7 +79,7 @@ async def test_one_more_than_the_limit_is_refused_and_so_is_all_while_draining()
 
 def test_a_failed_step_is_told_and_ends_the_thread() -> None:
     class Broken:
-        def run(self, batch: object) -> None:
+        def begin(self, batch: object) -> None:
             raise RuntimeError("the device is gone")
 
     died = threading.Event()

@@ -212,11 +212,11 @@ def test_a_gpu_that_falls_off_is_unhealthy_not_gone() -> None:
     devices = Devices(0, open_nvml=lambda: nvml)
     assert [d.device_id for d in devices.read()] == ["gpu0", "gpu1"]
     nvml.gpus = [0]
-    after = {d.device_id: d for d in devices.read()}
+    after = {str(d.device_id): d for d in devices.read()}
     assert after["gpu0"].healthy
     assert not after["gpu1"].healthy
     assert "NVML" in after["gpu1"].reason
-    assert not {d.device_id: d for d in devices.read()}["gpu1"].healthy
+    assert not {str(d.device_id): d for d in devices.read()}["gpu1"].healthy
 
 
 def test_without_a_gpu_the_cpu_is_the_device() -> None:

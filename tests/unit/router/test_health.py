@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from isochrone.wire.ids import ReplicaId
+from isochrone.wire.ids import NodeId, ReplicaId
 from router.decide.health import (
     EJECTED_MAX_S,
     EJECTED_MIN_S,
@@ -16,6 +16,7 @@ from router.decide.health import (
     UNREACHABLE_S,
     Health,
     RetryBudget,
+    gone,
     judge,
 )
 
@@ -258,3 +259,26 @@ def test_retries_stay_within_their_share(
             assert recent(retries) <= ratio * recent(requests) + reserve + 1e-6
         else:
             assert recent(retries) + 1 > ratio * recent(requests) + reserve - 1e-6
+
+
+def test_a_gone_node_ejects_its_replica_once_and_a_good_answer_brings_it_back() -> None:
+    health = Health()
+    assert health.gone(A, 0.0)
+    assert not health.gone(A, 1.0)
+    assert health.ejected_until(1.0) == {A: EJECTED_MIN_S}
+    health.picked(A, EJECTED_MIN_S)
+    # On trial, and gone again: for twice as long.
+    assert health.gone(A, EJECTED_MIN_S + 1)
+    assert health.ejected_until(EJECTED_MIN_S + 1) == {A: 3 * EJECTED_MIN_S + 1}
+    health.picked(A, 10.0)
+    assert health.answered(A)
+    assert not health.ejected()
+
+
+def test_where_most_nodes_are_silent_none_is_gone() -> None:
+    one, two, three = NodeId("1"), NodeId("2"), NodeId("3")
+    assert gone({one}, 1) == set()
+    assert gone({one}, 2) == {one}
+    assert gone({one, two}, 4) == {one, two}
+    assert gone({one, two, three}, 5) == set()
+    assert gone(frozenset(), 0) == set()

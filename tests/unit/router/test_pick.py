@@ -102,7 +102,7 @@ def test_siblings_are_those_of_the_same_city_with_room_the_asked_one_first() -> 
         Candidate("far", 90.0, pop="iad"),
     ]
     board = a_board(candidates)
-    held = Held(0.0, [Match([board.slots[ReplicaId("b")]], 0.5)])
+    held = Held(0.0, [Match(1 << board.slots[ReplicaId("b")], 0.5)])
     ranking = rank(board.picture(NOW_S, {}, {}), ASK._replace(held=held), {ReplicaId("x")})
     siblings = ranking.routes.siblings(ranking.routes[0])
     assert [(one.replica_id, one.uncached_tokens, one.prefill_ms) for one in siblings] == [
@@ -154,7 +154,7 @@ def test_a_longer_queue_turns_away_only_where_another_place_is_better() -> None:
 
 def test_with_queues_everywhere_a_miss_of_the_cache_counts_more() -> None:
     board = a_board([Candidate("a", 1.0), Candidate("b", 60.0)])
-    held = Held(0.0, [Match([board.slots[ReplicaId("b")]], 0.5)])
+    held = Held(0.0, [Match(1 << board.slots[ReplicaId("b")], 0.5)])
     ask = ASK._replace(held=held)
     assert rank(board.picture(NOW_S, {}, {}), ask).routes[0].route.replica_id == "a"
     board.spilled_at_ms = 1000 * NOW_S
@@ -197,13 +197,13 @@ def test_a_new_session_leaves_a_presumed_seat_that_is_much_slower() -> None:
 def test_what_is_cached_draws_as_far_as_it_saves() -> None:
     a, b = Candidate("a", 1.0), Candidate("b", 60.0)
     slots = a_board([a, b]).slots
-    half = Held(0.0, [Match([slots[ReplicaId("b")]], 0.9)])
+    half = Held(0.0, [Match(1 << slots[ReplicaId("b")], 0.9)])
     ranking = rank(a_picture([a, b]), ASK._replace(held=half))
     assert ranking.routes[0].why == "prefix soonest-warm rtt=60.0ms queue=0ms prefill=10ms"
-    little = Held(0.0, [Match([slots[ReplicaId("b")]], 0.2)])
+    little = Held(0.0, [Match(1 << slots[ReplicaId("b")], 0.2)])
     assert order([a, b], ASK._replace(held=little))[0] == "a"
     # What everyone holds moves nobody, and what b holds beyond that too little.
-    common = Held(0.7, [Match([slots[ReplicaId("b")]], 0.9)])
+    common = Held(0.7, [Match(1 << slots[ReplicaId("b")], 0.9)])
     first = rank(a_picture([a, b]), ASK._replace(held=common)).routes[0]
     assert (first.route.replica_id, first.uncached_tokens) == ("a", 30)
 
@@ -298,7 +298,7 @@ def test_every_replica_with_room_is_ranked_once_with_what_is_predicted(
 ) -> None:
     candidates = [Candidate(f"r{n}", *numbers[n]) for n in range(len(numbers))]
     excluded = frozenset(ReplicaId(f"r{n}") for n in out)
-    ask = ASK._replace(prompt_tokens=tokens, held=Held(0.1, [Match([held_by], 0.5)]))
+    ask = ASK._replace(prompt_tokens=tokens, held=Held(0.1, [Match(1 << held_by, 0.5)]))
     board = a_board(candidates)
     if held_by >= len(board):
         ask = ask._replace(held=Held(0.1, []))

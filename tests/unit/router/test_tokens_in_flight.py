@@ -1,5 +1,7 @@
 """Tokens in flight are exact under finish, cancel and crash, in whatever order they come."""
 
+from typing import cast
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
@@ -72,7 +74,7 @@ class Ledger(RuleBasedStateMachine):
             return reservation
         output = reservation.output_tokens
         self.end(reservation)
-        passed = self.reserve(replica, prefill, output, True)
+        passed = cast(Reservation, self.reserve(replica, prefill, output, True))
         self.first_token(passed, True)
         return passed
 

@@ -222,7 +222,7 @@ def test_explain_says_why_here_and_why_not_there() -> None:
     explained = explain(cluster, DeploymentId("d"))
     assert explained is not None
     assert explained.here[0].reason == "ams is kept warm"
-    reasons = {row.node_id: row.reason for row in explained.elsewhere}
+    reasons = {str(row.node_id): row.reason for row in explained.elsewhere}
     assert "needs 1.25 GiB" in reasons["gru-1"]
     assert "21 needed" in reasons["sin-1"]
     assert explained.cities[0].nearest_pop == "ams"

@@ -6,12 +6,11 @@ import msgspec
 
 from isochrone.wire.ids import DeploymentId, Epoch, Generation, ModelId, PopId
 from isochrone.wire.model import EngineSettings
-from isochrone.wire.rollout import RolloutSpec, RolloutStep
+from isochrone.wire.rollout import RolloutSpec, RolloutState, RolloutStep
 from isochrone.wire.routes import RolloutEntry
 from scheduler.decide.cluster import ClusterState, DemandRate
 from scheduler.decide.liveness import liveness
 from scheduler.decide.plan import plan
-from scheduler.decide.rollout import RolloutState
 from scheduler.decide.route_table import route_table
 from scheduler.decide.versions import joined, split
 from tests.builders import a_cluster, a_deployment, a_model, a_node, a_placement

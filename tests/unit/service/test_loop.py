@@ -18,7 +18,7 @@ async def run_briefly(loop: Loop, turns: int) -> None:
 
 
 async def test_a_nudge_during_a_turn_counts() -> None:
-    counts = []
+    counts: list[int] = []
 
     async def once() -> int:
         counts.append(len(counts))

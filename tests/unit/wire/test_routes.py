@@ -1,5 +1,8 @@
 """A delta turns one table into the next, whatever changed."""
 
+from collections.abc import Callable
+from typing import TypeVar
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -28,6 +31,9 @@ from isochrone.wire.routes import (
 )
 
 NAMES = st.sampled_from(["a", "b", "c", "d", "e"])
+
+
+Row = TypeVar("Row")
 
 
 def pop(name: str, latitude: int) -> Pop:
@@ -68,7 +74,7 @@ def key(name: str, expires: int) -> KeyEntry:
 
 @st.composite
 def tables(draw: st.DrawFn, generation: int) -> RouteTable:
-    def rows(make):  # type: ignore[no-untyped-def]
+    def rows(make: Callable[[str, int], Row]) -> tuple[Row, ...]:
         chosen = draw(st.dictionaries(NAMES, st.integers(0, 3)))
         return tuple(make(name, value) for name, value in sorted(chosen.items()))
 

@@ -1,0 +1,108 @@
+"""A coroutine that runs where it stands: no task, and no turn of the loop to wait for.
+
+asyncio begins a task in the loop's next turn, and goes on with it a turn after what it waited for
+has come. An errand begins at once, and goes on the moment its signal is given: what a node sends is
+on its way to the client within the same turn of the loop.
+
+Rule 1: an errand awaits signals only. What else takes time is done by a task, which gives one.
+Rule 2: a signal is given from a callback of the loop, as its last act: the errand runs within it.
+"""
+
+import asyncio
+from collections.abc import Coroutine, Generator
+from typing import Any, Final
+
+
+class _Now:
+    """Which errand runs at this moment."""
+
+    __slots__ = ("errand",)
+
+    def __init__(self) -> None:
+        self.errand: Errand | None = None
+
+
+class Signal:
+    """What one errand waits for, or one task. Given while nobody waits, it does nothing: whoever
+    waits looks first whether he must.
+    """
+
+    __slots__ = ("_errand", "_future")
+
+    def __init__(self) -> None:
+        self._errand: Errand | None = None
+        self._future: asyncio.Future[None] | None = None
+
+    def give(self) -> None:
+        """Let whoever waits go on."""
+        errand, self._errand = self._errand, None
+        if errand is not None:
+            errand.go_on()
+        elif self._future is not None and not self._future.done():
+            self._future.set_result(None)
+
+    def __await__(self) -> Generator[Any, None, None]:
+        """Wait until it is given."""
+        errand = _NOW.errand
+        if errand is None:
+            self._future = asyncio.get_running_loop().create_future()
+            yield from self._future
+        else:
+            self._errand = errand
+            try:
+                yield None
+            finally:
+                self._errand = None
+
+
+class Errand:
+    """One coroutine on its way, from `go_on` to its end."""
+
+    __slots__ = ("_is_cancelled", "_is_over", "_is_running", "_work")
+
+    def __init__(self, work: Coroutine[Any, None, None]) -> None:
+        self._work = work
+        self._is_running = False
+        self._is_cancelled = False
+        self._is_over = False
+
+    def go_on(self) -> None:
+        """Run until it must wait, or to its end."""
+        if self._is_over:
+            return
+        outer, _NOW.errand = _NOW.errand, self
+        self._is_running = True
+        try:
+            if not self._is_cancelled:
+                self._work.send(None)
+            if self._is_cancelled:
+                self._is_cancelled = False
+                self._work.throw(asyncio.CancelledError())
+        except (StopIteration, asyncio.CancelledError):
+            self._is_over = True
+        except Exception as error:
+            self._is_over = True
+            context = {"message": "cannot go on with an errand", "exception": error}
+            asyncio.get_running_loop().call_exception_handler(context)
+        finally:
+            self._is_running = False
+            _NOW.errand = outer
+
+    def cancel(self) -> None:
+        """Raise CancelledError where it waits; in one that runs, at its next wait."""
+        self._is_cancelled = True
+        if not self._is_running:
+            self.go_on()
+
+
+_NOW: Final = _Now()
+
+
+async def pause(seconds: float) -> None:
+    """Let some time pass."""
+    signal = Signal()
+    timer = asyncio.get_running_loop().call_later(seconds, signal.give)
+    try:
+        await signal
+    finally:
+        timer.cancel()

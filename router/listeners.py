@@ -1,0 +1,81 @@
+"""What a router listens on: its public port, with the cold routes behind it, and a private one."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from ssl import SSLContext
+from typing import NamedTuple
+
+from aiohttp import web
+from prometheus_client import CollectorRegistry
+
+from isochrone.service.config import ConfigError
+from isochrone.service.door import DoorLimits, open_door
+from isochrone.service.metrics import exposition
+from isochrone.service.tls import server_context
+from router.apis.doors import open_cold
+from router.config import RouterConfig
+from router.dataplane.server import Server
+from router.dataplane.upstream import Upstream
+
+
+class Ports(NamedTuple):
+    """Where a router is reached; without a private listener its port is 0."""
+
+    public: int
+    private: int
+
+
+def limits_of(config: RouterConfig) -> DoorLimits:
+    """Return what the public listener lets in."""
+    return DoorLimits(
+        head_timeout_s=config.head_timeout_s,
+        body_timeout_s=config.body_timeout_s,
+        body_bytes_max=config.body_bytes_max,
+        connections_max=config.connections_max,
+        connections_per_address_max=config.connections_per_address_max,
+        shutdown_timeout_s=config.drain_timeout_s,
+    )
+
+
+@asynccontextmanager
+async def open_listeners(
+    config: RouterConfig,
+    *,
+    server: Server,
+    cold: web.Application,
+    upstream: Upstream,
+    registry: CollectorRegistry,
+) -> AsyncIterator[Ports]:
+    """Listen. On exit: accept no more, and let what is under way end."""
+    show_metrics = exposition(registry)
+    private_port = 0
+    async with AsyncExitStack() as stack:
+        try:
+            if config.private_host:
+                private = web.Application()
+                private.router.add_get("/metrics", show_metrics)
+                door = open_door(private, config.private_host, config.private_port)
+                private_port = await stack.enter_async_context(door)
+            else:
+                cold.router.add_get("/metrics", show_metrics)
+            await stack.enter_async_context(open_cold(cold, upstream))
+            listener = await asyncio.get_running_loop().create_server(
+                server.connection,
+                config.host,
+                config.port,
+                ssl=_context_of(config),
+                backlog=1024,
+                reuse_port=config.processes > 1 or None,
+            )
+        except OSError as error:
+            raise ConfigError(f"cannot listen: {error.strerror or error}") from error
+        stack.push_async_callback(server.drain, config.drain_timeout_s)
+        stack.callback(listener.close)
+        yield Ports(listener.sockets[0].getsockname()[1], private_port)
+
+
+def _context_of(config: RouterConfig) -> SSLContext | None:
+    if config.tls_certificate is None or config.tls_key is None:
+        return None
+    return server_context(config.tls_certificate, config.tls_key)

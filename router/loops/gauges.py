@@ -1,0 +1,48 @@
+"""Gauges: how things stand, for whoever reads the metrics."""
+
+from collections.abc import Callable
+
+from router.fleet import Fleet
+from router.loops.follow import Follower
+from router.metrics import Metrics
+from router.waiting import Waiting
+
+
+class Gauges:
+    """Says how this router stands."""
+
+    def __init__(
+        self,
+        *,
+        fleet: Fleet,
+        follower: Follower,
+        waiting: Waiting,
+        metrics: Metrics,
+        is_led: Callable[[], bool],
+        clock: Callable[[], float],
+    ) -> None:
+        """`is_led` says whether somebody is there to send tables."""
+        self._fleet = fleet
+        self._follower = follower
+        self._waiting = waiting
+        self._metrics = metrics
+        self._is_led = is_led
+        self._clock = clock
+
+    async def run_once(self) -> None:
+        """Set every gauge."""
+        metrics, fleet = self._metrics, self._fleet
+        now_s = self._clock()
+        is_led = self._is_led()
+        if is_led and self._follower.held is None and fleet.table is not None:
+            fleet.confirmed_at_s = now_s
+        metrics.connected.set(is_led)
+        metrics.table_age.set(now_s - fleet.confirmed_at_s if fleet.confirmed_at_s else 0)
+        totals = fleet.in_flight.totals()
+        metrics.in_flight.labels("prefill").set(totals.prefill_tokens)
+        metrics.in_flight.labels("decode").set(totals.decode_tokens)
+        metrics.open_requests.set(totals.requests)
+        metrics.waiting.set(self._waiting.depth)
+        metrics.waiting_bytes.set(self._waiting.bytes)
+        metrics.ejected.set(len(fleet.health.ejected()))
+        metrics.panics.set(fleet.panics())

@@ -1,0 +1,23 @@
+"""Sharing: the other processes of this router are told which prompts were read where."""
+
+from router.processes import ParentLink, Workers
+from router.sharing import Outbox, Prompts
+
+
+class Sharer:
+    """Empties the outbox: a worker tells the main process, which passes it on; that one, all."""
+
+    def __init__(self, outbox: Outbox, parent: ParentLink | None, workers: Workers) -> None:
+        """A worker has a `parent`, the main process has `workers`."""
+        self._outbox = outbox
+        self._parent = parent
+        self._workers = workers
+
+    async def run_once(self) -> int:
+        """Tell what was read since the last turn; return how many prompts."""
+        rows = self._outbox.take()
+        if rows and self._parent is not None:
+            await self._parent.send(Prompts(rows))
+        elif rows:
+            self._workers.tell(Prompts(rows))
+        return len(rows)

@@ -1,0 +1,106 @@
+"""What an agent that was killed left behind: its engines are known again, wherever it was."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from isochrone.wire.model import EngineSettings
+from nodeagent.drivers.driver import Command
+from nodeagent.host.engines import Engines, Started
+from tests.builders import a_spec
+
+ROOT = Path(__file__).parents[3]
+READY_S = 30.0
+SPEC = a_spec("r-left", engine=EngineSettings(driver="mock", kv_memory_bytes=1))
+AGENT = """
+import asyncio, os, signal, sys
+from pathlib import Path
+from nodeagent.host import engines
+from tests.integration.nodeagent.test_survivors import SPEC
+
+real = engines._note
+
+def killed_before(folder, started):
+    if bool(started.pid) == bool(int(sys.argv[2])):
+        os.kill(os.getpid(), signal.SIGKILL)
+    real(folder, started)
+
+engines._note = killed_before
+asyncio.run(engines.Engines(Path(sys.argv[1]), 1).start(SPEC, Path(sys.argv[1])))
+"""
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    # A socket's path is short.
+    with tempfile.TemporaryDirectory(prefix="left") as name:
+        yield Path(name)
+
+
+def killed(state: Path, *, started: bool) -> None:
+    """Have an agent start an engine, and be killed before it can note that it has."""
+    agent = subprocess.run(
+        [sys.executable, "-c", AGENT, str(state), str(int(started))],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        check=False,
+        timeout=READY_S,
+    )
+    assert agent.returncode == -signal.SIGKILL
+
+
+async def test_an_engine_whose_agent_was_killed_before_it_noted_its_pid_is_adopted(
+    folder: Path,
+) -> None:
+    await asyncio.to_thread(killed, folder, started=True)
+    engines = Engines(folder, 1)
+    (survivor,) = engines.survivors()
+    assert survivor.spec == SPEC
+    command = Path(f"/proc/{survivor.pid}/cmdline").read_bytes()
+    assert str(folder / "r-left" / "config.json").encode() in command
+    engine = engines.adopt(survivor)
+    try:
+        async with asyncio.timeout(READY_S):
+            while not await engine.is_ready():
+                await asyncio.sleep(0.05)
+    finally:
+        await engine.stop()
+    assert not Path(f"/proc/{survivor.pid}/cmdline").exists() or is_zombie(survivor.pid)
+    assert engines.survivors() == []
+
+
+async def test_one_that_never_began_leaves_nothing(folder: Path) -> None:
+    await asyncio.to_thread(killed, folder, started=False)
+    assert Engines(folder, 1).survivors() == []
+
+
+async def test_what_an_engine_without_a_noted_pid_left_in_its_group_is_ended(folder: Path) -> None:
+    left = folder / "r-left"
+    left.mkdir()
+    command = Command(arguments=("x",), base_url="http://localhost")
+    note = Started(command=command, spec=SPEC)
+    (left / "process.json").write_bytes(msgspec.json.encode(note))
+    with (left / "engine.log").open("wb") as out:
+        leader = await asyncio.create_subprocess_exec(
+            *("sh", "-c", "sleep 60 & echo $!"), start_new_session=True, stdout=out
+        )
+    await leader.wait()
+    child = int((left / "engine.log").read_text())
+    assert Engines(folder, 1).survivors() == []
+    async with asyncio.timeout(READY_S):
+        while not is_zombie(child):
+            await asyncio.sleep(0.02)
+    assert not left.exists()
+
+
+def is_zombie(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"

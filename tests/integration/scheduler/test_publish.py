@@ -1,0 +1,69 @@
+"""What routers are told, from a real store: all of it, or what one node's report changed."""
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from isochrone.wire.ids import NodeId
+from scheduler.acting import Acting
+from scheduler.decide.liveness import LivenessLimits
+from scheduler.loops.hold_lease import HoldLease
+from scheduler.loops.publish import Publish
+from scheduler.store.pool import Pool
+from tests.builders import a_replica_report, a_spec
+from tests.integration.scheduler.test_store import begun, planned, reported
+from tests.integration.scheduler.test_trust import an_acting, expire
+
+
+async def a_publisher(pool: Pool) -> tuple[Acting, Publish]:
+    """A process that acts, with one replica that is loading."""
+    epoch = await begun(pool)
+    await reported(pool, epoch)
+    assert await planned(pool, epoch, a_spec())
+    await expire(pool)
+    acting = await an_acting(pool)
+    config = cast(SimpleNamespace, acting.config)
+    config.publish_interval_s, config.liveness = 2.0, LivenessLimits()
+    await HoldLease(acting).run_once()
+    return acting, Publish(acting)
+
+
+def routed(acting: Acting) -> list[str]:
+    assert acting.table is not None
+    return [route.replica_id for route in acting.table.routes]
+
+
+async def test_what_a_report_changed_is_read_of_its_node_alone(pool: Pool) -> None:
+    acting, publish = await a_publisher(pool)
+    assert (await publish.run_once()).nodes == -1
+    assert routed(acting) == []
+    assert (await publish.run_once()).nodes == 0
+    for seq, (state, expected) in enumerate((("warm", ["r1"]), ("loading", [])), start=2):
+        replicas = (a_replica_report(a_spec(), state),)
+        await reported(pool, acting.epoch, seq=seq, replicas=replicas)
+        acting.publish(NodeId("n1"))
+        before = acting.table
+        published = await publish.run_once()
+        assert before is not None
+        assert (published.nodes, published.generation) == (1, before.generation + 1)
+        assert routed(acting) == expected
+
+
+async def test_a_turn_that_failed_leaves_nothing_unpublished(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    acting, publish = await a_publisher(pool)
+    await publish.run_once()
+
+    async def broken(*_: Any, **__: Any) -> None:
+        raise ConnectionError
+
+    await reported(pool, acting.epoch, seq=2, replicas=(a_replica_report(a_spec()),))
+    acting.publish(NodeId("n1"))
+    with monkeypatch.context() as patched:
+        patched.setattr("scheduler.loops.publish.read_part", broken)
+        with pytest.raises(ConnectionError):
+            await publish.run_once()
+    assert (await publish.run_once()).nodes == -1
+    assert routed(acting) == ["r1"]

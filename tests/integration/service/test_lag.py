@@ -1,0 +1,26 @@
+import asyncio
+import time
+
+from isochrone.service.lag import Held, LagWatch
+
+
+async def test_what_holds_the_loop_up_is_named() -> None:
+    beats: list[float] = []
+    helds: list[Held] = []
+    watch = asyncio.create_task(LagWatch(beats.append, helds.append).run())
+
+    async def hold() -> None:
+        time.sleep(0.5)  # noqa: ASYNC251 - the very fault that is to be seen
+
+    async with asyncio.timeout(20.0):
+        while not beats:
+            await asyncio.sleep(0.01)
+        while not any(held.by == "heavy duty" for held in helds):
+            await asyncio.create_task(hold(), name="heavy duty")
+            await asyncio.sleep(0.2)
+    held = next(held for held in helds if held.by == "heavy duty")
+    assert held.late_s > 0.3
+    assert "hold" in held.at
+    assert max(beats) >= held.late_s
+    watch.cancel()
+    await asyncio.gather(watch, return_exceptions=True)

@@ -1,0 +1,33 @@
+"""What the command prints reads well on a terminal and in a pipe."""
+
+import pytest
+
+from isochrone.cli.output import cell, show_rows
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "shown"),
+    [
+        ("frozen", "", "-"),
+        ("unmet", [], "-"),
+        ("restarts", 0, "0"),
+        ("draining", False, "no"),
+        ("silent_s", 0.265124, "0.2651"),
+        ("ttft_p90_ms", 8166.92, "8167"),
+        ("created_at", 1_795_280_754.5, "2026-11-21 17:05:54Z"),
+        ("limits", {"expires_at": 0.0, "n": 2}, "expires_at=1970-01-01 00:00:00Z, n=2"),
+        ("pops", ["ams", "fra"], "ams; fra"),
+    ],
+)
+def test_a_value_is_written_for_a_person(name: str, value: object, shown: str) -> None:
+    assert cell(value, name) == shown
+
+
+def test_what_goes_into_a_pipe_is_not_folded(capsys: pytest.CaptureFixture[str]) -> None:
+    row = {"replica_id": "r" * 60, "reason": "why " * 40}
+    show_rows([row], ["replica_id", "reason"], "table")
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split() for line in lines] == [
+        ["REPLICA", "ID", "REASON"],
+        ["r" * 60] + 40 * ["why"],
+    ]

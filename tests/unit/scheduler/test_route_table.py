@@ -1,0 +1,61 @@
+"""A table mended for a few nodes is the one that the whole fleet would have given."""
+
+import msgspec
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from isochrone.wire.ids import Epoch, Generation, NodeId
+from isochrone.wire.report import ReplicaState
+from isochrone.wire.routes import RouteTable
+from scheduler.decide.cluster import ClusterState
+from scheduler.decide.liveness import liveness
+from scheduler.decide.route_table import route_table, tied, with_part
+from tests.builders import a_cluster, a_node, a_placement
+
+NAMES = tuple(f"ams-{number}" for number in range(1, 6))
+STATES = st.lists(
+    st.sampled_from([ReplicaState.WARM, ReplicaState.LOADING, None]),
+    min_size=len(NAMES),
+    max_size=len(NAMES),
+)
+
+
+def a_fleet(states: list[ReplicaState | None]) -> ClusterState:
+    """A node of each name, and a replica on each that is in any state."""
+    nodes = tuple(a_node(name, "ams") for name in NAMES)
+    placements = tuple(
+        a_placement(f"r-{name}", name, state=state.value)
+        for name, state in zip(NAMES, states, strict=True)
+        if state is not None
+    )
+    return a_cluster(nodes=nodes, placements=placements)
+
+
+def a_table(cluster: ClusterState) -> RouteTable:
+    view = liveness(cluster.nodes, cluster.acting_for_s)
+    return route_table(cluster, view, (), generation=Generation(1), epoch=Epoch(1))
+
+
+def part_of(cluster: ClusterState, names: set[NodeId]) -> ClusterState:
+    return msgspec.structs.replace(
+        cluster,
+        nodes=tuple(node for node in cluster.nodes if node.node_id in names),
+        placements=tuple(one for one in cluster.placements if one.node_id in names),
+    )
+
+
+@settings(max_examples=50, deadline=None)
+@given(STATES, STATES)
+def test_a_table_mended_where_it_changed_is_the_table(
+    before: list[ReplicaState | None], after: list[ReplicaState | None]
+) -> None:
+    told, fleet = a_table(a_fleet(before)), a_fleet(after)
+    pairs = zip(NAMES, before, after, strict=True)
+    changed = {NodeId(name) for name, old, new in pairs if old is not new}
+    assert with_part(told, a_table(part_of(fleet, changed)), changed) == a_table(fleet)
+
+
+def test_nodes_are_tied_by_what_they_hold_together() -> None:
+    follower = a_placement("r.1", "ams-2")
+    leader = a_placement("r", "ams-1", followers=(follower,))
+    assert tied((leader, a_placement("alone", "ams-3"))) == {"ams-1", "ams-2"}
