@@ -13,13 +13,17 @@ from setuptools import setup
 
 HOT = (
     "isochrone/wire/keys.py",
+    "router/apis/doors.py",
     "router/apis/openai/decode.py",
     "router/apis/openai/hot.py",
+    "router/asked.py",
+    "router/counts.py",
     "router/dataplane/connection.py",
     "router/dataplane/deadlines.py",
     "router/dataplane/errand.py",
     "router/dataplane/exchange.py",
     "router/dataplane/http1.py",
+    "router/dataplane/message.py",
     "router/dataplane/requests.py",
     "router/dataplane/server.py",
     "router/dataplane/sse.py",
@@ -31,6 +35,7 @@ HOT = (
     "router/journey.py",
     "router/record.py",
     "router/serve.py",
+    "router/told.py",
     "router/waiting.py",
 )
 

@@ -5,6 +5,8 @@ import logging
 import os
 import random
 import secrets
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from ssl import SSLContext
 from time import monotonic
 
@@ -21,6 +23,7 @@ from isochrone.service.tls import client_context, node_context
 from isochrone.wire.control import PeerRole, ToAgent
 from isochrone.wire.ids import BootId
 from nodeagent.api.door import Door
+from nodeagent.api.metrics_page import metrics_app
 from nodeagent.api.siblings import Siblings
 from nodeagent.api.weights import Weights
 from nodeagent.config import NodeConfig
@@ -84,12 +87,8 @@ async def serve(config: NodeConfig, stopping: asyncio.Event) -> int:
 
     await _take_up_survivors(node, engines, supervisor)
     door = Door(supervisor, Siblings(peer_tls, monotonic))
-    async with open_door(
-        _served(door, artifacts, config, node),
-        config.door_host,
-        config.door_port,
-        ssl_context=door_tls,
-    ) as port:
+    app = _served(door, artifacts, config, node)
+    async with _listening(config, app, supervisor, door_tls) as port:
         log.info("serving", extra={"fields": {"port": port, "node": node.node_id}})
         async with asyncio.TaskGroup() as tasks:
             runs = [duty.run() for duty in duties]
@@ -103,6 +102,19 @@ async def serve(config: NodeConfig, stopping: asyncio.Event) -> int:
         await supervisor.leave(keep_engines=config.keep_engines_on_stop)
         await engines.close()
     return 0
+
+
+@asynccontextmanager
+async def _listening(
+    config: NodeConfig, app: web.Application, supervisor: Supervisor, context: SSLContext | None
+) -> AsyncIterator[int]:
+    """Open the door, and beside it the private page of metrics, where one is wanted."""
+    async with AsyncExitStack() as stack:
+        if config.private_host:
+            page = open_door(metrics_app(supervisor), config.private_host, config.private_port)
+            await stack.enter_async_context(page)
+        door = open_door(app, config.door_host, config.door_port, ssl_context=context)
+        yield await stack.enter_async_context(door)
 
 
 async def _open_node(config: NodeConfig) -> Node:
@@ -124,7 +136,7 @@ def _what_makes_it_so(
     config: NodeConfig, node: Node, supervisor: Supervisor, artifacts: Artifacts
 ) -> tuple[Loop, Loop]:
     """Return the duties that make true what is assigned; a new assignment nudges them."""
-    converging = Converge(node, supervisor, config.plaintext_rank_ports)
+    converging = Converge(node, supervisor, monotonic, config.plaintext_rank_ports)
     converge = Loop("converge", converging.run_once, 5.0)
     prefetch = Loop("prefetch", PrefetchDuty(node, supervisor, artifacts).run_once, 15.0)
     node.nudge_converge, node.nudge_prefetch = converge.nudge, prefetch.nudge

@@ -10,15 +10,16 @@ from isochrone.wire.report import Port
 class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The settings of one node.
 
-    `address` is what routers dial (`http://10.0.0.7:9000`). `join_token_file` is read once, at the
-    first start. `cpu_memory_bytes` is what replicas may use where there is no GPU; 0 means four
-    fifths of the machine. `private_sources` lets artifacts come from private addresses and plain
-    http, as inside a closed network. `upload_bytes_per_s` and `download_bytes_per_s` bound what
-    artifacts take of the network, 0 for no bound; `uploads_max` is how many peers fetch at once.
-    Nodes of one PoP that fail together (a rack, a power feed) are given one `failure_domain`.
-    `plaintext_rank_ports`, first and last, lets this node hold parts of replicas over several
-    nodes. The parts speak to one another in plain and, once they have met, on other ports too: the
-    nodes of a PoP must have a network of their own. Each replica led from here takes one port.
+    `address` is what routers dial (`http://10.0.0.7:9000`). With `private_host`, `/metrics` stands
+    there too, without TLS. `join_token_file` is read once, at the first start. `cpu_memory_bytes`
+    is what replicas may use where there is no GPU; 0 means four fifths of the machine.
+    `private_sources` lets artifacts come from private addresses and plain http, as inside a closed
+    network. `upload_bytes_per_s` and `download_bytes_per_s` bound what artifacts take of the
+    network, 0 for no bound; `uploads_max` is how many peers fetch at once. Nodes of one PoP that
+    fail together (a rack, a power feed) are given one `failure_domain`. `plaintext_rank_ports`,
+    first and last, lets this node hold parts of replicas over several nodes. The parts speak to one
+    another in plain and, once they have met, on other ports too: the nodes of a PoP must have a
+    network of their own. Each replica led from here takes one port.
     """
 
     name: str
@@ -28,6 +29,8 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     door_host: str = "127.0.0.1"
     door_port: int = 9000
     door_tls: bool = False
+    private_host: str = ""
+    private_port: int = 0
     failure_domain: str = ""
     plaintext_rank_ports: tuple[Port, Port] | None = None
     join_token_file: Path | None = None

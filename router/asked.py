@@ -3,17 +3,15 @@
 from collections.abc import Callable
 from typing import Protocol
 
-import msgspec
-
 from isochrone.wire.errors import ApiError
 from isochrone.wire.ids import RequestId
 from isochrone.wire.routes import DeploymentEntry, KeyEntry
 from router.dataplane.exchange import Exchange
 from router.dataplane.message import Reply
-from router.decide.prefixes import NO_KEYS, PrefixKeys
+from router.decide.prefixes import PrefixKeys
 
 
-class Asked(msgspec.Struct, frozen=True, kw_only=True):
+class Asked:
     """One request as the corridor takes it, whichever public surface it came by.
 
     `body` is what goes to the node. `text_bytes` is the prompt's size, `arrived_s` monotonic,
@@ -22,23 +20,50 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     `drawn` how its tokens are, where every replica would draw the same.
     """
 
-    request_id: RequestId
-    key: KeyEntry
-    deployment: DeploymentEntry
-    path: str
-    body: bytes
-    text_bytes: int
-    output_tokens_max: int
-    is_stream: bool
-    wants_usage: bool
-    session: str
-    reject_if_busy: bool
-    arrived_s: float
-    started_at: float
-    error_event: Callable[[ApiError], bytes]
-    resume: Callable[[str, int], bytes | None] | None = None
-    drawn: str = ""
-    prefix_keys: PrefixKeys = NO_KEYS
+    __slots__ = (
+        "arrived_s", "body", "deployment", "drawn", "error_event", "is_stream", "key",
+        "output_tokens_max", "path", "prefix_keys", "reject_if_busy", "request_id", "resume",
+        "session", "started_at", "text_bytes", "wants_usage",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        *,
+        request_id: RequestId,
+        key: KeyEntry,
+        deployment: DeploymentEntry,
+        path: str,
+        body: bytes,
+        text_bytes: int,
+        output_tokens_max: int,
+        is_stream: bool,
+        wants_usage: bool,
+        session: str,
+        reject_if_busy: bool,
+        arrived_s: float,
+        started_at: float,
+        error_event: Callable[[ApiError], bytes],
+        resume: Callable[[str, int], bytes | None] | None,
+        drawn: str,
+        prefix_keys: PrefixKeys,
+    ) -> None:
+        self.request_id = request_id
+        self.key = key
+        self.deployment = deployment
+        self.path = path
+        self.body = body
+        self.text_bytes = text_bytes
+        self.output_tokens_max = output_tokens_max
+        self.is_stream = is_stream
+        self.wants_usage = wants_usage
+        self.session = session
+        self.reject_if_busy = reject_if_busy
+        self.arrived_s = arrived_s
+        self.started_at = started_at
+        self.error_event = error_event
+        self.resume = resume
+        self.drawn = drawn
+        self.prefix_keys = prefix_keys
 
     def spend(self, tokens: tuple[int, int, int]) -> float:
         """Return what (prompt, cached, output) tokens cost."""

@@ -16,12 +16,7 @@ from router.decide.tokens_in_flight import Reservation
 from router.waiting import Place
 
 NOTHING_SAID: Final = Said(0, "", True, None)
-STREAM_LINES: Final = "cache-control: no-cache\r\nx-accel-buffering: no\r\n"
-"""Nobody on the way may store a stream or hold it back."""
-
-_TOLD: Final = "".join(
-    [f"{name}: %s\r\n" for name in (headers.REQUEST_ID, headers.POP, headers.NODE, headers.WHY)]
-)
+TURNED_AWAY_MAX: Final = 12
 
 LIVES: Final = 8
 """How many replicas may die under one stream before its client is told."""
@@ -39,6 +34,8 @@ class Journey:
     picked_at_s = 0.0
     first_token_at_s: float | None = None
     found_no_replica = False
+    is_declined = False
+    """The replica would not have it, for what the client wrote: no fault of the replica's."""
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
     output_tokens: int | None = None
@@ -108,13 +105,10 @@ class Journey:
         output = self.said.tokens if self.output_tokens is None else self.output_tokens
         return prompt, min(prompt, self.cached_tokens or 0), output
 
-    def lines(self, allowance: str) -> str:
-        """Write what an answer's head tells beside the answer: who gave it, why, what is left."""
-        ranked = self.ranked
-        assert ranked is not None
-        route = ranked.route
-        told: str = _TOLD % (self.asked.request_id, route.pop, route.node_id, ranked.why)
-        return allowance + told
+    @property
+    def may_be_turned_away(self) -> bool:
+        """Whether a node may still refuse it because more waits there than was thought."""
+        return self.turned_away < TURNED_AWAY_MAX
 
     def is_exact(self, head: Head | None) -> bool:
         """Say whether the rest is, token for token, what the first replica would have said."""

@@ -13,7 +13,7 @@ from isochrone.service.config import ConfigError
 from isochrone.service.door import DoorLimits, open_door
 from isochrone.service.metrics import exposition
 from isochrone.service.tls import server_context
-from router.apis.doors import open_cold
+from router.apis.within import open_cold
 from router.config import RouterConfig
 from router.dataplane.server import Server
 from router.dataplane.upstream import Upstream

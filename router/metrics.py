@@ -6,7 +6,7 @@ from typing import Final
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
 from prometheus_client.registry import Collector
 
-from isochrone.wire.usage import Outcome
+from router.counts import KINDS, WORDS, Counts
 
 TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0, 30.0)
 WAIT_BUCKETS_S = (0.005, 0.025, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
@@ -16,36 +16,13 @@ ERROR_BUCKETS_S = (-5.0, -1.0, -0.3, -0.1, -0.03, -0.01, 0.0, 0.01, 0.03, 0.1, 0
 PREFIX: Final = "isochrone_router_"
 
 
-class OfDeployment:
-    """What every request of one deployment counts: plain numbers, until somebody looks."""
-
-    def __init__(self, metrics: "Metrics", name: str) -> None:
-        self.outcomes = dict.fromkeys(Outcome, 0)
-        self.prompt = self.cached = self.output = 0
-        self.ttft = metrics.ttft.labels(name)
-        self.ttft_error = metrics.ttft_error.labels(name)
-        self._requests = {one: metrics.requests.labels(name, one.value) for one in Outcome}
-        self._tokens = [metrics.tokens.labels(name, k) for k in ("prompt", "cached", "output")]
-
-    def show(self) -> None:
-        """Add to the metrics what was counted since."""
-        for outcome, count in self.outcomes.items():
-            self._requests[outcome].inc(count)
-            self.outcomes[outcome] = 0
-        for tokens, count in zip(
-            self._tokens, (self.prompt, self.cached, self.output), strict=True
-        ):
-            tokens.inc(count)
-        self.prompt = self.cached = self.output = 0
-
-
 class Metrics(Collector):
     """One registry per process, made by app.py."""
 
     def __init__(self) -> None:
         """Define them all."""
         self.registry = CollectorRegistry()
-        self._of: dict[str, OfDeployment] = {}
+        self._of: dict[str, Counts] = {}
         # First of all, so that who reads them has the counts of this moment.
         self.registry.register(self)
         self._define_requests()
@@ -62,11 +39,16 @@ class Metrics(Collector):
         for counted in self._of.values():
             counted.show()
 
-    def of(self, deployment: str) -> OfDeployment:
+    def of(self, deployment: str) -> Counts:
         """Return the metrics of one deployment, by its name."""
         found = self._of.get(deployment)
         if found is None:
-            found = self._of[deployment] = OfDeployment(self, deployment)
+            found = self._of[deployment] = Counts(
+                ttft=self.ttft.labels(deployment),
+                ttft_error=self.ttft_error.labels(deployment),
+                requests={word: self.requests.labels(deployment, word) for word in WORDS},
+                tokens=[self.tokens.labels(deployment, kind) for kind in KINDS],
+            )
         return found
 
     def _define_requests(self) -> None:

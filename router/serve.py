@@ -29,33 +29,16 @@ from router.decide.limits import Entry, Gate, Limited
 from router.decide.pick import Ask, Ranking, Routes, rank
 from router.decide.tokens_in_flight import Reservation
 from router.fleet import Fleet
-from router.journey import STREAM_LINES, Journey
+from router.journey import Journey
 from router.metrics import Metrics
 from router.record import Recorder
+from router.told import STREAM_LINES, to_client, to_node
 from router.waiting import LOOK_AGAIN_S, NoRoom, Place, Waiting
 
 NO_REPLICA_RETRY_AFTER_S: Final = 10.0
 NOBODY: Final = frozenset[ReplicaId]()
 REFUSALS_MAX: Final = 8
-TURNED_AWAY_MAX: Final = 12
 RETRY_PAUSE_S: Final = 0.05
-_SENT: Final = "content-type: application/json\r\n" + "".join(
-    [
-        f"{name}: %s\r\n"
-        for name in (
-            headers.REPLICA,
-            headers.REQUEST_ID,
-            headers.CACHE_SALT,
-            headers.TOKENS,
-            headers.UNREAD_TOKENS,
-            headers.PREFILL_MS,
-            headers.ROUTER,
-            headers.DEADLINE_MS,
-        )
-    ]
-)
-"""What a request to a node tells it, beside the client's own body."""
-
 CONTINUED: Final = b": continued on another replica, not token for token\n\n"
 
 
@@ -157,7 +140,10 @@ class Corridor:
                 self._metrics.queue_wait.observe(waited_s)
             ranked = ranking.routes[0]
             try:
-                return await self._attempt(journey, ranked, ranking.routes)
+                exchange = self._ask(journey, ranked, ranking.routes)
+                await exchange.opened
+                self._hear(journey, ranked, ranking.routes, exchange)
+                return exchange
             except AttemptFailed as error:
                 journey.leave()
                 if error.failure not in (Failure.REFUSED, Failure.UNFIT):
@@ -183,7 +169,7 @@ class Corridor:
         self._fleet.unsent(ranked.route, journey.sent, journey.asked.prefix_keys)
         if error.failure is Failure.UNFIT:
             journey.unfit.add(ranked.route.replica_id)
-        elif error.refused == headers.QUEUED and journey.turned_away < TURNED_AWAY_MAX:
+        elif error.refused == headers.QUEUED and journey.may_be_turned_away:
             # Its load is known now: it may still be the best, but hardly is.
             journey.turned_away += 1
         else:
@@ -262,33 +248,16 @@ class Corridor:
                 ),
             ) from None
 
-    async def _attempt(self, journey: Journey, ranked: Ranked, routes: Routes) -> Exchange:
-        """Send to one replica and wait for a first token, or raise AttemptFailed."""
+    def _ask(self, journey: Journey, ranked: Ranked, routes: Routes) -> Exchange:
+        """Send to one replica."""
         asked, route = journey.asked, ranked.route
         journey.via = route.replica_id
-        prompt_tokens, output_tokens = journey.tokens_ahead
-        said_tokens = journey.said.tokens
-        reservation = self._book(journey, ranked)
+        self._book(journey, ranked)
         journey.picked_at_s = self._clock()
         patience_s = self._config.first_byte_timeout_s
         if not asked.is_stream:
-            patience_s += output_tokens * self._config.token_timeout_s
-        lines: str = _SENT % (
-            route.replica_id,
-            asked.request_id,
-            asked.key.tenant_id,
-            headers.format_tokens(prompt_tokens, output_tokens),
-            ranked.uncached_tokens,
-            round(ranked.prefill_ms),
-            self._fleet.name,
-            round(patience_s * 1000),
-        )
-        if ranked.queue_tokens_max and journey.turned_away < TURNED_AWAY_MAX:
-            lines += f"{headers.QUEUE_TOKENS_MAX}: {ranked.queue_tokens_max}\r\n"
-        if said_tokens:
-            lines += f"{headers.SAID}: {said_tokens}\r\n"
-        elif siblings := routes.siblings(ranked):
-            lines += f"{headers.SIBLINGS}: {headers.format_siblings(siblings)}\r\n"
+            patience_s += journey.tokens_ahead[1] * self._config.token_timeout_s
+        lines = to_node(journey, ranked, routes, self._fleet.name, patience_s)
         journey.exchange = exchange = self._upstream.ask(
             route.node_id,
             route.address,
@@ -296,16 +265,21 @@ class Corridor:
             patience_s,
             self._config.answer_bytes_max,
             journey.frames_anew(),
-            is_rest=said_tokens > 0,
+            is_rest=journey.said.tokens > 0,
         )
-        head = await exchange.opened()
+        return exchange
+
+    def _hear(self, journey: Journey, ranked: Ranked, routes: Routes, exchange: Exchange) -> None:
+        """Take what came: a whole answer or a first token. Raise AttemptFailed where neither."""
+        head, reservation = exchange.answer(), journey.reservation
+        assert reservation is not None
         if head.passed:
             ranked = self._passed_on(journey, ranked, routes.of(head.passed))
             reservation = self._book(journey, ranked)
         self._fleet.heard(ranked.route, head.load, head.refused, reservation)
-        hold_to_status(route.node_id, head)
+        hold_to_status(ranked.route.node_id, head)
         if head.status == 200 and not exchange.is_stream:
-            exchange.usage, exchange.body = read_answer(route.node_id, exchange.body)
+            exchange.usage, exchange.body = read_answer(ranked.route.node_id, exchange.body)
         self._fleet.answered(ranked.route)
         now_s = self._clock()
         if exchange.is_stream:
@@ -313,7 +287,6 @@ class Corridor:
             self._fleet.first_token(ranked, 1000 * (now_s - journey.picked_at_s), reservation)
             if journey.first_token_at_s is None:
                 journey.first_token_at_s = now_s
-        return exchange
 
     def _book(self, journey: Journey, ranked: Ranked) -> Reservation:
         """Count a request in where it goes."""
@@ -338,12 +311,13 @@ class Corridor:
         """Pass a whole answer on."""
         ranked, head = journey.ranked, exchange.head
         assert ranked is not None and head is not None
-        lines = journey.lines(allowance)
+        lines = to_client(journey, ranked, allowance)
         if head.status == 200:
             journey.note(exchange.usage)
             journey.outcome = Outcome.COMPLETE
         else:
             hold_to_error(exchange.body, head.status)
+            journey.is_declined = True
             retry_after = head.fields.get(b"retry-after")
             if retry_after:
                 lines += f"retry-after: {retry_after.decode('latin-1')}\r\n"
@@ -358,7 +332,7 @@ class Corridor:
         assert frames is not None and ranked is not None
         self._metrics.open_streams.inc()
         try:
-            lines = journey.lines(allowance) + STREAM_LINES
+            lines = to_client(journey, ranked, allowance) + STREAM_LINES
             client.begin(200, "text/event-stream; charset=utf-8", lines)
             await self._flow(journey, client)
             journey.outcome = Outcome.COMPLETE

@@ -25,8 +25,9 @@ from scheduler import metrics
 from scheduler.config import SchedulerConfig
 from scheduler.decide.admission import Admissions
 from scheduler.decide.cluster import ClusterState, DemandRate
-from scheduler.decide.demand import raised
-from scheduler.store.cluster import KnownNodes, read_cluster
+from scheduler.decide.demand import foreseeing
+from scheduler.store.cluster import read_cluster
+from scheduler.store.known_nodes import KnownNodes
 from scheduler.store.lease import MARGIN_S, Lease
 from scheduler.store.nodes import read_assignment
 from scheduler.store.pool import Connection, Pool, using
@@ -139,6 +140,8 @@ class Acting:
         self.foretold: list[DemandRate] = []
         self.later = Later()
         self.peers: dict[tuple[PeerRole, str], Connected] = {}
+        self.ended = 0
+        """How many conversations have ended."""
         self.nudge_place: Callable[[], None] = _nobody
         self.nudge_publish: Callable[[], None] = _nobody
         self.unpublished: set[NodeId] | None = None
@@ -274,6 +277,7 @@ class Acting:
 
     def remove_peer(self, peer: Connected) -> None:
         """Forget a conversation that ended, unless a newer one took its place."""
+        self.ended += 1
         if self.peers.get((peer.role, peer.name)) is peer:
             del self.peers[peer.role, peer.name]
             metrics.PEERS.labels(peer.role.value).dec()
@@ -315,9 +319,8 @@ class Acting:
             silent_s=self.silent_s(),
             known=self.known_nodes,
         )
-        live = {deployment.deployment_id for deployment in cluster.deployments}
-        foretold = [row for row in self.foretold if row.deployment_id in live]
-        return msgspec.structs.replace(cluster, demand=raised(cluster.demand, foretold))
+        # In a thread: it is a second's work with tens of thousands of series.
+        return await asyncio.to_thread(foreseeing, cluster, self.foretold)
 
     def heard_from(self, node_id: NodeId, pulse: Pulse | None = None) -> None:
         """Note a sign of life; a pulse also waits to be written."""

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import logging
 import secrets
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from hashlib import sha256
@@ -47,6 +48,7 @@ from scheduler.loops.prune import Prune
 from scheduler.loops.publish import Publish
 from scheduler.loops.roll import Roll
 from scheduler.loops.tally import Tally
+from scheduler.loops.tidy import Tidy
 from scheduler.loops.turn_away import TurnAway
 from scheduler.store.lease import ensure_cluster, give_up_lease
 from scheduler.store.migrate import migrate
@@ -57,9 +59,12 @@ log = logging.getLogger(__name__)
 INTAKE_CONNECTIONS: Final = 10
 HELD_LOGGED_S: Final = 0.25
 COLLECTED_AFTER: Final = (50_000, 20, 50)
-"""A plan makes and drops millions of objects. By Python's own thresholds (700, 10, 10) many outlive
-enough young collections to set off a full one, which walks the whole fleet in memory: every ten
-seconds, four at a time with 5,000 nodes, while the lease and everybody else wait."""
+"""A plan makes and drops millions of objects: by Python's own thresholds (700, 10, 10) many outlive
+several collections, and each costs more than the one before."""
+
+THREADS_TURN_S: Final = 0.001
+"""How long a thread that computes, as a plan does, keeps the event loop waiting: a fifth of what is
+usual, for a request waits so long many times."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -67,6 +72,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 async def serve(config: SchedulerConfig, stopping: asyncio.Event) -> int:
     """Run one scheduler until `stopping`; return its exit code."""
     gc.set_threshold(*COLLECTED_AFTER)
+    sys.setswitchinterval(THREADS_TURN_S)
     token_sha256 = await asyncio.to_thread(_read_admin_token, config)
     authority = await asyncio.to_thread(_load_authority, config)
     async with _open_acting(config, authority) as acting, AsyncExitStack() as doors:
@@ -82,11 +88,12 @@ async def serve(config: SchedulerConfig, stopping: asyncio.Event) -> int:
         forecast = Loop("forecast", Forecast(acting).run_once, 15.0)
         prefetch = Loop("prefetch", Prefetch(acting).run_once, 120.0, share_max=0.1)
         roll = Loop("roll", Roll(acting).run_once, config.roll_interval_s)
+        tidy = Loop("tidy", Tidy(acting).run_once, 5.0)
         turn_away = Loop("turn_away", TurnAway(acting).run_once, 2.0)
         losses = Loop("note_losses", NoteLosses(acting).run_once, 5.0)
         loops = (
             *(lease, place, publish, flush, prune, tally),
-            *(days, forecast, prefetch, roll, turn_away, losses),
+            *(days, forecast, prefetch, roll, turn_away, losses, tidy),
         )
         acting.nudge_place, acting.nudge_publish = place.nudge, publish.nudge
         acting.nudge_prefetch = prefetch.nudge

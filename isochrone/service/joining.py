@@ -10,6 +10,7 @@ import aiohttp
 import msgspec
 
 from isochrone.service import identity as papers
+from isochrone.service.answers import read_answer
 from isochrone.service.config import ConfigError
 from isochrone.service.identity import Identity, IdentityError
 from isochrone.service.tls import trusting
@@ -87,7 +88,7 @@ async def _ask_to_join(urls: Sequence[str], request: JoinRequest, fingerprint: s
                     headers={"content-type": "application/json"},
                     ssl=await _trust(http, url, fingerprint),
                 ) as response:
-                    body = await response.content.read(ANSWER_BYTES_MAX)
+                    body = await read_answer(response, ANSWER_BYTES_MAX)
                     if response.status == 200:
                         return msgspec.json.decode(body, type=JoinReply)
                     problems.append(f"{url} answered {response.status}: {body[:300]!r}")
@@ -105,7 +106,7 @@ async def _trust(http: aiohttp.ClientSession, url: str, fingerprint: str) -> SSL
     if not url.startswith("https:"):
         return True
     async with http.get(f"{url}/v1/ca", ssl=False) as response:
-        ca_pem = (await response.content.read(ANSWER_BYTES_MAX)).decode(errors="replace")
+        ca_pem = (await read_answer(response, ANSWER_BYTES_MAX)).decode(errors="replace")
     _check_authority(ca_pem, fingerprint)
     return trusting(ca_pem)
 

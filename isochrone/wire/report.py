@@ -6,7 +6,7 @@ from typing import Annotated
 import msgspec
 
 from isochrone.wire.assignment import ReplicaSpec
-from isochrone.wire.ids import BootId, DeviceId, Epoch, Generation, NodeId, ReplicaId
+from isochrone.wire.ids import BootId, DeploymentId, DeviceId, Epoch, Generation, NodeId, ReplicaId
 from isochrone.wire.model import Sha256
 
 Port = Annotated[int, msgspec.Meta(ge=1, le=65_535)]
@@ -57,10 +57,11 @@ class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):
-    """A part of the assignment this node will not do, and why."""
+    """A part of the assignment this node will not do, and why; told for a while after its end."""
 
     replica_id: ReplicaId
     reason: str
+    deployment_id: DeploymentId = DeploymentId("")
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True, tag="report"):

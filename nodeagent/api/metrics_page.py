@@ -11,6 +11,17 @@ from nodeagent import metrics
 from nodeagent.supervisor import Supervisor
 
 
+def metrics_app(supervisor: Supervisor) -> web.Application:
+    """Return the page alone, for a listener of its own."""
+
+    async def page(request: web.Request) -> web.Response:
+        return await metrics_page(supervisor)
+
+    app = web.Application()
+    app.router.add_get("/metrics", page)
+    return app
+
+
 async def metrics_page(supervisor: Supervisor) -> web.Response:
     """Return the page."""
     _count(supervisor)

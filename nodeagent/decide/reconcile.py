@@ -72,7 +72,9 @@ def reconcile(
             continue
         reason = _unable(spec, devices, drivers) or _unmet(spec, rank_ports)
         if reason:
-            refusals.append(Refusal(replica_id=spec.replica_id, reason=reason))
+            refusals.append(
+                Refusal(replica_id=spec.replica_id, reason=reason, deployment_id=spec.deployment_id)
+            )
         else:
             beginnings.append(Begin(spec))
     return Steps(endings=endings, beginnings=tuple(beginnings), refusals=tuple(refusals))

@@ -72,8 +72,6 @@ class Adapters:
         """Make an adapter known by a name, having read it; return the name."""
         asked: LoadBody = _decode(body, load_decoder, self.config.body_bytes_max)
         name, folder = asked.lora_name, Path(asked.lora_path)
-        if self.config.tensor_parallel * self.config.pipeline_parallel > 1:
-            raise refused("lora_name", "cannot load an adapter: this model is split over ranks")
         if name == self.config.served_name:
             raise refused("lora_name", f"cannot load an adapter as {name!r}: the model has it")
         if name not in self._folders and len(self._folders) >= KNOWN_MAX:
@@ -115,13 +113,15 @@ class Adapters:
     async def _read(self, name: str, folder: Path) -> Adapter:
         self.reads_total += 1
         config = self.config
+        split = config.tensor_parallel * config.pipeline_parallel > 1
         try:
             return await asyncio.to_thread(
                 read_adapter,
                 name,
                 folder,
                 self.adding.modules,
-                config.device,
+                # Of a split model's, each rank is given its part: this one is only read from.
+                "cpu" if split else config.device,
                 self.dtype,
                 config.adapter_memory_bytes,
             )

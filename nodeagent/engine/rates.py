@@ -40,6 +40,9 @@ class Snapshot(msgspec.Struct, frozen=True):
     """Those that were computed again."""
     draft_acceptance: float = 0.0
     """Share of recent drafts that held."""
+    step_seconds_total: float = 0.0
+    step_rows_total: int = 0
+    """Tokens that steps computed, drafts that did not hold included: by step, the batch."""
 
 
 @dataclass(slots=True)
@@ -67,10 +70,14 @@ class StepRates:
     prefill: Rate = field(default_factory=Rate)
     decode: Rate = field(default_factory=Rate)
     steps: int = 0
+    seconds: float = 0.0
+    rows: int = 0
 
     def note(self, stepped: Stepped, seconds: float) -> None:
         """Count one step."""
         self.steps += 1
+        self.seconds += seconds
+        self.rows += stepped.rows
         if stepped.prefill_tokens > _PREFILL_DOMINATES * stepped.decode_tokens:
             # The few tokens after a cached prefix take a step's overhead, which is no rate.
             if stepped.prefill_tokens >= _PREFILL_TOKENS_MIN:

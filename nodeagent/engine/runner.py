@@ -77,8 +77,10 @@ class Runner:
         form: KvFormat | None = None,
     ) -> None:
         self._model = model
-        self._device = device
+        self.device = device
         self.dtype = dtype
+        self.adapters: dict[bytes, Adapter] = {}
+        """Of several ranks, its parts of the adapters that a step names by their digests."""
         shape = self.shape = model.shape
         self.blocks = blocks
         self.beside: Keeps | None = None
@@ -106,7 +108,7 @@ class Runner:
         Once all that hears or is added to the model is in place; again where KV is made anew.
         """
         why = why_not(
-            device=self._device,
+            device=self.device,
             kernels=self._kv[0].paged is not None,
             experts=self.shape.experts,
             heard=self.beside is not None,
@@ -116,10 +118,10 @@ class Runner:
             return
         seen = min(context_tokens, self._window_tokens or context_tokens)
         blocks = min(seen // BLOCK_TOKENS + 2, self.blocks)
-        enter(self._device)
+        enter(self.device)
         self._model.adding.current = ()
-        capture = CudaCapture(self._device)
-        self.graphs = Graphs(self._forward, capture, self._device, blocks, self._window_tokens)
+        capture = CudaCapture(self.device)
+        self.graphs = Graphs(self._forward, capture, self.device, blocks, self._window_tokens)
         self.graphs.capture(rows_max)
 
     def begin(self, batch: Work) -> Callable[[], Tensor]:
@@ -166,15 +168,15 @@ class Runner:
 
     def _run_paged(self, batch: Work) -> Tensor:
         """Compute `batch` by kernels that read pages where they lie."""
-        enter(self._device)
+        enter(self.device)
         self._model.adding.current = self._adapters(batch.chunks)
         logits = self.graphs.run(batch) if self.graphs is not None else None
         if logits is not None:
             return logits
         sizes = sizes_of(batch, self._window_tokens)
-        pinned = self._device.startswith("cuda")
+        pinned = self.device.startswith("cuda")
         numbers = host_numbers(sizes, batch, self._window_tokens, pinned)
-        return self._forward(sizes, numbers.to(self._device, non_blocking=True))
+        return self._forward(sizes, numbers.to(self.device, non_blocking=True))
 
     def _forward(self, sizes: Sizes, flat: Tensor) -> Tensor:
         """Run the model over a step whose numbers lie on the device."""
@@ -205,7 +207,7 @@ class Runner:
     def write_blocks(self, blocks: Sequence[int], contents: Tensor) -> None:
         """Fill `blocks` with what `read_blocks` returned."""
         indices = self._put(blocks)
-        contents = contents.to(self._device)
+        contents = contents.to(self.device)
         for layer, kv in enumerate(self._kv):
             kv.pages[indices] = contents[:, layer]
         if self.beside is not None:
@@ -217,8 +219,11 @@ class Runner:
         start = 0
         for chunk in chunks:
             end = start + chunk.tokens
-            if isinstance(chunk.sequence.adapter, Adapter):
-                rows.setdefault(chunk.sequence.adapter, []).extend(range(start, end))
+            adapter = chunk.sequence.adapter
+            if isinstance(adapter, bytes):
+                adapter = self.adapters[adapter]
+            if isinstance(adapter, Adapter):
+                rows.setdefault(adapter, []).extend(range(start, end))
             start = end
         return tuple((adapter, self._put(numbers)) for adapter, numbers in rows.items())
 
@@ -285,7 +290,7 @@ class Runner:
 
         Made once for all layers; a mask of truths would be made into this in each of them.
         """
-        return torch.from_numpy(np.where(hidden, -np.inf, 0.0)).to(self._device, self.dtype)
+        return torch.from_numpy(np.where(hidden, -np.inf, 0.0)).to(self.device, self.dtype)
 
     def _segments(self, batch: Work) -> Iterator[Segment]:
         start = len(batch.decodes)
@@ -301,7 +306,7 @@ class Runner:
             window = None
         if chunk.start == 0 and window is None:
             return None
-        seen = torch.ones(chunk.tokens, context, dtype=torch.bool, device=self._device)
+        seen = torch.ones(chunk.tokens, context, dtype=torch.bool, device=self.device)
         seen = seen.tril(chunk.start)
         return seen if window is None else seen.triu(chunk.start - window + 1)
 
@@ -312,7 +317,7 @@ class Runner:
         return self._put(blocks)
 
     def _put(self, values: Sequence[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64).to(self._device)
+        return torch.tensor(values, dtype=torch.int64).to(self.device)
 
 
 def _blocks(chunk: Piece) -> int:

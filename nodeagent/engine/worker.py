@@ -193,4 +193,6 @@ class Worker:
             drafted_tokens_total=speculation.drafted_tokens_total if speculation else 0,
             accepted_tokens_total=speculation.accepted_tokens_total if speculation else 0,
             draft_acceptance=speculation.recent_acceptance if speculation else 0.0,
+            step_seconds_total=self._rates.seconds,
+            step_rows_total=self._rates.rows,
         )

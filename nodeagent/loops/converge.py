@@ -1,12 +1,16 @@
 """CORRIDOR: what is assigned, what runs, what to do about the difference."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Final, NamedTuple
 
+from isochrone.wire.ids import ReplicaId
 from isochrone.wire.report import Refusal
 from nodeagent.decide.reconcile import reconcile
 from nodeagent.drivers import DRIVERS
 from nodeagent.node import Node
 from nodeagent.supervisor import Supervisor
+
+REFUSED_S: Final = 60.0
 
 
 class Converged(NamedTuple):
@@ -21,11 +25,17 @@ class Converge:
     """Makes what runs become what is assigned."""
 
     def __init__(
-        self, node: Node, supervisor: Supervisor, rank_ports: tuple[int, int] | None = None
+        self,
+        node: Node,
+        supervisor: Supervisor,
+        clock: Callable[[], float],
+        rank_ports: tuple[int, int] | None = None,
     ) -> None:
         self._node = node
         self._supervisor = supervisor
+        self._clock = clock
         self._rank_ports = rank_ports
+        self._refused: dict[ReplicaId, tuple[float, Refusal]] = {}
 
     async def run_once(self) -> Converged:
         """Reconcile and take the steps; a turn without a difference takes none."""
@@ -49,6 +59,16 @@ class Converge:
         return Converged(len(steps.beginnings), len(steps.endings), len(steps.refusals))
 
     def _note(self, refusals: tuple[Refusal, ...]) -> None:
-        if refusals != self._node.refusals:
-            self._node.refusals = refusals
+        """Tell what is refused, and for REFUSED_S what was: its like would come at once."""
+        now = self._clock()
+        self._refused |= {one.replica_id: (now, one) for one in refusals}
+        running = self._supervisor.replicas
+        self._refused = {
+            replica_id: (at, one)
+            for replica_id, (at, one) in self._refused.items()
+            if now - at < REFUSED_S and replica_id not in running
+        }
+        told = tuple(one for _, one in self._refused.values())
+        if told != self._node.refusals:
+            self._node.refusals = told
             self._node.nudge_report()

@@ -4,16 +4,22 @@
 
 Each stage is a process of one thread. All ways run on the same processes, round by round in turn,
 and every output must be the same: "turns" is one batch at a time through all stages, "together" one
-in each stage, and "as measured" what the engine chooses of both.
+in each stage, and "as measured" what the engine chooses of both. On a machine without a whole core
+for each stage the clock of the wall says little: the last column is what the processor's own time
+allows, all stages' seconds in turns to the busiest stage's seconds together.
 """
 
 import argparse
+import os
 import tempfile
 import time
 from collections.abc import Sequence as Ordered
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Final
+
+import psutil
 
 from isochrone.wire.engine import EngineConfig
 from nodeagent.engine.decide.sequence import Ending, Sequence
@@ -32,9 +38,14 @@ LONG_TOKENS: Final = 1024
 class Bench:
     """One split engine."""
 
-    def __init__(self, loaded: Loaded) -> None:
+    def __init__(self, loaded: Loaded, pids: Ordered[int]) -> None:
         self._loaded = loaded
+        self._stages = [psutil.Process(pid) for pid in pids]
         self._numbers = 0
+
+    def busy_s(self) -> list[float]:
+        """Return the processor seconds that each stage has taken."""
+        return [sum(stage.cpu_times()[:2]) for stage in self._stages]
 
     def answers(
         self, prompts: Ordered[list[int]], tokens: int, underway: Underway
@@ -78,38 +89,52 @@ class Always(Underway):
         return self.most
 
 
+@dataclass(slots=True)
+class Measured:
+    """What one way has cost."""
+
+    underway: Underway
+    seconds: list[float] = field(default_factory=list)
+    busy_s: list[float] = field(default_factory=list)
+    """Processor seconds of each stage, prompts included."""
+
+
 def compare(
     bench: Bench, prompts: Ordered[list[int]], tokens: int, rounds: int, ways: Ordered[Underway]
-) -> list[float]:
-    """Return the median seconds of each way; all outputs must be the same."""
-    seconds: list[list[float]] = [[] for _ in ways]
+) -> list[Measured]:
+    """Return what each way has cost; all outputs must be the same."""
+    found = [Measured(way) for way in ways]
     outputs = []
     for number in range(rounds + 1):
-        order = list(enumerate(ways))
-        for way, underway in order if number % 2 else order[::-1]:
-            said, took_s = bench.answers(prompts, tokens, underway)
+        for one in found if number % 2 else found[::-1]:
+            before = bench.busy_s()
+            said, took_s = bench.answers(prompts, tokens, one.underway)
             outputs.append(said)
             if number:
-                seconds[way].append(took_s)
+                spent = [after - at for after, at in zip(bench.busy_s(), before, strict=True)]
+                known = one.busy_s or [0.0] * len(spent)
+                one.seconds.append(took_s)
+                one.busy_s = [a + b for a, b in zip(known, spent, strict=True)]
     assert all(said == outputs[0] for said in outputs)
-    return [median(found) for found in seconds]
+    return found
 
 
 def measure(crew: Crew, config: EngineConfig, args: argparse.Namespace) -> None:
     """Load the front, and print the table."""
     loaded = load(config, crew)
-    bench = Bench(loaded)
+    bench = Bench(loaded, [os.getpid(), *(member.pid for member in crew.members)])
     words = loaded.vocabulary.encode(Path(__file__).read_text(), special=False)
     words *= LONG_TOKENS // len(words) + 1
     # The last learns from all that it runs.
     ways = [Underway(1), Always(args.stages), Underway(args.stages)]
-    print(
-        "| tokens/s | turns | together | as measured | together to turns |\n|---|---|---|---|---|"
-    )
+    print("| tokens/s | turns | together | as measured | together to turns | by processor time |")
+    print("|---|---|---|---|---|---|")
 
-    def row(name: str, tokens: int, seconds: list[float]) -> None:
+    def row(name: str, tokens: int, found: list[Measured]) -> None:
+        seconds = [median(one.seconds) for one in found]
         rates = " | ".join(f"{tokens / one:.1f}" for one in seconds)
-        print(f"| {name} | {rates} | {seconds[0] / seconds[1]:.2f} |", flush=True)
+        allowed = sum(found[0].busy_s) / max(found[1].busy_s)
+        print(f"| {name} | {rates} | {seconds[0] / seconds[1]:.2f} | {allowed:.2f} |", flush=True)
 
     for count in args.streams:
         prompts = [words[7 * n : 7 * n + PROMPT_TOKENS] for n in range(count)]

@@ -1,6 +1,7 @@
 """Bringing the fleet up, part by part, each waited for and each said."""
 
 import asyncio
+import fcntl
 import os
 import secrets
 import shutil
@@ -38,6 +39,7 @@ class Fleet:
         self.processes = Processes(state / "logs", layout.ROOT)
         self._say = say
         self._database = layout.database_folder(state)
+        self._lock: int | None = None
 
     async def up(self) -> None:
         """Bring everything up but the model; raises StartFailed or AdminError."""
@@ -101,10 +103,20 @@ class Fleet:
     async def down(self) -> None:
         """End every process, and whatever an agent left."""
         await self.processes.stop_all(lambda names: self._say(f"stopping {names}"))
-        await asyncio.to_thread(_kill_leftovers, self.state)
+        if self._lock is not None:
+            await asyncio.to_thread(kill_leftovers, self.state)
+            os.close(self._lock)
 
     def _clear(self) -> None:
-        _kill_leftovers(self.state)
+        self.state.parent.mkdir(parents=True, exist_ok=True)
+        lock = os.open(self.state.with_suffix(".lock"), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(lock)
+            raise StartFailed(f"cannot start: a fleet runs in {self.state} already") from error
+        self._lock = lock
+        kill_leftovers(self.state)
         for host, port in layout.addresses():
             with socket.socket() as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -198,11 +210,15 @@ class Fleet:
             await self.processes.wait(name, is_healthy, START_TIMEOUT_S)
 
 
-def _kill_leftovers(state: Path) -> None:
-    """End what an earlier run that was killed has left: processes that name our state folder."""
+def kill_leftovers(state: Path) -> None:
+    """End what an earlier run that was killed has left: our programs that name our state folder."""
     mark = f"{state}/".encode()
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         pid = int(path.parent.name)
         with suppress(OSError):
-            if pid != os.getpid() and mark in path.read_bytes():
+            said = path.read_bytes()
+            program = Path(os.fsdecode(said.partition(b"\0")[0])).name
+            # Whoever reads a log there names the folder too.
+            is_ours = mark in said and program.startswith(("python", "postgres"))
+            if is_ours and pid != os.getpid():
                 os.kill(pid, signal.SIGKILL)

@@ -1,6 +1,7 @@
 """The proof: every case at every load and age of information, all policies, as one table.
 
-    python -m ops.sim [--data FOLDER] [--requests N] [--out FILE.json] [--trace WORD] [--load N ...]
+    python -m ops.sim [--data FOLDER] [--requests N] [--out FILE.json] [--trace WORD] [--draw N]
+        [--load N ...] [--policy NAME ...]
 
 Results are kept as JSON; `python -m ops.sim.report FILE.json` writes the tables and plots of it.
 """
@@ -46,11 +47,11 @@ def show(figures: Figures, took_s: float) -> None:
 
 
 def prove(
-    case: Case, folder: Path, most: int, loads: Sequence[int], names: Sequence[str]
+    case: Case, folder: Path, most: int, draw: int, loads: Sequence[int], names: Sequence[str]
 ) -> list[dict[str, object]]:
-    """Run one case at all loads and ages."""
-    requests = case.read(folder / case.path, Part(most))
-    world = world_of(case, folder)
+    """Run one case at all loads and ages; 0 draws what the committed tables are of."""
+    requests = case.read(folder / case.path, Part(most, seed=draw))
+    world = world_of(case, folder, draw or 1)
     found: list[dict[str, object]] = []
     for load in loads:
         speed = speed_for(load / 100, world, requests, case.cached_share)
@@ -84,6 +85,7 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=12_000, help="of each trace, at most")
     parser.add_argument("--out", type=Path, help="where to keep the results")
     parser.add_argument("--trace", default="", help="only cases with this word in their name")
+    parser.add_argument("--draw", type=int, default=0, help="another world, other sessions")
     parser.add_argument("--load", type=int, nargs="*", default=list(LOADS), help="in percent")
     parser.add_argument("--policy", nargs="*", default=list(NAMES), help="which, beside the oracle")
     asked = parser.parse_args()
@@ -93,7 +95,7 @@ def main() -> int:
             row
             for case in CASES
             if asked.trace.lower() in case.name.lower()
-            for row in prove(case, folder, asked.requests, asked.load, asked.policy)
+            for row in prove(case, folder, asked.requests, asked.draw, asked.load, asked.policy)
         ]
     except data.NoData as error:
         print(error, file=sys.stderr)

@@ -5,15 +5,11 @@ pair of sockets that nobody else can reach: one parser stands before both, and a
 everything in which a microsecond does not matter.
 """
 
-import asyncio
-import socket
-from collections.abc import AsyncIterator, Awaitable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Mapping
 from typing import Final
 
-from aiohttp import web
-
 from isochrone.wire.errors import ApiError, ErrorCode
+from isochrone.wire.headers import REQUEST_ID
 from isochrone.wire.ids import NodeId
 from isochrone.wire.routes import KeyEntry
 from router.apis.openai.hot import READERS, OpenAiSurface
@@ -51,11 +47,13 @@ class Doors:
             return self._openai.gate(headers)
         return None
 
-    def encode_error(self, error: ApiError, path: str) -> Reply:
-        """Write what went wrong before a request was whole, in the shape of its surface."""
-        if self._workers_ai.takes(path):
-            return self._workers_ai.encode_error(error)
-        return self._openai.encode_error(error)
+    def encode_error(self, error: ApiError, path: str, request_id: str) -> Reply:
+        """Write what went wrong in the shape of the surface, with the id of who has one."""
+        surface = self._workers_ai if self._workers_ai.takes(path) else self._openai
+        reply = surface.encode_error(error)
+        if request_id:
+            reply.lines += lines_of({REQUEST_ID: request_id})
+        return reply
 
     def answer(self, request: Request, client: ClientConnection) -> Awaitable[None]:
         """Return the answering of one request, to be awaited."""
@@ -84,7 +82,8 @@ class Doors:
                 COLD_BYTES_MAX,
             )
             try:
-                head = await exchange.opened()
+                await exchange.opened
+                head = exchange.answer()
             finally:
                 exchange.leave()
         except AttemptFailed as error:
@@ -95,28 +94,3 @@ class Doors:
             if name not in _OURS
         }
         client.reply(Reply(head.status, exchange.body, lines_of(extra), head.content_type))
-
-
-@asynccontextmanager
-async def open_cold(app: web.Application, upstream: Upstream) -> AsyncIterator[None]:
-    """Serve `app` to this process alone, at the address `cold` of `upstream`."""
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
-    await runner.setup()
-    server = runner.server
-    assert server is not None
-    loop = asyncio.get_running_loop()
-    accepting: set[asyncio.Task[object]] = set()
-
-    def dial() -> socket.socket:
-        ours, theirs = socket.socketpair()
-        task: asyncio.Task[object] = loop.create_task(loop.connect_accepted_socket(server, theirs))
-        accepting.add(task)
-        task.add_done_callback(accepting.discard)
-        return ours
-
-    upstream.inside[COLD] = dial
-    try:
-        yield
-    finally:
-        del upstream.inside[COLD]
-        await runner.cleanup()

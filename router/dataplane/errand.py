@@ -4,7 +4,8 @@ asyncio begins a task in the loop's next turn, and goes on with it a turn after 
 has come. An errand begins at once, and goes on the moment its signal is given: what a node sends is
 on its way to the client within the same turn of the loop.
 
-Rule 1: an errand awaits signals only. What else takes time is done by a task, which gives one.
+Rule 1: an errand awaits signals only. What else takes time is done by a task, which gives one; so
+`asyncio.timeout`, `sleep` and whatever asks for the current task have no place in it.
 Rule 2: a signal is given from a callback of the loop, as its last act: the errand runs within it.
 """
 
@@ -23,18 +24,20 @@ class _Now:
 
 
 class Signal:
-    """What one errand waits for, or one task. Given while nobody waits, it does nothing: whoever
-    waits looks first whether he must.
-    """
+    """What one errand waits for, or one task. It is given once, also before anybody waits."""
 
-    __slots__ = ("_errand", "_future")
+    __slots__ = ("_errand", "_future", "_is_given")
 
     def __init__(self) -> None:
+        self._is_given = False
         self._errand: Errand | None = None
         self._future: asyncio.Future[None] | None = None
 
     def give(self) -> None:
         """Let whoever waits go on."""
+        if self._is_given:
+            return
+        self._is_given = True
         errand, self._errand = self._errand, None
         if errand is not None:
             errand.go_on()
@@ -44,13 +47,15 @@ class Signal:
     def __await__(self) -> Generator[Any, None, None]:
         """Wait until it is given."""
         errand = _NOW.errand
+        if self._is_given:
+            return
         if errand is None:
             self._future = asyncio.get_running_loop().create_future()
             yield from self._future
         else:
             self._errand = errand
             try:
-                yield None
+                yield self
             finally:
                 self._errand = None
 
@@ -58,10 +63,12 @@ class Signal:
 class Errand:
     """One coroutine on its way, from `go_on` to its end."""
 
-    __slots__ = ("_is_cancelled", "_is_over", "_is_running", "_work")
+    __slots__ = ("_is_cancelled", "_is_over", "_is_running", "_steps", "_work")
 
     def __init__(self, work: Coroutine[Any, None, None]) -> None:
         self._work = work
+        # As an iterator: its end is a value there, where `send` raises an exception.
+        self._steps = work.__await__()
         self._is_running = False
         self._is_cancelled = False
         self._is_over = False
@@ -73,12 +80,8 @@ class Errand:
         outer, _NOW.errand = _NOW.errand, self
         self._is_running = True
         try:
-            if not self._is_cancelled:
-                self._work.send(None)
-            if self._is_cancelled:
-                self._is_cancelled = False
-                self._work.throw(asyncio.CancelledError())
-        except (StopIteration, asyncio.CancelledError):
+            self._run()
+        except (asyncio.CancelledError, StopIteration):
             self._is_over = True
         except Exception as error:
             self._is_over = True
@@ -88,6 +91,20 @@ class Errand:
             self._is_running = False
             _NOW.errand = outer
 
+    def _run(self) -> None:
+        awaited: object = None
+        if not self._is_cancelled:
+            awaited = next(self._steps, _OVER)
+        if self._is_cancelled and awaited is not _OVER:
+            self._is_cancelled = False
+            awaited = self._work.throw(asyncio.CancelledError())
+        if awaited is _OVER:
+            self._is_over = True
+        elif not isinstance(awaited, Signal):
+            # Nobody would ever go on with it.
+            what = type(awaited).__name__
+            self._work.throw(RuntimeError(f"cannot await {what} in an errand, only a Signal"))
+
     def cancel(self) -> None:
         """Raise CancelledError where it waits; in one that runs, at its next wait."""
         self._is_cancelled = True
@@ -96,6 +113,7 @@ class Errand:
 
 
 _NOW: Final = _Now()
+_OVER: Final = object()
 
 
 async def pause(seconds: float) -> None:

@@ -107,12 +107,12 @@ class Dialler(Protocol):
 
 
 class Exchange:
-    """One attempt. Await `opened`, then for a stream `flow`; `leave` it in any case."""
+    """One attempt. Await `opened`, take the `answer`, let a stream `flow`; `leave` in any case."""
 
     __slots__ = (
-        "_address", "_bytes_max", "_connection", "_dialling", "_failure", "_has_news", "_held",
-        "_held_bytes", "_is_open", "_is_rest", "_node_id", "_pool", "_signal", "_writer", "body",
-        "due_s", "frames", "head", "is_over", "is_paused", "is_stream", "is_unwanted",
+        "_address", "_bytes_max", "_connection", "_dialling", "_ended", "_failure", "_held",
+        "_held_bytes", "_is_open", "_is_rest", "_node_id", "_pool", "_writer", "body",
+        "due_s", "frames", "head", "is_over", "is_paused", "is_stream", "is_unwanted", "opened",
         "patience_s", "request", "usage",
     )  # fmt: skip
 
@@ -145,18 +145,19 @@ class Exchange:
         self._is_rest = is_rest
         self._is_open = False
         self._failure: AttemptFailed | None = None
-        self._signal = Signal()
-        self._has_news = False
+        self.opened = Signal()
+        """Given when there is something to `answer`."""
+        self._ended: Signal | None = None
         self._writer: Writer | None = None
         self._held: list[bytes] = []
         self._held_bytes = 0
         self._connection: Connection | None = None
         self._dialling: asyncio.Task[None] | None = None
 
-    async def opened(self) -> Head:
-        """Return when the answer is whole, or its first token is there; raise AttemptFailed."""
-        if not self._is_open and self._failure is None:
-            await self._signal
+    def answer(self) -> Head:
+        """Return the head of an answer that is whole, or whose first token is there; or raise
+        AttemptFailed.
+        """
         if self._failure is not None:
             raise self._failure
         assert self.head is not None
@@ -172,7 +173,8 @@ class Exchange:
         if first:
             writer.send(first)
         if not frames.is_over and self._failure is None:
-            await self._signal
+            self._ended = Signal()
+            await self._ended
         if self._failure is not None and not frames.is_over:
             raise self._failure
 
@@ -254,7 +256,6 @@ class Exchange:
         if self._writer is not None:
             if shown:
                 self._writer.send(shown)
-            self._has_news = frames.is_over
             return
         # Nothing goes out until there is a token in it.
         if frames.has_failed:
@@ -262,7 +263,6 @@ class Exchange:
         self._hold(shown)
         if frames.has_begun or frames.is_over or self._held_bytes > HELD_BYTES_MAX:
             self._is_open = True
-            self._has_news = True
 
     def on_end(self) -> None:
         """Take the end: of a stream it is one only after `[DONE]`. The connection is free again."""
@@ -277,13 +277,14 @@ class Exchange:
             self._failure = AttemptFailed(
                 Failure.BROKEN, f"{self._node_id} ended the stream {when}"
             )
-        self._has_news = True
 
     def tell(self) -> None:
         """Let whoever waits go on, where what came is what he waits for."""
-        if self._has_news:
-            self._has_news = False
-            self._signal.give()
+        has_failed, frames = self._failure is not None, self.frames
+        if self._is_open or has_failed:
+            self.opened.give()
+        if self._ended is not None and (has_failed or (frames is not None and frames.is_over)):
+            self._ended.give()
 
     def on_lost(self, *, is_stale: bool) -> None:
         """The connection broke before the answer was whole."""
@@ -311,14 +312,16 @@ class Exchange:
         return self._connection.due_s - self.patience_s
 
     def fail(self, failure: AttemptFailed) -> None:
-        """End the exchange badly; nothing follows."""
+        """End the exchange badly, if it is not over; nothing follows."""
+        if self.is_over:
+            return
         self.is_over = True
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.exchange = None
             connection.close()
         self._failure = failure
-        self._signal.give()
+        self.tell()
 
     async def _dial(self) -> None:
         try:

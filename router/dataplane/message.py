@@ -2,38 +2,53 @@
 
 from collections.abc import Mapping
 
-import msgspec
-
 from isochrone.wire.routes import KeyEntry
 
 
-class Request(msgspec.Struct):
+class Request:
     """One whole request. Header names are in lower case; a repeated one is joined by commas."""
 
-    method: bytes
-    path: str
-    query: str
-    headers: Mapping[bytes, bytes]
-    body: bytes
-    keep_alive: bool
-    is_http10: bool
-    arrived_s: float
-    key: KeyEntry | None
+    __slots__ = (
+        "arrived_s", "body", "headers", "is_http10", "keep_alive", "key", "method", "path",
+        "query", "request_id",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        target: tuple[bytes, str, str],
+        headers: Mapping[bytes, bytes],
+        body: bytes,
+        key: KeyEntry | None,
+        *,
+        keep_alive: bool,
+        is_http10: bool,
+        arrived_s: float,
+    ) -> None:
+        """Take method, path and query, and what follows them. Its id is its door's to give."""
+        self.method, self.path, self.query = target
+        self.headers = headers
+        self.body = body
+        self.key = key
+        self.keep_alive = keep_alive
+        self.is_http10 = is_http10
+        self.arrived_s = arrived_s
+        self.request_id = ""
 
     def header(self, name: bytes) -> str:
         """Return a header's value, empty where it is absent."""
-        return self.headers.get(name, b"").decode("latin-1")
+        value = self.headers.get(name)
+        return value.decode("latin-1") if value else ""
 
 
-class Reply(msgspec.Struct, frozen=True):
+class Reply:
     """One whole answer. `lines` are its headers, each as it goes over the wire."""
 
-    status: int
-    body: bytes
-    lines: str = ""
-    content_type: str = "application/json"
+    __slots__ = ("body", "content_type", "lines", "status")
 
-
-def with_header(reply: Reply, name: str, value: str) -> Reply:
-    """Return an answer with one header more."""
-    return msgspec.structs.replace(reply, lines=f"{reply.lines}{name}: {value}\r\n")
+    def __init__(
+        self, status: int, body: bytes, lines: str = "", content_type: str = "application/json"
+    ) -> None:
+        self.status = status
+        self.body = body
+        self.lines = lines
+        self.content_type = content_type

@@ -152,15 +152,13 @@ class RequestReader:
         if b"content-encoding" in self._headers:
             body = self._inflated(body, self._headers[b"content-encoding"].lower())
         request = Request(
-            self._method,
-            self._path,
-            self._query,
+            (self._method, self._path, self._query),
             self._headers,
             body,
-            parser.should_keep_alive(),
-            self._is_http10,
-            self.arrived_s,
             self._key,
+            keep_alive=parser.should_keep_alive(),
+            is_http10=self._is_http10,
+            arrived_s=self.arrived_s,
         )
         self._whole += 1
         self._forget()

@@ -41,8 +41,8 @@ class Source(Protocol):
 
 
 Handler = Callable[[Request, "ClientConnection"], Awaitable[None]]
-EncodeError = Callable[[ApiError, str], Reply]
-"""An error, and the path of the request as far as it is known."""
+EncodeError = Callable[[ApiError, str, str], Reply]
+"""An error, and the path and the id of the request as far as they are known."""
 
 
 class Server:
@@ -268,14 +268,9 @@ class ClientConnection:
         self._begun = True
         self._chunked = not request.is_http10
         keep_alive = request.keep_alive and self._chunked
+        first, chunked = self._server.opening(status, content_type), self._chunked
         self._write(
-            http1.response_head(
-                self._server.opening(status, content_type),
-                lines,
-                length=None,
-                keep_alive=keep_alive,
-                chunked=self._chunked,
-            )
+            http1.response_head(first, lines, length=None, keep_alive=keep_alive, chunked=chunked)
         )
         if not keep_alive:
             request.keep_alive = False
@@ -293,12 +288,10 @@ class ClientConnection:
         """Send a whole answer."""
         request = self._request
         self._begun = True
+        first, length = self._server.opening(reply.status, reply.content_type), len(reply.body)
+        keep_alive = request is not None and request.keep_alive
         head = http1.response_head(
-            self._server.opening(reply.status, reply.content_type),
-            reply.lines,
-            length=len(reply.body),
-            keep_alive=request is not None and request.keep_alive,
-            chunked=False,
+            first, reply.lines, length=length, keep_alive=keep_alive, chunked=False
         )
         if request is not None and request.method == b"HEAD":
             self._write(head)
@@ -377,9 +370,9 @@ class ClientConnection:
             # Half an answer is out: only a cut tells the client that it is not whole.
             self.abort()
         else:
-            self.reply(
-                self._server.encode_error(error, self._request.path if self._request else "")
-            )
+            request = self._request
+            path, request_id = (request.path, request.request_id) if request else ("", "")
+            self.reply(self._server.encode_error(error, path, request_id))
 
     def _refuse(self, error: ApiError) -> None:
         """Answer what never became a request, after those before it, and close.
@@ -389,7 +382,7 @@ class ClientConnection:
         """
         self._bad = error
         if self._errand is None and self._transport is not None:
-            self.reply(self._server.encode_error(error, self._reader.path))
+            self.reply(self._server.encode_error(error, self._reader.path, ""))
             if self._transport.can_write_eof():
                 self._transport.write_eof()
             self.due_s = self._server.clock() + LINGER_S

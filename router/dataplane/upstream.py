@@ -129,7 +129,9 @@ class Upstream:
         waits = [c.exchange for c in self._open if c.address == address and c.exchange is not None]
         for exchange in sorted(waits, key=Exchange.heard_s):
             if exchange.heard_s() < since_s and (exchange.has_begun or may_retry()):
-                exchange.fail(AttemptFailed(Failure.GONE, f"{address} answers no ping"))
+                # Each in a turn of its own, for whoever waits for it goes on within.
+                failure = AttemptFailed(Failure.GONE, f"{address} answers no ping")
+                asyncio.get_running_loop().call_soon(exchange.fail, failure)
 
     async def close(self) -> None:
         """Close every connection."""

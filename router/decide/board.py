@@ -76,30 +76,53 @@ class Ranked(NamedTuple):
     @property
     def why(self) -> str:
         """The header value that tells a client why this replica."""
-        whole, tenth = divmod(round(10 * self.rtt_ms), 10)
-        queue_ms, prefill_ms = round(self.queue_ms), round(self.prefill_ms)
-        return f"{self.reason} rtt={whole}.{tenth}ms queue={queue_ms}ms prefill={prefill_ms}ms"
+        tenths, queue_ms = int(10 * self.rtt_ms + 0.5), int(self.queue_ms + 0.5)
+        rtt, prefill_ms = f"{tenths // 10}.{tenths % 10}", int(self.prefill_ms + 0.5)
+        return f"{self.reason} rtt={rtt}ms queue={queue_ms}ms prefill={prefill_ms}ms"
 
 
-class Picture(NamedTuple):
+class Picture:
     """What the router believes of one deployment, frozen at `now_ms`."""
 
-    now_ms: float
-    routes: Sequence[Route | None]
-    slots: Mapping[ReplicaId, int]
-    home: frozenset[int]
-    times: Sequence[Times]
-    facts: Sequence[Facts]
-    seeds: Sequence[int]
-    weights: Sequence[float]
-    mates: Mapping[PopId, Sequence[int]]
-    """The slots of each PoP."""
-    stretch_per_token: float = 0.0
-    regard: float = 0.0
-    is_spilling: bool = False
-    ejected_until: Mapping[ReplicaId, float] = {}
-    starting: Mapping[ReplicaId, float] = {}
-    """Who takes only a share yet (slow_start.py)."""
+    __slots__ = (
+        "ejected_until", "facts", "home", "is_spilling", "mates", "now_ms", "regard", "routes",
+        "seeds", "slots", "starting", "stretch_per_token", "times", "weights",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        now_ms: float,
+        routes: Sequence[Route | None],
+        slots: Mapping[ReplicaId, int],
+        home: frozenset[int],
+        times: Sequence[Times],
+        facts: Sequence[Facts],
+        seeds: Sequence[int],
+        weights: Sequence[float],
+        mates: Mapping[PopId, Sequence[int]],
+        stretch_per_token: float,
+        regard: float,
+        is_spilling: bool,
+        ejected_until: Mapping[ReplicaId, float],
+        starting: Mapping[ReplicaId, float],
+    ) -> None:
+        """Take it as it is. `mates` are the slots of each PoP; those who are `starting` take only a
+        share yet (slow_start.py).
+        """
+        self.now_ms = now_ms
+        self.routes = routes
+        self.slots = slots
+        self.home = home
+        self.times = times
+        self.facts = facts
+        self.seeds = seeds
+        self.weights = weights
+        self.mates = mates
+        self.stretch_per_token = stretch_per_token
+        self.regard = regard
+        self.is_spilling = is_spilling
+        self.ejected_until = ejected_until
+        self.starting = starting
 
 
 class Board:

@@ -62,7 +62,7 @@ class Rate:
         self._limit = str(int(per_min) or 1)
         self._names = [f"x-ratelimit-{what}-{name}" for what in ("limit", "remaining", "reset")]
         limit, remaining, reset = self._names
-        self._lines = f"{limit}: {self._limit}\r\n{remaining}: %d\r\n{reset}: %s\r\n"
+        self._lines = f"{limit}: {self._limit}\r\n{remaining}: ", f"\r\n{reset}: "
         self.unit_s = 60.0 / per_min
         # A share smaller than one a minute still lets one through when it is full.
         self.burst_s = max(BURST_S, self.unit_s)
@@ -99,8 +99,9 @@ class Rate:
 
     def lines(self, now_s: float) -> str:
         """Write the same as it goes over the wire."""
-        told: str = self._lines % self._left(now_s)
-        return told
+        before, between = self._lines
+        left, reset_after = self._left(now_s)
+        return f"{before}{left}{between}{reset_after}\r\n"
 
     def _left(self, now_s: float) -> tuple[int, str]:
         owed_s = self.full_at_s - now_s if self.full_at_s > now_s else 0.0

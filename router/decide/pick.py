@@ -43,8 +43,7 @@ PASSING_MS: Final = 5.0
 
 UNKNOWN_MS: Final = -inf
 
-SURPRISE_MS: Final = 40.0
-SURPRISE_RATIO: Final = 0.1
+SURPRISE_MS: Final = 20.0
 """A longer queue than was thought counts as a surprise only past this."""
 
 
@@ -145,7 +144,7 @@ class Routes(Sequence[Ranked]):
             self._order = [self._first, *rest] if self._first >= 0 else rest
         return self._order
 
-    def _queue_tokens_max(self, rtt_ms: float, queue_ms: float, prefill_ms: float) -> int:
+    def _queue_tokens_max(self, rtt_ms: float, queue_ms: float) -> int:
         """Return how much may wait there before asking elsewhere is worth another round trip."""
         picture, costs, first = self._picture, self._costs, self._first
         if self._others_ms == UNKNOWN_MS:
@@ -153,7 +152,7 @@ class Routes(Sequence[Ranked]):
         if self._others_ms == inf:
             return 0
         better_by_ms = max(0.0, self._others_ms - costs[first])
-        most_ms = queue_ms + better_by_ms + rtt_ms + SURPRISE_MS + SURPRISE_RATIO * prefill_ms
+        most_ms = queue_ms + better_by_ms + rtt_ms + SURPRISE_MS
         return max(1, round(most_ms / picture.times[first][2]))
 
     def _ranked(self, slot: int, reason: str, *, is_first: bool = False) -> Ranked:
@@ -175,7 +174,7 @@ class Routes(Sequence[Ranked]):
             ask.prompt_tokens - cached,
             cached,
             base_ms - rtt_ms,
-            self._queue_tokens_max(rtt_ms, queue_ms, prefill_ms) if is_first else 0,
+            self._queue_tokens_max(rtt_ms, queue_ms) if is_first else 0,
         )
 
 

@@ -43,11 +43,6 @@ class InFlight(NamedTuple):
             + self.others_decode_tokens
         )
 
-    @property
-    def queued_tokens(self) -> int:
-        """Prompt tokens that a new request waits for."""
-        return self.prefill_tokens + self.others_prefill_tokens
-
 
 class Reservation:
     """One request's share of a replica. Whoever holds it releases it; a second time is nothing."""

@@ -109,7 +109,8 @@ class Prober:
                 NodeId(address), address, request, self._timeout_s, PONG_BYTES_MAX
             )
             try:
-                head = await exchange.opened()
+                await exchange.opened
+                head = exchange.answer()
             finally:
                 exchange.leave()
         except AttemptFailed:

@@ -1,7 +1,6 @@
 """The conversation with a node: reports and pulses come up, whole assignments go down."""
 
 import logging
-from contextlib import aclosing
 from typing import Final
 
 from aiohttp import web
@@ -11,7 +10,7 @@ from isochrone.wire.ids import NodeId
 from isochrone.wire.report import Pulse, Report
 from scheduler import metrics
 from scheduler.acting import INTAKE_TIMEOUT_S, Acting, Connected, NotActing
-from scheduler.api.peers import converse
+from scheduler.api.peers import attend
 from scheduler.decide.news import is_news
 from scheduler.store.events import record_event
 from scheduler.store.lease import EpochLost
@@ -31,13 +30,7 @@ class Agents:
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Talk with one node until either side ends it."""
-        async with aclosing(
-            converse(request, self._acting, PeerRole.AGENT, FromAgent)
-        ) as conversation:
-            async for peer, message in conversation:
-                if not await self._hear(peer, message):
-                    break
-        return web.Response()
+        return await attend(request, self._acting, PeerRole.AGENT, FromAgent, self._hear)
 
     async def _hear(self, peer: Connected, message: object) -> bool:
         """Take one message; False ends the conversation."""

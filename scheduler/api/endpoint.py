@@ -30,6 +30,7 @@ LIMIT_MAX: Final = 500
 ID_ALPHABET: Final = "abcdefghijklmnopqrstuvwxyz0123456789"
 IDEMPOTENCY_KEY: Final = re.compile(r"^[\x21-\x7e]{1,128}$")
 
+T = TypeVar("T")
 V = TypeVar("V", bound=msgspec.Struct)
 
 
@@ -242,3 +243,15 @@ def _if_match(request: web.Request) -> int | None:
             ErrorCode.PRECONDITION_FAILED, "cannot change: If-Match is not an ETag of this API"
         )
     return int(number)
+
+
+def found(row: T | None, what: str, name: str) -> T:
+    """Return what was looked for, or raise ApiError where it is not there."""
+    if row is None:
+        raise missing(what, name)
+    return row
+
+
+def missing(what: str, name: str) -> ApiError:
+    """Return the error that says that there is no such thing."""
+    return ApiError(ErrorCode.NOT_FOUND, f"cannot find the {what} {name[:128]!r}")

@@ -15,7 +15,7 @@ from isochrone.wire.admin import (
 from isochrone.wire.control import PeerRole
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.keys import base62, secret_sha256
-from scheduler.api.endpoint import Call, Page, new_id
+from scheduler.api.endpoint import Call, Page, found, new_id
 from scheduler.store import catalogue, identities
 
 
@@ -89,7 +89,4 @@ async def list_revocations(call: Call) -> Page:
 
 
 async def _node(call: Call, name: str) -> NodeView:
-    found = await catalogue.get_node(call.connection, name)
-    if found is None:
-        raise ApiError(ErrorCode.NOT_FOUND, f"cannot find the node {name[:128]!r}")
-    return found
+    return found(await catalogue.get_node(call.connection, name), "node", name)

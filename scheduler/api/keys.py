@@ -6,10 +6,9 @@ from typing import Final
 import msgspec
 
 from isochrone.wire.admin import KeyBody, KeyView, LimitsBody
-from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.ids import KeyId
 from isochrone.wire.keys import format_key, parse_key
-from scheduler.api.endpoint import Call, Endpoint, Page, new_id
+from scheduler.api.endpoint import Call, Endpoint, Page, found, missing, new_id
 from scheduler.store import keys
 
 
@@ -33,10 +32,8 @@ async def list_keys(call: Call) -> Page:
 
 async def get_key(call: Call) -> KeyView:
     """One key, without its secret."""
-    found = await keys.get_key(call.connection, call.part("key_id"))
-    if found is None:
-        raise _missing(call)
-    return found
+    name = call.part("key_id")
+    return found(await keys.get_key(call.connection, name), "key", name)
 
 
 async def limit_key(call: Call) -> KeyView:
@@ -52,13 +49,8 @@ async def revoke_key(call: Call) -> None:
     """Revoke a key: routers refuse it as soon as they hold the next table."""
     name = call.part("key_id")
     if not await keys.revoke_key(call.connection, name):
-        raise _missing(call)
+        raise missing("key", name)
     await call.record("key.revoke", name)
-
-
-def _missing(call: Call) -> ApiError:
-    name = call.part("key_id")
-    return ApiError(ErrorCode.NOT_FOUND, f"cannot find the key {name[:128]!r}")
 
 
 KEY_ENDPOINTS: Final = (

@@ -2,7 +2,8 @@
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
 from typing import Any, Final
 
 from aiohttp import WSMsgType, web
@@ -47,6 +48,20 @@ class Turned(Exception):
     def __init__(self, code: RefusedCode, reason: str, retry_after_s: float = 1.0) -> None:
         super().__init__(reason)
         self.refused = Refused(code=code, reason=reason, retry_after_s=retry_after_s)
+
+
+Hear = Callable[[Connected, Any], Awaitable[bool]]
+
+
+async def attend(
+    request: web.Request, acting: Acting, role: PeerRole, incoming: Any, hear: Hear
+) -> web.StreamResponse:
+    """Give `hear` each message of a peer, None first, until one of them or `hear` ends it."""
+    async with aclosing(converse(request, acting, role, incoming)) as conversation:
+        async for peer, message in conversation:
+            if not await hear(peer, message):
+                break
+    return web.Response()
 
 
 async def converse(

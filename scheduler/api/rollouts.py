@@ -8,8 +8,8 @@ import msgspec
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.ids import DeploymentId, ModelId
 from isochrone.wire.rollout import RolloutBody, RolloutSpec, RolloutView
-from scheduler.api.admin import DRIVERS
-from scheduler.api.endpoint import Call, Endpoint, Page
+from scheduler.api.deployments import engine_problem
+from scheduler.api.endpoint import Call, Endpoint, Page, found
 from scheduler.decide.rollout import ON_ITS_WAY, Event, NotNow, Rollout, after, problem_of
 from scheduler.decide.trial import compare
 from scheduler.store import catalogue, rollouts
@@ -19,9 +19,7 @@ async def create_rollout(call: Call) -> RolloutView:
     """Begin to bring a new version."""
     name = call.part("deployment_id")
     body: RolloutBody = call.body
-    deployment = await catalogue.get_deployment(call.connection, name)
-    if deployment is None:
-        raise ApiError(ErrorCode.NOT_FOUND, f"cannot find the deployment {name[:128]!r}")
+    deployment = found(await catalogue.get_deployment(call.connection, name), "deployment", name)
     spec = RolloutSpec(
         model_id=ModelId(body.model_id or deployment.model_id),
         engine=body.engine or deployment.engine,
@@ -112,8 +110,9 @@ async def _happened(call: Call, event: Event) -> RolloutView:
 async def _problem(call: Call, spec: RolloutSpec) -> str:
     if await catalogue.get_model(call.connection, spec.model_id) is None:
         return f"there is no model {spec.model_id}"
-    if spec.engine.driver not in DRIVERS:
-        return f"there is no driver {spec.engine.driver!r}: one of {', '.join(sorted(DRIVERS))}"
+    wrong = engine_problem(spec.engine)
+    if wrong is not None:
+        return wrong.words
     known = await catalogue.known_countries_and_pops(call.connection)
     unknown = {pop for step in spec.steps for pop in step.pops} - known
     if unknown:
@@ -123,10 +122,7 @@ async def _problem(call: Call, spec: RolloutSpec) -> str:
 
 async def _found(call: Call) -> Rollout:
     name = call.part("rollout_id")
-    rollout = await rollouts.get_rollout(call.connection, name)
-    if rollout is None:
-        raise ApiError(ErrorCode.NOT_FOUND, f"cannot find the rollout {name[:128]!r}")
-    return rollout
+    return found(await rollouts.get_rollout(call.connection, name), "rollout", name)
 
 
 async def _view(call: Call, rollout: Rollout) -> RolloutView:

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Mapping
-from contextlib import aclosing
 from typing import assert_never
 
 from aiohttp import web
@@ -12,7 +11,7 @@ from isochrone.wire.routes import SnapshotWanted
 from isochrone.wire.usage import Demand, RoundTrips, Usage, UsageAck
 from scheduler import metrics
 from scheduler.acting import INTAKE_TIMEOUT_S, Acting, Connected
-from scheduler.api.peers import converse
+from scheduler.api.peers import attend
 from scheduler.decide.intake import take_demand, take_round_trips, take_trials, take_usage
 from scheduler.store.pool import BAD_DATA, UNAVAILABLE, Connection, transaction
 from scheduler.store.rollouts import record_trials
@@ -29,13 +28,7 @@ class Routers:
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Talk with one router until either side ends it."""
-        async with aclosing(
-            converse(request, self._acting, PeerRole.ROUTER, FromRouter)
-        ) as conversation:
-            async for peer, message in conversation:
-                if not await self._hear(peer, message):
-                    break
-        return web.Response()
+        return await attend(request, self._acting, PeerRole.ROUTER, FromRouter, self._hear)
 
     async def _hear(self, peer: Connected, message: object) -> bool:
         """Take one message; False ends the conversation."""

@@ -37,6 +37,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
     Nodes of one `failure_domain` (a rack, a power feed) fail together; "" is a domain of its own.
     The measured rates say how fast weights come from its disk and from elsewhere; 0 is not known.
     `rank_ports`, first and last, are for replicas over several nodes; without, it has part in none.
+    `refused` are deployments of which it would run no replica a moment ago, and why.
     """
 
     node_id: NodeId
@@ -53,6 +54,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
     fetch_bytes_per_s: float = 0.0
     failure_domain: str = ""
     rank_ports: tuple[int, int] | None = None
+    refused: tuple[tuple[DeploymentId, str], ...] = ()
     generation: Generation = Generation(0)
 
 

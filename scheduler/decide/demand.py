@@ -16,7 +16,7 @@ import numpy as np
 
 from isochrone.wire.ids import PopId
 from isochrone.wire.report import Profile
-from scheduler.decide.cluster import DemandRate
+from scheduler.decide.cluster import ClusterState, DemandRate
 from scheduler.decide.flow import Floats, Ints
 
 RATE_MIN: Final = 1e-9
@@ -86,6 +86,13 @@ def raised(rows: Sequence[DemandRate], foretold: Sequence[DemandRate]) -> tuple[
             refused_per_s=now.refused_per_s,
         )
     return tuple(row for _, row in sorted(highest.items()))
+
+
+def foreseeing(cluster: ClusterState, foretold: Sequence[DemandRate]) -> ClusterState:
+    """Return the picture with its demand raised to what is foretold of deployments that it has."""
+    live = {deployment.deployment_id for deployment in cluster.deployments}
+    rows = [row for row in foretold if row.deployment_id in live]
+    return msgspec.structs.replace(cluster, demand=raised(cluster.demand, rows))
 
 
 def _answered(row: DemandRate) -> DemandRate:

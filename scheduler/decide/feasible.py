@@ -110,6 +110,9 @@ def unfit(node: Node, *, pop: Pop, verdict: Liveness, deployment: Deployment, mo
         return f"the node is {verdict.value}: silent for {node.silent_s:.0f} s"
     if deployment.engine.nodes > 1 and node.rank_ports is None:
         return "it has part in no replica over several nodes: its plaintext_rank_ports is not set"
+    refused = dict(node.refused).get(deployment.deployment_id)
+    if refused is not None:
+        return f"it refused one of this deployment: {refused}"
     if model.artifact.digest not in node.artifacts and node.disk_free_bytes:
         wanted = model.artifact.size_bytes + DISK_MARGIN_BYTES
         if node.disk_free_bytes < wanted:

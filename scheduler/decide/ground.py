@@ -182,6 +182,7 @@ class Ground:
                 and sizes[count - 1] >= needed
                 and (not 0 < node.disk_free_bytes < disk or digest in node.artifacts)
                 and (engine.nodes == 1 or node.rank_ports is not None)
+                and not (node.refused and deployment.deployment_id in dict(node.refused))
             ]
             if len(nodes) >= engine.nodes:
                 nodes_of[site.index] = nodes

@@ -1,13 +1,13 @@
 """Has weights fetched before the peak that needs them, by what is foretold some hours ahead."""
 
 import asyncio
+from collections.abc import Sequence
 from typing import NamedTuple
 
-import msgspec
-
 from scheduler.acting import Acting
-from scheduler.decide.cluster import ClusterState
-from scheduler.decide.demand import raised
+from scheduler.decide.cluster import ClusterState, DemandRate
+from scheduler.decide.demand import foreseeing
+from scheduler.decide.liveness import LivenessLimits
 from scheduler.decide.prefetch import Foreseen, prefetch
 from scheduler.store.pool import transaction
 from scheduler.store.prefetch import record_foreseen
@@ -38,8 +38,9 @@ class Prefetch:
             return Prefetched()
         # In a thread: it asks the planner.
         foreseen = await asyncio.to_thread(
-            prefetch,
-            self._at_the_peak(cluster),
+            _foresee,
+            cluster,
+            acting.later.rows,
             acting.later.at - acting.clock(),
             acting.config.liveness,
         )
@@ -49,11 +50,6 @@ class Prefetch:
             await self._tell(foreseen)
         return Prefetched(len(foreseen.new), len(foreseen.arrived), len(foreseen.ended))
 
-    def _at_the_peak(self, cluster: ClusterState) -> ClusterState:
-        live = {deployment.deployment_id for deployment in cluster.deployments}
-        rows = [row for row in self._acting.later.rows if row.deployment_id in live]
-        return msgspec.structs.replace(cluster, demand=raised(cluster.demand, rows))
-
     async def _tell(self, foreseen: Foreseen) -> None:
         concerned = {wish.node_id for wish in foreseen.new}
         concerned |= {over.wish.node_id for over in foreseen.ended}
@@ -61,3 +57,12 @@ class Prefetch:
             peer = self._acting.agent(node_id)
             if peer is not None and peer.has_reported:
                 await self._acting.send_assignment(peer)
+
+
+def _foresee(
+    cluster: ClusterState,
+    later: Sequence[DemandRate],
+    in_s: float,
+    limits: LivenessLimits,
+) -> Foreseen:
+    return prefetch(foreseeing(cluster, later), in_s, limits)

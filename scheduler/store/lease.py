@@ -166,11 +166,3 @@ async def read_acting_for_s(connection: Connection) -> float | None:
         """
     )
     return held
-
-
-async def read_lease_holder(connection: Connection) -> tuple[str, Epoch, bool]:
-    """Return (holder, epoch, whether it is still held)."""
-    row = await fetch_one(
-        connection, "SELECT holder, epoch, expires_at > clock_timestamp() AS held FROM lease"
-    )
-    return row["holder"], Epoch(row["epoch"]), row["held"]

@@ -143,6 +143,7 @@ async def record_report(connection: Connection, epoch: Epoch, report: Report) ->
             adopted += await adopt(connection, report.node_id, replica)
         else:
             changed += known
+    changed += await _record_refusals(connection, report)
     released = await _release_ended(connection, report)
     if before is None or before.artifacts != report.artifacts:
         await record_held(connection, report.node_id, report.artifacts)
@@ -282,6 +283,25 @@ async def _record_replica(
     if row is None:
         return None
     return int(row["state"] != replica.state.value or (alive and row["released_at"] is not None))
+
+
+async def _record_refusals(connection: Connection, report: Report) -> int:
+    """Take what a node will not do for failed: who else is part of it need not wait."""
+    if not report.refusals:
+        return 0
+    done = await connection.execute(
+        """
+        UPDATE placement SET state = 'failed', state_reason = refused.reason,
+            state_since = clock_timestamp()
+        FROM unnest($2::text[], $3::text[]) AS refused (replica_id, reason)
+        WHERE placement.replica_id = refused.replica_id AND node_id = $1
+          AND ended_at IS NULL AND state <> 'failed'
+        """,
+        report.node_id,
+        [refusal.replica_id for refusal in report.refusals],
+        [text(refusal.reason) for refusal in report.refusals],
+    )
+    return int(done.split()[1])
 
 
 async def _release_ended(connection: Connection, report: Report) -> int:

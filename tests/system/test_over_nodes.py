@@ -175,3 +175,27 @@ async def test_a_model_over_two_nodes_lives_and_dies_as_one() -> None:
             )
             assert ranks(fleet) == held
             assert await said() == await wanted
+            # It comes back unwilling to hold a part, and its part is gone: the leader, which would
+            # wait half an hour for it, is ended, and why is told.
+            await fleet.kill("node-ams-2")
+            os.kill(held["node-ams-2"], signal.SIGKILL)
+            written = fleet.folder / "node-ams-2.toml"
+            kept = [line for line in written.read_text().splitlines() if "rank_ports" not in line]
+            written.write_text("\n".join(kept))
+            await fleet.processes.start("node-ams-2", ("nodeagent", "--config", str(written)))
+
+            async def has_said_why() -> bool:
+                rows = (await fleet.ask("GET", "/v1/events"))["data"]
+                return any("plaintext_rank_ports is not set here" in row["reason"] for row in rows)
+
+            await until("it is told why", has_said_why, ENDED_S)
+
+            async def is_given_back() -> bool:
+                return not ranks(fleet) and not await parts(fleet)
+
+            await until(
+                "the leader is ended, and both seats are given back", is_given_back, ENDED_S
+            )
+            told = (await fleet.ask("GET", "/v1/deployments/large"))["unmet"]
+            assert any("ams-2: it has part in no replica over several nodes" in one for one in told)
+            assert await said("mock")

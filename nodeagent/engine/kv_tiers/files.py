@@ -57,9 +57,7 @@ class FileTier:
             aside.replace(path)
         except OSError as error:
             log.warning("cannot keep KV", extra={"fields": {"path": str(path), "why": str(error)}})
-            with suppress(OSError):
-                # What cannot be written may not be removable either; the next process tries again.
-                aside.unlink()
+            _remove(aside)
             return False
         self._note(digest, len(head) + len(content))
         return True
@@ -90,7 +88,7 @@ class FileTier:
             return None
         if read != len(content) or head != _MAGIC + digest + self._seal(digest, content):
             self.spoilt_total += 1
-            path.unlink(missing_ok=True)
+            _remove(path)
             self._forget(digest)
             return None
         with self._lock:
@@ -117,7 +115,7 @@ class FileTier:
                 self.bytes -= freed
                 gone.append(oldest)
         for oldest in gone:
-            self._path(oldest).unlink(missing_ok=True)
+            _remove(self._path(oldest))
 
     def _forget(self, digest: bytes) -> None:
         with self._lock:
@@ -130,10 +128,18 @@ class FileTier:
             try:
                 digest = bytes.fromhex(path.name)
             except ValueError:
-                path.unlink(missing_ok=True)
+                _remove(path)
                 continue
             if len(digest) == _DIGEST_BYTES:
-                stat = path.stat()
-                found.append((stat.st_mtime, digest, stat.st_size))
+                with suppress(FileNotFoundError):
+                    # Another process of this folder may have made room.
+                    stat = path.stat()
+                    found.append((stat.st_mtime, digest, stat.st_size))
         for _, digest, size in sorted(found):
             self._note(digest, size)
+
+
+def _remove(path: Path) -> None:
+    """Remove a file where the disk lets go of it; where it does not, the next process tries."""
+    with suppress(OSError):
+        path.unlink()

@@ -158,8 +158,8 @@ class Mover:
         until_s = time.monotonic() + _CLOSE_S
         if self._threads:
             try:
-                self._behind.put(None, timeout=_CLOSE_S)
-                self._ahead.put(None, timeout=_CLOSE_S)
+                for waiting in (self._behind, self._ahead):
+                    waiting.put(None, timeout=max(0.0, until_s - time.monotonic()))
             except queue.Full:
                 # A disk that takes nothing; what waits for it is computed again.
                 return

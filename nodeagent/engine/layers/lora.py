@@ -14,7 +14,7 @@ from torch import Tensor
 from nodeagent.engine.layers.linear import Linear
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Adapter:
     """What is added to each module that it changes: `up` times `down` times the module's input."""
 

@@ -5,6 +5,7 @@ from typing import Final
 import torch
 
 from nodeagent.engine.layers.linear import Keeping
+from nodeagent.engine.layers.lora import Adding
 from nodeagent.engine.models.llama import Llama
 from nodeagent.engine.models.mistral import Mistral
 from nodeagent.engine.models.mixture import Mixtral, Qwen3Moe
@@ -49,3 +50,8 @@ def survey(shape: ModelShape, source: WeightSource, split: Split = ONE) -> None:
     split.check(shape)
     for rank in range(split.ranks):
         build(shape, Survey(source), "meta", torch.float32, 1, ranks=Ranks(split, rank))
+
+
+def adding_of(shape: ModelShape, source: WeightSource) -> Adding:
+    """Return what adapters may change of the whole model; reads nothing."""
+    return build(shape, Survey(source), "meta", torch.float32, 1).adding

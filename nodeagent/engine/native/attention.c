@@ -3,8 +3,8 @@
  * The work is cut into pieces: a few neighbouring tokens of one sequence under one KV head. All
  * query heads of all its tokens (its rows) go together through 64 keys at a time, the last ones
  * through 32 or 16. Those keys are turned about once, so that one number of each lies side by side
- * and sixteen scores grow at once, with no sum across lanes. What a row has seen is kept relative to a score of its own: no room is
- * needed for the scores of a whole context.
+ * and sixteen scores grow at once, with no sum across lanes. What a row has seen is kept relative to
+ * a score of its own: no room is needed for the scores of a whole context.
  */
 
 #include "kernels.h"

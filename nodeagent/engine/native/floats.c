@@ -129,7 +129,7 @@ void multiply_floats(const uint8_t *packed, int64_t kind, int64_t rows, int64_t 
                      const float *x, int64_t count, int64_t threads, float *out) {
     const struct product told = {packed, x, out, kind, rows, columns, count};
     int64_t pairs = (rows / TILE + 1) / 2;
-    share(multiply_pairs, &told, pairs, portions_of(rows * columns, threads), threads);
+    share(multiply_pairs, &told, pairs, portions_of(rows * columns * count, threads), threads);
 }
 
 /* Rows of the matrix by their numbers; -1 where there is no such row. */

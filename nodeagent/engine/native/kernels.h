@@ -20,6 +20,7 @@
 #define LINE 64
 #define LOG2_E 1.44269504f
 #define SMALL 16384 /* so many numbers are done before another thread has begun */
+#define LARGE (64 * 1024 * 1024)
 #define INLINED static inline __attribute__((always_inline))
 
 /* Sixteen numbers at once, wherever they lie. */
@@ -54,13 +55,19 @@ typedef void work(const void *told, int64_t from, int64_t to);
 void share(work *work, const void *told, int64_t count, int64_t portions, int64_t threads);
 void with_team(int64_t threads, void (*lead)(void *), void *told);
 
-/* Portions for work that is the same for each item; one where it is `numbers` in all and few. */
+/* Portions for work that is the same for each item; one where it is `numbers` in all and few. The
+ * last to finish holds up the others for at most a portion: of much work there are more. */
 static inline int64_t portions_of(int64_t numbers, int64_t threads) {
-    return numbers > SMALL ? 4 * threads : 1;
+    return numbers > LARGE ? 32 * threads : numbers > SMALL ? 4 * threads : 1;
 }
 
-void normalise(const float *x, const float *weight, float epsilon, int64_t rows, int64_t columns,
-               int64_t threads, float *out);
+INLINED void add(float *x, const float *y, int64_t count) {
+#pragma omp simd
+    for (int64_t at = 0; at < count; at++) x[at] += y[at];
+}
+
+void normalise(float *x, const float *added, const float *weight, float epsilon, int64_t rows,
+               int64_t columns, int64_t threads, float *out);
 void gate(const float *x, int64_t rows, int64_t columns, int64_t threads, float *out);
 void turn(float *x, int64_t stride, int64_t heads, int64_t dim, const float *cos, const float *sin,
           int64_t rows, int64_t threads);

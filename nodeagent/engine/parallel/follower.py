@@ -17,10 +17,21 @@ from isochrone.wire.engine import EngineConfig
 from nodeagent.engine.checkpoint.opening import open_weights
 from nodeagent.engine.loading import meet, need_memory, open_share, ranks_here, split_of
 from nodeagent.engine.models.shape import CheckpointError
+from nodeagent.engine.parallel.adapting import raw, take
 from nodeagent.engine.parallel.crew import Channel, become
-from nodeagent.engine.parallel.front import raw, shaped
+from nodeagent.engine.parallel.front import shaped
 from nodeagent.engine.parallel.group import dial, store_of
-from nodeagent.engine.parallel.plan import Clear, Done, Order, Read, Refused, Run, Write
+from nodeagent.engine.parallel.plan import (
+    Adapt,
+    Clear,
+    Done,
+    Forget,
+    Order,
+    Read,
+    Refused,
+    Run,
+    Write,
+)
 from nodeagent.engine.parallel.ranks import Ranks
 from nodeagent.engine.parallel.share import Share
 from nodeagent.engine.runner import Runner
@@ -74,7 +85,7 @@ def follow(config: EngineConfig, rank: int, channel: Channel) -> int:
         source = open_weights(Path(config.model_path))
         try:
             share = Share(source.shape, ranks.split, rank)
-            need_memory(config, source.shape, rank)
+            need_memory(config, source, rank)
             runner, _ = open_share(config, source, ranks)
         finally:
             source.close()
@@ -105,5 +116,9 @@ def obey(order: Order, runner: Runner, share: Share, channel: Channel) -> None:
             channel.say(Done(raw(runner.read_blocks(blocks))))
         case Write(blocks, contents):
             runner.write_blocks(blocks, shaped(contents, len(blocks), share, runner.kept_as))
+        case Adapt():
+            take(order, runner, share)
+        case Forget(digest):
+            del runner.adapters[digest]
         case _:
             raise ValueError(f"cannot obey {order!r} twice")

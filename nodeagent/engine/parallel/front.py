@@ -11,6 +11,7 @@ from torch import Tensor
 
 from nodeagent.engine.decide.sequence import BLOCK_TOKENS
 from nodeagent.engine.models.shape import ModelShape
+from nodeagent.engine.parallel.adapting import Given, raw
 from nodeagent.engine.parallel.crew import Crew
 from nodeagent.engine.parallel.plan import Clear, Read, Write, told
 from nodeagent.engine.parallel.ranks import Ranks
@@ -26,12 +27,15 @@ class Front:
         self._crew = crew
         self._whole = whole
         self._ranks = ranks
+        self._given = Given(crew, runner, Share(whole, ranks.split))
         self._shares = [Share(whole, ranks.split, rank) for rank in range(ranks.split.ranks)]
 
     def begin(self, batch: Work) -> Callable[[], Tensor]:
         """Have `batch` computed everywhere, here at once; what is returned waits for its logits."""
-        self._crew.tell(told(batch))
-        self._runner.run(batch)
+        self._given.give(batch.chunks)
+        order = told(batch)
+        self._crew.tell(order)
+        self._runner.run(order)
         return self._ranks.answered
 
     def clear(self, blocks: Sequence[int]) -> None:
@@ -62,12 +66,6 @@ class Front:
         numbers = list(blocks)
         self._crew.tell_each([Write(numbers, raw(part)) for part in parts[1:]])
         self._runner.write_blocks(blocks, parts[0])
-
-
-def raw(contents: Tensor) -> bytes:
-    """Return the bytes of `contents`, which lie on the host."""
-    flat: bytes = contents.contiguous().view(torch.uint8).numpy().tobytes()
-    return flat
 
 
 def shaped(contents: bytes, blocks: int, share: Share, dtype: torch.dtype) -> Tensor:

@@ -1,14 +1,15 @@
 """What the front tells the other ranks: what to compute, and which KV blocks to move.
 
 Rule: a message is whole. Nobody remembers an earlier one, so that no rank can come to believe
-something else than the front.
+something else than the front; but for adapters, which are given once, and named by their digest.
 """
 
 from collections.abc import Sequence
 
 import msgspec
 
-from nodeagent.engine.runner import Piece, Work
+from nodeagent.engine.layers.lora import Adapter
+from nodeagent.engine.work import Piece, Work
 
 
 class Load(msgspec.Struct, frozen=True, tag="load"):
@@ -23,11 +24,8 @@ class Holding(msgspec.Struct, frozen=True, array_like=True):
     """Where a sequence's KV lies."""
 
     blocks: list[int]
-
-    @property
-    def adapter(self) -> None:
-        """Adapters are refused where there are several ranks."""
-        return
+    adapter: bytes | None = None
+    """The digest of the adapter that it runs with."""
 
 
 class Told(msgspec.Struct, frozen=True, array_like=True):
@@ -72,7 +70,22 @@ class Write(msgspec.Struct, frozen=True, tag="write"):
     contents: bytes
 
 
-Order = Load | Join | Run | Clear | Read | Write
+class Adapt(msgspec.Struct, frozen=True, tag="adapt"):
+    """Keep your part of an adapter: the bytes of `down` and `up`, and their rank, by module."""
+
+    name: str
+    digest: bytes
+    dtype: str
+    parts: dict[str, tuple[bytes, bytes, int]]
+
+
+class Forget(msgspec.Struct, frozen=True, tag="forget"):
+    """Nobody runs with this adapter any more."""
+
+    digest: bytes
+
+
+Order = Load | Join | Run | Clear | Read | Write | Adapt | Forget
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
@@ -98,7 +111,7 @@ def told(work: Work) -> Run:
 def _told(pieces: Sequence[Piece]) -> tuple[Told, ...]:
     return tuple(
         Told(
-            Holding(piece.sequence.blocks),
+            Holding(piece.sequence.blocks, _digest(piece.sequence.adapter)),
             piece.start,
             piece.tokens,
             piece.ids,
@@ -107,3 +120,7 @@ def _told(pieces: Sequence[Piece]) -> tuple[Told, ...]:
         )
         for piece in pieces
     )
+
+
+def _digest(adapter: object | None) -> bytes | None:
+    return adapter.digest if isinstance(adapter, Adapter) else None

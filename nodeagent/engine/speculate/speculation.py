@@ -58,7 +58,7 @@ class Drafter:
     def offer(
         self, sequence: Sequence, count: int, ahead: Ordered[int] = (), name: str = ""
     ) -> Offer:
-        """Draft up to `count` tokens: `ahead`, which the model of this `name` drafted, or others"""
+        """Draft up to `count` tokens: `ahead`, by the model of this `name`, or others."""
         if count < 1:
             return Offer((), ())
         self.lookup.follow(sequence.tokens)

@@ -1,6 +1,6 @@
 """The OpenAI routes that generate: a request off the wire, the corridor, an answer."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from itertools import islice
 from typing import Any, Final
 
@@ -26,7 +26,7 @@ from router.apis.openai.encode import error_reply
 from router.asked import Asked
 from router.config import RouterConfig
 from router.dataplane import message
-from router.dataplane.message import Reply, with_header
+from router.dataplane.message import Reply
 from router.dataplane.server import ClientConnection
 from router.decide.admit import Admitted, may_use
 from router.decide.affinity import SESSION_BYTES_MAX, seed_of
@@ -78,14 +78,11 @@ class OpenAiSurface:
         shown = fields.get(b"authorization", b"")
         return self._admitted.authenticate(self._fleet.keys, shown, self._unix_clock())
 
-    async def answer(self, request: message.Request, client: ClientConnection) -> None:
-        """Answer one request."""
-        request_id = self.request_id(request.header(REQUEST_ID))
-        try:
-            await self._corridor.serve(self.asked(request, request_id), client)
-        except ApiError as error:
-            reply = self.encode_error(error)
-            client.reply(with_header(reply, headers.REQUEST_ID, request_id))
+    def answer(self, request: message.Request, client: ClientConnection) -> Awaitable[None]:
+        """Return the answering of one request."""
+        self.identify(request)
+        asked = self.asked(request, request.path, request.body, openai_error_event)
+        return self._corridor.serve(asked, client)
 
     def encode_error(self, error: ApiError) -> Reply:
         """Count an error and write it in OpenAI's shape."""
@@ -106,11 +103,21 @@ class OpenAiSurface:
             )
         return entry
 
+    def identify(self, request: message.Request) -> None:
+        """Give a request its id."""
+        request.request_id = self.request_id(request.header(REQUEST_ID))
+
     def request_id(self, sent: str) -> RequestId:
         """Return the client's request id where it is well formed, else a new one."""
         return RequestId(sent if sent and is_request_id(sent) else self._new_id())
 
-    def asked(self, request: message.Request, request_id: RequestId) -> Asked:
+    def asked(
+        self,
+        request: message.Request,
+        path: str,
+        body: bytes,
+        error_event: Callable[[ApiError], bytes],
+    ) -> Asked:
         """Return what a request asks for, or raise ApiError saying what is wrong with it."""
         if request.method != b"POST":
             raise ApiError(
@@ -119,23 +126,22 @@ class OpenAiSurface:
             )
         key = request.key
         assert key is not None
-        body = request.body
-        asked: Request = decode(body, READERS[request.path])
+        asked: Request = decode(body, READERS[path])
         deployment = self.deployment(asked.model, key)
-        kind = KINDS.get(request.path, "chat")
+        kind = KINDS.get(path, "chat")
         if deployment.kind != kind:
             raise ApiError(
                 ErrorCode.INVALID_REQUEST,
                 f"cannot ask {asked.model!r} so: it is a model of kind {deployment.kind!r}, and"
-                f" {request.path} is for {kind!r}",
+                f" {path} is for {kind!r}",
                 param="model",
             )
         rendered = asked.rendered
         return Asked(
-            request_id=request_id,
+            request_id=RequestId(request.request_id),
             key=key,
             deployment=deployment,
-            path=request.path,
+            path=path,
             body=with_usage_wish(body, asked),
             text_bytes=asked.text_bytes(len(rendered)),
             output_tokens_max=self._output_tokens(asked, deployment),
@@ -145,7 +151,7 @@ class OpenAiSurface:
             reject_if_busy=asked.options is not None and asked.options.reject_if_busy,
             arrived_s=request.arrived_s,
             started_at=self._unix_clock(),
-            error_event=openai_error_event,
+            error_event=error_event,
             resume=resumption(body, asked) if asked.stream else None,
             drawn=drawn(asked) if asked.stream else "",
             prefix_keys=_prefix_keys(rendered, key, deployment),

@@ -1,13 +1,13 @@
 """`/ai/run/{model}`: translated on the way in and out, and the same corridor between."""
 
 import re
+from collections.abc import Awaitable
 from typing import Final
 
 import msgspec
 
-from isochrone.wire import headers
 from isochrone.wire.errors import MEANINGS, ApiError, ErrorCode
-from router.apis.openai.hot import REQUEST_ID, OpenAiSurface
+from router.apis.openai.hot import OpenAiSurface
 from router.apis.workers_ai.translate import (
     ERROR_EVENT,
     envelope,
@@ -18,7 +18,7 @@ from router.apis.workers_ai.translate import (
 )
 from router.dataplane import sse
 from router.dataplane.exchange import Exchange
-from router.dataplane.message import Reply, Request, with_header
+from router.dataplane.message import Reply, Request
 from router.dataplane.server import ClientConnection
 from router.serve import Corridor
 
@@ -37,31 +37,25 @@ class WorkersAiSurface:
         """Say whether a path is this surface's."""
         return _PATH.match(path) is not None
 
-    async def answer(self, request: Request, client: ClientConnection) -> None:
-        """Answer one request."""
-        request_id = self._openai.request_id(request.header(REQUEST_ID))
+    def answer(self, request: Request, client: ClientConnection) -> Awaitable[None]:
+        """Return the answering of one request."""
+        self._openai.identify(request)
         found = _PATH.match(request.path)
         assert found is not None
-        try:
-            if request.method != b"POST":
-                raise ApiError(
-                    ErrorCode.METHOD_NOT_ALLOWED,
-                    f"cannot serve: /ai/run does not take {request.method.decode()}",
-                )
-            path, body = to_openai(request.body, found.group(1))
-            inner = msgspec.structs.replace(request, path=path, body=body)
-            asked = self._openai.asked(inner, request_id)
-            asked = msgspec.structs.replace(asked, error_event=_error_event)
-            await self._corridor.serve(asked, Translator(client))
-        except ApiError as error:
-            reply = self.encode_error(error)
-            client.reply(with_header(reply, headers.REQUEST_ID, request_id))
+        if request.method != b"POST":
+            raise ApiError(
+                ErrorCode.METHOD_NOT_ALLOWED,
+                f"cannot serve: /ai/run does not take {request.method.decode()}",
+            )
+        path, body = to_openai(request.body, found.group(1))
+        asked = self._openai.asked(request, path, body, _error_event)
+        return self._corridor.serve(asked, Translator(client))
 
     def encode_error(self, error: ApiError) -> Reply:
         """Count an error and write it in this surface's shape."""
         plain = self._openai.encode_error(error)
         body = error_envelope(error.message, error.meaning.number)
-        return msgspec.structs.replace(plain, body=body)
+        return Reply(plain.status, body, plain.lines)
 
 
 class Translator:
@@ -88,7 +82,7 @@ class Translator:
         """Send a whole answer, or a replica's refusal of the request."""
         if reply.status == 200:
             body = envelope(result_of(reply.body))
-            self._client.reply(msgspec.structs.replace(reply, body=body))
+            self._client.reply(Reply(reply.status, body, reply.lines))
             return
         error = msgspec.json.decode(reply.body)["error"]
         code = error.get("code") if isinstance(error, dict) else None
@@ -96,7 +90,7 @@ class Translator:
         meaning = MEANINGS[known.get(str(code), ErrorCode.INVALID_REQUEST)]
         message = str(error.get("message") if isinstance(error, dict) else error)[:400]
         body = error_envelope(message, meaning.number)
-        self._client.reply(msgspec.structs.replace(reply, body=body))
+        self._client.reply(Reply(reply.status, body, reply.lines))
 
     def reads_from(self, source: Exchange | None) -> None:
         """Tie the source of the stream."""

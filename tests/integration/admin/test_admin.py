@@ -107,7 +107,7 @@ async def test_a_deployment_from_its_making_to_its_end(admin: Admin) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"engine": {"driver": "magic"}}, "cannot use driver 'magic'"),
+        ({"engine": {"driver": "magic"}}, "there is no driver 'magic'"),
         ({"policy": {"replicas_min": 5, "replicas_max": 2}}, "replicas_min 5 is over"),
         ({"policy": {"deny": ["XX"]}}, "deny names 'XX'"),
         ({"policy": {"keep_warm": ["ams", "ams", "ams", "ams"]}}, "keep_warm names more"),

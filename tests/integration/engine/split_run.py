@@ -12,8 +12,10 @@ from pathlib import Path
 
 import torch
 
+from nodeagent.engine.checkpoint.adapter import read_adapter
 from nodeagent.engine.checkpoint.opening import open_weights
-from nodeagent.engine.models.families import build, survey
+from nodeagent.engine.layers.lora import Adapter
+from nodeagent.engine.models.families import adding_of, build, survey
 from nodeagent.engine.parallel.crew import Channel, muster
 from nodeagent.engine.parallel.follower import obey
 from nodeagent.engine.parallel.front import Front
@@ -23,7 +25,8 @@ from nodeagent.engine.parallel.share import Share, Split
 from nodeagent.engine.runner import Runner
 from ops.golden import tiny
 from ops.golden.tiny_gguf import write_gguf
-from tests.integration.engine.forced import BLOCKS, logits_by
+from tests.integration.engine.forced import BLOCKS, logits_by, logits_of
+from tests.integration.engine.test_lora import ATTENTION, MLP, write_adapter
 
 TIMEOUT_S = 30.0
 
@@ -75,9 +78,36 @@ def run(path: Path, split: Split) -> list[list[list[list[float]]]]:
         front.clear([5])
         assert torch.equal(front.read_blocks([2, 5])[0], held[1])
         assert not front.read_blocks([5]).any()
+        if (path / "config.json").exists():
+            hold_to_one(path, front)
         return logits
     finally:
         crew.end()
+
+
+def hold_to_one(path: Path, front: Front) -> None:
+    """Hold adapters in one batch to add what they add where one process has the whole model."""
+    source = open_weights(path)
+    family = source.shape.family
+    parts = ATTENTION + (() if source.shape.experts else MLP)
+    modules = adding_of(source.shape, source).modules
+    held: list[Adapter | None] = [None]
+    for seed in (1, 2):
+        folder = path / f"adapter{seed}"
+        write_adapter(folder, family, seed, parts)
+        held.append(read_adapter(str(seed), folder, modules, "cpu", torch.float32, 1 << 30))
+    prompts = [tiny.prompts()[1]] * 3
+    found = logits_by(front, prompts, 17, held)
+    wanted = logits_of(source.shape, source, prompts, 17, held)
+    for rows, expected in zip(found, wanted, strict=True):
+        assert torch.allclose(torch.stack(rows), torch.stack(expected), atol=1e-4, rtol=0)
+    assert not torch.allclose(torch.stack(found[0]), torch.stack(found[1]), atol=0.1)
+    # Read again under another name, and let go of.
+    held[1:] = [read_adapter("3", path / "adapter1", modules, "cpu", torch.float32, 1 << 30)]
+    again = logits_by(front, prompts[:2], 17, held)
+    assert torch.allclose(torch.stack(again[1]), torch.stack(found[1]), atol=1e-4, rtol=0)
+    assert len(front._runner.adapters) == 1
+    source.close()
 
 
 def main() -> None:

@@ -15,6 +15,7 @@ from nodeagent.engine.models.shape import CheckpointError
 from nodeagent.engine.sampling import Sampler, SamplingParams
 from nodeagent.engine.step import Generation
 from nodeagent.engine.text import StopStrings, TokenText
+from ops.golden.tiny import write_tokenizer
 from tests.integration.engine.test_llama_folder import (
     HEAD_DIM,
     HEADS,
@@ -23,7 +24,6 @@ from tests.integration.engine.test_llama_folder import (
     MLP,
     VOCABULARY,
     write_folder,
-    write_tokenizer,
 )
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
 from isochrone.wire.engine import EngineConfig
@@ -22,6 +21,7 @@ from nodeagent.engine.loading import load
 from nodeagent.engine.models.llama import Llama
 from nodeagent.engine.models.shape import CheckpointError
 from nodeagent.engine.runner import Runner
+from ops.golden.tiny import write_tokenizer
 
 HIDDEN, MLP, LAYERS, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 32, 48, 2, 4, 2, 8, 64
 THETA, EPSILON = 10_000.0, 1e-5
@@ -89,17 +89,6 @@ def write_folder(folder: Path, tied: bool, scaled: bool, sharded: bool) -> dict[
         index = {"weight_map": files}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return weights
-
-
-def write_tokenizer(folder: Path) -> None:
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())[: VOCABULARY - 1]
-    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(letters)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<end>"])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {"eos_token": {"content": "<end>"}, "chat_template": "{{ messages[0].content }}"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
 def frequency(pair: int, scaled: bool) -> float:

@@ -292,14 +292,23 @@ async def test_health_models_and_metrics(
     assert health["model"] == "smollm2"
     async with http.get("/v1/models") as response:
         assert [model["id"] for model in (await response.json())["data"]] == ["smollm2"]
+    await post(http, PLAIN, {"prompt": "one", "max_tokens": 2})
     async with http.get("/metrics") as response:
         page = await response.text()
-    assert "isochrone_engine_tokens_out_total " in page
-    assert "isochrone_engine_kv_blocks_used " in page
+    told = dict(line.split(" ") for line in page.splitlines() if not line.startswith("#"))
+    numbers = {name.removeprefix("isochrone_engine_"): float(n) for name, n in told.items()}
+    for name in (
+        "running", "waiting", "kv_blocks_used", "kv_blocks_total", "prefix_hit_tokens_total",
+        "prompt_tokens_total", "prefill_tokens_per_s", "decode_tokens_per_s", "draft_acceptance",
+    ):  # fmt: skip
+        assert numbers[name] >= 0
+    assert numbers["step_rows_total"] >= numbers["steps_total"] > 0
+    assert numbers["step_seconds_total"] > 0
+    assert numbers["tokens_out_total"] > 0
     async with http.get("/stats") as response:
-        told = await response.json()
-    assert {field.name for field in msgspec.structs.fields(EngineStats)} <= set(told)
-    assert msgspec.convert(told, EngineStats).kv_blocks_total == engine.ready["kv_blocks"]
+        stats = await response.json()
+    assert {field.name for field in msgspec.structs.fields(EngineStats)} <= set(stats)
+    assert msgspec.convert(stats, EngineStats).kv_blocks_total == engine.ready["kv_blocks"]
     assert engine.ready["ready"] is True
     assert engine.ready["weights_bytes"] == 538_060_032
 

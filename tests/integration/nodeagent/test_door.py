@@ -25,6 +25,7 @@ from isochrone.wire.ids import Generation, ReplicaId
 from isochrone.wire.model import Artifact, ArtifactFile, EngineSettings
 from isochrone.wire.report import ReplicaState
 from nodeagent.api.door import Door
+from nodeagent.api.metrics_page import metrics_app
 from nodeagent.api.siblings import FRESH_S, Siblings
 from nodeagent.config import NodeConfig
 from nodeagent.decide.admission import Held
@@ -341,7 +342,12 @@ async def test_the_metrics_page_tells_of_each_warm_engine_too(node: Node) -> Non
     await node.warm(node.spec("r2"))
     async with node.ask("r2", tokens=2) as response:
         await response.read()
-    async with node.http.get("/metrics") as page:
+    async with (
+        open_door(metrics_app(node.supervisor), "127.0.0.1", 0) as port,
+        node.http.get(f"http://127.0.0.1:{port}/metrics") as private,
+        node.http.get("/metrics") as page,
+    ):
+        assert private.status == 200
         text = await page.text()
     assert 'isochrone_node_replicas{state="warm"} 2.0' in text
     assert 'isochrone_engine_tokens_out_total{replica="r2"} 2' in text

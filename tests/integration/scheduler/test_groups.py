@@ -1,10 +1,12 @@
 """A replica over two nodes in the store: placed, reported, ended and given back part by part."""
 
+from typing import Any
+
 from isochrone.wire.assignment import Assignment
 from isochrone.wire.control import PeerRole
 from isochrone.wire.ids import BootId, ClusterId, Epoch, Generation, NodeId, PopId, ReplicaId
 from isochrone.wire.model import EngineSettings
-from isochrone.wire.report import Report
+from isochrone.wire.report import Refusal, Report
 from scheduler.decide.cluster import ClusterState, Plan
 from scheduler.decide.feasible import free_memory
 from scheduler.decide.plan import plan
@@ -141,3 +143,36 @@ async def test_a_part_that_comes_back_without_its_leader_is_ended(pool: Pool) ->
     assert [e.replica_id for e in plan(cluster).endings] == [
         ReplicaId(f"{known.group.leader_id}.1")
     ]
+
+
+async def test_a_part_that_is_refused_ends_the_seat_and_is_not_asked_for_again_at_once(
+    pool: Pool,
+) -> None:
+    epoch = await two_nodes(pool)
+    await committed(pool, epoch, plan(await picture(pool)))
+    orders = await assigned(pool, epoch)
+    leader, part = (orders[name].replicas[0] for name in NODES)
+    why = f"cannot run {part.replica_id}: no driver 'mock' here"
+    refusals = (Refusal(replica_id=part.replica_id, reason=why, deployment_id=part.deployment_id),)
+
+    def says(name: str, seq: int, **fields: Any) -> Report:
+        return a_report(name, seq, devices=(a_device(1.0),), rank_ports=(9400, 9409), **fields)
+
+    waits = says("n1", 2, replicas=(a_replica_report(leader, "loading"),))
+    assert (await told(pool, epoch, waits)).adopted == 0
+    assert (await told(pool, epoch, says("n2", 2, refusals=refusals))).changed == 1
+    assert (await told(pool, epoch, says("n2", 3, refusals=refusals))).changed == 0
+    decided = plan(await picture(pool))
+    ((leader_id, reason),) = [(e.replica_id, e.reason) for e in decided.endings]
+    assert (leader_id, reason) == (leader.replica_id, f"it failed on n2: {why}")
+    await committed(pool, epoch, decided)
+    generation = (await assigned(pool, epoch))["n2"].generation
+    for name in NODES:
+        told_again = refusals if name == "n2" else ()
+        gone = says(name, 4, generation=generation, refusals=told_again)
+        assert (await told(pool, epoch, gone)).released == 1
+    again = plan(await picture(pool))
+    assert not again.starts
+    assert f"n2: it refused one of this deployment: {why}" in again.unmet[0].reason
+    assert (await told(pool, epoch, says("n2", 5, generation=generation))).released == 0
+    assert len(plan(await picture(pool)).starts) == 1

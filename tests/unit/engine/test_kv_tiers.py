@@ -1,5 +1,6 @@
 """KV below the device's: what comes back is what went down, whatever was pushed out meanwhile."""
 
+import errno
 from collections.abc import Sequence as Ordered
 from pathlib import Path
 
@@ -175,3 +176,25 @@ def test_a_disk_that_takes_nothing_is_no_error(tmp_path: Path) -> None:
     (tmp_path / MODEL.hex() / "00").write_text("in the way")
     assert not tier.write(digest(1), bytes(50))
     assert digest(1) not in tier
+
+
+def test_a_disk_that_lets_go_of_nothing_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = FileTier(tmp_path, MODEL, 400)
+    for number in range(2):
+        assert tier.write(digest(number), bytes(100))
+    path = tmp_path / MODEL.hex() / "00" / digest(1).hex()
+    path.write_bytes(path.read_bytes()[:-1])
+
+    def read_only(self: Path, missing_ok: bool = False) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(Path, "unlink", read_only)
+    assert tier.read(digest(1)) is None
+    assert (len(tier), tier.spoilt_total) == (1, 1)
+    assert tier.write(digest(2), bytes(100))
+    assert tier.write(digest(3), bytes(100))
+    assert [n for n in range(4) if digest(n) in tier] == [2, 3]
+    (tmp_path / MODEL.hex() / "00" / "junk").touch()
+    assert len(FileTier(tmp_path, MODEL, 10_000)) == 4

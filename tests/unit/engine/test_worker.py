@@ -101,9 +101,9 @@ async def _submit(worker: Worker, outbox: Outbox) -> None:
 
 def test_rates_count_only_the_steps_they_dominate() -> None:
     rates = StepRates()
-    rates.note(Stepped([], 100, 0), 1.0)
+    rates.note(Stepped([], 100, 0, 100), 1.0)
     rates.note(Stepped([], 100, 90), 9.0)
-    rates.note(Stepped([], 0, 8), 0.5)
+    rates.note(Stepped([], 0, 8, 11), 0.5)
     assert rates.prefill.per_s == 100.0
     assert rates.decode.per_s == 16.0
-    assert rates.steps == 3
+    assert (rates.steps, rates.seconds, rates.rows) == (3, 10.5, 111)

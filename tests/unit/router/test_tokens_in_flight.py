@@ -117,9 +117,9 @@ def test_what_others_sent_is_believed_for_a_while() -> None:
     ledger = TokensInFlight()
     held = ledger.reserve(REPLICAS[0], prefill=100, decode=50)
     ledger.hear(REPLICAS[0], 300, 50, 10.0)
-    assert ledger.at(REPLICAS[0], 10.0).queued_tokens == 300
+    assert ledger.at(REPLICAS[0], 10.0).others_prefill_tokens == 200
     assert ledger.at(REPLICAS[0], 10.0).tokens == 350
-    assert ledger.at(REPLICAS[0], 10.0 + 1.5 * LOAD_FRESH_S).queued_tokens == 200
+    assert ledger.at(REPLICAS[0], 10.0 + 1.5 * LOAD_FRESH_S).others_prefill_tokens == 100
     held.release()
     assert ledger.at(REPLICAS[0], 10.0 + 2 * LOAD_FRESH_S).tokens == 0
 

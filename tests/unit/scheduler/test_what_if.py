@@ -125,11 +125,17 @@ def test_a_lost_node_takes_its_replicas_with_it() -> None:
     ("change", "words"),
     [
         (LosePop(pop=PopId("xyz")), "no such PoP"),
+        (
+            AddNodes(pop=AMS, device_class="h1000", memory_bytes=80 * GIB),
+            "add h1000: known are .*cpu, h100-80g",
+        ),
+        (AddNodes(pop=AMS, device_class="h100-80g", memory_bytes=800 * GIB), "one has 79.6 GiB"),
         (LoseNode(node_id=NodeId("nowhere")), "no such node"),
         (ScaleDemand(factor=2, deployment_id=DeploymentId("x")), "no such deployment"),
         (ScaleDemand(factor=2, pop=PopId("xyz")), "no such PoP"),
         (AddDeployment(model=a_model(), deployment=a_deployment()), "of that name"),
         (AddDeployment(model=a_model("m2"), deployment=a_deployment("e")), "the model given is m2"),
+        (AddDeployment(deployment=a_deployment("e", "m3")), "the picture has no model m3"),
         (
             AddDeployment(
                 model=a_model(), deployment=a_deployment("e"), demand_like=DeploymentId("x")

@@ -1,0 +1,187 @@
+"""Deployments: wished for, changed, ended, and explained."""
+
+import asyncio
+from typing import Final, NamedTuple
+
+import msgspec
+
+from isochrone.wire.admin import DeploymentBody, DeploymentView, NewDeploymentBody
+from isochrone.wire.errors import ApiError, ErrorCode
+from isochrone.wire.ids import DeploymentId, ModelId
+from isochrone.wire.model import Deployment, EngineSettings, Policy
+from scheduler.api.endpoint import Call, Endpoint, Page, found
+from scheduler.decide.explain import Explanation, explain
+from scheduler.decide.versions import split
+from scheduler.store import catalogue
+from scheduler.store.lease import read_acting_for_s
+from scheduler.store.rollouts import is_overtaken
+
+DRIVERS: Final = frozenset({"embedded", "mock", "vllm", "sglang", "tensorrt_llm"})
+OVER_NODES: Final = frozenset({"embedded", "vllm", "sglang"})
+
+
+async def list_deployments(call: Call) -> Page:
+    """Deployments."""
+    rows = await catalogue.list_deployments(call.connection, call.after, call.limit + 1)
+    unmet = call.acting.unmet
+    rows = [
+        msgspec.structs.replace(
+            row, unmet=tuple(reason for name, reason in unmet if name == row.deployment_id)
+        )
+        for row in rows
+    ]
+    return call.page(rows, lambda row: row.deployment_id)
+
+
+async def get_deployment(call: Call) -> DeploymentView:
+    """One deployment."""
+    name = call.part("deployment_id")
+    held = found(await catalogue.get_deployment(call.connection, name), "deployment", name)
+    unmet = tuple(reason for d, reason in call.acting.unmet if d == name)
+    return msgspec.structs.replace(held, unmet=unmet)
+
+
+async def create_deployment(call: Call) -> DeploymentView:
+    """Wish that a model be served."""
+    body: NewDeploymentBody = call.body
+    deployment = await _checked(call, body, body.deployment_id)
+    if not await catalogue.add_deployment(call.connection, deployment):
+        raise ApiError(
+            ErrorCode.CONFLICT,
+            f"cannot create {body.deployment_id}: this id or the name {deployment.name} is taken",
+        )
+    await catalogue.touch(call.connection)
+    after = await catalogue.get_deployment(call.connection, body.deployment_id)
+    await call.record("deployment.create", body.deployment_id, after=after)
+    return found(after, "deployment", body.deployment_id)
+
+
+async def put_deployment(call: Call) -> DeploymentView:
+    """Change a deployment; another model or engine is a new version, rolled out by and by."""
+    name = call.part("deployment_id")
+    before = found(await catalogue.get_deployment(call.connection, name), "deployment", name)
+    body: DeploymentBody = call.body
+    deployment = await _checked(call, body, name)
+    if await is_overtaken(call.connection, deployment):
+        words = f"cannot change {name}: a rollout of it is on its way; abort it first"
+        raise ApiError(ErrorCode.CONFLICT, words)
+    if not await catalogue.change_deployment(call.connection, deployment, call.etag):
+        raise ApiError(
+            ErrorCode.CONFLICT, f"cannot change {name}: the name {deployment.name} is taken"
+        )
+    await catalogue.touch(call.connection)
+    after = await catalogue.get_deployment(call.connection, name)
+    await call.record("deployment.put", name, before=before, after=after)
+    return found(after, "deployment", name)
+
+
+async def delete_deployment(call: Call) -> None:
+    """End a deployment: its replicas drain."""
+    name = call.part("deployment_id")
+    before = found(await catalogue.get_deployment(call.connection, name), "deployment", name)
+    await catalogue.delete_deployment(call.connection, name, call.etag)
+    await catalogue.touch(call.connection)
+    await call.record("deployment.delete", name, before=before)
+
+
+async def explain_deployment(call: Call) -> Explanation:
+    """Why here, why not there, what would help."""
+    name = DeploymentId(call.part("deployment_id"))
+    acting = call.acting
+    # A standby has heard nobody and decides nothing: it answers for the one that acts.
+    acting_for_s = (
+        acting.acting_for_s if acting.is_acting else await read_acting_for_s(call.connection)
+    )
+    if acting_for_s is None:
+        raise ApiError(
+            ErrorCode.UNAVAILABLE, "cannot explain: no scheduler acts now", retry_after_s=5
+        )
+    cluster = await acting.picture(call.connection, acting_for_s)
+    # In a thread: it asks the planner.
+    explained = await asyncio.to_thread(explain, split(cluster), name, acting.config.liveness)
+    return found(explained, "deployment", name)
+
+
+DEPLOYMENT_ENDPOINTS: Final = (
+    Endpoint(
+        "GET", "/v1/deployments", list_deployments, "List deployments", DeploymentView, is_list=True
+    ),
+    Endpoint(
+        "POST", "/v1/deployments", create_deployment, "Create a deployment", DeploymentView,
+        NewDeploymentBody, status=201,
+    ),
+    Endpoint(
+        "GET", "/v1/deployments/{deployment_id}", get_deployment, "Read a deployment",
+        DeploymentView,
+    ),
+    Endpoint(
+        "PUT", "/v1/deployments/{deployment_id}", put_deployment, "Change a deployment",
+        DeploymentView, DeploymentBody,
+    ),
+    Endpoint(
+        "DELETE", "/v1/deployments/{deployment_id}", delete_deployment, "End a deployment",
+        status=204,
+    ),
+    Endpoint(
+        "GET", "/v1/deployments/{deployment_id}/explain", explain_deployment,
+        "Why here, why not there", Explanation,
+    ),
+)  # fmt: skip
+
+
+class EngineProblem(NamedTuple):
+    """Which of an engine's settings no node can be given, and why."""
+
+    field: str
+    words: str
+
+
+def engine_problem(engine: EngineSettings) -> EngineProblem | None:
+    """Return what is wrong with an engine's settings, whatever the fleet."""
+    if engine.driver not in DRIVERS:
+        known = ", ".join(sorted(DRIVERS))
+        return EngineProblem("driver", f"there is no driver {engine.driver!r}: one of {known}")
+    if engine.nodes > 1 and engine.driver not in OVER_NODES:
+        known = ", ".join(sorted(OVER_NODES))
+        return EngineProblem("nodes", f"{engine.driver} cannot be spread over nodes: only {known}")
+    if engine.devices % engine.nodes:
+        words = f"{engine.devices} devices over {engine.nodes} nodes: each must have as many"
+        return EngineProblem("nodes", words)
+    return None
+
+
+async def _checked(call: Call, body: DeploymentBody, deployment_id: str) -> Deployment:
+    wrong = engine_problem(body.engine)
+    if wrong is not None:
+        raise ApiError(
+            ErrorCode.INVALID_REQUEST,
+            f"cannot deploy: {wrong.words}",
+            param=f"engine.{wrong.field}",
+        )
+    if await catalogue.get_model(call.connection, body.model_id) is None:
+        raise ApiError(
+            ErrorCode.NOT_FOUND, f"cannot deploy: no model {body.model_id}", param="model_id"
+        )
+    known = await catalogue.known_countries_and_pops(call.connection)
+    problem = _policy_problem(body.policy, known)
+    if problem:
+        raise ApiError(ErrorCode.INVALID_REQUEST, f"cannot deploy: {problem}", param="policy")
+    return Deployment(
+        deployment_id=DeploymentId(deployment_id),
+        name=body.name or body.model_id,
+        model_id=ModelId(body.model_id),
+        engine=body.engine,
+        policy=body.policy,
+    )
+
+
+def _policy_problem(policy: Policy, known: set[str]) -> str:
+    if policy.replicas_min > policy.replicas_max:
+        return f"replicas_min {policy.replicas_min} is over replicas_max {policy.replicas_max}"
+    if len(policy.keep_warm) > policy.replicas_max:
+        return f"keep_warm names more PoPs than replicas_max {policy.replicas_max}"
+    for field in ("keep_warm", "allow", "deny"):
+        for name in getattr(policy, field):
+            if name not in known:
+                return f"{field} names {name!r}, which is no PoP and no PoP's country"
+    return ""

@@ -1,0 +1,53 @@
+"""The demo's folder: one fleet at a time, and only its own processes are ended."""
+
+import asyncio
+import fcntl
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from ops.fleet.bring_up import Fleet, kill_leftovers
+from ops.fleet.processes import StartFailed
+
+
+async def test_what_a_killed_fleet_left_is_ended_and_who_reads_its_logs_is_not(
+    tmp_path: Path,
+) -> None:
+    log = tmp_path / "router.log"
+    log.touch()
+    waits = "import signal; signal.pause()"
+    left = await asyncio.create_subprocess_exec(sys.executable, "-c", waits, str(log))
+    reader = await asyncio.create_subprocess_exec("tail", "-f", str(log))
+    try:
+        async with asyncio.timeout(10):
+            while left.returncode is None:
+                await asyncio.to_thread(kill_leftovers, tmp_path)
+                await asyncio.sleep(0.05)
+        assert left.returncode == -signal.SIGKILL
+        assert reader.returncode is None
+    finally:
+        for process in (left, reader):
+            if process.returncode is None:
+                process.kill()
+            await process.wait()
+
+
+async def test_a_second_fleet_in_one_folder_is_refused_and_ends_nothing(tmp_path: Path) -> None:
+    state = tmp_path / "fleet"
+    with (tmp_path / "fleet.lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        waits = "import signal; signal.pause()"
+        running = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", waits, f"{state}/node-ams"
+        )
+        try:
+            fleet = Fleet(state, lambda line: None)
+            with pytest.raises(StartFailed, match=r"a fleet runs in .* already"):
+                await fleet.up()
+            await fleet.down()
+            assert running.returncode is None
+        finally:
+            running.kill()
+            await running.wait()

@@ -1,0 +1,145 @@
+"""Coroutines that run where they stand: what they wait for, and how they end."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from router.dataplane.errand import Errand, Signal, pause
+
+
+class Told:
+    """What errands did, in order."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    async def waits(self, name: str, *signals: Signal) -> None:
+        self.lines.append(f"{name} begins")
+        try:
+            for number, signal in enumerate(signals):
+                await signal
+                self.lines.append(f"{name} had {number}")
+        except asyncio.CancelledError:
+            self.lines.append(f"{name} is cancelled")
+            raise
+        self.lines.append(f"{name} ends")
+
+    async def gives(self, name: str, then: Callable[[], None], *signals: Signal) -> None:
+        """Do something in the midst of a run, and go on waiting."""
+        self.lines.append(f"{name} begins")
+        then()
+        await self.waits(name, *signals)
+
+
+def begun(work: Coroutine[Any, None, None]) -> Errand:
+    errand = Errand(work)
+    errand.go_on()
+    return errand
+
+
+def test_an_errand_begins_at_once_and_goes_on_within_the_signal() -> None:
+    told, first, second = Told(), Signal(), Signal()
+    begun(told.waits("a", first, second))
+    assert told.lines == ["a begins"]
+    first.give()
+    assert told.lines[1:] == ["a had 0"]
+    second.give()
+    assert told.lines[2:] == ["a had 1", "a ends"]
+
+
+def test_a_signal_given_before_is_not_waited_for_and_given_twice_is_given_once() -> None:
+    told, signal, later = Told(), Signal(), Signal()
+    signal.give()
+    begun(told.waits("a", signal, later))
+    assert told.lines == ["a begins", "a had 0"]
+    signal.give()
+    assert told.lines == ["a begins", "a had 0"]
+
+
+def test_a_signal_given_within_the_errands_own_run_is_not_lost() -> None:
+    told, signal = Told(), Signal()
+    begun(told.gives("a", signal.give, signal))
+    assert told.lines[-1] == "a ends"
+
+
+def test_an_errand_that_wakes_another_goes_on_as_itself() -> None:
+    told, inner, outer = Told(), Signal(), Signal()
+    begun(told.waits("b", inner, Signal()))
+    begun(told.gives("a", inner.give, outer))
+    assert told.lines == ["b begins", "a begins", "b had 0", "a begins"]
+    outer.give()
+    assert told.lines[4:] == ["a had 0", "a ends"]
+
+
+async def test_one_that_fails_within_another_harms_only_itself() -> None:
+    caught: list[Any] = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: caught.append(context))
+    told, inner, outer = Told(), Signal(), Signal()
+
+    async def fails() -> None:
+        await inner
+        raise ValueError("broken")
+
+    begun(fails())
+    begun(told.gives("a", inner.give, outer))
+    outer.give()
+    assert told.lines[-1] == "a ends"
+    assert [str(context["exception"]) for context in caught] == ["broken"]
+
+
+def test_cancelling_ends_the_wait_and_what_comes_later_is_nobodys() -> None:
+    told, signal = Told(), Signal()
+    errand = begun(told.waits("a", signal))
+    errand.cancel()
+    assert told.lines[1:] == ["a is cancelled"]
+    signal.give()
+    errand.cancel()
+    assert told.lines[2:] == []
+
+
+def test_cancelling_within_the_run_waits_for_the_next_wait() -> None:
+    told, signal = Told(), Signal()
+    errands: list[Errand] = []
+    errand = Errand(told.gives("a", lambda: errands[0].cancel(), signal))
+    errands.append(errand)
+    errand.go_on()
+    assert told.lines == ["a begins", "a begins", "a is cancelled"]
+
+
+async def test_what_is_no_signal_is_refused_in_words_where_it_is_awaited() -> None:
+    said: list[str] = []
+
+    async def wrong(awaited: Any) -> None:
+        try:
+            await awaited
+        except RuntimeError as error:
+            said.append(str(error))
+
+    future = asyncio.get_running_loop().create_future()
+    begun(wrong(future))
+    begun(wrong(asyncio.sleep(0)))
+    assert said == [
+        "cannot await Future in an errand, only a Signal",
+        "cannot await NoneType in an errand, only a Signal",
+    ]
+
+
+async def test_a_task_may_wait_for_a_signal_too() -> None:
+    told, signal = Told(), Signal()
+    task = asyncio.get_running_loop().create_task(told.waits("a", signal))
+    await asyncio.sleep(0)
+    signal.give()
+    await task
+    assert told.lines == ["a begins", "a had 0", "a ends"]
+
+
+async def test_a_pause_ends_with_its_timer() -> None:
+    over = asyncio.Event()
+
+    async def pauses() -> None:
+        await pause(0.0)
+        over.set()
+
+    begun(pauses())
+    await over.wait()

@@ -1,0 +1,41 @@
+"""What lives is out of the collector's reach; what conversations leave behind is not for ever."""
+
+import gc
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, cast
+from weakref import ref
+
+import pytest
+
+from scheduler.acting import Acting
+from scheduler.loops.tidy import ENDED_MIN, Tidy
+
+
+class Knot:
+    """Holds itself, as what a conversation leaves may."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+@pytest.fixture(autouse=True)
+def in_reach_again() -> Iterator[None]:
+    yield
+    gc.unfreeze()
+
+
+async def test_what_lives_is_not_walked_and_what_was_left_is_freed_at_last() -> None:
+    acting: Any = SimpleNamespace(ended=0, peers={})
+    tidy = Tidy(cast(Acting, acting))
+    knot = Knot()
+    left = ref(knot)
+    assert (await tidy.run_once()).out_of_reach > 0
+    assert all(one is not knot for one in gc.get_objects())
+    del knot
+    gc.collect()
+    await tidy.run_once()
+    assert left() is not None
+    acting.ended = ENDED_MIN + 1
+    assert (await tidy.run_once()).collected > 0
+    assert left() is None
