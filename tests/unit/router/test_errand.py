@@ -1,10 +1,17 @@
 """Coroutines that run where they stand: what they wait for, and how they end."""
 
 import asyncio
+import types
 from collections.abc import Callable, Coroutine, Generator
 from typing import Any
 
 from router.dataplane.errand import Errand, Signal, pause
+
+
+@types.coroutine
+def a_turn() -> Generator[None, None, None]:
+    """Let one turn of the loop pass."""
+    yield
 
 
 class Told:
@@ -29,13 +36,6 @@ class Told:
         self.lines.append(f"{name} begins")
         then()
         await self.waits(name, *signals)
-
-
-class Bare:
-    """What a task takes for a turn of the loop."""
-
-    def __await__(self) -> Generator[Any, None, None]:
-        yield None
 
 
 def begun(work: Coroutine[Any, None, None]) -> Errand:
@@ -125,7 +125,7 @@ async def test_what_is_no_signal_is_refused_in_words_where_it_is_awaited() -> No
 
     future = asyncio.get_running_loop().create_future()
     begun(wrong(future))
-    begun(wrong(Bare()))
+    begun(wrong(a_turn()))
     assert said == [
         "cannot await Future in an errand, only a Signal",
         "cannot await NoneType in an errand, only a Signal",
@@ -134,12 +134,11 @@ async def test_what_is_no_signal_is_refused_in_words_where_it_is_awaited() -> No
 
 async def test_a_task_may_wait_for_a_signal_too() -> None:
     told, signal = Told(), Signal()
-    waits = asyncio.Event()
-    task = asyncio.get_running_loop().create_task(told.gives("a", waits.set, signal))
-    await waits.wait()
+    task = asyncio.get_running_loop().create_task(told.waits("a", signal))
+    await a_turn()
     signal.give()
     await task
-    assert told.lines[-2:] == ["a had 0", "a ends"]
+    assert told.lines == ["a begins", "a had 0", "a ends"]
 
 
 async def test_a_pause_ends_with_its_timer() -> None:
