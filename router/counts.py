@@ -9,6 +9,10 @@ from isochrone.wire.usage import Outcome
 
 KINDS: Final = ("prompt", "cached", "output")
 """Of tokens."""
+DECLINED: Final = "declined"
+"""How a request ended for what its client wrote; every other word is an `Outcome`."""
+WORDS: Final = (*(str(outcome) for outcome in Outcome), DECLINED)
+"""Of how a request ended."""
 
 
 class Counts:
@@ -23,11 +27,11 @@ class Counts:
         *,
         ttft: Histogram,
         ttft_error: Histogram,
-        requests: Mapping[Outcome, Counter],
+        requests: Mapping[str, Counter],
         tokens: Sequence[Counter],
     ) -> None:
-        """Begin with none; `tokens` are the metrics of the KINDS."""
-        self.outcomes: dict[Outcome, int] = dict.fromkeys(Outcome, 0)
+        """Begin with none; `requests` are the metrics of the WORDS, `tokens` those of the KINDS."""
+        self.outcomes: dict[str, int] = dict.fromkeys(WORDS, 0)
         self.prompt = self.cached = self.output = 0
         self.ttft = ttft
         self.ttft_error = ttft_error

@@ -34,6 +34,8 @@ class Journey:
     picked_at_s = 0.0
     first_token_at_s: float | None = None
     found_no_replica = False
+    is_declined = False
+    """The replica would not have it, for what the client wrote: no fault of the replica's."""
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
     output_tokens: int | None = None

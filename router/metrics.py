@@ -6,8 +6,7 @@ from typing import Final
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
 from prometheus_client.registry import Collector
 
-from isochrone.wire.usage import Outcome
-from router.counts import KINDS, Counts
+from router.counts import KINDS, WORDS, Counts
 
 TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0, 30.0)
 WAIT_BUCKETS_S = (0.005, 0.025, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
@@ -47,7 +46,7 @@ class Metrics(Collector):
             found = self._of[deployment] = Counts(
                 ttft=self.ttft.labels(deployment),
                 ttft_error=self.ttft_error.labels(deployment),
-                requests={one: self.requests.labels(deployment, one.value) for one in Outcome},
+                requests={word: self.requests.labels(deployment, word) for word in WORDS},
                 tokens=[self.tokens.labels(deployment, kind) for kind in KINDS],
             )
         return found

@@ -10,6 +10,7 @@ from typing import Final
 from isochrone.wire.ids import DeploymentId, PopId
 from isochrone.wire.routes import Route
 from isochrone.wire.usage import DemandRow, Outcome, TrialRow, UsageRow
+from router.counts import DECLINED
 from router.decide.rollout import Trials
 from router.journal import Journal
 from router.journey import Journey
@@ -49,7 +50,7 @@ class Recorder:
         asked = journey.asked
         prompt, cached, output = journey.used
         metrics = self._metrics.of(asked.deployment.name)
-        metrics.outcomes[journey.outcome] += 1
+        metrics.outcomes[DECLINED if journey.is_declined else journey.outcome] += 1
         metrics.prompt += prompt
         metrics.cached += cached
         metrics.output += output
@@ -138,7 +139,7 @@ class Recorder:
         self._trials.ended(
             journey.asked.deployment,
             route,
-            failed=journey.outcome is Outcome.FAILED,
+            failed=journey.outcome is Outcome.FAILED and not journey.is_declined,
             ttft_ms=ttft_ms,
             itl_ms=itl_ms,
         )

@@ -317,6 +317,7 @@ class Corridor:
             journey.outcome = Outcome.COMPLETE
         else:
             hold_to_error(exchange.body, head.status)
+            journey.is_declined = True
             retry_after = head.fields.get(b"retry-after")
             if retry_after:
                 lines += f"retry-after: {retry_after.decode('latin-1')}\r\n"

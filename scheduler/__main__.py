@@ -66,13 +66,14 @@ def migrate_command(database_url: str) -> None:
 def what_if_command(picture: Path, changes: str, prices: str) -> None:
     """Plan a saved picture after some changes and print what would follow, as JSON."""
     try:
-        answer = what_if(
-            msgspec.json.decode(picture.read_bytes(), type=Picture),
-            msgspec.json.decode(changes, type=list[Change]),
-            msgspec.json.decode(prices, type=dict[str, float]),
-        )
+        saved = msgspec.json.decode(picture.read_bytes(), type=Picture)
     except (msgspec.DecodeError, UnicodeDecodeError, OSError) as error:
-        raise click.ClickException(f"cannot read {picture} or its changes: {error}") from error
+        raise click.ClickException(f"cannot read the picture {picture}: {error}") from error
+    try:
+        asked = msgspec.json.decode(changes, type=list[Change])
+        answer = what_if(saved, asked, msgspec.json.decode(prices, type=dict[str, float]))
+    except msgspec.DecodeError as error:
+        raise click.ClickException(f"cannot read the changes: {error}") from error
     except CannotChange as error:
         raise click.ClickException(str(error)) from error
     click.echo(msgspec.json.encode(answer))

@@ -26,7 +26,8 @@ from scheduler.config import SchedulerConfig
 from scheduler.decide.admission import Admissions
 from scheduler.decide.cluster import ClusterState, DemandRate
 from scheduler.decide.demand import foreseeing
-from scheduler.store.cluster import KnownNodes, read_cluster
+from scheduler.store.cluster import read_cluster
+from scheduler.store.known_nodes import KnownNodes
 from scheduler.store.lease import MARGIN_S, Lease
 from scheduler.store.nodes import read_assignment
 from scheduler.store.pool import Connection, Pool, using

@@ -4,6 +4,7 @@ A what-if is planned by `python -m scheduler what-if` in a process of its own, o
 needs no fleet, and a large one costs the acting scheduler nothing.
 """
 
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -39,7 +40,7 @@ GIB: Final = 1024**3
     "--add-deployment",
     multiple=True,
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    help="JSON file with model, deployment, demand_like and demand_factor.",
+    help="JSON file with deployment, demand_like, demand_factor, and the model if it is new.",
 )
 @click.option("--price", multiple=True, help="CLASS=COST of a device an hour.")
 @click.option("--map", "map_to", type=click.Path(path_type=Path), help="Write a world map (PNG).")
@@ -54,7 +55,7 @@ def plan(obj: Context, /, save: Path | None, picture: Path | None, **given: Any)
     if picture is None:
         return
     answer = _planned(picture, _changes(given), _prices(given["price"]))
-    _show(answer, obj.output)
+    _show(answer, obj.output, has_prices=bool(given["price"]))
     if given["map_to"] is not None:
         pops = msgspec.json.decode(picture.read_bytes())["cluster"]["pops"]
         draw(answer, pops, given["map_to"])
@@ -112,9 +113,11 @@ def _scaled(text: str) -> dict[str, Any]:
     where, _, factor = text.rpartition("=")
     deployment, _, city = where.rpartition("@")
     try:
-        change: dict[str, Any] = {"type": "scale_demand", "factor": float(factor)}
+        change: dict[str, Any] = {"type": "scale_demand", "factor": _number(factor)}
     except ValueError as error:
-        raise click.UsageError(f"cannot read the demand {text!r}: write ams=2") from error
+        raise click.UsageError(
+            f"cannot read the demand {text!r}: write ams=2 for twice as much"
+        ) from error
     if city not in ("", "*"):
         change["pop"] = city
     if deployment:
@@ -132,12 +135,21 @@ def _read(path: Path) -> dict[str, Any]:
 def _prices(texts: tuple[str, ...]) -> dict[str, float]:
     pairs = [text.partition("=") for text in texts]
     try:
-        return {name: float(cost) for name, _, cost in pairs}
+        return {name: _number(cost) for name, _, cost in pairs}
     except ValueError as error:
-        raise click.UsageError("cannot read a price: write h100-80g=2.5") from error
+        given = ", ".join(texts)
+        raise click.UsageError(f"cannot read the prices {given}: write h100-80g=2.5") from error
 
 
-def _show(answer: dict[str, Any], output: str) -> None:
+def _number(text: str) -> float:
+    """Return a number that is one, and not below 0; else raise ValueError."""
+    number = float(text)
+    if not 0 <= number < math.inf:
+        raise ValueError(text)
+    return number
+
+
+def _show(answer: dict[str, Any], output: str, *, has_prices: bool) -> None:
     if output == "json":
         show_one(answer, output)
         return
@@ -145,7 +157,9 @@ def _show(answer: dict[str, Any], output: str) -> None:
     click.echo("; ".join(answer["changes"]) or "as it was saved")
     rest = "" if answer["is_at_rest"] else ", and it is not at rest"
     click.echo(f"moves: {len(moves)}, rounds: {answer['rounds']}{rest}; plan {answer['digest']}")
-    show_rows(moves[:MOVES_SHOWN], ["kind", "deployment_id", "node_id", "pop", "reason"], output)
+    if moves:
+        columns = ["kind", "deployment_id", "node_id", "pop", "reason"]
+        show_rows(moves[:MOVES_SHOWN], columns, output)
     if len(moves) > MOVES_SHOWN:
         click.echo(f"and {len(moves) - MOVES_SHOWN} more (-o json shows all)")
     for line in (*answer["unmet"], answer["frozen"]):
@@ -156,12 +170,14 @@ def _show(answer: dict[str, Any], output: str) -> None:
     columns = ["pop", "requests_per_s", "ttft_p90_ms", "then", "unserved_per_s"]
     show_rows(_beside(now["cities"], then["cities"], "ttft_p90_ms"), columns, output)
     click.echo("\nPoPs:")
-    columns = ["pop", "nodes", "replicas", "load", "memory", "then"]
+    columns = ["pop", "nodes", "replicas", "then", "load", "memory"]
     show_rows(_beside(now["pops"], then["pops"], "replicas"), columns, output)
     click.echo("\ndevices:")
-    columns = ["device_class", "devices", "used", "cost_per_hour", "then"]
-    rows = _beside(now["devices"], then["devices"], "cost_per_hour", by="device_class")
-    show_rows(rows, columns, output)
+    shown = "cost_per_hour" if has_prices else "used"
+    rows = _beside(now["devices"], then["devices"], shown, by="device_class")
+    show_rows(rows, ["device_class", "devices", shown, "then"], output)
+    if not has_prices:
+        click.echo("--price CLASS=COST tells what they cost")
     if then["assumed_rates"]:
         names = ", ".join(then["assumed_rates"])
         click.echo(f"\nno replica of these was measured yet, their rates are assumed: {names}")
@@ -170,12 +186,12 @@ def _show(answer: dict[str, Any], output: str) -> None:
 def _beside(
     now: list[dict[str, Any]], then: list[dict[str, Any]], field: str, by: str = "pop"
 ) -> list[dict[str, Any]]:
-    """Put what `field` comes to beside what it is; the other fields are those of afterwards."""
+    """Put what `field` comes to beside what it is; the others are of afterwards, if it is there."""
     before = {row[by]: row for row in now}
     after = {row[by]: row for row in then}
     return [
         {
-            **after.get(name, before.get(name, {})),
+            **after.get(name, {by: name}),
             field: before.get(name, {}).get(field),
             "then": after.get(name, {}).get(field),
         }

@@ -6,6 +6,7 @@ import click
 
 from isochrone.cli.client import segment
 from isochrone.cli.context import Context
+from isochrone.cli.engine import engine_of, engine_options
 from isochrone.cli.output import chatter, show_one, show_rows
 
 
@@ -17,12 +18,7 @@ def rollouts() -> None:
 @rollouts.command("start")
 @click.argument("deployment")
 @click.option("--model", help="The catalogue entry of the new version.")
-@click.option("--driver", help="embedded, mock, vllm, sglang or tensorrt_llm.")
-@click.option("--option", "options", multiple=True, help="Engine option, as name=value.")
-@click.option("--context-tokens", type=int)
-@click.option("--kv-bytes", type=int)
-@click.option("--devices", type=int)
-@click.option("--nodes", type=int)
+@engine_options
 @click.option(
     "--step",
     "steps",
@@ -35,21 +31,10 @@ def rollouts() -> None:
 def rollouts_start(obj: Context, /, deployment: str, **given: Any) -> None:
     """Begin to bring a new version. What is not given stays as the deployment has it."""
     path = f"/v1/deployments/{segment(deployment)}"
-    engine = dict(obj.api.ask("GET", path)["engine"])
-    named = {
-        "driver": given["driver"],
-        "context_tokens_max": given["context_tokens"],
-        "kv_memory_bytes": given["kv_bytes"],
-        "devices": given["devices"],
-        "nodes": given["nodes"],
-    }
-    engine |= {name: value for name, value in named.items() if value is not None}
-    if given["options"]:
-        pairs = [option.partition("=") for option in given["options"]]
-        engine["options"] = {name: value for name, _, value in pairs}
+    before = obj.api.ask("GET", path)["engine"]
     bounds = {"attempts_min": given["attempts"], "step_min_s": given["step_seconds"]}
     body: dict[str, Any] = {
-        "engine": engine,
+        "engine": engine_of(before, given),
         "bounds": {name: value for name, value in bounds.items() if value is not None},
     }
     if given["model"]:

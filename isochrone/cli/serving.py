@@ -9,6 +9,7 @@ import msgspec
 
 from isochrone.cli.client import AdminError, segment
 from isochrone.cli.context import Context
+from isochrone.cli.engine import engine_of, engine_options
 from isochrone.cli.manifest import artifact_of, facts_of
 from isochrone.cli.output import chatter, show_one, show_rows
 
@@ -112,21 +113,16 @@ def price_of(text: str) -> dict[str, float]:
 @click.argument("deployment")
 @click.option("--model", help="Catalogue entry; needed for a new deployment.")
 @click.option("--name", help="What clients write as `model` (default: the model).")
-@click.option("--driver", help="embedded, mock, vllm, sglang or tensorrt_llm.")
-@click.option("--min", "replicas_min", type=int)
-@click.option("--max", "replicas_max", type=int)
-@click.option("--keep-warm", multiple=True, help="A PoP that always holds a replica.")
-@click.option("--allow", multiple=True, help="A PoP or country that may hold it.")
-@click.option("--deny", multiple=True, help="A PoP or country that may not.")
-@click.option(
-    "--option", "options", multiple=True, help="Engine option, as name=value; all of them."
-)
-@click.option("--context-tokens", type=int)
-@click.option("--kv-bytes", type=int)
-@click.option("--devices", type=int, help="GPUs of a replica; its engine is split over them.")
-@click.option("--nodes", type=int, help="Nodes of one PoP that these GPUs are on, as many on each.")
+@click.option("--min", "replicas_min", type=int, help="Fewest replicas, wherever they are.")
+@click.option("--max", "replicas_max", type=int, help="Most replicas, whatever is asked.")
+@click.option("--keep-warm", multiple=True, help="A PoP that always holds a replica; '' for none.")
+@click.option("--allow", multiple=True, help="A PoP or country that may hold it; '' for all.")
+@click.option("--deny", multiple=True, help="A PoP or country that may not; '' for none.")
+@click.option("--priority", type=int, help="0 to 100: who is seated first where room is scarce.")
+@click.option("--prefill-share", type=float, help="Share of a PoP's replicas that only read.")
+@engine_options
 @click.option("--wait", is_flag=True, help="Return when it is warm.")
-@click.option("--timeout", "timeout_s", type=float, default=600.0)
+@click.option("--timeout", "timeout_s", type=float, default=600.0, help="Seconds for --wait.")
 @click.pass_obj
 def deploy(obj: Context, /, deployment: str, wait: bool, timeout_s: float, **given: Any) -> None:
     """Create or change a deployment. What is not given stays as it is."""
@@ -151,21 +147,13 @@ def _deployment_body(before: dict[str, Any], given: dict[str, Any]) -> dict[str,
         "name": given["name"] or before.get("name"),
     }
     body: dict[str, Any] = {field: value for field, value in named.items() if value}
-    body |= {"engine": dict(before["engine"]), "policy": dict(before["policy"])}
-    engine = {
-        "driver": given["driver"],
-        "context_tokens_max": given["context_tokens"],
-        "kv_memory_bytes": given["kv_bytes"],
-        "devices": given["devices"],
-        "nodes": given["nodes"],
-    }
-    policy = {name: given[name] for name in ("replicas_min", "replicas_max")}
-    policy |= {name: list(given[name]) or None for name in ("keep_warm", "allow", "deny")}
-    body["engine"].update({name: value for name, value in engine.items() if value is not None})
-    body["policy"].update({name: value for name, value in policy.items() if value is not None})
-    if given["options"]:
-        pairs = [option.partition("=") for option in given["options"]]
-        body["engine"]["options"] = {name: value for name, _, value in pairs}
+    bounds = ("replicas_min", "replicas_max", "priority", "prefill_share")
+    policy = {name: given[name] for name in bounds if given[name] is not None}
+    for name in ("keep_warm", "allow", "deny"):
+        if given[name]:
+            policy[name] = [place for place in given[name] if place]
+    body["engine"] = engine_of(before["engine"], given)
+    body["policy"] = {**before["policy"], **policy}
     return body
 
 

@@ -21,7 +21,7 @@ from nodeagent.engine.decide.sequence import BLOCK_TOKENS
 from nodeagent.engine.decide.underway import Underway
 from nodeagent.engine.kv_tiers.opening import open_tiers
 from nodeagent.engine.layers.kv_format import KV_DTYPES, KvFormat
-from nodeagent.engine.layers.linear import choose
+from nodeagent.engine.layers.linear import bytes_kept, choose
 from nodeagent.engine.layers.lora import Adding
 from nodeagent.engine.models.families import adding_of, build, survey
 from nodeagent.engine.models.shape import CheckpointError, ModelShape
@@ -73,7 +73,7 @@ def load(config: EngineConfig, crew: Crew | None = None) -> Loaded:
         shape = source.shape
         draft = open_draft(config, shape, vocabulary)
         context = min(config.context_tokens_max, shape.context_tokens)
-        weights_bytes = shape.parameters() * dtype.itemsize
+        weights_bytes = int(shape.parameters() * bytes_per_weight(config, source))
         if draft is not None:
             weights_bytes += draft.weights_bytes(dtype)
         if vocabulary.size > shape.vocabulary:
@@ -81,7 +81,7 @@ def load(config: EngineConfig, crew: Crew | None = None) -> Loaded:
                 f"cannot load {config.model_path}: {vocabulary.size} tokens, but embeddings for"
                 f" {shape.vocabulary}"
             )
-        need_memory(config, shape, 0, draft)
+        need_memory(config, source, 0, draft)
         survey(shape, source, split)
         gathering = gather(config, crew) if crew is not None else None
         if crew is not None:
@@ -230,14 +230,26 @@ def _kv_blocks(
     return blocks
 
 
+def bytes_per_weight(config: EngineConfig, source: SafetensorsFolder | GgufFile) -> float:
+    """Return what the device keeps of each weight, on the whole."""
+    dtype, filed = _DTYPES[config.dtype], source.filed_bits()
+    keeping, _ = choose(config.device.partition(":")[0], dtype, config.quantisation == "file")
+    kept = sum(count * bytes_kept(keeping, dtype, bits) for bits, count in filed.items())
+    return kept / max(filed.total(), 1)
+
+
 def need_memory(
-    config: EngineConfig, shape: ModelShape, rank: int, draft: DraftModel | Head | None = None
+    config: EngineConfig,
+    source: SafetensorsFolder | GgufFile,
+    rank: int,
+    draft: DraftModel | Head | None = None,
 ) -> None:
     """Raise CheckpointError where the rank's share is too much for its device.
 
     The host's memory all ranks on it share: the first of them asks for all.
     """
-    split, device, here = split_of(config), _device(config, rank), ranks_here(config)
+    shape, split = source.shape, split_of(config)
+    device, here = _device(config, rank), ranks_here(config)
     if device == "cpu" and rank != here.start:
         return
     weights, kv_bytes, host_bytes = (
@@ -249,8 +261,8 @@ def need_memory(
         weights = sum(Share(shape, split, each).parameters() for each in here)
         kv_bytes *= len(here)
         host_bytes = config.kv_host_bytes
-    dtype = _DTYPES[config.dtype]
-    weights_bytes = weights * dtype.itemsize + (draft.weights_bytes(dtype) if draft else 0)
+    weights_bytes = int(weights * bytes_per_weight(config, source))
+    weights_bytes += draft.weights_bytes(_DTYPES[config.dtype]) if draft else 0
     available = available_bytes(device)
     if weights_bytes + kv_bytes + host_bytes > available:
         raise CheckpointError(

@@ -4,10 +4,11 @@
 
 Who is within so many ms of a replica that has room for them counts nothing, who is farther counts
 as far. Lagrange's bound (`dual.py`) of the share that stays far, memory being priced so that the
-budget is kept, is a share that no placement comes below: where it is over a tenth, no placement has
-its p90 within those ms. The demand is the mean of the hours sampled, replicas serve at their full
-capacity, everybody is served. Left out: sites' own memory, spread, minima, the hours' differences,
-all of which make the true share larger.
+budget and what each site has are kept, is a share that no placement comes below: where it is over a
+tenth, no placement has its p90 within those ms. The demand is the mean of the hours sampled,
+replicas serve at their full capacity, or with `--as-planned` carry the peaks with the planner's
+headroom; everybody is served. Left out: spread, minima, the hours' differences, all of which make
+the true share larger.
 """
 
 import argparse
@@ -19,18 +20,26 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from isochrone.wire.ids import ClusterId, Generation
+from ops.sim.bound import needs_of, shared_by, total
 from ops.sim.compare import SAMPLED, peak_of_the_day
 from ops.sim.dual import Side, Terms
 from ops.sim.planet import FIRST
 from ops.sim.planet_world import World, demand_rows, draw
 from scheduler.decide.cluster import ClusterState
+from scheduler.decide.flow import Floats
 from scheduler.decide.liveness import liveness
 from scheduler.decide.plan import Draft
-from scheduler.decide.score import GIB, HEADROOM
+from scheduler.decide.score import HEADROOM
 
-ROUNDS: Final = 60
-LAST_ROUNDS: Final = 200
-BISECTIONS: Final = 7
+ROUNDS: Final = 30
+STEPS: Final = 12
+LAST_STEPS: Final = 150
+STEP: Final = 0.004
+"""The part of the bound by which the first step of the sites' prices aims to raise it."""
+
+FIRST_PRICE: Final = 8e-7
+"""The share that a GiB is worth, to begin with."""
+
 UNSERVED: Final = 30.0
 """What a request that nobody serves counts, one that is served from afar being 1."""
 
@@ -43,8 +52,8 @@ class Reached(NamedTuple):
     price: float
 
 
-def terms_at(world: World, within_ms: float, as_planned: bool) -> list[Terms]:
-    """Return by deployment what it counts to be near or far, and what a replica carries."""
+def terms_at(world: World, within_ms: float, as_planned: bool) -> tuple[list[Terms], Floats]:
+    """Return by deployment what it counts to be near or far; and what each site has."""
     mean = np.mean([world.requests(minute) for minute in SAMPLED], axis=0)
     carried = peak_of_the_day(world) if as_planned else mean
     cluster = ClusterState(
@@ -58,9 +67,9 @@ def terms_at(world: World, within_ms: float, as_planned: bool) -> list[Terms]:
         demand=demand_rows(world, carried),
         profiles=world.profiles,
     )
-    wishes = Draft(cluster, liveness(cluster.nodes, cluster.acting_for_s), FIRST).sought().wishes
+    search = Draft(cluster, liveness(cluster.nodes, cluster.acting_for_s), FIRST).sought()
     found = []
-    for number, wish in enumerate(wishes):
+    for number, wish in enumerate(search.wishes):
         sites = np.flatnonzero(wish.rooms > 0)
         share = mean[wish.cities, number] / mean.sum()
         found.append(
@@ -70,7 +79,7 @@ def terms_at(world: World, within_ms: float, as_planned: bool) -> list[Terms]:
                 lost=share * UNSERVED,
                 room=wish.rooms[sites] / (1.0 if as_planned else HEADROOM),
                 fixed=np.zeros(len(sites)),
-                needs=np.full((1, len(sites)), wish.memory_bytes / GIB),
+                needs=needs_of(wish, search.ground, sites),
                 sites=sites,
                 pops=sites,
                 most=wish.most,
@@ -79,28 +88,36 @@ def terms_at(world: World, within_ms: float, as_planned: bool) -> list[Terms]:
                 none=float(share.sum()) * UNSERVED,
             )
         )
-    return found
+    return found, shared_by(search.ground)
 
 
-def reached(terms: Sequence[Terms], within_ms: float, budget_gib: float) -> Reached:
-    """Return the best bound found over prices of memory."""
+def reached(terms: Sequence[Terms], has: Floats, within_ms: float, budget_gib: float) -> Reached:
+    """Return the best bound found over prices: of memory anywhere, and of what each site has."""
     sides = [Side(one) for one in terms]
-    sites = 1 + max(int(one.sites.max()) for one in terms)
-    low, high, best = 1e-8, 1e-4, Reached(within_ms, 0.0, 0.0)
-    for turn in range(BISECTIONS):
-        price = float(np.sqrt(low * high))
-        rounds = ROUNDS if turn < BISECTIONS - 1 else LAST_ROUNDS
+    price, at_sites = FIRST_PRICE, np.zeros_like(has)
+    best, theta = Reached(within_ms, 0.0, price), 1.0
+    for turn in range(ROUNDS):
+        prices = at_sites.copy()
+        prices[0] += price
+        use = np.zeros_like(has)
         for side in sides:
-            side.begin(np.full((1, sites), price))
+            side.begin(prices)
             side.climb(0.0, 1)
-            side.climb(1.05 * abs(side.best.value), rounds)
-        use = np.zeros((1, sites))
-        for side in sides:
+            side.climb(1.03 * abs(side.best.value), LAST_STEPS if turn == ROUNDS - 1 else STEPS)
             side.add_use(use)
-        share = sum(side.best.value for side in sides) - price * budget_gib
+        share = total(sides, at_sites, has) - price * budget_gib
         if share > best.far_share:
             best = Reached(within_ms, share, price)
-        low, high = (price, high) if use.sum() > budget_gib else (low, price)
+        else:
+            theta *= 0.75
+        over_budget = float(use[0].sum()) / budget_gib - 1.0
+        price *= float(np.exp(np.clip(0.5 * theta * over_budget, -0.4, 0.4)))
+        over = use / has - 1.0
+        over[(at_sites <= 0) & (over < 0)] = 0.0
+        steep = float((over**2).sum())
+        if steep > 0:
+            step = theta * STEP * abs(best.far_share) / steep
+            at_sites = np.maximum(0.0, at_sites + step * over / has)
     return best
 
 
@@ -116,9 +133,8 @@ def main() -> None:
     given = parser.parse_args()
     world = draw(given.data, given.seed)
     for within_ms in given.within_ms:
-        found = reached(
-            terms_at(world, within_ms, given.as_planned), within_ms, given.budget_tib * 1024
-        )
+        terms, has = terms_at(world, within_ms, given.as_planned)
+        found = reached(terms, has, within_ms, given.budget_tib * 1024)
         print(
             f"within {within_ms} ms with {given.budget_tib:.1f} TiB: at least "
             f"{100 * found.far_share:.2f} % stay farther (a GiB priced {found.price:.2e})",

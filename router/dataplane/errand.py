@@ -63,10 +63,12 @@ class Signal:
 class Errand:
     """One coroutine on its way, from `go_on` to its end."""
 
-    __slots__ = ("_is_cancelled", "_is_over", "_is_running", "_work")
+    __slots__ = ("_is_cancelled", "_is_over", "_is_running", "_steps", "_work")
 
     def __init__(self, work: Coroutine[Any, None, None]) -> None:
         self._work = work
+        # As an iterator: its end is a value there, where `send` raises an exception.
+        self._steps = work.__await__()
         self._is_running = False
         self._is_cancelled = False
         self._is_over = False
@@ -79,7 +81,7 @@ class Errand:
         self._is_running = True
         try:
             self._run()
-        except (StopIteration, asyncio.CancelledError):
+        except (asyncio.CancelledError, StopIteration):
             self._is_over = True
         except Exception as error:
             self._is_over = True
@@ -92,11 +94,13 @@ class Errand:
     def _run(self) -> None:
         awaited: object = None
         if not self._is_cancelled:
-            awaited = self._work.send(None)
-        if self._is_cancelled:
+            awaited = next(self._steps, _OVER)
+        if self._is_cancelled and awaited is not _OVER:
             self._is_cancelled = False
             awaited = self._work.throw(asyncio.CancelledError())
-        if not isinstance(awaited, Signal):
+        if awaited is _OVER:
+            self._is_over = True
+        elif not isinstance(awaited, Signal):
             # Nobody would ever go on with it.
             what = type(awaited).__name__
             self._work.throw(RuntimeError(f"cannot await {what} in an errand, only a Signal"))
@@ -109,6 +113,7 @@ class Errand:
 
 
 _NOW: Final = _Now()
+_OVER: Final = object()
 
 
 async def pause(seconds: float) -> None:

@@ -76,9 +76,9 @@ class Ranked(NamedTuple):
     @property
     def why(self) -> str:
         """The header value that tells a client why this replica."""
-        whole, tenth = divmod(round(10 * self.rtt_ms), 10)
-        queue_ms, prefill_ms = round(self.queue_ms), round(self.prefill_ms)
-        return f"{self.reason} rtt={whole}.{tenth}ms queue={queue_ms}ms prefill={prefill_ms}ms"
+        tenths, queue_ms = int(10 * self.rtt_ms + 0.5), int(self.queue_ms + 0.5)
+        rtt, prefill_ms = f"{tenths // 10}.{tenths % 10}", int(self.prefill_ms + 0.5)
+        return f"{self.reason} rtt={rtt}ms queue={queue_ms}ms prefill={prefill_ms}ms"
 
 
 class Picture:

@@ -8,7 +8,6 @@ was asked, not what was served.
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from operator import attrgetter
 from typing import Final, NamedTuple
 
@@ -24,8 +23,10 @@ RATE_MIN: Final = 1e-9
 RATE_MAX: Final = 1e9
 """Less than anyone notices, and more than any city asks: what is beyond is an error in counting."""
 
-RATES: Final = attrgetter(
-    "requests_per_s", "refused_per_s", "uncached_tokens_per_s", "output_tokens_per_s"
+POP: Final = attrgetter("pop")
+RATES: Final = tuple(
+    attrgetter(name)
+    for name in ("requests_per_s", "refused_per_s", "uncached_tokens_per_s", "output_tokens_per_s")
 )
 
 
@@ -116,8 +117,10 @@ def _asked(rows: Sequence[DemandRate], index: Mapping[PopId, int]) -> Floats:
 
     A rate that is no number, below 0 or beyond belief, or of no city of ours, is left out.
     """
-    columns = chain.from_iterable((index.get(row.pop, -1), *RATES(row)) for row in rows)
-    read = np.fromiter(columns, np.float64, 5 * len(rows)).reshape(-1, 5)
+    read = np.empty((len(rows), 1 + len(RATES)))
+    read[:, 0] = [index.get(pop, -1) for pop in map(POP, rows)]
+    for column, rate in enumerate(RATES, 1):
+        read[:, column] = np.fromiter(map(rate, rows), np.float64, len(rows))
     # What is no number compares as False.
     read = read[((read >= 0) & (read < RATE_MAX)).all(axis=1)]
     total = read[:, 1] + read[:, 2]

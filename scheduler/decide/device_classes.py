@@ -11,6 +11,7 @@ from typing import Final
 
 import msgspec
 
+CPU: Final = "cpu"
 GB: Final = 10**9
 TERA: Final = 10**12
 

@@ -14,7 +14,7 @@ from isochrone.wire.ids import DeploymentId, DeviceId, Generation, NodeId, PopId
 from isochrone.wire.model import Deployment, Model, Positive
 from isochrone.wire.report import Device, ReplicaState
 from scheduler.decide.cluster import ClusterState, Node, Plan
-from scheduler.decide.device_classes import CLASSES, class_of
+from scheduler.decide.device_classes import CLASSES, CPU, class_of
 from scheduler.decide.liveness import LivenessLimits
 from scheduler.decide.plan import plan
 from scheduler.decide.predict import Prediction, predict
@@ -96,16 +96,16 @@ class ScaleDemand(msgspec.Struct, frozen=True, kw_only=True, tag="scale_demand")
 
 
 class AddDeployment(msgspec.Struct, frozen=True, kw_only=True, tag="add_deployment"):
-    """A new model, asked for as another deployment is, times a factor."""
+    """A new model, or one of the picture's, asked for as another deployment is, times a factor."""
 
-    model: Model
     deployment: Deployment
+    model: Model | None = None
     demand_like: DeploymentId | None = None
     demand_factor: Annotated[float, msgspec.Meta(ge=0, le=1000)] = 1.0
 
     def words(self) -> str:
         """Say it."""
-        return f"add {self.deployment.deployment_id} ({self.model.model_id})"
+        return f"add {self.deployment.deployment_id} ({self.deployment.model_id})"
 
 
 Change = AddNodes | LosePop | LoseNode | ScaleDemand | AddDeployment
@@ -311,14 +311,15 @@ def _with_deployment(cluster: ClusterState, change: AddDeployment) -> ClusterSta
     name = change.deployment.deployment_id
     if any(deployment.deployment_id == name for deployment in cluster.deployments):
         raise CannotChange(f"cannot add {name}: the picture has a deployment of that name")
-    if change.deployment.model_id != change.model.model_id:
-        raise CannotChange(
-            f"cannot add {name}: it serves {change.deployment.model_id}, the model given is "
-            f"{change.model.model_id}"
-        )
-    models = {model.model_id: model for model in cluster.models} | {
-        change.model.model_id: change.model
-    }
+    models = {model.model_id: model for model in cluster.models}
+    wanted = change.deployment.model_id
+    if change.model is not None and change.model.model_id != wanted:
+        given = change.model.model_id
+        raise CannotChange(f"cannot add {name}: it serves {wanted}, the model given is {given}")
+    if change.model is not None:
+        models[wanted] = change.model
+    elif wanted not in models:
+        raise CannotChange(f"cannot add {name}: the picture has no model {wanted}; give it")
     like = change.demand_like
     asked = [
         msgspec.structs.replace(row, deployment_id=name)
@@ -344,9 +345,11 @@ def _must_be_made(cluster: ClusterState, change: AddNodes) -> None:
     """Refuse a class of device that nobody knows, and more memory than one of it has."""
     kind = class_of(change.device_class)
     here = {device.device_class for node in cluster.nodes for device in node.devices}
-    if kind is None and change.device_class not in here:
-        known = ", ".join(sorted({*CLASSES, *here}))
-        raise CannotChange(f"cannot add {change.device_class}: known are {known}")
+    known = {*CLASSES, *here, CPU}
+    if kind is None and change.device_class not in known:
+        raise CannotChange(
+            f"cannot add {change.device_class}: known are {', '.join(sorted(known))}"
+        )
     if kind is not None and change.memory_bytes > MEMORY_SLACK * kind.memory_bytes:
         raise CannotChange(
             f"cannot add {change.device_class} of {change.memory_bytes / GIB:.0f} GiB: one has "

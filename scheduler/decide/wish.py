@@ -153,9 +153,9 @@ class Wish:
 
     def needed_in(self) -> list[PopId]:
         """Return PoPs among which is one where a seat more would mend most."""
-        held = self.pops()
-        others = [site.pop for site in self.ground.sites if site.pop not in held]
-        return [*self.deployment.policy.keep_warm, *others[:1], *held[:1]]
+        held = self._held_pops()
+        other = next(([site.pop] for site in self.ground.sites if site.pop not in held), [])
+        return [*self.deployment.policy.keep_warm, *other, *self.pops()[:1]]
 
     def shortfall(self, pops: Sequence[PopId]) -> float:
         """Return what seats in `pops` leave wanting beside waits, in the measure of score.py."""

@@ -6,7 +6,6 @@ read_part(): a fleet read before, with some of its nodes as they are.
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
 
 import asyncpg
 import msgspec
@@ -22,36 +21,19 @@ from isochrone.wire.ids import (
     ReplicaId,
 )
 from isochrone.wire.model import Deployment, EngineSettings, Model, Policy
-from isochrone.wire.report import Device, Profile, ReplicaState, Report
+from isochrone.wire.report import Profile, ReplicaState, Report
 from isochrone.wire.routes import Pop
 from scheduler.decide.cluster import (
     ClusterState,
     DemandRate,
     MeasuredProfile,
-    Node,
     Placement,
     PopDistance,
 )
+from scheduler.store.known_nodes import KnownNodes, made, read_nodes
 from scheduler.store.pool import Connection, fetch_one
 from scheduler.store.prefetch import read_prefetches
 from scheduler.store.rollouts import active_rollouts
-
-_report = msgspec.msgpack.Decoder(Report)
-
-
-class KnownNode(NamedTuple):
-    """What a node last reported, read once; `key` says which report that was."""
-
-    key: tuple[str, int]
-    report: Report | None
-    devices: tuple[Device, ...]
-
-
-class KnownNodes:
-    """Reports and devices as read before: a picture reads again only those that changed."""
-
-    def __init__(self) -> None:
-        self.by_node: dict[NodeId, KnownNode] = {}
 
 
 async def read_cluster(
@@ -84,7 +66,7 @@ async def read_fleet(
     `known` is kept by the caller from one reading to the next.
     """
     row = await fetch_one(connection, "SELECT cluster_id, generation FROM cluster")
-    reports, nodes = await _read_nodes(connection, silent_s or {}, known or KnownNodes())
+    reports, nodes = await read_nodes(connection, silent_s or {}, known or KnownNodes())
     deployments, deleted = await _read_deployments(connection)
     return ClusterState(
         cluster_id=ClusterId(row["cluster_id"]),
@@ -113,7 +95,7 @@ async def read_part(
     known: KnownNodes,
 ) -> ClusterState:
     """Return what `fleet` says beside its nodes, with these nodes and what is on them, read now."""
-    reports, nodes = await _read_nodes(connection, silent_s, known, node_ids)
+    reports, nodes = await read_nodes(connection, silent_s, known, node_ids)
     placements = await _read_placements(connection, reports, node_ids)
     return msgspec.structs.replace(fleet, nodes=nodes, placements=placements)
 
@@ -133,105 +115,6 @@ async def read_pops(connection: Connection) -> tuple[Pop, ...]:
         )
         for row in rows
     )
-
-
-async def _read_nodes(
-    connection: Connection,
-    silent_s: Mapping[NodeId, float],
-    known: KnownNodes,
-    only: Sequence[NodeId] | None = None,
-) -> tuple[dict[NodeId, Report], tuple[Node, ...]]:
-    rows = await connection.fetch(
-        """
-        SELECT node_id, pop, address, draining, revoked, generation, boot_id, report_seq,
-               extract(epoch FROM clock_timestamp() - coalesce(last_seen_at, created_at))::float8
-                   AS silent_s
-        FROM node WHERE $1::text[] IS NULL OR node_id = ANY($1) ORDER BY node_id
-        """,
-        only,
-    )
-    by_node = await _learn(connection, known, rows)
-    # Replaced whole: another reading may be under way.
-    known.by_node = by_node if only is None else {**known.by_node, **by_node}
-    reports: dict[NodeId, Report] = {}
-    nodes = []
-    for row in rows:
-        node_id = NodeId(row["node_id"])
-        _, report, devices = by_node[node_id]
-        if report is not None:
-            reports[node_id] = report
-        nodes.append(
-            Node(
-                node_id=node_id,
-                pop=PopId(row["pop"]),
-                address=row["address"],
-                devices=devices,
-                draining=row["draining"],
-                revoked=row["revoked"],
-                silent_s=max(0.0, min(row["silent_s"], silent_s.get(node_id, row["silent_s"]))),
-                generation=Generation(row["generation"]),
-                **_told_by(report, PopId(row["pop"])),
-            )
-        )
-    return reports, tuple(nodes)
-
-
-def _told_by(report: Report | None, pop: PopId) -> dict[str, Any]:
-    """Return what a node said of itself: the weights it has, how fast others come, its domain."""
-    if report is None:
-        return {}
-    return {
-        "artifacts": report.artifacts,
-        "in_host_memory": report.in_host_memory,
-        "disk_free_bytes": report.disk_free_bytes,
-        "disk_bytes_per_s": report.disk_bytes_per_s,
-        "fetch_bytes_per_s": report.fetch_bytes_per_s,
-        "failure_domain": f"{pop}/{report.failure_domain}" if report.failure_domain else "",
-        "rank_ports": report.rank_ports,
-        "refused": tuple(
-            (one.deployment_id, one.reason) for one in report.refusals if one.deployment_id
-        ),
-    }
-
-
-async def _learn(
-    connection: Connection, known: KnownNodes, rows: Sequence[asyncpg.Record]
-) -> dict[NodeId, KnownNode]:
-    """Return what each node reported, reading only those that have since they were read last."""
-    keys = {NodeId(row["node_id"]): (row["boot_id"], row["report_seq"]) for row in rows}
-    by_node = {
-        node_id: held for node_id, held in known.by_node.items() if keys.get(node_id) == held.key
-    }
-    changed = [node_id for node_id in keys if node_id not in by_node]
-    if changed:
-        devices = await _read_devices(connection, changed)
-        for row in await connection.fetch(
-            "SELECT node_id, report FROM node WHERE node_id = ANY($1::text[])", changed
-        ):
-            node_id = NodeId(row["node_id"])
-            report = _report.decode(row["report"]) if row["report"] is not None else None
-            by_node[node_id] = KnownNode(keys[node_id], report, tuple(devices.get(node_id, ())))
-    return by_node
-
-
-async def _read_devices(
-    connection: Connection, node_ids: Sequence[NodeId]
-) -> dict[str, list[Device]]:
-    devices: dict[str, list[Device]] = {}
-    for row in await connection.fetch(
-        "SELECT * FROM device WHERE node_id = ANY($1::text[]) ORDER BY node_id, device_id", node_ids
-    ):
-        devices.setdefault(row["node_id"], []).append(
-            Device(
-                device_id=DeviceId(row["device_id"]),
-                device_class=row["device_class"],
-                memory_bytes=row["memory_bytes"],
-                memory_free_bytes=row["memory_bytes"],
-                healthy=row["healthy"],
-                reason=row["reason"],
-            )
-        )
-    return devices
 
 
 async def _read_deployments(
@@ -282,6 +165,12 @@ async def _read_placements(
         """,
         only,
     )
+    return await made(_placements_of, rows, reports)
+
+
+def _placements_of(
+    rows: Sequence[asyncpg.Record], reports: Mapping[NodeId, Report]
+) -> tuple[Placement, ...]:
     profiles = {
         replica.spec.replica_id: replica.profile
         for report in reports.values()
@@ -356,6 +245,10 @@ async def _read_demand(connection: Connection) -> tuple[DemandRate, ...]:
         FROM summed GROUP BY deployment_id, pop ORDER BY deployment_id, pop
         """
     )
+    return await made(_demand_of, rows)
+
+
+def _demand_of(rows: Sequence[asyncpg.Record]) -> tuple[DemandRate, ...]:
     return tuple(
         DemandRate(
             deployment_id=DeploymentId(row["deployment_id"]),

@@ -4,9 +4,11 @@ GGUF files of the Llama family keep the rows of query and key so that neighbours
 pair; the model here rotates halves as Hugging Face's does. The rows are put back on reading.
 """
 
+import math
 import mmap
 import os
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,8 +19,8 @@ from torch import Tensor
 
 from nodeagent.engine.checkpoint.gguf_header import GgufHeader, TensorEntry, read_header
 from nodeagent.engine.checkpoint.gguf_shape import shape_of
-from nodeagent.engine.checkpoint.unpacking import IN_GROUPS, filed, unpack
-from nodeagent.engine.layers.linear import Filed
+from nodeagent.engine.checkpoint.unpacking import BITS, IN_GROUPS, filed, unpack
+from nodeagent.engine.layers.linear import TILE_ROWS, Filed, InFile
 from nodeagent.engine.models.shape import CheckpointError
 from nodeagent.engine.parallel.share import Cut
 
@@ -84,6 +86,14 @@ class GgufFile:
         self._map.close()
         self._file.close()
 
+    def filed_bits(self) -> Counter[int]:
+        """Return how many weights there are of so many bits: see `layers.linear.bytes_kept`."""
+        counts: Counter[int] = Counter()
+        for entry in self._header.tensors.values():
+            bits = BITS.get(GGMLQuantizationType(entry.kind), 32)
+            counts[bits] += math.prod(entry.shape)
+        return counts
+
     def has(self, name: str) -> bool:
         """True where the file holds `name` (a Hugging Face name)."""
         return _place(name)[0] in self._header.tensors
@@ -116,13 +126,25 @@ class GgufFile:
         kind = GGMLQuantizationType(entry.kind)
         if kind not in IN_GROUPS:
             return None
-        packed = torch.from_numpy(self._packed(entry, first_row, shape, cut))
-        return filed(self._turned(name, packed), kind)
+
+        def read() -> Tensor:
+            packed = torch.from_numpy(self._packed(entry, first_row, shape, cut))
+            return self._turned(name, packed)
+
+        columns = cut.shape[-1] if cut else shape[-1]
+        head_rows = self.shape.head_dim if self._is_turned(name) else 0
+        if columns != shape[-1] or head_rows % TILE_ROWS:
+            return filed(read(), columns, kind)
+        start, rows, _ = self._place_of(entry, first_row, shape, cut)
+        return filed(InFile(self._file.fileno(), start, rows, head_rows, read), columns, kind)
+
+    def _is_turned(self, name: str) -> bool:
+        queries_or_keys = name.endswith(("q_proj.weight", "k_proj.weight"))
+        return queries_or_keys and self.shape.family in _TURNED_AS_NEIGHBOURS
 
     def _turned(self, name: str, rows: Tensor) -> Tensor:
         """Put the rows of queries and keys back into the order of Hugging Face's."""
-        turned = name.endswith(("q_proj.weight", "k_proj.weight"))
-        if turned and self.shape.family in _TURNED_AS_NEIGHBOURS:
+        if self._is_turned(name):
             return _halves(rows, len(rows) // self.shape.head_dim)
         return rows
 
@@ -146,19 +168,24 @@ class GgufFile:
         self, entry: TensorEntry, first_row: int, shape: tuple[int, ...], cut: Cut | None
     ) -> np.ndarray:
         """Return the bytes of the rows asked for, or of a part of them: [rows, bytes of a row]."""
-        rows = int(np.prod(shape[:-1], dtype=np.int64))
         span = slice(None)
         if cut is not None and cut.axis == len(shape) - 1:
             span = self._span(entry, cut)
-        elif cut is not None:
-            first_row, rows = first_row + cut.start, cut.end - cut.start
-        all_rows = int(np.prod(entry.shape[:-1], dtype=np.int64))
-        row_bytes = entry.size_bytes(self._path) // all_rows
-        start = self._header.data_start + entry.offset + first_row * row_bytes
+        start, rows, row_bytes = self._place_of(entry, first_row, shape, cut)
         # Read, not mapped: a page at a time takes longer, and no array may point into a closed map.
         packed = np.empty((rows, row_bytes), np.uint8)
         self._read(packed.data.cast("B"), start, entry.name)
         return np.ascontiguousarray(packed[:, span])
+
+    def _place_of(
+        self, entry: TensorEntry, first_row: int, shape: tuple[int, ...], cut: Cut | None
+    ) -> tuple[int, int, int]:
+        """Return where in the file these rows begin, how many they are, and the bytes of each."""
+        rows = math.prod(shape[:-1])
+        if cut is not None and cut.axis != len(shape) - 1:
+            first_row, rows = first_row + cut.start, cut.end - cut.start
+        row_bytes = entry.size_bytes(self._path) // math.prod(entry.shape[:-1])
+        return self._header.data_start + entry.offset + first_row * row_bytes, rows, row_bytes
 
     def _read(self, left: memoryview, start: int, what: str) -> None:
         """Fill `left` from `start` on; the system gives two GiB at a time at most."""

@@ -4,6 +4,8 @@ Unknown schemes are refused by name: their numbers would be read as other weight
 """
 
 import logging
+import math
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -67,6 +69,17 @@ class QuantisedFolder(SafetensorsFolder):
         self._scheme = _scheme(folder, config.quantization_config or _Quantisation())
         super().__init__(folder)
         log.info("quantised weights", extra={"fields": {"scheme": str(self._scheme)}})
+
+    def filed_bits(self) -> Counter[int]:
+        """Return how many weights there are of so many bits: see `layers.linear.bytes_kept`."""
+        counts = super().filed_bits()
+        bits = self._scheme.bits if self._scheme.group % GROUP_WEIGHTS == 0 else 32
+        for name, file in self._files.items():
+            if name.endswith(f".{self._scheme.mark}"):
+                words = math.prod(file.get_slice(name).get_shape())
+                counts[32] -= words
+                counts[bits] += words * 32 // self._scheme.bits
+        return counts
 
     def has(self, name: str) -> bool:
         """True where the files hold `name`, packed or not."""

@@ -1,5 +1,7 @@
 """A Hugging Face folder: config.json, and one or many *.safetensors files."""
 
+import math
+from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
@@ -14,6 +16,7 @@ from nodeagent.engine.models.shape import CheckpointError
 from nodeagent.engine.parallel.share import Cut
 
 FLOATS: Final = frozenset({"F64", "F32", "F16", "BF16"})
+_HALVES: Final = frozenset({"F16", "BF16"})
 INTEGERS: Final = frozenset({"I64", "I32"})
 
 
@@ -42,6 +45,14 @@ class SafetensorsFiles:
     def names(self) -> list[str]:
         """Return the names of all weights."""
         return list(self._files)
+
+    def filed_bits(self) -> Counter[int]:
+        """Return how many weights there are of so many bits: see `layers.linear.bytes_kept`."""
+        counts: Counter[int] = Counter()
+        for name, file in self._files.items():
+            stored = file.get_slice(name)
+            counts[16 if stored.get_dtype() in _HALVES else 32] += math.prod(stored.get_shape())
+        return counts
 
     def has(self, name: str) -> bool:
         """True where the files hold `name`."""

@@ -13,13 +13,20 @@ from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize
 from torch import Tensor
 
-from nodeagent.engine.layers.linear import GROUP_WEIGHTS, Filed, Groups
+from nodeagent.engine.layers.linear import GROUP_WEIGHTS, Filed, Groups, InFile
 
 IN_GROUPS: Final = (
     GGMLQuantizationType.Q4_0,
     GGMLQuantizationType.Q4_1,
     GGMLQuantizationType.Q8_0,
 )
+BITS: Final = {
+    GGMLQuantizationType.Q4_0: 4,
+    GGMLQuantizationType.Q4_1: 4,
+    GGMLQuantizationType.Q8_0: 8,
+    GGMLQuantizationType.F16: 16,
+    GGMLQuantizationType.BF16: 16,
+}
 _FLOATS: Final = {
     GGMLQuantizationType.F32: torch.float32,
     GGMLQuantizationType.F16: torch.float16,
@@ -39,9 +46,8 @@ def unpack(packed: np.ndarray, kind: GGMLQuantizationType) -> Tensor:
     return torch.from_numpy(weights.astype(np.float32, copy=False))
 
 
-def filed(packed: Tensor, kind: GGMLQuantizationType) -> Filed:
+def filed(packed: Tensor | InFile, columns: int, kind: GGMLQuantizationType) -> Filed:
     """Return the matrix of `packed` [rows, bytes] as it is."""
-    columns = packed.shape[1] // _bytes_of(kind) * GROUP_WEIGHTS
     return Filed((packed,), columns, kind.name, partial(groups_of, kind=kind))
 
 

@@ -17,8 +17,8 @@ REGEX_CHARS_MAX: Final = 4096
 CHOICES_MAX: Final = 1024
 CHOICES_BYTES_MAX: Final = 64 * 1024
 
-# Without a bound a small model may write spaces until its tokens are spent.
-_WHITESPACE: Final = r"[ \t\r\n]{0,40}"
+# Without a bound a small model may write spaces, or empty lines, until its tokens are spent.
+_WHITESPACE: Final = r"[ \t]{0,40}(\r?\n[ \t]{0,40})?"
 
 
 class UnusableGrammar(ValueError):

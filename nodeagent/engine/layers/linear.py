@@ -25,6 +25,7 @@ from torch.nn.functional import linear
 
 from nodeagent.engine.native.kernels import GROUP_WEIGHTS as GROUP_WEIGHTS
 from nodeagent.engine.native.kernels import TILE_ROWS as TILE_ROWS
+from nodeagent.engine.native.kernels import InFile as InFile
 from nodeagent.engine.native.kernels import Matrix, kernels
 
 _FOUR_BIT_ROWS_MAX: Final = 4
@@ -76,7 +77,7 @@ class Groups:
 class Filed:
     """The same as the blocks of a GGUF file, which our own kernels take as they are."""
 
-    parts: tuple[Tensor, ...]
+    parts: tuple[Tensor | InFile, ...]
     """[rows, bytes of a row] each, one below the other."""
     columns: int
     layout: str
@@ -85,7 +86,8 @@ class Filed:
 
     def groups(self) -> Groups:
         """Return what is in the blocks."""
-        return self.unpack(torch.cat(self.parts))
+        read = [part.read() if isinstance(part, InFile) else part for part in self.parts]
+        return self.unpack(torch.cat(read))
 
 
 def join(parts: Sequence[Groups | Filed]) -> Groups | Filed:
@@ -202,6 +204,23 @@ def choose(device: str, dtype: torch.dtype, quantised: bool) -> tuple[Keeping, s
     if quantised and fbgemm and dtype is torch.float32:
         return Keeping.PACKED, "quantised products were asked for, and their kernels are here"
     return Keeping.BLOCKED, f"oneDNN's layout is the fastest for {dtype} on this processor"
+
+
+def bytes_kept(keeping: Keeping, dtype: torch.dtype, filed_bits: int) -> float:
+    """Return what a weight takes that its file has in so many bits.
+
+    Four or eight in groups that our own kernels know, 16 as a float of that size, 32 for all else.
+    """
+    match keeping:
+        case Keeping.NATIVE:
+            # With a scale and an offset of 16 bits for each group; bf16 where there are no groups.
+            return filed_bits / 8 + 4 / GROUP_WEIGHTS if filed_bits <= 8 else 2
+        case Keeping.PACKED:
+            return 2 + 1 / 2 + 4 / GROUP_WEIGHTS if filed_bits == 4 else 2
+        case Keeping.TILED:
+            return 2 if filed_bits == 16 else 4
+        case Keeping.PLAIN | Keeping.BLOCKED:
+            return dtype.itemsize
 
 
 def multiplies_natively() -> bool:

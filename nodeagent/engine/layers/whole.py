@@ -41,7 +41,9 @@ class _Matrix(Structure):
 
 _NORMS = ("attention_norm", "mlp_norm", "bias", "head_norms")
 _MATRICES = ("query_key_value", "output", "gate_up", "down")
+_PLACES = ("x", "room", "cos", "sin", "slots", "tables", "pieces", "wanted")
 _NUMBERS = ("rows", "hidden", "heads", "kv_heads", "dim", "block_tokens", "table_width")
+_COUNTS = ("pieces_count", "window", "wanted_count", "threads")
 
 
 class _Layer(Structure):
@@ -54,8 +56,8 @@ class _Layer(Structure):
 
 class _Step(Structure):
     _fields_ = (
-        *((name, c_void_p) for name in ("x", "room", "cos", "sin", "slots", "tables", "pieces")),
-        *((name, c_int64) for name in (*_NUMBERS, "pieces_count", "window", "threads")),
+        *((name, c_void_p) for name in _PLACES),
+        *((name, c_int64) for name in (*_NUMBERS, *_COUNTS)),
         ("epsilon", c_float),
     )
 
@@ -78,8 +80,16 @@ class Whole:
         between = first.query_key_value.rows + first.output.columns
         self._room = 2 * shape.hidden + max(between, first.gate_up.rows + first.down.columns)
 
-    def run(self, x: Tensor, kv: list[LayerKV], cos: Tensor, sin: Tensor, layout: Layout) -> None:
-        """Bring the rows of `x` through all layers, in place."""
+    def run(
+        self,
+        x: Tensor,
+        kv: list[LayerKV],
+        cos: Tensor,
+        sin: Tensor,
+        layout: Layout,
+        wanted: Tensor,
+    ) -> Tensor:
+        """Bring the rows of `x` through all layers, in place; return those that are `wanted`."""
         listed, shape = layout.decodes, self._shape
         assert isinstance(listed, Listed)
         if kv is not self._kv:
@@ -87,17 +97,19 @@ class Whole:
                 layer.pages = layer_kv.pages.data_ptr()
             self._kv = kv
         room = torch.empty(len(x) * self._room)
-        tensors = (x, room, cos, sin, layout.write_slots, listed.tables, listed.pieces)
+        tensors = (x, room, cos, sin, layout.write_slots, listed.tables, listed.pieces, wanted)
         step = _Step(
             *(tensor.data_ptr() for tensor in tensors),
             *(len(x), shape.hidden, shape.heads, shape.kv_heads, shape.head_dim),
             *(kv[0].pages.shape[1], listed.tables.shape[1], len(listed.pieces)),
             listed.window_tokens,
+            len(wanted),
             torch.get_num_threads(),
             shape.rms_epsilon,
         )
         if self._run(self._table, len(self._table), byref(step)):
             raise MemoryError(f"cannot compute {len(x)} rows: no memory to round them in")
+        return x[: len(wanted)]
 
 
 def whole(layers: Sequence[Dense | None], shape: ModelShape) -> Whole | None:

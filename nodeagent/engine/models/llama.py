@@ -169,12 +169,15 @@ class Llama:
         cos, sin = self._rope.at(positions)
         alone = self._hears is None and not self.adding.current
         if self._whole is not None and alone and kv[0].kernels is not None:
-            self._whole.run(x, kv, cos, sin, layout)
+            # Who hands on, hands on all rows.
+            wanted = rows if self._share.last else torch.arange(len(x))
+            x = self._whole.run(x, kv, cos, sin, layout, wanted)
         else:
             x = self._one_by_one(x, kv, cos, sin, layout)
+            x = x[rows] if self._share.last else x
         logits = None
         if self._share.last:
-            logits = self._head(rms_norm(x[rows], self._norm, epsilon)).float()
+            logits = self._head(rms_norm(x, self._norm, epsilon)).float()
         else:
             self._ranks.hand_on(x)
         return self._ranks.answer(logits, len(rows), self._share, x)

@@ -3,8 +3,8 @@
 #include "kernels.h"
 
 struct rows {
-    const float *x, *weight, *cos, *sin;
-    float *out;
+    float *x, *out;
+    const float *added, *weight, *cos, *sin;
     int64_t columns, stride, heads;
     float epsilon;
 };
@@ -12,8 +12,10 @@ struct rows {
 static void normalise_rows(const void *told, int64_t row, int64_t end) {
     const struct rows *rows = told;
     for (; row < end; row++) {
-        const float *from = rows->x + row * rows->columns, *weight = rows->weight;
+        float *from = rows->x + row * rows->columns;
+        const float *weight = rows->weight;
         float *to = rows->out + row * rows->columns, squares = 0;
+        if (rows->added) add(from, rows->added + row * rows->columns, rows->columns);
 #pragma omp simd reduction(+ : squares)
         for (int64_t at = 0; at < rows->columns; at++) squares += from[at] * from[at];
         float scale = 1.0f / sqrtf(squares / rows->columns + rows->epsilon);
@@ -22,10 +24,15 @@ static void normalise_rows(const void *told, int64_t row, int64_t end) {
     }
 }
 
-void normalise(const float *x, const float *weight, float epsilon, int64_t rows, int64_t columns,
-               int64_t threads, float *out) {
-    const struct rows told = {
-        .x = x, .weight = weight, .epsilon = epsilon, .columns = columns, .out = out};
+/* Add `added`, where it is somewhere, to the rows of x in place; normalise them to `out`. */
+void normalise(float *x, const float *added, const float *weight, float epsilon, int64_t rows,
+               int64_t columns, int64_t threads, float *out) {
+    const struct rows told = {.x = x,
+                              .added = added,
+                              .weight = weight,
+                              .epsilon = epsilon,
+                              .columns = columns,
+                              .out = out};
     share(normalise_rows, &told, rows, portions_of(rows * columns, threads), threads);
 }
 
@@ -54,7 +61,7 @@ static void gate_rows(const void *told, int64_t row, int64_t end) {
 
 /* Rows of gates, each followed by its values: [rows, 2 * columns]. */
 void gate(const float *x, int64_t rows, int64_t columns, int64_t threads, float *out) {
-    const struct rows told = {.x = x, .columns = columns, .out = out};
+    const struct rows told = {.x = (float *)x, .columns = columns, .out = out};
     share(gate_rows, &told, rows, portions_of(rows * columns, threads), threads);
 }
 

@@ -61,8 +61,13 @@ static inline int64_t portions_of(int64_t numbers, int64_t threads) {
     return numbers > LARGE ? 32 * threads : numbers > SMALL ? 4 * threads : 1;
 }
 
-void normalise(const float *x, const float *weight, float epsilon, int64_t rows, int64_t columns,
-               int64_t threads, float *out);
+INLINED void add(float *x, const float *y, int64_t count) {
+#pragma omp simd
+    for (int64_t at = 0; at < count; at++) x[at] += y[at];
+}
+
+void normalise(float *x, const float *added, const float *weight, float epsilon, int64_t rows,
+               int64_t columns, int64_t threads, float *out);
 void gate(const float *x, int64_t rows, int64_t columns, int64_t threads, float *out);
 void turn(float *x, int64_t stride, int64_t heads, int64_t dim, const float *cos, const float *sin,
           int64_t rows, int64_t threads);

@@ -8,8 +8,9 @@ import ctypes
 import functools
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import c_float, c_int64, c_void_p
+from dataclasses import dataclass
 from typing import Final, Protocol
 
 import torch
@@ -32,7 +33,7 @@ _ERROR_MAX: Final = 1e-3
 _TYPES: Final = {"p": c_void_p, "n": c_int64, "f": c_float}
 _ARGUMENTS: Final = {
     "can_multiply": "",
-    "normalise": "ppfnnnp",
+    "normalise": "pppfnnnp",
     "gate": "pnnnp",
     "turn": "pnnnppnn",
     "keep": "pnnppnn",
@@ -41,6 +42,7 @@ _ARGUMENTS: Final = {
 _OF_PRODUCTS: Final = {
     "pack": "pppnnnnp",
     "pack_blocks": "pnnnnp",
+    "fetch_blocks": "nnnnnnnp",
     "read_rows": "pnnnpnp",
     "multiply": "pnnnpnnp",
     "pack_floats": "pnnnnp",
@@ -51,6 +53,23 @@ _OF_PRODUCTS: Final = {
 BLOCK_LAYOUTS: Final = ("Q4_0", "Q4_1", "Q8_0")
 """GGUF's names of the blocks that are packed as they are."""
 _KINDS: Final = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
+
+
+@dataclass(frozen=True, slots=True)
+class InFile:
+    """Rows where they lie in an open file."""
+
+    file: int
+    """Its descriptor."""
+    start: int
+    rows: int
+    head_rows: int
+    """Of so many rows, the first half and the second are filed as neighbours; 0 where none are."""
+    read: Callable[[], Tensor]
+    """Reads them, [rows, bytes], in the order that is wanted; says in words why it cannot."""
+
+    def __len__(self) -> int:
+        return self.rows
 
 
 class Matrix(Protocol):
@@ -106,6 +125,21 @@ class PackedMatrix:
             torch.get_num_threads(),
             place + at // TILE_ROWS * self._tile_bytes,
         )
+
+    def fetch_blocks(self, at: int, blocks: InFile, layout: str) -> None:
+        """Take the rows from `at` on as the blocks of an open file."""
+        place, _, _, columns = self.arguments
+        if self._library.fetch_blocks(
+            blocks.file,
+            blocks.start,
+            BLOCK_LAYOUTS.index(layout),
+            blocks.rows,
+            columns,
+            blocks.head_rows,
+            torch.get_num_threads(),
+            place + at // TILE_ROWS * self._tile_bytes,
+        ):
+            self.fill_blocks(at, blocks.read(), layout)
 
     def multiply(self, x: Tensor) -> Tensor:
         """Return `x` [count, columns] times the matrix."""
@@ -186,7 +220,7 @@ class Kernels:
         if self.multiplies:
             for name, kinds in _OF_PRODUCTS.items():
                 getattr(library, name).argtypes = [_TYPES[kind] for kind in kinds]
-            for name in ("multiply", "read_rows", "read_floats"):
+            for name in ("fetch_blocks", "multiply", "read_rows", "read_floats"):
                 getattr(library, name).restype = c_int64
             library.pack_floats.restype = library.multiply_floats.restype = None
             self._try()
@@ -197,14 +231,19 @@ class Kernels:
         matrix.fill(numbers, scales, offsets)
         return matrix
 
-    def pack_blocks(self, parts: Sequence[Tensor], layout: str, columns: int) -> PackedMatrix:
+    def pack_blocks(
+        self, parts: Sequence[Tensor | InFile], layout: str, columns: int
+    ) -> PackedMatrix:
         """Return the matrix of a GGUF file's blocks [whole tiles of rows, bytes], one part below
         the other."""
         bits, rows = 8 if layout == "Q8_0" else 4, sum(len(part) for part in parts)
         matrix = PackedMatrix(self.library, self._room, bits, rows, columns)
         at = 0
         for part in parts:
-            matrix.fill_blocks(at, part, layout)
+            if isinstance(part, InFile):
+                matrix.fetch_blocks(at, part, layout)
+            else:
+                matrix.fill_blocks(at, part, layout)
             at += len(part)
         return matrix
 
@@ -222,6 +261,7 @@ class Kernels:
         rows, columns = x.shape
         self.library.normalise(
             x.data_ptr(),
+            None,
             weight.data_ptr(),
             epsilon,
             rows,

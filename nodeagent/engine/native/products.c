@@ -13,11 +13,14 @@
 
 #include "kernels.h"
 
+#include <stdatomic.h>
 #include <stdlib.h>
+#include <unistd.h>
 
 #define GROUP 32
 #define TILE 16
 #define PAIRS (GROUP / 2)
+#define NEAR_BYTES 98304 /* of a file at a time */
 #define STRIP 8 /* rows of x at a time: their sums and answers stay in registers */
 
 int64_t can_multiply(void) {
@@ -82,20 +85,103 @@ INLINED void pack_block(const enum layout layout, const uint8_t *from, int64_t r
     }
 }
 
+/* Where a file has the row that is `row` here: it may keep the two halves of each head's rows, which
+ * are turned together, as neighbours. */
+static int64_t filed_at(int64_t row, int64_t head_rows) {
+    if (head_rows == 0) return row;
+    int64_t at = row % head_rows, half = head_rows / 2;
+    return row - at + 2 * (at % half) + at / half;
+}
+
+static int64_t block_bytes(int64_t layout) {
+    return layout == Q8_0 ? 34 : layout == Q4_1 ? 20 : 18;
+}
+
+/* Whole tiles, and whole heads where there are any. */
+static void pack_tiles(const uint8_t *blocks, int64_t layout, int64_t rows, int64_t columns,
+                       int64_t head_rows, uint8_t *out) {
+    int64_t groups = columns / GROUP, bytes = group_bytes(layout == Q8_0 ? 8 : 4);
+    for (int64_t row = 0; row < rows; row++) {
+        const uint8_t *from = blocks + filed_at(row, head_rows) * groups * block_bytes(layout);
+        uint8_t *to = out + row / TILE * groups * bytes;
+        for (int64_t group = 0; group < groups; group++) {
+            if (layout == Q4_0) pack_block(Q4_0, from, row % TILE, to);
+            if (layout == Q4_1) pack_block(Q4_1, from, row % TILE, to);
+            if (layout == Q8_0) pack_block(Q8_0, from, row % TILE, to);
+            from += block_bytes(layout);
+            to += bytes;
+        }
+    }
+}
+
+struct packing {
+    const uint8_t *blocks;
+    int64_t file, start, layout, columns, head_rows, unit; /* rows that are packed together */
+    uint8_t *out;
+    _Atomic int *failed;
+};
+
+static void pack_units(const void *told, int64_t unit, int64_t end) {
+    const struct packing *by = told;
+    int64_t groups = by->columns / GROUP, row = unit * by->unit;
+    pack_tiles(by->blocks + row * groups * block_bytes(by->layout), by->layout,
+               (end - unit) * by->unit, by->columns, by->head_rows,
+               by->out + row / TILE * groups * group_bytes(by->layout == Q8_0 ? 8 : 4));
+}
+
+/* `rows` must be whole tiles. */
 void pack_blocks(const uint8_t *blocks, int64_t layout, int64_t rows, int64_t columns,
                  int64_t threads, uint8_t *out) {
-    int64_t groups = columns / GROUP, bytes = group_bytes(layout == Q8_0 ? 8 : 4);
-    int64_t block_bytes = layout == Q8_0 ? 34 : layout == Q4_1 ? 20 : 18;
-#pragma omp parallel for num_threads(threads)
-    for (int64_t tile = 0; tile < rows / TILE; tile++)
-        for (int64_t at = 0; at < TILE * groups; at++) {
-            int64_t group = at / TILE, row = at % TILE;
-            const uint8_t *from = blocks + ((tile * TILE + row) * groups + group) * block_bytes;
-            uint8_t *to = out + (tile * groups + group) * bytes;
-            if (layout == Q4_0) pack_block(Q4_0, from, row, to);
-            if (layout == Q4_1) pack_block(Q4_1, from, row, to);
-            if (layout == Q8_0) pack_block(Q8_0, from, row, to);
-        }
+    const struct packing told = {
+        .blocks = blocks, .layout = layout, .columns = columns, .unit = TILE, .out = out};
+    share(pack_units, &told, rows / TILE, portions_of(rows * columns, threads), threads);
+}
+
+static int read_all(int file, uint8_t *to, int64_t left, int64_t start) {
+    while (left > 0) {
+        ssize_t taken = pread(file, to, left, start);
+        if (taken <= 0) return -1;
+        to += taken;
+        left -= taken;
+        start += taken;
+    }
+    return 0;
+}
+
+static void fetch_units(const void *told, int64_t unit, int64_t end) {
+    const struct packing *by = told;
+    int64_t unit_bytes = by->unit * (by->columns / GROUP) * block_bytes(by->layout);
+    int64_t together = unit_bytes < NEAR_BYTES ? NEAR_BYTES / unit_bytes : 1;
+    uint8_t *blocks = malloc(together * unit_bytes);
+    for (int64_t next; unit < end && !*by->failed; unit = next) {
+        next = end - unit < together ? end : unit + together;
+        struct packing here = *by;
+        here.blocks = blocks - unit * unit_bytes;
+        if (blocks == NULL || read_all(by->file, blocks, (next - unit) * unit_bytes,
+                                       by->start + unit * unit_bytes))
+            *by->failed = 1;
+        else
+            pack_units(&here, unit, next);
+    }
+    free(blocks);
+}
+
+/* The same from where the blocks lie in an open file, read by all threads, each a near cache's fill
+ * at a time. `rows` must be whole tiles, and whole heads where those have any rows; heads are whole
+ * tiles. Return -1 where the file cannot be read so far. */
+int64_t fetch_blocks(int64_t file, int64_t start, int64_t layout, int64_t rows, int64_t columns,
+                     int64_t head_rows, int64_t threads, uint8_t *out) {
+    _Atomic int failed = 0;
+    const struct packing told = {.file = file,
+                                 .start = start,
+                                 .layout = layout,
+                                 .columns = columns,
+                                 .head_rows = head_rows,
+                                 .unit = head_rows ? head_rows : TILE,
+                                 .out = out,
+                                 .failed = &failed};
+    share(fetch_units, &told, rows / told.unit, portions_of(rows * columns, threads), threads);
+    return failed ? -1 : 0;
 }
 
 struct product {

@@ -86,7 +86,7 @@ def follow(config: EngineConfig, rank: int, channel: Channel) -> int:
         source = open_weights(Path(config.model_path))
         try:
             share = Share(source.shape, ranks.split, rank)
-            need_memory(config, source.shape, rank)
+            need_memory(config, source, rank)
             runner, _ = open_share(config, source, ranks)
         finally:
             source.close()

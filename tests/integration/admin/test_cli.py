@@ -5,6 +5,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 from tests.integration.admin.conftest import TOKEN, Admin
 
@@ -86,6 +87,29 @@ async def test_an_operator_makes_a_fleet(admin: Admin, tmp_path: Path) -> None:
         assert (await typed(admin, *listing.split()))[0] == 0
 
 
+async def test_what_is_not_given_stays_and_what_is_given_empty_goes(
+    admin: Admin, tmp_path: Path
+) -> None:
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    place = {"city": "Paris", "country": "FR", "latitude": 48.9, "longitude": 2.4}
+    assert (await admin.ask("PUT", "/v1/pops/cdg", place)).status == 200
+    await typed(admin, "models", "add", "m", "--source", f"file:{tmp_path}")
+
+    async def deployed(*arguments: str) -> dict[str, Any]:
+        code, out, err = await typed(admin, "-o", "json", "deploy", "chat", *arguments)
+        assert code == 0, err
+        return dict(json.loads(out))
+
+    made = await deployed(
+        *("--model", "m", "--driver", "mock", "--option", "itl_ms=5", "--option", "seed=1"),
+        *("--keep-warm", "cdg", "--allow", "FR", "--priority", "80"),
+    )
+    assert made["policy"]["priority"] == 80
+    again = await deployed("--option", "seed=", "--option", "ttft_ms=9", "--allow", "")
+    assert again["engine"] == {**made["engine"], "options": {"itl_ms": "5", "ttft_ms": "9"}}
+    assert again["policy"] == {**made["policy"], "allow": []}
+
+
 async def test_what_is_refused_is_said_on_standard_error_with_its_exit_code(admin: Admin) -> None:
     code, out, err = await typed(admin, "status", token="wrong")
     assert (code, out) == (1, "")
@@ -98,3 +122,6 @@ async def test_what_is_refused_is_said_on_standard_error_with_its_exit_code(admi
     code, _, err = await typed(admin, "deploy", "new")
     assert code == 2
     assert "needs --model" in err
+    code, _, err = await typed(admin, "deploy", "new", "--model", "m", "--option", "graphs")
+    assert code == 2
+    assert "cannot read the option 'graphs'" in err

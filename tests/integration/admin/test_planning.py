@@ -53,6 +53,17 @@ async def test_a_picture_is_saved_and_asked_what_would_follow(admin: Admin, tmp_
     code, _, err = await typed(admin, "plan", "--what-if", file, "--lose-pop", "xyz")
     assert code == 1
     assert "cannot change xyz" in err
+    for wrong, words in (
+        (("--demand", "ams=nan"), "cannot read the demand 'ams=nan': write ams=2"),
+        (("--price", "cpu=-1"), "cannot read the prices cpu=-1"),
+    ):
+        code, _, err = await typed(admin, "plan", "--what-if", file, *wrong)
+        assert (code, words in err) == (2, True), err
+    half = tmp_path / "half.json"
+    half.write_bytes(Path(file).read_bytes()[:100])
+    code, _, err = await typed(admin, "plan", "--what-if", str(half))
+    assert code == 1
+    assert f"cannot read the picture {half}: " in err.replace("\n", "")
 
 
 ANSWER = {

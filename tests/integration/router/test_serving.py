@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from isochrone.wire.headers import parse_siblings
 from isochrone.wire.ids import ReplicaId
-from isochrone.wire.routes import Limits
+from isochrone.wire.routes import Limits, RolloutEntry
 from isochrone.wire.usage import Outcome, UsageRow
 from tests.integration.router.fake_node import FakeNode
-from tests.integration.router.fleet_of import Bench, a_bench, a_route, a_table
+from tests.integration.router.fleet_of import Bench, a_bench, a_key, a_route, a_table
 
 
 def frames(text: str) -> list[Any]:
@@ -303,6 +304,24 @@ async def test_a_refusal_of_the_request_itself_is_passed_on(tmp_path: Path) -> N
             assert response.status == 400
             assert (await response.json())["error"]["message"] == "broken"
         assert sum(node.asked for node in bench.nodes) == 1
+
+
+async def test_what_a_client_wrote_is_no_failure_of_the_fleets(tmp_path: Path) -> None:
+    async with a_bench(tmp_path) as bench:
+        (node,) = bench.nodes
+        table = a_table([a_route(node)], generation=2, keys=[a_key()])
+        entry = replace(table.deployments[0], rollout=RolloutEntry(version=2, share=1.0))
+        bench.house.fleet.adopt(replace(table, deployments=(entry,)))
+        for node.status in (400, 200):
+            async with bench.chat() as response:
+                assert response.status == node.status
+        (trial,) = bench.house.recorder.take_trials()
+        assert (trial.attempts, trial.failures) == (2, 0)
+        registry = bench.house.metrics.registry
+        for outcome, count in (("declined", 1), ("complete", 1), ("failed", 0)):
+            labels = {"deployment": "tiny", "outcome": outcome}
+            name = "isochrone_router_requests_total"
+            assert registry.get_sample_value(name, labels) == count
 
 
 async def test_a_keys_limits_hold(tmp_path: Path) -> None:

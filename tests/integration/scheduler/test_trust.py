@@ -25,7 +25,7 @@ from scheduler.api.peers import LEAP_MAX, Turned, _enter
 from scheduler.decide.cluster import ClusterState
 from scheduler.decide.plan import plan
 from scheduler.loops.hold_lease import HoldLease
-from scheduler.store.cluster import KnownNodes, read_cluster
+from scheduler.store.cluster import read_cluster
 from scheduler.store.identities import (
     add_peer,
     issue_not_before,
@@ -34,6 +34,7 @@ from scheduler.store.identities import (
     revoke,
     revoked_since,
 )
+from scheduler.store.known_nodes import KnownNodes
 from scheduler.store.lease import read_cluster_row, rise_above
 from scheduler.store.nodes import record_pulses
 from scheduler.store.pool import BAD_DATA, Pool, open_pool, transaction, using

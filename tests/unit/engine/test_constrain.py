@@ -64,6 +64,29 @@ def test_what_is_sampled_is_json_of_the_schema(seed: int) -> None:
         assert type(value["age"]) is int
 
 
+def written_so(wanted: Grammar, text: str) -> str:
+    """Write `text` as far as the grammar allows."""
+    sampler = Sampler(SamplingParams(temperature=0), [], GRAMMARS.build(wanted))
+    for at, byte in enumerate((*text.encode(), END)):
+        logits = torch.zeros(257)
+        logits[byte] = 1.0
+        (result,) = sample_rows(logits[None], [sampler])
+        assert isinstance(result, Sampled), result
+        if result.token != byte:
+            return text[:at]
+    return text
+
+
+@pytest.mark.parametrize("ends", ["\n", "\r\n"])
+def test_json_may_be_laid_out_but_not_be_mostly_empty_lines(ends: str) -> None:
+    person = grammar.of_schema(PERSON, "x")
+    for indent in (None, 2, 8, "\t"):
+        text = json.dumps({"name": "Ada", "age": 36}, indent=indent).replace("\n", ends)
+        assert written_so(person, text) == text
+    assert written_so(person, f"{{{ends}{ends}") == f"{{{ends}"
+    assert len(written_so(person, "{" + 90 * " ")) == 41
+
+
 @settings(deadline=None, max_examples=15)
 @given(st.integers(0, 10_000))
 def test_any_object_is_an_object(seed: int) -> None:

@@ -1,5 +1,6 @@
 """Every way of keeping a matrix multiplies as the matrix does, each within its own tolerance."""
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ from gguf.constants import GGMLQuantizationType
 from gguf.quants import quantize
 
 from nodeagent.engine.checkpoint.gguf import GgufFile
+from nodeagent.engine.checkpoint.unpacking import BITS
 from nodeagent.engine.layers.linear import (
     Blocked,
     FourBit,
@@ -19,6 +21,7 @@ from nodeagent.engine.layers.linear import (
     Linear,
     Native,
     Plain,
+    bytes_kept,
     choose,
     join,
     keep,
@@ -27,9 +30,17 @@ from nodeagent.engine.layers.linear import (
     native,
     tiled,
 )
+from nodeagent.engine.models.shape import CheckpointError
+from nodeagent.engine.native.kernels import Kernels, kernels
 
 ROWS, COLUMNS = 192, 256
 HEADS = 4
+
+
+def own_kernels() -> Kernels:
+    own = kernels()
+    assert own is not None
+    return own
 
 
 def chance(*shape: int, seed: int) -> torch.Tensor:
@@ -142,6 +153,17 @@ def test_what_no_kernel_serves_is_kept_otherwise() -> None:
     assert choose("cpu", torch.bfloat16, quantised=False)[0] is Keeping.BLOCKED
 
 
+@pytest.mark.skipif(not multiplies_natively(), reason="our own kernels are not here")
+@pytest.mark.parametrize(("groups", "bits"), [(some_groups(1), 4), (eight_bits(1), 8)])
+def test_what_is_kept_takes_what_was_said_before(groups: Groups, bits: int) -> None:
+    kept = own_kernels().pack(bits, groups.numbers, groups.scales, groups.offsets)
+    said = bytes_kept(Keeping.NATIVE, torch.float32, bits)
+    assert kept.packed.nbytes == groups.numbers.numel() * said
+    assert bytes_kept(Keeping.TILED, torch.float32, 16) == 2
+    assert bytes_kept(Keeping.TILED, torch.float32, bits) == 4
+    assert bytes_kept(Keeping.PLAIN, torch.bfloat16, bits) == 2
+
+
 @pytest.mark.parametrize(
     "kind", [GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q4_1, GGMLQuantizationType.Q8_0]
 )
@@ -173,6 +195,7 @@ def test_a_gguf_files_groups_are_read_as_they_are(
     writer.write_tensors_to_file()
     writer.close()
     file = GgufFile(path)
+    assert file.filed_bits() == {BITS[kind]: COLUMNS * (COLUMNS + 64), 32: 32 * COLUMNS}
     try:
         for name, shape in (
             ("model.layers.0.self_attn.q_proj.weight", (COLUMNS, COLUMNS)),
@@ -185,10 +208,15 @@ def test_a_gguf_files_groups_are_read_as_they_are(
             if multiplies_natively():
                 both = native(join([groups, groups]), Keeping.NATIVE)
                 assert both is not None
-                wanted = torch.tensor([0, 31, COLUMNS + 5])
+                wanted = torch.cat((wide, wide))
                 torch.testing.assert_close(
-                    both[wanted], torch.cat((wide, wide))[wanted], atol=1e-3, rtol=1e-3
+                    both[torch.arange(2 * COLUMNS)], wanted, atol=1e-3, rtol=1e-3
                 )
         assert file.groups("model.embed_tokens.weight", (32, COLUMNS)) is None
+        os.truncate(path, path.stat().st_size // 2)
+        groups = file.groups("model.layers.0.mlp.down_proj.weight", (COLUMNS, 64))
+        assert groups is not None
+        with pytest.raises(CheckpointError, match="it ends within"):
+            keep_groups(groups, Keeping.NATIVE)
     finally:
         file.close()

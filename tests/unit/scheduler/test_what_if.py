@@ -135,6 +135,7 @@ def test_a_lost_node_takes_its_replicas_with_it() -> None:
         (ScaleDemand(factor=2, pop=PopId("xyz")), "no such PoP"),
         (AddDeployment(model=a_model(), deployment=a_deployment()), "of that name"),
         (AddDeployment(model=a_model("m2"), deployment=a_deployment("e")), "the model given is m2"),
+        (AddDeployment(deployment=a_deployment("e", "m3")), "the picture has no model m3"),
         (
             AddDeployment(
                 model=a_model(), deployment=a_deployment("e"), demand_like=DeploymentId("x")

@@ -9,7 +9,8 @@ import pytest
 
 from ops.sim.bound import raise_all, shared_by, terms_of, total
 from ops.sim.dual import Side, Terms
-from ops.sim.judge import TABLE, THOROUGH, sought
+from ops.sim.judge import TABLE, THOROUGH, cost, sought
+from ops.sim.recount import columns_of, recounted
 from ops.sim.small import small_world
 from scheduler.decide.flow import Flow
 from scheduler.decide.liveness import liveness
@@ -64,3 +65,43 @@ def test_of_a_tiny_deployment_the_bound_is_just_below_the_best_of_all_plans(seed
     )
     side.climb(best, 300)
     assert 0.9 * best <= side.best.value <= best * (1 + 1e-9)
+
+
+def test_the_bound_counts_the_empty_part_of_the_last_seat() -> None:
+    load = np.full(7, 0.3)
+    far = np.add.outer(np.arange(7.0), np.arange(3.0))
+    side = Side(
+        Terms(
+            load=load,
+            paid=load[:, None] * far,
+            lost=load * 1e4,
+            room=np.ones(3),
+            fixed=np.full(3, 100.0),
+            needs=np.ones((1, 3)),
+            sites=np.arange(3),
+            pops=np.arange(3),
+            most=9,
+            apart=0,
+            one_pop=0.0,
+            none=float(load.sum() * 1e4),
+        )
+    )
+    # 2.1 loads need three seats; the linear program is content with 2.1 of them.
+    best = min(
+        Flow(load, load, far, np.array(counts, dtype=float), 1e4).cost() + 100.0 * sum(counts)
+        for counts in product(range(4), repeat=3)
+    )
+    assert best > 300
+    side.climb(best, 300)
+    assert 0.999 * best <= side.best.value <= best * (1 + 1e-9)
+
+
+def test_seats_counted_anew_are_the_same_seats_and_wait_no_longer() -> None:
+    cluster = small_world(6)
+    search, _ = sought(cluster, msgspec.structs.replace(THOROUGH, effort=0))
+    seats = columns_of(search)
+    anew = recounted(cluster, seats)
+    assert sorted(columns_of(anew)) == sorted(seats)
+    assert cost(anew) <= cost(search) + 1e-6
+    flows = [wish.flow.cost() for wish in search.wishes]
+    assert [wish.flow.cost() for wish in anew.wishes] == pytest.approx(flows, rel=1e-3)

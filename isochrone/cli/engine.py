@@ -1,0 +1,61 @@
+"""What is said of an engine, alike for a deployment and for its next version."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final, TypeVar
+
+import click
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_OPTIONS: Final = (
+    click.option("--driver", help="embedded, mock, vllm, sglang or tensorrt_llm."),
+    click.option(
+        "--option",
+        "options",
+        multiple=True,
+        help="Engine option, as name=value; repeat it. name= takes one away.",
+    ),
+    click.option(
+        "--context-tokens",
+        "context_tokens_max",
+        type=int,
+        help="The longest prompt and answer together.",
+    ),
+    click.option("--kv-bytes", "kv_memory_bytes", type=int, help="Memory for KV on each device."),
+    click.option(
+        "--tokens-in-flight",
+        "tokens_in_flight_max",
+        type=int,
+        help="Tokens that a replica lets in at once.",
+    ),
+    click.option("--devices", type=int, help="GPUs of a replica; its engine is split over them."),
+    click.option(
+        "--nodes", type=int, help="Nodes of one PoP that these GPUs are on, as many on each."
+    ),
+)
+_FIELDS: Final = (
+    *("driver", "context_tokens_max", "kv_memory_bytes", "tokens_in_flight_max"),
+    *("devices", "nodes"),
+)
+
+
+def engine_options(command: F) -> F:
+    """Give a command the options of an engine."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+def engine_of(before: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the engine's settings: what is given, else what they were."""
+    named = {name: given[name] for name in _FIELDS if given[name] is not None}
+    options = {**before.get("options", {}), **dict(_pair(option) for option in given["options"])}
+    kept = {name: value for name, value in options.items() if value}
+    return {**before, **named, "options": kept}
+
+
+def _pair(option: str) -> tuple[str, str]:
+    name, equals, value = option.partition("=")
+    if not equals:
+        raise click.UsageError(f"cannot read the option {option!r}: write name=value")
+    return name, value

@@ -1,0 +1,155 @@
+"""Nodes as they are and as they last reported, read again only where they reported anew."""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Concatenate, Final, NamedTuple, ParamSpec, TypeVar
+
+import asyncpg
+import msgspec
+
+from isochrone.wire.ids import DeviceId, Generation, NodeId, PopId
+from isochrone.wire.report import Device, Report
+from scheduler.decide.cluster import Node
+from scheduler.store.pool import Connection
+
+MANY: Final = 500
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_report = msgspec.msgpack.Decoder(Report)
+
+
+class KnownNode(NamedTuple):
+    """What a node last reported, read once; `key` says which report that was."""
+
+    key: tuple[str, int]
+    report: Report | None
+    devices: tuple[Device, ...]
+
+
+class KnownNodes:
+    """Reports and devices as read before: a picture reads again only those that changed."""
+
+    def __init__(self) -> None:
+        self.by_node: dict[NodeId, KnownNode] = {}
+
+
+async def read_nodes(
+    connection: Connection,
+    silent_s: Mapping[NodeId, float],
+    known: KnownNodes,
+    only: Sequence[NodeId] | None = None,
+) -> tuple[dict[NodeId, Report], tuple[Node, ...]]:
+    """Return nodes and what they last reported: those named, or all there are."""
+    rows = await connection.fetch(
+        """
+        SELECT node_id, pop, address, draining, revoked, generation, boot_id, report_seq,
+               extract(epoch FROM clock_timestamp() - coalesce(last_seen_at, created_at))::float8
+                   AS silent_s
+        FROM node WHERE $1::text[] IS NULL OR node_id = ANY($1) ORDER BY node_id
+        """,
+        only,
+    )
+    by_node = await _learn(connection, known, rows)
+    # Replaced whole: another reading may be under way.
+    known.by_node = by_node if only is None else {**known.by_node, **by_node}
+    return await made(_nodes_of, rows, by_node, silent_s)
+
+
+def _nodes_of(
+    rows: Sequence[asyncpg.Record],
+    by_node: Mapping[NodeId, KnownNode],
+    silent_s: Mapping[NodeId, float],
+) -> tuple[dict[NodeId, Report], tuple[Node, ...]]:
+    reports: dict[NodeId, Report] = {}
+    nodes = []
+    for row in rows:
+        node_id = NodeId(row["node_id"])
+        _, report, devices = by_node[node_id]
+        if report is not None:
+            reports[node_id] = report
+        nodes.append(
+            Node(
+                node_id=node_id,
+                pop=PopId(row["pop"]),
+                address=row["address"],
+                devices=devices,
+                draining=row["draining"],
+                revoked=row["revoked"],
+                silent_s=max(0.0, min(row["silent_s"], silent_s.get(node_id, row["silent_s"]))),
+                generation=Generation(row["generation"]),
+                **_told_by(report, PopId(row["pop"])),
+            )
+        )
+    return reports, tuple(nodes)
+
+
+def _told_by(report: Report | None, pop: PopId) -> dict[str, Any]:
+    """Return what a node said of itself: the weights it has, how fast others come, its domain."""
+    if report is None:
+        return {}
+    return {
+        "artifacts": report.artifacts,
+        "in_host_memory": report.in_host_memory,
+        "disk_free_bytes": report.disk_free_bytes,
+        "disk_bytes_per_s": report.disk_bytes_per_s,
+        "fetch_bytes_per_s": report.fetch_bytes_per_s,
+        "failure_domain": f"{pop}/{report.failure_domain}" if report.failure_domain else "",
+        "rank_ports": report.rank_ports,
+        "refused": tuple(
+            (one.deployment_id, one.reason) for one in report.refusals if one.deployment_id
+        ),
+    }
+
+
+async def _learn(
+    connection: Connection, known: KnownNodes, rows: Sequence[asyncpg.Record]
+) -> dict[NodeId, KnownNode]:
+    """Return what each node reported, reading only those that have since they were read last."""
+    keys = {NodeId(row["node_id"]): (row["boot_id"], row["report_seq"]) for row in rows}
+    by_node = {
+        node_id: held for node_id, held in known.by_node.items() if keys.get(node_id) == held.key
+    }
+    changed = [node_id for node_id in keys if node_id not in by_node]
+    if changed:
+        devices = await _read_devices(connection, changed)
+        for row in await connection.fetch(
+            "SELECT node_id, report FROM node WHERE node_id = ANY($1::text[])", changed
+        ):
+            node_id = NodeId(row["node_id"])
+            report = _report.decode(row["report"]) if row["report"] is not None else None
+            by_node[node_id] = KnownNode(keys[node_id], report, tuple(devices.get(node_id, ())))
+    return by_node
+
+
+async def _read_devices(
+    connection: Connection, node_ids: Sequence[NodeId]
+) -> dict[str, list[Device]]:
+    devices: dict[str, list[Device]] = {}
+    for row in await connection.fetch(
+        "SELECT * FROM device WHERE node_id = ANY($1::text[]) ORDER BY node_id, device_id", node_ids
+    ):
+        devices.setdefault(row["node_id"], []).append(
+            Device(
+                device_id=DeviceId(row["device_id"]),
+                device_class=row["device_class"],
+                memory_bytes=row["memory_bytes"],
+                memory_free_bytes=row["memory_bytes"],
+                healthy=row["healthy"],
+                reason=row["reason"],
+            )
+        )
+    return devices
+
+
+async def made(
+    make: Callable[Concatenate[Sequence[asyncpg.Record], P], T],
+    rows: Sequence[asyncpg.Record],
+    *given: P.args,
+    **named: P.kwargs,
+) -> T:
+    """Return what is made of rows; of many in a thread, for others are to be served meanwhile."""
+    if len(rows) < MANY:
+        return make(rows, *given, **named)
+    return await asyncio.to_thread(make, rows, *given, **named)
