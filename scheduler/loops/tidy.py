@@ -2,8 +2,9 @@
 
 A conversation is over a hundred objects that live as long as it does. A full collection walks all
 of them, a second with thousands of peers, and nobody is served meanwhile; it finds next to nothing,
-for what a fleet leaves behind is freed without it. What lives is put out of its reach. What
-conversations leave when they end is looked for once as many have ended as there are.
+for what a fleet leaves behind is freed without it. So what lives is put out of its reach, every few
+seconds, and what is left to walk is what has come since. What conversations leave when they end is
+looked for once as many have ended as there are, and all else that could have been left once in hours.
 """
 
 import gc
@@ -13,13 +14,15 @@ from scheduler.acting import Acting
 
 ENDED_MIN: Final = 1000
 """Fewer conversations leave too little to be worth a walk."""
+TURNS_MAX: Final = 5000
+"""So many turns after a walk there is another, whoever has ended."""
 
 
 class Tidied(NamedTuple):
-    """One turn's counts, of objects."""
+    """One turn: how many objects were garbage, and whether all of the fleet was walked for them."""
 
-    out_of_reach: int
-    collected: int
+    collected: int = 0
+    walked: bool = False
 
 
 class Tidy:
@@ -28,13 +31,20 @@ class Tidy:
     def __init__(self, acting: Acting) -> None:
         self._acting = acting
         self._seen_ended = 0
+        self._turns = 0
 
     async def run_once(self) -> Tidied:
-        """Put what lives out of reach, after a walk where that is worth it."""
-        acting, collected = self._acting, 0
-        if acting.ended - self._seen_ended > max(ENDED_MIN, len(acting.peers)):
-            self._seen_ended = acting.ended
+        """Collect what has come since, and put what lives out of reach."""
+        acting = self._acting
+        if acting.thinking:
+            # All that a plan is made of lives while it is thought about, and must not for ever.
+            return Tidied()
+        self._turns += 1
+        ended = acting.ended - self._seen_ended
+        walks = ended > max(ENDED_MIN, len(acting.peers)) or self._turns > TURNS_MAX
+        if walks:
+            self._seen_ended, self._turns = acting.ended, 0
             gc.unfreeze()
-            collected = gc.collect()
+        collected = gc.collect()
         gc.freeze()
-        return Tidied(gc.get_freeze_count(), collected)
+        return Tidied(collected, walks)
