@@ -4,7 +4,7 @@ A conversation is over a hundred objects that live as long as it does. A full co
 of them, a second with thousands of peers, and nobody is served meanwhile; it finds next to nothing,
 for what a fleet leaves behind is freed without it. So what lives is put out of its reach, every few
 seconds, and what is left to walk is what has come since. What conversations leave when they end is
-looked for once as many have ended as there are, and all else that could have been left once in hours.
+looked for once as many have ended as there are; what else was left, once in hours.
 """
 
 import gc
