@@ -95,12 +95,6 @@ class Clients:
         count = len(prompts) * ask.choices
         self.admit(count)
         numbers = range(self._next, self._next + count)
-        self._next = numbers.stop
-        prompt_tokens = sum(len(tokens) for tokens, _ in prompts)
-        queue: asyncio.Queue[Delta] = asyncio.Queue(self._queue_max * count)
-        client = Client(numbers, prompt_tokens, abort, queue)
-        self._open.update(dict.fromkeys(numbers, client))
-        self._empty.clear()
         kept = salted(salt, adapter)
 
         def generation(choice: int) -> Generation:
@@ -123,6 +117,12 @@ class Clients:
 
         # All are made before the first is submitted: a constraint is the step thread's from then.
         generations = [generation(choice) for choice in range(count)]
+        prompt_tokens = sum(len(tokens) for tokens, _ in prompts)
+        queue: asyncio.Queue[Delta] = asyncio.Queue(self._queue_max * count)
+        client = Client(numbers, prompt_tokens, abort, queue)
+        self._next = numbers.stop
+        self._open.update(dict.fromkeys(numbers, client))
+        self._empty.clear()
         for first in range(0, count, ask.choices):
             generations[first].followers = tuple(generations[first + 1 : first + ask.choices])
             worker.submit(generations[first])

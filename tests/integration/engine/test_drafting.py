@@ -90,19 +90,24 @@ def answer(loaded: Loaded, *, drafts: bool) -> list[int]:
     assert speculation.ahead is not None
     # Taken to cost nothing: what is looked at is what it drafts.
     speculation.ahead.share, speculation.ahead.clock = 0.01, lambda: 0.0
-    sequence = Sequence(1, list(range(1, 30)), Ending(40, frozenset()))
-    engine.submit(
+    # Two answers to one prompt, which ends inside a block that they share.
+    first, second = (
         Generation(
-            sequence,
+            Sequence(number, list(range(1, 30)), Ending(40, frozenset())),
             Sampler(SamplingParams(temperature=0), []),
             TokenText(loaded.vocabulary),
             StopStrings(()),
             speculation.drafter() if drafts else None,
         )
+        for number in (1, 2)
     )
+    first.followers = (second,)
+    engine.submit(first)
     while engine.busy:
         engine.timed(engine.step(), 1.0)
-    return sequence.tokens
+    assert engine.batching.blocks.held == 0
+    assert second.sequence.tokens == first.sequence.tokens
+    return first.sequence.tokens
 
 
 @pytest.mark.parametrize("kind", ["model", "head"])

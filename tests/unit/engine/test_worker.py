@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -76,6 +77,34 @@ async def test_one_more_than_the_limit_is_refused_and_so_is_all_while_draining()
     with pytest.raises(ApiError) as draining:
         clients.admit()
     assert draining.value.code is ErrorCode.UNAVAILABLE
+
+
+async def test_several_answers_are_one_client_and_go_together() -> None:
+    clients = Clients(VOCABULARY, open_max=4, queue_max=1)
+    outbox = Outbox()
+    ask = replace(ASK, params=SamplingParams(seed=5), choices=2)
+    ending = Ending(4, frozenset())
+    client = clients.open(
+        outbox,  # type: ignore[arg-type]
+        ask,
+        [([1, 2], ending), ([3], ending)],
+        b"",
+        lambda: None,
+    )
+    everyone = [one for first in outbox.submitted for one in (first, *first.followers)]
+    assert [len(first.followers) for first in outbox.submitted] == [1, 1]
+    assert [one.sequence.tokens for one in everyone] == [[1, 2], [1, 2], [3], [3]]
+    assert [one.sampler.params.seed for one in everyone] == [5, 6, 7, 8]
+    assert [one.choice for one in everyone] == [0, 1, 2, 3]
+    assert (client.prompt_tokens, len(clients)) == (3, 4)
+    with pytest.raises(ApiError, match="cannot queue 1 more: 4 are"):
+        clients.admit()
+    clients.publish([Delta(number, "x", None, 1, 0) for number in client.numbers])
+    await turn()
+    assert client.deltas.qsize() == 4
+    clients.close(outbox, client)  # type: ignore[arg-type]
+    assert outbox.cancelled == [one.number for one in everyone]
+    assert len(clients) == 0
 
 
 def test_a_failed_step_is_told_and_ends_the_thread() -> None:
