@@ -1,5 +1,6 @@
 """What the admin API says: requests and answers, as its OpenAPI document describes them."""
 
+from datetime import date
 from typing import Annotated
 
 import msgspec
@@ -212,6 +213,23 @@ class KeyView(msgspec.Struct, frozen=True, kw_only=True):
     tokens_today: int = 0
     spend_today: float = 0.0
     key: str | None = None
+
+
+class UsageView(msgspec.Struct, frozen=True, kw_only=True):
+    """What was used of a deployment, on a day (UTC) or, where that is null, on all that were asked.
+
+    Without a `key_id` it is all of the tenant's. Spend is by the prices of today.
+    """
+
+    day: date | None
+    tenant_id: TenantId
+    key_id: str
+    deployment_id: DeploymentId
+    requests: int
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    spend: float
 
 
 class StatusView(msgspec.Struct, frozen=True, kw_only=True):
