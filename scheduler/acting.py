@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from itertools import islice
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, ParamSpec, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -33,6 +33,9 @@ from scheduler.store.nodes import read_assignment
 from scheduler.store.pool import Connection, Pool, using
 
 log = logging.getLogger(__name__)
+
+Arguments = ParamSpec("Arguments")
+Decided = TypeVar("Decided")
 
 OUTBOX_MAX: Final = 64
 INTAKE_TIMEOUT_S: Final = 10.0
@@ -142,6 +145,8 @@ class Acting:
         self.peers: dict[tuple[PeerRole, str], Connected] = {}
         self.ended = 0
         """How many conversations have ended."""
+        self.thinking = 0
+        """How many decisions are being thought about."""
         self.nudge_place: Callable[[], None] = _nobody
         self.nudge_publish: Callable[[], None] = _nobody
         self.unpublished: set[NodeId] | None = None
@@ -319,8 +324,20 @@ class Acting:
             silent_s=self.silent_s(),
             known=self.known_nodes,
         )
-        # In a thread: it is a second's work with tens of thousands of series.
-        return await asyncio.to_thread(foreseeing, cluster, self.foretold)
+        return await self.think(foreseeing, cluster, self.foretold)
+
+    async def think(
+        self,
+        decide: Callable[Arguments, Decided],
+        *given: Arguments.args,
+        **named: Arguments.kwargs,
+    ) -> Decided:
+        """Decide what takes long in a thread: the lease and everybody else are served meanwhile."""
+        self.thinking += 1
+        try:
+            return await asyncio.to_thread(decide, *given, **named)
+        finally:
+            self.thinking -= 1
 
     def heard_from(self, node_id: NodeId, pulse: Pulse | None = None) -> None:
         """Note a sign of life; a pulse also waits to be written."""

@@ -95,6 +95,10 @@ def _step(text: str) -> dict[str, Any]:
     percent, _, pops = text.partition("@")
     try:
         share = float(percent.removesuffix("%")) / 100
+        if not 0 < share <= 1:
+            raise ValueError(text)
     except ValueError as error:
-        raise click.UsageError(f"cannot read the step {text!r}: give 5 or 5@ams,fra") from error
+        raise click.UsageError(
+            f"cannot read the step {text!r}: give a percentage, as 5 or 5@ams,fra"
+        ) from error
     return {"share": share, "pops": [pop for pop in pops.split(",") if pop]}

@@ -32,7 +32,7 @@ from nodeagent.engine.parallel.ranks import Ranks
 from nodeagent.engine.parallel.share import Share, Split
 from nodeagent.engine.runner import Runner
 from nodeagent.engine.speculate.ahead import Ahead
-from nodeagent.engine.speculate.opening import DraftModel, Head, open_draft
+from nodeagent.engine.speculate.opening import DraftModel, Head, Served, open_draft
 from nodeagent.engine.speculate.speculation import Speculation
 from nodeagent.engine.step import Engine
 from nodeagent.engine.template import ChatTemplate
@@ -81,11 +81,6 @@ def load(config: EngineConfig, crew: Crew | None = None) -> Loaded:
                 f"cannot load {config.model_path}: {vocabulary.size} tokens, but embeddings for"
                 f" {shape.vocabulary}"
             )
-        if isinstance(draft, Head) and split.ranks > 1:
-            raise CheckpointError(
-                f"cannot draft with {config.draft_path}: a head listens to a whole model, and this"
-                f" one is split over {split.ranks} ranks"
-            )
         need_memory(config, source, 0, draft)
         survey(shape, source, split)
         gathering = gather(config, crew) if crew is not None else None
@@ -104,7 +99,7 @@ def load(config: EngineConfig, crew: Crew | None = None) -> Loaded:
     if crew is not None and crew.members:
         crew.wait_loaded()
         meeting(config).unlink(missing_ok=True)
-        crew.join(config.stall_s)
+        crew.join(config.stall_s, draft.layers if isinstance(draft, Head) else ())
         meet(config, ranks, gathering.store(split.ranks, config.stall_s) if gathering else None)
         runner = Front(own, crew, shape, ranks)
     template = vocabulary.chat_template
@@ -159,7 +154,9 @@ def open_share(
     blocks, form = _kv_blocks(config, shape, dtype, draft), kv_format(config)
     runner = Runner(model, blocks, device, dtype, form)
     log.info("kv", extra={"fields": {"blocks": blocks, "kept": str(form.dtype)}})
-    return runner, draft.load(config, runner, model) if draft is not None else None
+    if draft is None:
+        return runner, None
+    return runner, draft.load(config, runner, model, Served(source, shape, ranks))
 
 
 def kv_format(config: EngineConfig) -> KvFormat:

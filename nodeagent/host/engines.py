@@ -25,7 +25,7 @@ from isochrone.wire.assignment import ReplicaSpec
 from isochrone.wire.engine import EngineStats
 from isochrone.wire.ids import ReplicaId
 from nodeagent.drivers import DRIVERS
-from nodeagent.drivers.driver import PASSED_ENVIRONMENT, Command, Launch
+from nodeagent.drivers.driver import PASSED_ENVIRONMENT, Command, Launch, UnknownOption
 from nodeagent.host import cgroups
 from nodeagent.host.standby import Standby
 
@@ -191,7 +191,16 @@ class Engines:
         state.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     async def start(self, spec: ReplicaSpec, artifact: Path) -> Engine:
-        """Start an engine for `spec`; raises OSError or UnknownOption."""
+        """Start an engine for `spec`, or none where cancelled; raises OSError or UnknownOption."""
+        starting = asyncio.create_task(self._start(spec, artifact))
+        try:
+            return await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            with suppress(OSError, UnknownOption):
+                await (await starting).stop(kill=True)
+            raise
+
+    async def _start(self, spec: ReplicaSpec, artifact: Path) -> Engine:
         folder = self._folder / spec.replica_id
         await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
         folder.mkdir(mode=0o700)

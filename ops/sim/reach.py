@@ -134,6 +134,12 @@ def main() -> None:
     world = draw(given.data, given.seed)
     for within_ms in given.within_ms:
         terms, has = terms_at(world, within_ms, given.as_planned)
+        anywhere = sum(float(one.paid.min(axis=1).sum()) for one in terms)
+        loaded = sum(float(one.load.sum() / (one.room / one.needs[0]).max()) for one in terms)
+        print(
+            f"{100 * anywhere:.2f} % are farther than {within_ms} ms whatever is held; "
+            f"{loaded / 1024:.1f} TiB carry load wherever they stand"
+        )
         found = reached(terms, has, within_ms, given.budget_tib * 1024)
         print(
             f"within {within_ms} ms with {given.budget_tib:.1f} TiB: at least "

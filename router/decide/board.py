@@ -50,9 +50,6 @@ replica's to say; none where a slot has no replica.
 Facts: TypeAlias = tuple[float, float, float, float]
 """Of a slot (round trip, the same with all overhead, usual error, tokens in flight); in ms."""
 
-EMPTY_TIMES: Final = (0.0, 0.0, 0.0, -1.0)
-EMPTY_FACTS: Final = (0.0, 0.0, 0.0, 0.0)
-
 
 class Ranked(NamedTuple):
     """One way to go, with what is predicted of it and why it stands where it stands."""
@@ -279,13 +276,13 @@ class Board:
             self.paces.append(Pace())
             self._seeds.append(seed_of(route.replica_id))
             self._weights.append(1.0)
-            self._times.append(EMPTY_TIMES)
-            self._facts.append(EMPTY_FACTS)
+            self._times.append((0.0, 0.0, 0.0, -1.0))
+            self._facts.append((0.0, 0.0, 0.0, 0.0))
         self.slots[route.replica_id] = slot
         return slot
 
     def _clear(self, slot: int) -> None:
         self.routes[slot] = None
-        self._times[slot] = EMPTY_TIMES
-        self._facts[slot] = EMPTY_FACTS
+        self._times[slot] = (0.0, 0.0, 0.0, -1.0)
+        self._facts[slot] = (0.0, 0.0, 0.0, 0.0)
         self._free.append(slot)

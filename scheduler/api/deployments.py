@@ -1,6 +1,6 @@
 """Deployments: wished for, changed, ended, and explained."""
 
-import asyncio
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import msgspec
@@ -9,10 +9,13 @@ from isochrone.wire.admin import DeploymentBody, DeploymentView, NewDeploymentBo
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.ids import DeploymentId, ModelId
 from isochrone.wire.model import Deployment, EngineSettings, Policy
+from isochrone.wire.routes import Pop
 from scheduler.api.endpoint import Call, Endpoint, Page, found
 from scheduler.decide.explain import Explanation, explain
+from scheduler.decide.feasible import allowed
 from scheduler.decide.versions import split
 from scheduler.store import catalogue
+from scheduler.store.cluster import read_pops
 from scheduler.store.lease import read_acting_for_s
 from scheduler.store.rollouts import is_overtaken
 
@@ -97,8 +100,7 @@ async def explain_deployment(call: Call) -> Explanation:
             ErrorCode.UNAVAILABLE, "cannot explain: no scheduler acts now", retry_after_s=5
         )
     cluster = await acting.picture(call.connection, acting_for_s)
-    # In a thread: it asks the planner.
-    explained = await asyncio.to_thread(explain, split(cluster), name, acting.config.liveness)
+    explained = await acting.think(explain, split(cluster), name, acting.config.liveness)
     return found(explained, "deployment", name)
 
 
@@ -162,8 +164,7 @@ async def _checked(call: Call, body: DeploymentBody, deployment_id: str) -> Depl
         raise ApiError(
             ErrorCode.NOT_FOUND, f"cannot deploy: no model {body.model_id}", param="model_id"
         )
-    known = await catalogue.known_countries_and_pops(call.connection)
-    problem = _policy_problem(body.policy, known)
+    problem = _policy_problem(body.policy, await read_pops(call.connection))
     if problem:
         raise ApiError(ErrorCode.INVALID_REQUEST, f"cannot deploy: {problem}", param="policy")
     return Deployment(
@@ -175,13 +176,24 @@ async def _checked(call: Call, body: DeploymentBody, deployment_id: str) -> Depl
     )
 
 
-def _policy_problem(policy: Policy, known: set[str]) -> str:
+def _policy_problem(policy: Policy, pops: Sequence[Pop]) -> str:
     if policy.replicas_min > policy.replicas_max:
         return f"replicas_min {policy.replicas_min} is over replicas_max {policy.replicas_max}"
     if len(policy.keep_warm) > policy.replicas_max:
         return f"keep_warm names more PoPs than replicas_max {policy.replicas_max}"
-    for field in ("keep_warm", "allow", "deny"):
-        for name in getattr(policy, field):
-            if name not in known:
-                return f"{field} names {name!r}, which is no PoP and no PoP's country"
+    known = {str(pop.pop) for pop in pops}
+    for warm in policy.keep_warm:
+        if warm not in known:
+            return f"keep_warm names {warm!r}, which is no PoP"
+    known |= {pop.country for pop in pops}
+    for name in (*policy.allow, *policy.deny):
+        if name not in known:
+            field = "allow" if name in policy.allow else "deny"
+            return f"{field} names {name!r}, which is no PoP and no PoP's country"
+    residents = {pop.pop for pop in pops if allowed(policy, pop)}
+    if pops and not residents:
+        return "allow and deny together leave no PoP: a denial beats an allowance"
+    for warm in policy.keep_warm:
+        if warm not in residents:
+            return f"keep_warm names {warm!r}, where allow and deny let nothing live"
     return ""

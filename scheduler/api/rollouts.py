@@ -13,6 +13,7 @@ from scheduler.api.endpoint import Call, Endpoint, Page, found
 from scheduler.decide.rollout import ON_ITS_WAY, Event, NotNow, Rollout, after, problem_of
 from scheduler.decide.trial import compare
 from scheduler.store import catalogue, rollouts
+from scheduler.store.cluster import read_pops
 
 
 async def create_rollout(call: Call) -> RolloutView:
@@ -113,7 +114,7 @@ async def _problem(call: Call, spec: RolloutSpec) -> str:
     wrong = engine_problem(spec.engine)
     if wrong is not None:
         return wrong.words
-    known = await catalogue.known_countries_and_pops(call.connection)
+    known = {pop.pop for pop in await read_pops(call.connection)}
     unknown = {pop for step in spec.steps for pop in step.pops} - known
     if unknown:
         return f"there is no PoP {', '.join(sorted(unknown))}"

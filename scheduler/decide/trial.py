@@ -7,7 +7,7 @@ probability ratio test): it holds at every look at once, so that looking often p
 """
 
 from collections.abc import Callable, Sequence
-from math import exp, inf, log, sqrt
+from math import exp, inf, isfinite, log, sqrt
 from typing import Final, NamedTuple
 
 import msgspec
@@ -62,6 +62,8 @@ class Difference(NamedTuple):
 
     def words(self) -> str:
         """Say it for an operator."""
+        if not (isfinite(self.low) and isfinite(self.high)):
+            return f"{self.name}: too little was seen to tell"
         shown = "worse than" if self.is_harm else "within" if self.is_fine else "not yet told from"
         if self.name == "errors":
             between = f"{self.low:+.2%} to {self.high:+.2%}, {shown} +{self.worst:.2%}"

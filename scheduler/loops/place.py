@@ -1,6 +1,5 @@
 """CORRIDOR: read what is, decide what should be, commit it if nothing moved meanwhile."""
 
-import asyncio
 import logging
 import secrets
 from typing import NamedTuple
@@ -45,9 +44,8 @@ class Place:
             cluster = await acting.picture(connection)
         if self._must_hear_first(cluster):
             return Placed(frozen="waiting for every node's first report")
-        # In a thread: a plan of a large fleet takes long enough to lose the lease meanwhile.
         decided = joined(
-            await asyncio.to_thread(plan, split(cluster), liveness_limits=acting.config.liveness)
+            await acting.think(plan, split(cluster), liveness_limits=acting.config.liveness)
         )
         self._note(cluster, decided)
         if not decided.starts and not decided.endings:

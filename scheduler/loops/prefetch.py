@@ -1,6 +1,5 @@
 """Has weights fetched before the peak that needs them, by what is foretold some hours ahead."""
 
-import asyncio
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -36,8 +35,7 @@ class Prefetch:
             cluster = await acting.picture(connection)
         if not acting.later.rows and not cluster.prefetches:
             return Prefetched()
-        # In a thread: it asks the planner.
-        foreseen = await asyncio.to_thread(
+        foreseen = await acting.think(
             _foresee,
             cluster,
             acting.later.rows,

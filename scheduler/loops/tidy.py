@@ -2,8 +2,9 @@
 
 A conversation is over a hundred objects that live as long as it does. A full collection walks all
 of them, a second with thousands of peers, and nobody is served meanwhile; it finds next to nothing,
-for what a fleet leaves behind is freed without it. What lives is put out of its reach. What
-conversations leave when they end is looked for once as many have ended as there are.
+for what a fleet leaves behind is freed without it. So what lives is put out of its reach, every few
+seconds, and what is left to walk is what has come since. What conversations leave when they end is
+looked for once as many have ended as there are.
 """
 
 import gc
@@ -16,10 +17,10 @@ ENDED_MIN: Final = 1000
 
 
 class Tidied(NamedTuple):
-    """One turn's counts, of objects."""
+    """One turn: how many objects were garbage, and whether all of the fleet was walked for them."""
 
-    out_of_reach: int
-    collected: int
+    collected: int = 0
+    walked: bool = False
 
 
 class Tidy:
@@ -30,11 +31,15 @@ class Tidy:
         self._seen_ended = 0
 
     async def run_once(self) -> Tidied:
-        """Put what lives out of reach, after a walk where that is worth it."""
-        acting, collected = self._acting, 0
-        if acting.ended - self._seen_ended > max(ENDED_MIN, len(acting.peers)):
+        """Collect what has come since, and put what lives out of reach."""
+        acting = self._acting
+        if acting.thinking:
+            # All that a plan is made of lives while it is thought about, and must not for ever.
+            return Tidied()
+        walks = acting.ended - self._seen_ended > max(ENDED_MIN, len(acting.peers))
+        if walks:
             self._seen_ended = acting.ended
             gc.unfreeze()
-            collected = gc.collect()
+        collected = gc.collect()
         gc.freeze()
-        return Tidied(gc.get_freeze_count(), collected)
+        return Tidied(collected, walks)

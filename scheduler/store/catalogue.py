@@ -327,12 +327,6 @@ async def list_placements(
     ]
 
 
-async def known_countries_and_pops(connection: Connection) -> set[str]:
-    """Return the words that residency may name."""
-    rows = await connection.fetch("SELECT pop, country FROM pop")
-    return {row["pop"] for row in rows} | {row["country"] for row in rows}
-
-
 def _pop(row: Any) -> PopView:
     return PopView(
         pop=PopId(row["pop"]),

@@ -11,6 +11,9 @@ import msgspec
 
 from tests.system.harness import Fleet
 
+PROMPT = "say-all-numbers-in-order"
+"""Words that no line of code has: where a log shows them, it shows a prompt."""
+
 
 @dataclass
 class Ended:
@@ -41,7 +44,7 @@ async def one_stream(
     """Stream one answer of numbered tokens and check that none is lost, repeated or reordered."""
     body = {
         "model": "mock",
-        "messages": [{"role": "user", "content": "count"}],
+        "messages": [{"role": "user", "content": PROMPT}],
         "max_tokens": tokens,
         "stream": True,
         **extra,

@@ -52,9 +52,10 @@ def test_a_command_is_taken_as_it_stands(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "qwen").mkdir()
-    (tmp_path / "fleet.json").touch()
     command: click.Command = main
     words = shlex.split(line, comments=True)[1:]
+    for file in (word for word in words if word.endswith(".json")):
+        (tmp_path / file).touch()
     while isinstance(command, click.Group) and not words[0].startswith("-"):
         found = command.get_command(click.Context(command), words.pop(0))
         assert found is not None, line

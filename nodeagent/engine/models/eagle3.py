@@ -5,7 +5,8 @@ embedding of the token that came next. Where it goes on from its own guess, its 
 state stands for the model's.
 """
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping
 from typing import Final
 
 import torch
@@ -29,11 +30,15 @@ class Features:
 
     def __init__(self, source: WeightSource, head: HeadFolder, layers: tuple[int, ...]) -> None:
         self._layers = layers
+        self.afar = False
+        """Whether it is told of each step what other ranks heard."""
         hidden, width = head.shape.hidden, head.target_hidden
         fc = source.tensor(_FC, (hidden, len(layers) * width))
         self._parts = tuple(fc[:, at : at + width] for at in range(0, fc.shape[1], width))
         self._fused: Tensor | None = None
         self._slots = torch.empty(0)
+        self._begun: deque[Tensor] = deque()
+        """The slots of steps of which other ranks are still to tell."""
 
     def place(self, slots: int, device: str, dtype: torch.dtype) -> None:
         """Take memory for so many slots."""
@@ -49,8 +54,21 @@ class Features:
 
     def keep(self, slots: Tensor) -> None:
         """Keep what was heard in this step, row by row in `slots`."""
-        assert self._fused is not None
-        self._slots.index_copy_(0, slots, self._fused)
+        if self._fused is None:
+            self._slots.index_fill_(0, slots, 0)
+        else:
+            self._slots.index_copy_(0, slots, self._fused)
+        self._fused = None
+        if self.afar:
+            self._begun.append(slots)
+
+    def arrive(self, heard: Mapping[int, Tensor]) -> None:
+        """Add what other ranks heard in the oldest step of which they had not told."""
+        slots = self._begun.popleft()
+        for layer, x in heard.items():
+            self.hear(layer, x)
+        if self._fused is not None:
+            self._slots.index_add_(0, slots, self._fused)
         self._fused = None
 
     def forget(self, blocks: Tensor, block_tokens: int) -> None:

@@ -167,7 +167,7 @@ class Llama:
         else:
             x = self._ranks.receive(len(tokens), self.shape.hidden, self._norm)
         cos, sin = self._rope.at(positions)
-        alone = self.heard is None and not self.adding.current
+        alone = self._hears is None and not self.adding.current
         if self._whole is not None and alone and kv[0].kernels is not None:
             # Who hands on, hands on all rows.
             wanted = rows if self._share.last else torch.arange(len(x))
@@ -180,15 +180,20 @@ class Llama:
             logits = self._head(rms_norm(x, self._norm, epsilon)).float()
         else:
             self._ranks.hand_on(x)
-        return self._ranks.answer(logits, len(rows), self._share, rows.device)
+        return self._ranks.answer(logits, len(rows), self._share, x)
+
+    @property
+    def _hears(self) -> Callable[[int, Tensor], None] | None:
+        """Who listens: somebody here, or the front of several ranks."""
+        return self.heard or self._ranks.hearing
 
     def _one_by_one(
         self, x: Tensor, kv: list[LayerKV], cos: Tensor, sin: Tensor, layout: Layout
     ) -> Tensor:
-        epsilon = self.shape.rms_epsilon
-        for number, (layer, layer_kv) in enumerate(zip(self._layers, kv, strict=True)):
-            if self.heard is not None:
-                self.heard(number, x)
+        epsilon, hears = self.shape.rms_epsilon, self._hears
+        for number, layer, layer_kv in zip(self._share.layers, self._layers, kv, strict=True):
+            if hears is not None:
+                hears(number, x)
             normed = rms_norm(x, layer.attention_norm, epsilon)
             answer = layer.attention(normed, layer_kv, cos, sin, layout)
             x, normed = add_and_norm(x, answer, layer.mlp_norm, epsilon)

@@ -6,7 +6,6 @@
 
 #include "kernels.h"
 
-#define TILE LANES
 #define STRIP 12 /* rows of x at a time, by two tiles: 24 sums stay in registers */
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VNNI__)

@@ -140,11 +140,11 @@ class Crew:
             except RankLost as error:
                 raise CheckpointError(str(error)) from error
 
-    def join(self, timeout_s: float) -> None:
+    def join(self, timeout_s: float, heard: tuple[int, ...] = ()) -> None:
         """Have all meet; every later wait for one of them has this deadline."""
         for member in self.members:
             member.channel.limit(timeout_s)
-        self.tell(Join())
+        self.tell(Join(heard))
 
     def lost(self) -> str:
         """Say who has ended; nothing where all go on."""

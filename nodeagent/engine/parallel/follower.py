@@ -26,6 +26,7 @@ from nodeagent.engine.parallel.plan import (
     Clear,
     Done,
     Forget,
+    Join,
     Order,
     Read,
     Refused,
@@ -93,8 +94,10 @@ def follow(config: EngineConfig, rank: int, channel: Channel) -> int:
         channel.say(Refused(str(error)))
         return 1
     channel.say(Done())
-    if channel.order() is None:
+    joining = channel.order()
+    if not isinstance(joining, Join):
         return 0
+    ranks.listen(joining.heard, share.whole)
     group = config.group
     meet(config, ranks, store_of(group, ranks.split.ranks, config.stall_s) if group else None)
     if group and group.place:

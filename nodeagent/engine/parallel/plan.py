@@ -17,7 +17,9 @@ class Load(msgspec.Struct, frozen=True, tag="load"):
 
 
 class Join(msgspec.Struct, frozen=True, tag="join"):
-    """Meet the others: all have loaded."""
+    """Meet the others: all have loaded. The front hears what goes into the layers `heard`."""
+
+    heard: tuple[int, ...] = ()
 
 
 class Holding(msgspec.Struct, frozen=True, array_like=True):

@@ -7,6 +7,8 @@ Rule 3: with one rank nothing here does anything.
 
 import os
 from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Final
@@ -17,6 +19,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import FileStore, Store
 
 from nodeagent.engine.layers.linear import Linear
+from nodeagent.engine.models.shape import ModelShape
 from nodeagent.engine.parallel.share import ONE, Share, Split
 
 
@@ -27,8 +30,14 @@ class Ranks:
         self.split = split
         self.rank = rank
         self._stage: dist.ProcessGroup | None = None
-        self._due: deque[tuple[list[Tensor], list[dist.Work]]] = deque()
-        """The front's answers that others are still to send, each in parts."""
+        self._due: deque[Due] = deque()
+        """The front's answers that others are still to send."""
+        self._afar: dict[int, int] = {}
+        """Layers whose inputs the front hears from other ranks: from which."""
+        self.told: Callable[[Mapping[int, Tensor]], None] | None = None
+        """On the front: told those inputs, once for each step."""
+        self.hearing: Callable[[int, Tensor], None] | None = None
+        """On others: told what goes into each layer, where the front hears any."""
 
     def join(self, meeting: Path | Store, device: str, timeout_s: float) -> None:
         """Meet the others, by a file that all here know or by a store that all can reach.
@@ -59,6 +68,18 @@ class Ranks:
             if self.rank in members:
                 self._stage = group
 
+    def listen(self, layers: Iterable[int], shape: ModelShape) -> None:
+        """Have the front hear what goes into `layers` of the whole model, wherever they are."""
+        stages = {rank: Share(shape, self.split, rank) for rank in self.split.firsts}
+        ranks = {
+            layer: rank for layer in layers for rank, one in stages.items() if layer in one.layers
+        }
+        if self.rank == 0:
+            self._afar = {layer: rank for layer, rank in sorted(ranks.items()) if rank}
+        elif self.rank in ranks.values():
+            mine = {layer for layer, rank in ranks.items() if rank == self.rank}
+            self.hearing = lambda layer, x: dist.send(x.contiguous(), 0) if layer in mine else None
+
     def experts(self, total: int) -> range:
         """Return which of `total` experts are here."""
         return self.split.experts(total, self.rank)
@@ -83,44 +104,63 @@ class Ranks:
         """Give the rows to the next stage."""
         dist.send(x.contiguous(), self.rank + self.split.tensor)
 
-    def answer(
-        self, logits: Tensor | None, rows: int, share: Share, device: torch.device
-    ) -> Tensor:
+    def answer(self, logits: Tensor | None, rows: int, share: Share, x: Tensor) -> Tensor:
         """Give the front its logits [rows, vocabulary]; where ranks are several, it waits for them
         by `answered`, and elsewhere the answer is nobody's.
 
-        `logits` are those of this rank's tokens, or None where it is not in the last stage.
+        `logits` are those of this rank's tokens, or None where it is not in the last stage. `x` is
+        what the stage made of the step's tokens.
         """
         if self.split.ranks == 1:
             assert logits is not None
             return logits
         if self.rank == 0:
-            self._due.append(self._collect(logits, rows, share, device))
+            self._due.append(self._collect(logits, rows, share, x))
         elif logits is not None and rows:
             dist.send(logits.contiguous(), 0)
-        return torch.empty(0, device=device)
+        return torch.empty(0, device=x.device)
 
     def answered(self) -> Tensor:
         """Return the front's oldest answer that was not waited for."""
-        parts, coming = self._due.popleft()
-        for one in coming:
+        due = self._due.popleft()
+        for one in due.coming:
             one.wait()
-        return torch.cat(parts, dim=1)
+        if self.told is not None:
+            self.told(due.heard)
+        return torch.cat(due.parts, dim=1)
 
-    def _collect(
-        self, logits: Tensor | None, rows: int, share: Share, device: torch.device
-    ) -> tuple[list[Tensor], list[dist.Work]]:
-        parts, coming = [], []
+    def _collect(self, logits: Tensor | None, rows: int, share: Share, x: Tensor) -> "Due":
+        due = Due()
+        # In the order in which they are sent.
+        for layer, rank in self._afar.items():
+            due.heard[layer] = torch.empty_like(x)
+            due.expect(due.heard[layer], rank)
         for rank in range(self.split.ranks - self.split.tensor, self.split.ranks):
             if rank == 0 and logits is not None:
-                parts.append(logits)
+                due.parts.append(logits)
                 continue
-            part = torch.empty(rows, len(share.tokens_of(rank)), device=device)
-            receiving = dist.irecv(part, rank) if rows else None
-            if receiving is not None:
-                coming.append(receiving)
-            parts.append(part)
-        return parts, coming
+            part = torch.empty(rows, len(share.tokens_of(rank)), device=x.device)
+            if rows:
+                due.expect(part, rank)
+            due.parts.append(part)
+        return due
+
+
+@dataclass(slots=True)
+class Due:
+    """What others are still to send of one step."""
+
+    parts: list[Tensor] = field(default_factory=list)
+    """Logits, by the tokens of each rank."""
+    heard: dict[int, Tensor] = field(default_factory=dict)
+    """What went into layers elsewhere."""
+    coming: list[dist.Work] = field(default_factory=list)
+
+    def expect(self, part: Tensor, rank: int) -> None:
+        """Have `part` filled with what `rank` sends next."""
+        receiving = dist.irecv(part, rank)
+        if receiving is not None:
+            self.coming.append(receiving)
 
 
 ALONE: Final = Ranks()

@@ -40,6 +40,11 @@ class Split:
         """Processes in all."""
         return self.tensor * self.pipeline
 
+    @property
+    def firsts(self) -> range:
+        """The first rank of each stage."""
+        return range(0, self.ranks, self.tensor)
+
     def on(self, place: int, nodes: int) -> range:
         """Return the ranks of one of several nodes, each of which has as many."""
         each = self.ranks // nodes

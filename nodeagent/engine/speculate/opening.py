@@ -1,10 +1,13 @@
 """Opening the model that drafts: checked against the served one before memory is spent."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from isochrone.wire.engine import EngineConfig
 from nodeagent.engine.checkpoint.eagle3 import HeadFolder, is_head
@@ -12,15 +15,24 @@ from nodeagent.engine.checkpoint.gguf import GgufFile
 from nodeagent.engine.checkpoint.opening import open_checkpoint
 from nodeagent.engine.checkpoint.safetensors import SafetensorsFolder
 from nodeagent.engine.decide.sequence import BLOCK_TOKENS
-from nodeagent.engine.layers.linear import choose
+from nodeagent.engine.layers.linear import Keeping, choose
 from nodeagent.engine.models.eagle3 import Eagle3, Features
 from nodeagent.engine.models.families import build, survey
 from nodeagent.engine.models.llama import Llama
 from nodeagent.engine.models.shape import CheckpointError, ModelShape
-from nodeagent.engine.models.weights import Survey
+from nodeagent.engine.models.weights import Survey, Weights, WeightSource
+from nodeagent.engine.parallel.ranks import Ranks
 from nodeagent.engine.runner import Runner
 from nodeagent.engine.speculate.ahead import Ahead, Habits, likeliest
 from nodeagent.engine.vocabulary import Vocabulary
+
+
+class Served(NamedTuple):
+    """The model that is drafted for, as its files have it, and who computes it."""
+
+    source: WeightSource
+    shape: ModelShape
+    ranks: Ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +60,7 @@ class DraftModel:
         """Close its files."""
         self.source.close()
 
-    def load(self, config: EngineConfig, served: Runner, model: Llama) -> Ahead:
+    def load(self, config: EngineConfig, served: Runner, model: Llama, whole: Served) -> Ahead:
         """Read its weights, and give it KV beside that of the `served` model."""
         dtype = served.dtype
         context = min(config.context_tokens_max, self.shape.context_tokens)
@@ -75,10 +87,12 @@ class Head:
     source: HeadFolder
     layers: tuple[int, ...]
     """Before which of the served model's layers it listens."""
+    embeddings: int
+    """Weights of the served model's embeddings, where it needs a copy: ranks cut the model's."""
 
     def weights_bytes(self, dtype: torch.dtype) -> int:
         """What its weights take."""
-        return self.source.parameters() * dtype.itemsize
+        return (self.source.parameters() + self.embeddings) * dtype.itemsize
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
         """What it keeps of each token beside the served model's KV."""
@@ -89,16 +103,20 @@ class Head:
         """Close its files."""
         self.source.close()
 
-    def load(self, config: EngineConfig, served: Runner, model: Llama) -> Ahead:
+    def load(self, config: EngineConfig, served: Runner, model: Llama, whole: Served) -> Ahead:
         """Read its weights, and have it listen to the `served` model."""
         context = min(config.context_tokens_max, self.source.shape.context_tokens)
         features = Features(self.source, self.source, self.layers)
         features.place(served.blocks * BLOCK_TOKENS, config.device, served.dtype)
         head = Eagle3(
-            self.source, self.source, features, model.embed, config.device, served.dtype, context
+            *(self.source, self.source, features, self._embedding(config, served, model, whole)),
+            *(config.device, served.dtype, context),
         )
         model.heard = features.hear
         served.beside = features
+        if whole.ranks.split.ranks > 1:
+            features.afar, whole.ranks.told = True, features.arrive
+            whole.ranks.listen(self.layers, whole.shape)
         targets = self.source.targets()
         return Ahead(
             runner=Runner(head, served.blocks, config.device, served.dtype),
@@ -110,6 +128,18 @@ class Head:
             context_tokens=context,
             share=self.source.parameters() / served.shape.parameters(),
         )
+
+    def _embedding(
+        self, config: EngineConfig, served: Runner, model: Llama, whole: Served
+    ) -> Callable[[Tensor], Tensor]:
+        """Return the served model's embeddings: a table of its own where ranks cut the model's."""
+        if not self.embeddings:
+            return model.embed
+        shape = whole.shape
+        weights = Weights(whole.source, config.device, served.dtype, Keeping.PLAIN)
+        table = weights.read("model.embed_tokens.weight", shape.vocabulary, shape.hidden)
+        weights.arrived()
+        return table.__getitem__
 
 
 def open_draft(
@@ -174,7 +204,8 @@ def _open_head(config: EngineConfig, shape: ModelShape) -> Head:
     except BaseException:
         head.close()
         raise
-    return Head(head, layers)
+    shared = config.tensor_parallel == 1 or head.has("embed_tokens.weight")
+    return Head(head, layers, 0 if shared else shape.vocabulary * shape.hidden)
 
 
 def _same_tokens(config: EngineConfig, served: Vocabulary, drafting: Vocabulary) -> None:

@@ -1,7 +1,8 @@
 """Runs tiny models over several real processes: `python -m ... OUT CASE...`.
 
-A case is FAMILY:KIND:TENSOR:PIPELINE:EXPERT; the logits of each are left in OUT as JSON. Each has
-processes of its own, forked before anything was computed, as an engine's are.
+A case is FAMILY:KIND:TENSOR:PIPELINE:EXPERT, whose logits are left in OUT as JSON. Or it is
+drafts:KIND:TENSOR:PIPELINE, with the kind of model that drafts: what the split says is left, and
+what one process says. Each has processes of its own, forked before anything was computed.
 """
 
 import json
@@ -9,15 +10,18 @@ import os
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import torch
 
 from nodeagent.engine.checkpoint.adapter import read_adapter
 from nodeagent.engine.checkpoint.opening import open_weights
 from nodeagent.engine.layers.lora import Adapter
+from nodeagent.engine.loading import load
 from nodeagent.engine.models.families import adding_of, build, survey
 from nodeagent.engine.parallel.crew import Channel, muster
-from nodeagent.engine.parallel.follower import obey
+from nodeagent.engine.parallel.follower import follow, obey
 from nodeagent.engine.parallel.front import Front
 from nodeagent.engine.parallel.plan import Done
 from nodeagent.engine.parallel.ranks import Ranks
@@ -26,9 +30,11 @@ from nodeagent.engine.runner import Runner
 from ops.golden import tiny
 from ops.golden.tiny_gguf import write_gguf
 from tests.integration.engine.forced import BLOCKS, logits_by, logits_of
+from tests.integration.engine.test_drafting import answer, config_of, folder, write_head
 from tests.integration.engine.test_lora import ATTENTION, MLP, write_adapter
 
 TIMEOUT_S = 30.0
+ADAPTED = ("llama", "qwen3_moe")
 
 
 def prepare(folder: Path, family: str, kind: str) -> Path:
@@ -78,7 +84,7 @@ def run(path: Path, split: Split) -> list[list[list[list[float]]]]:
         front.clear([5])
         assert torch.equal(front.read_blocks([2, 5])[0], held[1])
         assert not front.read_blocks([5]).any()
-        if (path / "config.json").exists():
+        if share.whole.family in ADAPTED and (path / "config.json").exists():
             hold_to_one(path, front)
         return logits
     finally:
@@ -110,6 +116,34 @@ def hold_to_one(path: Path, front: Front) -> None:
     source.close()
 
 
+def drafts(path: Path, kind: str, tensor: int, pipeline: int) -> list[Any]:
+    """Return the answer of a model with one that drafts, and how its drafts fared."""
+    served = folder(path / "served")
+    draft = served if kind == "model" else write_head(path / "head")
+    whole = config_of(served, draft)
+    config = msgspec.structs.replace(
+        whole, socket=f"{path}/s", tensor_parallel=tensor, pipeline_parallel=pipeline, threads=1
+    )
+    crew = muster(tensor * pipeline, lambda rank, channel: follow(config, rank, channel))
+    try:
+        told: list[Any] = []
+        heard: list[Any] = []
+        for loaded in (load(config, crew), load(whole)):
+            assert loaded.engine.speculation is not None
+            tokens = answer(loaded, drafts=True)
+            told.append([tokens, loaded.engine.speculation.counts()])
+            runner: Any = loaded.engine._runner
+            heard.append(getattr(runner, "_runner", runner).beside)
+        if kind == "head":
+            first, second = (features._slots for features in heard)
+            assert first.abs().sum() > 1
+            slots = min(len(first), len(second))
+            assert torch.allclose(first[:slots], second[:slots], atol=1e-4, rtol=0)
+        return told
+    finally:
+        crew.end()
+
+
 def main() -> None:
     out = Path(sys.argv[1])
     for case in sys.argv[2:]:
@@ -117,9 +151,12 @@ def main() -> None:
         pid = os.fork()
         if pid == 0:
             with tempfile.TemporaryDirectory() as name:
-                path = prepare(Path(name), family, kind)
-                logits = run(path, Split(*map(int, numbers)))[0]
-            (out / f"{case}.json").write_text(json.dumps(logits))
+                found: Any
+                if family == "drafts":
+                    found = drafts(Path(name), kind, *map(int, numbers))
+                else:
+                    found = run(prepare(Path(name), family, kind), Split(*map(int, numbers)))[0]
+            (out / f"{case}.json").write_text(json.dumps(found))
             os._exit(0)
         os.waitpid(pid, 0)
 

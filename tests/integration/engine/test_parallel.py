@@ -28,13 +28,12 @@ CASES = [
     "qwen3_moe:folder:2:2:2",
     "mistral:folder:1:3:1",
 ]
+DRAFTS = ["drafts:head:1:2", "drafts:head:2:1", "drafts:model:1:2"]
 
 
-@pytest.fixture(scope="module")
-def logits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("split")
+def ran(out: Path, cases: list[str]) -> Path:
     subprocess.run(
-        [sys.executable, "-m", "tests.integration.engine.split_run", str(out), *CASES],
+        [sys.executable, "-m", "tests.integration.engine.split_run", str(out), *cases],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         check=True,
@@ -43,11 +42,28 @@ def logits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.fixture(scope="module")
+def logits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return ran(tmp_path_factory.mktemp("split"), CASES)
+
+
+@pytest.fixture(scope="module")
+def drafted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return ran(tmp_path_factory.mktemp("drafted"), DRAFTS)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_ranks_together_compute_what_one_does(logits: Path, case: str) -> None:
     found = json.loads((logits / f"{case}.json").read_text())
     for rows, golden in zip(found, GOLDEN[case.partition(":")[0]], strict=True):
         assert torch.allclose(torch.tensor(rows), torch.tensor(golden), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("case", DRAFTS)
+def test_a_split_model_is_drafted_for_as_a_whole_one(drafted: Path, case: str) -> None:
+    split, whole = json.loads((drafted / f"{case}.json").read_text())
+    assert split == whole
+    assert split[1][f"drafted_by_{case.split(':')[1]}_tokens_total"] > 10
 
 
 WAIT_S = 20.0

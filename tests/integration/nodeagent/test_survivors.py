@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -75,6 +76,22 @@ async def test_an_engine_whose_agent_was_killed_before_it_noted_its_pid_is_adopt
         await engine.stop()
     assert not Path(f"/proc/{survivor.pid}/cmdline").exists() or is_zombie(survivor.pid)
     assert engines.survivors() == []
+
+
+async def test_a_start_that_is_cancelled_leaves_no_engine(folder: Path) -> None:
+    engines = Engines(folder, 1)
+    starting = asyncio.create_task(engines.start(SPEC, folder))
+    note = folder / "r-left" / "process.json"
+    async with asyncio.timeout(READY_S):
+        while not note.exists():
+            await asyncio.sleep(0)
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert not note.exists()
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            assert str(folder).encode() not in path.read_bytes()
 
 
 async def test_one_that_never_began_leaves_nothing(folder: Path) -> None:

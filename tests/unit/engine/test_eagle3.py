@@ -16,9 +16,10 @@ from nodeagent.engine.decide.blocks import Blocks
 from nodeagent.engine.decide.sequence import BLOCK_TOKENS, Ending, Sequence
 from nodeagent.engine.models.llama import Llama
 from nodeagent.engine.models.shape import CheckpointError
+from nodeagent.engine.parallel.ranks import ALONE
 from nodeagent.engine.runner import Runner
 from nodeagent.engine.sampling import SamplingParams
-from nodeagent.engine.speculate.opening import Head, open_draft
+from nodeagent.engine.speculate.opening import Head, Served, open_draft
 from nodeagent.engine.speculate.speculation import Speculation
 from nodeagent.engine.step import Engine
 from tests.unit.engine.test_ahead import GREEDY, generated, prompts, run, submit
@@ -142,7 +143,7 @@ def chain_of(w: dict[str, Tensor], states: Tensor, embeds: Tensor, table: Tensor
 def test_drafts_are_those_of_a_plain_reference(tmp_path: Path, tokens: int) -> None:
     weights = head_weights()
     runner, model, head = opened(write_head(tmp_path, weights))
-    ahead = head.load(config_of(tmp_path), runner, model)
+    ahead = head.load(config_of(tmp_path), runner, model, Served(head.source, model.shape, ALONE))
     heard: dict[int, Tensor] = {}
     keep = model.heard
     assert keep is not None
@@ -169,7 +170,7 @@ def test_the_output_is_the_same_with_a_head_and_without(
     tmp_path: Path, params: SamplingParams, blocks: int
 ) -> None:
     runner, model, head = opened(write_head(tmp_path, head_weights()), blocks)
-    ahead = head.load(config_of(tmp_path), runner, model)
+    ahead = head.load(config_of(tmp_path), runner, model, Served(head.source, model.shape, ALONE))
     ahead.clock = lambda: 0.0
     speculation = Speculation(4, rows_max=200, ahead=ahead)
     engine = Engine(runner, Batching(Limits(64, 4), Blocks(blocks)), speculation=speculation)

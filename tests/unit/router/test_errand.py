@@ -1,10 +1,17 @@
 """Coroutines that run where they stand: what they wait for, and how they end."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
+import types
+from collections.abc import Callable, Coroutine, Generator
 from typing import Any
 
 from router.dataplane.errand import Errand, Signal, pause
+
+
+@types.coroutine
+def a_turn() -> Generator[None, None, None]:
+    """Let one turn of the loop pass."""
+    yield
 
 
 class Told:
@@ -118,7 +125,7 @@ async def test_what_is_no_signal_is_refused_in_words_where_it_is_awaited() -> No
 
     future = asyncio.get_running_loop().create_future()
     begun(wrong(future))
-    begun(wrong(asyncio.sleep(0)))
+    begun(wrong(a_turn()))
     assert said == [
         "cannot await Future in an errand, only a Signal",
         "cannot await NoneType in an errand, only a Signal",
@@ -128,7 +135,7 @@ async def test_what_is_no_signal_is_refused_in_words_where_it_is_awaited() -> No
 async def test_a_task_may_wait_for_a_signal_too() -> None:
     told, signal = Told(), Signal()
     task = asyncio.get_running_loop().create_task(told.waits("a", signal))
-    await asyncio.sleep(0)
+    await a_turn()
     signal.give()
     await task
     assert told.lines == ["a begins", "a had 0", "a ends"]

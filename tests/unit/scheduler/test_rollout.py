@@ -240,3 +240,8 @@ class Life(RuleBasedStateMachine):
 
 TestLife = Life.TestCase
 TestLife.settings = settings(max_examples=20, stateful_step_count=15, deadline=None)
+
+
+def test_what_was_not_seen_is_not_shown_as_a_number() -> None:
+    said = [difference.words() for difference in compare((), RolloutBounds())]
+    assert said == [f"{name}: too little was seen to tell" for name in ("errors", "TTFT", "ITL")]

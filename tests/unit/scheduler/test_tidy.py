@@ -26,16 +26,25 @@ def in_reach_again() -> Iterator[None]:
 
 
 async def test_what_lives_is_not_walked_and_what_was_left_is_freed_at_last() -> None:
-    acting: Any = SimpleNamespace(ended=0, peers={})
+    acting: Any = SimpleNamespace(ended=0, peers={}, thinking=0)
     tidy = Tidy(cast(Acting, acting))
     knot = Knot()
     left = ref(knot)
-    assert (await tidy.run_once()).out_of_reach > 0
+    assert not (await tidy.run_once()).walked
     assert all(one is not knot for one in gc.get_objects())
     del knot
-    gc.collect()
-    await tidy.run_once()
+    assert not (await tidy.run_once()).walked
     assert left() is not None
     acting.ended = ENDED_MIN + 1
-    assert (await tidy.run_once()).collected > 0
+    assert (await tidy.run_once()).walked
+    assert left() is None
+
+
+async def test_what_a_plan_is_made_of_stays_in_reach_while_it_is_thought_about() -> None:
+    acting: Any = SimpleNamespace(ended=0, peers={}, thinking=1)
+    knot = Knot()
+    await Tidy(cast(Acting, acting)).run_once()
+    left = ref(knot)
+    del knot
+    gc.collect()
     assert left() is None
