@@ -183,6 +183,8 @@ class Engine:
         decoding = [
             (s, self._generations[s.number].drafter) for s in batching.running if s.decoding
         ]
+        if not decoding:
+            return
         limit = batching.limits.batch_tokens_max
         read_tokens = batching.pace.prompt_tokens(len(decoding), limit)
         speculation.draft(decoding, batching.make_room, read_tokens)

@@ -4,7 +4,7 @@ A conversation is over a hundred objects that live as long as it does. A full co
 of them, a second with thousands of peers, and nobody is served meanwhile; it finds next to nothing,
 for what a fleet leaves behind is freed without it. So what lives is put out of its reach, every few
 seconds, and what is left to walk is what has come since. What conversations leave when they end is
-looked for once as many have ended as there are.
+looked for once as many have ended as there are; what else was left, once in hours.
 """
 
 import gc
@@ -14,6 +14,8 @@ from scheduler.acting import Acting
 
 ENDED_MIN: Final = 1000
 """Fewer conversations leave too little to be worth a walk."""
+TURNS_MAX: Final = 5000
+"""So many turns after a walk there is another, whoever has ended."""
 
 
 class Tidied(NamedTuple):
@@ -29,6 +31,7 @@ class Tidy:
     def __init__(self, acting: Acting) -> None:
         self._acting = acting
         self._seen_ended = 0
+        self._turns = 0
 
     async def run_once(self) -> Tidied:
         """Collect what has come since, and put what lives out of reach."""
@@ -36,9 +39,11 @@ class Tidy:
         if acting.thinking:
             # All that a plan is made of lives while it is thought about, and must not for ever.
             return Tidied()
-        walks = acting.ended - self._seen_ended > max(ENDED_MIN, len(acting.peers))
+        self._turns += 1
+        ended = acting.ended - self._seen_ended
+        walks = ended > max(ENDED_MIN, len(acting.peers)) or self._turns > TURNS_MAX
         if walks:
-            self._seen_ended = acting.ended
+            self._seen_ended, self._turns = acting.ended, 0
             gc.unfreeze()
         collected = gc.collect()
         gc.freeze()

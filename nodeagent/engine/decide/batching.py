@@ -190,6 +190,8 @@ class Batching:
     @property
     def underway_now(self) -> int:
         """How many steps may be under way."""
+        if self.underway.most == 1:
+            return 1
         prompts = bool(self.waiting) or any(s.pending > 1 for s in self.running)
         return self.underway.choose(self._answering(), prompts=prompts)
 
@@ -217,7 +219,8 @@ class Batching:
         decodes: list[Chunk] = []
         verifies: list[Chunk] = []
         drafting = self.drafting
-        most = -(-self._answering() // self.underway_now)
+        parts = self.underway_now
+        most = len(self.running) if parts == 1 else -(-self._answering() // parts)
         for sequence in list(self.running):
             if len(decodes) + len(verifies) == most:
                 break

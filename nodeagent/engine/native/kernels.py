@@ -352,6 +352,9 @@ def kernels() -> Kernels | None:
         path = built()
         # torch's OpenMP was loaded with it: by its name the library finds the same one.
         found = Kernels(ctypes.CDLL(str(path)))
+        if not found.multiplies:
+            # Sixteen numbers at once are then done one by one: thirty times slower than torch.
+            raise NoKernels("this processor has no AVX-512 with VNNI; torch's own are faster")
     except (NoKernels, OSError, AttributeError) as error:
         log.info("no kernels of our own", extra={"fields": {"because": str(error)}})
         return None

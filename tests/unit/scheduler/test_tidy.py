@@ -48,3 +48,11 @@ async def test_what_a_plan_is_made_of_stays_in_reach_while_it_is_thought_about()
     del knot
     gc.collect()
     assert left() is None
+
+
+async def test_a_fleet_that_nobody_leaves_is_walked_too() -> None:
+    acting: Any = SimpleNamespace(ended=0, peers={}, thinking=0)
+    tidy = Tidy(cast(Acting, acting))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("scheduler.loops.tidy.TURNS_MAX", 2)
+        assert [(await tidy.run_once()).walked for _ in range(4)] == [False, False, True, False]
