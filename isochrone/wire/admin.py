@@ -1,6 +1,5 @@
 """What the admin API says: requests and answers, as its OpenAPI document describes them."""
 
-from datetime import date
 from typing import Annotated
 
 import msgspec
@@ -216,12 +215,12 @@ class KeyView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UsageView(msgspec.Struct, frozen=True, kw_only=True):
-    """What was used of a deployment, on a day (UTC) or, where that is null, on all that were asked.
+    """What was used of a deployment, on a day (UTC), or over all days asked where `day` is null.
 
     Without a `key_id` it is all of the tenant's. Spend is by the prices of today.
     """
 
-    day: date | None
+    day: str | None
     tenant_id: TenantId
     key_id: str
     deployment_id: DeploymentId

@@ -30,7 +30,8 @@ async def list_usage(call: Call) -> Page:
         raise ApiError(ErrorCode.INVALID_REQUEST, str(error)) from error
 
     def name(row: UsageView) -> str:
-        place = UsagePlace(row.day or asked.first, row.tenant_id, row.key_id, row.deployment_id)
+        day = date.fromisoformat(row.day) if row.day else asked.first
+        place = UsagePlace(day, row.tenant_id, row.key_id, row.deployment_id)
         return msgspec.json.encode(place).decode()
 
     return call.page(rows, name)
