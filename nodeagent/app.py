@@ -13,6 +13,7 @@ from time import monotonic
 from aiohttp import web
 
 from isochrone import __version__
+from isochrone.service.config import read_secret
 from isochrone.service.control import ControlLink
 from isochrone.service.door import open_door
 from isochrone.service.joining import identify
@@ -46,11 +47,12 @@ log = logging.getLogger(__name__)
 
 async def serve(config: NodeConfig, stopping: asyncio.Event) -> int:
     """Run one node's agent until `stopping`; return its exit code."""
+    sources = await asyncio.to_thread(_sources, config)
     node = await _open_node(config)
     chance = random.Random()  # noqa: S311 - jitter, not secrets
     door_tls = node_context(node.identity) if config.door_tls else None
     peer_tls = client_context(node.identity) if config.door_tls else None
-    artifacts = _artifacts(config, node, chance, peer_tls)
+    artifacts = _artifacts(config, node, sources, chance, peer_tls)
     engines = Engines(
         config.state / "engines",
         config.engine_threads or (os.cpu_count() or 1),
@@ -143,8 +145,18 @@ def _what_makes_it_so(
     return converge, prefetch
 
 
+def _sources(config: NodeConfig) -> Sources:
+    path = config.hf_token_file
+    token = read_secret(path, "the hub's token") if path is not None else ""
+    return Sources(private=config.private_sources, hf_url=config.hf_url, hf_token=token)
+
+
 def _artifacts(
-    config: NodeConfig, node: Node, chance: random.Random, context: SSLContext | None
+    config: NodeConfig,
+    node: Node,
+    sources: Sources,
+    chance: random.Random,
+    context: SSLContext | None,
 ) -> Artifacts:
     peers = Peers(
         holders=node.holders_of,
@@ -155,7 +167,7 @@ def _artifacts(
     )
     return Artifacts(
         config.state / "artifacts",
-        Sources(private=config.private_sources, hf_url=config.hf_url),
+        sources,
         config.disk_budget_bytes,
         link=Link(Pace(config.download_bytes_per_s), monotonic),
         peers=peers,

@@ -14,12 +14,13 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     there too, without TLS. `join_token_file` is read once, at the first start. `cpu_memory_bytes`
     is what replicas may use where there is no GPU; 0 means four fifths of the machine.
     `private_sources` lets artifacts come from private addresses and plain http, as inside a closed
-    network. `upload_bytes_per_s` and `download_bytes_per_s` bound what artifacts take of the
-    network, 0 for no bound; `uploads_max` is how many peers fetch at once. Nodes of one PoP that
-    fail together (a rack, a power feed) are given one `failure_domain`. `plaintext_rank_ports`,
-    first and last, lets this node hold parts of replicas over several nodes. The parts speak to one
-    another in plain and, once they have met, on other ports too: the nodes of a PoP must have a
-    network of their own. Each replica led from here takes one port.
+    network. The token in `hf_token_file` (mode 0600, read at the start) is shown to `hf_url` alone,
+    for models that are gated there. `upload_bytes_per_s` and `download_bytes_per_s` bound what
+    artifacts take of the network, 0 for no bound; `uploads_max` is how many peers fetch at once.
+    Nodes of one PoP that fail together (a rack, a power feed) are given one `failure_domain`.
+    `plaintext_rank_ports`, first and last, lets this node hold parts of replicas over several
+    nodes. The parts speak to one another in plain and, once they have met, on other ports too: the
+    nodes of a PoP must have a network of their own. Each replica led from here takes one port.
     """
 
     name: str
@@ -43,6 +44,7 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     download_bytes_per_s: float = 0.0
     uploads_max: int = 4
     hf_url: str = "https://huggingface.co"
+    hf_token_file: Path | None = None
     keep_engines_on_stop: bool = False
     load_timeout_s: float = 1800.0
     drain_timeout_s: float = 30.0

@@ -15,7 +15,7 @@ import msgspec
 from aiohttp import web
 
 from isochrone import __version__
-from isochrone.service.config import ConfigError
+from isochrone.service.config import ConfigError, read_secret
 from isochrone.service.door import DoorLimits, errors_as, json_error, open_door
 from isochrone.service.identity import Authority, IdentityError
 from isochrone.service.lag import Held, LagWatch
@@ -57,6 +57,7 @@ from scheduler.store.pool import UNAVAILABLE, open_pool, transaction, using
 log = logging.getLogger(__name__)
 
 INTAKE_CONNECTIONS: Final = 10
+ADMIN_TOKEN_LETTERS_MIN: Final = 16
 HELD_LOGGED_S: Final = 0.25
 COLLECTED_AFTER: Final = (50_000, 20, 50)
 """A plan makes and drops millions of objects: by Python's own thresholds (700, 10, 10) many outlive
@@ -73,7 +74,10 @@ async def serve(config: SchedulerConfig, stopping: asyncio.Event) -> int:
     """Run one scheduler until `stopping`; return its exit code."""
     gc.set_threshold(*COLLECTED_AFTER)
     sys.setswitchinterval(THREADS_TURN_S)
-    token_sha256 = await asyncio.to_thread(_read_admin_token, config)
+    token = await asyncio.to_thread(
+        read_secret, config.admin_token_file, "the admin token", ADMIN_TOKEN_LETTERS_MIN
+    )
+    token_sha256 = sha256(token.encode()).hexdigest()
     authority = await asyncio.to_thread(_load_authority, config)
     async with _open_acting(config, authority) as acting, AsyncExitStack() as doors:
         lease = Loop("hold_lease", HoldLease(acting).run_once, config.lease_renew_s)
@@ -246,22 +250,6 @@ async def _leave(acting: Acting) -> None:
     except UNAVAILABLE as error:
         log.warning("lease not given up", extra={"fields": {"reason": str(error)[:200]}})
     await acting.step_down()
-
-
-def _read_admin_token(config: SchedulerConfig) -> str:
-    try:
-        mode = config.admin_token_file.stat().st_mode & 0o077
-        token = config.admin_token_file.read_text().strip()
-    except OSError as error:
-        raise ConfigError(
-            f"cannot read the admin token {config.admin_token_file}: {error.strerror}"
-        ) from error
-    if mode or len(token) < 16:
-        raise ConfigError(
-            f"cannot use the admin token {config.admin_token_file}: it needs mode 0600 and at "
-            "least 16 letters"
-        )
-    return sha256(token.encode()).hexdigest()
 
 
 def _load_authority(config: SchedulerConfig) -> Authority:

@@ -1,4 +1,4 @@
-"""Commands on who may ask and what was done; and asking."""
+"""Commands on who may ask, what they used and what was done; and asking."""
 
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
@@ -110,6 +110,22 @@ def keys_revoke(obj: Context, key_id: str) -> None:
     """Revoke a key for good."""
     obj.api.ask("DELETE", f"/v1/keys/{segment(key_id)}")
     chatter.print(f"revoked {key_id}")
+
+
+@click.command()
+@click.option("--tenant", "tenant_id", help="Of this tenant alone.")
+@click.option("--key", "key_id", metavar="KEY_ID", help="Of this key alone.")
+@click.option("--from", metavar="DAY", help="First day (UTC), as 2026-01-31; a week if not given.")
+@click.option("--to", metavar="DAY", help="Last day (UTC), today if not given; at most 31 days.")
+@click.option("--by", type=click.Choice(["key", "tenant"]), default="key")
+@click.option("--per", type=click.Choice(["total", "day"]), default="total")
+@click.pass_obj
+def usage(obj: Context, /, **asked: str | None) -> None:
+    """What keys or tenants used of each deployment; spend by the prices of today."""
+    rows = obj.api.list("/v1/usage", {name: text for name, text in asked.items() if text})
+    columns = ["requests", "prompt_tokens", "cached_tokens", "output_tokens", "spend"]
+    shown = ["tenant_id", *(["key_id"] if asked["by"] == "key" else []), "deployment_id", *columns]
+    show_rows(rows, ["day", *shown] if asked["per"] == "day" else shown, obj.output)
 
 
 @click.command()

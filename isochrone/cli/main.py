@@ -62,6 +62,7 @@ for command in (
     planning.plan,
     rollouts.rollouts,
     access.keys,
+    access.usage,
     access.events,
     access.chat,
 ):

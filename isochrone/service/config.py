@@ -1,4 +1,7 @@
-"""Configuration: a TOML file, overridden by the environment, checked once into a frozen struct."""
+"""Configuration: a TOML file, overridden by the environment, checked once into a frozen struct.
+
+A secret stands in a file of its own, which the configuration names.
+"""
 
 import tomllib
 from collections.abc import Mapping
@@ -36,6 +39,22 @@ def load_config(kind: type[T], path: Path | None, env: Mapping[str, str], prefix
     except msgspec.ValidationError as error:
         where = path or f"{prefix}* variables"
         raise ConfigError(f"cannot use config {where}: {error}") from error
+
+
+def read_secret(path: Path, what: str, letters_min: int = 1) -> str:
+    """Return the word in a file that only its owner may read, or raise ConfigError."""
+    try:
+        mode = path.stat().st_mode & 0o077
+        word = path.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not text"
+        raise ConfigError(f"cannot read {what} {path}: {reason}") from error
+    if mode or len(word) < letters_min or not (word.isascii() and word.isprintable()):
+        raise ConfigError(
+            f"cannot use {what} {path}: it needs mode 0600 and one line of at least "
+            f"{letters_min} ASCII letters"
+        )
+    return word
 
 
 def _json(text: str) -> Any:

@@ -214,6 +214,23 @@ class KeyView(msgspec.Struct, frozen=True, kw_only=True):
     key: str | None = None
 
 
+class UsageView(msgspec.Struct, frozen=True, kw_only=True):
+    """What was used of a deployment, on a day (UTC), or over all days asked where `day` is null.
+
+    Without a `key_id` it is all of the tenant's. Spend is by the prices of today.
+    """
+
+    day: str | None
+    tenant_id: TenantId
+    key_id: str
+    deployment_id: DeploymentId
+    requests: int
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    spend: float
+
+
 class StatusView(msgspec.Struct, frozen=True, kw_only=True):
     """The fleet in one answer."""
 

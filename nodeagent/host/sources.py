@@ -1,4 +1,8 @@
-"""Where artifacts come from: an installed package, a folder, an HTTP origin, a model hub."""
+"""Where artifacts come from: an installed package, a folder, an HTTP origin, a model hub.
+
+The hub's token goes with requests to the hub's own host and port, of sources that name the hub.
+Wherever it redirects to has what it needs in the URL, so that words about one leave its query out.
+"""
 
 import asyncio
 import ipaddress
@@ -8,10 +12,11 @@ from contextlib import asynccontextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Final
-from urllib.parse import quote, urljoin, urlsplit
+from urllib.parse import quote, urljoin
 
 import aiohttp
 from aiohttp import abc
+from yarl import URL
 
 CHUNK_BYTES: Final = 1024 * 1024
 REDIRECTS_MAX: Final = 5
@@ -64,9 +69,10 @@ def refuse_private(host: str) -> None:
 class Sources:
     """Opens files of artifacts. Private addresses and plain http are for closed networks alone."""
 
-    def __init__(self, *, private: bool, hf_url: str) -> None:
+    def __init__(self, *, private: bool, hf_url: str, hf_token: str = "") -> None:
         self._private = private
         self._hf_url = hf_url.rstrip("/")
+        self._hf_token = hf_token
 
     def local_file(self, source: str, path: str) -> Path | None:
         """Return the file on this machine that `source` names, or None where it names an origin."""
@@ -92,31 +98,54 @@ class Sources:
         async with aiohttp.ClientSession(
             connector=connector, timeout=timeout, auto_decompress=False
         ) as http:
-            response = await self._follow(http, url, offset)
+            response = await self._follow(http, url, offset, source.startswith("hf:"))
             async with response:
                 yield response.status == 206, response.content.iter_chunked(CHUNK_BYTES)
 
     async def _follow(
-        self, http: aiohttp.ClientSession, url: str, offset: int
+        self, http: aiohttp.ClientSession, address: str, offset: int, names_hub: bool
     ) -> aiohttp.ClientResponse:
-        headers = {"accept-encoding": "identity"}
-        if offset:
-            headers["range"] = f"bytes={offset}-"
         for _ in range(REDIRECTS_MAX):
-            self._check(url)
-            try:
-                async with asyncio.timeout(ANSWER_TIMEOUT_S):
-                    response = await http.get(url, headers=headers, allow_redirects=False)
-            except (aiohttp.ClientError, OSError, TimeoutError) as error:
-                raise SourceError(f"cannot reach {url}: {error or type(error).__name__}") from error
+            # Read once, by what dials: who is meant must not be a matter of opinion.
+            url = self._checked(address)
+            is_hub = names_hub and _place(url) == _place(URL(self._hf_url))
+            response = await self._ask(http, url, offset, self._hf_token if is_hub else "")
             if response.status in (200, 206):
                 return response
             target = response.headers.get("location")
             response.release()
             if response.status not in (301, 302, 303, 307, 308) or target is None:
-                raise SourceError(f"cannot fetch {url}: it answered {response.status}")
-            url = urljoin(url, target)
-        raise SourceError(f"cannot fetch {url}: more than {REDIRECTS_MAX} redirects")
+                why = f": {self._refused()}" if is_hub and response.status in (401, 403) else ""
+                raise SourceError(f"cannot fetch {_shown(url)}: it answered {response.status}{why}")
+            address = urljoin(str(url), target)
+        raise SourceError(f"cannot fetch {_shown(url)}: more than {REDIRECTS_MAX} redirects")
+
+    async def _ask(
+        self, http: aiohttp.ClientSession, url: URL, offset: int, token: str
+    ) -> aiohttp.ClientResponse:
+        headers = {"accept-encoding": "identity"}
+        if offset:
+            headers["range"] = f"bytes={offset}-"
+        if token:
+            headers["authorization"] = f"Bearer {token}"
+        try:
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                return await http.get(url, headers=headers, allow_redirects=False)
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
+            reason = error or type(error).__name__
+            raise SourceError(f"cannot reach {_shown(url)}: {reason}") from error
+
+    def _refused(self) -> str:
+        """Say what a hub means that refuses, and who can do what about it."""
+        if self._hf_token:
+            return (
+                "the model is gated or private, and the token of hf_token_file is not good, or "
+                "its account may not read it: ask for access on the model's page of the hub"
+            )
+        return (
+            "the model is gated or private, or there is none of this name; to be let in, name in "
+            "this node's hf_token_file a file with the token of an account that may read it"
+        )
 
     def _url(self, source: str, path: str) -> str:
         scheme, _, rest = source.partition(":")
@@ -128,17 +157,34 @@ class Sources:
             return f"{source.rstrip('/')}/{quote(path)}"
         raise SourceError(f"cannot fetch from {source!r}: an unknown kind of source")
 
-    def _check(self, url: str) -> None:
-        parts = urlsplit(url)
+    def _checked(self, address: str) -> URL:
+        try:
+            url = URL(address)
+            url.origin()
+        except ValueError as error:
+            raise SourceError(f"cannot fetch: the origin names no URL ({error})") from error
         if self._private:
-            return
-        if parts.scheme != "https":
-            raise SourceError(f"cannot fetch {url}: only https is allowed (private_sources)")
+            return url
+        if url.scheme != "https":
+            raise SourceError(
+                f"cannot fetch {_shown(url)}: only https is allowed (private_sources)"
+            )
         try:
             # A literal address never meets the resolver.
-            refuse_private(parts.hostname or "")
+            refuse_private(url.host or "")
         except OSError as error:
-            raise SourceError(f"cannot fetch {url}: {error}") from error
+            raise SourceError(f"cannot fetch {_shown(url)}: {error}") from error
+        return url
+
+
+def _place(url: URL) -> tuple[str, str | None, int | None]:
+    """Return who is asked by a URL: another scheme or port is somebody else."""
+    return url.scheme, url.host, url.port
+
+
+def _shown(url: URL) -> URL:
+    """Return what may be said of a URL: the query of a signed one lets anybody in."""
+    return url.with_query(None)
 
 
 def _package_file(rest: str, path: str) -> Path:

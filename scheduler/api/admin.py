@@ -31,6 +31,7 @@ from scheduler.api.identities import (
     revoke_node,
 )
 from scheduler.api.keys import KEY_ENDPOINTS
+from scheduler.api.usage import USAGE_ENDPOINTS
 from scheduler.store import catalogue
 from scheduler.store.events import Event, list_events
 from scheduler.store.identities import revoke
@@ -212,6 +213,7 @@ ENDPOINTS: Final = (
     ),
     *DEPLOYMENT_ENDPOINTS,
     *KEY_ENDPOINTS,
+    *USAGE_ENDPOINTS,
     Endpoint(
         "GET", "/v1/events", events, "What was done", Event, is_list=True, query=("subject",)
     ),

@@ -1,6 +1,7 @@
 """The OpenAI routes that do not generate, on aiohttp: lists, health, and whatever is not found."""
 
 from collections.abc import Callable
+from typing import Final
 
 import msgspec
 from aiohttp import web
@@ -14,6 +15,11 @@ from router.apis.openai.hot import OpenAiSurface
 from router.decide.admit import authenticate, may_use
 from router.fleet import Fleet
 from router.metrics import Metrics
+
+NO_TABLE: Final = (
+    "cannot serve: no scheduler has sent a route table, and the state folder holds none; "
+    "is a scheduler of `schedulers` within reach, and does one act?"
+)
 
 
 def cold_app(
@@ -34,8 +40,11 @@ def cold_app(
         return json_answer(model_body(surface.deployment(request.match_info["name"], key)))
 
     async def healthz(request: web.Request) -> web.Response:
-        status = "ok" if fleet.table is not None else "no_table"
-        return json_answer({"status": status, "pop": fleet.pop})
+        if fleet.table is not None:
+            return json_answer({"status": "ok", "pop": fleet.pop})
+        # Its keys and routes are in the table: a load balancer does well to ask another router.
+        said = {"status": "no_table", "pop": fleet.pop, "message": NO_TABLE}
+        return json_answer(said, status=503)
 
     async def on_prepare(request: web.Request, response: web.StreamResponse) -> None:
         sent = request.headers.get(headers.REQUEST_ID, "")
@@ -53,6 +62,8 @@ def cold_app(
     return app
 
 
-def json_answer(body: object) -> web.Response:
+def json_answer(body: object, status: int = 200) -> web.Response:
     """Return a JSON answer."""
-    return web.Response(body=msgspec.json.encode(body), content_type="application/json")
+    return web.Response(
+        status=status, body=msgspec.json.encode(body), content_type="application/json"
+    )

@@ -87,9 +87,14 @@ async def origin() -> AsyncIterator[tuple[Origin, str]]:
 
 
 def a_store(
-    tmp_path: Path, budget: int = 1 << 30, *, private: bool = True, hf: str = ""
+    tmp_path: Path,
+    budget: int = 1 << 30,
+    *,
+    private: bool = True,
+    hf: str = "",
+    hf_token: str = "",
 ) -> Artifacts:
-    sources = Sources(private=private, hf_url=hf)
+    sources = Sources(private=private, hf_url=hf, hf_token=hf_token)
     link = Link(Pace(0), time.monotonic)
     return Artifacts(tmp_path / "artifacts", sources, budget, link=link, origin_limits=IMPATIENT)
 

@@ -148,6 +148,30 @@ async def test_tables_demand_usage_and_round_trips_travel(tmp_path: Path) -> Non
                     await house.loops["usage"].wait_turns(1)
 
 
+async def health(house: House) -> tuple[int, dict[str, str]]:
+    async with (
+        aiohttp.ClientSession() as http,
+        http.get(f"http://127.0.0.1:{house.port}/healthz") as response,
+    ):
+        return response.status, await response.json()
+
+
+async def test_it_is_unhealthy_until_it_holds_a_table_told_or_on_disk(tmp_path: Path) -> None:
+    identity = an_identity(tmp_path)
+    async with a_scheduler() as scheduler, open_node(FakeNode()) as node:
+        config = a_config(tmp_path, schedulers=(f"http://127.0.0.1:{scheduler.port}",))
+        async with open_house(config, identity) as house:
+            status, said = await health(house)
+            assert (status, said["status"], said["pop"]) == (503, "no_table", "ams")
+            assert said["message"].startswith("cannot serve: no scheduler has sent a route table")
+            await scheduler.until(Register, 1)
+            await scheduler.say(a_table([a_route(node)]))
+            await until_generation(house, 1)
+            assert await health(house) == (200, {"status": "ok", "pop": "ams"})
+    async with open_house(a_config(tmp_path), identity) as house:
+        assert await health(house) == (200, {"status": "ok", "pop": "ams"})
+
+
 async def test_a_gap_asks_for_a_snapshot_and_a_repeat_is_nothing(tmp_path: Path) -> None:
     async with a_scheduler() as scheduler, open_node(FakeNode()) as node:
         config = a_config(tmp_path, schedulers=(f"http://127.0.0.1:{scheduler.port}",))

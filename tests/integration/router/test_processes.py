@@ -23,6 +23,18 @@ from tests.integration.router.test_process import BODY, START_TIMEOUT_S, a_proce
 REQUESTS = 60
 
 
+async def healths(port: int, count: int) -> set[int]:
+    """Look at its health over a new connection each time; return the statuses seen."""
+    seen = set()
+    for _ in range(count):
+        async with (
+            aiohttp.ClientSession() as http,
+            http.get(f"http://127.0.0.1:{port}/healthz") as response,
+        ):
+            seen.add(response.status)
+    return seen
+
+
 async def ask_many(port: int, count: int, body: dict[str, Any] = BODY) -> int:
     """Ask over a new connection each time; return how many were answered."""
     answered = 0
@@ -66,6 +78,7 @@ async def test_they_serve_one_port_and_each_keeps_its_own_ledger(tmp_path: Path)
         # A worker has its table from the main process, and keeps it too.
         tables = [state / f"worker-{n}" / "table.snapshot" for n in (1, 2)]
         await until(lambda: all(table.exists() for table in tables))
+        assert await healths(port, 20) == {200}
         assert await ask_many(port, REQUESTS) == REQUESTS
         await until(lambda: sum(spooled(state).values()) == REQUESTS)
         assert set(spooled(state)) == {"state", "worker-1", "worker-2"}

@@ -1,0 +1,126 @@
+"""A hub that gives a gated model to who shows its token; another host gives the bytes."""
+
+import logging
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+
+from isochrone.service.config import ConfigError, read_secret
+from isochrone.service.door import open_door
+from nodeagent.host.artifacts import ArtifactError
+from tests.integration.nodeagent.test_artifacts import a_store, artifact_of, fetched
+
+TOKEN = "hf_SecretOfTheHub"
+SIGNED = "Signature=LetsAnybodyIn"
+FILE = {"m.gguf": b"weights"}
+
+
+class Hub:
+    """The hub on one port and its store of bytes on another; each keeps what was shown to it."""
+
+    def __init__(self) -> None:
+        self.url = self.store_url = ""
+        self.shown: list[tuple[str, str | None]] = []
+        self.store_refuses = False
+
+    async def resolve(self, request: web.Request) -> web.StreamResponse:
+        """Send on: first to another path of its own, as for a model that was renamed."""
+        self.shown.append((request.path, request.headers.get("authorization")))
+        if request.headers.get("authorization") != f"Bearer {TOKEN}":
+            raise web.HTTPUnauthorized
+        if request.path.startswith("/old/"):
+            raise web.HTTPTemporaryRedirect(request.path.replace("/old/", "/new/", 1))
+        raise web.HTTPFound(f"{self.store_url}/bytes?{SIGNED}")
+
+    async def give(self, request: web.Request) -> web.StreamResponse:
+        """Give the bytes to whoever has the signed URL, and no header beside it."""
+        self.shown.append((request.path, request.headers.get("authorization")))
+        if self.store_refuses or request.query_string != SIGNED:
+            raise web.HTTPForbidden
+        return web.Response(body=FILE["m.gguf"])
+
+    async def send_here(self, _: web.Request) -> web.StreamResponse:
+        """Try to have the hub's token shown to the hub by a source that is not the hub's."""
+        raise web.HTTPFound(f"{self.url}/new/m/resolve/main/m.gguf")
+
+
+@pytest.fixture
+async def hub() -> AsyncIterator[Hub]:
+    served = Hub()
+    async with AsyncExitStack() as stack:
+        store, front = web.Application(), web.Application()
+        store.router.add_get("/bytes", served.give)
+        store.router.add_get("/elsewhere/{path:.*}", served.send_here)
+        front.router.add_get("/{path:.*}", served.resolve)
+        # One machine, two ports: another port is another host to whoever holds a secret.
+        port = await stack.enter_async_context(open_door(store, "127.0.0.1", 0))
+        served.store_url = f"http://127.0.0.1:{port}"
+        port = await stack.enter_async_context(open_door(front, "127.0.0.1", 0))
+        served.url = f"http://127.0.0.1:{port}"
+        yield served
+
+
+async def test_the_token_is_shown_to_the_hub_and_to_nobody_it_sends_us_to(
+    hub: Hub, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    store = a_store(tmp_path, hf=hub.url, hf_token=TOKEN)
+    folder = await fetched(store, artifact_of("hf:old/m@v1", FILE))
+    assert (folder / "m.gguf").read_bytes() == FILE["m.gguf"]
+    assert hub.shown == [
+        ("/old/m/resolve/v1/m.gguf", f"Bearer {TOKEN}"),
+        ("/new/m/resolve/v1/m.gguf", f"Bearer {TOKEN}"),
+        ("/bytes", None),
+    ]
+    assert TOKEN not in caplog.text
+
+
+async def test_a_source_that_is_not_the_hubs_never_has_the_token_shown(
+    hub: Hub, tmp_path: Path
+) -> None:
+    store = a_store(tmp_path, hf=hub.url, hf_token=TOKEN)
+    with pytest.raises(ArtifactError, match=r"it answered 401$"):
+        await fetched(store, artifact_of(f"{hub.store_url}/elsewhere", FILE))
+    assert hub.shown == [("/new/m/resolve/main/m.gguf", None)]
+
+
+@pytest.mark.parametrize(
+    ("token", "words"),
+    [
+        ("", "gated or private, or there is none of this name; .* in this node's hf_token_file"),
+        ("hf_AnothersToken", "the token of hf_token_file is not good, or its account may not read"),
+    ],
+)
+async def test_a_gated_model_is_refused_in_words(
+    hub: Hub, tmp_path: Path, token: str, words: str
+) -> None:
+    store = a_store(tmp_path, hf=hub.url, hf_token=token)
+    with pytest.raises(ArtifactError, match=f"answered 401: .*{words}") as refused:
+        await fetched(store, artifact_of("hf:new/m", FILE))
+    assert not token or token not in str(refused.value)
+
+
+async def test_a_signed_url_that_is_refused_is_not_repeated(hub: Hub, tmp_path: Path) -> None:
+    hub.store_refuses = True
+    store = a_store(tmp_path, hf=hub.url, hf_token=TOKEN)
+    with pytest.raises(ArtifactError, match=rf"cannot fetch {hub.store_url}/bytes: .* 403$"):
+        await fetched(store, artifact_of("hf:new/m", FILE))
+
+
+def test_a_secrets_file_is_one_word_that_only_its_owner_reads(tmp_path: Path) -> None:
+    path = tmp_path / "hf.token"
+    with pytest.raises(ConfigError, match=r"cannot read the hub's token .*No such file"):
+        read_secret(path, "the hub's token")
+    path.write_text(f"{TOKEN}\n")
+    path.chmod(0o640)
+    with pytest.raises(ConfigError, match="needs mode 0600"):
+        read_secret(path, "the hub's token")
+    path.chmod(0o600)
+    assert read_secret(path, "the hub's token") == TOKEN
+    for text in ("", "two\nlines"):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match="one line of at least 1 ASCII"):
+            read_secret(path, "the hub's token")
