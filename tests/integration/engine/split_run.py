@@ -132,7 +132,8 @@ def drafts(path: Path, kind: str, tensor: int, pipeline: int) -> list[Any]:
         heard: list[Any] = []
         for loaded in (load(config, crew), load(whole)):
             assert loaded.engine.speculation is not None
-            tokens = answer(loaded, drafts=True)
+            # One alone: two would be drafted for in steps of their own where stages are split.
+            tokens = answer(loaded, drafts=True, answers=1)
             told.append([tokens, loaded.engine.speculation.counts()])
             runner: Any = loaded.engine._runner
             heard.append(getattr(runner, "_runner", runner).beside)

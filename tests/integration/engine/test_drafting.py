@@ -83,15 +83,15 @@ def write_head(path: Path, vocabulary: int = VOCABULARY) -> Path:
     return path
 
 
-def answer(loaded: Loaded, *, drafts: bool) -> list[int]:
+def answer(loaded: Loaded, *, drafts: bool, answers: int = 2) -> list[int]:
     engine = loaded.engine
     speculation = engine.speculation
     assert speculation is not None
     assert speculation.ahead is not None
     # Taken to cost nothing: what is looked at is what it drafts.
     speculation.ahead.share, speculation.ahead.clock = 0.01, lambda: 0.0
-    # Two answers to one prompt, which ends inside a block that they share.
-    first, second = (
+    # All answer one prompt, which ends inside a block that they share.
+    first, *others = (
         Generation(
             Sequence(number, list(range(1, 30)), Ending(40, frozenset())),
             Sampler(SamplingParams(temperature=0), []),
@@ -99,14 +99,14 @@ def answer(loaded: Loaded, *, drafts: bool) -> list[int]:
             StopStrings(()),
             speculation.drafter() if drafts else None,
         )
-        for number in (1, 2)
+        for number in range(1, answers + 1)
     )
-    first.followers = (second,)
+    first.followers = tuple(others)
     engine.submit(first)
     while engine.busy:
         engine.timed(engine.step(), 1.0)
     assert engine.batching.blocks.held == 0
-    assert second.sequence.tokens == first.sequence.tokens
+    assert all(other.sequence.tokens == first.sequence.tokens for other in others)
     return first.sequence.tokens
 
 
