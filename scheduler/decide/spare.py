@@ -1,6 +1,7 @@
 """Seats that have had their time: of an old version, over the maximum, or missed by nobody."""
 
 from collections.abc import Callable
+from typing import Final
 
 import numpy as np
 
@@ -11,6 +12,9 @@ from scheduler.decide.start_time import COMING
 from scheduler.decide.wish import Seated, Wish
 
 EndSeat = Callable[[Seated, str], None]
+
+KEPT: Final = 0.25
+"""The share of its hold that a seat must save to stay: who leaves at night is wanted by day."""
 
 
 def replace_stale(
@@ -41,7 +45,7 @@ def _best_for(search: Search, fresh: Wish) -> Worth | None:
 
 
 def end_spare(wish: Wish, settle_s: float, end_seat: EndSeat) -> None:
-    """End the seat that is missed least, if it is over the maximum or does not earn its hold."""
+    """End the seat that is missed least, if it is over the maximum or hardly earns its hold."""
     over = len(wish.seats) > wish.most
     if not over and len(wish.seats) <= wish.least:
         return
@@ -51,8 +55,7 @@ def end_spare(wish: Wish, settle_s: float, end_seat: EndSeat) -> None:
     lost, seated = spare
     if over:
         end_seat(seated, f"{len(wish.seats)} replicas, the policy allows {wish.most}")
-    elif lost < wish.hold:
-        # Holding costs half of what adding does: what was just added is not at once taken away.
+    elif lost < KEPT * wish.hold:
         end_seat(seated, f"demand has moved: it saves {lost / wish.weight:.0f} ms x requests/s")
 
 
@@ -64,8 +67,10 @@ def _least_missed(wish: Wish, settle_s: float, over: bool) -> tuple[float, Seate
     best: tuple[float, float, str] | None = None
     chosen = None
     for number in np.argsort(guesses, kind="stable"):
-        # No later one can cost less than its guess, and one that earns its hold does not go.
-        if (best and guesses[number] > best[0]) or (not over and guesses[number] >= wish.hold):
+        # No later one can cost less than its guess, and one that earns its part does not go.
+        if (best and guesses[number] > best[0]) or (
+            not over and guesses[number] >= KEPT * wish.hold
+        ):
             break
         seated = standing[number]
         assert seated.placement is not None
