@@ -100,7 +100,12 @@ async def first_token(path: Path, quantisation: str, threads: int, *, standby: b
             await asyncio.to_thread(_wait_idle, process.pid)
         wall_s, processor_s = time.perf_counter(), _processor_s(process.pid) if standby else 0.0
         if standby:
-            order = {"arguments": arguments, "environment": {}, "log": str(log)}
+            order = {
+                "arguments": arguments,
+                "environment": {},
+                "log": str(log),
+                "agent": os.getpid(),
+            }
             assert process.stdin is not None
             process.stdin.write(msgspec.json.encode(order) + b"\n")
             process.stdin.close()
