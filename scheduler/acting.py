@@ -7,22 +7,19 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable
-from contextlib import suppress
 from datetime import UTC, datetime
 from itertools import islice
 from typing import Final
 
-import msgspec
-from aiohttp import web
-
-from isochrone.service.identity import Authority, Certificate
+from isochrone.service.identity import Authority
 from isochrone.wire import codec
 from isochrone.wire.control import PeerRole, Refused, RefusedCode
-from isochrone.wire.ids import BootId, ClusterId, Epoch, Generation, NodeId, PopId
-from isochrone.wire.report import Pulse, Report
+from isochrone.wire.ids import ClusterId, Epoch, NodeId
+from isochrone.wire.report import Pulse
 from isochrone.wire.routes import RouteTable
 from scheduler import metrics
 from scheduler.config import SchedulerConfig
+from scheduler.connected import Connected
 from scheduler.decide.admission import Admissions
 from scheduler.planner.process import Planner
 from scheduler.planner.questions import Heard
@@ -33,75 +30,14 @@ from scheduler.store.pool import Pool, using
 
 log = logging.getLogger(__name__)
 
-OUTBOX_MAX: Final = 64
 INTAKE_TIMEOUT_S: Final = 10.0
 PULSES_BUFFERED_MAX: Final = 50_000
 PULSES_WRITTEN_MAX: Final = 1_000
-LARGE_BYTES: Final = 256 * 1024
 LARGE_AT_ONCE: Final = 32
 
 
 class NotActing(Exception):
     """Another scheduler acts, or the database cannot be asked."""
-
-
-class Connected:
-    """One peer's open conversation: a bounded outbox, and one task that empties it."""
-
-    def __init__(
-        self,
-        socket: web.WebSocketResponse,
-        transport: asyncio.Transport | None,
-        *,
-        role: PeerRole,
-        name: str,
-        pop: PopId,
-        boot_id: BootId,
-        certificate: Certificate,
-        large: asyncio.Semaphore,
-    ) -> None:
-        self._large = large
-        self.certificate = certificate
-        self.role = role
-        self.name = name
-        self.pop = pop
-        self.boot_id = boot_id
-        self.generation = Generation(0)
-        self.has_reported = False
-        self.written: Report | None = None
-        self.written_at = 0.0
-        self._socket = socket
-        self._transport = transport
-        self._outbox: asyncio.Queue[msgspec.Struct | bytes] = asyncio.Queue(OUTBOX_MAX)
-
-    def tell(self, message: msgspec.Struct | bytes) -> None:
-        """Queue a message, or one encoded already for many; a peer that takes nothing for long is
-        cut, and will dial again."""
-        try:
-            self._outbox.put_nowait(message)
-        except asyncio.QueueFull:
-            log.warning("peer takes no messages", extra={"fields": {"peer": self.name}})
-            if self._transport is not None:
-                self._transport.abort()
-
-    async def empty_outbox(self) -> None:
-        """Send what is queued, for as long as the conversation lasts."""
-        while True:
-            message = await self._outbox.get()
-            frame = message if isinstance(message, bytes) else codec.encode(message)
-            if len(frame) < LARGE_BYTES:
-                await self._socket.send_bytes(frame)
-                continue
-            # Each copy waits in memory until its peer has taken it: never all of them at once.
-            async with self._large:
-                await self._socket.send_bytes(frame)
-
-    async def end(self, refused: Refused) -> None:
-        """Say why, and close."""
-        with suppress(ConnectionError, TimeoutError):
-            async with asyncio.timeout(2.0):
-                await self._socket.send_bytes(codec.encode(refused))
-                await self._socket.close()
 
 
 class Acting:
