@@ -23,10 +23,10 @@ from router.dataplane.message import Reply
 from router.dataplane.upstream import Upstream
 from router.dataplane.verdict import hold_to_error, hold_to_status, read_answer
 from router.decide.board import Ranked
-from router.decide.fair import come_back_s
-from router.decide.health import RetryBudget
+from router.decide.drain import come_back_s
 from router.decide.limits import Entry, Gate, Limited
 from router.decide.pick import Ask, Routes, rank
+from router.decide.retries import RetryBudget
 from router.decide.tokens_in_flight import Reservation
 from router.fleet import Fleet
 from router.journey import Journey
