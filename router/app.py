@@ -40,7 +40,8 @@ from router.loops.follow import Follower
 from router.loops.gauges import Gauges
 from router.loops.probe import Prober
 from router.loops.share import Sharer
-from router.loops.ship import Shipper, UsageSpool
+from router.loops.ship import Shipper
+from router.loops.spool import UsageSpool
 from router.metrics import Metrics
 from router.processes import WORKER_ENV, ParentLink, Worker, Workers, config_of, worker_of
 from router.record import Recorder
