@@ -13,7 +13,6 @@ from isochrone.wire.routes import Pop
 from scheduler.api.endpoint import Call, Endpoint, Page, found
 from scheduler.decide.explain import Explanation, explain
 from scheduler.decide.feasible import allowed
-from scheduler.decide.versions import split
 from scheduler.store import catalogue
 from scheduler.store.cluster import read_pops
 from scheduler.store.lease import read_acting_for_s
@@ -100,7 +99,7 @@ async def explain_deployment(call: Call) -> Explanation:
             ErrorCode.UNAVAILABLE, "cannot explain: no scheduler acts now", retry_after_s=5
         )
     cluster = await acting.picture(call.connection, acting_for_s)
-    explained = await acting.think(explain, split(cluster), name, acting.config.liveness)
+    explained = await acting.think(explain, cluster, name, acting.config.liveness)
     return found(explained, "deployment", name)
 
 
