@@ -8,7 +8,6 @@ from scheduler.decide.demand import foreseeing
 from scheduler.decide.explain import explain
 from scheduler.decide.liveness import LivenessLimits
 from scheduler.decide.prefetch import Foreseen, prefetch
-from scheduler.decide.versions import split
 from scheduler.decide.what_if import Picture, decide
 from scheduler.planner.forecast import Forecast
 from scheduler.planner.questions import Asked, Heard, Learn, WhatIs, WhatMoves, WhatToFetch, Why
@@ -34,7 +33,7 @@ class Desk:
             case WhatToFetch(heard):
                 return await self._foresee(heard)
             case Why(heard, deployment_id):
-                return explain(split(await self.picture(heard)), deployment_id, self._limits)
+                return explain(await self.picture(heard), deployment_id, self._limits)
             case WhatIs(heard):
                 picture = Picture(
                     cluster=await self.picture(heard), liveness=self._limits, release=__version__
