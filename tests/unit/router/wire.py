@@ -143,8 +143,9 @@ class StillLoop(asyncio.SelectorEventLoop):
         await dial
         end = End(self, factory())
         try:
-            # The turn between what is made and who asked for it.
-            await a_turn()
+            # Between what is made and who asked for it.
+            for _ in range(4):
+                await a_turn()
         except asyncio.CancelledError:
             end.is_lost = True
             raise
