@@ -60,6 +60,8 @@ class Ranked(NamedTuple):
     queue_ms: float
     prefill_ms: float
     uncached_tokens: int
+    unread_tokens: int
+    """As much work as the uncached tokens are, in tokens at a prompt's beginning."""
     cached_tokens: int = 0
     overhead_ms: float = 0.0
     queue_tokens_max: int = 0

@@ -39,6 +39,8 @@ SPREADS_MAX: Final = 4.0
 
 STRETCH_MAX: Final = 2e-4
 STRETCH_STEP: Final = 0.05
+"""How far one prompt moves it; the first few move it further, each by its share of all so far."""
+
 STRETCH_TOKENS_MIN: Final = 2000.0
 """Shorter prompts tell nothing of depth."""
 
@@ -90,11 +92,12 @@ class Stretch:
     times as long. That is the model's nature, not the replica's, so all its replicas teach it.
     """
 
-    __slots__ = ("per_token",)
+    __slots__ = ("_prompts", "per_token")
 
     def __init__(self) -> None:
-        """Begin with straight growth."""
+        """Begin with straight growth, believed as much as one prompt would be."""
         self.per_token = 0.0
+        self._prompts = 1
 
     def observed(self, ms: float, tokens: float, depth: float, error_ms: float) -> None:
         """Learn from one prompt that hardly waited: `tokens` at mean `depth` took `ms` + error."""
@@ -104,7 +107,9 @@ class Stretch:
         # The slope that would have made the error nothing.
         slope = (error_ms / straight_ms) / depth
         bound = STRETCH_MAX / 4
-        learned = self.per_token + STRETCH_STEP * max(-bound, min(bound, slope))
+        self._prompts += 1
+        step = max(STRETCH_STEP, 1.0 / self._prompts)
+        learned = self.per_token + step * max(-bound, min(bound, slope))
         self.per_token = max(0.0, min(STRETCH_MAX, learned))
 
 

@@ -131,7 +131,7 @@ class Routes(Sequence[Ranked]):
         return Sibling(
             route.replica_id,
             route.address,
-            tokens - cached,
+            round(work),
             round(work * pace),
             round(1000 * pace),
         )
@@ -169,6 +169,7 @@ class Routes(Sequence[Ranked]):
             queue_ms,
             prefill_ms,
             ask.prompt_tokens - cached,
+            round(work),
             cached,
             base_ms - rtt_ms,
             self._queue_tokens_max(rtt_ms, queue_ms) if slot == self._first else 0,

@@ -84,6 +84,15 @@ def test_depth_is_learned_from_prompts_that_did_not_wait() -> None:
     assert stretched(1000, 0, 0.0) == 1000
 
 
+def test_a_few_deep_prompts_teach_most_of_it() -> None:
+    stretch, chance = Stretch(), random.Random(3)
+    for _ in range(12):
+        ms = stretched(20_000, 0, stretch.per_token) / 10
+        took_ms = stretched(20_000, 0, 2e-5) / 10 * chance.uniform(0.9, 1.1)
+        stretch.observed(ms, 20_000, 10_000, took_ms - ms)
+    assert 1.4e-5 < stretch.per_token < 2.6e-5
+
+
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.tuples(st.floats(0, 1e6), st.floats(-1e6, 1e6), st.floats(0, 1e4)), max_size=60))
 def test_no_observation_breaks_it(observed: list[tuple[float, float, float]]) -> None:

@@ -93,6 +93,13 @@ def test_a_full_replica_is_passed_over_and_counted() -> None:
     assert (len(both), both.full) == (1, 0)
 
 
+def test_deep_tokens_are_told_as_the_work_they_are() -> None:
+    board = a_board([Candidate("a")])
+    board.stretch.per_token = 2e-5
+    ranked = rank(board.picture(NOW_S, {}, {}), ASK._replace(prompt_tokens=50_000))[0]
+    assert (ranked.uncached_tokens, ranked.unread_tokens) == (50_000, 75_000)
+
+
 def test_siblings_are_those_of_the_same_city_with_room_the_asked_one_first() -> None:
     candidates = [
         Candidate("a", prefill=50),
@@ -105,7 +112,7 @@ def test_siblings_are_those_of_the_same_city_with_room_the_asked_one_first() -> 
     held = Held(0.0, [Match(1 << board.slots[ReplicaId("b")], 0.5)])
     routes = rank(board.picture(NOW_S, {}, {}), ASK._replace(held=held), {ReplicaId("x")})
     siblings = routes.siblings(routes[0])
-    assert [(one.replica_id, one.uncached_tokens, one.prefill_ms) for one in siblings] == [
+    assert [(one.replica_id, one.unread_tokens, one.prefill_ms) for one in siblings] == [
         ("b", 50, 25),
         ("a", 100, 100),
         ("c", 100, 100),
