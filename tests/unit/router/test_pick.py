@@ -159,6 +159,18 @@ def test_a_longer_queue_turns_away_only_where_another_place_is_better() -> None:
     assert queued.queue_tokens_max == far.queue_tokens_max
 
 
+def test_a_queue_that_is_only_guessed_is_not_put_up_with() -> None:
+    board, ledger, a = a_board([Candidate("a"), Candidate("b", 400.0)]), TokensInFlight(), "a"
+    for n in range(61):
+        # Words that change each time: the next one says nothing of the one after.
+        ledger.hear_others(ReplicaId(a), 200 * (n % 2), 0, NOW_S - 62 + n)
+    board.refresh(board.slots[ReplicaId(a)], 1.0, ledger.line(ReplicaId(a)), NOW_S)
+    ranked = rank(board.picture(NOW_S, {}, {}), ASK)[0]
+    assert ranked.route.replica_id == a
+    assert 90 < ranked.queue_ms < 110
+    assert ranked.queue_tokens_max < 400 - ranked.queue_ms + SURPRISE_MS + 5
+
+
 def test_with_queues_everywhere_a_miss_of_the_cache_counts_more() -> None:
     board = a_board([Candidate("a", 1.0), Candidate("b", 60.0)])
     held = Held(0.0, [Match(1 << board.slots[ReplicaId("b")], 0.5)])
