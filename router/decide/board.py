@@ -192,7 +192,7 @@ class Board:
         error_ms = pace.observed(raw_ms, took_ms - ranked.rtt_ms, now_s, certainty * certainty)
         if ranked.queue_ms < QUEUE_SHARE_MAX * ranked.prefill_ms:
             depth = ranked.cached_tokens + ranked.uncached_tokens / 2
-            self.stretch.observed(ranked.prefill_ms, ranked.uncached_tokens, depth, error_ms)
+            self.stretch.observed(ranked.prefill_ms, depth, error_ms)
 
     @property
     def home(self) -> frozenset[int]:
