@@ -316,8 +316,8 @@ class Corridor:
             journey.note(exchange.usage)
             journey.outcome = Outcome.COMPLETE
         else:
+            journey.is_declined, journey.outcome = True, Outcome.REFUSED
             hold_to_error(exchange.body, head.status)
-            journey.is_declined = True
             retry_after = head.fields.get(b"retry-after")
             if retry_after:
                 lines += f"retry-after: {retry_after.decode('latin-1')}\r\n"
