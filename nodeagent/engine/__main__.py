@@ -146,13 +146,13 @@ async def _end(config: EngineConfig, clients: Clients, worker: Worker, engine: E
     """Let what runs finish within `drain_s`, unless the engine itself has failed."""
     clients.draining = True
     if worker.died:
-        clients.fail_all("the engine failed")
+        clients.fail_all("cannot go on: the engine failed")
         await clients.wait_empty(_PROBE_S)
         return
     log.info("draining", extra={"fields": {"open": len(clients)}})
     if not await clients.wait_empty(config.drain_s):
         log.warning("drain deadline passed", extra={"fields": {"open": len(clients)}})
-        clients.fail_all("the engine is stopping")
+        clients.fail_all("cannot go on: the engine is stopping")
         await clients.wait_empty(_PROBE_S)
     if not await asyncio.to_thread(worker.stop, _STEP_END_S):
         log.warning("the last step did not end in time")

@@ -69,7 +69,11 @@ class Clients:
     def admit(self, generations: int = 1) -> None:
         """Refuse at once where so many more generations cannot be taken."""
         if self.draining:
-            raise ApiError(ErrorCode.UNAVAILABLE, "this engine is draining", retry_after_s=1.0)
+            raise ApiError(
+                ErrorCode.UNAVAILABLE,
+                "cannot take this request: this engine is draining",
+                retry_after_s=1.0,
+            )
         if len(self._open) + generations > self._open_max:
             raise ApiError(
                 ErrorCode.OUT_OF_CAPACITY,

@@ -13,6 +13,7 @@ from typing import Final
 import msgspec
 from aiohttp import web
 
+from isochrone.service.door import read_body
 from isochrone.wire.engine import EngineConfig
 from isochrone.wire.errors import ApiError, ErrorCode, openai_error_event
 from isochrone.wire.headers import CACHE_SALT, REQUEST_ID
@@ -150,10 +151,10 @@ class EngineServer:
             text = template.render(messages_of(body), tools.told if tools else ())
         except UnusableChat as error:
             raise refused("messages", str(error)) from error
-        tokens = await self._tokenise(text, special=False)
-        tokens += await self._tokenise(begun_of(body), special=False)
+        tokens = await self._tokenise(text, "messages", special=False)
+        tokens += await self._tokenise(begun_of(body), "messages", special=False)
         calling = Calling.of(tools, template, self.loaded.vocabulary)
-        predicted = await self._tokenise(prediction_of(body), special=False)
+        predicted = await self._tokenise(prediction_of(body), "prediction", special=False)
         return await self._generate(request, body, [tokens], calling, predicted)
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
@@ -163,7 +164,9 @@ class EngineServer:
         given = prompts_of(body)
         self._hold_to_seats(body, len(given))
         prompts = [
-            await self._tokenise(prompt, special=True) if isinstance(prompt, str) else prompt
+            await self._tokenise(prompt, "prompt", special=True)
+            if isinstance(prompt, str)
+            else prompt
             for prompt in given
         ]
         return await self._generate(request, body, prompts)
@@ -178,28 +181,28 @@ class EngineServer:
             )
 
     async def _body(self, request: web.Request) -> bytes:
-        try:
-            async with asyncio.timeout(self.config.client_stall_s):
-                return await request.read()
-        except TimeoutError as error:
-            raise ApiError(ErrorCode.REQUEST_TIMEOUT, "the body did not arrive in time") from error
+        config = self.config
+        return await read_body(
+            request, bytes_max=config.body_bytes_max, timeout_s=config.client_stall_s
+        )
 
-    async def _tokenise(self, text: str, *, special: bool) -> list[int]:
+    async def _tokenise(self, text: str, param: str, *, special: bool) -> list[int]:
         encode = self.loaded.vocabulary.encode
         least = self.loaded.vocabulary.tokens_least(text)
         if least > self.context_tokens:
             # Tokenising megabytes takes seconds and gigabytes; the answer is known before.
             raise ApiError(
                 ErrorCode.CONTEXT_LENGTH_EXCEEDED,
-                f"cannot serve a prompt of {len(text)} characters: it takes {least} tokens or"
+                f"cannot serve {len(text)} characters of {param}: they take {least} tokens or"
                 f" more, the limit is {self.context_tokens} tokens",
+                param=param,
             )
         try:
             if len(text) > _LONG_TEXT_CHARS:
                 return await asyncio.to_thread(encode, text, special=special)
             return encode(text, special=special)
         except UnicodeEncodeError as error:
-            raise refused("prompt", "cannot tokenise: the text holds half a surrogate") from error
+            raise refused(param, "cannot tokenise: the text holds half a surrogate") from error
 
     async def _generate(
         self,
@@ -258,11 +261,17 @@ class EngineServer:
     def _ending(self, body: ChatBody | CompletionBody, ask: Ask, tokens: list[int]) -> Ending:
         """Check the request against this model and return what ends it."""
         if self.worker.died:
-            raise ApiError(ErrorCode.UNAVAILABLE, "this engine has failed", retry_after_s=1.0)
+            raise ApiError(
+                ErrorCode.UNAVAILABLE, "cannot answer: this engine has failed", retry_after_s=1.0
+            )
         size = self.loaded.vocabulary.size
         biased = [token for token, _ in ask.params.logit_bias]
-        if any(not 0 <= token < size for token in (*tokens, *biased)):
-            raise refused("prompt", f"token ids must lie between 0 and {size - 1}")
+        for param, ids in (("prompt", tokens), ("logit_bias", biased)):
+            odd = next((token for token in ids if not 0 <= token < size), None)
+            if odd is not None:
+                raise refused(
+                    param, f"cannot use token {odd}: ids must lie between 0 and {size - 1}"
+                )
         if not tokens:
             raise refused("prompt", "cannot complete an empty prompt")
         limit = self.context_tokens

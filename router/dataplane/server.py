@@ -223,7 +223,8 @@ class ClientConnection:
     def resume_writing(self) -> None:
         """Let the source flow again."""
         self._paused = False
-        self.due_s = NEVER
+        if self._errand is not None:
+            self.due_s = NEVER
         if self._source is not None:
             self._source.resume()
         if self._resumed is not None:
@@ -231,7 +232,8 @@ class ClientConnection:
 
     def on_due(self) -> None:
         """End what waited too long: a head, a body, an idle connection, a client that is deaf."""
-        if self._errand is not None or self._bad is not None:
+        is_closing = self._transport is None or self._transport.is_closing()
+        if self._errand is not None or self._bad is not None or is_closing:
             self.abort()
         elif self._reader.arrived_s:
             waited_s = self._server.clock() - self._reader.arrived_s
@@ -242,8 +244,8 @@ class ClientConnection:
                     f"cannot read the {what}: not whole after {waited_s:.1f} s",
                 )
             )
-        elif self._transport is not None:
-            self._transport.close()
+        else:
+            self._close()
 
     # The reader's side.
 

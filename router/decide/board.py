@@ -78,48 +78,25 @@ class Ranked(NamedTuple):
         return f"{self.reason} rtt={rtt}ms queue={queue_ms}ms prefill={prefill_ms}ms"
 
 
-class Picture:
+class Picture(NamedTuple):
     """What the router believes of one deployment, frozen at `now_ms`."""
 
-    __slots__ = (
-        "ejected_until", "facts", "home", "is_spilling", "mates", "now_ms", "regard", "routes",
-        "seeds", "slots", "starting", "stretch_per_token", "times", "weights",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        now_ms: float,
-        routes: Sequence[Route | None],
-        slots: Mapping[ReplicaId, int],
-        home: frozenset[int],
-        times: Sequence[Times],
-        facts: Sequence[Facts],
-        seeds: Sequence[int],
-        weights: Sequence[float],
-        mates: Mapping[PopId, Sequence[int]],
-        stretch_per_token: float,
-        regard: float,
-        is_spilling: bool,
-        ejected_until: Mapping[ReplicaId, float],
-        starting: Mapping[ReplicaId, float],
-    ) -> None:
-        """Take it as it is. `mates` are the slots of each PoP; those who are `starting` take only a
-        share yet (slow_start.py).
-        """
-        self.now_ms = now_ms
-        self.routes = routes
-        self.slots = slots
-        self.home = home
-        self.times = times
-        self.facts = facts
-        self.seeds = seeds
-        self.weights = weights
-        self.mates = mates
-        self.stretch_per_token = stretch_per_token
-        self.regard = regard
-        self.is_spilling = is_spilling
-        self.ejected_until = ejected_until
-        self.starting = starting
+    now_ms: float
+    routes: Sequence[Route | None]
+    slots: Mapping[ReplicaId, int]
+    home: frozenset[int]
+    times: Sequence[Times]
+    facts: Sequence[Facts]
+    seeds: Sequence[int]
+    weights: Sequence[float]
+    mates: Mapping[PopId, Sequence[int]]
+    """The slots of each PoP."""
+    stretch_per_token: float
+    regard: float
+    is_spilling: bool
+    ejected_until: Mapping[ReplicaId, float]
+    starting: Mapping[ReplicaId, float]
+    """Who takes only a share yet (slow_start.py)."""
 
 
 class Board:
@@ -203,7 +180,7 @@ class Board:
     def observed(self, slot: int, ranked: Ranked, took_ms: float, now_s: float) -> None:
         """Learn from a first token that came `took_ms` after its request went."""
         pace = self.paces[slot]
-        raw_ms = (ranked.queue_ms + ranked.prefill_ms) / pace.gain(now_s)
+        raw_ms = (ranked.queue_ms + ranked.prefill_ms) / pace.at(now_s)[0]
         computed_ms = ranked.queue_ms + ranked.prefill_ms
         certainty = ranked.prefill_ms / computed_ms if computed_ms > 0 else 1.0
         error_ms = pace.observed(raw_ms, took_ms - ranked.rtt_ms, now_s, certainty * certainty)

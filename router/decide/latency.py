@@ -136,16 +136,8 @@ class Pace:
             f"spread {self.spread_ms:.0f} ms, {self.answers} answers)"
         )
 
-    def gain(self, now_s: float) -> float:
-        """Return by how much the replica is slower than its rate says."""
-        return self.at(now_s)[0]
-
-    def overhead_ms(self, now_s: float) -> float:
-        """Return what every first token takes besides its prompt and the queue before it."""
-        return self.at(now_s)[1]
-
     def at(self, now_s: float) -> tuple[float, float]:
-        """Return both, `gain` and `overhead_ms`."""
+        """Return how much slower it is than its rate says, and what first tokens take besides."""
         kept = self._kept(now_s)
         return 1.0 + (self._gain - 1.0) * kept, self._overhead_ms * kept
 

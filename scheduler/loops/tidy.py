@@ -36,9 +36,6 @@ class Tidy:
     async def run_once(self) -> Tidied:
         """Collect what has come since, and put what lives out of reach."""
         acting = self._acting
-        if acting.thinking:
-            # All that a plan is made of lives while it is thought about, and must not for ever.
-            return Tidied()
         self._turns += 1
         ended = acting.ended - self._seen_ended
         walks = ended > max(ENDED_MIN, len(acting.peers)) or self._turns > TURNS_MAX

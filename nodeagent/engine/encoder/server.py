@@ -12,7 +12,6 @@ import numpy as np
 from aiohttp import web
 
 from isochrone.service.door import read_body
-from isochrone.wire.codec import MalformedFrame, decode_json
 from isochrone.wire.engine import EngineConfig
 from isochrone.wire.errors import ApiError, ErrorCode
 from nodeagent.engine.doors import CommonDoors, Progress
@@ -26,7 +25,7 @@ from nodeagent.engine.encoder.bodies import (
 )
 from nodeagent.engine.encoder.loading import LoadedEncoder
 from nodeagent.engine.encoder.worker import EncoderWorker, Text
-from nodeagent.engine.openai import refused
+from nodeagent.engine.openai import decoded, refused
 
 REQUEST_TOKENS_MAX: Final = 300_000
 """Tokens in all the texts of one request, as OpenAI has it."""
@@ -148,9 +147,15 @@ class EncoderServer:
                 param="model",
             )
         if self.worker.died:
-            raise ApiError(ErrorCode.UNAVAILABLE, "this engine has failed", retry_after_s=1.0)
+            raise ApiError(
+                ErrorCode.UNAVAILABLE, "cannot answer: this engine has failed", retry_after_s=1.0
+            )
         if self.draining:
-            raise ApiError(ErrorCode.UNAVAILABLE, "this engine is draining", retry_after_s=1.0)
+            raise ApiError(
+                ErrorCode.UNAVAILABLE,
+                "cannot take this request: this engine is draining",
+                retry_after_s=1.0,
+            )
         limit = self.config.sequences_max + self.config.waiting_max
         if self._open >= limit:
             raise ApiError(
@@ -162,10 +167,7 @@ class EncoderServer:
     async def _body(self, request: web.Request, decoder: Any) -> Any:
         limit, timeout_s = self.config.body_bytes_max, self.config.client_stall_s
         body = await read_body(request, bytes_max=limit, timeout_s=timeout_s)
-        try:
-            return decode_json(body, decoder, bytes_max=limit)
-        except MalformedFrame as error:
-            raise ApiError(ErrorCode.INVALID_REQUEST, str(error)) from error
+        return decoded(body, decoder, limit)
 
     def _hold_to_model(self, name: str | None) -> None:
         if name is not None and name != self.config.served_name:
@@ -203,8 +205,9 @@ class EncoderServer:
 
     def _framed(self, tokens: list[int], param: str) -> Text:
         size = self.loaded.model.shape.vocabulary
-        if any(not 0 <= token < size for token in tokens):
-            raise refused(param, f"token ids must lie between 0 and {size - 1}")
+        odd = next((token for token in tokens if not 0 <= token < size), None)
+        if odd is not None:
+            raise refused(param, f"cannot use token {odd}: ids must lie between 0 and {size - 1}")
         before, after = self.loaded.frame
         return Text([*before, *tokens, *after], [])
 

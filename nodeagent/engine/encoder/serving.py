@@ -66,7 +66,7 @@ async def serve_encoder(config: EngineConfig, stopping: asyncio.Event, started_s
         server.draining = True
         if not worker.died and not await server.wait_empty(config.drain_s):
             log.warning("drain deadline passed")
-            worker.fail_all("the engine is stopping")
+            worker.fail_all("cannot go on: the engine is stopping")
         if not await asyncio.to_thread(worker.stop, _STEP_END_S):
             log.warning("the last step did not end in time")
     finally:

@@ -23,10 +23,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from nodeagent.engine.native.kernels import GROUP_WEIGHTS as GROUP_WEIGHTS
-from nodeagent.engine.native.kernels import TILE_ROWS as TILE_ROWS
-from nodeagent.engine.native.kernels import InFile as InFile
-from nodeagent.engine.native.kernels import Matrix, kernels
+from nodeagent.engine.native.kernels import kernels
+from nodeagent.engine.native.matrices import GROUP_WEIGHTS as GROUP_WEIGHTS
+from nodeagent.engine.native.matrices import TILE_ROWS as TILE_ROWS
+from nodeagent.engine.native.matrices import Fetch as Fetch
+from nodeagent.engine.native.matrices import InFile as InFile
+from nodeagent.engine.native.matrices import Matrix
 
 _FOUR_BIT_ROWS_MAX: Final = 4
 """Above so many rows, reading bf16 once costs less than unpacking four bits for each row."""
@@ -224,9 +226,8 @@ def bytes_kept(keeping: Keeping, dtype: torch.dtype, filed_bits: int) -> float:
 
 
 def multiplies_natively() -> bool:
-    """True where our own kernels are here and this processor can run their products."""
-    own = kernels()
-    return own is not None and own.multiplies
+    """True where our own kernels are here."""
+    return kernels() is not None
 
 
 def keep(weight: Tensor, keeping: Keeping) -> Linear:
@@ -236,20 +237,27 @@ def keep(weight: Tensor, keeping: Keeping) -> Linear:
     return Blocked(weight.bfloat16() if keeping.as_filed else weight)
 
 
-def keep_groups(groups: Groups | Filed, keeping: Keeping) -> Linear:
-    """Return the product by a matrix whose file keeps it in groups."""
-    return native(groups, keeping) or _by_torch(groups)
+def keep_groups(
+    groups: Groups | Filed, keeping: Keeping, later: list[Fetch] | None = None
+) -> Linear:
+    """Return the product by a matrix whose file keeps it in groups; see `native`."""
+    return native(groups, keeping, later) or _by_torch(groups)
 
 
-def native(groups: Groups | Filed, keeping: Keeping) -> Native | None:
-    """Return the product by our own kernel; None where that is not for this matrix."""
+def native(
+    groups: Groups | Filed, keeping: Keeping, later: list[Fetch] | None = None
+) -> Native | None:
+    """Return the product by our own kernel; None where that is not for this matrix.
+
+    What must be read for it is put on `later`, where there is such a list.
+    """
     own = kernels() if keeping is Keeping.NATIVE else None
     if own is None:
         return None
     if isinstance(groups, Filed):
         if any(len(part) % TILE_ROWS for part in groups.parts):
             return None
-        return Native(own.pack_blocks(groups.parts, groups.layout, groups.columns))
+        return Native(own.pack_blocks(groups.parts, groups.layout, groups.columns, later))
     if groups.numbers.shape[0] % TILE_ROWS:
         return None
     return Native(own.pack(groups.bits, groups.numbers, groups.scales, groups.offsets))

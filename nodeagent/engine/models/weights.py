@@ -11,6 +11,7 @@ from nodeagent.engine.checkpoint.stored import Stored
 from nodeagent.engine.cuda.staging import Arrival, staging_for
 from nodeagent.engine.layers.linear import (
     TILE_ROWS,
+    Fetch,
     Filed,
     Groups,
     Half,
@@ -25,6 +26,7 @@ from nodeagent.engine.layers.linear import (
     tiled,
 )
 from nodeagent.engine.layers.lora import Adapted, Adding
+from nodeagent.engine.native.kernels import kernels
 from nodeagent.engine.parallel.ranks import ALONE, Ranks
 from nodeagent.engine.parallel.share import Cut
 
@@ -83,6 +85,7 @@ class Weights:
         self.adding: Adding | None = Adding()
         self.staging = staging_for(device)
         """What brings matrices while others are still read; none where they stay on the host."""
+        self._later: list[Fetch] = []
 
     def bare(self) -> "Weights":
         """Return the same for matrices that no adapter changes and no product of which is summed.
@@ -90,7 +93,7 @@ class Weights:
         Adapters name rows of the flat batch; what sees other rows than those cannot take them.
         """
         bare = Weights(self.source, self.device, self.dtype, self.keeping)
-        bare.adding, bare.staging = None, self.staging
+        bare.adding, bare.staging, bare._later = None, self.staging, self._later
         return bare
 
     def read(self, name: str, *shape: int) -> Tensor:
@@ -104,9 +107,13 @@ class Weights:
         return self.source.tensor(name, shape).to(self.device, self.dtype)
 
     def arrived(self) -> None:
-        """Wait until all matrices are there: before the first product."""
+        """Have all matrices be there: before the first product."""
         if self.staging is not None:
             self.staging.finish()
+        own = kernels() if self._later else None
+        if own is not None:
+            own.fetch(self._later)
+            self._later.clear()
 
     def _bring(self, target: Tensor, name: str, shape: tuple[int, ...]) -> Arrival | None:
         """Begin to fill `target`; None where nobody brings it."""
@@ -124,7 +131,7 @@ class Weights:
         """Read the table of embeddings: as matrices are kept, or in fp16 where they stay packed."""
         if self.keeping is Keeping.NATIVE:
             groups = self.source.groups(name, shape)
-            table = None if groups is None else native(groups, self.keeping)
+            table = None if groups is None else native(groups, self.keeping, self._later)
             if table is not None:
                 return table
         if self._tiles(shape[:1]):
@@ -162,7 +169,7 @@ class Weights:
             if part is None:
                 return None
             groups.append(part)
-        return keep_groups(join(groups), self.keeping)
+        return keep_groups(join(groups), self.keeping, self._later)
 
     def _adapted(self, kept: Linear, prefix: str, parts: dict[str, int], columns: int) -> Linear:
         if self.adding is None:

@@ -2,16 +2,15 @@
  *
  * Rule 1: every function takes fp32 rows that lie one behind another, writes where it is told, and
  * keeps nothing.
- * Rule 2: `threads` are OpenMP's, of the runtime that torch has loaded: one pool for both. Work is
+ * Rule 2: they are written for AVX-512 with VNNI; `building.py` builds them for no other processor.
+ * Rule 3: `threads` are OpenMP's, of the runtime that torch has loaded: one pool for both. Work is
  * given to them by `share` alone.
  */
 
 #ifndef KERNELS_H
 #define KERNELS_H
 
-#if defined(__x86_64__)
 #include <immintrin.h>
-#endif
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
@@ -85,7 +84,6 @@ void attend(const float *mixed, int64_t heads, const float *slots, int64_t block
 
 INLINED int64_t group_bytes(int64_t bits) { return GROUP * TILE * bits / 8 + 4 * TILE; }
 
-/* Where the processor can. */
 int64_t multiply(const uint8_t *packed, int64_t bits, int64_t rows, int64_t columns, const float *x,
                  int64_t count, int64_t threads, float *out);
 void multiply_floats(const uint8_t *packed, int64_t kind, int64_t rows, int64_t columns,

@@ -9,8 +9,6 @@
 
 #include <stdlib.h>
 
-#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VNNI__)
-
 /* One matrix as `multiply` keeps it, or `multiply_floats`. */
 struct matrix {
     const uint8_t *packed;
@@ -153,5 +151,3 @@ int64_t run_layers(const struct layer *layers, int64_t count, const struct step 
     with_team(step->threads, run_all, &run);
     return run.failed;
 }
-
-#endif

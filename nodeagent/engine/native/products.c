@@ -13,16 +13,6 @@
 #define PAIRS (GROUP / 2)
 #define STRIP 8 /* rows of x at a time: their sums and answers stay in registers */
 
-int64_t can_multiply(void) {
-#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VNNI__)
-    return 1;
-#else
-    return 0;
-#endif
-}
-
-#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VNNI__)
-
 struct product {
     const uint8_t *packed;
     const float *x;
@@ -190,5 +180,3 @@ int64_t multiply(const uint8_t *packed, int64_t bits, int64_t rows, int64_t colu
     free(pairs);
     return 0;
 }
-
-#endif

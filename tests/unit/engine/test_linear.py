@@ -14,6 +14,7 @@ from nodeagent.engine.checkpoint.gguf import GgufFile
 from nodeagent.engine.checkpoint.unpacking import BITS
 from nodeagent.engine.layers.linear import (
     Blocked,
+    Fetch,
     FourBit,
     Groups,
     Half,
@@ -35,6 +36,8 @@ from nodeagent.engine.native.kernels import Kernels, kernels
 
 ROWS, COLUMNS = 192, 256
 HEADS = 4
+WIDE = 1536
+"""Rows of more bytes than are read at a time."""
 
 
 def own_kernels() -> Kernels:
@@ -186,6 +189,7 @@ def test_a_gguf_files_groups_are_read_as_they_are(
     weights = {
         "blk.0.attn_q.weight": chance.standard_normal((COLUMNS, COLUMNS), dtype=np.float32),
         "blk.0.ffn_down.weight": chance.standard_normal((COLUMNS, 64), dtype=np.float32),
+        "blk.0.ffn_gate.weight": chance.standard_normal((WIDE, COLUMNS), dtype=np.float32),
     }
     for name, weight in weights.items():
         writer.add_tensor(name, quantize(weight, kind), raw_dtype=kind)
@@ -195,28 +199,33 @@ def test_a_gguf_files_groups_are_read_as_they_are(
     writer.write_tensors_to_file()
     writer.close()
     file = GgufFile(path)
-    assert file.filed_bits() == {BITS[kind]: COLUMNS * (COLUMNS + 64), 32: 32 * COLUMNS}
+    assert file.filed_bits() == {BITS[kind]: COLUMNS * (COLUMNS + 64 + WIDE), 32: 32 * COLUMNS}
     try:
+        later: list[Fetch] = []
         for name, shape in (
             ("model.layers.0.self_attn.q_proj.weight", (COLUMNS, COLUMNS)),
             ("model.layers.0.mlp.down_proj.weight", (COLUMNS, 64)),
+            ("model.layers.0.mlp.gate_proj.weight", (WIDE, COLUMNS)),
         ):
             groups = file.groups(name, shape)
             assert groups is not None
             wide = groups.groups().wide()
             torch.testing.assert_close(wide, file.tensor(name, shape))
             if multiplies_natively():
-                both = native(join([groups, groups]), Keeping.NATIVE)
+                later.clear()
+                both = native(join([groups, groups]), Keeping.NATIVE, later)
                 assert both is not None
+                own_kernels().fetch(later)
                 wanted = torch.cat((wide, wide))
-                torch.testing.assert_close(
-                    both[torch.arange(2 * COLUMNS)], wanted, atol=1e-3, rtol=1e-3
-                )
+                found = both[torch.arange(len(wanted))]
+                torch.testing.assert_close(found, wanted, atol=1e-3, rtol=1e-3)
         assert file.groups("model.embed_tokens.weight", (32, COLUMNS)) is None
         os.truncate(path, path.stat().st_size // 2)
-        groups = file.groups("model.layers.0.mlp.down_proj.weight", (COLUMNS, 64))
+        groups = file.groups("model.layers.0.mlp.gate_proj.weight", (WIDE, COLUMNS))
         assert groups is not None
+        later.clear()
         with pytest.raises(CheckpointError, match="it ends within"):
-            keep_groups(groups, Keeping.NATIVE)
+            keep_groups(groups, Keeping.NATIVE, later)
+            own_kernels().fetch(later)
     finally:
         file.close()

@@ -42,34 +42,34 @@ def test_it_learns_overhead_and_rate_apart() -> None:
     for overhead_ms, gain in ((40.0, 1.0), (0.0, 2.0), (25.0, 0.6), (100.0, 3.0)):
         pace = Pace()
         taught(pace, overhead_ms, gain, 400)
-        assert abs(pace.gain(40.0) - gain) < 0.12, pace
-        assert abs(pace.overhead_ms(40.0) - overhead_ms) < 20, pace
+        assert abs(pace.at(40.0)[0] - gain) < 0.12, pace
+        assert abs(pace.at(40.0)[1] - overhead_ms) < 20, pace
         assert pace.spread_ms < 40
 
 
 def test_an_answer_that_stalled_moves_little() -> None:
     pace = Pace()
     taught(pace, 20.0, 1.0, 200)
-    before_ms = pace.overhead_ms(20.0)
+    before_ms = pace.at(20.0)[1]
     pace.observed(50.0, 60_000.0, 20.0)
-    assert pace.overhead_ms(20.0) - before_ms < 5
+    assert pace.at(20.0)[1] - before_ms < 5
     taught(pace, 20.0, 1.0, 400, stalls=20)
-    assert abs(pace.gain(40.0) - 1.0) < 0.25
+    assert abs(pace.at(40.0)[0] - 1.0) < 0.25
 
 
 def test_a_change_that_lasts_is_followed() -> None:
     pace = Pace()
     taught(pace, 10.0, 1.0, 100)
     taught(pace, 10.0, 2.5, 200)
-    assert 2.2 < pace.gain(20.0) < 2.8
+    assert 2.2 < pace.at(20.0)[0] < 2.8
 
 
 def test_who_is_not_heard_of_is_given_another_chance() -> None:
     pace = Pace()
     taught(pace, 300.0, 1.0, 200)
     late_s = 20.0 + 4 * FORGET_S
-    assert pace.overhead_ms(late_s) < 0.1 * pace.overhead_ms(20.0)
-    assert abs(pace.gain(late_s) - 1.0) < 0.05
+    assert pace.at(late_s)[1] < 0.1 * pace.at(20.0)[1]
+    assert abs(pace.at(late_s)[0] - 1.0) < 0.05
 
 
 def test_depth_is_learned_from_prompts_that_did_not_wait() -> None:
@@ -91,6 +91,6 @@ def test_no_observation_breaks_it(observed: list[tuple[float, float, float]]) ->
     for predicted_ms, took_ms, after_s in observed:
         now_s += after_s
         pace.observed(predicted_ms, took_ms, now_s)
-        assert GAIN_MIN <= pace.gain(now_s) <= GAIN_MAX
-        assert abs(pace.overhead_ms(now_s)) <= OVERHEAD_MS_MAX
+        assert GAIN_MIN <= pace.at(now_s)[0] <= GAIN_MAX
+        assert abs(pace.at(now_s)[1]) <= OVERHEAD_MS_MAX
         assert 1.0 <= pace.spread_ms < 1e12
