@@ -1,6 +1,7 @@
 """The scheduler's only place of composition: pools, doors and duties in one TaskGroup."""
 
 import asyncio
+import gc
 import logging
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -64,6 +65,8 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 async def serve(config: SchedulerConfig, stopping: asyncio.Event) -> int:
     """Run one scheduler until `stopping`; return its exit code."""
+    # Garbage is collected by a duty, `tidy`: by itself Python would choose the worst times.
+    gc.disable()
     token = await asyncio.to_thread(
         read_secret, config.admin_token_file, "the admin token", ADMIN_TOKEN_LETTERS_MIN
     )
