@@ -123,7 +123,7 @@ async def _open_node(config: NodeConfig) -> Node:
     """Return this node with its papers, joining the cluster where it has none, as it was left."""
     identity = await identify(
         urls=config.schedulers,
-        token=config.join_token_file,
+        token_file=config.join_token_file,
         role=PeerRole.AGENT,
         name=config.name,
         folder=config.state,

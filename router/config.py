@@ -14,15 +14,15 @@ Bytes = Annotated[int, msgspec.Meta(ge=1024, le=2**40)]
 class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Read from TOML, overridden by `ISOCHRONE_ROUTER_*`.
 
-    `processes` share the port, 0 is one a core. `source_address` is whence nodes are dialled.
-    `private_port` 0 takes any free port; without `private_host`, `/metrics` stands on the public
-    listener.
+    `join_token_file` is read once, at the first start. `processes` share the port, 0 is one a core.
+    `source_address` is whence nodes are dialled. `private_port` 0 takes any free port; without
+    `private_host`, `/metrics` stands on the public listener.
     """
 
     name: str = ""
     state_folder: Path = Path("/var/lib/isochrone/router")
     schedulers: tuple[str, ...] = ()
-    join_token: str = ""
+    join_token_file: Path | None = None
     processes: Annotated[int, msgspec.Meta(ge=0, le=256)] = 0
     host: str = "127.0.0.1"
     port: Port = 8080
