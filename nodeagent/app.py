@@ -83,7 +83,7 @@ async def serve(config: NodeConfig, stopping: asyncio.Event) -> int:
         contexts=[context for context in (door_tls, peer_tls) if context is not None],
     )
     report = Loop("report", reports.run_once, 10.0, jitter=chance)
-    pulse = Loop("pulse", PulseDuty(node, supervisor, lambda: link).run_once, 2.0, jitter=chance)
+    pulse = Loop("pulse", PulseDuty(node, lambda: link).run_once, 2.0, jitter=chance)
     node.nudge_report = report.nudge
     duties = (report, pulse, *_what_makes_it_so(config, node, supervisor, artifacts))
 

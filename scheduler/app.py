@@ -26,7 +26,7 @@ from isochrone.service.tls import LOOK_S, control_context, own_certificate
 from isochrone.wire.ids import ClusterId
 from scheduler import metrics
 from scheduler.acting import Acting, now
-from scheduler.api.access import Access, access_of, check_token
+from scheduler.api.access import OPEN_PATHS, check_token
 from scheduler.api.admin import ENDPOINTS
 from scheduler.api.agents import Agents
 from scheduler.api.endpoint import handler
@@ -145,7 +145,7 @@ def admin_app(acting: Acting, token_sha256: str, loops: tuple[Loop, ...]) -> web
 
     @web.middleware
     async def access(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if access_of(request.path) is Access.ADMIN:
+        if request.path not in OPEN_PATHS:
             check_token(request, token_sha256)
         return await handler(request)
 
