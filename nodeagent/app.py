@@ -28,7 +28,7 @@ from nodeagent.api.metrics_page import metrics_app
 from nodeagent.api.siblings import Siblings
 from nodeagent.api.weights import Weights
 from nodeagent.config import NodeConfig
-from nodeagent.decide.pace import Pace
+from nodeagent.decide.bandwidth import Bandwidth
 from nodeagent.host.artifacts import Artifacts
 from nodeagent.host.devices import Devices
 from nodeagent.host.engines import Engines
@@ -83,7 +83,7 @@ async def serve(config: NodeConfig, stopping: asyncio.Event) -> int:
         contexts=[context for context in (door_tls, peer_tls) if context is not None],
     )
     report = Loop("report", reports.run_once, 10.0, jitter=chance)
-    pulse = Loop("pulse", PulseDuty(node, supervisor, lambda: link).run_once, 2.0, jitter=chance)
+    pulse = Loop("pulse", PulseDuty(node, lambda: link).run_once, 2.0, jitter=chance)
     node.nudge_report = report.nudge
     duties = (report, pulse, *_what_makes_it_so(config, node, supervisor, artifacts))
 
@@ -123,7 +123,7 @@ async def _open_node(config: NodeConfig) -> Node:
     """Return this node with its papers, joining the cluster where it has none, as it was left."""
     identity = await identify(
         urls=config.schedulers,
-        token=config.join_token_file,
+        token_file=config.join_token_file,
         role=PeerRole.AGENT,
         name=config.name,
         folder=config.state,
@@ -169,7 +169,7 @@ def _artifacts(
         config.state / "artifacts",
         sources,
         config.disk_budget_bytes,
-        link=Link(Pace(config.download_bytes_per_s), monotonic),
+        link=Link(Bandwidth(config.download_bytes_per_s), monotonic),
         peers=peers,
     )
 
@@ -178,8 +178,8 @@ def _served(door: Door, artifacts: Artifacts, config: NodeConfig, node: Node) ->
     """Return what the node's listener serves: routers' requests, and weights to other nodes."""
     app = door.app()
     app.middlewares.append(refusing(node.revoked))
-    pace = Pace(config.upload_bytes_per_s)
-    Weights(artifacts, pace, monotonic, uploads_max=config.uploads_max).attach(app)
+    bandwidth = Bandwidth(config.upload_bytes_per_s)
+    Weights(artifacts, bandwidth, monotonic, uploads_max=config.uploads_max).attach(app)
     return app
 
 

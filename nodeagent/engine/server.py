@@ -6,9 +6,9 @@ A request that ends, by whichever end, leaves no sequence behind.
 import asyncio
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, Self
 
 import msgspec
 from aiohttp import web
@@ -24,6 +24,7 @@ from nodeagent.engine.clients import Client, Clients
 from nodeagent.engine.constrain.compiling import Grammars
 from nodeagent.engine.decide.sequence import BLOCK_TOKENS, Ending, Finish
 from nodeagent.engine.doors import CommonDoors, Progress, as_json
+from nodeagent.engine.entrance import Entrance
 from nodeagent.engine.loading import Loaded
 from nodeagent.engine.openai import (
     Ask,
@@ -38,6 +39,7 @@ from nodeagent.engine.openai import (
     read_completion,
     refused,
 )
+from nodeagent.engine.parallel.crew import Crew
 from nodeagent.engine.standing import said_of, standing_of
 from nodeagent.engine.step import Delta
 from nodeagent.engine.template import UnusableChat
@@ -56,14 +58,38 @@ class EngineServer:
     config: EngineConfig
     loaded: Loaded
     worker: Worker
+    entrance: Entrance
     clients: Clients
-    created_s: int
     grammars: Grammars
     adapters: Adapters
 
+    @classmethod
+    def begin(
+        cls, config: EngineConfig, crew: Crew, loaded: Loaded, on_death: Callable[[], None]
+    ) -> Self:
+        """Start the thread that runs the model, and watch the other ranks with it."""
+        engine, vocabulary = loaded.engine, loaded.vocabulary
+        entrance = Entrance(config.sequences_max + config.waiting_max)
+        clients = Clients(vocabulary, entrance, config.client_queue_max, engine.speculation)
+        worker = Worker(engine, clients.publish, on_death)
+        worker.start()
+        for member in crew.members:
+            asyncio.get_running_loop().add_reader(member.descriptor, worker.fail)
+        adapters = Adapters(config, loaded.adding, loaded.dtype)
+        return cls(config, loaded, worker, entrance, clients, Grammars(vocabulary), adapters)
+
+    def fail_all(self, message: str) -> None:
+        """End every open request with an error."""
+        self.clients.fail_all(message)
+
+    def close(self) -> None:
+        """Leave what the device remembers to the next process. After the last step."""
+        self.loaded.engine.close()
+
     def app(self) -> web.Application:
         """Build the aiohttp application."""
-        app = CommonDoors(self.config, self, self.created_s).app()
+        app = CommonDoors(self.config, self).app()
+        app.on_cleanup.append(self._close_grammars)
         app.router.add_post("/v1/chat/completions", self.chat)
         app.router.add_post("/v1/completions", self.complete)
         app.router.add_post("/v1/load_lora_adapter", self.load_adapter)
@@ -89,7 +115,7 @@ class EngineServer:
         return {
             **msgspec.structs.asdict(self.worker.snapshot),
             "block_tokens": BLOCK_TOKENS,
-            "open": len(self.clients),
+            "open": self.entrance.open,
             "clients_cut_total": self.clients.cut_total,
             "load_s": self.loaded.load_s,
             "weights_bytes": self.loaded.weights_bytes,
@@ -116,20 +142,6 @@ class EngineServer:
         """The adapters' names."""
         return self.adapters.names
 
-    @property
-    def open(self) -> int:
-        """How many requests are open."""
-        return len(self.clients)
-
-    @property
-    def draining(self) -> bool:
-        """Whether nothing new is taken."""
-        return self.clients.draining
-
-    def drain(self) -> None:
-        """Take nothing new from now on; what runs goes on."""
-        self.clients.draining = True
-
     async def load_adapter(self, request: web.Request) -> web.Response:
         """Make an adapter known, so that requests may name it as their model."""
         return as_json({"loaded": await self.adapters.load(await self._body(request))})
@@ -140,7 +152,7 @@ class EngineServer:
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """Answer a chat."""
-        self.clients.admit()
+        self.entrance.admit()
         body = read_chat(await self._body(request), self.config.body_bytes_max)
         self._hold_to_seats(body, 1)
         template = self.loaded.template
@@ -159,7 +171,7 @@ class EngineServer:
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         """Answer a plain completion."""
-        self.clients.admit()
+        self.entrance.admit()
         body = read_completion(await self._body(request), self.config.body_bytes_max)
         given = prompts_of(body)
         self._hold_to_seats(body, len(given))
@@ -179,6 +191,9 @@ class EngineServer:
                 "n" if (body.n or 1) > 1 else "prompt",
                 f"cannot give {answers} answers to one request: this engine runs {limit} at once",
             )
+
+    async def _close_grammars(self, app: web.Application) -> None:
+        self.grammars.close()
 
     async def _body(self, request: web.Request) -> bytes:
         config = self.config

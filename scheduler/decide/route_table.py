@@ -155,6 +155,7 @@ def _entry(
         model_id=deployment.model_id,
         context_tokens=min(context, model.context_tokens) if model else context,
         kind=model.kind if model else "chat",
+        created_at=deployment.created_at,
         price=model.price if model else None,
         rollout=RolloutEntry(
             version=rollout.to_version, share=rollout.current.share, pops=rollout.current.pops

@@ -29,7 +29,7 @@ from nodeagent.api.metrics_page import metrics_app
 from nodeagent.api.siblings import FRESH_S, Siblings
 from nodeagent.config import NodeConfig
 from nodeagent.decide.admission import Held
-from nodeagent.decide.pace import Pace
+from nodeagent.decide.bandwidth import Bandwidth
 from nodeagent.drivers.driver import Command
 from nodeagent.host.artifacts import Artifacts
 from nodeagent.host.engines import Engines, Started
@@ -111,7 +111,7 @@ async def a_node() -> AsyncIterator[Node]:
             folder / "artifacts",
             Sources(private=True, hf_url=""),
             1 << 30,
-            link=Link(Pace(0), time.monotonic),
+            link=Link(Bandwidth(0), time.monotonic),
         ),
         engines=Engines(folder / "engines", 1),
         clock=time.monotonic,
