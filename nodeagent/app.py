@@ -83,7 +83,7 @@ async def serve(config: NodeConfig, stopping: asyncio.Event) -> int:
         contexts=[context for context in (door_tls, peer_tls) if context is not None],
     )
     report = Loop("report", reports.run_once, 10.0, jitter=chance)
-    pulse = Loop("pulse", PulseDuty(node, supervisor, lambda: link).run_once, 2.0, jitter=chance)
+    pulse = Loop("pulse", PulseDuty(node, lambda: link).run_once, 2.0, jitter=chance)
     node.nudge_report = report.nudge
     duties = (report, pulse, *_what_makes_it_so(config, node, supervisor, artifacts))
 
@@ -123,7 +123,7 @@ async def _open_node(config: NodeConfig) -> Node:
     """Return this node with its papers, joining the cluster where it has none, as it was left."""
     identity = await identify(
         urls=config.schedulers,
-        token=config.join_token_file,
+        token_file=config.join_token_file,
         role=PeerRole.AGENT,
         name=config.name,
         folder=config.state,

@@ -16,7 +16,7 @@ import msgspec
 from isochrone.wire.assignment import ReplicaSpec, Tombstone
 from isochrone.wire.engine import EngineStats
 from isochrone.wire.ids import ReplicaId
-from isochrone.wire.report import Profile, ReplicaLoad, ReplicaReport, ReplicaState
+from isochrone.wire.report import Profile, ReplicaReport, ReplicaState
 from nodeagent.config import NodeConfig
 from nodeagent.decide import health
 from nodeagent.decide.admission import TokensInFlight
@@ -43,7 +43,6 @@ class Replica:
         self.breaks: list[float] = []
         self.fetched_bytes = 0
         self.profile = Profile()
-        self.load = ReplicaLoad(replica_id=spec.replica_id)
         self.in_flight = TokensInFlight(spec.engine.tokens_in_flight_max)
         self.bytes_out = 0
         self.engine: Engine | None = None
@@ -280,7 +279,7 @@ class Supervisor:
             )
             if stats is not None:
                 replica.in_flight.is_shut = stats.memory_full
-                _note_load(replica, stats)
+                _note_profile(replica, stats)
             if running == 0 and stats is not None and self._clock() >= canary_at:
                 failed = 0 if await engine.canary(stats.kind) else watch.canaries_failed + 1
                 watch = msgspec.structs.replace(watch, canaries_failed=failed)
@@ -325,19 +324,7 @@ class Supervisor:
             log.error("replica task failed", exc_info=task.exception())
 
 
-def _note_load(replica: Replica, stats: EngineStats) -> None:
-    load = replica.in_flight.load()
-    replica.load = ReplicaLoad(
-        replica_id=replica.spec.replica_id,
-        prefill_tokens=load.prefill_tokens,
-        decode_tokens=load.decode_tokens,
-        running=stats.running,
-        waiting=stats.waiting,
-        kv_used_tokens=stats.kv_blocks_used * stats.block_tokens,
-        kv_total_tokens=stats.kv_blocks_total * stats.block_tokens,
-        prefill_tokens_per_s=stats.prefill_tokens_per_s,
-        decode_tokens_per_s=stats.decode_tokens_per_s,
-    )
+def _note_profile(replica: Replica, stats: EngineStats) -> None:
     replica.profile = msgspec.structs.replace(
         replica.profile,
         memory_bytes=stats.weights_bytes,

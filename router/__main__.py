@@ -1,6 +1,5 @@
-"""`python -m router --config F.toml`, or with `--join TOKEN` on its first start."""
+"""`python -m router`: the public endpoint of one PoP, in one process or several."""
 
-import argparse
 import asyncio
 import atexit
 import os
@@ -10,6 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import Final, NoReturn
 
+import click
 import msgspec
 
 from isochrone.service.config import ConfigError, load_config
@@ -21,33 +21,26 @@ from router.processes import WORKER_ENV
 MEMORY: Final = "/dev/shm"  # noqa: S108 - in it we make a folder that nobody can foretell
 
 
-def main() -> NoReturn:
-    """Read the configuration and serve until told to stop."""
-    parser = argparse.ArgumentParser(prog="isochrone-router", description=__doc__)
-    parser.add_argument("--config", type=Path, help="TOML file; see router/config.py")
-    parser.add_argument("--join", default="", help="one-time join token, for the first start")
-    parser.add_argument(
-        "--processes", type=int, help="how many share the port; default: one a core"
-    )
-    arguments = parser.parse_args()
+@click.command()
+@click.option("--config", type=click.Path(path_type=Path), help="TOML file.")
+@click.option("--processes", type=click.IntRange(0), help="How many share the port; 0: one a core.")
+def main(config: Path | None, processes: int | None) -> NoReturn:
+    """Answer this PoP's users from the replica that gives the first token soonest."""
     try:
-        config = load_config(RouterConfig, arguments.config, os.environ, "ISOCHRONE_ROUTER_")
+        settings = load_config(RouterConfig, config, os.environ, "ISOCHRONE_ROUTER_")
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         raise SystemExit(2) from None
-    if arguments.join:
-        config = msgspec.structs.replace(config, join_token=arguments.join)
-    if arguments.processes is not None:
-        config = msgspec.structs.replace(config, processes=max(0, arguments.processes))
-    config = msgspec.structs.replace(config, processes=config.processes or os.cpu_count() or 1)
-    setup_logs("router", config.log_level)
-    if config.processes > 1:
+    wanted = settings.processes if processes is None else processes
+    settings = msgspec.structs.replace(settings, processes=wanted or os.cpu_count() or 1)
+    setup_logs("router", settings.log_level)
+    if settings.processes > 1:
         _share_metrics()
     # After that: the metrics library looks at the environment as it is imported.
     from router.app import run
 
     async def serve(stopping: asyncio.Event) -> int:
-        return await run(config, stopping)
+        return await run(settings, stopping)
 
     run_service(serve)
 

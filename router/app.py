@@ -17,7 +17,7 @@ from isochrone.service.identity import Identity
 from isochrone.service.joining import identify
 from isochrone.service.loop import Loop
 from isochrone.service.notify import feed_watchdog, notify
-from isochrone.service.tls import client_context
+from isochrone.service.tls import LOOK_S, client_context, own_certificate
 from isochrone.wire.control import PeerRole, ToRouter, Welcome
 from isochrone.wire.ids import BootId, RouterId
 from isochrone.wire.routes import RouteDelta, RouteTable
@@ -62,7 +62,7 @@ async def run(config: RouterConfig, stopping: asyncio.Event) -> int:
     """Serve until `stopping`, then drain. Returns the exit code."""
     identity = await identify(
         urls=config.schedulers,
-        token=config.join_token,
+        token_file=config.join_token_file,
         role=PeerRole.ROUTER,
         name=config.name or socket.gethostname().lower(),
         folder=config.state_folder,
@@ -107,6 +107,7 @@ class House:
         self.port = self.private_port = 0
         self.stopping = asyncio.Event()
         self.metrics = Metrics()
+        self.tls = own_certificate(config.tls_certificate, config.tls_key)
         self.metrics.build_info.labels(**build.facts()).set(1)
         self.gate = Gate(config.processes or 1)
         self.fleet = Fleet(identity.pop, time.monotonic, self.boot_id)
@@ -224,7 +225,9 @@ class House:
 
     def _loops(self) -> tuple[Loop, ...]:
         config, jitter = self.config, random.Random()  # noqa: S311 - jitter, not a secret
+        tls = () if self.tls is None else (Loop("certificate", self.tls.run_once, LOOK_S),)
         return (
+            *tls,
             Loop("persist", self.follower.persist, 30.0),
             Loop("reconsider", self.follower.reconsider, RECONSIDER_INTERVAL_S),
             Loop("probe", self.prober.run_once, config.probe_interval_s, jitter=jitter),
@@ -298,6 +301,7 @@ async def open_house(
                 cold=house.cold,
                 upstream=house.upstream,
                 registry=house.metrics.registry,
+                context=None if house.tls is None else house.tls.context,
             )
         )
         workers = tasks.create_task(house.workers.run(house.port), name="workers")

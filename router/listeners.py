@@ -9,10 +9,8 @@ from typing import NamedTuple
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
-from isochrone.service.config import ConfigError
-from isochrone.service.door import DoorLimits, open_door
+from isochrone.service.door import DoorLimits, cannot_listen, open_door
 from isochrone.service.metrics import exposition
-from isochrone.service.tls import server_context
 from router.apis.within import open_cold
 from router.config import RouterConfig
 from router.dataplane.server import Server
@@ -46,36 +44,31 @@ async def open_listeners(
     cold: web.Application,
     upstream: Upstream,
     registry: CollectorRegistry,
+    context: SSLContext | None,
 ) -> AsyncIterator[Ports]:
     """Listen. On exit: accept no more, and let what is under way end."""
     show_metrics = exposition(registry)
     private_port = 0
     async with AsyncExitStack() as stack:
+        if config.private_host:
+            private = web.Application()
+            private.router.add_get("/metrics", show_metrics)
+            door = open_door(private, config.private_host, config.private_port)
+            private_port = await stack.enter_async_context(door)
+        else:
+            cold.router.add_get("/metrics", show_metrics)
+        await stack.enter_async_context(open_cold(cold, upstream))
         try:
-            if config.private_host:
-                private = web.Application()
-                private.router.add_get("/metrics", show_metrics)
-                door = open_door(private, config.private_host, config.private_port)
-                private_port = await stack.enter_async_context(door)
-            else:
-                cold.router.add_get("/metrics", show_metrics)
-            await stack.enter_async_context(open_cold(cold, upstream))
             listener = await asyncio.get_running_loop().create_server(
                 server.connection,
                 config.host,
                 config.port,
-                ssl=_context_of(config),
+                ssl=context,
                 backlog=1024,
                 reuse_port=config.processes > 1 or None,
             )
         except OSError as error:
-            raise ConfigError(f"cannot listen: {error.strerror or error}") from error
+            raise cannot_listen(config.host, config.port, error) from error
         stack.push_async_callback(server.drain, config.drain_timeout_s)
         stack.callback(listener.close)
         yield Ports(listener.sockets[0].getsockname()[1], private_port)
-
-
-def _context_of(config: RouterConfig) -> SSLContext | None:
-    if config.tls_certificate is None or config.tls_key is None:
-        return None
-    return server_context(config.tls_certificate, config.tls_key)

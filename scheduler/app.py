@@ -1,6 +1,7 @@
 """The scheduler's only place of composition: pools, doors and duties in one TaskGroup."""
 
 import asyncio
+import gc
 import logging
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -20,11 +21,11 @@ from isochrone.service.lag import Held, LagWatch
 from isochrone.service.loop import Loop
 from isochrone.service.metrics import exposition
 from isochrone.service.notify import notify
-from isochrone.service.tls import control_context, server_context
+from isochrone.service.tls import LOOK_S, control_context, own_certificate
 from isochrone.wire.ids import ClusterId
 from scheduler import metrics
 from scheduler.acting import Acting, now
-from scheduler.api.access import Access, access_of, check_token
+from scheduler.api.access import OPEN_PATHS, check_token
 from scheduler.api.admin import ENDPOINTS
 from scheduler.api.agents import Agents
 from scheduler.api.endpoint import handler
@@ -64,11 +65,14 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 async def serve(config: SchedulerConfig, stopping: asyncio.Event) -> int:
     """Run one scheduler until `stopping`; return its exit code."""
+    # Garbage is collected by a duty, `tidy`: by itself Python would choose the worst times.
+    gc.disable()
     token = await asyncio.to_thread(
         read_secret, config.admin_token_file, "the admin token", ADMIN_TOKEN_LETTERS_MIN
     )
     token_sha256 = sha256(token.encode()).hexdigest()
     authority = await asyncio.to_thread(_load_authority, config)
+    tls = await asyncio.to_thread(own_certificate, config.tls_certificate, config.tls_key)
     async with _open_acting(config, authority) as acting, AsyncExitStack() as doors:
         lease = Loop("hold_lease", HoldLease(acting).run_once, config.lease_renew_s)
         place = Loop("place", Place(acting).run_once, config.place_interval_s, share_max=0.25)
@@ -86,21 +90,19 @@ async def serve(config: SchedulerConfig, stopping: asyncio.Event) -> int:
         turn_away = Loop("turn_away", TurnAway(acting).run_once, 2.0)
         losses = Loop("note_losses", NoteLosses(acting).run_once, 5.0)
         loops = (
+            *(() if tls is None else (Loop("certificate", tls.run_once, LOOK_S),)),
             *(lease, place, publish, flush, prune, tally),
             *(days, forecast, prefetch, roll, turn_away, losses, tidy),
         )
         acting.nudge_place, acting.nudge_publish = place.nudge, publish.nudge
         acting.nudge_prefetch = prefetch.nudge
         acting.nudge_turn_away = turn_away.nudge
-        ssl = None
-        if config.tls_certificate is not None and config.tls_key is not None:
-            ssl = server_context(config.tls_certificate, config.tls_key)
         await doors.enter_async_context(
             open_door(
                 admin_app(acting, token_sha256, loops),
                 config.admin_host,
                 config.admin_port,
-                ssl_context=ssl,
+                ssl_context=None if tls is None else tls.context,
             )
         )
         await doors.enter_async_context(
@@ -136,7 +138,7 @@ def admin_app(acting: Acting, token_sha256: str, loops: tuple[Loop, ...]) -> web
 
     @web.middleware
     async def access(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if access_of(request.path) is Access.ADMIN:
+        if request.path not in OPEN_PATHS:
             check_token(request, token_sha256)
         return await handler(request)
 

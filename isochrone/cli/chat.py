@@ -8,6 +8,7 @@ from typing import Any, Final, NamedTuple
 import aiohttp
 import msgspec
 
+from isochrone.service.answers import problem_of
 from isochrone.wire import headers
 
 TIMEOUT_S: Final = 300.0
@@ -55,7 +56,7 @@ async def chat(
             ) as response,
         ):
             if response.status != 200:
-                raise ChatFailed(_words(await response.read(), response.status))
+                raise ChatFailed(problem_of(await response.read(), response.status).words)
             return await _read(response, began, on_text)
     except (aiohttp.ClientError, OSError, TimeoutError) as error:
         raise ChatFailed(f"cannot reach {endpoint}: {error or type(error).__name__}") from error
@@ -96,10 +97,3 @@ async def _read(
         cached_tokens=usage.get("prompt_tokens_details", {}).get("cached_tokens", 0),
         text="".join(texts),
     )
-
-
-def _words(answer: bytes, status: int) -> str:
-    try:
-        return str(msgspec.json.decode(answer)["error"]["message"])
-    except (msgspec.DecodeError, KeyError, TypeError):
-        return f"the endpoint answered {status}"

@@ -1,4 +1,7 @@
-"""The admin API as the CLI sees it: one request at a time, errors as words."""
+"""The admin API as the CLI sees it: one request at a time, errors as words.
+
+Several schedulers serve it alike: the next is asked where one cannot be reached.
+"""
 
 import asyncio
 from typing import Any, Final
@@ -7,8 +10,15 @@ from urllib.parse import quote
 import aiohttp
 import msgspec
 
+from isochrone.service.answers import problem_of
+from isochrone.wire.errors import ErrorCode
+
 TIMEOUT_S: Final = 30.0
+CONNECT_TIMEOUT_S: Final = 5.0
 PAGE: Final = 200
+WHO_ASKS: Final = (
+    "give it by --token, ISOCHRONE_ADMIN_TOKEN or `token` in ~/.config/isochrone/config.toml"
+)
 
 
 class AdminError(Exception):
@@ -16,10 +26,10 @@ class AdminError(Exception):
 
 
 class AdminClient:
-    """Asks the admin API at `url` with `token`."""
+    """Asks the admin API at the first of `urls` that is there, with `token`."""
 
-    def __init__(self, url: str, token: str) -> None:
-        self._url = url.rstrip("/")
+    def __init__(self, urls: str, token: str) -> None:
+        self._urls = [url.strip().rstrip("/") for url in urls.split(",")]
         self._token = token
 
     def ask(
@@ -52,26 +62,27 @@ class AdminClient:
         headers = {"authorization": f"Bearer {self._token}", "content-type": "application/json"}
         if etag is not None:
             headers["if-match"] = f'"{etag}"'
-        try:
-            timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
-            async with (
-                aiohttp.ClientSession(timeout=timeout) as http,
-                http.request(
-                    method,
-                    f"{self._url}{path}",
-                    data=None if body is None else msgspec.json.encode(body),
-                    params=query,
-                    headers=headers,
-                ) as response,
-            ):
-                answer = await response.read()
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise AdminError(
-                f"cannot reach the admin API at {self._url}: {error or type(error).__name__}"
-            ) from error
-        if response.status >= 400:
-            raise AdminError(_words(answer, response.status))
-        return msgspec.json.decode(answer) if answer else None
+        data = None if body is None else msgspec.json.encode(body)
+        timeout = aiohttp.ClientTimeout(total=TIMEOUT_S, sock_connect=CONNECT_TIMEOUT_S)
+        problems = []
+        async with aiohttp.ClientSession(timeout=timeout) as http:
+            for url in self._urls:
+                try:
+                    async with http.request(
+                        method, f"{url}{path}", data=data, params=query, headers=headers
+                    ) as response:
+                        answer = await response.read()
+                except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+                    # Nothing was asked yet, so that the next may be.
+                    problems.append(f"at {url}: {error or type(error).__name__}")
+                    continue
+                except (aiohttp.ClientError, OSError, TimeoutError) as error:
+                    problems.append(f"at {url}: {error or type(error).__name__}")
+                    break
+                if response.status >= 400:
+                    raise AdminError(_words(answer, response.status))
+                return msgspec.json.decode(answer) if answer else None
+        raise AdminError(f"cannot reach the admin API {'; '.join(problems)}")
 
 
 def segment(name: str) -> str:
@@ -80,8 +91,7 @@ def segment(name: str) -> str:
 
 
 def _words(answer: bytes, status: int) -> str:
-    try:
-        error = msgspec.json.decode(answer)["error"]
-        return f"{error['message']} ({error['code']})"
-    except (msgspec.DecodeError, KeyError, TypeError):
-        return f"the admin API answered {status}"
+    words, code = problem_of(answer, status)
+    if code == ErrorCode.INVALID_KEY:
+        return f"{words}; {WHO_ASKS}"
+    return f"{words} ({code})" if code else f"cannot ask the admin API: {words}"

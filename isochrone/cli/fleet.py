@@ -46,13 +46,13 @@ def pops_add(
     show_one(obj.api.ask("PUT", f"/v1/pops/{segment(pop)}", body), obj.output)
 
 
-@pops.command("remove")
+@pops.command("delete")
 @click.argument("pop")
 @click.pass_obj
-def pops_remove(obj: Context, pop: str) -> None:
-    """Remove a PoP that nothing is in."""
+def pops_delete(obj: Context, pop: str) -> None:
+    """Delete a PoP that nothing is in."""
     obj.api.ask("DELETE", f"/v1/pops/{segment(pop)}")
-    chatter.print(f"removed {pop}")
+    chatter.print(f"deleted {pop}")
 
 
 @click.group()
@@ -85,6 +85,15 @@ def _devices(rows: list[dict[str, Any]]) -> dict[str, int]:
 def nodes_show(obj: Context, node: str) -> None:
     """Show a node with its devices."""
     show_one(obj.api.ask("GET", f"/v1/nodes/{segment(node)}"), obj.output)
+
+
+@nodes.command("delete")
+@click.argument("node")
+@click.pass_obj
+def nodes_delete(obj: Context, node: str) -> None:
+    """Forget a node that is gone and holds nothing; its certificates are refused."""
+    obj.api.ask("DELETE", f"/v1/nodes/{segment(node)}")
+    chatter.print(f"deleted {node}")
 
 
 @nodes.command("drain")
@@ -145,7 +154,10 @@ def nodes_join_token(
 @click.option("--reason", default="")
 @click.pass_obj
 def revoke(obj: Context, name: str, role: str, serial: str, reason: str) -> None:
-    """Refuse a peer's certificates from now on, and cut its conversation."""
+    """Refuse a peer's certificates.
+
+    From now on, and its conversation with the scheduler is cut.
+    """
     body = {"role": role, "name": name, "serial": serial, "reason": reason}
     show_one(obj.api.ask("POST", "/v1/revocations", body), obj.output)
 

@@ -6,6 +6,7 @@ from typing import Any, Final
 
 import click
 
+from isochrone import __version__
 from isochrone.cli import access, fleet, planning, rollouts, serving
 from isochrone.cli.chat import ChatFailed
 from isochrone.cli.client import AdminClient, AdminError
@@ -37,9 +38,14 @@ def _configured(name: str) -> str:
 
 
 @click.group(cls=Group)
-@click.option("--url", envvar="ISOCHRONE_ADMIN_URL", help="Admin API, as http://host:7000.")
+@click.option(
+    "--url",
+    envvar="ISOCHRONE_ADMIN_URL",
+    help="Admin API, as https://host:7000; several with commas.",
+)
 @click.option("--token", envvar="ISOCHRONE_ADMIN_TOKEN", help="Admin token.")
 @click.option("-o", "--output", type=click.Choice(["table", "json"]), default="table")
+@click.version_option(__version__)
 @click.pass_context
 def main(ctx: click.Context, url: str | None, token: str | None, output: str) -> None:
     """Run models in many cities."""

@@ -10,7 +10,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-chatter = Console(stderr=True, highlight=False)
+chatter = Console(stderr=True, highlight=False, soft_wrap=True)
 
 PIPED_COLUMNS: Final = 1000
 """What is read by another program is not folded to a width of the terminal that there is not."""
@@ -49,7 +49,7 @@ def cell(value: Any, name: str = "") -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, dict):
-        return ", ".join(f"{field}={cell(inner, field)}" for field, inner in value.items())
+        return ", ".join(f"{field}={_within(inner, field)}" for field, inner in value.items())
     if isinstance(value, list):
         return "; ".join(cell(inner) for inner in value)
     if isinstance(value, float):
@@ -57,6 +57,12 @@ def cell(value: Any, name: str = "") -> str:
             return f"{datetime.fromtimestamp(value, UTC):%Y-%m-%d %H:%M:%SZ}"
         return f"{value:.4g}" if abs(value) < 1000 else f"{value:.0f}"
     return str(value)
+
+
+def _within(value: Any, name: str) -> str:
+    """Write what stands in another thing; what has parts itself is set apart."""
+    has_parts = isinstance(value, dict | list) and len(value) > 0
+    return f"({cell(value, name)})" if has_parts else cell(value, name)
 
 
 def _print_table(table: Table) -> None:

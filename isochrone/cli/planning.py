@@ -46,7 +46,10 @@ GIB: Final = 1024**3
 @click.option("--map", "map_to", type=click.Path(path_type=Path), help="Write a world map (PNG).")
 @click.pass_obj
 def plan(obj: Context, /, save: Path | None, picture: Path | None, **given: Any) -> None:
-    """Save what placement decides from, or ask a saved picture what would follow."""
+    """Save what is, and ask what would follow.
+
+    A saved picture is what placement decides from; it is planned on this machine.
+    """
     if save is None and picture is None:
         raise click.UsageError("give --save FILE, or --what-if FILE")
     if save is not None:

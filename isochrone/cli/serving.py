@@ -95,6 +95,15 @@ def models_add(
     chatter.print(f"added {model}: {len(artifact.files)} files, {artifact.size_bytes >> 20} MiB")
 
 
+@models.command("delete")
+@click.argument("model")
+@click.pass_obj
+def models_delete(obj: Context, model: str) -> None:
+    """Delete a model that no deployment serves."""
+    obj.api.ask("DELETE", f"/v1/models/{segment(model)}")
+    chatter.print(f"deleted {model}")
+
+
 def price_of(text: str) -> dict[str, float]:
     """Read `PROMPT:OUTPUT[:CACHED]`, each per million tokens."""
     names = ("prompt_per_million", "output_per_million", "cached_per_million")

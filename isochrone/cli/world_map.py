@@ -17,7 +17,7 @@ def draw(answer: dict[str, Any], pops: list[dict[str, Any]], path: Path) -> None
         from matplotlib.figure import Figure
     except ImportError as error:
         raise AdminError(
-            "cannot draw the map: matplotlib is not installed; pip install 'isochrone[maps]'"
+            "cannot draw the map: matplotlib is not installed; `pip install matplotlib`"
         ) from error
     places = {pop["pop"]: (pop["longitude"], pop["latitude"]) for pop in pops}
     figure = Figure(figsize=(14, 7.2), layout="constrained")

@@ -1,6 +1,25 @@
-"""Reading what another server answered: whole, and no more than is let in."""
+"""Reading what another server answered: whole, no more than is let in, and errors as words."""
+
+from typing import NamedTuple
 
 import aiohttp
+import msgspec
+
+
+class Problem(NamedTuple):
+    """What an answer that is an error says; `code` is empty where it is of nobody we know."""
+
+    words: str
+    code: str
+
+
+def problem_of(body: bytes, status: int) -> Problem:
+    """Read an error in the shape of any of our doors."""
+    try:
+        error = msgspec.json.decode(body)["error"]
+        return Problem(str(error["message"]), str(error["code"]))
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return Problem(f"the answer was {status}, without words", "")
 
 
 async def read_answer(response: aiohttp.ClientResponse, bytes_max: int) -> bytes:

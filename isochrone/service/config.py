@@ -37,7 +37,7 @@ def load_config(kind: type[T], path: Path | None, env: Mapping[str, str], prefix
     try:
         return msgspec.convert(values, kind, dec_hook=_path)
     except msgspec.ValidationError as error:
-        where = path or f"{prefix}* variables"
+        where = path or f"without --config, from {prefix}* alone"
         raise ConfigError(f"cannot use config {where}: {error}") from error
 
 

@@ -7,6 +7,7 @@ here, malformed HTTP included, is answered in the door's own error shape.
 import asyncio
 import logging
 import math
+import os
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -17,6 +18,7 @@ import msgspec
 from aiohttp import web
 from aiohttp.http_exceptions import ContentEncodingError
 
+from isochrone.service.config import ConfigError
 from isochrone.wire.errors import ApiError, ErrorCode
 
 log = logging.getLogger(__name__)
@@ -119,6 +121,13 @@ async def read_body(request: web.Request, *, bytes_max: int, timeout_s: float) -
     return bytes(body)
 
 
+def cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
+    """Return the error that says which address cannot be had, and why."""
+    # A name that is not found has a number below 0, and words of its own.
+    why = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or error
+    return ConfigError(f"cannot listen on {host}:{port}: {why}")
+
+
 @asynccontextmanager
 async def open_door(
     app: web.Application,
@@ -130,7 +139,7 @@ async def open_door(
     ssl_context: SSLContext | None = None,
     reuse_port: bool = False,
 ) -> AsyncIterator[int]:
-    """Serve `app` on `host:port` and yield the bound port.
+    """Serve `app` on `host:port` and yield the bound port, or raise ConfigError.
 
     On exit: stop accepting, give open requests `shutdown_timeout_s`, then cut them.
     """
@@ -159,8 +168,10 @@ async def open_door(
             backlog=1024,
             reuse_port=reuse_port or None,
         )
-    except BaseException:
+    except BaseException as error:
         await runner.cleanup()
+        if isinstance(error, OSError):
+            raise cannot_listen(host, port, error) from error
         raise
     try:
         yield listener.sockets[0].getsockname()[1]

@@ -10,7 +10,7 @@ import aiohttp
 import msgspec
 
 from isochrone.service import identity as papers
-from isochrone.service.answers import read_answer
+from isochrone.service.answers import problem_of, read_answer
 from isochrone.service.config import ConfigError
 from isochrone.service.identity import Identity, IdentityError
 from isochrone.service.tls import trusting
@@ -22,24 +22,20 @@ ANSWER_BYTES_MAX: Final = 256 * 1024
 
 
 async def identify(
-    *, urls: Sequence[str], token: str | Path | None, role: PeerRole, name: str, folder: Path
+    *, urls: Sequence[str], token_file: Path | None, role: PeerRole, name: str, folder: Path
 ) -> Identity:
-    """Return the papers that `folder` holds, or join for them, or raise ConfigError.
-
-    The token is given as it is, or as the file that holds it.
-    """
+    """Return the papers that `folder` holds, or join for them, or raise ConfigError."""
     try:
         identity = await asyncio.to_thread(papers.load_identity, folder)
         if identity is not None:
             return identity
-        if not token or not urls:
-            lacking = "no scheduler to join" if token else "no join token"
+        if token_file is None or not urls:
+            lacking = "no scheduler to join" if token_file else "no join_token_file"
             raise ConfigError(
                 f"cannot start: {folder} holds no identity, and {lacking} is given; make a token "
                 "with `isochrone nodes join-token POP` and name the schedulers' URLs"
             )
-        if isinstance(token, Path):
-            token = await asyncio.to_thread(_read, token)
+        token = await asyncio.to_thread(_read, token_file)
         return await join(urls=urls, token=token, role=role, name=name, folder=folder)
     except IdentityError as error:
         raise ConfigError(str(error)) from error
@@ -91,7 +87,7 @@ async def _ask_to_join(urls: Sequence[str], request: JoinRequest, fingerprint: s
                     body = await read_answer(response, ANSWER_BYTES_MAX)
                     if response.status == 200:
                         return msgspec.json.decode(body, type=JoinReply)
-                    problems.append(f"{url} answered {response.status}: {body[:300]!r}")
+                    problems.append(f"{url}: {problem_of(body, response.status).words}")
             except (aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError) as error:
                 problems.append(f"{url}: {error or type(error).__name__}")
     raise IdentityError("cannot join: " + "; ".join(problems))

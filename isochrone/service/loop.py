@@ -14,7 +14,6 @@ from typing import NoReturn
 
 log = logging.getLogger(__name__)
 
-
 REST_MAX_S = 6.0
 
 

@@ -5,7 +5,16 @@ from typing import Annotated
 import msgspec
 
 from isochrone.wire.control import PeerRole
-from isochrone.wire.ids import POP_PATTERN, DeploymentId, KeyId, ModelId, NodeId, PopId, TenantId
+from isochrone.wire.ids import (
+    COUNTRY_PATTERN,
+    POP_PATTERN,
+    DeploymentId,
+    KeyId,
+    ModelId,
+    NodeId,
+    PopId,
+    TenantId,
+)
 from isochrone.wire.model import (
     Amount,
     EngineSettings,
@@ -26,7 +35,7 @@ class PopBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """A PoP as an operator writes it."""
 
     city: Annotated[str, msgspec.Meta(min_length=1, max_length=100)]
-    country: Annotated[str, msgspec.Meta(pattern="^[A-Z]{2}$")]
+    country: Annotated[str, msgspec.Meta(pattern=COUNTRY_PATTERN)]
     latitude: Annotated[float, msgspec.Meta(ge=-90, le=90)]
     longitude: Annotated[float, msgspec.Meta(ge=-180, le=180)]
 

@@ -9,6 +9,8 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
+from isochrone.wire.ids import WORDS
+
 PROTOCOL: Final = 1
 """Version of the control protocol. A peer that speaks another is refused in words."""
 
@@ -64,4 +66,7 @@ def describe(error: Exception) -> str:
         return "nested too deeply"
     if isinstance(error, UnicodeDecodeError):
         return "not valid UTF-8"
-    return str(error)
+    text = str(error)
+    for pattern, words in WORDS.items():
+        text = text.replace(f"`str` matching regex {pattern!r}", words)
+    return text

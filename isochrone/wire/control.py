@@ -64,7 +64,7 @@ class Register(msgspec.Struct, frozen=True, kw_only=True, tag="register"):
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
-    """Registered. Intervals are the scheduler's to set: its load stays bounded as fleets grow.
+    """Registered.
 
     `renews` says that it answers `Renew`. A peer that loses this conversation dials again after a
     time of its own between 0 and `redial_spread_s`, lest all do so in the same moment.
@@ -72,8 +72,6 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
 
     cluster_id: ClusterId
     epoch: Epoch
-    pulse_interval_s: float = 2.0
-    report_interval_s: float = 10.0
     redial_spread_s: float = 0.0
     renews: bool = False
 

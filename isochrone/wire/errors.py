@@ -1,4 +1,4 @@
-"""Every error a caller can meet: its code, its HTTP status, and whether another try may help.
+"""Every error a caller can meet: its code, its HTTP status, and its number.
 
 The meaning of each is fixed here once, and so is OpenAI's shape, which routers and engines share.
 Numbers are those of Workers AI where it documents one for the same meaning. Three refusals share
@@ -36,31 +36,30 @@ class ErrorCode(StrEnum):
 
 
 class Meaning(NamedTuple):
-    """What a code means on the wire: HTTP status, Workers AI number, and if a retry may help."""
+    """What a code means on the wire: HTTP status, and Workers AI number."""
 
     status: int
     number: int
-    retryable: bool
 
 
 MEANINGS: Final[dict[ErrorCode, Meaning]] = {
-    ErrorCode.INVALID_REQUEST: Meaning(400, 5006, False),
-    ErrorCode.CONTEXT_LENGTH_EXCEEDED: Meaning(400, 5006, False),
-    ErrorCode.INVALID_KEY: Meaning(401, 10000, False),
-    ErrorCode.FORBIDDEN: Meaning(403, 3041, False),
-    ErrorCode.NOT_FOUND: Meaning(404, 7003, False),
-    ErrorCode.MODEL_NOT_FOUND: Meaning(404, 3042, False),
-    ErrorCode.METHOD_NOT_ALLOWED: Meaning(405, 10405, False),
-    ErrorCode.REQUEST_TIMEOUT: Meaning(408, 3007, True),
-    ErrorCode.CONFLICT: Meaning(409, 10409, False),
-    ErrorCode.PRECONDITION_FAILED: Meaning(412, 10412, False),
-    ErrorCode.TOO_LARGE: Meaning(413, 3006, False),
-    ErrorCode.RATE_LIMITED: Meaning(429, 10429, True),
-    ErrorCode.QUOTA_EXCEEDED: Meaning(429, 3036, False),
-    ErrorCode.OUT_OF_CAPACITY: Meaning(429, 3040, True),
-    ErrorCode.INTERNAL: Meaning(500, 10500, True),
-    ErrorCode.UPSTREAM: Meaning(502, 10502, True),
-    ErrorCode.UNAVAILABLE: Meaning(503, 10503, True),
+    ErrorCode.INVALID_REQUEST: Meaning(400, 5006),
+    ErrorCode.CONTEXT_LENGTH_EXCEEDED: Meaning(400, 5006),
+    ErrorCode.INVALID_KEY: Meaning(401, 10000),
+    ErrorCode.FORBIDDEN: Meaning(403, 3041),
+    ErrorCode.NOT_FOUND: Meaning(404, 7003),
+    ErrorCode.MODEL_NOT_FOUND: Meaning(404, 3042),
+    ErrorCode.METHOD_NOT_ALLOWED: Meaning(405, 10405),
+    ErrorCode.REQUEST_TIMEOUT: Meaning(408, 3007),
+    ErrorCode.CONFLICT: Meaning(409, 10409),
+    ErrorCode.PRECONDITION_FAILED: Meaning(412, 10412),
+    ErrorCode.TOO_LARGE: Meaning(413, 3006),
+    ErrorCode.RATE_LIMITED: Meaning(429, 10429),
+    ErrorCode.QUOTA_EXCEEDED: Meaning(429, 3036),
+    ErrorCode.OUT_OF_CAPACITY: Meaning(429, 3040),
+    ErrorCode.INTERNAL: Meaning(500, 10500),
+    ErrorCode.UPSTREAM: Meaning(502, 10502),
+    ErrorCode.UNAVAILABLE: Meaning(503, 10503),
 }
 
 
@@ -88,7 +87,7 @@ class ApiError(Exception):
 
     @property
     def meaning(self) -> Meaning:
-        """The status, number and retryability of this error's code."""
+        """The status and number of this error's code."""
         return MEANINGS[self.code]
 
 

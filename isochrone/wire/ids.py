@@ -21,7 +21,16 @@ Epoch = NewType("Epoch", int)
 NAME_PATTERN: Final = r"^[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?$"
 MODEL_NAME_PATTERN: Final = r"^@?[A-Za-z0-9]([A-Za-z0-9._/-]{0,126}[A-Za-z0-9])?$"
 POP_PATTERN: Final = r"^[a-z]{3}$"
+COUNTRY_PATTERN: Final = r"^[A-Z]{2}$"
 REQUEST_ID_PATTERN: Final = r"^[A-Za-z0-9._-]{1,64}$"
+
+WORDS: Final = {
+    NAME_PATTERN: "lower-case letters, digits, dots, dashes and underscores, at most 63",
+    MODEL_NAME_PATTERN: "letters, digits, dots, dashes, underscores and slashes, at most 128",
+    POP_PATTERN: "three lower-case letters, as `ams`",
+    COUNTRY_PATTERN: "two capital letters, as `NL`",
+}
+"""What each asks for, in words."""
 
 _NAME = re.compile(NAME_PATTERN)
 _POP = re.compile(POP_PATTERN)

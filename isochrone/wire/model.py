@@ -155,6 +155,7 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
     """The wish that a model be served, at one version.
 
     `name` is what clients write as `model`. A change of model or engine settings is a new version.
+    `created_at` is Unix time.
     """
 
     deployment_id: DeploymentId
@@ -163,3 +164,4 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
     version: Positive = 1
     engine: EngineSettings = EngineSettings()
     policy: Policy = Policy()
+    created_at: int = 0

@@ -1,4 +1,4 @@
-"""Node to scheduler: everything one node is, whole (`Report`), and how busy it is (`Pulse`)."""
+"""Node to scheduler: everything one node is, whole (`Report`), and that it lives (`Pulse`)."""
 
 from enum import StrEnum
 from typing import Annotated
@@ -92,25 +92,10 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, tag="report"):
     version: str = ""
 
 
-class ReplicaLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """How busy one replica is, in tokens in flight, prefill and decode apart."""
-
-    replica_id: ReplicaId
-    prefill_tokens: int = 0
-    decode_tokens: int = 0
-    running: int = 0
-    waiting: int = 0
-    kv_used_tokens: int = 0
-    kv_total_tokens: int = 0
-    prefill_tokens_per_s: float = 0.0
-    decode_tokens_per_s: float = 0.0
-
-
 class Pulse(msgspec.Struct, frozen=True, kw_only=True, tag="pulse"):
-    """A sign of life every 2 s with the load; `generation` is the one this node has reached."""
+    """A sign of life every 2 s; `generation` is the one this node has reached."""
 
     node_id: NodeId
     boot_id: BootId
     seq: int
     generation: Generation
-    loads: tuple[ReplicaLoad, ...] = ()

@@ -51,14 +51,14 @@ class TokensInFlight:
         """Take a request on, or return None where it does not fit. An idle replica takes any
         that its engine does not refuse.
 
-        `unread_tokens` of its prompt are not cached here and take `prefill_ms`, as far as its
-        router knows.
+        `unread_tokens` of its prompt, counted as at its beginning, are not cached here and take
+        `prefill_ms`, as far as its router knows.
         """
         wanted = prompt_tokens + output_tokens
         is_full = self._running and self._prefill + self._decode + wanted > self.tokens_max
         if self.is_shut or is_full:
             return None
-        unread = prompt_tokens if unread_tokens is None else min(unread_tokens, prompt_tokens)
+        unread = prompt_tokens if unread_tokens is None else unread_tokens
         self._prefill += prompt_tokens
         self._unread += unread
         self._decode += output_tokens

@@ -144,11 +144,10 @@ class Pulsed(NamedTuple):
 
 
 class PulseDuty:
-    """A sign of life with the load, every two seconds."""
+    """A sign of life, every two seconds."""
 
-    def __init__(self, node: Node, supervisor: Supervisor, link: Callable[[], ControlLink]) -> None:
+    def __init__(self, node: Node, link: Callable[[], ControlLink]) -> None:
         self._node = node
-        self._supervisor = supervisor
         self._link = link
         self._seq = 0
 
@@ -161,6 +160,5 @@ class PulseDuty:
             boot_id=self._node.boot_id,
             seq=self._seq,
             generation=held.generation if held else Generation(0),
-            loads=tuple(replica.load for replica in self._supervisor.replicas.values()),
         )
         return Pulsed(await self._link().send(pulse))

@@ -188,6 +188,8 @@ class Server:
     async def _metrics(self, request: web.Request) -> web.Response:
         lines = []
         for name, value in msgspec.structs.asdict(self._engine.stats()).items():
+            if isinstance(value, str):
+                continue
             kind = "counter" if name.endswith("_total") else "gauge"
             lines.append(
                 f"# TYPE isochrone_engine_{name} {kind}\nisochrone_engine_{name} {value}\n"

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from isochrone.cli.chat import ChatFailed
 from isochrone.cli.client import AdminError
+from isochrone.wire.ids import PopId
 from ops.fleet import layout, screen, tour
 from ops.fleet.bring_up import Fleet
 from ops.fleet.cities import CITIES
@@ -31,7 +32,7 @@ async def run(*, oneshot: bool, console: Console) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stopping.set)
     fleet = Fleet(layout.STATE, say)
-    show = asyncio.create_task(_show(fleet, console, say))
+    show = asyncio.create_task(_show(fleet, console, say, oneshot=oneshot))
     stop = asyncio.create_task(stopping.wait())
     try:
         await asyncio.wait((show, stop), return_when=asyncio.FIRST_COMPLETED)
@@ -56,25 +57,33 @@ async def run(*, oneshot: bool, console: Console) -> int:
         say("everything has stopped")
 
 
-async def _show(fleet: Fleet, console: Console, say: tour.Say) -> None:
+async def _show(fleet: Fleet, console: Console, say: tour.Say, *, oneshot: bool) -> None:
     """Go through what there is to see; raises StartFailed where it is not as it should be."""
     near, far = CITIES[0], CITIES[-1]
     await fleet.up()
     await fleet.deploy()
     await fleet.wait_routed()
     say("warm: one streamed chat through each city's router")
-    answers = await tour.ask_everywhere(fleet)
-    console.print(tour.table_of(f"warm only in {near.pop}", answers))
-    problem = tour.problem_of(answers, {city.pop: near.pop for city in CITIES})
+    expected = {city.pop: near.pop for city in CITIES}
+    problem = await _ask(fleet, console, f"warm only in {near.pop}", expected)
     if problem:
         raise StartFailed(problem)
     await tour.grow_demand(fleet, far, say)
-    answers = await tour.ask_everywhere(fleet)
-    console.print(tour.table_of(f"after demand grew in {far.pop}", answers))
-    problem = tour.problem_of(answers, {near.pop: near.pop, far.pop: far.pop})
+    expected = {near.pop: near.pop, far.pop: far.pop}
+    problem = await _ask(fleet, console, f"after demand grew in {far.pop}", expected)
     if problem:
-        raise StartFailed(problem)
+        problem += ": where this machine is busy, the near replica is slow and the far one sooner"
+        if oneshot:
+            raise StartFailed(problem)
+        say(problem)
     console.print(screen.how_to_use(fleet), highlight=False, markup=False, soft_wrap=True)
+
+
+async def _ask(fleet: Fleet, console: Console, title: str, expected: dict[PopId, PopId]) -> str:
+    """Show where each city is served from; return what is not as expected."""
+    answers, problem = await tour.ask_until(fleet, expected)
+    console.print(tour.table_of(title, answers))
+    return problem
 
 
 def main() -> None:

@@ -176,26 +176,22 @@ class Fleet:
         await self.processes.start("wan", ("ops.fleet.wan", *ports))
         for city in CITIES:
             self._say(f"{city.pop}: node and router in {city.name}")
-            token = await self._join_token(city, "agent")
-            write_atomic(self.state / f"node-{city.pop}.token", token.encode())
+            await self._join_token(city, "agent", self.state / f"node-{city.pop}.token")
             config = self.state / f"node-{city.pop}.toml"
             write_atomic(config, layout.node_config(self.state, city).encode())
             await self.processes.start(f"node-{city.pop}", ("nodeagent", "--config", str(config)))
-            token = await self._join_token(city, "router")
+            await self._join_token(city, "router", self.state / f"router-{city.pop}.token")
             config = self.state / f"router-{city.pop}.toml"
             write_atomic(config, layout.router_config(self.state, city).encode())
-            # In the environment, not among the arguments, which anyone on the machine can read.
-            env = {"ISOCHRONE_ROUTER_JOIN_TOKEN": token}
-            arguments = ("router", "--config", str(config))
-            await self.processes.start(f"router-{city.pop}", arguments, env)
+            await self.processes.start(f"router-{city.pop}", ("router", "--config", str(config)))
         for city in CITIES:
             node = f"http://{city.door_host}:{layout.NODE_PORT}/healthz"
             await self._wait_healthy(f"node-{city.pop}", node)
             await self._wait_healthy(f"router-{city.pop}", f"{layout.endpoint(city)}/healthz")
 
-    async def _join_token(self, city: City, role: str) -> str:
+    async def _join_token(self, city: City, role: str, file: Path) -> None:
         made = await self.ask("POST", "/v1/join-tokens", {"pop": city.pop, "role": role})
-        return str(made["token"])
+        write_atomic(file, made["token"].encode())
 
     async def _wait_healthy(self, name: str, url: str) -> None:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=2.0)) as http:

@@ -98,6 +98,7 @@ def router_config(state: Path, city: City) -> str:
 name = "router-{city.pop}"
 schedulers = ["{control_url()}"]
 state_folder = "{state}/router-{city.pop}"
+join_token_file = "{state}/router-{city.pop}.token"
 host = "{city.router_host}"
 port = {ROUTER_PORT}
 source_address = "{city.router_host}"

@@ -148,9 +148,9 @@ class Ours:
         self._book(request, way.routes, ranked, way.picked_at_s)
 
     def told(self, request: Request) -> tuple[int, float]:
-        """Return what of its prompt is not cached where it goes, and how long that takes."""
+        """Return what of its prompt is to be read where it goes, and how long that takes."""
         ranked = self._ways[request.number].ranked
-        return ranked.uncached_tokens, ranked.prefill_ms
+        return ranked.unread_tokens, ranked.prefill_ms
 
     def sent(self, request: Request, replica: int, now_s: float) -> None:
         """Book it."""

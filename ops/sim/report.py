@@ -2,8 +2,8 @@
 
     python -m ops.sim.report ops/sim/results.csv [--plot ops/sim/choice.png]
 
-Prints the goal's table, and with `--whole` all policies of each case. A cell is the mean of its
-draws. The plot needs the extra `maps`.
+Prints the goal's table, and every policy's p90. A cell is the mean of its draws. The plot needs the
+extra `maps`.
 """
 
 import argparse
@@ -47,21 +47,24 @@ class Cell(NamedTuple):
         return [ours.p90_ms / oracle.p90_ms for ours, oracle in pairs]
 
     @property
-    def best(self) -> str:
-        """Return the best of the others."""
-        others = [policy for policy in self.policies if policy not in COLOURS]
-        return min(others, key=self.p90_ms)
+    def others(self) -> list[str]:
+        """Return the policies that are neither ours nor the oracle."""
+        return [policy for policy in self.policies if policy not in COLOURS]
 
     @property
-    def verdict(self) -> str:
-        """Return whether the goal is met, and else what of it is missed."""
+    def best(self) -> str:
+        """Return the best of the others."""
+        return min(self.others, key=self.p90_ms)
+
+    @property
+    def missed(self) -> str:
+        """Return what of the goal is missed."""
         missed = {
             "p90": fmean(self.ratios) > GOAL_RATIO,
             "behind": self.p90_ms(self.best) < self.p90_ms("ours"),
             "hits": self.hit("ours") < self.hit("oracle") - GOAL_POINTS,
         }
-        said = ", ".join(what for what, is_missed in missed.items() if is_missed)
-        return f"missed: {said}" if said else "met"
+        return ", ".join(what for what, is_missed in missed.items() if is_missed)
 
 
 def cells_of(runs: Sequence[Run]) -> list[Cell]:
@@ -74,58 +77,76 @@ def cells_of(runs: Sequence[Run]) -> list[Cell]:
     return list(cells.values())
 
 
-def summary(cells: Sequence[Cell]) -> list[str]:
-    """Return the goal's table: each case, load and age in one line."""
-    lines = [
-        "| trace | load | information | oracle p90 | ours p90 | ratio, by draw | best other p90 "
-        "| which | hit oracle | hit ours | goal |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for cell in cells:
-        ratios, best = cell.ratios, cell.best
+def goal(cells: Sequence[Cell]) -> list[str]:
+    """Return the goal's table: each case and load in one line."""
+    ages_s = sorted({cell.age_s for cell in cells})
+    by_age = [f"ours over it, words {age_s:g} s old" for age_s in ages_s]
+    told = ["best other over ours", "hits, %: oracle", "ours", "goal"]
+    columns = ["trace", "load", "oracle p90, ms", *by_age, *told]
+    lines = [row(columns), row(["---"] * len(columns))]
+    for of in grouped(cells):
+        ahead = {cell.p90_ms(cell.best) / cell.p90_ms("ours"): cell.best for cell in of}
+        verdicts = [f"{cell.age_s:g} s {cell.missed}" for cell in of if cell.missed]
         lines.append(
-            f"| {cell.case} | {cell.load} % | {cell.age_s:g} s | {cell.p90_ms('oracle'):.0f} "
-            f"| {cell.p90_ms('ours'):.0f} "
-            f"| **{fmean(ratios):.2f}** ({min(ratios):.2f} to {max(ratios):.2f}) "
-            f"| {cell.p90_ms(best):.0f} | {best} | {cell.hit('oracle'):.1f} "
-            f"| {cell.hit('ours'):.1f} | {cell.verdict} |"
+            row(
+                [
+                    of[0].case,
+                    f"{of[0].load} %",
+                    f"{of[0].p90_ms('oracle'):.0f}",
+                    *(spread(cell.ratios) for cell in of),
+                    f"{min(ahead):.2f} ({ahead[min(ahead)]})",
+                    f"{of[0].hit('oracle'):.1f}",
+                    f"{min(cell.hit('ours') for cell in of):.1f}",
+                    ", ".join(verdicts) or "met",
+                ]
+            )
         )
     ratios = [ratio for cell in cells for ratio in cell.ratios]
-    ahead = [
+    behind = [
         f"{policy} ({cell.case}, {cell.load} %, {cell.age_s:g} s)"
         for cell in cells
-        for policy in cell.policies
-        if policy not in COLOURS
+        for policy in cell.others
         for other, ours in zip(cell.policies[policy], cell.policies["ours"], strict=True)
         if other.p90_ms < ours.p90_ms
     ]
-    met = sum(cell.verdict == "met" for cell in cells)
-    lines += [
+    met = sum(not cell.missed for cell in cells)
+    over = sum(ratio > GOAL_RATIO for ratio in ratios)
+    return [
+        *lines,
         "",
-        f"Met in {met} of {len(cells)} cells; the ratio's mean "
-        f"{fmean(ratios):.3f}; of the {len(ratios)} single draws "
-        f"{sum(ratio > GOAL_RATIO for ratio in ratios)} are over {GOAL_RATIO:.2f}; another policy "
-        f"is ahead in {', '.join(ahead) or 'none'}.",
+        f"Met in {met} of {len(cells)} cells; mean ratio {fmean(ratios):.3f}; of {len(ratios)} "
+        f"single draws {over} are over {GOAL_RATIO:.2f}; behind another policy in "
+        f"{', '.join(behind) or 'none'}.",
     ]
-    return lines
 
 
-def whole(cell: Cell) -> list[str]:
-    """Return one case's table of all policies."""
-    lines = [
-        f"\n### {cell.case}, load {cell.load} %, information {cell.age_s:g} s old",
-        "",
-        "| policy | TTFT p50 ms | p90 | p99 | ITL p90 ms | hit % | out of PoP % | 429 | balance |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for policy, draws in cell.policies.items():
-        mean = [fmean(values) for values in list(zip(*draws, strict=True))[1:]]
-        p50, p90, p99, itl, hit, away, refused, balance, *_ = mean
-        lines.append(
-            f"| {policy} | {p50:.0f} | {p90:.0f} | {p99:.0f} | {itl:.0f} | {hit:.1f} | {away:.0f} "
-            f"| {refused:.0f} | {balance:.2f} |"
-        )
-    return lines
+def everybody(cells: Sequence[Cell], age_s: float) -> list[str]:
+    """Return every policy's p90, with words of one age."""
+    of = [cell for cell in cells if cell.age_s == age_s]
+    if not of:
+        return []
+    columns = ["p90, ms", *(f"{cell.case.split()[0]} {cell.load} %" for cell in of)]
+    rows = [[policy, *(f"{cell.p90_ms(policy):.0f}" for cell in of)] for policy in of[0].policies]
+    return [row(cells) for cells in (columns, ["---"] * len(columns), *rows)]
+
+
+def grouped(cells: Sequence[Cell]) -> list[list[Cell]]:
+    """Return the cells of each case and load, by age."""
+    groups: dict[tuple[str, int], list[Cell]] = {}
+    for cell in sorted(cells, key=lambda cell: cell.age_s):
+        groups.setdefault((cell.case, cell.load), []).append(cell)
+    order = [(cell.case, cell.load) for cell in cells]
+    return sorted(groups.values(), key=lambda of: order.index((of[0].case, of[0].load)))
+
+
+def row(texts: Sequence[str]) -> str:
+    """Return one row of a table."""
+    return f"| {' | '.join(texts)} |"
+
+
+def spread(values: Sequence[float]) -> str:
+    """Return the mean, and from where to where."""
+    return f"**{fmean(values):.2f}** ({min(values):.2f} to {max(values):.2f})"
 
 
 def plot(cells: Sequence[Cell], path: Path) -> None:
@@ -166,15 +187,10 @@ def main() -> int:
     """Print the tables and draw."""
     parser = argparse.ArgumentParser(prog="python -m ops.sim.report")
     parser.add_argument("files", type=Path, nargs="+", help="what `python -m ops.sim` kept")
-    parser.add_argument("--whole", action="store_true", help="all policies, words 1 s old")
     parser.add_argument("--plot", type=Path, help="where to draw")
     asked = parser.parse_args()
     cells = cells_of([run for path in asked.files for run in read(path)])
-    print("\n".join(summary(cells)))
-    if asked.whole:
-        for cell in cells:
-            if cell.age_s == 1.0:
-                print("\n".join(whole(cell)))
+    print("\n".join([*goal(cells), "", *everybody(cells, 1.0)]))
     if asked.plot:
         plot(cells, asked.plot)
     return 0

@@ -28,6 +28,8 @@ READY_MAX: Final = 4
 
 WRITE_BUFFER_BYTES: Final = 64 * 1024
 LINGER_S: Final = 1.0
+CUT_TIMEOUT_S: Final = 5.0
+"""For a loop to say of connections that were cut that they are lost."""
 
 
 class Source(Protocol):
@@ -98,12 +100,10 @@ class Server:
         self.is_draining = True
         for connection in list(self.connections):
             connection.drain()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self._all_gone()
+        await self._all_gone(timeout_s)
         for connection in list(self.connections):
             connection.abort()
-        await self._all_gone()
+        await self._all_gone(CUT_TIMEOUT_S)
 
     def came(self, connection: "ClientConnection", address: str) -> bool:
         """Count a connection in; False where it is one too many."""
@@ -126,10 +126,12 @@ class Server:
         if not self.connections:
             self._gone.set()
 
-    async def _all_gone(self) -> None:
-        while self.connections:
-            self._gone.clear()
-            await self._gone.wait()
+    async def _all_gone(self, timeout_s: float) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self.connections:
+                    self._gone.clear()
+                    await self._gone.wait()
 
 
 class ClientConnection:

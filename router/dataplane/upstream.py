@@ -3,6 +3,7 @@
 import asyncio
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from functools import lru_cache
 from ssl import SSLContext
 from typing import Final, cast
@@ -18,6 +19,7 @@ KEEPALIVE_S: Final = 20.0
 """Shorter than a node's own 75 s: a connection is never taken up just as the node closes it."""
 
 IDLE_PER_NODE_MAX: Final = 256
+CLOSE_TIMEOUT_S: Final = 5.0
 
 
 class Upstream:
@@ -126,9 +128,11 @@ class Upstream:
         """Close every connection."""
         for connection in list(self._open):
             connection.close()
-        while self._open:
-            self._gone.clear()
-            await self._gone.wait()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                while self._open:
+                    self._gone.clear()
+                    await self._gone.wait()
 
     async def _dial(self, connection: NodeConnection, address: str) -> None:
         def made() -> asyncio.Protocol:

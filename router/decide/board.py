@@ -47,8 +47,11 @@ tokens more it takes: any number where it is idle, for whether a request fits at
 replica's to say; none where a slot has no replica.
 """
 
-Facts: TypeAlias = tuple[float, float, float, float]
-"""Of a slot (round trip, the same with all overhead, usual error, tokens in flight); in ms."""
+Facts: TypeAlias = tuple[float, float, float, float, float]
+"""Of a slot (round trip, the same with all overhead, usual error, tokens in flight, guess); in ms.
+
+The guess is what of the wait there is only usual, and not told of by any word.
+"""
 
 
 class Ranked(NamedTuple):
@@ -60,6 +63,8 @@ class Ranked(NamedTuple):
     queue_ms: float
     prefill_ms: float
     uncached_tokens: int
+    unread_tokens: int
+    """As much work as the uncached tokens are, in tokens at a prompt's beginning."""
     cached_tokens: int = 0
     overhead_ms: float = 0.0
     queue_tokens_max: int = 0
@@ -161,10 +166,11 @@ class Board:
         gain, overhead_ms = pace.at(now_s)
         cold_ms = 0.0 if pace.answers else COLD_MS
         ms_per_token = prefill_ms(1, route.prefill_tokens_per_s) * gain
-        others, others_decode = line.others.at(now_s)
+        told, usual, others_decode = line.others.at(now_s)
+        others = told + usual
         base_ms = rtt_ms + cold_ms + overhead_ms
         tokens = line.prefill + line.decode + others + others_decode
-        self._facts[slot] = (rtt_ms, base_ms, pace.spread_ms, tokens)
+        self._facts[slot] = (rtt_ms, base_ms, pace.spread_ms, tokens, usual * ms_per_token)
         self._times[slot] = (
             base_ms + 1000 * line.free_at_s - rtt_ms / 2,
             base_ms + line.behind_first_ms + others * ms_per_token,
@@ -186,7 +192,7 @@ class Board:
         error_ms = pace.observed(raw_ms, took_ms - ranked.rtt_ms, now_s, certainty * certainty)
         if ranked.queue_ms < QUEUE_SHARE_MAX * ranked.prefill_ms:
             depth = ranked.cached_tokens + ranked.uncached_tokens / 2
-            self.stretch.observed(ranked.prefill_ms, ranked.uncached_tokens, depth, error_ms)
+            self.stretch.observed(ranked.prefill_ms, depth, error_ms)
 
     @property
     def home(self) -> frozenset[int]:
@@ -197,7 +203,8 @@ class Board:
 
     def others_ms(self, slot: int, line: Line, now_s: float) -> float:
         """Return how long what others have waiting at a replica takes it."""
-        return line.others.at(now_s)[0] * self._times[slot][2]
+        told, usual, _ = line.others.at(now_s)
+        return (told + usual) * self._times[slot][2]
 
     def went(self, slot: int, ranked: Ranked, now_s: float) -> None:
         """A request goes there: note whether it is away from home, and whether it must wait."""
@@ -254,12 +261,12 @@ class Board:
             self._seeds.append(seed_of(route.replica_id))
             self._weights.append(1.0)
             self._times.append((0.0, 0.0, 0.0, -1.0))
-            self._facts.append((0.0, 0.0, 0.0, 0.0))
+            self._facts.append((0.0, 0.0, 0.0, 0.0, 0.0))
         self.slots[route.replica_id] = slot
         return slot
 
     def _clear(self, slot: int) -> None:
         self.routes[slot] = None
         self._times[slot] = (0.0, 0.0, 0.0, -1.0)
-        self._facts[slot] = (0.0, 0.0, 0.0, 0.0)
+        self._facts[slot] = (0.0, 0.0, 0.0, 0.0, 0.0)
         self._free.append(slot)

@@ -60,12 +60,15 @@ class Others:
             self._lasting = min(1.0, max(0.01, self._product / self._square))
         return True
 
-    def at(self, now_s: float) -> tuple[float, float]:
-        """Return the tokens (prefill, decode) that others are likely to have there by now."""
+    def at(self, now_s: float) -> tuple[float, float, float]:
+        """Return what others are likely to have there by now, in tokens: (told, usual, decode).
+
+        To be read is what is left of its last word, and what is usual in place of the rest.
+        """
         age_s = now_s - self.told_at_s
         left = min(1.0, 2.0 - age_s / LOAD_FRESH_S)
         if left <= 0.0:
-            return 0.0, 0.0
+            return 0.0, 0.0, 0.0
         lasting: float = self._lasting ** (max(0.0, age_s) / self._gap_s)
-        prefill = left * max(0.0, self._mean + (self._prefill - self._mean) * lasting)
-        return prefill, left * self.decode
+        usual = left * (1.0 - lasting) * self._mean
+        return left * lasting * self._prefill, usual, left * self.decode

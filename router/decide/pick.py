@@ -131,7 +131,7 @@ class Routes(Sequence[Ranked]):
         return Sibling(
             route.replica_id,
             route.address,
-            tokens - cached,
+            round(work),
             round(work * pace),
             round(1000 * pace),
         )
@@ -144,13 +144,20 @@ class Routes(Sequence[Ranked]):
             self._order = [self._first, *rest] if self._first >= 0 else rest
         return self._order
 
-    def _queue_tokens_max(self, rtt_ms: float, queue_ms: float) -> int:
-        """Return how much may wait at the first before asking elsewhere is worth a round trip."""
+    def _queue_tokens_max(self) -> int:
+        """Return how much may wait at the first before asking elsewhere is worth a round trip.
+
+        What is only guessed to wait there is not put up with: its door knows.
+        """
         if self._others_ms == inf:
             return 0
-        better_by_ms = max(0.0, self._others_ms - self._costs[self._first])
-        most_ms = queue_ms + better_by_ms + rtt_ms + SURPRISE_MS
-        return max(1, round(most_ms / self._picture.times[self._first][2]))
+        picture, first = self._picture, self._first
+        rtt_ms, base_ms, _, _, guess_ms = picture.facts[first]
+        until_ms, least_ms, ms_per_token, _ = picture.times[first]
+        known_ms = max(until_ms - picture.now_ms, least_ms - guess_ms) - base_ms
+        better_by_ms = max(0.0, self._others_ms - self._costs[first])
+        most_ms = known_ms + better_by_ms + rtt_ms + SURPRISE_MS
+        return max(1, round(most_ms / ms_per_token))
 
     def _ranked(self, slot: int, reason: str) -> Ranked:
         picture, ask = self._picture, self._ask
@@ -158,7 +165,7 @@ class Routes(Sequence[Ranked]):
         assert route is not None, f"slot {slot} is ranked without a replica"
         cached = _cached_tokens(picture, ask, slot)
         work = stretched(ask.prompt_tokens, cached, picture.stretch_per_token)
-        rtt_ms, base_ms, _, _ = picture.facts[slot]
+        rtt_ms, base_ms = picture.facts[slot][:2]
         until_ms, least_ms, ms_per_token, _ = picture.times[slot]
         queue_ms = max(until_ms - picture.now_ms, least_ms) - base_ms
         prefill_ms = work * ms_per_token
@@ -169,9 +176,10 @@ class Routes(Sequence[Ranked]):
             queue_ms,
             prefill_ms,
             ask.prompt_tokens - cached,
+            round(work),
             cached,
             base_ms - rtt_ms,
-            self._queue_tokens_max(rtt_ms, queue_ms) if slot == self._first else 0,
+            self._queue_tokens_max() if slot == self._first else 0,
         )
 
 

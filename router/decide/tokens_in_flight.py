@@ -181,9 +181,9 @@ class TokensInFlight:
         line = self._lines.get(replica_id)
         if line is None:
             return InFlight(0, 0, 0)
-        others, others_decode = line.others.at(now_s)
+        told, usual, others_decode = line.others.at(now_s)
         ours = self._requests.get(replica_id, 0)
-        return InFlight(line.prefill, line.decode, ours, round(others), round(others_decode))
+        return InFlight(line.prefill, line.decode, ours, round(told + usual), round(others_decode))
 
     def line(self, replica_id: ReplicaId) -> Line:
         """Return the replica's line, to read."""

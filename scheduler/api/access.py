@@ -1,28 +1,14 @@
-"""Who may call what on the admin listener: one table, and what is not in it is refused."""
+"""Who may call what on the admin listener: everything is the administrator's but a few paths."""
 
 import hashlib
 import hmac
-from enum import StrEnum
 from typing import Final
 
 from aiohttp import web
 
 from isochrone.wire.errors import ApiError, ErrorCode
 
-
-class Access(StrEnum):
-    """Who may."""
-
-    OPEN = "open"
-    ADMIN = "admin"
-
-
 OPEN_PATHS: Final = frozenset({"/healthz", "/metrics", "/openapi.json"})
-
-
-def access_of(path: str) -> Access:
-    """Return who may call a path; everything is the administrator's but a few."""
-    return Access.OPEN if path in OPEN_PATHS else Access.ADMIN
 
 
 def check_token(request: web.Request, token_sha256: str) -> None:

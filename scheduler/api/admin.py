@@ -18,7 +18,7 @@ from isochrone.wire.admin import (
 from isochrone.wire.artifact import check_artifact
 from isochrone.wire.control import PeerRole
 from isochrone.wire.errors import ApiError, ErrorCode
-from isochrone.wire.ids import is_pop
+from isochrone.wire.ids import POP_PATTERN, WORDS, is_pop
 from isochrone.wire.model import Model
 from scheduler.api.deployments import DEPLOYMENT_ENDPOINTS
 from scheduler.api.endpoint import Call, Endpoint, Page, found, missing
@@ -68,7 +68,9 @@ async def put_pop(call: Call) -> PopView:
     name = call.part("pop")
     if not is_pop(name):
         raise ApiError(
-            ErrorCode.INVALID_REQUEST, "cannot name a PoP so: three letters, as `ams`", param="pop"
+            ErrorCode.INVALID_REQUEST,
+            f"cannot name a PoP {name[:20]!r}: give {WORDS[POP_PATTERN]}",
+            param="pop",
         )
     before = await catalogue.get_pop(call.connection, name)
     body: PopBody = call.body

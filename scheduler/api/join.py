@@ -8,7 +8,7 @@ from isochrone.service.identity import IdentityError, parse_join_token
 from isochrone.wire import codec
 from isochrone.wire.control import JoinReply, JoinRequest, PeerRole
 from isochrone.wire.errors import ApiError, ErrorCode
-from isochrone.wire.ids import PopId, is_name
+from isochrone.wire.ids import NAME_PATTERN, WORDS, PopId, is_name
 from isochrone.wire.keys import secret_sha256
 from scheduler.acting import Acting, now
 from scheduler.store.events import record_event
@@ -43,7 +43,7 @@ class Join:
         if not is_name(asked.name):
             raise ApiError(
                 ErrorCode.INVALID_REQUEST,
-                "cannot join: a name has lower-case letters, digits, dots and dashes, at most 63",
+                f"cannot join: a name has {WORDS[NAME_PATTERN]}",
                 param="name",
             )
         try:

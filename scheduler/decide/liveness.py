@@ -17,9 +17,9 @@ class LivenessLimits(msgspec.Struct, frozen=True, kw_only=True):
     """When silence means something."""
 
     suspect_after_s: float = 6.0
-    lost_after_s: float = 30.0
-    grace_s: float = 60.0
-    storm_share: float = 0.2
+    lost_after_s: float = 30.0  # its replicas are replaced elsewhere
+    grace_s: float = 60.0  # in which who begins to act takes nobody for lost
+    storm_share: float = 0.2  # of the nodes, lost within `storm_window_s`: placement freezes
     storm_window_s: float = 600.0
 
 

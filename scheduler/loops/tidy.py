@@ -1,4 +1,4 @@
-"""Keeps Python's garbage collector from walking the whole fleet in memory.
+"""Collects garbage, without walking the whole fleet in memory: nothing else does in this process.
 
 A conversation is over a hundred objects that live as long as it does. A full collection walks all
 of them, a second with thousands of peers, and nobody is served meanwhile; it finds next to nothing,

@@ -122,17 +122,17 @@ async def _read_deployments(
 ) -> tuple[tuple[Deployment, ...], tuple[DeploymentId, ...]]:
     rows = await connection.fetch(
         """
-        SELECT deployment_id, name, model_id, version, engine, policy, deleted_at
+        SELECT deployment_id, name, model_id, version, engine, policy, deleted_at,
+            extract(epoch FROM created_at)::bigint AS created_at
         FROM deployment ORDER BY deployment_id
         """
     )
-    live = tuple(deployment_of(row) for row in rows if row["deleted_at"] is None)
+    live = tuple(_deployment(row) for row in rows if row["deleted_at"] is None)
     deleted = tuple(DeploymentId(row["deployment_id"]) for row in rows if row["deleted_at"])
     return live, deleted
 
 
-def deployment_of(row: asyncpg.Record) -> Deployment:
-    """Read a deployment from its row."""
+def _deployment(row: asyncpg.Record) -> Deployment:
     return msgspec.convert(
         {
             "deployment_id": row["deployment_id"],
@@ -141,6 +141,7 @@ def deployment_of(row: asyncpg.Record) -> Deployment:
             "version": row["version"],
             "engine": msgspec.json.decode(row["engine"], type=EngineSettings),
             "policy": msgspec.json.decode(row["policy"], type=Policy),
+            "created_at": row["created_at"],
         },
         Deployment,
     )

@@ -160,9 +160,10 @@ class Fleet:
         env = self.env(name)
         if not (state / "identity.json").exists():
             made = await self.ask("POST", "/v1/join-tokens", {"pop": pop, "role": "router"})
-            env["ISOCHRONE_ROUTER_JOIN_TOKEN"] = made["token"]
+            write_atomic(self.folder / f"{name}.token", made["token"].encode())
         text = (
             f'name = "{name}"\nschedulers = {self.schedulers()}\nstate_folder = "{state}"\n'
+            f'join_token_file = "{self.folder}/{name}.token"\n'
             f"port = {self.ports[name]}\nprobe_interval_s = 0.5\ndemand_interval_s = 1.0\n"
             "stream_idle_timeout_s = 5.0\nusage_interval_s = 0.5\nusage_resend_s = 2.0\n"
             # One, for seats and what is cached where are each process's own to know.

@@ -8,13 +8,14 @@ A model asks `Weights` for a `Linear` and never sees a layout. The kinds, with w
   the matrix in every step. In fp32 the same products in another order of summation.
 - `Half`: fp16 rows, multiplied in fp32 by FBGEMM: half the bytes of fp32 at an error of 2^-11.
 - `Native`: by our own kernels, where those can be built. The four or eight bits, scales and offsets
-  of a GGUF file, with an error of 2^-16: no second copy, and a third of `FourBit`'s time. Floats of
-  16 or 32 bits as their file has them, exactly.
+  of a GGUF file, with an error of 2^-16: no second copy, and a third of `FourBit`'s time. Floats as
+  their file has them, exactly; or, where quantised products are asked for, rounded to 14 bits in
+  groups: products are then twice as fast, with an error of 2^-14.
 - `FourBit`: the same four bits by torch's kernel. For few rows they are multiplied as they lie; for
   more, a bf16 copy is faster and is kept beside them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Final, Protocol
@@ -215,8 +216,8 @@ def bytes_kept(keeping: Keeping, dtype: torch.dtype, filed_bits: int) -> float:
     """
     match keeping:
         case Keeping.NATIVE:
-            # With a scale and an offset of 16 bits for each group; bf16 where there are no groups.
-            return filed_bits / 8 + 4 / GROUP_WEIGHTS if filed_bits <= 8 else 2
+            # Each group has a scale and an offset of 16 bits, or a scale of 32.
+            return min(filed_bits, 16) / 8 + 4 / GROUP_WEIGHTS
         case Keeping.PACKED:
             return 2 + 1 / 2 + 4 / GROUP_WEIGHTS if filed_bits == 4 else 2
         case Keeping.TILED:
@@ -263,11 +264,17 @@ def native(
     return Native(own.pack(groups.bits, groups.numbers, groups.scales, groups.offsets))
 
 
-def tiled(parts: Sequence[Tensor]) -> Native:
-    """Return the product by `parts`, one below the other, each of whole tiles of rows."""
+def tiles(keeping: Keeping, rows: Iterable[int], columns: int) -> bool:
+    """True where matrices of floats, of so many `rows` each, are kept in tiles of our own."""
+    whole = columns % GROUP_WEIGHTS == 0 if keeping is Keeping.NATIVE else keeping is Keeping.TILED
+    return whole and not any(count % TILE_ROWS for count in rows)
+
+
+def tiled(parts: Sequence[Tensor], keeping: Keeping) -> Native:
+    """Return the product by `parts`, one below the other; `tiles` has said that it can be kept."""
     own = kernels()
     assert own is not None
-    return Native(own.tile(parts))
+    return Native(own.round(parts) if keeping is Keeping.NATIVE else own.tile(parts))
 
 
 def _by_torch(groups: Groups | Filed) -> Linear:

@@ -1,7 +1,6 @@
 """How a model's weights come to its device: in its dtype, and fused where one product serves."""
 
 import math
-from collections.abc import Iterable
 from typing import Final, Protocol
 
 import torch
@@ -10,7 +9,6 @@ from torch import Tensor
 from nodeagent.engine.checkpoint.stored import Stored
 from nodeagent.engine.cuda.staging import Arrival, staging_for
 from nodeagent.engine.layers.linear import (
-    TILE_ROWS,
     Fetch,
     Filed,
     Groups,
@@ -24,6 +22,7 @@ from nodeagent.engine.layers.linear import (
     keep_groups,
     native,
     tiled,
+    tiles,
 )
 from nodeagent.engine.layers.lora import Adapted, Adding
 from nodeagent.engine.native.kernels import kernels
@@ -134,8 +133,8 @@ class Weights:
             table = None if groups is None else native(groups, self.keeping, self._later)
             if table is not None:
                 return table
-        if self._tiles(shape[:1]):
-            return tiled([self.source.tensor(name, shape)])
+        if tiles(self.keeping, shape[:1], shape[1]):
+            return tiled([self.source.tensor(name, shape)], self.keeping)
         wide = self.read(name, *shape)
         return wide.half() if self.keeping.as_filed else wide
 
@@ -148,16 +147,13 @@ class Weights:
     def linear_stack(self, prefix: str, parts: dict[str, int], columns: int) -> Linear:
         """Read the matrices `parts` as one to multiply by; ranks hold their rows."""
         kept = self._packed(prefix, parts, columns)
-        if kept is None and self._tiles(parts.values()):
+        if kept is None and tiles(self.keeping, parts.values(), columns):
             shapes = {f"{prefix}{name}": (rows, columns) for name, rows in parts.items()}
-            kept = tiled([self.source.tensor(name, shape) for name, shape in shapes.items()])
+            read = [self.source.tensor(name, shape) for name, shape in shapes.items()]
+            kept = tiled(read, self.keeping)
         if kept is None:
             kept = keep(self.stack(prefix, parts, columns), self.keeping)
         return self._adapted(kept, prefix, parts, columns)
-
-    def _tiles(self, rows: Iterable[int]) -> bool:
-        """True where matrices of so many rows are kept in tiles of our own."""
-        return self.keeping is Keeping.TILED and not any(count % TILE_ROWS for count in rows)
 
     def _packed(self, prefix: str, parts: dict[str, int], columns: int) -> Linear | None:
         """Return the product as the file packs it; None where not all of it is packed alike."""

@@ -8,17 +8,9 @@
 
 #define STRIP 12 /* rows of x at a time, by two tiles: 24 sums stay in registers */
 
-enum kind { FP16, BF16, FP32 };
-
-INLINED int64_t bytes_of(const enum kind kind) { return kind == FP32 ? 4 : 2; }
-
 /* Sixteen weights of a column, `column` columns behind `tile`. */
 INLINED lanes weights_at(const enum kind kind, const uint8_t *tile, int64_t column) {
-    const uint8_t *at = tile + column * TILE * bytes_of(kind);
-    if (kind == FP32) return *(const lanes *)at;
-    __m256i bits = _mm256_loadu_si256((const __m256i *)at);
-    if (kind == BF16) return (lanes)_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16);
-    return (lanes)_mm512_cvtph_ps(bits);
+    return widened(kind, tile + column * TILE * bytes_of(kind));
 }
 
 struct floats {

@@ -46,6 +46,7 @@ _ARGUMENTS: Final = {
     "keep": "pnnppnn",
     "attend": "pnpnnnpnpnnnp",
     "pack": "pppnnnnp",
+    "pack_rounded": "pnnnnp",
     "pack_blocks": "pnnnnp",
     "fetch_blocks": "pnn",
     "read_rows": "pnnnpnp",
@@ -141,6 +142,19 @@ class Kernels:
         """
         return FloatMatrix(self.library, self._room, parts)
 
+    def round(self, parts: Sequence[Tensor]) -> PackedMatrix:
+        """Return the same rounded to 14 bits in groups of 32, by which products are twice as fast.
+
+        Columns are whole groups.
+        """
+        rows, columns = sum(len(part) for part in parts), parts[0].shape[1]
+        matrix = PackedMatrix(self.library, self._room, 16, rows, columns)
+        at = 0
+        for part in parts:
+            matrix.fill_floats(at, part)
+            at += len(part)
+        return matrix
+
     def normalise(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         """Return the rows of `x` by their root mean square, scaled by `weight`."""
         x = x.contiguous()
@@ -218,6 +232,7 @@ class Kernels:
         for dtype in FLOATS:
             weight = torch.randn(3 * TILE_ROWS, 64, generator=chance).to(dtype)
             _compare(str(dtype), self.tile([weight]), x, weight.float())
+            _compare(f"rounded {dtype}", self.round([weight]), x, weight.float())
 
 
 def _compare(what: str, matrix: Matrix, x: Tensor, weight: Tensor) -> None:

@@ -34,7 +34,7 @@ struct step {
 
 static int64_t multiply_by(const struct matrix *by, const float *x, const struct step *step,
                            float *out) {
-    if (by->kind == 4 || by->kind == 8)
+    if (by->kind == 4 || by->kind == 8 || by->kind == 16)
         return multiply(by->packed, by->kind, by->rows, by->columns, x, step->rows, step->threads,
                         out);
     multiply_floats(by->packed, by->kind, by->rows, by->columns, x, step->rows, step->threads, out);

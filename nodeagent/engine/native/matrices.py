@@ -54,7 +54,7 @@ class Matrix(Protocol):
 
 
 class PackedMatrix:
-    """A matrix of four-bit or eight-bit numbers in groups of 32, as `multiply` reads it."""
+    """A matrix of numbers of 4, 8 or 16 bits in groups of 32, as `multiply` reads it."""
 
     def __init__(
         self, library: ctypes.CDLL, room: Room, bits: int, rows: int, columns: int
@@ -77,6 +77,17 @@ class PackedMatrix:
             columns,
             torch.get_num_threads(),
             self.packed.data_ptr(),
+        )
+
+    def fill_floats(self, at: int, weights: Tensor) -> None:
+        """Take the rows from `at` on as floats, rounded to as many bits as products bear."""
+        weights = (weights if weights.dtype in FLOATS else weights.float()).contiguous()
+        self._library.pack_rounded(
+            weights.data_ptr(),
+            FLOATS[weights.dtype],
+            *weights.shape,
+            torch.get_num_threads(),
+            self.place_of(at),
         )
 
     def fill_blocks(self, at: int, blocks: Tensor, layout: str) -> None:

@@ -4,7 +4,8 @@
  * lies in tiles of 16 rows; in a tile group behind group; a group is its 512 numbers (eight bits,
  * or four), then 16 scales and 16 offsets in fp16. Byte 4 * row + column of a line has the number of
  * one of four neighbouring columns; where numbers have four bits, the higher ones are of the column
- * 16 further on.
+ * 16 further on. Numbers of 16 bits have a sign, 16 scales in fp32 and no offsets; of four
+ * neighbouring columns the first and the third share a line, the second and the fourth the next.
  */
 
 #include "kernels.h"
@@ -54,6 +55,50 @@ void pack(const uint8_t *numbers, const float *scales, const float *offsets, int
           int64_t rows, int64_t columns, int64_t threads, uint8_t *out) {
     const struct numbers told = {numbers, scales, offsets, bits, columns, out};
     share(pack_numbers, &told, rows / TILE, portions_of(rows * columns, threads), threads);
+}
+
+struct wide {
+    const uint8_t *weights;
+    int64_t kind, columns;
+    uint8_t *out;
+};
+
+/* Where in its group the number of a row and a column is, of 16 bits. */
+INLINED int64_t wide_at(int64_t row, int64_t column) {
+    return (column / 4 * 2 + column % 2) * 2 * TILE + 2 * row + column % 4 / 2;
+}
+
+INLINED void round_tiles(const enum kind kind, const struct wide *by, int64_t tile, int64_t end) {
+    int64_t groups = by->columns / GROUP, bytes = bytes_of(kind);
+    for (int64_t at = tile * groups; at < end * groups; at++) {
+        int16_t *to = (int16_t *)(by->out + at * group_bytes(16)), numbers[GROUP];
+        float *scales = (float *)(to + GROUP * TILE);
+        for (int64_t row = 0; row < TILE; row++) {
+            int64_t number = (at / groups * TILE + row) * by->columns + at % groups * GROUP;
+            const uint8_t *from = by->weights + number * bytes;
+            struct rounded group =
+                rounded(widened(kind, from), widened(kind, from + LANES * bytes), COARSE);
+            _mm256_storeu_si256((__m256i *)numbers, _mm512_cvtsepi32_epi16(group.first));
+            _mm256_storeu_si256((__m256i *)numbers + 1, _mm512_cvtsepi32_epi16(group.second));
+            for (int64_t column = 0; column < GROUP; column++)
+                to[wide_at(row, column)] = numbers[column];
+            scales[row] = group.scale;
+        }
+    }
+}
+
+static void pack_wide(const void *told, int64_t tile, int64_t end) {
+    const struct wide *by = told;
+    if (by->kind == FP16) round_tiles(FP16, by, tile, end);
+    if (by->kind == BF16) round_tiles(BF16, by, tile, end);
+    if (by->kind == FP32) round_tiles(FP32, by, tile, end);
+}
+
+/* The same of floats [rows, columns], rounded to 14 bits. */
+void pack_rounded(const uint8_t *weights, int64_t kind, int64_t rows, int64_t columns,
+                  int64_t threads, uint8_t *out) {
+    const struct wide told = {weights, kind, columns, out};
+    share(pack_wide, &told, rows / TILE, portions_of(rows * columns, threads), threads);
 }
 
 /* The same from the blocks of a GGUF file: [rows, columns / 32], each a scale, an offset in Q4_1
@@ -203,23 +248,27 @@ int64_t fetch_blocks(const struct fetch *fetches, int64_t count, int64_t threads
     return failed ? -1 : 0;
 }
 
+/* One number of a group. */
+static float number_at(const uint8_t *group, int64_t bits, int64_t row, int64_t column) {
+    const uint8_t *behind = group + GROUP * TILE * bits / 8;
+    if (bits == 16)
+        return ((const int16_t *)group)[wide_at(row, column)] * ((const float *)behind)[row];
+    int64_t high = bits == 4 && column >= GROUP / 2;
+    uint8_t number = group[(column / 4 - high * GROUP / 8) * LINE + 4 * row + column % 4];
+    const uint16_t *halves = (const uint16_t *)behind;
+    if (bits == 4) number = number >> (4 * high) & 15;
+    return number * _cvtsh_ss(halves[row]) + _cvtsh_ss(halves[TILE + row]);
+}
+
+/* Rows of the matrix by their numbers; -1 where there is no such row. */
 int64_t read_rows(const uint8_t *packed, int64_t bits, int64_t rows, int64_t columns,
                   const int64_t *wanted, int64_t count, float *out) {
-    int64_t groups = columns / GROUP, bytes = group_bytes(bits);
     for (int64_t at = 0; at < count; at++) {
         if (wanted[at] < 0 || wanted[at] >= rows) return -1;
-        int64_t row = wanted[at] % TILE;
-        const uint8_t *from = packed + wanted[at] / TILE * groups * bytes;
-        for (int64_t group = 0; group < groups; group++, from += bytes) {
-            const uint16_t *halves = (const uint16_t *)(from + GROUP * TILE * bits / 8);
-            float scale = _cvtsh_ss(halves[row]), offset = _cvtsh_ss(halves[TILE + row]);
-            for (int64_t column = 0; column < GROUP; column++) {
-                int64_t four = column / 4, high = bits == 4 && four >= GROUP / 8;
-                uint8_t number =
-                    from[(four - high * GROUP / 8) * LINE + 4 * row + column % 4] >> (4 * high);
-                *out++ = (bits == 4 ? number & 15 : number) * scale + offset;
-            }
-        }
+        const uint8_t *tile = packed + wanted[at] / TILE * tile_bytes(bits, columns);
+        for (int64_t column = 0; column < columns; column++)
+            *out++ = number_at(tile + column / GROUP * group_bytes(bits), bits, wanted[at] % TILE,
+                               column % GROUP);
     }
     return 0;
 }

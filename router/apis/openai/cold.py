@@ -6,12 +6,12 @@ from typing import Final
 import msgspec
 from aiohttp import web
 
-from isochrone.service.door import errors_as
+from isochrone.service.door import Handler, errors_as
 from isochrone.wire import headers
-from isochrone.wire.errors import ApiError
+from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.routes import KeyEntry
 from router.apis.openai.encode import error_response, model_body, models_body
-from router.apis.openai.hot import OpenAiSurface
+from router.apis.openai.hot import READERS, OpenAiSurface
 from router.decide.admit import authenticate, may_use
 from router.fleet import Fleet
 from router.metrics import Metrics
@@ -20,6 +20,8 @@ NO_TABLE: Final = (
     "cannot serve: no scheduler has sent a route table, and the state folder holds none; "
     "is a scheduler of `schedulers` within reach, and does one act?"
 )
+
+ROUTES: Final = f"POST {', '.join(READERS)} and /ai/run/{{model}}, GET /v1/models"
 
 
 def cold_app(
@@ -54,12 +56,28 @@ def cold_app(
         metrics.errors.labels(error.code.value).inc()
         return error_response(error)
 
-    app = web.Application(middlewares=[errors_as(encode_error)])
+    app = web.Application(middlewares=[errors_as(encode_error), _name_the_routes])
     app.on_response_prepare.append(on_prepare)
     app.router.add_get("/v1/models", models)
     app.router.add_get("/v1/models/{name:.{1,200}}", model)
     app.router.add_get("/healthz", healthz)
     return app
+
+
+@web.middleware
+async def _name_the_routes(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Say what there is to one who asks for what there is not."""
+    if not isinstance(request.match_info.http_exception, web.HTTPNotFound):
+        return await handler(request)
+    path = request.path[:200]
+    if "responses" in path.split("/"):
+        words = (
+            "the Responses API is not offered; ask POST /v1/chat/completions"
+            " (`client.chat.completions.create`)"
+        )
+    else:
+        words = f"no such path: {request.method} {path}; there are {ROUTES}"
+    raise ApiError(ErrorCode.NOT_FOUND, f"cannot serve: {words}")
 
 
 def json_answer(body: object, status: int = 200) -> web.Response:

@@ -29,7 +29,8 @@ COMPLETION: Final = msgspec.json.Decoder(CompletionRequest)
 EMBEDDING: Final = msgspec.json.Decoder(EmbeddingRequest)
 RERANK: Final = msgspec.json.Decoder(RerankRequest)
 _FIELDS: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_AT = re.compile(r" - at `\$\.?(.{1,120})`$")
+_AT: Final = re.compile(r" - at `\$\.?(.{1,120})`$")
+_LACKS: Final = re.compile(r"missing required field `(.{1,60}?)`")
 _STATEFUL: Final = frozenset(
     {
         "tools",
@@ -52,9 +53,9 @@ def decode(body: bytes, reader: "msgspec.json.Decoder[R]") -> R:
         return reader.decode(body)
     except (msgspec.DecodeError, RecursionError, ValueError) as error:
         text = f"cannot read body: {codec.describe(error)}"
-        found = _AT.search(text)
+        named = [found.group(1) for found in (_AT.search(text), _LACKS.search(text)) if found]
         raise ApiError(
-            ErrorCode.INVALID_REQUEST, text[:400], param=found.group(1) if found else None
+            ErrorCode.INVALID_REQUEST, text[:400], param=".".join(named) or None
         ) from None
 
 

@@ -81,6 +81,7 @@ class OpenAiSurface:
     def answer(self, request: message.Request, client: ClientConnection) -> Awaitable[None]:
         """Return the answering of one request."""
         self.identify(request)
+        only_post(request)
         asked = self.asked(request, request.path, request.body, openai_error_event)
         return self._corridor.serve(asked, client)
 
@@ -119,11 +120,6 @@ class OpenAiSurface:
         error_event: Callable[[ApiError], bytes],
     ) -> Asked:
         """Return what a request asks for, or raise ApiError saying what is wrong with it."""
-        if request.method != b"POST":
-            raise ApiError(
-                ErrorCode.METHOD_NOT_ALLOWED,
-                f"cannot serve: {request.path} does not take {request.method.decode()}",
-            )
         key = request.key
         assert key is not None
         asked: Request = decode(body, READERS[path])
@@ -163,6 +159,16 @@ class OpenAiSurface:
         if wanted is None:
             wanted = self._config.output_tokens_assumed
         return max(1, min(wanted, deployment.context_tokens) * asked.answers)
+
+
+def only_post(request: message.Request) -> None:
+    """Raise ApiError 405 for any other method."""
+    if request.method != b"POST":
+        raise ApiError(
+            ErrorCode.METHOD_NOT_ALLOWED,
+            f"cannot serve: {request.path} takes POST, not {request.method.decode()}",
+            headers={"allow": "POST"},
+        )
 
 
 def _prefix_keys(rendered: bytes, key: KeyEntry, deployment: DeploymentEntry) -> PrefixKeys:

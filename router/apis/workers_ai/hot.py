@@ -7,7 +7,7 @@ from typing import Final
 import msgspec
 
 from isochrone.wire.errors import MEANINGS, ApiError, ErrorCode
-from router.apis.openai.hot import OpenAiSurface
+from router.apis.openai.hot import OpenAiSurface, only_post
 from router.apis.workers_ai.translate import (
     ERROR_EVENT,
     envelope,
@@ -42,11 +42,7 @@ class WorkersAiSurface:
         self._openai.identify(request)
         found = _PATH.match(request.path)
         assert found is not None
-        if request.method != b"POST":
-            raise ApiError(
-                ErrorCode.METHOD_NOT_ALLOWED,
-                f"cannot serve: /ai/run does not take {request.method.decode()}",
-            )
+        only_post(request)
         path, body = to_openai(request.body, found.group(1))
         asked = self._openai.asked(request, path, body, _error_event)
         return self._corridor.serve(asked, Translator(client))

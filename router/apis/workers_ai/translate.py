@@ -56,10 +56,10 @@ def to_openai(body: bytes, model: str) -> tuple[str, bytes]:
         raise ApiError(ErrorCode.INVALID_REQUEST, str(error)[:400]) from None
     given = [n for n in ("prompt", "messages", "text") if getattr(run, n) is not None]
     if len(given) != 1:
-        told = " and ".join(given) or "none of them"
+        told = f"{' and '.join(given)} are given" if given else "none is given"
         raise ApiError(
             ErrorCode.INVALID_REQUEST,
-            f"cannot run {model}: give one of prompt, messages and text, not {told}",
+            f"cannot run {model}: give one of prompt, messages and text; {told}",
         )
     if run.text is not None:
         asked: dict[str, Any] = {"model": model, "input": run.text}

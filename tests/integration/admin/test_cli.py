@@ -114,6 +114,12 @@ async def test_what_is_refused_is_said_on_standard_error_with_its_exit_code(admi
     code, out, err = await typed(admin, "status", token="wrong")
     assert (code, out) == (1, "")
     assert "cannot tell who asks" in err
+    assert "ISOCHRONE_ADMIN_TOKEN" in err
+    nobody, there = "http://127.0.0.1:1", admin.url
+    assert (await typed(admin, "--url", f"{nobody}, {there}", "status"))[0] == 0
+    code, _, err = await typed(admin, "--url", nobody, "status")
+    assert code == 1
+    assert f"cannot reach the admin API at {nobody}" in err
     code, _, err = await typed(admin, "nodes", "drain", "nobody")
     assert code == 1
     assert "cannot find the node 'nobody'" in err

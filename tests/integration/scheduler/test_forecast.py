@@ -25,6 +25,12 @@ FROM generate_series(1, $1) n
 HEARD = Heard(acting_for_s=99.0, silent_s={})
 
 
+@pytest.fixture(autouse=True)
+def not_far_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two weeks of slots are asked for one by one, most of them empty here."""
+    monkeypatch.setattr("scheduler.planner.forecast.CATCH_UP_FROM_NOTHING_SLOTS", SLOTS_BACK + 5)
+
+
 async def test_what_ended_is_learned_and_the_next_term_goes_on_from_it(pool: Pool) -> None:
     await begun(pool)
     async with using(pool) as connection:
@@ -58,7 +64,6 @@ async def test_what_takes_long_to_learn_is_learned_a_part_at_a_time(
     async with using(pool) as connection:
         await connection.execute(ASKED, 50)
     monkeypatch.setattr("scheduler.planner.forecast.LEARN_S", 0.0)
-    monkeypatch.setattr("scheduler.planner.forecast.CATCH_UP_FROM_NOTHING_SLOTS", 3)
     forecast = Forecast(pool)
     behind = await forecast.learn(Epoch(1))
     assert (behind.is_behind, behind.is_news, forecast.soon) == (True, False, ())

@@ -17,6 +17,7 @@ from isochrone.cli.output import cell, show_rows
         ("created_at", 1_795_280_754.5, "2026-11-21 17:05:54Z"),
         ("limits", {"expires_at": 0.0, "n": 2}, "expires_at=1970-01-01 00:00:00Z, n=2"),
         ("pops", ["ams", "fra"], "ams; fra"),
+        ("spec", {"engine": {"devices": 1}, "pops": ["ams"]}, "engine=(devices=1), pops=(ams)"),
     ],
 )
 def test_a_value_is_written_for_a_person(name: str, value: object, shown: str) -> None:

@@ -97,7 +97,7 @@ def by_torch(
     window=st.sampled_from([1, 7, 33, 1000]),
     large=st.sampled_from([1.0, 30.0]),
 )
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 def test_attention_is_torchs_whatever_the_batch(
     own: Kernels,
     parts: list[tuple[int, int]],

@@ -78,10 +78,29 @@ def test_depth_is_learned_from_prompts_that_did_not_wait() -> None:
         tokens = chance.choice((500, 4000, 20_000, 60_000))
         true_ms = stretched(tokens, 0, 2e-5) / 10
         ms = stretched(tokens, 0, stretch.per_token) / 10
-        stretch.observed(ms, tokens, tokens / 2, true_ms * chance.uniform(0.95, 1.05) - ms)
+        stretch.observed(ms, tokens / 2, true_ms * chance.uniform(0.95, 1.05) - ms)
     assert 1.5e-5 < stretch.per_token < 2.5e-5
     assert stretched(1000, 1000, 2e-5) == 0
     assert stretched(1000, 0, 0.0) == 1000
+
+
+def test_a_few_deep_prompts_teach_most_of_it() -> None:
+    stretch, chance = Stretch(), random.Random(3)
+    for _ in range(12):
+        ms = stretched(20_000, 0, stretch.per_token) / 10
+        took_ms = stretched(20_000, 0, 2e-5) / 10 * chance.uniform(0.9, 1.1)
+        stretch.observed(ms, 10_000, took_ms - ms)
+    assert 1.4e-5 < stretch.per_token < 2.6e-5
+
+
+def test_a_slow_replica_teaches_depth_by_short_prompts() -> None:
+    stretch, chance = Stretch(), random.Random(3)
+    for _ in range(60):
+        tokens = chance.choice((150, 400, 900))
+        ms = 2 * stretched(tokens, 0, stretch.per_token)
+        took_ms = 2 * stretched(tokens, 0, 7e-4) * chance.uniform(0.9, 1.1)
+        stretch.observed(ms, tokens / 2, took_ms - ms)
+    assert 5e-4 < stretch.per_token < 9e-4
 
 
 @settings(deadline=None, max_examples=60)

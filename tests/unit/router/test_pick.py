@@ -93,6 +93,13 @@ def test_a_full_replica_is_passed_over_and_counted() -> None:
     assert (len(both), both.full) == (1, 0)
 
 
+def test_deep_tokens_are_told_as_the_work_they_are() -> None:
+    board = a_board([Candidate("a")])
+    board.stretch.per_token = 2e-5
+    ranked = rank(board.picture(NOW_S, {}, {}), ASK._replace(prompt_tokens=50_000))[0]
+    assert (ranked.uncached_tokens, ranked.unread_tokens) == (50_000, 75_000)
+
+
 def test_siblings_are_those_of_the_same_city_with_room_the_asked_one_first() -> None:
     candidates = [
         Candidate("a", prefill=50),
@@ -105,7 +112,7 @@ def test_siblings_are_those_of_the_same_city_with_room_the_asked_one_first() -> 
     held = Held(0.0, [Match(1 << board.slots[ReplicaId("b")], 0.5)])
     routes = rank(board.picture(NOW_S, {}, {}), ASK._replace(held=held), {ReplicaId("x")})
     siblings = routes.siblings(routes[0])
-    assert [(one.replica_id, one.uncached_tokens, one.prefill_ms) for one in siblings] == [
+    assert [(one.replica_id, one.unread_tokens, one.prefill_ms) for one in siblings] == [
         ("b", 50, 25),
         ("a", 100, 100),
         ("c", 100, 100),
@@ -150,6 +157,18 @@ def test_a_longer_queue_turns_away_only_where_another_place_is_better() -> None:
     assert near.queue_tokens_max == 10 + SURPRISE_MS
     queued = rank(a_picture([Candidate("a", prefill=50), Candidate("b", 400.0)]), ASK)[0]
     assert queued.queue_tokens_max == far.queue_tokens_max
+
+
+def test_a_queue_that_is_only_guessed_is_not_put_up_with() -> None:
+    board, ledger, a = a_board([Candidate("a"), Candidate("b", 400.0)]), TokensInFlight(), "a"
+    for n in range(61):
+        # Words that change each time: the next one says nothing of the one after.
+        ledger.hear_others(ReplicaId(a), 200 * (n % 2), 0, NOW_S - 62 + n)
+    board.refresh(board.slots[ReplicaId(a)], 1.0, ledger.line(ReplicaId(a)), NOW_S)
+    ranked = rank(board.picture(NOW_S, {}, {}), ASK)[0]
+    assert ranked.route.replica_id == a
+    assert 90 < ranked.queue_ms < 110
+    assert ranked.queue_tokens_max < 400 - ranked.queue_ms + SURPRISE_MS + 5
 
 
 def test_with_queues_everywhere_a_miss_of_the_cache_counts_more() -> None:

@@ -7,6 +7,8 @@ must end it all.
 """
 
 import asyncio
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -56,6 +58,7 @@ class AnyOrder(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.loop = StillLoop()
+        self.folder = TemporaryDirectory()
         self.clients: list[End] = []
         self.answered: set[End] = set()
 
@@ -64,7 +67,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.ends_well = ends_well
         known = table(1, 2)
         routes = tuple(replace(route, tokens_in_flight_max=room) for route in known.routes)
-        self.relay = Relay(self.loop, replace(known, routes=routes))
+        self.relay = Relay(self.loop, replace(known, routes=routes), Path(self.folder.name))
 
     @property
     def here(self) -> list[End]:
@@ -164,13 +167,14 @@ class AnyOrder(RuleBasedStateMachine):
         assert all(node.reads_on for node in self.nodes if node in kept)
 
     def teardown(self) -> None:
-        if hasattr(self, "relay"):
-            if self.ends_well:
-                self.everybody_does_his_part()
-                assert not self.is_busy, "a wake was lost"
-            self.nobody_does_anything()
-            self.everything_is_given_back()
+        if self.ends_well:
+            self.everybody_does_his_part()
+            assert not self.is_busy, "a wake was lost"
+        self.nobody_does_anything()
+        self.everything_is_given_back()
         self.relay.deadlines.stop()
+        self.relay.journal.close()
+        self.folder.cleanup()
         self.loop.settle()
         self.loop.close()
 

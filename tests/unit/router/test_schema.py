@@ -2,6 +2,7 @@
 
 import pytest
 
+from isochrone.wire.errors import ApiError
 from router.apis.openai.decode import CHAT, COMPLETION, decode
 
 TOOLS = b'[{"type":"function","function":{"name":"f"}}]'
@@ -34,3 +35,20 @@ def test_tools_count_as_the_beginning_of_the_prompt(rest: bytes, begins: bytes) 
 )
 def test_every_choice_of_every_prompt_is_an_answer(rest: bytes, answers: int) -> None:
     assert decode(b'{"model":"m",' + rest + b"}", COMPLETION).answers == answers
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        (b'{"messages":[]}', "messages"),
+        (b'{"messages":[{"role":"user"}]}', "model"),
+        (b'{"model":"m","messages":[{"content":"hi"}]}', "messages[0].role"),
+        (b'{"model":"m","messages":[{"role":"bot"}]}', "messages[0].role"),
+        (b"[]", None),
+        (b"{", None),
+    ],
+)
+def test_what_is_wrong_is_named(body: bytes, param: str | None) -> None:
+    with pytest.raises(ApiError) as refused:
+        decode(body, CHAT)
+    assert refused.value.param == param

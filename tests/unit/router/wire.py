@@ -9,7 +9,6 @@ from typing import Any
 from isochrone.service.door import DoorLimits
 from isochrone.wire.ids import PopId
 from isochrone.wire.routes import RouteTable
-from isochrone.wire.usage import UsageRow
 from router.apis.doors import Doors
 from router.apis.openai.hot import OpenAiSurface
 from router.apis.workers_ai.hot import WorkersAiSurface
@@ -143,8 +142,8 @@ class StillLoop(asyncio.SelectorEventLoop):
         await dial
         end = End(self, factory())
         try:
-            # The turn between what is made and who asked for it.
-            await a_turn()
+            # Between what is made and who asked for it.
+            await self._turns(4)
         except asyncio.CancelledError:
             end.is_lost = True
             raise
@@ -162,32 +161,22 @@ class StillLoop(asyncio.SelectorEventLoop):
             await a_turn()
 
 
-class NoJournal(Journal):
-    """Forgets."""
-
-    def open(self) -> tuple[UsageRow, ...]:
-        return ()
-
-    def append(self, row: UsageRow) -> None:
-        pass
-
-
 class Relay:
     """The router from its listener to its nodes' connections, as `app.py` ties it."""
 
-    def __init__(self, loop: StillLoop, table: RouteTable, **config: Any) -> None:
+    def __init__(self, loop: StillLoop, table: RouteTable, folder: Path) -> None:
         self.loop = loop
-        config_ = RouterConfig(state_folder=Path("/nonexistent"), **config)
+        config = RouterConfig(state_folder=folder)
         clock, metrics = loop.time, Metrics()
         self.fleet = Fleet(PopId("ams"), clock, "router-1")
         self.fleet.adopt(table)
         self.deadlines = Deadlines(clock)
-        self.upstream = Upstream(config_, self.deadlines, clock)
+        self.upstream = Upstream(config, self.deadlines, clock)
         self.gate = Gate()
-        journal = NoJournal(config_.state_folder)
-        self.recorder = Recorder(PopId("ams"), metrics, clock, journal)
+        self.journal = Journal(folder)
+        self.recorder = Recorder(PopId("ams"), metrics, clock, self.journal)
         self.corridor = Corridor(
-            config=config_,
+            config=config,
             fleet=self.fleet,
             gate=self.gate,
             upstream=self.upstream,
@@ -196,7 +185,7 @@ class Relay:
             clock=clock,
         )
         surface = OpenAiSurface(
-            config=config_,
+            config=config,
             fleet=self.fleet,
             corridor=self.corridor,
             metrics=metrics,
@@ -206,7 +195,7 @@ class Relay:
         doors = Doors(surface, WorkersAiSurface(surface, self.corridor), self.upstream)
         self.server = Server(
             limits=DoorLimits(),
-            write_timeout_s=config_.write_timeout_s,
+            write_timeout_s=config.write_timeout_s,
             gate=doors.gate,
             handler=doors.answer,
             encode_error=doors.encode_error,

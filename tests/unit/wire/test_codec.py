@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isochrone.wire import codec, headers, keys
+from isochrone.wire.admin import PopBody
 from isochrone.wire.control import FromAgent, FromRouter
 from isochrone.wire.ids import (
     BootId,
@@ -28,6 +29,16 @@ def a_pulse() -> Pulse:
 
 def test_a_message_comes_back_as_it_went() -> None:
     assert codec.decode(codec.encode(a_pulse()), READER) == a_pulse()
+
+
+def test_a_pattern_is_told_in_words() -> None:
+    reader = msgspec.json.Decoder(PopBody)
+    pop = b'{"city":"Ams","country":"nl","latitude":1,"longitude":2}'
+    with pytest.raises(codec.MalformedFrame) as refused:
+        codec.decode_json(pop, reader)
+    assert str(refused.value) == (
+        "cannot read body: Expected two capital letters, as `NL` - at `$.country`"
+    )
 
 
 def test_the_msgpack_package_reads_what_is_said() -> None:

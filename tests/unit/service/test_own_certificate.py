@@ -1,0 +1,71 @@
+"""An operator's certificate is followed as its files are replaced, and never half of it."""
+
+import ssl
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from isochrone.service.config import ConfigError
+from isochrone.service.identity import Authority
+from isochrone.service.tls import own_certificate, trusting
+from tests.builders import NOW
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[[], Authority]:
+    """Write a new certificate and key, of a new authority each time; return that."""
+
+    def write() -> Authority:
+        folder = tmp_path / f"authority-{len(list(tmp_path.iterdir()))}"
+        authority = Authority.create(folder, "test", NOW)
+        key, certificate = authority.issue_own(NOW)
+        (tmp_path / "tls.key").write_text(key)
+        (tmp_path / "tls.crt").write_text(certificate)
+        return authority
+
+    return write
+
+
+def is_trusted(context: ssl.SSLContext, authority: Authority) -> bool:
+    """Shake hands in memory with one who trusts that authority."""
+    to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
+    server = context.wrap_bio(to_server, to_client, server_side=True)
+    client = trusting(authority.ca_pem).wrap_bio(to_client, to_server)
+    for end in (client, server, client, server):
+        try:
+            end.do_handshake()
+        except ssl.SSLWantReadError:
+            continue
+        except ssl.SSLError:
+            return False
+    return True
+
+
+async def test_a_renewed_certificate_is_shown_and_half_of_one_is_not(
+    tmp_path: Path, write: Callable[[], Authority]
+) -> None:
+    first = write()
+    own = own_certificate(tmp_path / "tls.crt", tmp_path / "tls.key")
+    assert own is not None
+    assert is_trusted(own.context, first)
+    assert not await own.run_once()
+    key = (tmp_path / "tls.key").read_text()
+    second = write()
+    assert not is_trusted(own.context, second)
+    (tmp_path / "tls.key").write_text(key)
+    with pytest.raises(ConfigError, match="cannot use tls_certificate"):
+        await own.run_once()
+    assert is_trusted(own.context, first)
+    third = write()
+    assert await own.run_once()
+    assert is_trusted(own.context, third)
+    assert not is_trusted(own.context, first)
+
+
+def test_what_is_not_given_whole_is_not_served_in_plain(tmp_path: Path) -> None:
+    assert own_certificate(None, None) is None
+    with pytest.raises(ConfigError, match="both tls_certificate and tls_key"):
+        own_certificate(tmp_path / "tls.crt", None)
+    with pytest.raises(ConfigError, match="No such file"):
+        own_certificate(tmp_path / "tls.crt", tmp_path / "tls.key")
