@@ -16,6 +16,7 @@ HOT = (
     "router/apis/doors.py",
     "router/apis/openai/decode.py",
     "router/apis/openai/hot.py",
+    "router/apis/request_ids.py",
     "router/asked.py",
     "router/counts.py",
     "router/dataplane/connection.py",

@@ -28,7 +28,7 @@ from nodeagent.api.metrics_page import metrics_app
 from nodeagent.api.siblings import Siblings
 from nodeagent.api.weights import Weights
 from nodeagent.config import NodeConfig
-from nodeagent.decide.pace import Pace
+from nodeagent.decide.bandwidth import Bandwidth
 from nodeagent.host.artifacts import Artifacts
 from nodeagent.host.devices import Devices
 from nodeagent.host.engines import Engines
@@ -169,7 +169,7 @@ def _artifacts(
         config.state / "artifacts",
         sources,
         config.disk_budget_bytes,
-        link=Link(Pace(config.download_bytes_per_s), monotonic),
+        link=Link(Bandwidth(config.download_bytes_per_s), monotonic),
         peers=peers,
     )
 
@@ -178,8 +178,8 @@ def _served(door: Door, artifacts: Artifacts, config: NodeConfig, node: Node) ->
     """Return what the node's listener serves: routers' requests, and weights to other nodes."""
     app = door.app()
     app.middlewares.append(refusing(node.revoked))
-    pace = Pace(config.upload_bytes_per_s)
-    Weights(artifacts, pace, monotonic, uploads_max=config.uploads_max).attach(app)
+    bandwidth = Bandwidth(config.upload_bytes_per_s)
+    Weights(artifacts, bandwidth, monotonic, uploads_max=config.uploads_max).attach(app)
     return app
 
 

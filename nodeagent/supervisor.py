@@ -278,6 +278,7 @@ class Supervisor:
                 in_flight=running,
             )
             if stats is not None:
+                replica.in_flight.is_shut = stats.memory_full
                 _note_profile(replica, stats)
             if running == 0 and stats is not None and self._clock() >= canary_at:
                 failed = 0 if await engine.canary(stats.kind) else watch.canaries_failed + 1

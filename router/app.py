@@ -40,7 +40,8 @@ from router.loops.follow import Follower
 from router.loops.gauges import Gauges
 from router.loops.probe import Prober
 from router.loops.share import Sharer
-from router.loops.ship import Shipper, UsageSpool
+from router.loops.ship import Shipper
+from router.loops.spool import UsageSpool
 from router.metrics import Metrics
 from router.processes import WORKER_ENV, ParentLink, Worker, Workers, config_of, worker_of
 from router.record import Recorder
@@ -53,6 +54,8 @@ ROUND_TRIPS_INTERVAL_S: Final = 10.0
 GAUGES_INTERVAL_S: Final = 1.0
 SHARE_INTERVAL_S: Final = 1.0
 RECONSIDER_INTERVAL_S: Final = 1.0
+FIRST_TABLE_S: Final = 5.0
+"""How long a worker waits for its first table: without one it refuses what others can serve."""
 
 
 async def run(config: RouterConfig, stopping: asyncio.Event) -> int:
@@ -289,6 +292,8 @@ async def open_house(
         stack.callback(tasks.create_task(feed_watchdog(), name="watchdog").cancel)
         if config.schedulers or worker is not None:
             stack.callback(tasks.create_task(house.link.run(), name="link").cancel)
+        if house.parent is not None and house.fleet.table is None:
+            await house.parent.until_told(FIRST_TABLE_S)
         house.port, house.private_port = await stack.enter_async_context(
             open_listeners(
                 config,

@@ -201,6 +201,7 @@ class ParentLink:
     ) -> None:
         """Give what comes down to `on_message`; set `ended` when the main process is gone."""
         self.connected = True
+        self._told = asyncio.Event()
         self._pipe = Pipe(end, _DOWN)
         self._on_message = on_message
         self._ended = ended
@@ -208,10 +209,20 @@ class ParentLink:
     async def run(self) -> None:
         """Listen to the main process until it ends: then end too, for nobody leads."""
         await self._pipe.open()
-        while (message := await self._pipe.read()) is not None:
-            await self._on_message(message)
-        self.connected = False
-        self._ended.set()
+        try:
+            while (message := await self._pipe.read()) is not None:
+                await self._on_message(message)
+                self._told.set()
+            self.connected = False
+            self._ended.set()
+        finally:
+            self._pipe.close()
+
+    async def until_told(self, timeout_s: float) -> None:
+        """Return when something came down, or after `timeout_s`: it may have nothing to tell."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._told.wait()
 
     async def send(self, message: msgspec.Struct) -> bool:
         """Send what is the main process's to pass on; round trips are its own to measure."""

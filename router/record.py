@@ -139,7 +139,7 @@ class Recorder:
         self._trials.ended(
             journey.asked.deployment,
             route,
-            failed=journey.outcome is Outcome.FAILED and not journey.is_declined,
+            failed=journey.outcome is Outcome.FAILED,
             ttft_ms=ttft_ms,
             itl_ms=itl_ms,
         )
@@ -155,5 +155,6 @@ class Recorder:
         asked.prompt += wanted
         asked.uncached += wanted - cached
         asked.output += output
-        asked.refused += journey.outcome is Outcome.REFUSED
+        # Not for what its client wrote: no room would have helped.
+        asked.refused += journey.outcome is Outcome.REFUSED and not journey.is_declined
         asked.no_replica += journey.found_no_replica

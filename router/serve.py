@@ -23,10 +23,10 @@ from router.dataplane.message import Reply
 from router.dataplane.upstream import Upstream
 from router.dataplane.verdict import hold_to_error, hold_to_status, read_answer
 from router.decide.board import Ranked
-from router.decide.fair import come_back_s
-from router.decide.health import RetryBudget
+from router.decide.drain import come_back_s
 from router.decide.limits import Entry, Gate, Limited
-from router.decide.pick import Ask, Ranking, Routes, rank
+from router.decide.pick import Ask, Routes, rank
+from router.decide.retries import RetryBudget
 from router.decide.tokens_in_flight import Reservation
 from router.fleet import Fleet
 from router.journey import Journey
@@ -116,8 +116,8 @@ class Corridor:
         failures, failed_at_s = 0, 0.0
         place = journey.place = self._place(journey)
         while True:
-            ranking = self._rank(journey)
-            if not (ranking.routes or refused or ranking.full):
+            routes = self._rank(journey)
+            if not (routes or refused or routes.full):
                 if journey.unfit:
                     raise ApiError(
                         ErrorCode.UPSTREAM, "cannot go on: no other replica resumes a text"
@@ -128,7 +128,7 @@ class Corridor:
                     await pause(RETRY_PAUSE_S)
                     continue
             must_wait = self.waiting.must_wait(place) or len(refused) >= REFUSALS_MAX
-            if must_wait or not ranking.routes:
+            if must_wait or not routes:
                 await self._wait_for_room(journey, place, is_full=bool(refused))
                 refused.clear()
                 if self._clock() - failed_at_s > LOOK_AGAIN_S:
@@ -138,11 +138,11 @@ class Corridor:
             waited_s = self.waiting.began(place)
             if waited_s is not None:
                 self._metrics.queue_wait.observe(waited_s)
-            ranked = ranking.routes[0]
+            ranked = routes[0]
             try:
-                exchange = self._ask(journey, ranked, ranking.routes)
+                exchange = self._ask(journey, ranked, routes)
                 await exchange.opened
-                self._hear(journey, ranked, ranking.routes, exchange)
+                self._hear(journey, ranked, routes, exchange)
                 return exchange
             except AttemptFailed as error:
                 journey.leave()
@@ -175,7 +175,7 @@ class Corridor:
         else:
             journey.refused.add(ranked.route.replica_id)
 
-    def _rank(self, journey: Journey) -> Ranking:
+    def _rank(self, journey: Journey) -> Routes:
         asked = journey.asked
         ask = Ask(
             asked.request_id,
@@ -192,10 +192,10 @@ class Corridor:
         entry = self._fleet.deployment(asked.deployment.name) or asked.deployment
         drawn = self._fleet.draw(entry, asked.session or asked.request_id)
         alone = drawn.left_alone
-        ranking = rank(view, ask, excluded | alone if alone else excluded)
-        if not ranking.routes and drawn.may_return:
-            ranking = rank(view, ask, excluded)
-        return ranking
+        routes = rank(view, ask, excluded | alone if alone else excluded)
+        if not routes and drawn.may_return:
+            routes = rank(view, ask, excluded)
+        return routes
 
     def _ill(self, ranked: Ranked) -> None:
         cause = self._fleet.failed(ranked.route)
@@ -316,8 +316,8 @@ class Corridor:
             journey.note(exchange.usage)
             journey.outcome = Outcome.COMPLETE
         else:
+            journey.is_declined, journey.outcome = True, Outcome.REFUSED
             hold_to_error(exchange.body, head.status)
-            journey.is_declined = True
             retry_after = head.fields.get(b"retry-after")
             if retry_after:
                 lines += f"retry-after: {retry_after.decode('latin-1')}\r\n"

@@ -35,7 +35,7 @@ def to_node(
     lines = (
         f"{_REPLICA}{ranked.route.replica_id}{_REQUEST_ID}{asked.request_id}"
         f"{_CACHE_SALT}{asked.key.tenant_id}{_TOKENS}{tokens}"
-        f"{_UNREAD_TOKENS}{ranked.uncached_tokens}{_PREFILL_MS}{prefill_ms}"
+        f"{_UNREAD_TOKENS}{ranked.unread_tokens}{_PREFILL_MS}{prefill_ms}"
         f"{_ROUTER}{router}{_DEADLINE_MS}{deadline_ms}\r\n"
     )
     if ranked.queue_tokens_max and journey.may_be_turned_away:

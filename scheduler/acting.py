@@ -6,113 +6,38 @@ Everything here can be lost: it is rebuilt from Postgres and from what peers say
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable
 from datetime import UTC, datetime
 from itertools import islice
-from typing import Final, NamedTuple, ParamSpec, TypeVar
+from typing import Final
 
-import msgspec
-from aiohttp import web
-
-from isochrone.service.identity import Authority, Certificate
+from isochrone.service.identity import Authority
 from isochrone.wire import codec
 from isochrone.wire.control import PeerRole, Refused, RefusedCode
-from isochrone.wire.ids import BootId, ClusterId, Epoch, Generation, NodeId, PopId
-from isochrone.wire.report import Pulse, Report
+from isochrone.wire.ids import ClusterId, Epoch, NodeId
+from isochrone.wire.report import Pulse
 from isochrone.wire.routes import RouteTable
 from scheduler import metrics
 from scheduler.config import SchedulerConfig
+from scheduler.connected import Connected
 from scheduler.decide.admission import Admissions
-from scheduler.decide.cluster import ClusterState, DemandRate
-from scheduler.decide.demand import foreseeing
-from scheduler.store.cluster import read_cluster
+from scheduler.planner.process import Planner
+from scheduler.planner.questions import Heard
 from scheduler.store.known_nodes import KnownNodes
 from scheduler.store.lease import MARGIN_S, Lease
 from scheduler.store.nodes import read_assignment
-from scheduler.store.pool import Connection, Pool, using
+from scheduler.store.pool import Pool, using
 
 log = logging.getLogger(__name__)
 
-Arguments = ParamSpec("Arguments")
-Decided = TypeVar("Decided")
-
-OUTBOX_MAX: Final = 64
 INTAKE_TIMEOUT_S: Final = 10.0
 PULSES_BUFFERED_MAX: Final = 50_000
 PULSES_WRITTEN_MAX: Final = 1_000
-LARGE_BYTES: Final = 256 * 1024
 LARGE_AT_ONCE: Final = 32
 
 
 class NotActing(Exception):
     """Another scheduler acts, or the database cannot be asked."""
-
-
-class Later(NamedTuple):
-    """What is foretold for some hours ahead, and by the process's clock when that is."""
-
-    rows: Sequence[DemandRate] = ()
-    at: float = float("-inf")
-
-
-class Connected:
-    """One peer's open conversation: a bounded outbox, and one task that empties it."""
-
-    def __init__(
-        self,
-        socket: web.WebSocketResponse,
-        transport: asyncio.Transport | None,
-        *,
-        role: PeerRole,
-        name: str,
-        pop: PopId,
-        boot_id: BootId,
-        certificate: Certificate,
-        large: asyncio.Semaphore,
-    ) -> None:
-        self._large = large
-        self.certificate = certificate
-        self.role = role
-        self.name = name
-        self.pop = pop
-        self.boot_id = boot_id
-        self.generation = Generation(0)
-        self.has_reported = False
-        self.written: Report | None = None
-        self.written_at = 0.0
-        self._socket = socket
-        self._transport = transport
-        self._outbox: asyncio.Queue[msgspec.Struct | bytes] = asyncio.Queue(OUTBOX_MAX)
-
-    def tell(self, message: msgspec.Struct | bytes) -> None:
-        """Queue a message, or one encoded already for many; a peer that takes nothing for long is
-        cut, and will dial again."""
-        try:
-            self._outbox.put_nowait(message)
-        except asyncio.QueueFull:
-            log.warning("peer takes no messages", extra={"fields": {"peer": self.name}})
-            if self._transport is not None:
-                self._transport.abort()
-
-    async def empty_outbox(self) -> None:
-        """Send what is queued, for as long as the conversation lasts."""
-        while True:
-            message = await self._outbox.get()
-            frame = message if isinstance(message, bytes) else codec.encode(message)
-            if len(frame) < LARGE_BYTES:
-                await self._socket.send_bytes(frame)
-                continue
-            # Each copy waits in memory until its peer has taken it: never all of them at once.
-            async with self._large:
-                await self._socket.send_bytes(frame)
-
-    async def end(self, refused: Refused) -> None:
-        """Say why, and close."""
-        with suppress(ConnectionError, TimeoutError):
-            async with asyncio.timeout(2.0):
-                await self._socket.send_bytes(codec.encode(refused))
-                await self._socket.close()
 
 
 class Acting:
@@ -125,6 +50,7 @@ class Acting:
         pool: Pool,
         reserved: Pool,
         intake: Pool,
+        planner: Planner,
         authority: Authority,
         cluster_id: ClusterId,
         clock: Callable[[], float],
@@ -134,19 +60,16 @@ class Acting:
         self.pool = pool
         self.reserved = reserved
         self.intake = intake
+        self.planner = planner
         self.authority = authority
         self.cluster_id = cluster_id
         self.clock = clock
         self.table: RouteTable | None = None
         self.frozen = ""
         self.unmet: tuple[tuple[str, str], ...] = ()
-        self.foretold: list[DemandRate] = []
-        self.later = Later()
         self.peers: dict[tuple[PeerRole, str], Connected] = {}
         self.ended = 0
         """How many conversations have ended."""
-        self.thinking = 0
-        """How many decisions are being thought about."""
         self.nudge_place: Callable[[], None] = _nobody
         self.nudge_publish: Callable[[], None] = _nobody
         self.unpublished: set[NodeId] | None = None
@@ -200,7 +123,6 @@ class Acting:
         metrics.EPOCH.set(lease.epoch)
         if is_new:
             self.published(None)
-            self.foretold, self.later = [], Later()
             self.forget_written()
             for peer in self.peers.values():
                 peer.has_reported = False
@@ -311,33 +233,9 @@ class Acting:
                 )
             )
 
-    async def picture(
-        self, connection: Connection, acting_for_s: float | None = None
-    ) -> ClusterState:
-        """Return what placement decides from: the fleet, and demand raised to what is foretold.
-
-        A standby, which has heard nobody, says how long another has acted.
-        """
-        cluster = await read_cluster(
-            connection,
-            acting_for_s=self.acting_for_s if acting_for_s is None else acting_for_s,
-            silent_s=self.silent_s(),
-            known=self.known_nodes,
-        )
-        return await self.think(foreseeing, cluster, self.foretold)
-
-    async def think(
-        self,
-        decide: Callable[Arguments, Decided],
-        *given: Arguments.args,
-        **named: Arguments.kwargs,
-    ) -> Decided:
-        """Decide what takes long in a thread: the lease and everybody else are served meanwhile."""
-        self.thinking += 1
-        try:
-            return await asyncio.to_thread(decide, *given, **named)
-        finally:
-            self.thinking -= 1
+    def heard(self) -> Heard:
+        """Return what this process alone knows of the fleet, for who decides."""
+        return Heard(acting_for_s=self.acting_for_s, silent_s=self.silent_s())
 
     def heard_from(self, node_id: NodeId, pulse: Pulse | None = None) -> None:
         """Note a sign of life; a pulse also waits to be written."""
@@ -354,7 +252,7 @@ class Acting:
         names = list(islice(self._pulses, PULSES_WRITTEN_MAX))
         return [self._pulses.pop(name) for name in names]
 
-    def silent_s(self) -> Mapping[NodeId, float]:
+    def silent_s(self) -> dict[NodeId, float]:
         """Return how long each node heard by this process has been silent."""
         now = self.clock()
         return {node_id: now - at for node_id, at in self._heard.items()}

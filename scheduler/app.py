@@ -4,7 +4,6 @@ import asyncio
 import gc
 import logging
 import secrets
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from hashlib import sha256
@@ -50,6 +49,8 @@ from scheduler.loops.roll import Roll
 from scheduler.loops.tally import Tally
 from scheduler.loops.tidy import Tidy
 from scheduler.loops.turn_away import TurnAway
+from scheduler.planner.process import Planner
+from scheduler.planner.questions import Settings
 from scheduler.store.lease import ensure_cluster, give_up_lease
 from scheduler.store.migrate import migrate
 from scheduler.store.pool import UNAVAILABLE, open_pool, transaction, using
@@ -59,21 +60,13 @@ log = logging.getLogger(__name__)
 INTAKE_CONNECTIONS: Final = 10
 ADMIN_TOKEN_LETTERS_MIN: Final = 16
 HELD_LOGGED_S: Final = 0.25
-COLLECTED_AFTER: Final = (50_000, 20, 50)
-"""A plan makes and drops millions of objects: by Python's own thresholds (700, 10, 10) many outlive
-several collections, and each costs more than the one before."""
-
-THREADS_TURN_S: Final = 0.001
-"""How long a thread that computes, as a plan does, keeps the event loop waiting: a fifth of what is
-usual, for a request waits so long many times."""
-
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 async def serve(config: SchedulerConfig, stopping: asyncio.Event) -> int:
     """Run one scheduler until `stopping`; return its exit code."""
-    gc.set_threshold(*COLLECTED_AFTER)
-    sys.setswitchinterval(THREADS_TURN_S)
+    # Garbage is collected by a duty, `tidy`: by itself Python would choose the worst times.
+    gc.disable()
     token = await asyncio.to_thread(
         read_secret, config.admin_token_file, "the admin token", ADMIN_TOKEN_LETTERS_MIN
     )
@@ -230,11 +223,20 @@ async def _open_acting(config: SchedulerConfig, authority: Authority) -> AsyncIt
         await migrate(pool)
         async with transaction(pool) as connection:
             cluster = await ensure_cluster(connection, ClusterId(f"c{secrets.token_hex(8)}"))
+        planner = Planner(
+            Settings(
+                database_url=config.database_url,
+                liveness=config.liveness,
+                log_level=config.log_level,
+            )
+        )
+        pools.push_async_callback(planner.stop)
         yield Acting(
             config=config,
             pool=pool,
             reserved=reserved,
             intake=intake,
+            planner=planner,
             authority=authority,
             cluster_id=cluster.cluster_id,
             clock=monotonic,

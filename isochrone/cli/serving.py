@@ -224,10 +224,13 @@ def placements(obj: Context, deployment: str | None) -> None:
 
 
 @click.command()
-@click.argument("deployment")
+@click.argument("words", nargs=-1, required=True, metavar="[deployment] DEPLOYMENT")
 @click.pass_obj
-def explain(obj: Context, deployment: str) -> None:
+def explain(obj: Context, words: tuple[str, ...]) -> None:
     """Why here, why not there, what would help."""
+    *kind, deployment = words
+    if kind not in ([], ["deployment"]):
+        raise click.UsageError(f"cannot explain {' '.join(words)!r}: give one deployment")
     answer = obj.api.ask("GET", f"/v1/deployments/{segment(deployment)}/explain")
     if obj.output == "json":
         show_one(answer, obj.output)

@@ -14,25 +14,7 @@ from typing import NoReturn
 
 log = logging.getLogger(__name__)
 
-
 REST_MAX_S = 6.0
-AT_A_TIME_S = 0.01
-
-
-class Pieces:
-    """Long work on the event loop, a piece at a time, with rests between."""
-
-    def __init__(self, share: float) -> None:
-        """Begin to work for about `share` of the time."""
-        self._rest_per_work = 1.0 / share - 1.0
-        self._began = monotonic()
-
-    async def rest(self) -> None:
-        """Let everybody else run, for in proportion as long as was worked; called often."""
-        worked_s = monotonic() - self._began
-        if worked_s >= AT_A_TIME_S:
-            await asyncio.sleep(self._rest_per_work * worked_s)
-            self._began = monotonic()
 
 
 class Loop:

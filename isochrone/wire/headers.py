@@ -71,13 +71,13 @@ FETCHED_BYTES: Final = "x-isochrone-fetched-bytes"
 class Sibling(msgspec.Struct, frozen=True):
     """A replica of a PoP that might take a request, as the router sees it.
 
-    Of this prompt `uncached_tokens` are to be read there, in `prefill_ms`; of those before it each
-    takes `token_us`.
+    Of this prompt there are `unread_tokens` to be read there, in `prefill_ms`; of those before it
+    each takes `token_us`.
     """
 
     replica_id: ReplicaId
     address: str
-    uncached_tokens: int
+    unread_tokens: int
     prefill_ms: int
     token_us: int
 
@@ -85,8 +85,9 @@ class Sibling(msgspec.Struct, frozen=True):
 class Load(msgspec.Struct, frozen=True):
     """A replica's load as told with each answer: tokens in flight and requests, by phase.
 
-    `unread` is what is still to be read of the prompts, by the routers' word on what is cached; -1
-    where a node does not tell. `others_unread` and `others_decode` are what there is of others than
+    `unread` is what is still to be read of the prompts, by the routers' word on what is cached, in
+    tokens at a prompt's beginning: deeper ones count for more, as they take longer; -1 where a node
+    does not tell. `others_unread` and `others_decode` are what there is of others than
     the router told, of the prompt being read only what is left; -1 likewise.
     """
 
@@ -146,7 +147,7 @@ def parse_loads(value: str) -> dict[ReplicaId, Load]:
 def format_siblings(siblings: Sequence[Sibling]) -> str:
     """Write siblings as a header value: `r1 10.0.0.1:7000 400 120 62,r2 ...`."""
     return ",".join(
-        f"{one.replica_id} {one.address} {one.uncached_tokens} {one.prefill_ms} {one.token_us}"
+        f"{one.replica_id} {one.address} {one.unread_tokens} {one.prefill_ms} {one.token_us}"
         for one in siblings[:SIBLINGS_MAX]
     )
 

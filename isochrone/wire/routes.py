@@ -204,9 +204,16 @@ def apply_delta(table: RouteTable, delta: RouteDelta) -> RouteTable:
 def _changes(
     old: Iterable[V], new: Iterable[V], name: Callable[[V], K]
 ) -> tuple[tuple[V, ...], tuple[K, ...]]:
+    if old is new:
+        return (), ()
     before = {name(value): value for value in old}
     after = {name(value): value for value in new}
-    changed = tuple(value for key, value in sorted(after.items()) if before.get(key) != value)
+    # Of thousands nearly all are the very same, and asked no further.
+    changed = tuple(
+        value
+        for key, value in after.items()
+        if (was := before.get(key)) is not value and was != value
+    )
     gone = tuple(sorted(key for key in before if key not in after))
     return changed, gone
 

@@ -24,6 +24,7 @@ class Outcome(StrEnum):
     CANCELLED = "cancelled"
     FAILED = "failed"
     REFUSED = "refused"
+    """For want of room, or by the replica for what the client wrote."""
 
 
 class DemandRow(msgspec.Struct, frozen=True, kw_only=True):

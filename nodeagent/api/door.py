@@ -141,7 +141,7 @@ class Door:
         try:
             if sibling.replica_id in mine:
                 one = mine[sibling.replica_id]
-                told = (sibling.uncached_tokens, sibling.prefill_ms)
+                told = (sibling.unread_tokens, sibling.prefill_ms)
                 return await self._answer(request, one, body, *told)
             return await self._relay_on(request, body, verdict)
         except (Refused, SiblingLost):
@@ -154,7 +154,7 @@ class Door:
         sibling = verdict.sibling
         sent = {name: request.headers[name] for name in PASSED_ON if name in request.headers}
         sent[headers.REPLICA] = sibling.replica_id
-        sent[headers.UNREAD_TOKENS] = str(sibling.uncached_tokens)
+        sent[headers.UNREAD_TOKENS] = str(sibling.unread_tokens)
         sent[headers.PREFILL_MS] = str(sibling.prefill_ms)
         sent[headers.QUEUE_TOKENS_MAX] = str(verdict.queue_tokens_max)
         self._supervisor.relaying += 1

@@ -17,7 +17,7 @@ from isochrone.wire import headers
 from isochrone.wire.artifact import check_path
 from isochrone.wire.errors import ApiError, ErrorCode
 from nodeagent import metrics
-from nodeagent.decide.pace import Pace
+from nodeagent.decide.bandwidth import Bandwidth
 from nodeagent.host.artifacts import Artifacts
 
 CHUNK_BYTES: Final = 1024 * 1024
@@ -31,13 +31,13 @@ class Weights:
     def __init__(
         self,
         artifacts: Artifacts,
-        pace: Pace,
+        bandwidth: Bandwidth,
         clock: Callable[[], float],
         *,
         uploads_max: int,
     ) -> None:
         self._artifacts = artifacts
-        self._pace = pace
+        self._bandwidth = bandwidth
         self._clock = clock
         self._uploads_max = uploads_max
         self._uploads = 0
@@ -85,7 +85,7 @@ class Weights:
         self, request: web.Request, response: web.StreamResponse, file: BinaryIO
     ) -> None:
         while chunk := await asyncio.to_thread(file.read, CHUNK_BYTES):
-            wait_s = self._pace.wait_s(len(chunk), self._clock())
+            wait_s = self._bandwidth.wait_s(len(chunk), self._clock())
             if wait_s > 0:
                 await asyncio.sleep(wait_s)
             try:

@@ -17,6 +17,8 @@ class TokensInFlight:
 
     def __init__(self, tokens_max: int) -> None:
         self.tokens_max = tokens_max
+        self.is_shut = False
+        """Its engine refuses whatever is new: for want of memory, of which tokens say nothing."""
         self._prefill = 0
         self._unread = 0
         self._decode = 0
@@ -46,15 +48,17 @@ class TokensInFlight:
         prefill_ms: float = 0.0,
         now_s: float = 0.0,
     ) -> "Held | None":
-        """Take a request on, or return None where it does not fit. An idle replica takes any.
+        """Take a request on, or return None where it does not fit. An idle replica takes any
+        that its engine does not refuse.
 
-        `unread_tokens` of its prompt are not cached here and take `prefill_ms`, as far as its
-        router knows.
+        `unread_tokens` of its prompt, counted as at its beginning, are not cached here and take
+        `prefill_ms`, as far as its router knows.
         """
         wanted = prompt_tokens + output_tokens
-        if self._running and self._prefill + self._decode + wanted > self.tokens_max:
+        is_full = self._running and self._prefill + self._decode + wanted > self.tokens_max
+        if self.is_shut or is_full:
             return None
-        unread = prompt_tokens if unread_tokens is None else min(unread_tokens, prompt_tokens)
+        unread = prompt_tokens if unread_tokens is None else unread_tokens
         self._prefill += prompt_tokens
         self._unread += unread
         self._decode += output_tokens
@@ -65,12 +69,16 @@ class TokensInFlight:
         return held
 
     def load(self, router: str = "", now_s: float = 0.0) -> Load:
-        """Return the load as answers carry it; with `router`, also what of it is of others."""
-        told = (self._prefill, self._decode, self._running, 0, self._unread)
+        """Return the load as answers carry it; with `router`, also what of it is of others.
+
+        Where nothing new is taken, all that is allowed is told: no router sees room.
+        """
+        decode = self._decode + (self.tokens_max if self.is_shut else 0)
+        told = (self._prefill, decode, self._running, 0, self._unread)
         if not router:
             return Load(*told)
         others = self.left(now_s, but=router)
-        return Load(*told, others, self._decode - self._decode_of.get(router, 0))
+        return Load(*told, others, decode - self._decode_of.get(router, 0))
 
     def left(self, now_s: float, but: str | None = None) -> int:
         """Return what is still to be read, `but` what one router sent."""

@@ -20,6 +20,7 @@ class Mock(Embedded):
             "hang_at_token",
             "garbage_at_token",
             "error_status",
+            "memory_full",
             "zombie",
         }
     )

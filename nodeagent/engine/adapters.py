@@ -10,19 +10,18 @@ import asyncio
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 import msgspec
 import torch
 from msgspec import Meta
 
-from isochrone.wire.codec import MalformedFrame, decode_json
 from isochrone.wire.engine import EngineConfig
 from isochrone.wire.errors import ApiError, ErrorCode
 from nodeagent.engine.checkpoint.adapter import read_adapter
 from nodeagent.engine.layers.lora import Adapter, Adding
 from nodeagent.engine.models.shape import CheckpointError
-from nodeagent.engine.openai import refused
+from nodeagent.engine.openai import decoded, refused
 
 KNOWN_MAX: Final = 4096
 
@@ -70,7 +69,7 @@ class Adapters:
 
     async def load(self, body: bytes) -> str:
         """Make an adapter known by a name, having read it; return the name."""
-        asked: LoadBody = _decode(body, load_decoder, self.config.body_bytes_max)
+        asked: LoadBody = decoded(body, load_decoder, self.config.body_bytes_max)
         name, folder = asked.lora_name, Path(asked.lora_path)
         if name == self.config.served_name:
             raise refused("lora_name", f"cannot load an adapter as {name!r}: the model has it")
@@ -84,7 +83,7 @@ class Adapters:
 
     def unload(self, body: bytes) -> str:
         """Forget an adapter; requests that run with it go on. Return its name."""
-        asked: UnloadBody = _decode(body, unload_decoder, self.config.body_bytes_max)
+        asked: UnloadBody = decoded(body, unload_decoder, self.config.body_bytes_max)
         name = asked.lora_name
         if self._folders.pop(name, None) is None:
             raise self._unknown(name)
@@ -145,10 +144,3 @@ class Adapters:
             + (f" and {len(self._folders)} adapters" if self._folders else ""),
             param="model",
         )
-
-
-def _decode(body: bytes, decoder: Any, most: int) -> Any:
-    try:
-        return decode_json(body, decoder, bytes_max=most)
-    except MalformedFrame as error:
-        raise ApiError(ErrorCode.INVALID_REQUEST, str(error)) from error

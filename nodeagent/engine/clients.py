@@ -3,7 +3,7 @@
 A request of several answers is one client: its generations share its queue, and end together where
 it goes.
 
-Rule 1: at most `open_max` generations are open; one more is refused at once.
+Rule 1: who is counted in (`entrance`) is counted out by `close`, however it ends.
 Rule 2: a client's queue is bounded. Who does not read is cut, and its generations cancelled.
 Rule 3: everything here runs on the event loop; only `publish` is called from the step thread.
 """
@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, field, replace
 
-from isochrone.wire.errors import ApiError, ErrorCode
 from nodeagent.engine.constrain.constraint import Constraint
 from nodeagent.engine.decide.sequence import Ending, Finish, Sequence
 from nodeagent.engine.decide.turns import Standing
+from nodeagent.engine.entrance import Entrance
 from nodeagent.engine.layers.lora import Adapter, salted
 from nodeagent.engine.openai import Ask
 from nodeagent.engine.sampling import Sampler
@@ -47,36 +47,18 @@ class Clients:
     def __init__(
         self,
         vocabulary: Vocabulary,
-        open_max: int,
+        entrance: Entrance,
         queue_max: int,
         speculation: Speculation | None = None,
     ) -> None:
         self._vocabulary = vocabulary
         self._speculation = speculation
-        self._open_max = open_max
+        self._entrance = entrance
         self._queue_max = queue_max
         self._open: dict[int, Client] = {}
         self._next = 1
-        self._empty = asyncio.Event()
-        self._empty.set()
         self._loop = asyncio.get_running_loop()
-        self.draining = False
         self.cut_total = 0
-
-    def __len__(self) -> int:
-        return len(self._open)
-
-    def admit(self, generations: int = 1) -> None:
-        """Refuse at once where so many more generations cannot be taken."""
-        if self.draining:
-            raise ApiError(ErrorCode.UNAVAILABLE, "this engine is draining", retry_after_s=1.0)
-        if len(self._open) + generations > self._open_max:
-            raise ApiError(
-                ErrorCode.OUT_OF_CAPACITY,
-                f"cannot queue {generations} more: {len(self._open)} are running or waiting, the"
-                f" limit is {self._open_max}",
-                retry_after_s=1.0,
-            )
 
     def open(
         self,
@@ -93,7 +75,7 @@ class Clients:
     ) -> Client:
         """Start `ask.choices` generations of each prompt; the caller must `close` them."""
         count = len(prompts) * ask.choices
-        self.admit(count)
+        self._entrance.admit(count)
         numbers = range(self._next, self._next + count)
         kept = salted(salt, adapter)
 
@@ -122,7 +104,7 @@ class Clients:
         client = Client(numbers, prompt_tokens, abort, queue)
         self._next = numbers.stop
         self._open.update(dict.fromkeys(numbers, client))
-        self._empty.clear()
+        self._entrance.enter(count)
         for first in range(0, count, ask.choices):
             generations[first].followers = tuple(generations[first + 1 : first + ask.choices])
             worker.submit(generations[first])
@@ -131,9 +113,8 @@ class Clients:
     def close(self, worker: Worker, client: Client) -> None:
         """Forget `client`; what it still has running is cancelled."""
         for number in client.numbers:
-            self._open.pop(number, None)
-        if not self._open:
-            self._empty.set()
+            del self._open[number]
+        self._entrance.leave(len(client.numbers))
         if not client.ended:
             client.ended = True
             for number in client.numbers:
@@ -148,15 +129,6 @@ class Clients:
         for client in dict.fromkeys(self._open.values()):
             if not client.ended:
                 self._put(client, Delta(client.numbers[0], "", None, 0, 0, Finish.ERROR, message))
-
-    async def wait_empty(self, timeout_s: float) -> bool:
-        """Wait until no generation is open; False where time ran out."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._empty.wait()
-        except TimeoutError:
-            return False
-        return True
 
     def _deliver(self, deltas: list[Delta]) -> None:
         for delta in deltas:

@@ -6,6 +6,7 @@ Rule 2: what would take memory is refused where there is too little of it (`deci
 Rule 3: every error leaves in OpenAI's shape, with the request's id.
 """
 
+import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final, Protocol
@@ -20,6 +21,7 @@ from isochrone.wire.engine import EngineConfig, EngineHealth
 from isochrone.wire.errors import ApiError, openai_error
 from isochrone.wire.headers import REQUEST_ID
 from isochrone.wire.ids import is_request_id
+from nodeagent.engine.entrance import Entrance
 from nodeagent.engine.gauges import Gauges
 from nodeagent.engine.memory import MemoryWatch, uses
 
@@ -43,6 +45,10 @@ class Served(Protocol):
     """A model being served, as its agent watches it."""
 
     @property
+    def entrance(self) -> Entrance:
+        """Whom it has taken in."""
+
+    @property
     def kind(self) -> str:
         """What the model is for: EngineStats."""
 
@@ -60,26 +66,15 @@ class Served(Protocol):
     def counts(self) -> Mapping[str, float]:
         """Return counts and rates by name."""
 
-    @property
-    def open(self) -> int:
-        """How many requests are open."""
-
-    @property
-    def draining(self) -> bool:
-        """Whether nothing new is taken."""
-
-    def drain(self) -> None:
-        """Take nothing new from now on; what runs goes on."""
-
 
 class CommonDoors:
     """The doors that every engine has."""
 
-    def __init__(self, config: EngineConfig, served: Served, created_s: int) -> None:
+    def __init__(self, config: EngineConfig, served: Served) -> None:
         """Answer for the model that is `served`."""
         self._config = config
         self._served = served
-        self._created_s = created_s
+        self._created_s = int(time.time())
         self._memory = MemoryWatch(lambda: uses(config.memory_max_bytes))
 
     def app(self) -> web.Application:
@@ -102,7 +97,7 @@ class CommonDoors:
         seen = self._served.progress()
         stalled = seen.died or (seen.has_work and seen.idle_s > self._config.stall_s)
         health = EngineHealth(
-            status="stalled" if stalled else "draining" if self._served.draining else "ok",
+            status="stalled" if stalled else "draining" if self._served.entrance.draining else "ok",
             model=self._config.served_name,
             steps=seen.steps,
             tokens_out=seen.tokens_out,
@@ -129,8 +124,9 @@ class CommonDoors:
 
     async def drain(self, request: web.Request) -> web.Response:
         """Take nothing new from now on; what runs goes on."""
-        self._served.drain()
-        return as_json({"draining": True, "open": self._served.open})
+        entrance = self._served.entrance
+        entrance.draining = True
+        return as_json({"draining": True, "open": entrance.open})
 
     def _counts(self) -> Mapping[str, float]:
         return {**self._served.counts(), **self._memory.counts()}

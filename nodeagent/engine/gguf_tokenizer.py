@@ -14,6 +14,7 @@ from tokenizers import (
     processors,
 )
 
+from nodeagent.engine.checkpoint.gguf_header import Strings
 from nodeagent.engine.models.shape import CheckpointError
 
 _CONTROL: Final = 3
@@ -114,9 +115,9 @@ class GgufTokenizer:
 
     def _strings(self, key: str) -> list[str]:
         value = self._metadata.get(key)
-        if not isinstance(value, list) or not value or not isinstance(value[0], str):
+        if not isinstance(value, Strings) or not value.count:
             raise CheckpointError(f"cannot load {self._path}: {key} is missing")
-        return value
+        return value.read()
 
     def _token_at(self, token: Any) -> str:
         if token is None:

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -12,7 +13,7 @@ from torch._C._distributed_c10d import Store
 
 from isochrone.wire.engine import EngineConfig
 from nodeagent.engine.checkpoint.gguf import GgufFile
-from nodeagent.engine.checkpoint.opening import open_checkpoint
+from nodeagent.engine.checkpoint.opening import open_weights, read_vocabulary
 from nodeagent.engine.checkpoint.safetensors import SafetensorsFolder
 from nodeagent.engine.decide.batching import Batching, Limits
 from nodeagent.engine.decide.blocks import Blocks
@@ -66,20 +67,18 @@ def load(config: EngineConfig, crew: Crew | None = None) -> Loaded:
     """
     started_s = time.monotonic()
     dtype, split = _DTYPES[config.dtype], split_of(config)
-    source, vocabulary = open_checkpoint(Path(config.model_path))
-    draft = None
+    source, draft = open_weights(Path(config.model_path)), None
+    beside = ThreadPoolExecutor(1, "vocabulary")
     try:
+        # Built while weights are read, for the most of which nobody needs the interpreter.
+        reading = beside.submit(_vocabulary, config, source)
         shape = source.shape
-        draft = open_draft(config, shape, vocabulary)
+        if config.draft_path:
+            draft = open_draft(config, shape, reading.result())
         context = min(config.context_tokens_max, shape.context_tokens)
         weights_bytes = int(shape.parameters() * bytes_per_weight(config, source))
         if draft is not None:
             weights_bytes += draft.weights_bytes(dtype)
-        if vocabulary.size > shape.vocabulary:
-            raise CheckpointError(
-                f"cannot load {config.model_path}: {vocabulary.size} tokens, but embeddings for"
-                f" {shape.vocabulary}"
-            )
         need_memory(config, source, 0, draft)
         survey(shape, source, split)
         gathering = gather(config, crew) if crew is not None else None
@@ -88,7 +87,9 @@ def load(config: EngineConfig, crew: Crew | None = None) -> Loaded:
         ranks = Ranks(split)
         own, ahead = open_share(config, source, ranks, draft)
         adding = own.adding if split.ranks == 1 else adding_of(shape, source)
+        vocabulary = reading.result()
     finally:
+        beside.shutdown()
         source.close()
         if draft is not None:
             draft.close()
@@ -114,6 +115,16 @@ def load(config: EngineConfig, crew: Crew | None = None) -> Loaded:
         dtype=dtype,
         adding=adding,
     )
+
+
+def _vocabulary(config: EngineConfig, source: GgufFile | SafetensorsFolder) -> Vocabulary:
+    vocabulary = read_vocabulary(Path(config.model_path), source)
+    if vocabulary.size > source.shape.vocabulary:
+        raise CheckpointError(
+            f"cannot load {config.model_path}: {vocabulary.size} tokens, but embeddings for"
+            f" {source.shape.vocabulary}"
+        )
+    return vocabulary
 
 
 def split_of(config: EngineConfig) -> Split:

@@ -125,19 +125,20 @@ _completion_decoder = msgspec.json.Decoder(CompletionBody)
 
 def read_chat(body: bytes, bytes_max: int) -> ChatBody:
     """Decode a chat body and refuse what the engine lacks."""
-    chat: ChatBody = _decode(body, _chat_decoder, bytes_max)
+    chat: ChatBody = decoded(body, _chat_decoder, bytes_max)
     if chat.functions:
         raise _unsupported("functions", "functions is a field of the past; give them as tools")
     if chat.top_logprobs is not None and not chat.logprobs:
-        raise refused("top_logprobs", "top_logprobs needs logprobs to be true")
+        raise refused("top_logprobs", "cannot give top_logprobs: logprobs is not true")
     return chat
 
 
 def read_completion(body: bytes, bytes_max: int) -> CompletionBody:
     """Decode a completion body and refuse what the engine lacks."""
-    completion: CompletionBody = _decode(body, _completion_decoder, bytes_max)
-    if completion.echo or completion.suffix:
-        raise _unsupported("echo", "echo and suffix are not supported by this engine")
+    completion: CompletionBody = decoded(body, _completion_decoder, bytes_max)
+    for name in ("echo", "suffix"):
+        if getattr(completion, name):
+            raise _unsupported(name, f"{name} is not supported by this engine")
     if completion.best_of not in (None, completion.n or 1):
         raise _unsupported("best_of", "best_of other than n is not supported by this engine")
     return completion
@@ -150,7 +151,9 @@ def prompts_of(completion: CompletionBody) -> list[str | list[int]]:
     for prompt in prompts:
         ids = isinstance(prompt, list) and all(type(item) is int for item in prompt)
         if not ids and not isinstance(prompt, str):
-            raise refused("prompt", "each prompt must be a string or a list of token ids")
+            raise refused(
+                "prompt", "cannot read prompt: each must be a string or a list of token ids"
+            )
     return prompts
 
 
@@ -219,15 +222,16 @@ def refused(param: str, message: str) -> ApiError:
     return ApiError(ErrorCode.INVALID_REQUEST, message, param=param)
 
 
-def _unsupported(param: str, message: str) -> ApiError:
-    return refused(param, f"cannot serve this request: {message}")
-
-
-def _decode(body: bytes, decoder: Any, bytes_max: int) -> Any:
+def decoded(body: bytes, decoder: Any, bytes_max: int) -> Any:
+    """Return what a body holds; raises ApiError where it is not what `decoder` wants."""
     try:
         return decode_json(body, decoder, bytes_max=bytes_max)
     except MalformedFrame as error:
         raise ApiError(ErrorCode.INVALID_REQUEST, str(error)) from error
+
+
+def _unsupported(param: str, message: str) -> ApiError:
+    return refused(param, f"cannot serve this request: {message}")
 
 
 def _text(content: str | list[dict[str, Any]] | None) -> str:
@@ -255,7 +259,9 @@ def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
     stops = [stop] if isinstance(stop, str) else stop or []
     if len(stops) > _STOPS_MAX or any(len(text) > _STOP_CHARS_MAX for text in stops):
         raise refused(
-            "stop", f"at most {_STOPS_MAX} stop strings of {_STOP_CHARS_MAX} characters are allowed"
+            "stop",
+            f"cannot use stop: at most {_STOPS_MAX} strings of {_STOP_CHARS_MAX} characters are"
+            " allowed",
         )
     return tuple(text for text in stops if text)
 
@@ -264,8 +270,10 @@ def _bias(bias: dict[str, float]) -> tuple[tuple[int, float], ...]:
     pairs: list[tuple[int, float]] = []
     for token, value in bias.items():
         if not token.isascii() or not token.isdigit() or len(token) > 9:
-            raise refused("logit_bias", "logit_bias must map token ids to numbers")
+            raise refused("logit_bias", f"cannot use logit_bias: {token[:40]!r} is no token id")
         if not math.isfinite(value) or abs(value) > 100:
-            raise refused("logit_bias", "logit_bias values must lie between -100 and 100")
+            raise refused(
+                "logit_bias", f"cannot use logit_bias: {value} is not between -100 and 100"
+            )
         pairs.append((int(token), value))
     return tuple(pairs)

@@ -6,13 +6,14 @@ A request that ends, by whichever end, leaves no sequence behind.
 import asyncio
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, Self
 
 import msgspec
 from aiohttp import web
 
+from isochrone.service.door import read_body
 from isochrone.wire.engine import EngineConfig
 from isochrone.wire.errors import ApiError, ErrorCode, openai_error_event
 from isochrone.wire.headers import CACHE_SALT, REQUEST_ID
@@ -23,6 +24,7 @@ from nodeagent.engine.clients import Client, Clients
 from nodeagent.engine.constrain.compiling import Grammars
 from nodeagent.engine.decide.sequence import BLOCK_TOKENS, Ending, Finish
 from nodeagent.engine.doors import CommonDoors, Progress, as_json
+from nodeagent.engine.entrance import Entrance
 from nodeagent.engine.loading import Loaded
 from nodeagent.engine.openai import (
     Ask,
@@ -37,6 +39,7 @@ from nodeagent.engine.openai import (
     read_completion,
     refused,
 )
+from nodeagent.engine.parallel.crew import Crew
 from nodeagent.engine.standing import said_of, standing_of
 from nodeagent.engine.step import Delta
 from nodeagent.engine.template import UnusableChat
@@ -55,14 +58,38 @@ class EngineServer:
     config: EngineConfig
     loaded: Loaded
     worker: Worker
+    entrance: Entrance
     clients: Clients
-    created_s: int
     grammars: Grammars
     adapters: Adapters
 
+    @classmethod
+    def begin(
+        cls, config: EngineConfig, crew: Crew, loaded: Loaded, on_death: Callable[[], None]
+    ) -> Self:
+        """Start the thread that runs the model, and watch the other ranks with it."""
+        engine, vocabulary = loaded.engine, loaded.vocabulary
+        entrance = Entrance(config.sequences_max + config.waiting_max)
+        clients = Clients(vocabulary, entrance, config.client_queue_max, engine.speculation)
+        worker = Worker(engine, clients.publish, on_death)
+        worker.start()
+        for member in crew.members:
+            asyncio.get_running_loop().add_reader(member.descriptor, worker.fail)
+        adapters = Adapters(config, loaded.adding, loaded.dtype)
+        return cls(config, loaded, worker, entrance, clients, Grammars(vocabulary), adapters)
+
+    def fail_all(self, message: str) -> None:
+        """End every open request with an error."""
+        self.clients.fail_all(message)
+
+    def close(self) -> None:
+        """Leave what the device remembers to the next process. After the last step."""
+        self.loaded.engine.close()
+
     def app(self) -> web.Application:
         """Build the aiohttp application."""
-        app = CommonDoors(self.config, self, self.created_s).app()
+        app = CommonDoors(self.config, self).app()
+        app.on_cleanup.append(self._close_grammars)
         app.router.add_post("/v1/chat/completions", self.chat)
         app.router.add_post("/v1/completions", self.complete)
         app.router.add_post("/v1/load_lora_adapter", self.load_adapter)
@@ -88,7 +115,7 @@ class EngineServer:
         return {
             **msgspec.structs.asdict(self.worker.snapshot),
             "block_tokens": BLOCK_TOKENS,
-            "open": len(self.clients),
+            "open": self.entrance.open,
             "clients_cut_total": self.clients.cut_total,
             "load_s": self.loaded.load_s,
             "weights_bytes": self.loaded.weights_bytes,
@@ -115,20 +142,6 @@ class EngineServer:
         """The adapters' names."""
         return self.adapters.names
 
-    @property
-    def open(self) -> int:
-        """How many requests are open."""
-        return len(self.clients)
-
-    @property
-    def draining(self) -> bool:
-        """Whether nothing new is taken."""
-        return self.clients.draining
-
-    def drain(self) -> None:
-        """Take nothing new from now on; what runs goes on."""
-        self.clients.draining = True
-
     async def load_adapter(self, request: web.Request) -> web.Response:
         """Make an adapter known, so that requests may name it as their model."""
         return as_json({"loaded": await self.adapters.load(await self._body(request))})
@@ -139,7 +152,7 @@ class EngineServer:
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """Answer a chat."""
-        self.clients.admit()
+        self.entrance.admit()
         body = read_chat(await self._body(request), self.config.body_bytes_max)
         self._hold_to_seats(body, 1)
         template = self.loaded.template
@@ -150,20 +163,22 @@ class EngineServer:
             text = template.render(messages_of(body), tools.told if tools else ())
         except UnusableChat as error:
             raise refused("messages", str(error)) from error
-        tokens = await self._tokenise(text, special=False)
-        tokens += await self._tokenise(begun_of(body), special=False)
+        tokens = await self._tokenise(text, "messages", special=False)
+        tokens += await self._tokenise(begun_of(body), "messages", special=False)
         calling = Calling.of(tools, template, self.loaded.vocabulary)
-        predicted = await self._tokenise(prediction_of(body), special=False)
+        predicted = await self._tokenise(prediction_of(body), "prediction", special=False)
         return await self._generate(request, body, [tokens], calling, predicted)
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         """Answer a plain completion."""
-        self.clients.admit()
+        self.entrance.admit()
         body = read_completion(await self._body(request), self.config.body_bytes_max)
         given = prompts_of(body)
         self._hold_to_seats(body, len(given))
         prompts = [
-            await self._tokenise(prompt, special=True) if isinstance(prompt, str) else prompt
+            await self._tokenise(prompt, "prompt", special=True)
+            if isinstance(prompt, str)
+            else prompt
             for prompt in given
         ]
         return await self._generate(request, body, prompts)
@@ -177,29 +192,32 @@ class EngineServer:
                 f"cannot give {answers} answers to one request: this engine runs {limit} at once",
             )
 
-    async def _body(self, request: web.Request) -> bytes:
-        try:
-            async with asyncio.timeout(self.config.client_stall_s):
-                return await request.read()
-        except TimeoutError as error:
-            raise ApiError(ErrorCode.REQUEST_TIMEOUT, "the body did not arrive in time") from error
+    async def _close_grammars(self, app: web.Application) -> None:
+        self.grammars.close()
 
-    async def _tokenise(self, text: str, *, special: bool) -> list[int]:
+    async def _body(self, request: web.Request) -> bytes:
+        config = self.config
+        return await read_body(
+            request, bytes_max=config.body_bytes_max, timeout_s=config.client_stall_s
+        )
+
+    async def _tokenise(self, text: str, param: str, *, special: bool) -> list[int]:
         encode = self.loaded.vocabulary.encode
         least = self.loaded.vocabulary.tokens_least(text)
         if least > self.context_tokens:
             # Tokenising megabytes takes seconds and gigabytes; the answer is known before.
             raise ApiError(
                 ErrorCode.CONTEXT_LENGTH_EXCEEDED,
-                f"cannot serve a prompt of {len(text)} characters: it takes {least} tokens or"
+                f"cannot serve {len(text)} characters of {param}: they take {least} tokens or"
                 f" more, the limit is {self.context_tokens} tokens",
+                param=param,
             )
         try:
             if len(text) > _LONG_TEXT_CHARS:
                 return await asyncio.to_thread(encode, text, special=special)
             return encode(text, special=special)
         except UnicodeEncodeError as error:
-            raise refused("prompt", "cannot tokenise: the text holds half a surrogate") from error
+            raise refused(param, "cannot tokenise: the text holds half a surrogate") from error
 
     async def _generate(
         self,
@@ -258,11 +276,17 @@ class EngineServer:
     def _ending(self, body: ChatBody | CompletionBody, ask: Ask, tokens: list[int]) -> Ending:
         """Check the request against this model and return what ends it."""
         if self.worker.died:
-            raise ApiError(ErrorCode.UNAVAILABLE, "this engine has failed", retry_after_s=1.0)
+            raise ApiError(
+                ErrorCode.UNAVAILABLE, "cannot answer: this engine has failed", retry_after_s=1.0
+            )
         size = self.loaded.vocabulary.size
         biased = [token for token, _ in ask.params.logit_bias]
-        if any(not 0 <= token < size for token in (*tokens, *biased)):
-            raise refused("prompt", f"token ids must lie between 0 and {size - 1}")
+        for param, ids in (("prompt", tokens), ("logit_bias", biased)):
+            odd = next((token for token in ids if not 0 <= token < size), None)
+            if odd is not None:
+                raise refused(
+                    param, f"cannot use token {odd}: ids must lie between 0 and {size - 1}"
+                )
         if not tokens:
             raise refused("prompt", "cannot complete an empty prompt")
         limit = self.context_tokens

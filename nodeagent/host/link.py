@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Final
 
-from nodeagent.decide.pace import Pace
+from nodeagent.decide.bandwidth import Bandwidth
 
 SEEN_BYTES_MIN: Final = 8 * 1024 * 1024
 """What is smaller is over before its connection has found its speed."""
@@ -21,22 +21,22 @@ class Link:
     """A bound on bytes per second, and the rate seen; 0 where nothing large has come yet."""
 
     def __init__(
-        self, pace: Pace, clock: Callable[[], float], within: "Link | None" = None
+        self, bandwidth: Bandwidth, clock: Callable[[], float], within: "Link | None" = None
     ) -> None:
         """With `within`, a part of another link."""
         self.seen_bytes_per_s = 0.0
-        self._pace = pace
+        self._bandwidth = bandwidth
         self._clock = clock
         self._within = within
 
     def slower(self, bytes_per_s: float) -> "Link":
         """Return a part of this link that goes so fast at most; 0 is no bound of its own."""
-        return Link(Pace(bytes_per_s), self._clock, self) if bytes_per_s > 0 else self
+        return Link(Bandwidth(bytes_per_s), self._clock, self) if bytes_per_s > 0 else self
 
     async def keep_pace(self, size_bytes: int) -> float:
         """Wait until as many bytes more may come; return how long that was."""
         waited_s = await self._within.keep_pace(size_bytes) if self._within else 0.0
-        wait_s = self._pace.wait_s(size_bytes, self._clock())
+        wait_s = self._bandwidth.wait_s(size_bytes, self._clock())
         if wait_s > 0:
             await asyncio.sleep(wait_s)
         return waited_s + max(0.0, wait_s)

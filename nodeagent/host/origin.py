@@ -13,7 +13,7 @@ import aiohttp
 import msgspec
 
 from isochrone.wire.model import ArtifactFile
-from nodeagent.decide.pace import Watermark
+from nodeagent.decide.bandwidth import Watermark
 from nodeagent.host.peers import Wanted
 from nodeagent.host.sources import SourceError, Sources
 

@@ -25,7 +25,7 @@ from isochrone.wire.assignment import PeerSource
 from isochrone.wire.ids import NodeId, PopId
 from isochrone.wire.model import ArtifactFile
 from nodeagent import metrics
-from nodeagent.decide.pace import Watermark
+from nodeagent.decide.bandwidth import Watermark
 from nodeagent.host.link import Link
 
 log = logging.getLogger(__name__)

@@ -5,7 +5,7 @@ text a prompt: a continued answer then shows whether a token was lost or repeate
 words.
 
 Options (`EngineConfig.options`): ttft_ms, itl_ms, kv_tokens, sequences, fail_load, crash_at_token,
-hang_at_token, zombie. The same faults may come with a request, in its field `mock`.
+hang_at_token, zombie, memory_full. The same faults may come with a request, in its field `mock`.
 """
 
 import asyncio
@@ -98,6 +98,7 @@ class MockEngine:
             prompt_tokens_total=self._prompt_total,
             prefix_hit_tokens_total=self._cached_total,
             steps_total=self._tokens_out,
+            memory_full="memory_full" in self._config.options,
         )
 
     async def _tokens(

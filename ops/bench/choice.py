@@ -110,7 +110,7 @@ def busy(
         clock.now_s += 0.004
         keys = prompts[number % len(prompts)]
         ask = Ask(f"q{number}", 6000, 300, held=fleet.held(DEPLOYMENT, keys))
-        ranked = rank(fleet.view(DEPLOYMENT), ask).routes[0]
+        ranked = rank(fleet.view(DEPLOYMENT), ask)[0]
         held = fleet.reserve(ranked.route, prefill=ranked.uncached_tokens, decode=300)
         fleet.sent(ranked, keys)
         open_requests.append((ranked, held))
@@ -139,7 +139,7 @@ def time_choices(
         matched = thread_time_ns()
         picture = fleet.view(DEPLOYMENT)
         seen = thread_time_ns()
-        first = rank(picture, Ask(f"r{number}", 6000, 300, held=held)).routes[0]
+        first = rank(picture, Ask(f"r{number}", 6000, 300, held=held))[0]
         ended = thread_time_ns()
         assert first.ttft_ms >= 0
         took["prefix match"].append((matched - began) / 1000)

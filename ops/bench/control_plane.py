@@ -36,6 +36,7 @@ from scheduler.store.migrate import migrate
 from scheduler.store.pool import open_pool
 
 ROOT: Final = Path(__file__).parents[2]
+WORDS: Final = "## What it says"
 TOKEN: Final = "bench-admin-token-0123456789"
 SETTLE_S: Final = 20.0
 AFTER_S: Final = 40.0
@@ -269,7 +270,9 @@ def main() -> None:
     parser.add_argument("--changes", type=float, default=2.0, help="replicas that change a second")
     parser.add_argument("--processes", type=int, default=2, help="processes of agents")
     parser.add_argument("--for", dest="seconds", type=float, default=600.0)
-    parser.add_argument("--write", action="store_true", help="write the table beside this file")
+    parser.add_argument(
+        "--write", action="store_true", help="write the table into the page beside this file"
+    )
     parser.add_argument("--keep", action="store_true", help="keep the folder with the logs")
     options = parser.parse_args()
     # However it is told to end, nothing that it started may outlive it.
@@ -285,7 +288,9 @@ def main() -> None:
             shutil.rmtree(folder, ignore_errors=True)
     print(text)
     if options.write:
-        Path(__file__).with_suffix(".md").write_text(text)
+        page = Path(__file__).with_suffix(".md")
+        _, heading, words = page.read_text().partition(WORDS)
+        page.write_text(f"{text}\n{heading}{words}")
 
 
 if __name__ == "__main__":

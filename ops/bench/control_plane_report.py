@@ -3,6 +3,7 @@
 import asyncio
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.metadata import version
 from os import sysconf
@@ -21,30 +22,31 @@ MIB: Final = 1024 * 1024
 
 
 class Window:
-    """The CPU and memory of a scheduler, and of its Postgres, over some time."""
+    """The CPU and memory of a scheduler, of its planner and its Postgres, over some time."""
 
     def __init__(self, scheduler_pid: int, postgres_pid: int) -> None:
         self.cpu_shares: list[float] = []
         self.rss_mib: list[float] = []
-        self.postgres_share = 0.0
+        self.planner_rss_mib = [0.0]
+        self.planner_share = self.postgres_share = 0.0
         self._pid = scheduler_pid
         self._postgres = postgres_pid
 
     async def watch(self, seconds: float) -> None:
         """Look once a second."""
         began, deadline = monotonic(), monotonic() + seconds
-        postgres_before = _postgres_s(self._postgres)
+        postgres_before, planner_before = _tree_s(self._postgres), _children_s(self._pid)
         before, at = _cpu_s(self._pid), began
         while monotonic() < deadline:
             await asyncio.sleep(1.0)
             now, cpu = monotonic(), _cpu_s(self._pid)
             self.cpu_shares.append((cpu - before) / (now - at))
             before, at = cpu, now
-            pages = int(Path(f"/proc/{self._pid}/statm").read_text().split()[1])
-            self.rss_mib.append(pages * PAGE_BYTES / MIB)
-        self.postgres_share = (_postgres_s(self._postgres) - postgres_before) / (
-            monotonic() - began
-        )
+            self.rss_mib.append(_rss_mib(self._pid))
+            self.planner_rss_mib += [_rss_mib(child) for child in _children(self._pid)]
+        seconds = monotonic() - began
+        self.postgres_share = (_tree_s(self._postgres) - postgres_before) / seconds
+        self.planner_share = (_children_s(self._pid) - planner_before) / seconds
 
 
 class Told:
@@ -164,6 +166,8 @@ def table(measured: Measured) -> str:
         ("Postgres CPU, share of one core", "mean", f"{steady.postgres_share:.2f}"),
         ("scheduler RSS", "mean / most",
          f"{_mean(steady.rss_mib):.0f} / {max(steady.rss_mib):.0f} MiB"),
+        ("its planner, a process beside it", "CPU / RSS at most",
+         f"{steady.planner_share:.2f} / {max(steady.planner_rss_mib):.0f} MiB"),
         ("report to route table in a router's hands", f"p50 / p99 of {len(ran)}",
          f"{quantile(ran, 0.5):.2f} / {quantile(ran, 0.99):.2f} s"),
         ("admin API", f"p50 / p99 of {len(measured.admin_ms)}",
@@ -219,14 +223,27 @@ def _cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
 
 
-def _postgres_s(pid: int) -> float:
-    """Return the CPU of a server: its own, its living processes', and that of those it reaped."""
+def _rss_mib(pid: int) -> float:
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE_BYTES / MIB
+    except FileNotFoundError:
+        return 0.0
+
+
+def _children(pid: int) -> list[int]:
+    return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def _children_s(pid: int) -> float:
+    """Return the CPU of a process's children, those it reaped among them."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    total = sum(int(fields[index]) for index in (11, 12, 13, 14)) / TICKS_PER_S
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    for child in children:
-        try:
-            total += _cpu_s(int(child))
-        except FileNotFoundError:
-            continue
+    total = (int(fields[13]) + int(fields[14])) / TICKS_PER_S
+    for child in _children(pid):
+        with suppress(FileNotFoundError):
+            total += _cpu_s(child)
     return total
+
+
+def _tree_s(pid: int) -> float:
+    """Return the CPU of a process and of its children."""
+    return _cpu_s(pid) + _children_s(pid)

@@ -63,7 +63,7 @@ class Ours:
             "socket": "unused",
             "threads": threads,
             "dtype": "fp32" if dtype in ("packed", "f16") else dtype,
-            "quantisation": "file" if dtype == "packed" else "none",
+            "quantisation": "file" if dtype in ("packed", "f16") else "none",
             "kv_memory_bytes": 1 << 29,
             "context_tokens_max": 4096,
             "sequences_max": 32,
@@ -95,7 +95,8 @@ class Ours:
 
         shape = self._shape
         if self._kept == "f16" and multiplies_natively():
-            return 2 * shape.parameters()
+            # 16 bits, and a scale of four bytes for 32 weights.
+            return int(shape.parameters() * (2 + 4 / 32))
         if self._kept != "packed":
             return self._loaded.weights_bytes
         # Four bits and two numbers of two bytes for 32 weights; the head in eight bits or in fp16.

@@ -21,8 +21,9 @@ from isochrone.wire.model import Price
 from isochrone.wire.routes import KeyEntry, Limits
 from router.decide.admit import authenticate
 from router.decide.fair import FairQueue, Ticket
-from router.decide.health import Health, RetryBudget
+from router.decide.health import Health
 from router.decide.limits import Gate
+from router.decide.retries import RetryBudget
 
 TURNS: Final = 15
 CALLS: Final = 4_000
@@ -74,7 +75,7 @@ def cases() -> dict[str, Callable[[int], None]]:
 
     def headers(call: int) -> None:
         entry = gate.enter(made[call % KEYS][1], 150, 10.0, UNIX_S)
-        entry.headers(10.0)
+        entry.lines(10.0)
         entry.leave(150, 10.0)
 
     def queued(call: int) -> None:

@@ -79,8 +79,9 @@ KINDS: Final[dict[str, Callable[[Tensor], Linear]]] = {
     "FourBit (bf16 above 4 rows)": lambda weight: FourBit(in_groups(weight, 4)),
     "Native, four bits": lambda weight: own(weight, 4),
     "Native, eight bits": lambda weight: own(weight, 8),
-    "Native, fp16": lambda weight: tiled([weight.half()]),
-    "Native, fp32": lambda weight: tiled([weight]),
+    "Native, rounded floats": lambda weight: tiled([weight.half()], Keeping.NATIVE),
+    "Native, fp16": lambda weight: tiled([weight.half()], Keeping.TILED),
+    "Native, fp32": lambda weight: tiled([weight], Keeping.TILED),
     "int8 dynamic (not taken)": Int8,
 }
 

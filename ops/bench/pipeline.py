@@ -1,12 +1,17 @@
 """Tokens a second of a model in two stages: a batch under way in each, and taking turns.
 
-    python -m ops.bench.pipeline MODEL [--streams 1 8 32] [--rounds N] [--tokens N] [--stages N]
+    python -m ops.bench.pipeline MODEL [--streams 1 8 32] [--chunks 2 4 7] [--rounds N]
 
 Each stage is a process of one thread. All ways run on the same processes, round by round in turn,
 and every output must be the same: "turns" is one batch at a time through all stages, "together" one
 in each stage, and "as measured" what the engine chooses of both. On a machine without a whole core
 for each stage the clock of the wall says little: the last column is what the processor's own time
 allows, all stages' seconds in turns to the busiest stage's seconds together.
+
+A long prompt flows whatever is chosen: nobody waits for a chunk that ends in no token. Its table
+compares the wall's clock with all stages' processor seconds, which is what they take one after the
+other, and with what so many chunks allow: the last stage has nothing to do while the first chunk is
+in the first.
 """
 
 import argparse
@@ -32,7 +37,6 @@ from nodeagent.engine.step import Generation
 from nodeagent.engine.text import StopStrings, TokenText
 
 PROMPT_TOKENS: Final = 24
-LONG_TOKENS: Final = 1024
 
 
 class Bench:
@@ -104,7 +108,7 @@ def compare(
 ) -> list[Measured]:
     """Return what each way has cost; all outputs must be the same."""
     found = [Measured(way) for way in ways]
-    outputs = []
+    outputs: list[list[list[int]]] = []
     for number in range(rounds + 1):
         for one in found if number % 2 else found[::-1]:
             before = bench.busy_s()
@@ -120,35 +124,43 @@ def compare(
 
 
 def measure(crew: Crew, config: EngineConfig, args: argparse.Namespace) -> None:
-    """Load the front, and print the table."""
+    """Load the front, and print the tables."""
     loaded = load(config, crew)
     bench = Bench(loaded, [os.getpid(), *(member.pid for member in crew.members)])
     words = loaded.vocabulary.encode(Path(__file__).read_text(), special=False)
-    words *= LONG_TOKENS // len(words) + 1
-    # The last learns from all that it runs.
-    ways = [Underway(1), Always(args.stages), Underway(args.stages)]
+    words *= max(args.chunks, default=0) * config.batch_tokens_max // len(words) + 1
+    print("| a prompt of | chunks | tokens/s | one stage at a time | gain | at most |")
+    print("|---|---|---|---|---|---|")
+    for chunks in args.chunks:
+        flow(bench, words[: chunks * config.batch_tokens_max], chunks, args)
     print("| tokens/s | turns | together | as measured | together to turns | by processor time |")
     print("|---|---|---|---|---|---|")
-
-    def row(name: str, tokens: int, found: list[Measured]) -> None:
-        seconds = [median(one.seconds) for one in found]
-        rates = " | ".join(f"{tokens / one:.1f}" for one in seconds)
-        allowed = sum(found[0].busy_s) / max(found[1].busy_s)
-        print(f"| {name} | {rates} | {seconds[0] / seconds[1]:.2f} | {allowed:.2f} |", flush=True)
-
+    # The last learns from all that it runs.
+    ways = [Underway(1), Always(args.stages), Underway(args.stages)]
     for count in args.streams:
         prompts = [words[7 * n : 7 * n + PROMPT_TOKENS] for n in range(count)]
-        drawn = count * (args.tokens - 1)
-        row(f"{count} streams", drawn, compare(bench, prompts, args.tokens, args.rounds, ways))
-    long = words[:LONG_TOKENS]
-    row(f"a prompt of {LONG_TOKENS}", LONG_TOKENS, compare(bench, [long], 1, args.rounds, ways))
+        found = compare(bench, prompts, args.tokens, args.rounds, ways)
+        seconds = [median(one.seconds) for one in found]
+        rates = " | ".join(f"{count * (args.tokens - 1) / one:.1f}" for one in seconds)
+        gain, allowed = seconds[0] / seconds[1], sum(found[0].busy_s) / max(found[1].busy_s)
+        print(f"| {count} streams | {rates} | {gain:.2f} | {allowed:.2f} |", flush=True)
+
+
+def flow(bench: Bench, prompt: list[int], chunks: int, args: argparse.Namespace) -> None:
+    """Print how a prompt of so many chunks flows through the stages."""
+    (found,) = compare(bench, [prompt], 1, args.rounds, [Always(args.stages)])
+    took_s, alone_s = median(found.seconds), sum(found.busy_s) / args.rounds
+    gain, most = alone_s / took_s, args.stages * chunks / (args.stages + chunks - 1)
+    rates = f"{len(prompt) / took_s:.0f} | {len(prompt) / alone_s:.0f}"
+    print(f"| {len(prompt)} | {chunks} | {rates} | {gain:.2f} | {most:.2f} |", flush=True)
 
 
 def main() -> None:
     """Parse the arguments and run."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", type=Path)
-    parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--streams", type=int, nargs="*", default=[1, 8, 32])
+    parser.add_argument("--chunks", type=int, nargs="*", default=[2, 4, 7])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--stages", type=int, default=2)
@@ -162,7 +174,7 @@ def main() -> None:
             quantisation=args.quantisation,
             pipeline_parallel=args.stages,
             threads=1,
-            sequences_max=max(args.streams),
+            sequences_max=max(args.streams, default=1),
             batch_tokens_max=256,
             draft_tokens_max=0,
         )

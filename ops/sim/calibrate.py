@@ -38,6 +38,9 @@ TWICE: Final = 2
 TOGETHER: Final = (1, 2, 4)
 """How many answers are written at once where the time between tokens is measured."""
 
+PROBES_S: Final = 6.0
+"""By then each router has heard of each node more than once."""
+
 ERROR_METRIC: Final = "isochrone_router_ttft_prediction_error_seconds_bucket"
 
 SESSIONS_SEED: Final = 99
@@ -158,7 +161,7 @@ async def deploy(fleet: Fleet) -> None:
         await fleet.wait_warm(city)
     await fleet.wait_routed()
     # Routers must have measured how far the nodes are.
-    await asyncio.sleep(6.0)
+    await asyncio.sleep(PROBES_S)
 
 
 async def profile(fleet: Fleet, player: Player, city: City) -> list[Probe]:
@@ -252,6 +255,8 @@ async def run(folder: Path, trace: str, seconds: float, load: float) -> Live:
             found = await asyncio.gather(*(profile(fleet, player, city) for city in SERVING))
             probes = [probe for of_one in found for probe in of_one]
             profiles = fitted(probes)
+            # Or routers would take the profile's load for what waits.
+            await asyncio.sleep(PROBES_S)
             others = [alone.others_share()]
             print(profiles)
             parts, cached_share = TRACES[trace]

@@ -5,6 +5,7 @@ replicas read prompts all the time, with as much of the prompts cached as the or
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -16,26 +17,43 @@ WINDOWS: Final = 20
 
 
 class Case(NamedTuple):
-    """A trace, the model that answers it, and which share of its prompts the oracle has cached."""
+    """A trace from some request on, the model that answers it, and which share of its prompts the
+    oracle has cached.
+    """
 
     name: str
     read: Callable[[Path, Part], list[Request]]
     path: str
     model: Model
     cached_share: float
+    skip: int = 0
 
 
-CASES: Final = (
-    Case(
-        "Mooncake conversation",
-        traces.mooncake,
-        "traces/mooncake_conversation_trace.jsonl.gz",
-        BIG,
-        0.30,
-    ),
-    Case("Azure 2023 conversation", traces.azure, "traces/azure2023_conv.csv.gz", LLAMA_8B, 0.0),
-    Case("ServeGen sessions", traces.sessions, "servegen", LLAMA_8B, 0.77),
+MOONCAKE: Final = Case(
+    "Mooncake conversation",
+    traces.mooncake,
+    "traces/mooncake_conversation_trace.jsonl.gz",
+    BIG,
+    0.30,
 )
+AZURE: Final = Case(
+    "Azure 2023 conversation", traces.azure, f"traces/{traces.AZURE}", LLAMA_8B, 0.0
+)
+SERVEGEN: Final = Case("ServeGen sessions", traces.sessions, "servegen", LLAMA_8B, 0.77)
+CASES: Final = (MOONCAKE, AZURE, SERVEGEN)
+
+HELD_OUT: Final = (
+    MOONCAKE._replace(name="Mooncake, 4,000 to 8,000", skip=4000),
+    MOONCAKE._replace(name="Mooncake, 8,000 to 12,000", skip=8000),
+    AZURE._replace(name="Azure, 8,000 to 12,000", skip=8000),
+    AZURE._replace(name="Azure, from 16,000", skip=16_000),
+    SERVEGEN._replace(name="ServeGen m-small", read=partial(traces.sessions, model="m-small")),
+    SERVEGEN._replace(
+        name="ServeGen deepseek-r1", read=partial(traces.sessions, model="deepseek-r1")
+    ),
+    Case("arXiv summaries", traces.summaries, "traces", LLAMA_8B, 0.0, skip=12_000),
+)
+"""Parts of the traces, and other traces, that nothing was tuned on."""
 
 
 def world_of(case: Case, folder: Path, seed: int = 1) -> World:

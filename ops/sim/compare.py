@@ -23,6 +23,7 @@ from ops.sim.judge import sought
 from ops.sim.planet import DAY, FIRST, HOUR
 from ops.sim.planet_world import World, demand_rows, draw
 from ops.sim.served import Users
+from scheduler.decide.capacity import GIB
 from scheduler.decide.cluster import ClusterState, PopDistance
 from scheduler.decide.feasible import allowed, replica_memory_bytes
 from scheduler.decide.flow import Floats
@@ -30,6 +31,12 @@ from scheduler.decide.search import Search
 
 Held = dict[int, list[NodeId]]
 SAMPLED: Final = tuple(range(DAY, 2 * DAY, 3 * HOUR))
+
+GOAL_MS: Final = 21.4
+"""What is farther counts as far: 5 % over the p90 of everything everywhere."""
+
+SIZES_GIB: Final = (20.0, 250.0)
+SIZE_NAMES: Final = ("small", "middle", "large")
 
 
 class Devices:
@@ -143,6 +150,8 @@ def fared(world: World, held: Held, memory_bytes: int) -> dict[str, float]:
     def mean(values: list[float], digits: int) -> float:
         return round(float(np.average(values, weights=asked)), digits)
 
+    far = np.sum([users.beyond(world.requests(m), held, GOAL_MS) for m in SAMPLED], axis=0)
+    sizes = np.digitize([model.weights_bytes / GIB for model in world.models], SIZES_GIB)
     return {
         "replicas": sum(len(nodes) for nodes in held.values()),
         "memory_tib": round(memory_bytes / 2**40, 1),
@@ -150,6 +159,9 @@ def fared(world: World, held: Held, memory_bytes: int) -> dict[str, float]:
         "rtt_mean_ms": mean([row.rtt_mean_ms for row in rows], 1),
         "rtt_p90_ms": mean([row.rtt_p90_ms for row in rows], 1),
         "rtt_p90_all_ms": mean([row.rtt_p90_all_ms for row in rows], 1),
+    } | {
+        f"far_percent_{name}": round(100 * float(np.sum(far[sizes == number])) / sum(asked), 2)
+        for number, name in enumerate(SIZE_NAMES)
     }
 
 

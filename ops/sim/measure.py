@@ -1,8 +1,10 @@
-"""What a run comes to: the figures of one row of the table."""
+"""What runs come to: the figures of one, and a file of many."""
 
+import csv
 import statistics
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, get_type_hints
 
 from ops.sim.run import Outcome
 
@@ -23,6 +25,24 @@ class Figures(NamedTuple):
     error_p50_ms: float
     error_p90_ms: float
     """Of our own predictions: how far off, whichever way."""
+
+
+class Setting(NamedTuple):
+    """What a run was of."""
+
+    case: str
+    load: int
+    age_s: float
+    draw: int
+    requests: int
+    speed: float
+
+
+class Run(NamedTuple):
+    """One run of one policy."""
+
+    setting: Setting
+    figures: Figures
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -51,3 +71,24 @@ def figures_of(policy: str, outcome: Outcome) -> Figures:
         percentile(errors, 0.5),
         percentile(errors, 0.9),
     )
+
+
+def write(path: Path, runs: Iterable[Run]) -> None:
+    """Keep runs, one a line."""
+    with path.open("w", newline="") as file:
+        lines = csv.writer(file, lineterminator="\n")
+        lines.writerow((*Setting._fields, *Figures._fields))
+        for run in runs:
+            cells = (*run.setting, *run.figures)
+            lines.writerow([f"{cell:.6g}" if isinstance(cell, float) else cell for cell in cells])
+
+
+def read(path: Path) -> list[Run]:
+    """Read what was kept."""
+    with path.open(newline="") as file:
+        return [Run(_typed(Setting, row), _typed(Figures, row)) for row in csv.DictReader(file)]
+
+
+def _typed(kind: Any, row: dict[str, str]) -> Any:
+    """Return a row's cells of one kind, each of its own type."""
+    return kind(**{name: typed(row[name]) for name, typed in get_type_hints(kind).items()})

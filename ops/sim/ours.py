@@ -120,11 +120,11 @@ class Ours:
             held=self.fleet.held(DEPLOYMENT, keys_of(request)),
         )
         excluded = frozenset(self._routes[replica].replica_id for replica in refused)
-        ranking = rank(self.fleet.view(DEPLOYMENT), ask, excluded)
-        if not ranking.routes:
+        routes = rank(self.fleet.view(DEPLOYMENT), ask, excluded)
+        if not routes:
             return None
-        self._chosen = ranking.routes
-        return self._replica_of[self._chosen[0].route.replica_id]
+        self._chosen = routes
+        return self._replica_of[routes[0].route.replica_id]
 
     def queue_tokens_max(self, request: Request) -> int:
         """Return how much may wait there, or 0 for any: a request is turned away only so often."""
@@ -148,9 +148,9 @@ class Ours:
         self._book(request, way.routes, ranked, way.picked_at_s)
 
     def told(self, request: Request) -> tuple[int, float]:
-        """Return what of its prompt is not cached where it goes, and how long that takes."""
+        """Return what of its prompt is to be read where it goes, and how long that takes."""
         ranked = self._ways[request.number].ranked
-        return ranked.uncached_tokens, ranked.prefill_ms
+        return ranked.unread_tokens, ranked.prefill_ms
 
     def sent(self, request: Request, replica: int, now_s: float) -> None:
         """Book it."""

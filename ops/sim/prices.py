@@ -1,13 +1,15 @@
-"""Other prices of distance and memory than the planner's, and what p90 and memory come of them.
+"""What nearness costs: the memory held against p90, at other prices than the planner's.
 
-    python -m ops.sim.prices --data ../shared/data --rows 0 3
+    python -m ops.sim.prices --data ../shared/data
 
-Each row plans the same day anew with a price of a seat, of a GiB, and a shape of distance: bent
-(each ms beyond 18 counts `bend` more) or a step (within `step_ms` is near, all else equally far),
-which is the greedy answer to the question how many can be near for so much memory.
+Each row plans the same day anew and serves it: the first with the prices of score.py times 4, 2,
+1, 1/2 and 1/4. In the others each ms between 30 and 60, where p90 lies, counts `bend` more, a seat
+costs by its bytes alone, and who finds no room counts more too. `unplanned` is the share of the
+requests that found none under the planner's headroom: what is left out costs no memory.
 """
 
 import argparse
+import csv
 import os
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -17,58 +19,38 @@ import numpy as np
 
 from ops.sim.compare import fared, peak_of_the_day, planned
 from ops.sim.planet_world import World, draw
-from scheduler.decide import score
+from scheduler.decide import score, wish
 from scheduler.decide.cluster import PopDistance
 from scheduler.decide.flow import Floats
+from scheduler.decide.search import Search
 
-BENT_AT_MS: Final = 18.0
-FAR_MS: Final = 100.0
-"""What a step's far side counts."""
+TABLE: Final = Path(__file__).parent / "planet_prices.csv"
+NEAR_MS: Final = 30.0
+FAR_MS: Final = 60.0
 
 
 class Prices(NamedTuple):
-    """What a seat costs, what a GiB of it costs, and how distance counts.
-
-    A distance counts `times` over: so much less do starts count beside it, whose price stays.
-    """
+    """What a seat costs, what a GiB of it, how far ms count, and who is not served."""
 
     hold: float = score.HOLD
     hold_per_gib: float = score.HOLD_PER_GIB
     bend: float = 0.0
-    step_ms: float = 0.0
-    times: float = 1.0
+    unserved_ms: float = score.UNSERVED_MS
 
-    def shaped(self, ms: Floats) -> Floats:
+    def felt(self, ms: Floats) -> Floats:
         """Return what distances count."""
-        if self.step_ms:
-            return self.times * (np.where(ms <= self.step_ms, 0.0, FAR_MS) + ms / FAR_MS)
-        return self.times * (ms + self.bend * np.maximum(0.0, ms - BENT_AT_MS))
+        return ms + self.bend * np.clip(ms - NEAR_MS, 0.0, FAR_MS - NEAR_MS)
 
 
 SWEEP: Final = (
-    Prices(),
-    Prices(hold_per_gib=0.25),
-    Prices(hold=5.0, hold_per_gib=0.1),
-    Prices(bend=2.0),
-    Prices(hold_per_gib=1.0, bend=8.0),
-    Prices(hold=20.0, bend=8.0),
-    Prices(bend=8.0),
-    Prices(hold=5.0, bend=8.0),
-    Prices(hold=1.0, hold_per_gib=1.0, step_ms=21.4),
-    Prices(hold=0.0, hold_per_gib=10.0, step_ms=21.4, times=10.0),
-    Prices(hold=0.0, hold_per_gib=20.0, step_ms=21.4, times=10.0),
-    Prices(hold=0.0, hold_per_gib=5.0, times=5.0),
-    Prices(hold=0.0, hold_per_gib=10.0, bend=2.0, times=5.0),
-    Prices(hold=0.0, hold_per_gib=20.0, bend=8.0, times=5.0),
-    Prices(hold=0.0, hold_per_gib=5.0, bend=4.0, times=5.0),
-    Prices(hold=0.0, hold_per_gib=10.0, bend=8.0, times=5.0),
-    Prices(hold=0.0, hold_per_gib=12.0, bend=16.0, times=5.0),
+    *(Prices(times * score.HOLD, times * score.HOLD_PER_GIB) for times in (4, 2, 1, 0.5, 0.25)),
+    *(Prices(0.0, per_gib, 16.0, 20_000.0) for per_gib in (8.0, 4.0, 2.0, 1.0)),
 )
 
 
 def distances(world: World, prices: Prices) -> tuple[PopDistance, ...]:
-    """Return the shaped distance of every city to every city with devices."""
-    ms = prices.shaped(score.Distances(world.pops, ()).ms)
+    """Return what the distance of every city to every city with devices counts."""
+    ms = prices.felt(score.Distances(world.pops, ()).ms)
     held = {node.pop for node in world.nodes}
     return tuple(
         PopDistance(from_pop=one.pop, to_pop=other.pop, rtt_ms=float(ms[row, column]))
@@ -78,27 +60,45 @@ def distances(world: World, prices: Prices) -> tuple[PopDistance, ...]:
     )
 
 
+def unplanned(search: Search) -> float:
+    """Return the percentage of requests that found no room."""
+    lacking = sum(
+        one.requests_per_s * one.flow.unserved() / float(one.flow.load.sum())
+        for one in search.wishes
+        if one.is_asked_for
+    )
+    return round(100 * lacking / sum(one.requests_per_s for one in search.wishes), 2)
+
+
 def tried(world: World, prices: Prices) -> dict[str, float]:
-    """Plan the day with these prices, and serve it with the true distances."""
+    """Plan the day's peaks with these prices, and serve the day with the true distances."""
     with (
         patch.object(score, "HOLD", prices.hold),
         patch.object(score, "HOLD_PER_GIB", prices.hold_per_gib),
+        patch.object(wish, "UNSERVED_MS", prices.unserved_ms),
     ):
-        held, memory, _ = planned(world, peak_of_the_day(world), distances(world, prices))
-    return fared(world, held, memory)
+        held, memory, search = planned(world, peak_of_the_day(world), distances(world, prices))
+    lacking = {"unplanned_percent": unplanned(search)}
+    return prices._asdict() | fared(world, held, memory) | lacking
 
 
 def main() -> None:
-    """Try each price, a line each."""
+    """Try each price and write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     default = os.environ.get("ISOCHRONE_DATA", "../shared/data")
     parser.add_argument("--data", type=Path, default=Path(default))
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--rows", type=int, nargs="*", default=list(range(len(SWEEP))))
+    parser.add_argument("--out", type=Path, default=TABLE)
     given = parser.parse_args()
     world = draw(given.data, given.seed)
-    for row in given.rows:
-        print(SWEEP[row], tried(world, SWEEP[row]), flush=True)
+    rows = []
+    for prices in SWEEP:
+        rows.append(tried(world, prices))
+        print(rows[-1], flush=True)
+    with given.out.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 if __name__ == "__main__":

@@ -1,96 +1,178 @@
 """Tables and a plot of what the simulator found.
 
-    python -m ops.sim.report ops/sim/results.json
+    python -m ops.sim.report ops/sim/results.csv [--plot ops/sim/choice.png]
 
-Prints the tables of ops/sim/choice.md and writes ops/sim/choice.png beside it; needs the
+Prints the goal's table, and every policy's p90. A cell is the mean of its draws. The plot needs the
 extra `maps`.
 """
 
-import json
+import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final
+from statistics import fmean
+from typing import Final, NamedTuple
+
+from ops.sim.measure import Figures, Run, read
 
 GOAL_RATIO: Final = 1.10
 GOAL_POINTS: Final = 3.0
-HERE: Final = Path(__file__).parent
 COLOURS: Final = {"ours": "black", "oracle": "tab:green"}
 
 
-def summary(found: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the goal's table: each case, load and age in one line."""
-    lines = [
-        "| trace | load | information | oracle p90 | ours p90 | ratio | best other p90 | which | "
-        "hit oracle | hit ours | goal |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for one in found:
-        oracle, ours, *others = one["rows"]
-        best = min(others, key=lambda row: float(row["p90_ms"]))
-        ratio = ours["p90_ms"] / oracle["p90_ms"]
-        missed = []
-        if ratio > GOAL_RATIO:
-            missed.append("p90")
-        if best["p90_ms"] < ours["p90_ms"]:
-            missed.append("behind")
-        if ours["hit"] < oracle["hit"] - GOAL_POINTS:
-            missed.append("hits")
+class Cell(NamedTuple):
+    """One case at one load and age of information: each policy's figures, a draw after another."""
+
+    case: str
+    load: int
+    age_s: float
+    policies: dict[str, list[Figures]]
+
+    def of(self, policy: str, what: Callable[[Figures], float]) -> list[float]:
+        """Return a figure of a policy, a draw after another."""
+        return [what(figures) for figures in self.policies[policy]]
+
+    def p90_ms(self, policy: str) -> float:
+        """Return a policy's p90, the mean of all draws."""
+        return fmean(self.of(policy, lambda figures: figures.p90_ms))
+
+    def hit(self, policy: str) -> float:
+        """Return a policy's hit ratio, the mean of all draws."""
+        return fmean(self.of(policy, lambda figures: figures.hit))
+
+    @property
+    def ratios(self) -> list[float]:
+        """Return our p90 over the oracle's, a draw after another."""
+        pairs = zip(self.policies["ours"], self.policies["oracle"], strict=True)
+        return [ours.p90_ms / oracle.p90_ms for ours, oracle in pairs]
+
+    @property
+    def others(self) -> list[str]:
+        """Return the policies that are neither ours nor the oracle."""
+        return [policy for policy in self.policies if policy not in COLOURS]
+
+    @property
+    def best(self) -> str:
+        """Return the best of the others."""
+        return min(self.others, key=self.p90_ms)
+
+    @property
+    def missed(self) -> str:
+        """Return what of the goal is missed."""
+        missed = {
+            "p90": fmean(self.ratios) > GOAL_RATIO,
+            "behind": self.p90_ms(self.best) < self.p90_ms("ours"),
+            "hits": self.hit("ours") < self.hit("oracle") - GOAL_POINTS,
+        }
+        return ", ".join(what for what, is_missed in missed.items() if is_missed)
+
+
+def cells_of(runs: Sequence[Run]) -> list[Cell]:
+    """Put the draws of a case together."""
+    cells: dict[tuple[str, int, float], Cell] = {}
+    for of, figures in runs:
+        key = (of.case, of.load, of.age_s)
+        cell = cells.setdefault(key, Cell(*key, {}))
+        cell.policies.setdefault(figures.policy, []).append(figures)
+    return list(cells.values())
+
+
+def goal(cells: Sequence[Cell]) -> list[str]:
+    """Return the goal's table: each case and load in one line."""
+    ages_s = sorted({cell.age_s for cell in cells})
+    by_age = [f"ours over it, words {age_s:g} s old" for age_s in ages_s]
+    told = ["best other over ours", "hits, %: oracle", "ours", "goal"]
+    columns = ["trace", "load", "oracle p90, ms", *by_age, *told]
+    lines = [row(columns), row(["---"] * len(columns))]
+    for of in grouped(cells):
+        ahead = {cell.p90_ms(cell.best) / cell.p90_ms("ours"): cell.best for cell in of}
+        verdicts = [f"{cell.age_s:g} s {cell.missed}" for cell in of if cell.missed]
         lines.append(
-            f"| {one['case']} | {one['load']} % | {one['age_s']:g} s | {oracle['p90_ms']:.0f} | "
-            f"{ours['p90_ms']:.0f} | {ratio:.2f} | {best['p90_ms']:.0f} | {best['policy']} | "
-            f"{oracle['hit']:.1f} | {ours['hit']:.1f} | "
-            f"{'met' if not missed else 'missed: ' + ', '.join(missed)} |"
+            row(
+                [
+                    of[0].case,
+                    f"{of[0].load} %",
+                    f"{of[0].p90_ms('oracle'):.0f}",
+                    *(spread(cell.ratios) for cell in of),
+                    f"{min(ahead):.2f} ({ahead[min(ahead)]})",
+                    f"{of[0].hit('oracle'):.1f}",
+                    f"{min(cell.hit('ours') for cell in of):.1f}",
+                    ", ".join(verdicts) or "met",
+                ]
+            )
         )
-    return lines
-
-
-def whole(one: dict[str, Any]) -> list[str]:
-    """Return one case's table of all policies."""
-    lines = [
-        f"\n### {one['case']}, load {one['load']} %, information {one['age_s']:g} s old",
-        "",
-        f"{one['requests']} requests, trace sped up {one['speed']:.2f} times.",
-        "",
-        "| policy | TTFT p50 ms | p90 | p99 | ITL p90 ms | hit % | out of PoP % | 429 | balance |",
-        "|---|---|---|---|---|---|---|---|---|",
+    ratios = [ratio for cell in cells for ratio in cell.ratios]
+    behind = [
+        f"{policy} ({cell.case}, {cell.load} %, {cell.age_s:g} s)"
+        for cell in cells
+        for policy in cell.others
+        for other, ours in zip(cell.policies[policy], cell.policies["ours"], strict=True)
+        if other.p90_ms < ours.p90_ms
     ]
-    lines += [
-        f"| {row['policy']} | {row['p50_ms']:.0f} | {row['p90_ms']:.0f} | {row['p99_ms']:.0f} | "
-        f"{row['itl_p90_ms']:.0f} | {row['hit']:.1f} | {row['away']:.0f} | {row['refused']} | "
-        f"{row['balance']:.2f} |"
-        for row in one["rows"]
+    met = sum(not cell.missed for cell in cells)
+    over = sum(ratio > GOAL_RATIO for ratio in ratios)
+    return [
+        *lines,
+        "",
+        f"Met in {met} of {len(cells)} cells; mean ratio {fmean(ratios):.3f}; of {len(ratios)} "
+        f"single draws {over} are over {GOAL_RATIO:.2f}; behind another policy in "
+        f"{', '.join(behind) or 'none'}.",
     ]
-    return lines
 
 
-def plot(found: Sequence[dict[str, Any]], path: Path) -> None:
+def everybody(cells: Sequence[Cell], age_s: float) -> list[str]:
+    """Return every policy's p90, with words of one age."""
+    of = [cell for cell in cells if cell.age_s == age_s]
+    if not of:
+        return []
+    columns = ["p90, ms", *(f"{cell.case.split()[0]} {cell.load} %" for cell in of)]
+    rows = [[policy, *(f"{cell.p90_ms(policy):.0f}" for cell in of)] for policy in of[0].policies]
+    return [row(cells) for cells in (columns, ["---"] * len(columns), *rows)]
+
+
+def grouped(cells: Sequence[Cell]) -> list[list[Cell]]:
+    """Return the cells of each case and load, by age."""
+    groups: dict[tuple[str, int], list[Cell]] = {}
+    for cell in sorted(cells, key=lambda cell: cell.age_s):
+        groups.setdefault((cell.case, cell.load), []).append(cell)
+    order = [(cell.case, cell.load) for cell in cells]
+    return sorted(groups.values(), key=lambda of: order.index((of[0].case, of[0].load)))
+
+
+def row(texts: Sequence[str]) -> str:
+    """Return one row of a table."""
+    return f"| {' | '.join(texts)} |"
+
+
+def spread(values: Sequence[float]) -> str:
+    """Return the mean, and from where to where."""
+    return f"**{fmean(values):.2f}** ({min(values):.2f} to {max(values):.2f})"
+
+
+def plot(cells: Sequence[Cell], path: Path) -> None:
     """Draw p90 TTFT by age of information: a row each trace, a column each load."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot
 
-    cases = list(dict.fromkeys(one["case"] for one in found))
-    loads = sorted({one["load"] for one in found})
+    cases = list(dict.fromkeys(cell.case for cell in cells))
+    loads = sorted({cell.load for cell in cells})
     figure, axes = pyplot.subplots(
         len(cases), len(loads), figsize=(13, 11), squeeze=False, constrained_layout=True
     )
     for at, case in enumerate(cases):
         for column, load in enumerate(loads):
             axis = axes[at][column]
-            ones = [one for one in found if one["case"] == case and one["load"] == load]
-            ages = [one["age_s"] for one in ones]
-            for number in range(len(ones[0]["rows"])):
-                name = ones[0]["rows"][number]["policy"].split(" ")[0]
-                full = "oracle" if name == "oracle" else ones[0]["rows"][number]["policy"]
+            ones = [cell for cell in cells if cell.case == case and cell.load == load]
+            for policy in ones[0].policies:
                 axis.plot(
-                    ages,
-                    [one["rows"][number]["p90_ms"] / 1000 for one in ones],
+                    [cell.age_s for cell in ones],
+                    [cell.p90_ms(policy) / 1000 for cell in ones],
                     marker="o",
-                    label=full,
-                    color=COLOURS.get(full),
-                    linewidth=2.5 if full in COLOURS else 1.0,
+                    label=policy,
+                    color=COLOURS.get(policy),
+                    linewidth=2.5 if policy in COLOURS else 1.0,
                 )
             axis.set(xscale="log", yscale="log", title=f"{case}, load {load} %")
             axis.set_xlabel("age of information, s")
@@ -103,15 +185,14 @@ def plot(found: Sequence[dict[str, Any]], path: Path) -> None:
 
 def main() -> int:
     """Print the tables and draw."""
-    if len(sys.argv) < 2:
-        print("usage: python -m ops.sim.report RESULTS.json ...", file=sys.stderr)
-        return 2
-    found = [one for path in sys.argv[1:] for one in json.loads(Path(path).read_text())]
-    print("\n".join(summary(found)))
-    for one in found:
-        if one["age_s"] == 1.0:
-            print("\n".join(whole(one)))
-    plot(found, HERE / "choice.png")
+    parser = argparse.ArgumentParser(prog="python -m ops.sim.report")
+    parser.add_argument("files", type=Path, nargs="+", help="what `python -m ops.sim` kept")
+    parser.add_argument("--plot", type=Path, help="where to draw")
+    asked = parser.parse_args()
+    cells = cells_of([run for path in asked.files for run in read(path)])
+    print("\n".join([*goal(cells), "", *everybody(cells, 1.0)]))
+    if asked.plot:
+        plot(cells, asked.plot)
     return 0
 
 

@@ -230,7 +230,7 @@ class Simulation:
     ) -> None:
         """Come to a sibling's door; where it is busier by now, the first takes it after all."""
         sibling, request = verdict.sibling, job.request
-        told = (sibling.uncached_tokens, pop, sibling.prefill_ms)
+        told = (sibling.unread_tokens, pop, sibling.prefill_ms)
         other = Job(request, job.wanted_tokens, *told)
         number = _number(sibling)
         if self._replicas[number].take(other, self.now_s, verdict.queue_tokens_max):

@@ -76,6 +76,14 @@ class Users:
             rtt_p90_all_ms=percentile(0.9, total),
         )
 
+    def beyond(self, asked: Floats, seats: Seats, ms: float) -> Floats:
+        """Return by deployment the requests/s that are served from farther than `ms`, or not."""
+        left: Floats = asked.sum(axis=0)
+        for number, held in seats.items():
+            far, weight = self._serve_one(number, asked[:, number], Counter(held))
+            left[number] -= float(weight[far <= ms].sum())
+        return left
+
     def _serve_one(
         self, number: int, asked: Floats, held: Counter[NodeId]
     ) -> tuple[Floats, Floats]:

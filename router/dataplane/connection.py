@@ -17,9 +17,6 @@ class Pool(Dialler, Protocol):
     def keep(self, connection: "NodeConnection") -> None:
         """Take back a connection whose exchange ended well."""
 
-    def opened(self, connection: "NodeConnection") -> None:
-        """Count a connection in."""
-
     def closed(self, connection: "NodeConnection") -> None:
         """Count a connection out."""
 
@@ -61,6 +58,11 @@ class NodeConnection:
         self._whole = False
         self._keeps = False
 
+    @property
+    def is_open(self) -> bool:
+        """Whether it is there to be used."""
+        return self._transport is not None
+
     def begin(self, exchange: Exchange) -> None:
         """Send an exchange's request."""
         self.exchange = exchange
@@ -92,9 +94,8 @@ class NodeConnection:
     # The transport's side.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Count the connection in."""
+        """Be open."""
         self._transport = cast(asyncio.Transport, transport)
-        self._pool.opened(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Count it out; an exchange that was on it is broken, or begins anew on another."""
@@ -181,6 +182,9 @@ class NodeConnection:
     def _end(self, exchange: Exchange) -> None:
         self._is_used = True
         self.exchange = None
+        if exchange.is_paused:
+            # Its last bytes stopped it: the next one's answer is to be read.
+            self.resume()
         if self._keeps and self._transport is not None:
             self._pool.keep(self)
         else:

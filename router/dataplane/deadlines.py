@@ -1,7 +1,10 @@
 """Deadlines without timers: whatever waits says until when, and one sweep looks at all of them.
 
 A timer made and cancelled for each wait costs more than the wait's bookkeeping. Deadlines here are
-seconds, so a sweep every quarter of one is exact enough.
+seconds, so a tenth of one is exact enough.
+
+A loop that was held up runs its timers first, and only then reads what came meanwhile. So a sweep
+that comes late judges nobody; the next one does, however late it is.
 """
 
 import asyncio
@@ -10,6 +13,7 @@ from math import inf
 from typing import Final, Protocol
 
 SWEEP_S: Final = 0.1
+LATE_S: Final = 0.1
 NEVER: Final = inf
 
 
@@ -30,6 +34,8 @@ class Deadlines:
         self._clock = clock
         self._watched: set[Waits] = set()
         self._timer: asyncio.TimerHandle | None = None
+        self._next_s = 0.0
+        self._has_skipped = False
 
     def __len__(self) -> int:
         """Return how many are watched."""
@@ -45,6 +51,7 @@ class Deadlines:
 
     def start(self) -> None:
         """Sweep from now on, in the running loop."""
+        self._next_s = self._clock() + SWEEP_S
         self._timer = asyncio.get_running_loop().call_later(SWEEP_S, self._sweep)
 
     def stop(self) -> None:
@@ -54,8 +61,12 @@ class Deadlines:
             self._timer = None
 
     def _sweep(self) -> None:
-        self._timer = asyncio.get_running_loop().call_later(SWEEP_S, self._sweep)
         now_s = self._clock()
+        is_late = now_s > self._next_s + LATE_S
+        self.start()
+        self._has_skipped = is_late and not self._has_skipped
+        if self._has_skipped:
+            return
         for waits in [waits for waits in self._watched if waits.due_s <= now_s]:
             # What one did may have given another new time.
             if waits.due_s <= now_s:

@@ -95,7 +95,7 @@ class Errand:
         awaited: object = None
         if not self._is_cancelled:
             awaited = next(self._steps, _OVER)
-        if self._is_cancelled and awaited is not _OVER:
+        while self._is_cancelled and awaited is not _OVER:
             self._is_cancelled = False
             awaited = self._work.throw(asyncio.CancelledError())
         if awaited is _OVER:

@@ -28,6 +28,8 @@ READY_MAX: Final = 4
 
 WRITE_BUFFER_BYTES: Final = 64 * 1024
 LINGER_S: Final = 1.0
+CUT_TIMEOUT_S: Final = 5.0
+"""For a loop to say of connections that were cut that they are lost."""
 
 
 class Source(Protocol):
@@ -98,12 +100,10 @@ class Server:
         self.is_draining = True
         for connection in list(self.connections):
             connection.drain()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self._all_gone()
+        await self._all_gone(timeout_s)
         for connection in list(self.connections):
             connection.abort()
-        await self._all_gone()
+        await self._all_gone(CUT_TIMEOUT_S)
 
     def came(self, connection: "ClientConnection", address: str) -> bool:
         """Count a connection in; False where it is one too many."""
@@ -126,10 +126,12 @@ class Server:
         if not self.connections:
             self._gone.set()
 
-    async def _all_gone(self) -> None:
-        while self.connections:
-            self._gone.clear()
-            await self._gone.wait()
+    async def _all_gone(self, timeout_s: float) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self.connections:
+                    self._gone.clear()
+                    await self._gone.wait()
 
 
 class ClientConnection:
@@ -223,7 +225,8 @@ class ClientConnection:
     def resume_writing(self) -> None:
         """Let the source flow again."""
         self._paused = False
-        self.due_s = NEVER
+        if self._errand is not None:
+            self.due_s = NEVER
         if self._source is not None:
             self._source.resume()
         if self._resumed is not None:
@@ -231,7 +234,8 @@ class ClientConnection:
 
     def on_due(self) -> None:
         """End what waited too long: a head, a body, an idle connection, a client that is deaf."""
-        if self._errand is not None or self._bad is not None:
+        is_closing = self._transport is None or self._transport.is_closing()
+        if self._errand is not None or self._bad is not None or is_closing:
             self.abort()
         elif self._reader.arrived_s:
             waited_s = self._server.clock() - self._reader.arrived_s
@@ -242,8 +246,8 @@ class ClientConnection:
                     f"cannot read the {what}: not whole after {waited_s:.1f} s",
                 )
             )
-        elif self._transport is not None:
-            self._transport.close()
+        else:
+            self._close()
 
     # The reader's side.
 

@@ -3,6 +3,7 @@
 import asyncio
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from functools import lru_cache
 from ssl import SSLContext
 from typing import Final, cast
@@ -18,6 +19,7 @@ KEEPALIVE_S: Final = 20.0
 """Shorter than a node's own 75 s: a connection is never taken up just as the node closes it."""
 
 IDLE_PER_NODE_MAX: Final = 256
+CLOSE_TIMEOUT_S: Final = 5.0
 
 
 class Upstream:
@@ -71,23 +73,17 @@ class Upstream:
 
     async def connect(self, node_id: NodeId, address: str) -> NodeConnection:
         """Open a connection, or raise AttemptFailed."""
-        loop = asyncio.get_running_loop()
-
         connection = NodeConnection(self, address)
-
-        def made() -> asyncio.Protocol:
-            return cast(asyncio.Protocol, connection)
-
-        if address in self.inside:
-            await loop.create_connection(made, sock=self.inside[address]())
-            return connection
-        host, port, context = self._where(address)
-        source = (self._config.source_address, 0) if self._config.source_address else None
         try:
             async with asyncio.timeout(self._config.connect_timeout_s):
-                await loop.create_connection(made, host, port, ssl=context, local_addr=source)
-        except (OSError, TimeoutError) as error:
+                await self._dial(connection, address)
+        except (OSError, ValueError) as error:
             raise AttemptFailed(Failure.UNREACHABLE, f"cannot reach {node_id}") from error
+        if not connection.is_open:
+            raise AttemptFailed(Failure.BROKEN, f"{node_id} closed before it was asked")
+        # Counted in no sooner: uvloop never says of a dial given up that its connection is lost.
+        self._open.add(connection)
+        self.deadlines.add(connection)
         return connection
 
     def keep(self, connection: NodeConnection) -> None:
@@ -98,11 +94,6 @@ class Upstream:
             return
         connection.due_s = self.clock() + KEEPALIVE_S
         idle.append(connection)
-
-    def opened(self, connection: NodeConnection) -> None:
-        """Count a connection in."""
-        self._open.add(connection)
-        self.deadlines.add(connection)
 
     def closed(self, connection: NodeConnection) -> None:
         """Count a connection out."""
@@ -137,9 +128,23 @@ class Upstream:
         """Close every connection."""
         for connection in list(self._open):
             connection.close()
-        while self._open:
-            self._gone.clear()
-            await self._gone.wait()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                while self._open:
+                    self._gone.clear()
+                    await self._gone.wait()
+
+    async def _dial(self, connection: NodeConnection, address: str) -> None:
+        def made() -> asyncio.Protocol:
+            return cast(asyncio.Protocol, connection)
+
+        loop = asyncio.get_running_loop()
+        if address in self.inside:
+            await loop.create_connection(made, sock=self.inside[address]())
+            return
+        host, port, context = self._where(address)
+        source = (self._config.source_address, 0) if self._config.source_address else None
+        await loop.create_connection(made, host, port, ssl=context, local_addr=source)
 
     def _where(self, address: str) -> tuple[str, int, SSLContext | None]:
         scheme, separator, rest = address.partition("://")

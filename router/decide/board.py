@@ -47,8 +47,11 @@ tokens more it takes: any number where it is idle, for whether a request fits at
 replica's to say; none where a slot has no replica.
 """
 
-Facts: TypeAlias = tuple[float, float, float, float]
-"""Of a slot (round trip, the same with all overhead, usual error, tokens in flight); in ms."""
+Facts: TypeAlias = tuple[float, float, float, float, float]
+"""Of a slot (round trip, the same with all overhead, usual error, tokens in flight, guess); in ms.
+
+The guess is what of the wait there is only usual, and not told of by any word.
+"""
 
 
 class Ranked(NamedTuple):
@@ -60,6 +63,8 @@ class Ranked(NamedTuple):
     queue_ms: float
     prefill_ms: float
     uncached_tokens: int
+    unread_tokens: int
+    """As much work as the uncached tokens are, in tokens at a prompt's beginning."""
     cached_tokens: int = 0
     overhead_ms: float = 0.0
     queue_tokens_max: int = 0
@@ -78,48 +83,25 @@ class Ranked(NamedTuple):
         return f"{self.reason} rtt={rtt}ms queue={queue_ms}ms prefill={prefill_ms}ms"
 
 
-class Picture:
+class Picture(NamedTuple):
     """What the router believes of one deployment, frozen at `now_ms`."""
 
-    __slots__ = (
-        "ejected_until", "facts", "home", "is_spilling", "mates", "now_ms", "regard", "routes",
-        "seeds", "slots", "starting", "stretch_per_token", "times", "weights",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        now_ms: float,
-        routes: Sequence[Route | None],
-        slots: Mapping[ReplicaId, int],
-        home: frozenset[int],
-        times: Sequence[Times],
-        facts: Sequence[Facts],
-        seeds: Sequence[int],
-        weights: Sequence[float],
-        mates: Mapping[PopId, Sequence[int]],
-        stretch_per_token: float,
-        regard: float,
-        is_spilling: bool,
-        ejected_until: Mapping[ReplicaId, float],
-        starting: Mapping[ReplicaId, float],
-    ) -> None:
-        """Take it as it is. `mates` are the slots of each PoP; those who are `starting` take only a
-        share yet (slow_start.py).
-        """
-        self.now_ms = now_ms
-        self.routes = routes
-        self.slots = slots
-        self.home = home
-        self.times = times
-        self.facts = facts
-        self.seeds = seeds
-        self.weights = weights
-        self.mates = mates
-        self.stretch_per_token = stretch_per_token
-        self.regard = regard
-        self.is_spilling = is_spilling
-        self.ejected_until = ejected_until
-        self.starting = starting
+    now_ms: float
+    routes: Sequence[Route | None]
+    slots: Mapping[ReplicaId, int]
+    home: frozenset[int]
+    times: Sequence[Times]
+    facts: Sequence[Facts]
+    seeds: Sequence[int]
+    weights: Sequence[float]
+    mates: Mapping[PopId, Sequence[int]]
+    """The slots of each PoP."""
+    stretch_per_token: float
+    regard: float
+    is_spilling: bool
+    ejected_until: Mapping[ReplicaId, float]
+    starting: Mapping[ReplicaId, float]
+    """Who takes only a share yet (slow_start.py)."""
 
 
 class Board:
@@ -184,10 +166,11 @@ class Board:
         gain, overhead_ms = pace.at(now_s)
         cold_ms = 0.0 if pace.answers else COLD_MS
         ms_per_token = prefill_ms(1, route.prefill_tokens_per_s) * gain
-        others, others_decode = line.others.at(now_s)
+        told, usual, others_decode = line.others.at(now_s)
+        others = told + usual
         base_ms = rtt_ms + cold_ms + overhead_ms
         tokens = line.prefill + line.decode + others + others_decode
-        self._facts[slot] = (rtt_ms, base_ms, pace.spread_ms, tokens)
+        self._facts[slot] = (rtt_ms, base_ms, pace.spread_ms, tokens, usual * ms_per_token)
         self._times[slot] = (
             base_ms + 1000 * line.free_at_s - rtt_ms / 2,
             base_ms + line.behind_first_ms + others * ms_per_token,
@@ -203,13 +186,13 @@ class Board:
     def observed(self, slot: int, ranked: Ranked, took_ms: float, now_s: float) -> None:
         """Learn from a first token that came `took_ms` after its request went."""
         pace = self.paces[slot]
-        raw_ms = (ranked.queue_ms + ranked.prefill_ms) / pace.gain(now_s)
+        raw_ms = (ranked.queue_ms + ranked.prefill_ms) / pace.at(now_s)[0]
         computed_ms = ranked.queue_ms + ranked.prefill_ms
         certainty = ranked.prefill_ms / computed_ms if computed_ms > 0 else 1.0
         error_ms = pace.observed(raw_ms, took_ms - ranked.rtt_ms, now_s, certainty * certainty)
         if ranked.queue_ms < QUEUE_SHARE_MAX * ranked.prefill_ms:
             depth = ranked.cached_tokens + ranked.uncached_tokens / 2
-            self.stretch.observed(ranked.prefill_ms, ranked.uncached_tokens, depth, error_ms)
+            self.stretch.observed(ranked.prefill_ms, depth, error_ms)
 
     @property
     def home(self) -> frozenset[int]:
@@ -220,7 +203,8 @@ class Board:
 
     def others_ms(self, slot: int, line: Line, now_s: float) -> float:
         """Return how long what others have waiting at a replica takes it."""
-        return line.others.at(now_s)[0] * self._times[slot][2]
+        told, usual, _ = line.others.at(now_s)
+        return (told + usual) * self._times[slot][2]
 
     def went(self, slot: int, ranked: Ranked, now_s: float) -> None:
         """A request goes there: note whether it is away from home, and whether it must wait."""
@@ -277,12 +261,12 @@ class Board:
             self._seeds.append(seed_of(route.replica_id))
             self._weights.append(1.0)
             self._times.append((0.0, 0.0, 0.0, -1.0))
-            self._facts.append((0.0, 0.0, 0.0, 0.0))
+            self._facts.append((0.0, 0.0, 0.0, 0.0, 0.0))
         self.slots[route.replica_id] = slot
         return slot
 
     def _clear(self, slot: int) -> None:
         self.routes[slot] = None
         self._times[slot] = (0.0, 0.0, 0.0, -1.0)
-        self._facts[slot] = (0.0, 0.0, 0.0, 0.0)
+        self._facts[slot] = (0.0, 0.0, 0.0, 0.0, 0.0)
         self._free.append(slot)

@@ -37,10 +37,15 @@ SPREAD_MS_FIRST: Final = 10.0
 SPREADS_MAX: Final = 4.0
 """An error of more spreads than this counts as this many: one stalled answer is no new truth."""
 
-STRETCH_MAX: Final = 2e-4
+STRETCH_MAX: Final = 2e-3
 STRETCH_STEP: Final = 0.05
-STRETCH_TOKENS_MIN: Final = 2000.0
-"""Shorter prompts tell nothing of depth."""
+"""How far one prompt moves it; the first few move it further, each by its share of all so far."""
+
+STRETCH_MS_MIN: Final = 200.0
+"""What is read sooner tells nothing of depth."""
+
+SHARE_MAX: Final = 0.5
+"""An error counts for no more than this share of the time that a prompt takes."""
 
 FORGET_S: Final = 120.0
 """Unheard of for this long, a correction has lost half of itself: else nobody would try again."""
@@ -90,22 +95,28 @@ class Stretch:
     times as long. That is the model's nature, not the replica's, so all its replicas teach it.
     """
 
-    __slots__ = ("per_token",)
+    __slots__ = ("_depth", "_prompts", "per_token")
 
     def __init__(self) -> None:
-        """Begin with straight growth."""
+        """Begin with straight growth, believed as much as one prompt would be."""
         self.per_token = 0.0
+        self._depth = 0.0
+        self._prompts = 1
 
-    def observed(self, ms: float, tokens: float, depth: float, error_ms: float) -> None:
-        """Learn from one prompt that hardly waited: `tokens` at mean `depth` took `ms` + error."""
+    def observed(self, ms: float, depth: float, error_ms: float) -> None:
+        """Learn from one prompt that hardly waited: at mean `depth` it took `ms` + error.
+
+        By least mean squares: one deeper than usual teaches more than a shallow one.
+        """
         straight_ms = ms / (1.0 + depth * self.per_token)
-        if tokens < STRETCH_TOKENS_MIN or straight_ms <= 0:
+        if straight_ms < STRETCH_MS_MIN:
             return
-        # The slope that would have made the error nothing.
-        slope = (error_ms / straight_ms) / depth
-        bound = STRETCH_MAX / 4
-        learned = self.per_token + STRETCH_STEP * max(-bound, min(bound, slope))
-        self.per_token = max(0.0, min(STRETCH_MAX, learned))
+        self._prompts += 1
+        step = max(STRETCH_STEP, 1.0 / self._prompts)
+        self._depth += step * (depth - self._depth)
+        share = max(-SHARE_MAX, min(SHARE_MAX, error_ms / straight_ms))
+        learned = step * share * 2.0 * depth / (depth * depth + self._depth * self._depth)
+        self.per_token = max(0.0, min(STRETCH_MAX, self.per_token + learned))
 
 
 def stretched(tokens: float, cached: float, per_token: float) -> float:
@@ -136,16 +147,8 @@ class Pace:
             f"spread {self.spread_ms:.0f} ms, {self.answers} answers)"
         )
 
-    def gain(self, now_s: float) -> float:
-        """Return by how much the replica is slower than its rate says."""
-        return self.at(now_s)[0]
-
-    def overhead_ms(self, now_s: float) -> float:
-        """Return what every first token takes besides its prompt and the queue before it."""
-        return self.at(now_s)[1]
-
     def at(self, now_s: float) -> tuple[float, float]:
-        """Return both, `gain` and `overhead_ms`."""
+        """Return how much slower it is than its rate says, and what first tokens take besides."""
         kept = self._kept(now_s)
         return 1.0 + (self._gain - 1.0) * kept, self._overhead_ms * kept
 

@@ -189,12 +189,8 @@ class Entry:
         self._estimate_spend = estimate_spend
         self._is_open = True
 
-    def headers(self, now_s: float) -> dict[str, str]:
-        """Write the `x-ratelimit-*` headers, for the limits that there are."""
-        return self._use.headers(now_s)
-
     def lines(self, now_s: float) -> str:
-        """Write the same as it goes over the wire."""
+        """Write the `x-ratelimit-*` headers as they go over the wire, for the limits there are."""
         requests, tokens = self._use.requests, self._use.tokens
         told = requests.lines(now_s) if requests is not None else ""
         return told + tokens.lines(now_s) if tokens is not None else told

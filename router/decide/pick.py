@@ -41,8 +41,6 @@ SPILL_RATIO: Final = 0.1
 PASSING_MS: Final = 5.0
 """Siblings are named to a node only where a request takes longer than this there."""
 
-UNKNOWN_MS: Final = -inf
-
 SURPRISE_MS: Final = 20.0
 """A longer queue than was thought counts as a surprise only past this."""
 
@@ -69,24 +67,26 @@ class Routes(Sequence[Ranked]):
         picture: Picture,
         ask: Ask,
         costs: list[float],
-        first: int,
-        reason: str,
-        others_ms: float = UNKNOWN_MS,
+        left_out: int,
+        first: int = -1,
+        reason: str = "",
+        others_ms: float = inf,
     ) -> None:
-        """Begin with slot `first`; `others_ms` is the soonest of the others, where known."""
+        """Begin with slot `first`, where `others_ms` is the soonest of all others.
+
+        So many are `left_out` for other reasons than being full.
+        """
         self._picture = picture
         self._ask = ask
         self._costs = costs
+        self._left_out = left_out
         self._first = first
         self._reason = reason
         self._others_ms = others_ms
-        self._count = -1
         self._order: Sequence[int] | None = None
 
     def __len__(self) -> int:
-        if self._count < 0:
-            self._count = len(self._costs) - self.closed
-        return self._count
+        return len(self._costs) - self._costs.count(inf)
 
     def __bool__(self) -> bool:
         return self._first >= 0
@@ -97,14 +97,14 @@ class Routes(Sequence[Ranked]):
 
     def __getitem__(self, at: int) -> Ranked:  # type: ignore[override]
         if at == 0 and self._first >= 0:
-            return self._ranked(self._first, self._reason, is_first=True)
+            return self._ranked(self._first, self._reason)
         slot = self._slots()[at]
         return self._ranked(slot, "nearest-warm" if slot in self._picture.home else "soonest-warm")
 
     @property
-    def closed(self) -> int:
-        """Count the slots where the request cannot go."""
-        return self._costs.count(inf)
+    def full(self) -> int:
+        """Count those passed over because they have no room."""
+        return self._costs.count(inf) - self._left_out
 
     def of(self, replica_id: ReplicaId) -> Ranked | None:
         """Return the way to one replica: the answer comes from there."""
@@ -131,7 +131,7 @@ class Routes(Sequence[Ranked]):
         return Sibling(
             route.replica_id,
             route.address,
-            tokens - cached,
+            round(work),
             round(work * pace),
             round(1000 * pace),
         )
@@ -144,24 +144,28 @@ class Routes(Sequence[Ranked]):
             self._order = [self._first, *rest] if self._first >= 0 else rest
         return self._order
 
-    def _queue_tokens_max(self, rtt_ms: float, queue_ms: float) -> int:
-        """Return how much may wait there before asking elsewhere is worth another round trip."""
-        picture, costs, first = self._picture, self._costs, self._first
-        if self._others_ms == UNKNOWN_MS:
-            self._others_ms = _soonest_but(first, costs)
+    def _queue_tokens_max(self) -> int:
+        """Return how much may wait at the first before asking elsewhere is worth a round trip.
+
+        What is only guessed to wait there is not put up with: its door knows.
+        """
         if self._others_ms == inf:
             return 0
-        better_by_ms = max(0.0, self._others_ms - costs[first])
-        most_ms = queue_ms + better_by_ms + rtt_ms + SURPRISE_MS
-        return max(1, round(most_ms / picture.times[first][2]))
+        picture, first = self._picture, self._first
+        rtt_ms, base_ms, _, _, guess_ms = picture.facts[first]
+        until_ms, least_ms, ms_per_token, _ = picture.times[first]
+        known_ms = max(until_ms - picture.now_ms, least_ms - guess_ms) - base_ms
+        better_by_ms = max(0.0, self._others_ms - self._costs[first])
+        most_ms = known_ms + better_by_ms + rtt_ms + SURPRISE_MS
+        return max(1, round(most_ms / ms_per_token))
 
-    def _ranked(self, slot: int, reason: str, *, is_first: bool = False) -> Ranked:
+    def _ranked(self, slot: int, reason: str) -> Ranked:
         picture, ask = self._picture, self._ask
         route = picture.routes[slot]
         assert route is not None, f"slot {slot} is ranked without a replica"
         cached = _cached_tokens(picture, ask, slot)
         work = stretched(ask.prompt_tokens, cached, picture.stretch_per_token)
-        rtt_ms, base_ms, _, _ = picture.facts[slot]
+        rtt_ms, base_ms = picture.facts[slot][:2]
         until_ms, least_ms, ms_per_token, _ = picture.times[slot]
         queue_ms = max(until_ms - picture.now_ms, least_ms) - base_ms
         prefill_ms = work * ms_per_token
@@ -172,44 +176,31 @@ class Routes(Sequence[Ranked]):
             queue_ms,
             prefill_ms,
             ask.prompt_tokens - cached,
+            round(work),
             cached,
             base_ms - rtt_ms,
-            self._queue_tokens_max(rtt_ms, queue_ms) if is_first else 0,
+            self._queue_tokens_max() if slot == self._first else 0,
         )
 
 
-class Ranking:
-    """Where to try, in order, and how many replicas were passed over because they are full."""
-
-    __slots__ = ("_empty", "_left_out", "routes")
-
-    def __init__(self, routes: Routes, empty: int, left_out: int) -> None:
-        """Know how many slots have no replica, or one that was left out for another reason."""
-        self.routes = routes
-        self._empty = empty
-        self._left_out = left_out
-
-    @property
-    def full(self) -> int:
-        """Count those that have no room."""
-        return self.routes.closed - self._empty - self._left_out
-
-
-def rank(picture: Picture, ask: Ask, excluded: Set[ReplicaId] = frozenset()) -> Ranking:
+def rank(picture: Picture, ask: Ask, excluded: Set[ReplicaId] = frozenset()) -> Routes:
     """Rank the replicas that have room, best first; `excluded` are those that failed already."""
     costs = _costs(picture, ask)
-    empty, left_out = len(costs) - len(picture.slots), 0
+    left_out = len(costs) - len(picture.slots)
     if excluded or picture.ejected_until:
-        left_out = _leave_out(picture, excluded, costs)
+        left_out += _leave_out(picture, excluded, costs)
     if picture.starting:
         left_out += _spare_starting(picture, ask, costs)
     best_ms = min(costs, default=inf)
     if best_ms == inf:
-        return Ranking(Routes(picture, ask, costs, -1, ""), empty, left_out)
-    slot, reason, others_ms = _first(picture, ask, costs, best_ms)
-    if costs[slot] > best_ms:
-        others_ms = best_ms
-    return Ranking(Routes(picture, ask, costs, slot, reason, others_ms), empty, left_out)
+        return Routes(picture, ask, costs, left_out)
+    best = costs.index(best_ms)
+    costs[best] = inf
+    others_ms = min(costs)
+    costs[best] = best_ms
+    first, reason = _first(picture, ask, costs, best, others_ms)
+    soonest_ms = others_ms if first == best else best_ms
+    return Routes(picture, ask, costs, left_out, first, reason, soonest_ms)
 
 
 def _costs(picture: Picture, ask: Ask) -> list[float]:
@@ -281,53 +272,52 @@ def _spare_starting(picture: Picture, ask: Ask, costs: list[float]) -> int:
     return 0
 
 
-def _soonest_but(slot: int, costs: list[float]) -> float:
-    """Return the least cost of all others."""
-    cost, costs[slot] = costs[slot], inf
-    others_ms = min(costs)
-    costs[slot] = cost
-    return others_ms
-
-
 def _first(
-    picture: Picture, ask: Ask, costs: list[float], best_ms: float
-) -> tuple[int, str, float]:
+    picture: Picture, ask: Ask, costs: list[float], best: int, others_ms: float
+) -> tuple[int, str]:
     """Return which slot goes first, and why: the session's seat, or one drawn among those alike.
 
-    And the soonest of the others, where it was worked out.
+    `best` is the soonest of all, `others_ms` how soon the next is.
     """
-    if ask.seat is not None:
-        seat = picture.slots.get(ask.seat.replica_id, -1)
-        if seat >= 0 and costs[seat] <= best_ms + max(STICK_MS, STICK_RATIO * best_ms):
-            return seat, "session", UNKNOWN_MS
-    best = _at_home(picture, costs, costs.index(best_ms))
-    best_ms = costs[best]
-    slack_ms = max(ALIKE_MS, ALIKE_RATIO * best_ms, ALIKE_SPREADS * picture.facts[best][2])
+    seat = picture.slots.get(ask.seat.replica_id, -1) if ask.seat is not None else -1
+    if seat >= 0 and costs[seat] <= _sticks_ms(costs[best]):
+        return seat, "session"
+    best = _at_home(picture, costs, best)
     is_new = bool(ask.session) and ask.held is NOTHING_HELD
-    if is_new:
-        slack_ms = max(slack_ms, SESSION_ALIKE_MS, SESSION_ALIKE_RATIO * best_ms)
-    limit_ms = best_ms + slack_ms
-    others_ms = _soonest_but(best, costs)
-    alike, drawn = [best], best
-    if others_ms <= limit_ms:
-        alike = [slot for slot, cost in enumerate(costs) if cost <= limit_ms]
     if is_new and picture.home:
         # Drawn by the table alone: processes that share nothing else presume the same seat.
         seat = draw(seed_of(ask.session), sorted(picture.home), picture.seeds, picture.weights)
-        if costs[seat] <= best_ms + max(STICK_MS, STICK_RATIO * best_ms):
-            return seat, "session-new nearest-warm", UNKNOWN_MS
-    if is_new and len(alike) > 1:
-        alike = within_bound(alike, [facts[3] for facts in picture.facts], picture.weights)
-        drawn = draw(seed_of(ask.session), alike, picture.seeds, picture.weights)
-    elif len(alike) > 1:
-        drawn = alike[seed_of(ask.request_id) % len(alike)]
-    if drawn != best:
-        best, others_ms = drawn, UNKNOWN_MS
-    reason = "nearest-warm" if best in picture.home else "soonest-warm"
+        if costs[seat] <= _sticks_ms(costs[best]):
+            return seat, "session-new nearest-warm"
+    slot = _drawn(picture, ask, costs, best, others_ms, is_new=is_new)
+    reason = "nearest-warm" if slot in picture.home else "soonest-warm"
     if is_new:
-        return best, f"session-new {reason}", others_ms
-    is_prefix = any(mask >> best & 1 for mask, _ in ask.held.some)
-    return best, f"prefix {reason}" if is_prefix else reason, others_ms
+        return slot, f"session-new {reason}"
+    is_prefix = any(mask >> slot & 1 for mask, _ in ask.held.some)
+    return slot, f"prefix {reason}" if is_prefix else reason
+
+
+def _sticks_ms(best_ms: float) -> float:
+    """Return up to how much a seat is kept where the best takes `best_ms`."""
+    return best_ms + max(STICK_MS, STICK_RATIO * best_ms)
+
+
+def _drawn(
+    picture: Picture, ask: Ask, costs: list[float], best: int, others_ms: float, *, is_new: bool
+) -> int:
+    """Return one of those as good as the best, drawn by the request or by its new session."""
+    best_ms = costs[best]
+    slack_ms = max(ALIKE_MS, ALIKE_RATIO * best_ms, ALIKE_SPREADS * picture.facts[best][2])
+    if is_new:
+        slack_ms = max(slack_ms, SESSION_ALIKE_MS, SESSION_ALIKE_RATIO * best_ms)
+    limit_ms = best_ms + slack_ms
+    if others_ms > limit_ms:
+        return best
+    alike = [slot for slot, cost in enumerate(costs) if cost <= limit_ms]
+    if not is_new:
+        return alike[seed_of(ask.request_id) % len(alike)]
+    alike = within_bound(alike, [facts[3] for facts in picture.facts], picture.weights)
+    return draw(seed_of(ask.session), alike, picture.seeds, picture.weights)
 
 
 def _at_home(picture: Picture, costs: Sequence[float], best: int) -> int:

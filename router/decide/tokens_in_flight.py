@@ -2,8 +2,7 @@
 
 Rule 1: what is reserved is released exactly once, on finish, cancel and crash alike.
 Rule 2: prefill and decode are counted apart; the first token turns prefill into decode.
-Rule 3: a replica's own word (its load) adds what others sent there. The older it is, the nearer to
-their usual load theirs is assumed to be, by as much as such words have proven to change.
+Rule 3: a replica's own word (its load) adds what others sent there, as far as it lasts (others.py).
 Rule 4: prompts are read one after the other, so a queue empties by the clock: what is counted as
 still before a new request is what the replica cannot have read yet.
 """
@@ -13,12 +12,7 @@ from collections.abc import Callable, Set
 from typing import Final, NamedTuple
 
 from isochrone.wire.ids import ReplicaId
-
-LOAD_FRESH_S: Final = 10.0
-"""How long a replica's word about its load is believed; over as long again it comes to nothing."""
-
-WORD_SMOOTHING: Final = 0.1
-"""How far one word moves the usual load of others and how much of it is taken to last."""
+from router.decide.others import Others
 
 PAST_MAX: Final = 256
 """How many of our own changes at a replica are remembered, to tell ours in an old word of its."""
@@ -96,64 +90,6 @@ class Reservation:
         self._open = False
         self._ledger.give_back(self, at_s)
         return True
-
-
-class Others:
-    """What others have at one replica by its own words: the average, and how long swings last."""
-
-    __slots__ = (
-        "_gap_s",
-        "_lasting",
-        "_mean",
-        "_prefill",
-        "_product",
-        "_square",
-        "_swing",
-        "decode",
-        "told_at_s",
-    )
-
-    def __init__(self) -> None:
-        self.decode = 0
-        self.told_at_s = -1e18
-        self._prefill = 0
-        self._mean = 0.0
-        self._swing = 0.0
-        self._square = 0.0
-        self._product = 0.0
-        self._gap_s = 1.0
-        self._lasting = 1.0
-        """Which share of a swing is left after a usual gap between words."""
-
-    def hear(self, prefill: int, decode: int, told_at_s: float) -> bool:
-        """Take one word; False where a newer one came before it."""
-        gap_s = told_at_s - self.told_at_s
-        if gap_s <= 0:
-            return False
-        self.told_at_s = told_at_s
-        self._prefill, self.decode = prefill, decode
-        if gap_s > LOAD_FRESH_S:
-            self._mean, self._swing = float(prefill), 0.0
-            return True
-        swing = prefill - self._mean
-        self._square += WORD_SMOOTHING * (swing * swing - self._square)
-        self._product += WORD_SMOOTHING * (swing * self._swing - self._product)
-        self._gap_s += WORD_SMOOTHING * (gap_s - self._gap_s)
-        self._swing = swing
-        self._mean += WORD_SMOOTHING * swing
-        if self._square > 0:
-            self._lasting = min(1.0, max(0.01, self._product / self._square))
-        return True
-
-    def at(self, now_s: float) -> tuple[float, float]:
-        """Return the tokens (prefill, decode) that others are likely to have there by now."""
-        age_s = now_s - self.told_at_s
-        left = min(1.0, 2.0 - age_s / LOAD_FRESH_S)
-        if left <= 0.0:
-            return 0.0, 0.0
-        lasting: float = self._lasting ** (max(0.0, age_s) / self._gap_s)
-        prefill = left * max(0.0, self._mean + (self._prefill - self._mean) * lasting)
-        return prefill, left * self.decode
 
 
 class Line:
@@ -245,9 +181,9 @@ class TokensInFlight:
         line = self._lines.get(replica_id)
         if line is None:
             return InFlight(0, 0, 0)
-        others, others_decode = line.others.at(now_s)
+        told, usual, others_decode = line.others.at(now_s)
         ours = self._requests.get(replica_id, 0)
-        return InFlight(line.prefill, line.decode, ours, round(others), round(others_decode))
+        return InFlight(line.prefill, line.decode, ours, round(told + usual), round(others_decode))
 
     def line(self, replica_id: ReplicaId) -> Line:
         """Return the replica's line, to read."""

@@ -6,19 +6,16 @@ it is sent, and stays there until the store has it.
 """
 
 import logging
-import threading
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Final, NamedTuple
 
 import msgspec
 
-from isochrone.service import files
-from isochrone.wire import codec
 from isochrone.wire.ids import BootId, PopId, RouterId
 from isochrone.wire.usage import Demand, RoundTrips, Usage, UsageAck
 from router.fleet import Fleet
 from router.loops.disk import to_its_end
+from router.loops.spool import UsageSpool
 from router.metrics import Metrics
 from router.record import Recorder
 
@@ -31,7 +28,6 @@ DEMAND_WINDOWS_MAX: Final = 360
 """Half an hour of windows: what is older tells the scheduler nothing of now."""
 
 _NEVER_S: Final = -1e18
-_USAGE = codec.decoder(Usage)
 
 Send = Callable[[msgspec.Struct], Awaitable[bool]]
 
@@ -48,82 +44,6 @@ class _Window(NamedTuple):
     demand: Demand
     ended_at_s: float
     sent_at_s: float = _NEVER_S
-
-
-class UsageSpool:
-    """Batches on disk, one sealed file each, oldest first; bounded by dropping the oldest."""
-
-    def __init__(self, folder: Path, bytes_max: int) -> None:
-        """Keep at most `bytes_max` in `folder`."""
-        self.bytes = 0
-        self._folder = folder
-        self._bytes_max = bytes_max
-        self._sizes: dict[str, int] = {}
-        self._rows: dict[str, int] = {}
-        """How many rows the batches of this life hold; those of earlier ones say when read."""
-        # Adding and forgetting run in threads of their own.
-        self._lock = threading.RLock()
-
-    def open(self) -> int:
-        """Find what an earlier life left; return how many batches."""
-        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        for path in sorted(self._folder.glob("*.usage")):
-            self._sizes[path.stem] = path.stat().st_size
-        self.bytes = sum(self._sizes.values())
-        return len(self._sizes)
-
-    @property
-    def batch_ids(self) -> list[str]:
-        """The batches on disk, oldest first."""
-        return list(self._sizes)
-
-    def add(self, batch: Usage) -> int:
-        """Keep a batch; return how many rows of older ones had to go for it."""
-        data = codec.encode(batch)
-        with self._lock:
-            files.write_atomic(self._path(batch.batch_id), data)
-            self._sizes[batch.batch_id] = len(data)
-            self._rows[batch.batch_id] = len(batch.rows)
-            self.bytes += len(data)
-            dropped = 0
-            while self.bytes > self._bytes_max and len(self._sizes) > 1:
-                oldest = next(iter(self._sizes))
-                if oldest in self._rows:
-                    dropped += self._rows[oldest]
-                elif (lost := self.read(oldest)) is not None:
-                    dropped += len(lost.rows)
-                self.forget(oldest)
-            return dropped
-
-    def read(self, batch_id: str) -> Usage | None:
-        """Read a batch back; None where it cannot be (a file that is no batch is removed)."""
-        path = self._path(batch_id)
-        try:
-            batch: Usage = codec.decode(path.read_bytes(), _USAGE)
-        except (OSError, codec.MalformedFrame) as error:
-            fields = {"path": str(path), "error": str(error)}
-            log.error("cannot read spooled usage", extra={"fields": fields})
-            # A disk or a process out of its means may be able to later.
-            if isinstance(error, codec.MalformedFrame | FileNotFoundError):
-                self.forget(batch_id)
-            return None
-        return batch
-
-    def forget(self, batch_id: str) -> None:
-        """Remove a batch."""
-        with self._lock:
-            if batch_id in self._sizes:
-                self.bytes -= self._sizes.pop(batch_id)
-                self._rows.pop(batch_id, None)
-                try:
-                    self._path(batch_id).unlink(missing_ok=True)
-                except OSError as error:
-                    # Then the next life sends it again, and the store counts it once.
-                    fields = {"batch": batch_id, "reason": error.strerror}
-                    log.warning("cannot remove spooled usage", extra={"fields": fields})
-
-    def _path(self, batch_id: str) -> Path:
-        return self._folder / f"{batch_id}.usage"
 
 
 class Shipper:

@@ -9,8 +9,9 @@ from isochrone.wire.control import FromAgent, PeerRole, Refused, RefusedCode
 from isochrone.wire.ids import NodeId
 from isochrone.wire.report import Pulse, Report
 from scheduler import metrics
-from scheduler.acting import INTAKE_TIMEOUT_S, Acting, Connected, NotActing
+from scheduler.acting import INTAKE_TIMEOUT_S, Acting, NotActing
 from scheduler.api.peers import attend
+from scheduler.connected import Connected
 from scheduler.decide.news import is_news
 from scheduler.store.events import record_event
 from scheduler.store.lease import EpochLost

@@ -11,9 +11,9 @@ from isochrone.wire.ids import DeploymentId, ModelId
 from isochrone.wire.model import Deployment, EngineSettings, Policy
 from isochrone.wire.routes import Pop
 from scheduler.api.endpoint import Call, Endpoint, Page, found
-from scheduler.decide.explain import Explanation, explain
+from scheduler.decide.explain import Explanation
 from scheduler.decide.feasible import allowed
-from scheduler.decide.versions import split
+from scheduler.planner.questions import Heard
 from scheduler.store import catalogue
 from scheduler.store.cluster import read_pops
 from scheduler.store.lease import read_acting_for_s
@@ -99,9 +99,8 @@ async def explain_deployment(call: Call) -> Explanation:
         raise ApiError(
             ErrorCode.UNAVAILABLE, "cannot explain: no scheduler acts now", retry_after_s=5
         )
-    cluster = await acting.picture(call.connection, acting_for_s)
-    explained = await acting.think(explain, split(cluster), name, acting.config.liveness)
-    return found(explained, "deployment", name)
+    heard = Heard(acting_for_s=acting_for_s, silent_s=acting.silent_s())
+    return found(await acting.planner.explain(heard, name), "deployment", name)
 
 
 DEPLOYMENT_ENDPOINTS: Final = (

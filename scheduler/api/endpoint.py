@@ -18,6 +18,7 @@ from isochrone.service.door import read_body
 from isochrone.wire import codec
 from isochrone.wire.errors import ApiError, ErrorCode
 from scheduler.acting import Acting
+from scheduler.planner.process import PlannerFailed
 from scheduler.store.catalogue import EtagMoved, StillUsed
 from scheduler.store.events import record_event
 from scheduler.store.idempotency import StoredAnswer, recall, remember
@@ -114,7 +115,8 @@ class Call:
         )
 
 
-Function = Callable[[Call], Awaitable[msgspec.Struct | Page | None]]
+Answer = msgspec.Struct | msgspec.Raw | Page | None
+Function = Callable[[Call], Awaitable[Answer]]
 
 
 class Endpoint(NamedTuple):
@@ -154,6 +156,8 @@ def handler(endpoint: Endpoint, acting: Acting) -> Callable[[web.Request], Await
             raise ApiError(
                 ErrorCode.UNAVAILABLE, "cannot answer: the database is away", retry_after_s=2
             ) from error
+        except PlannerFailed as error:
+            raise ApiError(ErrorCode.UNAVAILABLE, str(error), retry_after_s=5) from error
         except EtagMoved as error:
             raise ApiError(
                 ErrorCode.PRECONDITION_FAILED,
@@ -222,7 +226,7 @@ def _replay(stored: StoredAnswer, sha: str) -> web.Response:
     )
 
 
-def _encode(answer: msgspec.Struct | Page | None) -> bytes:
+def _encode(answer: Answer) -> bytes:
     if answer is None:
         return b""
     if isinstance(answer, Page):

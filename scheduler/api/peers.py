@@ -24,8 +24,9 @@ from isochrone.wire.control import (
 )
 from isochrone.wire.ids import NodeId
 from scheduler import metrics
-from scheduler.acting import INTAKE_TIMEOUT_S, Acting, Connected, NotActing, now
+from scheduler.acting import INTAKE_TIMEOUT_S, Acting, NotActing, now
 from scheduler.api.join import issue
+from scheduler.connected import Connected
 from scheduler.store.events import record_event
 from scheduler.store.identities import may_renew
 from scheduler.store.lease import hold_lease, read_cluster_row, rise_above

@@ -2,18 +2,15 @@
 
 from typing import Final
 
-from isochrone import __version__
+import msgspec
+
 from scheduler.api.endpoint import Call, Endpoint
 from scheduler.decide.what_if import Picture
 
 
-async def picture(call: Call) -> Picture:
+async def picture(call: Call) -> msgspec.Raw:
     """The whole picture, as the planner has it now. It holds no key and no prompt."""
-    return Picture(
-        cluster=await call.acting.picture(call.connection),
-        liveness=call.acting.config.liveness,
-        release=__version__,
-    )
+    return await call.acting.planner.picture(call.acting.heard())
 
 
 PICTURE_ENDPOINTS: Final = (

@@ -10,8 +10,9 @@ from isochrone.wire.control import FromRouter, PeerRole, Refused, RefusedCode
 from isochrone.wire.routes import SnapshotWanted
 from isochrone.wire.usage import Demand, RoundTrips, Usage, UsageAck
 from scheduler import metrics
-from scheduler.acting import INTAKE_TIMEOUT_S, Acting, Connected
+from scheduler.acting import INTAKE_TIMEOUT_S, Acting
 from scheduler.api.peers import attend
+from scheduler.connected import Connected
 from scheduler.decide.intake import take_demand, take_round_trips, take_trials, take_usage
 from scheduler.store.pool import BAD_DATA, UNAVAILABLE, Connection, transaction
 from scheduler.store.rollouts import record_trials

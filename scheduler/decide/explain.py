@@ -1,5 +1,6 @@
 """Why a deployment is where it is, why it is nowhere else, and what would help."""
 
+from collections.abc import Set
 from typing import Final
 
 import msgspec
@@ -12,6 +13,7 @@ from scheduler.decide.plan import Draft, PlanLimits, plan
 from scheduler.decide.refusals import reasons
 from scheduler.decide.search import Search
 from scheduler.decide.start_time import MB
+from scheduler.decide.versions import joined, split
 from scheduler.decide.wish import Wish
 
 LIMITS: Final = PlanLimits()
@@ -68,12 +70,15 @@ def explain(
     deployment = next((d for d in cluster.deployments if d.deployment_id == deployment_id), None)
     if deployment is None:
         return None
-    decided = plan(cluster, liveness_limits=liveness_limits)
-    draft = Draft(cluster, liveness(cluster.nodes, cluster.acting_for_s, liveness_limits), LIMITS)
+    # A version on its way is planned beside the one before: both are told of.
+    apart = split(cluster)
+    decided = joined(plan(apart, liveness_limits=liveness_limits))
+    draft = Draft(apart, liveness(cluster.nodes, cluster.acting_for_s, liveness_limits), LIMITS)
     model = next((m for m in cluster.models if m.model_id == deployment.model_id), None)
     wish = draft.wish_of(deployment, model) if model else None
     nodes = {node.node_id: node for node in cluster.nodes}
     mine = [p for p in cluster.placements if p.deployment_id == deployment_id]
+    my_ids = {p.replica_id for p in mine}
     here = tuple(
         HereBecause(
             replica_id=part.replica_id,
@@ -92,7 +97,7 @@ def explain(
         here=here,
         elsewhere=_elsewhere(cluster, draft, wish, here) if wish else (),
         cities=_cities(wish, here) if wish else (),
-        next_moves=_moves(decided, deployment_id),
+        next_moves=_moves(decided, deployment_id, my_ids),
         prefetches=_prefetches(cluster, deployment_id),
         unmet=tuple(u.reason for u in decided.unmet if u.deployment_id == deployment_id),
     )
@@ -167,8 +172,7 @@ def _cities(wish: Wish, here: tuple[HereBecause, ...]) -> tuple[CityAsks, ...]:
     return tuple(answers)
 
 
-def _moves(decided: Plan, deployment_id: DeploymentId) -> tuple[str, ...]:
-    prefix = f"{deployment_id}-"
+def _moves(decided: Plan, deployment_id: DeploymentId, my_ids: Set[ReplicaId]) -> tuple[str, ...]:
     starts = [
         f"start {s.spec.replica_id} on {s.node_id}: {s.reason}"
         for s in decided.starts
@@ -177,7 +181,7 @@ def _moves(decided: Plan, deployment_id: DeploymentId) -> tuple[str, ...]:
     ends = [
         f"end {e.replica_id} on {e.node_id}: {e.reason}"
         for e in decided.endings
-        if e.replica_id.startswith(prefix)
+        if e.replica_id in my_ids
     ]
     return tuple(starts + ends)
 

@@ -1,6 +1,18 @@
 """plan(cluster) -> Plan: the one door of placement. Which replicas start, which end, and why.
 
-CORRIDOR: end what may not be -> read wishes -> fill -> exchange -> replace -> end spare -> moves.
+How, and where each step is:
+
+ 1. End what may not be: the forbidden, the failed, the deleted (`endings.py`).
+ 2. Read each deployment's wish: what its cities ask, what stands for it (`wish.py`), and which
+    load each seat serves (`flow.py`). Everything below lowers one sum (`score.py`).
+ 3. Fill: seats that pay, the one worth most for its bytes first (`search.py`), each on the tightest
+    devices of its site (`ground.py`).
+ 4. Improve while effort is left (`improve.py`; each change is kept or undone whole, `attempt.py`):
+    new seats that do not pay go, others move; what wants a full place takes it from what is worth
+    less there (`exchange.py`); sites are filled anew in other orders; and seats are forced
+    elsewhere to see what follows (`shift.py`).
+ 5. End what that makes needless: who yields its place, who is drained, of an old version, or spare
+    (`endings.py`); and say what could not be met (`refusals.py`).
 
 Rule 1: the same picture gives the same plan, and a plan carried out gives an empty one.
 Rule 2: endings wait for what replaces them to be warm; failing to start never ends anything.
@@ -16,20 +28,21 @@ from isochrone.wire.ids import DeploymentId, ModelId, ReplicaId
 from isochrone.wire.model import Deployment, Model
 from scheduler.decide.capacity import Profiles
 from scheduler.decide.cluster import ClusterState, DemandRate, Ending, Placement, Plan, Start, Unmet
+from scheduler.decide.endings import (
+    end_drained,
+    end_failed,
+    end_forbidden,
+    end_leaderless,
+    end_spare,
+    replace_stale,
+    stands,
+)
 from scheduler.decide.ground import Ground
 from scheduler.decide.group import RankPorts, over_nodes
 from scheduler.decide.improve import Improve
 from scheduler.decide.liveness import LivenessLimits, LivenessView, liveness
 from scheduler.decide.refusals import contradiction, unmet_in
-from scheduler.decide.replace import (
-    end_drained,
-    end_failed,
-    end_forbidden,
-    end_leaderless,
-    stands,
-)
 from scheduler.decide.search import Search
-from scheduler.decide.spare import end_spare, replace_stale
 from scheduler.decide.wish import Seated, Wish
 
 

@@ -53,7 +53,7 @@ def unmet_in(ground: Ground, wish: Wish) -> Iterator[Unmet]:
         if pop not in pops and room_left and pop in ground.residents(policy):
             yield _unmet(ground, wish, f"{pop} is kept warm", pop)
     if len(pops) < wish.least:
-        yield _unmet(ground, wish, f"at least {wish.least} replicas are asked for")
+        yield _unmet(ground, wish, wish.least_asked())
     unserved = wish.flow.unserved()
     asked = float(wish.flow.load.sum())
     if wish.is_asked_for and unserved > UNSERVED_SHARE * asked and len(pops) >= wish.least:

@@ -1,6 +1,11 @@
-"""The route table follows from what is reported warm, never from what is wished."""
+"""The route table follows from what is reported warm, never from what is wished.
+
+It says no more than it must: measured rates move with every report, and a tenth more or less
+changes no choice worth a new table for every router of the planet.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import Final
 
 import msgspec
 
@@ -11,6 +16,8 @@ from isochrone.wire.routes import DeploymentEntry, KeyEntry, RolloutEntry, Route
 from scheduler.decide.cluster import ClusterState, Liveness, Node, Placement
 from scheduler.decide.liveness import LivenessView
 from scheduler.decide.rollout import Rollout
+
+RATE_STEP: Final = 0.1
 
 
 def route_table(
@@ -68,6 +75,18 @@ def tied(placements: Iterable[Placement]) -> frozenset[NodeId]:
     """Return the nodes that hold parts of replicas over several: each is served by them all."""
     spread = (placement.node_ids for placement in placements if placement.followers)
     return frozenset(node_id for node_ids in spread for node_id in node_ids)
+
+
+def steady(told: RouteTable | None, new: RouteTable) -> RouteTable:
+    """Return `new` under the generation of `told`, each route with the rates told of it before
+    unless one moved by more than a tenth of it. Where nothing is news, the answer equals `told`."""
+    if told is None or told.epoch != new.epoch:
+        return new
+    before = {route.replica_id: route for route in told.routes}
+    routes = tuple(_as_told(before.get(route.replica_id), route) for route in new.routes)
+    return msgspec.structs.replace(
+        new, generation=Generation(told.generation), epoch=told.epoch, routes=routes
+    )
 
 
 def _is_served(placement: Placement, nodes: Mapping[NodeId, Node], view: LivenessView) -> bool:
@@ -144,3 +163,22 @@ def _entry(
         if rollout is not None
         else None,
     )
+
+
+def _as_told(told: Route | None, route: Route) -> Route:
+    if told is None or told == route:
+        return told or route
+    if _is_moved(told.prefill_tokens_per_s, route.prefill_tokens_per_s) or _is_moved(
+        told.decode_tokens_per_s, route.decode_tokens_per_s
+    ):
+        return route
+    kept = msgspec.structs.replace(
+        route,
+        prefill_tokens_per_s=told.prefill_tokens_per_s,
+        decode_tokens_per_s=told.decode_tokens_per_s,
+    )
+    return told if kept == told else kept
+
+
+def _is_moved(told: float, now: float) -> bool:
+    return abs(now - told) > RATE_STEP * told

@@ -45,6 +45,18 @@ class Picture(msgspec.Struct, frozen=True, kw_only=True):
     format: int = FORMAT
     release: str = ""
 
+    def __post_init__(self) -> None:
+        """Refuse a file of which only a part would be understood."""
+        if self.format != FORMAT:
+            raise ValueError(
+                f"its format is {self.format}, this release reads {FORMAT}: plan it with "
+                f"release {self.release or 'that saved it'}"
+            )
+        known = {pop.pop for pop in self.cluster.pops}
+        astray = next((node for node in self.cluster.nodes if node.pop not in known), None)
+        if astray is not None:
+            raise ValueError(f"node {astray.node_id} is in {astray.pop}, which it does not hold")
+
 
 class AddNodes(msgspec.Struct, frozen=True, kw_only=True, tag="add_nodes"):
     """So many servers more in a PoP, with so many devices of a class each."""

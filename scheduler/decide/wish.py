@@ -146,10 +146,13 @@ class Wish:
         if pop in policy.keep_warm and pop not in pops:
             return Need(tier=3, worth=worth, reason=f"{pop} is kept warm")
         if len(pops) < self.least:
-            asked = f"at least {self.least} replicas are asked for"
-            return Need(tier=2, worth=worth, reason=asked)
+            return Need(tier=2, worth=worth, reason=self.least_asked())
         tier = 1 if not pops and self.is_asked_for else 0
         return Need(tier=tier, worth=worth, reason="a PoP less would leave none" if worth else "")
+
+    def least_asked(self) -> str:
+        """Say the minimum."""
+        return f"at least {self.least} replica{'s are' if self.least > 1 else ' is'} asked for"
 
     def needed_in(self) -> list[PopId]:
         """Return PoPs among which is one where a seat more would mend most."""

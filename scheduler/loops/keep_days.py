@@ -14,8 +14,7 @@ class Kept(NamedTuple):
 
 
 class KeepDays:
-    """Two days are made ahead, so a day of this duty failing costs nothing. On the first day of a
-    cluster it moves what came before it acted, the sooner the less."""
+    """Two days are made ahead, so a day of this duty failing costs nothing."""
 
     def __init__(self, acting: Acting) -> None:
         self._acting = acting

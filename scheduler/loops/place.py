@@ -1,4 +1,7 @@
-"""CORRIDOR: read what is, decide what should be, commit it if nothing moved meanwhile."""
+"""CORRIDOR: have it decided what should be, and commit it if nothing moved meanwhile.
+
+The planner reads what is and decides (`planner/desk.py`), in a process of its own.
+"""
 
 import logging
 import secrets
@@ -9,12 +12,11 @@ import msgspec
 from isochrone.wire.ids import NodeId
 from scheduler import metrics
 from scheduler.acting import Acting
-from scheduler.decide.cluster import ClusterState, Plan
+from scheduler.decide.cluster import Plan
 from scheduler.decide.group import sealed
-from scheduler.decide.plan import plan
-from scheduler.decide.versions import joined, split
+from scheduler.store.nodes import read_node_ids
 from scheduler.store.plans import commit_plan
-from scheduler.store.pool import transaction
+from scheduler.store.pool import transaction, using
 
 log = logging.getLogger(__name__)
 
@@ -36,18 +38,14 @@ class Place:
         self._acting = acting
 
     async def run_once(self) -> Placed:
-        """Read, plan, commit, tell."""
+        """Have planned, commit, tell."""
         acting = self._acting
         if not acting.is_acting:
             return Placed()
-        async with transaction(acting.pool, isolation="repeatable_read") as connection:
-            cluster = await acting.picture(connection)
-        if self._must_hear_first(cluster):
+        if await self._must_hear_first():
             return Placed(frozen="waiting for every node's first report")
-        decided = joined(
-            await acting.think(plan, split(cluster), liveness_limits=acting.config.liveness)
-        )
-        self._note(cluster, decided)
+        decided = await acting.planner.plan(acting.heard())
+        self._note(decided)
         if not decided.starts and not decided.endings:
             return Placed(unmet=len(decided.unmet), frozen=decided.frozen)
         starts = tuple(sealed(start, secrets.token_hex(16)) for start in decided.starts)
@@ -62,19 +60,21 @@ class Place:
             len(decided.starts), len(decided.endings), len(decided.unmet), committed=committed
         )
 
-    def _must_hear_first(self, cluster: ClusterState) -> bool:
+    async def _must_hear_first(self) -> bool:
         """A new term adopts what nodes report before it decides; for `hear_first_s` at most."""
         if self._acting.acting_for_s >= self._acting.config.hear_first_s:
             return False
+        async with using(self._acting.pool) as connection:
+            node_ids = await read_node_ids(connection)
         heard = {peer.name for peer in self._acting.agents() if peer.has_reported}
-        return any(node.node_id not in heard for node in cluster.nodes if not node.revoked)
+        return not heard.issuperset(node_ids)
 
-    def _note(self, cluster: ClusterState, decided: Plan) -> None:
+    def _note(self, decided: Plan) -> None:
         if decided.frozen != self._acting.frozen:
             log.warning("placement freeze", extra={"fields": {"reason": decided.frozen or "over"}})
         self._acting.frozen = decided.frozen
         self._acting.unmet = tuple((u.deployment_id, u.reason) for u in decided.unmet)
-        metrics.GENERATION.set(cluster.generation)
+        metrics.GENERATION.set(decided.based_on)
         metrics.FROZEN.set(bool(decided.frozen))
         metrics.UNMET.set(len(decided.unmet))
 

@@ -1,13 +1,9 @@
 """Has weights fetched before the peak that needs them, by what is foretold some hours ahead."""
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from scheduler.acting import Acting
-from scheduler.decide.cluster import ClusterState, DemandRate
-from scheduler.decide.demand import foreseeing
-from scheduler.decide.liveness import LivenessLimits
-from scheduler.decide.prefetch import Foreseen, prefetch
+from scheduler.decide.prefetch import Foreseen
 from scheduler.store.pool import transaction
 from scheduler.store.prefetch import record_foreseen
 
@@ -27,21 +23,11 @@ class Prefetch:
         self._acting = acting
 
     async def run_once(self) -> Prefetched:
-        """Read, foresee, write, tell."""
+        """Have foreseen, write, tell."""
         acting = self._acting
         if not acting.is_acting:
             return Prefetched()
-        async with transaction(acting.pool, isolation="repeatable_read") as connection:
-            cluster = await acting.picture(connection)
-        if not acting.later.rows and not cluster.prefetches:
-            return Prefetched()
-        foreseen = await acting.think(
-            _foresee,
-            cluster,
-            acting.later.rows,
-            acting.later.at - acting.clock(),
-            acting.config.liveness,
-        )
+        foreseen = await acting.planner.foresee(acting.heard())
         if foreseen != Foreseen():
             async with transaction(acting.pool) as connection:
                 await record_foreseen(connection, acting.epoch, foreseen)
@@ -55,12 +41,3 @@ class Prefetch:
             peer = self._acting.agent(node_id)
             if peer is not None and peer.has_reported:
                 await self._acting.send_assignment(peer)
-
-
-def _foresee(
-    cluster: ClusterState,
-    later: Sequence[DemandRate],
-    in_s: float,
-    limits: LivenessLimits,
-) -> Foreseen:
-    return prefetch(foreseeing(cluster, later), in_s, limits)

@@ -16,8 +16,7 @@ from scheduler import metrics
 from scheduler.acting import Acting
 from scheduler.decide.cluster import ClusterState
 from scheduler.decide.liveness import liveness
-from scheduler.decide.route_table import route_table, tied, with_part
-from scheduler.decide.steady import steady
+from scheduler.decide.route_table import route_table, steady, tied, with_part
 from scheduler.store.cluster import read_fleet, read_part
 from scheduler.store.keys import live_keys, next_route_generation, revoked_keys
 from scheduler.store.pool import transaction

@@ -1,4 +1,4 @@
-"""Keeps Python's garbage collector from walking the whole fleet in memory.
+"""Collects garbage, without walking the whole fleet in memory: nothing else does in this process.
 
 A conversation is over a hundred objects that live as long as it does. A full collection walks all
 of them, a second with thousands of peers, and nobody is served meanwhile; it finds next to nothing,
@@ -36,9 +36,6 @@ class Tidy:
     async def run_once(self) -> Tidied:
         """Collect what has come since, and put what lives out of reach."""
         acting = self._acting
-        if acting.thinking:
-            # All that a plan is made of lives while it is thought about, and must not for ever.
-            return Tidied()
         self._turns += 1
         ended = acting.ended - self._seen_ended
         walks = ended > max(ENDED_MIN, len(acting.peers)) or self._turns > TURNS_MAX

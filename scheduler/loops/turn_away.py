@@ -8,7 +8,8 @@ from typing import NamedTuple
 from isochrone.service.identity import CLOCK_SKEW
 from isochrone.wire.admin import RevocationView
 from isochrone.wire.control import Refused, RefusedCode
-from scheduler.acting import Acting, Connected, now
+from scheduler.acting import Acting, now
+from scheduler.connected import Connected
 from scheduler.store.identities import revoked_since
 from scheduler.store.pool import using
 

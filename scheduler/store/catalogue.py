@@ -28,9 +28,6 @@ class StillUsed(Exception):
     """Something depends on the row; the message names it."""
 
 
-PAGE_MAX: Final = 500
-
-
 async def touch(connection: Connection) -> None:
     """Move the cluster's generation: a plan made before this change must not be committed."""
     await connection.execute("UPDATE cluster SET generation = generation + 1")

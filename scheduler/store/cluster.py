@@ -30,7 +30,7 @@ from scheduler.decide.cluster import (
     Placement,
     PopDistance,
 )
-from scheduler.store.known_nodes import KnownNodes, made, read_nodes
+from scheduler.store.known_nodes import KnownNodes, read_nodes
 from scheduler.store.pool import Connection, fetch_one
 from scheduler.store.prefetch import read_prefetches
 from scheduler.store.rollouts import active_rollouts
@@ -166,7 +166,7 @@ async def _read_placements(
         """,
         only,
     )
-    return await made(_placements_of, rows, reports)
+    return _placements_of(rows, reports)
 
 
 def _placements_of(
@@ -246,10 +246,6 @@ async def _read_demand(connection: Connection) -> tuple[DemandRate, ...]:
         FROM summed GROUP BY deployment_id, pop ORDER BY deployment_id, pop
         """
     )
-    return await made(_demand_of, rows)
-
-
-def _demand_of(rows: Sequence[asyncpg.Record]) -> tuple[DemandRate, ...]:
     return tuple(
         DemandRate(
             deployment_id=DeploymentId(row["deployment_id"]),

@@ -1,8 +1,7 @@
 """Nodes as they are and as they last reported, read again only where they reported anew."""
 
-import asyncio
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Concatenate, Final, NamedTuple, ParamSpec, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import asyncpg
 import msgspec
@@ -11,11 +10,6 @@ from isochrone.wire.ids import DeviceId, Generation, NodeId, PopId
 from isochrone.wire.report import Device, Report
 from scheduler.decide.cluster import Node
 from scheduler.store.pool import Connection
-
-MANY: Final = 500
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 _report = msgspec.msgpack.Decoder(Report)
 
@@ -54,7 +48,7 @@ async def read_nodes(
     by_node = await _learn(connection, known, rows)
     # Replaced whole: another reading may be under way.
     known.by_node = by_node if only is None else {**known.by_node, **by_node}
-    return await made(_nodes_of, rows, by_node, silent_s)
+    return _nodes_of(rows, by_node, silent_s)
 
 
 def _nodes_of(
@@ -141,15 +135,3 @@ async def _read_devices(
             )
         )
     return devices
-
-
-async def made(
-    make: Callable[Concatenate[Sequence[asyncpg.Record], P], T],
-    rows: Sequence[asyncpg.Record],
-    *given: P.args,
-    **named: P.kwargs,
-) -> T:
-    """Return what is made of rows; of many in a thread, for others are to be served meanwhile."""
-    if len(rows) < MANY:
-        return make(rows, *given, **named)
-    return await asyncio.to_thread(make, rows, *given, **named)

@@ -16,7 +16,6 @@ from isochrone.wire.ids import ClusterId, Epoch, Generation
 from scheduler.store.pool import Connection, fetch_one
 
 TTL_S: Final = 6.0
-RENEW_S: Final = 2.0
 MARGIN_S: Final = 1.0
 TOLD: Final = (
     "RETURNING epoch, extract(epoch FROM clock_timestamp() - acting_since)::float8 AS acting_for_s"

@@ -70,6 +70,12 @@ async def record_registration(
         raise UnknownPeer(f"cannot register {name}: unknown here or revoked; join again")
 
 
+async def read_node_ids(connection: Connection) -> list[NodeId]:
+    """Return the names of all nodes that may report."""
+    rows = await connection.fetch("SELECT node_id FROM node WHERE NOT revoked")
+    return [NodeId(row["node_id"]) for row in rows]
+
+
 async def lock_nodes(connection: Connection, node_ids: Sequence[NodeId]) -> None:
     """Lock many nodes' rows until the transaction ends, always in the same order.
 

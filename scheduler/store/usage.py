@@ -122,7 +122,8 @@ async def record_round_trips(
 async def keep_demand_days(connection: Connection) -> int:
     """Make the days that demand is coming for, drop those past their keeping; return the changes.
 
-    What came for a day before it was made moves out of the default partition.
+    A day that began before it was made stays in the default partition: to move a million minutes
+    takes longer than anybody may be kept from counting.
     """
     today = await connection.fetchval("SELECT (clock_timestamp() AT TIME ZONE 'UTC')::date")
     days = await connection.fetch(
@@ -131,16 +132,9 @@ async def keep_demand_days(connection: Connection) -> int:
     )
     there = {row["relname"] for row in days}
     changes = 0
-    for ahead in range(-DEMAND_DAYS, DAYS_AHEAD + 1):
+    for ahead in range(DAYS_AHEAD + 1):
         day = today + timedelta(days=ahead)
-        is_wanted = ahead >= 0 or await connection.fetchval(
-            "SELECT EXISTS (SELECT FROM demand_default WHERE minute >= $1 AND minute < $2)",
-            *_span(day),
-        )
-        if is_wanted and _partition(day) not in there:
-            if not changes:
-                # Between the move and the attaching nobody may write more into the default one.
-                await connection.execute("LOCK TABLE demand IN ACCESS EXCLUSIVE MODE")
+        if _partition(day) not in there and not await _has_begun(connection, day):
             await _make_day(connection, day)
             changes += 1
     oldest = _partition(today - timedelta(days=DEMAND_DAYS))
@@ -151,17 +145,18 @@ async def keep_demand_days(connection: Connection) -> int:
     return changes
 
 
+async def _has_begun(connection: Connection, day: date) -> bool:
+    begun: bool = await connection.fetchval(
+        "SELECT EXISTS (SELECT FROM demand_default WHERE minute >= $1 AND minute < $2)", *_span(day)
+    )
+    return begun
+
+
 async def _make_day(connection: Connection, day: date) -> None:
     name = _partition(day)
     start, end = _span(day)
+    # Attached and not made as a partition: nobody who counts has to wait for it.
     await connection.execute(f"CREATE TABLE {name} (LIKE demand INCLUDING ALL)")
-    # The name is made of a date.
-    move = (
-        "WITH moved AS (DELETE FROM demand_default"  # noqa: S608
-        " WHERE minute >= $1 AND minute < $2 RETURNING *)"
-        f" INSERT INTO {name} SELECT * FROM moved"
-    )
-    await connection.execute(move, start, end)
     await connection.execute(
         f"ALTER TABLE demand ATTACH PARTITION {name}"
         f" FOR VALUES FROM ('{start.isoformat()}') TO ('{end.isoformat()}')"
@@ -181,6 +176,8 @@ async def prune(connection: Connection, *, batch: int = 5_000) -> int:
     """Forget what is past its keeping, a batch at a time; return the rows forgotten."""
     forgotten = 0
     for statement in (
+        "DELETE FROM demand_default WHERE ctid IN (SELECT ctid FROM demand_default"  # noqa: S608
+        f" WHERE minute < clock_timestamp() - interval '{DEMAND_DAYS} days' LIMIT $1)",
         "DELETE FROM demand_seen WHERE ctid IN (SELECT ctid FROM demand_seen"
         " WHERE seen_at < clock_timestamp() - interval '3 hours' LIMIT $1)",
         "DELETE FROM usage WHERE ctid IN (SELECT ctid FROM usage"

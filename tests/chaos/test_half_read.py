@@ -6,11 +6,13 @@ from pathlib import Path
 import msgspec
 
 from scheduler.decide.cluster import ClusterState
-from scheduler.store.pool import UNAVAILABLE, Pool, open_pool, transaction
+from scheduler.decide.liveness import LivenessLimits
+from scheduler.planner.desk import Desk
+from scheduler.planner.questions import Heard
+from scheduler.store.pool import UNAVAILABLE, Pool, open_pool
 from tests.builders import a_replica_report, a_spec
 from tests.chaos.cable import a_cable
 from tests.integration.scheduler.test_store import begun, planned, reported
-from tests.integration.scheduler.test_trust import an_acting
 from tests.postgres import Server
 
 STEP_BYTES = 700
@@ -50,9 +52,8 @@ async def test_a_picture_cut_anywhere_is_no_picture(
 
 async def a_picture(pool: Pool) -> ClusterState:
     """Read what placement decides from, without what only passes."""
-    acting = await an_acting(pool)
-    async with transaction(pool, isolation="repeatable_read") as connection:
-        picture = await acting.picture(connection, 99.0)
+    desk = Desk(pool, LivenessLimits())
+    picture = await desk.picture(Heard(acting_for_s=99.0, silent_s={}))
     still = {"age_s": 0.0, "state_age_s": 0.0}
     return msgspec.structs.replace(
         picture,

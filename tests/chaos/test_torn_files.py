@@ -30,7 +30,7 @@ from nodeagent.engine.kv_tiers.files import FileTier
 from nodeagent.host.engines import Engines, Started
 from nodeagent.host.ledger import Ledger
 from router.journal import Journal
-from router.loops.ship import UsageSpool
+from router.loops.spool import UsageSpool
 from tests.builders import a_spec
 from tests.integration.router.fleet_of import an_identity
 from tests.unit.nodeagent.test_decide import an_assignment

@@ -9,7 +9,7 @@ import mmap
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, repeat
 from pathlib import Path
 from typing import Any, Final
 
@@ -69,6 +69,34 @@ class TensorEntry:
 
 
 @dataclass(frozen=True, slots=True)
+class Strings:
+    """An array of strings, made into those when they are asked for.
+
+    A vocabulary's take most of a header's time, and weights need not wait for them.
+    """
+
+    path: Path
+    what: str
+    packed: bytes
+    """Each behind its length."""
+    count: int
+
+    def read(self) -> list[str]:
+        """Return the strings, or refuse what is no text."""
+        packed, at = self.packed, 0
+        length_at = _U64.unpack_from
+        strings: list[str] = []
+        try:
+            for _ in repeat(None, self.count):
+                start = at + _U64.size
+                at = start + length_at(packed, at)[0]
+                strings.append(packed[start:at].decode())
+        except UnicodeDecodeError as error:
+            raise CheckpointError(f"cannot read {self.path}: {self.what} is not UTF-8") from error
+        return strings
+
+
+@dataclass(frozen=True, slots=True)
 class GgufHeader:
     """What the file says before its tensors."""
 
@@ -125,7 +153,7 @@ class _Cursor:
             raise CheckpointError(f"cannot read {self.path}: {what} has unknown type {kind}")
         return self.number(layout, what)
 
-    def _array(self, what: str) -> list[Any]:
+    def _array(self, what: str) -> list[Any] | Strings:
         kind = self.number(_U32, what)
         count = self.number(_U64, what)
         self.items_left -= count
@@ -144,34 +172,23 @@ class _Cursor:
                 view.release()
         if kind != _STRING:
             raise CheckpointError(f"cannot read {self.path}: {what} is an array of type {kind}")
-        # A string takes at least its length's 8 bytes: a count beyond that is a lie.
-        if count > (self.end - self.at) // _U64.size:
-            raise CheckpointError(f"cannot read {self.path}: {what} claims {count} strings")
         return self._strings(count, what)
 
-    def _strings(self, count: int, what: str) -> list[str]:
-        """Read `count` strings; a vocabulary has a hundred thousand, so here no call is idle."""
-        data, at, last = self.data, self.at, self.end - _U64.size
-        length_at = _U64.unpack_from
-        items: list[bytes] = []
-        for _ in range(count):
+    def _strings(self, count: int, what: str) -> Strings:
+        """Pass over `count` strings: a vocabulary has a hundred thousand, so no call is idle."""
+        data, start = self.data, self.at
+        at, last, length_at = start, self.end - _U64.size, _U64.unpack_from
+        for _ in repeat(None, count):
             if at > last:
                 break
-            start = at + _U64.size
-            at = start + length_at(data, at)[0]
-            if at > self.end:
-                break
-            items.append(data[start:at])
-        if len(items) < count:
-            raise CheckpointError(
-                f"cannot read {self.path}: {what} claims {count} strings, the file ends at"
-                f" {self.end}"
-            )
-        self.at = at
-        try:
-            return [item.decode() for item in items]
-        except UnicodeDecodeError as error:
-            raise CheckpointError(f"cannot read {self.path}: {what} is not UTF-8") from error
+            at += _U64.size + length_at(data, at)[0]
+        else:
+            if at <= self.end:
+                self.at = at
+                return Strings(self.path, what, data[start:at], count)
+        raise CheckpointError(
+            f"cannot read {self.path}: {what} claims {count} strings, the file ends at {self.end}"
+        )
 
 
 def read_header(path: Path, data: mmap.mmap) -> GgufHeader:

@@ -11,25 +11,31 @@ from nodeagent.engine.vocabulary import Vocabulary, vocabulary_of_folder, vocabu
 
 def open_checkpoint(path: Path) -> tuple[GgufFile | SafetensorsFolder, Vocabulary]:
     """Open a GGUF file, or a folder that holds config.json or exactly one GGUF file."""
+    source = open_weights(path)
     try:
-        return _open(path)
-    except OSError as error:
-        raise CheckpointError(f"cannot load {path}: {error.strerror or error}") from error
+        return source, read_vocabulary(path, source)
+    except BaseException:
+        source.close()
+        raise
 
 
 def open_weights(path: Path) -> GgufFile | SafetensorsFolder:
     """Open the same without its vocabulary."""
-    path = _place(path)
-    return _folder(path) if path.is_dir() else GgufFile(path)
+    try:
+        path = _place(path)
+        return _folder(path) if path.is_dir() else GgufFile(path)
+    except OSError as error:
+        raise CheckpointError(f"cannot load {path}: {error.strerror or error}") from error
 
 
-def _open(path: Path) -> tuple[GgufFile | SafetensorsFolder, Vocabulary]:
-    path = _place(path)
-    if path.is_dir():
-        folder = _folder(path)
-        return folder, vocabulary_of_folder(path, folder)
-    file = GgufFile(path)
-    return file, vocabulary_of_gguf(path, file)
+def read_vocabulary(path: Path, source: GgufFile | SafetensorsFolder) -> Vocabulary:
+    """Return the vocabulary of what was opened as `source`."""
+    try:
+        if isinstance(source, GgufFile):
+            return vocabulary_of_gguf(path, source)
+        return vocabulary_of_folder(path, source)
+    except OSError as error:
+        raise CheckpointError(f"cannot load {path}: {error.strerror or error}") from error
 
 
 def _folder(path: Path) -> SafetensorsFolder:

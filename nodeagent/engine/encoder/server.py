@@ -4,15 +4,14 @@ A request is refused whole before any of it is read, or answered whole.
 """
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Self
 
 import numpy as np
 from aiohttp import web
 
 from isochrone.service.door import read_body
-from isochrone.wire.codec import MalformedFrame, decode_json
 from isochrone.wire.engine import EngineConfig
 from isochrone.wire.errors import ApiError, ErrorCode
 from nodeagent.engine.doors import CommonDoors, Progress
@@ -26,7 +25,8 @@ from nodeagent.engine.encoder.bodies import (
 )
 from nodeagent.engine.encoder.loading import LoadedEncoder
 from nodeagent.engine.encoder.worker import EncoderWorker, Text
-from nodeagent.engine.openai import refused
+from nodeagent.engine.entrance import Entrance
+from nodeagent.engine.openai import decoded, refused
 
 REQUEST_TOKENS_MAX: Final = 300_000
 """Tokens in all the texts of one request, as OpenAI has it."""
@@ -41,17 +41,29 @@ class EncoderServer:
     config: EngineConfig
     loaded: LoadedEncoder
     worker: EncoderWorker
-    created_s: int
-    draining: bool = False
-    _idle: asyncio.Event = field(default_factory=asyncio.Event)
-    _open: int = 0
+    entrance: Entrance
+
+    @classmethod
+    def begin(
+        cls, config: EngineConfig, loaded: LoadedEncoder, on_death: Callable[[], None]
+    ) -> Self:
+        """Start the thread that runs the model."""
+        worker = EncoderWorker(loaded.model, config.batch_tokens_max, on_death)
+        worker.start()
+        return cls(config, loaded, worker, Entrance(config.sequences_max + config.waiting_max))
+
+    def fail_all(self, message: str) -> None:
+        """End every open request with an error."""
+        self.worker.fail_all(message)
+
+    def close(self) -> None:
+        """Keep nothing: what is read is not remembered."""
 
     def app(self) -> web.Application:
         """Build the aiohttp application."""
-        app = CommonDoors(self.config, self, self.created_s).app()
+        app = CommonDoors(self.config, self).app()
         app.router.add_post("/v1/embeddings", self.embed)
         app.router.add_post("/v1/rerank", self.rerank)
-        self._idle.set()
         return app
 
     def progress(self) -> Progress:
@@ -63,7 +75,7 @@ class EncoderServer:
         """Return counts and rates by name: those of EngineStats that mean something here."""
         worker = self.worker
         return {
-            "running": self._open,
+            "running": self.entrance.open,
             "waiting": worker.texts_waiting,
             "prefill_tokens_in_flight": worker.tokens_waiting,
             "prefill_tokens_per_s": worker.tokens_per_s,
@@ -89,24 +101,6 @@ class EncoderServer:
     def other_names(self) -> Sequence[str]:
         """None: there are no adapters to what reads."""
         return ()
-
-    @property
-    def open(self) -> int:
-        """How many requests are open."""
-        return self._open
-
-    def drain(self) -> None:
-        """Take nothing new from now on; what runs goes on."""
-        self.draining = True
-
-    async def wait_empty(self, timeout_s: float) -> bool:
-        """Wait until no request is open; False where time ran out."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._idle.wait()
-        except TimeoutError:
-            return False
-        return True
 
     async def embed(self, request: web.Request) -> web.Response:
         """Answer `/v1/embeddings`."""
@@ -148,24 +142,15 @@ class EncoderServer:
                 param="model",
             )
         if self.worker.died:
-            raise ApiError(ErrorCode.UNAVAILABLE, "this engine has failed", retry_after_s=1.0)
-        if self.draining:
-            raise ApiError(ErrorCode.UNAVAILABLE, "this engine is draining", retry_after_s=1.0)
-        limit = self.config.sequences_max + self.config.waiting_max
-        if self._open >= limit:
             raise ApiError(
-                ErrorCode.OUT_OF_CAPACITY,
-                f"cannot queue this request: {self._open} are open, the limit is {limit}",
-                retry_after_s=1.0,
+                ErrorCode.UNAVAILABLE, "cannot answer: this engine has failed", retry_after_s=1.0
             )
+        self.entrance.admit()
 
     async def _body(self, request: web.Request, decoder: Any) -> Any:
         limit, timeout_s = self.config.body_bytes_max, self.config.client_stall_s
         body = await read_body(request, bytes_max=limit, timeout_s=timeout_s)
-        try:
-            return decode_json(body, decoder, bytes_max=limit)
-        except MalformedFrame as error:
-            raise ApiError(ErrorCode.INVALID_REQUEST, str(error)) from error
+        return decoded(body, decoder, limit)
 
     def _hold_to_model(self, name: str | None) -> None:
         if name is not None and name != self.config.served_name:
@@ -203,20 +188,18 @@ class EncoderServer:
 
     def _framed(self, tokens: list[int], param: str) -> Text:
         size = self.loaded.model.shape.vocabulary
-        if any(not 0 <= token < size for token in tokens):
-            raise refused(param, f"token ids must lie between 0 and {size - 1}")
+        odd = next((token for token in tokens if not 0 <= token < size), None)
+        if odd is not None:
+            raise refused(param, f"cannot use token {odd}: ids must lie between 0 and {size - 1}")
         before, after = self.loaded.frame
         return Text([*before, *tokens, *after], [])
 
     async def _read(self, texts: list[Text], param: str) -> np.ndarray:
-        self._open += 1
-        self._idle.clear()
+        self.entrance.enter()
         try:
             rows = await self.worker.encode(texts)
         finally:
-            self._open -= 1
-            if not self._open:
-                self._idle.set()
+            self.entrance.leave()
         sound = np.isfinite(rows).all(-1)
         if not sound.all():
             raise ApiError(

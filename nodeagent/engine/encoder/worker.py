@@ -136,7 +136,7 @@ class EncoderWorker:
         except Exception:
             log.exception("the encoder's thread died")
             self.died = True
-            self._loop.call_soon_threadsafe(self.fail_all, "the engine failed")
+            self._loop.call_soon_threadsafe(self.fail_all, "cannot answer: the engine failed")
             self._on_death()
 
     def _next(self) -> list[tuple[_Asked, int]]:

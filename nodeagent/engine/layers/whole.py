@@ -127,7 +127,7 @@ def whole(layers: Sequence[Dense | None], shape: ModelShape) -> Whole | None:
         table.append(_Layer(*(None if one is None else one.data_ptr() for one in norms), *matrices))
     # Asked last: whoever has other matrices need not build them.
     own = kernels()
-    return Whole(own.library, dense, table, shape) if own is not None and own.multiplies else None
+    return Whole(own.library, dense, table, shape) if own is not None else None
 
 
 def _is_fp32(weight: Tensor) -> bool:

@@ -1,7 +1,6 @@
 """How a model's weights come to its device: in its dtype, and fused where one product serves."""
 
 import math
-from collections.abc import Iterable
 from typing import Final, Protocol
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 from nodeagent.engine.checkpoint.stored import Stored
 from nodeagent.engine.cuda.staging import Arrival, staging_for
 from nodeagent.engine.layers.linear import (
-    TILE_ROWS,
+    Fetch,
     Filed,
     Groups,
     Half,
@@ -23,8 +22,10 @@ from nodeagent.engine.layers.linear import (
     keep_groups,
     native,
     tiled,
+    tiles,
 )
 from nodeagent.engine.layers.lora import Adapted, Adding
+from nodeagent.engine.native.kernels import kernels
 from nodeagent.engine.parallel.ranks import ALONE, Ranks
 from nodeagent.engine.parallel.share import Cut
 
@@ -83,6 +84,7 @@ class Weights:
         self.adding: Adding | None = Adding()
         self.staging = staging_for(device)
         """What brings matrices while others are still read; none where they stay on the host."""
+        self._later: list[Fetch] = []
 
     def bare(self) -> "Weights":
         """Return the same for matrices that no adapter changes and no product of which is summed.
@@ -90,7 +92,7 @@ class Weights:
         Adapters name rows of the flat batch; what sees other rows than those cannot take them.
         """
         bare = Weights(self.source, self.device, self.dtype, self.keeping)
-        bare.adding, bare.staging = None, self.staging
+        bare.adding, bare.staging, bare._later = None, self.staging, self._later
         return bare
 
     def read(self, name: str, *shape: int) -> Tensor:
@@ -104,9 +106,13 @@ class Weights:
         return self.source.tensor(name, shape).to(self.device, self.dtype)
 
     def arrived(self) -> None:
-        """Wait until all matrices are there: before the first product."""
+        """Have all matrices be there: before the first product."""
         if self.staging is not None:
             self.staging.finish()
+        own = kernels() if self._later else None
+        if own is not None:
+            own.fetch(self._later)
+            self._later.clear()
 
     def _bring(self, target: Tensor, name: str, shape: tuple[int, ...]) -> Arrival | None:
         """Begin to fill `target`; None where nobody brings it."""
@@ -124,11 +130,11 @@ class Weights:
         """Read the table of embeddings: as matrices are kept, or in fp16 where they stay packed."""
         if self.keeping is Keeping.NATIVE:
             groups = self.source.groups(name, shape)
-            table = None if groups is None else native(groups, self.keeping)
+            table = None if groups is None else native(groups, self.keeping, self._later)
             if table is not None:
                 return table
-        if self._tiles(shape[:1]):
-            return tiled([self.source.tensor(name, shape)])
+        if tiles(self.keeping, shape[:1], shape[1]):
+            return tiled([self.source.tensor(name, shape)], self.keeping)
         wide = self.read(name, *shape)
         return wide.half() if self.keeping.as_filed else wide
 
@@ -141,16 +147,13 @@ class Weights:
     def linear_stack(self, prefix: str, parts: dict[str, int], columns: int) -> Linear:
         """Read the matrices `parts` as one to multiply by; ranks hold their rows."""
         kept = self._packed(prefix, parts, columns)
-        if kept is None and self._tiles(parts.values()):
+        if kept is None and tiles(self.keeping, parts.values(), columns):
             shapes = {f"{prefix}{name}": (rows, columns) for name, rows in parts.items()}
-            kept = tiled([self.source.tensor(name, shape) for name, shape in shapes.items()])
+            read = [self.source.tensor(name, shape) for name, shape in shapes.items()]
+            kept = tiled(read, self.keeping)
         if kept is None:
             kept = keep(self.stack(prefix, parts, columns), self.keeping)
         return self._adapted(kept, prefix, parts, columns)
-
-    def _tiles(self, rows: Iterable[int]) -> bool:
-        """True where matrices of so many rows are kept in tiles of our own."""
-        return self.keeping is Keeping.TILED and not any(count % TILE_ROWS for count in rows)
 
     def _packed(self, prefix: str, parts: dict[str, int], columns: int) -> Linear | None:
         """Return the product as the file packs it; None where not all of it is packed alike."""
@@ -162,7 +165,7 @@ class Weights:
             if part is None:
                 return None
             groups.append(part)
-        return keep_groups(join(groups), self.keeping)
+        return keep_groups(join(groups), self.keeping, self._later)
 
     def _adapted(self, kept: Linear, prefix: str, parts: dict[str, int], columns: int) -> Linear:
         if self.adding is None:

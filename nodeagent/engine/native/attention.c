@@ -70,13 +70,7 @@ INLINED lanes halves(lanes one, lanes other, const int apart, const int second) 
 }
 
 INLINED int any(places wanted) {
-#if defined(__AVX512F__)
     return _mm512_test_epi32_mask((__m512i)wanted, (__m512i)wanted) != 0;
-#else
-    int found = 0;
-    for (int64_t at = 0; at < LANES; at++) found |= wanted[at];
-    return found;
-#endif
 }
 
 /* Sixteen keys of sixteen numbers: `to` gets sixteen times the same number of each key. */

@@ -30,6 +30,8 @@ _OPTIONS: Final = (
     "-shared",
     "-fPIC",
 )
+_NEEDED: Final = ("avx512f", "avx512bw", "avx512_vnni")
+"""What the sources are written for; torch's own kernels are faster on any other processor."""
 _COMPILERS: Final = ("cc", "gcc", "clang")
 _COMPILE_S: Final = 60.0
 
@@ -40,8 +42,12 @@ class NoKernels(RuntimeError):
 
 def built() -> Path:
     """Return the library's path, built where it is not there yet, or raise NoKernels."""
+    features = _features()
+    lacking = sorted(set(_NEEDED) - set(features.split()))
+    if lacking:
+        raise NoKernels(f"cannot run kernels: this processor lacks {', '.join(lacking)}")
     compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
-    path = _folder() / f"kernels-{_digest(compiler)}.so"
+    path = _folder() / f"kernels-{_digest(compiler, features)}.so"
     if path.is_file():
         return path
     if compiler is None:
@@ -63,11 +69,11 @@ def built() -> Path:
     return path
 
 
-def _digest(compiler: str | None) -> str:
+def _digest(compiler: str | None, features: str) -> str:
     digest = hashlib.sha256()
     for source in (*SOURCES, *_HEADERS):
         digest.update(source.read_bytes())
-    for part in (*_OPTIONS, platform.machine(), _features(), compiler or ""):
+    for part in (*_OPTIONS, platform.machine(), features, compiler or ""):
         digest.update(part.encode() + b"\0")
     return digest.hexdigest()[:32]
 

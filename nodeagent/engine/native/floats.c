@@ -8,27 +8,23 @@
 
 #define STRIP 12 /* rows of x at a time, by two tiles: 24 sums stay in registers */
 
-#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VNNI__)
-
-enum kind { FP16, BF16, FP32 };
-
-INLINED int64_t bytes_of(const enum kind kind) { return kind == FP32 ? 4 : 2; }
-
 /* Sixteen weights of a column, `column` columns behind `tile`. */
 INLINED lanes weights_at(const enum kind kind, const uint8_t *tile, int64_t column) {
-    const uint8_t *at = tile + column * TILE * bytes_of(kind);
-    if (kind == FP32) return *(const lanes *)at;
-    __m256i bits = _mm256_loadu_si256((const __m256i *)at);
-    if (kind == BF16) return (lanes)_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16);
-    return (lanes)_mm512_cvtph_ps(bits);
+    return widened(kind, tile + column * TILE * bytes_of(kind));
 }
 
-void pack_floats(const uint8_t *weights, int64_t bytes, int64_t rows, int64_t columns,
-                 int64_t threads, uint8_t *out) {
-#pragma omp parallel for num_threads(threads)
-    for (int64_t tile = 0; tile < rows / TILE; tile++) {
-        const uint8_t *from = weights + tile * TILE * columns * bytes;
-        uint8_t *to = out + tile * TILE * columns * bytes;
+struct floats {
+    const uint8_t *weights;
+    int64_t bytes, columns;
+    uint8_t *out;
+};
+
+static void pack_tiles(const void *told, int64_t tile, int64_t end) {
+    const struct floats *by = told;
+    int64_t bytes = by->bytes, columns = by->columns;
+    for (; tile < end; tile++) {
+        const uint8_t *from = by->weights + tile * TILE * columns * bytes;
+        uint8_t *to = by->out + tile * TILE * columns * bytes;
         for (int64_t column = 0; column < columns; column++)
             for (int64_t row = 0; row < TILE; row++)
                 if (bytes == 2)
@@ -36,6 +32,13 @@ void pack_floats(const uint8_t *weights, int64_t bytes, int64_t rows, int64_t co
                 else
                     memcpy(to + 4 * (column * TILE + row), from + 4 * (row * columns + column), 4);
     }
+}
+
+/* `rows` must be whole tiles. */
+void pack_floats(const uint8_t *weights, int64_t bytes, int64_t rows, int64_t columns,
+                 int64_t threads, uint8_t *out) {
+    const struct floats told = {weights, bytes, columns, out};
+    share(pack_tiles, &told, rows / TILE, portions_of(rows * columns, threads), threads);
 }
 
 /* One row of x by one tile, four columns side by side so that no sum waits for itself. */
@@ -142,5 +145,3 @@ int64_t read_floats(const uint8_t *packed, int64_t kind, int64_t rows, int64_t c
     }
     return 0;
 }
-
-#endif

@@ -2,16 +2,15 @@
  *
  * Rule 1: every function takes fp32 rows that lie one behind another, writes where it is told, and
  * keeps nothing.
- * Rule 2: `threads` are OpenMP's, of the runtime that torch has loaded: one pool for both. Work is
+ * Rule 2: they are written for AVX-512 with VNNI; `building.py` builds them for no other processor.
+ * Rule 3: `threads` are OpenMP's, of the runtime that torch has loaded: one pool for both. Work is
  * given to them by `share` alone.
  */
 
 #ifndef KERNELS_H
 #define KERNELS_H
 
-#if defined(__x86_64__)
 #include <immintrin.h>
-#endif
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
@@ -20,6 +19,8 @@
 #define LINE 64
 #define GROUP 32   /* neighbouring weights of a row with a scale in common */
 #define TILE LANES /* rows of a matrix that lie together */
+#define FINE INT16_MAX /* the largest of a rounded group, by weights of eight bits at most */
+#define COARSE 8191    /* and by weights of 16: 32 products of two such fit into 32 bits */
 #define LOG2_E 1.44269504f
 /* So many numbers are done before another thread has begun; soon; and after long. */
 #define SMALL 16384
@@ -34,6 +35,36 @@ typedef int32_t places __attribute__((vector_size(4 * LANES), aligned(4), may_al
 
 INLINED lanes where(places wanted, lanes one, lanes other) {
     return (lanes)((wanted & (places)one) | (~wanted & (places)other));
+}
+
+/* How weights that are floats are stored. */
+enum kind { FP16, BF16, FP32 };
+
+INLINED int64_t bytes_of(const enum kind kind) { return kind == FP32 ? 4 : 2; }
+
+INLINED lanes widened(const enum kind kind, const uint8_t *at) {
+    if (kind == FP32) return *(const lanes *)at;
+    __m256i bits = _mm256_loadu_si256((const __m256i *)at);
+    if (kind == BF16) return (lanes)_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16);
+    return (lanes)_mm512_cvtph_ps(bits);
+}
+
+/* A group of numbers rounded to whole ones, `most` at most, and what those are multiplied by. */
+struct rounded {
+    __m512i first, second;
+    float scale;
+};
+
+INLINED struct rounded rounded(lanes first, lanes second, float most) {
+    __m512 one = (__m512)first, other = (__m512)second;
+    float largest = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(one), _mm512_abs_ps(other)));
+    /* The largest passes over what is no number; the scale, and so the answer, must not. */
+    int sound = !(_mm512_cmp_ps_mask(one, one, _CMP_UNORD_Q) |
+                  _mm512_cmp_ps_mask(other, other, _CMP_UNORD_Q));
+    __m512 inverse = _mm512_set1_ps(largest > 0 ? most / largest : 0);
+    return (struct rounded){.first = _mm512_cvtps_epi32(_mm512_mul_ps(one, inverse)),
+                            .second = _mm512_cvtps_epi32(_mm512_mul_ps(other, inverse)),
+                            .scale = sound ? largest / most : NAN};
 }
 
 /* 2^x to 2e-7 of itself where x is below 128, nought where it is below -126; what is no number stays
@@ -85,7 +116,6 @@ void attend(const float *mixed, int64_t heads, const float *slots, int64_t block
 
 INLINED int64_t group_bytes(int64_t bits) { return GROUP * TILE * bits / 8 + 4 * TILE; }
 
-/* Where the processor can. */
 int64_t multiply(const uint8_t *packed, int64_t bits, int64_t rows, int64_t columns, const float *x,
                  int64_t count, int64_t threads, float *out);
 void multiply_floats(const uint8_t *packed, int64_t kind, int64_t rows, int64_t columns,

@@ -9,8 +9,6 @@
 
 #include <stdlib.h>
 
-#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VNNI__)
-
 /* One matrix as `multiply` keeps it, or `multiply_floats`. */
 struct matrix {
     const uint8_t *packed;
@@ -36,7 +34,7 @@ struct step {
 
 static int64_t multiply_by(const struct matrix *by, const float *x, const struct step *step,
                            float *out) {
-    if (by->kind == 4 || by->kind == 8)
+    if (by->kind == 4 || by->kind == 8 || by->kind == 16)
         return multiply(by->packed, by->kind, by->rows, by->columns, x, step->rows, step->threads,
                         out);
     multiply_floats(by->packed, by->kind, by->rows, by->columns, x, step->rows, step->threads, out);
@@ -153,5 +151,3 @@ int64_t run_layers(const struct layer *layers, int64_t count, const struct step 
     with_team(step->threads, run_all, &run);
     return run.failed;
 }
-
-#endif

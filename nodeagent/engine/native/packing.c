@@ -4,49 +4,112 @@
  * lies in tiles of 16 rows; in a tile group behind group; a group is its 512 numbers (eight bits,
  * or four), then 16 scales and 16 offsets in fp16. Byte 4 * row + column of a line has the number of
  * one of four neighbouring columns; where numbers have four bits, the higher ones are of the column
- * 16 further on.
+ * 16 further on. Numbers of 16 bits have a sign, 16 scales in fp32 and no offsets; of four
+ * neighbouring columns the first and the third share a line, the second and the fourth the next.
  */
 
 #include "kernels.h"
 
+#include <errno.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <unistd.h>
 
 #define NEAR_BYTES 98304 /* of a file at a time */
 
-#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VNNI__)
+static int64_t tile_bytes(int64_t bits, int64_t columns) {
+    return columns / GROUP * group_bytes(bits);
+}
 
+struct numbers {
+    const uint8_t *numbers;
+    const float *scales, *offsets;
+    int64_t bits, columns;
+    uint8_t *out;
+};
+
+static void pack_numbers(const void *told, int64_t tile, int64_t end) {
+    const struct numbers *by = told;
+    int64_t groups = by->columns / GROUP, bits = by->bits, bytes = group_bytes(bits);
+    for (int64_t at = tile * groups; at < end * groups; at++) {
+        int64_t group = at % groups;
+        uint8_t *to = by->out + at * bytes;
+        uint16_t *halves = (uint16_t *)(to + GROUP * TILE * bits / 8);
+        memset(to, 0, GROUP * TILE * bits / 8);
+        for (int64_t row = 0; row < TILE; row++) {
+            int64_t wide = at / groups * TILE + row;
+            const uint8_t *from = by->numbers + wide * by->columns + group * GROUP;
+            for (int64_t column = 0; column < GROUP; column++) {
+                int64_t high = bits == 4 && column >= GROUP / 2;
+                int64_t line = column / 4 - high * GROUP / 8;
+                to[line * LINE + 4 * row + column % 4] |= from[column] << (4 * high);
+            }
+            halves[row] = _cvtss_sh(by->scales[wide * groups + group], 0);
+            halves[TILE + row] = _cvtss_sh(by->offsets[wide * groups + group], 0);
+        }
+    }
+}
+
+/* `rows` must be whole tiles. */
 void pack(const uint8_t *numbers, const float *scales, const float *offsets, int64_t bits,
           int64_t rows, int64_t columns, int64_t threads, uint8_t *out) {
-    int64_t groups = columns / GROUP, bytes = group_bytes(bits);
-#pragma omp parallel for num_threads(threads)
-    for (int64_t tile = 0; tile < rows / TILE; tile++)
-        for (int64_t group = 0; group < groups; group++) {
-            uint8_t *to = out + (tile * groups + group) * bytes;
-            uint16_t *halves = (uint16_t *)(to + GROUP * TILE * bits / 8);
-            for (int64_t row = 0; row < TILE; row++) {
-                int64_t at = tile * TILE + row;
-                const uint8_t *from = numbers + at * columns + group * GROUP;
-                for (int64_t four = 0; four < GROUP / 4; four++)
-                    for (int64_t one = 0; one < 4; one++) {
-                        uint8_t number = from[4 * four + one];
-                        if (bits == 8)
-                            to[four * LINE + 4 * row + one] = number;
-                        else if (four < GROUP / 8)
-                            to[four * LINE + 4 * row + one] = number;
-                        else
-                            to[(four - GROUP / 8) * LINE + 4 * row + one] |= number << 4;
-                    }
-                halves[row] = _cvtss_sh(scales[at * groups + group], 0);
-                halves[TILE + row] = _cvtss_sh(offsets[at * groups + group], 0);
-            }
+    const struct numbers told = {numbers, scales, offsets, bits, columns, out};
+    share(pack_numbers, &told, rows / TILE, portions_of(rows * columns, threads), threads);
+}
+
+struct wide {
+    const uint8_t *weights;
+    int64_t kind, columns;
+    uint8_t *out;
+};
+
+/* Where in its group the number of a row and a column is, of 16 bits. */
+INLINED int64_t wide_at(int64_t row, int64_t column) {
+    return (column / 4 * 2 + column % 2) * 2 * TILE + 2 * row + column % 4 / 2;
+}
+
+INLINED void round_tiles(const enum kind kind, const struct wide *by, int64_t tile, int64_t end) {
+    int64_t groups = by->columns / GROUP, bytes = bytes_of(kind);
+    for (int64_t at = tile * groups; at < end * groups; at++) {
+        int16_t *to = (int16_t *)(by->out + at * group_bytes(16)), numbers[GROUP];
+        float *scales = (float *)(to + GROUP * TILE);
+        for (int64_t row = 0; row < TILE; row++) {
+            int64_t number = (at / groups * TILE + row) * by->columns + at % groups * GROUP;
+            const uint8_t *from = by->weights + number * bytes;
+            struct rounded group =
+                rounded(widened(kind, from), widened(kind, from + LANES * bytes), COARSE);
+            _mm256_storeu_si256((__m256i *)numbers, _mm512_cvtsepi32_epi16(group.first));
+            _mm256_storeu_si256((__m256i *)numbers + 1, _mm512_cvtsepi32_epi16(group.second));
+            for (int64_t column = 0; column < GROUP; column++)
+                to[wide_at(row, column)] = numbers[column];
+            scales[row] = group.scale;
         }
+    }
+}
+
+static void pack_wide(const void *told, int64_t tile, int64_t end) {
+    const struct wide *by = told;
+    if (by->kind == FP16) round_tiles(FP16, by, tile, end);
+    if (by->kind == BF16) round_tiles(BF16, by, tile, end);
+    if (by->kind == FP32) round_tiles(FP32, by, tile, end);
+}
+
+/* The same of floats [rows, columns], rounded to 14 bits. */
+void pack_rounded(const uint8_t *weights, int64_t kind, int64_t rows, int64_t columns,
+                  int64_t threads, uint8_t *out) {
+    const struct wide told = {weights, kind, columns, out};
+    share(pack_wide, &told, rows / TILE, portions_of(rows * columns, threads), threads);
 }
 
 /* The same from the blocks of a GGUF file: [rows, columns / 32], each a scale, an offset in Q4_1
  * alone, and the numbers. Four bits lie there as they lie here, byte by byte. */
 enum layout { Q4_0, Q4_1, Q8_0 };
+
+static int64_t block_bytes(int64_t layout) {
+    return layout == Q8_0 ? 34 : layout == Q4_1 ? 20 : 18;
+}
+
+static int64_t bits_of(int64_t layout) { return layout == Q8_0 ? 8 : 4; }
 
 INLINED void pack_block(const enum layout layout, const uint8_t *from, int64_t row, uint8_t *to) {
     int64_t words = layout == Q8_0 ? GROUP / 4 : GROUP / 8;
@@ -75,53 +138,74 @@ static int64_t filed_at(int64_t row, int64_t head_rows) {
     return row - at + 2 * (at % half) + at / half;
 }
 
-static int64_t block_bytes(int64_t layout) {
-    return layout == Q8_0 ? 34 : layout == Q4_1 ? 20 : 18;
-}
-
 /* Whole tiles, and whole heads where there are any. */
-static void pack_tiles(const uint8_t *blocks, int64_t layout, int64_t rows, int64_t columns,
-                       int64_t head_rows, uint8_t *out) {
-    int64_t groups = columns / GROUP, bytes = group_bytes(layout == Q8_0 ? 8 : 4);
+static void pack_rows(const uint8_t *blocks, int64_t layout, int64_t rows, int64_t columns,
+                      int64_t head_rows, uint8_t *out) {
+    int64_t groups = columns / GROUP, bits = bits_of(layout);
     for (int64_t row = 0; row < rows; row++) {
         const uint8_t *from = blocks + filed_at(row, head_rows) * groups * block_bytes(layout);
-        uint8_t *to = out + row / TILE * groups * bytes;
+        uint8_t *to = out + row / TILE * tile_bytes(bits, columns);
         for (int64_t group = 0; group < groups; group++) {
             if (layout == Q4_0) pack_block(Q4_0, from, row % TILE, to);
             if (layout == Q4_1) pack_block(Q4_1, from, row % TILE, to);
             if (layout == Q8_0) pack_block(Q8_0, from, row % TILE, to);
             from += block_bytes(layout);
-            to += bytes;
+            to += group_bytes(bits);
         }
     }
 }
 
-struct packing {
+struct blocks {
     const uint8_t *blocks;
-    int64_t file, start, layout, columns, head_rows, unit; /* rows that are packed together */
+    int64_t layout, columns;
     uint8_t *out;
-    _Atomic int *failed;
 };
 
-static void pack_units(const void *told, int64_t unit, int64_t end) {
-    const struct packing *by = told;
-    int64_t groups = by->columns / GROUP, row = unit * by->unit;
-    pack_tiles(by->blocks + row * groups * block_bytes(by->layout), by->layout,
-               (end - unit) * by->unit, by->columns, by->head_rows,
-               by->out + row / TILE * groups * group_bytes(by->layout == Q8_0 ? 8 : 4));
+static void pack_tiles(const void *told, int64_t tile, int64_t end) {
+    const struct blocks *by = told;
+    int64_t row_bytes = by->columns / GROUP * block_bytes(by->layout);
+    pack_rows(by->blocks + tile * TILE * row_bytes, by->layout, (end - tile) * TILE, by->columns, 0,
+              by->out + tile * tile_bytes(bits_of(by->layout), by->columns));
 }
 
 /* `rows` must be whole tiles. */
 void pack_blocks(const uint8_t *blocks, int64_t layout, int64_t rows, int64_t columns,
                  int64_t threads, uint8_t *out) {
-    const struct packing told = {
-        .blocks = blocks, .layout = layout, .columns = columns, .unit = TILE, .out = out};
-    share(pack_units, &told, rows / TILE, portions_of(rows * columns, threads), threads);
+    const struct blocks told = {blocks, layout, columns, out};
+    share(pack_tiles, &told, rows / TILE, portions_of(rows * columns, threads), threads);
+}
+
+/* Blocks where they lie in an open file, and where they are wanted. `rows` must be whole tiles, and
+ * whole heads where those have any rows; heads are whole tiles. */
+struct fetch {
+    int64_t file, start, layout, rows, columns, head_rows;
+    uint8_t *out;
+};
+
+struct fetching {
+    const struct fetch *fetches;
+    _Atomic int *failed;
+};
+
+static int64_t row_bytes(const struct fetch *by) {
+    return by->columns / GROUP * block_bytes(by->layout);
+}
+
+/* So many rows fill a near cache. */
+static int64_t rows_near(const struct fetch *by) {
+    int64_t unit = by->head_rows ? by->head_rows : TILE;
+    int64_t units = NEAR_BYTES / (unit * row_bytes(by));
+    return units ? units * unit : unit;
+}
+
+static int64_t pieces_of(const struct fetch *by) {
+    return (by->rows + rows_near(by) - 1) / rows_near(by);
 }
 
 static int read_all(int file, uint8_t *to, int64_t left, int64_t start) {
     while (left > 0) {
         ssize_t taken = pread(file, to, left, start);
+        if (taken < 0 && errno == EINTR) continue;
         if (taken <= 0) return -1;
         to += taken;
         left -= taken;
@@ -130,61 +214,61 @@ static int read_all(int file, uint8_t *to, int64_t left, int64_t start) {
     return 0;
 }
 
-static void fetch_units(const void *told, int64_t unit, int64_t end) {
-    const struct packing *by = told;
-    int64_t unit_bytes = by->unit * (by->columns / GROUP) * block_bytes(by->layout);
-    int64_t together = unit_bytes < NEAR_BYTES ? NEAR_BYTES / unit_bytes : 1;
-    uint8_t *blocks = malloc(together * unit_bytes);
-    for (int64_t next; unit < end && !*by->failed; unit = next) {
-        next = end - unit < together ? end : unit + together;
-        struct packing here = *by;
-        here.blocks = blocks - unit * unit_bytes;
-        if (blocks == NULL || read_all(by->file, blocks, (next - unit) * unit_bytes,
-                                       by->start + unit * unit_bytes))
-            *by->failed = 1;
-        else
-            pack_units(&here, unit, next);
-    }
+static int fetch_rows(const struct fetch *by, int64_t row, int64_t count) {
+    int64_t bytes = count * row_bytes(by);
+    uint8_t *blocks = malloc(bytes);
+    int failed = blocks == NULL || read_all(by->file, blocks, bytes, by->start + row * row_bytes(by));
+    if (!failed)
+        pack_rows(blocks, by->layout, count, by->columns, by->head_rows,
+                  by->out + row / TILE * tile_bytes(bits_of(by->layout), by->columns));
     free(blocks);
+    return failed;
 }
 
-/* The same from where the blocks lie in an open file, read by all threads, each a near cache's fill
- * at a time. `rows` must be whole tiles, and whole heads where those have any rows; heads are whole
- * tiles. Return -1 where the file cannot be read so far. */
-int64_t fetch_blocks(int64_t file, int64_t start, int64_t layout, int64_t rows, int64_t columns,
-                     int64_t head_rows, int64_t threads, uint8_t *out) {
+static void fetch_pieces(const void *told, int64_t piece, int64_t end) {
+    const struct fetching *fetching = told;
+    for (; piece < end && !*fetching->failed; piece++) {
+        const struct fetch *by = fetching->fetches;
+        int64_t at = piece;
+        while (at >= pieces_of(by)) at -= pieces_of(by++);
+        int64_t row = at * rows_near(by), left = by->rows - row;
+        if (fetch_rows(by, row, left < rows_near(by) ? left : rows_near(by)))
+            *fetching->failed = 1;
+    }
+}
+
+/* Read and pack, a near cache's fill at a time, whichever thread is free the next one. Return -1
+ * where a file cannot be read so far. */
+int64_t fetch_blocks(const struct fetch *fetches, int64_t count, int64_t threads) {
     _Atomic int failed = 0;
-    const struct packing told = {.file = file,
-                                 .start = start,
-                                 .layout = layout,
-                                 .columns = columns,
-                                 .head_rows = head_rows,
-                                 .unit = head_rows ? head_rows : TILE,
-                                 .out = out,
-                                 .failed = &failed};
-    share(fetch_units, &told, rows / told.unit, portions_of(rows * columns, threads), threads);
+    const struct fetching told = {fetches, &failed};
+    int64_t pieces = 0;
+    for (int64_t at = 0; at < count; at++) pieces += pieces_of(fetches + at);
+    share(fetch_pieces, &told, pieces, pieces, threads);
     return failed ? -1 : 0;
 }
 
+/* One number of a group. */
+static float number_at(const uint8_t *group, int64_t bits, int64_t row, int64_t column) {
+    const uint8_t *behind = group + GROUP * TILE * bits / 8;
+    if (bits == 16)
+        return ((const int16_t *)group)[wide_at(row, column)] * ((const float *)behind)[row];
+    int64_t high = bits == 4 && column >= GROUP / 2;
+    uint8_t number = group[(column / 4 - high * GROUP / 8) * LINE + 4 * row + column % 4];
+    const uint16_t *halves = (const uint16_t *)behind;
+    if (bits == 4) number = number >> (4 * high) & 15;
+    return number * _cvtsh_ss(halves[row]) + _cvtsh_ss(halves[TILE + row]);
+}
+
+/* Rows of the matrix by their numbers; -1 where there is no such row. */
 int64_t read_rows(const uint8_t *packed, int64_t bits, int64_t rows, int64_t columns,
                   const int64_t *wanted, int64_t count, float *out) {
-    int64_t groups = columns / GROUP, bytes = group_bytes(bits);
     for (int64_t at = 0; at < count; at++) {
         if (wanted[at] < 0 || wanted[at] >= rows) return -1;
-        int64_t row = wanted[at] % TILE;
-        const uint8_t *from = packed + wanted[at] / TILE * groups * bytes;
-        for (int64_t group = 0; group < groups; group++, from += bytes) {
-            const uint16_t *halves = (const uint16_t *)(from + GROUP * TILE * bits / 8);
-            float scale = _cvtsh_ss(halves[row]), offset = _cvtsh_ss(halves[TILE + row]);
-            for (int64_t column = 0; column < GROUP; column++) {
-                int64_t four = column / 4, high = bits == 4 && four >= GROUP / 8;
-                uint8_t number =
-                    from[(four - high * GROUP / 8) * LINE + 4 * row + column % 4] >> (4 * high);
-                *out++ = (bits == 4 ? number & 15 : number) * scale + offset;
-            }
-        }
+        const uint8_t *tile = packed + wanted[at] / TILE * tile_bytes(bits, columns);
+        for (int64_t column = 0; column < columns; column++)
+            *out++ = number_at(tile + column / GROUP * group_bytes(bits), bits, wanted[at] % TILE,
+                               column % GROUP);
     }
     return 0;
 }
-
-#endif

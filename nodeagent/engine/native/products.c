@@ -2,8 +2,9 @@
  * lie.
  *
  * Rows of x are rounded to 16 bits with a scale for each group of 32: the error is 2^-16 of a
- * group's largest, so that the product is that of the file's own weights. One multiplication takes a
- * pair of columns of 16 rows: both numbers of a line that are 16 bits apart.
+ * group's largest, so that the product is that of the file's own weights. By weights that are rounded
+ * themselves, to 14 bits, x is too: 2^-14. One multiplication takes a pair of columns of 16 rows: both
+ * numbers of a line that are 16 bits apart.
  */
 
 #include "kernels.h"
@@ -12,16 +13,6 @@
 
 #define PAIRS (GROUP / 2)
 #define STRIP 8 /* rows of x at a time: their sums and answers stay in registers */
-
-int64_t can_multiply(void) {
-#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VNNI__)
-    return 1;
-#else
-    return 0;
-#endif
-}
-
-#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VNNI__)
 
 struct product {
     const uint8_t *packed;
@@ -50,20 +41,12 @@ static int64_t strip_of(int64_t row, int64_t count, int64_t *first) {
 /* Round the group at `x`; put its pairs `several` apart and return their scale. */
 static float round_group(const float *x, int64_t bits, int64_t several, int32_t *pairs,
                          float *sum) {
-    __m512 first = _mm512_loadu_ps(x), second = _mm512_loadu_ps(x + TILE);
-    float largest =
-        _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(first), _mm512_abs_ps(second)));
-    /* The largest passes over what is no number; the scale, and so the answer, must not. */
-    int sound = !(_mm512_cmp_ps_mask(first, first, _CMP_UNORD_Q) |
-                  _mm512_cmp_ps_mask(second, second, _CMP_UNORD_Q));
-    float scale = sound ? largest / INT16_MAX : NAN;
-    __m512 inverse = _mm512_set1_ps(largest > 0 ? INT16_MAX / largest : 0);
-    __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(first, inverse));
-    __m512i other = _mm512_cvtps_epi32(_mm512_mul_ps(second, inverse));
-    *sum = scale * (float)_mm512_reduce_add_epi32(_mm512_add_epi32(whole, other));
+    struct rounded by =
+        rounded(*(const lanes *)x, *(const lanes *)(x + LANES), bits == 16 ? COARSE : FINE);
+    *sum = by.scale * (float)_mm512_reduce_add_epi32(_mm512_add_epi32(by.first, by.second));
     int32_t here[PAIRS];
     for (int half = 0; half < 2; half++) {
-        __m256i four = _mm512_cvtsepi32_epi16(half ? other : whole);
+        __m256i four = _mm512_cvtsepi32_epi16(half ? by.second : by.first);
         /* Of four neighbours, the first goes with the third, the second with the fourth. */
         four = _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(four, 0xd8), 0xd8);
         _mm256_storeu_si256((__m256i *)(here + half * PAIRS / 2), four);
@@ -73,7 +56,7 @@ static float round_group(const float *x, int64_t bits, int64_t several, int32_t 
         int64_t to = bits == 4 ? 2 * pair % PAIRS + 2 * pair / PAIRS : pair;
         pairs[to * several] = here[pair];
     }
-    return scale;
+    return by.scale;
 }
 
 static void round_rows(const void *told, int64_t row, int64_t end) {
@@ -103,7 +86,8 @@ INLINED void multiply_strip(const int several, const int bits, const uint8_t *ti
                             float *out, int64_t out_stride) {
     /* Few rows have several sums each, for none to wait for itself. With one for each pair of a line,
      * what was left too large is put right at the end. */
-    const int shifts = 16 / bits, chains = several == 1 ? shifts : several == 2 ? 2 : 1;
+    const int shifts = 16 / bits;
+    const int chains = several == 1 ? shifts : several == 2 && shifts > 1 ? 2 : 1;
     const int late = bits == 4 && chains == shifts;
     __m512 answers[STRIP];
 #pragma GCC unroll 8
@@ -127,7 +111,8 @@ INLINED void multiply_strip(const int several, const int bits, const uint8_t *ti
             }
         }
         const __m256i *halves = (const __m256i *)(tile + GROUP * TILE * bits / 8);
-        __m512 scale = _mm512_cvtph_ps(_mm256_loadu_si256(halves));
+        __m512 scale = bits == 16 ? _mm512_loadu_ps(halves)
+                                  : _mm512_cvtph_ps(_mm256_loadu_si256(halves));
         __m512 offset = _mm512_cvtph_ps(_mm256_loadu_si256(halves + 1));
 #pragma GCC unroll 8
         for (int m = 0; m < several; m++) {
@@ -139,7 +124,8 @@ INLINED void multiply_strip(const int several, const int bits, const uint8_t *ti
             }
             __m512 scaled = _mm512_mul_ps(scale, _mm512_set1_ps(scales[m]));
             answers[m] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dots[m]), scaled, answers[m]);
-            answers[m] = _mm512_fmadd_ps(offset, _mm512_set1_ps(sums[m]), answers[m]);
+            if (bits < 16)
+                answers[m] = _mm512_fmadd_ps(offset, _mm512_set1_ps(sums[m]), answers[m]);
         }
         pairs += PAIRS * several;
         scales += several;
@@ -172,8 +158,10 @@ static void multiply_tiles(const void *told, int64_t tile, int64_t end) {
     for (; tile < end; tile++)
         if (by->bits == 4)
             multiply_tile(4, by, tile);
-        else
+        else if (by->bits == 8)
             multiply_tile(8, by, tile);
+        else
+            multiply_tile(16, by, tile);
 }
 
 int64_t multiply(const uint8_t *packed, int64_t bits, int64_t rows, int64_t columns, const float *x,
@@ -190,5 +178,3 @@ int64_t multiply(const uint8_t *packed, int64_t bits, int64_t rows, int64_t colu
     free(pairs);
     return 0;
 }
-
-#endif

@@ -28,9 +28,7 @@ struct team {
 static __thread struct team *team_here;
 
 static void rest(int64_t *looks) {
-#if defined(__x86_64__)
     _mm_pause();
-#endif
     if (++*looks % PATIENCE == 0) sched_yield();
 }
 

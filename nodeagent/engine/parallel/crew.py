@@ -2,8 +2,8 @@
 
 Rule 1: they are forked before anything is loaded and any thread is started: what was imported is
 theirs at once, and a standby's are there as soon as it knows what it becomes.
-Rule 2: each hangs on a pair of sockets. Its end is the end of the pair: the front's death ends them
-all, and theirs is known to the front by `descriptors`.
+Rule 2: each hangs on a pair of sockets, by which it is let go, and watches the process that forked
+it, so that it ends with that one wherever it hangs itself. Their death is known by `descriptors`.
 Rule 3: every wait for one of them has a deadline; past it, or where it has ended, RankLost.
 """
 
@@ -13,6 +13,8 @@ import select
 import signal
 import socket
 import struct
+import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Never, Self
@@ -27,6 +29,7 @@ log = logging.getLogger(__name__)
 _HEAD: Final = struct.Struct("!Q")
 _MESSAGE_BYTES_MAX: Final = 1 << 32
 _END_S: Final = 2.0
+_LEAVE_S: Final = 2.0
 _orders: Final = msgspec.msgpack.Decoder(Order)
 _words: Final = msgspec.msgpack.Decoder(Word)
 _encoder: Final = msgspec.msgpack.Encoder()
@@ -199,6 +202,7 @@ def muster(ranks: int, follow: Callable[[int, Channel], int]) -> Crew:
     """Fork all ranks but this process's own; each runs `follow` and never returns from here."""
     pairs = [Channel.pair() for _ in range(1, ranks)]
     members: list[Member] = []
+    front = os.getpid()
     for rank, (here, there) in enumerate(pairs, 1):
         pid = os.fork()
         if pid == 0:
@@ -206,18 +210,25 @@ def muster(ranks: int, follow: Callable[[int, Channel], int]) -> Crew:
                 one.close()
                 if other is not there:
                     other.close()
-            _follow(rank, there, follow)
+            _follow(rank, front, there, follow)
         members.append(Member(rank, pid, os.pidfd_open(pid), here))
     for _, there in pairs:
         there.close()
     return Crew(members)
 
 
-def _follow(rank: int, channel: Channel, follow: Callable[[int, Channel], int]) -> Never:
+def _follow(
+    rank: int, front: int, channel: Channel, follow: Callable[[int, Channel], int]
+) -> Never:
     # The agent signals the whole group; the front alone decides when the ranks end.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    become(rank, lambda: follow(rank, channel))
+
+    def live() -> int:
+        end_with(os.pidfd_open(front))
+        return follow(rank, channel)
+
+    become(rank, live)
 
 
 def become(rank: int, live: Callable[[], int]) -> Never:
@@ -232,6 +243,18 @@ def become(rank: int, live: Callable[[], int]) -> Never:
         os._exit(code)
 
 
-def has_ended(descriptor: int, seconds: float = 0.0) -> bool:
+def end_with(descriptor: int) -> None:
+    """Have this process end, wherever it hangs, soon after what is behind `descriptor` does."""
+
+    def watch() -> None:
+        has_ended(descriptor, None)
+        # Time to end in order, where nothing hangs.
+        time.sleep(_LEAVE_S)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def has_ended(descriptor: int, seconds: float | None = 0.0) -> bool:
     """Say whether the process or line behind `descriptor` has ended, or does within a time."""
     return bool(select.select([descriptor], [], [], seconds)[0])

@@ -2,14 +2,10 @@
 
 import os
 import signal
-import socket
-import threading
-import time
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Final, Never
+from typing import Never
 
 from isochrone.service.logs import setup_logs
 from isochrone.wire.assignment import Group
@@ -18,7 +14,7 @@ from nodeagent.engine.checkpoint.opening import open_weights
 from nodeagent.engine.loading import meet, need_memory, open_share, ranks_here, split_of
 from nodeagent.engine.models.shape import CheckpointError
 from nodeagent.engine.parallel.adapting import raw, take
-from nodeagent.engine.parallel.crew import Channel, become
+from nodeagent.engine.parallel.crew import Channel, become, end_with
 from nodeagent.engine.parallel.front import shaped
 from nodeagent.engine.parallel.group import dial, store_of
 from nodeagent.engine.parallel.plan import (
@@ -38,8 +34,6 @@ from nodeagent.engine.parallel.ranks import Ranks
 from nodeagent.engine.parallel.share import Share
 from nodeagent.engine.runner import Runner
 
-_LEAVE_S: Final = 2.0
-
 
 def follow_from_afar(config: EngineConfig, group: Group) -> Never:
     """Be this node's ranks of a group that another node leads, to its end."""
@@ -47,16 +41,19 @@ def follow_from_afar(config: EngineConfig, group: Group) -> Never:
     def live(rank: int) -> int:
         setup_logs(f"engine-rank-{rank}")
         lines = dial(group, rank, config.join_s)
-        # Wherever this rank hangs, it ends with the front.
-        threading.Thread(target=_end_with, args=(lines.life,), daemon=True).start()
+        end_with(lines.life.fileno())
         return follow(config, rank, Channel(lines.orders))
 
+    def live_with(parent: int, rank: int) -> int:
+        end_with(os.pidfd_open(parent))
+        return live(rank)
+
     first, *others = ranks_here(config)
-    forked = []
+    forked, parent = [], os.getpid()
     for rank in others:
         pid = os.fork()
         if pid == 0:
-            become(rank, partial(live, rank))
+            become(rank, partial(live_with, parent, rank))
         forked.append(pid)
 
     def child_ended(number: int, frame: FrameType | None) -> None:
@@ -67,14 +64,6 @@ def follow_from_afar(config: EngineConfig, group: Group) -> Never:
     signal.signal(signal.SIGCHLD, child_ended)
     child_ended(signal.SIGCHLD, None)
     become(first, partial(live, first))
-
-
-def _end_with(life: socket.socket) -> None:
-    with suppress(OSError):
-        life.recv(1)
-    # Time to end in order, where nothing hangs.
-    time.sleep(_LEAVE_S)
-    os._exit(1)
 
 
 def follow(config: EngineConfig, rank: int, channel: Channel) -> int:

@@ -66,7 +66,7 @@ async def test_an_operator_makes_a_fleet(admin: Admin, tmp_path: Path) -> None:
     again = json.loads(out)
     assert again["policy"] == {**made["policy"], "replicas_max": 7}
     assert again["version"] == made["version"]
-    code, out, _ = await typed(admin, "explain", "chat")
+    code, out, _ = await typed(admin, "explain", "deployment", "chat")
     assert "there is no node" in out
     code, out, _ = await typed(admin, "keys", "create", "acme", "--tokens-per-min", "1000")
     assert out.startswith("iso_")

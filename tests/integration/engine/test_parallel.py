@@ -211,7 +211,9 @@ async def test_a_part_without_the_secret_is_turned_away_and_all_end_with_one_ran
         async with asyncio.timeout(WAIT_S):
             while "it does not know the group's secret" not in log.read_text():
                 await asyncio.sleep(0.05)
-        end(parts.pop("stranger"))
+        stranger = parts.pop("stranger")
+        (left,) = ranks_of(stranger)
+        end(stranger)
         follower = in_group(short_folder / "follower", folder_of_mixture, {**group, "place": 1})
         parts["follower"] = follower
         engine = wait_ready(parts["leader"], short_folder / "leader")
@@ -223,6 +225,10 @@ async def test_a_part_without_the_secret_is_turned_away_and_all_end_with_one_ran
         assert await asyncio.to_thread(follower.wait, WAIT_S) == 1
         assert await asyncio.to_thread(parts["leader"].wait, WAIT_S) == 1
         assert "rank 3 (on another node) has ended" in log.read_text()
+        # Nobody is left to dial for a part whose first process has ended.
+        async with asyncio.timeout(WAIT_S):
+            while Path(f"/proc/{left}").exists():
+                await asyncio.sleep(0.05)
     finally:
         for part in parts.values():
             end(part)

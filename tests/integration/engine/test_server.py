@@ -232,7 +232,7 @@ async def test_log_probabilities_are_told(http: aiohttp.ClientSession) -> None:
         (CHAT, chat("word " * 700_000), 400, "context_length_exceeded", "tokens or more"),
         (PLAIN, {"prompt": ""}, 400, "invalid_request", "empty prompt"),
         (PLAIN, {"prompt": [10**6]}, 400, "invalid_request", "between 0 and 49151"),
-        (PLAIN, {"prompt": [1], "logit_bias": {"99999": 1}}, 400, "invalid_request", "token ids"),
+        (PLAIN, {"prompt": [1], "logit_bias": {"99999": 1}}, 400, "invalid_request", "token 99999"),
         ("/v1/nothing", {}, 404, "not_found", "no such path"),
     ],
     ids=lambda value: str(value)[:40],
@@ -247,7 +247,16 @@ async def test_bad_requests_are_refused_in_openais_shape(
     assert set(error) == {"message", "type", "param", "code"}
     assert error["type"] == "invalid_request_error"
     assert error["code"] == code
+    assert error["message"].startswith("cannot ")
     assert said in error["message"]
+
+
+async def test_a_body_that_is_not_packed_as_it_says_is_its_senders_mistake(
+    http: aiohttp.ClientSession,
+) -> None:
+    async with http.post(CHAT, data=b"{}", headers={"content-encoding": "gzip"}) as response:
+        assert response.status == 400
+        assert "broken encoding" in (await response.json())["error"]["message"]
 
 
 async def test_a_body_over_the_limit_is_refused_before_its_end(engine: EngineProcess) -> None:

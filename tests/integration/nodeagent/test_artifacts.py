@@ -14,7 +14,7 @@ from aiohttp import web
 from isochrone.service.door import open_door
 from isochrone.wire.artifact import manifest_digest
 from isochrone.wire.model import Artifact, ArtifactFile
-from nodeagent.decide.pace import Pace
+from nodeagent.decide.bandwidth import Bandwidth
 from nodeagent.host import tiers
 from nodeagent.host.artifacts import ArtifactError, Artifacts
 from nodeagent.host.link import Link
@@ -95,7 +95,7 @@ def a_store(
     hf_token: str = "",
 ) -> Artifacts:
     sources = Sources(private=private, hf_url=hf, hf_token=hf_token)
-    link = Link(Pace(0), time.monotonic)
+    link = Link(Bandwidth(0), time.monotonic)
     return Artifacts(tmp_path / "artifacts", sources, budget, link=link, origin_limits=IMPATIENT)
 
 

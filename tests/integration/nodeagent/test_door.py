@@ -29,7 +29,7 @@ from nodeagent.api.metrics_page import metrics_app
 from nodeagent.api.siblings import FRESH_S, Siblings
 from nodeagent.config import NodeConfig
 from nodeagent.decide.admission import Held
-from nodeagent.decide.pace import Pace
+from nodeagent.decide.bandwidth import Bandwidth
 from nodeagent.drivers.driver import Command
 from nodeagent.host.artifacts import Artifacts
 from nodeagent.host.engines import Engines, Started
@@ -111,7 +111,7 @@ async def a_node() -> AsyncIterator[Node]:
             folder / "artifacts",
             Sources(private=True, hf_url=""),
             1 << 30,
-            link=Link(Pace(0), time.monotonic),
+            link=Link(Bandwidth(0), time.monotonic),
         ),
         engines=Engines(folder / "engines", 1),
         clock=time.monotonic,
@@ -288,6 +288,22 @@ async def test_each_refusal_has_its_word(node: Node) -> None:
         return node.supervisor.states()[ReplicaId("r1")] is ReplicaState.STOPPED
 
     await until("stopped", is_stopped, 15.0)
+
+
+async def test_an_engine_without_memory_is_told_as_full_before_anybody_asks(node: Node) -> None:
+    await node.warm(node.spec(in_flight=500, memory_full="1"))
+
+    async def is_told() -> bool:
+        asked = {headers.ROUTER: "a"}
+        async with node.http.get("/ping", headers=asked) as ping:
+            load = headers.parse_loads(ping.headers[headers.LOADS])[ReplicaId("r1")]
+        return load.others_decode >= 500
+
+    await until("told", is_told, 5.0)
+    async with node.ask() as response:
+        assert (response.status, response.headers[headers.REFUSED]) == (429, "busy")
+        told = headers.parse_load(response.headers[headers.LOAD])
+        assert told is not None and told.decode_tokens >= 500
 
 
 async def test_a_caller_that_leaves_frees_the_engine_and_the_count(node: Node) -> None:

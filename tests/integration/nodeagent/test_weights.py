@@ -25,7 +25,7 @@ from isochrone.wire.control import PeerRole
 from isochrone.wire.ids import NodeId, PopId
 from isochrone.wire.model import Artifact
 from nodeagent.api.weights import Weights
-from nodeagent.decide.pace import Pace
+from nodeagent.decide.bandwidth import Bandwidth
 from nodeagent.host.artifacts import ArtifactError, Artifacts
 from nodeagent.host.link import Link
 from nodeagent.host.peers import PeerLimits, Peers
@@ -76,7 +76,7 @@ class City:
             limits=QUICK,
         )
         sources = Sources(private=True, hf_url="")
-        link = Link(Pace(download_bytes_per_s), time.monotonic)
+        link = Link(Bandwidth(download_bytes_per_s), time.monotonic)
         return Artifacts(
             self.folder / name,
             sources,
@@ -97,8 +97,8 @@ class City:
     ) -> PeerSource:
         """Open a node's door on its artifacts."""
         app = web.Application(middlewares=[errors_as(json_error)])
-        pace = Pace(upload_bytes_per_s)
-        Weights(held, pace, time.monotonic, uploads_max=uploads_max).attach(app)
+        bandwidth = Bandwidth(upload_bytes_per_s)
+        Weights(held, bandwidth, time.monotonic, uploads_max=uploads_max).attach(app)
         return await self.listening(name, app, context)
 
     async def hostile(self, name: str, answer: Answer) -> PeerSource:

@@ -5,6 +5,7 @@ import itertools
 import os
 import re
 import signal
+import socket
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,14 @@ from typing import Any
 import aiohttp
 import msgspec
 import psutil
+import pytest
 
 from isochrone.wire.usage import Usage
 from router import build
-from router.app import SHARE_INTERVAL_S
+from router.app import SHARE_INTERVAL_S, open_house
+from router.processes import Pipe, Worker
 from tests.integration.router.fake_node import FakeNode, open_node
-from tests.integration.router.fleet_of import KEY
+from tests.integration.router.fleet_of import KEY, a_config, a_table, an_identity
 from tests.integration.router.test_process import BODY, START_TIMEOUT_S, a_process, prepare
 
 REQUESTS = 60
@@ -65,6 +68,25 @@ def spooled(state: Path) -> dict[str, int]:
         rows = msgspec.msgpack.decode(path.read_bytes(), type=Usage).rows
         counts[path.parent.parent.name] = counts.get(path.parent.parent.name, 0) + len(rows)
     return counts
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+async def test_a_worker_listens_once_it_has_a_table_or_waited_long(
+    tmp_path: Path, is_told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.app.FIRST_TABLE_S", 10.0 if is_told else 0.05)
+    ours, theirs = socket.socketpair()
+    main = Pipe(ours, None)
+    await main.open()
+    worker = Worker(1, theirs, 0)
+    async with asyncio.TaskGroup() as tasks:
+        if is_told:
+            tasks.create_task(main.write(a_table([])))
+        async with open_house(a_config(tmp_path), an_identity(tmp_path), worker) as house:
+            assert house.port
+            assert (house.fleet.table is not None) is is_told
+            main.close()
+            await house.stopping.wait()
 
 
 async def test_they_serve_one_port_and_each_keeps_its_own_ledger(tmp_path: Path) -> None:

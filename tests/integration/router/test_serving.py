@@ -307,7 +307,7 @@ async def test_a_refusal_of_the_request_itself_is_passed_on(tmp_path: Path) -> N
 
 
 async def test_what_a_client_wrote_is_no_failure_of_the_fleets(tmp_path: Path) -> None:
-    async with a_bench(tmp_path) as bench:
+    async with a_bench(tmp_path, usage_interval_s=3600, demand_interval_s=3600) as bench:
         (node,) = bench.nodes
         table = a_table([a_route(node)], generation=2, keys=[a_key()])
         entry = replace(table.deployments[0], rollout=RolloutEntry(version=2, share=1.0))
@@ -315,13 +315,17 @@ async def test_what_a_client_wrote_is_no_failure_of_the_fleets(tmp_path: Path) -
         for node.status in (400, 200):
             async with bench.chat() as response:
                 assert response.status == node.status
-        (trial,) = bench.house.recorder.take_trials()
+        rows = await usage(bench)
+        (trial,), (demand,) = bench.house.recorder.take_trials(), bench.house.recorder.take_demand()
         assert (trial.attempts, trial.failures) == (2, 0)
         registry = bench.house.metrics.registry
         for outcome, count in (("declined", 1), ("complete", 1), ("failed", 0)):
             labels = {"deployment": "tiny", "outcome": outcome}
             name = "isochrone_router_requests_total"
             assert registry.get_sample_value(name, labels) == count
+        assert [row.outcome for row in rows] == [Outcome.REFUSED, Outcome.COMPLETE]
+        # The planner sees nobody turned away for want of room.
+        assert demand.refused == 0
 
 
 async def test_a_keys_limits_hold(tmp_path: Path) -> None:

@@ -1,13 +1,14 @@
 """The forecast's duty on a real Postgres: it learns what ended, and a new term goes on from it."""
 
-from typing import Any, cast
+import pytest
+from msgspec.structs import replace
 
-from isochrone.wire.ids import ClusterId, PopId
-from scheduler.acting import Acting
-from scheduler.config import SchedulerConfig
-from scheduler.loops.forecast import Forecast
-from scheduler.store.lease import hold_lease
-from scheduler.store.pool import Pool, transaction, using
+from isochrone.wire.ids import Epoch, PopId
+from scheduler.decide.liveness import LivenessLimits
+from scheduler.planner.desk import Desk
+from scheduler.planner.forecast import Forecast
+from scheduler.planner.questions import Heard
+from scheduler.store.pool import Pool, using
 from tests.integration.scheduler.test_demand import begun, counted
 from tests.unit.scheduler.test_intake import a_demand, a_row
 
@@ -21,63 +22,63 @@ FROM generate_series(1, $1) n
 """
 
 
-async def an_acting(pool: Pool, holder: str) -> Acting:
-    config = cast(Any, SchedulerConfig)(
-        name=holder, database_url="", authority=None, admin_token_file=None
-    )
-    acting = Acting(
-        config=config,
-        pool=pool,
-        reserved=pool,
-        intake=pool,
-        authority=cast(Any, None),
-        cluster_id=ClusterId("c1"),
-        # A lease that is timed would run out on a machine that is busy.
-        clock=lambda: 0.0,
-    )
-    async with transaction(pool) as connection:
-        await connection.execute("UPDATE lease SET expires_at = '-infinity'")
-        lease = await hold_lease(connection, holder)
-    assert lease is not None
-    acting.renewed(lease, 0.0)
-    return acting
+HEARD = Heard(acting_for_s=99.0, silent_s={})
+
+
+@pytest.fixture(autouse=True)
+def not_far_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two weeks of slots are asked for one by one, most of them empty here."""
+    monkeypatch.setattr("scheduler.planner.forecast.CATCH_UP_FROM_NOTHING_SLOTS", SLOTS_BACK + 5)
 
 
 async def test_what_ended_is_learned_and_the_next_term_goes_on_from_it(pool: Pool) -> None:
     await begun(pool)
     async with using(pool) as connection:
         await connection.execute(ASKED, SLOTS_BACK * 10)
-    acting = await an_acting(pool, "s1")
-    forecast = Forecast(acting)
-    first = await forecast.run_once()
-    assert first.series == 1
+    desk = Desk(pool, LivenessLimits())
+    forecast = desk.forecast
+    first = await forecast.learn(Epoch(1))
+    assert (first.series, first.is_news, first.is_behind) == (1, True, False)
     assert SLOTS_BACK - 2 <= first.slots <= SLOTS_BACK + 1
-    (row,) = acting.foretold
+    (row,) = forecast.soon
     assert (row.deployment_id, row.pop) == ("d", "ams")
     assert 9.0 < row.requests_per_s < 12.0
-    assert await forecast.run_once() == first._replace(slots=0, saved=0)
-    async with transaction(pool, isolation="repeatable_read") as connection:
-        picture = await acting.picture(connection)
+    assert await forecast.learn(Epoch(1)) == replace(first, slots=0, saved=0, is_news=False)
+    picture = await desk.picture(HEARD)
     assert [(r.pop, r.requests_per_s >= 9.0) for r in picture.demand] == [(PopId("ams"), True)]
     # Saved in turns: after every series had its turn, nothing of the minutes is needed.
     for turn in range(6):
         await forecast._save(turn)
     async with using(pool) as connection:
         await connection.execute("TRUNCATE demand")
-    later = await an_acting(pool, "s2")
-    again = await Forecast(later).run_once()
-    assert (again.slots, again.series) == (0, 1)
-    assert later.foretold == [row]
+    later = Forecast(pool)
+    again = await later.learn(Epoch(2))
+    assert (again.slots, again.series, again.is_news) == (0, 1, True)
+    assert later.soon == [row]
+
+
+async def test_what_takes_long_to_learn_is_learned_a_part_at_a_time(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await begun(pool)
+    async with using(pool) as connection:
+        await connection.execute(ASKED, 50)
+    monkeypatch.setattr("scheduler.planner.forecast.LEARN_S", 0.0)
+    forecast = Forecast(pool)
+    behind = await forecast.learn(Epoch(1))
+    assert (behind.is_behind, behind.is_news, forecast.soon) == (True, False, ())
+    monkeypatch.setattr("scheduler.planner.forecast.LEARN_S", 10.0)
+    level = await forecast.learn(Epoch(1))
+    assert (level.is_behind, level.is_news, len(forecast.soon)) == (False, True, 1)
 
 
 async def test_a_flash_crowd_is_in_the_picture_as_soon_as_it_is_counted(pool: Pool) -> None:
     await begun(pool)
     async with using(pool) as connection:
         await connection.execute(ASKED, SLOTS_BACK * 10)
-    acting = await an_acting(pool, "s1")
-    await Forecast(acting).run_once()
+    desk = Desk(pool, LivenessLimits())
+    await desk.forecast.learn(Epoch(1))
     crowd = a_demand(a_row(requests=60_000, prompt_tokens=600_000, output_tokens=60_000))
     assert await counted(pool, crowd) == 0
-    async with transaction(pool, isolation="repeatable_read") as connection:
-        (row,) = (await acting.picture(connection)).demand
+    (row,) = (await desk.picture(HEARD)).demand
     assert row.requests_per_s > 400, "sixty thousand in at most two minutes"

@@ -13,8 +13,10 @@ from isochrone.service.files import write_atomic
 from isochrone.wire.ids import DeploymentId, PopId
 from isochrone.wire.rollout import RolloutState
 from isochrone.wire.usage import TrialRow
+from scheduler.acting import Acting
 from scheduler.decide.rollout import Event, Rollout, after
 from scheduler.decide.trial import Arm
+from scheduler.loops.hold_lease import HoldLease
 from scheduler.loops.roll import Roll
 from scheduler.store import catalogue
 from scheduler.store.lease import EpochLost
@@ -29,7 +31,7 @@ from scheduler.store.rollouts import (
 )
 from tests.builders import a_deployment
 from tests.integration.scheduler.test_demand import begun
-from tests.integration.scheduler.test_forecast import an_acting
+from tests.integration.scheduler.test_trust import an_acting, expire
 from tests.system.harness import ROOT, free_port, until
 from tests.unit.scheduler.test_rollout import a_rollout, an_arm
 
@@ -82,9 +84,16 @@ async def serves(pool: Pool) -> tuple[int, str]:
     return row.version, row.model_id
 
 
+async def one_that_acts(pool: Pool, name: str) -> Acting:
+    await expire(pool)
+    acting = await an_acting(pool, name)
+    assert (await HoldLease(acting).run_once()).acting
+    return acting
+
+
 async def test_a_bad_version_is_reverted_and_its_number_never_used_again(pool: Pool) -> None:
     await rolling(pool)
-    acting = await an_acting(pool, "s1")
+    acting = await one_that_acts(pool, "s1")
     assert await Roll(acting).run_once() == (1, 0)
     await saw(pool, an_arm(10_000, 10), an_arm(100, 60))
     assert await Roll(acting).run_once() == (1, 1)
@@ -102,7 +111,7 @@ async def test_a_bad_version_is_reverted_and_its_number_never_used_again(pool: P
 
 async def test_each_step_judges_its_own_counts(pool: Pool) -> None:
     await rolling(pool)
-    acting = await an_acting(pool, "s1")
+    acting = await one_that_acts(pool, "s1")
     await saw(pool, an_arm(50_000, 50), an_arm(3_000, 3))
     await time_passes(pool)
     assert (await Roll(acting).run_once()).changed == 1
@@ -113,8 +122,8 @@ async def test_each_step_judges_its_own_counts(pool: Pool) -> None:
 
 async def test_one_of_two_writers_wins_and_a_scheduler_without_its_epoch_none(pool: Pool) -> None:
     rollout = await rolling(pool)
-    stale = Roll(await an_acting(pool, "old"))
-    await an_acting(pool, "new")
+    stale = Roll(await one_that_acts(pool, "old"))
+    await one_that_acts(pool, "new")
     await saw(pool, an_arm(10_000, 10), an_arm(100, 60))
     with pytest.raises(EpochLost):
         await stale.run_once()

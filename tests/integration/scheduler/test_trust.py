@@ -53,6 +53,7 @@ async def an_acting(pool: Pool, name: str = "s1") -> Acting:
         pool=pool,
         reserved=pool,
         intake=pool,
+        planner=cast(Any, None),
         authority=cast(Any, None),
         cluster_id=cluster.cluster_id,
         clock=lambda: 0.0,

@@ -42,7 +42,7 @@ def header_of(path: Path) -> GgufHeader:
 def test_metadata_is_read(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     write_gguf(path)
-    assert header_of(path).metadata["tokenizer.ggml.tokens"] == ["a", "b"]
+    assert header_of(path).metadata["tokenizer.ggml.tokens"].read() == ["a", "b"]
     assert header_of(path).metadata["llama.block_count"] == 1
 
 

@@ -1,17 +1,28 @@
 """Tokenizers out of a GGUF file's metadata give the ids that their makers' own code gives."""
 
 import json
+import struct
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from nodeagent.engine.checkpoint.gguf_header import Strings
 from nodeagent.engine.gguf_tokenizer import GgufTokenizer
 from nodeagent.engine.models.shape import CheckpointError
 from nodeagent.engine.vocabulary import _BYTE_OF_LETTER
 
 GOLDEN = json.loads((Path(__file__).parent / "golden_sentencepiece.json").read_text())
 PATH = Path("m.gguf")
+
+
+def described_by(metadata: dict[str, Any]) -> GgufTokenizer:
+    """Arrays of strings come from a file packed."""
+    for key in ("tokenizer.ggml.tokens", "tokenizer.ggml.merges"):
+        strings = [string.encode() for string in metadata.get(key, [])]
+        packed = b"".join(struct.pack("<Q", len(string)) + string for string in strings)
+        metadata[key] = Strings(PATH, key, packed, len(strings))
+    return GgufTokenizer(PATH, metadata)
 
 
 def sentencepiece(**changes: Any) -> dict[str, Any]:
@@ -41,7 +52,7 @@ def byte_level(**changes: Any) -> dict[str, Any]:
 
 
 def test_sentencepiece_vocabularies_give_sentencepieces_ids() -> None:
-    described = GgufTokenizer(PATH, sentencepiece())
+    described = described_by(sentencepiece())
     assert not described.byte_level
     assert described.stop_ids == {GOLDEN["eos"]}
     for case in GOLDEN["cases"]:
@@ -53,14 +64,14 @@ def test_sentencepiece_vocabularies_give_sentencepieces_ids() -> None:
 
 
 def test_qwens_digits_stand_alone_and_accents_are_composed() -> None:
-    described = GgufTokenizer(PATH, byte_level(pre="qwen2"))
+    described = described_by(byte_level(pre="qwen2"))
     assert described.tokenizer.encode("12 a<|end|>").tokens == ["1", "2", "\u0120a", "<|end|>"]
     composed = described.tokenizer.encode("\u00e9").ids
     assert described.tokenizer.encode("e\u0301").ids == composed
 
 
 def test_gpt2s_digits_join() -> None:
-    described = GgufTokenizer(PATH, byte_level(pre="gpt-2"))
+    described = described_by(byte_level(pre="gpt-2"))
     assert described.tokenizer.encode("12 a").tokens == ["12", "\u0120a"]
 
 
@@ -80,4 +91,4 @@ def test_gpt2s_digits_join() -> None:
 )
 def test_what_cannot_be_a_tokenizer_is_refused(metadata: dict[str, Any], said: str) -> None:
     with pytest.raises(CheckpointError, match=said):
-        GgufTokenizer(PATH, metadata)
+        described_by(metadata)

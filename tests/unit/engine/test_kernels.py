@@ -97,7 +97,7 @@ def by_torch(
     window=st.sampled_from([1, 7, 33, 1000]),
     large=st.sampled_from([1.0, 30.0]),
 )
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 def test_attention_is_torchs_whatever_the_batch(
     own: Kernels,
     parts: list[tuple[int, int]],
@@ -158,6 +158,7 @@ def test_keys_and_values_go_to_their_slots(own: Kernels) -> None:
 
 def test_without_a_compiler_there_are_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(building, "_NEEDED", ())
     monkeypatch.setattr(building, "_COMPILERS", ("no-such-compiler",))
     with pytest.raises(NoKernels, match="no-such-compiler is here"):
         built()
@@ -167,10 +168,17 @@ def test_without_a_compiler_there_are_none(monkeypatch: pytest.MonkeyPatch, tmp_
     assert not list(tmp_path.rglob("*.so"))
 
 
+def test_for_another_processor_none_are_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(building, "_features", lambda: "flags : sse2 avx2 avx512f")
+    with pytest.raises(NoKernels, match="this processor lacks avx512_vnni, avx512bw"):
+        built()
+
+
 def test_a_folder_that_others_may_write_is_not_trusted(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(building, "_NEEDED", ())
     (tmp_path / "isochrone").mkdir(mode=0o700)
     (tmp_path / "isochrone").chmod(0o777)
     with pytest.raises(NoKernels, match="others may write there"):

@@ -14,6 +14,7 @@ from nodeagent.engine.checkpoint.gguf import GgufFile
 from nodeagent.engine.checkpoint.unpacking import BITS
 from nodeagent.engine.layers.linear import (
     Blocked,
+    Fetch,
     FourBit,
     Groups,
     Half,
@@ -35,6 +36,8 @@ from nodeagent.engine.native.kernels import Kernels, kernels
 
 ROWS, COLUMNS = 192, 256
 HEADS = 4
+WIDE = 1536
+"""Rows of more bytes than are read at a time."""
 
 
 def own_kernels() -> Kernels:
@@ -96,7 +99,7 @@ def test_our_own_kernel_is_as_exact_as_the_file(groups: Groups, rows: int) -> No
 def test_floats_are_multiplied_as_their_file_has_them(dtype: torch.dtype, rows: int) -> None:
     parts = [chance(count, 61, seed=count).to(dtype) for count in (48, 16)]
     weight = torch.cat(parts).float()
-    product = tiled(parts)
+    product = tiled(parts, Keeping.TILED)
     assert error(product, weight, rows) < 1e-6
     wanted = torch.tensor([63, 0, 50, 17])
     assert torch.equal(product[wanted], weight[wanted])
@@ -107,7 +110,36 @@ def test_floats_are_multiplied_as_their_file_has_them(dtype: torch.dtype, rows: 
 @needs_kernels
 def test_floats_of_several_kinds_are_multiplied_in_fp32() -> None:
     parts = [chance(16, 64, seed=1), chance(16, 64, seed=2).half(), chance(16, 64, seed=3).double()]
-    assert error(tiled(parts), torch.cat([part.float() for part in parts]), 3) < 1e-6
+    weight = torch.cat([part.float() for part in parts])
+    assert error(tiled(parts, Keeping.TILED), weight, 3) < 1e-6
+    assert error(tiled(parts, Keeping.NATIVE), weight, 3) < 3e-4
+
+
+@needs_kernels
+@pytest.mark.parametrize("rows", [1, 2, 7, 33])
+def test_rounded_floats_err_by_a_part_of_their_groups_largest(rows: int) -> None:
+    weight = chance(ROWS, COLUMNS, seed=4) * 10.0 ** chance(ROWS, 1, seed=5)
+    weight[3], weight[4, :32] = 0.0, 1e-30
+    product = tiled([weight[:64].half().float(), weight[64:]], Keeping.NATIVE)
+    weight[:64] = weight[:64].half().float()
+    assert error(product, weight, rows) < 3e-4
+    wanted = torch.tensor([0, 3, 17, ROWS - 1])
+    read = product[wanted]
+    largest = weight[wanted].view(4, -1, 32).abs().amax(-1, keepdim=True)
+    assert ((read - weight[wanted]).abs().view(4, -1, 32) <= largest * 2**-13.9).all()
+
+
+@needs_kernels
+def test_the_largest_numbers_of_all_do_not_overflow() -> None:
+    """Every number and every weight of a group at its largest, with one sign."""
+    product = tiled([torch.full((16, 64), 3.0)], Keeping.NATIVE)
+    answer = product(torch.full((5, 64), -7.0))
+    torch.testing.assert_close(answer, torch.full((5, 16), -21.0 * 64))
+    weight = torch.full((16, 64), 3.0)
+    weight[2, 5] = float("nan")
+    answer = tiled([weight], Keeping.NATIVE)(torch.ones(2, 64))
+    assert answer[:, 2].isnan().all()
+    assert answer[:, 3].isfinite().all()
 
 
 @needs_kernels
@@ -159,6 +191,8 @@ def test_what_is_kept_takes_what_was_said_before(groups: Groups, bits: int) -> N
     kept = own_kernels().pack(bits, groups.numbers, groups.scales, groups.offsets)
     said = bytes_kept(Keeping.NATIVE, torch.float32, bits)
     assert kept.packed.nbytes == groups.numbers.numel() * said
+    rounded = own_kernels().round([torch.ones(32, 64)])
+    assert rounded.packed.nbytes == 32 * 64 * bytes_kept(Keeping.NATIVE, torch.float32, 16)
     assert bytes_kept(Keeping.TILED, torch.float32, 16) == 2
     assert bytes_kept(Keeping.TILED, torch.float32, bits) == 4
     assert bytes_kept(Keeping.PLAIN, torch.bfloat16, bits) == 2
@@ -186,6 +220,7 @@ def test_a_gguf_files_groups_are_read_as_they_are(
     weights = {
         "blk.0.attn_q.weight": chance.standard_normal((COLUMNS, COLUMNS), dtype=np.float32),
         "blk.0.ffn_down.weight": chance.standard_normal((COLUMNS, 64), dtype=np.float32),
+        "blk.0.ffn_gate.weight": chance.standard_normal((WIDE, COLUMNS), dtype=np.float32),
     }
     for name, weight in weights.items():
         writer.add_tensor(name, quantize(weight, kind), raw_dtype=kind)
@@ -195,28 +230,33 @@ def test_a_gguf_files_groups_are_read_as_they_are(
     writer.write_tensors_to_file()
     writer.close()
     file = GgufFile(path)
-    assert file.filed_bits() == {BITS[kind]: COLUMNS * (COLUMNS + 64), 32: 32 * COLUMNS}
+    assert file.filed_bits() == {BITS[kind]: COLUMNS * (COLUMNS + 64 + WIDE), 32: 32 * COLUMNS}
     try:
+        later: list[Fetch] = []
         for name, shape in (
             ("model.layers.0.self_attn.q_proj.weight", (COLUMNS, COLUMNS)),
             ("model.layers.0.mlp.down_proj.weight", (COLUMNS, 64)),
+            ("model.layers.0.mlp.gate_proj.weight", (WIDE, COLUMNS)),
         ):
             groups = file.groups(name, shape)
             assert groups is not None
             wide = groups.groups().wide()
             torch.testing.assert_close(wide, file.tensor(name, shape))
             if multiplies_natively():
-                both = native(join([groups, groups]), Keeping.NATIVE)
+                later.clear()
+                both = native(join([groups, groups]), Keeping.NATIVE, later)
                 assert both is not None
+                own_kernels().fetch(later)
                 wanted = torch.cat((wide, wide))
-                torch.testing.assert_close(
-                    both[torch.arange(2 * COLUMNS)], wanted, atol=1e-3, rtol=1e-3
-                )
+                found = both[torch.arange(len(wanted))]
+                torch.testing.assert_close(found, wanted, atol=1e-3, rtol=1e-3)
         assert file.groups("model.embed_tokens.weight", (32, COLUMNS)) is None
         os.truncate(path, path.stat().st_size // 2)
-        groups = file.groups("model.layers.0.mlp.down_proj.weight", (COLUMNS, 64))
+        groups = file.groups("model.layers.0.mlp.gate_proj.weight", (WIDE, COLUMNS))
         assert groups is not None
+        later.clear()
         with pytest.raises(CheckpointError, match="it ends within"):
-            keep_groups(groups, Keeping.NATIVE)
+            keep_groups(groups, Keeping.NATIVE, later)
+            own_kernels().fetch(later)
     finally:
         file.close()

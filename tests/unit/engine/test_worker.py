@@ -12,6 +12,7 @@ from nodeagent.engine.clients import Clients
 from nodeagent.engine.decide.batching import Batching, Limits
 from nodeagent.engine.decide.blocks import Blocks
 from nodeagent.engine.decide.sequence import Ending
+from nodeagent.engine.entrance import Entrance
 from nodeagent.engine.openai import Ask
 from nodeagent.engine.rates import StepRates
 from nodeagent.engine.sampling import SamplingParams
@@ -42,7 +43,8 @@ def open_one(clients: Clients, outbox: Any, aborted: list[int]) -> Any:
 
 
 async def test_who_does_not_read_is_cut_and_cancelled() -> None:
-    clients = Clients(VOCABULARY, open_max=2, queue_max=3)
+    entrance = Entrance(2)
+    clients = Clients(VOCABULARY, entrance, queue_max=3)
     outbox = Outbox()
     aborted: list[int] = []
     client = open_one(clients, outbox, aborted)
@@ -56,7 +58,7 @@ async def test_who_does_not_read_is_cut_and_cancelled() -> None:
     assert client.deltas.qsize() == 3
     clients.close(outbox, client)  # type: ignore[arg-type]
     assert outbox.cancelled == [number]
-    assert await clients.wait_empty(1)
+    assert await entrance.wait_empty(1)
 
 
 async def turn() -> None:
@@ -67,20 +69,22 @@ async def turn() -> None:
 
 
 async def test_one_more_than_the_limit_is_refused_and_so_is_all_while_draining() -> None:
-    clients = Clients(VOCABULARY, open_max=1, queue_max=3)
+    entrance = Entrance(1)
+    clients = Clients(VOCABULARY, entrance, queue_max=3)
     outbox = Outbox()
     open_one(clients, outbox, [])
     with pytest.raises(ApiError) as full:
         open_one(clients, outbox, [])
     assert full.value.code is ErrorCode.OUT_OF_CAPACITY
-    clients.draining = True
+    entrance.draining = True
     with pytest.raises(ApiError) as draining:
-        clients.admit()
+        entrance.admit()
     assert draining.value.code is ErrorCode.UNAVAILABLE
 
 
 async def test_several_answers_are_one_client_and_go_together() -> None:
-    clients = Clients(VOCABULARY, open_max=4, queue_max=1)
+    entrance = Entrance(4)
+    clients = Clients(VOCABULARY, entrance, queue_max=1)
     outbox = Outbox()
     ask = replace(ASK, params=SamplingParams(seed=5), choices=2)
     ending = Ending(4, frozenset())
@@ -96,15 +100,15 @@ async def test_several_answers_are_one_client_and_go_together() -> None:
     assert [one.sequence.tokens for one in everyone] == [[1, 2], [1, 2], [3], [3]]
     assert [one.sampler.params.seed for one in everyone] == [5, 6, 7, 8]
     assert [one.choice for one in everyone] == [0, 1, 2, 3]
-    assert (client.prompt_tokens, len(clients)) == (3, 4)
+    assert (client.prompt_tokens, entrance.open) == (3, 4)
     with pytest.raises(ApiError, match="cannot queue 1 more: 4 are"):
-        clients.admit()
+        entrance.admit()
     clients.publish([Delta(number, "x", None, 1, 0) for number in client.numbers])
     await turn()
     assert client.deltas.qsize() == 4
     clients.close(outbox, client)  # type: ignore[arg-type]
     assert outbox.cancelled == [one.number for one in everyone]
-    assert len(clients) == 0
+    assert entrance.open == 0
 
 
 def test_a_failed_step_is_told_and_ends_the_thread() -> None:
@@ -124,7 +128,7 @@ def test_a_failed_step_is_told_and_ends_the_thread() -> None:
 
 
 async def _submit(worker: Worker, outbox: Outbox) -> None:
-    clients = Clients(VOCABULARY, open_max=1, queue_max=3)
+    clients = Clients(VOCABULARY, Entrance(1), queue_max=3)
     open_one(clients, outbox, [])
     worker.submit(outbox.submitted[0])
 

@@ -242,6 +242,23 @@ def test_of_what_others_have_the_prompt_being_read_is_less_by_what_is_read() -> 
     assert counted.load("b", 8.0).others_unread == 0
 
 
+def test_where_the_engine_refuses_nothing_is_taken_and_every_router_sees_no_room() -> None:
+    counted = TokensInFlight(10_000)
+    held = counted.take(100, 10, router="a")
+    counted.is_shut = True
+    assert held is not None
+    assert counted.take(1, 1) is None
+    for router, others in (("a", 10_000), ("b", 10_010)):
+        assert counted.load(router).others_decode == others
+    assert counted.load().decode_tokens == 10_010
+    held.release()
+    # Idle, and shut all the same.
+    assert counted.take(1, 1) is None
+    counted.is_shut = False
+    assert counted.load("b") == Load(0, 0, 0, 0, 0, 0, 0)
+    assert counted.take(1, 1) is not None
+
+
 class Admission(RuleBasedStateMachine):
     """Whatever happens to requests, what is in flight is what is held, and never negative."""
 

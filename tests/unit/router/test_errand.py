@@ -1,17 +1,11 @@
 """Coroutines that run where they stand: what they wait for, and how they end."""
 
 import asyncio
-import types
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from router.dataplane.errand import Errand, Signal, pause
-
-
-@types.coroutine
-def a_turn() -> Generator[None, None, None]:
-    """Let one turn of the loop pass."""
-    yield
+from tests.unit.router.wire import a_turn
 
 
 class Told:

@@ -9,18 +9,20 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from isochrone.wire.ids import DeploymentId, TenantId
-from router.decide.fair import (
+from router.decide.drain import (
     RETRY_AFTER_MAX_S,
     RETRY_AFTER_MIN_S,
     RETRY_AFTER_UNKNOWN_S,
     RETRY_SPREAD,
     RETRY_SPREAD_MIN_S,
-    BytesFull,
     Drain,
+    come_back_s,
+)
+from router.decide.fair import (
+    BytesFull,
     FairQueue,
     QueueFull,
     Ticket,
-    come_back_s,
 )
 
 D = DeploymentId("d")

@@ -15,10 +15,10 @@ from router.decide.health import (
     TRIAL_S,
     UNREACHABLE_S,
     Health,
-    RetryBudget,
     gone,
     judge,
 )
+from router.decide.retries import RetryBudget
 
 A, B, C = ReplicaId("a"), ReplicaId("b"), ReplicaId("c")
 PEERS = [A, B, C, ReplicaId("d")]

@@ -42,34 +42,34 @@ def test_it_learns_overhead_and_rate_apart() -> None:
     for overhead_ms, gain in ((40.0, 1.0), (0.0, 2.0), (25.0, 0.6), (100.0, 3.0)):
         pace = Pace()
         taught(pace, overhead_ms, gain, 400)
-        assert abs(pace.gain(40.0) - gain) < 0.12, pace
-        assert abs(pace.overhead_ms(40.0) - overhead_ms) < 20, pace
+        assert abs(pace.at(40.0)[0] - gain) < 0.12, pace
+        assert abs(pace.at(40.0)[1] - overhead_ms) < 20, pace
         assert pace.spread_ms < 40
 
 
 def test_an_answer_that_stalled_moves_little() -> None:
     pace = Pace()
     taught(pace, 20.0, 1.0, 200)
-    before_ms = pace.overhead_ms(20.0)
+    before_ms = pace.at(20.0)[1]
     pace.observed(50.0, 60_000.0, 20.0)
-    assert pace.overhead_ms(20.0) - before_ms < 5
+    assert pace.at(20.0)[1] - before_ms < 5
     taught(pace, 20.0, 1.0, 400, stalls=20)
-    assert abs(pace.gain(40.0) - 1.0) < 0.25
+    assert abs(pace.at(40.0)[0] - 1.0) < 0.25
 
 
 def test_a_change_that_lasts_is_followed() -> None:
     pace = Pace()
     taught(pace, 10.0, 1.0, 100)
     taught(pace, 10.0, 2.5, 200)
-    assert 2.2 < pace.gain(20.0) < 2.8
+    assert 2.2 < pace.at(20.0)[0] < 2.8
 
 
 def test_who_is_not_heard_of_is_given_another_chance() -> None:
     pace = Pace()
     taught(pace, 300.0, 1.0, 200)
     late_s = 20.0 + 4 * FORGET_S
-    assert pace.overhead_ms(late_s) < 0.1 * pace.overhead_ms(20.0)
-    assert abs(pace.gain(late_s) - 1.0) < 0.05
+    assert pace.at(late_s)[1] < 0.1 * pace.at(20.0)[1]
+    assert abs(pace.at(late_s)[0] - 1.0) < 0.05
 
 
 def test_depth_is_learned_from_prompts_that_did_not_wait() -> None:
@@ -78,10 +78,29 @@ def test_depth_is_learned_from_prompts_that_did_not_wait() -> None:
         tokens = chance.choice((500, 4000, 20_000, 60_000))
         true_ms = stretched(tokens, 0, 2e-5) / 10
         ms = stretched(tokens, 0, stretch.per_token) / 10
-        stretch.observed(ms, tokens, tokens / 2, true_ms * chance.uniform(0.95, 1.05) - ms)
+        stretch.observed(ms, tokens / 2, true_ms * chance.uniform(0.95, 1.05) - ms)
     assert 1.5e-5 < stretch.per_token < 2.5e-5
     assert stretched(1000, 1000, 2e-5) == 0
     assert stretched(1000, 0, 0.0) == 1000
+
+
+def test_a_few_deep_prompts_teach_most_of_it() -> None:
+    stretch, chance = Stretch(), random.Random(3)
+    for _ in range(12):
+        ms = stretched(20_000, 0, stretch.per_token) / 10
+        took_ms = stretched(20_000, 0, 2e-5) / 10 * chance.uniform(0.9, 1.1)
+        stretch.observed(ms, 10_000, took_ms - ms)
+    assert 1.4e-5 < stretch.per_token < 2.6e-5
+
+
+def test_a_slow_replica_teaches_depth_by_short_prompts() -> None:
+    stretch, chance = Stretch(), random.Random(3)
+    for _ in range(60):
+        tokens = chance.choice((150, 400, 900))
+        ms = 2 * stretched(tokens, 0, stretch.per_token)
+        took_ms = 2 * stretched(tokens, 0, 7e-4) * chance.uniform(0.9, 1.1)
+        stretch.observed(ms, tokens / 2, took_ms - ms)
+    assert 5e-4 < stretch.per_token < 9e-4
 
 
 @settings(deadline=None, max_examples=60)
@@ -91,6 +110,6 @@ def test_no_observation_breaks_it(observed: list[tuple[float, float, float]]) ->
     for predicted_ms, took_ms, after_s in observed:
         now_s += after_s
         pace.observed(predicted_ms, took_ms, now_s)
-        assert GAIN_MIN <= pace.gain(now_s) <= GAIN_MAX
-        assert abs(pace.overhead_ms(now_s)) <= OVERHEAD_MS_MAX
+        assert GAIN_MIN <= pace.at(now_s)[0] <= GAIN_MAX
+        assert abs(pace.at(now_s)[1]) <= OVERHEAD_MS_MAX
         assert 1.0 <= pace.spread_ms < 1e12

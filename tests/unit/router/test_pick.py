@@ -70,27 +70,34 @@ def a_picture(candidates: Sequence[Candidate], **ejected: float) -> Picture:
 
 
 def order(candidates: Sequence[Candidate], ask: Ask = ASK, **ejected: float) -> list[str]:
-    ranking = rank(a_picture(candidates, **ejected), ask)
-    return [ranked.route.replica_id for ranked in ranking.routes]
+    routes = rank(a_picture(candidates, **ejected), ask)
+    return [ranked.route.replica_id for ranked in routes]
 
 
 def test_the_nearest_wins_until_its_queue_costs_more_than_the_way() -> None:
     near, far = Candidate("near", 2.0), Candidate("far", 90.0)
     assert order([far, near]) == ["near", "far"]
     queued = near._replace(prefill=200)
-    ranking = rank(a_picture([far, queued]), ASK)
-    assert [r.route.replica_id for r in ranking.routes] == ["far", "near"]
-    assert ranking.routes[0].why == "soonest-warm rtt=90.0ms queue=0ms prefill=100ms"
-    assert ranking.routes[1].why == "nearest-warm rtt=2.0ms queue=200ms prefill=100ms"
+    routes = rank(a_picture([far, queued]), ASK)
+    assert [r.route.replica_id for r in routes] == ["far", "near"]
+    assert routes[0].why == "soonest-warm rtt=90.0ms queue=0ms prefill=100ms"
+    assert routes[1].why == "nearest-warm rtt=2.0ms queue=200ms prefill=100ms"
 
 
 def test_a_full_replica_is_passed_over_and_counted() -> None:
     full = Candidate("full", decode=900)
-    ranking = rank(a_picture([full]), ASK)
-    assert (list(ranking.routes), bool(ranking.routes), ranking.full) == ([], False, 1)
+    routes = rank(a_picture([full]), ASK)
+    assert (list(routes), bool(routes), routes.full) == ([], False, 1)
     assert order([full, Candidate("free", 300.0)]) == ["free"]
     both = rank(a_picture([full, Candidate("free")]), ASK, frozenset({ReplicaId("full")}))
-    assert (len(both.routes), both.full) == (1, 0)
+    assert (len(both), both.full) == (1, 0)
+
+
+def test_deep_tokens_are_told_as_the_work_they_are() -> None:
+    board = a_board([Candidate("a")])
+    board.stretch.per_token = 2e-5
+    ranked = rank(board.picture(NOW_S, {}, {}), ASK._replace(prompt_tokens=50_000))[0]
+    assert (ranked.uncached_tokens, ranked.unread_tokens) == (50_000, 75_000)
 
 
 def test_siblings_are_those_of_the_same_city_with_room_the_asked_one_first() -> None:
@@ -103,25 +110,25 @@ def test_siblings_are_those_of_the_same_city_with_room_the_asked_one_first() -> 
     ]
     board = a_board(candidates)
     held = Held(0.0, [Match(1 << board.slots[ReplicaId("b")], 0.5)])
-    ranking = rank(board.picture(NOW_S, {}, {}), ASK._replace(held=held), {ReplicaId("x")})
-    siblings = ranking.routes.siblings(ranking.routes[0])
-    assert [(one.replica_id, one.uncached_tokens, one.prefill_ms) for one in siblings] == [
+    routes = rank(board.picture(NOW_S, {}, {}), ASK._replace(held=held), {ReplicaId("x")})
+    siblings = routes.siblings(routes[0])
+    assert [(one.replica_id, one.unread_tokens, one.prefill_ms) for one in siblings] == [
         ("b", 50, 25),
         ("a", 100, 100),
         ("c", 100, 100),
     ]
     assert [one.token_us for one in siblings] == [500, 1000, 1000]
-    passed = ranking.routes.of(ReplicaId("c"))
+    passed = routes.of(ReplicaId("c"))
     assert passed is not None and passed.reason == "passed-on"
-    assert ranking.routes.of(ReplicaId("nobody")) is None
+    assert routes.of(ReplicaId("nobody")) is None
 
 
 def test_who_is_alone_or_soon_done_has_no_siblings_named() -> None:
     far = Candidate("far", 90.0, pop="iad")
     alone = rank(a_picture([Candidate("a"), far]), ASK)
-    assert alone.routes.siblings(alone.routes[0]) == []
+    assert alone.siblings(alone[0]) == []
     quick = rank(a_picture([Candidate("a"), Candidate("b")]), ASK._replace(prompt_tokens=4))
-    assert quick.routes.siblings(quick.routes[0]) == []
+    assert quick.siblings(quick[0]) == []
 
 
 def test_an_idle_replica_takes_what_is_larger_than_its_bound() -> None:
@@ -135,41 +142,53 @@ def test_a_faster_replica_may_be_worth_the_way() -> None:
 
 def test_a_replica_that_never_answered_is_thought_a_little_slower() -> None:
     cold, warm = Candidate("cold", 10.0, is_cold=True), Candidate("warm", 10.0)
-    assert rank(a_picture([cold]), ASK).routes[0].overhead_ms == COLD_MS
-    assert rank(a_picture([warm]), ASK).routes[0].overhead_ms == 0.0
+    assert rank(a_picture([cold]), ASK)[0].overhead_ms == COLD_MS
+    assert rank(a_picture([warm]), ASK)[0].overhead_ms == 0.0
     assert order([cold, warm._replace(prefill=300)]) == ["cold", "warm"]
 
 
 def test_a_longer_queue_turns_away_only_where_another_place_is_better() -> None:
-    alone = rank(a_picture([Candidate("a")]), ASK).routes[0]
+    alone = rank(a_picture([Candidate("a")]), ASK)[0]
     assert alone.queue_tokens_max == 0
-    far = rank(a_picture([Candidate("a"), Candidate("b", 400.0)]), ASK).routes[0]
-    near = rank(a_picture([Candidate("a"), Candidate("b", 10.0)]), ASK).routes[0]
+    far = rank(a_picture([Candidate("a"), Candidate("b", 400.0)]), ASK)[0]
+    near = rank(a_picture([Candidate("a"), Candidate("b", 10.0)]), ASK)[0]
     # A thousand tokens a second: a token a millisecond.
     assert far.queue_tokens_max == 400 + SURPRISE_MS
     assert near.queue_tokens_max == 10 + SURPRISE_MS
-    queued = rank(a_picture([Candidate("a", prefill=50), Candidate("b", 400.0)]), ASK).routes[0]
+    queued = rank(a_picture([Candidate("a", prefill=50), Candidate("b", 400.0)]), ASK)[0]
     assert queued.queue_tokens_max == far.queue_tokens_max
+
+
+def test_a_queue_that_is_only_guessed_is_not_put_up_with() -> None:
+    board, ledger, a = a_board([Candidate("a"), Candidate("b", 400.0)]), TokensInFlight(), "a"
+    for n in range(61):
+        # Words that change each time: the next one says nothing of the one after.
+        ledger.hear_others(ReplicaId(a), 200 * (n % 2), 0, NOW_S - 62 + n)
+    board.refresh(board.slots[ReplicaId(a)], 1.0, ledger.line(ReplicaId(a)), NOW_S)
+    ranked = rank(board.picture(NOW_S, {}, {}), ASK)[0]
+    assert ranked.route.replica_id == a
+    assert 90 < ranked.queue_ms < 110
+    assert ranked.queue_tokens_max < 400 - ranked.queue_ms + SURPRISE_MS + 5
 
 
 def test_with_queues_everywhere_a_miss_of_the_cache_counts_more() -> None:
     board = a_board([Candidate("a", 1.0), Candidate("b", 60.0)])
     held = Held(0.0, [Match(1 << board.slots[ReplicaId("b")], 0.5)])
     ask = ASK._replace(held=held)
-    assert rank(board.picture(NOW_S, {}, {}), ask).routes[0].route.replica_id == "a"
+    assert rank(board.picture(NOW_S, {}, {}), ask)[0].route.replica_id == "a"
     board.spilled_at_ms = 1000 * NOW_S
-    waiting = rank(board.picture(NOW_S, {}, {}), ask).routes[0]._replace(queue_ms=50.0)
+    waiting = rank(board.picture(NOW_S, {}, {}), ask)[0]._replace(queue_ms=50.0)
     for _ in range(400):
         board.went(0, waiting, NOW_S)
-    assert rank(board.picture(NOW_S, {}, {}), ask).routes[0].route.replica_id == "b"
+    assert rank(board.picture(NOW_S, {}, {}), ask)[0].route.replica_id == "b"
 
 
 def test_a_session_stays_on_its_seat_unless_that_is_much_slower() -> None:
     ask = ASK._replace(session="s", seat=Seat(ReplicaId("b"), 90, 0.0))
     a, b = Candidate("a", 1.0), Candidate("b", 60.0)
-    ranking = rank(a_picture([a, b]), ask)
-    assert ranking.routes[0].why == "session rtt=60.0ms queue=0ms prefill=10ms"
-    assert ranking.routes[0].uncached_tokens == 10
+    routes = rank(a_picture([a, b]), ask)
+    assert routes[0].why == "session rtt=60.0ms queue=0ms prefill=10ms"
+    assert routes[0].uncached_tokens == 10
     assert order([a, b._replace(prefill=500)], ask)[0] == "a"
 
 
@@ -182,7 +201,7 @@ def test_processes_that_share_only_the_table_presume_the_same_seat() -> None:
     went = []
     for n in range(200):
         ask = ASK._replace(session=f"s{n}")
-        first, second = (rank(picture, ask).routes[0].route for picture in (one, other))
+        first, second = (rank(picture, ask)[0].route for picture in (one, other))
         assert first.replica_id == second.replica_id
         went.append(first.replica_id)
     assert all(30 < went.count(ReplicaId(name)) < 75 for name in names)
@@ -198,13 +217,13 @@ def test_what_is_cached_draws_as_far_as_it_saves() -> None:
     a, b = Candidate("a", 1.0), Candidate("b", 60.0)
     slots = a_board([a, b]).slots
     half = Held(0.0, [Match(1 << slots[ReplicaId("b")], 0.9)])
-    ranking = rank(a_picture([a, b]), ASK._replace(held=half))
-    assert ranking.routes[0].why == "prefix soonest-warm rtt=60.0ms queue=0ms prefill=10ms"
+    routes = rank(a_picture([a, b]), ASK._replace(held=half))
+    assert routes[0].why == "prefix soonest-warm rtt=60.0ms queue=0ms prefill=10ms"
     little = Held(0.0, [Match(1 << slots[ReplicaId("b")], 0.2)])
     assert order([a, b], ASK._replace(held=little))[0] == "a"
     # What everyone holds moves nobody, and what b holds beyond that too little.
     common = Held(0.7, [Match(1 << slots[ReplicaId("b")], 0.9)])
-    first = rank(a_picture([a, b]), ASK._replace(held=common)).routes[0]
+    first = rank(a_picture([a, b]), ASK._replace(held=common))[0]
     assert (first.route.replica_id, first.uncached_tokens) == ("a", 30)
 
 
@@ -215,18 +234,17 @@ def test_leaving_home_must_pay_and_then_goes_on_while_it_is_sooner() -> None:
     board = a_board([home, away])
     board.spilled_at_ms = 1000 * NOW_S - SPILL_LASTS_MS / 2
     asks = [ASK._replace(request_id=f"req-{n}") for n in range(40)]
-    went = {rank(board.picture(NOW_S, {}, {}), ask).routes[0].route.replica_id for ask in asks}
+    went = {rank(board.picture(NOW_S, {}, {}), ask)[0].route.replica_id for ask in asks}
     assert "away" in went
 
 
 def test_alike_replicas_share_the_requests_and_one_request_goes_one_way() -> None:
     picture = a_picture([Candidate(name) for name in "abcd"])
     went = [
-        rank(picture, ASK._replace(request_id=f"req-{n}")).routes[0].route.replica_id
-        for n in range(400)
+        rank(picture, ASK._replace(request_id=f"req-{n}"))[0].route.replica_id for n in range(400)
     ]
     assert all(70 < went.count(ReplicaId(name)) < 130 for name in "abcd")
-    assert len({rank(picture, ASK).routes[0].route.replica_id for _ in range(9)}) == 1
+    assert len({rank(picture, ASK)[0].route.replica_id for _ in range(9)}) == 1
 
 
 def test_a_picture_does_not_change_with_the_board() -> None:
@@ -244,8 +262,8 @@ def test_a_slot_without_a_replica_is_never_ranked() -> None:
     board = a_board([Candidate("a"), Candidate("b"), Candidate("c")])
     gone = board.adopt([Candidate("c").route])
     assert len(gone) == 2
-    ranking = rank(board.picture(NOW_S, {}, {}), ASK)
-    assert ([r.route.replica_id for r in ranking.routes], ranking.full) == (["c"], 0)
+    routes = rank(board.picture(NOW_S, {}, {}), ASK)
+    assert ([r.route.replica_id for r in routes], routes.full) == (["c"], 0)
     board.adopt([Candidate("c").route, Candidate("d").route])
     assert len(board) == 3
     assert board.slots[ReplicaId("d")] in gone
@@ -302,8 +320,8 @@ def test_every_replica_with_room_is_ranked_once_with_what_is_predicted(
     board = a_board(candidates)
     if held_by >= len(board):
         ask = ask._replace(held=Held(0.1, []))
-    ranking = rank(board.picture(NOW_S, {}, {}), ask, excluded)
-    ranked = list(ranking.routes)
+    routes = rank(board.picture(NOW_S, {}, {}), ask, excluded)
+    ranked = list(routes)
     has_room = [
         c.name
         for c in candidates
@@ -311,7 +329,7 @@ def test_every_replica_with_room_is_ranked_once_with_what_is_predicted(
     ]
     assert sorted(r.route.replica_id for r in ranked) == sorted(set(has_room) - excluded)
     usable = [c for c in candidates if c.name not in excluded]
-    assert ranking.full == len(usable) - len(ranked)
+    assert routes.full == len(usable) - len(ranked)
     for one in ranked:
         assert one.ttft_ms >= one.rtt_ms
         assert one.queue_ms >= 0

@@ -207,7 +207,7 @@ def test_what_one_process_had_answered_the_others_know() -> None:
 
     def answered(fleet: Fleet, keys: PrefixKeys) -> None:
         ask = Ask("q", 100, 10, held=fleet.held(DeploymentId("d"), keys))
-        ranked = rank(fleet.view(DeploymentId("d")), ask).routes[0]
+        ranked = rank(fleet.view(DeploymentId("d")), ask)[0]
         sent = fleet.sent(ranked, keys)
         fleet.learned_cached(ranked.route, sent, 100, 0, keys)
 

@@ -57,7 +57,7 @@ class Bench:
 
     def goes(self, request_id: str, session: str = "") -> ReplicaId:
         ask = Ask(request_id, prompt_tokens=100, output_tokens=100, session=session)
-        first: ReplicaId = rank(self.fleet.view(D), ask).routes[0].route.replica_id
+        first: ReplicaId = rank(self.fleet.view(D), ask)[0].route.replica_id
         return first
 
     def share_of_new(self, *, idle: bool = False) -> float:

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
 from isochrone.wire.ids import ReplicaId
-from router.decide.tokens_in_flight import LOAD_FRESH_S, Reservation, TokensInFlight
+from router.decide.others import LOAD_FRESH_S
+from router.decide.tokens_in_flight import Reservation, TokensInFlight
 
 REPLICAS = [ReplicaId(name) for name in "abc"]
 TOKENS = st.integers(0, 5000)

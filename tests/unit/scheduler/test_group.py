@@ -236,6 +236,6 @@ def test_explain_names_every_node_of_it() -> None:
     explained = explain(cluster, DeploymentId("d"))
     assert explained is not None
     assert [(row.node_id, row.reason) for row in explained.here] == [
-        ("ams-1", "at least 1 replicas are asked for; over ams-1, ams-2"),
+        ("ams-1", "at least 1 replica is asked for; over ams-1, ams-2"),
         ("ams-2", "part 1 of d-7-1"),
     ]

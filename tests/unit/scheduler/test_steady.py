@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from isochrone.wire.ids import ClusterId, DeploymentId, Epoch, Generation, NodeId, PopId, ReplicaId
 from isochrone.wire.routes import Route, RouteTable, apply_delta, diff
-from scheduler.decide.steady import steady
+from scheduler.decide.route_table import steady
 
 
 def a_route(name: str = "r1", **fields: Any) -> Route:

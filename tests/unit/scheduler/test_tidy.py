@@ -26,7 +26,7 @@ def in_reach_again() -> Iterator[None]:
 
 
 async def test_what_lives_is_not_walked_and_what_was_left_is_freed_at_last() -> None:
-    acting: Any = SimpleNamespace(ended=0, peers={}, thinking=0)
+    acting: Any = SimpleNamespace(ended=0, peers={})
     tidy = Tidy(cast(Acting, acting))
     knot = Knot()
     left = ref(knot)
@@ -40,18 +40,8 @@ async def test_what_lives_is_not_walked_and_what_was_left_is_freed_at_last() -> 
     assert left() is None
 
 
-async def test_what_a_plan_is_made_of_stays_in_reach_while_it_is_thought_about() -> None:
-    acting: Any = SimpleNamespace(ended=0, peers={}, thinking=1)
-    knot = Knot()
-    await Tidy(cast(Acting, acting)).run_once()
-    left = ref(knot)
-    del knot
-    gc.collect()
-    assert left() is None
-
-
 async def test_a_fleet_that_nobody_leaves_is_walked_too() -> None:
-    acting: Any = SimpleNamespace(ended=0, peers={}, thinking=0)
+    acting: Any = SimpleNamespace(ended=0, peers={})
     tidy = Tidy(cast(Acting, acting))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("scheduler.loops.tidy.TURNS_MAX", 2)

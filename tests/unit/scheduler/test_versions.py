@@ -9,6 +9,7 @@ from isochrone.wire.model import EngineSettings
 from isochrone.wire.rollout import RolloutSpec, RolloutState, RolloutStep
 from isochrone.wire.routes import RolloutEntry
 from scheduler.decide.cluster import ClusterState, DemandRate
+from scheduler.decide.explain import explain
 from scheduler.decide.liveness import liveness
 from scheduler.decide.plan import plan
 from scheduler.decide.route_table import route_table
@@ -113,3 +114,21 @@ def test_routers_are_told_the_share_and_each_versions_own_limits() -> None:
     assert entry.rollout == RolloutEntry(version=2, share=0.25, pops=(AMS,))
     limits = {route.replica_id: route.tokens_in_flight_max for route in table.routes}
     assert limits == {"o1": 32_768, "o2": 32_768, "n1": 77}
+
+
+def test_explain_tells_of_both_versions_and_of_no_other_deployment() -> None:
+    cluster = rolling(
+        deployments=(a_deployment(replicas_min=2), a_deployment("d-x", replicas_max=1)),
+        placements=(
+            a_placement("o1", "ams-1"),
+            a_placement("n1", "ams-2", version=2, reason="new"),
+            *(a_placement(f"d-x-{n}", f"sin-{n}", "d-x") for n in (1, 2)),
+        ),
+    )
+    explained = explain(cluster, DeploymentId("d"))
+    assert explained is not None
+    assert [(row.replica_id, row.reason) for row in explained.here] == [("o1", ""), ("n1", "new")]
+    assert all("d-x" not in line for line in explained.next_moves)
+    other = explain(cluster, DeploymentId("d-x"))
+    assert other is not None
+    assert [line.partition(" on ")[0] for line in other.next_moves] == ["end d-x-1"]

@@ -67,6 +67,18 @@ def test_a_saved_picture_replays_bit_for_bit() -> None:
     assert what_if(picture, []) == what_if(kept(picture), [])
 
 
+def test_a_picture_that_is_not_understood_whole_is_refused_in_words() -> None:
+    picture = a_picture()
+    for spoilt, words in (
+        ({"format": 2, "release": "9.9"}, "its format is 2, this release reads 1: .* release 9.9"),
+        ({"cluster": {"pops": []}}, "node ams-1 is in ams, which it does not hold"),
+    ):
+        file = msgspec.json.decode(msgspec.json.encode(picture))
+        file |= spoilt | {"cluster": file["cluster"] | spoilt.get("cluster", {})}
+        with pytest.raises(msgspec.ValidationError, match=words):
+            msgspec.json.decode(msgspec.json.encode(file), type=Picture)
+
+
 def test_without_a_change_the_answer_is_what_placement_is_about_to_do() -> None:
     answer = what_if(a_picture(), [])
     assert answer.digest == digest_of(decide(a_picture().cluster, LivenessLimits()))

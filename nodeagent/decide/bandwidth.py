@@ -6,7 +6,7 @@ Rule: this file knows no clock. It is told the time and answers how long to wait
 BURST_S = 1.0
 
 
-class Pace:
+class Bandwidth:
     """One direction's bandwidth, shared by all who go that way. A rate of 0 is no bound."""
 
     def __init__(self, bytes_per_s: float) -> None:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nodeagent.decide.pace import BURST_S, Pace, Watermark
+from nodeagent.decide.bandwidth import BURST_S, Bandwidth, Watermark
 
 
 @settings(deadline=None, max_examples=60)
@@ -13,23 +13,23 @@ from nodeagent.decide.pace import BURST_S, Pace, Watermark
     sizes=st.lists(st.integers(1, 10**7), min_size=1, max_size=50),
 )
 def test_whoever_waits_as_told_stays_below_the_rate(rate: float, sizes: list[int]) -> None:
-    pace, now = Pace(rate), 1000.0
+    bandwidth, now = Bandwidth(rate), 1000.0
     for size in sizes:
-        now += pace.wait_s(size, now)
+        now += bandwidth.wait_s(size, now)
     assert sum(sizes) <= rate * (now - 1000.0 + BURST_S) * (1 + 1e-9)
 
 
 def test_an_idle_time_is_not_saved_up() -> None:
-    pace = Pace(100.0)
-    assert pace.wait_s(100, 0.0) == 0.0
-    assert pace.wait_s(100, 3600.0) == 0.0
-    assert pace.wait_s(100, 3600.0) == pytest.approx(1.0)
-    assert pace.wait_s(100, 3600.0) == pytest.approx(2.0)
+    bandwidth = Bandwidth(100.0)
+    assert bandwidth.wait_s(100, 0.0) == 0.0
+    assert bandwidth.wait_s(100, 3600.0) == 0.0
+    assert bandwidth.wait_s(100, 3600.0) == pytest.approx(1.0)
+    assert bandwidth.wait_s(100, 3600.0) == pytest.approx(2.0)
 
 
 def test_no_rate_is_no_bound() -> None:
-    pace = Pace(0.0)
-    assert not any(pace.wait_s(10**12, 0.0) for _ in range(3))
+    bandwidth = Bandwidth(0.0)
+    assert not any(bandwidth.wait_s(10**12, 0.0) for _ in range(3))
 
 
 def test_a_trickle_is_slow_and_our_own_pace_is_not() -> None:

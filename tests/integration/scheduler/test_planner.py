@@ -1,0 +1,79 @@
+"""The planner's process: it answers, its loss costs what was asked, it ends with its scheduler."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+
+import msgspec
+import pytest
+
+from isochrone.wire.ids import DeploymentId, Epoch
+from scheduler.decide.liveness import LivenessLimits
+from scheduler.decide.what_if import Picture, decide
+from scheduler.planner.process import Planner, PlannerFailed
+from scheduler.planner.questions import Heard, Settings, framed
+from scheduler.store.pool import Pool
+from tests.builders import a_spec
+from tests.integration.scheduler.test_store import begun, planned, reported
+
+HEARD = Heard(acting_for_s=99.0, silent_s={})
+
+
+def settings(dsn: str) -> Settings:
+    return Settings(database_url=dsn, liveness=LivenessLimits(), log_level="INFO")
+
+
+@pytest.fixture
+async def planner(pool: Pool, database_dsn: str) -> AsyncIterator[Planner]:
+    epoch = await begun(pool)
+    await reported(pool, epoch)
+    assert await planned(pool, epoch, a_spec())
+    planner = Planner(settings(database_dsn))
+    yield planner
+    await planner.stop()
+
+
+async def test_it_reads_decides_and_answers(planner: Planner) -> None:
+    saved = msgspec.json.decode(await planner.picture(HEARD), type=Picture)
+    assert [node.node_id for node in saved.cluster.nodes] == ["n1"]
+    assert await planner.plan(HEARD) == decide(saved.cluster, LivenessLimits())
+    explained = await planner.explain(HEARD, DeploymentId("d"))
+    assert explained is not None
+    assert [here.replica_id for here in explained.here] == ["r1"]
+    assert await planner.explain(HEARD, DeploymentId("nowhere")) is None
+    assert (await planner.learn(Epoch(1))).is_news
+    assert await planner.foresee(HEARD) == await planner.foresee(HEARD)
+
+
+async def test_one_that_was_killed_or_is_stuck_is_replaced(planner: Planner) -> None:
+    first = await planner.plan(HEARD)
+    for number in (signal.SIGKILL, signal.SIGSTOP):
+        assert planner._process is not None
+        planner._answer_timeout_s = 0.5
+        os.kill(planner._process.pid, number)
+        with pytest.raises(PlannerFailed, match="cannot decide"):
+            while True:
+                await planner.plan(HEARD)
+        planner._answer_timeout_s = 60.0
+        assert await planner.plan(HEARD) == first
+
+
+async def test_without_a_database_it_says_so(database_dsn: str) -> None:
+    planner = Planner(settings(database_dsn.replace("host=/", "host=/nowhere/")))
+    with pytest.raises(PlannerFailed, match="cannot decide: the planner ended"):
+        await planner.plan(HEARD)
+    await planner.stop()
+
+
+def test_it_ends_when_nobody_can_ask(database_dsn: str) -> None:
+    """Signals are for its scheduler, which may have something to ask until it ends itself."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "scheduler.planner"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert process.stdin is not None
+    with process, process.stdin as stdin:
+        stdin.write(framed(settings(database_dsn)))
+        stdin.close()
+        assert process.wait(30.0) == 0
