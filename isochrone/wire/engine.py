@@ -21,7 +21,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     `batch_tokens_max` bounds one step. While answers are being written, prompts get only so much of
     it that the next tokens come within `interval_ms`.
     `quantisation` "file" keeps weights as their file packs them, where this device multiplies by
-    them so; products are then in bf16 and fp16.
+    them so, and rounds others: to 14 bits, or where our own kernels are not here to bf16 and fp16.
     `kv_dtype` is what keys and values are kept in, `dtype` where it is empty; fp8 has a scale for
     each head of each token.
     KV that the device gives up is kept in `kv_host_bytes` of memory and `kv_file_bytes` of files

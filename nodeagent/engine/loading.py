@@ -63,7 +63,8 @@ class Loaded:
 def load(config: EngineConfig, crew: Crew | None = None) -> Loaded:
     """Load what `config` names, or raise CheckpointError in words before memory is spent.
 
-    Where the model is split, `crew` are the other ranks, and what is loaded is the front.
+    What is wrong with a vocabulary alone shows only once weights are there. Where the model is
+    split, `crew` are the other ranks, and what is loaded is the front.
     """
     started_s = time.monotonic()
     dtype, split = _DTYPES[config.dtype], split_of(config)
@@ -79,6 +80,7 @@ def load(config: EngineConfig, crew: Crew | None = None) -> Loaded:
         weights_bytes = int(shape.parameters() * bytes_per_weight(config, source))
         if draft is not None:
             weights_bytes += draft.weights_bytes(dtype)
+        split.check(shape)
         need_memory(config, source, 0, draft)
         survey(shape, source, split)
         gathering = gather(config, crew) if crew is not None else None

@@ -62,7 +62,7 @@ class Ours:
             "served_name": "bench",
             "socket": "unused",
             "threads": threads,
-            "dtype": "fp32" if dtype in ("packed", "f16") else dtype,
+            "dtype": "fp32" if dtype == "packed" or dtype.endswith("f16") else dtype,
             "quantisation": "file" if dtype in ("packed", "f16") else "none",
             "kv_memory_bytes": 1 << 29,
             "context_tokens_max": 4096,
@@ -94,9 +94,9 @@ class Ours:
         from nodeagent.engine.layers.linear import multiplies_natively
 
         shape = self._shape
-        if self._kept == "f16" and multiplies_natively():
-            # 16 bits, and a scale of four bytes for 32 weights.
-            return int(shape.parameters() * (2 + 4 / 32))
+        if self._kept.endswith("f16") and multiplies_natively():
+            # 16 bits, and where they are rounded a scale of four bytes for 32 weights.
+            return int(shape.parameters() * (2 + 4 / 32 * (self._kept == "f16")))
         if self._kept != "packed":
             return self._loaded.weights_bytes
         # Four bits and two numbers of two bytes for 32 weights; the head in eight bits or in fp16.

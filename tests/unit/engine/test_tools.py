@@ -210,7 +210,7 @@ def test_any_text_is_read_and_content_is_never_lost(
             {"get_weather"}, True, 16,
         ),
     ],
-    ids=str,
+    ids=["nothing", "auto", "required", "one", "named", "allowed"],
 )  # fmt: skip
 def test_a_choice_says_what_may_and_must_be_called(
     fields: dict[str, Any], names: set[str], must: bool, calls_max: int
