@@ -47,7 +47,7 @@ STRETCH_MS_MIN: Final = 200.0
 SHARE_MAX: Final = 0.5
 """An error counts for no more than this share of the time that a prompt takes."""
 
-FORGET_S: Final = 120.0
+FORGET_S: Final = 45.0
 """Unheard of for this long, a correction has lost half of itself: else nobody would try again."""
 
 
