@@ -26,7 +26,25 @@ from nodeagent.engine.text import StopStrings, TokenText
 from nodeagent.engine.vocabulary import Vocabulary
 from nodeagent.engine.worker import Worker
 
-_USUAL = Standing()
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request, checked and tokenised: what its generations are made of."""
+
+    ask: Ask
+    prompts: Ordered[tuple[list[int], Ending]]
+    salt: bytes = b""
+    constraint: Constraint | None = None
+    shown: Mapping[int, str] | None = None
+    adapter: Adapter | None = None
+    standing: Standing = field(default_factory=Standing)
+    predicted: Ordered[int] = ()
+    """Tokens that the caller expects."""
+
+    @property
+    def answers(self) -> int:
+        """How many generations it takes: so many of each prompt."""
+        return len(self.prompts) * self.ask.choices
 
 
 @dataclass(slots=True, eq=False)
@@ -60,53 +78,22 @@ class Clients:
         self._loop = asyncio.get_running_loop()
         self.cut_total = 0
 
-    def open(
-        self,
-        worker: Worker,
-        ask: Ask,
-        prompts: Ordered[tuple[list[int], Ending]],
-        salt: bytes,
-        abort: Callable[[], None],
-        constraint: Constraint | None = None,
-        shown: Mapping[int, str] | None = None,
-        adapter: Adapter | None = None,
-        standing: Standing = _USUAL,
-        predicted: Ordered[int] = (),
-    ) -> Client:
-        """Start `ask.choices` generations of each prompt; the caller must `close` them."""
-        count = len(prompts) * ask.choices
+    def open(self, worker: Worker, asked: Asked, abort: Callable[[], None]) -> Client:
+        """Start the generations of a request; the caller must `close` them."""
+        count = asked.answers
         self._entrance.admit(count)
         numbers = range(self._next, self._next + count)
-        kept = salted(salt, adapter)
-
-        def generation(choice: int) -> Generation:
-            tokens, ending = prompts[choice // ask.choices]
-            # Each answer moves through the grammar, and draws, by itself.
-            own = constraint.copy() if constraint is not None and choice else constraint
-            params, drafter = ask.params, None
-            if params.seed is not None:
-                params = replace(params, seed=params.seed + choice)
-            if self._speculation is not None and ask.speculate:
-                drafter = self._speculation.drafter(own, predicted)
-            return Generation(
-                sequence=Sequence(numbers[choice], tokens.copy(), ending, kept, adapter, standing),
-                sampler=Sampler(params, tokens.copy() if params.penalised else [], own),
-                text=TokenText(self._vocabulary, shown),
-                stops=StopStrings(ask.stops),
-                drafter=drafter,
-                choice=choice,
-            )
-
         # All are made before the first is submitted: a constraint is the step thread's from then.
-        generations = [generation(choice) for choice in range(count)]
-        prompt_tokens = sum(len(tokens) for tokens, _ in prompts)
+        generations = [self._generation(asked, choice, numbers[choice]) for choice in range(count)]
+        prompt_tokens = sum(len(tokens) for tokens, _ in asked.prompts)
         queue: asyncio.Queue[Delta] = asyncio.Queue(self._queue_max * count)
         client = Client(numbers, prompt_tokens, abort, queue)
         self._next = numbers.stop
         self._open.update(dict.fromkeys(numbers, client))
         self._entrance.enter(count)
-        for first in range(0, count, ask.choices):
-            generations[first].followers = tuple(generations[first + 1 : first + ask.choices])
+        each = asked.ask.choices
+        for first in range(0, count, each):
+            generations[first].followers = tuple(generations[first + 1 : first + each])
             worker.submit(generations[first])
         return client
 
@@ -129,6 +116,26 @@ class Clients:
         for client in dict.fromkeys(self._open.values()):
             if not client.ended:
                 self._put(client, Delta(client.numbers[0], "", None, 0, 0, Finish.ERROR, message))
+
+    def _generation(self, asked: Asked, choice: int, number: int) -> Generation:
+        ask, constraint = asked.ask, asked.constraint
+        tokens, ending = asked.prompts[choice // ask.choices]
+        # Each answer moves through the grammar, and draws, by itself.
+        own = constraint.copy() if constraint is not None and choice else constraint
+        params, drafter = ask.params, None
+        if params.seed is not None:
+            params = replace(params, seed=params.seed + choice)
+        if self._speculation is not None and ask.speculate:
+            drafter = self._speculation.drafter(own, asked.predicted)
+        kept = salted(asked.salt, asked.adapter)
+        return Generation(
+            Sequence(number, tokens.copy(), ending, kept, asked.adapter, asked.standing),
+            Sampler(params, tokens.copy() if params.penalised else [], own),
+            TokenText(self._vocabulary, asked.shown),
+            StopStrings(ask.stops),
+            drafter,
+            choice,
+        )
 
     def _deliver(self, deltas: list[Delta]) -> None:
         for delta in deltas:

@@ -80,6 +80,7 @@ def load(config: EngineConfig, crew: Crew | None = None) -> Loaded:
         weights_bytes = int(shape.parameters() * bytes_per_weight(config, source))
         if draft is not None:
             weights_bytes += draft.weights_bytes(dtype)
+        split.check(shape)
         need_memory(config, source, 0, draft)
         survey(shape, source, split)
         gathering = gather(config, crew) if crew is not None else None

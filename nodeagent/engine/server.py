@@ -20,7 +20,7 @@ from isochrone.wire.headers import CACHE_SALT, REQUEST_ID
 from nodeagent.engine.adapters import Adapters
 from nodeagent.engine.answers import Answer, Choice
 from nodeagent.engine.calling import Calling
-from nodeagent.engine.clients import Client, Clients
+from nodeagent.engine.clients import Asked, Client, Clients
 from nodeagent.engine.constrain.compiling import Grammars
 from nodeagent.engine.decide.sequence import BLOCK_TOKENS, Ending, Finish
 from nodeagent.engine.doors import CommonDoors, Progress, as_json
@@ -227,6 +227,41 @@ class EngineServer:
         calling: Calling | None = None,
         predicted: Sequence[int] = (),
     ) -> web.StreamResponse:
+        asked = await self._asked(request, body, prompts, calling, predicted)
+        ask, chat = asked.ask, isinstance(body, ChatBody)
+        answer = Answer(
+            id=f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
+            model=asked.adapter.name if asked.adapter else self.config.served_name,
+            created_s=int(time.time()),
+            chat=chat,
+            include_usage=ask.include_usage,
+            logprobs=ask.params.logprobs is not None,
+            vocabulary=self.loaded.vocabulary,
+            new_call_id=lambda: _call_id(calling.how.call_id_chars if calling else 0),
+            choices=[
+                Choice(index, calling.reader() if calling else None)
+                for index in range(asked.answers)
+            ],
+        )
+        transport = request.transport
+        abort = transport.abort if transport is not None else _nothing_to_abort
+        client = self.clients.open(self.worker, asked, abort)
+        try:
+            if ask.stream:
+                return await self._stream(request, answer, client)
+            return await self._collect(request, answer, client)
+        finally:
+            self.clients.close(self.worker, client)
+
+    async def _asked(
+        self,
+        request: web.Request,
+        body: ChatBody | CompletionBody,
+        prompts: list[list[int]],
+        calling: Calling | None,
+        predicted: Sequence[int],
+    ) -> Asked:
+        """Check the request against this model, and bring together all that it takes."""
         adapter = await self.adapters.hold(body.model)
         ask = ask_of(body)
         ask = replace(ask, params=replace(ask.params, drawn_before=said_of(request.headers)))
@@ -236,42 +271,16 @@ class EngineServer:
         salt = request.headers.get(CACHE_SALT, "")
         if len(salt) > _SALT_CHARS_MAX:
             raise refused(CACHE_SALT, f"cannot use a salt of {len(salt)} characters")
-        constraint = await self.grammars.compile(ask.grammar) if ask.grammar else None
-        chat = isinstance(body, ChatBody)
-        answer = Answer(
-            id=f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
-            model=adapter.name if adapter else self.config.served_name,
-            created_s=int(time.time()),
-            chat=chat,
-            include_usage=ask.include_usage,
-            logprobs=ask.params.logprobs is not None,
-            vocabulary=self.loaded.vocabulary,
-            new_call_id=lambda: _call_id(calling.how.call_id_chars if calling else 0),
-            choices=[
-                Choice(index, calling.reader() if calling else None)
-                for index in range(len(prompts) * ask.choices)
-            ],
-        )
-        transport = request.transport
-        abort = transport.abort if transport is not None else _nothing_to_abort
-        client = self.clients.open(
-            self.worker,
+        return Asked(
             ask,
             ended,
-            salt.encode(errors="surrogateescape"),
-            abort,
-            constraint,
-            calling.shown if calling else None,
-            adapter,
-            standing_of(request.headers, salt, time.monotonic()),
-            predicted,
+            salt=salt.encode(errors="surrogateescape"),
+            constraint=await self.grammars.compile(ask.grammar) if ask.grammar else None,
+            shown=calling.shown if calling else None,
+            adapter=adapter,
+            standing=standing_of(request.headers, salt, time.monotonic()),
+            predicted=predicted,
         )
-        try:
-            if ask.stream:
-                return await self._stream(request, answer, client)
-            return await self._collect(request, answer, client)
-        finally:
-            self.clients.close(self.worker, client)
 
     def _ending(self, body: ChatBody | CompletionBody, ask: Ask, tokens: list[int]) -> Ending:
         """Check the request against this model and return what ends it."""

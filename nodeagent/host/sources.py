@@ -63,7 +63,7 @@ def refuse_private(host: str) -> None:
     except ValueError:
         return
     if not address.is_global:
-        raise OSError(f"refused: {host} is not a public address")
+        raise OSError(f"refused: {host} is not a public address, and private_sources is not set")
 
 
 class Sources:
@@ -167,7 +167,7 @@ class Sources:
             return url
         if url.scheme != "https":
             raise SourceError(
-                f"cannot fetch {_shown(url)}: only https is allowed (private_sources)"
+                f"cannot fetch {_shown(url)}: only https is taken, unless private_sources is set"
             )
         try:
             # A literal address never meets the resolver.

@@ -4,8 +4,8 @@
 
 Each row plans the same day anew and serves it: the first with the prices of score.py times 4, 2,
 1, 1/2 and 1/4. In the others each ms between 30 and 60, where p90 lies, counts `bend` more, a seat
-costs by its bytes alone, and who finds no room counts more too. `unplanned` is the share of the
-requests that found none under the planner's headroom: what is left out costs no memory.
+costs by its bytes alone, and who finds no room counts more too, but less in the last. `unplanned`
+is the share of requests that found none under the headroom: what is left out costs no memory.
 """
 
 import argparse
@@ -45,6 +45,7 @@ class Prices(NamedTuple):
 SWEEP: Final = (
     *(Prices(times * score.HOLD, times * score.HOLD_PER_GIB) for times in (4, 2, 1, 0.5, 0.25)),
     *(Prices(0.0, per_gib, 16.0, 20_000.0) for per_gib in (8.0, 4.0, 2.0, 1.0)),
+    Prices(0.0, 2.0, 16.0, 1_000.0),
 )
 
 

@@ -83,7 +83,7 @@ def goal(cells: Sequence[Cell]) -> list[str]:
     by_age = [f"ours over it, words {age_s:g} s old" for age_s in ages_s]
     told = ["best other over ours", "hits, %: oracle", "ours", "goal"]
     columns = ["trace", "load", "oracle p90, ms", *by_age, *told]
-    lines = [row(columns), row(["---"] * len(columns))]
+    lines = header(columns)
     for of in grouped(cells):
         ahead = {cell.p90_ms(cell.best) / cell.p90_ms("ours"): cell.best for cell in of}
         verdicts = [f"{cell.age_s:g} s {cell.missed}" for cell in of if cell.missed]
@@ -127,7 +127,7 @@ def everybody(cells: Sequence[Cell], age_s: float) -> list[str]:
         return []
     columns = ["p90, ms", *(f"{cell.case.split()[0]} {cell.load} %" for cell in of)]
     rows = [[policy, *(f"{cell.p90_ms(policy):.0f}" for cell in of)] for policy in of[0].policies]
-    return [row(cells) for cells in (columns, ["---"] * len(columns), *rows)]
+    return [*header(columns), *(row(cells) for cells in rows)]
 
 
 def grouped(cells: Sequence[Cell]) -> list[list[Cell]]:
@@ -137,6 +137,11 @@ def grouped(cells: Sequence[Cell]) -> list[list[Cell]]:
         groups.setdefault((cell.case, cell.load), []).append(cell)
     order = [(cell.case, cell.load) for cell in cells]
     return sorted(groups.values(), key=lambda of: order.index((of[0].case, of[0].load)))
+
+
+def header(columns: Sequence[str]) -> list[str]:
+    """Return the head of a table."""
+    return [row(columns), "|---" * len(columns) + "|"]
 
 
 def row(texts: Sequence[str]) -> str:

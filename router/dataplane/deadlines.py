@@ -4,7 +4,7 @@ A timer made and cancelled for each wait costs more than the wait's bookkeeping.
 seconds, so a tenth of one is exact enough.
 
 A loop that was held up runs its timers first, and only then reads what came meanwhile. So a sweep
-that comes late judges nobody; the next one does, however late it is.
+judges by the time at which it should have come: who was kept waiting by the loop is not to blame.
 """
 
 import asyncio
@@ -13,7 +13,6 @@ from math import inf
 from typing import Final, Protocol
 
 SWEEP_S: Final = 0.1
-LATE_S: Final = 0.1
 NEVER: Final = inf
 
 
@@ -35,7 +34,6 @@ class Deadlines:
         self._watched: set[Waits] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._next_s = 0.0
-        self._has_skipped = False
 
     def __len__(self) -> int:
         """Return how many are watched."""
@@ -61,12 +59,8 @@ class Deadlines:
             self._timer = None
 
     def _sweep(self) -> None:
-        now_s = self._clock()
-        is_late = now_s > self._next_s + LATE_S
+        now_s = self._next_s
         self.start()
-        self._has_skipped = is_late and not self._has_skipped
-        if self._has_skipped:
-            return
         for waits in [waits for waits in self._watched if waits.due_s <= now_s]:
             # What one did may have given another new time.
             if waits.due_s <= now_s:

@@ -123,17 +123,13 @@ class Routes(Sequence[Ranked]):
         return [self._sibling(slot) for slot in named] if slots else []
 
     def _sibling(self, slot: int) -> Sibling:
-        picture, tokens = self._picture, self._ask.prompt_tokens
-        route, pace = picture.routes[slot], picture.times[slot][2]
-        assert route is not None, f"slot {slot} is ranked without a replica"
-        cached = _cached_tokens(picture, self._ask, slot)
-        work = stretched(tokens, cached, picture.stretch_per_token)
+        ranked, ms_per_token = self._ranked(slot, ""), self._picture.times[slot][2]
         return Sibling(
-            route.replica_id,
-            route.address,
-            round(work),
-            round(work * pace),
-            round(1000 * pace),
+            ranked.route.replica_id,
+            ranked.route.address,
+            ranked.unread_tokens,
+            round(ranked.prefill_ms),
+            round(1000 * ms_per_token),
         )
 
     def _slots(self) -> Sequence[int]:

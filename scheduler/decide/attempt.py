@@ -22,7 +22,7 @@ class Effort:
         self.left = left
 
     def spend(self, much: int) -> bool:
-        """Take a share for one trial; False where none is left."""
+        """Take a share for one attempt; False where none is left."""
         if self.left <= 0:
             return False
         self.left -= much

@@ -53,14 +53,18 @@ async def test_an_engine_killed_is_restarted_and_every_stream_has_one_end(fleet:
     await invariants(fleet, load)
 
 
-async def test_an_agent_killed_leaves_its_engine_which_is_adopted(fleet: Fleet) -> None:
+async def test_an_agent_killed_or_upgraded_leaves_its_engine_which_is_adopted(fleet: Fleet) -> None:
     before = fleet.engine_pids()
     async with under_load(fleet, ["sin"]) as load:
         await wait_ended(load, 4)
         await fleet.kill("node-ams")
         await wait_ended(load, 8)
-        await fleet.start_node("ams")
+        await fleet.start_node("ams", keep_engines_on_stop=True)
         await until("both warm", lambda: fleet.is_warm(2), 15.0)
+        await wait_ended(load, 8)
+        await fleet.processes.stop("node-ams")
+        await fleet.start_node("ams")
+        await until("both warm again", lambda: fleet.is_warm(2), 15.0)
         await wait_ended(load, 8)
     assert fleet.engine_pids() == before, "the engine was restarted, not adopted"
     assert fleet.engine_processes() == 2

@@ -22,7 +22,7 @@ from router.dataplane.message import Reply, Request
 from router.dataplane.server import ClientConnection
 from router.serve import Corridor
 
-_PATH: Final = re.compile(r"^(?:/client/v4/accounts/[^/]{1,64})?/ai/run/(.{1,128})$")
+_PATH: Final = re.compile(r"^(?:/client/v4/accounts/[^/]{1,64})?/ai/run/(.*)$")
 
 
 class WorkersAiSurface:

@@ -1,4 +1,4 @@
-"""`isochrone` as an operator types it: a real process against a real admin API."""
+"""`isochrone` as an operator types it, against a real admin API."""
 
 import asyncio
 import json
@@ -7,29 +7,21 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from click.testing import CliRunner
+
+from isochrone.cli.main import main
 from tests.integration.admin.conftest import TOKEN, Admin
+
+
+def env_of(admin: Admin, token: str) -> dict[str, str]:
+    return {"ISOCHRONE_ADMIN_URL": admin.url, "ISOCHRONE_ADMIN_TOKEN": token, "NO_COLOR": "1"}
 
 
 async def typed(admin: Admin, *arguments: str, token: str = TOKEN) -> tuple[int, str, str]:
     """Run the command and return (exit code, standard output, standard error)."""
-    env = {
-        **os.environ,
-        "ISOCHRONE_ADMIN_URL": admin.url,
-        "ISOCHRONE_ADMIN_TOKEN": token,
-        "NO_COLOR": "1",
-    }
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "isochrone.cli.main",
-        *arguments,
-        env=env,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    async with asyncio.timeout(30):
-        out, err = await process.communicate()
-    return process.returncode or 0, out.decode(), err.decode()
+    env = env_of(admin, token)
+    done = await asyncio.to_thread(CliRunner().invoke, main, arguments, env=env)
+    return done.exit_code, done.stdout, done.stderr
 
 
 async def test_an_operator_makes_a_fleet(admin: Admin, tmp_path: Path) -> None:
@@ -111,10 +103,17 @@ async def test_what_is_not_given_stays_and_what_is_given_empty_goes(
 
 
 async def test_what_is_refused_is_said_on_standard_error_with_its_exit_code(admin: Admin) -> None:
-    code, out, err = await typed(admin, "status", token="wrong")
-    assert (code, out) == (1, "")
-    assert "cannot tell who asks" in err
-    assert "ISOCHRONE_ADMIN_TOKEN" in err
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "isochrone.cli.main", "status"),
+        env={**os.environ, **env_of(admin, "wrong")},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    async with asyncio.timeout(30):
+        told, wrong = await process.communicate()
+    assert (process.returncode, told) == (1, b"")
+    assert b"cannot tell who asks" in wrong
+    assert b"ISOCHRONE_ADMIN_TOKEN" in wrong
     nobody, there = "http://127.0.0.1:1", admin.url
     assert (await typed(admin, "--url", f"{nobody}, {there}", "status"))[0] == 0
     code, _, err = await typed(admin, "--url", nobody, "status")

@@ -13,6 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from isochrone.wire.engine import EngineConfig
+from nodeagent.engine.loading import load
+from nodeagent.engine.models.shape import CheckpointError
 from ops.golden import tiny
 from tests.integration.engine.conftest import ROOT, EngineProcess, end, launch, wait_ready
 
@@ -176,6 +179,16 @@ async def test_a_split_that_cannot_be_is_refused_in_words(
         assert "tensor_parallel 3: 4 heads do not divide by it" in said
     finally:
         end(process)
+
+
+def test_more_stages_than_layers_are_refused_before_memory_is_asked(
+    folder_of_mixture: Path,
+) -> None:
+    config = EngineConfig(
+        model_path=str(folder_of_mixture), served_name="m", socket="unused", pipeline_parallel=60
+    )
+    with pytest.raises(CheckpointError, match="pipeline_parallel 60: it has 3 layers"):
+        load(config)
 
 
 GROUP: dict[str, Any] = {

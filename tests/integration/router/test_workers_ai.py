@@ -43,6 +43,8 @@ async def test_errors_have_its_numbers_and_shape(tmp_path: Path) -> None:
         expected = {
             ("tiny", b'{"prompt":'): (400, 5006),
             ("none", b'{"prompt":"hi"}'): (404, 3042),
+            ("", b'{"prompt":"hi"}'): (400, 5006),
+            ("m" * 200, b'{"prompt":"hi"}'): (400, 5006),
             ("tiny", b'{"text":"hi"}'): (400, 5006),
         }
         for (model, body), (status, number) in expected.items():

@@ -12,6 +12,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from isochrone.service.config import ConfigError
 from isochrone.service.door import DoorLimits, errors_as, json_error, open_door, read_body
 from isochrone.wire.errors import ApiError, ErrorCode
 
@@ -147,3 +148,12 @@ async def test_connections_over_the_bound_are_closed_and_the_others_served(port:
         assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
     for _, each in held:
         each.close()
+
+
+async def test_an_address_that_cannot_be_had_is_named(port: int) -> None:
+    with pytest.raises(ConfigError, match=rf"on 127\.0\.0\.1:{port}: Address already in use"):
+        async with open_door(an_app(), "127.0.0.1", port):
+            raise AssertionError("nobody should be let in")
+    with pytest.raises(ConfigError, match=r"cannot listen on nobody\.invalid:1: "):
+        async with open_door(an_app(), "nobody.invalid", 1):
+            raise AssertionError("nobody should be let in")

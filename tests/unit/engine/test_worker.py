@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from isochrone.wire.errors import ApiError, ErrorCode
-from nodeagent.engine.clients import Clients
+from nodeagent.engine.clients import Asked, Clients
 from nodeagent.engine.decide.batching import Batching, Limits
 from nodeagent.engine.decide.blocks import Blocks
 from nodeagent.engine.decide.sequence import Ending
@@ -39,7 +39,7 @@ class Outbox:
 
 def open_one(clients: Clients, outbox: Any, aborted: list[int]) -> Any:
     ending = Ending(4, frozenset())
-    return clients.open(outbox, ASK, [([1, 2], ending)], b"", lambda: aborted.append(1))
+    return clients.open(outbox, Asked(ASK, [([1, 2], ending)]), lambda: aborted.append(1))
 
 
 async def test_who_does_not_read_is_cut_and_cancelled() -> None:
@@ -90,9 +90,7 @@ async def test_several_answers_are_one_client_and_go_together() -> None:
     ending = Ending(4, frozenset())
     client = clients.open(
         outbox,  # type: ignore[arg-type]
-        ask,
-        [([1, 2], ending), ([3], ending)],
-        b"",
+        Asked(ask, [([1, 2], ending), ([3], ending)]),
         lambda: None,
     )
     everyone = [one for first in outbox.submitted for one in (first, *first.followers)]
