@@ -1,10 +1,11 @@
 """Room made at full places: what wants one gets it where its holders are worth less.
 
-Rule: a placement that stands yields only when it has settled, is not protected, and what it yields
-to is worth more by what starting it again would cost. It ends now; its place is taken later.
+Rule: a placement that stands yields only when it has settled, enough others of its deployment are
+warm, and what it yields to is worth more by what starting it again would cost. It ends now; its
+place is taken later.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 from operator import itemgetter
 from typing import Final
@@ -12,7 +13,7 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from isochrone.wire.ids import DeviceId, NodeId
+from isochrone.wire.ids import DeviceId, NodeId, PopId
 from isochrone.wire.report import ReplicaState
 from scheduler.decide.attempt import ENOUGH, Effort, Holder, Saved
 from scheduler.decide.score import START
@@ -109,28 +110,41 @@ class Exchange:
         """Return who holds a seat on each node and could be asked to leave it."""
         holders: dict[NodeId, list[Holder]] = defaultdict(list)
         for number, wish in enumerate(self._search.wishes):
+            warm = _warm_in(wish) if standing else []
             for seated in wish.seats:
                 if seated.seat:
                     if not seated.waits:
                         for part in seated.seat.parts:
                             holders[part.node.node_id].append((number, seated))
-                elif standing and self._may_yield(wish, seated) and seated.placement:
+                elif seated.placement and self._may_yield(wish, seated, warm):
                     for node_id in seated.placement.node_ids:
                         holders[node_id].append((number, seated))
         return holders
 
-    def _may_yield(self, wish: Wish, seated: Seated) -> bool:
+    def _may_yield(self, wish: Wish, seated: Seated, warm: Sequence[PopId]) -> bool:
+        """Say whether one may be ended where these are `warm`: what is to come counts for none."""
         placement = seated.placement
         return (
             placement is not None
             and placement.state is ReplicaState.WARM
             and placement.age_s >= self._settle_s
-            and len(wish.seats) > wish.least
-            and not (
-                seated.pop in wish.deployment.policy.keep_warm
-                and wish.pops().count(seated.pop) == 1
-            )
+            and len(warm) > wish.least
+            and not (seated.pop in wish.deployment.policy.keep_warm and warm.count(seated.pop) == 1)
         )
+
+    def _may_all_yield(self, leaving: Sequence[Holder]) -> bool:
+        """Say whether those who may each be ended may be together."""
+        gone: dict[int, list[PopId]] = defaultdict(list)
+        for number, seated in leaving:
+            if seated.placement:
+                gone[number].append(seated.pop)
+        for number, pops in gone.items():
+            wish = self._search.wishes[number]
+            left = Counter(_warm_in(wish)) - Counter(pops)
+            kept = set(wish.deployment.policy.keep_warm) & set(pops)
+            if left.total() < wish.least or not kept <= left.keys():
+                return False
+        return True
 
     def give(self, blocked: Blocked, holders: dict[NodeId, list[Holder]]) -> bool:
         """Seat what is blocked where room is on its way, or in the place of what loses least."""
@@ -147,6 +161,8 @@ class Exchange:
                 return False
         best, chosen = 0.0, None
         for leaving in self.cheapest(blocked, holders):
+            if not self._may_all_yield(leaving):
+                continue
             saved = Saved(search)
             lowered = self._tried(saved, blocked, [*own, *leaving])[0]
             saved.undo()
@@ -303,6 +319,12 @@ class Exchange:
             short -= _bytes(holder[1])
         lost = sum(losses[id(h[1])] for h in leaving)
         return (lost, leaving) if short <= 0 and lost < best[0] else best
+
+
+def _warm_in(wish: Wish) -> list[PopId]:
+    """Return where its warm replicas are, one for each."""
+    standing = ((s.pop, s.placement) for s in wish.seats)
+    return [pop for pop, p in standing if p is not None and p.state is ReplicaState.WARM]
 
 
 def _devices(seated: Seated, node_id: NodeId) -> tuple[DeviceId, ...]:

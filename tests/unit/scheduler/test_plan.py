@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isochrone.wire.ids import DeploymentId, Generation, PopId
+from isochrone.wire.ids import DeploymentId, DeviceId, Generation, PopId
 from isochrone.wire.model import EngineSettings
 from isochrone.wire.report import ReplicaState
 from scheduler.decide.cluster import ClusterState, DemandRate, Plan
@@ -227,6 +227,37 @@ def test_explain_says_why_here_and_why_not_there() -> None:
     assert "21 needed" in reasons["sin-1"]
     assert explained.cities[0].nearest_pop == "ams"
     assert explain(cluster, DeploymentId("nobody")) is None
+
+
+def test_the_only_warm_replica_yields_its_place_once_another_is_warm() -> None:
+    nodes = (
+        a_node("ams-1", "ams", devices=(a_device(4.0, "gpu0"), a_device(4.0, "gpu1"))),
+        a_node("fra-1", "fra", gib=2.0),
+    )
+    cluster = a_cluster(
+        nodes=nodes,
+        models=(a_model(), a_model("big", gib=3.0)),
+        deployments=(
+            a_deployment(replicas_min=1, replicas_max=2, priority=28),
+            a_deployment("large", "big", replicas_min=2, replicas_max=2),
+        ),
+        placements=(
+            a_placement("r1", "ams-1", device_ids=(DeviceId("gpu0"),)),
+            a_placement(
+                "r2",
+                "ams-1",
+                deployment="large",
+                device_ids=(DeviceId("gpu1"),),
+                memory_bytes=int(3.25 * GIB),
+            ),
+        ),
+        demand=(a_demand("fra", 1.0),),
+    )
+    first = plan(cluster)
+    assert starts(first) == [("d", "fra-1")]
+    assert not first.endings
+    second = plan(carried_out(cluster, first))
+    assert [ending.replica_id for ending in second.endings] == ["r1"]
 
 
 @st.composite
