@@ -133,12 +133,17 @@ class Planner:
     async def _listen(self, process: asyncio.subprocess.Process) -> None:
         """Hand out answers for as long as there are any, then see the process end."""
         assert process.stdout is not None
-        with suppress(asyncio.IncompleteReadError):
+        try:
             while True:
                 told = msgspec.msgpack.decode(await read_frame(process.stdout), type=Told)
                 waiting = self._waiting.get(told.number)
                 if waiting is not None and not waiting.done():
                     waiting.set_result(told)
+        except asyncio.IncompleteReadError:
+            log.debug("no more answers")
+        except msgspec.MsgspecError as error:
+            log.warning("cannot read an answer", extra={"fields": {"reason": str(error)}})
+            process.kill()
         code = await process.wait()
         for waiting in self._waiting.values():
             if not waiting.done():

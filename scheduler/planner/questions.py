@@ -12,6 +12,7 @@ from isochrone.wire.ids import DeploymentId, Epoch, NodeId
 from scheduler.decide.liveness import LivenessLimits
 
 LENGTH_BYTES: Final = 4
+NOTHING: Final = msgspec.Raw(msgspec.msgpack.encode(None))
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,7 +86,7 @@ class Told(msgspec.Struct, frozen=True):
     """The answer to the question of this number, or why there is none."""
 
     number: int
-    answer: msgspec.Raw = msgspec.Raw()
+    answer: msgspec.Raw = NOTHING
     failure: str = ""
 
 

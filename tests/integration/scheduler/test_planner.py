@@ -59,6 +59,19 @@ async def test_one_that_was_killed_or_is_stuck_is_replaced(planner: Planner) -> 
         assert await planner.plan(HEARD) == first
 
 
+async def test_a_question_that_fails_is_answered_in_words_and_the_next_one_too(
+    planner: Planner, pool: Pool
+) -> None:
+    first = await planner.plan(HEARD)
+    asked = planner._process
+    await pool.execute("ALTER TABLE node RENAME TO hidden")
+    with pytest.raises(PlannerFailed, match="cannot decide: UndefinedTableError"):
+        await planner.plan(HEARD)
+    await pool.execute("ALTER TABLE hidden RENAME TO node")
+    assert await planner.plan(HEARD) == first
+    assert planner._process is asked
+
+
 async def test_without_a_database_it_says_so(database_dsn: str) -> None:
     planner = Planner(settings(database_dsn.replace("host=/", "host=/nowhere/")))
     with pytest.raises(PlannerFailed, match="cannot decide: the planner ended"):
