@@ -13,21 +13,7 @@ from scheduler.store.plans import commit_plan
 from scheduler.store.pool import UNAVAILABLE, Pool, open_pool, transaction, using
 from tests.builders import a_spec
 from tests.integration.scheduler.test_store import begun, reported
-from tests.system.harness import until
-
-
-async def waiting(pool: Pool, count: int = 1) -> None:
-    """Wait until so many connections wait for a lock."""
-
-    async def is_so() -> bool:
-        async with using(pool) as connection:
-            found: int = await connection.fetchval(
-                "SELECT count(*) FROM pg_stat_activity"
-                " WHERE datname = current_database() AND wait_event_type = 'Lock'"
-            )
-        return found >= count
-
-    await until("somebody waits for a lock", is_so, 5.0)
+from tests.locks import locked_out
 
 
 async def test_a_plan_and_a_nodes_own_change_never_wait_for_one_another(pool: Pool) -> None:
@@ -45,7 +31,7 @@ async def test_a_plan_and_a_nodes_own_change_never_wait_for_one_another(pool: Po
         # A report, or an operator who drains: the node first, then the cluster's generation.
         await catalogue.set_draining(connection, "n1", True)
         placing = asyncio.create_task(place())
-        await waiting(pool)
+        await locked_out(pool)
         await catalogue.touch(connection)
     assert not await placing, "the ground has moved"
 
