@@ -220,7 +220,7 @@ def _refuse_twin(register: Register, acting: Acting) -> None:
 
 async def _enter(register: Register, acting: Acting, certificate: Certificate) -> None:
     """Write the registration; lift a store that is behind what this peer has seen."""
-    async with transaction(acting.intake, timeout_s=INTAKE_TIMEOUT_S) as connection:
+    async with transaction(acting.intake, timeout_s=INTAKE_TIMEOUT_S, lags=True) as connection:
         cluster = await read_cluster_row(connection)
         newest = cluster.generation if register.role is PeerRole.AGENT else cluster.route_generation
         if register.generation - newest > LEAP_MAX or register.epoch - acting.epoch > LEAP_MAX:
@@ -230,14 +230,6 @@ async def _enter(register: Register, acting: Acting, certificate: Certificate) -
                 f"store is at {newest} and {acting.epoch}",
                 retry_after_s=30,
             )
-        await record_registration(
-            connection,
-            register.role,
-            register.name,
-            register.boot_id,
-            register.generation,
-            certificate,
-        )
         behind = register.generation > newest or register.epoch > acting.epoch
         if behind:
             await rise_above(
@@ -246,6 +238,14 @@ async def _enter(register: Register, acting: Acting, certificate: Certificate) -
                 generation=register.generation,
                 epoch=register.epoch,
             )
+        await record_registration(
+            connection,
+            register.role,
+            register.name,
+            register.boot_id,
+            register.generation,
+            certificate,
+        )
     if behind:
         asked_at = acting.clock()
         async with using(acting.reserved) as connection:

@@ -96,9 +96,14 @@ async def test_a_deployment_from_its_making_to_its_end(admin: Admin) -> None:
     assert (await admin.ask("DELETE", "/v1/models/m")).status == 409
     assert (await admin.ask("DELETE", "/v1/deployments/d")).status == 204
     assert (await admin.ask("GET", "/v1/deployments/d")).status == 404
+    again = await admin.ask("POST", "/v1/deployments", a_deployment_body())
+    assert (again.status, again.body["version"]) == (201, 3), "a number is never used twice"
+    assert (await admin.ask("POST", "/v1/deployments", a_deployment_body())).status == 409
+    assert (await admin.ask("DELETE", "/v1/deployments/d")).status == 204
+    assert (await admin.ask("DELETE", "/v1/models/m")).status == 204
     events = (await admin.ask("GET", "/v1/events")).body["data"]
     kinds = [event["kind"] for event in events if event["subject"] == "d"]
-    assert kinds == ["deployment.delete", "deployment.put", "deployment.create"]
+    assert kinds[2:] == ["deployment.delete", "deployment.put", "deployment.create"]
     put = next(event for event in events if event["kind"] == "deployment.put")
     assert put["before"]["version"] == 1
     assert put["after"]["version"] == 2

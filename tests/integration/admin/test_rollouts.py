@@ -1,12 +1,16 @@
 """Rollouts by the admin API: what is begun, held and called off, and what is refused in words."""
 
+import asyncio
 from typing import Any
 
 import pytest
 
 from isochrone.wire.artifact import manifest_digest
 from isochrone.wire.model import ArtifactFile
+from scheduler.store.catalogue import touch
+from scheduler.store.pool import Pool, transaction
 from tests.integration.admin.conftest import Admin
+from tests.locks import locked_out
 
 FILE = ArtifactFile(path="m.gguf", size_bytes=1, sha256="a" * 64)
 MODEL = {
@@ -80,3 +84,19 @@ async def test_what_cannot_be_gone_is_refused_in_words(
     refused = await begin(admin, **fields)
     assert refused.status == 400
     assert words in refused.body["error"]["message"]
+
+
+async def test_a_change_and_a_rollout_at_once_are_never_of_one_version(
+    admin: Admin, pool: Pool
+) -> None:
+    await deployed(admin)
+    other = {"model_id": "m", "engine": {"driver": "mock", "options": {"itl_ms": "9"}}}
+    async with transaction(pool) as connection:
+        await touch(connection)  # whoever changes anything waits here
+        changing = asyncio.create_task(admin.ask("PUT", "/v1/deployments/d", other))
+        await locked_out(pool)
+        rolling = asyncio.create_task(begin(admin))
+        await locked_out(pool, 2)
+    assert (await changing).body["version"] == 2
+    made = (await rolling).body
+    assert (made["from_version"], made["to_version"]) == (2, 3)
