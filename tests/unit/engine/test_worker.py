@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -123,6 +124,37 @@ def test_a_failed_step_is_told_and_ends_the_thread() -> None:
     assert died.wait(5)
     assert worker.died
     assert worker.stop(5)
+
+
+async def test_an_idle_engine_is_not_stalled_once_a_prompt_is_read_from_files(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Files:
+        files = True
+
+        def __init__(self) -> None:
+            self.then: list[Any] = []
+
+        def missing(self, chain: object, remembers: object) -> list[bytes]:
+            return [b"digest"]
+
+        def read_ahead(self, digests: list[bytes], then: Any) -> bool:
+            self.then.append(then)
+            return True
+
+    now_s = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: now_s[0])
+    monkeypatch.setattr("nodeagent.engine.worker.time", clock)
+    mover, runner = Files(), object()
+    engine = Engine(runner, Batching(Limits(8, 2), Blocks(4)), mover)  # type: ignore[arg-type]
+    worker = Worker(engine, lambda deltas: None, lambda: None)
+    now_s[0] = 3600.0
+    await _submit(worker, Outbox())
+    assert (worker.has_work(), worker.idle_s()) == (True, 0.0)
+    now_s[0] += 10.0
+    assert worker.idle_s() == 10.0, "a file that cannot be read is an outage like any"
+    mover.then[0]([b"digest"], None)
+    assert (worker.has_work(), worker.idle_s()) == (True, 10.0), "read, and not begun"
 
 
 async def _submit(worker: Worker, outbox: Outbox) -> None:
