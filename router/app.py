@@ -154,7 +154,7 @@ class House:
     def _make_what_serves(self) -> None:
         """Make what a request passes through, from the nodes to the client's surface."""
         journal = Journal(self.config.state_folder / "journal")
-        self.recorder = Recorder(self.identity.pop, self.metrics, time.monotonic, journal)
+        self.recorder = Recorder(self.identity.pop, self.metrics, journal)
         self.deadlines = Deadlines(time.monotonic)
         self.upstream = Upstream(self.config, self.deadlines, time.monotonic, self.node_tls)
         self.corridor = Corridor(
