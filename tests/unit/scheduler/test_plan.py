@@ -223,8 +223,9 @@ def test_the_only_replica_allowed_follows_its_demand() -> None:
     # A little is not worth a start, nor is anything where residency or a PoP kept warm holds it.
     little = msgspec.structs.replace(cluster, demand=(a_demand("sin", 0.05),))
     assert plan(little) == Plan(based_on=cluster.generation)
-    for policy in ({"keep_warm": ("ams",)}, {"deny": ("sin",)}):
-        held = a_deployment(replicas_max=1, **policy)
+    kept = a_deployment(replicas_max=1, keep_warm=("ams",))
+    denied = a_deployment(replicas_max=1, deny=("sin",))
+    for held in (kept, denied):
         assert not plan(msgspec.structs.replace(cluster, deployments=(held,))).starts
 
 
