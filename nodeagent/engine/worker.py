@@ -113,7 +113,8 @@ class Worker:
                 if generation.number not in self._awaited:
                     return
                 self._awaited.discard(generation.number)
-            self._send(_Arrived(generation, read, contents))
+                # Before the lock is let go: who gives it up from here on does so after it has come.
+                self._send(_Arrived(generation, read, contents))
 
         with self._wake:
             self._awaited.add(generation.number)

@@ -157,6 +157,38 @@ async def test_an_idle_engine_is_not_stalled_once_a_prompt_is_read_from_files(
     assert (worker.has_work(), worker.idle_s()) == (True, 10.0), "read, and not begun"
 
 
+async def test_one_that_is_given_up_as_its_blocks_have_been_read_is_not_begun_after() -> None:
+    reads: list[Any] = []
+
+    class Files:
+        files = True
+
+        def missing(self, chain: object, remembers: object) -> list[bytes]:
+            return [b"digest"]
+
+        def read_ahead(self, digests: list[bytes], then: Any) -> bool:
+            reads.append(then)
+            return True
+
+    mover, runner = Files(), object()
+    engine = Engine(runner, Batching(Limits(8, 2), Blocks(4)), mover)  # type: ignore[arg-type]
+    worker = Worker(engine, lambda deltas: None, lambda: None)
+    await _submit(worker, Outbox())
+    gives_up = threading.Thread(target=worker.cancel, args=(1,))
+    send = worker._send
+
+    def meanwhile(message: Any) -> None:
+        if not gives_up.is_alive() and message != 1:
+            gives_up.start()
+            gives_up.join(0.2)
+        send(message)
+
+    worker._send = meanwhile  # type: ignore[method-assign]
+    reads[0]([b"digest"], None)
+    gives_up.join()
+    assert worker._inbox[-1] == 1
+
+
 async def _submit(worker: Worker, outbox: Outbox) -> None:
     clients = Clients(VOCABULARY, Entrance(1), queue_max=3)
     open_one(clients, outbox, [])
