@@ -162,9 +162,6 @@ async def _register(
         large=acting.large,
     )
     peer.generation = register.generation
-    before = acting.add_peer(peer)
-    if before is not None:
-        await before.end(Refused(code=RefusedCode.DUPLICATE, reason="the same peer dialled again"))
     welcome = Welcome(
         cluster_id=acting.cluster_id,
         epoch=acting.epoch,
@@ -172,6 +169,9 @@ async def _register(
         redial_spread_s=acting.redial_spread_s,
     )
     peer.tell(welcome)
+    before = acting.add_peer(peer)
+    if before is not None:
+        await before.end(Refused(code=RefusedCode.DUPLICATE, reason="the same peer dialled again"))
     return peer
 
 
