@@ -72,8 +72,9 @@ class Corridor:
         """Answer one request, or raise ApiError where nothing was sent yet."""
         estimate = self._fleet.tokens_of(asked.deployment.deployment_id, asked.text_bytes)
         journey = Journey(asked, estimate)
-        entry = self._admit(journey)
-        allowance = entry.lines(self._clock())
+        now_s = self._clock()
+        entry = self._admit(journey, now_s)
+        allowance = entry.lines(now_s)
         try:
             answer = await self._pick_and_forward(journey)
             if answer.is_stream:
@@ -93,28 +94,28 @@ class Corridor:
                 self.waiting.left(journey.place)
             prompt, cached, output = journey.used
             spent = asked.spend((prompt, cached, output))
-            entry.leave(prompt + output, self._clock(), spent)
-            self._recorder.record(journey)
+            now_s = self._clock()
+            entry.leave(prompt + output, now_s, spent)
+            self._recorder.record(journey, now_s)
 
-    def _admit(self, journey: Journey) -> Entry:
+    def _admit(self, journey: Journey, now_s: float) -> Entry:
         """Hold the request against its key's limits; what it uses is settled on the way out."""
         asked = journey.asked
         prompt, output = journey.prompt_tokens_estimate, asked.output_tokens_max
         spend = asked.spend((prompt, 0, output))
         try:
-            return self._gate.enter(
-                asked.key, prompt + output, self._clock(), asked.started_at, spend
-            )
+            return self._gate.enter(asked.key, prompt + output, now_s, asked.started_at, spend)
         except Limited as error:
             self._metrics.refusals.labels(error.limit).inc()
             raise
 
     async def _pick_and_forward(self, journey: Journey) -> Exchange:
         """Try replicas in the order of their ranking until one answers."""
-        self._budget.deposit(self._clock())
+        now_s = self._clock()
+        self._budget.deposit(now_s)
         failed, refused, served = journey.failed, journey.refused, journey.ranked
         failures, failed_at_s = 0, 0.0
-        place = journey.place = self._place(journey)
+        place = journey.place = self._place(journey, now_s)
         while True:
             routes = self._rank(journey)
             if not (routes or refused or routes.full):
@@ -177,12 +178,14 @@ class Corridor:
 
     def _rank(self, journey: Journey) -> Routes:
         asked = journey.asked
+        prompt_tokens, output_tokens = journey.tokens_ahead
         ask = Ask(
             asked.request_id,
-            *journey.tokens_ahead,
-            session=asked.session,
-            seat=self._fleet.seat(asked.session) if asked.session else None,
-            held=self._fleet.held(asked.deployment.deployment_id, asked.prefix_keys),
+            prompt_tokens,
+            output_tokens,
+            asked.session,
+            self._fleet.seat(asked.session),
+            self._fleet.held(asked.deployment.deployment_id, asked.prefix_keys),
         )
         excluded: Set[ReplicaId] = NOBODY
         if journey.failed or journey.refused or journey.unfit:
@@ -212,13 +215,13 @@ class Corridor:
         self._metrics.retries_denied.inc()
         return False
 
-    def _place(self, journey: Journey) -> Place:
+    def _place(self, journey: Journey, now_s: float) -> Place:
         asked = journey.asked
         return Place(
             asked.deployment.deployment_id,
             asked.key.tenant_id,
             journey.prompt_tokens_estimate + asked.output_tokens_max,
-            self._clock() + self._config.queue_timeout_s,
+            now_s + self._config.queue_timeout_s,
             size_bytes=len(journey.body),
             # Half an answer is out: whoever would not have waited for it waits for its rest.
             is_patient=not asked.reject_if_busy or journey.said.tokens > 0,
