@@ -116,6 +116,18 @@ class Journey:
         how = head.resumed if head else ""
         return drawn == headers.GREEDY or (drawn == headers.SEEDED and how == headers.SEEDED)
 
+    def ask_for_rest(self) -> bool:
+        """Ask for what follows on what was said, from now on; False where that cannot be asked."""
+        resume, said = self.asked.resume, self.said
+        if resume is None or not said.is_plain or self.lives <= 0:
+            return False
+        rest = resume(said.text, said.tokens)
+        if rest is None:
+            return False
+        self.lives -= 1
+        self.body = rest
+        return True
+
     def end_of_stream(self, said: Said) -> bytes:
         """Write what a stream lacks whose replica died between its last token and its end."""
         if not self.asked.wants_usage or (self.frames and self.frames.usage):
