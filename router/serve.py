@@ -113,7 +113,7 @@ class Corridor:
         self._budget.deposit(now_s)
         failed, refused, served = journey.failed, journey.refused, journey.ranked
         failures, failed_at_s = 0, 0.0
-        place = journey.place = self._place(journey, now_s)
+        place = journey.take_place(now_s + self._config.queue_timeout_s)
         while True:
             routes = self._rank(journey)
             if not (routes or refused or routes.full):
@@ -209,18 +209,6 @@ class Corridor:
             return True
         self._metrics.retries_denied.inc()
         return False
-
-    def _place(self, journey: Journey, now_s: float) -> Place:
-        asked = journey.asked
-        return Place(
-            asked.deployment.deployment_id,
-            asked.key.tenant_id,
-            journey.prompt_tokens_estimate + asked.output_tokens_max,
-            now_s + self._config.queue_timeout_s,
-            size_bytes=len(journey.body),
-            # Half an answer is out: whoever would not have waited for it waits for its rest.
-            is_patient=not asked.reject_if_busy or journey.said.tokens > 0,
-        )
 
     async def _wait_for_room(self, journey: Journey, place: Place, *, is_full: bool) -> None:
         """Wait in the bounded queue, or raise what the client should know instead."""
