@@ -2,7 +2,7 @@
 
 import logging
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -68,14 +68,12 @@ def load(config: EngineConfig, crew: Crew | None = None) -> Loaded:
     """
     started_s = time.monotonic()
     dtype, split = _DTYPES[config.dtype], split_of(config)
-    source, draft = open_weights(Path(config.model_path)), None
-    beside = ThreadPoolExecutor(1, "vocabulary")
+    source, vocabulary, draft = open_weights(Path(config.model_path)), None, None
     try:
-        # Built while weights are read, for the most of which nobody needs the interpreter.
-        reading = beside.submit(_vocabulary, config, source)
         shape = source.shape
         if config.draft_path:
-            draft = open_draft(config, shape, reading.result())
+            vocabulary = _vocabulary(config, source)
+            draft = open_draft(config, shape, vocabulary)
         context = min(config.context_tokens_max, shape.context_tokens)
         weights_bytes = int(shape.parameters() * bytes_per_weight(config, source))
         if draft is not None:
@@ -87,11 +85,14 @@ def load(config: EngineConfig, crew: Crew | None = None) -> Loaded:
         if crew is not None:
             crew.load()
         ranks = Ranks(split)
-        own, ahead = open_share(config, source, ranks, draft)
+        own, ahead, arrived = open_share(config, source, ranks, draft)
+        try:
+            # Only then, for it keeps the interpreter to itself: meanwhile matrices are read.
+            vocabulary = vocabulary or _vocabulary(config, source)
+        finally:
+            arrived()
         adding = own.adding if split.ranks == 1 else adding_of(shape, source)
-        vocabulary = reading.result()
     finally:
-        beside.shutdown()
         source.close()
         if draft is not None:
             draft.close()
@@ -155,8 +156,11 @@ def open_share(
     source: SafetensorsFolder | GgufFile,
     ranks: Ranks,
     draft: DraftModel | Head | None = None,
-) -> tuple[Runner, Ahead | None]:
-    """Load what one of `ranks` holds of the model, and what drafts for it."""
+) -> tuple[Runner, Ahead | None, Callable[[], None]]:
+    """Load what one of `ranks` holds of the model, and what drafts for it.
+
+    The last of what is returned waits for matrices still on their way; see `Weights.begin`.
+    """
     torch.set_num_threads(config.threads)
     dtype, shape, device = _DTYPES[config.dtype], source.shape, _device(config, ranks.rank)
     keeping, why = choose(device, dtype, config.quantisation == "file")
@@ -167,8 +171,9 @@ def open_share(
     runner = Runner(model, blocks, device, dtype, form)
     log.info("kv", extra={"fields": {"blocks": blocks, "kept": str(form.dtype)}})
     if draft is None:
-        return runner, None
-    return runner, draft.load(config, runner, model, Served(source, shape, ranks))
+        return runner, None, model.arrived
+    ahead = draft.load(config, runner, model, Served(source, shape, ranks))
+    return runner, ahead, model.arrived
 
 
 def kv_format(config: EngineConfig) -> KvFormat:

@@ -155,7 +155,7 @@ def in_words(
     told = [_worded(message, how) for message in messages]
     if tools:
         words = _words(tools, how)
-        if told[0]["role"] == "system":
+        if told and told[0]["role"] == "system":
             told[0] = {**told[0], "content": f"{told[0]['content']}\n\n{words}"}
         else:
             told.insert(0, {"role": "system", "content": words})

@@ -32,6 +32,7 @@ from nodeagent.host.standby import Standby
 log = logging.getLogger(__name__)
 
 LOG_BYTES_MAX: Final = 16 * 1024 * 1024
+TAIL_BYTES: Final = 4000
 TERM_TIMEOUT_S: Final = 10.0
 PROBE_TIMEOUT_S: Final = 4.0
 CANARY_TIMEOUT_S: Final = 20.0
@@ -247,9 +248,9 @@ class Engines:
 
     def log_tail(self, replica_id: ReplicaId) -> str:
         """Return the last line of an engine's log, to say why it ended."""
-        with suppress(OSError):
-            lines = self.log_path(replica_id).read_bytes()[-4000:].splitlines()
-            for line in reversed(lines):
+        with suppress(OSError), self.log_path(replica_id).open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+            for line in reversed(file.read(TAIL_BYTES).splitlines()):
                 if line.strip():
                     return line.decode(errors="replace")[:300]
         return ""

@@ -37,7 +37,7 @@ from scheduler.store.identities import (
 from scheduler.store.known_nodes import KnownNodes
 from scheduler.store.lease import read_cluster_row, rise_above
 from scheduler.store.nodes import record_pulses
-from scheduler.store.pool import BAD_DATA, Pool, open_pool, transaction, using
+from scheduler.store.pool import BAD_DATA, Pool, transaction, using
 from tests.builders import GIB, a_certificate, a_device, a_replica_report, a_spec
 from tests.integration.scheduler.test_store import begun, planned, reported
 
@@ -290,12 +290,10 @@ async def test_a_standby_knows_when_it_may_act(pool: Pool) -> None:
 
 
 async def test_what_is_acknowledged_waits_for_the_disk_even_where_the_rest_does_not(
-    database_dsn: str,
+    pool: Pool,
 ) -> None:
-    lagging = await open_pool(database_dsn, size_max=1, lags=True)
     seen = []
-    for lasts in (False, True, False):
-        async with transaction(lagging, lasts=lasts) as connection:
+    for lags in (False, True, False):
+        async with transaction(pool, lags=lags) as connection:
             seen.append(await connection.fetchval("SHOW synchronous_commit"))
-    await lagging.close()
-    assert seen == ["off", "on", "off"]
+    assert seen == ["on", "off", "on"]

@@ -293,6 +293,9 @@ def test_a_template_that_knows_none_is_told_in_words() -> None:
     system = [{"role": "system", "content": "Be brief."}, *HISTORY]
     again = template.render(messages_of(body(messages=system)), tools.told)
     assert again.startswith("[system]Be brief.\n\nYou may call functions")
+    begun = [{"role": "assistant", "content": "It is"}]
+    chat = body(messages=begun, continue_final_message=True)
+    assert template.render(messages_of(chat), tools.told).startswith("[system]You may call")
 
 
 @pytest.mark.parametrize(
