@@ -1,15 +1,18 @@
-"""What a parser holds back is bounded, on both sides: a head, and a trailer after the body."""
+"""Who sends or reads without end is bounded: what a parser holds back, how slowly one may read."""
 
 from collections.abc import Callable
 
 import pytest
 
+from isochrone.service.door import DoorLimits
 from isochrone.wire.errors import ApiError
 from isochrone.wire.ids import NodeId
 from router.dataplane.connection import NodeConnection
+from router.dataplane.deadlines import Deadlines
 from router.dataplane.exchange import AttemptFailed, Exchange
-from router.dataplane.message import Request
+from router.dataplane.message import Reply, Request
 from router.dataplane.requests import HEAD_BYTES_MAX, RequestReader
+from router.dataplane.server import WRITE_BUFFER_BYTES, ClientConnection, Server
 from tests.unit.router.wire import End, StillLoop
 
 CHUNKED = b"transfer-encoding: chunked\r\n"
@@ -37,9 +40,7 @@ class Pool:
 
     def __init__(self) -> None:
         self.kept: list[NodeConnection] = []
-
-    def clock(self) -> float:
-        return 0.0
+        self.clock: Callable[[], float] = lambda: 0.0
 
     async def connect(self, node_id: NodeId, address: str) -> NodeConnection:
         raise AssertionError
@@ -92,4 +93,37 @@ def test_a_node_cannot_either(before: bytes) -> None:
         exchange.answer()
     assert end.is_lost
     assert not pool.kept
+    loop.close()
+
+
+@pytest.mark.parametrize("read_bytes", [0, WRITE_BUFFER_BYTES - 1, WRITE_BUFFER_BYTES])
+def test_who_reads_on_slowly_is_not_cut_and_who_hardly_does_is(read_bytes: int) -> None:
+    loop = StillLoop()
+
+    async def handler(request: Request, client: ClientConnection) -> None:
+        client.reply(Reply(200, b"x" * 10 * WRITE_BUFFER_BYTES))
+
+    server = Server(
+        limits=DoorLimits(),
+        write_timeout_s=20.0,
+        gate=lambda method, path, fields: None,
+        handler=handler,
+        encode_error=lambda error, path, request_id: Reply(500, b""),
+        deadlines=Deadlines(loop.time),
+        clock=loop.time,
+        unix_clock=loop.time,
+    )
+    client = server.connection()
+    assert isinstance(client, ClientConnection)
+    end = End(loop, client)
+    loop.settle(lambda: client.data_received(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"))
+    for _ in range(5):
+        assert client.due_s == loop.now_s + 20.0
+        loop.now_s += 20.0
+        end.outbox = end.outbox[read_bytes:]
+        loop.settle(client.on_due)
+        if read_bytes < WRITE_BUFFER_BYTES:
+            break
+    assert end.is_lost is (read_bytes < WRITE_BUFFER_BYTES)
+    loop.settle(end.abort)
     loop.close()
