@@ -358,25 +358,20 @@ class ClientConnection:
             if self._paused:
                 await self.drained()
         except ApiError as error:
-            self._answer_error(error)
-        except asyncio.CancelledError:
-            raise
+            self._answer_error(request, error)
         except Exception:
             log.exception("request failed", extra={"fields": {"path": request.path[:200]}})
-            self._answer_error(
-                ApiError(ErrorCode.INTERNAL, "cannot answer: an internal error was logged")
-            )
+            told = ApiError(ErrorCode.INTERNAL, "cannot answer: an internal error was logged")
+            self._answer_error(request, told)
         finally:
             self._source = None
 
-    def _answer_error(self, error: ApiError) -> None:
+    def _answer_error(self, request: Request, error: ApiError) -> None:
         if self._begun:
             # Half an answer is out: only a cut tells the client that it is not whole.
             self.abort()
         else:
-            request = self._request
-            path, request_id = (request.path, request.request_id) if request else ("", "")
-            self.reply(self._server.encode_error(error, path, request_id))
+            self.reply(self._server.encode_error(error, request.path, request.request_id))
 
     def _refuse(self, error: ApiError) -> None:
         """Answer what never became a request, after those before it, and close.

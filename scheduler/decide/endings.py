@@ -4,6 +4,7 @@ Rule: residency is obeyed at once; everything else waits until what takes its pl
 """
 
 from collections.abc import Callable, Sequence
+from math import inf
 from typing import Final
 
 import numpy as np
@@ -135,30 +136,33 @@ def end_spare(wish: Wish, settle_s: float, end_seat: EndSeat) -> None:
     over = len(wish.seats) > wish.most
     if not over and len(wish.seats) <= wish.least:
         return
-    spare = _least_missed(wish, settle_s, over)
+    earned = KEPT * wish.hold
+    if over:
+        spare = least_missed(wish, [s for s in wish.seats if s.placement])
+    else:
+        spare = least_missed(wish, may_go(wish, settle_s), below=earned)
     if spare is None:
         return
     lost, seated = spare
     if over:
         end_seat(seated, f"{len(wish.seats)} replicas, the policy allows {wish.most}")
-    elif lost < KEPT * wish.hold:
+    elif lost < earned:
         end_seat(seated, f"demand has moved: it saves {lost / wish.weight:.0f} ms x requests/s")
 
 
-def _least_missed(wish: Wish, settle_s: float, over: bool) -> tuple[float, Seated] | None:
-    """Return the standing seat that may go and whose loss costs least, with that cost."""
+def least_missed(
+    wish: Wish, among: Sequence[Seated], below: float = inf
+) -> tuple[float, Seated] | None:
+    """Return the standing seat whose loss costs least, if that may be less than `below`."""
     least_losses = wish.flow.losses_at_least()
-    standing = [s for s in wish.seats if s.placement and (over or _may_go(wish, s, settle_s))]
-    guesses = [_loss_at_least(wish, seated, least_losses) for seated in standing]
+    guesses = [_loss_at_least(wish, seated, least_losses) for seated in among]
     best: tuple[float, float, str] | None = None
     chosen = None
     for number in np.argsort(guesses, kind="stable"):
-        # No later one can cost less than its guess, and one that earns its part does not go.
-        if (best and guesses[number] > best[0]) or (
-            not over and guesses[number] >= KEPT * wish.hold
-        ):
+        # No later one can cost less than its guess.
+        if guesses[number] >= below or (best and guesses[number] > best[0]):
             break
-        seated = standing[number]
+        seated = among[number]
         assert seated.placement is not None
         loss = wish.loss(seated)
         entry = (loss, seated.placement.age_s, str(seated.placement.replica_id))
@@ -176,11 +180,12 @@ def _loss_at_least(wish: Wish, seated: Seated, least_losses: Floats) -> float:
     return wish.flow.loss_at_least(seated.site, seated.room)
 
 
-def _may_go(wish: Wish, seated: Seated, settle_s: float) -> bool:
-    return (
-        seated.placement is not None
-        and seated.placement.age_s >= settle_s
-        and not (
-            seated.pop in wish.deployment.policy.keep_warm and wish.pops().count(seated.pop) == 1
-        )
-    )
+def may_go(wish: Wish, settle_s: float) -> list[Seated]:
+    """Return the standing seats that have settled and are no PoP's only one to be kept warm."""
+    pops = wish.pops()
+    kept = {pop for pop in wish.deployment.policy.keep_warm if pops.count(pop) == 1}
+    return [
+        seated
+        for seated in wish.seats
+        if seated.placement and seated.placement.age_s >= settle_s and seated.pop not in kept
+    ]

@@ -10,7 +10,8 @@ How, and where each step is:
  4. Improve while effort is left (`improve.py`; each change is kept or undone whole, `attempt.py`):
     new seats that do not pay go, others move; what wants a full place takes it from what is worth
     less there (`exchange.py`); sites are filled anew in other orders; and seats are forced
-    elsewhere to see what follows (`shift.py`).
+    elsewhere to see what follows (`shift.py`). Where a policy allows no seat more, one that stands
+    is started anew where it is worth more.
  5. End what that makes needless: who yields its place, who is drained, of an old version, or spare
     (`endings.py`); and say what could not be met (`refusals.py`).
 
@@ -77,6 +78,7 @@ def plan(
     improve = Improve(search, limits.settle_s, limits.effort)
     improve.fill()
     improve.run()
+    improve.relocate()
     for yielding in improve.yielding:
         draft.end_seat(yielding.seated, yielding.reason)
     for wish in search.wishes:

@@ -18,7 +18,7 @@ from scheduler.decide.rollout import Event, Rollout, after
 from scheduler.decide.trial import Arm
 from scheduler.loops.hold_lease import HoldLease
 from scheduler.loops.roll import Roll
-from scheduler.store import catalogue
+from scheduler.store import deployments
 from scheduler.store.lease import EpochLost
 from scheduler.store.pool import Pool, transaction, using
 from scheduler.store.rollouts import (
@@ -79,7 +79,7 @@ async def time_passes(pool: Pool) -> None:
 
 async def serves(pool: Pool) -> tuple[int, str]:
     async with using(pool) as connection:
-        row = await catalogue.get_deployment(connection, "d")
+        row = await deployments.get_deployment(connection, "d")
     assert row is not None
     return row.version, row.model_id
 
@@ -105,7 +105,7 @@ async def test_a_bad_version_is_reverted_and_its_number_never_used_again(pool: P
     async with transaction(pool) as connection:
         assert await next_version(connection, "d") == 3
         changed = a_deployment(engine=rollout.spec.engine)
-        await catalogue.change_deployment(connection, changed, None)
+        await deployments.change_deployment(connection, changed, None)
     assert (await serves(pool))[0] == 3
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -123,6 +124,69 @@ def test_a_failed_step_is_told_and_ends_the_thread() -> None:
     assert died.wait(5)
     assert worker.died
     assert worker.stop(5)
+
+
+async def test_an_idle_engine_is_not_stalled_once_a_prompt_is_read_from_files(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Files:
+        files = True
+
+        def __init__(self) -> None:
+            self.then: list[Any] = []
+
+        def missing(self, chain: object, remembers: object) -> list[bytes]:
+            return [b"digest"]
+
+        def read_ahead(self, digests: list[bytes], then: Any) -> bool:
+            self.then.append(then)
+            return True
+
+    now_s = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: now_s[0])
+    monkeypatch.setattr("nodeagent.engine.worker.time", clock)
+    mover, runner = Files(), object()
+    engine = Engine(runner, Batching(Limits(8, 2), Blocks(4)), mover)  # type: ignore[arg-type]
+    worker = Worker(engine, lambda deltas: None, lambda: None)
+    now_s[0] = 3600.0
+    await _submit(worker, Outbox())
+    assert (worker.has_work(), worker.idle_s()) == (True, 0.0)
+    now_s[0] += 10.0
+    assert worker.idle_s() == 10.0, "a file that cannot be read is an outage like any"
+    mover.then[0]([b"digest"], None)
+    assert (worker.has_work(), worker.idle_s()) == (True, 10.0), "read, and not begun"
+
+
+async def test_one_that_is_given_up_as_its_blocks_have_been_read_is_not_begun_after() -> None:
+    reads: list[Any] = []
+
+    class Files:
+        files = True
+
+        def missing(self, chain: object, remembers: object) -> list[bytes]:
+            return [b"digest"]
+
+        def read_ahead(self, digests: list[bytes], then: Any) -> bool:
+            reads.append(then)
+            return True
+
+    mover, runner = Files(), object()
+    engine = Engine(runner, Batching(Limits(8, 2), Blocks(4)), mover)  # type: ignore[arg-type]
+    worker = Worker(engine, lambda deltas: None, lambda: None)
+    await _submit(worker, Outbox())
+    gives_up = threading.Thread(target=worker.cancel, args=(1,))
+    send = worker._send
+
+    def meanwhile(message: Any) -> None:
+        if not gives_up.is_alive() and message != 1:
+            gives_up.start()
+            gives_up.join(0.2)
+        send(message)
+
+    worker._send = meanwhile  # type: ignore[method-assign]
+    reads[0]([b"digest"], None)
+    gives_up.join()
+    assert worker._inbox[-1] == 1
 
 
 async def _submit(worker: Worker, outbox: Outbox) -> None:

@@ -174,7 +174,7 @@ class Relay:
         self.upstream = Upstream(config, self.deadlines, clock)
         self.gate = Gate()
         self.journal = Journal(folder)
-        self.recorder = Recorder(PopId("ams"), metrics, clock, self.journal)
+        self.recorder = Recorder(PopId("ams"), metrics, self.journal)
         self.corridor = Corridor(
             config=config,
             fleet=self.fleet,
