@@ -11,8 +11,9 @@ How, and where each step is:
     new seats that do not pay go, others move; what wants a full place takes it from what is worth
     less there (`exchange.py`); sites are filled anew in other orders; and seats are forced
     elsewhere to see what follows (`shift.py`).
- 5. End what that makes needless: who yields its place, who is drained, of an old version, or spare
-    (`endings.py`); and say what could not be met (`refusals.py`).
+ 5. End what that makes needless: who yields its place, who is drained, of an old version, or spare;
+    part those who would all fail together (`endings.py`); and say what could not be met
+    (`refusals.py`).
 
 Rule 1: the same picture gives the same plan, and a plan carried out gives an empty one.
 Rule 2: endings wait for what replaces them to be warm; failing to start never ends anything.
@@ -34,6 +35,7 @@ from scheduler.decide.endings import (
     end_forbidden,
     end_leaderless,
     end_spare,
+    part_fellows,
     replace_stale,
     stands,
 )
@@ -146,7 +148,8 @@ class Draft:
         )
 
     def settle(self, search: Search, wish: Wish) -> None:
-        """Replace old versions, leave draining nodes, end what is spare, say what is lacking."""
+        """Replace old versions, leave draining nodes, end what is spare, part those who would fail
+        together, say what is lacking."""
         mine = self._mine[wish.name]
         stale = any(
             s.placement and s.placement.version != wish.deployment.version for s in wish.seats
@@ -158,8 +161,9 @@ class Draft:
         if not is_moving:
             least = min(wish.most, wish.deployment.policy.replicas_min or int(wish.is_asked_for))
             end_drained(self.ground, wish.deployment, mine, least, self.end)
-        if not is_moving and not stale and not wish.is_coming():
-            end_spare(wish, self._limits.settle_s, self.end_seat)
+        is_at_rest = not is_moving and not stale and not wish.is_coming()
+        if is_at_rest and not end_spare(wish, self._limits.settle_s, self.end_seat):
+            part_fellows(search, wish)
         self._unmet.extend(unmet_in(self.ground, wish))
 
     def end_seat(self, seated: Seated, reason: str) -> None:

@@ -27,11 +27,11 @@ from isochrone.wire.model import Model
 from scheduler.decide.cluster import ClusterState, Liveness, Node, PrefetchWish, Start
 from scheduler.decide.feasible import DISK_MARGIN_BYTES
 from scheduler.decide.liveness import LivenessLimits, LivenessView, liveness
-from scheduler.decide.plan import PlanLimits, plan
+from scheduler.decide.plan import PlanLimits
 from scheduler.decide.rollout import ON_ITS_WAY
 from scheduler.decide.score import Distances
 from scheduler.decide.start_time import MB, StartTimes
-from scheduler.decide.versions import joined, split
+from scheduler.decide.versions import decide
 
 LINK_SHARE: Final = 0.5
 """The part of a PoP's way to others that prefetching may take."""
@@ -80,7 +80,7 @@ def prefetch(
     arrived = tuple(wish for wish in stock.wishes if stock.is_held(wish) and not wish.is_held)
     new: list[PrefetchWish] = []
     if due_s > 0:
-        decided = joined(plan(split(stock.picture()), LIMITS, liveness_limits))
+        decided = decide(stock.picture(), liveness_limits, LIMITS)
         for part in (part for start in decided.starts for part in start.parts):
             wished = stock.wish(part, due_s)
             if wished is not None:

@@ -71,8 +71,9 @@ def _unmet(ground: Ground, wish: Wish, wanted: str, only: str = "") -> Unmet:
     refused = list(islice(_refused(ground, wish, asked), SHOWN_MAX + 1))
     said = "; ".join(f"{name}: {reason}" for name, reason in refused[:SHOWN_MAX])
     more = f"; and more of {len(asked)} nodes" if len(refused) > SHOWN_MAX else ""
+    nobody = f"there is no node in {only}" if only else "there is no node"
     never = _never(ground, wish)
-    reason = f"cannot place a replica ({wanted}): {said or 'there is no node'}{more}"
+    reason = f"cannot place a replica ({wanted}): {said or nobody}{more}"
     return Unmet(deployment_id=wish.name, reason=reason + (f". {never}" if never else ""))
 
 

@@ -16,10 +16,21 @@ from isochrone.wire.model import Deployment, Policy
 from isochrone.wire.report import ReplicaState
 from scheduler.decide.cluster import ClusterState, DemandRate, Placement, Plan, Start, Unmet
 from scheduler.decide.group import renamed
+from scheduler.decide.liveness import LivenessLimits
+from scheduler.decide.plan import PlanLimits, plan
 from scheduler.decide.rollout import ON_ITS_WAY, Rollout
 
 MARK: Final = "~"
 """Between a deployment's id and its new version's number; no id may hold it."""
+
+
+def decide(
+    cluster: ClusterState,
+    liveness_limits: LivenessLimits | None = None,
+    limits: PlanLimits | None = None,
+) -> Plan:
+    """Return the plan of a picture, as placement makes it: what is on its way planned apart."""
+    return joined(plan(split(cluster), limits, liveness_limits))
 
 
 def split(cluster: ClusterState) -> ClusterState:

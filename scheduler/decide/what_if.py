@@ -16,10 +16,9 @@ from isochrone.wire.report import Device, ReplicaState
 from scheduler.decide.cluster import ClusterState, Node, Plan
 from scheduler.decide.device_classes import CLASSES, CPU, class_of
 from scheduler.decide.liveness import LivenessLimits
-from scheduler.decide.plan import plan
 from scheduler.decide.predict import Prediction, predict
 from scheduler.decide.score import Distances
-from scheduler.decide.versions import joined, split
+from scheduler.decide.versions import decide
 
 FORMAT: Final = 1
 ROUNDS_MAX: Final = 300
@@ -174,11 +173,6 @@ def what_if(
         now=predict(picture.cluster, prices),
         then=predict(cluster, prices),
     )
-
-
-def decide(cluster: ClusterState, limits: LivenessLimits) -> Plan:
-    """Return the plan of a picture, exactly as placement makes it."""
-    return joined(plan(split(cluster), liveness_limits=limits))
 
 
 def digest_of(decided: Plan) -> str:

@@ -104,7 +104,7 @@ class Wish:
             if seated.site >= 0:
                 taken[seated.site] += seated.room
         far = ground.far_to_sites
-        if len(self.cities) < len(far):
+        if not np.array_equal(self.cities, np.arange(len(far))):
             far = far[self.cities]
         self.flow = Flow(self.asked * self.weight, load.replicas, far, taken, UNSERVED_MS)
 
