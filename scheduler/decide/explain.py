@@ -1,7 +1,6 @@
 """Why a deployment is where it is, why it is nowhere else, and what would help."""
 
 from collections.abc import Set
-from typing import Final
 
 import msgspec
 import numpy as np
@@ -15,8 +14,6 @@ from scheduler.decide.search import Search
 from scheduler.decide.start_time import MB
 from scheduler.decide.versions import decide
 from scheduler.decide.wish import Wish
-
-LIMITS: Final = PlanLimits()
 
 
 class HereBecause(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,7 +69,9 @@ def explain(
         return None
     # A version on its way is planned beside the one before; told of are both as one.
     decided = decide(cluster, liveness_limits)
-    draft = Draft(cluster, liveness(cluster.nodes, cluster.acting_for_s, liveness_limits), LIMITS)
+    draft = Draft(
+        cluster, liveness(cluster.nodes, cluster.acting_for_s, liveness_limits), PlanLimits()
+    )
     model = next((m for m in cluster.models if m.model_id == deployment.model_id), None)
     wish = draft.wish_of(deployment, model) if model else None
     nodes = {node.node_id: node for node in cluster.nodes}

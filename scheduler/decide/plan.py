@@ -186,7 +186,7 @@ class Draft:
 
     def plan(self, search: Search) -> Plan:
         """Return what was decided."""
-        new = [(wish, s) for wish in search.wishes for s in wish.seats if s.seat and not s.waits]
+        new = [(wish, seated) for wish in search.wishes for seated in wish.new_seats()]
         ports = RankPorts(self._cluster)
         return Plan(
             based_on=self._cluster.generation,

@@ -6,7 +6,7 @@ from itertools import islice
 
 from isochrone.wire.ids import NodeId
 from isochrone.wire.model import Deployment, EngineSettings, Model
-from scheduler.decide.capacity import GIB, CannotFit, capacity, fits_on
+from scheduler.decide.capacity import CannotFit, capacity, fits_on, gib
 from scheduler.decide.cluster import Node, Unmet
 from scheduler.decide.device_classes import DeviceClass, class_of
 from scheduler.decide.feasible import classes_with_room, why_not
@@ -152,6 +152,6 @@ def _what_would(model: Model, engine: EngineSettings, kind: DeviceClass, most: i
     if nodes == 1:
         return f"; set devices to {least}" + (" and nodes to 1" if engine.nodes > 1 else "")
     return (
-        f"; {nodes} x ({least // nodes} x {kind.memory_bytes / GIB:.2f} GiB) would hold it: set "
+        f"; {nodes} x ({least // nodes} x {gib(kind.memory_bytes)}) would hold it: set "
         f"devices to {least} and nodes to {nodes}, in a PoP with as many such nodes"
     )
