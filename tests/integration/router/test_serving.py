@@ -61,6 +61,23 @@ async def test_an_answer_says_where_it_came_from_and_why(tmp_path: Path) -> None
             assert response.headers["x-request-id"].startswith("req-")
 
 
+async def test_whoever_names_all_its_requests_alike_is_still_counted_for_each(
+    tmp_path: Path,
+) -> None:
+    named = {"x-request-id": "abc-1"}
+    async with a_bench(tmp_path, usage_interval_s=3600) as bench:
+        for _ in range(3):
+            async with bench.chat(headers=named, max_tokens=3) as response:
+                assert response.headers["x-request-id"] == "abc-1"
+        rows = await usage(bench)
+        # The store counts an id once, and engines tell requests apart by it.
+        ids = [row.request_id for row in rows]
+        assert len(set(ids)) == 3
+        assert all(one.startswith("abc-1-") for one in ids)
+        seen = [headers.get("x-request-id") for headers in bench.nodes[0].seen]
+        assert [one for one in seen if one] == ids
+
+
 async def test_a_whole_answer_leaves_no_queue_behind(tmp_path: Path) -> None:
     # The table says that this prompt takes seconds; the node answers at once.
     async with a_bench(tmp_path, route={"prefill_tokens_per_s": 10.0}) as bench:
