@@ -285,6 +285,9 @@ class Fleet:
         elif reservation is not None:
             reservation.first_token(at_s)
         self._answered_at_s[route.node_id] = now_s
+        if route.replica_id not in self._route_by_id:
+            # No table names it any more: it was forgotten, and nobody would forget it again.
+            return
         if refused in DISOWNING:
             self._disowned.add(route.replica_id)
         else:
@@ -339,6 +342,8 @@ class Fleet:
 
     def failed(self, route: Route) -> str:
         """A request failed at a replica; where that ejects it, return why."""
+        if route.replica_id not in self._route_by_id:
+            return ""
         peers = list(self._deployment(route.deployment_id).board.slots)
         return self.health.failed(route.replica_id, self._clock(), peers)
 

@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 import psutil
 import torch
@@ -21,7 +20,7 @@ from nodeagent.engine.decide.pace import Pace
 from nodeagent.engine.decide.sequence import BLOCK_TOKENS
 from nodeagent.engine.decide.underway import Underway
 from nodeagent.engine.kv_tiers.opening import open_tiers
-from nodeagent.engine.layers.kv_format import KV_DTYPES, KvFormat
+from nodeagent.engine.layers.kv_format import DTYPES, KV_DTYPES, KvFormat
 from nodeagent.engine.layers.linear import bytes_kept, choose
 from nodeagent.engine.layers.lora import Adding
 from nodeagent.engine.memory import uses
@@ -41,8 +40,6 @@ from nodeagent.engine.template import ChatTemplate
 from nodeagent.engine.vocabulary import Vocabulary
 
 log = logging.getLogger(__name__)
-
-_DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +64,7 @@ def load(config: EngineConfig, crew: Crew | None = None) -> Loaded:
     split, `crew` are the other ranks, and what is loaded is the front.
     """
     started_s = time.monotonic()
-    dtype, split = _DTYPES[config.dtype], split_of(config)
+    dtype, split = DTYPES[config.dtype], split_of(config)
     source, vocabulary, draft = open_weights(Path(config.model_path)), None, None
     try:
         shape = source.shape
@@ -162,7 +159,7 @@ def open_share(
     The last of what is returned waits for matrices still on their way; see `Weights.begin`.
     """
     torch.set_num_threads(config.threads)
-    dtype, shape, device = _DTYPES[config.dtype], source.shape, _device(config, ranks.rank)
+    dtype, shape, device = DTYPES[config.dtype], source.shape, _device(config, ranks.rank)
     keeping, why = choose(device, dtype, config.quantisation == "file")
     log.info("matrices", extra={"fields": {"kept": keeping, "because": why}})
     context = min(config.context_tokens_max, shape.context_tokens)
@@ -249,7 +246,7 @@ def _kv_blocks(
 
 def bytes_per_weight(config: EngineConfig, source: SafetensorsFolder | GgufFile) -> float:
     """Return what the device keeps of each weight, on the whole."""
-    dtype, filed = _DTYPES[config.dtype], source.filed_bits()
+    dtype, filed = DTYPES[config.dtype], source.filed_bits()
     keeping, _ = choose(config.device.partition(":")[0], dtype, config.quantisation == "file")
     kept = sum(count * bytes_kept(keeping, dtype, bits) for bits, count in filed.items())
     return kept / max(filed.total(), 1)
@@ -279,7 +276,7 @@ def need_memory(
         kv_bytes *= len(here)
         host_bytes = config.kv_host_bytes
     weights_bytes = int(weights * bytes_per_weight(config, source))
-    weights_bytes += draft.weights_bytes(_DTYPES[config.dtype]) if draft else 0
+    weights_bytes += draft.weights_bytes(DTYPES[config.dtype]) if draft else 0
     available = available_bytes(device)
     if device == "cpu" and config.memory_max_bytes:
         available = min(available, config.memory_max_bytes)

@@ -151,15 +151,20 @@ class Worker:
 
     def _receive(self) -> bool:
         """Obey the inbox; wait while there is nothing to do. False where it is time to stop."""
-        with self._wake:
-            while not self._stopping:
-                while self._inbox:
-                    self._obey(self._inbox.popleft())
-                if self._engine.busy:
-                    return True
-                self.snapshot = self._take_snapshot()
-                self._wake.wait()
-            return False
+        while True:
+            with self._wake:
+                while not (self._stopping or self._inbox or self._engine.busy):
+                    self.snapshot = self._take_snapshot()
+                    self._wake.wait()
+                if self._stopping:
+                    return False
+                messages = tuple(self._inbox)
+                self._inbox.clear()
+            # Not under the lock: what takes long must not keep the event loop waiting.
+            for message in messages:
+                self._obey(message)
+            if self._engine.busy:
+                return True
 
     def _obey(self, message: Generation | _Arrived | int) -> None:
         if isinstance(message, _Arrived):

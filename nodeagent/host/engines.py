@@ -53,6 +53,8 @@ class Started(msgspec.Struct, frozen=True, kw_only=True):
 
     pid: int = 0
     started: int = 0
+    boot: str = ""
+    """Which of the machine's lives it is of: in another, its pid is somebody else's."""
     command: Command
     spec: ReplicaSpec
 
@@ -215,7 +217,7 @@ class Engines:
         command = DRIVERS[spec.engine.driver].command(launch)
         for name, data in command.files.items():
             await asyncio.to_thread(write_atomic, folder / name, data)
-        about_to = Started(command=command, spec=spec)
+        about_to = Started(command=command, spec=spec, boot=_boot())
         await asyncio.to_thread(_note, folder, about_to)
         async with self._starting:
             child = await asyncio.to_thread(self._run, command, folder)
@@ -263,6 +265,9 @@ class Engines:
                 started = msgspec.json.decode(path.read_bytes(), type=Started)
             except (OSError, msgspec.DecodeError) as error:
                 log.warning("unreadable", extra={"fields": {"path": str(path), "why": str(error)}})
+                continue
+            if started.boot not in ("", _boot()):
+                shutil.rmtree(path.parent, ignore_errors=True)
                 continue
             if not started.pid:
                 started = _found_by_log(started, path.parent)
@@ -333,6 +338,10 @@ def _spawn_spare(arguments: tuple[str, ...], log: Path) -> subprocess.Popen[byte
 
 def _environment() -> dict[str, str]:
     return {name: os.environ[name] for name in PASSED_ENVIRONMENT if name in os.environ}
+
+
+def _boot() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def _stat(pid: int) -> list[str] | None:

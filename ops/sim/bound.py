@@ -28,12 +28,12 @@ from ops.sim.planet import FIRST, Planet
 from ops.sim.planet_world import draw
 from ops.sim.recount import columns_of, recounted
 from scheduler.decide.cluster import ClusterState
+from scheduler.decide.device_classes import GIB
 from scheduler.decide.flow import Floats, Ints
 from scheduler.decide.ground import Ground
 from scheduler.decide.plan import PlanLimits
 from scheduler.decide.score import (
     ABSENT,
-    GIB,
     MISSING,
     MISSING_SPREAD,
     ONE_POP_MS,

@@ -23,8 +23,8 @@ from ops.sim.judge import sought
 from ops.sim.planet import DAY, FIRST, HOUR
 from ops.sim.planet_world import World, demand_rows, draw
 from ops.sim.served import Users
-from scheduler.decide.capacity import GIB
 from scheduler.decide.cluster import ClusterState, PopDistance
+from scheduler.decide.device_classes import GIB
 from scheduler.decide.feasible import allowed, replica_memory_bytes
 from scheduler.decide.flow import Floats
 from scheduler.decide.search import Search

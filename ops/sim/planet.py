@@ -35,7 +35,7 @@ from ops.sim.served import Seats, Users
 from scheduler.decide.cluster import ClusterState, Node, Placement, Plan
 from scheduler.decide.feasible import allowed
 from scheduler.decide.flow import Floats
-from scheduler.decide.plan import PlanLimits, plan
+from scheduler.decide.plan import PlanLimits
 from scheduler.decide.rollout import Starts
 from scheduler.decide.start_time import (
     DISK_BYTES_PER_S,
@@ -43,7 +43,7 @@ from scheduler.decide.start_time import (
     POP_BYTES_PER_S,
     WAN_FAR_BYTES_PER_S,
 )
-from scheduler.decide.versions import joined, split
+from scheduler.decide.versions import decide
 
 HOUR: Final = 60
 DAY: Final = 24 * HOUR
@@ -277,7 +277,7 @@ def planned(planet: Planet) -> dict[str, Any]:
     """Plan, carry it out, and return what it did and what it took."""
     picture = planet.picture()
     began = process_time()
-    decided = joined(plan(split(picture), LIMITS if planet.placements else FIRST))
+    decided = decide(picture, limits=LIMITS if planet.placements else FIRST)
     took_s = process_time() - began
     is_first = not planet.placements
     planet.carry_out(decided)

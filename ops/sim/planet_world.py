@@ -27,9 +27,8 @@ from isochrone.wire.model import Deployment, EngineSettings, Model, Policy
 from isochrone.wire.report import Device, Profile
 from isochrone.wire.routes import Pop
 from ops.sim.small import a_model, devices_for, speed_profile
-from scheduler.decide.capacity import GIB
 from scheduler.decide.cluster import DemandRate, MeasuredProfile, Node
-from scheduler.decide.device_classes import CLASSES
+from scheduler.decide.device_classes import CLASSES, GIB
 from scheduler.decide.flow import Floats
 
 CITIES: Final = 335
@@ -208,7 +207,6 @@ def _nodes(rng: np.random.Generator, rank: int, pop: Pop) -> list[Node]:
                     device_id=DeviceId(f"gpu{index}"),
                     device_class=kind,
                     memory_bytes=memory,
-                    memory_free_bytes=memory,
                 )
                 for index in range(devices)
             ),

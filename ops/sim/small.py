@@ -14,9 +14,9 @@ from isochrone.wire.ids import ClusterId, DeploymentId, DeviceId, Generation, Mo
 from isochrone.wire.model import Artifact, ArtifactFile, Deployment, EngineSettings, Model, Policy
 from isochrone.wire.report import Device, Profile
 from isochrone.wire.routes import Pop
-from scheduler.decide.capacity import GIB, overhead_bytes
+from scheduler.decide.capacity import overhead_bytes
 from scheduler.decide.cluster import ClusterState, DemandRate, MeasuredProfile, Node
-from scheduler.decide.device_classes import CLASSES
+from scheduler.decide.device_classes import CLASSES, GIB
 
 CITIES: Final = (
     ("ams", "NL", 52.3, 4.8),
@@ -121,7 +121,6 @@ def _node(rng: np.random.Generator, pop: Pop, number: int) -> Node:
                 device_id=DeviceId(f"gpu{index}"),
                 device_class=kind,
                 memory_bytes=memory,
-                memory_free_bytes=memory,
             )
             for index in range(int(rng.choice([1, 2, 4])))
         ),

@@ -3,6 +3,7 @@
 Rule: the sum over the wishes it touched is compared, and the exchange is kept or undone whole.
 """
 
+from collections.abc import Iterable
 from typing import Final
 
 from scheduler.decide.flow import Flow
@@ -32,9 +33,11 @@ class Effort:
 class Saved:
     """What the touched wishes and the ground were, to return to."""
 
-    def __init__(self, search: Search) -> None:
+    def __init__(self, search: Search, touched: Iterable[int]) -> None:
         self._search = search
         self._wishes: dict[int, tuple[list[Seated], Flow]] = {}
+        for number in touched:
+            self.touch(number)
 
     def touch(self, number: int) -> None:
         """Remember a wish as it is, before it is first changed."""

@@ -18,9 +18,7 @@ import msgspec
 from isochrone.wire import model_shape
 from isochrone.wire.model import Deployment, EngineSettings, Model, ModelShape
 from isochrone.wire.report import Profile
-from scheduler.decide.device_classes import DeviceClass, class_of
-
-GIB: Final = 1024**3
+from scheduler.decide.device_classes import GIB, DeviceClass, class_of
 
 ENGINE_OVERHEAD_BYTES: Final = 256 * 1024 * 1024
 """What a small engine takes beside weights and KV cache: code, a CUDA context."""
@@ -43,6 +41,10 @@ NODE_HOP_S: Final = 0.002
 
 BATCH_MAX: Final = 512
 
+CONTEXT_TOKENS: Final = 2048
+ITL_TARGET_S: Final = 0.050
+"""What a request is like on average, and how soon each next token should follow."""
+
 RATE_MIN: Final = 1e-3
 RATE_MAX: Final = 1e9
 """Tokens/s: a rate below or beyond is an error in measuring, and what divides by it overflows."""
@@ -53,13 +55,6 @@ few CPU cores. A guess too low adds a replica too many, one too high leaves user
 
 Profiles = Mapping[tuple[str, str], Profile]
 """What agents measured, by model and class of device."""
-
-
-class Traffic(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request is like on average, and how soon each next token should follow."""
-
-    context_tokens: int = 2048
-    itl_target_ms: float = 50.0
 
 
 class Split(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,7 +69,7 @@ class Split(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Capacity(msgspec.Struct, frozen=True, kw_only=True):
-    """What a replica carries. Bytes are per device; `measured` says where the rates are from."""
+    """What a replica is reckoned to carry. Bytes are per device."""
 
     split: Split
     weights_bytes: int
@@ -83,8 +78,7 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     kv_tokens: int
     prefill_tokens_per_s: float
     decode_tokens_per_s: float
-    itl_ms: float
-    measured: bool = False
+    itl_s: float
 
 
 class CannotFit(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,34 +94,17 @@ def capacity(
     *,
     devices: int = 0,
     nodes: int = 0,
-    device_memory_bytes: int = 0,
-    traffic: Traffic | None = None,
-    measured: Profile | None = None,
 ) -> Capacity | CannotFit:
     """Return what a replica carries on `devices` of `kind` over `nodes`, by its best split."""
     devices, nodes = devices or engine.devices, nodes or engine.nodes
-    memory = device_memory_bytes or kind.memory_bytes
-    traffic = traffic or Traffic()
-    best: Capacity | None = None
 
-    def worth(tried: Capacity) -> tuple[bool, float, float]:
-        in_time = tried.itl_ms <= traffic.itl_target_ms
-        return (in_time, tried.decode_tokens_per_s, tried.prefill_tokens_per_s)
+    def worth(carried: Capacity) -> tuple[bool, float, float]:
+        in_time = carried.itl_s <= ITL_TARGET_S
+        return (in_time, carried.decode_tokens_per_s, carried.prefill_tokens_per_s)
 
-    for split in splits(model.shape, devices, nodes):
-        tried = _carried(model, engine, kind, split, nodes, memory, traffic)
-        if tried and (best is None or worth(tried) > worth(best)):
-            best = tried
-    if best is None:
-        return CannotFit(reason=_arithmetic(model, engine, devices, nodes, memory))
-    if measured and is_measured(measured):
-        return msgspec.structs.replace(
-            best,
-            prefill_tokens_per_s=measured.prefill_tokens_per_s,
-            decode_tokens_per_s=measured.decode_tokens_per_s,
-            measured=True,
-        )
-    return best
+    tried = (_carried(model, engine, kind, s, nodes) for s in splits(model.shape, devices, nodes))
+    best = max((carried for carried in tried if carried), key=worth, default=None)
+    return best or CannotFit(reason=_arithmetic(model, engine, kind, devices, nodes))
 
 
 def rates_on(
@@ -174,11 +151,11 @@ def splits(shape: ModelShape | None, devices: int, nodes: int = 1) -> Iterator[S
             yield Split(tensor=tensor, pipeline=pipeline, expert=tensor)
 
 
-def kv_bytes_per_token(model: Model, context_tokens: int) -> float:
+def kv_bytes_per_token(model: Model) -> float:
     """Return what a token of context takes over all layers, averaged over a whole context."""
     if model.shape is None:
         return float(model.kv_bytes_per_token)
-    return model_shape.kv_bytes_per_token(model.shape, context_tokens)
+    return model_shape.kv_bytes_per_token(model.shape, CONTEXT_TOKENS)
 
 
 def overhead_bytes(model: Model) -> int:
@@ -210,26 +187,19 @@ def _kv_spread(shape: ModelShape | None, split: Split) -> float:
 
 
 def _carried(
-    model: Model,
-    engine: EngineSettings,
-    kind: DeviceClass,
-    split: Split,
-    nodes: int,
-    memory: int,
-    traffic: Traffic,
+    model: Model, engine: EngineSettings, kind: DeviceClass, split: Split, nodes: int
 ) -> Capacity | None:
     weights = _weights_per_device(model, split)
     overhead = overhead_bytes(model)
-    left = memory - weights - overhead
-    kv = min(left, engine.kv_memory_bytes) if engine.kv_memory_bytes else left
-    if left < 0 or kv < 0 or (engine.kv_memory_bytes and left < engine.kv_memory_bytes):
+    left = kind.memory_bytes - weights - overhead
+    if left < engine.kv_memory_bytes:
         return None
-    per_token = kv_bytes_per_token(model, traffic.context_tokens)
-    per_device = per_token / split.pipeline / _kv_spread(model.shape, split)
+    kv = engine.kv_memory_bytes or left
+    per_device = kv_bytes_per_token(model) / split.pipeline / _kv_spread(model.shape, split)
     kv_tokens = int(kv / per_device) if per_device else engine.tokens_in_flight_max
     if kv_tokens < 1:
         return None
-    step = _Step(model, kind, split, nodes, traffic)
+    step = _Step(model, kind, split, nodes)
     batch = step.largest_batch(kv_tokens)
     itl_s = step.itl_s(batch)
     return Capacity(
@@ -241,16 +211,14 @@ def _carried(
         prefill_tokens_per_s=step.prefill_tokens_per_s(),
         # A full pipeline has one batch in each stage.
         decode_tokens_per_s=batch * split.pipeline / itl_s,
-        itl_ms=1000 * itl_s,
+        itl_s=itl_s,
     )
 
 
 class _Step:
     """The time of one engine step on given devices."""
 
-    def __init__(
-        self, model: Model, kind: DeviceClass, split: Split, nodes: int, traffic: Traffic
-    ) -> None:
+    def __init__(self, model: Model, kind: DeviceClass, split: Split, nodes: int) -> None:
         shape = model.shape
         bits = shape.weight_bits if shape else 16.0
         self._parameters = (shape.parameters if shape else 0) or model.weights_bytes * 8 / bits
@@ -260,9 +228,7 @@ class _Step:
         self._weights_bytes = model.weights_bytes
         # What several devices hold a copy of, each of them reads.
         copies = split.tensor / _kv_spread(shape, split)
-        per_token = kv_bytes_per_token(model, traffic.context_tokens)
-        self._kv_bytes = per_token * traffic.context_tokens * copies
-        self._traffic = traffic
+        self._kv_bytes = kv_bytes_per_token(model) * CONTEXT_TOKENS * copies
         self._split = split
         self._hops_s = (nodes - 1) * NODE_HOP_S
         group = split.tensor * float(TENSOR_REACHED_PER_DOUBLING ** log2(split.tensor))
@@ -287,9 +253,9 @@ class _Step:
     def largest_batch(self, kv_tokens: int) -> int:
         """Return the largest batch that KV has room for and that keeps the ITL asked for."""
         each_stage = kv_tokens // self._split.pipeline
-        most = max(1, min(BATCH_MAX, each_stage // self._traffic.context_tokens))
+        most = max(1, min(BATCH_MAX, each_stage // CONTEXT_TOKENS))
         # Where one sequence alone is already late, as much again buys all the throughput there is.
-        target_s = max(self._traffic.itl_target_ms / 1000, 2 * self.itl_s(1))
+        target_s = max(ITL_TARGET_S, 2 * self.itl_s(1))
         low, high = 1, most
         while low < high:
             middle = (low + high + 1) // 2
@@ -324,7 +290,9 @@ def fits_on(
     return 0
 
 
-def _arithmetic(model: Model, engine: EngineSettings, devices: int, nodes: int, memory: int) -> str:
+def _arithmetic(
+    model: Model, engine: EngineSettings, kind: DeviceClass, devices: int, nodes: int
+) -> str:
     tried = list(splits(model.shape, devices, nodes))
     if not tried:
         heads = f"{model.shape.heads} heads and {model.shape.layers} layers" if model.shape else ""
@@ -333,21 +301,22 @@ def _arithmetic(model: Model, engine: EngineSettings, devices: int, nodes: int, 
             f"{heads or 'devices'} do not divide by them; use another number of devices"
         )
     weights = min(_weights_per_device(model, split) for split in tried)
-    overhead = overhead_bytes(model)
+    overhead, memory = overhead_bytes(model), kind.memory_bytes
     wanted = engine.kv_memory_bytes
     short = weights + overhead + wanted - memory
-    lacking = "nothing is left for a token of KV cache" if short <= 0 else f"{_gib(short)} too much"
-    there = f"{nodes} x ({devices // nodes} x {_gib(memory)})" if nodes > 1 else ""
+    lacking = "nothing is left for a token of KV cache" if short <= 0 else f"{gib(short)} too much"
+    there = f"{nodes} x ({devices // nodes} x {gib(memory)})" if nodes > 1 else ""
     needed = model.weights_bytes / max(1, memory - overhead - wanted) if memory else inf
     least = 2 ** max(0, -int(-log2(needed) // 1)) if 0 < needed < inf else 0
-    total = _gib(weights + overhead + wanted)
+    total = gib(weights + overhead + wanted)
     return (
-        f"cannot fit {model.model_id} on {there or f'{devices} x {_gib(memory)}'}: weights "
-        f"{_gib(model.weights_bytes)} / {devices} = {_gib(weights)} + engine {_gib(overhead)}"
-        f" + KV cache {_gib(wanted)} = {total} on each device, {lacking}"
+        f"cannot fit {model.model_id} on {there or f'{devices} x {gib(memory)}'}: weights "
+        f"{gib(model.weights_bytes)} / {devices} = {gib(weights)} + engine {gib(overhead)}"
+        f" + KV cache {gib(wanted)} = {total} on each device, {lacking}"
         + (f"; {least} such devices would hold it" if least > devices else "")
     )
 
 
-def _gib(size_bytes: float) -> str:
+def gib(size_bytes: float) -> str:
+    """Say a size."""
     return f"{size_bytes / GIB:.2f} GiB"

@@ -111,6 +111,26 @@ class DemandRate(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     output_tokens_per_s: float = 0.0
     refused_per_s: float = 0.0
 
+    def times(self, factor: float) -> "DemandRate":
+        """Return so many times as much."""
+        return msgspec.structs.replace(
+            self,
+            requests_per_s=self.requests_per_s * factor,
+            uncached_tokens_per_s=self.uncached_tokens_per_s * factor,
+            output_tokens_per_s=self.output_tokens_per_s * factor,
+            refused_per_s=self.refused_per_s * factor,
+        )
+
+    def plus(self, other: "DemandRate") -> "DemandRate":
+        """Return this with what is asked by another."""
+        return msgspec.structs.replace(
+            self,
+            requests_per_s=self.requests_per_s + other.requests_per_s,
+            uncached_tokens_per_s=self.uncached_tokens_per_s + other.uncached_tokens_per_s,
+            output_tokens_per_s=self.output_tokens_per_s + other.output_tokens_per_s,
+            refused_per_s=self.refused_per_s + other.refused_per_s,
+        )
+
 
 class PopDistance(msgspec.Struct, frozen=True, kw_only=True):
     """Measured round trip from a city's routers to the nodes of a PoP."""

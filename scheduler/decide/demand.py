@@ -103,13 +103,7 @@ def _answered(row: DemandRate) -> DemandRate:
     if not math.isfinite(ratio):
         # So little answered says nothing of what the refused would take.
         return row
-    return msgspec.structs.replace(
-        row,
-        requests_per_s=row.requests_per_s * ratio,
-        uncached_tokens_per_s=row.uncached_tokens_per_s * ratio,
-        output_tokens_per_s=row.output_tokens_per_s * ratio,
-        refused_per_s=0.0,
-    )
+    return msgspec.structs.replace(row.times(ratio), refused_per_s=0.0)
 
 
 def _asked(rows: Sequence[DemandRate], index: Mapping[PopId, int]) -> Floats:

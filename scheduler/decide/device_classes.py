@@ -13,6 +13,7 @@ import msgspec
 
 CPU: Final = "cpu"
 GB: Final = 10**9
+GIB: Final = 1024**3
 TERA: Final = 10**12
 
 

@@ -1,14 +1,16 @@
-"""What ends, and when: the forbidden, the failed, the drained, old versions, and spare seats.
+"""What ends, and when: the forbidden, the failed, the drained, old versions, and spare seats; and
+what starts so that another can end: a new version, or one that would not fail with its fellows.
 
 Rule: residency is obeyed at once; everything else waits until what takes its place is warm.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from math import inf
 from typing import Final
 
 import numpy as np
 
+from isochrone.wire.ids import NodeId
 from isochrone.wire.model import Deployment
 from isochrone.wire.report import ReplicaState
 from scheduler.decide.cluster import Placement
@@ -125,29 +127,58 @@ def replace_stale(
             search.take(wish, best, reason=f"version {version} replaces the one before")
 
 
-def _best_for(search: Search, fresh: Wish) -> Worth | None:
-    """Return the best free seat as the new version alone would see it; paid for or not."""
-    tried = [search.worth_to(fresh, int(site)) for site in np.flatnonzero(fresh.rooms > 0)]
-    return max((w for w in tried if w.offered), key=lambda w: w.net, default=None)
+def part_fellows(search: Search, wish: Wish, settle_s: float) -> None:
+    """Where two are asked for and all would fail together, start one that would not.
+
+    A spare one ends then. Of what nobody asks for twice, the sum of score.py decides alone.
+    """
+    asked = wish.least >= 2 and len(wish.seats) >= 2 and len(set(wish.pops())) == 1
+    has_settled = len(may_go(wish, settle_s)) == len(wish.seats)
+    if not (asked and has_settled and search.has_starts_left):
+        return
+    domains = [_domains(search.ground, s.placement.node_ids) for s in wish.seats if s.placement]
+    shared = frozenset.intersection(*domains)
+    if shared:
+        best = _best_for(search, wish, shared)
+        if best:
+            search.take(wish, best, reason=f"the others would all fail with {min(shared)}")
 
 
-def end_spare(wish: Wish, settle_s: float, end_seat: EndSeat) -> None:
+def _best_for(search: Search, wish: Wish, but: Set[str] = frozenset()) -> Worth | None:
+    """Return the best free seat for a wish, paid for or not, outside of some failure domains."""
+    best: Worth | None = None
+    for site in np.flatnonzero(wish.rooms > 0):
+        worth = search.worth_to(wish, int(site))
+        seat = worth.offered.seat if worth.offered else None
+        if seat is None or but & _domains(search.ground, [p.node.node_id for p in seat.parts]):
+            continue
+        if best is None or worth.net > best.net:
+            best = worth
+    return best
+
+
+def _domains(ground: Ground, node_ids: Iterable[NodeId]) -> frozenset[str]:
+    return frozenset(ground.domain_of(node_id) for node_id in node_ids)
+
+
+def end_spare(wish: Wish, settle_s: float, end_seat: EndSeat) -> bool:
     """End the seat that is missed least, if it is over the maximum or hardly earns its hold."""
     over = len(wish.seats) > wish.most
     if not over and len(wish.seats) <= wish.least:
-        return
+        return False
     earned = KEPT * wish.hold
     if over:
         spare = least_missed(wish, [s for s in wish.seats if s.placement])
     else:
         spare = least_missed(wish, may_go(wish, settle_s), below=earned)
-    if spare is None:
-        return
+    if spare is None or not (over or spare[0] < earned):
+        return False
     lost, seated = spare
     if over:
         end_seat(seated, f"{len(wish.seats)} replicas, the policy allows {wish.most}")
-    elif lost < earned:
+    else:
         end_seat(seated, f"demand has moved: it saves {lost / wish.weight:.0f} ms x requests/s")
+    return True
 
 
 def least_missed(
@@ -156,7 +187,7 @@ def least_missed(
     """Return the standing seat whose loss costs least, if that may be less than `below`."""
     least_losses = wish.flow.losses_at_least()
     guesses = [_loss_at_least(wish, seated, least_losses) for seated in among]
-    best: tuple[float, float, str] | None = None
+    best: tuple[float, int, float, str] | None = None
     chosen = None
     for number in np.argsort(guesses, kind="stable"):
         # No later one can cost less than its guess.
@@ -164,8 +195,10 @@ def least_missed(
             break
         seated = among[number]
         assert seated.placement is not None
-        loss = wish.loss(seated)
-        entry = (loss, seated.placement.age_s, str(seated.placement.replica_id))
+        placement, loss = seated.placement, wish.loss(seated)
+        # Of equals the one with most of its fellows beside it, then the youngest.
+        crowd = wish.ground.crowd(wish.name, placement.node_id)
+        entry = (loss, -crowd, placement.age_s, str(placement.replica_id))
         if best is None or entry < best:
             best, chosen = entry, seated
     return (best[0], chosen) if best and chosen else None

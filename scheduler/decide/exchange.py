@@ -26,8 +26,6 @@ TRIED_PER_WISH: Final = 8
 CHAIN: Final = 2
 """How often what was pushed from its seat may push another."""
 
-EVERY: Final = 10**6
-
 Way = tuple[float, list[Holder]]
 """What is lost, and who leaves."""
 
@@ -35,7 +33,6 @@ Way = tuple[float, list[Holder]]
 class Yielding(msgspec.Struct, frozen=True, kw_only=True):
     """A standing placement that is to end, for what wants its place."""
 
-    wish: int
     seated: Seated
     reason: str
 
@@ -49,7 +46,7 @@ class Exchange:
         self._effort = effort
         self.yielding: list[Yielding] = []
 
-    def run(self, standing: bool = True, most: int = EVERY) -> bool:
+    def run(self, standing: bool = True, most: int | None = None) -> bool:
         """Give full places to what is worth more there than those who hold them.
 
         At most `most` are tried, what is worth most first; without `standing`, placements stay.
@@ -83,7 +80,7 @@ class Exchange:
         flow.remove(own.site, own.room)
         others.remove(own.pop)
         kept = wish.cost()
-        base = kept - wish.hold - own.start + self._loss(number, own) + own.hold + own.start
+        base = kept + self._loss(number, own)
         sites = np.flatnonzero(wish.rooms > 0)
         saves = flow.bounds(sites, wish.rooms[sites]) if len(wish.cities) else np.zeros(len(sites))
         short = wish.shortfall(others)
@@ -103,8 +100,7 @@ class Exchange:
 
     def _least_missed(self, number: int) -> Seated | None:
         wish = self._search.wishes[number]
-        new = [s for s in wish.seats if s.seat and not s.waits]
-        return min(new, key=lambda s: self._loss(number, s), default=None)
+        return min(wish.new_seats(), key=lambda s: self._loss(number, s), default=None)
 
     def holders(self, standing: bool = True) -> dict[NodeId, list[Holder]]:
         """Return who holds a seat on each node and could be asked to leave it."""
@@ -112,12 +108,8 @@ class Exchange:
         for number, wish in enumerate(self._search.wishes):
             warm = _warm_in(wish) if standing else []
             for seated in wish.seats:
-                if seated.seat:
-                    if not seated.waits:
-                        for part in seated.seat.parts:
-                            holders[part.node.node_id].append((number, seated))
-                elif seated.placement and self._may_yield(wish, seated, warm):
-                    for node_id in seated.placement.node_ids:
+                if (seated.seat and not seated.waits) or self._may_yield(wish, seated, warm):
+                    for node_id in _nodes(seated):
                         holders[node_id].append((number, seated))
         return holders
 
@@ -163,14 +155,14 @@ class Exchange:
         for leaving in self.cheapest(blocked, holders):
             if not self._may_all_yield(leaving):
                 continue
-            saved = Saved(search)
+            saved = Saved(search, [])
             lowered = self._tried(saved, blocked, [*own, *leaving])[0]
             saved.undo()
             if lowered > best:
                 best, chosen = lowered, [*own, *leaving]
         if chosen is None:
             return False
-        _, worth = self._tried(Saved(search), blocked, chosen)
+        _, worth = self._tried(Saved(search, []), blocked, chosen)
         if worth:
             self._note(blocked, worth, [holder for holder in chosen if holder[1].placement])
         return True
@@ -191,8 +183,8 @@ class Exchange:
         """Seat what is blocked; those who left find other seats, or push others in their turn."""
         search, wish = self._search, self._search.wishes[blocked.wish]
         touched = sorted({blocked.wish, *(number for number, _ in leaving)})
-        for number in touched:
-            for each in saved:
+        for each in saved:
+            for number in touched:
                 each.touch(number)
         for number, seated in leaving:
             search.untake(search.wishes[number], seated)
@@ -221,7 +213,7 @@ class Exchange:
         }
         own = self._given_up(pushed.wish)
         for leaving in self.cheapest(pushed, holders):
-            inner = Saved(self._search)
+            inner = Saved(self._search, [])
             worth = self._force([*saved, inner], pushed, [*own, *leaving])
             if worth and inner.cost_now() < inner.cost_before() - ENOUGH:
                 return
@@ -230,12 +222,11 @@ class Exchange:
     def _note(self, blocked: Blocked, worth: Worth, standing: Sequence[Holder]) -> None:
         wish = self._search.wishes[blocked.wish]
         pop = self._search.ground.sites[blocked.site].pop
-        for number, seated in standing:
-            reason = (
-                f"its place in {pop} is worth {worth.net:.0f} ms x requests/s more to {wish.name}, "
-                f"which has none free there"
-            )
-            self.yielding.append(Yielding(wish=number, seated=seated, reason=reason))
+        reason = (
+            f"its place in {pop} is worth {worth.net:.0f} ms x requests/s more to {wish.name}, "
+            f"which has none free there"
+        )
+        self.yielding += [Yielding(seated=seated, reason=reason) for _, seated in standing]
 
     def cheapest(self, blocked: Blocked, holders: dict[NodeId, list[Holder]]) -> list[list[Holder]]:
         """Return whose leaving would make the room at a site, the least lost first."""
@@ -325,6 +316,12 @@ def _warm_in(wish: Wish) -> list[PopId]:
     """Return where its warm replicas are, one for each."""
     standing = ((s.pop, s.placement) for s in wish.seats)
     return [pop for pop, p in standing if p is not None and p.state is ReplicaState.WARM]
+
+
+def _nodes(seated: Seated) -> Sequence[NodeId]:
+    if seated.seat:
+        return [part.node.node_id for part in seated.seat.parts]
+    return seated.placement.node_ids if seated.placement else ()
 
 
 def _devices(seated: Seated, node_id: NodeId) -> tuple[DeviceId, ...]:

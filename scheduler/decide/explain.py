@@ -1,7 +1,6 @@
 """Why a deployment is where it is, why it is nowhere else, and what would help."""
 
 from collections.abc import Set
-from typing import Final
 
 import msgspec
 import numpy as np
@@ -9,14 +8,12 @@ import numpy as np
 from isochrone.wire.ids import DeploymentId, NodeId, PopId, ReplicaId
 from scheduler.decide.cluster import ClusterState, Node, Plan
 from scheduler.decide.liveness import LivenessLimits, liveness
-from scheduler.decide.plan import Draft, PlanLimits, plan
+from scheduler.decide.plan import Draft, PlanLimits
 from scheduler.decide.refusals import reasons
 from scheduler.decide.search import Search
 from scheduler.decide.start_time import MB
-from scheduler.decide.versions import joined, split
+from scheduler.decide.versions import decide
 from scheduler.decide.wish import Wish
-
-LIMITS: Final = PlanLimits()
 
 
 class HereBecause(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,10 +67,11 @@ def explain(
     deployment = next((d for d in cluster.deployments if d.deployment_id == deployment_id), None)
     if deployment is None:
         return None
-    # A version on its way is planned beside the one before: both are told of.
-    apart = split(cluster)
-    decided = joined(plan(apart, liveness_limits=liveness_limits))
-    draft = Draft(apart, liveness(cluster.nodes, cluster.acting_for_s, liveness_limits), LIMITS)
+    # A version on its way is planned beside the one before; told of are both as one.
+    decided = decide(cluster, liveness_limits)
+    draft = Draft(
+        cluster, liveness(cluster.nodes, cluster.acting_for_s, liveness_limits), PlanLimits()
+    )
     model = next((m for m in cluster.models if m.model_id == deployment.model_id), None)
     wish = draft.wish_of(deployment, model) if model else None
     nodes = {node.node_id: node for node in cluster.nodes}

@@ -9,7 +9,7 @@ import msgspec
 from isochrone.wire.ids import DeviceId, NodeId
 from isochrone.wire.model import Deployment, EngineSettings, Model, Policy
 from isochrone.wire.routes import Pop
-from scheduler.decide.capacity import overhead_bytes
+from scheduler.decide.capacity import gib, overhead_bytes
 from scheduler.decide.cluster import Liveness, Node, Placement
 
 DISK_MARGIN_BYTES: Final = 1024**3
@@ -116,7 +116,7 @@ def unfit(node: Node, *, pop: Pop, verdict: Liveness, deployment: Deployment, mo
     if model.artifact.digest not in node.artifacts and node.disk_free_bytes:
         wanted = model.artifact.size_bytes + DISK_MARGIN_BYTES
         if node.disk_free_bytes < wanted:
-            return f"the disk has {_gib(node.disk_free_bytes)} free, {_gib(wanted)} needed"
+            return f"the disk has {gib(node.disk_free_bytes)} free, {gib(wanted)} needed"
     return ""
 
 
@@ -132,9 +132,5 @@ def _no_room(node: Node, engine: EngineSettings, needed: int, free: FreeMemory) 
         name, most_alike = alike.most_common(1)[0]
         return f"needs {count} devices of one class, it has {most_alike} x {name}"
     most = max(free[node.node_id, device.device_id] for device in healthy)
-    wanted = _gib(needed) if count == 1 else f"{_gib(needed)} on each of {count} devices"
-    return f"needs {wanted}, the most free on one device is {_gib(max(0, most))}"
-
-
-def _gib(size_bytes: int) -> str:
-    return f"{size_bytes / 1024**3:.2f} GiB"
+    wanted = gib(needed) if count == 1 else f"{gib(needed)} on each of {count} devices"
+    return f"needs {wanted}, the most free on one device is {gib(max(0, most))}"

@@ -170,15 +170,7 @@ class Flow:
             return NOTHING, NOTHING, np.zeros(0, dtype=np.int64)
         rows = np.flatnonzero(self._site == site)
         others = np.flatnonzero(self.room > 0)
-        others = others[others != site]
-        ms = np.full(len(rows), self.unserved_ms)
-        to = np.full(len(rows), UNSERVED)
-        if len(others):
-            near = self.far[np.ix_(self._city[rows], others)]
-            best = near.argmin(axis=1)
-            found = near[np.arange(len(rows)), best]
-            to = np.where(found < ms, others[best], UNSERVED)
-            ms = np.minimum(ms, found)
+        to, ms = self._nearest(rows, others[others != site])
         more = self.unit[self._city[rows]] * np.maximum(0.0, ms - self._ms[rows])
         order = np.argsort(more, kind="stable")
         amount = self._amount[rows][order]
@@ -186,6 +178,16 @@ class Flow:
         amounts = np.clip(over - before, 0.0, amount)
         sent = amounts > 0
         return amounts[sent], more[order][sent], to[order][sent]
+
+    def _nearest(self, rows: Ints, sites: Ints) -> tuple[Ints, Floats]:
+        """Return the nearest of some sites for each row, and how far; UNSERVED if that is less."""
+        if not len(sites):
+            return np.full(len(rows), UNSERVED), np.full(len(rows), self.unserved_ms)
+        near = self.far[np.ix_(self._city[rows], sites)]
+        best = near.argmin(axis=1)
+        found = near[np.arange(len(rows)), best]
+        to = np.where(found < self.unserved_ms, sites[best], UNSERVED)
+        return to, np.minimum(found, self.unserved_ms)
 
     def _seat_all(self, rooms: Floats) -> None:
         """Send every city to its nearest site, then from those that are too full to others."""
@@ -291,15 +293,7 @@ class Flow:
             if not len(rows):
                 self.free[site] = 0.0
                 return
-            others = np.flatnonzero(self.free > EPSILON)
-            ms = np.full(len(rows), self.unserved_ms)
-            to = np.full(len(rows), UNSERVED)
-            if len(others):
-                near = self.far[np.ix_(self._city[rows], others)]
-                best = near.argmin(axis=1)
-                found = near[np.arange(len(rows)), best]
-                to = np.where(found < self.unserved_ms, others[best], UNSERVED)
-                ms = np.minimum(found, self.unserved_ms)
+            to, ms = self._nearest(rows, np.flatnonzero(self.free > EPSILON))
             more = self.unit[self._city[rows]] * (ms - self._ms[rows])
             self._expel_cheapest(site, rows, to, np.argsort(more, kind="stable"))
 

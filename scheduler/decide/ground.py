@@ -131,6 +131,10 @@ class Ground:
         """Return what fails together with a node."""
         return self.nodes[node_id].failure_domain or str(node_id)
 
+    def crowd(self, deployment_id: DeploymentId, node_id: NodeId) -> int:
+        """Return how many replicas of a deployment would fail together with a node."""
+        return self._taken[deployment_id, self.domain_of(node_id)]
+
     def site_of_placement(self, placement: Placement) -> int:
         """Return the site that a placement on a known node is at; -1 where its device is none."""
         node = self.nodes[placement.node_id]
@@ -216,7 +220,7 @@ class Ground:
             start_s = self._starts.start_s(node, model)
             failed = (deployment.deployment_id, node.node_id) in self._failed
             cost = start_cost(start_s) + FAILED_HERE * failed
-            crowd = self._taken[deployment.deployment_id, self.domain_of(node.node_id)]
+            crowd = self.crowd(deployment.deployment_id, node.node_id)
             left = self.free[node.node_id, fitting[0]] - needed
             order = (round(cost, 1) + 2.0 * crowd, crowd, left, str(node.node_id))
             found.append((order, node, fitting, start_s))

@@ -53,9 +53,7 @@ class Improve:
         if not counts or any(wish.seats for wish in search.wishes):
             search.fill()
             return
-        saved = Saved(search)
-        for number in range(len(search.wishes)):
-            saved.touch(number)
+        saved = Saved(search, search.all_wishes)
         for count in sorted(counts, reverse=True):
             large = [n for n, w in enumerate(search.wishes) if w.deployment.engine.devices >= count]
             search.fill(only=large)
@@ -76,39 +74,28 @@ class Improve:
         while self._effort.left > 0:
             moved = self._move_new_seats()
             moved |= self._exchange.run()
-            if not (moved or self._rebuild_sites() or self._shift.run()):
+            if not (moved or self._rebuild_all() or self._shift.run()):
                 return
             self._search.fill()
 
-    def _rebuild_sites(self) -> bool:
-        """Empty each site of what is new, and fill again in another order; keep what is better."""
-        search = self._search
+    def _rebuild_all(self) -> bool:
+        """Empty each site, then each wish, of what is new, and fill again in another order."""
+        wishes = self._search.wishes
         moved = False
-        places = sorted({s.site for w in search.wishes for s in w.seats if s.seat and not s.waits})
-        for site in places:
+        sites = sorted({seated.site for wish in wishes for seated in wish.new_seats()})
+        parts = [(self._search.all_wishes, [site]) for site in sites]
+        parts += [(range(number, number + 1), sites) for number in self._search.all_wishes]
+        for numbers, at in parts:
             for order in Order:
                 if not self._effort.spend(10):
                     return moved
-                there = [
-                    (number, seated)
-                    for number, wish in enumerate(search.wishes)
-                    for seated in wish.seats
-                    if seated.seat and not seated.waits and seated.site == site
-                ]
-                moved |= self._rebuild(there, order)
-        for number, wish in enumerate(search.wishes):
-            for order in Order:
-                if not self._effort.spend(10):
-                    return moved
-                mine = [(number, s) for s in wish.seats if s.seat and not s.waits]
-                moved |= self._rebuild(mine, order)
+                new = [(number, s) for number in numbers for s in wishes[number].new_seats()]
+                moved |= self._rebuild([held for held in new if held[1].site in at], order)
         return moved
 
     def _rebuild(self, leaving: Sequence[Holder], order: Order) -> bool:
         search = self._search
-        saved = Saved(search)
-        for number in range(len(search.wishes)):
-            saved.touch(number)
+        saved = Saved(search, search.all_wishes)
         before = saved.cost_before()
         for number, seated in leaving:
             search.untake(search.wishes[number], seated)
@@ -125,7 +112,7 @@ class Improve:
             if len(wish.seats) <= wish.least or not any(s.seat for s in wish.seats):
                 continue
             losses = wish.flow.losses_at_least()
-            for seated in [s for s in wish.seats if s.seat and not s.waits]:
+            for seated in wish.new_seats():
                 paid = seated.hold + seated.start
                 alone = wish.flow.room[seated.site] <= seated.room * 1.001
                 if alone and losses[seated.site] >= paid:
@@ -139,10 +126,10 @@ class Improve:
         return dropped
 
     def _move_new_seats(self) -> bool:
-        """Try each new seat elsewhere; the largest first, whose places few others can take."""
-        moved, wishes = False, self._search.wishes
-        for number in sorted(range(len(wishes)), key=lambda n: -wishes[n].memory_bytes):
-            for seated in [s for s in wishes[number].seats if s.seat and not s.waits]:
+        """Try each new seat elsewhere, the largest first."""
+        moved = False
+        for number in self._search.largest_first():
+            for seated in self._search.wishes[number].new_seats():
                 if not self._effort.spend(1):
                     return moved
                 moved |= self._move(number, seated)
@@ -151,8 +138,7 @@ class Improve:
     def _move(self, number: int, seated: Seated) -> bool:
         """Take one new seat away, and keep that or the best other place for it, if it is better."""
         wish = self._search.wishes[number]
-        saved = Saved(self._search)
-        saved.touch(number)
+        saved = Saved(self._search, [number])
         before = saved.cost_before()
         self._search.untake(wish, seated)
         self._refill(number, seated.site)
@@ -177,8 +163,7 @@ class Improve:
             if missed is None or not self._effort.spend(1):
                 continue
             leaving = missed[1]
-            saved = Saved(search)
-            saved.touch(number)
+            saved = Saved(search, [number])
             before = saved.cost_before()
             search.untake(wish, leaving)
             self._refill(number, leaving.site, f"worth more here than in {leaving.pop}")

@@ -7,10 +7,12 @@ asked for again: a row that no retry can mend must not block those behind it.
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from math import isfinite
+from operator import add, attrgetter
 from typing import Final, NamedTuple
 
 import msgspec
 
+from isochrone.wire.ids import DeploymentId, PopId
 from isochrone.wire.usage import Demand, DemandRow, RoundTrip, TrialRow, Usage, UsageRow
 
 DEMAND_ROWS_MAX: Final = 20_000
@@ -32,6 +34,11 @@ TRIAL_LATE_MAX_S: Final = 120.0
 
 TRIAL_COUNT_MAX: Final = 10**7
 RTT_MAX_MS: Final = 60_000.0
+COUNTS: Final = (
+    "requests", "prompt_tokens", "uncached_tokens", "output_tokens", "refused", "no_replica"
+)  # fmt: skip
+_counts: Final = attrgetter(*COUNTS)
+
 UNIX_MAX_S: Final = 4_102_444_800.0
 """The year 2100: a start after it is a broken clock."""
 
@@ -64,15 +71,19 @@ def take_demand(demand: Demand) -> Taken:
         reason = f"cannot count demand more than {LATE_MAX_S:.0f} s late"
         return Taken((), age_s, {reason: len(demand.rows)} if demand.rows else {})
     refused: Counter[str] = Counter()
-    summed: dict[tuple[str, str], DemandRow] = {}
+    summed: dict[tuple[DeploymentId, PopId], tuple[int, ...]] = {}
     for row in demand.rows:
         problem = _id_problem((row.deployment_id, row.pop)) or _count_problem(row)
         if problem:
             refused[f"cannot count a row: {problem}"] += 1
         elif any(_counts(row)):
-            key = (row.deployment_id, row.pop)
-            summed[key] = _sum(summed[key], row) if key in summed else _bounded(row)
-    return Taken(tuple(row for _, row in sorted(summed.items())), age_s, refused)
+            key, counts = (row.deployment_id, row.pop), _bounded(_counts(row))
+            if key in summed:
+                counts = _bounded(tuple(map(add, summed[key], counts)))
+            summed[key] = counts
+    return Taken(
+        tuple(_row(*key, counts) for key, counts in sorted(summed.items())), age_s, refused
+    )
 
 
 def take_trials(demand: Demand) -> tuple[TrialRow, ...]:
@@ -155,46 +166,15 @@ def _count_problem(row: DemandRow) -> str:
     return "a count is below 0" if any(count < 0 for count in _counts(row)) else ""
 
 
-def _counts(row: DemandRow) -> tuple[int, ...]:
-    return (
-        row.requests,
-        row.prompt_tokens,
-        row.uncached_tokens,
-        row.output_tokens,
-        row.refused,
-        row.no_replica,
-    )
+def _bounded(counts: tuple[int, ...]) -> tuple[int, ...]:
+    requests, prompt, uncached, output, refused, no_replica = (min(n, COUNT_MAX) for n in counts)
+    part = (min(refused, requests), min(no_replica, requests))
+    return (requests, prompt, min(uncached, prompt), output, *part)
 
 
-def _bounded(row: DemandRow) -> DemandRow:
-    requests, prompt, uncached, output, refused, no_replica = (
-        min(count, COUNT_MAX) for count in _counts(row)
-    )
-    return DemandRow(
-        deployment_id=row.deployment_id,
-        pop=row.pop,
-        requests=requests,
-        prompt_tokens=prompt,
-        uncached_tokens=min(uncached, prompt),
-        output_tokens=output,
-        refused=min(refused, requests),
-        no_replica=min(no_replica, requests),
-    )
-
-
-def _sum(one: DemandRow, other: DemandRow) -> DemandRow:
-    return _bounded(
-        DemandRow(
-            deployment_id=one.deployment_id,
-            pop=one.pop,
-            requests=one.requests + other.requests,
-            prompt_tokens=one.prompt_tokens + other.prompt_tokens,
-            uncached_tokens=one.uncached_tokens + other.uncached_tokens,
-            output_tokens=one.output_tokens + other.output_tokens,
-            refused=one.refused + other.refused,
-            no_replica=one.no_replica + other.no_replica,
-        )
-    )
+def _row(deployment_id: DeploymentId, pop: PopId, counts: tuple[int, ...]) -> DemandRow:
+    names = dict(zip(COUNTS, counts, strict=True))
+    return DemandRow(deployment_id=deployment_id, pop=pop, **names)
 
 
 def _clamped(value: float, most: float) -> float:

@@ -25,8 +25,8 @@ def is_news(written: Report, new: Report) -> bool:
         or new.in_host_memory != written.in_host_memory
         or new.failure_domain != written.failure_domain
         or abs(new.disk_free_bytes - written.disk_free_bytes) > DISK_STEP_BYTES
-        or _is_moved(written.disk_bytes_per_s, new.disk_bytes_per_s)
-        or _is_moved(written.fetch_bytes_per_s, new.fetch_bytes_per_s)
+        or is_moved(written.disk_bytes_per_s, new.disk_bytes_per_s)
+        or is_moved(written.fetch_bytes_per_s, new.fetch_bytes_per_s)
         or _devices(new) != _devices(written)
         or len(new.replicas) != len(written.replicas)
         or any(
@@ -55,7 +55,7 @@ def _is_other(before: ReplicaReport, now: ReplicaReport) -> bool:
 
 def _is_other_profile(before: Profile, now: Profile) -> bool:
     return any(
-        _is_moved(old, new)
+        is_moved(old, new)
         for old, new in (
             (before.load_s, now.load_s),
             (before.memory_bytes, now.memory_bytes),
@@ -65,5 +65,6 @@ def _is_other_profile(before: Profile, now: Profile) -> bool:
     )
 
 
-def _is_moved(old: float, new: float) -> bool:
+def is_moved(old: float, new: float) -> bool:
+    """Say whether a rate has moved by more than a tenth."""
     return abs(new - old) > RATE_STEP * old

@@ -12,8 +12,9 @@ How, and where each step is:
     less there (`exchange.py`); sites are filled anew in other orders; and seats are forced
     elsewhere to see what follows (`shift.py`). Where a policy allows no seat more, one that stands
     is started anew where it is worth more.
- 5. End what that makes needless: who yields its place, who is drained, of an old version, or spare
-    (`endings.py`); and say what could not be met (`refusals.py`).
+ 5. End what that makes needless: who yields its place, who is drained, of an old version, or spare;
+    part those who would all fail together (`endings.py`); and say what could not be met
+    (`refusals.py`).
 
 Rule 1: the same picture gives the same plan, and a plan carried out gives an empty one.
 Rule 2: endings wait for what replaces them to be warm; failing to start never ends anything.
@@ -35,6 +36,7 @@ from scheduler.decide.endings import (
     end_forbidden,
     end_leaderless,
     end_spare,
+    part_fellows,
     replace_stale,
     stands,
 )
@@ -148,7 +150,8 @@ class Draft:
         )
 
     def settle(self, search: Search, wish: Wish) -> None:
-        """Replace old versions, leave draining nodes, end what is spare, say what is lacking."""
+        """Replace old versions, leave draining nodes, end what is spare, part those who would fail
+        together, say what is lacking."""
         mine = self._mine[wish.name]
         stale = any(
             s.placement and s.placement.version != wish.deployment.version for s in wish.seats
@@ -160,8 +163,9 @@ class Draft:
         if not is_moving:
             least = min(wish.most, wish.deployment.policy.replicas_min or int(wish.is_asked_for))
             end_drained(self.ground, wish.deployment, mine, least, self.end)
-        if not is_moving and not stale and not wish.is_coming():
-            end_spare(wish, self._limits.settle_s, self.end_seat)
+        is_at_rest = not is_moving and not stale and not wish.is_coming()
+        if is_at_rest and not end_spare(wish, self._limits.settle_s, self.end_seat):
+            part_fellows(search, wish, self._limits.settle_s)
         self._unmet.extend(unmet_in(self.ground, wish))
 
     def end_seat(self, seated: Seated, reason: str) -> None:
@@ -184,7 +188,7 @@ class Draft:
 
     def plan(self, search: Search) -> Plan:
         """Return what was decided."""
-        new = [(wish, s) for wish in search.wishes for s in wish.seats if s.seat and not s.waits]
+        new = [(wish, seated) for wish in search.wishes for seated in wish.new_seats()]
         ports = RankPorts(self._cluster)
         return Plan(
             based_on=self._cluster.generation,

@@ -17,7 +17,6 @@ wavers neither stops a fetch half-way nor gives up what has come.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
 from typing import Final
 
 import msgspec
@@ -27,11 +26,11 @@ from isochrone.wire.model import Model
 from scheduler.decide.cluster import ClusterState, Liveness, Node, PrefetchWish, Start
 from scheduler.decide.feasible import DISK_MARGIN_BYTES
 from scheduler.decide.liveness import LivenessLimits, LivenessView, liveness
-from scheduler.decide.plan import PlanLimits, plan
+from scheduler.decide.plan import PlanLimits
 from scheduler.decide.rollout import ON_ITS_WAY
 from scheduler.decide.score import Distances
 from scheduler.decide.start_time import MB, StartTimes
-from scheduler.decide.versions import joined, split
+from scheduler.decide.versions import decide
 
 LINK_SHARE: Final = 0.5
 """The part of a PoP's way to others that prefetching may take."""
@@ -80,7 +79,7 @@ def prefetch(
     arrived = tuple(wish for wish in stock.wishes if stock.is_held(wish) and not wish.is_held)
     new: list[PrefetchWish] = []
     if due_s > 0:
-        decided = joined(plan(split(stock.picture()), LIMITS, liveness_limits))
+        decided = decide(stock.picture(), liveness_limits, LIMITS)
         for part in (part for start in decided.starts for part in start.parts):
             wished = stock.wish(part, due_s)
             if wished is not None:
@@ -100,9 +99,8 @@ class _Stock:
         self._models = {model.model_id: model for model in cluster.models}
         self._served = _served(cluster)
         self._seated = _seated(cluster)
-        self._far = Distances(cluster.pops, cluster.distances)
-        self._starts = StartTimes(cluster.nodes, (), {}, self._far)
-        self._holding: Mapping[str, set[PopId]] = _holding(cluster.nodes)
+        far = Distances(cluster.pops, cluster.distances)
+        self._starts = StartTimes(cluster.nodes, (), {}, far)
         self._pending_bytes: dict[NodeId, int] = defaultdict(int)
         self._link_taken: dict[PopId, float] = defaultdict(float)
 
@@ -163,7 +161,7 @@ class _Stock:
         ):
             return None
         rate = 0.0
-        if node.pop not in self._holding[model.artifact.digest]:
+        if not self._starts.is_held_in(node.pop, model.artifact.digest):
             rate = self._rate_from_afar(node, model, due_s)
             if rate <= 0:
                 return None
@@ -219,11 +217,3 @@ def _seated(cluster: ClusterState) -> set[tuple[NodeId, str]]:
         for node_id in placement.node_ids
         if not placement.is_ending and (placement.deployment_id, placement.version) in served
     }
-
-
-def _holding(nodes: Iterable[Node]) -> Mapping[str, set[PopId]]:
-    holding: dict[str, set[PopId]] = defaultdict(set)
-    for node in nodes:
-        for digest in node.artifacts:
-            holding[digest].add(node.pop)
-    return holding

@@ -6,7 +6,7 @@ from itertools import islice
 
 from isochrone.wire.ids import NodeId
 from isochrone.wire.model import Deployment, EngineSettings, Model
-from scheduler.decide.capacity import GIB, CannotFit, capacity, fits_on
+from scheduler.decide.capacity import CannotFit, capacity, fits_on, gib
 from scheduler.decide.cluster import Node, Unmet
 from scheduler.decide.device_classes import DeviceClass, class_of
 from scheduler.decide.feasible import classes_with_room, why_not
@@ -71,8 +71,9 @@ def _unmet(ground: Ground, wish: Wish, wanted: str, only: str = "") -> Unmet:
     refused = list(islice(_refused(ground, wish, asked), SHOWN_MAX + 1))
     said = "; ".join(f"{name}: {reason}" for name, reason in refused[:SHOWN_MAX])
     more = f"; and more of {len(asked)} nodes" if len(refused) > SHOWN_MAX else ""
+    nobody = f"there is no node in {only}" if only else "there is no node"
     never = _never(ground, wish)
-    reason = f"cannot place a replica ({wanted}): {said or 'there is no node'}{more}"
+    reason = f"cannot place a replica ({wanted}): {said or nobody}{more}"
     return Unmet(deployment_id=wish.name, reason=reason + (f". {never}" if never else ""))
 
 
@@ -151,6 +152,6 @@ def _what_would(model: Model, engine: EngineSettings, kind: DeviceClass, most: i
     if nodes == 1:
         return f"; set devices to {least}" + (" and nodes to 1" if engine.nodes > 1 else "")
     return (
-        f"; {nodes} x ({least // nodes} x {kind.memory_bytes / GIB:.2f} GiB) would hold it: set "
+        f"; {nodes} x ({least // nodes} x {gib(kind.memory_bytes)}) would hold it: set "
         f"devices to {least} and nodes to {nodes}, in a PoP with as many such nodes"
     )

@@ -122,7 +122,6 @@ def problem_of(steps: tuple[RolloutStep, ...]) -> str:
     if any(step.share >= 1 for step in judged):
         return "only the last step may have share 1, and it for all PoPs"
     pairs = [(step, later) for step, later in pairwise(steps) if step.pops == later.pops]
-    pairs = [(step, later) for step, later in pairwise(steps) if step.pops == later.pops]
     if any(later.share < step.share for step, later in pairs):
         return "a step has a smaller share than the one before it in the same PoPs"
     return ""

@@ -5,7 +5,6 @@ changes no choice worth a new table for every router of the planet.
 """
 
 from collections.abc import Iterable, Mapping, Sequence, Set
-from typing import Final
 
 import msgspec
 
@@ -15,9 +14,8 @@ from isochrone.wire.report import Profile, ReplicaState
 from isochrone.wire.routes import DeploymentEntry, KeyEntry, RolloutEntry, Route, RouteTable
 from scheduler.decide.cluster import ClusterState, Liveness, Node, Placement
 from scheduler.decide.liveness import LivenessView
+from scheduler.decide.news import is_moved
 from scheduler.decide.rollout import Rollout
-
-RATE_STEP: Final = 0.1
 
 
 def route_table(
@@ -36,7 +34,7 @@ def route_table(
     nodes = {node.node_id: node for node in cluster.nodes}
     deployments = {entry.deployment_id: entry for entry in cluster.deployments}
     models = {model.model_id: model for model in cluster.models}
-    measured = {(row.model_id, row.device_class): row.profile for row in cluster.profiles}
+    measured = cluster.measured()
     rollouts = {rollout.deployment_id: rollout for rollout in cluster.rollouts}
     routes = [
         _route(
@@ -168,7 +166,7 @@ def _entry(
 def _as_told(told: Route | None, route: Route) -> Route:
     if told is None or told == route:
         return told or route
-    if _is_moved(told.prefill_tokens_per_s, route.prefill_tokens_per_s) or _is_moved(
+    if is_moved(told.prefill_tokens_per_s, route.prefill_tokens_per_s) or is_moved(
         told.decode_tokens_per_s, route.decode_tokens_per_s
     ):
         return route
@@ -178,7 +176,3 @@ def _as_told(told: Route | None, route: Route) -> Route:
         decode_tokens_per_s=told.decode_tokens_per_s,
     )
     return told if kept == told else kept
-
-
-def _is_moved(told: float, now: float) -> bool:
-    return abs(now - told) > RATE_STEP * told

@@ -24,6 +24,7 @@ from isochrone.wire.ids import PopId
 from isochrone.wire.model import Policy
 from isochrone.wire.routes import Pop
 from scheduler.decide.cluster import PopDistance
+from scheduler.decide.device_classes import GIB
 from scheduler.decide.flow import Floats
 
 HEADROOM: Final = 0.7
@@ -44,8 +45,6 @@ START_PER_S: Final = 0.02
 
 FAILED_HERE: Final = 1e4
 """What a node on which the deployment failed is thought to cost: any other is tried before."""
-
-GIB: Final = 1024**3
 
 
 class Distances:

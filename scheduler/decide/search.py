@@ -12,9 +12,10 @@ from heapq import heapify, heappop, heappush
 import msgspec
 import numpy as np
 
+from scheduler.decide.device_classes import GIB
 from scheduler.decide.flow import EPSILON, NOTHING, Floats
 from scheduler.decide.ground import Ground, Offered
-from scheduler.decide.score import GIB, START
+from scheduler.decide.score import START
 from scheduler.decide.wish import Need, Seated, Wish
 
 Entry = tuple[float, float, float, int, int, int]
@@ -61,6 +62,15 @@ class Search:
         self._site_pops = [site.pop for site in ground.sites]
 
     @property
+    def all_wishes(self) -> range:
+        """Return the number of every wish."""
+        return range(len(self.wishes))
+
+    def largest_first(self) -> list[int]:
+        """Return the number of every wish, the largest first: few other places can take those."""
+        return sorted(self.all_wishes, key=lambda number: -self.wishes[number].memory_bytes)
+
+    @property
     def has_starts_left(self) -> bool:
         """Say whether this plan may start one more."""
         return self._left > 0
@@ -69,7 +79,7 @@ class Search:
         """Take the seat that is worth most, again and again, until none pays or none is left."""
         self._order = order
         heap: list[Entry] = []
-        for number in range(len(self.wishes)) if only is None else only:
+        for number in self.all_wishes if only is None else only:
             heap.extend(self._guesses(number))
         heapify(heap)
         while heap and self._left > 0:
@@ -91,7 +101,7 @@ class Search:
             if stamp == stamp_read:
                 self.take(wish, worth)
             # Pushed again with what it was worth: a second seat here may be worth almost as much.
-            heappush(heap, self._entry(number, site, worth, stamp_read))
+            heappush(heap, self._key(number, site, worth.need, worth.net, stamp_read))
 
     def take(self, wish: Wish, worth: Worth, waits: bool = False, reason: str = "") -> None:
         """Seat a replica that this plan would start, or that `waits` for what ends there."""
@@ -166,7 +176,6 @@ class Search:
             hold=wish.hold,
             seat=offered.seat,
             start=offered.cost,
-            start_s=offered.start_s,
             reason=reason or f"demand: {saves}",
             waits=waits,
         )
@@ -199,9 +208,6 @@ class Search:
                 saves[sites] = wish.flow.bounds(sites, wish.rooms[sites])
             self._guessed[number] = wish.stamp, saves
         return saves
-
-    def _entry(self, number: int, site: int, worth: Worth, stamp: int) -> Entry:
-        return self._key(number, site, worth.need, worth.net, stamp)
 
     def _key(self, number: int, site: int, need: Need, net: float, stamp: int) -> Entry:
         """Order seats: the higher tier; there by weight and size, below by what a byte saves."""

@@ -39,11 +39,9 @@ class Shift:
 
     def run(self) -> bool:
         """Try the largest first, one seat a site, at each other site; stop at what is better."""
-        for number in sorted(
-            range(len(self._search.wishes)), key=lambda n: -self._search.wishes[n].memory_bytes
-        ):
+        for number in self._search.largest_first():
             wish = self._search.wishes[number]
-            new = {s.site: s for s in wish.seats if s.seat and not s.waits}
+            new = {seated.site: seated for seated in wish.new_seats()}
             for seated in new.values():
                 for site in np.flatnonzero(wish.rooms > 0):
                     if site == seated.site:
@@ -56,16 +54,15 @@ class Shift:
 
     def _force(self, number: int, seated: Seated, site: int) -> bool:
         search = self._search
-        saved = Saved(search)
-        for touched in range(len(search.wishes)):
-            saved.touch(touched)
+        saved = Saved(search, search.all_wishes)
         before = saved.cost_before()
         search.untake(search.wishes[number], seated)
         ejected = self._seat(number, site)
         if ejected is not None:
             wish = search.wishes[number]
-            for other in [s for s in wish.seats if s.seat and not s.waits and s.site != site]:
-                self._move(number, other)
+            for other in wish.new_seats():
+                if other.site != site:
+                    self._move(number, other)
             search.blocked.clear()
             search.fill()
             if self._eject_on(ejected, saved, before):
@@ -86,9 +83,7 @@ class Shift:
         for entry in self._exchange.wanted(ejected)[:EJECTED_TRIED] if ejected else []:
             if not self._effort.spend(5):
                 return False
-            inner = Saved(search)
-            for number in range(len(search.wishes)):
-                inner.touch(number)
+            inner = Saved(search, search.all_wishes)
             if self._exchange.give(entry, self._exchange.holders(standing=False)):
                 search.fill()
                 if saved.cost_now() < before - ENOUGH:

@@ -65,6 +65,10 @@ class StartTimes:
             return load_s
         return load_s + self.fetch_s(node, model)
 
+    def is_held_in(self, pop: PopId, digest: str) -> bool:
+        """Say whether any node of a PoP has these weights."""
+        return pop in self._holders[digest]
+
     def fetch_s(self, node: Node, model: Model) -> float:
         """Return how long a model's weights would be on their way to a node that lacks them."""
         rate = self._fetch_bytes_per_s(node, model.artifact.digest)
@@ -79,7 +83,7 @@ class StartTimes:
         self._queue_bytes[node_id] -= model.weights_bytes
 
     def _fetch_bytes_per_s(self, node: Node, digest: str) -> float:
-        if node.pop in self._holders[digest]:
+        if self.is_held_in(node.pop, digest):
             return POP_BYTES_PER_S
         if node.fetch_bytes_per_s > 0:
             return node.fetch_bytes_per_s

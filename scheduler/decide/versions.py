@@ -16,10 +16,21 @@ from isochrone.wire.model import Deployment, Policy
 from isochrone.wire.report import ReplicaState
 from scheduler.decide.cluster import ClusterState, DemandRate, Placement, Plan, Start, Unmet
 from scheduler.decide.group import renamed
+from scheduler.decide.liveness import LivenessLimits
+from scheduler.decide.plan import PlanLimits, plan
 from scheduler.decide.rollout import ON_ITS_WAY, Rollout
 
 MARK: Final = "~"
 """Between a deployment's id and its new version's number; no id may hold it."""
+
+
+def decide(
+    cluster: ClusterState,
+    liveness_limits: LivenessLimits | None = None,
+    limits: PlanLimits | None = None,
+) -> Plan:
+    """Return the plan of a picture, as placement makes it: what is on its way planned apart."""
+    return joined(plan(split(cluster), limits, liveness_limits))
 
 
 def split(cluster: ClusterState) -> ClusterState:
@@ -111,19 +122,9 @@ def _shares(row: DemandRate, rollouts: Mapping[DeploymentId, Rollout]) -> tuple[
     step = rollout.current
     share = step.share if not step.pops or row.pop in step.pops else 0.0
     marked = _marked(row.deployment_id, rollout.to_version)
-    both = (_part(row, row.deployment_id, 1 - share), _part(row, marked, share))
+    new = msgspec.structs.replace(row, deployment_id=marked)
+    both = (row.times(1 - share), new.times(share))
     return tuple(part for part in both if part.requests_per_s + part.refused_per_s > 0)
-
-
-def _part(row: DemandRate, deployment_id: DeploymentId, share: float) -> DemandRate:
-    return msgspec.structs.replace(
-        row,
-        deployment_id=deployment_id,
-        requests_per_s=row.requests_per_s * share,
-        uncached_tokens_per_s=row.uncached_tokens_per_s * share,
-        output_tokens_per_s=row.output_tokens_per_s * share,
-        refused_per_s=row.refused_per_s * share,
-    )
 
 
 def _joined_start(start: Start) -> Start:

@@ -14,19 +14,17 @@ from isochrone.wire.ids import DeploymentId, DeviceId, Generation, NodeId, PopId
 from isochrone.wire.model import Deployment, Model, Positive
 from isochrone.wire.report import Device, ReplicaState
 from scheduler.decide.cluster import ClusterState, Node, Plan
-from scheduler.decide.device_classes import CLASSES, CPU, class_of
+from scheduler.decide.device_classes import CLASSES, CPU, GIB, class_of
 from scheduler.decide.liveness import LivenessLimits
-from scheduler.decide.plan import plan
 from scheduler.decide.predict import Prediction, predict
 from scheduler.decide.score import Distances
-from scheduler.decide.versions import joined, split
+from scheduler.decide.versions import decide
 
 FORMAT: Final = 1
 ROUNDS_MAX: Final = 300
 ROUND_S: Final = 60.0
 """How much older the fleet is taken to be after each round of moves."""
 
-GIB: Final = 1024**3
 MEMORY_SLACK: Final = 1.1
 """Sizes are rounded up when they are named: an 80 GB device may be said to have 80 GiB."""
 
@@ -176,11 +174,6 @@ def what_if(
     )
 
 
-def decide(cluster: ClusterState, limits: LivenessLimits) -> Plan:
-    """Return the plan of a picture, exactly as placement makes it."""
-    return joined(plan(split(cluster), liveness_limits=limits))
-
-
 def digest_of(decided: Plan) -> str:
     """Return a name for a plan that only an equal one has."""
     return hashlib.sha256(msgspec.json.encode(decided)).hexdigest()[:16]
@@ -257,7 +250,6 @@ def _node(change: AddNodes, number: int, taken: set[NodeId]) -> Node:
             device_id=DeviceId(f"{change.device_class}-{index}"),
             device_class=change.device_class,
             memory_bytes=change.memory_bytes,
-            memory_free_bytes=change.memory_bytes,
         )
         for index in range(change.devices)
     )
@@ -277,16 +269,9 @@ def _without_pop(cluster: ClusterState, pop: PopId) -> ClusterState:
     for row in cluster.demand:
         if row.pop == pop:
             del asked[row.deployment_id, pop]
-            key = (row.deployment_id, others[0][1])
-            there = asked.get(key)
-            moved = msgspec.structs.replace(row, pop=key[1])
-            asked[key] = moved if there is None else msgspec.structs.replace(
-                there,
-                requests_per_s=there.requests_per_s + row.requests_per_s,
-                uncached_tokens_per_s=there.uncached_tokens_per_s + row.uncached_tokens_per_s,
-                output_tokens_per_s=there.output_tokens_per_s + row.output_tokens_per_s,
-                refused_per_s=there.refused_per_s + row.refused_per_s,
-            )  # fmt: skip
+            moved = msgspec.structs.replace(row, pop=others[0][1])
+            there = asked.get((moved.deployment_id, moved.pop))
+            asked[moved.deployment_id, moved.pop] = there.plus(moved) if there else moved
     return msgspec.structs.replace(cluster, demand=tuple(row for _, row in sorted(asked.items())))
 
 
@@ -305,13 +290,7 @@ def _scaled(cluster: ClusterState, change: ScaleDemand) -> ClusterState:
     if change.deployment_id is not None and change.deployment_id not in known:
         raise CannotChange(f"cannot scale {change.deployment_id}: there is no such deployment")
     demand = tuple(
-        msgspec.structs.replace(
-            row,
-            requests_per_s=row.requests_per_s * change.factor,
-            uncached_tokens_per_s=row.uncached_tokens_per_s * change.factor,
-            output_tokens_per_s=row.output_tokens_per_s * change.factor,
-            refused_per_s=row.refused_per_s * change.factor,
-        )
+        row.times(change.factor)
         if change.pop in (None, row.pop) and change.deployment_id in (None, row.deployment_id)
         else row
         for row in cluster.demand

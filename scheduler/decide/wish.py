@@ -45,7 +45,6 @@ class Seated(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     placement: Placement | None = None
     seat: Seat | None = None
     start: float = 0.0
-    start_s: float = 0.0
     reason: str = ""
     waits: bool = False
 
@@ -104,7 +103,7 @@ class Wish:
             if seated.site >= 0:
                 taken[seated.site] += seated.room
         far = ground.far_to_sites
-        if len(self.cities) < len(far):
+        if not np.array_equal(self.cities, np.arange(len(far))):
             far = far[self.cities]
         self.flow = Flow(self.asked * self.weight, load.replicas, far, taken, UNSERVED_MS)
 
@@ -117,6 +116,10 @@ class Wish:
     def is_asked_for(self) -> bool:
         """Say whether any city asks for it."""
         return self.requests_per_s > 0
+
+    def new_seats(self) -> list[Seated]:
+        """Return the seats that this plan would start at once."""
+        return [seated for seated in self.seats if seated.seat and not seated.waits]
 
     def pops(self) -> list[PopId]:
         """Return the PoP of each seat."""

@@ -8,7 +8,8 @@ from scheduler.decide.demand import foreseeing
 from scheduler.decide.explain import explain
 from scheduler.decide.liveness import LivenessLimits
 from scheduler.decide.prefetch import Foreseen, prefetch
-from scheduler.decide.what_if import Picture, decide
+from scheduler.decide.versions import decide
+from scheduler.decide.what_if import Picture
 from scheduler.planner.forecast import Forecast
 from scheduler.planner.questions import Asked, Heard, Learn, WhatIs, WhatMoves, WhatToFetch, Why
 from scheduler.store.cluster import read_cluster

@@ -262,7 +262,6 @@ def _node(row: Any) -> NodeView:
             device_id=DeviceId(device["device_id"]),
             device_class=device["device_class"],
             memory_bytes=device["memory_bytes"],
-            memory_free_bytes=device["memory_bytes"],
             healthy=device["healthy"],
             reason=device["reason"],
         )

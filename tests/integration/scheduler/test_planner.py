@@ -11,7 +11,8 @@ import pytest
 
 from isochrone.wire.ids import DeploymentId, Epoch
 from scheduler.decide.liveness import LivenessLimits
-from scheduler.decide.what_if import Picture, decide
+from scheduler.decide.versions import decide
+from scheduler.decide.what_if import Picture
 from scheduler.planner.process import Planner, PlannerFailed
 from scheduler.planner.questions import Heard, Settings, framed
 from scheduler.store.pool import Pool

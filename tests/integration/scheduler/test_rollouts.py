@@ -25,7 +25,6 @@ from scheduler.store.rollouts import (
     active_rollouts,
     add_rollout,
     get_rollout,
-    next_version,
     record_trials,
     write_rollout,
 )
@@ -103,7 +102,7 @@ async def test_a_bad_version_is_reverted_and_its_number_never_used_again(pool: P
     assert await serves(pool) == (1, "m")
     assert await Roll(acting).run_once() == (0, 0)
     async with transaction(pool) as connection:
-        assert await next_version(connection, "d") == 3
+        assert await deployments.next_version(connection, "d") == 3
         changed = a_deployment(engine=rollout.spec.engine)
         await deployments.change_deployment(connection, changed, None)
     assert (await serves(pool))[0] == 3

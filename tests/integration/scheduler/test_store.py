@@ -300,8 +300,9 @@ async def test_what_held_replicas_can_be_forgotten_once_they_are_gone(pool: Pool
     await reported(pool, epoch)
     await planned(pool, epoch, a_spec("r1"))
     async with transaction(pool) as connection:
-        token = {"secret_sha256": "x", "role": "agent", "pop": "ams", "ttl_s": 60.0}
-        await add_join_token(connection, token_id="t1", **token)
+        await add_join_token(
+            connection, token_id="t1", secret_sha256="x", role="agent", pop="ams", ttl_s=60.0
+        )
         await deployments.delete_deployment(connection, a_deployment().deployment_id, None)
         for table, column, name in (("node", "node_id", "n1"), ("model", "model_id", "m")):
             with pytest.raises(catalogue.StillUsed):

@@ -147,7 +147,6 @@ NONE = Profile(load_s=nan, prefill_tokens_per_s=inf, decode_tokens_per_s=-1.0, m
         {"devices": (a_device(8), a_device(9))},
         {"devices": (a_device(), msgspec.structs.replace(a_device(), memory_bytes=-1))},
         {"devices": (msgspec.structs.replace(a_device(), memory_bytes=BIG),)},
-        {"devices": (msgspec.structs.replace(a_device(), memory_free_bytes=1 << 60),)},
         {"devices": (msgspec.structs.replace(a_device(), device_id=DeviceId("")),)},
         {"replicas": (a_replica_report(a_spec()), a_replica_report(a_spec(), "failed"))},
         {"replicas": (msgspec.structs.replace(a_replica_report(a_spec()), profile=NONE),)},

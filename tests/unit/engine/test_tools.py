@@ -268,6 +268,13 @@ HISTORY = [
 ]
 
 
+def test_a_name_nested_past_all_reason_is_no_call() -> None:
+    text = f'{{"name": {100_000 * "["}{100_000 * "]"}, "parameters": {{}}}}'
+    reader = CallReader(LLAMA3, frozenset({"a"}))
+    events = [*reader.feed(text), *reader.flush()]
+    assert events == [Said(text)]
+
+
 def test_a_template_that_knows_tools_is_given_them() -> None:
     template = ChatTemplate(KNOWING, "", "")
     tools = asked(tools=TOOLS)

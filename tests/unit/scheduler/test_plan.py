@@ -120,6 +120,48 @@ def test_a_draining_node_is_left_only_when_another_is_warm() -> None:
     assert "draining" in second.endings[0].reason
 
 
+def test_replicas_that_would_fail_together_part_when_there_is_a_node_again() -> None:
+    # What a drain of ams-1 leaves behind when it is taken back: both on the only other node.
+    cluster = a_cluster(
+        nodes=(a_node("ams-1", "ams"), a_node("ams-2", "ams")),
+        deployments=(a_deployment(replicas_min=2, replicas_max=2),),
+        placements=(a_placement("r1", "ams-2"), a_placement("r2", "ams-2")),
+    )
+    first = plan(cluster)
+    assert starts(first) == [("d", "ams-1")]
+    assert not first.endings
+    assert first.starts[0].reason == "the others would all fail with ams-2"
+    parted = carried_out(cluster, first)
+    second = plan(parted)
+    assert [ending.node_id for ending in second.endings] == ["ams-2"]
+    assert not second.starts
+    third = plan(carried_out(parted, second))
+    assert not third.starts
+    assert not third.endings
+
+
+def test_of_two_that_fail_together_one_goes_before_the_one_apart() -> None:
+    cluster = a_cluster(
+        nodes=(a_node("ams-1", "ams"), a_node("ams-2", "ams")),
+        placements=(
+            a_placement("r1", "ams-2"),
+            a_placement("r2", "ams-2"),
+            a_placement("youngest", "ams-1", age_s=1000.0),
+        ),
+    )
+    assert [ending.node_id for ending in plan(cluster).endings] == ["ams-2"]
+
+
+def test_in_whatever_order_cities_ask_they_are_served_from_near() -> None:
+    demand = tuple(a_demand(pop, 3.0 if pop == "sin" else 0.001) for pop in sorted(PLACES))
+    cluster = a_cluster(
+        nodes=tuple(a_node(f"{pop}-1", pop) for pop in sorted(PLACES)), demand=demand
+    )
+    there = starts(plan(cluster))
+    assert ("d", "sin-1") in there
+    assert starts(plan(msgspec.structs.replace(cluster, demand=demand[::-1]))) == there
+
+
 def test_a_new_version_takes_the_place_of_the_old_when_it_is_warm() -> None:
     cluster = a_cluster(
         nodes=NODES,

@@ -11,9 +11,8 @@ from isochrone.wire.routes import RolloutEntry
 from scheduler.decide.cluster import ClusterState, DemandRate
 from scheduler.decide.explain import explain
 from scheduler.decide.liveness import liveness
-from scheduler.decide.plan import plan
 from scheduler.decide.route_table import route_table
-from scheduler.decide.versions import joined, split
+from scheduler.decide.versions import decide, split
 from tests.builders import a_cluster, a_deployment, a_model, a_node, a_placement
 from tests.unit.scheduler.test_rollout import a_rollout
 
@@ -47,7 +46,7 @@ def demand(pop: str, requests: float) -> DemandRate:
 
 
 def test_the_new_version_is_seated_where_the_old_one_stands_and_the_old_one_stays() -> None:
-    decided = joined(plan(split(rolling())))
+    decided = decide(rolling())
     assert decided.starts
     assert not decided.endings
     for start in decided.starts:
@@ -63,7 +62,7 @@ def test_with_both_versions_warm_the_plan_is_at_rest() -> None:
     new = (a_placement("n1", "ams-3", version=2), a_placement("n2", "sin-3", version=2))
     cluster = rolling(RolloutStep(share=0.75))
     cluster = msgspec.structs.replace(cluster, placements=(*cluster.placements, *new))
-    decided = joined(plan(split(cluster)))
+    decided = decide(cluster)
     assert not decided.starts
     assert not decided.endings
 
@@ -85,12 +84,12 @@ def test_a_reverted_version_is_ended_by_the_planner() -> None:
     new = a_placement("n1", "ams-3", version=2)
     cluster = rolling(rollouts=())
     cluster = msgspec.structs.replace(cluster, placements=(*cluster.placements, new))
-    assert [ending.replica_id for ending in plan(split(cluster)).endings] == ["n1"]
+    assert [ending.replica_id for ending in decide(cluster).endings] == ["n1"]
 
 
 def test_what_cannot_be_seated_is_told_in_the_deployments_name() -> None:
     cluster = rolling(models=(a_model(), a_model("m2", gib=500)))
-    unmet = joined(plan(split(cluster))).unmet
+    unmet = decide(cluster).unmet
     assert {one.deployment_id for one in unmet} == {"d"}
     assert all(one.reason.startswith("version 2: cannot place") for one in unmet)
 
@@ -98,7 +97,7 @@ def test_what_cannot_be_seated_is_told_in_the_deployments_name() -> None:
 def test_residency_holds_for_the_new_version() -> None:
     allowed = a_deployment(replicas_min=2, replicas_max=8, allow=("SG",))
     cluster = rolling(deployments=(allowed,), placements=(a_placement("o2", "sin-1"),))
-    decided = joined(plan(split(cluster)))
+    decided = decide(cluster)
     new = [start for start in decided.starts if start.spec.version == 2]
     assert new
     assert all(start.node_id.startswith("sin") for start in new)
@@ -114,6 +113,12 @@ def test_routers_are_told_the_share_and_each_versions_own_limits() -> None:
     assert entry.rollout == RolloutEntry(version=2, share=0.25, pops=(AMS,))
     limits = {route.replica_id: route.tokens_in_flight_max for route in table.routes}
     assert limits == {"o1": 32_768, "o2": 32_768, "n1": 77}
+
+
+def test_explain_tells_all_that_a_city_asks_whichever_version_answers() -> None:
+    explained = explain(rolling(demand=(demand("ams", 8.0),)), DeploymentId("d"))
+    assert explained is not None
+    assert [row.requests_per_s for row in explained.cities] == [8.0]
 
 
 def test_explain_tells_of_both_versions_and_of_no_other_deployment() -> None:

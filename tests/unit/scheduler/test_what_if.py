@@ -12,6 +12,7 @@ from isochrone.wire.report import Profile
 from scheduler.decide.cluster import ClusterState, DemandRate, MeasuredProfile
 from scheduler.decide.liveness import LivenessLimits
 from scheduler.decide.predict import Prediction, predict
+from scheduler.decide.versions import decide
 from scheduler.decide.what_if import (
     AddDeployment,
     AddNodes,
@@ -22,7 +23,6 @@ from scheduler.decide.what_if import (
     Picture,
     ScaleDemand,
     changed,
-    decide,
     digest_of,
     what_if,
 )
