@@ -51,7 +51,8 @@ class Node:
     async def take(self, offered: Assignment) -> str:
         """Keep a newer assignment, on disk before in effect; return why not, if not."""
         async with self._taking:
-            reason = refusal_of(offered, self.assignment, self.node_id, self.identity.cluster_id)
+            newest = self._unkept or self.assignment
+            reason = refusal_of(offered, newest, self.node_id, self.identity.cluster_id)
             if reason:
                 metrics.ASSIGNMENTS_REFUSED.inc()
                 return reason
@@ -65,6 +66,7 @@ class Node:
                         "going on with the one before until the disk takes it"
                     )
                 self.assignment = offered
+                self._unkept = None
                 metrics.GENERATION.set(offered.generation)
         self.nudge_converge()
         self.nudge_prefetch()
@@ -72,9 +74,8 @@ class Node:
 
     async def take_unkept(self) -> None:
         """Take an assignment that the disk did not; nobody would send it again."""
-        offered, self._unkept = self._unkept, None
-        if offered is not None:
-            await self.take(offered)
+        if self._unkept is not None:
+            await self.take(self._unkept)
 
     def holders_of(self, digest: str) -> Sequence[PeerSource]:
         """Return the nodes that the scheduler names for an artifact, the nearest first."""

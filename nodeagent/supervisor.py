@@ -147,15 +147,17 @@ class Supervisor:
     async def leave(self, *, keep_engines: bool) -> None:
         """End every task: with their engines, or leaving those to be adopted by the next life."""
         self._leaving = True
-        tasks = [r.task for r in self.replicas.values() if r.task is not None]
-        if keep_engines:
-            for replica in self.replicas.values():
-                if replica.engine is not None:
-                    await replica.engine.release()
-                    replica.engine = None
-        for task in tasks:
-            task.cancel()
+        replicas = self.replicas.values()
+        kept = [r.engine for r in replicas if keep_engines and r.engine is not None]
+        for replica in replicas:
+            if keep_engines:
+                replica.engine = None
+            if replica.task is not None:
+                replica.task.cancel()
+        tasks = [r.task for r in replicas if r.task is not None]
         await asyncio.gather(*tasks, return_exceptions=True)
+        for engine in kept:
+            await engine.release()
 
     async def wait_idle(self, timeout_s: float) -> None:
         """Wait until no request is in flight, for `timeout_s` at most."""
@@ -173,47 +175,58 @@ class Supervisor:
                 problem = await self._live_once(replica, survivor)
                 survivor = None
                 self._on_change()
-                if replica.ending.is_set():
-                    break
-                await self._wait_to_retry(replica, problem)
+                if not replica.ending.is_set():
+                    await self._wait_to_retry(replica, problem)
             await self._drain(replica)
         finally:
-            engine, replica.engine = replica.engine, None
-            if engine is not None:
-                await asyncio.shield(engine.stop())
+            if replica.engine is not None:
+                await asyncio.shield(replica.engine.stop())
 
     async def _live_once(self, replica: Replica, survivor: Started | None) -> str:
-        """Bring the engine up and watch it; return what ended it."""
+        """Bring the engine up and watch it; return what broke it, "" where its end is ordered."""
+        try:
+            problem = await self._run(replica, survivor)
+        except (ArtifactError, OSError, UnknownOption) as error:
+            problem = str(error)
+        # This replica's own edge: what nobody foresaw breaks it alone, and it is tried again.
+        except Exception as error:
+            log.exception("replica failed", extra={"fields": {"replica": replica.spec.replica_id}})
+            problem = f"a fault of the agent: {error!r}"
+        if replica.ending.is_set():
+            return ""
+        if replica.engine is not None:
+            tail = self._engines.log_tail(replica.spec.replica_id)
+            problem = f"{problem}{f': {tail}' if tail else ''}"
+        replica.happened(Event.BROKE, problem)
+        if replica.engine is not None:
+            await replica.engine.stop(kill=True)
+            replica.engine = None
+        return problem
+
+    async def _run(self, replica: Replica, survivor: Started | None) -> str:
+        """Bring the engine up and watch it; return what is wrong, "" where its end is ordered."""
         began = self._clock()
         if survivor is not None:
             replica.happened(Event.ENGINE_ADOPTED)
-            replica.engine = self._engines.adopt(survivor)
+            engine = self._engines.adopt(survivor)
         else:
             path = await self._fetch(replica)
-            if isinstance(path, str):
-                return path
-            try:
-                replica.engine = await self._engines.start(replica.spec, path)
-            except (OSError, UnknownOption) as error:
-                replica.happened(Event.ENGINE_EXITED, str(error))
-                return str(error)
-        problem = await self._wait_ready(replica, replica.engine)
-        if not problem and not replica.ending.is_set():
-            replica.happened(Event.ENGINE_READY)
-            load_s = 0.0 if survivor is not None else self._clock() - began
-            replica.profile = msgspec.structs.replace(replica.profile, load_s=load_s)
-            self._on_change()
-            problem = await self._watch(replica, replica.engine)
-        if replica.ending.is_set():
-            return ""
-        tail = self._engines.log_tail(replica.spec.replica_id)
-        await replica.engine.stop(kill=True)
-        replica.engine = None
-        problem = f"{problem}{f': {tail}' if tail else ''}"
-        replica.happened(Event.ENGINE_EXITED, problem)
-        return problem
+            if path is None:
+                return ""
+            engine = await self._engines.start(replica.spec, path)
+        replica.engine = engine
+        problem = await self._wait_ready(replica, engine)
+        if problem or replica.ending.is_set():
+            return problem
+        replica.happened(Event.ENGINE_READY)
+        load_s = 0.0 if survivor is not None else self._clock() - began
+        replica.profile = msgspec.structs.replace(replica.profile, load_s=load_s)
+        self._on_change()
+        return await self._watch(replica, engine)
 
-    async def _fetch(self, replica: Replica) -> Path | str:
+    async def _fetch(self, replica: Replica) -> Path | None:
+        """Return where the weights are; None where the end is ordered before they have come."""
+
         def progress(size: int) -> None:
             replica.fetched_bytes = size
 
@@ -225,16 +238,13 @@ class Supervisor:
         ending = asyncio.create_task(replica.ending.wait())
         try:
             await asyncio.wait((fetch, ending), return_when=asyncio.FIRST_COMPLETED)
-            if replica.ending.is_set():
-                return ""
-            path = fetch.result()
-        except ArtifactError as error:
-            replica.happened(Event.FETCH_FAILED, str(error))
-            return str(error)
         finally:
             for task in (fetch, ending):
                 task.cancel()
             await asyncio.gather(fetch, ending, return_exceptions=True)
+        if replica.ending.is_set():
+            return None
+        path = fetch.result()
         replica.happened(Event.ARTIFACT_READY)
         self._on_change()
         return path
@@ -253,12 +263,8 @@ class Supervisor:
 
     async def _watch(self, replica: Replica, engine: Engine) -> str:
         """Look at an engine every second until it ends, stalls, or is ordered to end."""
-        if not replica.spec.leads:
-            # Whether it makes progress, its leader sees, and ends it with its own.
-            await _first(engine.exited, replica.ending)
-            return "" if replica.ending.is_set() else "the engine ended"
         watch = health.Watch(progressed_at=self._clock())
-        canary_at = self._clock() + self._config.canary_interval_s
+        next_s = self._clock() + self._config.canary_interval_s
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_INTERVAL_S):
@@ -267,6 +273,13 @@ class Supervisor:
                 return ""
             if engine.exited.is_set():
                 return "the engine ended"
+            is_due = self._clock() >= next_s
+            if is_due:
+                next_s = self._clock() + self._config.canary_interval_s
+                await asyncio.to_thread(trim_log, self._engines.log_path(replica.spec.replica_id))
+            if not replica.spec.leads:
+                # Whether it makes progress, its leader sees, and ends it with its own.
+                continue
             stats = await engine.stats()
             running = replica.in_flight.running
             watch = health.look(
@@ -280,11 +293,9 @@ class Supervisor:
             if stats is not None:
                 replica.in_flight.is_shut = stats.memory_full
                 _note_profile(replica, stats)
-            if running == 0 and stats is not None and self._clock() >= canary_at:
+            if is_due and running == 0 and stats is not None:
                 failed = 0 if await engine.canary(stats.kind) else watch.canaries_failed + 1
                 watch = msgspec.structs.replace(watch, canaries_failed=failed)
-                canary_at = self._clock() + self._config.canary_interval_s
-                await asyncio.to_thread(trim_log, self._engines.log_path(replica.spec.replica_id))
             problem = health.verdict(
                 watch, now=self._clock(), stall_s=self._config.stall_s, in_flight=running
             )
@@ -313,9 +324,9 @@ class Supervisor:
                     await replica.engine.exited.wait()
                 while replica.in_flight.running:  # noqa: ASYNC110
                     await asyncio.sleep(READY_INTERVAL_S)
-        engine, replica.engine = replica.engine, None
-        if engine is not None:
-            await engine.stop()
+        if replica.engine is not None:
+            await replica.engine.stop()
+            replica.engine = None
         replica.happened(Event.DRAINED, replica.reason)
         self._on_change()
 

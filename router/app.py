@@ -53,7 +53,11 @@ log = logging.getLogger(__name__)
 ROUND_TRIPS_INTERVAL_S: Final = 10.0
 GAUGES_INTERVAL_S: Final = 1.0
 SHARE_INTERVAL_S: Final = 1.0
+LEAD_INTERVAL_S: Final = 1.0
 RECONSIDER_INTERVAL_S: Final = 1.0
+WORKER_ENDS_S: Final = 10.0
+"""What a worker is given beyond its requests to end: to close connections, to put usage away."""
+
 FIRST_TABLE_S: Final = 5.0
 """How long a worker waits for its first table: without one it refuses what others can serve."""
 
@@ -147,14 +151,18 @@ class House:
         )
         count = max(0, (self.config.processes or 1) - 1) if worker is None else 0
         self.workers = Workers(
-            count, self.link.send, lambda: self.fleet.table, self.fleet.learned_prompts
+            count,
+            self.link.send,
+            table=lambda: self.fleet.table,
+            learn=self.fleet.learned_prompts,
+            end_timeout_s=self.config.drain_timeout_s + WORKER_ENDS_S,
         )
         self.fleet.outbox.is_open = worker is not None or count > 0
 
     def _make_what_serves(self) -> None:
         """Make what a request passes through, from the nodes to the client's surface."""
         journal = Journal(self.config.state_folder / "journal")
-        self.recorder = Recorder(self.identity.pop, self.metrics, time.monotonic, journal)
+        self.recorder = Recorder(self.identity.pop, self.metrics, journal)
         self.deadlines = Deadlines(time.monotonic)
         self.upstream = Upstream(self.config, self.deadlines, time.monotonic, self.node_tls)
         self.corridor = Corridor(
@@ -236,6 +244,7 @@ class House:
             Loop("round_trips", self.shipper.ship_round_trips, ROUND_TRIPS_INTERVAL_S),
             Loop("gauges", self.gauges.run_once, GAUGES_INTERVAL_S),
             Loop("share", self.sharer.run_once, SHARE_INTERVAL_S),
+            Loop("lead", self.workers.lead, LEAD_INTERVAL_S),
         )
 
     async def on_welcome(self, welcome: Welcome) -> None:
@@ -263,8 +272,7 @@ class House:
     def table_changed(self) -> None:
         """Keep the table on disk, and pass it to the workers."""
         self.loops["persist"].nudge()
-        if self.fleet.table is not None:
-            self.workers.tell(self.fleet.table)
+        self.loops["lead"].nudge()
 
 
 @asynccontextmanager

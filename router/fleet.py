@@ -34,6 +34,22 @@ DISOWNING: Final = frozenset({"unknown_replica", "draining"})
 """Refusals by which a node says that it no longer serves a replica."""
 
 
+class _Deployment:
+    """What is believed of one: its replicas, who read which prompts, how long its tokens are."""
+
+    def __init__(self, now_s: float) -> None:
+        self.board = Board()
+        self.prefixes = PrefixIndex()
+        self.routes: list[Route] = []
+        self.bytes_per_token: float | None = None
+        self.looked_at_s = now_s
+        self.look_at = 0
+
+    def slot(self, replica_id: ReplicaId) -> int:
+        """Return a replica's slot, -1 where it has none."""
+        return self.board.slots.get(replica_id, -1)
+
+
 class Fleet:
     """The table served by, and what was measured since."""
 
@@ -49,13 +65,10 @@ class Fleet:
         self.outbox = Outbox()
         self._on_room: Callable[[DeploymentId], None] | None = None
         self._changed: set[ReplicaId] = set()
-        self._boards: dict[DeploymentId, Board] = {}
-        self._prefixes: dict[DeploymentId, PrefixIndex] = {}
-        self._looked_at: dict[DeploymentId, tuple[float, int]] = {}
         self.in_flight = TokensInFlight(self._released, self._changed.add)
         self._clock = clock
         self._by_name: dict[str, DeploymentEntry] = {}
-        self._routes: dict[DeploymentId, list[Route]] = {}
+        self._deployments: dict[DeploymentId, _Deployment] = {}
         self._route_by_id: dict[ReplicaId, Route] = {}
         self._replicas_on: dict[NodeId, list[ReplicaId]] = {}
         self._pops: dict[PopId, Pop] = {}
@@ -64,7 +77,6 @@ class Fleet:
         self._answered_at_s: dict[NodeId, float] = {}
         self._disowned: set[ReplicaId] = set()
         self._slow_start = SlowStart()
-        self._bytes_per_token: dict[DeploymentId, float] = {}
 
     def on_room(self, tell: Callable[[DeploymentId], None]) -> None:
         """Let `tell` hear of every deployment that may have got room."""
@@ -79,14 +91,14 @@ class Fleet:
         self._pops = {pop.pop: pop for pop in table.pops}
         self._expected_ms.clear()
         self._route_by_id = {route.replica_id: route for route in table.routes}
-        self._routes = {entry.deployment_id: [] for entry in table.deployments}
-        for route in self._route_by_id.values():
-            if route.deployment_id in self._routes:
-                self._routes[route.deployment_id].append(route)
         self._replicas_on = {}
+        of: dict[DeploymentId, list[Route]] = {}
         for route in self._route_by_id.values():
             self._replicas_on.setdefault(route.node_id, []).append(route.replica_id)
-        self._seat_routes()
+            of.setdefault(route.deployment_id, []).append(route)
+        named = [entry.deployment_id for entry in table.deployments]
+        self._deployments = {one: self._deployment(one) for one in named}
+        self._seat(of)
         self.health.forget(gone)
         self.in_flight.forget(gone)
         self._slow_start.forget(gone)
@@ -95,11 +107,9 @@ class Fleet:
         for belief in (self._round_trips, self._answered_at_s):
             for node_id in [node_id for node_id in belief if node_id not in nodes]:
                 belief.pop(node_id, None)
-        for deployment_id in [d for d in self._bytes_per_token if d not in self._routes]:
-            del self._bytes_per_token[deployment_id]
         self._changed |= set(self._route_by_id)
         if self._on_room is not None:
-            for deployment_id in self._routes:
+            for deployment_id in named:
                 self._on_room(deployment_id)
 
     def deployment(self, name: str) -> DeploymentEntry | None:
@@ -114,65 +124,62 @@ class Fleet:
     def view(self, deployment_id: DeploymentId) -> Picture:
         """Return the frozen picture of one deployment, now."""
         now_s = self._clock()
-        board = self._boards.get(deployment_id)
-        if board is None:
-            return Board().picture(now_s, {}, {})
+        deployment = self._deployment(deployment_id)
         for replica_id in self._changed:
             self._refresh(replica_id, now_s)
         self._changed.clear()
-        self._look_around(deployment_id, board, now_s)
-        ejected_until = self.health.ejected_until(now_s)
-        return board.picture(now_s, ejected_until, self._starting(now_s))
+        self._look_around(deployment, now_s)
+        # Who has just begun takes only a share, once there is something to do.
+        shares = self._slow_start.shares(now_s).items()
+        starting = {one: share for one, share in shares if self.in_flight.at(one, now_s).tokens}
+        return deployment.board.picture(now_s, self.health.ejected_until(now_s), starting)
 
-    def _starting(self, now_s: float) -> Mapping[ReplicaId, float]:
-        """Return who has just begun, has something to do already, and takes only a share yet."""
-        shares = self._slow_start.shares(now_s)
-        if not shares:
-            return shares
-        return {one: part for one, part in shares.items() if self.in_flight.at(one, now_s).tokens}
+    def _deployment(self, deployment_id: DeploymentId) -> _Deployment:
+        """Return what is believed of a deployment; of one that no table names, nothing."""
+        return self._deployments.get(deployment_id) or _Deployment(self._clock())
 
-    def _look_around(self, deployment_id: DeploymentId, board: Board, now_s: float) -> None:
+    def _look_around(self, deployment: _Deployment, now_s: float) -> None:
         """Refresh some replicas nothing happened to: what is known of them ages too."""
-        looked_s, at = self._looked_at.get(deployment_id, (now_s, 0))
-        due = min(LOOKED_AT_MAX, int((now_s - looked_s) * len(board) / LOOK_AROUND_S))
-        if not due and deployment_id in self._looked_at:
+        board, at = deployment.board, deployment.look_at
+        passed = (now_s - deployment.looked_at_s) / LOOK_AROUND_S
+        due = min(LOOKED_AT_MAX, len(board), int(passed * len(board)))
+        if not due:
             return
-        for slot in range(at, at + min(due, len(board))):
+        for slot in range(at, at + due):
             route = board.routes[slot % len(board)]
             if route is not None:
                 self._refresh(route.replica_id, now_s)
-        self._looked_at[deployment_id] = (now_s, (at + due) % max(1, len(board)))
+        deployment.looked_at_s, deployment.look_at = now_s, (at + due) % len(board)
 
     def _refresh(self, replica_id: ReplicaId, now_s: float) -> None:
         route = self._route_by_id.get(replica_id)
-        board = self._boards.get(route.deployment_id) if route is not None else None
-        if route is not None and board is not None:
-            slot = board.slots[replica_id]
-            board.refresh(slot, self.rtt_ms(route), self.in_flight.line(replica_id), now_s)
+        if route is None:
+            return
+        deployment = self._deployment(route.deployment_id)
+        slot, line = deployment.slot(replica_id), self.in_flight.line(replica_id)
+        if slot >= 0:
+            deployment.board.refresh(slot, self.rtt_ms(route), line, now_s)
 
-    def _seat_routes(self) -> None:
-        for deployment_id in [d for d in self._boards if d not in self._routes]:
-            del self._boards[deployment_id], self._prefixes[deployment_id]
-            self._looked_at.pop(deployment_id, None)
-        for deployment_id, routes in self._routes.items():
-            board = self._boards.setdefault(deployment_id, Board())
+    def _seat(self, of: Mapping[DeploymentId, list[Route]]) -> None:
+        for deployment_id, deployment in self._deployments.items():
+            board, routes = deployment.board, of.get(deployment_id, [])
+            deployment.routes = routes
             # To a deployment that had nobody, or is new to this router, all are alike.
             if board.slots:
                 new = [r.replica_id for r in routes if r.replica_id not in board.slots]
                 self._slow_start.began(new, self._clock())
-            prefixes = self._prefixes.setdefault(deployment_id, PrefixIndex())
-            prefixes.forget(board.adopt(routes))
+            deployment.prefixes.forget(board.adopt(routes))
 
     def held(self, deployment_id: DeploymentId, keys: PrefixKeys) -> Held:
         """Return who holds how much of a prompt."""
-        board = self._boards.get(deployment_id)
-        if board is None or not keys.keys:
+        if not keys.keys:
             return NOTHING_HELD
-        return self._prefixes[deployment_id].match(keys, board.everyone)
+        deployment = self._deployment(deployment_id)
+        return deployment.prefixes.match(keys, deployment.board.everyone)
 
     def draw(self, entry: DeploymentEntry, subject: str) -> Draw:
         """Return which replicas a request leaves alone while a new version is on its way."""
-        return draw(entry, subject, self.pop, self._routes.get(entry.deployment_id, ()))
+        return draw(entry, subject, self.pop, self._deployment(entry.deployment_id).routes)
 
     def rtt_ms(self, route: Route) -> float:
         """Return the round trip to a route's node: measured, or by distance until then."""
@@ -191,9 +198,9 @@ class Fleet:
         """Book a request before it is sent: of its `prompt`, `prefill` tokens are to be read."""
         now_s = self._clock()
         self.health.picked(route.replica_id, now_s)
-        board = self._boards.get(route.deployment_id)
-        slot = board.slots.get(route.replica_id, -1) if board is not None else -1
-        if board is None or slot < 0:
+        deployment = self._deployment(route.deployment_id)
+        board, slot = deployment.board, deployment.slot(route.replica_id)
+        if slot < 0:
             return self.in_flight.reserve(route.replica_id, prefill=prefill, decode=decode)
         return self.in_flight.reserve(
             route.replica_id,
@@ -207,30 +214,29 @@ class Fleet:
     def sent(self, ranked: Ranked, keys: PrefixKeys = NO_KEYS) -> Sent | None:
         """A request goes where it was ranked: note whether that is away, and what it caches."""
         route = ranked.route
-        board = self._boards.get(route.deployment_id)
-        slot = board.slots.get(route.replica_id, -1) if board is not None else -1
-        if board is None or slot < 0:
+        deployment = self._deployment(route.deployment_id)
+        slot = deployment.slot(route.replica_id)
+        if slot < 0:
             return None
         now_s = self._clock()
-        board.went(slot, ranked, now_s)
-        return self._prefixes[route.deployment_id].sent(slot, keys, now_s) if keys.keys else None
+        deployment.board.went(slot, ranked, now_s)
+        return deployment.prefixes.sent(slot, keys, now_s) if keys.keys else None
 
     def unsent(self, route: Route, sent: Sent | None, keys: PrefixKeys) -> None:
         """It was turned away there: nothing of it is cached."""
-        board = self._boards.get(route.deployment_id)
-        if board is None or sent is None or board.slots.get(route.replica_id) != sent.slot:
-            return
-        self._prefixes[route.deployment_id].unsent(sent, keys)
+        deployment = self._deployment(route.deployment_id)
+        if sent is not None and deployment.slot(route.replica_id) == sent.slot:
+            deployment.prefixes.unsent(sent, keys)
 
     def first_token(self, ranked: Ranked, took_ms: float, reservation: Reservation) -> None:
         """The first token came `took_ms` after the request went: learn how fast that replica is."""
         now_s = self._clock()
         route = ranked.route
         reservation.first_token(now_s - ranked.rtt_ms / 2000)
-        board = self._boards.get(route.deployment_id)
-        slot = board.slots.get(route.replica_id, -1) if board is not None else -1
-        if board is not None and slot >= 0:
-            board.observed(slot, ranked, took_ms, now_s)
+        deployment = self._deployment(route.deployment_id)
+        slot = deployment.slot(route.replica_id)
+        if slot >= 0:
+            deployment.board.observed(slot, ranked, took_ms, now_s)
             self._changed.add(route.replica_id)
 
     def learned_cached(
@@ -242,23 +248,23 @@ class Fleet:
         keys: PrefixKeys = NO_KEYS,
     ) -> None:
         """An answer told how much of its prompt was cached."""
-        board = self._boards.get(route.deployment_id)
-        if board is None or prompt_tokens <= 0:
+        if prompt_tokens <= 0:
             return
+        deployment = self._deployment(route.deployment_id)
         share = cached_tokens / prompt_tokens
-        board.learned_uncached(1.0 - share)
-        if sent is not None and board.slots.get(route.replica_id) == sent.slot:
-            self._prefixes[route.deployment_id].answered(sent, share)
+        deployment.board.learned_uncached(1.0 - share)
+        if sent is not None and deployment.slot(route.replica_id) == sent.slot:
+            deployment.prefixes.answered(sent, share)
             self.outbox.add(route.deployment_id, route.replica_id, sent, keys)
 
     def learned_prompts(self, rows: Iterable[Prompt]) -> None:
         """Another process of this router had these prompts answered."""
         now_s = self._clock()
         for row in rows:
-            board = self._boards.get(row.deployment_id)
-            slot = board.slots.get(row.replica_id, -1) if board is not None else -1
+            deployment = self._deployment(row.deployment_id)
+            slot = deployment.slot(row.replica_id)
             if slot >= 0:
-                self._prefixes[row.deployment_id].sent(slot, row.prefix_keys, now_s)
+                deployment.prefixes.sent(slot, row.prefix_keys, now_s)
 
     def heard(
         self,
@@ -279,6 +285,9 @@ class Fleet:
         elif reservation is not None:
             reservation.first_token(at_s)
         self._answered_at_s[route.node_id] = now_s
+        if route.replica_id not in self._route_by_id:
+            # No table names it any more: it was forgotten, and nobody would forget it again.
+            return
         if refused in DISOWNING:
             self._disowned.add(route.replica_id)
         else:
@@ -303,8 +312,8 @@ class Fleet:
             return
         unread = load.unread
         if unread < 0:
-            board = self._boards.get(route.deployment_id)
-            unread = round(load.prefill_tokens * (board.uncached_share if board else 1.0))
+            board = self._deployment(route.deployment_id).board
+            unread = round(load.prefill_tokens * board.uncached_share)
         self.in_flight.hear(route.replica_id, unread, load.decode_tokens, at_s)
 
     def measured(self, node_id: NodeId, rtt_ms: float) -> None:
@@ -333,7 +342,9 @@ class Fleet:
 
     def failed(self, route: Route) -> str:
         """A request failed at a replica; where that ejects it, return why."""
-        peers = [peer.replica_id for peer in self._routes.get(route.deployment_id, ())]
+        if route.replica_id not in self._route_by_id:
+            return ""
+        peers = list(self._deployment(route.deployment_id).board.slots)
         return self.health.failed(route.replica_id, self._clock(), peers)
 
     def panics(self) -> int:
@@ -342,8 +353,8 @@ class Fleet:
             return 0
         ejected_until = self.health.ejected_until(self._clock())
         return sum(
-            bool(judge([route.replica_id for route in routes], ejected_until).last)
-            for routes in self._routes.values()
+            bool(judge(list(deployment.board.slots), ejected_until).last)
+            for deployment in self._deployments.values()
         )
 
     def answering(self) -> Set[ReplicaId]:
@@ -374,14 +385,15 @@ class Fleet:
 
     def tokens_of(self, deployment_id: DeploymentId, text_bytes: int) -> int:
         """Estimate a prompt's tokens by what this deployment's prompts took so far."""
-        return int(text_bytes / self._bytes_per_token.get(deployment_id, BYTES_PER_TOKEN_FIRST)) + 1
+        learned = self._deployment(deployment_id).bytes_per_token
+        return int(text_bytes / (learned or BYTES_PER_TOKEN_FIRST)) + 1
 
     def learned_tokens(self, deployment_id: DeploymentId, text_bytes: int, tokens: int) -> None:
         """An answer told how many tokens its prompt had."""
         if tokens > 0 and text_bytes > 0:
-            old = self._bytes_per_token.get(deployment_id)
+            deployment = self._deployment(deployment_id)
             sample = max(BYTES_PER_TOKEN_MIN, text_bytes / tokens)
-            self._bytes_per_token[deployment_id] = smoothed(old, sample)
+            deployment.bytes_per_token = smoothed(deployment.bytes_per_token, sample)
 
     def _released(self, replica_id: ReplicaId) -> None:
         route = self._route_by_id.get(replica_id)

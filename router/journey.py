@@ -76,6 +76,21 @@ class Journey:
             self.frames = Frames(wants_usage=self.asked.wants_usage)
         return self.frames
 
+    def take_place(self, until_s: float) -> Place:
+        """Return its place among those who wait for room, which it may have until then."""
+        asked = self.asked
+        tokens = self.prompt_tokens_estimate + asked.output_tokens_max
+        place = self.place = Place(
+            asked.deployment.deployment_id,
+            asked.key.tenant_id,
+            tokens,
+            until_s,
+            size_bytes=len(self.body),
+            # Half an answer is out: whoever would not have waited for it waits for its rest.
+            is_patient=not asked.reject_if_busy or self.said.tokens > 0,
+        )
+        return place
+
     def note(self, usage: UsageCount | None) -> None:
         """Take the engine's own count."""
         if usage is not None:
@@ -115,6 +130,18 @@ class Journey:
         drawn = self.asked.drawn
         how = head.resumed if head else ""
         return drawn == headers.GREEDY or (drawn == headers.SEEDED and how == headers.SEEDED)
+
+    def ask_for_rest(self) -> bool:
+        """Ask for what follows on what was said, from now on; False where that cannot be asked."""
+        resume, said = self.asked.resume, self.said
+        if resume is None or not said.is_plain or self.lives <= 0:
+            return False
+        rest = resume(said.text, said.tokens)
+        if rest is None:
+            return False
+        self.lives -= 1
+        self.body = rest
+        return True
 
     def end_of_stream(self, said: Said) -> bytes:
         """Write what a stream lacks whose replica died between its last token and its end."""

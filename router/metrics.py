@@ -1,6 +1,6 @@
 """Every metric of the router, defined once."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
@@ -52,172 +52,98 @@ class Metrics(Collector):
         return found
 
     def _define_requests(self) -> None:
-        self.requests = Counter(
-            f"{PREFIX}requests",
-            "Requests by how they ended.",
-            ["deployment", "outcome"],
-            registry=self.registry,
-        )
-        self.errors = Counter(
-            f"{PREFIX}errors", "Errors answered, by code.", ["code"], registry=self.registry
-        )
-        self.ttft = Histogram(
-            f"{PREFIX}ttft_seconds",
+        count = self._counter
+        self.requests = count("requests", "Requests by how they ended.", "deployment", "outcome")
+        self.errors = count("errors", "Errors answered, by code.", "code")
+        self.tokens = count("tokens", "Tokens by kind.", "deployment", "kind")
+        self.ttft = self._histogram(
+            "ttft_seconds",
             "From a request's arrival to its first token on the way to the client.",
-            ["deployment"],
-            buckets=TTFT_BUCKETS_S,
-            registry=self.registry,
+            TTFT_BUCKETS_S,
+            "deployment",
         )
-        self.ttft_error = Histogram(
-            f"{PREFIX}ttft_prediction_error_seconds",
+        self.ttft_error = self._histogram(
+            "ttft_prediction_error_seconds",
             "Measured less predicted time to first token, from the choice on.",
-            ["deployment"],
-            buckets=ERROR_BUCKETS_S,
-            registry=self.registry,
+            ERROR_BUCKETS_S,
+            "deployment",
         )
-        self.tokens = Counter(
-            f"{PREFIX}tokens", "Tokens by kind.", ["deployment", "kind"], registry=self.registry
+        self.retries = count("retries", "Attempts that came to nothing, by cause.", "cause")
+        self.retries_denied = count(
+            "retries_denied", "Retries not made because the budget was spent."
         )
-        self._define_trouble()
-
-    def _define_trouble(self) -> None:
-        self.retries = Counter(
-            f"{PREFIX}retries",
-            "Attempts that came to nothing, by cause.",
-            ["cause"],
-            registry=self.registry,
-        )
-        self.continuations = Counter(
-            f"{PREFIX}continuations",
+        self.continuations = count(
+            "continuations",
             "Streams whose replica died under them: continued by another, or impossible to.",
-            ["how"],
-            registry=self.registry,
+            "how",
         )
-        self.ejections = Counter(
-            f"{PREFIX}ejections",
+        self.ejections = count(
+            "ejections",
             "Replicas ejected, by cause: failures in a row, more than peers, a failed trial, gone.",
-            ["cause"],
-            registry=self.registry,
-        )
-        self.ejected = Gauge(
-            f"{PREFIX}ejected_replicas",
-            "Replicas not well now.",
-            registry=self.registry,
-            multiprocess_mode="livesum",
-        )
-        self.panics = Gauge(
-            f"{PREFIX}panicking_deployments",
-            "Deployments of which more than half look ill.",
-            registry=self.registry,
-            multiprocess_mode="livesum",
-        )
-        self.retries_denied = Counter(
-            f"{PREFIX}retries_denied",
-            "Retries not made because the budget was spent.",
-            registry=self.registry,
+            "cause",
         )
 
     def _define_load(self) -> None:
-        self.in_flight = Gauge(
-            f"{PREFIX}in_flight_tokens",
-            "Tokens in flight.",
-            ["phase"],
-            registry=self.registry,
-            multiprocess_mode="livesum",
+        gauge = self._gauge
+        self.ejected = gauge("ejected_replicas", "Replicas not well now.")
+        self.panics = gauge(
+            "panicking_deployments", "Deployments of which more than half look ill."
         )
-        self.open_requests = Gauge(
-            f"{PREFIX}open_requests",
-            "Requests being answered.",
-            registry=self.registry,
-            multiprocess_mode="livesum",
+        self.in_flight = gauge("in_flight_tokens", "Tokens in flight.", "phase")
+        self.open_requests = gauge("open_requests", "Requests being answered.")
+        self.open_streams = gauge("open_streams", "Streams being relayed.")
+        self.queue_wait = self._histogram(
+            "queue_wait_seconds", "How long those waited for room that got it.", WAIT_BUCKETS_S
         )
-        self.open_streams = Gauge(
-            f"{PREFIX}open_streams",
-            "Streams being relayed.",
-            registry=self.registry,
-            multiprocess_mode="livesum",
-        )
-        self.queue_wait = Histogram(
-            f"{PREFIX}queue_wait_seconds",
-            "How long those waited for room that got it.",
-            buckets=WAIT_BUCKETS_S,
-            registry=self.registry,
-        )
-        self.refusals = Counter(
-            f"{PREFIX}refusals",
+        self.refusals = self._counter(
+            "refusals",
             "Requests turned away by this router, by cause: a limit of the key, or want of room.",
-            ["cause"],
-            registry=self.registry,
+            "cause",
         )
-        self.waiting = Gauge(
-            f"{PREFIX}waiting_requests",
-            "Requests waiting for room.",
-            registry=self.registry,
-            multiprocess_mode="livesum",
-        )
-        self.waiting_bytes = Gauge(
-            f"{PREFIX}waiting_bytes",
-            "Bytes of the bodies of requests waiting for room.",
-            registry=self.registry,
-            multiprocess_mode="livesum",
+        self.waiting = gauge("waiting_requests", "Requests waiting for room.")
+        self.waiting_bytes = gauge(
+            "waiting_bytes", "Bytes of the bodies of requests waiting for room."
         )
 
     def _define_state(self) -> None:
-        self.build_info = Gauge(
-            f"{PREFIX}build_info",
+        count, highest = self._counter, self._highest
+        self.build_info = highest(
+            "build_info",
             "1, by what this router runs on, and whether its hot path is compiled.",
-            ["compiled", "python"],
-            registry=self.registry,
-            multiprocess_mode="livemax",
+            "compiled",
+            "python",
         )
-        self.table_generation = Gauge(
-            f"{PREFIX}table_generation",
-            "Table served by.",
-            registry=self.registry,
-            multiprocess_mode="livemax",
+        self.table_generation = highest("table_generation", "Table served by.")
+        self.table_age = highest(
+            "table_age_seconds", "Since the scheduler last confirmed the table."
         )
-        self.table_age = Gauge(
-            f"{PREFIX}table_age_seconds",
-            "Since the scheduler last confirmed the table.",
-            registry=self.registry,
-            multiprocess_mode="livemax",
+        self.table_routes = highest("table_routes", "Routes in the table.")
+        self.connected = highest("scheduler_connected", "1 while conversing.")
+        self.table_refused = count("tables_refused", "Tables not believed.")
+        self.usage_spooled = self._gauge(
+            "usage_spool_bytes", "Usage on disk, not yet acknowledged."
         )
-        self.table_routes = Gauge(
-            f"{PREFIX}table_routes",
-            "Routes in the table.",
-            registry=self.registry,
-            multiprocess_mode="livemax",
+        self.demand_dropped = count("demand_rows_dropped", "Demand that no scheduler took in time.")
+        self.rows_refused = count(
+            "rows_refused", "Rows of demand and usage that the scheduler refused for good."
         )
-        self.table_refused = Counter(
-            f"{PREFIX}tables_refused", "Tables not believed.", registry=self.registry
+        self.usage_dropped = count("usage_rows_dropped", "Usage lost because the spool was full.")
+        self.probe_failures = count("probe_failures", "Pings not answered.")
+
+    def _counter(self, name: str, what: str, *labels: str) -> Counter:
+        return Counter(PREFIX + name, what, labels, registry=self.registry)
+
+    def _histogram(self, name: str, what: str, buckets: Sequence[float], *labels: str) -> Histogram:
+        return Histogram(PREFIX + name, what, labels, buckets=buckets, registry=self.registry)
+
+    def _gauge(self, name: str, what: str, *labels: str) -> Gauge:
+        """Define what the processes of a router have together."""
+        return Gauge(
+            PREFIX + name, what, labels, registry=self.registry, multiprocess_mode="livesum"
         )
-        self.connected = Gauge(
-            f"{PREFIX}scheduler_connected",
-            "1 while conversing.",
-            registry=self.registry,
-            multiprocess_mode="livemax",
-        )
-        self.usage_spooled = Gauge(
-            f"{PREFIX}usage_spool_bytes",
-            "Usage on disk, not yet acknowledged.",
-            registry=self.registry,
-            multiprocess_mode="livesum",
-        )
-        self.demand_dropped = Counter(
-            f"{PREFIX}demand_rows_dropped",
-            "Demand that no scheduler took in time.",
-            registry=self.registry,
-        )
-        self.rows_refused = Counter(
-            f"{PREFIX}rows_refused",
-            "Rows of demand and usage that the scheduler refused for good.",
-            registry=self.registry,
-        )
-        self.usage_dropped = Counter(
-            f"{PREFIX}usage_rows_dropped",
-            "Usage lost because the spool was full.",
-            registry=self.registry,
-        )
-        self.probe_failures = Counter(
-            f"{PREFIX}probe_failures", "Pings not answered.", registry=self.registry
+
+    def _highest(self, name: str, what: str, *labels: str) -> Gauge:
+        """Define what each process has for itself, and the highest of which counts."""
+        return Gauge(
+            PREFIX + name, what, labels, registry=self.registry, multiprocess_mode="livemax"
         )

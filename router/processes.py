@@ -4,7 +4,7 @@ The main process holds the conversation with the scheduler. Down a pair of socke
 table it serves by, and up it takes demand and usage, as they are, to send them on. Which prompts
 were read where, each tells all others once a second. Nothing else is shared: each worker has
 limits, beliefs and connections of its own, and a journal of its own that its next life finds. The
-kernel spreads connections over all of them (SO_REUSEPORT).
+kernel spreads connections over all of them (SO_REUSEPORT). A worker that ends or hangs is replaced.
 """
 
 import asyncio
@@ -31,8 +31,11 @@ RESTART_PAUSE_S: Final = 1.0
 WORKER_ENV: Final = "ISOCHRONE_ROUTER_WORKER"
 """Number, inherited descriptor and port of a worker: `1:7:8080`."""
 
-BEHIND_BYTES: Final = 4 * 1024 * 1024
-"""Who has this much not read yet is told no more prompts: they are only of use when new."""
+UNREAD_BYTES_MAX: Final = 4 * 1024 * 1024
+"""Who has this much not read yet is told no more."""
+
+SILENCE_S: Final = 15.0
+"""A worker that hangs would keep its share of the port's connections: systemd sees the main one."""
 
 _UP: Final = codec.decoder(Demand | Usage | Prompts)
 _DOWN: Final = codec.decoder(RouteTable | UsageAck | Prompts)
@@ -90,24 +93,16 @@ class Pipe:
         except (asyncio.IncompleteReadError, ConnectionError, codec.MalformedFrame):
             return None
 
-    async def write(self, message: msgspec.Struct) -> bool:
-        """Send one message; False where the other end is gone."""
+    def write(self, message: msgspec.Struct) -> bool:
+        """Send one message; False where the other end is gone, or has too much not read yet."""
         if self._streams is None:
             return False
-        frame = codec.encode(message)
-        writer = self._streams[1]
-        try:
-            writer.write(len(frame).to_bytes(SIZE_BYTES, "big") + frame)
-            await writer.drain()
-        except ConnectionError:
+        transport = self._streams[1].transport
+        if transport.is_closing() or transport.get_write_buffer_size() > UNREAD_BYTES_MAX:
             return False
+        frame = codec.encode(message)
+        transport.write(len(frame).to_bytes(SIZE_BYTES, "big") + frame)
         return True
-
-    @property
-    def is_behind(self) -> bool:
-        """Whether its other end reads too slowly."""
-        writer = self._streams[1] if self._streams is not None else None
-        return writer is not None and writer.transport.get_write_buffer_size() > BEHIND_BYTES
 
     def close(self) -> None:
         """Let go of it."""
@@ -124,17 +119,20 @@ class Workers:
         send: Send,
         table: Callable[[], RouteTable | None],
         learn: Callable[[Iterable[Prompt]], None],
+        end_timeout_s: float,
     ) -> None:
         """Keep `count` workers; `send` passes on what they tell, `table` is what they serve by.
 
-        What one tells of prompts goes to `learn`, and to all others.
+        What one tells of prompts goes to `learn`, and to all others. One that is to end is given
+        `end_timeout_s` for what it still does.
         """
         self._learn = learn
         self._count = count
         self._send = send
         self._table = table
-        self._pipes: set[Pipe] = set()
-        self._told: set[asyncio.Task[bool]] = set()
+        self._end_timeout_s = end_timeout_s
+        self._pipes: dict[Pipe, RouteTable | None] = {}
+        """To each worker, with the table it was told last."""
 
     async def run(self, port: int) -> None:
         """Keep them running, on `port`, until cancelled; then end them."""
@@ -142,14 +140,20 @@ class Workers:
             for number in range(1, self._count + 1):
                 tasks.create_task(self._keep(number, port), name=f"worker-{number}")
 
-    def tell(self, message: RouteTable | UsageAck | Prompts, but: Pipe | None = None) -> None:
-        """Pass something down to all of them, `but` to whom it is from."""
+    async def lead(self) -> int:
+        """Tell the table served by to whoever was told another; return how many took it."""
+        table, led = self._table(), 0
+        for pipe, told in self._pipes.items():
+            if table is not None and told is not table and pipe.write(table):
+                self._pipes[pipe] = table
+                led += 1
+        return led
+
+    def tell(self, message: UsageAck | Prompts, but: Pipe | None = None) -> None:
+        """Pass down to all of them, `but` to whom it is from, what who is behind can do without."""
         for pipe in self._pipes:
-            if pipe is but or (isinstance(message, Prompts) and pipe.is_behind):
-                continue
-            task = asyncio.get_running_loop().create_task(pipe.write(message))
-            self._told.add(task)
-            task.add_done_callback(self._told.discard)
+            if pipe is not but:
+                pipe.write(message)
 
     async def _keep(self, number: int, port: int) -> None:
         while True:
@@ -164,33 +168,52 @@ class Workers:
                 )
             try:
                 await self._listen(Pipe(ours, _UP))
-                code = await process.wait()
             finally:
-                if process.returncode is None:
-                    with suppress(ProcessLookupError):
-                        process.terminate()
-                    await process.wait()
+                await self._end(process)
+            code = process.returncode
             log.error("worker ended", extra={"fields": {"worker": number, "code": code}})
             await asyncio.sleep(RESTART_PAUSE_S)
 
     async def _listen(self, pipe: Pipe) -> None:
-        """Pass on what a worker tells, until it ends."""
+        """Pass on what a worker tells, until it ends or hangs."""
         await pipe.open()
-        self._pipes.add(pipe)
+        self._pipes[pipe] = None
         try:
-            table = self._table()
-            if table is not None:
-                await pipe.write(table)
-            while (message := await pipe.read()) is not None:
-                if isinstance(message, Prompts):
-                    self._learn(message.rows)
-                    self.tell(message, but=pipe)
-                else:
+            await self.lead()
+            while (message := await _heard(pipe)) is not None:
+                if not isinstance(message, Prompts):
                     # Usage not passed on is not acknowledged: the worker sends it again.
                     await self._send(message)
+                elif message.rows:
+                    self._learn(message.rows)
+                    self.tell(message, but=pipe)
         finally:
-            self._pipes.discard(pipe)
+            del self._pipes[pipe]
             pipe.close()
+
+    async def _end(self, process: asyncio.subprocess.Process) -> None:
+        """See a worker off: asked to end, and killed where it does not."""
+        with suppress(ProcessLookupError):
+            process.terminate()
+        try:
+            async with asyncio.timeout(self._end_timeout_s):
+                await process.wait()
+        except TimeoutError:
+            with suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+
+
+async def _heard(pipe: Pipe) -> Any:
+    """Return what a worker says next; None where it ended, or hangs: each says something a second.
+
+    It may be silent twice: a loop that was held up runs its timers before it reads what came.
+    """
+    for _ in range(2):
+        with suppress(TimeoutError):
+            async with asyncio.timeout(SILENCE_S):
+                return await pipe.read()
+    return None
 
 
 class ParentLink:
@@ -227,5 +250,5 @@ class ParentLink:
     async def send(self, message: msgspec.Struct) -> bool:
         """Send what is the main process's to pass on; round trips are its own to measure."""
         if isinstance(message, Demand | Usage | Prompts):
-            return await self._pipe.write(message)
+            return self._pipe.write(message)
         return False

@@ -3,7 +3,6 @@
 Pure bookkeeping, never awaited: it also runs while a cancelled request unwinds.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -33,20 +32,17 @@ class _Demand:
 class Recorder:
     """Counts what ended, until the duty that ships it takes it away."""
 
-    def __init__(
-        self, pop: PopId, metrics: Metrics, clock: Callable[[], float], journal: Journal
-    ) -> None:
+    def __init__(self, pop: PopId, metrics: Metrics, journal: Journal) -> None:
         """Count for the router's own PoP."""
         self._pop = pop
         self._metrics = metrics
-        self._clock = clock
         self._journal = journal
         self._usage: list[UsageRow] = list(journal.open())
         self._demand: dict[DeploymentId, _Demand] = {}
         self._trials = Trials(pop)
 
-    def record(self, journey: Journey) -> None:
-        """Book one ended request."""
+    def record(self, journey: Journey, now_s: float) -> None:
+        """Book one request that ended now."""
         asked = journey.asked
         prompt, cached, output = journey.used
         metrics = self._metrics.of(asked.deployment.name)
@@ -64,7 +60,7 @@ class Recorder:
         if route is None:
             return
         if asked.deployment.rollout is not None:
-            self._add_trial(journey, route, output)
+            self._add_trial(journey, route, output, now_s)
         if len(self._usage) >= USAGE_ROWS_MAX:
             self._metrics.usage_dropped.inc()
             return
@@ -82,7 +78,7 @@ class Recorder:
             output_tokens=output,
             outcome=journey.outcome,
             ttft_ms=1000 * (first_s - asked.arrived_s) if first_s is not None else 0.0,
-            duration_ms=1000 * (self._clock() - asked.arrived_s),
+            duration_ms=1000 * (now_s - asked.arrived_s),
         )
         self._usage.append(row)
         self._journal.append(row)
@@ -129,13 +125,13 @@ class Recorder:
         self._demand.clear()
         return rows
 
-    def _add_trial(self, journey: Journey, route: Route, output: int) -> None:
+    def _add_trial(self, journey: Journey, route: Route, output: int, now_s: float) -> None:
         first_s = journey.first_token_at_s
         ttft_ms = itl_ms = 0.0
         if first_s is not None:
             ttft_ms = 1000 * (first_s - journey.picked_at_s)
             if output > 1:
-                itl_ms = 1000 * (self._clock() - first_s) / (output - 1)
+                itl_ms = 1000 * (now_s - first_s) / (output - 1)
         self._trials.ended(
             journey.asked.deployment,
             route,

@@ -8,12 +8,11 @@ said, and only where none can is the client told in words.
 """
 
 import asyncio
-from collections.abc import Callable, Set
+from collections.abc import Callable
 from typing import Final
 
 from isochrone.wire import headers
 from isochrone.wire.errors import ApiError, ErrorCode
-from isochrone.wire.ids import ReplicaId
 from isochrone.wire.usage import Outcome
 from router.asked import Asked, Client
 from router.config import RouterConfig
@@ -36,7 +35,6 @@ from router.told import STREAM_LINES, to_client, to_node
 from router.waiting import LOOK_AGAIN_S, NoRoom, Place, Waiting
 
 NO_REPLICA_RETRY_AFTER_S: Final = 10.0
-NOBODY: Final = frozenset[ReplicaId]()
 REFUSALS_MAX: Final = 8
 RETRY_PAUSE_S: Final = 0.05
 CONTINUED: Final = b": continued on another replica, not token for token\n\n"
@@ -72,8 +70,9 @@ class Corridor:
         """Answer one request, or raise ApiError where nothing was sent yet."""
         estimate = self._fleet.tokens_of(asked.deployment.deployment_id, asked.text_bytes)
         journey = Journey(asked, estimate)
-        entry = self._admit(journey)
-        allowance = entry.lines(self._clock())
+        now_s = self._clock()
+        entry = self._admit(journey, now_s)
+        allowance = entry.lines(now_s)
         try:
             answer = await self._pick_and_forward(journey)
             if answer.is_stream:
@@ -93,28 +92,28 @@ class Corridor:
                 self.waiting.left(journey.place)
             prompt, cached, output = journey.used
             spent = asked.spend((prompt, cached, output))
-            entry.leave(prompt + output, self._clock(), spent)
-            self._recorder.record(journey)
+            now_s = self._clock()
+            entry.leave(prompt + output, now_s, spent)
+            self._recorder.record(journey, now_s)
 
-    def _admit(self, journey: Journey) -> Entry:
+    def _admit(self, journey: Journey, now_s: float) -> Entry:
         """Hold the request against its key's limits; what it uses is settled on the way out."""
         asked = journey.asked
         prompt, output = journey.prompt_tokens_estimate, asked.output_tokens_max
         spend = asked.spend((prompt, 0, output))
         try:
-            return self._gate.enter(
-                asked.key, prompt + output, self._clock(), asked.started_at, spend
-            )
+            return self._gate.enter(asked.key, prompt + output, now_s, asked.started_at, spend)
         except Limited as error:
             self._metrics.refusals.labels(error.limit).inc()
             raise
 
     async def _pick_and_forward(self, journey: Journey) -> Exchange:
         """Try replicas in the order of their ranking until one answers."""
-        self._budget.deposit(self._clock())
+        now_s = self._clock()
+        self._budget.deposit(now_s)
         failed, refused, served = journey.failed, journey.refused, journey.ranked
         failures, failed_at_s = 0, 0.0
-        place = journey.place = self._place(journey)
+        place = journey.take_place(now_s + self._config.queue_timeout_s)
         while True:
             routes = self._rank(journey)
             if not (routes or refused or routes.full):
@@ -177,22 +176,21 @@ class Corridor:
 
     def _rank(self, journey: Journey) -> Routes:
         asked = journey.asked
+        prompt_tokens, output_tokens = journey.tokens_ahead
         ask = Ask(
             asked.request_id,
-            *journey.tokens_ahead,
-            session=asked.session,
-            seat=self._fleet.seat(asked.session) if asked.session else None,
-            held=self._fleet.held(asked.deployment.deployment_id, asked.prefix_keys),
+            prompt_tokens,
+            output_tokens,
+            asked.session,
+            self._fleet.seat(asked.session),
+            self._fleet.held(asked.deployment.deployment_id, asked.prefix_keys),
         )
-        excluded: Set[ReplicaId] = NOBODY
-        if journey.failed or journey.refused or journey.unfit:
-            excluded = journey.failed | journey.refused | journey.unfit
         view = self._fleet.view(asked.deployment.deployment_id)
         # The deployment as the table has it now: a step of a rollout counts for those who wait too.
         entry = self._fleet.deployment(asked.deployment.name) or asked.deployment
         drawn = self._fleet.draw(entry, asked.session or asked.request_id)
-        alone = drawn.left_alone
-        routes = rank(view, ask, excluded | alone if alone else excluded)
+        excluded = journey.failed | journey.refused | journey.unfit
+        routes = rank(view, ask, excluded | drawn.left_alone)
         if not routes and drawn.may_return:
             routes = rank(view, ask, excluded)
         return routes
@@ -211,18 +209,6 @@ class Corridor:
             return True
         self._metrics.retries_denied.inc()
         return False
-
-    def _place(self, journey: Journey) -> Place:
-        asked = journey.asked
-        return Place(
-            asked.deployment.deployment_id,
-            asked.key.tenant_id,
-            journey.prompt_tokens_estimate + asked.output_tokens_max,
-            self._clock() + self._config.queue_timeout_s,
-            size_bytes=len(journey.body),
-            # Half an answer is out: whoever would not have waited for it waits for its rest.
-            is_patient=not asked.reject_if_busy or journey.said.tokens > 0,
-        )
 
     async def _wait_for_room(self, journey: Journey, place: Place, *, is_full: bool) -> None:
         """Wait in the bounded queue, or raise what the client should know instead."""
@@ -388,23 +374,16 @@ class Corridor:
         """Turn the request into one for the rest of its answer; False where that cannot be."""
         asked, frames = journey.asked, journey.frames
         assert frames is not None
-        said = frames.said()
-        journey.said = said
+        journey.said = said = frames.said()
         if said.finish_reason is not None and asked.answers == 1:
             # Everything was said but for the end: no replica is needed for that.
             client.send(journey.end_of_stream(said))
             frames.is_done = True
             return True
-        if asked.resume is None or not said.is_plain or journey.lives <= 0:
-            self._metrics.continuations.labels("impossible").inc()
-            return False
-        rest = asked.resume(said.text, said.tokens)
-        if rest is None:
-            self._metrics.continuations.labels("impossible").inc()
-            return False
-        journey.lives -= 1
-        journey.body = rest
-        return True
+        if journey.ask_for_rest():
+            return True
+        self._metrics.continuations.labels("impossible").inc()
+        return False
 
     def _learn(self, journey: Journey, ranked: Ranked) -> None:
         """Remember what the answer told: tokens per byte, and where the session sits."""

@@ -31,7 +31,7 @@ def to_node(
     asked = journey.asked
     prompt_tokens, output_tokens = journey.tokens_ahead
     tokens = headers.format_tokens(prompt_tokens, output_tokens)
-    prefill_ms, deadline_ms = round(ranked.prefill_ms), round(1000 * patience_s)
+    prefill_ms, deadline_ms = int(ranked.prefill_ms), int(1000 * patience_s)
     lines = (
         f"{_REPLICA}{ranked.route.replica_id}{_REQUEST_ID}{asked.request_id}"
         f"{_CACHE_SALT}{asked.key.tenant_id}{_TOKENS}{tokens}"

@@ -218,7 +218,7 @@ async def _open_acting(config: SchedulerConfig, authority: Authority) -> AsyncIt
         # duties and operators not behind a fleet that reports all at once.
         reserved = await open_pool(config.database_url, size_max=2)
         pools.push_async_callback(reserved.close)
-        intake = await open_pool(config.database_url, size_max=INTAKE_CONNECTIONS, lags=True)
+        intake = await open_pool(config.database_url, size_max=INTAKE_CONNECTIONS)
         pools.push_async_callback(intake.close)
         await migrate(pool)
         async with transaction(pool) as connection:

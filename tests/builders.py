@@ -83,7 +83,6 @@ def a_device(gib: float = 8.0, name: str = "cpu", **fields: Any) -> Device:
         device_id=DeviceId(name),
         device_class="cpu",
         memory_bytes=size,
-        memory_free_bytes=size,
         **fields,
     )
 

@@ -21,7 +21,7 @@ def keys() -> None:
 LIMIT_HELP: Final = {
     "requests_per_min": "Requests a minute at each router.",
     "tokens_per_min": "Prompt and output tokens a minute at each router.",
-    "concurrency": "Requests at once at each router.",
+    "concurrency": "Requests at once at each router; at least one in each of its processes.",
     "tokens_per_day": "Tokens a day (UTC) over the whole fleet.",
     "spend_per_day": "Spend a day (UTC) over the whole fleet, by the models' prices.",
 }

@@ -25,12 +25,12 @@ def write_atomic(path: Path, data: bytes, mode: int = 0o600) -> None:
             # A full disk does not say whose write it refused.
             error.filename = str(path)
         raise
-    sync_folder(path.parent)
+    sync(path.parent)
 
 
-def sync_folder(folder: Path) -> None:
-    """Make renames within `folder` durable."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def sync(path: Path) -> None:
+    """Make durable what a file holds, or which names a folder has."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
     finally:

@@ -29,7 +29,6 @@ class RefusedCode(StrEnum):
     NOT_ACTING = "not_acting"
     PROTOCOL = "protocol"
     IDENTITY = "identity"
-    OTHER_CLUSTER = "other_cluster"
     DUPLICATE = "duplicate"
     MALFORMED = "malformed"
     BUSY = "busy"

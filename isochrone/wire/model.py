@@ -140,6 +140,8 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     `keep_warm` lists PoPs that always hold a replica. `allow` and `deny` name PoPs (`ams`) or
     countries (`NL`); with `allow` empty, everywhere not denied is allowed. `prefill_share` is the
     share of a PoP's replicas that only read prompts, once it has two or more; 0 keeps all unified.
+    While one of `replicas_max` is replaced or moved there is one more: nothing ends before what
+    takes its place is warm.
     """
 
     replicas_min: Annotated[int, msgspec.Meta(ge=0, le=10_000)] = 1

@@ -30,7 +30,6 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     device_id: DeviceId
     device_class: str
     memory_bytes: int
-    memory_free_bytes: int
     healthy: bool = True
     reason: str = ""
 

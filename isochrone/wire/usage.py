@@ -79,7 +79,6 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True, tag="demand"):
     router_id: RouterId
     boot_id: BootId
     seq: int
-    window_started_at: float
     window_s: float
     rows: tuple[DemandRow, ...]
     age_s: float = 0.0

@@ -22,7 +22,8 @@ class TokensInFlight:
         self._prefill = 0
         self._unread = 0
         self._decode = 0
-        self._running = 0
+        self.running = 0
+        """How many requests are in flight."""
         self._reading: dict[Held, None] = {}
         self._read_at_s = 0.0
         self._decode_of: dict[str, int] = {}
@@ -30,13 +31,8 @@ class TokensInFlight:
     def __repr__(self) -> str:
         return (
             f"<TokensInFlight {self._prefill}+{self._decode}/{self.tokens_max}, "
-            f"{self._running} running>"
+            f"{self.running} running>"
         )
-
-    @property
-    def running(self) -> int:
-        """Return how many requests are in flight."""
-        return self._running
 
     def take(
         self,
@@ -55,7 +51,7 @@ class TokensInFlight:
         `prefill_ms`, as far as its router knows.
         """
         wanted = prompt_tokens + output_tokens
-        is_full = self._running and self._prefill + self._decode + wanted > self.tokens_max
+        is_full = self.running and self._prefill + self._decode + wanted > self.tokens_max
         if self.is_shut or is_full:
             return None
         unread = prompt_tokens if unread_tokens is None else unread_tokens
@@ -63,7 +59,7 @@ class TokensInFlight:
         self._unread += unread
         self._decode += output_tokens
         self._decode_of[router] = self._decode_of.get(router, 0) + output_tokens
-        self._running += 1
+        self.running += 1
         held = Held(self, (prompt_tokens, output_tokens, unread), router, prefill_ms, now_s)
         self._reading[held] = None
         return held
@@ -74,7 +70,7 @@ class TokensInFlight:
         Where nothing new is taken, all that is allowed is told: no router sees room.
         """
         decode = self._decode + (self.tokens_max if self.is_shut else 0)
-        told = (self._prefill, decode, self._running, 0, self._unread)
+        told = (self._prefill, decode, self.running, 0, self._unread)
         if not router:
             return Load(*told)
         others = self.left(now_s, but=router)
@@ -99,7 +95,7 @@ class TokensInFlight:
 
     def _ended(self, held: "Held", decode: int) -> None:
         """Count a request out. For Held."""
-        self._running -= 1
+        self.running -= 1
         self._decode -= decode
         left = self._decode_of.get(held.router, 0) - decode
         if left:

@@ -13,23 +13,11 @@ from isochrone.wire.ids import ClusterId, DeviceId, NodeId, ReplicaId
 from isochrone.wire.report import Refusal, ReplicaState
 
 
-class Begin(msgspec.Struct, frozen=True):
-    """Bring a replica up."""
-
-    spec: ReplicaSpec
-
-
-class End(msgspec.Struct, frozen=True):
-    """Drain a replica and stop it."""
-
-    tombstone: Tombstone
-
-
 class Steps(msgspec.Struct, frozen=True, kw_only=True):
     """What to do now: endings first, then beginnings; and what will not be done, with reasons."""
 
-    endings: tuple[End, ...] = ()
-    beginnings: tuple[Begin, ...] = ()
+    endings: tuple[Tombstone, ...] = ()
+    beginnings: tuple[ReplicaSpec, ...] = ()
     refusals: tuple[Refusal, ...] = ()
 
 
@@ -60,7 +48,7 @@ def reconcile(
     """Return the steps of this turn. Taken, they leave none for the next."""
     ending = {tombstone.replica_id for tombstone in assignment.tombstones}
     endings = tuple(
-        End(tombstone)
+        tombstone
         for tombstone in assignment.tombstones
         if replicas.get(tombstone.replica_id, ReplicaState.STOPPED)
         not in (ReplicaState.DRAINING, ReplicaState.STOPPED)
@@ -76,7 +64,7 @@ def reconcile(
                 Refusal(replica_id=spec.replica_id, reason=reason, deployment_id=spec.deployment_id)
             )
         else:
-            beginnings.append(Begin(spec))
+            beginnings.append(spec)
     return Steps(endings=endings, beginnings=tuple(beginnings), refusals=tuple(refusals))
 
 

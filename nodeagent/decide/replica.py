@@ -16,11 +16,10 @@ class Event(StrEnum):
     """What happened to a replica."""
 
     FETCH_BEGAN = "fetch_began"
-    FETCH_FAILED = "fetch_failed"
     ARTIFACT_READY = "artifact_ready"
     ENGINE_READY = "engine_ready"
     ENGINE_ADOPTED = "engine_adopted"
-    ENGINE_EXITED = "engine_exited"
+    BROKE = "broke"
     GAVE_UP = "gave_up"
     END_ORDERED = "end_ordered"
     DRAINED = "drained"
@@ -31,15 +30,12 @@ TRANSITIONS: Final[dict[tuple[State, Event], State]] = {
     (State.WANTED, Event.ENGINE_ADOPTED): State.LOADING,
     (State.WANTED, Event.GAVE_UP): State.FAILED,
     (State.FETCHING, Event.ARTIFACT_READY): State.LOADING,
-    (State.FETCHING, Event.FETCH_FAILED): State.WANTED,
     (State.LOADING, Event.ENGINE_READY): State.WARM,
-    (State.LOADING, Event.ENGINE_EXITED): State.WANTED,
-    (State.WARM, Event.ENGINE_EXITED): State.WANTED,
+    **{(state, Event.BROKE): State.WANTED for state in (State.FETCHING, State.LOADING, State.WARM)},
     **{
         (state, Event.END_ORDERED): State.DRAINING
         for state in (State.WANTED, State.FETCHING, State.LOADING, State.WARM, State.FAILED)
     },
-    (State.DRAINING, Event.ENGINE_EXITED): State.DRAINING,
     (State.DRAINING, Event.DRAINED): State.STOPPED,
 }
 

@@ -1,6 +1,8 @@
 """What a driver knows of its engine: how it is started, where it is asked, what its words mean."""
 
 from collections.abc import Mapping
+from contextlib import suppress
+from math import isfinite
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -120,15 +122,15 @@ def flags(options: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def read_prometheus(body: bytes) -> dict[str, float]:
-    """Return the sum of each metric's samples, labels aside."""
+    """Return the sum of each metric's samples, labels aside; those that are no number left out."""
     sums: dict[str, float] = {}
     for line in body.decode(errors="replace").splitlines():
         if not line or line.startswith("#"):
             continue
-        name, _, value = line.rpartition(" ")
+        name, _, told = line.rpartition(" ")
         name = name.partition("{")[0]
-        try:
-            sums[name] = sums.get(name, 0.0) + float(value)
-        except ValueError:
-            continue
+        with suppress(ValueError):
+            value = float(told)
+            if isfinite(value):
+                sums[name] = sums.get(name, 0.0) + value
     return sums

@@ -64,16 +64,18 @@ class Sglang:
         """Read requests running and queued, token use, and token counters."""
         found = read_prometheus(body)
         used = found.get("sglang:token_usage", 0.0)
+        tokens_out = int(found.get("sglang:generation_tokens_total", 0))
         return EngineStats(
             running=int(found.get("sglang:num_running_reqs", 0)),
             waiting=int(found.get("sglang:num_queue_reqs", 0)),
             kv_blocks_used=int(used * 1000),
             kv_blocks_total=1000,
             decode_tokens_per_s=found.get("sglang:gen_throughput", 0.0),
-            tokens_out_total=int(found.get("sglang:generation_tokens_total", 0)),
+            tokens_out_total=tokens_out,
             prompt_tokens_total=int(found.get("sglang:prompt_tokens_total", 0)),
             prefix_hit_tokens_total=int(found.get("sglang:cached_tokens_total", 0)),
-            steps_total=int(found.get("sglang:generation_tokens_total", 0)),
+            # Tokens are counted as a request ends; what it holds until then moves as it goes on.
+            steps_total=tokens_out + int(found.get("sglang:num_used_tokens", 0)),
         )
 
 

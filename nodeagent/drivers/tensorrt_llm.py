@@ -74,5 +74,6 @@ class TensorRtLlm:
             waiting=int(found.get("trtllm_num_requests_waiting", 0)),
             kv_blocks_used=int(used * 1000),
             kv_blocks_total=1000,
-            steps_total=done,
+            # No counter moves before a request ends; what it holds of the KV does, block by block.
+            steps_total=done + int(used * 1_000_000),
         )

@@ -115,7 +115,7 @@ class GgufTokenizer:
 
     def _strings(self, key: str) -> list[str]:
         value = self._metadata.get(key)
-        if not isinstance(value, Strings) or not value.count:
+        if not isinstance(value, Strings) or not value.ends:
             raise CheckpointError(f"cannot load {self._path}: {key} is missing")
         return value.read()
 

@@ -2,10 +2,9 @@
 
 import logging
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 import psutil
 import torch
@@ -21,7 +20,7 @@ from nodeagent.engine.decide.pace import Pace
 from nodeagent.engine.decide.sequence import BLOCK_TOKENS
 from nodeagent.engine.decide.underway import Underway
 from nodeagent.engine.kv_tiers.opening import open_tiers
-from nodeagent.engine.layers.kv_format import KV_DTYPES, KvFormat
+from nodeagent.engine.layers.kv_format import DTYPES, KV_DTYPES, KvFormat
 from nodeagent.engine.layers.linear import bytes_kept, choose
 from nodeagent.engine.layers.lora import Adding
 from nodeagent.engine.memory import uses
@@ -41,8 +40,6 @@ from nodeagent.engine.template import ChatTemplate
 from nodeagent.engine.vocabulary import Vocabulary
 
 log = logging.getLogger(__name__)
-
-_DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,15 +64,13 @@ def load(config: EngineConfig, crew: Crew | None = None) -> Loaded:
     split, `crew` are the other ranks, and what is loaded is the front.
     """
     started_s = time.monotonic()
-    dtype, split = _DTYPES[config.dtype], split_of(config)
-    source, draft = open_weights(Path(config.model_path)), None
-    beside = ThreadPoolExecutor(1, "vocabulary")
+    dtype, split = DTYPES[config.dtype], split_of(config)
+    source, vocabulary, draft = open_weights(Path(config.model_path)), None, None
     try:
-        # Built while weights are read, for the most of which nobody needs the interpreter.
-        reading = beside.submit(_vocabulary, config, source)
         shape = source.shape
         if config.draft_path:
-            draft = open_draft(config, shape, reading.result())
+            vocabulary = _vocabulary(config, source)
+            draft = open_draft(config, shape, vocabulary)
         context = min(config.context_tokens_max, shape.context_tokens)
         weights_bytes = int(shape.parameters() * bytes_per_weight(config, source))
         if draft is not None:
@@ -87,11 +82,14 @@ def load(config: EngineConfig, crew: Crew | None = None) -> Loaded:
         if crew is not None:
             crew.load()
         ranks = Ranks(split)
-        own, ahead = open_share(config, source, ranks, draft)
+        own, ahead, arrived = open_share(config, source, ranks, draft)
+        try:
+            # Only then, for it keeps the interpreter to itself: meanwhile matrices are read.
+            vocabulary = vocabulary or _vocabulary(config, source)
+        finally:
+            arrived()
         adding = own.adding if split.ranks == 1 else adding_of(shape, source)
-        vocabulary = reading.result()
     finally:
-        beside.shutdown()
         source.close()
         if draft is not None:
             draft.close()
@@ -155,10 +153,13 @@ def open_share(
     source: SafetensorsFolder | GgufFile,
     ranks: Ranks,
     draft: DraftModel | Head | None = None,
-) -> tuple[Runner, Ahead | None]:
-    """Load what one of `ranks` holds of the model, and what drafts for it."""
+) -> tuple[Runner, Ahead | None, Callable[[], None]]:
+    """Load what one of `ranks` holds of the model, and what drafts for it.
+
+    The last of what is returned waits for matrices still on their way; see `Weights.begin`.
+    """
     torch.set_num_threads(config.threads)
-    dtype, shape, device = _DTYPES[config.dtype], source.shape, _device(config, ranks.rank)
+    dtype, shape, device = DTYPES[config.dtype], source.shape, _device(config, ranks.rank)
     keeping, why = choose(device, dtype, config.quantisation == "file")
     log.info("matrices", extra={"fields": {"kept": keeping, "because": why}})
     context = min(config.context_tokens_max, shape.context_tokens)
@@ -167,8 +168,9 @@ def open_share(
     runner = Runner(model, blocks, device, dtype, form)
     log.info("kv", extra={"fields": {"blocks": blocks, "kept": str(form.dtype)}})
     if draft is None:
-        return runner, None
-    return runner, draft.load(config, runner, model, Served(source, shape, ranks))
+        return runner, None, model.arrived
+    ahead = draft.load(config, runner, model, Served(source, shape, ranks))
+    return runner, ahead, model.arrived
 
 
 def kv_format(config: EngineConfig) -> KvFormat:
@@ -244,7 +246,7 @@ def _kv_blocks(
 
 def bytes_per_weight(config: EngineConfig, source: SafetensorsFolder | GgufFile) -> float:
     """Return what the device keeps of each weight, on the whole."""
-    dtype, filed = _DTYPES[config.dtype], source.filed_bits()
+    dtype, filed = DTYPES[config.dtype], source.filed_bits()
     keeping, _ = choose(config.device.partition(":")[0], dtype, config.quantisation == "file")
     kept = sum(count * bytes_kept(keeping, dtype, bits) for bits, count in filed.items())
     return kept / max(filed.total(), 1)
@@ -274,7 +276,7 @@ def need_memory(
         kv_bytes *= len(here)
         host_bytes = config.kv_host_bytes
     weights_bytes = int(weights * bytes_per_weight(config, source))
-    weights_bytes += draft.weights_bytes(_DTYPES[config.dtype]) if draft else 0
+    weights_bytes += draft.weights_bytes(DTYPES[config.dtype]) if draft else 0
     available = available_bytes(device)
     if device == "cpu" and config.memory_max_bytes:
         available = min(available, config.memory_max_bytes)

@@ -14,6 +14,7 @@ from msgspec import Meta
 from isochrone.wire.codec import MalformedFrame, decode_json
 from isochrone.wire.errors import ApiError, ErrorCode
 from nodeagent.engine.constrain.asking import Constrained, grammar_of
+from nodeagent.engine.constrain.asking import refused as refused
 from nodeagent.engine.decide.grammar import Grammar
 from nodeagent.engine.sampling import SamplingParams
 from nodeagent.engine.tools import CallSpec, Choice, ToolSpec, calls_for_template
@@ -215,11 +216,6 @@ def ask_of(body: ChatBody | CompletionBody) -> Ask:
         speculate=body.speculate is not False,
         choices=body.n or 1,
     )
-
-
-def refused(param: str, message: str) -> ApiError:
-    """Make the error for a value that cannot be used."""
-    return ApiError(ErrorCode.INVALID_REQUEST, message, param=param)
 
 
 def decoded(body: bytes, decoder: Any, bytes_max: int) -> Any:

@@ -244,11 +244,6 @@ def _draw_together(logits: Tensor, dues: Sequence[Due], sound: Sequence[bool]) -
     return dict(zip(rows, tokens, strict=True))
 
 
-def sample_rows(logits: Tensor, samplers: list[Sampler]) -> list[Sampled | UnsoundLogits]:
-    """Sample each row of `logits` by its own sampler; an unsound row harms no other."""
-    return [run[0] for run in sample_runs(logits, [Due(sampler) for sampler in samplers])]
-
-
 def _sample(sampler: Sampler, logits: Tensor) -> Sampled | UnsoundLogits:
     try:
         return sampler.sample(logits)

@@ -7,6 +7,7 @@ Rule 2: text that may be the beginning of a stop string waits until it is known 
 import codecs
 from collections.abc import Mapping
 
+from nodeagent.engine.decide.tool_reading import beginning
 from nodeagent.engine.vocabulary import Vocabulary
 
 
@@ -49,7 +50,7 @@ class StopStrings:
             self.matched = True
             emitted, self._held = self._held[: min(found)], ""
             return emitted
-        keep = max(_beginning(self._held, stop) for stop in self._stops)
+        keep = max(beginning(self._held, stop) for stop in self._stops)
         emitted = self._held[: len(self._held) - keep]
         self._held = self._held[len(self._held) - keep :]
         return emitted
@@ -58,11 +59,3 @@ class StopStrings:
         """Return what was held back: the output ended and it was no stop string after all."""
         held, self._held = self._held, ""
         return held
-
-
-def _beginning(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that is a beginning of `stop`."""
-    for length in range(min(len(stop) - 1, len(text)), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0

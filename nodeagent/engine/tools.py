@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from isochrone.wire.errors import ApiError, ErrorCode
+from nodeagent.engine.constrain.asking import refused
 from nodeagent.engine.decide.grammar import Grammar, UnusableGrammar, either
 from nodeagent.engine.decide.tool_format import (
     CALLS_MAX,
@@ -111,7 +111,7 @@ class Tools:
     ) -> Grammar | None:
         """Return the grammar of the output; `answer` is what else the request constrains it to."""
         if self.must and answer is not None:
-            raise _refused(
+            raise refused(
                 answer.param, f"cannot obey both {answer.param} and a tool_choice that must call"
             )
         if not self.must and answer is None:
@@ -119,7 +119,7 @@ class Tools:
         try:
             calls = grammar_of_calls(self.callable, how, self.calls_max, special)
         except UnusableGrammar as error:
-            raise _refused("tools", str(error)) from error
+            raise refused("tools", str(error)) from error
         return calls if answer is None else either(answer, calls)
 
 
@@ -128,10 +128,10 @@ def tools_of(specs: list[ToolSpec] | None, choice: Choice, parallel: bool | None
     told = tuple(_tool(spec) for spec in specs or ())
     names = [tool.name for tool in told]
     if len(told) > TOOLS_MAX:
-        raise _refused("tools", f"cannot use {len(told)} tools: the limit is {TOOLS_MAX}")
+        raise refused("tools", f"cannot use {len(told)} tools: the limit is {TOOLS_MAX}")
     for name in names:
         if names.count(name) > 1:
-            raise _refused("tools", f"cannot use two tools of the name {name!r}")
+            raise refused("tools", f"cannot use two tools of the name {name!r}")
     if choice == "none" or (not told and choice in (None, "auto")):
         return None
     calls_max = 1 if parallel is False else CALLS_MAX
@@ -143,7 +143,7 @@ def tools_of(specs: list[ToolSpec] | None, choice: Choice, parallel: bool | None
         some = [one.function.name for one in choice.allowed_tools.tools]
         must = choice.allowed_tools.mode == "required"
         return Tools(told, _chosen(told, some), must, calls_max)
-    raise _refused(
+    raise refused(
         "tool_choice", f"cannot use a tool_choice of type {choice.type} without its field"
     )
 
@@ -155,7 +155,7 @@ def in_words(
     told = [_worded(message, how) for message in messages]
     if tools:
         words = _words(tools, how)
-        if told[0]["role"] == "system":
+        if told and told[0]["role"] == "system":
             told[0] = {**told[0], "content": f"{told[0]['content']}\n\n{words}"}
         else:
             told.insert(0, {"role": "system", "content": words})
@@ -181,10 +181,10 @@ def _tool(spec: ToolSpec) -> Tool:
     function = spec.function
     if function is None:
         if spec.name is None:
-            raise _refused("tools", "cannot use a tool without a function")
+            raise refused("tools", "cannot use a tool without a function")
         function = FunctionSpec(spec.name, spec.description, spec.parameters, spec.strict)
     if not NAME.fullmatch(function.name):
-        raise _refused(
+        raise refused(
             "tools",
             f"cannot use a tool of the name {function.name[:80]!r}: letters, digits and _.:/- up to"
             " 128 are allowed",
@@ -199,7 +199,7 @@ def _chosen(told: tuple[Tool, ...], names: list[str]) -> tuple[Tool, ...]:
     missing = [name for name in names if name not in by_name]
     if missing or not names:
         which = f"{missing[0][:80]!r}" if missing else "any tool"
-        raise _refused("tool_choice", f"cannot call {which}: it is not among the tools")
+        raise refused("tool_choice", f"cannot call {which}: it is not among the tools")
     return tuple(by_name[name] for name in dict.fromkeys(names))
 
 
@@ -241,7 +241,3 @@ def _object_of(arguments: str | dict[str, Any]) -> Any:
     except (msgspec.DecodeError, RecursionError):
         return arguments
     return value if isinstance(value, dict) else arguments
-
-
-def _refused(param: str, message: str) -> ApiError:
-    return ApiError(ErrorCode.INVALID_REQUEST, message, param=param)

@@ -58,6 +58,7 @@ class Worker:
 
     def submit(self, generation: Generation) -> None:
         """Hand over a generation, once what files hold of its prompt has been read."""
+        self._expect_progress()
         if not self._read_ahead(generation):
             self._send(generation)
 
@@ -67,6 +68,7 @@ class Worker:
             if number in self._awaited:
                 self._awaited.discard(number)
                 return
+        self._expect_progress()
         self._send(number)
 
     def stop(self, timeout_s: float) -> bool:
@@ -91,6 +93,11 @@ class Worker:
         snapshot = self.snapshot
         return bool(self._inbox or self._awaited or snapshot.running or snapshot.waiting)
 
+    def _expect_progress(self) -> None:
+        """Start the stall clock of an idle engine, which has made no progress for long."""
+        if not self.has_work():
+            self._progress_s = time.monotonic()
+
     def _read_ahead(self, generation: Generation) -> bool:
         mover = self._engine.mover
         if mover is None or mover.files is None:
@@ -106,7 +113,8 @@ class Worker:
                 if generation.number not in self._awaited:
                     return
                 self._awaited.discard(generation.number)
-            self._send(_Arrived(generation, read, contents))
+                # Before the lock is let go: who gives it up from here on does so after it has come.
+                self._send(_Arrived(generation, read, contents))
 
         with self._wake:
             self._awaited.add(generation.number)
@@ -118,9 +126,6 @@ class Worker:
 
     def _send(self, message: Generation | _Arrived | int) -> None:
         with self._wake:
-            if not self._inbox and not self.snapshot.running and not self.snapshot.waiting:
-                # An idle engine has made no progress for long; the stall clock starts now.
-                self._progress_s = time.monotonic()
             self._inbox.append(message)
             self._wake.notify()
 
@@ -146,15 +151,20 @@ class Worker:
 
     def _receive(self) -> bool:
         """Obey the inbox; wait while there is nothing to do. False where it is time to stop."""
-        with self._wake:
-            while not self._stopping:
-                while self._inbox:
-                    self._obey(self._inbox.popleft())
-                if self._engine.busy:
-                    return True
-                self.snapshot = self._take_snapshot()
-                self._wake.wait()
-            return False
+        while True:
+            with self._wake:
+                while not (self._stopping or self._inbox or self._engine.busy):
+                    self.snapshot = self._take_snapshot()
+                    self._wake.wait()
+                if self._stopping:
+                    return False
+                messages = tuple(self._inbox)
+                self._inbox.clear()
+            # Not under the lock: what takes long must not keep the event loop waiting.
+            for message in messages:
+                self._obey(message)
+            if self._engine.busy:
+                return True
 
     def _obey(self, message: Generation | _Arrived | int) -> None:
         if isinstance(message, _Arrived):

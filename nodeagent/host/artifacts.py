@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from isochrone.service.files import sync_folder
+from isochrone.service.files import sync
 from isochrone.wire.artifact import check_artifact, check_path
 from isochrone.wire.model import Artifact, ArtifactFile
 from nodeagent.decide.eviction import Kept, evict
@@ -212,7 +212,9 @@ class Artifacts:
             )
         for digest in drop:
             log.info("artifact dropped", extra={"fields": {"digest": digest}})
-            shutil.rmtree(self._folder / digest)
+            # Dropped by one rename, as it came: half of it must never be taken for the whole.
+            partial = (self._folder / digest).rename(self._folder / f"{digest}.partial")
+            shutil.rmtree(partial)
         free = shutil.disk_usage(self._folder).free
         # What an earlier fetch left is gone on from.
         needed = artifact.size_bytes - _size_of(self._folder / f"{artifact.digest}.partial")
@@ -290,6 +292,9 @@ def _problem_of(path: Path, file: ArtifactFile) -> str:
 
 
 def _publish(partial: Path, target: Path) -> None:
+    """Show an artifact once all of it would outlive a power cut: nobody verifies it again."""
+    for path in (*partial.rglob("*"), partial):
+        sync(path)
     partial.rename(target)
     os.utime(target, (time.time(), time.time()))
-    sync_folder(target.parent)
+    sync(target.parent)

@@ -26,7 +26,6 @@ def cpu_device(memory_bytes: int) -> Device:
         device_id=CPU,
         device_class="cpu",
         memory_bytes=usable,
-        memory_free_bytes=min(usable, memory.available),
     )
 
 
@@ -56,7 +55,6 @@ class Devices:
                     device_id=device_id,
                     device_class=device.device_class,
                     memory_bytes=device.memory_bytes,
-                    memory_free_bytes=0,
                     healthy=False,
                     reason=reason,
                 )
@@ -71,7 +69,6 @@ class Devices:
             device_id=DeviceId(f"gpu{index}"),
             device_class=device_class(name, memory.total),
             memory_bytes=int(memory.total * GPU_SHARE),
-            memory_free_bytes=int(memory.free),
         )
 
 

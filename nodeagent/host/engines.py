@@ -32,6 +32,7 @@ from nodeagent.host.standby import Standby
 log = logging.getLogger(__name__)
 
 LOG_BYTES_MAX: Final = 16 * 1024 * 1024
+TAIL_BYTES: Final = 4000
 TERM_TIMEOUT_S: Final = 10.0
 PROBE_TIMEOUT_S: Final = 4.0
 CANARY_TIMEOUT_S: Final = 20.0
@@ -52,6 +53,8 @@ class Started(msgspec.Struct, frozen=True, kw_only=True):
 
     pid: int = 0
     started: int = 0
+    boot: str = ""
+    """Which of the machine's lives it is of: in another, its pid is somebody else's."""
     command: Command
     spec: ReplicaSpec
 
@@ -214,7 +217,7 @@ class Engines:
         command = DRIVERS[spec.engine.driver].command(launch)
         for name, data in command.files.items():
             await asyncio.to_thread(write_atomic, folder / name, data)
-        about_to = Started(command=command, spec=spec)
+        about_to = Started(command=command, spec=spec, boot=_boot())
         await asyncio.to_thread(_note, folder, about_to)
         async with self._starting:
             child = await asyncio.to_thread(self._run, command, folder)
@@ -247,9 +250,9 @@ class Engines:
 
     def log_tail(self, replica_id: ReplicaId) -> str:
         """Return the last line of an engine's log, to say why it ended."""
-        with suppress(OSError):
-            lines = self.log_path(replica_id).read_bytes()[-4000:].splitlines()
-            for line in reversed(lines):
+        with suppress(OSError), self.log_path(replica_id).open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+            for line in reversed(file.read(TAIL_BYTES).splitlines()):
                 if line.strip():
                     return line.decode(errors="replace")[:300]
         return ""
@@ -262,6 +265,9 @@ class Engines:
                 started = msgspec.json.decode(path.read_bytes(), type=Started)
             except (OSError, msgspec.DecodeError) as error:
                 log.warning("unreadable", extra={"fields": {"path": str(path), "why": str(error)}})
+                continue
+            if started.boot not in ("", _boot()):
+                shutil.rmtree(path.parent, ignore_errors=True)
                 continue
             if not started.pid:
                 started = _found_by_log(started, path.parent)
@@ -332,6 +338,10 @@ def _spawn_spare(arguments: tuple[str, ...], log: Path) -> subprocess.Popen[byte
 
 def _environment() -> dict[str, str]:
     return {name: os.environ[name] for name in PASSED_ENVIRONMENT if name in os.environ}
+
+
+def _boot() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def _stat(pid: int) -> list[str] | None:

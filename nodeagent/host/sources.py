@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Final
-from urllib.parse import quote, urljoin
+from urllib.parse import quote
 
 import aiohttp
 from aiohttp import abc
@@ -105,9 +105,10 @@ class Sources:
     async def _follow(
         self, http: aiohttp.ClientSession, address: str, offset: int, names_hub: bool
     ) -> aiohttp.ClientResponse:
+        url = URL()
         for _ in range(REDIRECTS_MAX):
             # Read once, by what dials: who is meant must not be a matter of opinion.
-            url = self._checked(address)
+            url = self._checked(url, address)
             is_hub = names_hub and _place(url) == _place(URL(self._hf_url))
             response = await self._ask(http, url, offset, self._hf_token if is_hub else "")
             if response.status in (200, 206):
@@ -117,7 +118,7 @@ class Sources:
             if response.status not in (301, 302, 303, 307, 308) or target is None:
                 why = f": {self._refused()}" if is_hub and response.status in (401, 403) else ""
                 raise SourceError(f"cannot fetch {_shown(url)}: it answered {response.status}{why}")
-            address = urljoin(str(url), target)
+            address = target
         raise SourceError(f"cannot fetch {_shown(url)}: more than {REDIRECTS_MAX} redirects")
 
     async def _ask(
@@ -157,9 +158,10 @@ class Sources:
             return f"{source.rstrip('/')}/{quote(path)}"
         raise SourceError(f"cannot fetch from {source!r}: an unknown kind of source")
 
-    def _checked(self, address: str) -> URL:
+    def _checked(self, asked: URL, address: str) -> URL:
+        """Return the URL that `address` is, seen from the one `asked` before."""
         try:
-            url = URL(address)
+            url = asked.join(URL(address))
             url.origin()
         except ValueError as error:
             raise SourceError(f"cannot fetch: the origin names no URL ({error})") from error

@@ -1,11 +1,12 @@
 """A spare engine process with its imports behind it: half of a cold start is over before it begins.
 
 Rule 1: at most one spare waits, and only where an engine of its kind has been started before.
-Rule 2: a spare that does not answer for itself (it is gone, its pipe is closed) is no loss: the
-engine is then started as usual.
+Rule 2: a spare that does not answer for itself (it is gone, its pipe is closed), or cannot be had,
+is no loss: the engine is then started as usual.
 Rule 3: a spare ends with its pipe, so that none outlives the agent.
 """
 
+import logging
 import os
 import subprocess
 from collections.abc import Callable
@@ -17,6 +18,8 @@ import msgspec
 
 from nodeagent.drivers.driver import Command
 
+log = logging.getLogger(__name__)
+
 _END_S: Final = 5.0
 
 Spare = subprocess.Popen[bytes]
@@ -25,8 +28,8 @@ Spare = subprocess.Popen[bytes]
 class Standby:
     """The spare, if there is one. Every call may block for a moment: call from a thread."""
 
-    def __init__(self, log: Path, spawn: Callable[[tuple[str, ...], Path], Spare]) -> None:
-        self._log = log
+    def __init__(self, log_path: Path, spawn: Callable[[tuple[str, ...], Path], Spare]) -> None:
+        self._log_path = log_path
         self._spawn = spawn
         self._spare: Spare | None = None
         self._kind: tuple[str, ...] = ()
@@ -37,9 +40,12 @@ class Standby:
             return
         self.end()
         self._kind = command.standby
-        self._spare = self._spawn(command.standby, self._log)
+        try:
+            self._spare = self._spawn(command.standby, self._log_path)
+        except OSError as error:
+            log.warning("no spare", extra={"fields": {"reason": str(error)}})
 
-    def hand_over(self, command: Command, log: Path) -> Spare | None:
+    def hand_over(self, command: Command, log_path: Path) -> Spare | None:
         """Make the spare the engine of `command`; None where there is none that can be."""
         if not command.standby or self._kind != command.standby or not self._alive():
             return None
@@ -49,7 +55,7 @@ class Standby:
         order = {
             "arguments": command.arguments[len(command.standby) - 1 :],
             "environment": command.environment,
-            "log": str(log),
+            "log": str(log_path),
             "agent": os.getpid(),
         }
         with suppress(BrokenPipeError):

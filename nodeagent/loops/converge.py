@@ -51,10 +51,10 @@ class Converge:
             DRIVERS.keys(),
             self._rank_ports,
         )
-        for end in steps.endings:
-            self._supervisor.end(end.tombstone)
-        for begin in steps.beginnings:
-            self._supervisor.begin(begin.spec)
+        for tombstone in steps.endings:
+            self._supervisor.end(tombstone)
+        for spec in steps.beginnings:
+            self._supervisor.begin(spec)
         self._note(steps.refusals)
         return Converged(len(steps.beginnings), len(steps.endings), len(steps.refusals))
 

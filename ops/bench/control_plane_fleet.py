@@ -72,7 +72,6 @@ def make_fleet(
             device_id=DeviceId(f"gpu{index}"),
             device_class="h100-80g",
             memory_bytes=80 * GIB,
-            memory_free_bytes=80 * GIB,
         )
         for index in range(devices)
     )

@@ -285,7 +285,6 @@ class RouterSwarm(Swarm):
                 router_id=RouterId(identity.name),
                 boot_id=BootId(f"boot-{identity.name}"),
                 seq=self.seq[index],
-                window_started_at=0.0,
                 window_s=DEMAND_S,
                 rows=rows,
             )

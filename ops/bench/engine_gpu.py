@@ -86,6 +86,12 @@ class Results:
         """Return the least seconds of all rounds."""
         return min(self.seconds.get(name, {}).get(measure, []), default=None)
 
+    def decode_s(self, name: str, batch: int) -> float | None:
+        """Return what long answers take over short ones: of each the least, for a slow short one
+        would flatter."""
+        long, short = (self.best(name, f"{length}{batch}") for length in ("long", "short"))
+        return None if long is None or short is None else long - short
+
     def save(self, path: Path | None) -> None:
         """Write what there is so far."""
         if path is not None:
@@ -207,7 +213,7 @@ def end(runner: Runner) -> None:
 
 
 def measure(runner: Runner, chance: Random, scale: Scale, results: Results) -> None:
-    """One round of every measure. Decode is the difference between long and short answers."""
+    """One round of every measure."""
     most = scale.plan.vocabulary
 
     def prompts(count: int, length: int) -> list[list[int]]:
@@ -217,10 +223,8 @@ def measure(runner: Runner, chance: Random, scale: Scale, results: Results) -> N
     results.note(name, "prefill", runner.ask("generate", prompts(1, scale.prefill_tokens), 1))
     for batch in scale.batches:
         asked = prompts(batch, scale.prompt_tokens)
-        short = runner.ask("generate", asked, 1)
-        results.note(name, f"short{batch}", short)
-        long = runner.ask("generate", asked, 1 + tokens)
-        results.note(name, f"decode{batch}", long - short)
+        results.note(name, f"short{batch}", runner.ask("generate", asked, 1))
+        results.note(name, f"long{batch}", runner.ask("generate", asked, 1 + tokens))
     whole = prompts(1, scale.long_tokens)[0]
     runner.ask("prime", whole[: int(len(whole) * _CACHED_SHARE)])
     results.note(name, "ttft", runner.ask("first_token", whole))
@@ -239,10 +243,10 @@ def table(scale: Scale, results: Results) -> str:
         prefill, ttft = results.best(name, "prefill"), results.best(name, "ttft")
         cells = [rate(scale.prefill_tokens, prefill)]
         cells += [
-            rate(batch * scale.output_tokens, results.best(name, f"decode{batch}"))
+            rate(batch * scale.output_tokens, results.decode_s(name, batch))
             for batch in scale.batches
         ]
-        one = results.best(name, "decode1")
+        one = results.decode_s(name, 1)
         share = "–"
         if one is not None and one > 0:
             read = scale.output_tokens * results.weights_bytes[name] / one

@@ -218,7 +218,6 @@ def _nodes(rng: np.random.Generator, rank: int, pop: Pop) -> list[Node]:
                     device_id=DeviceId(f"gpu{index}"),
                     device_class=kind,
                     memory_bytes=memory,
-                    memory_free_bytes=memory,
                 )
                 for index in range(devices)
             ),

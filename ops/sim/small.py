@@ -121,7 +121,6 @@ def _node(rng: np.random.Generator, pop: Pop, number: int) -> Node:
                 device_id=DeviceId(f"gpu{index}"),
                 device_class=kind,
                 memory_bytes=memory,
-                memory_free_bytes=memory,
             )
             for index in range(int(rng.choice([1, 2, 4])))
         ),

@@ -14,4 +14,4 @@ class RequestIds:
     def __call__(self) -> str:
         """Return the next."""
         self._count += 1
-        return f"{self._prefix}{self._count:x}"
+        return f"{self._prefix}{self._count}"

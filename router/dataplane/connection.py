@@ -30,7 +30,7 @@ class NodeConnection:
     __slots__ = (
         "_body",
         "_fields",
-        "_head_bytes",
+        "_held_bytes",
         "_is_used",
         "_keeps",
         "_parser",
@@ -52,7 +52,7 @@ class NodeConnection:
         self._parser = httptools.HttpResponseParser(self)
         self._fields: dict[bytes, bytes] = {}
         self._body: list[bytes] = []
-        self._head_bytes = 0
+        self._held_bytes = 0
         self._is_used = False
         self._seen = False
         self._whole = False
@@ -67,6 +67,7 @@ class NodeConnection:
         """Send an exchange's request."""
         self.exchange = exchange
         self.due_s = exchange.due_s
+        self._held_bytes = 0
         self._seen = False
         self._whole = False
         head, body = exchange.request
@@ -118,10 +119,16 @@ class NodeConnection:
             if self._body:
                 body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
                 self._body.clear()
+                self._held_bytes = 0
                 if not (self._whole or exchange.is_paused):
                     # The wait begins anew.
                     self.due_s = self._pool.clock() + exchange.patience_s
                 exchange.on_body(body)
+            elif not self._whole:
+                # A header is held back until it is whole: what is held is bounded here.
+                self._held_bytes += len(data)
+                if self._held_bytes > HEAD_BYTES_MAX:
+                    raise self._broken(f"more than {HEAD_BYTES_MAX} bytes of head or trailer")
             if self._whole and self.exchange is exchange:
                 self._end(exchange)
             exchange.tell()
@@ -156,9 +163,6 @@ class NodeConnection:
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Take one header; trailers are dropped."""
-        self._head_bytes += len(name) + len(value)
-        if self._head_bytes > HEAD_BYTES_MAX:
-            raise self._broken(f"a head of more than {HEAD_BYTES_MAX} bytes")
         self._fields[name.lower()] = value
 
     def on_headers_complete(self) -> None:
@@ -167,7 +171,6 @@ class NodeConnection:
         if status >= 200 and self.exchange is not None:
             self.exchange.on_head(Head(status, self._fields))
         self._fields = {}
-        self._head_bytes = 0
 
     def on_body(self, data: bytes) -> None:
         """Take a part of the body."""

@@ -35,8 +35,8 @@ class RequestReader:
     """Reads the requests of one connection, one after the other."""
 
     __slots__ = (
-        "_body", "_body_bytes", "_bytes_max", "_clock", "_fields_bytes", "_gate", "_head_bytes",
-        "_headers", "_ignores_head", "_is_http10", "_key", "_length", "_method", "_owner",
+        "_body", "_body_bytes", "_bytes_max", "_clock", "_fields_bytes", "_gate", "_headers",
+        "_held_bytes", "_ignores_head", "_is_http10", "_key", "_length", "_method", "_owner",
         "_parser", "_path", "_query", "_target", "_whole", "arrived_s",
     )  # fmt: skip
 
@@ -70,7 +70,7 @@ class RequestReader:
 
     def feed(self, data: bytes) -> None:
         """Read what came, or raise ApiError saying what is wrong with it."""
-        is_in_head, whole = self._length is None, self._whole
+        whole, body_bytes = self._whole, self._body_bytes
         try:
             self._parse(data)
         except httptools.HttpParserCallbackError as error:
@@ -81,10 +81,11 @@ class RequestReader:
             raise http1.malformed("a broken head") from None
         except httptools.HttpParserError as error:
             raise http1.malformed(str(error)[:120]) from None
-        if is_in_head and self._length is None and whole == self._whole:
-            # The parser holds a header back until it is whole: what it holds is bounded here.
-            self._head_bytes += len(data)
-            if self._head_bytes > HEAD_BYTES_MAX:
+        if whole == self._whole and body_bytes == self._body_bytes:
+            # The parser holds a header back until it is whole, and a trailer too: what it holds is
+            # bounded here.
+            self._held_bytes += len(data)
+            if self._held_bytes > HEAD_BYTES_MAX:
                 raise _head_too_large()
 
     def _parse(self, data: bytes) -> None:
@@ -138,6 +139,7 @@ class RequestReader:
     def on_body(self, body: bytes) -> None:
         """Take a part of the body."""
         self._body_bytes += len(body)
+        self._held_bytes = 0
         if self._body_bytes > self._bytes_max:
             raise self._too_large()
         self._body.append(body)
@@ -172,7 +174,7 @@ class RequestReader:
         self._body = []
         self._body_bytes = 0
         self._fields_bytes = 0
-        self._head_bytes = 0
+        self._held_bytes = 0
         self._length = None
         self._is_http10 = False
         self._key = None
@@ -229,4 +231,4 @@ class RequestReader:
 
 
 def _head_too_large() -> ApiError:
-    return http1.malformed(f"a head of more than {HEAD_BYTES_MAX} bytes")
+    return http1.malformed(f"a head or trailer of more than {HEAD_BYTES_MAX} bytes")

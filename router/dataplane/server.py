@@ -11,6 +11,7 @@ from collections import Counter, deque
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from email.utils import formatdate
+from math import inf
 from typing import Final, Protocol, cast
 
 from isochrone.service.door import DoorLimits
@@ -142,7 +143,8 @@ class ClientConnection:
 
     __slots__ = (
         "_address", "_bad", "_begun", "_chunked", "_errand", "_paused", "_reader", "_ready",
-        "_request", "_resumed", "_server", "_source", "_stopped_reading", "_transport", "due_s",
+        "_request", "_resumed", "_server", "_source", "_stopped_reading", "_transport",
+        "_unread_bytes", "due_s",
     )  # fmt: skip
 
     def __init__(self, server: Server) -> None:
@@ -160,6 +162,7 @@ class ClientConnection:
         self._begun = False
         self._chunked = False
         self._resumed: Signal | None = None
+        self._unread_bytes: float = 0
         self.due_s = NEVER
 
     # The transport's side.
@@ -218,7 +221,8 @@ class ClientConnection:
     def pause_writing(self) -> None:
         """Stop the source of what is written: the client reads slower."""
         self._paused = True
-        self.due_s = self._server.clock() + self._server.write_timeout_s
+        self._unread_bytes = inf  # From here on it counts.
+        self._reads_on()
         if self._source is not None:
             self._source.pause()
 
@@ -235,6 +239,8 @@ class ClientConnection:
     def on_due(self) -> None:
         """End what waited too long: a head, a body, an idle connection, a client that is deaf."""
         is_closing = self._transport is None or self._transport.is_closing()
+        if self._paused and self._reads_on():
+            return
         if self._errand is not None or self._bad is not None or is_closing:
             self.abort()
         elif self._reader.arrived_s:
@@ -358,25 +364,20 @@ class ClientConnection:
             if self._paused:
                 await self.drained()
         except ApiError as error:
-            self._answer_error(error)
-        except asyncio.CancelledError:
-            raise
+            self._answer_error(request, error)
         except Exception:
             log.exception("request failed", extra={"fields": {"path": request.path[:200]}})
-            self._answer_error(
-                ApiError(ErrorCode.INTERNAL, "cannot answer: an internal error was logged")
-            )
+            told = ApiError(ErrorCode.INTERNAL, "cannot answer: an internal error was logged")
+            self._answer_error(request, told)
         finally:
             self._source = None
 
-    def _answer_error(self, error: ApiError) -> None:
+    def _answer_error(self, request: Request, error: ApiError) -> None:
         if self._begun:
             # Half an answer is out: only a cut tells the client that it is not whole.
             self.abort()
         else:
-            request = self._request
-            path, request_id = (request.path, request.request_id) if request else ("", "")
-            self.reply(self._server.encode_error(error, path, request_id))
+            self.reply(self._server.encode_error(error, request.path, request.request_id))
 
     def _refuse(self, error: ApiError) -> None:
         """Answer what never became a request, after those before it, and close.
@@ -395,6 +396,15 @@ class ClientConnection:
         # Where the client is gone the request is being cancelled: there is nobody to tell.
         if self._transport is not None:
             self._transport.write(data)
+
+    def _reads_on(self) -> bool:
+        """Give a client as long again that has read a buffer's worth of what waits for it since."""
+        unread = self._transport.get_write_buffer_size() if self._transport is not None else inf
+        if self._unread_bytes - unread < WRITE_BUFFER_BYTES:
+            return False
+        self._unread_bytes = unread
+        self.due_s = self._server.clock() + self._server.write_timeout_s
+        return True
 
     def _close(self) -> None:
         """Close after what is written is out; a client that does not read it is cut."""

@@ -1,12 +1,12 @@
 """The usage that an engine tells: read from a whole answer or a frame, completed, rewritten."""
 
-from typing import Annotated, Any, Final, NamedTuple
+from typing import Annotated, Any, Final
 
 import msgspec
 from msgspec import Meta
 
 
-class UsageCount(NamedTuple):
+class UsageCount(msgspec.Struct, frozen=True):
     """What an engine says that a request used."""
 
     prompt_tokens: int

@@ -8,9 +8,10 @@ Rule 4: rates run on monotonic seconds. A day is a day of UTC, and so on Unix ti
 
 Processes of one router share nothing, and a client's connections spread over them as they happen
 to. So each process grants its share of a key's rates: together they never exceed the limit, while
-a client that keeps to one connection may be held to less. A day's quota is not divided: what all
-routers used together comes down with the table (`KeyEntry.spent_until`), and what is counted here
-only bridges the seconds until then, and the hours when no scheduler can be heard.
+a client that keeps to one connection may be held to less. Requests at once are shared alike, but
+rounded up: a key of one at a time may have one in each process. A day's quota is not divided: what
+all routers used together comes down with the table (`KeyEntry.spent_until`), and what is counted
+here only bridges the seconds until then, and the hours when no scheduler can be heard.
 """
 
 import math

@@ -33,7 +33,6 @@ CUT: Final = 0.5
 GROW: Final = 1.002
 TTL_S: Final = 3600.0
 
-
 FOUND: Final = 0.75
 """Less than this of the share that was expected, and the rest of it had been pushed out."""
 
@@ -54,11 +53,6 @@ class Match(NamedTuple):
 
     mask: int
     share: float
-
-    @property
-    def slots(self) -> Sequence[int]:
-        """Return their slots."""
-        return slots_of(self.mask)
 
 
 class Held(NamedTuple):

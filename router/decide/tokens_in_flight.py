@@ -67,11 +67,6 @@ class Reservation:
         self.output_tokens = decode
         self.work_ms = work_ms
 
-    @property
-    def is_open(self) -> bool:
-        """Whether these tokens are still counted."""
-        return self._open
-
     def first_token(self, at_s: float | None = None) -> None:
         """Prefill is over: the prompt no longer stands in anyone's way, only its KV stays.
 
@@ -98,14 +93,19 @@ class Line:
     __slots__ = (
         "decode",
         "free_at_s",
+        "is_gone",
         "others",
         "outputs",
         "past",
         "prefill",
         "reading",
+        "requests",
     )
 
     def __init__(self) -> None:
+        self.is_gone = False
+        """No table names the replica: it ends with the last answer."""
+        self.requests = 0
         self.prefill = 0
         self.decode = 0
         self.outputs = 0
@@ -144,7 +144,6 @@ class TokensInFlight:
     ) -> None:
         """With `on_release`, tell whom when a replica got room; with `on_change`, of any change."""
         self._lines: dict[ReplicaId, Line] = {}
-        self._requests: dict[ReplicaId, int] = {}
         self._on_release = on_release or _nobody
         self._changed = on_change or _nobody
 
@@ -168,7 +167,8 @@ class TokensInFlight:
         line.decode += decode
         line.outputs += decode
         line.reading[reservation] = work_ms
-        self._requests[replica_id] = self._requests.get(replica_id, 0) + 1
+        line.requests += 1
+        line.is_gone = False
         if arrives_s is not None:
             begins_s = max(line.free_at_s, arrives_s + others_ms / 1000)
             line.free_at_s = begins_s + work_ms / 1000
@@ -178,12 +178,10 @@ class TokensInFlight:
 
     def at(self, replica_id: ReplicaId, now_s: float) -> InFlight:
         """Return what is in flight at one replica."""
-        line = self._lines.get(replica_id)
-        if line is None:
-            return InFlight(0, 0, 0)
+        line = self.line(replica_id)
         told, usual, others_decode = line.others.at(now_s)
-        ours = self._requests.get(replica_id, 0)
-        return InFlight(line.prefill, line.decode, ours, round(told + usual), round(others_decode))
+        others = round(told + usual), round(others_decode)
+        return InFlight(line.prefill, line.decode, line.requests, *others)
 
     def line(self, replica_id: ReplicaId) -> Line:
         """Return the replica's line, to read."""
@@ -207,17 +205,16 @@ class TokensInFlight:
 
     def forget(self, replica_ids: Set[ReplicaId]) -> None:
         """Drop what replicas said that no table names any more; what they still answer stays."""
-        for replica_id in replica_ids:
-            line = self._lines.get(replica_id)
-            if line is not None and not self._requests.get(replica_id):
+        for replica_id in replica_ids & self._lines.keys():
+            line = self._lines[replica_id]
+            line.others, line.is_gone = Others(), True
+            if not line.requests:
                 del self._lines[replica_id]
-            elif line is not None:
-                line.others = Others()
 
     @property
     def requests(self) -> int:
         """Requests in flight, everywhere."""
-        return sum(self._requests.values())
+        return sum(line.requests for line in self._lines.values())
 
     def totals(self) -> InFlight:
         """Everything this router has in flight."""
@@ -253,11 +250,9 @@ class TokensInFlight:
         if at_s is not None:
             line.past.append((at_s, line.prefill, line.outputs))
         assert line.prefill >= 0 and line.decode >= 0, f"{replica_id}: released more than reserved"
-        left = self._requests[replica_id] - 1
-        if left:
-            self._requests[replica_id] = left
-        else:
-            del self._requests[replica_id]
+        line.requests -= 1
+        if line.is_gone and not line.requests:
+            del self._lines[replica_id]
         self._changed(replica_id)
         self._on_release(replica_id)
 

@@ -101,7 +101,7 @@ class Follower:
         with suppress(FileNotFoundError):
             # There may be only the one before it.
             written_at_s = await asyncio.to_thread(lambda: self._snapshot.stat().st_mtime)
-        self._adopt(table)
+        self.take(table)
         self._fleet.confirmed_at_s = self._clock() - max(0.0, unix_now_s - written_at_s)
         self._on_disk = table
         return True
@@ -129,10 +129,6 @@ class Follower:
         have = known[-1].generation if known else Generation(0)
         await send(SnapshotWanted(have=have))
 
-    def take(self, table: RouteTable) -> None:
-        """Serve by a table that the main process of this router believes already."""
-        self._adopt(table)
-
     async def reconsider(self) -> str:
         """Look at a held table again: its dropped replicas may have ended meanwhile."""
         if self.held is None:
@@ -144,7 +140,7 @@ class Follower:
                 "a table that was held is now believed",
                 extra={"fields": {"generation": verdict.table.generation}},
             )
-            self._adopt(verdict.table)
+            self.take(verdict.table)
             return "believed"
         return verdict.reason
 
@@ -168,14 +164,15 @@ class Follower:
         before = self.held.before if self.held else self._fleet.table
         verdict = adopt(before, table, self._fleet.answering())
         if isinstance(verdict, Adopted):
-            self._adopt(verdict.table)
+            self.take(verdict.table)
             return
         self._refuse(verdict.reason)
         if not verdict.is_stale and before is not None:
             self._serve_by(widened(before, table))
             self.held = Held(before, table, verdict)
 
-    def _adopt(self, table: RouteTable) -> None:
+    def take(self, table: RouteTable) -> None:
+        """Serve by a table that is believed, here or by the main process of this router."""
         self.held = None
         self._fleet.confirmed_at_s = self._clock()
         self._serve_by(table)

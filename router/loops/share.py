@@ -16,7 +16,8 @@ class Sharer:
     async def run_once(self) -> int:
         """Tell what was read since the last turn; return how many prompts."""
         rows = self._outbox.take()
-        if rows and self._parent is not None:
+        if self._parent is not None:
+            # Also where there are none: a worker that says nothing is taken to hang.
             await self._parent.send(Prompts(rows))
         elif rows:
             self._workers.tell(Prompts(rows))

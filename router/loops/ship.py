@@ -95,7 +95,6 @@ class Shipper:
                 router_id=self._router_id,
                 boot_id=self._boot_id,
                 seq=self._seq,
-                window_started_at=self._unix_clock() - window_s,
                 window_s=window_s,
                 rows=rows,
                 trials=self._recorder.take_trials(),

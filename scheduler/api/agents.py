@@ -59,7 +59,8 @@ class Agents:
             metrics.REPORTS.labels("unchanged").inc()
             return True
         try:
-            async with transaction(self._acting.intake, timeout_s=INTAKE_TIMEOUT_S) as connection:
+            pool = self._acting.intake
+            async with transaction(pool, timeout_s=INTAKE_TIMEOUT_S, lags=True) as connection:
                 effect = await record_report(connection, self._acting.epoch, report)
             metrics.REPORTS.labels("stale" if effect.stale else "taken").inc()
             if effect.stale:

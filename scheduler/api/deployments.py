@@ -14,7 +14,7 @@ from scheduler.api.endpoint import Call, Endpoint, Page, found
 from scheduler.decide.explain import Explanation
 from scheduler.decide.feasible import allowed
 from scheduler.planner.questions import Heard
-from scheduler.store import catalogue
+from scheduler.store import catalogue, deployments
 from scheduler.store.cluster import read_pops
 from scheduler.store.lease import read_acting_for_s
 from scheduler.store.rollouts import is_overtaken
@@ -25,7 +25,7 @@ OVER_NODES: Final = frozenset({"embedded", "vllm", "sglang"})
 
 async def list_deployments(call: Call) -> Page:
     """Deployments."""
-    rows = await catalogue.list_deployments(call.connection, call.after, call.limit + 1)
+    rows = await deployments.list_deployments(call.connection, call.after, call.limit + 1)
     unmet = call.acting.unmet
     rows = [
         msgspec.structs.replace(
@@ -39,7 +39,7 @@ async def list_deployments(call: Call) -> Page:
 async def get_deployment(call: Call) -> DeploymentView:
     """One deployment."""
     name = call.part("deployment_id")
-    held = found(await catalogue.get_deployment(call.connection, name), "deployment", name)
+    held = found(await deployments.get_deployment(call.connection, name), "deployment", name)
     unmet = tuple(reason for d, reason in call.acting.unmet if d == name)
     return msgspec.structs.replace(held, unmet=unmet)
 
@@ -48,13 +48,13 @@ async def create_deployment(call: Call) -> DeploymentView:
     """Wish that a model be served."""
     body: NewDeploymentBody = call.body
     deployment = await _checked(call, body, body.deployment_id)
-    if not await catalogue.add_deployment(call.connection, deployment):
+    if not await deployments.add_deployment(call.connection, deployment):
         raise ApiError(
             ErrorCode.CONFLICT,
             f"cannot create {body.deployment_id}: this id or the name {deployment.name} is taken",
         )
     await catalogue.touch(call.connection)
-    after = await catalogue.get_deployment(call.connection, body.deployment_id)
+    after = await deployments.get_deployment(call.connection, body.deployment_id)
     await call.record("deployment.create", body.deployment_id, after=after)
     return found(after, "deployment", body.deployment_id)
 
@@ -62,18 +62,19 @@ async def create_deployment(call: Call) -> DeploymentView:
 async def put_deployment(call: Call) -> DeploymentView:
     """Change a deployment; another model or engine is a new version, rolled out by and by."""
     name = call.part("deployment_id")
-    before = found(await catalogue.get_deployment(call.connection, name), "deployment", name)
+    await deployments.hold_deployment(call.connection, name)
+    before = found(await deployments.get_deployment(call.connection, name), "deployment", name)
     body: DeploymentBody = call.body
     deployment = await _checked(call, body, name)
     if await is_overtaken(call.connection, deployment):
         words = f"cannot change {name}: a rollout of it is on its way; abort it first"
         raise ApiError(ErrorCode.CONFLICT, words)
-    if not await catalogue.change_deployment(call.connection, deployment, call.etag):
+    if not await deployments.change_deployment(call.connection, deployment, call.etag):
         raise ApiError(
             ErrorCode.CONFLICT, f"cannot change {name}: the name {deployment.name} is taken"
         )
     await catalogue.touch(call.connection)
-    after = await catalogue.get_deployment(call.connection, name)
+    after = await deployments.get_deployment(call.connection, name)
     await call.record("deployment.put", name, before=before, after=after)
     return found(after, "deployment", name)
 
@@ -81,8 +82,8 @@ async def put_deployment(call: Call) -> DeploymentView:
 async def delete_deployment(call: Call) -> None:
     """End a deployment: its replicas drain."""
     name = call.part("deployment_id")
-    before = found(await catalogue.get_deployment(call.connection, name), "deployment", name)
-    await catalogue.delete_deployment(call.connection, name, call.etag)
+    before = found(await deployments.get_deployment(call.connection, name), "deployment", name)
+    await deployments.delete_deployment(call.connection, name, call.etag)
     await catalogue.touch(call.connection)
     await call.record("deployment.delete", name, before=before)
 

@@ -1,7 +1,7 @@
 """What every admin endpoint has in common: decoding, paging, ETags, idempotency, one transaction.
 
-An endpoint is a row of a table (`Endpoint`) and an async function of a `Call`. The function runs in
-a transaction with the event of its deed; whatever it raises, nothing of it was done.
+An endpoint is a row of a table (`Endpoint`) and an async function of a `Call`. One that changes a
+thing runs in a transaction with the event of its deed; whatever it raises, nothing of it was done.
 """
 
 import base64
@@ -22,7 +22,7 @@ from scheduler.planner.process import PlannerFailed
 from scheduler.store.catalogue import EtagMoved, StillUsed
 from scheduler.store.events import record_event
 from scheduler.store.idempotency import StoredAnswer, recall, remember
-from scheduler.store.pool import BAD_DATA, UNAVAILABLE, Connection, transaction
+from scheduler.store.pool import BAD_DATA, UNAVAILABLE, Connection, transaction, using
 
 BODY_BYTES_MAX: Final = 1024 * 1024
 BODY_TIMEOUT_S: Final = 10.0
@@ -182,7 +182,9 @@ async def _answer(
             ErrorCode.INVALID_REQUEST, "cannot use the Idempotency-Key: 1 to 128 visible letters"
         )
     sha = hashlib.sha256(raw).hexdigest()
-    async with transaction(acting.pool) as connection:
+    # Who only reads may ask the planner, which takes its time.
+    lend = using if endpoint.method == "GET" else transaction
+    async with lend(acting.pool) as connection:
         if key:
             stored = await recall(connection, key, request.method, request.path)
             if stored is not None:

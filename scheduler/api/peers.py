@@ -27,6 +27,7 @@ from scheduler import metrics
 from scheduler.acting import INTAKE_TIMEOUT_S, Acting, NotActing, now
 from scheduler.api.join import issue
 from scheduler.connected import Connected
+from scheduler.decide.pace import Pace
 from scheduler.store.events import record_event
 from scheduler.store.identities import may_renew
 from scheduler.store.lease import hold_lease, read_cluster_row, rise_above
@@ -38,6 +39,10 @@ PEERS_MAX: Final = 10_000
 ALIVE_S: Final = 6.0
 PING_S: Final = 10.0
 RENEW_FROM_SHARE: Final = 1 / 2
+AGENT_MESSAGES_PER_S: Final = 5.0
+ROUTER_MESSAGES_PER_S: Final = 50.0
+"""A router's demand and usage are what thousands of requests came to, and may have waited long."""
+
 LEAP_MAX: Final = 2**40
 """How far ahead of the store a peer may be: more than any lost history, far less than what would
 use up the numbers that only rise."""
@@ -83,11 +88,14 @@ async def converse(
         await socket.close()
         return
     sender = asyncio.create_task(peer.empty_outbox())
+    pace = Pace(AGENT_MESSAGES_PER_S if role is PeerRole.AGENT else ROUTER_MESSAGES_PER_S)
     try:
         yield peer, None
         while True:
             try:
-                message = await _receive(socket, reader)
+                frame = await _receive(socket)
+                await asyncio.sleep(pace.wait_s(len(frame), acting.clock()))
+                message = _read(frame, reader)
                 if isinstance(message, Renew):
                     await _renew(peer, acting, message)
                 else:
@@ -120,7 +128,7 @@ async def _register(
     await socket.send_bytes(codec.encode(challenge))
     try:
         async with asyncio.timeout(REGISTER_TIMEOUT_S):
-            register = await _receive(socket, reader)
+            register = _read(await _receive(socket), reader)
     except (TimeoutError, EOFError):
         raise Turned(RefusedCode.MALFORMED, "no registration in time") from None
     if not isinstance(register, Register):
@@ -154,9 +162,6 @@ async def _register(
         large=acting.large,
     )
     peer.generation = register.generation
-    before = acting.add_peer(peer)
-    if before is not None:
-        await before.end(Refused(code=RefusedCode.DUPLICATE, reason="the same peer dialled again"))
     welcome = Welcome(
         cluster_id=acting.cluster_id,
         epoch=acting.epoch,
@@ -164,6 +169,9 @@ async def _register(
         redial_spread_s=acting.redial_spread_s,
     )
     peer.tell(welcome)
+    before = acting.add_peer(peer)
+    if before is not None:
+        await before.end(Refused(code=RefusedCode.DUPLICATE, reason="the same peer dialled again"))
     return peer
 
 
@@ -220,7 +228,7 @@ def _refuse_twin(register: Register, acting: Acting) -> None:
 
 async def _enter(register: Register, acting: Acting, certificate: Certificate) -> None:
     """Write the registration; lift a store that is behind what this peer has seen."""
-    async with transaction(acting.intake, timeout_s=INTAKE_TIMEOUT_S) as connection:
+    async with transaction(acting.intake, timeout_s=INTAKE_TIMEOUT_S, lags=True) as connection:
         cluster = await read_cluster_row(connection)
         newest = cluster.generation if register.role is PeerRole.AGENT else cluster.route_generation
         if register.generation - newest > LEAP_MAX or register.epoch - acting.epoch > LEAP_MAX:
@@ -230,14 +238,6 @@ async def _enter(register: Register, acting: Acting, certificate: Certificate) -
                 f"store is at {newest} and {acting.epoch}",
                 retry_after_s=30,
             )
-        await record_registration(
-            connection,
-            register.role,
-            register.name,
-            register.boot_id,
-            register.generation,
-            certificate,
-        )
         behind = register.generation > newest or register.epoch > acting.epoch
         if behind:
             await rise_above(
@@ -246,6 +246,14 @@ async def _enter(register: Register, acting: Acting, certificate: Certificate) -
                 generation=register.generation,
                 epoch=register.epoch,
             )
+        await record_registration(
+            connection,
+            register.role,
+            register.name,
+            register.boot_id,
+            register.generation,
+            certificate,
+        )
     if behind:
         asked_at = acting.clock()
         async with using(acting.reserved) as connection:
@@ -290,13 +298,17 @@ async def _renew(peer: Connected, acting: Acting, asked: Renew) -> None:
     peer.tell(Renewed(certificate_pem=renewed_pem))
 
 
-async def _receive(socket: web.WebSocketResponse, reader: Any) -> Any:
+async def _receive(socket: web.WebSocketResponse) -> bytes:
     frame = await socket.receive()
     if frame.type is WSMsgType.BINARY:
-        try:
-            return codec.decode(frame.data, reader)
-        except codec.MalformedFrame as error:
-            raise Turned(RefusedCode.MALFORMED, str(error)) from error
+        return bytes(frame.data)
     if frame.type is WSMsgType.TEXT:
         raise Turned(RefusedCode.MALFORMED, "cannot read frame: text, expected msgpack")
     raise EOFError
+
+
+def _read(frame: bytes, reader: Any) -> Any:
+    try:
+        return codec.decode(frame, reader)
+    except codec.MalformedFrame as error:
+        raise Turned(RefusedCode.MALFORMED, str(error)) from error

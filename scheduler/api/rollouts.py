@@ -12,7 +12,7 @@ from scheduler.api.deployments import engine_problem
 from scheduler.api.endpoint import Call, Endpoint, Page, found
 from scheduler.decide.rollout import ON_ITS_WAY, Event, NotNow, Rollout, after, problem_of
 from scheduler.decide.trial import compare
-from scheduler.store import catalogue, rollouts
+from scheduler.store import catalogue, deployments, rollouts
 from scheduler.store.cluster import read_pops
 
 
@@ -20,7 +20,8 @@ async def create_rollout(call: Call) -> RolloutView:
     """Begin to bring a new version."""
     name = call.part("deployment_id")
     body: RolloutBody = call.body
-    deployment = found(await catalogue.get_deployment(call.connection, name), "deployment", name)
+    await deployments.hold_deployment(call.connection, name)
+    deployment = found(await deployments.get_deployment(call.connection, name), "deployment", name)
     spec = RolloutSpec(
         model_id=ModelId(body.model_id or deployment.model_id),
         engine=body.engine or deployment.engine,
@@ -36,7 +37,7 @@ async def create_rollout(call: Call) -> RolloutView:
         rollout_id=f"{name}.{secrets.token_hex(4)}",
         deployment_id=DeploymentId(name),
         from_version=deployment.version,
-        to_version=await rollouts.next_version(call.connection, name),
+        to_version=await deployments.next_version(call.connection, name),
         spec=spec,
     )
     if not await rollouts.add_rollout(call.connection, rollout):

@@ -57,9 +57,9 @@ class Routers:
         """Store a message and acknowledge it; what the store can never hold is acknowledged too."""
         try:
             # What is acknowledged is forgotten by the router, and so must be on disk.
-            lasts = not isinstance(message, RoundTrips)
+            lags = isinstance(message, RoundTrips)
             pool = self._acting.intake
-            async with transaction(pool, timeout_s=INTAKE_TIMEOUT_S, lasts=lasts) as connection:
+            async with transaction(pool, timeout_s=INTAKE_TIMEOUT_S, lags=lags) as connection:
                 answer = await _store(connection, peer, message)
         except UNAVAILABLE as error:
             # Not acknowledged, so it comes again; round trips are renewed anyway.

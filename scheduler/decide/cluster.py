@@ -251,3 +251,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     endings: tuple[Ending, ...] = ()
     unmet: tuple[Unmet, ...] = ()
     frozen: str = ""
+
+    @property
+    def node_ids(self) -> list[NodeId]:
+        """The nodes of which the assignment changes, in order."""
+        concerned = {part.node_id for start in self.starts for part in start.parts}
+        for ending in self.endings:
+            concerned |= {ending.node_id, *ending.follower_ids}
+        return sorted(concerned)

@@ -5,6 +5,7 @@ Rule: residency is obeyed at once; everything else waits until what takes its pl
 """
 
 from collections.abc import Callable, Iterable, Sequence, Set
+from math import inf
 from typing import Final
 
 import numpy as np
@@ -126,13 +127,16 @@ def replace_stale(
             search.take(wish, best, reason=f"version {version} replaces the one before")
 
 
-def part_fellows(search: Search, wish: Wish) -> None:
-    """Where all would fail together, start one in their PoP that would not: a spare one ends then.
+def part_fellows(search: Search, wish: Wish, settle_s: float) -> None:
+    """Where two are asked for and all would fail together, start one in their PoP that would not.
 
-    Whether another PoP is worth a seat says the sum.
+    A spare one ends then. Of what nobody asks for twice, and of other PoPs, the sum of score.py
+    decides alone.
     """
     ground, pops = search.ground, set(wish.pops())
-    if len(wish.seats) < 2 or len(pops) > 1 or not search.has_starts_left:
+    asked = wish.least >= 2 and len(wish.seats) >= 2 and len(pops) == 1
+    has_settled = len(may_go(wish, settle_s)) == len(wish.seats)
+    if not (asked and has_settled and search.has_starts_left):
         return
     domains = [_domains(ground, s.placement.node_ids) for s in wish.seats if s.placement]
     shared = frozenset.intersection(*domains)
@@ -167,8 +171,12 @@ def end_spare(wish: Wish, settle_s: float, end_seat: EndSeat) -> bool:
     over = len(wish.seats) > wish.most
     if not over and len(wish.seats) <= wish.least:
         return False
-    spare = _least_missed(wish, settle_s, over)
-    if spare is None or not (over or spare[0] < KEPT * wish.hold):
+    earned = KEPT * wish.hold
+    if over:
+        spare = least_missed(wish, [s for s in wish.seats if s.placement])
+    else:
+        spare = least_missed(wish, may_go(wish, settle_s), below=earned)
+    if spare is None or not (over or spare[0] < earned):
         return False
     lost, seated = spare
     if over:
@@ -178,20 +186,19 @@ def end_spare(wish: Wish, settle_s: float, end_seat: EndSeat) -> bool:
     return True
 
 
-def _least_missed(wish: Wish, settle_s: float, over: bool) -> tuple[float, Seated] | None:
-    """Return the standing seat that may go and whose loss costs least, with that cost."""
+def least_missed(
+    wish: Wish, among: Sequence[Seated], below: float = inf
+) -> tuple[float, Seated] | None:
+    """Return the standing seat whose loss costs least, if that may be less than `below`."""
     least_losses = wish.flow.losses_at_least()
-    standing = [s for s in wish.seats if s.placement and (over or _may_go(wish, s, settle_s))]
-    guesses = [_loss_at_least(wish, seated, least_losses) for seated in standing]
+    guesses = [_loss_at_least(wish, seated, least_losses) for seated in among]
     best: tuple[float, int, float, str] | None = None
     chosen = None
     for number in np.argsort(guesses, kind="stable"):
-        # No later one can cost less than its guess, and one that earns its part does not go.
-        if (best and guesses[number] > best[0]) or (
-            not over and guesses[number] >= KEPT * wish.hold
-        ):
+        # No later one can cost less than its guess.
+        if guesses[number] >= below or (best and guesses[number] > best[0]):
             break
-        seated = standing[number]
+        seated = among[number]
         assert seated.placement is not None
         placement, loss = seated.placement, wish.loss(seated)
         # Of equals the one with most of its fellows beside it, then the youngest.
@@ -211,11 +218,12 @@ def _loss_at_least(wish: Wish, seated: Seated, least_losses: Floats) -> float:
     return wish.flow.loss_at_least(seated.site, seated.room)
 
 
-def _may_go(wish: Wish, seated: Seated, settle_s: float) -> bool:
-    return (
-        seated.placement is not None
-        and seated.placement.age_s >= settle_s
-        and not (
-            seated.pop in wish.deployment.policy.keep_warm and wish.pops().count(seated.pop) == 1
-        )
-    )
+def may_go(wish: Wish, settle_s: float) -> list[Seated]:
+    """Return the standing seats that have settled and are no PoP's only one to be kept warm."""
+    pops = wish.pops()
+    kept = {pop for pop in wish.deployment.policy.keep_warm if pops.count(pop) == 1}
+    return [
+        seated
+        for seated in wish.seats
+        if seated.placement and seated.placement.age_s >= settle_s and seated.pop not in kept
+    ]

@@ -10,12 +10,15 @@ from typing import Final
 
 import numpy as np
 
+from isochrone.wire.report import ReplicaState
 from scheduler.decide.attempt import ENOUGH, Effort, Holder, Saved
+from scheduler.decide.endings import least_missed, may_go
 from scheduler.decide.exchange import Exchange, Yielding
 from scheduler.decide.flow import EPSILON
+from scheduler.decide.score import START
 from scheduler.decide.search import Order, Search, Worth
 from scheduler.decide.shift import Shift
-from scheduler.decide.wish import Seated
+from scheduler.decide.wish import Seated, Wish
 
 TRIED_PER_SEAT: Final = 4
 """How many other sites one seat is tried at, the most promising first."""
@@ -30,6 +33,7 @@ class Improve:
     def __init__(self, search: Search, settle_s: float, effort: int) -> None:
         self._search = search
         self._effort = Effort(effort)
+        self._settle_s = settle_s
         self._exchange = Exchange(search, settle_s, self._effort)
         self._shift = Shift(search, self._exchange, self._move, self._effort)
 
@@ -143,7 +147,33 @@ class Improve:
         saved.undo()
         return False
 
-    def _refill(self, number: int, but: int = -1) -> None:
+    def relocate(self) -> None:
+        """Where all the seats a policy allows are taken, start one elsewhere that is worth more.
+
+        What it takes the place of ends as one too many when it is warm. The new one must save what
+        it costs and twice START more, as in an exchange.
+        """
+        search = self._search
+        for number, wish in enumerate(search.wishes):
+            if not search.has_starts_left:
+                return
+            if len(wish.seats) != wish.most or not all(_is_settled(wish, s) for s in wish.seats):
+                continue
+            missed = least_missed(wish, may_go(wish, self._settle_s))
+            if missed is None or not self._effort.spend(1):
+                continue
+            leaving = missed[1]
+            saved = Saved(search, [number])
+            before = saved.cost_before()
+            search.untake(wish, leaving)
+            self._refill(number, leaving.site, f"worth more here than in {leaving.pop}")
+            if saved.cost_now() < before - ENOUGH - 2 * START:
+                search.occupy(wish, leaving)
+                wish.add(leaving)
+            else:
+                saved.undo()
+
+    def _refill(self, number: int, but: int = -1, reason: str = "") -> None:
         """Take the best seat that pays for one wish, if any, at another site than `but`."""
         search, wish = self._search, self._search.wishes[number]
         sites = np.flatnonzero(wish.rooms > 0)
@@ -162,4 +192,14 @@ class Improve:
             if worth and worth.net > ENOUGH and (best is None or worth.net > best.net):
                 best = worth
         if best:
-            search.take(wish, best)
+            search.take(wish, best, reason=reason)
+
+
+def _is_settled(wish: Wish, seated: Seated) -> bool:
+    """Say whether a seat is a warm placement of the version that is wished for."""
+    placement = seated.placement
+    return (
+        placement is not None
+        and placement.state is ReplicaState.WARM
+        and placement.version == wish.deployment.version
+    )

@@ -10,7 +10,8 @@ How, and where each step is:
  4. Improve while effort is left (`improve.py`; each change is kept or undone whole, `attempt.py`):
     new seats that do not pay go, others move; what wants a full place takes it from what is worth
     less there (`exchange.py`); sites are filled anew in other orders; and seats are forced
-    elsewhere to see what follows (`shift.py`).
+    elsewhere to see what follows (`shift.py`). Where a policy allows no seat more, one that stands
+    is started anew where it is worth more.
  5. End what that makes needless: who yields its place, who is drained, of an old version, or spare;
     part those who would all fail together (`endings.py`); and say what could not be met
     (`refusals.py`).
@@ -79,6 +80,7 @@ def plan(
     improve = Improve(search, limits.settle_s, limits.effort)
     improve.fill()
     improve.run()
+    improve.relocate()
     for yielding in improve.yielding:
         draft.end_seat(yielding.seated, yielding.reason)
     for wish in search.wishes:
@@ -163,7 +165,7 @@ class Draft:
             end_drained(self.ground, wish.deployment, mine, least, self.end)
         is_at_rest = not is_moving and not stale and not wish.is_coming()
         if is_at_rest and not end_spare(wish, self._limits.settle_s, self.end_seat):
-            part_fellows(search, wish)
+            part_fellows(search, wish, self._limits.settle_s)
         self._unmet.extend(unmet_in(self.ground, wish))
 
     def end_seat(self, seated: Seated, reason: str) -> None:

@@ -250,7 +250,6 @@ def _node(change: AddNodes, number: int, taken: set[NodeId]) -> Node:
             device_id=DeviceId(f"{change.device_class}-{index}"),
             device_class=change.device_class,
             memory_bytes=change.memory_bytes,
-            memory_free_bytes=change.memory_bytes,
         )
         for index in range(change.devices)
     )

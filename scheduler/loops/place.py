@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import msgspec
 
-from isochrone.wire.ids import NodeId
 from scheduler import metrics
 from scheduler.acting import Acting
 from scheduler.decide.cluster import Plan
@@ -92,11 +91,8 @@ class Place:
                     }
                 },
             )
-        moved = {part.node_id for start in decided.starts for part in start.parts} | {
-            node_id for end in decided.endings for node_id in (end.node_id, *end.follower_ids)
-        }
-        for node_id in sorted(moved):
-            peer = self._acting.agent(NodeId(node_id))
+        for node_id in decided.node_ids:
+            peer = self._acting.agent(node_id)
             if peer is not None and peer.has_reported:
                 await self._acting.send_assignment(peer)
         self._acting.publish()

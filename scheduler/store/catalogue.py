@@ -1,4 +1,4 @@
-"""What operators write: PoPs, models, deployments, join tokens, and what they read of nodes."""
+"""What operators write: PoPs and models, and what they read of nodes, routers and placements."""
 
 from typing import Any, Final
 
@@ -6,7 +6,6 @@ import asyncpg
 import msgspec
 
 from isochrone.wire.admin import (
-    DeploymentView,
     ModelView,
     NodeView,
     PlacementView,
@@ -14,8 +13,8 @@ from isochrone.wire.admin import (
     PopView,
     RouterView,
 )
-from isochrone.wire.ids import DeploymentId, DeviceId, ModelId, NodeId, PopId
-from isochrone.wire.model import Deployment, EngineSettings, Model, Policy
+from isochrone.wire.ids import DeploymentId, DeviceId, NodeId, PopId
+from isochrone.wire.model import Model
 from isochrone.wire.report import Device
 from scheduler.store.pool import Connection
 
@@ -71,11 +70,25 @@ async def put_pop(connection: Connection, pop: str, body: PopBody, etag: int | N
     return _pop(row)
 
 
+_GOES_WITH: Final = {
+    ("pop", "pop"): "DELETE FROM join_token WHERE pop = $1",
+    ("node", "node_id"): "DELETE FROM placement WHERE node_id = $1 AND released_at IS NOT NULL",
+    ("model", "model_id"): """
+        WITH gone AS (
+            SELECT deployment_id FROM deployment d WHERE model_id = $1 AND deleted_at IS NOT NULL
+            AND NOT EXISTS (SELECT FROM placement p
+                            WHERE p.deployment_id = d.deployment_id AND released_at IS NULL)
+        ), past AS (DELETE FROM placement p USING gone WHERE p.deployment_id = gone.deployment_id)
+        DELETE FROM deployment d USING gone WHERE d.deployment_id = gone.deployment_id
+    """,
+}
+"""What is past, or of no use without the row."""
+
+
 async def delete_row(
     connection: Connection, table: str, column: str, name: str, etag: int | None
 ) -> bool:
     """Delete one row; False where there is none; raises EtagMoved or StillUsed."""
-    assert (table, column) in {("pop", "pop"), ("model", "model_id"), ("node", "node_id")}
     held = await connection.fetchval(
         f"SELECT etag FROM {table} WHERE {column} = $1 FOR UPDATE",  # noqa: S608
         name,
@@ -86,6 +99,7 @@ async def delete_row(
         raise EtagMoved(name)
     try:
         async with connection.transaction():
+            await connection.execute(_GOES_WITH[table, column], name)
             await connection.execute(f"DELETE FROM {table} WHERE {column} = $1", name)  # noqa: S608
     except asyncpg.ForeignKeyViolationError as error:
         raise StillUsed(
@@ -125,103 +139,6 @@ async def put_model(connection: Connection, model: Model, etag: int | None) -> M
     if row is None:
         raise EtagMoved(model.model_id)
     return _model(row)
-
-
-_DEPLOYMENTS: Final = """
-SELECT d.*, (
-    SELECT coalesce(json_object_agg(state, replicas), '{}') FROM (
-        SELECT CASE WHEN ended_at IS NULL THEN state ELSE 'draining' END AS state,
-               count(*) AS replicas
-        FROM placement p WHERE p.deployment_id = d.deployment_id AND released_at IS NULL
-            AND leader_id IS NULL
-        GROUP BY 1
-    ) AS counted
-) AS replicas
-FROM deployment d WHERE deleted_at IS NULL
-"""
-
-
-async def list_deployments(connection: Connection, after: str, limit: int) -> list[DeploymentView]:
-    """Return deployments in the order of their ids."""
-    rows = await connection.fetch(
-        f"{_DEPLOYMENTS} AND deployment_id > $1 ORDER BY deployment_id LIMIT $2", after, limit
-    )
-    return [_deployment(row) for row in rows]
-
-
-async def get_deployment(connection: Connection, deployment_id: str) -> DeploymentView | None:
-    """Return one deployment."""
-    row = await connection.fetchrow(f"{_DEPLOYMENTS} AND deployment_id = $1", deployment_id)
-    return _deployment(row) if row else None
-
-
-async def add_deployment(connection: Connection, deployment: Deployment) -> bool:
-    """Make a deployment; False where its id or its name is taken."""
-    try:
-        async with connection.transaction():
-            await connection.execute(
-                """
-                INSERT INTO deployment (deployment_id, name, model_id, version, engine, policy)
-                VALUES ($1, $2, $3, $4, $5, $6)
-                """,
-                deployment.deployment_id,
-                deployment.name,
-                deployment.model_id,
-                deployment.version,
-                msgspec.json.encode(deployment.engine).decode(),
-                msgspec.json.encode(deployment.policy).decode(),
-            )
-    except asyncpg.UniqueViolationError:
-        return False
-    return True
-
-
-async def change_deployment(
-    connection: Connection, deployment: Deployment, etag: int | None
-) -> bool:
-    """Change a deployment; a new model or engine is a new version. Raises EtagMoved.
-
-    False where the name is another deployment's.
-    """
-    engine = msgspec.json.encode(deployment.engine).decode()
-    try:
-        async with connection.transaction():
-            done = await connection.execute(
-                """
-                UPDATE deployment SET name = $2, model_id = $3, engine = $4, policy = $5,
-                    version = CASE WHEN model_id = $3 AND engine = $4::jsonb THEN version
-                                   ELSE 1 + greatest(version, (SELECT max(to_version) FROM rollout
-                                                               WHERE deployment_id = $1)) END,
-                    etag = etag + 1
-                WHERE deployment_id = $1 AND deleted_at IS NULL
-                  AND ($6::bigint IS NULL OR etag = $6)
-                """,
-                deployment.deployment_id,
-                deployment.name,
-                deployment.model_id,
-                engine,
-                msgspec.json.encode(deployment.policy).decode(),
-                etag,
-            )
-    except asyncpg.UniqueViolationError:
-        return False
-    if done == "UPDATE 0":
-        raise EtagMoved(deployment.deployment_id)
-    return True
-
-
-async def delete_deployment(connection: Connection, deployment_id: str, etag: int | None) -> None:
-    """Mark a deployment deleted: its replicas drain. Raises EtagMoved."""
-    done = await connection.execute(
-        """
-        UPDATE deployment SET deleted_at = clock_timestamp(), etag = etag + 1
-        WHERE deployment_id = $1 AND deleted_at IS NULL AND ($2::bigint IS NULL OR etag = $2)
-        """,
-        deployment_id,
-        etag,
-    )
-    if done == "UPDATE 0":
-        raise EtagMoved(deployment_id)
 
 
 _NODES: Final = """
@@ -339,27 +256,12 @@ def _model(row: Any) -> ModelView:
     return ModelView(model=msgspec.json.decode(row["spec"], type=Model), etag=row["etag"])
 
 
-def _deployment(row: Any) -> DeploymentView:
-    return DeploymentView(
-        deployment_id=DeploymentId(row["deployment_id"]),
-        name=row["name"],
-        model_id=ModelId(row["model_id"]),
-        version=row["version"],
-        engine=msgspec.json.decode(row["engine"], type=EngineSettings),
-        policy=msgspec.json.decode(row["policy"], type=Policy),
-        replicas=msgspec.json.decode(row["replicas"], type=dict[str, int]),
-        unmet=(),
-        etag=row["etag"],
-    )
-
-
 def _node(row: Any) -> NodeView:
     devices = tuple(
         Device(
             device_id=DeviceId(device["device_id"]),
             device_class=device["device_class"],
             memory_bytes=device["memory_bytes"],
-            memory_free_bytes=device["memory_bytes"],
             healthy=device["healthy"],
             reason=device["reason"],
         )

@@ -129,7 +129,6 @@ async def _read_devices(
                 device_id=DeviceId(row["device_id"]),
                 device_class=row["device_class"],
                 memory_bytes=row["memory_bytes"],
-                memory_free_bytes=row["memory_bytes"],
                 healthy=row["healthy"],
                 reason=row["reason"],
             )

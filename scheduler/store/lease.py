@@ -124,6 +124,10 @@ async def rise_above(
     Returns whether anything was lifted; the caller's epoch is then no longer the newest, and its
     next turn of the lease takes up the new one.
     """
+    # The epoch first, as every writer asks for it first.
+    raised = await connection.execute(
+        "UPDATE lease SET epoch = $1 + 1 WHERE holder = $2 AND epoch < $1", epoch, holder
+    )
     lifted = await connection.execute(
         """
         UPDATE cluster SET generation = greatest(generation, $1 + 1),
@@ -131,9 +135,6 @@ async def rise_above(
         WHERE generation < $1 OR route_generation < $1
         """,
         generation,
-    )
-    raised = await connection.execute(
-        "UPDATE lease SET epoch = $1 + 1 WHERE holder = $2 AND epoch < $1", epoch, holder
     )
     return lifted != "UPDATE 0" or raised != "UPDATE 0"
 

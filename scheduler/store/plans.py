@@ -6,6 +6,7 @@ from isochrone.wire.ids import Epoch
 from scheduler.decide.cluster import Ending, Plan, Start
 from scheduler.store.events import record_event
 from scheduler.store.lease import assert_epoch
+from scheduler.store.nodes import lock_nodes
 from scheduler.store.pool import Connection
 
 
@@ -15,6 +16,8 @@ async def commit_plan(connection: Connection, plan: Plan, epoch: Epoch) -> bool:
     Nothing is merged by hand: the next turn reads again.
     """
     await assert_epoch(connection, epoch)
+    # Nodes before the cluster's generation, as everybody locks them.
+    await lock_nodes(connection, plan.node_ids)
     generation = await connection.fetchval(
         "UPDATE cluster SET generation = generation + 1 WHERE generation = $1 RETURNING generation",
         plan.based_on,
@@ -26,6 +29,9 @@ async def commit_plan(connection: Connection, plan: Plan, epoch: Epoch) -> bool:
             await _seat(connection, part, generation)
     for ending in plan.endings:
         await _entomb(connection, ending, generation)
+    await connection.execute(
+        "UPDATE node SET assigned = $2 WHERE node_id = ANY($1::text[])", plan.node_ids, generation
+    )
     return True
 
 
@@ -54,7 +60,6 @@ async def _seat(connection: Connection, start: Start, generation: int) -> None:
         """,
         [(spec.replica_id, start.node_id, d, spec.memory_bytes) for d in spec.device_ids],
     )
-    await _moved(connection, start.node_id, generation)
     await record_event(
         connection,
         actor="scheduler",
@@ -76,18 +81,10 @@ async def _entomb(connection: Connection, ending: Ending, generation: int) -> No
         ending.reason,
         ending.drain_timeout_s,
     )
-    for node_id in (ending.node_id, *ending.follower_ids):
-        await _moved(connection, node_id, generation)
     await record_event(
         connection,
         actor="scheduler",
         kind="replica.ended",
         subject=ending.replica_id,
         reason=f"on {ending.node_id}: {ending.reason}",
-    )
-
-
-async def _moved(connection: Connection, node_id: str, generation: int) -> None:
-    await connection.execute(
-        "UPDATE node SET assigned = $2 WHERE node_id = $1", node_id, generation
     )

@@ -19,6 +19,10 @@ Connection = asyncpg.pool.PoolConnectionProxy | asyncpg.Connection
 
 CONNECT_TIMEOUT_S: Final = 2.0
 STATEMENT_TIMEOUT_S: Final = 10.0
+IDLE_TIMEOUT_S: Final = 5.0
+"""How long a transaction may wait for its next statement before Postgres ends it. What a process
+that hangs, or a host that is gone, holds in its deed (the epoch above all) is free after that."""
+
 ACQUIRE_TIMEOUT_S: Final = 1.0
 SIZE_MAX: Final = 20
 TEXT_MAX: Final = 500
@@ -31,6 +35,7 @@ UNAVAILABLE: Final = (
     asyncpg.PostgresConnectionError,
     asyncpg.CannotConnectNowError,
     asyncpg.InsufficientResourcesError,
+    asyncpg.IdleInTransactionSessionTimeoutError,
     asyncpg.AdminShutdownError,
     asyncpg.CrashShutdownError,
     asyncpg.ReadOnlySQLTransactionError,
@@ -47,15 +52,10 @@ BAD_DATA: Final = (
 that a table's own rule refuses (a device of less than no memory)."""
 
 
-async def open_pool(dsn: str, *, size_max: int = SIZE_MAX, lags: bool = False) -> Pool:
-    """Open a pool on the writable host of `dsn`; raises one of UNAVAILABLE if there is none.
-
-    With `lags`, a commit returns before it is on disk: for what is said again after a crash.
-    """
+async def open_pool(dsn: str, *, size_max: int = SIZE_MAX) -> Pool:
+    """Open a pool on the writable host of `dsn`; raises one of UNAVAILABLE if there is none."""
     hosts = _each_host(dsn)
     options: dict[str, Any] = {}
-    if lags:
-        options["server_settings"] = {"synchronous_commit": "off"}
     if await _is_pooled_by_transaction(hosts):
         # Prepared statements do not survive a transaction pooler; neither would LISTEN or session
         # locks, which nothing here uses.
@@ -105,13 +105,18 @@ async def transaction(
     *,
     isolation: Any = "read_committed",
     timeout_s: float = ACQUIRE_TIMEOUT_S,
-    lasts: bool = False,
+    lags: bool = False,
 ) -> AsyncIterator[Connection]:
-    """Lend a connection inside a transaction; with `lasts`, its commit waits even in a pool that
-    lags."""
+    """Lend a connection inside a transaction.
+
+    With `lags`, its commit returns before it is on disk: for what is said again after a crash.
+    """
+    # Set here and not as the connection begins: a transaction pooler refuses it there.
+    settings = f"SET LOCAL idle_in_transaction_session_timeout = '{IDLE_TIMEOUT_S * 1000:.0f}ms'"
+    if lags:
+        settings += "; SET LOCAL synchronous_commit = off"
     async with using(pool, timeout_s) as connection, connection.transaction(isolation=isolation):
-        if lasts:
-            await connection.execute("SET LOCAL synchronous_commit = on")
+        await connection.execute(settings)
         yield connection
 
 

@@ -12,6 +12,7 @@ from isochrone.wire.rollout import RolloutSpec, RolloutState
 from isochrone.wire.usage import Moments, TrialRow
 from scheduler.decide.rollout import Rollout, Starts
 from scheduler.decide.trial import Arm, Stratum
+from scheduler.store.deployments import hold_deployment
 from scheduler.store.pool import Connection, fetch_one
 
 _ROLLOUT = """
@@ -67,20 +68,6 @@ async def is_overtaken(connection: Connection, deployment: Deployment) -> bool:
     )
 
 
-async def next_version(connection: Connection, deployment_id: str) -> int:
-    """Return the version that nothing of this deployment was yet, not even what was reverted."""
-    return int(
-        await connection.fetchval(
-            """
-            SELECT 1 + greatest(
-                (SELECT version FROM deployment WHERE deployment_id = $1),
-                (SELECT max(to_version) FROM rollout WHERE deployment_id = $1))
-            """,
-            deployment_id,
-        )
-    )
-
-
 async def add_rollout(connection: Connection, rollout: Rollout) -> bool:
     """Begin a rollout; False where one is already on its way."""
     try:
@@ -106,6 +93,7 @@ async def write_rollout(connection: Connection, before: Rollout, after: Rollout)
 
     When it is done the deployment is what the rollout brought, in the same transaction.
     """
+    await hold_deployment(connection, before.deployment_id)
     done = await connection.execute(
         """
         UPDATE rollout SET state = $3, step = $4, reason = $5, etag = $6,

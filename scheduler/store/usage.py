@@ -186,6 +186,10 @@ async def prune(connection: Connection, *, batch: int = 5_000) -> int:
         " WHERE created_at < clock_timestamp() - interval '1 day' LIMIT $1)",
         "DELETE FROM placement WHERE ctid IN (SELECT ctid FROM placement"
         " WHERE released_at < clock_timestamp() - interval '7 days' LIMIT $1)",
+        # Usage names its deployment, by which it is priced: as long as usage itself.
+        "DELETE FROM deployment WHERE ctid IN (SELECT d.ctid FROM deployment d"
+        " WHERE deleted_at < clock_timestamp() - interval '90 days' AND NOT EXISTS"
+        " (SELECT FROM placement p WHERE p.deployment_id = d.deployment_id) LIMIT $1)",
         "DELETE FROM join_token WHERE ctid IN (SELECT ctid FROM join_token"
         " WHERE expires_at < clock_timestamp() - interval '7 days' LIMIT $1)",
     ):

@@ -74,11 +74,13 @@ async def sum_usage(
         SELECT sums.*, spend_of(deployment_id, prompt_tokens, cached_tokens, output_tokens) AS spend
         FROM sums ORDER BY day, tenant_id, key_id, deployment_id LIMIT $7
         """  # noqa: S608
-    await connection.execute(f"SET LOCAL statement_timeout = {round(STATEMENT_TIMEOUT_S * 1000)}")
+    in_time = f"SET LOCAL statement_timeout = {round(STATEMENT_TIMEOUT_S * 1000)}"
     try:
-        rows = await connection.fetch(
-            statement, asked.first, asked.last, *after, limit, asked.tenant_id, asked.key_id
-        )
+        async with connection.transaction():
+            await connection.execute(in_time)
+            rows = await connection.fetch(
+                statement, asked.first, asked.last, *after, limit, asked.tenant_id, asked.key_id
+            )
     except asyncpg.QueryCanceledError as error:
         raise TooMuchUsage(
             f"cannot add up this usage within {STATEMENT_TIMEOUT_S:g} s: "

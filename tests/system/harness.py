@@ -197,8 +197,16 @@ class Fleet:
             for pop in CITIES:
                 tasks.create_task(self.start_node(pop))
                 tasks.create_task(self.start_router(pop))
+        await until("a has heard all", self.has_heard_all)
         made = await self.ask("POST", "/v1/keys", {"tenant_id": "test"})
         self.key = made["key"]
+
+    async def has_heard_all(self) -> bool:
+        """Say whether each city's router is ready, and its node has reported what it has."""
+        status = await self.ask("GET", "/v1/status")
+        nodes = (await self.ask("GET", "/v1/nodes"))["data"]
+        reported = sum(bool(node["devices"]) for node in nodes)
+        return bool(status["routers_ready"] == reported == len(CITIES))
 
     async def acts(self) -> bool:
         """Say whether scheduler a acts."""
@@ -233,17 +241,22 @@ class Fleet:
             {"deployment_id": "mock", "model_id": "mock", "engine": engine, "policy": policy},
         )
         await until(f"{replicas} warm", lambda: self.is_warm(replicas))
-        await until("routers know them", self.is_served)
+        await self.routers_know()
 
     async def is_warm(self, replicas: int, of: str = "a") -> bool:
         rows = (await self.ask("GET", "/v1/placements", of=of))["data"]
         warm = [row for row in rows if row["state"] == "warm" and not row["ending"]]
         return len(warm) >= replicas
 
-    async def is_served(self) -> bool:
-        status = await self.ask("GET", "/v1/status")
-        rows = (await self.ask("GET", "/v1/routers"))["data"]
-        return all(row["generation"] >= status["route_generation"] for row in rows)
+    async def routers_know(self) -> None:
+        """Wait until every router was told all that is published at this moment."""
+        published = (await self.ask("GET", "/v1/status"))["route_generation"]
+
+        async def were_told() -> bool:
+            rows = (await self.ask("GET", "/v1/routers"))["data"]
+            return all(row["generation"] >= published for row in rows)
+
+        await until("routers know them", were_told)
 
     def engine_pids(self) -> dict[str, int]:
         """Return the pid of each engine by node name."""

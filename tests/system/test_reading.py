@@ -65,7 +65,7 @@ async def fleet() -> AsyncIterator[Fleet]:
         for name, folder in folders.items():
             await serve(running, name, folder)
         await until("both are warm", lambda: running.is_warm(2), 90)
-        await until("routers know them", running.is_served)
+        await running.routers_know()
         yield running
 
 

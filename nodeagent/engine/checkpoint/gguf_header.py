@@ -79,21 +79,15 @@ class Strings:
     what: str
     packed: bytes
     """Each behind its length."""
-    count: int
+    ends: list[int]
 
     def read(self) -> list[str]:
         """Return the strings, or refuse what is no text."""
-        packed, at = self.packed, 0
-        length_at = _U64.unpack_from
-        strings: list[str] = []
+        packed, length = self.packed, _U64.size
         try:
-            for _ in repeat(None, self.count):
-                start = at + _U64.size
-                at = start + length_at(packed, at)[0]
-                strings.append(packed[start:at].decode())
+            return [packed[at + length : end].decode() for at, end in pairwise([0, *self.ends])]
         except UnicodeDecodeError as error:
             raise CheckpointError(f"cannot read {self.path}: {self.what} is not UTF-8") from error
-        return strings
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,15 +171,17 @@ class _Cursor:
     def _strings(self, count: int, what: str) -> Strings:
         """Pass over `count` strings: a vocabulary has a hundred thousand, so no call is idle."""
         data, start = self.data, self.at
-        at, last, length_at = start, self.end - _U64.size, _U64.unpack_from
+        at, last, length_at = 0, self.end - start - _U64.size, _U64.unpack_from
+        ends: list[int] = []
         for _ in repeat(None, count):
             if at > last:
                 break
-            at += _U64.size + length_at(data, at)[0]
+            at += _U64.size + length_at(data, start + at)[0]
+            ends.append(at)
         else:
-            if at <= self.end:
-                self.at = at
-                return Strings(self.path, what, data[start:at], count)
+            if start + at <= self.end:
+                self.at = start + at
+                return Strings(self.path, what, data[start : self.at], ends)
         raise CheckpointError(
             f"cannot read {self.path}: {what} claims {count} strings, the file ends at {self.end}"
         )

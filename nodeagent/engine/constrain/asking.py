@@ -53,7 +53,7 @@ def grammar_of(body: Constrained) -> Grammar | None:
         **_by_guided(body),
     }
     if body.guided_grammar is not None:
-        raise _refused(
+        raise refused(
             "guided_grammar",
             "cannot use guided_grammar: a JSON schema, a regex or choices are supported",
         )
@@ -61,11 +61,11 @@ def grammar_of(body: Constrained) -> Grammar | None:
         return None
     param, build = next(iter(asked.items()))
     if len(asked) > 1:
-        raise _refused(param, f"cannot obey both {' and '.join(asked)}: give one of them")
+        raise refused(param, f"cannot obey both {' and '.join(asked)}: give one of them")
     try:
         return build()
     except UnusableGrammar as error:
-        raise _refused(param, str(error)) from error
+        raise refused(param, str(error)) from error
 
 
 def _by_response_format(asked: ResponseFormat | None) -> dict[str, Callable[[], Grammar]]:
@@ -124,5 +124,6 @@ def _parsed(schema: Any) -> Any:
         raise UnusableGrammar("cannot use a JSON schema that is no JSON") from error
 
 
-def _refused(param: str, message: str) -> ApiError:
+def refused(param: str, message: str) -> ApiError:
+    """Make the error for a value that cannot be used."""
     return ApiError(ErrorCode.INVALID_REQUEST, message, param=param)

@@ -226,9 +226,17 @@ def page_kernels(pages: Tensor) -> DeviceKernels | None:
 
 def _try(found: DeviceKernels, device: torch.device) -> None:
     """Run one: Triton needs a C compiler, and a driver that knows what it made."""
+    # Triton's errors are no RuntimeErrors.
+    from triton import TritonError
+
+    enter(str(device))
     x = torch.linspace(-2.0, 2.0, 64, device=device).view(2, 32)
     wanted = silu(x[:, :16]) * x[:, 16:]
-    if not torch.allclose(found.gate(x), wanted, atol=1e-5):
+    try:
+        answer = found.gate(x)
+    except TritonError as error:
+        raise RuntimeError(str(error)) from error
+    if not torch.allclose(answer, wanted, atol=1e-5):
         raise RuntimeError("they do not compute what torch does")
 
 

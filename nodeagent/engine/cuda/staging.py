@@ -36,18 +36,12 @@ class _Own:
 class Arrival:
     """A weight on its way."""
 
-    target: Tensor
-    raw: Tensor
-    """Where it arrives as it is stored: the target itself, where its numbers are of that kind."""
     pieces: Sequence[Future[None]]
 
     def wait(self) -> None:
         """Return once the weight is there; raises what kept it from coming."""
         for piece in self.pieces:
             piece.result()
-        if self.raw is not self.target:
-            self.target.copy_(self.raw)
-            self.raw = self.target
 
 
 @dataclass(slots=True)
@@ -64,25 +58,21 @@ class Staging:
 
     def bring(self, target: Tensor, stored: Stored) -> Arrival:
         """Begin to fill `target`, whose numbers lie one behind another, with what is stored."""
-        raw = target
-        if stored.dtype is not target.dtype:
-            raw = torch.empty_like(target, dtype=stored.dtype)
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self.readers, "staging")
-        flat, descriptor, pool = raw.view(-1).view(torch.uint8), self._file(stored.path), self._pool
+        flat, descriptor, pool = target.view(-1), self._file(stored.path), self._pool
         # The memory may have been another tensor's, with which the device is not done yet.
         free: Any = None
         if self._on_gpu:
             free = torch.cuda.Event()  # type: ignore[no-untyped-call]
             free.record(torch.cuda.current_stream(self.device))
-        size = self.piece_bytes
-        pieces = [
-            pool.submit(
-                self._carry, flat[at : at + size], stored.path, descriptor, stored.start + at, free
-            )
-            for at in range(0, len(flat), size)
-        ]
-        arrival = Arrival(target, raw, pieces)
+        each = self.piece_bytes // stored.dtype.itemsize
+        arrival = Arrival(
+            [
+                pool.submit(self._carry, flat[at : at + each], at, stored, descriptor, free)
+                for at in range(0, len(flat), each)
+            ]
+        )
         self._arrivals.append(arrival)
         return arrival
 
@@ -113,16 +103,17 @@ class Staging:
                 raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
         return self._files[path]
 
-    def _carry(self, target: Tensor, path: Path, file: int, start: int, free: Any) -> None:
-        """Read one piece and send it; on a reader's thread."""
-        own = self._reader()
-        buffer = own.buffer[: len(target)]
-        _read(path, file, start, buffer.numpy().data)
+    def _carry(self, target: Tensor, at: int, stored: Stored, file: int, free: Any) -> None:
+        """Read one piece, the numbers from `at` on, and send it; on a reader's thread."""
+        own, size = self._reader(), stored.dtype.itemsize
+        buffer = own.buffer[: len(target) * size]
+        _read(stored.path, file, stored.start + at * size, buffer.numpy().data)
         beside: Any = nullcontext() if own.stream is None else torch.cuda.stream(own.stream)
         with beside:
             if own.stream is not None:
                 own.stream.wait_event(free)
-            target.copy_(buffer, non_blocking=True)
+            # In the target's kind of numbers: a second copy of a model would have no room there.
+            target.copy_(buffer.view(stored.dtype), non_blocking=True)
         if own.stream is not None:
             own.stream.synchronize()
 

@@ -43,10 +43,6 @@ class Blocks:
         """How many sequences count on `block`."""
         return self._holders[block]
 
-    def is_free(self, block: int) -> bool:
-        """True where nobody holds `block`."""
-        return block in self._free
-
     def remembers(self, digest: bytes) -> bool:
         """True where some block holds what `digest` names."""
         return digest in self._by_digest

@@ -24,7 +24,6 @@ class Finish(StrEnum):
 
     STOP = "stop"
     LENGTH = "length"
-    CANCELLED = "cancelled"
     ERROR = "error"
     LATE = "late"
     """Its deadline passed before its first token."""

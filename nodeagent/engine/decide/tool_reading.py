@@ -120,7 +120,7 @@ class CallReader:
             self._where = _Where.SECTION
             self._calls_before = self.calls
             return True
-        keep = _beginning(self._held, opening) if opening else 0
+        keep = beginning(self._held, opening) if opening else 0
         if self.calls and not self._held.strip(_SPACE):
             return False
         # Spaces wait too: a call may follow them.
@@ -289,12 +289,12 @@ class _ObjectScan:
 def _string(text: str) -> str | None:
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return value if isinstance(value, str) else None
 
 
-def _beginning(text: str, mark: str) -> int:
+def beginning(text: str, mark: str) -> int:
     """Length of the longest end of `text` that is a beginning of `mark`."""
     for length in range(min(len(mark) - 1, len(text)), 0, -1):
         if text.endswith(mark[:length]):

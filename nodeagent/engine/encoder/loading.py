@@ -3,7 +3,7 @@
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import torch
 from tokenizers import Tokenizer
@@ -11,11 +11,10 @@ from tokenizers import Tokenizer
 from isochrone.wire.engine import EngineConfig
 from nodeagent.engine.checkpoint.encoder import EncoderFolder
 from nodeagent.engine.encoder.worker import Text
+from nodeagent.engine.layers.kv_format import DTYPES
 from nodeagent.engine.loading import available_bytes
 from nodeagent.engine.models.bert import Bert, survey_bert
 from nodeagent.engine.models.shape import CheckpointError
-
-_DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +40,7 @@ def load_encoder(config: EngineConfig) -> LoadedEncoder:
     """Load what `config` names, or raise CheckpointError in words before memory is spent."""
     started_s = time.monotonic()
     torch.set_num_threads(config.threads)
-    dtype = _DTYPES[config.dtype]
+    dtype = DTYPES[config.dtype]
     source = EncoderFolder(Path(config.model_path))
     try:
         shape = source.shape

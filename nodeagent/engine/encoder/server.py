@@ -165,7 +165,7 @@ class EncoderServer:
         if isinstance(given[0], list):
             texts = [self._framed(tokens, param) for tokens in given]
         else:
-            chars = sum(len(text) for one in given for text in one)
+            chars = sum(len(one) if isinstance(one, str) else sum(map(len, one)) for one in given)
             if chars > _LONG_TEXT_CHARS:
                 texts = await asyncio.to_thread(self.loaded.tokenise, given)
             else:

@@ -52,9 +52,6 @@ class KvFormat:
         return numbers.mul_(kept[..., -_SCALE_BYTES:].view(torch.float32).to(dtype))
 
 
-KV_DTYPES: Final = {
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp8": torch.uint8,
-}
+DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""What is computed in, by the names of EngineConfig; and what KV is kept in."""
+KV_DTYPES: Final = {**DTYPES, "fp8": torch.uint8}

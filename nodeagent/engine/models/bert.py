@@ -138,7 +138,7 @@ class Bert:
             hidden = shape.hidden
             self._pooler = _Dense(weights, f"{at}pooler.", {"dense": hidden}, hidden)
             self._head = _Dense(weights, "", {"classifier": shape.labels}, hidden)
-        weights.arrived()
+        weights.begin()()
 
     @torch.inference_mode()
     def answer(self, tokens: Tensor, kinds: Tensor, lengths: Tensor) -> Tensor:

@@ -121,7 +121,7 @@ class Eagle3:
         inverse = inverse_frequencies(shape.head_dim, shape.rope_theta, shape.rope_scaling, None)
         self._rope = Rope(inverse, context_tokens, device, dtype)
         self._made = torch.empty(0)
-        weights.arrived()
+        weights.begin()()
 
     def forward(
         self, tokens: Tensor, positions: Tensor, kv: list[LayerKV], layout: Layout, rows: Tensor

@@ -143,7 +143,8 @@ class Llama:
         )
         inverse = inverse_frequencies(shape.head_dim, shape.rope_theta, shape.rope_scaling, factors)
         self._rope = Rope(inverse, context_tokens, device, dtype)
-        weights.arrived()
+        self.arrived = weights.begin()
+        """Waits for its matrices: before the first product, and before the files are closed."""
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Return the embeddings of `tokens`; ranks of a stage put them together."""

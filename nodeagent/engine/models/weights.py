@@ -1,6 +1,7 @@
 """How a model's weights come to its device: in its dtype, and fused where one product serves."""
 
 import math
+from collections.abc import Callable
 from typing import Final, Protocol
 
 import torch
@@ -105,14 +106,22 @@ class Weights:
                 return weight
         return self.source.tensor(name, shape).to(self.device, self.dtype)
 
-    def arrived(self) -> None:
-        """Have all matrices be there: before the first product."""
-        if self.staging is not None:
-            self.staging.finish()
+    def begin(self) -> Callable[[], None]:
+        """Begin to bring what is still in the files, beside whatever else is done.
+
+        What is returned waits for it: before the first product, and before the files are closed.
+        """
         own = kernels() if self._later else None
-        if own is not None:
-            own.fetch(self._later)
-            self._later.clear()
+        fetched = own.fetch(self._later) if own is not None else None
+        staging = self.staging
+
+        def arrived() -> None:
+            if staging is not None:
+                staging.finish()
+            if fetched is not None:
+                fetched.result()
+
+        return arrived
 
     def _bring(self, target: Tensor, name: str, shape: tuple[int, ...]) -> Arrival | None:
         """Begin to fill `target`; None where nobody brings it."""

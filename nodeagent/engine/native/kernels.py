@@ -9,6 +9,7 @@ import functools
 import logging
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from ctypes import Structure, c_float, c_int64, c_void_p
 from typing import Final
 
@@ -109,8 +110,8 @@ class Kernels:
             at += len(part)
         return matrix
 
-    def fetch(self, wanted: Sequence[Fetch]) -> None:
-        """Bring all that is `wanted`, from the front of the file to its end.
+    def fetch(self, wanted: Sequence[Fetch]) -> Future[None]:
+        """Begin to bring all that is `wanted`, from the front of the file to its end.
 
         In one call, for which the interpreter is free for others: a call for each matrix would
         wait for it after each.
@@ -130,10 +131,19 @@ class Kernels:
                 for fetch in ordered
             )
         )
-        if self.library.fetch_blocks(table, len(ordered), torch.get_num_threads()):
-            for fetch in ordered:
-                # Says in words what it was.
-                fetch.matrix.fill_blocks(fetch.at, fetch.blocks.read(), fetch.layout)
+        threads = torch.get_num_threads()
+
+        def work() -> None:
+            if self.library.fetch_blocks(table, len(ordered), threads):
+                for fetch in ordered:
+                    # Says in words what it was.
+                    fetch.matrix.fill_blocks(fetch.at, fetch.blocks.read(), fetch.layout)
+
+        reader = ThreadPoolExecutor(1, "weights")
+        try:
+            return reader.submit(work)
+        finally:
+            reader.shutdown(wait=False)
 
     def tile(self, parts: Sequence[Tensor]) -> FloatMatrix:
         """Return the matrix of `parts` [whole tiles of rows, columns], one below the other.

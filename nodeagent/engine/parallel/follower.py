@@ -77,7 +77,8 @@ def follow(config: EngineConfig, rank: int, channel: Channel) -> int:
         try:
             share = Share(source.shape, ranks.split, rank)
             need_memory(config, source, rank)
-            runner, _ = open_share(config, source, ranks)
+            runner, _, arrived = open_share(config, source, ranks)
+            arrived()
         finally:
             source.close()
     except CheckpointError as error:

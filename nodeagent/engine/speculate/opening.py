@@ -67,6 +67,7 @@ class DraftModel:
         # Drafts need not be exact but fast: packed wherever its file is, and this device can.
         keeping, _ = choose(config.device, dtype, quantised=True)
         own = build(self.shape, self.source, config.device, dtype, context, keeping)
+        own.arrived()
         known, runner = self.tokens, Runner(own, served.blocks, config.device, dtype)
         if config.graphs:
             runner.capture(config.sequences_max, context)
@@ -138,7 +139,7 @@ class Head:
         shape = whole.shape
         weights = Weights(whole.source, config.device, served.dtype, Keeping.PLAIN)
         table = weights.read("model.embed_tokens.weight", shape.vocabulary, shape.hidden)
-        weights.arrived()
+        weights.begin()()
         return table.__getitem__
 
 

@@ -132,7 +132,7 @@ class OpenAiSurface:
                 f" {path} is for {kind!r}",
                 param="model",
             )
-        rendered = asked.rendered
+        rendered, answers = asked.rendered, asked.answers
         return Asked(
             request_id=RequestId(request.request_id),
             key=key,
@@ -140,8 +140,8 @@ class OpenAiSurface:
             path=path,
             body=with_usage_wish(body, asked),
             text_bytes=asked.text_bytes(len(rendered)),
-            answers=asked.answers,
-            output_tokens_max=self._output_tokens(asked, deployment),
+            answers=answers,
+            output_tokens_max=self._output_tokens(asked, answers, deployment),
             is_stream=bool(asked.stream),
             wants_usage=wants_usage(asked),
             session=_session(request, key),
@@ -154,11 +154,11 @@ class OpenAiSurface:
             prefix_keys=_prefix_keys(rendered, key, deployment),
         )
 
-    def _output_tokens(self, asked: Request, deployment: DeploymentEntry) -> int:
+    def _output_tokens(self, asked: Request, answers: int, deployment: DeploymentEntry) -> int:
         wanted = asked.output_tokens_max
         if wanted is None:
             wanted = self._config.output_tokens_assumed
-        return max(1, min(wanted, deployment.context_tokens) * asked.answers)
+        return max(1, min(wanted, deployment.context_tokens) * answers)
 
 
 def only_post(request: message.Request) -> None:

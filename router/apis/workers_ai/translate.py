@@ -10,6 +10,7 @@ from msgspec import Meta
 
 from isochrone.wire import codec
 from isochrone.wire.errors import ApiError, ErrorCode
+from router.apis.openai.schema import Options
 from router.dataplane import sse
 
 ERROR_EVENT: Final = b"event: error\n"
@@ -25,12 +26,6 @@ _PASSED: Final = (
 )
 
 
-class RunOptions(msgspec.Struct, frozen=True, rename="camel"):
-    """What is asked of the router, not of the model."""
-
-    reject_if_busy: bool = False
-
-
 class RunRequest(msgspec.Struct, frozen=True):
     """What `/ai/run` takes: a prompt, messages, or texts to embed. The rest goes on as it is."""
 
@@ -41,7 +36,7 @@ class RunRequest(msgspec.Struct, frozen=True):
     raw: bool = False
     max_tokens: Annotated[int, Meta(ge=1, le=10_000_000)] | None = None
     tools: list[dict[str, Any]] | None = None
-    options: RunOptions | None = None
+    options: Options | None = None
 
 
 _run: Final = msgspec.json.Decoder(RunRequest)

@@ -2,6 +2,8 @@
 
 import asyncio
 import random
+import re
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -19,6 +21,8 @@ from isochrone.wire.assignment import Assignment
 from isochrone.wire.control import PeerRole, Refused, ToAgent, Welcome
 from isochrone.wire.ids import BootId, ClusterId, Epoch, Generation, NodeId
 from isochrone.wire.report import Pulse
+from scheduler.api.peers import AGENT_MESSAGES_PER_S
+from scheduler.decide.pace import BURST_S
 from tests.builders import a_report
 from tests.integration.admin.conftest import Admin
 from tests.system.harness import until
@@ -104,6 +108,23 @@ async def test_a_token_joins_once_and_a_replay_is_refused(admin: Admin, tmp_path
     assert [node["node_id"] for node in nodes] == ["n1"]
 
 
+async def test_a_node_that_reports_in_a_circle_is_read_no_faster_than_it_may(
+    admin: Admin, tmp_path: Path
+) -> None:
+    identity = await joined(admin, tmp_path)
+    taken = re.compile(r'^isochrone_scheduler_reports_total\{kind="(\w+)"\} (\S+)', re.M)
+    async with dialling(Agent(admin, identity, "b1")) as agent, asyncio.timeout(20.0):
+        await until("it is welcome", agent.is_welcome, 5.0)
+        began = time.monotonic()
+        sent = 0
+        while sent < 1000:
+            sent += await agent.link.send(a_report(seq=sent, boot_id=BootId("b1")))
+        await asyncio.sleep(1.0)
+        page = (await admin.ask("GET", "/metrics")).body
+        may = AGENT_MESSAGES_PER_S * (BURST_S + time.monotonic() - began)
+    assert may - 20 < sum(float(count) for _, count in taken.findall(page)) <= may + 1
+
+
 async def test_a_node_speaks_and_is_told_and_speaks_only_for_itself(
     admin: Admin, tmp_path: Path
 ) -> None:
@@ -177,48 +198,39 @@ async def test_a_revoked_node_is_turned_away(admin: Admin, tmp_path: Path) -> No
         assert "revoked" in agent.link.last_refusal
 
 
-@pytest.mark.parametrize(
-    "frame",
-    [
-        b"",
-        b"\xc1",
-        b"\x91" * 100_000,
-        msgpack.packb({"type": "report", "node_id": 7}),
-        codec.encode(
-            Pulse(node_id=NodeId("n1"), boot_id=BootId("b"), seq=1, generation=Generation(1))
-        ),
-        msgpack.packb(
-            {
-                "type": "register", "protocol": 99, "role": "agent", "name": "n1", "pop": "ams",
-                "boot_id": "b", "certificate_pem": "x", "signature": b"", "cluster_id": "",
-                "generation": 0, "epoch": 0,
-            }
-        ),
-        msgpack.packb(
-            {
-                "type": "register", "protocol": 1, "role": "agent", "name": "n1", "pop": "ams",
-                "boot_id": "b", "certificate_pem": "x", "signature": b"", "cluster_id": "",
-                "generation": 0, "epoch": 0,
-            }
-        ),
-    ],
-    ids=["empty", "reserved", "deep", "type", "unregistered", "protocol", "certificate"],
-)  # fmt: skip
-async def test_a_stranger_is_refused_in_words_and_closed(admin: Admin, frame: bytes) -> None:
+REGISTER = {
+    **{"type": "register", "protocol": 1, "role": "agent", "name": "n1", "pop": "ams"},
+    **{"boot_id": "b", "certificate_pem": "x", "signature": b"", "cluster_id": ""},
+    **{"generation": 0, "epoch": 0},
+}
+PULSE = Pulse(node_id=NodeId("n1"), boot_id=BootId("b"), seq=1, generation=Generation(1))
+STRANGE = {
+    "empty": b"",
+    "reserved": b"\xc1",
+    "deep": b"\x91" * 100_000,
+    "type": msgpack.packb({"type": "report", "node_id": 7}),
+    "unregistered": codec.encode(PULSE),
+    "protocol": msgpack.packb({**REGISTER, "protocol": 99}),
+    "certificate": msgpack.packb(REGISTER),
+}
+
+
+async def test_a_stranger_is_refused_in_words_and_closed(admin: Admin) -> None:
     reader = codec.decoder(ToAgent)
-    async with (
-        aiohttp.ClientSession() as http,
-        http.ws_connect(f"{admin.control_url}/v1/agent") as socket,
-    ):
-        await socket.receive_bytes(timeout=5)  # the challenge
-        await socket.send_bytes(frame)
-        refused = codec.decode(await socket.receive_bytes(timeout=5), reader)
-        assert isinstance(refused, Refused)
-        assert refused.reason
-        assert (await socket.receive(timeout=5)).type in (
-            aiohttp.WSMsgType.CLOSE,
-            aiohttp.WSMsgType.CLOSED,
-        )
+    for name, frame in STRANGE.items():
+        async with (
+            aiohttp.ClientSession() as http,
+            http.ws_connect(f"{admin.control_url}/v1/agent") as socket,
+        ):
+            await socket.receive_bytes(timeout=5)  # the challenge
+            await socket.send_bytes(frame)
+            refused = codec.decode(await socket.receive_bytes(timeout=5), reader)
+            assert isinstance(refused, Refused), name
+            assert refused.reason
+            assert (await socket.receive(timeout=5)).type in (
+                aiohttp.WSMsgType.CLOSE,
+                aiohttp.WSMsgType.CLOSED,
+            )
     assert (await admin.ask("GET", "/v1/status")).status == 200
 
 

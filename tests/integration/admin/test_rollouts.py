@@ -1,12 +1,14 @@
 """Rollouts by the admin API: what is begun, held and called off, and what is refused in words."""
 
+import asyncio
 from typing import Any
-
-import pytest
 
 from isochrone.wire.artifact import manifest_digest
 from isochrone.wire.model import ArtifactFile
+from scheduler.store.catalogue import touch
+from scheduler.store.pool import Pool, transaction
 from tests.integration.admin.conftest import Admin
+from tests.locks import locked_out
 
 FILE = ArtifactFile(path="m.gguf", size_bytes=1, sha256="a" * 64)
 MODEL = {
@@ -61,22 +63,36 @@ async def test_a_rollout_is_begun_held_and_called_off(admin: Admin) -> None:
     assert sorted(row["state"] for row in listed) == ["aborted", "running"]
 
 
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"steps": [{"share": 1.0}]}, "nothing is left to compare"),
-        ({"steps": [{"share": 0.5}, {"share": 0.2}]}, "smaller share"),
-        ({"steps": [{"share": 0.5, "pops": ["xyz"]}]}, "no PoP xyz"),
-        ({"model_id": "other"}, "no model other"),
-        ({"engine": {"driver": "mock"}}, "already serve"),
-        ({"steps": [{"share": 7}]}, "cannot read body"),
-        ({"bounds": {"error_ratio": 0}}, "cannot read body"),
-    ],
-)
-async def test_what_cannot_be_gone_is_refused_in_words(
-    admin: Admin, fields: dict[str, Any], words: str
+IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
+    ({"steps": [{"share": 1.0}]}, "nothing is left to compare"),
+    ({"steps": [{"share": 0.5}, {"share": 0.2}]}, "smaller share"),
+    ({"steps": [{"share": 0.5, "pops": ["xyz"]}]}, "no PoP xyz"),
+    ({"model_id": "other"}, "no model other"),
+    ({"engine": {"driver": "mock"}}, "already serve"),
+    ({"steps": [{"share": 7}]}, "cannot read body"),
+    ({"bounds": {"error_ratio": 0}}, "cannot read body"),
+]
+
+
+async def test_what_cannot_be_gone_is_refused_in_words(admin: Admin) -> None:
+    await deployed(admin)
+    for fields, words in IMPOSSIBLE:
+        refused = await begin(admin, **fields)
+        assert refused.status == 400, fields
+        assert words in refused.body["error"]["message"]
+
+
+async def test_a_change_and_a_rollout_at_once_are_never_of_one_version(
+    admin: Admin, pool: Pool
 ) -> None:
     await deployed(admin)
-    refused = await begin(admin, **fields)
-    assert refused.status == 400
-    assert words in refused.body["error"]["message"]
+    other = {"model_id": "m", "engine": {"driver": "mock", "options": {"itl_ms": "9"}}}
+    async with transaction(pool) as connection:
+        await touch(connection)  # whoever changes anything waits here
+        changing = asyncio.create_task(admin.ask("PUT", "/v1/deployments/d", other))
+        await locked_out(pool)
+        rolling = asyncio.create_task(begin(admin))
+        await locked_out(pool, 2)
+    assert (await changing).body["version"] == 2
+    made = (await rolling).body
+    assert (made["from_version"], made["to_version"]) == (2, 3)

@@ -11,7 +11,7 @@ import pytest
 from isochrone.wire.ids import KeyId, TenantId
 from isochrone.wire.model import Price
 from isochrone.wire.usage import UsageRow
-from scheduler.store import catalogue, usage_sums
+from scheduler.store import catalogue, deployments, usage_sums
 from scheduler.store.pool import Pool, transaction, using
 from scheduler.store.usage import record_usage
 from tests.builders import a_deployment, a_model
@@ -38,7 +38,7 @@ async def ledger(admin: Admin, pool: Pool) -> dict[str, str]:
     async with transaction(pool) as connection:
         model = msgspec.structs.replace(a_model(), price=price)
         await catalogue.put_model(connection, model, None)
-        await catalogue.add_deployment(connection, a_deployment())
+        await deployments.add_deployment(connection, a_deployment())
     ids = {}
     for name in ("acme", "acme-2", "zeta"):
         made = await admin.ask("POST", "/v1/keys", {"tenant_id": name.removesuffix("-2")})

@@ -82,16 +82,16 @@ def test_what_is_kept_in_fewer_bits_keeps_the_distribution(
     torch.set_num_threads(1)
     file = opened(model_path)
     try:
+        models = [
+            build(file.shape, file, "cpu", torch.float32, 256, kept)
+            for kept in (Keeping.PLAIN, keeping)
+        ]
         exact, packed = (
-            Runner(
-                build(file.shape, file, "cpu", torch.float32, 256, kept),
-                BLOCKS,
-                "cpu",
-                torch.float32,
-                KvFormat(KV_DTYPES[form]),
-            )
-            for kept, form in ((Keeping.PLAIN, "fp32"), (keeping, kv))
+            Runner(model, BLOCKS, "cpu", torch.float32, KvFormat(KV_DTYPES[form]))
+            for model, form in zip(models, ("fp32", kv), strict=True)
         )
+        for model in models:
+            model.arrived()
         wanted, found = told(exact, 200), told(packed, 200)
         divergence = (wanted.exp() * (wanted - found)).sum(-1)
         assert float(divergence.mean()) < most

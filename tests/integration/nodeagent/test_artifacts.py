@@ -2,7 +2,9 @@
 
 import asyncio
 import hashlib
+import os
 import pickle
+import shutil
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
@@ -46,7 +48,7 @@ class Origin:
 
     async def get(self, request: web.Request) -> web.StreamResponse:
         if self.redirect_to:
-            raise web.HTTPFound(self.redirect_to)
+            return web.Response(status=302, headers={"location": self.redirect_to})
         body = self.files.get(request.path)
         if body is None:
             raise web.HTTPNotFound
@@ -249,6 +251,65 @@ async def test_redirects_are_followed_a_few_times_and_checked(
     served.redirect_to = f"{url}/round/and/round"
     with pytest.raises(ArtifactError, match="more than 5 redirects"):
         await fetched(a_store(tmp_path), artifact_of(url, {"m.gguf": b"x"}))
+
+
+@pytest.mark.parametrize("address", ["http://[x", "//[::1/m", "http://x:y/"])
+async def test_a_redirect_to_no_url_is_refused_in_words(
+    tmp_path: Path, origin: tuple[Origin, str], address: str
+) -> None:
+    served, url = origin
+    served.redirect_to = address
+    with pytest.raises(ArtifactError, match="the origin names no URL"):
+        await fetched(a_store(tmp_path), artifact_of(url, {"m.gguf": b"x"}))
+
+
+async def test_what_is_shown_as_whole_would_outlive_a_power_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: set[int] = set()
+    shown: list[set[int]] = []
+    fsync, rename = os.fsync, os.rename
+
+    def note_sync(descriptor: int) -> None:
+        fsync(descriptor)
+        synced.add(os.fstat(descriptor).st_ino)
+
+    def note_rename(source: Path, target: Path) -> None:
+        shown.append(set(synced))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", note_sync)
+    monkeypatch.setattr(os, "rename", note_rename)
+    source = a_folder(tmp_path, a=b"aaa")
+    (tmp_path / "source" / "sub").mkdir()
+    (tmp_path / "source" / "sub" / "b").write_bytes(b"bb")
+    artifact = artifact_of(source, {"a": b"aaa", "sub/b": b"bb"})
+    path = await fetched(a_store(tmp_path), artifact)
+    assert {each.stat().st_ino for each in (path, *path.rglob("*"))} <= shown[0]
+    assert path.parent.stat().st_ino in synced
+
+
+async def test_one_that_was_half_dropped_when_the_agent_died_is_not_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = a_folder(tmp_path, a=b"a" * 60, b=b"b" * 60, c=b"c" * 60)
+    old = artifact_of(source, {"a": b"a" * 60, "b": b"b" * 60})
+    new = artifact_of(source, {"c": b"c" * 60})
+    store = a_store(tmp_path, budget=150)
+    await fetched(store, old)
+
+    def dies(folder: Path) -> None:
+        next(folder.rglob("a")).unlink()
+        raise OSError("killed")
+
+    monkeypatch.setattr(shutil, "rmtree", dies)
+    with pytest.raises(ArtifactError, match="killed"):
+        await fetched(store, new)
+    monkeypatch.undo()
+    store = a_store(tmp_path, budget=150)
+    assert store.held() == ()
+    path = await fetched(store, old)
+    assert (path / "a").read_bytes() == b"a" * 60
 
 
 async def test_the_budget_drops_the_least_lately_used_and_never_what_is_in_use(

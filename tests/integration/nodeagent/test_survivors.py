@@ -15,6 +15,7 @@ import pytest
 
 from isochrone.wire.model import EngineSettings
 from nodeagent.drivers.driver import Command
+from nodeagent.drivers.mock import Mock
 from nodeagent.host.engines import Engines, Started
 from tests.builders import a_spec
 
@@ -92,6 +93,60 @@ async def test_a_start_that_is_cancelled_leaves_no_engine(folder: Path) -> None:
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):
             assert str(folder).encode() not in path.read_bytes()
+
+
+async def test_nothing_is_ended_that_bears_a_number_of_before_the_machine_began_anew(
+    folder: Path,
+) -> None:
+    left = folder / "r-left"
+    left.mkdir()
+    leader = await asyncio.create_subprocess_exec(
+        *("sh", "-c", "sleep 60 >/dev/null & echo $!"),
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+    )
+    told, _ = await leader.communicate()
+    child = int(told)
+    try:
+        command = Command(arguments=("x",), base_url="http://localhost")
+        note = Started(pid=leader.pid, started=1, boot="an earlier one", command=command, spec=SPEC)
+        (left / "process.json").write_bytes(msgspec.json.encode(note))
+        assert Engines(folder, 1).survivors() == []
+        assert not left.exists()
+        assert Path(f"/proc/{child}/stat").read_text().split()[2] == "S"
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+async def test_a_spare_that_cannot_be_kept_costs_no_start(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(arguments: tuple[str, ...], log: Path) -> subprocess.Popen[bytes]:
+        raise OSError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr("nodeagent.host.engines._spawn_spare", fails)
+    monkeypatch.setattr(Mock, "can_wait", True)
+    engines = Engines(folder, 1, standby=True)
+    engine = await engines.start(SPEC, folder)
+    try:
+        assert [one.pid for one in engines.survivors()] == [engine.pid]
+    finally:
+        await engine.stop(kill=True)
+        await engines.close()
+
+
+def test_the_last_line_of_a_log_is_told_however_long_it_has_grown(folder: Path) -> None:
+    engines = Engines(folder, 1)
+    log_path = engines.log_path(SPEC.replica_id)
+    assert engines.log_tail(SPEC.replica_id) == ""
+    log_path.parent.mkdir()
+    log_path.write_text("out of memory\n\n")
+    assert engines.log_tail(SPEC.replica_id) == "out of memory"
+    with log_path.open("r+b") as file:
+        file.truncate(1 << 36)
+        file.seek(0, os.SEEK_END)
+        file.write(b"\ncannot go on\n")
+    assert engines.log_tail(SPEC.replica_id) == "cannot go on"
 
 
 async def test_one_that_never_began_leaves_nothing(folder: Path) -> None:

@@ -6,7 +6,8 @@ import os
 import re
 import signal
 import socket
-from contextlib import AsyncExitStack
+import sys
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,13 @@ import msgspec
 import psutil
 import pytest
 
+from isochrone.wire import codec
+from isochrone.wire.ids import DeploymentId, ReplicaId
 from isochrone.wire.usage import Usage
 from router import build
 from router.app import SHARE_INTERVAL_S, open_house
-from router.processes import Pipe, Worker
+from router.processes import Pipe, Worker, Workers
+from router.sharing import Prompt, Prompts
 from tests.integration.router.fake_node import FakeNode, open_node
 from tests.integration.router.fleet_of import KEY, a_config, a_table, an_identity
 from tests.integration.router.test_process import BODY, START_TIMEOUT_S, a_process, prepare
@@ -79,14 +83,59 @@ async def test_a_worker_listens_once_it_has_a_table_or_waited_long(
     main = Pipe(ours, None)
     await main.open()
     worker = Worker(1, theirs, 0)
-    async with asyncio.TaskGroup() as tasks:
-        if is_told:
-            tasks.create_task(main.write(a_table([])))
-        async with open_house(a_config(tmp_path), an_identity(tmp_path), worker) as house:
-            assert house.port
-            assert (house.fleet.table is not None) is is_told
-            main.close()
-            await house.stopping.wait()
+    if is_told:
+        assert main.write(a_table([]))
+    async with open_house(a_config(tmp_path), an_identity(tmp_path), worker) as house:
+        assert house.port
+        assert (house.fleet.table is not None) is is_told
+        main.close()
+        await house.stopping.wait()
+
+
+async def test_who_reads_nothing_holds_no_more_than_so_much_memory() -> None:
+    ours, theirs = socket.socketpair()
+    main, other = Pipe(ours, None), Pipe(theirs, codec.decoder(Prompts))
+    await main.open()
+    row = Prompt(DeploymentId("d"), ReplicaId("r"), (1,) * 100_000, (1,) * 100_000, 1)
+    sent = sum(itertools.takewhile(bool, (main.write(Prompts((row,))) for _ in range(100))))
+    assert 0 < sent < 100
+    # Who reads again gets all that was sent, and more.
+    await other.open()
+    for _ in range(sent):
+        assert await other.read() == Prompts((row,))
+    assert main.write(Prompts(()))
+    assert await other.read() == Prompts(())
+    main.close()
+    assert await other.read() is None
+    other.close()
+
+
+async def test_a_worker_that_hangs_is_replaced_and_holds_up_nobodys_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.processes.SILENCE_S", 0.2)
+    config, port = prepare(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["router", "--config", str(config)])
+
+    async def send(message: msgspec.Struct) -> bool:
+        return True
+
+    workers = Workers(1, send, lambda: None, lambda rows: None, end_timeout_s=0.2)
+    running = asyncio.create_task(workers.run(port))
+    stopped: list[psutil.Process] = []
+
+    def fresh() -> list[psutil.Process]:
+        return [one for one in psutil.Process().children() if one not in stopped]
+
+    for _ in range(2):
+        await until(fresh)
+        stopped += fresh()
+        stopped[-1].suspend()
+    running.cancel()
+    async with asyncio.timeout(START_TIMEOUT_S):
+        with suppress(asyncio.CancelledError):
+            await running
+    assert not any(one.is_running() for one in stopped)
 
 
 async def test_they_serve_one_port_and_each_keeps_its_own_ledger(tmp_path: Path) -> None:

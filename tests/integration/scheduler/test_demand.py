@@ -10,7 +10,7 @@ from isochrone.wire.admin import PopBody
 from isochrone.wire.ids import BootId, ClusterId, RouterId
 from isochrone.wire.usage import Demand, Usage
 from scheduler.decide.intake import take_demand, take_usage
-from scheduler.store import catalogue
+from scheduler.store import catalogue, deployments
 from scheduler.store.lease import ensure_cluster
 from scheduler.store.pool import Pool, transaction, using
 from scheduler.store.usage import keep_demand_days, prune, record_demand, record_usage
@@ -26,7 +26,7 @@ async def begun(pool: Pool) -> None:
             body = PopBody(city=pop, country="NL", latitude=52.3, longitude=4.8)
             await catalogue.put_pop(connection, pop, body, None)
         await catalogue.put_model(connection, a_model(), None)
-        await catalogue.add_deployment(connection, a_deployment())
+        await deployments.add_deployment(connection, a_deployment())
 
 
 async def counted(pool: Pool, demand: Demand) -> int | None:
@@ -56,8 +56,8 @@ async def test_batches_sent_again_and_out_of_order_are_counted_once(pool: Pool) 
 
 async def test_a_late_batch_is_counted_in_its_own_minute(pool: Pool) -> None:
     await begun(pool)
-    await counted(pool, a_demand(a_row(requests=1), seq=1, window_started_at=9e9))
-    await counted(pool, a_demand(a_row(requests=1), seq=2, age_s=1200.0, window_started_at=-5.0))
+    await counted(pool, a_demand(a_row(requests=1), seq=1))
+    await counted(pool, a_demand(a_row(requests=1), seq=2, age_s=1200.0))
     apart = "SELECT extract(epoch FROM max(minute) - min(minute))::int FROM demand"
     assert 1140 <= await one(pool, apart) <= 1260
 

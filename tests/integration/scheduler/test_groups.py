@@ -10,7 +10,7 @@ from isochrone.wire.report import Refusal, Report
 from scheduler.decide.cluster import ClusterState, Plan
 from scheduler.decide.feasible import free_memory
 from scheduler.decide.plan import plan
-from scheduler.store import catalogue
+from scheduler.store import catalogue, deployments
 from scheduler.store.cluster import read_cluster
 from scheduler.store.identities import add_peer
 from scheduler.store.nodes import (
@@ -50,7 +50,7 @@ async def two_nodes(pool: Pool) -> Epoch:
             )
         engine = EngineSettings(driver="mock", kv_memory_bytes=0, devices=2, nodes=2)
         await connection.execute("UPDATE deployment SET deleted_at = clock_timestamp()")
-        await catalogue.add_deployment(connection, a_deployment("g", engine=engine))
+        await deployments.add_deployment(connection, a_deployment("g", engine=engine))
     for name in NODES:
         await told(pool, epoch, a_report(name, devices=(a_device(1.0),), rank_ports=(9400, 9409)))
     return epoch
@@ -101,7 +101,7 @@ async def test_each_node_has_its_part_and_the_picture_has_one_replica(pool: Pool
     assert [part.state for part in placement.parts] == ["warm", "warm"]
     async with transaction(pool) as connection:
         views = await catalogue.list_placements(connection, "", 10)
-        deployment = await catalogue.get_deployment(connection, "g")
+        deployment = await deployments.get_deployment(connection, "g")
     assert [(view.node_id, view.leader_id) for view in views] == [
         ("n1", ""),
         ("n2", placement.replica_id),

@@ -18,7 +18,7 @@ from isochrone.wire.ids import (
 )
 from isochrone.wire.model import Price
 from isochrone.wire.usage import Outcome, UsageRow
-from scheduler.store import catalogue, keys
+from scheduler.store import catalogue, deployments, keys
 from scheduler.store.pool import Pool, transaction
 from scheduler.store.quotas import fold_use
 from scheduler.store.usage import record_usage
@@ -73,7 +73,7 @@ async def with_key(pool: Pool) -> Pool:
     model = msgspec.structs.replace(a_model(), price=price)
     async with transaction(pool) as connection:
         await catalogue.put_model(connection, model, None)
-        await catalogue.add_deployment(connection, a_deployment())
+        await deployments.add_deployment(connection, a_deployment())
         body = KeyBody(tenant_id="acme", limits=LimitsBody(tokens_per_day=400))
         await keys.add_key(connection, key_id=KEY, secret_sha256="d" * 64, body=body)
     return pool

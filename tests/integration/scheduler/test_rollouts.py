@@ -18,14 +18,13 @@ from scheduler.decide.rollout import Event, Rollout, after
 from scheduler.decide.trial import Arm
 from scheduler.loops.hold_lease import HoldLease
 from scheduler.loops.roll import Roll
-from scheduler.store import catalogue
+from scheduler.store import deployments
 from scheduler.store.lease import EpochLost
 from scheduler.store.pool import Pool, transaction, using
 from scheduler.store.rollouts import (
     active_rollouts,
     add_rollout,
     get_rollout,
-    next_version,
     record_trials,
     write_rollout,
 )
@@ -79,7 +78,7 @@ async def time_passes(pool: Pool) -> None:
 
 async def serves(pool: Pool) -> tuple[int, str]:
     async with using(pool) as connection:
-        row = await catalogue.get_deployment(connection, "d")
+        row = await deployments.get_deployment(connection, "d")
     assert row is not None
     return row.version, row.model_id
 
@@ -103,9 +102,9 @@ async def test_a_bad_version_is_reverted_and_its_number_never_used_again(pool: P
     assert await serves(pool) == (1, "m")
     assert await Roll(acting).run_once() == (0, 0)
     async with transaction(pool) as connection:
-        assert await next_version(connection, "d") == 3
+        assert await deployments.next_version(connection, "d") == 3
         changed = a_deployment(engine=rollout.spec.engine)
-        await catalogue.change_deployment(connection, changed, None)
+        await deployments.change_deployment(connection, changed, None)
     assert (await serves(pool))[0] == 3
 
 

@@ -25,7 +25,7 @@ from isochrone.wire.report import Pulse
 from migrations.dump import dump
 from scheduler import embedded_postgres
 from scheduler.decide.cluster import Ending, Plan, Start
-from scheduler.store import catalogue, keys
+from scheduler.store import catalogue, deployments, keys
 from scheduler.store.cluster import read_cluster
 from scheduler.store.identities import Spent, add_join_token, add_peer, use_join_token
 from scheduler.store.lease import (
@@ -84,7 +84,7 @@ async def begun(pool: Pool, holder: str = "s1") -> Epoch:
             a_certificate("n1"),
         )
         await catalogue.put_model(connection, a_model(), None)
-        await catalogue.add_deployment(connection, a_deployment())
+        await deployments.add_deployment(connection, a_deployment())
     assert lease is not None
     return lease.epoch
 
@@ -293,6 +293,32 @@ async def test_a_replica_ended_is_released_when_its_node_has_seen_the_tombstone(
             connection, NodeId("n1"), cluster_id=ClusterId("c1"), epoch=epoch
         )
     assert [t.replica_id for t in again.tombstones] == ["r1"]
+
+
+async def test_what_held_replicas_can_be_forgotten_once_they_are_gone(pool: Pool) -> None:
+    epoch = await begun(pool)
+    await reported(pool, epoch)
+    await planned(pool, epoch, a_spec("r1"))
+    async with transaction(pool) as connection:
+        await add_join_token(
+            connection, token_id="t1", secret_sha256="x", role="agent", pop="ams", ttl_s=60.0
+        )
+        await deployments.delete_deployment(connection, a_deployment().deployment_id, None)
+        for table, column, name in (("node", "node_id", "n1"), ("model", "model_id", "m")):
+            with pytest.raises(catalogue.StillUsed):
+                await catalogue.delete_row(connection, table, column, name, None)
+    ending = Ending(replica_id=a_spec("r1").replica_id, node_id=NodeId("n1"), reason="test")
+    assert await planned(pool, epoch, endings=(ending,))
+    async with using(pool) as connection:
+        generation = (await read_cluster_row(connection)).generation
+    assert (await reported(pool, epoch, seq=2, generation=generation)).released == 1
+    async with transaction(pool) as connection:
+        for table, column, name in (
+            ("node", "node_id", "n1"),
+            ("model", "model_id", "m"),
+            ("pop", "pop", "ams"),
+        ):
+            assert await catalogue.delete_row(connection, table, column, name, None)
 
 
 async def test_what_runs_and_is_unknown_is_adopted_with_its_deployment(pool: Pool) -> None:

@@ -79,11 +79,9 @@ class BlocksMachine(RuleBasedStateMachine):
 
     @invariant()
     def a_block_is_free_xor_held(self) -> None:
-        for block in range(TOTAL):
-            count = sum(owner.count(block) for owner in self.owners)
-            assert self.blocks.holders(block) == count
-            assert self.blocks.is_free(block) == (count == 0)
-        assert self.blocks.free + self.blocks.held == TOTAL
+        counts = [sum(owner.count(block) for owner in self.owners) for block in range(TOTAL)]
+        assert [self.blocks.holders(block) for block in range(TOTAL)] == counts
+        assert self.blocks.free == counts.count(0) == TOTAL - self.blocks.held
 
     def teardown(self) -> None:
         for owner in self.owners:

@@ -15,7 +15,8 @@ from nodeagent.engine.constrain.compiling import Grammars
 from nodeagent.engine.decide import grammar
 from nodeagent.engine.decide.grammar import Grammar, UnusableGrammar
 from nodeagent.engine.openai import ChatBody, read_chat
-from nodeagent.engine.sampling import Sampled, Sampler, SamplingParams, UnsoundLogits, sample_rows
+from nodeagent.engine.sampling import Sampled, Sampler, SamplingParams, UnsoundLogits
+from tests.unit.engine.test_sampling import sample_rows
 from tests.unit.engine.test_text import VOCABULARY
 
 END = 256
@@ -78,13 +79,15 @@ def written_so(wanted: Grammar, text: str) -> str:
 
 
 @pytest.mark.parametrize("ends", ["\n", "\r\n"])
-def test_json_may_be_laid_out_but_not_be_mostly_empty_lines(ends: str) -> None:
+def test_json_may_be_laid_out_but_not_be_mostly_blank(ends: str) -> None:
     person = grammar.of_schema(PERSON, "x")
     for indent in (None, 2, 8, "\t"):
         text = json.dumps({"name": "Ada", "age": 36}, indent=indent).replace("\n", ends)
         assert written_so(person, text) == text
-    assert written_so(person, f"{{{ends}{ends}") == f"{{{ends}"
-    assert len(written_so(person, "{" + 90 * " ")) == 41
+    for blank in (" ", f"{ends}{32 * ' '}", ends + 8 * "\t"):
+        assert written_so(person, f'{{{blank}"') == f'{{{blank}"'
+        for more in (" ", "\t", ends):
+            assert written_so(person, f"{{{blank}{more}") == f"{{{blank}"
 
 
 @settings(deadline=None, max_examples=15)

@@ -4,8 +4,10 @@ Torch's fake tensors have a device and a shape but no numbers. What mixes device
 does whatever asks the device for a number, which on a real one would hold up the step.
 """
 
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from types import ModuleType
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from nodeagent.engine import runner
+from nodeagent.engine.cuda import kernels
 from nodeagent.engine.cuda.layout import Paged, Sizes
 from nodeagent.engine.layers import attention
 from nodeagent.engine.layers.kv_format import KvFormat
@@ -113,3 +116,28 @@ def test_an_adapter_stays_on_the_device(pretended: FakeTensorMode) -> None:
         segments = ()
 
     assert str(engine.run(Step()).device) == DEVICE
+
+
+def test_a_device_whose_kernels_cannot_be_built_is_left_to_torch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Triton's errors are of a kind of their own, and it starts kernels on the thread's device."""
+
+    class TritonError(Exception):
+        pass
+
+    class Unbuilt:
+        def gate(self, x: Tensor) -> Tensor:
+            assert entered == ["cpu"]
+            raise TritonError("ptxas knows no such processor")
+
+    entered: list[str] = []
+    triton = ModuleType("triton")
+    monkeypatch.setattr(triton, "TritonError", TritonError, raising=False)
+    monkeypatch.setitem(sys.modules, "triton", triton)
+    monkeypatch.setattr(kernels, "DeviceKernels", Unbuilt)
+    monkeypatch.setattr(kernels, "DEVICE_TYPES", {"cpu"})
+    monkeypatch.setattr(kernels, "enter", entered.append)
+    kernels._found.cache_clear()
+    assert kernels.device_kernels(torch.empty(1)) is None
+    kernels._found.cache_clear()

@@ -2,6 +2,7 @@
 
 import json
 import struct
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,9 @@ def described_by(metadata: dict[str, Any]) -> GgufTokenizer:
     """Arrays of strings come from a file packed."""
     for key in ("tokenizer.ggml.tokens", "tokenizer.ggml.merges"):
         strings = [string.encode() for string in metadata.get(key, [])]
-        packed = b"".join(struct.pack("<Q", len(string)) + string for string in strings)
-        metadata[key] = Strings(PATH, key, packed, len(strings))
+        packed = [struct.pack("<Q", len(string)) + string for string in strings]
+        ends = list(accumulate(map(len, packed)))
+        metadata[key] = Strings(PATH, key, b"".join(packed), ends)
     return GgufTokenizer(PATH, metadata)
 
 

@@ -246,7 +246,7 @@ def test_a_gguf_files_groups_are_read_as_they_are(
                 later.clear()
                 both = native(join([groups, groups]), Keeping.NATIVE, later)
                 assert both is not None
-                own_kernels().fetch(later)
+                own_kernels().fetch(later).result()
                 wanted = torch.cat((wide, wide))
                 found = both[torch.arange(len(wanted))]
                 torch.testing.assert_close(found, wanted, atol=1e-3, rtol=1e-3)
@@ -257,6 +257,6 @@ def test_a_gguf_files_groups_are_read_as_they_are(
         later.clear()
         with pytest.raises(CheckpointError, match="it ends within"):
             keep_groups(groups, Keeping.NATIVE, later)
-            own_kernels().fetch(later)
+            own_kernels().fetch(later).result()
     finally:
         file.close()

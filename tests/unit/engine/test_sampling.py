@@ -3,9 +3,21 @@
 import pytest
 import torch
 
-from nodeagent.engine.sampling import Sampled, Sampler, SamplingParams, UnsoundLogits, sample_rows
+from nodeagent.engine.sampling import (
+    Due,
+    Sampled,
+    Sampler,
+    SamplingParams,
+    UnsoundLogits,
+    sample_runs,
+)
 
 LOGITS = torch.tensor([1.0, 3.0, 2.0, 0.0, -1.0])
+
+
+def sample_rows(logits: torch.Tensor, samplers: list[Sampler]) -> list[Sampled | UnsoundLogits]:
+    """Sample each row of `logits` by its own sampler."""
+    return [run[0] for run in sample_runs(logits, [Due(sampler) for sampler in samplers])]
 
 
 def draws(params: SamplingParams, count: int = 200) -> set[int]:

@@ -57,7 +57,10 @@ def test_each_reader_has_one_buffer(folder: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch, "empty", counted)
     staging.bring(target, stored)
     staging.finish()
-    assert 1 <= len(taken) <= 2 and set(taken) == {64}
+    staging.bring(target.bfloat16(), stored)
+    staging.finish()
+    # Other kinds of numbers have no second copy of the weight either.
+    assert 2 <= len(taken) <= 4 and set(taken) == {64}
 
 
 def test_a_file_that_ends_early_is_named(folder: Path) -> None:
@@ -87,6 +90,7 @@ def test_a_model_that_was_brought_is_the_same(
             monkeypatch.setattr(weights, "staging_for", lambda device: Staging(device, 512, 2))
             monkeypatch.setattr(weights, "_STAGED_NUMBERS_MIN", 1)
         model = build(source.shape, source, "cpu", torch.float32, 64)
+        model.arrived()
         runner = Runner(model, 24, "cpu", torch.float32)
         step = prompts(2, 9)
         for chunk in step.segments:

@@ -268,6 +268,13 @@ HISTORY = [
 ]
 
 
+def test_a_name_nested_past_all_reason_is_no_call() -> None:
+    text = f'{{"name": {100_000 * "["}{100_000 * "]"}, "parameters": {{}}}}'
+    reader = CallReader(LLAMA3, frozenset({"a"}))
+    events = [*reader.feed(text), *reader.flush()]
+    assert events == [Said(text)]
+
+
 def test_a_template_that_knows_tools_is_given_them() -> None:
     template = ChatTemplate(KNOWING, "", "")
     tools = asked(tools=TOOLS)
@@ -293,6 +300,9 @@ def test_a_template_that_knows_none_is_told_in_words() -> None:
     system = [{"role": "system", "content": "Be brief."}, *HISTORY]
     again = template.render(messages_of(body(messages=system)), tools.told)
     assert again.startswith("[system]Be brief.\n\nYou may call functions")
+    begun = [{"role": "assistant", "content": "It is"}]
+    chat = body(messages=begun, continue_final_message=True)
+    assert template.render(messages_of(chat), tools.told).startswith("[system]You may call")
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -122,6 +123,85 @@ def test_a_failed_step_is_told_and_ends_the_thread() -> None:
     asyncio.run(_submit(worker, clients_less))
     assert died.wait(5)
     assert worker.died
+    assert worker.stop(5)
+
+
+class Files:
+    """Files that hold of every prompt something, and are read when the test says so."""
+
+    files = True
+
+    def __init__(self) -> None:
+        self.then: list[Any] = []
+
+    def missing(self, chain: object, remembers: object) -> list[bytes]:
+        return [b"digest"]
+
+    def read_ahead(self, digests: list[bytes], then: Any) -> bool:
+        self.then.append(then)
+        return True
+
+
+async def test_an_idle_engine_is_not_stalled_once_a_prompt_is_read_from_files(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: now_s[0])
+    monkeypatch.setattr("nodeagent.engine.worker.time", clock)
+    mover, runner = Files(), object()
+    engine = Engine(runner, Batching(Limits(8, 2), Blocks(4)), mover)  # type: ignore[arg-type]
+    worker = Worker(engine, lambda deltas: None, lambda: None)
+    now_s[0] = 3600.0
+    await _submit(worker, Outbox())
+    assert (worker.has_work(), worker.idle_s()) == (True, 0.0)
+    now_s[0] += 10.0
+    assert worker.idle_s() == 10.0, "a file that cannot be read is an outage like any"
+    mover.then[0]([b"digest"], None)
+    assert (worker.has_work(), worker.idle_s()) == (True, 10.0), "read, and not begun"
+
+
+async def test_one_that_is_given_up_as_its_blocks_have_been_read_is_not_begun_after() -> None:
+    mover, runner = Files(), object()
+    engine = Engine(runner, Batching(Limits(8, 2), Blocks(4)), mover)  # type: ignore[arg-type]
+    worker = Worker(engine, lambda deltas: None, lambda: None)
+    await _submit(worker, Outbox())
+    gives_up = threading.Thread(target=worker.cancel, args=(1,))
+    send = worker._send
+
+    def meanwhile(message: Any) -> None:
+        if not gives_up.is_alive() and message != 1:
+            gives_up.start()
+            gives_up.join(0.2)
+        send(message)
+
+    worker._send = meanwhile  # type: ignore[method-assign]
+    mover.then[0]([b"digest"], None)
+    gives_up.join()
+    assert worker._inbox[-1] == 1
+
+
+async def test_nobody_waits_while_blocks_are_taken_in() -> None:
+    mover, runner = Files(), object()
+    engine = Engine(runner, Batching(Limits(8, 2), Blocks(4)), mover)  # type: ignore[arg-type]
+    worker = Worker(engine, lambda deltas: None, lambda: None)
+    takes, may_go_on = threading.Event(), threading.Event()
+
+    def take_in(digests: list[bytes], contents: object) -> None:
+        takes.set()
+        assert may_go_on.wait(5)
+
+    mover.take_in = take_in  # type: ignore[attr-defined]
+    engine.submit = lambda generation: None  # type: ignore[method-assign]
+    worker.start()
+    await _submit(worker, Outbox())
+    mover.then[0]([b"digest"], object())
+    assert takes.wait(5)
+    other = threading.Thread(target=worker.cancel, args=(2,))
+    other.start()
+    other.join(1.0)
+    waits = other.is_alive()
+    may_go_on.set()
+    assert not waits
     assert worker.stop(5)
 
 

@@ -49,8 +49,8 @@ def steps(assignment: Assignment, **states: ReplicaState) -> tuple[list[str], li
     running = {ReplicaId(name): state for name, state in states.items()}
     found = reconcile(assignment, running, CPU, DRIVERS)
     return (
-        [end.tombstone.replica_id for end in found.endings],
-        [begin.spec.replica_id for begin in found.beginnings],
+        [tombstone.replica_id for tombstone in found.endings],
+        [spec.replica_id for spec in found.beginnings],
     )
 
 
@@ -131,12 +131,12 @@ def test_reconciling_twice_adds_nothing(
     assignment = an_assignment(tuple(sorted(wanted)), tuple(sorted(ending)))
     states = {ReplicaId(name): state for name, state in running.items()}
     first = reconcile(assignment, states, CPU, DRIVERS)
-    for end in first.endings:
-        states[end.tombstone.replica_id] = S.DRAINING
-    for begin in first.beginnings:
-        states[begin.spec.replica_id] = S.WANTED
+    for tombstone in first.endings:
+        states[tombstone.replica_id] = S.DRAINING
+    for spec in first.beginnings:
+        states[spec.replica_id] = S.WANTED
     assert reconcile(assignment, states, CPU, DRIVERS) == Steps()
-    assert not {e.tombstone.replica_id for e in first.endings} - ending
+    assert not {tombstone.replica_id for tombstone in first.endings} - ending
 
 
 def test_every_state_but_the_last_can_be_ended_and_what_is_impossible_is_an_error() -> None:

@@ -166,6 +166,28 @@ not a line
     assert stats.tokens_out_total == 120
 
 
+@pytest.mark.parametrize("value", ["NaN", "+Inf", "-Inf"])
+def test_a_metric_that_is_no_number_counts_for_nothing(value: str) -> None:
+    body = f"vllm:num_requests_running 3\nvllm:kv_cache_usage_perc {value}\n".encode()
+    stats = DRIVERS["vllm"].read_stats(body)
+    assert (stats.running, stats.kv_blocks_used) == (3, 0)
+
+
+@pytest.mark.parametrize(
+    ("driver", "told", "values"),
+    [
+        ("vllm", "vllm:iteration_tokens_total_count", (400, 464)),
+        ("sglang", "sglang:num_used_tokens", (400, 464)),
+        ("tensorrt_llm", "trtllm_kv_cache_utilization", (0.25, 0.2501)),
+    ],
+)
+def test_an_answer_that_is_long_in_coming_is_seen_to_move(
+    driver: str, told: str, values: tuple[float, float]
+) -> None:
+    before, later = (DRIVERS[driver].read_stats(f"{told} {n}\n".encode()) for n in values)
+    assert before.steps_total != later.steps_total
+
+
 @pytest.mark.parametrize(
     ("name", "memory_gb", "expected"),
     [

@@ -2,6 +2,7 @@
 
 from isochrone.wire.headers import Load
 from isochrone.wire.ids import NodeId, PopId, ReplicaId
+from router.decide.health import FAILURES_MAX
 from router.fleet import Fleet
 from tests.unit.router.test_slow_start import NEW, OLD, D, a_route, a_table
 
@@ -39,17 +40,29 @@ def test_who_is_turned_away_does_not_take_others_prompts_for_its_own() -> None:
     # There 500 tokens waited, none of them ours: it was refused on arrival.
     bench.fleet.heard(a_route(OLD), Load(500, 0, 1, 0, 500), "queued", held)
     assert bench.others() == 500
-    assert not held.is_open
+    assert bench.fleet.in_flight.requests == 0
 
 
 def test_whose_prompt_was_read_does_not_count_it_either() -> None:
     bench = Bench()
     first = bench.fleet.reserve(a_route(OLD), prefill=400, decode=10)
-    second = bench.fleet.reserve(a_route(OLD), prefill=100, decode=10)
+    bench.fleet.reserve(a_route(OLD), prefill=100, decode=10)
     bench.now_s += 1.0
     # The first was read. Behind it stand our second and 500 tokens of others.
     bench.fleet.heard(a_route(OLD), Load(600, 20, 3, 0, 600), "", first)
     assert bench.others() == 500
-    assert first.is_open
-    assert second.is_open
+    assert bench.fleet.in_flight.requests == 2
     assert bench.fleet.in_flight.at(OLD, bench.now_s).prefill_tokens == 100
+
+
+def test_nothing_is_kept_of_who_fails_or_refuses_when_no_table_names_it_any_more() -> None:
+    bench = Bench()
+    held = bench.fleet.reserve(a_route(OLD), prefill=400, decode=10)
+    bench.fleet.adopt(a_table(NEW))
+    bench.fleet.heard(a_route(OLD), Load(500, 0, 1, 0, 500), "draining", held)
+    for _ in range(FAILURES_MAX):
+        assert bench.fleet.failed(a_route(OLD)) == ""
+    assert not bench.fleet.health.ejected()
+    assert bench.fleet.in_flight.line(OLD) is not bench.fleet.in_flight.line(OLD)
+    bench.fleet.adopt(a_table(OLD, NEW))
+    assert OLD in bench.fleet.answering()

@@ -81,6 +81,9 @@ class End(asyncio.Transport):
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
         assert high
 
+    def get_write_buffer_size(self) -> int:
+        return len(self.outbox)
+
     def is_closing(self) -> bool:
         return self._is_closing
 
@@ -174,7 +177,7 @@ class Relay:
         self.upstream = Upstream(config, self.deadlines, clock)
         self.gate = Gate()
         self.journal = Journal(folder)
-        self.recorder = Recorder(PopId("ams"), metrics, clock, self.journal)
+        self.recorder = Recorder(PopId("ams"), metrics, self.journal)
         self.corridor = Corridor(
             config=config,
             fleet=self.fleet,

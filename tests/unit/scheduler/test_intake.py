@@ -34,7 +34,7 @@ def a_row(deployment: str = "d", pop: str = "ams", **counts: int) -> DemandRow:
 
 
 def a_demand(*rows: DemandRow, **fields: Any) -> Demand:
-    values: dict[str, Any] = {"seq": 1, "window_started_at": 0.0, "window_s": 5.0, **fields}
+    values: dict[str, Any] = {"seq": 1, "window_s": 5.0, **fields}
     return Demand(router_id=RouterId("r"), boot_id=BootId("b"), rows=rows, **values)
 
 

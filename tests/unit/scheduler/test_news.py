@@ -32,7 +32,6 @@ def rated(**fields: float) -> ReplicaReport:
         ({"disk_free_bytes": 99 * GIB}, False),
         ({"replicas": (changed(since_s=99.0),)}, False),
         ({"replicas": (rated(decode_tokens_per_s=109.0),)}, False),
-        ({"devices": (msgspec.structs.replace(a_device(), memory_free_bytes=1),)}, False),
         ({"generation": Generation(2)}, True),
         ({"boot_id": BootId("boot-2")}, True),
         ({"address": "http://elsewhere"}, True),

@@ -228,6 +228,49 @@ def test_surplus_goes_after_it_has_settled_and_never_below_the_minimum() -> None
     assert not plan(msgspec.structs.replace(cluster, placements=young)).endings
 
 
+def test_two_replicas_that_came_up_in_one_pop_are_spread_once_they_have_settled() -> None:
+    there = (a_placement("r1", "ams-1"), a_placement("r2", "ams-1"))
+    cluster = a_cluster(
+        nodes=(a_node("ams-1", "ams"), a_node("sin-1", "sin")),
+        deployments=(a_deployment(replicas_min=2, replicas_max=2),),
+        placements=there,
+    )
+    first = plan(cluster)
+    assert starts(first) == [("d", "sin-1")]
+    assert first.starts[0].reason == "worth more here than in ams"
+    assert not first.endings
+    assert plan(carried_out(cluster, first, "loading")) == Plan(based_on=Generation(8))
+    second = plan(carried_out(cluster, first))
+    assert len(second.endings) == 1
+    assert second.endings[0].node_id == "ams-1"
+    assert not second.starts
+    spread = carried_out(carried_out(cluster, first), second)
+    assert plan(spread) == Plan(based_on=spread.generation)
+    young = tuple(msgspec.structs.replace(p, age_s=30.0) for p in there)
+    assert not plan(msgspec.structs.replace(cluster, placements=young)).starts
+
+
+def test_the_only_replica_allowed_follows_its_demand() -> None:
+    cluster = a_cluster(
+        nodes=NODES,
+        deployments=(a_deployment(replicas_max=1),),
+        placements=(a_placement("r1", "ams-1"),),
+        demand=(a_demand("sin", 1.0),),
+    )
+    first = plan(cluster)
+    assert starts(first) == [("d", "sin-1")]
+    assert not first.endings
+    moved = carried_out(cluster, first)
+    assert [ending.replica_id for ending in plan(moved).endings] == ["r1"]
+    # A little is not worth a start, nor is anything where residency or a PoP kept warm holds it.
+    little = msgspec.structs.replace(cluster, demand=(a_demand("sin", 0.05),))
+    assert plan(little) == Plan(based_on=cluster.generation)
+    kept = a_deployment(replicas_max=1, keep_warm=("ams",))
+    denied = a_deployment(replicas_max=1, deny=("sin",))
+    for held in (kept, denied):
+        assert not plan(msgspec.structs.replace(cluster, deployments=(held,))).starts
+
+
 def test_an_idle_deployment_without_a_minimum_goes_to_zero_and_demand_wakes_it() -> None:
     idle = a_cluster(
         nodes=NODES,

@@ -1,0 +1,158 @@
+"""Deployments as operators write them. A deleted one's row stays while usage tells of it."""
+
+from typing import Any, Final
+
+import asyncpg
+import msgspec
+
+from isochrone.wire.admin import DeploymentView
+from isochrone.wire.ids import DeploymentId, ModelId
+from isochrone.wire.model import Deployment, EngineSettings, Policy
+from scheduler.store.catalogue import EtagMoved
+from scheduler.store.pool import Connection
+
+_DEPLOYMENTS: Final = """
+SELECT d.*, (
+    SELECT coalesce(json_object_agg(state, replicas), '{}') FROM (
+        SELECT CASE WHEN ended_at IS NULL THEN state ELSE 'draining' END AS state,
+               count(*) AS replicas
+        FROM placement p WHERE p.deployment_id = d.deployment_id AND released_at IS NULL
+            AND leader_id IS NULL
+        GROUP BY 1
+    ) AS counted
+) AS replicas
+FROM deployment d WHERE deleted_at IS NULL
+"""
+
+
+async def list_deployments(connection: Connection, after: str, limit: int) -> list[DeploymentView]:
+    """Return deployments in the order of their ids."""
+    rows = await connection.fetch(
+        f"{_DEPLOYMENTS} AND deployment_id > $1 ORDER BY deployment_id LIMIT $2", after, limit
+    )
+    return [_deployment(row) for row in rows]
+
+
+async def get_deployment(connection: Connection, deployment_id: str) -> DeploymentView | None:
+    """Return one deployment."""
+    row = await connection.fetchrow(f"{_DEPLOYMENTS} AND deployment_id = $1", deployment_id)
+    return _deployment(row) if row else None
+
+
+async def hold_deployment(connection: Connection, deployment_id: str) -> None:
+    """Let nobody else change a deployment, or begin a rollout of it, until this transaction ends.
+
+    Taken before a rollout's row by whoever needs both.
+    """
+    await connection.execute(
+        "SELECT FROM deployment WHERE deployment_id = $1 FOR NO KEY UPDATE", deployment_id
+    )
+
+
+async def next_version(connection: Connection, deployment_id: str) -> int:
+    """Return the version that nothing of this deployment was yet, not even what was reverted."""
+    version: int = await connection.fetchval(
+        """
+        SELECT 1 + coalesce(greatest(
+            (SELECT version FROM deployment WHERE deployment_id = $1),
+            (SELECT max(to_version) FROM rollout WHERE deployment_id = $1)), 0)
+        """,
+        deployment_id,
+    )
+    return version
+
+
+async def add_deployment(connection: Connection, deployment: Deployment) -> bool:
+    """Make a deployment; False where its id or its name is taken.
+
+    The id of a deleted one is free: what ends of that is an older version of this.
+    """
+    try:
+        async with connection.transaction():
+            done = await connection.execute(
+                """
+                INSERT INTO deployment AS d (deployment_id, name, model_id, version, engine, policy)
+                VALUES ($1, $2, $3, $4, $5, $6)
+                ON CONFLICT (deployment_id) DO UPDATE SET name = $2, model_id = $3, version = $4,
+                    engine = $5, policy = $6, etag = d.etag + 1, deleted_at = NULL
+                    WHERE d.deleted_at IS NOT NULL
+                """,
+                deployment.deployment_id,
+                deployment.name,
+                deployment.model_id,
+                await next_version(connection, deployment.deployment_id),
+                msgspec.json.encode(deployment.engine).decode(),
+                msgspec.json.encode(deployment.policy).decode(),
+            )
+    except asyncpg.UniqueViolationError:
+        return False
+    return done != "INSERT 0 0"
+
+
+async def change_deployment(
+    connection: Connection, deployment: Deployment, etag: int | None
+) -> bool:
+    """Change a deployment that is held; a new model or engine is a new version. Raises EtagMoved.
+
+    False where the name is another deployment's.
+    """
+    engine = msgspec.json.encode(deployment.engine).decode()
+    try:
+        async with connection.transaction():
+            done = await connection.execute(
+                """
+                UPDATE deployment SET name = $2, model_id = $3, engine = $4, policy = $5,
+                    version = CASE WHEN model_id = $3 AND engine = $4::jsonb THEN version
+                                   ELSE $7 END,
+                    etag = etag + 1
+                WHERE deployment_id = $1 AND deleted_at IS NULL
+                  AND ($6::bigint IS NULL OR etag = $6)
+                """,
+                deployment.deployment_id,
+                deployment.name,
+                deployment.model_id,
+                engine,
+                msgspec.json.encode(deployment.policy).decode(),
+                etag,
+                await next_version(connection, deployment.deployment_id),
+            )
+    except asyncpg.UniqueViolationError:
+        return False
+    if done == "UPDATE 0":
+        raise EtagMoved(deployment.deployment_id)
+    return True
+
+
+async def delete_deployment(connection: Connection, deployment_id: str, etag: int | None) -> None:
+    """Mark a deployment deleted: its replicas drain, its rollout is over. Raises EtagMoved."""
+    done = await connection.execute(
+        """
+        UPDATE deployment SET deleted_at = clock_timestamp(), etag = etag + 1
+        WHERE deployment_id = $1 AND deleted_at IS NULL AND ($2::bigint IS NULL OR etag = $2)
+        """,
+        deployment_id,
+        etag,
+    )
+    if done == "UPDATE 0":
+        raise EtagMoved(deployment_id)
+    await connection.execute(
+        """
+        UPDATE rollout SET state = 'aborted', reason = 'the deployment was deleted', etag = etag + 1
+        WHERE deployment_id = $1 AND state IN ('running', 'paused')
+        """,
+        deployment_id,
+    )
+
+
+def _deployment(row: Any) -> DeploymentView:
+    return DeploymentView(
+        deployment_id=DeploymentId(row["deployment_id"]),
+        name=row["name"],
+        model_id=ModelId(row["model_id"]),
+        version=row["version"],
+        engine=msgspec.json.decode(row["engine"], type=EngineSettings),
+        policy=msgspec.json.decode(row["policy"], type=Policy),
+        replicas=msgspec.json.decode(row["replicas"], type=dict[str, int]),
+        unmet=(),
+        etag=row["etag"],
+    )

@@ -1,0 +1,54 @@
+"""Writers that meet: nobody waits for another in a ring, and none that has died holds the rest."""
+
+import asyncio
+
+import pytest
+
+from isochrone.wire.ids import NodeId
+from scheduler.decide.cluster import Plan, Start
+from scheduler.store import catalogue
+from scheduler.store import pool as pools
+from scheduler.store.lease import assert_epoch, hold_lease, read_cluster_row
+from scheduler.store.plans import commit_plan
+from scheduler.store.pool import UNAVAILABLE, Pool, open_pool, transaction, using
+from tests.builders import a_spec
+from tests.integration.scheduler.test_store import begun, reported
+from tests.locks import locked_out
+
+
+async def test_a_plan_and_a_nodes_own_change_never_wait_for_one_another(pool: Pool) -> None:
+    epoch = await begun(pool)
+    await reported(pool, epoch)
+    async with using(pool) as connection:
+        based_on = (await read_cluster_row(connection)).generation
+    start = Start(node_id=NodeId("n1"), spec=a_spec(), reason="test")
+
+    async def place() -> bool:
+        async with transaction(pool) as connection:
+            return await commit_plan(connection, Plan(based_on=based_on, starts=(start,)), epoch)
+
+    async with transaction(pool) as connection:
+        # A report, or an operator who drains: the node first, then the cluster's generation.
+        await catalogue.set_draining(connection, "n1", True)
+        placing = asyncio.create_task(place())
+        await locked_out(pool)
+        await catalogue.touch(connection)
+    assert not await placing, "the ground has moved"
+
+
+async def test_a_writer_that_died_in_its_deed_does_not_hold_up_the_next(
+    database_dsn: str, pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    epoch = await begun(pool, "s1")
+    monkeypatch.setattr(pools, "IDLE_TIMEOUT_S", 0.5)
+    dying = await open_pool(database_dsn, size_max=1)
+    with pytest.raises(UNAVAILABLE):
+        async with transaction(dying) as connection:
+            await assert_epoch(connection, epoch)
+            async with using(pool) as other:
+                await other.execute("UPDATE lease SET expires_at = '-infinity'")
+                taken = await asyncio.wait_for(hold_lease(other, "s2"), 5.0)
+            assert taken is not None
+            assert taken.epoch == epoch + 1
+            await connection.execute("UPDATE cluster SET generation = generation + 1")
+    await dying.close()

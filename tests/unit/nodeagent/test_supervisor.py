@@ -1,0 +1,235 @@
+"""A replica's life as its task lives it: ends and faults wherever they can come."""
+
+import asyncio
+import random
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from isochrone.wire.assignment import Tombstone
+from isochrone.wire.engine import EngineStats
+from isochrone.wire.ids import Generation, ReplicaId
+from isochrone.wire.report import ReplicaState
+from nodeagent import supervisor as module
+from nodeagent.config import NodeConfig
+from nodeagent.host.artifacts import ArtifactError
+from nodeagent.supervisor import Replica, Supervisor
+from tests.builders import a_spec
+
+SPEC = a_spec("r1")
+END = Tombstone(
+    replica_id=ReplicaId("r1"), generation=Generation(2), reason="test", drain_timeout_s=0.0
+)
+WARM_STATS = EngineStats(steps_total=1)
+
+
+class FakeArtifacts:
+    """Weights that are here at once, or not."""
+
+    def __init__(self) -> None:
+        self.errors: list[Exception] = []
+        self.asked = 0
+
+    async def ensure(self, artifact: object, pinned: Collection[str], progress: object) -> Path:
+        self.asked += 1
+        if self.errors:
+            raise self.errors.pop()
+        return Path("weights")
+
+
+class FakeEngine:
+    """An engine that is ready at once and does what it is told."""
+
+    def __init__(self) -> None:
+        self.exited = asyncio.Event()
+        self.may_stop = asyncio.Event()
+        self.may_stop.set()
+        self.stopping = asyncio.Event()
+        self.stopped = self.released = False
+        self.answers: Callable[[], EngineStats | None] = lambda: WARM_STATS
+
+    async def is_ready(self) -> bool:
+        return True
+
+    async def stats(self) -> EngineStats | None:
+        return self.answers()
+
+    async def canary(self, kind: str) -> bool:
+        return True
+
+    async def stop(self, *, kill: bool = False) -> None:
+        self.stopping.set()
+        await self.may_stop.wait()
+        self.stopped = True
+
+    async def release(self) -> None:
+        self.released = True
+
+
+class FakeEngines:
+    """Starts engines that were laid out beforehand, then plain ones."""
+
+    def __init__(self) -> None:
+        self.started: list[FakeEngine] = []
+
+    async def start(self, spec: object, path: Path) -> FakeEngine:
+        self.started.append(FakeEngine())
+        return self.started[-1]
+
+    def log_tail(self, replica_id: str) -> str:
+        return "the last line"
+
+    def log_path(self, replica_id: str) -> Path:
+        return Path(replica_id)
+
+
+class House:
+    """A supervisor between fakes, and what it told of its changes."""
+
+    def __init__(self) -> None:
+        self.artifacts = FakeArtifacts()
+        self.engines = FakeEngines()
+        self.changed = asyncio.Event()
+        self.now_s = 0.0
+        given: Any = {"artifacts": self.artifacts, "engines": self.engines}
+        self.supervisor = Supervisor(
+            config=NodeConfig(name="n1", schedulers=("x",), state=Path("x"), address="x"),
+            clock=lambda: self.now_s,
+            chance=random.Random(1),
+            on_change=self.changed.set,
+            **given,
+        )
+
+    @property
+    def replica(self) -> Replica:
+        return self.supervisor.replicas[SPEC.replica_id]
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        async with asyncio.timeout(5.0):
+            while not holds():
+                self.changed.clear()
+                await self.changed.wait()
+
+    async def warm(self, engines: int = 1) -> None:
+        await self.until(
+            lambda: self.replica.state is ReplicaState.WARM and len(self.engines.started) == engines
+        )
+
+
+@pytest.fixture
+def house(monkeypatch: pytest.MonkeyPatch) -> House:
+    monkeypatch.setattr(module, "LOOK_INTERVAL_S", 0.0)
+    monkeypatch.setattr(module, "next_try_s", lambda *_: 0.0)
+    return House()
+
+
+def after_turns(turns: int, then: Callable[[], None]) -> None:
+    """Call `then` when the event loop has turned so often."""
+    loop = asyncio.get_running_loop()
+    if turns:
+        loop.call_soon(after_turns, turns - 1, then)
+    else:
+        then()
+
+
+@pytest.mark.parametrize("error", [None, ArtifactError("cannot fetch")], ids=["whole", "failed"])
+@pytest.mark.parametrize("turns", range(16))
+async def test_an_end_may_be_ordered_at_any_moment(
+    house: House, turns: int, error: Exception | None
+) -> None:
+    house.artifacts.errors = [error] if error else []
+    house.supervisor.begin(SPEC)
+    after_turns(turns, lambda: house.supervisor.end(END))
+    await house.until(lambda: house.replica.state is ReplicaState.STOPPED)
+    assert all(engine.stopped for engine in house.engines.started)
+
+
+@pytest.mark.parametrize("error", [ValueError("Invalid IPv6 URL"), ArtifactError("cannot fetch")])
+async def test_a_fetch_that_fails_however_is_tried_again(house: House, error: Exception) -> None:
+    house.artifacts.errors = [error]
+    house.supervisor.begin(SPEC)
+    await house.warm()
+    assert house.artifacts.asked == 2
+    assert len(house.replica.breaks) == 1
+
+
+async def test_a_fault_of_ours_while_watching_costs_the_engine_alone(house: House) -> None:
+    house.supervisor.begin(SPEC)
+    await house.warm()
+    (first,) = house.engines.started
+
+    def fails() -> EngineStats:
+        raise OverflowError("cannot convert float infinity to integer")
+
+    first.answers = fails
+    await house.warm(engines=2)
+    assert first.stopped
+    assert len(house.replica.breaks) == 1
+
+
+async def test_an_engine_that_broke_is_not_warm_while_it_is_ended(house: House) -> None:
+    house.supervisor.begin(SPEC)
+    await house.warm()
+    (first,) = house.engines.started
+    first.may_stop.clear()
+    first.exited.set()
+    await first.stopping.wait()
+    assert house.replica.state is ReplicaState.WANTED
+    assert house.replica.reason == "the engine ended: the last line"
+    first.may_stop.set()
+    await house.warm(engines=2)
+
+
+async def test_one_that_is_left_to_the_next_life_is_let_go_and_not_stopped(house: House) -> None:
+    house.supervisor.begin(SPEC)
+    await house.warm()
+    (engine,) = house.engines.started
+
+    async def release() -> None:
+        # What watches it must not take it for broken while it is let go.
+        engine.exited.set()
+        turned = asyncio.Event()
+        after_turns(20, turned.set)
+        await turned.wait()
+        engine.released = True
+
+    engine.release = release  # type: ignore[method-assign]
+    await house.supervisor.leave(keep_engines=True)
+    assert (engine.released, engine.stopped) == (True, False)
+
+
+async def test_a_leave_ends_an_engine_whose_end_had_begun(house: House) -> None:
+    house.supervisor.begin(SPEC)
+    await house.warm()
+    (engine,) = house.engines.started
+    engine.may_stop.clear()
+    house.supervisor.end(END)
+    await engine.stopping.wait()
+    after_turns(3, engine.may_stop.set)
+    await house.supervisor.leave(keep_engines=False)
+    assert engine.stopped
+
+
+async def test_the_log_of_an_engine_that_is_never_idle_is_trimmed(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trimmed: list[Path] = []
+    monkeypatch.setattr(module, "trim_log", trimmed.append)
+    house.supervisor.begin(SPEC)
+    await house.warm()
+    assert house.replica.in_flight.take(1, 1) is not None
+    looked = asyncio.Event()
+
+    def looks() -> EngineStats:
+        if trimmed:
+            looked.set()
+        return EngineStats(steps_total=int(house.now_s))
+
+    house.engines.started[0].answers = looks
+    house.now_s += 11.0
+    async with asyncio.timeout(5.0):
+        await looked.wait()
+    assert set(trimmed) == {Path("r1")}
+    await house.supervisor.leave(keep_engines=False)
