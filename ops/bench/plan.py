@@ -8,8 +8,6 @@ higher of what is asked and what will be asked within the hour, and the moves ar
 picture that `isochrone plan --save` wrote is timed as it is.
 """
 
-import argparse
-import os
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +18,7 @@ import msgspec
 import numpy as np
 
 from isochrone.wire.ids import ClusterId, Generation, NodeId
-from ops.sim.planet_world import World, demand_rows, draw
+from ops.sim.planet_world import World, demand_rows, draw, world_parser
 from scheduler.decide.cluster import ClusterState
 from scheduler.decide.plan import PlanLimits, plan
 from scheduler.decide.prefetch import prefetch
@@ -128,16 +126,14 @@ def timed(path: Path, times: int = 5) -> str:
 
 def main() -> None:
     """Print the table, or the line of a saved picture."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    default = os.environ.get("ISOCHRONE_DATA", "../shared/data")
-    parser.add_argument("--data", type=Path, default=Path(default))
+    parser = world_parser(__doc__)
     parser.add_argument("--minutes", type=int, default=60)
     parser.add_argument("--picture", type=Path)
     given = parser.parse_args()
     if given.picture is not None:
         print(timed(given.picture))
         return
-    world = draw(given.data)
+    world = draw(given.data, given.seed)
     print(
         "| cities | nodes | devices | deployments | demand rows | replicas | first plan s "
         "| each minute s, median | p99 | moves in all | prefetch s |"

@@ -4,8 +4,6 @@ Needs matplotlib (the extra `bench`). A dot is a city: grey where users ask and 
 by the share of the GPU memory that is seated, sized by the replicas held.
 """
 
-import argparse
-import os
 from collections import Counter
 from pathlib import Path
 
@@ -14,15 +12,12 @@ import numpy as np
 
 from ops.sim.compare import planned
 from ops.sim.planet import DAY, HOUR
-from ops.sim.planet_world import draw
+from ops.sim.planet_world import draw, world_parser
 
 
 def main() -> None:
     """Plan the planet from nothing at the peak of a day, and draw it."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    default = os.environ.get("ISOCHRONE_DATA", "../shared/data")
-    parser.add_argument("--data", type=Path, default=Path(default))
-    parser.add_argument("--seed", type=int, default=1)
+    parser = world_parser(__doc__)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "planet.png")
     given = parser.parse_args()
     mpl.use("Agg")

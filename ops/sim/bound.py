@@ -12,9 +12,7 @@ lower than the best plan: which replicas fit on which device of a site, the queu
 starts several at once, PoPs kept warm, all of a minimum but the first two.
 """
 
-import argparse
 import csv
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -25,7 +23,7 @@ import numpy as np
 from ops.sim.dual import Side, Terms
 from ops.sim.judge import cost, sought
 from ops.sim.planet import FIRST, Planet
-from ops.sim.planet_world import draw
+from ops.sim.planet_world import draw, world_parser
 from ops.sim.recount import columns_of, recounted
 from scheduler.decide.cluster import ClusterState
 from scheduler.decide.device_classes import GIB
@@ -201,10 +199,7 @@ def judged(cluster: ClusterState, limits: PlanLimits) -> Judged:
 
 def main() -> None:
     """Bound the planet's first plan and write the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    default = os.environ.get("ISOCHRONE_DATA", "../shared/data")
-    parser.add_argument("--data", type=Path, default=Path(default))
-    parser.add_argument("--seed", type=int, default=1)
+    parser = world_parser(__doc__)
     parser.add_argument("--effort", type=int, default=FIRST.effort)
     parser.add_argument("--out", type=Path, default=TABLE)
     given = parser.parse_args()

@@ -8,12 +8,9 @@ first, seats where most is asked until its peak is carried. Weekly mean: this pl
 mean of the week.
 """
 
-import argparse
 import json
-import os
 from collections import defaultdict
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -21,7 +18,7 @@ import numpy as np
 from isochrone.wire.ids import ClusterId, Generation, NodeId
 from ops.sim.judge import sought
 from ops.sim.planet import DAY, FIRST, HOUR
-from ops.sim.planet_world import World, demand_rows, draw
+from ops.sim.planet_world import World, demand_rows, draw, world_parser
 from ops.sim.served import Users
 from scheduler.decide.cluster import ClusterState, PopDistance
 from scheduler.decide.device_classes import GIB
@@ -114,11 +111,11 @@ def by_popularity(world: World, peak: Floats) -> tuple[Held, int]:
     return seats, devices.used
 
 
-def planned(
+def nothing_held(
     world: World, demand: Floats, distances: tuple[PopDistance, ...] = ()
-) -> tuple[Held, int, Search]:
-    """Place by the production search, from an empty fleet; `distances` replace the true ones."""
-    cluster = ClusterState(
+) -> ClusterState:
+    """Return the picture of a fleet that is still empty; `distances` replace the true ones."""
+    return ClusterState(
         cluster_id=ClusterId("planet"),
         generation=Generation(1),
         acting_for_s=1e6,
@@ -130,7 +127,13 @@ def planned(
         distances=distances,
         profiles=world.profiles,
     )
-    search, _ = sought(cluster, FIRST)
+
+
+def planned(
+    world: World, demand: Floats, distances: tuple[PopDistance, ...] = ()
+) -> tuple[Held, int, Search]:
+    """Place by the production search, from an empty fleet."""
+    search, _ = sought(nothing_held(world, demand, distances), FIRST)
     seats: Held = defaultdict(list)
     used = 0
     for wish in search.wishes:
@@ -183,10 +186,7 @@ def compared(world: World) -> Iterator[tuple[str, dict[str, float]]]:
 
 def main() -> None:
     """Compare, a line each."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    default = os.environ.get("ISOCHRONE_DATA", "../shared/data")
-    parser.add_argument("--data", type=Path, default=Path(default))
-    parser.add_argument("--seed", type=int, default=1)
+    parser = world_parser(__doc__)
     given = parser.parse_args()
     for name, row in compared(draw(given.data, given.seed)):
         print(f"{name:24}", json.dumps(row), flush=True)

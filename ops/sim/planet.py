@@ -13,9 +13,7 @@ What is planned for is, by city and deployment, what is asked now raised to the 
 minutes and of each hour of the day before: all the day is then seated for its peak.
 """
 
-import argparse
 import json
-import os
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,7 +27,7 @@ from isochrone.wire.assignment import ReplicaSpec
 from isochrone.wire.ids import ClusterId, Generation, NodeId, PopId, ReplicaId
 from isochrone.wire.report import ReplicaState
 from ops.sim.foretold import Foretold
-from ops.sim.planet_world import World, demand_rows, draw
+from ops.sim.planet_world import World, demand_rows, draw, world_parser
 from ops.sim.rolling import Rolling
 from ops.sim.served import Seats, Users
 from scheduler.decide.cluster import ClusterState, Node, Placement, Plan
@@ -296,12 +294,9 @@ def planned(planet: Planet) -> dict[str, Any]:
 
 def main() -> None:
     """Run the week and write a row a minute as JSON lines."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    default = os.environ.get("ISOCHRONE_DATA", "../shared/data")
-    parser.add_argument("--data", type=Path, default=Path(default))
+    parser = world_parser(__doc__)
     parser.add_argument("--days", type=int, default=7)
     parser.add_argument("--plan-min", type=int, default=5)
-    parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("planet.jsonl"))
     parser.add_argument("--peaks", action="store_true", help="plan for known peaks")
     parser.add_argument("--learned-days", type=int, default=7, help="what the forecast has seen")

@@ -11,9 +11,11 @@
   local time, five parts in six at weekends, with noise that a minute remembers of the last (5 %).
 """
 
+import argparse
 import csv
 import gzip
 import json
+import os
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -79,6 +81,15 @@ class World(NamedTuple):
         level = np.where(local >= 120, level * 5 / 6, level)
         level = level * self.people * self.noise[minute % len(self.noise)]
         return np.asarray(REQUESTS_PER_S * level[:, None] * self.share, dtype=np.float64)
+
+
+def world_parser(told: str | None) -> argparse.ArgumentParser:
+    """Return a parser of what everyone who draws a planet is given: the public data and a seed."""
+    parser = argparse.ArgumentParser(description=told)
+    data = os.environ.get("ISOCHRONE_DATA", "../shared/data")
+    parser.add_argument("--data", type=Path, default=Path(data))
+    parser.add_argument("--seed", type=int, default=1)
+    return parser
 
 
 def draw(data: Path, seed: int = 1) -> World:

@@ -8,9 +8,7 @@ costs by its bytes alone, and who finds no room counts more too, but less in the
 is the share of requests that found none under the headroom: what is left out costs no memory.
 """
 
-import argparse
 import csv
-import os
 from pathlib import Path
 from typing import Final, NamedTuple
 from unittest.mock import patch
@@ -18,7 +16,7 @@ from unittest.mock import patch
 import numpy as np
 
 from ops.sim.compare import fared, peak_of_the_day, planned
-from ops.sim.planet_world import World, draw
+from ops.sim.planet_world import World, draw, world_parser
 from scheduler.decide import score, wish
 from scheduler.decide.cluster import PopDistance
 from scheduler.decide.flow import Floats
@@ -85,10 +83,7 @@ def tried(world: World, prices: Prices) -> dict[str, float]:
 
 def main() -> None:
     """Try each price and write the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    default = os.environ.get("ISOCHRONE_DATA", "../shared/data")
-    parser.add_argument("--data", type=Path, default=Path(default))
-    parser.add_argument("--seed", type=int, default=1)
+    parser = world_parser(__doc__)
     parser.add_argument("--out", type=Path, default=TABLE)
     given = parser.parse_args()
     world = draw(given.data, given.seed)

@@ -1,31 +1,27 @@
 """How near the planet's users can be at all for so much memory: a bound, whatever the planner.
 
-    python -m ops.sim.reach --data ../shared/data --budget-tib 102.6
+    python -m ops.sim.reach --data ../shared/data --as-planned
 
 Who is within so many ms of a replica that has room for them counts nothing, who is farther counts
 as far. Lagrange's bound (`dual.py`) of the share that stays far, memory being priced so that the
 budget and what each site has are kept, is a share that no placement comes below: where it is over a
-tenth, no placement has its p90 within those ms. The demand is the mean of the hours sampled,
-replicas serve at their full capacity, or with `--as-planned` carry the peaks with the planner's
-headroom; everybody is served. Left out: spread, minima, the hours' differences, all of which make
-the true share larger.
+tenth, no placement has its p90 within those ms. The demand is the mean of the hours sampled (the
+share is convex in demand, so the mean of the hours' shares is no less), replicas serve at their
+full capacity, and everybody is served. With `--as-planned` the replicas of a deployment must also
+have room, wherever they stand, for its day's peaks with the planner's headroom. Left out: spread
+and minima, which make the true share larger.
 """
 
-import argparse
-import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Final, NamedTuple
 
 import numpy as np
 
-from isochrone.wire.ids import ClusterId, Generation
 from ops.sim.bound import needs_of, shared_by, total
-from ops.sim.compare import SAMPLED, peak_of_the_day
+from ops.sim.compare import SAMPLED, nothing_held, peak_of_the_day
 from ops.sim.dual import Side, Terms
 from ops.sim.planet import FIRST
-from ops.sim.planet_world import World, demand_rows, draw
-from scheduler.decide.cluster import ClusterState
+from ops.sim.planet_world import World, draw, world_parser
 from scheduler.decide.flow import Floats
 from scheduler.decide.liveness import liveness
 from scheduler.decide.plan import Draft
@@ -55,29 +51,26 @@ class Reached(NamedTuple):
 def terms_at(world: World, within_ms: float, as_planned: bool) -> tuple[list[Terms], Floats]:
     """Return by deployment what it counts to be near or far; and what each site has."""
     mean = np.mean([world.requests(minute) for minute in SAMPLED], axis=0)
-    carried = peak_of_the_day(world) if as_planned else mean
-    cluster = ClusterState(
-        cluster_id=ClusterId("planet"),
-        generation=Generation(1),
-        acting_for_s=1e6,
-        pops=world.pops,
-        nodes=world.nodes,
-        models=world.models,
-        deployments=world.deployments,
-        demand=demand_rows(world, carried),
-        profiles=world.profiles,
-    )
+    peak = peak_of_the_day(world)
+    cluster = nothing_held(world, mean)
     search = Draft(cluster, liveness(cluster.nodes, cluster.acting_for_s), FIRST).sought()
     found = []
     for number, wish in enumerate(search.wishes):
         sites = np.flatnonzero(wish.rooms > 0)
         share = mean[wish.cities, number] / mean.sum()
+        load, paid = wish.flow.load, share[:, None] * (wish.flow.far[:, sites] > within_ms)
+        lost = share * UNSERVED
+        if as_planned:
+            # What is asked at the peak besides, as of a city that is far from nowhere.
+            more = float(peak[:, number].sum() / mean[:, number].sum()) / HEADROOM - 1.0
+            load, lost = np.append(load, more * load.sum()), np.append(lost, more * lost.sum())
+            paid = np.vstack((paid, np.zeros(len(sites))))
         found.append(
             Terms(
-                load=wish.flow.load,
-                paid=share[:, None] * (wish.flow.far[:, sites] > within_ms),
-                lost=share * UNSERVED,
-                room=wish.rooms[sites] / (1.0 if as_planned else HEADROOM),
+                load=load,
+                paid=paid,
+                lost=lost,
+                room=wish.rooms[sites] / HEADROOM,
                 fixed=np.zeros(len(sites)),
                 needs=needs_of(wish, search.ground, sites),
                 sites=sites,
@@ -85,7 +78,7 @@ def terms_at(world: World, within_ms: float, as_planned: bool) -> tuple[list[Ter
                 most=wish.most,
                 apart=0,
                 one_pop=0.0,
-                none=float(share.sum()) * UNSERVED,
+                none=float(lost.sum()),
             )
         )
     return found, shared_by(search.ground)
@@ -123,10 +116,7 @@ def reached(terms: Sequence[Terms], has: Floats, within_ms: float, budget_gib: f
 
 def main() -> None:
     """Say for each distance what share is farther at least."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    default = os.environ.get("ISOCHRONE_DATA", "../shared/data")
-    parser.add_argument("--data", type=Path, default=Path(default))
-    parser.add_argument("--seed", type=int, default=1)
+    parser = world_parser(__doc__)
     parser.add_argument("--budget-tib", type=float, default=307.8 / 3)
     parser.add_argument("--within-ms", type=float, nargs="*", default=[21.4, 25.0, 30.0])
     parser.add_argument("--as-planned", action="store_true")

@@ -7,14 +7,14 @@ too early costs as much as a registration, so the line moves as fast as those wi
 
 from typing import Final
 
-BURST_S: Final = 0.5
-EARLY_S: Final = 0.5
-LINE_MAX: Final = 20_000
-AT_ONCE_MAX: Final = 48
-WITHIN_S: Final = 10.0
-FULL_S: Final = 1.0
-STEP_MAX_S: Final = 0.25
-LEARNS: Final = 0.05
+BURST_S: Final = 0.5  # whose place is so near comes in at once
+EARLY_S: Final = 0.5  # so long before its time a place is good
+LINE_MAX: Final = 20_000  # places kept
+AT_ONCE_MAX: Final = 48  # within and not served yet
+WITHIN_S: Final = 10.0  # after which one counts as gone
+FULL_S: Final = 1.0  # how long who comes to a full house waits at least
+STEP_MAX_S: Final = 0.25  # between two, however slowly those within are served
+LEARNS: Final = 0.05  # what one who is served adds to the pace
 
 
 class Admissions:

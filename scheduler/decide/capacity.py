@@ -10,7 +10,7 @@ expert: tensor within a node, pipeline over nodes of one PoP.
 """
 
 from collections.abc import Iterator, Mapping
-from math import inf, log2
+from math import ceil, log2
 from typing import Final
 
 import msgspec
@@ -306,8 +306,8 @@ def _arithmetic(
     short = weights + overhead + wanted - memory
     lacking = "nothing is left for a token of KV cache" if short <= 0 else f"{gib(short)} too much"
     there = f"{nodes} x ({devices // nodes} x {gib(memory)})" if nodes > 1 else ""
-    needed = model.weights_bytes / max(1, memory - overhead - wanted) if memory else inf
-    least = 2 ** max(0, -int(-log2(needed) // 1)) if 0 < needed < inf else 0
+    room = memory - overhead - wanted
+    least = 2 ** max(0, ceil(log2(max(1, model.weights_bytes) / room))) if room > 0 else 0
     total = gib(weights + overhead + wanted)
     return (
         f"cannot fit {model.model_id} on {there or f'{devices} x {gib(memory)}'}: weights "

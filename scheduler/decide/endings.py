@@ -16,7 +16,7 @@ from isochrone.wire.report import ReplicaState
 from scheduler.decide.cluster import Placement
 from scheduler.decide.feasible import allowed
 from scheduler.decide.flow import Floats
-from scheduler.decide.ground import Ground, is_lost
+from scheduler.decide.ground import Ground
 from scheduler.decide.score import START
 from scheduler.decide.search import Search, Worth
 from scheduler.decide.start_time import COMING
@@ -84,7 +84,7 @@ def _shaken(ground: Ground, placement: Placement) -> str:
     """Say which of its nodes counts no more; "" where all do."""
     for node_id in placement.node_ids:
         node = ground.nodes.get(node_id)
-        if node is None or is_lost(ground.view, node):
+        if node is None or not ground.view.counts(node):
             return f"{node_id} is lost or revoked"
     return ""
 
@@ -122,33 +122,38 @@ def replace_stale(
             wish.drop(seated)
             ended += 1
     if not ended:
-        best = _best_for(search, fresh)
+        best = _best_of(search, fresh, fresh.nodes_of)
         if best and search.has_starts_left:
             search.take(wish, best, reason=f"version {version} replaces the one before")
 
 
 def part_fellows(search: Search, wish: Wish, settle_s: float) -> None:
-    """Where two are asked for and all would fail together, start one that would not.
+    """Where two are asked for and all would fail together, start one in their PoP that would not.
 
-    A spare one ends then. Of what nobody asks for twice, the sum of score.py decides alone.
+    A spare one ends then. Of what nobody asks for twice, and of other PoPs, the sum of score.py
+    decides alone.
     """
-    asked = wish.least >= 2 and len(wish.seats) >= 2 and len(set(wish.pops())) == 1
+    ground, pops = search.ground, set(wish.pops())
+    asked = wish.least >= 2 and len(wish.seats) >= 2 and len(pops) == 1
     has_settled = len(may_go(wish, settle_s)) == len(wish.seats)
     if not (asked and has_settled and search.has_starts_left):
         return
-    domains = [_domains(search.ground, s.placement.node_ids) for s in wish.seats if s.placement]
+    domains = [_domains(ground, s.placement.node_ids) for s in wish.seats if s.placement]
     shared = frozenset.intersection(*domains)
     if shared:
-        best = _best_for(search, wish, shared)
+        here = [site for site in wish.nodes_of if ground.sites[site].pop in pops]
+        best = _best_of(search, wish, here, shared)
         if best:
             search.take(wish, best, reason=f"the others would all fail with {min(shared)}")
 
 
-def _best_for(search: Search, wish: Wish, but: Set[str] = frozenset()) -> Worth | None:
-    """Return the best free seat for a wish, paid for or not, outside of some failure domains."""
+def _best_of(
+    search: Search, wish: Wish, sites: Iterable[int], but: Set[str] = frozenset()
+) -> Worth | None:
+    """Return the best free seat at some sites, paid for or not, outside of some failure domains."""
     best: Worth | None = None
-    for site in np.flatnonzero(wish.rooms > 0):
-        worth = search.worth_to(wish, int(site))
+    for site in sites:
+        worth = search.worth_to(wish, site)
         seat = worth.offered.seat if worth.offered else None
         if seat is None or but & _domains(search.ground, [p.node.node_id for p in seat.parts]):
             continue

@@ -131,14 +131,11 @@ def _elsewhere(
 
 
 def _what_it_would_save(search: Search, wish: Wish, node: Node) -> str:
-    sites = [
-        site
-        for site in (search.ground.site_of.get((node.pop, d.device_class)) for d in node.devices)
-        if site in wish.nodes_of
-    ]
-    if not sites or sites[0] is None:
+    sites = (search.ground.site_of[node.pop, device.device_class] for device in node.devices)
+    site = next((site for site in sites if site in wish.nodes_of), None)
+    if site is None:
         return "its devices are too few or too small for this deployment"
-    worth = search.worth_to(wish, sites[0])
+    worth = search.worth_to(wish, site)
     saves = worth.saves + worth.need.worth
     needed = wish.hold + (worth.offered.cost if worth.offered else 0.0)
     start_s = worth.offered.start_s if worth.offered else 0.0

@@ -320,11 +320,6 @@ class Ground:
             self._taken[deployment.deployment_id, self.domain_of(node_id)] -= sign
 
 
-def is_lost(view: LivenessView, node: Node) -> bool:
-    """Say whether nothing on a node counts any more."""
-    return node.revoked or view.by_node[node.node_id] is Liveness.LOST
-
-
 def _sites(nodes: Sequence[Node]) -> tuple[Site, ...]:
     held: dict[tuple[PopId, str], list[NodeId]] = defaultdict(list)
     for node in nodes:

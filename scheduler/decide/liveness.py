@@ -29,6 +29,10 @@ class LivenessView(msgspec.Struct, frozen=True, kw_only=True):
     by_node: Mapping[NodeId, Liveness]
     frozen: str = ""
 
+    def counts(self, node: Node) -> bool:
+        """Say whether what is on a node counts at all."""
+        return not node.revoked and self.by_node.get(node.node_id) is not Liveness.LOST
+
 
 def liveness(
     nodes: Sequence[Node], acting_for_s: float, limits: LivenessLimits | None = None

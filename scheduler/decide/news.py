@@ -10,7 +10,6 @@ from isochrone.wire.report import Profile, ReplicaReport, ReplicaState, Report
 
 RATE_STEP: Final = 0.1
 DISK_STEP_BYTES: Final = 8 * 1024**3
-MOVING: Final = (ReplicaState.FETCHING,)
 
 
 def is_news(written: Report, new: Report) -> bool:
@@ -45,7 +44,7 @@ def _devices(report: Report) -> list[tuple[str, str, int, bool, str]]:
 def _is_other(before: ReplicaReport, now: ReplicaReport) -> bool:
     return (
         now.state is not before.state
-        or now.state in MOVING
+        or now.state is ReplicaState.FETCHING
         or now.reason != before.reason
         or now.restarts != before.restarts
         or now.spec != before.spec

@@ -23,7 +23,7 @@ import msgspec
 
 from isochrone.wire.ids import NodeId, PopId
 from isochrone.wire.model import Model
-from scheduler.decide.cluster import ClusterState, Liveness, Node, PrefetchWish, Start
+from scheduler.decide.cluster import ClusterState, Node, PrefetchWish, Start
 from scheduler.decide.feasible import DISK_MARGIN_BYTES
 from scheduler.decide.liveness import LivenessLimits, LivenessView, liveness
 from scheduler.decide.plan import PlanLimits
@@ -114,7 +114,7 @@ class _Stock:
         node, model = self._nodes.get(wish.node_id), self._models.get(wish.model_id)
         if node is None or model is None:
             return "the node or the model is gone"
-        if node.revoked or node.draining or self._view.by_node[node.node_id] is Liveness.LOST:
+        if node.draining or not self._view.counts(node):
             return "the node is draining, revoked or lost"
         if wish.model_id not in self._served:
             return "no deployment serves the model any more"

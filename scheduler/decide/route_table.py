@@ -12,7 +12,7 @@ from isochrone.wire.ids import DeploymentId, Epoch, Generation, NodeId
 from isochrone.wire.model import Deployment, Model
 from isochrone.wire.report import Profile, ReplicaState
 from isochrone.wire.routes import DeploymentEntry, KeyEntry, RolloutEntry, Route, RouteTable
-from scheduler.decide.cluster import ClusterState, Liveness, Node, Placement
+from scheduler.decide.cluster import ClusterState, Node, Placement
 from scheduler.decide.liveness import LivenessView
 from scheduler.decide.news import is_moved
 from scheduler.decide.rollout import Rollout
@@ -93,13 +93,9 @@ def _is_served(placement: Placement, nodes: Mapping[NodeId, Node], view: Livenes
         and not placement.is_ending
         and not placement.leader_id
         and all(node_id in nodes for node_id in placement.node_ids)
-        and all(_counts(nodes[node_id], view) for node_id in placement.node_ids)
+        and all(view.counts(nodes[node_id]) for node_id in placement.node_ids)
         and nodes[placement.node_id].address != ""
     )
-
-
-def _counts(node: Node, view: LivenessView) -> bool:
-    return not node.revoked and view.by_node.get(node.node_id) is not Liveness.LOST
 
 
 def _route(

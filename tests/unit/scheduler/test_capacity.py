@@ -83,6 +83,14 @@ def test_560_gb_do_not_fit_four_and_the_sum_is_shown() -> None:
     assert "8 such devices would hold it" in refused.reason
 
 
+def test_where_a_device_has_no_room_for_weights_no_number_of_them_is_named() -> None:
+    engine = EngineSettings(driver="vllm", kv_memory_bytes=100 * GIB)
+    refused = capacity(of(LLAMA_8B, 16e9), engine, CLASSES["h100-80g"])
+    assert isinstance(refused, CannotFit)
+    assert "too much" in refused.reason
+    assert "would hold it" not in refused.reason
+
+
 @pytest.mark.parametrize(
     ("extra", "bytes_per_token"),
     [
