@@ -129,9 +129,11 @@ class Fleet:
             self._refresh(replica_id, now_s)
         self._changed.clear()
         self._look_around(deployment, now_s)
-        # Who has just begun takes only a share, once there is something to do.
-        shares = self._slow_start.shares(now_s).items()
-        starting = {one: share for one, share in shares if self.in_flight.at(one, now_s).tokens}
+        starting = self._slow_start.shares(now_s)
+        if starting:
+            # Who has just begun takes only a share, once there is something to do.
+            busy = [one for one in starting if self.in_flight.at(one, now_s).tokens]
+            starting = {one: starting[one] for one in busy}
         return deployment.board.picture(now_s, self.health.ejected_until(now_s), starting)
 
     def _deployment(self, deployment_id: DeploymentId) -> _Deployment:
@@ -142,10 +144,10 @@ class Fleet:
         """Refresh some replicas nothing happened to: what is known of them ages too."""
         board, at = deployment.board, deployment.look_at
         passed = (now_s - deployment.looked_at_s) / LOOK_AROUND_S
-        due = min(LOOKED_AT_MAX, len(board), int(passed * len(board)))
+        due = min(LOOKED_AT_MAX, int(passed * len(board)))
         if not due:
             return
-        for slot in range(at, at + due):
+        for slot in range(at, at + min(due, len(board))):
             route = board.routes[slot % len(board)]
             if route is not None:
                 self._refresh(route.replica_id, now_s)
