@@ -117,7 +117,12 @@ def replace_stale(
         return
     ended = 0
     for seated in [s for s in wish.seats if s.placement and s.placement.version != version]:
-        if fresh.seats and len(wish.seats) > wish.least and wish.loss(seated) < wish.hold + START:
+        if not fresh.seats or len(wish.seats) <= wish.least:
+            break
+        serves = seated.placement and seated.placement.state is ReplicaState.WARM
+        if serves and len(wish.warm_pops()) <= max(1, wish.least):
+            continue
+        if wish.loss(seated) < wish.hold + START:
             end_seat(seated, f"version {version} is warm in its place")
             wish.drop(seated)
             ended += 1
