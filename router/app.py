@@ -197,7 +197,6 @@ class House:
         self.shipper = Shipper(
             router_id=RouterId(self.identity.name),
             boot_id=self.boot_id,
-            pop=self.identity.pop,
             fleet=self.fleet,
             recorder=self.recorder,
             metrics=self.metrics,

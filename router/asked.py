@@ -14,6 +14,7 @@ from router.decide.prefixes import PrefixKeys
 class Asked:
     """One request as the corridor takes it, whichever public surface it came by.
 
+    `request_id` is its alone; its client knows it by `known_as`, which another may have too.
     `answers` is how many there are to be, side by side; `output_tokens_max` is of all together.
     `body` is what goes to the node. `text_bytes` is the prompt's size, `arrived_s` monotonic,
     `started_at` Unix time. `error_event` writes an error into a stream. `resume` gives the body
@@ -23,14 +24,15 @@ class Asked:
 
     __slots__ = (
         "answers", "arrived_s", "body", "deployment", "drawn", "error_event", "is_stream", "key",
-        "output_tokens_max", "path", "prefix_keys", "reject_if_busy", "request_id", "resume",
-        "session", "started_at", "text_bytes", "wants_usage",
+        "known_as", "output_tokens_max", "path", "prefix_keys", "reject_if_busy", "request_id",
+        "resume", "session", "started_at", "text_bytes", "wants_usage",
     )  # fmt: skip
 
     def __init__(
         self,
         *,
         request_id: RequestId,
+        known_as: str,
         key: KeyEntry,
         deployment: DeploymentEntry,
         path: str,
@@ -50,6 +52,7 @@ class Asked:
         prefix_keys: PrefixKeys,
     ) -> None:
         self.request_id = request_id
+        self.known_as = known_as
         self.key = key
         self.deployment = deployment
         self.path = path

@@ -51,6 +51,6 @@ def to_client(journey: Journey, ranked: Ranked, allowance: str) -> str:
     """Write what a client is told beside its answer: what is left to it, who answers, and why."""
     route = ranked.route
     return (
-        f"{allowance}{headers.REQUEST_ID}: {journey.asked.request_id}"
+        f"{allowance}{headers.REQUEST_ID}: {journey.asked.known_as}"
         f"{_POP}{route.pop}{_NODE}{route.node_id}{_WHY}{ranked.why}\r\n"
     )

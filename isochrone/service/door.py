@@ -15,7 +15,7 @@ from ssl import SSLContext
 from typing import Final
 
 import msgspec
-from aiohttp import web
+from aiohttp import ClientConnectionResetError, web
 from aiohttp.http_exceptions import ContentEncodingError
 
 from isochrone.service.config import ConfigError
@@ -84,8 +84,11 @@ def errors_as(encode_error: EncodeError) -> Callable[..., Awaitable[web.StreamRe
             return encode_error(error)
         except web.HTTPException as error:
             return encode_error(_of_status(error.status, error.reason, request))
-        except ConnectionError:
+        except ClientConnectionResetError:
             # The client left; whatever is answered goes nowhere.
+            return web.Response(status=499)
+        except ConnectionError:
+            # A client that does not read is let go: the connection ends here.
             raise
         except Exception:
             log.exception("request failed", extra={"fields": {"path": request.path[:200]}})

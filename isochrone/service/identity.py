@@ -29,6 +29,9 @@ CLOCK_SKEW: Final = timedelta(minutes=5)
 
 FINGERPRINT_DIGITS: Final = 32
 
+SCHEDULER: Final = "_scheduler"
+"""Whom the certificate of a scheduler's door is for: no peer can have such a name."""
+
 _TOKEN = re.compile(r"^ij1_([0-9a-f]{32})_([a-z0-9]{12})_([0-9A-Za-z]{43})$")
 
 
@@ -119,7 +122,7 @@ class Authority:
     def issue_own(self, now: datetime) -> tuple[str, str]:
         """Return (key, certificate) for a scheduler's own control door."""
         key = ec.generate_private_key(ec.SECP256R1())
-        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "scheduler")])
+        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, SCHEDULER)])
         certificate = (
             x509.CertificateBuilder()
             .subject_name(subject)
@@ -129,6 +132,7 @@ class Authority:
             .not_valid_before(now - CLOCK_SKEW)
             .not_valid_after(now + timedelta(days=AUTHORITY_LIFETIME_DAYS))
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+            .add_extension(x509.SubjectAlternativeName([x509.DNSName(SCHEDULER)]), critical=False)
             .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
             .sign(self._key, hashes.SHA256())
         )

@@ -82,6 +82,7 @@ async def _ask_to_join(urls: Sequence[str], request: JoinRequest, fingerprint: s
                     f"{url}/v1/join",
                     data=msgspec.json.encode(request),
                     headers={"content-type": "application/json"},
+                    server_hostname=papers.SCHEDULER,
                     ssl=await _trust(http, url, fingerprint),
                 ) as response:
                     body = await read_answer(response, ANSWER_BYTES_MAX)
@@ -97,7 +98,7 @@ async def _trust(http: aiohttp.ClientSession, url: str, fingerprint: str) -> SSL
     """Return how to know the scheduler before the token is shown to it.
 
     Its authority is asked for over an unproven connection and held against the fingerprint in the
-    token; only a server that this authority certified then gets to see the token.
+    token; only who has this authority's certificate for a scheduler then gets to see the token.
     """
     if not url.startswith("https:"):
         return True

@@ -71,10 +71,10 @@ def control_context(authority: Authority, now: datetime) -> ssl.SSLContext:
 
 
 def trusting(ca_pem: str) -> ssl.SSLContext:
-    """Dial a peer that must hold a certificate of this authority, having none of our own yet."""
+    """Dial who holds a certificate of this authority for the name that we dial (for a scheduler,
+    SCHEDULER), having none of our own yet."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.check_hostname = False
     context.load_verify_locations(cadata=ca_pem)
     return context
 
@@ -88,14 +88,21 @@ def node_context(identity: Identity) -> ssl.SSLContext:
     return context
 
 
+def scheduler_context(identity: Identity) -> ssl.SSLContext:
+    """Dial a scheduler as `trusting` does, showing our own certificate."""
+    context = trusting(identity.ca_pem)
+    _load_papers(context, identity.key_pem, identity.certificate_pem)
+    return context
+
+
 def client_context(identity: Identity) -> ssl.SSLContext:
-    """Dial a peer of the cluster, showing our own certificate.
+    """Dial a node of the cluster, showing our own certificate.
 
     The authority is the proof: certificates name nodes, while addresses are what routes carry, so
     the host name is not compared.
     """
-    context = trusting(identity.ca_pem)
-    _load_papers(context, identity.key_pem, identity.certificate_pem)
+    context = scheduler_context(identity)
+    context.check_hostname = False
     return context
 
 

@@ -140,5 +140,4 @@ class RoundTrips(msgspec.Struct, frozen=True, kw_only=True, tag="round_trips"):
     """What one router measured to the nodes of the route table."""
 
     router_id: RouterId
-    pop: PopId
     rows: tuple[RoundTrip, ...]

@@ -285,6 +285,9 @@ async def _copy(
     try:
         async for chunk in chunks:
             await response.write(chunk)
+    except aiohttp.ClientConnectionResetError:
+        metrics.REQUESTS.labels("client_left").inc()
+        return
     except aiohttp.ClientError:
         # It died in mid-answer: an abort, not an end, is what the router must see.
         metrics.REQUESTS.labels("engine_lost").inc()

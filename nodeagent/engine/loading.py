@@ -26,6 +26,7 @@ from nodeagent.engine.layers.lora import Adding
 from nodeagent.engine.memory import uses
 from nodeagent.engine.models.families import adding_of, build, survey
 from nodeagent.engine.models.shape import CheckpointError, ModelShape
+from nodeagent.engine.native.memory import give_back
 from nodeagent.engine.parallel.crew import Crew
 from nodeagent.engine.parallel.front import Front
 from nodeagent.engine.parallel.group import Gathering
@@ -102,6 +103,7 @@ def load(config: EngineConfig, crew: Crew | None = None) -> Loaded:
         crew.join(config.stall_s, draft.layers if isinstance(draft, Head) else ())
         meet(config, ranks, gathering.store(split.ranks, config.stall_s) if gathering else None)
         runner = Front(own, crew, shape, ranks)
+    give_back()
     template = vocabulary.chat_template
     return Loaded(
         engine=_engine(config, runner, own.blocks, shape, ahead),

@@ -1,6 +1,6 @@
 """A frame's JSON, as far as the relay reads it: what was said, and how it ended."""
 
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -26,6 +26,7 @@ class Chunk(msgspec.Struct):
     """One frame."""
 
     choices: list[Choice] = []
+    usage: Any = None
 
 
 CHUNKS: Final = msgspec.json.Decoder(Chunk)

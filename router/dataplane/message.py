@@ -9,8 +9,8 @@ class Request:
     """One whole request. Header names are in lower case; a repeated one is joined by commas."""
 
     __slots__ = (
-        "arrived_s", "body", "headers", "is_http10", "keep_alive", "key", "method", "path",
-        "query", "request_id",
+        "arrived_s", "body", "headers", "is_http10", "keep_alive", "key", "known_as", "method",
+        "path", "query", "request_id",
     )  # fmt: skip
 
     def __init__(
@@ -24,7 +24,7 @@ class Request:
         is_http10: bool,
         arrived_s: float,
     ) -> None:
-        """Take method, path and query, and what follows them. Its id is its door's to give."""
+        """Take method, path and query, and what follows them. Its ids are its door's to give."""
         self.method, self.path, self.query = target
         self.headers = headers
         self.body = body
@@ -32,7 +32,7 @@ class Request:
         self.keep_alive = keep_alive
         self.is_http10 = is_http10
         self.arrived_s = arrived_s
-        self.request_id = ""
+        self.request_id = self.known_as = ""
 
     def header(self, name: bytes) -> str:
         """Return a header's value, empty where it is absent."""

@@ -162,7 +162,7 @@ class ClientConnection:
         self._begun = False
         self._chunked = False
         self._resumed: Signal | None = None
-        self._unread_bytes: float = 0
+        self._unread_bytes = 0.0
         self.due_s = NEVER
 
     # The transport's side.
@@ -377,7 +377,7 @@ class ClientConnection:
             # Half an answer is out: only a cut tells the client that it is not whole.
             self.abort()
         else:
-            self.reply(self._server.encode_error(error, request.path, request.request_id))
+            self.reply(self._server.encode_error(error, request.path, request.known_as))
 
     def _refuse(self, error: ApiError) -> None:
         """Answer what never became a request, after those before it, and close.

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from isochrone.wire.ids import BootId, PopId, RouterId
+from isochrone.wire.ids import BootId, RouterId
 from isochrone.wire.usage import Demand, RoundTrips, Usage, UsageAck
 from router.fleet import Fleet
 from router.loops.disk import to_its_end
@@ -54,7 +54,6 @@ class Shipper:
         *,
         router_id: RouterId,
         boot_id: BootId,
-        pop: PopId,
         fleet: Fleet,
         recorder: Recorder,
         metrics: Metrics,
@@ -67,7 +66,6 @@ class Shipper:
         """Send by `send`, which answers False where there is no conversation."""
         self._router_id = router_id
         self._boot_id = boot_id
-        self._pop = pop
         self._fleet = fleet
         self._recorder = recorder
         self._metrics = metrics
@@ -131,7 +129,7 @@ class Shipper:
         """Send what was measured; return how many nodes."""
         rows = self._fleet.round_trips()
         if rows:
-            await self._send(RoundTrips(router_id=self._router_id, pop=self._pop, rows=rows))
+            await self._send(RoundTrips(router_id=self._router_id, rows=rows))
         return len(rows)
 
     async def ship_usage(self) -> Shipped:

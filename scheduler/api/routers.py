@@ -97,7 +97,7 @@ async def _store(
             await record_usage(connection, usage.rows)
             return _answer(peer, message, usage.refused)
         case RoundTrips():
-            await record_round_trips(connection, message.pop, take_round_trips(message.rows))
+            await record_round_trips(connection, peer.pop, take_round_trips(message.rows))
             return None
         case _:
             assert_never(message)

@@ -121,10 +121,12 @@ def take_usage(usage: Usage) -> TakenUsage:
 
 
 def take_round_trips(rows: Iterable[RoundTrip]) -> tuple[RoundTrip, ...]:
-    """Return the round trips that are measurements; a negative one is a clock's slip, and zero."""
+    """Return the round trips that are measurements, one a node; a negative one is a clock's slip,
+    and zero."""
+    by_node = {row.node_id: row for row in rows}
     return tuple(
         msgspec.structs.replace(row, rtt_ms=max(0.0, row.rtt_ms))
-        for row in sorted(rows, key=lambda row: row.node_id)
+        for row in by_node.values()
         if isfinite(row.rtt_ms) and row.rtt_ms <= RTT_MAX_MS and not _id_problem((row.node_id,))
     )
 

@@ -101,21 +101,18 @@ async def _ensure_deployment(connection: Connection, replica: ReplicaReport) -> 
         spec.model_id,
         msgspec.json.encode(model).decode(),
     )
-    known = await connection.fetchval(
-        "SELECT 1 FROM deployment WHERE deployment_id = $1", spec.deployment_id
+    made = await connection.execute(
+        """
+        INSERT INTO deployment (deployment_id, name, model_id, version, engine, policy)
+        VALUES ($1, $2, $3, $4, $5, '{}') ON CONFLICT (deployment_id) DO NOTHING
+        """,
+        spec.deployment_id,
+        spec.name,
+        spec.model_id,
+        spec.version,
+        msgspec.json.encode(spec.engine).decode(),
     )
-    if known is None:
-        await connection.execute(
-            """
-            INSERT INTO deployment (deployment_id, name, model_id, version, engine, policy)
-            VALUES ($1, $2, $3, $4, $5, '{}')
-            """,
-            spec.deployment_id,
-            spec.name,
-            spec.model_id,
-            spec.version,
-            msgspec.json.encode(spec.engine).decode(),
-        )
+    if made == "INSERT 0 1":
         await record_event(
             connection,
             actor="scheduler",

@@ -143,7 +143,7 @@ async def record_report(connection: Connection, epoch: Epoch, report: Report) ->
     # What only reports write, in the same transaction as the report itself, is as it was told.
     if before is None or _columns(before.devices) != _columns(report.devices):
         changed += await _record_devices(connection, report.node_id, report.devices)
-    for replica in report.replicas:
+    for replica in _in_one_order(report):
         known = await _record_replica(connection, report.node_id, replica)
         if known is None:
             adopted += await adopt(connection, report.node_id, replica)
@@ -157,6 +157,11 @@ async def record_report(connection: Connection, epoch: Epoch, report: Report) ->
     if changed or adopted or released:
         await connection.execute("UPDATE cluster SET generation = generation + 1")
     return ReportEffect(changed=changed, adopted=adopted, released=released)
+
+
+def _in_one_order(report: Report) -> list[ReplicaReport]:
+    """Return replicas as every report takes them: two of the same models would wait in a ring."""
+    return sorted(report.replicas, key=lambda one: (one.spec.model_id, one.spec.deployment_id))
 
 
 def _read_report(frame: bytes | None) -> Report | None:
@@ -332,7 +337,7 @@ async def _release_ended(connection: Connection, report: Report) -> int:
 
 async def _record_profiles(connection: Connection, report: Report) -> None:
     classes = {device.device_id: device.device_class for device in report.devices}
-    for replica in report.replicas:
+    for replica in _in_one_order(report):
         measured = replica.profile
         if replica.state is not ReplicaState.WARM or measured.decode_tokens_per_s <= 0:
             continue

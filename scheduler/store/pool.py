@@ -36,6 +36,7 @@ UNAVAILABLE: Final = (
     asyncpg.CannotConnectNowError,
     asyncpg.InsufficientResourcesError,
     asyncpg.IdleInTransactionSessionTimeoutError,
+    asyncpg.DeadlockDetectedError,
     asyncpg.AdminShutdownError,
     asyncpg.CrashShutdownError,
     asyncpg.ReadOnlySQLTransactionError,

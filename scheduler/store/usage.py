@@ -110,6 +110,7 @@ async def record_round_trips(
         INSERT INTO round_trip (pop, node_id, rtt_ms)
         SELECT $1, node_id, rtt_ms
         FROM unnest($2::text[], $3::float8[]) AS row (node_id, rtt_ms) JOIN node USING (node_id)
+        ORDER BY node_id
         ON CONFLICT (pop, node_id) DO UPDATE
             SET rtt_ms = excluded.rtt_ms, measured_at = clock_timestamp()
         """,

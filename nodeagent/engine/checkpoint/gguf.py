@@ -20,8 +20,9 @@ from torch import Tensor
 from nodeagent.engine.checkpoint.gguf_header import GgufHeader, TensorEntry, read_header
 from nodeagent.engine.checkpoint.gguf_shape import shape_of
 from nodeagent.engine.checkpoint.unpacking import BITS, IN_GROUPS, filed, unpack
-from nodeagent.engine.layers.linear import TILE_ROWS, Filed, InFile
+from nodeagent.engine.layers.linear import Filed
 from nodeagent.engine.models.shape import CheckpointError
+from nodeagent.engine.native.matrices import TILE_ROWS, InFile
 from nodeagent.engine.parallel.share import Cut
 
 _LAYER_NAMES: Final = {

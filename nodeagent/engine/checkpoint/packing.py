@@ -18,7 +18,8 @@ from typing import Final, Literal
 import torch
 from torch import Tensor
 
-from nodeagent.engine.layers.linear import GROUP_WEIGHTS, Groups
+from nodeagent.engine.layers.linear import Groups
+from nodeagent.engine.native.matrices import GROUP_WEIGHTS
 
 _WORD_BITS: Final = 32
 _AWQ_ORDER: Final = [0, 4, 1, 5, 2, 6, 3, 7]

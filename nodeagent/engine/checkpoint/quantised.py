@@ -17,8 +17,9 @@ from nodeagent.engine.checkpoint.config import read_json
 from nodeagent.engine.checkpoint.packing import Packed, Scheme
 from nodeagent.engine.checkpoint.safetensors import FLOATS, INTEGERS, SafetensorsFolder
 from nodeagent.engine.checkpoint.stored import Stored
-from nodeagent.engine.layers.linear import GROUP_WEIGHTS, Groups
+from nodeagent.engine.layers.linear import Groups
 from nodeagent.engine.models.shape import CheckpointError
+from nodeagent.engine.native.matrices import GROUP_WEIGHTS
 from nodeagent.engine.parallel.share import Cut
 
 log = logging.getLogger(__name__)

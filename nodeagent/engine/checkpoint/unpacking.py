@@ -13,7 +13,8 @@ from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize
 from torch import Tensor
 
-from nodeagent.engine.layers.linear import GROUP_WEIGHTS, Filed, Groups, InFile
+from nodeagent.engine.layers.linear import Filed, Groups
+from nodeagent.engine.native.matrices import GROUP_WEIGHTS, InFile
 
 IN_GROUPS: Final = (
     GGMLQuantizationType.Q4_0,

@@ -25,11 +25,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from nodeagent.engine.native.kernels import kernels
-from nodeagent.engine.native.matrices import GROUP_WEIGHTS as GROUP_WEIGHTS
-from nodeagent.engine.native.matrices import TILE_ROWS as TILE_ROWS
-from nodeagent.engine.native.matrices import Fetch as Fetch
-from nodeagent.engine.native.matrices import InFile as InFile
-from nodeagent.engine.native.matrices import Matrix
+from nodeagent.engine.native.matrices import GROUP_WEIGHTS, TILE_ROWS, Fetch, InFile, Native
 
 _FOUR_BIT_ROWS_MAX: Final = 4
 """Above so many rows, reading bf16 once costs less than unpacking four bits for each row."""
@@ -177,21 +173,6 @@ class FourBit:
         return answer.to(x.dtype)
 
 
-class Native:
-    """The file's own numbers by our own kernel: products as exact as the file."""
-
-    def __init__(self, matrix: Matrix) -> None:
-        self.matrix = matrix
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Multiply."""
-        return self.matrix.multiply(x)
-
-    def __getitem__(self, rows: Tensor) -> Tensor:
-        """Return `rows` of the matrix, as a table of embeddings is read."""
-        return self.matrix.read(rows)
-
-
 def choose(device: str, dtype: torch.dtype, quantised: bool) -> tuple[Keeping, str]:
     """Return how matrices are kept on `device`, and why, in words for the log."""
     if device != "cpu":
@@ -258,10 +239,10 @@ def native(
     if isinstance(groups, Filed):
         if any(len(part) % TILE_ROWS for part in groups.parts):
             return None
-        return Native(own.pack_blocks(groups.parts, groups.layout, groups.columns, later))
+        return own.pack_blocks(groups.parts, groups.layout, groups.columns, later)
     if groups.numbers.shape[0] % TILE_ROWS:
         return None
-    return Native(own.pack(groups.bits, groups.numbers, groups.scales, groups.offsets))
+    return own.pack(groups.bits, groups.numbers, groups.scales, groups.offsets)
 
 
 def tiles(keeping: Keeping, rows: Iterable[int], columns: int) -> bool:
@@ -274,7 +255,7 @@ def tiled(parts: Sequence[Tensor], keeping: Keeping) -> Native:
     """Return the product by `parts`, one below the other; `tiles` has said that it can be kept."""
     own = kernels()
     assert own is not None
-    return Native(own.round(parts) if keeping is Keeping.NATIVE else own.tile(parts))
+    return own.round(parts) if keeping is Keeping.NATIVE else own.tile(parts)
 
 
 def _by_torch(groups: Groups | Filed) -> Linear:

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from nodeagent.engine.layers.attention import LayerKV, Layout, Listed
-from nodeagent.engine.layers.linear import Linear, Native
+from nodeagent.engine.layers.linear import Linear
 from nodeagent.engine.layers.lora import Adapted
 from nodeagent.engine.models.shape import ModelShape
 from nodeagent.engine.native.kernels import kernels
+from nodeagent.engine.native.matrices import Native
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,4 +138,4 @@ def _is_fp32(weight: Tensor) -> bool:
 def _matrix(linear: Linear) -> _Matrix | None:
     while isinstance(linear, Adapted):
         linear = linear.bare
-    return _Matrix(*linear.matrix.arguments) if isinstance(linear, Native) else None
+    return _Matrix(*linear.arguments) if isinstance(linear, Native) else None

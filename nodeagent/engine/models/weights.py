@@ -10,13 +10,11 @@ from torch import Tensor
 from nodeagent.engine.checkpoint.stored import Stored
 from nodeagent.engine.cuda.staging import Arrival, staging_for
 from nodeagent.engine.layers.linear import (
-    Fetch,
     Filed,
     Groups,
     Half,
     Keeping,
     Linear,
-    Native,
     Plain,
     join,
     keep,
@@ -27,6 +25,7 @@ from nodeagent.engine.layers.linear import (
 )
 from nodeagent.engine.layers.lora import Adapted, Adding
 from nodeagent.engine.native.kernels import kernels
+from nodeagent.engine.native.matrices import Fetch, Native
 from nodeagent.engine.parallel.ranks import ALONE, Ranks
 from nodeagent.engine.parallel.share import Cut
 

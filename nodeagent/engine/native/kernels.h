@@ -116,8 +116,8 @@ void attend(const float *mixed, int64_t heads, const float *slots, int64_t block
 
 INLINED int64_t group_bytes(int64_t bits) { return GROUP * TILE * bits / 8 + 4 * TILE; }
 
-int64_t multiply(const uint8_t *packed, int64_t bits, int64_t rows, int64_t columns, const float *x,
-                 int64_t count, int64_t threads, float *out);
+int64_t multiply_packed(const uint8_t *packed, int64_t bits, int64_t rows, int64_t columns,
+                        const float *x, int64_t count, int64_t threads, float *out);
 void multiply_floats(const uint8_t *packed, int64_t kind, int64_t rows, int64_t columns,
                      const float *x, int64_t count, int64_t threads, float *out);
 

@@ -26,7 +26,7 @@ from nodeagent.engine.native.matrices import (
     Fetch,
     FloatMatrix,
     InFile,
-    Matrix,
+    Native,
     PackedMatrix,
 )
 from nodeagent.engine.native.memory import Room
@@ -50,14 +50,14 @@ _ARGUMENTS: Final = {
     "pack_rounded": "pnnnnp",
     "pack_blocks": "pnnnnp",
     "fetch_blocks": "pnn",
-    "read_rows": "pnnnpnp",
-    "multiply": "pnnnpnnp",
+    "read_packed": "pnnnpnp",
+    "multiply_packed": "pnnnpnnp",
     "pack_floats": "pnnnnp",
     "read_floats": "pnnnpnp",
     "multiply_floats": "pnnnpnnp",
 }
 """What each function takes: pointers, numbers (int64), a float."""
-_MAY_FAIL: Final = ("fetch_blocks", "read_rows", "multiply", "read_floats")
+_MAY_FAIL: Final = ("fetch_blocks", "multiply_packed", "read_packed", "read_floats")
 """Those that return other than 0 then; the others return nothing."""
 
 
@@ -245,10 +245,10 @@ class Kernels:
             _compare(f"rounded {dtype}", self.round([weight]), x, weight.float())
 
 
-def _compare(what: str, matrix: Matrix, x: Tensor, weight: Tensor) -> None:
+def _compare(what: str, matrix: Native, x: Tensor, weight: Tensor) -> None:
     """Raise NoKernels where the product is not torch's."""
     wanted = x @ weight.T
-    error = float((matrix.multiply(x) - wanted).norm() / wanted.norm())
+    error = float((matrix(x) - wanted).norm() / wanted.norm())
     if not error < _ERROR_MAX:
         raise NoKernels(f"cannot use the kernels: {what} are wrong by {error:.2g}")
 

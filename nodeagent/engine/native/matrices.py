@@ -6,7 +6,7 @@ They check nothing: their callers in `layers` do.
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -38,46 +38,55 @@ class InFile:
         return self.rows
 
 
-class Matrix(Protocol):
-    """What a matrix in our own layout can do."""
+class Native:
+    """A matrix in a layout of our own: rows are multiplied by it, or it is read as a table."""
 
-    arguments: tuple[int, int, int, int]
-    """Where it lies, which kind it is, its rows and its columns."""
+    def __init__(
+        self, library: ctypes.CDLL, packed: Tensor, kind: int, rows: int, columns: int
+    ) -> None:
+        self._library = library
+        self.packed = packed
+        self.arguments = (packed.data_ptr(), kind, rows, columns)
+        """Where it lies, which kind it is, its rows and its columns."""
+        layout = "floats" if kind in FLOATS.values() else "packed"
+        self._multiply = getattr(library, f"multiply_{layout}")
+        self._read = getattr(library, f"read_{layout}")
 
-    def multiply(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         """Return `x` [count, columns] times the matrix."""
-        ...
+        x = x.contiguous()
+        count = x.shape[0]
+        answer = torch.empty(count, self.arguments[2])
+        threads = torch.get_num_threads()
+        if self._multiply(*self.arguments, x.data_ptr(), count, threads, answer.data_ptr()):
+            raise MemoryError(f"cannot multiply {count} rows: no memory to round them in")
+        return answer
 
-    def read(self, rows: Tensor) -> Tensor:
+    def __getitem__(self, rows: Tensor) -> Tensor:
         """Return these rows of the matrix as numbers: [count, columns]."""
-        ...
+        rows, answer = rows.contiguous(), torch.empty(len(rows), self.arguments[3])
+        if self._read(*self.arguments, rows.data_ptr(), len(rows), answer.data_ptr()):
+            raise IndexError(f"cannot read rows {rows.tolist()}: there are {self.arguments[2]}")
+        return answer
 
 
-class PackedMatrix:
-    """A matrix of numbers of 4, 8 or 16 bits in groups of 32, as `multiply` reads it."""
+class PackedMatrix(Native):
+    """A matrix of numbers of 4, 8 or 16 bits in groups of 32; filled by whole tiles of rows."""
 
     def __init__(
         self, library: ctypes.CDLL, room: Room, bits: int, rows: int, columns: int
     ) -> None:
         group_bytes = GROUP_WEIGHTS * TILE_ROWS * bits // 8 + 4 * TILE_ROWS
-        self.rows = rows
-        self._library = library
         self._tile_bytes = columns // GROUP_WEIGHTS * group_bytes
-        self.packed = room.take(rows // TILE_ROWS * self._tile_bytes)
-        self.arguments = (self.packed.data_ptr(), bits, rows, columns)
+        packed = room.take(rows // TILE_ROWS * self._tile_bytes)
+        super().__init__(library, packed, bits, rows, columns)
 
     def fill(self, numbers: Tensor, scales: Tensor, offsets: Tensor) -> None:
         """Take the numbers, scales and offsets of all rows."""
         parts = (numbers.contiguous(), scales.contiguous(), offsets.contiguous())
-        _, bits, rows, columns = self.arguments
-        self._library.pack(
-            *(part.data_ptr() for part in parts),
-            bits,
-            rows,
-            columns,
-            torch.get_num_threads(),
-            self.packed.data_ptr(),
-        )
+        address, *kind = self.arguments
+        threads = torch.get_num_threads()
+        self._library.pack(*(part.data_ptr() for part in parts), *kind, threads, address)
 
     def fill_floats(self, at: int, weights: Tensor) -> None:
         """Take the rows from `at` on as floats, rounded to as many bits as products bear."""
@@ -106,68 +115,22 @@ class PackedMatrix:
         """Return the address of the tile that begins with `row`."""
         return self.arguments[0] + row // TILE_ROWS * self._tile_bytes
 
-    def multiply(self, x: Tensor) -> Tensor:
-        """Return `x` [count, columns] times the matrix."""
-        x = x.contiguous()
-        count = x.shape[0]
-        answer = torch.empty(count, self.rows)
-        if self._library.multiply(
-            *self.arguments, x.data_ptr(), count, torch.get_num_threads(), answer.data_ptr()
-        ):
-            raise MemoryError(f"cannot multiply {count} rows: no memory to round them in")
-        return answer
 
-    def read(self, rows: Tensor) -> Tensor:
-        """Return these rows of the matrix as numbers: [count, columns]."""
-        answer = torch.empty(len(rows), self.arguments[3])
-        if self._library.read_rows(
-            *self.arguments, rows.contiguous().data_ptr(), len(rows), answer.data_ptr()
-        ):
-            raise IndexError(f"cannot read rows {rows.tolist()}: there are {self.rows}")
-        return answer
-
-
-class FloatMatrix:
-    """A matrix of floats in tiles of 16 rows, as `multiply_floats` reads it."""
+class FloatMatrix(Native):
+    """A matrix of floats in tiles of 16 rows: in the dtype of all its parts, or in fp32."""
 
     def __init__(self, library: ctypes.CDLL, room: Room, parts: Sequence[Tensor]) -> None:
         dtypes = {part.dtype for part in parts}
-        dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
-        self._kind = FLOATS.get(dtype, FLOATS[torch.float32])
-        dtype = dtype if dtype in FLOATS else torch.float32
-        self._rows, self._columns = sum(len(part) for part in parts), parts[0].shape[1]
-        self._library = library
-        self._packed = room.take(self._rows * self._columns * dtype.itemsize)
-        self.arguments = (self._packed.data_ptr(), self._kind, self._rows, self._columns)
-        at = 0
+        dtype = dtypes.pop() if len(dtypes) == 1 and dtypes <= FLOATS.keys() else torch.float32
+        rows, columns = sum(len(part) for part in parts), parts[0].shape[1]
+        packed = room.take(rows * columns * dtype.itemsize)
+        super().__init__(library, packed, FLOATS[dtype], rows, columns)
+        at = packed.data_ptr()
         for part in parts:
             whole = part.to(dtype).contiguous()
-            library.pack_floats(
-                whole.data_ptr(),
-                dtype.itemsize,
-                *whole.shape,
-                torch.get_num_threads(),
-                self._packed.data_ptr() + at,
-            )
+            threads = torch.get_num_threads()
+            library.pack_floats(whole.data_ptr(), dtype.itemsize, *whole.shape, threads, at)
             at += whole.nbytes
-
-    def multiply(self, x: Tensor) -> Tensor:
-        """Return `x` [count, columns] times the matrix."""
-        x = x.contiguous()
-        count = x.shape[0]
-        answer = torch.empty(count, self._rows)
-        threads = torch.get_num_threads()
-        arguments = (*self.arguments, x.data_ptr(), count, threads, answer.data_ptr())
-        self._library.multiply_floats(*arguments)
-        return answer
-
-    def read(self, rows: Tensor) -> Tensor:
-        """Return these rows of the matrix as numbers: [count, columns]."""
-        rows, answer = rows.contiguous(), torch.empty(len(rows), self._columns)
-        arguments = (*self.arguments, rows.data_ptr(), len(rows), answer.data_ptr())
-        if self._library.read_floats(*arguments):
-            raise IndexError(f"cannot read rows {rows.tolist()}: there are {self._rows}")
-        return answer
 
 
 @dataclass(frozen=True, slots=True)

@@ -164,8 +164,8 @@ static void multiply_tiles(const void *told, int64_t tile, int64_t end) {
             multiply_tile(16, by, tile);
 }
 
-int64_t multiply(const uint8_t *packed, int64_t bits, int64_t rows, int64_t columns, const float *x,
-                 int64_t count, int64_t threads, float *out) {
+int64_t multiply_packed(const uint8_t *packed, int64_t bits, int64_t rows, int64_t columns,
+                        const float *x, int64_t count, int64_t threads, float *out) {
     int64_t groups = columns / GROUP, all = count * groups;
     int32_t *pairs = aligned_alloc(LINE, (all * (PAIRS * 4 + 2 * 4) + LINE) / LINE * LINE);
     if (pairs == NULL) return -1;

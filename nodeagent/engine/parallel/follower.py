@@ -13,6 +13,7 @@ from isochrone.wire.engine import EngineConfig
 from nodeagent.engine.checkpoint.opening import open_weights
 from nodeagent.engine.loading import meet, need_memory, open_share, ranks_here, split_of
 from nodeagent.engine.models.shape import CheckpointError
+from nodeagent.engine.native.memory import give_back
 from nodeagent.engine.parallel.adapting import raw, take
 from nodeagent.engine.parallel.crew import Channel, become, end_with
 from nodeagent.engine.parallel.front import shaped
@@ -81,6 +82,7 @@ def follow(config: EngineConfig, rank: int, channel: Channel) -> int:
             arrived()
         finally:
             source.close()
+        give_back()
     except CheckpointError as error:
         channel.say(Refused(str(error)))
         return 1

@@ -50,7 +50,7 @@ def cold_app(
 
     async def on_prepare(request: web.Request, response: web.StreamResponse) -> None:
         sent = request.headers.get(headers.REQUEST_ID, "")
-        response.headers[headers.REQUEST_ID] = surface.request_id(sent)
+        _, response.headers[headers.REQUEST_ID] = surface.request_ids(sent)
 
     def encode_error(error: ApiError) -> web.Response:
         metrics.errors.labels(error.code.value).inc()

@@ -62,7 +62,7 @@ class OpenAiSurface:
         corridor: Corridor,
         metrics: Metrics,
         unix_clock: Callable[[], float],
-        new_id: Callable[[], str],
+        new_id: Callable[[str], RequestId],
     ) -> None:
         """Take what the house shares; clocks and ids are made at the edge, here."""
         self._config = config
@@ -105,12 +105,14 @@ class OpenAiSurface:
         return entry
 
     def identify(self, request: message.Request) -> None:
-        """Give a request its id."""
-        request.request_id = self.request_id(request.header(REQUEST_ID))
+        """Give a request its id, and the one that its client knows it by."""
+        request.request_id, request.known_as = self.request_ids(request.header(REQUEST_ID))
 
-    def request_id(self, sent: str) -> RequestId:
-        """Return the client's request id where it is well formed, else a new one."""
-        return RequestId(sent if sent and is_request_id(sent) else self._new_id())
+    def request_ids(self, sent: str) -> tuple[RequestId, str]:
+        """Return a new id, and that by which the client knows it: its own, where well formed."""
+        own = sent if sent and is_request_id(sent) else ""
+        request_id = self._new_id(own)
+        return request_id, own or request_id
 
     def asked(
         self,
@@ -135,6 +137,7 @@ class OpenAiSurface:
         rendered, answers = asked.rendered, asked.answers
         return Asked(
             request_id=RequestId(request.request_id),
+            known_as=request.known_as,
             key=key,
             deployment=deployment,
             path=path,

@@ -12,6 +12,7 @@ from isochrone.wire import codec
 from isochrone.wire.errors import ApiError, ErrorCode
 from router.apis.openai.schema import Options
 from router.dataplane import sse
+from router.dataplane.chunk import CHUNKS, Choice, Delta
 
 ERROR_EVENT: Final = b"event: error\n"
 CHAT_PATH: Final = "/v1/chat/completions"
@@ -94,20 +95,23 @@ def result_of(body: bytes) -> dict[str, Any]:
 
 
 def frame_of(frame: bytes) -> bytes:
-    """Return what one OpenAI frame is on this surface; comments and `[DONE]` stay."""
+    """Return what one OpenAI frame is on this surface; comments, `[DONE]` and what is none stay."""
     data = sse.data_of(frame)
     if not data or data == b"[DONE]" or frame.startswith(ERROR_EVENT):
         return frame
-    chunk: dict[str, Any] = msgspec.json.decode(data)
-    choice = (chunk.get("choices") or [{}])[0]
-    delta = choice.get("delta") or {}
-    told: dict[str, Any] = {"response": delta.get("content") or choice.get("text") or ""}
-    if delta.get("tool_calls"):
-        told["tool_calls"] = delta["tool_calls"]
-    if choice.get("finish_reason"):
-        told["finish_reason"] = choice["finish_reason"]
-    if chunk.get("usage"):
-        told["usage"] = chunk["usage"]
+    try:
+        chunk = CHUNKS.decode(data)
+    except (msgspec.DecodeError, RecursionError, ValueError):
+        return frame
+    choice = chunk.choices[0] if chunk.choices else Choice()
+    delta = choice.delta or Delta()
+    told: dict[str, Any] = {"response": delta.content or choice.text or ""}
+    if delta.tool_calls:
+        told["tool_calls"] = delta.tool_calls
+    if choice.finish_reason:
+        told["finish_reason"] = choice.finish_reason
+    if chunk.usage:
+        told["usage"] = chunk.usage
     return sse.data_frame(told) if told != {"response": ""} else b""
 
 

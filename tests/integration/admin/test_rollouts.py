@@ -96,3 +96,18 @@ async def test_a_change_and_a_rollout_at_once_are_never_of_one_version(
     assert (await changing).body["version"] == 2
     made = (await rolling).body
     assert (made["from_version"], made["to_version"]) == (2, 3)
+
+
+async def test_the_model_that_a_rollout_is_bound_for_stays_until_it_is_called_off(
+    admin: Admin,
+) -> None:
+    await deployed(admin)
+    assert (await admin.ask("PUT", "/v1/models/new", {**MODEL, "model_id": "new"})).status == 200
+    made = await begin(admin, model_id="new")
+    assert made.status == 201
+    refused = await admin.ask("DELETE", "/v1/models/new")
+    assert refused.status == 409
+    assert "rollout depends on it" in refused.body["error"]["message"]
+    path = f"/v1/rollouts/{made.body['rollout_id']}"
+    assert (await admin.ask("POST", f"{path}/abort")).status == 200
+    assert (await admin.ask("DELETE", "/v1/models/new")).status == 204

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
+from multidict import CIMultiDict
 
 from isochrone.wire.headers import parse_siblings
 from isochrone.wire.ids import ReplicaId
@@ -59,6 +60,22 @@ async def test_an_answer_says_where_it_came_from_and_why(tmp_path: Path) -> None
         assert response.headers["x-isochrone-why"].startswith("nearest-warm rtt=")
         async with bench.chat(headers={"x-request-id": "no\tgood"}) as response:
             assert response.headers["x-request-id"].startswith("req-")
+
+
+async def test_whoever_names_all_its_requests_alike_is_still_counted_for_each(
+    tmp_path: Path,
+) -> None:
+    named = {"x-request-id": "abc-1"}
+    async with a_bench(tmp_path, usage_interval_s=3600) as bench:
+        for _ in range(3):
+            async with bench.chat(headers=named, max_tokens=3) as response:
+                assert response.headers["x-request-id"] == "abc-1"
+        rows = await usage(bench)
+        # The store counts an id once, and engines tell requests apart by it.
+        ids = [row.request_id for row in rows]
+        assert len(set(ids)) == 3
+        assert all(one.startswith("abc-1-") for one in ids)
+        assert [CIMultiDict(seen)["x-request-id"] for seen in bench.nodes[0].seen] == ids
 
 
 async def test_a_whole_answer_leaves_no_queue_behind(tmp_path: Path) -> None:

@@ -2,16 +2,21 @@
 
 import asyncio
 
+import msgspec
 import pytest
 
-from isochrone.wire.ids import NodeId
+from isochrone.wire.control import PeerRole
+from isochrone.wire.ids import DeploymentId, ModelId, NodeId, PopId
+from isochrone.wire.report import Profile
 from scheduler.decide.cluster import Plan, Start
 from scheduler.store import catalogue
 from scheduler.store import pool as pools
+from scheduler.store.identities import add_peer
 from scheduler.store.lease import assert_epoch, hold_lease, read_cluster_row
+from scheduler.store.nodes import ReportEffect, record_report
 from scheduler.store.plans import commit_plan
-from scheduler.store.pool import UNAVAILABLE, Pool, open_pool, transaction, using
-from tests.builders import a_spec
+from scheduler.store.pool import UNAVAILABLE, Connection, Pool, open_pool, transaction, using
+from tests.builders import a_model, a_replica_report, a_report, a_spec
 from tests.integration.scheduler.test_store import begun, reported
 from tests.locks import locked_out
 
@@ -52,3 +57,57 @@ async def test_a_writer_that_died_in_its_deed_does_not_hold_up_the_next(
             assert taken.epoch == epoch + 1
             await connection.execute("UPDATE cluster SET generation = generation + 1")
     await dying.close()
+
+
+async def test_two_nodes_that_run_what_the_store_forgot_are_both_taken_in(pool: Pool) -> None:
+    epoch = await begun(pool)
+    async with transaction(pool) as connection:
+        await add_peer(connection, PeerRole.AGENT, "n2", PopId("ams"))
+        await connection.execute("UPDATE node SET boot_id = 'boot-1'")
+
+    async def report(connection: Connection, node: str) -> ReportEffect:
+        spec = a_spec(f"r-{node}", deployment_id=DeploymentId("lost"), name="lost")
+        told = a_report(node, replicas=(a_replica_report(spec),))
+        return await record_report(connection, epoch, told)
+
+    async def second() -> ReportEffect:
+        async with transaction(pool) as connection:
+            return await report(connection, "n2")
+
+    async with transaction(pool) as connection:
+        assert (await report(connection, "n1")).adopted == 1
+        reporting = asyncio.create_task(second())
+        await locked_out(pool)
+    assert (await reporting).adopted == 1
+
+
+async def test_two_nodes_that_measured_the_same_models_do_not_wait_in_a_ring(pool: Pool) -> None:
+    epoch = await begun(pool)
+    async with transaction(pool) as connection:
+        await add_peer(connection, PeerRole.AGENT, "n2", PopId("ams"))
+        await connection.execute("UPDATE node SET boot_id = 'boot-1'")
+        for model in ("a", "b"):
+            await catalogue.put_model(connection, a_model(model), None)
+
+    async def measured(connection: Connection, node: str, seq: int, *models: str) -> ReportEffect:
+        replicas = [
+            msgspec.structs.replace(
+                a_replica_report(a_spec(f"{node}-{model}", model_id=ModelId(model))),
+                profile=Profile(decode_tokens_per_s=10.0 * seq),
+            )
+            for model in models
+        ]
+        return await record_report(
+            connection, epoch, a_report(node, seq=seq, replicas=tuple(replicas))
+        )
+
+    async def second() -> ReportEffect:
+        async with transaction(pool) as connection:
+            return await measured(connection, "n2", 1, "b", "a")
+
+    async with transaction(pool) as connection:
+        await measured(connection, "n1", 1, "a")
+        reporting = asyncio.create_task(second())
+        await locked_out(pool)
+        await measured(connection, "n1", 2, "a", "b")
+    assert (await reporting).adopted == 2

@@ -38,8 +38,20 @@ def an_app() -> web.Application:
     async def refused(request: web.Request) -> web.Response:
         raise ApiError(ErrorCode.RATE_LIMITED, "cannot serve: too many", retry_after_s=7)
 
+    async def left(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        if request.query_string == "begun":
+            await response.prepare(request)
+        assert request.transport is not None
+        request.transport.abort()
+        # The transport is closing already, and this handler has not been told.
+        await response.prepare(request)
+        await response.write(b"too late")
+        return response
+
     app = web.Application(middlewares=[errors_as(json_error)])
     app.router.add_post("/size", size)
+    app.router.add_get("/left", left)
     app.router.add_get("/broken", broken)
     app.router.add_get("/refused", refused)
     return app
@@ -59,6 +71,16 @@ async def answer(port: int, sent: bytes) -> bytes:
         received = await reader.read()
     writer.close()
     return received
+
+
+@pytest.mark.parametrize("begun", ["begun", ""])
+async def test_a_client_that_left_is_no_error_in_the_logs(
+    port: int, caplog: pytest.LogCaptureFixture, begun: str
+) -> None:
+    with suppress(ConnectionError):
+        await answer(port, f"GET /left?{begun} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+    assert await answer(port, b"GET /refused HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 HEAD = b"POST /size HTTP/1.1\r\nHost: x\r\n"

@@ -3,9 +3,11 @@
 import asyncio
 import random
 import ssl
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -47,6 +49,24 @@ def a_peer(authority: Authority, name: str, role: PeerRole) -> Identity:
     )
 
 
+def a_link(
+    identity: Identity, urls: list[str], on_welcome: Callable[[Any], Awaitable[None]]
+) -> ControlLink:
+    async def on_message(message: object) -> None:
+        return None
+
+    return ControlLink(
+        urls=urls,
+        identity=identity,
+        boot_id=BootId("b"),
+        incoming=ToAgent,
+        progress=lambda: Progress(identity.cluster_id, Generation(0), Epoch(0)),
+        on_welcome=on_welcome,
+        on_message=on_message,
+        chance=random.Random(1),
+    )
+
+
 async def test_a_node_serves_routers_of_its_cluster_and_nobody_else(tmp_path: Path) -> None:
     ours = Authority.create(tmp_path / "a", "ours", NOW)
     theirs = Authority.create(tmp_path / "b", "theirs", NOW)
@@ -65,9 +85,11 @@ async def test_a_node_serves_routers_of_its_cluster_and_nobody_else(tmp_path: Pa
         ours_context = tls.client_context(a_peer(ours, "r1", PeerRole.ROUTER))
         async with http.get(url, ssl=ours_context) as response:
             assert response.status == 204
+        without_papers = tls.trusting(ours.ca_pem)
+        without_papers.check_hostname = False
         strangers = (
             tls.client_context(a_peer(theirs, "r1", PeerRole.ROUTER)),
-            tls.trusting(ours.ca_pem),  # no certificate of its own
+            without_papers,
         )
         for context in strangers:
             with pytest.raises((aiohttp.ClientError, ssl.SSLError)):
@@ -116,6 +138,42 @@ async def test_a_node_refuses_who_was_revoked_since_also_on_an_open_connection(
             assert await asks(http, again) == (204, "")
 
 
+async def test_a_node_cannot_pass_for_a_scheduler(tmp_path: Path) -> None:
+    authority = Authority.create(tmp_path / "a", "ours", NOW)
+    node, router = a_peer(authority, "n1", PeerRole.AGENT), a_peer(authority, "r1", PeerRole.ROUTER)
+    asked: list[str] = []
+
+    async def never(welcome: Welcome) -> None:
+        pytest.fail("it was believed")
+
+    async def lure(request: web.Request) -> web.Response:
+        asked.append(request.path)
+        return web.Response(text=authority.ca_pem)
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", lure)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    (tmp_path / "n1.pem").write_text(node.key_pem + node.certificate_pem)
+    context.load_cert_chain(tmp_path / "n1.pem")
+    async with open_door(app, "127.0.0.1", 0, ssl_context=context) as port:
+        urls = [f"https://127.0.0.1:{port}"]
+        token = papers.format_join_token(authority.fingerprint, "abcdefghijkl", "S" * 43)
+        with pytest.raises(IdentityError, match="_scheduler"):
+            await join(urls=urls, token=token, role=PeerRole.AGENT, name="n2", folder=tmp_path)
+        link = a_link(router, urls, never)
+        dialling = asyncio.create_task(link.run())
+
+        async def is_refused() -> bool:
+            return bool(link.last_refusal)
+
+        await until("it turns away", is_refused, 10.0)
+        dialling.cancel()
+        with suppress(asyncio.CancelledError):
+            await dialling
+    assert "_scheduler" in link.last_refusal
+    assert set(asked) == {"/v1/ca"}, "nothing but what is asked before anything is proven"
+
+
 async def test_join_and_control_over_tls(database_dsn: str, tmp_path: Path) -> None:
     write_atomic(tmp_path / "token", TOKEN.encode())
     config = SchedulerConfig(
@@ -136,9 +194,6 @@ async def test_join_and_control_over_tls(database_dsn: str, tmp_path: Path) -> N
 
     async def on_welcome(welcome: Welcome) -> None:
         welcomes.append(welcome)
-
-    async def on_message(message: object) -> None:
-        return None
 
     async with aiohttp.ClientSession(headers={"authorization": f"Bearer {TOKEN}"}) as http:
 
@@ -162,16 +217,7 @@ async def test_join_and_control_over_tls(database_dsn: str, tmp_path: Path) -> N
     identity = await join(
         urls=urls, token=token, role=PeerRole.AGENT, name="n1", folder=tmp_path / "n1"
     )
-    link = ControlLink(
-        urls=urls,
-        identity=identity,
-        boot_id=BootId("b"),
-        incoming=ToAgent,
-        progress=lambda: Progress(identity.cluster_id, Generation(0), Epoch(0)),
-        on_welcome=on_welcome,
-        on_message=on_message,
-        chance=random.Random(1),
-    )
+    link = a_link(identity, urls, on_welcome)
     dialling = asyncio.create_task(link.run())
 
     async def is_welcome() -> bool:

@@ -14,13 +14,11 @@ from nodeagent.engine.checkpoint.gguf import GgufFile
 from nodeagent.engine.checkpoint.unpacking import BITS
 from nodeagent.engine.layers.linear import (
     Blocked,
-    Fetch,
     FourBit,
     Groups,
     Half,
     Keeping,
     Linear,
-    Native,
     Plain,
     bytes_kept,
     choose,
@@ -33,6 +31,7 @@ from nodeagent.engine.layers.linear import (
 )
 from nodeagent.engine.models.shape import CheckpointError
 from nodeagent.engine.native.kernels import Kernels, kernels
+from nodeagent.engine.native.matrices import Fetch, Native
 
 ROWS, COLUMNS = 192, 256
 HEADS = 4

@@ -90,4 +90,5 @@ def test_frames() -> None:
     told = json.loads(frame_of(data_frame({"choices": [], "usage": usage}))[6:])
     assert told == {"response": "", "usage": usage}
     assert frame_of(DONE_FRAME) == DONE_FRAME
-    assert frame_of(b": note\n\n") == b": note\n\n"
+    for odd in (b": note", b"data: ping", b"data: [1]", b'data: {"choices":3}'):
+        assert frame_of(odd + b"\n\n") == odd + b"\n\n"

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from isochrone.service.door import DoorLimits
-from isochrone.wire.ids import PopId
+from isochrone.wire.ids import BootId, PopId
 from isochrone.wire.routes import RouteTable
 from router.apis.doors import Doors
 from router.apis.openai.hot import OpenAiSurface
+from router.apis.request_ids import RequestIds
 from router.apis.workers_ai.hot import WorkersAiSurface
 from router.config import RouterConfig
 from router.dataplane.deadlines import Deadlines
@@ -193,7 +194,7 @@ class Relay:
             corridor=self.corridor,
             metrics=metrics,
             unix_clock=clock,
-            new_id=iter([f"req-{n}" for n in range(1000)]).__next__,
+            new_id=RequestIds(BootId("0")),
         )
         doors = Doors(surface, WorkersAiSurface(surface, self.corridor), self.upstream)
         self.server = Server(

@@ -139,6 +139,8 @@ def test_times_that_are_none_are_clamped() -> None:
 def test_round_trips_that_are_none_are_left_out() -> None:
     rows = [RoundTrip(node_id=NodeId(f"n{n}"), rtt_ms=ms) for n, ms in enumerate([nan, inf, -1, 7])]
     assert [row.rtt_ms for row in take_round_trips(rows)] == [0.0, 7.0]
+    twice = [RoundTrip(node_id=NodeId("n"), rtt_ms=ms) for ms in (5.0, 6.0)]
+    assert [row.rtt_ms for row in take_round_trips(twice)] == [6.0]
 
 
 counts = st.integers(-(2**63), 2**64 - 1) | st.integers(0, 100)

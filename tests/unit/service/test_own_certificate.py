@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from isochrone.service.config import ConfigError
-from isochrone.service.identity import Authority
+from isochrone.service.identity import SCHEDULER, Authority
 from isochrone.service.tls import own_certificate, trusting
 from tests.builders import NOW
 
@@ -31,7 +31,7 @@ def is_trusted(context: ssl.SSLContext, authority: Authority) -> bool:
     """Shake hands in memory with one who trusts that authority."""
     to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
     server = context.wrap_bio(to_server, to_client, server_side=True)
-    client = trusting(authority.ca_pem).wrap_bio(to_client, to_server)
+    client = trusting(authority.ca_pem).wrap_bio(to_client, to_server, server_hostname=SCHEDULER)
     for end in (client, server, client, server):
         try:
             end.do_handshake()
