@@ -37,12 +37,12 @@ DISOWNING: Final = frozenset({"unknown_replica", "draining"})
 class _Deployment:
     """What is believed of one: its replicas, who read which prompts, how long its tokens are."""
 
-    def __init__(self, now_s: float) -> None:
+    def __init__(self) -> None:
         self.board = Board()
         self.prefixes = PrefixIndex()
         self.routes: list[Route] = []
         self.bytes_per_token: float | None = None
-        self.looked_at_s = now_s
+        self.looked_at_s: float | None = None
         self.look_at = 0
 
     def slot(self, replica_id: ReplicaId) -> int:
@@ -138,11 +138,13 @@ class Fleet:
 
     def _deployment(self, deployment_id: DeploymentId) -> _Deployment:
         """Return what is believed of a deployment; of one that no table names, nothing."""
-        return self._deployments.get(deployment_id) or _Deployment(self._clock())
+        return self._deployments.get(deployment_id) or _Deployment()
 
     def _look_around(self, deployment: _Deployment, now_s: float) -> None:
         """Refresh some replicas nothing happened to: what is known of them ages too."""
         board, at = deployment.board, deployment.look_at
+        if deployment.looked_at_s is None:
+            deployment.looked_at_s = now_s
         passed = (now_s - deployment.looked_at_s) / LOOK_AROUND_S
         due = min(LOOKED_AT_MAX, int(passed * len(board)))
         if not due:
