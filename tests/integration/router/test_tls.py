@@ -4,6 +4,7 @@ import asyncio
 import ssl
 import time
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 
@@ -14,7 +15,7 @@ from tests.integration.router.fake_node import FakeNode
 from tests.integration.router.fleet_of import KEY, Bench, a_bench
 
 
-def certified(folder: Path) -> tuple[dict[str, Path], ssl.SSLContext]:
+def certified(folder: Path) -> tuple[dict[str, Any], ssl.SSLContext]:
     """Write a certificate and its key; return the settings that name them, and who trusts them."""
     authority = Authority.create(folder / "public", "test", NOW)
     key, certificate = authority.issue_own(NOW)
