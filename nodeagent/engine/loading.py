@@ -266,19 +266,15 @@ def need_memory(
     """
     shape, split = source.shape, split_of(config)
     device, here = _device(config, rank), ranks_here(config)
-    if device == "cpu" and rank != here.start:
-        return
-    weights, kv_bytes, host_bytes = (
-        Share(shape, split, rank).parameters(),
-        config.kv_memory_bytes,
-        0,
-    )
+    ranks, host_bytes = range(rank, rank + 1), 0
     if device == "cpu":
-        weights = sum(Share(shape, split, each).parameters() for each in here)
-        kv_bytes *= len(here)
-        host_bytes = config.kv_host_bytes
+        ranks, host_bytes = here, config.kv_host_bytes
+        if rank != here.start:
+            return
+    weights = sum(Share(shape, split, each).parameters() for each in ranks)
     weights_bytes = int(weights * bytes_per_weight(config, source))
     weights_bytes += draft.weights_bytes(DTYPES[config.dtype]) if draft else 0
+    kv_bytes = config.kv_memory_bytes * len(ranks)
     available = available_bytes(device)
     if device == "cpu" and config.memory_max_bytes:
         available = min(available, config.memory_max_bytes)

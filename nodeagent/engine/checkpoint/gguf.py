@@ -72,7 +72,7 @@ class GgufFile:
         except BaseException:
             self._file.close()
             raise
-        # The disk works through the file while the header is read and the first weights are packed.
+        # The header's pages come in one go, not each when it is asked for.
         self._map.madvise(mmap.MADV_WILLNEED)
         try:
             self._header: GgufHeader = read_header(path, self._map)

@@ -2,12 +2,11 @@
 
 Rule 1: host memory is bounded by a buffer for each reader, whatever the size of the model.
 Rule 2: a buffer is filled again only once the device has what was in it.
-Rule 3: who computes with a weight has waited for it, by `wait` or by `finish`.
+Rule 3: who computes with a weight has waited for its pieces, or by `finish` for all.
 """
 
 import os
 import threading
-from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -33,18 +32,6 @@ class _Own:
 
 
 @dataclass(slots=True)
-class Arrival:
-    """A weight on its way."""
-
-    pieces: Sequence[Future[None]]
-
-    def wait(self) -> None:
-        """Return once the weight is there; raises what kept it from coming."""
-        for piece in self.pieces:
-            piece.result()
-
-
-@dataclass(slots=True)
 class Staging:
     """Readers, each with a buffer of its own, and what they have been told to bring."""
 
@@ -54,10 +41,13 @@ class Staging:
     _own: threading.local = field(default_factory=threading.local)
     _pool: ThreadPoolExecutor | None = None
     _files: dict[Path, int] = field(default_factory=dict)
-    _arrivals: list[Arrival] = field(default_factory=list)
+    _pieces: list[Future[None]] = field(default_factory=list)
 
-    def bring(self, target: Tensor, stored: Stored) -> Arrival:
-        """Begin to fill `target`, whose numbers lie one behind another, with what is stored."""
+    def bring(self, target: Tensor, stored: Stored) -> list[Future[None]]:
+        """Begin to fill `target`, whose numbers lie one behind another, with what is stored.
+
+        It is there once all the pieces are.
+        """
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self.readers, "staging")
         flat, descriptor, pool = target.view(-1), self._file(stored.path), self._pool
@@ -67,22 +57,20 @@ class Staging:
             free = torch.cuda.Event()  # type: ignore[no-untyped-call]
             free.record(torch.cuda.current_stream(self.device))
         each = self.piece_bytes // stored.dtype.itemsize
-        arrival = Arrival(
-            [
-                pool.submit(self._carry, flat[at : at + each], at, stored, descriptor, free)
-                for at in range(0, len(flat), each)
-            ]
-        )
-        self._arrivals.append(arrival)
-        return arrival
+        pieces = [
+            pool.submit(self._carry, flat[at : at + each], at, stored, descriptor, free)
+            for at in range(0, len(flat), each)
+        ]
+        self._pieces += pieces
+        return pieces
 
     def finish(self) -> None:
         """Wait for all; let go of buffers, readers and files. Raises what kept one from coming."""
         try:
-            for arrival in self._arrivals:
-                arrival.wait()
+            for piece in self._pieces:
+                piece.result()
         finally:
-            self._arrivals.clear()
+            self._pieces.clear()
             if self._pool is not None:
                 self._pool.shutdown(cancel_futures=True)
                 self._pool = None

@@ -1,4 +1,4 @@
-"""The host's tier: blocks in ordinary (on GPUs: pinned) memory, the least recently used given up.
+"""The host's tier: blocks in ordinary memory, the least recently used given up.
 
 Rule 1: its memory is bounded by what it was made with, and taken as it fills.
 Rule 2: one thread writes; any thread may ask whether a digest is here.
@@ -14,11 +14,9 @@ from torch import Tensor
 class HostTier:
     """At most `total` blocks of `shape` each, by digest."""
 
-    def __init__(
-        self, total: int, shape: tuple[int, ...], dtype: torch.dtype, *, pinned: bool
-    ) -> None:
+    def __init__(self, total: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self.total = total
-        self._rows = torch.empty(total, *shape, dtype=dtype, pin_memory=pinned)
+        self._rows = torch.empty(total, *shape, dtype=dtype)
         self._row_of: OrderedDict[bytes, int] = OrderedDict()
         self._free = list(range(total))
 

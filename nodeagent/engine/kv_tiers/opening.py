@@ -34,7 +34,6 @@ def open_tiers(
         blocks,
         (shape.layers, BLOCK_TOKENS, 2 * shape.kv_heads, form.width(shape.head_dim)),
         form.dtype,
-        pinned=config.device != "cpu",
     )
     files = None
     if config.kv_file_bytes:

@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Final, Protocol
 
 import torch
 from torch import Tensor
 
 from nodeagent.engine.checkpoint.stored import Stored
-from nodeagent.engine.cuda.staging import Arrival, staging_for
+from nodeagent.engine.cuda.staging import staging_for
 from nodeagent.engine.layers.linear import (
     Filed,
     Groups,
@@ -99,9 +100,10 @@ class Weights:
         """Read the weight `name`."""
         if self.staging is not None and math.prod(shape) >= _STAGED_NUMBERS_MIN:
             weight = torch.empty(shape, device=self.device, dtype=self.dtype)
-            arrival = self._bring(weight, name, shape)
-            if arrival is not None:
-                arrival.wait()
+            pieces = self._bring(weight, name, shape)
+            for piece in pieces or ():
+                piece.result()
+            if pieces:
                 return weight
         return self.source.tensor(name, shape).to(self.device, self.dtype)
 
@@ -122,7 +124,9 @@ class Weights:
 
         return arrived
 
-    def _bring(self, target: Tensor, name: str, shape: tuple[int, ...]) -> Arrival | None:
+    def _bring(
+        self, target: Tensor, name: str, shape: tuple[int, ...]
+    ) -> list[Future[None]] | None:
         """Begin to fill `target`; None where nobody brings it."""
         if self.staging is None:
             return None

@@ -92,7 +92,7 @@ def test_blocks_of_another_form_are_refused() -> None:
     runner.write_blocks([4, 5], contents)
     assert torch.equal(runner.read_blocks([4, 5]), contents)
     shape = (SHAPE.layers, BLOCK_TOKENS, 2 * SHAPE.kv_heads, FP8.width(SHAPE.head_dim))
-    mover = Mover(runner, HostTier(2, shape, torch.uint8, pinned=False), None)
+    mover = Mover(runner, HostTier(2, shape, torch.uint8), None)
     mover.take_in([b"a" * 32], contents[:1])
     with pytest.raises(ValueError, match=r"cannot take KV blocks of .* torch.float32: those here"):
         mover.take_in([b"b" * 32], contents[1:].float())

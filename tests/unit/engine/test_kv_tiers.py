@@ -69,7 +69,7 @@ def test_a_step_sees_what_its_sequences_computed_and_nothing_else(
     asks: list[tuple[int, int, bytes, int, int]], host_blocks: int, budget: int
 ) -> None:
     pages = Pages(8)
-    host = HostTier(host_blocks, (BLOCK_TOKENS, 2), torch.int64, pinned=False)
+    host = HostTier(host_blocks, (BLOCK_TOKENS, 2), torch.int64)
     mover = Mover(pages, host, None)
     batching = Batching(Limits(budget, 4), Blocks(8), below=host)
     coming = []
@@ -97,7 +97,7 @@ def test_a_step_sees_what_its_sequences_computed_and_nothing_else(
 
 
 def test_a_session_pushed_out_comes_back_whole() -> None:
-    pages, host = Pages(6), HostTier(6, (BLOCK_TOKENS, 2), torch.int64, pinned=False)
+    pages, host = Pages(6), HostTier(6, (BLOCK_TOKENS, 2), torch.int64)
     mover = Mover(pages, host, None)
     batching = Batching(Limits(200, 2), Blocks(6), below=host)
     cached = []
@@ -117,7 +117,7 @@ def test_a_session_pushed_out_comes_back_whole() -> None:
 
 
 def test_a_prefix_outlives_what_follows_it() -> None:
-    host = HostTier(3, (1,), torch.int64, pinned=False)
+    host = HostTier(3, (1,), torch.int64)
     host.put([digest(n) for n in range(5)], torch.arange(5)[:, None])
     assert [n for n in range(5) if digest(n) in host] == [0, 1, 2]
     host.put([digest(9)], torch.tensor([[9]]))

@@ -32,7 +32,8 @@ def test_pieces_make_the_weight_whole(folder: Path) -> None:
     assert source.stored(name, shape, Cut(shape, 1, 5, 9)) is None
     # One as it is stored, one in another kind of numbers, one a part.
     same, other, few = torch.empty(shape), torch.empty(shape).bfloat16(), torch.empty(4, tiny.WIDE)
-    staging.bring(same, stored).wait()
+    for piece in staging.bring(same, stored):
+        piece.result()
     staging.bring(other, stored)
     staging.bring(few, cut)
     staging.finish()
