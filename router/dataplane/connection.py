@@ -28,19 +28,8 @@ class NodeConnection:
     """
 
     __slots__ = (
-        "_body",
-        "_fields",
-        "_held_bytes",
-        "_is_used",
-        "_keeps",
-        "_parser",
-        "_pool",
-        "_seen",
-        "_transport",
-        "_whole",
-        "address",
-        "due_s",
-        "exchange",
+        "_body", "_fields", "_held_bytes", "_is_used", "_keeps", "_parser", "_pool", "_seen",
+        "_transport", "_whole", "address", "due_s", "exchange",
     )  # fmt: skip
 
     def __init__(self, pool: Pool, address: str) -> None:
