@@ -37,12 +37,12 @@ DISOWNING: Final = frozenset({"unknown_replica", "draining"})
 class _Deployment:
     """What is believed of one: its replicas, who read which prompts, how long its tokens are."""
 
-    def __init__(self, now_s: float) -> None:
+    def __init__(self) -> None:
         self.board = Board()
         self.prefixes = PrefixIndex()
         self.routes: list[Route] = []
         self.bytes_per_token: float | None = None
-        self.looked_at_s = now_s
+        self.looked_at_s: float | None = None
         self.look_at = 0
 
     def slot(self, replica_id: ReplicaId) -> int:
@@ -129,23 +129,27 @@ class Fleet:
             self._refresh(replica_id, now_s)
         self._changed.clear()
         self._look_around(deployment, now_s)
-        # Who has just begun takes only a share, once there is something to do.
-        shares = self._slow_start.shares(now_s).items()
-        starting = {one: share for one, share in shares if self.in_flight.at(one, now_s).tokens}
+        starting = self._slow_start.shares(now_s)
+        if starting:
+            # Who has just begun takes only a share, once there is something to do.
+            busy = [one for one in starting if self.in_flight.at(one, now_s).tokens]
+            starting = {one: starting[one] for one in busy}
         return deployment.board.picture(now_s, self.health.ejected_until(now_s), starting)
 
     def _deployment(self, deployment_id: DeploymentId) -> _Deployment:
         """Return what is believed of a deployment; of one that no table names, nothing."""
-        return self._deployments.get(deployment_id) or _Deployment(self._clock())
+        return self._deployments.get(deployment_id) or _Deployment()
 
     def _look_around(self, deployment: _Deployment, now_s: float) -> None:
         """Refresh some replicas nothing happened to: what is known of them ages too."""
         board, at = deployment.board, deployment.look_at
+        if deployment.looked_at_s is None:
+            deployment.looked_at_s = now_s
         passed = (now_s - deployment.looked_at_s) / LOOK_AROUND_S
-        due = min(LOOKED_AT_MAX, len(board), int(passed * len(board)))
+        due = min(LOOKED_AT_MAX, int(passed * len(board)))
         if not due:
             return
-        for slot in range(at, at + due):
+        for slot in range(at, at + min(due, len(board))):
             route = board.routes[slot % len(board)]
             if route is not None:
                 self._refresh(route.replica_id, now_s)

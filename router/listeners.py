@@ -64,6 +64,7 @@ async def open_listeners(
                 config.host,
                 config.port,
                 ssl=context,
+                ssl_handshake_timeout=config.head_timeout_s if context is not None else None,
                 backlog=1024,
                 reuse_port=config.processes > 1 or None,
             )

@@ -177,7 +177,7 @@ class ControlLink:
             log.info("registered", extra={"fields": {"scheduler": url, "epoch": welcome.epoch}})
             self._spread_s = welcome.redial_spread_s
             renewing = None
-            if self._renewal is not None and welcome.renews:
+            if self._renewal is not None:
                 renewing = asyncio.create_task(self._renewal.run(self.send))
             try:
                 await self._on_welcome(welcome)

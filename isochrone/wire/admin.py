@@ -7,6 +7,7 @@ import msgspec
 from isochrone.wire.control import PeerRole
 from isochrone.wire.ids import (
     COUNTRY_PATTERN,
+    END,
     POP_PATTERN,
     DeploymentId,
     KeyId,
@@ -110,7 +111,7 @@ class RevocationBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     role: PeerRole
     name: Name
-    serial: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{0,40}$")] = ""
+    serial: Annotated[str, msgspec.Meta(pattern=f"^[0-9a-f]{{0,40}}{END}")] = ""
     reason: Annotated[str, msgspec.Meta(max_length=200)] = ""
 
 

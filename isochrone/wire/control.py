@@ -65,14 +65,13 @@ class Register(msgspec.Struct, frozen=True, kw_only=True, tag="register"):
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
     """Registered.
 
-    `renews` says that it answers `Renew`. A peer that loses this conversation dials again after a
-    time of its own between 0 and `redial_spread_s`, lest all do so in the same moment.
+    A peer that loses this conversation dials again after a time of its own between 0 and
+    `redial_spread_s`, lest all do so in the same moment.
     """
 
     cluster_id: ClusterId
     epoch: Epoch
     redial_spread_s: float = 0.0
-    renews: bool = False
 
 
 class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):

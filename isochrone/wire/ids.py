@@ -18,11 +18,14 @@ BootId = NewType("BootId", str)
 Generation = NewType("Generation", int)
 Epoch = NewType("Epoch", int)
 
-NAME_PATTERN: Final = r"^[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?$"
-MODEL_NAME_PATTERN: Final = r"^@?[A-Za-z0-9]([A-Za-z0-9._/-]{0,126}[A-Za-z0-9])?$"
-POP_PATTERN: Final = r"^[a-z]{3}$"
-COUNTRY_PATTERN: Final = r"^[A-Z]{2}$"
-REQUEST_ID_PATTERN: Final = r"^[A-Za-z0-9._-]{1,64}$"
+END: Final = r"$(?!\n)"
+"""Where a text ends: to Python `$` is also before a last newline, and names go into headers."""
+
+NAME_PATTERN: Final = rf"^[a-z0-9]([a-z0-9._-]{{0,61}}[a-z0-9])?{END}"
+MODEL_NAME_PATTERN: Final = rf"^@?[A-Za-z0-9]([A-Za-z0-9._/-]{{0,126}}[A-Za-z0-9])?{END}"
+POP_PATTERN: Final = rf"^[a-z]{{3}}{END}"
+COUNTRY_PATTERN: Final = rf"^[A-Z]{{2}}{END}"
+REQUEST_ID_PATTERN: Final = rf"^[A-Za-z0-9._-]{{1,64}}{END}"
 
 WORDS: Final = {
     NAME_PATTERN: "lower-case letters, digits, dots, dashes and underscores, at most 63",

@@ -5,6 +5,7 @@ from typing import Annotated
 import msgspec
 
 from isochrone.wire.ids import (
+    END,
     MODEL_NAME_PATTERN,
     NAME_PATTERN,
     DeploymentId,
@@ -17,7 +18,7 @@ ModelName = Annotated[str, msgspec.Meta(pattern=MODEL_NAME_PATTERN, max_length=1
 Positive = Annotated[int, msgspec.Meta(ge=1, le=2**53)]
 NonNegative = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 Amount = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
-Sha256 = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+Sha256 = Annotated[str, msgspec.Meta(pattern=f"^[0-9a-f]{{64}}{END}")]
 
 
 class ArtifactFile(msgspec.Struct, frozen=True, kw_only=True):

@@ -244,7 +244,7 @@ class EngineServer:
             ],
         )
         transport = request.transport
-        abort = transport.abort if transport is not None else _nothing_to_abort
+        abort = transport.abort if transport is not None else lambda: None
         client = self.clients.open(self.worker, asked, abort)
         try:
             if ask.stream:
@@ -379,7 +379,3 @@ def _raise_failure(delta: Delta) -> None:
         raise ApiError(ErrorCode.INTERNAL, delta.error)
     if delta.finish is Finish.LATE:
         raise ApiError(ErrorCode.OUT_OF_CAPACITY, delta.error, retry_after_s=1.0)
-
-
-def _nothing_to_abort() -> None:
-    """The connection is gone already."""

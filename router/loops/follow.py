@@ -93,7 +93,10 @@ class Follower:
         if payload is None:
             return False
         try:
-            table = codec.decode(payload, _TABLE, bytes_max=len(payload))
+            table: RouteTable = codec.decode(payload, _TABLE, bytes_max=len(payload))
+            if table.cluster_id != self._cluster_id:
+                # By it, no table of the cluster joined since would ever be believed.
+                raise codec.MalformedFrame(f"it is of cluster {table.cluster_id}")
         except codec.MalformedFrame as error:
             log.error("cannot use the stored table", extra={"fields": {"error": str(error)}})
             return False

@@ -21,7 +21,15 @@ from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.ids import POP_PATTERN, WORDS, is_pop
 from isochrone.wire.model import Model
 from scheduler.api.deployments import DEPLOYMENT_ENDPOINTS
-from scheduler.api.endpoint import Call, Endpoint, Page, found, missing
+from scheduler.api.endpoint import (
+    Call,
+    Endpoint,
+    Page,
+    found,
+    missing,
+    whole,
+    wrong_cursor,
+)
 from scheduler.api.identities import (
     create_join_token,
     create_revocation,
@@ -166,10 +174,12 @@ async def list_placements(call: Call) -> Page:
 
 async def events(call: Call) -> Page:
     """What was done, the newest first."""
-    before = call.after
+    before_id = whole(call.after) if call.after else None
+    if call.after and before_id is None:
+        raise wrong_cursor()
     rows = await list_events(
         call.connection,
-        before_id=int(before) if before.isdigit() else None,
+        before_id=before_id,
         limit=call.limit + 1,
         subject=call.query("subject"),
     )

@@ -67,13 +67,14 @@ class Call:
     def limit(self) -> int:
         """Return how many rows a page may hold."""
         text = self._request.query.get("limit", str(LIMIT_DEFAULT))
-        if not text.isdigit() or not 1 <= int(text) <= LIMIT_MAX:
+        limit = whole(text)
+        if limit is None or not 1 <= limit <= LIMIT_MAX:
             raise ApiError(
                 ErrorCode.INVALID_REQUEST,
                 f"cannot page: limit is {text[:20]!r}, give 1 to {LIMIT_MAX}",
                 param="limit",
             )
-        return int(text)
+        return limit
 
     @property
     def after(self) -> str:
@@ -82,11 +83,7 @@ class Call:
         try:
             return base64.b64decode(cursor, altchars=b"-_", validate=True).decode()
         except ValueError:
-            raise ApiError(
-                ErrorCode.INVALID_REQUEST,
-                "cannot page: the cursor is not one that this API gave",
-                param="cursor",
-            ) from None
+            raise wrong_cursor() from None
 
     def page(self, rows: Sequence[V], name: Callable[[V], str]) -> Page:
         """Return a page of at most `limit` rows, of `limit + 1` asked for."""
@@ -243,12 +240,26 @@ def _if_match(request: web.Request) -> int | None:
     text = request.headers.get("if-match", "").strip()
     if text in ("", "*"):
         return None
-    number = text.removeprefix("W/").strip('"')
-    if not number.isdigit() or len(number) > 18:
+    etag = whole(text.removeprefix("W/").strip('"'))
+    if etag is None:
         raise ApiError(
             ErrorCode.PRECONDITION_FAILED, "cannot change: If-Match is not an ETag of this API"
         )
-    return int(number)
+    return etag
+
+
+def whole(text: str) -> int | None:
+    """Return the number that these digits are; None for what int() takes, or fails on, beside."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= 18 else None
+
+
+def wrong_cursor() -> ApiError:
+    """Return the error that says where cursors come from."""
+    return ApiError(
+        ErrorCode.INVALID_REQUEST,
+        "cannot page: the cursor is not one that this API gave",
+        param="cursor",
+    )
 
 
 def found(row: T | None, what: str, name: str) -> T:

@@ -165,7 +165,6 @@ async def _register(
     welcome = Welcome(
         cluster_id=acting.cluster_id,
         epoch=acting.epoch,
-        renews=True,
         redial_spread_s=acting.redial_spread_s,
     )
     peer.tell(welcome)

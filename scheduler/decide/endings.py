@@ -117,7 +117,12 @@ def replace_stale(
         return
     ended = 0
     for seated in [s for s in wish.seats if s.placement and s.placement.version != version]:
-        if fresh.seats and len(wish.seats) > wish.least and wish.loss(seated) < wish.hold + START:
+        if not fresh.seats or len(wish.seats) <= wish.least:
+            break
+        serves = seated.placement and seated.placement.state is ReplicaState.WARM
+        if serves and len(wish.warm_pops()) <= max(1, wish.least):
+            continue
+        if wish.loss(seated) < wish.hold + START:
             end_seat(seated, f"version {version} is warm in its place")
             wish.drop(seated)
             ended += 1
@@ -171,25 +176,23 @@ def end_spare(wish: Wish, settle_s: float, end_seat: EndSeat) -> bool:
     over = len(wish.seats) > wish.most
     if not over and len(wish.seats) <= wish.least:
         return False
-    earned = KEPT * wish.hold
     if over:
         spare = least_missed(wish, [s for s in wish.seats if s.placement])
     else:
-        spare = least_missed(wish, may_go(wish, settle_s), below=earned)
-    if spare is None or not (over or spare[0] < earned):
+        spare = least_missed(wish, may_go(wish, settle_s), below=KEPT * wish.hold)
+    if spare is None:
         return False
     lost, seated = spare
-    if over:
-        end_seat(seated, f"{len(wish.seats)} replicas, the policy allows {wish.most}")
-    else:
-        end_seat(seated, f"demand has moved: it saves {lost / wish.weight:.0f} ms x requests/s")
+    too_many = f"{len(wish.seats)} replicas, the policy allows {wish.most}"
+    too_little = f"demand has moved: it saves {lost / wish.weight:.0f} ms x requests/s"
+    end_seat(seated, too_many if over else too_little)
     return True
 
 
 def least_missed(
     wish: Wish, among: Sequence[Seated], below: float = inf
 ) -> tuple[float, Seated] | None:
-    """Return the standing seat whose loss costs least, if that may be less than `below`."""
+    """Return the seat that stands whose loss costs least, and what: if it is less than `below`."""
     least_losses = wish.flow.losses_at_least()
     guesses = [_loss_at_least(wish, seated, least_losses) for seated in among]
     best: tuple[float, int, float, str] | None = None
@@ -206,7 +209,7 @@ def least_missed(
         entry = (loss, -crowd, placement.age_s, str(placement.replica_id))
         if best is None or entry < best:
             best, chosen = entry, seated
-    return (best[0], chosen) if best and chosen else None
+    return (best[0], chosen) if best and chosen and best[0] < below else None
 
 
 def _loss_at_least(wish: Wish, seated: Seated, least_losses: Floats) -> float:

@@ -33,6 +33,7 @@ Way = tuple[float, list[Holder]]
 class Yielding(msgspec.Struct, frozen=True, kw_only=True):
     """A standing placement that is to end, for what wants its place."""
 
+    wish: Wish
     seated: Seated
     reason: str
 
@@ -44,7 +45,11 @@ class Exchange:
         self._search = search
         self._settle_s = settle_s
         self._effort = effort
-        self.yielding: list[Yielding] = []
+        self._yielding: list[Yielding] = []
+
+    def yielding(self) -> list[Yielding]:
+        """Return who is to end: none whose deployment would have to wait for one that is coming."""
+        return [one for one in self._yielding if one.wish.warm_pops() or not one.wish.is_coming()]
 
     def run(self, standing: bool = True, most: int | None = None) -> bool:
         """Give full places to what is worth more there than those who hold them.
@@ -106,7 +111,7 @@ class Exchange:
         """Return who holds a seat on each node and could be asked to leave it."""
         holders: dict[NodeId, list[Holder]] = defaultdict(list)
         for number, wish in enumerate(self._search.wishes):
-            warm = _warm_in(wish) if standing else []
+            warm = wish.warm_pops() if standing else []
             for seated in wish.seats:
                 if (seated.seat and not seated.waits) or self._may_yield(wish, seated, warm):
                     for node_id in _nodes(seated):
@@ -132,7 +137,7 @@ class Exchange:
                 gone[number].append(seated.pop)
         for number, pops in gone.items():
             wish = self._search.wishes[number]
-            left = Counter(_warm_in(wish)) - Counter(pops)
+            left = Counter(wish.warm_pops()) - Counter(pops)
             kept = set(wish.deployment.policy.keep_warm) & set(pops)
             if left.total() < wish.least or not kept <= left.keys():
                 return False
@@ -226,7 +231,9 @@ class Exchange:
             f"its place in {pop} is worth {worth.net:.0f} ms x requests/s more to {wish.name}, "
             f"which has none free there"
         )
-        self.yielding += [Yielding(seated=seated, reason=reason) for _, seated in standing]
+        for number, seated in standing:
+            wish = self._search.wishes[number]
+            self._yielding.append(Yielding(wish=wish, seated=seated, reason=reason))
 
     def cheapest(self, blocked: Blocked, holders: dict[NodeId, list[Holder]]) -> list[list[Holder]]:
         """Return whose leaving would make the room at a site, the least lost first."""
@@ -310,12 +317,6 @@ class Exchange:
             short -= _bytes(holder[1])
         lost = sum(losses[id(h[1])] for h in leaving)
         return (lost, leaving) if short <= 0 and lost < best[0] else best
-
-
-def _warm_in(wish: Wish) -> list[PopId]:
-    """Return where its warm replicas are, one for each."""
-    standing = ((s.pop, s.placement) for s in wish.seats)
-    return [pop for pop, p in standing if p is not None and p.state is ReplicaState.WARM]
 
 
 def _nodes(seated: Seated) -> Sequence[NodeId]:

@@ -37,10 +37,9 @@ class Improve:
         self._exchange = Exchange(search, settle_s, self._effort)
         self._shift = Shift(search, self._exchange, self._move, self._effort)
 
-    @property
     def yielding(self) -> list[Yielding]:
         """Return the standing placements that are to end."""
-        return self._exchange.yielding
+        return self._exchange.yielding()
 
     def fill(self) -> None:
         """Fill. An empty fleet seats those first that need several devices of a node at once.

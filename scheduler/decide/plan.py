@@ -81,7 +81,7 @@ def plan(
     improve.fill()
     improve.run()
     improve.relocate()
-    for yielding in improve.yielding:
+    for yielding in improve.yielding():
         draft.end_seat(yielding.seated, yielding.reason)
     for wish in search.wishes:
         draft.settle(search, wish)
@@ -152,7 +152,7 @@ class Draft:
     def settle(self, search: Search, wish: Wish) -> None:
         """Replace old versions, leave draining nodes, end what is spare, part those who would fail
         together, say what is lacking."""
-        mine = self._mine[wish.name]
+        mine = [p for p in self._mine[wish.name] if p.replica_id not in self._endings]
         stale = any(
             s.placement and s.placement.version != wish.deployment.version for s in wish.seats
         )

@@ -13,6 +13,7 @@ import numpy as np
 from isochrone.wire.assignment import Role
 from isochrone.wire.ids import DeploymentId, PopId
 from isochrone.wire.model import Deployment, Model
+from isochrone.wire.report import ReplicaState
 from scheduler.decide.capacity import Profiles, rates_on
 from scheduler.decide.cluster import DemandRate, Placement
 from scheduler.decide.demand import load_of
@@ -131,8 +132,15 @@ class Wish:
             self._held = self.stamp, frozenset(seated.pop for seated in self.seats)
         return self._held[1]
 
+    def warm_pops(self) -> list[PopId]:
+        """Return the PoP of each seat that serves."""
+        warm = ReplicaState.WARM
+        return [s.pop for s in self.seats if s.placement and s.placement.state is warm]
+
     def is_coming(self) -> bool:
-        """Say whether a replica is on its way up."""
+        """Say whether a replica is on its way up, or about to be."""
+        if self.new_seats():
+            return True
         return any(s.placement and s.placement.state in COMING for s in self.seats)
 
     def lacks_nothing(self) -> bool:

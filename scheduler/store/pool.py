@@ -111,13 +111,15 @@ async def transaction(
     """Lend a connection inside a transaction.
 
     With `lags`, its commit returns before it is on disk: for what is said again after a crash.
+    Who reads a picture ("repeatable_read") holds nobody up, and may take its time.
     """
     # Set here and not as the connection begins: a transaction pooler refuses it there.
     settings = f"SET LOCAL idle_in_transaction_session_timeout = '{IDLE_TIMEOUT_S * 1000:.0f}ms'"
     if lags:
         settings += "; SET LOCAL synchronous_commit = off"
     async with using(pool, timeout_s) as connection, connection.transaction(isolation=isolation):
-        await connection.execute(settings)
+        if isolation == "read_committed":
+            await connection.execute(settings)
         yield connection
 
 

@@ -184,8 +184,12 @@ async def test_pages_are_exact_while_rows_come(admin: Admin) -> None:
         cursor = page["next_cursor"]
     assert [name for name in seen if name in names] == sorted(names)
     assert len(set(seen)) == len(seen)
-    for query in ("limit=0", "limit=501", "limit=x", "cursor=%FF%FF"):
+    for query in ("limit=0", "limit=501", "limit=x", "limit=%C2%B2", "cursor=%FF%FF"):
         assert (await admin.ask("GET", f"/v1/pops?{query}")).status == 400
+    superscript_two = "wrI="
+    assert (await admin.ask("GET", f"/v1/events?cursor={superscript_two}")).status == 400
+    put = await admin.ask("DELETE", f"/v1/pops/{names[0]}", if_match='"\u00b2"')
+    assert put.status == 412
 
 
 async def test_a_key_is_shown_once_and_its_secret_is_nowhere_in_the_database(

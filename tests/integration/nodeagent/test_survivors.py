@@ -95,27 +95,22 @@ async def test_a_start_that_is_cancelled_leaves_no_engine(folder: Path) -> None:
             assert str(folder).encode() not in path.read_bytes()
 
 
-async def test_nothing_is_ended_that_bears_a_number_of_before_the_machine_began_anew(
-    folder: Path,
+@pytest.mark.parametrize(("boot", "ends"), [("an earlier one", 0), ("", 1)])
+def test_nothing_is_ended_that_bears_a_number_of_before_the_machine_began_anew(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, boot: str, ends: int
 ) -> None:
     left = folder / "r-left"
     left.mkdir()
-    leader = await asyncio.create_subprocess_exec(
-        *("sh", "-c", "sleep 60 >/dev/null & echo $!"),
-        start_new_session=True,
-        stdout=subprocess.PIPE,
-    )
-    told, _ = await leader.communicate()
-    child = int(told)
-    try:
-        command = Command(arguments=("x",), base_url="http://localhost")
-        note = Started(pid=leader.pid, started=1, boot="an earlier one", command=command, spec=SPEC)
-        (left / "process.json").write_bytes(msgspec.json.encode(note))
-        assert Engines(folder, 1).survivors() == []
-        assert not left.exists()
-        assert Path(f"/proc/{child}/stat").read_text().split()[2] == "S"
-    finally:
-        os.kill(child, signal.SIGKILL)
+    leader = subprocess.Popen(["true"])
+    leader.wait(READY_S)
+    ended: list[int] = []
+    monkeypatch.setattr(os, "killpg", lambda group, number: ended.append(group))
+    command = Command(arguments=("x",), base_url="http://localhost")
+    note = Started(pid=leader.pid, started=1, boot=boot, command=command, spec=SPEC)
+    (left / "process.json").write_bytes(msgspec.json.encode(note))
+    assert Engines(folder, 1).survivors() == []
+    assert ended == [leader.pid] * ends
+    assert not left.exists()
 
 
 async def test_a_spare_that_cannot_be_kept_costs_no_start(

@@ -10,10 +10,11 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
+from isochrone.service import files
 from isochrone.service.door import open_door
 from isochrone.wire import codec
 from isochrone.wire.control import Challenge, Register, Welcome
-from isochrone.wire.ids import BootId, Epoch, KeyId
+from isochrone.wire.ids import BootId, ClusterId, Epoch, KeyId
 from isochrone.wire.keys import format_key
 from isochrone.wire.routes import SnapshotWanted, diff
 from isochrone.wire.usage import Demand, RoundTrips, Usage, UsageAck
@@ -267,6 +268,19 @@ async def test_a_cold_start_without_a_scheduler_serves_from_disk(tmp_path: Path)
         async with open_house(config, identity) as house:
             assert generation_of(house) == 1
             assert await ask(house) == 200
+
+
+async def test_a_table_of_a_cluster_left_behind_is_not_served_by(tmp_path: Path) -> None:
+    left = msgspec.structs.replace(a_table([]), cluster_id=ClusterId("left"))
+    (tmp_path / "state").mkdir()
+    files.write_snapshot(tmp_path / "state" / "table.snapshot", codec.encode(left))
+    async with (
+        open_node(FakeNode()) as node,
+        open_house(a_config(tmp_path), an_identity(tmp_path)) as house,
+    ):
+        assert house.fleet.table is None
+        await house.follower.on_table(a_table([a_route(node)]), nowhere)
+        assert await ask(house) == 200
 
 
 async def test_a_table_that_drops_what_answers_is_refused_until_it_ends(tmp_path: Path) -> None:

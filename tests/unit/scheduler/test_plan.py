@@ -175,6 +175,33 @@ def test_a_new_version_takes_the_place_of_the_old_when_it_is_warm() -> None:
     assert [ending.replica_id for ending in second.endings] == ["r1"]
 
 
+def test_what_is_loading_anew_makes_no_old_one_spare() -> None:
+    cluster = a_cluster(
+        nodes=NODES,
+        deployments=(a_deployment(version=2, replicas_min=2),),
+        placements=(
+            a_placement("old", "ams-1"),
+            a_placement("crashed", "iad-1", state="loading"),
+            a_placement("new", "sin-1", version=2),
+        ),
+    )
+    assert [ending.replica_id for ending in plan(cluster).endings] == ["crashed"]
+
+
+def test_who_yields_its_place_takes_over_from_nobody_who_is_drained() -> None:
+    cluster = a_cluster(
+        nodes=(a_node("ams-1", "ams", gib=4.0), a_node("ams-2", "ams", draining=True)),
+        models=(a_model(), a_model("big", gib=3.0)),
+        deployments=(
+            a_deployment(replicas_min=0, priority=28),
+            a_deployment("large", "big"),
+        ),
+        placements=(a_placement("r1", "ams-1"), a_placement("r2", "ams-2")),
+        demand=(a_demand("ams", 1.0),),
+    )
+    assert [ending.replica_id for ending in plan(cluster).endings] == ["r1"]
+
+
 def test_a_failed_replica_is_ended_and_tried_elsewhere() -> None:
     cluster = a_cluster(
         nodes=NODES, placements=(a_placement("r1", "ams-1", state="failed", state_reason="oom"),)
@@ -314,7 +341,8 @@ def test_explain_says_why_here_and_why_not_there() -> None:
     assert explain(cluster, DeploymentId("nobody")) is None
 
 
-def test_the_only_warm_replica_yields_its_place_once_another_is_warm() -> None:
+@pytest.mark.parametrize("least", [0, 1])
+def test_the_only_warm_replica_yields_its_place_once_another_is_warm(least: int) -> None:
     nodes = (
         a_node("ams-1", "ams", devices=(a_device(4.0, "gpu0"), a_device(4.0, "gpu1"))),
         a_node("fra-1", "fra", gib=2.0),
@@ -323,7 +351,7 @@ def test_the_only_warm_replica_yields_its_place_once_another_is_warm() -> None:
         nodes=nodes,
         models=(a_model(), a_model("big", gib=3.0)),
         deployments=(
-            a_deployment(replicas_min=1, replicas_max=2, priority=28),
+            a_deployment(replicas_min=least, replicas_max=2, priority=28),
             a_deployment("large", "big", replicas_min=2, replicas_max=2),
         ),
         placements=(
