@@ -57,14 +57,19 @@ def follow_from_afar(config: EngineConfig, group: Group) -> Never:
             become(rank, partial(live_with, parent, rank))
         forked.append(pid)
 
+    def failed(options: int) -> bool:
+        ended = (os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | options) for pid in forked)
+        return any(one is not None and one.si_status != 0 for one in ended)
+
     def child_ended(number: int, frame: FrameType | None) -> None:
         # The front would wait for a rank that ends before it has dialled.
-        if any(os.waitpid(pid, os.WNOHANG)[0] for pid in forked):
+        if failed(os.WNOHANG):
             os._exit(1)
 
     signal.signal(signal.SIGCHLD, child_ended)
     child_ended(signal.SIGCHLD, None)
-    become(first, partial(live, first))
+    # The front may see a rank's end, and end, before this process is told of it.
+    become(first, lambda: live(first) or failed(0))
 
 
 def follow(config: EngineConfig, rank: int, channel: Channel) -> int:
