@@ -226,8 +226,10 @@ class PrefixIndex:
         """Drop what gone replicas held."""
         for slot in slots:
             cache = self._caches.pop(slot, None)
-            while cache is not None and cache.keys:
-                self._drop(slot, cache, next(iter(cache.keys)))
+            if cache is not None:
+                self._pairs -= len(cache.keys)
+                for key in cache.keys:
+                    self._let_go(key, slot)
 
     def _make_room(self, slot: int, cache: _Cache, now_s: float) -> None:
         while cache.keys:
@@ -241,6 +243,9 @@ class PrefixIndex:
     def _drop(self, slot: int, cache: _Cache, key: int) -> None:
         cache.size -= cache.keys.pop(key)[0]
         self._pairs -= 1
+        self._let_go(key, slot)
+
+    def _let_go(self, key: int, slot: int) -> None:
         left = self._holders[key] & ~(1 << slot)
         if left:
             self._holders[key] = left
