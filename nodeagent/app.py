@@ -87,21 +87,25 @@ async def serve(config: NodeConfig, stopping: asyncio.Event) -> int:
     node.nudge_report = report.nudge
     duties = (report, pulse, *_what_makes_it_so(config, node, supervisor, artifacts))
 
-    await _take_up_survivors(node, engines, supervisor)
-    door = Door(supervisor, Siblings(peer_tls, monotonic))
-    app = _served(door, artifacts, config, node)
-    async with _listening(config, app, supervisor, door_tls) as port:
-        log.info("serving", extra={"fields": {"port": port, "node": node.node_id}})
-        async with asyncio.TaskGroup() as tasks:
-            runs = [duty.run() for duty in duties]
-            owned = [tasks.create_task(run) for run in (*runs, link.run(), feed_watchdog())]
-            notify("READY=1")
-            await stopping.wait()
-            door.leaving = True
-            await supervisor.wait_idle(config.drain_timeout_s)
-            for task in owned:
-                task.cancel()
-        await supervisor.leave(keep_engines=config.keep_engines_on_stop)
+    try:
+        await _take_up_survivors(node, engines, supervisor)
+        door = Door(supervisor, Siblings(peer_tls, monotonic))
+        app = _served(door, artifacts, config, node)
+        async with _listening(config, app, supervisor, door_tls) as port:
+            log.info("serving", extra={"fields": {"port": port, "node": node.node_id}})
+            async with asyncio.TaskGroup() as tasks:
+                runs = [duty.run() for duty in duties]
+                owned = [tasks.create_task(run) for run in (*runs, link.run(), feed_watchdog())]
+                notify("READY=1")
+                await stopping.wait()
+                door.leaving = True
+                await supervisor.wait_idle(config.drain_timeout_s)
+                for task in owned:
+                    task.cancel()
+    finally:
+        # An agent that fails leaves its engines too: nobody ordered their end.
+        keeps = config.keep_engines_on_stop or not stopping.is_set()
+        await supervisor.leave(keep_engines=keeps)
         await engines.close()
     return 0
 

@@ -1,4 +1,4 @@
-"""What a node agent is told at its start: a TOML file, `ISOCHRONE_NODE_*` over it."""
+"""The settings of a node agent: a TOML file, overridden by `ISOCHRONE_NODE_*`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -14,7 +14,7 @@ Rate = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The settings of one node. A port of 0 is any that is free."""
+    """The settings of one node. Port 0 means any free port."""
 
     name: str
     schedulers: tuple[str, ...]
@@ -22,38 +22,38 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     join_token_file: Path | None = None  # read once, at the first start
     log_level: str = "INFO"
 
-    # Where routers and the other nodes ask.
+    # Where routers and other nodes connect.
     address: str  # what they dial, as http://10.0.0.7:9000
     door_host: str = "127.0.0.1"
     door_port: Port = 9000
-    door_tls: bool = False  # with the fleet's certificates, of both ends
-    private_host: str = ""  # `/metrics` stands there too, without TLS
+    door_tls: bool = False  # mutual TLS with the fleet's certificates
+    private_host: str = ""  # serves `/metrics` too, without TLS
     private_port: Port = 0
 
-    failure_domain: str = ""  # a rack, a power feed: what fails together in one PoP
-    # First and last of the ports where parts of replicas over several nodes meet, each replica led
-    # from here taking one; without them this node takes no such part. The parts speak in plain and,
-    # once they have met, on other ports too: the nodes of a PoP need a network of their own.
+    failure_domain: str = ""  # a rack or power feed: what fails together within the PoP
+    # First and last port where the parts of replicas over several nodes meet, one per replica led
+    # from this node; without them it takes no such part. The parts speak in plaintext, and once
+    # they have met on other ports too: the nodes of a PoP need a private network.
     plaintext_rank_ports: tuple[report.Port, report.Port] | None = None
 
-    # What engines may have.
-    cpu_memory_bytes: Count = 0  # where there is no GPU; 0 is four fifths of the machine
-    engine_threads: Count = 0  # of a CPU engine; 0 is one a core
-    standby: bool = False  # keep a process with its imports done: half of a cold start
-    keep_engines_on_stop: bool = False  # an agent that is stopped leaves them to its next life
+    # What engines may use.
+    cpu_memory_bytes: Count = 0  # without a GPU; 0: four fifths of the machine's
+    engine_threads: Count = 0  # of a CPU engine; 0: one per core
+    standby: bool = False  # keep a process with its imports done: halves a cold start
+    keep_engines_on_stop: bool = False  # leave engines running, as when the agent crashes
     load_timeout_s: Seconds = 1800.0
     drain_timeout_s: Seconds = 30.0
-    stall_s: Seconds = 15.0  # an engine that makes no tokens for so long is ended
-    canary_interval_s: Seconds = 10.0  # how often an idle one is asked for a token
+    stall_s: Seconds = 15.0  # an engine that has work and makes no token for so long is killed
+    canary_interval_s: Seconds = 10.0  # how often an idle engine is asked for a token
 
-    # Weights: whence, and how much of disk and network.
+    # Weights: sources, and how much disk and network they may use.
     disk_budget_bytes: Count = 200 * 1024**3
-    download_bytes_per_s: Rate = 0.0  # 0 for no bound
+    download_bytes_per_s: Rate = 0.0  # 0: no limit
     upload_bytes_per_s: Rate = 0.0
-    uploads_max: Count = 4  # to so many peers at once
-    private_sources: bool = False  # private addresses and plain http, as in a closed network
+    uploads_max: Count = 4  # to how many peers at once
+    private_sources: bool = False  # allow private addresses and plain http, as in a closed network
     hf_url: str = "https://huggingface.co"
-    hf_token_file: Path | None = None  # mode 0600; shown to `hf_url` alone
+    hf_token_file: Path | None = None  # mode 0600; sent to `hf_url` only
 
     def __post_init__(self) -> None:
         ports = self.plaintext_rank_ports

@@ -49,6 +49,8 @@ class Replica:
         self.tombstone: Tombstone | None = None
         self.ending = asyncio.Event()
         self.task: asyncio.Task[None] | None = None
+        self.run: asyncio.Task[str] | None = None
+        """Brings the engine up and watches it: over at once when its end is ordered."""
         self._clock = clock
 
     def __repr__(self) -> str:
@@ -135,6 +137,8 @@ class Supervisor:
         replica.tombstone = tombstone
         replica.happened(Event.END_ORDERED, tombstone.reason)
         replica.ending.set()
+        if replica.run is not None:
+            replica.run.cancel()
         self._on_change()
 
     def forget(self, replica_ids: Collection[ReplicaId]) -> None:
@@ -152,8 +156,9 @@ class Supervisor:
         for replica in replicas:
             if keep_engines:
                 replica.engine = None
-            if replica.task is not None:
-                replica.task.cancel()
+            for task in (replica.run, replica.task):
+                if task is not None:
+                    task.cancel()
         tasks = [r.task for r in replicas if r.task is not None]
         await asyncio.gather(*tasks, return_exceptions=True)
         for engine in kept:
@@ -184,16 +189,22 @@ class Supervisor:
 
     async def _live_once(self, replica: Replica, survivor: Started | None) -> str:
         """Bring the engine up and watch it; return what broke it, "" where its end is ordered."""
+        replica.run = asyncio.create_task(self._run(replica, survivor))
         try:
-            problem = await self._run(replica, survivor)
+            await asyncio.wait((replica.run,))
+        finally:
+            replica.run.cancel()
+            await asyncio.gather(replica.run, return_exceptions=True)
+        if replica.ending.is_set():
+            return ""
+        try:
+            problem = replica.run.result()
         except (ArtifactError, OSError, UnknownOption) as error:
             problem = str(error)
         # This replica's own edge: what nobody foresaw breaks it alone, and it is tried again.
         except Exception as error:
             log.exception("replica failed", extra={"fields": {"replica": replica.spec.replica_id}})
             problem = f"a fault of the agent: {error!r}"
-        if replica.ending.is_set():
-            return ""
         if replica.engine is not None:
             tail = self._engines.log_tail(replica.spec.replica_id)
             problem = f"{problem}{f': {tail}' if tail else ''}"
@@ -204,19 +215,17 @@ class Supervisor:
         return problem
 
     async def _run(self, replica: Replica, survivor: Started | None) -> str:
-        """Bring the engine up and watch it; return what is wrong, "" where its end is ordered."""
+        """Bring the engine up and watch it; return what is wrong."""
         began = self._clock()
         if survivor is not None:
             replica.happened(Event.ENGINE_ADOPTED)
             engine = self._engines.adopt(survivor)
         else:
             path = await self._fetch(replica)
-            if path is None:
-                return ""
             engine = await self._engines.start(replica.spec, path)
         replica.engine = engine
-        problem = await self._wait_ready(replica, engine)
-        if problem or replica.ending.is_set():
+        problem = await self._wait_ready(engine)
+        if problem:
             return problem
         replica.happened(Event.ENGINE_READY)
         load_s = 0.0 if survivor is not None else self._clock() - began
@@ -224,36 +233,22 @@ class Supervisor:
         self._on_change()
         return await self._watch(replica, engine)
 
-    async def _fetch(self, replica: Replica) -> Path | None:
-        """Return where the weights are; None where the end is ordered before they have come."""
+    async def _fetch(self, replica: Replica) -> Path:
+        """Return where the weights are, once they have come."""
 
         def progress(size: int) -> None:
             replica.fetched_bytes = size
 
         replica.happened(Event.FETCH_BEGAN)
         self._on_change()
-        fetch = asyncio.create_task(
-            self._artifacts.ensure(replica.spec.artifact, self.pinned(), progress)
-        )
-        ending = asyncio.create_task(replica.ending.wait())
-        try:
-            await asyncio.wait((fetch, ending), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in (fetch, ending):
-                task.cancel()
-            await asyncio.gather(fetch, ending, return_exceptions=True)
-        if replica.ending.is_set():
-            return None
-        path = fetch.result()
+        path = await self._artifacts.ensure(replica.spec.artifact, self.pinned(), progress)
         replica.happened(Event.ARTIFACT_READY)
         self._on_change()
         return path
 
-    async def _wait_ready(self, replica: Replica, engine: Engine) -> str:
+    async def _wait_ready(self, engine: Engine) -> str:
         deadline = self._clock() + self._config.load_timeout_s
         while not await engine.is_ready():
-            if replica.ending.is_set():
-                return ""
             if engine.exited.is_set():
                 return "the engine ended while loading"
             if self._clock() > deadline:
@@ -262,15 +257,13 @@ class Supervisor:
         return ""
 
     async def _watch(self, replica: Replica, engine: Engine) -> str:
-        """Look at an engine every second until it ends, stalls, or is ordered to end."""
+        """Look at an engine every second until it ends or stalls."""
         watch = health.Watch(progressed_at=self._clock())
         next_s = self._clock() + self._config.canary_interval_s
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_INTERVAL_S):
-                    await _first(engine.exited, replica.ending)
-            if replica.ending.is_set():
-                return ""
+                    await engine.exited.wait()
             if engine.exited.is_set():
                 return "the engine ended"
             is_due = self._clock() >= next_s
@@ -342,13 +335,3 @@ def _note_profile(replica: Replica, stats: EngineStats) -> None:
         prefill_tokens_per_s=stats.prefill_tokens_per_s,
         decode_tokens_per_s=stats.decode_tokens_per_s,
     )
-
-
-async def _first(*events: asyncio.Event) -> None:
-    """Wait for the first of several events."""
-    waits = [asyncio.create_task(event.wait()) for event in events]
-    try:
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for wait in waits:
-            wait.cancel()

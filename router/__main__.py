@@ -13,6 +13,7 @@ import click
 import msgspec
 
 from isochrone.service.config import ConfigError, load_config
+from isochrone.service.files import kept
 from isochrone.service.logs import setup_logs
 from isochrone.service.run import run_service
 from router.config import RouterConfig
@@ -40,7 +41,11 @@ def main(config: Path | None, processes: int | None) -> NoReturn:
     from router.app import run
 
     async def serve(stopping: asyncio.Event) -> int:
-        return await run(settings, stopping)
+        if WORKER_ENV in os.environ:
+            # Its folder is in the main process's.
+            return await run(settings, stopping)
+        with kept(settings.state_folder):
+            return await run(settings, stopping)
 
     run_service(serve)
 

@@ -27,6 +27,7 @@ from router.apis.doors import Doors
 from router.apis.openai.cold import cold_app
 from router.apis.openai.hot import OpenAiSurface
 from router.apis.request_ids import RequestIds
+from router.apis.responses.hot import ResponsesSurface
 from router.apis.workers_ai.hot import WorkersAiSurface
 from router.config import RouterConfig
 from router.dataplane.deadlines import Deadlines
@@ -161,8 +162,8 @@ class House:
 
     def _make_what_serves(self) -> None:
         """Make what a request passes through, from the nodes to the client's surface."""
-        journal = Journal(self.config.state_folder / "journal")
-        self.recorder = Recorder(self.identity.pop, self.metrics, journal)
+        self.journal = Journal(self.config.state_folder / "journal")
+        self.recorder = Recorder(self.identity.pop, self.metrics, self.journal)
         self.deadlines = Deadlines(time.monotonic)
         self.upstream = Upstream(self.config, self.deadlines, time.monotonic, self.node_tls)
         self.corridor = Corridor(
@@ -218,7 +219,13 @@ class House:
 
     def _server(self) -> Server:
         """Return what clients meet."""
-        doors = Doors(self.surface, WorkersAiSurface(self.surface, self.corridor), self.upstream)
+        surface, corridor = self.surface, self.corridor
+        doors = Doors(
+            surface,
+            ResponsesSurface(surface, corridor, time.time),
+            WorkersAiSurface(surface, corridor),
+            self.upstream,
+        )
         return Server(
             limits=limits_of(self.config),
             write_timeout_s=self.config.write_timeout_s,
@@ -279,16 +286,17 @@ async def open_house(
     config: RouterConfig, identity: Identity, worker: Worker | None = None
 ) -> AsyncIterator[House]:
     """Run a router. On exit: stop accepting, finish what streams, put the ledger on disk."""
-    try:
-        house = House(config, identity, worker)
-        await asyncio.to_thread(config.state_folder.mkdir, 0o700, parents=True, exist_ok=True)
-        await asyncio.to_thread(house.spool.open)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot use the state folder {config.state_folder}: {error.strerror or error}"
-        ) from error
-    await house.follower.load(time.time())
     async with AsyncExitStack() as stack:
+        try:
+            house = House(config, identity, worker)
+            stack.callback(house.journal.close)
+            await asyncio.to_thread(config.state_folder.mkdir, 0o700, parents=True, exist_ok=True)
+            await asyncio.to_thread(house.spool.open)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot use the state folder {config.state_folder}: {error.strerror or error}"
+            ) from error
+        await house.follower.load(time.time())
         house.deadlines.start()
         stack.callback(house.deadlines.stop)
         stack.push_async_callback(house.upstream.close)

@@ -23,9 +23,10 @@ class Asked:
     """
 
     __slots__ = (
-        "answers", "arrived_s", "body", "deployment", "drawn", "error_event", "is_stream", "key",
-        "known_as", "output_tokens_max", "path", "prefix_keys", "reject_if_busy", "request_id",
-        "resume", "session", "started_at", "text_bytes", "wants_usage",
+        "answers", "arrived_s", "body", "deployment", "deployment_id", "drawn", "error_event",
+        "is_stream", "key", "known_as", "output_tokens_max", "path", "prefix_keys",
+        "reject_if_busy", "request_id", "resume", "session", "started_at", "text_bytes",
+        "wants_usage",
     )  # fmt: skip
 
     def __init__(
@@ -55,6 +56,7 @@ class Asked:
         self.known_as = known_as
         self.key = key
         self.deployment = deployment
+        self.deployment_id = deployment.deployment_id
         self.path = path
         self.body = body
         self.text_bytes = text_bytes

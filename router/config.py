@@ -1,4 +1,4 @@
-"""What an operator sets of a router: a TOML file, `ISOCHRONE_ROUTER_*` over it."""
+"""The settings of a router: a TOML file, overridden by `ISOCHRONE_ROUTER_*`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -12,53 +12,53 @@ Bytes = Annotated[int, msgspec.Meta(ge=1024, le=2**40)]
 
 
 class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The settings of one router. A port of 0 is any that is free."""
+    """The settings of one router. Port 0 means any free port."""
 
-    name: str = ""  # the host's, if not given
+    name: str = ""  # default: the host's name
     state_folder: Path = Path("/var/lib/isochrone/router")
     schedulers: tuple[str, ...] = ()
     join_token_file: Path | None = None  # read once, at the first start
     log_level: str = "INFO"
 
-    # Where clients ask, and who may hold how much of it.
+    # The public endpoint, and how much a client may hold of it.
     host: str = "127.0.0.1"
     port: Port = 8080
-    processes: Annotated[int, msgspec.Meta(ge=0, le=256)] = 0  # share the port; 0 is one a core
-    tls_certificate: Path | None = None  # both, or neither; read again when they change
+    processes: Annotated[int, msgspec.Meta(ge=0, le=256)] = 0  # share the port; 0: one per core
+    tls_certificate: Path | None = None  # set both or neither; reloaded on change
     tls_key: Path | None = None
-    private_host: str = ""  # of `/metrics`, which without it stands at the public port
+    private_host: str = ""  # where `/metrics` is served; without it, at the public port
     private_port: Port = 0
     connections_max: Count = 20_000
     connections_per_address_max: Count = 5_000
     body_bytes_max: Bytes = 8 * 1024 * 1024
     head_timeout_s: Seconds = 10.0
     body_timeout_s: Seconds = 30.0
-    write_timeout_s: Seconds = 20.0  # a client that does not read is cut after that
-    drain_timeout_s: Seconds = 30.0  # what open requests are given when the router is stopped
+    write_timeout_s: Seconds = 20.0  # a client that does not read for so long is cut
+    drain_timeout_s: Seconds = 30.0  # how long open requests may take once the router is stopped
 
-    # How nodes are asked.
-    node_tls: bool = False  # with the fleet's certificates
-    source_address: str = ""  # whence nodes are dialled
+    # Requests to nodes.
+    node_tls: bool = False  # to every node, with the fleet's certificates
+    source_address: str = ""  # the local address to dial nodes from
     connect_timeout_s: Seconds = 3.0
     first_byte_timeout_s: Seconds = 60.0
-    stream_idle_timeout_s: Seconds = 15.0  # then the rest is asked of another
-    # An answer that comes whole is waited for so much longer for each of its tokens.
+    stream_idle_timeout_s: Seconds = 15.0  # then another replica continues the stream
+    # Added to first_byte_timeout_s per output token where the answer comes whole.
     token_timeout_s: Annotated[float, msgspec.Meta(ge=0, le=60)] = 0.25
     answer_bytes_max: Bytes = 64 * 1024 * 1024
     attempts_max: Annotated[int, msgspec.Meta(ge=1, le=10)] = 3
-    # Second attempts are at most this share of first ones.
+    # The retry budget: retries per first attempt.
     retry_ratio: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.2
-    output_tokens_assumed: Count = 256  # of a request that names no most
+    output_tokens_assumed: Count = 256  # for a request without a maximum of its own
 
-    # Who waits for room.
+    # The queue for requests that find every replica full.
     queue_depth_max: Count = 256
     queue_bytes_max: Bytes = 128 * 1024 * 1024
     queue_timeout_s: Seconds = 10.0
 
-    # What is measured, and told to the scheduler.
+    # Probes of nodes, and what is reported to the scheduler.
     probe_interval_s: Seconds = 2.0
     probe_timeout_s: Seconds = 2.0
     demand_interval_s: Seconds = 5.0
     usage_interval_s: Seconds = 1.0
-    usage_resend_s: Seconds = 10.0  # what is not acknowledged by then is sent again
-    spool_bytes_max: Bytes = 64 * 1024 * 1024  # usage on disk while no scheduler is there
+    usage_resend_s: Seconds = 10.0  # usage not acknowledged by then is sent again
+    spool_bytes_max: Bytes = 64 * 1024 * 1024  # usage on disk while no scheduler is reachable

@@ -134,7 +134,7 @@ class Fleet:
             # Who has just begun takes only a share, once there is something to do.
             busy = [one for one in starting if self.in_flight.at(one, now_s).tokens]
             starting = {one: starting[one] for one in busy}
-        return deployment.board.picture(now_s, self.health.ejected_until(now_s), starting)
+        return Picture(deployment.board, now_s, self.health.ejected_until(now_s), starting)
 
     def _deployment(self, deployment_id: DeploymentId) -> _Deployment:
         """Return what is believed of a deployment; of one that no table names, nothing."""
@@ -200,19 +200,19 @@ class Fleet:
         self, route: Route, *, prefill: int, decode: int, prompt: int | None = None
     ) -> Reservation:
         """Book a request before it is sent: of its `prompt`, `prefill` tokens are to be read."""
-        now_s = self._clock()
-        self.health.picked(route.replica_id, now_s)
+        now_s, replica_id = self._clock(), route.replica_id
+        self.health.picked(replica_id, now_s)
         deployment = self._deployment(route.deployment_id)
-        board, slot = deployment.board, deployment.slot(route.replica_id)
+        board, slot = deployment.board, deployment.slot(replica_id)
         if slot < 0:
-            return self.in_flight.reserve(route.replica_id, prefill=prefill, decode=decode)
+            return self.in_flight.reserve(replica_id, prefill=prefill, decode=decode)
         return self.in_flight.reserve(
-            route.replica_id,
+            replica_id,
             prefill=prefill,
             decode=decode,
             work_ms=board.work_ms(slot, prompt or prefill, (prompt or prefill) - prefill),
             arrives_s=now_s + self.rtt_ms(route) / 2000,
-            others_ms=board.others_ms(slot, self.in_flight.line(route.replica_id), now_s),
+            others_ms=board.others_ms(slot, self.in_flight.line(replica_id), now_s),
         )
 
     def sent(self, ranked: Ranked, keys: PrefixKeys = NO_KEYS) -> Sent | None:
@@ -289,13 +289,14 @@ class Fleet:
         elif reservation is not None:
             reservation.first_token(at_s)
         self._answered_at_s[route.node_id] = now_s
-        if route.replica_id not in self._route_by_id:
+        replica_id = route.replica_id
+        if replica_id not in self._route_by_id:
             # No table names it any more: it was forgotten, and nobody would forget it again.
             return
         if refused in DISOWNING:
-            self._disowned.add(route.replica_id)
+            self._disowned.add(replica_id)
         else:
-            self._disowned.discard(route.replica_id)
+            self._disowned.discard(replica_id)
         if load is not None:
             self.told(route, load, at_s)
 

@@ -1,5 +1,6 @@
 """One request on its way: what was asked, what is known so far, and what it holds."""
 
+from collections.abc import Set
 from typing import Final
 
 from isochrone.wire import headers
@@ -15,7 +16,12 @@ from router.decide.prefixes import Sent
 from router.decide.tokens_in_flight import Reservation
 from router.waiting import Place
 
+NOBODY: Final[Set[ReplicaId]] = frozenset()
 NOTHING_SAID: Final = Said(0, "", True, None)
+# Looked up once: a member of an enum is found by code of Python's.
+FAILED: Final = Outcome.FAILED
+COMPLETE: Final = Outcome.COMPLETE
+REFUSED: Final = Outcome.REFUSED
 TURNED_AWAY_MAX: Final = 12
 
 LIVES: Final = 8
@@ -47,7 +53,7 @@ class Journey:
     place: Place | None = None
 
     def __init__(self, asked: Asked, prompt_tokens_estimate: int) -> None:
-        self.outcome = Outcome.FAILED
+        self.outcome = FAILED
         self.via = ReplicaId("")
         self.asked = asked
         self.prompt_tokens_estimate = prompt_tokens_estimate
@@ -55,6 +61,13 @@ class Journey:
         self.failed: set[ReplicaId] = set()
         self.refused: set[ReplicaId] = set()
         self.unfit: set[ReplicaId] = set()
+
+    @property
+    def left_alone(self) -> Set[ReplicaId]:
+        """Whom the next attempt leaves alone: mostly nobody."""
+        if self.failed or self.refused or self.unfit:
+            return self.failed | self.refused | self.unfit
+        return NOBODY
 
     @property
     def route(self) -> Route | None:
@@ -81,7 +94,7 @@ class Journey:
         asked = self.asked
         tokens = self.prompt_tokens_estimate + asked.output_tokens_max
         place = self.place = Place(
-            asked.deployment.deployment_id,
+            asked.deployment_id,
             asked.key.tenant_id,
             tokens,
             until_s,

@@ -10,6 +10,7 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry
 
 from isochrone.service.door import DoorLimits, cannot_listen, open_door
+from isochrone.service.handshakes import Census, secured
 from isochrone.service.metrics import exposition
 from router.apis.within import open_cold
 from router.config import RouterConfig
@@ -58,13 +59,14 @@ async def open_listeners(
         else:
             cold.router.add_get("/metrics", show_metrics)
         await stack.enter_async_context(open_cold(cold, upstream))
+        census = Census(config.connections_max, config.connections_per_address_max)
+        shaking = secured(server.connection, context, census, config.head_timeout_s)
+        connection = await stack.enter_async_context(shaking)
         try:
             listener = await asyncio.get_running_loop().create_server(
-                server.connection,
+                connection,
                 config.host,
                 config.port,
-                ssl=context,
-                ssl_handshake_timeout=config.head_timeout_s if context is not None else None,
                 backlog=1024,
                 reuse_port=config.processes > 1 or None,
             )

@@ -22,7 +22,7 @@ class Metrics(Collector):
     def __init__(self) -> None:
         """Define them all."""
         self.registry = CollectorRegistry()
-        self._of: dict[str, Counts] = {}
+        self.of = _OfDeployment(self)
         # First of all, so that who reads them has the counts of this moment.
         self.registry.register(self)
         self._define_requests()
@@ -36,20 +36,8 @@ class Metrics(Collector):
 
     def show(self) -> None:
         """Bring up to date what is counted apart."""
-        for counted in self._of.values():
+        for counted in self.of.values():
             counted.show()
-
-    def of(self, deployment: str) -> Counts:
-        """Return the metrics of one deployment, by its name."""
-        found = self._of.get(deployment)
-        if found is None:
-            found = self._of[deployment] = Counts(
-                ttft=self.ttft.labels(deployment),
-                ttft_error=self.ttft_error.labels(deployment),
-                requests={word: self.requests.labels(deployment, word) for word in WORDS},
-                tokens=[self.tokens.labels(deployment, kind) for kind in KINDS],
-            )
-        return found
 
     def _define_requests(self) -> None:
         count = self._counter
@@ -147,3 +135,20 @@ class Metrics(Collector):
         return Gauge(
             PREFIX + name, what, labels, registry=self.registry, multiprocess_mode="livemax"
         )
+
+
+class _OfDeployment(dict[str, Counts]):
+    """The counts of each deployment by its name, begun when first asked for."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+
+    def __missing__(self, deployment: str) -> Counts:
+        metrics = self._metrics
+        counts = self[deployment] = Counts(
+            ttft=metrics.ttft.labels(deployment),
+            ttft_error=metrics.ttft_error.labels(deployment),
+            requests={word: metrics.requests.labels(deployment, word) for word in WORDS},
+            tokens=[metrics.tokens.labels(deployment, kind) for kind in KINDS],
+        )
+        return counts

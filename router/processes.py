@@ -106,7 +106,9 @@ class Pipe:
 
     def close(self) -> None:
         """Let go of it."""
-        if self._streams is not None:
+        if self._streams is None:
+            self._end.close()
+        else:
             self._streams[1].close()
 
 
@@ -157,7 +159,20 @@ class Workers:
 
     async def _keep(self, number: int, port: int) -> None:
         while True:
-            ours, theirs = socket.socketpair()
+            fields: dict[str, object] = {"worker": number}
+            try:
+                fields["code"] = await self._live(number, port)
+            except OSError as error:
+                # Too little memory or too few descriptors, as when the last one was killed for it.
+                fields["reason"] = error.strerror
+            log.error("worker ended", extra={"fields": fields})
+            await asyncio.sleep(RESTART_PAUSE_S)
+
+    async def _live(self, number: int, port: int) -> int | None:
+        """Run one worker to its end; return its exit code."""
+        ours, theirs = socket.socketpair()
+        pipe = Pipe(ours, _UP)
+        try:
             with theirs:
                 environment = {**os.environ, WORKER_ENV: f"{number}:{theirs.fileno()}:{port}"}
                 process = await asyncio.create_subprocess_exec(
@@ -167,12 +182,12 @@ class Workers:
                     pass_fds=(theirs.fileno(),),
                 )
             try:
-                await self._listen(Pipe(ours, _UP))
+                await self._listen(pipe)
             finally:
                 await self._end(process)
-            code = process.returncode
-            log.error("worker ended", extra={"fields": {"worker": number, "code": code}})
-            await asyncio.sleep(RESTART_PAUSE_S)
+        finally:
+            pipe.close()
+        return process.returncode
 
     async def _listen(self, pipe: Pipe) -> None:
         """Pass on what a worker tells, until it ends or hangs."""
@@ -189,19 +204,20 @@ class Workers:
                     self.tell(message, but=pipe)
         finally:
             del self._pipes[pipe]
-            pipe.close()
 
     async def _end(self, process: asyncio.subprocess.Process) -> None:
         """See a worker off: asked to end, and killed where it does not."""
-        with suppress(ProcessLookupError):
-            process.terminate()
         try:
-            async with asyncio.timeout(self._end_timeout_s):
-                await process.wait()
-        except TimeoutError:
             with suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
+                process.terminate()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._end_timeout_s):
+                    await process.wait()
+        finally:
+            if process.returncode is None:
+                with suppress(ProcessLookupError):
+                    process.kill()
+                await process.wait()
 
 
 async def _heard(pipe: Pipe) -> Any:
@@ -209,11 +225,16 @@ async def _heard(pipe: Pipe) -> Any:
 
     It may be silent twice: a loop that was held up runs its timers before it reads what came.
     """
-    for _ in range(2):
-        with suppress(TimeoutError):
-            async with asyncio.timeout(SILENCE_S):
-                return await pipe.read()
-    return None
+    # One reading, however often it is looked at: half a frame read is lost with who read it.
+    reading = asyncio.ensure_future(pipe.read())
+    try:
+        for _ in range(2):
+            await asyncio.wait((reading,), timeout=SILENCE_S)
+            if reading.done():
+                return reading.result()
+        return None
+    finally:
+        reading.cancel()
 
 
 class ParentLink:

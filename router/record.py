@@ -8,11 +8,11 @@ from typing import Final
 
 from isochrone.wire.ids import DeploymentId, PopId
 from isochrone.wire.routes import Route
-from isochrone.wire.usage import DemandRow, Outcome, TrialRow, UsageRow
+from isochrone.wire.usage import DemandRow, TrialRow, UsageRow
 from router.counts import DECLINED
 from router.decide.rollout import Trials
 from router.journal import Journal
-from router.journey import Journey
+from router.journey import FAILED, REFUSED, Journey
 from router.metrics import Metrics
 
 USAGE_ROWS_MAX: Final = 100_000
@@ -45,7 +45,7 @@ class Recorder:
         """Book one request that ended now."""
         asked = journey.asked
         prompt, cached, output = journey.used
-        metrics = self._metrics.of(asked.deployment.name)
+        metrics = self._metrics.of[asked.deployment.name]
         metrics.outcomes[DECLINED if journey.is_declined else journey.outcome] += 1
         metrics.prompt += prompt
         metrics.cached += cached
@@ -68,7 +68,7 @@ class Recorder:
             request_id=asked.request_id,
             key_id=asked.key.key_id,
             tenant_id=asked.key.tenant_id,
-            deployment_id=asked.deployment.deployment_id,
+            deployment_id=asked.deployment_id,
             pop=route.pop,
             node_id=route.node_id,
             replica_id=route.replica_id,
@@ -135,13 +135,13 @@ class Recorder:
         self._trials.ended(
             journey.asked.deployment,
             route,
-            failed=journey.outcome is Outcome.FAILED,
+            failed=journey.outcome is FAILED,
             ttft_ms=ttft_ms,
             itl_ms=itl_ms,
         )
 
     def _add_demand(self, journey: Journey, prompt: int, cached: int, output: int) -> None:
-        deployment_id = journey.asked.deployment.deployment_id
+        deployment_id = journey.asked.deployment_id
         asked = self._demand.get(deployment_id)
         if asked is None:
             asked = self._demand[deployment_id] = _Demand()
@@ -152,5 +152,5 @@ class Recorder:
         asked.uncached += wanted - cached
         asked.output += output
         # Not for what its client wrote: no room would have helped.
-        asked.refused += journey.outcome is Outcome.REFUSED and not journey.is_declined
+        asked.refused += journey.outcome is REFUSED and not journey.is_declined
         asked.no_replica += journey.found_no_replica

@@ -13,6 +13,7 @@ from typing import Final
 
 from isochrone.wire import headers
 from isochrone.wire.errors import ApiError, ErrorCode
+from isochrone.wire.ids import NodeId
 from isochrone.wire.usage import Outcome
 from router.asked import Asked, Client
 from router.config import RouterConfig
@@ -28,7 +29,7 @@ from router.decide.pick import Ask, Routes, rank
 from router.decide.retries import RetryBudget
 from router.decide.tokens_in_flight import Reservation
 from router.fleet import Fleet
-from router.journey import Journey
+from router.journey import COMPLETE, REFUSED, Journey
 from router.metrics import Metrics
 from router.record import Recorder
 from router.told import STREAM_LINES, to_client, to_node
@@ -68,7 +69,7 @@ class Corridor:
 
     async def serve(self, asked: Asked, client: Client) -> None:
         """Answer one request, or raise ApiError where nothing was sent yet."""
-        estimate = self._fleet.tokens_of(asked.deployment.deployment_id, asked.text_bytes)
+        estimate = self._fleet.tokens_of(asked.deployment_id, asked.text_bytes)
         journey = Journey(asked, estimate)
         now_s = self._clock()
         entry = self._admit(journey, now_s)
@@ -81,7 +82,7 @@ class Corridor:
                 self._reply(journey, answer, client, allowance)
         except ApiError as error:
             if error.code in (ErrorCode.OUT_OF_CAPACITY, ErrorCode.UNAVAILABLE):
-                journey.outcome = Outcome.REFUSED
+                journey.outcome = REFUSED
             raise
         except asyncio.CancelledError:
             journey.outcome = Outcome.CANCELLED
@@ -183,16 +184,15 @@ class Corridor:
             output_tokens,
             asked.session,
             self._fleet.seat(asked.session),
-            self._fleet.held(asked.deployment.deployment_id, asked.prefix_keys),
+            self._fleet.held(asked.deployment_id, asked.prefix_keys),
         )
-        view = self._fleet.view(asked.deployment.deployment_id)
+        view = self._fleet.view(asked.deployment_id)
         # The deployment as the table has it now: a step of a rollout counts for those who wait too.
         entry = self._fleet.deployment(asked.deployment.name) or asked.deployment
         drawn = self._fleet.draw(entry, asked.session or asked.request_id)
-        excluded = journey.failed | journey.refused | journey.unfit
-        routes = rank(view, ask, excluded | drawn.left_alone)
+        routes = rank(view, ask, journey.left_alone | drawn.left_alone)
         if not routes and drawn.may_return:
-            routes = rank(view, ask, excluded)
+            routes = rank(view, ask, journey.left_alone)
         return routes
 
     def _ill(self, ranked: Ranked) -> None:
@@ -200,9 +200,9 @@ class Corridor:
         if cause:
             self._metrics.ejections.labels(cause).inc()
 
-    def let_go(self, address: str, since_s: float) -> None:
+    def let_go(self, node_id: NodeId, since_s: float) -> None:
         """A node is gone, and silent `since_s`: let who waits for it go elsewhere."""
-        self._upstream.let_go(address, since_s, self._may_retry)
+        self._upstream.let_go(node_id, since_s, self._may_retry)
 
     def _may_retry(self) -> bool:
         if self._budget.withdraw(self._clock()):
@@ -300,9 +300,9 @@ class Corridor:
         lines = to_client(journey, ranked, allowance)
         if head.status == 200:
             journey.note(exchange.usage)
-            journey.outcome = Outcome.COMPLETE
+            journey.outcome = COMPLETE
         else:
-            journey.is_declined, journey.outcome = True, Outcome.REFUSED
+            journey.is_declined, journey.outcome = True, REFUSED
             hold_to_error(exchange.body, head.status)
             retry_after = head.fields.get(b"retry-after")
             if retry_after:
@@ -321,7 +321,7 @@ class Corridor:
             lines = to_client(journey, ranked, allowance) + STREAM_LINES
             client.begin(200, "text/event-stream; charset=utf-8", lines)
             await self._flow(journey, client)
-            journey.outcome = Outcome.COMPLETE
+            journey.outcome = COMPLETE
         except AttemptFailed as failure:
             told = ApiError(ErrorCode.UPSTREAM, f"cannot go on with this answer: {failure}")
             client.send(asked.error_event(told))
@@ -389,12 +389,15 @@ class Corridor:
         """Remember what the answer told: tokens per byte, and where the session sits."""
         asked = journey.asked
         if journey.prompt_tokens is not None:
-            self._fleet.learned_tokens(
-                asked.deployment.deployment_id, asked.text_bytes, journey.prompt_tokens
+            self._fleet.learned_tokens(asked.deployment_id, asked.text_bytes, journey.prompt_tokens)
+            self._fleet.learned_cached(
+                ranked.route,
+                journey.sent,
+                journey.prompt_tokens,
+                journey.cached_tokens or 0,
+                asked.prefix_keys,
             )
-            told = (journey.sent, journey.prompt_tokens, journey.cached_tokens or 0)
-            self._fleet.learned_cached(ranked.route, *told, asked.prefix_keys)
-        if asked.session and journey.outcome is Outcome.COMPLETE:
+        if asked.session and journey.outcome is COMPLETE:
             prompt, _, output = journey.used
             self._fleet.sessions.sat(
                 asked.session, ranked.route.replica_id, prompt + output, self._clock()

@@ -14,7 +14,8 @@ STREAM_LINES: Final = "cache-control: no-cache\r\nx-accel-buffering: no\r\n"
 _REPLICA: Final = f"content-type: application/json\r\n{headers.REPLICA}: "
 _REQUEST_ID: Final = f"\r\n{headers.REQUEST_ID}: "
 _CACHE_SALT: Final = f"\r\n{headers.CACHE_SALT}: "
-_TOKENS: Final = f"\r\n{headers.TOKENS}: "
+_PROMPT_TOKENS: Final = f"\r\n{headers.TOKENS}: p="
+_OUTPUT_TOKENS: Final = ";o="
 _UNREAD_TOKENS: Final = f"\r\n{headers.UNREAD_TOKENS}: "
 _PREFILL_MS: Final = f"\r\n{headers.PREFILL_MS}: "
 _ROUTER: Final = f"\r\n{headers.ROUTER}: "
@@ -30,11 +31,11 @@ def to_node(
     """Write what a node is told of a request beside its body."""
     asked = journey.asked
     prompt_tokens, output_tokens = journey.tokens_ahead
-    tokens = headers.format_tokens(prompt_tokens, output_tokens)
     prefill_ms, deadline_ms = int(ranked.prefill_ms), int(1000 * patience_s)
     lines = (
         f"{_REPLICA}{ranked.route.replica_id}{_REQUEST_ID}{asked.request_id}"
-        f"{_CACHE_SALT}{asked.key.tenant_id}{_TOKENS}{tokens}"
+        f"{_CACHE_SALT}{asked.key.tenant_id}"
+        f"{_PROMPT_TOKENS}{prompt_tokens}{_OUTPUT_TOKENS}{output_tokens}"
         f"{_UNREAD_TOKENS}{ranked.unread_tokens}{_PREFILL_MS}{prefill_ms}"
         f"{_ROUTER}{router}{_DEADLINE_MS}{deadline_ms}\r\n"
     )

@@ -6,7 +6,8 @@ Everything here can be lost: it is rebuilt from Postgres and from what peers say
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from itertools import islice
 from typing import Final
@@ -222,16 +223,29 @@ class Acting:
         return [peer for peer in self.peers.values() if peer.role is PeerRole.AGENT]
 
     async def send_assignment(self, peer: Connected) -> None:
-        """Tell a node everything it should run."""
-        async with using(self.intake, INTAKE_TIMEOUT_S) as connection:
-            peer.tell(
-                await read_assignment(
-                    connection,
-                    NodeId(peer.name),
-                    cluster_id=self.cluster_id,
-                    epoch=self.epoch,
+        """Tell a node everything it should run, or else have it told after its next report."""
+        with self.owing([NodeId(peer.name)]):
+            async with using(self.intake, INTAKE_TIMEOUT_S) as connection:
+                peer.tell(
+                    await read_assignment(
+                        connection,
+                        NodeId(peer.name),
+                        cluster_id=self.cluster_id,
+                        epoch=self.epoch,
+                    )
                 )
-            )
+
+    @contextmanager
+    def owing(self, node_ids: Iterable[NodeId]) -> Iterator[None]:
+        """Have nodes told what to run after their next report, should this end in an error: what
+        broke may have been written all the same."""
+        try:
+            yield
+        except BaseException:
+            for node_id in node_ids:
+                if (peer := self.agent(node_id)) is not None:
+                    peer.has_reported = False
+            raise
 
     def heard(self) -> Heard:
         """Return what this process alone knows of the fleet, for who decides."""

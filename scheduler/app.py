@@ -4,8 +4,8 @@ import asyncio
 import gc
 import logging
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from hashlib import sha256
 from time import monotonic
 from typing import Final
@@ -51,9 +51,9 @@ from scheduler.loops.tidy import Tidy
 from scheduler.loops.turn_away import TurnAway
 from scheduler.planner.process import Planner
 from scheduler.planner.questions import Settings
-from scheduler.store.lease import ensure_cluster, give_up_lease
-from scheduler.store.migrate import migrate
-from scheduler.store.pool import UNAVAILABLE, open_pool, transaction, using
+from scheduler.store.lease import ensure_cluster, give_up_lease, hold_authority
+from scheduler.store.migrate import MigrationError, migrate
+from scheduler.store.pool import UNAVAILABLE, UNUSABLE, open_pool, transaction, using
 
 log = logging.getLogger(__name__)
 
@@ -206,23 +206,27 @@ def _note_held(held: Held) -> None:
 
 @asynccontextmanager
 async def _open_acting(config: SchedulerConfig, authority: Authority) -> AsyncIterator[Acting]:
-    try:
-        pool = await open_pool(config.database_url)
-    except UNAVAILABLE as error:
-        raise ConfigError(
-            f"cannot reach the database: {error or type(error).__name__}; check database_url"
-        ) from error
     async with AsyncExitStack() as pools:
-        pools.push_async_callback(pool.close)
-        # Their own connections: leadership and signs of life never queue behind other work, and
-        # duties and operators not behind a fleet that reports all at once.
-        reserved = await open_pool(config.database_url, size_max=2)
-        pools.push_async_callback(reserved.close)
-        intake = await open_pool(config.database_url, size_max=INTAKE_CONNECTIONS)
-        pools.push_async_callback(intake.close)
-        await migrate(pool)
-        async with transaction(pool) as connection:
-            cluster = await ensure_cluster(connection, ClusterId(f"c{secrets.token_hex(8)}"))
+        with _in_words():
+            pool = await open_pool(config.database_url)
+            # Not closed: that waits for a database that may be away; nothing is under way by then.
+            pools.callback(pool.terminate)
+            # Their own connections: leadership and signs of life never queue behind other work, and
+            # duties and operators not behind a fleet that reports all at once.
+            reserved = await open_pool(config.database_url, size_max=2)
+            pools.callback(reserved.terminate)
+            intake = await open_pool(config.database_url, size_max=INTAKE_CONNECTIONS)
+            pools.callback(intake.terminate)
+            await migrate(pool)
+            async with transaction(pool) as connection:
+                cluster = await ensure_cluster(connection, ClusterId(f"c{secrets.token_hex(8)}"))
+                held = await hold_authority(connection, authority.fingerprint)
+        if held != authority.fingerprint:
+            raise ConfigError(
+                f"cannot start: {config.authority} holds the authority {authority.fingerprint[:16]}"
+                f", the cluster's is {held[:16]}; copy the folder of a scheduler that has it (where"
+                " none has, empty cluster.authority, and have every server join again)"
+            )
         planner = Planner(
             Settings(
                 database_url=config.database_url,
@@ -241,6 +245,19 @@ async def _open_acting(config: SchedulerConfig, authority: Authority) -> AsyncIt
             cluster_id=cluster.cluster_id,
             clock=monotonic,
         )
+
+
+@contextmanager
+def _in_words() -> Iterator[None]:
+    """Say why the database that was named cannot be used."""
+    try:
+        yield
+    except MigrationError as error:
+        raise ConfigError(str(error)) from error
+    except UNUSABLE as error:
+        raise ConfigError(
+            f"cannot use the database: {error or type(error).__name__}; check database_url"
+        ) from error
 
 
 async def _leave(acting: Acting) -> None:

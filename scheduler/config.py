@@ -1,4 +1,4 @@
-"""What a scheduler is told at its start: a TOML file, `ISOCHRONE_SCHEDULER_*` over it."""
+"""The settings of a scheduler: a TOML file, overridden by `ISOCHRONE_SCHEDULER_*`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -24,29 +24,29 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     admin_token_file: Path  # its bearer token, mode 0600
     admin_host: str = "127.0.0.1"
     admin_port: Port = 7000
-    tls_certificate: Path | None = None  # both, or neither; read again when they change
+    tls_certificate: Path | None = None  # set both or neither; reloaded on change
     tls_key: Path | None = None
 
-    # Where agents and routers dial.
+    # Where agents and routers connect.
     control_host: str = "127.0.0.1"
     control_port: Port = 7001
     control_tls: bool = False  # with a certificate of the authority
-    # To be raised where a large fleet dials from few addresses.
+    # Raise it where a large fleet connects from few addresses.
     control_connections_per_address_max: Annotated[int, msgspec.Meta(ge=1)] = 5_000
-    admissions_per_s: Positive = 250.0  # of peers, when a whole fleet dials at once
-    # Renewed after two thirds of it: a third is how long a scheduler may be away.
+    admissions_per_s: Positive = 250.0  # of peers, when a whole fleet connects at once
+    # Renewed after two thirds of it, so schedulers may be away for the last third.
     certificate_lifetime_s: Positive = CERTIFICATE_LIFETIME_S
 
-    # Who acts: another one, this long after the one that did was last heard by the database.
+    # The lease: another scheduler takes over this long after the acting one last renewed it.
     lease_ttl_s: Positive = 6.0
     lease_renew_s: Positive = 2.0
-    hear_first_s: Annotated[float, msgspec.Meta(ge=0)] = 10.0  # a new term, before it places
+    hear_first_s: Annotated[float, msgspec.Meta(ge=0)] = 10.0  # a new term listens, then places
 
-    # How often it looks, if nothing nudges it.
+    # How often each duty runs if nothing nudges it.
     place_interval_s: Positive = 5.0
     publish_interval_s: Positive = 2.0
     roll_interval_s: Positive = 5.0
 
-    # When silence means something: `[liveness]` in TOML, its fields those of LivenessLimits.
+    # When a silent node counts as lost: `[liveness]` in TOML, with the fields of LivenessLimits.
     liveness: LivenessLimits = LivenessLimits()
     event_retention_days: Positive = 90.0

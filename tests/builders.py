@@ -155,5 +155,10 @@ def a_report(node: str = "n1", seq: int = 1, **fields: Any) -> Report:
     return Report(node_id=NodeId(node), seq=seq, **{**defaults, **fields})
 
 
+def believed(node_id: NodeId, spec: ReplicaSpec) -> bool:
+    """Take every replica for one that was seated where it runs."""
+    return True
+
+
 def a_replica_report(spec: ReplicaSpec, state: str = "warm") -> ReplicaReport:
     return ReplicaReport(spec=spec, state=ReplicaState(state))

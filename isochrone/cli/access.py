@@ -1,4 +1,4 @@
-"""Commands on who may ask, what they used and what was done; and asking."""
+"""Commands for keys, usage and events; and `chat`."""
 
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
@@ -15,7 +15,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @click.group()
 def keys() -> None:
-    """Clients' keys."""
+    """Manage clients' API keys."""
 
 
 LIMIT_HELP: Final = {
@@ -39,7 +39,12 @@ def limit_options(command: F) -> F:
 @keys.command("create")
 @click.argument("tenant")
 @click.option("--note", default="")
-@click.option("--deployment", "deployments", multiple=True, help="What it may ask for.")
+@click.option(
+    "--deployment",
+    "deployments",
+    multiple=True,
+    help="A deployment it may use; repeat it (default: all).",
+)
 @click.option("--ttl", "ttl_s", type=float, default=None, help="Seconds until it expires.")
 @limit_options
 @click.pass_obj
@@ -52,7 +57,7 @@ def keys_create(
     ttl_s: float | None,
     **limits: float | None,
 ) -> None:
-    """Make a key. Shown once."""
+    """Create a key. It is shown once."""
     body = {
         "tenant_id": tenant,
         "note": note,
@@ -72,7 +77,7 @@ def keys_create(
 @limit_options
 @click.pass_obj
 def keys_limit(obj: Context, /, key_id: str, **limits: float | None) -> None:
-    """Set what a key may ask. A limit that is not given stays; 0 lifts it."""
+    """Change the limits of a key. A limit that is not given stays; 0 removes it."""
     if not _given(limits):
         raise click.UsageError("give at least one limit")
     path = f"/v1/keys/{segment(key_id)}"
@@ -113,15 +118,15 @@ def keys_revoke(obj: Context, key_id: str) -> None:
 
 
 @click.command()
-@click.option("--tenant", "tenant_id", help="Of this tenant alone.")
-@click.option("--key", "key_id", metavar="KEY_ID", help="Of this key alone.")
-@click.option("--from", metavar="DAY", help="First day (UTC), as 2026-01-31; a week if not given.")
-@click.option("--to", metavar="DAY", help="Last day (UTC), today if not given; at most 31 days.")
+@click.option("--tenant", "tenant_id", help="Only this tenant.")
+@click.option("--key", "key_id", metavar="KEY_ID", help="Only this key.")
+@click.option("--from", metavar="DAY", help="First day (UTC), as 2026-01-31 (default: a week ago).")
+@click.option("--to", metavar="DAY", help="Last day (UTC; default: today); at most 31 days.")
 @click.option("--by", type=click.Choice(["key", "tenant"]), default="key")
 @click.option("--per", type=click.Choice(["total", "day"]), default="total")
 @click.pass_obj
 def usage(obj: Context, /, **asked: str | None) -> None:
-    """What was used, by key or tenant.
+    """Show usage by key or tenant.
 
     Of each deployment; spend by the prices of today.
     """
@@ -136,7 +141,7 @@ def usage(obj: Context, /, **asked: str | None) -> None:
 @click.option("--subject")
 @click.pass_obj
 def events(obj: Context, limit: int, subject: str | None) -> None:
-    """What was done, the newest first."""
+    """List what happened, newest first."""
     query = {"limit": str(limit)} | ({"subject": subject} if subject else {})
     rows = obj.api.ask("GET", "/v1/events", query=query)["data"]
     show_rows(rows, ["at", "actor", "kind", "subject", "reason"], obj.output)

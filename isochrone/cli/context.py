@@ -1,4 +1,4 @@
-"""What every command has: the API, and how to print."""
+"""What every command is given: the API client, and how to print."""
 
 from typing import NamedTuple
 

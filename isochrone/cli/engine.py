@@ -1,4 +1,4 @@
-"""What is said of an engine, alike for a deployment and for its next version."""
+"""The engine options that `deploy` and `rollouts start` share."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Final, TypeVar
@@ -13,25 +13,25 @@ _OPTIONS: Final = (
         "--option",
         "options",
         multiple=True,
-        help="Engine option, as name=value; repeat it. name= takes one away.",
+        help="Engine option, as name=value; repeat it. name= removes one.",
     ),
     click.option(
         "--context-tokens",
         "context_tokens_max",
         type=int,
-        help="The longest prompt and answer together.",
+        help="Most tokens of a prompt and its answer together.",
     ),
-    click.option("--kv-bytes", "kv_memory_bytes", type=int, help="Memory for KV on each device."),
+    click.option(
+        "--kv-bytes", "kv_memory_bytes", type=int, help="Memory for KV cache on each device."
+    ),
     click.option(
         "--tokens-in-flight",
         "tokens_in_flight_max",
         type=int,
-        help="Tokens that a replica lets in at once.",
+        help="Most tokens that a replica admits at once.",
     ),
-    click.option("--devices", type=int, help="GPUs of a replica; its engine is split over them."),
-    click.option(
-        "--nodes", type=int, help="Nodes of one PoP that these GPUs are on, as many on each."
-    ),
+    click.option("--devices", type=int, help="GPUs per replica; the engine is split over them."),
+    click.option("--nodes", type=int, help="Nodes of one PoP to spread these GPUs over evenly."),
 )
 _FIELDS: Final = (
     *("driver", "context_tokens_max", "kv_memory_bytes", "tokens_in_flight_max"),

@@ -1,4 +1,4 @@
-"""Commands on what there is: the fleet, its PoPs, nodes and routers."""
+"""Commands for the fleet: its status, PoPs, nodes and routers."""
 
 from collections import Counter
 from typing import Any, Final
@@ -13,13 +13,13 @@ from isochrone.cli.output import chatter, show_one, show_rows
 @click.command()
 @click.pass_obj
 def status(obj: Context) -> None:
-    """The fleet in one answer."""
+    """Show the state of the fleet, and what is not as wished."""
     show_one(obj.api.ask("GET", "/v1/status"), obj.output)
 
 
 @click.group()
 def pops() -> None:
-    """Sites in cities."""
+    """Manage PoPs (sites in cities)."""
 
 
 @pops.command("list")
@@ -41,7 +41,7 @@ def pops_list(obj: Context) -> None:
 def pops_add(
     obj: Context, pop: str, city: str, country: str, latitude: float, longitude: float
 ) -> None:
-    """Make or change a PoP, named by IATA code in lower case."""
+    """Create or change a PoP, named by IATA code in lower case."""
     body = {"city": city, "country": country, "latitude": latitude, "longitude": longitude}
     show_one(obj.api.ask("PUT", f"/v1/pops/{segment(pop)}", body), obj.output)
 
@@ -50,14 +50,14 @@ def pops_add(
 @click.argument("pop")
 @click.pass_obj
 def pops_delete(obj: Context, pop: str) -> None:
-    """Delete a PoP that nothing is in."""
+    """Delete an empty PoP."""
     obj.api.ask("DELETE", f"/v1/pops/{segment(pop)}")
     chatter.print(f"deleted {pop}")
 
 
 @click.group()
 def nodes() -> None:
-    """GPU servers."""
+    """Manage nodes (GPU servers)."""
 
 
 NODE_COLUMNS: Final = [
@@ -91,7 +91,7 @@ def nodes_show(obj: Context, node: str) -> None:
 @click.argument("node")
 @click.pass_obj
 def nodes_delete(obj: Context, node: str) -> None:
-    """Forget a node that is gone and holds nothing; its certificates are refused."""
+    """Delete a node that is gone and holds no replica. Its certificates are revoked."""
     obj.api.ask("DELETE", f"/v1/nodes/{segment(node)}")
     chatter.print(f"deleted {node}")
 
@@ -108,7 +108,7 @@ def nodes_drain(obj: Context, node: str) -> None:
 @click.argument("node")
 @click.pass_obj
 def nodes_undrain(obj: Context, node: str) -> None:
-    """Let a node take replicas again."""
+    """Let a drained node take replicas again."""
     show_one(obj.api.ask("POST", f"/v1/nodes/{segment(node)}/undrain"), obj.output)
 
 
@@ -116,7 +116,7 @@ def nodes_undrain(obj: Context, node: str) -> None:
 @click.argument("node")
 @click.pass_obj
 def nodes_revoke(obj: Context, node: str) -> None:
-    """Turn a node away for good."""
+    """Shut a node out for good."""
     show_one(obj.api.ask("POST", f"/v1/nodes/{segment(node)}/revoke"), obj.output)
 
 
@@ -131,14 +131,16 @@ def nodes_readmit(obj: Context, node: str) -> None:
 @nodes.command("join-token")
 @click.argument("pop")
 @click.option("--role", type=click.Choice(["agent", "router"]), default="agent")
-@click.option("--ttl", "ttl_s", type=float, default=900.0, help="Seconds it may be used within.")
-@click.option("--name", help="The only name it is good for; needed for a name in use before.")
+@click.option("--ttl", "ttl_s", type=float, default=900.0, help="Seconds until it expires.")
+@click.option(
+    "--name", help="Valid for this name only; required for a name that was in use before."
+)
 @click.option("--uses", "uses_max", type=click.IntRange(1, 10_000), default=1)
 @click.pass_obj
 def nodes_join_token(
     obj: Context, pop: str, role: str, ttl_s: float, name: str | None, uses_max: int
 ) -> None:
-    """Make a token with which a node or router joins a PoP. Shown once."""
+    """Create a token for nodes or routers to join a PoP. It is shown once."""
     body = {"pop": pop, "role": role, "ttl_s": ttl_s, "name": name, "uses_max": uses_max}
     made = obj.api.ask("POST", "/v1/join-tokens", body)
     if obj.output == "json":
@@ -150,11 +152,11 @@ def nodes_join_token(
 @click.command()
 @click.argument("name")
 @click.option("--role", type=click.Choice(["agent", "router"]), default="agent")
-@click.option("--serial", default="", help="One certificate, in hex; all of the name without it.")
+@click.option("--serial", default="", help="One certificate, in hex (default: all of this name).")
 @click.option("--reason", default="")
 @click.pass_obj
 def revoke(obj: Context, name: str, role: str, serial: str, reason: str) -> None:
-    """Refuse a peer's certificates.
+    """Revoke a peer's certificates.
 
     From now on, and its conversation with the scheduler is cut.
     """
@@ -165,7 +167,7 @@ def revoke(obj: Context, name: str, role: str, serial: str, reason: str) -> None
 @click.command()
 @click.pass_obj
 def revocations(obj: Context) -> None:
-    """List what is refused."""
+    """List revoked certificates and names."""
     columns = ["role", "name", "serial", "at", "reason"]
     show_rows(obj.api.list("/v1/revocations"), columns, obj.output)
 

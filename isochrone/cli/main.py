@@ -33,7 +33,7 @@ def _configured(name: str) -> str:
         return ""
     try:
         return str(tomllib.loads(path.read_text()).get(name, ""))
-    except tomllib.TOMLDecodeError as error:
+    except (OSError, ValueError) as error:
         raise click.ClickException(f"cannot read {path}: {error}") from error
 
 
@@ -41,14 +41,14 @@ def _configured(name: str) -> str:
 @click.option(
     "--url",
     envvar="ISOCHRONE_ADMIN_URL",
-    help="Admin API, as https://host:7000; several with commas.",
+    help="Admin API, as https://host:7000; several, separated by commas.",
 )
 @click.option("--token", envvar="ISOCHRONE_ADMIN_TOKEN", help="Admin token.")
 @click.option("-o", "--output", type=click.Choice(["table", "json"]), default="table")
 @click.version_option(__version__)
 @click.pass_context
 def main(ctx: click.Context, url: str | None, token: str | None, output: str) -> None:
-    """Run models in many cities."""
+    """Operate an Isochrone fleet: LLM inference in many cities."""
     url = url or _configured("url") or "http://127.0.0.1:7000"
     ctx.obj = Context(AdminClient(url, token or _configured("token")), output)
 

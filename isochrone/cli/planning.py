@@ -1,4 +1,4 @@
-"""`isochrone plan`: save what placement decides from, and ask a saved picture what would follow.
+"""`isochrone plan`: save what placement decides from, and simulate changes to it.
 
 A what-if is planned by `python -m scheduler what-if` in a process of its own, on this machine: it
 needs no fleet, and a large one costs the acting scheduler nothing.
@@ -25,28 +25,36 @@ GIB: Final = 1024**3
 
 
 @click.command()
-@click.option("--save", type=click.Path(path_type=Path, dir_okay=False), help="Write the picture.")
+@click.option(
+    "--save",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Save what placement decides from to a file.",
+)
 @click.option(
     "--what-if",
     "picture",
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    help="A saved picture to plan; without changes it is replayed as it is.",
+    help="Plan from a saved file; without changes, replay it as it is.",
 )
-@click.option("--add-node", multiple=True, help="POP=CLASSxDEVICES@GIB, as ams=h100-80gx8@80.")
-@click.option("--lose-pop", multiple=True, help="A PoP that is gone.")
-@click.option("--lose-node", multiple=True, help="A node that is gone.")
-@click.option("--demand", multiple=True, help="[DEPLOYMENT@]CITY=FACTOR; * is every city.")
+@click.option(
+    "--add-node", multiple=True, help="Add a node: POP=CLASSxDEVICES@GIB, as ams=h100-80gx8@80."
+)
+@click.option("--lose-pop", multiple=True, help="Remove a PoP.")
+@click.option("--lose-node", multiple=True, help="Remove a node.")
+@click.option(
+    "--demand", multiple=True, help="Multiply demand: [DEPLOYMENT@]CITY=FACTOR; * is every city."
+)
 @click.option(
     "--add-deployment",
     multiple=True,
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
     help="JSON file with deployment, demand_like, demand_factor, and the model if it is new.",
 )
-@click.option("--price", multiple=True, help="CLASS=COST of a device an hour.")
+@click.option("--price", multiple=True, help="Cost of a device per hour: CLASS=COST.")
 @click.option("--map", "map_to", type=click.Path(path_type=Path), help="Write a world map (PNG).")
 @click.pass_obj
 def plan(obj: Context, /, save: Path | None, picture: Path | None, **given: Any) -> None:
-    """Save what is, and ask what would follow.
+    """Save the state that placement decides from, or simulate changes to it.
 
     A saved picture is what placement decides from; it is planned on this machine.
     """

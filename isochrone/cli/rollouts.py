@@ -1,4 +1,4 @@
-"""Commands on rollouts: bring a new version by steps, see how it does, hold it, call it off."""
+"""Commands for rollouts: start one, watch it, pause, resume or abort it."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from isochrone.cli.output import chatter, show_one, show_rows
 
 @click.group()
 def rollouts() -> None:
-    """New versions on their way."""
+    """Manage gradual rollouts of new versions."""
 
 
 @rollouts.command("start")
@@ -25,11 +25,11 @@ def rollouts() -> None:
     multiple=True,
     help="Percent of requests, or PERCENT@POP,POP; repeat it (default 1, 5, 25, 100).",
 )
-@click.option("--attempts", type=int, help="Attempts that a step needs at least.")
-@click.option("--step-seconds", type=float, help="How long a step lasts at least.")
+@click.option("--attempts", type=int, help="Fewest attempts to judge a step by.")
+@click.option("--step-seconds", type=float, help="Shortest duration of a step.")
 @click.pass_obj
 def rollouts_start(obj: Context, /, deployment: str, **given: Any) -> None:
-    """Begin to bring a new version. What is not given stays as the deployment has it."""
+    """Start a rollout. What is not given stays as the deployment has it."""
     path = f"/v1/deployments/{segment(deployment)}"
     before = obj.api.ask("GET", path)["engine"]
     bounds = {"attempts_min": given["attempts"], "step_min_s": given["step_seconds"]}
@@ -58,7 +58,7 @@ def rollouts_list(obj: Context, deployment: str | None) -> None:
 @click.argument("rollout")
 @click.pass_obj
 def rollouts_show(obj: Context, rollout: str) -> None:
-    """Show a rollout and what is seen of it."""
+    """Show a rollout and its measurements."""
     show_one(obj.api.ask("GET", f"/v1/rollouts/{segment(rollout)}"), obj.output)
 
 
@@ -66,7 +66,7 @@ def rollouts_show(obj: Context, rollout: str) -> None:
 @click.argument("rollout")
 @click.pass_obj
 def rollouts_pause(obj: Context, rollout: str) -> None:
-    """Hold a rollout at its step; harm still reverts it."""
+    """Pause a rollout at its step. It still reverts if the new version does harm."""
     _tell(obj, rollout, "pause")
 
 
@@ -74,7 +74,7 @@ def rollouts_pause(obj: Context, rollout: str) -> None:
 @click.argument("rollout")
 @click.pass_obj
 def rollouts_resume(obj: Context, rollout: str) -> None:
-    """Go on with a rollout that is held."""
+    """Resume a paused rollout."""
     _tell(obj, rollout, "resume")
 
 
@@ -82,7 +82,7 @@ def rollouts_resume(obj: Context, rollout: str) -> None:
 @click.argument("rollout")
 @click.pass_obj
 def rollouts_abort(obj: Context, rollout: str) -> None:
-    """Call a rollout off: every request goes to the old version."""
+    """Abort a rollout: every request goes to the old version."""
     _tell(obj, rollout, "abort")
 
 

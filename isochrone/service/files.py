@@ -1,12 +1,40 @@
-"""Files that survive a crash: written aside, synced, renamed; snapshots also sealed by a digest."""
+"""Files that survive a crash: written aside, synced, renamed; snapshots also sealed by a digest.
 
+A service keeps its state folder to itself: two on one would take over, and end, each other's work.
+"""
+
+import fcntl
 import hashlib
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
+from isochrone.service.config import ConfigError
+
 _MAGIC: Final = b"isochrone-snapshot-1\n"
+
+
+@contextmanager
+def kept(folder: Path) -> Iterator[None]:
+    """Keep a state folder to this process, or raise ConfigError. Nothing is written for it."""
+    try:
+        folder.mkdir(0o700, parents=True, exist_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        why = error.strerror or error
+        raise ConfigError(f"cannot use the state folder {folder}: {why}") from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise ConfigError(
+            f"cannot use the state folder {folder}: another process does; is it running already?"
+        ) from error
+    else:
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def write_atomic(path: Path, data: bytes, mode: int = 0o600) -> None:
@@ -49,12 +77,23 @@ def write_snapshot(path: Path, payload: bytes) -> None:
 
 
 def read_snapshot(path: Path) -> bytes | None:
-    """Return the newest snapshot that is whole, falling back to the one before; None if neither."""
+    """Return the newest snapshot that is whole, falling back to the one before; None if neither.
+
+    Raises ConfigError where one is there that may not, or cannot, be read, and no other.
+    """
+    unreadable: OSError | None = None
     for candidate in (path, path.with_name(f"{path.name}.prev")):
-        with suppress(FileNotFoundError):
+        try:
             payload = _unseal(candidate.read_bytes())
-            if payload is not None:
-                return payload
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            unreadable = unreadable or error
+            continue
+        if payload is not None:
+            return payload
+    if unreadable is not None:
+        raise ConfigError(f"cannot read {unreadable.filename}: {unreadable.strerror}")
     return None
 
 

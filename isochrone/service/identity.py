@@ -5,16 +5,21 @@ connection that it holds the key. Names live in the certificate: CN is the name,
 PoP. Keys are ECDSA P-256.
 """
 
+import base64
 import hashlib
+import hmac
 import re
+from contextlib import suppress
 from datetime import datetime, timedelta
 from functools import lru_cache
+from ipaddress import IPv4Address
 from pathlib import Path
 from typing import Final, NamedTuple
 
 import msgspec
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature
+from cryptography.fernet import Fernet
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
@@ -31,6 +36,12 @@ FINGERPRINT_DIGITS: Final = 32
 
 SCHEDULER: Final = "_scheduler"
 """Whom the certificate of a scheduler's door is for: no peer can have such a name."""
+
+_USAGES: Final = {
+    PeerRole.AGENT: [ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.SERVER_AUTH],
+    PeerRole.ROUTER: [ExtendedKeyUsageOID.CLIENT_AUTH],
+}
+"""A router is dialled by no peer, so that none passes for the node that has the same name."""
 
 _TOKEN = re.compile(r"^ij1_([0-9a-f]{32})_([a-z0-9]{12})_([0-9A-Za-z]{43})$")
 
@@ -84,13 +95,14 @@ class Authority:
         self._certificate = certificate
         self.ca_pem = certificate.public_bytes(serialization.Encoding.PEM).decode()
         self.fingerprint = fingerprint(self.ca_pem)
+        secret = key.private_numbers().private_value.to_bytes(32)
+        self._seal_key = hashlib.sha256(b"isochrone-seal-1" + secret).digest()
 
     @classmethod
     def create(cls, folder: Path, cluster_name: str, now: datetime) -> "Authority":
         """Make a new authority in `folder`, which must not hold one."""
         if (folder / "ca.key").exists():
             raise IdentityError(f"cannot create an authority: {folder} already holds one")
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         key = ec.generate_private_key(ec.SECP256R1())
         name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"{cluster_name} authority")])
         certificate = (
@@ -104,9 +116,14 @@ class Authority:
             .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
             .sign(key, hashes.SHA256())
         )
-        write_atomic(folder / "ca.key", _key_pem(key).encode())
         pem = certificate.public_bytes(serialization.Encoding.PEM)
-        write_atomic(folder / "ca.crt", pem, mode=0o644)
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            # The key last: where it is, the authority is whole.
+            write_atomic(folder / "ca.crt", pem, mode=0o644)
+            write_atomic(folder / "ca.key", _key_pem(key).encode())
+        except OSError as error:
+            raise IdentityError(f"cannot keep an authority in {folder}: {error}") from error
         return cls(key, certificate)
 
     @classmethod
@@ -117,7 +134,25 @@ class Authority:
             certificate = x509.load_pem_x509_certificate((folder / "ca.crt").read_bytes())
         except (OSError, ValueError) as error:
             raise IdentityError(f"cannot load the authority in {folder}: {error}") from error
+        if certificate.public_key() != key.public_key():
+            raise IdentityError(
+                f"cannot load the authority in {folder}: its ca.crt is not of its ca.key; copy both"
+            )
         return cls(key, certificate)
+
+    def seal(self, claim: bytes) -> str:
+        """Return what proves to any scheduler of this cluster that one of them made a claim."""
+        return hmac.digest(self._seal_key, claim, "sha256").hex()
+
+    def has_sealed(self, claim: bytes, seal: str) -> bool:
+        """Say whether `seal` proves the claim. Takes the same time either way."""
+        return hmac.compare_digest(self.seal(claim).encode(), seal.encode(errors="replace"))
+
+    def cipher(self) -> Fernet:
+        """Return what hides a secret that the database must hold for a while; every scheduler of
+        the cluster has the same."""
+        key = hashlib.sha256(b"isochrone-cipher-1\0" + _key_pem(self._key).encode()).digest()
+        return Fernet(base64.urlsafe_b64encode(key))
 
     def issue_own(self, now: datetime) -> tuple[str, str]:
         """Return (key, certificate) for a scheduler's own control door."""
@@ -167,13 +202,8 @@ class Authority:
             .not_valid_before(now - CLOCK_SKEW)
             .not_valid_after(now + timedelta(seconds=lifetime_s))
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-            .add_extension(x509.SubjectAlternativeName([x509.DNSName(name)]), critical=False)
-            .add_extension(
-                x509.ExtendedKeyUsage(
-                    [ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.SERVER_AUTH]
-                ),
-                critical=False,
-            )
+            .add_extension(x509.SubjectAlternativeName(_proven_as(name)), critical=False)
+            .add_extension(x509.ExtendedKeyUsage(_USAGES[role]), critical=False)
             .sign(self._key, hashes.SHA256())
         )
         return certificate.public_bytes(serialization.Encoding.PEM).decode()
@@ -293,6 +323,14 @@ def _subject(peer: Peer) -> x509.Name:
             x509.NameAttribute(NameOID.LOCALITY_NAME, peer.pop),
         ]
     )
+
+
+def _proven_as(name: str) -> list[x509.GeneralName]:
+    """Return what a certificate says of its holder to who dials it by `name`."""
+    with suppress(ValueError):
+        # Whatever looks like an address is held against addresses alone.
+        return [x509.DNSName(name), x509.IPAddress(IPv4Address(name))]
+    return [x509.DNSName(name)]
 
 
 def _peer(subject: x509.Name) -> Peer:

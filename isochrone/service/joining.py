@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 from ssl import SSLContext
+from tempfile import TemporaryFile
 from typing import Final
 
 import aiohttp
@@ -19,6 +20,7 @@ from isochrone.wire.control import JoinReply, JoinRequest, PeerRole
 CONNECT_TIMEOUT_S: Final = 5.0
 JOIN_TIMEOUT_S: Final = 10.0
 ANSWER_BYTES_MAX: Final = 256 * 1024
+PAPERS_BYTES: Final = 16 * 1024
 
 
 async def identify(
@@ -55,6 +57,7 @@ async def join(
     known = papers.parse_join_token(token)
     if known is None:
         raise IdentityError("cannot join: the token is not of the form ij1_..., copy it whole")
+    await asyncio.to_thread(_try_to_write, folder)
     key_pem = papers.new_key_pem()
     request = JoinRequest(token=token, role=role, name=name, csr_pem=papers.make_csr(key_pem, name))
     reply = await _ask_to_join(urls, request, known.fingerprint)
@@ -70,6 +73,16 @@ async def join(
     )
     await asyncio.to_thread(papers.save_identity, folder, identity)
     return identity
+
+
+def _try_to_write(folder: Path) -> None:
+    """See that papers can be kept, before a token is spent on them."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with TemporaryFile(dir=folder) as file:
+            file.write(bytes(PAPERS_BYTES))
+    except OSError as error:
+        raise IdentityError(f"cannot join: no papers can be kept in {folder}: {error}") from error
 
 
 async def _ask_to_join(urls: Sequence[str], request: JoinRequest, fingerprint: str) -> JoinReply:

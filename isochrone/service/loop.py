@@ -84,6 +84,10 @@ class Loop:
             if repr(error) != self._failing:
                 log.exception("turn failed", extra={"fields": {"duty": self.name}})
             self._failing = repr(error)
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                # What was cancelled may fail as it is cleaned up: it is to end all the same.
+                raise asyncio.CancelledError from error
         self.last_turn_s = monotonic() - began
         self.turns_s += self.last_turn_s
         async with self._turned:

@@ -71,8 +71,11 @@ def control_context(authority: Authority, now: datetime) -> ssl.SSLContext:
 
 
 def trusting(ca_pem: str) -> ssl.SSLContext:
-    """Dial who holds a certificate of this authority for the name that we dial (for a scheduler,
-    SCHEDULER), having none of our own yet."""
+    """Dial who holds a certificate of this authority, having none of our own yet.
+
+    Addresses prove nothing: the name it must be for, a node's or SCHEDULER, is given with each dial
+    as its `server_hostname`.
+    """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.load_verify_locations(cadata=ca_pem)
@@ -88,22 +91,17 @@ def node_context(identity: Identity) -> ssl.SSLContext:
     return context
 
 
-def scheduler_context(identity: Identity) -> ssl.SSLContext:
-    """Dial a scheduler as `trusting` does, showing our own certificate."""
+def client_context(identity: Identity) -> ssl.SSLContext:
+    """Dial a scheduler or a node as `trusting` does, showing our own certificate."""
     context = trusting(identity.ca_pem)
     _load_papers(context, identity.key_pem, identity.certificate_pem)
     return context
 
 
-def client_context(identity: Identity) -> ssl.SSLContext:
-    """Dial a node of the cluster, showing our own certificate.
-
-    The authority is the proof: certificates name nodes, while addresses are what routes carry, so
-    the host name is not compared.
-    """
-    context = scheduler_context(identity)
-    context.check_hostname = False
-    return context
+def door_url(address: str, context: ssl.SSLContext | None) -> str:
+    """Return the URL of a node's door: with a `context` by TLS alone, whatever its address says."""
+    scheme = "http" if context is None else "https"
+    return f"{scheme}://{address.rpartition('://')[2].rstrip('/')}"
 
 
 def renew(context: ssl.SSLContext, identity: Identity) -> None:

@@ -1,10 +1,13 @@
 """Scheduler to node: everything one node should run, whole and numbered."""
 
 from enum import StrEnum
+from typing import Annotated
 
 import msgspec
 
 from isochrone.wire.ids import (
+    ID_PATTERN,
+    MODEL_NAME_PATTERN,
     ClusterId,
     DeploymentId,
     DeviceId,
@@ -15,7 +18,14 @@ from isochrone.wire.ids import (
     PopId,
     ReplicaId,
 )
-from isochrone.wire.model import Artifact, EngineSettings, Sha256
+from isochrone.wire.model import (
+    Artifact,
+    EngineSettings,
+    ModelName,
+    NonNegative,
+    Positive,
+    Sha256,
+)
 
 
 class Role(StrEnum):
@@ -44,22 +54,25 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
 class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One replica this node should run: which weights, on which devices, with which engine.
 
-    `memory_bytes` is what it may take of each of its devices. With `group`, it is one node's part
-    of a replica: `device_ids` are those here.
+    A node tells it back, and what the store does not know is taken in from there: so each field is
+    held to what its place in the catalogue holds it to. `memory_bytes` is what it may take of each
+    of its devices. With `group`, it is one node's part of a replica: `device_ids` are those here.
+    By its `seal` a scheduler knows that it was once seated on this node.
     """
 
-    replica_id: ReplicaId
-    deployment_id: DeploymentId
-    version: int
-    name: str
-    model_id: ModelId
+    replica_id: Annotated[ReplicaId, msgspec.Meta(pattern=ID_PATTERN)]
+    deployment_id: Annotated[DeploymentId, msgspec.Meta(pattern=ID_PATTERN)]
+    version: Positive
+    name: ModelName
+    model_id: Annotated[ModelId, msgspec.Meta(pattern=MODEL_NAME_PATTERN)]
     artifact: Artifact
-    context_tokens: int
+    context_tokens: Positive
     engine: EngineSettings
     device_ids: tuple[DeviceId, ...]
-    memory_bytes: int
+    memory_bytes: NonNegative
     role: Role = Role.UNIFIED
     group: Group | None = None
+    seal: str = ""
 
     @property
     def leads(self) -> bool:

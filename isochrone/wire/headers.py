@@ -6,7 +6,7 @@ from typing import Final
 
 import msgspec
 
-from isochrone.wire.ids import ReplicaId
+from isochrone.wire.ids import NodeId, ReplicaId
 
 # Client to router.
 SESSION_AFFINITY: Final = "x-session-affinity"
@@ -71,11 +71,12 @@ FETCHED_BYTES: Final = "x-isochrone-fetched-bytes"
 class Sibling(msgspec.Struct, frozen=True):
     """A replica of a PoP that might take a request, as the router sees it.
 
-    Of this prompt there are `unread_tokens` to be read there, in `prefill_ms`; of those before it
-    each takes `token_us`.
+    The node at `address` must prove that it is `node_id`. Of this prompt there are `unread_tokens`
+    to be read there, in `prefill_ms`; of those before it each takes `token_us`.
     """
 
     replica_id: ReplicaId
+    node_id: NodeId
     address: str
     unread_tokens: int
     prefill_ms: int
@@ -145,9 +146,10 @@ def parse_loads(value: str) -> dict[ReplicaId, Load]:
 
 
 def format_siblings(siblings: Sequence[Sibling]) -> str:
-    """Write siblings as a header value: `r1 10.0.0.1:7000 400 120 62,r2 ...`."""
+    """Write siblings as a header value: `r1 n1 10.0.0.1:7000 400 120 62,r2 ...`."""
     return ",".join(
-        f"{one.replica_id} {one.address} {one.unread_tokens} {one.prefill_ms} {one.token_us}"
+        f"{one.replica_id} {one.node_id} {one.address}"
+        f" {one.unread_tokens} {one.prefill_ms} {one.token_us}"
         for one in siblings[:SIBLINGS_MAX]
     )
 
@@ -157,9 +159,9 @@ def parse_siblings(value: str) -> list[Sibling]:
     siblings = []
     for part in value.split(",", SIBLINGS_MAX)[:SIBLINGS_MAX]:
         name, *told = part.split(" ")
-        if name and len(told) == 4 and all(_is_count(number) for number in told[1:]):
-            counts = (int(number) for number in told[1:])
-            siblings.append(Sibling(ReplicaId(name), told[0], *counts))
+        if name and len(told) == 5 and all(_is_count(number) for number in told[2:]):
+            counts = (int(number) for number in told[2:])
+            siblings.append(Sibling(ReplicaId(name), NodeId(told[0]), told[1], *counts))
     return siblings
 
 
@@ -167,13 +169,8 @@ def _is_count(value: str) -> bool:
     return value.isascii() and value.isdigit() and len(value) <= 12
 
 
-def format_tokens(prompt: int, output: int) -> str:
-    """Write the router's estimate of a request as a header value: `p=120;o=64`."""
-    return f"p={prompt};o={output}"
-
-
 def parse_tokens(value: str) -> tuple[int, int] | None:
-    """Read (prompt tokens, output tokens) as the router estimated them; None where malformed."""
+    """Read (prompt tokens, output tokens) as the router estimates them: `p=120;o=64`."""
     prompt, separator, output = value.partition(";o=")
     prompt = prompt.removeprefix("p=")
     if not separator or not (prompt.isascii() and prompt.isdigit() and len(prompt) <= 12):

@@ -6,8 +6,17 @@ from typing import Annotated
 import msgspec
 
 from isochrone.wire.assignment import ReplicaSpec
-from isochrone.wire.ids import BootId, DeploymentId, DeviceId, Epoch, Generation, NodeId, ReplicaId
-from isochrone.wire.model import Sha256
+from isochrone.wire.ids import (
+    ADDRESS_PATTERN,
+    BootId,
+    DeploymentId,
+    DeviceId,
+    Epoch,
+    Generation,
+    NodeId,
+    ReplicaId,
+)
+from isochrone.wire.model import Amount, NonNegative, Sha256
 
 Port = Annotated[int, msgspec.Meta(ge=1, le=65_535)]
 
@@ -37,10 +46,10 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
     """What was measured of a replica on these devices; 0 where not measured yet."""
 
-    load_s: float = 0.0
-    memory_bytes: int = 0
-    prefill_tokens_per_s: float = 0.0
-    decode_tokens_per_s: float = 0.0
+    load_s: Amount = 0.0
+    memory_bytes: NonNegative = 0
+    prefill_tokens_per_s: Amount = 0.0
+    decode_tokens_per_s: Amount = 0.0
 
 
 class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,15 +86,15 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, tag="report"):
     seq: int
     generation: Generation
     epoch: Epoch
-    address: str
+    address: Annotated[str, msgspec.Meta(pattern=ADDRESS_PATTERN)]
     devices: tuple[Device, ...]
     replicas: tuple[ReplicaReport, ...] = ()
     refusals: tuple[Refusal, ...] = ()
     artifacts: tuple[Sha256, ...] = ()
     in_host_memory: tuple[Sha256, ...] = ()
     disk_free_bytes: int = 0
-    disk_bytes_per_s: float = 0.0
-    fetch_bytes_per_s: float = 0.0
+    disk_bytes_per_s: Amount = 0.0
+    fetch_bytes_per_s: Amount = 0.0
     failure_domain: str = ""
     rank_ports: tuple[Port, Port] | None = None
     version: str = ""

@@ -187,6 +187,7 @@ class Door:
         engine = replica.engine
         assert engine is not None
         forwarded = {name: request.headers[name] for name in FORWARDED if name in request.headers}
+        body = engine.salted(request.path, body, forwarded.get(headers.CACHE_SALT, ""))
         try:
             async with engine.http.post(request.path, data=body, headers=forwarded) as answer:
                 return await self._return(request, replica, answer, held)

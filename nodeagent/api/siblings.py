@@ -10,13 +10,14 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from ssl import SSLContext
-from typing import Final
+from typing import Any, Final
 
 import aiohttp
 
+from isochrone.service.tls import door_url
 from isochrone.wire import headers
 from isochrone.wire.headers import Sibling
-from isochrone.wire.ids import ReplicaId
+from isochrone.wire.ids import NodeId, ReplicaId
 
 ASK_TIMEOUT_S: Final = 0.05
 AS_A_NODE: Final = {headers.ROUTER: "a-node"}
@@ -25,7 +26,7 @@ AS_A_NODE: Final = {headers.ROUTER: "a-node"}
 FRESH_S: Final = 0.01
 SILENCE_S: Final = 5.0
 PING_TIMEOUT_S: Final = 2.0
-ADDRESSES_MAX: Final = 256
+NODES_MAX: Final = 256
 CONNECTIONS_MAX: Final = 1024
 
 
@@ -34,7 +35,7 @@ class SiblingLost(Exception):
 
 
 class Siblings:
-    """Other nodes of the PoP, by the addresses that routers name."""
+    """Other nodes of the PoP, as routers name them."""
 
     def __init__(
         self,
@@ -47,8 +48,8 @@ class Siblings:
         self._clock = clock
         self._ping_timeout_s = ping_timeout_s
         self._http: aiohttp.ClientSession | None = None
-        self._told: dict[str, tuple[float, Mapping[ReplicaId, headers.Load]]] = {}
-        self._silent_until_s: dict[str, float] = {}
+        self._told: dict[NodeId, tuple[float, Mapping[ReplicaId, headers.Load]]] = {}
+        self._silent_until_s: dict[NodeId, float] = {}
 
     async def close(self) -> None:
         """Close the connections."""
@@ -57,9 +58,9 @@ class Siblings:
 
     async def unread(self, siblings: Sequence[Sibling]) -> dict[ReplicaId, int]:
         """Return how much waits to be read at each that tells in time."""
-        addresses = sorted({one.address for one in siblings if self._answers(one.address)})
+        nodes = {one.node_id: one for one in siblings if self._answers(one.node_id)}
         async with asyncio.TaskGroup() as tasks:
-            asked = [tasks.create_task(self._loads(address)) for address in addresses]
+            asked = [tasks.create_task(self._loads(one)) for one in nodes.values()]
         told = {name: load for task in asked for name, load in task.result().items()}
         names = {one.replica_id for one in siblings}
         # A node of an older release does not tell it, and is passed nothing.
@@ -72,79 +73,83 @@ class Siblings:
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """Pass a request on and give the answer's head; raise SiblingLost where it is no answer."""
         try:
-            answer = await self._head(sibling.address, path, body, sent)
+            answer = await self._head(sibling, path, body, sent)
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            self._is_silent(sibling.address)
-            raise SiblingLost(f"cannot reach {sibling.address}: {type(error).__name__}") from error
+            self._is_silent(sibling.node_id)
+            raise SiblingLost(f"cannot reach {sibling.node_id}: {type(error).__name__}") from error
         async with answer:
             if answer.status >= 500 or headers.REFUSED in answer.headers:
                 # What it told of its load is out of date.
-                self._told.pop(sibling.address, None)
+                self._told.pop(sibling.node_id, None)
                 raise SiblingLost(f"{sibling.replica_id} answered {answer.status}")
             yield answer
 
     async def _head(
-        self, address: str, path: str, body: bytes, sent: Mapping[str, str]
+        self, sibling: Sibling, path: str, body: bytes, sent: Mapping[str, str]
     ) -> aiohttp.ClientResponse:
         """Ask, and wait for as long as pings are answered; TimeoutError where they are not."""
-        url = f"{self._base(address)}{path}"
         async with asyncio.timeout(None) as patience:
-            watching = asyncio.create_task(self._watch(address, patience))
+            watching = asyncio.create_task(self._watch(sibling, patience))
             try:
-                return await self._session().post(
-                    url, data=body, headers=sent, ssl=self._context or True
-                )
+                return await self._request("POST", sibling, path, data=body, headers=sent)
             finally:
                 watching.cancel()
                 await asyncio.wait({watching})
 
-    async def _watch(self, address: str, patience: asyncio.Timeout) -> None:
+    async def _watch(self, sibling: Sibling, patience: asyncio.Timeout) -> None:
         """End `patience` once two pings in a row go unanswered."""
         missed = 0
         while missed < 2:
             if not missed:
                 await asyncio.sleep(self._ping_timeout_s)
             try:
-                await self._ping(address, self._ping_timeout_s)
+                await self._ping(sibling, self._ping_timeout_s)
                 missed = 0
             except (aiohttp.ClientError, OSError, TimeoutError):
                 missed += 1
         patience.reschedule(asyncio.get_running_loop().time())
 
-    async def _ping(self, address: str, timeout_s: float) -> Mapping[ReplicaId, headers.Load]:
-        """Return the loads of a sibling's replicas."""
-        url = f"{self._base(address)}/ping"
-        async with (
-            asyncio.timeout(timeout_s),
-            self._session().get(url, headers=AS_A_NODE, ssl=self._context or True) as pong,
-        ):
-            return headers.parse_loads(pong.headers.get(headers.LOADS, ""))
+    async def _ping(self, sibling: Sibling, timeout_s: float) -> Mapping[ReplicaId, headers.Load]:
+        """Return the loads of the replicas on a sibling's node."""
+        async with asyncio.timeout(timeout_s):
+            async with await self._request("GET", sibling, "/ping", headers=AS_A_NODE) as pong:
+                return headers.parse_loads(pong.headers.get(headers.LOADS, ""))
 
-    async def _loads(self, address: str) -> Mapping[ReplicaId, headers.Load]:
-        at_s, loads = self._told.get(address, (-FRESH_S, {}))
+    async def _loads(self, sibling: Sibling) -> Mapping[ReplicaId, headers.Load]:
+        at_s, loads = self._told.get(sibling.node_id, (-FRESH_S, {}))
         if self._clock() - at_s < FRESH_S:
             return loads
         try:
-            loads = await self._ping(address, ASK_TIMEOUT_S)
+            loads = await self._ping(sibling, ASK_TIMEOUT_S)
         except (aiohttp.ClientError, OSError, TimeoutError):
-            self._is_silent(address)
+            self._is_silent(sibling.node_id)
             return {}
-        self._told[address] = (self._clock(), loads)
+        self._told[sibling.node_id] = (self._clock(), loads)
         return loads
 
-    def _answers(self, address: str) -> bool:
-        if len(self._told) + len(self._silent_until_s) > ADDRESSES_MAX:
-            # Addresses are the routers' word: nodes come and go, and a table of them is bounded.
+    def _answers(self, node_id: NodeId) -> bool:
+        if len(self._told) + len(self._silent_until_s) > NODES_MAX:
+            # They are the routers' word: nodes come and go, and a table of them is bounded.
             self._told.clear()
             self._silent_until_s.clear()
-        return self._silent_until_s.get(address, 0.0) <= self._clock()
+        return self._silent_until_s.get(node_id, 0.0) <= self._clock()
 
-    def _is_silent(self, address: str) -> None:
-        self._told.pop(address, None)
-        self._silent_until_s[address] = self._clock() + SILENCE_S
+    def _is_silent(self, node_id: NodeId) -> None:
+        self._told.pop(node_id, None)
+        self._silent_until_s[node_id] = self._clock() + SILENCE_S
 
-    def _base(self, address: str) -> str:
-        return f"{'https' if self._context else 'http'}://{address}"
+    async def _request(
+        self, method: str, sibling: Sibling, path: str, **sent: Any
+    ) -> aiohttp.ClientResponse:
+        """Ask the node itself: whoever is met at its address, or told of by it, is another."""
+        return await self._session().request(
+            method,
+            f"{door_url(sibling.address, self._context)}{path}",
+            server_hostname=sibling.node_id,
+            ssl=self._context or True,
+            allow_redirects=False,
+            **sent,
+        )
 
     def _session(self) -> aiohttp.ClientSession:
         if self._http is None:

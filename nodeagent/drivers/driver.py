@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from math import isfinite
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import msgspec
 
@@ -39,6 +39,11 @@ class Command(msgspec.Struct, frozen=True, kw_only=True):
     standby: tuple[str, ...] = ()
 
 
+CHAT: Final = "/v1/chat/completions"
+COMPLETIONS: Final = "/v1/completions"
+_FIELDS: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
 class UnknownOption(Exception):
     """The deployment gives an option that this driver does not have."""
 
@@ -51,6 +56,8 @@ class Driver(Protocol):
     metrics_path: str
     resumes: str
     """What of a broken answer it goes on from: greedy draws, seeded ones too, or nothing ("")."""
+    salted: frozenset[str]
+    """The paths whose bodies take a `cache_salt`; an engine of ours reads its header."""
 
     def command(self, launch: Launch) -> Command:
         """Return the process to start, or raise UnknownOption."""
@@ -103,6 +110,19 @@ def check_options(driver: str, given: Mapping[str, str], known: frozenset[str]) 
             f"cannot start {driver}: unknown options {', '.join(unknown)}; it has "
             f"{', '.join(sorted(known)) or 'none'}"
         )
+
+
+def with_salt(body: bytes, salt: str) -> bytes:
+    """Return a request with its tenant's salt, whatever the client wrote there.
+
+    What one tenant's prompts left in an engine's cache must serve, and show, in no other's.
+    """
+    try:
+        fields: dict[str, Any] = _FIELDS.decode(body)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        # The engine says so in better words.
+        return body
+    return msgspec.json.encode({**fields, "cache_salt": salt})
 
 
 def visible_devices(spec: ReplicaSpec) -> dict[str, str]:

@@ -47,6 +47,7 @@ class Embedded:
     stats_path = "/stats"
     metrics_path = "/metrics"
     resumes = headers.SEEDED
+    salted: frozenset[str] = frozenset()
     module = "nodeagent.engine"
     options = OPTIONS
     can_wait = True

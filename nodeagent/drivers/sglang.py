@@ -7,6 +7,8 @@ from isochrone.wire import headers
 from isochrone.wire.assignment import ReplicaSpec
 from isochrone.wire.engine import EngineStats
 from nodeagent.drivers.driver import (
+    CHAT,
+    COMPLETIONS,
     Command,
     Launch,
     check_options,
@@ -38,6 +40,7 @@ class Sglang:
     health_path = "/health"
     stats_path = metrics_path = "/metrics"
     resumes = headers.GREEDY
+    salted = frozenset({CHAT, COMPLETIONS})
 
     def command(self, launch: Launch) -> Command:
         """Split the model over the replica's devices by tensor parallelism."""

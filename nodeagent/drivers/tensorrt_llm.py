@@ -4,6 +4,7 @@ from typing import Final
 
 from isochrone.wire.engine import EngineStats
 from nodeagent.drivers.driver import (
+    CHAT,
     Command,
     Launch,
     check_options,
@@ -35,6 +36,7 @@ class TensorRtLlm:
     health_path = "/health"
     stats_path = metrics_path = "/prometheus/metrics"
     resumes = ""
+    salted = frozenset({CHAT})
 
     def command(self, launch: Launch) -> Command:
         """Split the model over the replica's devices by tensor parallelism."""

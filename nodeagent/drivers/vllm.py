@@ -6,6 +6,8 @@ from isochrone.wire import headers
 from isochrone.wire.assignment import ReplicaSpec
 from isochrone.wire.engine import EngineStats
 from nodeagent.drivers.driver import (
+    CHAT,
+    COMPLETIONS,
     Command,
     Launch,
     check_options,
@@ -39,6 +41,7 @@ class Vllm:
     health_path = "/health"
     stats_path = metrics_path = "/metrics"
     resumes = headers.GREEDY
+    salted = frozenset({CHAT, COMPLETIONS})
 
     def command(self, launch: Launch) -> Command:
         """Split the model over the replica's devices by tensor parallelism."""

@@ -8,6 +8,8 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from isochrone.service.config import ConfigError
 from isochrone.service.logs import setup_logs
 from isochrone.service.run import run_service
@@ -36,7 +38,9 @@ def main() -> None:
     kinds.add_argument("--standby", action="store_true", help="wait on standard input for --config")
     arguments = parser.parse_args()
     if arguments.standby:
-        # Built, loaded and tried before anybody waits.
+        # Built, loaded and tried before anybody waits; by one thread, for ranks are forked from
+        # here, and would wait for OpenMP's other threads, which no fork takes along.
+        torch.set_num_threads(1)
         kernels()
         order = wait_for_order()
         if order is None:

@@ -16,6 +16,7 @@ import msgspec
 import torch
 from msgspec import Meta
 
+from isochrone.service.threads import to_its_end
 from isochrone.wire.engine import EngineConfig
 from isochrone.wire.errors import ApiError, ErrorCode
 from nodeagent.engine.checkpoint.adapter import read_adapter
@@ -114,7 +115,7 @@ class Adapters:
         config = self.config
         split = config.tensor_parallel * config.pipeline_parallel > 1
         try:
-            return await asyncio.to_thread(
+            return await to_its_end(
                 read_adapter,
                 name,
                 folder,

@@ -43,9 +43,9 @@ class GgufTokenizer:
         self.byte_level = kind == "gpt2"
         self._tokens = self._strings("tokenizer.ggml.tokens")
         types = metadata.get("tokenizer.ggml.token_type") or []
-        if len(types) not in (0, len(self._tokens)):
+        if not isinstance(types, list) or len(types) not in (0, len(self._tokens)):
             raise CheckpointError(
-                f"cannot load {path}: {len(types)} token types for {len(self._tokens)} tokens"
+                f"cannot load {path}: token types {types!r:.100} for {len(self._tokens)} tokens"
             )
         self.special_ids = frozenset(at for at, type_ in enumerate(types) if type_ == _CONTROL)
         self.tokenizer = self._byte_level() if self.byte_level else self._sentencepiece()
@@ -149,14 +149,14 @@ def _merges(tokens: list[str], scores: list[float]) -> list[tuple[str, str]]:
     return merges
 
 
-def _pre_tokenizer(path: Path, kind: str) -> Any:
+def _pre_tokenizer(path: Path, kind: Any) -> Any:
     plain = pre_tokenizers.ByteLevel(add_prefix_space=False)
     if kind in ("default", "gpt-2"):
         return plain
     if kind == "smollm":
         return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), plain])
     patterns = {"llama-bpe": _LLAMA3_SPLIT, "qwen2": _QWEN2_SPLIT}
-    if kind not in patterns:
+    if not isinstance(kind, str) or kind not in patterns:
         raise CheckpointError(f"cannot load {path}: pre-tokenizer {kind!r} is unsupported")
     return pre_tokenizers.Sequence(
         [

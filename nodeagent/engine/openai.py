@@ -90,6 +90,7 @@ class ChatBody(Knobs, kw_only=True):
     continue_final_message: bool | None = None
     """As vLLM names it: the last message is the assistant's and goes on."""
     functions: list[Any] | None = None
+    modalities: list[str] | None = None
     prediction: Prediction | None = None
 
 
@@ -129,6 +130,8 @@ def read_chat(body: bytes, bytes_max: int) -> ChatBody:
     chat: ChatBody = decoded(body, _chat_decoder, bytes_max)
     if chat.functions:
         raise _unsupported("functions", "functions is a field of the past; give them as tools")
+    if set(chat.modalities or ()) - {"text"}:
+        raise _unsupported("modalities", "modalities other than text are not supported")
     if chat.top_logprobs is not None and not chat.logprobs:
         raise refused("top_logprobs", "cannot give top_logprobs: logprobs is not true")
     return chat

@@ -13,11 +13,11 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Collection
-from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
 from isochrone.service.files import sync
+from isochrone.service.threads import to_its_end
 from isochrone.wire.artifact import check_artifact, check_path
 from isochrone.wire.model import Artifact, ArtifactFile
 from nodeagent.decide.eviction import Kept, evict
@@ -115,7 +115,7 @@ class Artifacts:
                 return target
             self._fetched_bytes[artifact.digest] = 0
             try:
-                await asyncio.to_thread(self._make_room, artifact, pinned)
+                await to_its_end(self._make_room, artifact, pinned)
                 await self._fetch_all(artifact, target, progress, self.link.slower(bytes_per_s))
             except OSError as error:
                 raise ArtifactError(
@@ -139,7 +139,7 @@ class Artifacts:
             await self._fetch(artifact, file, partial, tell, link)
             tell(file.size_bytes)
             done += file.size_bytes
-        await asyncio.to_thread(_publish, partial, target)
+        await to_its_end(_publish, partial, target)
 
     async def _fetch(
         self, artifact: Artifact, file: ArtifactFile, partial: Path, tell: Progress, link: Link
@@ -148,7 +148,7 @@ class Artifacts:
         problem = check_path(file.path)
         if problem or not path.resolve().is_relative_to(partial.resolve()):
             raise ArtifactError(problem or f"cannot take file {file.path!r}: it leaves its folder")
-        await asyncio.to_thread(path.parent.mkdir, parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         try:
             wanted = Wanted(artifact.digest, file, path, _problem_of, tell, link)
             await self._fetch_from_somewhere(artifact.source, wanted)
@@ -166,8 +166,8 @@ class Artifacts:
         try:
             local = self._sources.local_file(source, file.path)
             if local is not None:
-                await asyncio.to_thread(_copy, local, path)
-                await asyncio.to_thread(_verified, path, file)
+                await to_its_end(_copy, local, path)
+                await _hold_to_manifest(path, file)
                 return
         except (SourceError, ArtifactError):
             # Other nodes may have found what this machine lacks.
@@ -185,7 +185,7 @@ class Artifacts:
             is_resumed = wanted.path.exists()
             try:
                 await self._origin.fetch(source, wanted)
-                await asyncio.to_thread(_verified, wanted.path, file)
+                await _hold_to_manifest(wanted.path, file)
                 return
             except OriginCut as error:
                 cut = str(error)
@@ -255,16 +255,13 @@ def _copy(source: Path, target: Path) -> None:
     if not source.is_file():
         raise ArtifactError(f"cannot take {source}: no such file")
     target.unlink(missing_ok=True)
-    with suppress(OSError):
-        # The same disk: the bytes are there already.
-        target.hardlink_to(source)
-        return
+    # Not linked, even on one disk: who writes into the source would change what was verified.
     shutil.copyfile(source, target)
 
 
-def _verified(path: Path, file: ArtifactFile) -> None:
+async def _hold_to_manifest(path: Path, file: ArtifactFile) -> None:
     """Raise ArtifactError, and drop the file, where it is not what its manifest says."""
-    problem = _problem_of(path, file)
+    problem = await asyncio.to_thread(_problem_of, path, file)
     if problem:
         # What failed verification is worth nothing, not even to resume from.
         path.unlink(missing_ok=True)

@@ -25,7 +25,13 @@ from isochrone.wire.assignment import ReplicaSpec
 from isochrone.wire.engine import EngineStats
 from isochrone.wire.ids import ReplicaId
 from nodeagent.drivers import DRIVERS
-from nodeagent.drivers.driver import PASSED_ENVIRONMENT, Command, Launch, UnknownOption
+from nodeagent.drivers.driver import (
+    PASSED_ENVIRONMENT,
+    Command,
+    Launch,
+    UnknownOption,
+    with_salt,
+)
 from nodeagent.host import cgroups
 from nodeagent.host.standby import Standby
 
@@ -92,6 +98,10 @@ class Engine:
     def resumes(self) -> str:
         """Return what of a broken answer this engine goes on from; empty for nothing."""
         return self._driver.resumes
+
+    def salted(self, path: str, body: bytes, salt: str) -> bytes:
+        """Return a request as this engine takes it that keeps tenants' caches apart."""
+        return with_salt(body, salt) if salt and path in self._driver.salted else body
 
     async def is_ready(self) -> bool:
         """Say whether the engine answers that it is well; a part without a door, that it met."""

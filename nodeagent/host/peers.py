@@ -20,6 +20,7 @@ from urllib.parse import quote
 import aiohttp
 import msgspec
 
+from isochrone.service.tls import door_url
 from isochrone.wire import headers
 from isochrone.wire.assignment import PeerSource
 from isochrone.wire.ids import NodeId, PopId
@@ -190,7 +191,8 @@ class _Fetch:
         digest, file, path, verify = self._wanted[:4]
         try:
             answer = await self._read(peer)
-        except (PeerFailed, aiohttp.ClientError, OSError) as error:
+        # Any other OSError is of this node's disk: no peer can mend that, nor the origin.
+        except (PeerFailed, aiohttp.ClientError, ConnectionError, TimeoutError) as error:
             self._peers.failed(digest, peer.node_id)
             reason = str(error) or type(error).__name__
             log.info("peer failed", extra={"fields": {"peer": peer.node_id, "reason": reason}})
@@ -216,10 +218,12 @@ class _Fetch:
         sent = {"accept-encoding": "identity"}
         if offset:
             sent["range"] = f"bytes={offset}-"
+        door = door_url(peer.address, self._peers.context)
         async with self._http.get(
-            f"{peer.address}/v1/artifacts/{digest}/{quote(file.path)}",
+            f"{door}/v1/artifacts/{digest}/{quote(file.path)}",
             headers=sent,
             allow_redirects=False,
+            server_hostname=peer.node_id,
             ssl=self._peers.context or True,
         ) as response:
             if response.status in (429, 503):

@@ -1,6 +1,8 @@
 """From nothing to a first token: a cold process, and a standby with its imports done.
 
-    python -m ops.bench.engine_cold MODEL.gguf [--quantisation file] [--rounds 2]
+    python -m ops.bench.engine_cold MODEL.gguf [--quantisation file] [--rounds 2] [--made-up-mb 700]
+
+With --made-up-mb the model is one of random weights, of about that size, with MODEL's vocabulary.
 
 The model's pages are dropped from the page cache (posix_fadvise) before each reading. Seconds are
 the wall's; beside them stand the process's own of the processor, which a busy machine leaves alone.
@@ -22,6 +24,7 @@ import msgspec
 import psutil
 
 from isochrone.wire.engine import EngineConfig
+from ops.bench.engine_made_up import write_made_up
 
 _DEADLINE_S: Final = 120.0
 
@@ -155,27 +158,37 @@ def _wait_idle(pid: int) -> None:
 
 
 def main() -> None:
-    """Measure and print, the best of the rounds."""
+    """Read the arguments; make a model up where one is asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", type=Path)
     parser.add_argument("--quantisation", default="file")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--made-up-mb", type=int)
     asked = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="cold", dir="/var/tmp") as folder:
+        if asked.made_up_mb:
+            made_up = Path(folder) / "made-up.gguf"
+            write_made_up(made_up, asked.model, asked.made_up_mb * 1_000_000)
+            asked.model = made_up
+        measure(asked.model, asked.quantisation, asked.threads, asked.rounds)
+
+
+def measure(model: Path, quantisation: str, threads: int, rounds: int) -> None:
+    """Measure and print, the best of the rounds."""
     best: dict[str, Seconds] = {}
-    for _ in range(asked.rounds):
+    for _ in range(rounds):
         found = {
-            "raw read, cold": raw_read(asked.model),
-            "load, cold": load_weights(asked.model, asked.quantisation, asked.threads),
+            "raw read, cold": raw_read(model),
+            "load, cold": load_weights(model, quantisation, threads),
         }
         for name, standby in (("first token, cold process", False), ("from a standby", True)):
-            found[name] = asyncio.run(
-                first_token(asked.model, asked.quantisation, asked.threads, standby=standby)
-            )
+            found[name] = asyncio.run(first_token(model, quantisation, threads, standby=standby))
         for name, one in found.items():
             known = best.get(name, one)
             best[name] = Seconds(min(known.wall, one.wall), min(known.processor, one.processor))
             print(f"{name}: {one}", file=sys.stderr, flush=True)
+    print(f"{model.name}, {model.stat().st_size / 1e6:.0f} MB")
     print("| what | seconds (of the processor) |\n|---|---|")
     for name, one in best.items():
         print(f"| {name} | {one} |")

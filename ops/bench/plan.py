@@ -8,6 +8,7 @@ higher of what is asked and what will be asked within the hour, and the moves ar
 picture that `isochrone plan --save` wrote is timed as it is.
 """
 
+import gc
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,10 +20,12 @@ import numpy as np
 
 from isochrone.wire.ids import ClusterId, Generation, NodeId
 from ops.sim.planet_world import World, demand_rows, draw, world_parser
-from scheduler.decide.cluster import ClusterState
+from scheduler.decide.cluster import ClusterState, PopDistance
 from scheduler.decide.plan import PlanLimits, plan
 from scheduler.decide.prefetch import prefetch
+from scheduler.decide.score import Distances
 from scheduler.decide.what_if import Picture, carried_out
+from scheduler.planner.__main__ import COLLECTED_AFTER
 
 SIZES: Final = ((20, 15, 20), (80, 50, 50), (335, 190, 100))
 """Cities that ask, how many of these have GPUs, and deployments."""
@@ -41,8 +44,12 @@ class Turn(NamedTuple):
 
 
 def cut(world: World, cities: int, gpu_cities: int, deployments: int) -> ClusterState:
-    """Return a picture of a part of the planet that nobody asks anything of yet."""
+    """Return a picture of a part of the planet that nobody asks anything of yet.
+
+    Each city has measured its round trip to each that has GPUs, and found what geography says.
+    """
     held = {pop.pop for pop in world.pops[:gpu_cities]}
+    far = Distances(world.pops, ())
     return ClusterState(
         cluster_id=ClusterId("planet"),
         generation=Generation(1),
@@ -52,6 +59,11 @@ def cut(world: World, cities: int, gpu_cities: int, deployments: int) -> Cluster
         models=world.models[:deployments],
         deployments=world.deployments[:deployments],
         profiles=world.profiles,
+        distances=tuple(
+            PopDistance(from_pop=one.pop, to_pop=other.pop, rtt_ms=far.between(one.pop, other.pop))
+            for one in world.pops[:cities]
+            for other in world.pops[:gpu_cities]
+        ),
     )
 
 
@@ -133,6 +145,8 @@ def main() -> None:
     if given.picture is not None:
         print(timed(given.picture))
         return
+    # As in the planner's process.
+    gc.set_threshold(*COLLECTED_AFTER)
     world = draw(given.data, given.seed)
     print(
         "| cities | nodes | devices | deployments | demand rows | replicas | first plan s "

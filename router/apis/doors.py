@@ -5,7 +5,8 @@ pair of sockets that nobody else can reach: one parser stands before both, and a
 everything in which a microsecond does not matter.
 """
 
-from collections.abc import Awaitable, Mapping
+import re
+from collections.abc import Awaitable
 from typing import Final
 
 from isochrone.wire.errors import ApiError, ErrorCode
@@ -13,16 +14,22 @@ from isochrone.wire.headers import REQUEST_ID
 from isochrone.wire.ids import NodeId
 from isochrone.wire.routes import KeyEntry
 from router.apis.openai.hot import READERS, OpenAiSurface
+from router.apis.responses.hot import PATH as RESPONSES
+from router.apis.responses.hot import ResponsesSurface
 from router.apis.workers_ai.hot import WorkersAiSurface
 from router.dataplane.exchange import AttemptFailed
-from router.dataplane.http1 import lines_of
+from router.dataplane.http1 import Fields, lines_of
 from router.dataplane.message import Reply, Request
 from router.dataplane.server import ClientConnection
 from router.dataplane.upstream import Upstream
 
-COLD: Final = "cold"
+HOT: Final = frozenset(READERS) | {RESPONSES}
+COLD: Final = NodeId("_cold")
 COLD_TIMEOUT_S: Final = 30.0
 COLD_BYTES_MAX: Final = 64 * 1024 * 1024
+
+_OPENAI_OF_WORKERS_AI: Final = re.compile(r"^(?:/client/v4/accounts/[^/]{1,64})?/ai(/v1/.+)$")
+"""Where Workers AI offers OpenAI's surface: its clients change the host of their base URL alone."""
 
 _OURS: Final = frozenset(
     {b"connection", b"content-length", b"content-type", b"date", b"server", b"transfer-encoding"}
@@ -34,16 +41,23 @@ class Doors:
     """What the listener hands each request to."""
 
     def __init__(
-        self, openai: OpenAiSurface, workers_ai: WorkersAiSurface, upstream: Upstream
+        self,
+        openai: OpenAiSurface,
+        responses: ResponsesSurface,
+        workers_ai: WorkersAiSurface,
+        upstream: Upstream,
     ) -> None:
         """Answer hot routes by their surface."""
         self._openai = openai
+        self._responses = responses
         self._workers_ai = workers_ai
         self._upstream = upstream
 
-    def gate(self, method: bytes, path: str, headers: Mapping[bytes, bytes]) -> KeyEntry | None:
+    def gate(self, method: bytes, path: str, headers: Fields) -> KeyEntry | None:
         """Let a head in before its body is read, or raise ApiError."""
-        if method == b"POST" and (path in READERS or self._workers_ai.takes(path)):
+        if method == b"POST" and (
+            path in HOT or self._workers_ai.takes(path) or _plain(path) in HOT
+        ):
             return self._openai.gate(headers)
         return None
 
@@ -61,6 +75,11 @@ class Doors:
             return self._openai.answer(request, client)
         if self._workers_ai.takes(request.path):
             return self._workers_ai.answer(request, client)
+        request.path = _plain(request.path)
+        if request.path in READERS:
+            return self._openai.answer(request, client)
+        if request.path == RESPONSES:
+            return self._responses.answer(request, client)
         return self._ask_within(request, client)
 
     async def _ask_within(self, request: Request, client: ClientConnection) -> None:
@@ -75,7 +94,7 @@ class Doors:
         }
         try:
             exchange = self._upstream.ask(
-                NodeId(COLD),
+                COLD,
                 COLD,
                 (method, target, lines_of(sent), request.body),
                 COLD_TIMEOUT_S,
@@ -94,3 +113,9 @@ class Doors:
             if name not in _OURS
         }
         client.reply(Reply(head.status, exchange.body, lines_of(extra), head.content_type))
+
+
+def _plain(path: str) -> str:
+    """Return the path on OpenAI's surface of one that Workers AI offers below an account."""
+    found = _OPENAI_OF_WORKERS_AI.match(path)
+    return found.group(1) if found else path

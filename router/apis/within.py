@@ -13,7 +13,7 @@ from router.dataplane.upstream import Upstream
 
 @asynccontextmanager
 async def open_cold(app: web.Application, upstream: Upstream) -> AsyncIterator[None]:
-    """Serve `app` to this process alone, at the address `cold` of `upstream`."""
+    """Serve `app` to this process alone, whom `upstream` knows as COLD."""
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     server = runner.server

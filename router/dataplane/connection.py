@@ -5,8 +5,10 @@ from typing import Final, Protocol, cast
 
 import httptools
 
+from isochrone.wire.ids import NodeId
 from router.dataplane.deadlines import NEVER
 from router.dataplane.exchange import AttemptFailed, Dialler, Exchange, Failure, Head
+from router.dataplane.http1 import Fields, lower
 
 HEAD_BYTES_MAX: Final = 32 * 1024
 
@@ -29,17 +31,17 @@ class NodeConnection:
 
     __slots__ = (
         "_body", "_fields", "_held_bytes", "_is_used", "_keeps", "_parser", "_pool", "_seen",
-        "_transport", "_whole", "address", "due_s", "exchange",
+        "_transport", "_whole", "due_s", "exchange", "node_id",
     )  # fmt: skip
 
-    def __init__(self, pool: Pool, address: str) -> None:
-        self.address = address
+    def __init__(self, pool: Pool, node_id: NodeId) -> None:
+        self.node_id = node_id
         self.exchange: Exchange | None = None
         self.due_s = NEVER
         self._pool = pool
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpResponseParser(self)
-        self._fields: dict[bytes, bytes] = {}
+        self._fields: Fields = {}
         self._body: list[bytes] = []
         self._held_bytes = 0
         self._is_used = False
@@ -152,7 +154,7 @@ class NodeConnection:
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Take one header; trailers are dropped."""
-        self._fields[name.lower()] = value
+        self._fields[lower(name)] = value
 
     def on_headers_complete(self) -> None:
         """Pass the head on; an interim one (1xx) is none."""
@@ -184,4 +186,4 @@ class NodeConnection:
         exchange.on_end()
 
     def _broken(self, what: str) -> AttemptFailed:
-        return AttemptFailed(Failure.BROKEN, f"{self.address} sent {what}")
+        return AttemptFailed(Failure.BROKEN, f"{self.node_id} sent {what}")

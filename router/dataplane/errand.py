@@ -94,7 +94,7 @@ class Errand:
     def _run(self) -> None:
         awaited: object = None
         if not self._is_cancelled:
-            awaited = next(self._steps, _OVER)
+            awaited = _NEXT(self._steps, _OVER)
         while self._is_cancelled and awaited is not _OVER:
             self._is_cancelled = False
             awaited = self._work.throw(asyncio.CancelledError())
@@ -114,6 +114,8 @@ class Errand:
 
 _NOW: Final = _Now()
 _OVER: Final = object()
+_NEXT: Final = next
+"""Looked up once."""
 
 
 async def pause(seconds: float) -> None:

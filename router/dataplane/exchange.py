@@ -11,7 +11,7 @@ bytes go from the node's connection to the client's without a stop on the way.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from enum import StrEnum
 from typing import Final, Protocol
 
@@ -20,7 +20,7 @@ from isochrone.wire.ids import NodeId, ReplicaId
 from router.dataplane import sse
 from router.dataplane.deadlines import NEVER
 from router.dataplane.errand import Signal
-from router.dataplane.http1 import EVENT_STREAM
+from router.dataplane.http1 import EVENT_STREAM, Fields
 from router.dataplane.usage import UsageCount
 
 HELD_BYTES_MAX: Final = 256 * 1024
@@ -54,7 +54,7 @@ class Head:
 
     __slots__ = ("content_type", "fields", "load", "passed", "refused", "resumed", "status")
 
-    def __init__(self, status: int, fields: Mapping[bytes, bytes]) -> None:
+    def __init__(self, status: int, fields: Fields) -> None:
         self.status = status
         self.fields = fields
         self.content_type = fields.get(b"content-type", b"application/json").decode("latin-1")

@@ -7,9 +7,13 @@ our own counting. A request that two parsers could read in two ways is refused (
 from collections.abc import Mapping
 from functools import lru_cache
 from http import HTTPStatus
-from typing import Final
+from typing import Final, TypeAlias
 
+from isochrone.wire import headers
 from isochrone.wire.errors import ApiError, ErrorCode
+
+Fields: TypeAlias = dict[bytes, bytes]
+"""The headers of a head, names in lower case; a dict, which compiled code looks into directly."""
 
 CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 LAST_CHUNK: Final = b"0\r\n\r\n"
@@ -17,11 +21,22 @@ METHODS: Final = frozenset({b"GET", b"HEAD", b"POST", b"PUT", b"PATCH", b"DELETE
 ENCODINGS: Final = frozenset({b"", b"identity", b"gzip", b"deflate"})
 EVENT_STREAM: Final = "text/event-stream"
 
+_USUAL: Final = (
+    b"accept", b"accept-encoding", b"authorization", b"connection", b"content-length",
+    b"content-type", b"date", b"host", b"server", b"transfer-encoding", b"user-agent",
+    b"x-request-id", headers.LOAD.encode(),
+)  # fmt: skip
+_NAMES: Final = {spelled: name for name in _USUAL for spelled in (name, name.title())}
 _ONCE: Final = frozenset({b"authorization", b"content-encoding", b"content-type", b"host"})
 _REASONS: Final = {status.value: status.phrase for status in HTTPStatus}
 _STATUS_LINES: Final = {
     status: f"HTTP/1.1 {status} {phrase}\r\n" for status, phrase in _REASONS.items()
 }
+
+
+def lower(name: bytes) -> bytes:
+    """Return a header's name in lower case."""
+    return _NAMES.get(name) or name.lower()
 
 
 def joined(name: bytes, before: bytes, value: bytes) -> bytes:
@@ -31,7 +46,7 @@ def joined(name: bytes, before: bytes, value: bytes) -> bytes:
     return before + b", " + value
 
 
-def check_head(method: bytes, version: str, headers: Mapping[bytes, bytes]) -> None:
+def check_head(method: bytes, version: str, fields: Fields) -> None:
     """Raise ApiError where a head is one that the parser lets through and we do not."""
     if version not in ("1.1", "1.0"):
         raise malformed(f"HTTP/{version} is not spoken here, send HTTP/1.1")
@@ -40,15 +55,15 @@ def check_head(method: bytes, version: str, headers: Mapping[bytes, bytes]) -> N
             ErrorCode.METHOD_NOT_ALLOWED,
             f"cannot serve: {method.decode('latin-1')} is not taken here",
         )
-    if version == "1.1" and not headers.get(b"host"):
+    if version == "1.1" and not fields.get(b"host"):
         raise malformed("no Host header")
-    coding = headers.get(b"transfer-encoding")
+    coding = fields.get(b"transfer-encoding")
     if coding is not None and (version == "1.0" or coding.lower() != b"chunked"):
         raise malformed("a Transfer-Encoding other than chunked, or in HTTP/1.0")
-    expect = headers.get(b"expect")
+    expect = fields.get(b"expect")
     if expect is not None and expect.lower() != b"100-continue":
         raise malformed("only 100-continue may be expected")
-    if headers.get(b"content-encoding", b"").lower() not in ENCODINGS:
+    if fields.get(b"content-encoding", b"").lower() not in ENCODINGS:
         raise malformed("only gzip and deflate bodies are read")
 
 

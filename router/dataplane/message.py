@@ -1,8 +1,7 @@
 """What passes between the wire and the doors: a whole request, a whole answer."""
 
-from collections.abc import Mapping
-
 from isochrone.wire.routes import KeyEntry
+from router.dataplane.http1 import Fields
 
 
 class Request:
@@ -16,7 +15,7 @@ class Request:
     def __init__(
         self,
         target: tuple[bytes, str, str],
-        headers: Mapping[bytes, bytes],
+        headers: Fields,
         body: bytes,
         key: KeyEntry | None,
         *,

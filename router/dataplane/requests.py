@@ -5,7 +5,7 @@ the head while it grows, the body before and while it comes, and what it inflate
 """
 
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Final, Protocol
 
 import httptools
@@ -17,7 +17,7 @@ from router.dataplane.message import Request
 
 HEAD_BYTES_MAX: Final = 32 * 1024
 
-Gate = Callable[[bytes, str, Mapping[bytes, bytes]], KeyEntry | None]
+Gate = Callable[[bytes, str, http1.Fields], KeyEntry | None]
 """Method, path and headers to whose request it is; raises ApiError before a body is read."""
 
 
@@ -53,7 +53,7 @@ class RequestReader:
         self._whole = 0
         # The request being read; `_length` is None as long as its head is.
         self._length: int | None
-        self._headers: dict[bytes, bytes]
+        self._headers: http1.Fields
         self._body: list[bytes]
         self._key: KeyEntry | None
         self._forget()
@@ -113,7 +113,7 @@ class RequestReader:
             self._fields_bytes += len(name) + len(value) + 4
             if self._fields_bytes > HEAD_BYTES_MAX:
                 raise _head_too_large()
-            name = name.lower()
+            name = http1.lower(name)
             if name in self._headers:
                 value = http1.joined(name, self._headers[name], value)
             self._headers[name] = value

@@ -1,4 +1,8 @@
-"""The connections to nodes: opened when needed, kept alive between requests, bounded in number."""
+"""The connections to nodes: opened when needed, kept alive between requests, bounded in number.
+
+With TLS, whoever is dialled for a node proves that it is this node: an address proves nothing. So
+connections are kept by node, and none is used for another at the same address.
+"""
 
 import asyncio
 import socket
@@ -32,13 +36,13 @@ class Upstream:
         clock: Callable[[], float],
         ssl_context: SSLContext | None = None,
     ) -> None:
-        """Open no connection yet. `inside` are addresses within this process, by name."""
-        self.inside: dict[str, Callable[[], socket.socket]] = {}
+        """Open no connection yet. `inside` are those who are met within this process."""
+        self.inside: dict[NodeId, Callable[[], socket.socket]] = {}
         self.clock = clock
         self.deadlines = deadlines
         self._config = config
         self._ssl = ssl_context
-        self._idle: dict[str, list[NodeConnection]] = {}
+        self._idle: dict[NodeId, list[NodeConnection]] = {}
         self._open: set[NodeConnection] = set()
         self._gone = asyncio.Event()
 
@@ -64,7 +68,7 @@ class Upstream:
             self, node_id, address, (head, body), bytes_max, frames, is_rest=is_rest
         )
         exchange.wait(timeout_s)
-        idle = self._idle.get(address)
+        idle = self._idle.get(node_id)
         if idle:
             exchange.begin(idle.pop())
         else:
@@ -73,10 +77,10 @@ class Upstream:
 
     async def connect(self, node_id: NodeId, address: str) -> NodeConnection:
         """Open a connection, or raise AttemptFailed."""
-        connection = NodeConnection(self, address)
+        connection = NodeConnection(self, node_id)
         try:
             async with asyncio.timeout(self._config.connect_timeout_s):
-                await self._dial(connection, address)
+                await self._dial(connection, node_id, address)
         except (OSError, ValueError) as error:
             raise AttemptFailed(Failure.UNREACHABLE, f"cannot reach {node_id}") from error
         if not connection.is_open:
@@ -88,7 +92,7 @@ class Upstream:
 
     def keep(self, connection: NodeConnection) -> None:
         """Take back a connection whose exchange ended well."""
-        idle = self._idle.setdefault(connection.address, [])
+        idle = self._idle.setdefault(connection.node_id, [])
         if len(idle) >= IDLE_PER_NODE_MAX:
             connection.close()
             return
@@ -99,29 +103,29 @@ class Upstream:
         """Count a connection out."""
         self._open.discard(connection)
         self.deadlines.discard(connection)
-        idle = self._idle.get(connection.address)
+        idle = self._idle.get(connection.node_id)
         if idle is not None and connection in idle:
             idle.remove(connection)
             if not idle:
-                del self._idle[connection.address]
+                del self._idle[connection.node_id]
         if not self._open:
             self._gone.set()
 
-    def doubt(self, address: str) -> None:
+    def doubt(self, node_id: NodeId) -> None:
         """Close what is kept idle to a node: it may be broken without a word."""
-        for connection in self._idle.pop(address, ()):
+        for connection in self._idle.pop(node_id, ()):
             connection.close()
 
-    def let_go(self, address: str, since_s: float, may_retry: Callable[[], bool]) -> None:
+    def let_go(self, node_id: NodeId, since_s: float, may_retry: Callable[[], bool]) -> None:
         """A node is gone: fail what has heard nothing of it `since_s`, the longest wait first.
 
         Whoever waits for a first token and may not retry goes on waiting.
         """
-        waits = [c.exchange for c in self._open if c.address == address and c.exchange is not None]
+        waits = [c.exchange for c in self._open if c.node_id == node_id and c.exchange is not None]
         for exchange in sorted(waits, key=Exchange.heard_s):
             if exchange.heard_s() < since_s and (exchange.has_begun or may_retry()):
                 # Each in a turn of its own, for whoever waits for it goes on within.
-                failure = AttemptFailed(Failure.GONE, f"{address} answers no ping")
+                failure = AttemptFailed(Failure.GONE, f"{node_id} answers no ping")
                 asyncio.get_running_loop().call_soon(exchange.fail, failure)
 
     async def close(self) -> None:
@@ -134,26 +138,23 @@ class Upstream:
                     self._gone.clear()
                     await self._gone.wait()
 
-    async def _dial(self, connection: NodeConnection, address: str) -> None:
+    async def _dial(self, connection: NodeConnection, node_id: NodeId, address: str) -> None:
         def made() -> asyncio.Protocol:
             return cast(asyncio.Protocol, connection)
 
         loop = asyncio.get_running_loop()
-        if address in self.inside:
-            await loop.create_connection(made, sock=self.inside[address]())
+        if node_id in self.inside:
+            await loop.create_connection(made, sock=self.inside[node_id]())
             return
-        host, port, context = self._where(address)
-        source = (self._config.source_address, 0) if self._config.source_address else None
-        await loop.create_connection(made, host, port, ssl=context, local_addr=source)
-
-    def _where(self, address: str) -> tuple[str, int, SSLContext | None]:
-        scheme, separator, rest = address.partition("://")
-        context = self._ssl
-        if separator:
-            context = self._ssl if scheme == "https" else None
-            address = rest.rstrip("/")
-        host, _, port = address.rpartition(":")
-        return host.strip("[]"), int(port), context
+        host, _, port = _host(address).rpartition(":")
+        await loop.create_connection(
+            made,
+            host.strip("[]"),
+            int(port),
+            ssl=self._ssl,
+            server_hostname=node_id if self._ssl is not None else None,
+            local_addr=(self._config.source_address, 0) if self._config.source_address else None,
+        )
 
 
 @lru_cache(maxsize=1024)

@@ -1,4 +1,4 @@
-"""The usage that an engine tells: read from a whole answer or a frame, completed, rewritten."""
+"""The usage that an engine tells: of an answer or a frame, read, completed, rewritten."""
 
 from typing import Annotated, Any, Final
 
@@ -31,43 +31,8 @@ class _Whole(msgspec.Struct):
     usage: _Usage | None = None
 
 
-_wholes: Final = msgspec.json.Decoder(_Whole)
-
-
-class NoAnswer(ValueError):
-    """The body is no JSON object of an answer."""
-
-
-def read_whole(body: bytes) -> tuple[UsageCount | None, bytes]:
-    """Return the usage of a whole answer, and the answer with `cached_tokens` in it.
-
-    Only the usage is decoded; an engine that tells of cached tokens has its bytes passed on.
-    """
-    try:
-        usage = _wholes.decode(body).usage
-    except msgspec.ValidationError:
-        return _read_odd(body)
-    except (msgspec.DecodeError, RecursionError, ValueError) as error:
-        raise NoAnswer from error
-    if usage is None:
-        return None, body
-    details = usage.prompt_tokens_details
-    if details is None or details.cached_tokens is None:
-        return _read_odd(body)
-    return UsageCount(usage.prompt_tokens, usage.completion_tokens, details.cached_tokens), body
-
-
-def _read_odd(body: bytes) -> tuple[UsageCount | None, bytes]:
-    """Read an answer that lacks `cached_tokens`, or tells its usage in a form of its own."""
-    try:
-        decoded = msgspec.json.decode(body)
-    except (msgspec.DecodeError, RecursionError, ValueError) as error:
-        raise NoAnswer from error
-    if not isinstance(decoded, dict):
-        raise NoAnswer
-    if with_cached_tokens(decoded):
-        body = msgspec.json.encode(decoded)
-    return usage_of(decoded), body
+WHOLE: Final = msgspec.json.Decoder(_Whole)
+"""Reads of a whole answer its usage alone."""
 
 
 def usage_of(body: dict[str, Any]) -> UsageCount | None:

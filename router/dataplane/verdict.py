@@ -5,7 +5,7 @@ import msgspec
 from isochrone.wire import headers
 from isochrone.wire.errors import ApiError, ErrorCode
 from router.dataplane.exchange import AttemptFailed, Failure, Head
-from router.dataplane.usage import NoAnswer, UsageCount, read_whole
+from router.dataplane.usage import WHOLE, UsageCount, usage_of, with_cached_tokens
 
 
 def hold_to_status(node_id: str, head: Head) -> None:
@@ -21,11 +21,39 @@ def hold_to_status(node_id: str, head: Head) -> None:
 
 
 def read_answer(node_id: str, body: bytes) -> tuple[UsageCount | None, bytes]:
-    """Read a whole answer's usage; what is no JSON object is no answer."""
+    """Return a whole answer's usage, and the answer with `cached_tokens` in it.
+
+    Only the usage is decoded; an engine that tells of cached tokens has its bytes passed on.
+    """
     try:
-        return read_whole(body)
-    except NoAnswer:
-        raise AttemptFailed(Failure.BROKEN, f"{node_id} sent no JSON object") from None
+        usage = WHOLE.decode(body).usage
+    except msgspec.ValidationError:
+        return _read_odd(node_id, body)
+    except (msgspec.DecodeError, RecursionError, ValueError):
+        raise _no_object(node_id) from None
+    if usage is None:
+        return None, body
+    details = usage.prompt_tokens_details
+    if details is None or details.cached_tokens is None:
+        return _read_odd(node_id, body)
+    return UsageCount(usage.prompt_tokens, usage.completion_tokens, details.cached_tokens), body
+
+
+def _read_odd(node_id: str, body: bytes) -> tuple[UsageCount | None, bytes]:
+    """Read an answer that lacks `cached_tokens`, or tells its usage in a form of its own."""
+    try:
+        decoded = msgspec.json.decode(body)
+    except (msgspec.DecodeError, RecursionError, ValueError):
+        raise _no_object(node_id) from None
+    if not isinstance(decoded, dict):
+        raise _no_object(node_id)
+    if with_cached_tokens(decoded):
+        body = msgspec.json.encode(decoded)
+    return usage_of(decoded), body
+
+
+def _no_object(node_id: str) -> AttemptFailed:
+    return AttemptFailed(Failure.BROKEN, f"{node_id} sent no JSON object")
 
 
 def hold_to_error(body: bytes, status: int) -> None:

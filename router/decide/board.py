@@ -7,7 +7,7 @@ another may get it later.
 
 from collections.abc import Mapping, Sequence, Set
 from math import inf
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, TypeAlias
 
 from isochrone.wire.ids import PopId, ReplicaId
 from isochrone.wire.routes import Route
@@ -54,21 +54,42 @@ The guess is what of the wait there is only usual, and not told of by any word.
 """
 
 
-class Ranked(NamedTuple):
-    """One way to go, with what is predicted of it and why it stands where it stands."""
+class Ranked:
+    """One way to go, with what is predicted of it and why it stands where it stands.
 
-    route: Route
-    reason: str
-    rtt_ms: float
-    queue_ms: float
-    prefill_ms: float
-    uncached_tokens: int
-    unread_tokens: int
-    """As much work as the uncached tokens are, in tokens at a prompt's beginning."""
-    cached_tokens: int = 0
-    overhead_ms: float = 0.0
-    queue_tokens_max: int = 0
-    """With more prompt tokens than this waiting there, the next best would be sooner after all."""
+    `unread_tokens` is as much work as the uncached ones are, in tokens at a prompt's beginning.
+    With more than `queue_tokens_max` waiting there, the next best would be sooner after all.
+    """
+
+    __slots__ = (
+        "cached_tokens", "overhead_ms", "prefill_ms", "queue_ms", "queue_tokens_max", "reason",
+        "route", "rtt_ms", "uncached_tokens", "unread_tokens",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        route: Route,
+        reason: str,
+        *,
+        rtt_ms: float,
+        overhead_ms: float,
+        queue_ms: float,
+        prefill_ms: float,
+        cached_tokens: int,
+        uncached_tokens: int,
+        unread_tokens: int,
+        queue_tokens_max: int,
+    ) -> None:
+        self.route = route
+        self.reason = reason
+        self.rtt_ms = rtt_ms
+        self.overhead_ms = overhead_ms
+        self.queue_ms = queue_ms
+        self.prefill_ms = prefill_ms
+        self.cached_tokens = cached_tokens
+        self.uncached_tokens = uncached_tokens
+        self.unread_tokens = unread_tokens
+        self.queue_tokens_max = queue_tokens_max
 
     @property
     def ttft_ms(self) -> float:
@@ -79,29 +100,11 @@ class Ranked(NamedTuple):
     def why(self) -> str:
         """The header value that tells a client why this replica."""
         tenths, queue_ms = int(10 * self.rtt_ms + 0.5), int(self.queue_ms + 0.5)
-        rtt, prefill_ms = f"{tenths // 10}.{tenths % 10}", int(self.prefill_ms + 0.5)
-        return f"{self.reason} rtt={rtt}ms queue={queue_ms}ms prefill={prefill_ms}ms"
-
-
-class Picture(NamedTuple):
-    """What the router believes of one deployment, frozen at `now_ms`."""
-
-    now_ms: float
-    routes: Sequence[Route | None]
-    slots: Mapping[ReplicaId, int]
-    home: frozenset[int]
-    times: Sequence[Times]
-    facts: Sequence[Facts]
-    seeds: Sequence[int]
-    weights: Sequence[float]
-    mates: Mapping[PopId, Sequence[int]]
-    """The slots of each PoP."""
-    stretch_per_token: float
-    regard: float
-    is_spilling: bool
-    ejected_until: Mapping[ReplicaId, float]
-    starting: Mapping[ReplicaId, float]
-    """Who takes only a share yet (slow_start.py)."""
+        prefill_ms = int(self.prefill_ms + 0.5)
+        return (
+            f"{self.reason} rtt={tenths // 10}.{tenths % 10}ms queue={queue_ms}ms"
+            f" prefill={prefill_ms}ms"
+        )
 
 
 class Board:
@@ -116,16 +119,16 @@ class Board:
         self.stretch = Stretch()
         self.uncached_share = 1.0
         """Of prompts, as a rule: for nodes that do not tell what they have not read yet."""
-        self._queued_share = 0.0
+        self.queued_share = 0.0
         self._free: list[int] = []
         self._home: frozenset[int] | None = None
-        self._mates: dict[PopId, list[int]] = {}
+        self.mates: dict[PopId, list[int]] = {}
         self.everyone = 0
         """The mask of all slots that have a replica."""
-        self._times: list[Times] = []
-        self._facts: list[Facts] = []
-        self._seeds: list[int] = []
-        self._weights: list[float] = []
+        self.times: list[Times] = []
+        self.facts: list[Facts] = []
+        self.seeds: list[int] = []
+        self.weights: list[float] = []
 
     def __len__(self) -> int:
         """Return how many slots there are, those without a replica included."""
@@ -137,7 +140,7 @@ class Board:
         left = set()
         # Pictures share these: what they show stays as it was.
         self.slots, self.routes = self.slots.copy(), self.routes.copy()
-        self._seeds, self._weights = self._seeds.copy(), self._weights.copy()
+        self.seeds, self.weights = self.seeds.copy(), self.weights.copy()
         for replica_id in [replica_id for replica_id in self.slots if replica_id not in named]:
             slot = self.slots.pop(replica_id)
             self._clear(slot)
@@ -147,11 +150,11 @@ class Board:
             if slot < 0:
                 slot = self._seat(route)
             self.routes[slot] = route
-            self._weights[slot] = max(1.0, route.prefill_tokens_per_s)
+            self.weights[slot] = max(1.0, route.prefill_tokens_per_s)
         self._home = None
-        self._mates = {}
+        self.mates = {}
         for route in routes:
-            self._mates.setdefault(route.pop, []).append(self.slots[route.replica_id])
+            self.mates.setdefault(route.pop, []).append(self.slots[route.replica_id])
         self.everyone = sum(1 << slot for slot in self.slots.values())
         return left
 
@@ -160,7 +163,7 @@ class Board:
         route = self.routes[slot]
         if route is None:
             return
-        if rtt_ms != self._facts[slot][0]:
+        if rtt_ms != self.facts[slot][0]:
             self._home = None
         pace = self.paces[slot]
         gain, overhead_ms = pace.at(now_s)
@@ -170,8 +173,8 @@ class Board:
         others = told + usual
         base_ms = rtt_ms + cold_ms + overhead_ms
         tokens = line.prefill + line.decode + others + others_decode
-        self._facts[slot] = (rtt_ms, base_ms, pace.spread_ms, tokens, usual * ms_per_token)
-        self._times[slot] = (
+        self.facts[slot] = (rtt_ms, base_ms, pace.spread_ms, tokens, usual * ms_per_token)
+        self.times[slot] = (
             base_ms + 1000 * line.free_at_s - rtt_ms / 2,
             base_ms + line.behind_first_ms + others * ms_per_token,
             ms_per_token,
@@ -181,7 +184,7 @@ class Board:
     def work_ms(self, slot: int, prompt_tokens: float, cached_tokens: float) -> float:
         """Return how long a replica reads what it has not cached of a prompt."""
         work = stretched(prompt_tokens, cached_tokens, self.stretch.per_token)
-        return work * self._times[slot][2]
+        return work * self.times[slot][2]
 
     def observed(self, slot: int, ranked: Ranked, took_ms: float, now_s: float) -> None:
         """Learn from a first token that came `took_ms` after its request went."""
@@ -204,69 +207,74 @@ class Board:
     def others_ms(self, slot: int, line: Line, now_s: float) -> float:
         """Return how long what others have waiting at a replica takes it."""
         told, usual, _ = line.others.at(now_s)
-        return (told + usual) * self._times[slot][2]
+        return (told + usual) * self.times[slot][2]
 
     def went(self, slot: int, ranked: Ranked, now_s: float) -> None:
         """A request goes there: note whether it is away from home, and whether it must wait."""
         if slot not in self.home:
             self.spilled_at_ms = 1000 * now_s
         queued_share = ranked.queue_ms / max(1.0, ranked.ttft_ms)
-        self._queued_share += QUEUED_STEP * (min(1.0, queued_share) - self._queued_share)
+        self.queued_share += QUEUED_STEP * (min(1.0, queued_share) - self.queued_share)
 
     def learned_uncached(self, share: float) -> None:
         """An answer told which share of its prompt was not cached."""
         self.uncached_share = smoothed(self.uncached_share, share, 0.02)
 
-    def picture(
-        self,
-        now_s: float,
-        ejected_until: Mapping[ReplicaId, float],
-        starting: Mapping[ReplicaId, float],
-    ) -> Picture:
-        """Return everything as it is now; what happens later does not change it."""
-        now_ms = 1000 * now_s
-        return Picture(
-            now_ms,
-            self.routes,
-            self.slots,
-            self.home,
-            self._times.copy(),
-            self._facts.copy(),
-            self._seeds,
-            self._weights,
-            self._mates,
-            self.stretch.per_token,
-            REGARD * self._queued_share,
-            now_ms - self.spilled_at_ms < SPILL_LASTS_MS,
-            ejected_until,
-            starting,
-        )
-
     def _find_home(self) -> frozenset[int]:
         seated = list(self.slots.values())
         if not seated:
             return frozenset()
-        limit_ms = HOME_RATIO * min(self._facts[slot][0] for slot in seated) + HOME_MS
-        return frozenset(slot for slot in seated if self._facts[slot][0] <= limit_ms)
+        limit_ms = HOME_RATIO * min(self.facts[slot][0] for slot in seated) + HOME_MS
+        return frozenset(slot for slot in seated if self.facts[slot][0] <= limit_ms)
 
     def _seat(self, route: Route) -> int:
         if self._free:
             slot = self._free.pop()
-            self._seeds[slot] = seed_of(route.replica_id)
+            self.seeds[slot] = seed_of(route.replica_id)
             self.paces[slot] = Pace()
         else:
             slot = len(self.routes)
             self.routes.append(route)
             self.paces.append(Pace())
-            self._seeds.append(seed_of(route.replica_id))
-            self._weights.append(1.0)
-            self._times.append((0.0, 0.0, 0.0, -1.0))
-            self._facts.append((0.0, 0.0, 0.0, 0.0, 0.0))
+            self.seeds.append(seed_of(route.replica_id))
+            self.weights.append(1.0)
+            self.times.append((0.0, 0.0, 0.0, -1.0))
+            self.facts.append((0.0, 0.0, 0.0, 0.0, 0.0))
         self.slots[route.replica_id] = slot
         return slot
 
     def _clear(self, slot: int) -> None:
         self.routes[slot] = None
-        self._times[slot] = (0.0, 0.0, 0.0, -1.0)
-        self._facts[slot] = (0.0, 0.0, 0.0, 0.0, 0.0)
+        self.times[slot] = (0.0, 0.0, 0.0, -1.0)
+        self.facts[slot] = (0.0, 0.0, 0.0, 0.0, 0.0)
         self._free.append(slot)
+
+
+class Picture:
+    """What the router believes of one deployment, frozen: what happens later does not change it.
+
+    `mates` are the slots of each PoP, `starting` who takes only a share yet (slow_start.py).
+    """
+
+    __slots__ = (
+        "ejected_until", "facts", "home", "is_spilling", "mates", "now_ms", "regard", "routes",
+        "seeds", "slots", "starting", "stretch_per_token", "times", "weights",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        board: Board,
+        now_s: float,
+        ejected_until: Mapping[ReplicaId, float],
+        starting: Mapping[ReplicaId, float],
+    ) -> None:
+        """Show everything as it is now."""
+        self.now_ms = 1000 * now_s
+        self.slots, self.routes, self.mates = board.slots, board.routes, board.mates
+        self.seeds, self.weights, self.home = board.seeds, board.weights, board.home
+        self.times, self.facts = board.times.copy(), board.facts.copy()
+        self.stretch_per_token = board.stretch.per_token
+        self.regard = REGARD * board.queued_share
+        self.is_spilling = self.now_ms - board.spilled_at_ms < SPILL_LASTS_MS
+        self.ejected_until = ejected_until
+        self.starting = starting

@@ -9,7 +9,7 @@ counted the more than once, the more requests find a queue: whoever comes next w
 
 from collections.abc import Iterable, Iterator, Sequence, Set
 from math import inf
-from typing import Final, NamedTuple
+from typing import Final
 
 from isochrone.wire.headers import SIBLINGS_MAX, Sibling
 from isochrone.wire.ids import ReplicaId
@@ -45,18 +45,29 @@ SURPRISE_MS: Final = 20.0
 """A longer queue than was thought counts as a surprise only past this."""
 
 
-class Ask(NamedTuple):
+class Ask:
     """What the choice needs to know of a request.
 
     `held` is which slots hold how much of the prompt; the seat counts where nothing is known.
     """
 
-    request_id: str
-    prompt_tokens: int
-    output_tokens: int
-    session: str = ""
-    seat: Seat | None = None
-    held: Held = NOTHING_HELD
+    __slots__ = ("held", "output_tokens", "prompt_tokens", "request_id", "seat", "session")
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_tokens: int,
+        output_tokens: int,
+        session: str = "",
+        seat: Seat | None = None,
+        held: Held = NOTHING_HELD,
+    ) -> None:
+        self.request_id = request_id
+        self.prompt_tokens = prompt_tokens
+        self.output_tokens = output_tokens
+        self.session = session
+        self.seat = seat
+        self.held = held
 
 
 class Routes(Sequence[Ranked]):
@@ -126,6 +137,7 @@ class Routes(Sequence[Ranked]):
         ranked, ms_per_token = self._ranked(slot, ""), self._picture.times[slot][2]
         return Sibling(
             ranked.route.replica_id,
+            ranked.route.node_id,
             ranked.route.address,
             ranked.unread_tokens,
             round(ranked.prefill_ms),
@@ -161,21 +173,19 @@ class Routes(Sequence[Ranked]):
         assert route is not None, f"slot {slot} is ranked without a replica"
         cached = _cached_tokens(picture, ask, slot)
         work = stretched(ask.prompt_tokens, cached, picture.stretch_per_token)
-        rtt_ms, base_ms = picture.facts[slot][:2]
+        rtt_ms, base_ms, _, _, _ = picture.facts[slot]
         until_ms, least_ms, ms_per_token, _ = picture.times[slot]
-        queue_ms = max(until_ms - picture.now_ms, least_ms) - base_ms
-        prefill_ms = work * ms_per_token
         return Ranked(
             route,
             reason,
-            rtt_ms,
-            queue_ms,
-            prefill_ms,
-            ask.prompt_tokens - cached,
-            round(work),
-            cached,
-            base_ms - rtt_ms,
-            self._queue_tokens_max() if slot == self._first else 0,
+            rtt_ms=rtt_ms,
+            overhead_ms=base_ms - rtt_ms,
+            queue_ms=max(until_ms - picture.now_ms, least_ms) - base_ms,
+            prefill_ms=work * ms_per_token,
+            cached_tokens=cached,
+            uncached_tokens=ask.prompt_tokens - cached,
+            unread_tokens=int(work + 0.5),
+            queue_tokens_max=self._queue_tokens_max() if slot == self._first else 0,
         )
 
 
@@ -187,16 +197,23 @@ def rank(picture: Picture, ask: Ask, excluded: Set[ReplicaId] = frozenset()) -> 
         left_out += _leave_out(picture, excluded, costs)
     if picture.starting:
         left_out += _spare_starting(picture, ask, costs)
-    best_ms = min(costs, default=inf)
-    if best_ms == inf:
+    best, others_ms = _soonest(costs)
+    if best < 0:
         return Routes(picture, ask, costs, left_out)
-    best = costs.index(best_ms)
-    costs[best] = inf
-    others_ms = min(costs)
-    costs[best] = best_ms
     first, reason = _first(picture, ask, costs, best, others_ms)
-    soonest_ms = others_ms if first == best else best_ms
+    soonest_ms = others_ms if first == best else costs[best]
     return Routes(picture, ask, costs, left_out, first, reason, soonest_ms)
+
+
+def _soonest(costs: list[float]) -> tuple[int, float]:
+    """Return the soonest slot, -1 where none has room, and how soon the next is."""
+    best, best_ms, others_ms = -1, inf, inf
+    for slot, cost in enumerate(costs):
+        if cost < best_ms:
+            best, best_ms, others_ms = slot, cost, best_ms
+        elif cost < others_ms:
+            others_ms = cost
+    return best, others_ms
 
 
 def _costs(picture: Picture, ask: Ask) -> list[float]:
@@ -303,7 +320,8 @@ def _drawn(
 ) -> int:
     """Return one of those as good as the best, drawn by the request or by its new session."""
     best_ms = costs[best]
-    slack_ms = max(ALIKE_MS, ALIKE_RATIO * best_ms, ALIKE_SPREADS * picture.facts[best][2])
+    noise_ms = max(ALIKE_RATIO * best_ms, ALIKE_SPREADS * picture.facts[best][2])
+    slack_ms = max(ALIKE_MS, noise_ms)
     if is_new:
         slack_ms = max(slack_ms, SESSION_ALIKE_MS, SESSION_ALIKE_RATIO * best_ms)
     limit_ms = best_ms + slack_ms

@@ -99,6 +99,7 @@ class Line:
         "past",
         "prefill",
         "reading",
+        "reading_ms",
         "requests",
     )
 
@@ -111,6 +112,8 @@ class Line:
         self.outputs = 0
         self.reading: dict[Reservation, float] = {}
         """Prompts not read yet, in the order sent, each with the milliseconds it takes."""
+        self.reading_ms = 0.0
+        """What these take together: kept, as a busy replica has hundreds."""
         self.free_at_s = -1e18
         self.others = Others()
         self.past: deque[tuple[float, int, int]] = deque(maxlen=PAST_MAX)
@@ -120,9 +123,17 @@ class Line:
         """Return the work that cannot have begun: all but the first prompt being read."""
         if len(self.reading) < 2:
             return 0.0
-        works = iter(self.reading.values())
-        next(works)
-        return sum(works)
+        return max(0.0, self.reading_ms - next(iter(self.reading.values())))
+
+    def read(self, reservation: Reservation) -> bool:
+        """Take a prompt out of those not read; False where it is not among them."""
+        work_ms = self.reading.get(reservation)
+        if work_ms is None:
+            return False
+        del self.reading[reservation]
+        # Nothing is what nobody takes, whatever rounding left.
+        self.reading_ms = self.reading_ms - work_ms if self.reading else 0.0
+        return True
 
     def ours(self, at_s: float) -> tuple[int, int]:
         """Return what of ours (unread, outputs) was there at `at_s`, as far as remembered."""
@@ -167,6 +178,7 @@ class TokensInFlight:
         line.decode += decode
         line.outputs += decode
         line.reading[reservation] = work_ms
+        line.reading_ms += work_ms
         line.requests += 1
         line.is_gone = False
         if arrives_s is not None:
@@ -227,7 +239,7 @@ class TokensInFlight:
     def prefilled(self, reservation: Reservation, at_s: float | None) -> None:
         """Turn prefill into decode. For Reservation."""
         line = self._line(reservation.replica_id)
-        if line.reading.pop(reservation, None) is None:
+        if not line.read(reservation):
             return
         line.prefill -= reservation.prefill_tokens
         line.decode += reservation.prefill_tokens
@@ -235,7 +247,7 @@ class TokensInFlight:
         reservation.prefill_tokens = 0
         if at_s is not None:
             line.past.append((at_s, line.prefill, line.outputs))
-            line.free_at_s = at_s + sum(line.reading.values()) / 1000
+            line.free_at_s = at_s + line.reading_ms / 1000
         self._changed(reservation.replica_id)
 
     def give_back(self, reservation: Reservation, at_s: float | None = None) -> None:
@@ -245,7 +257,7 @@ class TokensInFlight:
         line.prefill -= reservation.prefill_tokens
         line.decode -= reservation.decode_tokens
         line.outputs -= reservation.output_tokens
-        if line.reading.pop(reservation, None) is not None:
+        if line.read(reservation):
             line.free_at_s -= reservation.work_ms / 1000
         if at_s is not None:
             line.past.append((at_s, line.prefill, line.outputs))

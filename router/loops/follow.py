@@ -16,6 +16,7 @@ import msgspec
 
 from isochrone.service import files
 from isochrone.service.control import Progress
+from isochrone.service.threads import to_its_end
 from isochrone.wire import codec
 from isochrone.wire.control import Welcome
 from isochrone.wire.ids import ClusterId, Epoch, Generation
@@ -23,7 +24,6 @@ from isochrone.wire.routes import Route, RouteDelta, RouteTable, SnapshotWanted,
 from router.decide.adopt import Adopted, RefusedTable, adopt, widened
 from router.decide.limits import Gate
 from router.fleet import Fleet
-from router.loops.disk import to_its_end
 from router.metrics import Metrics
 
 log = logging.getLogger(__name__)

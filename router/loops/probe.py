@@ -42,12 +42,12 @@ class Prober:
         upstream: Upstream,
         metrics: Metrics,
         dropped: Callable[[], Sequence[Route]],
-        let_go: Callable[[str, float], None],
+        let_go: Callable[[NodeId, float], None],
         timeout_s: float,
     ) -> None:
         """Ask also the `dropped` replicas of a table that is held, one by one.
 
-        `let_go` is told the address of a node that is gone, and since when it is silent.
+        `let_go` is told which node is gone, and since when it is silent.
         """
         self._fleet = fleet
         self._upstream = upstream
@@ -69,7 +69,7 @@ class Prober:
         silent = {one: since for one, ping in pings.items() if (since := ping.result()) is not None}
         for node_id in gone(silent.keys(), len(nodes)):
             self._metrics.ejections.labels("gone").inc(self._fleet.gone(node_id))
-            self._let_go(nodes[node_id], silent[node_id])
+            self._let_go(node_id, silent[node_id])
         return Probed(len(nodes) - len(silent), len(silent))
 
     async def _ping(self, node_id: NodeId, address: str) -> float | None:
@@ -77,17 +77,17 @@ class Prober:
         async with self._places:
             since_s = self._upstream.clock()
             # The first pays for the connection's handshake: not measured.
-            if node_id in self._known or await self._once(address) is not None:
+            if node_id in self._known or await self._once(node_id, address) is not None:
                 began = perf_counter()
-                head = await self._once(address)
+                head = await self._once(node_id, address)
                 if head is not None:
                     took_ms = 1000 * (perf_counter() - began)
                     loads = head.fields.get(_LOADS, b"").decode("latin-1")
                     self._fleet.pinged(node_id, took_ms, headers.parse_loads(loads))
                     self._known.add(node_id)
                     return None
-                self._upstream.doubt(address)
-                if await self._once(address) is not None:
+                self._upstream.doubt(node_id)
+                if await self._once(node_id, address) is not None:
                     return None
             self._known.discard(node_id)
             self._fleet.silent(node_id)
@@ -96,17 +96,20 @@ class Prober:
 
     async def _ask(self, route: Route) -> None:
         async with self._places:
-            head = await self._once(route.address, {headers.REPLICA: route.replica_id})
+            sent: dict[str, str] = {headers.REPLICA: route.replica_id}
+            head = await self._once(route.node_id, route.address, sent)
             if head is not None:
                 self._fleet.heard(route, None, head.refused)
 
-    async def _once(self, address: str, sent: dict[str, str] | None = None) -> Head | None:
+    async def _once(
+        self, node_id: NodeId, address: str, sent: dict[str, str] | None = None
+    ) -> Head | None:
         """Return the head of the node's answer; None where it is silent."""
         sent = {headers.ROUTER: self._fleet.name, **(sent or {})}
         request = ("GET", "/ping", lines_of(sent), b"")
         try:
             exchange = self._upstream.ask(
-                NodeId(address), address, request, self._timeout_s, PONG_BYTES_MAX
+                node_id, address, request, self._timeout_s, PONG_BYTES_MAX
             )
             try:
                 await exchange.opened

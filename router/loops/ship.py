@@ -11,10 +11,10 @@ from typing import Final, NamedTuple
 
 import msgspec
 
+from isochrone.service.threads import to_its_end
 from isochrone.wire.ids import BootId, RouterId
 from isochrone.wire.usage import Demand, RoundTrips, Usage, UsageAck
 from router.fleet import Fleet
-from router.loops.disk import to_its_end
 from router.loops.spool import UsageSpool
 from router.metrics import Metrics
 from router.record import Recorder

@@ -5,6 +5,7 @@ from typing import Final
 
 from aiohttp import web
 
+from isochrone.wire.assignment import ReplicaSpec
 from isochrone.wire.control import FromAgent, PeerRole, Refused, RefusedCode
 from isochrone.wire.ids import NodeId
 from isochrone.wire.report import Pulse, Report
@@ -12,6 +13,7 @@ from scheduler import metrics
 from scheduler.acting import INTAKE_TIMEOUT_S, Acting, NotActing
 from scheduler.api.peers import attend
 from scheduler.connected import Connected
+from scheduler.decide.claims import claim
 from scheduler.decide.news import is_news
 from scheduler.store.events import record_event
 from scheduler.store.lease import EpochLost
@@ -61,7 +63,7 @@ class Agents:
         try:
             pool = self._acting.intake
             async with transaction(pool, timeout_s=INTAKE_TIMEOUT_S, lags=True) as connection:
-                effect = await record_report(connection, self._acting.epoch, report)
+                effect = await record_report(connection, self._acting.epoch, report, self._believes)
             metrics.REPORTS.labels("stale" if effect.stale else "taken").inc()
             if effect.stale:
                 return True
@@ -86,6 +88,9 @@ class Agents:
             reason = (str(error) or type(error).__name__)[:200]
             log.warning("report not written", extra={"fields": {"reason": reason}})
         return True
+
+    def _believes(self, node_id: NodeId, spec: ReplicaSpec) -> bool:
+        return self._acting.authority.has_sealed(claim(node_id, spec), spec.seal)
 
     def _is_known(self, peer: Connected, report: Report) -> bool:
         """Say whether the store holds all that this report says, written not long ago."""

@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 from aiohttp import web
+from cryptography.fernet import Fernet, InvalidToken
 
 from isochrone.service.door import read_body
 from isochrone.wire import codec
@@ -185,18 +186,15 @@ async def _answer(
         if key:
             stored = await recall(connection, key, request.method, request.path)
             if stored is not None:
-                return _replay(stored, sha)
+                return _replay(stored, sha, acting.authority.cipher())
         call = Call(request, acting, connection, body, sha)
         answer = await endpoint.function(call)
         encoded = _encode(answer)
         if key:
-            await remember(
-                connection,
-                key,
-                request.method,
-                request.path,
-                StoredAnswer(sha, endpoint.status, encoded),
-            )
+            # It may show a key, of which only the digest is to be found in a database.
+            hidden = acting.authority.cipher().encrypt(encoded)
+            stored = StoredAnswer(sha, endpoint.status, hidden)
+            await remember(connection, key, request.method, request.path, stored)
     if endpoint.method != "GET":
         acting.nudge_place()
         acting.publish()
@@ -211,15 +209,22 @@ async def _answer(
     return response
 
 
-def _replay(stored: StoredAnswer, sha: str) -> web.Response:
+def _replay(stored: StoredAnswer, sha: str, cipher: Fernet) -> web.Response:
     if stored.body_sha256 != sha:
         raise ApiError(
             ErrorCode.CONFLICT,
             "cannot repeat: this Idempotency-Key was used with another body",
         )
+    try:
+        body = cipher.decrypt(stored.body)
+    except InvalidToken as error:
+        raise ApiError(
+            ErrorCode.CONFLICT,
+            "cannot repeat: it was done, but what was answered cannot be read any more",
+        ) from error
     return web.Response(
-        status=stored.status if stored.body else 204,
-        body=stored.body or None,
+        status=stored.status if body else 204,
+        body=body or None,
         content_type="application/json",
         headers={"idempotent-replay": "true"},
     )

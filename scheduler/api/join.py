@@ -1,5 +1,7 @@
 """`POST /v1/join`: a one-time token for a certificate."""
 
+from typing import Final
+
 import msgspec
 from aiohttp import web
 
@@ -23,12 +25,17 @@ from scheduler.store.pool import UNAVAILABLE, Connection, transaction
 
 _reader = msgspec.json.Decoder(JoinRequest)
 
+JOINS_PER_S: Final = 20.0
+BURST_S: Final = 15.0
+"""300 servers may join in one moment. A flood without tokens slows joins, and nothing else."""
+
 
 class Join:
     """The door for those who have no certificate yet."""
 
     def __init__(self, acting: Acting) -> None:
         self._acting = acting
+        self._free_at = float("-inf")
 
     async def handle(self, request: web.Request) -> web.Response:
         """Spend the token, enter the peer, issue its certificate: all or nothing."""
@@ -40,18 +47,30 @@ class Join:
         token = parse_join_token(asked.token)
         if token is None:
             raise ApiError(ErrorCode.FORBIDDEN, "cannot join: malformed token", param="token")
-        if not is_name(asked.name):
+        # With nothing between two dots it can be no server's name in TLS, and so never proven.
+        if not is_name(asked.name) or ".." in asked.name:
             raise ApiError(
                 ErrorCode.INVALID_REQUEST,
                 f"cannot join: a name has {WORDS[NAME_PATTERN]}",
                 param="name",
             )
+        self._take_turn(self._acting.clock())
         try:
             return await self._join(asked, token.token_id, token.secret)
         except UNAVAILABLE as error:
             raise ApiError(
                 ErrorCode.UNAVAILABLE, "cannot join: the database is away", retry_after_s=2
             ) from error
+
+    def _take_turn(self, now: float) -> None:
+        at = max(self._free_at, now - BURST_S)
+        if at > now:
+            raise ApiError(
+                ErrorCode.RATE_LIMITED,
+                f"cannot join now: {JOINS_PER_S:g} may in a second; try again",
+                retry_after_s=1,
+            )
+        self._free_at = at + 1 / JOINS_PER_S
 
     async def _join(self, asked: JoinRequest, token_id: str, secret: str) -> web.Response:
         async with transaction(self._acting.pool) as connection:

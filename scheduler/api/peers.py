@@ -35,6 +35,7 @@ from scheduler.store.nodes import UnknownPeer, record_registration
 from scheduler.store.pool import UNAVAILABLE, transaction, using
 
 REGISTER_TIMEOUT_S: Final = 5.0
+REGISTER_BYTES_MAX: Final = 64 * 1024
 PEERS_MAX: Final = 10_000
 ALIVE_S: Final = 6.0
 PING_S: Final = 10.0
@@ -77,7 +78,10 @@ async def converse(
 
     The first yield carries None: the peer has just been welcomed.
     """
-    socket = web.WebSocketResponse(max_msg_size=codec.FRAME_BYTES_MAX, heartbeat=PING_S)
+    # What a stranger sends must cost no more than it did to send: nothing is inflated.
+    socket = web.WebSocketResponse(
+        max_msg_size=codec.FRAME_BYTES_MAX, heartbeat=PING_S, compress=False
+    )
     await socket.prepare(request)
     reader = codec.decoder(incoming)
     try:
@@ -89,7 +93,11 @@ async def converse(
         return
     sender = asyncio.create_task(peer.empty_outbox())
     pace = Pace(AGENT_MESSAGES_PER_S if role is PeerRole.AGENT else ROUTER_MESSAGES_PER_S)
+    before = acting.add_peer(peer)
     try:
+        if before is not None:
+            reason = "the same peer dialled again"
+            await before.end(Refused(code=RefusedCode.DUPLICATE, reason=reason))
         yield peer, None
         while True:
             try:
@@ -128,17 +136,22 @@ async def _register(
     await socket.send_bytes(codec.encode(challenge))
     try:
         async with asyncio.timeout(REGISTER_TIMEOUT_S):
-            register = _read(await _receive(socket), reader)
+            frame = await _receive(socket)
     except (TimeoutError, EOFError):
         raise Turned(RefusedCode.MALFORMED, "no registration in time") from None
+    if len(frame) > REGISTER_BYTES_MAX:
+        reason = f"cannot read frame: a registration has at most {REGISTER_BYTES_MAX} bytes"
+        raise Turned(RefusedCode.MALFORMED, reason)
+    register = _read(frame, reader)
     if not isinstance(register, Register):
         raise Turned(RefusedCode.MALFORMED, "the first message must be a registration")
+    # Before anything is kept of it: strangers would take the places of a fleet.
+    certificate = _prove(register, acting, role, nonce)
     wait_s = acting.wait_outside_s(role, register.name)
     if wait_s > 0:
         raise Turned(RefusedCode.BUSY, "many dial at once; come at your time", wait_s)
     has_entered = False
     try:
-        certificate = _prove(register, acting, role, nonce)
         _refuse_twin(register, acting)
         await _enter(register, acting, certificate)
         has_entered = True
@@ -168,9 +181,6 @@ async def _register(
         redial_spread_s=acting.redial_spread_s,
     )
     peer.tell(welcome)
-    before = acting.add_peer(peer)
-    if before is not None:
-        await before.end(Refused(code=RefusedCode.DUPLICATE, reason="the same peer dialled again"))
     return peer
 
 

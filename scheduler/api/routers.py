@@ -83,10 +83,10 @@ async def _store(
 ) -> UsageAck | None:
     match message:
         case Demand():
-            taken = take_demand(message)
+            taken = take_demand(peer.pop, message)
             unknown = await record_demand(connection, message, taken)
             if unknown is not None:
-                await record_trials(connection, take_trials(message))
+                await record_trials(connection, take_trials(peer.pop, message))
             metrics.DEMAND_BATCHES.labels("repeated" if unknown is None else "counted").inc()
             refused = dict(taken.refused)
             if unknown:

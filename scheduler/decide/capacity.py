@@ -223,7 +223,7 @@ class _Step:
         bits = shape.weight_bits if shape else 16.0
         self._parameters = (shape.parameters if shape else 0) or model.weights_bytes * 8 / bits
         sparse = shape.expert_parameters if shape else 0
-        self._sparse_share = min(1.0, sparse / self._parameters)
+        self._sparse_share = min(1.0, sparse / max(1.0, self._parameters))
         self._awake_share = shape.experts_active / shape.experts if shape and shape.experts else 1.0
         self._weights_bytes = model.weights_bytes
         # What several devices hold a copy of, each of them reads.

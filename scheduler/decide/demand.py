@@ -7,22 +7,25 @@ was asked, not what was served.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import pairwise, repeat, starmap
 from operator import attrgetter
 from typing import Final, NamedTuple
 
 import msgspec
 import numpy as np
 
-from isochrone.wire.ids import PopId
+from isochrone.wire.ids import DeploymentId, PopId
 from isochrone.wire.report import Profile
 from scheduler.decide.cluster import ClusterState, DemandRate
-from scheduler.decide.flow import Floats, Ints
+from scheduler.decide.flow import NOTHING, Floats, Ints
 
 RATE_MIN: Final = 1e-9
 RATE_MAX: Final = 1e9
 """Less than anyone notices, and more than any city asks: what is beyond is an error in counting."""
 
+NAME: Final = attrgetter("deployment_id")
 POP: Final = attrgetter("pop")
 RATES: Final = tuple(
     attrgetter(name)
@@ -30,26 +33,31 @@ RATES: Final = tuple(
 )
 
 
-class Load(NamedTuple):
-    """What each asking city asks, a row a city, and how a replica on each class compares.
-
-    `replicas` is the load; `speed` is how many times the reference replica's a class's one carries.
-    """
+class Asked(NamedTuple):
+    """What each asking city asks of one deployment, a row a city."""
 
     cities: Ints
     requests_per_s: Floats
     prompt_tokens_per_s: Floats
+    output_tokens_per_s: Floats
+
+
+NOTHING_ASKED: Final = Asked(np.empty(0, dtype=np.int64), NOTHING, NOTHING, NOTHING)
+
+
+class Load(NamedTuple):
+    """What each asking city asks, in replicas, and how a replica on each class compares.
+
+    `speed` is how many times the reference replica's a class's one carries.
+    """
+
     replicas: Floats
     speed: Mapping[str, float]
 
 
-def load_of(
-    rows: Sequence[DemandRate], index: Mapping[PopId, int], rates: Mapping[str, Profile]
-) -> Load:
-    """Return what is asked of replicas with these rates by class; `index` numbers the cities."""
-    asked = _asked(rows, index)
-    cities, requests = asked[:, 0].astype(np.int64), asked[:, 1]
-    prompt, output = asked[:, 2], asked[:, 3]
+def load_of(asked: Asked, rates: Mapping[str, Profile]) -> Load:
+    """Return what is asked of replicas with these rates by class."""
+    prompt, output = asked.prompt_tokens_per_s, asked.output_tokens_per_s
     # Where nothing is asked yet, a token of each tells the classes apart.
     mix = (float(prompt.sum()), float(output.sum()))
     if sum(mix) < RATE_MIN:
@@ -59,13 +67,11 @@ def load_of(
         for name, rate in rates.items()
     }
     if not busy:
-        return Load(cities, requests, prompt, requests * 0.0, {})
+        return Load(prompt * 0.0, {})
     slowest = max(sorted(busy), key=lambda name: busy[name])
     reference = rates[slowest]
     load = prompt / reference.prefill_tokens_per_s + output / reference.decode_tokens_per_s
-    return Load(
-        cities, requests, prompt, load, {name: busy[slowest] / took for name, took in busy.items()}
-    )
+    return Load(load, {name: busy[slowest] / took for name, took in busy.items()})
 
 
 def raised(rows: Sequence[DemandRate], foretold: Sequence[DemandRate]) -> tuple[DemandRate, ...]:
@@ -106,20 +112,30 @@ def _answered(row: DemandRate) -> DemandRate:
     return msgspec.structs.replace(row.times(ratio), refused_per_s=0.0)
 
 
-def _asked(rows: Sequence[DemandRate], index: Mapping[PopId, int]) -> Floats:
-    """Return (city, requests, prompt, output) a row; what was refused counts as asked.
+def asked_by(
+    rows: Sequence[DemandRate], index: Mapping[PopId, int]
+) -> defaultdict[DeploymentId, Asked]:
+    """Return what is asked of each deployment; `index` numbers the cities.
 
-    A rate that is no number, below 0 or beyond belief, or of no city of ours, is left out.
+    What was refused counts as asked. A rate that is no number, below 0 or beyond belief, or of no
+    city of ours, is left out. All rows are read at once: a planet has tens of thousands.
     """
-    read = np.empty((len(rows), 1 + len(RATES)))
-    read[:, 0] = [index.get(pop, -1) for pop in map(POP, rows)]
-    for column, rate in enumerate(RATES, 1):
-        read[:, column] = np.fromiter(map(rate, rows), np.float64, len(rows))
+    names = {name: number for number, name in enumerate(dict.fromkeys(map(NAME, rows)))}
+    number = np.fromiter(map(names.__getitem__, map(NAME, rows)), np.int64, len(rows))
+    city = np.fromiter(map(index.get, map(POP, rows), repeat(-1)), np.int64, len(rows))
+    rates = [np.fromiter(map(rate, rows), np.float64, len(rows)) for rate in RATES]
     # What is no number compares as False.
-    read = read[((read >= 0) & (read < RATE_MAX)).all(axis=1)]
-    total = read[:, 1] + read[:, 2]
-    read, total = read[total > RATE_MIN], total[total > RATE_MIN]
+    is_read = np.logical_and.reduce([city >= 0, *((r >= 0) & (r < RATE_MAX) for r in rates)])
+    kept = np.flatnonzero(is_read & (np.maximum(rates[0], rates[1]) > RATE_MIN))
+    kept = kept[np.argsort(number[kept], kind="stable")]
+    cities = city[kept]
+    answered, refused, prompt, output = (rate[kept] for rate in rates)
+    requests = answered + refused
     # So little answered says nothing of what the refused would take, and must divide nothing.
-    served = np.where(read[:, 1] > RATE_MIN, read[:, 1], total)
-    more = total / served
-    return np.column_stack((read[:, 0], total, read[:, 3] * more, read[:, 4] * more))
+    more = requests / np.where(answered > RATE_MIN, answered, requests)
+    prompt, output = prompt * more, output * more
+    asked: defaultdict[DeploymentId, Asked] = defaultdict(lambda: NOTHING_ASKED)
+    ends = np.searchsorted(number[kept], np.arange(len(names) + 1)).tolist()
+    for name, of in zip(names, starmap(slice, pairwise(ends)), strict=True):
+        asked[name] = Asked(cities[of], requests[of], prompt[of], output[of])
+    return asked

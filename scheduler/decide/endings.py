@@ -15,7 +15,7 @@ from isochrone.wire.model import Deployment
 from isochrone.wire.report import ReplicaState
 from scheduler.decide.cluster import Placement
 from scheduler.decide.feasible import allowed
-from scheduler.decide.flow import Floats
+from scheduler.decide.flow import EPSILON
 from scheduler.decide.ground import Ground
 from scheduler.decide.score import START
 from scheduler.decide.search import Search, Worth
@@ -35,9 +35,8 @@ def stands(ground: Ground, placement: Placement) -> bool:
     """Say whether a placement serves or will: on a node that stays, and not given up."""
     return (
         not placement.is_ending
-        and all(part.state not in OVER for part in placement.parts)
-        and not _shaken(ground, placement)
-        and not any(ground.nodes[node_id].draining for node_id in placement.node_ids)
+        and not any(part.state in OVER for part in placement.parts)
+        and ground.staying.issuperset(placement.node_ids)
     )
 
 
@@ -109,27 +108,43 @@ def end_drained(
 def replace_stale(
     search: Search, wish: Wish, fresh: Wish, surge_max: int, end_seat: EndSeat
 ) -> None:
-    """End old ones that new ones have made spare; if there are none, start a new one."""
+    """End old ones that new ones have made spare; if there are none, start a new one.
+
+    Where one more may not be, or would not pay even if no old one stood, old ones have better
+    places than are left: once the new ones can do without, the one missed least makes room.
+    """
     version = wish.deployment.version
     coming = sum(1 for s in fresh.seats if s.placement and s.placement.state in COMING)
     coming += sum(1 for s in wish.seats if s.seat)
     if coming >= surge_max:
         return
+    stale = [s for s in wish.seats if s.placement and s.placement.version != version]
     ended = 0
-    for seated in [s for s in wish.seats if s.placement and s.placement.version != version]:
-        if not fresh.seats or len(wish.seats) <= wish.least:
-            break
-        serves = seated.placement and seated.placement.state is ReplicaState.WARM
-        if serves and len(wish.warm_pops()) <= max(1, wish.least):
-            continue
-        if wish.loss(seated) < wish.hold + START:
+    for seated in stale:
+        if _may_be_replaced(wish, fresh, seated) and wish.loss(seated) < wish.hold + START:
             end_seat(seated, f"version {version} is warm in its place")
             wish.drop(seated)
             ended += 1
-    if not ended:
-        best = _best_of(search, fresh, fresh.nodes_of)
-        if best and search.has_starts_left:
+    if ended:
+        return
+    best = _best_of(search, fresh, fresh.nodes_of)
+    is_full = len(wish.seats) > wish.most
+    if best and (not fresh.seats or (best.net > 0 and not is_full)):
+        if search.has_starts_left:
             search.take(wish, best, reason=f"version {version} replaces the one before")
+    elif is_full or fresh.flow.unserved() <= EPSILON:
+        among = [s for s in may_go(wish, 0.0) if s in stale and _may_be_replaced(wish, fresh, s)]
+        missed = least_missed(wish, among)
+        if missed:
+            end_seat(missed[1], f"version {version} is warm, and finds no better place beside it")
+
+
+def _may_be_replaced(wish: Wish, fresh: Wish, seated: Seated) -> bool:
+    """Say whether enough stand, and enough of them warm, for an old one to go."""
+    serves = seated.placement and seated.placement.state is ReplicaState.WARM
+    if serves and len(wish.warm_pops()) <= max(1, wish.least):
+        return False
+    return bool(fresh.seats) and len(wish.seats) > wish.least
 
 
 def part_fellows(search: Search, wish: Wish, settle_s: float) -> None:
@@ -193,8 +208,7 @@ def least_missed(
     wish: Wish, among: Sequence[Seated], below: float = inf
 ) -> tuple[float, Seated] | None:
     """Return the seat that stands whose loss costs least, and what: if it is less than `below`."""
-    least_losses = wish.flow.losses_at_least()
-    guesses = [_loss_at_least(wish, seated, least_losses) for seated in among]
+    guesses = [wish.loss_at_least(seated) for seated in among]
     best: tuple[float, int, float, str] | None = None
     chosen = None
     for number in np.argsort(guesses, kind="stable"):
@@ -210,15 +224,6 @@ def least_missed(
         if best is None or entry < best:
             best, chosen = entry, seated
     return (best[0], chosen) if best and chosen and best[0] < below else None
-
-
-def _loss_at_least(wish: Wish, seated: Seated, least_losses: Floats) -> float:
-    """Return an estimate of what a seat's loss costs that is cheap and never too high."""
-    if seated.site < 0:
-        return 0.0
-    if wish.flow.room[seated.site] <= seated.room * 1.001:
-        return float(least_losses[seated.site])
-    return wish.flow.loss_at_least(seated.site, seated.room)
 
 
 def may_go(wish: Wish, settle_s: float) -> list[Seated]:

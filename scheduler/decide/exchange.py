@@ -258,10 +258,9 @@ class Exchange:
     def _loss_for(self, blocked: Blocked, number: int, seated: Seated) -> float:
         """Return what one leaving costs; inf at once for what stands and is surely worth more."""
         wish = self._search.wishes[number]
-        if seated.placement:
-            least = wish.flow.loss_at_least(seated.site, seated.room) if seated.site >= 0 else 0.0
-            if least - seated.hold - seated.start > blocked.net:
-                return np.inf
+        paid = seated.hold + seated.start
+        if seated.placement and wish.loss_at_least(seated) - paid > blocked.net:
+            return np.inf
         return self._loss(number, seated)
 
     def _loss(self, number: int, seated: Seated) -> float:

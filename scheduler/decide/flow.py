@@ -147,16 +147,14 @@ class Flow:
     def losses_at_least(self) -> Floats:
         """Return for each site at most what losing it would cost: as if each neighbour had room."""
         open_sites = np.flatnonzero(self.room > 0)
-        least = np.zeros(len(self.room))
         rows = np.flatnonzero(self._site != UNSERVED)
         if not len(rows):
-            return least
-        ms = self.far[np.ix_(self._city[rows], open_sites)]
+            return np.zeros(len(self.room))
+        ms = self.far[self._city[rows][:, None], open_sites]
         ms = np.where(open_sites[None, :] == self._site[rows][:, None], self.unserved_ms, ms)
         paid = self.unit[self._city[rows]] * self._amount[rows]
         more = paid * np.maximum(0.0, ms.min(axis=1) - self._ms[rows])
-        np.add.at(least, self._site[rows], more)
-        return least
+        return np.bincount(self._site[rows], more, len(self.room)).astype(np.float64)
 
     def loss_at_least(self, site: int, room: float) -> float:
         """Return at most what a seat less at a site would cost: as if every neighbour had room."""
@@ -183,7 +181,7 @@ class Flow:
         """Return the nearest of some sites for each row, and how far; UNSERVED if that is less."""
         if not len(sites):
             return np.full(len(rows), UNSERVED), np.full(len(rows), self.unserved_ms)
-        near = self.far[np.ix_(self._city[rows], sites)]
+        near = self.far[self._city[rows][:, None], sites]
         best = near.argmin(axis=1)
         found = near[np.arange(len(rows)), best]
         to = np.where(found < self.unserved_ms, sites[best], UNSERVED)
@@ -208,7 +206,8 @@ class Flow:
         """Move rows round in rings and chains of sites while that saves and effort is left."""
         self._worth = NOTHING
         full = np.flatnonzero((self.room > 0) & (self.free <= EPSILON))
-        if not len(full) or self.far.size > PAIRS_MAX:
+        # What rounding leaves of a room that was taken away looks full, where nobody asks too.
+        if not len(full) or not len(self._city) or self.far.size > PAIRS_MAX:
             return
         sites = np.append(np.flatnonzero(self.room > 0), UNSERVED)
         self._worth = np.zeros(len(self.room) + 1)
@@ -229,7 +228,7 @@ class Flow:
         order = np.argsort(self._site, kind="stable")
         at, starts = np.unique(self._site[order], return_index=True)
         far = np.full((len(order), count), self.unserved_ms)
-        far[:, :-1] = self.far[np.ix_(self._city[order], sites[:-1])]
+        far[:, :-1] = self.far[self._city[order][:, None], sites[:-1]]
         saved = self.unit[self._city[order]][:, None] * (self._ms[order][:, None] - far)
         # steps[a, b]: the most that a unit of load saves by going from site a to site b.
         steps = np.full((count, count), -np.inf)

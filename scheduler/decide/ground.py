@@ -26,7 +26,7 @@ from scheduler.decide.feasible import (
     free_memory,
     replica_memory_bytes,
 )
-from scheduler.decide.flow import Floats
+from scheduler.decide.flow import Floats, Ints
 from scheduler.decide.liveness import LivenessView
 from scheduler.decide.score import FAILED_HERE, Distances, start_cost
 from scheduler.decide.start_time import StartTimes
@@ -44,7 +44,8 @@ class Site(msgspec.Struct, frozen=True, kw_only=True):
 class Ready(msgspec.Struct, frozen=True, kw_only=True):
     """The nodes of a site that may take replicas, each with its devices' sizes, largest first.
 
-    Each has at least `disk_free_bytes`, and as many devices of the sizes `sure`, largest first.
+    Each has at least `disk_free_bytes`, and as many devices of the sizes `sure`, largest first;
+    where one refused anything lately, nothing is sure.
     """
 
     nodes: list[Node]
@@ -89,20 +90,21 @@ class Ground:
         self.site_of = {(site.pop, site.device_class): site.index for site in self.sites}
         self.device_classes = sorted({site.device_class for site in self.sites})
         columns = [self.far.index[site.pop] for site in self.sites]
-        self.far_to_sites: Floats = np.ascontiguousarray(self.far.ms[:, columns])
-        self._devices = {
-            (site.index, node_id): [
-                (node_id, device.device_id)
-                for device in self.nodes[node_id].devices
-                if device.healthy and device.device_class == site.device_class
-            ]
-            for site in self.sites
-            for node_id in site.nodes
-        }
+        self._far_to_sites: Floats = np.ascontiguousarray(self.far.ms[:, columns])
+        self._far_from: dict[bytes, Floats] = {}
+        classes = {name: number for number, name in enumerate(self.device_classes)}
+        self.class_at: Ints = np.array([classes[s.device_class] for s in self.sites], np.int64)
+        self._site_of_device: dict[tuple[NodeId, DeviceId], int] = {}
+        self._devices: dict[tuple[int, NodeId], list[tuple[NodeId, DeviceId]]] = defaultdict(list)
+        for node in cluster.nodes:
+            for device in node.devices:
+                key = node.node_id, device.device_id
+                at = self._site_of_device[key] = self.site_of[node.pop, device.device_class]
+                if device.healthy:
+                    self._devices[at, node.node_id].append(key)
         self._ready = [self._ready_at(site) for site in self.sites]
-        self._class_of = {
-            node.node_id: {device.device_id: device.device_class for device in node.devices}
-            for node in cluster.nodes
+        self.staying = {
+            node.node_id for node in cluster.nodes if not node.draining and view.counts(node)
         }
         self._residents: dict[tuple[tuple[str, ...], tuple[str, ...]], frozenset[PopId]] = {}
         self._failed: set[tuple[DeploymentId, NodeId]] = set()
@@ -127,6 +129,13 @@ class Ground:
             self.far,
         )
 
+    def far_from(self, cities: Ints) -> Floats:
+        """Return ms from some cities to each site. Most deployments are asked for by the same."""
+        key = cities.tobytes()
+        if key not in self._far_from:
+            self._far_from[key] = self._far_to_sites[cities]
+        return self._far_from[key]
+
     def domain_of(self, node_id: NodeId) -> str:
         """Return what fails together with a node."""
         return self.nodes[node_id].failure_domain or str(node_id)
@@ -138,11 +147,12 @@ class Ground:
     def site_of_placement(self, placement: Placement) -> int:
         """Return the site that a placement on a known node is at; -1 where its device is none."""
         node = self.nodes[placement.node_id]
-        classes = self._class_of[placement.node_id]
-        held = next((classes[d] for d in placement.device_ids if d in classes), "")
-        if not held and node.devices:
-            held = node.devices[0].device_class
-        return self.site_of.get((node.pop, held), -1)
+        # One whose devices are not known any more is taken to be on the first that is.
+        for device_id in (*placement.device_ids, *(d.device_id for d in node.devices[:1])):
+            site = self._site_of_device.get((node.node_id, device_id), -1)
+            if site >= 0:
+                return site
+        return -1
 
     def residents(self, policy: Policy) -> frozenset[PopId]:
         """Return the PoPs that residency allows. Most policies say the same: each is read once."""
@@ -293,7 +303,9 @@ class Ground:
             nodes=nodes,
             sizes=sizes,
             largest_bytes=max((held[0] for held in sizes), default=0),
-            sure=[min(nth) for nth in zip(*sizes, strict=False)],
+            sure=[min(nth) for nth in zip(*sizes, strict=False)]
+            if not any(node.refused for node in nodes)
+            else [],
             # A node that reports 0 says nothing of its disk.
             disk_free_bytes=min((n.disk_free_bytes or inf for n in nodes), default=inf),
         )

@@ -73,7 +73,7 @@ def renamed(start: Start, leader_id: ReplicaId, deployment_id: DeploymentId) -> 
     )
 
 
-def sealed(start: Start, secret: str) -> Start:
+def with_secret(start: Start, secret: str) -> Start:
     """Return a start whose parts know one another by `secret`; one on a single node needs none."""
     spec, group = start.spec, start.spec.group
     if group is None:
@@ -82,7 +82,7 @@ def sealed(start: Start, secret: str) -> Start:
     return msgspec.structs.replace(
         start,
         spec=msgspec.structs.replace(spec, group=group),
-        followers=tuple(sealed(one, secret) for one in start.followers),
+        followers=tuple(with_secret(one, secret) for one in start.followers),
     )
 
 

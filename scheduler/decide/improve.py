@@ -110,17 +110,10 @@ class Improve:
         for wish in self._search.wishes:
             if len(wish.seats) <= wish.least or not any(s.seat for s in wish.seats):
                 continue
-            losses = wish.flow.losses_at_least()
             for seated in wish.new_seats():
                 paid = seated.hold + seated.start
-                alone = wish.flow.room[seated.site] <= seated.room * 1.001
-                if alone and losses[seated.site] >= paid:
-                    continue
-                if wish.flow.loss_at_least(seated.site, seated.room) >= paid:
-                    continue
-                if wish.loss(seated) < paid - ENOUGH:
+                if wish.loss_at_least(seated) < paid and wish.loss(seated) < paid - ENOUGH:
                     self._search.untake(wish, seated)
-                    losses = wish.flow.losses_at_least()
                     dropped = True
         return dropped
 
@@ -150,7 +143,8 @@ class Improve:
         """Where all the seats a policy allows are taken, start one elsewhere that is worth more.
 
         What it takes the place of ends as one too many when it is warm. The new one must save what
-        it costs and twice START more, as in an exchange.
+        it costs and twice START more, as in an exchange. What is left must have settled first, but
+        for a PoP to be kept warm that has none.
         """
         search = self._search
         for number, wish in enumerate(search.wishes):
@@ -158,15 +152,20 @@ class Improve:
                 return
             if len(wish.seats) != wish.most or not all(_is_settled(wish, s) for s in wish.seats):
                 continue
-            missed = least_missed(wish, may_go(wish, self._settle_s))
+            cold = wish.kept_pops_without()
+            missed = least_missed(wish, may_go(wish, 0.0 if cold else self._settle_s))
             if missed is None or not self._effort.spend(1):
                 continue
             leaving = missed[1]
             saved = Saved(search, [number])
             before = saved.cost_before()
             search.untake(wish, leaving)
-            self._refill(number, leaving.site, f"worth more here than in {leaving.pop}")
-            if saved.cost_now() < before - ENOUGH - 2 * START:
+            reason = "" if cold else f"worth more here than in {leaving.pop}"
+            self._refill(number, leaving.site, reason)
+            is_due = wish.kept_pops_without() < cold or bool(
+                leaving.placement and leaving.placement.age_s >= self._settle_s
+            )
+            if is_due and saved.cost_now() < before - ENOUGH - 2 * START:
                 search.occupy(wish, leaving)
                 wish.add(leaving)
             else:

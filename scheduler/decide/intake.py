@@ -58,10 +58,11 @@ class TakenUsage(NamedTuple):
     refused: Mapping[str, int]
 
 
-def take_demand(demand: Demand) -> Taken:
-    """Return the rows that may be counted, one a deployment and city, and how old they are.
+def take_demand(city: PopId, demand: Demand) -> Taken:
+    """Return the rows that may be counted, one a deployment, and how old they are.
 
-    The age is measured by the router's monotonic clock, so a wrong wall clock shifts nothing.
+    A router speaks for its own city: one that is taken over draws replicas to no other. The age is
+    measured by its monotonic clock, so a wrong wall clock shifts nothing.
     """
     if len(demand.rows) > DEMAND_ROWS_MAX:
         reason = f"cannot count {len(demand.rows)} rows in one batch: at most {DEMAND_ROWS_MAX}"
@@ -73,7 +74,7 @@ def take_demand(demand: Demand) -> Taken:
     refused: Counter[str] = Counter()
     summed: dict[tuple[DeploymentId, PopId], tuple[int, ...]] = {}
     for row in demand.rows:
-        problem = _id_problem((row.deployment_id, row.pop)) or _count_problem(row)
+        problem = _id_problem((row.deployment_id, row.pop)) or _count_problem(row, city)
         if problem:
             refused[f"cannot count a row: {problem}"] += 1
         elif any(_counts(row)):
@@ -86,13 +87,13 @@ def take_demand(demand: Demand) -> Taken:
     )
 
 
-def take_trials(demand: Demand) -> tuple[TrialRow, ...]:
+def take_trials(city: PopId, demand: Demand) -> tuple[TrialRow, ...]:
     """Return what was seen of versions on their way, if it is of now and can be counted."""
     if len(demand.trials) > TRIAL_ROWS_MAX or _clamped(demand.age_s, 1e9) > TRIAL_LATE_MAX_S:
         return ()
     return tuple(
         sorted(
-            (row for row in demand.trials if not _trial_problem(row)),
+            (row for row in demand.trials if row.asked_pop == city and not _trial_problem(row)),
             key=lambda row: (row.deployment_id, row.version, row.pop, row.asked_pop),
         )
     )
@@ -164,7 +165,9 @@ def _id_problem(names: Iterable[str]) -> str:
     return ""
 
 
-def _count_problem(row: DemandRow) -> str:
+def _count_problem(row: DemandRow, city: PopId) -> str:
+    if row.pop != city:
+        return f"it is of {row.pop}, and the router is in {city}"
     return "a count is below 0" if any(count < 0 for count in _counts(row)) else ""
 
 

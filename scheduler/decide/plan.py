@@ -29,7 +29,8 @@ from isochrone.wire.assignment import ReplicaSpec
 from isochrone.wire.ids import DeploymentId, ModelId, ReplicaId
 from isochrone.wire.model import Deployment, Model
 from scheduler.decide.capacity import Profiles
-from scheduler.decide.cluster import ClusterState, DemandRate, Ending, Placement, Plan, Start, Unmet
+from scheduler.decide.cluster import ClusterState, Ending, Placement, Plan, Start, Unmet
+from scheduler.decide.demand import asked_by
 from scheduler.decide.endings import (
     end_drained,
     end_failed,
@@ -104,9 +105,7 @@ class Draft:
         for placement in cluster.placements:
             if not placement.is_ending and not placement.leader_id:
                 self._mine[placement.deployment_id].append(placement)
-        self._demand: dict[DeploymentId, list[DemandRate]] = defaultdict(list)
-        for row in cluster.demand:
-            self._demand[row.deployment_id].append(row)
+        self._asked = asked_by(cluster.demand, self.ground.far.index)
         self._endings: dict[ReplicaId, Ending] = {}
         self._unmet: list[Unmet] = []
 
@@ -144,7 +143,7 @@ class Draft:
             self.ground,
             deployment,
             model,
-            self._demand[deployment.deployment_id],
+            self._asked[deployment.deployment_id],
             self._profiles,
             [p for p in mine if version in (0, p.version)],
         )
@@ -153,7 +152,8 @@ class Draft:
         """Replace old versions, leave draining nodes, end what is spare, part those who would fail
         together, say what is lacking."""
         mine = [p for p in self._mine[wish.name] if p.replica_id not in self._endings]
-        stale = any(
+        # Of what may have no replica at all, none is replaced.
+        stale = wish.most > 0 and any(
             s.placement and s.placement.version != wish.deployment.version for s in wish.seats
         )
         if stale:

@@ -7,7 +7,7 @@ part is taken as that of an exponential with this mean.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from math import inf, log, sqrt
 from typing import Final
 
@@ -18,8 +18,8 @@ from isochrone.wire.ids import DeploymentId, NodeId, PopId
 from isochrone.wire.model import Deployment
 from isochrone.wire.report import Profile, ReplicaState
 from scheduler.decide.capacity import is_measured, rates_on
-from scheduler.decide.cluster import ClusterState, DemandRate, Placement
-from scheduler.decide.demand import load_of
+from scheduler.decide.cluster import ClusterState, Placement
+from scheduler.decide.demand import Asked, asked_by, load_of
 from scheduler.decide.score import Distances
 
 FULL: Final = 0.95
@@ -83,15 +83,13 @@ def predict(cluster: ClusterState, prices: Mapping[str, float] | None = None) ->
     fleet = _Fleet(cluster)
     parts: dict[PopId, list[_Part]] = defaultdict(list)
     used: dict[PopId, float] = defaultdict(float)
-    rows: dict[DeploymentId, list[DemandRate]] = defaultdict(list)
-    for row in cluster.demand:
-        rows[row.deployment_id].append(row)
+    asked_of = asked_by(cluster.demand, fleet.far.index)
     assumed = []
     for deployment in cluster.deployments:
-        asked = rows[deployment.deployment_id]
+        asked = asked_of[deployment.deployment_id]
         for city, city_parts in _served(fleet, deployment, asked, used).items():
             parts[city] += city_parts
-        if asked and not fleet.is_measured(deployment):
+        if len(asked.cities) and not fleet.is_measured(deployment):
             assumed.append(deployment.deployment_id)
     return Prediction(
         cities=tuple(_city(pop, parts[pop]) for pop in sorted(parts)),
@@ -153,21 +151,21 @@ class _Fleet:
 
 
 def _served(
-    fleet: _Fleet, deployment: Deployment, rows: Sequence[DemandRate], used: dict[PopId, float]
+    fleet: _Fleet, deployment: Deployment, asked: Asked, used: dict[PopId, float]
 ) -> Mapping[PopId, list[_Part]]:
     """Send one deployment's demand to its replicas; add to `used` the load of each PoP."""
     rates, replicas = fleet.rates(deployment), fleet.replicas(deployment)
-    asked = load_of(rows, fleet.far.index, rates)
-    room = {site: FULL * count * asked.speed[site[1]] for site, count in replicas.items()}
+    replicas_asked, speed = load_of(asked, rates)
+    room = {site: FULL * count * speed[site[1]] for site, count in replicas.items()}
     taken: dict[_Site, float] = defaultdict(float)
     routed: list[tuple[int, _Site | None, float]] = []
     names = list(fleet.far.index)
     # The busiest city first, as it finds the nearest replicas empty more often than any other.
-    for number in np.argsort(-asked.replicas, kind="stable"):
-        load = max(float(asked.replicas[number]), LOAD_MIN)
+    for number in np.argsort(-replicas_asked, kind="stable"):
+        load = max(float(replicas_asked[number]), LOAD_MIN)
         requests = float(asked.requests_per_s[number])
         city, left = names[int(asked.cities[number])], load
-        for site in _nearest(fleet.far, city, room, asked.speed):
+        for site in _nearest(fleet.far, city, room, speed):
             share = min(left, room[site])
             if share > 0:
                 room[site] -= share
@@ -185,12 +183,12 @@ def _served(
         pop, device_class = answered
         prompt_tokens = asked.prompt_tokens_per_s[number] / asked.requests_per_s[number]
         prompt_s = float(prompt_tokens) / rates[device_class].prefill_tokens_per_s
-        load = taken[answered] / asked.speed[device_class]
+        load = taken[answered] / speed[device_class]
         wait_s = _wait_s(prompt_s, load, replicas[answered])
         ttft_ms = fleet.far.between(city, pop) + 1000 * (prompt_s + TENTH * wait_s)
         parts[city].append(_Part(requests, ttft_ms))
     for (pop, device_class), load in taken.items():
-        used[pop] += load / asked.speed[device_class]
+        used[pop] += load / speed[device_class]
     return parts
 
 

@@ -15,6 +15,9 @@ whatever saves most for its bytes.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
+from itertools import repeat
+from operator import attrgetter
 from typing import Final
 
 import numpy as np
@@ -52,13 +55,14 @@ class Distances:
 
     def __init__(self, pops: Sequence[Pop], measured: Sequence[PopDistance]) -> None:
         self.index = {pop.pop: number for number, pop in enumerate(pops)}
-        self.ms: Floats = _great_circles(pops)
-        index = self.index
-        known = [r for r in measured if r.from_pop in index and r.to_pop in index and r.rtt_ms >= 0]
-        if known:
-            rows = [index[row.from_pop] for row in known]
-            columns = [index[row.to_pop] for row in known]
-            self.ms[rows, columns] = [row.rtt_ms for row in known]
+        self.ms: Floats = _great_circles(tuple(pops)).copy()
+        rows, columns = (
+            np.fromiter(map(self.index.get, map(end, measured), repeat(-1)), np.int64)
+            for end in (attrgetter("from_pop"), attrgetter("to_pop"))
+        )
+        rtt_ms = np.fromiter(map(attrgetter("rtt_ms"), measured), np.float64)
+        known = (rows >= 0) & (columns >= 0) & (rtt_ms >= 0)
+        self.ms[rows[known], columns[known]] = rtt_ms[known]
 
     def between(self, one: PopId, other: PopId) -> float:
         """Return the round trip between two PoPs."""
@@ -80,8 +84,9 @@ def start_cost(start_s: float) -> float:
     return START + START_PER_S * start_s
 
 
-def _great_circles(pops: Sequence[Pop]) -> Floats:
-    """Return what geo.round_trip_ms says of every pair, at once."""
+@lru_cache(maxsize=1)
+def _great_circles(pops: tuple[Pop, ...]) -> Floats:
+    """Return what geo.round_trip_ms says of every pair, at once. Cities do not move."""
     lat = np.radians(np.array([pop.latitude for pop in pops], dtype=float))
     lon = np.radians(np.array([pop.longitude for pop in pops], dtype=float))
     half_lat = np.sin((lat[None, :] - lat[:, None]) / 2) ** 2

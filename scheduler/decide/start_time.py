@@ -24,6 +24,10 @@ WAN_FAR_BYTES_PER_S: Final = 100 * MB
 """Median throughput between clouds by distance (500, 2,000, 5,000 km, as round trips in ms), for as
 long as a node has not measured its own."""
 
+RATE_MIN: Final = 1.0
+RATE_MAX: Final = 1e15
+"""Bytes/s: what a node reports below or beyond is an error in measuring, and no rate at all."""
+
 ENGINE_START_S: Final = 5.0
 """What an engine takes to come up beside its weights."""
 
@@ -56,7 +60,7 @@ class StartTimes:
     def start_s(self, node: Node, model: Model) -> float:
         """Return the seconds from now until a replica of `model` would be warm on `node`."""
         digest = model.artifact.digest
-        disk = node.disk_bytes_per_s or DISK_BYTES_PER_S
+        disk = _believed(node.disk_bytes_per_s) or DISK_BYTES_PER_S
         queue_s = self._queue_bytes[node.node_id] / disk
         if digest in node.in_host_memory:
             return ENGINE_START_S + queue_s + model.weights_bytes / HOST_BYTES_PER_S
@@ -85,7 +89,7 @@ class StartTimes:
     def _fetch_bytes_per_s(self, node: Node, digest: str) -> float:
         if self.is_held_in(node.pop, digest):
             return POP_BYTES_PER_S
-        if node.fetch_bytes_per_s > 0:
+        if _believed(node.fetch_bytes_per_s):
             return node.fetch_bytes_per_s
         key = digest, node.pop
         if key not in self._nearest:
@@ -94,3 +98,8 @@ class StartTimes:
             rates = (rate for within_ms, rate in WAN_BYTES_PER_S if rtt_ms <= within_ms)
             self._nearest[key] = float(next(rates, WAN_FAR_BYTES_PER_S))
         return self._nearest[key]
+
+
+def _believed(measured: float) -> float:
+    """Return a rate that can be one; 0, not known, for any other."""
+    return measured if RATE_MIN <= measured <= RATE_MAX else 0.0

@@ -15,10 +15,10 @@ from isochrone.wire.ids import DeploymentId, PopId
 from isochrone.wire.model import Deployment, Model
 from isochrone.wire.report import ReplicaState
 from scheduler.decide.capacity import Profiles, rates_on
-from scheduler.decide.cluster import DemandRate, Placement
-from scheduler.decide.demand import load_of
+from scheduler.decide.cluster import Placement
+from scheduler.decide.demand import Asked, load_of
 from scheduler.decide.feasible import Seat, replica_memory_bytes
-from scheduler.decide.flow import Flow
+from scheduler.decide.flow import NOTHING, Floats, Flow
 from scheduler.decide.ground import Ground
 from scheduler.decide.score import (
     ABSENT,
@@ -69,7 +69,7 @@ class Wish:
         ground: Ground,
         deployment: Deployment,
         model: Model,
-        rows: Sequence[DemandRate],
+        asked: Asked,
         profiles: Profiles,
         standing: Sequence[Placement],
     ) -> None:
@@ -87,25 +87,25 @@ class Wish:
         self.stamp = 0
         self.seats: list[Seated] = []
         self._held: tuple[int, frozenset[PopId]] = (-1, frozenset())
+        self._losses: tuple[int, Floats] = (-1, NOTHING)
         rates = {
             name: rates_on(name, deployment, model, profiles) for name in ground.device_classes
         }
-        load = load_of(rows, ground.far.index, rates)
-        self.cities, self.asked = load.cities, load.requests_per_s
+        load = load_of(asked, rates)
+        self.cities, self.asked = asked.cities, asked.requests_per_s
         self.room_of = {name: HEADROOM * speed for name, speed in load.speed.items()}
         self.requests_per_s = float(self.asked.sum())
         self.rooms = np.zeros(len(ground.sites))
-        for site in self.nodes_of:
-            self.rooms[site] = self.room_of[ground.sites[site].device_class]
+        held_at = list(self.nodes_of)
+        rooms = np.array([self.room_of[name] for name in ground.device_classes])
+        self.rooms[held_at] = rooms[ground.class_at[held_at]]
         taken = np.zeros(len(ground.sites))
         for placement in standing:
             seated = self._seated(placement)
             self.seats.append(seated)
             if seated.site >= 0:
                 taken[seated.site] += seated.room
-        far = ground.far_to_sites
-        if not np.array_equal(self.cities, np.arange(len(far))):
-            far = far[self.cities]
+        far = ground.far_from(self.cities)
         self.flow = Flow(self.asked * self.weight, load.replicas, far, taken, UNSERVED_MS)
 
     @property
@@ -161,6 +161,10 @@ class Wish:
         tier = 1 if not pops and self.is_asked_for else 0
         return Need(tier=tier, worth=worth, reason="a PoP less would leave none" if worth else "")
 
+    def kept_pops_without(self) -> int:
+        """Count the PoPs to be kept warm that have no seat."""
+        return len(set(self.deployment.policy.keep_warm) - self._held_pops())
+
     def least_asked(self) -> str:
         """Say the minimum."""
         return f"at least {self.least} replica{'s are' if self.least > 1 else ' is'} asked for"
@@ -211,6 +215,16 @@ class Wish:
         if seated.site < 0:
             return worse
         return worse + self.flow.loss(seated.site, seated.room)
+
+    def loss_at_least(self, seated: Seated) -> float:
+        """Return an estimate of what a seat's loss costs that is cheap and never too high."""
+        if seated.site < 0:
+            return 0.0
+        if self.flow.room[seated.site] > seated.room * 1.001:
+            return self.flow.loss_at_least(seated.site, seated.room)
+        if self._losses[0] != self.stamp:
+            self._losses = self.stamp, self.flow.losses_at_least()
+        return float(self._losses[1][seated.site])
 
     def role_in(self, pop: PopId) -> Role:
         """Return the role that a seat more in `pop` should have."""

@@ -73,4 +73,4 @@ class KeepLease:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
         if self._pool is not None:
-            await self._pool.close()
+            self._pool.terminate()

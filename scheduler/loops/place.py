@@ -9,10 +9,12 @@ from typing import NamedTuple
 
 import msgspec
 
+from isochrone.service.identity import Authority
 from scheduler import metrics
 from scheduler.acting import Acting
-from scheduler.decide.cluster import Plan
-from scheduler.decide.group import sealed
+from scheduler.decide.claims import claim
+from scheduler.decide.cluster import Plan, Start
+from scheduler.decide.group import with_secret
 from scheduler.store.nodes import read_node_ids
 from scheduler.store.plans import commit_plan
 from scheduler.store.pool import transaction, using
@@ -47,13 +49,15 @@ class Place:
         self._note(decided)
         if not decided.starts and not decided.endings:
             return Placed(unmet=len(decided.unmet), frozen=decided.frozen)
-        starts = tuple(sealed(start, secrets.token_hex(16)) for start in decided.starts)
+        named = (with_secret(start, secrets.token_hex(16)) for start in decided.starts)
+        starts = tuple(_sealed(start, acting.authority) for start in named)
         decided = msgspec.structs.replace(decided, starts=starts)
-        async with transaction(acting.pool) as connection:
-            committed = await commit_plan(connection, decided, acting.epoch)
-        if committed:
-            await self._tell(decided)
-        else:
+        with acting.owing(decided.node_ids):
+            async with transaction(acting.pool) as connection:
+                committed = await commit_plan(connection, decided, acting.epoch)
+            if committed:
+                await self._tell(decided)
+        if not committed:
             acting.nudge_place()
         return Placed(
             len(decided.starts), len(decided.endings), len(decided.unmet), committed=committed
@@ -96,3 +100,13 @@ class Place:
             if peer is not None and peer.has_reported:
                 await self._acting.send_assignment(peer)
         self._acting.publish()
+
+
+def _sealed(start: Start, authority: Authority) -> Start:
+    """Return a start each part of which its node can prove to have been given."""
+    seal = authority.seal(claim(start.node_id, start.spec))
+    return msgspec.structs.replace(
+        start,
+        spec=msgspec.structs.replace(start.spec, seal=seal),
+        followers=tuple(_sealed(one, authority) for one in start.followers),
+    )

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+from isochrone.wire.ids import NodeId
 from scheduler.acting import Acting
 from scheduler.decide.prefetch import Foreseen
 from scheduler.store.pool import transaction
@@ -29,15 +30,16 @@ class Prefetch:
             return Prefetched()
         foreseen = await acting.planner.foresee(acting.heard())
         if foreseen != Foreseen():
-            async with transaction(acting.pool) as connection:
-                await record_foreseen(connection, acting.epoch, foreseen)
-            await self._tell(foreseen)
+            concerned = {wish.node_id for wish in foreseen.new}
+            concerned |= {over.wish.node_id for over in foreseen.ended}
+            with acting.owing(concerned):
+                async with transaction(acting.pool) as connection:
+                    await record_foreseen(connection, acting.epoch, foreseen)
+                await self._tell(concerned)
         return Prefetched(len(foreseen.new), len(foreseen.arrived), len(foreseen.ended))
 
-    async def _tell(self, foreseen: Foreseen) -> None:
-        concerned = {wish.node_id for wish in foreseen.new}
-        concerned |= {over.wish.node_id for over in foreseen.ended}
-        for node_id in sorted(concerned):
+    async def _tell(self, node_ids: set[NodeId]) -> None:
+        for node_id in sorted(node_ids):
             peer = self._acting.agent(node_id)
             if peer is not None and peer.has_reported:
                 await self._acting.send_assignment(peer)

@@ -1,7 +1,8 @@
 """Publishes the route table whenever what it says has changed.
 
-What a node's report changes is read of that node alone, and told at once. All of the fleet is read
-now and then, for what no report says: who fell silent, whose rates have drifted.
+What a node's report changes is read of that node alone, and told at once; but who comes and goes
+is back a little later each time (`decide/flaps.py`). All of the fleet is read now and then, for
+what no report says: who fell silent, whose rates have drifted.
 """
 
 from collections.abc import Sequence, Set
@@ -15,6 +16,7 @@ from isochrone.wire.routes import KeyEntry, RouteTable, diff
 from scheduler import metrics
 from scheduler.acting import Acting
 from scheduler.decide.cluster import ClusterState
+from scheduler.decide.flaps import LeftBy, damped
 from scheduler.decide.liveness import liveness
 from scheduler.decide.route_table import route_table, steady, tied, with_part
 from scheduler.store.cluster import read_fleet, read_part
@@ -41,6 +43,7 @@ class Publish:
         self._acting = acting
         self._fleet: ClusterState | None = None
         self._tied: Set[NodeId] = frozenset()
+        self._left: LeftBy = {}
         self._whole_due_at = float("-inf")
 
     async def run_once(self) -> Published:
@@ -65,10 +68,14 @@ class Publish:
             table, count = steady(before, with_part(before, part, unpublished)), len(unpublished)
         else:
             return Published(before.generation, len(before.routes))
+        table, waiting, left = damped(before, table, self._left, acting.clock())
+        if acting.unpublished is not None:
+            acting.unpublished |= waiting
         if before is not None and table == before:
             return Published(before.generation, len(before.routes), nodes=count)
         async with transaction(acting.pool) as connection:
             generation = await next_route_generation(connection, acting.epoch)
+        self._left = left
         table = msgspec.structs.replace(table, generation=generation)
         return Published(generation, len(table.routes), self._tell(before, table), count)
 

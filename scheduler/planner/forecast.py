@@ -44,6 +44,10 @@ CATCH_UP_SLOTS: Final = 36
 """How far back a new term learns what its predecessor did not: six hours, a second's work each."""
 
 CATCH_UP_FROM_NOTHING_SLOTS: Final = 2016
+PUT_BACK_SLOTS_MAX: Final = 6
+"""How far the clock may be put back for what was learned to stand: for an hour nothing is learned.
+What was learned in a time farther ahead is forgotten, or it would be believed until that came."""
+
 SAVE_TURNS: Final = 6
 SAVED_AT_ONCE: Final = 500
 LEARN_S: Final = 10.0
@@ -75,10 +79,10 @@ class Forecast:
 
     async def learn(self, epoch: Epoch) -> Learned:
         """Learn the slots that ended since the last time, and foretell what follows from them."""
-        if epoch != self._epoch:
-            await self._begin(epoch)
         async with using(self._pool) as connection:
             last = slot_of(await read_clock(connection) - GRACE_S) - 1
+        if epoch != self._epoch or self._next_slot > last + PUT_BACK_SLOTS_MAX:
+            await self._begin(epoch)
         learned = saved = 0
         until = monotonic() + LEARN_S
         while self._next_slot <= last and monotonic() < until:
@@ -120,6 +124,7 @@ class Forecast:
         async with using(self._pool) as connection:
             pops = await read_pops(connection)
             now = slot_of(await read_clock(connection))
+            await forget_series(connection, now - FORGET_SLOTS, now + PUT_BACK_SLOTS_MAX)
         self._outlook = Outlook({pop.pop: pop.longitude for pop in pops})
         oldest = now
         after: Key | None = None

@@ -2,13 +2,16 @@
 
 This is what a database restored from an hour ago meets: the same cluster, but replicas, and even
 deployments, made since then are unknown to it. A report carries each replica's whole spec, so the
-store can be made to know them again.
+store can be made to know them again. Only what bears our seal is taken in: see decide/claims.py.
 """
+
+from collections.abc import Callable
 
 import asyncpg
 import msgspec
 
-from isochrone.wire.ids import DeploymentId, NodeId, ReplicaId
+from isochrone.wire.assignment import ReplicaSpec
+from isochrone.wire.ids import DeploymentId, NodeId
 from isochrone.wire.model import Model
 from isochrone.wire.report import ReplicaReport, ReplicaState
 from scheduler.store.events import record_event
@@ -24,7 +27,13 @@ NO_SEAT = (
 """Its memory is promised, its name is taken, or its device is one the node has no more."""
 
 
-async def adopt(connection: Connection, node_id: NodeId, replica: ReplicaReport) -> int:
+Believes = Callable[[NodeId, ReplicaSpec], bool]
+"""Whether a replica was once seated on this node by a scheduler of this cluster."""
+
+
+async def adopt(
+    connection: Connection, node_id: NodeId, replica: ReplicaReport, believes: Believes
+) -> int:
     """Take in one unknown replica with its deployment and model; return 1, or 0 if it cannot be.
 
     What cannot be adopted (a device is promised to another, or gone) goes on running and is noted.
@@ -32,6 +41,11 @@ async def adopt(connection: Connection, node_id: NodeId, replica: ReplicaReport)
     if replica.state in GONE:
         return 0
     spec = replica.spec
+    if not believes(node_id, spec):
+        # Once a node: it may name as many as it likes.
+        reason = f"{spec.replica_id} bears no seal of this cluster for a seat on this node"
+        await _note_once(connection, node_id, node_id, reason)
+        return 0
     try:
         async with connection.transaction():
             await _ensure_deployment(connection, replica)
@@ -69,20 +83,18 @@ async def adopt(connection: Connection, node_id: NodeId, replica: ReplicaReport)
     return 1
 
 
-async def _note_once(
-    connection: Connection, node_id: NodeId, replica_id: ReplicaId, reason: str
-) -> None:
+async def _note_once(connection: Connection, node_id: NodeId, subject: str, reason: str) -> None:
     """Record a refusal the first time: the node reports the same replica every few seconds."""
     noted = await connection.fetchval(
         "SELECT 1 FROM event WHERE subject = $1 AND kind = 'replica.not_adopted' LIMIT 1",
-        replica_id,
+        subject,
     )
     if noted is None:
         await record_event(
             connection,
             actor=f"node:{node_id}",
             kind="replica.not_adopted",
-            subject=replica_id,
+            subject=subject,
             reason=reason,
         )
 

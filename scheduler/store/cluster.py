@@ -62,7 +62,7 @@ async def read_fleet(
 ) -> ClusterState:
     """Return what there is, and nothing of what is asked of it.
 
-    `silent_s` is what this process itself heard: fresher than the store, which lags by a flush.
+    `silent_s` is what this process itself heard, which the store says only of others: that lags.
     `known` is kept by the caller from one reading to the next.
     """
     row = await fetch_one(connection, "SELECT cluster_id, generation FROM cluster")
@@ -227,7 +227,7 @@ async def _read_demand(connection: Connection) -> tuple[DemandRate, ...]:
         WITH span (minutes) AS (VALUES (1), (10)),
         started AS (
             SELECT minutes, date_trunc('minute', clock_timestamp()) - make_interval(mins => minutes)
-                AS since FROM span
+                AS since, clock_timestamp() AS until FROM span
         ),
         summed AS (
             SELECT minutes, deployment_id, pop,
@@ -237,7 +237,8 @@ async def _read_demand(connection: Connection) -> tuple[DemandRate, ...]:
                    sum(uncached_tokens::float8 * greatest(requests - refused, 0)
                        / greatest(requests, 1)) AS uncached,
                    sum(output_tokens)::float8 AS output, sum(refused)::float8 AS refused
-            FROM started JOIN demand ON minute >= since
+            -- What a clock that was put back has counted in minutes to come is not of now.
+            FROM started JOIN demand ON minute BETWEEN since AND until
             GROUP BY minutes, since, deployment_id, pop
         )
         SELECT deployment_id, pop, max(answered / span_s) AS requests,

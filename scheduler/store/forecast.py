@@ -88,7 +88,11 @@ async def save_series(connection: Connection, rows: Sequence[StoredSeries]) -> N
     )
 
 
-async def forget_series(connection: Connection, before_slot: int) -> int:
-    """Forget series that nothing was learned of since a slot."""
-    done = await connection.execute("DELETE FROM demand_series WHERE slot < $1", before_slot)
+async def forget_series(
+    connection: Connection, before_slot: int, after_slot: int | None = None
+) -> int:
+    """Forget series that nothing was learned of since a slot, or that reach beyond one."""
+    done = await connection.execute(
+        "DELETE FROM demand_series WHERE slot < $1 OR slot > $2", before_slot, after_slot
+    )
     return int(done.split()[1])

@@ -14,6 +14,14 @@ from scheduler.store.pool import Connection
 _report = msgspec.msgpack.Decoder(Report)
 
 
+def read_report(frame: bytes | None) -> Report | None:
+    """Return a stored report; None where there is none, or none that this release can read."""
+    try:
+        return _report.decode(frame) if frame else None
+    except msgspec.DecodeError:
+        return None
+
+
 class KnownNode(NamedTuple):
     """What a node last reported, read once; `key` says which report that was."""
 
@@ -39,8 +47,9 @@ async def read_nodes(
     rows = await connection.fetch(
         """
         SELECT node_id, pop, address, draining, revoked, generation, boot_id, report_seq,
-               extract(epoch FROM clock_timestamp() - coalesce(last_seen_at, created_at))::float8
-                   AS silent_s
+               -- By a clock put back since it may have been seen in a time to come.
+               abs(extract(epoch FROM clock_timestamp() - coalesce(last_seen_at, created_at)))
+                   ::float8 AS silent_s
         FROM node WHERE $1::text[] IS NULL OR node_id = ANY($1) ORDER BY node_id
         """,
         only,
@@ -71,7 +80,7 @@ def _nodes_of(
                 devices=devices,
                 draining=row["draining"],
                 revoked=row["revoked"],
-                silent_s=max(0.0, min(row["silent_s"], silent_s.get(node_id, row["silent_s"]))),
+                silent_s=silent_s.get(node_id, row["silent_s"]),
                 generation=Generation(row["generation"]),
                 **_told_by(report, PopId(row["pop"])),
             )
@@ -112,7 +121,7 @@ async def _learn(
             "SELECT node_id, report FROM node WHERE node_id = ANY($1::text[])", changed
         ):
             node_id = NodeId(row["node_id"])
-            report = _report.decode(row["report"]) if row["report"] is not None else None
+            report = read_report(row["report"])
             by_node[node_id] = KnownNode(keys[node_id], report, tuple(devices.get(node_id, ())))
     return by_node
 

@@ -50,6 +50,13 @@ async def ensure_cluster(connection: Connection, new_id: ClusterId) -> Cluster:
     return await read_cluster_row(connection)
 
 
+async def hold_authority(connection: Connection, fingerprint: str) -> str:
+    """Return the fingerprint of the cluster's authority; where none was told yet, it is this."""
+    await connection.execute("UPDATE cluster SET authority = $1 WHERE authority = ''", fingerprint)
+    held: str = await connection.fetchval("SELECT authority FROM cluster")
+    return held
+
+
 async def read_cluster_row(connection: Connection) -> Cluster:
     """Return the cluster's one row."""
     row = await fetch_one(

@@ -20,11 +20,14 @@ class Silence(NamedTuple):
 async def read_silences(
     connection: Connection, silent_s: Mapping[NodeId, float]
 ) -> tuple[Silence, ...]:
-    """Return every node that is not revoked; `silent_s` is what this process itself heard."""
+    """Return every node that is not revoked; `silent_s` is what this process itself heard.
+
+    A node last seen in a time to come, by a clock put back since, is as silent as that is far.
+    """
     rows = await connection.fetch(
         """
         SELECT node_id, pop,
-            extract(epoch FROM clock_timestamp() - coalesce(last_seen_at, created_at))::float8
+            abs(extract(epoch FROM clock_timestamp() - coalesce(last_seen_at, created_at)))::float8
                 AS silent_s,
             extract(epoch FROM clock_timestamp() - lost_at)::float8 AS lost_for_s
         FROM node WHERE NOT revoked ORDER BY node_id
@@ -37,9 +40,7 @@ async def read_silences(
                 pop=PopId(row["pop"]),
                 address="",
                 devices=(),
-                silent_s=max(
-                    0.0, min(row["silent_s"], silent_s.get(row["node_id"], row["silent_s"]))
-                ),
+                silent_s=silent_s.get(row["node_id"], row["silent_s"]),
             ),
             row["lost_for_s"],
         )

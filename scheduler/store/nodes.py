@@ -17,9 +17,10 @@ from isochrone.wire.ids import (
     ReplicaId,
 )
 from isochrone.wire.report import Device, Pulse, ReplicaReport, ReplicaState, Report
-from scheduler.store.adopt import adopt
+from scheduler.store.adopt import Believes, adopt
 from scheduler.store.holders import read_holders, record_held
 from scheduler.store.identities import PEER_TABLES, REVOKED, revoked_now
+from scheduler.store.known_nodes import read_report
 from scheduler.store.lease import assert_epoch
 from scheduler.store.pool import Connection, fetch_one, text
 from scheduler.store.prefetch import read_prefetched
@@ -118,7 +119,9 @@ async def record_routers_seen(
     )
 
 
-async def record_report(connection: Connection, epoch: Epoch, report: Report) -> ReportEffect:
+async def record_report(
+    connection: Connection, epoch: Epoch, report: Report, believes: Believes
+) -> ReportEffect:
     """Take a node's whole word for what it is: devices, replicas, what is gone, what is unknown."""
     await assert_epoch(connection, epoch)
     row = await connection.fetchrow(
@@ -138,22 +141,25 @@ async def record_report(connection: Connection, epoch: Epoch, report: Report) ->
     )
     if row is None:
         return ReportEffect(stale=True)
-    before = _read_report(row["report"])
+    before = read_report(row["report"])
     changed = adopted = 0
     # What only reports write, in the same transaction as the report itself, is as it was told.
     if before is None or _columns(before.devices) != _columns(report.devices):
         changed += await _record_devices(connection, report.node_id, report.devices)
+    seated = []
     for replica in _in_one_order(report):
         known = await _record_replica(connection, report.node_id, replica)
+        taken_in = 0
         if known is None:
-            adopted += await adopt(connection, report.node_id, replica)
-        else:
-            changed += known
+            taken_in = await adopt(connection, report.node_id, replica, believes)
+        changed, adopted = changed + (known or 0), adopted + taken_in
+        if known is not None or taken_in:
+            seated.append(replica)
     changed += await _record_refusals(connection, report)
     released = await _release_ended(connection, report)
     if before is None or before.artifacts != report.artifacts:
         await record_held(connection, report.node_id, report.artifacts)
-    await _record_profiles(connection, report)
+    await _record_profiles(connection, report.devices, seated)
     if changed or adopted or released:
         await connection.execute("UPDATE cluster SET generation = generation + 1")
     return ReportEffect(changed=changed, adopted=adopted, released=released)
@@ -162,14 +168,6 @@ async def record_report(connection: Connection, epoch: Epoch, report: Report) ->
 def _in_one_order(report: Report) -> list[ReplicaReport]:
     """Return replicas as every report takes them: two of the same models would wait in a ring."""
     return sorted(report.replicas, key=lambda one: (one.spec.model_id, one.spec.deployment_id))
-
-
-def _read_report(frame: bytes | None) -> Report | None:
-    """Return a stored report; None where there is none, or none that this release can read."""
-    try:
-        return msgspec.msgpack.decode(frame, type=Report) if frame else None
-    except msgspec.DecodeError:
-        return None
 
 
 async def read_assignment(
@@ -335,9 +333,11 @@ async def _release_ended(connection: Connection, report: Report) -> int:
     return int(done.split()[1])
 
 
-async def _record_profiles(connection: Connection, report: Report) -> None:
-    classes = {device.device_id: device.device_class for device in report.devices}
-    for replica in _in_one_order(report):
+async def _record_profiles(
+    connection: Connection, devices: Sequence[Device], replicas: Sequence[ReplicaReport]
+) -> None:
+    classes = {device.device_id: device.device_class for device in devices}
+    for replica in replicas:
         measured = replica.profile
         if replica.state is not ReplicaState.WARM or measured.decode_tokens_per_s <= 0:
             continue

@@ -43,6 +43,8 @@ UNAVAILABLE: Final = (
 )
 """What a caller sees of a database that cannot be used now, whatever the reason."""
 
+UNUSABLE: Final = (*UNAVAILABLE, asyncpg.PostgresError)
+"""What is said at a start: also a name, a password or a right that is not the one."""
 
 BAD_DATA: Final = (
     asyncpg.CharacterNotInRepertoireError,

@@ -71,11 +71,7 @@ class EncoderFolder(SafetensorsFiles):
             config.max_position_embeddings,
         )
         self.tokenizer = _tokenizer(folder / "tokenizer.json")
-        size = self.tokenizer.get_vocab_size(with_added_tokens=True)
-        if size > self.shape.vocabulary:
-            raise CheckpointError(
-                f"cannot load {folder}: {size} tokens, but embeddings for {self.shape.vocabulary}"
-            )
+        _hold(folder, self.tokenizer, self.shape)
         super().__init__(folder)
 
 
@@ -139,6 +135,19 @@ def _tokenizer(path: Path) -> Tokenizer:
     tokenizer.no_padding()
     try_out(path, tokenizer)
     return tokenizer
+
+
+def _hold(folder: Path, tokenizer: Tokenizer, shape: BertShape) -> None:
+    """Refuse a tokenizer whose tokens, or kinds of texts, the model has no embeddings for."""
+    framed = tokenizer.encode("a", "a" if shape.labels else None)
+    known = tokenizer.get_vocab(with_added_tokens=True)
+    token = max([*known.values(), *framed.ids], default=0)
+    kind = max(framed.type_ids, default=0)
+    if token >= shape.vocabulary or kind >= shape.kinds:
+        raise CheckpointError(
+            f"cannot load {folder}: the tokenizer gives token {token}, but embeddings for"
+            f" {shape.vocabulary}; and texts of kind {kind}, but embeddings for {shape.kinds}"
+        )
 
 
 def _beside(path: Path, kind: type[Any]) -> Any:

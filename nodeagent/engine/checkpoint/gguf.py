@@ -9,6 +9,7 @@ import mmap
 import os
 import re
 from collections import Counter
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -57,6 +58,8 @@ _NAMES: Final = {
 _LAYER: Final = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
 _EXPERT: Final = re.compile(r"(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)")
 _TURNED_AS_NEIGHBOURS: Final = frozenset({"llama", "mixtral"})
+_PROBES: Final = 16
+"""Places looked at to say whether a file is in the page cache."""
 
 
 class GgufFile:
@@ -64,28 +67,24 @@ class GgufFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file = path.open("rb")
-        try:
+        with ExitStack() as opened:
+            self._file = opened.enter_context(path.open("rb"))
             if path.stat().st_size == 0:
                 raise CheckpointError(f"cannot read {path}: the file is empty")
+            self._blocks = _open_for_blocks(path, self._file.fileno())
+            opened.callback(os.close, self._blocks)
             self._map = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
-        except BaseException:
-            self._file.close()
-            raise
-        # The header's pages come in one go, not each when it is asked for.
-        self._map.madvise(mmap.MADV_WILLNEED)
-        try:
+            opened.callback(self._map.close)
+            # The header's pages come in one go, not each when it is asked for.
+            self._map.madvise(mmap.MADV_WILLNEED)
             self._header: GgufHeader = read_header(path, self._map)
             self.metadata: dict[str, Any] = self._header.metadata
             self.shape = shape_of(path, self._header)
-        except BaseException:
-            self.close()
-            raise
+            self._opened = opened.pop_all()
 
     def close(self) -> None:
         """Close the file."""
-        self._map.close()
-        self._file.close()
+        self._opened.close()
 
     def filed_bits(self) -> Counter[int]:
         """Return how many weights there are of so many bits: see `layers.linear.bytes_kept`."""
@@ -137,7 +136,7 @@ class GgufFile:
         if columns != shape[-1] or head_rows % TILE_ROWS:
             return filed(read(), columns, kind)
         start, rows, _ = self._place_of(entry, first_row, shape, cut)
-        return filed(InFile(self._file.fileno(), start, rows, head_rows, read), columns, kind)
+        return filed(InFile(self._blocks, start, rows, head_rows, read), columns, kind)
 
     def _is_turned(self, name: str) -> bool:
         queries_or_keys = name.endswith(("q_proj.weight", "k_proj.weight"))
@@ -207,6 +206,28 @@ class GgufFile:
                 f" not fall between its blocks of {weights}; use fewer ranks in tensor_parallel"
             )
         return slice(cut.start // weights * size, cut.end // weights * size)
+
+
+def _open_for_blocks(path: Path, file: int) -> int:
+    """Open what is open as `file` again: past the page cache, unless it is there already.
+
+    From a disk they come in half the time so: no page is cleared to hold them, and none copied.
+    """
+    with suppress(OSError):
+        if not _is_cached(file):
+            return os.open(path, os.O_RDONLY | os.O_DIRECT)
+    # It is cached, or its file system has no other way.
+    return os.open(path, os.O_RDONLY)
+
+
+def _is_cached(file: int) -> bool:
+    step, byte = os.fstat(file).st_size // (_PROBES + 1), bytearray(1)
+    try:
+        return all(
+            os.preadv(file, [byte], at * step, os.RWF_NOWAIT) for at in range(1, _PROBES + 1)
+        )
+    except BlockingIOError:
+        return False
 
 
 def _place(name: str) -> tuple[str, int | None]:

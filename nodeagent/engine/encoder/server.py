@@ -172,6 +172,8 @@ class EncoderServer:
                 texts = self.loaded.tokenise(given)
         limit = self.loaded.context_tokens
         for at, text in enumerate(texts):
+            if not text.tokens:
+                raise refused(param, f"cannot read {param} {at}: it has no tokens")
             if len(text.tokens) > limit:
                 raise ApiError(
                     ErrorCode.CONTEXT_LENGTH_EXCEEDED,

@@ -34,6 +34,8 @@ class FileTier:
         self._lock = threading.Lock()
         self.bytes = 0
         self.spoilt_total = 0
+        self._refusing = False
+        """Whether the disk did not take the last block: that is said once, not of each."""
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._adopt()
 
@@ -56,9 +58,13 @@ class FileTier:
                 file.write(content)
             aside.replace(path)
         except OSError as error:
-            log.warning("cannot keep KV", extra={"fields": {"path": str(path), "why": str(error)}})
             _remove(aside)
+            if not self._refusing:
+                fields = {"path": str(path), "why": str(error)}
+                log.warning("cannot keep KV", extra={"fields": fields})
+            self._refusing = True
             return False
+        self._refusing = False
         self._note(digest, len(head) + len(content))
         return True
 

@@ -167,7 +167,7 @@ INLINED void score(const int rows, const int parts, const struct turn *turn, str
 /* Put the row's reference where its scores are; return what all that was kept shrinks by. */
 static float refer(struct row *row, const float *scores, int64_t keys) {
     float most = row->reference;
-    for (int64_t key = row->from < 0 ? 0 : row->from; key < row->to && key < keys; key++)
+    for (int64_t key = row->from; key < row->to && key < keys; key++)
         most = scores[key] > most ? scores[key] : most;
     float shrink = row->reference == most ? 1 : power_of_two((lanes){row->reference - most})[0];
     row->reference = most;
@@ -185,7 +185,7 @@ INLINED lanes seen(const struct row *row, int part, lanes x, float other) {
 /* From scores to weights relative to the row's reference, which moves where a score is so far above
  * it that its weight might grow too large; return what the answer so far shrinks by. */
 INLINED float weigh(struct row *row, const int parts, lanes *scores) {
-    int whole = row->from <= 0 && row->to >= parts * LANES;
+    int whole = row->from == 0 && row->to >= parts * LANES;
     places above = {0};
 #pragma GCC unroll 4
     for (int part = 0; part < parts; part++) {
@@ -275,7 +275,8 @@ static void attend_rows(const struct pages *pages, const struct piece *piece, in
     for (at = at < 0 ? 0 : at; at < end; at += turn.count) {
         fetch(&turn, pages, piece, at, end);
         for (int64_t r = 0; r < count; r++) {
-            rows[r].from = rows[r].place + 1 - piece->window - at;
+            int64_t from = rows[r].place + 1 - piece->window - at;
+            rows[r].from = from < 0 ? 0 : from;
             rows[r].to = rows[r].place + 1 - at;
         }
         take(&turn, rows, count, dim);

@@ -1,9 +1,10 @@
 """From the C files here to a library for this processor, built once and found again.
 
 A library is named by what it was built from (source, compiler's options, the processor's features),
-lies in `$XDG_CACHE_HOME/isochrone`, which only its owner may write, and appears there by a rename:
-a start that is cut short leaves no half of one. Where no compiler is here, or it cannot, there is
-no library, and whoever asked goes without.
+lies in `$XDG_CACHE_HOME/isochrone`, which only its owner may write, and appears there by a rename
+once it is on the disk: neither a start that is cut short nor a power cut leaves half of one, which
+would end every process that loads it. Where no compiler is here, or it cannot, there is no library,
+and whoever asked goes without.
 """
 
 import hashlib
@@ -15,6 +16,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 from typing import Final
+
+from isochrone.service.files import sync
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +68,7 @@ def built() -> Path:
             ) from error
         except (OSError, subprocess.TimeoutExpired) as error:
             raise NoKernels(f"cannot build kernels: {error}") from error
+        sync(new)
         new.replace(path)
     return path
 

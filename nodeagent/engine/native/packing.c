@@ -15,7 +15,9 @@
 #include <stdlib.h>
 #include <unistd.h>
 
-#define NEAR_BYTES 98304 /* of a file at a time */
+/* Of a file at a time: a disk that is asked for less gives less in a second. */
+#define PIECE_BYTES (1024 * 1024)
+#define SECTOR 4096
 
 static int64_t tile_bytes(int64_t bits, int64_t columns) {
     return columns / GROUP * group_bytes(bits);
@@ -183,7 +185,9 @@ struct fetch {
 };
 
 struct fetching {
-    const struct fetch *fetches;
+    const struct fetch *fetches, *end;
+    int64_t room;
+    _Atomic int64_t *begun;
     _Atomic int *failed;
 };
 
@@ -191,60 +195,69 @@ static int64_t row_bytes(const struct fetch *by) {
     return by->columns / GROUP * block_bytes(by->layout);
 }
 
-/* So many rows fill a near cache. */
-static int64_t rows_near(const struct fetch *by) {
+static int64_t rows_at_once(const struct fetch *by) {
     int64_t unit = by->head_rows ? by->head_rows : TILE;
-    int64_t units = NEAR_BYTES / (unit * row_bytes(by));
+    int64_t units = PIECE_BYTES / (unit * row_bytes(by));
     return units ? units * unit : unit;
 }
 
 static int64_t pieces_of(const struct fetch *by) {
-    return (by->rows + rows_near(by) - 1) / rows_near(by);
+    return (by->rows + rows_at_once(by) - 1) / rows_at_once(by);
 }
 
-static int read_all(int file, uint8_t *to, int64_t left, int64_t start) {
-    while (left > 0) {
-        ssize_t taken = pread(file, to, left, start);
+/* Read at least the first `wanted` of `bytes`; at the end of a file there may be no more. */
+static int read_sectors(int file, uint8_t *to, int64_t wanted, int64_t bytes, int64_t start) {
+    for (int64_t at = 0; at < wanted;) {
+        ssize_t taken = pread(file, to + at, bytes - at, start + at);
         if (taken < 0 && errno == EINTR) continue;
         if (taken <= 0) return -1;
-        to += taken;
-        left -= taken;
-        start += taken;
+        at += taken;
     }
     return 0;
 }
 
-static int fetch_rows(const struct fetch *by, int64_t row, int64_t count) {
-    int64_t bytes = count * row_bytes(by);
-    uint8_t *blocks = malloc(bytes);
-    int failed = blocks == NULL || read_all(by->file, blocks, bytes, by->start + row * row_bytes(by));
-    if (!failed)
-        pack_rows(blocks, by->layout, count, by->columns, by->head_rows,
-                  by->out + row / TILE * tile_bytes(bits_of(by->layout), by->columns));
-    free(blocks);
-    return failed;
+/* Whole sectors, which is what a file gives that is open past the page cache. */
+static int fetch_piece(const struct fetch *by, int64_t piece, uint8_t *near) {
+    int64_t row = piece * rows_at_once(by), left = by->rows - row;
+    int64_t count = left < rows_at_once(by) ? left : rows_at_once(by);
+    int64_t start = by->start + row * row_bytes(by), before = start % SECTOR;
+    int64_t wanted = before + count * row_bytes(by);
+    int64_t bytes = (wanted + SECTOR - 1) / SECTOR * SECTOR;
+    if (read_sectors(by->file, near, wanted, bytes, start - before)) return -1;
+    pack_rows(near + before, by->layout, count, by->columns, by->head_rows,
+              by->out + row / TILE * tile_bytes(bits_of(by->layout), by->columns));
+    return 0;
 }
 
-static void fetch_pieces(const void *told, int64_t piece, int64_t end) {
-    const struct fetching *fetching = told;
-    for (; piece < end && !*fetching->failed; piece++) {
-        const struct fetch *by = fetching->fetches;
-        int64_t at = piece;
-        while (at >= pieces_of(by)) at -= pieces_of(by++);
-        int64_t row = at * rows_near(by), left = by->rows - row;
-        if (fetch_rows(by, row, left < rows_near(by) ? left : rows_near(by)))
-            *fetching->failed = 1;
+/* What one thread does: read a piece into memory of its own, and pack it from there. */
+static void fetch_pieces(const void *told, int64_t thread, int64_t threads) {
+    (void)thread, (void)threads;
+    const struct fetching *all = told;
+    const struct fetch *by = all->fetches;
+    uint8_t *near = aligned_alloc(SECTOR, all->room);
+    if (near == NULL) *all->failed = 1;
+    for (int64_t passed = 0; !*all->failed;) {
+        int64_t piece = (*all->begun)++;
+        while (by < all->end && piece - passed >= pieces_of(by)) passed += pieces_of(by++);
+        if (by == all->end) break;
+        if (fetch_piece(by, piece - passed, near)) *all->failed = 1;
     }
+    free(near);
 }
 
-/* Read and pack, a near cache's fill at a time, whichever thread is free the next one. Return -1
- * where a file cannot be read so far. */
+/* Read and pack, piece by piece, whichever thread is free the next one. Return -1 where a file cannot
+ * be read so far. */
 int64_t fetch_blocks(const struct fetch *fetches, int64_t count, int64_t threads) {
+    int64_t most = 0;
+    for (const struct fetch *by = fetches; by < fetches + count; by++) {
+        int64_t bytes = rows_at_once(by) * row_bytes(by);
+        if (bytes > most) most = bytes;
+    }
+    _Atomic int64_t begun = 0;
     _Atomic int failed = 0;
-    const struct fetching told = {fetches, &failed};
-    int64_t pieces = 0;
-    for (int64_t at = 0; at < count; at++) pieces += pieces_of(fetches + at);
-    share(fetch_pieces, &told, pieces, pieces, threads);
+    int64_t room = (most / SECTOR + 2) * SECTOR;
+    const struct fetching all = {fetches, fetches + count, room, &begun, &failed};
+    share(fetch_pieces, &all, threads, threads, threads);
     return failed ? -1 : 0;
 }
 

@@ -21,7 +21,7 @@ NO_TABLE: Final = (
     "is a scheduler of `schedulers` within reach, and does one act?"
 )
 
-ROUTES: Final = f"POST {', '.join(READERS)} and /ai/run/{{model}}, GET /v1/models"
+ROUTES: Final = f"POST {', '.join(READERS)}, /v1/responses and /ai/run/{{model}}, GET /v1/models"
 
 
 def cold_app(
@@ -71,10 +71,7 @@ async def _name_the_routes(request: web.Request, handler: Handler) -> web.Stream
         return await handler(request)
     path = request.path[:200]
     if "responses" in path.split("/"):
-        words = (
-            "the Responses API is not offered; ask POST /v1/chat/completions"
-            " (`client.chat.completions.create`)"
-        )
+        words = "a response is not stored: there is POST /v1/responses alone"
     else:
         words = f"no such path: {request.method} {path}; there are {ROUTES}"
     raise ApiError(ErrorCode.NOT_FOUND, f"cannot serve: {words}")

@@ -13,6 +13,7 @@ from msgspec import UNSET
 
 from isochrone.wire import codec, headers
 from isochrone.wire.errors import ApiError, ErrorCode
+from router.apis.openai.prompt import Request, answers
 from router.apis.openai.schema import (
     ChatRequest,
     CompletionRequest,
@@ -21,8 +22,7 @@ from router.apis.openai.schema import (
     StreamOptions,
 )
 
-Request = ChatRequest | CompletionRequest | EmbeddingRequest | RerankRequest
-R = TypeVar("R", ChatRequest, CompletionRequest, EmbeddingRequest, RerankRequest)
+R = TypeVar("R")
 
 CHAT: Final = msgspec.json.Decoder(ChatRequest)
 COMPLETION: Final = msgspec.json.Decoder(CompletionRequest)
@@ -60,7 +60,9 @@ def decode(body: bytes, reader: "msgspec.json.Decoder[R]") -> R:
 
 
 def wants_usage(request: Request) -> bool:
-    """Say whether the client asked for the usage frame of a stream."""
+    """Say whether the client asked for a stream and its usage frame."""
+    if not request.stream:
+        return False
     options = request.stream_options
     return isinstance(options, StreamOptions) and options.include_usage is True
 
@@ -94,7 +96,7 @@ def resumption(body: bytes, request: Request) -> Callable[[str, int], bytes | No
     Only plain text can be gone on from: tool calls, a grammar, several choices or log
     probabilities have a state that text does not hold.
     """
-    if isinstance(request, EmbeddingRequest | RerankRequest) or request.answers != 1:
+    if isinstance(request, EmbeddingRequest | RerankRequest) or answers(request) != 1:
         return None
     if isinstance(request, CompletionRequest) and not isinstance(request.prompt, str):
         return None

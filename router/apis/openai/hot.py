@@ -1,6 +1,6 @@
 """The OpenAI routes that generate: a request off the wire, the corridor, an answer."""
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from itertools import islice
 from typing import Any, Final
 
@@ -15,7 +15,6 @@ from router.apis.openai.decode import (
     COMPLETION,
     EMBEDDING,
     RERANK,
-    Request,
     decode,
     drawn,
     resumption,
@@ -23,9 +22,17 @@ from router.apis.openai.decode import (
     with_usage_wish,
 )
 from router.apis.openai.encode import error_reply
+from router.apis.openai.prompt import (
+    Request,
+    answers,
+    output_tokens_max,
+    rendered,
+    text_bytes,
+)
 from router.asked import Asked
 from router.config import RouterConfig
 from router.dataplane import message
+from router.dataplane.http1 import Fields
 from router.dataplane.message import Reply
 from router.dataplane.server import ClientConnection
 from router.decide.admit import Admitted, may_use
@@ -35,13 +42,13 @@ from router.fleet import Fleet
 from router.metrics import Metrics
 from router.serve import Corridor
 
-READERS: Final[Mapping[str, "msgspec.json.Decoder[Any]"]] = {
+READERS: Final[dict[str, "msgspec.json.Decoder[Any]"]] = {
     "/v1/chat/completions": CHAT,
     "/v1/completions": COMPLETION,
     "/v1/embeddings": EMBEDDING,
     "/v1/rerank": RERANK,
 }
-KINDS: Final[Mapping[str, str]] = {"/v1/embeddings": "embedding", "/v1/rerank": "rerank"}
+KINDS: Final = {"/v1/embeddings": "embedding", "/v1/rerank": "rerank"}
 """What a model must be for; on every other route it must chat."""
 
 MODELS_NAMED: Final = 8
@@ -73,7 +80,7 @@ class OpenAiSurface:
         self._new_id = new_id
         self._admitted = Admitted()
 
-    def gate(self, fields: Mapping[bytes, bytes]) -> KeyEntry:
+    def gate(self, fields: Fields) -> KeyEntry:
         """Return whose request this is before its body is read, or raise ApiError 401."""
         shown = fields.get(b"authorization", b"")
         return self._admitted.authenticate(self._fleet.keys, shown, self._unix_clock())
@@ -134,7 +141,7 @@ class OpenAiSurface:
                 f" {path} is for {kind!r}",
                 param="model",
             )
-        rendered, answers = asked.rendered, asked.answers
+        prompt, count = rendered(asked), answers(asked)
         return Asked(
             request_id=RequestId(request.request_id),
             known_as=request.known_as,
@@ -142,9 +149,9 @@ class OpenAiSurface:
             deployment=deployment,
             path=path,
             body=with_usage_wish(body, asked),
-            text_bytes=asked.text_bytes(len(rendered)),
-            answers=answers,
-            output_tokens_max=self._output_tokens(asked, answers, deployment),
+            text_bytes=text_bytes(asked, len(prompt)),
+            answers=count,
+            output_tokens_max=self._output_tokens(asked, count, deployment),
             is_stream=bool(asked.stream),
             wants_usage=wants_usage(asked),
             session=_session(request, key),
@@ -154,11 +161,11 @@ class OpenAiSurface:
             error_event=error_event,
             resume=resumption(body, asked) if asked.stream else None,
             drawn=drawn(asked) if asked.stream else "",
-            prefix_keys=_prefix_keys(rendered, key, deployment),
+            prefix_keys=_prefix_keys(prompt, key, deployment),
         )
 
     def _output_tokens(self, asked: Request, answers: int, deployment: DeploymentEntry) -> int:
-        wanted = asked.output_tokens_max
+        wanted = output_tokens_max(asked)
         if wanted is None:
             wanted = self._config.output_tokens_assumed
         return max(1, min(wanted, deployment.context_tokens) * answers)
@@ -174,11 +181,11 @@ def only_post(request: message.Request) -> None:
         )
 
 
-def _prefix_keys(rendered: bytes, key: KeyEntry, deployment: DeploymentEntry) -> PrefixKeys:
-    if len(rendered) < BLOCK_BYTES:
+def _prefix_keys(prompt: bytes, key: KeyEntry, deployment: DeploymentEntry) -> PrefixKeys:
+    if len(prompt) < BLOCK_BYTES:
         return NO_KEYS
     # Caches are kept apart by tenant: so are the keys.
-    return keys_of(rendered, seed_of(f"{key.tenant_id}\0{deployment.deployment_id}"))
+    return keys_of(prompt, seed_of(f"{key.tenant_id}\0{deployment.deployment_id}"))
 
 
 def _session(request: message.Request, key: KeyEntry) -> str:

@@ -43,9 +43,9 @@ class WorkersAiSurface:
         found = _PATH.match(request.path)
         assert found is not None
         only_post(request)
-        path, body = to_openai(request.body, found.group(1))
+        path, body, is_json = to_openai(request.body, found.group(1))
         asked = self._openai.asked(request, path, body, _error_event)
-        return self._corridor.serve(asked, Translator(client))
+        return self._corridor.serve(asked, Translator(client, is_json=is_json))
 
     def encode_error(self, error: ApiError) -> Reply:
         """Count an error and write it in this surface's shape."""
@@ -57,8 +57,10 @@ class WorkersAiSurface:
 class Translator:
     """The client's end of the corridor: what comes as OpenAI goes out as Workers AI."""
 
-    def __init__(self, client: ClientConnection) -> None:
+    def __init__(self, client: ClientConnection, *, is_json: bool) -> None:
+        """Answer `client`; with `is_json` a whole answer's text is the value it spells."""
         self._client = client
+        self._is_json = is_json
 
     def begin(self, status: int, content_type: str, lines: str) -> None:
         """Send the head of a stream."""
@@ -77,7 +79,7 @@ class Translator:
     def reply(self, reply: Reply) -> None:
         """Send a whole answer, or a replica's refusal of the request."""
         if reply.status == 200:
-            body = envelope(result_of(reply.body))
+            body = envelope(result_of(reply.body, is_json=self._is_json))
             self._client.reply(Reply(reply.status, body, reply.lines))
             return
         error = msgspec.json.decode(reply.body)["error"]

@@ -18,6 +18,7 @@ ERROR_EVENT: Final = b"event: error\n"
 CHAT_PATH: Final = "/v1/chat/completions"
 PLAIN_PATH: Final = "/v1/completions"
 EMBEDDINGS_PATH: Final = "/v1/embeddings"
+RERANK_PATH: Final = "/v1/rerank"
 MAX_TOKENS_USUAL: Final = 256
 """What Workers AI puts out where a request does not say."""
 
@@ -27,12 +28,32 @@ _PASSED: Final = (
 )
 
 
+class Context(msgspec.Struct, frozen=True):
+    """A text to rank."""
+
+    text: str
+
+
+class Format(msgspec.Struct, frozen=True):
+    """What an answer is to be."""
+
+    type: str = "text"
+
+
 class RunRequest(msgspec.Struct, frozen=True):
-    """What `/ai/run` takes: a prompt, messages, or texts to embed. The rest goes on as it is."""
+    """What `/ai/run` takes: a prompt, messages, texts to embed, or a query with texts to rank.
+
+    The rest goes on as it is.
+    """
 
     prompt: Annotated[str, Meta(min_length=1)] | None = None
     messages: list[msgspec.Raw] | None = None
     text: str | Annotated[list[str], Meta(min_length=1, max_length=2048)] | None = None
+    query: Annotated[str, Meta(min_length=1)] | None = None
+    contexts: Annotated[list[Context], Meta(min_length=1, max_length=1024)] | None = None
+    top_k: int | None = None
+    response_format: Format | None = None
+    lora: str | None = None
     stream: bool = False
     raw: bool = False
     max_tokens: Annotated[int, Meta(ge=1, le=10_000_000)] | None = None
@@ -44,22 +65,24 @@ _run: Final = msgspec.json.Decoder(RunRequest)
 _fields: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
-def to_openai(body: bytes, model: str) -> tuple[str, bytes]:
-    """Return the OpenAI path and body that ask for the same, or raise ApiError 400."""
+def to_openai(body: bytes, model: str) -> tuple[str, bytes, bool]:
+    """Return the OpenAI path and body that ask for the same, and whether for a JSON value.
+
+    Raises ApiError 400.
+    """
     try:
         run: RunRequest = codec.decode_json(body, _run, bytes_max=len(body))
     except codec.MalformedFrame as error:
         raise ApiError(ErrorCode.INVALID_REQUEST, str(error)[:400]) from None
-    given = [n for n in ("prompt", "messages", "text") if getattr(run, n) is not None]
-    if len(given) != 1:
-        told = f"{' and '.join(given)} are given" if given else "none is given"
-        raise ApiError(
-            ErrorCode.INVALID_REQUEST,
-            f"cannot run {model}: give one of prompt, messages and text; {told}",
-        )
+    _check(run, model)
     if run.text is not None:
         asked: dict[str, Any] = {"model": model, "input": run.text}
-        return EMBEDDINGS_PATH, msgspec.json.encode(asked)
+        return EMBEDDINGS_PATH, msgspec.json.encode(asked), False
+    if run.query is not None:
+        asked = {"model": model, "query": run.query, "documents": run.contexts}
+        if run.top_k is not None:
+            asked["top_n"] = run.top_k
+        return RERANK_PATH, msgspec.json.encode(asked), False
     sent = _fields.decode(body)
     asked = {name: sent[name] for name in _PASSED if name in sent}
     asked |= {"model": model, "max_tokens": run.max_tokens or MAX_TOKENS_USUAL}
@@ -69,15 +92,41 @@ def to_openai(body: bytes, model: str) -> tuple[str, bytes]:
         asked |= {"stream": True, "stream_options": {"include_usage": True}}
     if run.tools:
         asked["tools"] = [_tool(tool) for tool in run.tools]
+    is_json = run.response_format is not None and run.response_format.type != "text"
     if run.raw and run.prompt is not None:
-        return PLAIN_PATH, msgspec.json.encode({**asked, "prompt": run.prompt})
+        return PLAIN_PATH, msgspec.json.encode({**asked, "prompt": run.prompt}), is_json
     user = [{"role": "user", "content": run.prompt}]
-    return CHAT_PATH, msgspec.json.encode({**asked, "messages": run.messages or user})
+    chat = {**asked, "messages": run.messages or user}
+    return CHAT_PATH, msgspec.json.encode(chat), is_json
 
 
-def result_of(body: bytes) -> dict[str, Any]:
-    """Return the `result` that a whole OpenAI answer amounts to."""
+def _check(run: RunRequest, model: str) -> None:
+    """Raise ApiError 400 where a request is not for one thing, or for what there is not."""
+    kinds = ("prompt", "messages", "text", "query")
+    given = [name for name in kinds if getattr(run, name) is not None]
+    if len(given) != 1:
+        told = f"{' and '.join(given)} are given" if given else "none is given"
+        wrong = f"give one of prompt, messages, text and query; {told}"
+    elif run.query is not None and run.contexts is None:
+        wrong = "a query needs contexts, the texts to rank"
+    elif run.lora:
+        wrong = "lora names an adapter, and none is offered"
+    else:
+        return
+    raise ApiError(ErrorCode.INVALID_REQUEST, f"cannot run {model}: {wrong}")
+
+
+def result_of(body: bytes, *, is_json: bool = False) -> dict[str, Any]:
+    """Return the `result` that a whole OpenAI answer amounts to.
+
+    With `is_json` its text comes as the value it is; one cut short stays text.
+    """
     answer: dict[str, Any] = msgspec.json.decode(body)
+    if "results" in answer:
+        ranked = [
+            {"id": one["index"], "score": one["relevance_score"]} for one in answer["results"]
+        ]
+        return {"response": ranked}
     if answer.get("object") == "list":
         vectors = [one["embedding"] for one in answer["data"]]
         return {"shape": [len(vectors), len(vectors[0]) if vectors else 0], "data": vectors}
@@ -86,7 +135,7 @@ def result_of(body: bytes) -> dict[str, Any]:
     text = message.get("content")
     if text is None:
         text = choice.get("text") or ""
-    result: dict[str, Any] = {"response": text}
+    result: dict[str, Any] = {"response": _value_of(text) if is_json else text}
     if message.get("tool_calls"):
         result["tool_calls"] = [_call(call["function"]) for call in message["tool_calls"]]
     if answer.get("usage"):
@@ -124,6 +173,14 @@ def error_envelope(message: str, number: int) -> bytes:
     """Write an error; `number` is what a program should look at."""
     errors = [{"code": number, "message": f"AiError: {message}"}]
     return msgspec.json.encode({"result": None, "success": False, "errors": errors, "messages": []})
+
+
+def _value_of(text: str) -> Any:
+    """Return the value that a text of JSON is, else the text."""
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError):
+        return text
 
 
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from isochrone.service.identity import Identity, IdentityError
 from isochrone.service.joining import join
 from isochrone.wire import codec
 from isochrone.wire.assignment import Assignment
-from isochrone.wire.control import PeerRole, Refused, ToAgent, Welcome
+from isochrone.wire.control import PeerRole, Refused, RefusedCode, ToAgent, Welcome
 from isochrone.wire.ids import BootId, ClusterId, Epoch, Generation, NodeId
 from isochrone.wire.report import Pulse
 from scheduler.api.peers import AGENT_MESSAGES_PER_S
@@ -78,6 +78,9 @@ class Agent:
     async def is_refused(self) -> bool:
         return bool(self.link.last_refusal)
 
+    async def is_told(self) -> bool:
+        return bool(self.assignments)
+
 
 @asynccontextmanager
 async def dialling(agent: Agent) -> AsyncIterator[Agent]:
@@ -108,6 +111,14 @@ async def test_a_token_joins_once_and_a_replay_is_refused(admin: Admin, tmp_path
     assert [node["node_id"] for node in nodes] == ["n1"]
 
 
+async def test_no_token_is_spent_where_papers_cannot_be_kept(admin: Admin, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(IdentityError, match="cannot join: no papers can be kept in"):
+        await joined(admin, tmp_path / "file")
+    tokens = (await admin.ask("GET", "/v1/join-tokens")).body["data"]
+    assert [token["uses"] for token in tokens] == [0]
+
+
 async def test_a_node_that_reports_in_a_circle_is_read_no_faster_than_it_may(
     admin: Admin, tmp_path: Path
 ) -> None:
@@ -133,10 +144,7 @@ async def test_a_node_speaks_and_is_told_and_speaks_only_for_itself(
         await until("welcome", agent.is_welcome)
         assert await agent.link.send(a_report("n1", 1))
 
-        async def is_told() -> bool:
-            return bool(agent.assignments)
-
-        await until("an assignment", is_told)
+        await until("an assignment", agent.is_told)
         assert agent.assignments[0].node_id == "n1"
         assert await agent.link.send(a_report("somebody-else", 2))
         await until("refused", agent.is_refused)
@@ -182,10 +190,7 @@ async def test_a_peer_that_has_seen_more_lifts_the_store(admin: Admin, tmp_path:
         assert agent.welcomes[0].epoch > 77
         await agent.link.send(a_report("n1", 1, boot_id=BootId("b")))
 
-        async def is_told() -> bool:
-            return bool(agent.assignments)
-
-        await until("an assignment", is_told)
+        await until("an assignment", agent.is_told)
         assert agent.assignments[0].generation > 5_000
         assert agent.assignments[0].epoch > 77
 
@@ -232,6 +237,41 @@ async def test_a_stranger_is_refused_in_words_and_closed(admin: Admin) -> None:
                 aiohttp.WSMsgType.CLOSED,
             )
     assert (await admin.ask("GET", "/v1/status")).status == 200
+
+
+async def test_strangers_take_no_places_in_the_line_of_a_fleet(
+    admin: Admin, tmp_path: Path
+) -> None:
+    """Whoever can reach the door could have all peers wait, for as long as it goes on."""
+    identity, reader = await joined(admin, tmp_path), codec.decoder(ToAgent)
+    async with aiohttp.ClientSession() as http:
+
+        async def forge(number: int) -> Refused:
+            async with http.ws_connect(f"{admin.control_url}/v1/agent") as socket:
+                await socket.receive_bytes(timeout=5)
+                await socket.send_bytes(msgpack.packb({**REGISTER, "name": f"no-{number}"}))
+                refused: Refused = codec.decode(await socket.receive_bytes(timeout=5), reader)
+                return refused
+
+        answers = await asyncio.gather(*(forge(number) for number in range(300)))
+    assert {refused.code for refused in answers} == {RefusedCode.IDENTITY}
+    async with dialling(Agent(admin, identity, "b1")) as agent:
+        await until("welcome", agent.is_welcome, 10.0)
+    assert not agent.link.last_refusal, "at once"
+
+
+async def test_what_a_stranger_sends_is_neither_inflated_nor_decoded(admin: Admin) -> None:
+    """16 KB of it would be 16 MB, and all of them a report: a second of the scheduler's time."""
+    async with (
+        aiohttp.ClientSession() as http,
+        http.ws_connect(f"{admin.control_url}/v1/agent", compress=15) as socket,
+    ):
+        assert not socket.compress
+        await socket.receive_bytes(timeout=5)
+        frame = codec.encode(a_report(artifacts=("f" * 64,) * 2_000))
+        await socket.send_bytes(frame)
+        refused = codec.decode(await socket.receive_bytes(timeout=5), codec.decoder(ToAgent))
+        assert "a registration has at most" in refused.reason
 
 
 async def test_a_frame_over_the_limit_closes_the_connection(admin: Admin) -> None:

@@ -2,10 +2,12 @@
 
 import asyncio
 import ssl
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any
 
+import aiohttp
+import msgspec
 import pytest
 
 from isochrone.service import tls
@@ -17,8 +19,10 @@ from isochrone.service.identity import (
     read_certificate,
 )
 from isochrone.service.joining import join
-from isochrone.wire.control import PeerRole
+from isochrone.wire.control import JoinRequest, PeerRole
+from scheduler.api import join as join_door
 from tests.builders import a_report
+from tests.faults import Faults
 from tests.integration.admin.conftest import Admin
 from tests.integration.admin.test_control import Agent, dialling, joined
 from tests.system.harness import until
@@ -217,3 +221,30 @@ async def test_a_fleet_that_dials_at_once_comes_in_at_a_pace(admin: Admin, tmp_p
         page = (await admin.ask("GET", "/metrics")).body
         assert 'refused_peers_total{code="busy"}' in page
         assert agents[0].welcomes[0].redial_spread_s > 0
+
+
+async def test_who_has_no_token_cannot_keep_the_database_busy(
+    admin: Admin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, database_dsn: str
+) -> None:
+    monkeypatch.setattr(join_door, "BURST_S", 0.5)
+    await admin.pop()
+    token = await a_token(admin)
+    faults = Faults(monkeypatch, database_dsn)
+    wrong = JoinRequest(
+        token=f"{token[:-43]}{'x' * 43}", role=PeerRole.AGENT, name="n9", csr_pem="x"
+    )
+    statuses = []
+    async with aiohttp.ClientSession() as http:
+        for _ in range(100):
+            url = f"{admin.control_url}/v1/join"
+            async with http.post(url, data=msgspec.json.encode(wrong)) as response:
+                statuses.append(response.status)
+    assert set(statuses) == {403, 429}
+    assert sum("join_token" in told for told in faults.told) == statuses.count(403) < 50
+
+    async def has_joined() -> bool:
+        with suppress(IdentityError):
+            return (await joining(admin, tmp_path / "n1", token)).name == "n1"
+        return False
+
+    await until("the next one joins", has_joined, 5.0)

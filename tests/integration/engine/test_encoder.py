@@ -212,7 +212,7 @@ def test_a_classifier_of_many_labels_is_refused(tmp_path: Path) -> None:
         ({"num_hidden_layers": 3}, "it lacks bert.encoder.layer.2"),
         ({"hidden_size": 2**30}, r"word_embeddings.weight is \(30522, 16\)"),
         ({"hidden_act": "relu"}, "activation 'relu'"),
-        ({"vocab_size": 100}, "30522 tokens, but embeddings for 100"),
+        ({"vocab_size": 100}, "token 30521, but embeddings for 100"),
         ({"num_attention_heads": 3}, "cannot use a model of this shape"),
     ],
 )
@@ -222,3 +222,42 @@ def test_an_encoder_that_lies_is_refused(tmp_path: Path, change: dict[str, Any],
     (tmp_path / "config.json").write_text(json.dumps({**tiny.RERANK_CONFIG, **change}))
     with pytest.raises(CheckpointError, match=said):
         load_encoder(EngineConfig(model_path=str(tmp_path), served_name="x", socket="unused"))
+
+
+@pytest.mark.parametrize(
+    ("field", "honest", "lie", "said"),
+    [
+        ("model", '"hello":7592', '"hello":40592', "token 40592, but embeddings for 30522"),
+        ("post_processor", '"ids":[102]', '"ids":[90102]', "token 90102, but embeddings for 30522"),
+        ("post_processor", '"type_id":1', '"type_id":2', "texts of kind 2, but embeddings for 2"),
+    ],
+)
+def test_a_tokenizer_whose_tokens_have_no_embedding_is_refused(
+    tmp_path: Path, field: str, honest: str, lie: str, said: str
+) -> None:
+    tiny.write_reranker(tmp_path)
+    told = msgspec.json.decode((minilm() / "tokenizer.json").read_bytes())
+    part = msgspec.json.encode(told[field]).decode()
+    assert honest in part
+    told[field] = msgspec.json.decode(part.replace(honest, lie))
+    (tmp_path / "tokenizer.json").write_bytes(msgspec.json.encode(told))
+    with pytest.raises(CheckpointError, match=said):
+        load_encoder(EngineConfig(model_path=str(tmp_path), served_name="x", socket="unused"))
+
+
+async def test_a_text_without_tokens_is_refused(short_folder: Path) -> None:
+    model = short_folder / "model"
+    model.mkdir()
+    tiny.write_reranker(model)
+    told = msgspec.json.decode((minilm() / "tokenizer.json").read_bytes())
+    (model / "tokenizer.json").write_bytes(msgspec.json.encode(told | {"post_processor": None}))
+    process = launch(short_folder, model_path=str(model), served_name="judge")
+    body = {"query": " ", "documents": ["", "a"]}
+    try:
+        async with wait_ready(process, short_folder).session() as http:
+            async with http.post("/v1/rerank", json=body) as answer:
+                assert "documents 0: it has no tokens" in await answer.text()
+                assert answer.status == 400
+            await _post(http, "/v1/rerank", {**body, "query": "a"})
+    finally:
+        end(process)

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import tempfile
+import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -281,3 +282,33 @@ async def test_an_adapter_comes_and_goes_while_others_run(
 async def stats(http: aiohttp.ClientSession) -> Any:
     async with http.get("/stats") as response:
         return await response.json()
+
+
+async def test_adapters_are_read_one_at_a_time_whoever_leaves_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adding = Adding()
+    adding.modules = modules_of("llama", tmp_path)
+    write_adapter(tmp_path / "a", "llama", 1, MLP)
+    config = EngineConfig(model_path="m", served_name="base", socket="unused", adapters_max=2)
+    adapters = Adapters(config, adding, torch.float32)
+    adapters._folders["a"] = tmp_path / "a"
+    began, ended = 0, 0
+
+    def read_slowly(*given: Any) -> Adapter:
+        nonlocal began, ended
+        began += 1
+        assert began == ended + 1, "one is still being read"
+        time.sleep(0.05)
+        ended += 1
+        return read_adapter(*given)
+
+    monkeypatch.setattr("nodeagent.engine.adapters.read_adapter", read_slowly)
+    for reads in (1, 2):
+        leaving = asyncio.create_task(adapters.hold("a"))
+        async with asyncio.timeout(10):
+            while began < reads:
+                await asyncio.sleep(0.001)
+        leaving.cancel()
+        await asyncio.wait({leaving})
+    assert await adapters.hold("a") is not None

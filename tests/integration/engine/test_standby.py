@@ -36,8 +36,9 @@ def standby(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Standby:
 
 
 @pytest.mark.model
+@pytest.mark.parametrize("stages", [1, 2])
 async def test_a_standby_serves_what_it_is_told(
-    standby: Standby, short_folder: Path, model_path: Path
+    standby: Standby, short_folder: Path, model_path: Path, stages: int
 ) -> None:
     config = EngineConfig(
         model_path=str(model_path),
@@ -45,6 +46,9 @@ async def test_a_standby_serves_what_it_is_told(
         socket=str(short_folder / "engine.sock"),
         kv_memory_bytes=64 * 1024 * 1024,
         quantisation="file",
+        # Each process computes with threads of its own, also where it was forked from the standby.
+        threads=2,
+        pipeline_parallel=stages,
     )
     (short_folder / "config.json").write_bytes(msgspec.json.encode(config))
     wanted, log = command(short_folder), short_folder / "engine.log"

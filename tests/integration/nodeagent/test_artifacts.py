@@ -126,6 +126,9 @@ async def test_a_folder_is_taken_whole_and_named_by_its_digest(tmp_path: Path) -
     assert (path / "b").read_bytes() == b"bb"
     assert store.held() == (artifact.digest,)
     assert await fetched(store, artifact) == path
+    with (tmp_path / "source" / "b").open("r+b") as written_into:
+        written_into.write(b"??")
+    assert (path / "b").read_bytes() == b"bb", "what was verified does not change"
 
 
 async def test_an_installed_package_is_a_source(tmp_path: Path) -> None:

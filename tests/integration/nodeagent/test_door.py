@@ -7,7 +7,7 @@ import random
 import shutil
 import signal
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -16,12 +16,13 @@ from typing import Any, NamedTuple
 import aiohttp
 import msgspec
 import pytest
+from aiohttp import web
 
 from isochrone.service.door import open_door
 from isochrone.wire import headers
 from isochrone.wire.artifact import manifest_digest
 from isochrone.wire.assignment import ReplicaSpec, Tombstone
-from isochrone.wire.ids import Generation, ReplicaId
+from isochrone.wire.ids import Generation, NodeId, ReplicaId
 from isochrone.wire.model import Artifact, ArtifactFile, EngineSettings
 from isochrone.wire.report import ReplicaState
 from nodeagent.api.door import Door
@@ -30,6 +31,7 @@ from nodeagent.api.siblings import FRESH_S, Siblings
 from nodeagent.config import NodeConfig
 from nodeagent.decide.admission import Held
 from nodeagent.decide.bandwidth import Bandwidth
+from nodeagent.drivers import DRIVERS
 from nodeagent.drivers.driver import Command
 from nodeagent.host.artifacts import Artifacts
 from nodeagent.host.engines import Engines, Started
@@ -72,7 +74,7 @@ class Node(NamedTuple):
 
     def sibling(self, name: str) -> headers.Sibling:
         """As a router names it: ten tokens to read, a millisecond for each of those before it."""
-        return headers.Sibling(ReplicaId(name), self.address, 10, 10, 1000)
+        return headers.Sibling(ReplicaId(name), NodeId(self.address), self.address, 10, 10, 1000)
 
     def ask(
         self,
@@ -80,9 +82,11 @@ class Node(NamedTuple):
         tokens: int = 3,
         queue_tokens_max: int | None = None,
         siblings: Sequence[headers.Sibling] = (),
+        sent: Mapping[str, str] | None = None,
         **extra: Any,
     ) -> Any:
-        sent = {headers.REPLICA: name, headers.TOKENS: headers.format_tokens(10, tokens)}
+        told = {headers.REPLICA: name, headers.TOKENS: f"p=10;o={tokens}"}
+        sent = {**told, **(sent or {})}
         if queue_tokens_max is not None:
             sent[headers.QUEUE_TOKENS_MAX] = str(queue_tokens_max)
         if siblings:
@@ -368,6 +372,29 @@ async def test_the_metrics_page_tells_of_each_warm_engine_too(node: Node) -> Non
     assert 'isochrone_node_replicas{state="warm"} 2.0' in text
     assert 'isochrone_engine_tokens_out_total{replica="r2"} 2' in text
     assert 'isochrone_engine_tokens_out_total{replica="r1"} ' in text
+
+
+async def test_an_engine_that_reads_no_header_has_the_salt_in_the_body(node: Node) -> None:
+    await node.warm(node.spec())
+    engine = node.supervisor.replicas[ReplicaId("r1")].engine
+    assert engine is not None
+    seen: list[dict[str, Any]] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        seen.append(await request.json())
+        return web.json_response({})
+
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", answer)
+    async with open_door(app, "127.0.0.1", 0) as port:
+        await engine.http.close()
+        engine.http = aiohttp.ClientSession(f"http://127.0.0.1:{port}")
+        engine._driver = DRIVERS["vllm"]
+        salted = {headers.CACHE_SALT: "acme"}
+        async with node.ask(cache_salt="other", sent=salted) as response:
+            assert response.status == 200
+    assert seen[0]["cache_salt"] == "acme"
+    assert seen[0]["max_tokens"] == 3
 
 
 async def test_a_pid_used_again_is_left_alone_and_orphans_of_an_engine_are_not(

@@ -10,7 +10,7 @@ from aiohttp import web
 
 from isochrone.service.door import open_door
 from isochrone.wire.headers import Sibling
-from isochrone.wire.ids import ReplicaId
+from isochrone.wire.ids import NodeId, ReplicaId
 from nodeagent.api.siblings import SiblingLost, Siblings
 
 PING_S = 0.1
@@ -41,7 +41,10 @@ async def a_sibling(mute: Mute) -> AsyncIterator[tuple[Siblings, Sibling]]:
     siblings = Siblings(None, time.monotonic, ping_timeout_s=PING_S)
     async with open_door(app, "127.0.0.1", 0) as port:
         try:
-            yield siblings, Sibling(ReplicaId("r2"), f"127.0.0.1:{port}", 1, 1, 1)
+            yield (
+                siblings,
+                Sibling(ReplicaId("r2"), NodeId("n2"), f"http://127.0.0.1:{port}", 1, 1, 1),
+            )
         finally:
             await siblings.close()
 

@@ -3,26 +3,35 @@
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 import pytest
+import uvloop
 
+from isochrone.service import identity as papers
+from isochrone.service.config import ConfigError
+from isochrone.service.identity import Authority
+from isochrone.wire.control import PeerRole
 from isochrone.wire.model import EngineSettings
+from nodeagent.app import serve
+from nodeagent.config import NodeConfig
 from nodeagent.drivers.driver import Command
 from nodeagent.drivers.mock import Mock
 from nodeagent.host.engines import Engines, Started
 from tests.builders import a_spec
+from tests.integration.service.test_tls import NOW, a_peer
 
 ROOT = Path(__file__).parents[3]
 READY_S = 30.0
+AGENT = PeerRole.AGENT
 SPEC = a_spec("r-left", engine=EngineSettings(driver="mock", kv_memory_bytes=1))
-AGENT = """
+LIFE = """
 import asyncio, os, signal, sys
 from pathlib import Path
 from nodeagent.host import engines
@@ -50,7 +59,7 @@ def folder() -> Iterator[Path]:
 def killed(state: Path, *, started: bool) -> None:
     """Have an agent start an engine, and be killed before it can note that it has."""
     agent = subprocess.run(
-        [sys.executable, "-c", AGENT, str(state), str(int(started))],
+        [sys.executable, "-c", LIFE, str(state), str(int(started))],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         check=False,
@@ -79,20 +88,27 @@ async def test_an_engine_whose_agent_was_killed_before_it_noted_its_pid_is_adopt
     assert engines.survivors() == []
 
 
-async def test_a_start_that_is_cancelled_leaves_no_engine(folder: Path) -> None:
-    engines = Engines(folder, 1)
-    starting = asyncio.create_task(engines.start(SPEC, folder))
-    note = folder / "r-left" / "process.json"
-    async with asyncio.timeout(READY_S):
-        while not note.exists():
-            await asyncio.sleep(0)
-    starting.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await starting
-    assert not note.exists()
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with suppress(OSError):
-            assert str(folder).encode() not in path.read_bytes()
+@pytest.mark.parametrize("keeps", [False, True])
+async def test_an_agent_that_cannot_listen_ends_no_engine(folder: Path, keeps: bool) -> None:
+    """Its port is taken, perhaps by an agent of this node that lives: the engine is not its own."""
+    papers.save_identity(folder, a_peer(Authority.create(folder / "ca", "test", NOW), "n1", AGENT))
+    engine = await Engines(folder / "engines", 1).start(SPEC, folder)
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            config = NodeConfig(
+                name="n1",
+                schedulers=("http://127.0.0.1:1",),
+                state=folder,
+                address="http://127.0.0.1:1",
+                door_port=taken.getsockname()[1],
+                keep_engines_on_stop=keeps,
+            )
+            with pytest.raises(ConfigError, match="cannot listen"):
+                await asyncio.to_thread(lambda: uvloop.run(serve(config, asyncio.Event())))
+        assert not engine.exited.is_set()
+        assert [one.pid for one in Engines(folder / "engines", 1).survivors()] == [engine.pid]
+    finally:
+        await engine.stop(kill=True)
 
 
 @pytest.mark.parametrize(("boot", "ends"), [("an earlier one", 0), ("", 1)])

@@ -5,6 +5,7 @@ The peers here serve with the agent's own door; the hostile ones with a door of 
 
 import asyncio
 import random
+import resource
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
@@ -432,3 +433,22 @@ async def test_a_file_that_is_whole_already_is_not_fetched_again(
     peer = await city.hostile("ams-9", counting)
     await fetched(city.node("ams-1", peer), artifact)
     assert asked == ["config.json"]
+
+
+async def test_a_disk_that_is_full_is_no_fault_of_the_peer_that_sends(
+    city: City, origin: tuple[Origin, str]
+) -> None:
+    """Once there is room it is asked again, and not the origin, which is far."""
+    artifact = an_artifact(origin)
+    peer = await city.holder("ams-1", artifact)
+    gone(origin)
+    store = city.node("ams-2", peer)
+    allowed = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_500_000, allowed[1]))
+    try:
+        for _ in range(QUICK.tries):
+            with pytest.raises(ArtifactError, match="cannot keep"):
+                await fetched(store, artifact)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, allowed)
+    await fetched(store, artifact)

@@ -15,8 +15,10 @@ import aiohttp
 from isochrone.service import files
 from isochrone.service.identity import save_identity
 from isochrone.wire import codec
+from router.app import open_house
+from tests.cuts import held, until_as_before
 from tests.integration.router.fake_node import FakeNode, open_node
-from tests.integration.router.fleet_of import KEY, a_route, a_table, an_identity
+from tests.integration.router.fleet_of import KEY, a_config, a_route, a_table, an_identity
 
 BODY = {"model": "tiny", "messages": [{"role": "user", "content": "x"}]}
 START_TIMEOUT_S = 20.0
@@ -158,3 +160,31 @@ async def test_what_cannot_start_says_why_in_words(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", port)):
         code, said = await said_by(config)
     assert (code, "cannot listen" in said, "Traceback" in said) == (2, True, False)
+
+
+async def test_a_router_that_ended_leaves_nothing_open(tmp_path: Path) -> None:
+    config, identity = a_config(tmp_path), an_identity(tmp_path)
+    before, tasks = held(), asyncio.all_tasks()
+    async with open_house(config, identity) as house:
+        url = f"http://127.0.0.1:{house.port}/healthz"
+        async with aiohttp.ClientSession() as http, http.get(url) as response:
+            assert response.status == 503
+    await until_as_before(before, tasks, "at its end")
+
+
+async def test_a_second_router_on_the_same_folder_says_so_and_ends(tmp_path: Path) -> None:
+    """With several processes the port could be shared; usage that one reads, the other removes."""
+    node = FakeNode()
+    async with open_node(node):
+        config, port = prepare(tmp_path, node)
+        config.write_text(config.read_text().replace("processes = 1", "processes = 2"))
+        async with a_process(config, port):
+            second = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "router", "--config", str(config)),
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                stderr=asyncio.subprocess.PIPE,
+            )
+            async with asyncio.timeout(START_TIMEOUT_S):
+                told = (await second.communicate())[1].decode()
+    assert second.returncode == 2
+    assert "another process does; is it running already?" in told

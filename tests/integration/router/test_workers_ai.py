@@ -4,10 +4,11 @@ import json
 from pathlib import Path
 
 import aiohttp
+import openai
 import pytest
 
 from tests.integration.router.fake_node import FakeNode
-from tests.integration.router.fleet_of import a_bench
+from tests.integration.router.fleet_of import KEY, a_bench
 
 USER = [{"role": "user", "content": "hi"}]
 
@@ -76,3 +77,22 @@ async def test_a_stream_that_breaks_ends_in_its_error(tmp_path: Path) -> None:
         assert last.startswith("event: error\ndata: ")
         assert json.loads(last.partition("data: ")[2])["errors"][0]["code"] == 10502
         assert "[DONE]" not in text
+
+
+@pytest.mark.parametrize("prefix", ["", "/client/v4/accounts/acme"])
+async def test_openai_clients_of_workers_ai_change_their_host_alone(
+    tmp_path: Path, prefix: str
+) -> None:
+    async with a_bench(tmp_path) as bench:
+        base = f"{bench.url}{prefix}/ai/v1"
+        async with openai.AsyncOpenAI(base_url=base, api_key=KEY, max_retries=0) as client:
+            answer = await client.chat.completions.create(
+                model="tiny", messages=[{"role": "user", "content": "hi"}], max_tokens=3
+            )
+            assert answer.choices[0].message.content == "t0 t1 t2"
+            assert [model.id async for model in client.models.list()] == ["tiny"]
+            with pytest.raises(openai.NotFoundError, match="cannot find the model"):
+                await client.completions.create(model="none", prompt="hi")
+        async with openai.AsyncOpenAI(base_url=base, api_key="none", max_retries=0) as client:
+            with pytest.raises(openai.AuthenticationError, match="cannot accept"):
+                await client.embeddings.create(model="tiny", input="hi")

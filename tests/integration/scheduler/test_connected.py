@@ -2,21 +2,28 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any, cast
 
 import aiohttp
+import msgspec
 import pytest
 from aiohttp import WSMsgType, web
 
 from isochrone.service.door import open_door
-from isochrone.wire.control import PeerRole
+from isochrone.service.identity import Authority
+from isochrone.wire.control import PeerRole, Refused, Welcome
 from isochrone.wire.ids import BootId, Generation, NodeId, PopId
 from isochrone.wire.report import Pulse
-from scheduler.acting import PULSES_WRITTEN_MAX
+from scheduler.acting import PULSES_WRITTEN_MAX, Acting
+from scheduler.app import control_app
 from scheduler.connected import OUTBOX_MAX, Connected
+from scheduler.loops.hold_lease import HoldLease
 from scheduler.store.pool import Pool
 from tests.integration.scheduler.test_store import begun
-from tests.integration.scheduler.test_trust import an_acting
+from tests.integration.scheduler.test_trust import an_acting, expire
+from tests.integration.service.test_tls import NOW, a_link, a_peer
+from tests.system.harness import until
 
 TABLE = bytes(14 * 1024 * 1024)
 """More than two sockets hold between them."""
@@ -114,3 +121,47 @@ async def test_a_node_that_pulses_a_hundred_times_too_often_takes_no_other_nodes
     first, second = acting.take_pulses(), acting.take_pulses()
     assert [pulse.node_id for pulse in (*first, *second)] == names
     assert acting.take_pulses() == []
+
+
+class Predecessor:
+    """A peer's conversation before this one. While it is seen off, the new one breaks too."""
+
+    boot_id = BootId("b")
+
+    def __init__(self, acting: Acting) -> None:
+        self._acting = acting
+
+    async def end(self, refused: Refused) -> None:
+        successor = self._acting.peers[PeerRole.AGENT, "n1"]
+        assert successor._transport is not None
+        successor._transport.abort()
+        await asyncio.Event().wait()
+
+
+async def test_a_peer_that_is_lost_while_its_last_conversation_is_ended_is_forgotten(
+    pool: Pool, tmp_path: Path
+) -> None:
+    """Else one that never comes back would count as connected, and be told everything, for ever."""
+    await begun(pool)
+    await expire(pool)
+    acting = await an_acting(pool)
+    acting.authority = Authority.create(tmp_path, "test", NOW)
+    assert (await HoldLease(acting).run_once()).acting
+    identity = a_peer(acting.authority, "n1", PeerRole.AGENT)
+    identity = msgspec.structs.replace(identity, cluster_id=acting.cluster_id)
+    acting.peers[PeerRole.AGENT, "n1"] = cast(Any, Predecessor(acting))
+
+    async def welcome(_: Welcome) -> None:
+        """Nothing is to be done."""
+
+    async def is_forgotten() -> bool:
+        return acting.ended == 1 and not acting.peers
+
+    async with open_door(control_app(acting), "127.0.0.1", 0) as port:
+        link = a_link(identity, [f"http://127.0.0.1:{port}"], welcome)
+        running = asyncio.create_task(link.run())
+        try:
+            await until("the conversation is forgotten", is_forgotten, 5.0)
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)

@@ -5,9 +5,11 @@ from msgspec.structs import replace
 
 from isochrone.wire.ids import Epoch, PopId
 from scheduler.decide.liveness import LivenessLimits
+from scheduler.decide.outlook import slot_of
 from scheduler.planner.desk import Desk
 from scheduler.planner.forecast import Forecast
 from scheduler.planner.questions import Heard
+from scheduler.store.forecast import read_clock
 from scheduler.store.pool import Pool, using
 from tests.integration.scheduler.test_demand import begun, counted
 from tests.unit.scheduler.test_intake import a_demand, a_row
@@ -55,6 +57,35 @@ async def test_what_ended_is_learned_and_the_next_term_goes_on_from_it(pool: Poo
     again = await later.learn(Epoch(2))
     assert (again.slots, again.series, again.is_news) == (0, 1, True)
     assert later.soon == [row]
+
+
+async def test_a_clock_that_was_years_ahead_leaves_nothing_behind(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await begun(pool)
+    async with using(pool) as connection:
+        await connection.execute(ASKED, SLOTS_BACK * 10)
+        ahead = ASKED.replace("- make", "+ interval '3650 days' - make")
+        await connection.execute(ahead, 20)
+        now_s = await read_clock(connection)
+
+    async def years_ahead(_: object) -> float:
+        return now_s + 3650 * 86_400.0
+
+    desk = Desk(pool, LivenessLimits())
+    await desk.forecast.learn(Epoch(1))
+    with monkeypatch.context() as patched:
+        patched.setattr("scheduler.planner.forecast.read_clock", years_ahead)
+        desk.forecast._next_slot = slot_of(await years_ahead(None)) - 3
+        assert (await desk.forecast.learn(Epoch(1))).slots
+        for turn in range(6):
+            await desk.forecast._save(desk.forecast._next_slot + turn)
+    again = await desk.forecast.learn(Epoch(1))
+    assert (again.series, again.is_news) == (1, True)
+    assert again.slots >= SLOTS_BACK - 2
+    # What was counted in minutes to come is no demand of now.
+    (row,) = (await desk.picture(HEARD)).demand
+    assert 9.0 < row.requests_per_s < 12.0
 
 
 async def test_what_takes_long_to_learn_is_learned_a_part_at_a_time(

@@ -28,6 +28,7 @@ from tests.builders import (
     a_device,
     a_replica_report,
     a_report,
+    believed,
 )
 from tests.integration.scheduler.test_store import begun
 
@@ -58,7 +59,7 @@ async def two_nodes(pool: Pool) -> Epoch:
 
 async def told(pool: Pool, epoch: Epoch, report: Report) -> ReportEffect:
     async with transaction(pool) as connection:
-        return await record_report(connection, epoch, report)
+        return await record_report(connection, epoch, report, believed)
 
 
 async def picture(pool: Pool) -> ClusterState:

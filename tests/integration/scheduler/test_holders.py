@@ -9,7 +9,7 @@ from scheduler.store.identities import add_peer
 from scheduler.store.lease import read_cluster_row
 from scheduler.store.nodes import read_assignment, record_registration, record_report
 from scheduler.store.pool import Pool, transaction
-from tests.builders import a_certificate, a_replica_report, a_report, a_spec, an_artifact
+from tests.builders import a_certificate, a_replica_report, a_report, a_spec, an_artifact, believed
 from tests.integration.scheduler.test_store import begun, planned
 
 DIGEST = an_artifact().digest
@@ -31,7 +31,7 @@ async def a_node(pool: Pool, epoch: Epoch, name: str, pop: str, *held: str, seq:
                 a_certificate(name),
             )
         report = a_report(name, seq, artifacts=held, address=f"http://{name}")
-        assert not (await record_report(connection, epoch, report)).stale
+        assert not (await record_report(connection, epoch, report, believed)).stale
 
 
 async def asked(pool: Pool, epoch: Epoch, node: str = "n1") -> dict[str, list[str]]:
@@ -46,7 +46,7 @@ async def asked(pool: Pool, epoch: Epoch, node: str = "n1") -> dict[str, list[st
 async def test_a_node_that_must_fetch_is_told_who_has_it_and_no_other_is(pool: Pool) -> None:
     epoch = await begun(pool)
     async with transaction(pool) as connection:
-        await record_report(connection, epoch, a_report())
+        await record_report(connection, epoch, a_report(), believed)
     await a_node(pool, epoch, "far", "fra", DIGEST, "ee" * 32)
     await a_node(pool, epoch, "near", "ams", DIGEST)
     assert await asked(pool, epoch) == {}, "it has nothing to fetch"
@@ -66,14 +66,14 @@ async def test_a_node_that_must_fetch_is_told_who_has_it_and_no_other_is(pool: P
     # Once it holds it itself, or runs, there is nobody to ask.
     async with transaction(pool) as connection:
         running = a_replica_report(a_spec("r1", artifact=an_artifact()), ReplicaState.LOADING)
-        await record_report(connection, epoch, a_report(seq=2, replicas=(running,)))
+        await record_report(connection, epoch, a_report(seq=2, replicas=(running,)), believed)
     assert await asked(pool, epoch) == {}
 
 
 async def test_of_a_city_that_fetches_the_later_wait_for_the_first(pool: Pool) -> None:
     epoch = await begun(pool)
     async with transaction(pool) as connection:
-        await record_report(connection, epoch, a_report())
+        await record_report(connection, epoch, a_report(), believed)
     await a_node(pool, epoch, "n2", "ams")
     assert await planned(pool, epoch, a_spec("r1", artifact=an_artifact()))
     async with transaction(pool) as connection:

@@ -16,7 +16,7 @@ from scheduler.store.lease import assert_epoch, hold_lease, read_cluster_row
 from scheduler.store.nodes import ReportEffect, record_report
 from scheduler.store.plans import commit_plan
 from scheduler.store.pool import UNAVAILABLE, Connection, Pool, open_pool, transaction, using
-from tests.builders import a_model, a_replica_report, a_report, a_spec
+from tests.builders import a_model, a_replica_report, a_report, a_spec, believed
 from tests.integration.scheduler.test_store import begun, reported
 from tests.locks import locked_out
 
@@ -68,7 +68,7 @@ async def test_two_nodes_that_run_what_the_store_forgot_are_both_taken_in(pool: 
     async def report(connection: Connection, node: str) -> ReportEffect:
         spec = a_spec(f"r-{node}", deployment_id=DeploymentId("lost"), name="lost")
         told = a_report(node, replicas=(a_replica_report(spec),))
-        return await record_report(connection, epoch, told)
+        return await record_report(connection, epoch, told, believed)
 
     async def second() -> ReportEffect:
         async with transaction(pool) as connection:
@@ -98,7 +98,7 @@ async def test_two_nodes_that_measured_the_same_models_do_not_wait_in_a_ring(poo
             for model in models
         ]
         return await record_report(
-            connection, epoch, a_report(node, seq=seq, replicas=tuple(replicas))
+            connection, epoch, a_report(node, seq=seq, replicas=tuple(replicas)), believed
         )
 
     async def second() -> ReportEffect:

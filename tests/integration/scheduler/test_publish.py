@@ -7,6 +7,7 @@ import pytest
 
 from isochrone.wire.ids import NodeId
 from scheduler.acting import Acting
+from scheduler.decide.flaps import HELD_S
 from scheduler.decide.liveness import LivenessLimits
 from scheduler.loops.hold_lease import HoldLease
 from scheduler.loops.publish import Publish
@@ -48,6 +49,30 @@ async def test_what_a_report_changed_is_read_of_its_node_alone(pool: Pool) -> No
         assert before is not None
         assert (published.nodes, published.generation) == (1, before.generation + 1)
         assert routed(acting) == expected
+
+
+async def test_who_comes_and_goes_is_withdrawn_at_once_and_back_a_little_later(pool: Pool) -> None:
+    acting, publish = await a_publisher(pool)
+    await publish.run_once()
+    now_s, seen = acting.clock(), []
+    acting.clock = lambda: now_s
+    for seq in range(2, 12):
+        state = "loading" if seq % 2 else "warm"
+        await reported(pool, acting.epoch, seq=seq, replicas=(a_replica_report(a_spec(), state),))
+        acting.publish(NodeId("n1"))
+        await publish.run_once()
+        seen.append(len(routed(acting)))
+        now_s += 0.1
+    # Once it is back at once, then no more: but never told as there when it is not.
+    assert seen == [1, 0, 1, 0, 0, 0, 0, 0, 0, 0]
+    await reported(pool, acting.epoch, seq=12, replicas=(a_replica_report(a_spec()),))
+    acting.publish(NodeId("n1"))
+    await publish.run_once()
+    assert routed(acting) == []
+    now_s += HELD_S
+    # Nobody reports anything any more.
+    await publish.run_once()
+    assert routed(acting) == ["r1"]
 
 
 async def test_a_turn_that_failed_leaves_nothing_unpublished(

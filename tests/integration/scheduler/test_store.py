@@ -26,7 +26,7 @@ from migrations.dump import dump
 from scheduler import embedded_postgres
 from scheduler.decide.cluster import Ending, Plan, Start
 from scheduler.store import catalogue, deployments, keys
-from scheduler.store.cluster import read_cluster
+from scheduler.store.cluster import read_cluster, read_fleet
 from scheduler.store.identities import Spent, add_join_token, add_peer, use_join_token
 from scheduler.store.lease import (
     EpochLost,
@@ -37,6 +37,7 @@ from scheduler.store.lease import (
     renew_lease,
     rise_above,
 )
+from scheduler.store.losses import read_silences
 from scheduler.store.migrate import FOLDER, Migration, MigrationError, migrate, read_migrations
 from scheduler.store.nodes import read_assignment, record_pulses, record_registration, record_report
 from scheduler.store.plans import commit_plan
@@ -50,6 +51,7 @@ from tests.builders import (
     a_replica_report,
     a_report,
     a_spec,
+    believed,
 )
 from tests.postgres import Server, a_folder
 
@@ -91,7 +93,7 @@ async def begun(pool: Pool, holder: str = "s1") -> Epoch:
 
 async def reported(pool: Pool, epoch: Epoch, seq: int = 1, **fields):  # type: ignore[no-untyped-def]
     async with transaction(pool) as connection:
-        return await record_report(connection, epoch, a_report(seq=seq, **fields))
+        return await record_report(connection, epoch, a_report(seq=seq, **fields), believed)
 
 
 async def planned(pool: Pool, epoch: Epoch, *specs, endings=()) -> bool:  # type: ignore[no-untyped-def]
@@ -319,6 +321,18 @@ async def test_what_held_replicas_can_be_forgotten_once_they_are_gone(pool: Pool
             ("pop", "pop", "ams"),
         ):
             assert await catalogue.delete_row(connection, table, column, name, None)
+
+
+async def test_a_report_that_this_release_cannot_read_keeps_no_fleet_from_being_planned(
+    pool: Pool,
+) -> None:
+    epoch = await begun(pool)
+    await reported(pool, epoch)
+    async with transaction(pool) as connection:
+        await connection.execute("UPDATE node SET report = $1", b"\x81\xa4node\x01")
+        (node,) = (await read_cluster(connection, acting_for_s=1000.0)).nodes
+    assert node.devices, "what a report has said in tables stands"
+    assert not (await reported(pool, epoch, seq=2)).stale
 
 
 async def test_what_runs_and_is_unknown_is_adopted_with_its_deployment(pool: Pool) -> None:
@@ -549,3 +563,15 @@ async def test_only_a_connection_that_hangs_is_dropped(database_dsn: str) -> Non
 async def _backends(pool: Pool) -> set[int]:
     async with using(pool) as one, using(pool) as two:
         return {await c.fetchval("SELECT pg_backend_pid()") for c in (one, two)}
+
+
+async def test_a_node_seen_in_a_time_to_come_is_no_less_silent_for_it(pool: Pool) -> None:
+    epoch = await begun(pool)
+    await reported(pool, epoch)
+    async with transaction(pool) as connection:
+        ahead = "UPDATE node SET last_seen_at = clock_timestamp() + interval '1 hour'"
+        await connection.execute(ahead)
+        for heard, least_s in (({NodeId("n1"): 50.0}, 50.0), ({}, 3590.0)):
+            (node,) = (await read_fleet(connection, acting_for_s=99.0, silent_s=heard)).nodes
+            (silence,) = await read_silences(connection, heard)
+            assert least_s <= min(node.silent_s, silence.node.silent_s) < least_s + 15.0

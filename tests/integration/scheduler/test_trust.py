@@ -2,26 +2,34 @@
 
 from contextlib import suppress
 from math import inf, nan
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
 import pytest
 
-from isochrone.wire.control import PeerRole, RefusedCode, Register
+from isochrone.service.identity import Authority
+from isochrone.wire import codec
+from isochrone.wire.assignment import ReplicaSpec
+from isochrone.wire.control import FromAgent, PeerRole, RefusedCode, Register
 from isochrone.wire.ids import (
     BootId,
     ClusterId,
+    DeploymentId,
     DeviceId,
     Epoch,
     Generation,
+    ModelId,
     NodeId,
     PopId,
     ReplicaId,
 )
+from isochrone.wire.model import EngineSettings
 from isochrone.wire.report import Profile, Pulse, Refusal
 from scheduler.acting import PULSES_WRITTEN_MAX, Acting
 from scheduler.api.peers import LEAP_MAX, Turned, _enter
+from scheduler.decide.claims import claim
 from scheduler.decide.cluster import ClusterState
 from scheduler.decide.plan import plan
 from scheduler.loops.hold_lease import HoldLease
@@ -36,9 +44,18 @@ from scheduler.store.identities import (
 )
 from scheduler.store.known_nodes import KnownNodes
 from scheduler.store.lease import read_cluster_row, rise_above
-from scheduler.store.nodes import record_pulses
+from scheduler.store.nodes import record_pulses, record_report
 from scheduler.store.pool import BAD_DATA, Pool, transaction, using
-from tests.builders import GIB, a_certificate, a_device, a_replica_report, a_spec
+from tests.builders import (
+    GIB,
+    NOW,
+    a_certificate,
+    a_device,
+    a_replica_report,
+    a_report,
+    a_spec,
+    believed,
+)
 from tests.integration.scheduler.test_store import begun, planned, reported
 
 
@@ -138,6 +155,7 @@ async def test_a_replica_on_a_device_that_is_gone_spoils_no_report(pool: Pool) -
 
 
 BIG = 2**64 - 1
+ALL = Profile(load_s=nan, prefill_tokens_per_s=nan, decode_tokens_per_s=inf, memory_bytes=1)
 NONE = Profile(load_s=nan, prefill_tokens_per_s=inf, decode_tokens_per_s=-1.0, memory_bytes=BIG)
 
 
@@ -150,6 +168,7 @@ NONE = Profile(load_s=nan, prefill_tokens_per_s=inf, decode_tokens_per_s=-1.0, m
         {"devices": (msgspec.structs.replace(a_device(), device_id=DeviceId("")),)},
         {"replicas": (a_replica_report(a_spec()), a_replica_report(a_spec(), "failed"))},
         {"replicas": (msgspec.structs.replace(a_replica_report(a_spec()), profile=NONE),)},
+        {"replicas": (msgspec.structs.replace(a_replica_report(a_spec()), profile=ALL),)},
         {"replicas": (msgspec.structs.replace(a_replica_report(a_spec()), since_s=nan),)},
         {"replicas": (a_replica_report(a_spec(device_ids=(DeviceId("cpu"),) * 2)),)},
         {"replicas": (a_replica_report(a_spec(memory_bytes=-GIB)),)},
@@ -170,6 +189,82 @@ async def test_a_report_that_contradicts_itself_is_clamped_or_refused_alone(
         picture = await read_cluster(connection, acting_for_s=99.0, silent_s={})
     assert [node.node_id for node in picture.nodes] == ["n1"]
     plan(picture)
+
+
+NEW = {"deployment_id": DeploymentId("new"), "name": "new", "model_id": ModelId("new")}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"name": "no name"},
+        {"model_id": ModelId("no model")},
+        {"deployment_id": DeploymentId("no\r\nid")},
+        {"version": 0},
+        {"context_tokens": 0},
+        {"memory_bytes": 2**54},
+        {"device_ids": ()},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+async def test_no_node_can_have_taken_in_what_the_centre_cannot_read(
+    pool: Pool, fields: dict[str, Any]
+) -> None:
+    """One that is taken over says that it runs a deployment which the store does not know."""
+    epoch = await begun(pool)
+    replica = a_replica_report(a_spec("r9", **{**NEW, **fields}))
+    said = a_report(devices=(a_device(2**30),), replicas=(replica,))
+    with suppress(codec.MalformedFrame, *BAD_DATA):
+        report = codec.decode(codec.encode(said), codec.decoder(FromAgent))
+        async with transaction(pool) as connection:
+            await record_report(connection, epoch, report, believed)
+    async with transaction(pool, isolation="repeatable_read") as connection:
+        picture = await read_cluster(connection, acting_for_s=99.0, silent_s={})
+    plan(picture)
+
+
+async def test_only_what_was_seated_there_by_this_cluster_is_taken_in(
+    pool: Pool, tmp_path: Path
+) -> None:
+    """A node that is taken over could be sent others' prompts, or have the fleet run its wishes."""
+    epoch = await begun(pool)
+    ours, theirs = (Authority.create(tmp_path / name, name, NOW) for name in ("ours", "theirs"))
+
+    def believes(node_id: NodeId, spec: ReplicaSpec) -> bool:
+        return ours.has_sealed(claim(node_id, spec), spec.seal)
+
+    def sealed(authority: Authority, node: str, **fields: Any) -> ReplicaSpec:
+        spec = a_spec(**{"replica_id": "r9", **NEW, **fields})
+        seal = authority.seal(claim(NodeId(node), spec))
+        return msgspec.structs.replace(spec, seal=seal)
+
+    async def said(seq: int, spec: ReplicaSpec) -> int:
+        boast = Profile(prefill_tokens_per_s=1e9, decode_tokens_per_s=1e9)
+        replica = msgspec.structs.replace(a_replica_report(spec), profile=boast)
+        told = a_report(seq=seq, replicas=(replica,))
+        async with transaction(pool) as connection:
+            return (await record_report(connection, epoch, told, believes)).adopted
+
+    true = sealed(ours, "n1")
+    forged = [
+        a_spec("r9"),
+        a_spec("r9", **NEW),
+        sealed(theirs, "n1"),
+        sealed(ours, "n2"),
+        msgspec.structs.replace(true, deployment_id=DeploymentId("d")),
+        msgspec.structs.replace(true, engine=EngineSettings(driver="vllm")),
+        msgspec.structs.replace(true, replica_id=ReplicaId("r10")),
+        msgspec.structs.replace(true, seal="é"),
+    ]
+    for seq, spec in enumerate(forged, 1):
+        assert await said(seq, spec) == 0
+    async with using(pool) as connection:
+        assert await connection.fetchval("SELECT count(*) FROM deployment") == 1
+        noted = await connection.fetch("SELECT subject FROM event WHERE kind LIKE '%not_adopted'")
+        # What others of its class can do is not for it to say.
+        assert await connection.fetchval("SELECT count(*) FROM profile") == 0
+    assert [row["subject"] for row in noted] == ["n1"]
+    assert await said(100, true) == 1
 
 
 async def test_a_nul_in_an_engines_last_words_is_left_out(pool: Pool) -> None:

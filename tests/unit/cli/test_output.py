@@ -1,7 +1,11 @@
 """What the command prints reads well on a terminal and in a pipe."""
 
-import pytest
+from pathlib import Path
 
+import pytest
+from click.testing import CliRunner
+
+from isochrone.cli import main as cli
 from isochrone.cli.output import cell, show_rows
 
 
@@ -32,3 +36,17 @@ def test_what_goes_into_a_pipe_is_not_folded(capsys: pytest.CaptureFixture[str])
         ["REPLICA", "ID", "REASON"],
         ["r" * 60] + 40 * ["why"],
     ]
+
+
+@pytest.mark.parametrize("text", [b"\xff", b"url = ", None], ids=["no text", "no TOML", "a folder"])
+def test_a_config_that_cannot_be_read_is_told_in_words(
+    text: bytes | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli, "CONFIG", tmp_path / "config.toml")
+    if text is None:
+        (tmp_path / "config.toml").mkdir()
+    else:
+        (tmp_path / "config.toml").write_bytes(text)
+    told = CliRunner().invoke(cli.main, ["status"])
+    assert told.exit_code == 1
+    assert f"cannot read {tmp_path}/config.toml" in told.output

@@ -82,12 +82,14 @@ def test_gpt2s_digits_join() -> None:
     [
         (sentencepiece(model="wordpiece"), "tokenizer 'wordpiece'"),
         (sentencepiece(scores=[1.0]), "not a score for each token"),
-        (sentencepiece(token_type=[1]), "1 token types for"),
+        (sentencepiece(token_type=[1]), r"token types \[1\] for"),
+        (sentencepiece(token_type=-1), "token types -1 for"),
         (sentencepiece(eos_token_id=10**9), "token id 1000000000 is out of range"),
         (sentencepiece(eos_token_id=-1), "token id -1 is out of range"),
         (sentencepiece(tokens=["a"] * 600), "tokens are there twice"),
         (sentencepiece(tokens=[]), "tokens is missing"),
         (byte_level(pre="martian"), "pre-tokenizer 'martian'"),
+        (byte_level(pre=[1]), r"pre-tokenizer \[1\]"),
         (byte_level(merges=["x y"]), "its tokenizer"),
     ],
 )

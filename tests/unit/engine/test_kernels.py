@@ -94,7 +94,7 @@ def by_torch(
     parts=st.lists(st.tuples(st.integers(0, 90), st.integers(1, 40)), min_size=1, max_size=3),
     grouped=st.sampled_from([(1, 1), (3, 1), (6, 2), (7, 1), (8, 4)]),
     dim=st.sampled_from([16, 48, 64, 128, 256]),
-    window=st.sampled_from([1, 7, 33, 1000]),
+    window=st.sampled_from([1, 7, 33, 1000, 2**32 + 5]),
     large=st.sampled_from([1.0, 30.0]),
 )
 @settings(max_examples=60, deadline=None)
@@ -183,3 +183,22 @@ def test_a_folder_that_others_may_write_is_not_trusted(
     (tmp_path / "isochrone").chmod(0o777)
     with pytest.raises(NoKernels, match="others may write there"):
         built()
+
+
+def test_a_library_is_on_the_disk_before_it_has_its_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    compiler = tmp_path / "compiler"
+    compiler.write_text('#!/bin/sh\nfor last; do :; done\necho library > "$last"\n')
+    compiler.chmod(0o700)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(building, "_NEEDED", ())
+    monkeypatch.setattr(building, "_COMPILERS", (str(compiler),))
+    synced = []
+
+    def note(path: Path) -> None:
+        synced.append((path.read_text(), list((tmp_path / "isochrone").glob("*.so"))))
+
+    monkeypatch.setattr(building, "sync", note)
+    assert built().read_text() == "library\n"
+    assert synced == [("library\n", [])]

@@ -1,6 +1,7 @@
 """KV below the device's: what comes back is what went down, whatever was pushed out meanwhile."""
 
 import errno
+import shutil
 from collections.abc import Sequence as Ordered
 from pathlib import Path
 
@@ -171,11 +172,20 @@ def test_a_spoilt_file_is_a_miss(tmp_path: Path, change: str) -> None:
     assert tier.read(digest(2)) == b"x" * 50
 
 
-def test_a_disk_that_takes_nothing_is_no_error(tmp_path: Path) -> None:
+def test_a_disk_that_takes_nothing_is_no_error_and_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     tier = FileTier(tmp_path, MODEL, 10_000)
-    (tmp_path / MODEL.hex() / "00").write_text("in the way")
-    assert not tier.write(digest(1), bytes(50))
-    assert digest(1) not in tier
+    in_the_way = tmp_path / MODEL.hex() / "00"
+    for wanted in (1, 2):
+        in_the_way.write_text("in the way")
+        for _ in range(3):
+            assert not tier.write(digest(1), bytes(50))
+            assert digest(1) not in tier
+        assert [record.message for record in caplog.records] == ["cannot keep KV"] * wanted
+        in_the_way.unlink()
+        assert tier.write(digest(2), bytes(50))
+        shutil.rmtree(in_the_way)
 
 
 def test_a_disk_that_lets_go_of_nothing_is_no_error(

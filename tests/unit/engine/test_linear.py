@@ -35,7 +35,7 @@ from nodeagent.engine.native.matrices import Fetch, Native
 
 ROWS, COLUMNS = 192, 256
 HEADS = 4
-WIDE = 1536
+WIDE = 8192
 """Rows of more bytes than are read at a time."""
 
 
@@ -197,11 +197,12 @@ def test_what_is_kept_takes_what_was_said_before(groups: Groups, bits: int) -> N
     assert bytes_kept(Keeping.PLAIN, torch.bfloat16, bits) == 2
 
 
+@pytest.mark.parametrize("disk", ["cached", "cold", "gives nothing past its cache"])
 @pytest.mark.parametrize(
     "kind", [GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q4_1, GGMLQuantizationType.Q8_0]
 )
 def test_a_gguf_files_groups_are_read_as_they_are(
-    tmp_path: Path, kind: GGMLQuantizationType
+    tmp_path: Path, kind: GGMLQuantizationType, disk: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "m.gguf"
     writer = GGUFWriter(path, "llama")
@@ -228,6 +229,15 @@ def test_a_gguf_files_groups_are_read_as_they_are(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+    if disk == "cold":
+        with path.open("rb") as written:
+            os.fdatasync(written.fileno())
+            os.posix_fadvise(written.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    elif disk != "cached":
+        monkeypatch.setattr(
+            "nodeagent.engine.checkpoint.gguf._open_for_blocks",
+            lambda path, file: os.open(os.devnull, os.O_RDONLY),
+        )
     file = GgufFile(path)
     assert file.filed_bits() == {BITS[kind]: COLUMNS * (COLUMNS + 64 + WIDE), 32: 32 * COLUMNS}
     try:

@@ -49,6 +49,7 @@ def read_wholly(body: bytes) -> None:
         (chat(seed=2**64), "seed"),
         (chat(n=0), "n"),
         (chat(functions=[{"name": "f"}]), "functions"),
+        (chat(modalities=["text", "audio"]), "modalities"),
         (chat(tools=[{"type": "web_search"}]), "web_search"),
         (chat(tool_choice="perhaps"), "tool_choice"),
         (chat(messages=[{"role": "assistant", "tool_calls": [{"id": "x"}]}]), "tool_calls"),

@@ -10,7 +10,7 @@ from isochrone.wire.engine import EngineConfig
 from isochrone.wire.ids import DeviceId
 from isochrone.wire.model import EngineSettings
 from nodeagent.drivers import DRIVERS
-from nodeagent.drivers.driver import Launch, UnknownOption
+from nodeagent.drivers.driver import Launch, UnknownOption, with_salt
 from nodeagent.host.devices import Devices, device_class
 from tests.builders import a_spec
 
@@ -45,6 +45,20 @@ def test_a_vendor_engine_gets_its_own_words_and_its_own_gpus(
     assert command.base_url == "http://127.0.0.1:4321"
     assert command.environment["CUDA_VISIBLE_DEVICES"] == "2,3"
     assert "--host 127.0.0.1" in line
+
+
+def test_what_a_client_writes_as_its_salt_is_not_believed() -> None:
+    """With another tenant's it would be told, by `cached_tokens`, what that one had asked."""
+    body = (
+        b'{"cache_salt":"b","model":"m", "stream":true,"cache_salt":null,"messages":[{"a":1.50}]}'
+    )
+    told = with_salt(body, 'a"b')
+    assert msgspec.json.decode(told) == {**msgspec.json.decode(body), "cache_salt": 'a"b'}
+    assert told.count(b"cache_salt") == 1
+    assert b"1.50" in told, "all else is as it was written"
+    assert with_salt(b'["no object"]', "a") == b'["no object"]'
+    for driver, paths in (("vllm", 2), ("sglang", 2), ("tensorrt_llm", 1), ("embedded", 0)):
+        assert len(DRIVERS[driver].salted) == paths
 
 
 def test_options_are_a_closed_list() -> None:

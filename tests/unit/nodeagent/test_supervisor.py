@@ -200,6 +200,24 @@ async def test_one_that_is_left_to_the_next_life_is_let_go_and_not_stopped(house
     assert (engine.released, engine.stopped) == (True, False)
 
 
+async def test_an_engine_that_answers_nothing_does_not_hold_up_its_end(house: House) -> None:
+    house.supervisor.begin(SPEC)
+    await house.warm()
+    (engine,) = house.engines.started
+    asked = asyncio.Event()
+
+    async def canary(kind: str) -> bool:
+        asked.set()
+        return await asyncio.Event().wait()
+
+    engine.canary = canary  # type: ignore[method-assign]
+    house.now_s += 11.0
+    await asked.wait()
+    house.supervisor.end(END)
+    await house.until(lambda: house.replica.state is ReplicaState.STOPPED)
+    assert engine.stopped
+
+
 async def test_a_leave_ends_an_engine_whose_end_had_begun(house: House) -> None:
     house.supervisor.begin(SPEC)
     await house.warm()

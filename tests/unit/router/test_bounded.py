@@ -83,7 +83,7 @@ def test_a_body_in_many_small_chunks_is_no_head() -> None:
 @pytest.mark.parametrize("before", [b"", BODY], ids=["head", "trailer"])
 def test_a_node_cannot_either(before: bytes) -> None:
     loop, pool = StillLoop(), Pool()
-    connection = NodeConnection(pool, "n:1")
+    connection = NodeConnection(pool, NodeId("n"))
     end = End(loop, connection)
     exchange = Exchange(pool, NodeId("n"), "n:1", (b"", b""), 10**6)
     exchange.begin(connection)

@@ -1,7 +1,7 @@
 """The choice of a replica, by rows and by properties."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,8 +15,14 @@ from router.decide.pick import SURPRISE_MS, Ask, rank
 from router.decide.prefixes import Held, Match
 from router.decide.tokens_in_flight import TokensInFlight
 
-ASK = Ask("req-1", prompt_tokens=100, output_tokens=100)
 NOW_S = 1000.0
+
+
+def an_ask(**changes: Any) -> Ask:
+    return Ask(**{"request_id": "req-1", "prompt_tokens": 100, "output_tokens": 100, **changes})
+
+
+ASK = an_ask()
 
 
 class Candidate(NamedTuple):
@@ -66,7 +72,7 @@ def a_board(candidates: Sequence[Candidate]) -> Board:
 
 def a_picture(candidates: Sequence[Candidate], **ejected: float) -> Picture:
     until = {ReplicaId(name): until_s for name, until_s in ejected.items()}
-    return a_board(candidates).picture(NOW_S, until, {})
+    return Picture(a_board(candidates), NOW_S, until, {})
 
 
 def order(candidates: Sequence[Candidate], ask: Ask = ASK, **ejected: float) -> list[str]:
@@ -96,7 +102,7 @@ def test_a_full_replica_is_passed_over_and_counted() -> None:
 def test_deep_tokens_are_told_as_the_work_they_are() -> None:
     board = a_board([Candidate("a")])
     board.stretch.per_token = 2e-5
-    ranked = rank(board.picture(NOW_S, {}, {}), ASK._replace(prompt_tokens=50_000))[0]
+    ranked = rank(Picture(board, NOW_S, {}, {}), an_ask(prompt_tokens=50_000))[0]
     assert (ranked.uncached_tokens, ranked.unread_tokens) == (50_000, 75_000)
 
 
@@ -110,7 +116,7 @@ def test_siblings_are_those_of_the_same_city_with_room_the_asked_one_first() -> 
     ]
     board = a_board(candidates)
     held = Held(0.0, [Match(1 << board.slots[ReplicaId("b")], 0.5)])
-    routes = rank(board.picture(NOW_S, {}, {}), ASK._replace(held=held), {ReplicaId("x")})
+    routes = rank(Picture(board, NOW_S, {}, {}), an_ask(held=held), {ReplicaId("x")})
     siblings = routes.siblings(routes[0])
     assert [(one.replica_id, one.unread_tokens, one.prefill_ms) for one in siblings] == [
         ("b", 50, 25),
@@ -127,12 +133,12 @@ def test_who_is_alone_or_soon_done_has_no_siblings_named() -> None:
     far = Candidate("far", 90.0, pop="iad")
     alone = rank(a_picture([Candidate("a"), far]), ASK)
     assert alone.siblings(alone[0]) == []
-    quick = rank(a_picture([Candidate("a"), Candidate("b")]), ASK._replace(prompt_tokens=4))
+    quick = rank(a_picture([Candidate("a"), Candidate("b")]), an_ask(prompt_tokens=4))
     assert quick.siblings(quick[0]) == []
 
 
 def test_an_idle_replica_takes_what_is_larger_than_its_bound() -> None:
-    assert order([Candidate("a")], ASK._replace(prompt_tokens=10**6)) == ["a"]
+    assert order([Candidate("a")], an_ask(prompt_tokens=10**6)) == ["a"]
 
 
 def test_a_faster_replica_may_be_worth_the_way() -> None:
@@ -165,7 +171,7 @@ def test_a_queue_that_is_only_guessed_is_not_put_up_with() -> None:
         # Words that change each time: the next one says nothing of the one after.
         ledger.hear_others(ReplicaId(a), 200 * (n % 2), 0, NOW_S - 62 + n)
     board.refresh(board.slots[ReplicaId(a)], 1.0, ledger.line(ReplicaId(a)), NOW_S)
-    ranked = rank(board.picture(NOW_S, {}, {}), ASK)[0]
+    ranked = rank(Picture(board, NOW_S, {}, {}), ASK)[0]
     assert ranked.route.replica_id == a
     assert 90 < ranked.queue_ms < 110
     assert ranked.queue_tokens_max < 400 - ranked.queue_ms + SURPRISE_MS + 5
@@ -174,17 +180,18 @@ def test_a_queue_that_is_only_guessed_is_not_put_up_with() -> None:
 def test_with_queues_everywhere_a_miss_of_the_cache_counts_more() -> None:
     board = a_board([Candidate("a", 1.0), Candidate("b", 60.0)])
     held = Held(0.0, [Match(1 << board.slots[ReplicaId("b")], 0.5)])
-    ask = ASK._replace(held=held)
-    assert rank(board.picture(NOW_S, {}, {}), ask)[0].route.replica_id == "a"
+    ask = an_ask(held=held)
+    assert rank(Picture(board, NOW_S, {}, {}), ask)[0].route.replica_id == "a"
     board.spilled_at_ms = 1000 * NOW_S
-    waiting = rank(board.picture(NOW_S, {}, {}), ask)[0]._replace(queue_ms=50.0)
+    waiting = rank(Picture(board, NOW_S, {}, {}), ask)[0]
+    waiting.queue_ms = 50.0
     for _ in range(400):
         board.went(0, waiting, NOW_S)
-    assert rank(board.picture(NOW_S, {}, {}), ask)[0].route.replica_id == "b"
+    assert rank(Picture(board, NOW_S, {}, {}), ask)[0].route.replica_id == "b"
 
 
 def test_a_session_stays_on_its_seat_unless_that_is_much_slower() -> None:
-    ask = ASK._replace(session="s", seat=Seat(ReplicaId("b"), 90, 0.0))
+    ask = an_ask(session="s", seat=Seat(ReplicaId("b"), 90, 0.0))
     a, b = Candidate("a", 1.0), Candidate("b", 60.0)
     routes = rank(a_picture([a, b]), ask)
     assert routes[0].why == "session rtt=60.0ms queue=0ms prefill=10ms"
@@ -200,7 +207,7 @@ def test_processes_that_share_only_the_table_presume_the_same_seat() -> None:
     other = a_picture([Candidate(name, 5.5, prefill=loads[name]) for name in reversed(names)])
     went = []
     for n in range(200):
-        ask = ASK._replace(session=f"s{n}")
+        ask = an_ask(session=f"s{n}")
         first, second = (rank(picture, ask)[0].route for picture in (one, other))
         assert first.replica_id == second.replica_id
         went.append(first.replica_id)
@@ -209,7 +216,7 @@ def test_processes_that_share_only_the_table_presume_the_same_seat() -> None:
 
 def test_a_new_session_leaves_a_presumed_seat_that_is_much_slower() -> None:
     board = [Candidate("a", 5.0, prefill=500), Candidate("b", 5.0)]
-    firsts = {order(board, ASK._replace(session=f"s{n}"))[0] for n in range(40)}
+    firsts = {order(board, an_ask(session=f"s{n}"))[0] for n in range(40)}
     assert firsts == {"b"}
 
 
@@ -217,13 +224,13 @@ def test_what_is_cached_draws_as_far_as_it_saves() -> None:
     a, b = Candidate("a", 1.0), Candidate("b", 60.0)
     slots = a_board([a, b]).slots
     half = Held(0.0, [Match(1 << slots[ReplicaId("b")], 0.9)])
-    routes = rank(a_picture([a, b]), ASK._replace(held=half))
+    routes = rank(a_picture([a, b]), an_ask(held=half))
     assert routes[0].why == "prefix soonest-warm rtt=60.0ms queue=0ms prefill=10ms"
     little = Held(0.0, [Match(1 << slots[ReplicaId("b")], 0.2)])
-    assert order([a, b], ASK._replace(held=little))[0] == "a"
+    assert order([a, b], an_ask(held=little))[0] == "a"
     # What everyone holds moves nobody, and what b holds beyond that too little.
     common = Held(0.7, [Match(1 << slots[ReplicaId("b")], 0.9)])
-    first = rank(a_picture([a, b]), ASK._replace(held=common))[0]
+    first = rank(a_picture([a, b]), an_ask(held=common))[0]
     assert (first.route.replica_id, first.uncached_tokens) == ("a", 30)
 
 
@@ -233,23 +240,21 @@ def test_leaving_home_must_pay_and_then_goes_on_while_it_is_sooner() -> None:
     assert order([home._replace(prefill=100), away])[0] == "away"
     board = a_board([home, away])
     board.spilled_at_ms = 1000 * NOW_S - SPILL_LASTS_MS / 2
-    asks = [ASK._replace(request_id=f"req-{n}") for n in range(40)]
-    went = {rank(board.picture(NOW_S, {}, {}), ask)[0].route.replica_id for ask in asks}
+    asks = [an_ask(request_id=f"req-{n}") for n in range(40)]
+    went = {rank(Picture(board, NOW_S, {}, {}), ask)[0].route.replica_id for ask in asks}
     assert "away" in went
 
 
 def test_alike_replicas_share_the_requests_and_one_request_goes_one_way() -> None:
     picture = a_picture([Candidate(name) for name in "abcd"])
-    went = [
-        rank(picture, ASK._replace(request_id=f"req-{n}"))[0].route.replica_id for n in range(400)
-    ]
+    went = [rank(picture, an_ask(request_id=f"req-{n}"))[0].route.replica_id for n in range(400)]
     assert all(70 < went.count(ReplicaId(name)) < 130 for name in "abcd")
     assert len({rank(picture, ASK)[0].route.replica_id for _ in range(9)}) == 1
 
 
 def test_a_picture_does_not_change_with_the_board() -> None:
     board = a_board([Candidate("a"), Candidate("b")])
-    picture = board.picture(NOW_S, {}, {})
+    picture = Picture(board, NOW_S, {}, {})
     columns = (picture.routes, picture.times, picture.facts, picture.seeds, picture.weights)
     shown = [list(column) for column in columns]
     board.adopt([Candidate("c").route])
@@ -262,7 +267,7 @@ def test_a_slot_without_a_replica_is_never_ranked() -> None:
     board = a_board([Candidate("a"), Candidate("b"), Candidate("c")])
     gone = board.adopt([Candidate("c").route])
     assert len(gone) == 2
-    routes = rank(board.picture(NOW_S, {}, {}), ASK)
+    routes = rank(Picture(board, NOW_S, {}, {}), ASK)
     assert ([r.route.replica_id for r in routes], routes.full) == (["c"], 0)
     board.adopt([Candidate("c").route, Candidate("d").route])
     assert len(board) == 3
@@ -285,10 +290,10 @@ NAMES = st.lists(st.sampled_from([f"r{n}" for n in range(12)]), unique=True, min
 @settings(deadline=None, max_examples=60)
 @given(NAMES, st.text(max_size=20))
 def test_a_session_goes_the_same_way_from_every_router(names: list[str], session: str) -> None:
-    ask = ASK._replace(session="t/" + session)
+    ask = an_ask(session="t/" + session)
     here = [Candidate(name) for name in names]
     there = list(reversed(here))
-    assert order(here, ask)[0] == order(there, ask._replace(request_id="req-2"))[0]
+    assert order(here, ask)[0] == order(there, an_ask(request_id="req-2", session=ask.session))[0]
     first = order(here, ask)[0]
     left = [candidate for candidate in here if candidate.name != "r0"]
     if left and first != "r0":
@@ -316,11 +321,11 @@ def test_every_replica_with_room_is_ranked_once_with_what_is_predicted(
 ) -> None:
     candidates = [Candidate(f"r{n}", *numbers[n]) for n in range(len(numbers))]
     excluded = frozenset(ReplicaId(f"r{n}") for n in out)
-    ask = ASK._replace(prompt_tokens=tokens, held=Held(0.1, [Match(1 << held_by, 0.5)]))
+    ask = an_ask(prompt_tokens=tokens, held=Held(0.1, [Match(1 << held_by, 0.5)]))
     board = a_board(candidates)
     if held_by >= len(board):
-        ask = ask._replace(held=Held(0.1, []))
-    routes = rank(board.picture(NOW_S, {}, {}), ask, excluded)
+        ask = an_ask(prompt_tokens=tokens, held=Held(0.1, []))
+    routes = rank(Picture(board, NOW_S, {}, {}), ask, excluded)
     ranked = list(routes)
     has_room = [
         c.name

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from msgspec.structs import replace
 
+from isochrone.wire.ids import NodeId
 from ops.bench.bench_router import KEY, table
 from tests.unit.router.wire import End, Relay, StillLoop
 
@@ -156,8 +157,8 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule()
     def a_node_is_gone(self) -> None:
-        address = self.relay.fleet.table.routes[0].address if self.relay.fleet.table else ""
-        self.loop.settle(lambda: self.relay.upstream.let_go(address, self.loop.now_s, lambda: True))
+        node_id = next(iter(self.relay.fleet.nodes()), NodeId(""))
+        self.loop.settle(lambda: self.relay.upstream.let_go(node_id, self.loop.now_s, lambda: True))
 
     @invariant()
     def nothing_went_wrong(self) -> None:

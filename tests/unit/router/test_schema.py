@@ -3,7 +3,8 @@
 import pytest
 
 from isochrone.wire.errors import ApiError
-from router.apis.openai.decode import CHAT, COMPLETION, decode
+from router.apis.openai.decode import CHAT, COMPLETION, EMBEDDING, decode
+from router.apis.openai.prompt import answers, rendered, text_bytes
 
 TOOLS = b'[{"type":"function","function":{"name":"f"}}]'
 
@@ -19,12 +20,12 @@ TOOLS = b'[{"type":"function","function":{"name":"f"}}]'
 def test_tools_count_as_the_beginning_of_the_prompt(rest: bytes, begins: bytes) -> None:
     body = b'{"model":"m","messages":[{"role":"user","content":"hi"}]' + rest + b"}"
     request = decode(body, CHAT)
-    assert request.rendered == begins
-    assert request.text_bytes(len(request.rendered)) > len(begins)
+    assert rendered(request) == begins
+    assert text_bytes(request, len(rendered(request))) > len(begins)
 
 
 @pytest.mark.parametrize(
-    ("rest", "answers"),
+    ("rest", "count"),
     [
         (b'"prompt":"a"', 1),
         (b'"prompt":"a","n":3', 3),
@@ -33,8 +34,8 @@ def test_tools_count_as_the_beginning_of_the_prompt(rest: bytes, begins: bytes) 
         (b'"prompt":[[1],[2,3],[4]],"n":2', 6),
     ],
 )
-def test_every_choice_of_every_prompt_is_an_answer(rest: bytes, answers: int) -> None:
-    assert decode(b'{"model":"m",' + rest + b"}", COMPLETION).answers == answers
+def test_every_choice_of_every_prompt_is_an_answer(rest: bytes, count: int) -> None:
+    assert answers(decode(b'{"model":"m",' + rest + b"}", COMPLETION)) == count
 
 
 @pytest.mark.parametrize(
@@ -52,3 +53,30 @@ def test_what_is_wrong_is_named(body: bytes, param: str | None) -> None:
     with pytest.raises(ApiError) as refused:
         decode(body, CHAT)
     assert refused.value.param == param
+
+
+CHATTED = b'{"model":"m","messages":[{"role":"user","content":[%b]}]}'
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        b'{"type":"image_url","image_url":{"url":"http://169.254.169.254/latest/meta-data"}}',
+        b'{"type":"image_url","image_url":{"url":"data:,","url":"file:///etc/passwd"}}',
+        b'{"type":"input_image","image_url":"https://10.0.0.7/x.png"}',
+        b'{"type":"video_url","video_url":{"url":" data:x"}}',
+        b'{"type":"text","text":"x","audio_url":{"url":"http://localhost:9100/metrics"}}',
+    ],
+)
+def test_no_engine_is_made_to_fetch_what_a_client_cannot_reach(part: bytes) -> None:
+    with pytest.raises(ApiError, match="nothing is fetched for a client"):
+        decode(CHATTED % part, CHAT)
+
+
+def test_what_comes_with_the_request_is_let_through() -> None:
+    seen = b'{"type":"image_url","image_url":{"url":"data:image/png;base64,AA==","detail":"low"}}'
+    decode(CHATTED % (b'{"type":"text","text":"what is this?"},' + seen), CHAT)
+    decode(b'{"model":"m","input":"x"}', EMBEDDING)
+    with pytest.raises(ApiError):
+        # As vLLM takes a chat to be embedded, beside the input that was read here.
+        decode(b'{"model":"m","input":"x","messages":[]}', EMBEDDING)

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from router.dataplane.exchange import AttemptFailed
 from router.dataplane.sse import (
     FRAME_BYTES_MAX,
     KEPT_BYTES_MAX,
@@ -16,7 +17,8 @@ from router.dataplane.sse import (
     data_of,
     split,
 )
-from router.dataplane.usage import NoAnswer, UsageCount, read_whole, with_cached_tokens
+from router.dataplane.usage import UsageCount, with_cached_tokens
+from router.dataplane.verdict import read_answer
 
 FRAMES = [
     b'data: {"choices":[{"delta":{"role":"assistant","content":""}}]}\n\n',
@@ -143,7 +145,7 @@ def test_what_is_not_plain_text_is_known_as_that(delta: dict[str, object]) -> No
 def test_cached_tokens_are_there_afterwards(details: dict[str, int] | None) -> None:
     body = {"usage": {"prompt_tokens": 1, "prompt_tokens_details": details}}
     before = json.dumps(body)
-    usage, whole = read_whole(before.encode())
+    usage, whole = read_answer("n", before.encode())
     assert usage == UsageCount(1, 0, (details or {}).get("cached_tokens", 0))
     changed = with_cached_tokens(body)
     assert json.loads(whole) == body
@@ -154,10 +156,10 @@ def test_cached_tokens_are_there_afterwards(details: dict[str, int] | None) -> N
 def test_whole_answers_are_read_as_far_as_needed() -> None:
     told = b'{"x":1.50,"usage":{"prompt_tokens":5,"completion_tokens":2,"prompt_tokens_details":'
     told += b'{"cached_tokens":1}}}'
-    assert read_whole(told) == (USAGE, told)
-    assert read_whole(b'{"a":1}') == (None, b'{"a":1}')
+    assert read_answer("n", told) == (USAGE, told)
+    assert read_answer("n", b'{"a":1}') == (None, b'{"a":1}')
     odd = b'{"usage":{"prompt_tokens":"many"}}'
-    assert read_whole(odd)[0] == UsageCount(0, 0, 0)
+    assert read_answer("n", odd)[0] == UsageCount(0, 0, 0)
     for garbage in (b"", b"[]", b"\xff", b'{"usage":', b"[" * 100_000):
-        with pytest.raises(NoAnswer):
-            read_whole(garbage)
+        with pytest.raises(AttemptFailed):
+            read_answer("n", garbage)

@@ -10,6 +10,7 @@ from router.apis.workers_ai.translate import (
     CHAT_PATH,
     EMBEDDINGS_PATH,
     PLAIN_PATH,
+    RERANK_PATH,
     frame_of,
     result_of,
     to_openai,
@@ -18,7 +19,7 @@ from router.dataplane.sse import DONE_FRAME, data_frame
 
 
 def asked(**fields: Any) -> tuple[str, dict[str, Any]]:
-    path, body = to_openai(json.dumps(fields).encode(), "@cf/x/tiny")
+    path, body, _ = to_openai(json.dumps(fields).encode(), "@cf/x/tiny")
     return path, json.loads(body)
 
 
@@ -27,7 +28,7 @@ def test_a_prompt_and_messages_are_a_chat() -> None:
     wanted = {"model": "@cf/x/tiny", "max_tokens": 256, "messages": user}
     assert asked(prompt="hi") == (CHAT_PATH, wanted)
     assert asked(messages=user) == (CHAT_PATH, wanted)
-    path, body = asked(prompt="hi", raw=True, max_tokens=9, temperature=0.5, top_k=4, lora="x")
+    path, body = asked(prompt="hi", raw=True, max_tokens=9, temperature=0.5, top_k=4, lora="")
     assert path == PLAIN_PATH
     assert body == {
         "model": "@cf/x/tiny",
@@ -40,6 +41,31 @@ def test_a_prompt_and_messages_are_a_chat() -> None:
 
 def test_texts_are_embedded() -> None:
     assert asked(text=["a", "b"]) == (EMBEDDINGS_PATH, {"model": "@cf/x/tiny", "input": ["a", "b"]})
+
+
+def test_texts_are_ranked() -> None:
+    texts = [{"text": "a"}, {"text": "b"}]
+    wanted = {"model": "@cf/x/tiny", "query": "q", "documents": texts}
+    assert asked(query="q", contexts=texts) == (RERANK_PATH, wanted)
+    assert asked(query="q", contexts=texts, top_k=1) == (RERANK_PATH, wanted | {"top_n": 1})
+    answer = {"results": [{"index": 1, "relevance_score": 0.5}]}
+    assert result_of(json.dumps(answer).encode()) == {"response": [{"id": 1, "score": 0.5}]}
+
+
+@pytest.mark.parametrize(
+    ("response_format", "wanted"),
+    [({"type": "json_object"}, {"a": 1}), ({"type": "text"}, '{"a":1}'), (None, '{"a":1}')],
+)
+def test_json_comes_as_the_value_it_is(response_format: object, wanted: object) -> None:
+    body = json.dumps({"prompt": "hi", "response_format": response_format}).encode()
+    _, _, is_json = to_openai(body, "tiny")
+    answer = json.dumps({"choices": [{"message": {"content": '{"a":1}'}}]}).encode()
+    assert result_of(answer, is_json=is_json) == {"response": wanted}
+
+
+def test_json_cut_short_stays_text() -> None:
+    answer = json.dumps({"choices": [{"message": {"content": '{"a":'}}]}).encode()
+    assert result_of(answer, is_json=True) == {"response": '{"a":'}
 
 
 def test_a_stream_asks_for_its_usage_and_busy_is_passed_on() -> None:
@@ -56,7 +82,17 @@ def test_flat_tools_get_their_envelope() -> None:
 
 
 @pytest.mark.parametrize(
-    "fields", [{}, {"prompt": "a", "text": "b"}, {"prompt": 5}, {"text": []}, {"max_tokens": 0}]
+    "fields",
+    [
+        {},
+        {"prompt": "a", "text": "b"},
+        {"prompt": 5},
+        {"text": []},
+        {"max_tokens": 0},
+        {"query": "a"},
+        {"query": "a", "contexts": ["b"]},
+        {"prompt": "a", "lora": "mine"},
+    ],
 )
 def test_what_is_neither_is_refused_in_words(fields: dict[str, Any]) -> None:
     with pytest.raises(ApiError) as refused:

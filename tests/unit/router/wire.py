@@ -12,6 +12,7 @@ from isochrone.wire.routes import RouteTable
 from router.apis.doors import Doors
 from router.apis.openai.hot import OpenAiSurface
 from router.apis.request_ids import RequestIds
+from router.apis.responses.hot import ResponsesSurface
 from router.apis.workers_ai.hot import WorkersAiSurface
 from router.config import RouterConfig
 from router.dataplane.deadlines import Deadlines
@@ -196,7 +197,12 @@ class Relay:
             unix_clock=clock,
             new_id=RequestIds(BootId("0")),
         )
-        doors = Doors(surface, WorkersAiSurface(surface, self.corridor), self.upstream)
+        doors = Doors(
+            surface,
+            ResponsesSurface(surface, self.corridor, clock),
+            WorkersAiSurface(surface, self.corridor),
+            self.upstream,
+        )
         self.server = Server(
             limits=DoorLimits(),
             write_timeout_s=config.write_timeout_s,

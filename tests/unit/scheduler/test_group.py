@@ -11,7 +11,7 @@ from isochrone.wire.report import Device, ReplicaState
 from scheduler.decide.cluster import ClusterState, Node, Plan
 from scheduler.decide.explain import explain
 from scheduler.decide.feasible import free_memory
-from scheduler.decide.group import RankPorts, sealed
+from scheduler.decide.group import RankPorts, with_secret
 from scheduler.decide.liveness import liveness
 from scheduler.decide.plan import plan
 from scheduler.decide.route_table import route_table
@@ -223,7 +223,7 @@ def test_a_new_versions_parts_bear_its_name_and_one_secret() -> None:
         marked, spec=msgspec.structs.replace(marked.spec, replica_id=ReplicaId("d~2-7-1"))
     )
     (named,) = joined(Plan(based_on=start.spec.version, starts=(marked,))).starts  # type: ignore[arg-type]
-    told = sealed(named, "known to all").parts
+    told = with_secret(named, "known to all").parts
     assert [part.spec.replica_id for part in told] == ["d-v2-7-1", "d-v2-7-1.1"]
     assert {part.spec.deployment_id for part in told} == {"d"}
     assert {

@@ -28,6 +28,8 @@ from scheduler.decide.intake import (
     take_usage,
 )
 
+AMS = PopId("ams")
+
 
 def a_row(deployment: str = "d", pop: str = "ams", **counts: int) -> DemandRow:
     return DemandRow(deployment_id=DeploymentId(deployment), pop=PopId(pop), **counts)
@@ -57,7 +59,7 @@ def a_usage(request: str = "q", **fields: Any) -> UsageRow:
 
 
 def test_rows_of_one_city_are_one_and_zeros_are_none() -> None:
-    taken = take_demand(a_demand(a_row(requests=2), a_row(pop="sin"), a_row(requests=3)))
+    taken = take_demand(AMS, a_demand(a_row(requests=2), a_row("e"), a_row(requests=3)))
     assert taken.rows == (a_row(requests=5),)
     assert taken.refused == {}
     assert taken.age_s == 2.5
@@ -69,10 +71,11 @@ def test_rows_of_one_city_are_one_and_zeros_are_none() -> None:
         (a_row(requests=-1), "below 0"),
         (a_row(deployment="d\0"), "NUL"),
         (a_row(pop="x" * 300), "256 letters"),
+        (a_row(pop="sin", requests=9), "it is of sin, and the router is in ams"),
     ],
 )
 def test_a_bad_row_is_refused_alone(row: DemandRow, words: str) -> None:
-    taken = take_demand(a_demand(row, a_row(requests=1)))
+    taken = take_demand(AMS, a_demand(row, a_row(requests=1)))
     assert taken.rows == (a_row(requests=1),)
     ((reason, rows),) = taken.refused.items()
     assert reason.startswith("cannot count")
@@ -81,7 +84,7 @@ def test_a_bad_row_is_refused_alone(row: DemandRow, words: str) -> None:
 
 
 def test_a_million_rows_are_refused_in_words() -> None:
-    taken = take_demand(a_demand(*[a_row(requests=1)] * 1_000_000))
+    taken = take_demand(AMS, a_demand(*[a_row(requests=1)] * 1_000_000))
     assert taken.rows == ()
     ((reason, rows),) = taken.refused.items()
     assert f"at most {DEMAND_ROWS_MAX}" in reason
@@ -93,20 +96,20 @@ def test_a_million_rows_are_refused_in_words() -> None:
     [(nan, nan, 0), (-5, -90, 0), (inf, 10, 10), (10, 100, 105), (1e9, 0, 300)],
 )
 def test_a_clock_that_is_none_is_clamped(window_s: float, age_s: float, taken_at_s: float) -> None:
-    taken = take_demand(a_demand(a_row(requests=1), window_s=window_s, age_s=age_s))
+    taken = take_demand(AMS, a_demand(a_row(requests=1), window_s=window_s, age_s=age_s))
     assert taken.age_s == taken_at_s
     assert len(taken.rows) == 1
 
 
 def test_what_comes_too_late_is_refused() -> None:
-    taken = take_demand(a_demand(a_row(requests=1), age_s=LATE_MAX_S))
+    taken = take_demand(AMS, a_demand(a_row(requests=1), age_s=LATE_MAX_S))
     assert taken.rows == ()
     assert list(taken.refused.values()) == [1]
 
 
 def test_a_row_that_contradicts_itself_is_clamped() -> None:
     odd = a_row(requests=2, refused=9, no_replica=5, prompt_tokens=10, uncached_tokens=70)
-    (row,) = take_demand(a_demand(odd)).rows
+    (row,) = take_demand(AMS, a_demand(odd)).rows
     assert row == a_row(requests=2, refused=2, no_replica=2, prompt_tokens=10, uncached_tokens=10)
 
 
@@ -168,7 +171,7 @@ counts = st.integers(-(2**63), 2**64 - 1) | st.integers(0, 100)
 def test_what_passes_the_store_can_hold(
     rows: list[DemandRow], window_s: float, age_s: float
 ) -> None:
-    taken = take_demand(a_demand(*rows, window_s=window_s, age_s=age_s))
+    taken = take_demand(AMS, a_demand(*rows, window_s=window_s, age_s=age_s))
     assert taken.age_s >= 0
     keys = [(row.deployment_id, row.pop) for row in taken.rows]
     assert keys == sorted(set(keys))

@@ -1,6 +1,8 @@
 """What the planner does, by rows, and what it never does, by properties."""
 
+import math
 from collections import Counter
+from random import Random
 
 import msgspec
 import pytest
@@ -298,6 +300,32 @@ def test_the_only_replica_allowed_follows_its_demand() -> None:
         assert not plan(msgspec.structs.replace(cluster, deployments=(held,))).starts
 
 
+def test_a_pop_to_be_kept_warm_does_not_wait_until_others_have_settled() -> None:
+    """As after a drain: all that may be seated is elsewhere, and has just begun."""
+    young = tuple(
+        msgspec.structs.replace(a_placement(name, node), age_s=30.0)
+        for name, node in (("r1", "ams-1"), ("r2", "iad-1"))
+    )
+    cluster = a_cluster(
+        nodes=NODES,
+        deployments=(a_deployment(replicas_max=2, keep_warm=("sin",)),),
+        placements=young,
+        demand=(a_demand("ams", 0.2), a_demand("iad", 0.1)),
+    )
+    first = plan(cluster)
+    assert [(start.node_id, start.reason) for start in first.starts] == [
+        ("sin-1", "sin is kept warm")
+    ]
+    assert not first.endings
+    moved = carried_out(cluster, first)
+    second = plan(moved)
+    assert [ending.replica_id for ending in second.endings] == ["r2"]
+    assert plan(carried_out(moved, second)) == Plan(based_on=Generation(moved.generation + 1))
+    # Where it has no room, what is young stays where it is.
+    full = msgspec.structs.replace(cluster, nodes=(*NODES[:2], a_node("sin-1", "sin", devices=())))
+    assert not plan(full).starts
+
+
 def test_an_idle_deployment_without_a_minimum_goes_to_zero_and_demand_wakes_it() -> None:
     idle = a_cluster(
         nodes=NODES,
@@ -383,14 +411,23 @@ def clusters(draw: st.DrawFn) -> ClusterState:
             rank_ports=draw(st.sampled_from([None, (9400, 9401), (9400, 9401)])),
             silent_s=draw(st.sampled_from([0.0, 0.0, 0.0, 8.0, 40.0])),
             draining=draw(st.sampled_from([False, False, False, True])),
+            revoked=draw(st.sampled_from([False] * 9 + [True])),
+            failure_domain=draw(st.sampled_from(["", "rack"])),
+            refused=draw(st.sampled_from([(), (), ((DeploymentId("d0"), "no"),)])),
+            disk_free_bytes=draw(st.sampled_from([0, 0, 10**9, 10**12])),
+            disk_bytes_per_s=draw(st.sampled_from([0.0, 0.0, 1e9, -1.0, math.nan])),
             devices=tuple(
-                a_device(draw(st.sampled_from([1.0, 2.0, 4.0, 8.0])), f"gpu{d}")
+                msgspec.structs.replace(
+                    a_device(draw(st.sampled_from([0.0, 1.0, 2.0, 4.0, 8.0])), f"gpu{d}"),
+                    device_class=draw(st.sampled_from(["cpu", "cpu", "l4-24g"])),
+                    healthy=draw(st.sampled_from([True] * 9 + [False])),
+                )
                 for d in range(draw(st.integers(0, 2)))
             ),
         )
         for index in range(draw(st.integers(0, 6)))
     )
-    models = (a_model("m", 1.0), a_model("big", 3.0))
+    models = (a_model("m", 1.0), a_model("big", 3.0), a_model("empty", 0.0))
     engines = {
         count: EngineSettings(driver="mock", kv_memory_bytes=0, devices=count, nodes=count)
         for count in (1, 2)
@@ -401,11 +438,11 @@ def clusters(draw: st.DrawFn) -> ClusterState:
         deployments.append(
             a_deployment(
                 f"d{index}",
-                draw(st.sampled_from(["m", "big"])),
+                draw(st.sampled_from(["m", "m", "big", "empty"])),
                 version=draw(st.integers(1, 2)),
                 replicas_min=least,
-                replicas_max=draw(st.integers(least, 4)),
-                keep_warm=tuple(draw(st.lists(st.sampled_from(pops), max_size=1))),
+                replicas_max=draw(st.one_of(st.integers(least, 4), st.just(0))),
+                keep_warm=tuple(draw(st.lists(st.sampled_from([*pops, "xyz"]), max_size=1))),
                 deny=tuple(draw(st.lists(st.sampled_from(["NL", "sin"]), max_size=1))),
                 priority=draw(st.integers(0, 100)),
                 engine=engines[draw(st.sampled_from([1, 1, 2]))],
@@ -413,7 +450,11 @@ def clusters(draw: st.DrawFn) -> ClusterState:
         )
     empty = a_cluster(nodes=nodes, models=models, deployments=tuple(deployments))
     demand = tuple(
-        a_demand(draw(st.sampled_from(pops)), draw(st.floats(0.0, 5.0)), deployment.deployment_id)
+        a_demand(
+            draw(st.sampled_from([*pops, "xyz"])),
+            draw(st.one_of(st.floats(0.0, 5.0), st.sampled_from([-1.0, 1e300, math.nan]))),
+            deployment.deployment_id,
+        )
         for deployment in deployments
         for _ in range(draw(st.integers(0, 2)))
     )
@@ -459,7 +500,8 @@ def test_residency_liveness_and_bounds_hold_for_every_start(cluster: ClusterStat
         for part in start.parts:
             node = nodes[part.node_id]
             assert allowed(policies[part.spec.deployment_id], pops[node.pop])
-            assert not node.draining
+            assert not (node.draining or node.revoked)
+            assert part.spec.deployment_id not in dict(node.refused)
             assert view.by_node[node.node_id].value == "ready"
             assert part.reason
     ids = [start.spec.replica_id for start in decided.starts]
@@ -474,6 +516,34 @@ def test_residency_liveness_and_bounds_hold_for_every_start(cluster: ClusterStat
 @given(cluster=clusters())
 def test_the_same_picture_gives_the_same_plan(cluster: ClusterState) -> None:
     assert plan(cluster) == plan(cluster)
+
+
+@settings(deadline=None, max_examples=100)
+@given(cluster=clusters(), chance=st.randoms(use_true_random=False))
+def test_in_whatever_order_a_picture_tells_it_it_is_planned_alike(
+    cluster: ClusterState, chance: Random
+) -> None:
+    told = {
+        name: tuple(chance.sample(rows, len(rows)))
+        for name in ("pops", "nodes", "models", "deployments", "placements")
+        for rows in [getattr(cluster, name)]
+    }
+    one, other = plan(cluster), plan(msgspec.structs.replace(cluster, **told))
+    assert one.starts == other.starts
+    assert {(e.replica_id, e.reason) for e in one.endings} == {
+        (e.replica_id, e.reason) for e in other.endings
+    }
+
+
+@settings(deadline=None, max_examples=50)
+@given(cluster=clusters())
+def test_what_explain_says_cannot_be_the_plan_does_not_do(cluster: ClusterState) -> None:
+    for start in plan(cluster).starts:
+        explained = explain(cluster, start.spec.deployment_id)
+        assert explained is not None
+        assert any(start.spec.replica_id in move for move in explained.next_moves)
+        refused = {row.node_id for row in explained.elsewhere if not row.feasible}
+        assert refused.isdisjoint(part.node_id for part in start.parts)
 
 
 @settings(deadline=None, max_examples=100)

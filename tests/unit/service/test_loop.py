@@ -42,3 +42,21 @@ async def test_a_failed_turn_is_counted_and_the_next_one_runs() -> None:
     await run_briefly(loop, 2)
     assert loop.failures == 1
     assert "failures=1" in repr(loop)
+
+
+async def test_a_cancelled_turn_whose_clean_up_fails_ends_all_the_same() -> None:
+    begun = asyncio.Event()
+
+    async def once() -> None:
+        try:
+            begun.set()
+            await asyncio.Event().wait()
+        finally:
+            raise TimeoutError("cannot give the connection back")
+
+    task = asyncio.create_task(Loop("test", once, NEVER_S).run())
+    await begun.wait()
+    task.cancel()
+    done, _ = await asyncio.wait({task}, timeout=5.0)
+    assert done
+    assert task.cancelled()

@@ -8,6 +8,7 @@ import pytest
 
 from isochrone.service import files, identity
 from isochrone.service.config import ConfigError, load_config
+from isochrone.service.files import write_atomic
 from isochrone.service.identity import Authority, IdentityError
 from isochrone.wire.control import PeerRole
 from isochrone.wire.ids import PopId
@@ -46,6 +47,25 @@ def test_a_wrong_config_is_refused_in_words(tmp_path: Path, text: str, words: st
         load_config(Config, path, {}, "X_")
 
 
+def test_a_state_folder_is_kept_to_one_process(tmp_path: Path) -> None:
+    with files.kept(tmp_path / "state"):
+        with (
+            pytest.raises(ConfigError, match="another process does"),
+            files.kept(tmp_path / "state"),
+        ):
+            pass
+        with files.kept(tmp_path / "state" / "worker-1"):
+            pass
+    with files.kept(tmp_path / "state"):
+        pass
+    (tmp_path / "file").touch()
+    with (
+        pytest.raises(ConfigError, match="cannot use the state folder"),
+        files.kept(tmp_path / "file"),
+    ):
+        pass
+
+
 def test_a_torn_snapshot_falls_back_to_the_one_before(tmp_path: Path) -> None:
     path = tmp_path / "table"
     assert files.read_snapshot(path) is None
@@ -65,6 +85,19 @@ def issued(authority: Authority, role: PeerRole = PeerRole.AGENT) -> tuple[str, 
     return key, authority.issue(csr, role=role, name="gpu-1", pop=PopId("ams"), now=NOW)
 
 
+def test_a_snapshot_that_cannot_be_read_is_told_in_words(tmp_path: Path) -> None:
+    path = tmp_path / "table"
+    files.write_snapshot(path, b"one")
+    files.write_snapshot(path, b"two")
+    # Root may read whatever others own: a folder stands for what cannot be read.
+    path.unlink()
+    path.mkdir()
+    assert files.read_snapshot(path) == b"one"
+    (tmp_path / "table.prev").unlink()
+    with pytest.raises(ConfigError, match=f"cannot read {path}: Is a directory"):
+        files.read_snapshot(path)
+
+
 def test_a_certificate_names_its_holder_and_its_key_signs(tmp_path: Path) -> None:
     authority = Authority.create(tmp_path / "ca", "test", NOW)
     key, certificate = issued(Authority.load(tmp_path / "ca"))
@@ -76,6 +109,33 @@ def test_a_certificate_names_its_holder_and_its_key_signs(tmp_path: Path) -> Non
     assert identity.verify_signature(certificate, b"nonce", identity.sign(key, b"nonce"))
     assert not identity.verify_signature(certificate, b"other", identity.sign(key, b"nonce"))
     assert (tmp_path / "ca" / "ca.key").stat().st_mode & 0o777 == 0o600
+
+
+def test_an_authority_is_made_whole_and_used_as_a_pair(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = write_atomic
+
+    def cut_off(path: Path, data: bytes, mode: int = 0o600) -> None:
+        if list(path.parent.iterdir()):
+            raise KeyboardInterrupt
+        real(path, data, mode)
+
+    monkeypatch.setattr(identity, "write_atomic", cut_off)
+    with pytest.raises(KeyboardInterrupt):
+        Authority.create(tmp_path / "a", "test", NOW)
+    monkeypatch.undo()
+    assert not (tmp_path / "a" / "ca.key").exists(), "the next start makes it anew"
+    made = Authority.create(tmp_path / "a", "test", NOW)
+    assert Authority.load(tmp_path / "a").fingerprint == made.fingerprint
+    assert made.cipher().decrypt(Authority.load(tmp_path / "a").cipher().encrypt(b"x")) == b"x"
+    Authority.create(tmp_path / "b", "test", NOW)
+    (tmp_path / "b" / "ca.crt").write_bytes((tmp_path / "a" / "ca.crt").read_bytes())
+    with pytest.raises(IdentityError, match=r"its ca\.crt is not of its ca\.key"):
+        Authority.load(tmp_path / "b")
+    (tmp_path / "file").touch()
+    with pytest.raises(IdentityError, match="cannot keep an authority in"):
+        Authority.create(tmp_path / "file", "test", NOW)
 
 
 def test_a_strange_or_expired_certificate_is_refused(tmp_path: Path) -> None:

@@ -1,12 +1,15 @@
 """What is malformed is refused in words, whatever it is."""
 
 from contextlib import suppress
+from math import inf, nan
+from typing import Any
 
 import msgpack
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from isochrone.wire import codec, headers, keys
 from isochrone.wire.admin import PopBody
@@ -18,7 +21,8 @@ from isochrone.wire.ids import (
     NodeId,
     ReplicaId,
 )
-from isochrone.wire.report import Pulse
+from isochrone.wire.report import Profile, Pulse, ReplicaReport
+from tests.builders import a_replica_report, a_report, a_spec
 
 READER = codec.decoder(FromAgent)
 
@@ -122,14 +126,43 @@ def test_loads_survive_their_header_and_what_is_none_is_left_out() -> None:
 
 def test_siblings_survive_their_header_and_what_is_none_is_left_out() -> None:
     siblings = [
-        headers.Sibling(ReplicaId(f"m-{n}"), f"10.0.0.{n}:7000", 10 * n, n, 62)
+        headers.Sibling(ReplicaId(f"m-{n}"), NodeId(f"n{n}"), f"10.0.0.{n}:7000", 10 * n, n, 62)
         for n in range(headers.SIBLINGS_MAX + 2)
     ]
     read = headers.parse_siblings(headers.format_siblings(siblings))
     assert read == siblings[: headers.SIBLINGS_MAX]
     assert headers.parse_siblings("") == []
-    told = headers.parse_siblings("a x:1 1 2,b x:1 1 2 -3, x:1 1 2 3,d x:1 1 2 3")
-    assert told == [headers.Sibling(ReplicaId("d"), "x:1", 1, 2, 3)]
+    told = headers.parse_siblings("a x:1 1 2 3,b n x:1 1 2 -3, n x:1 1 2 3,d n x:1 1 2 3")
+    assert told == [headers.Sibling(ReplicaId("d"), NodeId("n"), "x:1", 1, 2, 3)]
+
+
+def a_warm(replica_id: str = "r1") -> ReplicaReport:
+    return a_replica_report(a_spec(replica_id))
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        # Both go into headers that routers send to other nodes: the siblings of a request.
+        ({"address": "http://10.0.0.7:9000\r\n"}, "an address, as"),
+        ({"address": "10.0.0.7:9000 0 0 0,r2 n2 10.0.0.8:9000"}, "an address, as"),
+        ({"replicas": (a_warm("r\r\nx-isochrone-cache-salt: b"),)}, "letters, digits"),
+        ({"replicas": (a_warm("r1 n1 10.0.0.7:1 0 0 0,r2"),)}, "letters, digits"),
+        # A folder of the node is called so.
+        ({"replicas": (a_warm(".."),)}, "letters, digits"),
+        ({"disk_bytes_per_s": nan}, "Expected `float` >= 0.0"),
+        (
+            {"replicas": (replace(a_warm(), profile=Profile(decode_tokens_per_s=inf)),)},
+            "Expected `float` <=",
+        ),
+    ],
+)
+def test_what_a_node_says_of_itself_is_held_to_what_it_goes_into(
+    fields: dict[str, Any], said: str
+) -> None:
+    codec.decode(codec.encode(a_report(replicas=(a_warm(),))), READER)
+    with pytest.raises(codec.MalformedFrame, match=said):
+        codec.decode(codec.encode(a_report(**fields)), READER)
 
 
 @given(st.text(max_size=60))

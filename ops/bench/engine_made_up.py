@@ -1,0 +1,93 @@
+"""A GGUF file of a stated size: a real model's vocabulary, and random weights.
+
+It has the shape of a Llama of one billion, and as many layers as fit.
+"""
+
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from gguf import GGUFWriter
+from gguf.constants import GGMLQuantizationType
+
+from nodeagent.engine.checkpoint.gguf import GgufFile
+from nodeagent.engine.checkpoint.gguf_header import Strings
+
+_HIDDEN: Final = 2048
+_WIDE: Final = 8192
+_HEADS: Final = 32
+_KV_HEADS: Final = 8
+_KV_ROWS: Final = _HIDDEN // _HEADS * _KV_HEADS
+_LAYER: Final = {
+    "attn_q": (_HIDDEN, _HIDDEN),
+    "attn_k": (_KV_ROWS, _HIDDEN),
+    "attn_v": (_KV_ROWS, _HIDDEN),
+    "attn_output": (_HIDDEN, _HIDDEN),
+    "ffn_gate": (_WIDE, _HIDDEN),
+    "ffn_up": (_WIDE, _HIDDEN),
+    "ffn_down": (_HIDDEN, _WIDE),
+}
+_BYTES_PER_WEIGHT: Final = 20 / 32
+
+
+def write_made_up(path: Path, like: Path, size_bytes: int) -> None:
+    """Write a file of about `size_bytes` with the vocabulary of the file `like`."""
+    source = GgufFile(like)
+    try:
+        metadata = source.metadata
+    finally:
+        source.close()
+    table = (len(metadata["tokenizer.ggml.tokens"].ends), _HIDDEN)
+    weights_of_layer = sum(rows * columns for rows, columns in _LAYER.values())
+    left = size_bytes / _BYTES_PER_WEIGHT - table[0] * table[1]
+    layers = max(1, round(left / weights_of_layer))
+    writer = GGUFWriter(path, "llama")
+    for add, number in (
+        (writer.add_context_length, 8192),
+        (writer.add_embedding_length, _HIDDEN),
+        (writer.add_block_count, layers),
+        (writer.add_feed_forward_length, _WIDE),
+        (writer.add_head_count, _HEADS),
+        (writer.add_head_count_kv, _KV_HEADS),
+    ):
+        add(number)
+    writer.add_layer_norm_rms_eps(1e-5)
+    for key, value in metadata.items():
+        if key.startswith("tokenizer.ggml."):
+            _add(writer, key, value)
+    chance = np.random.default_rng(1)
+    _add_matrix(writer, "token_embd", table, chance)
+    for layer in range(layers):
+        for name, shape in _LAYER.items():
+            _add_matrix(writer, f"blk.{layer}.{name}", shape, chance)
+        for name in ("attn_norm", "ffn_norm"):
+            writer.add_tensor(f"blk.{layer}.{name}.weight", np.ones(_HIDDEN, np.float32))
+    writer.add_tensor("output_norm.weight", np.ones(_HIDDEN, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _add(writer: GGUFWriter, key: str, value: object) -> None:
+    if isinstance(value, Strings):
+        writer.add_array(key, value.read())
+    elif isinstance(value, list):
+        writer.add_array(key, value)
+    elif isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    else:
+        writer.add_string(key, str(value))
+
+
+def _add_matrix(
+    writer: GGUFWriter, name: str, shape: tuple[int, int], chance: np.random.Generator
+) -> None:
+    rows, columns = shape
+    blocks = chance.integers(0, 256, (rows, columns // 32, 20), np.uint8)
+    # A scale and an offset, by which numbers of four bits lie about nought.
+    blocks[..., :4] = np.array([0.002, -0.015], np.float16).view(np.uint8)
+    kind = GGMLQuantizationType.Q4_1
+    writer.add_tensor(f"{name}.weight", blocks.reshape(rows, -1), raw_dtype=kind)

@@ -1,0 +1,1 @@
+"""OpenAI's Responses API, without memory: nothing of an answer is kept for a later request."""

@@ -1,0 +1,11 @@
+"""What the agent's tests run on."""
+
+import asyncio
+from collections.abc import Callable, Mapping
+
+import uvloop
+
+
+def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """Run on the loop that the services run on."""
+    return {"uvloop": uvloop.new_event_loop}

@@ -1,0 +1,67 @@
+"""What the agent does, cut short wherever it waits: nothing is left, and the next goes on."""
+
+import random
+import shutil
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from nodeagent.host import artifacts
+from nodeagent.host.engines import Engine, Engines
+from tests.cuts import cut_everywhere
+from tests.integration.nodeagent.test_artifacts import (
+    Origin,
+    a_folder,
+    a_store,
+    artifact_of,
+    origin,
+)
+from tests.integration.nodeagent.test_survivors import SPEC, folder
+
+__all__ = ["folder", "origin"]
+
+FILES: Mapping[str, bytes] = {"m": random.Random(3).randbytes(1_200_000), "config.json": b"{}"}
+
+
+@pytest.mark.parametrize("source", ["origin", "folder"])
+async def test_a_fetch_cut_short_is_gone_on_with_at_once(
+    tmp_path: Path, origin: tuple[Origin, str], source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A disk that takes its time, so that a cut finds it in the midst of something.
+    monkeypatch.setattr(artifacts, "sync", lambda _: time.sleep(0.005))
+    served, url = origin
+    served.files = {f"/{name}": body for name, body in FILES.items()}
+    named = url if source == "origin" else a_folder(tmp_path, **FILES)
+    artifact = artifact_of(named, dict(FILES))
+    store = a_store(tmp_path)
+
+    async def fetch() -> None:
+        await store.ensure(artifact, (), lambda _: None)
+
+    async def again() -> None:
+        path = await store.ensure(artifact, (), lambda _: None)
+        assert {name: (path / name).read_bytes() for name in FILES} == FILES
+        assert store.fetched_bytes(artifact.digest) is None
+        shutil.rmtree(path)
+
+    assert await cut_everywhere(fetch, at_once=again) > 5
+
+
+async def test_a_start_cut_short_leaves_no_engine(folder: Path) -> None:
+    engines = Engines(folder, 1)
+    started: list[Engine] = []
+
+    async def start() -> None:
+        started.append(await engines.start(SPEC, folder))
+        await started[-1].stop(kill=True)
+
+    async def stop() -> None:
+        while started:
+            await started.pop().stop(kill=True)
+
+    def check() -> None:
+        assert engines.survivors() == []
+
+    assert await cut_everywhere(start, at_once=stop, check=check) > 5

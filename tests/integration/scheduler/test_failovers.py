@@ -1,0 +1,168 @@
+"""A server that goes away before each statement of each write, and after its COMMIT.
+
+Nothing is half written. What was committed though nobody heard so is not written twice by whoever
+says it again.
+"""
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import asyncpg
+import msgspec
+import pytest
+
+from isochrone.wire.admin import KeyBody
+from isochrone.wire.assignment import Group
+from isochrone.wire.control import PeerRole
+from isochrone.wire.ids import BootId, DeploymentId, Epoch, Generation, KeyId, NodeId, PopId
+from isochrone.wire.report import Profile, Refusal
+from scheduler.decide.cluster import Ending, Plan, Start
+from scheduler.decide.intake import take_demand
+from scheduler.decide.rollout import Event, after
+from scheduler.store import deployments, keys
+from scheduler.store.identities import add_join_token, add_peer, revoke, use_join_token
+from scheduler.store.lease import read_cluster_row, rise_above
+from scheduler.store.nodes import record_registration, record_report
+from scheduler.store.plans import commit_plan
+from scheduler.store.pool import UNAVAILABLE, Connection, Pool, transaction
+from scheduler.store.quotas import fold_use
+from scheduler.store.rollouts import add_rollout, write_rollout
+from scheduler.store.usage import keep_demand_days, record_demand
+from tests.builders import a_certificate, a_replica_report, a_report, a_spec, believed
+from tests.faults import Faults
+from tests.integration.scheduler.test_store import begun, planned, reported
+from tests.unit.scheduler.test_intake import a_demand, a_row
+from tests.unit.scheduler.test_rollout import a_rollout
+
+STATEMENTS_MAX = 60
+EPOCH = Epoch(1)
+
+Deed = Callable[[Connection], Awaitable[Any]]
+
+
+async def registers(connection: Connection) -> None:
+    await rise_above(connection, holder="s1", generation=Generation(9), epoch=Epoch(0))
+    await record_registration(
+        connection, PeerRole.AGENT, "n1", BootId("b2"), Generation(9), a_certificate("n1")
+    )
+
+
+async def reports(connection: Connection) -> None:
+    unknown = a_spec("lost-1", deployment_id=DeploymentId("lost"), name="lost-model")
+    known = msgspec.structs.replace(
+        a_replica_report(a_spec("r1")), profile=Profile(decode_tokens_per_s=9.0)
+    )
+    refusal = Refusal(replica_id=a_spec("r2").replica_id, reason="no such device")
+    report = a_report(
+        seq=9,
+        replicas=(known, a_replica_report(unknown)),
+        refusals=(refusal,),
+        artifacts=("a" * 64,),
+    )
+    await record_report(connection, EPOCH, report, believed)
+
+
+async def plans(connection: Connection) -> None:
+    generation = (await read_cluster_row(connection)).generation
+    if await connection.fetchval("SELECT count(*) FROM placement WHERE replica_id = 'r9'"):
+        return
+    parts = [
+        a_spec(
+            f"r{place}",
+            group=Group(
+                leader_id=a_spec("r8").replica_id, place=place - 8, nodes=2, host="h", port=1
+            ),
+        )
+        for place in (8, 9)
+    ]
+    follower = Start(node_id=NodeId("n2"), spec=parts[1], reason="test")
+    start = Start(node_id=NodeId("n1"), spec=parts[0], reason="test", followers=(follower,))
+    ending = Ending(replica_id=a_spec("r1").replica_id, node_id=NodeId("n1"), reason="test")
+    plan = Plan(based_on=generation, starts=(start,), endings=(ending,))
+    assert await commit_plan(connection, plan, EPOCH)
+
+
+async def joins(connection: Connection) -> None:
+    spent = await use_join_token(
+        connection, token_id="t1", secret_sha256="x", role=PeerRole.AGENT, name="n9"
+    )
+    if spent is not None:
+        await add_peer(connection, PeerRole.AGENT, "n9", PopId("ams"))
+
+
+async def asks(connection: Connection) -> None:
+    demand = a_demand(a_row(requests=3), seq=1)
+    await record_demand(connection, demand, take_demand(PopId("ams"), demand))
+
+
+async def rolls(connection: Connection) -> None:
+    if await add_rollout(connection, a_rollout()):
+        assert await write_rollout(
+            connection, a_rollout(), after(a_rollout(), Event.PAUSE_ASKED, "test")
+        )
+
+
+async def forgets(connection: Connection) -> None:
+    await keys.revoke_key(connection, "k")
+    await revoke(connection, PeerRole.AGENT, "n2", reason="test")
+    if await deployments.get_deployment(connection, "d") is not None:
+        await deployments.delete_deployment(connection, "d", None)
+
+
+async def tidies(connection: Connection) -> None:
+    await fold_use(connection)
+    await keep_demand_days(connection)
+
+
+DEEDS = [registers, reports, plans, joins, asks, rolls, forgets, tidies]
+
+
+async def everything(dsn: str) -> dict[str, list[str]]:
+    connection = await asyncpg.connect(dsn)
+    names = await connection.fetch("SELECT relname FROM pg_class WHERE relkind IN ('r', 'p')"
+                                   " AND relnamespace = 'public'::regnamespace")  # fmt: skip
+    rows = {
+        name: [row[0] for row in await connection.fetch(f"SELECT t::text FROM {name} t ORDER BY 1")]
+        for (name,) in names
+    }
+    await connection.close()
+    return rows
+
+
+@pytest.mark.parametrize("deed", DEEDS, ids=lambda deed: str(deed.__name__))
+async def test_nothing_is_half_written_or_written_twice(
+    deed: Deed, pool: Pool, database_dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert await begun(pool) == EPOCH
+    async with transaction(pool) as connection:
+        await add_peer(connection, PeerRole.AGENT, "n2", PopId("ams"))
+        await connection.execute("UPDATE node SET boot_id = 'boot-1'")
+        await record_report(connection, EPOCH, a_report("n2"), believed)
+        await add_join_token(
+            connection, token_id="t1", secret_sha256="x", role="agent", pop="ams", ttl_s=60.0
+        )
+        await keys.add_key(
+            connection, key_id=KeyId("k"), secret_sha256="0" * 64, body=KeyBody(tenant_id="t")
+        )
+    await reported(pool, EPOCH)
+    assert await planned(pool, EPOCH, a_spec("r1"))
+    before = await everything(database_dsn)
+    faults = Faults(monkeypatch, database_dsn)
+    for number in range(1, STATEMENTS_MAX):
+        faults.broken.clear()
+        faults.break_before(number)
+        faults.lose_commit()
+        with pytest.raises(UNAVAILABLE):
+            async with transaction(pool) as connection:
+                await deed(connection)
+        told = await everything(database_dsn)
+        if told != before:
+            break
+    assert faults.broken == ["COMMIT;"], "it broke before each statement, and after the last"
+    assert number > 3
+    async with transaction(pool) as connection:
+        await deed(connection)
+    again = await everything(database_dsn)
+    assert {name: len(rows) for name, rows in again.items()} == {
+        name: len(rows) for name, rows in told.items()
+    }

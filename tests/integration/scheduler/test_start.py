@@ -1,0 +1,64 @@
+"""A scheduler that cannot use what it is told says so in words."""
+
+import asyncio
+import shutil
+from pathlib import Path
+
+import pytest
+
+from isochrone.service.config import ConfigError
+from isochrone.service.files import write_atomic
+from scheduler.app import serve
+from scheduler.config import SchedulerConfig
+from scheduler.store.pool import Pool, using
+
+
+async def started(dsn: str, folder: Path, authority: str = "ca") -> int:
+    """Start a scheduler, and stop it as soon as it serves."""
+    write_atomic(folder / "token", b"0123456789abcdef-admin")
+    config = SchedulerConfig(
+        name="s1",
+        database_url=dsn,
+        authority=folder / authority,
+        admin_token_file=folder / "token",
+        admin_port=0,
+        control_port=0,
+    )
+    stopping = asyncio.Event()
+    stopping.set()
+    return await serve(config, stopping)
+
+
+async def test_a_scheduler_of_another_authority_does_not_start(
+    database_dsn: str, pool: Pool, tmp_path: Path
+) -> None:
+    assert await started(database_dsn, tmp_path, "ca") == 0
+    with pytest.raises(ConfigError, match="copy the folder of a scheduler that has it"):
+        await started(database_dsn, tmp_path, "its own")
+    shutil.rmtree(tmp_path / "its own")
+    shutil.copytree(tmp_path / "ca", tmp_path / "its own")
+    assert await started(database_dsn, tmp_path, "its own") == 0
+    # Its key was lost: an operator says so.
+    async with using(pool) as connection:
+        await connection.execute("UPDATE cluster SET authority = ''")
+    assert await started(database_dsn, tmp_path, "new") == 0
+
+
+async def test_a_database_that_cannot_be_used_is_told_in_words(
+    database_dsn: str, pool: Pool, tmp_path: Path
+) -> None:
+    for wrong, words in (
+        (database_dsn.replace("/test_", "/lacks_"), 'database "lacks_.*" does not exist'),
+        (database_dsn.replace("isochrone@", "nobody@"), 'role "nobody" does not exist'),
+        ("postgresql://isochrone@127.0.0.1:1/isochrone", "Connect call failed"),
+    ):
+        with pytest.raises(ConfigError, match=f"cannot use the database: .*{words}"):
+            await started(wrong, tmp_path)
+    async with using(pool) as connection:
+        await connection.execute("INSERT INTO migration VALUES (999, '999_later', 'x')")
+    with pytest.raises(ConfigError, match="run the newer release"):
+        await started(database_dsn, tmp_path)
+    async with using(pool) as connection:
+        await connection.execute("DROP TABLE migration CASCADE")
+    with pytest.raises(ConfigError, match='"cluster" already exists'):
+        await started(database_dsn, tmp_path)

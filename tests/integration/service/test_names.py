@@ -1,0 +1,213 @@
+"""Who answers at a node's address must be that node: a node taken over answers at another's."""
+
+import random
+import ssl
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+
+from isochrone.service import tls
+from isochrone.service.door import open_door
+from isochrone.service.identity import Authority, Identity
+from isochrone.wire.assignment import PeerSource
+from isochrone.wire.control import PeerRole
+from isochrone.wire.headers import Sibling
+from isochrone.wire.ids import NodeId, PopId, ReplicaId
+from nodeagent.api.siblings import SiblingLost, Siblings
+from nodeagent.decide.bandwidth import Bandwidth
+from nodeagent.host.artifacts import ArtifactError, Artifacts
+from nodeagent.host.link import Link
+from nodeagent.host.peers import Peers
+from nodeagent.host.sources import Sources
+from router.config import RouterConfig
+from router.dataplane.deadlines import Deadlines
+from router.dataplane.exchange import AttemptFailed
+from router.dataplane.upstream import Upstream
+from tests.integration.nodeagent.test_artifacts import IMPATIENT, artifact_of
+from tests.integration.service.test_tls import NOW, a_peer
+
+BODY = b"the prompt"
+NAME = "/v1/completions"
+
+
+class Place:
+    """An address, and whoever answers there: `holder` may change while connections stay open."""
+
+    def __init__(self, folder: Path) -> None:
+        self.authority = Authority.create(folder / "ca", "ours", NOW)
+        self.context = self.papers("n1", PeerRole.AGENT)
+        self.port = 0
+        self.asked: list[str] = []
+        self.told_to = ""
+
+    def papers(self, name: str, role: PeerRole) -> ssl.SSLContext:
+        """Return what shows a certificate at a door, whatever it was issued for."""
+        identity = a_peer(self.authority, name, role)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_verify_locations(cadata=identity.ca_pem)
+        context.verify_mode = ssl.CERT_REQUIRED
+        tls.renew(context, identity)
+        return context
+
+    def is_taken_by(self, identity: Identity) -> None:
+        """From now on another's papers are shown here."""
+        tls.renew(self.context, identity)
+
+    def client(self, name: str = "a1", role: PeerRole = PeerRole.ROUTER) -> ssl.SSLContext:
+        """Return what dials it."""
+        return tls.client_context(a_peer(self.authority, name, role))
+
+    @property
+    def address(self) -> str:
+        """As an operator writes it."""
+        return f"https://127.0.0.1:{self.port}"
+
+    async def answer(self, request: web.Request) -> web.Response:
+        """Take what is asked."""
+        self.asked.append(request.path)
+        if self.told_to:
+            raise web.HTTPTemporaryRedirect(self.told_to)
+        return web.Response(body=BODY)
+
+
+@asynccontextmanager
+async def a_place(
+    folder: Path, name: str = "n1", role: PeerRole = PeerRole.AGENT
+) -> AsyncIterator[Place]:
+    place = Place(folder)
+    place.context = place.papers(name, role)
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", place.answer)
+    async with open_door(app, "127.0.0.1", 0, ssl_context=place.context) as place.port:
+        yield place
+
+
+@asynccontextmanager
+async def a_pool(context: ssl.SSLContext) -> AsyncIterator[Upstream]:
+    deadlines = Deadlines(time.monotonic)
+    deadlines.start()
+    upstream = Upstream(RouterConfig(), deadlines, time.monotonic, context)
+    try:
+        yield upstream
+    finally:
+        await upstream.close()
+        deadlines.stop()
+
+
+async def ask(upstream: Upstream, node: str, address: str) -> int:
+    """Ask a node as a router does; return the status of its answer, or 0 where it was not met."""
+    request = ("POST", NAME, "", BODY)
+    exchange = upstream.ask(NodeId(node), address, request, 5.0, 1024)
+    try:
+        await exchange.opened
+        return exchange.answer().status
+    except AttemptFailed:
+        return 0
+    finally:
+        exchange.leave()
+
+
+async def test_a_router_sends_nothing_to_another_node_at_a_nodes_address(tmp_path: Path) -> None:
+    async with a_place(tmp_path, "n2") as place, a_pool(place.client()) as upstream:
+        assert await ask(upstream, "n1", place.address) == 0
+        assert place.asked == []
+        # Where n2 is meant it is met, at the same address; its connection is kept, and is its own.
+        assert await ask(upstream, "n2", place.address) == 200
+        assert await ask(upstream, "n1", place.address) == 0
+        assert place.asked == [NAME]
+        # The address of n2 as it might be reported, to be dialled without a proof of who is there.
+        assert await ask(upstream, "n1", place.address.replace("https", "http")) == 0
+
+
+async def test_renewed_papers_are_of_the_same_name_and_serve(tmp_path: Path) -> None:
+    async with a_place(tmp_path) as place, a_pool(place.client()) as upstream:
+        assert await ask(upstream, "n1", place.address) == 200
+        upstream.doubt(NodeId("n1"))
+        place.is_taken_by(a_peer(place.authority, "n1", PeerRole.AGENT))
+        assert await ask(upstream, "n1", place.address) == 200
+        upstream.doubt(NodeId("n1"))
+        place.is_taken_by(a_peer(place.authority, "n2", PeerRole.AGENT))
+        assert await ask(upstream, "n1", place.address) == 0
+
+
+async def test_a_router_is_no_node_though_it_has_a_nodes_name(tmp_path: Path) -> None:
+    """A token for any new name gives a router the name of a node: that is another's table."""
+    async with a_place(tmp_path, role=PeerRole.ROUTER) as place, a_pool(place.client()) as upstream:
+        assert await ask(upstream, "n1", place.address) == 0
+        assert place.asked == []
+
+
+@pytest.mark.parametrize("name", ["10.1.0.7", "ams_gpu-7.rack-12", "n" * 63])
+async def test_whatever_a_node_may_be_called_is_proven(tmp_path: Path, name: str) -> None:
+    async with a_place(tmp_path, name) as place, a_pool(place.client()) as upstream:
+        assert await ask(upstream, name, place.address) == 200
+        assert await ask(upstream, "10.1.0.8", place.address) == 0
+
+
+async def test_a_node_passes_nothing_on_to_another_at_a_siblings_address(tmp_path: Path) -> None:
+    async with a_place(tmp_path, "n2") as place:
+        siblings = Siblings(place.client("n3", PeerRole.AGENT), time.monotonic)
+        one, other = (
+            Sibling(ReplicaId("r1"), NodeId(name), place.address, 1, 1, 1) for name in ("n1", "n2")
+        )
+        try:
+            async with siblings.answering(other, NAME, BODY, {}) as answer:
+                assert await answer.read() == BODY
+            with pytest.raises(SiblingLost):
+                async with siblings.answering(one, NAME, BODY, {}):
+                    pass
+        finally:
+            await siblings.close()
+        assert place.asked == [NAME]
+
+
+async def test_a_sibling_cannot_send_a_node_elsewhere(tmp_path: Path) -> None:
+    """What a node can reach, its cloud's metadata among it, is not for others to ask through it."""
+    inside = web.Application()
+    met: list[str] = []
+
+    async def meet(request: web.Request) -> web.Response:
+        met.append(request.path)
+        return web.Response(text="a secret")
+
+    inside.router.add_route("*", "/{path:.*}", meet)
+    async with a_place(tmp_path) as place, open_door(inside, "127.0.0.1", 0) as port:
+        place.told_to = f"http://127.0.0.1:{port}/latest/meta-data"
+        siblings = Siblings(place.client("n3", PeerRole.AGENT), time.monotonic)
+        sibling = Sibling(ReplicaId("r1"), NodeId("n1"), place.address, 1, 1, 1)
+        try:
+            async with siblings.answering(sibling, NAME, BODY, {}) as answer:
+                assert answer.status == 307
+        finally:
+            await siblings.close()
+        assert (place.asked, met) == ([NAME], [])
+
+
+async def test_weights_are_asked_of_the_node_that_is_said_to_hold_them(tmp_path: Path) -> None:
+    async with a_place(tmp_path, "n2") as place:
+        holders: list[PeerSource] = []
+        peers = Peers(
+            holders=lambda digest: holders,
+            pop=PopId("ams"),
+            context=place.client("n3", PeerRole.AGENT),
+            clock=time.monotonic,
+            chance=random.Random(1),
+        )
+        sources = Sources(private=True, hf_url="")
+        link = Link(Bandwidth(0.0), time.monotonic)
+        held = Artifacts(
+            tmp_path / "held", sources, 1 << 20, link=link, peers=peers, origin_limits=IMPATIENT
+        )
+        artifact = artifact_of("http://127.0.0.1:1/nowhere", {"config.json": BODY})
+        for address in (place.address, place.address.replace("https", "http")):
+            holders[:] = [PeerSource(node_id=NodeId("n1"), pop=PopId("iad"), address=address)]
+            with pytest.raises(ArtifactError):
+                await held.ensure(artifact, (), lambda done: None)
+        assert place.asked == []
+        holders[:] = [PeerSource(node_id=NodeId("n2"), pop=PopId("iad"), address=place.address)]
+        folder = await held.ensure(artifact, (), lambda done: None)
+        assert (folder / "config.json").read_bytes() == BODY

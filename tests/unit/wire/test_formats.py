@@ -1,0 +1,85 @@
+"""What the release before wrote is read, and what it reads is written: upgrades go part by part.
+
+`ops/golden/formats.json` is what it wrote. A new field has a default, for it writes none. A field
+that it asks for stays, unless schedulers alone read it: they are upgraded first.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from isochrone.service import files
+from isochrone.wire.control import register_payload
+from isochrone.wire.ids import BootId, ClusterId
+from ops.golden.make_formats import FILE, TO_ALL, TO_SCHEDULERS, fields_of
+from router.journal import Journal
+from scheduler.store.migrate import read_migrations
+
+BEFORE = json.loads(FILE.read_text())
+
+
+@pytest.mark.parametrize("kind", [*TO_SCHEDULERS, *TO_ALL], ids=lambda kind: str(kind.__name__))
+def test_what_the_release_before_wrote_is_read(kind: Any) -> None:
+    for written in BEFORE[kind.__name__].values():
+        read = msgspec.json.decode(json.dumps(written), type=kind)
+        assert agrees(written, json.loads(msgspec.json.encode(read)))
+
+
+def agrees(written: Any, read: Any) -> bool:
+    """Say whether what was read is what was written, as far as it is read at all."""
+    if isinstance(written, Mapping):
+        return all(agrees(written[name], read[name]) for name in written if name in read)
+    if isinstance(written, list):
+        return len(written) == len(read) and all(map(agrees, written, read))
+    return bool(written == read)
+
+
+def test_what_the_release_before_asks_for_is_written() -> None:
+    today = fields_of(TO_ALL, required=False)
+    gone = {
+        f"{name}.{field}"
+        for name, fields in BEFORE["asked_for"].items()
+        for field in fields
+        if field not in today.get(name, ())
+    }
+    assert not gone, "who is of the release before cannot read what lacks these"
+    assert "address" in BEFORE["asked_for"]["Route"]
+
+
+def test_a_migration_that_is_out_is_not_edited() -> None:
+    today = {migration.name: migration.sha256 for migration in read_migrations()}
+    assert today.items() >= BEFORE["migrations"].items(), "every database would refuse this release"
+
+
+def test_a_snapshot_sealed_by_the_release_before_is_opened(tmp_path: Path) -> None:
+    sealed = (
+        "69736f6368726f6e652d736e617073686f742d310a"
+        "239f59ed55e737c77147cf55ad0c1b030b6d7ee748a7426952f9b852d5a935e5"
+        "7061796c6f6164"
+    )
+    (tmp_path / "table").write_bytes(bytes.fromhex(sealed))
+    assert files.read_snapshot(tmp_path / "table") == b"payload"
+    files.write_snapshot(tmp_path / "again", b"payload")
+    assert (tmp_path / "again").read_bytes().hex() == sealed
+
+
+def test_a_journal_of_the_release_before_is_read(tmp_path: Path) -> None:
+    row = msgspec.msgpack.encode(BEFORE["UsageRow"]["whole"])
+    (tmp_path / "rows.000000003").write_bytes(row + row)
+    journal = Journal(tmp_path)
+    rows = journal.open()
+    journal.close()
+    assert [json.loads(msgspec.json.encode(one)) for one in rows] == [
+        BEFORE["UsageRow"]["whole"]
+    ] * 2
+
+
+def test_what_a_peer_signs_is_what_the_release_before_verifies() -> None:
+    signed = register_payload(
+        cluster_id=ClusterId("c"), nonce=b"\x01", name="n", boot_id=BootId("b")
+    )
+    assert signed == b"isochrone-register-1\0\x94\xa1c\xc4\x01\x01\xa1n\xa1b"
