@@ -16,6 +16,7 @@ from isochrone.wire.assignment import Group
 from isochrone.wire.control import PeerRole
 from isochrone.wire.ids import BootId, DeploymentId, Epoch, Generation, KeyId, NodeId, PopId
 from isochrone.wire.report import Profile, Refusal
+from scheduler.acting import now
 from scheduler.decide.cluster import Ending, Plan, Start
 from scheduler.decide.intake import take_demand
 from scheduler.decide.rollout import Event, after
@@ -111,7 +112,7 @@ async def forgets(connection: Connection) -> None:
 
 async def tidies(connection: Connection) -> None:
     await fold_use(connection)
-    await keep_demand_days(connection)
+    await keep_demand_days(connection, now())
 
 
 DEEDS = [registers, reports, plans, joins, asks, rolls, forgets, tidies]
