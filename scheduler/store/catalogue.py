@@ -15,7 +15,7 @@ from isochrone.wire.admin import (
 )
 from isochrone.wire.model import Model
 from isochrone.wire.report import Device
-from scheduler.store.pool import Connection, as_json, as_struct, rows_in
+from scheduler.store.pool import Connection, as_json, as_struct
 
 
 class EtagMoved(Exception):
@@ -70,9 +70,9 @@ async def put_pop(connection: Connection, pop: str, body: PopBody, etag: int | N
 
 
 _GOES_WITH: Final = {
-    ("pop", "pop"): "DELETE FROM join_token WHERE pop = $1",
-    ("node", "node_id"): "DELETE FROM placement WHERE node_id = $1 AND released_at IS NOT NULL",
-    ("model", "model_id"): """
+    "pop": "DELETE FROM join_token WHERE pop = $1",
+    "node": "DELETE FROM placement WHERE node_id = $1 AND released_at IS NOT NULL",
+    "model": """
         WITH gone AS (
             SELECT deployment_id FROM deployment d WHERE model_id = $1 AND deleted_at IS NOT NULL
             AND NOT EXISTS (SELECT FROM placement p
@@ -84,10 +84,9 @@ _GOES_WITH: Final = {
 """What is past, or of no use without the row."""
 
 
-async def delete_row(
-    connection: Connection, table: str, column: str, name: str, etag: int | None
-) -> bool:
+async def delete_row(connection: Connection, table: str, name: str, etag: int | None) -> bool:
     """Delete one row; False where there is none; raises EtagMoved or StillUsed."""
+    column = "pop" if table == "pop" else f"{table}_id"
     held = await connection.fetchval(
         f"SELECT etag FROM {table} WHERE {column} = $1 FOR UPDATE",  # noqa: S608
         name,
@@ -98,7 +97,7 @@ async def delete_row(
         raise EtagMoved(name)
     try:
         async with connection.transaction():
-            await connection.execute(_GOES_WITH[table, column], name)
+            await connection.execute(_GOES_WITH[table], name)
             await connection.execute(f"DELETE FROM {table} WHERE {column} = $1", name)  # noqa: S608
     except asyncpg.ForeignKeyViolationError as error:
         raise StillUsed(
@@ -166,12 +165,11 @@ async def get_node(connection: Connection, node_id: str) -> NodeView | None:
     return _node(row) if row else None
 
 
-async def set_draining(connection: Connection, node_id: str, draining: bool) -> bool:
-    """Drain or undrain a node; False where there is none."""
-    done = await connection.execute(
+async def set_draining(connection: Connection, node_id: str, draining: bool) -> None:
+    """Drain or undrain a node."""
+    await connection.execute(
         "UPDATE node SET draining = $2, etag = etag + 1 WHERE node_id = $1", node_id, draining
     )
-    return rows_in(done) > 0
 
 
 async def list_routers(connection: Connection, after: str, limit: int) -> list[RouterView]:

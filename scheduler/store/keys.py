@@ -122,14 +122,16 @@ async def set_limits(
     return _view(row)
 
 
-async def revoke_key(connection: Connection, key_id: str) -> bool:
-    """Revoke a key for good; False where there is none."""
+async def revoke_key(connection: Connection, key_id: str, etag: int | None) -> None:
+    """Revoke a key for good; raises EtagMoved."""
     done = await connection.execute(
         "UPDATE api_key SET revoked_at = coalesce(revoked_at, clock_timestamp()), etag = etag + 1"
-        " WHERE key_id = $1",
+        " WHERE key_id = $1 AND ($2::bigint IS NULL OR etag = $2)",
         key_id,
+        etag,
     )
-    return rows_in(done) > 0
+    if not rows_in(done):
+        raise EtagMoved(key_id)
 
 
 def _entry(row: asyncpg.Record) -> KeyEntry:

@@ -104,7 +104,7 @@ async def rolls(connection: Connection) -> None:
 
 
 async def forgets(connection: Connection) -> None:
-    await keys.revoke_key(connection, "k")
+    await keys.revoke_key(connection, "k", None)
     await revoke(connection, PeerRole.AGENT, "n2", reason="test")
     if await deployments.get_deployment(connection, "d") is not None:
         await deployments.delete_deployment(connection, "d", None)
