@@ -9,6 +9,7 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,9 @@ from tests.postgres import a_folder
 ROOT = Path(__file__).parents[2]
 CITIES = {"ams": ("NL", 52.3, 4.8), "sin": ("SG", 1.35, 104.0)}
 READY_TIMEOUT_S = 30.0
+LAST_LINES = 60
+STANDING: list["Fleet"] = []
+"""The fleets that are up now, for whoever tells why a test failed."""
 
 
 def free_port() -> int:
@@ -297,10 +301,21 @@ class Fleet:
         os.kill(pid, signal.SIGKILL)
         await self.processes.stop(name)
 
+    def last_words(self) -> str:
+        """Return the end of each part's log: the folder goes, and with it what explains a test."""
+        words = [f"at {datetime.now():%H:%M:%S}"]
+        words += [f"{name} ended by itself" for name in self.processes.ended()]
+        for pattern in ("logs/*.log", "node-*/engines/*/engine.log"):
+            for path in sorted(self.folder.glob(pattern)):
+                with suppress(FileNotFoundError):  # an engine's, which was ended
+                    lines = path.read_text(errors="replace").splitlines()[-LAST_LINES:]
+                    words += [
+                        f"--- {path.relative_to(self.folder)}",
+                        *(line[:600] for line in lines),
+                    ]
+        return "\n".join(words)
+
     async def down(self) -> None:
-        for name in self.processes.ended():
-            # Shown by pytest where a test failed.
-            print(f"{name} ended by itself:\n{self.processes.tail(name)}")
         await self.processes.stop_all(lambda names: None)
         mark = str(self.folder).encode()
         for path in Path("/proc").glob("[0-9]*/cmdline"):
@@ -314,10 +329,15 @@ async def a_fleet(*, comes_up: bool = True) -> AsyncIterator[Fleet]:
     """Bring a fleet up in a folder of its own, and take it down."""
     folder = a_folder("iso-")
     fleet = Fleet(folder)
+    STANDING.append(fleet)
     try:
         if comes_up:
             await fleet.up()
         yield fleet
+    except BaseException:
+        print(fleet.last_words())
+        raise
     finally:
+        STANDING.remove(fleet)
         await fleet.down()
         shutil.rmtree(folder, ignore_errors=True)
