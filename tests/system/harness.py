@@ -6,10 +6,10 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from datetime import datetime
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -20,34 +20,40 @@ from isochrone.cli.client import AdminClient, AdminError
 from isochrone.cli.manifest import artifact_of
 from isochrone.service.files import write_atomic
 from ops.fleet.processes import Processes
+from tests.ports import free_port
 from tests.postgres import a_folder
 
 ROOT = Path(__file__).parents[2]
 CITIES = {"ams": ("NL", 52.3, 4.8), "sin": ("SG", 1.35, 104.0)}
 READY_TIMEOUT_S = 30.0
+STEP_S = 0.05
 LAST_LINES = 60
 STANDING: list["Fleet"] = []
 """The fleets that are up now, for whoever tells why a test failed."""
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 async def until(
     what: str, condition: Callable[[], Awaitable[Any]], timeout_s: float = READY_TIMEOUT_S
 ) -> Any:
-    """Wait until `condition` gives something true and return it, or fail in words."""
-    deadline = asyncio.get_running_loop().time() + timeout_s
-    while True:
-        found = await condition()
-        if found:
-            return found
-        if asyncio.get_running_loop().time() > deadline:
-            raise AssertionError(f"not within {timeout_s:g} s: {what}")
-        await asyncio.sleep(0.05)
+    """Wait until `condition` gives something true and return it, or fail in words.
+
+    The time is counted in steps: where the machine stands still for seconds, what is waited for
+    stands still too, and has as many steps left as before.
+    """
+    steps = asyncio.create_task(_steps(timeout_s))
+    try:
+        while not (found := await condition()):
+            if steps.done():
+                raise AssertionError(f"not within {timeout_s:g} s: {what}")
+            await asyncio.sleep(STEP_S)
+        return found
+    finally:
+        steps.cancel()
+
+
+async def _steps(timeout_s: float) -> None:
+    for _ in range(ceil(timeout_s / STEP_S)):
+        await asyncio.sleep(STEP_S)
 
 
 class Fleet:

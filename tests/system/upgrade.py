@@ -18,8 +18,9 @@ from typing import Any
 import asyncpg
 import openai
 
+from tests.ports import free_port
 from tests.postgres import a_folder
-from tests.system.harness import CITIES, ROOT, Fleet, free_port, until
+from tests.system.harness import CITIES, ROOT, Fleet, until
 
 STEPS = [{"share": 0.5}, {"share": 1.0}]
 BOUNDS = {"attempts_min": 20, "step_min_s": 0.0, "ttft_ratio": 10, "itl_ratio": 10,
