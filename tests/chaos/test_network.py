@@ -87,7 +87,7 @@ async def laid() -> AsyncIterator[Cabled]:
         )
         fleet.settings["scheduler-a"] = {
             "database_url": f"postgresql://isochrone@/isochrone?host={fleet.folder}/cable",
-            "liveness": {"suspect_after_s": 2.0, "lost_after_s": 4.0, "grace_s": 1.0},
+            "liveness": {"suspect_after_s": 2.0, "lost_after_s": 4.0, "grace_s": 8.0},
         }
         await fleet.up()
         await fleet.deploy(replicas=2)
