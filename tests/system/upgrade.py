@@ -78,8 +78,7 @@ class Mixed(Fleet):
             await self.start_router(name)
 
     async def one_acts(self) -> bool:
-        views = [await self._status(name) for name in ("a", "b")]
-        return any(view is not None and view["acting"] for view in views)
+        return any([await self.acts(name) for name in ("a", "b")])
 
 
 class Users:
