@@ -283,7 +283,7 @@ class Acting:
 
 
 def now() -> datetime:
-    """Return the wall clock, for certificates alone."""
+    """Return the wall clock: for certificates, and for what is past its keeping."""
     return datetime.now(UTC)
 
 

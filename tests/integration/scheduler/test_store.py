@@ -307,21 +307,17 @@ async def test_what_held_replicas_can_be_forgotten_once_they_are_gone(pool: Pool
             connection, token_id="t1", secret_sha256="x", role="agent", pop="ams", ttl_s=60.0
         )
         await deployments.delete_deployment(connection, a_deployment().deployment_id, None)
-        for table, column, name in (("node", "node_id", "n1"), ("model", "model_id", "m")):
+        for table, name in (("node", "n1"), ("model", "m")):
             with pytest.raises(catalogue.StillUsed):
-                await catalogue.delete_row(connection, table, column, name, None)
+                await catalogue.delete_row(connection, table, name, None)
     ending = Ending(replica_id=a_spec("r1").replica_id, node_id=NodeId("n1"), reason="test")
     assert await planned(pool, epoch, endings=(ending,))
     async with using(pool) as connection:
         generation = (await read_cluster_row(connection)).generation
     assert (await reported(pool, epoch, seq=2, generation=generation)).released == 1
     async with transaction(pool) as connection:
-        for table, column, name in (
-            ("node", "node_id", "n1"),
-            ("model", "model_id", "m"),
-            ("pop", "pop", "ams"),
-        ):
-            assert await catalogue.delete_row(connection, table, column, name, None)
+        for table, name in (("node", "n1"), ("model", "m"), ("pop", "ams")):
+            assert await catalogue.delete_row(connection, table, name, None)
 
 
 async def test_a_report_that_this_release_cannot_read_keeps_no_fleet_from_being_planned(
@@ -405,7 +401,7 @@ async def test_a_key_is_kept_only_as_a_digest_and_events_cannot_be_changed(pool:
         body = KeyBody(tenant_id="acme")
         await keys.add_key(connection, key_id=KeyId("k1"), secret_sha256="d" * 64, body=body)
         assert [key.key_id for key in await keys.live_keys(connection)] == ["k1"]
-        assert await keys.revoke_key(connection, "k1")
+        await keys.revoke_key(connection, "k1", None)
         assert await keys.live_keys(connection) == ()
         assert await keys.revoked_keys(connection) == ("k1",)
     await reported(pool, Epoch(1), replicas=(a_replica_report(a_spec("x")),))
