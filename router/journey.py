@@ -40,7 +40,8 @@ class Journey:
     picked_at_s = 0.0
     first_token_at_s: float | None = None
     """When the client had its first token; the next three are of the last attempt that had one."""
-    token_at_s = took_ms = 0.0
+    token_at_s = 0.0
+    took_ms = 0.0
     said_before = 0
     found_no_replica = False
     is_declined = False
