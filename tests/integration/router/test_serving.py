@@ -435,6 +435,15 @@ async def test_an_answer_of_a_sibling_is_booked_there_and_its_break_is_nobodys_f
             _, events = await the_stream(bench, content=long, temperature=0, max_tokens=8)
             assert words(events).split() == [f"t{n}" for n in range(8)]
         assert not fleet.health.ejected()
+        # Nor where it breaks before the first token.
+        slow = [a_route(node, prefill_tokens_per_s=10.0) for node in (giver, other)]
+        fleet.adopt(a_table([fast, *slow], generation=3))
+        asked.cut_at, before = 0, asked.asked
+        for n in range(6):
+            _, events = await the_stream(bench, content=f"{n} {long}", temperature=0)
+            assert words(events).split() == [f"t{n}" for n in range(8)]
+        assert asked.asked - before == 6
+        assert not fleet.health.ejected()
         await until_idle(bench)
 
 
