@@ -23,8 +23,9 @@ from nodeagent.decide.admission import TokensInFlight
 from nodeagent.decide.backoff import next_try_s
 from nodeagent.decide.replica import Event, after
 from nodeagent.drivers.driver import UnknownOption
-from nodeagent.host.artifacts import ArtifactError, Artifacts
+from nodeagent.host.artifacts import Artifacts
 from nodeagent.host.engines import Engine, Engines, Started, trim_log
+from nodeagent.host.wanted import ArtifactError
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from isochrone.wire.ids import Generation, ReplicaId
 from isochrone.wire.report import ReplicaState
 from nodeagent import supervisor as module
 from nodeagent.config import NodeConfig
-from nodeagent.host.artifacts import ArtifactError
+from nodeagent.host.wanted import ArtifactError
 from nodeagent.supervisor import Replica, Supervisor
 from tests.builders import a_spec
 
