@@ -127,8 +127,11 @@ class Supervisor:
     def begin(self, spec: ReplicaSpec, survivor: Started | None = None) -> None:
         """Bring a replica up, or take up its engine of an earlier life."""
         replica = Replica(spec, self._clock)
+        if survivor is not None:
+            # Held from now on: whatever comes before its task turns, it is ended or left in order.
+            replica.engine = self._engines.adopt(survivor)
         self.replicas[spec.replica_id] = replica
-        replica.task = asyncio.create_task(self._live(replica, survivor), name=spec.replica_id)
+        replica.task = asyncio.create_task(self._live(replica), name=spec.replica_id)
         replica.task.add_done_callback(self._ended)
         self._on_change()
 
@@ -164,6 +167,10 @@ class Supervisor:
         await asyncio.gather(*tasks, return_exceptions=True)
         for engine in kept:
             await engine.release()
+        for replica in replicas:
+            if replica.engine is not None:
+                # Its task was cancelled before its first turn.
+                await replica.engine.stop()
 
     async def wait_idle(self, timeout_s: float) -> None:
         """Wait until no request is in flight, for `timeout_s` at most."""
@@ -174,12 +181,11 @@ class Supervisor:
                 ):
                     await asyncio.sleep(READY_INTERVAL_S)
 
-    async def _live(self, replica: Replica, survivor: Started | None) -> None:
+    async def _live(self, replica: Replica) -> None:
         """Live one replica: up, watched, up again when it breaks, until its end is ordered."""
         try:
             while not replica.ending.is_set():
-                problem = await self._live_once(replica, survivor)
-                survivor = None
+                problem = await self._live_once(replica)
                 self._on_change()
                 if not replica.ending.is_set():
                     await self._wait_to_retry(replica, problem)
@@ -187,10 +193,11 @@ class Supervisor:
         finally:
             if replica.engine is not None:
                 await asyncio.shield(replica.engine.stop())
+                replica.engine = None
 
-    async def _live_once(self, replica: Replica, survivor: Started | None) -> str:
+    async def _live_once(self, replica: Replica) -> str:
         """Bring the engine up and watch it; return what broke it, "" where its end is ordered."""
-        replica.run = asyncio.create_task(self._run(replica, survivor))
+        replica.run = asyncio.create_task(self._run(replica))
         try:
             await asyncio.wait((replica.run,))
         finally:
@@ -215,22 +222,22 @@ class Supervisor:
             replica.engine = None
         return problem
 
-    async def _run(self, replica: Replica, survivor: Started | None) -> str:
+    async def _run(self, replica: Replica) -> str:
         """Bring the engine up and watch it; return what is wrong."""
         began = self._clock()
-        if survivor is not None:
+        engine, is_adopted = replica.engine, replica.engine is not None
+        if engine is not None:
             replica.happened(Event.ENGINE_ADOPTED)
-            engine = self._engines.adopt(survivor)
         else:
             path = await self._fetch(replica)
-            engine = await self._engines.start(replica.spec, path)
-        replica.engine = engine
+            engine = replica.engine = await self._engines.start(replica.spec, path)
         problem = await self._wait_ready(engine)
         if problem:
             return problem
         replica.happened(Event.ENGINE_READY)
-        load_s = 0.0 if survivor is not None else self._clock() - began
-        replica.profile = msgspec.structs.replace(replica.profile, load_s=load_s)
+        if not is_adopted:
+            load_s = self._clock() - began
+            replica.profile = msgspec.structs.replace(replica.profile, load_s=load_s)
         self._on_change()
         return await self._watch(replica, engine)
 

@@ -163,10 +163,10 @@ class _Fetch:
         return best
 
     async def _ask(self, peer: PeerSource) -> Asked:
-        """Ask one peer, and put together what it gives; the file is whole where it is right."""
+        """Ask one peer; what fails may come later, what lies never."""
         digest = self._wanted.digest
         try:
-            answer = await self._read(peer)
+            return await self._read(peer)
         except TooLong as error:
             self._peers.shun(digest, {peer.node_id}, str(error))
             return Asked.FAILED
@@ -176,17 +176,9 @@ class _Fetch:
             reason = str(error) or type(error).__name__
             log.info("peer failed", extra={"fields": {"peer": peer.node_id, "reason": reason}})
             return Asked.LATER
-        if isinstance(answer, Asked):
-            return answer
-        if answer:
-            # Whoever gave a part of it may have been the one; the bytes are worth nothing.
-            self._peers.shun(digest, self._givers, answer)
-            self._givers.clear()
-            return Asked.FAILED
-        return Asked.WHOLE
 
-    async def _read(self, peer: PeerSource) -> Asked | str:
-        """Read from where we are to the end, and say what is wrong with the whole."""
+    async def _read(self, peer: PeerSource) -> Asked:
+        """Read from where we are to the end; WHOLE where the file is then right."""
         wanted = self._wanted
         offset = await wanted.held_bytes()
         sent = {"accept-encoding": "identity"}
@@ -208,12 +200,18 @@ class _Fetch:
             if response.status == 206 and not starts:
                 raise Cut("it sent another part than was asked for")
             self._givers.add(peer.node_id)
-            return await wanted.append(
+            problem = await wanted.append(
                 response.content.iter_chunked(READ_BYTES),
                 offset if response.status == 206 else 0,
                 self._peers.limits.pace,
                 is_far=self._peers.is_far(peer),
             )
+        if problem:
+            # Whoever gave a part of it may have been the one; the bytes are worth nothing.
+            self._peers.shun(wanted.digest, self._givers, problem)
+            self._givers.clear()
+            return Asked.FAILED
+        return Asked.WHOLE
 
     def _may_come(self, peer: PeerSource, response: aiohttp.ClientResponse) -> Asked:
         """Judge a peer that is busy, or is itself still fetching: LATER while it gets on."""

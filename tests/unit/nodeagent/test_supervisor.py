@@ -22,6 +22,7 @@ SPEC = a_spec("r1")
 END = Tombstone(
     replica_id=ReplicaId("r1"), generation=Generation(2), reason="test", drain_timeout_s=0.0
 )
+SURVIVOR: Any = object()
 WARM_STATS = EngineStats(steps_total=1)
 
 
@@ -75,6 +76,10 @@ class FakeEngines:
         self.started: list[FakeEngine] = []
 
     async def start(self, spec: object, path: Path) -> FakeEngine:
+        self.started.append(FakeEngine())
+        return self.started[-1]
+
+    def adopt(self, survivor: object) -> FakeEngine:
         self.started.append(FakeEngine())
         return self.started[-1]
 
@@ -144,6 +149,30 @@ async def test_an_end_may_be_ordered_at_any_moment(
     after_turns(turns, lambda: house.supervisor.end(END))
     await house.until(lambda: house.replica.state is ReplicaState.STOPPED)
     assert all(engine.stopped for engine in house.engines.started)
+
+
+@pytest.mark.parametrize("turns", range(8))
+async def test_the_end_of_one_that_was_left_may_be_ordered_at_any_moment(
+    house: House, turns: int
+) -> None:
+    house.supervisor.begin(SPEC, SURVIVOR)
+    after_turns(turns, lambda: house.supervisor.end(END))
+    await house.until(lambda: house.replica.state is ReplicaState.STOPPED)
+    assert [engine.stopped for engine in house.engines.started] == [True]
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("turns", range(8))
+async def test_an_agent_may_leave_one_that_was_left_at_any_moment(
+    house: House, turns: int, keeps: bool
+) -> None:
+    house.supervisor.begin(SPEC, SURVIVOR)
+    turned = asyncio.Event()
+    after_turns(turns, turned.set)
+    if turns:
+        await turned.wait()
+    await house.supervisor.leave(keep_engines=keeps)
+    assert [(one.stopped, one.released) for one in house.engines.started] == [(not keeps, keeps)]
 
 
 @pytest.mark.parametrize("error", [ValueError("Invalid IPv6 URL"), ArtifactError("cannot fetch")])
