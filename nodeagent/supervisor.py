@@ -24,7 +24,7 @@ from nodeagent.decide.backoff import next_try_s
 from nodeagent.decide.replica import Event, after
 from nodeagent.drivers.driver import UnknownOption
 from nodeagent.host.artifacts import Artifacts
-from nodeagent.host.engines import Engine, Engines, Started, trim_log
+from nodeagent.host.engines import Engine, Engines, Started, last_line, trim_log
 from nodeagent.host.wanted import ArtifactError
 
 log = logging.getLogger(__name__)
@@ -214,8 +214,8 @@ class Supervisor:
             log.exception("replica failed", extra={"fields": {"replica": replica.spec.replica_id}})
             problem = f"a fault of the agent: {error!r}"
         if replica.engine is not None:
-            tail = self._engines.log_tail(replica.spec.replica_id)
-            problem = f"{problem}{f': {tail}' if tail else ''}"
+            said = last_line(replica.engine.log)
+            problem = f"{problem}: {said}" if said else problem
         replica.happened(Event.BROKE, problem)
         if replica.engine is not None:
             await replica.engine.stop(kill=True)
@@ -277,7 +277,7 @@ class Supervisor:
             is_due = self._clock() >= next_s
             if is_due:
                 next_s = self._clock() + self._config.canary_interval_s
-                await asyncio.to_thread(trim_log, self._engines.log_path(replica.spec.replica_id))
+                await asyncio.to_thread(trim_log, engine.log)
             if not replica.spec.leads:
                 # Whether it makes progress, its leader sees, and ends it with its own.
                 continue

@@ -43,6 +43,8 @@ class FakeArtifacts:
 class FakeEngine:
     """An engine that is ready at once and does what it is told."""
 
+    log = Path("r1")
+
     def __init__(self) -> None:
         self.exited = asyncio.Event()
         self.may_stop = asyncio.Event()
@@ -83,12 +85,6 @@ class FakeEngines:
         self.started.append(FakeEngine())
         return self.started[-1]
 
-    def log_tail(self, replica_id: str) -> str:
-        return "the last line"
-
-    def log_path(self, replica_id: str) -> Path:
-        return Path(replica_id)
-
 
 class House:
     """A supervisor between fakes, and what it told of its changes."""
@@ -126,6 +122,7 @@ class House:
 @pytest.fixture
 def house(monkeypatch: pytest.MonkeyPatch) -> House:
     monkeypatch.setattr(module, "LOOK_INTERVAL_S", 0.0)
+    monkeypatch.setattr(module, "last_line", lambda log: "the last line")
     monkeypatch.setattr(module, "next_try_s", lambda *_: 0.0)
     return House()
 
