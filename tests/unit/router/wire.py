@@ -12,8 +12,6 @@ from isochrone.wire.routes import RouteTable
 from router.apis.doors import Doors
 from router.apis.openai.hot import OpenAiSurface
 from router.apis.request_ids import RequestIds
-from router.apis.responses.hot import ResponsesSurface
-from router.apis.workers_ai.hot import WorkersAiSurface
 from router.config import RouterConfig
 from router.dataplane.deadlines import Deadlines
 from router.dataplane.server import Server
@@ -189,20 +187,9 @@ class Relay:
             metrics=metrics,
             clock=clock,
         )
-        surface = OpenAiSurface(
-            config=config,
-            fleet=self.fleet,
-            corridor=self.corridor,
-            metrics=metrics,
-            unix_clock=clock,
-            new_id=RequestIds(BootId("0")),
-        )
-        doors = Doors(
-            surface,
-            ResponsesSurface(surface, self.corridor, clock),
-            WorkersAiSurface(surface, self.corridor),
-            self.upstream,
-        )
+        surface = OpenAiSurface(config, self.fleet, clock)
+        ids = RequestIds(BootId("0"))
+        doors = Doors(surface, self.corridor, self.upstream, ids, metrics)
         self.server = Server(
             limits=DoorLimits(),
             write_timeout_s=config.write_timeout_s,
