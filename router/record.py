@@ -138,6 +138,9 @@ class Recorder:
         )
 
     def _add_demand(self, journey: Journey, prompt: int, cached: int, output: int) -> None:
+        if journey.is_declined:
+            # For what its client wrote: no replica more would have helped.
+            return
         deployment_id = journey.asked.deployment_id
         asked = self._demand.get(deployment_id)
         if asked is None:
@@ -148,6 +151,5 @@ class Recorder:
         asked.prompt += wanted
         asked.uncached += wanted - cached
         asked.output += output
-        # Not for what its client wrote: no room would have helped.
-        asked.refused += journey.outcome is REFUSED and not journey.is_declined
+        asked.refused += journey.outcome is REFUSED
         asked.no_replica += journey.found_no_replica

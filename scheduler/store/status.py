@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from isochrone.wire.admin import StatusView
-from scheduler.store.pool import Connection, fetch_one
+from scheduler.store.pool import Connection, as_struct, fetch_one
 
 
 async def read_status(
@@ -20,7 +20,7 @@ async def read_status(
         """
         SELECT c.cluster_id, c.generation, c.route_generation, l.epoch,
             CASE WHEN l.expires_at > clock_timestamp() THEN split_part(l.holder, '/', 1)
-                ELSE '' END AS holder,
+                ELSE '' END AS acting_scheduler,
             (SELECT count(*) FROM pop) AS pops,
             (SELECT count(*) FROM node WHERE NOT revoked) AS nodes,
             (SELECT count(*) FROM node WHERE NOT revoked
@@ -38,21 +38,12 @@ async def read_status(
         FROM placement WHERE released_at IS NULL AND leader_id IS NULL GROUP BY 1
         """
     )
-    return StatusView(
-        cluster_id=row["cluster_id"],
+    return as_struct(
+        row,
+        StatusView,
         scheduler=scheduler,
         acting=is_acting,
-        acting_scheduler=row["holder"],
-        epoch=row["epoch"],
-        generation=row["generation"],
-        route_generation=row["route_generation"],
         frozen=frozen,
-        pops=row["pops"],
-        nodes=row["nodes"],
-        nodes_ready=row["nodes_ready"],
-        routers=row["routers"],
-        routers_ready=row["routers_ready"],
-        deployments=row["deployments"],
         replicas={state["state"]: state["n"] for state in states},
         unmet=tuple(f"{name}: {reason}" for name, reason in unmet),
     )

@@ -97,8 +97,8 @@ class OpenAiSurface:
         if deployment.kind != kind:
             raise ApiError(
                 ErrorCode.INVALID_REQUEST,
-                f"cannot ask {asked.model!r} so: it is a model of kind {deployment.kind!r}, and"
-                f" {path} is for {kind!r}",
+                f"cannot ask {asked.model!r} so: it is a model of kind {deployment.kind!r},"
+                f" this request is for one of kind {kind!r}",
                 param="model",
             )
         prompt, count = rendered(asked), answers(asked)

@@ -19,15 +19,10 @@ from router.app import open_house
 from tests.cuts import held, until_as_before
 from tests.integration.router.fake_node import FakeNode, open_node
 from tests.integration.router.fleet_of import KEY, a_config, a_route, a_table, an_identity
+from tests.ports import free_port
 
 BODY = {"model": "tiny", "messages": [{"role": "user", "content": "x"}]}
 START_TIMEOUT_S = 20.0
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def prepare(folder: Path, *nodes: FakeNode, **route: Any) -> tuple[Path, int]:

@@ -341,8 +341,9 @@ async def test_what_a_client_wrote_is_no_failure_of_the_fleets(tmp_path: Path) -
             name = "isochrone_router_requests_total"
             assert registry.get_sample_value(name, labels) == count
         assert [row.outcome for row in rows] == [Outcome.REFUSED, Outcome.COMPLETE]
-        # The planner sees nobody turned away for want of room.
-        assert demand.refused == 0
+        # The planner is told of the one that a replica was needed for.
+        assert (demand.requests, demand.refused) == (1, 0)
+        assert demand.prompt_tokens == rows[1].prompt_tokens
 
 
 async def test_a_keys_limits_hold(tmp_path: Path) -> None:
