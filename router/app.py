@@ -34,7 +34,7 @@ from router.dataplane.upstream import Upstream
 from router.decide.limits import Gate
 from router.fleet import Fleet
 from router.journal import Journal
-from router.listeners import limits_of, open_listeners
+from router.listeners import open_listeners
 from router.loops.follow import Follower
 from router.loops.gauges import Gauges
 from router.loops.probe import Prober
@@ -213,8 +213,7 @@ class House:
         """Return what clients meet."""
         doors = Doors(self.surface, self.corridor, self.upstream, self.request_ids, self.metrics)
         return Server(
-            limits=limits_of(self.config),
-            write_timeout_s=self.config.write_timeout_s,
+            config=self.config,
             gate=doors.gate,
             handler=doors.answer,
             encode_error=doors.encode_error,

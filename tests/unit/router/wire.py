@@ -6,7 +6,6 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
-from isochrone.service.door import DoorLimits
 from isochrone.wire.ids import BootId, PopId
 from isochrone.wire.routes import RouteTable
 from router.apis.doors import Doors
@@ -191,8 +190,7 @@ class Relay:
         ids = RequestIds(BootId("0"))
         doors = Doors(surface, self.corridor, self.upstream, ids, metrics)
         self.server = Server(
-            limits=DoorLimits(),
-            write_timeout_s=config.write_timeout_s,
+            config=config,
             gate=doors.gate,
             handler=doors.answer,
             encode_error=doors.encode_error,
