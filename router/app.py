@@ -240,7 +240,7 @@ class House:
 
     async def on_welcome(self, welcome: Welcome) -> None:
         """The scheduler took us."""
-        await self.follower.on_welcome(welcome)
+        log.info("following", extra={"fields": {"epoch": welcome.epoch}})
         self.shipper.on_welcome()
 
     async def on_message(self, message: Any) -> None:
