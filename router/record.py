@@ -85,7 +85,7 @@ class Recorder:
     def attempt_failed(self, journey: Journey) -> None:
         """Count a replica that failed under a request, whoever answers in the end."""
         if journey.route is not None:
-            self._trials.failed(journey.asked.deployment, journey.route)
+            self._trials.ended(journey.asked.deployment, journey.route, failed=True)
 
     def take_trials(self) -> tuple[TrialRow, ...]:
         """Hand over how the versions did in the window that ends now."""
