@@ -199,7 +199,7 @@ def _note_held(held: Held) -> None:
             "cpu_ms": round(1000 * held.cpu_s),
             "garbage_ms": round(1000 * held.garbage_s),
             "by": held.by,
-            "at": held.at,
+            "where": held.at,
         }
         log.warning("event loop held up", extra={"fields": fields})
 

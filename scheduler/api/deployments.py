@@ -13,7 +13,6 @@ from isochrone.wire.routes import Pop
 from scheduler.api.endpoint import Call, Endpoint, Page, found
 from scheduler.decide.explain import Explanation
 from scheduler.decide.feasible import allowed
-from scheduler.planner.questions import Heard
 from scheduler.store import catalogue, deployments
 from scheduler.store.cluster import read_pops
 from scheduler.store.lease import read_acting_for_s
@@ -97,7 +96,7 @@ async def explain_deployment(call: Call) -> Explanation:
         raise ApiError(
             ErrorCode.UNAVAILABLE, "cannot explain: no scheduler acts now", retry_after_s=5
         )
-    heard = Heard(acting_for_s=acting_for_s, silent_s=acting.silent_s())
+    heard = msgspec.structs.replace(acting.heard(), acting_for_s=acting_for_s)
     explained = await acting.planner.explain(heard, DeploymentId(call.name))
     return found(explained, "deployment", call.name)
 

@@ -215,7 +215,7 @@ def _refuse_twin(register: Register, acting: Acting) -> None:
     twin = acting.peers.get((register.role, register.name))
     if twin is None or twin.boot_id == register.boot_id or register.role is not PeerRole.AGENT:
         return
-    if acting.silent_s().get(NodeId(register.name), ALIVE_S) < ALIVE_S:
+    if acting.silent_s(NodeId(register.name)) < ALIVE_S:
         raise Turned(
             RefusedCode.DUPLICATE,
             f"{register.name} is already connected with boot {twin.boot_id}: is its disk cloned?",

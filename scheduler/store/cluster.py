@@ -21,6 +21,7 @@ from scheduler.decide.cluster import (
     Placement,
     PopDistance,
 )
+from scheduler.decide.liveness import Heard
 from scheduler.store.known_nodes import KnownNodes, read_nodes
 from scheduler.store.pool import Connection, as_struct, fetch_one
 from scheduler.store.prefetch import read_prefetches
@@ -28,14 +29,10 @@ from scheduler.store.rollouts import active_rollouts
 
 
 async def read_cluster(
-    connection: Connection,
-    *,
-    acting_for_s: float,
-    silent_s: Mapping[NodeId, float] | None = None,
-    known: KnownNodes | None = None,
+    connection: Connection, heard: Heard, known: KnownNodes | None = None
 ) -> ClusterState:
     """Return the picture; the connection is in a REPEATABLE READ transaction."""
-    fleet = await read_fleet(connection, acting_for_s=acting_for_s, silent_s=silent_s, known=known)
+    fleet = await read_fleet(connection, heard, known)
     return msgspec.structs.replace(
         fleet,
         demand=await _read_demand(connection),
@@ -45,24 +42,20 @@ async def read_cluster(
 
 
 async def read_fleet(
-    connection: Connection,
-    *,
-    acting_for_s: float,
-    silent_s: Mapping[NodeId, float] | None = None,
-    known: KnownNodes | None = None,
+    connection: Connection, heard: Heard, known: KnownNodes | None = None
 ) -> ClusterState:
     """Return what there is, and nothing of what is asked of it.
 
-    `silent_s` is what this process itself heard, which the store says only of others: that lags.
+    Of nodes that this process has not heard the store says how silent they are, which lags.
     `known` is kept by the caller from one reading to the next.
     """
     row = await fetch_one(connection, "SELECT cluster_id, generation FROM cluster")
-    reports, nodes = await read_nodes(connection, silent_s or {}, known or KnownNodes())
+    reports, nodes = await read_nodes(connection, heard, known or KnownNodes())
     deployments, deleted = await _read_deployments(connection)
     return ClusterState(
         cluster_id=ClusterId(row["cluster_id"]),
         generation=Generation(row["generation"]),
-        acting_for_s=acting_for_s,
+        acting_for_s=heard.acting_for_s,
         pops=await read_pops(connection),
         nodes=nodes,
         models=tuple(
@@ -81,14 +74,15 @@ async def read_part(
     connection: Connection,
     fleet: ClusterState,
     node_ids: Sequence[NodeId],
-    *,
-    silent_s: Mapping[NodeId, float],
+    heard: Heard,
     known: KnownNodes,
 ) -> ClusterState:
     """Return what `fleet` says beside its nodes, with these nodes and what is on them, read now."""
-    reports, nodes = await read_nodes(connection, silent_s, known, node_ids)
+    reports, nodes = await read_nodes(connection, heard, known, node_ids)
     placements = await _read_placements(connection, reports, node_ids)
-    return msgspec.structs.replace(fleet, nodes=nodes, placements=placements)
+    return msgspec.structs.replace(
+        fleet, acting_for_s=heard.acting_for_s, nodes=nodes, placements=placements
+    )
 
 
 async def read_pops(connection: Connection) -> tuple[Pop, ...]:
