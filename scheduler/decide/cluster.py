@@ -4,6 +4,7 @@ Rule: whatever a decision needs, time included, is in `ClusterState`. A saved pi
 """
 
 from enum import StrEnum
+from typing import Final
 
 import msgspec
 
@@ -21,6 +22,12 @@ from isochrone.wire.model import Deployment, Model
 from isochrone.wire.report import Device, Profile, ReplicaState
 from isochrone.wire.routes import Pop
 from scheduler.decide.rollout import Rollout
+
+RATES: Final = (
+    *("requests_per_s", "refused_per_s"),
+    *("uncached_tokens_per_s", "output_tokens_per_s"),
+)
+"""What a `DemandRate` is made of."""
 
 
 class Liveness(StrEnum):
@@ -115,23 +122,13 @@ class DemandRate(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     def times(self, factor: float) -> "DemandRate":
         """Return so many times as much."""
-        return msgspec.structs.replace(
-            self,
-            requests_per_s=self.requests_per_s * factor,
-            uncached_tokens_per_s=self.uncached_tokens_per_s * factor,
-            output_tokens_per_s=self.output_tokens_per_s * factor,
-            refused_per_s=self.refused_per_s * factor,
-        )
+        more = {rate: getattr(self, rate) * factor for rate in RATES}
+        return msgspec.structs.replace(self, **more)
 
     def plus(self, other: "DemandRate") -> "DemandRate":
         """Return this with what is asked by another."""
-        return msgspec.structs.replace(
-            self,
-            requests_per_s=self.requests_per_s + other.requests_per_s,
-            uncached_tokens_per_s=self.uncached_tokens_per_s + other.uncached_tokens_per_s,
-            output_tokens_per_s=self.output_tokens_per_s + other.output_tokens_per_s,
-            refused_per_s=self.refused_per_s + other.refused_per_s,
-        )
+        both = {rate: getattr(self, rate) + getattr(other, rate) for rate in RATES}
+        return msgspec.structs.replace(self, **both)
 
 
 class PopDistance(msgspec.Struct, frozen=True, kw_only=True):

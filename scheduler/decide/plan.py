@@ -45,7 +45,7 @@ from scheduler.decide.ground import Ground
 from scheduler.decide.group import RankPorts, over_nodes
 from scheduler.decide.improve import Improve
 from scheduler.decide.liveness import LivenessLimits, LivenessView, liveness
-from scheduler.decide.refusals import contradiction, no_seat_beside, unmet_in
+from scheduler.decide.refusals import impossible, no_seat_beside, unmet_in
 from scheduler.decide.search import Search
 from scheduler.decide.wish import Seated, Wish
 
@@ -130,7 +130,7 @@ class Draft:
             if model is None:
                 self._refuse(deployment, f"the catalogue has no model {deployment.model_id}")
                 continue
-            wrong = contradiction(self.ground, deployment, model)
+            wrong = impossible(self.ground, deployment)
             if wrong:
                 self._refuse(deployment, wrong)
             wishes.append(self.wish_of(deployment, model))
