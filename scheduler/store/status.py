@@ -1,9 +1,13 @@
 """The fleet in one answer."""
 
 from collections.abc import Sequence
+from typing import Final
 
 from isochrone.wire.admin import StatusView
 from scheduler.store.pool import Connection, fetch_one
+
+TROUBLED_MAX: Final = 50
+"""How many replicas that do not get warm are named."""
 
 
 async def read_status(
@@ -38,6 +42,14 @@ async def read_status(
         FROM placement WHERE released_at IS NULL AND leader_id IS NULL GROUP BY 1
         """
     )
+    troubled = await connection.fetch(
+        """
+        SELECT replica_id, node_id, state, state_reason FROM placement
+        WHERE ended_at IS NULL AND state <> 'warm' AND state_reason <> ''
+        ORDER BY replica_id LIMIT $1
+        """,
+        TROUBLED_MAX,
+    )
     return StatusView(
         cluster_id=row["cluster_id"],
         scheduler=scheduler,
@@ -54,5 +66,11 @@ async def read_status(
         routers_ready=row["routers_ready"],
         deployments=row["deployments"],
         replicas={state["state"]: state["n"] for state in states},
-        unmet=tuple(f"{name}: {reason}" for name, reason in unmet),
+        unmet=(
+            *(f"{name}: {reason}" for name, reason in unmet),
+            *(
+                f"{row['replica_id']} on {row['node_id']} is {row['state']}: {row['state_reason']}"
+                for row in troubled
+            ),
+        ),
     )
