@@ -53,13 +53,12 @@ class Recorder:
         first_s = journey.first_token_at_s
         if first_s is not None and journey.ranked is not None:
             metrics.ttft.observe(first_s - asked.arrived_s)
-            error_s = (first_s - journey.picked_at_s) - journey.ranked.ttft_ms / 1000
-            metrics.ttft_error.observe(error_s)
+            metrics.ttft_error.observe((journey.took_ms - journey.ranked.ttft_ms) / 1000)
         self._add_demand(journey, prompt, cached, output)
         route = journey.route
         if route is None:
             return
-        if asked.deployment.rollout is not None:
+        if asked.deployment.rollout is not None and journey.via is not None:
             self._add_trial(journey, route, output, now_s)
         if len(self._usage) >= USAGE_ROWS_MAX:
             self._metrics.usage_dropped.inc()
@@ -84,9 +83,9 @@ class Recorder:
         self._journal.append(row)
 
     def attempt_failed(self, journey: Journey) -> None:
-        """Count a replica that failed before its first token, whoever answers in the end."""
+        """Count a replica that failed under a request, whoever answers in the end."""
         if journey.route is not None:
-            self._trials.failed(journey.asked.deployment, journey.route)
+            self._trials.ended(journey.asked.deployment, journey.route, failed=True)
 
     def take_trials(self) -> tuple[TrialRow, ...]:
         """Hand over how the versions did in the window that ends now."""
@@ -126,21 +125,22 @@ class Recorder:
         return rows
 
     def _add_trial(self, journey: Journey, route: Route, output: int, now_s: float) -> None:
-        first_s = journey.first_token_at_s
-        ttft_ms = itl_ms = 0.0
-        if first_s is not None:
-            ttft_ms = 1000 * (first_s - journey.picked_at_s)
-            if output > 1:
-                itl_ms = 1000 * (now_s - first_s) / (output - 1)
+        output -= journey.said_before
+        itl_ms = 0.0
+        if journey.token_at_s and output > 1:
+            itl_ms = 1000 * (now_s - journey.token_at_s) / (output - 1)
         self._trials.ended(
             journey.asked.deployment,
             route,
             failed=journey.outcome is FAILED,
-            ttft_ms=ttft_ms,
+            ttft_ms=journey.took_ms,
             itl_ms=itl_ms,
         )
 
     def _add_demand(self, journey: Journey, prompt: int, cached: int, output: int) -> None:
+        if journey.is_declined:
+            # For what its client wrote: no replica more would have helped.
+            return
         deployment_id = journey.asked.deployment_id
         asked = self._demand.get(deployment_id)
         if asked is None:
@@ -151,6 +151,5 @@ class Recorder:
         asked.prompt += wanted
         asked.uncached += wanted - cached
         asked.output += output
-        # Not for what its client wrote: no room would have helped.
-        asked.refused += journey.outcome is REFUSED and not journey.is_declined
+        asked.refused += journey.outcome is REFUSED
         asked.no_replica += journey.found_no_replica

@@ -5,32 +5,23 @@ from router.dataplane.http1 import Fields
 
 
 class Request:
-    """One whole request. Header names are in lower case; a repeated one is joined by commas."""
+    """One request. Header names are in lower case; a repeated one is joined by commas."""
 
     __slots__ = (
         "arrived_s", "body", "headers", "is_http10", "keep_alive", "key", "known_as", "method",
         "path", "query", "request_id",
     )  # fmt: skip
 
-    def __init__(
-        self,
-        target: tuple[bytes, str, str],
-        headers: Fields,
-        body: bytes,
-        key: KeyEntry | None,
-        *,
-        keep_alive: bool,
-        is_http10: bool,
-        arrived_s: float,
-    ) -> None:
-        """Take method, path and query, and what follows them. Its ids are its door's to give."""
-        self.method, self.path, self.query = target
-        self.headers = headers
-        self.body = body
-        self.key = key
-        self.keep_alive = keep_alive
-        self.is_http10 = is_http10
-        self.arrived_s = arrived_s
+    def __init__(self) -> None:
+        """Begin as one of which nothing was read yet. Its ids are its door's to give."""
+        self.method = b""
+        self.path = self.query = ""
+        self.headers: Fields = {}
+        self.body = b""
+        self.key: KeyEntry | None = None
+        self.keep_alive = False
+        self.is_http10 = False
+        self.arrived_s = 0.0
         self.request_id = self.known_as = ""
 
     def header(self, name: bytes) -> str:

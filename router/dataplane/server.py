@@ -14,8 +14,8 @@ from email.utils import formatdate
 from math import inf
 from typing import Final, Protocol, cast
 
-from isochrone.service.door import DoorLimits
 from isochrone.wire.errors import ApiError, ErrorCode
+from router.config import RouterConfig
 from router.dataplane import http1
 from router.dataplane.deadlines import NEVER, Deadlines
 from router.dataplane.errand import Errand, Signal
@@ -28,6 +28,7 @@ READY_MAX: Final = 4
 """Whole requests of one connection that wait for the one before; past it nothing more is read."""
 
 WRITE_BUFFER_BYTES: Final = 64 * 1024
+KEEPALIVE_S: Final = 75.0
 LINGER_S: Final = 1.0
 CUT_TIMEOUT_S: Final = 5.0
 """For a loop to say of connections that were cut that they are lost."""
@@ -54,8 +55,7 @@ class Server:
     def __init__(
         self,
         *,
-        limits: DoorLimits,
-        write_timeout_s: float,
+        config: RouterConfig,
         gate: Gate,
         handler: Handler,
         encode_error: EncodeError,
@@ -64,8 +64,7 @@ class Server:
         unix_clock: Callable[[], float],
     ) -> None:
         """Answer each request by `handler`; errors below it are written by `encode_error`."""
-        self.limits = limits
-        self.write_timeout_s = write_timeout_s
+        self.config = config
         self.gate = gate
         self.handler = handler
         self.encode_error = encode_error
@@ -113,8 +112,8 @@ class Server:
         self.deadlines.add(connection)
         return not (
             self.is_draining
-            or len(self.connections) > self.limits.connections_max
-            or self.by_address[address] > self.limits.connections_per_address_max
+            or len(self.connections) > self.config.connections_max
+            or self.by_address[address] > self.config.connections_per_address_max
         )
 
     def went(self, connection: "ClientConnection", address: str) -> None:
@@ -150,7 +149,7 @@ class ClientConnection:
     def __init__(self, server: Server) -> None:
         self._server = server
         self._transport: asyncio.Transport | None = None
-        self._reader = RequestReader(self, server.gate, server.limits.body_bytes_max, server.clock)
+        self._reader = RequestReader(self, server.gate, server.config.body_bytes_max, server.clock)
         self._errand: Errand | None = None
         self._ready: deque[Request] = deque()
         self._bad: ApiError | None = None
@@ -177,7 +176,7 @@ class ClientConnection:
         if not server.came(self, self._address):
             self._transport.abort()
             return
-        self.due_s = server.clock() + server.limits.head_timeout_s
+        self.due_s = server.clock() + server.config.head_timeout_s
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection; whatever still works for it is cancelled."""
@@ -214,9 +213,9 @@ class ClientConnection:
         # What did not come whole has its deadline: a head from its first byte, a body from its
         # head's last.
         if reader.is_in_body and not was_in_body:
-            self.due_s = self._server.clock() + self._server.limits.body_timeout_s
+            self.due_s = self._server.clock() + self._server.config.body_timeout_s
         elif reader.arrived_s and not had_begun:
-            self.due_s = reader.arrived_s + self._server.limits.head_timeout_s
+            self.due_s = reader.arrived_s + self._server.config.head_timeout_s
 
     def pause_writing(self) -> None:
         """Stop the source of what is written: the client reads slower."""
@@ -349,11 +348,11 @@ class ClientConnection:
         finally:
             self._errand = None
             self._request = None
-        limits = self._server.limits
         if self._bad is not None:
             self._refuse(self._bad)
         else:
-            wait_s = limits.body_timeout_s if self._reader.arrived_s else limits.keepalive_s
+            body_timeout_s = self._server.config.body_timeout_s
+            wait_s = body_timeout_s if self._reader.arrived_s else KEEPALIVE_S
             self.due_s = self._server.clock() + wait_s
 
     async def _answer(self, request: Request) -> None:
@@ -403,11 +402,11 @@ class ClientConnection:
         if self._unread_bytes - unread < WRITE_BUFFER_BYTES:
             return False
         self._unread_bytes = unread
-        self.due_s = self._server.clock() + self._server.write_timeout_s
+        self.due_s = self._server.clock() + self._server.config.write_timeout_s
         return True
 
     def _close(self) -> None:
         """Close after what is written is out; a client that does not read it is cut."""
         if self._transport is not None:
-            self.due_s = self._server.clock() + self._server.write_timeout_s
+            self.due_s = self._server.clock() + self._server.config.write_timeout_s
             self._transport.close()

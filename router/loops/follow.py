@@ -18,7 +18,6 @@ from isochrone.service import files
 from isochrone.service.control import Progress
 from isochrone.service.threads import to_its_end
 from isochrone.wire import codec
-from isochrone.wire.control import Welcome
 from isochrone.wire.ids import ClusterId, Epoch, Generation
 from isochrone.wire.routes import Route, RouteDelta, RouteTable, SnapshotWanted, apply_delta
 from router.decide.adopt import Adopted, RefusedTable, adopt, widened
@@ -108,10 +107,6 @@ class Follower:
         self._fleet.confirmed_at_s = self._clock() - max(0.0, unix_now_s - written_at_s)
         self._on_disk = table
         return True
-
-    async def on_welcome(self, welcome: Welcome) -> None:
-        """The conversation began; the scheduler sends what we lack."""
-        log.info("following", extra={"fields": {"epoch": welcome.epoch}})
 
     async def on_table(self, message: RouteTable | RouteDelta, send: Send) -> None:
         """Take what came down."""

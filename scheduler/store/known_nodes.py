@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 import asyncpg
 import msgspec
 
-from isochrone.wire.ids import DeviceId, Generation, NodeId, PopId
+from isochrone.wire.ids import Generation, NodeId, PopId
 from isochrone.wire.report import Device, Report
 from scheduler.decide.cluster import Node
 from scheduler.decide.liveness import Heard
-from scheduler.store.pool import Connection
+from scheduler.store.pool import Connection, as_struct
 
 _report = msgspec.msgpack.Decoder(Report)
 
@@ -135,13 +135,5 @@ async def _read_devices(
     for row in await connection.fetch(
         "SELECT * FROM device WHERE node_id = ANY($1::text[]) ORDER BY node_id, device_id", node_ids
     ):
-        devices.setdefault(row["node_id"], []).append(
-            Device(
-                device_id=DeviceId(row["device_id"]),
-                device_class=row["device_class"],
-                memory_bytes=row["memory_bytes"],
-                healthy=row["healthy"],
-                reason=row["reason"],
-            )
-        )
+        devices.setdefault(row["node_id"], []).append(as_struct(row, Device))
     return devices

@@ -24,11 +24,12 @@ from isochrone.wire.usage import Usage
 from nodeagent.decide.bandwidth import Bandwidth
 from nodeagent.engine.kv_tiers.files import FileTier
 from nodeagent.host import engines
-from nodeagent.host.artifacts import ArtifactError, Artifacts
+from nodeagent.host.artifacts import Artifacts
 from nodeagent.host.devices import Devices
 from nodeagent.host.ledger import Ledger
 from nodeagent.host.link import Link
 from nodeagent.host.sources import Sources
+from nodeagent.host.wanted import ArtifactError
 from nodeagent.node import Node
 from router.app import open_house
 from scheduler.embedded_postgres import EmbeddedPostgres

@@ -6,7 +6,7 @@ import os
 import secrets
 import shutil
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager, suppress
 from datetime import datetime
 from math import ceil
@@ -247,19 +247,28 @@ class Fleet:
             "context_tokens_max": 100_000,
             "options": options or {"itl_ms": "10"},
         }
-        policy = {"replicas_min": replicas, "replicas_max": replicas, **policy}
+        # One in each city, where there are as many: a node not heard for a moment gets none, and
+        # would have none for minutes, since what stands is left to settle.
+        cities = list(CITIES) if replicas >= len(CITIES) else []
+        counts = {"replicas_min": replicas, "replicas_max": replicas}
+        policy = {**counts, "keep_warm": cities, **policy}
         await self.ask(
             "POST",
             "/v1/deployments",
             {"deployment_id": "mock", "model_id": "mock", "engine": engine, "policy": policy},
         )
-        await until(f"{replicas} warm", lambda: self.is_warm(replicas))
+
+        async def stands() -> bool:
+            return await self.is_warm(replicas, cities) and self.engine_processes() == replicas
+
+        await until(f"{replicas} warm, one in each city, and no more", stands)
         await self.routers_know()
 
-    async def is_warm(self, replicas: int, of: str = "a") -> bool:
+    async def is_warm(self, replicas: int, cities: Collection[str] = (), *, of: str = "a") -> bool:
+        """Say whether so many replicas are warm, one of them at least in each of `cities`."""
         rows = (await self.ask("GET", "/v1/placements", of=of))["data"]
-        warm = [row for row in rows if row["state"] == "warm" and not row["ending"]]
-        return len(warm) >= replicas
+        warm = [row["pop"] for row in rows if row["state"] == "warm" and not row["ending"]]
+        return len(warm) >= replicas and set(warm).issuperset(cities)
 
     async def routers_know(self) -> None:
         """Wait until every router was told all that is published at this moment."""

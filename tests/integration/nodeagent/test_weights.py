@@ -26,11 +26,12 @@ from isochrone.wire.control import PeerRole
 from isochrone.wire.ids import NodeId, PopId
 from isochrone.wire.model import Artifact
 from nodeagent.api.weights import Weights
-from nodeagent.decide.bandwidth import Bandwidth
-from nodeagent.host.artifacts import ArtifactError, Artifacts
+from nodeagent.decide.bandwidth import Bandwidth, Pace
+from nodeagent.host.artifacts import Artifacts
 from nodeagent.host.link import Link
 from nodeagent.host.peers import PeerLimits, Peers
 from nodeagent.host.sources import Sources
+from nodeagent.host.wanted import ArtifactError
 from tests.integration.nodeagent.test_artifacts import IMPATIENT, Origin, artifact_of, origin
 from tests.integration.service.test_tls import NOW, a_peer
 
@@ -43,8 +44,7 @@ PATIENT = PeerLimits(look_s=0.05)
 QUICK = PeerLimits(
     connect_timeout_s=1.0,
     read_timeout_s=0.5,
-    window_s=0.3,
-    least_bytes_per_s=100_000.0,
+    pace=Pace(least_bytes_per_s=100_000.0, window_s=0.3),
     look_s=0.05,
     stall_s=0.5,
 )
@@ -78,7 +78,7 @@ class City:
             chance=random.Random(1),
             limits=self.limits,
         )
-        sources = Sources(private=True, hf_url="")
+        sources = Sources(private=True, hf_url="", pace=IMPATIENT)
         link = Link(Bandwidth(download_bytes_per_s), time.monotonic)
         return Artifacts(
             self.folder / name,
@@ -86,7 +86,6 @@ class City:
             1 << 30,
             link=link,
             peers=asked,
-            origin_limits=IMPATIENT,
         )
 
     async def serving(

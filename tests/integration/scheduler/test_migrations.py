@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from isochrone.wire.rollout import RolloutState
+from scheduler.acting import now
 from scheduler.decide.liveness import Heard
 from scheduler.store import keys
 from scheduler.store.cluster import read_cluster
@@ -110,5 +111,5 @@ async def test_what_earlier_releases_wrote_is_there_after_each_migration(empty: 
     assert counted == 5
     async with transaction(empty) as connection:
         assert await fold_use(connection) == 1
-        assert await keep_demand_days(connection) > 0
+        assert await keep_demand_days(connection, now()) > 0
         await connection.execute("UPDATE rollout SET state = 'aborted'")

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import asyncpg
+import msgspec
 import pytest
 
 from isochrone.wire.admin import KeyBody, PopBody
@@ -43,6 +44,7 @@ from scheduler.store.migrate import FOLDER, Migration, MigrationError, migrate, 
 from scheduler.store.nodes import read_assignment, record_pulses, record_registration, record_report
 from scheduler.store.plans import commit_plan
 from scheduler.store.pool import UNAVAILABLE, Pool, open_pool, transaction, using
+from scheduler.store.status import read_status
 from tests.builders import (
     GIB,
     a_certificate,
@@ -298,6 +300,29 @@ async def test_a_replica_ended_is_released_when_its_node_has_seen_the_tombstone(
     assert [t.replica_id for t in again.tombstones] == ["r1"]
 
 
+async def test_status_names_a_replica_that_does_not_get_warm(pool: Pool) -> None:
+    epoch = await begun(pool)
+    await reported(pool, epoch)
+    await planned(pool, epoch, a_spec("r1"))
+
+    async def unmet() -> tuple[str, ...]:
+        async with using(pool) as connection:
+            told = await read_status(
+                connection, scheduler="s", is_acting=True, frozen="", unmet=(("d", "no room"),)
+            )
+        return told.unmet
+
+    assert await unmet() == ("d: no room",)
+    for seq, state, named in (
+        (2, "fetching", ("r1 on n1 is fetching: broke once: no hub",)),
+        (3, "warm", ()),
+    ):
+        reason = "broke once: no hub" if state == "fetching" else ""
+        said = msgspec.structs.replace(a_replica_report(a_spec("r1"), state), reason=reason)
+        await reported(pool, epoch, seq=seq, replicas=(said,))
+        assert await unmet() == ("d: no room", *named)
+
+
 async def test_what_held_replicas_can_be_forgotten_once_they_are_gone(pool: Pool) -> None:
     epoch = await begun(pool)
     await reported(pool, epoch)
@@ -307,21 +332,17 @@ async def test_what_held_replicas_can_be_forgotten_once_they_are_gone(pool: Pool
             connection, token_id="t1", secret_sha256="x", role="agent", pop="ams", ttl_s=60.0
         )
         await deployments.delete_deployment(connection, a_deployment().deployment_id, None)
-        for table, column, name in (("node", "node_id", "n1"), ("model", "model_id", "m")):
+        for table, name in (("node", "n1"), ("model", "m")):
             with pytest.raises(catalogue.StillUsed):
-                await catalogue.delete_row(connection, table, column, name, None)
+                await catalogue.delete_row(connection, table, name, None)
     ending = Ending(replica_id=a_spec("r1").replica_id, node_id=NodeId("n1"), reason="test")
     assert await planned(pool, epoch, endings=(ending,))
     async with using(pool) as connection:
         generation = (await read_cluster_row(connection)).generation
     assert (await reported(pool, epoch, seq=2, generation=generation)).released == 1
     async with transaction(pool) as connection:
-        for table, column, name in (
-            ("node", "node_id", "n1"),
-            ("model", "model_id", "m"),
-            ("pop", "pop", "ams"),
-        ):
-            assert await catalogue.delete_row(connection, table, column, name, None)
+        for table, name in (("node", "n1"), ("model", "m"), ("pop", "ams")):
+            assert await catalogue.delete_row(connection, table, name, None)
 
 
 async def test_a_report_that_this_release_cannot_read_keeps_no_fleet_from_being_planned(
@@ -405,7 +426,7 @@ async def test_a_key_is_kept_only_as_a_digest_and_events_cannot_be_changed(pool:
         body = KeyBody(tenant_id="acme")
         await keys.add_key(connection, key_id=KeyId("k1"), secret_sha256="d" * 64, body=body)
         assert [key.key_id for key in await keys.live_keys(connection)] == ["k1"]
-        assert await keys.revoke_key(connection, "k1")
+        await keys.revoke_key(connection, "k1", None)
         assert await keys.live_keys(connection) == ()
         assert await keys.revoked_keys(connection) == ("k1",)
     await reported(pool, Epoch(1), replicas=(a_replica_report(a_spec("x")),))

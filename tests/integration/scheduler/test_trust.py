@@ -27,7 +27,7 @@ from isochrone.wire.ids import (
 )
 from isochrone.wire.model import EngineSettings
 from isochrone.wire.report import Profile, Pulse, Refusal
-from scheduler.acting import PULSES_WRITTEN_MAX, Acting
+from scheduler.acting import PULSES_WRITTEN_MAX, Acting, now
 from scheduler.api.peers import LEAP_MAX, Turned, _enter
 from scheduler.decide.claims import claim
 from scheduler.decide.cluster import ClusterState
@@ -39,7 +39,6 @@ from scheduler.store.identities import (
     add_peer,
     issue_not_before,
     may_renew,
-    prune_revocations,
     revoke,
     revoked_since,
 )
@@ -47,6 +46,7 @@ from scheduler.store.known_nodes import KnownNodes
 from scheduler.store.lease import read_cluster_row, rise_above
 from scheduler.store.nodes import record_pulses, record_report
 from scheduler.store.pool import BAD_DATA, Pool, transaction, using
+from scheduler.store.retention import forget, kept
 from tests.builders import (
     GIB,
     NOW,
@@ -308,8 +308,11 @@ async def test_the_holder_of_a_revoked_certificate_gets_no_other(pool: Pool) -> 
         revoked = max(row.at for row in await revoked_since(connection, 60.0))
         assert earliest is not None
         assert earliest.timestamp() > revoked
-        assert await prune_revocations(connection, lifetime_s=3600.0, batch=100) == 0
-        assert await prune_revocations(connection, lifetime_s=0.0, batch=100) == 2
+    async with transaction(pool) as connection:
+        revocations = kept(event_days=1.0, certificate_lifetime_s=0.0)[1]
+        assert await forget(connection, revocations, now(), 100) == 0
+        revocations = revocations._replace(keep_s=0.0)
+        assert await forget(connection, revocations, now(), 100) == 2
 
 
 async def test_a_picture_read_from_what_is_known_is_the_picture(pool: Pool) -> None:
