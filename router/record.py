@@ -22,8 +22,6 @@ USAGE_ROWS_MAX: Final = 100_000
 class _Demand:
     """What was asked of one deployment in this window, so far."""
 
-    __slots__ = ("no_replica", "output", "prompt", "refused", "requests", "uncached")
-
     def __init__(self) -> None:
         self.requests = self.prompt = self.uncached = self.output = 0
         self.refused = self.no_replica = 0

@@ -33,8 +33,6 @@ class Request:
 class Reply:
     """One whole answer. `lines` are its headers, each as it goes over the wire."""
 
-    __slots__ = ("body", "content_type", "lines", "status")
-
     def __init__(
         self, status: int, body: bytes, lines: str = "", content_type: str = "application/json"
     ) -> None:

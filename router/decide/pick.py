@@ -51,8 +51,6 @@ class Ask:
     `held` is which slots hold how much of the prompt; the seat counts where nothing is known.
     """
 
-    __slots__ = ("held", "output_tokens", "prompt_tokens", "request_id", "seat", "session")
-
     def __init__(
         self,
         request_id: str,
