@@ -12,14 +12,14 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from email.utils import formatdate
 from math import inf
-from typing import Final, Protocol, cast
+from typing import Final, cast
 
 from isochrone.wire.errors import ApiError, ErrorCode
 from router.config import RouterConfig
 from router.dataplane import http1
 from router.dataplane.deadlines import NEVER, Deadlines
 from router.dataplane.errand import Errand, Signal
-from router.dataplane.message import Reply, Request
+from router.dataplane.message import Reply, Request, Source
 from router.dataplane.requests import Gate, RequestReader
 
 log = logging.getLogger(__name__)
@@ -32,16 +32,6 @@ KEEPALIVE_S: Final = 75.0
 LINGER_S: Final = 1.0
 CUT_TIMEOUT_S: Final = 5.0
 """For a loop to say of connections that were cut that they are lost."""
-
-
-class Source(Protocol):
-    """Whence an answer flows: it stops while the client reads slower."""
-
-    def pause(self) -> None:
-        """Read no more for now."""
-
-    def resume(self) -> None:
-        """Read on."""
 
 
 Handler = Callable[[Request, "ClientConnection"], Awaitable[None]]

@@ -7,8 +7,8 @@ from router.apis.openai.hot import OpenAiSurface
 from router.apis.responses.events import Events, opened
 from router.apis.responses.translate import WISH, to_chat
 from router.apis.translated import Translated
-from router.asked import Asked, Client
-from router.dataplane.message import Request
+from router.asked import Asked
+from router.dataplane.message import Client, Request
 
 PATH: Final = "/v1/responses"
 CHAT_PATH: Final = "/v1/chat/completions"
