@@ -104,31 +104,10 @@ class Exchange:
     """One attempt. Await `opened`, take the `answer`, let a stream `flow`; `leave` in any case."""
 
     __slots__ = (
-        "_address",
-        "_bytes_max",
-        "_client",
-        "_connection",
-        "_dialling",
-        "_ended",
-        "_failure",
-        "_held",
-        "_held_bytes",
-        "_is_open",
-        "_is_rest",
-        "_node_id",
-        "_pool",
-        "body",
-        "due_s",
-        "frames",
-        "head",
-        "is_over",
-        "is_paused",
-        "is_stream",
-        "is_unwanted",
-        "opened",
-        "patience_s",
-        "request",
-        "usage",
+        "_address", "_bytes_max", "_client", "_connection", "_dialling", "_ended", "_failure",
+        "_held", "_held_bytes", "_is_open", "_is_rest", "_node_id", "_pool", "body", "due_s",
+        "frames", "head", "is_over", "is_paused", "is_stream", "is_unwanted", "opened",
+        "patience_s", "request", "usage",
     )  # fmt: skip
 
     def __init__(
