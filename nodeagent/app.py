@@ -66,24 +66,24 @@ async def serve(config: NodeConfig, stopping: asyncio.Event) -> int:
         chance=chance,
         on_change=lambda: node.nudge_report(),
     )
-    reports = ReportDuty(
-        config=config, node=node, supervisor=supervisor, artifacts=artifacts, link=lambda: link
-    )
     link = ControlLink(
         urls=config.schedulers,
         identity=node.identity,
         boot_id=node.boot_id,
         incoming=ToAgent,
         progress=node.progress,
-        on_welcome=reports.welcomed,
-        on_message=reports.told,
+        on_welcome=node.welcomed,
+        on_message=node.told,
         chance=chance,
         version=__version__,
         folder=config.state,
         contexts=[context for context in (door_tls, peer_tls) if context is not None],
     )
+    reports = ReportDuty(
+        config=config, node=node, supervisor=supervisor, artifacts=artifacts, link=link
+    )
     report = Loop("report", reports.run_once, 10.0, jitter=chance)
-    pulse = Loop("pulse", PulseDuty(node, lambda: link).run_once, 2.0, jitter=chance)
+    pulse = Loop("pulse", PulseDuty(node, link).run_once, 2.0, jitter=chance)
     node.nudge_report = report.nudge
     duties = (report, pulse, *_what_makes_it_so(config, node, supervisor, artifacts))
 

@@ -1,17 +1,21 @@
 """What the agent holds in memory of its own node: who it is, its assignment, its devices."""
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 
 from isochrone.service.control import Progress
 from isochrone.service.identity import Identity
 from isochrone.wire.assignment import Assignment, PeerSource, Prefetch, Revoked
+from isochrone.wire.control import Welcome
 from isochrone.wire.ids import BootId, Epoch, Generation, NodeId
 from isochrone.wire.report import Device, Refusal
 from nodeagent import metrics
 from nodeagent.decide.reconcile import refusal_of
 from nodeagent.host.devices import Devices
 from nodeagent.host.ledger import Ledger
+
+log = logging.getLogger(__name__)
 
 
 class Node:
@@ -47,6 +51,15 @@ class Node:
         if held is not None and not refusal_of(held, None, self.node_id, cluster_id):
             self.assignment = held
             metrics.GENERATION.set(held.generation)
+
+    async def welcomed(self, welcome: Welcome) -> None:
+        """A new conversation begins with the whole truth."""
+        self.nudge_report()
+
+    async def told(self, message: object) -> None:
+        """Take an assignment, or say why not."""
+        if isinstance(message, Assignment) and (reason := await self.take(message)):
+            log.warning("assignment not taken", extra={"fields": {"reason": reason}})
 
     async def take(self, offered: Assignment) -> str:
         """Keep a newer assignment, on disk before in effect; return why not, if not."""

@@ -24,8 +24,9 @@ from nodeagent.decide.backoff import next_try_s
 from nodeagent.decide.health import LOOK_INTERVAL_S
 from nodeagent.decide.replica import Event, after
 from nodeagent.drivers.driver import UnknownOption
-from nodeagent.host.artifacts import ArtifactError, Artifacts
-from nodeagent.host.engines import Engine, Engines, Started, trim_log
+from nodeagent.host.artifacts import Artifacts
+from nodeagent.host.engines import Engine, Engines, Started, last_line, trim_log
+from nodeagent.host.wanted import ArtifactError
 
 log = logging.getLogger(__name__)
 
@@ -126,8 +127,11 @@ class Supervisor:
     def begin(self, spec: ReplicaSpec, survivor: Started | None = None) -> None:
         """Bring a replica up, or take up its engine of an earlier life."""
         replica = Replica(spec, self._clock)
+        if survivor is not None:
+            # Held from now on: whatever comes before its task turns, it is ended or left in order.
+            replica.engine = self._engines.adopt(survivor)
         self.replicas[spec.replica_id] = replica
-        replica.task = asyncio.create_task(self._live(replica, survivor), name=spec.replica_id)
+        replica.task = asyncio.create_task(self._live(replica), name=spec.replica_id)
         replica.task.add_done_callback(self._ended)
         self._on_change()
 
@@ -163,6 +167,10 @@ class Supervisor:
         await asyncio.gather(*tasks, return_exceptions=True)
         for engine in kept:
             await engine.release()
+        for replica in replicas:
+            if replica.engine is not None:
+                # Its task was cancelled before its first turn.
+                await replica.engine.stop()
 
     async def wait_idle(self, timeout_s: float) -> None:
         """Wait until no request is in flight, for `timeout_s` at most."""
@@ -173,12 +181,11 @@ class Supervisor:
                 ):
                     await asyncio.sleep(READY_INTERVAL_S)
 
-    async def _live(self, replica: Replica, survivor: Started | None) -> None:
+    async def _live(self, replica: Replica) -> None:
         """Live one replica: up, watched, up again when it breaks, until its end is ordered."""
         try:
             while not replica.ending.is_set():
-                problem = await self._live_once(replica, survivor)
-                survivor = None
+                problem = await self._live_once(replica)
                 self._on_change()
                 if not replica.ending.is_set():
                     await self._wait_to_retry(replica, problem)
@@ -186,10 +193,11 @@ class Supervisor:
         finally:
             if replica.engine is not None:
                 await asyncio.shield(replica.engine.stop())
+                replica.engine = None
 
-    async def _live_once(self, replica: Replica, survivor: Started | None) -> str:
+    async def _live_once(self, replica: Replica) -> str:
         """Bring the engine up and watch it; return what broke it, "" where its end is ordered."""
-        replica.run = asyncio.create_task(self._run(replica, survivor))
+        replica.run = asyncio.create_task(self._run(replica))
         try:
             await asyncio.wait((replica.run,))
         finally:
@@ -206,30 +214,30 @@ class Supervisor:
             log.exception("replica failed", extra={"fields": {"replica": replica.spec.replica_id}})
             problem = f"a fault of the agent: {error!r}"
         if replica.engine is not None:
-            tail = self._engines.log_tail(replica.spec.replica_id)
-            problem = f"{problem}{f': {tail}' if tail else ''}"
+            said = last_line(replica.engine.log)
+            problem = f"{problem}: {said}" if said else problem
         replica.happened(Event.BROKE, problem)
         if replica.engine is not None:
             await replica.engine.stop(kill=True)
             replica.engine = None
         return problem
 
-    async def _run(self, replica: Replica, survivor: Started | None) -> str:
+    async def _run(self, replica: Replica) -> str:
         """Bring the engine up and watch it; return what is wrong."""
         began = self._clock()
-        if survivor is not None:
+        engine, is_adopted = replica.engine, replica.engine is not None
+        if engine is not None:
             replica.happened(Event.ENGINE_ADOPTED)
-            engine = self._engines.adopt(survivor)
         else:
             path = await self._fetch(replica)
-            engine = await self._engines.start(replica.spec, path)
-        replica.engine = engine
+            engine = replica.engine = await self._engines.start(replica.spec, path)
         problem = await self._wait_ready(engine)
         if problem:
             return problem
         replica.happened(Event.ENGINE_READY)
-        load_s = 0.0 if survivor is not None else self._clock() - began
-        replica.profile = msgspec.structs.replace(replica.profile, load_s=load_s)
+        if not is_adopted:
+            load_s = self._clock() - began
+            replica.profile = msgspec.structs.replace(replica.profile, load_s=load_s)
         self._on_change()
         return await self._watch(replica, engine)
 
@@ -269,7 +277,7 @@ class Supervisor:
             is_due = self._clock() >= next_s
             if is_due:
                 next_s = self._clock() + self._config.canary_interval_s
-                await asyncio.to_thread(trim_log, self._engines.log_path(replica.spec.replica_id))
+                await asyncio.to_thread(trim_log, engine.log)
             if not replica.spec.leads:
                 # Whether it makes progress, its leader sees, and ends it with its own.
                 continue

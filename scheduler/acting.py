@@ -120,8 +120,7 @@ class Acting:
             self.admissions = Admissions(self.config.admissions_per_s)
         self._lease = lease
         self._renewed_at = asked_at
-        trusted_until = asked_at + self.config.lease_ttl_s - MARGIN_S
-        self._trusted_until = max(self._trusted_until, trusted_until)
+        self.kept(lease, asked_at)
         metrics.ACTING.set(1)
         metrics.EPOCH.set(lease.epoch)
         if is_new:
@@ -237,6 +236,16 @@ class Acting:
                         epoch=self.epoch,
                     )
                 )
+
+    async def tell_assignments(self, node_ids: Iterable[str]) -> int:
+        """Tell nodes what they should run, those that have said what they do; return how many."""
+        told = 0
+        for node_id in node_ids:
+            peer = self.agent(NodeId(node_id))
+            if peer is not None and peer.has_reported:
+                await self.send_assignment(peer)
+                told += 1
+        return told
 
     @contextmanager
     def owing(self, node_ids: Iterable[NodeId]) -> Iterator[None]:

@@ -31,6 +31,11 @@ def kept(folder: Path) -> Iterator[None]:
         raise ConfigError(
             f"cannot use the state folder {folder}: another process does; is it running already?"
         ) from error
+    except OSError as error:
+        raise ConfigError(
+            f"cannot keep the state folder {folder} to this process: {error.strerror}; put it on a "
+            "file system that can lock, as a local disk's"
+        ) from error
     else:
         yield
     finally:

@@ -3,6 +3,8 @@
 Rule: this file knows no clock. It is told the time and answers how long to wait.
 """
 
+from typing import NamedTuple
+
 BURST_S = 1.0
 
 
@@ -22,15 +24,21 @@ class Bandwidth:
         return max(0.0, self._paid_until - now)
 
 
+class Pace(NamedTuple):
+    """The least that a sender must send, looked at a window at a time."""
+
+    least_bytes_per_s: float
+    window_s: float
+
+
 class Watermark:
-    """Whether a sender keeps up a least rate, looked at a window at a time.
+    """Whether a sender keeps up its pace.
 
     Time spent waiting for our own pace is not the sender's fault and is given with `excused_s`.
     """
 
-    def __init__(self, least_bytes_per_s: float, window_s: float, now: float) -> None:
-        self._least = least_bytes_per_s
-        self._window_s = window_s
+    def __init__(self, pace: Pace, now: float) -> None:
+        self._pace = pace
         self._began = now
         self._bytes = 0
 
@@ -39,8 +47,8 @@ class Watermark:
         self._bytes += size_bytes
         self._began += excused_s
         elapsed = now - self._began
-        if elapsed < self._window_s:
+        if elapsed < self._pace.window_s:
             return False
-        is_slow = self._bytes < self._least * elapsed
+        is_slow = self._bytes < self._pace.least_bytes_per_s * elapsed
         self._began, self._bytes = now, 0
         return is_slow

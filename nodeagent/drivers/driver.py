@@ -68,18 +68,6 @@ class Driver(Protocol):
         ...
 
 
-PASSED_ENVIRONMENT: Final = (
-    "PATH",
-    "LANG",
-    "HOME",
-    "LD_LIBRARY_PATH",
-    "PYTHONPATH",
-    "TMPDIR",
-    "XDG_CACHE_HOME",
-)
-"""What an engine may see of the agent's environment; keys and tokens are not among it."""
-
-
 def on_one_node(driver: str, spec: ReplicaSpec, why: str) -> None:
     """Raise UnknownOption where a replica is to be over several nodes."""
     if spec.group is not None:

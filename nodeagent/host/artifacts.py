@@ -6,7 +6,6 @@ them: the source where it is a folder or package of this machine, other nodes, t
 """
 
 import asyncio
-import hashlib
 import logging
 import os
 import re
@@ -19,25 +18,21 @@ from typing import Final
 from isochrone.service.files import sync
 from isochrone.service.threads import to_its_end
 from isochrone.wire.artifact import check_artifact, check_path
-from isochrone.wire.model import Artifact, ArtifactFile
+from isochrone.wire.model import Artifact
 from nodeagent.decide.eviction import Kept, evict
 from nodeagent.host.link import Link
-from nodeagent.host.origin import ATTEMPTS_MAX, Origin, OriginCut, OriginLimits
-from nodeagent.host.peers import Peers, Wanted
-from nodeagent.host.sources import SourceError, Sources
+from nodeagent.host.peers import Peers
+from nodeagent.host.sources import LOCAL, Sources
+from nodeagent.host.wanted import ArtifactError, Cut, Wanted
 
 log = logging.getLogger(__name__)
 
-READ_BYTES: Final = 4 * 1024 * 1024
-PICKLE_MAGICS: Final = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05", b"PK\x03\x04")
+ATTEMPTS_MAX: Final = 5
+"""How often an origin that breaks off is asked for a file."""
 
 _DIGEST: Final = re.compile("[0-9a-f]{64}")
 
 Progress = Callable[[int], None]
-
-
-class ArtifactError(Exception):
-    """The artifact cannot be had; the message says why and what to do."""
 
 
 class Artifacts:
@@ -51,14 +46,12 @@ class Artifacts:
         *,
         link: Link,
         peers: Peers | None = None,
-        origin_limits: OriginLimits | None = None,
     ) -> None:
         """`peers` are asked before the origin; what comes from either comes over `link`."""
         self._folder = folder
         self._sources = sources
         self._budget_bytes = budget_bytes
         self._peers = peers
-        self._origin = Origin(sources, time.monotonic, origin_limits)
         self.link = link
         self._fetching: dict[str, asyncio.Lock] = {}
         self._fetched_bytes: dict[str, int] = {}
@@ -136,67 +129,52 @@ class Artifacts:
             progress(done + size)
 
         for file in artifact.files:
-            await self._fetch(artifact, file, partial, tell, link)
+            path = partial / file.path
+            path.parent.mkdir(parents=True, exist_ok=True)
+            await self._fetch(artifact.source, Wanted(artifact.digest, file, path, tell, link))
             tell(file.size_bytes)
             done += file.size_bytes
         await to_its_end(_publish, partial, target)
 
-    async def _fetch(
-        self, artifact: Artifact, file: ArtifactFile, partial: Path, tell: Progress, link: Link
-    ) -> None:
-        path = partial / file.path
-        problem = check_path(file.path)
-        if problem or not path.resolve().is_relative_to(partial.resolve()):
-            raise ArtifactError(problem or f"cannot take file {file.path!r}: it leaves its folder")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            wanted = Wanted(artifact.digest, file, path, _problem_of, tell, link)
-            await self._fetch_from_somewhere(artifact.source, wanted)
-        except SourceError as error:
-            raise ArtifactError(str(error)) from error
-
-    async def _fetch_from_somewhere(self, source: str, wanted: Wanted) -> None:
+    async def _fetch(self, source: str, wanted: Wanted) -> None:
         """Try this machine, then other nodes, then the origin."""
-        file, path = wanted.file, wanted.path
-        if path.exists() and path.stat().st_size == file.size_bytes:
-            # An earlier life got it whole, or nearly so.
-            if not await asyncio.to_thread(_problem_of, path, file):
-                return
-            path.unlink()
-        try:
-            local = self._sources.local_file(source, file.path)
-            if local is not None:
-                await to_its_end(_copy, local, path)
-                await _hold_to_manifest(path, file)
-                return
-        except (SourceError, ArtifactError):
-            # Other nodes may have found what this machine lacks.
-            if self._peers is None or not await self._peers.fetch(wanted):
-                raise
+        if await wanted.is_here():
             return
-        await self._fetch_from_afar(source, wanted)
+        if not source.startswith(LOCAL):
+            await self._fetch_from_afar(source, wanted)
+            return
+        try:
+            local = self._sources.local_file(source, wanted.file.path)
+            await to_its_end(wanted.copy, local)
+        except ArtifactError:
+            # Other nodes may have found what this machine lacks.
+            if not await self._peers_give(wanted):
+                raise
 
     async def _fetch_from_afar(self, source: str, wanted: Wanted) -> None:
         """Ask other nodes, then the origin; where that breaks off, begin with the nodes anew."""
-        file, cut = wanted.file, ""
+        cut = ""
         for _ in range(ATTEMPTS_MAX):
-            if self._peers is not None and await self._peers.fetch(wanted):
+            if await self._peers_give(wanted):
                 return
-            is_resumed = wanted.path.exists()
+            is_resumed = await wanted.held_bytes() > 0
             try:
-                await self._origin.fetch(source, wanted)
-                await _hold_to_manifest(wanted.path, file)
-                return
-            except OriginCut as error:
+                problem = await self._sources.fetch(source, wanted)
+            except Cut as error:
                 cut = str(error)
-                log.info("fetch cut", extra={"fields": {"file": file.path, "reason": cut}})
-            except ArtifactError:
-                # What an earlier life or a peer left may be spoilt: then once more, from nothing.
-                if not is_resumed:
-                    raise
+                log.info("fetch cut", extra={"fields": {"file": wanted.file.path, "reason": cut}})
+                continue
+            if not problem:
+                return
+            # What an earlier life or a peer left may be spoilt: then once more, from nothing.
+            if not is_resumed:
+                raise ArtifactError(problem)
         raise ArtifactError(
-            f"cannot fetch {file.path} from {source}: {cut} ({ATTEMPTS_MAX} attempts)"
+            f"cannot fetch {wanted.file.path} from {source}: {cut} ({ATTEMPTS_MAX} attempts)"
         )
+
+    async def _peers_give(self, wanted: Wanted) -> bool:
+        return self._peers is not None and await self._peers.fetch(wanted)
 
     def _make_room(self, artifact: Artifact, pinned: Collection[str]) -> None:
         drop = evict(
@@ -247,45 +225,6 @@ def _size_of(folder: Path) -> int:
 
 def _is_digest(name: str) -> bool:
     return _DIGEST.fullmatch(name) is not None
-
-
-def _copy(source: Path, target: Path) -> None:
-    if source.is_symlink():
-        raise ArtifactError(f"cannot take {source.name}: a symbolic link, not a file")
-    if not source.is_file():
-        raise ArtifactError(f"cannot take {source}: no such file")
-    target.unlink(missing_ok=True)
-    # Not linked, even on one disk: who writes into the source would change what was verified.
-    shutil.copyfile(source, target)
-
-
-async def _hold_to_manifest(path: Path, file: ArtifactFile) -> None:
-    """Raise ArtifactError, and drop the file, where it is not what its manifest says."""
-    problem = await asyncio.to_thread(_problem_of, path, file)
-    if problem:
-        # What failed verification is worth nothing, not even to resume from.
-        path.unlink(missing_ok=True)
-        raise ArtifactError(problem)
-
-
-def _problem_of(path: Path, file: ArtifactFile) -> str:
-    digest = hashlib.sha256()
-    size = path.stat().st_size
-    with path.open("rb") as opened:
-        head = opened.read(8)
-        if head.startswith(PICKLE_MAGICS):
-            return f"cannot take {file.path}: it is a pickle or an archive, whatever its name says"
-        opened.seek(0)
-        while chunk := opened.read(READ_BYTES):
-            digest.update(chunk)
-    if size != file.size_bytes:
-        return f"cannot take {file.path}: {size} bytes, its manifest says {file.size_bytes}"
-    if digest.hexdigest() != file.sha256:
-        return (
-            f"cannot take {file.path}: its SHA-256 is {digest.hexdigest()}, the manifest says "
-            f"{file.sha256}; the origin or the manifest is wrong"
-        )
-    return ""
 
 
 def _publish(partial: Path, target: Path) -> None:

@@ -11,7 +11,6 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
@@ -23,20 +22,22 @@ from isochrone.service.answers import read_answer
 from isochrone.service.files import write_atomic
 from isochrone.wire.assignment import ReplicaSpec
 from isochrone.wire.engine import EngineStats
-from isochrone.wire.ids import ReplicaId
 from nodeagent.drivers import DRIVERS
-from nodeagent.drivers.driver import (
-    PASSED_ENVIRONMENT,
-    Command,
-    Launch,
-    UnknownOption,
-    with_salt,
-)
+from nodeagent.drivers.driver import Command, Launch, UnknownOption, with_salt
 from nodeagent.host import cgroups
+from nodeagent.host.processes import (
+    Child,
+    boot_id,
+    group_that_writes,
+    signal_group,
+    spawn,
+    start_time,
+)
 from nodeagent.host.standby import Standby
 
 log = logging.getLogger(__name__)
 
+LOG: Final = "engine.log"
 LOG_BYTES_MAX: Final = 16 * 1024 * 1024
 TAIL_BYTES: Final = 4000
 TERM_TIMEOUT_S: Final = 10.0
@@ -68,11 +69,10 @@ class Started(msgspec.Struct, frozen=True, kw_only=True):
 class Engine:
     """One running engine process, ours or adopted."""
 
-    def __init__(
-        self, started: Started, folder: Path, child: subprocess.Popen[bytes] | None
-    ) -> None:
+    def __init__(self, started: Started, folder: Path, child: Child | None) -> None:
         self.started = started
         self.exited = asyncio.Event()
+        self.log = folder / LOG
         self._folder = folder
         self._child = child
         self._driver = DRIVERS[started.spec.engine.driver]
@@ -108,54 +108,49 @@ class Engine:
         command = self.started.command
         if not command.base_url:
             return not command.socket or await asyncio.to_thread(Path(command.socket).exists)
-        try:
-            async with asyncio.timeout(PROBE_TIMEOUT_S):
-                async with self.http.get(self._driver.health_path) as response:
-                    return response.status == 200
-        except (aiohttp.ClientError, OSError, TimeoutError):
-            return False
+        status, _ = await self._ask("GET", self._driver.health_path, PROBE_TIMEOUT_S)
+        return status == 200
 
     async def stats(self) -> EngineStats | None:
         """Return the engine's account of itself, or None where it gives none that can be read."""
+        status, body = await self._ask("GET", self._driver.stats_path, PROBE_TIMEOUT_S)
         try:
-            async with asyncio.timeout(PROBE_TIMEOUT_S):
-                async with self.http.get(self._driver.stats_path) as response:
-                    body = await read_answer(response, ANSWER_BYTES_MAX)
-                    return self._driver.read_stats(body) if response.status == 200 else None
-        except (aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError):
+            return self._driver.read_stats(body) if status == 200 else None
+        except msgspec.DecodeError:
             return None
 
     async def metrics(self) -> str:
-        """Return the engine's page of metrics; "" where it has none that can be read."""
-        try:
-            async with asyncio.timeout(PROBE_TIMEOUT_S):
-                async with self.http.get(self._driver.metrics_path) as response:
-                    body = await read_answer(response, ANSWER_BYTES_MAX)
-                    return body.decode() if response.status == 200 else ""
-        except (aiohttp.ClientError, OSError, TimeoutError, UnicodeDecodeError):
-            return ""
+        """Return the engine's page of metrics; "" where it has none."""
+        status, body = await self._ask("GET", self._driver.metrics_path, PROBE_TIMEOUT_S)
+        return body.decode(errors="replace") if status == 200 else ""
 
     async def canary(self, kind: str) -> bool:
         """Ask a model of this kind for the least, by the same queue as all; say whether it came."""
         path, fields = CANARIES.get(kind, CANARIES["chat"])
         body = {"model": self.started.spec.name, **fields}
+        status, _ = await self._ask("POST", path, CANARY_TIMEOUT_S, body)
+        # Refused for want of room is no sickness.
+        return status in (200, 429)
+
+    async def _ask(
+        self, method: str, path: str, timeout_s: float, body: Any = None
+    ) -> tuple[int, bytes]:
+        """Return the status and body of an answer that comes whole and in time; else status 0."""
         try:
-            async with asyncio.timeout(CANARY_TIMEOUT_S):
-                async with self.http.post(path, json=body) as response:
-                    await response.read()
-                    # Refused for want of room is no sickness.
-                    return response.status in (200, 429)
+            async with asyncio.timeout(timeout_s):
+                async with self.http.request(method, path, json=body) as response:
+                    return response.status, await read_answer(response, ANSWER_BYTES_MAX)
         except (aiohttp.ClientError, OSError, TimeoutError):
-            return False
+            return 0, b""
 
     async def stop(self, *, kill: bool = False) -> None:
         """End the whole process group: SIGTERM, then SIGKILL after TERM_TIMEOUT_S."""
         if not kill:
-            self._signal(signal.SIGTERM)
+            signal_group(self.pid, self.started.started, signal.SIGTERM)
             with suppress(TimeoutError):
                 async with asyncio.timeout(TERM_TIMEOUT_S):
                     await self.exited.wait()
-        self._signal(signal.SIGKILL)
+        signal_group(self.pid, self.started.started, signal.SIGKILL)
         with suppress(TimeoutError):
             async with asyncio.timeout(TERM_TIMEOUT_S):
                 await self.exited.wait()
@@ -167,11 +162,6 @@ class Engine:
         """Let go of the process without ending it."""
         self._watcher.cancel()
         await self.http.close()
-
-    def _signal(self, number: signal.Signals) -> None:
-        # The leader may be gone while its children hold the device: the group is what must end.
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.started.pid, number)
 
     async def _watch_exit(self) -> None:
         loop = asyncio.get_running_loop()
@@ -198,7 +188,7 @@ class Engines:
     def __init__(self, state: Path, threads: int, *, standby: bool = False) -> None:
         self._folder = state
         self._threads = threads
-        self._standby = Standby(state / "standby.log", _spawn_spare) if standby else None
+        self._standby = Standby(state / "standby.log") if standby else None
         self._starting = asyncio.Lock()
         """One spare cannot become two engines."""
         state.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -227,45 +217,32 @@ class Engines:
         command = DRIVERS[spec.engine.driver].command(launch)
         for name, data in command.files.items():
             await asyncio.to_thread(write_atomic, folder / name, data)
-        about_to = Started(command=command, spec=spec, boot=_boot())
+        about_to = Started(command=command, spec=spec, boot=boot_id())
         await asyncio.to_thread(_note, folder, about_to)
         async with self._starting:
-            child = await asyncio.to_thread(self._run, command, folder)
-        started = msgspec.structs.replace(about_to, pid=child.pid, started=_start_time(child.pid))
+            child = await asyncio.to_thread(self._run, command, folder / LOG)
+        started = msgspec.structs.replace(about_to, pid=child.pid, started=start_time(child.pid))
         try:
             await asyncio.to_thread(_note, folder, started)
         except BaseException:
             # A full disk: what a later life might not find again must not run.
-            _kill_group_of(started)
+            signal_group(started.pid, started.started, signal.SIGKILL)
             await asyncio.to_thread(child.wait)
             raise
         _confine(started)
         return Engine(started, folder, child)
 
-    def _run(self, command: Command, folder: Path) -> subprocess.Popen[bytes]:
-        if self._standby is None:
-            return _spawn(command, folder)
-        child = self._standby.hand_over(command, folder / "engine.log") or _spawn(command, folder)
-        self._standby.keep_for(command)
+    def _run(self, command: Command, log: Path) -> Child:
+        spare = self._standby.hand_over(command, log) if self._standby else None
+        child = spare or spawn(command.arguments, log, command.environment)
+        if self._standby:
+            self._standby.keep_for(command)
         return child
 
     async def close(self) -> None:
         """Let the spare go; engines run on."""
         if self._standby is not None:
             await asyncio.to_thread(self._standby.end)
-
-    def log_path(self, replica_id: ReplicaId) -> Path:
-        """Return where an engine writes what it has to say."""
-        return self._folder / replica_id / "engine.log"
-
-    def log_tail(self, replica_id: ReplicaId) -> str:
-        """Return the last line of an engine's log, to say why it ended."""
-        with suppress(OSError), self.log_path(replica_id).open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-            for line in reversed(file.read(TAIL_BYTES).splitlines()):
-                if line.strip():
-                    return line.decode(errors="replace")[:300]
-        return ""
 
     def survivors(self) -> list[Started]:
         """Return the engines of an earlier life of this agent that still run."""
@@ -276,16 +253,17 @@ class Engines:
             except (OSError, msgspec.DecodeError) as error:
                 log.warning("unreadable", extra={"fields": {"path": str(path), "why": str(error)}})
                 continue
-            if started.boot not in ("", _boot()):
+            if started.boot not in ("", boot_id()):
                 shutil.rmtree(path.parent, ignore_errors=True)
                 continue
             if not started.pid:
-                started = _found_by_log(started, path.parent)
-            if started.pid and 0 < _start_time(started.pid) == started.started:
+                pid = group_that_writes(path.parent / LOG)
+                started = msgspec.structs.replace(started, pid=pid, started=start_time(pid))
+            if started.pid and 0 < start_time(started.pid) == started.started:
                 found.append(started)
             else:
                 # The leader is gone, but what it started may not be.
-                _kill_group_of(started)
+                signal_group(started.pid, started.started, signal.SIGKILL)
                 shutil.rmtree(path.parent, ignore_errors=True)
         return found
 
@@ -299,21 +277,6 @@ def _note(folder: Path, started: Started) -> None:
     write_atomic(folder / "process.json", msgspec.json.encode(started))
 
 
-def _found_by_log(started: Started, folder: Path) -> Started:
-    """Return what was about to start as whoever writes its log; without a pid where nobody does.
-
-    An earlier engine of the same name writes another log: its folder was removed.
-    """
-    log_path = folder.resolve() / "engine.log"
-    for output in Path("/proc").glob("[0-9]*/fd/1"):
-        with suppress(OSError):
-            fields = _stat(int(output.parts[2]))
-            if fields is not None and output.readlink() == log_path:
-                group = int(fields[2])
-                return msgspec.structs.replace(started, pid=group, started=_start_time(group))
-    return started
-
-
 def _confine(started: Started) -> None:
     # CPU replicas share the machine's memory; a GPU engine's host memory is not what is seated.
     spec = started.spec
@@ -321,71 +284,20 @@ def _confine(started: Started) -> None:
         cgroups.confine(spec.replica_id, started.pid, 2 * spec.memory_bytes)
 
 
-def _spawn(command: Command, folder: Path) -> subprocess.Popen[bytes]:
-    # A file, not a pipe: an engine must survive the agent that reads it.
-    with (folder / "engine.log").open("ab") as out:
-        return subprocess.Popen(
-            command.arguments,
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=out,
-            env=_environment() | command.environment,
-            start_new_session=True,
-        )
-
-
-def _spawn_spare(arguments: tuple[str, ...], log: Path) -> subprocess.Popen[bytes]:
-    with log.open("wb") as out:
-        return subprocess.Popen(
-            arguments,
-            stdin=subprocess.PIPE,
-            stdout=out,
-            stderr=out,
-            env=_environment(),
-            start_new_session=True,
-        )
-
-
-def _environment() -> dict[str, str]:
-    return {name: os.environ[name] for name in PASSED_ENVIRONMENT if name in os.environ}
-
-
-def _boot() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-
-
-def _stat(pid: int) -> list[str] | None:
-    """Return the fields of a process after its name (proc(5)); None if it is gone."""
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return None
-
-
-def _start_time(pid: int) -> int:
-    """Return when a process started, in clock ticks since boot; 0 if it is gone or a zombie."""
-    fields = _stat(pid)
-    return 0 if fields is None or fields[0] == "Z" else int(fields[19])
-
-
-def _kill_group_of(started: Started) -> None:
-    """End what an engine left behind in its group, whose leader is gone.
-
-    A pid is not used again while a group bears it: if another process has it now, the group is
-    empty, and what bears the number is nothing of ours.
-    """
-    if not started.pid:
-        return
-    leader = _stat(started.pid)
-    if leader is not None and int(leader[19]) != started.started:
-        return
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(started.pid, signal.SIGKILL)
-
-
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def last_line(log: Path) -> str:
+    """Return the last line that an engine wrote, to say why it ended."""
+    with suppress(OSError), log.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+        for line in reversed(file.read(TAIL_BYTES).splitlines()):
+            if line.strip():
+                return line.decode(errors="replace")[:300]
+    return ""
 
 
 def trim_log(path: Path) -> None:

@@ -26,17 +26,17 @@ class Link:
         """With `within`, a part of another link."""
         self.seen_bytes_per_s = 0.0
         self._bandwidth = bandwidth
-        self._clock = clock
+        self.clock = clock
         self._within = within
 
     def slower(self, bytes_per_s: float) -> "Link":
         """Return a part of this link that goes so fast at most; 0 is no bound of its own."""
-        return Link(Bandwidth(bytes_per_s), self._clock, self) if bytes_per_s > 0 else self
+        return Link(Bandwidth(bytes_per_s), self.clock, self) if bytes_per_s > 0 else self
 
     async def keep_pace(self, size_bytes: int) -> float:
         """Wait until as many bytes more may come; return how long that was."""
         waited_s = await self._within.keep_pace(size_bytes) if self._within else 0.0
-        wait_s = self._bandwidth.wait_s(size_bytes, self._clock())
+        wait_s = self._bandwidth.wait_s(size_bytes, self.clock())
         if wait_s > 0:
             await asyncio.sleep(wait_s)
         return waited_s + max(0.0, wait_s)

@@ -12,9 +12,8 @@ import logging
 import random
 from collections.abc import Callable, Sequence
 from enum import Enum
-from pathlib import Path
 from ssl import SSLContext
-from typing import Final, NamedTuple
+from typing import Final
 from urllib.parse import quote
 
 import aiohttp
@@ -24,17 +23,13 @@ from isochrone.service.tls import door_url
 from isochrone.wire import headers
 from isochrone.wire.assignment import PeerSource
 from isochrone.wire.ids import NodeId, PopId
-from isochrone.wire.model import ArtifactFile
 from nodeagent import metrics
-from nodeagent.decide.bandwidth import Watermark
-from nodeagent.host.link import Link
+from nodeagent.decide.bandwidth import Pace
+from nodeagent.host.wanted import Cut, TooLong, Wanted
 
 log = logging.getLogger(__name__)
 
 READ_BYTES: Final = 1024 * 1024
-
-Verify = Callable[[Path, ArtifactFile], str]
-Tell = Callable[[int], None]
 
 
 class PeerLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,17 +37,12 @@ class PeerLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     connect_timeout_s: float = 5.0
     read_timeout_s: float = 10.0
-    least_bytes_per_s: float = 256 * 1024
-    window_s: float = 10.0
+    pace: Pace = Pace(least_bytes_per_s=256 * 1024, window_s=10.0)
     tries: int = 2
     forgive_after_s: float = 120.0
     look_s: float = 1.0
     stall_s: float = 60.0
     near_wait_s: float = 3600.0
-
-
-class PeerFailed(Exception):
-    """This peer did not give the file; the message says how."""
 
 
 class Asked(Enum):
@@ -61,20 +51,6 @@ class Asked(Enum):
     WHOLE = "whole"
     LATER = "later"
     FAILED = "failed"
-
-
-class Wanted(NamedTuple):
-    """One file of an artifact, and where it is being put together.
-
-    `verify` says what is wrong with the file there, "" if nothing; it comes over `link`.
-    """
-
-    digest: str
-    file: ArtifactFile
-    path: Path
-    verify: Verify
-    tell: Tell
-    link: Link
 
 
 class Peers:
@@ -187,40 +163,30 @@ class _Fetch:
         return best
 
     async def _ask(self, peer: PeerSource) -> Asked:
-        """Ask one peer, and verify what is whole by then."""
-        digest, file, path, verify = self._wanted[:4]
+        """Ask one peer; what fails may come later, what lies never."""
+        digest = self._wanted.digest
         try:
-            answer = await self._read(peer)
+            return await self._read(peer)
+        except TooLong as error:
+            self._peers.shun(digest, {peer.node_id}, str(error))
+            return Asked.FAILED
         # Any other OSError is of this node's disk: no peer can mend that, nor the origin.
-        except (PeerFailed, aiohttp.ClientError, ConnectionError, TimeoutError) as error:
+        except (Cut, aiohttp.ClientError, ConnectionError, TimeoutError) as error:
             self._peers.failed(digest, peer.node_id)
             reason = str(error) or type(error).__name__
             log.info("peer failed", extra={"fields": {"peer": peer.node_id, "reason": reason}})
             return Asked.LATER
-        if answer is not Asked.WHOLE:
-            return answer
-        problem = await asyncio.to_thread(verify, path, file)
-        if problem:
-            # Whoever gave a part of it may have been the one; the bytes are worth nothing.
-            path.unlink(missing_ok=True)
-            self._peers.shun(digest, self._givers, problem)
-            self._givers.clear()
-            return Asked.FAILED
-        return answer
 
     async def _read(self, peer: PeerSource) -> Asked:
-        """Read from where we are to the end; raises PeerFailed and aiohttp's errors."""
-        digest, file, path = self._wanted[:3]
-        offset = path.stat().st_size if path.exists() else 0
-        if offset >= file.size_bytes:
-            path.unlink(missing_ok=True)
-            offset = 0
+        """Read from where we are to the end; WHOLE where the file is then right."""
+        wanted = self._wanted
+        offset = await wanted.held_bytes()
         sent = {"accept-encoding": "identity"}
         if offset:
             sent["range"] = f"bytes={offset}-"
         door = door_url(peer.address, self._peers.context)
         async with self._http.get(
-            f"{door}/v1/artifacts/{digest}/{quote(file.path)}",
+            f"{door}/v1/artifacts/{wanted.digest}/{quote(wanted.file.path)}",
             headers=sent,
             allow_redirects=False,
             server_hostname=peer.node_id,
@@ -229,37 +195,23 @@ class _Fetch:
             if response.status in (429, 503):
                 return self._may_come(peer, response)
             if response.status not in (200, 206):
-                raise PeerFailed(f"{peer.node_id} answered {response.status}")
+                raise Cut(f"it answered {response.status}")
             starts = response.headers.get("content-range", "").startswith(f"bytes {offset}-")
             if response.status == 206 and not starts:
-                raise PeerFailed(f"{peer.node_id} sent another part than was asked for")
-            await self._append(peer, response, offset if response.status == 206 else 0)
+                raise Cut("it sent another part than was asked for")
+            self._givers.add(peer.node_id)
+            problem = await wanted.append(
+                response.content.iter_chunked(READ_BYTES),
+                offset if response.status == 206 else 0,
+                self._peers.limits.pace,
+                is_far=self._peers.is_far(peer),
+            )
+        if problem:
+            # Whoever gave a part of it may have been the one; the bytes are worth nothing.
+            self._peers.shun(wanted.digest, self._givers, problem)
+            self._givers.clear()
+            return Asked.FAILED
         return Asked.WHOLE
-
-    async def _append(
-        self, peer: PeerSource, response: aiohttp.ClientResponse, size_bytes: int
-    ) -> None:
-        _, file, path, _, tell, link = self._wanted
-        began, had_bytes = self._peers.clock(), size_bytes
-        clock, limits = self._peers.clock, self._peers.limits
-        watermark = Watermark(limits.least_bytes_per_s, limits.window_s, clock())
-        self._givers.add(peer.node_id)
-        with path.open("ab" if size_bytes else "wb") as out:
-            async for chunk in response.content.iter_chunked(READ_BYTES):
-                size_bytes += len(chunk)
-                if size_bytes > file.size_bytes:
-                    path.unlink()
-                    self._peers.shun(self._wanted.digest, {peer.node_id}, "it sends without end")
-                    raise PeerFailed(f"{peer.node_id} sends more than {file.size_bytes} bytes")
-                await asyncio.to_thread(out.write, chunk)
-                tell(size_bytes)
-                excused_s = await link.keep_pace(len(chunk))
-                if watermark.is_slow(len(chunk), clock(), excused_s):
-                    raise PeerFailed(f"{peer.node_id} is slower than {limits.least_bytes_per_s:g}")
-        if size_bytes < file.size_bytes:
-            raise PeerFailed(f"{peer.node_id} ended after {size_bytes} of {file.size_bytes} bytes")
-        if self._peers.is_far(peer):
-            link.saw(size_bytes - had_bytes, clock() - began)
 
     def _may_come(self, peer: PeerSource, response: aiohttp.ClientResponse) -> Asked:
         """Judge a peer that is busy, or is itself still fetching: LATER while it gets on."""

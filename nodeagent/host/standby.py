@@ -9,7 +9,6 @@ Rule 3: a spare ends with its pipe, so that none outlives the agent.
 import logging
 import os
 import subprocess
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -17,21 +16,19 @@ from typing import Final
 import msgspec
 
 from nodeagent.drivers.driver import Command
+from nodeagent.host.processes import Child, spawn
 
 log = logging.getLogger(__name__)
 
 _END_S: Final = 5.0
 
-Spare = subprocess.Popen[bytes]
-
 
 class Standby:
     """The spare, if there is one. Every call may block for a moment: call from a thread."""
 
-    def __init__(self, log_path: Path, spawn: Callable[[tuple[str, ...], Path], Spare]) -> None:
-        self._log_path = log_path
-        self._spawn = spawn
-        self._spare: Spare | None = None
+    def __init__(self, log: Path) -> None:
+        self._log = log
+        self._spare: Child | None = None
         self._kind: tuple[str, ...] = ()
 
     def keep_for(self, command: Command) -> None:
@@ -41,11 +38,12 @@ class Standby:
         self.end()
         self._kind = command.standby
         try:
-            self._spare = self._spawn(command.standby, self._log_path)
+            self._log.unlink(missing_ok=True)
+            self._spare = spawn(command.standby, self._log, stdin=subprocess.PIPE)
         except OSError as error:
             log.warning("no spare", extra={"fields": {"reason": str(error)}})
 
-    def hand_over(self, command: Command, log_path: Path) -> Spare | None:
+    def hand_over(self, command: Command, engine_log: Path) -> Child | None:
         """Make the spare the engine of `command`; None where there is none that can be."""
         if not command.standby or self._kind != command.standby or not self._alive():
             return None
@@ -55,7 +53,7 @@ class Standby:
         order = {
             "arguments": command.arguments[len(command.standby) - 1 :],
             "environment": command.environment,
-            "log": str(log_path),
+            "log": str(engine_log),
             "agent": os.getpid(),
         }
         with suppress(BrokenPipeError):
@@ -78,7 +76,7 @@ class Standby:
         return self._spare is not None and self._spare.poll() is None
 
 
-def _reap(spare: Spare) -> None:
+def _reap(spare: Child) -> None:
     try:
         spare.wait(_END_S)
     except subprocess.TimeoutExpired:

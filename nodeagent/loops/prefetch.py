@@ -9,7 +9,8 @@ import logging
 from typing import Final, NamedTuple
 
 from isochrone.wire.assignment import Prefetch
-from nodeagent.host.artifacts import ArtifactError, Artifacts
+from nodeagent.host.artifacts import Artifacts
+from nodeagent.host.wanted import ArtifactError
 from nodeagent.node import Node
 from nodeagent.supervisor import Supervisor
 

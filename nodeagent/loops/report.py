@@ -1,14 +1,11 @@
-"""Tells the scheduler everything this node is, and takes what it should be."""
+"""Tells the scheduler everything this node is."""
 
 import asyncio
-import logging
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import NamedTuple
 
 from isochrone import __version__
 from isochrone.service.control import ControlLink
-from isochrone.wire.assignment import Assignment
-from isochrone.wire.control import Welcome
 from isochrone.wire.ids import Epoch, Generation
 from isochrone.wire.report import Pulse, ReplicaState, Report
 from nodeagent import metrics
@@ -17,8 +14,6 @@ from nodeagent.host import tiers
 from nodeagent.host.artifacts import Artifacts
 from nodeagent.node import Node
 from nodeagent.supervisor import Supervisor
-
-log = logging.getLogger(__name__)
 
 
 class Reported(NamedTuple):
@@ -47,7 +42,7 @@ class ReportDuty:
         node: Node,
         supervisor: Supervisor,
         artifacts: Artifacts,
-        link: Callable[[], ControlLink],
+        link: ControlLink,
     ) -> None:
         self._config = config
         self._node = node
@@ -59,12 +54,11 @@ class ReportDuty:
 
     async def run_once(self) -> Reported:
         """Say everything; forget what was reported stopped."""
-        link = self._link()
-        metrics.CONNECTED.set(link.connected)
-        if not link.connected:
+        metrics.CONNECTED.set(self._link.connected)
+        if not self._link.connected:
             return Reported(len(self._supervisor.replicas), False)
         report = await self._report()
-        sent = await link.send(report)
+        sent = await self._link.send(report)
         if sent:
             stopped = [
                 replica.spec.replica_id
@@ -73,18 +67,6 @@ class ReportDuty:
             ]
             self._supervisor.forget(stopped)
         return Reported(len(report.replicas), sent)
-
-    async def welcomed(self, welcome: Welcome) -> None:
-        """A new conversation begins with the whole truth."""
-        self._node.nudge_report()
-
-    async def told(self, message: object) -> None:
-        """Take an assignment, or say why not."""
-        if not isinstance(message, Assignment):
-            return
-        reason = await self._node.take(message)
-        if reason:
-            log.warning("assignment not taken", extra={"fields": {"reason": reason}})
 
     async def _report(self) -> Report:
         self._seq += 1
@@ -146,7 +128,7 @@ class Pulsed(NamedTuple):
 class PulseDuty:
     """A sign of life, every two seconds."""
 
-    def __init__(self, node: Node, link: Callable[[], ControlLink]) -> None:
+    def __init__(self, node: Node, link: ControlLink) -> None:
         self._node = node
         self._link = link
         self._seq = 0
@@ -161,4 +143,4 @@ class PulseDuty:
             seq=self._seq,
             generation=held.generation if held else Generation(0),
         )
-        return Pulsed(await self._link().send(pulse))
+        return Pulsed(await self._link.send(pulse))

@@ -1,21 +1,21 @@
 """Bringing the fleet up, part by part, each waited for and each said."""
 
 import asyncio
-import fcntl
 import os
 import secrets
 import shutil
 import signal
 import socket
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
 from isochrone.cli.client import AdminClient, AdminError
-from isochrone.service.files import write_atomic
+from isochrone.service.config import ConfigError
+from isochrone.service.files import kept, write_atomic
 from ops.fleet import layout, model
 from ops.fleet.cities import CITIES, City
 from ops.fleet.processes import Processes, StartFailed
@@ -39,7 +39,8 @@ class Fleet:
         self.processes = Processes(state / "logs", layout.ROOT)
         self._say = say
         self._database = layout.database_folder(state)
-        self._lock: int | None = None
+        self._state_kept = ExitStack()
+        self._is_ours = False
 
     async def up(self) -> None:
         """Bring everything up but the model; raises StartFailed or AdminError."""
@@ -103,19 +104,16 @@ class Fleet:
     async def down(self) -> None:
         """End every process, and whatever an agent left."""
         await self.processes.stop_all(lambda names: self._say(f"stopping {names}"))
-        if self._lock is not None:
+        if self._is_ours:
             await asyncio.to_thread(kill_leftovers, self.state)
-            os.close(self._lock)
+        self._state_kept.close()
 
     def _clear(self) -> None:
-        self.state.parent.mkdir(parents=True, exist_ok=True)
-        lock = os.open(self.state.with_suffix(".lock"), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            os.close(lock)
-            raise StartFailed(f"cannot start: a fleet runs in {self.state} already") from error
-        self._lock = lock
+            self._state_kept.enter_context(kept(self.state))
+        except ConfigError as error:
+            raise StartFailed(str(error)) from error
+        self._is_ours = True
         kill_leftovers(self.state)
         for host, port in layout.addresses():
             with socket.socket() as probe:
@@ -126,8 +124,11 @@ class Fleet:
                     raise StartFailed(
                         f"cannot use {host}:{port}: {error.strerror}; is another fleet running?"
                     ) from error
-        for folder in (self.state, self._database):
-            shutil.rmtree(folder, ignore_errors=True)
+        for left in (*self.state.iterdir(), self._database):
+            if left.is_dir():
+                shutil.rmtree(left, ignore_errors=True)
+            else:
+                left.unlink(missing_ok=True)
         (self.state / "logs").mkdir(parents=True)
 
     async def _start_database(self) -> None:

@@ -262,7 +262,7 @@ async def test_an_adapter_comes_and_goes_while_others_run(
         answer["choices"][0]["text"] for answer in (adapted, bare, adapted)
     ]
     long = asyncio.create_task(complete(http, "sea", max_tokens=80))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(30):
         while (await stats(http))["running"] == 0 and not long.done():
             await asyncio.sleep(0)
     status, _ = await post(http, "/v1/unload_lora_adapter", lora_name="sea")
@@ -306,7 +306,7 @@ async def test_adapters_are_read_one_at_a_time_whoever_leaves_meanwhile(
     monkeypatch.setattr("nodeagent.engine.adapters.read_adapter", read_slowly)
     for reads in (1, 2):
         leaving = asyncio.create_task(adapters.hold("a"))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while began < reads:
                 await asyncio.sleep(0.001)
         leaving.cancel()

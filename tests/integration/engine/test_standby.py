@@ -12,7 +12,6 @@ import pytest
 
 from isochrone.wire.engine import EngineConfig
 from nodeagent.drivers.driver import Command
-from nodeagent.host.engines import _spawn_spare
 from nodeagent.host.standby import Standby
 from tests.integration.engine.conftest import ROOT
 
@@ -32,7 +31,7 @@ def command(folder: Path) -> Command:
 @pytest.fixture
 def standby(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Standby:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    return Standby(tmp_path / "standby.log", _spawn_spare)
+    return Standby(tmp_path / "standby.log")
 
 
 @pytest.mark.model
@@ -95,7 +94,8 @@ def test_a_standby_ends_with_its_keeper_and_a_dead_one_is_not_used(
     assert "cannot read config" not in (tmp_path / "late.log").read_text()
     other = subprocess.Popen(["true"], stdin=subprocess.PIPE)
     other.wait(10)
-    dead = Standby(tmp_path / "log", lambda arguments, log: other)
+    monkeypatch.setattr("nodeagent.host.standby.spawn", lambda *_, **how: other)
+    dead = Standby(tmp_path / "log")
     dead.keep_for(wanted)
     assert dead.hand_over(wanted, tmp_path / "engine.log") is None
     dead.end()

@@ -1,6 +1,7 @@
 """Fetching artifacts from real folders and a real HTTP origin that may cut, lie or redirect."""
 
 import asyncio
+import fcntl
 import hashlib
 import os
 import pickle
@@ -9,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from aiohttp import web
@@ -16,15 +18,15 @@ from aiohttp import web
 from isochrone.service.door import open_door
 from isochrone.wire.artifact import manifest_digest
 from isochrone.wire.model import Artifact, ArtifactFile
-from nodeagent.decide.bandwidth import Bandwidth
+from nodeagent.decide.bandwidth import Bandwidth, Pace
 from nodeagent.host import tiers
-from nodeagent.host.artifacts import ArtifactError, Artifacts
+from nodeagent.host.artifacts import Artifacts
 from nodeagent.host.link import Link
-from nodeagent.host.origin import OriginLimits
 from nodeagent.host.sources import Sources
+from nodeagent.host.wanted import ArtifactError
 
 BODY = bytes(range(256)) * 4096
-IMPATIENT = OriginLimits(least_bytes_per_s=100_000.0, window_s=0.2)
+IMPATIENT = Pace(least_bytes_per_s=100_000.0, window_s=0.2)
 
 
 def artifact_of(source: str, files: dict[str, bytes]) -> Artifact:
@@ -96,9 +98,9 @@ def a_store(
     hf: str = "",
     hf_token: str = "",
 ) -> Artifacts:
-    sources = Sources(private=private, hf_url=hf, hf_token=hf_token)
+    sources = Sources(private=private, hf_url=hf, hf_token=hf_token, pace=IMPATIENT)
     link = Link(Bandwidth(0), time.monotonic)
-    return Artifacts(tmp_path / "artifacts", sources, budget, link=link, origin_limits=IMPATIENT)
+    return Artifacts(tmp_path / "artifacts", sources, budget, link=link)
 
 
 async def fetched(store: Artifacts, artifact: Artifact, pinned: tuple[str, ...] = ()) -> Path:
@@ -367,3 +369,61 @@ async def test_one_artifact_is_fetched_once_however_many_want_it(
     store = a_store(tmp_path)
     paths = await asyncio.gather(*(fetched(store, artifact) for _ in range(5)))
     assert len(set(paths)) == 1
+
+
+async def test_an_empty_file_comes_as_any_other(tmp_path: Path, origin: tuple[Origin, str]) -> None:
+    served, url = origin
+    served.files.update({"/m/empty": b"", "/m/full": b"x"})
+    artifact = artifact_of(f"{url}/m", {"empty": b"", "full": b"x"})
+    path = await fetched(a_store(tmp_path), artifact)
+    assert (path / "empty").read_bytes() == b""
+
+
+def cloned(monkeypatch: pytest.MonkeyPatch, then: Callable[[], object] = int) -> list[int]:
+    """Have the file system clone files, as ext4 cannot; `then` happens right after."""
+    asked: list[int] = []
+
+    def ioctl(out: Any, request: int, source: int) -> int:
+        asked.append(request)
+        out.write(os.pread(source, os.fstat(source).st_size, 0))
+        then()
+        return 0
+
+    monkeypatch.setattr(fcntl, "ioctl", ioctl)
+    return asked
+
+
+async def test_a_folder_on_the_same_file_system_is_cloned_where_that_can_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = cloned(monkeypatch)
+    path = await fetched(a_store(tmp_path), artifact_of(a_folder(tmp_path, a=BODY), {"a": BODY}))
+    assert asked == [0x40049409]
+    assert (path / "a").read_bytes() == BODY
+
+
+async def test_a_clone_is_what_is_verified_and_not_its_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = a_folder(tmp_path, a=b"bad")
+    cloned(monkeypatch, lambda: a_folder(tmp_path, a=b"aaa"))
+    store = a_store(tmp_path)
+    with pytest.raises(ArtifactError, match="its SHA-256 is"):
+        await fetched(store, artifact_of(source, {"a": b"aaa"}))
+    assert store.held() == ()
+
+
+async def test_each_byte_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = a_folder(tmp_path, a=BODY)
+    partial = tmp_path / "artifacts"
+    opened: list[Path] = []
+    really = Path.open
+
+    def noted(path: Path, mode: str = "r", *rest: Any, **how: Any) -> Any:
+        if mode == "rb" and path.is_relative_to(partial):
+            opened.append(path)
+        return really(path, mode, *rest, **how)
+
+    monkeypatch.setattr(Path, "open", noted)
+    await fetched(a_store(tmp_path), artifact_of(source, {"a": BODY}))
+    assert opened == [], "what was copied is not read again"

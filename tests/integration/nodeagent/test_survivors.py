@@ -23,7 +23,7 @@ from nodeagent.app import serve
 from nodeagent.config import NodeConfig
 from nodeagent.drivers.driver import Command
 from nodeagent.drivers.mock import Mock
-from nodeagent.host.engines import Engines, Started
+from nodeagent.host.engines import Engines, Started, last_line
 from tests.builders import a_spec
 from tests.integration.service.test_tls import NOW, a_peer
 
@@ -132,10 +132,10 @@ def test_nothing_is_ended_that_bears_a_number_of_before_the_machine_began_anew(
 async def test_a_spare_that_cannot_be_kept_costs_no_start(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(arguments: tuple[str, ...], log: Path) -> subprocess.Popen[bytes]:
+    def fails(arguments: tuple[str, ...], log: Path, stdin: int) -> subprocess.Popen[bytes]:
         raise OSError(11, "Resource temporarily unavailable")
 
-    monkeypatch.setattr("nodeagent.host.engines._spawn_spare", fails)
+    monkeypatch.setattr("nodeagent.host.standby.spawn", fails)
     monkeypatch.setattr(Mock, "can_wait", True)
     engines = Engines(folder, 1, standby=True)
     engine = await engines.start(SPEC, folder)
@@ -147,17 +147,15 @@ async def test_a_spare_that_cannot_be_kept_costs_no_start(
 
 
 def test_the_last_line_of_a_log_is_told_however_long_it_has_grown(folder: Path) -> None:
-    engines = Engines(folder, 1)
-    log_path = engines.log_path(SPEC.replica_id)
-    assert engines.log_tail(SPEC.replica_id) == ""
-    log_path.parent.mkdir()
+    log_path = folder / "engine.log"
+    assert last_line(log_path) == ""
     log_path.write_text("out of memory\n\n")
-    assert engines.log_tail(SPEC.replica_id) == "out of memory"
+    assert last_line(log_path) == "out of memory"
     with log_path.open("r+b") as file:
         file.truncate(1 << 36)
         file.seek(0, os.SEEK_END)
         file.write(b"\ncannot go on\n")
-    assert engines.log_tail(SPEC.replica_id) == "cannot go on"
+    assert last_line(log_path) == "cannot go on"
 
 
 async def test_one_that_never_began_leaves_nothing(folder: Path) -> None:

@@ -26,11 +26,12 @@ from isochrone.wire.control import PeerRole
 from isochrone.wire.ids import NodeId, PopId
 from isochrone.wire.model import Artifact
 from nodeagent.api.weights import Weights
-from nodeagent.decide.bandwidth import Bandwidth
-from nodeagent.host.artifacts import ArtifactError, Artifacts
+from nodeagent.decide.bandwidth import Bandwidth, Pace
+from nodeagent.host.artifacts import Artifacts
 from nodeagent.host.link import Link
 from nodeagent.host.peers import PeerLimits, Peers
 from nodeagent.host.sources import Sources
+from nodeagent.host.wanted import ArtifactError
 from tests.integration.nodeagent.test_artifacts import IMPATIENT, Origin, artifact_of, origin
 from tests.integration.service.test_tls import NOW, a_peer
 
@@ -42,8 +43,7 @@ FILES = {"sub/w.safetensors": BODY, "config.json": SMALL}
 QUICK = PeerLimits(
     connect_timeout_s=1.0,
     read_timeout_s=0.5,
-    window_s=0.3,
-    least_bytes_per_s=100_000.0,
+    pace=Pace(least_bytes_per_s=100_000.0, window_s=0.3),
     look_s=0.05,
     stall_s=0.5,
 )
@@ -76,7 +76,7 @@ class City:
             chance=random.Random(1),
             limits=QUICK,
         )
-        sources = Sources(private=True, hf_url="")
+        sources = Sources(private=True, hf_url="", pace=IMPATIENT)
         link = Link(Bandwidth(download_bytes_per_s), time.monotonic)
         return Artifacts(
             self.folder / name,
@@ -84,7 +84,6 @@ class City:
             1 << 30,
             link=link,
             peers=asked,
-            origin_limits=IMPATIENT,
         )
 
     async def serving(

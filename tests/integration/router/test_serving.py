@@ -38,7 +38,7 @@ async def the_stream(bench: Bench, **fields: Any) -> tuple[dict[str, str], list[
 
 async def until_idle(bench: Bench) -> None:
     """Wait until nothing is in flight (I6)."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while bench.house.fleet.in_flight.requests:
             await bench.house.loops["gauges"].wait_turns(1)
 

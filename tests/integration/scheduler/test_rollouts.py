@@ -36,7 +36,7 @@ from tests.system.harness import ROOT, until
 from tests.unit.scheduler.test_rollout import a_rollout, an_arm
 
 TOKEN = "0123456789abcdef-admin"
-TIMEOUT_S = 20.0
+TIMEOUT_S = 40.0
 
 
 def a_trial(version: int, arm: Arm) -> TrialRow:

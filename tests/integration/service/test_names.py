@@ -19,10 +19,11 @@ from isochrone.wire.headers import Sibling
 from isochrone.wire.ids import NodeId, PopId, ReplicaId
 from nodeagent.api.siblings import SiblingLost, Siblings
 from nodeagent.decide.bandwidth import Bandwidth
-from nodeagent.host.artifacts import ArtifactError, Artifacts
+from nodeagent.host.artifacts import Artifacts
 from nodeagent.host.link import Link
 from nodeagent.host.peers import Peers
 from nodeagent.host.sources import Sources
+from nodeagent.host.wanted import ArtifactError
 from router.config import RouterConfig
 from router.dataplane.deadlines import Deadlines
 from router.dataplane.exchange import AttemptFailed
@@ -197,11 +198,9 @@ async def test_weights_are_asked_of_the_node_that_is_said_to_hold_them(tmp_path:
             clock=time.monotonic,
             chance=random.Random(1),
         )
-        sources = Sources(private=True, hf_url="")
+        sources = Sources(private=True, hf_url="", pace=IMPATIENT)
         link = Link(Bandwidth(0.0), time.monotonic)
-        held = Artifacts(
-            tmp_path / "held", sources, 1 << 20, link=link, peers=peers, origin_limits=IMPATIENT
-        )
+        held = Artifacts(tmp_path / "held", sources, 1 << 20, link=link, peers=peers)
         artifact = artifact_of("http://127.0.0.1:1/nowhere", {"config.json": BODY})
         for address in (place.address, place.address.replace("https", "http")):
             holders[:] = [PeerSource(node_id=NodeId("n1"), pop=PopId("iad"), address=address)]

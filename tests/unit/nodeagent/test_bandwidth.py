@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nodeagent.decide.bandwidth import BURST_S, Bandwidth, Watermark
+from nodeagent.decide.bandwidth import BURST_S, Bandwidth, Pace, Watermark
 
 
 @settings(deadline=None, max_examples=60)
@@ -33,10 +33,10 @@ def test_no_rate_is_no_bound() -> None:
 
 
 def test_a_trickle_is_slow_and_our_own_pace_is_not() -> None:
-    trickle = Watermark(1000.0, 10.0, 0.0)
+    trickle = Watermark(Pace(1000.0, 10.0), 0.0)
     assert not any(trickle.is_slow(1, float(at)) for at in range(1, 10))
     assert trickle.is_slow(1, 10.0)
-    held_back = Watermark(1000.0, 10.0, 0.0)
+    held_back = Watermark(Pace(1000.0, 10.0), 0.0)
     assert not any(held_back.is_slow(100, float(at), excused_s=0.95) for at in range(1, 60))
-    quick = Watermark(1000.0, 10.0, 0.0)
+    quick = Watermark(Pace(1000.0, 10.0), 0.0)
     assert not any(quick.is_slow(1000, float(at)) for at in range(1, 60))

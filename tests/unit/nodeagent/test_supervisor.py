@@ -14,7 +14,7 @@ from isochrone.wire.ids import Generation, ReplicaId
 from isochrone.wire.report import ReplicaState
 from nodeagent import supervisor as module
 from nodeagent.config import NodeConfig
-from nodeagent.host.artifacts import ArtifactError
+from nodeagent.host.wanted import ArtifactError
 from nodeagent.supervisor import Replica, Supervisor
 from tests.builders import a_spec
 
@@ -22,6 +22,7 @@ SPEC = a_spec("r1")
 END = Tombstone(
     replica_id=ReplicaId("r1"), generation=Generation(2), reason="test", drain_timeout_s=0.0
 )
+SURVIVOR: Any = object()
 WARM_STATS = EngineStats(steps_total=1)
 
 
@@ -41,6 +42,8 @@ class FakeArtifacts:
 
 class FakeEngine:
     """An engine that is ready at once and does what it is told."""
+
+    log = Path("r1")
 
     def __init__(self) -> None:
         self.exited = asyncio.Event()
@@ -78,11 +81,9 @@ class FakeEngines:
         self.started.append(FakeEngine())
         return self.started[-1]
 
-    def log_tail(self, replica_id: str) -> str:
-        return "the last line"
-
-    def log_path(self, replica_id: str) -> Path:
-        return Path(replica_id)
+    def adopt(self, survivor: object) -> FakeEngine:
+        self.started.append(FakeEngine())
+        return self.started[-1]
 
 
 class House:
@@ -107,7 +108,7 @@ class House:
         return self.supervisor.replicas[SPEC.replica_id]
 
     async def until(self, holds: Callable[[], bool]) -> None:
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(30):
             while not holds():
                 self.changed.clear()
                 await self.changed.wait()
@@ -121,6 +122,7 @@ class House:
 @pytest.fixture
 def house(monkeypatch: pytest.MonkeyPatch) -> House:
     monkeypatch.setattr(module, "LOOK_INTERVAL_S", 0.0)
+    monkeypatch.setattr(module, "last_line", lambda log: "the last line")
     monkeypatch.setattr(module, "next_try_s", lambda *_: 0.0)
     return House()
 
@@ -144,6 +146,30 @@ async def test_an_end_may_be_ordered_at_any_moment(
     after_turns(turns, lambda: house.supervisor.end(END))
     await house.until(lambda: house.replica.state is ReplicaState.STOPPED)
     assert all(engine.stopped for engine in house.engines.started)
+
+
+@pytest.mark.parametrize("turns", range(8))
+async def test_the_end_of_one_that_was_left_may_be_ordered_at_any_moment(
+    house: House, turns: int
+) -> None:
+    house.supervisor.begin(SPEC, SURVIVOR)
+    after_turns(turns, lambda: house.supervisor.end(END))
+    await house.until(lambda: house.replica.state is ReplicaState.STOPPED)
+    assert [engine.stopped for engine in house.engines.started] == [True]
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("turns", range(8))
+async def test_an_agent_may_leave_one_that_was_left_at_any_moment(
+    house: House, turns: int, keeps: bool
+) -> None:
+    house.supervisor.begin(SPEC, SURVIVOR)
+    turned = asyncio.Event()
+    after_turns(turns, turned.set)
+    if turns:
+        await turned.wait()
+    await house.supervisor.leave(keep_engines=keeps)
+    assert [(one.stopped, one.released) for one in house.engines.started] == [(not keeps, keeps)]
 
 
 @pytest.mark.parametrize("error", [ValueError("Invalid IPv6 URL"), ArtifactError("cannot fetch")])
@@ -247,7 +273,7 @@ async def test_the_log_of_an_engine_that_is_never_idle_is_trimmed(
 
     house.engines.started[0].answers = looks
     house.now_s += 11.0
-    async with asyncio.timeout(5.0):
+    async with asyncio.timeout(30):
         await looked.wait()
     assert set(trimmed) == {Path("r1")}
     await house.supervisor.leave(keep_engines=False)

@@ -1,5 +1,8 @@
 """Configuration, snapshots and identity: what every service stands on."""
 
+import errno
+import fcntl
+import os
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -63,6 +66,18 @@ def test_a_state_folder_is_kept_to_one_process(tmp_path: Path) -> None:
         pytest.raises(ConfigError, match="cannot use the state folder"),
         files.kept(tmp_path / "file"),
     ):
+        pass
+
+
+def test_a_file_system_that_locks_nothing_is_told_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_locks(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    words = f"cannot keep the state folder {tmp_path} to this process: No locks available"
+    with pytest.raises(ConfigError, match=words), files.kept(tmp_path):
         pass
 
 
