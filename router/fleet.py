@@ -59,7 +59,6 @@ class Fleet:
         self.name = name
         self.table: RouteTable | None = None
         self.keys: Mapping[KeyId, KeyEntry] = MappingProxyType({})
-        self.confirmed_at_s: float | None = None
         self.health = Health()
         self.sessions = Sessions()
         self.outbox = Outbox()
