@@ -14,6 +14,7 @@ from email.utils import formatdate
 from math import inf
 from typing import Final, cast
 
+from isochrone.service.handshakes import address_of
 from isochrone.wire.errors import ApiError, ErrorCode
 from router.config import RouterConfig
 from router.dataplane import http1
@@ -161,8 +162,7 @@ class ClientConnection:
         server = self._server
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(WRITE_BUFFER_BYTES)
-        peer = transport.get_extra_info("peername")
-        self._address = peer[0] if isinstance(peer, tuple) and peer else "unix"
+        self._address = address_of(transport)
         if not server.came(self, self._address):
             self._transport.abort()
             return
