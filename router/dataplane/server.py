@@ -7,14 +7,14 @@ Rule 3: a client that is gone cancels its request; one that does not read stops 
 
 import asyncio
 import logging
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from email.utils import formatdate
 from math import inf
 from typing import Final, cast
 
-from isochrone.service.handshakes import address_of
+from isochrone.service.handshakes import Census, address_of
 from isochrone.wire.errors import ApiError, ErrorCode
 from router.config import RouterConfig
 from router.dataplane import http1
@@ -63,7 +63,7 @@ class Server:
         self.clock = clock
         self.is_draining = False
         self.connections: set[ClientConnection] = set()
-        self.by_address: Counter[str] = Counter()
+        self._census = Census(config.connections_max, config.connections_per_address_max)
         self._unix_clock = unix_clock
         self._gone = asyncio.Event()
         self._openings: dict[tuple[int, str], str] = {}
@@ -99,21 +99,14 @@ class Server:
     def came(self, connection: "ClientConnection", address: str) -> bool:
         """Count a connection in; False where it is one too many."""
         self.connections.add(connection)
-        self.by_address[address] += 1
         self.deadlines.add(connection)
-        return not (
-            self.is_draining
-            or len(self.connections) > self.config.connections_max
-            or self.by_address[address] > self.config.connections_per_address_max
-        )
+        return self._census.enter(address) and not self.is_draining
 
     def went(self, connection: "ClientConnection", address: str) -> None:
         """Count a connection out."""
         self.connections.discard(connection)
         self.deadlines.discard(connection)
-        self.by_address[address] -= 1
-        if self.by_address[address] <= 0:
-            del self.by_address[address]
+        self._census.leave(address)
         if not self.connections:
             self._gone.set()
 
