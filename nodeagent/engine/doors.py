@@ -62,7 +62,8 @@ class Server(ABC):
         """End every open request with an error."""
 
     def close(self) -> None:
-        """Keep what is to outlive the process. After the last step."""
+        """Keep what is to outlive the process: nothing. After the last step."""
+        return
 
     def app(self) -> web.Application:
         """Build the application."""
