@@ -233,7 +233,11 @@ def explain(obj: Context, words: tuple[str, ...]) -> None:
         show_one(answer, obj.output)
         return
     for title, rows, columns in (
-        ("here", answer["here"], ["replica_id", "node_id", "pop", "state", "reason"]),
+        (
+            "here",
+            answer["here"],
+            ["replica_id", "node_id", "pop", "state", "state_reason", "reason"],
+        ),
         ("elsewhere", answer["elsewhere"], ["node_id", "pop", "feasible", "reason"]),
         ("cities", answer["cities"], ["pop", "requests_per_s", "load", "nearest_pop", "rtt_ms"]),
     ):

@@ -1,9 +1,13 @@
 """The fleet in one answer."""
 
 from collections.abc import Sequence
+from typing import Final
 
 from isochrone.wire.admin import StatusView
 from scheduler.store.pool import Connection, as_struct, fetch_one
+
+TROUBLED_MAX: Final = 50
+"""How many replicas that do not get warm are named."""
 
 
 async def read_status(
@@ -38,6 +42,14 @@ async def read_status(
         FROM placement WHERE released_at IS NULL AND leader_id IS NULL GROUP BY 1
         """
     )
+    troubled = await connection.fetch(
+        """
+        SELECT replica_id, node_id, state, state_reason FROM placement
+        WHERE ended_at IS NULL AND state <> 'warm' AND state_reason <> ''
+        ORDER BY replica_id LIMIT $1
+        """,
+        TROUBLED_MAX,
+    )
     return as_struct(
         row,
         StatusView,
@@ -45,5 +57,11 @@ async def read_status(
         acting=is_acting,
         frozen=frozen,
         replicas={state["state"]: state["n"] for state in states},
-        unmet=tuple(f"{name}: {reason}" for name, reason in unmet),
+        unmet=(
+            *(f"{name}: {reason}" for name, reason in unmet),
+            *(
+                f"{row['replica_id']} on {row['node_id']} is {row['state']}: {row['state_reason']}"
+                for row in troubled
+            ),
+        ),
     )

@@ -373,12 +373,15 @@ def test_a_draining_node_is_left_by_what_nobody_asks_for() -> None:
 def test_explain_says_why_here_and_why_not_there() -> None:
     cluster = a_cluster(
         nodes=(*NODES, a_node("gru-1", "gru", gib=0.5)),
-        placements=(a_placement("r1", "ams-1", reason="ams is kept warm"),),
+        placements=(
+            a_placement("r1", "ams-1", reason="ams is kept warm", state_reason="broke once: oom"),
+        ),
         demand=(a_demand("sin", 0.02),),
     )
     explained = explain(cluster, DeploymentId("d"))
     assert explained is not None
-    assert explained.here[0].reason == "ams is kept warm"
+    here = explained.here[0]
+    assert (here.reason, here.state_reason) == ("ams is kept warm", "broke once: oom")
     reasons = {str(row.node_id): row.reason for row in explained.elsewhere}
     assert "needs 1.25 GiB" in reasons["gru-1"]
     assert "21 needed" in reasons["sin-1"]
