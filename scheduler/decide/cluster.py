@@ -3,8 +3,9 @@
 Rule: whatever a decision needs, time included, is in `ClusterState`. A saved picture replays.
 """
 
+from collections.abc import Callable
 from enum import StrEnum
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -205,6 +206,15 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
     def parts(self) -> "tuple[Start, ...]":
         """What is started on each node, the leader's first."""
         return (self, *self.followers)
+
+    def with_spec(self, **fields: Any) -> "Start":
+        """Return it with fields of its spec changed."""
+        return msgspec.structs.replace(self, spec=msgspec.structs.replace(self.spec, **fields))
+
+    def each(self, change: "Callable[[Start], Start]") -> "Start":
+        """Return it with each of its parts changed."""
+        followers = tuple(part.each(change) for part in self.followers)
+        return msgspec.structs.replace(change(self), followers=followers)
 
     def placement(self, state: ReplicaState) -> Placement:
         """Return the seat that this becomes."""
