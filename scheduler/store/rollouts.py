@@ -182,7 +182,7 @@ async def read_starts(connection: Connection, rollout: Rollout) -> Starts:
         connection,
         """
         SELECT count(*) FILTER (WHERE state = 'warm' AND leader_id IS NULL) AS warm,
-               count(*) FILTER (WHERE state = 'failed') AS failed
+               count(*) FILTER (WHERE state = 'failed') AS failed, count(*) AS seated
         FROM placement WHERE deployment_id = $1 AND version = $2 AND released_at IS NULL
         """,
         rollout.deployment_id,
