@@ -163,7 +163,7 @@ class Draft:
         is_moving = any(seated.seat for seated in wish.seats)
         if not is_moving:
             least = min(wish.most, wish.deployment.policy.replicas_min or int(wish.is_asked_for))
-            end_drained(self.ground, wish.deployment, mine, least, self.end)
+            end_drained(self.ground, mine, least, self.end)
         is_at_rest = not is_moving and not stale and not wish.is_coming()
         if is_at_rest and not end_spare(wish, self._limits.settle_s, self.end_seat):
             part_fellows(search, wish, self._limits.settle_s)
