@@ -36,6 +36,8 @@ from scheduler.api.endpoint import (
 )
 from scheduler.api.identities import create_join_token, create_revocation, list_revocations
 from scheduler.api.keys import KEY_ENDPOINTS
+from scheduler.api.pictures import PICTURE_ENDPOINTS
+from scheduler.api.rollouts import ROLLOUT_ENDPOINTS
 from scheduler.api.usage import USAGE_ENDPOINTS
 from scheduler.store import catalogue, identities
 from scheduler.store.events import Event, list_events
@@ -208,6 +210,8 @@ ENDPOINTS: Final = (
         "List placements", PlacementView, is_list=True, query=("deployment_id",),
     ),
     *DEPLOYMENT_ENDPOINTS,
+    *ROLLOUT_ENDPOINTS,
+    *PICTURE_ENDPOINTS,
     *KEY_ENDPOINTS,
     *USAGE_ENDPOINTS,
     Endpoint(
