@@ -15,6 +15,7 @@ from isochrone.wire.model import Model
 from isochrone.wire.report import ReplicaReport, ReplicaState
 from scheduler.store.events import record_event
 from scheduler.store.pool import Connection, as_json, rows_in, text
+from scheduler.store.seats import add_seat
 
 GONE = (ReplicaState.STOPPED, ReplicaState.FAILED)
 
@@ -51,31 +52,9 @@ async def adopt(
     try:
         async with connection.transaction():
             await _ensure_deployment(connection, replica)
-            await connection.execute(
-                """
-                INSERT INTO placement (replica_id, deployment_id, version, node_id, role,
-                    memory_bytes, spec, reason, placed_generation, state, state_reason)
-                VALUES ($1, $2, $3, $4, $5, $6, $7,
-                    'adopted: the node ran it and the store did not know it',
-                    (SELECT generation FROM cluster), $8, $9)
-                """,
-                spec.replica_id,
-                spec.deployment_id,
-                spec.version,
-                node_id,
-                spec.role.value,
-                spec.memory_bytes,
-                as_json(spec),
-                replica.state.value,
-                text(replica.reason),
-            )
-            await connection.executemany(
-                """
-                INSERT INTO placement_device (replica_id, node_id, device_id, memory_bytes)
-                VALUES ($1, $2, $3, $4)
-                """,
-                [(spec.replica_id, node_id, d, spec.memory_bytes) for d in spec.device_ids],
-            )
+            why = "adopted: the node ran it and the store did not know it"
+            said = text(replica.reason)
+            await add_seat(connection, node_id, spec, why, replica.state, said)
     except NO_SEAT as error:
         await _note_once(connection, node_id, spec.replica_id, str(error)[:500])
         return 0

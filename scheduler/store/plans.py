@@ -1,11 +1,12 @@
 """commit_plan(): the plan becomes placements, if nothing moved since its picture was read."""
 
 from isochrone.wire.ids import Epoch
-from scheduler.decide.cluster import Ending, Plan, Start
+from scheduler.decide.cluster import Ending, Plan
 from scheduler.store.events import record_event
 from scheduler.store.lease import assert_epoch
 from scheduler.store.nodes import lock_nodes
-from scheduler.store.pool import Connection, as_json
+from scheduler.store.pool import Connection
+from scheduler.store.seats import add_seat
 
 
 async def commit_plan(connection: Connection, plan: Plan, epoch: Epoch) -> bool:
@@ -24,47 +25,20 @@ async def commit_plan(connection: Connection, plan: Plan, epoch: Epoch) -> bool:
         return False
     for start in plan.starts:
         for part in start.parts:
-            await _seat(connection, part, generation)
+            await add_seat(connection, part.node_id, part.spec, part.reason)
+            await record_event(
+                connection,
+                actor="scheduler",
+                kind="replica.placed",
+                subject=part.spec.replica_id,
+                reason=f"on {part.node_id}: {part.reason}",
+            )
     for ending in plan.endings:
         await _entomb(connection, ending, generation)
     await connection.execute(
         "UPDATE node SET assigned = $2 WHERE node_id = ANY($1::text[])", plan.node_ids, generation
     )
     return True
-
-
-async def _seat(connection: Connection, start: Start, generation: int) -> None:
-    spec = start.spec
-    await connection.execute(
-        """
-        INSERT INTO placement (replica_id, deployment_id, version, node_id, role, memory_bytes,
-                               spec, reason, placed_generation)
-        VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9)
-        """,
-        spec.replica_id,
-        spec.deployment_id,
-        spec.version,
-        start.node_id,
-        spec.role.value,
-        spec.memory_bytes,
-        as_json(spec),
-        start.reason,
-        generation,
-    )
-    await connection.executemany(
-        """
-        INSERT INTO placement_device (replica_id, node_id, device_id, memory_bytes)
-        VALUES ($1, $2, $3, $4)
-        """,
-        [(spec.replica_id, start.node_id, d, spec.memory_bytes) for d in spec.device_ids],
-    )
-    await record_event(
-        connection,
-        actor="scheduler",
-        kind="replica.placed",
-        subject=spec.replica_id,
-        reason=f"on {start.node_id}: {start.reason}",
-    )
 
 
 async def _entomb(connection: Connection, ending: Ending, generation: int) -> None:
