@@ -26,7 +26,7 @@ from isochrone.wire.control import PeerRole
 from isochrone.wire.ids import NodeId, PopId
 from isochrone.wire.model import Artifact
 from nodeagent.api.weights import Weights
-from nodeagent.decide.bandwidth import Bandwidth, Pace
+from nodeagent.decide.bandwidth import Pace
 from nodeagent.host.artifacts import Artifacts
 from nodeagent.host.link import Link
 from nodeagent.host.peers import PeerLimits, Peers
@@ -79,7 +79,7 @@ class City:
             limits=self.limits,
         )
         sources = Sources(private=True, hf_url="", pace=IMPATIENT)
-        link = Link(Bandwidth(download_bytes_per_s), time.monotonic)
+        link = Link(download_bytes_per_s, time.monotonic)
         return Artifacts(
             self.folder / name,
             sources,
@@ -99,8 +99,8 @@ class City:
     ) -> PeerSource:
         """Open a node's door on its artifacts."""
         app = web.Application(middlewares=[errors_as(json_error)])
-        bandwidth = Bandwidth(upload_bytes_per_s)
-        Weights(held, bandwidth, time.monotonic, uploads_max=uploads_max).attach(app)
+        uplink = Link(upload_bytes_per_s, time.monotonic)
+        Weights(held, uplink, uploads_max=uploads_max).attach(app)
         return await self.listening(name, app, context)
 
     async def hostile(self, name: str, answer: Answer) -> PeerSource:
