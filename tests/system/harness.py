@@ -59,6 +59,17 @@ async def _steps(timeout_s: float) -> None:
         await asyncio.sleep(STEP_S)
 
 
+def last_words(folder: Path) -> str:
+    """Return the end of the log of each part of the fleet in a folder, and the time."""
+    words = [f"at {datetime.now():%H:%M:%S}"]
+    for pattern in ("logs/*.log", "node-*/engines/*/engine.log"):
+        for path in sorted(folder.glob(pattern)):
+            with suppress(FileNotFoundError):  # an engine's, which was ended
+                lines = path.read_text(errors="replace").splitlines()[-LAST_LINES:]
+                words += [f"--- {path.relative_to(folder)}", *(line[:600] for line in lines)]
+    return "\n".join(words)
+
+
 class Fleet:
     """Two schedulers on one Postgres, a node and a router in each of two PoPs."""
 
@@ -320,18 +331,9 @@ class Fleet:
         await self.processes.stop(name)
 
     def last_words(self) -> str:
-        """Return the end of each part's log: the folder goes, and with it what explains a test."""
-        words = [f"at {datetime.now():%H:%M:%S}"]
-        words += [f"{name} ended by itself" for name in self.processes.ended()]
-        for pattern in ("logs/*.log", "node-*/engines/*/engine.log"):
-            for path in sorted(self.folder.glob(pattern)):
-                with suppress(FileNotFoundError):  # an engine's, which was ended
-                    lines = path.read_text(errors="replace").splitlines()[-LAST_LINES:]
-                    words += [
-                        f"--- {path.relative_to(self.folder)}",
-                        *(line[:600] for line in lines),
-                    ]
-        return "\n".join(words)
+        """Return what explains a test that failed: the folder goes."""
+        ended = [f"{name} ended by itself\n" for name in self.processes.ended()]
+        return "".join(ended) + last_words(self.folder)
 
     async def down(self) -> None:
         await self.processes.stop_all(lambda names: None)
