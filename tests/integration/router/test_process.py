@@ -47,7 +47,7 @@ def batches(spool: Path) -> list[Path]:
 
 async def until_any(spool: Path) -> None:
     """Wait until a batch of usage is on disk."""
-    deadline = asyncio.get_running_loop().time() + 5
+    deadline = asyncio.get_running_loop().time() + START_TIMEOUT_S
     found = False
     while not found:
         assert asyncio.get_running_loop().time() < deadline
