@@ -22,7 +22,7 @@ from tests.integration.router.fleet_of import KEY, a_config, a_route, a_table, a
 from tests.ports import free_port
 
 BODY = {"model": "tiny", "messages": [{"role": "user", "content": "x"}]}
-START_TIMEOUT_S = 30.0
+START_TIMEOUT_S = 60.0
 
 
 def prepare(folder: Path, *nodes: FakeNode, **route: Any) -> tuple[Path, int]:
