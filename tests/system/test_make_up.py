@@ -12,7 +12,6 @@ from tests.system.harness import ROOT, last_words
 
 
 @pytest.mark.model
-@pytest.mark.timeout(360)
 async def test_the_demo_shows_what_it_should_and_ends_everything() -> None:
     process = await asyncio.create_subprocess_exec(
         sys.executable,
