@@ -25,7 +25,7 @@ from tests.postgres import a_folder
 
 ROOT = Path(__file__).parents[2]
 CITIES = {"ams": ("NL", 52.3, 4.8), "sin": ("SG", 1.35, 104.0)}
-READY_TIMEOUT_S = 30.0
+READY_TIMEOUT_S = 60.0
 STEP_S = 0.05
 LEASE_S = 8.0
 """Longer than a machine that is shared stands still: then nobody else begins to act."""
