@@ -15,6 +15,7 @@ from typing import Any, Final, NamedTuple, NoReturn
 import aiohttp
 import msgspec
 
+from isochrone import __version__
 from isochrone.service import identity as papers
 from isochrone.service.identity import Identity
 from isochrone.service.renewal import Renewal
@@ -67,7 +68,6 @@ class ControlLink:
         on_welcome: Callable[[Welcome], Awaitable[None]],
         on_message: Callable[[Any], Awaitable[None]],
         chance: random.Random,
-        version: str = "",
         folder: Path | None = None,
         contexts: Sequence[SSLContext] = (),
     ) -> None:
@@ -97,7 +97,6 @@ class ControlLink:
                 chance=chance,
                 wall_clock=lambda: datetime.now(UTC),
             )
-        self._version = version
         self._socket: aiohttp.ClientWebSocketResponse | None = None
         self._next_url = 0
         self._was_welcome = False
@@ -236,7 +235,7 @@ class ControlLink:
             cluster_id=own,
             generation=stored.generation,
             epoch=stored.epoch,
-            version=self._version,
+            version=__version__,
         )
         await socket.send_bytes(codec.encode(register))
         answer = await self._receive(socket)
