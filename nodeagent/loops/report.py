@@ -121,12 +121,6 @@ class ReportDuty:
         )
 
 
-class Pulsed(NamedTuple):
-    """One turn's outcome."""
-
-    sent: bool
-
-
 class PulseDuty:
     """A sign of life, every two seconds."""
 
@@ -135,8 +129,8 @@ class PulseDuty:
         self._link = link
         self._seq = 0
 
-    async def run_once(self) -> Pulsed:
-        """Send it, or not: the next says the same and more."""
+    async def run_once(self) -> bool:
+        """Send it, or not: the next says the same and more. Say whether it was sent."""
         self._seq += 1
         pulse = Pulse(
             node_id=self._node.node_id,
@@ -144,4 +138,4 @@ class PulseDuty:
             seq=self._seq,
             generation=self._node.progress().generation,
         )
-        return Pulsed(await self._link.send(pulse))
+        return await self._link.send(pulse)
