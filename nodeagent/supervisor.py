@@ -21,6 +21,7 @@ from nodeagent.config import NodeConfig
 from nodeagent.decide import health
 from nodeagent.decide.admission import TokensInFlight
 from nodeagent.decide.backoff import next_try_s
+from nodeagent.decide.health import LOOK_INTERVAL_S
 from nodeagent.decide.replica import Event, after
 from nodeagent.drivers.driver import UnknownOption
 from nodeagent.host.artifacts import Artifacts
@@ -29,7 +30,6 @@ from nodeagent.host.wanted import ArtifactError
 
 log = logging.getLogger(__name__)
 
-LOOK_INTERVAL_S: Final = 1.0
 READY_INTERVAL_S: Final = 0.1
 
 
@@ -266,7 +266,7 @@ class Supervisor:
 
     async def _watch(self, replica: Replica, engine: Engine) -> str:
         """Look at an engine every second until it ends or stalls."""
-        watch = health.Watch(progressed_at=self._clock())
+        watch = health.Watch()
         next_s = self._clock() + self._config.canary_interval_s
         while True:
             with suppress(TimeoutError):
@@ -285,7 +285,6 @@ class Supervisor:
             running = replica.in_flight.running
             watch = health.look(
                 watch,
-                now=self._clock(),
                 answered=stats is not None,
                 steps=stats.steps_total if stats else 0,
                 bytes_out=replica.bytes_out,
@@ -297,9 +296,7 @@ class Supervisor:
             if is_due and running == 0 and stats is not None:
                 failed = 0 if await engine.canary(stats.kind) else watch.canaries_failed + 1
                 watch = msgspec.structs.replace(watch, canaries_failed=failed)
-            problem = health.verdict(
-                watch, now=self._clock(), stall_s=self._config.stall_s, in_flight=running
-            )
+            problem = health.verdict(watch, stall_s=self._config.stall_s, in_flight=running)
             if problem:
                 return problem
 

@@ -27,8 +27,6 @@ from router.apis.doors import Doors
 from router.apis.openai.cold import cold_app
 from router.apis.openai.hot import OpenAiSurface
 from router.apis.request_ids import RequestIds
-from router.apis.responses.hot import ResponsesSurface
-from router.apis.workers_ai.hot import WorkersAiSurface
 from router.config import RouterConfig
 from router.dataplane.deadlines import Deadlines
 from router.dataplane.server import Server
@@ -36,7 +34,7 @@ from router.dataplane.upstream import Upstream
 from router.decide.limits import Gate
 from router.fleet import Fleet
 from router.journal import Journal
-from router.listeners import limits_of, open_listeners
+from router.listeners import open_listeners
 from router.loops.follow import Follower
 from router.loops.gauges import Gauges
 from router.loops.probe import Prober
@@ -120,7 +118,7 @@ class House:
         self._make_what_serves()
         self._make_what_reports()
         self.server = self._server()
-        self.cold = cold_app(self.surface, self.fleet, self.metrics, time.time)
+        self.cold = cold_app(self.surface, self.fleet, self.metrics, self.request_ids)
         self.loops = {loop.name: loop for loop in self._loops()}
         self.follower.on_change(self.table_changed)
 
@@ -175,14 +173,8 @@ class House:
             metrics=self.metrics,
             clock=time.monotonic,
         )
-        self.surface = OpenAiSurface(
-            config=self.config,
-            fleet=self.fleet,
-            corridor=self.corridor,
-            metrics=self.metrics,
-            unix_clock=time.time,
-            new_id=RequestIds(self.boot_id),
-        )
+        self.surface = OpenAiSurface(self.config, self.fleet, time.time)
+        self.request_ids = RequestIds(self.boot_id)
 
     def _make_what_reports(self) -> None:
         """Make what measures the nodes, tells the scheduler, and shows how things stand."""
@@ -214,21 +206,13 @@ class House:
             waiting=self.corridor.waiting,
             metrics=self.metrics,
             is_led=lambda: self.link.connected,
-            clock=time.monotonic,
         )
 
     def _server(self) -> Server:
         """Return what clients meet."""
-        surface, corridor = self.surface, self.corridor
-        doors = Doors(
-            surface,
-            ResponsesSurface(surface, corridor, time.time),
-            WorkersAiSurface(surface, corridor),
-            self.upstream,
-        )
+        doors = Doors(self.surface, self.corridor, self.upstream, self.request_ids, self.metrics)
         return Server(
-            limits=limits_of(self.config),
-            write_timeout_s=self.config.write_timeout_s,
+            config=self.config,
             gate=doors.gate,
             handler=doors.answer,
             encode_error=doors.encode_error,
@@ -255,7 +239,7 @@ class House:
 
     async def on_welcome(self, welcome: Welcome) -> None:
         """The scheduler took us."""
-        await self.follower.on_welcome(welcome)
+        log.info("following", extra={"fields": {"epoch": welcome.epoch}})
         self.shipper.on_welcome()
 
     async def on_message(self, message: Any) -> None:

@@ -33,12 +33,16 @@ class Journey:
 
     outcome: Outcome
     ranked: Ranked | None = None
-    via: ReplicaId
-    """Whom the attempt was sent to; a sibling may answer in its place."""
+    via: Ranked | None = None
+    """Whom the attempt under way was sent to; a sibling may answer in its place."""
     sent: Sent | None = None
     turned_away = 0
     picked_at_s = 0.0
     first_token_at_s: float | None = None
+    """When the client had its first token; the next three are of the last attempt that had one."""
+    token_at_s = 0.0
+    took_ms = 0.0
+    said_before = 0
     found_no_replica = False
     is_declined = False
     """The replica would not have it, for what the client wrote: no fault of the replica's."""
@@ -54,7 +58,6 @@ class Journey:
 
     def __init__(self, asked: Asked, prompt_tokens_estimate: int) -> None:
         self.outcome = FAILED
-        self.via = ReplicaId("")
         self.asked = asked
         self.prompt_tokens_estimate = prompt_tokens_estimate
         self.body = asked.body

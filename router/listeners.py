@@ -9,7 +9,7 @@ from typing import NamedTuple
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
-from isochrone.service.door import DoorLimits, cannot_listen, open_door
+from isochrone.service.door import cannot_listen, open_door
 from isochrone.service.handshakes import Census, secured
 from isochrone.service.metrics import exposition
 from router.apis.within import open_cold
@@ -23,18 +23,6 @@ class Ports(NamedTuple):
 
     public: int
     private: int
-
-
-def limits_of(config: RouterConfig) -> DoorLimits:
-    """Return what the public listener lets in."""
-    return DoorLimits(
-        head_timeout_s=config.head_timeout_s,
-        body_timeout_s=config.body_timeout_s,
-        body_bytes_max=config.body_bytes_max,
-        connections_max=config.connections_max,
-        connections_per_address_max=config.connections_per_address_max,
-        shutdown_timeout_s=config.drain_timeout_s,
-    )
 
 
 @asynccontextmanager

@@ -15,11 +15,11 @@ from isochrone.wire import headers
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.ids import NodeId
 from isochrone.wire.usage import Outcome
-from router.asked import Asked, Client
+from router.asked import Asked
 from router.config import RouterConfig
 from router.dataplane.errand import pause
 from router.dataplane.exchange import AttemptFailed, Exchange, Failure
-from router.dataplane.message import Reply
+from router.dataplane.message import Client, Reply
 from router.dataplane.upstream import Upstream
 from router.dataplane.verdict import hold_to_error, hold_to_status, read_answer
 from router.decide.board import Ranked
@@ -145,17 +145,16 @@ class Corridor:
                 self._hear(journey, ranked, routes, exchange)
                 return exchange
             except AttemptFailed as error:
+                is_refusal = error.failure in (Failure.REFUSED, Failure.UNFIT)
+                if not is_refusal:
+                    self._blame(journey)
                 journey.leave()
-                if error.failure not in (Failure.REFUSED, Failure.UNFIT):
-                    self._recorder.attempt_failed(journey)
                 journey.ranked = served
                 self._metrics.retries.labels(error.failure.value).inc()
-                if error.failure in (Failure.REFUSED, Failure.UNFIT):
-                    self._note_refusal(journey, ranked, error)
+                if is_refusal:
+                    self._note_refusal(journey, error)
                     continue
-                failed.add(ranked.route.replica_id)
                 failures, failed_at_s = failures + 1, self._clock()
-                self._ill(ranked)
                 is_paid = error.failure is Failure.GONE
                 if failures >= self._config.attempts_max or not (is_paid or self._may_retry()):
                     raise ApiError(
@@ -164,16 +163,33 @@ class Corridor:
                         retry_after_s=1.0,
                     ) from error
 
-    def _note_refusal(self, journey: Journey, ranked: Ranked, error: AttemptFailed) -> None:
+    def _note_refusal(self, journey: Journey, error: AttemptFailed) -> None:
         """Remember who does not take this request; it cached nothing there."""
-        self._fleet.unsent(ranked.route, journey.sent, journey.asked.prefix_keys)
+        asked, journey.via = journey.via, None
+        assert asked is not None
+        self._fleet.unsent(asked.route, journey.sent, journey.asked.prefix_keys)
         if error.failure is Failure.UNFIT:
-            journey.unfit.add(ranked.route.replica_id)
+            journey.unfit.add(asked.route.replica_id)
         elif error.refused == headers.QUEUED and journey.may_be_turned_away:
             # Its load is known now: it may still be the best, but hardly is.
             journey.turned_away += 1
         else:
-            journey.refused.add(ranked.route.replica_id)
+            journey.refused.add(asked.route.replica_id)
+
+    def _blame(self, journey: Journey) -> None:
+        """An attempt broke: leave whom it was sent to alone.
+
+        Where that one passed it on, both are, but neither is ill: which of them broke is not known.
+        """
+        asked, exchange = journey.via, journey.exchange
+        assert asked is not None and exchange is not None
+        self._recorder.attempt_failed(journey)
+        journey.via = None
+        journey.failed.add(asked.route.replica_id)
+        if exchange.head is not None and exchange.head.passed:
+            journey.failed.add(exchange.head.passed)
+        elif cause := self._fleet.failed(asked.route):
+            self._metrics.ejections.labels(cause).inc()
 
     def _rank(self, journey: Journey) -> Routes:
         asked = journey.asked
@@ -194,11 +210,6 @@ class Corridor:
         if not routes and drawn.may_return:
             routes = rank(view, ask, journey.left_alone)
         return routes
-
-    def _ill(self, ranked: Ranked) -> None:
-        cause = self._fleet.failed(ranked.route)
-        if cause:
-            self._metrics.ejections.labels(cause).inc()
 
     def let_go(self, node_id: NodeId, since_s: float) -> None:
         """A node is gone, and silent `since_s`: let who waits for it go elsewhere."""
@@ -237,7 +248,7 @@ class Corridor:
     def _ask(self, journey: Journey, ranked: Ranked, routes: Routes) -> Exchange:
         """Send to one replica."""
         asked, route = journey.asked, ranked.route
-        journey.via = route.replica_id
+        journey.via = ranked
         self._book(journey, ranked)
         journey.picked_at_s = self._clock()
         patience_s = self._config.first_byte_timeout_s
@@ -270,7 +281,9 @@ class Corridor:
         now_s = self._clock()
         if exchange.is_stream:
             exchange.wait(self._config.stream_idle_timeout_s)
-            self._fleet.first_token(ranked, 1000 * (now_s - journey.picked_at_s), reservation)
+            journey.token_at_s, journey.took_ms = now_s, 1000 * (now_s - journey.picked_at_s)
+            journey.said_before = journey.said.tokens
+            self._fleet.first_token(ranked, journey.took_ms, reservation)
             if journey.first_token_at_s is None:
                 journey.first_token_at_s = now_s
 
@@ -342,8 +355,8 @@ class Corridor:
         frames = journey.frames
         assert frames is not None
         while True:
-            exchange, ranked = journey.exchange, journey.ranked
-            assert exchange is not None and ranked is not None
+            exchange = journey.exchange
+            assert exchange is not None
             client.reads_from(exchange)
             try:
                 await exchange.flow(client)
@@ -355,11 +368,7 @@ class Corridor:
                 raise AttemptFailed(Failure.ERROR, frames.reason or "an engine's error")
             except AttemptFailed as failure:
                 client.reads_from(None)
-                self._recorder.attempt_failed(journey)
-                journey.failed |= {journey.via, ranked.route.replica_id}
-                # Where it was passed on, it is not known which of the two broke.
-                if journey.via == ranked.route.replica_id:
-                    self._ill(ranked)
+                self._blame(journey)
                 if not self._prepare_to_go_on(journey, client):
                     raise failure
             if frames.is_done:

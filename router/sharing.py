@@ -17,18 +17,11 @@ PROMPTS_MAX: Final = 256
 
 
 class Prompt(msgspec.Struct, frozen=True, array_like=True):
-    """One prompt that a replica has read: its keys, with where their blocks end, and its size."""
+    """One prompt that a replica has read."""
 
     deployment_id: DeploymentId
     replica_id: ReplicaId
-    keys: tuple[int, ...]
-    ends: tuple[int, ...]
-    size: int
-
-    @property
-    def prefix_keys(self) -> PrefixKeys:
-        """The chain as the index takes it."""
-        return PrefixKeys(self.keys, self.ends, self.size)
+    prefix_keys: PrefixKeys
 
 
 class Prompts(msgspec.Struct, frozen=True, tag="prompts"):
@@ -50,8 +43,7 @@ class Outbox:
     ) -> None:
         """A prompt was answered: keep it where anything of it was new there."""
         if self.is_open and keys.keys and round(sent.share * keys.size) < keys.ends[-1]:
-            row = (tuple(keys.keys), tuple(keys.ends), keys.size)
-            self._rows.append(Prompt(deployment_id, replica_id, *row))
+            self._rows.append(Prompt(deployment_id, replica_id, keys))
 
     def take(self) -> tuple[Prompt, ...]:
         """Hand over what there is."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from itertools import islice
+from math import inf
 from typing import Final
 
 from isochrone.service.identity import Authority
@@ -22,8 +23,8 @@ from scheduler import metrics
 from scheduler.config import SchedulerConfig
 from scheduler.connected import Connected
 from scheduler.decide.admission import Admissions
+from scheduler.decide.liveness import Heard
 from scheduler.planner.process import Planner
-from scheduler.planner.questions import Heard
 from scheduler.store.known_nodes import KnownNodes
 from scheduler.store.lease import MARGIN_S, Lease
 from scheduler.store.nodes import read_assignment
@@ -89,6 +90,7 @@ class Acting:
         self._renewed_at = 0.0
         self._trusted_until = 0.0
         self._heard: dict[NodeId, float] = {}
+        self._back: dict[NodeId, float] = {}
         self._pulses: dict[NodeId, Pulse] = {}
 
     @property
@@ -118,8 +120,7 @@ class Acting:
             self.admissions = Admissions(self.config.admissions_per_s)
         self._lease = lease
         self._renewed_at = asked_at
-        trusted_until = asked_at + self.config.lease_ttl_s - MARGIN_S
-        self._trusted_until = max(self._trusted_until, trusted_until)
+        self.kept(lease, asked_at)
         metrics.ACTING.set(1)
         metrics.EPOCH.set(lease.epoch)
         if is_new:
@@ -153,6 +154,7 @@ class Acting:
         for role in PeerRole:
             metrics.PEERS.labels(role.value).set(0)
         self._heard.clear()
+        self._back.clear()
         self._pulses.clear()
         async with asyncio.TaskGroup() as tasks:
             for peer in peers:
@@ -235,6 +237,16 @@ class Acting:
                     )
                 )
 
+    async def tell_assignments(self, node_ids: Iterable[str]) -> int:
+        """Tell nodes what they should run, those that have said what they do; return how many."""
+        told = 0
+        for node_id in node_ids:
+            peer = self.agent(NodeId(node_id))
+            if peer is not None and peer.has_reported:
+                await self.send_assignment(peer)
+                told += 1
+        return told
+
     @contextmanager
     def owing(self, node_ids: Iterable[NodeId]) -> Iterator[None]:
         """Have nodes told what to run after their next report, should this end in an error: what
@@ -249,11 +261,19 @@ class Acting:
 
     def heard(self) -> Heard:
         """Return what this process alone knows of the fleet, for who decides."""
-        return Heard(acting_for_s=self.acting_for_s, silent_s=self.silent_s())
+        now = self.clock()
+        return Heard(
+            acting_for_s=self.acting_for_s,
+            silent_s={node_id: now - at for node_id, at in self._heard.items()},
+            back_s={node_id: now - at for node_id, at in self._back.items()},
+        )
 
     def heard_from(self, node_id: NodeId, pulse: Pulse | None = None) -> None:
         """Note a sign of life; a pulse also waits to be written."""
-        self._heard[node_id] = self.clock()
+        now = self.clock()
+        if now - self._heard.get(node_id, now) >= self.config.liveness.lost_after_s:
+            self._back[node_id] = now
+        self._heard[node_id] = now
         if pulse is not None and len(self._pulses) < PULSES_BUFFERED_MAX:
             self._pulses[node_id] = pulse
 
@@ -266,14 +286,13 @@ class Acting:
         names = list(islice(self._pulses, PULSES_WRITTEN_MAX))
         return [self._pulses.pop(name) for name in names]
 
-    def silent_s(self) -> dict[NodeId, float]:
-        """Return how long each node heard by this process has been silent."""
-        now = self.clock()
-        return {node_id: now - at for node_id, at in self._heard.items()}
+    def silent_s(self, node_id: NodeId) -> float:
+        """Return for how long a node has been silent to this process; inf where it never spoke."""
+        return self.clock() - self._heard.get(node_id, -inf)
 
 
 def now() -> datetime:
-    """Return the wall clock, for certificates alone."""
+    """Return the wall clock: for certificates, and for what is past its keeping."""
     return datetime.now(UTC)
 
 

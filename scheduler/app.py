@@ -199,7 +199,7 @@ def _note_held(held: Held) -> None:
             "cpu_ms": round(1000 * held.cpu_s),
             "garbage_ms": round(1000 * held.garbage_s),
             "by": held.by,
-            "at": held.at,
+            "where": held.at,
         }
         log.warning("event loop held up", extra={"fields": fields})
 
@@ -277,3 +277,6 @@ def _load_authority(config: SchedulerConfig) -> Authority:
         return Authority.load(config.authority)
     except IdentityError as error:
         raise ConfigError(str(error)) from error
+    except OSError as error:
+        why = error.strerror or error
+        raise ConfigError(f"cannot use the authority in {config.authority}: {why}") from error

@@ -1,7 +1,7 @@
 """What every test may ask for: a real Postgres, and a fresh database in it."""
 
 import secrets
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Generator, Iterator
 from pathlib import Path
 
 import asyncpg
@@ -10,6 +10,16 @@ import pytest
 from scheduler.store.migrate import migrate
 from scheduler.store.pool import Pool, open_pool
 from tests.postgres import Server, start_server, stop_server
+from tests.system.harness import STANDING
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Show with a test that failed what the parts of the fleet it was given had to say."""
+    report = yield
+    if report.failed:
+        report.sections += [("Fleet's last words", fleet.last_words()) for fleet in STANDING]
+    return report
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-SETTLE_S = 5.0
+SETTLE_S = 30.0
 CUTS_MAX = 500
 
 _at: "ContextVar[_Cut | None]" = ContextVar("cut", default=None)

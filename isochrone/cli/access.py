@@ -9,6 +9,7 @@ from isochrone.cli.chat import stream_chat
 from isochrone.cli.client import segment
 from isochrone.cli.context import Context
 from isochrone.cli.output import chatter, show_one, show_rows
+from isochrone.cli.plain import asks
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -108,13 +109,7 @@ def _as_limited(row: dict[str, Any]) -> dict[str, Any]:
     return {**row, "limits": limits, "tokens_today": row["tokens_today"] if is_counted else None}
 
 
-@keys.command("revoke")
-@click.argument("key_id")
-@click.pass_obj
-def keys_revoke(obj: Context, key_id: str) -> None:
-    """Revoke a key for good."""
-    obj.api.ask("DELETE", f"/v1/keys/{segment(key_id)}")
-    chatter.print(f"revoked {key_id}")
+asks(keys, "revoke", "DELETE", "/v1/keys/{key_id}", "Revoke a key for good.", "revoked {}")
 
 
 @click.command()

@@ -7,7 +7,8 @@ import click
 
 from isochrone.cli.client import segment
 from isochrone.cli.context import Context
-from isochrone.cli.output import chatter, show_one, show_rows
+from isochrone.cli.output import show_one, show_rows
+from isochrone.cli.plain import asks, lists
 
 
 @click.command()
@@ -20,15 +21,6 @@ def status(obj: Context) -> None:
 @click.group()
 def pops() -> None:
     """Manage PoPs (sites in cities)."""
-
-
-@pops.command("list")
-@click.pass_obj
-def pops_list(obj: Context) -> None:
-    """List PoPs."""
-    show_rows(
-        obj.api.list("/v1/pops"), ["pop", "city", "country", "latitude", "longitude"], obj.output
-    )
 
 
 @pops.command("add")
@@ -44,15 +36,6 @@ def pops_add(
     """Create or change a PoP, named by IATA code in lower case."""
     body = {"city": city, "country": country, "latitude": latitude, "longitude": longitude}
     show_one(obj.api.ask("PUT", f"/v1/pops/{segment(pop)}", body), obj.output)
-
-
-@pops.command("delete")
-@click.argument("pop")
-@click.pass_obj
-def pops_delete(obj: Context, pop: str) -> None:
-    """Delete an empty PoP."""
-    obj.api.ask("DELETE", f"/v1/pops/{segment(pop)}")
-    chatter.print(f"deleted {pop}")
 
 
 @click.group()
@@ -79,55 +62,6 @@ def _devices(rows: list[dict[str, Any]]) -> dict[str, int]:
     return dict(Counter(row["device_class"] for row in rows))
 
 
-@nodes.command("show")
-@click.argument("node")
-@click.pass_obj
-def nodes_show(obj: Context, node: str) -> None:
-    """Show a node with its devices."""
-    show_one(obj.api.ask("GET", f"/v1/nodes/{segment(node)}"), obj.output)
-
-
-@nodes.command("delete")
-@click.argument("node")
-@click.pass_obj
-def nodes_delete(obj: Context, node: str) -> None:
-    """Delete a node that is gone and holds no replica. Its certificates are revoked."""
-    obj.api.ask("DELETE", f"/v1/nodes/{segment(node)}")
-    chatter.print(f"deleted {node}")
-
-
-@nodes.command("drain")
-@click.argument("node")
-@click.pass_obj
-def nodes_drain(obj: Context, node: str) -> None:
-    """Move a node's replicas elsewhere."""
-    show_one(obj.api.ask("POST", f"/v1/nodes/{segment(node)}/drain"), obj.output)
-
-
-@nodes.command("undrain")
-@click.argument("node")
-@click.pass_obj
-def nodes_undrain(obj: Context, node: str) -> None:
-    """Let a drained node take replicas again."""
-    show_one(obj.api.ask("POST", f"/v1/nodes/{segment(node)}/undrain"), obj.output)
-
-
-@nodes.command("revoke")
-@click.argument("node")
-@click.pass_obj
-def nodes_revoke(obj: Context, node: str) -> None:
-    """Shut a node out for good."""
-    show_one(obj.api.ask("POST", f"/v1/nodes/{segment(node)}/revoke"), obj.output)
-
-
-@nodes.command("readmit")
-@click.argument("node")
-@click.pass_obj
-def nodes_readmit(obj: Context, node: str) -> None:
-    """Let a revoked node join again; its old certificates stay refused."""
-    show_one(obj.api.ask("POST", f"/v1/nodes/{segment(node)}/readmit"), obj.output)
-
-
 @nodes.command("join-token")
 @click.argument("pop")
 @click.option("--role", type=click.Choice(["agent", "router"]), default="agent")
@@ -151,30 +85,43 @@ def nodes_join_token(
 
 @click.command()
 @click.argument("name")
-@click.option("--role", type=click.Choice(["agent", "router"]), default="agent")
+@click.option("--role", type=click.Choice(["agent", "router"]), required=True)
 @click.option("--serial", default="", help="One certificate, in hex (default: all of this name).")
 @click.option("--reason", default="")
 @click.pass_obj
 def revoke(obj: Context, name: str, role: str, serial: str, reason: str) -> None:
-    """Revoke a peer's certificates.
-
-    From now on, and its conversation with the scheduler is cut.
-    """
+    """Revoke a peer's certificates. Its connection to the scheduler is cut at once."""
     body = {"role": role, "name": name, "serial": serial, "reason": reason}
     show_one(obj.api.ask("POST", "/v1/revocations", body), obj.output)
 
 
-@click.command()
-@click.pass_obj
-def revocations(obj: Context) -> None:
-    """List revoked certificates and names."""
-    columns = ["role", "name", "serial", "at", "reason"]
-    show_rows(obj.api.list("/v1/revocations"), columns, obj.output)
+routers = lists(
+    "routers",
+    "/v1/routers",
+    ["router_id", "pop", "silent_s", "generation", "revoked"],
+    "List routers.",
+)
+revocations = lists(
+    "revocations",
+    "/v1/revocations",
+    ["role", "name", "serial", "at", "reason"],
+    "List revoked certificates and names.",
+)
+pops.add_command(
+    lists("list", "/v1/pops", ["pop", "city", "country", "latitude", "longitude"], "List PoPs.")
+)
+asks(pops, "delete", "DELETE", "/v1/pops/{pop}", "Delete an empty PoP.", "deleted {}")
 
-
-@click.command()
-@click.pass_obj
-def routers(obj: Context) -> None:
-    """List routers."""
-    columns = ["router_id", "pop", "silent_s", "generation", "revoked"]
-    show_rows(obj.api.list("/v1/routers"), columns, obj.output)
+NODE: Final = "/v1/nodes/{node}"
+asks(nodes, "show", "GET", NODE, "Show a node with its devices.")
+asks(nodes, "drain", "POST", f"{NODE}/drain", "Move a node's replicas elsewhere.")
+asks(nodes, "undrain", "POST", f"{NODE}/undrain", "Let a drained node take replicas again.")
+asks(nodes, "revoke", "POST", f"{NODE}/revoke", "Shut a node out for good.")
+asks(
+    nodes, "readmit", "POST", f"{NODE}/readmit",
+    "Let a revoked node join again; its old certificates stay refused.",
+)  # fmt: skip
+asks(
+    nodes, "delete", "DELETE", NODE,
+    "Delete a node that is gone and holds no replica. Its certificates are revoked.", "deleted {}",
+)  # fmt: skip

@@ -1,13 +1,14 @@
 """Commands for rollouts: start one, watch it, pause, resume or abort it."""
 
-from typing import Any
+from typing import Any, Final
 
 import click
 
 from isochrone.cli.client import segment
 from isochrone.cli.context import Context
 from isochrone.cli.engine import engine_of, engine_options
-from isochrone.cli.output import chatter, show_one, show_rows
+from isochrone.cli.output import show_one, show_rows
+from isochrone.cli.plain import asks
 
 
 @click.group()
@@ -54,43 +55,6 @@ def rollouts_list(obj: Context, deployment: str | None) -> None:
     show_rows(obj.api.list("/v1/rollouts", query), columns, obj.output)
 
 
-@rollouts.command("show")
-@click.argument("rollout")
-@click.pass_obj
-def rollouts_show(obj: Context, rollout: str) -> None:
-    """Show a rollout and its measurements."""
-    show_one(obj.api.ask("GET", f"/v1/rollouts/{segment(rollout)}"), obj.output)
-
-
-@rollouts.command("pause")
-@click.argument("rollout")
-@click.pass_obj
-def rollouts_pause(obj: Context, rollout: str) -> None:
-    """Pause a rollout at its step. It still reverts if the new version does harm."""
-    _tell(obj, rollout, "pause")
-
-
-@rollouts.command("resume")
-@click.argument("rollout")
-@click.pass_obj
-def rollouts_resume(obj: Context, rollout: str) -> None:
-    """Resume a paused rollout."""
-    _tell(obj, rollout, "resume")
-
-
-@rollouts.command("abort")
-@click.argument("rollout")
-@click.pass_obj
-def rollouts_abort(obj: Context, rollout: str) -> None:
-    """Abort a rollout: every request goes to the old version."""
-    _tell(obj, rollout, "abort")
-
-
-def _tell(obj: Context, rollout: str, deed: str) -> None:
-    row = obj.api.ask("POST", f"/v1/rollouts/{segment(rollout)}/{deed}")
-    chatter.print(f"{rollout} is {row['state']}")
-
-
 def _step(text: str) -> dict[str, Any]:
     percent, _, pops = text.partition("@")
     try:
@@ -102,3 +66,16 @@ def _step(text: str) -> dict[str, Any]:
             f"cannot read the step {text!r}: give a percentage, as 5 or 5@ams,fra"
         ) from error
     return {"share": share, "pops": [pop for pop in pops.split(",") if pop]}
+
+
+ROLLOUT: Final = "/v1/rollouts/{rollout}"
+asks(rollouts, "show", "GET", ROLLOUT, "Show a rollout and its measurements.")
+asks(
+    rollouts, "pause", "POST", f"{ROLLOUT}/pause",
+    "Pause a rollout at its step. It still reverts if the new version does harm.", "{} is {state}",
+)  # fmt: skip
+asks(rollouts, "resume", "POST", f"{ROLLOUT}/resume", "Resume a paused rollout.", "{} is {state}")
+asks(
+    rollouts, "abort", "POST", f"{ROLLOUT}/abort",
+    "Abort a rollout: every request goes to the old version.", "{} is {state}",
+)  # fmt: skip

@@ -12,6 +12,7 @@ from isochrone.cli.context import Context
 from isochrone.cli.engine import engine_of, engine_options
 from isochrone.cli.manifest import artifact_of, facts_of
 from isochrone.cli.output import chatter, show_one, show_rows
+from isochrone.cli.plain import asks, lists
 
 WAIT_INTERVAL_S: Final = 0.5
 PLACEMENT_COLUMNS: Final = [
@@ -99,13 +100,10 @@ def models_add(
     chatter.print(f"added {model}: {len(artifact.files)} files, {artifact.size_bytes >> 20} MiB")
 
 
-@models.command("delete")
-@click.argument("model")
-@click.pass_obj
-def models_delete(obj: Context, model: str) -> None:
-    """Delete a model that no deployment serves."""
-    obj.api.ask("DELETE", f"/v1/models/{segment(model)}")
-    chatter.print(f"deleted {model}")
+asks(
+    models, "delete", "DELETE", "/v1/models/{model}",
+    "Delete a model that no deployment serves.", "deleted {}",
+)  # fmt: skip
 
 
 def price_of(text: str) -> dict[str, float]:
@@ -202,29 +200,14 @@ def deployments() -> None:
     """List, show and delete deployments (see also `deploy`)."""
 
 
-@deployments.command("list")
-@click.pass_obj
-def deployments_list(obj: Context) -> None:
-    """List deployments."""
-    columns = ["deployment_id", "name", "model_id", "version", "replicas", "unmet"]
-    show_rows(obj.api.list("/v1/deployments"), columns, obj.output)
-
-
-@deployments.command("show")
-@click.argument("deployment")
-@click.pass_obj
-def deployments_show(obj: Context, deployment: str) -> None:
-    """Show a deployment."""
-    show_one(obj.api.ask("GET", f"/v1/deployments/{segment(deployment)}"), obj.output)
-
-
-@deployments.command("delete")
-@click.argument("deployment")
-@click.pass_obj
-def deployments_delete(obj: Context, deployment: str) -> None:
-    """Delete a deployment; its replicas drain."""
-    obj.api.ask("DELETE", f"/v1/deployments/{segment(deployment)}")
-    chatter.print(f"{deployment} is ending")
+DEPLOYMENT: Final = "/v1/deployments/{deployment}"
+DEPLOYED: Final = ["deployment_id", "name", "model_id", "version", "replicas", "unmet"]
+deployments.add_command(lists("list", "/v1/deployments", DEPLOYED, "List deployments."))
+asks(deployments, "show", "GET", DEPLOYMENT, "Show a deployment.")
+asks(
+    deployments, "delete", "DELETE", DEPLOYMENT,
+    "Delete a deployment; its replicas drain.", "{} is ending",
+)  # fmt: skip
 
 
 @click.command()
@@ -250,7 +233,11 @@ def explain(obj: Context, words: tuple[str, ...]) -> None:
         show_one(answer, obj.output)
         return
     for title, rows, columns in (
-        ("here", answer["here"], ["replica_id", "node_id", "pop", "state", "reason"]),
+        (
+            "here",
+            answer["here"],
+            ["replica_id", "node_id", "pop", "state", "state_reason", "reason"],
+        ),
         ("elsewhere", answer["elsewhere"], ["node_id", "pop", "feasible", "reason"]),
         ("cities", answer["cities"], ["pop", "requests_per_s", "load", "nearest_pop", "rtt_ms"]),
     ):

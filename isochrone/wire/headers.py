@@ -171,10 +171,6 @@ def _is_count(value: str) -> bool:
 
 def parse_tokens(value: str) -> tuple[int, int] | None:
     """Read (prompt tokens, output tokens) as the router estimates them: `p=120;o=64`."""
-    prompt, separator, output = value.partition(";o=")
+    prompt, _, output = value.partition(";o=")
     prompt = prompt.removeprefix("p=")
-    if not separator or not (prompt.isascii() and prompt.isdigit() and len(prompt) <= 12):
-        return None
-    if not (output.isascii() and output.isdigit() and len(output) <= 12):
-        return None
-    return int(prompt), int(output)
+    return (int(prompt), int(output)) if _is_count(prompt) and _is_count(output) else None

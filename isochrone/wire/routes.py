@@ -5,7 +5,7 @@ the next; a gap is answered by asking for a snapshot. `apply_delta(old, diff(old
 """
 
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -148,62 +148,50 @@ class SnapshotWanted(msgspec.Struct, frozen=True, kw_only=True, tag="snapshot_wa
 
 
 V = TypeVar("V")
-K = TypeVar("K", bound=str)
+
+
+_PARTS: Final[dict[str, tuple[str, Callable[[Any], str]]]] = {
+    "pops": ("pops", lambda pop: pop.pop),
+    "deployments": ("deployments", lambda entry: entry.deployment_id),
+    "routes": ("routes", lambda route: route.replica_id),
+    "keys": ("keys", lambda key: key.key_id),
+    "keys_revoked": ("revoked", lambda key_id: key_id),
+}
+"""The parts of a table: what a delta calls each, and what names a value of it."""
 
 
 def diff(old: RouteTable, new: RouteTable) -> RouteDelta:
     """Return what changed from `old` to `new`."""
-    pops_set, pops_gone = _changes(old.pops, new.pops, lambda pop: pop.pop)
-    deployments_set, deployments_gone = _changes(
-        old.deployments, new.deployments, lambda entry: entry.deployment_id
-    )
-    routes_set, routes_gone = _changes(old.routes, new.routes, lambda route: route.replica_id)
-    keys_set, keys_gone = _changes(old.keys, new.keys, lambda key: key.key_id)
-    revoked_set, revoked_gone = _changes(old.keys_revoked, new.keys_revoked, lambda key_id: key_id)
+    changes: dict[str, Any] = {}
+    for part, (word, name) in _PARTS.items():
+        changed, gone = _changes(getattr(old, part), getattr(new, part), name)
+        changes |= {f"{word}_set": changed, f"{word}_gone": gone}
     return RouteDelta(
         cluster_id=new.cluster_id,
         base=old.generation,
         generation=new.generation,
         epoch=new.epoch,
-        pops_set=pops_set,
-        pops_gone=pops_gone,
-        deployments_set=deployments_set,
-        deployments_gone=deployments_gone,
-        routes_set=routes_set,
-        routes_gone=routes_gone,
-        keys_set=keys_set,
-        keys_gone=keys_gone,
-        revoked_set=revoked_set,
-        revoked_gone=revoked_gone,
+        **changes,
     )
 
 
 def apply_delta(table: RouteTable, delta: RouteDelta) -> RouteTable:
     """Return the table after `delta`, whose `base` the caller has held against its generation."""
+    parts: dict[str, Any] = {}
+    for part, (word, name) in _PARTS.items():
+        after = {name(value): value for value in getattr(table, part)}
+        for gone in getattr(delta, f"{word}_gone"):
+            after.pop(gone, None)
+        after.update((name(value), value) for value in getattr(delta, f"{word}_set"))
+        parts[part] = tuple(value for _, value in sorted(after.items()))
     return RouteTable(
-        cluster_id=table.cluster_id,
-        generation=delta.generation,
-        epoch=delta.epoch,
-        pops=_changed(table.pops, delta.pops_set, delta.pops_gone, lambda pop: pop.pop),
-        deployments=_changed(
-            table.deployments,
-            delta.deployments_set,
-            delta.deployments_gone,
-            lambda entry: entry.deployment_id,
-        ),
-        routes=_changed(
-            table.routes, delta.routes_set, delta.routes_gone, lambda route: route.replica_id
-        ),
-        keys=_changed(table.keys, delta.keys_set, delta.keys_gone, lambda key: key.key_id),
-        keys_revoked=_changed(
-            table.keys_revoked, delta.revoked_set, delta.revoked_gone, lambda key_id: key_id
-        ),
+        cluster_id=table.cluster_id, generation=delta.generation, epoch=delta.epoch, **parts
     )
 
 
 def _changes(
-    old: Iterable[V], new: Iterable[V], name: Callable[[V], K]
-) -> tuple[tuple[V, ...], tuple[K, ...]]:
+    old: Iterable[V], new: Iterable[V], name: Callable[[V], str]
+) -> tuple[tuple[V, ...], tuple[str, ...]]:
     if old is new:
         return (), ()
     before = {name(value): value for value in old}
@@ -216,13 +204,3 @@ def _changes(
     )
     gone = tuple(sorted(key for key in before if key not in after))
     return changed, gone
-
-
-def _changed(
-    values: Iterable[V], changed: Iterable[V], gone: Iterable[K], name: Callable[[V], K]
-) -> tuple[V, ...]:
-    after = {name(value): value for value in values}
-    for key in gone:
-        after.pop(key, None)
-    after.update((name(value), value) for value in changed)
-    return tuple(value for _, value in sorted(after.items()))

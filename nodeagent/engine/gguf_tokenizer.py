@@ -16,6 +16,7 @@ from tokenizers import (
 
 from nodeagent.engine.checkpoint.gguf_header import Strings
 from nodeagent.engine.models.shape import CheckpointError
+from nodeagent.engine.vocabulary import Vocabulary, try_out
 
 _CONTROL: Final = 3
 _USER_DEFINED: Final = 4
@@ -28,103 +29,115 @@ _LLAMA3_SPLIT: Final = (
 _QWEN2_SPLIT: Final = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
 
 
-class GgufTokenizer:
-    """The tokenizer, and the tokens that begin and end a text."""
+def vocabulary_of_gguf(path: Path, metadata: dict[str, Any]) -> Vocabulary:
+    """Build the vocabulary that the metadata describes."""
+    kind = metadata.get("tokenizer.ggml.model")
+    if kind not in ("gpt2", "llama"):
+        raise CheckpointError(
+            f"cannot load {path}: tokenizer {kind!r}, byte-level BPE (gpt2) and SentencePiece"
+            " (llama) are supported; use the model's Hugging Face folder"
+        )
+    byte_level, told = kind == "gpt2", _Told(path, metadata)
+    tokens = told.tokens
+    types = metadata.get("tokenizer.ggml.token_type") or []
+    if not isinstance(types, list) or len(types) not in (0, len(tokens)):
+        raise CheckpointError(
+            f"cannot load {path}: token types {types!r:.100} for {len(tokens)} tokens"
+        )
+    tokenizer = _byte_level(told) if byte_level else _sentencepiece(told)
+    special_ids = [at for at, type_ in enumerate(types) if type_ == _CONTROL]
+    added = [tokens[at] for at, type_ in enumerate(types) if type_ == _USER_DEFINED]
+    special = [AddedToken(tokens[at], special=True, normalized=False) for at in special_ids]
+    tokenizer.add_special_tokens(special)
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in added])
+    bos = told.token_at(metadata.get("tokenizer.ggml.bos_token_id"))
+    # SentencePiece's models expect their beginning unless told otherwise, others do not.
+    expected = not byte_level or metadata.get("tokenizer.ggml.pre") == "llama-bpe"
+    if bos and metadata.get("tokenizer.ggml.add_bos_token", expected):
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=[bos, "$A"], special_tokens=[(bos, tokenizer.token_to_id(bos))]
+        )
+    try_out(path, tokenizer)
+    ends = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    eos, *_ = [told.token_at(token) for token in ends]
+    template = metadata.get("tokenizer.chat_template")
+    return Vocabulary(
+        tokenizer=tokenizer,
+        byte_level=byte_level,
+        stop_ids=frozenset(token for token in ends if token is not None),
+        special_ids=frozenset(special_ids),
+        chat_template=template if isinstance(template, str) else None,
+        bos_token=bos,
+        eos_token=eos,
+    )
+
+
+class _Told:
+    """The metadata, with what several parts of a tokenizer need of it."""
 
     def __init__(self, path: Path, metadata: dict[str, Any]) -> None:
-        self._path = path
-        self._metadata = metadata
-        kind = metadata.get("tokenizer.ggml.model")
-        if kind not in ("gpt2", "llama"):
-            raise CheckpointError(
-                f"cannot load {path}: tokenizer {kind!r}, byte-level BPE (gpt2) and SentencePiece"
-                " (llama) are supported; use the model's Hugging Face folder"
-            )
-        self.byte_level = kind == "gpt2"
-        self._tokens = self._strings("tokenizer.ggml.tokens")
-        types = metadata.get("tokenizer.ggml.token_type") or []
-        if not isinstance(types, list) or len(types) not in (0, len(self._tokens)):
-            raise CheckpointError(
-                f"cannot load {path}: token types {types!r:.100} for {len(self._tokens)} tokens"
-            )
-        self.special_ids = frozenset(at for at, type_ in enumerate(types) if type_ == _CONTROL)
-        self.tokenizer = self._byte_level() if self.byte_level else self._sentencepiece()
-        self._add(sorted(self.special_ids), special=True)
-        self._add([at for at, type_ in enumerate(types) if type_ == _USER_DEFINED], special=False)
-        self.bos = self._token_at(metadata.get("tokenizer.ggml.bos_token_id"))
-        ends = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-        self.eos, *_ = [self._token_at(token) for token in ends]
-        self.stop_ids = frozenset(token for token in ends if token is not None)
-        # SentencePiece's models expect their beginning unless told otherwise, others do not.
-        expected = not self.byte_level or metadata.get("tokenizer.ggml.pre") == "llama-bpe"
-        if self.bos and metadata.get("tokenizer.ggml.add_bos_token", expected):
-            self.tokenizer.post_processor = processors.TemplateProcessing(
-                single=[self.bos, "$A"],
-                special_tokens=[(self.bos, self.tokenizer.token_to_id(self.bos))],
-            )
+        self.path = path
+        self.metadata = metadata
+        self.tokens = self.strings("tokenizer.ggml.tokens")
 
-    def _byte_level(self) -> Tokenizer:
-        kind = self._metadata.get("tokenizer.ggml.pre", "default")
-        merges = [_pair(merge) for merge in self._strings("tokenizer.ggml.merges")]
-        tokenizer = self._bpe(merges=merges, ignore_merges=kind == "llama-bpe")
-        tokenizer.pre_tokenizer = _pre_tokenizer(self._path, kind)
-        tokenizer.decoder = decoders.ByteLevel()
-        if kind == "qwen2":
-            tokenizer.normalizer = normalizers.NFC()
-        return tokenizer
+    def strings(self, key: str) -> list[str]:
+        value = self.metadata.get(key)
+        if not isinstance(value, Strings) or not value.ends:
+            raise CheckpointError(f"cannot load {self.path}: {key} is missing")
+        return value.read()
 
-    def _sentencepiece(self) -> Tokenizer:
-        scores = self._metadata.get("tokenizer.ggml.scores")
-        if not isinstance(scores, list) or len(scores) != len(self._tokens):
-            raise CheckpointError(f"cannot load {self._path}: not a score for each token")
-        unknown = self._token_at(self._metadata.get("tokenizer.ggml.unknown_token_id"))
-        tokenizer = self._bpe(
-            merges=_merges(self._tokens, scores),
-            unk_token=unknown or None,
-            fuse_unk=True,
-            byte_fallback=True,
-        )
-        steps: list[Any] = [normalizers.Replace(" ", _SPACE)]
-        if self._metadata.get("tokenizer.ggml.add_space_prefix", True):
-            steps.insert(0, normalizers.Prepend(_SPACE))
-        tokenizer.normalizer = normalizers.Sequence(steps)
-        tokenizer.decoder = decoders.Sequence(
-            [
-                decoders.Replace(_SPACE, " "),
-                decoders.ByteFallback(),
-                decoders.Fuse(),
-                decoders.Strip(" ", 1, 0),
-            ]
-        )
-        return tokenizer
+    def token_at(self, token: Any) -> str:
+        if token is None:
+            return ""
+        if type(token) is not int or not 0 <= token < len(self.tokens):
+            raise CheckpointError(f"cannot load {self.path}: token id {token!r} is out of range")
+        return self.tokens[token]
 
-    def _bpe(self, **options: Any) -> Tokenizer:
-        vocabulary = {token: number for number, token in enumerate(self._tokens)}
-        if len(vocabulary) != len(self._tokens):
-            raise CheckpointError(f"cannot load {self._path}: tokens are there twice")
+    def bpe(self, **options: Any) -> Tokenizer:
+        vocabulary = {token: number for number, token in enumerate(self.tokens)}
+        if len(vocabulary) != len(self.tokens):
+            raise CheckpointError(f"cannot load {self.path}: tokens are there twice")
         try:
             return Tokenizer(models.BPE(vocab=vocabulary, **options))
         # The tokenizers package raises bare Exception and TypeError for tables that do not agree.
         except Exception as error:
-            raise CheckpointError(f"cannot load {self._path}: its tokenizer: {error}") from error
+            raise CheckpointError(f"cannot load {self.path}: its tokenizer: {error}") from error
 
-    def _add(self, ids: list[int], *, special: bool) -> None:
-        added = [AddedToken(self._tokens[at], special=special, normalized=False) for at in ids]
-        add = self.tokenizer.add_special_tokens if special else self.tokenizer.add_tokens
-        add(added)
 
-    def _strings(self, key: str) -> list[str]:
-        value = self._metadata.get(key)
-        if not isinstance(value, Strings) or not value.ends:
-            raise CheckpointError(f"cannot load {self._path}: {key} is missing")
-        return value.read()
+def _byte_level(told: _Told) -> Tokenizer:
+    kind = told.metadata.get("tokenizer.ggml.pre", "default")
+    merges = [_pair(merge) for merge in told.strings("tokenizer.ggml.merges")]
+    tokenizer = told.bpe(merges=merges, ignore_merges=kind == "llama-bpe")
+    tokenizer.pre_tokenizer = _pre_tokenizer(told.path, kind)
+    tokenizer.decoder = decoders.ByteLevel()
+    if kind == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()
+    return tokenizer
 
-    def _token_at(self, token: Any) -> str:
-        if token is None:
-            return ""
-        if type(token) is not int or not 0 <= token < len(self._tokens):
-            raise CheckpointError(f"cannot load {self._path}: token id {token!r} is out of range")
-        return self._tokens[token]
+
+def _sentencepiece(told: _Told) -> Tokenizer:
+    scores = told.metadata.get("tokenizer.ggml.scores")
+    if not isinstance(scores, list) or len(scores) != len(told.tokens):
+        raise CheckpointError(f"cannot load {told.path}: not a score for each token")
+    tokenizer = told.bpe(
+        merges=_merges(told.tokens, scores),
+        unk_token=told.token_at(told.metadata.get("tokenizer.ggml.unknown_token_id")) or None,
+        fuse_unk=True,
+        byte_fallback=True,
+    )
+    steps: list[Any] = [normalizers.Replace(" ", _SPACE)]
+    if told.metadata.get("tokenizer.ggml.add_space_prefix", True):
+        steps.insert(0, normalizers.Prepend(_SPACE))
+    tokenizer.normalizer = normalizers.Sequence(steps)
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace(_SPACE, " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return tokenizer
 
 
 def _pair(merge: str) -> tuple[str, str]:

@@ -11,9 +11,7 @@ import torch
 from torch._C._distributed_c10d import Store
 
 from isochrone.wire.engine import EngineConfig
-from nodeagent.engine.checkpoint.gguf import GgufFile
-from nodeagent.engine.checkpoint.opening import open_weights, read_vocabulary
-from nodeagent.engine.checkpoint.safetensors import SafetensorsFolder
+from nodeagent.engine.checkpoint.opening import Checkpoint, open_checkpoint
 from nodeagent.engine.decide.batching import Batching, Limits
 from nodeagent.engine.decide.blocks import Blocks
 from nodeagent.engine.decide.pace import Pace
@@ -66,7 +64,7 @@ def load(config: EngineConfig, crew: Crew | None = None) -> Loaded:
     """
     started_s = time.monotonic()
     dtype, split = DTYPES[config.dtype], split_of(config)
-    source, vocabulary, draft = open_weights(Path(config.model_path)), None, None
+    source, vocabulary, draft = open_checkpoint(Path(config.model_path)), None, None
     try:
         shape = source.shape
         if config.draft_path:
@@ -119,8 +117,8 @@ def load(config: EngineConfig, crew: Crew | None = None) -> Loaded:
     )
 
 
-def _vocabulary(config: EngineConfig, source: GgufFile | SafetensorsFolder) -> Vocabulary:
-    vocabulary = read_vocabulary(Path(config.model_path), source)
+def _vocabulary(config: EngineConfig, source: Checkpoint) -> Vocabulary:
+    vocabulary = source.vocabulary()
     if vocabulary.size > source.shape.vocabulary:
         raise CheckpointError(
             f"cannot load {config.model_path}: {vocabulary.size} tokens, but embeddings for"
@@ -152,7 +150,7 @@ def gather(config: EngineConfig, crew: Crew) -> Gathering | None:
 
 def open_share(
     config: EngineConfig,
-    source: SafetensorsFolder | GgufFile,
+    source: Checkpoint,
     ranks: Ranks,
     draft: DraftModel | Head | None = None,
 ) -> tuple[Runner, Ahead | None, Callable[[], None]]:
@@ -246,7 +244,7 @@ def _kv_blocks(
     return blocks
 
 
-def bytes_per_weight(config: EngineConfig, source: SafetensorsFolder | GgufFile) -> float:
+def bytes_per_weight(config: EngineConfig, source: Checkpoint) -> float:
     """Return what the device keeps of each weight, on the whole."""
     dtype, filed = DTYPES[config.dtype], source.filed_bits()
     keeping, _ = choose(config.device.partition(":")[0], dtype, config.quantisation == "file")
@@ -256,7 +254,7 @@ def bytes_per_weight(config: EngineConfig, source: SafetensorsFolder | GgufFile)
 
 def need_memory(
     config: EngineConfig,
-    source: SafetensorsFolder | GgufFile,
+    source: Checkpoint,
     rank: int,
     draft: DraftModel | Head | None = None,
 ) -> None:

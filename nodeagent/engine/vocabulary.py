@@ -11,10 +11,7 @@ from typing import Any, Final
 import msgspec
 from tokenizers import Tokenizer
 
-from nodeagent.engine.checkpoint.config import read_json
-from nodeagent.engine.checkpoint.gguf import GgufFile
-from nodeagent.engine.checkpoint.safetensors import SafetensorsFolder
-from nodeagent.engine.gguf_tokenizer import GgufTokenizer
+from nodeagent.engine.checkpoint.config import DecoderConfig, read_beside, read_json
 from nodeagent.engine.models.shape import CheckpointError
 
 _SPACE: Final = "\u2581"
@@ -89,6 +86,17 @@ def _byte_letters() -> dict[str, int]:
 _BYTE_OF_LETTER: Final = _byte_letters()
 
 
+def read_tokenizer(path: Path) -> Tokenizer:
+    """Read a tokenizer.json, or raise CheckpointError."""
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    # The tokenizers package raises bare Exception for a file it cannot use.
+    except Exception as error:
+        raise CheckpointError(f"cannot load {path}: {error}") from error
+    try_out(path, tokenizer)
+    return tokenizer
+
+
 def try_out(path: Path, tokenizer: Tokenizer) -> None:
     """Raise CheckpointError where the tokenizer fails at what every text may hold."""
     try:
@@ -96,22 +104,6 @@ def try_out(path: Path, tokenizer: Tokenizer) -> None:
     # The tokenizers package raises bare Exception for tables that do not agree with each other.
     except Exception as error:
         raise CheckpointError(f"cannot load {path}: its tokenizer: {error}") from error
-
-
-def vocabulary_of_gguf(path: Path, file: GgufFile) -> Vocabulary:
-    """Build the vocabulary that the metadata describes."""
-    described = GgufTokenizer(path, file.metadata)
-    try_out(path, described.tokenizer)
-    template = file.metadata.get("tokenizer.chat_template")
-    return Vocabulary(
-        tokenizer=described.tokenizer,
-        byte_level=described.byte_level,
-        stop_ids=described.stop_ids,
-        special_ids=described.special_ids,
-        chat_template=template if isinstance(template, str) else None,
-        bos_token=described.bos,
-        eos_token=described.eos,
-    )
 
 
 class _TokenizerConfig(msgspec.Struct):
@@ -129,23 +121,18 @@ class _TokenizerFile(msgspec.Struct):
     model: dict[str, Any] = {}
 
 
-def vocabulary_of_folder(folder: Path, weights: SafetensorsFolder) -> Vocabulary:
+def vocabulary_of_folder(folder: Path, config: DecoderConfig) -> Vocabulary:
     """Read tokenizer.json and tokenizer_config.json of a Hugging Face folder."""
     path = folder / "tokenizer.json"
     described: _TokenizerFile = read_json(path, _TokenizerFile)
     byte_level = '"ByteLevel"' in msgspec.json.encode(described.decoder).decode()
     if not byte_level and not described.model.get("byte_fallback"):
         raise CheckpointError(f"cannot load {path}: neither byte-level nor byte-fallback tokens")
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    # The tokenizers package raises bare Exception for a file it cannot use.
-    except Exception as error:
-        raise CheckpointError(f"cannot load {path}: {error}") from error
-    try_out(path, tokenizer)
-    settings = _optional(folder / "tokenizer_config.json", _TokenizerConfig)
+    tokenizer = read_tokenizer(path)
+    settings = read_beside(folder / "tokenizer_config.json", _TokenizerConfig)
     eos_token = _content(settings.eos_token)
-    stops = [weights.config.eos_token_id]
-    stops.append(_optional(folder / "generation_config.json", _GenerationConfig).eos_token_id)
+    generation = read_beside(folder / "generation_config.json", _GenerationConfig)
+    stops = [config.eos_token_id, generation.eos_token_id]
     stop_ids = {token for ids in stops for token in (ids if isinstance(ids, list) else [ids])}
     stop_ids.add(tokenizer.token_to_id(eos_token))
     added = tokenizer.get_added_tokens_decoder()
@@ -158,10 +145,6 @@ def vocabulary_of_folder(folder: Path, weights: SafetensorsFolder) -> Vocabulary
         bos_token=_content(settings.bos_token),
         eos_token=eos_token,
     )
-
-
-def _optional(path: Path, kind: type[Any]) -> Any:
-    return read_json(path, kind) if path.exists() else kind()
 
 
 def _content(token: str | dict[str, Any] | None) -> str:

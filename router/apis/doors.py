@@ -1,40 +1,39 @@
-"""Which path is whose: hot routes go straight to the corridor, all others to aiohttp within.
+"""Which path is whose: hot routes go to the corridor, all others to aiohttp within.
 
-Both come in at one port. A cold request is asked of an aiohttp server in this same process, over a
-pair of sockets that nobody else can reach: one parser stands before both, and aiohttp keeps
-everything in which a microsecond does not matter.
+Hot is what engines answer. Three surfaces offer it: OpenAI's as it is, and Responses and Workers AI
+translated, which is all that they have of their own.
 """
 
+import math
 import re
 from collections.abc import Awaitable
 from typing import Final
 
-from isochrone.wire.errors import ApiError, ErrorCode
-from isochrone.wire.headers import REQUEST_ID
-from isochrone.wire.ids import NodeId
+import msgspec
+
+from isochrone.wire import headers
+from isochrone.wire.errors import ApiError, ErrorCode, openai_error, openai_error_event
 from isochrone.wire.routes import KeyEntry
 from router.apis.openai.hot import READERS, OpenAiSurface
+from router.apis.request_ids import RequestIds
 from router.apis.responses.hot import PATH as RESPONSES
-from router.apis.responses.hot import ResponsesSurface
-from router.apis.workers_ai.hot import WorkersAiSurface
-from router.dataplane.exchange import AttemptFailed
+from router.apis.responses.hot import asked_by_response
+from router.apis.within import ask_cold
+from router.apis.workers_ai.hot import asked_by_run, model_of
+from router.apis.workers_ai.translate import error_envelope
+from router.asked import Asked
 from router.dataplane.http1 import Fields, lines_of
-from router.dataplane.message import Reply, Request
+from router.dataplane.message import Client, Reply, Request
 from router.dataplane.server import ClientConnection
 from router.dataplane.upstream import Upstream
+from router.metrics import Metrics
+from router.serve import Corridor
 
 HOT: Final = frozenset(READERS) | {RESPONSES}
-COLD: Final = NodeId("_cold")
-COLD_TIMEOUT_S: Final = 30.0
-COLD_BYTES_MAX: Final = 64 * 1024 * 1024
+REQUEST_ID: Final = headers.REQUEST_ID.encode()
 
 _OPENAI_OF_WORKERS_AI: Final = re.compile(r"^(?:/client/v4/accounts/[^/]{1,64})?/ai(/v1/.+)$")
 """Where Workers AI offers OpenAI's surface: its clients change the host of their base URL alone."""
-
-_OURS: Final = frozenset(
-    {b"connection", b"content-length", b"content-type", b"date", b"server", b"transfer-encoding"}
-)
-"""Headers of a cold answer that are written anew: those of one hop, and those of every answer."""
 
 
 class Doors:
@@ -43,79 +42,65 @@ class Doors:
     def __init__(
         self,
         openai: OpenAiSurface,
-        responses: ResponsesSurface,
-        workers_ai: WorkersAiSurface,
+        corridor: Corridor,
         upstream: Upstream,
+        request_ids: RequestIds,
+        metrics: Metrics,
     ) -> None:
-        """Answer hot routes by their surface."""
+        """Cold routes are met by way of `upstream`."""
         self._openai = openai
-        self._responses = responses
-        self._workers_ai = workers_ai
+        self._corridor = corridor
         self._upstream = upstream
+        self._request_ids = request_ids
+        self._metrics = metrics
 
-    def gate(self, method: bytes, path: str, headers: Fields) -> KeyEntry | None:
+    def gate(self, method: bytes, path: str, fields: Fields) -> KeyEntry | None:
         """Let a head in before its body is read, or raise ApiError."""
-        if method == b"POST" and (
-            path in HOT or self._workers_ai.takes(path) or _plain(path) in HOT
-        ):
-            return self._openai.gate(headers)
-        return None
+        return self._openai.gate(fields) if method == b"POST" and _is_hot(_plain(path)) else None
 
     def encode_error(self, error: ApiError, path: str, request_id: str) -> Reply:
-        """Write what went wrong in the shape of the surface, with the id of who has one."""
-        surface = self._workers_ai if self._workers_ai.takes(path) else self._openai
-        reply = surface.encode_error(error)
+        """Count an error and write it in the shape of its surface, with the id of who has one."""
+        self._metrics.errors.labels(error.code.value).inc()
+        lines = lines_of(error.headers)
+        if error.retry_after_s is not None:
+            lines += f"retry-after: {max(1, math.ceil(error.retry_after_s))}\r\n"
         if request_id:
-            reply.lines += lines_of({REQUEST_ID: request_id})
-        return reply
+            lines += f"{headers.REQUEST_ID}: {request_id}\r\n"
+        if model_of(path) is None:
+            body = msgspec.json.encode(openai_error(error))
+        else:
+            body = error_envelope(error.message, error.meaning.number)
+        return Reply(error.meaning.status, body, lines)
 
     def answer(self, request: Request, client: ClientConnection) -> Awaitable[None]:
         """Return the answering of one request, to be awaited."""
-        if request.path in READERS:
-            return self._openai.answer(request, client)
-        if self._workers_ai.takes(request.path):
-            return self._workers_ai.answer(request, client)
-        request.path = _plain(request.path)
-        if request.path in READERS:
-            return self._openai.answer(request, client)
-        if request.path == RESPONSES:
-            return self._responses.answer(request, client)
-        return self._ask_within(request, client)
-
-    async def _ask_within(self, request: Request, client: ClientConnection) -> None:
-        """Have a cold request answered by aiohttp."""
-        target = f"{request.path}?{request.query}" if request.query else request.path
-        # A HEAD is asked as a GET: its answer has no body to wait for, and `reply` sends none.
-        method = "GET" if request.method == b"HEAD" else request.method.decode()
-        sent = {
-            name.decode("latin-1"): value.decode("latin-1")
-            for name, value in request.headers.items()
-            if name in (b"authorization", b"content-type", b"accept", b"x-request-id")
-        }
-        try:
-            exchange = self._upstream.ask(
-                COLD,
-                COLD,
-                (method, target, lines_of(sent), request.body),
-                COLD_TIMEOUT_S,
-                COLD_BYTES_MAX,
+        request.path = path = _plain(request.path)
+        if not _is_hot(path):
+            return ask_cold(self._upstream, request, client)
+        sent = request.header(REQUEST_ID)
+        request.request_id, request.known_as = self._request_ids.next(sent)
+        if request.method != b"POST":
+            raise ApiError(
+                ErrorCode.METHOD_NOT_ALLOWED,
+                f"cannot serve: {path} takes POST, not {request.method.decode()}",
+                headers={"allow": "POST"},
             )
-            try:
-                await exchange.opened
-                head = exchange.answer()
-            finally:
-                exchange.leave()
-        except AttemptFailed as error:
-            raise ApiError(ErrorCode.INTERNAL, f"cannot answer: {error}") from error
-        extra = {
-            name.decode("latin-1"): value.decode("latin-1")
-            for name, value in head.fields.items()
-            if name not in _OURS
-        }
-        client.reply(Reply(head.status, exchange.body, lines_of(extra), head.content_type))
+        asked: Asked
+        told: Client = client
+        if path in READERS:
+            asked = self._openai.asked(request, path, request.body, openai_error_event)
+        elif path == RESPONSES:
+            asked, told = asked_by_response(self._openai, request, client)
+        else:
+            asked, told = asked_by_run(self._openai, request, client)
+        return self._corridor.serve(asked, told)
+
+
+def _is_hot(path: str) -> bool:
+    return path in HOT or model_of(path) is not None
 
 
 def _plain(path: str) -> str:
     """Return the path on OpenAI's surface of one that Workers AI offers below an account."""
-    found = _OPENAI_OF_WORKERS_AI.match(path)
+    found = None if path.startswith("/v1/") else _OPENAI_OF_WORKERS_AI.match(path)
     return found.group(1) if found else path

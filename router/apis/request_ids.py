@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from isochrone.wire.ids import BootId, RequestId
+from isochrone.wire.ids import BootId, RequestId, is_request_id
 
 LIFE_CHARS: Final = 16
 SENT_CHARS_MAX: Final = 36
@@ -21,7 +21,9 @@ class RequestIds:
         self._life = boot_id[:LIFE_CHARS]
         self._count = 0
 
-    def __call__(self, sent: str) -> RequestId:
-        """Return the next, of a client that `sent` one or none."""
+    def next(self, sent: str) -> tuple[RequestId, str]:
+        """Return a new id, and that which its client knows: what it `sent`, if well formed."""
+        own = sent if sent and is_request_id(sent) else ""
         self._count += 1
-        return RequestId(f"{sent[:SENT_CHARS_MAX] or 'req'}-{self._life}-{self._count}")
+        request_id = RequestId(f"{own[:SENT_CHARS_MAX] or 'req'}-{self._life}-{self._count}")
+        return request_id, own or request_id

@@ -1,4 +1,4 @@
-"""A frame's JSON, as far as the relay reads it: what was said, and how it ended."""
+"""An answer's JSON, as far as it is read here: what was said, and how it ended."""
 
 from typing import Any, Final
 
@@ -6,7 +6,7 @@ import msgspec
 
 
 class Delta(msgspec.Struct):
-    """What one frame adds to one choice."""
+    """What one frame adds to one choice; of a whole answer, all that it said."""
 
     content: str | None = None
     reasoning_content: str | None = None
@@ -14,19 +14,28 @@ class Delta(msgspec.Struct):
 
 
 class Choice(msgspec.Struct):
-    """One of the answers that a stream carries side by side."""
+    """One of the answers that there are side by side."""
 
     index: int = 0
     delta: Delta | None = None
+    message: Delta | None = None
     text: str | None = None
     finish_reason: str | None = None
 
 
 class Chunk(msgspec.Struct):
-    """One frame."""
+    """One frame, or a whole answer."""
 
     choices: list[Choice] = []
     usage: Any = None
 
 
-CHUNKS: Final = msgspec.json.Decoder(Chunk)
+_CHUNK: Final = msgspec.json.Decoder(Chunk)
+
+
+def chunk_of(data: bytes) -> Chunk | None:
+    """Read a frame's data; None where it is none of these."""
+    try:
+        return _CHUNK.decode(data)
+    except (msgspec.DecodeError, RecursionError, ValueError):
+        return None

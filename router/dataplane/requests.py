@@ -35,9 +35,8 @@ class RequestReader:
     """Reads the requests of one connection, one after the other."""
 
     __slots__ = (
-        "_body", "_body_bytes", "_bytes_max", "_clock", "_fields_bytes", "_gate", "_headers",
-        "_held_bytes", "_ignores_head", "_is_http10", "_key", "_length", "_method", "_owner",
-        "_parser", "_path", "_query", "_target", "_whole", "arrived_s",
+        "_body", "_body_bytes", "_bytes_max", "_clock", "_fields_bytes", "_gate", "_held_bytes",
+        "_ignores_head", "_length", "_owner", "_parser", "_request", "_target", "_whole",
     )  # fmt: skip
 
     def __init__(
@@ -52,11 +51,15 @@ class RequestReader:
         self._ignores_head = False
         self._whole = 0
         # The request being read; `_length` is None as long as its head is.
+        self._request: Request
         self._length: int | None
-        self._headers: http1.Fields
         self._body: list[bytes]
-        self._key: KeyEntry | None
         self._forget()
+
+    @property
+    def arrived_s(self) -> float:
+        """When the request being read began, in monotonic seconds; 0 between requests."""
+        return self._request.arrived_s
 
     @property
     def is_in_body(self) -> bool:
@@ -99,7 +102,7 @@ class RequestReader:
     def on_message_begin(self) -> None:
         """Begin a request: its head has its deadline from here."""
         if not self._ignores_head:
-            self.arrived_s = self._clock()
+            self._request.arrived_s = self._clock()
 
     def on_url(self, url: bytes) -> None:
         """Take the request target, or a part of it."""
@@ -113,22 +116,22 @@ class RequestReader:
             self._fields_bytes += len(name) + len(value) + 4
             if self._fields_bytes > HEAD_BYTES_MAX:
                 raise _head_too_large()
-            name = http1.lower(name)
-            if name in self._headers:
-                value = http1.joined(name, self._headers[name], value)
-            self._headers[name] = value
+            headers, name = self._request.headers, http1.lower(name)
+            if name in headers:
+                value = http1.joined(name, headers[name], value)
+            headers[name] = value
 
     def on_headers_complete(self) -> None:
         """Check the head, before a byte of the body is waited for."""
         if self._ignores_head:
             return
-        parser, headers = self._parser, self._headers
-        self._method = parser.get_method()
-        version = parser.get_http_version()
-        http1.check_head(self._method, version, headers)
-        self._is_http10 = version == "1.0"
-        self._path, self._query = http1.split_target(self._target)
-        self._key = self._gate(self._method, self._path, headers)
+        request, version = self._request, self._parser.get_http_version()
+        headers = request.headers
+        request.method = self._parser.get_method()
+        http1.check_head(request.method, version, headers)
+        request.is_http10 = version == "1.0"
+        request.path, request.query = http1.split_target(self._target)
+        request.key = self._gate(request.method, request.path, headers)
         length = int(headers.get(b"content-length", b"0"))
         if length > self._bytes_max:
             raise self._too_large()
@@ -150,35 +153,24 @@ class RequestReader:
         if parser.should_upgrade():
             # Not the message's end, only where the parser stops: see `_go_on_without_upgrade`.
             return
-        body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
-        if b"content-encoding" in self._headers:
-            body = self._inflated(body, self._headers[b"content-encoding"].lower())
-        request = Request(
-            (self._method, self._path, self._query),
-            self._headers,
-            body,
-            self._key,
-            keep_alive=parser.should_keep_alive(),
-            is_http10=self._is_http10,
-            arrived_s=self.arrived_s,
-        )
+        request = self._request
+        request.body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
+        if b"content-encoding" in request.headers:
+            encoding = request.headers[b"content-encoding"].lower()
+            request.body = self._inflated(request.body, encoding)
+        request.keep_alive = parser.should_keep_alive()
         self._whole += 1
         self._forget()
         self._owner.request_is_whole(request)
 
     def _forget(self) -> None:
-        self._method = b""
+        self._request = Request()
         self._target = b""
-        self._path = self._query = ""
-        self._headers = {}
         self._body = []
         self._body_bytes = 0
         self._fields_bytes = 0
         self._held_bytes = 0
         self._length = None
-        self._is_http10 = False
-        self._key = None
-        self.arrived_s = 0.0
 
     def _go_on_without_upgrade(self, rest: bytes) -> None:
         """Ignore a wish for another protocol, as RFC 9110 (7.8) allows: parse on as HTTP/1.1.
@@ -186,23 +178,24 @@ class RequestReader:
         The parser stops at the head's end; a fresh one is given a head that says only how the body
         is framed.
         """
-        if self._method == b"CONNECT":
+        request = self._request
+        if request.method == b"CONNECT":
             raise http1.malformed("this is no forward proxy")
         framing = b"".join(
             [
-                name + b": " + self._headers[name] + b"\r\n"
+                name + b": " + request.headers[name] + b"\r\n"
                 for name in (b"content-length", b"transfer-encoding")
-                if name in self._headers
+                if name in request.headers
             ]
         )
-        wishes = self._headers.get(b"connection", b"").lower().split(b",")
+        wishes = request.headers.get(b"connection", b"").lower().split(b",")
         for wish in (b"close", b"keep-alive"):
             if wish in [one.strip() for one in wishes]:
                 framing += b"connection: " + wish + b"\r\n"
-        version = b"1.0" if self._is_http10 else b"1.1"
+        version = b"1.0" if request.is_http10 else b"1.1"
         self._parser = httptools.HttpRequestParser(self)
         self._ignores_head = True
-        self._parser.feed_data(self._method + b" / HTTP/" + version + b"\r\n" + framing + b"\r\n")
+        self._parser.feed_data(request.method + b" / HTTP/" + version + b"\r\n" + framing + b"\r\n")
         self._ignores_head = False
         if rest:
             self._parse(rest)

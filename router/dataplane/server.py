@@ -7,19 +7,20 @@ Rule 3: a client that is gone cancels its request; one that does not read stops 
 
 import asyncio
 import logging
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from email.utils import formatdate
 from math import inf
-from typing import Final, Protocol, cast
+from typing import Final, cast
 
-from isochrone.service.door import DoorLimits
+from isochrone.service.handshakes import Census, address_of
 from isochrone.wire.errors import ApiError, ErrorCode
+from router.config import RouterConfig
 from router.dataplane import http1
 from router.dataplane.deadlines import NEVER, Deadlines
 from router.dataplane.errand import Errand, Signal
-from router.dataplane.message import Reply, Request
+from router.dataplane.message import Reply, Request, Source
 from router.dataplane.requests import Gate, RequestReader
 
 log = logging.getLogger(__name__)
@@ -28,19 +29,10 @@ READY_MAX: Final = 4
 """Whole requests of one connection that wait for the one before; past it nothing more is read."""
 
 WRITE_BUFFER_BYTES: Final = 64 * 1024
+KEEPALIVE_S: Final = 75.0
 LINGER_S: Final = 1.0
 CUT_TIMEOUT_S: Final = 5.0
 """For a loop to say of connections that were cut that they are lost."""
-
-
-class Source(Protocol):
-    """Whence an answer flows: it stops while the client reads slower."""
-
-    def pause(self) -> None:
-        """Read no more for now."""
-
-    def resume(self) -> None:
-        """Read on."""
 
 
 Handler = Callable[[Request, "ClientConnection"], Awaitable[None]]
@@ -54,8 +46,7 @@ class Server:
     def __init__(
         self,
         *,
-        limits: DoorLimits,
-        write_timeout_s: float,
+        config: RouterConfig,
         gate: Gate,
         handler: Handler,
         encode_error: EncodeError,
@@ -64,8 +55,7 @@ class Server:
         unix_clock: Callable[[], float],
     ) -> None:
         """Answer each request by `handler`; errors below it are written by `encode_error`."""
-        self.limits = limits
-        self.write_timeout_s = write_timeout_s
+        self.config = config
         self.gate = gate
         self.handler = handler
         self.encode_error = encode_error
@@ -73,7 +63,7 @@ class Server:
         self.clock = clock
         self.is_draining = False
         self.connections: set[ClientConnection] = set()
-        self.by_address: Counter[str] = Counter()
+        self._census = Census(config.connections_max, config.connections_per_address_max)
         self._unix_clock = unix_clock
         self._gone = asyncio.Event()
         self._openings: dict[tuple[int, str], str] = {}
@@ -109,21 +99,14 @@ class Server:
     def came(self, connection: "ClientConnection", address: str) -> bool:
         """Count a connection in; False where it is one too many."""
         self.connections.add(connection)
-        self.by_address[address] += 1
         self.deadlines.add(connection)
-        return not (
-            self.is_draining
-            or len(self.connections) > self.limits.connections_max
-            or self.by_address[address] > self.limits.connections_per_address_max
-        )
+        return self._census.enter(address) and not self.is_draining
 
     def went(self, connection: "ClientConnection", address: str) -> None:
         """Count a connection out."""
         self.connections.discard(connection)
         self.deadlines.discard(connection)
-        self.by_address[address] -= 1
-        if self.by_address[address] <= 0:
-            del self.by_address[address]
+        self._census.leave(address)
         if not self.connections:
             self._gone.set()
 
@@ -150,7 +133,7 @@ class ClientConnection:
     def __init__(self, server: Server) -> None:
         self._server = server
         self._transport: asyncio.Transport | None = None
-        self._reader = RequestReader(self, server.gate, server.limits.body_bytes_max, server.clock)
+        self._reader = RequestReader(self, server.gate, server.config.body_bytes_max, server.clock)
         self._errand: Errand | None = None
         self._ready: deque[Request] = deque()
         self._bad: ApiError | None = None
@@ -172,12 +155,11 @@ class ClientConnection:
         server = self._server
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(WRITE_BUFFER_BYTES)
-        peer = transport.get_extra_info("peername")
-        self._address = peer[0] if isinstance(peer, tuple) and peer else "unix"
+        self._address = address_of(transport)
         if not server.came(self, self._address):
             self._transport.abort()
             return
-        self.due_s = server.clock() + server.limits.head_timeout_s
+        self.due_s = server.clock() + server.config.head_timeout_s
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection; whatever still works for it is cancelled."""
@@ -214,9 +196,9 @@ class ClientConnection:
         # What did not come whole has its deadline: a head from its first byte, a body from its
         # head's last.
         if reader.is_in_body and not was_in_body:
-            self.due_s = self._server.clock() + self._server.limits.body_timeout_s
+            self.due_s = self._server.clock() + self._server.config.body_timeout_s
         elif reader.arrived_s and not had_begun:
-            self.due_s = reader.arrived_s + self._server.limits.head_timeout_s
+            self.due_s = reader.arrived_s + self._server.config.head_timeout_s
 
     def pause_writing(self) -> None:
         """Stop the source of what is written: the client reads slower."""
@@ -349,11 +331,11 @@ class ClientConnection:
         finally:
             self._errand = None
             self._request = None
-        limits = self._server.limits
         if self._bad is not None:
             self._refuse(self._bad)
         else:
-            wait_s = limits.body_timeout_s if self._reader.arrived_s else limits.keepalive_s
+            body_timeout_s = self._server.config.body_timeout_s
+            wait_s = body_timeout_s if self._reader.arrived_s else KEEPALIVE_S
             self.due_s = self._server.clock() + wait_s
 
     async def _answer(self, request: Request) -> None:
@@ -403,11 +385,11 @@ class ClientConnection:
         if self._unread_bytes - unread < WRITE_BUFFER_BYTES:
             return False
         self._unread_bytes = unread
-        self.due_s = self._server.clock() + self._server.write_timeout_s
+        self.due_s = self._server.clock() + self._server.config.write_timeout_s
         return True
 
     def _close(self) -> None:
         """Close after what is written is out; a client that does not read it is cut."""
         if self._transport is not None:
-            self.due_s = self._server.clock() + self._server.write_timeout_s
+            self.due_s = self._server.clock() + self._server.config.write_timeout_s
             self._transport.close()

@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from router.dataplane.chunk import CHUNKS, Choice, Delta
+from router.dataplane.chunk import Choice, Delta, chunk_of
 from router.dataplane.usage import UsageCount, set_usage, usage_of, with_cached_tokens
 
 FRAME_BYTES_MAX: Final = 4 * 1024 * 1024
@@ -176,9 +176,8 @@ class Frames:
             data = data_of(frame)
             if not data or data == b"[DONE]":
                 continue
-            try:
-                chunk = CHUNKS.decode(data)
-            except (msgspec.DecodeError, RecursionError, ValueError):
+            chunk = chunk_of(data)
+            if chunk is None:
                 # Passed on as it came; of what it says nothing can be gone on from.
                 self._is_plain = False
                 continue

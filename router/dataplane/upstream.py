@@ -75,6 +75,23 @@ class Upstream:
             exchange.dial()
         return exchange
 
+    async def fetch(
+        self,
+        node_id: NodeId,
+        address: str,
+        request: tuple[str, str, str, bytes],
+        timeout_s: float,
+        bytes_max: int,
+    ) -> Exchange:
+        """Ask, and return the exchange once its answer is whole; raise AttemptFailed else."""
+        exchange = self.ask(node_id, address, request, timeout_s, bytes_max)
+        try:
+            await exchange.opened
+            exchange.answer()
+        finally:
+            exchange.leave()
+        return exchange
+
     async def connect(self, node_id: NodeId, address: str) -> NodeConnection:
         """Open a connection, or raise AttemptFailed."""
         connection = NodeConnection(self, node_id)

@@ -66,4 +66,5 @@ def may_use(entry: KeyEntry, deployment: str) -> bool:
 
 
 def _invalid(reason: str) -> ApiError:
-    return ApiError(ErrorCode.INVALID_KEY, f"cannot accept the request: {reason}")
+    message = f"cannot accept the request: {reason}"
+    return ApiError(ErrorCode.INVALID_KEY, message, headers={"www-authenticate": "Bearer"})

@@ -57,13 +57,12 @@ class Rate:
     Time is what it counts in: a unit costs `unit_s`, and `burst_s` may be owed.
     """
 
-    __slots__ = ("_limit", "_lines", "_names", "burst_s", "full_at_s", "unit_s")
-
     def __init__(self, name: str, per_min: float, now_s: float) -> None:
-        self._limit = str(int(per_min) or 1)
-        self._names = [f"x-ratelimit-{what}-{name}" for what in ("limit", "remaining", "reset")]
-        limit, remaining, reset = self._names
-        self._lines = f"{limit}: {self._limit}\r\n{remaining}: ", f"\r\n{reset}: "
+        limit = f"x-ratelimit-limit-{name}: {int(per_min) or 1}"
+        self._lines = (
+            f"{limit}\r\nx-ratelimit-remaining-{name}: ",
+            f"\r\nx-ratelimit-reset-{name}: ",
+        )
         self.unit_s = 60.0 / per_min
         # A share smaller than one a minute still lets one through when it is full.
         self.burst_s = max(BURST_S, self.unit_s)
@@ -90,42 +89,16 @@ class Rate:
         full_at_s = self.full_at_s if self.full_at_s > now_s else now_s
         self.full_at_s = full_at_s + units * self.unit_s
 
-    def write(self, headers: dict[str, str], now_s: float) -> None:
-        """Write what is left as OpenAI does."""
-        limit, remaining, reset = self._names
-        left, reset_after = self._left(now_s)
-        headers[limit] = self._limit
-        headers[remaining] = str(left)
-        headers[reset] = reset_after
-
     def lines(self, now_s: float) -> str:
-        """Write the same as it goes over the wire."""
+        """Write what is left, as OpenAI does, in headers as they go over the wire."""
         before, between = self._lines
-        left, reset_after = self._left(now_s)
-        return f"{before}{left}{between}{reset_after}\r\n"
-
-    def _left(self, now_s: float) -> tuple[int, str]:
         owed_s = self.full_at_s - now_s if self.full_at_s > now_s else 0.0
         left = int((self.burst_s - owed_s + _SLACK_S) / self.unit_s)
-        return (left if left > 0 else 0), duration(owed_s)
+        return f"{before}{left if left > 0 else 0}{between}{duration(owed_s)}\r\n"
 
 
 class _Use:
     """What one key has drawn in this process, and what it may."""
-
-    __slots__ = (
-        "at_once_max",
-        "concurrent",
-        "day_ends_s",
-        "day_spend",
-        "day_spend_max",
-        "day_starts_s",
-        "day_tokens",
-        "day_tokens_max",
-        "limits",
-        "requests",
-        "tokens",
-    )
 
     def __init__(self) -> None:
         self.limits: Limits | None = None
@@ -167,13 +140,10 @@ class _Use:
         """
         return self.day_tokens >= self.day_tokens_max or self.day_spend >= self.day_spend_max
 
-    def headers(self, now_s: float) -> dict[str, str]:
+    def lines(self, now_s: float) -> str:
         """Write the `x-ratelimit-*` headers, for the limits that there are."""
-        headers: dict[str, str] = {}
-        for rate in (self.requests, self.tokens):
-            if rate is not None:
-                rate.write(headers, now_s)
-        return headers
+        told = self.requests.lines(now_s) if self.requests is not None else ""
+        return told + self.tokens.lines(now_s) if self.tokens is not None else told
 
 
 class Entry:
@@ -191,10 +161,8 @@ class Entry:
         self._is_open = True
 
     def lines(self, now_s: float) -> str:
-        """Write the `x-ratelimit-*` headers as they go over the wire, for the limits there are."""
-        requests, tokens = self._use.requests, self._use.tokens
-        told = requests.lines(now_s) if requests is not None else ""
-        return told + tokens.lines(now_s) if tokens is not None else told
+        """Write the `x-ratelimit-*` headers as they go over the wire."""
+        return self._use.lines(now_s)
 
     def leave(self, used_tokens: int, now_s: float, spent: float = 0.0) -> None:
         """Settle: what was estimated too much comes back, what was too little is drawn."""
@@ -281,7 +249,8 @@ def _refusal(
     key: KeyEntry, use: _Use, estimate_tokens: int, now_s: float, unix_s: float
 ) -> Limited:
     """Say which limit refuses; of several, the one that holds longest."""
-    limits, headers = key.limits, use.headers(now_s)
+    limits = key.limits
+    headers = dict(line.split(": ") for line in use.lines(now_s).splitlines())
     if key.spent_until > unix_s or use.is_spent():
         until_s = max(key.spent_until, use.day_ends_s if use.is_spent() else 0.0) - unix_s
         return Limited(

@@ -9,6 +9,7 @@ from math import log
 from typing import Final, NamedTuple
 
 import xxhash
+from msgspec.structs import replace
 
 from isochrone.wire.ids import DeploymentId, PopId, ReplicaId
 from isochrone.wire.routes import DeploymentEntry, RolloutEntry, Route
@@ -58,31 +59,16 @@ class Trials:
         self._pop = pop
         self._rows: dict[tuple[DeploymentId, int, PopId], TrialRow] = {}
 
-    def failed(self, entry: DeploymentEntry, route: Route) -> None:
-        """An attempt failed before its first token."""
-        self._add(entry, route, failures=1)
-
     def ended(
-        self, entry: DeploymentEntry, route: Route, *, failed: bool, ttft_ms: float, itl_ms: float
-    ) -> None:
-        """An attempt ended; a time of 0 was not measured."""
-        self._add(entry, route, failures=int(failed), ttft_ms=ttft_ms, itl_ms=itl_ms)
-
-    def take(self) -> tuple[TrialRow, ...]:
-        """Hand over what was seen."""
-        rows = tuple(row for _, row in sorted(self._rows.items()))
-        self._rows.clear()
-        return rows
-
-    def _add(
         self,
         entry: DeploymentEntry,
         route: Route,
         *,
-        failures: int,
+        failed: bool,
         ttft_ms: float = 0.0,
         itl_ms: float = 0.0,
     ) -> None:
+        """An attempt ended; a time of 0 was not measured."""
         key = (entry.deployment_id, route.version, route.pop)
         if entry.rollout is None or (key not in self._rows and len(self._rows) >= ROWS_MAX):
             return
@@ -92,16 +78,19 @@ class Trials:
             pop=route.pop,
             asked_pop=self._pop,
         )
-        self._rows[key] = TrialRow(
-            deployment_id=row.deployment_id,
-            version=row.version,
-            pop=row.pop,
-            asked_pop=row.asked_pop,
+        self._rows[key] = replace(
+            row,
             attempts=row.attempts + 1,
-            failures=row.failures + failures,
+            failures=row.failures + failed,
             ttft=_with(row.ttft, ttft_ms),
             itl=_with(row.itl, itl_ms),
         )
+
+    def take(self) -> tuple[TrialRow, ...]:
+        """Hand over what was seen."""
+        rows = tuple(row for _, row in sorted(self._rows.items()))
+        self._rows.clear()
+        return rows
 
 
 def _with(moments: Moments, time_ms: float) -> Moments:

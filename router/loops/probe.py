@@ -108,14 +108,10 @@ class Prober:
         sent = {headers.ROUTER: self._fleet.name, **(sent or {})}
         request = ("GET", "/ping", lines_of(sent), b"")
         try:
-            exchange = self._upstream.ask(
+            exchange = await self._upstream.fetch(
                 node_id, address, request, self._timeout_s, PONG_BYTES_MAX
             )
-            try:
-                await exchange.opened
-                head = exchange.answer()
-            finally:
-                exchange.leave()
         except AttemptFailed:
             return None
+        head = exchange.answer()
         return None if head.status >= 500 else head

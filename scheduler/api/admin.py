@@ -1,5 +1,7 @@
 """The admin API: one table of endpoints, and a function for each."""
 
+from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Final
 
 from isochrone.wire.admin import (
@@ -26,23 +28,17 @@ from scheduler.api.endpoint import (
     Endpoint,
     Page,
     found,
+    lists,
     missing,
+    shows,
     whole,
     wrong_cursor,
 )
-from scheduler.api.identities import (
-    create_join_token,
-    create_revocation,
-    list_join_tokens,
-    list_revocations,
-    readmit_node,
-    revoke_node,
-)
+from scheduler.api.identities import create_join_token, create_revocation, list_revocations
 from scheduler.api.keys import KEY_ENDPOINTS
 from scheduler.api.usage import USAGE_ENDPOINTS
-from scheduler.store import catalogue
+from scheduler.store import catalogue, identities
 from scheduler.store.events import Event, list_events
-from scheduler.store.identities import revoke
 from scheduler.store.status import read_status
 
 
@@ -58,22 +54,9 @@ async def status(call: Call) -> StatusView:
     )
 
 
-async def list_pops(call: Call) -> Page:
-    """PoPs."""
-    rows = await catalogue.list_pops(call.connection, call.after, call.limit + 1)
-    return call.page(rows, lambda row: row.pop)
-
-
-async def get_pop(call: Call) -> PopView:
-    """One PoP."""
-    return found(
-        await catalogue.get_pop(call.connection, call.part("pop")), "PoP", call.part("pop")
-    )
-
-
 async def put_pop(call: Call) -> PopView:
     """Make or change a PoP."""
-    name = call.part("pop")
+    name = call.name
     if not is_pop(name):
         raise ApiError(
             ErrorCode.INVALID_REQUEST,
@@ -83,70 +66,56 @@ async def put_pop(call: Call) -> PopView:
     before = await catalogue.get_pop(call.connection, name)
     body: PopBody = call.body
     after = await catalogue.put_pop(call.connection, name, body, call.etag)
-    await catalogue.touch(call.connection)
-    await call.record("pop.put", name, before=before, after=after)
+    await call.changed("pop.put", name, before=before, after=after)
     return after
 
 
 async def delete_pop(call: Call) -> None:
     """Delete a PoP that nothing is in."""
-    await _delete(call, "pop", "pop", call.part("pop"))
-
-
-async def list_nodes(call: Call) -> Page:
-    """Nodes."""
-    rows = await catalogue.list_nodes(call.connection, call.after, call.limit + 1)
-    return call.page(rows, lambda row: row.node_id)
-
-
-async def get_node(call: Call) -> NodeView:
-    """One node."""
-    name = call.part("node_id")
-    return found(await catalogue.get_node(call.connection, name), "node", name)
+    await _delete(call, "pop")
 
 
 async def drain_node(call: Call) -> NodeView:
     """Move a node's replicas elsewhere, then leave it empty."""
-    return await _set_draining(call, "node.drain", True)
+    drained = partial(catalogue.set_draining, call.connection, call.name, True)
+    return await _change_node(call, "node.drain", drained)
 
 
 async def undrain_node(call: Call) -> NodeView:
     """Let a node take replicas again."""
-    return await _set_draining(call, "node.undrain", False)
+    undrained = partial(catalogue.set_draining, call.connection, call.name, False)
+    return await _change_node(call, "node.undrain", undrained)
+
+
+async def revoke_node(call: Call) -> NodeView:
+    """Turn a node away for good; its routes are withdrawn and its conversation cut."""
+    reason = "by the node's name"
+    revoked = partial(identities.revoke, call.connection, PeerRole.AGENT, call.name, reason=reason)
+    after = await _change_node(call, "node.revoke", revoked)
+    call.acting.nudge_turn_away()
+    return after
+
+
+async def readmit_node(call: Call) -> NodeView:
+    """Let a revoked node join again, with a new token and a new certificate."""
+    readmitted = partial(identities.readmit, call.connection, PeerRole.AGENT, call.name)
+    return await _change_node(call, "node.readmit", readmitted)
 
 
 async def delete_node(call: Call) -> None:
     """Forget a node that holds no replica; what it was issued is refused from now on."""
-    await _delete(call, "node", "node_id", call.part("node_id"))
-    await revoke(call.connection, PeerRole.AGENT, call.part("node_id"), reason="forgotten")
+    await _delete(call, "node")
+    await identities.revoke(call.connection, PeerRole.AGENT, call.name, reason="forgotten")
     call.acting.nudge_turn_away()
-
-
-async def list_routers(call: Call) -> Page:
-    """Routers."""
-    rows = await catalogue.list_routers(call.connection, call.after, call.limit + 1)
-    return call.page(rows, lambda row: row.router_id)
-
-
-async def list_models(call: Call) -> Page:
-    """Models."""
-    rows = await catalogue.list_models(call.connection, call.after, call.limit + 1)
-    return call.page(rows, lambda row: row.model.model_id)
-
-
-async def get_model(call: Call) -> ModelView:
-    """One model."""
-    name = call.part("model_id")
-    return found(await catalogue.get_model(call.connection, name), "model", name)
 
 
 async def put_model(call: Call) -> ModelView:
     """Make or change a catalogue entry."""
     model: Model = call.body
-    if model.model_id != call.part("model_id"):
+    if model.model_id != call.name:
         raise ApiError(
             ErrorCode.INVALID_REQUEST,
-            f"cannot put: the path names {call.part('model_id')}, the body {model.model_id}",
+            f"cannot put: the path names {call.name}, the body {model.model_id}",
             param="model_id",
         )
     problem = check_artifact(model.artifact)
@@ -154,22 +123,13 @@ async def put_model(call: Call) -> ModelView:
         raise ApiError(ErrorCode.INVALID_REQUEST, problem, param="artifact")
     before = await catalogue.get_model(call.connection, model.model_id)
     after = await catalogue.put_model(call.connection, model, call.etag)
-    await catalogue.touch(call.connection)
-    await call.record("model.put", model.model_id, before=before, after=after)
+    await call.changed("model.put", model.model_id, before=before, after=after)
     return after
 
 
 async def delete_model(call: Call) -> None:
     """Delete a model that no deployment serves."""
-    await _delete(call, "model", "model_id", call.part("model_id"))
-
-
-async def list_placements(call: Call) -> Page:
-    """Placements, of one deployment or of all."""
-    rows = await catalogue.list_placements(
-        call.connection, call.after, call.limit + 1, call.query("deployment_id")
-    )
-    return call.page(rows, lambda row: row.replica_id)
+    await _delete(call, "model")
 
 
 async def events(call: Call) -> Page:
@@ -188,12 +148,21 @@ async def events(call: Call) -> Page:
 
 ENDPOINTS: Final = (
     Endpoint("GET", "/v1/status", status, "The fleet in one answer", StatusView),
-    Endpoint("GET", "/v1/pops", list_pops, "List PoPs", PopView, is_list=True),
-    Endpoint("GET", "/v1/pops/{pop}", get_pop, "Read a PoP", PopView),
+    Endpoint(
+        "GET", "/v1/pops", lists(catalogue.list_pops, "pop"),
+        "List PoPs", PopView, is_list=True,
+    ),
+    Endpoint("GET", "/v1/pops/{pop}", shows(catalogue.get_pop, "PoP"), "Read a PoP", PopView),
     Endpoint("PUT", "/v1/pops/{pop}", put_pop, "Make or change a PoP", PopView, PopBody),
     Endpoint("DELETE", "/v1/pops/{pop}", delete_pop, "Delete an empty PoP", status=204),
-    Endpoint("GET", "/v1/nodes", list_nodes, "List nodes", NodeView, is_list=True),
-    Endpoint("GET", "/v1/nodes/{node_id}", get_node, "Read a node", NodeView),
+    Endpoint(
+        "GET", "/v1/nodes", lists(catalogue.list_nodes, "node_id"),
+        "List nodes", NodeView, is_list=True,
+    ),
+    Endpoint(
+        "GET", "/v1/nodes/{node_id}", shows(catalogue.get_node, "node"),
+        "Read a node", NodeView,
+    ),
     Endpoint("POST", "/v1/nodes/{node_id}/drain", drain_node, "Drain a node", NodeView),
     Endpoint("POST", "/v1/nodes/{node_id}/undrain", undrain_node, "Use a node again", NodeView),
     Endpoint("POST", "/v1/nodes/{node_id}/revoke", revoke_node, "Turn a node away", NodeView),
@@ -204,7 +173,8 @@ ENDPOINTS: Final = (
         JoinTokenBody, status=201,
     ),
     Endpoint(
-        "GET", "/v1/join-tokens", list_join_tokens, "List join tokens", JoinTokenView, is_list=True
+        "GET", "/v1/join-tokens", lists(identities.list_join_tokens, "token_id"),
+        "List join tokens", JoinTokenView, is_list=True,
     ),
     Endpoint(
         "GET", "/v1/revocations", list_revocations, "List revocations", RevocationView,
@@ -214,14 +184,24 @@ ENDPOINTS: Final = (
         "POST", "/v1/revocations", create_revocation, "Refuse certificates", RevocationView,
         RevocationBody, status=201,
     ),
-    Endpoint("GET", "/v1/routers", list_routers, "List routers", RouterView, is_list=True),
-    Endpoint("GET", "/v1/models", list_models, "List models", ModelView, is_list=True),
-    Endpoint("GET", "/v1/models/{model_id:.+}", get_model, "Read a model", ModelView),
+    Endpoint(
+        "GET", "/v1/routers", lists(catalogue.list_routers, "router_id"),
+        "List routers", RouterView, is_list=True,
+    ),
+    Endpoint(
+        "GET", "/v1/models", lists(catalogue.list_models, "model.model_id"),
+        "List models", ModelView, is_list=True,
+    ),
+    Endpoint(
+        "GET", "/v1/models/{model_id:.+}", shows(catalogue.get_model, "model"),
+        "Read a model", ModelView,
+    ),
     Endpoint("PUT", "/v1/models/{model_id:.+}", put_model, "Put a model", ModelView, Model),
     Endpoint("DELETE", "/v1/models/{model_id:.+}", delete_model, "Delete a model", status=204),
     Endpoint(
-        "GET", "/v1/placements", list_placements, "List placements", PlacementView, is_list=True,
-        query=("deployment_id",),
+        "GET", "/v1/placements",
+        lists(catalogue.list_placements, "replica_id", "deployment_id"),
+        "List placements", PlacementView, is_list=True, query=("deployment_id",),
     ),
     *DEPLOYMENT_ENDPOINTS,
     *KEY_ENDPOINTS,
@@ -232,19 +212,16 @@ ENDPOINTS: Final = (
 )  # fmt: skip
 
 
-async def _set_draining(call: Call, kind: str, draining: bool) -> NodeView:
-    name = call.part("node_id")
-    before = await catalogue.get_node(call.connection, name)
-    if not await catalogue.set_draining(call.connection, name, draining):
-        raise missing("node", name)
-    await catalogue.touch(call.connection)
-    after = await catalogue.get_node(call.connection, name)
-    await call.record(kind, name, before=before, after=after)
-    return found(after, "node", name)
+async def _change_node(call: Call, kind: str, deed: Callable[[], Awaitable[object]]) -> NodeView:
+    """Do a deed to a node that is there, and record what it was before and is after."""
+    before = found(await catalogue.get_node(call.connection, call.name), "node", call.name)
+    await deed()
+    after = found(await catalogue.get_node(call.connection, call.name), "node", call.name)
+    await call.changed(kind, call.name, before=before, after=after)
+    return after
 
 
-async def _delete(call: Call, table: str, column: str, name: str) -> None:
-    if not await catalogue.delete_row(call.connection, table, column, name, call.etag):
-        raise missing(table, name)
-    await catalogue.touch(call.connection)
-    await call.record(f"{table}.delete", name)
+async def _delete(call: Call, table: str) -> None:
+    if not await catalogue.delete_row(call.connection, table, call.name, call.etag):
+        raise missing(table, call.name)
+    await call.changed(f"{table}.delete", call.name)

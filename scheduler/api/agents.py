@@ -1,17 +1,17 @@
 """The conversation with a node: reports and pulses come up, whole assignments go down."""
 
 import logging
-from typing import Final
+from typing import Final, NoReturn
 
 from aiohttp import web
 
 from isochrone.wire.assignment import ReplicaSpec
-from isochrone.wire.control import FromAgent, PeerRole, Refused, RefusedCode
+from isochrone.wire.control import FromAgent, PeerRole, RefusedCode
 from isochrone.wire.ids import NodeId
 from isochrone.wire.report import Pulse, Report
 from scheduler import metrics
 from scheduler.acting import INTAKE_TIMEOUT_S, Acting, NotActing
-from scheduler.api.peers import attend
+from scheduler.api.peers import Turned, attend
 from scheduler.connected import Connected
 from scheduler.decide.claims import claim
 from scheduler.decide.news import is_news
@@ -35,38 +35,31 @@ class Agents:
         """Talk with one node until either side ends it."""
         return await attend(request, self._acting, PeerRole.AGENT, FromAgent, self._hear)
 
-    async def _hear(self, peer: Connected, message: object) -> bool:
-        """Take one message; False ends the conversation."""
+    async def _hear(self, peer: Connected, message: Report | Pulse | None) -> None:
         node_id = NodeId(peer.name)
         self._acting.heard_from(node_id)
         match message:
-            case None:
-                return True
             case Report() | Pulse() if (message.node_id, message.boot_id) != (
                 node_id,
                 peer.boot_id,
             ):
-                return await self._refuse_impostor(peer, message.node_id)
+                await self._refuse_impostor(peer, message.node_id)
             case Pulse():
                 self._acting.heard_from(node_id, message)
-                return True
             case Report():
-                return await self._take_report(peer, message)
-            case _:
-                await peer.end(Refused(code=RefusedCode.MALFORMED, reason="cannot register twice"))
-                return False
+                await self._take_report(peer, message)
 
-    async def _take_report(self, peer: Connected, report: Report) -> bool:
+    async def _take_report(self, peer: Connected, report: Report) -> None:
         if self._is_known(peer, report):
             metrics.REPORTS.labels("unchanged").inc()
-            return True
+            return
         try:
             pool = self._acting.intake
             async with transaction(pool, timeout_s=INTAKE_TIMEOUT_S, lags=True) as connection:
                 effect = await record_report(connection, self._acting.epoch, report, self._believes)
             metrics.REPORTS.labels("stale" if effect.stale else "taken").inc()
             if effect.stale:
-                return True
+                return
             peer.generation = report.generation
             peer.written, peer.written_at = report, self._acting.clock()
             if effect.changed or effect.adopted or effect.released:
@@ -81,13 +74,11 @@ class Agents:
             log.warning("report not taken", extra={"fields": {"reason": str(error)}})
         except BAD_DATA as error:
             reason = f"cannot store the report: {error}"[:300]
-            await peer.end(Refused(code=RefusedCode.MALFORMED, reason=reason, retry_after_s=30))
-            return False
+            raise Turned(RefusedCode.MALFORMED, reason, retry_after_s=30) from error
         except UNAVAILABLE as error:
             # The node says everything again in ten seconds.
             reason = (str(error) or type(error).__name__)[:200]
             log.warning("report not written", extra={"fields": {"reason": reason}})
-        return True
 
     def _believes(self, node_id: NodeId, spec: ReplicaSpec) -> bool:
         return self._acting.authority.has_sealed(claim(node_id, spec), spec.seal)
@@ -101,7 +92,7 @@ class Agents:
             and not is_news(peer.written, report)
         )
 
-    async def _refuse_impostor(self, peer: Connected, claimed: str) -> bool:
+    async def _refuse_impostor(self, peer: Connected, claimed: str) -> NoReturn:
         metrics.REPORTS.labels("impostor").inc()
         reason = f"{peer.name} cannot report for {claimed}"
         async with transaction(self._acting.pool) as connection:
@@ -112,5 +103,4 @@ class Agents:
                 subject=claimed[:63],
                 reason=reason[:300],
             )
-        await peer.end(Refused(code=RefusedCode.IDENTITY, reason=reason, retry_after_s=30))
-        return False
+        raise Turned(RefusedCode.IDENTITY, reason, retry_after_s=30)

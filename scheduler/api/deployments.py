@@ -13,7 +13,6 @@ from isochrone.wire.routes import Pop
 from scheduler.api.endpoint import Call, Endpoint, Page, found
 from scheduler.decide.explain import Explanation
 from scheduler.decide.feasible import allowed
-from scheduler.planner.questions import Heard
 from scheduler.store import catalogue, deployments
 from scheduler.store.cluster import read_pops
 from scheduler.store.lease import read_acting_for_s
@@ -26,22 +25,24 @@ OVER_NODES: Final = frozenset({"embedded", "vllm", "sglang"})
 async def list_deployments(call: Call) -> Page:
     """Deployments."""
     rows = await deployments.list_deployments(call.connection, call.after, call.limit + 1)
-    unmet = call.acting.unmet
-    rows = [
-        msgspec.structs.replace(
-            row, unmet=tuple(reason for name, reason in unmet if name == row.deployment_id)
-        )
-        for row in rows
-    ]
-    return call.page(rows, lambda row: row.deployment_id)
+    return call.page([_with_unmet(call, row) for row in rows], lambda row: row.deployment_id)
 
 
 async def get_deployment(call: Call) -> DeploymentView:
     """One deployment."""
-    name = call.part("deployment_id")
-    held = found(await deployments.get_deployment(call.connection, name), "deployment", name)
-    unmet = tuple(reason for d, reason in call.acting.unmet if d == name)
-    return msgspec.structs.replace(held, unmet=unmet)
+    return _with_unmet(call, await found_deployment(call))
+
+
+async def found_deployment(call: Call) -> DeploymentView:
+    """Return the deployment that the path names."""
+    return found(
+        await deployments.get_deployment(call.connection, call.name), "deployment", call.name
+    )
+
+
+def _with_unmet(call: Call, view: DeploymentView) -> DeploymentView:
+    unmet = tuple(reason for name, reason in call.acting.unmet if name == view.deployment_id)
+    return msgspec.structs.replace(view, unmet=unmet)
 
 
 async def create_deployment(call: Call) -> DeploymentView:
@@ -53,17 +54,16 @@ async def create_deployment(call: Call) -> DeploymentView:
             ErrorCode.CONFLICT,
             f"cannot create {body.deployment_id}: this id or the name {deployment.name} is taken",
         )
-    await catalogue.touch(call.connection)
     after = await deployments.get_deployment(call.connection, body.deployment_id)
-    await call.record("deployment.create", body.deployment_id, after=after)
+    await call.changed("deployment.create", body.deployment_id, after=after)
     return found(after, "deployment", body.deployment_id)
 
 
 async def put_deployment(call: Call) -> DeploymentView:
     """Change a deployment; another model or engine is a new version, rolled out by and by."""
-    name = call.part("deployment_id")
+    name = call.name
     await deployments.hold_deployment(call.connection, name)
-    before = found(await deployments.get_deployment(call.connection, name), "deployment", name)
+    before = await found_deployment(call)
     body: DeploymentBody = call.body
     deployment = await _checked(call, body, name)
     if await is_overtaken(call.connection, deployment):
@@ -73,24 +73,20 @@ async def put_deployment(call: Call) -> DeploymentView:
         raise ApiError(
             ErrorCode.CONFLICT, f"cannot change {name}: the name {deployment.name} is taken"
         )
-    await catalogue.touch(call.connection)
-    after = await deployments.get_deployment(call.connection, name)
-    await call.record("deployment.put", name, before=before, after=after)
-    return found(after, "deployment", name)
+    after = await found_deployment(call)
+    await call.changed("deployment.put", name, before=before, after=after)
+    return after
 
 
 async def delete_deployment(call: Call) -> None:
     """End a deployment: its replicas drain."""
-    name = call.part("deployment_id")
-    before = found(await deployments.get_deployment(call.connection, name), "deployment", name)
-    await deployments.delete_deployment(call.connection, name, call.etag)
-    await catalogue.touch(call.connection)
-    await call.record("deployment.delete", name, before=before)
+    before = await found_deployment(call)
+    await deployments.delete_deployment(call.connection, call.name, call.etag)
+    await call.changed("deployment.delete", call.name, before=before)
 
 
 async def explain_deployment(call: Call) -> Explanation:
     """Why here, why not there, what would help."""
-    name = DeploymentId(call.part("deployment_id"))
     acting = call.acting
     # A standby has heard nobody and decides nothing: it answers for the one that acts.
     acting_for_s = (
@@ -100,8 +96,9 @@ async def explain_deployment(call: Call) -> Explanation:
         raise ApiError(
             ErrorCode.UNAVAILABLE, "cannot explain: no scheduler acts now", retry_after_s=5
         )
-    heard = Heard(acting_for_s=acting_for_s, silent_s=acting.silent_s())
-    return found(await acting.planner.explain(heard, name), "deployment", name)
+    heard = msgspec.structs.replace(acting.heard(), acting_for_s=acting_for_s)
+    explained = await acting.planner.explain(heard, DeploymentId(call.name))
+    return found(explained, "deployment", call.name)
 
 
 DEPLOYMENT_ENDPOINTS: Final = (

@@ -1,7 +1,8 @@
 """What every admin endpoint has in common: decoding, paging, ETags, idempotency, one transaction.
 
-An endpoint is a row of a table (`Endpoint`) and an async function of a `Call`. One that changes a
-thing runs in a transaction with the event of its deed; whatever it raises, nothing of it was done.
+An endpoint is a row of a table (`Endpoint`) and an async function of a `Call`; those that only
+read are made by `lists` and `shows`. One that changes a thing runs in a transaction with the event
+of its deed; whatever it raises, nothing of it was done.
 """
 
 import base64
@@ -9,6 +10,7 @@ import hashlib
 import re
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
+from operator import attrgetter
 from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
@@ -20,7 +22,7 @@ from isochrone.wire import codec
 from isochrone.wire.errors import ApiError, ErrorCode
 from scheduler.acting import Acting
 from scheduler.planner.process import PlannerFailed
-from scheduler.store.catalogue import EtagMoved, StillUsed
+from scheduler.store.catalogue import EtagMoved, StillUsed, touch
 from scheduler.store.events import record_event
 from scheduler.store.idempotency import StoredAnswer, recall, remember
 from scheduler.store.pool import BAD_DATA, UNAVAILABLE, Connection, transaction, using
@@ -54,11 +56,9 @@ class Call:
         self.body = body
         self.body_sha256 = sha
         self.etag = _if_match(request)
+        self.name = next(iter(request.match_info.values()), "")
+        """What the path names; no path names two things."""
         self._request = request
-
-    def part(self, name: str) -> str:
-        """Return a part of the path."""
-        return self._request.match_info[name]
 
     def query(self, name: str) -> str | None:
         """Return a query parameter."""
@@ -92,6 +92,18 @@ class Call:
             return Page(rows, None)
         kept = rows[: self.limit]
         return Page(kept, name(kept[-1]))
+
+    async def changed(
+        self,
+        kind: str,
+        subject: str,
+        *,
+        before: msgspec.Struct | None = None,
+        after: msgspec.Struct | None = None,
+    ) -> None:
+        """Record a deed that placement depends on: no plan made before it may be committed."""
+        await touch(self.connection)
+        await self.record(kind, subject, before=before, after=after)
 
     async def record(
         self,
@@ -129,6 +141,28 @@ class Endpoint(NamedTuple):
     status: int = 200
     is_list: bool = False
     query: tuple[str, ...] = ()
+
+
+def lists(read: Callable[..., Awaitable[Sequence[Any]]], name: str, *queries: str) -> Function:
+    """Return what lists all that `read` reads, by pages; rows are in the order of `name`."""
+
+    async def page(call: Call) -> Page:
+        asked = [call.query(query) for query in queries]
+        rows = await read(call.connection, call.after, call.limit + 1, *asked)
+        return call.page(rows, attrgetter(name))
+
+    page.__name__ = read.__name__
+    return page
+
+
+def shows(read: Callable[[Connection, str], Awaitable[V | None]], what: str) -> Function:
+    """Return what shows the one thing that the path names, as `read` reads it."""
+
+    async def one(call: Call) -> Answer:
+        return found(await read(call.connection, call.name), what, call.name)
+
+    one.__name__ = read.__name__
+    return one
 
 
 def new_id() -> str:

@@ -2,8 +2,7 @@
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
 from aiohttp import WSMsgType, web
@@ -57,26 +56,15 @@ class Turned(Exception):
         self.refused = Refused(code=code, reason=reason, retry_after_s=retry_after_s)
 
 
-Hear = Callable[[Connected, Any], Awaitable[bool]]
+Hear = Callable[[Connected, Any], Awaitable[None]]
 
 
 async def attend(
     request: web.Request, acting: Acting, role: PeerRole, incoming: Any, hear: Hear
 ) -> web.StreamResponse:
-    """Give `hear` each message of a peer, None first, until one of them or `hear` ends it."""
-    async with aclosing(converse(request, acting, role, incoming)) as conversation:
-        async for peer, message in conversation:
-            if not await hear(peer, message):
-                break
-    return web.Response()
+    """Talk with one peer until either side ends it: `hear` gets each of its messages, None first.
 
-
-async def converse(
-    request: web.Request, acting: Acting, role: PeerRole, incoming: Any
-) -> AsyncGenerator[tuple[Connected, Any], None]:
-    """Open a conversation and yield (peer, message) for each message until it ends.
-
-    The first yield carries None: the peer has just been welcomed.
+    It raises Turned where the peer is to be turned away.
     """
     # What a stranger sends must cost no more than it did to send: nothing is inflated.
     socket = web.WebSocketResponse(
@@ -90,7 +78,7 @@ async def converse(
         metrics.REFUSED.labels(turned.refused.code.value).inc()
         await socket.send_bytes(codec.encode(turned.refused))
         await socket.close()
-        return
+        return web.Response()
     sender = asyncio.create_task(peer.empty_outbox())
     pace = Pace(AGENT_MESSAGES_PER_S if role is PeerRole.AGENT else ROUTER_MESSAGES_PER_S)
     before = acting.add_peer(peer)
@@ -98,26 +86,24 @@ async def converse(
         if before is not None:
             reason = "the same peer dialled again"
             await before.end(Refused(code=RefusedCode.DUPLICATE, reason=reason))
-        yield peer, None
-        while True:
-            try:
-                frame = await _receive(socket)
-                await asyncio.sleep(pace.wait_s(len(frame), acting.clock()))
-                message = _read(frame, reader)
-                if isinstance(message, Renew):
-                    await _renew(peer, acting, message)
-                else:
-                    yield peer, message
-            except Turned as turned:
-                await peer.end(turned.refused)
-                return
-            except EOFError:
-                return
+        await hear(peer, None)
+        while (frame := await _receive(socket)) is not None:
+            await asyncio.sleep(pace.wait_s(len(frame), acting.clock()))
+            message = _read(frame, reader)
+            if isinstance(message, Register):
+                raise Turned(RefusedCode.MALFORMED, "cannot register twice")
+            if isinstance(message, Renew):
+                await _renew(peer, acting, message)
+            else:
+                await hear(peer, message)
+    except Turned as turned:
+        await peer.end(turned.refused)
     finally:
         acting.remove_peer(peer)
         acting.has_entered(peer.role, peer.name)
         sender.cancel()
         await asyncio.gather(sender, return_exceptions=True)
+    return web.Response()
 
 
 async def _register(
@@ -137,8 +123,10 @@ async def _register(
     try:
         async with asyncio.timeout(REGISTER_TIMEOUT_S):
             frame = await _receive(socket)
-    except (TimeoutError, EOFError):
-        raise Turned(RefusedCode.MALFORMED, "no registration in time") from None
+    except TimeoutError:
+        frame = None
+    if frame is None:
+        raise Turned(RefusedCode.MALFORMED, "no registration in time")
     if len(frame) > REGISTER_BYTES_MAX:
         reason = f"cannot read frame: a registration has at most {REGISTER_BYTES_MAX} bytes"
         raise Turned(RefusedCode.MALFORMED, reason)
@@ -227,7 +215,7 @@ def _refuse_twin(register: Register, acting: Acting) -> None:
     twin = acting.peers.get((register.role, register.name))
     if twin is None or twin.boot_id == register.boot_id or register.role is not PeerRole.AGENT:
         return
-    if acting.silent_s().get(NodeId(register.name), ALIVE_S) < ALIVE_S:
+    if acting.silent_s(NodeId(register.name)) < ALIVE_S:
         raise Turned(
             RefusedCode.DUPLICATE,
             f"{register.name} is already connected with boot {twin.boot_id}: is its disk cloned?",
@@ -307,13 +295,14 @@ async def _renew(peer: Connected, acting: Acting, asked: Renew) -> None:
     peer.tell(Renewed(certificate_pem=renewed_pem))
 
 
-async def _receive(socket: web.WebSocketResponse) -> bytes:
+async def _receive(socket: web.WebSocketResponse) -> bytes | None:
+    """Return the next frame; None where there is none any more."""
     frame = await socket.receive()
     if frame.type is WSMsgType.BINARY:
         return bytes(frame.data)
     if frame.type is WSMsgType.TEXT:
         raise Turned(RefusedCode.MALFORMED, "cannot read frame: text, expected msgpack")
-    raise EOFError
+    return None
 
 
 def _read(frame: bytes, reader: Any) -> Any:

@@ -8,7 +8,7 @@ import msgspec
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.ids import DeploymentId, ModelId
 from isochrone.wire.rollout import RolloutBody, RolloutSpec, RolloutView
-from scheduler.api.deployments import engine_problem
+from scheduler.api.deployments import engine_problem, found_deployment
 from scheduler.api.endpoint import Call, Endpoint, Page, found
 from scheduler.decide.rollout import ON_ITS_WAY, Event, NotNow, Rollout, after, problem_of
 from scheduler.decide.trial import compare
@@ -18,10 +18,10 @@ from scheduler.store.cluster import read_pops
 
 async def create_rollout(call: Call) -> RolloutView:
     """Begin to bring a new version."""
-    name = call.part("deployment_id")
+    name = call.name
     body: RolloutBody = call.body
     await deployments.hold_deployment(call.connection, name)
-    deployment = found(await deployments.get_deployment(call.connection, name), "deployment", name)
+    deployment = await found_deployment(call)
     spec = RolloutSpec(
         model_id=ModelId(body.model_id or deployment.model_id),
         engine=body.engine or deployment.engine,
@@ -45,8 +45,7 @@ async def create_rollout(call: Call) -> RolloutView:
             ErrorCode.CONFLICT,
             f"cannot roll out: a rollout of {name} is on its way; abort it first",
         )
-    await catalogue.touch(call.connection)
-    await call.record("rollout.create", name, after=rollout)
+    await call.changed("rollout.create", name, after=rollout)
     return await _view(call, rollout)
 
 
@@ -123,8 +122,7 @@ async def _problem(call: Call, spec: RolloutSpec) -> str:
 
 
 async def _found(call: Call) -> Rollout:
-    name = call.part("rollout_id")
-    return found(await rollouts.get_rollout(call.connection, name), "rollout", name)
+    return found(await rollouts.get_rollout(call.connection, call.name), "rollout", call.name)
 
 
 async def _view(call: Call, rollout: Rollout) -> RolloutView:

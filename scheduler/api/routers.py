@@ -6,12 +6,12 @@ from typing import assert_never
 
 from aiohttp import web
 
-from isochrone.wire.control import FromRouter, PeerRole, Refused, RefusedCode
+from isochrone.wire.control import FromRouter, PeerRole, RefusedCode
 from isochrone.wire.routes import SnapshotWanted
 from isochrone.wire.usage import Demand, RoundTrips, Usage, UsageAck
 from scheduler import metrics
 from scheduler.acting import INTAKE_TIMEOUT_S, Acting
-from scheduler.api.peers import attend
+from scheduler.api.peers import Turned, attend
 from scheduler.connected import Connected
 from scheduler.decide.intake import take_demand, take_round_trips, take_trials, take_usage
 from scheduler.store.pool import BAD_DATA, UNAVAILABLE, Connection, transaction
@@ -31,27 +31,16 @@ class Routers:
         """Talk with one router until either side ends it."""
         return await attend(request, self._acting, PeerRole.ROUTER, FromRouter, self._hear)
 
-    async def _hear(self, peer: Connected, message: object) -> bool:
-        """Take one message; False ends the conversation."""
-        match message:
-            case None:
-                if self._acting.table is not None:
-                    self._send_table(peer)
-                return True
-            case SnapshotWanted():
-                self._send_table(peer)
-                return True
-            case Demand() | Usage() | RoundTrips() if message.router_id != peer.name:
-                reason = f"{peer.name} cannot speak for {message.router_id}"
-                await peer.end(Refused(code=RefusedCode.IDENTITY, reason=reason, retry_after_s=30))
-                return False
-            case Demand() | Usage() | RoundTrips():
-                await self._write(peer, message)
-                return True
-            case _:
-                reason = "cannot register twice"
-                await peer.end(Refused(code=RefusedCode.MALFORMED, reason=reason))
-                return False
+    async def _hear(
+        self, peer: Connected, message: Demand | Usage | RoundTrips | SnapshotWanted | None
+    ) -> None:
+        if message is None or isinstance(message, SnapshotWanted):
+            self._send_table(peer)
+        elif message.router_id != peer.name:
+            reason = f"{peer.name} cannot speak for {message.router_id}"
+            raise Turned(RefusedCode.IDENTITY, reason, retry_after_s=30)
+        else:
+            await self._write(peer, message)
 
     async def _write(self, peer: Connected, message: Demand | Usage | RoundTrips) -> None:
         """Store a message and acknowledge it; what the store can never hold is acknowledged too."""

@@ -34,6 +34,7 @@ class Liveness(StrEnum):
 class Node(msgspec.Struct, frozen=True, kw_only=True):
     """One server as last reported. `silent_s` is how long nothing was heard of it.
 
+    `back_s` is how long ago it came back from a silence that others are lost for; None: it did not.
     Nodes of one `failure_domain` (a rack, a power feed) fail together; "" is a domain of its own.
     The measured rates say how fast weights come from its disk and from elsewhere; 0 is not known.
     `rank_ports`, first and last, are for replicas over several nodes; without, it has part in none.
@@ -47,6 +48,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
     draining: bool = False
     revoked: bool = False
     silent_s: float = 0.0
+    back_s: float | None = None
     artifacts: tuple[str, ...] = ()
     in_host_memory: tuple[str, ...] = ()
     disk_free_bytes: int = 0

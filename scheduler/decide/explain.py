@@ -17,12 +17,13 @@ from scheduler.decide.wish import Wish
 
 
 class HereBecause(msgspec.Struct, frozen=True, kw_only=True):
-    """One replica's seat and the reason it was given when it was placed."""
+    """One replica's seat, why it was placed there, and what its node last said of it."""
 
     replica_id: ReplicaId
     node_id: NodeId
     pop: PopId
     state: str
+    state_reason: str
     reason: str
 
 
@@ -83,6 +84,7 @@ def explain(
             node_id=part.node_id,
             pop=nodes[part.node_id].pop,
             state="draining" if part.is_ending else part.state.value,
+            state_reason=part.state_reason,
             reason=part.reason,
         )
         for p in mine

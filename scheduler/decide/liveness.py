@@ -3,6 +3,7 @@
 Rule 1: one silent node is a lost node; many silent at once are a sick network or a sick centre,
 and then nothing is rescheduled (the mistake that takes whole fleets down: gpustack#5935).
 Rule 2: a scheduler that has just begun to act has heard nobody yet, and loses no one.
+Rule 3: a cut is over when everybody had time to come back, not when the first ones have.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,12 +14,21 @@ from isochrone.wire.ids import NodeId
 from scheduler.decide.cluster import Liveness, Node
 
 
+class Heard(msgspec.Struct, frozen=True, kw_only=True):
+    """What a scheduler alone knows: for how long it has acted, for how long each node that it heard
+    has been silent, and how long ago those came back that it had not heard for `lost_after_s`."""
+
+    acting_for_s: float
+    silent_s: Mapping[NodeId, float] = {}
+    back_s: Mapping[NodeId, float] = {}
+
+
 class LivenessLimits(msgspec.Struct, frozen=True, kw_only=True):
     """When silence means something."""
 
     suspect_after_s: float = 6.0
     lost_after_s: float = 30.0  # its replicas are replaced elsewhere
-    grace_s: float = 60.0  # in which who begins to act takes nobody for lost
+    grace_s: float = 60.0  # to come back: after a scheduler begins to act, and after a cut
     storm_share: float = 0.2  # of the nodes, lost within `storm_window_s`: placement freezes
     storm_window_s: float = 600.0
 
@@ -59,10 +69,24 @@ def _frozen(nodes: Sequence[Node], acting_for_s: float, limits: LivenessLimits) 
             "silent nodes may not have found this scheduler yet"
         )
     silent = [node for node in nodes if node.silent_s >= limits.lost_after_s]
+    if not silent:
+        return ""
+    back = [
+        node
+        for node in nodes
+        if node.silent_s < limits.lost_after_s
+        and node.back_s is not None
+        and node.back_s < limits.grace_s
+    ]
     fresh = [node for node in silent if node.silent_s < limits.storm_window_s]
+    and_back = f", {len(back)} have just come back" if back else ""
     # A fleet mostly silent is never believed gone; a large part of it only after a long time.
-    if len(silent) >= 2 and len(silent) * 2 > len(nodes):
-        return f"{len(silent)} of {len(nodes)} nodes are silent: more likely a cut than a loss"
-    if len(fresh) >= 2 and len(fresh) > limits.storm_share * len(nodes):
-        return f"{len(fresh)} of {len(nodes)} nodes fell silent at once: waiting before moving work"
+    cut = len(silent) + len(back)
+    if cut >= 2 and cut * 2 > len(nodes):
+        silent_now = f"{len(silent)} of {len(nodes)} nodes are silent{and_back}"
+        return f"{silent_now}: more likely a cut than a loss"
+    cut = len(fresh) + len(back)
+    if cut >= 2 and cut > limits.storm_share * len(nodes):
+        fell = f"{len(fresh)} of {len(nodes)} nodes fell silent at once{and_back}"
+        return f"{fell}: waiting before moving work"
     return ""

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from scheduler.acting import Acting
+from scheduler.acting import Acting, now
 from scheduler.store.pool import transaction
 from scheduler.store.usage import keep_demand_days
 
@@ -26,4 +26,4 @@ class KeepDays:
         async with transaction(self._acting.pool) as connection:
             # A reader that holds the table for long is waited for a moment only; next turn tries.
             await connection.execute("SET LOCAL lock_timeout = '2s'")
-            return Kept(await keep_demand_days(connection))
+            return Kept(await keep_demand_days(connection, now()))

@@ -27,10 +27,11 @@ class NoteLosses:
         acting = self._acting
         if not acting.is_acting:
             return Noted()
+        heard = acting.heard()
         async with transaction(acting.pool) as connection:
-            silences = await read_silences(connection, acting.silent_s())
+            silences = await read_silences(connection, heard)
             view = liveness(
-                [silence.node for silence in silences], acting.acting_for_s, acting.config.liveness
+                [silence.node for silence in silences], heard.acting_for_s, acting.config.liveness
             )
             lost = [
                 silence

@@ -85,20 +85,10 @@ class Place:
         metrics.MOVES.labels("start").inc(len(decided.starts))
         metrics.MOVES.labels("end").inc(len(decided.endings))
         for start in decided.starts:
-            log.info(
-                "placed",
-                extra={
-                    "fields": {
-                        "replica": start.spec.replica_id,
-                        "node": start.node_id,
-                        "reason": start.reason,
-                    }
-                },
-            )
-        for node_id in decided.node_ids:
-            peer = self._acting.agent(node_id)
-            if peer is not None and peer.has_reported:
-                await self._acting.send_assignment(peer)
+            replica_id = start.spec.replica_id
+            fields = {"replica": replica_id, "node": start.node_id, "reason": start.reason}
+            log.info("placed", extra={"fields": fields})
+        await self._acting.tell_assignments(decided.node_ids)
         self._acting.publish()
 
 

@@ -2,7 +2,6 @@
 
 from typing import NamedTuple
 
-from isochrone.wire.ids import NodeId
 from scheduler.acting import Acting
 from scheduler.decide.prefetch import Foreseen
 from scheduler.store.pool import transaction
@@ -35,11 +34,5 @@ class Prefetch:
             with acting.owing(concerned):
                 async with transaction(acting.pool) as connection:
                     await record_foreseen(connection, acting.epoch, foreseen)
-                await self._tell(concerned)
+                await acting.tell_assignments(sorted(concerned))
         return Prefetched(len(foreseen.new), len(foreseen.arrived), len(foreseen.ended))
-
-    async def _tell(self, node_ids: set[NodeId]) -> None:
-        for node_id in sorted(node_ids):
-            peer = self._acting.agent(node_id)
-            if peer is not None and peer.has_reported:
-                await self._acting.send_assignment(peer)

@@ -1,14 +1,10 @@
 """Forgets what is past its keeping, in batches."""
 
-from collections.abc import Awaitable, Callable
 from typing import Final, NamedTuple
 
-from isochrone.service.identity import CERTIFICATE_LIFETIME_S
-from scheduler.acting import Acting
-from scheduler.store.events import prune_events
-from scheduler.store.identities import prune_revocations
-from scheduler.store.pool import Connection, transaction
-from scheduler.store.usage import prune
+from scheduler.acting import Acting, now
+from scheduler.store.pool import transaction
+from scheduler.store.retention import Kept, forget, kept
 
 BATCH: Final = 5_000
 BATCHES_MAX: Final = 40
@@ -29,24 +25,19 @@ class Prune:
     async def run_once(self) -> Pruned:
         """Delete batches of each kind until one is not full; what is left waits for the next."""
         config = self._acting.config
-        # A certificate of an earlier, longer setting may still live.
-        lifetime_s = max(CERTIFICATE_LIFETIME_S, config.certificate_lifetime_s)
-        rows = await self._forget(
-            lambda c: prune_events(c, keep_days=config.event_retention_days, batch=BATCH)
+        everything = kept(
+            event_days=config.event_retention_days,
+            certificate_lifetime_s=config.certificate_lifetime_s,
         )
-        rows += await self._forget(
-            lambda c: prune_revocations(c, lifetime_s=lifetime_s, batch=BATCH)
-        )
-        rows += await self._forget(lambda c: prune(c, batch=BATCH))
-        return Pruned(rows)
+        return Pruned(sum([await self._forget(what) for what in everything]))
 
-    async def _forget(self, one_batch: Callable[[Connection], Awaitable[int]]) -> int:
+    async def _forget(self, what: Kept) -> int:
         rows = 0
         for _ in range(BATCHES_MAX):
             if not self._acting.is_acting:
                 break
             async with transaction(self._acting.pool) as connection:
-                forgotten = await one_batch(connection)
+                forgotten = await forget(connection, what, now(), BATCH)
             rows += forgotten
             if forgotten < BATCH:
                 break

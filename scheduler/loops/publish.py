@@ -99,12 +99,7 @@ class Publish:
         acting = self._acting
         began = acting.clock()
         async with transaction(acting.pool, isolation="repeatable_read") as connection:
-            fleet = await read_fleet(
-                connection,
-                acting_for_s=acting.acting_for_s,
-                silent_s=acting.silent_s(),
-                known=acting.known_nodes,
-            )
+            fleet = await read_fleet(connection, acting.heard(), acting.known_nodes)
             keys = await live_keys(connection)
             revoked = await revoked_keys(connection)
         table = self._table_of(fleet, keys)
@@ -118,14 +113,9 @@ class Publish:
 
     async def _read_part(self, fleet: ClusterState, node_ids: Set[NodeId]) -> RouteTable:
         acting = self._acting
-        silent_s = acting.silent_s()
         async with transaction(acting.pool, isolation="repeatable_read") as connection:
             part = await read_part(
-                connection,
-                msgspec.structs.replace(fleet, acting_for_s=acting.acting_for_s),
-                sorted(node_ids),
-                silent_s={name: silent_s[name] for name in node_ids if name in silent_s},
-                known=acting.known_nodes,
+                connection, fleet, sorted(node_ids), acting.heard(), acting.known_nodes
             )
         return self._table_of(part, ())
 

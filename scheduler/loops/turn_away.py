@@ -55,11 +55,9 @@ class TurnAway:
         newest = max((revoked.at for revoked in revocations), default=0.0)
         if newest <= self._told_at:
             return 0
-        nodes = [peer for peer in self._acting.agents() if peer.has_reported]
-        for peer in nodes:
-            await self._acting.send_assignment(peer)
+        told = await self._acting.tell_assignments([peer.name for peer in self._acting.agents()])
         self._told_at = newest
-        return len(nodes)
+        return told
 
 
 def _why(peer: Connected, revocations: list[RevocationView]) -> str:

@@ -6,12 +6,12 @@ from isochrone import __version__
 from scheduler.decide.cluster import ClusterState
 from scheduler.decide.demand import foreseeing
 from scheduler.decide.explain import explain
-from scheduler.decide.liveness import LivenessLimits
+from scheduler.decide.liveness import Heard, LivenessLimits
 from scheduler.decide.prefetch import Foreseen, prefetch
 from scheduler.decide.versions import decide
 from scheduler.decide.what_if import Picture
 from scheduler.planner.forecast import Forecast
-from scheduler.planner.questions import Asked, Heard, Learn, WhatIs, WhatMoves, WhatToFetch, Why
+from scheduler.planner.questions import Asked, Learn, WhatIs, WhatMoves, WhatToFetch, Why
 from scheduler.store.cluster import read_cluster
 from scheduler.store.known_nodes import KnownNodes
 from scheduler.store.pool import Pool, transaction
@@ -56,9 +56,4 @@ class Desk:
 
     async def _read(self, heard: Heard) -> ClusterState:
         async with transaction(self._pool, isolation="repeatable_read") as connection:
-            return await read_cluster(
-                connection,
-                acting_for_s=heard.acting_for_s,
-                silent_s=heard.silent_s,
-                known=self._known_nodes,
-            )
+            return await read_cluster(connection, heard, self._known_nodes)

@@ -16,10 +16,10 @@ import msgspec
 from isochrone.wire.ids import DeploymentId, Epoch
 from scheduler.decide.cluster import Plan
 from scheduler.decide.explain import Explanation
+from scheduler.decide.liveness import Heard
 from scheduler.decide.prefetch import Foreseen
 from scheduler.planner.questions import (
     Asked,
-    Heard,
     Learn,
     Learned,
     Question,

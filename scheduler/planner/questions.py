@@ -8,8 +8,8 @@ from typing import Final
 
 import msgspec
 
-from isochrone.wire.ids import DeploymentId, Epoch, NodeId
-from scheduler.decide.liveness import LivenessLimits
+from isochrone.wire.ids import DeploymentId, Epoch
+from scheduler.decide.liveness import Heard, LivenessLimits
 
 LENGTH_BYTES: Final = 4
 NOTHING: Final = msgspec.Raw(msgspec.msgpack.encode(None))
@@ -21,13 +21,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     database_url: str
     liveness: LivenessLimits
     log_level: str
-
-
-class Heard(msgspec.Struct, frozen=True, kw_only=True):
-    """How long the scheduler has acted, and how long each node has been silent as it heard them."""
-
-    acting_for_s: float
-    silent_s: dict[NodeId, float]
 
 
 class WhatMoves(msgspec.Struct, frozen=True, tag=True):

@@ -8,14 +8,13 @@ store can be made to know them again. Only what bears our seal is taken in: see 
 from collections.abc import Callable
 
 import asyncpg
-import msgspec
 
 from isochrone.wire.assignment import ReplicaSpec
 from isochrone.wire.ids import DeploymentId, NodeId
 from isochrone.wire.model import Model
 from isochrone.wire.report import ReplicaReport, ReplicaState
 from scheduler.store.events import record_event
-from scheduler.store.pool import Connection, text
+from scheduler.store.pool import Connection, as_json, rows_in, text
 
 GONE = (ReplicaState.STOPPED, ReplicaState.FAILED)
 
@@ -46,6 +45,9 @@ async def adopt(
         reason = f"{spec.replica_id} bears no seal of this cluster for a seat on this node"
         await _note_once(connection, node_id, node_id, reason)
         return 0
+    # What a device holds is added up for each seat. A plan kept from when it held nothing reads all
+    # placements for each of them.
+    await connection.execute("SET LOCAL plan_cache_mode = force_custom_plan")
     try:
         async with connection.transaction():
             await _ensure_deployment(connection, replica)
@@ -63,7 +65,7 @@ async def adopt(
                 node_id,
                 spec.role.value,
                 spec.memory_bytes,
-                msgspec.json.encode(spec).decode(),
+                as_json(spec),
                 replica.state.value,
                 text(replica.reason),
             )
@@ -111,7 +113,7 @@ async def _ensure_deployment(connection: Connection, replica: ReplicaReport) -> 
     await connection.execute(
         "INSERT INTO model (model_id, spec) VALUES ($1, $2) ON CONFLICT DO NOTHING",
         spec.model_id,
-        msgspec.json.encode(model).decode(),
+        as_json(model),
     )
     made = await connection.execute(
         """
@@ -122,9 +124,9 @@ async def _ensure_deployment(connection: Connection, replica: ReplicaReport) -> 
         spec.name,
         spec.model_id,
         spec.version,
-        msgspec.json.encode(spec.engine).decode(),
+        as_json(spec.engine),
     )
-    if made == "INSERT 0 1":
+    if rows_in(made):
         await record_event(
             connection,
             actor="scheduler",

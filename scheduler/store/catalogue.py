@@ -1,6 +1,6 @@
 """What operators write: PoPs and models, and what they read of nodes, routers and placements."""
 
-from typing import Any, Final
+from typing import Final
 
 import asyncpg
 import msgspec
@@ -13,10 +13,9 @@ from isochrone.wire.admin import (
     PopView,
     RouterView,
 )
-from isochrone.wire.ids import DeploymentId, DeviceId, NodeId, PopId
 from isochrone.wire.model import Model
 from isochrone.wire.report import Device
-from scheduler.store.pool import Connection
+from scheduler.store.pool import Connection, as_json, as_struct
 
 
 class EtagMoved(Exception):
@@ -37,13 +36,13 @@ async def list_pops(connection: Connection, after: str, limit: int) -> list[PopV
     rows = await connection.fetch(
         "SELECT * FROM pop WHERE pop > $1 ORDER BY pop LIMIT $2", after, limit
     )
-    return [_pop(row) for row in rows]
+    return [as_struct(row, PopView) for row in rows]
 
 
 async def get_pop(connection: Connection, pop: str) -> PopView | None:
     """Return one PoP."""
     row = await connection.fetchrow("SELECT * FROM pop WHERE pop = $1", pop)
-    return _pop(row) if row else None
+    return as_struct(row, PopView) if row else None
 
 
 async def put_pop(connection: Connection, pop: str, body: PopBody, etag: int | None) -> PopView:
@@ -67,13 +66,13 @@ async def put_pop(connection: Connection, pop: str, body: PopBody, etag: int | N
     )
     if row is None:
         raise EtagMoved(pop)
-    return _pop(row)
+    return as_struct(row, PopView)
 
 
 _GOES_WITH: Final = {
-    ("pop", "pop"): "DELETE FROM join_token WHERE pop = $1",
-    ("node", "node_id"): "DELETE FROM placement WHERE node_id = $1 AND released_at IS NOT NULL",
-    ("model", "model_id"): """
+    "pop": "DELETE FROM join_token WHERE pop = $1",
+    "node": "DELETE FROM placement WHERE node_id = $1 AND released_at IS NOT NULL",
+    "model": """
         WITH gone AS (
             SELECT deployment_id FROM deployment d WHERE model_id = $1 AND deleted_at IS NOT NULL
             AND NOT EXISTS (SELECT FROM placement p
@@ -85,10 +84,9 @@ _GOES_WITH: Final = {
 """What is past, or of no use without the row."""
 
 
-async def delete_row(
-    connection: Connection, table: str, column: str, name: str, etag: int | None
-) -> bool:
+async def delete_row(connection: Connection, table: str, name: str, etag: int | None) -> bool:
     """Delete one row; False where there is none; raises EtagMoved or StillUsed."""
+    column = "pop" if table == "pop" else f"{table}_id"
     held = await connection.fetchval(
         f"SELECT etag FROM {table} WHERE {column} = $1 FOR UPDATE",  # noqa: S608
         name,
@@ -99,7 +97,7 @@ async def delete_row(
         raise EtagMoved(name)
     try:
         async with connection.transaction():
-            await connection.execute(_GOES_WITH[table, column], name)
+            await connection.execute(_GOES_WITH[table], name)
             await connection.execute(f"DELETE FROM {table} WHERE {column} = $1", name)  # noqa: S608
     except asyncpg.ForeignKeyViolationError as error:
         raise StillUsed(
@@ -133,7 +131,7 @@ async def put_model(connection: Connection, model: Model, etag: int | None) -> M
         RETURNING *
         """,
         model.model_id,
-        msgspec.json.encode(model).decode(),
+        as_json(model),
         etag,
     )
     if row is None:
@@ -142,8 +140,9 @@ async def put_model(connection: Connection, model: Model, etag: int | None) -> M
 
 
 _NODES: Final = """
-SELECT n.*, extract(epoch FROM clock_timestamp() - last_seen_at)::float8 AS silent_s,
-    extract(epoch FROM certificate_expires_at)::float8 AS expires,
+SELECT node_id, pop, address, draining, revoked, generation, assigned, etag, certificate_serial,
+    extract(epoch FROM certificate_expires_at)::float8 AS certificate_expires_at,
+    round(abs(extract(epoch FROM clock_timestamp() - last_seen_at)), 1)::float8 AS silent_s,
     (SELECT count(*) FROM placement p WHERE p.node_id = n.node_id AND released_at IS NULL)
         AS replicas,
     (SELECT coalesce(json_agg(d ORDER BY device_id), '[]') FROM device d
@@ -166,37 +165,27 @@ async def get_node(connection: Connection, node_id: str) -> NodeView | None:
     return _node(row) if row else None
 
 
-async def set_draining(connection: Connection, node_id: str, draining: bool) -> bool:
-    """Drain or undrain a node; False where there is none."""
-    done = await connection.execute(
+async def set_draining(connection: Connection, node_id: str, draining: bool) -> None:
+    """Drain or undrain a node."""
+    await connection.execute(
         "UPDATE node SET draining = $2, etag = etag + 1 WHERE node_id = $1", node_id, draining
     )
-    return done != "UPDATE 0"
 
 
 async def list_routers(connection: Connection, after: str, limit: int) -> list[RouterView]:
     """Return routers in the order of their ids."""
     rows = await connection.fetch(
         """
-        SELECT *, extract(epoch FROM clock_timestamp() - last_seen_at)::float8 AS silent_s,
-               extract(epoch FROM certificate_expires_at)::float8 AS expires
+        SELECT router_id, pop, generation, revoked, certificate_serial,
+               extract(epoch FROM certificate_expires_at)::float8 AS certificate_expires_at,
+               round(abs(extract(epoch FROM clock_timestamp() - last_seen_at)), 1)::float8
+                   AS silent_s
         FROM router WHERE router_id > $1 ORDER BY router_id LIMIT $2
         """,
         after,
         limit,
     )
-    return [
-        RouterView(
-            router_id=row["router_id"],
-            pop=PopId(row["pop"]),
-            silent_s=row["silent_s"],
-            generation=row["generation"],
-            revoked=row["revoked"],
-            certificate_serial=row["certificate_serial"],
-            certificate_expires_at=row["expires"],
-        )
-        for row in rows
-    ]
+    return [as_struct(row, RouterView) for row in rows]
 
 
 async def list_placements(
@@ -205,8 +194,11 @@ async def list_placements(
     """Return placements that hold a seat, in the order of their ids."""
     rows = await connection.fetch(
         """
-        SELECT p.*, n.pop, extract(epoch FROM clock_timestamp() - state_since)::float8
-               AS state_age_s,
+        SELECT replica_id, deployment_id, version, p.node_id, n.pop, memory_bytes, state,
+               state_reason, reason, restarts, fetched_bytes, ended_at IS NOT NULL AS ending,
+               coalesce(ended_reason, '') AS ended_reason, coalesce(leader_id, '') AS leader_id,
+               round(greatest(0, extract(epoch FROM clock_timestamp() - state_since)), 1)::float8
+                   AS state_age_s,
                array(SELECT device_id FROM placement_device d WHERE d.replica_id = p.replica_id
                      ORDER BY device_id) AS device_ids
         FROM placement p JOIN node n USING (node_id)
@@ -218,68 +210,13 @@ async def list_placements(
         limit,
         deployment_id,
     )
-    return [
-        PlacementView(
-            replica_id=row["replica_id"],
-            deployment_id=DeploymentId(row["deployment_id"]),
-            version=row["version"],
-            node_id=NodeId(row["node_id"]),
-            pop=PopId(row["pop"]),
-            device_ids=tuple(row["device_ids"]),
-            memory_bytes=row["memory_bytes"],
-            state=row["state"],
-            state_reason=row["state_reason"],
-            state_age_s=round(max(0.0, row["state_age_s"]), 1),
-            ending=row["ended_at"] is not None,
-            ended_reason=row["ended_reason"] or "",
-            reason=row["reason"],
-            restarts=row["restarts"],
-            fetched_bytes=row["fetched_bytes"],
-            leader_id=row["leader_id"] or "",
-        )
-        for row in rows
-    ]
+    return [as_struct(row, PlacementView) for row in rows]
 
 
-def _pop(row: Any) -> PopView:
-    return PopView(
-        pop=PopId(row["pop"]),
-        city=row["city"],
-        country=row["country"],
-        latitude=row["latitude"],
-        longitude=row["longitude"],
-        etag=row["etag"],
-    )
-
-
-def _model(row: Any) -> ModelView:
+def _model(row: asyncpg.Record) -> ModelView:
     return ModelView(model=msgspec.json.decode(row["spec"], type=Model), etag=row["etag"])
 
 
-def _node(row: Any) -> NodeView:
-    devices = tuple(
-        Device(
-            device_id=DeviceId(device["device_id"]),
-            device_class=device["device_class"],
-            memory_bytes=device["memory_bytes"],
-            healthy=device["healthy"],
-            reason=device["reason"],
-        )
-        for device in msgspec.json.decode(row["devices"])
-    )
-    silent_s = row["silent_s"]
-    return NodeView(
-        node_id=NodeId(row["node_id"]),
-        pop=PopId(row["pop"]),
-        address=row["address"],
-        draining=row["draining"],
-        revoked=row["revoked"],
-        silent_s=None if silent_s is None else round(max(0.0, silent_s), 1),
-        generation=row["generation"],
-        assigned=row["assigned"],
-        devices=devices,
-        replicas=row["replicas"],
-        etag=row["etag"],
-        certificate_serial=row["certificate_serial"],
-        certificate_expires_at=row["expires"],
-    )
+def _node(row: asyncpg.Record) -> NodeView:
+    devices = msgspec.json.decode(row["devices"], type=tuple[Device, ...])
+    return as_struct(row, NodeView, devices=devices)

@@ -10,18 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 import asyncpg
 import msgspec
 
-from isochrone.wire.assignment import Role
-from isochrone.wire.ids import (
-    ClusterId,
-    DeploymentId,
-    DeviceId,
-    Generation,
-    NodeId,
-    PopId,
-    ReplicaId,
-)
+from isochrone.wire.ids import ClusterId, DeploymentId, Generation, NodeId, ReplicaId
 from isochrone.wire.model import Deployment, EngineSettings, Model, Policy
-from isochrone.wire.report import Profile, ReplicaState, Report
+from isochrone.wire.report import Profile, Report
 from isochrone.wire.routes import Pop
 from scheduler.decide.cluster import (
     ClusterState,
@@ -30,21 +21,18 @@ from scheduler.decide.cluster import (
     Placement,
     PopDistance,
 )
+from scheduler.decide.liveness import Heard
 from scheduler.store.known_nodes import KnownNodes, read_nodes
-from scheduler.store.pool import Connection, fetch_one
+from scheduler.store.pool import Connection, as_struct, fetch_one
 from scheduler.store.prefetch import read_prefetches
 from scheduler.store.rollouts import active_rollouts
 
 
 async def read_cluster(
-    connection: Connection,
-    *,
-    acting_for_s: float,
-    silent_s: Mapping[NodeId, float] | None = None,
-    known: KnownNodes | None = None,
+    connection: Connection, heard: Heard, known: KnownNodes | None = None
 ) -> ClusterState:
     """Return the picture; the connection is in a REPEATABLE READ transaction."""
-    fleet = await read_fleet(connection, acting_for_s=acting_for_s, silent_s=silent_s, known=known)
+    fleet = await read_fleet(connection, heard, known)
     return msgspec.structs.replace(
         fleet,
         demand=await _read_demand(connection),
@@ -54,24 +42,20 @@ async def read_cluster(
 
 
 async def read_fleet(
-    connection: Connection,
-    *,
-    acting_for_s: float,
-    silent_s: Mapping[NodeId, float] | None = None,
-    known: KnownNodes | None = None,
+    connection: Connection, heard: Heard, known: KnownNodes | None = None
 ) -> ClusterState:
     """Return what there is, and nothing of what is asked of it.
 
-    `silent_s` is what this process itself heard, which the store says only of others: that lags.
+    Of nodes that this process has not heard the store says how silent they are, which lags.
     `known` is kept by the caller from one reading to the next.
     """
     row = await fetch_one(connection, "SELECT cluster_id, generation FROM cluster")
-    reports, nodes = await read_nodes(connection, silent_s or {}, known or KnownNodes())
+    reports, nodes = await read_nodes(connection, heard, known or KnownNodes())
     deployments, deleted = await _read_deployments(connection)
     return ClusterState(
         cluster_id=ClusterId(row["cluster_id"]),
         generation=Generation(row["generation"]),
-        acting_for_s=acting_for_s,
+        acting_for_s=heard.acting_for_s,
         pops=await read_pops(connection),
         nodes=nodes,
         models=tuple(
@@ -90,14 +74,15 @@ async def read_part(
     connection: Connection,
     fleet: ClusterState,
     node_ids: Sequence[NodeId],
-    *,
-    silent_s: Mapping[NodeId, float],
+    heard: Heard,
     known: KnownNodes,
 ) -> ClusterState:
     """Return what `fleet` says beside its nodes, with these nodes and what is on them, read now."""
-    reports, nodes = await read_nodes(connection, silent_s, known, node_ids)
+    reports, nodes = await read_nodes(connection, heard, known, node_ids)
     placements = await _read_placements(connection, reports, node_ids)
-    return msgspec.structs.replace(fleet, nodes=nodes, placements=placements)
+    return msgspec.structs.replace(
+        fleet, acting_for_s=heard.acting_for_s, nodes=nodes, placements=placements
+    )
 
 
 async def read_pops(connection: Connection) -> tuple[Pop, ...]:
@@ -105,16 +90,7 @@ async def read_pops(connection: Connection) -> tuple[Pop, ...]:
     rows = await connection.fetch(
         "SELECT pop, city, country, latitude, longitude FROM pop ORDER BY pop"
     )
-    return tuple(
-        Pop(
-            pop=PopId(row["pop"]),
-            city=row["city"],
-            country=row["country"],
-            latitude=row["latitude"],
-            longitude=row["longitude"],
-        )
-        for row in rows
-    )
+    return tuple(as_struct(row, Pop) for row in rows)
 
 
 async def _read_deployments(
@@ -133,17 +109,11 @@ async def _read_deployments(
 
 
 def _deployment(row: asyncpg.Record) -> Deployment:
-    return msgspec.convert(
-        {
-            "deployment_id": row["deployment_id"],
-            "name": row["name"],
-            "model_id": row["model_id"],
-            "version": row["version"],
-            "engine": msgspec.json.decode(row["engine"], type=EngineSettings),
-            "policy": msgspec.json.decode(row["policy"], type=Policy),
-            "created_at": row["created_at"],
-        },
+    return as_struct(
+        row,
         Deployment,
+        engine=msgspec.json.decode(row["engine"], type=EngineSettings),
+        policy=msgspec.json.decode(row["policy"], type=Policy),
     )
 
 
@@ -155,48 +125,25 @@ async def _read_placements(
     rows = await connection.fetch(
         """
         SELECT p.replica_id, deployment_id, version, p.node_id, role, p.memory_bytes, reason, state,
-               state_reason, restarts, ended_at IS NOT NULL AS is_ending, leader_id, rank_port,
-               extract(epoch FROM clock_timestamp() - state_since)::float8 AS state_age_s,
-               extract(epoch FROM clock_timestamp() - placed_at)::float8 AS age_s,
-               array_agg(pd.device_id ORDER BY pd.device_id)
-                   FILTER (WHERE pd.device_id IS NOT NULL) AS device_ids
+               state_reason, restarts, ended_at IS NOT NULL AS is_ending,
+               coalesce(leader_id, '') AS leader_id, coalesce(rank_port, 0) AS rank_port,
+               greatest(0, extract(epoch FROM clock_timestamp() - state_since))::float8
+                   AS state_age_s,
+               greatest(0, extract(epoch FROM clock_timestamp() - placed_at))::float8 AS age_s,
+               array_remove(array_agg(pd.device_id ORDER BY pd.device_id), NULL) AS device_ids
         FROM placement p LEFT JOIN placement_device pd USING (replica_id)
         WHERE released_at IS NULL AND ($1::text[] IS NULL OR p.node_id = ANY($1))
         GROUP BY p.replica_id ORDER BY p.replica_id
         """,
         only,
     )
-    return _placements_of(rows, reports)
-
-
-def _placements_of(
-    rows: Sequence[asyncpg.Record], reports: Mapping[NodeId, Report]
-) -> tuple[Placement, ...]:
     profiles = {
         replica.spec.replica_id: replica.profile
         for report in reports.values()
         for replica in report.replicas
     }
     return _grouped(
-        Placement(
-            replica_id=ReplicaId(row["replica_id"]),
-            deployment_id=DeploymentId(row["deployment_id"]),
-            version=row["version"],
-            node_id=NodeId(row["node_id"]),
-            device_ids=tuple(DeviceId(d) for d in row["device_ids"] or ()),
-            memory_bytes=row["memory_bytes"],
-            role=Role(row["role"]),
-            state=ReplicaState(row["state"]),
-            state_reason=row["state_reason"],
-            state_age_s=max(0.0, row["state_age_s"]),
-            age_s=max(0.0, row["age_s"]),
-            restarts=row["restarts"],
-            is_ending=row["is_ending"],
-            reason=row["reason"],
-            profile=profiles.get(ReplicaId(row["replica_id"]), Profile()),
-            leader_id=ReplicaId(row["leader_id"] or ""),
-            rank_port=row["rank_port"] or 0,
-        )
+        as_struct(row, Placement, profile=profiles.get(row["replica_id"], Profile()))
         for row in rows
     )
 
@@ -241,23 +188,13 @@ async def _read_demand(connection: Connection) -> tuple[DemandRate, ...]:
             FROM started JOIN demand ON minute BETWEEN since AND until
             GROUP BY minutes, since, deployment_id, pop
         )
-        SELECT deployment_id, pop, max(answered / span_s) AS requests,
-               max(uncached / span_s) AS uncached, max(output / span_s) AS output,
-               max(refused / span_s) AS refused
+        SELECT deployment_id, pop, max(answered / span_s) AS requests_per_s,
+               max(uncached / span_s) AS uncached_tokens_per_s,
+               max(output / span_s) AS output_tokens_per_s, max(refused / span_s) AS refused_per_s
         FROM summed GROUP BY deployment_id, pop ORDER BY deployment_id, pop
         """
     )
-    return tuple(
-        DemandRate(
-            deployment_id=DeploymentId(row["deployment_id"]),
-            pop=PopId(row["pop"]),
-            requests_per_s=row["requests"],
-            uncached_tokens_per_s=row["uncached"],
-            output_tokens_per_s=row["output"],
-            refused_per_s=row["refused"],
-        )
-        for row in rows
-    )
+    return tuple(as_struct(row, DemandRate) for row in rows)
 
 
 async def _read_distances(connection: Connection) -> tuple[PopDistance, ...]:
@@ -269,12 +206,7 @@ async def _read_distances(connection: Connection) -> tuple[PopDistance, ...]:
         GROUP BY r.pop, n.pop ORDER BY r.pop, n.pop
         """
     )
-    return tuple(
-        PopDistance(
-            from_pop=PopId(row["from_pop"]), to_pop=PopId(row["to_pop"]), rtt_ms=row["rtt_ms"]
-        )
-        for row in rows
-    )
+    return tuple(as_struct(row, PopDistance) for row in rows)
 
 
 async def _read_profiles(connection: Connection) -> tuple[MeasuredProfile, ...]:
@@ -283,12 +215,8 @@ async def _read_profiles(connection: Connection) -> tuple[MeasuredProfile, ...]:
         MeasuredProfile(
             model_id=row["model_id"],
             device_class=row["device_class"],
-            profile=Profile(
-                load_s=row["load_s"],
-                memory_bytes=row["memory_bytes"],
-                prefill_tokens_per_s=row["prefill_tokens_per_s"],
-                decode_tokens_per_s=row["decode_tokens_per_s"],
-            ),
+            # As it is: who plans knows what of it is a measurement (`capacity.is_measured`).
+            profile=Profile(**{field: row[field] for field in Profile.__struct_fields__}),
         )
         for row in rows
     )

@@ -1,18 +1,17 @@
 """Deployments as operators write them. A deleted one's row stays while usage tells of it."""
 
-from typing import Any, Final
+from typing import Final
 
 import asyncpg
 import msgspec
 
 from isochrone.wire.admin import DeploymentView
-from isochrone.wire.ids import DeploymentId, ModelId
 from isochrone.wire.model import Deployment, EngineSettings, Policy
 from scheduler.store.catalogue import EtagMoved
-from scheduler.store.pool import Connection
+from scheduler.store.pool import Connection, as_json, as_struct, rows_in
 
 _DEPLOYMENTS: Final = """
-SELECT d.*, (
+SELECT deployment_id, name, model_id, version, engine, policy, etag, (
     SELECT coalesce(json_object_agg(state, replicas), '{}') FROM (
         SELECT CASE WHEN ended_at IS NULL THEN state ELSE 'draining' END AS state,
                count(*) AS replicas
@@ -81,12 +80,12 @@ async def add_deployment(connection: Connection, deployment: Deployment) -> bool
                 deployment.name,
                 deployment.model_id,
                 await next_version(connection, deployment.deployment_id),
-                msgspec.json.encode(deployment.engine).decode(),
-                msgspec.json.encode(deployment.policy).decode(),
+                as_json(deployment.engine),
+                as_json(deployment.policy),
             )
     except asyncpg.UniqueViolationError:
         return False
-    return done != "INSERT 0 0"
+    return rows_in(done) > 0
 
 
 async def change_deployment(
@@ -96,7 +95,6 @@ async def change_deployment(
 
     False where the name is another deployment's.
     """
-    engine = msgspec.json.encode(deployment.engine).decode()
     try:
         async with connection.transaction():
             done = await connection.execute(
@@ -111,14 +109,14 @@ async def change_deployment(
                 deployment.deployment_id,
                 deployment.name,
                 deployment.model_id,
-                engine,
-                msgspec.json.encode(deployment.policy).decode(),
+                as_json(deployment.engine),
+                as_json(deployment.policy),
                 etag,
                 await next_version(connection, deployment.deployment_id),
             )
     except asyncpg.UniqueViolationError:
         return False
-    if done == "UPDATE 0":
+    if not rows_in(done):
         raise EtagMoved(deployment.deployment_id)
     return True
 
@@ -133,7 +131,7 @@ async def delete_deployment(connection: Connection, deployment_id: str, etag: in
         deployment_id,
         etag,
     )
-    if done == "UPDATE 0":
+    if not rows_in(done):
         raise EtagMoved(deployment_id)
     await connection.execute(
         """
@@ -144,15 +142,12 @@ async def delete_deployment(connection: Connection, deployment_id: str, etag: in
     )
 
 
-def _deployment(row: Any) -> DeploymentView:
-    return DeploymentView(
-        deployment_id=DeploymentId(row["deployment_id"]),
-        name=row["name"],
-        model_id=ModelId(row["model_id"]),
-        version=row["version"],
+def _deployment(row: asyncpg.Record) -> DeploymentView:
+    return as_struct(
+        row,
+        DeploymentView,
         engine=msgspec.json.decode(row["engine"], type=EngineSettings),
         policy=msgspec.json.decode(row["policy"], type=Policy),
-        replicas=msgspec.json.decode(row["replicas"], type=dict[str, int]),
+        replicas=msgspec.json.decode(row["replicas"]),
         unmet=(),
-        etag=row["etag"],
     )

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from scheduler.store.pool import Connection
+from scheduler.store.pool import Connection, as_json
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,24 +40,10 @@ async def record_event(
         kind,
         subject,
         reason,
-        None if before is None else msgspec.json.encode(before).decode(),
-        None if after is None else msgspec.json.encode(after).decode(),
+        None if before is None else as_json(before),
+        None if after is None else as_json(after),
         request_id,
     )
-
-
-async def prune_events(connection: Connection, *, keep_days: float, batch: int) -> int:
-    """Forget the oldest events past their keeping; return how many."""
-    # The id rises with the time, so that the oldest are found without an index on the time.
-    done = await connection.execute(
-        """
-        DELETE FROM event WHERE event_id IN (SELECT event_id FROM event ORDER BY event_id LIMIT $1)
-            AND at < clock_timestamp() - make_interval(secs => $2)
-        """,
-        batch,
-        keep_days * 86_400,
-    )
-    return int(done.split()[1])
 
 
 async def list_events(
@@ -77,16 +63,9 @@ async def list_events(
         subject,
     )
     return [
-        Event(
-            event_id=row["event_id"],
-            at=row["at"],
-            actor=row["actor"],
-            kind=row["kind"],
-            subject=row["subject"],
-            reason=row["reason"],
-            before=None if row["before"] is None else msgspec.Raw(row["before"].encode()),
-            after=None if row["after"] is None else msgspec.Raw(row["after"].encode()),
-            request_id=row["request_id"],
-        )
-        for row in rows
+        Event(**{**row, "before": _raw(row["before"]), "after": _raw(row["after"])}) for row in rows
     ]
+
+
+def _raw(stored: str | None) -> msgspec.Raw | None:
+    return None if stored is None else msgspec.Raw(stored.encode())

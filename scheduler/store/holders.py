@@ -1,13 +1,13 @@
 """Which node holds which artifact, and so whom a node that needs one should ask."""
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 from isochrone.wire.assignment import Holders
 from isochrone.wire.geo import round_trip_ms
 from isochrone.wire.ids import NodeId, PopId
 from scheduler.decide.sources import Candidate, sources_for
-from scheduler.store.pool import Connection
+from scheduler.store.pool import Connection, as_struct
 
 SILENT_MAX_S: Final = 30.0
 CANDIDATES_MAX: Final = 200
@@ -62,7 +62,7 @@ async def _candidates(
     Bounded: a model may be everywhere. Nodes of the own PoP are always among them, then one or two
     of each PoP.
     """
-    rows: Sequence[Any] = await connection.fetch(
+    rows = await connection.fetch(
         """
         WITH living AS (
             SELECT node_id, pop, address FROM node
@@ -90,15 +90,7 @@ async def _candidates(
         SILENT_MAX_S,
         CANDIDATES_MAX,
     )
-    return [
-        Candidate(
-            node_id=NodeId(row["node_id"]),
-            pop=PopId(row["pop"]),
-            address=row["address"],
-            holds=row["holds"],
-        )
-        for row in rows
-    ]
+    return [as_struct(row, Candidate) for row in rows]
 
 
 async def _round_trips(connection: Connection, pop: PopId) -> dict[PopId, float]:

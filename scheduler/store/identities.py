@@ -7,7 +7,7 @@ database restored from a backup knows none of the newest.
 """
 
 from datetime import datetime
-from typing import Any, Final
+from typing import Final
 
 import asyncpg
 import msgspec
@@ -16,7 +16,7 @@ from isochrone.wire.admin import JoinTokenView, RevocationView
 from isochrone.wire.assignment import Revoked
 from isochrone.wire.control import PeerRole
 from isochrone.wire.ids import PopId
-from scheduler.store.pool import Connection, fetch_one
+from scheduler.store.pool import Connection, as_struct, fetch_one, rows_in
 
 PEER_TABLES: Final = {PeerRole.AGENT: ("node", "node_id"), PeerRole.ROUTER: ("router", "router_id")}
 
@@ -24,6 +24,12 @@ REVOKED_MAX: Final = 2000
 """How many revocations a node is told at most, the newest."""
 
 _RISE: Final = {PeerRole.AGENT: ", etag = etag + 1", PeerRole.ROUTER: ""}
+
+_JOIN: Final = """
+    token_id, pop, role, used_by, name, uses, uses_max,
+    extract(epoch FROM expires_at)::float8 AS expires_at
+"""
+_REVOCATION: Final = "role, name, serial, reason, extract(epoch FROM at)::float8 AS at"
 
 REVOKED: Final = """
     SELECT FROM revocation r WHERE r.role = $6 AND r.name = $1
@@ -54,13 +60,14 @@ async def add_join_token(
     """Keep a join token's digest; None where there is no such PoP."""
     try:
         async with connection.transaction():
-            row = await connection.fetchrow(
-                """
+            row = await fetch_one(
+                connection,
+                f"""
                 INSERT INTO join_token
                     (token_id, secret_sha256, role, pop, expires_at, name, uses_max)
                 VALUES ($1, $2, $3, $4, clock_timestamp() + make_interval(secs => $5), $6, $7)
-                RETURNING *, extract(epoch FROM expires_at)::float8 AS expires
-                """,
+                RETURNING {_JOIN}
+                """,  # noqa: S608
                 token_id,
                 secret_sha256,
                 role,
@@ -71,20 +78,17 @@ async def add_join_token(
             )
     except asyncpg.ForeignKeyViolationError:
         return None
-    return _token(row)
+    return as_struct(row, JoinTokenView)
 
 
 async def list_join_tokens(connection: Connection, after: str, limit: int) -> list[JoinTokenView]:
     """Return join tokens in the order of their ids, never their secrets."""
     rows = await connection.fetch(
-        """
-        SELECT *, extract(epoch FROM expires_at)::float8 AS expires FROM join_token
-        WHERE token_id > $1 ORDER BY token_id LIMIT $2
-        """,
+        f"SELECT {_JOIN} FROM join_token WHERE token_id > $1 ORDER BY token_id LIMIT $2",  # noqa: S608
         after,
         limit,
     )
-    return [_token(row) for row in rows]
+    return [as_struct(row, JoinTokenView) for row in rows]
 
 
 class Spent(msgspec.Struct, frozen=True, kw_only=True):
@@ -136,9 +140,8 @@ async def add_peer(
         name,
     )
     if held["revoked"]:
-        raise NameRevoked(
-            f"{name} is revoked; an operator may readmit it (`isochrone nodes readmit {name}`)"
-        )
+        then = f", or readmit it (`isochrone nodes readmit {name}`)" * (role is PeerRole.AGENT)
+        raise NameRevoked(f"{name} is revoked; take another name{then}")
     if held["pop"] != pop:
         raise NameTaken(f"{name} is in another PoP")
     if held["boot_id"] and not is_bound:
@@ -199,7 +202,7 @@ async def revoke(
         serial,
         reason,
     )
-    return _revocation(row)
+    return as_struct(row, RevocationView)
 
 
 async def readmit(connection: Connection, role: PeerRole, name: str) -> bool:
@@ -209,7 +212,7 @@ async def readmit(connection: Connection, role: PeerRole, name: str) -> bool:
         f"UPDATE {table} SET revoked = false{_RISE[role]} WHERE {column} = $1 AND revoked",  # noqa: S608
         name,
     )
-    return done != "UPDATE 0"
+    return rows_in(done) > 0
 
 
 async def list_revocations(connection: Connection, after: str, limit: int) -> list[RevocationView]:
@@ -223,7 +226,7 @@ async def list_revocations(connection: Connection, after: str, limit: int) -> li
         after,
         limit,
     )
-    return [_revocation(row) for row in rows]
+    return [as_struct(row, RevocationView) for row in rows]
 
 
 async def revoked_since(connection: Connection, since_s: float) -> list[RevocationView]:
@@ -233,7 +236,7 @@ async def revoked_since(connection: Connection, since_s: float) -> list[Revocati
         " WHERE at > clock_timestamp() - make_interval(secs => $1)",
         since_s,
     )
-    return [_revocation(row) for row in rows]
+    return [as_struct(row, RevocationView) for row in rows]
 
 
 async def revoked_now(connection: Connection) -> tuple[Revoked, ...]:
@@ -242,44 +245,4 @@ async def revoked_now(connection: Connection) -> tuple[Revoked, ...]:
         f"SELECT {_REVOCATION} FROM revocation ORDER BY revocation.at DESC LIMIT $1",  # noqa: S608
         REVOKED_MAX,
     )
-    return tuple(
-        Revoked(role=row["role"], name=row["name"], serial=row["serial"], at=row["at"])
-        for row in rows
-    )
-
-
-async def prune_revocations(connection: Connection, *, lifetime_s: float, batch: int) -> int:
-    """Forget revocations that are older than any certificate that lives."""
-    done = await connection.execute(
-        "DELETE FROM revocation WHERE ctid IN (SELECT ctid FROM revocation"
-        " WHERE at < clock_timestamp() - make_interval(secs => $2) LIMIT $1)",
-        batch,
-        lifetime_s,
-    )
-    return int(done.split()[1])
-
-
-_REVOCATION: Final = "role, name, serial, reason, extract(epoch FROM at)::float8 AS at"
-
-
-def _token(row: Any) -> JoinTokenView:
-    return JoinTokenView(
-        token_id=row["token_id"],
-        pop=PopId(row["pop"]),
-        role=row["role"],
-        expires_at=row["expires"],
-        used_by=row["used_by"],
-        name=row["name"],
-        uses=row["uses"],
-        uses_max=row["uses_max"],
-    )
-
-
-def _revocation(row: Any) -> RevocationView:
-    return RevocationView(
-        role=PeerRole(row["role"]),
-        name=row["name"],
-        serial=row["serial"],
-        at=row["at"],
-        reason=row["reason"],
-    )
+    return tuple(as_struct(row, Revoked) for row in rows)

@@ -1,15 +1,16 @@
 """Clients' keys: only digests, what each may ask, and the number of the next route table."""
 
-from typing import Any, Final
+from typing import Final
 
+import asyncpg
 import msgspec
 
 from isochrone.wire.admin import KeyBody, KeyView
-from isochrone.wire.ids import Epoch, Generation, KeyId, TenantId
+from isochrone.wire.ids import Epoch, Generation, KeyId
 from isochrone.wire.routes import KeyEntry, Limits
 from scheduler.store.catalogue import EtagMoved
 from scheduler.store.lease import assert_epoch
-from scheduler.store.pool import Connection, fetch_one
+from scheduler.store.pool import Connection, as_json, as_struct, fetch_one, rows_in
 from scheduler.store.quotas import count_today_anew
 
 TOMBSTONE_DAYS: Final = 30
@@ -75,7 +76,7 @@ async def add_key(
         body.tenant_id,
         body.note,
         list(body.deployments),
-        msgspec.json.encode(body.limits).decode(),
+        as_json(body.limits),
         body.ttl_s,
     )
     return _view(row)
@@ -111,7 +112,7 @@ async def set_limits(
         RETURNING {_VIEW}
         """,  # noqa: S608
         key_id,
-        msgspec.json.encode(limits).decode(),
+        as_json(limits),
         etag,
     )
     if row is None:
@@ -121,51 +122,35 @@ async def set_limits(
     return _view(row)
 
 
-async def revoke_key(connection: Connection, key_id: str) -> bool:
-    """Revoke a key for good; False where there is none."""
+async def revoke_key(connection: Connection, key_id: str, etag: int | None) -> None:
+    """Revoke a key for good; raises EtagMoved."""
     done = await connection.execute(
         "UPDATE api_key SET revoked_at = coalesce(revoked_at, clock_timestamp()), etag = etag + 1"
-        " WHERE key_id = $1",
+        " WHERE key_id = $1 AND ($2::bigint IS NULL OR etag = $2)",
         key_id,
+        etag,
     )
-    return done != "UPDATE 0"
+    if not rows_in(done):
+        raise EtagMoved(key_id)
 
 
-def _entry(row: Any) -> KeyEntry:
+def _entry(row: asyncpg.Record) -> KeyEntry:
     limits = msgspec.json.decode(row["limits"], type=Limits)
     is_spent = (0 < limits.tokens_per_day <= row["tokens"]) or (
         0 < limits.spend_per_day <= row["spend"]
     )
-    return KeyEntry(
-        key_id=KeyId(row["key_id"]),
-        secret_sha256=row["secret_sha256"],
-        tenant_id=TenantId(row["tenant_id"]),
-        deployments=tuple(row["deployments"]),
-        limits=limits,
-        expires_at=row["expires_at"],
-        spent_until=row["midnight"] if is_spent else 0.0,
-    )
+    return as_struct(row, KeyEntry, limits=limits, spent_until=row["midnight"] if is_spent else 0.0)
 
 
 _VIEW: Final = (
     "key_id, tenant_id, note, deployments, limits, etag, revoked_at IS NOT NULL AS revoked,"
-    " extract(epoch FROM expires_at)::float8 AS expires,"
+    " extract(epoch FROM expires_at)::float8 AS expires_at,"
     " (SELECT (tokens, spend) FROM key_day d WHERE d.key_id = api_key.key_id"
     " AND d.day = (clock_timestamp() AT TIME ZONE 'UTC')::date) AS today"
 )
 
 
-def _view(row: Any) -> KeyView:
+def _view(row: asyncpg.Record) -> KeyView:
     tokens, spend = row["today"] or (0, 0.0)
-    return KeyView(
-        key_id=KeyId(row["key_id"]),
-        tenant_id=TenantId(row["tenant_id"]),
-        note=row["note"],
-        deployments=tuple(row["deployments"]),
-        limits=msgspec.json.decode(row["limits"], type=Limits),
-        expires_at=row["expires"],
-        revoked=row["revoked"],
-        etag=row["etag"],
-        tokens_today=tokens,
-        spend_today=spend,
-    )
+    limits = msgspec.json.decode(row["limits"], type=Limits)
+    return as_struct(row, KeyView, limits=limits, tokens_today=tokens, spend_today=spend)

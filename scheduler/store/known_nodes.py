@@ -6,10 +6,11 @@ from typing import Any, NamedTuple
 import asyncpg
 import msgspec
 
-from isochrone.wire.ids import DeviceId, Generation, NodeId, PopId
+from isochrone.wire.ids import Generation, NodeId, PopId
 from isochrone.wire.report import Device, Report
 from scheduler.decide.cluster import Node
-from scheduler.store.pool import Connection
+from scheduler.decide.liveness import Heard
+from scheduler.store.pool import Connection, as_struct
 
 _report = msgspec.msgpack.Decoder(Report)
 
@@ -39,7 +40,7 @@ class KnownNodes:
 
 async def read_nodes(
     connection: Connection,
-    silent_s: Mapping[NodeId, float],
+    heard: Heard,
     known: KnownNodes,
     only: Sequence[NodeId] | None = None,
 ) -> tuple[dict[NodeId, Report], tuple[Node, ...]]:
@@ -57,13 +58,13 @@ async def read_nodes(
     by_node = await _learn(connection, known, rows)
     # Replaced whole: another reading may be under way.
     known.by_node = by_node if only is None else {**known.by_node, **by_node}
-    return _nodes_of(rows, by_node, silent_s)
+    return _nodes_of(rows, by_node, heard)
 
 
 def _nodes_of(
     rows: Sequence[asyncpg.Record],
     by_node: Mapping[NodeId, KnownNode],
-    silent_s: Mapping[NodeId, float],
+    heard: Heard,
 ) -> tuple[dict[NodeId, Report], tuple[Node, ...]]:
     reports: dict[NodeId, Report] = {}
     nodes = []
@@ -80,7 +81,8 @@ def _nodes_of(
                 devices=devices,
                 draining=row["draining"],
                 revoked=row["revoked"],
-                silent_s=silent_s.get(node_id, row["silent_s"]),
+                silent_s=heard.silent_s.get(node_id, row["silent_s"]),
+                back_s=heard.back_s.get(node_id),
                 generation=Generation(row["generation"]),
                 **_told_by(report, PopId(row["pop"])),
             )
@@ -133,13 +135,5 @@ async def _read_devices(
     for row in await connection.fetch(
         "SELECT * FROM device WHERE node_id = ANY($1::text[]) ORDER BY node_id, device_id", node_ids
     ):
-        devices.setdefault(row["node_id"], []).append(
-            Device(
-                device_id=DeviceId(row["device_id"]),
-                device_class=row["device_class"],
-                memory_bytes=row["memory_bytes"],
-                healthy=row["healthy"],
-                reason=row["reason"],
-            )
-        )
+        devices.setdefault(row["node_id"], []).append(as_struct(row, Device))
     return devices

@@ -9,11 +9,10 @@ name, or one started again, must not share an epoch.
 
 from typing import Final
 
-import asyncpg
 import msgspec
 
 from isochrone.wire.ids import ClusterId, Epoch, Generation
-from scheduler.store.pool import Connection, fetch_one
+from scheduler.store.pool import Connection, as_struct, fetch_one, rows_in
 
 TTL_S: Final = 6.0
 MARGIN_S: Final = 1.0
@@ -62,11 +61,7 @@ async def read_cluster_row(connection: Connection) -> Cluster:
     row = await fetch_one(
         connection, "SELECT cluster_id, generation, route_generation FROM cluster"
     )
-    return Cluster(
-        cluster_id=ClusterId(row["cluster_id"]),
-        generation=Generation(row["generation"]),
-        route_generation=Generation(row["route_generation"]),
-    )
+    return as_struct(row, Cluster)
 
 
 async def hold_lease(connection: Connection, holder: str, ttl_s: float = TTL_S) -> Lease | None:
@@ -83,7 +78,7 @@ async def hold_lease(connection: Connection, holder: str, ttl_s: float = TTL_S) 
         holder,
         ttl_s,
     )
-    return _told(row)
+    return as_struct(row, Lease) if row else None
 
 
 async def renew_lease(connection: Connection, holder: str, ttl_s: float = TTL_S) -> Lease | None:
@@ -100,13 +95,7 @@ async def renew_lease(connection: Connection, holder: str, ttl_s: float = TTL_S)
         holder,
         ttl_s,
     )
-    return _told(row)
-
-
-def _told(row: asyncpg.Record | None) -> Lease | None:
-    if row is None:
-        return None
-    return Lease(epoch=Epoch(row["epoch"]), acting_for_s=row["acting_for_s"])
+    return as_struct(row, Lease) if row else None
 
 
 async def give_up_lease(connection: Connection, holder: str) -> None:
@@ -143,7 +132,7 @@ async def rise_above(
         """,
         generation,
     )
-    return lifted != "UPDATE 0" or raised != "UPDATE 0"
+    return rows_in(lifted) > 0 or rows_in(raised) > 0
 
 
 async def read_lease_left_s(connection: Connection) -> float:

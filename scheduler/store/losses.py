@@ -1,10 +1,11 @@
 """When a node was lost and when it was back: kept beside the node, told as events once each."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from isochrone.wire.ids import Epoch, NodeId, PopId
 from scheduler.decide.cluster import Node
+from scheduler.decide.liveness import Heard
 from scheduler.store.lease import assert_epoch
 from scheduler.store.nodes import lock_nodes
 from scheduler.store.pool import Connection
@@ -17,10 +18,8 @@ class Silence(NamedTuple):
     lost_for_s: float | None
 
 
-async def read_silences(
-    connection: Connection, silent_s: Mapping[NodeId, float]
-) -> tuple[Silence, ...]:
-    """Return every node that is not revoked; `silent_s` is what this process itself heard.
+async def read_silences(connection: Connection, heard: Heard) -> tuple[Silence, ...]:
+    """Return every node that is not revoked, as this process or else the store has heard it.
 
     A node last seen in a time to come, by a clock put back since, is as silent as that is far.
     """
@@ -40,7 +39,8 @@ async def read_silences(
                 pop=PopId(row["pop"]),
                 address="",
                 devices=(),
-                silent_s=silent_s.get(row["node_id"], row["silent_s"]),
+                silent_s=heard.silent_s.get(row["node_id"], row["silent_s"]),
+                back_s=heard.back_s.get(row["node_id"]),
             ),
             row["lost_for_s"],
         )

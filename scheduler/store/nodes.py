@@ -22,7 +22,7 @@ from scheduler.store.holders import read_holders, record_held
 from scheduler.store.identities import PEER_TABLES, REVOKED, revoked_now
 from scheduler.store.known_nodes import read_report
 from scheduler.store.lease import assert_epoch
-from scheduler.store.pool import Connection, fetch_one, text
+from scheduler.store.pool import Connection, fetch_one, rows_in, text
 from scheduler.store.prefetch import read_prefetched
 
 BIGINT_MAX: Final = 2**63 - 1
@@ -67,7 +67,7 @@ async def record_registration(
         role.value,
         certificate.issued_at,
     )
-    if done == "UPDATE 0":
+    if not rows_in(done):
         raise UnknownPeer(f"cannot register {name}: unknown here or revoked; join again")
 
 
@@ -247,7 +247,7 @@ async def _record_devices(
         node_id,
         [device.device_id for device in devices],
     )
-    return int(changed.split()[2]) + int(gone.split()[1])
+    return rows_in(changed) + rows_in(gone)
 
 
 def _columns(devices: Sequence[Device]) -> tuple[list[Any], ...]:
@@ -310,7 +310,7 @@ async def _record_refusals(connection: Connection, report: Report) -> int:
         [refusal.replica_id for refusal in report.refusals],
         [text(refusal.reason) for refusal in report.refusals],
     )
-    return int(done.split()[1])
+    return rows_in(done)
 
 
 async def _release_ended(connection: Connection, report: Report) -> int:
@@ -330,7 +330,7 @@ async def _release_ended(connection: Connection, report: Report) -> int:
         report.generation,
         alive,
     )
-    return int(done.split()[1])
+    return rows_in(done)
 
 
 async def _record_profiles(

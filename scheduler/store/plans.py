@@ -1,13 +1,11 @@
 """commit_plan(): the plan becomes placements, if nothing moved since its picture was read."""
 
-import msgspec
-
 from isochrone.wire.ids import Epoch
 from scheduler.decide.cluster import Ending, Plan, Start
 from scheduler.store.events import record_event
 from scheduler.store.lease import assert_epoch
 from scheduler.store.nodes import lock_nodes
-from scheduler.store.pool import Connection
+from scheduler.store.pool import Connection, as_json
 
 
 async def commit_plan(connection: Connection, plan: Plan, epoch: Epoch) -> bool:
@@ -49,7 +47,7 @@ async def _seat(connection: Connection, start: Start, generation: int) -> None:
         start.node_id,
         spec.role.value,
         spec.memory_bytes,
-        msgspec.json.encode(spec).decode(),
+        as_json(spec),
         start.reason,
         generation,
     )

@@ -7,15 +7,17 @@ pooled connection to a demoted server fails for ever (SQLSTATE 25006). Both are 
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 from urllib.parse import parse_qs, urlsplit
 
 import asyncpg
+import msgspec
 
 log = logging.getLogger(__name__)
 
 Pool = asyncpg.Pool
 Connection = asyncpg.pool.PoolConnectionProxy | asyncpg.Connection
+S = TypeVar("S")
 
 CONNECT_TIMEOUT_S: Final = 2.0
 STATEMENT_TIMEOUT_S: Final = 10.0
@@ -135,6 +137,21 @@ async def fetch_one(connection: Connection, query: str, *arguments: Any) -> asyn
     row = await connection.fetchrow(query, *arguments)
     assert row is not None
     return row
+
+
+def as_struct(row: asyncpg.Record, kind: type[S], **others: Any) -> S:
+    """Return what a row tells: its columns are the struct's fields, but for `others`."""
+    return msgspec.convert({**row, **others}, kind)
+
+
+def as_json(value: object) -> str:
+    """Return a value as a JSON column takes it."""
+    return msgspec.json.encode(value).decode()
+
+
+def rows_in(done: str) -> int:
+    """Return how many rows a statement wrote, of what Postgres said when it was done."""
+    return int(done.rpartition(" ")[2])
 
 
 def _each_host(dsn: str) -> list[str]:

@@ -3,36 +3,26 @@
 import msgspec
 
 from isochrone.wire.assignment import Prefetch
-from isochrone.wire.ids import DeploymentId, Epoch, NodeId
+from isochrone.wire.ids import Epoch, NodeId
 from isochrone.wire.model import Model
 from scheduler.decide.cluster import PrefetchWish
 from scheduler.decide.prefetch import Foreseen
 from scheduler.store.events import record_event
 from scheduler.store.lease import assert_epoch
-from scheduler.store.pool import Connection
+from scheduler.store.pool import Connection, as_struct
 
 
 async def read_prefetches(connection: Connection) -> tuple[PrefetchWish, ...]:
     """Return every wish that stands."""
     rows = await connection.fetch(
         """
-        SELECT node_id, model_id, deployment_id, bytes_per_s, reason, held_at,
+        SELECT node_id, model_id, deployment_id, bytes_per_s, reason,
+               held_at IS NOT NULL AS is_held,
                extract(epoch FROM due_at - clock_timestamp())::float8 AS due_s
         FROM prefetch ORDER BY node_id, model_id
         """
     )
-    return tuple(
-        PrefetchWish(
-            node_id=NodeId(row["node_id"]),
-            model_id=row["model_id"],
-            deployment_id=DeploymentId(row["deployment_id"]),
-            due_s=row["due_s"],
-            bytes_per_s=row["bytes_per_s"],
-            reason=row["reason"],
-            is_held=row["held_at"] is not None,
-        )
-        for row in rows
-    )
+    return tuple(as_struct(row, PrefetchWish) for row in rows)
 
 
 async def read_prefetched(connection: Connection, node_id: NodeId) -> tuple[Prefetch, ...]:

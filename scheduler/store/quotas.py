@@ -1,15 +1,10 @@
 """What keys used today: the quota's ledger, exact however often usage is sent."""
 
-from typing import Final
-
 from scheduler.store.pool import Connection
-
-KEPT_DAYS: Final = 90
 
 
 async def fold_use(connection: Connection) -> int:
     """Add up what was used since the last time; return how many rows that were."""
-    await connection.execute("DELETE FROM key_day WHERE day < current_date - $1::int", KEPT_DAYS)
     folded: int = await connection.fetchval(
         """
         WITH taken AS (DELETE FROM key_use RETURNING key_id, day, tokens, spend),

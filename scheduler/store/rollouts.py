@@ -1,19 +1,18 @@
 """Rollouts and what was seen of them. Every change is guarded by the row's etag."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import asyncpg
 import msgspec
 
-from isochrone.wire.ids import DeploymentId, PopId
+from isochrone.wire.ids import PopId
 from isochrone.wire.model import Deployment
 from isochrone.wire.rollout import RolloutSpec, RolloutState
 from isochrone.wire.usage import Moments, TrialRow
 from scheduler.decide.rollout import Rollout, Starts
 from scheduler.decide.trial import Arm, Stratum
 from scheduler.store.deployments import hold_deployment
-from scheduler.store.pool import Connection, fetch_one
+from scheduler.store.pool import Connection, as_json, as_struct, fetch_one, rows_in
 
 _ROLLOUT = """
 SELECT rollout_id, r.deployment_id, from_version, to_version, spec, state, step, reason, r.etag,
@@ -63,7 +62,7 @@ async def is_overtaken(connection: Connection, deployment: Deployment) -> bool:
             """,
             deployment.deployment_id,
             deployment.model_id,
-            msgspec.json.encode(deployment.engine).decode(),
+            as_json(deployment.engine),
         )
     )
 
@@ -81,7 +80,7 @@ async def add_rollout(connection: Connection, rollout: Rollout) -> bool:
                 rollout.deployment_id,
                 rollout.from_version,
                 rollout.to_version,
-                msgspec.json.encode(rollout.spec).decode(),
+                as_json(rollout.spec),
             )
     except asyncpg.UniqueViolationError:
         return False
@@ -108,7 +107,7 @@ async def write_rollout(connection: Connection, before: Rollout, after: Rollout)
         after.etag,
         after.step_age_s == 0.0 and after.state is RolloutState.RUNNING,
     )
-    if done == "UPDATE 0":
+    if not rows_in(done):
         return False
     if after.state is RolloutState.DONE:
         await connection.execute(
@@ -119,7 +118,7 @@ async def write_rollout(connection: Connection, before: Rollout, after: Rollout)
             after.deployment_id,
             after.to_version,
             after.spec.model_id,
-            msgspec.json.encode(after.spec.engine).decode(),
+            as_json(after.spec.engine),
         )
     await connection.execute("UPDATE cluster SET generation = generation + 1")
     return True
@@ -197,28 +196,17 @@ async def read_starts(connection: Connection, rollout: Rollout) -> Starts:
         rollout.deployment_id,
         rollout.to_version,
     )
-    return Starts(warm=row["warm"], failed=row["failed"])
+    return Starts(*row)
 
 
-def _arm(row: Any) -> Arm:
-    return Arm(
-        attempts=row["attempts"],
-        failures=row["failures"],
+def _arm(row: asyncpg.Record) -> Arm:
+    return as_struct(
+        row,
+        Arm,
         ttft=Moments(count=row["ttft_count"], total=row["ttft_total"], squares=row["ttft_squares"]),
         itl=Moments(count=row["itl_count"], total=row["itl_total"], squares=row["itl_squares"]),
     )
 
 
-def _rollout(row: Any) -> Rollout:
-    return Rollout(
-        rollout_id=row["rollout_id"],
-        deployment_id=DeploymentId(row["deployment_id"]),
-        from_version=row["from_version"],
-        to_version=row["to_version"],
-        spec=msgspec.json.decode(row["spec"], type=RolloutSpec),
-        state=RolloutState(row["state"]),
-        step=row["step"],
-        step_age_s=row["step_age_s"],
-        reason=row["reason"],
-        etag=row["etag"],
-    )
+def _rollout(row: asyncpg.Record) -> Rollout:
+    return as_struct(row, Rollout, spec=msgspec.json.decode(row["spec"], type=RolloutSpec))

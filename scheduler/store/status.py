@@ -1,9 +1,13 @@
 """The fleet in one answer."""
 
 from collections.abc import Sequence
+from typing import Final
 
 from isochrone.wire.admin import StatusView
-from scheduler.store.pool import Connection, fetch_one
+from scheduler.store.pool import Connection, as_struct, fetch_one
+
+TROUBLED_MAX: Final = 50
+"""How many replicas that do not get warm are named."""
 
 
 async def read_status(
@@ -20,7 +24,7 @@ async def read_status(
         """
         SELECT c.cluster_id, c.generation, c.route_generation, l.epoch,
             CASE WHEN l.expires_at > clock_timestamp() THEN split_part(l.holder, '/', 1)
-                ELSE '' END AS holder,
+                ELSE '' END AS acting_scheduler,
             (SELECT count(*) FROM pop) AS pops,
             (SELECT count(*) FROM node WHERE NOT revoked) AS nodes,
             (SELECT count(*) FROM node WHERE NOT revoked
@@ -38,21 +42,26 @@ async def read_status(
         FROM placement WHERE released_at IS NULL AND leader_id IS NULL GROUP BY 1
         """
     )
-    return StatusView(
-        cluster_id=row["cluster_id"],
+    troubled = await connection.fetch(
+        """
+        SELECT replica_id, node_id, state, state_reason FROM placement
+        WHERE ended_at IS NULL AND state <> 'warm' AND state_reason <> ''
+        ORDER BY replica_id LIMIT $1
+        """,
+        TROUBLED_MAX,
+    )
+    return as_struct(
+        row,
+        StatusView,
         scheduler=scheduler,
         acting=is_acting,
-        acting_scheduler=row["holder"],
-        epoch=row["epoch"],
-        generation=row["generation"],
-        route_generation=row["route_generation"],
         frozen=frozen,
-        pops=row["pops"],
-        nodes=row["nodes"],
-        nodes_ready=row["nodes_ready"],
-        routers=row["routers"],
-        routers_ready=row["routers_ready"],
-        deployments=row["deployments"],
         replicas={state["state"]: state["n"] for state in states},
-        unmet=tuple(f"{name}: {reason}" for name, reason in unmet),
+        unmet=(
+            *(f"{name}: {reason}" for name, reason in unmet),
+            *(
+                f"{row['replica_id']} on {row['node_id']} is {row['state']}: {row['state_reason']}"
+                for row in troubled
+            ),
+        ),
     )

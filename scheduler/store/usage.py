@@ -6,10 +6,8 @@ from typing import Final
 from isochrone.wire.ids import PopId
 from isochrone.wire.usage import Demand, RoundTrip, UsageRow
 from scheduler.decide.intake import Taken
-from scheduler.store.pool import Connection
-
-DEMAND_DAYS: Final = 15
-"""How long minutes are kept: two weeks of them can be learned from anew."""
+from scheduler.store.pool import Connection, rows_in
+from scheduler.store.retention import DEMAND_DAYS
 
 DAYS_AHEAD: Final = 2
 COUNT_SUM_MAX: Final = 2**62
@@ -30,7 +28,7 @@ async def record_demand(connection: Connection, demand: Demand, taken: Taken) ->
         demand.boot_id,
         demand.seq,
     )
-    if seen == "INSERT 0 0":
+    if not rows_in(seen):
         return None
     if not taken.rows:
         return 0
@@ -66,7 +64,7 @@ async def record_demand(connection: Connection, demand: Demand, taken: Taken) ->
         taken.age_s,
         COUNT_SUM_MAX,
     )
-    return len(taken.rows) - int(done.split()[2])
+    return len(taken.rows) - rows_in(done)
 
 
 async def record_usage(connection: Connection, rows: tuple[UsageRow, ...]) -> None:
@@ -120,9 +118,10 @@ async def record_round_trips(
     )
 
 
-async def keep_demand_days(connection: Connection) -> int:
+async def keep_demand_days(connection: Connection, now: datetime) -> int:
     """Make the days that demand is coming for, drop those past their keeping; return the changes.
 
+    Past it by two clocks, as in retention.py: those that come are by the database's alone.
     A day that began before it was made stays in the default partition: to move a million minutes
     takes longer than anybody may be kept from counting.
     """
@@ -138,7 +137,7 @@ async def keep_demand_days(connection: Connection) -> int:
         if _partition(day) not in there and not await _has_begun(connection, day):
             await _make_day(connection, day)
             changes += 1
-    oldest = _partition(today - timedelta(days=DEMAND_DAYS))
+    oldest = _partition(min(today, now.date()) - timedelta(days=DEMAND_DAYS))
     for name in sorted(there - {"demand_default"}):
         if name < oldest:
             await connection.execute(f"DROP TABLE {name}")
@@ -171,29 +170,3 @@ def _partition(day: date) -> str:
 def _span(day: date) -> tuple[datetime, datetime]:
     start = datetime(day.year, day.month, day.day, tzinfo=UTC)
     return start, start + timedelta(days=1)
-
-
-async def prune(connection: Connection, *, batch: int = 5_000) -> int:
-    """Forget what is past its keeping, a batch at a time; return the rows forgotten."""
-    forgotten = 0
-    for statement in (
-        "DELETE FROM demand_default WHERE ctid IN (SELECT ctid FROM demand_default"  # noqa: S608
-        f" WHERE minute < clock_timestamp() - interval '{DEMAND_DAYS} days' LIMIT $1)",
-        "DELETE FROM demand_seen WHERE ctid IN (SELECT ctid FROM demand_seen"
-        " WHERE seen_at < clock_timestamp() - interval '3 hours' LIMIT $1)",
-        "DELETE FROM usage WHERE ctid IN (SELECT ctid FROM usage"
-        " WHERE started_at < clock_timestamp() - interval '90 days' LIMIT $1)",
-        "DELETE FROM idempotency WHERE ctid IN (SELECT ctid FROM idempotency"
-        " WHERE created_at < clock_timestamp() - interval '1 day' LIMIT $1)",
-        "DELETE FROM placement WHERE ctid IN (SELECT ctid FROM placement"
-        " WHERE released_at < clock_timestamp() - interval '7 days' LIMIT $1)",
-        # Usage names its deployment, by which it is priced: as long as usage itself.
-        "DELETE FROM deployment WHERE ctid IN (SELECT d.ctid FROM deployment d"
-        " WHERE deleted_at < clock_timestamp() - interval '90 days' AND NOT EXISTS"
-        " (SELECT FROM placement p WHERE p.deployment_id = d.deployment_id) LIMIT $1)",
-        "DELETE FROM join_token WHERE ctid IN (SELECT ctid FROM join_token"
-        " WHERE expires_at < clock_timestamp() - interval '7 days' LIMIT $1)",
-    ):
-        done = await connection.execute(statement, batch)
-        forgotten += int(done.split()[1])
-    return forgotten

@@ -44,7 +44,7 @@ async def test_a_router_out_of_descriptors_neither_dies_nor_spins(tmp_path: Path
             assert sum(watched.cpu_times()[:2]) - before_s < SHARE_MAX * WINDOW_S
             for _, writer in crowd:
                 writer.close()
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(30):
                 while not await is_answered():
                     await asyncio.sleep(0.05)
             assert process.returncode is None

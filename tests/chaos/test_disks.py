@@ -74,10 +74,10 @@ async def test_a_router_whose_disk_fills_serves_on_and_loses_no_usage(
             await house.loops["usage"].wait_turns(3)
             assert len(requests_in(scheduler.of(Usage))) == 1
             disk.free()
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(30):
                 while len(requests_in(scheduler.of(Usage))) < 41:
                     await scheduler.until(Usage, len(scheduler.of(Usage)) + 1)
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(30):
                 while list((disk.folder / "state" / "usage").glob("*.usage")):
                     await house.loops["usage"].wait_turns(1)
             left = list((disk.folder / "state" / "journal").iterdir())
@@ -100,7 +100,7 @@ async def test_a_router_starts_and_serves_from_a_disk_that_takes_nothing(
         async with a_process(config, port) as process:
             # A life before, in which every folder was made.
             worker = disk.folder / "state" / "worker-1" / "usage"
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(30):
                 while not worker.exists():
                     await asyncio.sleep(0.05)
             process.terminate()

@@ -19,7 +19,8 @@ from isochrone.wire.ids import KeyId, TenantId
 from isochrone.wire.keys import format_key
 from tests.integration.router.fake_node import FakeNode, open_node
 from tests.integration.router.fleet_of import KEY, a_key, a_route, a_table, an_identity
-from tests.integration.router.test_process import a_process, free_port
+from tests.integration.router.test_process import a_process
+from tests.ports import free_port
 
 pytestmark = pytest.mark.timeout(60)
 

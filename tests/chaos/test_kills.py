@@ -14,10 +14,13 @@ import pytest
 import pytest_asyncio
 
 from tests.chaos.invariants import invariants
-from tests.system.harness import Fleet, a_fleet, until
+from tests.system.harness import LEASE_S, Fleet, a_fleet, until
 from tests.system.load import one_stream, under_load, wait_ended
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.asyncio(loop_scope="module")]
+
+TAKEN_OVER_S = LEASE_S + 3.0
+"""The standby looks twice a second whether the lease is over."""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -29,7 +32,7 @@ async def shared() -> AsyncIterator[Fleet]:
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def fleet(shared: Fleet) -> Fleet:
-    await until("the fleet is whole", lambda: shared.is_warm(2), 15.0)
+    await until("the fleet is whole", lambda: shared.is_warm(2))
     shared.baseline_kib = shared.memory_kib()
     return shared
 
@@ -45,7 +48,7 @@ async def test_an_engine_killed_is_restarted_and_every_stream_has_one_end(fleet:
             return pid is not None and pid != before["node-ams"]
 
         await until("the agent starts another engine", is_replaced, 10.0)
-        await until("it is warm", lambda: fleet.is_warm(2), 15.0)
+        await until("it is warm", lambda: fleet.is_warm(2))
         await wait_ended(load, 16)
     # Only streams that had begun on the killed engine may end in an error event.
     assert all(e.how == "error-event" and e.tokens > 0 for e in load.failures()), load.failures()
@@ -60,11 +63,11 @@ async def test_an_agent_killed_or_upgraded_leaves_its_engine_which_is_adopted(fl
         await fleet.kill("node-ams")
         await wait_ended(load, 8)
         await fleet.start_node("ams", keep_engines_on_stop=True)
-        await until("both warm", lambda: fleet.is_warm(2), 15.0)
+        await until("both warm", lambda: fleet.is_warm(2))
         await wait_ended(load, 8)
         await fleet.processes.stop("node-ams")
         await fleet.start_node("ams")
-        await until("both warm again", lambda: fleet.is_warm(2), 15.0)
+        await until("both warm again", lambda: fleet.is_warm(2))
         await wait_ended(load, 8)
     assert fleet.engine_pids() == before, "the engine was restarted, not adopted"
     assert fleet.engine_processes() == 2
@@ -81,17 +84,10 @@ async def test_postgres_killed_costs_no_request_and_usage_is_kept(fleet: Fleet) 
             await fleet.ask("GET", "/v1/pops")
         assert asyncio.get_running_loop().time() - began < 5.0
         await fleet.start_postgres()
-
-        async def acts_again() -> bool:
-            try:
-                return bool((await fleet.ask("GET", "/v1/status"))["acting"])
-            except Exception as error:
-                return "unavailable" not in str(error) and False
-
-        await until("the scheduler acts again", acts_again, 20.0)
+        await until("the scheduler acts again", fleet.acts)
         await wait_ended(load, 8)
     assert not load.failures(), load.failures()
-    await until("both warm", lambda: fleet.is_warm(2), 15.0)
+    await until("both warm", lambda: fleet.is_warm(2))
     await invariants(fleet, load)
 
 
@@ -121,11 +117,7 @@ async def test_the_acting_scheduler_killed_costs_no_request_and_the_other_acts(
     async with under_load(fleet, ["ams", "sin"]) as load:
         await wait_ended(load, 8)
         await fleet.kill("scheduler-a")
-
-        async def b_acts() -> bool:
-            return bool((await fleet.ask("GET", "/v1/status", of="b"))["acting"])
-
-        await until("the standby acts within the lease", b_acts, 6.0)
+        await until("the standby acts within the lease", lambda: fleet.acts("b"), TAKEN_OVER_S)
 
         async def all_found_b() -> bool:
             status = await fleet.ask("GET", "/v1/status", of="b")
@@ -149,18 +141,15 @@ async def test_a_scheduler_that_slept_wakes_to_find_itself_replaced(fleet: Fleet
     if standby == "b":
         await fleet.start_scheduler("b")
 
-    async def acts(name: str) -> bool:
-        return bool((await fleet.ask("GET", "/v1/status", of=name))["acting"])
-
-    await until("one acts", lambda: acts(acting), 6.0)
+    await until("one acts", lambda: fleet.acts(acting))
     async with under_load(fleet, ["ams", "sin"], streams=4) as load:
         os.kill(fleet.processes.pid(f"scheduler-{acting}"), signal.SIGSTOP)
-        await until("the other acts within the lease", lambda: acts(standby), 6.0)
+        await until("the other acts within the lease", lambda: fleet.acts(standby), TAKEN_OVER_S)
         epoch = (await fleet.ask("GET", "/v1/status", of=standby))["epoch"]
         os.kill(fleet.processes.pid(f"scheduler-{acting}"), signal.SIGCONT)
 
         async def has_stepped_down() -> bool:
-            return not await acts(acting)
+            return not await fleet.acts(acting)
 
         await until("it knows that it was replaced", has_stepped_down, 5.0)
 

@@ -19,7 +19,7 @@ from tests.chaos.invariants import invariants
 from tests.system.harness import CITIES, Fleet, a_fleet, until
 from tests.system.load import Load, one_stream, under_load, wait_ended
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.timeout(180), pytest.mark.asyncio(loop_scope="module")]
 
 WHOLE_AGAIN_S = 20.0
 
@@ -87,7 +87,7 @@ async def laid() -> AsyncIterator[Cabled]:
         )
         fleet.settings["scheduler-a"] = {
             "database_url": f"postgresql://isochrone@/isochrone?host={fleet.folder}/cable",
-            "liveness": {"suspect_after_s": 2.0, "lost_after_s": 4.0, "grace_s": 1.0},
+            "liveness": {"suspect_after_s": 3.0, "lost_after_s": 6.0, "grace_s": 12.0},
         }
         await fleet.up()
         await fleet.deploy(replicas=2)
@@ -199,8 +199,13 @@ async def test_slow_cables_to_the_centre_and_its_database_change_nothing(cabled:
             await until("a new key reaches the routers", is_known, 10.0)
         await until("the fleet is whole", cabled.is_whole, WHOLE_AGAIN_S)
         await wait_ended(load, 4)
-    status = await cabled.fleet.ask("GET", "/v1/status")
-    assert (status["acting"], status["epoch"], status["frozen"]) == (True, epoch, "")
+
+    async def is_as_before() -> bool:
+        # The epoch among it: an older one never comes back.
+        status = await cabled.fleet.ask("GET", "/v1/status")
+        return (status["acting"], status["epoch"], status["frozen"]) == (True, epoch, "")
+
+    await until("all is as before", is_as_before, WHOLE_AGAIN_S)
     cabled.mend()
     await cabled.whole_again(load)
 
@@ -213,11 +218,15 @@ async def test_a_database_that_takes_and_does_not_answer_is_away_and_comes_back(
     async with under_load(fleet, ["ams", "sin"], streams=4) as load:
         await wait_ended(load, 4)
         cabled.postgres.down.hold()
-        began = asyncio.get_running_loop().time()
+        body = {"tenant_id": "unanswered"}
+        asked = asyncio.create_task(fleet.ask("POST", "/v1/keys", body))
+
+        async def is_answered() -> bool:
+            return asked.done()
+
+        await until("a statement that hangs is given up after ten seconds", is_answered, 12.0)
         with pytest.raises(AdminError, match="unavailable"):
-            await fleet.ask("POST", "/v1/keys", {"tenant_id": "unanswered"})
-        # A statement that hangs is given ten seconds.
-        assert asyncio.get_running_loop().time() - began < 12.0
+            asked.result()
         await wait_ended(load, 20)
         cabled.postgres.down.let_go()
         cabled.postgres.cut()
@@ -237,7 +246,7 @@ async def test_a_node_that_is_not_heard_goes_on_serving_and_is_not_stopped(cable
             here = [row for row in rows if row["pop"] == "ams" and row["state"] == "warm"]
             return status["nodes_ready"] == 1 and len(here) == 2
 
-        await until("it is lost, and its replica placed elsewhere", is_replaced, 20.0)
+        await until("it is lost, and its replica placed elsewhere", is_replaced, 40.0)
         assert fleet.engine_pids()["node-sin"] == cabled.engines["node-sin"]
         await wait_ended(load, 8)
         assert fleet.engine_processes() == 3

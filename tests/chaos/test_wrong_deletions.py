@@ -1,6 +1,5 @@
 """Whatever the centre says by mistake, nothing warm is lost."""
 
-import asyncio
 import os
 import shutil
 from collections.abc import AsyncIterator
@@ -30,7 +29,8 @@ async def serves(fleet: Fleet, times: int = 4) -> None:
 
 
 async def quiet_turns(fleet: Fleet, turns: int = 4) -> None:
-    """Let the acting scheduler's main duty turn some times: time enough to do harm."""
+    """Let a scheduler's main duty turn some times while it acts: time enough to do harm."""
+    await until("it acts", fleet.acts)
 
     async def turned() -> float:
         url = f"http://127.0.0.1:{fleet.ports['admin-a']}/metrics"
@@ -72,7 +72,7 @@ async def test_an_hour_old_database_stops_nothing_and_learns_what_runs(fleet: Fl
     for path in (fleet.folder / "pg-old", *(fleet.folder / "pg-old").rglob("*")):
         os.chown(path, owner.st_uid, owner.st_gid, follow_symlinks=False)
     await fleet.start_postgres()
-    await until("the scheduler acts again", lambda: acts(fleet))
+    await until("the scheduler acts again", fleet.acts)
     await fleet.deploy(replicas=2)
     before = fleet.engine_pids()
     await fleet.kill("scheduler-a")
@@ -97,13 +97,6 @@ async def test_an_hour_old_database_stops_nothing_and_learns_what_runs(fleet: Fl
     await serves(fleet)
 
 
-async def acts(fleet: Fleet) -> bool:
-    try:
-        return bool((await fleet.ask("GET", "/v1/status"))["acting"])
-    except Exception as error:
-        return "unavailable" in str(error) and False
-
-
 async def test_all_agents_silent_freezes_and_loses_nothing(fleet: Fleet) -> None:
     await fleet.deploy(replicas=2)
     # Silence as the store sees it: no agent connected, last heard a minute ago.
@@ -116,10 +109,13 @@ async def test_all_agents_silent_freezes_and_loses_nothing(fleet: Fleet) -> None
     await connection.execute("UPDATE lease SET acting_since = clock_timestamp() - interval '1 day'")
     await connection.close()
     await fleet.start_scheduler("a")
-    await asyncio.sleep(3.5)  # hear_first_s: only then does it decide at all
+
+    async def is_frozen() -> bool:
+        return bool((await fleet.ask("GET", "/v1/status"))["frozen"])
+
+    await until("it has waited to hear them, and freezes", is_frozen)
     await quiet_turns(fleet)
-    status = await fleet.ask("GET", "/v1/status")
-    assert status["frozen"], status
+    assert await is_frozen()
     rows = (await fleet.ask("GET", "/v1/placements"))["data"]
     assert sorted(row["state"] for row in rows) == ["warm", "warm"]
     assert not any(row["ending"] for row in rows)
@@ -128,7 +124,7 @@ async def test_all_agents_silent_freezes_and_loses_nothing(fleet: Fleet) -> None
         await fleet.start_node(pop)
 
     async def thawed() -> bool:
-        return not (await fleet.ask("GET", "/v1/status"))["frozen"]
+        return not await is_frozen()
 
     await until("it thaws when they are heard again", thawed)
     await serves(fleet)

@@ -21,7 +21,7 @@ async def test_what_a_killed_fleet_left_is_ended_and_who_reads_its_logs_is_not(
     left = await asyncio.create_subprocess_exec(sys.executable, "-c", waits, str(log))
     reader = await asyncio.create_subprocess_exec("tail", "-f", str(log))
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while left.returncode is None:
                 await asyncio.to_thread(kill_leftovers, tmp_path)
                 await asyncio.sleep(0.05)

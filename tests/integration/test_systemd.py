@@ -60,6 +60,14 @@ def test_what_engines_use_outlives_their_agent_and_can_be_written() -> None:
 
 
 @pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.stem)
+def test_a_unit_is_never_given_up(unit: Path) -> None:
+    """A scheduler ends within a second where there is no database: after five times, by default,
+    systemd would leave it so."""
+    settings = dict(re.findall(r"^(\w+)=(.*)$", unit.read_text(), re.M))
+    assert (settings["Restart"], settings["StartLimitIntervalSec"]) == ("always", "0")
+
+
+@pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.stem)
 def test_the_unit_exposes_little(unit: Path) -> None:
     run = subprocess.run(
         ["systemd-analyze", "security", "--offline=true", str(unit)],

@@ -6,9 +6,10 @@ import os
 import secrets
 import shutil
 import signal
-import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager, suppress
+from datetime import datetime
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -19,31 +20,43 @@ from isochrone.cli.client import AdminClient, AdminError
 from isochrone.cli.manifest import artifact_of
 from isochrone.service.files import write_atomic
 from ops.fleet.processes import Processes
+from tests.ports import free_port
 from tests.postgres import a_folder
 
 ROOT = Path(__file__).parents[2]
 CITIES = {"ams": ("NL", 52.3, 4.8), "sin": ("SG", 1.35, 104.0)}
 READY_TIMEOUT_S = 30.0
+STEP_S = 0.05
+LEASE_S = 8.0
+"""Longer than a machine that is shared stands still: then nobody else begins to act."""
 
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+LAST_LINES = 60
+STANDING: list["Fleet"] = []
+"""The fleets that are up now, for whoever tells why a test failed."""
 
 
 async def until(
     what: str, condition: Callable[[], Awaitable[Any]], timeout_s: float = READY_TIMEOUT_S
 ) -> Any:
-    """Wait until `condition` gives something true and return it, or fail in words."""
-    deadline = asyncio.get_running_loop().time() + timeout_s
-    while True:
-        found = await condition()
-        if found:
-            return found
-        if asyncio.get_running_loop().time() > deadline:
-            raise AssertionError(f"not within {timeout_s:g} s: {what}")
-        await asyncio.sleep(0.05)
+    """Wait until `condition` gives something true and return it, or fail in words.
+
+    The time is counted in steps: where the machine stands still for seconds, what is waited for
+    stands still too, and has as many steps left as before.
+    """
+    steps = asyncio.create_task(_steps(timeout_s))
+    try:
+        while not (found := await condition()):
+            if steps.done():
+                raise AssertionError(f"not within {timeout_s:g} s: {what}")
+            await asyncio.sleep(STEP_S)
+        return found
+    finally:
+        steps.cancel()
+
+
+async def _steps(timeout_s: float) -> None:
+    for _ in range(ceil(timeout_s / STEP_S)):
+        await asyncio.sleep(STEP_S)
 
 
 class Fleet:
@@ -108,7 +121,7 @@ class Fleet:
             f'admin_token_file = "{self.folder}/admin.token"\n'
             f"admin_port = {self.ports[f'admin-{name}']}\n"
             f"control_port = {self.ports[f'control-{name}']}\n"
-            "lease_ttl_s = 3.0\nlease_renew_s = 0.5\nplace_interval_s = 1.0\n"
+            f"lease_ttl_s = {LEASE_S}\nlease_renew_s = 0.5\nplace_interval_s = 1.0\n"
             "publish_interval_s = 0.5\nhear_first_s = 3.0\n"
         )
         write_atomic(config, text.encode())
@@ -145,8 +158,7 @@ class Fleet:
             f'name = "{pop}-{number}"\nschedulers = {self.schedulers()}\nstate = "{state}"\n'
             f'address = "http://127.0.0.1:{self.ports[name]}"\ndoor_port = {self.ports[name]}\n'
             f'join_token_file = "{token_file}"\n{extra}'
-            "stall_s = 4.0\ncanary_interval_s = 1.0\ndrain_timeout_s = 5.0\n"
-            "private_sources = true\n"
+            "canary_interval_s = 1.0\ndrain_timeout_s = 5.0\nprivate_sources = true\n"
         )
         write_atomic(self.folder / f"{name}.toml", text.encode())
         await self.processes.start(
@@ -165,7 +177,7 @@ class Fleet:
             f'name = "{name}"\nschedulers = {self.schedulers()}\nstate_folder = "{state}"\n'
             f'join_token_file = "{self.folder}/{name}.token"\n'
             f"port = {self.ports[name]}\nprobe_interval_s = 0.5\ndemand_interval_s = 1.0\n"
-            "stream_idle_timeout_s = 5.0\nusage_interval_s = 0.5\nusage_resend_s = 2.0\n"
+            "usage_interval_s = 0.5\nusage_resend_s = 2.0\n"
             # One, for seats and what is cached where are each process's own to know.
             "drain_timeout_s = 5.0\nprocesses = 1\n"
         )
@@ -208,9 +220,10 @@ class Fleet:
         reported = sum(bool(node["devices"]) for node in nodes)
         return bool(status["routers_ready"] == reported == len(CITIES))
 
-    async def acts(self) -> bool:
-        """Say whether scheduler a acts."""
-        return bool((await self.ask("GET", "/v1/status"))["acting"])
+    async def acts(self, name: str = "a") -> bool:
+        """Say whether a scheduler is there, has its database, and acts."""
+        status = await self._status(name)
+        return status is not None and bool(status["acting"])
 
     async def deploy(
         self, replicas: int = 2, options: dict[str, str] | None = None, **policy: Any
@@ -234,19 +247,28 @@ class Fleet:
             "context_tokens_max": 100_000,
             "options": options or {"itl_ms": "10"},
         }
-        policy = {"replicas_min": replicas, "replicas_max": replicas, **policy}
+        # One in each city, where there are as many: a node not heard for a moment gets none, and
+        # would have none for minutes, since what stands is left to settle.
+        cities = list(CITIES) if replicas >= len(CITIES) else []
+        counts = {"replicas_min": replicas, "replicas_max": replicas}
+        policy = {**counts, "keep_warm": cities, **policy}
         await self.ask(
             "POST",
             "/v1/deployments",
             {"deployment_id": "mock", "model_id": "mock", "engine": engine, "policy": policy},
         )
-        await until(f"{replicas} warm", lambda: self.is_warm(replicas))
+
+        async def stands() -> bool:
+            return await self.is_warm(replicas, cities) and self.engine_processes() == replicas
+
+        await until(f"{replicas} warm, one in each city, and no more", stands)
         await self.routers_know()
 
-    async def is_warm(self, replicas: int, of: str = "a") -> bool:
+    async def is_warm(self, replicas: int, cities: Collection[str] = (), *, of: str = "a") -> bool:
+        """Say whether so many replicas are warm, one of them at least in each of `cities`."""
         rows = (await self.ask("GET", "/v1/placements", of=of))["data"]
-        warm = [row for row in rows if row["state"] == "warm" and not row["ending"]]
-        return len(warm) >= replicas
+        warm = [row["pop"] for row in rows if row["state"] == "warm" and not row["ending"]]
+        return len(warm) >= replicas and set(warm).issuperset(cities)
 
     async def routers_know(self) -> None:
         """Wait until every router was told all that is published at this moment."""
@@ -297,10 +319,21 @@ class Fleet:
         os.kill(pid, signal.SIGKILL)
         await self.processes.stop(name)
 
+    def last_words(self) -> str:
+        """Return the end of each part's log: the folder goes, and with it what explains a test."""
+        words = [f"at {datetime.now():%H:%M:%S}"]
+        words += [f"{name} ended by itself" for name in self.processes.ended()]
+        for pattern in ("logs/*.log", "node-*/engines/*/engine.log"):
+            for path in sorted(self.folder.glob(pattern)):
+                with suppress(FileNotFoundError):  # an engine's, which was ended
+                    lines = path.read_text(errors="replace").splitlines()[-LAST_LINES:]
+                    words += [
+                        f"--- {path.relative_to(self.folder)}",
+                        *(line[:600] for line in lines),
+                    ]
+        return "\n".join(words)
+
     async def down(self) -> None:
-        for name in self.processes.ended():
-            # Shown by pytest where a test failed.
-            print(f"{name} ended by itself:\n{self.processes.tail(name)}")
         await self.processes.stop_all(lambda names: None)
         mark = str(self.folder).encode()
         for path in Path("/proc").glob("[0-9]*/cmdline"):
@@ -314,10 +347,15 @@ async def a_fleet(*, comes_up: bool = True) -> AsyncIterator[Fleet]:
     """Bring a fleet up in a folder of its own, and take it down."""
     folder = a_folder("iso-")
     fleet = Fleet(folder)
+    STANDING.append(fleet)
     try:
         if comes_up:
             await fleet.up()
         yield fleet
+    except BaseException:
+        print(fleet.last_words())
+        raise
     finally:
+        STANDING.remove(fleet)
         await fleet.down()
         shutil.rmtree(folder, ignore_errors=True)

@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from tests.system.harness import Fleet
+from tests.system.harness import Fleet, until
 
 PROMPT = "say-all-numbers-in-order"
 """Words that no line of code has: where a log shows them, it shows a prompt."""
@@ -115,6 +115,8 @@ async def under_load(
 async def wait_ended(load: Load, more: int, timeout_s: float = 30.0) -> None:
     """Wait until `more` further requests have ended well."""
     target = load.count("complete") + more
-    async with asyncio.timeout(timeout_s):
-        while load.count("complete") < target:
-            await asyncio.sleep(0.05)
+
+    async def have_ended() -> bool:
+        return load.count("complete") >= target
+
+    await until(f"{more} more requests have ended well", have_ended, timeout_s)

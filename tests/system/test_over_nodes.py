@@ -15,7 +15,8 @@ import pytest
 from isochrone.cli.manifest import artifact_of
 from ops.golden import tiny
 from tests.integration.engine.conftest import end, launch, wait_ready
-from tests.system.harness import CITIES, Fleet, a_fleet, free_port, until
+from tests.ports import free_port
+from tests.system.harness import CITIES, Fleet, a_fleet, until
 
 pytestmark = pytest.mark.timeout(120)
 

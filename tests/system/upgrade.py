@@ -18,8 +18,9 @@ from typing import Any
 import asyncpg
 import openai
 
+from tests.ports import free_port
 from tests.postgres import a_folder
-from tests.system.harness import CITIES, ROOT, Fleet, free_port, until
+from tests.system.harness import CITIES, ROOT, Fleet, until
 
 STEPS = [{"share": 0.5}, {"share": 1.0}]
 BOUNDS = {"attempts_min": 20, "step_min_s": 0.0, "ttft_ratio": 10, "itl_ratio": 10,
@@ -77,8 +78,7 @@ class Mixed(Fleet):
             await self.start_router(name)
 
     async def one_acts(self) -> bool:
-        views = [await self._status(name) for name in ("a", "b")]
-        return any(view is not None and view["acting"] for view in views)
+        return any([await self.acts(name) for name in ("a", "b")])
 
 
 class Users:

@@ -74,6 +74,11 @@ def read_json(path: Path, kind: Any) -> Any:
         raise CheckpointError(f"cannot read {path}: {error}") from error
 
 
+def read_beside(path: Path, kind: type[Any]) -> Any:
+    """Read a JSON file that may be missing: then all of it is as `kind` has it."""
+    return read_json(path, kind) if path.exists() else kind()
+
+
 def shape_of(folder: Path, config: DecoderConfig) -> ModelShape:
     """Return the shape that `config` tells, or refuse what the engine would compute wrongly."""
     if config.model_type not in FAMILIES:

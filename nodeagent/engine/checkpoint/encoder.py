@@ -6,11 +6,11 @@ from typing import Any, Final
 import msgspec
 from tokenizers import Tokenizer
 
-from nodeagent.engine.checkpoint.config import read_json
+from nodeagent.engine.checkpoint.config import read_beside, read_json
 from nodeagent.engine.checkpoint.safetensors import SafetensorsFiles
 from nodeagent.engine.models.bert import BertShape, Pooling
 from nodeagent.engine.models.shape import CheckpointError
-from nodeagent.engine.vocabulary import try_out
+from nodeagent.engine.vocabulary import read_tokenizer
 
 _CLASSIFIER: Final = "BertForSequenceClassification"
 
@@ -65,7 +65,9 @@ class EncoderFolder(SafetensorsFiles):
     def __init__(self, folder: Path) -> None:
         config: _BertConfig = read_json(folder / "config.json", _BertConfig)
         self.shape = _shape(folder, config)
-        sentence: _SentenceConfig = _beside(folder / "sentence_bert_config.json", _SentenceConfig)
+        sentence: _SentenceConfig = read_beside(
+            folder / "sentence_bert_config.json", _SentenceConfig
+        )
         self.context_tokens = min(
             sentence.max_seq_length or config.max_position_embeddings,
             config.max_position_embeddings,
@@ -125,15 +127,10 @@ def _pooling(folder: Path) -> tuple[Pooling, bool]:
 def _tokenizer(path: Path) -> Tokenizer:
     # Read as JSON first: its size is bounded so, and what is no JSON is refused in words.
     read_json(path, msgspec.Raw)
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    # The tokenizers package raises bare Exception for a file it cannot use.
-    except Exception as error:
-        raise CheckpointError(f"cannot load {path}: {error}") from error
+    tokenizer = read_tokenizer(path)
     # What was set for training cuts texts without a word.
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    try_out(path, tokenizer)
     return tokenizer
 
 
@@ -148,7 +145,3 @@ def _hold(folder: Path, tokenizer: Tokenizer, shape: BertShape) -> None:
             f"cannot load {folder}: the tokenizer gives token {token}, but embeddings for"
             f" {shape.vocabulary}; and texts of kind {kind}, but embeddings for {shape.kinds}"
         )
-
-
-def _beside(path: Path, kind: type[Any]) -> Any:
-    return read_json(path, kind) if path.exists() else kind()

@@ -21,10 +21,13 @@ from torch import Tensor
 from nodeagent.engine.checkpoint.gguf_header import GgufHeader, TensorEntry, read_header
 from nodeagent.engine.checkpoint.gguf_shape import shape_of
 from nodeagent.engine.checkpoint.unpacking import BITS, IN_GROUPS, filed, unpack
+from nodeagent.engine.gguf_tokenizer import vocabulary_of_gguf
 from nodeagent.engine.layers.linear import Filed
 from nodeagent.engine.models.shape import CheckpointError
+from nodeagent.engine.models.weights import WeightSource
 from nodeagent.engine.native.matrices import TILE_ROWS, InFile
 from nodeagent.engine.parallel.share import Cut
+from nodeagent.engine.vocabulary import Vocabulary
 
 _LAYER_NAMES: Final = {
     "input_layernorm": "attn_norm",
@@ -62,7 +65,7 @@ _PROBES: Final = 16
 """Places looked at to say whether a file is in the page cache."""
 
 
-class GgufFile:
+class GgufFile(WeightSource):
     """One mapped GGUF file. `close` after the last tensor is read, so that its pages can go."""
 
     def __init__(self, path: Path) -> None:
@@ -85,6 +88,10 @@ class GgufFile:
     def close(self) -> None:
         """Close the file."""
         self._opened.close()
+
+    def vocabulary(self) -> Vocabulary:
+        """Build the vocabulary that the metadata describes."""
+        return vocabulary_of_gguf(self._path, self.metadata)
 
     def filed_bits(self) -> Counter[int]:
         """Return how many weights there are of so many bits: see `layers.linear.bytes_kept`."""
@@ -115,10 +122,6 @@ class GgufFile:
                 f"cannot read {self._path}: {entry.name} is {kind.name}, which has no reader"
             ) from error
         return self._turned(name, weights.view(cut.shape if cut else shape))
-
-    def stored(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> None:
-        """Weights here are put together from what the file has."""
-        return
 
     def groups(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> Filed | None:
         """Read one matrix as the file quantises it; None where that is not of these kinds."""

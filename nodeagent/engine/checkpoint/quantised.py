@@ -39,7 +39,7 @@ class _Group(msgspec.Struct):
     input_activations: Any = None
 
 
-class _Quantisation(msgspec.Struct):
+class Quantisation(msgspec.Struct):
     """`quantization_config` of all methods together."""
 
     quant_method: str = ""
@@ -53,21 +53,20 @@ class _Quantisation(msgspec.Struct):
 
 
 class _Config(msgspec.Struct):
-    quantization_config: _Quantisation | None = None
+    quantization_config: Quantisation | None = None
 
 
-def is_quantised(folder: Path) -> bool:
-    """True where the folder's config says that its matrices are quantised."""
+def quantisation_of(folder: Path) -> Quantisation | None:
+    """Return what the folder's config says of its matrices; None where they are floats."""
     config: _Config = read_json(folder / "config.json", _Config)
-    return config.quantization_config is not None
+    return config.quantization_config
 
 
 class QuantisedFolder(SafetensorsFolder):
     """A decoder's folder, some of whose matrices are packed."""
 
-    def __init__(self, folder: Path) -> None:
-        config: _Config = read_json(folder / "config.json", _Config)
-        self._scheme = _scheme(folder, config.quantization_config or _Quantisation())
+    def __init__(self, folder: Path, quantisation: Quantisation) -> None:
+        self._scheme = _scheme(folder, quantisation)
         super().__init__(folder)
         log.info("quantised weights", extra={"fields": {"scheme": str(self._scheme)}})
 
@@ -155,7 +154,7 @@ def _sibling(name: str, part: str) -> str:
     return f"{name.removesuffix('weight')}{part}"
 
 
-def _scheme(folder: Path, config: _Quantisation) -> Scheme:
+def _scheme(folder: Path, config: Quantisation) -> Scheme:
     """Return how the matrices are packed, or refuse what would be read wrongly."""
     what = f"{config.quant_method!r} {config.format}".strip()
     scheme = None
@@ -176,7 +175,7 @@ def _scheme(folder: Path, config: _Quantisation) -> Scheme:
     return scheme
 
 
-def _compressed(config: _Quantisation) -> Scheme | None:
+def _compressed(config: Quantisation) -> Scheme | None:
     """Return the one scheme of all config groups; None where there is none, or several."""
     found = {
         (one.num_bits, one.type, one.symmetric, one.strategy, one.group_size)

@@ -11,16 +11,17 @@ from safetensors import SafetensorError, safe_open
 
 from nodeagent.engine.checkpoint.config import DecoderConfig, read_json, shape_of
 from nodeagent.engine.checkpoint.stored import Stored, part, places
-from nodeagent.engine.layers.linear import Groups
 from nodeagent.engine.models.shape import CheckpointError
+from nodeagent.engine.models.weights import WeightSource
 from nodeagent.engine.parallel.share import Cut
+from nodeagent.engine.vocabulary import Vocabulary, vocabulary_of_folder
 
 FLOATS: Final = frozenset({"F64", "F32", "F16", "BF16"})
 _HALVES: Final = frozenset({"F16", "BF16"})
 INTEGERS: Final = frozenset({"I64", "I32"})
 
 
-class SafetensorsFiles:
+class SafetensorsFiles(WeightSource):
     """The weights of one Hugging Face folder, in one file or in those of an index."""
 
     def __init__(self, folder: Path, name: str = "model.safetensors") -> None:
@@ -83,10 +84,6 @@ class SafetensorsFiles:
                 f"cannot read {self._folder}: {name} is {stored.get_dtype()}, {wanted} is expected"
             )
 
-    def groups(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> Groups | None:
-        """These files hold floats."""
-        return None
-
     def stored(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> Stored | None:
         """Return where a weight lies, or a part of it; None where that is not in one piece."""
         self.check(name, shape)
@@ -138,3 +135,7 @@ class SafetensorsFolder(SafetensorsFiles):
         self.config: DecoderConfig = read_json(folder / "config.json", DecoderConfig)
         self.shape = shape_of(folder, self.config)
         super().__init__(folder)
+
+    def vocabulary(self) -> Vocabulary:
+        """Read the tokenizer beside the weights."""
+        return vocabulary_of_folder(self._folder, self.config)

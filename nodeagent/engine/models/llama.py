@@ -20,7 +20,6 @@ from nodeagent.engine.models.shape import ModelShape
 from nodeagent.engine.models.weights import Table, Weights, WeightSource
 from nodeagent.engine.parallel.ranks import ALONE, Ranks
 from nodeagent.engine.parallel.share import Share
-from nodeagent.engine.parallel.source import SharedSource
 
 
 class LlamaAttention:
@@ -120,8 +119,7 @@ class Llama:
         self._ranks = ranks
         self._share = share = Share(shape, ranks.split, ranks.rank)
         self.shape = shape = share.shape
-        source = SharedSource(source, share)
-        weights = Weights(source, device, dtype, keeping, ranks)
+        weights = Weights(source, device, dtype, keeping, share, ranks)
         self.heard: Callable[[int, Tensor], None] | None = None
         """Told what goes into each layer, where anybody listens."""
         self.adding = weights.adding or Adding()

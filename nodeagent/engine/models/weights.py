@@ -28,7 +28,7 @@ from nodeagent.engine.layers.lora import Adapted, Adding
 from nodeagent.engine.native.kernels import kernels
 from nodeagent.engine.native.matrices import Fetch, Native
 from nodeagent.engine.parallel.ranks import ALONE, Ranks
-from nodeagent.engine.parallel.share import Cut
+from nodeagent.engine.parallel.share import Cut, Share
 
 _STAGED_NUMBERS_MIN: Final = 1024 * 1024
 """A smaller weight that is waited for comes as fast by itself."""
@@ -49,13 +49,13 @@ class WeightSource(Protocol):
 
     def stored(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> Stored | None:
         """Return where in a file one weight lies in one piece; None where it does not."""
-        ...
+        return None
 
     def groups(
         self, name: str, shape: tuple[int, ...], cut: Cut | None = None
     ) -> Groups | Filed | None:
         """Read one matrix as its file quantises it; None where that is not in groups of 32."""
-        ...
+        return None
 
     def check(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> None:
         """Raise CheckpointError where `tensor` would, judging by the files' headers alone."""
@@ -67,7 +67,10 @@ class WeightSource(Protocol):
 
 
 class Weights:
-    """Reads from `source` onto a device."""
+    """Reads from `source` onto a device: of each weight what `share` says, no more.
+
+    Shapes and rows are those of the share itself.
+    """
 
     def __init__(
         self,
@@ -75,6 +78,7 @@ class Weights:
         device: str,
         dtype: torch.dtype,
         keeping: Keeping,
+        share: Share | None = None,
         ranks: Ranks = ALONE,
     ) -> None:
         self.source = source
@@ -82,6 +86,7 @@ class Weights:
         self.dtype = dtype
         self.keeping = keeping
         self.ranks = ranks
+        self._share = share
         self.adding: Adding | None = Adding()
         self.staging = staging_for(device)
         """What brings matrices while others are still read; none where they stay on the host."""
@@ -92,7 +97,7 @@ class Weights:
 
         Adapters name rows of the flat batch; what sees other rows than those cannot take them.
         """
-        bare = Weights(self.source, self.device, self.dtype, self.keeping)
+        bare = Weights(self.source, self.device, self.dtype, self.keeping, self._share)
         bare.adding, bare.staging, bare._later = None, self.staging, self._later
         return bare
 
@@ -105,7 +110,7 @@ class Weights:
                 piece.result()
             if pieces:
                 return weight
-        return self.source.tensor(name, shape).to(self.device, self.dtype)
+        return self._tensor(name, shape).to(self.device, self.dtype)
 
     def begin(self) -> Callable[[], None]:
         """Begin to bring what is still in the files, beside whatever else is done.
@@ -130,7 +135,7 @@ class Weights:
         """Begin to fill `target`; None where nobody brings it."""
         if self.staging is None:
             return None
-        stored = self.source.stored(name, shape)
+        stored = self.source.stored(name, *self._place(name, shape))
         return None if stored is None else self.staging.bring(target, stored)
 
     def linear(self, name: str, *shape: int) -> Linear:
@@ -141,12 +146,12 @@ class Weights:
     def embedding(self, name: str, *shape: int) -> Table:
         """Read the table of embeddings: as matrices are kept, or in fp16 where they stay packed."""
         if self.keeping is Keeping.NATIVE:
-            groups = self.source.groups(name, shape)
+            groups = self.source.groups(name, *self._place(name, shape))
             table = None if groups is None else native(groups, self.keeping, self._later)
             if table is not None:
                 return table
         if tiles(self.keeping, shape[:1], shape[1]):
-            return tiled([self.source.tensor(name, shape)], self.keeping)
+            return tiled([self._tensor(name, shape)], self.keeping)
         wide = self.read(name, *shape)
         return wide.half() if self.keeping.as_filed else wide
 
@@ -160,8 +165,9 @@ class Weights:
         """Read the matrices `parts` as one to multiply by; ranks hold their rows."""
         kept = self._packed(prefix, parts, columns)
         if kept is None and tiles(self.keeping, parts.values(), columns):
-            shapes = {f"{prefix}{name}": (rows, columns) for name, rows in parts.items()}
-            read = [self.source.tensor(name, shape) for name, shape in shapes.items()]
+            read = [
+                self._tensor(f"{prefix}{name}", (rows, columns)) for name, rows in parts.items()
+            ]
             kept = tiled(read, self.keeping)
         if kept is None:
             kept = keep(self.stack(prefix, parts, columns), self.keeping)
@@ -173,7 +179,8 @@ class Weights:
             return None
         groups: list[Groups | Filed] = []
         for name, rows in parts.items():
-            part = self.source.groups(f"{prefix}{name}", (rows, columns))
+            name = f"{prefix}{name}"
+            part = self.source.groups(name, *self._place(name, (rows, columns)))
             if part is None:
                 return None
             groups.append(part)
@@ -192,12 +199,20 @@ class Weights:
         for name, count in parts.items():
             part, shape = stacked[at : at + count], (count, *columns)
             if self._bring(part, f"{prefix}{name}", shape) is None:
-                part.copy_(self.source.tensor(f"{prefix}{name}", shape))
+                part.copy_(self._tensor(f"{prefix}{name}", shape))
             at += count
         return stacked
 
+    def _tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        return self.source.tensor(name, *self._place(name, shape))
 
-class Survey:
+    def _place(self, name: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], Cut | None]:
+        """Return the shape of a whole weight, and which part of it is read."""
+        cut = self._share.cut(name, shape) if self._share is not None else None
+        return (cut.whole if cut else shape), cut
+
+
+class Survey(WeightSource):
     """A source that reads no weights, only checks that each could be read.
 
     A model built from it on the meta device takes no memory, and what its files lack is known
@@ -215,16 +230,6 @@ class Survey:
     def check(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> None:
         """Ask the source."""
         self._source.check(name, shape, cut)
-
-    def stored(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> None:
-        """Nothing is fetched."""
-        return
-
-    def groups(
-        self, name: str, shape: tuple[int, ...], cut: Cut | None = None
-    ) -> Groups | Filed | None:
-        """Nothing is packed without memory."""
-        return None
 
     def has(self, name: str) -> bool:
         """Ask the source."""

@@ -10,7 +10,7 @@ from typing import Never
 from isochrone.service.logs import setup_logs
 from isochrone.wire.assignment import Group
 from isochrone.wire.engine import EngineConfig
-from nodeagent.engine.checkpoint.opening import open_weights
+from nodeagent.engine.checkpoint.opening import open_checkpoint
 from nodeagent.engine.loading import meet, need_memory, open_share, ranks_here, split_of
 from nodeagent.engine.models.shape import CheckpointError
 from nodeagent.engine.native.memory import give_back
@@ -79,7 +79,7 @@ def follow(config: EngineConfig, rank: int, channel: Channel) -> int:
         return 0
     ranks = Ranks(split_of(config), rank)
     try:
-        source = open_weights(Path(config.model_path))
+        source = open_checkpoint(Path(config.model_path))
         try:
             share = Share(source.shape, ranks.split, rank)
             need_memory(config, source, rank)

@@ -11,9 +11,7 @@ from torch import Tensor
 
 from isochrone.wire.engine import EngineConfig
 from nodeagent.engine.checkpoint.eagle3 import HeadFolder, is_head
-from nodeagent.engine.checkpoint.gguf import GgufFile
-from nodeagent.engine.checkpoint.opening import open_checkpoint
-from nodeagent.engine.checkpoint.safetensors import SafetensorsFolder
+from nodeagent.engine.checkpoint.opening import Checkpoint, open_checkpoint
 from nodeagent.engine.decide.sequence import BLOCK_TOKENS
 from nodeagent.engine.layers.linear import Keeping, choose
 from nodeagent.engine.models.eagle3 import Eagle3, Features
@@ -39,7 +37,7 @@ class Served(NamedTuple):
 class DraftModel:
     """A small model of the same tokens, its weights not read yet."""
 
-    source: GgufFile | SafetensorsFolder
+    source: Checkpoint
     tokens: int
     """How many tokens both models know: the rest of its logits are padding."""
 
@@ -158,9 +156,9 @@ def open_draft(
 
 
 def _open_model(config: EngineConfig, vocabulary: Vocabulary) -> DraftModel:
-    source, its_own = open_checkpoint(Path(config.draft_path))
+    source = open_checkpoint(Path(config.draft_path))
     try:
-        _same_tokens(config, vocabulary, its_own)
+        _same_tokens(config, vocabulary, source.vocabulary())
         if source.shape.vocabulary < vocabulary.size:
             raise CheckpointError(
                 f"cannot draft with {config.draft_path}: embeddings for {source.shape.vocabulary}"

@@ -1,17 +1,16 @@
 """The OpenAI routes that do not generate, on aiohttp: lists, health, and whatever is not found."""
 
-from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 from aiohttp import web
 
-from isochrone.service.door import Handler, errors_as
+from isochrone.service.door import Handler, error_response, errors_as
 from isochrone.wire import headers
-from isochrone.wire.errors import ApiError, ErrorCode
-from isochrone.wire.routes import KeyEntry
-from router.apis.openai.encode import error_response, model_body, models_body
+from isochrone.wire.errors import ApiError, ErrorCode, openai_error
+from isochrone.wire.routes import DeploymentEntry, KeyEntry
 from router.apis.openai.hot import READERS, OpenAiSurface
+from router.apis.request_ids import RequestIds
 from router.decide.admit import authenticate, may_use
 from router.fleet import Fleet
 from router.metrics import Metrics
@@ -25,17 +24,17 @@ ROUTES: Final = f"POST {', '.join(READERS)}, /v1/responses and /ai/run/{{model}}
 
 
 def cold_app(
-    surface: OpenAiSurface, fleet: Fleet, metrics: Metrics, unix_clock: Callable[[], float]
+    surface: OpenAiSurface, fleet: Fleet, metrics: Metrics, request_ids: RequestIds
 ) -> web.Application:
     """Return the application of every route that is not hot."""
 
     def key_of(request: web.Request) -> KeyEntry:
-        return authenticate(fleet.keys, request.headers.get("authorization"), unix_clock())
+        return authenticate(fleet.keys, request.headers.get("authorization"), surface.unix_clock())
 
     async def models(request: web.Request) -> web.Response:
         key = key_of(request)
         allowed = [entry for entry in fleet.deployments if may_use(key, entry.name)]
-        return json_answer(models_body(allowed))
+        return json_answer({"object": "list", "data": [model_body(entry) for entry in allowed]})
 
     async def model(request: web.Request) -> web.Response:
         key = key_of(request)
@@ -50,11 +49,11 @@ def cold_app(
 
     async def on_prepare(request: web.Request, response: web.StreamResponse) -> None:
         sent = request.headers.get(headers.REQUEST_ID, "")
-        _, response.headers[headers.REQUEST_ID] = surface.request_ids(sent)
+        _, response.headers[headers.REQUEST_ID] = request_ids.next(sent)
 
     def encode_error(error: ApiError) -> web.Response:
         metrics.errors.labels(error.code.value).inc()
-        return error_response(error)
+        return error_response(error, msgspec.json.encode(openai_error(error)))
 
     app = web.Application(middlewares=[errors_as(encode_error), _name_the_routes])
     app.on_response_prepare.append(on_prepare)
@@ -75,6 +74,17 @@ async def _name_the_routes(request: web.Request, handler: Handler) -> web.Stream
     else:
         words = f"no such path: {request.method} {path}; there are {ROUTES}"
     raise ApiError(ErrorCode.NOT_FOUND, f"cannot serve: {words}")
+
+
+def model_body(entry: DeploymentEntry) -> dict[str, Any]:
+    """Return one entry of the list of models."""
+    return {
+        "id": entry.name,
+        "object": "model",
+        "created": entry.created_at,
+        "owned_by": "isochrone",
+        "context_window": entry.context_tokens,
+    }
 
 
 def json_answer(body: object, status: int = 200) -> web.Response:

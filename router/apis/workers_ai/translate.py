@@ -8,17 +8,20 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta
 
-from isochrone.wire import codec
-from isochrone.wire.errors import ApiError, ErrorCode
-from router.apis.openai.schema import Options
+from isochrone.wire.errors import MEANINGS, ApiError, ErrorCode
+from router.apis.openai.decode import decode
+from router.apis.openai.schema import (
+    CHAT_PATH,
+    COMPLETIONS_PATH,
+    EMBEDDINGS_PATH,
+    RERANK_PATH,
+    Document,
+    Options,
+)
 from router.dataplane import sse
-from router.dataplane.chunk import CHUNKS, Choice, Delta
+from router.dataplane.chunk import Choice, Delta, chunk_of
 
 ERROR_EVENT: Final = b"event: error\n"
-CHAT_PATH: Final = "/v1/chat/completions"
-PLAIN_PATH: Final = "/v1/completions"
-EMBEDDINGS_PATH: Final = "/v1/embeddings"
-RERANK_PATH: Final = "/v1/rerank"
 MAX_TOKENS_USUAL: Final = 256
 """What Workers AI puts out where a request does not say."""
 
@@ -26,12 +29,6 @@ _PASSED: Final = (
     *("temperature", "top_p", "top_k", "seed", "repetition_penalty", "frequency_penalty"),
     *("presence_penalty", "response_format", "tool_choice"),
 )
-
-
-class Context(msgspec.Struct, frozen=True):
-    """A text to rank."""
-
-    text: str
 
 
 class Format(msgspec.Struct, frozen=True):
@@ -50,7 +47,7 @@ class RunRequest(msgspec.Struct, frozen=True):
     messages: list[msgspec.Raw] | None = None
     text: str | Annotated[list[str], Meta(min_length=1, max_length=2048)] | None = None
     query: Annotated[str, Meta(min_length=1)] | None = None
-    contexts: Annotated[list[Context], Meta(min_length=1, max_length=1024)] | None = None
+    contexts: Annotated[list[Document], Meta(min_length=1, max_length=1024)] | None = None
     top_k: int | None = None
     response_format: Format | None = None
     lora: str | None = None
@@ -70,10 +67,7 @@ def to_openai(body: bytes, model: str) -> tuple[str, bytes, bool]:
 
     Raises ApiError 400.
     """
-    try:
-        run: RunRequest = codec.decode_json(body, _run, bytes_max=len(body))
-    except codec.MalformedFrame as error:
-        raise ApiError(ErrorCode.INVALID_REQUEST, str(error)[:400]) from None
+    run = decode(body, _run)
     _check(run, model)
     if run.text is not None:
         asked: dict[str, Any] = {"model": model, "input": run.text}
@@ -94,7 +88,7 @@ def to_openai(body: bytes, model: str) -> tuple[str, bytes, bool]:
         asked["tools"] = [_tool(tool) for tool in run.tools]
     is_json = run.response_format is not None and run.response_format.type != "text"
     if run.raw and run.prompt is not None:
-        return PLAIN_PATH, msgspec.json.encode({**asked, "prompt": run.prompt}), is_json
+        return COMPLETIONS_PATH, msgspec.json.encode({**asked, "prompt": run.prompt}), is_json
     user = [{"role": "user", "content": run.prompt}]
     chat = {**asked, "messages": run.messages or user}
     return CHAT_PATH, msgspec.json.encode(chat), is_json
@@ -114,6 +108,26 @@ def _check(run: RunRequest, model: str) -> None:
     else:
         return
     raise ApiError(ErrorCode.INVALID_REQUEST, f"cannot run {model}: {wrong}")
+
+
+def whole_of(body: bytes, *, is_json: bool) -> bytes:
+    """Write a whole OpenAI answer as one of this surface."""
+    result = result_of(body, is_json=is_json)
+    return msgspec.json.encode({"result": result, "success": True, "errors": [], "messages": []})
+
+
+def refusal_of(body: bytes) -> bytes:
+    """Write a replica's refusal of the request, which comes in OpenAI's shape."""
+    error = msgspec.json.decode(body)["error"]
+    told = error if isinstance(error, dict) else {"message": error}
+    known = {one.value: one for one in ErrorCode}
+    meaning = MEANINGS[known.get(str(told.get("code")), ErrorCode.INVALID_REQUEST)]
+    return error_envelope(str(told.get("message"))[:400], meaning.number)
+
+
+def error_event(error: ApiError) -> bytes:
+    """Write an error within a stream, in a frame that `frame_of` leaves as it is."""
+    return ERROR_EVENT + b"data: " + error_envelope(error.message, error.meaning.number) + b"\n\n"
 
 
 def result_of(body: bytes, *, is_json: bool = False) -> dict[str, Any]:
@@ -148,9 +162,8 @@ def frame_of(frame: bytes) -> bytes:
     data = sse.data_of(frame)
     if not data or data == b"[DONE]" or frame.startswith(ERROR_EVENT):
         return frame
-    try:
-        chunk = CHUNKS.decode(data)
-    except (msgspec.DecodeError, RecursionError, ValueError):
+    chunk = chunk_of(data)
+    if chunk is None:
         return frame
     choice = chunk.choices[0] if chunk.choices else Choice()
     delta = choice.delta or Delta()
@@ -162,11 +175,6 @@ def frame_of(frame: bytes) -> bytes:
     if chunk.usage:
         told["usage"] = chunk.usage
     return sse.data_frame(told) if told != {"response": ""} else b""
-
-
-def envelope(result: Any) -> bytes:
-    """Write a good answer."""
-    return msgspec.json.encode({"result": result, "success": True, "errors": [], "messages": []})
 
 
 def error_envelope(message: str, number: int) -> bytes:

@@ -2,7 +2,6 @@
 
 import asyncio
 import io
-import socket
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 from isochrone.service.files import write_atomic
 from scheduler.app import serve
 from scheduler.config import SchedulerConfig
+from tests.ports import free_port
 from tests.system.harness import until
 
 TOKEN = "0123456789abcdef-admin"
@@ -63,12 +63,6 @@ class Admin:
     async def pop(self, name: str = "ams", country: str = "NL") -> None:
         body = {"city": name, "country": country, "latitude": 52.0, "longitude": 4.0}
         assert (await self.ask("PUT", f"/v1/pops/{name}", body)).status == 200
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture

@@ -236,6 +236,8 @@ async def test_a_keys_limits_are_set_whole_and_misspelt_ones_refused(admin: Admi
     for limits in ({"concurrency": -1}, {"spend_per_day": -0.5}, {"tokens_per_min": "many"}):
         assert (await admin.ask("PUT", path, limits)).status == 400
     assert (await admin.ask("PUT", "/v1/keys/nobody/limits", {})).status == 404
+    key = f"/v1/keys/{made['key_id']}"
+    assert (await admin.ask("DELETE", key, if_match=first.headers["etag"])).status == 412
     events = (await admin.ask("GET", f"/v1/events?subject={made['key_id']}")).body["data"]
     assert [event["kind"] for event in events] == ["key.limit", "key.limit", "key.create"]
 

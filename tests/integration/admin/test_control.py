@@ -124,7 +124,7 @@ async def test_a_node_that_reports_in_a_circle_is_read_no_faster_than_it_may(
 ) -> None:
     identity = await joined(admin, tmp_path)
     taken = re.compile(r'^isochrone_scheduler_reports_total\{kind="(\w+)"\} (\S+)', re.M)
-    async with dialling(Agent(admin, identity, "b1")) as agent, asyncio.timeout(20.0):
+    async with dialling(Agent(admin, identity, "b1")) as agent, asyncio.timeout(30):
         await until("it is welcome", agent.is_welcome, 5.0)
         began = time.monotonic()
         sent = 0

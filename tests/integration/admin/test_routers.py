@@ -39,7 +39,7 @@ class Router:
         """Send a batch and return its answer."""
         assert self.link is not None
         assert await self.link.send(message)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             return await self.acks.get()
 
 
@@ -64,7 +64,7 @@ async def dialling(admin: Admin, folder: Path) -> AsyncIterator[Router]:
     )
     task = asyncio.create_task(router.link.run())
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             await router.welcome.wait()
         yield router
     finally:

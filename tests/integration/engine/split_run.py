@@ -16,7 +16,7 @@ import msgspec
 import torch
 
 from nodeagent.engine.checkpoint.adapter import read_adapter
-from nodeagent.engine.checkpoint.opening import open_weights
+from nodeagent.engine.checkpoint.opening import open_checkpoint
 from nodeagent.engine.layers.lora import Adapter
 from nodeagent.engine.loading import load
 from nodeagent.engine.models.families import adding_of, build, survey
@@ -47,7 +47,7 @@ def prepare(folder: Path, family: str, kind: str) -> Path:
 
 def runner_of(path: Path, split: Split, rank: int) -> tuple[Runner, Share, Ranks]:
     torch.set_num_threads(1)
-    source, ranks = open_weights(path), Ranks(split, rank)
+    source, ranks = open_checkpoint(path), Ranks(split, rank)
     survey(source.shape, source, split)
     model = build(source.shape, source, "cpu", torch.float32, 128, ranks=ranks)
     source.close()
@@ -95,7 +95,7 @@ def run(path: Path, split: Split) -> list[list[list[list[float]]]]:
 
 def hold_to_one(path: Path, front: Front) -> None:
     """Hold adapters in one batch to add what they add where one process has the whole model."""
-    source = open_weights(path)
+    source = open_checkpoint(path)
     family = source.shape.family
     parts = ATTENTION + (() if source.shape.experts else MLP)
     modules = adding_of(source.shape, source).modules

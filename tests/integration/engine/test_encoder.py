@@ -160,7 +160,7 @@ async def _post(http: aiohttp.ClientSession, path: str, body: Any) -> Any:
 
 
 async def _until(http: aiohttp.ClientSession, condition: Any) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(30):
         while True:
             async with http.get("/stats") as response:
                 if condition(await response.json()):

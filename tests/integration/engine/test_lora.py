@@ -12,6 +12,7 @@ import aiohttp
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -169,6 +170,31 @@ def test_files_that_lie_are_refused_and_large_ones_unread(tmp_path: Path) -> Non
         read(tmp_path, modules)
 
 
+def test_an_adapter_is_told_from_others_by_its_weights_whichever_files_hold_them(
+    tmp_path: Path,
+) -> None:
+    modules = modules_of("llama", tmp_path)
+    for name, seed in (("a", 1), ("b", 2)):
+        folder = tmp_path / name
+        write_adapter(folder, "llama", seed, MLP)
+        whole = folder / "adapter_model.safetensors"
+        with safe_open(whole, framework="pt") as file:
+            names = list(file.keys())
+        index = {"weight_map": dict.fromkeys(names, "part.safetensors")}
+        (folder / f"{whole.name}.index.json").write_text(json.dumps(index))
+        whole.rename(folder / "part.safetensors")
+    first, second = (read(tmp_path / name, modules) for name in "ab")
+    assert first.digest != second.digest
+    assert first.digest == read(tmp_path / "a", modules).digest
+
+
+def test_what_overflows_in_the_models_numbers_is_refused(tmp_path: Path) -> None:
+    modules = modules_of("llama", tmp_path)
+    write_adapter(tmp_path / "a", "llama", 1, MLP, lora_alpha=1e7)
+    with pytest.raises(CheckpointError, match="not finite"):
+        read_adapter("a", tmp_path / "a", modules, "cpu", torch.float16, 2**30)
+
+
 async def test_the_least_recently_used_is_dropped_and_read_again(tmp_path: Path) -> None:
     adding = Adding()
     adding.modules = modules_of("llama", tmp_path)
@@ -262,7 +288,7 @@ async def test_an_adapter_comes_and_goes_while_others_run(
         answer["choices"][0]["text"] for answer in (adapted, bare, adapted)
     ]
     long = asyncio.create_task(complete(http, "sea", max_tokens=80))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(30):
         while (await stats(http))["running"] == 0 and not long.done():
             await asyncio.sleep(0)
     status, _ = await post(http, "/v1/unload_lora_adapter", lora_name="sea")
@@ -306,7 +332,7 @@ async def test_adapters_are_read_one_at_a_time_whoever_leaves_meanwhile(
     monkeypatch.setattr("nodeagent.engine.adapters.read_adapter", read_slowly)
     for reads in (1, 2):
         leaving = asyncio.create_task(adapters.hold("a"))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while began < reads:
                 await asyncio.sleep(0.001)
         leaving.cancel()

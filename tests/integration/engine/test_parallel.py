@@ -69,7 +69,7 @@ def test_a_split_model_is_drafted_for_as_a_whole_one(drafted: Path, case: str) -
     assert split[1][f"drafted_by_{case.split(':')[1]}_tokens_total"] > 10
 
 
-WAIT_S = 20.0
+WAIT_S = 40.0
 
 
 def launched(folder: Path, model: Path, **fields: Any) -> subprocess.Popen[str]:

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.model
 
 CHAT = "/v1/chat/completions"
 PLAIN = "/v1/completions"
-WAIT_S = 20.0
+WAIT_S = 40.0
 LONG = "Tell me the long story of the sea, the moon and the lighthouse, in many parts."
 
 

@@ -59,7 +59,7 @@ class FakeNode:
         async with self.changed:
             self.changed.notify_all()
 
-    async def until(self, holds: Any, timeout_s: float = 10.0) -> None:
+    async def until(self, holds: Any, timeout_s: float = 30.0) -> None:
         """Wait until `holds()`."""
         async with asyncio.timeout(timeout_s), self.changed:
             await self.changed.wait_for(holds)

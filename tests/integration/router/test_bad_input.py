@@ -63,7 +63,7 @@ async def test_a_bad_body_gets_400_naming_what_is_wrong(tmp_path: Path, name: st
     async with a_bench(tmp_path) as bench:
         path = f"{bench.url}/v1/chat/completions"
         async with (
-            asyncio.timeout(5),
+            asyncio.timeout(30),
             bench.http.post(path, data=io.BytesIO(BAD[name])) as response,
         ):
             assert response.status == 400
@@ -136,10 +136,10 @@ async def test_huge_bodies_and_bombs_get_413_with_memory_flat(tmp_path: Path) ->
 
 
 async def raw(bench: Bench, sent: bytes) -> bytes:
-    """Send raw bytes and return all that comes until the door closes, within five seconds."""
+    """Send raw bytes and return all that comes until the door closes."""
     reader, writer = await asyncio.open_connection("127.0.0.1", bench.house.port)
     writer.write(sent)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         received = await reader.read()
     writer.close()
     return received

@@ -63,12 +63,12 @@ class Wire:
 
     async def rest(self) -> bytes:
         """Read to the end."""
-        async with asyncio.timeout(8):
+        async with asyncio.timeout(30):
             return await self.reader.read()
 
     async def answer(self, *, has_body: bool = True) -> tuple[int, dict[str, str], bytes]:
         """Read one answer."""
-        async with asyncio.timeout(8):
+        async with asyncio.timeout(30):
             head = (await self.reader.readuntil(b"\r\n\r\n")).decode()
             status = int(head.split(" ", 2)[1])
             lines = head.split("\r\n")[1:-2]

@@ -1,13 +1,16 @@
 """A stream whose replica dies under it goes on elsewhere: no token lost, none repeated."""
 
 import json
+from math import exp
 from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
+from msgspec.structs import replace
 
 from isochrone.wire import headers
+from isochrone.wire.routes import RolloutEntry
 from isochrone.wire.usage import Outcome
 from tests.integration.router.fake_node import FakeNode
 from tests.integration.router.fleet_of import Bench, a_bench, a_route, a_table
@@ -87,6 +90,33 @@ async def test_a_completion_goes_on_from_its_prompt(tmp_path: Path) -> None:
         async with bench.http.post(f"{bench.url}/v1/completions", json=body) as response:
             assert words(frames(await response.text())).split() == [f"t{n}" for n in range(TOKENS)]
         assert json.loads(bench.nodes[1].bodies[-1])["prompt"] == "count:t0 t1 t2 t3 t4 "
+
+
+@pytest.mark.parametrize(
+    ("tools", "replacement", "seen"),
+    [([], 200, (1, 1)), (None, 500, (2, 2)), (None, 200, (2, 1))],
+    ids=["alone", "in vain", "well"],
+)
+async def test_each_attempt_of_a_stream_is_counted_once(
+    tmp_path: Path, tools: list[Any] | None, replacement: int, seen: tuple[int, int]
+) -> None:
+    nodes = two_nodes("cut", 5)
+    nodes[1].status, nodes[1].ttft_s = replacement, 0.2
+    async with a_bench(tmp_path, nodes, demand_interval_s=3600, attempts_max=1) as bench:
+        routes = [a_route(nodes[0]), a_route(nodes[1], prefill_tokens_per_s=500.0)]
+        table = a_table(routes, generation=2)
+        entry = replace(table.deployments[0], rollout=RolloutEntry(version=2, share=1.0))
+        bench.house.fleet.adopt(replace(table, deployments=(entry,)))
+        await the_text(bench, **({} if tools is None else {"tools": tools}))
+        (trial,) = bench.house.recorder.trials.take()
+        assert (trial.attempts, trial.failures) == seen
+        if seen == (2, 1):
+            # Its times are its own, from when it was asked, and so is what was predicted.
+            assert exp(trial.ttft.total / trial.ttft.count) > 150
+            assert exp(trial.itl.total / trial.itl.count) < 20
+            errors = "isochrone_router_ttft_prediction_error_seconds_bucket"
+            labels = {"deployment": "tiny", "le": "0.1"}
+            assert bench.house.metrics.registry.get_sample_value(errors, labels) == 0
 
 
 async def test_the_replacement_may_die_too(tmp_path: Path) -> None:

@@ -129,4 +129,4 @@ async def test_cancel_mid_stream_frees_the_node(tmp_path: Path) -> None:
         async for _ in stream:
             break
         await stream.close()
-        await node.until(lambda: node.cancelled == 1, 5)
+        await node.until(lambda: node.cancelled == 1)

@@ -22,6 +22,7 @@ from isochrone.wire.ids import DeploymentId, ReplicaId
 from isochrone.wire.usage import Usage
 from router import build, processes
 from router.app import SHARE_INTERVAL_S, open_house
+from router.decide.prefixes import PrefixKeys
 from router.processes import Pipe, Worker, Workers
 from router.sharing import Prompt, Prompts
 from tests.cuts import held
@@ -98,7 +99,7 @@ async def test_who_reads_nothing_holds_no_more_than_so_much_memory() -> None:
     ours, theirs = socket.socketpair()
     main, other = Pipe(ours, None), Pipe(theirs, codec.decoder(Prompts))
     await main.open()
-    row = Prompt(DeploymentId("d"), ReplicaId("r"), (1,) * 100_000, (1,) * 100_000, 1)
+    row = Prompt(DeploymentId("d"), ReplicaId("r"), PrefixKeys([1] * 100_000, [1] * 100_000, 1))
     sent = sum(itertools.takewhile(bool, (main.write(Prompts((row,))) for _ in range(100))))
     assert 0 < sent < 100
     # Who reads again gets all that was sent, and more.

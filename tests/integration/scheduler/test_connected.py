@@ -29,7 +29,7 @@ TABLE = bytes(14 * 1024 * 1024)
 """More than two sockets hold between them."""
 
 LARGE_AT_ONCE = 2
-HEARTBEAT_S = 0.6
+HEARTBEAT_S = 3.0
 
 
 class Door:
@@ -80,7 +80,7 @@ async def test_routers_that_read_nothing_are_cut_and_the_others_have_their_table
     door_and_url: tuple[Door, str],
 ) -> None:
     door, url = door_and_url
-    async with aiohttp.ClientSession() as http, asyncio.timeout(20.0):
+    async with aiohttp.ClientSession() as http, asyncio.timeout(30):
         names = ["deaf0", "deaf1", "reading"]
         sockets = {
             name: await http.ws_connect(url, params={"name": name}, max_msg_size=0)
@@ -100,7 +100,7 @@ async def test_routers_that_read_nothing_are_cut_and_the_others_have_their_table
 
 async def test_a_router_that_falls_behind_is_cut(door_and_url: tuple[Door, str]) -> None:
     door, url = door_and_url
-    async with aiohttp.ClientSession() as http, asyncio.timeout(20.0):
+    async with aiohttp.ClientSession() as http, asyncio.timeout(30):
         socket = await http.ws_connect(url, params={"name": "slow"}, max_msg_size=0)
         for _ in range(OUTBOX_MAX + 1):
             door.peers["slow"].tell(b"delta")

@@ -1,6 +1,7 @@
 """Demand and usage on a real Postgres: at least once in, counted once; days that come and go."""
 
 import asyncio
+from datetime import UTC, datetime
 from typing import Any
 
 import asyncpg
@@ -9,11 +10,13 @@ import msgspec
 from isochrone.wire.admin import PopBody
 from isochrone.wire.ids import BootId, ClusterId, RouterId
 from isochrone.wire.usage import Demand, Usage
+from scheduler.acting import now
 from scheduler.decide.intake import take_demand, take_usage
 from scheduler.store import catalogue, deployments
 from scheduler.store.lease import ensure_cluster
 from scheduler.store.pool import Pool, transaction, using
-from scheduler.store.usage import keep_demand_days, prune, record_demand, record_usage
+from scheduler.store.retention import ALWAYS_KEPT_SO, forget
+from scheduler.store.usage import keep_demand_days, record_demand, record_usage
 from tests.builders import a_deployment, a_model
 from tests.unit.scheduler.test_intake import a_demand, a_row, a_usage
 
@@ -91,9 +94,12 @@ async def test_days_are_made_ahead_and_dropped_whole(pool: Pool) -> None:
             " FOR VALUES FROM ('2020-01-01 00:00+00') TO ('2020-01-02 00:00+00')"
         )
     async with transaction(pool) as connection:
-        assert await keep_demand_days(connection) == 4
+        at_that_time = datetime(2020, 1, 5, tzinfo=UTC)
+        assert await keep_demand_days(connection, at_that_time) == 3, "one clock alone drops none"
     async with transaction(pool) as connection:
-        assert await keep_demand_days(connection) == 0
+        assert await keep_demand_days(connection, now()) == 1
+    async with transaction(pool) as connection:
+        assert await keep_demand_days(connection, now()) == 0
     assert await one(pool, "SELECT to_regclass('demand_20200101') IS NULL")
     await counted(pool, a_demand(a_row(requests=1)))
     assert await one(pool, "SELECT sum(requests)::int FROM demand") == 1
@@ -118,14 +124,16 @@ async def test_a_day_that_began_before_it_was_made_stays_where_it_is(pool: Pool)
     while await one(pool, "SELECT count(*) FROM demand_seen") < 20:
         await asyncio.sleep(0)
     async with transaction(pool) as connection:
-        assert await keep_demand_days(connection) == 2
+        assert await keep_demand_days(connection, now()) == 2
     made.set()
     written = sum(await asyncio.gather(*writers))
     assert await one(pool, "SELECT sum(requests)::int FROM demand") == written
     async with using(pool) as connection:
         await connection.execute("UPDATE demand SET minute = minute - interval '16 days'")
-        assert await prune(connection, batch=1) == 1
-        await prune(connection)
+        minutes = ALWAYS_KEPT_SO[0]
+        assert await forget(connection, minutes, now(), 1) == 1
+        for what in ALWAYS_KEPT_SO:
+            await forget(connection, what, now(), 5_000)
     assert await one(pool, "SELECT count(*) FROM demand") == 0
 
 

@@ -16,6 +16,7 @@ from isochrone.wire.assignment import Group
 from isochrone.wire.control import PeerRole
 from isochrone.wire.ids import BootId, DeploymentId, Epoch, Generation, KeyId, NodeId, PopId
 from isochrone.wire.report import Profile, Refusal
+from scheduler.acting import now
 from scheduler.decide.cluster import Ending, Plan, Start
 from scheduler.decide.intake import take_demand
 from scheduler.decide.rollout import Event, after
@@ -103,7 +104,7 @@ async def rolls(connection: Connection) -> None:
 
 
 async def forgets(connection: Connection) -> None:
-    await keys.revoke_key(connection, "k")
+    await keys.revoke_key(connection, "k", None)
     await revoke(connection, PeerRole.AGENT, "n2", reason="test")
     if await deployments.get_deployment(connection, "d") is not None:
         await deployments.delete_deployment(connection, "d", None)
@@ -111,7 +112,7 @@ async def forgets(connection: Connection) -> None:
 
 async def tidies(connection: Connection) -> None:
     await fold_use(connection)
-    await keep_demand_days(connection)
+    await keep_demand_days(connection, now())
 
 
 DEEDS = [registers, reports, plans, joins, asks, rolls, forgets, tidies]

@@ -4,11 +4,10 @@ import pytest
 from msgspec.structs import replace
 
 from isochrone.wire.ids import Epoch, PopId
-from scheduler.decide.liveness import LivenessLimits
+from scheduler.decide.liveness import Heard, LivenessLimits
 from scheduler.decide.outlook import slot_of
 from scheduler.planner.desk import Desk
 from scheduler.planner.forecast import Forecast
-from scheduler.planner.questions import Heard
 from scheduler.store.forecast import read_clock
 from scheduler.store.pool import Pool, using
 from tests.integration.scheduler.test_demand import begun, counted
@@ -24,7 +23,7 @@ FROM generate_series(1, $1) n
 """
 
 
-HEARD = Heard(acting_for_s=99.0, silent_s={})
+HEARD = Heard(acting_for_s=99.0)
 
 
 @pytest.fixture(autouse=True)

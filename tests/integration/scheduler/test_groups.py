@@ -9,6 +9,7 @@ from isochrone.wire.model import EngineSettings
 from isochrone.wire.report import Refusal, Report
 from scheduler.decide.cluster import ClusterState, Plan
 from scheduler.decide.feasible import free_memory
+from scheduler.decide.liveness import Heard
 from scheduler.decide.plan import plan
 from scheduler.store import catalogue, deployments
 from scheduler.store.cluster import read_cluster
@@ -64,7 +65,7 @@ async def told(pool: Pool, epoch: Epoch, report: Report) -> ReportEffect:
 
 async def picture(pool: Pool) -> ClusterState:
     async with transaction(pool, isolation="repeatable_read") as connection:
-        return await read_cluster(connection, acting_for_s=1000.0)
+        return await read_cluster(connection, Heard(acting_for_s=1000.0))
 
 
 async def committed(pool: Pool, epoch: Epoch, decided: Plan) -> None:

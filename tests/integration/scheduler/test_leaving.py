@@ -65,7 +65,7 @@ async def test_it_ends_while_the_database_hangs(
 
                 await until("a duty asks", is_asking, 5.0)
                 stopping.set()
-                async with asyncio.timeout(20.0):
+                async with asyncio.timeout(30):
                     assert await serving == 0
             finally:
                 serving.cancel()

@@ -10,16 +10,16 @@ import msgspec
 import pytest
 
 from isochrone.wire.ids import DeploymentId, Epoch
-from scheduler.decide.liveness import LivenessLimits
+from scheduler.decide.liveness import Heard, LivenessLimits
 from scheduler.decide.versions import decide
 from scheduler.decide.what_if import Picture
 from scheduler.planner.process import Planner, PlannerFailed
-from scheduler.planner.questions import Heard, Settings, framed
+from scheduler.planner.questions import Settings, framed
 from scheduler.store.pool import Pool
 from tests.builders import a_spec
 from tests.integration.scheduler.test_store import begun, planned, reported
 
-HEARD = Heard(acting_for_s=99.0, silent_s={})
+HEARD = Heard(acting_for_s=99.0)
 
 
 def settings(dsn: str) -> Settings:

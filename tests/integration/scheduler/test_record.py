@@ -1,17 +1,19 @@
 """The record: who was lost and who is back, once each, and what is past its keeping goes."""
 
+from datetime import timedelta
 from typing import Any
 
 import msgspec
 
-from scheduler.acting import Acting
+from scheduler.acting import Acting, now
 from scheduler.decide.liveness import LivenessLimits
 from scheduler.loops.hold_lease import HoldLease
 from scheduler.loops.note_losses import Noted, NoteLosses
 from scheduler.loops.prune import Prune
-from scheduler.store.events import prune_events, record_event
+from scheduler.store.events import record_event
 from scheduler.store.lease import read_acting_for_s
 from scheduler.store.pool import Pool, transaction, using
+from scheduler.store.retention import forget, kept
 from tests.integration.scheduler.test_store import begun
 from tests.integration.scheduler.test_trust import an_acting, expire
 
@@ -87,7 +89,10 @@ async def test_old_events_are_forgotten_the_oldest_first(pool: Pool) -> None:
             "UPDATE event SET at = at - interval '91 days' WHERE subject < 'c'"
         )
         await connection.execute("ALTER TABLE event ENABLE TRIGGER event_append_only")
-        assert await prune_events(connection, keep_days=90.0, batch=1) == 1
+        events, *_ = kept(event_days=90.0, certificate_lifetime_s=1.0)
+        a_year_ago = now() - timedelta(days=365)
+        assert await forget(connection, events, a_year_ago, 1) == 0, "one clock alone says so"
+        assert await forget(connection, events, now(), 1) == 1
     assert (await Prune(acting).run_once()).rows == 1
     async with using(pool) as connection:
         assert [row[0] for row in await connection.fetch("SELECT subject FROM event")] == ["c"]

@@ -31,11 +31,12 @@ from scheduler.store.rollouts import (
 from tests.builders import a_deployment
 from tests.integration.scheduler.test_demand import begun
 from tests.integration.scheduler.test_trust import an_acting, expire
-from tests.system.harness import ROOT, free_port, until
+from tests.ports import free_port
+from tests.system.harness import ROOT, until
 from tests.unit.scheduler.test_rollout import a_rollout, an_arm
 
 TOKEN = "0123456789abcdef-admin"
-TIMEOUT_S = 20.0
+TIMEOUT_S = 40.0
 
 
 def a_trial(version: int, arm: Arm) -> TrialRow:

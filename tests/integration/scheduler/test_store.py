@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import asyncpg
+import msgspec
 import pytest
 
 from isochrone.wire.admin import KeyBody, PopBody
@@ -25,6 +26,7 @@ from isochrone.wire.report import Pulse
 from migrations.dump import dump
 from scheduler import embedded_postgres
 from scheduler.decide.cluster import Ending, Plan, Start
+from scheduler.decide.liveness import Heard
 from scheduler.store import catalogue, deployments, keys
 from scheduler.store.cluster import read_cluster, read_fleet
 from scheduler.store.identities import Spent, add_join_token, add_peer, use_join_token
@@ -42,6 +44,7 @@ from scheduler.store.migrate import FOLDER, Migration, MigrationError, migrate, 
 from scheduler.store.nodes import read_assignment, record_pulses, record_registration, record_report
 from scheduler.store.plans import commit_plan
 from scheduler.store.pool import UNAVAILABLE, Pool, open_pool, transaction, using
+from scheduler.store.status import read_status
 from tests.builders import (
     GIB,
     a_certificate,
@@ -297,6 +300,29 @@ async def test_a_replica_ended_is_released_when_its_node_has_seen_the_tombstone(
     assert [t.replica_id for t in again.tombstones] == ["r1"]
 
 
+async def test_status_names_a_replica_that_does_not_get_warm(pool: Pool) -> None:
+    epoch = await begun(pool)
+    await reported(pool, epoch)
+    await planned(pool, epoch, a_spec("r1"))
+
+    async def unmet() -> tuple[str, ...]:
+        async with using(pool) as connection:
+            told = await read_status(
+                connection, scheduler="s", is_acting=True, frozen="", unmet=(("d", "no room"),)
+            )
+        return told.unmet
+
+    assert await unmet() == ("d: no room",)
+    for seq, state, named in (
+        (2, "fetching", ("r1 on n1 is fetching: broke once: no hub",)),
+        (3, "warm", ()),
+    ):
+        reason = "broke once: no hub" if state == "fetching" else ""
+        said = msgspec.structs.replace(a_replica_report(a_spec("r1"), state), reason=reason)
+        await reported(pool, epoch, seq=seq, replicas=(said,))
+        assert await unmet() == ("d: no room", *named)
+
+
 async def test_what_held_replicas_can_be_forgotten_once_they_are_gone(pool: Pool) -> None:
     epoch = await begun(pool)
     await reported(pool, epoch)
@@ -306,21 +332,17 @@ async def test_what_held_replicas_can_be_forgotten_once_they_are_gone(pool: Pool
             connection, token_id="t1", secret_sha256="x", role="agent", pop="ams", ttl_s=60.0
         )
         await deployments.delete_deployment(connection, a_deployment().deployment_id, None)
-        for table, column, name in (("node", "node_id", "n1"), ("model", "model_id", "m")):
+        for table, name in (("node", "n1"), ("model", "m")):
             with pytest.raises(catalogue.StillUsed):
-                await catalogue.delete_row(connection, table, column, name, None)
+                await catalogue.delete_row(connection, table, name, None)
     ending = Ending(replica_id=a_spec("r1").replica_id, node_id=NodeId("n1"), reason="test")
     assert await planned(pool, epoch, endings=(ending,))
     async with using(pool) as connection:
         generation = (await read_cluster_row(connection)).generation
     assert (await reported(pool, epoch, seq=2, generation=generation)).released == 1
     async with transaction(pool) as connection:
-        for table, column, name in (
-            ("node", "node_id", "n1"),
-            ("model", "model_id", "m"),
-            ("pop", "pop", "ams"),
-        ):
-            assert await catalogue.delete_row(connection, table, column, name, None)
+        for table, name in (("node", "n1"), ("model", "m"), ("pop", "ams")):
+            assert await catalogue.delete_row(connection, table, name, None)
 
 
 async def test_a_report_that_this_release_cannot_read_keeps_no_fleet_from_being_planned(
@@ -330,7 +352,7 @@ async def test_a_report_that_this_release_cannot_read_keeps_no_fleet_from_being_
     await reported(pool, epoch)
     async with transaction(pool) as connection:
         await connection.execute("UPDATE node SET report = $1", b"\x81\xa4node\x01")
-        (node,) = (await read_cluster(connection, acting_for_s=1000.0)).nodes
+        (node,) = (await read_cluster(connection, Heard(acting_for_s=1000.0))).nodes
     assert node.devices, "what a report has said in tables stands"
     assert not (await reported(pool, epoch, seq=2)).stale
 
@@ -341,7 +363,7 @@ async def test_what_runs_and_is_unknown_is_adopted_with_its_deployment(pool: Poo
     effect = await reported(pool, epoch, replicas=(a_replica_report(unknown),))
     assert effect.adopted == 1
     async with transaction(pool, isolation="repeatable_read") as connection:
-        cluster = await read_cluster(connection, acting_for_s=1000.0)
+        cluster = await read_cluster(connection, Heard(acting_for_s=1000.0))
     assert {d.name for d in cluster.deployments} == {"d", "lost-model"}
     assert cluster.placements[0].replica_id == "lost-1"
     # What cannot be adopted (its device is promised to another) goes on, and is noted.
@@ -404,7 +426,7 @@ async def test_a_key_is_kept_only_as_a_digest_and_events_cannot_be_changed(pool:
         body = KeyBody(tenant_id="acme")
         await keys.add_key(connection, key_id=KeyId("k1"), secret_sha256="d" * 64, body=body)
         assert [key.key_id for key in await keys.live_keys(connection)] == ["k1"]
-        assert await keys.revoke_key(connection, "k1")
+        await keys.revoke_key(connection, "k1", None)
         assert await keys.live_keys(connection) == ()
         assert await keys.revoked_keys(connection) == ("k1",)
     await reported(pool, Epoch(1), replicas=(a_replica_report(a_spec("x")),))
@@ -455,8 +477,9 @@ async def test_a_hung_first_host_does_not_hide_the_second(postgres_server: Serve
     )
     async with using(opened) as connection:
         assert await connection.fetchval("SELECT 1") == 1
-    # Three connections (two of the probe, one of the pool), each past the hung host in two seconds.
-    assert asyncio.get_running_loop().time() - began < 10.0
+    # Three connections (two of the probe, one of the pool), each past the hung host in two seconds,
+    # and not in the minute that a connection may take.
+    assert asyncio.get_running_loop().time() - began < 30.0
     await opened.close()
     for server in (hung, relayed):
         server.close()
@@ -478,7 +501,7 @@ async def test_a_device_no_longer_reported_is_unhealthy_not_gone(pool: Pool) -> 
     await planned(pool, epoch, a_spec("r1", device_ids=(DeviceId("gpu1"),)))
     await reported(pool, epoch, seq=2, devices=two[:1])
     async with transaction(pool, isolation="repeatable_read") as connection:
-        cluster = await read_cluster(connection, acting_for_s=1000.0)
+        cluster = await read_cluster(connection, Heard(acting_for_s=1000.0))
     health = {d.device_id: d.healthy for d in cluster.nodes[0].devices}
     assert health == {"gpu0": True, "gpu1": False}
     assert cluster.placements[0].device_ids == ("gpu1",)
@@ -506,12 +529,12 @@ async def test_connections_to_a_server_gone_read_only_are_dropped(
 
     await read_only("on")
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while await write():
                 await asyncio.sleep(0.02)
     finally:
         await read_only("off")
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while not await write():
             await asyncio.sleep(0.02)
     await admin.close()
@@ -571,7 +594,8 @@ async def test_a_node_seen_in_a_time_to_come_is_no_less_silent_for_it(pool: Pool
     async with transaction(pool) as connection:
         ahead = "UPDATE node SET last_seen_at = clock_timestamp() + interval '1 hour'"
         await connection.execute(ahead)
-        for heard, least_s in (({NodeId("n1"): 50.0}, 50.0), ({}, 3590.0)):
-            (node,) = (await read_fleet(connection, acting_for_s=99.0, silent_s=heard)).nodes
+        for silent_s, least_s in (({NodeId("n1"): 50.0}, 50.0), ({}, 3590.0)):
+            heard = Heard(acting_for_s=99.0, silent_s=silent_s)
+            (node,) = (await read_fleet(connection, heard)).nodes
             (silence,) = await read_silences(connection, heard)
             assert least_s <= min(node.silent_s, silence.node.silent_s) < least_s + 15.0

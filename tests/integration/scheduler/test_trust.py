@@ -27,10 +27,11 @@ from isochrone.wire.ids import (
 )
 from isochrone.wire.model import EngineSettings
 from isochrone.wire.report import Profile, Pulse, Refusal
-from scheduler.acting import PULSES_WRITTEN_MAX, Acting
+from scheduler.acting import PULSES_WRITTEN_MAX, Acting, now
 from scheduler.api.peers import LEAP_MAX, Turned, _enter
 from scheduler.decide.claims import claim
 from scheduler.decide.cluster import ClusterState
+from scheduler.decide.liveness import Heard, LivenessLimits
 from scheduler.decide.plan import plan
 from scheduler.loops.hold_lease import HoldLease
 from scheduler.store.cluster import read_cluster
@@ -38,7 +39,6 @@ from scheduler.store.identities import (
     add_peer,
     issue_not_before,
     may_renew,
-    prune_revocations,
     revoke,
     revoked_since,
 )
@@ -46,6 +46,7 @@ from scheduler.store.known_nodes import KnownNodes
 from scheduler.store.lease import read_cluster_row, rise_above
 from scheduler.store.nodes import record_pulses, record_report
 from scheduler.store.pool import BAD_DATA, Pool, transaction, using
+from scheduler.store.retention import forget, kept
 from tests.builders import (
     GIB,
     NOW,
@@ -63,7 +64,11 @@ async def an_acting(pool: Pool, name: str = "s1") -> Acting:
     async with using(pool) as connection:
         cluster = await read_cluster_row(connection)
     config: Any = SimpleNamespace(
-        name=name, lease_ttl_s=6.0, lease_renew_s=2.0, admissions_per_s=100.0
+        name=name,
+        lease_ttl_s=6.0,
+        lease_renew_s=2.0,
+        admissions_per_s=100.0,
+        liveness=LivenessLimits(),
     )
     return Acting(
         config=config,
@@ -186,7 +191,7 @@ async def test_a_report_that_contradicts_itself_is_clamped_or_refused_alone(
         await reported(pool, epoch, **fields)
     await reported(pool, epoch, seq=2)
     async with transaction(pool, isolation="repeatable_read") as connection:
-        picture = await read_cluster(connection, acting_for_s=99.0, silent_s={})
+        picture = await read_cluster(connection, Heard(acting_for_s=99.0))
     assert [node.node_id for node in picture.nodes] == ["n1"]
     plan(picture)
 
@@ -219,7 +224,7 @@ async def test_no_node_can_have_taken_in_what_the_centre_cannot_read(
         async with transaction(pool) as connection:
             await record_report(connection, epoch, report, believed)
     async with transaction(pool, isolation="repeatable_read") as connection:
-        picture = await read_cluster(connection, acting_for_s=99.0, silent_s={})
+        picture = await read_cluster(connection, Heard(acting_for_s=99.0))
     plan(picture)
 
 
@@ -303,8 +308,11 @@ async def test_the_holder_of_a_revoked_certificate_gets_no_other(pool: Pool) -> 
         revoked = max(row.at for row in await revoked_since(connection, 60.0))
         assert earliest is not None
         assert earliest.timestamp() > revoked
-        assert await prune_revocations(connection, lifetime_s=3600.0, batch=100) == 0
-        assert await prune_revocations(connection, lifetime_s=0.0, batch=100) == 2
+    async with transaction(pool) as connection:
+        revocations = kept(event_days=1.0, certificate_lifetime_s=0.0)[1]
+        assert await forget(connection, revocations, now(), 100) == 0
+        revocations = revocations._replace(keep_s=0.0)
+        assert await forget(connection, revocations, now(), 100) == 2
 
 
 async def test_a_picture_read_from_what_is_known_is_the_picture(pool: Pool) -> None:
@@ -314,12 +322,9 @@ async def test_a_picture_read_from_what_is_known_is_the_picture(pool: Pool) -> N
 
     async def read(kept: KnownNodes | None) -> ClusterState:
         async with transaction(pool, isolation="repeatable_read") as connection:
-            picture = await read_cluster(
-                connection,
-                acting_for_s=1.0,
-                silent_s={NodeId("n1"): 0.0, NodeId("n2"): 0.0},
-                known=kept,
-            )
+            silent_s = {NodeId("n1"): 0.0, NodeId("n2"): 0.0}
+            heard = Heard(acting_for_s=1.0, silent_s=silent_s)
+            picture = await read_cluster(connection, heard, kept)
         placements = tuple(
             msgspec.structs.replace(p, age_s=0.0, state_age_s=0.0) for p in picture.placements
         )
@@ -391,3 +396,18 @@ async def test_what_is_acknowledged_waits_for_the_disk_even_where_the_rest_does_
         async with transaction(pool, lags=lags) as connection:
             seen.append(await connection.fetchval("SHOW synchronous_commit"))
     assert seen == ["on", "off", "on"]
+
+
+async def test_who_was_long_silent_and_speaks_again_is_back(pool: Pool) -> None:
+    await begun(pool)
+    acting, node_id = await an_acting(pool), NodeId("n1")
+    lost_after_s = acting.config.liveness.lost_after_s
+    for at in (100.0, 100.0 + lost_after_s - 1):
+        acting.clock = lambda at=at: at  # type: ignore[misc]
+        acting.heard_from(node_id)
+    assert acting.heard().back_s == {}
+    acting.clock = lambda: 101.0 + 2 * lost_after_s
+    acting.heard_from(node_id)
+    acting.clock = lambda: 105.0 + 2 * lost_after_s
+    assert acting.heard().back_s == acting.heard().silent_s == {node_id: 4.0}
+    assert acting.silent_s(NodeId("n2")) == inf

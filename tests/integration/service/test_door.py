@@ -17,7 +17,7 @@ from isochrone.service.door import DoorLimits, errors_as, json_error, open_door,
 from isochrone.wire.errors import ApiError, ErrorCode
 
 LIMITS = DoorLimits(
-    head_timeout_s=0.5,
+    head_timeout_s=2.0,
     keepalive_s=0.5,
     body_timeout_s=0.5,
     body_bytes_max=100_000,
@@ -64,10 +64,10 @@ async def port() -> AsyncIterator[int]:
 
 
 async def answer(port: int, sent: bytes) -> bytes:
-    """Send raw bytes and return everything until the door closes, within five seconds."""
+    """Send raw bytes and return everything until the door closes."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(sent)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         received = await reader.read()
     writer.close()
     return received
@@ -166,7 +166,7 @@ async def test_connections_over_the_bound_are_closed_and_the_others_served(port:
     assert await answer(port, HEAD + b"Content-Length: 0\r\n\r\n") == b""
     reader, writer = held[0]
     writer.write(HEAD + b"Content-Length: 2\r\n\r\nok")
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
     for _, each in held:
         each.close()

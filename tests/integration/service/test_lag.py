@@ -12,7 +12,7 @@ async def test_what_holds_the_loop_up_is_named() -> None:
     async def hold() -> None:
         time.sleep(0.5)  # noqa: ASYNC251 - the very fault that is to be seen
 
-    async with asyncio.timeout(20.0):
+    async with asyncio.timeout(30):
         while not beats:
             await asyncio.sleep(0.01)
         while not any(held.by == "heavy duty" for held in helds):

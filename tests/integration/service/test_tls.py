@@ -27,7 +27,8 @@ from isochrone.wire.control import PeerRole, ToAgent, Welcome
 from isochrone.wire.ids import BootId, ClusterId, Epoch, Generation, PopId
 from scheduler.app import serve
 from scheduler.config import SchedulerConfig
-from tests.integration.admin.conftest import TOKEN, free_port
+from tests.integration.admin.conftest import TOKEN
+from tests.ports import free_port
 from tests.system.harness import until
 
 NOW = datetime.now(UTC)

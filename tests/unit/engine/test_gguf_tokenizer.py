@@ -9,22 +9,22 @@ from typing import Any
 import pytest
 
 from nodeagent.engine.checkpoint.gguf_header import Strings
-from nodeagent.engine.gguf_tokenizer import GgufTokenizer
+from nodeagent.engine.gguf_tokenizer import vocabulary_of_gguf
 from nodeagent.engine.models.shape import CheckpointError
-from nodeagent.engine.vocabulary import _BYTE_OF_LETTER
+from nodeagent.engine.vocabulary import _BYTE_OF_LETTER, Vocabulary
 
 GOLDEN = json.loads((Path(__file__).parent / "golden_sentencepiece.json").read_text())
 PATH = Path("m.gguf")
 
 
-def described_by(metadata: dict[str, Any]) -> GgufTokenizer:
+def described_by(metadata: dict[str, Any]) -> Vocabulary:
     """Arrays of strings come from a file packed."""
     for key in ("tokenizer.ggml.tokens", "tokenizer.ggml.merges"):
         strings = [string.encode() for string in metadata.get(key, [])]
         packed = [struct.pack("<Q", len(string)) + string for string in strings]
         ends = list(accumulate(map(len, packed)))
         metadata[key] = Strings(PATH, key, b"".join(packed), ends)
-    return GgufTokenizer(PATH, metadata)
+    return vocabulary_of_gguf(PATH, metadata)
 
 
 def sentencepiece(**changes: Any) -> dict[str, Any]:

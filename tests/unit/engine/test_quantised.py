@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from nodeagent.engine.checkpoint.opening import open_weights
+from nodeagent.engine.checkpoint.opening import open_checkpoint
 from nodeagent.engine.checkpoint.quantised import QuantisedFolder
 from nodeagent.engine.models.shape import CheckpointError
 from nodeagent.engine.parallel.share import Cut
@@ -127,7 +127,7 @@ CASES = [
 @pytest.mark.parametrize("case", CASES)
 def test_a_packed_matrix_is_read_as_it_was_written(tmp_path: Path, case: str) -> None:
     wanted = written(tmp_path, case)
-    source = open_weights(tmp_path)
+    source = open_checkpoint(tmp_path)
     assert isinstance(source, QuantisedFolder)
     name = f"{NAME}.weight"
     assert source.has(name)
@@ -170,7 +170,7 @@ def test_a_packed_matrix_is_read_as_it_was_written(tmp_path: Path, case: str) ->
 def test_an_unknown_scheme_is_refused(tmp_path: Path, config: dict[str, Any], said: str) -> None:
     write(tmp_path, config, {"weight": torch.zeros(2, 2)})
     with pytest.raises(CheckpointError, match=said):
-        open_weights(tmp_path)
+        open_checkpoint(tmp_path)
 
 
 def test_activations_that_are_quantised_too_are_refused(tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ def test_activations_that_are_quantised_too_are_refused(tmp_path: Path) -> None:
     config["config_groups"]["group_0"]["input_activations"] = {"num_bits": 8}
     write(tmp_path, config, {"weight": torch.zeros(2, 2)})
     with pytest.raises(CheckpointError, match="with float activations"):
-        open_weights(tmp_path)
+        open_checkpoint(tmp_path)
 
 
 def test_packed_tensors_that_lie_are_refused(tmp_path: Path) -> None:
@@ -191,7 +191,7 @@ def test_packed_tensors_that_lie_are_refused(tmp_path: Path) -> None:
     }
     config = {"quant_method": "gptq", "bits": 4, "group_size": 8}
     write(tmp_path, config, tensors)
-    source = open_weights(tmp_path)
+    source = open_checkpoint(tmp_path)
     with pytest.raises(CheckpointError, match="has 4 groups, g_idx names others"):
         source.tensor(name, (ROWS, COLUMNS))
     with pytest.raises(CheckpointError, match=r"qweight is \(4, 64\), \(8, 64\) is expected"):
@@ -200,7 +200,7 @@ def test_packed_tensors_that_lie_are_refused(tmp_path: Path) -> None:
         source.check(name, (ROWS, 12))
     source.close()
     write(tmp_path, config, {**tensors, "g_idx": group_of.float()})
-    source = open_weights(tmp_path)
+    source = open_checkpoint(tmp_path)
     with pytest.raises(CheckpointError, match="g_idx is F32, a whole number is expected"):
         source.check(name, (ROWS, COLUMNS))
     source.close()

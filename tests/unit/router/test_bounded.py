@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import pytest
 
-from isochrone.service.door import DoorLimits
 from isochrone.wire.errors import ApiError
 from isochrone.wire.ids import NodeId
+from router.config import RouterConfig
 from router.dataplane.connection import NodeConnection
 from router.dataplane.deadlines import Deadlines
 from router.dataplane.exchange import AttemptFailed, Exchange
@@ -104,8 +104,7 @@ def test_who_reads_on_slowly_is_not_cut_and_who_hardly_does_is(read_bytes: int) 
         client.reply(Reply(200, b"x" * 10 * WRITE_BUFFER_BYTES))
 
     server = Server(
-        limits=DoorLimits(),
-        write_timeout_s=20.0,
+        config=RouterConfig(),
         gate=lambda method, path, fields: None,
         handler=handler,
         encode_error=lambda error, path, request_id: Reply(500, b""),

@@ -3,14 +3,12 @@
 import json
 from typing import Any, get_args
 
-import msgspec
 import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 
 from isochrone.wire.errors import ApiError, ErrorCode
 from router.apis.openai.decode import decode
-from router.apis.responses.answer import opened, whole
-from router.apis.responses.events import Events
+from router.apis.responses.events import Events, opened
 from router.apis.responses.translate import WISH, to_chat
 from router.dataplane.sse import DONE_FRAME, data_frame, split
 
@@ -123,7 +121,7 @@ def test_a_whole_answer() -> None:
     said = {"reasoning_content": "hm", "content": "hello", "tool_calls": [call]}
     choice = {"message": said, "finish_reason": "tool_calls"}
     body = json.dumps({"choices": [choice], "usage": USAGE}).encode()
-    told = _told(whole(a_response(tools=[TOOL]), body))
+    told = json.loads(Events(a_response(tools=[TOOL])).whole(body))
     read = Response.model_validate(told, strict=True)
     assert [item.type for item in read.output] == ["reasoning", "message", "function_call"]
     assert (read.status, read.output_text) == ("completed", "hello")
@@ -134,9 +132,10 @@ def test_a_whole_answer() -> None:
 
 def test_an_answer_cut_short_is_incomplete() -> None:
     choice = {"message": {"content": "hel"}, "finish_reason": "length"}
-    told = whole(a_response(), json.dumps({"choices": [choice]}).encode())
+    told = json.loads(Events(a_response()).whole(json.dumps({"choices": [choice]}).encode()))
     assert told["status"] == "incomplete"
     assert told["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert told["output"][0]["status"] == "incomplete"
 
 
 def test_a_stream_of_thought_text_and_calls() -> None:
@@ -177,12 +176,27 @@ def test_a_stream_of_thought_text_and_calls() -> None:
     assert [event["item"]["id"] for event in added] == [item["id"] for item in items]
 
 
+def test_of_an_answer_cut_short_only_the_last_item_is_incomplete() -> None:
+    deltas: list[dict[str, Any]] = [{"reasoning_content": "hm"}, {"content": "hel"}]
+    frames = [data_frame({"choices": [{"delta": delta}]}) for delta in deltas]
+    frames += [data_frame({"choices": [{"finish_reason": "length"}]}), DONE_FRAME]
+    events = _events(Events(a_response(stream=True)), frames)
+    assert events[-1]["type"] == "response.incomplete"
+    done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert done == events[-1]["response"]["output"]
+    assert [item["status"] for item in done] == ["completed", "incomplete"]
+
+
 @pytest.mark.parametrize(
     "data",
     ["[1]", "nonsense", '{"choices":3}', '{"choices":[{"delta":{"tool_calls":[{"index":"x"}]}}]}'],
 )
 def test_a_frame_that_is_none_is_left_out(data: str) -> None:
-    assert Events(a_response(stream=True)).take(f"data: {data}\n\n".encode()) == b""
+    events = Events(a_response(stream=True))
+    events.take(data_frame({"choices": []}))
+    assert events.take(f"data: {data}\n\n".encode()) == b""
+    with pytest.raises(ApiError, match=r"^cannot answer"):
+        events.whole(data.encode())
 
 
 def test_a_stream_that_breaks_ends_in_its_failure_with_what_was_said() -> None:
@@ -196,11 +210,12 @@ def test_a_stream_that_breaks_ends_in_its_failure_with_what_was_said() -> None:
     assert last["sequence_number"] == told[-1]["sequence_number"] + 1
     assert last["response"]["status"] == "failed"
     assert last["response"]["error"]["message"] == "cannot go on"
-    assert last["response"]["output"][0]["content"][0]["text"] == "hel"
+    (item,) = last["response"]["output"]
+    assert (item["status"], item["content"][0]["text"]) == ("incomplete", "hel")
 
 
 def _events(events: Events, frames: list[bytes]) -> list[dict[str, Any]]:
-    told = events.begin() + b"".join(events.take(frame) for frame in frames)
+    told = b"".join(events.take(frame) for frame in frames)
     return [_read(event) for event in split(told)]
 
 
@@ -211,9 +226,3 @@ def _read(event: bytes) -> dict[str, Any]:
     assert name == f"event: {body['type']}"
     EVENTS[body["type"]].model_validate(body, strict=True)
     return body
-
-
-def _told(response: dict[str, Any]) -> dict[str, Any]:
-    """Return a response as it goes over the wire."""
-    told: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(response))
-    return told

@@ -6,14 +6,11 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
-from isochrone.service.door import DoorLimits
 from isochrone.wire.ids import BootId, PopId
 from isochrone.wire.routes import RouteTable
 from router.apis.doors import Doors
 from router.apis.openai.hot import OpenAiSurface
 from router.apis.request_ids import RequestIds
-from router.apis.responses.hot import ResponsesSurface
-from router.apis.workers_ai.hot import WorkersAiSurface
 from router.config import RouterConfig
 from router.dataplane.deadlines import Deadlines
 from router.dataplane.server import Server
@@ -189,23 +186,11 @@ class Relay:
             metrics=metrics,
             clock=clock,
         )
-        surface = OpenAiSurface(
-            config=config,
-            fleet=self.fleet,
-            corridor=self.corridor,
-            metrics=metrics,
-            unix_clock=clock,
-            new_id=RequestIds(BootId("0")),
-        )
-        doors = Doors(
-            surface,
-            ResponsesSurface(surface, self.corridor, clock),
-            WorkersAiSurface(surface, self.corridor),
-            self.upstream,
-        )
+        surface = OpenAiSurface(config, self.fleet, clock)
+        ids = RequestIds(BootId("0"))
+        doors = Doors(surface, self.corridor, self.upstream, ids, metrics)
         self.server = Server(
-            limits=DoorLimits(),
-            write_timeout_s=config.write_timeout_s,
+            config=config,
             gate=doors.gate,
             handler=doors.answer,
             encode_error=doors.encode_error,

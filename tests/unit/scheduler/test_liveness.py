@@ -35,6 +35,31 @@ def test_silence_is_judged(
     assert sum(v is Liveness.LOST for v in view.by_node.values()) == lost
 
 
+@pytest.mark.parametrize(
+    ("back", "alive", "silences", "lost"),
+    [
+        (1, 0, [SILENT], 0),  # of two that fell silent the first is back: the other is on its way
+        (0, 1, [SILENT], 1),
+        (4_100, 0, [SILENT] * 900, 0),  # most of a fleet is back, the rest waits for its turn
+        (4_100, 0, [LONG] * 900, 0),
+        (1, 98, [SILENT], 1),  # one that comes and goes keeps no other from being lost
+        (20, 70, [SILENT] * 10, 0),
+    ],
+)
+def test_a_cut_is_over_when_all_had_time_to_come_back(
+    back: int, alive: int, silences: list[float], lost: int
+) -> None:
+    def lost_at(back_s: float) -> int:
+        nodes = [a_node(f"b{i}", "ams", silent_s=ALIVE, back_s=back_s) for i in range(back)]
+        nodes += [a_node(f"a{i}", "ams", silent_s=ALIVE) for i in range(alive)]
+        nodes += [a_node(f"s{i}", "ams", silent_s=silent) for i, silent in enumerate(silences)]
+        view = liveness(nodes, 1000.0, LIMITS)
+        return sum(verdict is Liveness.LOST for verdict in view.by_node.values())
+
+    assert lost_at(LIMITS.grace_s - 1) == lost
+    assert lost_at(LIMITS.grace_s + 1) == len(silences)
+
+
 def test_revoked_nodes_are_no_sign_of_a_cut() -> None:
     live = [a_node(f"n{i}", "ams", silent_s=ALIVE) for i in range(2)]
     revoked = [a_node(f"r{i}", "ams", silent_s=LONG, revoked=True) for i in range(3)]

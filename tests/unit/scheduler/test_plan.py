@@ -177,6 +177,23 @@ def test_a_new_version_takes_the_place_of_the_old_when_it_is_warm() -> None:
     assert [ending.replica_id for ending in second.endings] == ["r1"]
 
 
+def test_a_new_version_that_finds_no_room_beside_the_old_one_says_so() -> None:
+    old = a_placement("r1", "n1", memory_bytes=6 * GIB, age_s=1000.0)
+    full = a_cluster(
+        nodes=(a_node("n1", "ams"),),
+        models=(a_model(gib=5.0),),
+        deployments=(a_deployment(version=2),),
+        placements=(old,),
+    )
+    decided = plan(full)
+    assert (decided.starts, decided.endings) == ((), ())
+    (unmet,) = decided.unmet
+    assert "version 2" in unmet.reason
+    assert "the most free on one device is 2.00 GiB" in unmet.reason
+    roomy = msgspec.structs.replace(full, nodes=(a_node("n1", "ams", gib=16.0),))
+    assert plan(roomy).unmet == ()
+
+
 def test_what_is_loading_anew_makes_no_old_one_spare() -> None:
     cluster = a_cluster(
         nodes=NODES,
@@ -356,12 +373,15 @@ def test_a_draining_node_is_left_by_what_nobody_asks_for() -> None:
 def test_explain_says_why_here_and_why_not_there() -> None:
     cluster = a_cluster(
         nodes=(*NODES, a_node("gru-1", "gru", gib=0.5)),
-        placements=(a_placement("r1", "ams-1", reason="ams is kept warm"),),
+        placements=(
+            a_placement("r1", "ams-1", reason="ams is kept warm", state_reason="broke once: oom"),
+        ),
         demand=(a_demand("sin", 0.02),),
     )
     explained = explain(cluster, DeploymentId("d"))
     assert explained is not None
-    assert explained.here[0].reason == "ams is kept warm"
+    here = explained.here[0]
+    assert (here.reason, here.state_reason) == ("ams is kept warm", "broke once: oom")
     reasons = {str(row.node_id): row.reason for row in explained.elsewhere}
     assert "needs 1.25 GiB" in reasons["gru-1"]
     assert "21 needed" in reasons["sin-1"]
