@@ -144,8 +144,7 @@ class Artifacts:
             await self._fetch_from_afar(source, wanted)
             return
         try:
-            local = self._sources.local_file(source, wanted.file.path)
-            await to_its_end(wanted.copy, local)
+            await wanted.copy(self._sources.local_file(source, wanted.file.path))
         except ArtifactError:
             # Other nodes may have found what this machine lacks.
             if not await self._peers_give(wanted):

@@ -4,7 +4,6 @@ Rule: each byte is read once. What is copied or sent is digested on its way; onl
 already, from an earlier life or as a clone, is read for it.
 """
 
-import asyncio
 import fcntl
 import hashlib
 from collections.abc import AsyncIterator, Callable
@@ -55,7 +54,7 @@ class Wanted:
             size_bytes = 0
         if size_bytes != self._seen.size_bytes:
             # From an earlier life, or only half written when the disk was full.
-            await asyncio.to_thread(self._look)
+            await self._look()
         return size_bytes
 
     async def is_here(self) -> bool:
@@ -65,8 +64,8 @@ class Wanted:
         await self.held_bytes()
         return not self._verdict()
 
-    def copy(self, source: Path) -> None:
-        """Take a file of this machine, or raise ArtifactError. Blocking."""
+    async def copy(self, source: Path) -> None:
+        """Take a file of this machine, or raise ArtifactError."""
         if source.is_symlink():
             raise ArtifactError(f"cannot take {source.name}: a symbolic link, not a file")
         if not source.is_file():
@@ -76,11 +75,11 @@ class Wanted:
         # its blocks until then, where the file system can.
         with source.open("rb") as opened, self._path.open("wb") as out:
             with suppress(OSError):
-                is_clone = fcntl.ioctl(out, FICLONE, opened.fileno()) == 0
+                is_clone = await to_its_end(fcntl.ioctl, out, FICLONE, opened.fileno()) == 0
             if not is_clone:
-                self._seen.read(opened, out)
+                await self._see(opened, out)
         if is_clone:
-            self._look()
+            await self._look()
         problem = self._verdict()
         if problem:
             raise ArtifactError(problem)
@@ -115,10 +114,21 @@ class Wanted:
             self.link.saw(size_bytes - offset, clock() - began)
         return self._verdict()
 
-    def _look(self) -> None:
+    async def _look(self) -> None:
+        """See what is here already."""
         self._seen = _Seen()
         with suppress(FileNotFoundError), self._path.open("rb") as file:
-            self._seen.read(file)
+            await self._see(file)
+
+    async def _see(self, file: BinaryIO, into: BinaryIO | None = None) -> None:
+        """See an open file, and with `into` write it there: in pieces, lest a stop wait for it."""
+        seen = self._seen
+        while seen.size_bytes <= self.file.size_bytes:
+            chunk = await to_its_end(file.read, READ_BYTES)
+            if not chunk:
+                return
+            await to_its_end(seen.take, chunk, into)
+            self._tell(seen.size_bytes)
 
     def _verdict(self) -> str:
         """Say what is wrong with what was seen, "" if nothing. It is then dropped."""
@@ -136,11 +146,6 @@ class _Seen:
         self.size_bytes = 0
         self._head = b""
         self._digest = hashlib.sha256()
-
-    def read(self, file: BinaryIO, into: BinaryIO | None = None) -> None:
-        """See an open file to its end, and with `into` write it there."""
-        while chunk := file.read(READ_BYTES):
-            self.take(chunk, into)
 
     def take(self, chunk: bytes, into: BinaryIO | None) -> None:
         """See what comes next, once it is written where it belongs."""
