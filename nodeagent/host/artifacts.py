@@ -156,7 +156,7 @@ class Artifacts:
         for _ in range(ATTEMPTS_MAX):
             if await self._peers_give(wanted):
                 return
-            is_resumed = await wanted.held_bytes() > 0
+            is_resumed = wanted.held_bytes() > 0
             try:
                 problem = await self._sources.fetch(source, wanted)
             except Cut as error:

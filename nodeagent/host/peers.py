@@ -182,7 +182,7 @@ class _Fetch:
     async def _read(self, peer: PeerSource) -> Asked:
         """Read from where we are to the end; WHOLE where the file is then right."""
         wanted = self._wanted
-        offset = await wanted.held_bytes()
+        offset = wanted.held_bytes()
         sent = {"accept-encoding": "identity"}
         if offset:
             sent["range"] = f"bytes={offset}-"
