@@ -23,6 +23,7 @@ from nodeagent.app import serve
 from nodeagent.config import NodeConfig
 from nodeagent.drivers.driver import Command
 from nodeagent.drivers.mock import Mock
+from nodeagent.host import processes
 from nodeagent.host.engines import Engines, Started, last_line
 from tests.builders import a_spec
 from tests.integration.service.test_tls import NOW, a_peer
@@ -161,6 +162,20 @@ def test_the_last_line_of_a_log_is_told_however_long_it_has_grown(folder: Path) 
 async def test_one_that_never_began_leaves_nothing(folder: Path) -> None:
     await asyncio.to_thread(killed, folder, started=False)
     assert Engines(folder, 1).survivors() == []
+
+
+async def test_one_that_ends_at_once_leaves_nothing_behind_that_it_started(folder: Path) -> None:
+    log = folder / "engine.log"
+    leader = processes.spawn(("sh", "-c", "sleep 60 & echo $!"), log)
+    # It has ended, and nobody has taken note of that yet.
+    await asyncio.to_thread(os.waitid, os.P_PID, leader.pid, os.WEXITED | os.WNOWAIT)
+    processes.signal_group(leader.pid, processes.start_time(leader.pid), signal.SIGKILL)
+    child = int(log.read_text())
+    async with asyncio.timeout(READY_S):
+        while Path(f"/proc/{child}/cmdline").exists() and not is_zombie(child):
+            await asyncio.sleep(0.05)
+    assert not processes.is_alive(leader.pid, processes.start_time(leader.pid))
+    assert leader.wait() == 0
 
 
 async def test_what_an_engine_without_a_noted_pid_left_in_its_group_is_ended(folder: Path) -> None:
