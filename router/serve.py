@@ -149,6 +149,7 @@ class Corridor:
                 if not is_refusal:
                     self._blame(journey)
                 journey.leave()
+                self._unsend(journey)
                 journey.ranked = served
                 self._metrics.retries.labels(error.failure.value).inc()
                 if is_refusal:
@@ -164,10 +165,9 @@ class Corridor:
                     ) from error
 
     def _note_refusal(self, journey: Journey, error: AttemptFailed) -> None:
-        """Remember who does not take this request; it cached nothing there."""
+        """Remember who does not take this request."""
         asked, journey.via = journey.via, None
         assert asked is not None
-        self._fleet.unsent(asked.route, journey.sent, journey.asked.prefix_keys)
         if error.failure is Failure.UNFIT:
             journey.unfit.add(asked.route.replica_id)
         elif error.refused == headers.QUEUED and journey.may_be_turned_away:
@@ -303,8 +303,13 @@ class Corridor:
         if ranked is None:
             raise AttemptFailed(Failure.BROKEN, f"{asked.route.node_id} passed on to a stranger")
         journey.unbook()
-        self._fleet.unsent(asked.route, journey.sent, journey.asked.prefix_keys)
+        self._unsend(journey)
         return ranked
+
+    def _unsend(self, journey: Journey) -> None:
+        """It was not answered where it is booked: nothing of it is taken to be cached there."""
+        if journey.route is not None:
+            self._fleet.unsent(journey.route, journey.sent, journey.asked.prefix_keys)
 
     def _reply(self, journey: Journey, exchange: Exchange, client: Client, allowance: str) -> None:
         """Pass a whole answer on."""
