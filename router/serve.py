@@ -307,7 +307,7 @@ class Corridor:
         return ranked
 
     def _unsend(self, journey: Journey) -> None:
-        """It was not answered where it is booked: nothing of it is taken to be cached there."""
+        """It was not read where it is booked: nothing of it is taken to be cached there."""
         if journey.route is not None:
             self._fleet.unsent(journey.route, journey.sent, journey.asked.prefix_keys)
 
@@ -321,6 +321,7 @@ class Corridor:
             journey.outcome = COMPLETE
         else:
             journey.is_declined, journey.outcome = True, REFUSED
+            self._unsend(journey)
             hold_to_error(exchange.body, head.status)
             retry_after = head.fields.get(b"retry-after")
             if retry_after:
