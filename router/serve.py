@@ -77,7 +77,7 @@ class Corridor:
         try:
             answer = await self._pick_and_forward(journey)
             if answer.is_stream:
-                await self._stream(journey, answer, client, allowance)
+                await self._stream(journey, client, allowance)
             else:
                 self._reply(journey, answer, client, allowance)
         except ApiError as error:
@@ -327,11 +327,9 @@ class Corridor:
             if retry_after:
                 lines += f"retry-after: {retry_after.decode('latin-1')}\r\n"
         client.reply(Reply(head.status, exchange.body, lines))
-        self._learn(journey, ranked)
+        self._learn(journey)
 
-    async def _stream(
-        self, journey: Journey, exchange: Exchange, client: Client, allowance: str
-    ) -> None:
+    async def _stream(self, journey: Journey, client: Client, allowance: str) -> None:
         """Let a stream flow to the client; where its replica dies, another goes on with it."""
         asked, frames, ranked = journey.asked, journey.frames, journey.ranked
         assert frames is not None and ranked is not None
@@ -354,7 +352,7 @@ class Corridor:
                 journey.said = frames.said()
         client.end()
         await client.drained()
-        self._learn(journey, journey.ranked or ranked)
+        self._learn(journey)
 
     async def _flow(self, journey: Journey, client: Client) -> None:
         """Pass frames until `[DONE]`; raise what the client should know instead."""
@@ -400,13 +398,14 @@ class Corridor:
         self._metrics.continuations.labels("impossible").inc()
         return False
 
-    def _learn(self, journey: Journey, ranked: Ranked) -> None:
+    def _learn(self, journey: Journey) -> None:
         """Remember what the answer told: tokens per byte, and where the session sits."""
-        asked = journey.asked
+        asked, route = journey.asked, journey.route
+        assert route is not None
         if journey.prompt_tokens is not None:
             self._fleet.learned_tokens(asked.deployment_id, asked.text_bytes, journey.prompt_tokens)
             self._fleet.learned_cached(
-                ranked.route,
+                route,
                 journey.sent,
                 journey.prompt_tokens,
                 journey.cached_tokens or 0,
@@ -414,6 +413,5 @@ class Corridor:
             )
         if asked.session and journey.outcome is COMPLETE:
             prompt, _, output = journey.used
-            self._fleet.sessions.sat(
-                asked.session, ranked.route.replica_id, prompt + output, self._clock()
-            )
+            now_s = self._clock()
+            self._fleet.sessions.sat(asked.session, route.replica_id, prompt + output, now_s)
