@@ -54,9 +54,9 @@ class Doors:
         self._request_ids = request_ids
         self._metrics = metrics
 
-    def gate(self, method: bytes, path: str, fields: Fields) -> KeyEntry | None:
+    def let_in(self, method: bytes, path: str, fields: Fields) -> KeyEntry | None:
         """Let a head in before its body is read, or raise ApiError."""
-        return self._openai.gate(fields) if method == b"POST" and _is_hot(_plain(path)) else None
+        return self._openai.key_of(fields) if method == b"POST" and _is_hot(_plain(path)) else None
 
     def encode_error(self, error: ApiError, path: str, request_id: str) -> Reply:
         """Count an error and write it in the shape of its surface, with the id of who has one."""

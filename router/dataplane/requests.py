@@ -17,7 +17,7 @@ from router.dataplane.message import Request
 
 HEAD_BYTES_MAX: Final = 32 * 1024
 
-Gate = Callable[[bytes, str, http1.Fields], KeyEntry | None]
+LetIn = Callable[[bytes, str, http1.Fields], KeyEntry | None]
 """Method, path and headers to whose request it is; raises ApiError before a body is read."""
 
 
@@ -35,16 +35,16 @@ class RequestReader:
     """Reads the requests of one connection, one after the other."""
 
     __slots__ = (
-        "_body", "_body_bytes", "_bytes_max", "_clock", "_fields_bytes", "_gate", "_held_bytes",
-        "_ignores_head", "_length", "_owner", "_parser", "_request", "_target", "_whole",
+        "_body", "_body_bytes", "_bytes_max", "_clock", "_fields_bytes", "_held_bytes",
+        "_ignores_head", "_length", "_let_in", "_owner", "_parser", "_request", "_target", "_whole",
     )  # fmt: skip
 
     def __init__(
-        self, owner: Owner, gate: Gate, bytes_max: int, clock: Callable[[], float]
+        self, owner: Owner, let_in: LetIn, bytes_max: int, clock: Callable[[], float]
     ) -> None:
         """Take bodies of at most `bytes_max`. `clock` gives monotonic seconds."""
         self._owner = owner
-        self._gate = gate
+        self._let_in = let_in
         self._bytes_max = bytes_max
         self._clock = clock
         self._parser = httptools.HttpRequestParser(self)
@@ -131,7 +131,7 @@ class RequestReader:
         http1.check_head(request.method, version, headers)
         request.is_http10 = version == "1.0"
         request.path, request.query = http1.split_target(self._target)
-        request.key = self._gate(request.method, request.path, headers)
+        request.key = self._let_in(request.method, request.path, headers)
         length = int(headers.get(b"content-length", b"0"))
         if length > self._bytes_max:
             raise self._too_large()
