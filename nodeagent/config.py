@@ -5,6 +5,7 @@ from typing import Annotated
 
 import msgspec
 
+from isochrone.service.config import Url
 from isochrone.wire import report
 
 Port = Annotated[int, msgspec.Meta(ge=0, le=65_535)]
@@ -17,13 +18,13 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """The settings of one node. Port 0 means any free port."""
 
     name: str
-    schedulers: tuple[str, ...]
+    schedulers: tuple[Url, ...]
     state: Path
     join_token_file: Path | None = None  # read once, at the first start
     log_level: str = "INFO"
 
     # Where routers and other nodes connect.
-    address: str  # what they dial, as http://10.0.0.7:9000
+    address: Url  # what they dial, as http://10.0.0.7:9000
     door_host: str = "127.0.0.1"
     door_port: Port = 9000
     door_tls: bool = False  # mutual TLS with the fleet's certificates
@@ -56,6 +57,10 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     hf_token_file: Path | None = None  # mode 0600; sent to `hf_url` only
 
     def __post_init__(self) -> None:
+        if self.door_tls != self.address.startswith("https:"):
+            raise ValueError(
+                f"address is {self.address!r}: it begins with https where door_tls is set"
+            )
         ports = self.plaintext_rank_ports
         if ports is not None and ports[0] > ports[1]:
             raise ValueError(f"plaintext_rank_ports begin at {ports[0]} and end at {ports[1]}")

@@ -5,6 +5,8 @@ from typing import Annotated
 
 import msgspec
 
+from isochrone.service.config import Url
+
 Port = Annotated[int, msgspec.Meta(ge=0, le=65_535)]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]
@@ -16,7 +18,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     name: str = ""  # default: the host's name
     state_folder: Path = Path("/var/lib/isochrone/router")
-    schedulers: tuple[str, ...] = ()
+    schedulers: tuple[Url, ...] = ()
     join_token_file: Path | None = None  # read once, at the first start
     log_level: str = "INFO"
 

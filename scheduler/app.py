@@ -277,3 +277,6 @@ def _load_authority(config: SchedulerConfig) -> Authority:
         return Authority.load(config.authority)
     except IdentityError as error:
         raise ConfigError(str(error)) from error
+    except OSError as error:
+        why = error.strerror or error
+        raise ConfigError(f"cannot use the authority in {config.authority}: {why}") from error

@@ -58,6 +58,8 @@ async def chat(
             if response.status != 200:
                 raise ChatFailed(problem_of(await response.read(), response.status).words)
             return await _read(response, began, on_text)
+    except (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError) as error:
+        raise ChatFailed(f"cannot use {endpoint!r} as the endpoint: write https://host") from error
     except (aiohttp.ClientError, OSError, TimeoutError) as error:
         raise ChatFailed(f"cannot reach {endpoint}: {error or type(error).__name__}") from error
 

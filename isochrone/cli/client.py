@@ -76,6 +76,10 @@ class AdminClient:
                     # Nothing was asked yet, so that the next may be.
                     problems.append(f"at {url}: {error or type(error).__name__}")
                     continue
+                except (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError) as error:
+                    raise AdminError(
+                        f"cannot use {url!r} as the admin API: write it as https://host:7000"
+                    ) from error
                 except (aiohttp.ClientError, OSError, TimeoutError) as error:
                     problems.append(f"at {url}: {error or type(error).__name__}")
                     break

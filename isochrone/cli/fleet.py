@@ -85,15 +85,12 @@ def nodes_join_token(
 
 @click.command()
 @click.argument("name")
-@click.option("--role", type=click.Choice(["agent", "router"]), default="agent")
+@click.option("--role", type=click.Choice(["agent", "router"]), required=True)
 @click.option("--serial", default="", help="One certificate, in hex (default: all of this name).")
 @click.option("--reason", default="")
 @click.pass_obj
 def revoke(obj: Context, name: str, role: str, serial: str, reason: str) -> None:
-    """Revoke a peer's certificates.
-
-    From now on, and its conversation with the scheduler is cut.
-    """
+    """Revoke a peer's certificates. Its connection to the scheduler is cut at once."""
     body = {"role": role, "name": name, "serial": serial, "reason": reason}
     show_one(obj.api.ask("POST", "/v1/revocations", body), obj.output)
 

@@ -14,6 +14,7 @@ from isochrone.cli.context import Context
 from isochrone.cli.manifest import ManifestError
 
 CONFIG: Final = Path("~/.config/isochrone/config.toml")
+OUTPUT: Final = click.Choice(["table", "json"])
 
 
 class Group(click.Group):
@@ -44,13 +45,31 @@ def _configured(name: str) -> str:
     help="Admin API, as https://host:7000; several, separated by commas.",
 )
 @click.option("--token", envvar="ISOCHRONE_ADMIN_TOKEN", help="Admin token.")
-@click.option("-o", "--output", type=click.Choice(["table", "json"]), default="table")
+@click.option("-o", "--output", type=OUTPUT, default="table")
 @click.version_option(__version__)
 @click.pass_context
 def main(ctx: click.Context, url: str | None, token: str | None, output: str) -> None:
     """Operate an Isochrone fleet: LLM inference in many cities."""
     url = url or _configured("url") or "http://127.0.0.1:7000"
     ctx.obj = Context(AdminClient(url, token or _configured("token")), output)
+
+
+def _set_output(ctx: click.Context, _: click.Parameter, output: str | None) -> None:
+    if output is not None:
+        ctx.obj = ctx.obj._replace(output=output)
+
+
+def _with_output(command: click.Command) -> click.Command:
+    """Let `-o` follow a command too: it is typed there as often as before it."""
+    if isinstance(command, click.Group):
+        for inner in command.commands.values():
+            _with_output(inner)
+    else:
+        option = click.Option(
+            ["-o", "--output"], type=OUTPUT, expose_value=False, callback=_set_output
+        )
+        command.params.append(option)
+    return command
 
 
 for command in (
@@ -72,7 +91,7 @@ for command in (
     access.events,
     access.chat,
 ):
-    main.add_command(command)
+    main.add_command(_with_output(command))
 
 
 if __name__ == "__main__":

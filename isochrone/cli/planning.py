@@ -56,12 +56,16 @@ GIB: Final = 1024**3
 def plan(obj: Context, /, save: Path | None, picture: Path | None, **given: Any) -> None:
     """Save the state that placement decides from, or simulate changes to it.
 
-    A saved picture is what placement decides from; it is planned on this machine.
+    What would follow is planned on this machine: no fleet is needed.
     """
     if save is None and picture is None:
         raise click.UsageError("give --save FILE, or --what-if FILE")
     if save is not None:
-        write_atomic(save, msgspec.json.encode(obj.api.ask("GET", "/v1/picture")))
+        picture_now = obj.api.ask("GET", "/v1/picture")
+        try:
+            write_atomic(save, msgspec.json.encode(picture_now))
+        except OSError as error:
+            raise AdminError(f"cannot write {save}: {error.strerror}") from error
         chatter.print(f"saved {save}: {save.stat().st_size >> 10} KiB")
     if picture is None:
         return

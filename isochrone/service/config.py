@@ -6,11 +6,12 @@ A secret stands in a file of its own, which the configuration names.
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
 T = TypeVar("T", bound=msgspec.Struct)
+Url = Annotated[str, msgspec.Meta(pattern=r"^https?://[^/]+/?$")]
 
 
 class ConfigError(Exception):
@@ -30,10 +31,14 @@ def load_config(kind: type[T], path: Path | None, env: Mapping[str, str], prefix
             raise ConfigError(f"cannot read config {path}: {error.strerror}") from error
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"cannot read config {path}: {error}") from error
-    for field in msgspec.structs.fields(kind):
-        text = env.get(f"{prefix}{field.encode_name.upper()}")
-        if text is not None:
-            values[field.encode_name] = text if field.type is str else _json(text)
+    fields = {
+        f"{prefix}{field.encode_name.upper()}": field for field in msgspec.structs.fields(kind)
+    }
+    for name in (name for name in env if name.startswith(prefix)):
+        if name not in fields:
+            raise ConfigError(f"cannot use the variable {name}: there is no such setting")
+        field = fields[name]
+        values[field.encode_name] = env[name] if field.type is str else _json(env[name])
     try:
         return msgspec.convert(values, kind, dec_hook=_path)
     except msgspec.ValidationError as error:

@@ -47,7 +47,8 @@ def _read(path: Path) -> str:
     try:
         return path.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the join token {path}: {error}") from error
+        why = getattr(error, "strerror", None) or "it is not text"
+        raise ConfigError(f"cannot read the join token {path}: {why}") from error
 
 
 async def join(

@@ -202,7 +202,7 @@ class KeyBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     note: Annotated[str, msgspec.Meta(max_length=200)] = ""
     deployments: tuple[str, ...] = ()
     limits: LimitsBody = LimitsBody()
-    ttl_s: float | None = None
+    ttl_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
 
 
 class KeyView(msgspec.Struct, frozen=True, kw_only=True):

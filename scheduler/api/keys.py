@@ -10,11 +10,14 @@ from isochrone.wire.ids import KeyId
 from isochrone.wire.keys import format_key, parse_key
 from scheduler.api.endpoint import Call, Endpoint, found, lists, new_id, shows
 from scheduler.store import keys
+from scheduler.store.deployments import get_deployment
 
 
 async def create_key(call: Call) -> KeyView:
     """Make a client's key; its text is shown once."""
     body: KeyBody = call.body
+    for name in body.deployments:
+        found(await get_deployment(call.connection, name), "deployment", name)
     key_id = KeyId(new_id())
     text = format_key(key_id, secrets.token_bytes(32))
     parsed = parse_key(text)

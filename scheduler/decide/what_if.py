@@ -310,7 +310,7 @@ def _with_deployment(cluster: ClusterState, change: AddDeployment) -> ClusterSta
     if change.model is not None:
         models[wanted] = change.model
     elif wanted not in models:
-        raise CannotChange(f"cannot add {name}: the picture has no model {wanted}; give it")
+        raise CannotChange(f"cannot add {name}: the picture has no model {wanted}; give `model`")
     like = change.demand_like
     asked = [
         msgspec.structs.replace(row, deployment_id=name)

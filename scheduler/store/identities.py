@@ -140,9 +140,8 @@ async def add_peer(
         name,
     )
     if held["revoked"]:
-        raise NameRevoked(
-            f"{name} is revoked; an operator may readmit it (`isochrone nodes readmit {name}`)"
-        )
+        then = f", or readmit it (`isochrone nodes readmit {name}`)" * (role is PeerRole.AGENT)
+        raise NameRevoked(f"{name} is revoked; take another name{then}")
     if held["pop"] != pop:
         raise NameTaken(f"{name} is in another PoP")
     if held["boot_id"] and not is_bound:

@@ -39,6 +39,7 @@ async def test_an_operator_makes_a_fleet(admin: Admin, tmp_path: Path) -> None:
     priced = ("models", "add", "m", "--source", source, "--price", "0.5:2")
     assert (await typed(admin, *priced))[0] == 0
     code, out, _ = await typed(admin, "-o", "json", "models", "list")
+    assert (await typed(admin, "models", "list", "-o", "json"))[1] == out
     (model,) = json.loads(out)
     assert [file["path"] for file in model["artifact"]["files"]] == ["config.json", "m.gguf"]
     assert (model["shape"]["layers"], model["shape"]["kv_heads"]) == (2, 2)
@@ -119,6 +120,16 @@ async def test_what_is_refused_is_said_on_standard_error_with_its_exit_code(admi
     code, _, err = await typed(admin, "--url", nobody, "status")
     assert code == 1
     assert f"cannot reach the admin API at {nobody}" in err
+    code, _, err = await typed(admin, "--url", "10.0.0.5:7000", "status")
+    assert (code, "cannot use '10.0.0.5:7000' as the admin API" in err) == (1, True)
+    asked = ("chat", "m", "hello", "--endpoint", "10.0.0.5:8080", "--key", "iso_x")
+    code, _, err = await typed(admin, *asked)
+    assert (code, "cannot use '10.0.0.5:8080' as the endpoint" in err) == (1, True)
+    code, _, err = await typed(admin, "plan", "--save", "/proc/nowhere/fleet.json")
+    assert (code, "cannot write /proc/nowhere/fleet.json: No such file" in err) == (1, True)
+    code, _, err = await typed(admin, "keys", "create", "acme", "--deployment", "nobody")
+    assert (code, "cannot find the deployment 'nobody'" in err) == (1, True)
+    assert (await typed(admin, "keys", "create", "acme", "--ttl", "0"))[0] == 1
     code, _, err = await typed(admin, "nodes", "drain", "nobody")
     assert code == 1
     assert "cannot find the node 'nobody'" in err

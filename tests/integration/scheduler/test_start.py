@@ -44,6 +44,11 @@ async def test_a_scheduler_of_another_authority_does_not_start(
     assert await started(database_dsn, tmp_path, "new") == 0
 
 
+async def test_an_authority_that_cannot_be_read_is_told_in_words(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot use the authority in .*: File name too long"):
+        await started("", tmp_path, "x" * 300)
+
+
 async def test_a_database_that_cannot_be_used_is_told_in_words(
     database_dsn: str, pool: Pool, tmp_path: Path
 ) -> None:

@@ -15,6 +15,7 @@ from isochrone.service.files import write_atomic
 from isochrone.service.identity import Authority, IdentityError
 from isochrone.wire.control import PeerRole
 from isochrone.wire.ids import PopId
+from nodeagent.config import NodeConfig
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -48,6 +49,27 @@ def test_a_wrong_config_is_refused_in_words(tmp_path: Path, text: str, words: st
     path.write_text(text)
     with pytest.raises(ConfigError, match=words):
         load_config(Config, path, {}, "X_")
+
+
+def test_a_variable_that_sets_nothing_is_refused_by_its_name() -> None:
+    with pytest.raises(ConfigError, match="cannot use the variable X_PROT"):
+        load_config(Config, None, {"X_STATE": "/a", "X_PROT": "3", "Y_PORT": "3"}, "X_")
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"schedulers": '["10.0.0.5:7001"]'}, r"schedulers\[0\]"),
+        ({"address": "10.0.0.7:9000"}, "address"),
+        ({"address": "http://10.0.0.7:9000", "door_tls": "true"}, "begins with https"),
+        ({"address": "https://10.0.0.7:9000"}, "begins with https"),
+    ],
+)
+def test_an_address_that_nobody_could_dial_is_refused(settings: dict[str, str], words: str) -> None:
+    given = {"name": "n", "state": "/a", "schedulers": '["http://s:1"]', "address": "http://n:1"}
+    env = {f"X_{name.upper()}": text for name, text in (given | settings).items()}
+    with pytest.raises(ConfigError, match=words):
+        load_config(NodeConfig, None, env, "X_")
 
 
 def test_a_state_folder_is_kept_to_one_process(tmp_path: Path) -> None:
