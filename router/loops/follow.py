@@ -32,13 +32,6 @@ _TABLE = codec.decoder(RouteTable)
 Send = Callable[[msgspec.Struct], Awaitable[bool]]
 
 
-class Persisted(NamedTuple):
-    """One turn of keeping the table: the generation on disk, and whether it was written now."""
-
-    generation: int
-    written: bool
-
-
 class Held(NamedTuple):
     """A table that is not believed yet, why, and the last one that was."""
 
@@ -148,13 +141,12 @@ class Follower:
         self.take(self.held.table)
         return "believed"
 
-    async def persist(self) -> Persisted:
-        """Keep the table served by on disk."""
+    async def persist(self) -> int:
+        """Keep the table served by on disk; return its generation."""
         table = self._fleet.table
-        if table is None or self._on_disk is table:
-            return Persisted(table.generation if table else 0, False)
-        await to_its_end(self._write, table)
-        return Persisted(table.generation, True)
+        if table is not None and self._on_disk is not table:
+            await to_its_end(self._write, table)
+        return table.generation if table is not None else 0
 
     def _write(self, table: RouteTable) -> None:
         files.write_snapshot(self._snapshot, codec.encode(table))
