@@ -208,7 +208,7 @@ class EngineServer(Server):
         try:
             if ask.stream:
                 return await self._stream(request, answer, client)
-            return await self._collect(request, answer, client)
+            return await self._collect(answer, client)
         finally:
             self.clients.close(self.worker, client)
 
@@ -291,7 +291,7 @@ class EngineServer(Server):
             frames = []
             delta = await client.deltas.get()
             if delta.finish in (Finish.ERROR, Finish.LATE):
-                return await self._break_off(response, client, delta)
+                return await self._break_off(response, delta)
         client.ended = True
         await self._write(response, [*frames, answer.closing(client.prompt_tokens)])
         await response.write_eof()
@@ -306,16 +306,14 @@ class EngineServer(Server):
         except TimeoutError as error:
             raise ConnectionResetError("the client does not read") from error
 
-    async def _break_off(
-        self, response: web.StreamResponse, client: Client, delta: Delta
-    ) -> web.StreamResponse:
+    async def _break_off(self, response: web.StreamResponse, delta: Delta) -> web.StreamResponse:
         """Tell an error inside a stream; without the end mark, so that no one takes it as whole."""
         error = ApiError(ErrorCode.INTERNAL, delta.error)
         await self._write(response, [openai_error_event(error)])
         await response.write_eof()
         return response
 
-    async def _collect(self, request: web.Request, answer: Answer, client: Client) -> web.Response:
+    async def _collect(self, answer: Answer, client: Client) -> web.Response:
         while not answer.ended:
             delta = await client.deltas.get()
             _raise_failure(delta)
