@@ -220,7 +220,7 @@ class Runner:
         start = 0
         for chunk in chunks:
             end = start + chunk.tokens
-            adapter = chunk.sequence.adapter
+            adapter = chunk.adapter
             if isinstance(adapter, bytes):
                 adapter = self.adapters[adapter]
             if isinstance(adapter, Adapter):
@@ -264,7 +264,7 @@ class Runner:
     def _seen(self, chunk: Piece) -> tuple[int, list[int]]:
         """Return the first token that a chunk's first sees, and the blocks from that token's on."""
         first = first_seen(chunk, self._window_tokens)
-        return first, chunk.sequence.blocks[first // BLOCK_TOKENS : blocks_of(chunk)]
+        return first, chunk.blocks[first // BLOCK_TOKENS : blocks_of(chunk)]
 
     def _group(
         self, start: int, chunks: Sequence[Piece], seen: Sequence[tuple[int, list[int]]], width: int
@@ -296,7 +296,7 @@ class Runner:
         start = len(batch.decodes)
         for chunk in batch.segments:
             end = start + chunk.tokens
-            blocks = self._place(chunk.sequence.blocks[: blocks_of(chunk)])
+            blocks = self._place(chunk.blocks[: blocks_of(chunk)])
             yield Segment(start, end, blocks, chunk.start + chunk.tokens, self._mask(chunk))
             start = end
 
@@ -324,4 +324,4 @@ def _begun(chunk: Piece) -> list[int]:
     """Return the block that the chunk begins and does not fill, if there is one."""
     end = chunk.start + chunk.tokens
     begun = end // BLOCK_TOKENS * BLOCK_TOKENS
-    return [chunk.sequence.blocks[end // BLOCK_TOKENS]] if chunk.start <= begun < end else []
+    return [chunk.blocks[end // BLOCK_TOKENS]] if chunk.start <= begun < end else []

@@ -29,6 +29,7 @@ from nodeagent.engine.openai import (
     CompletionBody,
     ask_of,
     begun_of,
+    hold_to_vocabulary,
     messages_of,
     prediction_of,
     prompts_of,
@@ -246,12 +247,8 @@ class EngineServer(Server):
         self.hold_alive()
         size = self.loaded.vocabulary.size
         biased = [token for token, _ in ask.params.logit_bias]
-        for param, ids in (("prompt", tokens), ("logit_bias", biased)):
-            odd = next((token for token in ids if not 0 <= token < size), None)
-            if odd is not None:
-                raise refused(
-                    param, f"cannot use token {odd}: ids must lie between 0 and {size - 1}"
-                )
+        hold_to_vocabulary("prompt", tokens, size)
+        hold_to_vocabulary("logit_bias", biased, size)
         if not tokens:
             raise refused("prompt", "cannot complete an empty prompt")
         limit = self.context_tokens

@@ -6,12 +6,12 @@ from typing import Protocol
 from nodeagent.engine.decide.sequence import BLOCK_TOKENS
 
 
-class Placed(Protocol):
-    """A sequence, as far as running it goes."""
+class Piece(Protocol):
+    """Part of a step: `decide.batching.Chunk`, or what another rank was told of one."""
 
     @property
     def blocks(self) -> list[int]:
-        """Its KV blocks."""
+        """The KV blocks of its sequence."""
         ...
 
     @property
@@ -19,12 +19,6 @@ class Placed(Protocol):
         """What is added to the model for it."""
         ...
 
-
-class Piece(Protocol):
-    """Part of a step: `decide.batching.Chunk`, or what another rank was told of one."""
-
-    @property
-    def sequence(self) -> Placed: ...
     @property
     def start(self) -> int: ...
     @property
@@ -55,7 +49,7 @@ def rows_of(work: Work) -> tuple[list[int], list[int], list[int], list[int]]:
     slots: list[int] = []
     sampled: list[int] = []
     for piece in work.chunks:
-        blocks, places = piece.sequence.blocks, range(piece.start, piece.start + piece.tokens)
+        blocks, places = piece.blocks, range(piece.start, piece.start + piece.tokens)
         tokens += piece.ids
         positions += places
         slots += [blocks[at // BLOCK_TOKENS] * BLOCK_TOKENS + at % BLOCK_TOKENS for at in places]

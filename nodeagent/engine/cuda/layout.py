@@ -165,16 +165,14 @@ def _write_decodes(numbers: Numbers, decodes: Sequence[Piece], window: int | Non
     for row, chunk in enumerate(decodes):
         first = first_seen(chunk, window)
         skipped = first // BLOCK_TOKENS
-        tables.append(chunk.sequence.blocks[skipped : blocks_of(chunk)])
+        tables.append(chunk.blocks[skipped : blocks_of(chunk)])
         before = skipped * BLOCK_TOKENS
         numbers.spans[row] = first - before, chunk.start + 1 - before
     _put_tables(numbers.tables, tables)
 
 
 def _write_chunks(numbers: Numbers, chunks: Sequence[Piece], first_row: int) -> None:
-    _put_tables(
-        numbers.chunk_tables, [chunk.sequence.blocks[: blocks_of(chunk)] for chunk in chunks]
-    )
+    _put_tables(numbers.chunk_tables, [chunk.blocks[: blocks_of(chunk)] for chunk in chunks])
     for number, chunk in enumerate(chunks):
         numbers.places[number] = first_row, chunk.tokens, chunk.start
         first_row += chunk.tokens
