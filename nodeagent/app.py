@@ -24,11 +24,10 @@ from isochrone.service.tls import client_context, node_context
 from isochrone.wire.control import PeerRole, ToAgent
 from isochrone.wire.ids import BootId
 from nodeagent.api.door import Door
-from nodeagent.api.metrics_page import metrics_app
+from nodeagent.api.metrics_page import add_metrics
 from nodeagent.api.siblings import Siblings
 from nodeagent.api.weights import Weights
 from nodeagent.config import NodeConfig
-from nodeagent.decide.bandwidth import Bandwidth
 from nodeagent.host.artifacts import Artifacts
 from nodeagent.host.devices import Devices
 from nodeagent.host.engines import Engines
@@ -116,11 +115,14 @@ async def _listening(
 ) -> AsyncIterator[int]:
     """Open the door, and beside it the private page of metrics, where one is wanted."""
     async with AsyncExitStack() as stack:
-        if config.private_host:
-            page = open_door(metrics_app(supervisor), config.private_host, config.private_port)
-            await stack.enter_async_context(page)
         door = open_door(app, config.door_host, config.door_port, ssl_context=context)
-        yield await stack.enter_async_context(door)
+        port = await stack.enter_async_context(door)
+        if config.private_host:
+            private = web.Application()
+            add_metrics(private, supervisor)
+            page = open_door(private, config.private_host, config.private_port)
+            await stack.enter_async_context(page)
+        yield port
 
 
 async def _open_node(config: NodeConfig) -> Node:
@@ -173,7 +175,7 @@ def _artifacts(
         config.state / "artifacts",
         sources,
         config.disk_budget_bytes,
-        link=Link(Bandwidth(config.download_bytes_per_s), monotonic),
+        link=Link(config.download_bytes_per_s, monotonic),
         peers=peers,
     )
 
@@ -182,8 +184,8 @@ def _served(door: Door, artifacts: Artifacts, config: NodeConfig, node: Node) ->
     """Return what the node's listener serves: routers' requests, and weights to other nodes."""
     app = door.app()
     app.middlewares.append(refusing(node.revoked))
-    bandwidth = Bandwidth(config.upload_bytes_per_s)
-    Weights(artifacts, bandwidth, monotonic, uploads_max=config.uploads_max).attach(app)
+    uplink = Link(config.upload_bytes_per_s, monotonic)
+    Weights(artifacts, uplink, uploads_max=config.uploads_max).attach(app)
     return app
 
 

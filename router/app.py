@@ -206,7 +206,6 @@ class House:
             waiting=self.corridor.waiting,
             metrics=self.metrics,
             is_led=lambda: self.link.connected,
-            clock=time.monotonic,
         )
 
     def _server(self) -> Server:

@@ -1,13 +1,10 @@
 """What is asked for and who asks: what the corridor is given of one request."""
 
 from collections.abc import Callable
-from typing import Protocol
 
 from isochrone.wire.errors import ApiError
 from isochrone.wire.ids import RequestId
 from isochrone.wire.routes import DeploymentEntry, KeyEntry
-from router.dataplane.exchange import Exchange
-from router.dataplane.message import Reply
 from router.decide.prefixes import PrefixKeys
 
 
@@ -77,25 +74,3 @@ class Asked:
         """Return what (prompt, cached, output) tokens cost."""
         price = self.deployment.price
         return price.spend(*tokens) if price is not None else 0.0
-
-
-class Client(Protocol):
-    """The caller's end, whichever public surface it came by."""
-
-    def begin(self, status: int, content_type: str, lines: str) -> None:
-        """Send the head of a stream; `lines` are headers as they go over the wire."""
-
-    def send(self, data: bytes) -> None:
-        """Send a part of it."""
-
-    def end(self) -> None:
-        """End it well."""
-
-    def reply(self, reply: Reply) -> None:
-        """Send a whole answer."""
-
-    def reads_from(self, source: Exchange | None) -> None:
-        """Tie a stream's source, which flows no faster than the client reads."""
-
-    async def drained(self) -> None:
-        """Return when the client has read what was sent."""

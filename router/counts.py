@@ -18,10 +18,6 @@ WORDS: Final = (*(str(outcome) for outcome in Outcome), DECLINED)
 class Counts:
     """One deployment's, and the metrics that they are added to."""
 
-    __slots__ = (
-        "_requests", "_tokens", "cached", "outcomes", "output", "prompt", "ttft", "ttft_error",
-    )  # fmt: skip
-
     def __init__(
         self,
         *,

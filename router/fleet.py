@@ -45,10 +45,6 @@ class _Deployment:
         self.looked_at_s: float | None = None
         self.look_at = 0
 
-    def slot(self, replica_id: ReplicaId) -> int:
-        """Return a replica's slot, -1 where it has none."""
-        return self.board.slots.get(replica_id, -1)
-
 
 class Fleet:
     """The table served by, and what was measured since."""
@@ -59,7 +55,6 @@ class Fleet:
         self.name = name
         self.table: RouteTable | None = None
         self.keys: Mapping[KeyId, KeyEntry] = MappingProxyType({})
-        self.confirmed_at_s: float | None = None
         self.health = Health()
         self.sessions = Sessions()
         self.outbox = Outbox()
@@ -140,6 +135,11 @@ class Fleet:
         """Return what is believed of a deployment; of one that no table names, nothing."""
         return self._deployments.get(deployment_id) or _Deployment()
 
+    def _place(self, of: Route | Prompt) -> tuple[_Deployment, int]:
+        """Return what is believed of a replica's deployment, and its slot; -1 where it has none."""
+        deployment = self._deployment(of.deployment_id)
+        return deployment, deployment.board.slots.get(of.replica_id, -1)
+
     def _look_around(self, deployment: _Deployment, now_s: float) -> None:
         """Refresh some replicas nothing happened to: what is known of them ages too."""
         board, at = deployment.board, deployment.look_at
@@ -159,9 +159,9 @@ class Fleet:
         route = self._route_by_id.get(replica_id)
         if route is None:
             return
-        deployment = self._deployment(route.deployment_id)
-        slot, line = deployment.slot(replica_id), self.in_flight.line(replica_id)
+        deployment, slot = self._place(route)
         if slot >= 0:
+            line = self.in_flight.line(replica_id)
             deployment.board.refresh(slot, self.rtt_ms(route), line, now_s)
 
     def _seat(self, of: Mapping[DeploymentId, list[Route]]) -> None:
@@ -202,8 +202,8 @@ class Fleet:
         """Book a request before it is sent: of its `prompt`, `prefill` tokens are to be read."""
         now_s, replica_id = self._clock(), route.replica_id
         self.health.picked(replica_id, now_s)
-        deployment = self._deployment(route.deployment_id)
-        board, slot = deployment.board, deployment.slot(replica_id)
+        deployment, slot = self._place(route)
+        board = deployment.board
         if slot < 0:
             return self.in_flight.reserve(replica_id, prefill=prefill, decode=decode)
         return self.in_flight.reserve(
@@ -218,8 +218,7 @@ class Fleet:
     def sent(self, ranked: Ranked, keys: PrefixKeys = NO_KEYS) -> Sent | None:
         """A request goes where it was ranked: note whether that is away, and what it caches."""
         route = ranked.route
-        deployment = self._deployment(route.deployment_id)
-        slot = deployment.slot(route.replica_id)
+        deployment, slot = self._place(route)
         if slot < 0:
             return None
         now_s = self._clock()
@@ -228,8 +227,8 @@ class Fleet:
 
     def unsent(self, route: Route, sent: Sent | None, keys: PrefixKeys) -> None:
         """It was turned away there: nothing of it is cached."""
-        deployment = self._deployment(route.deployment_id)
-        if sent is not None and deployment.slot(route.replica_id) == sent.slot:
+        deployment, slot = self._place(route)
+        if sent is not None and slot == sent.slot:
             deployment.prefixes.unsent(sent, keys)
 
     def first_token(self, ranked: Ranked, took_ms: float, reservation: Reservation) -> None:
@@ -237,8 +236,7 @@ class Fleet:
         now_s = self._clock()
         route = ranked.route
         reservation.first_token(now_s - ranked.rtt_ms / 2000)
-        deployment = self._deployment(route.deployment_id)
-        slot = deployment.slot(route.replica_id)
+        deployment, slot = self._place(route)
         if slot >= 0:
             deployment.board.observed(slot, ranked, took_ms, now_s)
             self._changed.add(route.replica_id)
@@ -254,10 +252,10 @@ class Fleet:
         """An answer told how much of its prompt was cached."""
         if prompt_tokens <= 0:
             return
-        deployment = self._deployment(route.deployment_id)
+        deployment, slot = self._place(route)
         share = cached_tokens / prompt_tokens
         deployment.board.learned_uncached(1.0 - share)
-        if sent is not None and deployment.slot(route.replica_id) == sent.slot:
+        if sent is not None and slot == sent.slot:
             deployment.prefixes.answered(sent, share)
             self.outbox.add(route.deployment_id, route.replica_id, sent, keys)
 
@@ -265,8 +263,7 @@ class Fleet:
         """Another process of this router had these prompts answered."""
         now_s = self._clock()
         for row in rows:
-            deployment = self._deployment(row.deployment_id)
-            slot = deployment.slot(row.replica_id)
+            deployment, slot = self._place(row)
             if slot >= 0:
                 deployment.prefixes.sent(slot, row.prefix_keys, now_s)
 

@@ -8,7 +8,7 @@ from typing import Final
 
 from isochrone.wire.ids import DeploymentId, PopId
 from isochrone.wire.routes import Route
-from isochrone.wire.usage import DemandRow, TrialRow, UsageRow
+from isochrone.wire.usage import DemandRow, UsageRow
 from router.counts import DECLINED
 from router.decide.rollout import Trials
 from router.journal import Journal
@@ -22,8 +22,6 @@ USAGE_ROWS_MAX: Final = 100_000
 class _Demand:
     """What was asked of one deployment in this window, so far."""
 
-    __slots__ = ("no_replica", "output", "prompt", "refused", "requests", "uncached")
-
     def __init__(self) -> None:
         self.requests = self.prompt = self.uncached = self.output = 0
         self.refused = self.no_replica = 0
@@ -36,10 +34,10 @@ class Recorder:
         """Count for the router's own PoP."""
         self._pop = pop
         self._metrics = metrics
-        self._journal = journal
+        self.journal = journal
         self._usage: list[UsageRow] = list(journal.open())
         self._demand: dict[DeploymentId, _Demand] = {}
-        self._trials = Trials(pop)
+        self.trials = Trials(pop)
 
     def record(self, journey: Journey, now_s: float) -> None:
         """Book one request that ended now."""
@@ -80,27 +78,19 @@ class Recorder:
             duration_ms=1000 * (now_s - asked.arrived_s),
         )
         self._usage.append(row)
-        self._journal.append(row)
+        self.journal.append(row)
 
     def attempt_failed(self, journey: Journey) -> None:
         """Count a replica that failed under a request, whoever answers in the end."""
         if journey.route is not None:
-            self._trials.ended(journey.asked.deployment, journey.route, failed=True)
-
-    def take_trials(self) -> tuple[TrialRow, ...]:
-        """Hand over how the versions did in the window that ends now."""
-        return self._trials.take()
+            self.trials.ended(journey.asked.deployment, journey.route, failed=True)
 
     def take_usage(self) -> tuple[tuple[UsageRow, ...], tuple[Path, ...]]:
-        """Hand over the usage so far and its journal's files: `saved` once it is kept elsewhere."""
+        """Hand over the usage so far and its journal's files, `saved` once it is kept elsewhere."""
         self._metrics.show()
         rows = tuple(self._usage)
         self._usage.clear()
-        return rows, self._journal.rotate()
-
-    def saved(self, journal: tuple[Path, ...]) -> None:
-        """Let go of the journal's files of usage that is kept elsewhere."""
-        self._journal.saved(journal)
+        return rows, self.journal.rotate()
 
     def put_back(self, rows: tuple[UsageRow, ...]) -> None:
         """Take back usage that the disk did not."""
@@ -129,7 +119,7 @@ class Recorder:
         itl_ms = 0.0
         if journey.token_at_s and output > 1:
             itl_ms = 1000 * (now_s - journey.token_at_s) / (output - 1)
-        self._trials.ended(
+        self.trials.ended(
             journey.asked.deployment,
             route,
             failed=journey.outcome is FAILED,

@@ -15,11 +15,11 @@ from isochrone.wire import headers
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.ids import NodeId
 from isochrone.wire.usage import Outcome
-from router.asked import Asked, Client
+from router.asked import Asked
 from router.config import RouterConfig
 from router.dataplane.errand import pause
 from router.dataplane.exchange import AttemptFailed, Exchange, Failure
-from router.dataplane.message import Reply
+from router.dataplane.message import Client, Reply
 from router.dataplane.upstream import Upstream
 from router.dataplane.verdict import hold_to_error, hold_to_status, read_answer
 from router.decide.board import Ranked

@@ -21,7 +21,7 @@ class RolloutState(StrEnum):
     ABORTED = "aborted"
 
 
-class RolloutStep(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RolloutStep(msgspec.Struct, frozen=True, kw_only=True):
     """The share of requests that the new version answers, in these cities; none named means all."""
 
     share: Share
@@ -36,7 +36,7 @@ STEPS: Final = (
 )
 
 
-class RolloutBounds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RolloutBounds(msgspec.Struct, frozen=True, kw_only=True):
     """How much worse is too much, and how much must be seen to tell.
 
     `error_ratio` is added failures per attempt, the others ratios of medians. A step lasts at least
@@ -53,13 +53,23 @@ class RolloutBounds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     start_max_s: Annotated[float, msgspec.Meta(gt=0, le=86_400)] = 1800.0
 
 
+class StepBody(RolloutStep, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A step as an operator writes it: a misspelt field is refused, not ignored."""
+
+
+class BoundsBody(RolloutBounds, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Bounds as an operator writes them."""
+
+
 class RolloutBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A wish to bring a new version: what is not given stays as the deployment has it."""
 
     model_id: ModelName | None = None
     engine: EngineSettings | None = None
-    steps: Annotated[tuple[RolloutStep, ...], msgspec.Meta(min_length=1, max_length=20)] = STEPS
-    bounds: RolloutBounds = RolloutBounds()
+    steps: Annotated[tuple[StepBody, ...], msgspec.Meta(min_length=1, max_length=20)] = tuple(
+        StepBody(share=step.share) for step in STEPS
+    )
+    bounds: BoundsBody = BoundsBody()
 
 
 class RolloutSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,7 +15,7 @@ from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.ids import ReplicaId
 from isochrone.wire.report import ReplicaState
 from nodeagent import metrics
-from nodeagent.api.metrics_page import metrics_page
+from nodeagent.api.metrics_page import add_metrics
 from nodeagent.api.siblings import SiblingLost, Siblings
 from nodeagent.decide import passing
 from nodeagent.decide.admission import Held
@@ -44,14 +44,11 @@ RETURNED: Final = ("content-type", "retry-after", "cache-control")
 class Refused(Exception):
     """This node does not take the request; the router may take it elsewhere."""
 
-    def __init__(
-        self, word: str, status: int = 429, retry_after_s: int = 1, load: str = ""
-    ) -> None:
+    def __init__(self, word: str, status: int = 429, load: str = "") -> None:
         super().__init__(word)
         self.word = word
-        self.load = load
         self.status = status
-        self.retry_after_s = retry_after_s
+        self.load = load
 
 
 class Door:
@@ -69,7 +66,7 @@ class Door:
             app.router.add_post(path, self._relay)
         app.router.add_get("/ping", self._ping)
         app.router.add_get("/healthz", self._health)
-        app.router.add_get("/metrics", self._metrics)
+        add_metrics(app, self._supervisor)
         app.on_cleanup.append(self._close)
         return app
 
@@ -90,7 +87,7 @@ class Door:
             return await self._answer(request, replica, body, unread, prefill_ms)
         except Refused as refused:
             metrics.REQUESTS.labels(refused.word).inc()
-            return _refusal(refused)
+            return refusal(refused.word, refused.status, refused.load)
 
     async def _answer(
         self,
@@ -231,7 +228,7 @@ class Door:
                 self._find(request)
             except Refused as refused:
                 if refused.word in ("unknown_replica", "draining"):
-                    return _refusal(refused)
+                    return refusal(refused.word, refused.status)
         loads = {
             replica_id: replica.in_flight.load(_router(request), monotonic())
             for replica_id, replica in self._supervisor.replicas.items()
@@ -244,9 +241,6 @@ class Door:
         status = "draining" if self.leaving else "ok"
         counted = {state: states.count(state) for state in set(states)}
         return web.json_response({"status": status, "replicas": counted})
-
-    async def _metrics(self, request: web.Request) -> web.Response:
-        return await metrics_page(self._supervisor)
 
 
 def _is_open(replica: Replica) -> bool:
@@ -320,14 +314,15 @@ def _count(value: str) -> int | None:
     return int(value) if value.isascii() and value.isdigit() and len(value) <= 12 else None
 
 
-def _refusal(refused: Refused) -> web.Response:
-    error = {"error": {"code": "refused", "message": f"cannot serve: {refused.word}"}}
+def refusal(word: str, status: int, load: str = "") -> web.Response:
+    """Say in a word why not, and that it may be asked again in a second."""
+    error = {"error": {"code": "refused", "message": f"cannot serve: {word}"}}
     response = web.Response(
-        status=refused.status,
+        status=status,
         body=msgspec.json.encode(error),
         content_type="application/json",
-        headers={headers.REFUSED: refused.word, "retry-after": str(refused.retry_after_s)},
+        headers={headers.REFUSED: word, "retry-after": "1"},
     )
-    if refused.load:
-        response.headers[headers.LOAD] = refused.load
+    if load:
+        response.headers[headers.LOAD] = load
     return response

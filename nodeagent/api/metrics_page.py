@@ -11,29 +11,21 @@ from nodeagent import metrics
 from nodeagent.supervisor import Supervisor
 
 
-def metrics_app(supervisor: Supervisor) -> web.Application:
-    """Return the page alone, for a listener of its own."""
+def add_metrics(app: web.Application, supervisor: Supervisor) -> None:
+    """Add the page to an application."""
 
     async def page(request: web.Request) -> web.Response:
-        return await metrics_page(supervisor)
+        _count(supervisor)
+        engines = {
+            replica_id: replica.engine
+            for replica_id, replica in sorted(supervisor.replicas.items())
+            if replica.state is ReplicaState.WARM and replica.engine is not None
+        }
+        told = await asyncio.gather(*(engine.metrics() for engine in engines.values()))
+        body = generate_latest(metrics.REGISTRY) + joined(zip(engines, told, strict=True)).encode()
+        return web.Response(body=body, headers={"content-type": CONTENT_TYPE_LATEST})
 
-    app = web.Application()
     app.router.add_get("/metrics", page)
-    return app
-
-
-async def metrics_page(supervisor: Supervisor) -> web.Response:
-    """Return the page."""
-    _count(supervisor)
-    engines = [
-        (replica_id, replica.engine)
-        for replica_id, replica in sorted(supervisor.replicas.items())
-        if replica.state is ReplicaState.WARM and replica.engine is not None
-    ]
-    told = await asyncio.gather(*(engine.metrics() for _, engine in engines))
-    names = (replica_id for replica_id, _ in engines)
-    body = generate_latest(metrics.REGISTRY) + joined(zip(names, told, strict=True)).encode()
-    return web.Response(body=body, headers={"content-type": CONTENT_TYPE_LATEST})
 
 
 def _count(supervisor: Supervisor) -> None:

@@ -47,14 +47,17 @@ class Siblings:
         self._context = context
         self._clock = clock
         self._ping_timeout_s = ping_timeout_s
-        self._http: aiohttp.ClientSession | None = None
+        self._http = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=CONNECTIONS_MAX),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=ASK_TIMEOUT_S),
+            auto_decompress=False,
+        )
         self._told: dict[NodeId, tuple[float, Mapping[ReplicaId, headers.Load]]] = {}
         self._silent_until_s: dict[NodeId, float] = {}
 
     async def close(self) -> None:
         """Close the connections."""
-        if self._http is not None:
-            await self._http.close()
+        await self._http.close()
 
     async def unread(self, siblings: Sequence[Sibling]) -> dict[ReplicaId, int]:
         """Return how much waits to be read at each that tells in time."""
@@ -142,7 +145,7 @@ class Siblings:
         self, method: str, sibling: Sibling, path: str, **sent: Any
     ) -> aiohttp.ClientResponse:
         """Ask the node itself: whoever is met at its address, or told of by it, is another."""
-        return await self._session().request(
+        return await self._http.request(
             method,
             f"{door_url(sibling.address, self._context)}{path}",
             server_hostname=sibling.node_id,
@@ -150,12 +153,3 @@ class Siblings:
             allow_redirects=False,
             **sent,
         )
-
-    def _session(self) -> aiohttp.ClientSession:
-        if self._http is None:
-            self._http = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=CONNECTIONS_MAX),
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=ASK_TIMEOUT_S),
-                auto_decompress=False,
-            )
-        return self._http

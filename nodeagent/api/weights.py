@@ -6,19 +6,18 @@ ask is settled by the door's TLS, as for requests.
 
 import asyncio
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO, Final
 
-import msgspec
 from aiohttp import web
 
 from isochrone.wire import headers
 from isochrone.wire.artifact import check_path
 from isochrone.wire.errors import ApiError, ErrorCode
 from nodeagent import metrics
-from nodeagent.decide.bandwidth import Bandwidth
+from nodeagent.api.door import refusal
 from nodeagent.host.artifacts import Artifacts
+from nodeagent.host.link import Link
 
 CHUNK_BYTES: Final = 1024 * 1024
 WRITE_TIMEOUT_S: Final = 30.0
@@ -28,17 +27,10 @@ _RANGE: Final = re.compile(r"^bytes=(\d{1,15})-$")
 class Weights:
     """`GET /v1/artifacts/{digest}/{path}`, with `Range: bytes=N-` to go on from N."""
 
-    def __init__(
-        self,
-        artifacts: Artifacts,
-        bandwidth: Bandwidth,
-        clock: Callable[[], float],
-        *,
-        uploads_max: int,
-    ) -> None:
+    def __init__(self, artifacts: Artifacts, link: Link, *, uploads_max: int) -> None:
+        """Send what is held over `link`."""
         self._artifacts = artifacts
-        self._bandwidth = bandwidth
-        self._clock = clock
+        self._link = link
         self._uploads_max = uploads_max
         self._uploads = 0
 
@@ -53,13 +45,14 @@ class Weights:
             raise ApiError(ErrorCode.INVALID_REQUEST, problem)
         fetched_bytes = self._artifacts.fetched_bytes(digest)
         if fetched_bytes is not None:
-            told = {headers.FETCHED_BYTES: str(fetched_bytes)}
-            return _refusal(503, "fetching", told)
+            response = refusal("fetching", 503)
+            response.headers[headers.FETCHED_BYTES] = str(fetched_bytes)
+            return response
         file = self._artifacts.held_file(digest, path)
         if file is None:
             raise ApiError(ErrorCode.NOT_FOUND, f"cannot send {digest[:64]}: not held here")
         if self._uploads >= self._uploads_max:
-            return _refusal(429, "busy", {})
+            return refusal("busy", 429)
         self._uploads += 1
         try:
             return await self._send(request, file)
@@ -85,9 +78,7 @@ class Weights:
         self, request: web.Request, response: web.StreamResponse, file: BinaryIO
     ) -> None:
         while chunk := await asyncio.to_thread(file.read, CHUNK_BYTES):
-            wait_s = self._bandwidth.wait_s(len(chunk), self._clock())
-            if wait_s > 0:
-                await asyncio.sleep(wait_s)
+            await self._link.keep_pace(len(chunk))
             try:
                 async with asyncio.timeout(WRITE_TIMEOUT_S):
                     await response.write(chunk)
@@ -111,13 +102,3 @@ def _offset(request: web.Request, size_bytes: int) -> int:
             f"cannot send {text[:40]!r} of {size_bytes} bytes: ask for `bytes=N-`",
         )
     return int(match[1])
-
-
-def _refusal(status: int, word: str, told: dict[str, str]) -> web.Response:
-    body = {"error": {"code": "refused", "message": f"cannot send: {word}"}}
-    return web.Response(
-        status=status,
-        body=msgspec.json.encode(body),
-        content_type="application/json",
-        headers={headers.REFUSED: word, "retry-after": "1", **told},
-    )

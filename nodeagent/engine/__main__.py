@@ -82,11 +82,11 @@ async def serve(config: EngineConfig, crew: Crew, stopping: asyncio.Event) -> in
     except CheckpointError as error:
         raise ConfigError(str(error)) from error
     if not reads:
-        begin = partial(EngineServer.begin, config, crew)
+        begin = partial(EngineServer, config, crew)
         return await serving.serve(config, stopping, partial(load, config, crew), begin, crew.kill)
     if split_of(config).ranks > 1:
         raise ConfigError(f"cannot split {config.model_path}: only decoders are split")
-    begin_to_read = partial(EncoderServer.begin, config)
+    begin_to_read = partial(EncoderServer, config)
     return await serving.serve(config, stopping, partial(load_encoder, config), begin_to_read)
 
 

@@ -8,22 +8,24 @@ Rule 3: every error leaves in OpenAI's shape, with the request's id.
 
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import msgspec
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
-from isochrone.service.door import error_response, errors_as
+from isochrone.service.door import error_response, errors_as, read_body
 from isochrone.service.metrics import exposition
 from isochrone.wire.engine import EngineConfig, EngineHealth
-from isochrone.wire.errors import ApiError, openai_error
+from isochrone.wire.errors import ApiError, ErrorCode, openai_error
 from isochrone.wire.headers import REQUEST_ID
 from isochrone.wire.ids import is_request_id
 from nodeagent.engine.entrance import Entrance
 from nodeagent.engine.gauges import Gauges
 from nodeagent.engine.memory import MemoryWatch, uses
+from nodeagent.engine.step_thread import StepThread
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -31,57 +33,43 @@ _GIVES_BACK: Final = frozenset({"/drain", "/v1/unload_lora_adapter"})
 """What is posted here takes no memory."""
 
 
-class Progress(msgspec.Struct, frozen=True):
-    """How the work moves."""
+class Server(ABC):
+    """A model being served: the doors that every engine has, to which each kind adds its own."""
 
-    died: bool
-    has_work: bool
-    idle_s: float
-    steps: int
-    tokens_out: int
+    kind = "chat"
+    """What the model is for: EngineStats."""
+    worker: StepThread
+    context_tokens: int
+    """The longest text it takes."""
 
-
-class Served(Protocol):
-    """A model being served, as its agent watches it."""
-
-    @property
-    def entrance(self) -> Entrance:
-        """Whom it has taken in."""
-
-    @property
-    def kind(self) -> str:
-        """What the model is for: EngineStats."""
-
-    @property
-    def context_tokens(self) -> int:
-        """The longest text it takes."""
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.entrance = Entrance(config.sequences_max + config.waiting_max)
+        self._created_s = int(time.time())
+        self._memory = MemoryWatch(lambda: uses(config.memory_max_bytes))
 
     @property
     def other_names(self) -> Sequence[str]:
         """The names beside the model's own that requests may give."""
+        return ()
 
-    def progress(self) -> Progress:
-        """Say how the work moves."""
-
+    @abstractmethod
     def counts(self) -> Mapping[str, float]:
-        """Return counts and rates by name."""
+        """Return counts by name, beside those of its thread."""
 
+    @abstractmethod
+    def fail_all(self, message: str) -> None:
+        """End every open request with an error."""
 
-class CommonDoors:
-    """The doors that every engine has."""
-
-    def __init__(self, config: EngineConfig, served: Served) -> None:
-        """Answer for the model that is `served`."""
-        self._config = config
-        self._served = served
-        self._created_s = int(time.time())
-        self._memory = MemoryWatch(lambda: uses(config.memory_max_bytes))
+    def close(self) -> None:
+        """Keep what is to outlive the process: nothing. After the last step."""
+        return
 
     def app(self) -> web.Application:
-        """Build the application, to which the model's own routes are added."""
+        """Build the application."""
         app = web.Application(
             middlewares=[name_requests, errors_as(_as_openai), self._within_memory],
-            client_max_size=self._config.body_bytes_max,
+            client_max_size=self.config.body_bytes_max,
         )
         registry = CollectorRegistry()
         registry.register(Gauges(self._counts))
@@ -94,42 +82,54 @@ class CommonDoors:
 
     async def health(self, request: web.Request) -> web.Response:
         """Say whether work moves."""
-        seen = self._served.progress()
-        stalled = seen.died or (seen.has_work and seen.idle_s > self._config.stall_s)
+        worker = self.worker
+        counts, idle_s = worker.counts(), worker.idle_s()
+        stalled = worker.died or (worker.has_work() and idle_s > self.config.stall_s)
         health = EngineHealth(
-            status="stalled" if stalled else "draining" if self._served.entrance.draining else "ok",
-            model=self._config.served_name,
-            steps=seen.steps,
-            tokens_out=seen.tokens_out,
-            last_step_age_s=round(seen.idle_s, 3),
+            status="stalled" if stalled else "draining" if self.entrance.draining else "ok",
+            model=self.config.served_name,
+            steps=int(counts["steps_total"]),
+            tokens_out=int(counts.get("tokens_out_total", 0)),
+            last_step_age_s=round(idle_s, 3),
         )
         return as_json(health, 503 if stalled else 200)
 
     async def stats(self, request: web.Request) -> web.Response:
         """Tell the engine's counts and rates."""
-        return as_json({"kind": self._served.kind, **self._counts()})
+        return as_json({"kind": self.kind, **self._counts()})
 
     async def models(self, request: web.Request) -> web.Response:
         """List the model, and its adapters by the names that requests may give."""
-        name = self._config.served_name
+        name = self.config.served_name
         model: dict[str, Any] = {
             "id": name,
             "object": "model",
             "created": self._created_s,
             "owned_by": "isochrone",
-            "max_model_len": self._served.context_tokens,
+            "max_model_len": self.context_tokens,
         }
-        others = [{**model, "id": one, "parent": name} for one in self._served.other_names]
+        others = [{**model, "id": one, "parent": name} for one in self.other_names]
         return as_json({"object": "list", "data": [model, *others]})
 
     async def drain(self, request: web.Request) -> web.Response:
         """Take nothing new from now on; what runs goes on."""
-        entrance = self._served.entrance
-        entrance.draining = True
-        return as_json({"draining": True, "open": entrance.open})
+        self.entrance.draining = True
+        return as_json({"draining": True, "open": self.entrance.open})
+
+    async def body(self, request: web.Request) -> bytes:
+        """Read a request's body within its limits."""
+        limit, timeout_s = self.config.body_bytes_max, self.config.client_stall_s
+        return await read_body(request, bytes_max=limit, timeout_s=timeout_s)
+
+    def hold_alive(self) -> None:
+        """Refuse where no step will come."""
+        if self.worker.died:
+            raise ApiError(
+                ErrorCode.UNAVAILABLE, "cannot answer: this engine has failed", retry_after_s=1.0
+            )
 
     def _counts(self) -> Mapping[str, float]:
-        return {**self._served.counts(), **self._memory.counts()}
+        return {**self.worker.counts(), **self.counts(), **self._memory.counts()}
 
     @web.middleware
     async def _within_memory(self, request: web.Request, handler: Handler) -> web.StreamResponse:

@@ -43,8 +43,3 @@ def clear_socket(path: Path) -> None:
                 raise ConfigError(f"cannot listen on {path}: it answers slowly") from None
             raise ConfigError(f"cannot listen on {path}: another process serves it")
     path.unlink(missing_ok=True)
-
-
-def remove_socket(path: Path) -> None:
-    """Remove the socket of the engine that ends."""
-    path.unlink(missing_ok=True)

@@ -1,9 +1,7 @@
-"""What the engine tells of itself: counts after each step, and measured token rates."""
+"""Token rates, measured over recent steps."""
 
 from dataclasses import dataclass, field
 from typing import Final
-
-import msgspec
 
 from nodeagent.engine.step import Stepped
 
@@ -11,38 +9,6 @@ _KEPT_PER_STEP: Final = 0.95
 _PREFILL_DOMINATES: Final = 8
 """A step with this many times more prompt tokens than decodes measures prefill."""
 _PREFILL_TOKENS_MIN: Final = 32
-
-
-class Snapshot(msgspec.Struct, frozen=True):
-    """The engine after one step; replaced whole, so that any thread may read it."""
-
-    running: int
-    waiting: int
-    prefill_tokens_in_flight: int
-    decode_tokens_in_flight: int
-    """Tokens that may still be generated: every sequence up to its max_tokens."""
-    kv_blocks_used: int
-    kv_blocks_total: int
-    preemptions_total: int
-    steps_total: int
-    prefill_tokens_per_s: float
-    decode_tokens_per_s: float
-    tokens_out_total: int
-    prompt_tokens_total: int
-    prefix_hit_tokens_total: int
-    drafted_tokens_total: int = 0
-    """Drafts that were verified."""
-    accepted_tokens_total: int = 0
-    """Drafts that held."""
-    preempted_kept_tokens_total: int = 0
-    """Tokens whose KV was still there, or brought back, when their sequence ran on."""
-    preempted_lost_tokens_total: int = 0
-    """Those that were computed again."""
-    draft_acceptance: float = 0.0
-    """Share of recent drafts that held."""
-    step_seconds_total: float = 0.0
-    step_rows_total: int = 0
-    """Tokens that steps computed, drafts that did not hold included: by step, the batch."""
 
 
 @dataclass(slots=True)

@@ -7,13 +7,11 @@ import asyncio
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Final, Self
+from dataclasses import replace
+from typing import Final
 
-import msgspec
 from aiohttp import web
 
-from isochrone.service.door import read_body
 from isochrone.wire.engine import EngineConfig
 from isochrone.wire.errors import ApiError, ErrorCode, openai_error_event
 from isochrone.wire.headers import CACHE_SALT, REQUEST_ID
@@ -23,8 +21,7 @@ from nodeagent.engine.calling import Calling
 from nodeagent.engine.clients import Asked, Client, Clients
 from nodeagent.engine.constrain.compiling import Grammars
 from nodeagent.engine.decide.sequence import BLOCK_TOKENS, Ending, Finish
-from nodeagent.engine.doors import CommonDoors, Progress, as_json
-from nodeagent.engine.entrance import Entrance
+from nodeagent.engine.doors import Server, as_json
 from nodeagent.engine.loading import Loaded
 from nodeagent.engine.openai import (
     Ask,
@@ -51,32 +48,24 @@ _LONG_TEXT_CHARS: Final = 16_384
 _SALT_CHARS_MAX: Final = 256
 
 
-@dataclass(slots=True)
-class EngineServer:
+class EngineServer(Server):
     """The handlers, with what they need."""
 
-    config: EngineConfig
-    loaded: Loaded
-    worker: Worker
-    entrance: Entrance
-    clients: Clients
-    grammars: Grammars
-    adapters: Adapters
-
-    @classmethod
-    def begin(
-        cls, config: EngineConfig, crew: Crew, loaded: Loaded, on_death: Callable[[], None]
-    ) -> Self:
-        """Start the thread that runs the model, and watch the other ranks with it."""
+    def __init__(
+        self, config: EngineConfig, crew: Crew, loaded: Loaded, on_death: Callable[[], None]
+    ) -> None:
+        super().__init__(config)
         engine, vocabulary = loaded.engine, loaded.vocabulary
-        entrance = Entrance(config.sequences_max + config.waiting_max)
-        clients = Clients(vocabulary, entrance, config.client_queue_max, engine.speculation)
-        worker = Worker(engine, clients.publish, on_death)
-        worker.start()
+        self.loaded = loaded
+        self.context_tokens = min(loaded.context_tokens, engine.batching.tokens_max)
+        self.clients = Clients(
+            vocabulary, self.entrance, config.client_queue_max, engine.speculation
+        )
+        self.worker: Worker = Worker(engine, self.clients.publish, on_death)
         for member in crew.members:
-            asyncio.get_running_loop().add_reader(member.descriptor, worker.fail)
-        adapters = Adapters(config, loaded.adding, loaded.dtype)
-        return cls(config, loaded, worker, entrance, clients, Grammars(vocabulary), adapters)
+            asyncio.get_running_loop().add_reader(member.descriptor, self.worker.fail)
+        self.adapters = Adapters(config, loaded.adding, loaded.dtype)
+        self.grammars = Grammars(vocabulary)
 
     def fail_all(self, message: str) -> None:
         """End every open request with an error."""
@@ -88,7 +77,7 @@ class EngineServer:
 
     def app(self) -> web.Application:
         """Build the aiohttp application."""
-        app = CommonDoors(self.config, self).app()
+        app = super().app()
         app.on_cleanup.append(self._close_grammars)
         app.router.add_post("/v1/chat/completions", self.chat)
         app.router.add_post("/v1/completions", self.complete)
@@ -96,24 +85,10 @@ class EngineServer:
         app.router.add_post("/v1/unload_lora_adapter", self.unload_adapter)
         return app
 
-    def progress(self) -> Progress:
-        """Say how the work moves."""
-        worker = self.worker
-        seen = worker.snapshot
-        return Progress(
-            worker.died,
-            worker.has_work(),
-            worker.idle_s(),
-            seen.steps_total,
-            seen.tokens_out_total,
-        )
-
     def counts(self) -> Mapping[str, float]:
         """Return counts and rates by name: EngineStats, and what only this engine has."""
-        mover = self.loaded.engine.mover
-        speculation = self.loaded.engine.speculation
+        mover, speculation = self.loaded.engine.mover, self.loaded.engine.speculation
         return {
-            **msgspec.structs.asdict(self.worker.snapshot),
             "block_tokens": BLOCK_TOKENS,
             "open": self.entrance.open,
             "clients_cut_total": self.clients.cut_total,
@@ -128,32 +103,22 @@ class EngineServer:
         }
 
     @property
-    def kind(self) -> str:
-        """What the model is for."""
-        return "chat"
-
-    @property
-    def context_tokens(self) -> int:
-        """The longest sequence: what positions there are, and what the KV can hold alone."""
-        return min(self.loaded.context_tokens, self.loaded.engine.batching.tokens_max)
-
-    @property
     def other_names(self) -> Sequence[str]:
         """The adapters' names."""
         return self.adapters.names
 
     async def load_adapter(self, request: web.Request) -> web.Response:
         """Make an adapter known, so that requests may name it as their model."""
-        return as_json({"loaded": await self.adapters.load(await self._body(request))})
+        return as_json({"loaded": await self.adapters.load(await self.body(request))})
 
     async def unload_adapter(self, request: web.Request) -> web.Response:
         """Forget an adapter; what runs with it goes on."""
-        return as_json({"unloaded": self.adapters.unload(await self._body(request))})
+        return as_json({"unloaded": self.adapters.unload(await self.body(request))})
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """Answer a chat."""
         self.entrance.admit()
-        body = read_chat(await self._body(request), self.config.body_bytes_max)
+        body = read_chat(await self.body(request), self.config.body_bytes_max)
         self._hold_to_seats(body, 1)
         template = self.loaded.template
         if template is None:
@@ -172,7 +137,7 @@ class EngineServer:
     async def complete(self, request: web.Request) -> web.StreamResponse:
         """Answer a plain completion."""
         self.entrance.admit()
-        body = read_completion(await self._body(request), self.config.body_bytes_max)
+        body = read_completion(await self.body(request), self.config.body_bytes_max)
         given = prompts_of(body)
         self._hold_to_seats(body, len(given))
         prompts = [
@@ -194,12 +159,6 @@ class EngineServer:
 
     async def _close_grammars(self, app: web.Application) -> None:
         self.grammars.close()
-
-    async def _body(self, request: web.Request) -> bytes:
-        config = self.config
-        return await read_body(
-            request, bytes_max=config.body_bytes_max, timeout_s=config.client_stall_s
-        )
 
     async def _tokenise(self, text: str, param: str, *, special: bool) -> list[int]:
         encode = self.loaded.vocabulary.encode
@@ -284,10 +243,7 @@ class EngineServer:
 
     def _ending(self, body: ChatBody | CompletionBody, ask: Ask, tokens: list[int]) -> Ending:
         """Check the request against this model and return what ends it."""
-        if self.worker.died:
-            raise ApiError(
-                ErrorCode.UNAVAILABLE, "cannot answer: this engine has failed", retry_after_s=1.0
-            )
+        self.hold_alive()
         size = self.loaded.vocabulary.size
         biased = [token for token, _ in ask.params.logit_bias]
         for param, ids in (("prompt", tokens), ("logit_bias", biased)):

@@ -7,15 +7,15 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final, Protocol, TypeVar
+from typing import Final, TypeVar
 
 import msgspec
 from aiohttp import web
 
 from isochrone.service.config import ConfigError
 from isochrone.wire.engine import EngineConfig
-from nodeagent.engine.doors import Served
-from nodeagent.engine.listening import clear_socket, listen, remove_socket
+from nodeagent.engine.doors import Server
+from nodeagent.engine.listening import clear_socket, listen
 from nodeagent.engine.models.shape import CheckpointError
 
 log = logging.getLogger(__name__)
@@ -24,37 +24,6 @@ _FAILED_S: Final = 1.0
 _STEP_END_S: Final = 10.0
 
 Loaded = TypeVar("Loaded")
-
-
-class Thread(Protocol):
-    """The thread that runs the model."""
-
-    died: bool
-
-    def stop(self, timeout_s: float) -> bool:
-        """End it after its current step; False where that takes longer than allowed."""
-        ...
-
-
-class Server(Served, Protocol):
-    """A model being served, to the end."""
-
-    @property
-    def worker(self) -> Thread:
-        """Its thread."""
-        ...
-
-    def app(self) -> web.Application:
-        """Return its doors."""
-        ...
-
-    def fail_all(self, message: str) -> None:
-        """End every open request with an error."""
-        ...
-
-    def close(self) -> None:
-        """Keep what is to outlive the process. After the last step."""
-        ...
 
 
 async def serve(
@@ -89,6 +58,7 @@ async def serve(
         loop.call_soon_threadsafe(died.set)
 
     server = begin(loaded, on_death)
+    server.worker.start()
     runner = web.AppRunner(
         server.app(), handler_cancellation=True, shutdown_timeout=1.0, access_log=None
     )
@@ -103,7 +73,7 @@ async def serve(
     finally:
         stop.cancel()
         await runner.cleanup()
-        remove_socket(Path(config.socket))
+        Path(config.socket).unlink(missing_ok=True)
     return 1 if server.worker.died else 0
 
 
@@ -136,7 +106,7 @@ def _say_ready(config: EngineConfig, server: Server, startup_s: float) -> None:
         "load_s": counts["load_s"],
         "startup_s": round(startup_s, 3),
         "weights_bytes": counts["weights_bytes"],
-        "kv_blocks": counts.get("kv_blocks_total", 0),
+        "kv_blocks": server.worker.counts().get("kv_blocks_total", 0),
         "context_tokens": server.context_tokens,
     }
     sys.stdout.write(msgspec.json.encode(ready).decode() + "\n")

@@ -1,25 +1,21 @@
 """The step thread: takes submissions and cancellations between steps, hands deltas to the loop.
 
-Rule 1: only this thread touches the engine; the event loop touches only the inbox and `snapshot`.
+Rule 1: only this thread touches the engine; the event loop touches only the inbox and the counts,
+which are replaced whole.
 Rule 2: a cancellation is obeyed before the next step begins.
-Rule 3: an error in a step is fatal: the state of every sequence is in doubt. The thread says so and
-ends; the process then ends too, for whoever supervises it to start another.
 """
 
-import logging
-import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from nodeagent.engine.decide.sequence import BLOCK_TOKENS
-from nodeagent.engine.rates import Snapshot, StepRates
+from nodeagent.engine.rates import StepRates
 from nodeagent.engine.step import Delta, Engine, Generation
-
-log = logging.getLogger(__name__)
+from nodeagent.engine.step_thread import StepThread
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,27 +30,18 @@ class _Arrived:
 Publish = Callable[[list[Delta]], None]
 
 
-class Worker:
+class Worker(StepThread):
     """Owns the engine's thread."""
 
     def __init__(self, engine: Engine, publish: Publish, on_death: Callable[[], None]) -> None:
+        super().__init__(on_death)
         self._engine = engine
         self._publish = publish
-        self._on_death = on_death
         self._inbox: deque[Generation | _Arrived | int] = deque()
         self._awaited: set[int] = set()
         """Generations whose blocks are being read from files."""
-        self._wake = threading.Condition()
-        self._stopping = False
         self._rates = StepRates()
-        self._progress_s = time.monotonic()
-        self.died = False
-        self.snapshot = self._take_snapshot()
-        self._thread = threading.Thread(target=self._run, name="step", daemon=True)
-
-    def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
+        self._counts = self._count()
 
     def submit(self, generation: Generation) -> None:
         """Hand over a generation, once what files hold of its prompt has been read."""
@@ -71,32 +58,14 @@ class Worker:
         self._expect_progress()
         self._send(number)
 
-    def stop(self, timeout_s: float) -> bool:
-        """End the thread after its current step; False where that takes longer than allowed."""
-        with self._wake:
-            self._stopping = True
-            self._wake.notify()
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
-
-    def fail(self) -> None:
-        """Take the engine for dead: what a step needs is gone. Whoever waits for it need not."""
-        self.died = True
-        self._on_death()
-
-    def idle_s(self) -> float:
-        """Seconds since the last step ended, or since there last was nothing to do."""
-        return time.monotonic() - self._progress_s
+    def counts(self) -> Mapping[str, float]:
+        """Return what was so after the last step."""
+        return self._counts
 
     def has_work(self) -> bool:
         """True where a step is due or under way."""
-        snapshot = self.snapshot
-        return bool(self._inbox or self._awaited or snapshot.running or snapshot.waiting)
-
-    def _expect_progress(self) -> None:
-        """Start the stall clock of an idle engine, which has made no progress for long."""
-        if not self.has_work():
-            self._progress_s = time.monotonic()
+        counts = self._counts
+        return bool(self._inbox or self._awaited or counts["running"] or counts["waiting"])
 
     def _read_ahead(self, generation: Generation) -> bool:
         mover = self._engine.mover
@@ -130,31 +99,24 @@ class Worker:
             self._wake.notify()
 
     def _run(self) -> None:
-        try:
-            while self._receive():
-                started_s = time.monotonic()
-                stepped = self._engine.step(started_s)
-                self._progress_s = time.monotonic()
-                step_s = self._progress_s - started_s
-                self._rates.note(stepped, step_s)
-                self._engine.batching.pace.note(
-                    stepped.prefill_tokens, stepped.decode_tokens, step_s
-                )
-                self._engine.timed(stepped, step_s)
-                self.snapshot = self._take_snapshot()
-                if stepped.deltas:
-                    self._publish(stepped.deltas)
-        # The thread's own edge: whatever a step raises ends here, is told, and ends the process.
-        except Exception:
-            log.exception("the step thread died")
-            self.fail()
+        while self._receive():
+            started_s = time.monotonic()
+            stepped = self._engine.step(started_s)
+            self._progress_s = time.monotonic()
+            step_s = self._progress_s - started_s
+            self._rates.note(stepped, step_s)
+            self._engine.batching.pace.note(stepped.prefill_tokens, stepped.decode_tokens, step_s)
+            self._engine.timed(stepped, step_s)
+            self._counts = self._count()
+            if stepped.deltas:
+                self._publish(stepped.deltas)
 
     def _receive(self) -> bool:
         """Obey the inbox; wait while there is nothing to do. False where it is time to stop."""
         while True:
             with self._wake:
                 while not (self._stopping or self._inbox or self._engine.busy):
-                    self.snapshot = self._take_snapshot()
+                    self._counts = self._count()
                     self._wake.wait()
                 if self._stopping:
                     return False
@@ -176,33 +138,34 @@ class Worker:
         else:
             self._engine.cancel(message)
 
-    def _take_snapshot(self) -> Snapshot:
-        batching = self._engine.batching
-        waiting_tokens = sum(sequence.pending for sequence in batching.waiting)
-        speculation = self._engine.speculation
-        pending = [sequence.pending for sequence in batching.running if not sequence.decoding]
-        return Snapshot(
-            running=len(batching.running),
-            waiting=len(batching.waiting),
-            prefill_tokens_in_flight=waiting_tokens + sum(pending),
-            decode_tokens_in_flight=sum(
-                sequence.remaining * (1 + len(sequence.followers))
-                for sequence in (*batching.running, *batching.waiting)
+    def _count(self) -> dict[str, float]:
+        engine, rates = self._engine, self._rates
+        batching, speculation = engine.batching, engine.speculation
+        everyone = (*batching.running, *batching.waiting)
+        return {
+            "running": len(batching.running),
+            "waiting": len(batching.waiting),
+            "prefill_tokens_in_flight": sum(
+                sequence.pending for sequence in everyone if not sequence.decoding
             ),
-            kv_blocks_used=batching.blocks.held,
-            kv_blocks_total=batching.blocks.total,
-            preemptions_total=batching.preemptions,
-            preempted_kept_tokens_total=batching.kept_tokens,
-            preempted_lost_tokens_total=batching.lost_tokens,
-            steps_total=self._rates.steps,
-            prefill_tokens_per_s=self._rates.prefill.per_s,
-            decode_tokens_per_s=self._rates.decode.per_s,
-            tokens_out_total=self._engine.output_tokens_total,
-            prompt_tokens_total=self._engine.prompt_tokens_total,
-            prefix_hit_tokens_total=self._engine.prefix_hit_tokens_total,
-            drafted_tokens_total=speculation.drafted_tokens_total if speculation else 0,
-            accepted_tokens_total=speculation.accepted_tokens_total if speculation else 0,
-            draft_acceptance=speculation.recent_acceptance if speculation else 0.0,
-            step_seconds_total=self._rates.seconds,
-            step_rows_total=self._rates.rows,
-        )
+            # What may still be generated: every sequence up to its max_tokens.
+            "decode_tokens_in_flight": sum(
+                sequence.remaining * (1 + len(sequence.followers)) for sequence in everyone
+            ),
+            "kv_blocks_used": batching.blocks.held,
+            "kv_blocks_total": batching.blocks.total,
+            "preemptions_total": batching.preemptions,
+            "preempted_kept_tokens_total": batching.kept_tokens,
+            "preempted_lost_tokens_total": batching.lost_tokens,
+            "steps_total": rates.steps,
+            "step_seconds_total": rates.seconds,
+            "step_rows_total": rates.rows,
+            "prefill_tokens_per_s": rates.prefill.per_s,
+            "decode_tokens_per_s": rates.decode.per_s,
+            "tokens_out_total": engine.output_tokens_total,
+            "prompt_tokens_total": engine.prompt_tokens_total,
+            "prefix_hit_tokens_total": engine.prefix_hit_tokens_total,
+            "drafted_tokens_total": speculation.drafted_tokens_total if speculation else 0,
+            "accepted_tokens_total": speculation.accepted_tokens_total if speculation else 0,
+            "draft_acceptance": speculation.recent_acceptance if speculation else 0.0,
+        }

@@ -24,7 +24,6 @@ from isochrone.wire.assignment import ReplicaSpec
 from isochrone.wire.engine import EngineStats
 from nodeagent.drivers import DRIVERS
 from nodeagent.drivers.driver import Command, Launch, UnknownOption, with_salt
-from nodeagent.host import cgroups
 from nodeagent.host.processes import (
     Child,
     boot_id,
@@ -156,7 +155,6 @@ class Engine:
                 await self.exited.wait()
         await self.release()
         await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
-        cgroups.dissolve(self.started.spec.replica_id)
 
     async def release(self) -> None:
         """Let go of the process without ending it."""
@@ -229,7 +227,6 @@ class Engines:
             signal_group(started.pid, started.started, signal.SIGKILL)
             await asyncio.to_thread(child.wait)
             raise
-        _confine(started)
         return Engine(started, folder, child)
 
     def _run(self, command: Command, log: Path) -> Child:
@@ -269,19 +266,11 @@ class Engines:
 
     def adopt(self, started: Started) -> Engine:
         """Take up a running engine of an earlier life."""
-        _confine(started)
         return Engine(started, self._folder / started.spec.replica_id, None)
 
 
 def _note(folder: Path, started: Started) -> None:
     write_atomic(folder / "process.json", msgspec.json.encode(started))
-
-
-def _confine(started: Started) -> None:
-    # CPU replicas share the machine's memory; a GPU engine's host memory is not what is seated.
-    spec = started.spec
-    if spec.device_ids == ("cpu",):
-        cgroups.confine(spec.replica_id, started.pid, 2 * spec.memory_bytes)
 
 
 def _free_port() -> int:

@@ -21,17 +21,17 @@ class Link:
     """A bound on bytes per second, and the rate seen; 0 where nothing large has come yet."""
 
     def __init__(
-        self, bandwidth: Bandwidth, clock: Callable[[], float], within: "Link | None" = None
+        self, bytes_per_s: float, clock: Callable[[], float], within: "Link | None" = None
     ) -> None:
-        """With `within`, a part of another link."""
+        """Go so fast at most, 0 for no bound; with `within`, as a part of another link."""
         self.seen_bytes_per_s = 0.0
-        self._bandwidth = bandwidth
+        self._bandwidth = Bandwidth(bytes_per_s)
         self.clock = clock
         self._within = within
 
     def slower(self, bytes_per_s: float) -> "Link":
         """Return a part of this link that goes so fast at most; 0 is no bound of its own."""
-        return Link(Bandwidth(bytes_per_s), self.clock, self) if bytes_per_s > 0 else self
+        return Link(bytes_per_s, self.clock, self) if bytes_per_s > 0 else self
 
     async def keep_pace(self, size_bytes: int) -> float:
         """Wait until as many bytes more may come; return how long that was."""

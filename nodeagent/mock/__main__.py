@@ -1,6 +1,5 @@
 """`python -m nodeagent.mock --config FILE.json`: the mock engine as a process."""
 
-import logging
 import sys
 from pathlib import Path
 
@@ -11,8 +10,6 @@ from isochrone.service.logs import setup_logs
 from isochrone.wire.engine import EngineConfig
 from nodeagent.mock.engine import MockEngine
 from nodeagent.mock.server import Server
-
-log = logging.getLogger(__name__)
 
 
 def main() -> None:
@@ -25,9 +22,7 @@ def main() -> None:
         raise SystemExit(1)
 
     async def serve() -> None:
-        engine = MockEngine(config)
-        server = Server(engine, config)
-        await server.serve()
+        await Server(MockEngine(config), config).serve()
 
     uvloop.run(serve())
 

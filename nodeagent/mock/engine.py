@@ -1,11 +1,8 @@
-"""Numbered tokens ("t0 t1 t2 ...") at a set pace, with faults on request.
-
-The token after a text that ends in "t41" is t42 where the last message is the assistant's, or the
-text a prompt: a continued answer then shows whether a token was lost or repeated. Prompt tokens are
-words.
+"""Numbered tokens ("t0 t1 t2 ...") at a set pace, with faults on request. A prompt's are its words.
 
 Options (`EngineConfig.options`): ttft_ms, itl_ms, kv_tokens, sequences, fail_load, crash_at_token,
-hang_at_token, zombie, memory_full. The same faults may come with a request, in its field `mock`.
+hang_at_token, garbage_at_token, error_status, zombie, memory_full. The same faults may come with a
+request, in its field `mock`.
 """
 
 import asyncio
@@ -13,16 +10,33 @@ import os
 import signal
 import time
 from collections import OrderedDict
-from collections.abc import AsyncGenerator
-from typing import Final
+from collections.abc import AsyncGenerator, Sequence
+from typing import Final, NamedTuple
 
-from isochrone.wire.engine import EngineConfig, EngineHealth, EngineStats
+from isochrone.wire.engine import EngineConfig, EngineStats
 from isochrone.wire.errors import ApiError, ErrorCode
-from nodeagent.mock.openai import MAX_TOKENS_DEFAULT, GenerateRequest, Piece, Usage
 
 BLOCK_WORDS: Final = 16
 CACHED_PREFIXES_MAX: Final = 10_000
 GARBAGE: Final = "\ufffd\x00\ufffd"
+
+
+class Asked(NamedTuple):
+    """What the engine is asked for: so many tokens from `first` on, after these words."""
+
+    words: Sequence[str]
+    first: int
+    max_tokens: int
+    salt: str
+    faults: dict[str, float]
+
+
+class Piece(NamedTuple):
+    """One token of an answer, how many of its prompt were cached, and whether it is the last."""
+
+    text: str
+    cached: int
+    is_last: bool
 
 
 class MockEngine:
@@ -30,35 +44,30 @@ class MockEngine:
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
-        options = config.options
-        self._ttft_s = float(options.get("ttft_ms", "0")) / 1000
-        self._itl_s = float(options.get("itl_ms", "0")) / 1000
-        self._kv_tokens = int(options.get("kv_tokens", "100000"))
-        self._slots = asyncio.Semaphore(int(options.get("sequences", "64")))
+        self._options = config.options
+        self._kv_tokens = int(self._options.get("kv_tokens", "100000"))
+        self._slots = asyncio.Semaphore(int(self._options.get("sequences", "64")))
         self._prefixes: OrderedDict[int, None] = OrderedDict()
         self._running = 0
         self._waiting = 0
         self._kv_used = 0
-        self._tokens_out = 0
         self._prompt_total = 0
         self._cached_total = 0
-        self._last_token_at = time.monotonic()
+        self.tokens_out = 0
+        self.last_token_at = time.monotonic()
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Piece, None]:
+    async def generate(self, asked: Asked) -> AsyncGenerator[Piece, None]:
         """Yield numbered tokens."""
-        words = _words(request)
-        wanted = request.max_tokens or MAX_TOKENS_DEFAULT
-        needed = len(words) + wanted
+        needed = len(asked.words) + asked.max_tokens
         if needed > self._config.context_tokens_max:
             raise ApiError(
                 ErrorCode.CONTEXT_LENGTH_EXCEEDED,
-                f"cannot serve: {len(words)} prompt tokens and {wanted} more are over the context "
-                f"of {self._config.context_tokens_max}",
+                f"cannot serve: {len(asked.words)} prompt tokens and {asked.max_tokens} more are "
+                f"over the context of {self._config.context_tokens_max}",
             )
         if self._kv_used + needed > self._kv_tokens or self._waiting >= self._config.waiting_max:
             raise ApiError(ErrorCode.OUT_OF_CAPACITY, "cannot serve: full", retry_after_s=1)
-        status = int(self._fault(request, "error_status"))
-        if status:
+        if self._fault(asked, "error_status"):
             raise ApiError(ErrorCode.INTERNAL, "cannot serve: told to fail")
         self._waiting += 1
         try:
@@ -68,22 +77,12 @@ class MockEngine:
         self._kv_used += needed
         self._running += 1
         try:
-            async for piece in self._tokens(request, words, wanted):
+            async for piece in self._tokens(asked):
                 yield piece
         finally:
             self._running -= 1
             self._kv_used -= needed
             self._slots.release()
-
-    def health(self) -> EngineHealth:
-        """Say that all is well; a zombie says so too."""
-        return EngineHealth(
-            status="ok",
-            model=self._config.served_name,
-            steps=self._tokens_out,
-            tokens_out=self._tokens_out,
-            last_step_age_s=time.monotonic() - self._last_token_at,
-        )
 
     def stats(self) -> EngineStats:
         """Say how busy it is."""
@@ -93,64 +92,42 @@ class MockEngine:
             kv_blocks_used=-(-self._kv_used // BLOCK_WORDS),
             kv_blocks_total=self._kv_tokens // BLOCK_WORDS,
             prefill_tokens_per_s=10_000.0,
-            decode_tokens_per_s=1000.0 / max(1.0, self._itl_s * 1000),
-            tokens_out_total=self._tokens_out,
+            decode_tokens_per_s=1000.0 / max(1.0, float(self._options.get("itl_ms", "0"))),
+            tokens_out_total=self.tokens_out,
             prompt_tokens_total=self._prompt_total,
             prefix_hit_tokens_total=self._cached_total,
-            steps_total=self._tokens_out,
-            memory_full="memory_full" in self._config.options,
+            steps_total=self.tokens_out,
+            memory_full="memory_full" in self._options,
         )
 
-    async def _tokens(
-        self, request: GenerateRequest, words: list[str], wanted: int
-    ) -> AsyncGenerator[Piece, None]:
-        cached = self._cached(request.salt, words)
-        self._prompt_total += len(words)
+    async def _tokens(self, asked: Asked) -> AsyncGenerator[Piece, None]:
+        cached = self._cached(asked)
+        self._prompt_total += len(asked.words)
         self._cached_total += cached
-        await asyncio.sleep(self._fault(request, "ttft_ms") / 1000 or self._ttft_s)
-        first = _next_number(request)
-        itl_s = self._fault(request, "itl_ms") / 1000 or self._itl_s
-        for index in range(wanted):
-            if index:
-                await asyncio.sleep(itl_s)
-            number = first + index
-            await self._misbehave(request, number)
-            self._tokens_out += 1
-            self._last_token_at = time.monotonic()
-            text = f"t{number} "
-            if self._has_fault(request, "garbage_at_token", number):
-                text = GARBAGE
-            is_last = index == wanted - 1
-            yield Piece(
-                text=text,
-                finish_reason="length" if is_last else None,
-                usage=Usage(
-                    prompt_tokens=len(words), completion_tokens=index + 1, cached_tokens=cached
-                ),
-            )
+        await asyncio.sleep(self._fault(asked, "ttft_ms") / 1000)
+        end = asked.first + asked.max_tokens
+        for number in range(asked.first, end):
+            if number > asked.first:
+                await asyncio.sleep(self._fault(asked, "itl_ms") / 1000)
+            if self._fault(asked, "crash_at_token", -1) == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if self._fault(asked, "hang_at_token", -1) == number or "zombie" in self._options:
+                await asyncio.Event().wait()
+            self.tokens_out += 1
+            self.last_token_at = time.monotonic()
+            is_garbage = self._fault(asked, "garbage_at_token", -1) == number
+            yield Piece(GARBAGE if is_garbage else f"t{number} ", cached, number == end - 1)
 
-    async def _misbehave(self, request: GenerateRequest, number: int) -> None:
-        if self._has_fault(request, "crash_at_token", number):
-            os.kill(os.getpid(), signal.SIGKILL)
-        hangs = self._has_fault(request, "hang_at_token", number)
-        if hangs or "zombie" in self._config.options:
-            await asyncio.Event().wait()
+    def _fault(self, asked: Asked, name: str, none: float = 0.0) -> float:
+        return float(asked.faults.get(name, self._options.get(name, none)))
 
-    def _fault(self, request: GenerateRequest, name: str) -> float:
-        return float(request.mock.get(name, self._config.options.get(name, 0.0)))
-
-    def _has_fault(self, request: GenerateRequest, name: str, number: int) -> bool:
-        if name in request.mock:
-            return request.mock[name] == number
-        return self._config.options.get(name) == str(number)
-
-    def _cached(self, salt: bytes, words: list[str]) -> int:
-        """Return the words whose blocks were seen before under `salt`, and remember them all."""
+    def _cached(self, asked: Asked) -> int:
+        """Return the words whose blocks were seen with this salt before, and remember them all."""
         cached = 0
-        chain = hash(salt)
+        chain = hash(asked.salt)
         hit = True
-        for start in range(0, len(words) - len(words) % BLOCK_WORDS, BLOCK_WORDS):
-            chain = hash((chain, *words[start : start + BLOCK_WORDS]))
+        for start in range(0, len(asked.words) - len(asked.words) % BLOCK_WORDS, BLOCK_WORDS):
+            chain = hash((chain, *asked.words[start : start + BLOCK_WORDS]))
             hit = hit and chain in self._prefixes
             cached += BLOCK_WORDS if hit else 0
             self._prefixes[chain] = None
@@ -158,23 +135,3 @@ class MockEngine:
         while len(self._prefixes) > CACHED_PREFIXES_MAX:
             self._prefixes.popitem(last=False)
         return cached
-
-
-def _words(request: GenerateRequest) -> list[str]:
-    if request.messages:
-        return [word for role, text in request.messages for word in (role, *text.split())]
-    if isinstance(request.prompt, tuple):
-        return [str(token) for token in request.prompt]
-    return request.prompt.split() or [""]
-
-
-def _next_number(request: GenerateRequest) -> int:
-    if request.messages and request.messages[-1][0] != "assistant":
-        return 0
-    text = request.messages[-1][1] if request.messages else request.prompt
-    if not isinstance(text, str):
-        return 0
-    last = text.split()
-    if not last or not last[-1].startswith("t") or not last[-1][1:].isdigit():
-        return 0
-    return int(last[-1][1:]) + 1

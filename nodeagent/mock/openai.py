@@ -5,9 +5,11 @@ from typing import Annotated, Any, Final
 import msgspec
 
 from isochrone.wire.errors import ApiError, ErrorCode
+from nodeagent.mock.engine import Asked
 
-DONE: Final = b"data: [DONE]\n\n"
 MAX_TOKENS_DEFAULT: Final = 256
+
+Count = Annotated[int, msgspec.Meta(ge=1, le=2**31)]
 
 
 class TextPart(msgspec.Struct, frozen=True):
@@ -20,199 +22,129 @@ class TextPart(msgspec.Struct, frozen=True):
 class Message(msgspec.Struct, frozen=True):
     """One message of a conversation."""
 
-    role: Annotated[str, msgspec.Meta(min_length=1, max_length=32)]
+    role: str
     content: str | tuple[TextPart, ...] | None = None
 
-    @property
-    def text(self) -> str:
-        """Return the content as text, or raise ApiError where it is not text."""
-        if self.content is None:
-            return ""
-        if isinstance(self.content, str):
-            return self.content
-        if any(part.type != "text" for part in self.content):
-            raise _invalid("messages", "only text content is understood by this model")
-        return "".join(part.text for part in self.content)
 
+class Body(msgspec.Struct, frozen=True):
+    """`POST /v1/chat/completions` with messages, or `POST /v1/completions` with a prompt."""
 
-class StreamOptions(msgspec.Struct, frozen=True):
-    """What a stream says beside its tokens."""
-
-    include_usage: bool = False
-
-
-class _Asked(msgspec.Struct, frozen=True, kw_only=True):
+    messages: Annotated[tuple[Message, ...], msgspec.Meta(min_length=1)] | None = None
+    prompt: str | tuple[str | int, ...] | None = None
     model: str = ""
-    max_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31)] | None = None
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
     n: int | None = None
     stream: bool = False
-    stream_options: StreamOptions | None = None
+    stream_options: dict[str, Any] | None = None
     mock: dict[str, float] | None = None
 
 
-class ChatBody(_Asked, frozen=True, kw_only=True):
-    """`POST /v1/chat/completions`."""
-
-    messages: Annotated[tuple[Message, ...], msgspec.Meta(min_length=1, max_length=10_000)]
-    max_completion_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31)] | None = None
+_decoder = msgspec.json.Decoder(Body)
 
 
-class CompletionBody(_Asked, frozen=True, kw_only=True):
-    """`POST /v1/completions`."""
-
-    prompt: str | tuple[str | int, ...]
-
-
-class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What the engine is asked for, whichever body it came in."""
-
-    request_id: str
-    messages: tuple[tuple[str, str], ...] = ()
-    prompt: str | tuple[int, ...] = ""
-    max_tokens: int | None = None
-    salt: bytes = b""
-    mock: dict[str, float] = {}
+def read(data: bytes) -> Body:
+    """Decode a body, or raise ApiError saying what is wrong with it."""
+    try:
+        body = _decoder.decode(data)
+    except (msgspec.DecodeError, RecursionError, ValueError) as error:
+        raise _refused(str(error)) from error
+    if body.n not in (None, 1):
+        raise _refused("one answer a request: n must be 1", "n")
+    return body
 
 
-class Usage(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request used, in tokens."""
+def asked_of(body: Body, *, is_chat: bool, salt: str) -> Asked:
+    """Return what a body asks for.
 
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int
-
-    def as_json(self) -> dict[str, Any]:
-        """Return OpenAI's form."""
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-        }
-
-
-class Piece(msgspec.Struct, frozen=True, kw_only=True):
-    """A part of an answer: some text, and at the end why it ended and what it used."""
-
-    text: str = ""
-    finish_reason: str | None = None
-    usage: Usage | None = None
-
-
-_chat = msgspec.json.Decoder(ChatBody)
-_completion = msgspec.json.Decoder(CompletionBody)
-
-
-def decode_chat(body: bytes, request_id: str, salt: bytes) -> tuple[ChatBody, GenerateRequest]:
-    """Decode a chat body, or raise ApiError saying what is wrong with it."""
-    asked = _decode(body, _chat)
-    _refuse_unsupported(asked)
-    request = GenerateRequest(
-        request_id=request_id,
-        messages=tuple((message.role, message.text) for message in asked.messages),
-        max_tokens=asked.max_completion_tokens or asked.max_tokens,
-        salt=salt,
-        mock=asked.mock or {},
-    )
-    return asked, request
-
-
-def decode_completion(
-    body: bytes, request_id: str, salt: bytes
-) -> tuple[CompletionBody, GenerateRequest]:
-    """Decode a completion body, or raise ApiError saying what is wrong with it."""
-    asked = _decode(body, _completion)
-    _refuse_unsupported(asked)
-    request = GenerateRequest(
-        request_id=request_id,
-        prompt=_prompt(asked.prompt),
-        max_tokens=asked.max_tokens or 16,
-        salt=salt,
-        mock=asked.mock or {},
-    )
-    return asked, request
+    The token after a text that ends in "t41" is t42 where the last message is the assistant's, or
+    the text a prompt: a continued answer then shows whether a token was lost or repeated.
+    """
+    if is_chat:
+        told = [(message.role, _text(message)) for message in body.messages or ()]
+        words = [word for role, text in told for word in (role, *text.split())]
+        goes_on = told[-1][1] if told and told[-1][0] == "assistant" else ""
+        tokens = body.max_completion_tokens or body.max_tokens or MAX_TOKENS_DEFAULT
+    else:
+        goes_on, words = _prompt(body.prompt)
+        tokens = body.max_tokens or 16
+    if not words:
+        raise _refused("nothing is asked", "messages" if is_chat else "prompt")
+    last = goes_on.split()[-1:]
+    number = last[0].removeprefix("t") if last and last[0].startswith("t") else ""
+    first = int(number) + 1 if number.isdigit() else 0
+    return Asked(words, first, tokens, salt, body.mock or {})
 
 
 class Encoder:
     """Encodes the answer to one request as chunks, or as one object."""
 
-    def __init__(self, *, is_chat: bool, answer_id: str, model: str, created: int) -> None:
+    def __init__(self, *, is_chat: bool, request_id: str, model: str, created: int) -> None:
         self._is_chat = is_chat
-        kind = "chat.completion" if is_chat else "text_completion"
+        self._kind = "chat.completion" if is_chat else "text_completion"
+        answer_id = f"{'chatcmpl' if is_chat else 'cmpl'}-{request_id}"
         self._head = {"id": answer_id, "created": created, "model": model}
-        self._kind = kind
 
     def first(self) -> bytes:
         """Return the frame that names the role; completions have none."""
-        if not self._is_chat:
-            return b""
-        return self._frame([self._choice({"role": "assistant", "content": ""}, None)])
+        return (
+            self._frame({"delta": {"role": "assistant", "content": ""}}) if self._is_chat else b""
+        )
 
-    def piece(self, piece: Piece) -> bytes:
+    def piece(self, text: str, *, is_last: bool) -> bytes:
         """Return the frame of one piece of text."""
-        if self._is_chat:
-            delta: Any = {"content": piece.text} if piece.text or not piece.finish_reason else {}
-        else:
-            delta = piece.text
-        return self._frame([self._choice(delta, piece.finish_reason)])
+        said: dict[str, Any] = {"delta": {"content": text}} if self._is_chat else {"text": text}
+        return self._frame(said, "length" if is_last else None)
 
-    def usage(self, usage: Usage) -> bytes:
+    def usage(self, usage: dict[str, Any]) -> bytes:
         """Return the frame that tells what was used."""
-        return self._frame([], usage)
+        return self._event({"choices": [], "usage": usage})
 
-    def whole(self, text: str, finish_reason: str, usage: Usage) -> bytes:
+    def whole(self, text: str, usage: dict[str, Any]) -> bytes:
         """Return the answer as one object."""
+        said: dict[str, Any] = {"text": text}
         if self._is_chat:
-            choice: dict[str, Any] = {
-                "index": 0,
-                "message": {"role": "assistant", "content": text},
-                "finish_reason": finish_reason,
-            }
-        else:
-            choice = {
-                "index": 0,
-                "text": text,
-                "finish_reason": finish_reason,
-            }
-        body = {"object": self._kind, "choices": [choice], "usage": usage.as_json()}
+            said = {"message": {"role": "assistant", "content": text}}
+        choice = {"index": 0, "finish_reason": "length", **said}
+        body = {"object": self._kind, "choices": [choice], "usage": usage}
         return msgspec.json.encode({**self._head, **body})
 
-    def _choice(self, delta: Any, finish_reason: str | None) -> dict[str, Any]:
-        choice: dict[str, Any] = {"index": 0, "finish_reason": finish_reason}
-        choice["delta" if self._is_chat else "text"] = delta
-        return choice
+    def _frame(self, said: dict[str, Any], finish_reason: str | None = None) -> bytes:
+        return self._event({"choices": [{"index": 0, "finish_reason": finish_reason, **said}]})
 
-    def _frame(self, choices: list[dict[str, Any]], usage: Usage | None = None) -> bytes:
+    def _event(self, body: dict[str, Any]) -> bytes:
         kind = f"{self._kind}.chunk" if self._is_chat else self._kind
-        body: dict[str, Any] = {**self._head, "object": kind, "choices": choices}
-        if usage is not None:
-            body["usage"] = usage.as_json()
-        return b"data: " + msgspec.json.encode(body) + b"\n\n"
+        return b"data: " + msgspec.json.encode({**self._head, "object": kind, **body}) + b"\n\n"
 
 
-def _decode(body: bytes, reader: "msgspec.json.Decoder[Any]") -> Any:
-    try:
-        return reader.decode(body)
-    except (msgspec.DecodeError, RecursionError, ValueError) as error:
-        what = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise ApiError(ErrorCode.INVALID_REQUEST, f"cannot read the request: {what}") from error
+def used(prompt: int, completion: int, cached: int) -> dict[str, Any]:
+    """Return OpenAI's form of what a request used, in tokens."""
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
 
 
-def _refuse_unsupported(asked: _Asked) -> None:
-    if asked.n not in (None, 1):
-        raise _invalid("n", "one answer a request: n must be 1")
+def _text(message: Message) -> str:
+    if message.content is None or isinstance(message.content, str):
+        return message.content or ""
+    if any(part.type != "text" for part in message.content):
+        raise _refused("only text content is understood by this model", "messages")
+    return "".join(part.text for part in message.content)
 
 
-def _prompt(prompt: str | tuple[str | int, ...]) -> str | tuple[int, ...]:
+def _prompt(prompt: str | tuple[str | int, ...] | None) -> tuple[str, list[str]]:
+    """Return the text that may be gone on from, and the words."""
+    if isinstance(prompt, tuple) and len(prompt) == 1 and isinstance(prompt[0], str):
+        prompt = prompt[0]
     if isinstance(prompt, str):
-        return prompt
-    if len(prompt) == 1 and isinstance(prompt[0], str):
-        return prompt[0]
-    tokens = tuple(token for token in prompt if isinstance(token, int))
-    if not tokens or len(tokens) != len(prompt):
-        raise _invalid("prompt", "give one text, or one list of token ids")
-    return tokens
+        return prompt, prompt.split() or [""]
+    if not prompt or any(isinstance(token, str) for token in prompt):
+        raise _refused("give one text, or one list of token ids", "prompt")
+    return "", [str(token) for token in prompt]
 
 
-def _invalid(param: str, what: str) -> ApiError:
+def _refused(what: str, param: str | None = None) -> ApiError:
     return ApiError(ErrorCode.INVALID_REQUEST, f"cannot serve the request: {what}", param=param)

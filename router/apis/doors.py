@@ -4,14 +4,16 @@ Hot is what engines answer. Three surfaces offer it: OpenAI's as it is, and Resp
 translated, which is all that they have of their own.
 """
 
+import math
 import re
 from collections.abc import Awaitable
 from typing import Final
 
+import msgspec
+
 from isochrone.wire import headers
-from isochrone.wire.errors import ApiError, ErrorCode, openai_error_event
+from isochrone.wire.errors import ApiError, ErrorCode, openai_error, openai_error_event
 from isochrone.wire.routes import KeyEntry
-from router.apis.openai.encode import error_reply
 from router.apis.openai.hot import READERS, OpenAiSurface
 from router.apis.request_ids import RequestIds
 from router.apis.responses.hot import PATH as RESPONSES
@@ -19,9 +21,9 @@ from router.apis.responses.hot import asked_by_response
 from router.apis.within import ask_cold
 from router.apis.workers_ai.hot import asked_by_run, model_of
 from router.apis.workers_ai.translate import error_envelope
-from router.asked import Asked, Client
-from router.dataplane.http1 import Fields
-from router.dataplane.message import Reply, Request
+from router.asked import Asked
+from router.dataplane.http1 import Fields, lines_of
+from router.dataplane.message import Client, Reply, Request
 from router.dataplane.server import ClientConnection
 from router.dataplane.upstream import Upstream
 from router.metrics import Metrics
@@ -59,12 +61,16 @@ class Doors:
     def encode_error(self, error: ApiError, path: str, request_id: str) -> Reply:
         """Count an error and write it in the shape of its surface, with the id of who has one."""
         self._metrics.errors.labels(error.code.value).inc()
-        reply = error_reply(error)
-        if model_of(path) is not None:
-            reply.body = error_envelope(error.message, error.meaning.number)
+        lines = lines_of(error.headers)
+        if error.retry_after_s is not None:
+            lines += f"retry-after: {max(1, math.ceil(error.retry_after_s))}\r\n"
         if request_id:
-            reply.lines += f"{headers.REQUEST_ID}: {request_id}\r\n"
-        return reply
+            lines += f"{headers.REQUEST_ID}: {request_id}\r\n"
+        if model_of(path) is None:
+            body = msgspec.json.encode(openai_error(error))
+        else:
+            body = error_envelope(error.message, error.meaning.number)
+        return Reply(error.meaning.status, body, lines)
 
     def answer(self, request: Request, client: ClientConnection) -> Awaitable[None]:
         """Return the answering of one request, to be awaited."""

@@ -2,9 +2,8 @@
 
 from collections.abc import Callable
 
-from router.asked import Client
 from router.dataplane import sse
-from router.dataplane.message import Reply
+from router.dataplane.message import Client, Reply
 
 Translate = Callable[[bytes], bytes]
 

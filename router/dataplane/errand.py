@@ -17,8 +17,6 @@ from typing import Any, Final
 class _Now:
     """Which errand runs at this moment."""
 
-    __slots__ = ("errand",)
-
     def __init__(self) -> None:
         self.errand: Errand | None = None
 

@@ -21,6 +21,7 @@ from router.dataplane import sse
 from router.dataplane.deadlines import NEVER
 from router.dataplane.errand import Signal
 from router.dataplane.http1 import EVENT_STREAM, Fields
+from router.dataplane.message import Client
 from router.dataplane.usage import UsageCount
 
 HELD_BYTES_MAX: Final = 256 * 1024
@@ -71,13 +72,6 @@ _REFUSED: Final = headers.REFUSED.encode()
 _PASSED: Final = headers.PASSED.encode()
 
 
-class Writer(Protocol):
-    """Where a stream goes."""
-
-    def send(self, data: bytes) -> None:
-        """Send bytes."""
-
-
 class Connection(Protocol):
     """What an exchange needs of the connection it is on."""
 
@@ -110,9 +104,9 @@ class Exchange:
     """One attempt. Await `opened`, take the `answer`, let a stream `flow`; `leave` in any case."""
 
     __slots__ = (
-        "_address", "_bytes_max", "_connection", "_dialling", "_ended", "_failure", "_held",
-        "_held_bytes", "_is_open", "_is_rest", "_node_id", "_pool", "_writer", "body",
-        "due_s", "frames", "head", "is_over", "is_paused", "is_stream", "is_unwanted", "opened",
+        "_address", "_bytes_max", "_client", "_connection", "_dialling", "_ended", "_failure",
+        "_held", "_held_bytes", "_is_open", "_is_rest", "_node_id", "_pool", "body", "due_s",
+        "frames", "head", "is_over", "is_paused", "is_stream", "is_unwanted", "opened",
         "patience_s", "request", "usage",
     )  # fmt: skip
 
@@ -148,7 +142,7 @@ class Exchange:
         self.opened = Signal()
         """Given when there is something to `answer`."""
         self._ended: Signal | None = None
-        self._writer: Writer | None = None
+        self._client: Client | None = None
         self._held: list[bytes] = []
         self._held_bytes = 0
         self._connection: Connection | None = None
@@ -163,15 +157,15 @@ class Exchange:
         assert self.head is not None
         return self.head
 
-    async def flow(self, writer: Writer) -> None:
-        """Let the stream flow to `writer` until `[DONE]` or an error event; AttemptFailed else."""
+    async def flow(self, client: Client) -> None:
+        """Let the stream flow to `client` until `[DONE]` or an error event; AttemptFailed else."""
         frames = self.frames
         assert frames is not None
-        self._writer = writer
+        self._client = client
         first = b"".join(self._held)
         self._held.clear()
         if first:
-            writer.send(first)
+            client.send(first)
         if not frames.is_over and self._failure is None:
             self._ended = Signal()
             await self._ended
@@ -253,9 +247,9 @@ class Exchange:
             shown = frames.feed(data)
         except sse.BrokenStream as error:
             raise AttemptFailed(Failure.BROKEN, f"{self._node_id} sent {error}") from error
-        if self._writer is not None:
+        if self._client is not None:
             if shown:
-                self._writer.send(shown)
+                self._client.send(shown)
             return
         # Nothing goes out until there is a token in it.
         if frames.has_failed:

@@ -1,4 +1,6 @@
-"""What passes between the wire and the doors: a whole request, a whole answer."""
+"""What passes between the wire and the doors: whole requests and answers, and streams."""
+
+from typing import Protocol
 
 from isochrone.wire.routes import KeyEntry
 from router.dataplane.http1 import Fields
@@ -33,8 +35,6 @@ class Request:
 class Reply:
     """One whole answer. `lines` are its headers, each as it goes over the wire."""
 
-    __slots__ = ("body", "content_type", "lines", "status")
-
     def __init__(
         self, status: int, body: bytes, lines: str = "", content_type: str = "application/json"
     ) -> None:
@@ -42,3 +42,35 @@ class Reply:
         self.body = body
         self.lines = lines
         self.content_type = content_type
+
+
+class Source(Protocol):
+    """Whence a stream flows: it stops while the client reads slower."""
+
+    def pause(self) -> None:
+        """Read no more for now."""
+
+    def resume(self) -> None:
+        """Read on."""
+
+
+class Client(Protocol):
+    """The caller's end, whichever public surface it came by."""
+
+    def begin(self, status: int, content_type: str, lines: str) -> None:
+        """Send the head of a stream; `lines` are headers as they go over the wire."""
+
+    def send(self, data: bytes) -> None:
+        """Send a part of it."""
+
+    def end(self) -> None:
+        """End it well."""
+
+    def reply(self, reply: Reply) -> None:
+        """Send a whole answer."""
+
+    def reads_from(self, source: Source | None) -> None:
+        """Tie a stream's source, which flows no faster than the client reads."""
+
+    async def drained(self) -> None:
+        """Return when the client has read what was sent."""

@@ -7,19 +7,20 @@ Rule 3: a client that is gone cancels its request; one that does not read stops 
 
 import asyncio
 import logging
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from email.utils import formatdate
 from math import inf
-from typing import Final, Protocol, cast
+from typing import Final, cast
 
+from isochrone.service.handshakes import Census, address_of
 from isochrone.wire.errors import ApiError, ErrorCode
 from router.config import RouterConfig
 from router.dataplane import http1
 from router.dataplane.deadlines import NEVER, Deadlines
 from router.dataplane.errand import Errand, Signal
-from router.dataplane.message import Reply, Request
+from router.dataplane.message import Reply, Request, Source
 from router.dataplane.requests import Gate, RequestReader
 
 log = logging.getLogger(__name__)
@@ -32,16 +33,6 @@ KEEPALIVE_S: Final = 75.0
 LINGER_S: Final = 1.0
 CUT_TIMEOUT_S: Final = 5.0
 """For a loop to say of connections that were cut that they are lost."""
-
-
-class Source(Protocol):
-    """Whence an answer flows: it stops while the client reads slower."""
-
-    def pause(self) -> None:
-        """Read no more for now."""
-
-    def resume(self) -> None:
-        """Read on."""
 
 
 Handler = Callable[[Request, "ClientConnection"], Awaitable[None]]
@@ -72,7 +63,7 @@ class Server:
         self.clock = clock
         self.is_draining = False
         self.connections: set[ClientConnection] = set()
-        self.by_address: Counter[str] = Counter()
+        self._census = Census(config.connections_max, config.connections_per_address_max)
         self._unix_clock = unix_clock
         self._gone = asyncio.Event()
         self._openings: dict[tuple[int, str], str] = {}
@@ -108,21 +99,14 @@ class Server:
     def came(self, connection: "ClientConnection", address: str) -> bool:
         """Count a connection in; False where it is one too many."""
         self.connections.add(connection)
-        self.by_address[address] += 1
         self.deadlines.add(connection)
-        return not (
-            self.is_draining
-            or len(self.connections) > self.config.connections_max
-            or self.by_address[address] > self.config.connections_per_address_max
-        )
+        return self._census.enter(address) and not self.is_draining
 
     def went(self, connection: "ClientConnection", address: str) -> None:
         """Count a connection out."""
         self.connections.discard(connection)
         self.deadlines.discard(connection)
-        self.by_address[address] -= 1
-        if self.by_address[address] <= 0:
-            del self.by_address[address]
+        self._census.leave(address)
         if not self.connections:
             self._gone.set()
 
@@ -171,8 +155,7 @@ class ClientConnection:
         server = self._server
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(WRITE_BUFFER_BYTES)
-        peer = transport.get_extra_info("peername")
-        self._address = peer[0] if isinstance(peer, tuple) and peer else "unix"
+        self._address = address_of(transport)
         if not server.came(self, self._address):
             self._transport.abort()
             return

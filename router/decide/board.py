@@ -256,11 +256,6 @@ class Picture:
     `mates` are the slots of each PoP, `starting` who takes only a share yet (slow_start.py).
     """
 
-    __slots__ = (
-        "ejected_until", "facts", "home", "is_spilling", "mates", "now_ms", "regard", "routes",
-        "seeds", "slots", "starting", "stretch_per_token", "times", "weights",
-    )  # fmt: skip
-
     def __init__(
         self,
         board: Board,

@@ -26,8 +26,6 @@ def come_back_s(after_s: float, request_id: str) -> float:
 class Drain:
     """How fast a full lane is emptied, in tokens a second of the time in which it was full."""
 
-    __slots__ = ("_begun", "_full_since_s", "_seconds", "_tokens")
-
     def __init__(self) -> None:
         self._full_since_s: float | None = None
         self._begun = 0

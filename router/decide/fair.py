@@ -54,8 +54,6 @@ T = TypeVar("T", bound=Ticket)
 class _Flow(Generic[T]):
     """One tenant's tickets in one lane. `given` is its virtual time, in tokens."""
 
-    __slots__ = ("bytes", "given", "lane", "tenant", "tickets")
-
     def __init__(self, lane: "_Lane[T]", tenant: TenantId) -> None:
         self.lane = lane
         self.tenant = tenant
@@ -66,8 +64,6 @@ class _Flow(Generic[T]):
 
 class _Lane(Generic[T]):
     """The flows of one deployment. `now` is the virtual time of the last one served."""
-
-    __slots__ = ("drain", "flows", "heap", "now", "tokens")
 
     def __init__(self) -> None:
         self.flows: dict[TenantId, _Flow[T]] = {}

@@ -39,8 +39,6 @@ UNREACHABLE_S: Final = 5.0
 class Standing:
     """A replica's record. `until_s` is when its ejection or its trial is over; 0 if it is well."""
 
-    __slots__ = ("ejected_at_s", "ejected_for_s", "failures", "is_trial", "ratio", "until_s")
-
     def __init__(self) -> None:
         self.failures = 0
         self.ratio = 0.0

@@ -95,8 +95,6 @@ class Stretch:
     times as long. That is the model's nature, not the replica's, so all its replicas teach it.
     """
 
-    __slots__ = ("_depth", "_prompts", "per_token")
-
     def __init__(self) -> None:
         """Begin with straight growth, believed as much as one prompt would be."""
         self.per_token = 0.0
@@ -130,8 +128,6 @@ class Pace:
     Both are learned by normalised least mean squares. An error counts for at most SPREADS_MAX times
     the usual one, so a stalled answer moves little and a true change moves all within some dozens.
     """
-
-    __slots__ = ("_at_s", "_gain", "_overhead_ms", "answers", "spread_ms")
 
     def __init__(self) -> None:
         """Believe the table's rate until observed otherwise."""

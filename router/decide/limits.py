@@ -57,8 +57,6 @@ class Rate:
     Time is what it counts in: a unit costs `unit_s`, and `burst_s` may be owed.
     """
 
-    __slots__ = ("_lines", "burst_s", "full_at_s", "unit_s")
-
     def __init__(self, name: str, per_min: float, now_s: float) -> None:
         limit = f"x-ratelimit-limit-{name}: {int(per_min) or 1}"
         self._lines = (
@@ -101,20 +99,6 @@ class Rate:
 
 class _Use:
     """What one key has drawn in this process, and what it may."""
-
-    __slots__ = (
-        "at_once_max",
-        "concurrent",
-        "day_ends_s",
-        "day_spend",
-        "day_spend_max",
-        "day_starts_s",
-        "day_tokens",
-        "day_tokens_max",
-        "limits",
-        "requests",
-        "tokens",
-    )
 
     def __init__(self) -> None:
         self.limits: Limits | None = None

@@ -16,18 +16,6 @@ WORD_SMOOTHING: Final = 0.1
 class Others:
     """What others have at one replica by its own words: the average, and how long swings last."""
 
-    __slots__ = (
-        "_gap_s",
-        "_lasting",
-        "_mean",
-        "_prefill",
-        "_product",
-        "_square",
-        "_swing",
-        "decode",
-        "told_at_s",
-    )
-
     def __init__(self) -> None:
         self.decode = 0
         self.told_at_s = -1e18

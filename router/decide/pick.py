@@ -7,7 +7,7 @@ All three are corrected by what was observed of each replica (latency.py), and k
 counted the more than once, the more requests find a queue: whoever comes next waits for it too.
 """
 
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from math import inf
 from typing import Final
 
@@ -50,8 +50,6 @@ class Ask:
 
     `held` is which slots hold how much of the prompt; the seat counts where nothing is known.
     """
-
-    __slots__ = ("held", "output_tokens", "prompt_tokens", "request_id", "seat", "session")
 
     def __init__(
         self,
@@ -101,10 +99,6 @@ class Routes(Sequence[Ranked]):
 
     def __bool__(self) -> bool:
         return self._first >= 0
-
-    def __iter__(self) -> Iterator[Ranked]:
-        for at in range(len(self)):
-            yield self[at]
 
     def __getitem__(self, at: int) -> Ranked:  # type: ignore[override]
         if at == 0 and self._first >= 0:

@@ -113,8 +113,6 @@ def keys_of(prompt: bytes, seed: int) -> PrefixKeys:
 class _Cache:
     """One replica's cache as this index plays it: keys by last use, with their sizes."""
 
-    __slots__ = ("capacity", "keys", "passed", "size")
-
     def __init__(self, capacity: float) -> None:
         self.keys: OrderedDict[int, tuple[int, int, float]] = OrderedDict()
         """Key to (size, `passed` at last use, time of last use), oldest use first."""

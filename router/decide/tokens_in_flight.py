@@ -42,14 +42,9 @@ class Reservation:
     """One request's share of a replica. Whoever holds it releases it; a second time is nothing."""
 
     __slots__ = (
-        "_ledger",
-        "_open",
-        "decode_tokens",
-        "output_tokens",
-        "prefill_tokens",
-        "replica_id",
+        "_ledger", "_open", "decode_tokens", "output_tokens", "prefill_tokens", "replica_id",
         "work_ms",
-    )
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -89,19 +84,6 @@ class Reservation:
 
 class Line:
     """One replica's line in the ledger. Times are monotonic seconds as seen at the replica."""
-
-    __slots__ = (
-        "decode",
-        "free_at_s",
-        "is_gone",
-        "others",
-        "outputs",
-        "past",
-        "prefill",
-        "reading",
-        "reading_ms",
-        "requests",
-    )
 
     def __init__(self) -> None:
         self.is_gone = False

@@ -68,6 +68,7 @@ class Follower:
         self._cluster_id = cluster_id
         self._snapshot = snapshot
         self._clock = clock
+        self._confirmed_at_s: float | None = None
         self._on_disk: RouteTable | None = None
         self._on_change: Callable[[], None] | None = None
 
@@ -81,6 +82,13 @@ class Follower:
         if table is None:
             return Progress(self._cluster_id, Generation(0), Epoch(0))
         return Progress(table.cluster_id, table.generation, table.epoch)
+
+    def age_s(self, *, is_led: bool) -> float:
+        """Return how long ago the table was confirmed: whoever leads and sends none confirms it."""
+        now_s = self._clock()
+        if is_led and self.held is None and self._fleet.table is not None:
+            self._confirmed_at_s = now_s
+        return 0.0 if self._confirmed_at_s is None else now_s - self._confirmed_at_s
 
     def dropped(self) -> tuple[Route, ...]:
         """Return the replicas whose drop is not believed: the probes ask each of them."""
@@ -104,7 +112,7 @@ class Follower:
             # There may be only the one before it.
             written_at_s = await asyncio.to_thread(lambda: self._snapshot.stat().st_mtime)
         self.take(table)
-        self._fleet.confirmed_at_s = self._clock() - max(0.0, unix_now_s - written_at_s)
+        self._confirmed_at_s = self._clock() - max(0.0, unix_now_s - written_at_s)
         self._on_disk = table
         return True
 
@@ -172,7 +180,7 @@ class Follower:
     def take(self, table: RouteTable) -> None:
         """Serve by a table that is believed, here or by the main process of this router."""
         self.held = None
-        self._fleet.confirmed_at_s = self._clock()
+        self._confirmed_at_s = self._clock()
         self._serve_by(table)
 
     def _serve_by(self, table: RouteTable) -> None:

@@ -19,7 +19,6 @@ class Gauges:
         waiting: Waiting,
         metrics: Metrics,
         is_led: Callable[[], bool],
-        clock: Callable[[], float],
     ) -> None:
         """`is_led` says whether somebody is there to send tables."""
         self._fleet = fleet
@@ -27,17 +26,13 @@ class Gauges:
         self._waiting = waiting
         self._metrics = metrics
         self._is_led = is_led
-        self._clock = clock
 
     async def run_once(self) -> None:
         """Set every gauge."""
         metrics, fleet = self._metrics, self._fleet
-        now_s = self._clock()
         is_led = self._is_led()
-        if is_led and self._follower.held is None and fleet.table is not None:
-            fleet.confirmed_at_s = now_s
         metrics.connected.set(is_led)
-        metrics.table_age.set(now_s - fleet.confirmed_at_s if fleet.confirmed_at_s else 0)
+        metrics.table_age.set(self._follower.age_s(is_led=is_led))
         totals = fleet.in_flight.totals()
         metrics.in_flight.labels("prefill").set(totals.prefill_tokens)
         metrics.in_flight.labels("decode").set(totals.decode_tokens)

@@ -95,7 +95,7 @@ class Shipper:
                 seq=self._seq,
                 window_s=window_s,
                 rows=rows,
-                trials=self._recorder.take_trials(),
+                trials=self._recorder.trials.take(),
             ),
             ended_at_s=now_s,
         )
@@ -175,7 +175,7 @@ class Shipper:
             self._recorder.put_back(left)
             self._metrics.usage_spooled.set(self._spool.bytes)
         if journal and not left:
-            await to_its_end(self._recorder.saved, journal)
+            await to_its_end(self._recorder.journal.saved, journal)
         return len(taken)
 
     async def on_ack(self, ack: UsageAck) -> None:

@@ -12,9 +12,6 @@ from scheduler.decide.wish import Seated, Wish
 
 ENOUGH: Final = 1e-6
 
-Holder = tuple[int, Seated]
-"""A wish, by its number, and one of its seats."""
-
 
 class Effort:
     """How much may still be tried: counted, not timed, so that a plan repeats."""
@@ -33,37 +30,39 @@ class Effort:
 class Saved:
     """What the touched wishes and the ground were, to return to."""
 
-    def __init__(self, search: Search, touched: Iterable[int]) -> None:
+    def __init__(self, search: Search, touched: Iterable[Wish]) -> None:
         self._search = search
-        self._wishes: dict[int, tuple[list[Seated], Flow]] = {}
-        for number in touched:
-            self.touch(number)
+        self._wishes: dict[Wish, tuple[list[Seated], Flow]] = {}
+        for wish in touched:
+            self.touch(wish)
 
-    def touch(self, number: int) -> None:
+    def touch(self, wish: Wish) -> None:
         """Remember a wish as it is, before it is first changed."""
-        if number not in self._wishes:
-            wish = self._search.wishes[number]
-            self._wishes[number] = (list(wish.seats), wish.flow)
+        if wish not in self._wishes:
+            self._wishes[wish] = (list(wish.seats), wish.flow)
 
     def cost_before(self) -> float:
         """Return what the touched wishes came to before."""
-        return sum(_cost(self._search.wishes[n], *saved) for n, saved in self._wishes.items())
+        return sum(_cost(wish, *saved) for wish, saved in self._wishes.items())
 
     def cost_now(self) -> float:
         """Return what they come to."""
-        return sum(self._search.wishes[number].cost() for number in self._wishes)
+        return sum(wish.cost() for wish in self._wishes)
 
     def undo(self) -> None:
         """Return to what was."""
-        search = self._search
-        for number, (seats, flow) in self._wishes.items():
-            wish = search.wishes[number]
+        for wish, (seats, flow) in self._wishes.items():
             for seated in [s for s in wish.seats if s not in seats]:
-                search.release(wish, seated)
+                self._search.release(seated)
             for seated in [s for s in seats if s not in wish.seats]:
-                search.occupy(wish, seated)
+                self._search.occupy(seated)
             wish.seats, wish.flow = seats, flow
             wish.stamp += 1
+
+
+def in_order(wishes: Iterable[Wish]) -> list[Wish]:
+    """Return some wishes, each once, as they stand in the search."""
+    return sorted(set(wishes), key=lambda wish: wish.number)
 
 
 def _cost(wish: Wish, seats: list[Seated], flow: Flow) -> float:

@@ -107,17 +107,18 @@ def end_drained(
 
 def replace_stale(
     search: Search, wish: Wish, fresh: Wish, surge_max: int, end_seat: EndSeat
-) -> None:
+) -> bool:
     """End old ones that new ones have made spare; if there are none, start a new one.
 
     Where one more may not be, or would not pay even if no old one stood, old ones have better
-    places than are left: once the new ones can do without, the one missed least makes room.
+    places than are left: once the new ones can do without, the one missed least makes room. False
+    where there is no new one, and no seat for one.
     """
     version = wish.deployment.version
     coming = sum(1 for s in fresh.seats if s.placement and s.placement.state in COMING)
     coming += sum(1 for s in wish.seats if s.seat)
     if coming >= surge_max:
-        return
+        return True
     stale = [s for s in wish.seats if s.placement and s.placement.version != version]
     ended = 0
     for seated in stale:
@@ -126,7 +127,7 @@ def replace_stale(
             wish.drop(seated)
             ended += 1
     if ended:
-        return
+        return True
     best = _best_of(search, fresh, fresh.nodes_of)
     is_full = len(wish.seats) > wish.most
     if best and (not fresh.seats or (best.net > 0 and not is_full)):
@@ -137,6 +138,7 @@ def replace_stale(
         missed = least_missed(wish, among)
         if missed:
             end_seat(missed[1], f"version {version} is warm, and finds no better place beside it")
+    return bool(best or fresh.seats)
 
 
 def _may_be_replaced(wish: Wish, fresh: Wish, seated: Seated) -> bool:

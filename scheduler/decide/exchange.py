@@ -6,7 +6,7 @@ place is taken later.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from operator import itemgetter
 from typing import Final
 
@@ -15,7 +15,7 @@ import numpy as np
 
 from isochrone.wire.ids import DeviceId, NodeId, PopId
 from isochrone.wire.report import ReplicaState
-from scheduler.decide.attempt import ENOUGH, Effort, Holder, Saved
+from scheduler.decide.attempt import ENOUGH, Effort, Saved, in_order
 from scheduler.decide.score import START
 from scheduler.decide.search import Blocked, Search, Worth
 from scheduler.decide.wish import Seated, Wish
@@ -26,14 +26,19 @@ TRIED_PER_WISH: Final = 8
 CHAIN: Final = 2
 """How often what was pushed from its seat may push another."""
 
-Way = tuple[float, list[Holder]]
+Holders = dict[NodeId, list[Seated]]
+"""The seats on each node that could be asked to leave it."""
+
+Losses = dict[Seated, float]
+"""What each costs that leaves."""
+
+Way = tuple[float, list[Seated]]
 """What is lost, and who leaves."""
 
 
 class Yielding(msgspec.Struct, frozen=True, kw_only=True):
     """A standing placement that is to end, for what wants its place."""
 
-    wish: Wish
     seated: Seated
     reason: str
 
@@ -49,7 +54,11 @@ class Exchange:
 
     def yielding(self) -> list[Yielding]:
         """Return who is to end: none whose deployment would have to wait for one that is coming."""
-        return [one for one in self._yielding if one.wish.warm_pops() or not one.wish.is_coming()]
+        return [
+            one
+            for one in self._yielding
+            if (wish := one.seated.wish).warm_pops() or not wish.is_coming()
+        ]
 
     def run(self, standing: bool = True, most: int | None = None) -> bool:
         """Give full places to what is worth more there than those who hold them.
@@ -58,7 +67,7 @@ class Exchange:
         """
         moved = False
         holders = self.holders(standing)
-        for entry in self.wanted(range(len(self._search.wishes)))[:most]:
+        for entry in self.wanted(self._search.wishes)[:most]:
             if not self._effort.spend(5):
                 break
             if self.give(entry, holders):
@@ -67,60 +76,57 @@ class Exchange:
         self._search.blocked.clear()
         return moved
 
-    def wanted(self, by: Collection[int]) -> list[Blocked]:
+    def wanted(self, by: Sequence[Wish]) -> list[Blocked]:
         """Return the full places that some wishes want, what is worth most first."""
-        wanted = {key: blocked for key, blocked in self._search.blocked.items() if key[0] in by}
-        self._search.blocked.clear()
-        for number in by:
-            wanted.update(self._wanted_by(number))
-        return sorted(wanted.values(), key=lambda b: (-b.net, b.wish, b.site))
+        blocked = self._search.blocked
+        wanted = {key: one for key, one in blocked.items() if one.wish in by}
+        blocked.clear()
+        for wish in by:
+            wanted.update(self._wanted_by(wish))
+        return sorted(wanted.values(), key=lambda b: (-b.net, b.wish.number, b.site))
 
-    def _wanted_by(self, number: int) -> dict[tuple[int, int], Blocked]:
+    def _wanted_by(self, wish: Wish) -> dict[tuple[int, int], Blocked]:
         """Return where a wish at its maximum would rather have one of its new seats."""
-        search, wish = self._search, self._search.wishes[number]
-        own = self._least_missed(number) if len(wish.seats) >= wish.most else None
+        own = self._given_up(wish)
         if own is None:
             return {}
+        search = self._search
         flow, others = wish.flow.copy(), wish.pops()
         flow.remove(own.site, own.room)
         others.remove(own.pop)
         kept = wish.cost()
-        base = kept + self._loss(number, own)
+        base = kept + _loss(own)
         sites = np.flatnonzero(wish.rooms > 0)
         saves = flow.bounds(sites, wish.rooms[sites]) if len(wish.cities) else np.zeros(len(sites))
         short = wish.shortfall(others)
         mends = [short - wish.shortfall([*others, search.ground.sites[int(s)].pop]) for s in sites]
         nets = base - saves - np.array(mends) + wish.hold + START
         return {
-            (number, int(sites[i])): Blocked(wish=number, site=int(sites[i]), net=kept - nets[i])
+            (wish.number, int(sites[i])): Blocked(wish=wish, site=int(sites[i]), net=kept - nets[i])
             for i in np.argsort(nets, kind="stable")[:TRIED_PER_WISH]
             if nets[i] < kept - ENOUGH and sites[i] != own.site
         }
 
-    def _given_up(self, number: int) -> list[Holder]:
+    def _given_up(self, wish: Wish) -> Seated | None:
         """Return what a wish at its maximum gives up for a seat elsewhere."""
-        wish = self._search.wishes[number]
-        own = self._least_missed(number) if len(wish.seats) >= wish.most else None
-        return [(number, own)] if own else []
+        if len(wish.seats) < wish.most:
+            return None
+        return min(wish.new_seats(), key=_loss, default=None)
 
-    def _least_missed(self, number: int) -> Seated | None:
-        wish = self._search.wishes[number]
-        return min(wish.new_seats(), key=lambda s: self._loss(number, s), default=None)
-
-    def holders(self, standing: bool = True) -> dict[NodeId, list[Holder]]:
-        """Return who holds a seat on each node and could be asked to leave it."""
-        holders: dict[NodeId, list[Holder]] = defaultdict(list)
-        for number, wish in enumerate(self._search.wishes):
+    def holders(self, standing: bool = True) -> Holders:
+        """Return the seats on each node that could be asked to leave it."""
+        holders: Holders = defaultdict(list)
+        for wish in self._search.wishes:
             warm = wish.warm_pops() if standing else []
             for seated in wish.seats:
-                if (seated.seat and not seated.waits) or self._may_yield(wish, seated, warm):
+                if (seated.seat and not seated.waits) or self._may_yield(seated, warm):
                     for node_id in _nodes(seated):
-                        holders[node_id].append((number, seated))
+                        holders[node_id].append(seated)
         return holders
 
-    def _may_yield(self, wish: Wish, seated: Seated, warm: Sequence[PopId]) -> bool:
+    def _may_yield(self, seated: Seated, warm: Sequence[PopId]) -> bool:
         """Say whether one may be ended where these are `warm`: what is to come counts for none."""
-        placement = seated.placement
+        wish, placement = seated.wish, seated.placement
         return (
             placement is not None
             and placement.state is ReplicaState.WARM
@@ -129,29 +135,28 @@ class Exchange:
             and not (seated.pop in wish.deployment.policy.keep_warm and warm.count(seated.pop) == 1)
         )
 
-    def _may_all_yield(self, leaving: Sequence[Holder]) -> bool:
+    def _may_all_yield(self, leaving: Sequence[Seated]) -> bool:
         """Say whether those who may each be ended may be together."""
-        gone: dict[int, list[PopId]] = defaultdict(list)
-        for number, seated in leaving:
+        gone: dict[Wish, list[PopId]] = defaultdict(list)
+        for seated in leaving:
             if seated.placement:
-                gone[number].append(seated.pop)
-        for number, pops in gone.items():
-            wish = self._search.wishes[number]
+                gone[seated.wish].append(seated.pop)
+        for wish, pops in gone.items():
             left = Counter(wish.warm_pops()) - Counter(pops)
             kept = set(wish.deployment.policy.keep_warm) & set(pops)
             if left.total() < wish.least or not kept <= left.keys():
                 return False
         return True
 
-    def give(self, blocked: Blocked, holders: dict[NodeId, list[Holder]]) -> bool:
+    def give(self, blocked: Blocked, holders: Holders) -> bool:
         """Seat what is blocked where room is on its way, or in the place of what loses least."""
-        search = self._search
-        wish = search.wishes[blocked.wish]
-        own = self._given_up(blocked.wish)
+        search, wish = self._search, blocked.wish
+        given_up = self._given_up(wish)
+        own = [given_up] if given_up else []
         if not own and len(wish.seats) >= wish.most:
             return False
         if not own:
-            soon = search.worth(blocked.wish, blocked.site, soon=True)
+            soon = search.worth(wish, blocked.site, soon=True)
             if soon:
                 if soon.net > ENOUGH:
                     search.take(wish, soon, waits=True)
@@ -169,109 +174,94 @@ class Exchange:
             return False
         _, worth = self._tried(Saved(search, []), blocked, chosen)
         if worth:
-            self._note(blocked, worth, [holder for holder in chosen if holder[1].placement])
+            self._note(blocked, worth, [seated for seated in chosen if seated.placement])
         return True
 
     def _tried(
-        self, saved: Saved, blocked: Blocked, leaving: Sequence[Holder]
+        self, saved: Saved, blocked: Blocked, leaving: Sequence[Seated]
     ) -> tuple[float, Worth | None]:
         """Seat what is blocked in the place of those leaving; return by how much it is better."""
-        standing = sum(1 for _, seated in leaving if seated.placement)
+        standing = sum(1 for seated in leaving if seated.placement)
         worth = self._force([saved], blocked, leaving)
         # What has ended must not have to be started again for a guess that was too high.
         least = ENOUGH + 2 * START * standing
         return (saved.cost_before() - saved.cost_now() - least, worth) if worth else (0.0, None)
 
     def _force(
-        self, saved: Sequence[Saved], blocked: Blocked, leaving: Sequence[Holder]
+        self, saved: Sequence[Saved], blocked: Blocked, leaving: Sequence[Seated]
     ) -> Worth | None:
         """Seat what is blocked; those who left find other seats, or push others in their turn."""
-        search, wish = self._search, self._search.wishes[blocked.wish]
-        touched = sorted({blocked.wish, *(number for number, _ in leaving)})
+        search, wish = self._search, blocked.wish
+        touched = in_order([wish, *(seated.wish for seated in leaving)])
         for each in saved:
-            for number in touched:
-                each.touch(number)
-        for number, seated in leaving:
-            search.untake(search.wishes[number], seated)
-        waits = any(seated.placement for _, seated in leaving)
-        worth = search.worth(blocked.wish, blocked.site, soon=waits)
+            for one in touched:
+                each.touch(one)
+        for seated in leaving:
+            search.untake(seated)
+        waits = any(seated.placement for seated in leaving)
+        worth = search.worth(wish, blocked.site, soon=waits)
         if worth is None or worth.net <= ENOUGH or len(wish.seats) >= wish.most:
             return None
         search.take(wish, worth, waits=waits)
-        if any(seated.seat for _, seated in leaving):
+        if any(seated.seat for seated in leaving):
             search.blocked.clear()
             search.fill(only=touched)
-            pushed = [b for b in search.blocked.values() if b.wish != blocked.wish]
-            for number in touched:
-                if number != blocked.wish:
-                    pushed += self._wanted_by(number).values()
+            pushed = [b for b in search.blocked.values() if b.wish is not wish]
+            for one in touched:
+                if one is not wish:
+                    pushed += self._wanted_by(one).values()
             if pushed and len(saved) <= CHAIN:
-                second = max(pushed, key=lambda b: (b.net, -b.wish, -b.site))
-                self._push_on(saved, second, blocked.wish)
+                second = max(pushed, key=lambda b: (b.net, -b.wish.number, -b.site))
+                self._push_on(saved, second, wish)
         return worth
 
-    def _push_on(self, saved: Sequence[Saved], pushed: Blocked, but: int) -> None:
+    def _push_on(self, saved: Sequence[Saved], pushed: Blocked, but: Wish) -> None:
         """Let what was pushed push another (not the wish that pushed it), if that is better."""
         holders = {
-            node_id: [holder for holder in there if holder[0] != but]
+            node_id: [seated for seated in there if seated.wish is not but]
             for node_id, there in self.holders(standing=False).items()
         }
         own = self._given_up(pushed.wish)
         for leaving in self.cheapest(pushed, holders):
             inner = Saved(self._search, [])
-            worth = self._force([*saved, inner], pushed, [*own, *leaving])
+            worth = self._force([*saved, inner], pushed, [own, *leaving] if own else leaving)
             if worth and inner.cost_now() < inner.cost_before() - ENOUGH:
                 return
             inner.undo()
 
-    def _note(self, blocked: Blocked, worth: Worth, standing: Sequence[Holder]) -> None:
-        wish = self._search.wishes[blocked.wish]
+    def _note(self, blocked: Blocked, worth: Worth, standing: Sequence[Seated]) -> None:
         pop = self._search.ground.sites[blocked.site].pop
         reason = (
-            f"its place in {pop} is worth {worth.net:.0f} ms x requests/s more to {wish.name}, "
-            f"which has none free there"
+            f"its place in {pop} is worth {worth.net:.0f} ms x requests/s more to "
+            f"{blocked.wish.name}, which has none free there"
         )
-        for number, seated in standing:
-            wish = self._search.wishes[number]
-            self._yielding.append(Yielding(wish=wish, seated=seated, reason=reason))
+        self._yielding += [Yielding(seated=seated, reason=reason) for seated in standing]
 
-    def cheapest(self, blocked: Blocked, holders: dict[NodeId, list[Holder]]) -> list[list[Holder]]:
+    def cheapest(self, blocked: Blocked, holders: Holders) -> list[list[Seated]]:
         """Return whose leaving would make the room at a site, the least lost first."""
-        wish = self._search.wishes[blocked.wish]
+        wish = blocked.wish
         ways: list[Way] = []
         nodes = wish.deployment.engine.nodes
         for node in wish.nodes_of[blocked.site]:
-            there = [h for h in holders.get(node.node_id, []) if h[0] != blocked.wish]
-            losses = {id(s): self._loss_for(blocked, number, s) for number, s in there}
+            there = [s for s in holders.get(node.node_id, []) if s.wish is not wish]
+            losses = {seated: _loss_for(blocked, seated) for seated in there}
             here = self._on_node(blocked, node.node_id, there, losses)
             for lost, leaving in here if nodes == 1 else here[:1]:
-                if lost <= blocked.net or not any(s.placement for _, s in leaving):
+                if lost <= blocked.net or not any(seated.placement for seated in leaving):
                     ways.append((lost, leaving))
         ways.sort(key=itemgetter(0))
         if nodes == 1:
             # Others of the same deployments are no other way.
-            apart = {tuple(sorted(number for number, _ in way[1])): way for way in reversed(ways)}
+            apart = {tuple(sorted(s.wish.number for s in way[1])): way for way in reversed(ways)}
             return [leaving for _, leaving in sorted(apart.values(), key=itemgetter(0))[:2]]
-        all_of_them = {id(holder[1]): holder for _, there in ways[:nodes] for holder in there}
-        return [list(all_of_them.values())] if len(ways) >= nodes else []
-
-    def _loss_for(self, blocked: Blocked, number: int, seated: Seated) -> float:
-        """Return what one leaving costs; inf at once for what stands and is surely worth more."""
-        wish = self._search.wishes[number]
-        paid = seated.hold + seated.start
-        if seated.placement and wish.loss_at_least(seated) - paid > blocked.net:
-            return np.inf
-        return self._loss(number, seated)
-
-    def _loss(self, number: int, seated: Seated) -> float:
-        wish = self._search.wishes[number]
-        return wish.loss(seated) - seated.hold - seated.start
+        all_of_them = dict.fromkeys(seated for _, leaving in ways[:nodes] for seated in leaving)
+        return [list(all_of_them)] if len(ways) >= nodes else []
 
     def _on_node(
-        self, blocked: Blocked, node_id: NodeId, there: list[Holder], losses: dict[int, float]
+        self, blocked: Blocked, node_id: NodeId, there: list[Seated], losses: Losses
     ) -> list[Way]:
         """Return who may leave a node: on each device those that lose least for what they free."""
-        search, wish = self._search, self._search.wishes[blocked.wish]
+        search, wish = self._search, blocked.wish
         needed = wish.memory_bytes // wish.deployment.engine.devices
         device_class = search.ground.sites[blocked.site].device_class
         ways: list[Way] = []
@@ -285,37 +275,46 @@ class Exchange:
         count = wish.deployment.engine.devices_per_node
         if count == 1 or len(ways) < count:
             return ways if count == 1 else []
-        leaving: dict[int, Holder] = {}
-        for _, holders in ways[:count]:
-            leaving.update({id(holder[1]): holder for holder in holders})
-        return [(sum(losses[key] for key in leaving), list(leaving.values()))]
+        leaving = dict.fromkeys(seated for _, on_one in ways[:count] for seated in on_one)
+        return [(sum(losses[seated] for seated in leaving), list(leaving))]
 
     def _on_device(
         self,
         node_id: NodeId,
         device_id: DeviceId,
         needed: int,
-        there: list[Holder],
-        losses: dict[int, float],
+        there: list[Seated],
+        losses: Losses,
     ) -> Way:
         short = needed - self._search.ground.free[node_id, device_id]
         if short <= 0:
             return 0.0, []
-        held = [h for h in there if device_id in _devices(h[1], node_id)]
-        alone = [h for h in held if _bytes(h[1]) >= short]
+        held = [seated for seated in there if device_id in _devices(seated, node_id)]
+        alone = [seated for seated in held if _bytes(seated) >= short]
+        best: Way = (np.inf, [])
         if alone:
-            one = min(alone, key=lambda h: losses[id(h[1])])
-            best = (losses[id(one[1])], [one])
-        else:
-            best = (np.inf, [])
-        leaving: list[Holder] = []
-        for holder in sorted(held, key=lambda h: losses[id(h[1])] / _bytes(h[1])):
+            one = min(alone, key=losses.__getitem__)
+            best = (losses[one], [one])
+        leaving: list[Seated] = []
+        for seated in sorted(held, key=lambda s: losses[s] / _bytes(s)):
             if short <= 0:
                 break
-            leaving.append(holder)
-            short -= _bytes(holder[1])
-        lost = sum(losses[id(h[1])] for h in leaving)
+            leaving.append(seated)
+            short -= _bytes(seated)
+        lost = sum(losses[seated] for seated in leaving)
         return (lost, leaving) if short <= 0 and lost < best[0] else best
+
+
+def _loss_for(blocked: Blocked, seated: Seated) -> float:
+    """Return what one leaving costs; inf at once for what stands and is surely worth more."""
+    paid = seated.hold + seated.start
+    if seated.placement and seated.wish.loss_at_least(seated) - paid > blocked.net:
+        return np.inf
+    return _loss(seated)
+
+
+def _loss(seated: Seated) -> float:
+    return seated.wish.loss(seated) - seated.hold - seated.start
 
 
 def _nodes(seated: Seated) -> Sequence[NodeId]:

@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 
 from isochrone.wire.report import ReplicaState
-from scheduler.decide.attempt import ENOUGH, Effort, Holder, Saved
+from scheduler.decide.attempt import ENOUGH, Effort, Saved
 from scheduler.decide.endings import least_missed, may_go
 from scheduler.decide.exchange import Exchange, Yielding
 from scheduler.decide.flow import EPSILON
@@ -52,9 +52,9 @@ class Improve:
         if not counts or any(wish.seats for wish in search.wishes):
             search.fill()
             return
-        saved = Saved(search, search.all_wishes)
+        saved = Saved(search, search.wishes)
         for count in sorted(counts, reverse=True):
-            large = [n for n, w in enumerate(search.wishes) if w.deployment.engine.devices >= count]
+            large = [wish for wish in search.wishes if wish.deployment.engine.devices >= count]
             search.fill(only=large)
             self._move_new_seats()
         search.fill()
@@ -82,22 +82,22 @@ class Improve:
         wishes = self._search.wishes
         moved = False
         sites = sorted({seated.site for wish in wishes for seated in wish.new_seats()})
-        parts = [(self._search.all_wishes, [site]) for site in sites]
-        parts += [(range(number, number + 1), sites) for number in self._search.all_wishes]
-        for numbers, at in parts:
+        parts: list[tuple[Sequence[Wish], list[int]]] = [(wishes, [site]) for site in sites]
+        parts += [([wish], sites) for wish in wishes]
+        for some, at in parts:
             for order in Order:
                 if not self._effort.spend(10):
                     return moved
-                new = [(number, s) for number in numbers for s in wishes[number].new_seats()]
-                moved |= self._rebuild([held for held in new if held[1].site in at], order)
+                new = [seated for wish in some for seated in wish.new_seats()]
+                moved |= self._rebuild([seated for seated in new if seated.site in at], order)
         return moved
 
-    def _rebuild(self, leaving: Sequence[Holder], order: Order) -> bool:
+    def _rebuild(self, leaving: Sequence[Seated], order: Order) -> bool:
         search = self._search
-        saved = Saved(search, search.all_wishes)
+        saved = Saved(search, search.wishes)
         before = saved.cost_before()
-        for number, seated in leaving:
-            search.untake(search.wishes[number], seated)
+        for seated in leaving:
+            search.untake(seated)
         search.fill(order)
         if saved.cost_now() < before - ENOUGH:
             return True
@@ -113,27 +113,26 @@ class Improve:
             for seated in wish.new_seats():
                 paid = seated.hold + seated.start
                 if wish.loss_at_least(seated) < paid and wish.loss(seated) < paid - ENOUGH:
-                    self._search.untake(wish, seated)
+                    self._search.untake(seated)
                     dropped = True
         return dropped
 
     def _move_new_seats(self) -> bool:
         """Try each new seat elsewhere, the largest first."""
         moved = False
-        for number in self._search.largest_first():
-            for seated in self._search.wishes[number].new_seats():
+        for wish in self._search.largest_first():
+            for seated in wish.new_seats():
                 if not self._effort.spend(1):
                     return moved
-                moved |= self._move(number, seated)
+                moved |= self._move(seated)
         return moved
 
-    def _move(self, number: int, seated: Seated) -> bool:
+    def _move(self, seated: Seated) -> bool:
         """Take one new seat away, and keep that or the best other place for it, if it is better."""
-        wish = self._search.wishes[number]
-        saved = Saved(self._search, [number])
+        saved = Saved(self._search, [seated.wish])
         before = saved.cost_before()
-        self._search.untake(wish, seated)
-        self._refill(number, seated.site)
+        self._search.untake(seated)
+        self._refill(seated.wish, seated.site)
         if saved.cost_now() < before - ENOUGH:
             return True
         saved.undo()
@@ -147,33 +146,33 @@ class Improve:
         for a PoP to be kept warm that has none.
         """
         search = self._search
-        for number, wish in enumerate(search.wishes):
+        for wish in search.wishes:
             if not search.has_starts_left:
                 return
-            if len(wish.seats) != wish.most or not all(_is_settled(wish, s) for s in wish.seats):
+            if len(wish.seats) != wish.most or not all(_is_settled(s) for s in wish.seats):
                 continue
             cold = wish.kept_pops_without()
             missed = least_missed(wish, may_go(wish, 0.0 if cold else self._settle_s))
             if missed is None or not self._effort.spend(1):
                 continue
             leaving = missed[1]
-            saved = Saved(search, [number])
+            saved = Saved(search, [wish])
             before = saved.cost_before()
-            search.untake(wish, leaving)
+            search.untake(leaving)
             reason = "" if cold else f"worth more here than in {leaving.pop}"
-            self._refill(number, leaving.site, reason)
+            self._refill(wish, leaving.site, reason)
             is_due = wish.kept_pops_without() < cold or bool(
                 leaving.placement and leaving.placement.age_s >= self._settle_s
             )
             if is_due and saved.cost_now() < before - ENOUGH - 2 * START:
-                search.occupy(wish, leaving)
+                search.occupy(leaving)
                 wish.add(leaving)
             else:
                 saved.undo()
 
-    def _refill(self, number: int, but: int = -1, reason: str = "") -> None:
+    def _refill(self, wish: Wish, but: int, reason: str = "") -> None:
         """Take the best seat that pays for one wish, if any, at another site than `but`."""
-        search, wish = self._search, self._search.wishes[number]
+        search = self._search
         sites = np.flatnonzero(wish.rooms > 0)
         sites = sites[sites != but]
         if not len(sites) or len(wish.seats) >= wish.most:
@@ -186,18 +185,18 @@ class Improve:
         order = np.argsort(-guesses, kind="stable")[:TRIED_PER_SEAT]
         best: Worth | None = None
         for site in sites[order]:
-            worth = search.worth(number, int(site))
+            worth = search.worth(wish, int(site))
             if worth and worth.net > ENOUGH and (best is None or worth.net > best.net):
                 best = worth
         if best:
             search.take(wish, best, reason=reason)
 
 
-def _is_settled(wish: Wish, seated: Seated) -> bool:
+def _is_settled(seated: Seated) -> bool:
     """Say whether a seat is a warm placement of the version that is wished for."""
     placement = seated.placement
     return (
         placement is not None
         and placement.state is ReplicaState.WARM
-        and placement.version == wish.deployment.version
+        and placement.version == seated.wish.deployment.version
     )

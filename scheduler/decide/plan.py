@@ -45,7 +45,7 @@ from scheduler.decide.ground import Ground
 from scheduler.decide.group import RankPorts, over_nodes
 from scheduler.decide.improve import Improve
 from scheduler.decide.liveness import LivenessLimits, LivenessView, liveness
-from scheduler.decide.refusals import contradiction, unmet_in
+from scheduler.decide.refusals import contradiction, no_seat_beside, unmet_in
 from scheduler.decide.search import Search
 from scheduler.decide.wish import Seated, Wish
 
@@ -158,7 +158,8 @@ class Draft:
         )
         if stale:
             fresh = self.wish_of(wish.deployment, wish.model, wish.deployment.version)
-            replace_stale(search, wish, fresh, self._limits.surge_max, self.end_seat)
+            if not replace_stale(search, wish, fresh, self._limits.surge_max, self.end_seat):
+                self._unmet.append(no_seat_beside(self.ground, wish))
         is_moving = any(seated.seat for seated in wish.seats)
         if not is_moving:
             least = min(wish.most, wish.deployment.policy.replicas_min or int(wish.is_asked_for))

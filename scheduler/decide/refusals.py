@@ -65,6 +65,14 @@ def unmet_in(ground: Ground, wish: Wish) -> Iterator[Unmet]:
             yield Unmet(deployment_id=wish.name, reason=reason)
 
 
+def no_seat_beside(ground: Ground, wish: Wish) -> Unmet:
+    """Say what a new version waits for, which starts beside the one before or not at all."""
+    version = wish.deployment.version
+    return _unmet(
+        ground, wish, f"version {version}; until it finds a seat the one before it serves"
+    )
+
+
 def _unmet(ground: Ground, wish: Wish, wanted: str, only: str = "") -> Unmet:
     asked = [node for node in ground.nodes.values() if only in ("", node.pop)]
     # No further than is shown: of thousands of nodes each is asked for each such deployment.

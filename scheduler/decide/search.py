@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from scheduler.decide.device_classes import GIB
-from scheduler.decide.flow import EPSILON, NOTHING, Floats
+from scheduler.decide.flow import EPSILON
 from scheduler.decide.ground import Ground, Offered
 from scheduler.decide.score import START
 from scheduler.decide.wish import Need, Seated, Wish
@@ -34,7 +34,7 @@ class Order(StrEnum):
 class Blocked(msgspec.Struct, frozen=True, kw_only=True):
     """A seat that would pay, at a site whose devices are full."""
 
-    wish: int
+    wish: Wish
     site: int
     net: float
 
@@ -58,29 +58,25 @@ class Search:
         self.blocked: dict[tuple[int, int], Blocked] = {}
         self._left = starts_max
         self._order = Order.DENSITY
-        self._guessed: dict[int, tuple[int, Floats]] = {}
+        for number, wish in enumerate(wishes):
+            wish.number = number
         self._site_pops = [site.pop for site in ground.sites]
 
-    @property
-    def all_wishes(self) -> range:
-        """Return the number of every wish."""
-        return range(len(self.wishes))
-
-    def largest_first(self) -> list[int]:
-        """Return the number of every wish, the largest first: few other places can take those."""
-        return sorted(self.all_wishes, key=lambda number: -self.wishes[number].memory_bytes)
+    def largest_first(self) -> list[Wish]:
+        """Return every wish, the largest first: few other places can take those."""
+        return sorted(self.wishes, key=lambda wish: -wish.memory_bytes)
 
     @property
     def has_starts_left(self) -> bool:
         """Say whether this plan may start one more."""
         return self._left > 0
 
-    def fill(self, order: Order = Order.DENSITY, only: Sequence[int] | None = None) -> None:
+    def fill(self, order: Order = Order.DENSITY, only: Sequence[Wish] | None = None) -> None:
         """Take the seat that is worth most, again and again, until none pays or none is left."""
         self._order = order
         heap: list[Entry] = []
-        for number in self.all_wishes if only is None else only:
-            heap.extend(self._guesses(number))
+        for wish in self.wishes if only is None else only:
+            heap.extend(self._guesses(wish))
         heapify(heap)
         while heap and self._left > 0:
             _, _, _, number, site, stamp = heappop(heap)
@@ -89,58 +85,58 @@ class Search:
                 continue
             if stamp not in (wish.stamp, ~wish.stamp):
                 # All of a wish are guessed at once: most then need no closer look.
-                guessed = self._guess(number, site)
+                guessed = self._guess(wish, site)
                 if guessed is None or (heap and guessed > heap[0]):
                     if guessed:
                         heappush(heap, guessed)
                     continue
-            worth = self.worth(number, site)
+            worth = self.worth(wish, site)
             if worth is None or worth.net <= EPSILON:
                 continue
             stamp_read = wish.stamp
             if stamp == stamp_read:
                 self.take(wish, worth)
             # Pushed again with what it was worth: a second seat here may be worth almost as much.
-            heappush(heap, self._key(number, site, worth.need, worth.net, stamp_read))
+            heappush(heap, self._key(wish, site, worth.need, worth.net, stamp_read))
 
     def take(self, wish: Wish, worth: Worth, waits: bool = False, reason: str = "") -> None:
         """Seat a replica that this plan would start, or that `waits` for what ends there."""
         seated = self._seated(wish, worth, waits, reason)
-        self.occupy(wish, seated)
+        self.occupy(seated)
         wish.add(seated)
 
-    def untake(self, wish: Wish, seated: Seated) -> None:
+    def untake(self, seated: Seated) -> None:
         """Take back a seat that this plan would have started, or ask a standing one to end."""
-        self.release(wish, seated)
-        wish.drop(seated)
+        self.release(seated)
+        seated.wish.drop(seated)
 
-    def occupy(self, wish: Wish, seated: Seated) -> None:
+    def occupy(self, seated: Seated) -> None:
         """Take a seat's memory on the ground."""
         if seated.seat:
-            self.ground.take(seated.seat, wish.deployment, wish.model)
+            self.ground.take(seated.seat, seated.wish.deployment, seated.wish.model)
             self._left -= 1
         elif seated.placement:
             self.ground.let_go(seated.placement, -1)
 
-    def release(self, wish: Wish, seated: Seated) -> None:
+    def release(self, seated: Seated) -> None:
         """Give a seat's memory back: at once if nothing runs there yet, else when it has ended."""
         if seated.seat:
-            self.ground.give_back(seated.seat, wish.deployment, wish.model)
+            self.ground.give_back(seated.seat, seated.wish.deployment, seated.wish.model)
             self._left += 1
         elif seated.placement:
             self.ground.let_go(seated.placement, 1)
 
-    def worth(self, number: int, site: int, soon: bool = False) -> Worth | None:
+    def worth(self, wish: Wish, site: int, soon: bool = False) -> Worth | None:
         """Return what a seat more at a site is worth; None, noted as blocked, if it is full.
 
         `soon` counts as free what is about to end.
         """
-        wish = self.wishes[number]
         worth = self.worth_to(wish, site, soon, need_be_paid=True)
         if worth.offered is not None:
             return worth
         if worth.net > START and not soon:
-            self.blocked[number, site] = Blocked(wish=number, site=site, net=worth.net - START)
+            blocked = Blocked(wish=wish, site=site, net=worth.net - START)
+            self.blocked[wish.number, site] = blocked
         return None
 
     def worth_to(
@@ -170,6 +166,7 @@ class Search:
         elif not reason and worth.need.worth > worth.saves and worth.need.reason:
             reason = f"{worth.need.reason}; {saves}"
         return Seated(
+            wish=wish,
             pop=pop,
             site=worth.site,
             room=float(wish.rooms[worth.site]),
@@ -180,38 +177,23 @@ class Search:
             waits=waits,
         )
 
-    def _guesses(self, number: int) -> list[Entry]:
+    def _guesses(self, wish: Wish) -> list[Entry]:
         """Return an entry for each site that may pay, with at least what it is worth."""
-        wish = self.wishes[number]
         if not wish.rooms.any() or len(wish.seats) >= wish.most:
             return []
         most_needed = max((wish.need(pop).worth for pop in wish.needed_in()), default=0)
-        may_pay = (wish.rooms > 0) & (self._saves(number) + most_needed > wish.hold + START)
-        guesses = (self._guess(number, int(site)) for site in np.flatnonzero(may_pay))
+        may_pay = (wish.rooms > 0) & (wish.saves_at_least() + most_needed > wish.hold + START)
+        guesses = (self._guess(wish, int(site)) for site in np.flatnonzero(may_pay))
         return [guess for guess in guesses if guess]
 
-    def _guess(self, number: int, site: int) -> Entry | None:
+    def _guess(self, wish: Wish, site: int) -> Entry | None:
         """Return an entry with at least what a seat more at a site is worth, if it may pay."""
-        wish = self.wishes[number]
         need = wish.need(self._site_pops[site])
-        net = float(self._saves(number)[site]) + need.worth - wish.hold - START
-        return self._key(number, site, need, net, ~wish.stamp) if net > 0 else None
+        net = float(wish.saves_at_least()[site]) + need.worth - wish.hold - START
+        return self._key(wish, site, need, net, ~wish.stamp) if net > 0 else None
 
-    def _saves(self, number: int) -> Floats:
-        """Return for each site at least what a seat more of a wish would save."""
-        wish = self.wishes[number]
-        stamp, saves = self._guessed.get(number, (-1, NOTHING))
-        if stamp != wish.stamp:
-            saves = np.zeros(len(wish.rooms))
-            if len(wish.cities):
-                sites = np.flatnonzero(wish.rooms > 0)
-                saves[sites] = wish.flow.bounds(sites, wish.rooms[sites])
-            self._guessed[number] = wish.stamp, saves
-        return saves
-
-    def _key(self, number: int, site: int, need: Need, net: float, stamp: int) -> Entry:
+    def _key(self, wish: Wish, site: int, need: Need, net: float, stamp: int) -> Entry:
         """Order seats: the higher tier; there by weight and size, below by what a byte saves."""
-        wish = self.wishes[number]
         size_gib = wish.memory_bytes / GIB
         if need.tier > 0:
             # The largest first, while devices are whole; among sites of one wish, what saves most.
@@ -222,4 +204,4 @@ class Search:
             first, second = net, net
         else:
             first, second = size_gib, net
-        return (-float(need.tier), -first, -round(second, 3), number, site, stamp)
+        return (-float(need.tier), -first, -round(second, 3), wish.number, site, stamp)

@@ -5,15 +5,15 @@ move to where they are better off, and all are filled and exchanged anew; a larg
 PoP to its neighbours only so. What comes of it is kept if the whole is better.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import numpy as np
 
-from scheduler.decide.attempt import ENOUGH, Effort, Saved
+from scheduler.decide.attempt import ENOUGH, Effort, Saved, in_order
 from scheduler.decide.exchange import Exchange
 from scheduler.decide.search import Blocked, Search
-from scheduler.decide.wish import Seated
+from scheduler.decide.wish import Seated, Wish
 
 FOLLOWING: Final = 3
 """How many exchanges may follow a seat that was forced elsewhere."""
@@ -29,7 +29,7 @@ class Shift:
         self,
         search: Search,
         exchange: Exchange,
-        move: Callable[[int, Seated], bool],
+        move: Callable[[Seated], bool],
         effort: Effort,
     ) -> None:
         self._search = search
@@ -39,8 +39,7 @@ class Shift:
 
     def run(self) -> bool:
         """Try the largest first, one seat a site, at each other site; stop at what is better."""
-        for number in self._search.largest_first():
-            wish = self._search.wishes[number]
+        for wish in self._search.largest_first():
             new = {seated.site: seated for seated in wish.new_seats()}
             for seated in new.values():
                 for site in np.flatnonzero(wish.rooms > 0):
@@ -48,21 +47,20 @@ class Shift:
                         continue
                     if not self._effort.spend(10):
                         return False
-                    if self._force(number, seated, int(site)):
+                    if self._force(seated, int(site)):
                         return True
         return False
 
-    def _force(self, number: int, seated: Seated, site: int) -> bool:
-        search = self._search
-        saved = Saved(search, search.all_wishes)
+    def _force(self, seated: Seated, site: int) -> bool:
+        search, wish = self._search, seated.wish
+        saved = Saved(search, search.wishes)
         before = saved.cost_before()
-        search.untake(search.wishes[number], seated)
-        ejected = self._seat(number, site)
+        search.untake(seated)
+        ejected = self._seat(wish, site)
         if ejected is not None:
-            wish = search.wishes[number]
             for other in wish.new_seats():
                 if other.site != site:
-                    self._move(number, other)
+                    self._move(other)
             search.blocked.clear()
             search.fill()
             if self._eject_on(ejected, saved, before):
@@ -74,7 +72,7 @@ class Shift:
         saved.undo()
         return False
 
-    def _eject_on(self, ejected: set[int], saved: Saved, before: float) -> bool:
+    def _eject_on(self, ejected: Sequence[Wish], saved: Saved, before: float) -> bool:
         """Let who was ejected eject others, each place apart: the first that pays may bar the best.
 
         An ejection chain: who is ejected now may push on in its turn (`exchange.py`).
@@ -83,7 +81,7 @@ class Shift:
         for entry in self._exchange.wanted(ejected)[:EJECTED_TRIED] if ejected else []:
             if not self._effort.spend(5):
                 return False
-            inner = Saved(search, search.all_wishes)
+            inner = Saved(search, search.wishes)
             if self._exchange.give(entry, self._exchange.holders(standing=False)):
                 search.fill()
                 if saved.cost_now() < before - ENOUGH:
@@ -91,20 +89,21 @@ class Shift:
             inner.undo()
         return False
 
-    def _seat(self, number: int, site: int) -> set[int] | None:
+    def _seat(self, wish: Wish, site: int) -> list[Wish] | None:
         """Seat a wish at a site, where it is full in the place of those that lose least.
 
         Return the wishes of those; None where it cannot be seated.
         """
-        ejected: set[int] = set()
-        search, wish = self._search, self._search.wishes[number]
+        search = self._search
+        ejected: list[Wish] = []
         worth = search.worth_to(wish, site)
         if worth.offered is None:
-            wanted = Blocked(wish=number, site=site, net=np.inf)
+            wanted = Blocked(wish=wish, site=site, net=np.inf)
             ways = self._exchange.cheapest(wanted, self._exchange.holders(standing=False))
-            for other, leaving in ways[0] if ways else []:
-                search.untake(search.wishes[other], leaving)
-                ejected.add(other)
+            leaving = ways[0] if ways else []
+            for seated in leaving:
+                search.untake(seated)
+            ejected = in_order(seated.wish for seated in leaving)
             worth = search.worth_to(wish, site)
         if worth.offered is None:
             return None

@@ -39,6 +39,7 @@ class Seated(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     One that `waits` has its place when what is there has ended.
     """
 
+    wish: "Wish"
     pop: PopId
     site: int
     room: float
@@ -62,7 +63,10 @@ NOTHING_NEEDED: Final = Need(tier=0, worth=0.0, reason="")
 
 
 class Wish:
-    """A deployment, and the seats it has at this point of the search."""
+    """A deployment, and the seats it has at this point of the search.
+
+    `number` is its place among the wishes of the search, by which equals are put in order.
+    """
 
     def __init__(
         self,
@@ -73,6 +77,7 @@ class Wish:
         profiles: Profiles,
         standing: Sequence[Placement],
     ) -> None:
+        self.number = 0
         self.ground = ground
         self.deployment = deployment
         self.model = model
@@ -88,6 +93,7 @@ class Wish:
         self.seats: list[Seated] = []
         self._held: tuple[int, frozenset[PopId]] = (-1, frozenset())
         self._losses: tuple[int, Floats] = (-1, NOTHING)
+        self._saves: tuple[int, Floats] = (-1, NOTHING)
         rates = {
             name: rates_on(name, deployment, model, profiles) for name in ground.device_classes
         }
@@ -187,6 +193,16 @@ class Wish:
             cost += MISSING_SPREAD * self.weight * (self.least >= 2)
         return cost
 
+    def saves_at_least(self) -> Floats:
+        """Return for each site at least what a seat more would save, read once a change."""
+        if self._saves[0] != self.stamp:
+            saves = np.zeros(len(self.rooms))
+            if len(self.cities):
+                sites = np.flatnonzero(self.rooms > 0)
+                saves[sites] = self.flow.bounds(sites, self.rooms[sites])
+            self._saves = self.stamp, saves
+        return self._saves[1]
+
     def cost(self) -> float:
         """Return this deployment's part of the sum that the planner lowers."""
         seats = sum(seated.hold + seated.start for seated in self.seats)
@@ -241,6 +257,7 @@ class Wish:
         node = self.ground.nodes[placement.node_id]
         room = self.room_of.get(self.ground.sites[site].device_class, 0.0) if site >= 0 else 0.0
         return Seated(
+            wish=self,
             pop=node.pop,
             site=site if room else -1,
             room=room,

@@ -45,6 +45,9 @@ async def adopt(
         reason = f"{spec.replica_id} bears no seal of this cluster for a seat on this node"
         await _note_once(connection, node_id, node_id, reason)
         return 0
+    # What a device holds is added up for each seat. A plan kept from when it held nothing reads all
+    # placements for each of them.
+    await connection.execute("SET LOCAL plan_cache_mode = force_custom_plan")
     try:
         async with connection.transaction():
             await _ensure_deployment(connection, replica)

@@ -21,7 +21,6 @@ from isochrone.wire.control import Register
 from isochrone.wire.ids import BootId
 from isochrone.wire.model import Artifact, ArtifactFile, EngineSettings
 from isochrone.wire.usage import Usage
-from nodeagent.decide.bandwidth import Bandwidth
 from nodeagent.engine.kv_tiers.files import FileTier
 from nodeagent.host import engines
 from nodeagent.host.artifacts import Artifacts
@@ -180,7 +179,7 @@ async def test_weights_that_do_not_fit_say_so_and_come_when_there_is_room(
         disk.folder / "artifacts",
         Sources(private=True, hf_url=""),
         1 << 30,
-        link=Link(Bandwidth(0), time.monotonic),
+        link=Link(0, time.monotonic),
     )
     disk.fill()
     with pytest.raises(ArtifactError, match=r"1048576 bytes needed, the disk has 0 free"):

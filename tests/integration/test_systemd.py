@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from nodeagent.host.processes import PASSED_ENVIRONMENT
+
 UNITS = sorted((Path(__file__).parents[2] / "ops" / "systemd").glob("*.service"))
 EXPOSURE_MAX = 2.0
 
@@ -38,6 +40,23 @@ def test_systemd_accepts_the_unit(unit: Path, tmp_path: Path) -> None:
     )
     assert run.returncode == 0, run.stderr
     assert unit.name not in run.stderr, run.stderr
+
+
+def test_what_engines_use_outlives_their_agent_and_can_be_written() -> None:
+    """`systemctl restart` removes what is private to the unit, or its user's alone."""
+    unit = UNITS[0].read_text()
+    settings = dict(line.split("=", 1) for line in unit.splitlines() if re.match("[A-Z]", line))
+    assert settings["KillMode"] == "process"
+    assert settings.get("RemoveIPC", "no") == "no"
+    told = dict(
+        word.split("=")
+        for line in re.findall("^Environment=(.*)", unit, re.M)
+        for word in line.split()
+    )
+    assert set(told) == {"HOME", "TMPDIR", "XDG_CACHE_HOME"} <= set(PASSED_ENVIRONMENT)
+    assert settings["RuntimeDirectoryPreserve"] == "yes"
+    assert told["TMPDIR"] == f"%t/{settings['RuntimeDirectory']}"
+    assert told["HOME"] == told["XDG_CACHE_HOME"] == f"%C/{settings['CacheDirectory']}"
 
 
 @pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.stem)

@@ -16,7 +16,6 @@ from nodeagent.engine.layers.lora import Adapter
 from nodeagent.engine.models.shape import CheckpointError
 
 RANK_MAX: Final = 256
-_FILE: Final = "adapter_model.safetensors"
 _WEIGHT: Final = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(A|B)\.weight")
 
 
@@ -34,16 +33,6 @@ class _AdapterConfig(msgspec.Struct):
     trainable_token_indices: Any = None
 
 
-class _Found(msgspec.Struct, frozen=True):
-    """One module's two weights in the file, and their shapes."""
-
-    down: str
-    up: str
-    rank: int
-    rows: int
-    columns: int
-
-
 def read_adapter(
     name: str,
     folder: Path,
@@ -59,25 +48,32 @@ def read_adapter(
     """
     config: _AdapterConfig = read_json(folder / "adapter_config.json", _AdapterConfig)
     _check(folder, config)
-    source = SafetensorsFiles(folder, _FILE)
+    rank = config.r
+    scale = config.lora_alpha / (math.sqrt(rank) if config.use_rslora else rank)
+    pairs, digest = {}, hashlib.sha256()
+    source = SafetensorsFiles(folder, "adapter_model.safetensors")
     try:
-        found = _survey(folder, source, config.r, modules)
-        numbers = sum(one.rank * (one.rows + one.columns) for one in found.values())
-        size_bytes = numbers * dtype.itemsize
+        found = _survey(folder, source, rank, modules)
+        size_bytes = sum(rank * sum(modules[module]) for module in found) * dtype.itemsize
         if size_bytes > bytes_max:
             raise CheckpointError(
                 f"cannot load adapter {folder}: it takes {size_bytes} bytes, {bytes_max} are left"
             )
-        pairs = {}
-        for module, one in found.items():
-            down = source.tensor(one.down, (one.rank, one.columns))
-            up = source.tensor(one.up, (one.rows, one.rank)).float() * _scale(config)
+        for module, (down_name, up_name) in sorted(found.items()):
+            rows, columns = modules[module]
+            down = source.tensor(down_name, (rank, columns)).to(dtype)
+            up = (source.tensor(up_name, (rows, rank)).float() * scale).to(dtype)
             if not (down.isfinite().all() and up.isfinite().all()):
-                raise CheckpointError(f"cannot load adapter {folder}: {module} is not finite")
-            pairs[module] = (down.to(device, dtype), up.to(device, dtype))
+                raise CheckpointError(
+                    f"cannot load adapter {folder}: {module} is not finite in {dtype}"
+                )
+            digest.update(module.encode() + b"\0")
+            for half in (down, up):
+                digest.update(half.contiguous().view(torch.uint8).numpy().data)
+            pairs[module] = (down.to(device), up.to(device))
     finally:
         source.close()
-    return Adapter(name, pairs, _digest(folder), size_bytes)
+    return Adapter(name, pairs, digest.digest(), size_bytes)
 
 
 def _check(folder: Path, config: _AdapterConfig) -> None:
@@ -102,22 +98,10 @@ def _check(folder: Path, config: _AdapterConfig) -> None:
         )
 
 
-def _digest(folder: Path) -> bytes:
-    digest = hashlib.sha256()
-    for name in ("adapter_config.json", _FILE):
-        with (folder / name).open("rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
-    return digest.digest()
-
-
-def _scale(config: _AdapterConfig) -> float:
-    return config.lora_alpha / (math.sqrt(config.r) if config.use_rslora else config.r)
-
-
 def _survey(
     folder: Path, source: SafetensorsFiles, rank: int, modules: Mapping[str, tuple[int, int]]
-) -> dict[str, _Found]:
-    """Hold every weight's name and shape to the model; reads none."""
+) -> dict[str, tuple[str, str]]:
+    """Hold every weight's name and shape to the model; reads none. Both names, by module."""
     halves: dict[str, dict[str, str]] = {}
     for name in source.names():
         matched = _WEIGHT.fullmatch(name)
@@ -126,15 +110,12 @@ def _survey(
                 f"cannot load adapter {folder}: {name[:200]} changes nothing that this model has"
             )
         halves.setdefault(matched[1], {})[matched[2]] = name
-    found: dict[str, _Found] = {}
+    if not halves:
+        raise CheckpointError(f"cannot load adapter {folder}: it changes nothing")
     for module, names in halves.items():
         if len(names) != 2:
             raise CheckpointError(f"cannot load adapter {folder}: half of {module} is missing")
         rows, columns = modules[module]
-        one = _Found(names["A"], names["B"], rank, rows, columns)
-        source.check(one.down, (rank, columns))
-        source.check(one.up, (rows, rank))
-        found[module] = one
-    if not found:
-        raise CheckpointError(f"cannot load adapter {folder}: it changes nothing")
-    return found
+        source.check(names["A"], (rank, columns))
+        source.check(names["B"], (rows, rank))
+    return {module: (names["A"], names["B"]) for module, names in halves.items()}

@@ -4,17 +4,15 @@ A request is refused whole before any of it is read, or answered whole.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, Self
+from collections.abc import Callable
+from typing import Any, Final
 
 import numpy as np
 from aiohttp import web
 
-from isochrone.service.door import read_body
 from isochrone.wire.engine import EngineConfig
 from isochrone.wire.errors import ApiError, ErrorCode
-from nodeagent.engine.doors import CommonDoors, Progress
+from nodeagent.engine.doors import Server
 from nodeagent.engine.encoder.bodies import (
     documents_of,
     embedding_decoder,
@@ -25,7 +23,6 @@ from nodeagent.engine.encoder.bodies import (
 )
 from nodeagent.engine.encoder.loading import LoadedEncoder
 from nodeagent.engine.encoder.worker import EncoderWorker, Text
-from nodeagent.engine.entrance import Entrance
 from nodeagent.engine.openai import decoded, refused
 
 REQUEST_TOKENS_MAX: Final = 300_000
@@ -34,78 +31,42 @@ _LONG_TEXT_CHARS: Final = 16_384
 """Longer texts are tokenised off the event loop."""
 
 
-@dataclass(slots=True)
-class EncoderServer:
+class EncoderServer(Server):
     """The handlers, with what they need."""
 
-    config: EngineConfig
-    loaded: LoadedEncoder
-    worker: EncoderWorker
-    entrance: Entrance
-
-    @classmethod
-    def begin(
-        cls, config: EngineConfig, loaded: LoadedEncoder, on_death: Callable[[], None]
-    ) -> Self:
-        """Start the thread that runs the model."""
-        worker = EncoderWorker(loaded.model, config.batch_tokens_max, on_death)
-        worker.start()
-        return cls(config, loaded, worker, Entrance(config.sequences_max + config.waiting_max))
+    def __init__(
+        self, config: EngineConfig, loaded: LoadedEncoder, on_death: Callable[[], None]
+    ) -> None:
+        super().__init__(config)
+        self.loaded = loaded
+        self.kind = loaded.kind
+        self.context_tokens = loaded.context_tokens
+        self.worker: EncoderWorker = EncoderWorker(loaded.model, config.batch_tokens_max, on_death)
 
     def fail_all(self, message: str) -> None:
         """End every open request with an error."""
         self.worker.fail_all(message)
 
-    def close(self) -> None:
-        """Keep nothing: what is read is not remembered."""
-
     def app(self) -> web.Application:
         """Build the aiohttp application."""
-        app = CommonDoors(self.config, self).app()
+        app = super().app()
         app.router.add_post("/v1/embeddings", self.embed)
         app.router.add_post("/v1/rerank", self.rerank)
         return app
 
-    def progress(self) -> Progress:
-        """Say how the work moves."""
-        worker = self.worker
-        return Progress(worker.died, len(worker) > 0, worker.idle_s(), worker.steps_total, 0)
-
     def counts(self) -> dict[str, float]:
         """Return counts and rates by name: those of EngineStats that mean something here."""
-        worker = self.worker
         return {
             "running": self.entrance.open,
-            "waiting": worker.texts_waiting,
-            "prefill_tokens_in_flight": worker.tokens_waiting,
-            "prefill_tokens_per_s": worker.tokens_per_s,
-            "prompt_tokens_total": worker.tokens_total,
-            "texts_total": worker.texts_total,
-            "steps_total": worker.steps_total,
             "load_s": self.loaded.load_s,
             "weights_bytes": self.loaded.weights_bytes,
-            "context_tokens": self.loaded.context_tokens,
+            "context_tokens": self.context_tokens,
         }
-
-    @property
-    def kind(self) -> str:
-        """What the model is for."""
-        return self.loaded.kind
-
-    @property
-    def context_tokens(self) -> int:
-        """The longest text."""
-        return self.loaded.context_tokens
-
-    @property
-    def other_names(self) -> Sequence[str]:
-        """None: there are no adapters to what reads."""
-        return ()
 
     async def embed(self, request: web.Request) -> web.Response:
         """Answer `/v1/embeddings`."""
         self._admit("embedding")
-        body = await self._body(request, embedding_decoder)
+        body = await self._decoded(request, embedding_decoder)
         self._hold_to_model(body.model)
         width = self.loaded.model.shape.hidden
         if body.dimensions is not None and body.dimensions != width:
@@ -123,7 +84,7 @@ class EncoderServer:
     async def rerank(self, request: web.Request) -> web.Response:
         """Answer `/v1/rerank`."""
         self._admit("rerank")
-        body = await self._body(request, rerank_decoder)
+        body = await self._decoded(request, rerank_decoder)
         self._hold_to_model(body.model)
         pairs = [(body.query, document) for document in documents_of(body)]
         texts = await self._texts(pairs, "documents")
@@ -141,16 +102,11 @@ class EncoderServer:
                 f" {self.loaded.kind!r}, not {kind!r}",
                 param="model",
             )
-        if self.worker.died:
-            raise ApiError(
-                ErrorCode.UNAVAILABLE, "cannot answer: this engine has failed", retry_after_s=1.0
-            )
+        self.hold_alive()
         self.entrance.admit()
 
-    async def _body(self, request: web.Request, decoder: Any) -> Any:
-        limit, timeout_s = self.config.body_bytes_max, self.config.client_stall_s
-        body = await read_body(request, bytes_max=limit, timeout_s=timeout_s)
-        return decoded(body, decoder, limit)
+    async def _decoded(self, request: web.Request, decoder: Any) -> Any:
+        return decoded(await self.body(request), decoder, self.config.body_bytes_max)
 
     def _hold_to_model(self, name: str | None) -> None:
         if name is not None and name != self.config.served_name:

@@ -2,15 +2,12 @@
 
 Rule 1: only this thread runs the model; the queue is shared under one lock.
 Rule 2: a request that is given up leaves the queue before the next step.
-Rule 3: an error in a step is fatal to the process, as it is to an engine that generates.
 """
 
 import asyncio
 import itertools
-import logging
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,8 +17,7 @@ from isochrone.wire.errors import ApiError, ErrorCode
 from nodeagent.engine.decide.texts import Texts
 from nodeagent.engine.models.bert import Bert
 from nodeagent.engine.rates import Rate
-
-log = logging.getLogger(__name__)
+from nodeagent.engine.step_thread import StepThread
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,47 +36,35 @@ class _Asked:
     done: asyncio.Future[np.ndarray]
 
 
-class EncoderWorker:
+class EncoderWorker(StepThread):
     """Owns the thread and its queue."""
 
     def __init__(self, model: Bert, tokens_max: int, on_death: Callable[[], None]) -> None:
+        super().__init__(on_death)
         self._model = model
-        self._on_death = on_death
         self._loop = asyncio.get_running_loop()
         self._asked: dict[int, _Asked] = {}
         self._texts = Texts(tokens_max)
         self._numbers = itertools.count(1)
-        self._wake = threading.Condition()
-        self._stopping = False
         self._rate = Rate()
-        self._progress_s = time.monotonic()
-        self.died = False
-        self.steps_total = 0
-        self.tokens_total = 0
-        self.texts_total = 0
-        self._thread = threading.Thread(target=self._run, name="encode", daemon=True)
+        self._steps_total = 0
+        self._tokens_total = 0
+        self._texts_total = 0
 
-    def __len__(self) -> int:
-        return len(self._asked)
+    def has_work(self) -> bool:
+        """True where a step is due or under way."""
+        return bool(self._asked)
 
-    @property
-    def texts_waiting(self) -> int:
-        """Texts that no step has taken yet."""
-        return len(self._texts)
-
-    @property
-    def tokens_waiting(self) -> int:
-        """Tokens of those."""
-        return self._texts.tokens
-
-    @property
-    def tokens_per_s(self) -> float:
-        """The rate measured over recent steps."""
-        return self._rate.per_s
-
-    def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
+    def counts(self) -> Mapping[str, float]:
+        """Return what is reported of the queue and of the steps."""
+        return {
+            "waiting": len(self._texts),
+            "prefill_tokens_in_flight": self._texts.tokens,
+            "prefill_tokens_per_s": self._rate.per_s,
+            "prompt_tokens_total": self._tokens_total,
+            "texts_total": self._texts_total,
+            "steps_total": self._steps_total,
+        }
 
     async def encode(self, texts: list[Text]) -> np.ndarray:
         """Return the model's answers [texts, width]."""
@@ -88,9 +72,7 @@ class EncoderWorker:
         rows = np.empty((len(texts), self._model.shape.width), np.float32)
         done: asyncio.Future[np.ndarray] = self._loop.create_future()
         with self._wake:
-            if not self._asked:
-                # An idle engine has made no progress for long; the stall clock starts now.
-                self._progress_s = time.monotonic()
+            self._expect_progress()
             self._asked[number] = _Asked(texts, rows, len(texts), done)
             self._texts.add(number, [len(text.tokens) for text in texts])
             self._wake.notify()
@@ -101,43 +83,24 @@ class EncoderWorker:
                 self._asked.pop(number, None)
                 self._texts.remove(number)
 
-    def stop(self, timeout_s: float) -> bool:
-        """End the thread after its current step; False where that takes longer than allowed."""
-        with self._wake:
-            self._stopping = True
-            self._wake.notify()
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
-
     def fail_all(self, message: str) -> None:
         """End every open request with an error. Called on the event loop."""
         for asked in list(self._asked.values()):
             if not asked.done.done():
                 asked.done.set_exception(ApiError(ErrorCode.INTERNAL, message))
 
-    def idle_s(self) -> float:
-        """Seconds since the last step ended, or since there last was nothing to do."""
-        return time.monotonic() - self._progress_s
-
     def _run(self) -> None:
-        try:
-            while batch := self._next():
-                started_s = time.monotonic()
-                texts = [asked.texts[index] for asked, index in batch]
-                rows = self._read(texts)
-                self._progress_s = time.monotonic()
-                tokens = sum(len(text.tokens) for text in texts)
-                self._rate.note(tokens, self._progress_s - started_s)
-                self.steps_total += 1
-                self.tokens_total += tokens
-                self.texts_total += len(texts)
-                self._loop.call_soon_threadsafe(_deliver, batch, rows)
-        # The thread's own edge: whatever a step raises ends here, is told, and ends the process.
-        except Exception:
-            log.exception("the encoder's thread died")
-            self.died = True
-            self._loop.call_soon_threadsafe(self.fail_all, "cannot answer: the engine failed")
-            self._on_death()
+        while batch := self._next():
+            started_s = time.monotonic()
+            texts = [asked.texts[index] for asked, index in batch]
+            rows = self._read(texts)
+            self._progress_s = time.monotonic()
+            tokens = sum(len(text.tokens) for text in texts)
+            self._rate.note(tokens, self._progress_s - started_s)
+            self._steps_total += 1
+            self._tokens_total += tokens
+            self._texts_total += len(texts)
+            self._loop.call_soon_threadsafe(_deliver, batch, rows)
 
     def _next(self) -> list[tuple[_Asked, int]]:
         """Wait for texts and take a batch of them; empty where it is time to stop."""

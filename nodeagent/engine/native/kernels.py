@@ -131,10 +131,11 @@ class Kernels:
                 for fetch in ordered
             )
         )
-        threads = torch.get_num_threads()
+        # Twice as many as compute: while one packs what it read, another waits for the disk.
+        readers = 2 * torch.get_num_threads()
 
         def work() -> None:
-            if self.library.fetch_blocks(table, len(ordered), threads):
+            if self.library.fetch_blocks(table, len(ordered), readers):
                 for fetch in ordered:
                     # Says in words what it was.
                     fetch.matrix.fill_blocks(fetch.at, fetch.blocks.read(), fetch.layout)

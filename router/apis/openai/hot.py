@@ -28,6 +28,7 @@ from router.apis.openai.prompt import (
     rendered,
     text_bytes,
 )
+from router.apis.openai.schema import CHAT_PATH, COMPLETIONS_PATH, EMBEDDINGS_PATH, RERANK_PATH
 from router.asked import Asked
 from router.config import RouterConfig
 from router.dataplane import message
@@ -38,12 +39,12 @@ from router.decide.prefixes import BLOCK_BYTES, NO_KEYS, PrefixKeys, keys_of
 from router.fleet import Fleet
 
 READERS: Final[dict[str, "msgspec.json.Decoder[Any]"]] = {
-    "/v1/chat/completions": CHAT,
-    "/v1/completions": COMPLETION,
-    "/v1/embeddings": EMBEDDING,
-    "/v1/rerank": RERANK,
+    CHAT_PATH: CHAT,
+    COMPLETIONS_PATH: COMPLETION,
+    EMBEDDINGS_PATH: EMBEDDING,
+    RERANK_PATH: RERANK,
 }
-KINDS: Final = {"/v1/embeddings": "embedding", "/v1/rerank": "rerank"}
+KINDS: Final = {EMBEDDINGS_PATH: "embedding", RERANK_PATH: "rerank"}
 """What a model must be for; on every other route it must chat."""
 
 MODELS_NAMED: Final = 8

@@ -3,12 +3,17 @@
 The engine checks the rest: the original bytes go on to it, so unknown fields are let through.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from isochrone.wire.ids import DATA_URL_PATTERN
+
+CHAT_PATH: Final = "/v1/chat/completions"
+COMPLETIONS_PATH: Final = "/v1/completions"
+EMBEDDINGS_PATH: Final = "/v1/embeddings"
+RERANK_PATH: Final = "/v1/rerank"
 
 ModelField = Annotated[str, Meta(min_length=1, max_length=128)]
 TokenCount = Annotated[int, Meta(ge=1, le=10_000_000)]

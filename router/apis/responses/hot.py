@@ -4,14 +4,14 @@ from typing import Final
 
 from router.apis.openai.decode import decode
 from router.apis.openai.hot import OpenAiSurface
+from router.apis.openai.schema import CHAT_PATH
 from router.apis.responses.events import Events, opened
 from router.apis.responses.translate import WISH, to_chat
 from router.apis.translated import Translated
-from router.asked import Asked, Client
-from router.dataplane.message import Request
+from router.asked import Asked
+from router.dataplane.message import Client, Request
 
 PATH: Final = "/v1/responses"
-CHAT_PATH: Final = "/v1/chat/completions"
 
 
 def asked_by_response(

@@ -13,8 +13,8 @@ from router.apis.workers_ai.translate import (
     to_openai,
     whole_of,
 )
-from router.asked import Asked, Client
-from router.dataplane.message import Request
+from router.asked import Asked
+from router.dataplane.message import Client, Request
 
 _PATH: Final = re.compile(r"^(?:/client/v4/accounts/[^/]{1,64})?/ai/run/(.*)$")
 

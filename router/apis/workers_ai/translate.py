@@ -10,15 +10,18 @@ from msgspec import Meta
 
 from isochrone.wire.errors import MEANINGS, ApiError, ErrorCode
 from router.apis.openai.decode import decode
-from router.apis.openai.schema import Document, Options
+from router.apis.openai.schema import (
+    CHAT_PATH,
+    COMPLETIONS_PATH,
+    EMBEDDINGS_PATH,
+    RERANK_PATH,
+    Document,
+    Options,
+)
 from router.dataplane import sse
 from router.dataplane.chunk import Choice, Delta, chunk_of
 
 ERROR_EVENT: Final = b"event: error\n"
-CHAT_PATH: Final = "/v1/chat/completions"
-PLAIN_PATH: Final = "/v1/completions"
-EMBEDDINGS_PATH: Final = "/v1/embeddings"
-RERANK_PATH: Final = "/v1/rerank"
 MAX_TOKENS_USUAL: Final = 256
 """What Workers AI puts out where a request does not say."""
 
@@ -85,7 +88,7 @@ def to_openai(body: bytes, model: str) -> tuple[str, bytes, bool]:
         asked["tools"] = [_tool(tool) for tool in run.tools]
     is_json = run.response_format is not None and run.response_format.type != "text"
     if run.raw and run.prompt is not None:
-        return PLAIN_PATH, msgspec.json.encode({**asked, "prompt": run.prompt}), is_json
+        return COMPLETIONS_PATH, msgspec.json.encode({**asked, "prompt": run.prompt}), is_json
     user = [{"role": "user", "content": run.prompt}]
     chat = {**asked, "messages": run.messages or user}
     return CHAT_PATH, msgspec.json.encode(chat), is_json

@@ -12,6 +12,7 @@ import aiohttp
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -167,6 +168,31 @@ def test_files_that_lie_are_refused_and_large_ones_unread(tmp_path: Path) -> Non
         read(tmp_path / "a", modules)
     with pytest.raises(CheckpointError, match=r"cannot read .*adapter_config.json"):
         read(tmp_path, modules)
+
+
+def test_an_adapter_is_told_from_others_by_its_weights_whichever_files_hold_them(
+    tmp_path: Path,
+) -> None:
+    modules = modules_of("llama", tmp_path)
+    for name, seed in (("a", 1), ("b", 2)):
+        folder = tmp_path / name
+        write_adapter(folder, "llama", seed, MLP)
+        whole = folder / "adapter_model.safetensors"
+        with safe_open(whole, framework="pt") as file:
+            names = list(file.keys())
+        index = {"weight_map": dict.fromkeys(names, "part.safetensors")}
+        (folder / f"{whole.name}.index.json").write_text(json.dumps(index))
+        whole.rename(folder / "part.safetensors")
+    first, second = (read(tmp_path / name, modules) for name in "ab")
+    assert first.digest != second.digest
+    assert first.digest == read(tmp_path / "a", modules).digest
+
+
+def test_what_overflows_in_the_models_numbers_is_refused(tmp_path: Path) -> None:
+    modules = modules_of("llama", tmp_path)
+    write_adapter(tmp_path / "a", "llama", 1, MLP, lora_alpha=1e7)
+    with pytest.raises(CheckpointError, match="not finite"):
+        read_adapter("a", tmp_path / "a", modules, "cpu", torch.float16, 2**30)
 
 
 async def test_the_least_recently_used_is_dropped_and_read_again(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from aiohttp import web
 from isochrone.service.door import open_door
 from isochrone.wire.artifact import manifest_digest
 from isochrone.wire.model import Artifact, ArtifactFile
-from nodeagent.decide.bandwidth import Bandwidth, Pace
+from nodeagent.decide.bandwidth import Pace
 from nodeagent.host import tiers
 from nodeagent.host.artifacts import Artifacts
 from nodeagent.host.link import Link
@@ -99,7 +99,7 @@ def a_store(
     hf_token: str = "",
 ) -> Artifacts:
     sources = Sources(private=private, hf_url=hf, hf_token=hf_token, pace=IMPATIENT)
-    link = Link(Bandwidth(0), time.monotonic)
+    link = Link(0, time.monotonic)
     return Artifacts(tmp_path / "artifacts", sources, budget, link=link)
 
 

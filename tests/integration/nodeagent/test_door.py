@@ -26,11 +26,10 @@ from isochrone.wire.ids import Generation, NodeId, ReplicaId
 from isochrone.wire.model import Artifact, ArtifactFile, EngineSettings
 from isochrone.wire.report import ReplicaState
 from nodeagent.api.door import Door
-from nodeagent.api.metrics_page import metrics_app
+from nodeagent.api.metrics_page import add_metrics
 from nodeagent.api.siblings import FRESH_S, Siblings
 from nodeagent.config import NodeConfig
 from nodeagent.decide.admission import Held
-from nodeagent.decide.bandwidth import Bandwidth
 from nodeagent.drivers import DRIVERS
 from nodeagent.drivers.driver import Command
 from nodeagent.host.artifacts import Artifacts
@@ -115,7 +114,7 @@ async def a_node() -> AsyncIterator[Node]:
             folder / "artifacts",
             Sources(private=True, hf_url=""),
             1 << 30,
-            link=Link(Bandwidth(0), time.monotonic),
+            link=Link(0, time.monotonic),
         ),
         engines=Engines(folder / "engines", 1),
         clock=time.monotonic,
@@ -362,8 +361,10 @@ async def test_the_metrics_page_tells_of_each_warm_engine_too(node: Node) -> Non
     await node.warm(node.spec("r2"))
     async with node.ask("r2", tokens=2) as response:
         await response.read()
+    alone = web.Application()
+    add_metrics(alone, node.supervisor)
     async with (
-        open_door(metrics_app(node.supervisor), "127.0.0.1", 0) as port,
+        open_door(alone, "127.0.0.1", 0) as port,
         node.http.get(f"http://127.0.0.1:{port}/metrics") as private,
         node.http.get("/metrics") as page,
     ):

@@ -8,7 +8,6 @@ from typing import Any, cast
 import pytest
 
 from isochrone.wire.assignment import Prefetch
-from nodeagent.decide.bandwidth import Bandwidth
 from nodeagent.host.link import SEEN_BYTES_MIN, Link
 from nodeagent.loops.prefetch import PrefetchDuty, Prefetched
 from tests.integration.nodeagent.test_artifacts import Origin, a_store, artifact_of, origin
@@ -95,7 +94,7 @@ async def test_one_that_fails_keeps_no_other_waiting_and_one_taken_back_ends(
 
 async def test_a_part_of_a_link_counts_against_the_whole_and_teaches_nothing() -> None:
     clock = [0.0]
-    whole = Link(Bandwidth(1000.0), lambda: clock[0])
+    whole = Link(1000.0, lambda: clock[0])
     part = whole.slower(100.0)
     assert whole.slower(0) is whole, "no bound of its own"
     assert await part.keep_pace(100) == 0, "a second's worth at once"

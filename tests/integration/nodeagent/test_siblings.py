@@ -63,7 +63,7 @@ async def test_one_whose_node_fell_silent_is_let_go() -> None:
         mute.awake = False
         with pytest.raises(SiblingLost, match="TimeoutError"):
             async with (
-                asyncio.timeout(30 * PING_S),
+                asyncio.timeout(30),
                 siblings.answering(sibling, "/v1/completions", b"{}", {}),
             ):
                 pass

@@ -26,7 +26,7 @@ from isochrone.wire.control import PeerRole
 from isochrone.wire.ids import NodeId, PopId
 from isochrone.wire.model import Artifact
 from nodeagent.api.weights import Weights
-from nodeagent.decide.bandwidth import Bandwidth, Pace
+from nodeagent.decide.bandwidth import Pace
 from nodeagent.host.artifacts import Artifacts
 from nodeagent.host.link import Link
 from nodeagent.host.peers import PeerLimits, Peers
@@ -40,6 +40,7 @@ __all__ = ["origin"]
 BODY = random.Random(7).randbytes(3_000_000)
 SMALL = b"{}"
 FILES = {"sub/w.safetensors": BODY, "config.json": SMALL}
+PATIENT = PeerLimits(look_s=0.05)
 QUICK = PeerLimits(
     connect_timeout_s=1.0,
     read_timeout_s=0.5,
@@ -57,6 +58,7 @@ class City:
     def __init__(self, folder: Path, stack: AsyncExitStack) -> None:
         self.folder = folder
         self.stack = stack
+        self.limits = PATIENT
 
     def node(
         self,
@@ -74,10 +76,10 @@ class City:
             context=context,
             clock=time.monotonic,
             chance=random.Random(1),
-            limits=QUICK,
+            limits=self.limits,
         )
         sources = Sources(private=True, hf_url="", pace=IMPATIENT)
-        link = Link(Bandwidth(download_bytes_per_s), time.monotonic)
+        link = Link(download_bytes_per_s, time.monotonic)
         return Artifacts(
             self.folder / name,
             sources,
@@ -97,8 +99,8 @@ class City:
     ) -> PeerSource:
         """Open a node's door on its artifacts."""
         app = web.Application(middlewares=[errors_as(json_error)])
-        bandwidth = Bandwidth(upload_bytes_per_s)
-        Weights(held, bandwidth, time.monotonic, uploads_max=uploads_max).attach(app)
+        uplink = Link(upload_bytes_per_s, time.monotonic)
+        Weights(held, uplink, uploads_max=uploads_max).attach(app)
         return await self.listening(name, app, context)
 
     async def hostile(self, name: str, answer: Answer) -> PeerSource:
@@ -288,6 +290,7 @@ async def fetching_for_ever(request: web.Request) -> web.StreamResponse:
 async def test_nothing_of_a_bad_peer_is_kept_and_the_origin_is_asked(
     city: City, origin: tuple[Origin, str], answer: Answer, pop: str
 ) -> None:
+    city.limits = QUICK
     artifact = an_artifact(origin)
     bad = await city.hostile(f"{pop}-9", answer)
     node = city.node("ams-1", bad)
@@ -382,7 +385,8 @@ async def test_a_peer_that_is_down_or_busy_costs_little(
     busy = await city.hostile("sin-1", busy_for_ever)
     began = time.monotonic()
     await fetched(city.node("ams-1", down, busy), artifact)
-    assert time.monotonic() - began < 5.0
+    # It is not waited for until it is well, nor until it is forgiven.
+    assert time.monotonic() - began < PATIENT.stall_s / 2
 
 
 async def test_the_bandwidth_is_bounded_both_ways(city: City, origin: tuple[Origin, str]) -> None:
@@ -395,7 +399,7 @@ async def test_the_bandwidth_is_bounded_both_ways(city: City, origin: tuple[Orig
     for name, peer, rate in (("fra-1", capped, 0.0), ("fra-2", free, 1_500_000.0)):
         began = time.monotonic()
         await fetched(city.node(name, peer, download_bytes_per_s=rate), artifact)
-        assert 0.9 < time.monotonic() - began < 10.0, name
+        assert time.monotonic() - began > 0.9, name
 
 
 async def test_with_tls_only_peers_of_the_cluster_get_weights(

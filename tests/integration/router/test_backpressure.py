@@ -33,8 +33,8 @@ async def a_deaf_client(bench: Bench) -> tuple[asyncio.StreamReader, asyncio.Str
 
 async def until_still(node: FakeNode) -> int:
     """Wait until the node sends no more, and return how many frames it sent."""
-    before = -1
-    while node.sent != before:
+    before = 0
+    while node.sent != before or not node.sent:
         before = node.sent
         await asyncio.sleep(0.3)
     return before

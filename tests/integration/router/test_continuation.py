@@ -108,7 +108,7 @@ async def test_each_attempt_of_a_stream_is_counted_once(
         entry = replace(table.deployments[0], rollout=RolloutEntry(version=2, share=1.0))
         bench.house.fleet.adopt(replace(table, deployments=(entry,)))
         await the_text(bench, **({} if tools is None else {"tools": tools}))
-        (trial,) = bench.house.recorder.take_trials()
+        (trial,) = bench.house.recorder.trials.take()
         assert (trial.attempts, trial.failures) == seen
         if seen == (2, 1):
             # Its times are its own, from when it was asked, and so is what was predicted.

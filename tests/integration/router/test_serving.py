@@ -333,7 +333,7 @@ async def test_what_a_client_wrote_is_no_failure_of_the_fleets(tmp_path: Path) -
             async with bench.chat() as response:
                 assert response.status == node.status
         rows = await usage(bench)
-        (trial,), (demand,) = bench.house.recorder.take_trials(), bench.house.recorder.take_demand()
+        (trial,), (demand,) = bench.house.recorder.trials.take(), bench.house.recorder.take_demand()
         assert (trial.attempts, trial.failures) == (2, 0)
         registry = bench.house.metrics.registry
         for outcome, count in (("declined", 1), ("complete", 1), ("failed", 0)):

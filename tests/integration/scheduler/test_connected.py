@@ -29,7 +29,7 @@ TABLE = bytes(14 * 1024 * 1024)
 """More than two sockets hold between them."""
 
 LARGE_AT_ONCE = 2
-HEARTBEAT_S = 0.6
+HEARTBEAT_S = 3.0
 
 
 class Door:

@@ -15,7 +15,7 @@ from tests.integration.scheduler.test_store import begun
 from tests.integration.scheduler.test_trust import an_acting, expire
 from tests.system.harness import until
 
-TTL_S = 2.0
+TTL_S = 4.0
 
 
 class Quick(Settings, kw_only=True):
@@ -53,7 +53,7 @@ def be_busy(seconds: float) -> None:
 async def test_a_busy_event_loop_keeps_its_lease(acting: Acting, pool: Pool) -> None:
     epoch = acting.epoch
     await until("the thread renews", lambda: _renewed(acting), 10.0)
-    be_busy(2 * TTL_S)
+    be_busy(1.25 * TTL_S)
     assert acting.is_acting
     assert acting.epoch == epoch
     assert not await is_free(pool)

@@ -477,8 +477,9 @@ async def test_a_hung_first_host_does_not_hide_the_second(postgres_server: Serve
     )
     async with using(opened) as connection:
         assert await connection.fetchval("SELECT 1") == 1
-    # Three connections (two of the probe, one of the pool), each past the hung host in two seconds.
-    assert asyncio.get_running_loop().time() - began < 10.0
+    # Three connections (two of the probe, one of the pool), each past the hung host in two seconds,
+    # and not in the minute that a connection may take.
+    assert asyncio.get_running_loop().time() - began < 30.0
     await opened.close()
     for server in (hung, relayed):
         server.close()

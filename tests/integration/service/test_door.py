@@ -17,7 +17,7 @@ from isochrone.service.door import DoorLimits, errors_as, json_error, open_door,
 from isochrone.wire.errors import ApiError, ErrorCode
 
 LIMITS = DoorLimits(
-    head_timeout_s=0.5,
+    head_timeout_s=2.0,
     keepalive_s=0.5,
     body_timeout_s=0.5,
     body_bytes_max=100_000,

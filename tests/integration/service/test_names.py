@@ -18,7 +18,6 @@ from isochrone.wire.control import PeerRole
 from isochrone.wire.headers import Sibling
 from isochrone.wire.ids import NodeId, PopId, ReplicaId
 from nodeagent.api.siblings import SiblingLost, Siblings
-from nodeagent.decide.bandwidth import Bandwidth
 from nodeagent.host.artifacts import Artifacts
 from nodeagent.host.link import Link
 from nodeagent.host.peers import Peers
@@ -199,7 +198,7 @@ async def test_weights_are_asked_of_the_node_that_is_said_to_hold_them(tmp_path:
             chance=random.Random(1),
         )
         sources = Sources(private=True, hf_url="", pace=IMPATIENT)
-        link = Link(Bandwidth(0.0), time.monotonic)
+        link = Link(0.0, time.monotonic)
         held = Artifacts(tmp_path / "held", sources, 1 << 20, link=link, peers=peers)
         artifact = artifact_of("http://127.0.0.1:1/nowhere", {"config.json": BODY})
         for address in (place.address, place.address.replace("https", "http")):

@@ -147,7 +147,7 @@ async def test_an_idle_engine_is_not_stalled_once_a_prompt_is_read_from_files(
 ) -> None:
     now_s = [0.0]
     clock = SimpleNamespace(monotonic=lambda: now_s[0])
-    monkeypatch.setattr("nodeagent.engine.worker.time", clock)
+    monkeypatch.setattr("nodeagent.engine.step_thread.time", clock)
     mover, runner = Files(), object()
     engine = Engine(runner, Batching(Limits(8, 2), Blocks(4)), mover)  # type: ignore[arg-type]
     worker = Worker(engine, lambda deltas: None, lambda: None)

@@ -203,7 +203,7 @@ class AnyOrder(RuleBasedStateMachine):
         relay = self.relay
         assert not self.loop.wrong
         assert not relay.server.connections
-        assert not relay.server.by_address
+        assert not relay.server._census._by_address
         assert len(relay.upstream) == len(relay.deadlines) == 0
         assert relay.fleet.in_flight.requests == 0
         assert relay.corridor.waiting.depth == 0

@@ -6,15 +6,8 @@ from typing import Any
 import pytest
 
 from isochrone.wire.errors import ApiError
-from router.apis.workers_ai.translate import (
-    CHAT_PATH,
-    EMBEDDINGS_PATH,
-    PLAIN_PATH,
-    RERANK_PATH,
-    frame_of,
-    result_of,
-    to_openai,
-)
+from router.apis.openai.schema import CHAT_PATH, COMPLETIONS_PATH, EMBEDDINGS_PATH, RERANK_PATH
+from router.apis.workers_ai.translate import frame_of, result_of, to_openai
 from router.dataplane.sse import DONE_FRAME, data_frame
 
 
@@ -29,7 +22,7 @@ def test_a_prompt_and_messages_are_a_chat() -> None:
     assert asked(prompt="hi") == (CHAT_PATH, wanted)
     assert asked(messages=user) == (CHAT_PATH, wanted)
     path, body = asked(prompt="hi", raw=True, max_tokens=9, temperature=0.5, top_k=4, lora="")
-    assert path == PLAIN_PATH
+    assert path == COMPLETIONS_PATH
     assert body == {
         "model": "@cf/x/tiny",
         "max_tokens": 9,

@@ -177,6 +177,23 @@ def test_a_new_version_takes_the_place_of_the_old_when_it_is_warm() -> None:
     assert [ending.replica_id for ending in second.endings] == ["r1"]
 
 
+def test_a_new_version_that_finds_no_room_beside_the_old_one_says_so() -> None:
+    old = a_placement("r1", "n1", memory_bytes=6 * GIB, age_s=1000.0)
+    full = a_cluster(
+        nodes=(a_node("n1", "ams"),),
+        models=(a_model(gib=5.0),),
+        deployments=(a_deployment(version=2),),
+        placements=(old,),
+    )
+    decided = plan(full)
+    assert (decided.starts, decided.endings) == ((), ())
+    (unmet,) = decided.unmet
+    assert "version 2" in unmet.reason
+    assert "the most free on one device is 2.00 GiB" in unmet.reason
+    roomy = msgspec.structs.replace(full, nodes=(a_node("n1", "ams", gib=16.0),))
+    assert plan(roomy).unmet == ()
+
+
 def test_what_is_loading_anew_makes_no_old_one_spare() -> None:
     cluster = a_cluster(
         nodes=NODES,

@@ -12,7 +12,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from isochrone.wire.ids import DeploymentId, ModelId, PopId
 from isochrone.wire.model import EngineSettings
-from isochrone.wire.rollout import STEPS, RolloutBounds, RolloutSpec, RolloutState, RolloutStep
+from isochrone.wire.rollout import (
+    STEPS,
+    RolloutBody,
+    RolloutBounds,
+    RolloutSpec,
+    RolloutState,
+    RolloutStep,
+)
 from isochrone.wire.usage import Moments
 from scheduler.decide.rollout import (
     ON_ITS_WAY,
@@ -41,6 +48,16 @@ def a_rollout(**fields: Any) -> Rollout:
         spec=spec,
         **fields,
     )
+
+
+def test_a_row_of_a_newer_release_is_read_and_a_misspelt_wish_refused() -> None:
+    newer = {"steps": [{"share": 0.5, "new": 1}], "bounds": {"attempts_min": 50, "new": 1}}
+    row = msgspec.json.encode({"model_id": "m", "engine": {"new": 1}, **newer})
+    spec = msgspec.json.decode(row, type=RolloutSpec)
+    assert (spec.steps, spec.bounds.attempts_min) == ((RolloutStep(share=0.5),), 50)
+    for misspelt in ("steps", "bounds"):
+        with pytest.raises(msgspec.ValidationError, match="unknown field `new`"):
+            msgspec.json.decode(msgspec.json.encode({misspelt: newer[misspelt]}), type=RolloutBody)
 
 
 def moments(count: int, ms: float, spread: float = 0.5) -> Moments:
