@@ -32,14 +32,18 @@ def spawn(
     passed = {name: os.environ[name] for name in PASSED_ENVIRONMENT if name in os.environ}
     # A file, not a pipe: an engine must survive the agent that reads it.
     with log.open("ab") as out:
-        return subprocess.Popen(
-            arguments,
-            stdin=stdin,
-            stdout=out,
-            stderr=out,
-            env={**passed, **environment},
-            start_new_session=True,
-        )
+        try:
+            return subprocess.Popen(
+                arguments,
+                stdin=stdin,
+                stdout=out,
+                stderr=out,
+                env={**passed, **environment},
+                start_new_session=True,
+            )
+        except FileNotFoundError as error:
+            words = f"cannot start {arguments[0]}: it is not on the PATH of the agent"
+            raise FileNotFoundError(words) from error
 
 
 def boot_id() -> str:

@@ -25,6 +25,7 @@ from nodeagent.drivers.driver import Command
 from nodeagent.drivers.mock import Mock
 from nodeagent.host import processes
 from nodeagent.host.engines import Engines, Started, last_line
+from nodeagent.host.processes import spawn
 from tests.builders import a_spec
 from tests.integration.service.test_tls import NOW, a_peer
 
@@ -200,3 +201,8 @@ async def test_what_an_engine_without_a_noted_pid_left_in_its_group_is_ended(fol
 def is_zombie(pid: int) -> bool:
     stat = Path(f"/proc/{pid}/stat")
     return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_an_engine_that_is_not_installed_is_said_by_its_name(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="cannot start vllm-of-nowhere: it is not on the PATH"):
+        spawn(("vllm-of-nowhere", "serve"), tmp_path / "log")
