@@ -6,11 +6,18 @@ from pathlib import Path
 
 import asyncpg
 import pytest
+from hypothesis import HealthCheck, settings
 
 from scheduler.store.migrate import migrate
 from scheduler.store.pool import Pool, open_pool
 from tests.postgres import Server, start_server, stop_server
 from tests.system.harness import STANDING
+
+# How long an example takes says nothing of it where the machine may stand still meanwhile.
+settings.register_profile(
+    "in its time", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("in its time")
 
 
 @pytest.hookimpl(wrapper=True)

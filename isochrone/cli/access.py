@@ -100,7 +100,10 @@ def keys_list(obj: Context) -> None:
     rows = obj.api.list("/v1/keys")
     if obj.output == "table":
         rows = [_as_limited(row) for row in rows]
-    columns = ["key_id", "tenant_id", "note", "deployments", "limits", "tokens_today", "revoked"]
+    columns = [
+        "key_id", "tenant_id", "note", "deployments", "limits", "tokens_today",
+        "expires_at", "revoked",
+    ]  # fmt: skip
     show_rows(rows, columns, obj.output)
 
 

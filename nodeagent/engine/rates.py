@@ -13,13 +13,17 @@ _PREFILL_TOKENS_MIN: Final = 32
 
 @dataclass(slots=True)
 class Rate:
-    """Tokens a second, over recent steps weighted exponentially."""
+    """Tokens a second, over recent steps weighted exponentially, all but the first: it is cold."""
 
     _tokens: float = 0.0
     _seconds: float = 0.0
+    _is_cold: bool = True
 
     def note(self, tokens: int, seconds: float) -> None:
         """Count one step's tokens."""
+        if self._is_cold:
+            self._is_cold = False
+            return
         self._tokens = self._tokens * _KEPT_PER_STEP + tokens
         self._seconds = self._seconds * _KEPT_PER_STEP + seconds
 

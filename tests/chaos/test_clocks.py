@@ -18,7 +18,7 @@ from tests.chaos.invariants import invariants
 from tests.system.harness import Fleet, a_fleet, until
 from tests.system.load import under_load, wait_ended
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.asyncio(loop_scope="module")]
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 HOUR_S = 3600
 SOURCE = Path(__file__).parent / "wall_clock.c"

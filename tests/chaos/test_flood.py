@@ -10,7 +10,6 @@ from pathlib import Path
 
 import aiohttp
 import msgspec
-import pytest
 
 from isochrone.service import files
 from isochrone.service.identity import save_identity
@@ -21,8 +20,6 @@ from tests.integration.router.fake_node import FakeNode, open_node
 from tests.integration.router.fleet_of import KEY, a_key, a_route, a_table, an_identity
 from tests.integration.router.test_process import a_process
 from tests.ports import free_port
-
-pytestmark = pytest.mark.timeout(60)
 
 OTHER_KEY = format_key(KeyId("o" * 12), b"\x02" * 32)
 FLOODERS = 110
@@ -128,7 +125,7 @@ async def test_a_flooding_tenant_does_not_delay_the_others(tmp_path: Path) -> No
         url = f"http://127.0.0.1:{port}/v1/chat/completions"
         alone_s = await probe(http, url, OTHER_KEY)
         flood = Flood(http, url, random.Random(7))
-        async with asyncio.timeout(45), asyncio.TaskGroup() as tasks:
+        async with asyncio.timeout(200), asyncio.TaskGroup() as tasks:
             flooding = [tasks.create_task(flood.run()) for _ in range(FLOODERS)]
             await nodes[0].until(lambda: sum(node.running for node in nodes) >= 2 * SLOTS - 2)
             while flood.ended[200] < 2 * SLOTS or flood.ended[429] < SLOTS:

@@ -17,7 +17,7 @@ from tests.chaos.invariants import invariants
 from tests.system.harness import LEASE_S, Fleet, a_fleet, until
 from tests.system.load import one_stream, under_load, wait_ended
 
-pytestmark = [pytest.mark.timeout(180), pytest.mark.asyncio(loop_scope="module")]
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 TAKEN_OVER_S = LEASE_S + 3.0
 """The standby looks twice a second whether the lease is over."""

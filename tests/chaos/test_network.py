@@ -19,7 +19,7 @@ from tests.chaos.invariants import invariants
 from tests.system.harness import CITIES, Fleet, a_fleet, until
 from tests.system.load import Load, one_stream, under_load, wait_ended
 
-pytestmark = [pytest.mark.timeout(180), pytest.mark.asyncio(loop_scope="module")]
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 WHOLE_AGAIN_S = 20.0
 

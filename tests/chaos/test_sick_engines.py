@@ -16,7 +16,7 @@ import pytest_asyncio
 from tests.system.harness import CITIES, Fleet, a_fleet, until
 from tests.system.load import one_stream, under_load, wait_ended
 
-pytestmark = [pytest.mark.timeout(180), pytest.mark.asyncio(loop_scope="module")]
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -11,8 +11,6 @@ import pytest
 from tests.system.harness import Fleet, a_fleet, until
 from tests.system.load import one_stream
 
-pytestmark = pytest.mark.timeout(240)
-
 
 @pytest.fixture
 async def fleet() -> AsyncIterator[Fleet]:

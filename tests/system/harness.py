@@ -25,7 +25,7 @@ from tests.postgres import a_folder
 
 ROOT = Path(__file__).parents[2]
 CITIES = {"ams": ("NL", 52.3, 4.8), "sin": ("SG", 1.35, 104.0)}
-READY_TIMEOUT_S = 30.0
+READY_TIMEOUT_S = 60.0
 STEP_S = 0.05
 LEASE_S = 8.0
 """Longer than a machine that is shared stands still: then nobody else begins to act."""
@@ -57,6 +57,17 @@ async def until(
 async def _steps(timeout_s: float) -> None:
     for _ in range(ceil(timeout_s / STEP_S)):
         await asyncio.sleep(STEP_S)
+
+
+def last_words(folder: Path) -> str:
+    """Return the end of the log of each part of the fleet in a folder, and the time."""
+    words = [f"at {datetime.now():%H:%M:%S}"]
+    for pattern in ("logs/*.log", "node-*/engines/*/engine.log"):
+        for path in sorted(folder.glob(pattern)):
+            with suppress(FileNotFoundError):  # an engine's, which was ended
+                lines = path.read_text(errors="replace").splitlines()[-LAST_LINES:]
+                words += [f"--- {path.relative_to(folder)}", *(line[:600] for line in lines)]
+    return "\n".join(words)
 
 
 class Fleet:
@@ -320,18 +331,9 @@ class Fleet:
         await self.processes.stop(name)
 
     def last_words(self) -> str:
-        """Return the end of each part's log: the folder goes, and with it what explains a test."""
-        words = [f"at {datetime.now():%H:%M:%S}"]
-        words += [f"{name} ended by itself" for name in self.processes.ended()]
-        for pattern in ("logs/*.log", "node-*/engines/*/engine.log"):
-            for path in sorted(self.folder.glob(pattern)):
-                with suppress(FileNotFoundError):  # an engine's, which was ended
-                    lines = path.read_text(errors="replace").splitlines()[-LAST_LINES:]
-                    words += [
-                        f"--- {path.relative_to(self.folder)}",
-                        *(line[:600] for line in lines),
-                    ]
-        return "\n".join(words)
+        """Return what explains a test that failed: the folder goes."""
+        ended = [f"{name} ended by itself\n" for name in self.processes.ended()]
+        return "".join(ended) + last_words(self.folder)
 
     async def down(self) -> None:
         await self.processes.stop_all(lambda names: None)

@@ -13,8 +13,6 @@ from openai.types.chat import ChatCompletionMessageParam
 from tests.chaos.invariants import nothing_in_flight
 from tests.system.harness import Fleet, a_fleet, until
 
-pytestmark = pytest.mark.timeout(180)
-
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def fleet() -> AsyncIterator[Fleet]:

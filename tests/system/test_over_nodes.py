@@ -10,15 +10,12 @@ from typing import Any
 
 import aiohttp
 import msgspec
-import pytest
 
 from isochrone.cli.manifest import artifact_of
 from ops.golden import tiny
 from tests.integration.engine.conftest import end, launch, wait_ready
 from tests.ports import free_port
 from tests.system.harness import CITIES, Fleet, a_fleet, until
-
-pytestmark = pytest.mark.timeout(120)
 
 ASKED = [{"prompt": prompt, "temperature": 0, "max_tokens": 12} for prompt in ([3, 5, 8], [1, 9])]
 KV_BYTES = 4 << 20

@@ -10,7 +10,6 @@ from typing import Any
 
 import asyncpg
 import msgspec
-import pytest
 from aiohttp import web
 
 from isochrone.cli.manifest import artifact_of
@@ -19,8 +18,6 @@ from isochrone.wire.ids import DeploymentId, PopId
 from scheduler.decide.forecast import DAY_SLOTS, HORIZONS
 from scheduler.decide.outlook import Outlook, SlotDemand, slot_of
 from tests.system.harness import Fleet, a_fleet, until
-
-pytestmark = pytest.mark.timeout(180)
 
 BODY = b"GGUF" + bytes(range(256)) * 4096
 

@@ -20,7 +20,7 @@ from isochrone.cli.manifest import artifact_of, facts_of
 from ops.golden import tiny
 from tests.system.harness import ROOT, Fleet, a_fleet, until
 
-pytestmark = [pytest.mark.timeout(180), pytest.mark.model]
+pytestmark = pytest.mark.model
 
 GOLDEN = json.loads((ROOT / "tests/integration/engine/golden_encoders.json").read_text())
 VECTORS = np.asarray(GOLDEN["vectors"])

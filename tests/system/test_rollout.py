@@ -10,8 +10,6 @@ import pytest_asyncio
 
 from tests.system.harness import Fleet, a_fleet, until
 
-pytestmark = pytest.mark.timeout(180)
-
 BOUNDS = {"attempts_min": 20, "step_min_s": 0.0, "ttft_ratio": 10, "itl_ratio": 10,
           "error_ratio": 0.4}  # fmt: skip
 STEPS = [{"share": 0.5}, {"share": 1.0}]

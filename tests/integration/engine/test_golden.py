@@ -98,7 +98,6 @@ def test_greedy_output_is_equal_in_a_batch(loaded: Loaded) -> None:
         expect(loaded, case, output, text)
 
 
-@pytest.mark.timeout(400)  # a thousand steps at the pace of one stream
 def test_greedy_output_is_equal_alone(loaded: Loaded) -> None:
     for case in CASES:
         ((output, text),) = generate(loaded, [case])

@@ -130,6 +130,12 @@ async def a_node() -> AsyncIterator[Node]:
     shutil.rmtree(folder)
 
 
+@pytest.fixture(autouse=True)
+def asked_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a sibling given the time that a busy machine takes to answer."""
+    monkeypatch.setattr("nodeagent.api.siblings.ASK_TIMEOUT_S", 10.0)
+
+
 @pytest.fixture
 async def node() -> AsyncIterator[Node]:
     async with a_node() as node:

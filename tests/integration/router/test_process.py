@@ -22,7 +22,7 @@ from tests.integration.router.fleet_of import KEY, a_config, a_route, a_table, a
 from tests.ports import free_port
 
 BODY = {"model": "tiny", "messages": [{"role": "user", "content": "x"}]}
-START_TIMEOUT_S = 30.0
+START_TIMEOUT_S = 60.0
 
 
 def prepare(folder: Path, *nodes: FakeNode, **route: Any) -> tuple[Path, int]:
@@ -47,7 +47,7 @@ def batches(spool: Path) -> list[Path]:
 
 async def until_any(spool: Path) -> None:
     """Wait until a batch of usage is on disk."""
-    deadline = asyncio.get_running_loop().time() + 5
+    deadline = asyncio.get_running_loop().time() + START_TIMEOUT_S
     found = False
     while not found:
         assert asyncio.get_running_loop().time() < deadline

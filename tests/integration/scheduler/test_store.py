@@ -299,7 +299,7 @@ async def test_a_replica_ended_is_released_when_its_node_has_seen_the_tombstone(
     assert [t.replica_id for t in again.tombstones] == ["r1"]
 
 
-async def test_status_names_a_replica_that_does_not_get_warm(pool: Pool) -> None:
+async def test_status_names_who_is_silent_and_what_does_not_get_warm(pool: Pool) -> None:
     epoch = await begun(pool)
     await reported(pool, epoch)
     await planned(pool, epoch, a_spec("r1"))
@@ -320,6 +320,9 @@ async def test_status_names_a_replica_that_does_not_get_warm(pool: Pool) -> None
         said = msgspec.structs.replace(a_replica_report(a_spec("r1"), state), reason=reason)
         await reported(pool, epoch, seq=seq, replicas=(said,))
         assert await unmet() == ("d: no room", *named)
+    async with using(pool) as connection:
+        await connection.execute("UPDATE node SET last_seen_at = last_seen_at - interval '9 s'")
+    assert await unmet() == ("d: no room", "node n1 is silent")
 
 
 async def test_what_held_replicas_can_be_forgotten_once_they_are_gone(pool: Pool) -> None:
