@@ -183,9 +183,9 @@ def _wait_warm(obj: Context, deployment: str, timeout_s: float) -> dict[str, Any
     with chatter.status("waiting") as spinner:
         while True:
             row: dict[str, Any] = obj.api.ask("GET", f"/v1/deployments/{segment(deployment)}")
-            if row["replicas"].get("warm"):
-                return row
             seats = obj.api.list("/v1/placements", {"deployment_id": deployment})
+            if any(_serves(seat, row["version"]) for seat in seats):
+                return row
             counts = ", ".join(f"{n} {state}" for state, n in row["replicas"].items())
             said = (f"{s['node_id']}: {s['state_reason']}" for s in seats if s["state_reason"])
             so_far = "; ".join((counts or "not placed yet", *row["unmet"], *said))
@@ -193,6 +193,12 @@ def _wait_warm(obj: Context, deployment: str, timeout_s: float) -> dict[str, Any
             if time.monotonic() > deadline:
                 raise AdminError(f"cannot say it is warm after {timeout_s:g} s: {so_far}")
             time.sleep(WAIT_INTERVAL_S)
+
+
+def _serves(seat: dict[str, Any], version: int) -> bool:
+    """Say whether a seat is warm, and of this version: the one before it may be warm for long."""
+    is_warm = seat["state"] == "warm" and not seat["ending"] and not seat["leader_id"]
+    return is_warm and bool(seat["version"] == version)
 
 
 @click.group()
