@@ -258,7 +258,7 @@ async def _enter(register: Register, acting: Acting, certificate: Certificate) -
         if lease is not None:
             acting.renewed(lease, asked_at)
     if not acting.is_acting:
-        raise Turned(RefusedCode.NOT_ACTING, "this scheduler is not acting; ask the other")
+        raise _not_acting(acting)
 
 
 async def _renew(peer: Connected, acting: Acting, asked: Renew) -> None:
