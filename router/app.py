@@ -213,7 +213,7 @@ class House:
         doors = Doors(self.surface, self.corridor, self.upstream, self.request_ids, self.metrics)
         return Server(
             config=self.config,
-            gate=doors.gate,
+            let_in=doors.let_in,
             handler=doors.answer,
             encode_error=doors.encode_error,
             deadlines=self.deadlines,

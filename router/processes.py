@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 SIZE_BYTES: Final = 4
 RESTART_PAUSE_S: Final = 1.0
-WORKER_ENV: Final = "ISOCHRONE_ROUTER_WORKER"
+WORKER_ENV: Final = "ISOCHRONE_WORKER"
 """Number, inherited descriptor and port of a worker: `1:7:8080`."""
 
 UNREAD_BYTES_MAX: Final = 4 * 1024 * 1024

@@ -77,7 +77,7 @@ class Corridor:
         try:
             answer = await self._pick_and_forward(journey)
             if answer.is_stream:
-                await self._stream(journey, answer, client, allowance)
+                await self._stream(journey, client, allowance)
             else:
                 self._reply(journey, answer, client, allowance)
         except ApiError as error:
@@ -149,6 +149,7 @@ class Corridor:
                 if not is_refusal:
                     self._blame(journey)
                 journey.leave()
+                self._unsend(journey)
                 journey.ranked = served
                 self._metrics.retries.labels(error.failure.value).inc()
                 if is_refusal:
@@ -164,10 +165,9 @@ class Corridor:
                     ) from error
 
     def _note_refusal(self, journey: Journey, error: AttemptFailed) -> None:
-        """Remember who does not take this request; it cached nothing there."""
+        """Remember who does not take this request."""
         asked, journey.via = journey.via, None
         assert asked is not None
-        self._fleet.unsent(asked.route, journey.sent, journey.asked.prefix_keys)
         if error.failure is Failure.UNFIT:
             journey.unfit.add(asked.route.replica_id)
         elif error.refused == headers.QUEUED and journey.may_be_turned_away:
@@ -303,8 +303,13 @@ class Corridor:
         if ranked is None:
             raise AttemptFailed(Failure.BROKEN, f"{asked.route.node_id} passed on to a stranger")
         journey.unbook()
-        self._fleet.unsent(asked.route, journey.sent, journey.asked.prefix_keys)
+        self._unsend(journey)
         return ranked
+
+    def _unsend(self, journey: Journey) -> None:
+        """It was not read where it is booked: nothing of it is taken to be cached there."""
+        if journey.route is not None:
+            self._fleet.unsent(journey.route, journey.sent, journey.asked.prefix_keys)
 
     def _reply(self, journey: Journey, exchange: Exchange, client: Client, allowance: str) -> None:
         """Pass a whole answer on."""
@@ -316,16 +321,15 @@ class Corridor:
             journey.outcome = COMPLETE
         else:
             journey.is_declined, journey.outcome = True, REFUSED
+            self._unsend(journey)
             hold_to_error(exchange.body, head.status)
             retry_after = head.fields.get(b"retry-after")
             if retry_after:
                 lines += f"retry-after: {retry_after.decode('latin-1')}\r\n"
         client.reply(Reply(head.status, exchange.body, lines))
-        self._learn(journey, ranked)
+        self._learn(journey)
 
-    async def _stream(
-        self, journey: Journey, exchange: Exchange, client: Client, allowance: str
-    ) -> None:
+    async def _stream(self, journey: Journey, client: Client, allowance: str) -> None:
         """Let a stream flow to the client; where its replica dies, another goes on with it."""
         asked, frames, ranked = journey.asked, journey.frames, journey.ranked
         assert frames is not None and ranked is not None
@@ -348,7 +352,7 @@ class Corridor:
                 journey.said = frames.said()
         client.end()
         await client.drained()
-        self._learn(journey, journey.ranked or ranked)
+        self._learn(journey)
 
     async def _flow(self, journey: Journey, client: Client) -> None:
         """Pass frames until `[DONE]`; raise what the client should know instead."""
@@ -394,13 +398,14 @@ class Corridor:
         self._metrics.continuations.labels("impossible").inc()
         return False
 
-    def _learn(self, journey: Journey, ranked: Ranked) -> None:
+    def _learn(self, journey: Journey) -> None:
         """Remember what the answer told: tokens per byte, and where the session sits."""
-        asked = journey.asked
+        asked, route = journey.asked, journey.route
+        assert route is not None
         if journey.prompt_tokens is not None:
             self._fleet.learned_tokens(asked.deployment_id, asked.text_bytes, journey.prompt_tokens)
             self._fleet.learned_cached(
-                ranked.route,
+                route,
                 journey.sent,
                 journey.prompt_tokens,
                 journey.cached_tokens or 0,
@@ -408,6 +413,5 @@ class Corridor:
             )
         if asked.session and journey.outcome is COMPLETE:
             prompt, _, output = journey.used
-            self._fleet.sessions.sat(
-                asked.session, ranked.route.replica_id, prompt + output, self._clock()
-            )
+            now_s = self._clock()
+            self._fleet.sessions.sat(asked.session, route.replica_id, prompt + output, now_s)

@@ -15,7 +15,6 @@ _REPLICA: Final = f"content-type: application/json\r\n{headers.REPLICA}: "
 _REQUEST_ID: Final = f"\r\n{headers.REQUEST_ID}: "
 _CACHE_SALT: Final = f"\r\n{headers.CACHE_SALT}: "
 _PROMPT_TOKENS: Final = f"\r\n{headers.TOKENS}: p="
-_OUTPUT_TOKENS: Final = ";o="
 _UNREAD_TOKENS: Final = f"\r\n{headers.UNREAD_TOKENS}: "
 _PREFILL_MS: Final = f"\r\n{headers.PREFILL_MS}: "
 _ROUTER: Final = f"\r\n{headers.ROUTER}: "
@@ -35,7 +34,7 @@ def to_node(
     lines = (
         f"{_REPLICA}{ranked.route.replica_id}{_REQUEST_ID}{asked.request_id}"
         f"{_CACHE_SALT}{asked.key.tenant_id}"
-        f"{_PROMPT_TOKENS}{prompt_tokens}{_OUTPUT_TOKENS}{output_tokens}"
+        f"{_PROMPT_TOKENS}{prompt_tokens};o={output_tokens}"
         f"{_UNREAD_TOKENS}{ranked.unread_tokens}{_PREFILL_MS}{prefill_ms}"
         f"{_ROUTER}{router}{_DEADLINE_MS}{deadline_ms}\r\n"
     )

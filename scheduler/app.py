@@ -31,8 +31,6 @@ from scheduler.api.agents import Agents
 from scheduler.api.endpoint import handler
 from scheduler.api.join import Join
 from scheduler.api.openapi import document
-from scheduler.api.pictures import PICTURE_ENDPOINTS
-from scheduler.api.rollouts import ROLLOUT_ENDPOINTS
 from scheduler.api.routers import Routers
 from scheduler.config import SchedulerConfig
 from scheduler.loops.flush_pulses import FlushPulses
@@ -158,8 +156,7 @@ def admin_app(acting: Acting, token_sha256: str, loops: tuple[Loop, ...]) -> web
             metrics.DUTY_SECONDS.labels(loop.name, "last").set(loop.last_turn_s)
         return await show(request)
 
-    endpoints = (*ENDPOINTS, *ROLLOUT_ENDPOINTS, *PICTURE_ENDPOINTS)
-    described = msgspec.json.encode(document(endpoints, __version__))
+    described = msgspec.json.encode(document(ENDPOINTS, __version__))
 
     async def describe(request: web.Request) -> web.Response:
         return web.Response(body=described, content_type="application/json")
@@ -168,7 +165,7 @@ def admin_app(acting: Acting, token_sha256: str, loops: tuple[Loop, ...]) -> web
     app.router.add_get("/healthz", health)
     app.router.add_get("/metrics", show_metrics)
     app.router.add_get("/openapi.json", describe)
-    for endpoint in endpoints:
+    for endpoint in ENDPOINTS:
         app.router.add_route(endpoint.method, endpoint.path, handler(endpoint, acting))
     return app
 

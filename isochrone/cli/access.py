@@ -1,11 +1,13 @@
 """Commands for keys, usage and events; and `chat`."""
 
+import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final, TypeVar
 
 import click
 
-from isochrone.cli.chat import stream_chat
+from isochrone.cli import chat as one_chat
 from isochrone.cli.client import segment
 from isochrone.cli.context import Context
 from isochrone.cli.output import chatter, show_one, show_rows
@@ -98,7 +100,10 @@ def keys_list(obj: Context) -> None:
     rows = obj.api.list("/v1/keys")
     if obj.output == "table":
         rows = [_as_limited(row) for row in rows]
-    columns = ["key_id", "tenant_id", "note", "deployments", "limits", "tokens_today", "revoked"]
+    columns = [
+        "key_id", "tenant_id", "note", "deployments", "limits", "tokens_today",
+        "expires_at", "revoked",
+    ]  # fmt: skip
     show_rows(rows, columns, obj.output)
 
 
@@ -153,16 +158,10 @@ def chat(model: str, prompt: str, endpoint: str, key: str, max_tokens: int) -> N
 
     The answer streams to standard output; where it was made, and how soon, goes to standard error.
     """
-    served = stream_chat(
-        endpoint=endpoint,
-        key=key,
-        body={
-            "model": model,
-            "messages": [{"role": "user", "content": prompt}],
-            "max_tokens": max_tokens,
-        },
-        on_text=lambda text: click.echo(text, nl=False),
-    )
+    messages = [{"role": "user", "content": prompt}]
+    body = {"model": model, "messages": messages, "max_tokens": max_tokens}
+    write = partial(click.echo, nl=False)
+    served = asyncio.run(one_chat.chat(endpoint=endpoint, key=key, body=body, on_text=write))
     click.echo()
     chatter.print(
         f"{served.pop} {served.node} ({served.why}) TTFT {served.ttft_ms:.0f} ms, "

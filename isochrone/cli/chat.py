@@ -1,6 +1,5 @@
 """One streamed chat through a router's public endpoint, and what it showed."""
 
-import asyncio
 import time
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
@@ -31,13 +30,6 @@ class Served(NamedTuple):
     output_tokens: int
     cached_tokens: int
     text: str
-
-
-def stream_chat(
-    *, endpoint: str, key: str, body: dict[str, Any], on_text: Callable[[str], None]
-) -> Served:
-    """Run `chat` to its end."""
-    return asyncio.run(chat(endpoint=endpoint, key=key, body=body, on_text=on_text))
 
 
 async def chat(

@@ -95,12 +95,21 @@ def revoke(obj: Context, name: str, role: str, serial: str, reason: str) -> None
     show_one(obj.api.ask("POST", "/v1/revocations", body), obj.output)
 
 
-routers = lists(
-    "routers",
-    "/v1/routers",
-    ["router_id", "pop", "silent_s", "generation", "revoked"],
-    "List routers.",
-)
+@click.group(invoke_without_command=True)
+@click.pass_context
+def routers(ctx: click.Context) -> None:
+    """List routers, or delete one."""
+    if ctx.invoked_subcommand is None:
+        columns = ["router_id", "pop", "silent_s", "generation", "revoked"]
+        show_rows(ctx.obj.api.list("/v1/routers"), columns, ctx.obj.output)
+
+
+asks(
+    routers, "delete", "DELETE", "/v1/routers/{router}",
+    "Delete a router that is gone. Its certificates are revoked.", "deleted {}",
+)  # fmt: skip
+
+
 revocations = lists(
     "revocations",
     "/v1/revocations",

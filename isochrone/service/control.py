@@ -15,6 +15,7 @@ from typing import Any, Final, NamedTuple, NoReturn
 import aiohttp
 import msgspec
 
+from isochrone import __version__
 from isochrone.service import identity as papers
 from isochrone.service.identity import Identity
 from isochrone.service.renewal import Renewal
@@ -50,7 +51,11 @@ class Progress(NamedTuple):
 
 
 class LinkRefused(Exception):
-    """This scheduler does not take us now; the reason is its own words or ours."""
+    """This scheduler does not take us, nor will for `wait_s`; the reason is its words or ours."""
+
+    def __init__(self, reason: str, wait_s: float = 0.0) -> None:
+        super().__init__(reason)
+        self.wait_s = wait_s
 
 
 class ControlLink:
@@ -67,7 +72,6 @@ class ControlLink:
         on_welcome: Callable[[Welcome], Awaitable[None]],
         on_message: Callable[[Any], Awaitable[None]],
         chance: random.Random,
-        version: str = "",
         folder: Path | None = None,
         contexts: Sequence[SSLContext] = (),
     ) -> None:
@@ -97,12 +101,9 @@ class ControlLink:
                 chance=chance,
                 wall_clock=lambda: datetime.now(UTC),
             )
-        self._version = version
         self._socket: aiohttp.ClientWebSocketResponse | None = None
         self._next_url = 0
-        self._was_welcome = False
-        self._spread_s = 0.0
-        self._wait_at_least_s = 0.0
+        self._welcome: Welcome | None = None
 
     @property
     def _identity(self) -> Identity:
@@ -116,8 +117,7 @@ class ControlLink:
         ) as http:
             while True:
                 url = self._urls[self._next_url % len(self._urls)]
-                self._was_welcome = False
-                self._wait_at_least_s = 0.0
+                at_least_s = 0.0
                 try:
                     await self._converse(http, url)
                 except (
@@ -127,23 +127,21 @@ class ControlLink:
                     LinkRefused,
                     codec.MalformedFrame,
                 ) as error:
+                    at_least_s = error.wait_s if isinstance(error, LinkRefused) else 0.0
                     self._note_refusal(url, error)
                 finally:
                     self.connected = False
                     self._socket = None
-                if self._was_welcome:
+                if self._welcome is not None:
                     backoff_s = BACKOFF_MIN_S
                     # The whole fleet may have lost the same scheduler in the same moment.
-                    await asyncio.sleep(self._chance.uniform(0.0, self._spread_s))
-                elif not self._wait_at_least_s:
+                    await asyncio.sleep(self._chance.uniform(0.0, self._welcome.redial_spread_s))
+                elif not at_least_s:
                     self._next_url += 1
                     if self._next_url % len(self._urls) == 0:
                         backoff_s = min(BACKOFF_MAX_S, backoff_s * 2)
-                if self._wait_at_least_s:
-                    wait_s = self._wait_at_least_s + self._chance.uniform(0.0, backoff_s)
-                else:
-                    wait_s = self._chance.uniform(0.5, 1.0) * backoff_s
-                await asyncio.sleep(wait_s)
+                least_s = 0.0 if at_least_s else backoff_s / 2
+                await asyncio.sleep(at_least_s + self._chance.uniform(least_s, backoff_s))
 
     async def send(self, message: msgspec.Struct) -> bool:
         """Send one message; False where there is no conversation to carry it."""
@@ -160,6 +158,7 @@ class ControlLink:
         return True
 
     async def _converse(self, http: aiohttp.ClientSession, url: str) -> None:
+        self._welcome = None
         path = f"{url}/v1/{self._identity.role.value}"
         async with http.ws_connect(
             path,
@@ -169,13 +168,11 @@ class ControlLink:
             ssl=self._ssl,
         ) as socket:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
-                welcome = await self._register(socket)
-            self._was_welcome = True
+                welcome = self._welcome = await self._register(socket)
             self._socket = socket
             self.connected = True
             self.last_refusal = ""
             log.info("registered", extra={"fields": {"scheduler": url, "epoch": welcome.epoch}})
-            self._spread_s = welcome.redial_spread_s
             renewing = None
             if self._renewal is not None:
                 renewing = asyncio.create_task(self._renewal.run(self.send))
@@ -190,23 +187,17 @@ class ControlLink:
 
     async def _take(self, message: Any) -> None:
         if isinstance(message, Refused):
-            raise self._refusal(message)
+            raise _refusal(message)
         if isinstance(message, Renewed):
             if self._renewal is not None:
                 await self._renewal.take(message)
             return
         await self._on_message(message)
 
-    def _refusal(self, refused: Refused) -> LinkRefused:
-        # A standby says "ask the other"; the acting one says how long to wait before asking again.
-        if refused.code is not RefusedCode.NOT_ACTING:
-            self._wait_at_least_s = min(WAIT_MAX_S, refused.retry_after_s)
-        return LinkRefused(f"{refused.code}: {refused.reason}")
-
     async def _register(self, socket: aiohttp.ClientWebSocketResponse) -> Welcome:
         challenge = await self._receive(socket)
         if isinstance(challenge, Refused):
-            raise self._refusal(challenge)
+            raise _refusal(challenge)
         if not isinstance(challenge, Challenge):
             raise LinkRefused(f"cannot register: expected a challenge, got {type(challenge)}")
         if challenge.protocol != codec.PROTOCOL:
@@ -236,12 +227,12 @@ class ControlLink:
             cluster_id=own,
             generation=stored.generation,
             epoch=stored.epoch,
-            version=self._version,
+            version=__version__,
         )
         await socket.send_bytes(codec.encode(register))
         answer = await self._receive(socket)
         if isinstance(answer, Refused):
-            raise self._refusal(answer)
+            raise _refusal(answer)
         if not isinstance(answer, Welcome):
             raise LinkRefused(f"cannot register: expected a welcome, got {type(answer)}")
         return answer
@@ -263,3 +254,10 @@ class ControlLink:
                 extra={"fields": {"scheduler": url, "reason": reason}},
             )
         self.last_refusal = reason
+
+
+def _refusal(refused: Refused) -> LinkRefused:
+    # A standby says "ask the other"; the acting one says how long to wait before asking again.
+    is_standby = refused.code is RefusedCode.NOT_ACTING
+    wait_s = 0.0 if is_standby else min(WAIT_MAX_S, refused.retry_after_s)
+    return LinkRefused(f"{refused.code}: {refused.reason}", wait_s)

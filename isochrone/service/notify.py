@@ -3,35 +3,25 @@
 import asyncio
 import os
 import socket
+from contextlib import suppress
 
 
-def notify(state: str) -> bool:
-    """Send `state` (`READY=1`, `STOPPING=1`, `WATCHDOG=1`); False where nobody listens."""
+def notify(state: str) -> None:
+    """Send `state` (`READY=1`, `STOPPING=1`, `WATCHDOG=1`), where somebody listens."""
     address = os.environ.get("NOTIFY_SOCKET", "")
     if not address:
-        return False
+        return
     if address.startswith("@"):
         address = "\0" + address[1:]
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
-        try:
-            sender.sendto(state.encode(), address)
-        except OSError:
-            # systemd going away must not take the service with it.
-            return False
-    return True
-
-
-def watchdog_interval_s() -> float | None:
-    """Return how often systemd wants `WATCHDOG=1` (half its time-out), or None."""
-    text = os.environ.get("WATCHDOG_USEC", "")
-    if not text.isdigit() or os.environ.get("WATCHDOG_PID", str(os.getpid())) != str(os.getpid()):
-        return None
-    return int(text) / 2_000_000
+    kind = socket.SOCK_DGRAM | socket.SOCK_CLOEXEC
+    # systemd going away must not take the service with it.
+    with socket.socket(socket.AF_UNIX, kind) as sender, suppress(OSError):
+        sender.sendto(state.encode(), address)
 
 
 async def feed_watchdog() -> None:
     """Tell systemd that the event loop turns, as often as it wants: what hangs is restarted."""
-    interval_s = watchdog_interval_s()
-    while interval_s is not None:
+    timeout_us, own = os.environ.get("WATCHDOG_USEC", ""), str(os.getpid())
+    while timeout_us.isdigit() and os.environ.get("WATCHDOG_PID", own) == own:
         notify("WATCHDOG=1")
-        await asyncio.sleep(interval_s)
+        await asyncio.sleep(int(timeout_us) / 2_000_000)

@@ -64,11 +64,14 @@ class Siblings:
         nodes = {one.node_id: one for one in siblings if self._answers(one.node_id)}
         async with asyncio.TaskGroup() as tasks:
             asked = [tasks.create_task(self._loads(one)) for one in nodes.values()]
-        told = {name: load for task in asked for name, load in task.result().items()}
         names = {one.replica_id for one in siblings}
-        # A node of an older release does not tell it, and is passed nothing.
-        told = {name: load for name, load in told.items() if load.others_unread >= 0}
-        return {name: load.others_unread for name, load in told.items() if name in names}
+        return {
+            name: load.others_unread
+            for task in asked
+            for name, load in task.result().items()
+            # A node of an older release does not tell it, and is passed nothing.
+            if name in names and load.others_unread >= 0
+        }
 
     @asynccontextmanager
     async def answering(

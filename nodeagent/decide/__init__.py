@@ -1,1 +1,1 @@
-"""Pure decisions of one node: a replica's life, reconciliation, eviction."""
+"""Pure decisions of one node: of its replicas, its requests, its weights."""

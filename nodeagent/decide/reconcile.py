@@ -58,7 +58,7 @@ def reconcile(
     for spec in assignment.replicas:
         if spec.replica_id in replicas or spec.replica_id in ending:
             continue
-        reason = _unable(spec, devices, drivers) or _unmet(spec, rank_ports)
+        reason = _unable(spec, devices, drivers, rank_ports)
         if reason:
             refusals.append(
                 Refusal(replica_id=spec.replica_id, reason=reason, deployment_id=spec.deployment_id)
@@ -68,17 +68,18 @@ def reconcile(
     return Steps(endings=endings, beginnings=tuple(beginnings), refusals=tuple(refusals))
 
 
-def _unable(spec: ReplicaSpec, devices: Collection[DeviceId], drivers: Collection[str]) -> str:
+def _unable(
+    spec: ReplicaSpec,
+    devices: Collection[DeviceId],
+    drivers: Collection[str],
+    rank_ports: tuple[int, int] | None,
+) -> str:
+    """Say why this node does not take a replica, or its part of one; "" if it does."""
     missing = [device for device in spec.device_ids if device not in devices]
     if missing:
         return f"cannot seat {spec.replica_id}: no device {', '.join(missing)} here"
     if spec.engine.driver not in drivers:
         return f"cannot run {spec.replica_id}: no driver {spec.engine.driver!r} here"
-    return ""
-
-
-def _unmet(spec: ReplicaSpec, rank_ports: tuple[int, int] | None) -> str:
-    """Say why this node may not meet others for a part of a replica."""
     if spec.group is None:
         return ""
     if rank_ports is None:

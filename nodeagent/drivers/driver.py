@@ -68,34 +68,19 @@ class Driver(Protocol):
         ...
 
 
-def on_one_node(driver: str, spec: ReplicaSpec, why: str) -> None:
+def on_one_node(spec: ReplicaSpec, why: str) -> None:
     """Raise UnknownOption where a replica is to be over several nodes."""
     if spec.group is not None:
-        raise UnknownOption(f"cannot start {driver} over {spec.group.nodes} nodes: {why}")
+        driver, nodes = spec.engine.driver, spec.group.nodes
+        raise UnknownOption(f"cannot start {driver} over {nodes} nodes: {why}")
 
 
-def stages(spec: ReplicaSpec, option: str) -> int:
-    """Return into how many stages a model is split: as `option` says, else one a node."""
-    nodes = spec.group.nodes if spec.group else 1
-    given = spec.engine.options.get(option, "")
-    devices = len(spec.device_ids) * nodes
-    if given and not (given.isascii() and given.isdigit() and int(given) > 0):
-        raise UnknownOption(f"cannot use {option} {given!r}: a number of stages is expected")
-    count = int(given) if given else nodes
-    if devices % count or count % nodes:
-        raise UnknownOption(
-            f"cannot split over {devices} devices of {nodes} nodes with {option} {count}: it must "
-            "divide the devices, and each node must have whole stages"
-        )
-    return count
-
-
-def check_options(driver: str, given: Mapping[str, str], known: frozenset[str]) -> None:
+def check_options(spec: ReplicaSpec, known: frozenset[str]) -> None:
     """Raise UnknownOption where a deployment gives what the driver does not have."""
-    unknown = sorted(set(given) - known)
+    unknown = sorted(set(spec.engine.options) - known)
     if unknown:
         raise UnknownOption(
-            f"cannot start {driver}: unknown options {', '.join(unknown)}; it has "
+            f"cannot start {spec.engine.driver}: unknown options {', '.join(unknown)}; it has "
             f"{', '.join(sorted(known)) or 'none'}"
         )
 

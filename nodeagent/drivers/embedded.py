@@ -56,7 +56,7 @@ class Embedded:
     def command(self, launch: Launch) -> Command:
         """Write the engine's config and point it at a socket in its folder."""
         spec = launch.spec
-        check_options(spec.engine.driver, spec.engine.options, self.options)
+        check_options(spec, self.options)
         socket = str(launch.folder / "engine.sock")
         path = str(launch.folder / "config.json")
         return Command(

@@ -27,7 +27,7 @@ class Mock(Embedded):
 
     def command(self, launch: Launch) -> Command:
         """As the embedded engine, on one node."""
-        on_one_node("mock", launch.spec, "it has no parts; use the embedded engine")
+        on_one_node(launch.spec, "it has no parts; use the embedded engine")
         return super().command(launch)
 
     def _engine_options(self, launch: Launch) -> dict[str, str]:

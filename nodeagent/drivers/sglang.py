@@ -45,7 +45,7 @@ class Sglang:
     def command(self, launch: Launch) -> Command:
         """Split the model over the replica's devices by tensor parallelism."""
         spec = launch.spec
-        check_options("sglang", spec.engine.options, OPTIONS)
+        check_options(spec, OPTIONS)
         nodes = spec.group.nodes if spec.group else 1
         return Command(
             arguments=(

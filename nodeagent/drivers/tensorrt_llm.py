@@ -41,9 +41,8 @@ class TensorRtLlm:
     def command(self, launch: Launch) -> Command:
         """Split the model over the replica's devices by tensor parallelism."""
         spec = launch.spec
-        check_options("tensorrt_llm", spec.engine.options, OPTIONS)
+        check_options(spec, OPTIONS)
         on_one_node(
-            "tensorrt_llm",
             spec,
             "its ranks are started together by mpirun or srun, which is not for one node's agent; "
             "use vllm or sglang, or devices of one node",

@@ -10,20 +10,21 @@ from nodeagent.drivers.driver import (
     COMPLETIONS,
     Command,
     Launch,
+    UnknownOption,
     check_options,
     flags,
     read_prometheus,
-    stages,
     visible_devices,
 )
 
+STAGES: Final = "pipeline_parallel_size"
 OPTIONS: Final = frozenset(
     {
         "dtype",
         "quantization",
         "kv_cache_dtype",
         "gpu_memory_utilization",
-        "pipeline_parallel_size",
+        STAGES,
         "max_num_seqs",
         "max_num_batched_tokens",
         "enforce_eager",
@@ -46,10 +47,10 @@ class Vllm:
     def command(self, launch: Launch) -> Command:
         """Split the model over the replica's devices by tensor parallelism."""
         spec = launch.spec
-        check_options("vllm", spec.engine.options, OPTIONS)
+        check_options(spec, OPTIONS)
         options = {**spec.engine.options}
-        pipeline = stages(spec, "pipeline_parallel_size")
-        options.pop("pipeline_parallel_size", None)
+        pipeline = _stages(spec)
+        options.pop(STAGES, None)
         devices = len(spec.device_ids) * (spec.group.nodes if spec.group else 1)
         return Command(
             arguments=(
@@ -87,6 +88,22 @@ class Vllm:
             prefix_hit_tokens_total=int(found.get("vllm:prefix_cache_hits_total", 0)),
             steps_total=int(found.get("vllm:iteration_tokens_total_count", 0)),
         )
+
+
+def _stages(spec: ReplicaSpec) -> int:
+    """Return into how many stages a model is split: as its option says, else one a node."""
+    nodes = spec.group.nodes if spec.group else 1
+    given = spec.engine.options.get(STAGES, "")
+    devices = len(spec.device_ids) * nodes
+    if given and not (given.isascii() and given.isdigit() and int(given) > 0):
+        raise UnknownOption(f"cannot use {STAGES} {given!r}: a number of stages is expected")
+    count = int(given) if given else nodes
+    if devices % count or count % nodes:
+        raise UnknownOption(
+            f"cannot split over {devices} devices of {nodes} nodes with {STAGES} {count}: it must "
+            "divide the devices, and each node must have whole stages"
+        )
+    return count
 
 
 def _over_nodes(spec: ReplicaSpec) -> tuple[str, ...]:

@@ -18,11 +18,11 @@ from msgspec import Meta
 
 from isochrone.service.threads import to_its_end
 from isochrone.wire.engine import EngineConfig
-from isochrone.wire.errors import ApiError, ErrorCode
+from isochrone.wire.errors import ApiError
 from nodeagent.engine.checkpoint.adapter import read_adapter
 from nodeagent.engine.layers.lora import Adapter, Adding
 from nodeagent.engine.models.shape import CheckpointError
-from nodeagent.engine.openai import decoded, refused
+from nodeagent.engine.openai import decoded, refused, unknown_model
 
 KNOWN_MAX: Final = 4096
 
@@ -139,9 +139,5 @@ class Adapters:
             self._kept.popitem(last=False)
 
     def _unknown(self, name: str) -> ApiError:
-        return ApiError(
-            ErrorCode.MODEL_NOT_FOUND,
-            f"cannot serve model {name[:200]!r}: this engine has {self.config.served_name!r}"
-            + (f" and {len(self._folders)} adapters" if self._folders else ""),
-            param="model",
-        )
+        others = f" and {len(self._folders)} adapters" if self._folders else ""
+        return unknown_model(name, f"{self.config.served_name!r}{others}")

@@ -57,6 +57,7 @@ class Client:
     abort: Callable[[], None]
     deltas: asyncio.Queue[Delta] = field(repr=False)
     ended: bool = False
+    cut: bool = False
 
 
 class Clients:
@@ -144,9 +145,10 @@ class Clients:
                 self._put(client, delta)
 
     def _put(self, client: Client, delta: Delta) -> None:
-        if client.deltas.full():
+        if not client.deltas.full():
+            client.deltas.put_nowait(delta)
+        elif not client.cut:
             # The connection goes with it: its handler is stuck in a write to a full socket.
+            client.cut = True
             self.cut_total += 1
             client.abort()
-            return
-        client.deltas.put_nowait(delta)

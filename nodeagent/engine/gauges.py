@@ -18,7 +18,3 @@ class Gauges(Collector):
             kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
             words = name.removesuffix("_total").replace("_", " ")
             yield kind(f"isochrone_engine_{name}", f"Engine: {words}", value=float(value))
-
-    def describe(self) -> list[Metric]:
-        """Nothing before the first scrape."""
-        return []

@@ -5,6 +5,7 @@ another answer than was asked for.
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal
 
@@ -227,6 +228,22 @@ def decoded(body: bytes, decoder: Any, bytes_max: int) -> Any:
         return decode_json(body, decoder, bytes_max=bytes_max)
     except MalformedFrame as error:
         raise ApiError(ErrorCode.INVALID_REQUEST, str(error)) from error
+
+
+def hold_to_vocabulary(param: str, ids: Iterable[int], size: int) -> None:
+    """Refuse token ids that the model has no tokens for."""
+    odd = next((token for token in ids if not 0 <= token < size), None)
+    if odd is not None:
+        raise refused(param, f"cannot use token {odd}: ids must lie between 0 and {size - 1}")
+
+
+def unknown_model(name: str, served: str) -> ApiError:
+    """Make the error for a name that is neither the model's nor an adapter's."""
+    return ApiError(
+        ErrorCode.MODEL_NOT_FOUND,
+        f"cannot serve model {name[:200]!r}: this engine has {served}",
+        param="model",
+    )
 
 
 def _unsupported(param: str, message: str) -> ApiError:

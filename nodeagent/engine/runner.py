@@ -31,6 +31,7 @@ from nodeagent.engine.models.shape import ModelShape
 from nodeagent.engine.native.kernels import PIECE_TOKENS
 from nodeagent.engine.work import Piece as Piece
 from nodeagent.engine.work import Work as Work
+from nodeagent.engine.work import blocks_of, first_seen, rows_of
 
 log = logging.getLogger(__name__)
 
@@ -137,17 +138,7 @@ class Runner:
         """
         if self._kv[0].paged is not None:
             return self._run_paged(batch)
-        tokens: list[int] = []
-        positions: list[int] = []
-        slots: list[int] = []
-        rows: list[int] = []
-        for chunk in batch.chunks:
-            end = chunk.start + chunk.tokens
-            tokens += chunk.ids
-            positions += range(chunk.start, end)
-            slots += _slots(chunk)
-            if chunk.samples:
-                rows += range(len(tokens) - 1 - len(chunk.drafts), len(tokens))
+        tokens, positions, slots, rows = rows_of(batch)
         if self._kv[0].kernels is not None:
             layout = Layout(self._put(slots), self._listed(batch.chunks), ())
         else:
@@ -229,7 +220,7 @@ class Runner:
         start = 0
         for chunk in chunks:
             end = start + chunk.tokens
-            adapter = chunk.sequence.adapter
+            adapter = chunk.adapter
             if isinstance(adapter, bytes):
                 adapter = self.adapters[adapter]
             if isinstance(adapter, Adapter):
@@ -272,9 +263,8 @@ class Runner:
 
     def _seen(self, chunk: Piece) -> tuple[int, list[int]]:
         """Return the first token that a chunk's first sees, and the blocks from that token's on."""
-        window = self._window_tokens
-        first = 0 if window is None else max(0, chunk.start + 1 - window)
-        return first, chunk.sequence.blocks[first // BLOCK_TOKENS : _blocks(chunk)]
+        first = first_seen(chunk, self._window_tokens)
+        return first, chunk.blocks[first // BLOCK_TOKENS : blocks_of(chunk)]
 
     def _group(
         self, start: int, chunks: Sequence[Piece], seen: Sequence[tuple[int, list[int]]], width: int
@@ -306,7 +296,7 @@ class Runner:
         start = len(batch.decodes)
         for chunk in batch.segments:
             end = start + chunk.tokens
-            blocks = self._place(chunk.sequence.blocks[: _blocks(chunk)])
+            blocks = self._place(chunk.blocks[: blocks_of(chunk)])
             yield Segment(start, end, blocks, chunk.start + chunk.tokens, self._mask(chunk))
             start = end
 
@@ -330,22 +320,8 @@ class Runner:
         return torch.tensor(values, dtype=torch.int64).to(self.device)
 
 
-def _blocks(chunk: Piece) -> int:
-    """How many blocks hold the tokens up to the chunk's last."""
-    return -(-(chunk.start + chunk.tokens) // BLOCK_TOKENS)
-
-
-def _slots(chunk: Piece) -> list[int]:
-    """Return the KV slots that the chunk fills."""
-    blocks = chunk.sequence.blocks
-    return [
-        blocks[position // BLOCK_TOKENS] * BLOCK_TOKENS + position % BLOCK_TOKENS
-        for position in range(chunk.start, chunk.start + chunk.tokens)
-    ]
-
-
 def _begun(chunk: Piece) -> list[int]:
     """Return the block that the chunk begins and does not fill, if there is one."""
     end = chunk.start + chunk.tokens
     begun = end // BLOCK_TOKENS * BLOCK_TOKENS
-    return [chunk.sequence.blocks[end // BLOCK_TOKENS]] if chunk.start <= begun < end else []
+    return [chunk.blocks[end // BLOCK_TOKENS]] if chunk.start <= begun < end else []

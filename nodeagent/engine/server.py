@@ -29,6 +29,7 @@ from nodeagent.engine.openai import (
     CompletionBody,
     ask_of,
     begun_of,
+    hold_to_vocabulary,
     messages_of,
     prediction_of,
     prompts_of,
@@ -208,7 +209,7 @@ class EngineServer(Server):
         try:
             if ask.stream:
                 return await self._stream(request, answer, client)
-            return await self._collect(request, answer, client)
+            return await self._collect(answer, client)
         finally:
             self.clients.close(self.worker, client)
 
@@ -246,12 +247,8 @@ class EngineServer(Server):
         self.hold_alive()
         size = self.loaded.vocabulary.size
         biased = [token for token, _ in ask.params.logit_bias]
-        for param, ids in (("prompt", tokens), ("logit_bias", biased)):
-            odd = next((token for token in ids if not 0 <= token < size), None)
-            if odd is not None:
-                raise refused(
-                    param, f"cannot use token {odd}: ids must lie between 0 and {size - 1}"
-                )
+        hold_to_vocabulary("prompt", tokens, size)
+        hold_to_vocabulary("logit_bias", biased, size)
         if not tokens:
             raise refused("prompt", "cannot complete an empty prompt")
         limit = self.context_tokens
@@ -291,7 +288,7 @@ class EngineServer(Server):
             frames = []
             delta = await client.deltas.get()
             if delta.finish in (Finish.ERROR, Finish.LATE):
-                return await self._break_off(response, client, delta)
+                return await self._break_off(response, delta)
         client.ended = True
         await self._write(response, [*frames, answer.closing(client.prompt_tokens)])
         await response.write_eof()
@@ -306,16 +303,14 @@ class EngineServer(Server):
         except TimeoutError as error:
             raise ConnectionResetError("the client does not read") from error
 
-    async def _break_off(
-        self, response: web.StreamResponse, client: Client, delta: Delta
-    ) -> web.StreamResponse:
+    async def _break_off(self, response: web.StreamResponse, delta: Delta) -> web.StreamResponse:
         """Tell an error inside a stream; without the end mark, so that no one takes it as whole."""
         error = ApiError(ErrorCode.INTERNAL, delta.error)
         await self._write(response, [openai_error_event(error)])
         await response.write_eof()
         return response
 
-    async def _collect(self, request: web.Request, answer: Answer, client: Client) -> web.Response:
+    async def _collect(self, answer: Answer, client: Client) -> web.Response:
         while not answer.ended:
             delta = await client.deltas.get()
             _raise_failure(delta)

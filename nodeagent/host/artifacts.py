@@ -144,8 +144,7 @@ class Artifacts:
             await self._fetch_from_afar(source, wanted)
             return
         try:
-            local = self._sources.local_file(source, wanted.file.path)
-            await to_its_end(wanted.copy, local)
+            await wanted.copy(self._sources.local_file(source, wanted.file.path))
         except ArtifactError:
             # Other nodes may have found what this machine lacks.
             if not await self._peers_give(wanted):
@@ -157,7 +156,7 @@ class Artifacts:
         for _ in range(ATTEMPTS_MAX):
             if await self._peers_give(wanted):
                 return
-            is_resumed = await wanted.held_bytes() > 0
+            is_resumed = wanted.held_bytes() > 0
             try:
                 problem = await self._sources.fetch(source, wanted)
             except Cut as error:

@@ -7,6 +7,7 @@ from contextlib import suppress
 from typing import Any, Final
 
 import psutil
+from msgspec.structs import replace
 
 from isochrone.wire.ids import DeviceId
 from isochrone.wire.report import Device
@@ -18,21 +19,11 @@ CPU_SHARE: Final = 0.8
 GPU_SHARE: Final = 0.95
 
 
-def cpu_device(memory_bytes: int) -> Device:
-    """Return the CPU as a device that replicas may use `memory_bytes` of (0: most of it)."""
-    memory = psutil.virtual_memory()
-    usable = memory_bytes or int(memory.total * CPU_SHARE)
-    return Device(
-        device_id=CPU,
-        device_class="cpu",
-        memory_bytes=usable,
-    )
-
-
 class Devices:
     """Reads the devices. A GPU once seen and no more to be read is reported unhealthy, not gone."""
 
     def __init__(self, cpu_memory_bytes: int, open_nvml: Callable[[], Any] | None = None) -> None:
+        """Let replicas use so much of a CPU's memory; 0 is most of it."""
         self._cpu_memory_bytes = cpu_memory_bytes
         self._nvml = (open_nvml or _open_nvml)()
         self._seen: dict[DeviceId, Device] = {}
@@ -40,7 +31,8 @@ class Devices:
     def read(self) -> Sequence[Device]:
         """Return every device as it is now. Blocks for some milliseconds."""
         if self._nvml is None:
-            return (cpu_device(self._cpu_memory_bytes),)
+            usable = self._cpu_memory_bytes or int(psutil.virtual_memory().total * CPU_SHARE)
+            return (Device(device_id=CPU, device_class="cpu", memory_bytes=usable),)
         found: dict[DeviceId, Device] = {}
         reason = "NVML no longer sees it"
         try:
@@ -51,13 +43,7 @@ class Devices:
             reason = f"NVML: {error}"
         for device_id, device in self._seen.items():
             if device_id not in found:
-                found[device_id] = Device(
-                    device_id=device_id,
-                    device_class=device.device_class,
-                    memory_bytes=device.memory_bytes,
-                    healthy=False,
-                    reason=reason,
-                )
+                found[device_id] = replace(device, healthy=False, reason=reason)
         self._seen = found
         return tuple(found.values())
 

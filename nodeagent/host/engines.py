@@ -28,6 +28,7 @@ from nodeagent.host.processes import (
     Child,
     boot_id,
     group_that_writes,
+    is_alive,
     signal_group,
     spawn,
     start_time,
@@ -256,7 +257,7 @@ class Engines:
             if not started.pid:
                 pid = group_that_writes(path.parent / LOG)
                 started = msgspec.structs.replace(started, pid=pid, started=start_time(pid))
-            if started.pid and 0 < start_time(started.pid) == started.started:
+            if started.pid and is_alive(started.pid, started.started):
                 found.append(started)
             else:
                 # The leader is gone, but what it started may not be.

@@ -131,6 +131,8 @@ class _Fetch:
         self._http = http
         self._wanted = wanted
         self._givers: set[NodeId] = set()
+        self._goes_on = False
+        """Whether it goes on from bytes that an earlier fetch left: of those nobody is known."""
         self._began = peers.clock()
         self._progress: dict[NodeId, tuple[int, float]] = {}
 
@@ -180,7 +182,7 @@ class _Fetch:
     async def _read(self, peer: PeerSource) -> Asked:
         """Read from where we are to the end; WHOLE where the file is then right."""
         wanted = self._wanted
-        offset = await wanted.held_bytes()
+        offset = wanted.held_bytes()
         sent = {"accept-encoding": "identity"}
         if offset:
             sent["range"] = f"bytes={offset}-"
@@ -199,19 +201,25 @@ class _Fetch:
             starts = response.headers.get("content-range", "").startswith(f"bytes {offset}-")
             if response.status == 206 and not starts:
                 raise Cut("it sent another part than was asked for")
+            if response.status == 200:
+                offset = 0
+                self._givers.clear()
+            self._goes_on = offset > 0 and (self._goes_on or not self._givers)
             self._givers.add(peer.node_id)
             problem = await wanted.append(
                 response.content.iter_chunked(READ_BYTES),
-                offset if response.status == 206 else 0,
+                offset,
                 self._peers.limits.pace,
                 is_far=self._peers.is_far(peer),
             )
-        if problem:
-            # Whoever gave a part of it may have been the one; the bytes are worth nothing.
-            self._peers.shun(wanted.digest, self._givers, problem)
-            self._givers.clear()
-            return Asked.FAILED
-        return Asked.WHOLE
+        if not problem:
+            return Asked.WHOLE
+        givers, self._givers = self._givers, set()
+        if self._goes_on:
+            raise Cut(f"what was here may have been spoilt: {problem}")
+        # Whoever gave a part of it may have been the one; the bytes are worth nothing.
+        self._peers.shun(wanted.digest, givers, problem)
+        return Asked.FAILED
 
     def _may_come(self, peer: PeerSource, response: aiohttp.ClientResponse) -> Asked:
         """Judge a peer that is busy, or is itself still fetching: LATER while it gets on."""

@@ -32,14 +32,18 @@ def spawn(
     passed = {name: os.environ[name] for name in PASSED_ENVIRONMENT if name in os.environ}
     # A file, not a pipe: an engine must survive the agent that reads it.
     with log.open("ab") as out:
-        return subprocess.Popen(
-            arguments,
-            stdin=stdin,
-            stdout=out,
-            stderr=out,
-            env={**passed, **environment},
-            start_new_session=True,
-        )
+        try:
+            return subprocess.Popen(
+                arguments,
+                stdin=stdin,
+                stdout=out,
+                stderr=out,
+                env={**passed, **environment},
+                start_new_session=True,
+            )
+        except FileNotFoundError as error:
+            words = f"cannot start {arguments[0]}: it is not on the PATH of the agent"
+            raise FileNotFoundError(words) from error
 
 
 def boot_id() -> str:
@@ -48,9 +52,15 @@ def boot_id() -> str:
 
 
 def start_time(pid: int) -> int:
-    """Return when a process started, in clock ticks since boot; 0 if it is gone or a zombie."""
+    """Return when a process started, in clock ticks since boot; 0 if it is gone."""
     fields = _stat(pid)
-    return 0 if fields is None or fields[0] == "Z" else int(fields[19])
+    return int(fields[19]) if fields else 0
+
+
+def is_alive(pid: int, started: int) -> bool:
+    """Say whether a process that began at `started` is there, and no zombie."""
+    fields = _stat(pid)
+    return fields is not None and fields[0] != "Z" and int(fields[19]) == started
 
 
 def group_that_writes(log: Path) -> int:
@@ -73,8 +83,7 @@ def signal_group(leader: int, started: int, number: signal.Signals) -> None:
     It may be gone while its children hold the device. A pid is not used again while a group bears
     it: if another process has it now, the group is empty, and what bears the number is not ours.
     """
-    fields = _stat(leader) if leader else None
-    if leader and (fields is None or int(fields[19]) == started):
+    if leader and start_time(leader) in (0, started):
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(leader, number)
 

@@ -96,7 +96,7 @@ class Sources:
 
         Raises Cut, or ArtifactError for good.
         """
-        path, offset = wanted.file.path, await wanted.held_bytes()
+        path, offset = wanted.file.path, wanted.held_bytes()
         try:
             async with self._open(source, path, offset) as response:
                 offset = offset if response.status == 206 else 0

@@ -1,10 +1,9 @@
 """One file of an artifact on its way here: put together, and held to its manifest as it comes.
 
-Rule: each byte is read once. What is copied or sent is digested on its way; only what lies here
-already, from an earlier life or as a clone, is read for it.
+Rule: nothing is read twice. What is copied or sent is digested on its way; only a clone, and what
+goes on from bytes of an earlier life, is read for it, once it is whole.
 """
 
-import asyncio
 import fcntl
 import hashlib
 from collections.abc import AsyncIterator, Callable
@@ -47,26 +46,21 @@ class Wanted:
         self._tell = tell
         self._seen = _Seen()
 
-    async def held_bytes(self) -> int:
+    def held_bytes(self) -> int:
         """Return how much of the file is here; what is longer than the file is dropped."""
         size_bytes = self._path.stat().st_size if self._path.exists() else 0
-        if size_bytes > self.file.size_bytes:
-            self._path.unlink()
-            size_bytes = 0
-        if size_bytes != self._seen.size_bytes:
-            # From an earlier life, or only half written when the disk was full.
-            await asyncio.to_thread(self._look)
-        return size_bytes
+        if size_bytes <= self.file.size_bytes:
+            return size_bytes
+        self._path.unlink()
+        return 0
 
     async def is_here(self) -> bool:
         """Say whether the whole file is here, and is what it should be."""
-        if not self._path.exists() or self._path.stat().st_size != self.file.size_bytes:
-            return False
-        await self.held_bytes()
-        return not self._verdict()
+        is_whole = self._path.exists() and self._path.stat().st_size == self.file.size_bytes
+        return is_whole and not await self._verdict()
 
-    def copy(self, source: Path) -> None:
-        """Take a file of this machine, or raise ArtifactError. Blocking."""
+    async def copy(self, source: Path) -> None:
+        """Take a file of this machine, or raise ArtifactError."""
         if source.is_symlink():
             raise ArtifactError(f"cannot take {source.name}: a symbolic link, not a file")
         if not source.is_file():
@@ -76,12 +70,10 @@ class Wanted:
         # its blocks until then, where the file system can.
         with source.open("rb") as opened, self._path.open("wb") as out:
             with suppress(OSError):
-                is_clone = fcntl.ioctl(out, FICLONE, opened.fileno()) == 0
+                is_clone = await to_its_end(fcntl.ioctl, out, FICLONE, opened.fileno()) == 0
             if not is_clone:
-                self._seen.read(opened, out)
-        if is_clone:
-            self._look()
-        problem = self._verdict()
+                await self._see(opened, out)
+        problem = await self._verdict()
         if problem:
             raise ArtifactError(problem)
 
@@ -93,35 +85,46 @@ class Wanted:
         Raises Cut where it ends before its time or is slower than `pace`, and TooLong. What comes
         from afar shows how fast the link is.
         """
-        clock, size_bytes = self.link.clock, self.file.size_bytes
+        clock, size_bytes = self.link.clock, offset
         began = clock()
         watermark = Watermark(pace, began)
         if not offset:
             self._seen = _Seen()
-        seen = self._seen
+        take = self._seen.take if offset == self._seen.size_bytes else _write
         with self._path.open("ab" if offset else "wb") as out:
             async for chunk in chunks:
-                if seen.size_bytes + len(chunk) > size_bytes:
+                size_bytes += len(chunk)
+                if size_bytes > self.file.size_bytes:
                     self._path.unlink()
-                    raise TooLong(f"it sends more than the {size_bytes} bytes of its manifest")
-                await to_its_end(seen.take, chunk, out)
-                self._tell(seen.size_bytes)
+                    most = self.file.size_bytes
+                    raise TooLong(f"it sends more than the {most} bytes of its manifest")
+                await to_its_end(take, chunk, out)
+                self._tell(size_bytes)
                 excused_s = await self.link.keep_pace(len(chunk))
                 if watermark.is_slow(len(chunk), clock(), excused_s):
                     raise Cut(f"it sends less than {pace.least_bytes_per_s:g} bytes a second")
-        if seen.size_bytes < size_bytes:
-            raise Cut(f"it ended after {seen.size_bytes} of {size_bytes} bytes")
+        if size_bytes < self.file.size_bytes:
+            raise Cut(f"it ended after {size_bytes} of {self.file.size_bytes} bytes")
         if is_far:
             self.link.saw(size_bytes - offset, clock() - began)
-        return self._verdict()
+        return await self._verdict()
 
-    def _look(self) -> None:
-        self._seen = _Seen()
-        with suppress(FileNotFoundError), self._path.open("rb") as file:
-            self._seen.read(file)
+    async def _see(self, file: BinaryIO, into: BinaryIO | None = None) -> None:
+        """See an open file, and with `into` write it there: in pieces, lest a stop wait for it."""
+        while self._seen.size_bytes <= self.file.size_bytes:
+            chunk = await to_its_end(file.read, READ_BYTES)
+            if not chunk:
+                return
+            await to_its_end(self._seen.take, chunk, into)
+            if into is not None:
+                self._tell(self._seen.size_bytes)
 
-    def _verdict(self) -> str:
-        """Say what is wrong with what was seen, "" if nothing. It is then dropped."""
+    async def _verdict(self) -> str:
+        """Say what is wrong with the file that is here, "" if nothing. It is then dropped."""
+        if self._seen.size_bytes != self._path.stat().st_size:
+            self._seen = _Seen()
+            with self._path.open("rb") as file:
+                await self._see(file)
         problem = self._seen.problem(self.file)
         if problem:
             # What failed verification is worth nothing, not even to resume from.
@@ -136,11 +139,6 @@ class _Seen:
         self.size_bytes = 0
         self._head = b""
         self._digest = hashlib.sha256()
-
-    def read(self, file: BinaryIO, into: BinaryIO | None = None) -> None:
-        """See an open file to its end, and with `into` write it there."""
-        while chunk := file.read(READ_BYTES):
-            self.take(chunk, into)
 
     def take(self, chunk: bytes, into: BinaryIO | None) -> None:
         """See what comes next, once it is written where it belongs."""
@@ -166,3 +164,8 @@ class _Seen:
                 f"{file.sha256}; the origin or the manifest is wrong"
             )
         return ""
+
+
+def _write(chunk: bytes, into: BinaryIO) -> None:
+    """Write what is not seen from its beginning; it will be read once it is whole."""
+    into.write(chunk)

@@ -1,1 +1,1 @@
-"""Duties: converge, report, watch."""
+"""Duties: converge, prefetch, report."""

@@ -2,11 +2,11 @@
 
 import asyncio
 from collections.abc import Collection
+from contextlib import suppress
 from typing import NamedTuple
 
 from isochrone import __version__
 from isochrone.service.control import ControlLink
-from isochrone.wire.ids import Epoch, Generation
 from isochrone.wire.report import Pulse, ReplicaState, Report
 from nodeagent import metrics
 from nodeagent.config import NodeConfig
@@ -70,17 +70,20 @@ class ReportDuty:
 
     async def _report(self) -> Report:
         self._seq += 1
-        held = self._node.assignment
+        stored = self._node.progress()
         devices = await self._node.read_devices()
         needed = {prefetch.artifact.digest for prefetch in self._node.prefetches()}
         pinned = needed | set(self._supervisor.pinned())
-        disk = await asyncio.to_thread(self._look_at_disk, pinned)
+        # An artifact that is dropped as it is looked at: what was seen before is told once more.
+        with suppress(FileNotFoundError):
+            self._disk = await asyncio.to_thread(self._look_at_disk, pinned)
+        disk = self._disk
         return Report(
             node_id=self._node.node_id,
             boot_id=self._node.boot_id,
             seq=self._seq,
-            generation=held.generation if held else Generation(0),
-            epoch=held.epoch if held else Epoch(0),
+            generation=stored.generation,
+            epoch=stored.epoch,
             address=self._config.address,
             devices=tuple(devices),
             replicas=tuple(r.report() for r in list(self._supervisor.replicas.values())),
@@ -106,7 +109,7 @@ class ReportDuty:
                 default=None,
             )
             rate = tiers.disk_bytes_per_s(largest) if largest else 0.0
-        self._disk = Disk(
+        return Disk(
             tuple(held),
             tuple(
                 digest
@@ -116,13 +119,6 @@ class ReportDuty:
             self._artifacts.disk_free_bytes(pinned),
             rate,
         )
-        return self._disk
-
-
-class Pulsed(NamedTuple):
-    """One turn's outcome."""
-
-    sent: bool
 
 
 class PulseDuty:
@@ -133,14 +129,13 @@ class PulseDuty:
         self._link = link
         self._seq = 0
 
-    async def run_once(self) -> Pulsed:
-        """Send it, or not: the next says the same and more."""
+    async def run_once(self) -> bool:
+        """Send it, or not: the next says the same and more. Say whether it was sent."""
         self._seq += 1
-        held = self._node.assignment
         pulse = Pulse(
             node_id=self._node.node_id,
             boot_id=self._node.boot_id,
             seq=self._seq,
-            generation=held.generation if held else Generation(0),
+            generation=self._node.progress().generation,
         )
-        return Pulsed(await self._link.send(pulse))
+        return await self._link.send(pulse)

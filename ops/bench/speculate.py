@@ -65,9 +65,10 @@ class Bench:
 
     def run(self, prompt: dict[str, Any], runs: Runs, *, drafts: bool) -> str:
         """Answer `prompt` once, timed from its first token on, and return the text."""
-        engine = self._loaded.engine
-        generation = self._generation(prompt, drafts=drafts)
-        engine.submit(generation)
+        engine, speculation = self._loaded.engine, self._loaded.engine.speculation
+        assert speculation is not None
+        drafted, accepted = speculation.drafted_tokens_total, speculation.accepted_tokens_total
+        engine.submit(self._generation(prompt, drafts=drafts))
         text, tokens, steps = "", 0, 0
         started_s = self._clock()
         while engine.busy:
@@ -84,9 +85,8 @@ class Bench:
                 steps += 1
         runs.seconds[drafts].append(self._clock() - started_s)
         runs.tokens, runs.steps[drafts] = tokens, steps
-        if generation.drafter is not None:
-            runs.drafted += generation.drafter.drafted
-            runs.accepted += generation.drafter.accepted
+        runs.drafted += speculation.drafted_tokens_total - drafted
+        runs.accepted += speculation.accepted_tokens_total - accepted
         return text
 
     def _generation(self, prompt: dict[str, Any], *, drafts: bool) -> Generation:

@@ -54,9 +54,9 @@ class Doors:
         self._request_ids = request_ids
         self._metrics = metrics
 
-    def gate(self, method: bytes, path: str, fields: Fields) -> KeyEntry | None:
+    def let_in(self, method: bytes, path: str, fields: Fields) -> KeyEntry | None:
         """Let a head in before its body is read, or raise ApiError."""
-        return self._openai.gate(fields) if method == b"POST" and _is_hot(_plain(path)) else None
+        return self._openai.key_of(fields) if method == b"POST" and _is_hot(path) else None
 
     def encode_error(self, error: ApiError, path: str, request_id: str) -> Reply:
         """Count an error and write it in the shape of its surface, with the id of who has one."""
@@ -74,9 +74,11 @@ class Doors:
 
     def answer(self, request: Request, client: ClientConnection) -> Awaitable[None]:
         """Return the answering of one request, to be awaited."""
-        request.path = path = _plain(request.path)
-        if not _is_hot(path):
-            return ask_cold(self._upstream, request, client)
+        path = request.path
+        if path not in HOT:
+            request.path = path = _plain(path)
+            if not _is_hot(path):
+                return ask_cold(self._upstream, request, client)
         sent = request.header(REQUEST_ID)
         request.request_id, request.known_as = self._request_ids.next(sent)
         if request.method != b"POST":
@@ -97,10 +99,10 @@ class Doors:
 
 
 def _is_hot(path: str) -> bool:
-    return path in HOT or model_of(path) is not None
+    return path in HOT or _plain(path) in HOT or model_of(path) is not None
 
 
 def _plain(path: str) -> str:
     """Return the path on OpenAI's surface of one that Workers AI offers below an account."""
-    found = None if path.startswith("/v1/") else _OPENAI_OF_WORKERS_AI.match(path)
+    found = _OPENAI_OF_WORKERS_AI.match(path)
     return found.group(1) if found else path

@@ -105,8 +105,8 @@ class Exchange:
 
     __slots__ = (
         "_address", "_bytes_max", "_client", "_connection", "_dialling", "_ended", "_failure",
-        "_held", "_held_bytes", "_is_open", "_is_rest", "_node_id", "_pool", "body", "due_s",
-        "frames", "head", "is_over", "is_paused", "is_stream", "is_unwanted", "opened",
+        "_held", "_held_bytes", "_is_rest", "_node_id", "_pool", "body", "due_s", "frames",
+        "has_begun", "head", "is_over", "is_paused", "is_stream", "is_unwanted", "opened",
         "patience_s", "request", "usage",
     )  # fmt: skip
 
@@ -137,7 +137,8 @@ class Exchange:
         self._address = address
         self._bytes_max = bytes_max
         self._is_rest = is_rest
-        self._is_open = False
+        self.has_begun = False
+        """Whether there is a first token, or a whole answer."""
         self._failure: AttemptFailed | None = None
         self.opened = Signal()
         """Given when there is something to `answer`."""
@@ -256,7 +257,7 @@ class Exchange:
             raise AttemptFailed(Failure.ERROR, f"{self._node_id} reported an error")
         self._hold(shown)
         if frames.has_begun or frames.is_over or self._held_bytes > HELD_BYTES_MAX:
-            self._is_open = True
+            self.has_begun = True
 
     def on_end(self) -> None:
         """Take the end: of a stream it is one only after `[DONE]`. The connection is free again."""
@@ -265,7 +266,7 @@ class Exchange:
         frames = self.frames
         if not self.is_stream:
             self.body = b"".join(self._held)
-            self._is_open = True
+            self.has_begun = True
         elif frames is not None and not frames.is_over:
             when = "early" if frames.has_begun else "before a token"
             self._failure = AttemptFailed(
@@ -275,7 +276,7 @@ class Exchange:
     def tell(self) -> None:
         """Let whoever waits go on, where what came is what he waits for."""
         has_failed, frames = self._failure is not None, self.frames
-        if self._is_open or has_failed:
+        if self.has_begun or has_failed:
             self.opened.give()
         if self._ended is not None and (has_failed or (frames is not None and frames.is_over)):
             self._ended.give()
@@ -293,11 +294,6 @@ class Exchange:
         self.fail(
             AttemptFailed(Failure.SILENT, f"{self._node_id} fell silent for {self.patience_s:g} s")
         )
-
-    @property
-    def has_begun(self) -> bool:
-        """Say whether there was a first token."""
-        return self._is_open
 
     def heard_s(self) -> float:
         """Return when bytes came last, or the wait began; NEVER while the client does not read."""

@@ -16,8 +16,10 @@ from router.dataplane import http1
 from router.dataplane.message import Request
 
 HEAD_BYTES_MAX: Final = 32 * 1024
+KEYLESS_BODY_BYTES_MAX: Final = 64 * 1024
+"""Of those who need show no key: no route that is open to all has use for a body."""
 
-Gate = Callable[[bytes, str, http1.Fields], KeyEntry | None]
+LetIn = Callable[[bytes, str, http1.Fields], KeyEntry | None]
 """Method, path and headers to whose request it is; raises ApiError before a body is read."""
 
 
@@ -35,17 +37,18 @@ class RequestReader:
     """Reads the requests of one connection, one after the other."""
 
     __slots__ = (
-        "_body", "_body_bytes", "_bytes_max", "_clock", "_fields_bytes", "_gate", "_held_bytes",
-        "_ignores_head", "_length", "_owner", "_parser", "_request", "_target", "_whole",
+        "_body", "_body_bytes", "_body_bytes_max", "_bytes_max", "_clock", "_fields_bytes",
+        "_held_bytes", "_ignores_head", "_length", "_let_in", "_owner", "_parser", "_request",
+        "_target", "_whole",
     )  # fmt: skip
 
     def __init__(
-        self, owner: Owner, gate: Gate, bytes_max: int, clock: Callable[[], float]
+        self, owner: Owner, let_in: LetIn, bytes_max: int, clock: Callable[[], float]
     ) -> None:
         """Take bodies of at most `bytes_max`. `clock` gives monotonic seconds."""
         self._owner = owner
-        self._gate = gate
-        self._bytes_max = bytes_max
+        self._let_in = let_in
+        self._bytes_max = self._body_bytes_max = bytes_max
         self._clock = clock
         self._parser = httptools.HttpRequestParser(self)
         self._ignores_head = False
@@ -131,9 +134,12 @@ class RequestReader:
         http1.check_head(request.method, version, headers)
         request.is_http10 = version == "1.0"
         request.path, request.query = http1.split_target(self._target)
-        request.key = self._gate(request.method, request.path, headers)
+        request.key = self._let_in(request.method, request.path, headers)
+        self._body_bytes_max = self._bytes_max
+        if request.key is None and self._bytes_max > KEYLESS_BODY_BYTES_MAX:
+            self._body_bytes_max = KEYLESS_BODY_BYTES_MAX
         length = int(headers.get(b"content-length", b"0"))
-        if length > self._bytes_max:
+        if length > self._body_bytes_max:
             raise self._too_large()
         self._length = length
         if b"expect" in headers:
@@ -143,7 +149,7 @@ class RequestReader:
         """Take a part of the body."""
         self._body_bytes += len(body)
         self._held_bytes = 0
-        if self._body_bytes > self._bytes_max:
+        if self._body_bytes > self._body_bytes_max:
             raise self._too_large()
         self._body.append(body)
 
@@ -204,7 +210,7 @@ class RequestReader:
         """Return the body decompressed, its size bounded as if it had come plain."""
         if encoding in (b"", b"identity"):
             return body
-        bytes_max = self._bytes_max
+        bytes_max = self._body_bytes_max
         inflater = zlib.decompressobj(wbits=31 if encoding == b"gzip" else 15)
         try:
             whole = inflater.decompress(body, bytes_max + 1)
@@ -219,7 +225,7 @@ class RequestReader:
     def _too_large(self) -> ApiError:
         return ApiError(
             ErrorCode.TOO_LARGE,
-            f"cannot read the body: more than the {self._bytes_max} bytes allowed",
+            f"cannot read the body: more than the {self._body_bytes_max} bytes allowed",
         )
 
 

@@ -21,7 +21,7 @@ from router.dataplane import http1
 from router.dataplane.deadlines import NEVER, Deadlines
 from router.dataplane.errand import Errand, Signal
 from router.dataplane.message import Reply, Request, Source
-from router.dataplane.requests import Gate, RequestReader
+from router.dataplane.requests import LetIn, RequestReader
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class Server:
         self,
         *,
         config: RouterConfig,
-        gate: Gate,
+        let_in: LetIn,
         handler: Handler,
         encode_error: EncodeError,
         deadlines: Deadlines,
@@ -56,7 +56,7 @@ class Server:
     ) -> None:
         """Answer each request by `handler`; errors below it are written by `encode_error`."""
         self.config = config
-        self.gate = gate
+        self.let_in = let_in
         self.handler = handler
         self.encode_error = encode_error
         self.deadlines = deadlines
@@ -133,7 +133,9 @@ class ClientConnection:
     def __init__(self, server: Server) -> None:
         self._server = server
         self._transport: asyncio.Transport | None = None
-        self._reader = RequestReader(self, server.gate, server.config.body_bytes_max, server.clock)
+        self._reader = RequestReader(
+            self, server.let_in, server.config.body_bytes_max, server.clock
+        )
         self._errand: Errand | None = None
         self._ready: deque[Request] = deque()
         self._bad: ApiError | None = None

@@ -18,12 +18,6 @@ DROPPED_MIN: Final = 2
 DROPPED_SHARE: Final = 0.5
 
 
-class Adopted(NamedTuple):
-    """Serve by this table from now on."""
-
-    table: RouteTable
-
-
 class RefusedTable(NamedTuple):
     """Drop nothing for now. `dropped` are the replicas to ask whether they still answer."""
 
@@ -32,12 +26,15 @@ class RefusedTable(NamedTuple):
     dropped: tuple[Route, ...] = ()
 
 
-def adopt(
+def refused(
     old: RouteTable | None, new: RouteTable, answering: Set[ReplicaId]
-) -> Adopted | RefusedTable:
-    """Decide on `new`; `answering` are the replicas of `old` that answer this router's probes."""
+) -> RefusedTable | None:
+    """Return why `new` is not served by; None where it is.
+
+    `answering` are the replicas of `old` that answer this router's probes.
+    """
     if old is None:
-        return Adopted(new)
+        return None
     if new.cluster_id != old.cluster_id:
         return RefusedTable(
             f"cannot follow: the table is of cluster {new.cluster_id}, this router of "
@@ -68,7 +65,7 @@ def adopt(
             "a word that they were revoked), which looks like a lost database",
             is_stale=False,
         )
-    return _drop_is_believed(old, new, answering)
+    return _refused_drop(old, new, answering)
 
 
 def widened(old: RouteTable, new: RouteTable) -> RouteTable:
@@ -88,19 +85,19 @@ def widened(old: RouteTable, new: RouteTable) -> RouteTable:
     )
 
 
-def _drop_is_believed(
+def _refused_drop(
     old: RouteTable, new: RouteTable, answering: Set[ReplicaId]
-) -> Adopted | RefusedTable:
+) -> RefusedTable | None:
     kept = {route.replica_id for route in new.routes}
     dropped = tuple(route for route in old.routes if route.replica_id not in kept)
     alive = [route for route in dropped if route.replica_id in answering]
     is_large = len(dropped) >= DROPPED_MIN and len(dropped) > DROPPED_SHARE * len(old.routes)
     if not is_large or not alive:
-        return Adopted(new)
+        return None
     # A rollout replaces replicas: as many new ones as went is no loss of capacity.
     added = len(kept - {route.replica_id for route in old.routes})
     if len(kept) >= DROPPED_SHARE * len(old.routes) and added >= len(dropped):
-        return Adopted(new)
+        return None
     return RefusedTable(
         f"cannot follow generation {new.generation}: it drops {len(dropped)} of "
         f"{len(old.routes)} replicas at once while {len(alive)} of them still answer",

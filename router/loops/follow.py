@@ -20,7 +20,7 @@ from isochrone.service.threads import to_its_end
 from isochrone.wire import codec
 from isochrone.wire.ids import ClusterId, Epoch, Generation
 from isochrone.wire.routes import Route, RouteDelta, RouteTable, SnapshotWanted, apply_delta
-from router.decide.adopt import Adopted, RefusedTable, adopt, widened
+from router.decide.adopt import RefusedTable, refused, widened
 from router.decide.limits import Gate
 from router.fleet import Fleet
 from router.metrics import Metrics
@@ -30,13 +30,6 @@ log = logging.getLogger(__name__)
 _TABLE = codec.decoder(RouteTable)
 
 Send = Callable[[msgspec.Struct], Awaitable[bool]]
-
-
-class Persisted(NamedTuple):
-    """One turn of keeping the table: the generation on disk, and whether it was written now."""
-
-    generation: int
-    written: bool
 
 
 class Held(NamedTuple):
@@ -140,23 +133,20 @@ class Follower:
         if self.held is None:
             return "nothing held"
         # Judged by the table before it: what it added must not make its drops look small.
-        verdict = adopt(self.held.before, self.held.table, self._fleet.answering())
-        if isinstance(verdict, Adopted):
-            log.warning(
-                "a table that was held is now believed",
-                extra={"fields": {"generation": verdict.table.generation}},
-            )
-            self.take(verdict.table)
-            return "believed"
-        return verdict.reason
+        refusal = refused(self.held.before, self.held.table, self._fleet.answering())
+        if refusal is not None:
+            return refusal.reason
+        fields = {"generation": self.held.table.generation}
+        log.warning("a table that was held is now believed", extra={"fields": fields})
+        self.take(self.held.table)
+        return "believed"
 
-    async def persist(self) -> Persisted:
-        """Keep the table served by on disk."""
+    async def persist(self) -> int:
+        """Keep the table served by on disk; return its generation."""
         table = self._fleet.table
-        if table is None or self._on_disk is table:
-            return Persisted(table.generation if table else 0, False)
-        await to_its_end(self._write, table)
-        return Persisted(table.generation, True)
+        if table is not None and self._on_disk is not table:
+            await to_its_end(self._write, table)
+        return table.generation if table is not None else 0
 
     def _write(self, table: RouteTable) -> None:
         files.write_snapshot(self._snapshot, codec.encode(table))
@@ -168,14 +158,14 @@ class Follower:
             self._refuse(f"cannot follow: a table of cluster {table.cluster_id}")
             return
         before = self.held.before if self.held else self._fleet.table
-        verdict = adopt(before, table, self._fleet.answering())
-        if isinstance(verdict, Adopted):
-            self.take(verdict.table)
+        refusal = refused(before, table, self._fleet.answering())
+        if refusal is None:
+            self.take(table)
             return
-        self._refuse(verdict.reason)
-        if not verdict.is_stale and before is not None:
+        self._refuse(refusal.reason)
+        if not refusal.is_stale and before is not None:
             self._serve_by(widened(before, table))
-            self.held = Held(before, table, verdict)
+            self.held = Held(before, table, refusal)
 
     def take(self, table: RouteTable) -> None:
         """Serve by a table that is believed, here or by the main process of this router."""

@@ -36,6 +36,8 @@ from scheduler.api.endpoint import (
 )
 from scheduler.api.identities import create_join_token, create_revocation, list_revocations
 from scheduler.api.keys import KEY_ENDPOINTS
+from scheduler.api.pictures import PICTURE_ENDPOINTS
+from scheduler.api.rollouts import ROLLOUT_ENDPOINTS
 from scheduler.api.usage import USAGE_ENDPOINTS
 from scheduler.store import catalogue, identities
 from scheduler.store.events import Event, list_events
@@ -104,9 +106,12 @@ async def readmit_node(call: Call) -> NodeView:
 
 async def delete_node(call: Call) -> None:
     """Forget a node that holds no replica; what it was issued is refused from now on."""
-    await _delete(call, "node")
-    await identities.revoke(call.connection, PeerRole.AGENT, call.name, reason="forgotten")
-    call.acting.nudge_turn_away()
+    await _forget(call, "node", PeerRole.AGENT)
+
+
+async def delete_router(call: Call) -> None:
+    """Forget a router that is gone; what it was issued is refused from now on."""
+    await _forget(call, "router", PeerRole.ROUTER)
 
 
 async def put_model(call: Call) -> ModelView:
@@ -188,6 +193,7 @@ ENDPOINTS: Final = (
         "GET", "/v1/routers", lists(catalogue.list_routers, "router_id"),
         "List routers", RouterView, is_list=True,
     ),
+    Endpoint("DELETE", "/v1/routers/{router_id}", delete_router, "Forget a router", status=204),
     Endpoint(
         "GET", "/v1/models", lists(catalogue.list_models, "model.model_id"),
         "List models", ModelView, is_list=True,
@@ -204,6 +210,8 @@ ENDPOINTS: Final = (
         "List placements", PlacementView, is_list=True, query=("deployment_id",),
     ),
     *DEPLOYMENT_ENDPOINTS,
+    *ROLLOUT_ENDPOINTS,
+    *PICTURE_ENDPOINTS,
     *KEY_ENDPOINTS,
     *USAGE_ENDPOINTS,
     Endpoint(
@@ -219,6 +227,12 @@ async def _change_node(call: Call, kind: str, deed: Callable[[], Awaitable[objec
     after = found(await catalogue.get_node(call.connection, call.name), "node", call.name)
     await call.changed(kind, call.name, before=before, after=after)
     return after
+
+
+async def _forget(call: Call, table: str, role: PeerRole) -> None:
+    await _delete(call, table)
+    await identities.revoke(call.connection, role, call.name, reason="forgotten")
+    call.acting.nudge_turn_away()
 
 
 async def _delete(call: Call, table: str) -> None:

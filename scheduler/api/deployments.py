@@ -12,7 +12,7 @@ from isochrone.wire.model import Deployment, EngineSettings, Policy
 from isochrone.wire.routes import Pop
 from scheduler.api.endpoint import Call, Endpoint, Page, found
 from scheduler.decide.explain import Explanation
-from scheduler.decide.feasible import allowed
+from scheduler.decide.feasible import allowed, contradiction
 from scheduler.store import catalogue, deployments
 from scheduler.store.cluster import read_pops
 from scheduler.store.lease import read_acting_for_s
@@ -174,23 +174,12 @@ async def _checked(call: Call, body: DeploymentBody, deployment_id: str) -> Depl
 
 
 def _policy_problem(policy: Policy, pops: Sequence[Pop]) -> str:
-    if policy.replicas_min > policy.replicas_max:
-        return f"replicas_min {policy.replicas_min} is over replicas_max {policy.replicas_max}"
     if len(policy.keep_warm) > policy.replicas_max:
         return f"keep_warm names more PoPs than replicas_max {policy.replicas_max}"
-    known = {str(pop.pop) for pop in pops}
-    for warm in policy.keep_warm:
-        if warm not in known:
-            return f"keep_warm names {warm!r}, which is no PoP"
-    known |= {pop.country for pop in pops}
+    known = {str(pop.pop) for pop in pops} | {pop.country for pop in pops}
     for name in (*policy.allow, *policy.deny):
         if name not in known:
             field = "allow" if name in policy.allow else "deny"
             return f"{field} names {name!r}, which is no PoP and no PoP's country"
-    residents = {pop.pop for pop in pops if allowed(policy, pop)}
-    if pops and not residents:
-        return "allow and deny together leave no PoP: a denial beats an allowance"
-    for warm in policy.keep_warm:
-        if warm not in residents:
-            return f"keep_warm names {warm!r}, where allow and deny let nothing live"
-    return ""
+    residents = [pop.pop for pop in pops if allowed(policy, pop)]
+    return contradiction(policy, [pop.pop for pop in pops], residents)

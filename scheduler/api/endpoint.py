@@ -49,12 +49,11 @@ class Call:
     """One request, decoded: what an endpoint's function gets."""
 
     def __init__(
-        self, request: web.Request, acting: Acting, connection: Connection, body: Any, sha: str
+        self, request: web.Request, acting: Acting, connection: Connection, body: Any
     ) -> None:
         self.acting = acting
         self.connection = connection
         self.body = body
-        self.body_sha256 = sha
         self.etag = _if_match(request)
         self.name = next(iter(request.match_info.values()), "")
         """What the path names; no path names two things."""
@@ -93,17 +92,10 @@ class Call:
         kept = rows[: self.limit]
         return Page(kept, name(kept[-1]))
 
-    async def changed(
-        self,
-        kind: str,
-        subject: str,
-        *,
-        before: msgspec.Struct | None = None,
-        after: msgspec.Struct | None = None,
-    ) -> None:
+    async def changed(self, kind: str, subject: str, **states: msgspec.Struct | None) -> None:
         """Record a deed that placement depends on: no plan made before it may be committed."""
         await touch(self.connection)
-        await self.record(kind, subject, before=before, after=after)
+        await self.record(kind, subject, **states)
 
     async def record(
         self,
@@ -221,7 +213,7 @@ async def _answer(
             stored = await recall(connection, key, request.method, request.path)
             if stored is not None:
                 return _replay(stored, sha, acting.authority.cipher())
-        call = Call(request, acting, connection, body, sha)
+        call = Call(request, acting, connection, body)
         answer = await endpoint.function(call)
         encoded = _encode(answer)
         if key:

@@ -7,6 +7,7 @@ from typing import assert_never
 from aiohttp import web
 
 from isochrone.wire.control import FromRouter, PeerRole, RefusedCode
+from isochrone.wire.ids import PopId
 from isochrone.wire.routes import SnapshotWanted
 from isochrone.wire.usage import Demand, RoundTrips, Usage, UsageAck
 from scheduler import metrics
@@ -49,17 +50,21 @@ class Routers:
             lags = isinstance(message, RoundTrips)
             pool = self._acting.intake
             async with transaction(pool, timeout_s=INTAKE_TIMEOUT_S, lags=lags) as connection:
-                answer = await _store(connection, peer, message)
+                refused = await _store(connection, peer.pop, message)
         except UNAVAILABLE as error:
             # Not acknowledged, so it comes again; round trips are renewed anyway.
             reason = (str(error) or type(error).__name__)[:200]
             log.warning("not written", extra={"fields": {"reason": reason}})
             return
         except BAD_DATA as error:
-            reason = f"cannot store the batch: {error}"[:200]
-            answer = _answer(peer, message, {reason: len(message.rows)})
-        if answer is not None:
-            peer.tell(answer)
+            refused = {f"cannot store the batch: {error}"[:200]: len(message.rows)}
+        kind = type(message).__name__.lower()
+        for reason, rows in refused.items():
+            metrics.REFUSED_ROWS.labels(kind).inc(rows)
+            fields = {"router": peer.name, "kind": kind, "rows": rows, "reason": reason}
+            log.warning("rows refused", extra={"fields": fields})
+        if not isinstance(message, RoundTrips):
+            peer.tell(_acknowledged(message, refused))
 
     def _send_table(self, peer: Connected) -> None:
         if self._acting.table is not None:
@@ -68,52 +73,39 @@ class Routers:
 
 
 async def _store(
-    connection: Connection, peer: Connected, message: Demand | Usage | RoundTrips
-) -> UsageAck | None:
+    connection: Connection, city: PopId, message: Demand | Usage | RoundTrips
+) -> Mapping[str, int]:
+    """Write a message; return what was refused of it for good: reason -> rows."""
     match message:
         case Demand():
-            taken = take_demand(peer.pop, message)
+            taken = take_demand(city, message)
             unknown = await record_demand(connection, message, taken)
-            if unknown is not None:
-                await record_trials(connection, take_trials(peer.pop, message))
             metrics.DEMAND_BATCHES.labels("repeated" if unknown is None else "counted").inc()
-            refused = dict(taken.refused)
-            if unknown:
-                refused["cannot count a row: there is no such deployment or PoP"] = unknown
-            return _answer(peer, message, {} if unknown is None else refused)
+            if unknown is None:
+                return {}
+            await record_trials(connection, take_trials(city, message))
+            nowhere = "cannot count a row: there is no such deployment or PoP"
+            return {**taken.refused, **({nowhere: unknown} if unknown else {})}
         case Usage():
             usage = take_usage(message)
             await record_usage(connection, usage.rows)
-            return _answer(peer, message, usage.refused)
+            return usage.refused
         case RoundTrips():
-            await record_round_trips(connection, peer.pop, take_round_trips(message.rows))
-            return None
+            await record_round_trips(connection, city, take_round_trips(message.rows))
+            return {}
         case _:
             assert_never(message)
 
 
-def _answer(
-    peer: Connected, message: Demand | Usage | RoundTrips, refused: Mapping[str, int]
-) -> UsageAck | None:
-    """Return what tells a router to forget a batch, having counted what was refused of it."""
-    kind = type(message).__name__.lower()
-    for reason, rows in refused.items():
-        metrics.REFUSED_ROWS.labels(kind).inc(rows)
-        fields = {"router": peer.name, "kind": kind, "rows": rows, "reason": reason}
-        log.warning("rows refused", extra={"fields": fields})
-    said = "; ".join(sorted(refused))[:500]
-    match message:
-        case Demand():
-            return UsageAck(
-                batch_id="",
-                refused=sum(refused.values()),
-                reason=said,
-                demand_boot=message.boot_id,
-                demand_seq=message.seq,
-            )
-        case Usage():
-            return UsageAck(batch_id=message.batch_id, refused=sum(refused.values()), reason=said)
-        case RoundTrips():
-            return None
-        case _:
-            assert_never(message)
+def _acknowledged(message: Demand | Usage, refused: Mapping[str, int]) -> UsageAck:
+    """Return what tells a router to forget a batch."""
+    count, said = sum(refused.values()), "; ".join(sorted(refused))[:500]
+    if isinstance(message, Usage):
+        return UsageAck(batch_id=message.batch_id, refused=count, reason=said)
+    return UsageAck(
+        batch_id="",
+        refused=count,
+        reason=said,
+        demand_boot=message.boot_id,
+        demand_seq=message.seq,
+    )

@@ -40,6 +40,7 @@ NODE_HOP_S: Final = 0.002
 """What a token's way from one node to the next of a pipeline adds, on the PoP's own network."""
 
 BATCH_MAX: Final = 512
+DEVICES_MAX: Final = 64
 
 CONTEXT_TOKENS: Final = 2048
 ITL_TARGET_S: Final = 0.050
@@ -274,15 +275,13 @@ class _Step:
         )
 
 
-def fits_on(
-    model: Model, engine: EngineSettings, kind: DeviceClass, most: int = 64, per_node: int = 64
-) -> int:
-    """Return the fewest devices of a class that hold a replica; 0 where `most` do not.
+def fits_on(model: Model, engine: EngineSettings, kind: DeviceClass, per_node: int = 64) -> int:
+    """Return the fewest devices of a class that hold a replica; 0 where DEVICES_MAX do not.
 
     Where they are more than `per_node`, they are of several nodes.
     """
     devices = 1
-    while devices <= most:
+    while devices <= DEVICES_MAX:
         nodes = max(1, devices // per_node)
         if not isinstance(capacity(model, engine, kind, devices=devices, nodes=nodes), CannotFit):
             return devices

@@ -3,7 +3,9 @@
 Rule: whatever a decision needs, time included, is in `ClusterState`. A saved picture replays.
 """
 
+from collections.abc import Callable
 from enum import StrEnum
+from typing import Any, Final
 
 import msgspec
 
@@ -21,6 +23,12 @@ from isochrone.wire.model import Deployment, Model
 from isochrone.wire.report import Device, Profile, ReplicaState
 from isochrone.wire.routes import Pop
 from scheduler.decide.rollout import Rollout
+
+RATES: Final = (
+    *("requests_per_s", "refused_per_s"),
+    *("uncached_tokens_per_s", "output_tokens_per_s"),
+)
+"""What a `DemandRate` is made of."""
 
 
 class Liveness(StrEnum):
@@ -115,23 +123,13 @@ class DemandRate(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     def times(self, factor: float) -> "DemandRate":
         """Return so many times as much."""
-        return msgspec.structs.replace(
-            self,
-            requests_per_s=self.requests_per_s * factor,
-            uncached_tokens_per_s=self.uncached_tokens_per_s * factor,
-            output_tokens_per_s=self.output_tokens_per_s * factor,
-            refused_per_s=self.refused_per_s * factor,
-        )
+        more = {rate: getattr(self, rate) * factor for rate in RATES}
+        return msgspec.structs.replace(self, **more)
 
     def plus(self, other: "DemandRate") -> "DemandRate":
         """Return this with what is asked by another."""
-        return msgspec.structs.replace(
-            self,
-            requests_per_s=self.requests_per_s + other.requests_per_s,
-            uncached_tokens_per_s=self.uncached_tokens_per_s + other.uncached_tokens_per_s,
-            output_tokens_per_s=self.output_tokens_per_s + other.output_tokens_per_s,
-            refused_per_s=self.refused_per_s + other.refused_per_s,
-        )
+        both = {rate: getattr(self, rate) + getattr(other, rate) for rate in RATES}
+        return msgspec.structs.replace(self, **both)
 
 
 class PopDistance(msgspec.Struct, frozen=True, kw_only=True):
@@ -208,6 +206,15 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
     def parts(self) -> "tuple[Start, ...]":
         """What is started on each node, the leader's first."""
         return (self, *self.followers)
+
+    def with_spec(self, **fields: Any) -> "Start":
+        """Return it with fields of its spec changed."""
+        return msgspec.structs.replace(self, spec=msgspec.structs.replace(self.spec, **fields))
+
+    def each(self, change: "Callable[[Start], Start]") -> "Start":
+        """Return it with each of its parts changed."""
+        followers = tuple(part.each(change) for part in self.followers)
+        return msgspec.structs.replace(change(self), followers=followers)
 
     def placement(self, state: ReplicaState) -> Placement:
         """Return the seat that this becomes."""

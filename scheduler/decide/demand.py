@@ -18,7 +18,7 @@ import numpy as np
 
 from isochrone.wire.ids import DeploymentId, PopId
 from isochrone.wire.report import Profile
-from scheduler.decide.cluster import ClusterState, DemandRate
+from scheduler.decide.cluster import RATES, ClusterState, DemandRate
 from scheduler.decide.flow import NOTHING, Floats, Ints
 
 RATE_MIN: Final = 1e-9
@@ -27,10 +27,6 @@ RATE_MAX: Final = 1e9
 
 NAME: Final = attrgetter("deployment_id")
 POP: Final = attrgetter("pop")
-RATES: Final = tuple(
-    attrgetter(name)
-    for name in ("requests_per_s", "refused_per_s", "uncached_tokens_per_s", "output_tokens_per_s")
-)
 
 
 class Asked(NamedTuple):
@@ -123,7 +119,7 @@ def asked_by(
     names = {name: number for number, name in enumerate(dict.fromkeys(map(NAME, rows)))}
     number = np.fromiter(map(names.__getitem__, map(NAME, rows)), np.int64, len(rows))
     city = np.fromiter(map(index.get, map(POP, rows), repeat(-1)), np.int64, len(rows))
-    rates = [np.fromiter(map(rate, rows), np.float64, len(rows)) for rate in RATES]
+    rates = [np.fromiter(map(attrgetter(r), rows), np.float64, len(rows)) for r in RATES]
     # What is no number compares as False.
     is_read = np.logical_and.reduce([city >= 0, *((r >= 0) & (r < RATE_MAX) for r in rates)])
     kept = np.flatnonzero(is_read & (np.maximum(rates[0], rates[1]) > RATE_MIN))

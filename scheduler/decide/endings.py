@@ -88,9 +88,7 @@ def _shaken(ground: Ground, placement: Placement) -> str:
     return ""
 
 
-def end_drained(
-    ground: Ground, deployment: Deployment, mine: Sequence[Placement], least: int, end: End
-) -> None:
+def end_drained(ground: Ground, mine: Sequence[Placement], least: int, end: End) -> None:
     """End what is on a draining node, once `least` are warm on others and none is coming."""
     if not ground.is_draining:
         return

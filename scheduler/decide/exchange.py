@@ -113,7 +113,7 @@ class Exchange:
             return None
         return min(wish.new_seats(), key=_loss, default=None)
 
-    def holders(self, standing: bool = True) -> Holders:
+    def holders(self, standing: bool) -> Holders:
         """Return the seats on each node that could be asked to leave it."""
         holders: Holders = defaultdict(list)
         for wish in self._search.wishes:

@@ -1,12 +1,12 @@
 """Which node and devices could hold a replica. Every no carries its reason and its numbers."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Container, Iterable, Mapping
 from typing import Final
 
 import msgspec
 
-from isochrone.wire.ids import DeviceId, NodeId
+from isochrone.wire.ids import DeviceId, NodeId, PopId
 from isochrone.wire.model import Deployment, EngineSettings, Model, Policy
 from isochrone.wire.routes import Pop
 from scheduler.decide.capacity import gib, overhead_bytes
@@ -67,6 +67,25 @@ def allowed(policy: Policy, pop: Pop) -> bool:
     if names & set(policy.deny):
         return False
     return not policy.allow or bool(names & set(policy.allow))
+
+
+def contradiction(policy: Policy, pops: Container[PopId], residents: Collection[PopId]) -> str:
+    """Say what in a policy cannot be met in any fleet; "" if nothing. `residents` are the PoPs that
+    it allows of those there are."""
+    if policy.replicas_min > policy.replicas_max:
+        return (
+            f"replicas_min {policy.replicas_min} is over replicas_max {policy.replicas_max}; raise "
+            "this or lower that"
+        )
+    if pops and not residents:
+        given = f"allow {list(policy.allow)} and deny {list(policy.deny)}"
+        return f"{given} together leave no PoP: a denial beats an allowance"
+    for warm in policy.keep_warm:
+        if warm not in pops:
+            return f"keep_warm names {warm!r}, which is no PoP"
+        if warm not in residents:
+            return f"keep_warm names {warm!r}, where allow and deny let nothing live"
+    return ""
 
 
 def why_not(

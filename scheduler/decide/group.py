@@ -58,32 +58,25 @@ def over_nodes(spec: ReplicaSpec, seat: Seat, port: int, reason: str) -> Start:
 
 def renamed(start: Start, leader_id: ReplicaId, deployment_id: DeploymentId) -> Start:
     """Return a start under other names, in all of its parts."""
-    spec, group = start.spec, start.spec.group
-    if group is not None:
-        group = msgspec.structs.replace(group, leader_id=leader_id)
-    return msgspec.structs.replace(
-        start,
-        spec=msgspec.structs.replace(
-            spec,
-            replica_id=_part_id(leader_id, group.place if group else 0),
-            deployment_id=deployment_id,
-            group=group,
-        ),
-        followers=tuple(renamed(one, leader_id, deployment_id) for one in start.followers),
-    )
+
+    def change(part: Start) -> Start:
+        group = part.spec.group
+        if group is not None:
+            group = msgspec.structs.replace(group, leader_id=leader_id)
+        replica_id = _part_id(leader_id, group.place if group else 0)
+        return part.with_spec(replica_id=replica_id, deployment_id=deployment_id, group=group)
+
+    return start.each(change)
 
 
 def with_secret(start: Start, secret: str) -> Start:
     """Return a start whose parts know one another by `secret`; one on a single node needs none."""
-    spec, group = start.spec, start.spec.group
-    if group is None:
-        return start
-    group = msgspec.structs.replace(group, secret=secret)
-    return msgspec.structs.replace(
-        start,
-        spec=msgspec.structs.replace(spec, group=group),
-        followers=tuple(with_secret(one, secret) for one in start.followers),
-    )
+
+    def change(part: Start) -> Start:
+        group = part.spec.group
+        return part.with_spec(group=group and msgspec.structs.replace(group, secret=secret))
+
+    return start.each(change)
 
 
 def _part_id(leader_id: ReplicaId, place: int) -> ReplicaId:

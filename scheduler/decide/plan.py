@@ -45,7 +45,7 @@ from scheduler.decide.ground import Ground
 from scheduler.decide.group import RankPorts, over_nodes
 from scheduler.decide.improve import Improve
 from scheduler.decide.liveness import LivenessLimits, LivenessView, liveness
-from scheduler.decide.refusals import contradiction, no_seat_beside, unmet_in
+from scheduler.decide.refusals import impossible, no_seat_beside, unmet_in
 from scheduler.decide.search import Search
 from scheduler.decide.wish import Seated, Wish
 
@@ -130,7 +130,7 @@ class Draft:
             if model is None:
                 self._refuse(deployment, f"the catalogue has no model {deployment.model_id}")
                 continue
-            wrong = contradiction(self.ground, deployment, model)
+            wrong = impossible(self.ground, deployment)
             if wrong:
                 self._refuse(deployment, wrong)
             wishes.append(self.wish_of(deployment, model))
@@ -163,7 +163,7 @@ class Draft:
         is_moving = any(seated.seat for seated in wish.seats)
         if not is_moving:
             least = min(wish.most, wish.deployment.policy.replicas_min or int(wish.is_asked_for))
-            end_drained(self.ground, wish.deployment, mine, least, self.end)
+            end_drained(self.ground, mine, least, self.end)
         is_at_rest = not is_moving and not stale and not wish.is_coming()
         if is_at_rest and not end_spare(wish, self._limits.settle_s, self.end_seat):
             part_fellows(search, wish, self._limits.settle_s)

@@ -21,7 +21,7 @@ from typing import Final
 
 import msgspec
 
-from isochrone.wire.ids import NodeId, PopId
+from isochrone.wire.ids import DeploymentId, ModelId, NodeId, PopId
 from isochrone.wire.model import Model
 from scheduler.decide.cluster import ClusterState, Node, PrefetchWish, Start
 from scheduler.decide.feasible import DISK_MARGIN_BYTES
@@ -97,8 +97,14 @@ class _Stock:
         self._view = view
         self._nodes = {node.node_id: node for node in cluster.nodes}
         self._models = {model.model_id: model for model in cluster.models}
-        self._served = _served(cluster)
-        self._seated = _seated(cluster)
+        served = _served(cluster)
+        self._served = set(served.values())
+        self._seated = {
+            (node_id, served[placement.deployment_id, placement.version])
+            for placement in cluster.placements
+            for node_id in placement.node_ids
+            if not placement.is_ending and (placement.deployment_id, placement.version) in served
+        }
         far = Distances(cluster.pops, cluster.distances)
         self._starts = StartTimes(cluster.nodes, (), {}, far)
         self._pending_bytes: dict[NodeId, int] = defaultdict(int)
@@ -192,28 +198,13 @@ class _Stock:
         return not node.disk_free_bytes or node.disk_free_bytes >= needed
 
 
-def _served(cluster: ClusterState) -> set[str]:
-    """Return the models that a deployment serves, or is about to by its new version."""
+def _served(cluster: ClusterState) -> dict[tuple[DeploymentId, int], ModelId]:
+    """Return the model of each version that is served, or is about to be."""
+    versions = {(one.deployment_id, one.version): one.model_id for one in cluster.deployments}
     live = {deployment.deployment_id for deployment in cluster.deployments}
     coming = {
-        rollout.spec.model_id
+        (rollout.deployment_id, rollout.to_version): rollout.spec.model_id
         for rollout in cluster.rollouts
         if rollout.state in ON_ITS_WAY and rollout.deployment_id in live
     }
-    return coming | {deployment.model_id for deployment in cluster.deployments}
-
-
-def _seated(cluster: ClusterState) -> set[tuple[NodeId, str]]:
-    served = {
-        (deployment.deployment_id, deployment.version): deployment.model_id
-        for deployment in cluster.deployments
-    } | {
-        (rollout.deployment_id, rollout.to_version): rollout.spec.model_id
-        for rollout in cluster.rollouts
-    }
-    return {
-        (node_id, served[placement.deployment_id, placement.version])
-        for placement in cluster.placements
-        for node_id in placement.node_ids
-        if not placement.is_ending and (placement.deployment_id, placement.version) in served
-    }
+    return versions | coming

@@ -9,7 +9,7 @@ from isochrone.wire.model import Deployment, EngineSettings, Model
 from scheduler.decide.capacity import CannotFit, capacity, fits_on, gib
 from scheduler.decide.cluster import Node, Unmet
 from scheduler.decide.device_classes import DeviceClass, class_of
-from scheduler.decide.feasible import classes_with_room, why_not
+from scheduler.decide.feasible import classes_with_room, contradiction, why_not
 from scheduler.decide.ground import Ground
 from scheduler.decide.wish import Wish
 
@@ -17,7 +17,7 @@ SHOWN_MAX = 6
 UNSERVED_SHARE = 0.02
 
 
-def contradiction(ground: Ground, deployment: Deployment, model: Model) -> str:
+def impossible(ground: Ground, deployment: Deployment) -> str:
     """Say what in a deployment can never be met by this fleet, whatever is free; "" if nothing."""
     policy, engine = deployment.policy, deployment.engine
     if engine.devices % engine.nodes:
@@ -25,24 +25,8 @@ def contradiction(ground: Ground, deployment: Deployment, model: Model) -> str:
             f"cannot spread {engine.devices} devices over {engine.nodes} nodes: each must have as "
             "many; change devices or nodes"
         )
-    if policy.replicas_min > policy.replicas_max:
-        return (
-            f"cannot keep at least {policy.replicas_min} and at most {policy.replicas_max} "
-            f"replicas: raise the maximum or lower the minimum; {policy.replicas_max} are kept"
-        )
-    unknown = [pop for pop in policy.keep_warm if pop not in ground.pops]
-    if unknown:
-        return f"cannot keep {unknown[0]} warm: there is no such PoP"
-    residents = ground.residents(policy)
-    if ground.pops and not residents:
-        return (
-            f"cannot live anywhere: allow {list(policy.allow)} and deny {list(policy.deny)} "
-            "together leave no PoP"
-        )
-    barred = [pop for pop in policy.keep_warm if pop not in residents]
-    if barred:
-        return f"cannot keep {barred[0]} warm: residency does not allow it"
-    return ""
+    wrong = contradiction(policy, ground.pops, ground.residents(policy))
+    return f"cannot do all that the policy asks: {wrong}" if wrong else ""
 
 
 def unmet_in(ground: Ground, wish: Wish) -> Iterator[Unmet]:

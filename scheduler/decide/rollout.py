@@ -81,6 +81,7 @@ class Starts(NamedTuple):
 
     warm: int = 0
     failed: int = 0
+    seated: int = 0
 
 
 class Verdict(NamedTuple):
@@ -140,7 +141,8 @@ def judge(rollout: Rollout, strata: tuple[Stratum, ...], starts: Starts) -> Verd
     if not starts.warm and starts.failed >= FAILED_STARTS_MAX:
         return Verdict(Event.COULD_NOT_START, f"{starts.failed} replicas failed, none is warm")
     if not starts.warm and not attempts and rollout.step_age_s > bounds.start_max_s:
-        waited = f"no replica is warm after {rollout.step_age_s:.0f} s"
+        why = "" if starts.seated else ": none found a free seat"
+        waited = f"no replica is warm after {rollout.step_age_s:.0f} s{why}"
         return Verdict(Event.COULD_NOT_START, waited)
     if rollout.state is PAUSED:
         return None

@@ -92,8 +92,7 @@ def _is_served(placement: Placement, nodes: Mapping[NodeId, Node], view: Livenes
         placement.state is ReplicaState.WARM
         and not placement.is_ending
         and not placement.leader_id
-        and all(node_id in nodes for node_id in placement.node_ids)
-        and all(view.counts(nodes[node_id]) for node_id in placement.node_ids)
+        and all(id_ in nodes and view.counts(nodes[id_]) for id_ in placement.node_ids)
         and nodes[placement.node_id].address != ""
     )
 

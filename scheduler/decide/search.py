@@ -1,8 +1,7 @@
-"""Where further replicas should be: lazily greedy by marginal gain, then exchanges between seats.
+"""Where further replicas should be: lazily greedy by marginal gain.
 
 Rule 1: every step lowers the sum of score.py, so the search ends; ties go by name, so it repeats.
-Rule 2: a placement that stands is never moved here. Room is made only by ending one that is worth
-clearly less than what wants its place, and what wants it is seated when the room is there.
+Rule 2: what finds no room is noted as blocked, and left to exchange.py.
 """
 
 from collections.abc import Sequence

@@ -5,7 +5,8 @@ from typing import NamedTuple
 from scheduler.acting import Acting
 from scheduler.decide.cluster import Liveness
 from scheduler.decide.liveness import liveness
-from scheduler.store.losses import read_silences, record_losses
+from scheduler.store.known_nodes import read_nodes
+from scheduler.store.losses import read_lost, record_losses
 from scheduler.store.pool import transaction
 
 
@@ -23,28 +24,30 @@ class NoteLosses:
         self._acting = acting
 
     async def run_once(self) -> Noted:
-        """Read the silences, judge, and record what changed."""
+        """Read the nodes, judge, and record what changed."""
         acting = self._acting
         if not acting.is_acting:
             return Noted()
         heard = acting.heard()
-        async with transaction(acting.pool) as connection:
-            silences = await read_silences(connection, heard)
-            view = liveness(
-                [silence.node for silence in silences], heard.acting_for_s, acting.config.liveness
-            )
-            lost = [
-                silence
-                for silence in silences
-                if silence.lost_for_s is None
-                and view.by_node[silence.node.node_id] is Liveness.LOST
-            ]
-            back = [
-                silence
-                for silence in silences
-                if silence.lost_for_s is not None
-                and view.by_node[silence.node.node_id] is Liveness.READY
-            ]
-            if lost or back:
+        async with transaction(acting.pool, isolation="repeatable_read") as connection:
+            noted = await read_lost(connection)
+            _, nodes = await read_nodes(connection, heard, acting.known_nodes)
+        verdicts = liveness(nodes, heard.acting_for_s, acting.config.liveness).by_node
+        lost = [
+            node
+            for node in nodes
+            if node.node_id not in noted
+            and not node.revoked
+            and verdicts[node.node_id] is Liveness.LOST
+        ]
+        back = [
+            (node, noted[node.node_id])
+            for node in nodes
+            if node.node_id in noted
+            and not node.revoked
+            and verdicts[node.node_id] is Liveness.READY
+        ]
+        if lost or back:
+            async with transaction(acting.pool) as connection:
                 await record_losses(connection, acting.epoch, lost, back)
         return Noted(len(lost), len(back))

@@ -94,9 +94,6 @@ class Place:
 
 def _sealed(start: Start, authority: Authority) -> Start:
     """Return a start each part of which its node can prove to have been given."""
-    seal = authority.seal(claim(start.node_id, start.spec))
-    return msgspec.structs.replace(
-        start,
-        spec=msgspec.structs.replace(start.spec, seal=seal),
-        followers=tuple(_sealed(one, authority) for one in start.followers),
+    return start.each(
+        lambda part: part.with_spec(seal=authority.seal(claim(part.node_id, part.spec)))
     )

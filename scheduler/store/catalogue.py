@@ -87,8 +87,10 @@ _GOES_WITH: Final = {
 async def delete_row(connection: Connection, table: str, name: str, etag: int | None) -> bool:
     """Delete one row; False where there is none; raises EtagMoved or StillUsed."""
     column = "pop" if table == "pop" else f"{table}_id"
+    # Nobody edits a router: it has none.
+    etag_of = "1" if table == "router" else "etag"
     held = await connection.fetchval(
-        f"SELECT etag FROM {table} WHERE {column} = $1 FOR UPDATE",  # noqa: S608
+        f"SELECT {etag_of} FROM {table} WHERE {column} = $1 FOR UPDATE",  # noqa: S608
         name,
     )
     if held is None:
@@ -97,7 +99,8 @@ async def delete_row(connection: Connection, table: str, name: str, etag: int | 
         raise EtagMoved(name)
     try:
         async with connection.transaction():
-            await connection.execute(_GOES_WITH[table], name)
+            if table in _GOES_WITH:
+                await connection.execute(_GOES_WITH[table], name)
             await connection.execute(f"DELETE FROM {table} WHERE {column} = $1", name)  # noqa: S608
     except asyncpg.ForeignKeyViolationError as error:
         raise StillUsed(

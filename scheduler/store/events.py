@@ -47,7 +47,7 @@ async def record_event(
 
 
 async def list_events(
-    connection: Connection, *, before_id: int | None, limit: int, subject: str | None = None
+    connection: Connection, *, before_id: int | None, limit: int, subject: str | None
 ) -> list[Event]:
     """Return events, the newest first, older than `before_id`."""
     rows = await connection.fetch(

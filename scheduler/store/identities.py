@@ -233,7 +233,7 @@ async def revoked_since(connection: Connection, since_s: float) -> list[Revocati
     """Return what was revoked in the last `since_s` seconds."""
     rows = await connection.fetch(
         f"SELECT {_REVOCATION} FROM revocation"  # noqa: S608
-        " WHERE at > clock_timestamp() - make_interval(secs => $1)",
+        " WHERE at > now() - make_interval(secs => $1)",  # an index serves this, read every 2 s
         since_s,
     )
     return [as_struct(row, RevocationView) for row in rows]

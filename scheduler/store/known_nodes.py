@@ -1,12 +1,12 @@
 """Nodes as they are and as they last reported, read again only where they reported anew."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import asyncpg
 import msgspec
 
-from isochrone.wire.ids import Generation, NodeId, PopId
+from isochrone.wire.ids import NodeId, PopId
 from isochrone.wire.report import Device, Report
 from scheduler.decide.cluster import Node
 from scheduler.decide.liveness import Heard
@@ -58,36 +58,23 @@ async def read_nodes(
     by_node = await _learn(connection, known, rows)
     # Replaced whole: another reading may be under way.
     known.by_node = by_node if only is None else {**known.by_node, **by_node}
-    return _nodes_of(rows, by_node, heard)
-
-
-def _nodes_of(
-    rows: Sequence[asyncpg.Record],
-    by_node: Mapping[NodeId, KnownNode],
-    heard: Heard,
-) -> tuple[dict[NodeId, Report], tuple[Node, ...]]:
-    reports: dict[NodeId, Report] = {}
-    nodes = []
-    for row in rows:
-        node_id = NodeId(row["node_id"])
-        _, report, devices = by_node[node_id]
-        if report is not None:
-            reports[node_id] = report
-        nodes.append(
-            Node(
-                node_id=node_id,
-                pop=PopId(row["pop"]),
-                address=row["address"],
-                devices=devices,
-                draining=row["draining"],
-                revoked=row["revoked"],
-                silent_s=heard.silent_s.get(node_id, row["silent_s"]),
-                back_s=heard.back_s.get(node_id),
-                generation=Generation(row["generation"]),
-                **_told_by(report, PopId(row["pop"])),
-            )
+    nodes = tuple(
+        Node(
+            node_id=row["node_id"],
+            pop=row["pop"],
+            address=row["address"],
+            devices=by_node[row["node_id"]].devices,
+            draining=row["draining"],
+            revoked=row["revoked"],
+            silent_s=heard.silent_s.get(row["node_id"], row["silent_s"]),
+            back_s=heard.back_s.get(row["node_id"]),
+            generation=row["generation"],
+            **_told_by(by_node[row["node_id"]].report, row["pop"]),
         )
-    return reports, tuple(nodes)
+        for row in rows
+    )
+    reports = {node_id: known.report for node_id, known in by_node.items() if known.report}
+    return reports, nodes
 
 
 def _told_by(report: Report | None, pop: PopId) -> dict[str, Any]:

@@ -38,11 +38,11 @@ class Migration(NamedTuple):
         return hashlib.sha256(self.sql.encode()).hexdigest()
 
 
-def read_migrations(folder: Path = FOLDER) -> tuple[Migration, ...]:
+def read_migrations() -> tuple[Migration, ...]:
     """Return the migrations of this release in order."""
     return tuple(
         Migration(int(path.name[:4]), path.stem, path.read_text())
-        for path in sorted(folder.glob("[0-9][0-9][0-9][0-9]_*.sql"))
+        for path in sorted(FOLDER.glob("[0-9][0-9][0-9][0-9]_*.sql"))
     )
 
 

@@ -22,7 +22,7 @@ from scheduler.store.holders import read_holders, record_held
 from scheduler.store.identities import PEER_TABLES, REVOKED, revoked_now
 from scheduler.store.known_nodes import read_report
 from scheduler.store.lease import assert_epoch
-from scheduler.store.pool import Connection, fetch_one, rows_in, text
+from scheduler.store.pool import Connection, columns, fetch_one, rows_in, text
 from scheduler.store.prefetch import read_prefetched
 
 BIGINT_MAX: Final = 2**63 - 1
@@ -250,16 +250,11 @@ async def _record_devices(
     return rows_in(changed) + rows_in(gone)
 
 
-def _columns(devices: Sequence[Device]) -> tuple[list[Any], ...]:
+def _columns(devices: Sequence[Device]) -> list[list[Any]]:
     """Return the devices column by column; of two of one name, the last said."""
     named = {device.device_id: device for device in devices}.values()
-    return (
-        [device.device_id for device in named],
-        [device.device_class for device in named],
-        [device.memory_bytes for device in named],
-        [device.healthy for device in named],
-        [text(device.reason) for device in named],
-    )
+    told = columns(named, "device_id", "device_class", "memory_bytes", "healthy")
+    return [*told, [text(device.reason) for device in named]]
 
 
 async def _record_replica(

@@ -5,8 +5,9 @@ pooled connection to a demoted server fails for ever (SQLSTATE 25006). Both are 
 """
 
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
+from operator import attrgetter
 from typing import Any, Final, TypeVar
 from urllib.parse import parse_qs, urlsplit
 
@@ -142,6 +143,11 @@ async def fetch_one(connection: Connection, query: str, *arguments: Any) -> asyn
 def as_struct(row: asyncpg.Record, kind: type[S], **others: Any) -> S:
     """Return what a row tells: its columns are the struct's fields, but for `others`."""
     return msgspec.convert({**row, **others}, kind)
+
+
+def columns(rows: Collection[object], *names: str) -> list[list[Any]]:
+    """Return what these fields hold, column by column, as unnest() takes them."""
+    return [list(map(attrgetter(name), rows)) for name in names]
 
 
 def as_json(value: object) -> str:

@@ -1,6 +1,7 @@
 """Rollouts and what was seen of them. Every change is guarded by the row's etag."""
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 import asyncpg
 import msgspec
@@ -143,23 +144,14 @@ async def record_trials(connection: Connection, rows: Sequence[TrialRow]) -> Non
             itl_total = t.itl_total + excluded.itl_total,
             itl_squares = t.itl_squares + excluded.itl_squares
         """,
-        [
-            (
-                row.deployment_id,
-                row.version,
-                row.pop,
-                row.asked_pop,
-                row.attempts,
-                row.failures,
-                row.ttft.count,
-                row.ttft.total,
-                row.ttft.squares,
-                row.itl.count,
-                row.itl.total,
-                row.itl.squares,
-            )
-            for row in rows
-        ],
+        map(
+            attrgetter(
+                *("deployment_id", "version", "pop", "asked_pop", "attempts", "failures"),
+                *("ttft.count", "ttft.total", "ttft.squares"),
+                *("itl.count", "itl.total", "itl.squares"),
+            ),
+            rows,
+        ),
     )
 
 
@@ -190,7 +182,7 @@ async def read_starts(connection: Connection, rollout: Rollout) -> Starts:
         connection,
         """
         SELECT count(*) FILTER (WHERE state = 'warm' AND leader_id IS NULL) AS warm,
-               count(*) FILTER (WHERE state = 'failed') AS failed
+               count(*) FILTER (WHERE state = 'failed') AS failed, count(*) AS seated
         FROM placement WHERE deployment_id = $1 AND version = $2 AND released_at IS NULL
         """,
         rollout.deployment_id,

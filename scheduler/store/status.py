@@ -6,8 +6,8 @@ from typing import Final
 from isochrone.wire.admin import StatusView
 from scheduler.store.pool import Connection, as_struct, fetch_one
 
-TROUBLED_MAX: Final = 50
-"""How many replicas that do not get warm are named."""
+TROUBLES_MAX: Final = 50
+"""How many nodes that are silent, and replicas that do not get warm, are named."""
 
 
 async def read_status(
@@ -42,13 +42,16 @@ async def read_status(
         FROM placement WHERE released_at IS NULL AND leader_id IS NULL GROUP BY 1
         """
     )
-    troubled = await connection.fetch(
+    troubles = await connection.fetch(
         """
-        SELECT replica_id, node_id, state, state_reason FROM placement
-        WHERE ended_at IS NULL AND state <> 'warm' AND state_reason <> ''
-        ORDER BY replica_id LIMIT $1
+        SELECT format('node %s is silent', node_id) AS words FROM node
+        WHERE NOT revoked AND last_seen_at < clock_timestamp() - interval '6 s'
+        UNION ALL
+        SELECT format('%s on %s is %s: %s', replica_id, node_id, state, state_reason)
+        FROM placement WHERE ended_at IS NULL AND state <> 'warm' AND state_reason <> ''
+        ORDER BY words LIMIT $1
         """,
-        TROUBLED_MAX,
+        TROUBLES_MAX,
     )
     return as_struct(
         row,
@@ -59,9 +62,6 @@ async def read_status(
         replicas={state["state"]: state["n"] for state in states},
         unmet=(
             *(f"{name}: {reason}" for name, reason in unmet),
-            *(
-                f"{row['replica_id']} on {row['node_id']} is {row['state']}: {row['state_reason']}"
-                for row in troubled
-            ),
+            *(row["words"] for row in troubles),
         ),
     )

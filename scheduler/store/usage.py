@@ -1,16 +1,22 @@
 """Demand, usage and round trips: at least once on the wire, counted once here."""
 
 from datetime import UTC, date, datetime, timedelta
+from operator import attrgetter
 from typing import Final
 
 from isochrone.wire.ids import PopId
 from isochrone.wire.usage import Demand, RoundTrip, UsageRow
-from scheduler.decide.intake import Taken
-from scheduler.store.pool import Connection, rows_in
+from scheduler.decide.intake import COUNTS, Taken
+from scheduler.store.pool import Connection, columns, rows_in
 from scheduler.store.retention import DEMAND_DAYS
 
 DAYS_AHEAD: Final = 2
 COUNT_SUM_MAX: Final = 2**62
+_USAGE: Final = (
+    "request_id", "key_id", "tenant_id", "deployment_id", "pop", "node_id", "replica_id",
+    "started_at", "prompt_tokens", "cached_tokens", "output_tokens", "outcome", "ttft_ms",
+    "duration_ms",
+)  # fmt: skip
 
 
 async def record_demand(connection: Connection, demand: Demand, taken: Taken) -> int | None:
@@ -53,14 +59,7 @@ async def record_demand(connection: Connection, demand: Demand, taken: Taken) ->
             refused = least(d.refused, $10) + excluded.refused,
             no_replica = least(d.no_replica, $10) + excluded.no_replica
         """,
-        [row.deployment_id for row in taken.rows],
-        [row.pop for row in taken.rows],
-        [row.requests for row in taken.rows],
-        [row.prompt_tokens for row in taken.rows],
-        [row.uncached_tokens for row in taken.rows],
-        [row.output_tokens for row in taken.rows],
-        [row.refused for row in taken.rows],
-        [row.no_replica for row in taken.rows],
+        *columns(taken.rows, "deployment_id", "pop", *COUNTS),
         taken.age_s,
         COUNT_SUM_MAX,
     )
@@ -70,32 +69,12 @@ async def record_demand(connection: Connection, demand: Demand, taken: Taken) ->
 async def record_usage(connection: Connection, rows: tuple[UsageRow, ...]) -> None:
     """Write a batch, sorted by request id; an id already written is left as it is."""
     await connection.executemany(
-        """
-        INSERT INTO usage (request_id, key_id, tenant_id, deployment_id, pop, node_id, replica_id,
-                           started_at, prompt_tokens, cached_tokens, output_tokens, outcome,
-                           ttft_ms, duration_ms)
+        f"""
+        INSERT INTO usage ({", ".join(_USAGE)})
         VALUES ($1, $2, $3, $4, $5, $6, $7, to_timestamp($8), $9, $10, $11, $12, $13, $14)
         ON CONFLICT (request_id) DO NOTHING
-        """,
-        [
-            (
-                row.request_id,
-                row.key_id,
-                row.tenant_id,
-                row.deployment_id,
-                row.pop,
-                row.node_id,
-                row.replica_id,
-                row.started_at,
-                row.prompt_tokens,
-                row.cached_tokens,
-                row.output_tokens,
-                row.outcome.value,
-                row.ttft_ms,
-                row.duration_ms,
-            )
-            for row in rows
-        ],
+        """,  # noqa: S608
+        map(attrgetter(*_USAGE), rows),
     )
 
 
@@ -113,8 +92,7 @@ async def record_round_trips(
             SET rtt_ms = excluded.rtt_ms, measured_at = clock_timestamp()
         """,
         pop,
-        [row.node_id for row in rows],
-        [row.rtt_ms for row in rows],
+        *columns(rows, "node_id", "rtt_ms"),
     )
 
 

@@ -104,7 +104,7 @@ class Graphs:
     def run(self, batch: Work) -> Tensor | None:
         """Return the logits of `batch`, valid until the next step; None where it is in no graph."""
         decodes = batch.decodes
-        if batch.segments or any(one.sequence.adapter is not None for one in decodes):
+        if batch.segments or any(one.adapter is not None for one in decodes):
             return None
         rows = bucket_of(len(decodes), self.rows)
         if rows is None or not all(one.samples for one in decodes):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from nodeagent.engine.decide.sequence import BLOCK_TOKENS
-from nodeagent.engine.work import Piece, Work
+from nodeagent.engine.work import Piece, Work, blocks_of, first_seen, rows_of
 
 _NOWHERE: Final = -1
 _ALIGNED: Final = 2
@@ -123,7 +123,7 @@ def sizes_of(batch: Work, window_tokens: int | None) -> Sizes:
         decodes=len(decodes),
         decode_blocks=wide(blocks_seen(decodes, window_tokens)),
         chunks=len(chunks),
-        chunk_blocks=wide(max((_blocks(chunk) for chunk in chunks), default=0)),
+        chunk_blocks=wide(max((blocks_of(chunk) for chunk in chunks), default=0)),
         chunk_rows_max=max((chunk.tokens for chunk in chunks), default=0),
     )
 
@@ -140,7 +140,8 @@ def _aligned(shape: tuple[int, ...]) -> int:
 def blocks_seen(decodes: Sequence[Piece], window_tokens: int | None) -> int:
     """Return how many blocks the decode that sees the most of them sees."""
     return max(
-        (_blocks(one) - _first(one, window_tokens) // BLOCK_TOKENS for one in decodes), default=0
+        (blocks_of(one) - first_seen(one, window_tokens) // BLOCK_TOKENS for one in decodes),
+        default=0,
     )
 
 
@@ -148,47 +149,30 @@ def host_numbers(sizes: Sizes, batch: Work, window_tokens: int | None, pinned: b
     """Return the numbers of `batch` in one piece; what `sizes` has beyond it is padding."""
     flat = torch.empty(sizes.total(), dtype=torch.int64, pin_memory=pinned)
     numbers = sizes.split(flat.numpy())
-    _write_rows(numbers, batch)
-    _write_decodes(numbers, batch.decodes, window_tokens)
-    _write_chunks(numbers, batch.segments, len(batch.decodes))
-    return flat
-
-
-def _write_rows(numbers: Numbers, batch: Work) -> None:
-    tokens: list[int] = []
-    positions: list[int] = []
-    slots: list[int] = []
-    sampled: list[int] = []
-    for chunk in batch.chunks:
-        end, blocks = chunk.start + chunk.tokens, chunk.sequence.blocks
-        tokens += chunk.ids
-        positions += range(chunk.start, end)
-        slots += [
-            blocks[position // BLOCK_TOKENS] * BLOCK_TOKENS + position % BLOCK_TOKENS
-            for position in range(chunk.start, end)
-        ]
-        if chunk.samples:
-            sampled += range(len(tokens) - 1 - len(chunk.drafts), len(tokens))
+    tokens, positions, slots, sampled = rows_of(batch)
     _put(numbers.tokens, tokens, 0)
     _put(numbers.positions, positions, 0)
     _put(numbers.slots, slots, _NOWHERE)
     _put(numbers.sampled, sampled, 0)
+    _write_decodes(numbers, batch.decodes, window_tokens)
+    _write_chunks(numbers, batch.segments, len(batch.decodes))
+    return flat
 
 
 def _write_decodes(numbers: Numbers, decodes: Sequence[Piece], window: int | None) -> None:
     numbers.spans[len(decodes) :] = 0
     tables = []
     for row, chunk in enumerate(decodes):
-        first = _first(chunk, window)
+        first = first_seen(chunk, window)
         skipped = first // BLOCK_TOKENS
-        tables.append(chunk.sequence.blocks[skipped : _blocks(chunk)])
+        tables.append(chunk.blocks[skipped : blocks_of(chunk)])
         before = skipped * BLOCK_TOKENS
         numbers.spans[row] = first - before, chunk.start + 1 - before
     _put_tables(numbers.tables, tables)
 
 
 def _write_chunks(numbers: Numbers, chunks: Sequence[Piece], first_row: int) -> None:
-    _put_tables(numbers.chunk_tables, [chunk.sequence.blocks[: _blocks(chunk)] for chunk in chunks])
+    _put_tables(numbers.chunk_tables, [chunk.blocks[: blocks_of(chunk)] for chunk in chunks])
     for number, chunk in enumerate(chunks):
         numbers.places[number] = first_row, chunk.tokens, chunk.start
         first_row += chunk.tokens
@@ -207,13 +191,3 @@ def _put_tables(part: Any, tables: list[list[int]]) -> None:
         part[: len(tables)][there] = np.fromiter(
             chain.from_iterable(tables), np.int64, int(lengths.sum())
         )
-
-
-def _first(chunk: Piece, window: int | None) -> int:
-    """Return the first token that a decode sees."""
-    return 0 if window is None else max(0, chunk.start + 1 - window)
-
-
-def _blocks(chunk: Piece) -> int:
-    """How many blocks hold the tokens up to the chunk's last."""
-    return -(-(chunk.start + chunk.tokens) // BLOCK_TOKENS)

@@ -59,6 +59,16 @@ class Chunk:
     drafts: tuple[int, ...] = ()
 
     @property
+    def blocks(self) -> list[int]:
+        """The KV blocks of its sequence."""
+        return self.sequence.blocks
+
+    @property
+    def adapter(self) -> object | None:
+        """What is added to the model for it."""
+        return self.sequence.adapter
+
+    @property
     def samples(self) -> bool:
         """True where this chunk reaches the end of what is known, so a next token is due."""
         return self.start + self.tokens - len(self.drafts) == len(self.sequence.tokens)

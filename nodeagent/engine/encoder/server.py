@@ -23,7 +23,7 @@ from nodeagent.engine.encoder.bodies import (
 )
 from nodeagent.engine.encoder.loading import LoadedEncoder
 from nodeagent.engine.encoder.worker import EncoderWorker, Text
-from nodeagent.engine.openai import decoded, refused
+from nodeagent.engine.openai import decoded, hold_to_vocabulary, refused, unknown_model
 
 REQUEST_TOKENS_MAX: Final = 300_000
 """Tokens in all the texts of one request, as OpenAI has it."""
@@ -110,11 +110,7 @@ class EncoderServer(Server):
 
     def _hold_to_model(self, name: str | None) -> None:
         if name is not None and name != self.config.served_name:
-            raise ApiError(
-                ErrorCode.MODEL_NOT_FOUND,
-                f"cannot serve model {name[:200]!r}: this engine has {self.config.served_name!r}",
-                param="model",
-            )
+            raise unknown_model(name, repr(self.config.served_name))
 
     async def _texts(self, given: list[Any], param: str) -> list[Text]:
         """Tokenise texts, pairs of texts, or lists of token ids, and hold them to the limits."""
@@ -145,10 +141,7 @@ class EncoderServer(Server):
         return texts
 
     def _framed(self, tokens: list[int], param: str) -> Text:
-        size = self.loaded.model.shape.vocabulary
-        odd = next((token for token in tokens if not 0 <= token < size), None)
-        if odd is not None:
-            raise refused(param, f"cannot use token {odd}: ids must lie between 0 and {size - 1}")
+        hold_to_vocabulary(param, tokens, self.loaded.model.shape.vocabulary)
         before, after = self.loaded.frame
         return Text([*before, *tokens, *after], [])
 

@@ -36,13 +36,15 @@ class HostTier:
                 self._rows[self._row_of[digest]] = contents[at]
             self._row_of.move_to_end(digest)
 
-    def check(self, contents: Tensor) -> None:
-        """Raise ValueError where `contents` are no blocks of this tier."""
+    def check(self, digests: Sequence[bytes], contents: Tensor) -> None:
+        """Raise ValueError where `contents` are no blocks of this tier, or not one for each."""
         if contents.dtype != self._rows.dtype or contents.shape[1:] != self._rows.shape[1:]:
             raise ValueError(
                 f"cannot take KV blocks of {tuple(contents.shape[1:])} {contents.dtype}: those here"
                 f" are {tuple(self._rows.shape[1:])} {self._rows.dtype}"
             )
+        if len(contents) != len(digests):
+            raise ValueError(f"cannot take {len(contents)} KV blocks as {len(digests)}")
 
     def get(self, digests: Sequence[bytes]) -> Tensor:
         """Return copies of the blocks [blocks, ...], all of which are here."""

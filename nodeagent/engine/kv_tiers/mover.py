@@ -11,7 +11,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import takewhile
 from typing import Final, Protocol
 
@@ -48,10 +47,8 @@ class Device(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class _Ahead:
-    digests: list[bytes]
-    then: Callable[[list[bytes], Tensor | None], None]
+Then = Callable[[list[bytes], Tensor | None], None]
+"""Told which blocks were read, and what they hold."""
 
 
 class Mover:
@@ -63,7 +60,7 @@ class Mover:
         self.host = host
         self.files = files
         self._behind: queue.Queue[tuple[bytes, Tensor] | None] = queue.Queue(_BEHIND_MAX)
-        self._ahead: queue.Queue[_Ahead | None] = queue.Queue(_AHEAD_MAX)
+        self._ahead: queue.Queue[tuple[list[bytes], Then] | None] = queue.Queue(_AHEAD_MAX)
         self.saved_total = 0
         self.restored_total = 0
         self.unwritten_total = 0
@@ -108,12 +105,10 @@ class Mover:
         below = [digest for digest in reach if not known(digest) and digest not in host]
         return below[: host.total]
 
-    def read_ahead(
-        self, digests: list[bytes], then: Callable[[list[bytes], Tensor | None], None]
-    ) -> bool:
+    def read_ahead(self, digests: list[bytes], then: Then) -> bool:
         """Read blocks from files, then call `then` on another thread; False where too busy."""
         try:
-            self._ahead.put_nowait(_Ahead(digests, then))
+            self._ahead.put_nowait((digests, then))
         except queue.Full:
             return False
         return True
@@ -121,9 +116,9 @@ class Mover:
     def take_in(self, digests: Sequence[bytes], contents: Tensor) -> None:
         """Keep blocks that came from files or from another engine. On the step thread.
 
-        Raises ValueError where they are kept in another form than this engine's.
+        Raises ValueError, and keeps none, where they are not such as this engine keeps.
         """
-        self.host.check(contents)
+        self.host.check(digests, contents)
         self.host.put(digests, contents)
 
     def export(self, held: Sequence[tuple[int, bytes]], digests: Sequence[bytes]) -> Tensor | None:
@@ -142,7 +137,7 @@ class Mover:
                 content = self.files.read(digest) if self.files is not None else None
                 if content is None:
                     return None
-                rows.append(self._tensor(content))
+                rows.append(self.host.shaped(content))
         return torch.stack(rows) if rows else None
 
     def save_all(self, held: Sequence[tuple[int, bytes]], until_s: float) -> None:
@@ -216,21 +211,19 @@ class Mover:
     def _read(self) -> None:
         assert self.files is not None
         while (asked := self._ahead.get()) is not None:
+            digests, then = asked
             rows: list[Tensor] = []
-            for soon in asked.digests[1:_EXPECTED]:
+            for soon in digests[1:_EXPECTED]:
                 self.files.expect(soon)
-            for at, digest in enumerate(asked.digests):
-                for soon in asked.digests[at + _EXPECTED : at + _EXPECTED + 1]:
+            for at, digest in enumerate(digests):
+                for soon in digests[at + _EXPECTED : at + _EXPECTED + 1]:
                     self.files.expect(soon)
                 content = self.files.read(digest)
                 # What follows a gap serves nobody.
                 if content is None:
                     break
-                rows.append(self._tensor(content))
-            asked.then(asked.digests[: len(rows)], torch.stack(rows) if rows else None)
-
-    def _tensor(self, content: bytearray) -> Tensor:
-        return self.host.shaped(content)
+                rows.append(self.host.shaped(content))
+            then(digests[: len(rows)], torch.stack(rows) if rows else None)
 
 
 def _bytes(content: Tensor) -> memoryview:

@@ -180,9 +180,9 @@ def choose(device: str, dtype: torch.dtype, quantised: bool) -> tuple[Keeping, s
     onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     if not onednn or dtype not in (torch.float32, torch.bfloat16):
         return Keeping.PLAIN, f"no kernel for another layout of {dtype} is here"
-    if quantised and dtype is torch.float32 and multiplies_natively():
-        return Keeping.NATIVE, "quantised products were asked for; our own kernels are built"
-    if not quantised and dtype is torch.float32 and multiplies_natively():
+    if dtype is torch.float32 and kernels() is not None:
+        if quantised:
+            return Keeping.NATIVE, "quantised products were asked for; our own kernels are built"
         return Keeping.TILED, "our own kernels read floats as their file has them"
     fbgemm = "fbgemm" in torch.backends.quantized.supported_engines
     if quantised and fbgemm and dtype is torch.float32:
@@ -207,11 +207,6 @@ def bytes_kept(keeping: Keeping, dtype: torch.dtype, filed_bits: int) -> float:
             return dtype.itemsize
 
 
-def multiplies_natively() -> bool:
-    """True where our own kernels are here."""
-    return kernels() is not None
-
-
 def keep(weight: Tensor, keeping: Keeping) -> Linear:
     """Return the product by `weight` [columns out, columns in], kept as `keeping` says."""
     if keeping is Keeping.PLAIN or weight.nbytes < _BLOCKED_BYTES_MIN:
@@ -223,7 +218,14 @@ def keep_groups(
     groups: Groups | Filed, keeping: Keeping, later: list[Fetch] | None = None
 ) -> Linear:
     """Return the product by a matrix whose file keeps it in groups; see `native`."""
-    return native(groups, keeping, later) or _by_torch(groups)
+    own = native(groups, keeping, later)
+    if own is not None:
+        return own
+    if isinstance(groups, Filed):
+        groups = groups.groups()
+    if groups.bits != 4 or groups.numbers.shape[0] % _FOUR_BIT_MULTIPLE:
+        return keep(groups.wide(), Keeping.PACKED)
+    return FourBit(groups)
 
 
 def native(
@@ -256,11 +258,3 @@ def tiled(parts: Sequence[Tensor], keeping: Keeping) -> Native:
     own = kernels()
     assert own is not None
     return own.round(parts) if keeping is Keeping.NATIVE else own.tile(parts)
-
-
-def _by_torch(groups: Groups | Filed) -> Linear:
-    if isinstance(groups, Filed):
-        groups = groups.groups()
-    if groups.bits != 4 or groups.numbers.shape[0] % _FOUR_BIT_MULTIPLE:
-        return keep(groups.wide(), Keeping.PACKED)
-    return FourBit(groups)

@@ -25,7 +25,8 @@ class Mixture(LlamaMlp):
         self._router = weights.read(f"{prefix}gate.weight", shape.experts, hidden)
         bare = weights.bare()
         self._sum = weights.ranks.sum
-        self._experts = weights.ranks.experts(shape.experts)
+        assert weights.share is not None
+        self._experts = weights.share.experts
         experts = [f"{prefix}experts.{number}." for number in self._experts]
         self._gates_ups = [bare.linear_stack(expert, parts, hidden) for expert in experts]
         self._downs = [

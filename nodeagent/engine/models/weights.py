@@ -86,7 +86,7 @@ class Weights:
         self.dtype = dtype
         self.keeping = keeping
         self.ranks = ranks
-        self._share = share
+        self.share = share
         self.adding: Adding | None = Adding()
         self.staging = staging_for(device)
         """What brings matrices while others are still read; none where they stay on the host."""
@@ -97,7 +97,7 @@ class Weights:
 
         Adapters name rows of the flat batch; what sees other rows than those cannot take them.
         """
-        bare = Weights(self.source, self.device, self.dtype, self.keeping, self._share)
+        bare = Weights(self.source, self.device, self.dtype, self.keeping, self.share)
         bare.adding, bare.staging, bare._later = None, self.staging, self._later
         return bare
 
@@ -171,7 +171,7 @@ class Weights:
             kept = tiled(read, self.keeping)
         if kept is None:
             kept = keep(self.stack(prefix, parts, columns), self.keeping)
-        return self._adapted(kept, prefix, parts, columns)
+        return Adapted(kept, prefix, parts, columns, self.adding) if self.adding else kept
 
     def _packed(self, prefix: str, parts: dict[str, int], columns: int) -> Linear | None:
         """Return the product as the file packs it; None where not all of it is packed alike."""
@@ -185,11 +185,6 @@ class Weights:
                 return None
             groups.append(part)
         return keep_groups(join(groups), self.keeping, self._later)
-
-    def _adapted(self, kept: Linear, prefix: str, parts: dict[str, int], columns: int) -> Linear:
-        if self.adding is None:
-            return kept
-        return Adapted(kept, prefix, parts, columns, self.adding)
 
     def stack(self, prefix: str, parts: dict[str, int], *columns: int) -> Tensor:
         """Read `parts` (name below `prefix`: rows) one below the other, with no second copy."""
@@ -208,7 +203,7 @@ class Weights:
 
     def _place(self, name: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], Cut | None]:
         """Return the shape of a whole weight, and which part of it is read."""
-        cut = self._share.cut(name, shape) if self._share is not None else None
+        cut = self.share.cut(name, shape) if self.share is not None else None
         return (cut.whole if cut else shape), cut
 
 

@@ -36,7 +36,7 @@ class Given:
             self._crew.tell(Forget(digest))
             self._runner.adapters.pop(digest)
         for piece in pieces:
-            adapter = piece.sequence.adapter
+            adapter = piece.adapter
             if not isinstance(adapter, Adapter):
                 continue
             if adapter.digest not in self._held:

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, Never, Self
+from typing import Final, Never
 
 import msgspec
 
@@ -44,12 +44,6 @@ class Channel:
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
-
-    @classmethod
-    def pair(cls) -> tuple[Self, Self]:
-        """Return both ends."""
-        here, there = socket.socketpair()
-        return cls(here), cls(there)
 
     def limit(self, seconds: float) -> None:
         """Give every later wait this deadline."""
@@ -200,7 +194,7 @@ class Crew:
 
 def muster(ranks: int, follow: Callable[[int, Channel], int]) -> Crew:
     """Fork all ranks but this process's own; each runs `follow` and never returns from here."""
-    pairs = [Channel.pair() for _ in range(1, ranks)]
+    pairs = [tuple(map(Channel, socket.socketpair())) for _ in range(1, ranks)]
     members: list[Member] = []
     front = os.getpid()
     for rank, (here, there) in enumerate(pairs, 1):

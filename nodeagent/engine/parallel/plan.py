@@ -22,23 +22,17 @@ class Join(msgspec.Struct, frozen=True, tag="join"):
     heard: tuple[int, ...] = ()
 
 
-class Holding(msgspec.Struct, frozen=True, array_like=True):
-    """Where a sequence's KV lies."""
-
-    blocks: list[int]
-    adapter: bytes | None = None
-    """The digest of the adapter that it runs with."""
-
-
 class Told(msgspec.Struct, frozen=True, array_like=True):
     """Part of a step, as `decide.batching.Chunk` has it."""
 
-    sequence: Holding
+    blocks: list[int]
     start: int
     tokens: int
     ids: list[int]
     drafts: tuple[int, ...]
     samples: bool
+    adapter: bytes | None = None
+    """The digest of the adapter that it runs with."""
 
 
 class Run(msgspec.Struct, frozen=True, tag="run"):
@@ -119,16 +113,13 @@ def told(work: Work) -> Run:
 def _told(pieces: Sequence[Piece]) -> tuple[Told, ...]:
     return tuple(
         Told(
-            Holding(piece.sequence.blocks, _digest(piece.sequence.adapter)),
+            piece.blocks,
             piece.start,
             piece.tokens,
             piece.ids,
             piece.drafts,
             piece.samples,
+            piece.adapter.digest if isinstance(piece.adapter, Adapter) else None,
         )
         for piece in pieces
     )
-
-
-def _digest(adapter: object | None) -> bytes | None:
-    return adapter.digest if isinstance(adapter, Adapter) else None

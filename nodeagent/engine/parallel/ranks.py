@@ -80,10 +80,6 @@ class Ranks:
             mine = {layer for layer, rank in ranks.items() if rank == self.rank}
             self.hearing = lambda layer, x: dist.send(x.contiguous(), 0) if layer in mine else None
 
-    def experts(self, total: int) -> range:
-        """Return which of `total` experts are here."""
-        return self.split.experts(total, self.rank)
-
     def sum(self, x: Tensor) -> Tensor:
         """Return the sum of what each rank of the stage has, in place of `x`."""
         if self.split.tensor > 1:

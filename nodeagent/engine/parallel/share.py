@@ -50,11 +50,6 @@ class Split:
         each = self.ranks // nodes
         return range(place * each, (place + 1) * each)
 
-    def experts(self, total: int, rank: int) -> range:
-        """Return which of `total` experts a rank has."""
-        group = rank % self.tensor // (self.tensor // self.expert)
-        return _part(total, group, self.expert)
-
     def check(self, shape: ModelShape) -> None:
         """Raise CheckpointError where a model of `shape` cannot be split so."""
         tensor = self.tensor
@@ -148,7 +143,8 @@ class Share:
     @property
     def experts(self) -> range:
         """Its experts."""
-        return self.split.experts(self.whole.experts, self.rank)
+        cutters = self.split.tensor // self.split.expert
+        return _part(self.whole.experts, self._place // cutters, self.split.expert)
 
     @property
     def tokens(self) -> range:

@@ -10,23 +10,15 @@ Rule 3: what it drafts may be wrong, never harmful: every draft is verified.
 from collections.abc import Callable
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from torch import Tensor
 
 from nodeagent.engine.decide.batching import Batch, Chunk
 from nodeagent.engine.decide.depth import StepCosts
 from nodeagent.engine.decide.sequence import BLOCK_TOKENS, Ending, Sequence
+from nodeagent.engine.runner import Runner
 
 _NOTHING = Ending(0, frozenset())
-
-
-class Runs(Protocol):
-    """What computes a batch: a runner with the model that drafts."""
-
-    def run(self, batch: Batch) -> Tensor:
-        """Return logits for each chunk that samples."""
-        ...
 
 
 def likeliest(logits: Tensor) -> list[int]:
@@ -61,7 +53,7 @@ class Shadow:
 class Ahead:
     """The model that drafts, and what it has read."""
 
-    runner: Runs
+    runner: Runner
     habits: Habits
     clock: Callable[[], float]
     read_tokens_max: int

@@ -50,8 +50,6 @@ class Drafter:
     constraint: Constraint | None = None
     shadow: Shadow | None = None
     """The sequence as the model that drafts has read it; None before it did."""
-    drafted: int = 0
-    accepted: int = 0
     _offered: tuple[int, ...] = ()
     _sources: tuple[str, ...] = ()
 
@@ -113,8 +111,6 @@ class Drafter:
             failed = failed or not held
             if index < verified:
                 fates.append((source.partition(" ")[0], not failed))
-        self.accepted += sum(held for _, held in fates)
-        self.drafted += len(fates)
         self._offered = self._sources = ()
         return fates
 

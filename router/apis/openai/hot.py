@@ -63,7 +63,7 @@ class OpenAiSurface:
         self._fleet = fleet
         self._admitted = Admitted()
 
-    def gate(self, fields: Fields) -> KeyEntry:
+    def key_of(self, fields: Fields) -> KeyEntry:
         """Return whose request this is before its body is read, or raise ApiError 401."""
         shown = fields.get(b"authorization", b"")
         return self._admitted.authenticate(self._fleet.keys, shown, self.unix_clock())

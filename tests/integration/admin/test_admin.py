@@ -242,6 +242,20 @@ async def test_a_keys_limits_are_set_whole_and_misspelt_ones_refused(admin: Admi
     assert [event["kind"] for event in events] == ["key.limit", "key.limit", "key.create"]
 
 
+async def test_a_router_that_is_gone_can_be_forgotten_and_its_pop_with_it(
+    admin: Admin, pool: Pool
+) -> None:
+    await admin.pop()
+    async with using(pool) as connection:
+        await connection.execute("INSERT INTO router (router_id, pop) VALUES ('r1', 'ams')")
+    assert (await admin.ask("DELETE", "/v1/pops/ams")).status == 409
+    assert (await admin.ask("DELETE", "/v1/routers/r1")).status == 204
+    assert (await admin.ask("DELETE", "/v1/routers/r1")).status == 404
+    (refused,) = (await admin.ask("GET", "/v1/revocations")).body["data"]
+    assert (refused["role"], refused["name"], refused["serial"]) == ("router", "r1", "")
+    assert (await admin.ask("DELETE", "/v1/pops/ams")).status == 204
+
+
 BAD_BODIES = [
     (b"", 400),
     (b"{", 400),

@@ -17,8 +17,9 @@ from nodeagent.engine.decide.batching import Batching, Limits
 from nodeagent.engine.decide.blocks import Blocks
 from nodeagent.engine.decide.sequence import Ending, Sequence
 from nodeagent.engine.layers.kv_format import KV_DTYPES, KvFormat
-from nodeagent.engine.layers.linear import Keeping, multiplies_natively
+from nodeagent.engine.layers.linear import Keeping
 from nodeagent.engine.models.families import build
+from nodeagent.engine.native.kernels import kernels
 from nodeagent.engine.parallel.share import Cut
 from nodeagent.engine.runner import Runner
 
@@ -76,7 +77,7 @@ def told(runner: Runner, budget: int) -> Tensor:
 def test_what_is_kept_in_fewer_bits_keeps_the_distribution(
     model_path: Path, opened: type[GgufFile], keeping: Keeping, kv: str, most: float
 ) -> None:
-    if keeping is Keeping.NATIVE and not multiplies_natively():
+    if keeping is Keeping.NATIVE and kernels() is None:
         pytest.skip("our own kernels need a compiler and AVX-512 VNNI")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -19,7 +19,7 @@ from isochrone.service.door import open_door
 from isochrone.wire.artifact import manifest_digest
 from isochrone.wire.model import Artifact, ArtifactFile
 from nodeagent.decide.bandwidth import Pace
-from nodeagent.host import tiers
+from nodeagent.host import tiers, wanted
 from nodeagent.host.artifacts import Artifacts
 from nodeagent.host.link import Link
 from nodeagent.host.sources import Sources
@@ -427,3 +427,22 @@ async def test_each_byte_is_read_once(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(Path, "open", noted)
     await fetched(a_store(tmp_path), artifact_of(source, {"a": BODY}))
     assert opened == [], "what was copied is not read again"
+
+
+async def test_a_copy_tells_how_far_it_is_and_ends_when_it_is_cancelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An agent that stops, or has something sooner to fetch, does not wait for hours of copying."""
+    monkeypatch.setattr(wanted, "READ_BYTES", 1024)
+    artifact = artifact_of(a_folder(tmp_path, a=BODY), {"a": BODY})
+    told = asyncio.Event()
+    store = a_store(tmp_path)
+    copying = asyncio.create_task(store.ensure(artifact, (), lambda size: told.set()))
+    async with asyncio.timeout(30):
+        await told.wait()
+        copying.cancel()
+        await asyncio.wait((copying,))
+    assert copying.cancelled()
+    copied = (tmp_path / "artifacts" / f"{artifact.digest}.partial" / "a").stat().st_size
+    assert 0 < copied < len(BODY)
+    await fetched(store, artifact)

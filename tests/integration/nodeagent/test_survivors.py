@@ -23,7 +23,9 @@ from nodeagent.app import serve
 from nodeagent.config import NodeConfig
 from nodeagent.drivers.driver import Command
 from nodeagent.drivers.mock import Mock
+from nodeagent.host import processes
 from nodeagent.host.engines import Engines, Started, last_line
+from nodeagent.host.processes import spawn
 from tests.builders import a_spec
 from tests.integration.service.test_tls import NOW, a_peer
 
@@ -163,6 +165,20 @@ async def test_one_that_never_began_leaves_nothing(folder: Path) -> None:
     assert Engines(folder, 1).survivors() == []
 
 
+async def test_one_that_ends_at_once_leaves_nothing_behind_that_it_started(folder: Path) -> None:
+    log = folder / "engine.log"
+    leader = processes.spawn(("sh", "-c", "sleep 60 & echo $!"), log)
+    # It has ended, and nobody has taken note of that yet.
+    await asyncio.to_thread(os.waitid, os.P_PID, leader.pid, os.WEXITED | os.WNOWAIT)
+    processes.signal_group(leader.pid, processes.start_time(leader.pid), signal.SIGKILL)
+    child = int(log.read_text())
+    async with asyncio.timeout(READY_S):
+        while Path(f"/proc/{child}/cmdline").exists() and not is_zombie(child):
+            await asyncio.sleep(0.05)
+    assert not processes.is_alive(leader.pid, processes.start_time(leader.pid))
+    assert leader.wait() == 0
+
+
 async def test_what_an_engine_without_a_noted_pid_left_in_its_group_is_ended(folder: Path) -> None:
     left = folder / "r-left"
     left.mkdir()
@@ -185,3 +201,8 @@ async def test_what_an_engine_without_a_noted_pid_left_in_its_group_is_ended(fol
 def is_zombie(pid: int) -> bool:
     stat = Path(f"/proc/{pid}/stat")
     return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_an_engine_that_is_not_installed_is_said_by_its_name(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="cannot start vllm-of-nowhere: it is not on the PATH"):
+        spawn(("vllm-of-nowhere", "serve"), tmp_path / "log")

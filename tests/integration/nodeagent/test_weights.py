@@ -438,6 +438,18 @@ async def test_a_file_that_is_whole_already_is_not_fetched_again(
     assert asked == ["config.json"]
 
 
+async def test_a_peer_is_not_blamed_for_what_a_power_cut_spoilt(
+    city: City, origin: tuple[Origin, str]
+) -> None:
+    artifact = an_artifact(origin)
+    honest = await city.holder("ams-9", artifact)
+    gone(origin)
+    partial = city.folder / "ams-1" / f"{artifact.digest}.partial" / "sub"
+    partial.mkdir(parents=True)
+    (partial / "w.safetensors").write_bytes(BODY[:1000] + bytes(1000))
+    await fetched(city.node("ams-1", honest), artifact)
+
+
 async def test_a_disk_that_is_full_is_no_fault_of_the_peer_that_sends(
     city: City, origin: tuple[Origin, str]
 ) -> None:

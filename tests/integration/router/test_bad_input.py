@@ -161,6 +161,18 @@ async def test_slow_heads_are_closed_and_slow_bodies_get_408(tmp_path: Path) -> 
         await still_serves(bench)
 
 
+@pytest.mark.parametrize("target", [b"/v1/files", b"/v1/chat/completions/", b"/healthz"])
+async def test_of_one_who_need_show_no_key_little_is_read(tmp_path: Path, target: bytes) -> None:
+    head = b"POST " + target + b" HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+    chunks = b"Transfer-Encoding: chunked\r\n\r\n20000\r\n" + b"x" * 0x20000
+    async with a_bench(tmp_path) as bench:
+        for much in (b"Content-Length: 1000000\r\n\r\n", chunks):
+            received = await raw(bench, head + much)
+            assert received.startswith(b"HTTP/1.1 413 ")
+        little = await raw(bench, head + b"Content-Length: 2\r\n\r\n{}")
+        assert little[9:12] in (b"404", b"405")
+
+
 @pytest.mark.parametrize(
     "sent",
     [

@@ -448,6 +448,41 @@ async def test_an_answer_of_a_sibling_is_booked_there_and_its_break_is_nobodys_f
         await until_idle(bench)
 
 
+async def test_a_prompt_whose_attempt_failed_is_not_taken_to_be_cached_there(
+    tmp_path: Path,
+) -> None:
+    async with a_bench(tmp_path, 2) as bench:
+        broken, well = bench.nodes
+        broken.cached_tokens = well.cached_tokens = 11
+        fleet, long = bench.house.fleet, "word " * 400
+        slow: dict[str, Any] = {"prefill_tokens_per_s": 20.0}
+        fleet.adopt(a_table([a_route(broken), a_route(well, **slow)], generation=2))
+        broken.status = 500
+        async with bench.chat(long) as response:
+            assert response.headers["x-isochrone-node"] == well.name
+        assert (broken.asked, well.asked) == (1, 1)
+        broken.status = 200
+        fleet.adopt(a_table([a_route(broken, **slow), a_route(well, **slow)], generation=3))
+        for _ in range(10):
+            async with bench.chat(long) as response:
+                assert response.headers["x-isochrone-why"].startswith("prefix ")
+                assert response.headers["x-isochrone-node"] == well.name
+
+
+async def test_a_prompt_that_a_replica_declined_is_not_taken_to_be_cached_there(
+    tmp_path: Path,
+) -> None:
+    async with a_bench(tmp_path, 2, route={"prefill_tokens_per_s": 20.0}) as bench:
+        whys = []
+        for status in (400, 200, 200):
+            for node in bench.nodes:
+                node.status = status
+            async with bench.chat("word " * 400) as response:
+                assert response.status == status
+                whys.append(response.headers["x-isochrone-why"].split()[0])
+        assert whys == ["nearest-warm", "nearest-warm", "prefix"]
+
+
 async def test_an_answer_of_a_stranger_is_none(tmp_path: Path) -> None:
     async with a_bench(tmp_path, 2) as bench:
         bench.nodes[0].passed = bench.nodes[1].passed = "r-nobody"

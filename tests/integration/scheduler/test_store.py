@@ -39,7 +39,6 @@ from scheduler.store.lease import (
     renew_lease,
     rise_above,
 )
-from scheduler.store.losses import read_silences
 from scheduler.store.migrate import FOLDER, Migration, MigrationError, migrate, read_migrations
 from scheduler.store.nodes import read_assignment, record_pulses, record_registration, record_report
 from scheduler.store.plans import commit_plan
@@ -300,7 +299,7 @@ async def test_a_replica_ended_is_released_when_its_node_has_seen_the_tombstone(
     assert [t.replica_id for t in again.tombstones] == ["r1"]
 
 
-async def test_status_names_a_replica_that_does_not_get_warm(pool: Pool) -> None:
+async def test_status_names_who_is_silent_and_what_does_not_get_warm(pool: Pool) -> None:
     epoch = await begun(pool)
     await reported(pool, epoch)
     await planned(pool, epoch, a_spec("r1"))
@@ -321,6 +320,9 @@ async def test_status_names_a_replica_that_does_not_get_warm(pool: Pool) -> None
         said = msgspec.structs.replace(a_replica_report(a_spec("r1"), state), reason=reason)
         await reported(pool, epoch, seq=seq, replicas=(said,))
         assert await unmet() == ("d: no room", *named)
+    async with using(pool) as connection:
+        await connection.execute("UPDATE node SET last_seen_at = last_seen_at - interval '9 s'")
+    assert await unmet() == ("d: no room", "node n1 is silent")
 
 
 async def test_what_held_replicas_can_be_forgotten_once_they_are_gone(pool: Pool) -> None:
@@ -597,5 +599,4 @@ async def test_a_node_seen_in_a_time_to_come_is_no_less_silent_for_it(pool: Pool
         for silent_s, least_s in (({NodeId("n1"): 50.0}, 50.0), ({}, 3590.0)):
             heard = Heard(acting_for_s=99.0, silent_s=silent_s)
             (node,) = (await read_fleet(connection, heard)).nodes
-            (silence,) = await read_silences(connection, heard)
-            assert least_s <= min(node.silent_s, silence.node.silent_s) < least_s + 15.0
+            assert least_s <= node.silent_s < least_s + 15.0

@@ -152,7 +152,7 @@ class Counted:
     def __init__(self, ahead: Ahead) -> None:
         self._runner = ahead.runner
         self.rows = 0
-        ahead.runner = self
+        ahead.runner = self  # type: ignore[assignment]
 
     def run(self, batch):  # type: ignore[no-untyped-def]
         self.rows += batch.tokens

@@ -24,7 +24,7 @@ from nodeagent.engine.layers.lora import Adapter
 from nodeagent.engine.models.llama import Llama
 from nodeagent.engine.models.qwen2 import Qwen2
 from nodeagent.engine.models.qwen3 import Qwen3
-from nodeagent.engine.parallel.plan import Holding, Run, Told
+from nodeagent.engine.parallel.plan import Run, Told
 from nodeagent.engine.runner import Runner
 from tests.unit.engine.tiny import SHAPE, RandomWeights
 
@@ -58,7 +58,7 @@ def no_numbers(sizes: Sizes, step: Run, window: int | None, pinned: bool) -> Ten
 
 def step() -> Run:
     def told(start: int, tokens: int, blocks: list[int], *drafts: int) -> Told:
-        return Told(Holding(blocks), start, tokens + len(drafts), [1] * tokens, drafts, True)
+        return Told(blocks, start, tokens + len(drafts), [1] * tokens, drafts, True)
 
     decodes = (told(40, 1, [5, 1, 8]), told(3, 1, [2]))
     return Run(decodes, (told(0, 9, [3]), told(20, 30, [9, 4, 6, 7])))
@@ -102,14 +102,10 @@ def test_an_adapter_stays_on_the_device(pretended: FakeTensorMode) -> None:
         torch.empty(*sizes, device=DEVICE, dtype=torch.bfloat16)
         for sizes in ((2, columns), (rows, 2))
     ]
-    adapter = Adapter("a", {module: (pair[0], pair[1])}, b"", 0)
-
-    class Adapted:
-        def __init__(self) -> None:
-            self.blocks, self.adapter = [0], adapter
 
     class Decode:
-        sequence, start, tokens, ids, drafts, samples = Adapted(), 3, 1, [5], (), True
+        blocks, adapter = [0], Adapter("a", {module: (pair[0], pair[1])}, b"", 0)
+        start, tokens, ids, drafts, samples = 3, 1, [5], (), True
 
     class Step:
         decodes = chunks = (Decode(), Decode())

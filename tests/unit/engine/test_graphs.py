@@ -15,7 +15,7 @@ from nodeagent.engine.decide.capture import bucket_of, buckets, splits_of, why_n
 from nodeagent.engine.decide.sequence import BLOCK_TOKENS
 from nodeagent.engine.layers import attention
 from nodeagent.engine.layers.lora import Adapter
-from nodeagent.engine.parallel.plan import Holding, Run, Told
+from nodeagent.engine.parallel.plan import Run, Told
 from nodeagent.engine.runner import Runner
 from tests.unit.engine.by_torch import ByTorch
 from tests.unit.engine.tiny import SHAPE, llama
@@ -41,7 +41,7 @@ class Recorded:
 
 def told(start: int, blocks: list[int], tokens: int = 1) -> Told:
     ids = [(7 * start + 3 * at + blocks[0]) % 257 for at in range(tokens)]
-    return Told(Holding(blocks), start, tokens, ids, (), True)
+    return Told(blocks, start, tokens, ids, (), True)
 
 
 def decodes(count: int, start: int) -> Run:
@@ -114,16 +114,13 @@ def test_what_is_in_no_graph_runs_step_by_step(paged: Callable[[int | None], Run
 
 
 def replace_samples(one: Told) -> Told:
-    return Told(one.sequence, one.start, one.tokens, one.ids, one.drafts, False)
+    return Told(one.blocks, one.start, one.tokens, one.ids, one.drafts, False)
 
 
 def test_an_adapter_is_in_no_graph(paged: Callable[[int | None], Runner]) -> None:
-    class Adapted:
-        def __init__(self) -> None:
-            self.blocks, self.adapter = [0, 1], Adapter("a", {}, b"", 0)
-
     class Decode:
-        sequence, start, tokens, ids, drafts, samples = Adapted(), 20, 1, [5], (), True
+        blocks, adapter = [0, 1], Adapter("a", {}, b"", 0)
+        start, tokens, ids, drafts, samples = 20, 1, [5], (), True
 
     class Step:
         decodes = chunks = (Decode(),)

@@ -96,4 +96,7 @@ def test_blocks_of_another_form_are_refused() -> None:
     mover.take_in([b"a" * 32], contents[:1])
     with pytest.raises(ValueError, match=r"cannot take KV blocks of .* torch.float32: those here"):
         mover.take_in([b"b" * 32], contents[1:].float())
+    with pytest.raises(ValueError, match="cannot take 1 KV blocks as 2"):
+        mover.take_in([b"b" * 32, b"c" * 32], contents[1:])
+    assert len(mover.host) == 1
     mover.close([])

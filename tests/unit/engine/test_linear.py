@@ -25,7 +25,6 @@ from nodeagent.engine.layers.linear import (
     join,
     keep,
     keep_groups,
-    multiplies_natively,
     native,
     tiled,
 )
@@ -72,7 +71,7 @@ def eight_bits(seed: int) -> Groups:
 
 
 needs_kernels = pytest.mark.skipif(
-    not multiplies_natively(), reason="our own kernels need a compiler and AVX-512 VNNI"
+    kernels() is None, reason="our own kernels need a compiler and AVX-512 VNNI"
 )
 
 
@@ -179,12 +178,12 @@ def test_what_no_kernel_serves_is_kept_otherwise() -> None:
     assert isinstance(keep(torch.ones(8, 8), Keeping.BLOCKED), Plain)
     assert choose("cuda:0", torch.bfloat16, quantised=True)[0] is Keeping.PLAIN
     assert choose("cpu", torch.float16, quantised=True)[0] is Keeping.PLAIN
-    tiles = Keeping.TILED if multiplies_natively() else Keeping.BLOCKED
+    tiles = Keeping.TILED if kernels() else Keeping.BLOCKED
     assert choose("cpu", torch.float32, quantised=False)[0] is tiles
     assert choose("cpu", torch.bfloat16, quantised=False)[0] is Keeping.BLOCKED
 
 
-@pytest.mark.skipif(not multiplies_natively(), reason="our own kernels are not here")
+@pytest.mark.skipif(kernels() is None, reason="our own kernels are not here")
 @pytest.mark.parametrize(("groups", "bits"), [(some_groups(1), 4), (eight_bits(1), 8)])
 def test_what_is_kept_takes_what_was_said_before(groups: Groups, bits: int) -> None:
     kept = own_kernels().pack(bits, groups.numbers, groups.scales, groups.offsets)
@@ -251,7 +250,7 @@ def test_a_gguf_files_groups_are_read_as_they_are(
             assert groups is not None
             wide = groups.groups().wide()
             torch.testing.assert_close(wide, file.tensor(name, shape))
-            if multiplies_natively():
+            if kernels():
                 later.clear()
                 both = native(join([groups, groups]), Keeping.NATIVE, later)
                 assert both is not None

@@ -99,6 +99,6 @@ def test_a_step_is_told_whole() -> None:
     assert isinstance(order, Run)
     assert len(order.chunks) == 3
     for told_piece, chunk in zip(order.chunks, batch.chunks, strict=True):
-        assert told_piece.sequence.blocks == chunk.sequence.blocks
+        assert told_piece.blocks == chunk.sequence.blocks
         for name in ("start", "tokens", "ids", "drafts", "samples"):
             assert getattr(told_piece, name) == getattr(chunk, name)

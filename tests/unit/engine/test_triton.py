@@ -18,7 +18,7 @@ from nodeagent.engine.cuda.layout import host_numbers, sizes_of
 from nodeagent.engine.layers.attention import LayerKV, Layout, attend
 from nodeagent.engine.layers.kv_format import KvFormat
 from nodeagent.engine.layers.rope import Rope, inverse_frequencies, rotate_
-from nodeagent.engine.parallel.plan import Holding, Run, Told
+from nodeagent.engine.parallel.plan import Run, Told
 from nodeagent.engine.runner import Runner
 from tests.unit.engine.by_torch import ByTorch
 from tests.unit.engine.tiny import SHAPE, llama
@@ -48,9 +48,7 @@ def chance() -> torch.Generator:
 
 
 def told(start: int, tokens: int, blocks: list[int]) -> Told:
-    return Told(
-        Holding(blocks), start, tokens, [(start + at) % 97 for at in range(tokens)], (), True
-    )
+    return Told(blocks, start, tokens, [(start + at) % 97 for at in range(tokens)], (), True)
 
 
 def steps() -> list[Run]:

@@ -16,7 +16,7 @@ from nodeagent.engine.cuda import kernels as device
 from nodeagent.engine.cuda.kernels import DeviceKernels
 from nodeagent.engine.cuda.layout import host_numbers, sizes_of
 from nodeagent.engine.layers.kv_format import KvFormat
-from nodeagent.engine.parallel.plan import Holding, Run, Told
+from nodeagent.engine.parallel.plan import Run, Told
 
 pytest.importorskip("triton", reason="Triton comes with torch's builds for CUDA")
 pytestmark = pytest.mark.skipif(
@@ -109,7 +109,7 @@ def test_attention(
     kernels: DeviceKernels, calls: list[Call], dtype: torch.dtype, kept: torch.dtype
 ) -> None:
     def told(start: int, tokens: int) -> Told:
-        return Told(Holding(list(range(300))), start, tokens, [1] * tokens, (), True)
+        return Told(list(range(300)), start, tokens, [1] * tokens, (), True)
 
     form = KvFormat(kept)
     pages = torch.zeros(BLOCKS, 16, 2 * KV_HEADS, form.width(DIM), dtype=form.dtype)

@@ -8,18 +8,18 @@ from torch import Tensor
 
 from nodeagent.engine.decide.batching import Batch, Chunk
 from nodeagent.engine.decide.sequence import Ending, Sequence
-from nodeagent.engine.layers.linear import Keeping, multiplies_natively
+from nodeagent.engine.layers.linear import Keeping
 from nodeagent.engine.models.families import FAMILIES
 from nodeagent.engine.models.llama import Llama
 from nodeagent.engine.models.shape import ModelShape
-from nodeagent.engine.native.kernels import Kernels
+from nodeagent.engine.native.kernels import Kernels, kernels
 from nodeagent.engine.runner import Runner
 from tests.unit.engine.tiny import SHAPE, RandomWeights
 
 WIDE = replace(SHAPE, hidden=64, intermediate=96, heads=6, head_dim=32, vocabulary=272)
 
 needs_kernels = pytest.mark.skipif(
-    not multiplies_natively(), reason="our own kernels need a compiler and AVX-512 VNNI"
+    kernels() is None, reason="our own kernels need a compiler and AVX-512 VNNI"
 )
 
 

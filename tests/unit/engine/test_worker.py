@@ -55,7 +55,9 @@ async def test_who_does_not_read_is_cut_and_cancelled() -> None:
     assert not aborted
     clients.publish([Delta(number, "x", None, 1, 0)])
     await turn()
-    assert aborted
+    clients.publish([Delta(number, "x", None, 1, 0)] * 2)
+    await turn()
+    assert (aborted, clients.cut_total) == ([1], 1), "it is cut once, however much follows"
     assert client.deltas.qsize() == 3
     clients.close(outbox, client)  # type: ignore[arg-type]
     assert outbox.cancelled == [number]

@@ -105,7 +105,7 @@ def test_who_reads_on_slowly_is_not_cut_and_who_hardly_does_is(read_bytes: int) 
 
     server = Server(
         config=RouterConfig(),
-        gate=lambda method, path, fields: None,
+        let_in=lambda method, path, fields: None,
         handler=handler,
         encode_error=lambda error, path, request_id: Reply(500, b""),
         deadlines=Deadlines(loop.time),

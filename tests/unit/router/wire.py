@@ -191,7 +191,7 @@ class Relay:
         doors = Doors(surface, self.corridor, self.upstream, ids, metrics)
         self.server = Server(
             config=config,
-            gate=doors.gate,
+            let_in=doors.let_in,
             handler=doors.answer,
             encode_error=doors.encode_error,
             deadlines=self.deadlines,

@@ -149,6 +149,14 @@ def test_a_far_city_does_not_make_a_version_look_slow() -> None:
     assert verdict.event is Event.STEP_PASSED
 
 
+def test_a_version_that_found_no_seat_is_told_from_one_that_does_not_come_up() -> None:
+    late = a_rollout(step_age_s=1801.0)
+    for starts, words in ((Starts(), "none found a free seat"), (Starts(seated=1), "")):
+        verdict = judge(late, (), starts)
+        assert verdict is not None
+        assert verdict.reason.removeprefix("no replica is warm after 1801 s").strip(": ") == words
+
+
 @pytest.mark.parametrize(
     ("starts", "age_s", "event"),
     [

@@ -209,10 +209,10 @@ def test_a_pop_of_several_replicas_reads_and_writes_apart_where_asked() -> None:
 @pytest.mark.parametrize(
     ("deployment", "words"),
     [
-        (a_deployment(replicas_min=5, replicas_max=2), "at least 5 and at most 2"),
+        (a_deployment(replicas_min=5, replicas_max=2), "replicas_min 5 is over replicas_max 2"),
         (a_deployment(allow=("NL",), deny=("NL",)), "together leave no PoP"),
-        (a_deployment(keep_warm=("xyz",)), "no such PoP"),
-        (a_deployment(keep_warm=("ams",), deny=("NL",)), "residency does not allow"),
+        (a_deployment(keep_warm=("xyz",)), "which is no PoP"),
+        (a_deployment(keep_warm=("ams",), deny=("NL",)), "where allow and deny let nothing live"),
         (a_deployment(model="gone"), "no model gone"),
     ],
 )

@@ -1,0 +1,39 @@
+"""What ARCHITECTURE and the other documents name is there, and every module is on the map."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = ("README", "ARCHITECTURE", "CONTRIBUTING", "STYLE", "migrations/README")
+FILES = [
+    path.relative_to(ROOT)
+    for folder in ("isochrone", "scheduler", "router", "nodeagent", "migrations", "ops", "tests")
+    for path in (ROOT / folder).rglob("*")
+    if path.is_file() and "__pycache__" not in path.parts
+] + [path.relative_to(ROOT) for path in ROOT.iterdir() if path.is_file()]
+NAMES = {str(path) for path in FILES} | {str(up) for path in FILES for up in path.parents}
+MAPPED = [
+    *("scheduler", "scheduler/decide", "scheduler/planner", "scheduler/loops"),
+    *("router", "router/decide", "router/dataplane", "router/apis", "router/loops"),
+    *("nodeagent", "nodeagent/decide", "nodeagent/host", "nodeagent/loops"),
+]
+EVERYWHERE = {"__init__", "__main__", "app", "config", "metrics"}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_file_that_a_document_names_is_there(document: str) -> None:
+    text = (ROOT / f"{document}.md").read_text()
+    quoted = re.findall(r"`([\w./-]*[\w-](?:\.(?:py|c|md|sh)|/))(?:: \w+)?`", text)
+    linked = re.findall(r"\]\(([^)#:]+)\)", text)
+    named = {name.rstrip("/") for name in (*quoted, *linked)}
+    lost = {name for name in named if not any(f"/{there}".endswith(f"/{name}") for there in NAMES)}
+    assert lost <= {"utils.py"}, "but the one that STYLE says there must not be"
+
+
+@pytest.mark.parametrize("room", MAPPED)
+def test_every_module_is_named_in_the_rooms(room: str) -> None:
+    rooms = (ROOT / "ARCHITECTURE.md").read_text().split("## The rooms")[1].split("```")[1]
+    named = set(re.findall(r"\w+", rooms)) | EVERYWHERE
+    assert not {path.stem for path in (ROOT / room).glob("*.py")} - named
