@@ -29,9 +29,10 @@ class Node:
         self.boot_id = boot_id
         self.assignment: Assignment | None = None
         self.refusals: tuple[Refusal, ...] = ()
-        self.nudge_converge: Callable[[], None] = _nobody
-        self.nudge_report: Callable[[], None] = _nobody
-        self.nudge_prefetch: Callable[[], None] = _nobody
+        # The duties that look again, once the house is put together.
+        self.nudge_converge: Callable[[], None] = lambda: None
+        self.nudge_report: Callable[[], None] = lambda: None
+        self.nudge_prefetch: Callable[[], None] = lambda: None
         self._ledger = ledger
         self._devices = devices
         self._unkept: Assignment | None = None
@@ -106,7 +107,3 @@ class Node:
     async def read_devices(self) -> Sequence[Device]:
         """Return the devices as they are now."""
         return await asyncio.to_thread(self._devices.read)
-
-
-def _nobody() -> None:
-    """Stand in for a duty until the house is put together."""

@@ -81,7 +81,7 @@ class Siblings:
         try:
             answer = await self._head(sibling, path, body, sent)
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            self._is_silent(sibling.node_id)
+            self._note_silence(sibling.node_id)
             raise SiblingLost(f"cannot reach {sibling.node_id}: {type(error).__name__}") from error
         async with answer:
             if answer.status >= 500 or headers.REFUSED in answer.headers:
@@ -128,7 +128,7 @@ class Siblings:
         try:
             loads = await self._ping(sibling, ASK_TIMEOUT_S)
         except (aiohttp.ClientError, OSError, TimeoutError):
-            self._is_silent(sibling.node_id)
+            self._note_silence(sibling.node_id)
             return {}
         self._told[sibling.node_id] = (self._clock(), loads)
         return loads
@@ -140,7 +140,7 @@ class Siblings:
             self._silent_until_s.clear()
         return self._silent_until_s.get(node_id, 0.0) <= self._clock()
 
-    def _is_silent(self, node_id: NodeId) -> None:
+    def _note_silence(self, node_id: NodeId) -> None:
         self._told.pop(node_id, None)
         self._silent_until_s[node_id] = self._clock() + SILENCE_S
 

@@ -7,7 +7,7 @@ ask is settled by the door's TLS, as for requests.
 import asyncio
 import re
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import Final
 
 from aiohttp import web
 
@@ -71,24 +71,19 @@ class Weights:
                 response.headers["content-range"] = f"bytes {offset}-{size_bytes - 1}/{size_bytes}"
                 file.seek(offset)
             await response.prepare(request)
-            await self._stream(request, response, file)
-        return response
-
-    async def _stream(
-        self, request: web.Request, response: web.StreamResponse, file: BinaryIO
-    ) -> None:
-        while chunk := await asyncio.to_thread(file.read, CHUNK_BYTES):
-            await self._link.keep_pace(len(chunk))
-            try:
-                async with asyncio.timeout(WRITE_TIMEOUT_S):
-                    await response.write(chunk)
-            except TimeoutError:
-                # One that does not take what it asked for must not keep others from it.
-                if request.transport is not None:
-                    request.transport.abort()
-                return
-            metrics.UPLOADED.inc(len(chunk))
+            while chunk := await asyncio.to_thread(file.read, CHUNK_BYTES):
+                await self._link.keep_pace(len(chunk))
+                try:
+                    async with asyncio.timeout(WRITE_TIMEOUT_S):
+                        await response.write(chunk)
+                except TimeoutError:
+                    # One that does not take what it asked for must not keep others from it.
+                    if request.transport is not None:
+                        request.transport.abort()
+                    return response
+                metrics.UPLOADED.inc(len(chunk))
         await response.write_eof()
+        return response
 
 
 def _offset(request: web.Request, size_bytes: int) -> int:

@@ -54,6 +54,7 @@ class Artifacts:
         self._peers = peers
         self.link = link
         self._fetching: dict[str, asyncio.Lock] = {}
+        self._making_room = asyncio.Lock()
         self._fetched_bytes: dict[str, int] = {}
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
@@ -108,7 +109,8 @@ class Artifacts:
                 return target
             self._fetched_bytes[artifact.digest] = 0
             try:
-                await to_its_end(self._make_room, artifact, pinned)
+                async with self._making_room:
+                    await to_its_end(self._make_room, artifact, pinned)
                 await self._fetch_all(artifact, target, progress, self.link.slower(bytes_per_s))
             except OSError as error:
                 raise ArtifactError(

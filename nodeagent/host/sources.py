@@ -10,8 +10,6 @@ Wherever it redirects to has what it needs in the URL, so that words about one l
 import asyncio
 import ipaddress
 import socket
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Final
@@ -97,8 +95,12 @@ class Sources:
         Raises Cut, or ArtifactError for good.
         """
         path, offset = wanted.file.path, wanted.held_bytes()
+        url, is_hub = self._url(source, path), source.startswith("hf:")
+        connector = aiohttp.TCPConnector(resolver=None if self._private else PublicResolver())
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=10.0, sock_read=60.0)
+        session = aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False)
         try:
-            async with self._open(source, path, offset) as response:
+            async with session as http, await self._follow(http, url, offset, is_hub) as response:
                 offset = offset if response.status == 206 else 0
                 chunks = response.content.iter_chunked(CHUNK_BYTES)
                 return await wanted.append(chunks, offset, self._pace, is_far=True)
@@ -106,20 +108,6 @@ class Sources:
             raise Cut(str(error) or type(error).__name__) from error
         except TooLong as error:
             raise ArtifactError(f"cannot take {path} from {source}: {error}") from error
-
-    @asynccontextmanager
-    async def _open(
-        self, source: str, path: str, offset: int
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
-        url = self._url(source, path)
-        connector = aiohttp.TCPConnector(resolver=None if self._private else PublicResolver())
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=10.0, sock_read=60.0)
-        async with aiohttp.ClientSession(
-            connector=connector, timeout=timeout, auto_decompress=False
-        ) as http:
-            response = await self._follow(http, url, offset, source.startswith("hf:"))
-            async with response:
-                yield response
 
     async def _follow(
         self, http: aiohttp.ClientSession, address: str, offset: int, names_hub: bool

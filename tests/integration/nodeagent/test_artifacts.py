@@ -6,6 +6,7 @@ import hashlib
 import os
 import pickle
 import shutil
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
@@ -19,7 +20,8 @@ from isochrone.service.door import open_door
 from isochrone.wire.artifact import manifest_digest
 from isochrone.wire.model import Artifact, ArtifactFile
 from nodeagent.decide.bandwidth import Pace
-from nodeagent.host import tiers, wanted
+from nodeagent.decide.eviction import evict
+from nodeagent.host import artifacts, tiers, wanted
 from nodeagent.host.artifacts import Artifacts
 from nodeagent.host.link import Link
 from nodeagent.host.sources import Sources
@@ -446,3 +448,24 @@ async def test_a_copy_tells_how_far_it_is_and_ends_when_it_is_cancelled(
     copied = (tmp_path / "artifacts" / f"{artifact.digest}.partial" / "a").stat().st_size
     assert 0 < copied < len(BODY)
     await fetched(store, artifact)
+
+
+async def test_two_that_come_at_once_make_room_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bodies = {"old": b"o" * 100, "one": b"1" * 60, "two": b"2" * 70}
+    source = a_folder(tmp_path, **bodies)
+    old, one, two = (artifact_of(source, {name: body}) for name, body in bodies.items())
+    store = a_store(tmp_path, budget=150)
+    await fetched(store, old)
+    both = threading.Barrier(2)
+
+    def evict_with_the_other(*kept: Any, **room: Any) -> Any:
+        drop = evict(*kept, **room)
+        with suppress(threading.BrokenBarrierError):
+            both.wait(0.3)
+        return drop
+
+    monkeypatch.setattr(artifacts, "evict", evict_with_the_other)
+    await asyncio.gather(fetched(store, one), fetched(store, two))
+    assert set(store.held()) == {one.digest, two.digest}
