@@ -60,17 +60,17 @@ def table_of(title: str, answers: list[tuple[City, Served]]) -> Table:
 async def grow_demand(fleet: Fleet, city: City, say: Say) -> None:
     """Ask in one city until the scheduler brings a replica up there."""
     say(f"demand grows in {city.name}: {CROWD} short chats, {CROWD_AT_ONCE} at a time")
-    slots = asyncio.Semaphore(CROWD_AT_ONCE)
-
-    async def one() -> None:
-        async with slots:
-            await ask_in(fleet, city, max_tokens=4)
-
-    async with asyncio.TaskGroup() as tasks:
-        for _ in range(CROWD):
-            tasks.create_task(one())
+    for _ in range(CROWD // CROWD_AT_ONCE):
+        await ask_at_once(fleet, city)
     await fleet.wait_warm(city)
     await fleet.wait_routed()
+
+
+async def ask_at_once(fleet: Fleet, city: City) -> None:
+    """Send several short chats through a city's router together."""
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(CROWD_AT_ONCE):
+            tasks.create_task(ask_in(fleet, city, max_tokens=4))
 
 
 async def ask_until(
@@ -79,7 +79,7 @@ async def ask_until(
     """Ask in every city until each is served from where it should be; return what is wrong else.
 
     A router asks far away for as long as that is sooner: until its next probe has found a new node,
-    and while a machine that is busy makes the near one slow.
+    and where a busy machine made the near one look slow, until more is asked than one can answer.
     """
     deadline = time.monotonic() + SETTLE_TIMEOUT_S
     while True:
@@ -87,6 +87,9 @@ async def ask_until(
         problem = problem_of(answers, expected)
         if not problem or time.monotonic() > deadline:
             return answers, problem
+        for city, served in answers:
+            if expected.get(city.pop, served.pop) != served.pop:
+                await ask_at_once(fleet, city)
         await asyncio.sleep(1.0)
 
 
