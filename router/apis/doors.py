@@ -59,13 +59,13 @@ class Doors:
         return self._openai.key_of(fields) if method == b"POST" and _is_hot(path) else None
 
     def encode_error(self, error: ApiError, path: str, request_id: str) -> Reply:
-        """Count an error and write it in the shape of its surface, with the id of who has one."""
+        """Count an error and write it in the shape of its surface, with its id or a new one."""
         self._metrics.errors.labels(error.code.value).inc()
         lines = lines_of(error.headers)
         if error.retry_after_s is not None:
             lines += f"retry-after: {max(1, math.ceil(error.retry_after_s))}\r\n"
-        if request_id:
-            lines += f"{headers.REQUEST_ID}: {request_id}\r\n"
+        # What was refused before it was read has none yet.
+        lines += f"{headers.REQUEST_ID}: {request_id or self._request_ids.next('')[1]}\r\n"
         if model_of(path) is None:
             body = msgspec.json.encode(openai_error(error))
         else:

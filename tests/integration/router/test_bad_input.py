@@ -101,6 +101,7 @@ async def test_a_missing_or_garbled_key_gets_401(tmp_path: Path, authorization: 
         for method, path in (("GET", "/v1/models"), ("POST", "/v1/chat/completions")):
             async with http.request(method, bench.url + path, headers=headers) as response:
                 assert response.status == 401
+                assert response.headers["x-request-id"].startswith("req-")
                 text = await response.text()
                 assert json.loads(text)["error"]["code"] == "invalid_api_key"
                 assert KEY[20:40] not in text
