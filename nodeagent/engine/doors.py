@@ -29,6 +29,8 @@ from nodeagent.engine.step_thread import StepThread
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
+LONG_TEXT_CHARS: Final = 16_384
+"""Longer texts are tokenised off the event loop."""
 _GIVES_BACK: Final = frozenset({"/drain", "/v1/unload_lora_adapter"})
 """What is posted here takes no memory."""
 

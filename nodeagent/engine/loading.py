@@ -28,6 +28,7 @@ from nodeagent.engine.native.memory import give_back
 from nodeagent.engine.parallel.crew import Crew
 from nodeagent.engine.parallel.front import Front
 from nodeagent.engine.parallel.group import Gathering
+from nodeagent.engine.parallel.plan import Load
 from nodeagent.engine.parallel.ranks import Ranks
 from nodeagent.engine.parallel.share import Share, Split
 from nodeagent.engine.runner import Runner
@@ -79,7 +80,7 @@ def load(config: EngineConfig, crew: Crew | None = None) -> Loaded:
         survey(shape, source, split)
         gathering = gather(config, crew) if crew is not None else None
         if crew is not None:
-            crew.load()
+            crew.tell(Load())
         ranks = Ranks(split)
         own, ahead, arrived = open_share(config, source, ranks, draft)
         try:
@@ -216,13 +217,10 @@ def _engine(
     mover = open_tiers(config, runner, shape, kv_format(config))
     if mover is not None:
         batching.below, batching.trade = mover.host, mover.trade
-    return Engine(runner, batching, mover, _speculation(config, ahead))
-
-
-def _speculation(config: EngineConfig, ahead: Ahead | None) -> Speculation | None:
-    if config.draft_tokens_max == 0:
-        return None
-    return Speculation(config.draft_tokens_max, rows_max=config.batch_tokens_max, ahead=ahead)
+    speculation = None
+    if config.draft_tokens_max:
+        speculation = Speculation(config.draft_tokens_max, config.batch_tokens_max, ahead)
+    return Engine(runner, batching, mover, speculation)
 
 
 def _kv_blocks(

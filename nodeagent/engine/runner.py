@@ -29,9 +29,7 @@ from nodeagent.engine.layers.kv_format import KvFormat
 from nodeagent.engine.layers.lora import Adapter, Adding
 from nodeagent.engine.models.shape import ModelShape
 from nodeagent.engine.native.kernels import PIECE_TOKENS
-from nodeagent.engine.work import Piece as Piece
-from nodeagent.engine.work import Work as Work
-from nodeagent.engine.work import blocks_of, first_seen, rows_of
+from nodeagent.engine.work import Piece, Work, blocks_of, first_seen, rows_of
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from nodeagent.engine.calling import Calling
 from nodeagent.engine.clients import Asked, Client, Clients
 from nodeagent.engine.constrain.compiling import Grammars
 from nodeagent.engine.decide.sequence import BLOCK_TOKENS, Ending, Finish
-from nodeagent.engine.doors import Server, as_json
+from nodeagent.engine.doors import LONG_TEXT_CHARS, Server, as_json
 from nodeagent.engine.loading import Loaded
 from nodeagent.engine.openai import (
     Ask,
@@ -44,8 +44,6 @@ from nodeagent.engine.template import UnusableChat
 from nodeagent.engine.tools import tools_of
 from nodeagent.engine.worker import Worker
 
-_LONG_TEXT_CHARS: Final = 16_384
-"""Longer texts are tokenised off the event loop."""
 _SALT_CHARS_MAX: Final = 256
 
 
@@ -173,7 +171,7 @@ class EngineServer(Server):
                 param=param,
             )
         try:
-            if len(text) > _LONG_TEXT_CHARS:
+            if len(text) > LONG_TEXT_CHARS:
                 return await asyncio.to_thread(encode, text, special=special)
             return encode(text, special=special)
         except UnicodeEncodeError as error:

@@ -13,6 +13,7 @@ from nodeagent.engine.models.shape import CheckpointError
 from nodeagent.engine.vocabulary import read_tokenizer
 
 _CLASSIFIER: Final = "BertForSequenceClassification"
+_MODE: Final = "pooling_mode_"
 
 
 class _Kind(msgspec.Struct):
@@ -38,15 +39,6 @@ class _BertConfig(msgspec.Struct):
 class _Step(msgspec.Struct):
     path: str = ""
     type: str = ""
-
-
-class _PoolingConfig(msgspec.Struct):
-    pooling_mode_cls_token: bool = False
-    pooling_mode_mean_tokens: bool = False
-    pooling_mode_max_tokens: bool = False
-    pooling_mode_mean_sqrt_len_tokens: bool = False
-    pooling_mode_weightedmean_tokens: bool = False
-    pooling_mode_lasttoken: bool = False
 
 
 class _SentenceConfig(msgspec.Struct):
@@ -113,11 +105,11 @@ def _pooling(folder: Path) -> tuple[Pooling, bool]:
         raise CheckpointError(f"cannot load {folder}: the steps {kinds} are unsupported")
     if steps[1].path != Path(steps[1].path).name:
         raise CheckpointError(f"cannot read {path}: {steps[1].path!r} is no folder beside it")
-    config: _PoolingConfig = read_json(folder / steps[1].path / "config.json", _PoolingConfig)
-    modes = [name for name, chosen in msgspec.structs.asdict(config).items() if chosen]
+    config: dict[str, Any] = read_json(folder / steps[1].path / "config.json", dict[str, Any])
+    modes = [name for name, chosen in config.items() if name.startswith(_MODE) and chosen]
     named: dict[str, Pooling] = {
-        "pooling_mode_mean_tokens": "mean",
-        "pooling_mode_cls_token": "cls",
+        f"{_MODE}mean_tokens": "mean",
+        f"{_MODE}cls_token": "cls",
     }
     if len(modes) != 1 or modes[0] not in named:
         raise CheckpointError(f"cannot load {folder}: pooling by {modes} is unsupported")

@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -10,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from nodeagent.engine.checkpoint.config import DecoderConfig, read_json, shape_of
-from nodeagent.engine.checkpoint.stored import Stored, part, places
+from nodeagent.engine.checkpoint.stored import Stored, places
 from nodeagent.engine.models.shape import CheckpointError
 from nodeagent.engine.models.weights import WeightSource
 from nodeagent.engine.parallel.share import Cut
@@ -90,7 +91,13 @@ class SafetensorsFiles(WeightSource):
         path = self._paths[name]
         if path not in self._places:
             self._places[path] = places(path)
-        return part(self._places[path][name], shape, cut)
+        stored = self._places[path][name]
+        if cut is None:
+            return stored
+        row_bytes = math.prod(shape[1:]) * stored.dtype.itemsize
+        return (
+            replace(stored, start=stored.start + cut.start * row_bytes) if cut.axis == 0 else None
+        )
 
     def tensor(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> torch.Tensor:
         """Read one weight as it is stored, or a part of it."""

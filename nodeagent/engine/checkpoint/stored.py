@@ -11,8 +11,6 @@ from typing import Final
 import msgspec
 import torch
 
-from nodeagent.engine.parallel.share import Cut
-
 _LENGTH: Final = struct.Struct("<Q")
 _DTYPES: Final = {
     "F64": torch.float64,
@@ -50,15 +48,3 @@ def places(path: Path) -> dict[str, Stored]:
         if entry.dtype in _DTYPES:
             found[name] = Stored(path, start + entry.data_offsets[0], _DTYPES[entry.dtype])
     return found
-
-
-def part(stored: Stored, shape: tuple[int, ...], cut: Cut | None) -> Stored | None:
-    """Return where a part of such a weight lies; None where it is in many pieces."""
-    if cut is None:
-        return stored
-    if cut.axis != 0:
-        return None
-    row = stored.dtype.itemsize
-    for size in shape[1:]:
-        row *= size
-    return Stored(stored.path, stored.start + cut.start * row, stored.dtype)

@@ -9,7 +9,7 @@ from typing import Final
 
 import numpy as np
 import torch
-from gguf.constants import GGMLQuantizationType
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from torch import Tensor
 
@@ -60,7 +60,7 @@ def groups_of(packed: Tensor, kind: GGMLQuantizationType) -> Groups:
         # Counted from the least: 128 more, as bytes without a sign.
         numbers = blocks[..., 2:].bitwise_xor(128).view(len(packed), -1)
         return Groups(numbers, scales, -128 * scales, bits=8)
-    blocks = packed.view(len(packed), -1, _bytes_of(kind))
+    blocks = packed.view(len(packed), -1, GGML_QUANT_SIZES[kind][1])
     halves = blocks[..., -GROUP_WEIGHTS // 2 :]
     # The first sixteen of a group are the low halves of its bytes, the others the high ones.
     numbers = torch.empty(*blocks.shape[:2], GROUP_WEIGHTS, dtype=torch.uint8)
@@ -81,9 +81,3 @@ def _eight_bits(packed: np.ndarray) -> Tensor:
 
 def _fp16(blocks: Tensor, at: int) -> Tensor:
     return blocks[..., at : at + 2].contiguous().view(torch.float16)[..., 0].float()
-
-
-def _bytes_of(kind: GGMLQuantizationType) -> int:
-    if kind is GGMLQuantizationType.Q8_0:
-        return GROUP_WEIGHTS + 2
-    return GROUP_WEIGHTS // 2 + (4 if kind is GGMLQuantizationType.Q4_1 else 2)

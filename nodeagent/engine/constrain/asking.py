@@ -5,6 +5,7 @@ and older `guided_*` fields mean the same things. At most one of them may be giv
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final, Literal
 
 import msgspec
@@ -47,11 +48,15 @@ class Constrained(msgspec.Struct, kw_only=True):
 
 def grammar_of(body: Constrained) -> Grammar | None:
     """Return the one grammar that `body` asks for, or raise ApiError."""
-    asked: dict[str, Callable[[], Grammar]] = {
+    structured = body.structured_outputs or StructuredOutputs()
+    asked = {
         **_by_response_format(body.response_format),
-        **_by_structured_outputs(body.structured_outputs or StructuredOutputs()),
-        **_by_guided(body),
+        **_by_values("structured_outputs.", structured.json, structured.regex, structured.choice),
+        **_by_values("guided_", body.guided_json, body.guided_regex, body.guided_choice),
     }
+    if structured.json_object:
+        param = "structured_outputs.json_object"
+        asked[param] = partial(grammar.of_any_object, param)
     if body.guided_grammar is not None:
         raise refused(
             "guided_grammar",
@@ -76,18 +81,6 @@ def _by_response_format(asked: ResponseFormat | None) -> dict[str, Callable[[], 
         return {param: lambda: grammar.of_any_object(param)}
     schema, lenient = _unwrapped(asked.json_schema)
     return {param: lambda: grammar.of_schema(schema, param, lenient=lenient)}
-
-
-def _by_structured_outputs(asked: StructuredOutputs) -> dict[str, Callable[[], Grammar]]:
-    found = _by_values("structured_outputs.", asked.json, asked.regex, asked.choice)
-    if asked.json_object:
-        param = "structured_outputs.json_object"
-        found[param] = lambda: grammar.of_any_object(param)
-    return found
-
-
-def _by_guided(body: Constrained) -> dict[str, Callable[[], Grammar]]:
-    return _by_values("guided_", body.guided_json, body.guided_regex, body.guided_choice)
 
 
 def _by_values(

@@ -12,7 +12,7 @@ from aiohttp import web
 
 from isochrone.wire.engine import EngineConfig
 from isochrone.wire.errors import ApiError, ErrorCode
-from nodeagent.engine.doors import Server
+from nodeagent.engine.doors import LONG_TEXT_CHARS, Server
 from nodeagent.engine.encoder.bodies import (
     documents_of,
     embedding_decoder,
@@ -27,8 +27,6 @@ from nodeagent.engine.openai import decoded, hold_to_vocabulary, refused, unknow
 
 REQUEST_TOKENS_MAX: Final = 300_000
 """Tokens in all the texts of one request, as OpenAI has it."""
-_LONG_TEXT_CHARS: Final = 16_384
-"""Longer texts are tokenised off the event loop."""
 
 
 class EncoderServer(Server):
@@ -118,7 +116,7 @@ class EncoderServer(Server):
             texts = [self._framed(tokens, param) for tokens in given]
         else:
             chars = sum(len(one) if isinstance(one, str) else sum(map(len, one)) for one in given)
-            if chars > _LONG_TEXT_CHARS:
+            if chars > LONG_TEXT_CHARS:
                 texts = await asyncio.to_thread(self.loaded.tokenise, given)
             else:
                 texts = self.loaded.tokenise(given)

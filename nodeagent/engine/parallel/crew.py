@@ -22,7 +22,7 @@ from typing import Final, Never
 import msgspec
 
 from nodeagent.engine.models.shape import CheckpointError
-from nodeagent.engine.parallel.plan import Done, Join, Load, Order, Refused, Word
+from nodeagent.engine.parallel.plan import Done, Join, Order, Refused, Word
 
 log = logging.getLogger(__name__)
 
@@ -124,10 +124,6 @@ class Crew:
         """Have each do the same, and return what each answers."""
         self.tell(order)
         return [self._answer(member).contents for member in self.members]
-
-    def load(self) -> None:
-        """Have each load its share."""
-        self.tell(Load())
 
     def wait_loaded(self) -> None:
         """Wait until all have loaded; raises CheckpointError where one cannot."""

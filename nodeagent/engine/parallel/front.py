@@ -16,7 +16,8 @@ from nodeagent.engine.parallel.crew import Crew
 from nodeagent.engine.parallel.plan import Clear, Copy, Read, Write, told
 from nodeagent.engine.parallel.ranks import Ranks
 from nodeagent.engine.parallel.share import Share
-from nodeagent.engine.runner import Runner, Work
+from nodeagent.engine.runner import Runner
+from nodeagent.engine.work import Work
 
 
 class Front:

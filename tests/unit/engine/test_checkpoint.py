@@ -11,6 +11,7 @@ from gguf import GGUFWriter
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from nodeagent.engine.checkpoint.encoder import _pooling
 from nodeagent.engine.checkpoint.gguf_header import GgufHeader, read_header
 from nodeagent.engine.checkpoint.opening import open_checkpoint
 from nodeagent.engine.checkpoint.safetensors import SafetensorsFolder
@@ -177,3 +178,30 @@ def test_a_hostile_safetensors_file_is_refused(tmp_path: Path, body: bytes) -> N
     (tmp_path / "model.safetensors").write_bytes(body)
     with pytest.raises(CheckpointError, match="cannot read"):
         SafetensorsFolder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "found"),
+    [
+        ({"mean_tokens"}, "mean"),
+        ({"cls_token"}, "cls"),
+        ({"max_tokens"}, r"pooling by \['pooling_mode_max_tokens'\]"),
+        ({"mean_tokens", "of_tomorrow"}, "of_tomorrow"),
+        (set(), r"pooling by \[\]"),
+    ],
+)
+def test_pooling_is_as_the_folder_says_or_refused(
+    tmp_path: Path, chosen: set[str], found: str
+) -> None:
+    kinds = ("Transformer", "Pooling")
+    steps = [{"path": "pool", "type": f"sentence_transformers.models.{kind}"} for kind in kinds]
+    (tmp_path / "modules.json").write_text(json.dumps(steps))
+    modes = {f"pooling_mode_{name}": True for name in chosen}
+    config = {"word_embedding_dimension": 8, "pooling_mode_lasttoken": False, **modes}
+    (tmp_path / "pool").mkdir()
+    (tmp_path / "pool" / "config.json").write_text(json.dumps(config))
+    if found in ("mean", "cls"):
+        assert _pooling(tmp_path) == (found, False)
+        return
+    with pytest.raises(CheckpointError, match=found):
+        _pooling(tmp_path)
