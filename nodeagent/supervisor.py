@@ -234,6 +234,8 @@ class Supervisor:
         problem = await self._wait_ready(engine)
         if problem:
             return problem
+        if not is_adopted and replica.spec.leads:
+            await _have_first_token(engine)
         replica.happened(Event.ENGINE_READY)
         if not is_adopted:
             load_s = self._clock() - began
@@ -331,6 +333,16 @@ class Supervisor:
     def _ended(self, task: "asyncio.Task[None]") -> None:
         if not task.cancelled() and task.exception() is not None and not self._leaving:
             log.error("replica task failed", exc_info=task.exception())
+
+
+async def _have_first_token(engine: Engine) -> None:
+    """Have an engine give a token before anybody is sent to it: its first takes longer than others.
+
+    Whether it came is for the watch to judge, which asks again.
+    """
+    stats = await engine.stats()
+    if stats is not None:
+        await engine.canary(stats.kind)
 
 
 def _note_profile(replica: Replica, stats: EngineStats) -> None:

@@ -51,6 +51,7 @@ class FakeEngine:
         self.may_stop.set()
         self.stopping = asyncio.Event()
         self.stopped = self.released = False
+        self.asked = 0
         self.answers: Callable[[], EngineStats | None] = lambda: WARM_STATS
 
     async def is_ready(self) -> bool:
@@ -60,6 +61,7 @@ class FakeEngine:
         return self.answers()
 
     async def canary(self, kind: str) -> bool:
+        self.asked += 1
         return True
 
     async def stop(self, *, kill: bool = False) -> None:
@@ -224,6 +226,30 @@ async def test_one_that_is_left_to_the_next_life_is_let_go_and_not_stopped(house
     engine.release = release  # type: ignore[method-assign]
     await house.supervisor.leave(keep_engines=True)
     assert (engine.released, engine.stopped) == (True, False)
+
+
+@pytest.mark.parametrize("gives", [True, False])
+async def test_an_engine_is_asked_for_its_first_token_before_it_is_warm(
+    house: House, monkeypatch: pytest.MonkeyPatch, gives: bool
+) -> None:
+    asked_in: list[ReplicaState] = []
+
+    async def canary(self: FakeEngine, kind: str) -> bool:
+        asked_in.append(house.replica.state)
+        return gives
+
+    monkeypatch.setattr(FakeEngine, "canary", canary)
+    house.supervisor.begin(SPEC)
+    await house.warm()
+    assert asked_in == [ReplicaState.LOADING]
+
+
+async def test_an_adopted_engine_has_given_its_first_token_long_ago(house: House) -> None:
+    survivor: Any = object()
+    house.supervisor.begin(SPEC, survivor)
+    await house.warm()
+    (engine,) = house.engines.started
+    assert engine.asked == 0
 
 
 async def test_an_engine_that_answers_nothing_does_not_hold_up_its_end(house: House) -> None:
