@@ -220,7 +220,8 @@ async def test_a_fleet_that_dials_at_once_comes_in_at_a_pace(admin: Admin, tmp_p
         assert loop.time() - began > 1.0
         page = (await admin.ask("GET", "/metrics")).body
         assert 'refused_peers_total{code="busy"}' in page
-        assert agents[0].welcomes[0].redial_spread_s > 0
+        # The first of all is welcomed when nobody else is there.
+        assert max(agent.welcomes[0].redial_spread_s for agent in agents) > 0
 
 
 async def test_who_has_no_token_cannot_keep_the_database_busy(
