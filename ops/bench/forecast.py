@@ -15,7 +15,6 @@ holds no client at all are gaps: nothing is learned from them and nothing judged
 import argparse
 import csv
 import gzip
-import os
 import platform
 from collections import defaultdict
 from pathlib import Path
@@ -26,6 +25,7 @@ import numpy as np
 import statsmodels
 from statsmodels.tsa.holtwinters import ExponentialSmoothing
 
+from ops.sim.data import folder_argument
 from scheduler.decide.forecast import (
     DAY_SLOTS,
     HORIZONS,
@@ -51,8 +51,8 @@ Values = np.ndarray[Any, np.dtype[np.float64]]
 def main() -> None:
     """Judge, and print the table as Markdown."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data", type=Path, default=os.environ.get("ISOCHRONE_DATA"))
-    folder = Path(parser.parse_args().data or "../shared/data") / "servegen"
+    parser.add_argument("--data", type=folder_argument, default="", help="folder of public data")
+    folder = parser.parse_args().data / "servegen"
     print(HEAD.format(statsmodels=statsmodels.__version__, python=platform.python_version()))
     print("## Whole models\n")
     whole = [row for model in MODELS for row in judge(model, read(folder, model)[0])]

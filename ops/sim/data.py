@@ -7,6 +7,7 @@ import csv
 import gzip
 import io
 import os
+from argparse import ArgumentTypeError
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -28,6 +29,14 @@ def folder(named: str | None = None) -> Path:
             "or ISOCHRONE_DATA (what belongs in it: ops/sim/choice.md)"
         )
     return path
+
+
+def folder_argument(named: str) -> Path:
+    """Return `folder` for a parser's `type`, which says in one line that there is none."""
+    try:
+        return folder(named)
+    except NoData as error:
+        raise ArgumentTypeError(str(error)) from error
 
 
 def lines(path: Path) -> Iterator[str]:

@@ -12,10 +12,7 @@
 """
 
 import argparse
-import csv
-import gzip
 import json
-import os
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -28,6 +25,7 @@ from isochrone.wire.ids import DeploymentId, DeviceId, ModelId, NodeId, PopId
 from isochrone.wire.model import Deployment, EngineSettings, Model, Policy
 from isochrone.wire.report import Device, Profile
 from isochrone.wire.routes import Pop
+from ops.sim.data import folder_argument, rows
 from ops.sim.small import a_model, devices_for, speed_profile
 from scheduler.decide.cluster import DemandRate, MeasuredProfile, Node
 from scheduler.decide.device_classes import CLASSES, GIB
@@ -86,8 +84,7 @@ class World(NamedTuple):
 def world_parser(told: str | None) -> argparse.ArgumentParser:
     """Return a parser of what everyone who draws a planet is given: the public data and a seed."""
     parser = argparse.ArgumentParser(description=told)
-    data = os.environ.get("ISOCHRONE_DATA", "../shared/data")
-    parser.add_argument("--data", type=Path, default=Path(data))
+    parser.add_argument("--data", type=folder_argument, default="", help="folder of public data")
     parser.add_argument("--seed", type=int, default=1)
     return parser
 
@@ -146,9 +143,9 @@ def demand_rows(world: World, requests: Floats) -> tuple[DemandRate, ...]:
 
 def _cities(data: Path) -> tuple[tuple[Pop, ...], Floats, list[str], list[str]]:
     """Return the sites by the people nearest to each, the most peopled first."""
-    airports = {row["iata"]: row for row in _rows(data / "cities" / "airports_iata.csv.gz")}
+    airports = {row["iata"]: row for row in rows(data / "cities" / "airports_iata.csv.gz")}
     sites: list[dict[str, str]] = []
-    for row in _rows(data / "cities" / "cloudflare_colos.csv"):
+    for row in rows(data / "cities" / "cloudflare_colos.csv"):
         if not row["lat"] and row["colo"] in airports:
             row |= {"lat": airports[row["colo"]]["lat"], "lon": airports[row["colo"]]["lon"]}
         if row["lat"]:
@@ -157,7 +154,7 @@ def _cities(data: Path) -> tuple[tuple[Pop, ...], Floats, list[str], list[str]]:
     lon = np.array([float(row["lon"]) for row in sites])
     people = np.zeros(len(sites))
     largest: dict[int, tuple[float, str]] = {}
-    for row in _rows(data / "cities" / "geonames_cities15000.csv.gz"):
+    for row in rows(data / "cities" / "geonames_cities15000.csv.gz"):
         near = _nearest(lat, lon, float(row["latitude"]), float(row["longitude"]))
         living = float(row["population"])
         people[near] += living
@@ -175,14 +172,6 @@ def _cities(data: Path) -> tuple[tuple[Pop, ...], Floats, list[str], list[str]]:
     )
     zones = [largest.get(i, (0.0, "UTC"))[1] for i in order]
     return pops, people[order], zones, [sites[i]["region"] for i in order]
-
-
-def _rows(path: Path) -> list[dict[str, str]]:
-    if path.suffix == ".gz":
-        with gzip.open(path, "rt", newline="") as packed:
-            return list(csv.DictReader(packed))
-    with path.open(newline="") as plain:
-        return list(csv.DictReader(plain))
 
 
 def _nearest(lat: Floats, lon: Floats, to_lat: float, to_lon: float) -> int:

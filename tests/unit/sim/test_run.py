@@ -8,6 +8,7 @@ from ops.sim import data, traces
 from ops.sim.cases import CASES, speed_for, world_of
 from ops.sim.data import EXTRACT, NoData
 from ops.sim.measure import Figures, figures_of
+from ops.sim.planet_world import world_parser
 from ops.sim.run import NAMES, simulate
 
 MOONCAKE = CASES[0]
@@ -64,3 +65,12 @@ def test_without_data_it_says_what_to_do(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(NoData, match="ISOCHRONE_DATA"):
         data.folder()
     assert data.folder(str(EXTRACT)) == EXTRACT
+
+
+def test_a_planet_without_data_says_so_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ISOCHRONE_DATA", str(tmp_path))
+    with pytest.raises(SystemExit):
+        world_parser("").parse_args([])
+    assert "name the folder of public data" in capsys.readouterr().err
