@@ -105,15 +105,3 @@ void multiply_floats(const uint8_t *packed, int64_t kind, int64_t rows, int64_t 
     int64_t pairs = (rows / TILE + 1) / 2;
     share(multiply_pairs, &told, pairs, portions_of(rows * columns * count, threads), threads);
 }
-
-/* Rows of the matrix by their numbers; -1 where there is no such row. */
-int64_t read_floats(const uint8_t *packed, int64_t kind, int64_t rows, int64_t columns,
-                    const int64_t *wanted, int64_t count, float *out) {
-    for (int64_t at = 0; at < count; at++) {
-        if (wanted[at] < 0 || wanted[at] >= rows) return -1;
-        const uint8_t *tile = packed + wanted[at] / TILE * TILE * columns * bytes_of(kind);
-        for (int64_t column = 0; column < columns; column++)
-            *out++ = weights_at(kind, tile, column)[wanted[at] % TILE];
-    }
-    return 0;
-}

@@ -151,8 +151,8 @@ INLINED int64_t group_bytes(int64_t bits) { return GROUP * TILE * bits / 8 + 4 *
 
 int64_t tile_bytes(int64_t kind, int64_t columns);
 
-int64_t multiply_packed(const uint8_t *packed, int64_t bits, int64_t rows, int64_t columns,
-                        const float *x, int64_t count, int64_t threads, float *out);
+int64_t multiply(const uint8_t *packed, int64_t kind, int64_t rows, int64_t columns, const float *x,
+                 int64_t count, int64_t threads, float *out);
 void multiply_floats(const uint8_t *packed, int64_t kind, int64_t rows, int64_t columns,
                      const float *x, int64_t count, int64_t threads, float *out);
 

@@ -48,13 +48,11 @@ _ARGUMENTS: Final = {
     "pack_filed": "pnnnnnp",
     "tile_bytes": "nn",
     "fetch_rows": "pnn",
-    "read_packed": "pnnnpnp",
-    "multiply_packed": "pnnnpnnp",
-    "read_floats": "pnnnpnp",
-    "multiply_floats": "pnnnpnnp",
+    "read_rows": "pnnnpnp",
+    "multiply": "pnnnpnnp",
 }
 """What each function takes: pointers, numbers (int64), a float."""
-_ANSWERING: Final = ("tile_bytes", "fetch_rows", "multiply_packed", "read_packed", "read_floats")
+_ANSWERING: Final = ("tile_bytes", "fetch_rows", "multiply", "read_rows")
 """The first returns bytes, the others 0 unless they fail; all else returns nothing."""
 
 

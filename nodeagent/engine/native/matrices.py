@@ -37,9 +37,6 @@ class Native:
         self.packed = room.take(rows // TILE_ROWS * self._tile_bytes)
         self.arguments = (self.packed.data_ptr(), kind, rows, columns)
         """Where it lies, which kind it is, its rows and its columns."""
-        layout = "floats" if kind < len(FLOATS) else "packed"
-        self._multiply = getattr(library, f"multiply_{layout}")
-        self._read = getattr(library, f"read_{layout}")
 
     def fill_groups(self, numbers: Tensor, scales: Tensor, offsets: Tensor) -> None:
         """Take the numbers, scales and offsets of all rows."""
@@ -68,13 +65,13 @@ class Native:
         count = x.shape[0]
         answer = torch.empty(count, self.arguments[2])
         threads = torch.get_num_threads()
-        if self._multiply(*self.arguments, x.data_ptr(), count, threads, answer.data_ptr()):
+        if self.library.multiply(*self.arguments, x.data_ptr(), count, threads, answer.data_ptr()):
             raise MemoryError(f"cannot multiply {count} rows: no memory to round them in")
         return answer
 
     def __getitem__(self, rows: Tensor) -> Tensor:
         """Return these rows of the matrix as numbers: [count, columns]."""
         rows, answer = rows.contiguous(), torch.empty(len(rows), self.arguments[3])
-        if self._read(*self.arguments, rows.data_ptr(), len(rows), answer.data_ptr()):
+        if self.library.read_rows(*self.arguments, rows.data_ptr(), len(rows), answer.data_ptr()):
             raise IndexError(f"cannot read rows {rows.tolist()}: there are {self.arguments[2]}")
         return answer

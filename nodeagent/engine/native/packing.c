@@ -197,14 +197,16 @@ static float number_at(const uint8_t *group, int64_t bits, int64_t row, int64_t 
 }
 
 /* Rows of the matrix by their numbers; -1 where there is no such row. */
-int64_t read_packed(const uint8_t *packed, int64_t bits, int64_t rows, int64_t columns,
-                    const int64_t *wanted, int64_t count, float *out) {
+int64_t read_rows(const uint8_t *packed, int64_t kind, int64_t rows, int64_t columns,
+                  const int64_t *wanted, int64_t count, float *out) {
     for (int64_t at = 0; at < count; at++) {
         if (wanted[at] < 0 || wanted[at] >= rows) return -1;
-        const uint8_t *tile = packed + wanted[at] / TILE * tile_bytes(bits, columns);
-        for (int64_t column = 0; column < columns; column++)
-            *out++ = number_at(tile + column / GROUP * group_bytes(bits), bits, wanted[at] % TILE,
-                               column % GROUP);
+        const uint8_t *tile = packed + wanted[at] / TILE * tile_bytes(kind, columns);
+        for (int64_t column = 0, row = wanted[at] % TILE; column < columns; column++)
+            *out++ = kind <= FP32
+                         ? widened(kind, tile + column * TILE * bytes_of(kind))[row]
+                         : number_at(tile + column / GROUP * group_bytes(kind), kind, row,
+                                     column % GROUP);
     }
     return 0;
 }
