@@ -7,6 +7,8 @@
 #include "kernels.h"
 
 #define STRIP 12 /* rows of x at a time, by two tiles: 24 sums stay in registers */
+#define BLOCK 64 /* columns at a time: all strips find their weights in the nearest cache */
+#define MANY 192 /* of so many rows strips take all columns: then it is x that is read again and again */
 
 /* Sixteen weights of a column, `column` columns behind `tile`. */
 INLINED lanes weights_at(const enum kind kind, const uint8_t *tile, int64_t column) {
@@ -27,49 +29,75 @@ INLINED void multiply_one(const enum kind kind, const uint8_t *tile, int64_t col
     *(lanes *)out = (sums[0] + sums[1]) + (sums[2] + sums[3]);
 }
 
+/* Some columns of neighbouring tiles, which lie `apart` bytes from one another, and a strip of x. */
+struct strip {
+    const uint8_t *tile, *ahead; /* where the next block begins: each strip brings a share of it */
+    int64_t apart, share, columns, x_stride, out_stride;
+    const float *x;
+    float *out;
+    int first; /* no columns came before: sums begin with nought */
+};
+
 /* `several` rows of x by `tiles` neighbouring tiles. */
 INLINED void multiply_strip(const int several, const int tiles, const enum kind kind,
-                            const uint8_t *tile, int64_t columns, const float *x, float *out,
-                            int64_t out_stride) {
+                            const struct strip *by) {
     lanes sums[STRIP][2];
 #pragma GCC unroll 12
-    for (int m = 0; m < several; m++) sums[m][0] = sums[m][1] = (lanes){0};
-    for (int64_t column = 0; column < columns; column++) {
-        lanes one = weights_at(kind, tile, column), other = one;
-        if (tiles == 2) other = weights_at(kind, tile, columns + column);
+    for (int m = 0; m < several; m++)
+        for (int tile = 0; tile < tiles; tile++)
+            sums[m][tile] = by->first ? (lanes){0}
+                                      : ((const lanes *)(by->out + m * by->out_stride))[tile];
+    for (int64_t column = 0; column < by->columns; column++) {
+        lanes one = weights_at(kind, by->tile, column), other = one;
+        if (tiles == 2) other = weights_at(kind, by->tile + by->apart, column);
+        __builtin_prefetch(by->ahead + column * by->share);
+        __builtin_prefetch(by->ahead + column * by->share + by->apart);
 #pragma GCC unroll 12
         for (int m = 0; m < several; m++) {
-            float number = x[m * columns + column];
+            float number = by->x[m * by->x_stride + column];
             sums[m][0] += number * one;
             if (tiles == 2) sums[m][1] += number * other;
         }
     }
 #pragma GCC unroll 12
-    for (int m = 0; m < several; m++) {
-        *(lanes *)(out + m * out_stride) = sums[m][0];
-        if (tiles == 2) *(lanes *)(out + m * out_stride + TILE) = sums[m][1];
-    }
+    for (int m = 0; m < several; m++)
+        for (int tile = 0; tile < tiles; tile++)
+            ((lanes *)(by->out + m * by->out_stride))[tile] = sums[m][tile];
 }
 
 INLINED void multiply_tiles(const int tiles, const enum kind kind, const uint8_t *tile,
                             int64_t columns, const float *x, int64_t count, float *out,
                             int64_t out_stride) {
+    const int64_t bytes = TILE * bytes_of(kind), apart = columns * bytes;
     if (count == 1) {
         multiply_one(kind, tile, columns, x, out);
-        tile += columns * TILE * bytes_of(kind);
-        if (tiles == 2) multiply_one(kind, tile, columns, x, out + TILE);
+        if (tiles == 2) multiply_one(kind, tile + apart, columns, x, out + TILE);
         return;
     }
-    while (count) {
-        int64_t taken = count >= 12 ? 12 : count >= 8 ? 8 : count >= 4 ? 4 : count >= 2 ? 2 : 1;
-        if (taken == 12) multiply_strip(12, tiles, kind, tile, columns, x, out, out_stride);
-        if (taken == 8) multiply_strip(8, tiles, kind, tile, columns, x, out, out_stride);
-        if (taken == 4) multiply_strip(4, tiles, kind, tile, columns, x, out, out_stride);
-        if (taken == 2) multiply_strip(2, tiles, kind, tile, columns, x, out, out_stride);
-        if (taken == 1) multiply_strip(1, tiles, kind, tile, columns, x, out, out_stride);
-        x += taken * columns;
-        out += taken * out_stride;
-        count -= taken;
+    const int64_t block = count < MANY ? BLOCK : columns;
+    for (int64_t column = 0; column < columns; column += block) {
+        const int64_t left = columns - column, here = left < block ? left : block;
+        /* Behind the last tile it may lead anywhere: whoever only announces reads nothing. */
+        const uint8_t *ahead = left > block ? tile + (column + block) * bytes : tile + 2 * apart;
+        for (int64_t row = 0, taken; row < count; row += taken) {
+            const int64_t rest = count - row, share = bytes / ((count + STRIP - 1) / STRIP);
+            const struct strip by = {.tile = tile + column * bytes,
+                                     .ahead = ahead + row / STRIP * here * share,
+                                     .apart = apart,
+                                     .share = share,
+                                     .columns = here,
+                                     .x_stride = columns,
+                                     .out_stride = out_stride,
+                                     .x = x + row * columns + column,
+                                     .out = out + row * out_stride,
+                                     .first = column == 0};
+            taken = rest >= 12 ? 12 : rest >= 8 ? 8 : rest >= 4 ? 4 : rest >= 2 ? 2 : 1;
+            if (taken == 12) multiply_strip(12, tiles, kind, &by);
+            if (taken == 8) multiply_strip(8, tiles, kind, &by);
+            if (taken == 4) multiply_strip(4, tiles, kind, &by);
+            if (taken == 2) multiply_strip(2, tiles, kind, &by);
+            if (taken == 1) multiply_strip(1, tiles, kind, &by);
+        }
     }
 }
 
