@@ -182,11 +182,11 @@ def choose(device: str, dtype: torch.dtype, quantised: bool) -> tuple[Keeping, s
         return Keeping.PLAIN, f"no kernel for another layout of {dtype} is here"
     if dtype is torch.float32 and kernels() is not None:
         if quantised:
-            return Keeping.NATIVE, "quantised products were asked for; our own kernels are built"
+            return Keeping.NATIVE, "our own kernels multiply by matrices as their file packs them"
         return Keeping.TILED, "our own kernels read floats as their file has them"
     fbgemm = "fbgemm" in torch.backends.quantized.supported_engines
     if quantised and fbgemm and dtype is torch.float32:
-        return Keeping.PACKED, "quantised products were asked for, and their kernels are here"
+        return Keeping.PACKED, "torch has kernels for packed matrices here"
     return Keeping.BLOCKED, f"oneDNN's layout is the fastest for {dtype} on this processor"
 
 
