@@ -133,7 +133,7 @@ class Llama:
         self._norm = weights.read("model.norm.weight", shape.hidden)
         if share.last and not shape.tied_embeddings:
             table = weights.embedding("lm_head.weight", *embedding)
-        self._head = weights.head(table) if share.last else Plain(table)
+        self._head = weights.head(table) if share.last else Plain(torch.empty(0))
         factors = (
             source.tensor("rope_freqs.weight", (shape.head_dim // 2,))
             if source.has("rope_freqs.weight")
