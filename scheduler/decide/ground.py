@@ -27,6 +27,7 @@ from scheduler.decide.feasible import (
     replica_memory_bytes,
 )
 from scheduler.decide.flow import Floats, Ints
+from scheduler.decide.hold_back import held_back
 from scheduler.decide.liveness import LivenessView
 from scheduler.decide.score import FAILED_HERE, Distances, start_cost
 from scheduler.decide.start_time import StartTimes
@@ -117,6 +118,15 @@ class Ground:
                     self._failed.add((part.deployment_id, part.node_id))
                 if part.node_id in self.nodes:
                     self._taken[part.deployment_id, self.domain_of(part.node_id)] += 1
+        self.held_back: dict[DeploymentId, str] = {}
+        versions = {
+            deployment.deployment_id: deployment.version for deployment in cluster.deployments
+        }
+        for given_up in cluster.given_up:
+            name = given_up.deployment_id
+            if given_up.version == versions.get(name):
+                self._failed |= {(name, node_id) for node_id in given_up.node_ids}
+                self.held_back[name] = held_back(given_up, cluster.placements)
         models = {model.model_id: model for model in cluster.models}
         self._starts = StartTimes(
             cluster.nodes,
@@ -177,7 +187,7 @@ class Ground:
         needed = replica_memory_bytes(model, deployment.engine)
         engine = deployment.engine
         count = engine.devices_per_node
-        if count * engine.nodes != engine.devices:
+        if count * engine.nodes != engine.devices or self.held_back.get(deployment.deployment_id):
             return {}
         digest, disk = model.artifact.digest, model.artifact.size_bytes + DISK_MARGIN_BYTES
         residents = self.residents(deployment.policy)

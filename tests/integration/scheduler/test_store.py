@@ -23,7 +23,7 @@ from isochrone.wire.ids import (
     NodeId,
     PopId,
 )
-from isochrone.wire.report import Pulse
+from isochrone.wire.report import Pulse, Refusal
 from migrations.dump import dump
 from scheduler import embedded_postgres
 from scheduler.decide.cluster import Ending, Plan, Start
@@ -44,6 +44,7 @@ from scheduler.store.migrate import FOLDER, Migration, MigrationError, migrate, 
 from scheduler.store.nodes import read_assignment, record_pulses, record_registration, record_report
 from scheduler.store.plans import commit_plan
 from scheduler.store.pool import UNAVAILABLE, Pool, open_pool, transaction, using
+from scheduler.store.rollouts import read_starts
 from scheduler.store.status import read_status
 from tests.builders import (
     GIB,
@@ -57,6 +58,7 @@ from tests.builders import (
     believed,
 )
 from tests.postgres import Server, a_folder
+from tests.unit.scheduler.test_rollout import a_rollout
 
 CATALOGUE_QUERY = """
 SELECT table_name || '.' || column_name || ' ' || data_type || ' ' || is_nullable
@@ -298,6 +300,43 @@ async def test_a_replica_ended_is_released_when_its_node_has_seen_the_tombstone(
             connection, NodeId("n1"), cluster_id=ClusterId("c1"), epoch=epoch
         )
     assert [t.replica_id for t in again.tombstones] == ["r1"]
+
+
+async def test_what_broke_is_held_against_its_version_and_what_was_refused_is_not(
+    pool: Pool,
+) -> None:
+    epoch = await begun(pool)
+    await reported(pool, epoch)
+    await planned(pool, epoch, a_spec("r1"), a_spec("r2"))
+    refused = Refusal(replica_id=a_spec("r2").replica_id, reason="no such driver")
+    for seq, state in enumerate(("failed", "draining", "stopped"), 2):
+        if state == "draining":
+            endings = (
+                Ending(
+                    replica_id=a_spec("r1").replica_id, node_id=NodeId("n1"), reason="it failed"
+                ),
+            )
+            assert await planned(pool, epoch, endings=endings)
+        async with using(pool) as connection:
+            generation = (await read_cluster_row(connection)).generation
+        said = msgspec.structs.replace(
+            a_replica_report(a_spec("r1"), state),
+            reason="broke 6 times" if state == "failed" else "it failed",
+            restarts=6,
+        )
+        effect = await reported(
+            pool, epoch, seq=seq, replicas=(said,), refusals=(refused,), generation=generation
+        )
+        assert effect.released == (state == "stopped")
+        async with transaction(pool, isolation="repeatable_read") as connection:
+            cluster = await read_cluster(connection, Heard(acting_for_s=1000.0))
+            starts = await read_starts(
+                connection, msgspec.structs.replace(a_rollout(), to_version=1)
+            )
+        (given_up,) = cluster.given_up
+        assert (given_up.deployment_id, given_up.version, given_up.times) == ("d", 1, 1)
+        assert (given_up.node_ids, given_up.reason) == (("n1",), "broke 6 times")
+        assert starts.failed == 2
 
 
 async def test_status_names_who_is_silent_and_what_does_not_get_warm(pool: Pool) -> None:
