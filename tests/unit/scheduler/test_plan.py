@@ -273,6 +273,14 @@ def test_of_nodes_those_are_tried_first_that_gave_nothing_up() -> None:
     assert plans.starts[0].node_id != "ams-1"
     only = plan(a_cluster(nodes=(a_node("ams-1", "ams"),), given_up=(a_given_up(1, 100.0),)))
     assert only.starts[0].node_id == "ams-1"
+    explained = explain(a_cluster(nodes=NODES, given_up=(a_given_up(1, 100.0),)), DeploymentId("d"))
+    assert explained is not None
+    assert [row.reason[:17] for row in explained.elsewhere if row.node_id == "ams-1"] == [
+        "1 of it broke her"
+    ]
+    all_of_them = tuple(NodeId(name) for name in ("ams-1", "iad-1", "sin-1", "ams-1", "iad-1"))
+    again = msgspec.structs.replace(a_given_up(5, 100.0), node_ids=all_of_them)
+    assert plan(a_cluster(nodes=NODES, given_up=(again,))).starts[0].node_id == "sin-1"
 
 
 def test_while_one_is_warm_another_that_broke_is_tried_elsewhere_at_once() -> None:
