@@ -5,7 +5,7 @@ Rule: whatever a decision needs, time included, is in `ClusterState`. A saved pi
 
 from collections.abc import Callable
 from enum import StrEnum
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 
@@ -158,7 +158,7 @@ class GivenUp(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     times: int
     ago_s: float
-    node_ids: tuple[NodeId, ...]
+    node_ids: Annotated[tuple[NodeId, ...], msgspec.Meta(min_length=1)]
     reason: str
 
 
