@@ -24,8 +24,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from nodeagent.engine.native.fetching import Fetch, InFile
 from nodeagent.engine.native.kernels import kernels
-from nodeagent.engine.native.matrices import GROUP_WEIGHTS, TILE_ROWS, Fetch, InFile, Native
+from nodeagent.engine.native.matrices import GROUP_WEIGHTS, TILE_ROWS, Native
 
 _FOUR_BIT_ROWS_MAX: Final = 4
 """Above so many rows, reading bf16 once costs less than unpacking four bits for each row."""
@@ -80,7 +81,7 @@ class Filed:
     """[rows, bytes of a row] each, one below the other."""
     columns: int
     layout: str
-    """One of `BLOCK_LAYOUTS`."""
+    """What GGUF calls its blocks."""
     unpack: Callable[[Tensor], Groups]
 
     def groups(self) -> Groups:
@@ -253,8 +254,13 @@ def tiles(keeping: Keeping, rows: Iterable[int], columns: int) -> bool:
     return whole and not any(count % TILE_ROWS for count in rows)
 
 
-def tiled(parts: Sequence[Tensor], keeping: Keeping) -> Native:
-    """Return the product by `parts`, one below the other; `tiles` has said that it can be kept."""
+def tiled(
+    parts: Sequence[Tensor | InFile], keeping: Keeping, later: list[Fetch] | None = None
+) -> Native:
+    """Return the product by `parts`, one below the other; `tiles` has said that it can be kept.
+
+    What must be read for it is put on `later`, where there is such a list.
+    """
     own = kernels()
     assert own is not None
-    return own.round(parts) if keeping is Keeping.NATIVE else own.tile(parts)
+    return own.tile(parts, keeping is Keeping.NATIVE, later)
