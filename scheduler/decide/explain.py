@@ -141,6 +141,9 @@ def _what_it_would_save(search: Search, wish: Wish, node: Node) -> str:
     saves = worth.saves + worth.need.worth
     needed = wish.hold + (worth.offered.cost if worth.offered else 0.0)
     start_s = worth.offered.start_s if worth.offered else 0.0
+    broke = search.ground.broke_on(wish.name, node.node_id)
+    if broke:
+        return f"{broke} of it broke here of late: it is tried where fewer did"
     return (
         f"one here would save {saves / wish.weight:.0f} ms x requests/s, "
         f"{needed / wish.weight:.0f} needed; warm in {start_s:.0f} s. "
