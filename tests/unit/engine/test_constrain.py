@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -301,6 +302,12 @@ def test_looking_ahead_drafts_what_must_come_and_leaves_no_trace() -> None:
         constraint.accept(token)
     assert constraint.look_ahead(10, nothing) == ([END], [True])
     constraint.accept(END)
+
+
+def test_a_model_without_an_end_cannot_be_constrained() -> None:
+    endless = Grammars(replace(VOCABULARY, stop_ids=frozenset()))
+    with pytest.raises(UnusableGrammar, match="no token of this model ends a text"):
+        endless.build(grammar.of_any_object("x"))
 
 
 async def test_a_compilation_that_takes_too_long_is_refused() -> None:

@@ -77,6 +77,15 @@ def test_gpt2s_digits_join() -> None:
     assert described.tokenizer.encode("12 a").tokens == ["12", "\u0120a"]
 
 
+def test_whatever_ends_an_answer_elsewhere_ends_it_here() -> None:
+    letters = byte_level()["tokenizer.ggml.tokens"]
+    tokens = [*letters, "<|eot_id|>", "<|reserved|>", "<|im_end|>"]
+    types = [1] * 258 + [3, 3, 3, 1]
+    described = described_by(byte_level(tokens=tokens, token_type=types))
+    # One that no file marks as special is text.
+    assert described.stop_ids == {258, 259}
+
+
 @pytest.mark.parametrize(
     ("metadata", "said"),
     [

@@ -414,6 +414,25 @@ def test_calls_are_told_in_openais_shape() -> None:
     assert frames[-1] == {"index": 0, "delta": {}, "logprobs": None, "finish_reason": "tool_calls"}
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_of_plain_text_tell_where_each_token_lies(stream: bool) -> None:
+    answer = Answer(*("x", "m", 1, False, False, True, VOCABULARY, lambda: ""), choices=[Choice(0)])
+    # The first bytes are held back: they may begin a stop string.
+    said = [("", b"a"), ("", b"b"), ("abc", b"c"), ("d", b"d")]
+    deltas = [
+        Delta(1, text, Sampled(raw[0], -0.5, ((ord("z"), -0.1),)), 1, 0) for text, raw in said
+    ]
+    if stream:
+        frames = [frame for delta in deltas for frame in answer.chunks(delta)]
+        told = [msgspec.json.decode(frame[6:])["choices"][0]["logprobs"] for frame in frames]
+    else:
+        for delta in deltas:
+            answer.collect(delta)
+        told = [msgspec.json.decode(answer.whole(1))["choices"][0]["logprobs"]]
+    assert [at for one in told for at in one["text_offset"]] == [0, 1, 2, 3]
+    assert told[0]["top_logprobs"][0] == {"a": -0.5, "z": -0.1}
+
+
 def test_a_call_cut_short_says_length_and_no_call_says_stop() -> None:
     (cut,) = answer_of(f"<tool_call>{CALL[:-8]}", Finish.LENGTH, stream=False)
     assert cut["finish_reason"] == "length"
