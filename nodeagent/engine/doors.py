@@ -70,7 +70,7 @@ class Server(ABC):
     def app(self) -> web.Application:
         """Build the application."""
         app = web.Application(
-            middlewares=[name_requests, errors_as(_as_openai), self._within_memory],
+            middlewares=[name_requests, errors_as(as_openai), self._within_memory],
             client_max_size=self.config.body_bytes_max,
         )
         registry = CollectorRegistry()
@@ -158,5 +158,6 @@ def as_json(body: Any, status: int = 200) -> web.Response:
     )
 
 
-def _as_openai(error: ApiError) -> web.Response:
+def as_openai(error: ApiError) -> web.Response:
+    """Answer an error in OpenAI's shape."""
     return error_response(error, msgspec.json.encode(openai_error(error)))

@@ -1,8 +1,10 @@
 """From nothing to a first token: a cold process, and a standby with its imports done.
 
-    python -m ops.bench.engine_cold MODEL.gguf [--quantisation file] [--rounds 2] [--made-up-mb 700]
+    python -m ops.bench.engine_cold MODEL [--quantisation file] [--rounds 2]
+    python -m ops.bench.engine_cold MODEL.gguf --made-up-mb 700 [--as-folder]
 
-With --made-up-mb the model is one of random weights, of about that size, with MODEL's vocabulary.
+MODEL is a GGUF file or a Hugging Face folder. With --made-up-mb it is one of random weights, of
+about that size, with MODEL.gguf's vocabulary: another GGUF file, or a folder in bf16.
 
 The model's pages are dropped from the page cache (posix_fadvise) before each reading. Seconds are
 the wall's; beside them stand the process's own of the processor, which a busy machine leaves alone.
@@ -49,6 +51,16 @@ class Seconds:
         return f"{self.wall:.2f} ({self.processor:.2f})"
 
 
+def files_of(model: Path) -> list[Path]:
+    """Return the files that hold its weights."""
+    return sorted(model.glob("*.safetensors")) if model.is_dir() else [model]
+
+
+def size_of(model: Path) -> int:
+    """Return how many bytes those are."""
+    return sum(file.stat().st_size for file in files_of(model))
+
+
 def drop(path: Path) -> None:
     """Drop the file's pages from the page cache."""
     with path.open("rb") as file:
@@ -62,22 +74,25 @@ def have_granted(size_bytes: int) -> None:
         lasting(size_bytes)[:: mmap.PAGESIZE] = 1
 
 
-def raw_read(path: Path, *, granted: bool) -> Seconds:
-    """Read the file from the disk, once through."""
-    drop(path)
+def raw_read(model: Path, *, granted: bool) -> Seconds:
+    """Read the model's files from the disk, once through."""
+    for path in files_of(model):
+        drop(path)
     if granted:
-        have_granted(path.stat().st_size + _BESIDES_BYTES)
+        have_granted(size_of(model) + _BESIDES_BYTES)
     buffer = bytearray(8 * 1024 * 1024)
     wall_s, processor_s = time.perf_counter(), time.process_time()
-    with path.open("rb", buffering=0) as file:
-        while file.readinto(buffer):
-            pass
+    for path in files_of(model):
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
     return Seconds(time.perf_counter() - wall_s, time.process_time() - processor_s)
 
 
-def load_weights(path: Path, quantisation: str, threads: int, *, granted: bool) -> Seconds:
+def load_weights(model: Path, quantisation: str, threads: int, *, granted: bool) -> Seconds:
     """Return what `load` takes in a process that has behind it what a standby has."""
-    drop(path)
+    for path in files_of(model):
+        drop(path)
     code = (
         "import gc, sys, time, msgspec; from isochrone.wire.engine import EngineConfig;"
         "from nodeagent.engine.loading import load; from nodeagent.engine.native.kernels import"
@@ -87,8 +102,8 @@ def load_weights(path: Path, quantisation: str, threads: int, *, granted: bool) 
         "w, p = time.perf_counter(), time.process_time(); load(config);"
         "print(time.perf_counter() - w, time.process_time() - p)"
     )
-    config = msgspec.json.encode(config_of(path, Path("unused"), quantisation, threads)).decode()
-    need_bytes = path.stat().st_size + _BESIDES_BYTES if granted else 0
+    config = msgspec.json.encode(config_of(model, Path("unused"), quantisation, threads)).decode()
+    need_bytes = size_of(model) + _BESIDES_BYTES if granted else 0
     told = subprocess.run(
         [sys.executable, "-c", code, config, str(need_bytes)],
         check=True,
@@ -98,10 +113,10 @@ def load_weights(path: Path, quantisation: str, threads: int, *, granted: bool) 
     return Seconds(float(told[0]), float(told[1]))
 
 
-def config_of(path: Path, folder: Path, quantisation: str, threads: int) -> EngineConfig:
+def config_of(model: Path, folder: Path, quantisation: str, threads: int) -> EngineConfig:
     """Return the engine's config; its socket lies in `folder`."""
     values = {
-        "model_path": str(path),
+        "model_path": str(model),
         "served_name": "m",
         "socket": str(folder / "engine.sock"),
         "quantisation": quantisation,
@@ -111,16 +126,17 @@ def config_of(path: Path, folder: Path, quantisation: str, threads: int) -> Engi
     return msgspec.convert(values, EngineConfig)
 
 
-async def first_token(path: Path, quantisation: str, threads: int, *, standby: bool) -> Seconds:
+async def first_token(model: Path, quantisation: str, threads: int, *, standby: bool) -> Seconds:
     """Start an engine, or turn a standby into one, and wait for the first token of a prompt."""
     with tempfile.TemporaryDirectory(prefix="cold") as name:
         folder = Path(name)
-        config = config_of(path, folder, quantisation, threads)
+        config = config_of(model, folder, quantisation, threads)
         (folder / "config.json").write_bytes(msgspec.json.encode(config))
         arguments = ["--config", str(folder / "config.json")]
         command = [sys.executable, "-m", "nodeagent.engine"]
         log = folder / "log"
-        drop(path)
+        for path in files_of(model):
+            drop(path)
         if standby:
             process = _spawn([*command, "--standby"], folder / "standby.log")
             await asyncio.to_thread(_wait_idle, process.pid)
@@ -187,10 +203,11 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--made-up-mb", type=int)
+    parser.add_argument("--as-folder", action="store_true")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="cold", dir="/var/tmp") as folder:
         if asked.made_up_mb:
-            made_up = Path(folder) / "made-up.gguf"
+            made_up = Path(folder) / ("made-up" if asked.as_folder else "made-up.gguf")
             write_made_up(made_up, asked.model, asked.made_up_mb * 1_000_000)
             asked.model = made_up
         measure(asked.model, asked.quantisation, asked.threads, asked.rounds)
@@ -210,7 +227,7 @@ def measure(model: Path, quantisation: str, threads: int, rounds: int) -> None:
             known = best.get(name, one)
             best[name] = Seconds(min(known.wall, one.wall), min(known.processor, one.processor))
             print(f"{name}: {one}", file=sys.stderr, flush=True)
-    print(f"{model.name}, {model.stat().st_size / 1e6:.0f} MB")
+    print(f"{model.name}, {size_of(model) / 1e6:.0f} MB")
     print("| what | seconds (of the processor) |\n|---|---|")
     for name, one in best.items():
         print(f"| {name} | {one} |")

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-_SHARD_BYTES: Final = 4_000_000_000
+SHARD_BYTES: Final = 4_000_000_000
 _DEVIATION: Final = 0.02
 
 
@@ -82,7 +82,14 @@ LLAMA_8B: Final = Plan(32, 4096, 14_336, 32, 8, 128, 128_256, 8192)
 TOY: Final = Plan(2, 64, 96, 4, 2, 16, 512, 1024)
 
 
-def write_model(folder: Path, plan: Plan, device: str, dtype: torch.dtype) -> None:
+def write_model(
+    folder: Path,
+    plan: Plan,
+    device: str,
+    dtype: torch.dtype,
+    tokenizer: Tokenizer | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
     """Write the model unless it is there; weights are drawn on the device, which is fast."""
     done = folder / "config.json"
     config = plan.config(str(dtype).removeprefix("torch."))
@@ -90,7 +97,8 @@ def write_model(folder: Path, plan: Plan, device: str, dtype: torch.dtype) -> No
         return
     folder.mkdir(parents=True, exist_ok=True)
     done.unlink(missing_ok=True)
-    _write_tokenizer(folder, plan.vocabulary)
+    tokenizer = tokenizer or _words(plan.vocabulary)
+    tokenizer.save(str(folder / "tokenizer.json"))
     chance = torch.Generator(device).manual_seed(1)
     placed: dict[str, str] = {}
     shard: dict[str, torch.Tensor] = {}
@@ -101,7 +109,7 @@ def write_model(folder: Path, plan: Plan, device: str, dtype: torch.dtype) -> No
         else:
             weight.normal_(0.0, _DEVIATION, generator=chance)
         shard[name] = weight.cpu()
-        if sum(one.nbytes for one in shard.values()) >= _SHARD_BYTES:
+        if sum(one.nbytes for one in shard.values()) >= shard_bytes:
             _write_shard(folder, shard, placed)
     _write_shard(folder, shard, placed)
     index = {"metadata": {}, "weight_map": placed}
@@ -117,12 +125,12 @@ def _write_shard(folder: Path, shard: dict[str, torch.Tensor], placed: dict[str,
         shard.clear()
 
 
-def _write_tokenizer(folder: Path, vocabulary: int) -> None:
-    """Write a tokenizer that knows each byte, and a word of no meaning for every other id."""
+def _words(vocabulary: int) -> Tokenizer:
+    """Return a tokenizer that knows each byte, and a word of no meaning for every other id."""
     words = sorted(pre_tokenizers.ByteLevel.alphabet())
     words += [f"w{number}" for number in range(len(words), vocabulary)]
     known = {word: number for number, word in enumerate(words)}
     tokenizer = Tokenizer(models.BPE(vocab=known, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.save(str(folder / "tokenizer.json"))
+    return tokenizer

@@ -1,4 +1,4 @@
-"""A GGUF file of a stated size: a real model's vocabulary, and random weights.
+"""A GGUF file or a folder of a stated size: a real model's vocabulary, and random weights.
 
 It has the shape of a Llama of one billion, and as many layers as fit.
 """
@@ -7,17 +7,20 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
+import torch
 from gguf import GGUFWriter
 from gguf.constants import GGMLQuantizationType
 
 from nodeagent.engine.checkpoint.gguf import GgufFile
 from nodeagent.engine.checkpoint.gguf_header import Strings
+from ops.bench.engine_gpu_model import Plan, write_model
 
 _HIDDEN: Final = 2048
 _WIDE: Final = 8192
 _HEADS: Final = 32
 _KV_HEADS: Final = 8
-_KV_ROWS: Final = _HIDDEN // _HEADS * _KV_HEADS
+_HEAD_DIM: Final = _HIDDEN // _HEADS
+_KV_ROWS: Final = _HEAD_DIM * _KV_HEADS
 _LAYER: Final = {
     "attn_q": (_HIDDEN, _HIDDEN),
     "attn_k": (_KV_ROWS, _HIDDEN),
@@ -28,19 +31,24 @@ _LAYER: Final = {
     "ffn_down": (_HIDDEN, _WIDE),
 }
 _BYTES_PER_WEIGHT: Final = 20 / 32
+_SHARD_BYTES: Final = 400_000_000
 
 
 def write_made_up(path: Path, like: Path, size_bytes: int) -> None:
-    """Write a file of about `size_bytes` with the vocabulary of the file `like`."""
+    """Write about `size_bytes` with the vocabulary of the file `like`: a GGUF file, or a folder."""
     source = GgufFile(like)
     try:
-        metadata = source.metadata
+        metadata, vocabulary = source.metadata, source.vocabulary()
     finally:
         source.close()
-    table = (len(metadata["tokenizer.ggml.tokens"].ends), _HIDDEN)
-    weights_of_layer = sum(rows * columns for rows, columns in _LAYER.values())
-    left = size_bytes / _BYTES_PER_WEIGHT - table[0] * table[1]
-    layers = max(1, round(left / weights_of_layer))
+    if path.suffix != ".gguf":
+        # In bf16, with a matrix for the head beside the embeddings.
+        layers = _layers(size_bytes / 2 - 2 * vocabulary.size * _HIDDEN)
+        plan = Plan(layers, _HIDDEN, _WIDE, _HEADS, _KV_HEADS, _HEAD_DIM, vocabulary.size, 8192)
+        write_model(path, plan, "cpu", torch.bfloat16, vocabulary.tokenizer, _SHARD_BYTES)
+        return
+    table = (vocabulary.size, _HIDDEN)
+    layers = _layers(size_bytes / _BYTES_PER_WEIGHT - table[0] * table[1])
     writer = GGUFWriter(path, "llama")
     for add, number in (
         (writer.add_context_length, 8192),
@@ -67,6 +75,10 @@ def write_made_up(path: Path, like: Path, size_bytes: int) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _layers(weights: float) -> int:
+    return max(1, round(weights / sum(rows * columns for rows, columns in _LAYER.values())))
 
 
 def _add(writer: GGUFWriter, key: str, value: object) -> None:

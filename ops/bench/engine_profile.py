@@ -29,8 +29,7 @@ PROMPT_TOKENS: Final = 64
 PRODUCTS: Final = ("linear", "pack_mm", "::mm", "::addmm", "::bmm", "own multiply")
 ATTENTION: Final = ("scaled_dot_product", "index_select", "own attend", "own keep")
 OWN: Final = (
-    "multiply_packed",
-    "multiply_floats",
+    "multiply",
     "normalise",
     "gate",
     "turn",

@@ -47,10 +47,14 @@ from scheduler.store.status import read_status
 async def status(call: Call) -> StatusView:
     """The fleet in one answer."""
     acting = call.acting
+    limits = acting.config.liveness
     return await read_status(
         call.connection,
         scheduler=acting.config.name,
         is_acting=acting.is_acting,
+        silent_s=acting.heard().silent_s,
+        # What is in the store lags by as long as a large fleet's pulses take to be written.
+        silent_after_s=limits.suspect_after_s if acting.is_acting else limits.lost_after_s,
         frozen=acting.frozen,
         unmet=acting.unmet,
     )

@@ -6,10 +6,9 @@ pair; the model here rotates halves as Hugging Face's does. The rows are put bac
 
 import math
 import mmap
-import os
 import re
 from collections import Counter
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,12 +19,14 @@ from torch import Tensor
 
 from nodeagent.engine.checkpoint.gguf_header import GgufHeader, TensorEntry, read_header
 from nodeagent.engine.checkpoint.gguf_shape import shape_of
-from nodeagent.engine.checkpoint.unpacking import BITS, IN_GROUPS, filed, unpack
+from nodeagent.engine.checkpoint.stored import Stored, read_into
+from nodeagent.engine.checkpoint.unpacking import BITS, FLOATS, IN_GROUPS, filed, unpack
 from nodeagent.engine.gguf_tokenizer import vocabulary_of_gguf
 from nodeagent.engine.layers.linear import Filed
 from nodeagent.engine.models.shape import CheckpointError
 from nodeagent.engine.models.weights import WeightSource
-from nodeagent.engine.native.matrices import TILE_ROWS, InFile
+from nodeagent.engine.native.fetching import InFile
+from nodeagent.engine.native.matrices import TILE_ROWS
 from nodeagent.engine.parallel.share import Cut
 from nodeagent.engine.vocabulary import Vocabulary
 
@@ -61,8 +62,6 @@ _NAMES: Final = {
 _LAYER: Final = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
 _EXPERT: Final = re.compile(r"(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)")
 _TURNED_AS_NEIGHBOURS: Final = frozenset({"llama", "mixtral"})
-_PROBES: Final = 16
-"""Places looked at to say whether a file is in the page cache."""
 
 
 class GgufFile(WeightSource):
@@ -74,8 +73,6 @@ class GgufFile(WeightSource):
             self._file = opened.enter_context(path.open("rb"))
             if path.stat().st_size == 0:
                 raise CheckpointError(f"cannot read {path}: the file is empty")
-            self._blocks = _open_for_blocks(path, self._file.fileno())
-            opened.callback(os.close, self._blocks)
             self._map = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
             opened.callback(self._map.close)
             # The header's pages come in one go, not each when it is asked for.
@@ -135,21 +132,38 @@ class GgufFile(WeightSource):
             return self._turned(name, packed)
 
         columns = cut.shape[-1] if cut else shape[-1]
-        head_rows = self.shape.head_dim if self._is_turned(name) else 0
-        if columns != shape[-1] or head_rows % TILE_ROWS:
+        if not self._is_whole(name, shape, cut):
             return filed(read(), columns, kind)
         start, rows, _ = self._place_of(entry, first_row, shape, cut)
-        return filed(InFile(self._blocks, start, rows, head_rows, read), columns, kind)
+        head_rows = self._head_rows(name)
+        place = InFile(self._path, start, (rows, columns), kind.name, head_rows, read)
+        return filed(place, columns, kind)
 
-    def _is_turned(self, name: str) -> bool:
+    def stored(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> Stored | None:
+        """Return where a weight of floats lies, or a part; None where that is not in one piece."""
+        entry, first_row = self._entry(name, shape)
+        kind = GGMLQuantizationType(entry.kind)
+        if kind not in FLOATS or not self._is_whole(name, shape, cut):
+            return None
+        start, _, _ = self._place_of(entry, first_row, shape, cut)
+        part = cut.shape if cut else shape
+        return Stored(self._path, start, part, kind.name, self._head_rows(name))
+
+    def _is_whole(self, name: str, shape: tuple[int, ...], cut: Cut | None) -> bool:
+        """True where it lies in one piece, as whole tiles of rows where those are turned."""
+        by_columns = cut is not None and cut.axis == len(shape) - 1
+        return not by_columns and self._head_rows(name) % TILE_ROWS == 0
+
+    def _head_rows(self, name: str) -> int:
+        """Return how many rows are turned together: those of a head; 0 where none are."""
         queries_or_keys = name.endswith(("q_proj.weight", "k_proj.weight"))
-        return queries_or_keys and self.shape.family in _TURNED_AS_NEIGHBOURS
+        turned = queries_or_keys and self.shape.family in _TURNED_AS_NEIGHBOURS
+        return self.shape.head_dim if turned else 0
 
     def _turned(self, name: str, rows: Tensor) -> Tensor:
         """Put the rows of queries and keys back into the order of Hugging Face's."""
-        if self._is_turned(name):
-            return _halves(rows, len(rows) // self.shape.head_dim)
-        return rows
+        head_rows = self._head_rows(name)
+        return _halves(rows, len(rows) // head_rows) if head_rows else rows
 
     def _entry(self, name: str, shape: tuple[int, ...]) -> tuple[TensorEntry, int]:
         """Return the tensor that holds `name` and at which of its rows that begins."""
@@ -177,7 +191,7 @@ class GgufFile(WeightSource):
         start, rows, row_bytes = self._place_of(entry, first_row, shape, cut)
         # Read, not mapped: a page at a time takes longer, and no array may point into a closed map.
         packed = np.empty((rows, row_bytes), np.uint8)
-        self._read(packed.data.cast("B"), start, entry.name)
+        read_into(packed.data.cast("B"), self._file.fileno(), start, self._path)
         return np.ascontiguousarray(packed[:, span])
 
     def _place_of(
@@ -190,14 +204,6 @@ class GgufFile(WeightSource):
         row_bytes = entry.size_bytes(self._path) // math.prod(entry.shape[:-1])
         return self._header.data_start + entry.offset + first_row * row_bytes, rows, row_bytes
 
-    def _read(self, left: memoryview, start: int, what: str) -> None:
-        """Fill `left` from `start` on; the system gives two GiB at a time at most."""
-        while left:
-            taken = os.preadv(self._file.fileno(), [left], start)
-            if taken == 0:
-                raise CheckpointError(f"cannot read {self._path}: it ends within {what}")
-            left, start = left[taken:], start + taken
-
     def _span(self, entry: TensorEntry, cut: Cut) -> slice:
         """Return which bytes of a row are the columns of `cut`; all of them where it cuts rows."""
         if cut.axis != len(cut.whole) - 1:
@@ -209,28 +215,6 @@ class GgufFile(WeightSource):
                 f" not fall between its blocks of {weights}; use fewer ranks in tensor_parallel"
             )
         return slice(cut.start // weights * size, cut.end // weights * size)
-
-
-def _open_for_blocks(path: Path, file: int) -> int:
-    """Open what is open as `file` again: past the page cache, unless it is there already.
-
-    From a disk they come in half the time so: no page is cleared to hold them, and none copied.
-    """
-    with suppress(OSError):
-        if not _is_cached(file):
-            return os.open(path, os.O_RDONLY | os.O_DIRECT)
-    # It is cached, or its file system has no other way.
-    return os.open(path, os.O_RDONLY)
-
-
-def _is_cached(file: int) -> bool:
-    step, byte = os.fstat(file).st_size // (_PROBES + 1), bytearray(1)
-    try:
-        return all(
-            os.preadv(file, [byte], at * step, os.RWF_NOWAIT) for at in range(1, _PROBES + 1)
-        )
-    except BlockingIOError:
-        return False
 
 
 def _place(name: str) -> tuple[str, int | None]:

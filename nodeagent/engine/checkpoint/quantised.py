@@ -74,9 +74,9 @@ class QuantisedFolder(SafetensorsFolder):
         """Return how many weights there are of so many bits: see `layers.linear.bytes_kept`."""
         counts = super().filed_bits()
         bits = self._scheme.bits if self._scheme.group % GROUP_WEIGHTS == 0 else 32
-        for name, file in self._files.items():
+        for name, stored in self._stored.items():
             if name.endswith(f".{self._scheme.mark}"):
-                words = math.prod(file.get_slice(name).get_shape())
+                words = math.prod(stored.shape)
                 counts[32] -= words
                 counts[bits] += words * 32 // self._scheme.bits
         return counts
@@ -122,12 +122,7 @@ class QuantisedFolder(SafetensorsFolder):
     def _packed(self, name: str, shape: tuple[int, ...]) -> Packed:
         self.check(name, shape)
 
-        def read(part: str) -> Tensor:
-            sibling = _sibling(name, part)
-            stored: Tensor = self._files[sibling].get_tensor(sibling)
-            return stored
-
-        packed = self._scheme.read(read)
+        packed = self._scheme.read(lambda part: self._read(self._stored[_sibling(name, part)]))
         group_of, groups = packed.group_of, packed.scales.shape[1]
         if group_of is not None and not 0 <= group_of.min() <= group_of.max() < groups:
             raise CheckpointError(

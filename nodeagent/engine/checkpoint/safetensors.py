@@ -1,9 +1,9 @@
 """A Hugging Face folder: config.json, and one or many *.safetensors files."""
 
 import math
+import os
 from collections import Counter
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,37 +28,31 @@ class SafetensorsFiles(WeightSource):
     def __init__(self, folder: Path, name: str = "model.safetensors") -> None:
         self._folder = folder
         self._name = name
-        self._stack = ExitStack()
-        self._files: dict[str, Any] = {}
-        self._paths: dict[str, Path] = {}
-        self._places: dict[Path, dict[str, Stored]] = {}
-        try:
+        self._files: dict[Path, int] = {}
+        self._stored: dict[str, Stored] = {}
+        with ExitStack() as opened:
             for name in self._file_names():
-                self._open(folder / name)
-        except BaseException:
-            self.close()
-            raise
+                self._open(folder / name, opened)
+            self._opened = opened.pop_all()
 
     def close(self) -> None:
         """Close the files."""
-        self._files.clear()
-        self._stack.close()
+        self._opened.close()
 
     def names(self) -> list[str]:
         """Return the names of all weights."""
-        return list(self._files)
+        return list(self._stored)
 
     def filed_bits(self) -> Counter[int]:
         """Return how many weights there are of so many bits: see `layers.linear.bytes_kept`."""
         counts: Counter[int] = Counter()
-        for name, file in self._files.items():
-            stored = file.get_slice(name)
-            counts[16 if stored.get_dtype() in _HALVES else 32] += math.prod(stored.get_shape())
+        for stored in self._stored.values():
+            counts[16 if stored.kind in _HALVES else 32] += math.prod(stored.shape)
         return counts
 
     def has(self, name: str) -> bool:
         """True where the files hold `name`."""
-        return name in self._files
+        return name in self._stored
 
     def check(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> None:
         """Raise CheckpointError where `name` is missing, of another shape, or no float."""
@@ -66,60 +60,54 @@ class SafetensorsFiles(WeightSource):
 
     def integers(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """Read a table of whole numbers."""
-        self._check(name, shape, INTEGERS, "a whole number")
-        numbers: torch.Tensor = self._files[name].get_tensor(name).long()
-        return numbers
+        return self._read(self._check(name, shape, INTEGERS, "a whole number")).long()
 
-    def _check(self, name: str, shape: tuple[int, ...], kinds: frozenset[str], wanted: str) -> None:
-        file = self._files.get(name)
-        if file is None:
+    def _check(
+        self, name: str, shape: tuple[int, ...], kinds: frozenset[str], wanted: str
+    ) -> Stored:
+        stored = self._stored.get(name)
+        if stored is None:
             raise CheckpointError(f"cannot read {self._folder}: it lacks {name}")
-        stored = file.get_slice(name)
-        found = tuple(stored.get_shape())
-        if found != shape:
+        if stored.shape != shape:
             raise CheckpointError(
-                f"cannot read {self._folder}: {name} is {found}, {shape} is expected"
+                f"cannot read {self._folder}: {name} is {stored.shape}, {shape} is expected"
             )
-        if stored.get_dtype() not in kinds:
+        if stored.kind not in kinds:
             raise CheckpointError(
-                f"cannot read {self._folder}: {name} is {stored.get_dtype()}, {wanted} is expected"
+                f"cannot read {self._folder}: {name} is {stored.kind}, {wanted} is expected"
             )
+        return stored
 
     def stored(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> Stored | None:
         """Return where a weight lies, or a part of it; None where that is not in one piece."""
-        self.check(name, shape)
-        path = self._paths[name]
-        if path not in self._places:
-            self._places[path] = places(path)
-        stored = self._places[path][name]
+        stored = self._check(name, shape, FLOATS, "a float")
         if cut is None:
             return stored
-        row_bytes = math.prod(shape[1:]) * stored.dtype.itemsize
-        return (
-            replace(stored, start=stored.start + cut.start * row_bytes) if cut.axis == 0 else None
-        )
+        return stored.rows(cut.start, cut.end) if cut.axis == 0 else None
 
     def tensor(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> torch.Tensor:
         """Read one weight as it is stored, or a part of it."""
-        self.check(name, shape)
-        if cut is None:
-            weights: torch.Tensor = self._files[name].get_tensor(name)
-        else:
-            before = (slice(None),) * cut.axis
-            weights = self._files[name].get_slice(name)[(*before, slice(cut.start, cut.end))]
-        return weights
+        stored = self.stored(name, shape, cut)
+        if stored is not None or cut is None:
+            return self._read(stored or self._stored[name])
+        return self._read(self._stored[name]).narrow(cut.axis, cut.start, cut.end - cut.start)
 
-    def _open(self, path: Path) -> None:
+    def _read(self, stored: Stored) -> torch.Tensor:
+        return stored.read(self._files[stored.path])
+
+    def _open(self, path: Path, opened: ExitStack) -> None:
         try:
-            opened = self._stack.enter_context(safe_open(path, framework="pt"))
-            names = list(opened.keys())
+            # What it opens is sound.
+            with safe_open(path, framework="pt"):
+                found = places(path)
+            self._files[path] = os.open(path, os.O_RDONLY)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"cannot read {path}: {error}") from error
-        twice = next((name for name in names if name in self._files), None)
+        opened.callback(os.close, self._files[path])
+        twice = next((name for name in found if name in self._stored), None)
         if twice is not None:
             raise CheckpointError(f"cannot read {path}: {twice!r} is in another file too")
-        self._files.update(dict.fromkeys(names, opened))
-        self._paths.update(dict.fromkeys(names, path))
+        self._stored |= found
 
     def _file_names(self) -> list[str]:
         index = self._folder / f"{self._name}.index.json"

@@ -14,7 +14,8 @@ from gguf.quants import dequantize
 from torch import Tensor
 
 from nodeagent.engine.layers.linear import Filed, Groups
-from nodeagent.engine.native.matrices import GROUP_WEIGHTS, InFile
+from nodeagent.engine.native.fetching import InFile
+from nodeagent.engine.native.matrices import GROUP_WEIGHTS
 
 IN_GROUPS: Final = (
     GGMLQuantizationType.Q4_0,
@@ -28,7 +29,7 @@ BITS: Final = {
     GGMLQuantizationType.F16: 16,
     GGMLQuantizationType.BF16: 16,
 }
-_FLOATS: Final = {
+FLOATS: Final = {
     GGMLQuantizationType.F32: torch.float32,
     GGMLQuantizationType.F16: torch.float16,
     GGMLQuantizationType.BF16: torch.bfloat16,
@@ -37,8 +38,8 @@ _FLOATS: Final = {
 
 def unpack(packed: np.ndarray, kind: GGMLQuantizationType) -> Tensor:
     """Return the weights of `packed` [rows, bytes] in fp32; floats as they are."""
-    if kind in _FLOATS:
-        return torch.from_numpy(packed).view(_FLOATS[kind])
+    if kind in FLOATS:
+        return torch.from_numpy(packed).view(FLOATS[kind])
     if kind is GGMLQuantizationType.Q8_0:
         return _eight_bits(packed)
     if kind in IN_GROUPS:

@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from nodeagent.engine.checkpoint.stored import Stored
+from nodeagent.engine.checkpoint.stored import Stored, read_into
 from nodeagent.engine.models.shape import CheckpointError
 
 _READERS: Final = 8
@@ -95,7 +95,7 @@ class Staging:
         """Read one piece, the numbers from `at` on, and send it; on a reader's thread."""
         own, size = self._reader(), stored.dtype.itemsize
         buffer = own.buffer[: len(target) * size]
-        _read(stored.path, file, stored.start + at * size, buffer.numpy().data)
+        read_into(buffer.numpy().data, file, stored.start + at * size, stored.path)
         beside: Any = nullcontext() if own.stream is None else torch.cuda.stream(own.stream)
         with beside:
             if own.stream is not None:
@@ -122,15 +122,3 @@ class Staging:
 def staging_for(device: str) -> Staging | None:
     """Return what brings weights to `device`; None where they are read where they are used."""
     return Staging(device) if device.startswith("cuda") else None
-
-
-def _read(path: Path, file: int, start: int, into: memoryview) -> None:
-    at = 0
-    while at < len(into):
-        try:
-            count = os.preadv(file, [into[at:]], start + at)
-        except OSError as error:
-            raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
-        if count == 0:
-            raise CheckpointError(f"cannot read {path}: it ends at byte {start + at}")
-        at += count

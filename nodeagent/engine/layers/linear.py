@@ -9,7 +9,7 @@ A model asks `Weights` for a `Linear` and never sees a layout. The kinds, with w
 - `Half`: fp16 rows, multiplied in fp32 by FBGEMM: half the bytes of fp32 at an error of 2^-11.
 - `Native`: by our own kernels, where those can be built. The four or eight bits, scales and offsets
   of a GGUF file, with an error of 2^-16: no second copy, and a third of `FourBit`'s time. Floats as
-  their file has them, exactly; or, where quantised products are asked for, rounded to 14 bits in
+  their file has them, exactly where full weights are asked for, else rounded to 14 bits in
   groups: products are then twice as fast, with an error of 2^-14.
 - `FourBit`: the same four bits by torch's kernel. For few rows they are multiplied as they lie; for
   more, a bf16 copy is faster and is kept beside them.
@@ -24,8 +24,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from nodeagent.engine.native.fetching import Fetch, InFile
 from nodeagent.engine.native.kernels import kernels
-from nodeagent.engine.native.matrices import GROUP_WEIGHTS, TILE_ROWS, Fetch, InFile, Native
+from nodeagent.engine.native.matrices import GROUP_WEIGHTS, TILE_ROWS, Native
 
 _FOUR_BIT_ROWS_MAX: Final = 4
 """Above so many rows, reading bf16 once costs less than unpacking four bits for each row."""
@@ -80,7 +81,7 @@ class Filed:
     """[rows, bytes of a row] each, one below the other."""
     columns: int
     layout: str
-    """One of `BLOCK_LAYOUTS`."""
+    """What GGUF calls its blocks."""
     unpack: Callable[[Tensor], Groups]
 
     def groups(self) -> Groups:
@@ -182,11 +183,11 @@ def choose(device: str, dtype: torch.dtype, quantised: bool) -> tuple[Keeping, s
         return Keeping.PLAIN, f"no kernel for another layout of {dtype} is here"
     if dtype is torch.float32 and kernels() is not None:
         if quantised:
-            return Keeping.NATIVE, "quantised products were asked for; our own kernels are built"
+            return Keeping.NATIVE, "our own kernels multiply by matrices as their file packs them"
         return Keeping.TILED, "our own kernels read floats as their file has them"
     fbgemm = "fbgemm" in torch.backends.quantized.supported_engines
     if quantised and fbgemm and dtype is torch.float32:
-        return Keeping.PACKED, "quantised products were asked for, and their kernels are here"
+        return Keeping.PACKED, "torch has kernels for packed matrices here"
     return Keeping.BLOCKED, f"oneDNN's layout is the fastest for {dtype} on this processor"
 
 
@@ -253,8 +254,13 @@ def tiles(keeping: Keeping, rows: Iterable[int], columns: int) -> bool:
     return whole and not any(count % TILE_ROWS for count in rows)
 
 
-def tiled(parts: Sequence[Tensor], keeping: Keeping) -> Native:
-    """Return the product by `parts`, one below the other; `tiles` has said that it can be kept."""
+def tiled(
+    parts: Sequence[Tensor | InFile], keeping: Keeping, later: list[Fetch] | None = None
+) -> Native:
+    """Return the product by `parts`, one below the other; `tiles` has said that it can be kept.
+
+    What must be read for it is put on `later`, where there is such a list.
+    """
     own = kernels()
     assert own is not None
-    return own.round(parts) if keeping is Keeping.NATIVE else own.tile(parts)
+    return own.tile(parts, keeping is Keeping.NATIVE, later)

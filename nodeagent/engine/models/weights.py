@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import Final, Protocol
 
 import torch
@@ -25,8 +26,8 @@ from nodeagent.engine.layers.linear import (
     tiles,
 )
 from nodeagent.engine.layers.lora import Adapted, Adding
-from nodeagent.engine.native.kernels import kernels
-from nodeagent.engine.native.matrices import Fetch, Native
+from nodeagent.engine.native.fetching import Fetch, InFile, fetch
+from nodeagent.engine.native.matrices import LAYOUTS, Native
 from nodeagent.engine.parallel.ranks import ALONE, Ranks
 from nodeagent.engine.parallel.share import Cut, Share
 
@@ -117,8 +118,7 @@ class Weights:
 
         What is returned waits for it: before the first product, and before the files are closed.
         """
-        own = kernels() if self._later else None
-        fetched = own.fetch(self._later) if own is not None else None
+        fetched = fetch(self._later) if self._later else None
         staging = self.staging
 
         def arrived() -> None:
@@ -136,22 +136,25 @@ class Weights:
         if self.staging is None:
             return None
         stored = self.source.stored(name, *self._place(name, shape))
-        return None if stored is None else self.staging.bring(target, stored)
+        if stored is None or stored.head_rows:
+            return None
+        return self.staging.bring(target, stored)
 
     def linear(self, name: str, *shape: int) -> Linear:
         """Read the matrix `name` to multiply by; ranks hold its columns, and sum their answers."""
         rows, columns = shape
         return self.ranks.summed(self.linear_stack("", {name: rows}, columns))
 
-    def embedding(self, name: str, *shape: int) -> Table:
+    def embedding(self, name: str, rows: int, columns: int) -> Table:
         """Read the table of embeddings: as matrices are kept, or in fp16 where they stay packed."""
+        shape = (rows, columns)
         if self.keeping is Keeping.NATIVE:
             groups = self.source.groups(name, *self._place(name, shape))
             table = None if groups is None else native(groups, self.keeping, self._later)
             if table is not None:
                 return table
-        if tiles(self.keeping, shape[:1], shape[1]):
-            return tiled([self._tensor(name, shape)], self.keeping)
+        if tiles(self.keeping, [rows], columns):
+            return tiled([self._rows(name, shape)], self.keeping, self._later)
         wide = self.read(name, *shape)
         return wide.half() if self.keeping.as_filed else wide
 
@@ -165,10 +168,8 @@ class Weights:
         """Read the matrices `parts` as one to multiply by; ranks hold their rows."""
         kept = self._packed(prefix, parts, columns)
         if kept is None and tiles(self.keeping, parts.values(), columns):
-            read = [
-                self._tensor(f"{prefix}{name}", (rows, columns)) for name, rows in parts.items()
-            ]
-            kept = tiled(read, self.keeping)
+            filed = [self._rows(f"{prefix}{name}", (rows, columns)) for name, rows in parts.items()]
+            kept = tiled(filed, self.keeping, self._later)
         if kept is None:
             kept = keep(self.stack(prefix, parts, columns), self.keeping)
         return Adapted(kept, prefix, parts, columns, self.adding) if self.adding else kept
@@ -197,6 +198,14 @@ class Weights:
                 part.copy_(self._tensor(f"{prefix}{name}", shape))
             at += count
         return stacked
+
+    def _rows(self, name: str, shape: tuple[int, int]) -> Tensor | InFile:
+        """Return the rows of a matrix of floats, or where they lie, to be read with others."""
+        place = self._place(name, shape)
+        stored, read = self.source.stored(name, *place), partial(self.source.tensor, name, *place)
+        if stored is None or stored.dtype not in LAYOUTS:
+            return read()
+        return InFile(stored.path, stored.start, shape, stored.dtype, stored.head_rows, read)
 
     def _tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         return self.source.tensor(name, *self._place(name, shape))

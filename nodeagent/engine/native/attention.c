@@ -51,44 +51,16 @@ struct row {
     lanes totals;
 };
 
-/* Of two vectors, the halves of each run of `2 * apart` lanes: the first of both, or the second. */
-INLINED lanes halves(lanes one, lanes other, const int apart, const int second) {
-    places from;
-    for (int at = 0; at < LANES; at++)
-        if (second)
-            from[at] = at & apart ? LANES + at : at + apart;
-        else
-            from[at] = at & apart ? LANES + at - apart : at;
-#if defined(__clang__)
-    lanes both;
-    for (int at = 0; at < LANES; at++)
-        both[at] = from[at] < LANES ? one[from[at]] : other[from[at] - LANES];
-    return both;
-#else
-    return __builtin_shuffle(one, other, from);
-#endif
-}
-
 INLINED int any(places wanted) {
     return _mm512_test_epi32_mask((__m512i)wanted, (__m512i)wanted) != 0;
 }
 
 /* Sixteen keys of sixteen numbers: `to` gets sixteen times the same number of each key. */
-static void turn_about(const float *const *keys, int64_t at, float *to) {
+static void put_keys(const float *const *keys, int64_t at, float *to) {
     lanes x[LANES];
 #pragma GCC unroll 16
     for (int key = 0; key < LANES; key++) x[key] = *(const lanes *)(keys[key] + at);
-#define ACROSS(apart)                                                                              \
-    _Pragma("GCC unroll 16") for (int key = 0; key < LANES; key++) if (!(key & apart)) {           \
-        lanes one = x[key], other = x[key + apart];                                                \
-        x[key] = halves(one, other, apart, 0);                                                    \
-        x[key + apart] = halves(one, other, apart, 1);                                            \
-    }
-    ACROSS(1)
-    ACROSS(2)
-    ACROSS(4)
-    ACROSS(8)
-#undef ACROSS
+    turn_about(x);
 #pragma GCC unroll 16
     for (int number = 0; number < LANES; number++) *(lanes *)(to + number * KEYS) = x[number];
 }
@@ -138,7 +110,7 @@ static void fetch(struct turn *turn, const struct pages *pages, const struct pie
     if (piece->tokens > 1) announce(pages, piece, first + turn->count, end);
     for (int64_t part = 0; part < turn->parts; part++)
         for (int64_t at = 0; at < dim; at += LANES)
-            turn_about(keys + part * LANES, at, turn->keys + at * KEYS + part * LANES);
+            put_keys(keys + part * LANES, at, turn->keys + at * KEYS + part * LANES);
 }
 
 /* The scores of `rows` rows for `parts` times sixteen keys of the turn, as powers of two. */

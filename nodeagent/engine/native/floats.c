@@ -13,34 +13,6 @@ INLINED lanes weights_at(const enum kind kind, const uint8_t *tile, int64_t colu
     return widened(kind, tile + column * TILE * bytes_of(kind));
 }
 
-struct floats {
-    const uint8_t *weights;
-    int64_t bytes, columns;
-    uint8_t *out;
-};
-
-static void pack_tiles(const void *told, int64_t tile, int64_t end) {
-    const struct floats *by = told;
-    int64_t bytes = by->bytes, columns = by->columns;
-    for (; tile < end; tile++) {
-        const uint8_t *from = by->weights + tile * TILE * columns * bytes;
-        uint8_t *to = by->out + tile * TILE * columns * bytes;
-        for (int64_t column = 0; column < columns; column++)
-            for (int64_t row = 0; row < TILE; row++)
-                if (bytes == 2)
-                    memcpy(to + 2 * (column * TILE + row), from + 2 * (row * columns + column), 2);
-                else
-                    memcpy(to + 4 * (column * TILE + row), from + 4 * (row * columns + column), 4);
-    }
-}
-
-/* `rows` must be whole tiles. */
-void pack_floats(const uint8_t *weights, int64_t bytes, int64_t rows, int64_t columns,
-                 int64_t threads, uint8_t *out) {
-    const struct floats told = {weights, bytes, columns, out};
-    share(pack_tiles, &told, rows / TILE, portions_of(rows * columns, threads), threads);
-}
-
 /* One row of x by one tile, four columns side by side so that no sum waits for itself. */
 INLINED void multiply_one(const enum kind kind, const uint8_t *tile, int64_t columns, const float *x,
                           float *out) {
@@ -132,16 +104,4 @@ void multiply_floats(const uint8_t *packed, int64_t kind, int64_t rows, int64_t 
     const struct product told = {packed, x, out, kind, rows, columns, count};
     int64_t pairs = (rows / TILE + 1) / 2;
     share(multiply_pairs, &told, pairs, portions_of(rows * columns * count, threads), threads);
-}
-
-/* Rows of the matrix by their numbers; -1 where there is no such row. */
-int64_t read_floats(const uint8_t *packed, int64_t kind, int64_t rows, int64_t columns,
-                    const int64_t *wanted, int64_t count, float *out) {
-    for (int64_t at = 0; at < count; at++) {
-        if (wanted[at] < 0 || wanted[at] >= rows) return -1;
-        const uint8_t *tile = packed + wanted[at] / TILE * TILE * columns * bytes_of(kind);
-        for (int64_t column = 0; column < columns; column++)
-            *out++ = weights_at(kind, tile, column)[wanted[at] % TILE];
-    }
-    return 0;
 }

@@ -43,10 +43,43 @@ enum kind { FP16, BF16, FP32 };
 INLINED int64_t bytes_of(const enum kind kind) { return kind == FP32 ? 4 : 2; }
 
 INLINED lanes widened(const enum kind kind, const uint8_t *at) {
-    if (kind == FP32) return *(const lanes *)at;
+    if (kind == FP32) return (lanes)_mm512_loadu_ps(at);
     __m256i bits = _mm256_loadu_si256((const __m256i *)at);
     if (kind == BF16) return (lanes)_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16);
     return (lanes)_mm512_cvtph_ps(bits);
+}
+
+/* Of two vectors, the halves of each run of `2 * apart` lanes: the first of both, or the second. */
+INLINED lanes halves(lanes one, lanes other, const int apart, const int second) {
+    places from;
+    for (int at = 0; at < LANES; at++)
+        if (second)
+            from[at] = at & apart ? LANES + at : at + apart;
+        else
+            from[at] = at & apart ? LANES + at - apart : at;
+#if defined(__clang__)
+    lanes both;
+    for (int at = 0; at < LANES; at++)
+        both[at] = from[at] < LANES ? one[from[at]] : other[from[at] - LANES];
+    return both;
+#else
+    return __builtin_shuffle(one, other, from);
+#endif
+}
+
+/* Sixteen vectors turned about: the first gets the first lane of each, and so on. */
+INLINED void turn_about(lanes x[LANES]) {
+#define ACROSS(apart)                                                                              \
+    _Pragma("GCC unroll 16") for (int at = 0; at < LANES; at++) if (!(at & apart)) {               \
+        lanes one = x[at], other = x[at + apart];                                                  \
+        x[at] = halves(one, other, apart, 0);                                                      \
+        x[at + apart] = halves(one, other, apart, 1);                                              \
+    }
+    ACROSS(1)
+    ACROSS(2)
+    ACROSS(4)
+    ACROSS(8)
+#undef ACROSS
 }
 
 /* A group of numbers rounded to whole ones, `most` at most, and what those are multiplied by. */
@@ -116,8 +149,10 @@ void attend(const float *mixed, int64_t heads, const float *slots, int64_t block
 
 INLINED int64_t group_bytes(int64_t bits) { return GROUP * TILE * bits / 8 + 4 * TILE; }
 
-int64_t multiply_packed(const uint8_t *packed, int64_t bits, int64_t rows, int64_t columns,
-                        const float *x, int64_t count, int64_t threads, float *out);
+int64_t tile_bytes(int64_t kind, int64_t columns);
+
+int64_t multiply(const uint8_t *packed, int64_t kind, int64_t rows, int64_t columns, const float *x,
+                 int64_t count, int64_t threads, float *out);
 void multiply_floats(const uint8_t *packed, int64_t kind, int64_t rows, int64_t columns,
                      const float *x, int64_t count, int64_t threads, float *out);
 

@@ -9,8 +9,7 @@ import functools
 import logging
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from ctypes import Structure, c_float, c_int64, c_void_p
+from ctypes import c_float, c_int64, c_void_p
 from typing import Final
 
 import torch
@@ -18,16 +17,15 @@ from torch import Tensor
 
 from nodeagent.engine.cuda.kernels import DeviceKernels, device_kernels
 from nodeagent.engine.native.building import NoKernels, built
+from nodeagent.engine.native.fetching import Fetch, InFile
 from nodeagent.engine.native.matrices import (
-    BLOCK_LAYOUTS,
     FLOATS,
     GROUP_WEIGHTS,
+    LAYOUTS,
+    ROUNDED,
     TILE_ROWS,
-    Fetch,
-    FloatMatrix,
-    InFile,
+    Layout,
     Native,
-    PackedMatrix,
 )
 from nodeagent.engine.native.memory import Room
 
@@ -47,25 +45,15 @@ _ARGUMENTS: Final = {
     "keep": "pnnppnn",
     "attend": "pnpnnnpnpnnnp",
     "pack": "pppnnnnp",
-    "pack_rounded": "pnnnnp",
-    "pack_blocks": "pnnnnp",
-    "fetch_blocks": "pnn",
-    "read_packed": "pnnnpnp",
-    "multiply_packed": "pnnnpnnp",
-    "pack_floats": "pnnnnp",
-    "read_floats": "pnnnpnp",
-    "multiply_floats": "pnnnpnnp",
+    "pack_filed": "pnnnnnp",
+    "tile_bytes": "nn",
+    "fetch_rows": "pnn",
+    "read_rows": "pnnnpnp",
+    "multiply": "pnnnpnnp",
 }
 """What each function takes: pointers, numbers (int64), a float."""
-_MAY_FAIL: Final = ("fetch_blocks", "multiply_packed", "read_packed", "read_floats")
-"""Those that return other than 0 then; the others return nothing."""
-
-
-class _Fetch(Structure):
-    _fields_ = (
-        *((name, c_int64) for name in ("file", "start", "layout", "rows", "columns", "head_rows")),
-        ("out", c_void_p),
-    )
+_ANSWERING: Final = ("tile_bytes", "fetch_rows", "multiply", "read_rows")
+"""The first returns bytes, the others 0 unless they fail; all else returns nothing."""
 
 
 class Kernels:
@@ -77,13 +65,13 @@ class Kernels:
         for name, kinds in _ARGUMENTS.items():
             function = getattr(library, name)
             function.argtypes = [_TYPES[kind] for kind in kinds]
-            function.restype = c_int64 if name in _MAY_FAIL else None
+            function.restype = c_int64 if name in _ANSWERING else None
         self._try()
 
-    def pack(self, bits: int, numbers: Tensor, scales: Tensor, offsets: Tensor) -> PackedMatrix:
+    def pack(self, bits: int, numbers: Tensor, scales: Tensor, offsets: Tensor) -> Native:
         """Return the matrix of `numbers` [rows, columns], a scale and an offset for each group."""
-        matrix = PackedMatrix(self.library, self._room, bits, *numbers.shape)
-        matrix.fill(numbers, scales, offsets)
+        matrix = Native(self.library, self._room, bits, *numbers.shape)
+        matrix.fill_groups(numbers, scales, offsets)
         return matrix
 
     def pack_blocks(
@@ -92,77 +80,43 @@ class Kernels:
         layout: str,
         columns: int,
         later: list[Fetch] | None = None,
-    ) -> PackedMatrix:
+    ) -> Native:
         """Return the matrix of a GGUF file's blocks: [whole tiles of rows, bytes] each part.
 
         What is to be read from the file is put on `later`, where there is such a list.
         """
-        bits, rows = 8 if layout == "Q8_0" else 4, sum(len(part) for part in parts)
-        matrix = PackedMatrix(self.library, self._room, bits, rows, columns)
-        at = 0
-        for part in parts:
-            if not isinstance(part, InFile):
-                matrix.fill_blocks(at, part, layout)
-            elif later is None:
-                matrix.fill_blocks(at, part.read(), layout)
-            else:
-                later.append(Fetch(matrix, at, part, layout))
-            at += len(part)
-        return matrix
+        filed = [(part, layout) for part in parts]
+        return self._filled(8 if layout == "Q8_0" else 4, filed, columns, later)
 
-    def fetch(self, wanted: Sequence[Fetch]) -> Future[None]:
-        """Begin to bring all that is `wanted`, from the front of the file to its end.
-
-        In one call, for which the interpreter is free for others: a call for each matrix would
-        wait for it after each.
-        """
-        ordered = sorted(wanted, key=lambda fetch: fetch.blocks.start)
-        table = (_Fetch * len(ordered))(
-            *(
-                _Fetch(
-                    fetch.blocks.file,
-                    fetch.blocks.start,
-                    BLOCK_LAYOUTS.index(fetch.layout),
-                    fetch.blocks.rows,
-                    fetch.matrix.arguments[3],
-                    fetch.blocks.head_rows,
-                    fetch.matrix.place_of(fetch.at),
-                )
-                for fetch in ordered
-            )
-        )
-        # Twice as many as compute: while one packs what it read, another waits for the disk.
-        readers = 2 * torch.get_num_threads()
-
-        def work() -> None:
-            if self.library.fetch_blocks(table, len(ordered), readers):
-                for fetch in ordered:
-                    # Says in words what it was.
-                    fetch.matrix.fill_blocks(fetch.at, fetch.blocks.read(), fetch.layout)
-
-        reader = ThreadPoolExecutor(1, "weights")
-        try:
-            return reader.submit(work)
-        finally:
-            reader.shutdown(wait=False)
-
-    def tile(self, parts: Sequence[Tensor]) -> FloatMatrix:
+    def tile(
+        self, parts: Sequence[Tensor | InFile], rounded: bool, later: list[Fetch] | None = None
+    ) -> Native:
         """Return the matrix of `parts` [whole tiles of rows, columns], one below the other.
 
-        In the dtype of all of them; in fp32 where they differ, or it is another.
+        In the dtype of all of them, in fp32 where they differ or it is another; or rounded to 14
+        bits in groups of 32, by which products are twice as fast. Columns then are whole groups.
         """
-        return FloatMatrix(self.library, self._room, parts)
+        filed = [_floats(part) for part in parts]
+        one, *others = {layout for _, layout in filed}
+        kind = ROUNDED if rounded else LAYOUTS[torch.float32 if others else one]
+        return self._filled(kind, filed, parts[0].shape[1], later)
 
-    def round(self, parts: Sequence[Tensor]) -> PackedMatrix:
-        """Return the same rounded to 14 bits in groups of 32, by which products are twice as fast.
-
-        Columns are whole groups.
-        """
-        rows, columns = sum(len(part) for part in parts), parts[0].shape[1]
-        matrix = PackedMatrix(self.library, self._room, 16, rows, columns)
-        at = 0
-        for part in parts:
-            matrix.fill_floats(at, part)
+    def _filled(
+        self,
+        kind: int,
+        parts: Sequence[tuple[Tensor | InFile, Layout]],
+        columns: int,
+        later: list[Fetch] | None,
+    ) -> Native:
+        rows, at = sum(len(part) for part, _ in parts), 0
+        matrix = Native(self.library, self._room, kind, rows, columns)
+        for part, layout in parts:
+            if not isinstance(part, InFile):
+                matrix.fill(at, part, layout)
+            elif later is None:
+                matrix.fill(at, part.read(), layout)
+            else:
+                later.append(Fetch(matrix, at, part))
             at += len(part)
         return matrix
 
@@ -242,8 +196,16 @@ class Kernels:
             _compare(f"{bits} bits", self.pack(bits, numbers, scales, offsets), x, wide)
         for dtype in FLOATS:
             weight = torch.randn(3 * TILE_ROWS, 64, generator=chance).to(dtype)
-            _compare(str(dtype), self.tile([weight]), x, weight.float())
-            _compare(f"rounded {dtype}", self.round([weight]), x, weight.float())
+            _compare(str(dtype), self.tile([weight], rounded=False), x, weight.float())
+            _compare(f"rounded {dtype}", self.tile([weight], rounded=True), x, weight.float())
+
+
+def _floats(part: Tensor | InFile) -> tuple[Tensor | InFile, Layout]:
+    """Return rows of floats, and how they are kept."""
+    if isinstance(part, InFile):
+        return part, part.layout
+    part = part if part.dtype in FLOATS else part.float()
+    return part, part.dtype
 
 
 def _compare(what: str, matrix: Native, x: Tensor, weight: Tensor) -> None:

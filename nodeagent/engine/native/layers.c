@@ -9,7 +9,7 @@
 
 #include <stdlib.h>
 
-/* One matrix as `multiply_packed` has it, or `multiply_floats`. */
+/* One matrix as `multiply` has it. */
 struct matrix {
     const uint8_t *packed;
     int64_t kind, rows, columns;
@@ -34,11 +34,7 @@ struct step {
 
 static int64_t multiply_by(const struct matrix *by, const float *x, const struct step *step,
                            float *out) {
-    if (by->kind == 4 || by->kind == 8 || by->kind == 16)
-        return multiply_packed(by->packed, by->kind, by->rows, by->columns, x, step->rows,
-                               step->threads, out);
-    multiply_floats(by->packed, by->kind, by->rows, by->columns, x, step->rows, step->threads, out);
-    return 0;
+    return multiply(by->packed, by->kind, by->rows, by->columns, x, step->rows, step->threads, out);
 }
 
 /* Where in a step's room lies what. */

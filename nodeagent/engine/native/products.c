@@ -164,15 +164,20 @@ static void multiply_tiles(const void *told, int64_t tile, int64_t end) {
             multiply_tile(16, by, tile);
 }
 
-int64_t multiply_packed(const uint8_t *packed, int64_t bits, int64_t rows, int64_t columns,
-                        const float *x, int64_t count, int64_t threads, float *out) {
+/* Rows of x by a matrix of any kind; -1 where there is no memory to round them in. */
+int64_t multiply(const uint8_t *packed, int64_t kind, int64_t rows, int64_t columns, const float *x,
+                 int64_t count, int64_t threads, float *out) {
+    if (kind <= FP32) {
+        multiply_floats(packed, kind, rows, columns, x, count, threads, out);
+        return 0;
+    }
     int64_t groups = columns / GROUP, all = count * groups;
     int32_t *pairs = aligned_alloc(LINE, (all * (PAIRS * 4 + 2 * 4) + LINE) / LINE * LINE);
     if (pairs == NULL) return -1;
     float *scales = (float *)(pairs + all * PAIRS);
     int64_t portions = portions_of(rows * columns * count, threads);
     const struct product told = {packed, x,    out,  pairs,  scales, scales + all,
-                                 bits,   rows, groups, count};
+                                 kind,   rows, groups, count};
     share(round_rows, &told, count, portions_of(count * columns, threads), threads);
     share(multiply_tiles, &told, rows / TILE, portions, threads);
     free(pairs);

@@ -29,19 +29,14 @@ from nodeagent.engine.layers.linear import (
     tiled,
 )
 from nodeagent.engine.models.shape import CheckpointError
-from nodeagent.engine.native.kernels import Kernels, kernels
-from nodeagent.engine.native.matrices import Fetch, Native
+from nodeagent.engine.native.fetching import Fetch, fetch
+from nodeagent.engine.native.kernels import kernels
+from nodeagent.engine.native.matrices import Native
 
 ROWS, COLUMNS = 192, 256
 HEADS = 4
 WIDE = 8192
 """Rows of more bytes than are read at a time."""
-
-
-def own_kernels() -> Kernels:
-    own = kernels()
-    assert own is not None
-    return own
 
 
 def chance(*shape: int, seed: int) -> torch.Tensor:
@@ -186,10 +181,12 @@ def test_what_no_kernel_serves_is_kept_otherwise() -> None:
 @pytest.mark.skipif(kernels() is None, reason="our own kernels are not here")
 @pytest.mark.parametrize(("groups", "bits"), [(some_groups(1), 4), (eight_bits(1), 8)])
 def test_what_is_kept_takes_what_was_said_before(groups: Groups, bits: int) -> None:
-    kept = own_kernels().pack(bits, groups.numbers, groups.scales, groups.offsets)
+    own = kernels()
+    assert own is not None
+    kept = own.pack(bits, groups.numbers, groups.scales, groups.offsets)
     said = bytes_kept(Keeping.NATIVE, torch.float32, bits)
     assert kept.packed.nbytes == groups.numbers.numel() * said
-    rounded = own_kernels().round([torch.ones(32, 64)])
+    rounded = own.tile([torch.ones(32, 64)], rounded=True)
     assert rounded.packed.nbytes == 32 * 64 * bytes_kept(Keeping.NATIVE, torch.float32, 16)
     assert bytes_kept(Keeping.TILED, torch.float32, 16) == 2
     assert bytes_kept(Keeping.TILED, torch.float32, bits) == 4
@@ -234,8 +231,8 @@ def test_a_gguf_files_groups_are_read_as_they_are(
             os.posix_fadvise(written.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     elif disk != "cached":
         monkeypatch.setattr(
-            "nodeagent.engine.checkpoint.gguf._open_for_blocks",
-            lambda path, file: os.open(os.devnull, os.O_RDONLY),
+            "nodeagent.engine.native.fetching._open",
+            lambda path, opened: os.open(os.devnull, os.O_RDONLY),
         )
     file = GgufFile(path)
     assert file.filed_bits() == {BITS[kind]: COLUMNS * (COLUMNS + 64 + WIDE), 32: 32 * COLUMNS}
@@ -254,7 +251,7 @@ def test_a_gguf_files_groups_are_read_as_they_are(
                 later.clear()
                 both = native(join([groups, groups]), Keeping.NATIVE, later)
                 assert both is not None
-                own_kernels().fetch(later).result()
+                fetch(later).result()
                 wanted = torch.cat((wide, wide))
                 found = both[torch.arange(len(wanted))]
                 torch.testing.assert_close(found, wanted, atol=1e-3, rtol=1e-3)
@@ -263,8 +260,8 @@ def test_a_gguf_files_groups_are_read_as_they_are(
         groups = file.groups("model.layers.0.mlp.gate_proj.weight", (WIDE, COLUMNS))
         assert groups is not None
         later.clear()
-        with pytest.raises(CheckpointError, match="it ends within"):
+        with pytest.raises(CheckpointError, match="it ends at byte"):
             keep_groups(groups, Keeping.NATIVE, later)
-            own_kernels().fetch(later).result()
+            fetch(later).result()
     finally:
         file.close()
