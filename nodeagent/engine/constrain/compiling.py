@@ -128,9 +128,8 @@ class _Described:
 
 
 def _limits() -> LLParserLimits:
-    # A mask may take 200,000 units of a lexer's work, 15 to 30 ms, and the first regex of all 0.1 s
-    # and 40 MB: with ten times as many, what is no use in the end took seconds and gigabytes.
-    # A lexer's state takes 2 kB.
+    # A mask may take 200,000 units of a lexer's work, 15 to 30 ms; building the lexer as many, a
+    # tenth of a second. A lexer's state takes 2 kB.
     return LLParserLimits(
         max_items_in_row=5_000,
         initial_lexer_fuel=200_000,
