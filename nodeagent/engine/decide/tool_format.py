@@ -111,11 +111,17 @@ def format_of_template(template: str) -> ToolFormat:
 
 
 def grammar_of_calls(
-    tools: tuple[Tool, ...], how: ToolFormat, calls_max: int, special: dict[str, int]
+    tools: tuple[Tool, ...],
+    how: ToolFormat,
+    calls_max: int,
+    special: dict[str, int],
+    *,
+    speech: bool = False,
 ) -> Grammar:
     """Return the grammar of 1 to `calls_max` calls of `tools`, and nothing else.
 
-    `special` are those of the format's marks that are special tokens, which no text can spell.
+    With `speech` there may be any text before them, or instead. `special` are those of the format's
+    marks that are special tokens, which no text can spell.
     """
     rules = ["call: " + " | ".join(f"call_{index}" for index in range(len(tools)))]
     size = 0
@@ -130,15 +136,21 @@ def grammar_of_calls(
         raise UnusableGrammar(
             f"cannot use tools: their parameters take {size} bytes, the limit is {TOOLS_BYTES_MAX}"
         )
-    return Grammar(_calls(how, calls_max, special), "tools", tuple(rules))
-
-
-def _calls(how: ToolFormat, calls_max: int, special: dict[str, int]) -> str:
-    before, between, after = (
-        _spelled(part, special) for part in (how.before, how.between, how.after)
-    )
+    before = _spelled(how.before, special)
+    between, after = _spelled(how.between, special), _spelled(how.after, special)
     more = f"({between} call){{0,{calls_max - 1}}}" if calls_max > 1 else ""
-    return " ".join(part for part in (before, "call", more, after) if part)
+    if speech and not how.opening:
+        rules.append(r"said: /\s*([^{\s](.|\n)*)?/")
+        before = f"said | {before}"
+    elif speech and how.opening in special:
+        rules.append(r"said: /(.|\n)*/")
+        before = f"said | said {before}"
+    elif speech:
+        # Lazy: it ends where the opening first comes, so that nothing said can hold one.
+        rules += [r"said: /(.|\n)*/", rf"begun[lazy]: /(.|\n)*/ {quoted(how.opening)}"]
+        before = f"said | begun {_spelled(how.before.removeprefix(how.opening), special)}"
+    start = " ".join(part for part in (before, "call", more, after) if part)
+    return Grammar(start, "tools", tuple(rules))
 
 
 def _spelled(text: str, special: dict[str, int]) -> str:
