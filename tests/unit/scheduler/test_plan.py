@@ -432,6 +432,23 @@ def test_a_draining_node_is_left_by_what_nobody_asks_for() -> None:
     assert not plan(wanted).endings  # nowhere else to go: it goes on serving
 
 
+def test_explain_names_who_holds_a_place_under_scarcity() -> None:
+    cluster = a_cluster(
+        nodes=(a_node("ams-1", "ams", gib=2.6),),
+        deployments=(
+            a_deployment("a", replicas_min=2, priority=90),
+            a_deployment("b", replicas_min=2, priority=10),
+        ),
+    )
+    decided = plan(cluster)
+    assert [start.spec.deployment_id for start in decided.starts] == ["a", "a"]
+    told = explain(carried_out(cluster, decided), DeploymentId("b"))
+    assert told is not None
+    assert [row.reason for row in told.elsewhere] == [
+        "needs 1.25 GiB, the most free on one device is 0.10 GiB; on it: 2 of a (priority 90)"
+    ]
+
+
 def test_explain_says_why_here_and_why_not_there() -> None:
     cluster = a_cluster(
         nodes=(*NODES, a_node("gru-1", "gru", gib=0.5)),
