@@ -57,7 +57,7 @@ class FileTier:
         head = _MAGIC + digest + self._seal(digest, content)
         aside = path.with_name(f".{path.name}.{os.getpid()}")
         try:
-            path.parent.mkdir(exist_ok=True, mode=0o700)
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
             with os.fdopen(os.open(aside, flags, 0o600), "wb") as file:
                 file.write(head)
