@@ -1,12 +1,14 @@
 """How models write calls of tools, and the grammars that hold them to it.
 
-Three ways cover the open models of today, told apart by what their chat template says:
+Three ways, told apart by what the model's chat template says:
 
 - Hermes and Qwen: `<tool_call>` around each `{"name": ..., "arguments": {...}}`
 - Llama 3: the output is `{"name": ..., "parameters": {...}}`, several parted by `;`
 - Mistral: `[TOOL_CALLS]`, then a list of `{"name": ..., "arguments": {...}}`
 
-A template that knows no tools is served in Hermes' way, which needs no token of its own.
+A template that knows no tools is served in Hermes' way, which needs no token of its own. Models
+that learned yet another (Qwen3-Coder's XML, Mistral's `[ARGS]`) write one of these where they must
+call; where they need not, what they write in their own is content.
 """
 
 import json

@@ -343,6 +343,22 @@ def test_a_grammar_of_calls_allows_what_its_reader_reads(how: ToolFormat) -> Non
     ]
 
 
+@pytest.mark.parametrize("letters", [1, 7, 1000])
+@pytest.mark.parametrize("how", [HERMES, LLAMA3, MISTRAL], ids=["hermes", "llama3", "mistral"])
+def test_who_wants_no_parallel_calls_is_told_one(how: ToolFormat, letters: int) -> None:
+    tools = asked(tools=TOOLS, parallel_tool_calls=False)
+    assert tools is not None
+    reader = Calling(tools, how, {}).reader()
+    one = f'{{"name": "time.now", "{how.arguments_key}": {{}}}}'
+    text = how.before + one + how.between + one + how.after + " And more."
+    told: list[list[str]] = []
+    for at in range(0, len(text), letters):
+        for event in reader.feed(text[at : at + letters]):
+            note(told, event)
+    assert reader.flush() == []
+    assert told == [["time.now", "{}"]]
+
+
 @pytest.mark.parametrize("how", [HERMES, LLAMA3, MISTRAL], ids=["hermes", "llama3", "mistral"])
 @pytest.mark.parametrize("special", [False, True])
 def test_a_strict_tool_may_be_left_alone_but_not_be_called_wrongly(
