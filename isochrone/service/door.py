@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from ssl import SSLContext
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 from aiohttp import ClientConnectionResetError, web
@@ -100,17 +100,28 @@ def errors_as(encode_error: EncodeError) -> Callable[..., Awaitable[web.StreamRe
     return errors
 
 
-async def read_body(request: web.Request, *, bytes_max: int, timeout_s: float) -> bytes:
+async def read_body(
+    request: web.Request,
+    *,
+    bytes_max: int,
+    timeout_s: float,
+    hold: Callable[[], None] | None = None,
+) -> bytes:
     """Read a whole body within its limits; bytes count after decompression.
 
-    Raises ApiError: 413 past `bytes_max`, 408 past `timeout_s`, 400 where the encoding is broken.
+    Raises ApiError: 413 past `bytes_max`, 408 past `timeout_s`, 400 where the encoding is broken;
+    and what `hold` raises, which is asked first, and before each piece is kept.
     """
+    if hold is not None:
+        hold()
     if (request.content_length or 0) > bytes_max:
         raise _too_large(bytes_max)
     body = bytearray()
     try:
         async with asyncio.timeout(timeout_s):
             async for chunk in request.content.iter_any():
+                if hold is not None:
+                    hold()
                 body += chunk
                 if len(body) > bytes_max:
                     raise _too_large(bytes_max)
@@ -272,6 +283,11 @@ class _GuardedHandler(web.RequestHandler):
         response = self._encode_error(_of_status(status, text, None))
         response.force_close()
         return response
+
+    def log_exception(self, *args: Any, **named: Any) -> None:
+        """Log what went wrong here; of a body that cannot be read its sender was told."""
+        if not isinstance(named.get("exc_info"), web.RequestPayloadError):
+            super().log_exception(*args, **named)
 
     def _head_is_late(self) -> None:
         if self._request_count == 0 and self._current_request is None:

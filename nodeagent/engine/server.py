@@ -113,7 +113,9 @@ class EngineServer(Server):
 
     async def unload_adapter(self, request: web.Request) -> web.Response:
         """Forget an adapter; what runs with it goes on."""
-        return as_json({"unloaded": self.adapters.unload(await self.body(request))})
+        return as_json(
+            {"unloaded": self.adapters.unload(await self.body(request, gives_back=True))}
+        )
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """Answer a chat."""

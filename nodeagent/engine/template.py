@@ -46,9 +46,10 @@ class ChatTemplate:
         self.tool_format = format_of_template(source)
         self.knows_tools = "tools" in source
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
-        marks = "|".join(re.escape(mark) for mark in special if len(mark) > 1)
-        self._first_of_mark = re.compile(f"(?=(?:{marks})).", re.DOTALL) if marks else None
+        marks = [mark for mark in special if len(mark) > 1]
         try:
+            begun = f"(?={_either(marks)})."
+            self._begun_marks = re.compile(begun, re.DOTALL) if marks else None
             self._template = environment.from_string(source)
         # Deep nesting ends in whatever Python's own parser raises.
         except (TemplateError, RecursionError, MemoryError, SyntaxError, ValueError) as error:
@@ -87,8 +88,10 @@ class ChatTemplate:
     def as_text(self, written: Any) -> Any:
         """Return what a client wrote, with a seam in each special token."""
         if isinstance(written, str):
-            marks = self._first_of_mark
-            return marks.sub(rf"\g<0>{SEAM}", written) if marks is not None else written
+            marks = self._begun_marks
+            if marks is None or not marks.search(written):
+                return written
+            return marks.sub(rf"\g<0>{SEAM}", written)
         if isinstance(written, dict):
             return {self.as_text(key): self.as_text(value) for key, value in written.items()}
         return [self.as_text(one) for one in written] if isinstance(written, list) else written
@@ -104,6 +107,17 @@ class _Generation(Extension):
         line = next(parser.stream).lineno
         within = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return Scope(within, lineno=line)
+
+
+def _either(texts: Iterable[str]) -> str:
+    """Return a pattern of where any of `texts` begins; it looks at each letter once."""
+    rests: dict[str, list[str]] = {}
+    for text in texts:
+        if not text:
+            return ""
+        rests.setdefault(text[0], []).append(text[1:])
+    found = [re.escape(letter) + _either(rest) for letter, rest in sorted(rests.items())]
+    return found[0] if len(found) == 1 else f"(?:{'|'.join(found)})"
 
 
 def _to_json(

@@ -13,6 +13,7 @@ from typing import Any
 
 import aiohttp
 import msgspec
+import psutil
 import pytest
 
 from isochrone.wire.engine import EngineStats
@@ -404,6 +405,40 @@ async def test_near_its_memory_ceiling_it_refuses_and_lives(
             async with http.get("/health") as health:
                 assert health.status == 200
     finally:
+        await asyncio.to_thread(end, process)
+
+
+async def test_bodies_that_come_together_do_not_take_it_past_its_ceiling(
+    model_path: Path, short_folder: Path, engine: EngineProcess
+) -> None:
+    room, piece = 256 * 1024 * 1024, b"a " * 100_000
+    ceiling = psutil.Process(engine.process.pid).memory_info().rss + room
+    process = launch(
+        short_folder, model_path=str(model_path), served_name="smollm2", memory_max_bytes=ceiling
+    )
+    writers: list[asyncio.StreamWriter] = []
+    try:
+        one = await asyncio.to_thread(wait_ready, process, short_folder)
+        length = 38 * len(piece)
+        head = f"POST {CHAT} HTTP/1.1\r\nhost: e\r\ncontent-length: {length + 1}\r\n\r\n"
+        for _ in range(100):
+            _, writer = await asyncio.open_unix_connection(str(one.socket))
+            writer.write(head.encode())
+            writers.append(writer)
+        watched, most = psutil.Process(process.pid), 0
+        # None of them comes to its end: together they would take three times the room.
+        for _ in range(length // len(piece)):
+            for writer in writers:
+                if not writer.is_closing():
+                    writer.write(piece)
+            await asyncio.sleep(0.05)
+            most = max(most, watched.memory_info().rss)
+        assert most < ceiling + room // 2
+        async with one.session() as http:
+            assert (await stats(http))["memory_refused_total"] > 0
+    finally:
+        for writer in writers:
+            writer.transport.abort()
         await asyncio.to_thread(end, process)
 
 

@@ -89,6 +89,8 @@ def test_a_template_is_kept_in_its_sandbox() -> None:
         ChatTemplate("{{ raise_exception('no system prompt') }}", "", "").render([])
     with pytest.raises(CheckpointError, match="cannot compile"):
         ChatTemplate("{% for %}", "", "")
+    with pytest.raises(CheckpointError, match="cannot compile"):
+        ChatTemplate("", "", "", ["x" * 100_000])
 
 
 @pytest.mark.parametrize(
