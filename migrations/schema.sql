@@ -493,3 +493,6 @@ ALTER TABLE rollout
 -- The authority of the cluster's certificates, by its fingerprint; empty until a scheduler has told.
 -- A scheduler that holds another would issue and show what nobody else in the cluster believes.
 ALTER TABLE cluster ADD COLUMN authority text NOT NULL DEFAULT '';
+
+-- What was given up of late, in every picture that placement decides from.
+CREATE INDEX placement_failed_idx ON placement (state_since) WHERE state = 'failed';

@@ -26,6 +26,12 @@ class _Demand:
         self.requests = self.prompt = self.uncached = self.output = 0
         self.refused = self.no_replica = 0
 
+    def count(self, prompt: int, cached: int) -> None:
+        """Count one request more."""
+        self.requests += 1
+        self.prompt += prompt
+        self.uncached += prompt - cached
+
 
 class Recorder:
     """Counts what ended, until the duty that ships it takes it away."""
@@ -80,6 +86,12 @@ class Recorder:
         self._usage.append(row)
         self.journal.append(row)
 
+    def found_no_replica(self, journey: Journey) -> None:
+        """Count who waits for a first replica while he waits: it is what wakes one."""
+        asked = self._demand_of(journey)
+        asked.no_replica += 1
+        asked.count(journey.prompt_tokens_estimate, 0)
+
     def attempt_failed(self, journey: Journey) -> None:
         """Count a replica that failed under a request, whoever answers in the end."""
         if journey.route is not None:
@@ -131,15 +143,16 @@ class Recorder:
         if journey.is_declined:
             # For what its client wrote: no replica more would have helped.
             return
+        asked = self._demand_of(journey)
+        if not journey.found_no_replica:
+            # What was turned away wanted its prompt done too: the planner must see it.
+            asked.count(prompt or journey.prompt_tokens_estimate, cached)
+        asked.output += output
+        asked.refused += journey.outcome is REFUSED
+
+    def _demand_of(self, journey: Journey) -> _Demand:
         deployment_id = journey.asked.deployment_id
         asked = self._demand.get(deployment_id)
         if asked is None:
             asked = self._demand[deployment_id] = _Demand()
-        # What was turned away wanted its prompt done too: the planner must see it.
-        wanted = prompt or journey.prompt_tokens_estimate
-        asked.requests += 1
-        asked.prompt += wanted
-        asked.uncached += wanted - cached
-        asked.output += output
-        asked.refused += journey.outcome is REFUSED
-        asked.no_replica += journey.found_no_replica
+        return asked

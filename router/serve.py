@@ -225,7 +225,9 @@ class Corridor:
         """Wait in the bounded queue, or raise what the client should know instead."""
         name = journey.asked.deployment.name
         nobody = not self._fleet.view(place.lane).slots
-        journey.found_no_replica |= nobody
+        if nobody and not journey.found_no_replica:
+            journey.found_no_replica = True
+            self._recorder.found_no_replica(journey)
         try:
             await self.waiting.wait(place)
         except NoRoom as refusal:

@@ -132,5 +132,5 @@ asks(
 )  # fmt: skip
 asks(
     nodes, "delete", "DELETE", NODE,
-    "Delete a node that is gone and holds no replica. Its certificates are revoked.", "deleted {}",
+    "Delete a node that holds no replica, or was revoked. Its certificates are too.", "deleted {}",
 )  # fmt: skip

@@ -11,7 +11,7 @@ from isochrone.wire.model import Artifact, ArtifactFile
 from isochrone.wire.model_shape import BadConfig, kv_bytes_per_token, shape_of
 
 READ_BYTES: Final = 4 * 1024 * 1024
-HIDDEN: Final = "."
+HIDDEN: Final = (".", "__pycache__")
 """Also of folders: what a download or git keeps beside the files is no part of the model."""
 KINDS: Final = {"BertModel": "embedding", "BertForSequenceClassification": "rerank"}
 """What architectures that read and write nothing are for; all others chat."""

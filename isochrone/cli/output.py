@@ -30,7 +30,7 @@ def show_rows(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], output:
 
 
 def show_one(row: Mapping[str, Any], output: str) -> None:
-    """Print one thing: a line a field, or JSON."""
+    """Print one thing: a line a field, and a line each of a list; or JSON."""
     if output == "json":
         _print_json(row)
         return
@@ -38,7 +38,9 @@ def show_one(row: Mapping[str, Any], output: str) -> None:
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     for name, value in row.items():
-        table.add_row(name, cell(value, name))
+        lines = value if isinstance(value, list) and value else [value]
+        for number, line in enumerate(lines):
+            table.add_row("" if number else name, cell(line, name))
     _print_table(table)
 
 
@@ -67,7 +69,10 @@ def _within(value: Any, name: str) -> str:
 
 def _print_table(table: Table) -> None:
     width = None if sys.stdout.isatty() else PIPED_COLUMNS
-    Console(file=sys.stdout, highlight=False, width=width).print(table)
+    console = Console(file=sys.stdout, highlight=False, width=width)
+    with console.capture() as drawn:
+        console.print(table)
+    click.echo("\n".join(line.rstrip() for line in drawn.get().splitlines()))
 
 
 def _print_json(data: Any) -> None:

@@ -118,7 +118,7 @@ def _added(text: str) -> dict[str, Any]:
             "devices": int(devices),
             "memory_bytes": int(float(gib) * GIB),
         }
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         raise click.UsageError(
             f"cannot read the node {text!r}: write ams=h100-80gx8@80 for eight of 80 GiB in ams"
         ) from error

@@ -10,15 +10,16 @@ import math
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 from ssl import SSLContext
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 from aiohttp import ClientConnectionResetError, web
 from aiohttp.http_exceptions import ContentEncodingError
 
 from isochrone.service.config import ConfigError
-from isochrone.service.handshakes import Census, address_of, secured
+from isochrone.service.handshakes import Census, Factory, address_of, secured
 from isochrone.wire.errors import ApiError, ErrorCode
 
 log = logging.getLogger(__name__)
@@ -99,17 +100,28 @@ def errors_as(encode_error: EncodeError) -> Callable[..., Awaitable[web.StreamRe
     return errors
 
 
-async def read_body(request: web.Request, *, bytes_max: int, timeout_s: float) -> bytes:
+async def read_body(
+    request: web.Request,
+    *,
+    bytes_max: int,
+    timeout_s: float,
+    hold: Callable[[], None] | None = None,
+) -> bytes:
     """Read a whole body within its limits; bytes count after decompression.
 
-    Raises ApiError: 413 past `bytes_max`, 408 past `timeout_s`, 400 where the encoding is broken.
+    Raises ApiError: 413 past `bytes_max`, 408 past `timeout_s`, 400 where the encoding is broken;
+    and what `hold` raises, which is asked first, and before each piece is kept.
     """
+    if hold is not None:
+        hold()
     if (request.content_length or 0) > bytes_max:
         raise _too_large(bytes_max)
     body = bytearray()
     try:
         async with asyncio.timeout(timeout_s):
             async for chunk in request.content.iter_any():
+                if hold is not None:
+                    hold()
                 body += chunk
                 if len(body) > bytes_max:
                     raise _too_large(bytes_max)
@@ -146,7 +158,53 @@ async def open_door(
 
     On exit: stop accepting, give open requests `shutdown_timeout_s`, then cut them.
     """
-    limits = limits or DoorLimits()
+    loop = asyncio.get_running_loop()
+    async with _guarded(app, limits or DoorLimits(), encode_error, ssl_context) as connection:
+        try:
+            listener = await loop.create_server(
+                connection, host, port, backlog=1024, reuse_port=reuse_port or None
+            )
+        except OSError as error:
+            raise cannot_listen(host, port, error) from error
+        try:
+            yield listener.sockets[0].getsockname()[1]
+        finally:
+            listener.close()
+
+
+@asynccontextmanager
+async def open_unix_door(
+    app: web.Application,
+    path: Path,
+    *,
+    limits: DoorLimits | None = None,
+    encode_error: EncodeError = json_error,
+) -> AsyncIterator[None]:
+    """Serve `app` at a socket that only this process's user may open; else as `open_door`."""
+    loop = asyncio.get_running_loop()
+    async with _guarded(app, limits or DoorLimits(), encode_error, None) as connection:
+        # Created closed to everyone else: between bind and chmod there is no open moment.
+        mask = os.umask(0o177)
+        try:
+            listener = await loop.create_unix_server(connection, str(path), backlog=1024)
+        except OSError as error:
+            raise ConfigError(f"cannot listen on {path}: {error.strerror or error}") from error
+        finally:
+            os.umask(mask)
+        try:
+            yield
+        finally:
+            listener.close()
+
+
+@asynccontextmanager
+async def _guarded(
+    app: web.Application,
+    limits: DoorLimits,
+    encode_error: EncodeError,
+    ssl_context: SSLContext | None,
+) -> AsyncIterator[Factory]:
+    """Yield what a listener makes its connections with; on exit, end those that are open."""
     runner = web.AppRunner(
         app,
         handler_cancellation=True,
@@ -165,18 +223,7 @@ async def open_door(
     async with AsyncExitStack() as stack:
         stack.push_async_callback(runner.cleanup)
         shaking = secured(connection, ssl_context, census, limits.head_timeout_s)
-        try:
-            listener = await loop.create_server(
-                await stack.enter_async_context(shaking),
-                host,
-                port,
-                backlog=1024,
-                reuse_port=reuse_port or None,
-            )
-        except OSError as error:
-            raise cannot_listen(host, port, error) from error
-        stack.callback(listener.close)
-        yield listener.sockets[0].getsockname()[1]
+        yield await stack.enter_async_context(shaking)
 
 
 class _GuardedHandler(web.RequestHandler):
@@ -236,6 +283,11 @@ class _GuardedHandler(web.RequestHandler):
         response = self._encode_error(_of_status(status, text, None))
         response.force_close()
         return response
+
+    def log_exception(self, *args: Any, **named: Any) -> None:
+        """Log what went wrong here; of a body that cannot be read its sender was told."""
+        if not isinstance(named.get("exc_info"), web.RequestPayloadError):
+            super().log_exception(*args, **named)
 
     def _head_is_late(self) -> None:
         if self._request_count == 0 and self._current_request is None:

@@ -1,7 +1,7 @@
 """Work that blocks, from an event loop: in a thread, and to its end whoever goes meanwhile."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -9,13 +9,24 @@ T = TypeVar("T")
 
 
 async def to_its_end(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Run `work` in a thread. A cancelled caller waits for it too, and then goes.
+    """Run `work` in a thread. A caller that is cancelled, however often, waits, and then goes.
 
     A thread cannot be cancelled: left alone it would still write while the next writer begins.
     """
-    working = asyncio.ensure_future(asyncio.to_thread(work, *args, **kwargs))
-    try:
-        return await asyncio.shield(working)
-    except asyncio.CancelledError:
-        await asyncio.wait([working])
-        raise
+    return await ended(asyncio.to_thread(work, *args, **kwargs))
+
+
+async def ended(work: Awaitable[T]) -> T:
+    """Wait until `work` has ended. A caller that is cancelled, however often, then goes."""
+    working = asyncio.ensure_future(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not working.done():
+        try:
+            await asyncio.wait((working,))
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        # Looked at, lest it be logged as never looked at: there is nobody to tell it.
+        working.exception()
+        raise cancelled
+    return working.result()

@@ -18,6 +18,19 @@ QUANTISED_BITS: Final = {
 }
 """Bits per weight by method, group scales included."""
 
+FAMILIES: Final[Mapping[str, Mapping[str, object]]] = {
+    "gemma2": {"head_dim": 256, "sliding_window_pattern": 2, "tie_word_embeddings": True},
+    "gemma3_text": {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "vocab_size": 262_208,
+        "sliding_window_pattern": 6,
+        "tie_word_embeddings": True,
+    },
+}
+"""What configs of a family leave out, where it is not what others mean by that."""
+
 Config = Mapping[str, object]
 
 
@@ -31,9 +44,12 @@ def shape_of(config: Config) -> ModelShape:
     quantised = config.get("quantization_config")
     if isinstance(nested, Mapping):
         config = {**config, **nested}
+    config = {**FAMILIES.get(str(config.get("model_type")), {}), **config}
     layers = _size(config, "num_hidden_layers")
     hidden = _size(config, "hidden_size")
     heads = _size(config, "num_attention_heads")
+    if hidden < heads:
+        raise BadConfig(f"cannot read the config: hidden_size {hidden} over {heads} heads")
     kv_heads = _size(config, "num_key_value_heads", heads)
     head_size = _size(config, "head_dim", hidden // heads)
     if kv_heads > heads or heads % kv_heads:
@@ -52,7 +68,7 @@ def shape_of(config: Config) -> ModelShape:
         sliding_window=_size(config, "sliding_window", 0),
         sliding_layers=_sliding_layers(config, layers),
         experts=experts,
-        experts_active=_size(config, "num_experts_per_tok", 0) if experts else 0,
+        experts_active=_size(config, "num_experts_per_tok", experts) if experts else 0,
         parameters=_dense_parameters(
             config, layers, hidden, heads * head_size, kv_heads * head_size
         )
@@ -78,7 +94,7 @@ def _size(config: Config, name: str, default: int | None = None) -> int:
         return default
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise BadConfig(f"cannot read the config: {name} is {value!r}, give a whole number")
-    if value == 0 and default is None:
+    if value == 0 and default != 0:
         raise BadConfig(f"cannot read the config: {name} is 0")
     return value
 
@@ -93,7 +109,7 @@ def _sliding_layers(config: Config, layers: int) -> int:
     pattern = _size(config, "sliding_window_pattern", 0)
     if pattern > 1:  # each so-many-th layer looks back over everything
         return layers - layers // pattern
-    return layers
+    return max(0, layers - _size(config, "max_window_layers", 0))
 
 
 def _experts(config: Config, layers: int, hidden: int) -> tuple[int, int]:
@@ -137,6 +153,11 @@ def _dense_parameters(config: Config, layers: int, hidden: int, q: int, kv: int)
 def _weight_bits(quantised: Config) -> float:
     method = str(quantised.get("quant_method", ""))
     bits = quantised.get("bits") or quantised.get("w_bit")
+    groups = quantised.get("config_groups")
+    if isinstance(groups, Mapping):
+        weights = [group.get("weights") for group in groups.values() if isinstance(group, Mapping)]
+        packed = [one.get("num_bits") for one in weights if isinstance(one, Mapping)]
+        bits = max((one for one in packed if isinstance(one, int)), default=bits)
     if isinstance(bits, int) and 1 <= bits <= 16:
         return bits + (0.5 if bits < 8 else 0.0)
     return QUANTISED_BITS.get(method, 16.0)

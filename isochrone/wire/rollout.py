@@ -77,7 +77,7 @@ class RolloutSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     model_id: ModelId
     engine: EngineSettings
-    steps: tuple[RolloutStep, ...] = STEPS
+    steps: Annotated[tuple[RolloutStep, ...], msgspec.Meta(min_length=1)] = STEPS
     bounds: RolloutBounds = RolloutBounds()
 
 

@@ -30,7 +30,8 @@ class Choice:
     reader: CallReader | None = None
     """Reads calls of tools out of the text, where the request has tools."""
     text: list[str] = field(default_factory=list)
-    text_chars: int = 0
+    spelled_chars: int = 0
+    """Characters of all tokens of which log-probabilities were told."""
     calls: list[dict[str, Any]] = field(default_factory=list)
     sampled: list[Sampled] = field(default_factory=list)
     output_tokens: int = 0
@@ -89,7 +90,6 @@ class Answer:
             self._chunk(choice.index, part, None if place else logprobs, None)
             for place, part in enumerate(parts)
         ]
-        choice.text_chars += len(delta.text)
         if choice.finish is not None:
             frames.append(self._chunk(choice.index, {}, None, choice.finish))
         return frames
@@ -180,14 +180,17 @@ class Answer:
         if self.chat:
             return {"content": [self._entry(one) for one in sampled], "refusal": None}
         offsets: list[int] = []
-        at = choice.text_chars
         for one in sampled:
-            offsets.append(at)
-            at += len(self._spell(one.token))
+            offsets.append(choice.spelled_chars)
+            choice.spelled_chars += len(self._spell(one.token))
         return {
             "tokens": [self._spell(one.token) for one in sampled],
             "token_logprobs": [one.logprob for one in sampled],
-            "top_logprobs": [{self._spell(t): p for t, p in one.top} for one in sampled],
+            # The sampled token is always among them.
+            "top_logprobs": [
+                {self._spell(t): p for t, p in ((one.token, one.logprob), *one.top)}
+                for one in sampled
+            ],
             "text_offset": offsets,
         }
 

@@ -40,6 +40,8 @@ class Asked:
     standing: Standing = field(default_factory=Standing)
     predicted: Ordered[int] = ()
     """Tokens that the caller expects."""
+    goes_on: bool = False
+    """Whether the answers go on from text at the prompt's end."""
 
     @property
     def answers(self) -> int:
@@ -132,7 +134,7 @@ class Clients:
         return Generation(
             Sequence(number, tokens.copy(), ending, kept, asked.adapter, asked.standing),
             Sampler(params, tokens.copy() if params.penalised else [], own),
-            TokenText(self._vocabulary, asked.shown),
+            TokenText(self._vocabulary, asked.shown, goes_on=asked.goes_on),
             StopStrings(ask.stops),
             drafter,
             choice,

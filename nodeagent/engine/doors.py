@@ -31,8 +31,6 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 LONG_TEXT_CHARS: Final = 16_384
 """Longer texts are tokenised off the event loop."""
-_GIVES_BACK: Final = frozenset({"/drain", "/v1/unload_lora_adapter"})
-"""What is posted here takes no memory."""
 
 
 class Server(ABC):
@@ -70,7 +68,7 @@ class Server(ABC):
     def app(self) -> web.Application:
         """Build the application."""
         app = web.Application(
-            middlewares=[name_requests, errors_as(_as_openai), self._within_memory],
+            middlewares=[name_requests, errors_as(as_openai)],
             client_max_size=self.config.body_bytes_max,
         )
         registry = CollectorRegistry()
@@ -118,10 +116,11 @@ class Server(ABC):
         self.entrance.draining = True
         return as_json({"draining": True, "open": self.entrance.open})
 
-    async def body(self, request: web.Request) -> bytes:
-        """Read a request's body within its limits."""
+    async def body(self, request: web.Request, *, gives_back: bool = False) -> bytes:
+        """Read a request's body within its limits, and memory's, unless it gives memory back."""
+        hold = None if gives_back else self._memory.hold
         limit, timeout_s = self.config.body_bytes_max, self.config.client_stall_s
-        return await read_body(request, bytes_max=limit, timeout_s=timeout_s)
+        return await read_body(request, bytes_max=limit, timeout_s=timeout_s, hold=hold)
 
     def hold_alive(self) -> None:
         """Refuse where no step will come."""
@@ -132,12 +131,6 @@ class Server(ABC):
 
     def _counts(self) -> Mapping[str, float]:
         return {**self.worker.counts(), **self.counts(), **self._memory.counts()}
-
-    @web.middleware
-    async def _within_memory(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        if request.method == "POST" and request.path not in _GIVES_BACK:
-            self._memory.hold()
-        return await handler(request)
 
 
 @web.middleware
@@ -158,5 +151,6 @@ def as_json(body: Any, status: int = 200) -> web.Response:
     )
 
 
-def _as_openai(error: ApiError) -> web.Response:
+def as_openai(error: ApiError) -> web.Response:
+    """Answer an error in OpenAI's shape."""
     return error_response(error, msgspec.json.encode(openai_error(error)))

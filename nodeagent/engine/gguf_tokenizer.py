@@ -21,6 +21,18 @@ from nodeagent.engine.vocabulary import Vocabulary, try_out
 _CONTROL: Final = 3
 _USER_DEFINED: Final = 4
 _SPACE: Final = "\u2581"
+_ENDS: Final = frozenset(
+    {
+        "<|eot_id|>",
+        "<|eom_id|>",
+        "<|end_of_text|>",
+        "<|im_end|>",
+        "<|endoftext|>",
+        "<|end|>",
+        "</s>",
+    }
+)
+"""Special tokens that end an answer wherever there are any: many files name only one of theirs."""
 _PIECE_CHARS_MAX: Final = 256
 _LLAMA3_SPLIT: Final = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
@@ -64,7 +76,8 @@ def vocabulary_of_gguf(path: Path, metadata: dict[str, Any]) -> Vocabulary:
     return Vocabulary(
         tokenizer=tokenizer,
         byte_level=byte_level,
-        stop_ids=frozenset(token for token in ends if token is not None),
+        stop_ids=frozenset(token for token in ends if token is not None)
+        | {token for token in special_ids if tokens[token] in _ENDS},
         special_ids=frozenset(special_ids),
         chat_template=template if isinstance(template, str) else None,
         bos_token=bos,
@@ -168,7 +181,8 @@ def _pre_tokenizer(path: Path, kind: Any) -> Any:
         return plain
     if kind == "smollm":
         return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), plain])
-    patterns = {"llama-bpe": _LLAMA3_SPLIT, "qwen2": _QWEN2_SPLIT}
+    patterns = {"llama-bpe": _LLAMA3_SPLIT}
+    patterns |= dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN2_SPLIT)
     if not isinstance(kind, str) or kind not in patterns:
         raise CheckpointError(f"cannot load {path}: pre-tokenizer {kind!r} is unsupported")
     return pre_tokenizers.Sequence(

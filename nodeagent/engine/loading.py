@@ -108,7 +108,11 @@ def load(config: EngineConfig, crew: Crew | None = None) -> Loaded:
         engine=_engine(config, runner, own.blocks, shape, ahead),
         vocabulary=vocabulary,
         template=(
-            ChatTemplate(template, vocabulary.bos_token, vocabulary.eos_token) if template else None
+            ChatTemplate(
+                *(template, vocabulary.bos_token, vocabulary.eos_token, vocabulary.special_tokens)
+            )
+            if template
+            else None
         ),
         context_tokens=context,
         weights_bytes=weights_bytes,

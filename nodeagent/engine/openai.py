@@ -37,7 +37,42 @@ class StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
 
 
-class Knobs(Constrained, kw_only=True):
+class Lacked(Constrained, kw_only=True):
+    """What other engines can and this one cannot; another value than the one here is refused."""
+
+    add_generation_prompt: Any = True
+    allowed_token_ids: Any = None
+    audio: Any = None
+    bad_words: Any = None
+    chat_template: Any = None
+    documents: Any = None
+    ebnf: Any = None
+    echo: Any = False
+    functions: Any = None
+    grammar: Any = None
+    guided_grammar: Any = None
+    include_stop_str_in_output: Any = False
+    json_schema: Any = None
+    length_penalty: Any = 1
+    logits_processors: Any = None
+    min_tokens: Any = 0
+    mirostat: Any = 0
+    no_stop_trim: Any = False
+    prompt_logprobs: Any = None
+    regex: Any = None
+    repeat_penalty: Any = 1
+    skip_special_tokens: Any = True
+    suffix: Any = None
+    truncate_prompt_tokens: Any = None
+    typical_p: Any = 1
+    use_beam_search: Any = False
+    web_search_options: Any = None
+
+
+_NOTHING_LACKED: Final = Lacked()
+
+
+class Knobs(Lacked, kw_only=True):
     """The fields that chat and plain completions share."""
 
     model: str | None = None
@@ -69,6 +104,7 @@ class Message(msgspec.Struct):
     tool_calls: Annotated[list[CallSpec], Meta(max_length=1024)] | None = None
     tool_call_id: str | None = None
     name: str | None = None
+    reasoning_content: str | None = None
 
 
 class Prediction(msgspec.Struct):
@@ -90,7 +126,9 @@ class ChatBody(Knobs, kw_only=True):
     parallel_tool_calls: bool | None = None
     continue_final_message: bool | None = None
     """As vLLM names it: the last message is the assistant's and goes on."""
-    functions: list[Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    """As vLLM names it: what else the chat template asks about."""
+    reasoning_effort: str | None = None
     modalities: list[str] | None = None
     prediction: Prediction | None = None
 
@@ -100,9 +138,7 @@ class CompletionBody(Knobs, kw_only=True):
 
     prompt: str | Annotated[list[Any], Meta(min_length=1)]
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    echo: bool | None = None
     best_of: int | None = None
-    suffix: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +165,7 @@ _completion_decoder = msgspec.json.Decoder(CompletionBody)
 def read_chat(body: bytes, bytes_max: int) -> ChatBody:
     """Decode a chat body and refuse what the engine lacks."""
     chat: ChatBody = decoded(body, _chat_decoder, bytes_max)
-    if chat.functions:
-        raise _unsupported("functions", "functions is a field of the past; give them as tools")
+    _refuse_lacked(chat)
     if set(chat.modalities or ()) - {"text"}:
         raise _unsupported("modalities", "modalities other than text are not supported")
     if chat.top_logprobs is not None and not chat.logprobs:
@@ -141,9 +176,7 @@ def read_chat(body: bytes, bytes_max: int) -> ChatBody:
 def read_completion(body: bytes, bytes_max: int) -> CompletionBody:
     """Decode a completion body and refuse what the engine lacks."""
     completion: CompletionBody = decoded(body, _completion_decoder, bytes_max)
-    for name in ("echo", "suffix"):
-        if getattr(completion, name):
-            raise _unsupported(name, f"{name} is not supported by this engine")
+    _refuse_lacked(completion)
     if completion.best_of not in (None, completion.n or 1):
         raise _unsupported("best_of", "best_of other than n is not supported by this engine")
     return completion
@@ -179,6 +212,12 @@ def begun_of(chat: ChatBody) -> str:
     if last.role != "assistant" or last.tool_calls:
         raise refused("continue_final_message", "cannot go on: the last message is no answer")
     return _text(last.content)
+
+
+def wishes_of(chat: ChatBody) -> dict[str, Any]:
+    """Return what the caller says of the chat template's own questions."""
+    effort = {"reasoning_effort": chat.reasoning_effort} if chat.reasoning_effort else {}
+    return {**effort, **(chat.chat_template_kwargs or {})}
 
 
 def prediction_of(chat: ChatBody) -> str:
@@ -246,6 +285,13 @@ def unknown_model(name: str, served: str) -> ApiError:
     )
 
 
+def _refuse_lacked(body: Lacked) -> None:
+    for name in Lacked.__annotations__:
+        value, harmless = getattr(body, name), getattr(_NOTHING_LACKED, name)
+        if value not in (None, harmless, "", [], {}):
+            raise _unsupported(name, f"{name} is not supported by this engine")
+
+
 def _unsupported(param: str, message: str) -> ApiError:
     return refused(param, f"cannot serve this request: {message}")
 
@@ -268,6 +314,8 @@ def _message(message: Message) -> dict[str, Any]:
         told["tool_call_id"] = message.tool_call_id
     if message.name is not None:
         told["name"] = message.name
+    if message.reasoning_content is not None:
+        told["reasoning_content"] = message.reasoning_content
     return told
 
 

@@ -36,6 +36,7 @@ from nodeagent.engine.openai import (
     read_chat,
     read_completion,
     refused,
+    wishes_of,
 )
 from nodeagent.engine.parallel.crew import Crew
 from nodeagent.engine.standing import said_of, standing_of
@@ -112,7 +113,9 @@ class EngineServer(Server):
 
     async def unload_adapter(self, request: web.Request) -> web.Response:
         """Forget an adapter; what runs with it goes on."""
-        return as_json({"unloaded": self.adapters.unload(await self.body(request))})
+        return as_json(
+            {"unloaded": self.adapters.unload(await self.body(request, gives_back=True))}
+        )
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """Answer a chat."""
@@ -124,11 +127,13 @@ class EngineServer(Server):
             raise refused("messages", "cannot chat: this model has no chat template")
         tools = tools_of(body.tools, body.tool_choice, body.parallel_tool_calls)
         try:
-            text = template.render(messages_of(body), tools.told if tools else ())
+            told = tools.told if tools else ()
+            text = template.render(messages_of(body), told, wishes_of(body))
         except UnusableChat as error:
             raise refused("messages", str(error)) from error
         tokens = await self._tokenise(text, "messages", special=False)
-        tokens += await self._tokenise(begun_of(body), "messages", special=False)
+        begun = template.as_text(begun_of(body))
+        tokens += await self._tokenise(begun, "messages", special=False)
         calling = Calling.of(tools, template, self.loaded.vocabulary)
         predicted = await self._tokenise(prediction_of(body), "prediction", special=False)
         return await self._generate(request, body, [tokens], calling, predicted)
@@ -238,6 +243,7 @@ class EngineServer(Server):
             adapter=adapter,
             standing=standing_of(request.headers, salt, time.monotonic()),
             predicted=predicted,
+            goes_on=not isinstance(body, ChatBody) or bool(body.continue_final_message),
         )
 
     def _ending(self, body: ChatBody | CompletionBody, ask: Ask, tokens: list[int]) -> Ending:

@@ -10,18 +10,21 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 import msgspec
-from aiohttp import web
 
 from isochrone.service.config import ConfigError
+from isochrone.service.door import DoorLimits, open_unix_door
 from isochrone.wire.engine import EngineConfig
-from nodeagent.engine.doors import Server
-from nodeagent.engine.listening import clear_socket, listen
+from nodeagent.engine.doors import Server, as_openai
+from nodeagent.engine.listening import clear_socket
 from nodeagent.engine.models.shape import CheckpointError
 
 log = logging.getLogger(__name__)
 
 _FAILED_S: Final = 1.0
 _STEP_END_S: Final = 10.0
+_LIMITS: Final = DoorLimits(head_timeout_s=2.0, shutdown_timeout_s=1.0)
+"""An agent on this machine sends a head at once. Who asks nothing is gone before the agent, whom
+they may keep out for want of descriptors, has missed as many answers as it takes for an outage."""
 
 Loaded = TypeVar("Loaded")
 
@@ -59,21 +62,17 @@ async def serve(
 
     server = begin(loaded, on_death)
     server.worker.start()
-    runner = web.AppRunner(
-        server.app(), handler_cancellation=True, shutdown_timeout=1.0, access_log=None
-    )
-    await runner.setup()
+    path = Path(config.socket)
     try:
-        await listen(runner, Path(config.socket))
-        _say_ready(config, server, time.monotonic() - started_s)
-        death = asyncio.create_task(died.wait())
-        await asyncio.wait({death, stop}, return_when=asyncio.FIRST_COMPLETED)
-        death.cancel()
-        await _end(config, server)
+        async with open_unix_door(server.app(), path, limits=_LIMITS, encode_error=as_openai):
+            _say_ready(config, server, time.monotonic() - started_s)
+            death = asyncio.create_task(died.wait())
+            await asyncio.wait({death, stop}, return_when=asyncio.FIRST_COMPLETED)
+            death.cancel()
+            await _end(config, server)
     finally:
         stop.cancel()
-        await runner.cleanup()
-        Path(config.socket).unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
     return 1 if server.worker.died else 0
 
 

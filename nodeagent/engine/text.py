@@ -14,13 +14,22 @@ from nodeagent.engine.vocabulary import Vocabulary
 class TokenText:
     """Decodes one sequence's tokens as they come."""
 
-    def __init__(self, vocabulary: Vocabulary, shown: Mapping[int, str] | None = None) -> None:
-        """Decode by `vocabulary`; `shown` are special tokens that count as text here."""
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        shown: Mapping[int, str] | None = None,
+        *,
+        goes_on: bool = False,
+    ) -> None:
+        """Decode by `vocabulary`; `shown` are special tokens that count as text here.
+
+        What `goes_on` does so from text before it, else it begins one.
+        """
         self._vocabulary = vocabulary
         self._shown = {token: text.encode() for token, text in (shown or {}).items()}
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         # SentencePiece spells the space before the first word; decoding drops it.
-        self._strip_first = not vocabulary.byte_level
+        self._strip_first = not vocabulary.byte_level and not goes_on
 
     def feed(self, token: int) -> str:
         """Return the text that is complete with `token`."""

@@ -114,10 +114,12 @@ class Tools:
             raise refused(
                 answer.param, f"cannot obey both {answer.param} and a tool_choice that must call"
             )
-        if not self.must and answer is None:
+        # A call may come or not, but a strict tool's is as its parameters say.
+        speech = not self.must and answer is None
+        if speech and not any(tool.strict for tool in self.callable):
             return None
         try:
-            calls = grammar_of_calls(self.callable, how, self.calls_max, special)
+            calls = grammar_of_calls(self.callable, how, self.calls_max, special, speech=speech)
         except UnusableGrammar as error:
             raise refused("tools", str(error)) from error
         return calls if answer is None else either(answer, calls)
@@ -149,12 +151,12 @@ def tools_of(specs: list[ToolSpec] | None, choice: Choice, parallel: bool | None
 
 
 def in_words(
-    messages: list[dict[str, Any]], tools: tuple[Tool, ...], how: ToolFormat
+    messages: list[dict[str, Any]], described: list[dict[str, Any]], how: ToolFormat
 ) -> list[dict[str, Any]]:
     """Return `messages` for a template that knows no tools: calls and results as plain text."""
     told = [_worded(message, how) for message in messages]
-    if tools:
-        words = _words(tools, how)
+    if described:
+        words = _words(described, how)
         if told and told[0]["role"] == "system":
             told[0] = {**told[0], "content": f"{told[0]['content']}\n\n{words}"}
         else:
@@ -221,8 +223,8 @@ def _worded(message: dict[str, Any], how: ToolFormat) -> dict[str, Any]:
     return {"role": message["role"], "content": f"{said}{how.before}{written}{how.after}"}
 
 
-def _words(tools: tuple[Tool, ...], how: ToolFormat) -> str:
-    listed = "\n".join(json.dumps(tool.described(), ensure_ascii=False) for tool in tools)
+def _words(described: list[dict[str, Any]], how: ToolFormat) -> str:
+    listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in described)
     example = f'{{"name": <function name>, "{how.arguments_key}": <object of arguments>}}'
     return (
         "You may call functions to help with the user's query. These are their signatures:\n"

@@ -15,6 +15,8 @@ from nodeagent.engine.checkpoint.config import DecoderConfig, read_beside, read_
 from nodeagent.engine.models.shape import CheckpointError
 
 _SPACE: Final = "\u2581"
+SEAM: Final = "\ufdd0"
+"""No character: what stands on both sides of it in a chat is tokenised apart."""
 
 
 @dataclass(slots=True)
@@ -39,10 +41,15 @@ class Vocabulary:
 
     def encode(self, text: str, *, special: bool) -> list[int]:
         """Tokenise `text`; `special` adds what the model wants around a plain prompt (BOS)."""
-        # A batch of one: only batches leave the interpreter to other threads meanwhile.
-        (encoding,) = self.tokenizer.encode_batch([text], add_special_tokens=special)
-        ids: list[int] = encoding.ids
-        return ids
+        parts = [text] if special else text.split(SEAM)
+        # A batch: only batches leave the interpreter to other threads meanwhile.
+        encodings = self.tokenizer.encode_batch(parts, add_special_tokens=special)
+        return [token for encoding in encodings for token in encoding.ids]
+
+    @property
+    def special_tokens(self) -> list[str]:
+        """The special tokens, as they are written."""
+        return [str(self.tokenizer.id_to_token(token)) for token in sorted(self.special_ids)]
 
     def tokens_least(self, text: str) -> int:
         """Return how many tokens `text` must take at least, without tokenising it."""
@@ -136,10 +143,11 @@ def vocabulary_of_folder(folder: Path, config: DecoderConfig) -> Vocabulary:
     stop_ids = {token for ids in stops for token in (ids if isinstance(ids, list) else [ids])}
     stop_ids.add(tokenizer.token_to_id(eos_token))
     added = tokenizer.get_added_tokens_decoder()
+    tokens = range(tokenizer.get_vocab_size(with_added_tokens=True))
     return Vocabulary(
         tokenizer=tokenizer,
         byte_level=byte_level,
-        stop_ids=frozenset(token for token in stop_ids if token is not None),
+        stop_ids=frozenset(token for token in stop_ids if token in tokens),
         special_ids=frozenset(token for token, value in added.items() if value.special),
         chat_template=_template(folder, settings),
         bos_token=_content(settings.bos_token),

@@ -59,8 +59,10 @@ class Worker(StepThread):
         self._send(number)
 
     def counts(self) -> Mapping[str, float]:
-        """Return what was so after the last step."""
-        return self._counts
+        """Return what was so after the last step; its rates for as long as they say anything."""
+        if self._rates.are_known(time.monotonic()):
+            return self._counts
+        return {**self._counts, "prefill_tokens_per_s": 0.0, "decode_tokens_per_s": 0.0}
 
     def has_work(self) -> bool:
         """True where a step is due or under way."""
@@ -104,7 +106,7 @@ class Worker(StepThread):
             stepped = self._engine.step(started_s)
             self._progress_s = time.monotonic()
             step_s = self._progress_s - started_s
-            self._rates.note(stepped, step_s)
+            self._rates.note(stepped, step_s, self._progress_s)
             self._engine.batching.pace.note(stepped.prefill_tokens, stepped.decode_tokens, step_s)
             self._engine.timed(stepped, step_s)
             self._counts = self._count()

@@ -12,6 +12,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -35,6 +36,14 @@ _DIGEST: Final = re.compile("[0-9a-f]{64}")
 Progress = Callable[[int], None]
 
 
+@dataclass(slots=True)
+class _Coming:
+    """An artifact on its way here."""
+
+    size_bytes: int
+    fetched_bytes: int = 0
+
+
 class Artifacts:
     """The artifacts below `folder`. One fetch of an artifact at a time; others wait for it."""
 
@@ -55,7 +64,7 @@ class Artifacts:
         self.link = link
         self._fetching: dict[str, asyncio.Lock] = {}
         self._making_room = asyncio.Lock()
-        self._fetched_bytes: dict[str, int] = {}
+        self._coming: dict[str, _Coming] = {}
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     def held(self) -> tuple[str, ...]:
@@ -71,7 +80,8 @@ class Artifacts:
 
     def fetched_bytes(self, digest: str) -> int | None:
         """Return how much of an artifact is here while it is being fetched; None otherwise."""
-        return self._fetched_bytes.get(digest)
+        coming = self._coming.get(digest)
+        return coming.fetched_bytes if coming else None
 
     def files_of(self, digest: str) -> list[Path]:
         """Return the files of an artifact that is whole on this disk."""
@@ -82,8 +92,8 @@ class Artifacts:
         kept = self._kept()
         held = sum(artifact.size_bytes for artifact in kept)
         spare = sum(artifact.size_bytes for artifact in kept if artifact.digest not in pinned)
-        on_disk = shutil.disk_usage(self._folder).free + spare
-        return max(0, min(on_disk, self._budget_bytes - held + spare))
+        on_disk = self._free_bytes() + spare
+        return max(0, min(on_disk, self._budget_left_bytes() - held + spare))
 
     async def ensure(
         self,
@@ -107,17 +117,17 @@ class Artifacts:
                 await asyncio.to_thread(os.utime, target)
                 progress(artifact.size_bytes)
                 return target
-            self._fetched_bytes[artifact.digest] = 0
             try:
                 async with self._making_room:
                     await to_its_end(self._make_room, artifact, pinned)
+                    self._coming[artifact.digest] = _Coming(artifact.size_bytes)
                 await self._fetch_all(artifact, target, progress, self.link.slower(bytes_per_s))
             except OSError as error:
                 raise ArtifactError(
                     f"cannot keep {artifact.source}: {error.strerror or error}"
                 ) from error
             finally:
-                del self._fetched_bytes[artifact.digest]
+                self._coming.pop(artifact.digest, None)
         return target
 
     async def _fetch_all(
@@ -127,7 +137,7 @@ class Artifacts:
         done = 0
 
         def tell(size: int) -> None:
-            self._fetched_bytes[artifact.digest] = done + size
+            self._coming[artifact.digest].fetched_bytes = done + size
             progress(done + size)
 
         for file in artifact.files:
@@ -181,34 +191,43 @@ class Artifacts:
         drop = evict(
             self._kept(),
             {*pinned, artifact.digest},
-            budget_bytes=self._budget_bytes,
+            budget_bytes=self._budget_left_bytes(),
             needed_bytes=artifact.size_bytes,
         )
         if drop is None:
             raise ArtifactError(
                 f"cannot fetch {artifact.source}: {artifact.size_bytes} bytes do not fit in the "
-                f"disk budget of {self._budget_bytes} beside the artifacts in use"
+                f"disk budget of {self._budget_bytes} beside the artifacts in use and on their way"
             )
         for digest in drop:
             log.info("artifact dropped", extra={"fields": {"digest": digest}})
             # Dropped by one rename, as it came: half of it must never be taken for the whole.
             partial = (self._folder / digest).rename(self._folder / f"{digest}.partial")
             shutil.rmtree(partial)
-        free = shutil.disk_usage(self._folder).free
+        free = self._free_bytes()
         # What an earlier fetch left is gone on from.
         needed = artifact.size_bytes - _size_of(self._folder / f"{artifact.digest}.partial")
         if free < needed:
-            self._drop_left_partials()
-            free = shutil.disk_usage(self._folder).free
+            self._drop_left_partials(artifact.digest)
+            free = self._free_bytes()
         if free < needed:
             raise ArtifactError(
                 f"cannot fetch {artifact.source}: {needed} bytes needed, the disk has {free} free"
             )
 
-    def _drop_left_partials(self) -> None:
+    def _free_bytes(self) -> int:
+        """Return what is free on the disk and stays so once all that is on its way has come."""
+        coming = sum(one.size_bytes - one.fetched_bytes for one in tuple(self._coming.values()))
+        return shutil.disk_usage(self._folder).free - coming
+
+    def _budget_left_bytes(self) -> int:
+        """Return the budget of what is whole, beside what is on its way."""
+        return self._budget_bytes - sum(one.size_bytes for one in tuple(self._coming.values()))
+
+    def _drop_left_partials(self, wanted: str) -> None:
         """Remove what earlier fetches left that nobody goes on with now."""
         for folder in self._folder.glob("*.partial"):
-            if folder.stem not in self._fetched_bytes:
+            if folder.stem != wanted and folder.stem not in self._coming:
                 log.info("partial artifact dropped", extra={"fields": {"digest": folder.stem}})
                 shutil.rmtree(folder)
 

@@ -20,6 +20,7 @@ import msgspec
 
 from isochrone.service.answers import read_answer
 from isochrone.service.files import write_atomic
+from isochrone.service.threads import ended
 from isochrone.wire.assignment import ReplicaSpec
 from isochrone.wire.engine import EngineStats
 from nodeagent.drivers import DRIVERS
@@ -196,10 +197,10 @@ class Engines:
         """Start an engine for `spec`, or none where cancelled; raises OSError or UnknownOption."""
         starting = asyncio.create_task(self._start(spec, artifact))
         try:
-            return await asyncio.shield(starting)
+            return await ended(starting)
         except asyncio.CancelledError:
             with suppress(OSError, UnknownOption):
-                await (await starting).stop(kill=True)
+                await ended(starting.result().stop(kill=True))
             raise
 
     async def _start(self, spec: ReplicaSpec, artifact: Path) -> Engine:
@@ -250,6 +251,10 @@ class Engines:
                 started = msgspec.json.decode(path.read_bytes(), type=Started)
             except (OSError, msgspec.DecodeError) as error:
                 log.warning("unreadable", extra={"fields": {"path": str(path), "why": str(error)}})
+                # Whose it is nobody can say: it would hold its devices for ever.
+                pid = group_that_writes(path.parent / LOG)
+                signal_group(pid, start_time(pid), signal.SIGKILL)
+                shutil.rmtree(path.parent, ignore_errors=True)
                 continue
             if started.boot not in ("", boot_id()):
                 shutil.rmtree(path.parent, ignore_errors=True)

@@ -1,7 +1,6 @@
 """The mock's socket: OpenAI bodies in, frames out, with the doors that an agent asks at."""
 
 import asyncio
-import os
 import secrets
 import signal
 import time
@@ -13,7 +12,7 @@ from typing import Any, Final
 import msgspec
 from aiohttp import web
 
-from isochrone.service.door import error_response, errors_as, read_body
+from isochrone.service.door import error_response, errors_as, open_unix_door, read_body
 from isochrone.wire import headers
 from isochrone.wire.engine import EngineConfig, EngineHealth
 from isochrone.wire.errors import ApiError, ErrorCode, openai_error
@@ -54,18 +53,15 @@ class Server:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stopping.set)
-        runner = web.AppRunner(self.app(), handler_cancellation=True, access_log=None)
-        await runner.setup()
-        # What an earlier life left goes, and nobody but our user gets in.
-        Path(self._config.socket).unlink(missing_ok=True)
-        os.umask(0o077)
-        await web.UnixSite(runner, self._config.socket).start()
-        await stopping.wait()
-        self._draining = True
-        with suppress(TimeoutError):
-            async with asyncio.timeout(self._config.drain_s):
-                await self._idle.wait()
-        await runner.cleanup()
+        path = Path(self._config.socket)
+        # What an earlier life left goes.
+        path.unlink(missing_ok=True)
+        async with open_unix_door(self.app(), path, encode_error=_as_openai):
+            await stopping.wait()
+            self._draining = True
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._config.drain_s):
+                    await self._idle.wait()
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         if self._draining:

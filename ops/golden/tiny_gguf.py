@@ -28,8 +28,16 @@ def _neighbours(weight: Tensor, heads: int) -> Tensor:
     return weight.view(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
 
 
-def write_gguf(path: Path, family: str, metadata: dict[str, Any] | None = None) -> None:
-    """Write the tiny model, with more `metadata` (of its tokenizer) where it is given."""
+def write_gguf(
+    path: Path,
+    family: str,
+    metadata: dict[str, Any] | None = None,
+    vectors: dict[str, int] | None = None,
+) -> None:
+    """Write the tiny model, with more `metadata` (of its tokenizer) where it is given.
+
+    Vectors by these names, so long, are in it too.
+    """
     config = tiny.config_of(family)
     kind = ARCHITECTURES[family]
     writer = GGUFWriter(path, NAMES.get(kind, "qwen3moe"))
@@ -53,6 +61,8 @@ def write_gguf(path: Path, family: str, metadata: dict[str, Any] | None = None) 
         writer.add_expert_feed_forward_length(tiny.EXPERT_WIDE)
     if family == "llama":
         writer.add_tensor("rope_freqs.weight", _rope_factors().numpy())
+    for name, length in (vectors or {}).items():
+        writer.add_tensor(name, torch.ones(length).numpy())
     for key, value in (metadata or {}).items():
         _add(writer, key, value)
     names = get_tensor_name_map(kind, tiny.LAYERS)

@@ -28,6 +28,9 @@ async def create_rollout(call: Call) -> RolloutView:
         steps=body.steps,
         bounds=body.bounds,
     )
+    if await catalogue.get_model(call.connection, spec.model_id) is None:
+        words = f"cannot roll out: no model {spec.model_id}"
+        raise ApiError(ErrorCode.NOT_FOUND, words, param="model_id")
     problem = await _problem(call, spec)
     if (spec.model_id, spec.engine) == (deployment.model_id, deployment.engine):
         problem = "the model and the engine are those that already serve"
@@ -109,8 +112,6 @@ async def _happened(call: Call, event: Event) -> RolloutView:
 
 
 async def _problem(call: Call, spec: RolloutSpec) -> str:
-    if await catalogue.get_model(call.connection, spec.model_id) is None:
-        return f"there is no model {spec.model_id}"
     wrong = engine_problem(spec.engine)
     if wrong is not None:
         return wrong.words

@@ -63,6 +63,9 @@ class Routers:
             metrics.REFUSED_ROWS.labels(kind).inc(rows)
             fields = {"router": peer.name, "kind": kind, "rows": rows, "reason": reason}
             log.warning("rows refused", extra={"fields": fields})
+        if isinstance(message, Demand) and any(row.no_replica for row in message.rows):
+            # Somebody waits for a first replica.
+            self._acting.nudge_place()
         if not isinstance(message, RoundTrips):
             peer.tell(_acknowledged(message, refused))
 

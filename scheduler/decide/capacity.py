@@ -42,6 +42,9 @@ NODE_HOP_S: Final = 0.002
 BATCH_MAX: Final = 512
 DEVICES_MAX: Final = 64
 
+KV_OPTIONS: Final = ("kv_dtype", "kv_cache_dtype")
+"""What engines call the option that says how KV is kept."""
+
 CONTEXT_TOKENS: Final = 2048
 ITL_TARGET_S: Final = 0.050
 """What a request is like on average, and how soon each next token should follow."""
@@ -142,7 +145,7 @@ def splits(shape: ModelShape | None, devices: int, nodes: int = 1) -> Iterator[S
     if per_node * nodes != devices:
         return
     for tensor in range(1, per_node + 1):
-        if per_node % tensor or (shape and shape.heads % tensor):
+        if per_node % tensor or (shape and not _divides(shape, tensor)):
             continue
         pipeline = devices // tensor
         if shape and pipeline > shape.layers:
@@ -152,11 +155,20 @@ def splits(shape: ModelShape | None, devices: int, nodes: int = 1) -> Iterator[S
             yield Split(tensor=tensor, pipeline=pipeline, expert=tensor)
 
 
-def kv_bytes_per_token(model: Model) -> float:
+def _divides(shape: ModelShape, tensor: int) -> bool:
+    """Say whether heads can be dealt out to so many; a KV head goes to one, or copies to some."""
+    kv_heads = 1 if shape.latent_size else shape.kv_heads
+    return shape.heads % tensor == 0 and max(kv_heads, tensor) % min(kv_heads, tensor) == 0
+
+
+def kv_bytes_per_token(model: Model, engine: EngineSettings) -> float:
     """Return what a token of context takes over all layers, averaged over a whole context."""
     if model.shape is None:
         return float(model.kv_bytes_per_token)
-    return model_shape.kv_bytes_per_token(model.shape, CONTEXT_TOKENS)
+    shape = model.shape
+    if any(engine.options.get(name, "").startswith("fp8") for name in KV_OPTIONS):
+        shape = msgspec.structs.replace(shape, kv_bits=8.0)
+    return model_shape.kv_bytes_per_token(shape, CONTEXT_TOKENS)
 
 
 def overhead_bytes(model: Model) -> int:
@@ -173,7 +185,7 @@ def _weights_per_device(model: Model, split: Split) -> int:
     shape = model.shape
     if shape is None or split.expert == 1 or not shape.parameters:
         return -(-model.weights_bytes // (split.tensor * split.pipeline))
-    sparse = model.weights_bytes * shape.expert_parameters / shape.parameters
+    sparse = model.weights_bytes * min(1.0, shape.expert_parameters / shape.parameters)
     dense = model.weights_bytes - sparse
     return int((dense + sparse / split.expert) / split.pipeline) + 1
 
@@ -196,11 +208,12 @@ def _carried(
     if left < engine.kv_memory_bytes:
         return None
     kv = engine.kv_memory_bytes or left
-    per_device = kv_bytes_per_token(model) / split.pipeline / _kv_spread(model.shape, split)
+    kv_of_token = kv_bytes_per_token(model, engine)
+    per_device = kv_of_token / split.pipeline / _kv_spread(model.shape, split)
     kv_tokens = int(kv / per_device) if per_device else engine.tokens_in_flight_max
     if kv_tokens < 1:
         return None
-    step = _Step(model, kind, split, nodes)
+    step = _Step(model, kind, split, nodes, kv_of_token)
     batch = step.largest_batch(kv_tokens)
     itl_s = step.itl_s(batch)
     return Capacity(
@@ -219,7 +232,9 @@ def _carried(
 class _Step:
     """The time of one engine step on given devices."""
 
-    def __init__(self, model: Model, kind: DeviceClass, split: Split, nodes: int) -> None:
+    def __init__(
+        self, model: Model, kind: DeviceClass, split: Split, nodes: int, kv_of_token: float
+    ) -> None:
         shape = model.shape
         bits = shape.weight_bits if shape else 16.0
         self._parameters = (shape.parameters if shape else 0) or model.weights_bytes * 8 / bits
@@ -229,11 +244,12 @@ class _Step:
         self._weights_bytes = model.weights_bytes
         # What several devices hold a copy of, each of them reads.
         copies = split.tensor / _kv_spread(shape, split)
-        self._kv_bytes = kv_bytes_per_token(model) * CONTEXT_TOKENS * copies
+        self._kv_bytes = kv_of_token * CONTEXT_TOKENS * copies
         self._split = split
         self._hops_s = (nodes - 1) * NODE_HOP_S
         group = split.tensor * float(TENSOR_REACHED_PER_DOUBLING ** log2(split.tensor))
-        arithmetic = kind.eight_bit_flops if bits <= 8 and kind.eight_bit_flops else kind.flops
+        # Weights packed into less than 8 bits are unpacked to 16 before they are multiplied.
+        arithmetic = kind.eight_bit_flops if bits == 8 and kind.eight_bit_flops else kind.flops
         self._read_per_s = group * kind.bandwidth_bytes_per_s * BANDWIDTH_REACHED
         self._compute_per_s = group * arithmetic * FLOPS_REACHED
 

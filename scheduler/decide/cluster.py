@@ -5,7 +5,7 @@ Rule: whatever a decision needs, time included, is in `ClusterState`. A saved pi
 
 from collections.abc import Callable
 from enum import StrEnum
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 
@@ -148,6 +148,20 @@ class MeasuredProfile(msgspec.Struct, frozen=True, kw_only=True):
     profile: Profile
 
 
+class GivenUp(msgspec.Struct, frozen=True, kw_only=True):
+    """How often of late nodes gave up on replicas of a version, engines that broke again and again.
+
+    `node_ids` are where, the last first; `ago_s` and `reason` are the last one's.
+    """
+
+    deployment_id: DeploymentId
+    version: int
+    times: int
+    ago_s: float
+    node_ids: Annotated[tuple[NodeId, ...], msgspec.Meta(min_length=1)]
+    reason: str
+
+
 class PrefetchWish(msgspec.Struct, frozen=True, kw_only=True):
     """Weights that a node should have on its disk before it is asked to run them.
 
@@ -185,6 +199,7 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
     profiles: tuple[MeasuredProfile, ...] = ()
     rollouts: tuple[Rollout, ...] = ()
     prefetches: tuple[PrefetchWish, ...] = ()
+    given_up: tuple[GivenUp, ...] = ()
 
     def measured(self) -> dict[tuple[str, str], Profile]:
         """Return what agents measured, by model and class of device."""

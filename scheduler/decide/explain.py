@@ -1,5 +1,6 @@
 """Why a deployment is where it is, why it is nowhere else, and what would help."""
 
+from collections import Counter, defaultdict
 from collections.abc import Set
 
 import msgspec
@@ -108,7 +109,7 @@ def _elsewhere(
 ) -> tuple[NotHereBecause, ...]:
     ground = draft.ground
     search = Search(ground, [wish], 0)
-    held = {row.node_id for row in here}
+    held, whose = {row.node_id for row in here}, _held(cluster)
     answers = []
     refused = reasons(ground, wish, cluster.nodes)
     for node in cluster.nodes:
@@ -116,7 +117,7 @@ def _elsewhere(
             continue
         cannot = refused[node.node_id]
         if cannot:
-            reason = cannot
+            reason = cannot + (f"; on it: {on_it}" if (on_it := whose.get(node.node_id)) else "")
         elif len(wish.seats) >= wish.most:
             reason = f"the policy allows {wish.most} replicas"
         else:
@@ -132,6 +133,22 @@ def _elsewhere(
     return tuple(answers)
 
 
+def _held(cluster: ClusterState) -> dict[NodeId, str]:
+    """Say of each node whose replicas are on it: what is full, is full of these."""
+    priorities = {d.deployment_id: d.policy.priority for d in cluster.deployments}
+    held: defaultdict[NodeId, Counter[DeploymentId]] = defaultdict(Counter)
+    for part in (part for placement in cluster.placements for part in placement.parts):
+        held[part.node_id][part.deployment_id] += part.deployment_id in priorities
+    return {
+        node_id: ", ".join(
+            f"{count} of {name} (priority {priorities[name]})"
+            for name, count in sorted(on_it.items())
+            if count
+        )
+        for node_id, on_it in held.items()
+    }
+
+
 def _what_it_would_save(search: Search, wish: Wish, node: Node) -> str:
     sites = (search.ground.site_of[node.pop, device.device_class] for device in node.devices)
     site = next((site for site in sites if site in wish.nodes_of), None)
@@ -141,6 +158,9 @@ def _what_it_would_save(search: Search, wish: Wish, node: Node) -> str:
     saves = worth.saves + worth.need.worth
     needed = wish.hold + (worth.offered.cost if worth.offered else 0.0)
     start_s = worth.offered.start_s if worth.offered else 0.0
+    broke = search.ground.broke_on(wish.name, node.node_id)
+    if broke:
+        return f"{broke} of it broke here of late: it is tried where fewer did"
     return (
         f"one here would save {saves / wish.weight:.0f} ms x requests/s, "
         f"{needed / wish.weight:.0f} needed; warm in {start_s:.0f} s. "

@@ -4,7 +4,7 @@ A site is what a PoP has of one class of device. Its seats are alike but for how
 plan is sought over sites and only then seated on devices, the tightest fit first.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from heapq import nsmallest
 from math import inf
@@ -27,6 +27,7 @@ from scheduler.decide.feasible import (
     replica_memory_bytes,
 )
 from scheduler.decide.flow import Floats, Ints
+from scheduler.decide.hold_back import held_back
 from scheduler.decide.liveness import LivenessView
 from scheduler.decide.score import FAILED_HERE, Distances, start_cost
 from scheduler.decide.start_time import StartTimes
@@ -107,16 +108,25 @@ class Ground:
             node.node_id for node in cluster.nodes if not node.draining and view.counts(node)
         }
         self._residents: dict[tuple[tuple[str, ...], tuple[str, ...]], frozenset[PopId]] = {}
-        self._failed: set[tuple[DeploymentId, NodeId]] = set()
+        self._failed: Counter[tuple[DeploymentId, NodeId]] = Counter()
         self._taken: dict[tuple[DeploymentId, str], int] = defaultdict(int)
         self._led: dict[NodeId, int] = defaultdict(int)
         for placement in cluster.placements:
             self._led[placement.node_id] += placement.rank_port > 0
             for part in placement.parts:
                 if part.state is ReplicaState.FAILED:
-                    self._failed.add((part.deployment_id, part.node_id))
+                    self._failed[part.deployment_id, part.node_id] += 1
                 if part.node_id in self.nodes:
                     self._taken[part.deployment_id, self.domain_of(part.node_id)] += 1
+        self.held_back: dict[DeploymentId, str] = {}
+        versions = {
+            deployment.deployment_id: deployment.version for deployment in cluster.deployments
+        }
+        for given_up in cluster.given_up:
+            name = given_up.deployment_id
+            if given_up.version == versions.get(name):
+                self._failed.update((name, node_id) for node_id in given_up.node_ids)
+                self.held_back[name] = held_back(given_up, cluster.placements)
         models = {model.model_id: model for model in cluster.models}
         self._starts = StartTimes(
             cluster.nodes,
@@ -143,6 +153,10 @@ class Ground:
     def crowd(self, deployment_id: DeploymentId, node_id: NodeId) -> int:
         """Return how many replicas of a deployment would fail together with a node."""
         return self._taken[deployment_id, self.domain_of(node_id)]
+
+    def broke_on(self, deployment_id: DeploymentId, node_id: NodeId) -> int:
+        """Return how many replicas of a deployment a node gave up of late."""
+        return self._failed.get((deployment_id, node_id), 0)
 
     def site_of_placement(self, placement: Placement) -> int:
         """Return the site that a placement on a known node is at; -1 where its device is none."""
@@ -177,7 +191,7 @@ class Ground:
         needed = replica_memory_bytes(model, deployment.engine)
         engine = deployment.engine
         count = engine.devices_per_node
-        if count * engine.nodes != engine.devices:
+        if count * engine.nodes != engine.devices or self.held_back.get(deployment.deployment_id):
             return {}
         digest, disk = model.artifact.digest, model.artifact.size_bytes + DISK_MARGIN_BYTES
         residents = self.residents(deployment.policy)
@@ -228,7 +242,7 @@ class Ground:
             if not fitting:
                 continue
             start_s = self._starts.start_s(node, model)
-            failed = (deployment.deployment_id, node.node_id) in self._failed
+            failed = self.broke_on(deployment.deployment_id, node.node_id)
             cost = start_cost(start_s) + FAILED_HERE * failed
             crowd = self.crowd(deployment.deployment_id, node.node_id)
             left = self.free[node.node_id, fitting[0]] - needed
@@ -242,7 +256,7 @@ class Ground:
         parts = tuple(Part(node=node, device_ids=devices) for _, node, devices, _ in chosen)
         # It is up when its slowest part is.
         start_s = max(start_s for _, _, _, start_s in chosen)
-        failed = any((deployment.deployment_id, p.node.node_id) in self._failed for p in parts)
+        failed = max(self.broke_on(deployment.deployment_id, p.node.node_id) for p in parts)
         return Offered(
             seat=Seat(parts=parts, memory_bytes=needed),
             site=site,

@@ -81,12 +81,11 @@ def _frozen(nodes: Sequence[Node], acting_for_s: float, limits: LivenessLimits) 
     fresh = [node for node in silent if node.silent_s < limits.storm_window_s]
     and_back = f", {len(back)} have just come back" if back else ""
     # A fleet mostly silent is never believed gone; a large part of it only after a long time.
-    cut = len(silent) + len(back)
-    if cut >= 2 and cut * 2 > len(nodes):
-        silent_now = f"{len(silent)} of {len(nodes)} nodes are silent{and_back}"
-        return f"{silent_now}: more likely a cut than a loss"
-    cut = len(fresh) + len(back)
-    if cut >= 2 and cut > limits.storm_share * len(nodes):
-        fell = f"{len(fresh)} of {len(nodes)} nodes fell silent at once{and_back}"
-        return f"{fell}: waiting before moving work"
+    for fallen, share, are, then in (
+        (silent, 0.5, "are silent", "more likely a cut than a loss"),
+        (fresh, limits.storm_share, "fell silent at once", "waiting before moving work"),
+    ):
+        cut = len(fallen) + len(back)
+        if cut >= 2 and cut > share * len(nodes):
+            return f"{len(fallen)} of {len(nodes)} nodes {are}{and_back}: {then}"
     return ""

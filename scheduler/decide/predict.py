@@ -154,7 +154,9 @@ def _served(
     fleet: _Fleet, deployment: Deployment, asked: Asked, used: dict[PopId, float]
 ) -> Mapping[PopId, list[_Part]]:
     """Send one deployment's demand to its replicas; add to `used` the load of each PoP."""
-    rates, replicas = fleet.rates(deployment), fleet.replicas(deployment)
+    rates = fleet.rates(deployment)
+    # Of a model that the picture does not hold, nothing is known to serve.
+    replicas = fleet.replicas(deployment) if rates else {}
     replicas_asked, speed = load_of(asked, rates)
     room = {site: FULL * count * speed[site[1]] for site, count in replicas.items()}
     taken: dict[_Site, float] = defaultdict(float)

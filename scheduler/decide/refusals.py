@@ -58,6 +58,9 @@ def no_seat_beside(ground: Ground, wish: Wish) -> Unmet:
 
 
 def _unmet(ground: Ground, wish: Wish, wanted: str, only: str = "") -> Unmet:
+    held = ground.held_back.get(wish.name)
+    if held:
+        return Unmet(deployment_id=wish.name, reason=f"cannot place a replica ({wanted}): {held}")
     asked = [node for node in ground.nodes.values() if only in ("", node.pop)]
     # No further than is shown: of thousands of nodes each is asked for each such deployment.
     refused = list(islice(_refused(ground, wish, asked), SHOWN_MAX + 1))
@@ -78,7 +81,7 @@ def _refused(ground: Ground, wish: Wish, nodes: Sequence[Node]) -> Iterator[tupl
 
 
 def _why_not(ground: Ground, wish: Wish, node: Node) -> str:
-    return why_not(
+    reason = why_not(
         node,
         pop=ground.pops[node.pop],
         verdict=ground.view.by_node[node.node_id],
@@ -86,6 +89,7 @@ def _why_not(ground: Ground, wish: Wish, node: Node) -> str:
         model=wish.model,
         free=ground.free,
     )
+    return reason or ("held back for a moment" if ground.held_back.get(wish.name) else "")
 
 
 def reasons(ground: Ground, wish: Wish, nodes: Sequence[Node]) -> Mapping[NodeId, str]:

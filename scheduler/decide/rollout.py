@@ -7,7 +7,7 @@ Rule 3: harm reverts a paused rollout too: its share goes on being served.
 
 from enum import StrEnum
 from itertools import pairwise
-from typing import Final, NamedTuple
+from typing import Annotated, Final, NamedTuple
 
 import msgspec
 
@@ -65,7 +65,7 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     to_version: int
     spec: RolloutSpec
     state: RolloutState = RUNNING
-    step: int = 0
+    step: Annotated[int, msgspec.Meta(ge=0)] = 0
     step_age_s: float = 0.0
     reason: str = ""
     etag: int = 1

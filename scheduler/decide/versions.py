@@ -7,18 +7,28 @@ where the old one stands, so that both can be compared there. The planner knows 
 
 from collections.abc import Mapping
 from math import ceil
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
 
 from isochrone.wire.ids import DeploymentId, PopId, ReplicaId
 from isochrone.wire.model import Deployment, Policy
 from isochrone.wire.report import ReplicaState
-from scheduler.decide.cluster import ClusterState, DemandRate, Placement, Plan, Start, Unmet
+from scheduler.decide.cluster import (
+    ClusterState,
+    DemandRate,
+    GivenUp,
+    Placement,
+    Plan,
+    Start,
+    Unmet,
+)
 from scheduler.decide.group import renamed
 from scheduler.decide.liveness import LivenessLimits
 from scheduler.decide.plan import PlanLimits, plan
 from scheduler.decide.rollout import ON_ITS_WAY, Rollout
+
+V = TypeVar("V", Placement, GivenUp)
 
 MARK: Final = "~"
 """Between a deployment's id and its new version's number; no id may hold it."""
@@ -52,7 +62,8 @@ def split(cluster: ClusterState) -> ClusterState:
         deployments=tuple(
             sorted((*cluster.deployments, *beside), key=lambda one: one.deployment_id)
         ),
-        placements=tuple(_placement(one, rollouts) for one in cluster.placements),
+        placements=tuple(_of_version(one, rollouts) for one in cluster.placements),
+        given_up=tuple(_of_version(one, rollouts) for one in cluster.given_up),
         demand=tuple(row for one in cluster.demand for row in _shares(one, rollouts)),
         rollouts=(),
     )
@@ -107,12 +118,12 @@ def _denied(policy: Policy, where: set[PopId], cluster: ClusterState) -> tuple[s
     return (*policy.deny, *sorted(out & where))
 
 
-def _placement(placement: Placement, rollouts: Mapping[DeploymentId, Rollout]) -> Placement:
-    rollout = rollouts.get(placement.deployment_id)
-    if rollout is None or placement.version != rollout.to_version:
-        return placement
-    marked = _marked(placement.deployment_id, rollout.to_version)
-    return msgspec.structs.replace(placement, deployment_id=marked)
+def _of_version(one: V, rollouts: Mapping[DeploymentId, Rollout]) -> V:
+    rollout = rollouts.get(one.deployment_id)
+    if rollout is None or one.version != rollout.to_version:
+        return one
+    marked = _marked(one.deployment_id, rollout.to_version)
+    return msgspec.structs.replace(one, deployment_id=marked)
 
 
 def _shares(row: DemandRate, rollouts: Mapping[DeploymentId, Rollout]) -> tuple[DemandRate, ...]:

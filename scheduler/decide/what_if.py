@@ -5,6 +5,7 @@ same file gives the same answer bit for bit.
 """
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Final
 
@@ -50,6 +51,12 @@ class Picture(msgspec.Struct, frozen=True, kw_only=True):
                 f"its format is {self.format}, this release reads {FORMAT}: plan it with "
                 f"release {self.release or 'that saved it'}"
             )
+        for what, names in (
+            ("PoP", [pop.pop for pop in self.cluster.pops]),
+            ("node", [node.node_id for node in self.cluster.nodes]),
+        ):
+            if len(set(names)) < len(names):
+                raise ValueError(f"it holds a {what} twice: {Counter(names).most_common(1)[0][0]}")
         known = {pop.pop for pop in self.cluster.pops}
         astray = next((node for node in self.cluster.nodes if node.pop not in known), None)
         if astray is not None:

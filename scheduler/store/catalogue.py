@@ -71,7 +71,10 @@ async def put_pop(connection: Connection, pop: str, body: PopBody, etag: int | N
 
 _GOES_WITH: Final = {
     "pop": "DELETE FROM join_token WHERE pop = $1",
-    "node": "DELETE FROM placement WHERE node_id = $1 AND released_at IS NOT NULL",
+    "node": """
+        DELETE FROM placement p USING node n
+        WHERE n.node_id = $1 AND p.node_id = $1 AND (released_at IS NOT NULL OR n.revoked)
+    """,
     "model": """
         WITH gone AS (
             SELECT deployment_id FROM deployment d WHERE model_id = $1 AND deleted_at IS NOT NULL
@@ -81,7 +84,12 @@ _GOES_WITH: Final = {
         DELETE FROM deployment d USING gone WHERE d.deployment_id = gone.deployment_id
     """,
 }
-"""What is past, or of no use without the row."""
+"""What is past, or of no use without the row: a revoked node will never say what has ended."""
+
+_MENDED: Final = {
+    "node": "; drain it and wait until its replicas have ended, or revoke it if it will not be back"
+}
+"""What to do about what depends on a row, where it is not plain."""
 
 
 async def delete_row(connection: Connection, table: str, name: str, etag: int | None) -> bool:
@@ -105,6 +113,7 @@ async def delete_row(connection: Connection, table: str, name: str, etag: int | 
     except asyncpg.ForeignKeyViolationError as error:
         raise StillUsed(
             f"cannot delete {table} {name}: {error.table_name or 'something'} depends on it"
+            + _MENDED.get(table, "")
         ) from error
     return True
 

@@ -6,6 +6,7 @@ read_part(): a fleet read before, with some of its nodes as they are.
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
 
 import asyncpg
 import msgspec
@@ -17,6 +18,7 @@ from isochrone.wire.routes import Pop
 from scheduler.decide.cluster import (
     ClusterState,
     DemandRate,
+    GivenUp,
     MeasuredProfile,
     Placement,
     PopDistance,
@@ -26,6 +28,9 @@ from scheduler.store.known_nodes import KnownNodes, read_nodes
 from scheduler.store.pool import Connection, as_struct, fetch_one
 from scheduler.store.prefetch import read_prefetches
 from scheduler.store.rollouts import active_rollouts
+
+GIVEN_UP_FOR_S: Final = 3600.0
+"""How long it is held against a version, and a node, that a replica broke there."""
 
 
 async def read_cluster(
@@ -38,6 +43,7 @@ async def read_cluster(
         demand=await _read_demand(connection),
         distances=await _read_distances(connection),
         prefetches=await read_prefetches(connection),
+        given_up=await _read_given_up(connection),
     )
 
 
@@ -195,6 +201,25 @@ async def _read_demand(connection: Connection) -> tuple[DemandRate, ...]:
         """
     )
     return tuple(as_struct(row, DemandRate) for row in rows)
+
+
+async def _read_given_up(connection: Connection) -> tuple[GivenUp, ...]:
+    """Return what broke again and again. What was refused never ran, and is none of it."""
+    rows = await connection.fetch(
+        """
+        SELECT deployment_id, version, count(DISTINCT coalesce(leader_id, replica_id)) AS times,
+               -- By a clock put back since it may have been in a time to come.
+               abs(extract(epoch FROM clock_timestamp() - max(state_since)))::float8 AS ago_s,
+               array_agg(node_id ORDER BY state_since DESC) AS node_ids,
+               (array_agg(state_reason ORDER BY state_since DESC))[1] AS reason
+        FROM placement
+        WHERE state = 'failed' AND restarts > 0
+          AND state_since > clock_timestamp() - make_interval(secs => $1)
+        GROUP BY deployment_id, version ORDER BY deployment_id, version
+        """,
+        GIVEN_UP_FOR_S,
+    )
+    return tuple(as_struct(row, GivenUp) for row in rows)
 
 
 async def _read_distances(connection: Connection) -> tuple[PopDistance, ...]:

@@ -267,14 +267,20 @@ async def _record_replica(
         WITH before AS (
             SELECT replica_id, state, released_at FROM placement
             WHERE replica_id = $1 AND node_id = $7 FOR UPDATE
+        ), told AS (
+            -- What was given up stays so to its end: it is held against the next try.
+            SELECT CASE WHEN state = 'failed' AND $2 IN ('draining', 'stopped') THEN state
+                        ELSE $2 END AS state FROM before
         )
         UPDATE placement p SET
-            state_since = CASE WHEN p.state = $2 THEN state_since ELSE clock_timestamp() END,
-            state = $2, state_reason = $3, restarts = $4, fetched_bytes = $5,
+            state_since = CASE WHEN p.state = told.state THEN state_since
+                               ELSE clock_timestamp() END,
+            state = told.state, restarts = $4, fetched_bytes = $5,
+            state_reason = CASE WHEN told.state = $2 THEN $3 ELSE state_reason END,
             -- Given back on paper but running in fact: its tombstone is sent again.
             released_at = CASE WHEN $6 THEN NULL ELSE p.released_at END
-        FROM before WHERE p.replica_id = before.replica_id
-        RETURNING before.state, before.released_at
+        FROM before, told WHERE p.replica_id = before.replica_id
+        RETURNING p.state <> before.state AS has_moved, before.released_at
         """,
         replica.spec.replica_id,
         replica.state.value,
@@ -286,7 +292,7 @@ async def _record_replica(
     )
     if row is None:
         return None
-    return int(row["state"] != replica.state.value or (alive and row["released_at"] is not None))
+    return int(row["has_moved"] or (alive and row["released_at"] is not None))
 
 
 async def _record_refusals(connection: Connection, report: Report) -> int:
@@ -317,7 +323,8 @@ async def _release_ended(connection: Connection, report: Report) -> int:
     ]
     done = await connection.execute(
         """
-        UPDATE placement SET released_at = clock_timestamp(), state = 'stopped'
+        UPDATE placement SET released_at = clock_timestamp(),
+            state = CASE state WHEN 'failed' THEN state ELSE 'stopped' END
         WHERE node_id = $1 AND released_at IS NULL
           AND ended_generation <= $2 AND replica_id <> ALL($3::text[])
         """,

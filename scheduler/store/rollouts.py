@@ -183,7 +183,8 @@ async def read_starts(connection: Connection, rollout: Rollout) -> Starts:
         """
         SELECT count(*) FILTER (WHERE state = 'warm' AND leader_id IS NULL) AS warm,
                count(*) FILTER (WHERE state = 'failed') AS failed, count(*) AS seated
-        FROM placement WHERE deployment_id = $1 AND version = $2 AND released_at IS NULL
+        FROM placement WHERE deployment_id = $1 AND version = $2
+            AND (released_at IS NULL OR (state = 'failed' AND restarts > 0))
         """,
         rollout.deployment_id,
         rollout.to_version,

@@ -1,9 +1,10 @@
 """The fleet in one answer."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from isochrone.wire.admin import StatusView
+from isochrone.wire.ids import NodeId
 from scheduler.store.pool import Connection, as_struct, fetch_one
 
 TROUBLES_MAX: Final = 50
@@ -15,10 +16,15 @@ async def read_status(
     *,
     scheduler: str,
     is_acting: bool,
+    silent_s: Mapping[NodeId, float],
+    silent_after_s: float,
     frozen: str,
     unmet: Sequence[tuple[str, str]],
 ) -> StatusView:
-    """Count everything once; what is not in the store is the answering process's own."""
+    """Count everything once; what is not in the store is the answering process's own.
+
+    Of nodes that it has not heard, it knows what the store does.
+    """
     row = await fetch_one(
         connection,
         """
@@ -26,16 +32,26 @@ async def read_status(
             CASE WHEN l.expires_at > clock_timestamp() THEN split_part(l.holder, '/', 1)
                 ELSE '' END AS acting_scheduler,
             (SELECT count(*) FROM pop) AS pops,
-            (SELECT count(*) FROM node WHERE NOT revoked) AS nodes,
-            (SELECT count(*) FROM node WHERE NOT revoked
-                AND last_seen_at > clock_timestamp() - interval '6 s') AS nodes_ready,
             (SELECT count(*) FROM router WHERE NOT revoked) AS routers,
             (SELECT count(*) FROM router WHERE NOT revoked
-                AND last_seen_at > clock_timestamp() - interval '6 s') AS routers_ready,
+                AND last_seen_at > clock_timestamp() - make_interval(secs => $1)) AS routers_ready,
             (SELECT count(*) FROM deployment WHERE deleted_at IS NULL) AS deployments
         FROM cluster c, lease l
         """,
+        silent_after_s,
     )
+    nodes = await connection.fetch(
+        """
+        SELECT node_id, coalesce(abs(extract(epoch FROM clock_timestamp() - last_seen_at)),
+                                 'infinity')::float8 AS silent_s
+        FROM node WHERE NOT revoked ORDER BY node_id
+        """
+    )
+    silent = [
+        f"node {node['node_id']} is silent"
+        for node in nodes
+        if silent_s.get(node["node_id"], node["silent_s"]) >= silent_after_s
+    ]
     states = await connection.fetch(
         """
         SELECT CASE WHEN ended_at IS NULL THEN state ELSE 'draining' END AS state, count(*) AS n
@@ -44,24 +60,24 @@ async def read_status(
     )
     troubles = await connection.fetch(
         """
-        SELECT format('node %s is silent', node_id) AS words FROM node
-        WHERE NOT revoked AND last_seen_at < clock_timestamp() - interval '6 s'
-        UNION ALL
-        SELECT format('%s on %s is %s: %s', replica_id, node_id, state, state_reason)
+        SELECT format('%s on %s is %s: %s', replica_id, node_id, state, state_reason) AS words
         FROM placement WHERE ended_at IS NULL AND state <> 'warm' AND state_reason <> ''
         ORDER BY words LIMIT $1
         """,
-        TROUBLES_MAX,
+        TROUBLES_MAX - min(len(silent), TROUBLES_MAX),
     )
     return as_struct(
         row,
         StatusView,
         scheduler=scheduler,
         acting=is_acting,
+        nodes=len(nodes),
+        nodes_ready=len(nodes) - len(silent),
         frozen=frozen,
         replicas={state["state"]: state["n"] for state in states},
         unmet=(
             *(f"{name}: {reason}" for name, reason in unmet),
+            *silent[:TROUBLES_MAX],
             *(row["words"] for row in troubles),
         ),
     )

@@ -206,17 +206,17 @@ async def test_weights_that_do_not_fit_say_so_and_come_when_there_is_room(
 
 
 def test_kv_that_the_disk_does_not_take_is_computed_again(disk: Disk) -> None:
-    tier = FileTier(disk.folder / "kv", b"m", 1 << 20)
+    tier = FileTier(disk.folder / "kv", b"m", 100_000, 1 << 20)
     digests = [bytes([n]) * 32 for n in range(3)]
-    assert tier.write(digests[0], b"a" * 5000)
+    assert tier.write(digests[0], b"a" * 100_000)
     disk.fill()
     assert not tier.write(digests[1], b"b" * 100_000)
-    assert tier.read(digests[0]) == b"a" * 5000
+    assert tier.read(digests[0]) == b"a" * 100_000
     assert tier.read(digests[1]) is None
     disk.is_read_only(True)
-    assert not tier.write(digests[2], b"c" * 10)
-    again = FileTier(disk.folder / "kv", b"m", 1 << 20)
-    assert again.read(digests[0]) == b"a" * 5000
+    assert not tier.write(digests[2], b"c" * 100_000)
+    again = FileTier(disk.folder / "kv", b"m", 100_000, 1 << 20)
+    assert again.read(digests[0]) == b"a" * 100_000
     disk.is_read_only(False)
     disk.free()
     assert tier.write(digests[1], b"b" * 100_000)

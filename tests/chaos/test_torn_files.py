@@ -155,21 +155,22 @@ def test_a_torn_note_of_an_engine_is_passed_over(folder: Path) -> None:
     path.write_bytes(msgspec.json.encode(started))
     whole = path.read_bytes()
     for size in range(len(whole)):
+        path.parent.mkdir(exist_ok=True)
         path.write_bytes(whole[:size])
         assert engines.survivors() == []
 
 
 def test_a_torn_block_of_kv_is_computed_again(folder: Path) -> None:
-    tier = FileTier(folder, b"m", 1 << 20)
+    tier = FileTier(folder, b"m", 5, 1 << 20)
     torn_one, other = b"\x01" * 32, b"\x02" * 32
     tier.write(other, b"other")
-    tier.write(torn_one, b"content")
+    tier.write(torn_one, b"torn!")
     (path,) = folder.glob(f"*/01/{torn_one.hex()}")
     whole = path.read_bytes()
     for at in range(len(whole)):
         for content in (whole[:at], whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :]):
             path.write_bytes(content)
-            again = FileTier(folder, b"m", 1 << 20)
+            again = FileTier(folder, b"m", 5, 1 << 20)
             assert again.read(torn_one) is None
             assert again.read(other) == b"other"
             assert not path.exists()

@@ -17,6 +17,8 @@ from nodeagent.engine.models.shape import CheckpointError
 
 RANK_MAX: Final = 256
 _WEIGHT: Final = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(A|B)\.weight")
+_BASE_LEFT_ALONE: Final = (True, False, None, "gaussian", "eva", "orthogonal")
+"""Beginnings of adapters that do not change the weights of their base: PiSSA and others do."""
 
 
 class _AdapterConfig(msgspec.Struct):
@@ -31,6 +33,10 @@ class _AdapterConfig(msgspec.Struct):
     rank_pattern: dict[str, int] = {}
     alpha_pattern: dict[str, float] = {}
     trainable_token_indices: Any = None
+    layer_replication: Any = None
+    alora_invocation_tokens: Any = None
+    use_bdlora: Any = None
+    init_lora_weights: Any = True
 
 
 def read_adapter(
@@ -90,6 +96,11 @@ def _check(folder: Path, config: _AdapterConfig) -> None:
         "rank_pattern": config.rank_pattern,
         "alpha_pattern": config.alpha_pattern,
         "trainable_token_indices": config.trainable_token_indices,
+        "layer_replication": config.layer_replication,
+        "alora_invocation_tokens": config.alora_invocation_tokens,
+        "use_bdlora": config.use_bdlora,
+        f"init_lora_weights {config.init_lora_weights!r:.40}": config.init_lora_weights
+        not in _BASE_LEFT_ALONE,
     }
     asked = [name for name, value in lacking.items() if value]
     if asked or not math.isfinite(config.lora_alpha):

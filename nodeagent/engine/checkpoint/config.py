@@ -12,6 +12,8 @@ from nodeagent.engine.models.shape import CheckpointError, ModelShape
 _JSON_BYTES_MAX: Final = 64 * 1024 * 1024
 _WINDOWED: Final = frozenset({"mistral", "mixtral"})
 """Families whose `sliding_window` counts without `use_sliding_window`."""
+_WINDOWED_FROM: Final = frozenset({"qwen2", "qwen3"})
+"""Families of which `max_window_layers` layers see everything."""
 
 
 class RopeConfig(msgspec.Struct):
@@ -48,7 +50,7 @@ class DecoderConfig(msgspec.Struct):
     hidden_act: str = "silu"
     sliding_window: int | None = None
     use_sliding_window: bool = False
-    max_window_layers: int = 0
+    max_window_layers: int = 28
     layer_types: list[str] | None = None
     num_experts: int | None = None
     num_local_experts: int | None = None
@@ -133,7 +135,7 @@ def _window(folder: Path, config: DecoderConfig) -> int | None:
     if not wanted or config.sliding_window is None:
         return None
     kinds = set(config.layer_types or ())
-    if config.model_type not in _WINDOWED and not kinds:
+    if config.model_type in _WINDOWED_FROM and not kinds:
         # Older files tell from which layer on the window counts.
         first = min(max(config.max_window_layers, 0), config.num_hidden_layers)
         kinds = {"sliding_attention"} if first < config.num_hidden_layers else set()

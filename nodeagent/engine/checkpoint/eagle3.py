@@ -2,10 +2,11 @@
 
 One layer (`midlayer.`, or `layers.0.`), `fc` over three hidden states of the served model, `norm`,
 and `lm_head` over a vocabulary of its own: `d2t` is what to add to its tokens to get the model's.
+vLLM's speculators (`Eagle3Speculator`) have the same, the layer's numbers in a config of its own.
 """
 
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 import torch
@@ -14,7 +15,9 @@ from nodeagent.engine.checkpoint.config import DecoderConfig, read_json, shape_o
 from nodeagent.engine.checkpoint.safetensors import SafetensorsFiles
 from nodeagent.engine.models.shape import CheckpointError, ModelShape
 
-_ARCHITECTURES: Final = frozenset({"LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"})
+_ARCHITECTURES: Final = frozenset(
+    {"LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel"}
+)
 _HIDDEN_STATES: Final = 3
 
 
@@ -34,6 +37,10 @@ class HeadConfig(DecoderConfig):
     draft_vocab_size: int | None = None
     target_hidden_size: int | None = None
     norm_before_residual: bool = False
+    norm_before_fc: bool | None = None
+    norm_output: bool | None = None
+    fc_norm: bool | None = None
+    eagle_aux_hidden_state_layer_ids: list[int] | None = None
     eagle_config: EagleConfig | None = None
 
 
@@ -50,15 +57,19 @@ class HeadFolder(SafetensorsFiles):
     """A head's weights and numbers."""
 
     def __init__(self, folder: Path) -> None:
-        self.config: HeadConfig = read_json(folder / "config.json", HeadConfig)
+        self.config = _read(folder / "config.json")
         self.shape: ModelShape = shape_of(folder, self.config)
         if self.shape.layers != 1:
             raise CheckpointError(
                 f"cannot draft with {folder}: {self.shape.layers} layers, one is supported"
             )
+        self.choices = self.config.draft_vocab_size or self.shape.vocabulary
+        if not 1 <= self.choices <= self.shape.vocabulary:
+            raise CheckpointError(
+                f"cannot draft with {folder}: {self.choices} tokens of {self.shape.vocabulary}"
+            )
         super().__init__(folder)
         self.layer = "midlayer." if self.has("midlayer.hidden_norm.weight") else "layers.0."
-        self.choices = self.config.draft_vocab_size or self.shape.vocabulary
         self.target_hidden = self.config.target_hidden_size or self.shape.hidden
 
     def parameters(self) -> int:
@@ -76,8 +87,9 @@ class HeadFolder(SafetensorsFiles):
         said = (
             self.config.eagle_config and self.config.eagle_config.eagle_aux_hidden_state_layer_ids
         )
-        # They name layers by what comes out of them, which goes into the next.
-        heard = [one + 1 for one in said] if said else [2, layers // 2, layers - 3]
+        # vLLM's name layers by what goes into them; others by what comes out, and into the next.
+        heard = self.config.eagle_aux_hidden_state_layer_ids
+        heard = heard or [one + 1 for one in said or ()] or [2, layers // 2, layers - 3]
         if len(heard) != _HIDDEN_STATES or not all(0 <= one < layers for one in heard):
             raise CheckpointError(
                 f"cannot draft with {self._folder}: hidden states before layers {heard} of a model"
@@ -99,3 +111,17 @@ class HeadFolder(SafetensorsFiles):
                 f"cannot read {self._folder}: d2t leads out of {self.shape.vocabulary} tokens"
             )
         return targets
+
+
+def _read(path: Path) -> HeadConfig:
+    said: dict[str, Any] = read_json(path, dict[str, Any])
+    layer = said.get("transformer_layer_config")
+    try:
+        config = msgspec.convert({**(layer or {}), **said}, HeadConfig)
+    except (msgspec.ValidationError, TypeError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}") from error
+    if config.norm_before_fc or config.norm_output or config.fc_norm:
+        raise CheckpointError(
+            f"cannot draft with {path.parent}: more norms than one are unsupported"
+        )
+    return config

@@ -40,9 +40,17 @@ def shape_of(path: Path, header: GgufHeader) -> ModelShape:
         raise CheckpointError(f"cannot load {path}: values of another length than keys")
     if facts.count("rope.dimension_count", head_dim) != head_dim:
         raise CheckpointError(f"cannot load {path}: partial rotation is unsupported")
-    scaling = header.metadata.get(f"{architecture}.rope.scaling.type", "none")
+    # Where the kind is not said, it is linear.
+    factor = header.metadata.get(f"{architecture}.rope.scaling.factor") or 1
+    unsaid = "none" if factor == 1 else "linear"
+    scaling = header.metadata.get(f"{architecture}.rope.scaling.type", unsaid)
     if scaling != "none":
         raise CheckpointError(f"cannot load {path}: rope scaling {scaling!r} is unsupported")
+    biases = {name.split(".")[-2] for name in header.tensors if name.endswith(".bias")}
+    if family == "qwen2":
+        biases -= {"attn_q", "attn_k", "attn_v"}
+    if biases:
+        raise CheckpointError(f"cannot load {path}: a bias of {min(biases)} is unsupported")
     wide = facts.count("feed_forward_length")
     return ModelShape(
         layers=facts.count("block_count"),

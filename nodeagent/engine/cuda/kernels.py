@@ -27,6 +27,8 @@ _GATE_WIDE: Final = 1024
 _LEAST: Final = 16
 """Tensor cores multiply by sixteen in each direction."""
 _PROCESSORS_UNKNOWN: Final = 4
+_FUSED: Final = {"enable_fp_fusion": True}
+"""Multiply and add in one rounding: said, for from Triton 3.10 on it is off unless asked for."""
 
 
 class DeviceKernels:
@@ -54,14 +56,21 @@ class DeviceKernels:
         rows, columns = x.shape[0], x.shape[1] // 2
         answer = x.new_empty(rows, columns)
         grid = (rows, -(-columns // _GATE_WIDE))
-        self._rows.gate_rows[grid](x, answer, columns, WIDE=_GATE_WIDE)
+        self._rows.gate_rows[grid](x, answer, columns, WIDE=_GATE_WIDE, **_FUSED)
         return answer
 
     def turn(self, mixed: Tensor, heads: int, cos: Tensor, sin: Tensor) -> None:
         """Turn the first `heads` of `mixed` [tokens, all heads, dim] in place."""
         dim = mixed.shape[2]
         self._rows.turn_heads[(mixed.shape[0], heads)](
-            mixed, cos, sin, mixed.stride(0), DIM=dim, HALF_WIDE=_wide(dim // 2), num_warps=1
+            mixed,
+            cos,
+            sin,
+            mixed.stride(0),
+            DIM=dim,
+            HALF_WIDE=_wide(dim // 2),
+            num_warps=1,
+            **_FUSED,
         )
 
     def keep(self, mixed: Tensor, heads: int, slots: Tensor, pages: Tensor) -> None:
@@ -81,6 +90,7 @@ class DeviceKernels:
             EIGHT=scales is not numbers,
             DIM_WIDE=_wide(dim),
             num_warps=1,
+            **_FUSED,
         )
 
     def attend(self, mixed: Tensor, heads: int, pages: Tensor, layout: Paged) -> Tensor:
@@ -111,6 +121,7 @@ class DeviceKernels:
             ADDS=added is not None,
             WIDE=wide,
             num_warps=min(max(wide // 512, 1), 16),
+            **_FUSED,
         )
         return summed, answer
 
@@ -155,6 +166,7 @@ class DeviceKernels:
             TILE=_DECODE_TILE,
             SPLIT=splits > 1,
             num_warps=4,
+            **_FUSED,
         )
         if splits > 1:
             self._paged.merge_parts[(rows * heads,)](
@@ -165,6 +177,7 @@ class DeviceKernels:
                 DIM=dim,
                 DIM_WIDE=_wide(dim),
                 SPLITS_WIDE=SPLITS_MAX,
+                **_FUSED,
             )
 
     def _prefill(
@@ -197,6 +210,7 @@ class DeviceKernels:
             QUERIES=queries,
             TILE=32 if narrow else 64,
             num_warps=4 if narrow else 8,
+            **_FUSED,
         )
 
 

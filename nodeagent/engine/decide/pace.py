@@ -33,9 +33,12 @@ class Pace:
         """Learn from a step."""
         if not prefill_tokens:
             self._decodes_s = _follow(self._decodes_s, seconds)
+        elif decode_tokens and seconds <= self._decodes_s:
+            # With prompt tokens beside them, and sooner than was thought of them alone.
+            self._decodes_s = seconds
         elif prefill_tokens >= BLOCK_TOKENS:
             decodes_s = self._decodes_s if decode_tokens else 0.0
-            each_s = max(seconds - decodes_s, 0.0) / prefill_tokens
+            each_s = (seconds - decodes_s) / prefill_tokens
             self._prompt_token_s = _follow(self._prompt_token_s, each_s)
 
     def prompt_tokens(self, decodes: int, budget: int) -> int:

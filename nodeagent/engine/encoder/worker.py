@@ -16,7 +16,8 @@ import torch
 from isochrone.wire.errors import ApiError, ErrorCode
 from nodeagent.engine.decide.texts import Texts
 from nodeagent.engine.models.bert import Bert
-from nodeagent.engine.rates import Rate
+from nodeagent.engine.rates import StepRates
+from nodeagent.engine.step import Stepped
 from nodeagent.engine.step_thread import StepThread
 
 
@@ -46,8 +47,7 @@ class EncoderWorker(StepThread):
         self._asked: dict[int, _Asked] = {}
         self._texts = Texts(tokens_max)
         self._numbers = itertools.count(1)
-        self._rate = Rate()
-        self._steps_total = 0
+        self._rates = StepRates()
         self._tokens_total = 0
         self._texts_total = 0
 
@@ -60,10 +60,12 @@ class EncoderWorker(StepThread):
         return {
             "waiting": len(self._texts),
             "prefill_tokens_in_flight": self._texts.tokens,
-            "prefill_tokens_per_s": self._rate.per_s,
+            "prefill_tokens_per_s": (
+                self._rates.prefill.per_s if self._rates.are_known(time.monotonic()) else 0.0
+            ),
             "prompt_tokens_total": self._tokens_total,
             "texts_total": self._texts_total,
-            "steps_total": self._steps_total,
+            "steps_total": self._rates.steps,
         }
 
     async def encode(self, texts: list[Text]) -> np.ndarray:
@@ -96,8 +98,8 @@ class EncoderWorker(StepThread):
             rows = self._read(texts)
             self._progress_s = time.monotonic()
             tokens = sum(len(text.tokens) for text in texts)
-            self._rate.note(tokens, self._progress_s - started_s)
-            self._steps_total += 1
+            took_s = self._progress_s - started_s
+            self._rates.note(Stepped([], tokens, 0, len(texts)), took_s, self._progress_s)
             self._tokens_total += tokens
             self._texts_total += len(texts)
             self._loop.call_soon_threadsafe(_deliver, batch, rows)

@@ -21,18 +21,19 @@ log = logging.getLogger(__name__)
 _MAGIC: Final = b"isochrone-kv-1\n"
 _SEAL_BYTES: Final = 16
 _DIGEST_BYTES: Final = 32
+_HEAD_BYTES: Final = len(_MAGIC) + _DIGEST_BYTES + _SEAL_BYTES
 
 
 class FileTier:
-    """Blocks of one model, by digest. Any thread may call."""
+    """Blocks of one model, all of a size, by digest. Any thread may call."""
 
-    def __init__(self, folder: Path, model: bytes, bytes_max: int) -> None:
+    def __init__(self, folder: Path, model: bytes, block_bytes: int, bytes_max: int) -> None:
         self._model = model
-        self._bytes_max = bytes_max
+        self._block_bytes = block_bytes
+        self._files_max = bytes_max // (_HEAD_BYTES + block_bytes)
         self._folder = folder / model.hex()
-        self._sizes: OrderedDict[bytes, int] = OrderedDict()
+        self._held: OrderedDict[bytes, None] = OrderedDict()
         self._lock = threading.Lock()
-        self.bytes = 0
         self.spoilt_total = 0
         self._refusing = False
         """Whether the disk did not take the last block: that is said once, not of each."""
@@ -40,10 +41,15 @@ class FileTier:
         self._adopt()
 
     def __len__(self) -> int:
-        return len(self._sizes)
+        return len(self._held)
 
     def __contains__(self, digest: object) -> bool:
-        return digest in self._sizes
+        return digest in self._held
+
+    @property
+    def held_bytes(self) -> int:
+        """What the files take."""
+        return len(self._held) * (_HEAD_BYTES + self._block_bytes)
 
     def write(self, digest: bytes, content: bytes | memoryview) -> bool:
         """Keep a block; False where the disk does not take it."""
@@ -51,7 +57,7 @@ class FileTier:
         head = _MAGIC + digest + self._seal(digest, content)
         aside = path.with_name(f".{path.name}.{os.getpid()}")
         try:
-            path.parent.mkdir(exist_ok=True, mode=0o700)
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
             with os.fdopen(os.open(aside, flags, 0o600), "wb") as file:
                 file.write(head)
@@ -65,7 +71,7 @@ class FileTier:
             self._refusing = True
             return False
         self._refusing = False
-        self._note(digest, len(head) + len(content))
+        self._note(digest)
         return True
 
     def expect(self, digest: bytes) -> None:
@@ -85,21 +91,22 @@ class FileTier:
         path = self._path(digest)
         try:
             with path.open("rb") as file:
-                head = file.read(len(_MAGIC) + _DIGEST_BYTES + _SEAL_BYTES)
-                content = bytearray(max(0, os.fstat(file.fileno()).st_size - len(head)))
-                read = file.readinto(content)
+                head = file.read(_HEAD_BYTES)
+                # No more than a block, however large the file has become.
+                content = bytearray(self._block_bytes)
+                is_whole = file.readinto(content) == len(content) and not file.read(1)
         except OSError:
             # Another process of this folder may have made room.
             self._forget(digest)
             return None
-        if read != len(content) or head != _MAGIC + digest + self._seal(digest, content):
+        if not is_whole or head != _MAGIC + digest + self._seal(digest, content):
             self.spoilt_total += 1
             _remove(path)
             self._forget(digest)
             return None
         with self._lock:
-            if digest in self._sizes:
-                self._sizes.move_to_end(digest)
+            if digest in self._held:
+                self._held.move_to_end(digest)
         return content
 
     def _seal(self, digest: bytes, content: bytes | bytearray | memoryview) -> bytes:
@@ -111,38 +118,39 @@ class FileTier:
         name = digest.hex()
         return self._folder / name[:2] / name
 
-    def _note(self, digest: bytes, size: int) -> None:
+    def _note(self, digest: bytes) -> None:
         gone: list[bytes] = []
         with self._lock:
-            self.bytes += size - self._sizes.pop(digest, 0)
-            self._sizes[digest] = size
-            while self.bytes > self._bytes_max and self._sizes:
-                oldest, freed = self._sizes.popitem(last=False)
-                self.bytes -= freed
-                gone.append(oldest)
+            self._held[digest] = None
+            self._held.move_to_end(digest)
+            while len(self._held) > self._files_max:
+                gone.append(self._held.popitem(last=False)[0])
         for oldest in gone:
             _remove(self._path(oldest))
 
     def _forget(self, digest: bytes) -> None:
         with self._lock:
-            self.bytes -= self._sizes.pop(digest, 0)
+            self._held.pop(digest, None)
 
     def _adopt(self) -> None:
-        """Take over what an earlier process left, oldest first; remove what it left half done."""
-        found: list[tuple[float, bytes, int]] = []
+        """Take over what an earlier process left, oldest first; remove what is no whole block."""
+        found: list[tuple[float, bytes]] = []
         for path in self._folder.glob("*/*"):
             try:
                 digest = bytes.fromhex(path.name)
             except ValueError:
                 _remove(path)
                 continue
-            if len(digest) == _DIGEST_BYTES:
-                with suppress(FileNotFoundError):
-                    # Another process of this folder may have made room.
-                    stat = path.stat()
-                    found.append((stat.st_mtime, digest, stat.st_size))
-        for _, digest, size in sorted(found):
-            self._note(digest, size)
+            with suppress(FileNotFoundError):
+                # Another process of this folder may have made room.
+                stat = path.stat()
+                whole = _HEAD_BYTES + self._block_bytes
+                if (len(digest), stat.st_size) == (_DIGEST_BYTES, whole):
+                    found.append((stat.st_mtime, digest))
+                else:
+                    _remove(path)
+        for _, digest in sorted(found):
+            self._note(digest)
 
 
 def _remove(path: Path) -> None:

@@ -177,7 +177,7 @@ class Mover:
             "kv_host_blocks": len(self.host),
             "kv_host_blocks_total": self.host.total,
             "kv_file_blocks": len(files) if files else 0,
-            "kv_file_bytes": files.bytes if files else 0,
+            "kv_file_bytes": files.held_bytes if files else 0,
             "kv_file_spoilt_total": files.spoilt_total if files else 0,
             "kv_saved_total": self.saved_total,
             "kv_restored_total": self.restored_total,

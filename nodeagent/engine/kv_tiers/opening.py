@@ -41,7 +41,7 @@ def open_tiers(
             Path(config.model_path), f"{shape} {config.dtype} {form} {config.quantisation}"
         )
         try:
-            files = FileTier(Path(config.kv_folder), model, config.kv_file_bytes)
+            files = FileTier(Path(config.kv_folder), model, block_bytes, config.kv_file_bytes)
         except OSError as error:
             raise CheckpointError(
                 f"cannot keep KV in {config.kv_folder}: {error.strerror or error}"

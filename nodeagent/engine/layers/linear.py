@@ -9,7 +9,7 @@ A model asks `Weights` for a `Linear` and never sees a layout. The kinds, with w
 - `Half`: fp16 rows, multiplied in fp32 by FBGEMM: half the bytes of fp32 at an error of 2^-11.
 - `Native`: by our own kernels, where those can be built. The four or eight bits, scales and offsets
   of a GGUF file, with an error of 2^-16: no second copy, and a third of `FourBit`'s time. Floats as
-  their file has them, exactly; or, where quantised products are asked for, rounded to 14 bits in
+  their file has them, exactly where full weights are asked for, else rounded to 14 bits in
   groups: products are then twice as fast, with an error of 2^-14.
 - `FourBit`: the same four bits by torch's kernel. For few rows they are multiplied as they lie; for
   more, a bf16 copy is faster and is kept beside them.
@@ -183,11 +183,11 @@ def choose(device: str, dtype: torch.dtype, quantised: bool) -> tuple[Keeping, s
         return Keeping.PLAIN, f"no kernel for another layout of {dtype} is here"
     if dtype is torch.float32 and kernels() is not None:
         if quantised:
-            return Keeping.NATIVE, "quantised products were asked for; our own kernels are built"
+            return Keeping.NATIVE, "our own kernels multiply by matrices as their file packs them"
         return Keeping.TILED, "our own kernels read floats as their file has them"
     fbgemm = "fbgemm" in torch.backends.quantized.supported_engines
     if quantised and fbgemm and dtype is torch.float32:
-        return Keeping.PACKED, "quantised products were asked for, and their kernels are here"
+        return Keeping.PACKED, "torch has kernels for packed matrices here"
     return Keeping.BLOCKED, f"oneDNN's layout is the fastest for {dtype} on this processor"
 
 

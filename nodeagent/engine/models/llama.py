@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nodeagent.engine.layers.attention import LayerKV, Layout, attend
 from nodeagent.engine.layers.gate import gated
-from nodeagent.engine.layers.linear import Keeping
+from nodeagent.engine.layers.linear import Keeping, Plain
 from nodeagent.engine.layers.lora import Adding
 from nodeagent.engine.layers.norm import add_and_norm, rms_norm
 from nodeagent.engine.layers.rope import Rope, inverse_frequencies, rotate_
@@ -133,7 +133,7 @@ class Llama:
         self._norm = weights.read("model.norm.weight", shape.hidden)
         if share.last and not shape.tied_embeddings:
             table = weights.embedding("lm_head.weight", *embedding)
-        self._head = weights.head(table)
+        self._head = weights.head(table) if share.last else Plain(torch.empty(0))
         factors = (
             source.tensor("rope_freqs.weight", (shape.head_dim // 2,))
             if source.has("rope_freqs.weight")

@@ -17,6 +17,7 @@ from isochrone.wire.usage import Usage, UsageAck
 from scheduler.api import routers
 from scheduler.decide.intake import TakenUsage
 from tests.integration.admin.conftest import Admin
+from tests.system.harness import until
 from tests.unit.scheduler.test_intake import a_demand, a_row, a_usage
 
 
@@ -96,6 +97,27 @@ async def test_rows_that_cannot_be_stored_are_refused_once_and_counted(
         assert await refused_rows(admin, "usage") == before + 2
         ack = await router.say(Usage(router_id=RouterId("r"), batch_id="3", rows=rows[:1]))
         assert (ack.batch_id, ack.refused) == ("3", 0)
+
+
+@pytest.mark.parametrize("settings", [{"place_interval_s": 3600.0}])
+async def test_who_waits_for_a_first_replica_has_it_looked_for_at_once(
+    admin: Admin, tmp_path: Path
+) -> None:
+    async def plans() -> float:
+        text = (await admin.ask("GET", "/metrics")).body
+        name = 'isochrone_scheduler_duty_turns{duty="place",outcome="ended"} '
+        return sum(float(line.removeprefix(name)) for line in text.splitlines() if name in line)
+
+    async with dialling(admin, tmp_path) as router:
+        # A new term plans once or twice by itself.
+        for seq in range(5):
+            before = await plans()
+            await router.say(a_demand(a_row(requests=1, no_replica=1), seq=seq))
+
+            async def is_planned(before: float = before) -> bool:
+                return await plans() > before
+
+            await until("another plan is made", is_planned, 20.0)
 
 
 async def test_demand_is_answered_and_a_flood_is_refused_in_words(

@@ -33,6 +33,7 @@ def config_of(model: Path, draft: Path) -> EngineConfig:
         served_name="tiny",
         socket="unused",
         draft_path=str(draft),
+        quantisation="none",
         kv_memory_bytes=1 << 20,
     )
 

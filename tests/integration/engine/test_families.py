@@ -5,6 +5,7 @@ The golden logits and how they came about: ops/golden/make_families.py.
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -48,6 +49,50 @@ def test_a_gguf_file_computes_what_transformers_does(tmp_path: Path, family: str
     source = GgufFile(path)
     expect(family, source.shape, source)
     source.close()
+
+
+@pytest.mark.parametrize(
+    ("family", "said", "tokens"),
+    [
+        ("mistral", {"sliding_window": None}, None),
+        ("mistral", {"use_sliding_window": False}, 8),
+        ("qwen2", {"use_sliding_window": True}, None),
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": 0}, 8),
+        ("qwen2", {"use_sliding_window": False, "max_window_layers": 0}, None),
+        # Qwen2 counts as many layers without a window as most of its models have.
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": None}, None),
+        ("qwen3_moe", {"use_sliding_window": True, "max_window_layers": 3}, 8),
+        ("qwen3_moe", {"use_sliding_window": False, "max_window_layers": 0}, None),
+    ],
+)
+def test_the_window_is_the_one_that_transformers_takes(
+    tmp_path: Path, family: str, said: dict[str, Any], tokens: int | None
+) -> None:
+    tiny.write_folder(tmp_path, family)
+    path = tmp_path / "config.json"
+    config = {**json.loads(path.read_text()), "sliding_window": 8, "max_window_layers": 3, **said}
+    if config["max_window_layers"] is None:
+        del config["max_window_layers"]
+    path.write_text(json.dumps(config))
+    source = SafetensorsFolder(tmp_path)
+    assert source.shape.window_tokens == tokens
+    source.close()
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "tensors", "said"),
+    [
+        ("llama", {}, {"blk.1.attn_q.bias": 64}, "a bias of attn_q is unsupported"),
+        ("qwen2", {}, {"blk.0.attn_output.bias": 32}, "a bias of attn_output is unsupported"),
+        ("qwen3", {"qwen3.rope.scaling.factor": 4}, {}, "rope scaling 'linear' is unsupported"),
+    ],
+)
+def test_a_gguf_file_that_would_be_computed_wrongly_is_refused(
+    tmp_path: Path, family: str, fields: dict[str, Any], tensors: dict[str, int], said: str
+) -> None:
+    write_gguf(tmp_path / "m.gguf", family, fields, tensors)
+    with pytest.raises(CheckpointError, match=said):
+        GgufFile(tmp_path / "m.gguf")
 
 
 @pytest.mark.parametrize(

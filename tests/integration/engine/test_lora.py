@@ -131,6 +131,10 @@ def test_adapters_in_one_batch_equal_merged_weights(
         ("llama", MLP, {"r": 10**6}, "of rank 1000000"),
         ("llama", MLP, {"use_dora": True}, "use_dora is unsupported"),
         ("llama", MLP, {"modules_to_save": ["lm_head"]}, "modules_to_save is unsupported"),
+        ("llama", MLP, {"init_lora_weights": "pissa_niter_4"}, "'pissa_niter_4' is unsupported"),
+        ("llama", MLP, {"init_lora_weights": "loftq"}, "'loftq' is unsupported"),
+        ("llama", MLP, {"alora_invocation_tokens": [1]}, "alora_invocation_tokens is unsupp"),
+        ("llama", MLP, {"layer_replication": [[0, 2], [1, 2]]}, "layer_replication is unsupp"),
         ("llama", MLP, {"lora_alpha": "6"}, "cannot read"),
     ],
 )

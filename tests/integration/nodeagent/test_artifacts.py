@@ -25,7 +25,7 @@ from nodeagent.host import artifacts, tiers, wanted
 from nodeagent.host.artifacts import Artifacts
 from nodeagent.host.link import Link
 from nodeagent.host.sources import Sources
-from nodeagent.host.wanted import ArtifactError
+from nodeagent.host.wanted import ArtifactError, Wanted
 
 BODY = bytes(range(256)) * 4096
 IMPATIENT = Pace(least_bytes_per_s=100_000.0, window_s=0.2)
@@ -469,3 +469,33 @@ async def test_two_that_come_at_once_make_room_one_after_the_other(
     monkeypatch.setattr(artifacts, "evict", evict_with_the_other)
     await asyncio.gather(fetched(store, one), fetched(store, two))
     assert set(store.held()) == {one.digest, two.digest}
+
+
+@pytest.mark.parametrize("short", ["budget", "disk"])
+async def test_what_is_still_to_come_of_another_is_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, short: str
+) -> None:
+    bodies = {"one": b"1" * 90, "two": b"2" * 70}
+    source = a_folder(tmp_path, **bodies)
+    one, two = (artifact_of(source, {name: body}) for name, body in bodies.items())
+    store = a_store(tmp_path, budget=150 if short == "budget" else 10**6)
+    if short == "disk":
+        usage = shutil.disk_usage(tmp_path)._replace(free=150)
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    began, may_end = asyncio.Event(), asyncio.Event()
+    copy = Wanted.copy
+
+    async def slow(wanted: Wanted, path: Path) -> None:
+        began.set()
+        await may_end.wait()
+        await copy(wanted, path)
+
+    monkeypatch.setattr(Wanted, "copy", slow)
+    first = asyncio.create_task(fetched(store, one))
+    await began.wait()
+    assert store.disk_free_bytes(()) == 60
+    with pytest.raises(ArtifactError, match="70 bytes"):
+        await fetched(store, two)
+    may_end.set()
+    await first
+    assert store.held() == (one.digest,)

@@ -1,16 +1,21 @@
 """What the agent does, cut short wherever it waits: nothing is left, and the next goes on."""
 
+import asyncio
 import random
 import shutil
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from nodeagent.host import artifacts
+from nodeagent.host import artifacts, processes
+from nodeagent.host import engines as module
 from nodeagent.host.engines import Engine, Engines
-from tests.cuts import cut_everywhere
+from nodeagent.host.processes import Child
+from tests.cuts import cut_everywhere, held, until_as_before
 from tests.integration.nodeagent.test_artifacts import (
     Origin,
     a_folder,
@@ -47,6 +52,30 @@ async def test_a_fetch_cut_short_is_gone_on_with_at_once(
         shutil.rmtree(path)
 
     assert await cut_everywhere(fetch, at_once=again) > 5
+
+
+async def test_a_start_cut_short_twice_leaves_no_engine(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spawning, may_spawn = asyncio.Event(), threading.Event()
+    loop, spawn = asyncio.get_running_loop(), processes.spawn
+
+    def late(*given: Any) -> Child:
+        loop.call_soon_threadsafe(spawning.set)
+        assert may_spawn.wait(30)
+        return spawn(*given)
+
+    monkeypatch.setattr(module, "spawn", late)
+    before, tasks = held(), asyncio.all_tasks()
+    starting = asyncio.create_task(Engines(folder, 1).start(SPEC, folder))
+    await spawning.wait()
+    for _ in range(2):
+        starting.cancel()
+        await asyncio.sleep(0)
+    may_spawn.set()
+    await asyncio.wait((starting,))
+    assert starting.cancelled()
+    await until_as_before(before, tasks, "twice")
 
 
 async def test_a_start_cut_short_leaves_no_engine(folder: Path) -> None:

@@ -198,6 +198,16 @@ async def test_what_an_engine_without_a_noted_pid_left_in_its_group_is_ended(fol
     assert not left.exists()
 
 
+async def test_an_engine_whose_note_cannot_be_read_is_ended(folder: Path) -> None:
+    left = folder / "r-left"
+    left.mkdir()
+    (left / "process.json").write_bytes(b"{")
+    leader = processes.spawn(("sleep", "60"), left / "engine.log")
+    assert Engines(folder, 1).survivors() == []
+    assert await asyncio.to_thread(leader.wait, READY_S) == -signal.SIGKILL
+    assert not left.exists()
+
+
 def is_zombie(pid: int) -> bool:
     stat = Path(f"/proc/{pid}/stat")
     return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"

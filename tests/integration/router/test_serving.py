@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from multidict import CIMultiDict
 
 from isochrone.wire.headers import parse_siblings
-from isochrone.wire.ids import ReplicaId
+from isochrone.wire.ids import Generation, ReplicaId
 from isochrone.wire.routes import Limits, RolloutEntry
 from isochrone.wire.usage import Outcome, UsageRow
 from tests.integration.router.fake_node import FakeNode
@@ -290,6 +290,29 @@ async def test_a_deployment_without_replicas_is_told_and_counted(tmp_path: Path)
             assert "retry-after" in response.headers
         (row,) = bench.house.recorder.take_demand()
         assert (row.no_replica, row.refused, row.requests) == (1, 1, 1)
+
+
+async def test_who_waits_for_the_first_replica_is_counted_meanwhile_and_once(
+    tmp_path: Path,
+) -> None:
+    async with a_bench(tmp_path, demand_interval_s=3600, queue_timeout_s=30) as bench:
+        recorder = bench.house.recorder
+        whole = bench.house.fleet.table
+        assert whole is not None
+        bench.house.fleet.adopt(replace(whole, routes=(), generation=Generation(2)))
+        recorder.take_demand()
+        asked = asyncio.create_task(the_stream(bench, max_tokens=3))
+        async with asyncio.timeout(20):
+            while not (counted := recorder.take_demand()):
+                await bench.house.loops["gauges"].wait_turns(1)
+        assert not asked.done()
+        bench.house.fleet.adopt(replace(whole, generation=Generation(3)))
+        assert words((await asked)[1]).split() == ["t0", "t1", "t2"]
+        await until_idle(bench)
+        rows = (*counted, *recorder.take_demand())
+        assert sum(row.requests for row in rows) == sum(row.no_replica for row in rows) == 1
+        assert sum(row.prompt_tokens for row in rows) > 0
+        assert sum(row.output_tokens for row in rows) > 0
 
 
 async def test_failures_are_bounded_and_end_in_502(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import asyncpg
 import msgspec
 import pytest
 
-from isochrone.wire.admin import KeyBody, PopBody
+from isochrone.wire.admin import KeyBody, PopBody, StatusView
 from isochrone.wire.control import PeerRole
 from isochrone.wire.ids import (
     BootId,
@@ -22,14 +23,14 @@ from isochrone.wire.ids import (
     NodeId,
     PopId,
 )
-from isochrone.wire.report import Pulse
+from isochrone.wire.report import Pulse, Refusal
 from migrations.dump import dump
 from scheduler import embedded_postgres
 from scheduler.decide.cluster import Ending, Plan, Start
 from scheduler.decide.liveness import Heard
 from scheduler.store import catalogue, deployments, keys
 from scheduler.store.cluster import read_cluster, read_fleet
-from scheduler.store.identities import Spent, add_join_token, add_peer, use_join_token
+from scheduler.store.identities import Spent, add_join_token, add_peer, revoke, use_join_token
 from scheduler.store.lease import (
     EpochLost,
     assert_epoch,
@@ -43,6 +44,7 @@ from scheduler.store.migrate import FOLDER, Migration, MigrationError, migrate, 
 from scheduler.store.nodes import read_assignment, record_pulses, record_registration, record_report
 from scheduler.store.plans import commit_plan
 from scheduler.store.pool import UNAVAILABLE, Pool, open_pool, transaction, using
+from scheduler.store.rollouts import read_starts
 from scheduler.store.status import read_status
 from tests.builders import (
     GIB,
@@ -56,6 +58,7 @@ from tests.builders import (
     believed,
 )
 from tests.postgres import Server, a_folder
+from tests.unit.scheduler.test_rollout import a_rollout
 
 CATALOGUE_QUERY = """
 SELECT table_name || '.' || column_name || ' ' || data_type || ' ' || is_nullable
@@ -299,19 +302,61 @@ async def test_a_replica_ended_is_released_when_its_node_has_seen_the_tombstone(
     assert [t.replica_id for t in again.tombstones] == ["r1"]
 
 
+async def test_what_broke_is_held_against_its_version_and_what_was_refused_is_not(
+    pool: Pool,
+) -> None:
+    epoch = await begun(pool)
+    await reported(pool, epoch)
+    await planned(pool, epoch, a_spec("r1"), a_spec("r2"))
+    refused = Refusal(replica_id=a_spec("r2").replica_id, reason="no such driver")
+    for seq, state in enumerate(("failed", "draining", "stopped"), 2):
+        if state == "draining":
+            endings = (
+                Ending(
+                    replica_id=a_spec("r1").replica_id, node_id=NodeId("n1"), reason="it failed"
+                ),
+            )
+            assert await planned(pool, epoch, endings=endings)
+        async with using(pool) as connection:
+            generation = (await read_cluster_row(connection)).generation
+        said = msgspec.structs.replace(
+            a_replica_report(a_spec("r1"), state),
+            reason="broke 6 times" if state == "failed" else "it failed",
+            restarts=6,
+        )
+        effect = await reported(
+            pool, epoch, seq=seq, replicas=(said,), refusals=(refused,), generation=generation
+        )
+        assert effect.released == (state == "stopped")
+        async with transaction(pool, isolation="repeatable_read") as connection:
+            cluster = await read_cluster(connection, Heard(acting_for_s=1000.0))
+            starts = await read_starts(
+                connection, msgspec.structs.replace(a_rollout(), to_version=1)
+            )
+        (given_up,) = cluster.given_up
+        assert (given_up.deployment_id, given_up.version, given_up.times) == ("d", 1, 1)
+        assert (given_up.node_ids, given_up.reason) == (("n1",), "broke 6 times")
+        assert starts.failed == 2
+
+
 async def test_status_names_who_is_silent_and_what_does_not_get_warm(pool: Pool) -> None:
     epoch = await begun(pool)
     await reported(pool, epoch)
     await planned(pool, epoch, a_spec("r1"))
 
-    async def unmet() -> tuple[str, ...]:
+    async def told(silent_s: Mapping[NodeId, float] = {}, after_s: float = 6.0) -> StatusView:
         async with using(pool) as connection:
-            told = await read_status(
-                connection, scheduler="s", is_acting=True, frozen="", unmet=(("d", "no room"),)
+            return await read_status(
+                connection,
+                scheduler="s",
+                is_acting=True,
+                silent_s=silent_s,
+                silent_after_s=after_s,
+                frozen="",
+                unmet=(("d", "no room"),),
             )
-        return told.unmet
 
-    assert await unmet() == ("d: no room",)
+    assert (await told()).unmet == ("d: no room",)
     for seq, state, named in (
         (2, "fetching", ("r1 on n1 is fetching: broke once: no hub",)),
         (3, "warm", ()),
@@ -319,10 +364,15 @@ async def test_status_names_who_is_silent_and_what_does_not_get_warm(pool: Pool)
         reason = "broke once: no hub" if state == "fetching" else ""
         said = msgspec.structs.replace(a_replica_report(a_spec("r1"), state), reason=reason)
         await reported(pool, epoch, seq=seq, replicas=(said,))
-        assert await unmet() == ("d: no room", *named)
+        assert (await told()).unmet == ("d: no room", *named)
     async with using(pool) as connection:
         await connection.execute("UPDATE node SET last_seen_at = last_seen_at - interval '9 s'")
-    assert await unmet() == ("d: no room", "node n1 is silent")
+    silent = await told()
+    assert (silent.nodes, silent.nodes_ready) == (1, 0)
+    assert silent.unmet == ("d: no room", "node n1 is silent")
+    assert (await told(after_s=30.0)).nodes_ready == 1
+    # A large fleet's pulses are written in turn: who acts knows better than the store.
+    assert (await told({NodeId("n1"): 1.0})).nodes_ready == 1
 
 
 async def test_what_held_replicas_can_be_forgotten_once_they_are_gone(pool: Pool) -> None:
@@ -345,6 +395,18 @@ async def test_what_held_replicas_can_be_forgotten_once_they_are_gone(pool: Pool
     async with transaction(pool) as connection:
         for table, name in (("node", "n1"), ("model", "m"), ("pop", "ams")):
             assert await catalogue.delete_row(connection, table, name, None)
+
+
+async def test_a_machine_that_burnt_down_can_be_forgotten_with_what_it_ran(pool: Pool) -> None:
+    epoch = await begun(pool)
+    await reported(pool, epoch)
+    await planned(pool, epoch, a_spec("r1"))
+    async with transaction(pool) as connection:
+        with pytest.raises(catalogue.StillUsed, match="or revoke it if it will not be back"):
+            await catalogue.delete_row(connection, "node", "n1", None)
+        await revoke(connection, PeerRole.AGENT, "n1", reason="burnt down")
+        assert await catalogue.delete_row(connection, "node", "n1", None)
+        assert not await catalogue.list_placements(connection, "", 10)
 
 
 async def test_a_report_that_this_release_cannot_read_keeps_no_fleet_from_being_planned(

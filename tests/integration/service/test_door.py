@@ -122,6 +122,15 @@ async def test_malformed_http_gets_400_in_our_shape(port: int, sent: bytes) -> N
     assert body["error"]["code"] == "invalid_request"
 
 
+async def test_a_body_in_a_broken_encoding_is_told_its_sender_and_no_log(
+    port: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    received = await answer(port, HEAD + b"Content-Encoding: gzip\r\nContent-Length: 2\r\n\r\n{}")
+    assert received.startswith(b"HTTP/1.1 400 ")
+    assert b"broken encoding" in received
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
 async def test_a_gzip_bomb_and_a_huge_body_are_refused_with_memory_flat(port: int) -> None:
     bomb = gzip.compress(b"\0" * 300_000_000, compresslevel=1)
     before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -14,6 +14,7 @@ def test_what_a_download_keeps_for_itself_is_no_part_of_the_model(tmp_path: Path
         ".gitattributes",
         ".cache/huggingface/download/model.safetensors.metadata",
         ".git/HEAD",
+        "__pycache__/modeling.cpython-311.pyc",
     ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)

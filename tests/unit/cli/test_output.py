@@ -6,7 +6,7 @@ import pytest
 from click.testing import CliRunner
 
 from isochrone.cli import main as cli
-from isochrone.cli.output import cell, show_rows
+from isochrone.cli.output import cell, show_one, show_rows
 
 
 @pytest.mark.parametrize(
@@ -32,10 +32,17 @@ def test_what_goes_into_a_pipe_is_not_folded(capsys: pytest.CaptureFixture[str])
     row = {"replica_id": "r" * 60, "reason": "why " * 40}
     show_rows([row], ["replica_id", "reason"], "table")
     lines = capsys.readouterr().out.splitlines()
+    assert all(line == line.rstrip() for line in lines)
     assert [line.split() for line in lines] == [
         ["REPLICA", "ID", "REASON"],
         ["r" * 60] + 40 * ["why"],
     ]
+
+
+def test_of_a_list_each_has_its_line(capsys: pytest.CaptureFixture[str]) -> None:
+    show_one({"frozen": "", "unmet": ["a: no room; none", "b: no"], "pops": []}, "table")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == ["frozen  -", "unmet   a: no room; none", "        b: no", "pops    -"]
 
 
 @pytest.mark.parametrize("text", [b"\xff", b"url = ", None], ids=["no text", "no TOML", "a folder"])

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -144,6 +145,8 @@ HOSTILE: list[tuple[Any, str]] = [
     ({"const": "\ud800"}, "hex escape"),
     ({"allOf": [{"anyOf": [{"properties": {f"{i}{j}": {}}} for j in range(4)]} for i in range(9)]},
      "too large"),
+    ({"items": [{"multipleOf": 999999937}]}, "digits of its multipleOf are 999999937 in all"),
+    ({"items": [{"multipleOf": -0.99991}, {"multipleOf": 10**5000}]}, "multipleOf are 99992"),
     (False, "a JSON schema is an object"),
     ([], "a JSON schema is an object"),
     (3, "a JSON schema is an object"),
@@ -164,6 +167,7 @@ def test_a_schema_that_cannot_be_used_is_refused_in_words(schema: Any, said: str
         {"type": "array", "minItems": 10**6, "items": {"type": "integer"}},
         {"type": "string", "maxLength": 10**9},
         {"type": "string", "pattern": "(a{1,1000}){1,1000}"},
+        {"type": "string", "pattern": "((a{1000}){1000}){1000}"},
         {"type": "string", "pattern": "(a|b)*a(a|b){20}"},
         {"type": "integer", "multipleOf": 7919},
         {"$ref": "#/$defs/d", "$defs": {"d": {"properties": {"next": {"$ref": "#/$defs/d"}}}}},
@@ -301,6 +305,12 @@ def test_looking_ahead_drafts_what_must_come_and_leaves_no_trace() -> None:
         constraint.accept(token)
     assert constraint.look_ahead(10, nothing) == ([END], [True])
     constraint.accept(END)
+
+
+def test_a_model_without_an_end_cannot_be_constrained() -> None:
+    endless = Grammars(replace(VOCABULARY, stop_ids=frozenset()))
+    with pytest.raises(UnusableGrammar, match="no token of this model ends a text"):
+        endless.build(grammar.of_any_object("x"))
 
 
 async def test_a_compilation_that_takes_too_long_is_refused() -> None:

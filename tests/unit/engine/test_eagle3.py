@@ -188,6 +188,8 @@ def test_the_output_is_the_same_with_a_head_and_without(
         ({"vocab_size": 300}, "", "a head for tokens of 300"),
         ({"target_hidden_size": 8}, "", "a head for hidden states of 8"),
         ({"draft_vocab_size": 41}, "", "is"),
+        ({"draft_vocab_size": 2**64}, "", "18446744073709551616 tokens of 257"),
+        ({"draft_vocab_size": -1}, "", "-1 tokens of 257"),
         ({}, "fc.weight", "lacks fc.weight"),
         ({}, "d2t", "lacks d2t"),
         ({}, "midlayer.self_attn.k_proj.weight", "lacks midlayer.self_attn.k_proj.weight"),
@@ -206,6 +208,36 @@ def test_a_head_that_does_not_fit_is_refused_in_words(
     write_head(tmp_path, weights, **changed)
     with pytest.raises(CheckpointError, match=says):
         open_draft(config_of(tmp_path), SHAPE, TEXT)
+
+
+def test_a_speculators_head_drafts_as_its_authors_own(tmp_path: Path) -> None:
+    """As vLLM's users publish them: the layer's numbers apart, layers by what goes into them."""
+    weights = head_weights()
+    renamed = {name.replace("midlayer.", "layers.0."): one for name, one in weights.items()}
+    own = {name: CONFIG[name] for name in ("architectures", "draft_vocab_size")}
+    said = {
+        **own,
+        "architectures": ["Eagle3Speculator"],
+        "norm_before_fc": False,
+        "eagle_aux_hidden_state_layer_ids": [2, 2, 1],
+        "transformer_layer_config": {k: v for k, v in CONFIG.items() if k not in own},
+    }
+    save_file(renamed, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    assert is_head(tmp_path)
+    head = open_draft(config_of(tmp_path), SHAPE, TEXT)
+    assert isinstance(head, Head)
+    assert head.layers == (2, 2, 1)
+    assert (head.source.shape.hidden, head.source.choices) == (HIDDEN, CHOICES)
+    head.close()
+    for odd, says in (
+        ({"transformer_layer_config": 7}, "cannot read"),
+        ({"transformer_layer_config": {}}, "missing required field"),
+        ({"norm_before_fc": True}, "more norms than one"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(said | odd))
+        with pytest.raises(CheckpointError, match=says):
+            HeadFolder(tmp_path)
 
 
 def test_a_head_may_name_its_layers_and_lead_nowhere(tmp_path: Path) -> None:

@@ -70,11 +70,22 @@ def test_qwens_digits_stand_alone_and_accents_are_composed() -> None:
     assert described.tokenizer.encode("12 a<|end|>").tokens == ["1", "2", "\u0120a", "<|end|>"]
     composed = described.tokenizer.encode("\u00e9").ids
     assert described.tokenizer.encode("e\u0301").ids == composed
+    distilled = described_by(byte_level(pre="deepseek-r1-qwen"))
+    assert distilled.tokenizer.encode("12 a").tokens == ["1", "2", "\u0120a"]
 
 
 def test_gpt2s_digits_join() -> None:
     described = described_by(byte_level(pre="gpt-2"))
     assert described.tokenizer.encode("12 a").tokens == ["12", "\u0120a"]
+
+
+def test_whatever_ends_an_answer_elsewhere_ends_it_here() -> None:
+    letters = byte_level()["tokenizer.ggml.tokens"]
+    tokens = [*letters, "<|eot_id|>", "<|reserved|>", "<|im_end|>"]
+    types = [1] * 258 + [3, 3, 3, 1]
+    described = described_by(byte_level(tokens=tokens, token_type=types))
+    # One that no file marks as special is text.
+    assert described.stop_ids == {258, 259}
 
 
 @pytest.mark.parametrize(

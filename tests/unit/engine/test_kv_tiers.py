@@ -1,6 +1,7 @@
 """KV below the device's: what comes back is what went down, whatever was pushed out meanwhile."""
 
 import errno
+import os
 import shutil
 from collections.abc import Sequence as Ordered
 from pathlib import Path
@@ -128,18 +129,18 @@ def test_a_prefix_outlives_what_follows_it() -> None:
 
 def test_files_outlive_their_process_and_stay_within_their_bytes(tmp_path: Path) -> None:
     content = bytes(range(100))
-    tier = FileTier(tmp_path, MODEL, 10_000)
+    tier = FileTier(tmp_path, MODEL, 100, 10_000)
     for number in range(4):
         assert tier.write(digest(number), content)
-    again = FileTier(tmp_path, MODEL, 10_000)
+    again = FileTier(tmp_path, MODEL, 100, 10_000)
     assert len(again) == 4
-    assert again.bytes == tier.bytes
+    assert again.held_bytes == tier.held_bytes
     assert again.read(digest(2)) == content
-    assert FileTier(tmp_path, b"another model---", 10_000).read(digest(2)) is None
+    assert FileTier(tmp_path, b"another model---", 100, 10_000).read(digest(2)) is None
     # 163 bytes a file: two have room. Read last, number 2 stays.
-    small = FileTier(tmp_path, MODEL, 400)
+    small = FileTier(tmp_path, MODEL, 100, 400)
     assert len(small) == 2
-    assert small.bytes <= 400
+    assert small.held_bytes <= 400
     held = [number for number in range(4) if digest(number) in small]
     assert small.read(digest(held[0])) == content
     small.write(digest(7), content)
@@ -150,7 +151,7 @@ def test_files_outlive_their_process_and_stay_within_their_bytes(tmp_path: Path)
 
 @pytest.mark.parametrize("change", ["cut", "flip", "grow", "gone", "swap"])
 def test_a_spoilt_file_is_a_miss(tmp_path: Path, change: str) -> None:
-    tier = FileTier(tmp_path, MODEL, 10_000)
+    tier = FileTier(tmp_path, MODEL, 50, 10_000)
     tier.write(digest(1), bytes(50))
     tier.write(digest(2), b"x" * 50)
     path, other = (tmp_path / MODEL.hex() / "00" / digest(n).hex() for n in (1, 2))
@@ -162,6 +163,8 @@ def test_a_spoilt_file_is_a_miss(tmp_path: Path, change: str) -> None:
         path.write_bytes(whole)
     elif change == "grow":
         path.write_bytes(bytes(whole) + b"x")
+    elif change == "huge":
+        os.truncate(path, 1 << 45)
     elif change == "swap":
         path.write_bytes(other.read_bytes())
     else:
@@ -169,13 +172,14 @@ def test_a_spoilt_file_is_a_miss(tmp_path: Path, change: str) -> None:
     assert tier.read(digest(1)) is None
     assert digest(1) not in tier
     assert tier.spoilt_total == (change != "gone")
+    assert not path.exists()
     assert tier.read(digest(2)) == b"x" * 50
 
 
 def test_a_disk_that_takes_nothing_is_no_error_and_said_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tier = FileTier(tmp_path, MODEL, 10_000)
+    tier = FileTier(tmp_path, MODEL, 50, 10_000)
     in_the_way = tmp_path / MODEL.hex() / "00"
     for wanted in (1, 2):
         in_the_way.write_text("in the way")
@@ -191,7 +195,7 @@ def test_a_disk_that_takes_nothing_is_no_error_and_said_once(
 def test_a_disk_that_lets_go_of_nothing_is_no_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tier = FileTier(tmp_path, MODEL, 400)
+    tier = FileTier(tmp_path, MODEL, 100, 400)
     for number in range(2):
         assert tier.write(digest(number), bytes(100))
     path = tmp_path / MODEL.hex() / "00" / digest(1).hex()
@@ -207,4 +211,4 @@ def test_a_disk_that_lets_go_of_nothing_is_no_error(
     assert tier.write(digest(3), bytes(100))
     assert [n for n in range(4) if digest(n) in tier] == [2, 3]
     (tmp_path / MODEL.hex() / "00" / "junk").touch()
-    assert len(FileTier(tmp_path, MODEL, 10_000)) == 4
+    assert len(FileTier(tmp_path, MODEL, 100, 10_000)) == 3, "the cut one is none"

@@ -48,7 +48,17 @@ def read_wholly(body: bytes) -> None:
         (chat(max_tokens=0), "max_tokens"),
         (chat(seed=2**64), "seed"),
         (chat(n=0), "n"),
-        (chat(functions=[{"name": "f"}]), "functions"),
+        (chat(functions=[{"name": "f"}]), "functions is not supported"),
+        (chat(min_tokens=5), "min_tokens is not supported"),
+        (chat(length_penalty=1.5), "length_penalty"),
+        (chat(truncate_prompt_tokens=100), "truncate_prompt_tokens"),
+        (chat(bad_words=["x"]), "bad_words"),
+        (chat(regex="x+"), "regex"),
+        (chat(grammar='root ::= "x"'), "grammar"),
+        (chat(chat_template="{{ 1 }}"), "chat_template"),
+        (chat(include_stop_str_in_output=True), "include_stop_str_in_output"),
+        (chat(web_search_options={"user_location": None}), "web_search_options"),
+        (chat(chat_template_kwargs=[1]), "chat_template_kwargs"),
         (chat(modalities=["text", "audio"]), "modalities"),
         (chat(tools=[{"type": "web_search"}]), "web_search"),
         (chat(tool_choice="perhaps"), "tool_choice"),
@@ -103,6 +113,11 @@ def test_what_is_asked_arrives_and_unknown_fields_pass() -> None:
     assert (ask.max_tokens, ask.stops) == (5, ("x",))
     assert ask.stream
     assert ask.include_usage
+
+
+def test_what_is_lacked_passes_where_it_changes_nothing() -> None:
+    read_wholly(chat(min_tokens=0, length_penalty=1.0, use_beam_search=False, bad_words=[]))
+    read_wholly(chat(echo=None, functions=[], typical_p=1, add_generation_prompt=True, suffix=""))
 
 
 def test_text_parts_are_joined() -> None:

@@ -45,3 +45,13 @@ def test_a_slower_machine_is_believed_at_once_a_faster_one_by_and_by() -> None:
     assert pace.prompt_tokens(1, 1000) == 50
     pace.note(100, 0, 1.0)
     assert 50 < pace.prompt_tokens(1, 1000) < 100
+
+
+def test_one_slow_step_of_decodes_alone_does_not_hold_up_a_long_prompt_to_its_end() -> None:
+    pace = Pace(0.25)
+    pace.note(200, 0, 0.2)
+    pace.note(0, 4, 1.0)
+    assert pace.prompt_tokens(4, 200) == BLOCK_TOKENS
+    # With a prompt beside them the decodes took less than that.
+    pace.note(BLOCK_TOKENS, 4, 0.05 + BLOCK_TOKENS / 1e3)
+    assert 150 <= pace.prompt_tokens(4, 1000) <= 200

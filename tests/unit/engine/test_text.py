@@ -1,29 +1,35 @@
 """Text comes out whole: no half character, nothing of a stop string, whatever the token cuts."""
 
+import json
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from nodeagent.engine.models.shape import CheckpointError
+from nodeagent.engine.openai import messages_of, read_chat, wishes_of
 from nodeagent.engine.template import ChatTemplate, UnusableChat
 from nodeagent.engine.text import StopStrings, TokenText
-from nodeagent.engine.vocabulary import _BYTE_OF_LETTER, Vocabulary
+from nodeagent.engine.vocabulary import _BYTE_OF_LETTER, SEAM, Vocabulary
 
 LETTERS = {byte: letter for letter, byte in _BYTE_OF_LETTER.items()}
 
 
-def byte_vocabulary() -> Vocabulary:
-    """One token for each byte, and one special token."""
-    vocabulary = {LETTERS[byte]: byte for byte in range(256)} | {"<end>": 256}
+def byte_vocabulary(*marks: str) -> Vocabulary:
+    """One token for each byte, and special ones: the end and `marks`."""
+    special = ("<end>", *marks)
+    vocabulary = {LETTERS[byte]: byte for byte in range(256)}
+    vocabulary |= {mark: 256 + at for at, mark in enumerate(special)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(special))
     return Vocabulary(
         tokenizer=tokenizer,
         byte_level=True,
         stop_ids=frozenset({256}),
-        special_ids=frozenset({256}),
+        special_ids=frozenset(range(256, 256 + len(special))),
         chat_template=None,
         bos_token="",
         eos_token="<end>",
@@ -85,6 +91,44 @@ def test_a_template_is_kept_in_its_sandbox() -> None:
         ChatTemplate("{{ raise_exception('no system prompt') }}", "", "").render([])
     with pytest.raises(CheckpointError, match="cannot compile"):
         ChatTemplate("{% for %}", "", "")
+    with pytest.raises(CheckpointError, match="cannot compile"):
+        ChatTemplate("", "", "", ["x" * 100_000])
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("a{% generation %}{% set x = 1 %}{{ x }}{% endgeneration %}{{ x }}b", "a1b"),
+        ("{{ documents is none }}{{ tools is none }}", "TrueTrue"),
+        ("{{ {'b': 'é', 'a': 1} | tojson(ensure_ascii=True) }}", '{"b": "\\u00e9", "a": 1}'),
+        ("{{ {'b': 2, 'a': 1} | tojson(separators=(',', ':'), sort_keys=True) }}", '{"a":1,"b":2}'),
+        ("{{ messages[0].reasoning_content }}", "hm"),
+        ("{{ enable_thinking }}{{ reasoning_effort }}{{ add_generation_prompt }}", "FalselowTrue"),
+        ("{% for i in [1, 2, 3] %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}", "1"),
+    ],
+)
+def test_a_template_finds_what_transformers_gives_it(source: str, text: str) -> None:
+    kwargs = {"enable_thinking": False, "add_generation_prompt": False}
+    message = {"role": "assistant", "content": "x", "reasoning_content": "hm"}
+    body = {"messages": [message], "reasoning_effort": "low", "chat_template_kwargs": kwargs}
+    chat = read_chat(json.dumps(body).encode(), 10_000)
+    assert ChatTemplate(source, "", "").render(messages_of(chat), (), wishes_of(chat)) == text
+
+
+@given(st.text("<end>|a", max_size=12), st.sampled_from(["{{ x }}", "{{ x | tojson }}"]))
+def test_a_client_cannot_write_a_special_token(text: str, shown: str) -> None:
+    special = ["<end>", "><", "nd>|", "|a|a"]
+    source = "<end>{{ messages[0].content }}" + shown
+    rendered = ChatTemplate(source, "", "", special).render(
+        [{"role": "user", "content": text}], (), {"x": {text: [text]}}
+    )
+    assert rendered.startswith("<end>")
+    parts = rendered.removeprefix("<end>").split(SEAM)
+    assert not any(mark in part for mark in special for part in parts)
+    assert "".join(parts).startswith(text)
+    tokens = VOCABULARY.encode(rendered, special=False)
+    assert tokens.count(256) == 1
+    assert b"".join(map(VOCABULARY.token_bytes, tokens)).decode() == "".join(parts)
 
 
 def test_sentencepiece_tokens_spell_spaces_and_bytes() -> None:
@@ -93,3 +137,5 @@ def test_sentencepiece_tokens_spell_spaces_and_bytes() -> None:
     vocabulary = Vocabulary(tokenizer, False, frozenset(), frozenset(), None, "", "")
     decoder = TokenText(vocabulary)
     assert [decoder.feed(token) for token in range(4)] == ["Hi", " you", "", "é"]
+    going_on = TokenText(vocabulary, goes_on=True)
+    assert [going_on.feed(token) for token in (1, 0)] == [" you", " Hi"]

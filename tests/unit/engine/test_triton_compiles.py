@@ -82,7 +82,10 @@ def compile_all(calls: list[Call]) -> set[str]:
 
     names = set()
     for kernel, given, named in calls:
-        options = {"num_warps": named.pop("num_warps", 4)}
+        options = {
+            "num_warps": named.pop("num_warps", 4),
+            "enable_fp_fusion": named.pop("enable_fp_fusion"),
+        }
         parameters = list(inspect.signature(kernel.fn).parameters)
         signature = dict(zip(parameters, map(kind, given), strict=False))
         signature |= dict.fromkeys(named, "constexpr")

@@ -216,12 +216,27 @@ async def _submit(worker: Worker, outbox: Outbox) -> None:
 def test_rates_count_only_the_steps_they_dominate() -> None:
     rates = StepRates()
     # The first of each kind is cold: it would make a replica just come up seem slow for long.
-    rates.note(Stepped([], 100, 0, 100), 5.0)
-    rates.note(Stepped([], 0, 8, 11), 2.0)
+    rates.note(Stepped([], 100, 0, 100), 5.0, 1.0)
+    rates.note(Stepped([], 0, 8, 11), 2.0, 1.0)
     assert (rates.prefill.per_s, rates.decode.per_s) == (0.0, 0.0)
-    rates.note(Stepped([], 100, 0, 100), 1.0)
-    rates.note(Stepped([], 100, 90), 9.0)
-    rates.note(Stepped([], 0, 8, 11), 0.5)
+    rates.note(Stepped([], 100, 0, 100), 1.0, 1.0)
+    rates.note(Stepped([], 100, 90), 9.0, 1.0)
+    rates.note(Stepped([], 0, 8, 11), 0.5, 1.0)
     assert rates.prefill.per_s == 100.0
     assert rates.decode.per_s == 16.0
     assert (rates.steps, rates.seconds, rates.rows) == (5, 17.5, 222)
+
+
+def test_who_is_thought_slow_is_as_fast_as_its_like_once_nobody_asks_it() -> None:
+    rates = StepRates()
+    for _ in range(20):
+        rates.note(Stepped([], 100, 0, 100), 100.0, now_s=1.0)
+    assert rates.prefill.per_s == 1.0
+    later_s = 1.0
+    while rates.are_known(later_s):
+        later_s += 10.0
+        # An agent asks an idle engine for a token, which measures nothing.
+        rates.note(Stepped([], 8, 0, 8), 0.1, later_s)
+    rates.note(Stepped([], 100, 0, 100), 0.1, later_s)
+    assert rates.are_known(later_s)
+    assert rates.prefill.per_s == 1000.0, "the next step shows how fast it is"

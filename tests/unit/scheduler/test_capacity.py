@@ -105,12 +105,17 @@ def test_where_a_device_has_no_room_for_weights_no_number_of_them_is_named() -> 
             (16 + 16 / 4) * 2 * 8 * 128 * 2,
         ),
         ({"quantization_config": {"kv_cache_scheme": {"num_bits": 8}}}, 32 * 2 * 8 * 128),
+        # Layers from `max_window_layers` on look back no further.
+        ({"sliding_window": 512, "max_window_layers": 24}, (24 + 8 / 4) * 2 * 8 * 128 * 2),
+        # What a family does not write down: every sixth layer, every second one.
+        ({"sliding_window": 512, "model_type": "gemma3_text"}, (5 + 27 / 4) * 2 * 8 * 256 * 2),
+        ({"sliding_window": 512, "model_type": "gemma2"}, (16 + 16 / 4) * 2 * 8 * 256 * 2),
     ],
 )
 def test_kv_of_a_token_follows_from_the_config(
     extra: dict[str, Any], bytes_per_token: float
 ) -> None:
-    assert kv_bytes_per_token(of({**LLAMA_8B, **extra}, 16e9)) == bytes_per_token
+    assert kv_bytes_per_token(of({**LLAMA_8B, **extra}, 16e9), ALL_OF_IT) == bytes_per_token
 
 
 def test_parameters_are_counted_as_the_makers_count_them() -> None:
@@ -125,6 +130,9 @@ def test_parameters_are_counted_as_the_makers_count_them() -> None:
         ({**LLAMA_8B, "num_key_value_heads": 7}, "32 heads over 7 KV heads"),
         ({**LLAMA_8B, "hidden_size": "big"}, "hidden_size is 'big'"),
         ({**LLAMA_8B, "num_attention_heads": 0}, "num_attention_heads is 0"),
+        ({**LLAMA_8B, "num_key_value_heads": 0}, "num_key_value_heads is 0"),
+        ({**LLAMA_8B, "head_dim": 0}, "head_dim is 0"),
+        ({**LLAMA_8B, "hidden_size": 16}, "hidden_size 16 over 32 heads"),
     ],
 )
 def test_a_config_of_no_model_is_refused_in_words(config: dict[str, Any], words: str) -> None:
@@ -138,6 +146,67 @@ def test_quantised_weights_read_faster() -> None:
     small = carried(of(quantised, 5e9), "l4-24g")
     assert small.itl_s < whole.itl_s
     assert small.kv_tokens > whole.kv_tokens
+
+
+@pytest.mark.parametrize(
+    ("config", "has_eight_bit"),
+    [
+        ({}, False),
+        ({"quant_method": "fp8"}, True),
+        # Weights alone are packed: what is multiplied has 16 bits.
+        ({"quant_method": "awq", "bits": 4}, False),
+        ({"quant_method": "mxfp4"}, False),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {"group_0": {"weights": {"num_bits": 4}}},
+            },
+            False,
+        ),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {"group_0": {"weights": {"num_bits": 8}}},
+            },
+            True,
+        ),
+    ],
+)
+def test_prompts_are_read_at_the_arithmetic_of_their_bits(
+    config: dict[str, Any], has_eight_bit: bool
+) -> None:
+    got = carried(of({**LLAMA_8B, "quantization_config": config}, 8e9), "h100-80g")
+    kind = CLASSES["h100-80g"]
+    flops = kind.eight_bit_flops if has_eight_bit else kind.flops
+    reckoned = flops * 0.45 / (2 * of(LLAMA_8B, 8e9).shape.parameters)  # type: ignore[union-attr]
+    assert got.prefill_tokens_per_s == pytest.approx(reckoned, rel=0.01)
+
+
+@pytest.mark.parametrize("option", [{"kv_dtype": "fp8"}, {"kv_cache_dtype": "fp8_e5m2"}])
+def test_kv_kept_at_eight_bits_by_an_option_is_half_as_large(option: dict[str, str]) -> None:
+    model, halved = of(LLAMA_8B, 16e9), msgspec.structs.replace(ALL_OF_IT, options=option)
+    got = capacity(model, halved, CLASSES["h100-80g"])
+    assert isinstance(got, Capacity)
+    assert got.kv_tokens == pytest.approx(2 * carried(model, "h100-80g").kv_tokens, abs=1)
+
+
+def test_a_family_says_what_its_smallest_config_leaves_out() -> None:
+    nested = {
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "sliding_window": 1024,
+    }
+    shape = shape_of({"model_type": "gemma3", "text_config": nested})
+    assert (shape.heads, shape.kv_heads, shape.head_size) == (8, 4, 256)
+    assert shape.parameters == pytest.approx(3.88e9, rel=0.01)
+
+
+def test_heads_that_do_not_divide_are_not_split() -> None:
+    shape = shape_of({**LLAMA_8B, "num_attention_heads": 24, "num_key_value_heads": 4})
+    assert {split.tensor for split in splits(shape, 6)} == {1, 2}
+    assert {split.tensor for split in splits(shape, 8)} == {1, 2, 4, 8}
 
 
 def test_a_latent_is_held_whole_by_each_tensor_part_but_not_by_each_expert_part() -> None:

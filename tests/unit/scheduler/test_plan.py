@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isochrone.wire.ids import DeploymentId, DeviceId, Generation, PopId
+from isochrone.wire.ids import DeploymentId, DeviceId, Generation, NodeId, PopId
 from isochrone.wire.model import EngineSettings
 from isochrone.wire.report import ReplicaState
-from scheduler.decide.cluster import ClusterState, DemandRate, Plan
+from scheduler.decide.cluster import ClusterState, DemandRate, GivenUp, Plan
 from scheduler.decide.explain import explain
 from scheduler.decide.feasible import allowed, free_memory
 from scheduler.decide.liveness import liveness
@@ -231,6 +231,68 @@ def test_a_failed_replica_is_ended_and_tried_elsewhere() -> None:
     assert decided.starts[0].node_id != "ams-1"
 
 
+def a_given_up(times: int, ago_s: float, version: int = 1) -> GivenUp:
+    return GivenUp(
+        deployment_id=DeploymentId("d"),
+        version=version,
+        times=times,
+        ago_s=ago_s,
+        node_ids=(NodeId("ams-1"),),
+        reason="broke 6 times: no such option",
+    )
+
+
+@pytest.mark.parametrize(
+    ("given_up", "is_held"),
+    [
+        (a_given_up(1, 1.0), True),
+        (a_given_up(1, 3.0), False),
+        (a_given_up(4, 15.0), True),  # each time it waits twice as long,
+        (a_given_up(4, 17.0), False),
+        (a_given_up(10**6, 49.0), True),
+        (a_given_up(10**6, 51.0), False),  # but what was mended is tried within a minute
+        (a_given_up(9, 0.0, version=7), False),  # and what was changed at once.
+    ],
+)
+def test_what_breaks_wherever_it_starts_is_tried_less_and_less_often(
+    given_up: GivenUp, is_held: bool
+) -> None:
+    cluster = a_cluster(nodes=NODES, given_up=(given_up,))
+    decided = plan(cluster)
+    assert bool(decided.starts) is not is_held
+    said = " ".join(unmet.reason for unmet in decided.unmet)
+    assert ("no such option; it is tried again" in said) is is_held
+    explained = explain(cluster, DeploymentId("d"))
+    assert explained is not None
+    assert explained.unmet == tuple(unmet.reason for unmet in decided.unmet)
+    assert any(row.feasible for row in explained.elsewhere) is not is_held
+
+
+def test_of_nodes_those_are_tried_first_that_gave_nothing_up() -> None:
+    plans = plan(a_cluster(nodes=NODES, given_up=(a_given_up(1, 100.0),)))
+    assert plans.starts[0].node_id != "ams-1"
+    only = plan(a_cluster(nodes=(a_node("ams-1", "ams"),), given_up=(a_given_up(1, 100.0),)))
+    assert only.starts[0].node_id == "ams-1"
+    explained = explain(a_cluster(nodes=NODES, given_up=(a_given_up(1, 100.0),)), DeploymentId("d"))
+    assert explained is not None
+    assert [row.reason[:17] for row in explained.elsewhere if row.node_id == "ams-1"] == [
+        "1 of it broke her"
+    ]
+    all_of_them = tuple(NodeId(name) for name in ("ams-1", "iad-1", "sin-1", "ams-1", "iad-1"))
+    again = msgspec.structs.replace(a_given_up(5, 100.0), node_ids=all_of_them)
+    assert plan(a_cluster(nodes=NODES, given_up=(again,))).starts[0].node_id == "sin-1"
+
+
+def test_while_one_is_warm_another_that_broke_is_tried_elsewhere_at_once() -> None:
+    cluster = a_cluster(
+        nodes=NODES,
+        deployments=(a_deployment(replicas_min=2),),
+        placements=(a_placement("r1", "sin-1"),),
+        given_up=(a_given_up(5, 0.0),),
+    )
+    assert plan(cluster).starts
+
+
 def test_what_cannot_be_placed_is_said_with_its_numbers_and_ends_nothing() -> None:
     cluster = a_cluster(
         nodes=(a_node("ams-1", "ams", gib=2.0),),
@@ -368,6 +430,23 @@ def test_a_draining_node_is_left_by_what_nobody_asks_for() -> None:
     assert [ending.replica_id for ending in plan(cluster).endings] == ["r1"]
     wanted = msgspec.structs.replace(cluster, demand=(a_demand("ams", 1.0),))
     assert not plan(wanted).endings  # nowhere else to go: it goes on serving
+
+
+def test_explain_names_who_holds_a_place_under_scarcity() -> None:
+    cluster = a_cluster(
+        nodes=(a_node("ams-1", "ams", gib=2.6),),
+        deployments=(
+            a_deployment("a", replicas_min=2, priority=90),
+            a_deployment("b", replicas_min=2, priority=10),
+        ),
+    )
+    decided = plan(cluster)
+    assert [start.spec.deployment_id for start in decided.starts] == ["a", "a"]
+    told = explain(carried_out(cluster, decided), DeploymentId("b"))
+    assert told is not None
+    assert [row.reason for row in told.elsewhere] == [
+        "needs 1.25 GiB, the most free on one device is 0.10 GiB; on it: 2 of a (priority 90)"
+    ]
 
 
 def test_explain_says_why_here_and_why_not_there() -> None:

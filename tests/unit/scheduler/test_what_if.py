@@ -26,7 +26,16 @@ from scheduler.decide.what_if import (
     digest_of,
     what_if,
 )
-from tests.builders import GIB, a_cluster, a_deployment, a_device, a_model, a_node, a_placement
+from tests.builders import (
+    GIB,
+    a_cluster,
+    a_deployment,
+    a_device,
+    a_model,
+    a_node,
+    a_placement,
+    a_pop,
+)
 
 AMS, SIN, IAD = PopId("ams"), PopId("sin"), PopId("iad")
 NODES = tuple(a_node(f"{pop}-{n}", pop) for pop in ("ams", "iad", "sin") for n in (1, 2))
@@ -72,11 +81,25 @@ def test_a_picture_that_is_not_understood_whole_is_refused_in_words() -> None:
     for spoilt, words in (
         ({"format": 2, "release": "9.9"}, "its format is 2, this release reads 1: .* release 9.9"),
         ({"cluster": {"pops": []}}, "node ams-1 is in ams, which it does not hold"),
+        (
+            {"cluster": {"pops": 2 * [msgspec.to_builtins(a_pop("ams"))]}},
+            "it holds a PoP twice: ams",
+        ),
+        (
+            {"cluster": {"nodes": 2 * [msgspec.to_builtins(NODES[0])]}},
+            "it holds a node twice: ams-1",
+        ),
     ):
         file = msgspec.json.decode(msgspec.json.encode(picture))
         file |= spoilt | {"cluster": file["cluster"] | spoilt.get("cluster", {})}
         with pytest.raises(msgspec.ValidationError, match=words):
             msgspec.json.decode(msgspec.json.encode(file), type=Picture)
+
+
+def test_a_deployment_of_a_model_that_the_picture_lacks_is_said_and_serves_nobody() -> None:
+    answer = what_if(a_picture(models=()), [])
+    assert answer.unmet == ("d: the catalogue has no model m",)
+    assert all(city.ttft_p90_ms is None for city in answer.now.cities)
 
 
 def test_without_a_change_the_answer_is_what_placement_is_about_to_do() -> None:
