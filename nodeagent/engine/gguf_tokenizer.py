@@ -1,5 +1,6 @@
 """The tokenizer that a GGUF file's metadata describes: byte-level BPE, or SentencePiece's BPE."""
 
+from itertools import repeat
 from pathlib import Path
 from typing import Any, Final
 
@@ -119,7 +120,8 @@ class _Told:
 
 def _byte_level(told: _Told) -> Tokenizer:
     kind = told.metadata.get("tokenizer.ggml.pre", "default")
-    merges = [_pair(merge) for merge in told.strings("tokenizer.ggml.merges")]
+    cut = map(str.partition, told.strings("tokenizer.ggml.merges"), repeat(" "))
+    merges = [(left, right) for left, _, right in cut]
     tokenizer = told.bpe(merges=merges, ignore_merges=kind == "llama-bpe")
     tokenizer.pre_tokenizer = _pre_tokenizer(told.path, kind)
     tokenizer.decoder = decoders.ByteLevel()
@@ -151,11 +153,6 @@ def _sentencepiece(told: _Told) -> Tokenizer:
         ]
     )
     return tokenizer
-
-
-def _pair(merge: str) -> tuple[str, str]:
-    left, _, right = merge.partition(" ")
-    return left, right
 
 
 def _merges(tokens: list[str], scores: list[float]) -> list[tuple[str, str]]:

@@ -9,6 +9,8 @@ import torch
 from gguf import GGUFWriter
 from gguf.constants import GGMLQuantizationType
 from gguf.quants import quantize
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from nodeagent.engine.checkpoint.gguf import GgufFile
 from nodeagent.engine.checkpoint.unpacking import BITS
@@ -98,6 +100,32 @@ def test_floats_are_multiplied_as_their_file_has_them(dtype: torch.dtype, rows: 
     assert torch.equal(product[wanted], weight[wanted])
     with pytest.raises(IndexError, match="there are 64"):
         product[torch.tensor([-1])]
+
+
+@needs_kernels
+@given(
+    tiles=st.lists(st.integers(1, 5), min_size=1, max_size=3),
+    columns=st.integers(1, 330),
+    rows=st.one_of(st.integers(0, 40), st.integers(188, 196)),
+    dtype=st.sampled_from([torch.float16, torch.bfloat16, torch.float32]),
+    rounded=st.booleans(),
+    threads=st.integers(1, 3),
+)
+@settings(max_examples=80, deadline=None)
+def test_products_by_floats_are_torchs_whatever_the_shape(
+    tiles: list[int], columns: int, rows: int, dtype: torch.dtype, rounded: bool, threads: int
+) -> None:
+    columns = max(columns // 32, 1) * 32 if rounded else columns
+    parts = [chance(16 * count, columns, seed=count).to(dtype) for count in tiles]
+    product = tiled(parts, Keeping.NATIVE if rounded else Keeping.TILED)
+    x, before = chance(rows, columns, seed=rows), torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        found = product(x)
+    finally:
+        torch.set_num_threads(before)
+    most = 1e-3 if rounded else 1e-5
+    torch.testing.assert_close(found, x @ torch.cat(parts).float().T, rtol=most, atol=most * 20)
 
 
 @needs_kernels
