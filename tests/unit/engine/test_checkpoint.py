@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from nodeagent.engine.checkpoint.encoder import _pooling
 from nodeagent.engine.checkpoint.gguf_header import GgufHeader, read_header
 from nodeagent.engine.checkpoint.opening import open_checkpoint
-from nodeagent.engine.checkpoint.safetensors import SafetensorsFolder
+from nodeagent.engine.checkpoint.safetensors import SafetensorsFiles, SafetensorsFolder
 from nodeagent.engine.models.shape import CheckpointError
 
 CONFIG = (
@@ -178,6 +178,28 @@ def test_a_hostile_safetensors_file_is_refused(tmp_path: Path, body: bytes) -> N
     (tmp_path / "model.safetensors").write_bytes(body)
     with pytest.raises(CheckpointError, match="cannot read"):
         SafetensorsFolder(tmp_path)
+
+
+@settings(
+    deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data())
+def test_a_broken_safetensors_file_is_refused_or_read(tmp_path: Path, data: st.DataObject) -> None:
+    path = tmp_path / "model.safetensors"
+    whole = bytearray(stored((0, 32), (32, 64)))
+    end = data.draw(st.integers(0, len(whole)))
+    whole = whole[: max(end, data.draw(st.sampled_from([0, len(whole)])))]
+    for _ in range(data.draw(st.integers(0, 3))):
+        at = data.draw(st.integers(0, len(whole)))
+        whole[at : at + 1] = data.draw(st.binary(max_size=3))
+    path.write_bytes(whole)
+    with contextlib.suppress(CheckpointError):
+        source = SafetensorsFiles(tmp_path)
+        try:
+            for name in source.names():
+                source.tensor(name, (8,))
+        finally:
+            source.close()
 
 
 @pytest.mark.parametrize(
