@@ -74,7 +74,10 @@ def models_add(
     licence: str,
     price: str | None,
 ) -> None:
-    """Add a model to the catalogue; its manifest is made from its files."""
+    """Add a model to the catalogue; its manifest is made from its files.
+
+    Other files under a name that is being served are rolled out there, replica by replica.
+    """
     if folder is None:
         if not source.startswith("file:"):
             raise click.UsageError("give --folder with the model's files, to make the manifest of")

@@ -181,7 +181,8 @@ def _pre_tokenizer(path: Path, kind: Any) -> Any:
         return plain
     if kind == "smollm":
         return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), plain])
-    patterns = {"llama-bpe": _LLAMA3_SPLIT, "qwen2": _QWEN2_SPLIT}
+    patterns = {"llama-bpe": _LLAMA3_SPLIT}
+    patterns |= dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN2_SPLIT)
     if not isinstance(kind, str) or kind not in patterns:
         raise CheckpointError(f"cannot load {path}: pre-tokenizer {kind!r} is unsupported")
     return pre_tokenizers.Sequence(

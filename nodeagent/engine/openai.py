@@ -50,6 +50,7 @@ class Lacked(Constrained, kw_only=True):
     echo: Any = False
     functions: Any = None
     grammar: Any = None
+    guided_grammar: Any = None
     include_stop_str_in_output: Any = False
     json_schema: Any = None
     length_penalty: Any = 1

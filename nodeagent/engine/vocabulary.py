@@ -143,10 +143,11 @@ def vocabulary_of_folder(folder: Path, config: DecoderConfig) -> Vocabulary:
     stop_ids = {token for ids in stops for token in (ids if isinstance(ids, list) else [ids])}
     stop_ids.add(tokenizer.token_to_id(eos_token))
     added = tokenizer.get_added_tokens_decoder()
+    tokens = range(tokenizer.get_vocab_size(with_added_tokens=True))
     return Vocabulary(
         tokenizer=tokenizer,
         byte_level=byte_level,
-        stop_ids=frozenset(token for token in stop_ids if token is not None),
+        stop_ids=frozenset(token for token in stop_ids if token in tokens),
         special_ids=frozenset(token for token, value in added.items() if value.special),
         chat_template=_template(folder, settings),
         bos_token=_content(settings.bos_token),

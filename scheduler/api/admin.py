@@ -39,7 +39,7 @@ from scheduler.api.keys import KEY_ENDPOINTS
 from scheduler.api.pictures import PICTURE_ENDPOINTS
 from scheduler.api.rollouts import ROLLOUT_ENDPOINTS
 from scheduler.api.usage import USAGE_ENDPOINTS
-from scheduler.store import catalogue, identities
+from scheduler.store import catalogue, deployments, identities
 from scheduler.store.events import Event, list_events
 from scheduler.store.status import read_status
 
@@ -119,7 +119,7 @@ async def delete_router(call: Call) -> None:
 
 
 async def put_model(call: Call) -> ModelView:
-    """Make or change a catalogue entry."""
+    """Make or change a catalogue entry; other files are a new version of whatever serves it."""
     model: Model = call.body
     if model.model_id != call.name:
         raise ApiError(
@@ -132,6 +132,14 @@ async def put_model(call: Call) -> ModelView:
         raise ApiError(ErrorCode.INVALID_REQUEST, problem, param="artifact")
     before = await catalogue.get_model(call.connection, model.model_id)
     after = await catalogue.put_model(call.connection, model, call.etag)
+    if before is not None and before.model.artifact.digest != model.artifact.digest:
+        rolling = await deployments.renew_deployments(call.connection, model.model_id)
+        if rolling:
+            raise ApiError(
+                ErrorCode.CONFLICT,
+                f"cannot change the files of {model.model_id}: a rollout of {rolling} is on its "
+                "way; abort it first",
+            )
     await call.changed("model.put", model.model_id, before=before, after=after)
     return after
 

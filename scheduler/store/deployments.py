@@ -121,6 +121,38 @@ async def change_deployment(
     return True
 
 
+async def renew_deployments(connection: Connection, model_id: str) -> str:
+    """Have all that serves a model be of a new version; return whose rollout does not let them.
+
+    Under a name that had other files, what runs is not what would be started.
+    """
+    await connection.execute(
+        """
+        SELECT FROM deployment d WHERE model_id = $1 OR EXISTS (
+            SELECT FROM rollout r WHERE r.deployment_id = d.deployment_id AND bound_for = $1)
+        ORDER BY deployment_id FOR NO KEY UPDATE
+        """,
+        model_id,
+    )
+    rolling: str | None = await connection.fetchval(
+        """
+        SELECT r.deployment_id FROM rollout r JOIN deployment d USING (deployment_id)
+        WHERE state IN ('running', 'paused') AND $1 IN (model_id, bound_for) LIMIT 1
+        """,
+        model_id,
+    )
+    if rolling is None:
+        await connection.execute(
+            """
+            UPDATE deployment d SET etag = etag + 1, version = 1 + greatest(version,
+                (SELECT max(to_version) FROM rollout r WHERE r.deployment_id = d.deployment_id))
+            WHERE model_id = $1 AND deleted_at IS NULL
+            """,
+            model_id,
+        )
+    return rolling or ""
+
+
 async def delete_deployment(connection: Connection, deployment_id: str, etag: int | None) -> None:
     """Mark a deployment deleted: its replicas drain, its rollout is over. Raises EtagMoved."""
     done = await connection.execute(

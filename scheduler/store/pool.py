@@ -65,7 +65,7 @@ async def open_pool(dsn: str, *, size_max: int = SIZE_MAX) -> Pool:
     if await _is_pooled_by_transaction(hosts):
         # Prepared statements do not survive a transaction pooler; neither would LISTEN or session
         # locks, which nothing here uses.
-        log.warning("a transaction pooler stands before Postgres: statement cache off")
+        log.info("a transaction pooler stands before Postgres: statement cache off")
         options["statement_cache_size"] = 0
 
     async def connect(*_: Any, **given: Any) -> asyncpg.Connection:

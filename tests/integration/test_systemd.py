@@ -60,6 +60,15 @@ def test_what_engines_use_outlives_their_agent_and_can_be_written() -> None:
 
 
 @pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.stem)
+def test_what_libraries_only_try_ends_no_service(unit: Path) -> None:
+    """numpy's BLAS places its memory as it is imported; asyncpg looks for certificates at home."""
+    settings = dict(re.findall(r"^(\w+)=(.*)$", unit.read_text(), re.M))
+    assert settings["SystemCallErrorNumber"] == "EPERM"
+    assert settings["ProtectHome"] == "yes"
+    assert "router" in unit.stem or re.search("^Environment=HOME=%[SC]/", unit.read_text(), re.M)
+
+
+@pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.stem)
 def test_a_unit_is_never_given_up(unit: Path) -> None:
     """A scheduler ends within a second where there is no database: after five times, by default,
     systemd would leave it so."""

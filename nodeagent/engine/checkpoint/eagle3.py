@@ -63,9 +63,13 @@ class HeadFolder(SafetensorsFiles):
             raise CheckpointError(
                 f"cannot draft with {folder}: {self.shape.layers} layers, one is supported"
             )
+        self.choices = self.config.draft_vocab_size or self.shape.vocabulary
+        if not 1 <= self.choices <= self.shape.vocabulary:
+            raise CheckpointError(
+                f"cannot draft with {folder}: {self.choices} tokens of {self.shape.vocabulary}"
+            )
         super().__init__(folder)
         self.layer = "midlayer." if self.has("midlayer.hidden_norm.weight") else "layers.0."
-        self.choices = self.config.draft_vocab_size or self.shape.vocabulary
         self.target_hidden = self.config.target_hidden_size or self.shape.hidden
 
     def parameters(self) -> int:

@@ -43,7 +43,6 @@ class Constrained(msgspec.Struct, kw_only=True):
     guided_json: Any = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
-    guided_grammar: str | None = None
 
 
 def grammar_of(body: Constrained) -> Grammar | None:
@@ -57,11 +56,6 @@ def grammar_of(body: Constrained) -> Grammar | None:
     if structured.json_object:
         param = "structured_outputs.json_object"
         asked[param] = partial(grammar.of_any_object, param)
-    if body.guided_grammar is not None:
-        raise refused(
-            "guided_grammar",
-            "cannot use guided_grammar: a JSON schema, a regex or choices are supported",
-        )
     if not asked:
         return None
     param, build = next(iter(asked.items()))

@@ -128,10 +128,11 @@ class _Described:
 
 
 def _limits() -> LLParserLimits:
-    # A mask may take 200,000 units of a lexer's work, about 15 ms; a lexer's state takes 2 kB.
+    # A mask may take 200,000 units of a lexer's work, 15 to 30 ms; building the lexer as many, a
+    # tenth of a second. A lexer's state takes 2 kB.
     return LLParserLimits(
         max_items_in_row=5_000,
-        initial_lexer_fuel=2_000_000,
+        initial_lexer_fuel=200_000,
         step_lexer_fuel=200_000,
         step_max_items=50_000,
         max_lexer_states=20_000,

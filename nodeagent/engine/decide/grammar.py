@@ -8,11 +8,14 @@ as one JSON value, so that nobody can close a rule and write their own.
 
 import json
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any, Final
 
 SCHEMA_BYTES_MAX: Final = 64 * 1024
 DEPTH_MAX: Final = 64
 PROPERTIES_MAX: Final = 1000
+MULTIPLES_MAX: Final = 20_000
+"""Each multipleOf becomes an automaton of as many states as its digits say, noughts around left."""
 REGEX_CHARS_MAX: Final = 4096
 CHOICES_MAX: Final = 1024
 CHOICES_BYTES_MAX: Final = 64 * 1024
@@ -87,11 +90,16 @@ def schema_rule(schema: Any, param: str, *, lenient: bool) -> str:
         schema = {}
     if not isinstance(schema, dict):
         raise UnusableGrammar(f"cannot use {param}: a JSON schema is an object")
-    properties = _measure(schema, param)
+    properties, multiples = _measure(schema, param)
     if properties > PROPERTIES_MAX:
         raise UnusableGrammar(
             f"cannot use {param}: the schema has {properties} properties, the limit is"
             f" {PROPERTIES_MAX}"
+        )
+    if multiples > MULTIPLES_MAX:
+        raise UnusableGrammar(
+            f"cannot use {param}: the digits of its multipleOf are {multiples:.0f} in all, the"
+            f" limit is {MULTIPLES_MAX}"
         )
     options = {
         "whitespace_flexible": True,
@@ -138,9 +146,9 @@ def _regex_literal(pattern: str) -> str:
     return "".join(literal)
 
 
-def _measure(schema: dict[str, Any], param: str) -> int:
-    """Count properties, without recursion: how deep a schema is is not known before."""
-    properties = 0
+def _measure(schema: dict[str, Any], param: str) -> tuple[int, float]:
+    """Count properties and multiples, without recursion: how deep they lie is not known before."""
+    properties, multiples = 0, 0.0
     layer: list[Any] = [schema]
     depth = 0
     while layer:
@@ -154,8 +162,17 @@ def _measure(schema: dict[str, Any], param: str) -> int:
             if isinstance(value, dict):
                 own = value.get("properties")
                 properties += len(own) if isinstance(own, dict) else 0
+                multiples += _digits(value.get("multipleOf"))
                 below.extend(value.values())
             elif isinstance(value, list):
                 below.extend(value)
         layer = below
-    return properties
+    return properties, multiples
+
+
+def _digits(number: Any) -> float:
+    """Return a number's digits without the noughts around them, as a number."""
+    if isinstance(number, bool) or not isinstance(number, int | float):
+        return 0
+    exact = Decimal(number if isinstance(number, int) else str(number)).normalize()
+    return float(abs(exact.scaleb(-int(exact.as_tuple().exponent))))

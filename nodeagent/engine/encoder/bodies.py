@@ -24,6 +24,8 @@ class EmbeddingBody(msgspec.Struct, kw_only=True):
     model: str | None = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
+    normalize: Literal[True] | None = None
+    truncate_prompt_tokens: None = None
 
 
 class Document(msgspec.Struct):

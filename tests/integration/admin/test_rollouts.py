@@ -3,6 +3,8 @@
 import asyncio
 from typing import Any
 
+import msgspec
+
 from isochrone.wire.artifact import manifest_digest
 from isochrone.wire.model import ArtifactFile
 from scheduler.store.catalogue import touch
@@ -80,6 +82,32 @@ async def test_what_cannot_be_gone_is_refused_in_words(admin: Admin) -> None:
         refused = await begin(admin, **fields)
         assert refused.status == (404 if fields == {"model_id": "other"} else 400), fields
         assert words in refused.body["error"]["message"]
+
+
+async def test_other_files_under_a_models_name_are_a_new_version_of_what_serves_it(
+    admin: Admin,
+) -> None:
+    await deployed(admin)
+    other = ArtifactFile(path="m.gguf", size_bytes=1, sha256="b" * 64)
+    artifact = {
+        "source": "file:/there",
+        "files": [msgspec.to_builtins(other)],
+        "digest": manifest_digest([other]),
+    }
+
+    async def version() -> int:
+        return int((await admin.ask("GET", "/v1/deployments/d")).body["version"])
+
+    dearer = {**MODEL, "price": {"prompt_per_million": 1.0}}
+    assert (await admin.ask("PUT", "/v1/models/m", dearer)).status == 200
+    assert await version() == 1
+    made = (await begin(admin)).body
+    refused = await admin.ask("PUT", "/v1/models/m", {**MODEL, "artifact": artifact})
+    assert refused.status == 409
+    assert "a rollout of d is on its way; abort it first" in refused.body["error"]["message"]
+    assert (await admin.ask("POST", f"/v1/rollouts/{made['rollout_id']}/abort")).status == 200
+    assert (await admin.ask("PUT", "/v1/models/m", {**MODEL, "artifact": artifact})).status == 200
+    assert await version() == 3, "a number is never used twice"
 
 
 async def test_a_change_and_a_rollout_at_once_are_never_of_one_version(

@@ -118,6 +118,8 @@ async def test_a_text_and_its_tokens_embed_alike_alone_and_in_a_crowd(
         ({"input": "\ud800 and more"}, "surrogate"),
         ({"input": "a", "dimensions": 100}, "in 100 dimensions: this model has 384"),
         ({"input": "a", "encoding_format": "int8"}, "int8"),
+        ({"input": "a", "normalize": False}, "normalize"),
+        ({"input": "a", "truncate_prompt_tokens": 2}, "truncate_prompt_tokens"),
         ({"input": 3}, "Expected"),
         ({"input": "a", "model": "gpt"}, "cannot serve model 'gpt'"),
         ({}, "input"),

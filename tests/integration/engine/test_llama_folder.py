@@ -189,8 +189,10 @@ def test_logits_equal_the_definition(
 def test_a_folder_is_loaded_whole(tmp_path: Path) -> None:
     write_folder(tmp_path, tied=True, scaled=False, sharded=True)
     write_tokenizer(tmp_path)
+    # Ends that no token is: some files say so of tokens that they took out.
+    (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": [5, -1, {2**70}]}}')
     loaded = load(EngineConfig(model_path=str(tmp_path), served_name="tiny", socket="unused"))
-    assert loaded.vocabulary.stop_ids == {0, VOCABULARY - 1}
+    assert loaded.vocabulary.stop_ids == {0, 5, VOCABULARY - 1}
     assert loaded.template is not None
     assert loaded.template.render([{"role": "user", "content": "hi"}]) == "hi"
     assert loaded.context_tokens == 128

@@ -188,6 +188,8 @@ def test_the_output_is_the_same_with_a_head_and_without(
         ({"vocab_size": 300}, "", "a head for tokens of 300"),
         ({"target_hidden_size": 8}, "", "a head for hidden states of 8"),
         ({"draft_vocab_size": 41}, "", "is"),
+        ({"draft_vocab_size": 2**64}, "", "18446744073709551616 tokens of 257"),
+        ({"draft_vocab_size": -1}, "", "-1 tokens of 257"),
         ({}, "fc.weight", "lacks fc.weight"),
         ({}, "d2t", "lacks d2t"),
         ({}, "midlayer.self_attn.k_proj.weight", "lacks midlayer.self_attn.k_proj.weight"),

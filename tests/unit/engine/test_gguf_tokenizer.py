@@ -70,6 +70,8 @@ def test_qwens_digits_stand_alone_and_accents_are_composed() -> None:
     assert described.tokenizer.encode("12 a<|end|>").tokens == ["1", "2", "\u0120a", "<|end|>"]
     composed = described.tokenizer.encode("\u00e9").ids
     assert described.tokenizer.encode("e\u0301").ids == composed
+    distilled = described_by(byte_level(pre="deepseek-r1-qwen"))
+    assert distilled.tokenizer.encode("12 a").tokens == ["1", "2", "\u0120a"]
 
 
 def test_gpt2s_digits_join() -> None:

@@ -4,11 +4,11 @@ from typing import Any
 
 import msgspec
 
-from isochrone.wire.ids import DeploymentId, Epoch, Generation, ModelId, PopId
+from isochrone.wire.ids import DeploymentId, Epoch, Generation, ModelId, NodeId, PopId
 from isochrone.wire.model import EngineSettings
 from isochrone.wire.rollout import RolloutSpec, RolloutState, RolloutStep
 from isochrone.wire.routes import RolloutEntry
-from scheduler.decide.cluster import ClusterState, DemandRate
+from scheduler.decide.cluster import ClusterState, DemandRate, GivenUp
 from scheduler.decide.explain import explain
 from scheduler.decide.liveness import liveness
 from scheduler.decide.route_table import route_table
@@ -113,6 +113,21 @@ def test_routers_are_told_the_share_and_each_versions_own_limits() -> None:
     assert entry.rollout == RolloutEntry(version=2, share=0.25, pops=(AMS,))
     limits = {route.replica_id: route.tokens_in_flight_max for route in table.routes}
     assert limits == {"o1": 32_768, "o2": 32_768, "n1": 77}
+
+
+def test_what_the_new_version_broke_holds_back_the_new_version_alone() -> None:
+    given_up = GivenUp(
+        deployment_id=DeploymentId("d"),
+        version=2,
+        times=9,
+        ago_s=1.0,
+        node_ids=(NodeId("ams-1"),),
+        reason="broke 6 times",
+    )
+    one_left = (a_placement("o1", "ams-1"),)
+    decided = decide(rolling(given_up=(given_up,), placements=one_left))
+    assert [start.spec.version for start in decided.starts] == [1]
+    assert ["version 2: cannot place" in unmet.reason for unmet in decided.unmet] == [True]
 
 
 def test_explain_tells_all_that_a_city_asks_whichever_version_answers() -> None:
