@@ -38,4 +38,4 @@ class Calling:
 
     def reader(self) -> CallReader:
         """Return what reads this output's calls."""
-        return CallReader(self.how, self.tools.names)
+        return CallReader(self.how, self.tools.names, single=self.tools.calls_max == 1)

@@ -114,10 +114,12 @@ class Tools:
             raise refused(
                 answer.param, f"cannot obey both {answer.param} and a tool_choice that must call"
             )
-        if not self.must and answer is None:
+        # A call may come or not, but a strict tool's is as its parameters say.
+        speech = not self.must and answer is None
+        if speech and not any(tool.strict for tool in self.callable):
             return None
         try:
-            calls = grammar_of_calls(self.callable, how, self.calls_max, special)
+            calls = grammar_of_calls(self.callable, how, self.calls_max, special, speech=speech)
         except UnusableGrammar as error:
             raise refused("tools", str(error)) from error
         return calls if answer is None else either(answer, calls)

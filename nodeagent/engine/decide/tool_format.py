@@ -1,12 +1,14 @@
 """How models write calls of tools, and the grammars that hold them to it.
 
-Three ways cover the open models of today, told apart by what their chat template says:
+Three ways, told apart by what the model's chat template says:
 
 - Hermes and Qwen: `<tool_call>` around each `{"name": ..., "arguments": {...}}`
 - Llama 3: the output is `{"name": ..., "parameters": {...}}`, several parted by `;`
 - Mistral: `[TOOL_CALLS]`, then a list of `{"name": ..., "arguments": {...}}`
 
-A template that knows no tools is served in Hermes' way, which needs no token of its own.
+A template that knows no tools is served in Hermes' way, which needs no token of its own. Models
+that learned yet another (Qwen3-Coder's XML, Mistral's `[ARGS]`) write one of these where they must
+call; where they need not, what they write in their own is content.
 """
 
 import json
@@ -111,11 +113,17 @@ def format_of_template(template: str) -> ToolFormat:
 
 
 def grammar_of_calls(
-    tools: tuple[Tool, ...], how: ToolFormat, calls_max: int, special: dict[str, int]
+    tools: tuple[Tool, ...],
+    how: ToolFormat,
+    calls_max: int,
+    special: dict[str, int],
+    *,
+    speech: bool = False,
 ) -> Grammar:
     """Return the grammar of 1 to `calls_max` calls of `tools`, and nothing else.
 
-    `special` are those of the format's marks that are special tokens, which no text can spell.
+    With `speech` there may be any text before them, or instead. `special` are those of the format's
+    marks that are special tokens, which no text can spell.
     """
     rules = ["call: " + " | ".join(f"call_{index}" for index in range(len(tools)))]
     size = 0
@@ -130,15 +138,21 @@ def grammar_of_calls(
         raise UnusableGrammar(
             f"cannot use tools: their parameters take {size} bytes, the limit is {TOOLS_BYTES_MAX}"
         )
-    return Grammar(_calls(how, calls_max, special), "tools", tuple(rules))
-
-
-def _calls(how: ToolFormat, calls_max: int, special: dict[str, int]) -> str:
-    before, between, after = (
-        _spelled(part, special) for part in (how.before, how.between, how.after)
-    )
+    before = _spelled(how.before, special)
+    between, after = _spelled(how.between, special), _spelled(how.after, special)
     more = f"({between} call){{0,{calls_max - 1}}}" if calls_max > 1 else ""
-    return " ".join(part for part in (before, "call", more, after) if part)
+    if speech and not how.opening:
+        rules.append(r"said: /\s*([^{\s](.|\n)*)?/")
+        before = f"said | {before}"
+    elif speech and how.opening in special:
+        rules.append(r"said: /(.|\n)*/")
+        before = f"said | said {before}"
+    elif speech:
+        # Lazy: it ends where the opening first comes, so that nothing said can hold one.
+        rules += [r"said: /(.|\n)*/", rf"begun[lazy]: /(.|\n)*/ {quoted(how.opening)}"]
+        before = f"said | begun {_spelled(how.before.removeprefix(how.opening), special)}"
+    start = " ".join(part for part in (before, "call", more, after) if part)
+    return Grammar(start, "tools", tuple(rules))
 
 
 def _spelled(text: str, special: dict[str, int]) -> str:

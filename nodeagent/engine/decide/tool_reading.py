@@ -56,6 +56,8 @@ class CallReader:
 
     how: ToolFormat
     names: frozenset[str]
+    single: bool = False
+    """Whether nothing is told after the first call."""
     calls: int = 0
     _where: _Where = _Where.START
     _held: str = ""
@@ -85,6 +87,9 @@ class CallReader:
 
     def _move(self, events: list[Event]) -> bool:
         """Take one stride; False where more text is needed."""
+        if self.single and self.calls and self._object is None:
+            self._held = ""
+            return False
         match self._where:
             case _Where.START:
                 return self._start()

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from isochrone.wire.errors import ApiError
 from nodeagent.engine.answers import Answer, Choice
 from nodeagent.engine.calling import Calling
+from nodeagent.engine.constrain.compiling import Grammars
 from nodeagent.engine.decide import grammar
 from nodeagent.engine.decide.sequence import Finish
 from nodeagent.engine.decide.tool_format import (
@@ -27,7 +28,7 @@ from nodeagent.engine.step import Delta
 from nodeagent.engine.template import ChatTemplate
 from nodeagent.engine.tools import Tools, tools_of
 from tests.unit.engine.test_constrain import GRAMMARS
-from tests.unit.engine.test_text import VOCABULARY
+from tests.unit.engine.test_text import VOCABULARY, byte_vocabulary
 
 WEATHER = {
     "name": "get_weather",
@@ -342,6 +343,49 @@ def test_a_grammar_of_calls_allows_what_its_reader_reads(how: ToolFormat) -> Non
     ]
 
 
+@pytest.mark.parametrize("letters", [1, 7, 1000])
+@pytest.mark.parametrize("how", [HERMES, LLAMA3, MISTRAL], ids=["hermes", "llama3", "mistral"])
+def test_who_wants_no_parallel_calls_is_told_one(how: ToolFormat, letters: int) -> None:
+    tools = asked(tools=TOOLS, parallel_tool_calls=False)
+    assert tools is not None
+    reader = Calling(tools, how, {}).reader()
+    one = f'{{"name": "time.now", "{how.arguments_key}": {{}}}}'
+    text = how.before + one + how.between + one + how.after + " And more."
+    told: list[list[str]] = []
+    for at in range(0, len(text), letters):
+        for event in reader.feed(text[at : at + letters]):
+            note(told, event)
+    assert reader.flush() == []
+    assert told == [["time.now", "{}"]]
+
+
+@pytest.mark.parametrize("how", [HERMES, LLAMA3, MISTRAL], ids=["hermes", "llama3", "mistral"])
+@pytest.mark.parametrize("special", [False, True])
+def test_a_strict_tool_may_be_left_alone_but_not_be_called_wrongly(
+    how: ToolFormat, special: bool
+) -> None:
+    tools = asked(tools=[{"type": "function", "function": {**WEATHER, "strict": True}}])
+    assert tools is not None
+    marks = [how.opening] if special and how.opening else []
+    vocabulary = byte_vocabulary(*marks)
+    wanted = tools.grammar(how, dict.fromkeys(marks, 257), None)
+    assert wanted is not None
+    constraint = Grammars(vocabulary).build(wanted)
+    call = f'{{"name": "get_weather", "{how.arguments_key}": {{"city": "Bonn"}}}}'
+    speech = "Let me {see} a <b> [x]:\n" if how.opening else ""
+    for text, allowed in (
+        ("", True),
+        ("It rains {in} [Bonn] <b>; <tool_cal", True),
+        (how.before + call + how.after, True),
+        (speech + how.before + call + how.between + call + how.after, True),
+        (speech + how.before + call.replace("Bonn", "Gelsenkirchen") + how.after, False),
+        (speech + how.before + call.replace("city", "town") + how.after, False),
+        (speech + how.before + call.replace("get_weather", "rm") + how.after, False),
+    ):
+        tokens = [*vocabulary.encode(text, special=False), 256]
+        assert (constraint.allowed(tokens) == len(tokens)) is allowed, text
+
+
 def test_a_mark_that_is_a_special_token_is_shown_and_required() -> None:
     template = ChatTemplate("{{ '<end>' }}{{ '[TOOL_CALLS]' }}", "", "")
     tools = asked(tools=TOOLS, tool_choice="required")
@@ -358,6 +402,7 @@ def test_tools_beside_a_format_allow_either_and_must_allows_no_format() -> None:
     answer = grammar.of_schema({"const": 5}, "response_format")
     free = asked(tools=TOOLS)
     assert free is not None
+    assert free.grammar(HERMES, {}, None) is None
     both = free.grammar(HERMES, {}, answer)
     assert both is not None
     call = '<tool_call>\n{"name": "time.now", "arguments": {}}\n</tool_call>'
