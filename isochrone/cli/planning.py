@@ -7,6 +7,7 @@ needs no fleet, and a large one costs the acting scheduler nothing.
 import math
 import subprocess
 import sys
+from collections.abc import Set
 from pathlib import Path
 from typing import Any, Final
 
@@ -70,7 +71,7 @@ def plan(obj: Context, /, save: Path | None, picture: Path | None, **given: Any)
     if picture is None:
         return
     answer = _planned(picture, _changes(given), _prices(given["price"]))
-    _show(answer, obj.output, has_prices=bool(given["price"]))
+    _show(answer, obj.output, priced=set(_prices(given["price"])))
     if given["map_to"] is not None:
         pops = msgspec.json.decode(picture.read_bytes())["cluster"]["pops"]
         draw(answer, pops, given["map_to"])
@@ -164,7 +165,7 @@ def _number(text: str) -> float:
     return number
 
 
-def _show(answer: dict[str, Any], output: str, *, has_prices: bool) -> None:
+def _show(answer: dict[str, Any], output: str, *, priced: Set[str]) -> None:
     if output == "json":
         show_one(answer, output)
         return
@@ -188,10 +189,13 @@ def _show(answer: dict[str, Any], output: str, *, has_prices: bool) -> None:
     columns = ["pop", "nodes", "replicas", "then", "load", "memory"]
     show_rows(_beside(now["pops"], then["pops"], "replicas"), columns, output)
     click.echo("\ndevices:")
-    shown = "cost_per_hour" if has_prices else "used"
-    rows = _beside(now["devices"], then["devices"], shown, by="device_class")
+    shown = "cost_per_hour" if priced else "used"
+    rows = [
+        row if not priced or row["device_class"] in priced else {**row, shown: None, "then": None}
+        for row in _beside(now["devices"], then["devices"], shown, by="device_class")
+    ]
     show_rows(rows, ["device_class", "devices", shown, "then"], output)
-    if not has_prices:
+    if not priced:
         click.echo("--price CLASS=COST tells what they cost")
     if then["assumed_rates"]:
         names = ", ".join(then["assumed_rates"])

@@ -186,7 +186,7 @@ async def open_unix_door(
         # Created closed to everyone else: between bind and chmod there is no open moment.
         mask = os.umask(0o177)
         try:
-            listener = await loop.create_unix_server(connection, str(path), backlog=1024)
+            listener = await loop.create_unix_server(connection, str(path), backlog=128)
         except OSError as error:
             raise ConfigError(f"cannot listen on {path}: {error.strerror or error}") from error
         finally:

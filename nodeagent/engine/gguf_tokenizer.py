@@ -17,7 +17,7 @@ from tokenizers import (
 
 from nodeagent.engine.checkpoint.gguf_header import Strings
 from nodeagent.engine.models.shape import CheckpointError
-from nodeagent.engine.vocabulary import Vocabulary, try_out
+from nodeagent.engine.vocabulary import Vocabulary, either_template, try_out
 
 _CONTROL: Final = 3
 _USER_DEFINED: Final = 4
@@ -73,14 +73,14 @@ def vocabulary_of_gguf(path: Path, metadata: dict[str, Any]) -> Vocabulary:
     try_out(path, tokenizer)
     ends = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     eos, *_ = [told.token_at(token) for token in ends]
-    template = metadata.get("tokenizer.chat_template")
+    templates = [metadata.get(f"tokenizer.chat_template{kind}") for kind in ("", ".tool_use")]
     return Vocabulary(
         tokenizer=tokenizer,
         byte_level=byte_level,
         stop_ids=frozenset(token for token in ends if token is not None)
         | {token for token in special_ids if tokens[token] in _ENDS},
         special_ids=frozenset(special_ids),
-        chat_template=template if isinstance(template, str) else None,
+        chat_template=either_template(*templates),
         bos_token=bos,
         eos_token=eos,
     )

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import resource
 import sys
 import time
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
 from isochrone.service.config import ConfigError
 from isochrone.service.door import DoorLimits, open_unix_door
@@ -22,9 +24,9 @@ log = logging.getLogger(__name__)
 
 _FAILED_S: Final = 1.0
 _STEP_END_S: Final = 10.0
-_LIMITS: Final = DoorLimits(head_timeout_s=2.0, shutdown_timeout_s=1.0)
+_HEAD_TIMEOUT_S: Final = 2.0
 """An agent on this machine sends a head at once. Who asks nothing is gone before the agent, whom
-they may keep out for want of descriptors, has missed as many answers as it takes for an outage."""
+they may keep out, has missed as many answers as it takes for an outage."""
 
 Loaded = TypeVar("Loaded")
 
@@ -64,7 +66,7 @@ async def serve(
     server.worker.start()
     path = Path(config.socket)
     try:
-        async with open_unix_door(server.app(), path, limits=_LIMITS, encode_error=as_openai):
+        async with open_unix_door(server.app(), path, limits=_limits(), encode_error=as_openai):
             _say_ready(config, server, time.monotonic() - started_s)
             death = asyncio.create_task(died.wait())
             await asyncio.wait({death, stop}, return_when=asyncio.FIRST_COMPLETED)
@@ -74,6 +76,15 @@ async def serve(
         stop.cancel()
         path.unlink(missing_ok=True)
     return 1 if server.worker.died else 0
+
+
+def _limits() -> DoorLimits:
+    """Half of the descriptors are for connections: a step that finds none left is the last."""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    usual = DoorLimits(head_timeout_s=_HEAD_TIMEOUT_S, shutdown_timeout_s=1.0)
+    if most == resource.RLIM_INFINITY:
+        return usual
+    return replace(usual, connections_max=min(most // 2, usual.connections_max))
 
 
 async def _end(config: EngineConfig, server: Server) -> None:

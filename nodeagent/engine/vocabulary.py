@@ -171,5 +171,12 @@ def _template(folder: Path, settings: _TokenizerConfig) -> str | None:
     template = settings.chat_template
     if isinstance(template, list):
         named = {entry.get("name", ""): entry.get("template") for entry in template}
-        return named.get("default")
+        return either_template(named.get("default"), named.get("tool_use"))
     return template
+
+
+def either_template(plain: Any, for_tools: Any) -> str | None:
+    """Return one chat template of two, where a model has another for requests with tools."""
+    if isinstance(plain, str) and isinstance(for_tools, str):
+        return f"{{% if tools %}}{for_tools}{{% else %}}{plain}{{% endif %}}"
+    return plain if isinstance(plain, str) else None

@@ -160,6 +160,11 @@ def what_if(
     cluster = picture.cluster
     for change in changes:
         cluster = changed(cluster, change)
+    kinds = _classes(picture.cluster) | _classes(cluster)
+    unknown = sorted(set(prices or {}) - kinds)
+    if unknown:
+        there = ", ".join(sorted(kinds))
+        raise CannotChange(f"cannot price {unknown[0]}: the devices there are {there or 'none'}")
     first = decide(cluster, picture.liveness)
     moves: list[Move] = []
     decided, rounds = first, 0
@@ -223,6 +228,10 @@ def carried_out(cluster: ClusterState, decided: Plan) -> ClusterState:
         generation=Generation(cluster.generation + 1),
         placements=tuple(sorted((*stay, *new), key=lambda one: one.replica_id)),
     )
+
+
+def _classes(cluster: ClusterState) -> set[str]:
+    return {device.device_class for node in cluster.nodes for device in node.devices}
 
 
 def _moves(cluster: ClusterState, decided: Plan) -> Iterable[Move]:
@@ -342,8 +351,7 @@ def _with_deployment(cluster: ClusterState, change: AddDeployment) -> ClusterSta
 def _must_be_made(cluster: ClusterState, change: AddNodes) -> None:
     """Refuse a class of device that nobody knows, and more memory than one of it has."""
     kind = class_of(change.device_class)
-    here = {device.device_class for node in cluster.nodes for device in node.devices}
-    known = {*CLASSES, *here, CPU}
+    known = {*CLASSES, *_classes(cluster), CPU}
     if kind is None and change.device_class not in known:
         raise CannotChange(
             f"cannot add {change.device_class}: known are {', '.join(sorted(known))}"

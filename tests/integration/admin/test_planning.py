@@ -50,6 +50,10 @@ async def test_a_picture_is_saved_and_asked_what_would_follow(admin: Admin, tmp_
     assert "add 1 x 2 cpu in fra" in out
     assert f"plan {answer['digest']}" in out, "another process, the same plan"
     assert "devices:" in out
+    some = (*changes, "--add-node", "ams=l4-24gx1@24")
+    code, out, _ = await typed(admin, "plan", *some)
+    (unpriced,) = [line.split() for line in out.splitlines() if line.startswith("l4-24g")]
+    assert unpriced == ["l4-24g", "1", "-", "-"], "what has no price costs not nothing"
     code, _, err = await typed(admin, "plan", "--what-if", file, "--lose-pop", "xyz")
     assert code == 1
     assert "cannot change xyz" in err

@@ -35,7 +35,7 @@ class EngineProcess:
 
     def session(self) -> aiohttp.ClientSession:
         return aiohttp.ClientSession(
-            "http://engine", connector=aiohttp.UnixConnector(str(self.socket))
+            "http://engine", connector=aiohttp.UnixConnector(str(self.socket), limit=0)
         )
 
 

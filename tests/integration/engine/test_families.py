@@ -51,6 +51,27 @@ def test_a_gguf_file_computes_what_transformers_does(tmp_path: Path, family: str
     source.close()
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_a_config_as_transformers_writes_it_today_says_the_same(
+    tmp_path: Path, family: str
+) -> None:
+    tiny.write_folder(tmp_path, family)
+    before = SafetensorsFolder(tmp_path)
+    config = tiny.config_of(family)
+    rope = {"rope_type": "default", **config.pop("rope_scaling", {})}
+    config["rope_parameters"] = {**rope, "rope_theta": config.pop("rope_theta")}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "dtype": "float32"}))
+    today = SafetensorsFolder(tmp_path)
+    assert today.shape == before.shape
+    assert (today.shape.rope_scaling is not None) is (family == "llama")
+    for source in (before, today):
+        source.close()
+    config["rope_parameters"]["rope_type"] = "longrope"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="rope scaling 'longrope' is unsupported"):
+        SafetensorsFolder(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("family", "said", "tokens"),
     [

@@ -482,11 +482,13 @@ async def test_malformed_http_is_refused_in_openais_shape_and_fills_no_log(
 async def test_connections_that_ask_nothing_cannot_keep_the_agent_out(
     model_path: Path, short_folder: Path
 ) -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
     process = launch(short_folder, model_path=str(model_path), served_name="smollm2")
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
     idle = []
     try:
         engine = wait_ready(process, short_folder)
-        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (256, 256))
         for _ in range(300):
             with suppress(ConnectionError):
                 idle.append(await asyncio.open_unix_connection(str(engine.socket)))
@@ -502,6 +504,14 @@ async def test_connections_that_ask_nothing_cannot_keep_the_agent_out(
             assert missed < 3
             await asyncio.sleep(1)
         assert not missed
+        # A step needs some too: for what it draws from, for KV's files.
+        async with engine.session() as many:
+            body = {"prompt": "one", "max_tokens": 5, "temperature": 1}
+            asked = [many.post(PLAIN, json=body) for _ in range(1000)]
+            answers = await asyncio.gather(*asked, return_exceptions=True)
+            served = [one.status for one in answers if not isinstance(one, BaseException)]
+            assert 200 in served
+        assert process.poll() is None
     finally:
         for _, writer in idle:
             writer.transport.abort()

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from nodeagent.engine.checkpoint.gguf_header import Strings
+from nodeagent.engine.decide.tool_format import Tool
 from nodeagent.engine.gguf_tokenizer import vocabulary_of_gguf
 from nodeagent.engine.models.shape import CheckpointError
+from nodeagent.engine.template import ChatTemplate
 from nodeagent.engine.vocabulary import _BYTE_OF_LETTER, Vocabulary
 
 GOLDEN = json.loads((Path(__file__).parent / "golden_sentencepiece.json").read_text())
@@ -86,6 +88,17 @@ def test_whatever_ends_an_answer_elsewhere_ends_it_here() -> None:
     described = described_by(byte_level(tokens=tokens, token_type=types))
     # One that no file marks as special is text.
     assert described.stop_ids == {258, 259}
+
+
+def test_a_template_for_tools_is_taken_where_there_are_tools() -> None:
+    plain, for_tools = "plain", "{% macro m() %}tools{% endmacro %}{{ m() }}"
+    metadata = {**byte_level(), "tokenizer.chat_template": plain}
+    assert described_by({**metadata}).chat_template == plain
+    described = described_by({**metadata, "tokenizer.chat_template.tool_use": for_tools})
+    assert described.chat_template is not None
+    template = ChatTemplate(described.chat_template, "", "")
+    assert template.render([]) == "plain"
+    assert template.render([], (Tool("f", "", {}),)) == "tools"
 
 
 @pytest.mark.parametrize(

@@ -189,6 +189,9 @@ def test_a_disk_that_takes_nothing_is_no_error_and_said_once(
         assert [record.message for record in caplog.records] == ["cannot keep KV"] * wanted
         in_the_way.unlink()
         assert tier.write(digest(2), bytes(50))
+        # Also where somebody has removed all of it.
+        shutil.rmtree(in_the_way.parent)
+        assert tier.write(digest(2), bytes(50))
         shutil.rmtree(in_the_way)
 
 

@@ -102,6 +102,11 @@ def test_a_deployment_of_a_model_that_the_picture_lacks_is_said_and_serves_nobod
     assert all(city.ttft_p90_ms is None for city in answer.now.cities)
 
 
+def test_a_price_of_what_is_not_there_is_refused() -> None:
+    with pytest.raises(CannotChange, match="cannot price h100: the devices there are cpu"):
+        what_if(a_picture(), [], {"cpu": 1.0, "h100": 2.5})
+
+
 def test_without_a_change_the_answer_is_what_placement_is_about_to_do() -> None:
     answer = what_if(a_picture(), [])
     assert answer.digest == digest_of(decide(a_picture().cluster, LivenessLimits()))
