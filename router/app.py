@@ -224,12 +224,15 @@ class House:
     def _loops(self) -> tuple[Loop, ...]:
         config, jitter = self.config, random.Random()  # noqa: S311 - jitter, not a secret
         tls = () if self.tls is None else (Loop("certificate", self.tls.run_once, LOOK_S),)
+        demand = Loop("demand", self.shipper.ship_demand, config.demand_interval_s, jitter=jitter)
+        # Who waits for a first replica is not to wait for the window's end as well.
+        self.recorder.on_unserved = demand.nudge
         return (
             *tls,
             Loop("persist", self.follower.persist, 30.0),
             Loop("reconsider", self.follower.reconsider, RECONSIDER_INTERVAL_S),
             Loop("probe", self.prober.run_once, config.probe_interval_s, jitter=jitter),
-            Loop("demand", self.shipper.ship_demand, config.demand_interval_s, jitter=jitter),
+            demand,
             Loop("usage", self.shipper.ship_usage, config.usage_interval_s, jitter=jitter),
             Loop("round_trips", self.shipper.ship_round_trips, ROUND_TRIPS_INTERVAL_S),
             Loop("gauges", self.gauges.run_once, GAUGES_INTERVAL_S),

@@ -3,6 +3,7 @@
 Pure bookkeeping, never awaited: it also runs while a cancelled request unwinds.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -17,6 +18,10 @@ from router.metrics import Metrics
 
 USAGE_ROWS_MAX: Final = 100_000
 """Rows held in memory when the disk takes none; past it they are counted as lost."""
+
+
+def _nothing() -> None:
+    """Nobody is told."""
 
 
 class _Demand:
@@ -43,7 +48,10 @@ class Recorder:
         self.journal = journal
         self._usage: list[UsageRow] = list(journal.open())
         self._demand: dict[DeploymentId, _Demand] = {}
+        self._unserved_before: set[DeploymentId] = set()
         self.trials = Trials(pop)
+        self.on_unserved: Callable[[], None] = _nothing
+        """Told when a deployment has no replica for who asks, and had one in the window before."""
 
     def record(self, journey: Journey, now_s: float) -> None:
         """Book one request that ended now."""
@@ -91,6 +99,8 @@ class Recorder:
         asked = self._demand_of(journey)
         asked.no_replica += 1
         asked.count(journey.prompt_tokens_estimate, 0)
+        if asked.no_replica == 1 and journey.asked.deployment_id not in self._unserved_before:
+            self.on_unserved()
 
     def attempt_failed(self, journey: Journey) -> None:
         """Count a replica that failed under a request, whoever answers in the end."""
@@ -124,6 +134,7 @@ class Recorder:
             for deployment_id, asked in sorted(self._demand.items())
         )
         self._demand.clear()
+        self._unserved_before = {row.deployment_id for row in rows if row.no_replica}
         return rows
 
     def _add_trial(self, journey: Journey, route: Route, output: int, now_s: float) -> None:

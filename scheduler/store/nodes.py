@@ -354,10 +354,12 @@ async def _record_profiles(
                                       prefill_tokens_per_s, decode_tokens_per_s)
             SELECT model_id, $2, $3, $4, $5, $6 FROM model WHERE model_id = $1
             ON CONFLICT (model_id, device_class) DO UPDATE SET
-                load_s = $3, memory_bytes = $4, prefill_tokens_per_s = $5,
-                decode_tokens_per_s = $6, updated_at = clock_timestamp()
+                load_s = $3, memory_bytes = $4, decode_tokens_per_s = $6,
+                -- 0 where no prompt was long enough to measure by.
+                prefill_tokens_per_s = coalesce(nullif($5, 0), p.prefill_tokens_per_s),
+                updated_at = clock_timestamp()
             WHERE abs(p.load_s - $3) > 0.1 * p.load_s OR p.memory_bytes <> $4
-                OR abs(p.prefill_tokens_per_s - $5) > 0.1 * p.prefill_tokens_per_s
+                OR ($5 > 0 AND abs(p.prefill_tokens_per_s - $5) > 0.1 * p.prefill_tokens_per_s)
                 OR abs(p.decode_tokens_per_s - $6) > 0.1 * p.decode_tokens_per_s
             """,
             replica.spec.model_id,

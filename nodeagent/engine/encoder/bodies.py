@@ -57,7 +57,9 @@ def inputs_of(body: EmbeddingBody) -> list[str] | list[list[int]]:
         raise refused("input", f"cannot embed {len(given)} inputs: {INPUTS_MAX} are the most")
     texts = all(isinstance(item, str) for item in given)
     if not texts and not all(isinstance(item, list) for item in given):
-        raise refused("input", "input must be texts only, or lists of token ids only")
+        raise refused(
+            "input", "cannot read input: it must be texts only, or lists of token ids only"
+        )
     empty = next((at for at, item in enumerate(given) if not item), None)
     if empty is not None:
         raise refused("input", f"cannot embed input {empty}: it is empty")

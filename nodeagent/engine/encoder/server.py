@@ -27,6 +27,9 @@ from nodeagent.engine.openai import decoded, hold_to_vocabulary, refused, unknow
 
 REQUEST_TOKENS_MAX: Final = 300_000
 """Tokens in all the texts of one request, as OpenAI has it."""
+TOKENISED_AT_ONCE: Final = 16
+CHARS_PER_TOKEN_MAX: Final = 64
+"""Longer texts are refused by their length: to tokenise 8 MB takes 20 s."""
 
 
 class EncoderServer(Server):
@@ -113,29 +116,40 @@ class EncoderServer(Server):
     async def _texts(self, given: list[Any], param: str) -> list[Text]:
         """Tokenise texts, pairs of texts, or lists of token ids, and hold them to the limits."""
         if isinstance(given[0], list):
-            texts = [self._framed(tokens, param) for tokens in given]
-        else:
-            chars = sum(len(one) if isinstance(one, str) else sum(map(len, one)) for one in given)
-            if chars > LONG_TEXT_CHARS:
-                texts = await asyncio.to_thread(self.loaded.tokenise, given)
-            else:
-                texts = self.loaded.tokenise(given)
-        limit = self.loaded.context_tokens
-        for at, text in enumerate(texts):
-            if not text.tokens:
-                raise refused(param, f"cannot read {param} {at}: it has no tokens")
-            if len(text.tokens) > limit:
-                raise ApiError(
-                    ErrorCode.CONTEXT_LENGTH_EXCEEDED,
-                    f"cannot read {param} {at}: it takes {len(text.tokens)} tokens, the limit is"
-                    f" {limit}",
-                    param=param,
-                )
-        tokens = sum(len(text.tokens) for text in texts)
-        if tokens > REQUEST_TOKENS_MAX:
-            raise refused(
-                param, f"cannot read {tokens} tokens at once, {REQUEST_TOKENS_MAX} at most"
+            return self._held(given, param, lambda part: [self._framed(one, param) for one in part])
+        chars = [len(one) if isinstance(one, str) else sum(map(len, one)) for one in given]
+        longest = max(chars)
+        if longest > CHARS_PER_TOKEN_MAX * self.loaded.context_tokens:
+            raise ApiError(
+                ErrorCode.CONTEXT_LENGTH_EXCEEDED,
+                f"cannot read {param} {chars.index(longest)}: it has {longest} characters, and the"
+                f" limit is {self.loaded.context_tokens} tokens",
+                param=param,
             )
+        if sum(chars) > LONG_TEXT_CHARS:
+            return await asyncio.to_thread(self._held, given, param, self.loaded.tokenise)
+        return self._held(given, param, self.loaded.tokenise)
+
+    def _held(
+        self, given: list[Any], param: str, tokenise: Callable[[list[Any]], list[Text]]
+    ) -> list[Text]:
+        """Tokenise `given` a few at a time, and no more of them where one is beyond a limit."""
+        limit, texts, tokens = self.loaded.context_tokens, list[Text](), 0
+        for at in range(0, len(given), TOKENISED_AT_ONCE):
+            texts += tokenise(given[at : at + TOKENISED_AT_ONCE])
+            for number, text in enumerate(texts[at:], at):
+                tokens += len(text.tokens)
+                if not text.tokens:
+                    raise refused(param, f"cannot read {param} {number}: it has no tokens")
+                if len(text.tokens) > limit:
+                    raise ApiError(
+                        ErrorCode.CONTEXT_LENGTH_EXCEEDED,
+                        f"cannot read {param} {number}: it takes {len(text.tokens)} tokens, the"
+                        f" limit is {limit}",
+                        param=param,
+                    )
+            if tokens > REQUEST_TOKENS_MAX:
+                raise refused(param, f"cannot read more than {REQUEST_TOKENS_MAX} tokens at once")
         return texts
 
     def _framed(self, tokens: list[int], param: str) -> Text:

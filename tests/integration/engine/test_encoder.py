@@ -115,6 +115,8 @@ async def test_a_text_and_its_tokens_embed_alike_alone_and_in_a_crowd(
         ({"input": [-1]}, "between 0 and 30521"),
         ({"input": ["a"] * 2049}, "2048 are the most"),
         ({"input": "egg " * 300}, "input 0: it takes 302 tokens, the limit is 256"),
+        ({"input": ["a", "a b " * 5000]}, "input 1: it has 20000 characters"),
+        ({"input": ["egg"] * 40 + ["egg " * 300]}, "input 40: it takes 302 tokens"),
         ({"input": "\ud800 and more"}, "surrogate"),
         ({"input": "a", "dimensions": 100}, "in 100 dimensions: this model has 384"),
         ({"input": "a", "encoding_format": "int8"}, "int8"),

@@ -284,6 +284,7 @@ async def test_nodes_that_all_refuse_mean_429_and_not_502(tmp_path: Path) -> Non
 async def test_a_deployment_without_replicas_is_told_and_counted(tmp_path: Path) -> None:
     async with a_bench(tmp_path, demand_interval_s=3600) as bench:
         bench.house.fleet.adopt(a_table([], generation=2))
+        bench.house.recorder.on_unserved = lambda: None
         bench.house.recorder.take_demand()
         async with bench.chat() as response:
             assert response.status == 503
@@ -292,11 +293,29 @@ async def test_a_deployment_without_replicas_is_told_and_counted(tmp_path: Path)
         assert (row.no_replica, row.refused, row.requests) == (1, 1, 1)
 
 
+async def test_who_waits_first_has_it_told_before_the_window_ends(tmp_path: Path) -> None:
+    async with a_bench(tmp_path, demand_interval_s=3600, queue_timeout_s=0.1) as bench:
+        bench.house.fleet.adopt(a_table([], generation=2))
+        demand = bench.house.loops["demand"]
+        told = asyncio.create_task(demand.wait_turns(1))
+        async with bench.chat() as response:
+            assert response.status == 503
+        async with asyncio.timeout(20):
+            await told
+        turns = demand.turns
+        # The planner knows by now: who comes next goes with the window.
+        async with bench.chat() as response:
+            assert response.status == 503
+        await bench.house.loops["gauges"].wait_turns(2)
+        assert demand.turns == turns
+
+
 async def test_who_waits_for_the_first_replica_is_counted_meanwhile_and_once(
     tmp_path: Path,
 ) -> None:
     async with a_bench(tmp_path, demand_interval_s=3600, queue_timeout_s=30) as bench:
         recorder = bench.house.recorder
+        recorder.on_unserved = lambda: None
         whole = bench.house.fleet.table
         assert whole is not None
         bench.house.fleet.adopt(replace(whole, routes=(), generation=Generation(2)))

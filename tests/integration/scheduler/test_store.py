@@ -23,7 +23,7 @@ from isochrone.wire.ids import (
     NodeId,
     PopId,
 )
-from isochrone.wire.report import Pulse, Refusal
+from isochrone.wire.report import Profile, Pulse, Refusal
 from migrations.dump import dump
 from scheduler import embedded_postgres
 from scheduler.decide.cluster import Ending, Plan, Start
@@ -337,6 +337,21 @@ async def test_what_broke_is_held_against_its_version_and_what_was_refused_is_no
         assert (given_up.deployment_id, given_up.version, given_up.times) == ("d", 1, 1)
         assert (given_up.node_ids, given_up.reason) == (("n1",), "broke 6 times")
         assert starts.failed == 2
+
+
+async def test_a_rate_that_was_not_measured_leaves_the_one_that_was(pool: Pool) -> None:
+    epoch = await begun(pool)
+    await reported(pool, epoch)
+    assert await planned(pool, epoch, a_spec("r1"))
+    for seq, prefill in ((2, 900.0), (3, 0.0)):
+        measured = Profile(prefill_tokens_per_s=prefill, decode_tokens_per_s=40.0 * seq)
+        replica = msgspec.structs.replace(a_replica_report(a_spec("r1")), profile=measured)
+        await reported(pool, epoch, seq, replicas=(replica,))
+    async with using(pool) as connection:
+        rows = await connection.fetch(
+            "SELECT prefill_tokens_per_s, decode_tokens_per_s FROM profile"
+        )
+    assert [tuple(row) for row in rows] == [(900.0, 120.0)]
 
 
 async def test_status_names_who_is_silent_and_what_does_not_get_warm(pool: Pool) -> None:

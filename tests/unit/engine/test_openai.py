@@ -117,6 +117,7 @@ def test_what_is_asked_arrives_and_unknown_fields_pass() -> None:
 
 def test_what_is_lacked_passes_where_it_changes_nothing() -> None:
     read_wholly(chat(min_tokens=0, length_penalty=1.0, use_beam_search=False, bad_words=[]))
+    read_wholly(chat(min_tokens=5, ignore_eos=True))
     read_wholly(chat(echo=None, functions=[], typical_p=1, add_generation_prompt=True, suffix=""))
 
 
