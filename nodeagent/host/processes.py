@@ -69,10 +69,11 @@ def group_that_writes(log: Path) -> int:
     A file of the same name that was removed is another.
     """
     written = log.resolve()
-    for output in Path("/proc").glob("[0-9]*/fd/1"):
+    for folder in Path("/proc").glob("[0-9]*"):
+        # One that ends meanwhile is not it.
         with suppress(OSError):
-            fields = _stat(int(output.parts[2]))
-            if fields is not None and output.readlink() == written:
+            fields = _stat(int(folder.name))
+            if fields is not None and (folder / "fd/1").readlink() == written:
                 return int(fields[2])
     return 0
 

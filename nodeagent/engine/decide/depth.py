@@ -16,8 +16,9 @@ from typing import Final
 _CHANCE_FIRST: Final = 0.6
 _LEARN: Final = 0.1
 _SAMPLES: Final = 8
-_FORGET_STEPS: Final = 200
-"""After so many steps one sample of each size is dropped, so that no old measure rules forever."""
+_FORGET_STEPS: Final = 50
+"""After so many steps one sample of each size is dropped: a size that one stall made look dear, and
+that is therefore not taken, is soon tried again."""
 _ROW_PRIOR: Final = 0.05
 """What one more row is taken to cost, as a share of a step, before it was measured."""
 
