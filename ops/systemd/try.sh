@@ -13,7 +13,8 @@ HERE=$(realpath "$(dirname "$0")") ROOT=$(realpath -m "$1")/debian MODEL=$(realp
 PACKAGES=systemd,systemd-sysv,dbus,python3-venv,postgresql,pgbouncer,openssl,ca-certificates,curl,gcc,libc6-dev,procps
 
 [ -e "$ROOT/etc/pgbouncer" ] || debootstrap --variant=minbase --include="$PACKAGES" bookworm "$ROOT"
-rm -rf "$ROOT/root/checkout" "$ROOT/var/lib/isochrone" "$ROOT/etc/isochrone"
+rm -rf "$ROOT/root/checkout" "$ROOT/var/lib/isochrone" "$ROOT/etc/isochrone" \
+    "$ROOT"/etc/systemd/system/multi-user.target.wants/isochrone-*
 git clone --quiet "$HERE/../.." "$ROOT/root/checkout"
 install -D -m 644 "$MODEL" "$ROOT/srv/model/model.gguf"
 
