@@ -13,6 +13,7 @@ from isochrone.wire.assignment import Group
 
 Positive = Annotated[int, Meta(ge=1)]
 Seconds = Annotated[float, Meta(gt=0)]
+Quantisation = Literal["auto", "file", "none"]
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -22,7 +23,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     it that the next tokens come within `interval_ms`.
     `quantisation` "file" keeps weights as their file packs them, where this device multiplies by
     them so, and rounds others: to 14 bits, or where our own kernels are not here to bf16 and fp16.
-    "none" computes with each weight in full.
+    "none" computes with each weight in full, and "auto" where our own kernels are not here.
     `kv_dtype` is what keys and values are kept in, `dtype` where it is empty; fp8 has a scale for
     each head of each token.
     KV that the device gives up is kept in `kv_host_bytes` of memory and `kv_file_bytes` of files
@@ -47,7 +48,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     socket: str
     device: Annotated[str, Meta(pattern=r"^(cpu|cuda:\d{1,3})$")] = "cpu"
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
-    quantisation: Literal["file", "none"] = "file"
+    quantisation: Quantisation = "auto"
     tensor_parallel: Annotated[int, Meta(ge=1, le=64)] = 1
     pipeline_parallel: Annotated[int, Meta(ge=1, le=64)] = 1
     expert_parallel: Annotated[int, Meta(ge=1, le=64)] = 1

@@ -165,7 +165,7 @@ def open_share(
     """
     torch.set_num_threads(config.threads)
     dtype, shape, device = DTYPES[config.dtype], source.shape, _device(config, ranks.rank)
-    keeping, why = choose(device, dtype, config.quantisation == "file")
+    keeping, why = choose(device, dtype, config.quantisation)
     log.info("matrices", extra={"fields": {"kept": keeping, "because": why}})
     context = min(config.context_tokens_max, shape.context_tokens)
     model = build(shape, source, device, dtype, context, keeping, ranks)
@@ -249,7 +249,7 @@ def _kv_blocks(
 def bytes_per_weight(config: EngineConfig, source: Checkpoint) -> float:
     """Return what the device keeps of each weight, on the whole."""
     dtype, filed = DTYPES[config.dtype], source.filed_bits()
-    keeping, _ = choose(config.device.partition(":")[0], dtype, config.quantisation == "file")
+    keeping, _ = choose(config.device.partition(":")[0], dtype, config.quantisation)
     kept = sum(count * bytes_kept(keeping, dtype, bits) for bits, count in filed.items())
     return kept / max(filed.total(), 1)
 

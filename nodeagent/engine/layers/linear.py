@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from isochrone.wire.engine import Quantisation
 from nodeagent.engine.native.fetching import Fetch, InFile
 from nodeagent.engine.native.kernels import kernels
 from nodeagent.engine.native.matrices import GROUP_WEIGHTS, TILE_ROWS, Native
@@ -174,19 +175,21 @@ class FourBit:
         return answer.to(x.dtype)
 
 
-def choose(device: str, dtype: torch.dtype, quantised: bool) -> tuple[Keeping, str]:
+def choose(device: str, dtype: torch.dtype, quantisation: Quantisation) -> tuple[Keeping, str]:
     """Return how matrices are kept on `device`, and why, in words for the log."""
     if device != "cpu":
         return Keeping.PLAIN, "a device of its own multiplies by rows as they are"
     onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    if not onednn or dtype not in (torch.float32, torch.bfloat16):
+    # Without AVX-512 oneDNN has no bf16.
+    halves: bool = onednn and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    if not onednn or dtype not in (torch.float32, *([torch.bfloat16] if halves else [])):
         return Keeping.PLAIN, f"no kernel for another layout of {dtype} is here"
     if dtype is torch.float32 and kernels() is not None:
-        if quantised:
+        if quantisation != "none":
             return Keeping.NATIVE, "our own kernels multiply by matrices as their file packs them"
         return Keeping.TILED, "our own kernels read floats as their file has them"
     fbgemm = "fbgemm" in torch.backends.quantized.supported_engines
-    if quantised and fbgemm and dtype is torch.float32:
+    if quantisation == "file" and fbgemm and halves and dtype is torch.float32:
         return Keeping.PACKED, "torch has kernels for packed matrices here"
     return Keeping.BLOCKED, f"oneDNN's layout is the fastest for {dtype} on this processor"
 

@@ -63,7 +63,7 @@ class DraftModel:
         dtype = served.dtype
         context = min(config.context_tokens_max, self.shape.context_tokens)
         # Drafts need not be exact but fast: packed wherever its file is, and this device can.
-        keeping, _ = choose(config.device, dtype, quantised=True)
+        keeping, _ = choose(config.device, dtype, "file")
         own = build(self.shape, self.source, config.device, dtype, context, keeping)
         own.arrived()
         known, runner = self.tokens, Runner(own, served.blocks, config.device, dtype)

@@ -199,11 +199,27 @@ def test_what_no_kernel_serves_is_kept_otherwise() -> None:
     odd = Groups(odd.numbers[:90], odd.scales[:90], odd.offsets[:90])
     assert isinstance(keep_groups(odd, Keeping.NATIVE), Blocked | Plain)
     assert isinstance(keep(torch.ones(8, 8), Keeping.BLOCKED), Plain)
-    assert choose("cuda:0", torch.bfloat16, quantised=True)[0] is Keeping.PLAIN
-    assert choose("cpu", torch.float16, quantised=True)[0] is Keeping.PLAIN
+    assert choose("cuda:0", torch.bfloat16, "file")[0] is Keeping.PLAIN
+    assert choose("cpu", torch.float16, "file")[0] is Keeping.PLAIN
     tiles = Keeping.TILED if kernels() else Keeping.BLOCKED
-    assert choose("cpu", torch.float32, quantised=False)[0] is tiles
-    assert choose("cpu", torch.bfloat16, quantised=False)[0] is Keeping.BLOCKED
+    assert choose("cpu", torch.float32, "none")[0] is tiles
+    wanted = Keeping.NATIVE if kernels() else Keeping.BLOCKED
+    assert choose("cpu", torch.float32, "auto")[0] is wanted
+    assert choose("cpu", torch.bfloat16, "none")[0] is Keeping.BLOCKED
+
+
+@pytest.mark.parametrize("halves", [True, False])
+def test_without_our_own_kernels_weights_are_packed_only_where_asked_and_able(
+    monkeypatch: pytest.MonkeyPatch, halves: bool
+) -> None:
+    monkeypatch.setattr("nodeagent.engine.layers.linear.kernels", lambda: None)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: halves)
+    assert choose("cpu", torch.float32, "auto")[0] is Keeping.BLOCKED
+    packed, blocked = (
+        (Keeping.PACKED, Keeping.BLOCKED) if halves else (Keeping.BLOCKED, Keeping.PLAIN)
+    )
+    assert choose("cpu", torch.float32, "file")[0] is packed
+    assert choose("cpu", torch.bfloat16, "auto")[0] is blocked
 
 
 @pytest.mark.skipif(kernels() is None, reason="our own kernels are not here")
