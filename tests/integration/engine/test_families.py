@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from nodeagent.engine.checkpoint.gguf import GgufFile
+from nodeagent.engine.checkpoint.opening import open_checkpoint
 from nodeagent.engine.checkpoint.safetensors import SafetensorsFolder
 from nodeagent.engine.models.families import survey
 from nodeagent.engine.models.shape import CheckpointError, ModelShape
@@ -42,11 +43,13 @@ def test_a_folder_computes_what_transformers_does(tmp_path: Path, family: str) -
     source.close()
 
 
+@pytest.mark.parametrize("parted", [0, 9], ids=["whole", "in parts"])
 @pytest.mark.parametrize("family", list(tiny.CONFIGS))
-def test_a_gguf_file_computes_what_transformers_does(tmp_path: Path, family: str) -> None:
-    path = tmp_path / "m.gguf"
-    write_gguf(path, family)
-    source = GgufFile(path)
+def test_a_gguf_file_computes_what_transformers_does(
+    tmp_path: Path, family: str, parted: int
+) -> None:
+    write_gguf(tmp_path / "m.gguf", family, part_tensors_max=parted)
+    source = open_checkpoint(tmp_path)
     expect(family, source.shape, source)
     source.close()
 
