@@ -103,5 +103,7 @@ def _add(writer: GGUFWriter, key: str, value: Any) -> None:
         writer.add_array(key, value)
     elif isinstance(value, str):
         writer.add_string(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
     else:
         writer.add_uint32(key, value)

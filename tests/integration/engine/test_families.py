@@ -54,6 +54,58 @@ def test_a_gguf_file_computes_what_transformers_does(
     source.close()
 
 
+@pytest.mark.parametrize("stretched", list(tiny.STRETCHED))
+def test_a_stretched_context_is_computed_as_transformers_does(
+    tmp_path: Path, stretched: str
+) -> None:
+    """Far past what the model would have been taught, and in the older form and today's."""
+    tiny.write_folder(tmp_path, "qwen3", stretched)
+    said = tiny.STRETCHED[stretched]
+    source = SafetensorsFolder(tmp_path)
+    shape = source.shape
+    expect(stretched, shape, source)
+    assert shape.context_tokens == said["factor"] * said["original_max_position_embeddings"]
+    source.close()
+    config = tiny.config_of("qwen3")
+    rope = {"rope_type": "yarn", "rope_theta": config.pop("rope_theta"), **said}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "rope_parameters": rope}))
+    today = SafetensorsFolder(tmp_path)
+    assert today.shape == shape
+    today.close()
+
+
+def test_a_stretched_gguf_file_computes_what_transformers_does(tmp_path: Path) -> None:
+    plain, tuned = (
+        {
+            "qwen3.rope.scaling.type": "yarn",
+            "qwen3.rope.scaling.factor": said["factor"],
+            "qwen3.rope.scaling.original_context_length": said["original_max_position_embeddings"],
+        }
+        for said in (tiny.STRETCHED["plain"], tiny.STRETCHED["tuned"])
+    )
+    tuned |= {
+        f"qwen3.rope.scaling.yarn_beta_{end}": turns
+        for end, turns in (("fast", 3.0), ("slow", 0.5))
+    }
+    tuned["qwen3.rope.scaling.yarn_attn_factor"] = 0.8
+    for stretched, metadata in (("plain", plain), ("tuned", tuned)):
+        write_gguf(tmp_path / "m.gguf", "qwen3", metadata)
+        source = GgufFile(tmp_path / "m.gguf")
+        expect(stretched, source.shape, source)
+        assert source.shape.context_tokens in (60, 64)
+        source.close()
+
+
+def test_what_somebody_stretched_is_stretched_whatever_stood_there(tmp_path: Path) -> None:
+    tiny.write_folder(tmp_path, "qwen3", "plain")
+    config = json.loads((tmp_path / "config.json").read_text())
+    stands = {"rope_type": "default", "rope_theta": config.pop("rope_theta")}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "rope_parameters": stands}))
+    source = SafetensorsFolder(tmp_path)
+    expect("plain", source.shape, source)
+    source.close()
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_a_config_as_transformers_writes_it_today_says_the_same(
     tmp_path: Path, family: str
@@ -108,7 +160,8 @@ def test_the_window_is_the_one_that_transformers_takes(
     [
         ("llama", {}, {"blk.1.attn_q.bias": 64}, "a bias of attn_q is unsupported"),
         ("qwen2", {}, {"blk.0.attn_output.bias": 32}, "a bias of attn_output is unsupported"),
-        ("qwen3", {"qwen3.rope.scaling.factor": 4}, {}, "rope scaling 'linear' is unsupported"),
+        ("qwen3", {"qwen3.rope.scaling.factor": 4.0}, {}, "rope scaling 'linear' is unsupported"),
+        ("qwen3", {"qwen3.rope.scale_linear": 4.0}, {}, "rope scaling 'linear' is unsupported"),
     ],
 )
 def test_a_gguf_file_that_would_be_computed_wrongly_is_refused(

@@ -208,7 +208,14 @@ def test_an_unknown_architecture_is_refused(tmp_path: Path) -> None:
         ),
         (CONFIG + ',"num_key_value_heads":3}', "cannot share 3 KV heads"),
         (CONFIG + ',"attention_bias":true}', "biases"),
-        (CONFIG + ',"rope_scaling":{"type":"yarn","factor":4}}', "rope scaling 'yarn'"),
+        (CONFIG + ',"rope_scaling":{"type":"dynamic","factor":4}}', "rope scaling 'dynamic'"),
+        (CONFIG + ',"rope_scaling":{"type":"yarn","factor":-1}}', "rope scaling by Yarn"),
+        (CONFIG + ',"rope_scaling":{"type":"yarn","factor":1e300}}', "rope scaling by Yarn"),
+        (CONFIG + ',"rope_theta":1,"rope_scaling":{"type":"yarn"}}', "theta 1.0"),
+        (
+            CONFIG.replace(":32", ":1000") + ',"rope_scaling":{"type":"yarn","factor":4e9}}',
+            "model of this shape",
+        ),
         (CONFIG + ',"rope_scaling":{"rope_type":"llama3","factor":-1}}', "must be positive"),
     ],
 )
