@@ -7,7 +7,7 @@ Rule 2: text that may be the beginning of a stop string waits until it is known 
 import codecs
 from collections.abc import Mapping
 
-from nodeagent.engine.decide.tool_reading import beginning
+from nodeagent.engine.decide.tool_scanning import beginning
 from nodeagent.engine.vocabulary import Vocabulary
 
 
