@@ -50,10 +50,12 @@ _ARGUMENTS: Final = {
     "fetch_rows": "pnn",
     "read_rows": "pnnnpnp",
     "multiply": "pnnnpnnp",
+    "allow_tiles": "n",
 }
 """What each function takes: pointers, numbers (int64), a float."""
-_ANSWERING: Final = ("tile_bytes", "fetch_rows", "multiply", "read_rows")
-"""The first returns bytes, the others 0 unless they fail; all else returns nothing."""
+_ANSWERING: Final = ("tile_bytes", "allow_tiles", "fetch_rows", "multiply", "read_rows")
+"""The first returns bytes, the second whether it is so, the others 0 unless they fail; all else
+returns nothing."""
 
 
 class Kernels:
@@ -66,6 +68,8 @@ class Kernels:
             function = getattr(library, name)
             function.argtypes = [_TYPES[kind] for kind in kinds]
             function.restype = c_int64 if name in _ANSWERING else None
+        self.tiles = bool(library.allow_tiles(1))
+        """Whether the processor's matrix unit multiplies where there are many rows."""
         self._try()
 
     def pack(self, bits: int, numbers: Tensor, scales: Tensor, offsets: Tensor) -> Native:
@@ -231,7 +235,7 @@ def kernels() -> Kernels | None:
         log.info("no kernels of our own", extra={"fields": {"because": str(error)}})
         return None
     took_s = round(time.monotonic() - started_s, 3)
-    fields = {"library": path.name, "took_s": took_s}
+    fields = {"library": path.name, "tiles": found.tiles, "took_s": took_s}
     log.info("kernels", extra={"fields": fields})
     return found
 
