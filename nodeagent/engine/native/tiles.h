@@ -22,6 +22,14 @@
 int tiles_allowed(void);
 int64_t allow_tiles(int64_t wanted);
 
+/* From how many rows on products by tiles are the faster ones: the more terms, the more. */
+INLINED int64_t many_rows(int64_t kind) {
+    return kind == FP32 || kind == 16 ? 48 : kind == FP16 ? 24 : kind == 4 ? 8 : 16;
+}
+
+int64_t multiply_by_tiles(const uint8_t *packed, int64_t kind, int64_t rows, int64_t columns,
+                          const float *x, int64_t count, int64_t threads, float *out);
+
 #ifdef WITH_TILES
 
 /* Not the compiler's own: gcc before 13 takes them to read nothing, or no more than eight bytes, and
