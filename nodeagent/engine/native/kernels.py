@@ -37,6 +37,8 @@ HEAD_DIM_MAX: Final = 256
 PIECE_TOKENS: Final = 32
 """Attention goes through the keys once for so many neighbouring tokens, and all heads of each."""
 _ERROR_MAX: Final = 1e-3
+_TRIED_ROWS: Final = 61
+"""Of each kind, so many are multiplied another way than few."""
 _TYPES: Final = {"p": c_void_p, "n": c_int64, "f": c_float}
 _ARGUMENTS: Final = {
     "normalise": "pppfnnnp",
@@ -50,10 +52,12 @@ _ARGUMENTS: Final = {
     "fetch_rows": "pnn",
     "read_rows": "pnnnpnp",
     "multiply": "pnnnpnnp",
+    "allow_tiles": "n",
 }
 """What each function takes: pointers, numbers (int64), a float."""
-_ANSWERING: Final = ("tile_bytes", "fetch_rows", "multiply", "read_rows")
-"""The first returns bytes, the others 0 unless they fail; all else returns nothing."""
+_ANSWERING: Final = ("tile_bytes", "allow_tiles", "fetch_rows", "multiply", "read_rows")
+"""The first returns bytes, the second whether it is so, the others 0 unless they fail; all else
+returns nothing."""
 
 
 class Kernels:
@@ -66,6 +70,8 @@ class Kernels:
             function = getattr(library, name)
             function.argtypes = [_TYPES[kind] for kind in kinds]
             function.restype = c_int64 if name in _ANSWERING else None
+        self.tiles = bool(library.allow_tiles(1))
+        """Whether the processor's matrix unit multiplies where there are many rows."""
         self._try()
 
     def pack(self, bits: int, numbers: Tensor, scales: Tensor, offsets: Tensor) -> Native:
@@ -185,7 +191,7 @@ class Kernels:
 
     def _try(self) -> None:
         chance = torch.Generator().manual_seed(1)
-        x = torch.randn(11, 64, generator=chance)
+        x = torch.randn(_TRIED_ROWS, 64, generator=chance)
         for bits in (4, 8):
             numbers = torch.randint(
                 0, 2**bits, (2 * TILE_ROWS, 64), generator=chance, dtype=torch.uint8
@@ -211,9 +217,10 @@ def _floats(part: Tensor | InFile) -> tuple[Tensor | InFile, Layout]:
 def _compare(what: str, matrix: Native, x: Tensor, weight: Tensor) -> None:
     """Raise NoKernels where the product is not torch's."""
     wanted = x @ weight.T
-    error = float((matrix(x) - wanted).norm() / wanted.norm())
-    if not error < _ERROR_MAX:
-        raise NoKernels(f"cannot use the kernels: {what} are wrong by {error:.2g}")
+    for rows in (11, _TRIED_ROWS):
+        error = float((matrix(x[:rows]) - wanted[:rows]).norm() / wanted[:rows].norm())
+        if not error < _ERROR_MAX:
+            raise NoKernels(f"cannot use the kernels: {what} are wrong by {error:.2g}")
 
 
 @functools.cache
@@ -231,7 +238,7 @@ def kernels() -> Kernels | None:
         log.info("no kernels of our own", extra={"fields": {"because": str(error)}})
         return None
     took_s = round(time.monotonic() - started_s, 3)
-    fields = {"library": path.name, "took_s": took_s}
+    fields = {"library": path.name, "tiles": found.tiles, "took_s": took_s}
     log.info("kernels", extra={"fields": fields})
     return found
 
