@@ -167,11 +167,11 @@ class CallReader:
     def _scan(self, prefix: str, rest: str) -> Scan | None:
         """Return what reads the call that begins `rest`, if one does."""
         if rest.startswith("{"):
-            return ObjectScan(prefix)
+            return ObjectScan(self.tools, prefix)
         if self.how.tags and rest.startswith(FUNCTION):
-            return TagScan(prefix, self.tools)
+            return TagScan(self.tools, prefix)
         if self.how.named and NAME.match(rest):
-            return NamedScan(prefix)
+            return NamedScan(self.tools, prefix)
         return None
 
     def _read_call(self, events: list[Event]) -> bool:
@@ -179,7 +179,7 @@ class CallReader:
         assert scan is not None
         text, self._held = self._held, ""
         rest = text[scan.feed(text) :]
-        if not scan.told and scan.is_call(self.tools):
+        if not scan.told and scan.is_call:
             scan.told = True
             scan.index = self.calls
             self.calls += 1
@@ -188,7 +188,7 @@ class CallReader:
             piece = scan.take()
             if piece:
                 events.append(CallPiece(scan.index, piece))
-        elif scan.done or scan.is_none(self.tools):
+        elif scan.done or scan.is_none:
             return self._give_up(events, scan.prefix + scan.text() + rest)
         if not scan.done:
             return False

@@ -6,9 +6,10 @@ keeps what it read for the case that it is no call.
 
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from nodeagent.engine.decide.tool_format import FUNCTION, PARAMETER
 from nodeagent.engine.decide.tool_values import is_text, value_of
@@ -22,35 +23,46 @@ Schemas = Mapping[str, Mapping[str, Any]]
 """Tools' names, and the JSON schema of what each takes."""
 
 
-class Scan(Protocol):
+@dataclass(slots=True)
+class Scan(ABC):
     """What reads one call."""
 
+    tools: Schemas
     prefix: str
-    """What stood before it, for the case that it is no call."""
-    name: str | None
-    done: bool
-    told: bool
-    index: int
+    """What stood before it."""
+    name: str | None = None
+    begun: bool = False
+    """Whether the arguments have: from then on it can be told."""
+    odd: bool = False
+    """Whether it goes on as no call does."""
+    done: bool = False
+    told: bool = False
+    index: int = 0
+    _arguments: list[str] = field(default_factory=list)
+    """Arguments found and not yet taken."""
 
-    def feed(self, text: str) -> int:
-        """Follow `text`; return how many letters belong to the call."""
-        ...
+    @property
+    def is_call(self) -> bool:
+        """True where enough is known to tell a call."""
+        return self.name in self.tools and self.begun and not self.odd
 
-    def is_call(self, tools: Schemas) -> bool:
-        """Say whether enough is known to tell a call."""
-        ...
-
-    def is_none(self, tools: Schemas) -> bool:
-        """Say whether this cannot be a call any more."""
-        ...
+    @property
+    def is_none(self) -> bool:
+        """True where this cannot be a call any more."""
+        return self.odd or (self.name is not None and self.name not in self.tools)
 
     def take(self) -> str:
         """Return the arguments found since the last time."""
-        ...
+        found, self._arguments = "".join(self._arguments), []
+        return found
 
+    @abstractmethod
+    def feed(self, text: str) -> int:
+        """Follow `text`; return how many letters belong to the call."""
+
+    @abstractmethod
     def text(self) -> str:
-        """Return all that was read, as it came."""
-        ...
+        """Return what was read as it came, until it is known to be a call."""
 
 
 @dataclass(slots=True)
@@ -77,21 +89,10 @@ class _Nesting:
 
 
 @dataclass(slots=True)
-class ObjectScan:
+class ObjectScan(Scan):
     """Follows one JSON object letter by letter; knows its name and where its arguments lie."""
 
-    prefix: str
-    """What stood before the object, for the case that it is no call."""
-    name: str | None = None
-    done: bool = False
-    told: bool = False
-    index: int = 0
     _letters: list[str] = field(default_factory=list)
-    _arguments: list[str] = field(default_factory=list)
-    """Arguments found and not yet taken."""
-    _had_arguments: bool = False
-    _odd: bool = False
-    """True where the arguments are no object."""
     _nesting: _Nesting = field(default_factory=_Nesting)
     _key: str | None = None
     _begin: int = -1
@@ -100,22 +101,6 @@ class ObjectScan:
     def text(self) -> str:
         """Return the object as far as it is known."""
         return "".join(self._letters)
-
-    def is_call(self, tools: Schemas) -> bool:
-        """Say whether enough is known to tell a call."""
-        return self.name in tools and not self._odd and (self._had_arguments or self.done)
-
-    def is_none(self, tools: Schemas) -> bool:
-        """Say whether this cannot be a call any more."""
-        return self._odd or (self.name is not None and self.name not in tools)
-
-    def take(self) -> str:
-        """Return the arguments found since the last time."""
-        if self.done and not self._had_arguments:
-            self._had_arguments = True
-            return "{}"
-        found, self._arguments = "".join(self._arguments), []
-        return found
 
     def feed(self, text: str) -> int:
         """Follow `text`; return how many letters belong to the object."""
@@ -140,12 +125,15 @@ class ObjectScan:
         elif self._key in _ARGUMENTS and self._begin >= 0 and (within or was_within):
             self._argue(letter)
         self.done = nesting.depth <= 0
+        if self.done and not self.begun:
+            self.begun = True
+            self._arguments.append("{}")
 
     def _argue(self, letter: str) -> None:
         """Take a letter of the arguments, where they are an object."""
         if self._letters[self._begin] == "{":
             self._arguments.append(letter)
-            self._had_arguments = True
+            self.begun = True
 
     def _end(self, letter: str, at: int) -> None:
         """Note a key or a value of the top level that is whole."""
@@ -157,12 +145,12 @@ class ObjectScan:
         key, self._key = self._key, None
         if key == "name":
             self.name = _string(text)
-        elif key in _ARGUMENTS and not self._had_arguments:
+        elif key in _ARGUMENTS and not self.begun:
             # Some models write the arguments as a string that holds JSON.
             held = _string(text) or ""
-            self._had_arguments = held.startswith("{")
+            self.begun = held.startswith("{")
             self._arguments.append(held)
-            self._odd = not self._had_arguments
+            self.odd = not self.begun
 
 
 def _string(text: str) -> str | None:
@@ -178,57 +166,38 @@ _NAMED_SO_FAR: Final = re.compile(r"[\w.:/-]+(?:\[[\w\[\]]*)?\s*", re.ASCII)
 
 
 @dataclass(slots=True)
-class NamedScan:
+class NamedScan(Scan):
     """Follows `name[ARGS]{...}`, as newer models of Mistral write; `[CALL_ID]...` may be there."""
 
-    prefix: str
-    name: str | None = None
-    done: bool = False
-    told: bool = False
-    index: int = 0
     _head: str = ""
-    _arguments: str = ""
-    _taken: int = 0
     _nesting: _Nesting = field(default_factory=_Nesting)
-    _odd: bool = False
 
     def text(self) -> str:
-        """Return all that was read, as it came."""
-        return self._head + self._arguments
-
-    def is_call(self, tools: Schemas) -> bool:
-        """Say whether its arguments have begun, and of which tool."""
-        return self.name in tools
-
-    def is_none(self, tools: Schemas) -> bool:
-        """Say whether this cannot be a call any more."""
-        return self._odd or (self.name is not None and self.name not in tools)
-
-    def take(self) -> str:
-        """Return the arguments found since the last time."""
-        found, self._taken = self._arguments[self._taken :], len(self._arguments)
-        return found
+        """Return what came before the arguments."""
+        return self._head
 
     def feed(self, text: str) -> int:
         """Follow `text`; return how many letters belong to the call."""
-        used = 0
-        if self.name is None:
-            head, brace, _ = text.partition("{")
-            self._head += head
-            named = _NAMED.fullmatch(self._head) if brace else None
-            so_far = _NAMED_SO_FAR.fullmatch(self._head)
-            self._odd = len(self._head) > _HEAD_CHARS_MAX or not (named if brace else so_far)
-            if named is None:
-                return len(head)
-            self.name, used = named[1], len(head)
-        for letter in text[used:]:
-            self._nesting.follow(letter)
-            used += 1
-            self._arguments += letter
-            if self._nesting.depth == 0:
-                self.done = True
-                break
-        return used
+        start = 0 if self.begun else self._read_head(text)
+        if not self.is_call:
+            return start
+        end = start
+        while end < len(text) and not self.done:
+            self._nesting.follow(text[end])
+            self.done = self._nesting.depth == 0
+            end += 1
+        self._arguments.append(text[start:end])
+        return end
+
+    def _read_head(self, text: str) -> int:
+        """Read up to the arguments' brace; return where in `text` that is, or its end."""
+        head, brace, _ = text.partition("{")
+        self._head += head
+        found = (_NAMED if brace else _NAMED_SO_FAR).fullmatch(self._head)
+        self.odd = found is None or len(self._head) > _HEAD_CHARS_MAX
+        if found is not None and brace:
+            self.name, self.begun = found[1], True
+        return len(head)
 
 
 _ENDS: Final = ("</function>", "</tool_call>")
@@ -237,49 +206,26 @@ _VALUE_ENDS: Final = ("</parameter>", PARAMETER, "</function>")
 
 
 @dataclass(slots=True)
-class TagScan:
+class TagScan(Scan):
     """Follows `<function=name><parameter=key>value</parameter></function>`, as Qwen3-Coder writes.
 
     A value is text, set off by line breaks; the tool's schema says what it is as JSON.
     """
 
-    prefix: str
-    tools: Schemas
-    name: str | None = None
-    done: bool = False
-    told: bool = False
-    index: int = 0
     _read: str = ""
     _left: str = ""
     """What is still to be understood."""
-    _arguments: str = ""
-    """Arguments found and not yet taken."""
     _parameters: int = 0
     _key: str | None = None
     """The parameter whose value is being read."""
     _value: str | None = None
     """The value so far, where all of it is needed to say what it is."""
-    _begun: bool = False
+    _value_begun: bool = False
     """Whether a letter of the value was read."""
 
     def text(self) -> str:
-        """Return all that was read, as it came."""
+        """Return what was read before the name was."""
         return self._read
-
-    def is_call(self, tools: Schemas) -> bool:
-        """Say whether its name is known, and a tool's."""
-        return self.name in tools
-
-    def is_none(self, tools: Schemas) -> bool:
-        """Say whether this cannot be a call any more."""
-        if self.name is None:
-            return len(self._left) > _HEAD_CHARS_MAX
-        return self.name not in tools
-
-    def take(self) -> str:
-        """Return the arguments found since the last time."""
-        found, self._arguments = self._arguments, ""
-        return found
 
     def feed(self, text: str) -> int:
         """Follow `text`; return how many letters belong to the call."""
@@ -288,14 +234,17 @@ class TagScan:
             pass
         # What ends a call is whole only with a letter of this text.
         used = len(text) - len(self._left) if self.done else len(text)
-        self._read += text[:used]
+        if not self.told:
+            self._read += text[:used]
         return used
 
     def _move(self) -> bool:
         """Take one stride; False where more text is needed."""
         if self.name is None:
             self.name = self._opened(FUNCTION)
-            return self.name in self.tools
+            self.begun = self.name is not None
+            self.odd = not self.begun and len(self._left) > _HEAD_CHARS_MAX
+            return self.is_call
         return self._between() if self._key is None else self._in_value()
 
     def _opened(self, mark: str) -> str | None:
@@ -313,16 +262,17 @@ class TagScan:
             self._key = self._opened(PARAMETER)
             if self._key is None:
                 return False
-            self._arguments += f"{', ' if self._parameters else '{'}{json.dumps(self._key)}: "
+            self._arguments.append(f"{', ' if self._parameters else '{'}{json.dumps(self._key)}: ")
             self._parameters += 1
-            self._begun, self._value = False, ""
-            if is_text(self.tools[self.name or ""], self._key):
-                self._arguments, self._value = f'{self._arguments}"', None
+            self._value_begun, self._value = False, ""
+            if is_text(self._schema, self._key):
+                self._value = None
+                self._arguments.append('"')
             return True
         for end in _ENDS:
             if left.startswith(end):
                 self._left = left.removeprefix(end)
-                self._arguments += "}" if self._parameters else "{}"
+                self._arguments.append("}" if self._parameters else "{}")
                 self.done = True
                 return False
         if not left or any(mark.startswith(left) for mark in (PARAMETER, *_ENDS)):
@@ -336,8 +286,8 @@ class TagScan:
         kept = len(self._left) - max(beginning(self._left, end) for end in _VALUE_ENDS)
         end = min(found, default=kept)
         text, self._left = self._left[:end], self._left[end:]
-        if not self._begun and text:
-            self._begun, text = True, text.removeprefix("\n")
+        if not self._value_begun and text:
+            self._value_begun, text = True, text.removeprefix("\n")
         if found:
             text, self._left = text.removesuffix("\n"), self._left.removeprefix(_VALUE_ENDS[0])
         elif text.endswith("\n"):
@@ -346,14 +296,17 @@ class TagScan:
         if self._value is not None:
             self._value += text
         else:
-            self._arguments += json.dumps(text, ensure_ascii=False)[1:-1]
+            self._arguments.append(json.dumps(text, ensure_ascii=False)[1:-1])
         if not found:
             return False
-        schema = self.tools[self.name or ""]
-        whole = '"' if self._value is None else value_of(schema, self._key or "", self._value)
-        self._arguments += whole
+        value, key = self._value, self._key or ""
+        self._arguments.append('"' if value is None else value_of(self._schema, key, value))
         self._key = None
         return True
+
+    @property
+    def _schema(self) -> Mapping[str, Any]:
+        return self.tools[self.name or ""]
 
 
 def beginning(text: str, mark: str) -> int:
