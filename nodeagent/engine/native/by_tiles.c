@@ -134,6 +134,8 @@ INLINED void multiply_groups(const int lines, const int bits, const struct produ
     const uint8_t *x = by->terms + (strip * by->blocks + block) * 2 * lines * LINE;
     const float *scales = by->scales + (strip * by->blocks + block) * lines;
     const float *sums = by->sums + (strip * by->blocks + block) * lines;
+    /* The first strip has the next pair of tiles brought from memory. */
+    const int64_t bytes = group_bytes(bits), ahead = 2 * by->blocks * bytes;
     float dots[TILE * LANES] __attribute__((aligned(LINE)));
     __m512 answers[TILE];
 #pragma GCC unroll 16
@@ -164,11 +166,13 @@ INLINED void multiply_groups(const int lines, const int bits, const struct produ
             if (bits < 16)
                 answers[line] = _mm512_fmadd_ps(offset, _mm512_set1_ps(sums[line]), answers[line]);
         }
+        for (int64_t line = 0; strip == 0 && line < bytes; line += LINE)
+            __builtin_prefetch(groups + ahead + line);
         x += 2 * lines * LINE;
         scales += lines;
         sums += lines;
         terms += (bits == 16 ? 2 : 1) * BLOCK;
-        groups += group_bytes(bits);
+        groups += bytes;
     }
 #pragma GCC unroll 16
     for (int line = 0; line < lines; line++)
@@ -235,14 +239,15 @@ struct sums {
             memcpy((to)->out + row * (apart), (to)->near + row * LANES, LINE);                     \
     }
 
-/* Two strips by two tiles: what is loaded is multiplied twice. */
+/* Two strips by two tiles: what is loaded is multiplied twice. The first two strips have the next
+ * pair of tiles, which begins `ahead`, brought from memory. */
 INLINED void multiply_floats_by(const enum kind kind, const struct product *by, int64_t strip,
                                 int64_t block, int64_t count, const uint8_t *const wide[2],
-                                float *out, int64_t tiles) {
+                                const uint8_t *ahead, float *out, int64_t tiles) {
     const int64_t lines = by->lines, bytes = lines * LINE, apart = by->rows;
     const int64_t rows = by->count - strip * lines, others = rows - lines;
     const uint8_t *x = by->terms + (strip * by->blocks + block) * TERMS * bytes;
-    const uint8_t *other_x = others > 0 ? x + by->blocks * TERMS * bytes : x;
+    const uint8_t *other_x = x + by->blocks * TERMS * bytes;
     struct sums sums[4];
     for (int at = 0; at < 4; at++) {
         int64_t of_strip = at < 2 ? rows : others;
@@ -262,6 +267,11 @@ INLINED void multiply_floats_by(const enum kind kind, const struct product *by, 
         LOAD_SUMS(3, sums + 3, lines, apart)
     }
     for (int64_t at = 0; at < count; at++, x += TERMS * bytes, other_x += TERMS * bytes) {
+        for (int64_t line = 0; strip == 0 && line < GROUP * TILE * bytes_of(kind); line += LINE) {
+            __builtin_prefetch(ahead + line);
+            __builtin_prefetch(ahead + by->columns * TILE * bytes_of(kind) + line);
+        }
+        ahead += GROUP * TILE * bytes_of(kind);
 #pragma GCC unroll 3
         for (int64_t term = 0; term < terms_of(kind); term++) {
             TILE_LOAD(6, wide[0] + (at * terms_of(kind) + term) * BLOCK, LINE);
@@ -269,9 +279,10 @@ INLINED void multiply_floats_by(const enum kind kind, const struct product *by, 
 #pragma GCC unroll 3
             for (int64_t of_x = 0; of_x < TERMS - term; of_x++) {
                 TILE_LOAD(4, x + of_x * bytes, LINE);
-                TILE_LOAD(5, other_x + of_x * bytes, LINE);
                 TILE_MULTIPLY(0, 4, 6);
                 TILE_MULTIPLY(1, 4, 7);
+                if (others <= 0) continue;
+                TILE_LOAD(5, other_x + of_x * bytes, LINE);
                 TILE_MULTIPLY(2, 5, 6);
                 TILE_MULTIPLY(3, 5, 7);
             }
@@ -291,6 +302,8 @@ INLINED void by_floats(const enum kind kind, const struct product *by, int64_t p
         for (int64_t tile = 2 * pair; tile < 2 * end; tile += 2) {
             const int64_t tiles = tile + 1 < all ? 2 : 1;
             const uint8_t *const wide[2] = {near[0], near[tiles - 1]};
+            const uint8_t *ahead =
+                by->packed + ((tile + 2) * by->columns + block * GROUP) * bytes;
             for (int64_t one = 0; one < tiles; one++)
                 for (int64_t at = 0; at < count; at++) {
                     int64_t column = (block + at) * GROUP;
@@ -298,7 +311,7 @@ INLINED void by_floats(const enum kind kind, const struct product *by, int64_t p
                                  by->columns - column, near[one] + at * terms_of(kind) * BLOCK);
                 }
             for (int64_t strip = 0; strip < by->strips; strip += 2)
-                multiply_floats_by(kind, by, strip, block, count, wide,
+                multiply_floats_by(kind, by, strip, block, count, wide, ahead,
                                    by->out + strip * by->lines * by->rows + tile * TILE, tiles);
         }
     }

@@ -13,6 +13,7 @@
 
 #define PAIRS (GROUP / 2)
 #define STRIP 8 /* rows of x at a time: their sums and answers stay in registers */
+#define AHEAD 2560 /* bytes that are on their way from memory while what is here is multiplied */
 
 struct product {
     const uint8_t *packed;
@@ -26,16 +27,9 @@ struct product {
     int64_t bits, rows, groups, count;
 };
 
-/* Of which strip is `row`, where `count` rows are cut into as many of eight as there are, then four,
- * two, one; return how many rows that strip has. */
-static int64_t strip_of(int64_t row, int64_t count, int64_t *first) {
-    int64_t several = STRIP, end = count / STRIP * STRIP;
-    for (*first = 0; row >= end; end += (count - end) / several * several) {
-        *first = end;
-        several /= 2;
-    }
-    *first += (row - *first) / several * several;
-    return several;
+/* How many rows the strip has that begins with the row `first`. */
+INLINED int64_t strip_of(int64_t first, int64_t count) {
+    return count - first < STRIP ? count - first : STRIP;
 }
 
 /* Round the group at `x`; put its pairs `several` apart and return their scale. */
@@ -62,7 +56,7 @@ static float round_group(const float *x, int64_t bits, int64_t several, int32_t 
 static void round_rows(const void *told, int64_t row, int64_t end) {
     const struct product *by = told;
     for (; row < end; row++) {
-        int64_t first, several = strip_of(row, by->count, &first);
+        int64_t first = row / STRIP * STRIP, several = strip_of(first, by->count);
         for (int64_t group = 0; group < by->groups; group++) {
             int64_t to = first * by->groups + group * several + row - first;
             int64_t pairs = (first * by->groups + group * several) * PAIRS + row - first;
@@ -96,6 +90,8 @@ INLINED void multiply_strip(const int several, const int bits, const uint8_t *ti
         __m512i dots[STRIP];
 #pragma GCC unroll 8
         for (int m = 0; m < several * chains; m++) dots[m] = _mm512_setzero_si512();
+#pragma GCC unroll 17
+        for (int at = 0; at < group_bytes(bits); at += LINE) __builtin_prefetch(tile + at + AHEAD);
 #pragma GCC unroll 8
         for (int line = 0; line < PAIRS / shifts; line++) {
             __m512i numbers = _mm512_loadu_si512(tile + line * LINE);
@@ -140,13 +136,17 @@ INLINED void multiply_tile(const int bits, const struct product *by, int64_t til
     for (int64_t row = 0, several; row < by->count; row += several) {
         int64_t at = row * by->groups;
         float *out = by->out + row * by->rows + tile * TILE;
-        several = strip_of(row, by->count, &row);
+        several = strip_of(row, by->count);
 #define STRIP_OF(number)                                                                           \
     if (several == number)                                                                         \
         multiply_strip(number, bits, from, by->groups, by->pairs + at * PAIRS, by->scales + at,    \
                        by->sums + at, out, by->rows);
         STRIP_OF(8)
+        STRIP_OF(7)
+        STRIP_OF(6)
+        STRIP_OF(5)
         STRIP_OF(4)
+        STRIP_OF(3)
         STRIP_OF(2)
         STRIP_OF(1)
 #undef STRIP_OF

@@ -24,7 +24,7 @@ int64_t allow_tiles(int64_t wanted);
 
 /* From how many rows on products by tiles are the faster ones: the more terms, the more. */
 INLINED int64_t many_rows(int64_t kind) {
-    return kind == FP32 || kind == 16 ? 48 : kind == FP16 ? 24 : kind == 4 ? 8 : 16;
+    return kind == FP32 ? 80 : kind == 16 ? 40 : kind <= FP32 ? 24 : kind == 4 ? 12 : 16;
 }
 
 int64_t multiply_by_tiles(const uint8_t *packed, int64_t kind, int64_t rows, int64_t columns,
