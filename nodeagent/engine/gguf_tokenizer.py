@@ -46,6 +46,7 @@ _TEKKEN: Final = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|"
     r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_CJK: Final = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 _UNSAID: Final = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
 """What llama.cpp takes for a file that does not say, which no model was trained with."""
 _SPLITS: Final[dict[str, tuple[str, ...]]] = {
@@ -56,6 +57,7 @@ _SPLITS: Final[dict[str, tuple[str, ...]]] = {
     "smaug-bpe": (_LLAMA3,),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "kormo", "f2llmv2", "megrez"), (_QWEN2,)),
     "tekken": (_TEKKEN,),
+    "deepseek-coder": (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, r"\p{N}"),
 }
 """The expressions that cut a text into words, each what those before it left, by the names of
 llama.cpp: one for each tokenizer that its converter has met, of which many are alike."""

@@ -72,8 +72,10 @@ STRETCHED: Final[dict[str, dict[str, Any]]] = {
         "mscale_all_dim": 0.6,
         "truncate": False,
     },
+    "linear": {"rope_type": "linear", "factor": 4.0},
 }
-"""Ways to say YaRN, put to a Qwen3: the prompts are longer than what it would have been taught."""
+"""Ways to stretch a context, YaRN where no other is said, put to a Qwen3: the prompts are longer
+than what it would have been taught."""
 
 
 def config_of(family: str) -> dict[str, Any]:

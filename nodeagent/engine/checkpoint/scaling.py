@@ -6,10 +6,10 @@ from typing import Final
 
 import msgspec
 
-from nodeagent.engine.layers.rope import Llama3Scaling, Scaling, YarnScaling
+from nodeagent.engine.layers.rope import LinearScaling, Llama3Scaling, Scaling, YarnScaling
 from nodeagent.engine.models.shape import CheckpointError
 
-_CONTEXT_MAX: Final = 2**32
+_FACTOR_MAX: Final = 2**32
 
 
 class RopeConfig(msgspec.Struct):
@@ -40,6 +40,8 @@ def scaling_of(
     kind = rope.rope_type or rope.type or "default"
     if kind == "default":
         return None, context_tokens
+    if kind == "linear":
+        return LinearScaling(_positive(path, rope.factor)), context_tokens
     original = rope.original_max_position_embeddings or context_tokens
     if kind == "llama3":
         return _llama3(path, rope, original), context_tokens
@@ -50,12 +52,18 @@ def scaling_of(
 
 
 def _llama3(path: Path, rope: RopeConfig, original: int) -> Llama3Scaling:
-    factor = 1.0 if rope.factor is None else rope.factor
-    if factor <= 0 or rope.low_freq_factor <= 0:
-        raise CheckpointError(f"cannot load {path}: rope scaling factors must be positive")
-    if rope.high_freq_factor <= rope.low_freq_factor:
+    factor, low = _positive(path, rope.factor), _positive(path, rope.low_freq_factor)
+    if rope.high_freq_factor <= low:
         raise CheckpointError(f"cannot load {path}: rope high_freq_factor is not above the low")
-    return Llama3Scaling(factor, rope.low_freq_factor, rope.high_freq_factor, original)
+    return Llama3Scaling(factor, low, rope.high_freq_factor, original)
+
+
+def _positive(path: Path, factor: float | None) -> float:
+    factor = 1.0 if factor is None else factor
+    # Written so that NaN fails too.
+    if not 0 < factor < _FACTOR_MAX:
+        raise CheckpointError(f"cannot load {path}: rope scaling by a factor of {factor}")
+    return factor
 
 
 def _yarn(
@@ -72,7 +80,7 @@ def _yarn(
     )
     numbers = [factor, original, scaling.beta_fast, scaling.beta_slow, scaling.attention_factor]
     # Written so that NaN fails too.
-    if theta <= 1 or not all(0 < number < _CONTEXT_MAX for number in numbers):
+    if theta <= 1 or not all(0 < number < _FACTOR_MAX for number in numbers):
         raise CheckpointError(f"cannot load {path}: rope scaling by {scaling}, theta {theta}")
     return scaling
 

@@ -11,6 +11,18 @@ from nodeagent.engine.native.kernels import kernels_for
 
 
 @dataclass(frozen=True, slots=True)
+class LinearScaling:
+    """All pairs turn `factor` times as slowly."""
+
+    factor: float
+    attention_factor: ClassVar[float] = 1.0
+
+    def stretch(self, inverse: Tensor, theta: float) -> Tensor:
+        """Return the angles per position."""
+        return inverse / self.factor
+
+
+@dataclass(frozen=True, slots=True)
 class Llama3Scaling:
     """How Llama 3.1 and later stretch positions beyond the context they were first trained on."""
 
@@ -71,7 +83,7 @@ class YarnScaling:
         return pairs * math.log(wavelength) / math.log(theta)
 
 
-Scaling = Llama3Scaling | YarnScaling
+Scaling = LinearScaling | Llama3Scaling | YarnScaling
 
 
 def inverse_frequencies(

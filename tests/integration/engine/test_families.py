@@ -64,7 +64,8 @@ def test_a_stretched_context_is_computed_as_transformers_does(
     source = SafetensorsFolder(tmp_path)
     shape = source.shape
     expect(stretched, shape, source)
-    assert shape.context_tokens == said["factor"] * said["original_max_position_embeddings"]
+    original = said.get("original_max_position_embeddings", 64)
+    assert shape.context_tokens == said["factor"] * original
     source.close()
     config = tiny.config_of("qwen3")
     rope = {"rope_type": "yarn", "rope_theta": config.pop("rope_theta"), **said}
@@ -88,11 +89,13 @@ def test_a_stretched_gguf_file_computes_what_transformers_does(tmp_path: Path) -
         for end, turns in (("fast", 3.0), ("slow", 0.5))
     }
     tuned["qwen3.rope.scaling.yarn_attn_factor"] = 0.8
-    for stretched, metadata in (("plain", plain), ("tuned", tuned)):
+    linear, old = {"qwen3.rope.scaling.factor": 4.0}, {"qwen3.rope.scale_linear": 4.0}
+    cases = (("plain", plain), ("tuned", tuned), ("linear", linear), ("linear", old))
+    for stretched, metadata in cases:
         write_gguf(tmp_path / "m.gguf", "qwen3", metadata)
         source = GgufFile(tmp_path / "m.gguf")
         expect(stretched, source.shape, source)
-        assert source.shape.context_tokens in (60, 64)
+        assert source.shape.context_tokens in (60, 64, 256)
         source.close()
 
 
@@ -160,8 +163,8 @@ def test_the_window_is_the_one_that_transformers_takes(
     [
         ("llama", {}, {"blk.1.attn_q.bias": 64}, "a bias of attn_q is unsupported"),
         ("qwen2", {}, {"blk.0.attn_output.bias": 32}, "a bias of attn_output is unsupported"),
-        ("qwen3", {"qwen3.rope.scaling.factor": 4.0}, {}, "rope scaling 'linear' is unsupported"),
-        ("qwen3", {"qwen3.rope.scale_linear": 4.0}, {}, "rope scaling 'linear' is unsupported"),
+        ("qwen3", {"qwen3.rope.scaling.type": "longrope"}, {}, "rope scaling 'longrope' is unsup"),
+        ("qwen3", {"qwen3.rope.scaling.factor": -4.0}, {}, "by a factor of -4.0"),
     ],
 )
 def test_a_gguf_file_that_would_be_computed_wrongly_is_refused(

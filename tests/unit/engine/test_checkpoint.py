@@ -216,7 +216,7 @@ def test_an_unknown_architecture_is_refused(tmp_path: Path) -> None:
             CONFIG.replace(":32", ":1000") + ',"rope_scaling":{"type":"yarn","factor":4e9}}',
             "model of this shape",
         ),
-        (CONFIG + ',"rope_scaling":{"rope_type":"llama3","factor":-1}}', "must be positive"),
+        (CONFIG + ',"rope_scaling":{"rope_type":"llama3","factor":-1}}', "a factor of -1"),
     ],
 )
 def test_a_config_that_cannot_be_served_is_refused(tmp_path: Path, config: str, said: str) -> None:

@@ -80,7 +80,7 @@ def test_qwens_digits_stand_alone_and_accents_are_composed() -> None:
     ("kinds", "words"),
     [
         (["gpt-2", "mellum"], "It|'|S|Ġ|Ġ12345|/|\n|camelCase"),
-        (["smollm", "refact"], "It|'|S|ĠĠ|1|2|3|4|5|/|\n|camelCase"),
+        (["smollm", "refact", "deepseek-coder"], "It|'|S|ĠĠ|1|2|3|4|5|/|\n|camelCase"),
         (["llama-bpe", "llama3", "smaug-bpe"], "It|'S|Ġ|Ġ|123|45|/\n|camelCase"),
         (["qwen2", "megrez", "deepseek-r1-qwen"], "It|'S|Ġ|Ġ|1|2|3|4|5|/\n|camelCase"),
         (["tekken"], "It|'S|Ġ|Ġ|1|2|3|4|5|/\n|camel|Case"),
