@@ -284,6 +284,14 @@ class _GuardedHandler(web.RequestHandler):
         response.force_close()
         return response
 
+    async def finish_response(
+        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
+        """Answer in this door's shape what aiohttp refuses before its app's own middlewares."""
+        if isinstance(resp, web.HTTPException):
+            resp = self._encode_error(_of_status(resp.status, resp.reason, None))
+        return await super().finish_response(request, resp, start_time)
+
     def log_exception(self, *args: Any, **named: Any) -> None:
         """Log what went wrong here; of a body that cannot be read its sender was told."""
         if not isinstance(named.get("exc_info"), web.RequestPayloadError):

@@ -110,10 +110,21 @@ async def test_a_body_that_never_ends_gets_408(port: int) -> None:
         HEAD + b"Content-Length: 1\r\nContent-Length: 2\r\n\r\n12",
         HEAD + b"Transfer-Encoding: xchunked\r\n\r\n0\r\n\r\n",
         HEAD + b"Bad Header: 1\r\n\r\n",
+        HEAD + b"Expect: a-miracle\r\nContent-Length: 1\r\n\r\n1",
         HEAD + b"X: " + b"a" * 20_000 + b"\r\n\r\n",
         HEAD + b"".join(b"X-%d: 1\r\n" % n for n in range(10_000)) + b"\r\n",
     ],
-    ids=["line", "signed-length", "both", "two-lengths", "bad-te", "space", "20kB", "10^4-heads"],
+    ids=[
+        "line",
+        "signed-length",
+        "both",
+        "two-lengths",
+        "bad-te",
+        "space",
+        "expect",
+        "20kB",
+        "10^4-heads",
+    ],
 )
 async def test_malformed_http_gets_400_in_our_shape(port: int, sent: bytes) -> None:
     received = await answer(port, sent)
