@@ -9,6 +9,7 @@ from nodeagent.engine.sampling import (
     Sampler,
     SamplingParams,
     UnsoundLogits,
+    likeliest,
     sample_runs,
 )
 
@@ -18,6 +19,15 @@ LOGITS = torch.tensor([1.0, 3.0, 2.0, 0.0, -1.0])
 def sample_rows(logits: torch.Tensor, samplers: list[Sampler]) -> list[Sampled | UnsoundLogits]:
     """Sample each row of `logits` by its own sampler."""
     return [run[0] for run in sample_runs(logits, [Due(sampler) for sampler in samplers])]
+
+
+def test_the_likeliest_is_the_one_that_torch_finds() -> None:
+    nan, inf = float("nan"), float("inf")
+    logits = torch.randn(6, 1000, generator=torch.Generator().manual_seed(1))
+    for row, values in enumerate(([nan, inf], [inf, nan], [inf, inf], [-inf] * 1000)):
+        logits[row, : len(values)] = torch.tensor(values)
+    assert likeliest(logits).tolist() == logits.max(-1).indices.tolist()
+    assert likeliest(logits[:, 1:500]).tolist() == logits[:, 1:500].max(-1).indices.tolist()
 
 
 def draws(params: SamplingParams, count: int = 200) -> set[int]:
