@@ -7,13 +7,22 @@ import json
 import resource
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from pathlib import Path
 
 import aiohttp
+import msgspec
 import pytest
 from aiohttp import web
 
 from isochrone.service.config import ConfigError
-from isochrone.service.door import DoorLimits, errors_as, json_error, open_door, read_body
+from isochrone.service.door import (
+    DoorLimits,
+    errors_as,
+    json_error,
+    open_door,
+    open_unix_door,
+    read_body,
+)
 from isochrone.wire.errors import ApiError, ErrorCode
 
 LIMITS = DoorLimits(
@@ -199,3 +208,19 @@ async def test_an_address_that_cannot_be_had_is_named(port: int) -> None:
     with pytest.raises(ConfigError, match=r"cannot listen on nobody\.invalid:1: "):
         async with open_door(an_app(), "nobody.invalid", 1):
             raise AssertionError("nobody should be let in")
+
+
+async def test_hundreds_may_come_to_a_unix_door_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "door.sock"
+    connector = aiohttp.UnixConnector(str(path), limit=0)
+    limits = msgspec.structs.replace(LIMITS, connections_per_address_max=1_000)
+    async with (
+        open_unix_door(an_app(), path, limits=limits),
+        aiohttp.ClientSession("http://localhost", connector=connector) as http,
+    ):
+
+        async def asked() -> int:
+            async with http.post("/size", data=b"x") as response:
+                return response.status
+
+        assert set(await asyncio.gather(*(asked() for _ in range(600)))) == {200}
