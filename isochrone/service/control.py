@@ -187,7 +187,7 @@ class ControlLink:
 
     async def _take(self, message: Any) -> None:
         if isinstance(message, Refused):
-            raise _refusal(message)
+            raise self._refusal(message)
         if isinstance(message, Renewed):
             if self._renewal is not None:
                 await self._renewal.take(message)
@@ -197,7 +197,7 @@ class ControlLink:
     async def _register(self, socket: aiohttp.ClientWebSocketResponse) -> Welcome:
         challenge = await self._receive(socket)
         if isinstance(challenge, Refused):
-            raise _refusal(challenge)
+            raise self._refusal(challenge)
         if not isinstance(challenge, Challenge):
             raise LinkRefused(f"cannot register: expected a challenge, got {type(challenge)}")
         if challenge.protocol != codec.PROTOCOL:
@@ -232,7 +232,7 @@ class ControlLink:
         await socket.send_bytes(codec.encode(register))
         answer = await self._receive(socket)
         if isinstance(answer, Refused):
-            raise _refusal(answer)
+            raise self._refusal(answer)
         if not isinstance(answer, Welcome):
             raise LinkRefused(f"cannot register: expected a welcome, got {type(answer)}")
         return answer
@@ -245,6 +245,12 @@ class ControlLink:
             raise LinkRefused(f"the connection broke: {socket.exception()}")
         raise LinkRefused(f"the scheduler closed the connection (code {socket.close_code})")
 
+    def _refusal(self, refused: Refused) -> LinkRefused:
+        # One that does not act sends us to the other, if there is one; else it says when to return.
+        asks_other = refused.code is RefusedCode.NOT_ACTING and len(self._urls) > 1
+        wait_s = 0.0 if asks_other else min(WAIT_MAX_S, refused.retry_after_s)
+        return LinkRefused(f"{refused.code}: {refused.reason}", wait_s)
+
     def _note_refusal(self, url: str, error: Exception) -> None:
         reason = str(error) or type(error).__name__
         # Said once per reason: a scheduler away for a day must not fill the logs.
@@ -254,10 +260,3 @@ class ControlLink:
                 extra={"fields": {"scheduler": url, "reason": reason}},
             )
         self.last_refusal = reason
-
-
-def _refusal(refused: Refused) -> LinkRefused:
-    # A standby says "ask the other"; the acting one says how long to wait before asking again.
-    is_standby = refused.code is RefusedCode.NOT_ACTING
-    wait_s = 0.0 if is_standby else min(WAIT_MAX_S, refused.retry_after_s)
-    return LinkRefused(f"{refused.code}: {refused.reason}", wait_s)

@@ -27,6 +27,9 @@ log = logging.getLogger(__name__)
 EncodeError = Callable[[ApiError], web.Response]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
+_BACKLOG: Final = 1024
+"""One more that comes at once is sent away from a Unix socket, and waits at any other."""
+
 _STATUS_CODES: Final = {
     400: ErrorCode.INVALID_REQUEST,
     401: ErrorCode.INVALID_KEY,
@@ -162,7 +165,7 @@ async def open_door(
     async with _guarded(app, limits or DoorLimits(), encode_error, ssl_context) as connection:
         try:
             listener = await loop.create_server(
-                connection, host, port, backlog=1024, reuse_port=reuse_port or None
+                connection, host, port, backlog=_BACKLOG, reuse_port=reuse_port or None
             )
         except OSError as error:
             raise cannot_listen(host, port, error) from error
@@ -186,7 +189,7 @@ async def open_unix_door(
         # Created closed to everyone else: between bind and chmod there is no open moment.
         mask = os.umask(0o177)
         try:
-            listener = await loop.create_unix_server(connection, str(path), backlog=128)
+            listener = await loop.create_unix_server(connection, str(path), backlog=_BACKLOG)
         except OSError as error:
             raise ConfigError(f"cannot listen on {path}: {error.strerror or error}") from error
         finally:
@@ -283,6 +286,14 @@ class _GuardedHandler(web.RequestHandler):
         response = self._encode_error(_of_status(status, text, None))
         response.force_close()
         return response
+
+    async def finish_response(
+        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
+        """Answer in this door's shape what aiohttp refuses before its app's own middlewares."""
+        if isinstance(resp, web.HTTPException):
+            resp = self._encode_error(_of_status(resp.status, resp.reason, None))
+        return await super().finish_response(request, resp, start_time)
 
     def log_exception(self, *args: Any, **named: Any) -> None:
         """Log what went wrong here; of a body that cannot be read its sender was told."""

@@ -42,10 +42,13 @@ def reconcile(
     assignment: Assignment,
     replicas: Mapping[ReplicaId, ReplicaState],
     devices: Collection[DeviceId],
-    drivers: Collection[str],
+    lacks: Mapping[str, str],
     rank_ports: tuple[int, int] | None = None,
 ) -> Steps:
-    """Return the steps of this turn. Taken, they leave none for the next."""
+    """Return the steps of this turn. Taken, they leave none for the next.
+
+    `lacks` says of each driver without what its engine cannot start here; "" where it can.
+    """
     ending = {tombstone.replica_id for tombstone in assignment.tombstones}
     endings = tuple(
         tombstone
@@ -58,7 +61,7 @@ def reconcile(
     for spec in assignment.replicas:
         if spec.replica_id in replicas or spec.replica_id in ending:
             continue
-        reason = _unable(spec, devices, drivers, rank_ports)
+        reason = _unable(spec, devices, lacks, rank_ports)
         if reason:
             refusals.append(
                 Refusal(replica_id=spec.replica_id, reason=reason, deployment_id=spec.deployment_id)
@@ -71,15 +74,16 @@ def reconcile(
 def _unable(
     spec: ReplicaSpec,
     devices: Collection[DeviceId],
-    drivers: Collection[str],
+    lacks: Mapping[str, str],
     rank_ports: tuple[int, int] | None,
 ) -> str:
     """Say why this node does not take a replica, or its part of one; "" if it does."""
     missing = [device for device in spec.device_ids if device not in devices]
     if missing:
         return f"cannot seat {spec.replica_id}: no device {', '.join(missing)} here"
-    if spec.engine.driver not in drivers:
-        return f"cannot run {spec.replica_id}: no driver {spec.engine.driver!r} here"
+    without = lacks.get(spec.engine.driver, f"no driver {spec.engine.driver!r} here")
+    if without:
+        return f"cannot run {spec.replica_id}: {without}"
     if spec.group is None:
         return ""
     if rank_ports is None:

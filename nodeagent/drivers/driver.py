@@ -1,7 +1,9 @@
 """What a driver knows of its engine: how it is started, where it is asked, what its words mean."""
 
+import shutil
 from collections.abc import Mapping
 from contextlib import suppress
+from importlib.util import find_spec
 from math import isfinite
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -59,6 +61,10 @@ class Driver(Protocol):
     salted: frozenset[str]
     """The paths whose bodies take a `cache_salt`; an engine of ours reads its header."""
 
+    def lacks(self) -> str:
+        """Say without what here no such engine can start; "" if it can. Blocking."""
+        ...
+
     def command(self, launch: Launch) -> Command:
         """Return the process to start, or raise UnknownOption."""
         ...
@@ -66,6 +72,16 @@ class Driver(Protocol):
     def read_stats(self, body: bytes) -> EngineStats:
         """Read the engine's own account of its load."""
         ...
+
+
+def no_program(name: str) -> str:
+    """Say that a program is not here; "" if it is."""
+    return "" if shutil.which(name) else f"{name} is not on the PATH of the agent"
+
+
+def no_package(name: str) -> str:
+    """Say that a package is not here; "" if it is."""
+    return "" if find_spec(name) else f"{name} is not installed beside the agent"
 
 
 def on_one_node(spec: ReplicaSpec, why: str) -> None:

@@ -12,6 +12,7 @@ from nodeagent.drivers.driver import (
     Launch,
     UnknownOption,
     check_options,
+    no_package,
     visible_devices,
 )
 
@@ -52,6 +53,10 @@ class Embedded:
     options = OPTIONS
     can_wait = True
     """Whether a process of it can wait on standby."""
+
+    def lacks(self) -> str:
+        """Say where it is not installed."""
+        return no_package("torch")
 
     def command(self, launch: Launch) -> Command:
         """Write the engine's config and point it at a socket in its folder."""

@@ -25,6 +25,10 @@ class Mock(Embedded):
         }
     )
 
+    def lacks(self) -> str:
+        """It is of the agent's own package."""
+        return ""
+
     def command(self, launch: Launch) -> Command:
         """As the embedded engine, on one node."""
         on_one_node(launch.spec, "it has no parts; use the embedded engine")

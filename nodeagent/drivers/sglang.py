@@ -13,6 +13,7 @@ from nodeagent.drivers.driver import (
     Launch,
     check_options,
     flags,
+    no_package,
     read_prometheus,
     visible_devices,
 )
@@ -41,6 +42,10 @@ class Sglang:
     stats_path = metrics_path = "/metrics"
     resumes = headers.GREEDY
     salted = frozenset({CHAT, COMPLETIONS})
+
+    def lacks(self) -> str:
+        """Say where it is not installed."""
+        return no_package("sglang")
 
     def command(self, launch: Launch) -> Command:
         """Split the model over the replica's devices by tensor parallelism."""

@@ -8,6 +8,7 @@ from nodeagent.drivers.driver import (
     Command,
     Launch,
     check_options,
+    no_program,
     on_one_node,
     read_prometheus,
     visible_devices,
@@ -37,6 +38,10 @@ class TensorRtLlm:
     stats_path = metrics_path = "/prometheus/metrics"
     resumes = ""
     salted = frozenset({CHAT})
+
+    def lacks(self) -> str:
+        """Say where it is not installed."""
+        return no_program("trtllm-serve")
 
     def command(self, launch: Launch) -> Command:
         """Split the model over the replica's devices by tensor parallelism."""

@@ -13,6 +13,7 @@ from nodeagent.drivers.driver import (
     UnknownOption,
     check_options,
     flags,
+    no_program,
     read_prometheus,
     visible_devices,
 )
@@ -43,6 +44,10 @@ class Vllm:
     stats_path = metrics_path = "/metrics"
     resumes = headers.GREEDY
     salted = frozenset({CHAT, COMPLETIONS})
+
+    def lacks(self) -> str:
+        """Say where it is not installed."""
+        return no_program("vllm")
 
     def command(self, launch: Launch) -> Command:
         """Split the model over the replica's devices by tensor parallelism."""

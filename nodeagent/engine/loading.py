@@ -274,11 +274,11 @@ def need_memory(
     weights = sum(Share(shape, split, each).parameters() for each in ranks)
     weights_bytes = int(weights * bytes_per_weight(config, source))
     weights_bytes += draft.weights_bytes(DTYPES[config.dtype]) if draft else 0
-    kv_bytes = config.kv_memory_bytes * len(ranks)
+    kv_bytes = config.kv_memory_bytes * len(ranks) + host_bytes
     available = available_bytes(device)
     if device == "cpu" and config.memory_max_bytes:
         available = min(available, config.memory_max_bytes)
-    if weights_bytes + kv_bytes + host_bytes > available:
+    if weights_bytes + kv_bytes > available:
         raise CheckpointError(
             f"cannot load {config.model_path} on {device}: {weights_bytes} bytes of weights"
             f" and {kv_bytes} of KV are needed, {available} are available"

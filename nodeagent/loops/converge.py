@@ -1,5 +1,6 @@
 """CORRIDOR: what is assigned, what runs, what to do about the difference."""
 
+import asyncio
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
@@ -48,7 +49,7 @@ class Converge:
             assignment,
             self._supervisor.states(),
             [device.device_id for device in devices if device.healthy],
-            DRIVERS.keys(),
+            await asyncio.to_thread(_lacks),
             self._rank_ports,
         )
         for tombstone in steps.endings:
@@ -72,3 +73,8 @@ class Converge:
         if told != self._node.refusals:
             self._node.refusals = told
             self._node.nudge_report()
+
+
+def _lacks() -> dict[str, str]:
+    """Say of each driver what it lacks here; each turn, for it may be installed meanwhile."""
+    return {name: driver.lacks() for name, driver in DRIVERS.items()}

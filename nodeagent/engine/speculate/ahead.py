@@ -17,14 +17,9 @@ from nodeagent.engine.decide.batching import Batch, Chunk
 from nodeagent.engine.decide.depth import StepCosts
 from nodeagent.engine.decide.sequence import BLOCK_TOKENS, Ending, Sequence
 from nodeagent.engine.runner import Runner
+from nodeagent.engine.sampling import likeliest
 
 _NOTHING = Ending(0, frozenset())
-
-
-def likeliest(logits: Tensor) -> list[int]:
-    """Return the likeliest token of each row."""
-    tokens: list[int] = logits.argmax(-1).tolist()
-    return tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +31,7 @@ class Habits:
     skipped: int = 0
     """How many tokens it is behind in place: a head reads each token beside what the model made of
     the one before."""
-    pick: Callable[[Tensor], list[int]] = likeliest
+    pick: Callable[[Tensor], Tensor] = likeliest
     chain: Callable[[bool], None] = lambda going_on: None
     """Told before each pass whether it goes on from its own last one."""
 
@@ -153,7 +148,9 @@ class Ahead:
             shadow.sequence.computed += chunk.tokens
         return {
             shadow: [token]
-            for shadow, token in zip(due, self.habits.pick(logits) if due else (), strict=True)
+            for shadow, token in zip(
+                due, self.habits.pick(logits).tolist() if due else (), strict=True
+            )
         }
 
     def _go_on(self, going_on: list[Shadow], chosen: dict[Shadow, list[int]]) -> None:
@@ -168,7 +165,7 @@ class Ahead:
                 own.computed = len(own.tokens)
         self.habits.chain(True)
         logits = self.runner.run(Batch(tuple(chunks), ()))
-        for shadow, token in zip(going_on, self.habits.pick(logits), strict=True):
+        for shadow, token in zip(going_on, self.habits.pick(logits).tolist(), strict=True):
             chosen[shadow].append(token)
 
     def _note_read(self, sequence: Sequence, start: int, end: int) -> None:

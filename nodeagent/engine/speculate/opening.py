@@ -21,7 +21,8 @@ from nodeagent.engine.models.shape import CheckpointError, ModelShape
 from nodeagent.engine.models.weights import Survey, Weights, WeightSource
 from nodeagent.engine.parallel.ranks import Ranks
 from nodeagent.engine.runner import Runner
-from nodeagent.engine.speculate.ahead import Ahead, Habits, likeliest
+from nodeagent.engine.sampling import likeliest
+from nodeagent.engine.speculate.ahead import Ahead, Habits
 from nodeagent.engine.vocabulary import Vocabulary
 
 
@@ -119,9 +120,7 @@ class Head:
         targets = self.source.targets()
         return Ahead(
             runner=Runner(head, served.blocks, config.device, served.dtype),
-            habits=Habits(
-                "head", 1, lambda logits: targets[logits.argmax(-1).cpu()].tolist(), head.chain
-            ),
+            habits=Habits("head", 1, lambda logits: targets[likeliest(logits).cpu()], head.chain),
             clock=time.perf_counter,
             read_tokens_max=config.batch_tokens_max,
             context_tokens=context,

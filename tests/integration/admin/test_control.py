@@ -6,14 +6,17 @@ import re
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import msgpack
 import pytest
+from aiohttp import web
 
 from isochrone.service.control import ControlLink, Progress
+from isochrone.service.door import open_door
 from isochrone.service.identity import Identity, IdentityError
 from isochrone.service.joining import join
 from isochrone.wire import codec
@@ -50,7 +53,7 @@ class Agent:
         self.assignments: list[Assignment] = []
         self.welcomes: list[Welcome] = []
         self.link = ControlLink(
-            urls=[admin.control_url],
+            urls=[fields.get("url", admin.control_url)],
             identity=identity,
             boot_id=BootId(boot),
             incoming=ToAgent,
@@ -237,6 +240,28 @@ async def test_a_stranger_is_refused_in_words_and_closed(admin: Admin) -> None:
                 aiohttp.WSMsgType.CLOSED,
             )
     assert (await admin.ask("GET", "/v1/status")).status == 200
+
+
+async def test_the_only_scheduler_is_asked_again_when_it_says(admin: Admin, tmp_path: Path) -> None:
+    """It cannot reach its database: there is no other to go to, and it may act the next moment."""
+    identity, dials = await joined(admin, tmp_path), count(1)
+    refused = Refused(code=RefusedCode.NOT_ACTING, reason="not acting", retry_after_s=0.05)
+    asked_often = asyncio.Event()
+
+    async def refuse(request: web.Request) -> web.WebSocketResponse:
+        socket = web.WebSocketResponse()
+        await socket.prepare(request)
+        await socket.send_bytes(codec.encode(refused))
+        if next(dials) == 10:
+            asked_often.set()
+        return socket
+
+    app = web.Application()
+    app.router.add_get("/v1/agent", refuse)
+    async with open_door(app, "127.0.0.1", 0) as port:
+        agent = Agent(admin, identity, "b1", url=f"http://127.0.0.1:{port}")
+        async with dialling(agent), asyncio.timeout(10.0):
+            await asked_often.wait()
 
 
 async def test_strangers_take_no_places_in_the_line_of_a_fleet(

@@ -377,6 +377,7 @@ async def test_sigterm_drains_and_exits_zero(model_path: Path, short_folder: Pat
     [
         ({"model_path": "/nowhere/model.gguf"}, "no such file"),
         ({"kv_memory_bytes": 2**60}, "are available"),
+        ({"kv_host_bytes": 2**60, "kv_memory_bytes": 2**20}, f"and {2**60 + 2**20} of KV"),
         ({"device": "cuda:0"}, "no CUDA device"),
         ({"device": "tpu"}, "device"),
         ({"batch_tokens_max": 2}, "must exceed"),

@@ -7,13 +7,22 @@ import json
 import resource
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from pathlib import Path
 
 import aiohttp
+import msgspec
 import pytest
 from aiohttp import web
 
 from isochrone.service.config import ConfigError
-from isochrone.service.door import DoorLimits, errors_as, json_error, open_door, read_body
+from isochrone.service.door import (
+    DoorLimits,
+    errors_as,
+    json_error,
+    open_door,
+    open_unix_door,
+    read_body,
+)
 from isochrone.wire.errors import ApiError, ErrorCode
 
 LIMITS = DoorLimits(
@@ -110,10 +119,21 @@ async def test_a_body_that_never_ends_gets_408(port: int) -> None:
         HEAD + b"Content-Length: 1\r\nContent-Length: 2\r\n\r\n12",
         HEAD + b"Transfer-Encoding: xchunked\r\n\r\n0\r\n\r\n",
         HEAD + b"Bad Header: 1\r\n\r\n",
+        HEAD + b"Expect: a-miracle\r\nContent-Length: 1\r\n\r\n1",
         HEAD + b"X: " + b"a" * 20_000 + b"\r\n\r\n",
         HEAD + b"".join(b"X-%d: 1\r\n" % n for n in range(10_000)) + b"\r\n",
     ],
-    ids=["line", "signed-length", "both", "two-lengths", "bad-te", "space", "20kB", "10^4-heads"],
+    ids=[
+        "line",
+        "signed-length",
+        "both",
+        "two-lengths",
+        "bad-te",
+        "space",
+        "expect",
+        "20kB",
+        "10^4-heads",
+    ],
 )
 async def test_malformed_http_gets_400_in_our_shape(port: int, sent: bytes) -> None:
     received = await answer(port, sent)
@@ -188,3 +208,19 @@ async def test_an_address_that_cannot_be_had_is_named(port: int) -> None:
     with pytest.raises(ConfigError, match=r"cannot listen on nobody\.invalid:1: "):
         async with open_door(an_app(), "nobody.invalid", 1):
             raise AssertionError("nobody should be let in")
+
+
+async def test_hundreds_may_come_to_a_unix_door_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "door.sock"
+    connector = aiohttp.UnixConnector(str(path), limit=0)
+    limits = msgspec.structs.replace(LIMITS, connections_per_address_max=1_000)
+    async with (
+        open_unix_door(an_app(), path, limits=limits),
+        aiohttp.ClientSession("http://localhost", connector=connector) as http,
+    ):
+
+        async def asked() -> int:
+            async with http.post("/size", data=b"x") as response:
+                return response.status
+
+        assert set(await asyncio.gather(*(asked() for _ in range(600)))) == {200}

@@ -1,14 +1,18 @@
 """Sampling: each knob does what it says, a seed means the same in any company."""
 
+from typing import Any
+
 import pytest
 import torch
 
+from nodeagent.engine import sampling
 from nodeagent.engine.sampling import (
     Due,
     Sampled,
     Sampler,
     SamplingParams,
     UnsoundLogits,
+    likeliest,
     sample_runs,
 )
 
@@ -18,6 +22,15 @@ LOGITS = torch.tensor([1.0, 3.0, 2.0, 0.0, -1.0])
 def sample_rows(logits: torch.Tensor, samplers: list[Sampler]) -> list[Sampled | UnsoundLogits]:
     """Sample each row of `logits` by its own sampler."""
     return [run[0] for run in sample_runs(logits, [Due(sampler) for sampler in samplers])]
+
+
+def test_the_likeliest_is_the_one_that_torch_finds() -> None:
+    nan, inf = float("nan"), float("inf")
+    logits = torch.randn(6, 1000, generator=torch.Generator().manual_seed(1))
+    for row, values in enumerate(([nan, inf], [inf, nan], [inf, inf], [-inf] * 1000)):
+        logits[row, : len(values)] = torch.tensor(values)
+    assert likeliest(logits).tolist() == logits.max(-1).indices.tolist()
+    assert likeliest(logits[:, 1:500]).tolist() == logits[:, 1:500].max(-1).indices.tolist()
 
 
 def draws(params: SamplingParams, count: int = 200) -> set[int]:
@@ -68,6 +81,35 @@ def test_draws_follow_the_probabilities() -> None:
     for _ in range(4000):
         counts[sampler.sample(LOGITS.clone()).token] += 1
     assert torch.allclose(counts / 4000, LOGITS.softmax(-1), atol=0.03)
+
+
+@pytest.mark.parametrize("heat", [0.3, 1.0, 3.0])
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {},
+        {"top_k": 50},
+        {"top_k": 700},
+        {"top_p": 0.9},
+        {"top_p": 0.999, "top_k": 2000},
+        {"min_p": 0.05},
+        {"min_p": 1e-5, "top_p": 0.99},
+    ],
+    ids=str,
+)
+def test_a_draw_among_the_likeliest_is_the_draw_among_all(
+    heat: float, knobs: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logits = 4 * torch.randn(24, 3000, generator=torch.Generator().manual_seed(1))
+    logits[3:6, 2:] = float("-inf")
+    told = []
+    for likeliest_too in (sampling._LIKELIEST, 3000):
+        monkeypatch.setattr(sampling, "_LIKELIEST", likeliest_too)
+        samplers = [
+            Sampler(SamplingParams(temperature=heat, seed=row, **knobs), []) for row in range(24)
+        ]
+        told.append([sample_rows(logits.clone(), samplers) for _ in range(40)])
+    assert told[0] == told[1]
 
 
 def test_a_seed_gives_the_same_in_any_company() -> None:

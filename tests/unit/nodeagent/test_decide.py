@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from isochrone.wire.assignment import Assignment, Group, Tombstone
 from isochrone.wire.headers import Load
 from isochrone.wire.ids import ClusterId, DeviceId, Epoch, Generation, NodeId, ReplicaId
+from isochrone.wire.model import EngineSettings
 from isochrone.wire.report import ReplicaState
 from nodeagent.decide import health
 from nodeagent.decide.admission import Held, TokensInFlight
@@ -20,7 +21,7 @@ from tests.builders import a_spec
 
 S = ReplicaState
 CPU = [DeviceId("cpu")]
-DRIVERS = ["mock"]
+DRIVERS = {"mock": "", "vllm": "vllm is not on the PATH of the agent"}
 
 
 def an_assignment(
@@ -73,10 +74,16 @@ def test_a_tombstone_ends_and_ends_once() -> None:
 def test_what_cannot_be_done_is_refused_with_its_reason() -> None:
     here = reconcile(an_assignment(("a",)), {}, [DeviceId("gpu0")], DRIVERS)
     assert here.refusals[0].reason == "cannot seat a: no device cpu here"
-    there = reconcile(an_assignment(("a",)), {}, CPU, ["vllm"])
-    assert "no driver 'mock'" in there.refusals[0].reason
     assert not here.beginnings
-    assert not there.beginnings
+    for driver, words in (
+        ("vllm", "cannot run a: vllm is not on the PATH of the agent"),
+        ("nobody", "cannot run a: no driver 'nobody' here"),
+    ):
+        spec = a_spec("a", engine=EngineSettings(driver=driver, kv_memory_bytes=1))
+        assignment = msgspec.structs.replace(an_assignment(), replicas=(spec,))
+        there = reconcile(assignment, {}, CPU, DRIVERS)
+        assert [refusal.reason for refusal in there.refusals] == [words]
+        assert not there.beginnings
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from isochrone.wire.engine import EngineConfig
 from isochrone.wire.ids import DeviceId
 from isochrone.wire.model import EngineSettings
 from nodeagent.drivers import DRIVERS
+from nodeagent.drivers import driver as driver_module
 from nodeagent.drivers.driver import Launch, UnknownOption, with_salt
 from nodeagent.host.devices import Devices, device_class
 from tests.builders import a_spec
@@ -45,6 +46,19 @@ def test_a_vendor_engine_gets_its_own_words_and_its_own_gpus(
     assert command.base_url == "http://127.0.0.1:4321"
     assert command.environment["CUDA_VISIBLE_DEVICES"] == "2,3"
     assert "--host 127.0.0.1" in line
+
+
+def test_what_is_not_installed_here_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert DRIVERS["embedded"].lacks() == DRIVERS["mock"].lacks() == ""
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr(driver_module, "find_spec", lambda _: None)
+    assert {name: driver.lacks() for name, driver in DRIVERS.items()} == {
+        "embedded": "torch is not installed beside the agent",
+        "mock": "",
+        "vllm": "vllm is not on the PATH of the agent",
+        "sglang": "sglang is not installed beside the agent",
+        "tensorrt_llm": "trtllm-serve is not on the PATH of the agent",
+    }
 
 
 def test_what_a_client_writes_as_its_salt_is_not_believed() -> None:
