@@ -131,12 +131,12 @@ class CallReader:
             self._where = _Where.SECTION
             self._calls_before = self.calls
             return True
-        keep = max((beginning(self._held, opening) for opening in openings), default=0)
+        keep = self._opening_begun(self._held)
         if self.calls and not self._held.strip(SPACE):
             return False
         # Spaces wait too: a call may follow them.
         known = self._held[: len(self._held) - keep]
-        known = known.rstrip(SPACE) if openings else known
+        known = known.rstrip(SPACE) if openings or self.calls else known
         if known:
             events.append(Said(known))
             self._held = self._held[len(known) :]
@@ -162,7 +162,8 @@ class CallReader:
         waited = (mark, closing, FUNCTION if self.how.tags else "")
         if any(one.startswith(rest) for one in waited):
             return False
-        return self._give_up(events, "")
+        first = len(self._held) - len(rest) + 1
+        return self._give_up(events, self._held[:first], rest[1:])
 
     def _scan(self, prefix: str, rest: str) -> Scan | None:
         """Return what reads the call that begins `rest`, if one does."""
@@ -189,7 +190,7 @@ class CallReader:
             if piece:
                 events.append(CallPiece(scan.index, piece))
         elif scan.done or scan.is_none:
-            return self._give_up(events, scan.prefix + scan.text() + rest)
+            return self._give_up(events, scan.prefix + scan.text(), rest)
         if not scan.done:
             return False
         self._call = None
@@ -197,15 +198,19 @@ class CallReader:
         self._where = _Where.SECTION
         return True
 
-    def _give_up(self, events: list[Event], text: str) -> bool:
-        """It is no call: tell it as content, and do not look for calls in it again."""
-        text = text or self._held
-        if text:
-            events.append(Said(text))
+    def _give_up(self, events: list[Event], text: str, rest: str) -> bool:
+        """It is no call as far as `text`: tell that as content, and look for calls behind it."""
+        known = len(text) - self._opening_begun(text)
+        if known:
+            events.append(Said(text[:known]))
         self._call = None
-        self._held = ""
+        self._held = text[known:] + rest
         self._where = _Where.TEXT
-        return False
+        return True
+
+    def _opening_begun(self, text: str) -> int:
+        """Return how much of the end of `text` may be the beginning of an opening."""
+        return max((beginning(text, opening) for opening in self.how.openings), default=0)
 
 
 def _joined(events: list[Event]) -> list[Event]:

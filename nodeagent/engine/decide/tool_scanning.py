@@ -105,7 +105,7 @@ class ObjectScan(Scan):
     def feed(self, text: str) -> int:
         """Follow `text`; return how many letters belong to the object."""
         for used, letter in enumerate(text):
-            if self.done:
+            if self.done or self.is_none:
                 return used
             self._follow(letter)
         return len(text)
@@ -161,8 +161,20 @@ def _string(text: str) -> str | None:
     return value if isinstance(value, str) else None
 
 
-_NAMED: Final = re.compile(r"([\w.:/-]+)(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*", re.ASCII)
-_NAMED_SO_FAR: Final = re.compile(r"[\w.:/-]+(?:\[[\w\[\]]*)?\s*", re.ASCII)
+def _begun(mark: str) -> str:
+    """Return a pattern of whatever `mark` may begin with, nothing and all of it included."""
+    pattern = ""
+    for letter in reversed(mark):
+        pattern = f"(?:{re.escape(letter)}{pattern})?"
+    return pattern
+
+
+_NAME: Final = r"([\w.:/-]+)"
+_CALL_ID: Final = r"\[CALL_ID\]\w*"
+_NAMED: Final = re.compile(rf"{_NAME}(?:{_CALL_ID})?(?:\[ARGS\])?\s*", re.ASCII)
+_NAMED_SO_FAR: Final = re.compile(
+    rf"{_NAME}(?:{_begun('[CALL_ID]')}|(?:{_CALL_ID})?{_begun('[ARGS]')}\s*)", re.ASCII
+)
 
 
 @dataclass(slots=True)
@@ -190,14 +202,18 @@ class NamedScan(Scan):
         return end
 
     def _read_head(self, text: str) -> int:
-        """Read up to the arguments' brace; return where in `text` that is, or its end."""
-        head, brace, _ = text.partition("{")
-        self._head += head
-        found = (_NAMED if brace else _NAMED_SO_FAR).fullmatch(self._head)
-        self.odd = found is None or len(self._head) > _HEAD_CHARS_MAX
-        if found is not None and brace:
-            self.name, self.begun = found[1], True
-        return len(head)
+        """Read up to the arguments' brace; return how many letters of `text` come before it."""
+        for used, letter in enumerate(text):
+            found = _NAMED.fullmatch(self._head) if letter == "{" else None
+            if found is not None:
+                self.name, self.begun = found[1], True
+                return used
+            self._head += letter
+            so_far = _NAMED_SO_FAR.fullmatch(self._head)
+            self.odd = so_far is None or len(self._head) > _HEAD_CHARS_MAX
+            if self.odd:
+                return used + 1
+        return len(text)
 
 
 _ENDS: Final = ("</function>", "</tool_call>")
@@ -232,8 +248,8 @@ class TagScan(Scan):
         self._left += text
         while not self.done and self._move():
             pass
-        # What ends a call is whole only with a letter of this text.
-        used = len(text) - len(self._left) if self.done else len(text)
+        # What ends a call, or shows that it is none, is whole only with a letter of this text.
+        used = len(text) - len(self._left) if self.done or self.is_none else len(text)
         if not self.told:
             self._read += text[:used]
         return used
@@ -243,17 +259,16 @@ class TagScan(Scan):
         if self.name is None:
             self.name = self._opened(FUNCTION)
             self.begun = self.name is not None
-            self.odd = not self.begun and len(self._left) > _HEAD_CHARS_MAX
             return self.is_call
         return self._between() if self._key is None else self._in_value()
 
     def _opened(self, mark: str) -> str | None:
         """Take the tag that begins with `mark` off what is left, once whole; return its name."""
-        name, closed, rest = self._left.removeprefix(mark).partition(">")
-        if not closed:
+        head, closed, _ = self._left[:_HEAD_CHARS_MAX].partition(">")
+        if not closed and len(self._left) < _HEAD_CHARS_MAX:
             return None
-        self._left = rest
-        return name.strip(SPACE)
+        self._left = self._left[len(head + closed) :]
+        return head.removeprefix(mark).strip(SPACE)
 
     def _between(self) -> bool:
         """Find the next parameter or the end, and pass over what is neither."""

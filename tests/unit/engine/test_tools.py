@@ -181,6 +181,17 @@ OUTPUTS: list[tuple[ToolFormat, str, list[list[str]]]] = [
     ),
     (QWEN_CODER, "2 <function", [["", "2 <function"]]),
     (
+        # What is no call hides none behind it.
+        QWEN_CODER,
+        "<function=x> <tool_call><function=time.now></function>",
+        [["", "<function=x>"], ["time.now", "{}"]],
+    ),
+    (
+        MISTRAL,
+        "[TOOL_CALLS]rm[TOOL_CALLS]time.now[ARGS]{}",
+        [["", "[TOOL_CALLS]rm"], ["time.now", "{}"]],
+    ),
+    (
         QWEN_CODER,
         "<function=get_weather><parameter=city>Bo</par",
         [["get_weather", '{"city": "Bo']],
@@ -304,18 +315,19 @@ def test_a_text_streams_while_it_is_written() -> None:
         st.sampled_from(
             ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "{", "}", '"', '"name"', ":", "[", "]",
              '"get_weather"', '"arguments"', ",", " ", "\n", "\\", "x", "<|python_tag|>", CALL,
-             "<function=", "get_weather", ">", "<parameter=", "</parameter>", "</function>",
-             "[ARGS]"]
+             "<function=", "<function=get_weather>", "time.now", "get_weather", ">", "<parameter=",
+             "</parameter>", "</function>", "[ARGS]"]
         ),
         max_size=14,
     ),
     st.integers(1, 5),
 )  # fmt: skip
-def test_any_text_is_read_and_content_is_never_lost(
+def test_any_text_is_read_alike_in_all_pieces_and_content_is_never_lost(
     how: ToolFormat, parts: list[str], letters: int
 ) -> None:
     text = "".join(parts)
     told = read(how, text, letters)
+    assert told == read(how, text, 1000)
     if all(name == "" for name, _ in told):
         assert "".join(said for _, said in told) == text
 
