@@ -7,32 +7,14 @@
  * a score of its own: no room is needed for the scores of a whole context.
  */
 
-#include "kernels.h"
+#include "attention.h"
 
 #define KEYS 64 /* keys at a time: with their values they stay in a near cache */
 #define PARTS (KEYS / LANES)
-#define DIM_MAX 256
 #define NEAR_TOKENS 512 /* all heads of so many stay in a near cache from one head to the next */
 #define ROWS 128 /* rows for which keys are turned about once: room for them is on the stack */
+#define MANY_ROWS 24 /* from so many on the matrix unit is faster */
 #define STRIP 6  /* rows at a time: their answers stay in registers */
-#define ABOVE 24.0f /* a weight is at most two to this */
-
-/* Where a token's keys and values lie: slot by slot, keys of all heads, then values. */
-struct pages {
-    const float *slots;
-    int64_t block_tokens, kv_heads, dim;
-};
-
-/* One piece. Token i is at place `start + i` of `blocks` and sees `window` tokens back from there,
- * itself among them. */
-struct piece {
-    const float *queries; /* of the first token's first head; heads lie one behind another */
-    float *answers;
-    const int64_t *blocks;
-    int64_t tokens, start, window, kv_head, heads; /* `heads` share the KV head */
-    int64_t query_stride, answer_stride;           /* from token to token */
-    int first_here; /* nobody has just read these keys, and they are read but once */
-};
 
 /* The keys of one turn: number by number [dim][KEYS], nought behind the last; and its values. */
 struct turn {
@@ -40,20 +22,6 @@ struct turn {
     const float *values[KEYS];
     int64_t count, parts; /* parts of sixteen keys: 4, 2 or 1 */
 };
-
-/* One row: what it asks, what it found, and which keys of this turn it sees. */
-struct row {
-    const float *query;
-    float *answer;
-    int64_t place;
-    float reference; /* a score of its own: weights are two to what is between */
-    int32_t from, to;
-    lanes totals;
-};
-
-INLINED int any(places wanted) {
-    return _mm512_test_epi32_mask((__m512i)wanted, (__m512i)wanted) != 0;
-}
 
 /* Sixteen keys of sixteen numbers: `to` gets sixteen times the same number of each key. */
 static void put_keys(const float *const *keys, int64_t at, float *to) {
@@ -72,42 +40,29 @@ static void walk(const float *slot, int64_t width) {
     for (int64_t at = 0; at < width; at += LINE / sizeof(float)) *(const volatile float *)(slot + at);
 }
 
-/* Where the keys of `head` lie at place `at` of a piece's sequence. */
-static const float *keys_at(const struct pages *pages, const struct piece *piece, int64_t at) {
-    int64_t room = pages->block_tokens;
-    int64_t slot = piece->blocks[at / room] * room + at % room;
-    return pages->slots + (2 * slot * pages->kv_heads + piece->kv_head) * pages->dim;
-}
-
-/* Have the next turn's keys and values on their way while this one's are computed with. */
-static void announce(const struct pages *pages, const struct piece *piece, int64_t at, int64_t end) {
-    int64_t values = pages->kv_heads * pages->dim;
-    for (end = end < at + KEYS ? end : at + KEYS; at < end; at++) {
-        const float *keys = keys_at(pages, piece, at);
-        for (int64_t line = 0; line < pages->dim; line += LANES) {
-            __builtin_prefetch(keys + line, 0, 2);
-            __builtin_prefetch(keys + values + line, 0, 2);
-        }
-    }
-}
-
 /* Fetch the keys from `first` on, as many as a turn holds and none from `end` on. */
 static void fetch(struct turn *turn, const struct pages *pages, const struct piece *piece,
                   int64_t first, int64_t end) {
     static const float nought[DIM_MAX];
     const float *keys[KEYS];
-    int64_t dim = pages->dim, left = end - first;
+    int64_t dim = pages->dim, values = pages->kv_heads * dim, left = end - first;
     turn->parts = left >= KEYS ? PARTS : left > LANES ? 2 : 1;
     turn->count = left < turn->parts * LANES ? left : turn->parts * LANES;
-    for (int64_t key = 0; key < turn->parts * LANES; key++) {
-        keys[key] = nought;
-        if (key >= turn->count) continue;
-        keys[key] = keys_at(pages, piece, first + key);
-        turn->values[key] = keys[key] + pages->kv_heads * dim;
-        if (piece->first_here)
-            walk(keys[key] - piece->kv_head * dim, 2 * pages->kv_heads * dim);
+    left -= turn->count;
+    if (piece->tokens > 1) {
+        int64_t next = left < KEYS ? left : KEYS;
+        locate(pages, piece, first + turn->count, next, keys);
+        for (int64_t key = 0; key < next; key++) announce(keys[key], keys[key] + values, dim);
     }
-    if (piece->tokens > 1) announce(pages, piece, first + turn->count, end);
+    locate(pages, piece, first, turn->count, keys);
+    for (int64_t key = 0; key < turn->parts * LANES; key++) {
+        if (key >= turn->count) {
+            keys[key] = nought;
+            continue;
+        }
+        turn->values[key] = keys[key] + values;
+        if (piece->first_here) walk(keys[key] - piece->kv_head * dim, 2 * values);
+    }
     for (int64_t part = 0; part < turn->parts; part++)
         for (int64_t at = 0; at < dim; at += LANES)
             put_keys(keys + part * LANES, at, turn->keys + at * KEYS + part * LANES);
@@ -134,46 +89,6 @@ INLINED void score(const int rows, const int parts, const struct turn *turn, str
 #pragma GCC unroll 4
         for (int part = 0; part < parts; part++)
             ((lanes *)scores[r])[part] = root * sums[r][part];
-}
-
-/* Put the row's reference where its scores are; return what all that was kept shrinks by. */
-static float refer(struct row *row, const float *scores, int64_t keys) {
-    float most = row->reference;
-    for (int64_t key = row->from; key < row->to && key < keys; key++)
-        most = scores[key] > most ? scores[key] : most;
-    float shrink = row->reference == most ? 1 : power_of_two((lanes){row->reference - most})[0];
-    row->reference = most;
-    row->totals *= shrink;
-    return shrink;
-}
-
-/* Put `other` where the row does not see the keys of `part`. */
-INLINED lanes seen(const struct row *row, int part, lanes x, float other) {
-    const places count = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    places at = count + part * LANES;
-    return where((at >= row->from) & (at < row->to), x, (lanes){0} + other);
-}
-
-/* From scores to weights relative to the row's reference, which moves where a score is so far above
- * it that its weight might grow too large; return what the answer so far shrinks by. */
-INLINED float weigh(struct row *row, const int parts, lanes *scores) {
-    int whole = row->from == 0 && row->to >= parts * LANES;
-    places above = {0};
-#pragma GCC unroll 4
-    for (int part = 0; part < parts; part++) {
-        if (!whole) scores[part] = seen(row, part, scores[part], -INFINITY);
-        above |= scores[part] > row->reference + ABOVE;
-    }
-    float shrink = 1;
-    if (row->reference == -INFINITY || any(above))
-        shrink = refer(row, (const float *)scores, parts * LANES);
-#pragma GCC unroll 4
-    for (int part = 0; part < parts; part++) {
-        scores[part] = power_of_two(scores[part] - row->reference);
-        if (!whole) scores[part] = seen(row, part, scores[part], 0);
-        row->totals += scores[part];
-    }
-    return shrink;
 }
 
 /* Shrink `parts` times sixteen numbers of the answers of `rows` rows; add the values by weight. */
@@ -204,7 +119,12 @@ INLINED void take_strip(const int rows, const int parts, const struct turn *turn
                         int64_t dim) {
     float weights[STRIP][KEYS] __attribute__((aligned(LINE))), shrink[STRIP];
     score(rows, parts, turn, row, dim, weights);
-    for (int r = 0; r < rows; r++) shrink[r] = weigh(row + r, parts, (lanes *)weights[r]);
+    for (int r = 0; r < rows; r++) {
+        lanes x[PARTS];
+        memcpy(x, weights[r], parts * sizeof(lanes));
+        shrink[r] = weigh(row + r, parts, x);
+        memcpy(weights[r], x, parts * sizeof(lanes));
+    }
     int64_t at = 0;
     for (; at + 4 * LANES <= dim; at += 4 * LANES)
         gather(rows, 4, turn, row, at, shrink, weights);
@@ -234,28 +154,16 @@ static void attend_rows(const struct pages *pages, const struct piece *piece, in
     struct row rows[ROWS];
     struct turn turn;
     int64_t dim = pages->dim;
-    for (int64_t r = 0; r < count; r++) {
-        int64_t token = (begin + r) / piece->heads, head = (begin + r) % piece->heads;
-        rows[r].query = piece->queries + token * piece->query_stride + head * dim;
-        rows[r].answer = piece->answers + token * piece->answer_stride + head * dim;
-        rows[r].place = piece->start + token;
-        rows[r].reference = -INFINITY;
-        rows[r].totals = (lanes){0};
-        memset(rows[r].answer, 0, dim * sizeof(float));
-    }
+    begin_rows(piece, begin, count, dim, rows);
+    for (int64_t r = 0; r < count; r++) memset(rows[r].answer, 0, dim * sizeof(float));
     int64_t at = rows[0].place + 1 - piece->window, end = rows[count - 1].place + 1;
     for (at = at < 0 ? 0 : at; at < end; at += turn.count) {
         fetch(&turn, pages, piece, at, end);
-        for (int64_t r = 0; r < count; r++) {
-            int64_t from = rows[r].place + 1 - piece->window - at;
-            rows[r].from = from < 0 ? 0 : from;
-            rows[r].to = rows[r].place + 1 - at;
-        }
+        for (int64_t r = 0; r < count; r++) look(rows + r, piece->window, at);
         take(&turn, rows, count, dim);
     }
     for (int64_t r = 0; r < count; r++) {
-        float total = 0;
-        for (int64_t lane = 0; lane < LANES; lane++) total += rows[r].totals[lane];
+        float total = total_of(rows + r);
         for (int64_t at = 0; at < dim; at++) rows[r].answer[at] /= total;
     }
 }
@@ -298,6 +206,7 @@ static void attend_pieces(const void *told, int64_t at, int64_t end) {
             .first_here = cut[1] == 1 && (kv_head == 0 || cut[2] > NEAR_TOKENS),
         };
         int64_t rows = piece.tokens * piece.heads;
+        if (rows >= MANY_ROWS && attend_by_tiles(&asked->pages, &piece)) continue;
         for (int64_t begin = 0; begin < rows; begin += ROWS)
             attend_rows(&asked->pages, &piece, begin,
                         rows - begin < ROWS ? rows - begin : ROWS);

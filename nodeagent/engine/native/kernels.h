@@ -105,7 +105,7 @@ INLINED struct rounded rounded(lanes first, lanes second, float most) {
  * take many times as long. */
 INLINED lanes power_of_two(lanes x) {
     const lanes least = (lanes){0} - 126.0f, rounding = (lanes){0} + 12582912.0f;
-    x = where(x < least, least, x);
+    x = (lanes)_mm512_max_ps((__m512)least, (__m512)x);
     /* Adding 1.5 * 2^23 leaves no bits below one: the sum's last bits are the whole number. */
     lanes sum = x + rounding, rest = x - (sum - rounding);
     lanes near = 1.3390863364533504e-3f * rest + 9.676031918326564e-3f;
@@ -113,7 +113,7 @@ INLINED lanes power_of_two(lanes x) {
     near = near * rest + 2.4022107485308208e-1f;
     near = near * rest + 6.931471880262287e-1f;
     near = near * rest + 1.0000000754548972f;
-    return near * (lanes)(((places)sum - (places)rounding + 127) << 23);
+    return (lanes)_mm512_scalef_ps((__m512)near, (__m512)(sum - rounding));
 }
 
 /* Does items `from` to before `to` of what it was told. */
