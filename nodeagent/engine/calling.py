@@ -1,6 +1,6 @@
 """A request's tools and this model's way to call them, brought together."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nodeagent.engine.decide.grammar import Grammar
 from nodeagent.engine.decide.tool_format import ToolFormat
@@ -27,6 +27,9 @@ class Calling:
         if tools is None:
             return None
         how = template.tool_format
+        if any(tool.strict for tool in tools.callable):
+            # What is held to JSON is read as nothing else: no strict tool is called unchecked.
+            how = replace(how, tags=False, named=False)
         numbered = {mark: vocabulary.tokenizer.token_to_id(mark) for mark in how.marks}
         shown = {token: mark for mark, token in numbered.items() if token in vocabulary.special_ids}
         return cls(tools, how, shown)
@@ -38,4 +41,4 @@ class Calling:
 
     def reader(self) -> CallReader:
         """Return what reads this output's calls."""
-        return CallReader(self.how, self.tools.names, single=self.tools.calls_max == 1)
+        return CallReader(self.how, self.tools.schemas, single=self.tools.calls_max == 1)

@@ -133,7 +133,7 @@ class Clients:
         kept = salted(asked.salt, asked.adapter)
         return Generation(
             Sequence(number, tokens.copy(), ending, kept, asked.adapter, asked.standing),
-            Sampler(params, tokens.copy() if params.penalised else [], own),
+            Sampler(params, tokens.copy() if params.penalised else [], own, ending.stop_ids),
             TokenText(self._vocabulary, asked.shown, goes_on=asked.goes_on),
             StopStrings(ask.stops),
             drafter,

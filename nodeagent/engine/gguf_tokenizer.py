@@ -35,11 +35,34 @@ _ENDS: Final = frozenset(
 )
 """Special tokens that end an answer wherever there are any: many files name only one of theirs."""
 _PIECE_CHARS_MAX: Final = 256
-_LLAMA3_SPLIT: Final = (
+_GPT2: Final = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_LLAMA3: Final = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
     r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_QWEN2_SPLIT: Final = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
+_QWEN2: Final = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+_TEKKEN: Final = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|"
+    r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_CJK: Final = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
+_UNSAID: Final = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
+"""What llama.cpp takes for a file that does not say, which no model was trained with."""
+_SPLITS: Final[dict[str, tuple[str, ...]]] = {
+    "default": _UNSAID,
+    **dict.fromkeys(("gpt-2", "a.x-4.0", "mellum"), (_GPT2,)),
+    **dict.fromkeys(("smollm", "refact", "starcoder", "minerva-7b"), (r"\p{N}", _GPT2)),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral"), (_LLAMA3,)),
+    "smaug-bpe": (_LLAMA3,),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "kormo", "f2llmv2", "megrez"), (_QWEN2,)),
+    "tekken": (_TEKKEN,),
+    "deepseek-coder": (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, r"\p{N}"),
+}
+"""The expressions that cut a text into words, each what those before it left, by the names of
+llama.cpp: one for each tokenizer that its converter has met, of which many are alike."""
+_WHOLE_WORDS: Final = frozenset({"llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken"})
+"""Of these a word that is a token is one, whichever merges lead there; and they expect a BOS."""
 
 
 def vocabulary_of_gguf(path: Path, metadata: dict[str, Any]) -> Vocabulary:
@@ -65,7 +88,7 @@ def vocabulary_of_gguf(path: Path, metadata: dict[str, Any]) -> Vocabulary:
     tokenizer.add_tokens([AddedToken(token, normalized=False) for token in added])
     bos = told.token_at(metadata.get("tokenizer.ggml.bos_token_id"))
     # SentencePiece's models expect their beginning unless told otherwise, others do not.
-    expected = not byte_level or metadata.get("tokenizer.ggml.pre") == "llama-bpe"
+    expected = not byte_level or metadata.get("tokenizer.ggml.pre") in _WHOLE_WORDS
     if bos and metadata.get("tokenizer.ggml.add_bos_token", expected):
         tokenizer.post_processor = processors.TemplateProcessing(
             single=[bos, "$A"], special_tokens=[(bos, tokenizer.token_to_id(bos))]
@@ -122,8 +145,12 @@ def _byte_level(told: _Told) -> Tokenizer:
     kind = told.metadata.get("tokenizer.ggml.pre", "default")
     cut = map(str.partition, told.strings("tokenizer.ggml.merges"), repeat(" "))
     merges = [(left, right) for left, _, right in cut]
-    tokenizer = told.bpe(merges=merges, ignore_merges=kind == "llama-bpe")
-    tokenizer.pre_tokenizer = _pre_tokenizer(told.path, kind)
+    if not isinstance(kind, str) or kind not in _SPLITS:
+        raise CheckpointError(f"cannot load {told.path}: pre-tokenizer {kind!r} is unsupported")
+    tokenizer = told.bpe(merges=merges, ignore_merges=kind in _WHOLE_WORDS)
+    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in _SPLITS[kind]]
+    letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, letters])
     tokenizer.decoder = decoders.ByteLevel()
     if kind == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
@@ -170,21 +197,3 @@ def _merges(tokens: list[str], scores: list[float]) -> list[tuple[str, str]]:
         halves = [(left, right) for left, right in cuts if left in known and right in known]
         merges += sorted(halves, key=lambda pair: (known[pair[0]], known[pair[1]]))
     return merges
-
-
-def _pre_tokenizer(path: Path, kind: Any) -> Any:
-    plain = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    if kind in ("default", "gpt-2"):
-        return plain
-    if kind == "smollm":
-        return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), plain])
-    patterns = {"llama-bpe": _LLAMA3_SPLIT}
-    patterns |= dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN2_SPLIT)
-    if not isinstance(kind, str) or kind not in patterns:
-        raise CheckpointError(f"cannot load {path}: pre-tokenizer {kind!r} is unsupported")
-    return pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(patterns[kind]), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )

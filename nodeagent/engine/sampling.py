@@ -35,6 +35,8 @@ class SamplingParams:
     presence_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    """Tokens of the answer before which nothing may end it."""
     drawn_before: int = 0
     """Tokens of this answer that another engine drew: a seed's numbers for them are used up."""
     logprobs: int | None = None
@@ -83,21 +85,30 @@ class Sampler:
     params: SamplingParams
     prompt: list[int]
     constraint: Constraint | None = None
+    ends: frozenset[int] = frozenset()
+    """Tokens that end the sequence."""
     _generator: torch.Generator | None = None
+    _drawn: int = 0
     _counts: dict[int, int] = field(default_factory=dict)
     _prompt_ids: Tensor | None = None
 
     @property
     def plain(self) -> bool:
         """True where the likeliest token is the answer and nothing else is asked."""
-        return self.params.plain and self.constraint is None
+        return self.params.plain and self.constraint is None and not self._early
 
     @property
     def draws_only(self) -> bool:
         """True where one draw from the model's own logits is all that is asked."""
         params = self.params
         asked = params.logprobs is not None or params.logit_bias or params.penalised
-        return params.temperature > 0 and not asked and self.constraint is None
+        free = self.constraint is None and not self._early
+        return params.temperature > 0 and not asked and free
+
+    @property
+    def _early(self) -> bool:
+        """True where the next token may not end the sequence."""
+        return self.params.drawn_before + self._drawn < self.params.min_tokens
 
     def sample(self, logits: Tensor) -> Sampled:
         """Choose from `logits` [vocabulary], which may be changed, or raise BrokenConstraint."""
@@ -111,6 +122,7 @@ class Sampler:
         )
         if self.constraint is not None:
             self.constraint.accept(token)
+        self._drawn += 1
         if params.penalised:
             self._counts[token] = self._counts.get(token, 0) + 1
         if logprobs is None:
@@ -126,6 +138,8 @@ class Sampler:
         if params.logit_bias:
             ids, values = zip(*params.logit_bias, strict=True)
             logits[list(ids)] += torch.tensor(values, device=logits.device)
+        if self._early:
+            logits[list(self.ends)] = -torch.inf
         if self.constraint is not None:
             self.constraint.apply(logits)
 

@@ -264,6 +264,10 @@ class EngineServer(Server):
                 f" they exceed the limit of {limit} tokens",
                 param="messages" if isinstance(body, ChatBody) else "prompt",
             )
+        least = ask.params.min_tokens - ask.params.drawn_before
+        if least > max_tokens or (least > 0 and ask.grammar is not None):
+            over = f"max_tokens {max_tokens}" if ask.grammar is None else "a form of the output"
+            raise refused("min_tokens", f"cannot obey both min_tokens {least} and {over}")
         # A grammar that is fulfilled allows nothing but the end.
         endless = ask.ignore_eos and ask.grammar is None
         own = frozenset() if endless else self.loaded.vocabulary.stop_ids

@@ -316,8 +316,9 @@ def _delta(generation: Generation, result: Sampled | UnsoundLogits, finish: Fini
     if isinstance(result, UnsoundLogits):
         error = str(result)
     elif finish is not Finish.STOP:
-        sampled = result
-        text = generation.stops.feed(generation.text.feed(result.token))
+        sampled, params = result, generation.sampler.params
+        early = params.drawn_before + sequence.output_tokens <= params.min_tokens
+        text = generation.stops.feed(generation.text.feed(result.token), early=early)
     if generation.stops.matched:
         finish = Finish.STOP
     elif finish is not None:

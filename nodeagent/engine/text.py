@@ -1,13 +1,14 @@
 """Text out of tokens as they come: whole characters only, and nothing of a stop string.
 
 Rule 1: bytes that do not yet make a character wait; an output cut inside a character drops them.
-Rule 2: text that may be the beginning of a stop string waits until it is known not to be.
+Rule 2: text that may be the beginning of a stop string waits until it is known not to be; what
+comes too early to end the output is no part of one.
 """
 
 import codecs
 from collections.abc import Mapping
 
-from nodeagent.engine.decide.tool_reading import beginning
+from nodeagent.engine.decide.tool_scanning import beginning
 from nodeagent.engine.vocabulary import Vocabulary
 
 
@@ -49,9 +50,9 @@ class StopStrings:
         self._held = ""
         self.matched = False
 
-    def feed(self, text: str) -> str:
+    def feed(self, text: str, *, early: bool = False) -> str:
         """Return what may be emitted after `text`; sets `matched` where a stop string is whole."""
-        if not self._stops:
+        if early or not self._stops:
             return text
         self._held += text
         found = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]

@@ -102,9 +102,9 @@ class Tools:
     calls_max: int
 
     @property
-    def names(self) -> frozenset[str]:
-        """The names that may be called."""
-        return frozenset(tool.name for tool in self.callable)
+    def schemas(self) -> dict[str, dict[str, Any]]:
+        """The names that may be called, and the JSON schema of what each takes."""
+        return {tool.name: tool.parameters for tool in self.callable}
 
     def grammar(
         self, how: ToolFormat, special: dict[str, int], answer: Grammar | None

@@ -38,11 +38,15 @@ MEMORY_BYTES: Final = 8 * 1024**3
 FAMILIES: Final = ("llama", "qwen2", "qwen3_moe")
 FILES: Final = (
     "model.gguf",
+    "model-00001-of-00002.gguf",
+    "model-00002-of-00002.gguf",
     "model.safetensors",
     "config.json",
     "tokenizer.json",
     "tokenizer_config.json",
 )
+PART_TENSORS: Final = 25
+"""Of some thirty to forty."""
 NUMBERS: Final = (0, 1, 2, 7, 8, 31, 2**15, 2**31 - 1, 2**31, 2**32 - 1, 2**53, 2**63, 2**64 - 1)
 VALUES: Final[tuple[Any, ...]] = (
     *NUMBERS, -1, -(2**63), 0.5, -0.5, 1e308, 1e-320, float("inf"), float("nan"), None, True, "",
@@ -60,9 +64,10 @@ class Hung(Exception):
 
 
 def write_model(folder: Path, family: str, name: str) -> None:
-    """Write a sound tiny model in `folder`, as a GGUF file or as a Hugging Face folder."""
+    """Write a sound tiny model in `folder`: as a GGUF file, its parts, or a Hugging Face folder."""
     if name.endswith(".gguf"):
-        write_gguf(folder / name, family, gguf_tokenizer())
+        parted = PART_TENSORS if "-of-" in name else 0
+        write_gguf(folder / "model.gguf", family, gguf_tokenizer(), part_tensors_max=parted)
     else:
         tiny.write_folder(folder, family)
         tiny.write_tokenizer(folder)

@@ -24,9 +24,10 @@ def main() -> None:
     """Run each family over each prompt and write the logits."""
     torch.set_num_threads(1)
     golden: dict[str, object] = {"transformers": transformers.__version__}
-    for family in tiny.CONFIGS:
+    cases = [(family, "") for family in tiny.CONFIGS]
+    for family, stretched in cases + [("qwen3", name) for name in tiny.STRETCHED]:
         with tempfile.TemporaryDirectory() as folder:
-            tiny.write_folder(Path(folder), family)
+            tiny.write_folder(Path(folder), family, stretched)
             model, told = AutoModelForCausalLM.from_pretrained(
                 folder,
                 dtype=torch.float32,
@@ -40,7 +41,7 @@ def main() -> None:
                 logits = model(torch.tensor([tokens])).logits[0]
             kept = logits[-tiny.ANSWER_TOKENS - 1 : -1]
             rows.append([[round(value, DIGITS) for value in row.tolist()] for row in kept])
-        golden[family] = rows
+        golden[stretched or family] = rows
     Path(sys.argv[1]).write_text(json.dumps(golden, separators=(",", ":")) + "\n")
 
 

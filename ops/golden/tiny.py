@@ -56,6 +56,28 @@ CONFIGS: Final[dict[str, dict[str, Any]]] = {
 """What each family's config.json says beside what all say."""
 
 
+STRETCHED: Final[dict[str, dict[str, Any]]] = {
+    "plain": {"factor": 4.0, "original_max_position_embeddings": 16},
+    "tuned": {
+        "factor": 2.5,
+        "original_max_position_embeddings": 24,
+        "beta_fast": 3.0,
+        "beta_slow": 0.5,
+        "attention_factor": 0.8,
+    },
+    "as DeepSeek's": {
+        "factor": 8.0,
+        "original_max_position_embeddings": 16,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.6,
+        "truncate": False,
+    },
+    "linear": {"rope_type": "linear", "factor": 4.0},
+}
+"""Ways to stretch a context, YaRN where no other is said, put to a Qwen3: the prompts are longer
+than what it would have been taught."""
+
+
 def config_of(family: str) -> dict[str, Any]:
     """Return the whole config.json."""
     return {"model_type": family, **_COMMON, **CONFIGS[family]}
@@ -114,9 +136,12 @@ def weights_of(family: str) -> dict[str, Tensor]:
     return {name: weight(name, shape) for name, shape in shapes_of(family).items()}
 
 
-def write_folder(folder: Path, family: str) -> None:
+def write_folder(folder: Path, family: str, stretched: str = "") -> None:
     """Write the tiny model as a Hugging Face folder without a tokenizer."""
-    (folder / "config.json").write_text(json.dumps(config_of(family)))
+    config = config_of(family)
+    if stretched:
+        config["rope_scaling"] = {"rope_type": "yarn", **STRETCHED[stretched]}
+    (folder / "config.json").write_text(json.dumps(config))
     save_file(weights_of(family), folder / "model.safetensors", metadata={"format": "pt"})
 
 

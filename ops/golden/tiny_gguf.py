@@ -33,14 +33,17 @@ def write_gguf(
     family: str,
     metadata: dict[str, Any] | None = None,
     vectors: dict[str, int] | None = None,
+    part_tensors_max: int = 0,
 ) -> None:
     """Write the tiny model, with more `metadata` (of its tokenizer) where it is given.
 
-    Vectors by these names, so long, are in it too.
+    Vectors by these names, so long, are in it too. With `part_tensors_max` it is split into parts,
+    whose names are made from that of `path`.
     """
     config = tiny.config_of(family)
     kind = ARCHITECTURES[family]
-    writer = GGUFWriter(path, NAMES.get(kind, "qwen3moe"))
+    name = NAMES.get(kind, "qwen3moe")
+    writer = GGUFWriter(path, name, split_max_tensors=part_tensors_max)
     writer.add_context_length(256)
     writer.add_embedding_length(tiny.HIDDEN)
     writer.add_block_count(tiny.LAYERS)
@@ -100,5 +103,7 @@ def _add(writer: GGUFWriter, key: str, value: Any) -> None:
         writer.add_array(key, value)
     elif isinstance(value, str):
         writer.add_string(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
     else:
         writer.add_uint32(key, value)

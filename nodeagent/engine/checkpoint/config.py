@@ -5,7 +5,7 @@ from typing import Any, Final
 
 import msgspec
 
-from nodeagent.engine.layers.rope import Llama3Scaling
+from nodeagent.engine.checkpoint.scaling import RopeConfig, scaling_of
 from nodeagent.engine.models.families import FAMILIES
 from nodeagent.engine.models.shape import CheckpointError, ModelShape
 
@@ -14,18 +14,6 @@ _WINDOWED: Final = frozenset({"mistral", "mixtral"})
 """Families whose `sliding_window` counts without `use_sliding_window`."""
 _WINDOWED_FROM: Final = frozenset({"qwen2", "qwen3"})
 """Families of which `max_window_layers` layers see everything."""
-
-
-class RopeConfig(msgspec.Struct):
-    """`rope_scaling`, or `rope_parameters` as newer files call it."""
-
-    rope_type: str | None = None
-    type: str | None = None
-    rope_theta: float | None = None
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int | None = None
 
 
 class DecoderConfig(msgspec.Struct):
@@ -94,7 +82,11 @@ def shape_of(folder: Path, config: DecoderConfig) -> ModelShape:
         )
     if config.num_attention_heads < 1:
         raise CheckpointError(f"cannot load {folder}: no attention heads")
-    rope = config.rope_parameters or config.rope_scaling or RopeConfig()
+    # Whoever stretches a model adds `rope_scaling`, whatever stands there already.
+    rope = config.rope_scaling or config.rope_parameters or RopeConfig()
+    thetas = [said.rope_theta for said in (rope, config, config.rope_parameters) if said]
+    theta = next(filter(None, thetas), 10_000.0)
+    scaling, context_tokens = scaling_of(folder, rope, theta, config.max_position_embeddings)
     experts = _experts(folder, config)
     per_expert = config.moe_intermediate_size if experts else None
     return ModelShape(
@@ -105,10 +97,10 @@ def shape_of(folder: Path, config: DecoderConfig) -> ModelShape:
         kv_heads=config.num_key_value_heads or config.num_attention_heads,
         head_dim=config.head_dim or config.hidden_size // config.num_attention_heads,
         vocabulary=config.vocab_size,
-        context_tokens=config.max_position_embeddings,
+        context_tokens=context_tokens,
         rms_epsilon=config.rms_norm_eps,
-        rope_theta=rope.rope_theta or config.rope_theta or 10_000.0,
-        rope_scaling=_scaling(folder, rope, config.max_position_embeddings),
+        rope_theta=theta,
+        rope_scaling=scaling,
         tied_embeddings=config.tie_word_embeddings,
         family=config.model_type,
         window_tokens=_window(folder, config),
@@ -145,21 +137,3 @@ def _window(folder: Path, config: DecoderConfig) -> int | None:
     if kinds == {"full_attention"}:
         return None
     raise CheckpointError(f"cannot load {folder}: layers with and without a window are unsupported")
-
-
-def _scaling(folder: Path, rope: RopeConfig, context_tokens: int) -> Llama3Scaling | None:
-    kind = rope.rope_type or rope.type or "default"
-    if kind == "default":
-        return None
-    if kind != "llama3":
-        raise CheckpointError(f"cannot load {folder}: rope scaling {kind!r} is unsupported")
-    if rope.factor <= 0 or rope.low_freq_factor <= 0:
-        raise CheckpointError(f"cannot load {folder}: rope scaling factors must be positive")
-    if rope.high_freq_factor <= rope.low_freq_factor:
-        raise CheckpointError(f"cannot load {folder}: rope high_freq_factor is not above the low")
-    return Llama3Scaling(
-        factor=rope.factor,
-        low_freq_factor=rope.low_freq_factor,
-        high_freq_factor=rope.high_freq_factor,
-        original_context=rope.original_max_position_embeddings or context_tokens,
-    )

@@ -1,23 +1,24 @@
-"""A GGUF file as a source of fp32 weights under their Hugging Face names.
+"""A GGUF file, or its parts, as a source of fp32 weights under their Hugging Face names.
 
 GGUF files of the Llama family keep the rows of query and key so that neighbours are rotated as a
 pair; the model here rotates halves as Hugging Face's does. The rows are put back on reading.
 """
 
 import math
-import mmap
+import os
 import re
 from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
-from nodeagent.engine.checkpoint.gguf_header import GgufHeader, TensorEntry, read_header
+from nodeagent.engine.checkpoint.gguf_header import TensorEntry
+from nodeagent.engine.checkpoint.gguf_parts import read_whole
 from nodeagent.engine.checkpoint.gguf_shape import shape_of
 from nodeagent.engine.checkpoint.stored import Stored, read_into
 from nodeagent.engine.checkpoint.unpacking import BITS, FLOATS, IN_GROUPS, filed, unpack
@@ -65,25 +66,22 @@ _TURNED_AS_NEIGHBOURS: Final = frozenset({"llama", "mixtral"})
 
 
 class GgufFile(WeightSource):
-    """One mapped GGUF file. `close` after the last tensor is read, so that its pages can go."""
+    """One GGUF file, or all its parts where it is the first of several."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        header = read_whole(path)
+        self._tensors, self.metadata = header.tensors, header.metadata
+        self.shape = shape_of(path, header)
+        self._files: dict[Path, int] = {}
         with ExitStack() as opened:
-            self._file = opened.enter_context(path.open("rb"))
-            if path.stat().st_size == 0:
-                raise CheckpointError(f"cannot read {path}: the file is empty")
-            self._map = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
-            opened.callback(self._map.close)
-            # The header's pages come in one go, not each when it is asked for.
-            self._map.madvise(mmap.MADV_WILLNEED)
-            self._header: GgufHeader = read_header(path, self._map)
-            self.metadata: dict[str, Any] = self._header.metadata
-            self.shape = shape_of(path, self._header)
+            for part in {path, *(entry.path for entry in self._tensors.values())}:
+                self._files[part] = os.open(part, os.O_RDONLY)
+                opened.callback(os.close, self._files[part])
             self._opened = opened.pop_all()
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the files."""
         self._opened.close()
 
     def vocabulary(self) -> Vocabulary:
@@ -93,14 +91,14 @@ class GgufFile(WeightSource):
     def filed_bits(self) -> Counter[int]:
         """Return how many weights there are of so many bits: see `layers.linear.bytes_kept`."""
         counts: Counter[int] = Counter()
-        for entry in self._header.tensors.values():
+        for entry in self._tensors.values():
             bits = BITS.get(GGMLQuantizationType(entry.kind), 32)
             counts[bits] += math.prod(entry.shape)
         return counts
 
     def has(self, name: str) -> bool:
-        """True where the file holds `name` (a Hugging Face name)."""
-        return _place(name)[0] in self._header.tensors
+        """True where the files hold `name` (a Hugging Face name)."""
+        return _place(name)[0] in self._tensors
 
     def check(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> None:
         """Raise CheckpointError where `name` is missing, of another shape, or cannot be cut so."""
@@ -116,7 +114,7 @@ class GgufFile(WeightSource):
             weights = unpack(self._packed(entry, first_row, shape, cut), kind)
         except NotImplementedError as error:
             raise CheckpointError(
-                f"cannot read {self._path}: {entry.name} is {kind.name}, which has no reader"
+                f"cannot read {entry.path}: {entry.name} is {kind.name}, which has no reader"
             ) from error
         return self._turned(name, weights.view(cut.shape if cut else shape))
 
@@ -136,7 +134,7 @@ class GgufFile(WeightSource):
             return filed(read(), columns, kind)
         start, rows, _ = self._place_of(entry, first_row, shape, cut)
         head_rows = self._head_rows(name)
-        place = InFile(self._path, start, (rows, columns), kind.name, head_rows, read)
+        place = InFile(entry.path, start, (rows, columns), kind.name, head_rows, read)
         return filed(place, columns, kind)
 
     def stored(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> Stored | None:
@@ -147,7 +145,7 @@ class GgufFile(WeightSource):
             return None
         start, _, _ = self._place_of(entry, first_row, shape, cut)
         part = cut.shape if cut else shape
-        return Stored(self._path, start, part, kind.name, self._head_rows(name))
+        return Stored(entry.path, start, part, kind.name, self._head_rows(name))
 
     def _is_whole(self, name: str, shape: tuple[int, ...], cut: Cut | None) -> bool:
         """True where it lies in one piece, as whole tiles of rows where those are turned."""
@@ -168,7 +166,7 @@ class GgufFile(WeightSource):
     def _entry(self, name: str, shape: tuple[int, ...]) -> tuple[TensorEntry, int]:
         """Return the tensor that holds `name` and at which of its rows that begins."""
         place, expert = _place(name)
-        entry = self._header.tensors.get(place)
+        entry = self._tensors.get(place)
         if entry is None:
             raise CheckpointError(f"cannot read {self._path}: it lacks {place}")
         found = entry.shape
@@ -177,7 +175,7 @@ class GgufFile(WeightSource):
             found = found[1:] if len(found) == 3 and expert < found[0] else ()
         if found != shape:
             raise CheckpointError(
-                f"cannot read {self._path}: {entry.name} is {entry.shape}, {shape} is expected"
+                f"cannot read {entry.path}: {entry.name} is {entry.shape}, {shape} is expected"
             )
         return entry, (expert or 0) * (shape[0] if len(shape) > 1 else 0)
 
@@ -189,20 +187,20 @@ class GgufFile(WeightSource):
         if cut is not None and cut.axis == len(shape) - 1:
             span = self._span(entry, cut)
         start, rows, row_bytes = self._place_of(entry, first_row, shape, cut)
-        # Read, not mapped: a page at a time takes longer, and no array may point into a closed map.
+        # Read, not mapped: a page at a time takes longer.
         packed = np.empty((rows, row_bytes), np.uint8)
-        read_into(packed.data.cast("B"), self._file.fileno(), start, self._path)
+        read_into(packed.data.cast("B"), self._files[entry.path], start, entry.path)
         return np.ascontiguousarray(packed[:, span])
 
     def _place_of(
         self, entry: TensorEntry, first_row: int, shape: tuple[int, ...], cut: Cut | None
     ) -> tuple[int, int, int]:
-        """Return where in the file these rows begin, how many they are, and the bytes of each."""
+        """Return where in their file these rows begin, how many they are, and the bytes of each."""
         rows = math.prod(shape[:-1])
         if cut is not None and cut.axis != len(shape) - 1:
             first_row, rows = first_row + cut.start, cut.end - cut.start
-        row_bytes = entry.size_bytes(self._path) // math.prod(entry.shape[:-1])
-        return self._header.data_start + entry.offset + first_row * row_bytes, rows, row_bytes
+        row_bytes = entry.size_bytes // math.prod(entry.shape[:-1])
+        return entry.start + first_row * row_bytes, rows, row_bytes
 
     def _span(self, entry: TensorEntry, cut: Cut) -> slice:
         """Return which bytes of a row are the columns of `cut`; all of them where it cuts rows."""
@@ -211,7 +209,7 @@ class GgufFile(WeightSource):
         weights, size = GGML_QUANT_SIZES[GGMLQuantizationType(entry.kind)]
         if cut.start % weights or cut.end % weights:
             raise CheckpointError(
-                f"cannot split {entry.name} of {self._path}: columns {cut.start} to {cut.end} do"
+                f"cannot split {entry.name} of {entry.path}: columns {cut.start} to {cut.end} do"
                 f" not fall between its blocks of {weights}; use fewer ranks in tensor_parallel"
             )
         return slice(cut.start // weights * size, cut.end // weights * size)

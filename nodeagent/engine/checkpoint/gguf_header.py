@@ -47,23 +47,26 @@ _ITEMS_MAX: Final = 8 * 1024 * 1024
 class TensorEntry:
     """Where one tensor lies. `shape` is in torch's order, rows first."""
 
+    path: Path
     name: str
     shape: tuple[int, ...]
     kind: int
-    offset: int
+    start: int
+    """Its first byte in the file."""
 
-    def size_bytes(self, path: Path) -> int:
-        """Return what the tensor takes in the file, or refuse what cannot be read."""
+    @property
+    def size_bytes(self) -> int:
+        """What the tensor takes in the file; refuses what cannot be read."""
         try:
             group, group_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(self.kind)]
         except (ValueError, KeyError) as error:
             raise CheckpointError(
-                f"cannot read {path}: {self.name} has unknown type {self.kind}"
+                f"cannot read {self.path}: {self.name} has unknown type {self.kind}"
             ) from error
         if self.shape[-1] % group:
             raise CheckpointError(
-                f"cannot read {path}: {self.name}'s rows of {self.shape[-1]} are no multiple of"
-                f" {group}"
+                f"cannot read {self.path}: {self.name}'s rows of {self.shape[-1]} are no multiple"
+                f" of {group}"
             )
         return int(math.prod(self.shape) // group * group_bytes)
 
@@ -96,7 +99,6 @@ class GgufHeader:
 
     metadata: dict[str, Any]
     tensors: dict[str, TensorEntry]
-    data_start: int
 
 
 class _Cursor:
@@ -187,8 +189,18 @@ class _Cursor:
         )
 
 
-def read_header(path: Path, data: mmap.mmap) -> GgufHeader:
-    """Read metadata and tensor table of the mapped file, or raise CheckpointError."""
+def read_header(path: Path) -> GgufHeader:
+    """Read metadata and tensor table of one file, or raise CheckpointError."""
+    with path.open("rb") as file:
+        if path.stat().st_size == 0:
+            raise CheckpointError(f"cannot read {path}: the file is empty")
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            # The header's pages come in one go, not each when it is asked for.
+            data.madvise(mmap.MADV_WILLNEED)
+            return _read(path, data)
+
+
+def _read(path: Path, data: mmap.mmap) -> GgufHeader:
     cursor = _Cursor(path, data)
     start = cursor.skip(4, "magic")
     if data[start : start + 4] != b"GGUF":
@@ -211,18 +223,19 @@ def read_header(path: Path, data: mmap.mmap) -> GgufHeader:
     alignment = metadata.get("general.alignment", 32)
     if type(alignment) is not int or not 1 <= alignment <= 65_536:
         raise CheckpointError(f"cannot read {path}: general.alignment is {alignment!r}")
-    tensors: dict[str, TensorEntry] = {}
-    for _ in range(tensor_count):
-        entry = _read_entry(cursor)
-        if entry.name in tensors:
-            raise CheckpointError(f"cannot read {path}: {entry.name!r} is there twice")
-        tensors[entry.name] = entry
+    found = [_read_entry(cursor) for _ in range(tensor_count)]
     data_start = -(-cursor.at // alignment) * alignment
-    _check_places(path, tensors.values(), len(data) - data_start)
-    return GgufHeader(metadata, tensors, data_start)
+    tensors: dict[str, TensorEntry] = {}
+    for name, shape, tensor_kind, offset in found:
+        if name in tensors:
+            raise CheckpointError(f"cannot read {path}: {name!r} is there twice")
+        tensors[name] = TensorEntry(path, name, shape, tensor_kind, data_start + offset)
+    _check_places(path, tensors.values(), len(data))
+    return GgufHeader(metadata, tensors)
 
 
-def _read_entry(cursor: _Cursor) -> TensorEntry:
+def _read_entry(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
+    """Read a tensor's name, shape, kind, and offset behind the header."""
     name = cursor.name("a tensor's name")
     count = cursor.number(_U32, name)
     if not 1 <= count <= _DIMENSIONS_MAX:
@@ -231,16 +244,15 @@ def _read_entry(cursor: _Cursor) -> TensorEntry:
     if min(dimensions) < 1:
         raise CheckpointError(f"cannot read {cursor.path}: {name} has a dimension of 0")
     kind = cursor.number(_U32, name)
-    return TensorEntry(name, tuple(reversed(dimensions)), kind, cursor.number(_U64, name))
+    return name, tuple(reversed(dimensions)), kind, cursor.number(_U64, name)
 
 
-def _check_places(path: Path, entries: Iterable[TensorEntry], available: int) -> None:
+def _check_places(path: Path, entries: Iterable[TensorEntry], end: int) -> None:
     """Refuse tensors that lie past the end of the file or upon one another."""
-    ordered = sorted(entries, key=lambda entry: entry.offset)
-    sizes = {entry.name: entry.size_bytes(path) for entry in ordered}
+    ordered = sorted(entries, key=lambda entry: entry.start)
     for entry in ordered:
-        if entry.offset + sizes[entry.name] > available:
+        if entry.start + entry.size_bytes > end:
             raise CheckpointError(f"cannot read {path}: {entry.name} lies past its end")
     for entry, following in pairwise(ordered):
-        if entry.offset + sizes[entry.name] > following.offset:
+        if entry.start + entry.size_bytes > following.start:
             raise CheckpointError(f"cannot read {path}: {entry.name} and {following.name} overlap")

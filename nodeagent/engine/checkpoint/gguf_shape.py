@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from nodeagent.engine.checkpoint.gguf_header import GgufHeader
+from nodeagent.engine.checkpoint.scaling import RopeConfig, scaling_of
 from nodeagent.engine.models.shape import CheckpointError, ModelShape
 
 _FAMILIES: Final = {
@@ -40,12 +41,9 @@ def shape_of(path: Path, header: GgufHeader) -> ModelShape:
         raise CheckpointError(f"cannot load {path}: values of another length than keys")
     if facts.count("rope.dimension_count", head_dim) != head_dim:
         raise CheckpointError(f"cannot load {path}: partial rotation is unsupported")
-    # Where the kind is not said, it is linear.
-    factor = header.metadata.get(f"{architecture}.rope.scaling.factor") or 1
-    unsaid = "none" if factor == 1 else "linear"
-    scaling = header.metadata.get(f"{architecture}.rope.scaling.type", unsaid)
-    if scaling != "none":
-        raise CheckpointError(f"cannot load {path}: rope scaling {scaling!r} is unsupported")
+    theta = facts.number("rope.freq_base", 10_000.0)
+    context_tokens = facts.count("context_length")
+    scaling, context_tokens = scaling_of(path, _rope(facts), theta, context_tokens)
     biases = {name.split(".")[-2] for name in header.tensors if name.endswith(".bias")}
     if family == "qwen2":
         biases -= {"attn_q", "attn_k", "attn_v"}
@@ -60,15 +58,32 @@ def shape_of(path: Path, header: GgufHeader) -> ModelShape:
         kv_heads=facts.count("attention.head_count_kv", heads),
         head_dim=head_dim,
         vocabulary=embedding.shape[0],
-        context_tokens=facts.count("context_length"),
+        context_tokens=context_tokens,
         rms_epsilon=facts.number("attention.layer_norm_rms_epsilon"),
-        rope_theta=facts.number("rope.freq_base", 10_000.0),
+        rope_theta=theta,
+        rope_scaling=scaling,
         tied_embeddings="output.weight" not in header.tensors,
         family=family,
         window_tokens=facts.count("attention.sliding_window", 0) or None,
         experts=experts,
         experts_per_token=facts.count("expert_used_count") if experts else 0,
     )
+
+
+def _rope(facts: "_Facts") -> RopeConfig:
+    """Return what config.json said of it; llama.cpp writes more of that than it reads."""
+    factor = facts.number("rope.scaling.factor", facts.number("rope.scale_linear", 0.0)) or 1.0
+    # Where the kind is not said, it is linear.
+    kind = facts.text("rope.scaling.type", "none" if factor == 1 else "linear")
+    rope = RopeConfig(rope_type="default" if kind == "none" else kind, factor=factor)
+    if kind == "yarn":
+        rope.original_max_position_embeddings = facts.count(
+            "rope.scaling.original_context_length", 0
+        )
+        rope.beta_fast = facts.number("rope.scaling.yarn_beta_fast", 0.0)
+        rope.beta_slow = facts.number("rope.scaling.yarn_beta_slow", 0.0)
+        rope.attention_factor = facts.number("rope.scaling.yarn_attn_factor", 0.0) or None
+    return rope
 
 
 class _Facts:
@@ -79,8 +94,8 @@ class _Facts:
         self._metadata = metadata
         self.prefix = ""
 
-    def text(self, key: str) -> str:
-        return str(self._need(key, str, None))
+    def text(self, key: str, default: str | None = None) -> str:
+        return str(self._need(key, str, default))
 
     def count(self, key: str, default: int | None = None) -> int:
         return int(self._need(key, int, default))

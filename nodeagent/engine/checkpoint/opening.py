@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from nodeagent.engine.checkpoint.gguf import GgufFile
+from nodeagent.engine.checkpoint.gguf_parts import first_of
 from nodeagent.engine.checkpoint.quantised import QuantisedFolder, quantisation_of
 from nodeagent.engine.checkpoint.safetensors import SafetensorsFolder
 from nodeagent.engine.models.shape import CheckpointError
@@ -11,7 +12,7 @@ Checkpoint = GgufFile | SafetensorsFolder
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Open a GGUF file, or a folder that holds config.json or exactly one GGUF file."""
+    """Open a GGUF file, any part of one, or a folder of config.json or exactly one GGUF model."""
     try:
         path = _place(path)
         if not path.is_dir():
@@ -23,18 +24,20 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def _place(path: Path) -> Path:
-    """Return the GGUF file, or the folder with a config.json, that `path` leads to."""
+    """Return the (first) GGUF file, or the folder with a config.json, that `path` leads to."""
     if not path.exists():
         raise CheckpointError(f"cannot load {path}: no such file or folder")
     if path.is_dir():
         if (path / "config.json").exists():
             return path
-        found = sorted(path.glob("*.gguf"))
+        # Some repositories have a folder for each quantisation.
+        found = {first_of(file) for file in path.rglob("*.gguf")}
         if len(found) != 1:
             raise CheckpointError(
-                f"cannot load {path}: neither config.json nor exactly one .gguf file in it"
+                f"cannot load {path}: neither config.json nor exactly one model in .gguf files in"
+                f" it, but {len(found)}"
             )
-        return found[0]
+        return found.pop()
     if path.suffix != ".gguf":
         raise CheckpointError(f"cannot load {path}: neither a .gguf file nor a folder")
-    return path
+    return first_of(path)

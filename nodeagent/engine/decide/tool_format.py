@@ -1,19 +1,21 @@
 """How models write calls of tools, and the grammars that hold them to it.
 
-Three ways, told apart by what the model's chat template says:
+Four ways, told apart by what the model's chat template says:
 
 - Hermes and Qwen: `<tool_call>` around each `{"name": ..., "arguments": {...}}`
+- Qwen3-Coder and Qwen3.5: `<tool_call>` around each `<function=NAME>`, in which there is a
+  `<parameter=KEY>VALUE</parameter>` for each argument
 - Llama 3: the output is `{"name": ..., "parameters": {...}}`, several parted by `;`
-- Mistral: `[TOOL_CALLS]`, then a list of `{"name": ..., "arguments": {...}}`
+- Mistral: `[TOOL_CALLS]`, then a list of `{"name": ..., "arguments": {...}}`; newer models
+  `[TOOL_CALLS]NAME[ARGS]{...}` for each call
 
-A template that knows no tools is served in Hermes' way, which needs no token of its own. Models
-that learned yet another (Qwen3-Coder's XML, Mistral's `[ARGS]`) write one of these where they must
-call; where they need not, what they write in their own is content.
+A template that knows no tools is served in Hermes' way, which needs no token of its own. Where a
+model must call, it is held to JSON, whichever way it learned.
 """
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from nodeagent.engine.decide.grammar import (
@@ -27,6 +29,9 @@ from nodeagent.engine.decide.grammar import (
 CALLS_MAX: Final = 16
 """Calls in one answer that is made to call."""
 TOOLS_MAX: Final = 128
+FUNCTION: Final = "<function="
+PARAMETER: Final = "<parameter="
+NAMED_MARKS: Final = ("[ARGS]", "[CALL_ID]")
 NAME: Final = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 TOOLS_BYTES_MAX: Final = 4 * SCHEMA_BYTES_MAX
 
@@ -48,11 +53,21 @@ class ToolFormat:
     """A mark that may stand before the first object where `opening` is empty."""
     call_id_chars: int = 0
     """How long a call's id must be, where the chat template insists."""
+    tags: bool = False
+    """Whether a call may be tags. Models forget the opening around them now and then."""
+    named: bool = False
+    """Whether a call may be a name, and then its arguments."""
+
+    @property
+    def openings(self) -> tuple[str, ...]:
+        """What announces a call, in the one way or another."""
+        return tuple(mark for mark in (self.opening, FUNCTION if self.tags else "") if mark)
 
     @property
     def marks(self) -> tuple[str, ...]:
         """Texts that may be special tokens in a vocabulary, and count as text here."""
-        return tuple(mark for mark in (self.opening, self.closing, self.optional_opening) if mark)
+        marks = (self.opening, self.closing, self.optional_opening)
+        return tuple(mark for mark in (*marks, *(NAMED_MARKS if self.named else ())) if mark)
 
 
 HERMES: Final = ToolFormat(
@@ -63,6 +78,7 @@ HERMES: Final = ToolFormat(
     between="\n</tool_call>\n<tool_call>\n",
     after="\n</tool_call>",
 )
+QWEN_CODER: Final = replace(HERMES, tags=True)
 LLAMA3: Final = ToolFormat(
     opening="",
     closing="",
@@ -80,6 +96,7 @@ MISTRAL: Final = ToolFormat(
     between=", ",
     after="]",
     call_id_chars=9,
+    named=True,
 )
 
 
@@ -105,6 +122,8 @@ def format_of_template(template: str) -> ToolFormat:
     """Return how the model behind this chat template writes calls."""
     if "[TOOL_CALLS]" in template:
         return MISTRAL
+    if PARAMETER in template and FUNCTION in template:
+        return QWEN_CODER
     if "<tool_call>" in template:
         return HERMES
     if "<|python_tag|>" in template or '"parameters": dictionary' in template:

@@ -5,16 +5,22 @@ Rule 2: a call is told once its name is known to be a tool's; from then on its a
 as they come, and nothing is taken back. What turns out to be no call is told as content, whole.
 """
 
-import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Final
 
-from nodeagent.engine.decide.tool_format import ToolFormat
+from nodeagent.engine.decide.tool_format import FUNCTION, NAME, ToolFormat
+from nodeagent.engine.decide.tool_scanning import (
+    SPACE,
+    NamedScan,
+    ObjectScan,
+    Scan,
+    Schemas,
+    TagScan,
+    beginning,
+)
 
-_ARGUMENTS: Final = ("arguments", "parameters")
-_SPACE: Final = " \t\r\n"
-_SEPARATORS: Final = _SPACE + ",;[]"
+_SEPARATORS: Final = SPACE + ",;[]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +53,7 @@ class _Where(Enum):
     START = auto()
     TEXT = auto()
     SECTION = auto()
-    OBJECT = auto()
+    CALL = auto()
 
 
 @dataclass(slots=True)
@@ -55,14 +61,14 @@ class CallReader:
     """Reads one output in one format."""
 
     how: ToolFormat
-    names: frozenset[str]
+    tools: Schemas
     single: bool = False
     """Whether nothing is told after the first call."""
     calls: int = 0
     _where: _Where = _Where.START
     _held: str = ""
     """What waits: not yet known to be content, or already part of a call."""
-    _object: "_ObjectScan | None" = None
+    _call: Scan | None = None
     _calls_before: int = 0
     """Calls before the section at hand."""
 
@@ -78,16 +84,16 @@ class CallReader:
     def flush(self) -> list[Event]:
         """Return what was held back: the output has ended."""
         held, self._held = self._held, ""
-        scan, self._object = self._object, None
+        scan, self._call = self._call, None
         if scan is not None:
             return [] if scan.told else [Said(scan.prefix + scan.text())]
         # White space and half a closing mark behind a call are no content.
-        over = self.calls and (self._where is _Where.SECTION or not held.strip(_SPACE))
+        over = self.calls and (self._where is _Where.SECTION or not held.strip(SPACE))
         return [Said(held)] if held and not over else []
 
     def _move(self, events: list[Event]) -> bool:
         """Take one stride; False where more text is needed."""
-        if self.single and self.calls and self._object is None:
+        if self.single and self.calls and self._call is None:
             self._held = ""
             return False
         match self._where:
@@ -97,15 +103,15 @@ class CallReader:
                 return self._text(events)
             case _Where.SECTION:
                 return self._section(events)
-            case _Where.OBJECT:
-                return self._read_object(events)
+            case _Where.CALL:
+                return self._read_call(events)
 
     def _start(self) -> bool:
         """Decide whether an output without an opening is a call from its first letter on."""
         if self.how.opening:
             self._where = _Where.TEXT
             return True
-        begun = self._held.lstrip(_SPACE)
+        begun = self._held.lstrip(SPACE)
         mark = self.how.optional_opening
         if not begun or (mark.startswith(begun) and begun != mark):
             return False
@@ -114,52 +120,67 @@ class CallReader:
         return True
 
     def _text(self, events: list[Event]) -> bool:
-        opening = self.how.opening
-        at = self._held.find(opening) if opening else -1
-        if at >= 0:
+        openings = self.how.openings
+        found = [at for opening in openings if (at := self._held.find(opening)) >= 0]
+        if found:
             # White space before a call sets it off; it is no content unless the call is none.
-            known = self._held[:at].rstrip(_SPACE)
+            known = self._held[: min(found)].rstrip(SPACE)
             if known:
                 events.append(Said(known))
             self._held = self._held[len(known) :]
             self._where = _Where.SECTION
             self._calls_before = self.calls
             return True
-        keep = beginning(self._held, opening) if opening else 0
-        if self.calls and not self._held.strip(_SPACE):
+        keep = self._opening_begun(self._held)
+        if self.calls and not self._held.strip(SPACE):
             return False
         # Spaces wait too: a call may follow them.
         known = self._held[: len(self._held) - keep]
-        known = known.rstrip(_SPACE) if opening else known
+        known = known.rstrip(SPACE) if openings or self.calls else known
         if known:
             events.append(Said(known))
             self._held = self._held[len(known) :]
         return False
 
     def _section(self, events: list[Event]) -> bool:
-        """Find the next object after an opening or after another object."""
+        """Find the next call after an opening or after another call."""
         mark = self.how.opening or self.how.optional_opening
-        rest = self._held.lstrip(_SPACE).removeprefix(mark).lstrip(_SEPARATORS)
+        begun = self._held.lstrip(SPACE)
+        if begun != mark and mark.startswith(begun):
+            return False
+        rest = begun.removeprefix(mark).lstrip(_SEPARATORS)
         closing = self.how.closing
-        if rest.startswith("{"):
-            self._object = _ObjectScan(self._held[: len(self._held) - len(rest)])
+        self._call = self._scan(self._held[: len(self._held) - len(rest)], rest)
+        if self._call is not None:
             self._held = rest
-            self._where = _Where.OBJECT
+            self._where = _Where.CALL
             return True
         if closing and rest.startswith(closing) and self.calls > self._calls_before:
             self._held = rest.removeprefix(closing)
             self._where = _Where.TEXT
             return True
-        if not rest or (closing and closing.startswith(rest)) or mark.startswith(rest):
+        waited = (mark, closing, FUNCTION if self.how.tags else "")
+        if any(one.startswith(rest) for one in waited):
             return False
-        return self._give_up(events, "")
+        first = len(self._held) - len(rest) + 1
+        return self._give_up(events, self._held[:first], rest[1:])
 
-    def _read_object(self, events: list[Event]) -> bool:
-        scan = self._object
+    def _scan(self, prefix: str, rest: str) -> Scan | None:
+        """Return what reads the call that begins `rest`, if one does."""
+        if rest.startswith("{"):
+            return ObjectScan(self.tools, prefix)
+        if self.how.tags and rest.startswith(FUNCTION):
+            return TagScan(self.tools, prefix)
+        if self.how.named and NAME.match(rest):
+            return NamedScan(self.tools, prefix)
+        return None
+
+    def _read_call(self, events: list[Event]) -> bool:
+        scan = self._call
         assert scan is not None
         text, self._held = self._held, ""
         rest = text[scan.feed(text) :]
-        if not scan.told and scan.is_call(self.names):
+        if not scan.told and scan.is_call:
             scan.told = True
             scan.index = self.calls
             self.calls += 1
@@ -168,143 +189,28 @@ class CallReader:
             piece = scan.take()
             if piece:
                 events.append(CallPiece(scan.index, piece))
-        elif scan.done or scan.is_none(self.names):
-            return self._give_up(events, scan.prefix + scan.text() + rest)
+        elif scan.done or scan.is_none:
+            return self._give_up(events, scan.prefix + scan.text(), rest)
         if not scan.done:
             return False
-        self._object = None
+        self._call = None
         self._held = rest
         self._where = _Where.SECTION
         return True
 
-    def _give_up(self, events: list[Event], text: str) -> bool:
-        """It is no call: tell it as content, and do not look for calls in it again."""
-        text = text or self._held
-        if text:
-            events.append(Said(text))
-        self._object = None
-        self._held = ""
+    def _give_up(self, events: list[Event], text: str, rest: str) -> bool:
+        """It is no call as far as `text`: tell that as content, and look for calls behind it."""
+        known = len(text) - self._opening_begun(text)
+        if known:
+            events.append(Said(text[:known]))
+        self._call = None
+        self._held = text[known:] + rest
         self._where = _Where.TEXT
-        return False
+        return True
 
-
-@dataclass(slots=True)
-class _ObjectScan:
-    """Follows one JSON object letter by letter; knows its name and where its arguments lie."""
-
-    prefix: str
-    """What stood before the object, for the case that it is no call."""
-    name: str | None = None
-    done: bool = False
-    told: bool = False
-    index: int = 0
-    _letters: list[str] = field(default_factory=list)
-    _arguments: list[str] = field(default_factory=list)
-    """Arguments found and not yet taken."""
-    _had_arguments: bool = False
-    _odd: bool = False
-    """True where the arguments are no object."""
-    _depth: int = 0
-    _quoted: bool = False
-    _escaped: bool = False
-    _key: str | None = None
-    _begin: int = -1
-    """Where the top level's key or value at hand begins in the letters."""
-
-    def text(self) -> str:
-        """Return the object as far as it is known."""
-        return "".join(self._letters)
-
-    def is_call(self, names: frozenset[str]) -> bool:
-        """Say whether enough is known to tell a call."""
-        return self.name in names and not self._odd and (self._had_arguments or self.done)
-
-    def is_none(self, names: frozenset[str]) -> bool:
-        """Say whether this cannot be a call any more."""
-        return self._odd or (self.name is not None and self.name not in names)
-
-    def take(self) -> str:
-        """Return the arguments found since the last time."""
-        if self.done and not self._had_arguments:
-            self._had_arguments = True
-            return "{}"
-        found, self._arguments = "".join(self._arguments), []
-        return found
-
-    def feed(self, text: str) -> int:
-        """Follow `text`; return how many letters belong to the object."""
-        for used, letter in enumerate(text):
-            if self.done:
-                return used
-            self._follow(letter)
-        return len(text)
-
-    def _follow(self, letter: str) -> None:
-        at = len(self._letters)
-        self._letters.append(letter)
-        was_within = self._depth > 1 or self._quoted
-        self._nest(letter)
-        within = self._depth > 1 or self._quoted
-        if not was_within and self._begin < 0 and letter not in _SPACE + ",:" and self._depth:
-            # The object's own brace begins nothing.
-            self._begin = at if at > 0 else -1
-        if not within and not was_within and letter in ",:}":
-            self._end(letter, at)
-        elif self._key in _ARGUMENTS and self._begin >= 0 and (within or was_within):
-            self._argue(letter)
-        self.done = self._depth <= 0
-
-    def _nest(self, letter: str) -> None:
-        if self._escaped:
-            self._escaped = False
-        elif self._quoted:
-            self._escaped = letter == "\\"
-            self._quoted = letter != '"'
-        elif letter == '"':
-            self._quoted = True
-        elif letter in "{[":
-            self._depth += 1
-        elif letter in "}]":
-            self._depth -= 1
-
-    def _argue(self, letter: str) -> None:
-        """Take a letter of the arguments, where they are an object."""
-        if self._letters[self._begin] == "{":
-            self._arguments.append(letter)
-            self._had_arguments = True
-
-    def _end(self, letter: str, at: int) -> None:
-        """Note a key or a value of the top level that is whole."""
-        text = "".join(self._letters[self._begin : at]) if self._begin >= 0 else ""
-        self._begin = -1
-        if letter == ":" and self._key is None:
-            self._key = _string(text)
-            return
-        key, self._key = self._key, None
-        if key == "name":
-            self.name = _string(text)
-        elif key in _ARGUMENTS and not self._had_arguments:
-            # Some models write the arguments as a string that holds JSON.
-            held = _string(text) or ""
-            self._had_arguments = held.startswith("{")
-            self._arguments.append(held)
-            self._odd = not self._had_arguments
-
-
-def _string(text: str) -> str | None:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, str) else None
-
-
-def beginning(text: str, mark: str) -> int:
-    """Length of the longest end of `text` that is a beginning of `mark`."""
-    for length in range(min(len(mark) - 1, len(text)), 0, -1):
-        if text.endswith(mark[:length]):
-            return length
-    return 0
+    def _opening_begun(self, text: str) -> int:
+        """Return how much of the end of `text` may be the beginning of an opening."""
+        return max((beginning(text, opening) for opening in self.how.openings), default=0)
 
 
 def _joined(events: list[Event]) -> list[Event]:

@@ -119,7 +119,7 @@ class Eagle3:
         self._norm = weights.read("norm.weight", shape.hidden)
         self._head = weights.linear("lm_head.weight", head.choices, shape.hidden)
         inverse = inverse_frequencies(shape.head_dim, shape.rope_theta, shape.rope_scaling, None)
-        self._rope = Rope(inverse, context_tokens, device, dtype)
+        self._rope = Rope(inverse, context_tokens, device, dtype, shape.rope_scaling)
         self._made = torch.empty(0)
         weights.begin()()
 

@@ -140,7 +140,7 @@ class Llama:
             else None
         )
         inverse = inverse_frequencies(shape.head_dim, shape.rope_theta, shape.rope_scaling, factors)
-        self._rope = Rope(inverse, context_tokens, device, dtype)
+        self._rope = Rope(inverse, context_tokens, device, dtype, shape.rope_scaling)
         self.arrived = weights.begin()
         """Waits for its matrices: before the first product, and before the files are closed."""
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nodeagent.engine.layers.rope import Llama3Scaling
+from nodeagent.engine.layers.rope import Scaling
 
 
 class CheckpointError(Exception):
@@ -29,7 +29,7 @@ class ModelShape:
     context_tokens: int
     rms_epsilon: float
     rope_theta: float
-    rope_scaling: Llama3Scaling | None = None
+    rope_scaling: Scaling | None = None
     tied_embeddings: bool = False
     family: str = "llama"
     window_tokens: int | None = None

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from nodeagent.engine.checkpoint.gguf import GgufFile
+from nodeagent.engine.checkpoint.opening import open_checkpoint
 from nodeagent.engine.checkpoint.safetensors import SafetensorsFolder
 from nodeagent.engine.models.families import survey
 from nodeagent.engine.models.shape import CheckpointError, ModelShape
@@ -42,12 +43,69 @@ def test_a_folder_computes_what_transformers_does(tmp_path: Path, family: str) -
     source.close()
 
 
+@pytest.mark.parametrize("parted", [0, 9], ids=["whole", "in parts"])
 @pytest.mark.parametrize("family", list(tiny.CONFIGS))
-def test_a_gguf_file_computes_what_transformers_does(tmp_path: Path, family: str) -> None:
-    path = tmp_path / "m.gguf"
-    write_gguf(path, family)
-    source = GgufFile(path)
+def test_a_gguf_file_computes_what_transformers_does(
+    tmp_path: Path, family: str, parted: int
+) -> None:
+    write_gguf(tmp_path / "m.gguf", family, part_tensors_max=parted)
+    source = open_checkpoint(tmp_path)
     expect(family, source.shape, source)
+    source.close()
+
+
+@pytest.mark.parametrize("stretched", list(tiny.STRETCHED))
+def test_a_stretched_context_is_computed_as_transformers_does(
+    tmp_path: Path, stretched: str
+) -> None:
+    """Far past what the model would have been taught, and in the older form and today's."""
+    tiny.write_folder(tmp_path, "qwen3", stretched)
+    said = tiny.STRETCHED[stretched]
+    source = SafetensorsFolder(tmp_path)
+    shape = source.shape
+    expect(stretched, shape, source)
+    original = said.get("original_max_position_embeddings", 64)
+    assert shape.context_tokens == said["factor"] * original
+    source.close()
+    config = tiny.config_of("qwen3")
+    rope = {"rope_type": "yarn", "rope_theta": config.pop("rope_theta"), **said}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "rope_parameters": rope}))
+    today = SafetensorsFolder(tmp_path)
+    assert today.shape == shape
+    today.close()
+
+
+def test_a_stretched_gguf_file_computes_what_transformers_does(tmp_path: Path) -> None:
+    plain, tuned = (
+        {
+            "qwen3.rope.scaling.type": "yarn",
+            "qwen3.rope.scaling.factor": said["factor"],
+            "qwen3.rope.scaling.original_context_length": said["original_max_position_embeddings"],
+        }
+        for said in (tiny.STRETCHED["plain"], tiny.STRETCHED["tuned"])
+    )
+    tuned |= {
+        f"qwen3.rope.scaling.yarn_beta_{end}": turns
+        for end, turns in (("fast", 3.0), ("slow", 0.5))
+    }
+    tuned["qwen3.rope.scaling.yarn_attn_factor"] = 0.8
+    linear, old = {"qwen3.rope.scaling.factor": 4.0}, {"qwen3.rope.scale_linear": 4.0}
+    cases = (("plain", plain), ("tuned", tuned), ("linear", linear), ("linear", old))
+    for stretched, metadata in cases:
+        write_gguf(tmp_path / "m.gguf", "qwen3", metadata)
+        source = GgufFile(tmp_path / "m.gguf")
+        expect(stretched, source.shape, source)
+        assert source.shape.context_tokens in (60, 64, 256)
+        source.close()
+
+
+def test_what_somebody_stretched_is_stretched_whatever_stood_there(tmp_path: Path) -> None:
+    tiny.write_folder(tmp_path, "qwen3", "plain")
+    config = json.loads((tmp_path / "config.json").read_text())
+    stands = {"rope_type": "default", "rope_theta": config.pop("rope_theta")}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "rope_parameters": stands}))
+    source = SafetensorsFolder(tmp_path)
+    expect("plain", source.shape, source)
     source.close()
 
 
@@ -105,7 +163,8 @@ def test_the_window_is_the_one_that_transformers_takes(
     [
         ("llama", {}, {"blk.1.attn_q.bias": 64}, "a bias of attn_q is unsupported"),
         ("qwen2", {}, {"blk.0.attn_output.bias": 32}, "a bias of attn_output is unsupported"),
-        ("qwen3", {"qwen3.rope.scaling.factor": 4}, {}, "rope scaling 'linear' is unsupported"),
+        ("qwen3", {"qwen3.rope.scaling.type": "longrope"}, {}, "rope scaling 'longrope' is unsup"),
+        ("qwen3", {"qwen3.rope.scaling.factor": -4.0}, {}, "by a factor of -4.0"),
     ],
 )
 def test_a_gguf_file_that_would_be_computed_wrongly_is_refused(

@@ -105,6 +105,28 @@ async def test_a_stream_has_openais_shape(http: aiohttp.ClientSession) -> None:
     assert all("usage" not in chunk for chunk in without)
 
 
+@pytest.mark.parametrize("speculate", [True, False])
+async def test_an_answer_is_as_long_as_it_must_be(
+    http: aiohttp.ClientSession, speculate: bool
+) -> None:
+    async def said(**fields: Any) -> tuple[str, int]:
+        answer = await post(http, CHAT, chat(speculate=speculate, **fields))
+        return answer["choices"][0]["message"]["content"], answer["usage"]["completion_tokens"]
+
+    plain, tokens = await said()
+    longer, more = await said(min_tokens=tokens + 5, max_tokens=tokens + 6)
+    assert longer.startswith(plain)
+    assert more >= tokens + 5
+    # What else ends it waits too.
+    assert (await said(min_tokens=tokens, stop=["Paris"]))[0] == plain
+    assert (await said(min_tokens=2, stop=["Paris"]))[0] == plain.partition("Paris")[0]
+    assert (await said(min_tokens=tokens, max_tokens=tokens, stop_token_ids=[30]))[1] == tokens
+    for fields in ({"max_tokens": 4}, {"response_format": {"type": "json_object"}}):
+        async with http.post(CHAT, json=chat(min_tokens=5, **fields)) as refused:
+            assert refused.status == 400
+            assert (await refused.json())["error"]["param"] == "min_tokens"
+
+
 async def test_a_plain_completion_takes_text_or_tokens(http: aiohttp.ClientSession) -> None:
     by_text = await post(http, PLAIN, {"prompt": "1 2 3 4", "max_tokens": 6, "temperature": 0})
     assert by_text["usage"]["completion_tokens"] == 6

@@ -2,8 +2,10 @@
 
 import contextlib
 import json
-import mmap
+import os
+import shutil
 import struct
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,10 +14,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nodeagent.engine.checkpoint.encoder import _pooling
-from nodeagent.engine.checkpoint.gguf_header import GgufHeader, read_header
+from nodeagent.engine.checkpoint.gguf_header import read_header
 from nodeagent.engine.checkpoint.opening import open_checkpoint
 from nodeagent.engine.checkpoint.safetensors import SafetensorsFiles, SafetensorsFolder
 from nodeagent.engine.models.shape import CheckpointError
+from ops.golden import tiny_gguf
 
 CONFIG = (
     '{"model_type":"llama","hidden_size":8,"intermediate_size":16,"num_hidden_layers":1,'
@@ -35,16 +38,11 @@ def write_gguf(path: Path, architecture: str = "llama") -> bytes:
     return path.read_bytes()
 
 
-def header_of(path: Path) -> GgufHeader:
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        return read_header(path, data)
-
-
 def test_metadata_is_read(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     write_gguf(path)
-    assert header_of(path).metadata["tokenizer.ggml.tokens"].read() == ["a", "b"]
-    assert header_of(path).metadata["llama.block_count"] == 1
+    assert read_header(path).metadata["tokenizer.ggml.tokens"].read() == ["a", "b"]
+    assert read_header(path).metadata["llama.block_count"] == 1
 
 
 @settings(
@@ -62,7 +60,7 @@ def test_a_broken_header_is_refused_or_read(tmp_path: Path, data: st.DataObject)
     path.write_bytes(whole)
     # Nothing but a refusal in words may come out, and quickly.
     with contextlib.suppress(CheckpointError):
-        header_of(path)
+        read_header(path)
 
 
 def text(value: bytes) -> bytes:
@@ -108,7 +106,88 @@ def test_a_hostile_header_is_refused(tmp_path: Path, body: bytes, said: str) -> 
     path = tmp_path / "m.gguf"
     path.write_bytes(body)
     with pytest.raises(CheckpointError, match=said):
-        header_of(path)
+        read_header(path)
+
+
+PARTS = [f"m-0000{number}-of-00003.gguf" for number in (1, 2, 3)]
+
+
+def parts_in(folder: Path) -> list[Path]:
+    """Write a model in three parts."""
+    folder.mkdir(exist_ok=True)
+    tiny_gguf.write_gguf(folder / "m.gguf", "qwen3", part_tensors_max=13)
+    assert sorted(path.name for path in folder.iterdir()) == PARTS
+    return [folder / name for name in PARTS]
+
+
+def test_a_model_in_parts_opens_by_its_folder_and_by_each_part(tmp_path: Path) -> None:
+    tiny_gguf.write_gguf(tmp_path / "one.gguf", "qwen3")
+    parts = parts_in(tmp_path / "Q4_K_M")
+    whole = open_checkpoint(tmp_path / "one.gguf")
+    (tmp_path / "one.gguf").unlink()
+    for path in (*parts, tmp_path / "Q4_K_M", tmp_path):
+        source = open_checkpoint(path)
+        assert source.shape == whole.shape
+        assert source.filed_bits() == whole.filed_bits()
+        for layer in range(3):
+            name, shape = f"model.layers.{layer}.mlp.down_proj.weight", (32, 48)
+            assert source.tensor(name, shape).equal(whole.tensor(name, shape))
+            stored = source.stored(name, shape)
+            assert stored is not None
+            assert stored.path in parts
+        source.close()
+    whole.close()
+
+
+def say(path: Path, key: str, value: int) -> None:
+    """Change what a file says of how it was split."""
+    body = bytearray(path.read_bytes())
+    at = body.index(text(f"split.{key}".encode())) + 8 + len(f"split.{key}")
+    (kind,) = struct.unpack_from("<I", body, at)
+    struct.pack_into({2: "<H", 5: "<i"}[kind], body, at + 4, value)
+    path.write_bytes(body)
+
+
+def other(parts: list[Path]) -> None:
+    """Put another model's part in the place of the second."""
+    folder = parts[0].parent / "other"
+    folder.mkdir()
+    tiny_gguf.write_gguf(folder / "m.gguf", "qwen3", part_tensors_max=12)
+    shutil.move(folder / PARTS[1], parts[1])
+    shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda parts: parts[0].unlink(), "00001-of-00003.gguf: No such file"),
+        (lambda parts: parts[2].unlink(), "m-00003-of-00003.gguf is missing"),
+        (lambda parts: shutil.copy(parts[0], parts[1]), "says part 1 of 3"),
+        (lambda parts: shutil.copy(parts[1], parts[0]), "says part 0 of 3"),
+        (lambda parts: say(parts[1], "no", 2), "00002-of-00003.gguf: its name says part 1 of 3"),
+        (lambda parts: say(parts[0], "count", 2), "it is one of 2 parts"),
+        (lambda parts: say(parts[0], "count", 0), "it is one of 0 parts"),
+        (lambda parts: say(parts[2], "count", 4), r"says \[2, 4\]"),
+        (lambda parts: say(parts[0], "tensors.count", 36), "hold 35 tensors, 36 are expected"),
+        (lambda parts: os.truncate(parts[2], parts[2].stat().st_size - 1), "lies past its end"),
+        (lambda parts: parts[0].rename(parts[0].with_name("m.gguf")), "but 2"),
+        (lambda parts: shutil.copy(parts[2], parts[2].with_name("x.gguf")), "but 2"),
+        (other, "in another part too"),
+    ],
+)  # fmt: skip
+def test_parts_that_do_not_belong_together_are_refused(
+    tmp_path: Path, spoil: Callable[[list[Path]], object], said: str
+) -> None:
+    spoil(parts_in(tmp_path))
+    with pytest.raises(CheckpointError, match=said):
+        open_checkpoint(tmp_path)
+
+
+def test_a_part_under_another_name_is_refused(tmp_path: Path) -> None:
+    first, *_ = parts_in(tmp_path)
+    renamed = first.rename(tmp_path / "model.gguf")
+    with pytest.raises(CheckpointError, match="one of 3 parts, which are named NAME-00001-of"):
+        open_checkpoint(renamed)
 
 
 def test_an_unknown_architecture_is_refused(tmp_path: Path) -> None:
@@ -129,8 +208,15 @@ def test_an_unknown_architecture_is_refused(tmp_path: Path) -> None:
         ),
         (CONFIG + ',"num_key_value_heads":3}', "cannot share 3 KV heads"),
         (CONFIG + ',"attention_bias":true}', "biases"),
-        (CONFIG + ',"rope_scaling":{"type":"yarn","factor":4}}', "rope scaling 'yarn'"),
-        (CONFIG + ',"rope_scaling":{"rope_type":"llama3","factor":-1}}', "must be positive"),
+        (CONFIG + ',"rope_scaling":{"type":"dynamic","factor":4}}', "rope scaling 'dynamic'"),
+        (CONFIG + ',"rope_scaling":{"type":"yarn","factor":-1}}', "rope scaling by Yarn"),
+        (CONFIG + ',"rope_scaling":{"type":"yarn","factor":1e300}}', "rope scaling by Yarn"),
+        (CONFIG + ',"rope_theta":1,"rope_scaling":{"type":"yarn"}}', "theta 1.0"),
+        (
+            CONFIG.replace(":32", ":1000") + ',"rope_scaling":{"type":"yarn","factor":4e9}}',
+            "model of this shape",
+        ),
+        (CONFIG + ',"rope_scaling":{"rope_type":"llama3","factor":-1}}', "a factor of -1"),
     ],
 )
 def test_a_config_that_cannot_be_served_is_refused(tmp_path: Path, config: str, said: str) -> None:

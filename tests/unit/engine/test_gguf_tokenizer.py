@@ -76,9 +76,38 @@ def test_qwens_digits_stand_alone_and_accents_are_composed() -> None:
     assert distilled.tokenizer.encode("12 a").tokens == ["1", "2", "\u0120a"]
 
 
-def test_gpt2s_digits_join() -> None:
-    described = described_by(byte_level(pre="gpt-2"))
-    assert described.tokenizer.encode("12 a").tokens == ["12", "\u0120a"]
+@pytest.mark.parametrize(
+    ("kinds", "words"),
+    [
+        (["gpt-2", "mellum"], "It|'|S|Ġ|Ġ12345|/|\n|camelCase"),
+        (["smollm", "refact", "deepseek-coder"], "It|'|S|ĠĠ|1|2|3|4|5|/|\n|camelCase"),
+        (["llama-bpe", "llama3", "smaug-bpe"], "It|'S|Ġ|Ġ|123|45|/\n|camelCase"),
+        (["qwen2", "megrez", "deepseek-r1-qwen"], "It|'S|Ġ|Ġ|1|2|3|4|5|/\n|camelCase"),
+        (["tekken"], "It|'S|Ġ|Ġ|1|2|3|4|5|/\n|camel|Case"),
+        (["default"], "It|'|S|Ġ|Ġ|123|45|/|\n|camelCase"),
+    ],
+)
+def test_a_text_is_cut_into_the_words_of_the_models_own_tokenizer(
+    kinds: list[str], words: str
+) -> None:
+    for kind in kinds:
+        cut = described_by(byte_level(pre=kind)).tokenizer.pre_tokenizer
+        found = [word for word, _ in cut.pre_tokenize_str("It'S  12345/\ncamelCase")]
+        assert "|".join(found) == words.replace("\n", "\u010a"), kind
+
+
+@pytest.mark.parametrize(
+    ("kind", "tokens"), [("llama3", ["xyz"]), ("tekken", ["xyz"]), ("qwen2", ["x", "y", "z"])]
+)
+def test_a_word_that_is_a_token_is_one_where_the_model_learned_so(
+    kind: str, tokens: list[str]
+) -> None:
+    known = [*byte_level()["tokenizer.ggml.tokens"], "xyz"]
+    described = described_by(
+        byte_level(pre=kind, tokens=known, token_type=[1] * 258 + [3, 1], bos_token_id=258)
+    )
+    assert described.tokenizer.encode("xyz", add_special_tokens=False).tokens == tokens
+    assert (described.tokenizer.encode("xyz").tokens[0] == "<|end|>") is (tokens == ["xyz"])
 
 
 def test_whatever_ends_an_answer_elsewhere_ends_it_here() -> None:

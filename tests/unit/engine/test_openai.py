@@ -49,7 +49,7 @@ def read_wholly(body: bytes) -> None:
         (chat(seed=2**64), "seed"),
         (chat(n=0), "n"),
         (chat(functions=[{"name": "f"}]), "functions is not supported"),
-        (chat(min_tokens=5), "min_tokens is not supported"),
+        (chat(min_tokens=-1), "min_tokens"),
         (chat(length_penalty=1.5), "length_penalty"),
         (chat(truncate_prompt_tokens=100), "truncate_prompt_tokens"),
         (chat(bad_words=["x"]), "bad_words"),
@@ -117,7 +117,6 @@ def test_what_is_asked_arrives_and_unknown_fields_pass() -> None:
 
 def test_what_is_lacked_passes_where_it_changes_nothing() -> None:
     read_wholly(chat(min_tokens=0, length_penalty=1.0, use_beam_search=False, bad_words=[]))
-    read_wholly(chat(min_tokens=5, ignore_eos=True))
     read_wholly(chat(echo=None, functions=[], typical_p=1, add_generation_prompt=True, suffix=""))
 
 

@@ -58,6 +58,23 @@ def test_tails_are_cut(params: SamplingParams, wanted: set[int]) -> None:
     assert draws(params) == wanted
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.5])
+@pytest.mark.parametrize(("before", "withheld"), [(0, 3), (2, 1), (9, 0)])
+def test_nothing_ends_an_answer_before_it_is_long_enough(
+    temperature: float, before: int, withheld: int
+) -> None:
+    """However many tokens a step gives, and counting those that another engine drew."""
+    params = SamplingParams(temperature, min_tokens=3, drawn_before=before, seed=2)
+    for drafts in ((), (2,), (2, 2), (2, 2, 2, 1)):
+        sampler = Sampler(params, [], ends=frozenset({1, 4}))
+        said: list[int] = []
+        while len(said) < 6:
+            rows = torch.tensor([0.0, 60.0, 30.0, 0.0, 50.0]).repeat(len(drafts) + 1, 1)
+            (run,) = sample_runs(rows, [Due(sampler, drafts)])
+            said += [one.token for one in run if isinstance(one, Sampled)]
+        assert said[:6] == [2] * withheld + [1] * (6 - withheld)
+
+
 def test_draws_follow_the_probabilities() -> None:
     sampler = Sampler(SamplingParams(seed=11), [])
     counts = torch.zeros(5)

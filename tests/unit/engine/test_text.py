@@ -139,3 +139,12 @@ def test_sentencepiece_tokens_spell_spaces_and_bytes() -> None:
     assert [decoder.feed(token) for token in range(4)] == ["Hi", " you", "", "é"]
     going_on = TokenText(vocabulary, goes_on=True)
     assert [going_on.feed(token) for token in (1, 0)] == [" you", " Hi"]
+
+
+def test_a_stop_string_that_begins_too_early_is_text() -> None:
+    matcher = StopStrings(("ab",))
+    assert matcher.feed("xab", early=True) + matcher.feed("a", early=True) == "xaba"
+    assert matcher.feed("b") == "b"
+    assert not matcher.matched
+    assert matcher.feed("cab") == "c"
+    assert matcher.matched

@@ -3,7 +3,9 @@
 import json
 from typing import Any
 
+import httpx2
 import msgspec
+import openai
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,6 +20,7 @@ from nodeagent.engine.decide.tool_format import (
     HERMES,
     LLAMA3,
     MISTRAL,
+    QWEN_CODER,
     ToolFormat,
     format_of_template,
 )
@@ -42,7 +45,8 @@ WEATHER = {
 }
 TIME = {"name": "time.now", "parameters": {"type": "object", "additionalProperties": False}}
 TOOLS = [{"type": "function", "function": WEATHER}, TIME]
-NAMES = frozenset({"get_weather", "time.now"})
+SCHEMAS: dict[str, Any] = {str(one["name"]): one["parameters"] for one in (WEATHER, TIME)}
+NAMES = frozenset(SCHEMAS)
 
 
 def body(**fields: Any) -> ChatBody:
@@ -57,7 +61,7 @@ def asked(**fields: Any) -> Tools | None:
 
 def read(how: ToolFormat, text: str, letters: int) -> list[list[str]]:
     """Read `text` in pieces of so many letters; return what was said and called."""
-    reader = CallReader(how, NAMES)
+    reader = CallReader(how, SCHEMAS)
     told: list[list[str]] = []
     pieces = [text[at : at + letters] for at in range(0, len(text), letters)]
     for event in [event for piece in pieces for event in reader.feed(piece)] + reader.flush():
@@ -81,6 +85,7 @@ def note(told: list[list[str]], event: Event) -> None:
             told[-1][1] += text
 
 
+FORMATS = [HERMES, QWEN_CODER, LLAMA3, MISTRAL]
 CALL = '{"name": "get_weather", "arguments": {"city": "Bonn"}}'
 OUTPUTS: list[tuple[ToolFormat, str, list[list[str]]]] = [
     (HERMES, "Hello < there\n", [["", "Hello < there\n"]]),
@@ -127,6 +132,71 @@ OUTPUTS: list[tuple[ToolFormat, str, list[list[str]]]] = [
         [["", "Well"]] + [["get_weather", '{"city": "Bonn"}']] * 2,
     ),
     (MISTRAL, "[1, 2]", [["", "[1, 2]"]]),
+    (
+        MISTRAL,
+        'Well.[TOOL_CALLS]get_weather[ARGS]{"city": "}{", "b": [{}]}[TOOL_CALLS]time.now[ARGS]{}',
+        [["", "Well."], ["get_weather", '{"city": "}{", "b": [{}]}'], ["time.now", "{}"]],
+    ),
+    (
+        MISTRAL,
+        '[TOOL_CALLS]get_weather[CALL_ID]aB3dE6gH9[ARGS]{"city": "Bonn"}\n',
+        [["get_weather", '{"city": "Bonn"}']],
+    ),
+    (MISTRAL, '[TOOL_CALLS]time.now {"a": 1', [["time.now", '{"a": 1']]),
+    (MISTRAL, "[TOOL_CALLS]rm[ARGS]{} so", [["", "[TOOL_CALLS]rm[ARGS]{} so"]]),
+    (MISTRAL, "[TOOL_CALLS]time.now is it", [["", "[TOOL_CALLS]time.now is it"]]),
+    (MISTRAL, "[TOOL_CALLS]time.now[ARGS]", [["", "[TOOL_CALLS]time.now[ARGS]"]]),
+    (
+        QWEN_CODER,
+        'Let me see.\n\n<tool_call>\n<function=get_weather>\n<parameter=city>\nBo"n\\n\n'
+        "</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=time.now>\n</function>\n"
+        "</tool_call>",
+        [["", "Let me see."], ["get_weather", '{"city": "Bo\\"n\\\\n"}'], ["time.now", "{}"]],
+    ),
+    (
+        # What a text holds of tags or of blank lines is its own; only two line breaks are not.
+        QWEN_CODER,
+        "<tool_call><function=get_weather><parameter=city>\n\n<p>1 < 2</p>\n\n</parameter>"
+        "<parameter=unheard of>\n5\n</parameter></function></tool_call>",
+        [["get_weather", '{"city": "\\n<p>1 < 2</p>\\n", "unheard of": "5"}']],
+    ),
+    (
+        # Some forget the opening, some what closes a parameter or the function.
+        QWEN_CODER,
+        "Well:\n<function=get_weather>\n<parameter=city>\nBonn\n<parameter=b>c</function>"
+        "\n</tool_call>",
+        [["", "Well:"], ["get_weather", '{"city": "Bonn", "b": "c"}']],
+    ),
+    (
+        QWEN_CODER,
+        "<tool_call><function=time.now>so it is</tool_call> "
+        "<tool_call><function=time.now></function>",
+        [["time.now", "{}"]] * 2,
+    ),
+    (QWEN_CODER, f"<tool_call>\n{CALL}\n</tool_call>", [["get_weather", '{"city": "Bonn"}']]),
+    (
+        QWEN_CODER,
+        "<tool_call><function=rm>\n</function>",
+        [["", "<tool_call><function=rm>\n</function>"]],
+    ),
+    (QWEN_CODER, "2 <function", [["", "2 <function"]]),
+    (
+        # What is no call hides none behind it.
+        QWEN_CODER,
+        "<function=x> <tool_call><function=time.now></function>",
+        [["", "<function=x>"], ["time.now", "{}"]],
+    ),
+    (
+        MISTRAL,
+        "[TOOL_CALLS]rm[TOOL_CALLS]time.now[ARGS]{}",
+        [["", "[TOOL_CALLS]rm"], ["time.now", "{}"]],
+    ),
+    (
+        QWEN_CODER,
+        "<function=get_weather><parameter=city>Bo</par",
+        [["get_weather", '{"city": "Bo']],
+    ),
+    (HERMES, "a <function=time.now></function>", [["", "a <function=time.now></function>"]]),
 ]
 
 
@@ -147,7 +217,7 @@ JSON = st.recursive(
 
 @settings(deadline=None, max_examples=60)
 @given(
-    st.sampled_from([HERMES, LLAMA3, MISTRAL]),
+    st.sampled_from(FORMATS),
     st.lists(
         st.tuples(
             st.sampled_from(sorted(NAMES)),
@@ -172,23 +242,92 @@ def test_what_a_model_writes_comes_out_again(
     assert [(name, json.loads(text)) for name, text in told] == [call[:2] for call in calls]
 
 
+DESCRIBED: dict[str, Any] = {
+    "properties": {
+        "text": {"type": "string"},
+        "word": {"enum": ["1", "null"]},
+        "whole": {"type": "integer"},
+        "number": {"type": ["number", "null"]},
+        "flag": {"type": "boolean"},
+        "list": {"type": "array", "items": {"type": "integer"}},
+        "place": {"$ref": "#/$defs/a~1b"},
+        "either": {"anyOf": [{"type": "integer"}, {"type": "string"}]},
+        "any": {},
+        "odd": {"type": {"type": []}, "enum": 5, "anyOf": None, "$ref": "#/$defs/odd"},
+    },
+    "$defs": {
+        "a/b": {"allOf": [{"$ref": "#/$defs/c"}]},
+        "c": {"type": "object"},
+        "odd": {"$ref": "#/$defs/odd"},
+    },
+}
+VALUES: list[tuple[str, str, Any]] = [
+    ("text", "5", "5"),
+    ("text", "null", "null"),
+    ("text", " é\n\tx ", " é\n\tx "),
+    ("word", "1", "1"),
+    ("whole", "5", 5),
+    ("whole", " -5\n", -5),
+    ("whole", "5.5", "5.5"),
+    ("whole", "True", "True"),
+    ("whole", "9" * 400, int("9" * 400)),
+    ("number", "5", 5),
+    ("number", "-0.5e3", -500.0),
+    ("number", "NaN", "NaN"),
+    ("number", "None", None),
+    ("flag", "True", True),
+    ("flag", "false", False),
+    ("flag", "1", "1"),
+    ("list", "[1, 2]", [1, 2]),
+    ("list", "[1, 2", "[1, 2"),
+    ("list", "[" * 100_000, "[" * 100_000),
+    ("place", '{"a": [1]}', {"a": [1]}),
+    ("place", "Bonn", "Bonn"),
+    ("either", "5", 5),
+    ("either", '"5"', '"5"'),
+    ("any", "5", "5"),
+    ("odd", "5", "5"),
+    ("undescribed", "[5]", "[5]"),
+]
+
+
+@pytest.mark.parametrize(("name", "written", "value"), VALUES, ids=lambda one: repr(one)[:20])
+def test_a_parameter_written_as_text_is_of_the_type_that_the_schema_says(
+    name: str, written: str, value: Any
+) -> None:
+    reader = CallReader(QWEN_CODER, {"f": DESCRIBED})
+    whole = f"<function=f>\n<parameter={name}>\n{written}\n</parameter>\n</function>"
+    pieces = [event.text for event in reader.feed(whole) if isinstance(event, CallPiece)]
+    assert json.loads("".join(pieces)) == {name: value}
+
+
+def test_a_text_streams_while_it_is_written() -> None:
+    reader = CallReader(QWEN_CODER, SCHEMAS)
+    reader.feed("<tool_call>\n<function=get_weather>\n<parameter=city>\n")
+    assert reader.feed("Bon") == [CallPiece(0, "Bon")]
+    assert reader.feed("n\n</") == [CallPiece(0, "n")]
+
+
 @settings(deadline=None, max_examples=60)
 @given(
-    st.sampled_from([HERMES, LLAMA3, MISTRAL]),
+    st.sampled_from(FORMATS),
     st.lists(
         st.sampled_from(
             ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "{", "}", '"', '"name"', ":", "[", "]",
-             '"get_weather"', '"arguments"', ",", " ", "\n", "\\", "x", "<|python_tag|>", CALL]
+             '"get_weather"', '"arguments"', ",", " ", "\n", "\\", "x", "<|python_tag|>", CALL,
+             "<function=", "<function=get_weather>", "time.now", "get_weather", ">", "<parameter=",
+             "</parameter>", "</function>", "[ARGS]"]
         ),
         max_size=14,
     ),
     st.integers(1, 5),
 )  # fmt: skip
-def test_any_text_is_read_and_content_is_never_lost(
+def test_any_text_is_read_alike_in_all_pieces_and_content_is_never_lost(
     how: ToolFormat, parts: list[str], letters: int
 ) -> None:
     text = "".join(parts)
     told = read(how, text, letters)
+    assert told == read(how, text, 1000)
     if all(name == "" for name, _ in told):
         assert "".join(said for _, said in told) == text
 
@@ -218,7 +357,7 @@ def test_a_choice_says_what_may_and_must_be_called(
 ) -> None:
     tools = asked(tools=TOOLS, **fields)
     assert tools is not None
-    assert (set(tools.names), tools.must, tools.calls_max) == (names, must, calls_max)
+    assert (set(tools.schemas), tools.must, tools.calls_max) == (names, must, calls_max)
     assert len(tools.told) == 2
 
 
@@ -271,7 +410,7 @@ HISTORY = [
 
 def test_a_name_nested_past_all_reason_is_no_call() -> None:
     text = f'{{"name": {100_000 * "["}{100_000 * "]"}, "parameters": {{}}}}'
-    reader = CallReader(LLAMA3, frozenset({"a"}))
+    reader = CallReader(LLAMA3, {"a": {}})
     events = [*reader.feed(text), *reader.flush()]
     assert events == [Said(text)]
 
@@ -312,6 +451,8 @@ def test_a_template_that_knows_none_is_told_in_words() -> None:
         ("x", HERMES),
         ("{{ '<tool_call>' }}", HERMES),
         ("{{ '[TOOL_CALLS]' }}", MISTRAL),
+        ("<tool_call>\n<function=' ~ name ~ '>\n<parameter=", QWEN_CODER),
+        ("<function=' ~ name ~ '>' ~ arguments ~ '</function>", HERMES),
         ("{{ '<|python_tag|>' }}", LLAMA3),
     ],
 )
@@ -319,7 +460,7 @@ def test_the_template_tells_how_calls_are_written(template: str, how: ToolFormat
     assert format_of_template(template) is how
 
 
-@pytest.mark.parametrize("how", [HERMES, LLAMA3, MISTRAL], ids=["hermes", "llama3", "mistral"])
+@pytest.mark.parametrize("how", FORMATS, ids=FORMATS.index)
 def test_a_grammar_of_calls_allows_what_its_reader_reads(how: ToolFormat) -> None:
     tools = asked(tools=TOOLS, tool_choice="required")
     assert tools is not None
@@ -344,7 +485,7 @@ def test_a_grammar_of_calls_allows_what_its_reader_reads(how: ToolFormat) -> Non
 
 
 @pytest.mark.parametrize("letters", [1, 7, 1000])
-@pytest.mark.parametrize("how", [HERMES, LLAMA3, MISTRAL], ids=["hermes", "llama3", "mistral"])
+@pytest.mark.parametrize("how", FORMATS, ids=FORMATS.index)
 def test_who_wants_no_parallel_calls_is_told_one(how: ToolFormat, letters: int) -> None:
     tools = asked(tools=TOOLS, parallel_tool_calls=False)
     assert tools is not None
@@ -359,7 +500,7 @@ def test_who_wants_no_parallel_calls_is_told_one(how: ToolFormat, letters: int) 
     assert told == [["time.now", "{}"]]
 
 
-@pytest.mark.parametrize("how", [HERMES, LLAMA3, MISTRAL], ids=["hermes", "llama3", "mistral"])
+@pytest.mark.parametrize("how", FORMATS, ids=FORMATS.index)
 @pytest.mark.parametrize("special", [False, True])
 def test_a_strict_tool_may_be_left_alone_but_not_be_called_wrongly(
     how: ToolFormat, special: bool
@@ -414,8 +555,36 @@ def test_tools_beside_a_format_allow_either_and_must_allows_no_format() -> None:
         must.grammar(HERMES, {}, answer)
 
 
-def answer_of(text: str, finish: Finish, *, stream: bool) -> list[dict[str, Any]]:
-    """Tell `text` letter by letter and return the frames or the one body."""
+def test_a_strict_tool_is_called_in_no_way_that_is_not_held_to_its_schema() -> None:
+    template = ChatTemplate("{{ '<tool_call><function=<parameter=' }}", "", "")
+    said = "<function=get_weather><parameter=town>Bonn</parameter></function>"
+    for strict in (False, True):
+        tools = asked(tools=[{"type": "function", "function": {**WEATHER, "strict": strict}}])
+        calling = Calling.of(tools, template, VOCABULARY)
+        assert calling is not None
+        reader = calling.reader()
+        assert ([*reader.feed(said), *reader.flush()] == [Said(said)]) is strict
+
+
+def answer_of(
+    text: str, finish: Finish, *, stream: bool, how: ToolFormat = HERMES
+) -> list[dict[str, Any]]:
+    """Tell `text` letter by letter and return the frames' choices, or the one body's."""
+    frames = frames_of(text, finish, how) if stream else []
+    if stream:
+        return [msgspec.json.decode(frame[6:])["choices"][0] for frame in frames]
+    answer, deltas = told_of(text, finish, how)
+    for delta in deltas:
+        answer.collect(delta)
+    return [msgspec.json.decode(answer.whole(1))["choices"][0]]
+
+
+def frames_of(text: str, finish: Finish, how: ToolFormat) -> list[bytes]:
+    answer, deltas = told_of(text, finish, how)
+    return [frame for delta in deltas for frame in answer.chunks(delta)]
+
+
+def told_of(text: str, finish: Finish, how: ToolFormat) -> tuple[Answer, list[Delta]]:
     ids = iter(f"call_{n}" for n in range(9))
     answer = Answer(
         "id",
@@ -426,16 +595,44 @@ def answer_of(text: str, finish: Finish, *, stream: bool) -> list[dict[str, Any]
         logprobs=False,
         vocabulary=VOCABULARY,
         new_call_id=lambda: next(ids),
-        choices=[Choice(0, CallReader(HERMES, NAMES))],
+        choices=[Choice(0, CallReader(how, SCHEMAS))],
     )
     deltas = [Delta(1, letter, Sampled(0), 1, 0) for letter in text]
     deltas.append(Delta(1, "", None, 1, 0, finish))
-    if stream:
-        frames = [frame for delta in deltas for frame in answer.chunks(delta)]
-        return [msgspec.json.decode(frame[6:])["choices"][0] for frame in frames]
-    for delta in deltas:
-        answer.collect(delta)
-    return [msgspec.json.decode(answer.whole(1))["choices"][0]]
+    return answer, deltas
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        (
+            QWEN_CODER,
+            "Hm.\n<tool_call>\n<function=get_weather>\n<parameter=city>\nBonn\n</parameter>\n"
+            "</function>\n</tool_call>\n<tool_call>\n<function=time.now>\n</function>\n</tool_call>",
+        ),
+        (MISTRAL, 'Hm.[TOOL_CALLS]get_weather[ARGS]{"city": "Bonn"}[TOOL_CALLS]time.now[ARGS]{}'),
+    ],
+    ids=["tags", "named"],
+)
+def test_calls_that_are_no_objects_are_put_together_by_the_openai_client(
+    how: ToolFormat, text: str
+) -> None:
+    body = b"".join([*frames_of(text, Finish.STOP, how), b"data: [DONE]\n\n"])
+    served = httpx2.MockTransport(
+        lambda _: httpx2.Response(200, content=body, headers={"content-type": "text/event-stream"})
+    )
+    client = openai.OpenAI(
+        base_url="http://x/v1", api_key="x", http_client=httpx2.Client(transport=served)
+    )
+    messages: list[Any] = [{"role": "user", "content": "hi"}]
+    with client.chat.completions.stream(model="m", messages=messages) as stream:
+        choice = stream.get_final_completion().choices[0]
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content == "Hm."
+    called = [
+        (call.function.name, call.function.arguments) for call in choice.message.tool_calls or ()
+    ]
+    assert called == [("get_weather", '{"city": "Bonn"}'), ("time.now", "{}")]
 
 
 def test_calls_are_told_in_openais_shape() -> None:
