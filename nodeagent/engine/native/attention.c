@@ -2,9 +2,10 @@
  *
  * The work is cut into pieces: a few neighbouring tokens of one sequence under one KV head, or a
  * single token under all of them in turn. All query heads of all its tokens (its rows) go together
- * through 64 keys of a KV head at a time, the last ones through 32 or 16. Those keys are turned about once, so that one number of each lies side by side
- * and sixteen scores grow at once, with no sum across lanes. What a row has seen is kept relative to
- * a score of its own: no room is needed for the scores of a whole context.
+ * through 64 keys of a KV head at a time, the last ones through 32 or 16. Those keys are turned about
+ * once, so that one number of each lies side by side and sixteen scores grow at once, with no sum
+ * across lanes. What a row has seen is kept relative to a score of its own: no room is needed for the
+ * scores of a whole context.
  */
 
 #include "attention.h"
