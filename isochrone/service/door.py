@@ -290,8 +290,8 @@ class _GuardedHandler(web.RequestHandler):
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
-        """Answer in this door's shape what aiohttp refuses before its app's own middlewares."""
-        if isinstance(resp, web.HTTPException):
+        """Answer in this door's shape what aiohttp refuses before any of the app's middlewares."""
+        if isinstance(resp, web.HTTPExpectationFailed):
             resp = self._encode_error(_of_status(resp.status, resp.reason, None))
         return await super().finish_response(request, resp, start_time)
 

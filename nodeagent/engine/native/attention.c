@@ -1,17 +1,17 @@
 /* Attention over paged keys and values, of decodes and of prompt chunks alike.
  *
- * The work is cut into pieces: a few neighbouring tokens of one sequence under one KV head. All
- * query heads of all its tokens (its rows) go together through 64 keys at a time, the last ones
- * through 32 or 16. Those keys are turned about once, so that one number of each lies side by side
- * and sixteen scores grow at once, with no sum across lanes. What a row has seen is kept relative to
- * a score of its own: no room is needed for the scores of a whole context.
+ * The work is cut into pieces: a few neighbouring tokens of one sequence under one KV head, or a
+ * single token under all of them in turn. All query heads of all its tokens (its rows) go together
+ * through 64 keys of a KV head at a time, the last ones through 32 or 16. Those keys are turned about
+ * once, so that one number of each lies side by side and sixteen scores grow at once, with no sum
+ * across lanes. What a row has seen is kept relative to a score of its own: no room is needed for the
+ * scores of a whole context.
  */
 
 #include "attention.h"
 
 #define KEYS 64 /* keys at a time: with their values they stay in a near cache */
 #define PARTS (KEYS / LANES)
-#define NEAR_TOKENS 512 /* all heads of so many stay in a near cache from one head to the next */
 #define ROWS 128 /* rows for which keys are turned about once: room for them is on the stack */
 #define MANY_ROWS 24 /* from so many on the matrix unit is faster */
 #define STRIP 6  /* rows at a time: their answers stay in registers */
@@ -21,6 +21,9 @@ struct turn {
     float keys[KEYS * DIM_MAX] __attribute__((aligned(LINE)));
     const float *values[KEYS];
     int64_t count, parts; /* parts of sixteen keys: 4, 2 or 1 */
+    /* Where the keys lie that come next under this KV head, and how many of them are on their way. */
+    const float *next[KEYS];
+    int64_t to_come, announced;
 };
 
 /* Sixteen keys of sixteen numbers: `to` gets sixteen times the same number of each key. */
@@ -33,39 +36,49 @@ static void put_keys(const float *const *keys, int64_t at, float *to) {
     for (int number = 0; number < LANES; number++) *(lanes *)(to + number * KEYS) = x[number];
 }
 
-/* Walk through one slot from end to end. One head's keys lie too far apart for the processor to read
- * ahead; going through all that lies between, in order, brings them twice as fast, and those of the
- * other heads with them. */
-static void walk(const float *slot, int64_t width) {
-    for (int64_t at = 0; at < width; at += LINE / sizeof(float)) *(const volatile float *)(slot + at);
+/* Find the keys that come after a turn's, of the same piece or of the next. */
+static void find_next(struct turn *turn, const struct pages *pages, const struct piece *piece,
+                      int64_t kv_head, int64_t first, int64_t end) {
+    turn->to_come = turn->announced = 0;
+    if (first >= end) {
+        piece = piece->next;
+        if (piece == NULL) return;
+        first = first_seen(piece);
+        end = piece->start + piece->tokens;
+    }
+    turn->to_come = end - first < KEYS ? end - first : KEYS;
+    locate(pages, piece, first, turn->to_come, turn->next);
+    for (int64_t key = 0; key < turn->to_come; key++) turn->next[key] += kv_head * pages->dim;
 }
 
-/* Fetch the keys from `first` on, as many as a turn holds and none from `end` on. */
+/* Have some of them and their values on their way, between what is computed: they lie too far apart
+ * for the processor to read ahead by itself, and it waits where too many are asked for at once. */
+INLINED void go_ahead(struct turn *turn, const struct pages *pages, int64_t several) {
+    for (; several > 0 && turn->announced < turn->to_come; several--) {
+        const float *keys = turn->next[turn->announced++];
+        announce(keys, keys + pages->kv_heads * pages->dim, pages->dim);
+    }
+}
+
+/* Fetch the keys of one KV head from `first` on, as many as a turn holds and none from `end` on. */
 static void fetch(struct turn *turn, const struct pages *pages, const struct piece *piece,
-                  int64_t first, int64_t end) {
+                  int64_t kv_head, int64_t first, int64_t end) {
     static const float nought[DIM_MAX];
     const float *keys[KEYS];
-    int64_t dim = pages->dim, values = pages->kv_heads * dim, left = end - first;
+    int64_t dim = pages->dim, left = end - first;
     turn->parts = left >= KEYS ? PARTS : left > LANES ? 2 : 1;
     turn->count = left < turn->parts * LANES ? left : turn->parts * LANES;
-    left -= turn->count;
-    if (piece->tokens > 1) {
-        int64_t next = left < KEYS ? left : KEYS;
-        locate(pages, piece, first + turn->count, next, keys);
-        for (int64_t key = 0; key < next; key++) announce(keys[key], keys[key] + values, dim);
-    }
+    find_next(turn, pages, piece, kv_head, first + turn->count, end);
     locate(pages, piece, first, turn->count, keys);
     for (int64_t key = 0; key < turn->parts * LANES; key++) {
-        if (key >= turn->count) {
-            keys[key] = nought;
-            continue;
-        }
-        turn->values[key] = keys[key] + values;
-        if (piece->first_here) walk(keys[key] - piece->kv_head * dim, 2 * values);
+        keys[key] = key < turn->count ? keys[key] + kv_head * dim : nought;
+        if (key < turn->count) turn->values[key] = keys[key] + pages->kv_heads * dim;
     }
     for (int64_t part = 0; part < turn->parts; part++)
-        for (int64_t at = 0; at < dim; at += LANES)
+        for (int64_t at = 0; at < dim; at += LANES) {
+            go_ahead(turn, pages, 2);
             put_keys(keys + part * LANES, at, turn->keys + at * KEYS + part * LANES);
+        }
 }
 
 /* The scores of `rows` rows for `parts` times sixteen keys of the turn, as powers of two. */
@@ -92,8 +105,9 @@ INLINED void score(const int rows, const int parts, const struct turn *turn, str
 }
 
 /* Shrink `parts` times sixteen numbers of the answers of `rows` rows; add the values by weight. */
-INLINED void gather(const int rows, const int parts, const struct turn *turn, struct row *row,
-                    int64_t at, const float *shrink, float weights[STRIP][KEYS]) {
+INLINED void gather(const int rows, const int parts, struct turn *turn,
+                    const struct pages *pages, struct row *row, int64_t at, const float *shrink,
+                    float weights[STRIP][KEYS]) {
     lanes answers[STRIP][4];
 #pragma GCC unroll 6
     for (int r = 0; r < rows; r++)
@@ -102,6 +116,7 @@ INLINED void gather(const int rows, const int parts, const struct turn *turn, st
             answers[r][part] = shrink[r] * ((const lanes *)(row[r].answer + at))[part];
     for (int64_t key = 0; key < turn->count; key++) {
         const lanes *value = (const lanes *)(turn->values[key] + at);
+        go_ahead(turn, pages, 1);
 #pragma GCC unroll 6
         for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
@@ -115,8 +130,9 @@ INLINED void gather(const int rows, const int parts, const struct turn *turn, st
             ((lanes *)(row[r].answer + at))[part] = answers[r][part];
 }
 
-INLINED void take_strip(const int rows, const int parts, const struct turn *turn, struct row *row,
-                        int64_t dim) {
+INLINED void take_strip(const int rows, const int parts, struct turn *turn,
+                        const struct pages *pages, struct row *row) {
+    int64_t dim = pages->dim;
     float weights[STRIP][KEYS] __attribute__((aligned(LINE))), shrink[STRIP];
     score(rows, parts, turn, row, dim, weights);
     for (int r = 0; r < rows; r++) {
@@ -127,17 +143,17 @@ INLINED void take_strip(const int rows, const int parts, const struct turn *turn
     }
     int64_t at = 0;
     for (; at + 4 * LANES <= dim; at += 4 * LANES)
-        gather(rows, 4, turn, row, at, shrink, weights);
-    for (; at < dim; at += LANES) gather(rows, 1, turn, row, at, shrink, weights);
+        gather(rows, 4, turn, pages, row, at, shrink, weights);
+    for (; at < dim; at += LANES) gather(rows, 1, turn, pages, row, at, shrink, weights);
 }
 
 /* Bring `count` rows through one turn of keys. */
-static void take(const struct turn *turn, struct row *row, int64_t count, int64_t dim) {
+static void take(struct turn *turn, const struct pages *pages, struct row *row, int64_t count) {
 #define STRIPS(rows)                                                                               \
     for (; count >= rows; count -= rows, row += rows) {                                            \
-        if (turn->parts == 4) take_strip(rows, 4, turn, row, dim);                                 \
-        if (turn->parts == 2) take_strip(rows, 2, turn, row, dim);                                 \
-        if (turn->parts == 1) take_strip(rows, 1, turn, row, dim);                                 \
+        if (turn->parts == 4) take_strip(rows, 4, turn, pages, row);                               \
+        if (turn->parts == 2) take_strip(rows, 2, turn, pages, row);                               \
+        if (turn->parts == 1) take_strip(rows, 1, turn, pages, row);                               \
     }
     STRIPS(6)
     STRIPS(5)
@@ -148,21 +164,26 @@ static void take(const struct turn *turn, struct row *row, int64_t count, int64_
 #undef STRIPS
 }
 
-/* Answer `count` rows of a piece from its row `begin` on. */
+/* Answer `count` rows of a piece under each of its KV heads, from row `begin` on. */
 static void attend_rows(const struct pages *pages, const struct piece *piece, int64_t begin,
                         int64_t count) {
     struct row rows[ROWS];
     struct turn turn;
-    int64_t dim = pages->dim;
-    begin_rows(piece, begin, count, dim, rows);
-    for (int64_t r = 0; r < count; r++) memset(rows[r].answer, 0, dim * sizeof(float));
-    int64_t at = rows[0].place + 1 - piece->window, end = rows[count - 1].place + 1;
-    for (at = at < 0 ? 0 : at; at < end; at += turn.count) {
-        fetch(&turn, pages, piece, at, end);
-        for (int64_t r = 0; r < count; r++) look(rows + r, piece->window, at);
-        take(&turn, rows, count, dim);
-    }
-    for (int64_t r = 0; r < count; r++) {
+    int64_t dim = pages->dim, all = piece->kv_heads * count;
+    for (int64_t head = 0; head < piece->kv_heads; head++)
+        begin_rows(piece, head, begin, count, dim, rows + head * count);
+    for (int64_t r = 0; r < all; r++) memset(rows[r].answer, 0, dim * sizeof(float));
+    int64_t at = piece->start + begin / piece->heads + 1 - piece->window;
+    int64_t end = piece->start + (begin + count - 1) / piece->heads + 1;
+    for (at = at < 0 ? 0 : at; at < end; at += turn.count)
+        for (int64_t head = 0; head < piece->kv_heads; head++) {
+            struct row *under = rows + head * count;
+            fetch(&turn, pages, piece, head, at, end);
+            for (int64_t r = 0; r < count; r++) look(under + r, piece->window, at);
+            take(&turn, pages, under, count);
+            go_ahead(&turn, pages, KEYS);
+        }
+    for (int64_t r = 0; r < all; r++) {
         float total = total_of(rows + r);
         for (int64_t at = 0; at < dim; at++) rows[r].answer[at] /= total;
     }
@@ -177,39 +198,48 @@ void keep(const float *mixed, int64_t rows, int64_t heads, const int64_t *slots,
                width * sizeof(float));
 }
 
-/* What all pieces are cut from. */
+/* What all pieces are cut from: one for each KV head, or one for all. */
 struct asked {
     struct pages pages;
     const float *mixed;
     float *out;
-    const int64_t *tables, *pieces;
-    int64_t heads, width, window;
+    const int64_t *tables, *cuts;
+    int64_t heads, width, window, each;
 };
+
+static struct piece piece_of(const struct asked *asked, int64_t at) {
+    int64_t heads = asked->heads, kv_heads = asked->pages.kv_heads, dim = asked->pages.dim;
+    int64_t together = heads / kv_heads, several = kv_heads / asked->each;
+    int64_t kv_head = at % asked->each * several;
+    const int64_t *cut = asked->cuts + at / asked->each * 4;
+    return (struct piece){
+        .queries = asked->mixed + (cut[0] * (heads + 2 * kv_heads) + kv_head * together) * dim,
+        .answers = asked->out + (cut[0] * heads + kv_head * together) * dim,
+        .blocks = asked->tables + cut[3] * asked->width,
+        .tokens = cut[1],
+        .start = cut[2],
+        .window = asked->window,
+        .kv_head = kv_head,
+        .kv_heads = several,
+        .heads = together,
+        .query_stride = (heads + 2 * kv_heads) * dim,
+        .answer_stride = heads * dim,
+    };
+}
 
 static void attend_pieces(const void *told, int64_t at, int64_t end) {
     const struct asked *asked = told;
-    int64_t heads = asked->heads, kv_heads = asked->pages.kv_heads, dim = asked->pages.dim;
-    int64_t together = heads / kv_heads;
     for (; at < end; at++) {
-        const int64_t *cut = asked->pieces + at / kv_heads * 4, kv_head = at % kv_heads;
-        const struct piece piece = {
-            .queries = asked->mixed + (cut[0] * (heads + 2 * kv_heads) + kv_head * together) * dim,
-            .answers = asked->out + (cut[0] * heads + kv_head * together) * dim,
-            .blocks = asked->tables + cut[3] * asked->width,
-            .tokens = cut[1],
-            .start = cut[2],
-            .window = asked->window,
-            .kv_head = kv_head,
-            .heads = together,
-            .query_stride = (heads + 2 * kv_heads) * dim,
-            .answer_stride = heads * dim,
-            .first_here = cut[1] == 1 && (kv_head == 0 || cut[2] > NEAR_TOKENS),
-        };
-        int64_t rows = piece.tokens * piece.heads;
-        if (rows >= MANY_ROWS && attend_by_tiles(&asked->pages, &piece)) continue;
-        for (int64_t begin = 0; begin < rows; begin += ROWS)
-            attend_rows(&asked->pages, &piece, begin,
-                        rows - begin < ROWS ? rows - begin : ROWS);
+        struct piece piece = piece_of(asked, at), next;
+        if (at + 1 < end) {
+            next = piece_of(asked, at + 1);
+            piece.next = &next;
+        }
+        int64_t rows = piece.tokens * piece.heads, most = ROWS / piece.kv_heads;
+        if (rows >= MANY_ROWS && piece.kv_heads == 1 && attend_by_tiles(&asked->pages, &piece))
+            continue;
+        for (int64_t begin = 0; begin < rows; begin += most)
+            attend_rows(&asked->pages, &piece, begin, rows - begin < most ? rows - begin : most);
     }
 }
 
@@ -218,16 +248,16 @@ static void attend_pieces(const void *told, int64_t at, int64_t end) {
 void attend(const float *mixed, int64_t heads, const float *slots, int64_t block_tokens,
             int64_t kv_heads, int64_t dim, const int64_t *tables, int64_t width,
             const int64_t *pieces, int64_t count, int64_t window, int64_t threads, float *out) {
-    const struct asked asked = {{slots, block_tokens, kv_heads, dim}, mixed, out, tables, pieces,
-                                heads, width, window};
     int64_t pairs = 0, tokens = 0;
     for (int64_t at = 0; at < count; at++) {
         tokens += pieces[4 * at + 1];
         pairs += pieces[4 * at + 1] * (pieces[4 * at + 2] + 1);
     }
-    /* Pieces differ in what they see. Each head of each is a portion; but where they are of single
-     * tokens, who has read one head's keys has the other heads' near. */
-    int64_t portions = count < 2 * threads || tokens > count ? count * kv_heads : count;
-    if (pairs * heads * dim <= SMALL) portions = 1;
-    share(attend_pieces, &asked, count * kv_heads, portions, threads);
+    /* Of single tokens all heads go through the slots together, which are then read once and in
+     * order, if each thread has some. */
+    int64_t together = tokens == count && heads <= ROWS && (threads == 1 || count >= 2 * threads);
+    const struct asked asked = {{slots, block_tokens, kv_heads, dim}, mixed, out, tables, pieces,
+                                heads, width, window, together ? 1 : kv_heads};
+    int64_t portions = pairs * heads * dim <= SMALL ? 1 : count * asked.each;
+    share(attend_pieces, &asked, count * asked.each, portions, threads);
 }

@@ -1,4 +1,4 @@
-/* One KV head's rows and the keys they see: what attention by vectors and by tiles have in common. */
+/* Rows under a KV head and the keys they see: what attention by vectors and by tiles have in common. */
 
 #ifndef ATTENTION_H
 #define ATTENTION_H
@@ -14,15 +14,16 @@ struct pages {
     int64_t block_tokens, kv_heads, dim;
 };
 
-/* One piece. Token i is at place `start + i` of `blocks` and sees `window` tokens back from there,
+/* One piece: some tokens under one KV head or several. Token i is at place `start + i` of `blocks` and sees `window` tokens back from there,
  * itself among them. */
 struct piece {
     const float *queries; /* of the first token's first head; heads lie one behind another */
     float *answers;
     const int64_t *blocks;
-    int64_t tokens, start, window, kv_head, heads; /* `heads` share the KV head */
-    int64_t query_stride, answer_stride;           /* from token to token */
-    int first_here; /* nobody has just read these keys, and they are read but once */
+    int64_t tokens, start, window;
+    int64_t kv_head, kv_heads, heads;    /* the first KV head, how many, and what share each */
+    int64_t query_stride, answer_stride; /* from token to token */
+    const struct piece *next;            /* what is answered by this thread then, if anything */
 };
 
 /* One row: what it asks, what it found, and which keys of this turn it sees. */
@@ -35,11 +36,12 @@ struct row {
     lanes totals;
 };
 
-/* Make rows of what a piece asks, from its row `begin` on. */
-INLINED void begin_rows(const struct piece *piece, int64_t begin, int64_t count, int64_t dim,
-                        struct row *rows) {
+/* Make rows of what a piece asks under one of its KV heads, from its row `begin` there on. */
+INLINED void begin_rows(const struct piece *piece, int64_t kv_head, int64_t begin, int64_t count,
+                        int64_t dim, struct row *rows) {
     for (int64_t r = 0; r < count; r++) {
-        int64_t token = (begin + r) / piece->heads, head = (begin + r) % piece->heads;
+        int64_t token = (begin + r) / piece->heads;
+        int64_t head = (begin + r) % piece->heads + kv_head * piece->heads;
         rows[r] = (struct row){
             .query = piece->queries + token * piece->query_stride + head * dim,
             .answer = piece->answers + token * piece->answer_stride + head * dim,
@@ -47,6 +49,12 @@ INLINED void begin_rows(const struct piece *piece, int64_t begin, int64_t count,
             .reference = -INFINITY,
         };
     }
+}
+
+/* The first place that any token of the piece sees. */
+INLINED int64_t first_seen(const struct piece *piece) {
+    int64_t place = piece->start + 1 - piece->window;
+    return place < 0 ? 0 : place;
 }
 
 /* Have the row look at the turn of keys that begins at place `at`. */
@@ -69,8 +77,8 @@ INLINED void locate(const struct pages *pages, const struct piece *piece, int64_
 }
 
 /* Have a token's keys and values on their way that are soon computed with. */
-INLINED void announce(const float *keys, const float *values, int64_t dim) {
-    for (int64_t line = 0; line < dim; line += LANES) {
+INLINED void announce(const float *keys, const float *values, int64_t numbers) {
+    for (int64_t line = 0; line < numbers; line += LANES) {
         __builtin_prefetch(keys + line, 0, 2);
         __builtin_prefetch(values + line, 0, 2);
     }

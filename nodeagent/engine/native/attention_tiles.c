@@ -247,7 +247,7 @@ static void attend_rows(const struct pages *pages, const struct piece *piece, in
     room.dim = dim;
     room.chunks = chunks;
     room.window = piece->window;
-    begin_rows(piece, begin, count, dim, room.rows);
+    begin_rows(piece, 0, begin, count, dim, room.rows);
     order_queries(&room);
     memset(room.answers, 0, (count + STRIP - 1) / STRIP * 2 * 2 * chunks * sizeof(sums));
     int64_t first = room.rows[0].place + 1 - piece->window, end = room.rows[count - 1].place + 1;
