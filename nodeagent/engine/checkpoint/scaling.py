@@ -80,7 +80,7 @@ def _yarn(
     )
     numbers = [factor, original, scaling.beta_fast, scaling.beta_slow, scaling.attention_factor]
     # Written so that NaN fails too.
-    if theta <= 1 or not all(0 < number < _FACTOR_MAX for number in numbers):
+    if theta < 2 or not all(1 / _FACTOR_MAX < number < _FACTOR_MAX for number in numbers):
         raise CheckpointError(f"cannot load {path}: rope scaling by {scaling}, theta {theta}")
     return scaling
 

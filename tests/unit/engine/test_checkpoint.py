@@ -211,6 +211,7 @@ def test_an_unknown_architecture_is_refused(tmp_path: Path) -> None:
         (CONFIG + ',"rope_scaling":{"type":"dynamic","factor":4}}', "rope scaling 'dynamic'"),
         (CONFIG + ',"rope_scaling":{"type":"yarn","factor":-1}}', "rope scaling by Yarn"),
         (CONFIG + ',"rope_scaling":{"type":"yarn","factor":1e300}}', "rope scaling by Yarn"),
+        (CONFIG + ',"rope_scaling":{"type":"yarn","beta_fast":1e-320}}', "rope scaling by Yarn"),
         (CONFIG + ',"rope_theta":1,"rope_scaling":{"type":"yarn"}}', "theta 1.0"),
         (
             CONFIG.replace(":32", ":1000") + ',"rope_scaling":{"type":"yarn","factor":4e9}}',
