@@ -13,7 +13,7 @@
 #define PARTS (KEYS / LANES)
 #define NEAR_TOKENS 512 /* all heads of so many stay in a near cache from one head to the next */
 #define ROWS 128 /* rows for which keys are turned about once: room for them is on the stack */
-#define MANY_ROWS 24 /* from so many on the matrix unit is faster */
+#define MANY_ROWS 32 /* from so many on the matrix unit is faster */
 #define STRIP 6  /* rows at a time: their answers stay in registers */
 
 /* The keys of one turn: number by number [dim][KEYS], nought behind the last; and its values. */
