@@ -13,7 +13,7 @@
 #define KEYS 64 /* keys at a time: with their values they stay in a near cache */
 #define PARTS (KEYS / LANES)
 #define ROWS 128 /* rows for which keys are turned about once: room for them is on the stack */
-#define MANY_ROWS 24 /* from so many on the matrix unit is faster */
+#define MANY_ROWS 32 /* from so many on the matrix unit is faster */
 #define STRIP 6  /* rows at a time: their answers stay in registers */
 
 /* The keys of one turn: number by number [dim][KEYS], nought behind the last; and its values. */

@@ -28,12 +28,12 @@ struct piece {
 
 /* One row: what it asks, what it found, and which keys of this turn it sees. */
 struct row {
+    lanes totals __attribute__((aligned(LINE)));
     const float *query;
     float *answer;
     int64_t place;
     float reference; /* a score of its own: weights are two to what is between */
     int32_t from, to;
-    lanes totals;
 };
 
 /* Make rows of what a piece asks under one of its KV heads, from its row `begin` there on. */
