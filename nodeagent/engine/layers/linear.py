@@ -9,8 +9,8 @@ A model asks `Weights` for a `Linear` and never sees a layout. The kinds, with w
 - `Half`: fp16 rows, multiplied in fp32 by FBGEMM: half the bytes of fp32 at an error of 2^-11.
 - `Native`: by our own kernels, where those can be built. The four or eight bits, scales and offsets
   of a GGUF file, with an error of 2^-16: no second copy, and a third of `FourBit`'s time. Floats as
-  their file has them, exactly where full weights are asked for, else rounded to 14 bits in
-  groups: products are then twice as fast, with an error of 2^-14.
+  their file has them, exactly where full weights are asked for or the processor has a matrix
+  unit, else rounded to 14 bits in groups: products are then twice as fast, with an error of 2^-14.
 - `FourBit`: the same four bits by torch's kernel. For few rows they are multiplied as they lie; for
   more, a bf16 copy is faster and is kept beside them.
 """

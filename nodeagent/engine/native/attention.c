@@ -9,6 +9,7 @@
  */
 
 #include "attention.h"
+#include "tiles.h"
 
 #define KEYS 64 /* keys at a time: with their values they stay in a near cache */
 #define PARTS (KEYS / LANES)
@@ -235,9 +236,8 @@ static void attend_pieces(const void *told, int64_t at, int64_t end) {
             next = piece_of(asked, at + 1);
             piece.next = &next;
         }
+        if (attend_by_tiles(&asked->pages, &piece)) continue;
         int64_t rows = piece.tokens * piece.heads, most = ROWS / piece.kv_heads;
-        if (rows >= MANY_ROWS && piece.kv_heads == 1 && attend_by_tiles(&asked->pages, &piece))
-            continue;
         for (int64_t begin = 0; begin < rows; begin += most)
             attend_rows(&asked->pages, &piece, begin, rows - begin < most ? rows - begin : most);
     }
@@ -253,9 +253,10 @@ void attend(const float *mixed, int64_t heads, const float *slots, int64_t block
         tokens += pieces[4 * at + 1];
         pairs += pieces[4 * at + 1] * (pieces[4 * at + 2] + 1);
     }
-    /* Of single tokens all heads go through the slots together, which are then read once and in
-     * order, if each thread has some. */
-    int64_t together = tokens == count && heads <= ROWS && (threads == 1 || count >= 2 * threads);
+    /* By vectors all heads of single tokens go through the slots together, which are then read once
+     * and in order, if each thread has some. */
+    int64_t together = !tiles_allowed() && tokens == count && heads <= ROWS &&
+                       (threads == 1 || count >= 2 * threads);
     const struct asked asked = {{slots, block_tokens, kv_heads, dim}, mixed, out, tables, pieces,
                                 heads, width, window, together ? 1 : kv_heads};
     int64_t portions = pairs * heads * dim <= SMALL ? 1 : count * asked.each;

@@ -1,12 +1,11 @@
-/* Products of many rows on the processor's matrix unit, by matrices of every kind; `packing.c` says
- * how those lie.
+/* Products of many rows on the processor's matrix unit; `packing.c` says how matrices lie.
  *
  * Rows of x are cut into strips that are all of one size, 16 at most, and into blocks of 32 columns.
  * What a block holds becomes terms of bf16, of weights and of x:
  *
- * - Groups: x is rounded to whole numbers as in `products.c`, which are two terms, weights of four
- *   or eight bits are one, of 16 bits two. Sums below 2^24 are exact, as all are by four bits: the
- *   answers are those of `products.c`, bit for bit.
+ * - Groups of four or eight bits: their numbers are one term, and x is rounded to whole numbers as in
+ *   `products.c`, which are two. All sums are below 2^24, and so exact: the answers are those of
+ *   `products.c`, bit for bit. A text must not depend on how many others are computed with it.
  * - Floats: x and fp32 are three terms, fp16 two and bf16 one, without loss; the products of terms
  *   that are left out are 2^-24 of the largest.
  */
@@ -17,11 +16,11 @@
 
 #ifdef WITH_TILES
 
-/* Blocks of columns for which the terms of a pair of tiles stay in a near cache: of groups, of floats. */
+/* Blocks of columns for which the terms of a pair of tiles stay in a near cache. */
 #define GROUPS 8
 #define FLOATS 16
 #define TERMS 3
-#define BLOCK (TILE_NUMBERS * 2) /* bytes of one term of 16 columns' 32 numbers */
+#define TERM (TILE_NUMBERS * 2) /* bytes of one term of 16 columns' 32 numbers */
 
 struct product {
     const uint8_t *packed;
@@ -34,11 +33,9 @@ struct product {
     float *scales, *sums; /* of groups: strip by strip, group by group, line by line */
 };
 
-static int64_t terms_of_x(int64_t kind) { return kind <= FP32 ? TERMS : 2; }
+INLINED int64_t terms_of_x(int64_t kind) { return kind > FP32 ? 2 : TERMS; }
 
-static int64_t terms_of(int64_t kind) {
-    return kind == FP32 ? 3 : kind == FP16 || kind == 16 ? 2 : 1;
-}
+INLINED int64_t terms_of(int64_t kind) { return kind == FP32 ? 3 : kind == FP16 ? 2 : 1; }
 
 /* In which order a line of x has the columns of a block, for pairs to be those of the weights' lines;
  * as places of the upper halves of 32 numbers in fp32. */
@@ -53,13 +50,19 @@ static __m512i order_of(int64_t kind) {
     return _mm512_loadu_si512(order);
 }
 
-/* Cut 32 numbers of a row into terms, `apart` bytes from one another. */
-INLINED void cut(__m512 first, __m512 second, int64_t terms, __m512i order, uint8_t *to,
-                 int64_t apart) {
-    for (; terms > 0; terms--, to += apart) {
-        __m512i one = term_of(&first), other = term_of(&second);
-        _mm512_storeu_si512(to, _mm512_permutex2var_epi16(one, order, other));
-    }
+/* Put a term of 32 numbers of a row where it is wanted. */
+INLINED void put_term(__m512i first, __m512i second, __m512i order, uint8_t *to) {
+    _mm512_storeu_si512(to, _mm512_permutex2var_epi16(first, order, second));
+}
+
+/* Cut a group's whole numbers into multiples of 256 and what is left. */
+INLINED void cut_numbers(struct rounded group, __m512i order, uint8_t *to, int64_t apart) {
+    const __m512i low = _mm512_set1_epi32(255);
+#define AS_FLOATS(whole) _mm512_castps_si512(_mm512_cvtepi32_ps(whole))
+    put_term(AS_FLOATS(_mm512_andnot_si512(low, group.first)),
+             AS_FLOATS(_mm512_andnot_si512(low, group.second)), order, to);
+    put_term(AS_FLOATS(_mm512_and_si512(low, group.first)),
+             AS_FLOATS(_mm512_and_si512(low, group.second)), order, to + apart);
 }
 
 static void cut_rows(const void *told, int64_t row, int64_t end) {
@@ -70,6 +73,7 @@ static void cut_rows(const void *told, int64_t row, int64_t end) {
         int64_t at = row / by->lines * by->blocks, line = row % by->lines;
         const float *x = by->x + row * by->columns;
         for (int64_t left = by->columns; left > 0; left -= GROUP, x += GROUP, at++) {
+            uint8_t *to = by->terms + at * terms * bytes + line * LINE;
             float near[GROUP] = {0};
             const float *from = x;
             if (row >= by->count)
@@ -78,15 +82,17 @@ static void cut_rows(const void *told, int64_t row, int64_t end) {
                 from = memcpy(near, x, left * sizeof(float));
             __m512 first = _mm512_loadu_ps(from), second = _mm512_loadu_ps(from + LANES);
             if (by->kind > FP32) {
-                struct rounded group =
-                    rounded((lanes)first, (lanes)second, by->kind == 16 ? COARSE : FINE);
+                struct rounded group = rounded((lanes)first, (lanes)second, FINE);
                 int64_t sum = _mm512_reduce_add_epi32(_mm512_add_epi32(group.first, group.second));
                 by->scales[at * by->lines + line] = group.scale;
                 by->sums[at * by->lines + line] = group.scale * (float)sum;
-                first = _mm512_cvtepi32_ps(group.first);
-                second = _mm512_cvtepi32_ps(group.second);
+                cut_numbers(group, order, to, bytes);
+            } else {
+                for (int64_t term = 0; term < TERMS; term++, to += bytes) {
+                    __m512i one = term_of(&first), other = term_of(&second);
+                    put_term(one, other, order, to);
+                }
             }
-            cut(first, second, terms, order, by->terms + at * terms * bytes + line * LINE, bytes);
         }
     }
 }
@@ -96,38 +102,25 @@ static const uint16_t WHOLE[LANES] = {0,      0x3f80, 0x4000, 0x4040, 0x4080, 0x
                                       0x40c0, 0x40e0, 0x4100, 0x4110, 0x4120, 0x4130,
                                       0x4140, 0x4150, 0x4160, 0x4170};
 
-/* Widen a group of `bits` to terms: 16 lines each, a pair of columns a line. */
+/* The numbers of a group as a term: 16 lines, a pair of columns each. */
 INLINED void widen_group(const int bits, const uint8_t *group, uint8_t *to) {
     const __m512i table = _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i *)WHOLE));
+    const __m512i byte = _mm512_set1_epi32(255);
     for (int line = 0; line < bits; line++, group += LINE) {
         __m512i numbers = _mm512_loadu_si512(group);
-        if (bits == 4) {
 #pragma GCC unroll 4
-            for (int shift = 0; shift < 16; shift += 4, to += LINE) /* the table repeats itself */
-                _mm512_storeu_si512(
-                    to, _mm512_permutexvar_epi16(_mm512_srli_epi16(numbers, shift), table));
-        } else if (bits == 8) {
-#pragma GCC unroll 2
-            for (int shift = 0; shift < 16; shift += 8, to += LINE) {
-                __m512i byte = _mm512_set1_epi32(0xff);
-                __m512i first = _mm512_and_si512(_mm512_srli_epi32(numbers, shift), byte);
-                __m512i second = _mm512_and_si512(_mm512_srli_epi32(numbers, shift + 16), byte);
-                _mm512_storeu_si512(
-                    to, paired(_mm512_castps_si512(_mm512_cvtepi32_ps(first)),
-                               _mm512_castps_si512(_mm512_cvtepi32_ps(second))));
-            }
-        } else {
-            __m512 first = _mm512_cvtepi32_ps(
-                _mm512_srai_epi32(_mm512_slli_epi32(numbers, 16), 16));
-            __m512 second = _mm512_cvtepi32_ps(_mm512_srai_epi32(numbers, 16));
-            _mm512_storeu_si512(to, paired(term_of(&first), term_of(&second)));
-            _mm512_storeu_si512(to + BLOCK, paired(term_of(&first), term_of(&second)));
-            to += LINE;
+        for (int shift = 0; shift < 16; shift += bits, to += LINE) {
+            __m512i first = _mm512_and_si512(_mm512_srli_epi32(numbers, shift), byte);
+            __m512i second = _mm512_and_si512(_mm512_srli_epi32(numbers, shift + 16), byte);
+            __m512i both = paired(AS_FLOATS(first), AS_FLOATS(second));
+            if (bits == 4) /* the table repeats itself */
+                both = _mm512_permutexvar_epi16(_mm512_srli_epi16(numbers, shift), table);
+            _mm512_storeu_si512(to, both);
         }
     }
 }
 
-/* One strip of `lines` rows by a few groups of 16 weights' rows. */
+/* One strip of `lines` rows by a few groups of 16 rows. */
 INLINED void multiply_groups(const int lines, const int bits, const struct product *by,
                              const uint8_t *groups, const uint8_t *terms, int64_t count,
                              int64_t strip, int64_t block, int64_t rows, float *out) {
@@ -136,7 +129,8 @@ INLINED void multiply_groups(const int lines, const int bits, const struct produ
     const float *sums = by->sums + (strip * by->blocks + block) * lines;
     /* The first strip has the next pair of tiles brought from memory. */
     const int64_t bytes = group_bytes(bits), ahead = 2 * by->blocks * bytes;
-    float dots[TILE * LANES] __attribute__((aligned(LINE)));
+    /* By eight bits the two terms of x have sums of their own, which together would pass 2^24. */
+    float dots[TILE * LANES] __attribute__((aligned(LINE))), more[TILE * LANES];
     __m512 answers[TILE];
 #pragma GCC unroll 16
     for (int line = 0; line < lines; line++)
@@ -148,30 +142,34 @@ INLINED void multiply_groups(const int lines, const int bits, const struct produ
         TILE_LOAD(5, x + lines * LINE, LINE);
         TILE_LOAD(6, terms, LINE);
         TILE_MULTIPLY(0, 4, 6);
-        TILE_MULTIPLY(0, 5, 6);
-        if (bits == 16) {
-            TILE_LOAD(7, terms + BLOCK, LINE);
-            TILE_MULTIPLY(0, 4, 7);
+        if (bits == 4) {
+            TILE_MULTIPLY(0, 5, 6);
+        } else {
+            TILE_NOUGHT(1);
+            TILE_MULTIPLY(1, 5, 6);
+            TILE_STORE(1, more, LINE);
         }
         TILE_STORE(0, dots, LINE);
         const __m256i *halves = (const __m256i *)(groups + GROUP * TILE * bits / 8);
-        __m512 scale = bits == 16 ? _mm512_loadu_ps(halves)
-                                  : _mm512_cvtph_ps(_mm256_loadu_si256(halves));
+        __m512 scale = _mm512_cvtph_ps(_mm256_loadu_si256(halves));
         __m512 offset = _mm512_cvtph_ps(_mm256_loadu_si256(halves + 1));
 #pragma GCC unroll 16
         for (int line = 0; line < lines; line++) {
             __m512 scaled = _mm512_mul_ps(scale, _mm512_set1_ps(scales[line]));
-            answers[line] =
-                _mm512_fmadd_ps(_mm512_load_ps(dots + line * LANES), scaled, answers[line]);
-            if (bits < 16)
-                answers[line] = _mm512_fmadd_ps(offset, _mm512_set1_ps(sums[line]), answers[line]);
+            __m512 sum = _mm512_load_ps(dots + line * LANES);
+            if (bits == 8)
+                sum = _mm512_cvtepi32_ps(_mm512_add_epi32(
+                    _mm512_cvtps_epi32(sum),
+                    _mm512_cvtps_epi32(_mm512_loadu_ps(more + line * LANES))));
+            answers[line] = _mm512_fmadd_ps(sum, scaled, answers[line]);
+            answers[line] = _mm512_fmadd_ps(offset, _mm512_set1_ps(sums[line]), answers[line]);
         }
         for (int64_t line = 0; strip == 0 && line < bytes; line += LINE)
             __builtin_prefetch(groups + ahead + line);
         x += 2 * lines * LINE;
         scales += lines;
         sums += lines;
-        terms += (bits == 16 ? 2 : 1) * BLOCK;
+        terms += TERM;
         groups += bytes;
     }
 #pragma GCC unroll 16
@@ -182,8 +180,8 @@ INLINED void multiply_groups(const int lines, const int bits, const struct produ
 /* All rows by pairs of tiles. */
 INLINED void by_groups(const int lines, const int bits, const struct product *by, int64_t pair,
                        int64_t end) {
-    const int64_t bytes = group_bytes(bits), terms = bits == 16 ? 2 : 1, tiles = by->rows / TILE;
-    uint8_t wide[2][GROUPS * 2 * BLOCK] __attribute__((aligned(LINE)));
+    const int64_t bytes = group_bytes(bits), tiles = by->rows / TILE;
+    uint8_t wide[2][GROUPS * TERM] __attribute__((aligned(LINE)));
     for (int64_t block = 0, count; block < by->blocks; block += count) {
         count = by->blocks - block < GROUPS ? by->blocks - block : GROUPS;
         for (int64_t first = 2 * pair; first < 2 * end; first += 2) {
@@ -192,7 +190,7 @@ INLINED void by_groups(const int lines, const int bits, const struct product *by
             for (int64_t one = 0; one <= two; one++)
                 for (int64_t group = 0; group < count; group++)
                     widen_group(bits, groups + one * apart + group * bytes,
-                                wide[one] + group * terms * BLOCK);
+                                wide[one] + group * TERM);
             for (int64_t strip = 0, row = 0; strip < by->strips; strip++, row += lines)
                 for (int64_t one = 0; one <= two; one++)
                     multiply_groups(lines, bits, by, groups + one * apart, wide[one], count, strip,
@@ -211,7 +209,7 @@ INLINED void widen_floats(const enum kind kind, const uint8_t *tile, int64_t col
         if (column + 1 < columns) second = (__m512)widened(kind, tile + (column + 1) * bytes);
 #pragma GCC unroll 3
         for (int64_t term = 0; term < terms; term++)
-            _mm512_storeu_si512(to + term * BLOCK, paired(term_of(&first), term_of(&second)));
+            _mm512_storeu_si512(to + term * TERM, paired(term_of(&first), term_of(&second)));
     }
 }
 
@@ -246,6 +244,7 @@ INLINED void multiply_floats_by(const enum kind kind, const struct product *by, 
                                 const uint8_t *ahead, float *out, int64_t tiles) {
     const int64_t lines = by->lines, bytes = lines * LINE, apart = by->rows;
     const int64_t rows = by->count - strip * lines, others = rows - lines;
+    const int64_t terms = terms_of(kind), of_block = GROUP * TILE * bytes_of(kind);
     const uint8_t *x = by->terms + (strip * by->blocks + block) * TERMS * bytes;
     const uint8_t *other_x = x + by->blocks * TERMS * bytes;
     struct sums sums[4];
@@ -267,22 +266,22 @@ INLINED void multiply_floats_by(const enum kind kind, const struct product *by, 
         LOAD_SUMS(3, sums + 3, lines, apart)
     }
     for (int64_t at = 0; at < count; at++, x += TERMS * bytes, other_x += TERMS * bytes) {
-        for (int64_t line = 0; strip == 0 && line < GROUP * TILE * bytes_of(kind); line += LINE) {
+        for (int64_t line = 0; strip == 0 && line < of_block; line += LINE) {
             __builtin_prefetch(ahead + line);
-            __builtin_prefetch(ahead + by->columns * TILE * bytes_of(kind) + line);
+            __builtin_prefetch(ahead + tile_bytes(kind, by->columns) + line);
         }
-        ahead += GROUP * TILE * bytes_of(kind);
+        ahead += of_block;
 #pragma GCC unroll 3
-        for (int64_t term = 0; term < terms_of(kind); term++) {
-            TILE_LOAD(6, wide[0] + (at * terms_of(kind) + term) * BLOCK, LINE);
-            TILE_LOAD(7, wide[1] + (at * terms_of(kind) + term) * BLOCK, LINE);
+        for (int64_t term = 0; term < terms; term++) {
+            TILE_LOAD(6, wide[0] + (at * terms + term) * TERM, LINE);
+            TILE_LOAD(7, wide[1] + (at * terms + term) * TERM, LINE);
 #pragma GCC unroll 3
-            for (int64_t of_x = 0; of_x < TERMS - term; of_x++) {
-                TILE_LOAD(4, x + of_x * bytes, LINE);
+            for (int64_t one = 0; one < TERMS - term; one++) {
+                TILE_LOAD(4, x + one * bytes, LINE);
                 TILE_MULTIPLY(0, 4, 6);
                 TILE_MULTIPLY(1, 4, 7);
                 if (others <= 0) continue;
-                TILE_LOAD(5, other_x + of_x * bytes, LINE);
+                TILE_LOAD(5, other_x + one * bytes, LINE);
                 TILE_MULTIPLY(2, 5, 6);
                 TILE_MULTIPLY(3, 5, 7);
             }
@@ -295,23 +294,21 @@ INLINED void multiply_floats_by(const enum kind kind, const struct product *by, 
 }
 
 INLINED void by_floats(const enum kind kind, const struct product *by, int64_t pair, int64_t end) {
-    const int64_t bytes = TILE * bytes_of(kind), all = by->rows / TILE;
-    uint8_t near[2][FLOATS * TERMS * BLOCK] __attribute__((aligned(LINE)));
+    const int64_t bytes = TILE * bytes_of(kind), apart = by->columns * bytes, all = by->rows / TILE;
+    uint8_t near[2][FLOATS * TERMS * TERM] __attribute__((aligned(LINE)));
     for (int64_t block = 0, count; block < by->blocks; block += count) {
         count = by->blocks - block < FLOATS ? by->blocks - block : FLOATS;
         for (int64_t tile = 2 * pair; tile < 2 * end; tile += 2) {
             const int64_t tiles = tile + 1 < all ? 2 : 1;
+            const uint8_t *from = by->packed + tile * apart + block * GROUP * bytes;
             const uint8_t *const wide[2] = {near[0], near[tiles - 1]};
-            const uint8_t *ahead =
-                by->packed + ((tile + 2) * by->columns + block * GROUP) * bytes;
             for (int64_t one = 0; one < tiles; one++)
-                for (int64_t at = 0; at < count; at++) {
-                    int64_t column = (block + at) * GROUP;
-                    widen_floats(kind, by->packed + ((tile + one) * by->columns + column) * bytes,
-                                 by->columns - column, near[one] + at * terms_of(kind) * BLOCK);
-                }
+                for (int64_t at = 0; at < count; at++)
+                    widen_floats(kind, from + one * apart + at * GROUP * bytes,
+                                 by->columns - (block + at) * GROUP,
+                                 near[one] + at * terms_of(kind) * TERM);
             for (int64_t strip = 0; strip < by->strips; strip += 2)
-                multiply_floats_by(kind, by, strip, block, count, wide, ahead,
+                multiply_floats_by(kind, by, strip, block, count, wide, from + 2 * apart,
                                    by->out + strip * by->lines * by->rows + tile * TILE, tiles);
         }
     }
@@ -325,11 +322,8 @@ static void multiply_pairs(const void *told, int64_t pair, int64_t end) {
     if (by->kind == FP32) by_floats(FP32, by, pair, end);
 #define LINES_OF(number, bits)                                                                     \
     if (by->kind == bits && by->lines == number) by_groups(number, bits, by, pair, end);
-#define GROUPS_OF(bits) LINES_OF(4, bits) LINES_OF(8, bits) LINES_OF(12, bits) LINES_OF(16, bits)
-    GROUPS_OF(4)
-    GROUPS_OF(8)
-    GROUPS_OF(16)
-#undef GROUPS_OF
+    LINES_OF(4, 4) LINES_OF(8, 4) LINES_OF(12, 4) LINES_OF(16, 4)
+    LINES_OF(4, 8) LINES_OF(8, 8) LINES_OF(12, 8) LINES_OF(16, 8)
 #undef LINES_OF
     TILES_END();
 }

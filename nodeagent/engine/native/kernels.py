@@ -101,10 +101,13 @@ class Kernels:
 
         In the dtype of all of them, in fp32 where they differ or it is another; or rounded to 14
         bits in groups of 32, by which products are twice as fast. Columns then are whole groups.
+        By tiles, products are faster still by 16 bits as they are.
         """
         filed = [_floats(part) for part in parts]
         one, *others = {layout for _, layout in filed}
-        kind = ROUNDED if rounded else LAYOUTS[torch.float32 if others else one]
+        layout = torch.float32 if others else one
+        rounded = rounded and not (self.tiles and layout is not torch.float32)
+        kind = ROUNDED if rounded else LAYOUTS[layout]
         return self._filled(kind, filed, parts[0].shape[1], later)
 
     def _filled(

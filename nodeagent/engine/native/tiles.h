@@ -22,9 +22,10 @@
 int tiles_allowed(void);
 int64_t allow_tiles(int64_t wanted);
 
-/* From how many rows on products by tiles are the faster ones: the more terms, the more. */
+/* From how many rows on products by tiles are the faster ones: the more terms, the more. Weights of 16
+ * bits in groups are better kept as the floats that they were, where there are tiles. */
 INLINED int64_t many_rows(int64_t kind) {
-    return kind == FP32 ? 80 : kind == 16 ? 40 : kind <= FP32 ? 24 : kind == 4 ? 12 : 16;
+    return kind == FP32 ? 80 : kind < FP32 ? 24 : kind == 4 ? 12 : kind == 8 ? 16 : INT64_MAX;
 }
 
 int64_t multiply_by_tiles(const uint8_t *packed, int64_t kind, int64_t rows, int64_t columns,

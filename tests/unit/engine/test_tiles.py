@@ -14,7 +14,7 @@ from nodeagent.engine.native import building
 from nodeagent.engine.native.kernels import Kernels, kernels
 from nodeagent.engine.native.matrices import Native
 
-KINDS = ("4 bits", "8 bits", "rounded", torch.float16, torch.bfloat16, torch.float32)
+KINDS = ("4 bits", "8 bits", torch.float16, torch.bfloat16, torch.float32)
 Kind = str | torch.dtype
 
 
@@ -37,10 +37,8 @@ def by_both(own: Kernels, matrix: Native, x: Tensor) -> tuple[Tensor, Tensor]:
 
 def matrix_of(own: Kernels, kind: Kind, rows: int, columns: int, chance: torch.Generator) -> Native:
     """Return a matrix of numbers between about -4 and 4."""
-    if isinstance(kind, torch.dtype) or kind == "rounded":
-        weight = torch.randn(rows, columns, generator=chance)
-        rounded = kind == "rounded"
-        return own.tile([weight if rounded else weight.to(kind)], rounded)
+    if isinstance(kind, torch.dtype):
+        return own.tile([torch.randn(rows, columns, generator=chance).to(kind)], rounded=False)
     bits = int(kind[0])
     shape = (rows, columns)
     numbers = torch.randint(0, 2**bits, shape, generator=chance, dtype=torch.uint8)
@@ -79,11 +77,10 @@ def test_many_rows_are_multiplied_as_few_are(
         without, found = by_both(own, matrix, x)
     finally:
         torch.set_num_threads(before)
-    if kind == "4 bits":
-        assert torch.equal(found, without)
+    if isinstance(kind, torch.dtype):
+        assert float((found - without).abs().max()) <= 2e-6 * float(without.norm(dim=1).max())
     else:
-        allowed = 1e-4 if kind == "rounded" else 2e-6
-        assert float((found - without).abs().max()) <= allowed * float(without.norm(dim=1).max())
+        assert torch.equal(found, without)
 
 
 @pytest.mark.parametrize("kind", KINDS)
