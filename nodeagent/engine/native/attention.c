@@ -1,4 +1,5 @@
 /* Attention over paged keys and values, of decodes and of prompt chunks alike.
+ * Where the processor has a matrix unit, pieces of many rows go to `attention_tiles.c`.
  *
  * The work is cut into pieces: a few neighbouring tokens of one sequence under one KV head. All
  * query heads of all its tokens (its rows) go together through 64 keys at a time, the last ones
@@ -12,8 +13,8 @@
 #define KEYS 64 /* keys at a time: with their values they stay in a near cache */
 #define PARTS (KEYS / LANES)
 #define NEAR_TOKENS 512 /* all heads of so many stay in a near cache from one head to the next */
-#define ROWS 128 /* rows for which keys are turned about once: room for them is on the stack */
 #define MANY_ROWS 32 /* from so many on the matrix unit is faster */
+#define ROWS 128 /* rows for which keys are turned about once: room for them is on the stack */
 #define STRIP 6  /* rows at a time: their answers stay in registers */
 
 /* The keys of one turn: number by number [dim][KEYS], nought behind the last; and its values. */

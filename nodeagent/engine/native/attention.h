@@ -1,4 +1,4 @@
-/* One KV head's rows and the keys they see: what attention by vectors and by tiles have in common. */
+/* One KV head's rows and the keys they see: what attention by vectors and by tiles share. */
 
 #ifndef ATTENTION_H
 #define ATTENTION_H
@@ -88,11 +88,11 @@ INLINED lanes seen(const struct row *row, int part, lanes x, float other) {
 INLINED float weigh(struct row *row, const int parts, lanes *x) {
     const int whole = row->from == 0 && row->to >= parts * LANES;
     float reference = row->reference, shrink = 1;
-    lanes most = (lanes){0} - INFINITY, totals = row->totals;
+    lanes most = (lanes){0} - INFINITY, totals = row->totals; /* what is no number is never most */
 #pragma GCC unroll 4
     for (int part = 0; part < parts; part++) {
         if (!whole) x[part] = seen(row, part, x[part], -INFINITY);
-        most = (lanes)_mm512_max_ps((__m512)x[part], (__m512)most); /* passes over what is no number */
+        most = (lanes)_mm512_max_ps((__m512)x[part], (__m512)most);
     }
     if (_mm512_cmp_ps_mask((__m512)most, _mm512_set1_ps(reference + ABOVE), _CMP_GT_OQ)) {
         row->reference = _mm512_reduce_max_ps((__m512)most);
