@@ -1,4 +1,6 @@
 /* Attention over paged keys and values, of decodes and of prompt chunks alike.
+ * Where the processor has a matrix unit, and its answers may differ in the last bits from those of
+ * few rows, pieces of many rows go to `attention_tiles.c`.
  *
  * The work is cut into pieces: a few neighbouring tokens of one sequence under one KV head, or a
  * single token under all of them in turn. All query heads of all its tokens (its rows) go together
@@ -9,12 +11,11 @@
  */
 
 #include "attention.h"
-#include "tiles.h"
 
 #define KEYS 64 /* keys at a time: with their values they stay in a near cache */
 #define PARTS (KEYS / LANES)
-#define ROWS 128 /* rows for which keys are turned about once: room for them is on the stack */
 #define MANY_ROWS 32 /* from so many on the matrix unit is faster */
+#define ROWS 128 /* rows for which keys are turned about once: room for them is on the stack */
 #define STRIP 6  /* rows at a time: their answers stay in registers */
 
 /* The keys of one turn: number by number [dim][KEYS], nought behind the last; and its values. */
@@ -136,12 +137,7 @@ INLINED void take_strip(const int rows, const int parts, struct turn *turn,
     int64_t dim = pages->dim;
     float weights[STRIP][KEYS] __attribute__((aligned(LINE))), shrink[STRIP];
     score(rows, parts, turn, row, dim, weights);
-    for (int r = 0; r < rows; r++) {
-        lanes x[PARTS];
-        memcpy(x, weights[r], parts * sizeof(lanes));
-        shrink[r] = weigh(row + r, parts, x);
-        memcpy(weights[r], x, parts * sizeof(lanes));
-    }
+    for (int r = 0; r < rows; r++) shrink[r] = weigh(row + r, parts, (lanes *)weights[r]);
     int64_t at = 0;
     for (; at + 4 * LANES <= dim; at += 4 * LANES)
         gather(rows, 4, turn, pages, row, at, shrink, weights);
@@ -206,6 +202,7 @@ struct asked {
     float *out;
     const int64_t *tables, *cuts;
     int64_t heads, width, window, each;
+    int64_t by_tiles; /* whether many rows may be answered by tiles */
 };
 
 static struct piece piece_of(const struct asked *asked, int64_t at) {
@@ -236,29 +233,32 @@ static void attend_pieces(const void *told, int64_t at, int64_t end) {
             next = piece_of(asked, at + 1);
             piece.next = &next;
         }
-        if (attend_by_tiles(&asked->pages, &piece)) continue;
         int64_t rows = piece.tokens * piece.heads, most = ROWS / piece.kv_heads;
+        if (asked->by_tiles && rows >= MANY_ROWS && piece.kv_heads == 1 &&
+            attend_by_tiles(&asked->pages, &piece))
+            continue;
         for (int64_t begin = 0; begin < rows; begin += most)
             attend_rows(&asked->pages, &piece, begin, rows - begin < most ? rows - begin : most);
     }
 }
 
 /* Answer the queries of `count` pieces: [first row of `mixed`, tokens, place of the first in its
- * blocks, row of `tables` that lists those]. */
+ * blocks, row of `tables` that lists those]. Not `by_tiles`, a row's answer is the same bit for bit
+ * whatever it is computed with, but for where a window makes it begin. */
 void attend(const float *mixed, int64_t heads, const float *slots, int64_t block_tokens,
             int64_t kv_heads, int64_t dim, const int64_t *tables, int64_t width,
-            const int64_t *pieces, int64_t count, int64_t window, int64_t threads, float *out) {
+            const int64_t *pieces, int64_t count, int64_t window, int64_t by_tiles, int64_t threads,
+            float *out) {
     int64_t pairs = 0, tokens = 0;
     for (int64_t at = 0; at < count; at++) {
         tokens += pieces[4 * at + 1];
         pairs += pieces[4 * at + 1] * (pieces[4 * at + 2] + 1);
     }
-    /* By vectors all heads of single tokens go through the slots together, which are then read once
-     * and in order, if each thread has some. */
-    int64_t together = !tiles_allowed() && tokens == count && heads <= ROWS &&
-                       (threads == 1 || count >= 2 * threads);
+    /* All heads of single tokens go through the slots together, which are then read once and in
+     * order, if each thread has some. */
+    int64_t together = tokens == count && heads <= ROWS && (threads == 1 || count >= 2 * threads);
     const struct asked asked = {{slots, block_tokens, kv_heads, dim}, mixed, out, tables, pieces,
-                                heads, width, window, together ? 1 : kv_heads};
+                                heads, width, window, together ? 1 : kv_heads, by_tiles};
     int64_t portions = pairs * heads * dim <= SMALL ? 1 : count * asked.each;
     share(attend_pieces, &asked, count * asked.each, portions, threads);
 }

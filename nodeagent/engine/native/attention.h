@@ -92,25 +92,28 @@ INLINED lanes seen(const struct row *row, int part, lanes x, float other) {
 }
 
 /* From scores to weights relative to the row's reference, which moves where a score is so far above
- * it that its weight might grow too large; return what the answer so far shrinks by. */
+ * it that its weight might grow too large; return what the answer so far shrinks by. References are
+ * found sixteen keys after sixteen, and are whole numbers, so that all that shrinks is exact: weights
+ * do not depend on how many keys come in a turn. */
 INLINED float weigh(struct row *row, const int parts, lanes *x) {
     const int whole = row->from == 0 && row->to >= parts * LANES;
-    float reference = row->reference, shrink = 1;
-    lanes most = (lanes){0} - INFINITY, totals = row->totals;
+    float shrink = 1;
+    lanes totals = row->totals;
 #pragma GCC unroll 4
     for (int part = 0; part < parts; part++) {
         if (!whole) x[part] = seen(row, part, x[part], -INFINITY);
-        most = (lanes)_mm512_max_ps((__m512)x[part], (__m512)most); /* passes over what is no number */
-    }
-    if (_mm512_cmp_ps_mask((__m512)most, _mm512_set1_ps(reference + ABOVE), _CMP_GT_OQ)) {
-        row->reference = _mm512_reduce_max_ps((__m512)most);
-        shrink = power_of_two((lanes){reference - row->reference})[0];
-        reference = row->reference;
-        totals *= shrink;
-    }
-#pragma GCC unroll 4
-    for (int part = 0; part < parts; part++) {
-        x[part] = power_of_two(x[part] - reference);
+        if (_mm512_cmp_ps_mask((__m512)x[part], _mm512_set1_ps(row->reference + ABOVE),
+                               _CMP_GT_OQ)) {
+            /* What is no number is passed over here, and stays none. */
+            float most = ceilf(_mm512_reduce_max_ps(_mm512_max_ps(
+                (__m512)x[part], _mm512_set1_ps(-INFINITY))));
+            float step = power_of_two((lanes){row->reference - most})[0];
+            for (int before = 0; before < part; before++) x[before] *= step;
+            totals *= step;
+            shrink *= step;
+            row->reference = most;
+        }
+        x[part] = power_of_two(x[part] - row->reference);
         if (!whole) x[part] = seen(row, part, x[part], 0);
         totals += x[part];
     }

@@ -1,10 +1,9 @@
 /* Attention of many rows by the processor's matrix unit.
  *
  * Rows go in strips of 32 through 64 keys at a time: first all of them are multiplied by the keys,
- * which gives scores, then their weights by the values. Vectors are needed for what lies between, and
- * for bringing keys and values into the unit's order; that takes about as long as the products. So
- * they go on row by row while the unit multiplies, and with the next turn's keys when all rows have
- * seen this one's.
+ * which gives scores, then their weights by the values. Vectors make the weights and bring keys and
+ * values into the unit's order, which takes about as long as the products. So they go on while the
+ * unit multiplies: row by row, and with the next keys once no row needs these any more.
  *
  * Both factors of both products are taken apart into three terms of bf16, which hold all of an fp32
  * number. Of the products of terms the six largest are added up; the others are below the last bit.
@@ -15,31 +14,32 @@
 
 #ifdef WITH_TILES
 
-#define KEYS 64 /* keys at a time */
+#define KEYS 64
 #define PARTS (KEYS / LANES)
 #define STRIP (2 * TILE)
-#define ROWS 256           /* rows for which keys are taken apart once: room for them is on the stack */
-#define CHUNK (2 * LANES)  /* numbers of a line: of two sixteens, each of one beside one of the other */
+#define ROWS 256          /* rows for which keys are ordered once: room for them is on the stack */
+#define CHUNK (2 * LANES) /* numbers of a line: sixteen, each beside one of another sixteen */
 #define CHUNKS_MAX (DIM_MAX / CHUNK)
 #define TERMS 3
 
 typedef uint16_t tile[TILE_NUMBERS];
 typedef float sums[TILE * LANES];
 
-/* Of each factor, the tiles of sixteen rows, keys or numbers lie chunk by chunk, and in a chunk term
- * by term. */
+/* Tiles of the same sixteen rows or keys lie chunk by chunk of their numbers, those of values sixteen
+ * by sixteen for each half of the keys; in all of these term by term. */
 struct room {
     tile queries[ROWS / TILE * CHUNKS_MAX * TERMS] __attribute__((aligned(LINE)));
     tile keys[PARTS * CHUNKS_MAX * TERMS];
-    tile values[PARTS / 2 * 2 * CHUNKS_MAX * TERMS];
+    tile values[PARTS * CHUNKS_MAX * TERMS];
     float scores[ROWS][KEYS * TERMS / 2]; /* of a row, until its weights' terms take their place */
     sums answers[ROWS / TILE * 2 * CHUNKS_MAX];
     struct row rows[ROWS];
     int64_t count, dim, chunks, window;
-    int64_t first, to_come;                         /* the place of this turn's first key; keys of the next */
-    const float *next_keys[KEYS], *next_values[KEYS]; /* where they lie */
-    /* What vectors have to do, and how far they are: rows of this turn, keys of the next. */
-    int64_t scored, weighed, announced, ordered, to_order;
+    int64_t first;   /* the place of this turn's first key */
+    int64_t to_come; /* keys of the next turn, and where they and their values lie */
+    const float *next_keys[KEYS], *next_values[KEYS];
+    /* How far vectors are, and how far they may go: rows of this turn, parts of the next. */
+    int64_t weighed, scored, announced, ordered, to_order;
 };
 
 /* Put each of `first` beside one of `second` as lines of tiles, one for each term. */
@@ -99,13 +99,14 @@ static void find_next(struct room *room, const struct pages *pages, const struct
     room->to_come = left < 0 ? 0 : left < KEYS ? left : KEYS;
     room->announced = room->ordered = 0;
     locate(pages, piece, first, room->to_come, room->next_keys);
-    for (int64_t key = 0; key < KEYS; key++) {
-        if (key >= room->to_come) room->next_keys[key] = nought;
-        room->next_values[key] =
-            key < room->to_come ? room->next_keys[key] + pages->kv_heads * room->dim : nought;
-    }
+    for (int64_t key = 0; key < KEYS; key++)
+        if (key < room->to_come)
+            room->next_values[key] = room->next_keys[key] + pages->kv_heads * room->dim;
+        else
+            room->next_keys[key] = room->next_values[key] = nought;
 }
 
+/* Sixteen numbers of a row's answer. */
 static lanes *answer_at(struct room *room, int64_t r, int64_t at) {
     sums *sums = room->answers + r / TILE * 2 * room->chunks + at / LANES;
     return (lanes *)*sums + r % TILE;
@@ -125,7 +126,7 @@ static void weigh_row(struct room *room, int64_t r) {
         put_terms(x[part], x[part + 1], scores + part / 2 * TERMS, LINE);
 }
 
-/* What vectors do next while the unit multiplies. */
+/* What vectors do next while the unit multiplies: not inlined, for it is called in a dozen places. */
 static __attribute__((noinline)) void go_on(struct room *room) {
     if (room->weighed < room->scored) {
         int64_t next = room->announced;
@@ -192,7 +193,8 @@ static void score(struct room *room, int64_t strip) {
     }
 }
 
-/* Add the values to the answers of a strip of rows, by their weights. */
+/* Add the values to the answers of a strip of rows, by their weights. Where numbers end with an odd
+ * sixteen, there may be anything in the tile beside it: nobody reads what becomes of that. */
 static void gather(struct room *room, int64_t strip) {
     const int64_t numbers = 2 * room->chunks, stride = sizeof *room->scores;
     sums *upper = room->answers + strip / TILE * numbers, *lower = upper + numbers;
@@ -216,7 +218,7 @@ static void gather(struct room *room, int64_t strip) {
     }
 }
 
-/* Bring all rows through the turn whose keys are in order; order those of the next. */
+/* Bring all rows through the turn whose keys are in order, and order those of the next. */
 static void take(struct room *room, const struct pages *pages, const struct piece *piece,
                  int64_t end) {
     for (int64_t half = 0; half < PARTS / 2; half++)
@@ -236,6 +238,7 @@ static void take(struct room *room, const struct pages *pages, const struct piec
     while (room->ordered < room->to_order) go_on(room);
 }
 
+/* Answer `count` rows of a piece from its row `begin` on. */
 static void attend_rows(const struct pages *pages, const struct piece *piece, int64_t begin,
                         int64_t count) {
     struct room room;
@@ -254,16 +257,18 @@ static void attend_rows(const struct pages *pages, const struct piece *piece, in
     room.to_order = PARTS;
     while (room.ordered < PARTS) go_on(&room);
     for (; room.first < end; room.first += KEYS) take(&room, pages, piece, end);
-    for (int64_t r = 0; r < count; r++)
+    for (int64_t r = 0; r < count; r++) {
+        float total = total_of(room.rows + r);
         for (int64_t at = 0; at < dim; at += LANES)
-            *(lanes *)(room.rows[r].answer + at) = *answer_at(&room, r, at) / total_of(room.rows + r);
+            *(lanes *)(room.rows[r].answer + at) = *answer_at(&room, r, at) / total;
+    }
 }
 
 int attend_by_tiles(const struct pages *pages, const struct piece *piece) {
     if (!tiles_allowed()) return 0;
     int64_t rows = piece->tokens * piece->heads;
-    /* The last term of a small weight is too small to be a normal number, and vectors take a hundred
-     * times as long with any other: sharp attention would take five times as long. */
+    /* The last term of a small weight is no normal number any more, with which vectors take a hundred
+     * times as long, and sharp attention five times: it is nought instead. */
     const unsigned mode = _mm_getcsr();
     _mm_setcsr(mode | _MM_FLUSH_ZERO_ON | _MM_DENORMALS_ZERO_ON);
     begin_tiles(rows < TILE ? rows : TILE);

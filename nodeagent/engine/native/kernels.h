@@ -145,7 +145,8 @@ void keep(const float *mixed, int64_t rows, int64_t heads, const int64_t *slots,
           int64_t kv_heads, int64_t dim);
 void attend(const float *mixed, int64_t heads, const float *slots, int64_t block_tokens,
             int64_t kv_heads, int64_t dim, const int64_t *tables, int64_t width,
-            const int64_t *pieces, int64_t count, int64_t window, int64_t threads, float *out);
+            const int64_t *pieces, int64_t count, int64_t window, int64_t by_tiles, int64_t threads,
+            float *out);
 
 INLINED int64_t group_bytes(int64_t bits) { return GROUP * TILE * bits / 8 + 4 * TILE; }
 

@@ -45,7 +45,7 @@ _ARGUMENTS: Final = {
     "gate": "pnnnp",
     "turn": "pnnnppnn",
     "keep": "pnnppnn",
-    "attend": "pnpnnnpnpnnnp",
+    "attend": "pnpnnnpnpnnnnp",
     "pack": "pppnnnnp",
     "pack_filed": "pnnnnnp",
     "tile_bytes": "nn",
@@ -170,9 +170,19 @@ class Kernels:
         )
 
     def attend(
-        self, mixed: Tensor, heads: int, pages: Tensor, tables: Tensor, pieces: Tensor, window: int
+        self,
+        mixed: Tensor,
+        heads: int,
+        pages: Tensor,
+        tables: Tensor,
+        pieces: Tensor,
+        window: int,
+        by_tiles: bool = False,
     ) -> Tensor:
-        """Answer the queries of `mixed`; `layers.attention.Listed` tells what the pieces are."""
+        """Answer the queries of `mixed`; `layers.attention.Listed` tells what the pieces are.
+
+        Not `by_tiles`, a row's answer is the same bit for bit whatever it is computed with.
+        """
         _, block_tokens, both, dim = pages.shape
         answer = torch.empty(len(mixed), heads, dim)
         self.library.attend(
@@ -187,6 +197,7 @@ class Kernels:
             pieces.data_ptr(),
             len(pieces),
             window,
+            by_tiles,
             torch.get_num_threads(),
             answer.data_ptr(),
         )

@@ -82,8 +82,11 @@ static void place_rows(const void *told, int64_t row, int64_t end) {
 
 static void attend_to(const struct layer *layer, const struct step *step, const int64_t *pieces,
                       int64_t count, const struct places *at) {
+    /* Products that round what they multiply make much of a last bit: by those, a text would depend
+     * on how many of its tokens are computed at once. */
+    const int rounding = layer->output.kind > FP32;
     attend(at->mixed, step->heads, layer->pages, step->block_tokens, step->kv_heads, step->dim,
-           step->tables, step->table_width, pieces, count, step->window, step->threads,
+           step->tables, step->table_width, pieces, count, step->window, !rounding, step->threads,
            at->answers);
 }
 

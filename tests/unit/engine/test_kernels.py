@@ -123,7 +123,7 @@ def test_attention_is_torchs_whatever_the_batch(
     pages = chance(int(tables.max()) + 1, BLOCK, 2 * kv_heads, dim)
     mixed = chance(rows, heads + 2 * kv_heads, dim, seed=3)
     mixed[:, :heads] *= large
-    found = attending.attend(mixed, heads, pages, tables, pieces, window)
+    found = attending.attend(mixed, heads, pages, tables, pieces, window, by_tiles=True)
     for piece in pieces.tolist():
         wanted = by_torch(mixed, heads, pages, tables, piece, window)
         torch.testing.assert_close(
@@ -131,12 +131,38 @@ def test_attention_is_torchs_whatever_the_batch(
         )
 
 
+@given(
+    start=st.integers(0, 150),
+    tokens=st.integers(1, 70),
+    grouped=st.sampled_from([(1, 1), (6, 2), (9, 3), (8, 4)]),
+    dim=st.sampled_from([16, 64, 128]),
+    threads=st.integers(1, 2),
+)
+@settings(max_examples=40, deadline=None)
+def test_by_vectors_an_answer_is_the_same_however_many_are_computed_at_once(
+    own: Kernels, start: int, tokens: int, grouped: tuple[int, int], dim: int, threads: int
+) -> None:
+    heads, kv_heads = grouped
+    tables, pieces, _ = sequences((start, tokens))
+    pages = chance(int(tables.max()) + 1, BLOCK, 2 * kv_heads, dim)
+    mixed = chance(tokens, heads + 2 * kv_heads, dim, seed=3)
+    alone = torch.tensor([[at, 1, start + at, 0] for at in range(tokens)])
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        together = own.attend(mixed, heads, pages, tables, pieces, 2**32)
+        singly = own.attend(mixed, heads, pages, tables, alone, 2**32)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(together, singly)
+
+
 @pytest.mark.parametrize("tokens", [3, 39])
 def test_what_no_token_sees_may_be_anything(attending: Kernels, tokens: int) -> None:
     tables, pieces, rows = sequences((5, 1), (0, tokens))
     pages = chance(int(tables.max()) + 1, BLOCK, 2 * KV_HEADS, DIM)
     mixed = chance(rows, HEADS + 2 * KV_HEADS, DIM, seed=3)
-    wanted = attending.attend(mixed, HEADS, pages, tables, pieces, 4)
+    wanted = attending.attend(mixed, HEADS, pages, tables, pieces, 4, by_tiles=True)
     hidden: list[tuple[Tensor, slice | int]] = [
         (tables[0, 0], slice(0, 2)),
         (tables[0, 1], slice(2, 4)),
@@ -144,7 +170,9 @@ def test_what_no_token_sees_may_be_anything(attending: Kernels, tokens: int) -> 
     ]
     for block, slots in hidden:
         pages[block, slots] = float("nan")
-    assert torch.equal(attending.attend(mixed, HEADS, pages, tables, pieces, 4), wanted)
+    assert torch.equal(
+        attending.attend(mixed, HEADS, pages, tables, pieces, 4, by_tiles=True), wanted
+    )
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
@@ -156,7 +184,7 @@ def test_what_is_no_number_reaches_the_answers_of_its_own_rows_alone(
     pages = chance(int(tables.max()) + 1, BLOCK, 2 * KV_HEADS, DIM)
     pages[tables[1, 0], 0] = wrong
     mixed = chance(rows, HEADS + 2 * KV_HEADS, DIM, seed=3)
-    found = attending.attend(mixed, HEADS, pages, tables, pieces, 100)
+    found = attending.attend(mixed, HEADS, pages, tables, pieces, 100, by_tiles=True)
     assert found[0].isfinite().all()
     assert not found[1:].isfinite().any()
 
@@ -166,9 +194,9 @@ def test_a_wrong_query_spoils_no_other_rows_answer(attending: Kernels, wrong: fl
     tables, pieces, rows = sequences((70, 30))
     pages = chance(int(tables.max()) + 1, BLOCK, 2 * KV_HEADS, DIM)
     mixed = chance(rows, HEADS + 2 * KV_HEADS, DIM, seed=3)
-    wanted = attending.attend(mixed, HEADS, pages, tables, pieces, 50)
+    wanted = attending.attend(mixed, HEADS, pages, tables, pieces, 50, by_tiles=True)
     mixed[11, 2, 5] = wrong
-    found = attending.attend(mixed, HEADS, pages, tables, pieces, 50)
+    found = attending.attend(mixed, HEADS, pages, tables, pieces, 50, by_tiles=True)
     assert not found[11, 2].isfinite().any()
     found[11, 2] = wanted[11, 2]
     assert torch.equal(found, wanted)
