@@ -42,6 +42,8 @@ class Replica:
         self.reason = ""
         self.since = clock()
         self.breaks: list[float] = []
+        self.is_hopeless = False
+        """Whether what broke it would break it again, however often it is tried."""
         self.fetched_bytes = 0
         self.profile = Profile()
         self.in_flight = TokensInFlight(spec.engine.tokens_in_flight_max)
@@ -209,6 +211,7 @@ class Supervisor:
             problem = replica.run.result()
         except (ArtifactError, OSError, UnknownOption) as error:
             problem = str(error)
+            replica.is_hopeless = isinstance(error, UnknownOption)
         # This replica's own edge: what nobody foresaw breaks it alone, and it is tried again.
         except Exception as error:
             log.exception("replica failed", extra={"fields": {"replica": replica.spec.replica_id}})
@@ -303,11 +306,12 @@ class Supervisor:
                 return problem
 
     async def _wait_to_retry(self, replica: Replica, problem: str) -> None:
-        """Wait out the backoff; one that broke too often waits for its end to be ordered."""
+        """Wait out the backoff; one that is given up waits for its end to be ordered."""
         replica.breaks.append(self._clock())
         wait_s = next_try_s(replica.breaks, self._clock(), self._chance.random())
-        if wait_s is None:
-            replica.happened(Event.GAVE_UP, f"broke {len(replica.breaks)} times: {problem}")
+        if wait_s is None or replica.is_hopeless:
+            often = "" if replica.is_hopeless else f"broke {len(replica.breaks)} times: "
+            replica.happened(Event.GAVE_UP, f"{often}{problem}")
             self._on_change()
             await replica.ending.wait()
             return

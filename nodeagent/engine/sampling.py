@@ -1,7 +1,7 @@
 """From logits to one token for each sequence, in the order the field applies its knobs.
 
 Penalties and bias change logits; then temperature; then top_k, top_p, min_p cut the tail; then one
-draw from the sequence's own generator, so that a seed gives the same output in any company. A
+draw from the sequence's own generator, so that a seed draws the same numbers in any company. A
 constraint forbids after the knobs and before the cuts, so that top_k counts allowed tokens only.
 Log-probabilities told to the caller are those of the model itself, before any knob.
 """

@@ -6,7 +6,8 @@ decodes, prompts get no more tokens than `pace` allows, so that the next token c
 Rule 2: who has the earlier turn goes first (`turns`). When blocks run out the running sequence with
 the latest turn gives its own back and waits again at its old place; so the first always moves, and
 by it everyone in the end.
-Rule 3: where no more can run, a request of higher priority takes the place of one of lower.
+Rule 3: where no more can run, a request of higher priority takes the place of one of lower, unless
+that one has waited so long that its turn is the earlier: it would come back at once.
 Rule 4: a request whose deadline passes before its first token is given up.
 Rule 5: a prompt's blocks are taken whole when it is admitted; afterwards only outputs grow.
 Rule 6: what lies below the device is brought back where that is faster than computing it (`trade`).
@@ -338,11 +339,12 @@ class Batching:
     def _make_way(
         self, sequence: Sequence, decodes: list[Chunk], prefills: list[Chunk]
     ) -> int | None:
-        """Preempt the last of lower priority; return the tokens that it leaves in this step."""
+        """Preempt the last of lower priority and later turn; return the tokens that it leaves."""
         lower = [
             running
             for running in self.running
             if running.standing.priority < sequence.standing.priority
+            and _turn(running) > _turn(sequence)
         ]
         freed = self.blocks.free + sum(len(running.blocks) for running in lower)
         seats = self._seats_free() + _seats(lower)

@@ -1,5 +1,6 @@
 """An answer that another engine began goes on as if it were one: greedy draws, and seeded ones."""
 
+import asyncio
 from typing import Any
 
 import aiohttp
@@ -46,6 +47,23 @@ async def test_the_rest_is_what_would_have_been_said(
             **{headers.SAID: str(at)},
         )
         assert begun + rest["choices"][0]["message"]["content"] == whole, f"cut after {at}"
+
+
+async def test_a_text_is_the_same_whatever_is_computed_beside_it(
+    http: aiohttp.ClientSession,
+) -> None:
+    bodies = [
+        chat(f"{prompt} {'Think of it slowly. ' * (7 * at)}", max_tokens=TOKENS, seed=at)
+        for at, prompt in enumerate(PROMPTS * 4)
+    ]
+
+    async def said(body: dict[str, Any]) -> str:
+        answer = await post(http, CHAT, body | {"cache_salt": "none is shared"})
+        text: str = answer["choices"][0]["message"]["content"]
+        return text
+
+    alone = [await said(body) for body in bodies]
+    assert await asyncio.gather(*(said(body) for body in bodies)) == alone
 
 
 async def test_a_completion_goes_on_too(http: aiohttp.ClientSession) -> None:

@@ -56,6 +56,18 @@ def test_higher_priority_goes_first_and_takes_a_running_ones_place() -> None:
     assert batching.blocks.held == 0
 
 
+def test_who_has_waited_out_anothers_priority_keeps_its_place() -> None:
+    """It would come back at once, being first, only to give way again: without end."""
+    batching = make(sequences=1)
+    batching.submit(one(1, priority=10))
+    play(batching, batching.next_batch())
+    batching.turns.pass_by(200_000)
+    batching.submit(one(2, priority=90))
+    play(batching, batching.next_batch())
+    assert [s.number for s in batching.running] == [1]
+    assert order_of_ends(batching) == [1, 2]
+
+
 @settings(deadline=None, max_examples=40)
 @given(st.integers(0, 100), st.integers(1, 400))
 def test_nobody_starves_behind_an_endless_stream_of_higher_priority(
@@ -84,25 +96,31 @@ def test_the_memory_of_sessions_is_bounded() -> None:
             st.integers(0, 100),
             st.sampled_from([b"", b"a", b"b"]),
             st.none() | st.integers(0, 30),
+            st.sampled_from([0, 20_000, 200_000]),
         ),
         min_size=1,
         max_size=12,
     )
 )
 def test_everyone_ends_or_is_given_up_in_time(
-    asks: list[tuple[int, int, int, bytes, int | None]],
+    asks: list[tuple[int, int, int, bytes, int | None, int]],
 ) -> None:
     batching = Batching(Limits(12, 3), Blocks(8))
     arriving = [
-        one(number, prompt, output, priority=priority, session=session, deadline_s=deadline)
-        for number, (prompt, output, priority, session, deadline) in enumerate(asks)
+        (leap, one(number, prompt, output, priority=priority, session=session, deadline_s=deadline))
+        for number, (prompt, output, priority, session, deadline, leap) in enumerate(asks)
     ]
     ended: set[int] = set()
     now = 0.0
     while arriving or batching.busy:
         if arriving:
-            batching.submit(arriving.pop(0))
+            leap, sequence = arriving.pop(0)
+            # What was computed meanwhile, so that a lead by priority may be used up.
+            batching.turns.pass_by(leap)
+            batching.submit(sequence)
+        first = min((*batching.running, *batching.waiting), key=lambda s: (s.turn, s.number))
         batch = batching.next_batch(now)
+        assert not first.admitted or first in batching.running or first in batch.late
         assert batch.tokens <= 12
         assert len(batching.running) <= 3
         assert batching.running == sorted(batching.running, key=lambda s: (s.turn, s.number))

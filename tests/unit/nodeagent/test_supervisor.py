@@ -14,6 +14,7 @@ from isochrone.wire.ids import Generation, ReplicaId
 from isochrone.wire.report import ReplicaState
 from nodeagent import supervisor as module
 from nodeagent.config import NodeConfig
+from nodeagent.drivers.driver import UnknownOption
 from nodeagent.host.wanted import ArtifactError
 from nodeagent.supervisor import Replica, Supervisor
 from tests.builders import a_spec
@@ -78,8 +79,11 @@ class FakeEngines:
 
     def __init__(self) -> None:
         self.started: list[FakeEngine] = []
+        self.error: Exception | None = None
 
     async def start(self, spec: object, path: Path) -> FakeEngine:
+        if self.error is not None:
+            raise self.error
         self.started.append(FakeEngine())
         return self.started[-1]
 
@@ -195,6 +199,17 @@ async def test_a_fault_of_ours_while_watching_costs_the_engine_alone(house: Hous
     await house.warm(engines=2)
     assert first.stopped
     assert len(house.replica.breaks) == 1
+
+
+async def test_an_option_that_no_try_will_make_known_is_given_up_at_once(house: House) -> None:
+    house.engines.error = UnknownOption("cannot start vllm: unknown options x; it has none")
+    house.supervisor.begin(SPEC)
+    await house.until(lambda: house.replica.state is ReplicaState.FAILED)
+    report = house.replica.report()
+    assert (report.reason, report.restarts) == (str(house.engines.error), 1)
+    assert house.artifacts.asked == 1
+    house.supervisor.end(END)
+    await house.until(lambda: house.replica.state is ReplicaState.STOPPED)
 
 
 async def test_an_engine_that_broke_is_not_warm_while_it_is_ended(house: House) -> None:
