@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 LANES: Final = 16
 """Heads are whole numbers of these."""
 HEAD_DIM_MAX: Final = 256
-PIECE_TOKENS: Final = 32
+PIECE_TOKENS: Final = 64
 """Attention goes through the keys once for so many neighbouring tokens, and all heads of each."""
 _ERROR_MAX: Final = 1e-3
 _TRIED_ROWS: Final = 61
