@@ -6,6 +6,7 @@ from typing import Any, Final
 import msgspec
 
 from nodeagent.engine.checkpoint.scaling import RopeConfig, scaling_of
+from nodeagent.engine.checkpoint.stored import check_plain
 from nodeagent.engine.models.families import FAMILIES
 from nodeagent.engine.models.shape import CheckpointError, ModelShape
 
@@ -53,6 +54,7 @@ class DecoderConfig(msgspec.Struct):
 
 def read_json(path: Path, kind: Any) -> Any:
     """Read a JSON file into `kind`, or raise CheckpointError."""
+    check_plain(path)
     try:
         if path.stat().st_size > _JSON_BYTES_MAX:
             raise CheckpointError(f"cannot read {path}: larger than {_JSON_BYTES_MAX} bytes")

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
+from nodeagent.engine.checkpoint.stored import check_plain
 from nodeagent.engine.models.shape import CheckpointError
 
 _SCALARS: Final = {
@@ -191,6 +192,7 @@ class _Cursor:
 
 def read_header(path: Path) -> GgufHeader:
     """Read metadata and tensor table of one file, or raise CheckpointError."""
+    check_plain(path)
     with path.open("rb") as file:
         if path.stat().st_size == 0:
             raise CheckpointError(f"cannot read {path}: the file is empty")

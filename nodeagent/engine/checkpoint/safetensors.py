@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from nodeagent.engine.checkpoint.config import DecoderConfig, read_json, shape_of
-from nodeagent.engine.checkpoint.stored import Stored, places
+from nodeagent.engine.checkpoint.stored import Stored, check_plain, places
 from nodeagent.engine.models.shape import CheckpointError
 from nodeagent.engine.models.weights import WeightSource
 from nodeagent.engine.parallel.share import Cut
@@ -96,6 +96,7 @@ class SafetensorsFiles(WeightSource):
         return stored.read(self._files[stored.path])
 
     def _open(self, path: Path, opened: ExitStack) -> None:
+        check_plain(path)
         try:
             # What it opens is sound.
             with safe_open(path, framework="pt"):

@@ -57,6 +57,12 @@ class Stored:
         return packed.view(self.dtype).view(self.shape)
 
 
+def check_plain(path: Path) -> None:
+    """Raise CheckpointError where `path` is no plain file: opening a pipe waits without end."""
+    if path.exists() and not path.is_file():
+        raise CheckpointError(f"cannot read {path}: it is no plain file")
+
+
 class _Entry(msgspec.Struct):
     dtype: str
     shape: tuple[int, ...]

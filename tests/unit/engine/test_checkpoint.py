@@ -226,6 +226,16 @@ def test_a_config_that_cannot_be_served_is_refused(tmp_path: Path, config: str, 
         SafetensorsFolder(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["m.gguf", "config.json", "model.safetensors"])
+def test_a_pipe_is_refused_not_waited_for(tmp_path: Path, name: str) -> None:
+    if name == "model.safetensors":
+        (tmp_path / "config.json").write_text(CONFIG + "}")
+    os.mkfifo(tmp_path / name)
+    path = tmp_path / name if name == "m.gguf" else tmp_path
+    with pytest.raises(CheckpointError, match=f"{name}: it is no plain file"):
+        open_checkpoint(path)
+
+
 def test_an_index_may_not_point_outside(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(CONFIG + "}")
     index = '{"weight_map":{"w":"../../etc/x.safetensors"}}'
