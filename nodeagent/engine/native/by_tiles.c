@@ -320,11 +320,11 @@ static void multiply_pairs(const void *told, int64_t pair, int64_t end) {
     if (by->kind == FP16) by_floats(FP16, by, pair, end);
     if (by->kind == BF16) by_floats(BF16, by, pair, end);
     if (by->kind == FP32) by_floats(FP32, by, pair, end);
-#define LINES_OF(number, bits)                                                                     \
-    if (by->kind == bits && by->lines == number) by_groups(number, bits, by, pair, end);
-    LINES_OF(4, 4) LINES_OF(8, 4) LINES_OF(12, 4) LINES_OF(16, 4)
-    LINES_OF(4, 8) LINES_OF(8, 8) LINES_OF(12, 8) LINES_OF(16, 8)
-#undef LINES_OF
+    /* Twelve rows or more make strips of twelve or sixteen. */
+    if (by->kind == 4 && by->lines == 12) by_groups(12, 4, by, pair, end);
+    if (by->kind == 4 && by->lines == 16) by_groups(16, 4, by, pair, end);
+    if (by->kind == 8 && by->lines == 12) by_groups(12, 8, by, pair, end);
+    if (by->kind == 8 && by->lines == 16) by_groups(16, 8, by, pair, end);
     TILES_END();
 }
 

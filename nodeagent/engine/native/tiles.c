@@ -46,8 +46,8 @@ static int multiplies(void) {
     return 1;
 }
 
-/* There are machines that name the unit among their features and end whoever uses it: a child tries
- * it first. */
+/* A machine may be told to name the unit among its features and not have it, which ends whoever uses
+ * it: a child tries it first. */
 static int tried(void) {
     if (syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA)) return 0;
     pid_t child = fork();
