@@ -271,7 +271,7 @@ int attend_by_tiles(const struct pages *pages, const struct piece *piece) {
      * times as long, and sharp attention five times: it is nought instead. */
     const unsigned mode = _mm_getcsr();
     _mm_setcsr(mode | _MM_FLUSH_ZERO_ON | _MM_DENORMALS_ZERO_ON);
-    begin_tiles(rows < TILE ? rows : TILE);
+    begin_tiles(TILE, LINE);
     for (int64_t begin = 0; begin < rows; begin += ROWS)
         attend_rows(pages, piece, begin, rows - begin < ROWS ? rows - begin : ROWS);
     TILES_END();

@@ -3,11 +3,15 @@
  * Rows of x are cut into strips that are all of one size, 16 at most, and into blocks of 32 columns.
  * What a block holds becomes terms of bf16, of weights and of x:
  *
- * - Groups of four or eight bits: their numbers are one term, and x is rounded to whole numbers as in
- *   `products.c`, which are two. All sums are below 2^24, and so exact: the answers are those of
- *   `products.c`, bit for bit. A text must not depend on how many others are computed with it.
+ * - Groups of four bits: their numbers are one term, and x is rounded to whole numbers as in
+ *   `products.c`, which are two. All sums are below 2^24, and so exact.
+ * - Groups of eight bits: their numbers are multiplied as the bytes that they are, by the higher byte
+ *   and by the lower of the whole numbers of x.
  * - Floats: x and fp32 are three terms, fp16 two and bf16 one, without loss; the products of terms
  *   that are left out are 2^-24 of the largest.
+ *
+ * By groups the answers are those of `products.c`, bit for bit: a text must not depend on how many
+ * others are computed with it.
  */
 
 #include "tiles.h"
@@ -28,12 +32,13 @@ struct product {
     float *out;
     int64_t kind, rows, columns, count;
     int64_t blocks, strips, lines; /* of a strip */
-    /* Strip by strip, block by block, term by term: so many lines of 32 numbers. */
+    /* Strip by strip, block by block, term by term: so many lines of 32 numbers. By eight bits a line
+     * has their higher bytes, then their lower. */
     uint8_t *terms;
     float *scales, *sums; /* of groups: strip by strip, group by group, line by line */
 };
 
-INLINED int64_t terms_of_x(int64_t kind) { return kind > FP32 ? 2 : TERMS; }
+INLINED int64_t terms_of_x(int64_t kind) { return kind <= FP32 ? TERMS : kind == 4 ? 2 : 1; }
 
 INLINED int64_t terms_of(int64_t kind) { return kind == FP32 ? 3 : kind == FP16 ? 2 : 1; }
 
@@ -43,7 +48,6 @@ static __m512i order_of(int64_t kind) {
     uint16_t order[2 * LANES];
     for (int place = 0; place < 2 * LANES; place++) {
         int line = place / 2, second = place % 2, column = place;
-        if (kind > FP32) column = line / 2 * 4 + line % 2 + 2 * second;
         if (kind == 4) column = line / 4 * 4 + line % 4 / 2 + line % 2 * LANES + 2 * second;
         order[place] = 2 * column + 1;
     }
@@ -55,9 +59,18 @@ INLINED void put_term(__m512i first, __m512i second, __m512i order, uint8_t *to)
     _mm512_storeu_si512(to, _mm512_permutex2var_epi16(first, order, second));
 }
 
-/* Cut a group's whole numbers into multiples of 256 and what is left. */
-INLINED void cut_numbers(struct rounded group, __m512i order, uint8_t *to, int64_t apart) {
+/* Cut a group's whole numbers into multiples of 256 and what is left: two terms, or bytes. */
+INLINED void cut_numbers(struct rounded group, int64_t bits, __m512i order, uint8_t *to,
+                         int64_t apart) {
     const __m512i low = _mm512_set1_epi32(255);
+    if (bits == 8) {
+        __m128i *bytes = (__m128i *)to;
+        bytes[0] = _mm512_cvtepi32_epi8(_mm512_srai_epi32(group.first, 8));
+        bytes[1] = _mm512_cvtepi32_epi8(_mm512_srai_epi32(group.second, 8));
+        bytes[2] = _mm512_cvtepi32_epi8(group.first);
+        bytes[3] = _mm512_cvtepi32_epi8(group.second);
+        return;
+    }
 #define AS_FLOATS(whole) _mm512_castps_si512(_mm512_cvtepi32_ps(whole))
     put_term(AS_FLOATS(_mm512_andnot_si512(low, group.first)),
              AS_FLOATS(_mm512_andnot_si512(low, group.second)), order, to);
@@ -86,7 +99,7 @@ static void cut_rows(const void *told, int64_t row, int64_t end) {
                 int64_t sum = _mm512_reduce_add_epi32(_mm512_add_epi32(group.first, group.second));
                 by->scales[at * by->lines + line] = group.scale;
                 by->sums[at * by->lines + line] = group.scale * (float)sum;
-                cut_numbers(group, order, to, bytes);
+                cut_numbers(group, by->kind, order, to, bytes);
             } else {
                 for (int64_t term = 0; term < TERMS; term++, to += bytes) {
                     __m512i one = term_of(&first), other = term_of(&second);
@@ -102,35 +115,29 @@ static const uint16_t WHOLE[LANES] = {0,      0x3f80, 0x4000, 0x4040, 0x4080, 0x
                                       0x40c0, 0x40e0, 0x4100, 0x4110, 0x4120, 0x4130,
                                       0x4140, 0x4150, 0x4160, 0x4170};
 
-/* The numbers of a group as a term: 16 lines, a pair of columns each. */
-INLINED void widen_group(const int bits, const uint8_t *group, uint8_t *to) {
+/* The numbers of a group of four bits as a term: 16 lines, a pair of columns each. */
+INLINED void widen_group(const uint8_t *group, uint8_t *to) {
     const __m512i table = _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i *)WHOLE));
-    const __m512i byte = _mm512_set1_epi32(255);
-    for (int line = 0; line < bits; line++, group += LINE) {
-        __m512i numbers = _mm512_loadu_si512(group);
+    for (int line = 0; line < 4; line++)
 #pragma GCC unroll 4
-        for (int shift = 0; shift < 16; shift += bits, to += LINE) {
-            __m512i first = _mm512_and_si512(_mm512_srli_epi32(numbers, shift), byte);
-            __m512i second = _mm512_and_si512(_mm512_srli_epi32(numbers, shift + 16), byte);
-            __m512i both = paired(AS_FLOATS(first), AS_FLOATS(second));
-            if (bits == 4) /* the table repeats itself */
-                both = _mm512_permutexvar_epi16(_mm512_srli_epi16(numbers, shift), table);
-            _mm512_storeu_si512(to, both);
+        for (int shift = 0; shift < 16; shift += 4, to += LINE) {
+            __m512i numbers = _mm512_srli_epi16(_mm512_loadu_si512(group + line * LINE), shift);
+            /* What is above the number does no harm: the table repeats itself. */
+            _mm512_storeu_si512(to, _mm512_permutexvar_epi16(numbers, table));
         }
-    }
 }
 
 /* One strip of `lines` rows by a few groups of 16 rows. */
 INLINED void multiply_groups(const int lines, const int bits, const struct product *by,
                              const uint8_t *groups, const uint8_t *terms, int64_t count,
                              int64_t strip, int64_t block, int64_t rows, float *out) {
-    const uint8_t *x = by->terms + (strip * by->blocks + block) * 2 * lines * LINE;
+    const int64_t of_x = terms_of_x(bits) * lines * LINE;
+    const uint8_t *x = by->terms + (strip * by->blocks + block) * of_x;
     const float *scales = by->scales + (strip * by->blocks + block) * lines;
     const float *sums = by->sums + (strip * by->blocks + block) * lines;
     /* The first strip has the next pair of tiles brought from memory. */
     const int64_t bytes = group_bytes(bits), ahead = 2 * by->blocks * bytes;
-    /* By eight bits the two terms of x have sums of their own, which together would pass 2^24. */
-    float dots[TILE * LANES] __attribute__((aligned(LINE))), more[TILE * LANES];
+    __m512i dots[2][TILE];
     __m512 answers[TILE];
 #pragma GCC unroll 16
     for (int line = 0; line < lines; line++)
@@ -139,34 +146,36 @@ INLINED void multiply_groups(const int lines, const int bits, const struct produ
     for (int64_t group = 0; group < count; group++) {
         TILE_NOUGHT(0);
         TILE_LOAD(4, x, LINE);
-        TILE_LOAD(5, x + lines * LINE, LINE);
-        TILE_LOAD(6, terms, LINE);
-        TILE_MULTIPLY(0, 4, 6);
         if (bits == 4) {
+            TILE_LOAD(5, x + lines * LINE, LINE);
+            TILE_LOAD(6, terms, LINE);
+            TILE_MULTIPLY(0, 4, 6);
             TILE_MULTIPLY(0, 5, 6);
         } else {
             TILE_NOUGHT(1);
-            TILE_MULTIPLY(1, 5, 6);
-            TILE_STORE(1, more, LINE);
+            TILE_LOAD(5, x + LINE / 2, LINE);
+            TILE_LOAD(6, groups, LINE);
+            TILE_MULTIPLY_BYTES(s, 0, 4, 6);
+            TILE_MULTIPLY_BYTES(u, 1, 5, 6);
+            TILE_STORE(1, dots[1], LINE);
         }
-        TILE_STORE(0, dots, LINE);
+        TILE_STORE(0, dots[0], LINE);
         const __m256i *halves = (const __m256i *)(groups + GROUP * TILE * bits / 8);
         __m512 scale = _mm512_cvtph_ps(_mm256_loadu_si256(halves));
         __m512 offset = _mm512_cvtph_ps(_mm256_loadu_si256(halves + 1));
 #pragma GCC unroll 16
         for (int line = 0; line < lines; line++) {
             __m512 scaled = _mm512_mul_ps(scale, _mm512_set1_ps(scales[line]));
-            __m512 sum = _mm512_load_ps(dots + line * LANES);
+            __m512 sum = _mm512_castsi512_ps(dots[0][line]);
             if (bits == 8)
-                sum = _mm512_cvtepi32_ps(_mm512_add_epi32(
-                    _mm512_cvtps_epi32(sum),
-                    _mm512_cvtps_epi32(_mm512_loadu_ps(more + line * LANES))));
+                sum = _mm512_cvtepi32_ps(
+                    _mm512_add_epi32(_mm512_slli_epi32(dots[0][line], 8), dots[1][line]));
             answers[line] = _mm512_fmadd_ps(sum, scaled, answers[line]);
             answers[line] = _mm512_fmadd_ps(offset, _mm512_set1_ps(sums[line]), answers[line]);
         }
         for (int64_t line = 0; strip == 0 && line < bytes; line += LINE)
             __builtin_prefetch(groups + ahead + line);
-        x += 2 * lines * LINE;
+        x += of_x;
         scales += lines;
         sums += lines;
         terms += TERM;
@@ -187,10 +196,9 @@ INLINED void by_groups(const int lines, const int bits, const struct product *by
         for (int64_t first = 2 * pair; first < 2 * end; first += 2) {
             const uint8_t *groups = by->packed + (first * by->blocks + block) * bytes;
             const int64_t two = first + 1 < tiles, apart = by->blocks * bytes;
-            for (int64_t one = 0; one <= two; one++)
+            for (int64_t one = 0; bits == 4 && one <= two; one++)
                 for (int64_t group = 0; group < count; group++)
-                    widen_group(bits, groups + one * apart + group * bytes,
-                                wide[one] + group * TERM);
+                    widen_group(groups + one * apart + group * bytes, wide[one] + group * TERM);
             for (int64_t strip = 0, row = 0; strip < by->strips; strip++, row += lines)
                 for (int64_t one = 0; one <= two; one++)
                     multiply_groups(lines, bits, by, groups + one * apart, wide[one], count, strip,
@@ -316,7 +324,7 @@ INLINED void by_floats(const enum kind kind, const struct product *by, int64_t p
 
 static void multiply_pairs(const void *told, int64_t pair, int64_t end) {
     const struct product *by = told;
-    begin_tiles(by->lines);
+    begin_tiles(by->lines, by->kind == 8 ? LINE / 2 : LINE);
     if (by->kind == FP16) by_floats(FP16, by, pair, end);
     if (by->kind == BF16) by_floats(BF16, by, pair, end);
     if (by->kind == FP32) by_floats(FP32, by, pair, end);

@@ -17,15 +17,15 @@ int tiles_allowed(void) { return allowed; }
 #define REQUEST_PERMISSION 0x1023 /* arch_prctl's ARCH_REQ_XCOMP_PERM */
 #define TILE_DATA 18
 
-void begin_tiles(int64_t lines) {
+void begin_tiles(int64_t lines, int64_t bytes) {
     struct {
         uint8_t palette, start, nought[14];
         uint16_t bytes[16];
         uint8_t lines[16];
     } shape = {.palette = 1};
     for (int tile = 0; tile < 8; tile++) {
-        shape.bytes[tile] = LINE;
-        shape.lines[tile] = tile < 6 ? lines : TILE;
+        shape.bytes[tile] = tile == 4 || tile == 5 ? bytes : LINE;
+        shape.lines[tile] = tile < 6 ? lines : bytes / 4;
     }
     __asm__ volatile("ldtilecfg %0" ::"m"(shape));
 }
@@ -34,7 +34,7 @@ static int multiplies(void) {
     uint16_t ones[TILE_NUMBERS];
     float sums[TILE * LANES];
     for (int at = 0; at < TILE_NUMBERS; at++) ones[at] = 0x3f80;
-    begin_tiles(TILE);
+    begin_tiles(TILE, LINE);
     TILE_NOUGHT(0);
     TILE_LOAD(4, ones, LINE);
     TILE_LOAD(6, ones, LINE);

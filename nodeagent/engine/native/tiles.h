@@ -12,7 +12,7 @@
 
 #include "kernels.h"
 
-#if defined(__AMX_TILE__) && defined(__AMX_BF16__)
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__)
 #define WITH_TILES
 #endif
 
@@ -25,7 +25,7 @@ int64_t allow_tiles(int64_t wanted);
 /* From how many rows on products by tiles are the faster ones: the more terms, the more. Weights of 16
  * bits in groups are better kept as the floats that they were, where there are tiles. */
 INLINED int64_t many_rows(int64_t kind) {
-    return kind == FP32 ? 80 : kind < FP32 ? 24 : kind == 4 ? 12 : kind == 8 ? 16 : INT64_MAX;
+    return kind == FP32 ? 80 : kind < FP32 ? 24 : kind < 16 ? 12 : INT64_MAX;
 }
 
 int64_t multiply_by_tiles(const uint8_t *packed, int64_t kind, int64_t rows, int64_t columns,
@@ -40,14 +40,16 @@ int64_t multiply_by_tiles(const uint8_t *packed, int64_t kind, int64_t rows, int
     __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #tile ::"r"(from), "r"((int64_t)(apart)) : "memory")
 #define TILE_STORE(tile, to, apart)                                                                \
     __asm__ volatile("tilestored %%tmm" #tile ", (%0,%1,1)" ::"r"(to), "r"((int64_t)(apart)) : "memory")
-/* `sums` += `rows` times `columns`. */
+/* `sums` += `rows` times `columns`: of bf16; of bytes, rows with a sign (`s`) or without (`u`). */
 #define TILE_MULTIPLY(sums, rows, columns)                                                         \
     __asm__ volatile("tdpbf16ps %%tmm" #columns ", %%tmm" #rows ", %%tmm" #sums ::)
+#define TILE_MULTIPLY_BYTES(sign, sums, rows, columns)                                             \
+    __asm__ volatile("tdpb" #sign "ud %%tmm" #columns ", %%tmm" #rows ", %%tmm" #sums ::)
 #define TILES_END() __asm__ volatile("tilerelease" ::)
 
-/* Make all eight tiles of 16 lines, but the first six of `lines`: they are of rows, and few rows
- * take less time. A thread gives its tiles back by TILES_END. */
-void begin_tiles(int64_t lines);
+/* Make tiles 0 to 3 of sums, 4 and 5 of rows, all of so many `lines`, for few take less time; and 6
+ * and 7 of columns, for rows of so many `bytes`. A thread gives its tiles back by TILES_END. */
+void begin_tiles(int64_t lines, int64_t bytes);
 
 /* The largest bf16 towards nought, and what is left. */
 INLINED __m512i term_of(__m512 *x) {
