@@ -102,8 +102,11 @@ INLINED void score(const int rows, const int parts, const struct turn *turn, str
 #pragma GCC unroll 6
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
-        for (int part = 0; part < parts; part++)
-            ((lanes *)scores[r])[part] = root * sums[r][part];
+        for (int part = 0; part < parts; part++) {
+            sums[r][part] *= root;
+            ROUND_HERE(sums[r][part]);
+            ((lanes *)scores[r])[part] = sums[r][part];
+        }
 }
 
 /* Shrink `parts` times sixteen numbers of the answers of `rows` rows; add the values by weight. */
@@ -114,8 +117,10 @@ INLINED void gather(const int rows, const int parts, struct turn *turn,
 #pragma GCC unroll 6
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
-        for (int part = 0; part < parts; part++)
+        for (int part = 0; part < parts; part++) {
             answers[r][part] = shrink[r] * ((const lanes *)(row[r].answer + at))[part];
+            ROUND_HERE(answers[r][part]);
+        }
     for (int64_t key = 0; key < turn->count; key++) {
         const lanes *value = (const lanes *)(turn->values[key] + at);
         go_ahead(turn, pages, 1);

@@ -107,7 +107,9 @@ INLINED float weigh(struct row *row, const int parts, lanes *x) {
             /* What is no number is passed over here, and stays none. */
             float most = ceilf(_mm512_reduce_max_ps(_mm512_max_ps(
                 (__m512)x[part], _mm512_set1_ps(-INFINITY))));
-            float step = power_of_two((lanes){row->reference - most})[0];
+            /* By whole numbers it is exact, which a polynomial is not. */
+            float step = _mm_cvtss_f32(
+                _mm_scalef_ss(_mm_set_ss(1), _mm_set_ss(row->reference - most)));
             for (int before = 0; before < part; before++) x[before] *= step;
             totals *= step;
             shrink *= step;

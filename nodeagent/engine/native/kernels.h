@@ -37,6 +37,10 @@ INLINED lanes where(places wanted, lanes one, lanes other) {
     return (lanes)((wanted & (places)one) | (~wanted & (places)other));
 }
 
+/* Have a product rounded where it is made: else a compiler takes it and a later sum as one in one place,
+ * and as two in another. */
+#define ROUND_HERE(x) __asm__("" : "+v"(x))
+
 /* How weights that are floats are stored. */
 enum kind { FP16, BF16, FP32 };
 

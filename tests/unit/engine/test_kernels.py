@@ -137,15 +137,23 @@ def test_attention_is_torchs_whatever_the_batch(
     grouped=st.sampled_from([(1, 1), (6, 2), (9, 3), (8, 4)]),
     dim=st.sampled_from([16, 64, 128]),
     threads=st.integers(1, 2),
+    sharp=st.sampled_from([1.0, 30.0]),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_by_vectors_an_answer_is_the_same_however_many_are_computed_at_once(
-    own: Kernels, start: int, tokens: int, grouped: tuple[int, int], dim: int, threads: int
+    own: Kernels,
+    start: int,
+    tokens: int,
+    grouped: tuple[int, int],
+    dim: int,
+    threads: int,
+    sharp: float,
 ) -> None:
     heads, kv_heads = grouped
     tables, pieces, _ = sequences((start, tokens))
     pages = chance(int(tables.max()) + 1, BLOCK, 2 * kv_heads, dim)
     mixed = chance(tokens, heads + 2 * kv_heads, dim, seed=3)
+    mixed[:, :heads] *= sharp
     alone = torch.tensor([[at, 1, start + at, 0] for at in range(tokens)])
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
