@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 
-from nodeagent.engine.layers.rope import Rope, inverse_frequencies
-from nodeagent.engine.native import building
-from nodeagent.engine.native.building import NoKernels, built
-from nodeagent.engine.native.kernels import PIECE_TOKENS, Kernels, kernels
+from nodeagent.engine.kernels.cpu import build as building
+from nodeagent.engine.kernels.cpu.build import NoKernels, built
+from nodeagent.engine.kernels.cpu.kernels import PIECE_TOKENS, Kernels, kernels
+from nodeagent.engine.model.layers.rope import Rope, inverse_frequencies
 
 HEADS, KV_HEADS, DIM, BLOCK = 6, 2, 16, 4
 
