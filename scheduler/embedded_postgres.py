@@ -77,6 +77,16 @@ def _version(folder: Path) -> int:
     return int(match.group(1)) if match else 0
 
 
+def _bundled_libraries(installed: Path) -> list[Path]:
+    """Return the folders of shared libraries that a wheel installed beside its package.
+
+    The binaries find them by a path relative to themselves (`$ORIGIN/../../../NAME.libs`), so a copy
+    must keep them at the same distance.
+    """
+    package = installed.parent
+    return list(package.parent.glob(f"{package.name}.libs"))
+
+
 class EmbeddedPostgres:
     """One server below `state`: made on the first start, recovered on the next."""
 
@@ -192,14 +202,19 @@ class EmbeddedPostgres:
                 == 0
             ):
                 return binaries
-        copy = self._state / "pginstall"
-        if not (copy / "bin" / "postgres").exists():
-            shutil.rmtree(copy, ignore_errors=True)
-            aside = self._state / "pginstall.new"
-            shutil.rmtree(aside, ignore_errors=True)
-            shutil.copytree(binaries.parent, aside, symlinks=True)
-            aside.rename(copy)
-        return copy / "bin"
+        root = self._state / "postgres_copy"
+        installed = binaries.parent
+        copied = root / installed.parent.name / installed.name / "bin"
+        if not (copied / "postgres").exists():
+            aside = self._state / "postgres_copy.new"
+            for folder in (root, aside):
+                shutil.rmtree(folder, ignore_errors=True)
+            for folder in (installed, *_bundled_libraries(installed)):
+                relative = folder.relative_to(installed.parent.parent)
+                shutil.copytree(folder, aside / relative, symlinks=True)
+            aside.rename(root)
+        self._run(copied / "postgres", "--version")
+        return copied
 
     def _clear_stale_locks(self) -> None:
         """Stop what a killed launcher left; forget a server that is gone (a reused pid, a zombie).
