@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Enters the root that try.sh prepared, in its own mount and process namespace, and runs one command there.
-# Reads ROOT, USER_NAME, USER_HOME, MODE (read-only or writable), FOLDER, COMMAND, MOUNTS and PIP_SETTINGS.
+# Reads ROOT, USER_NAME, USER_HOME, MODE (read-only or writable), FOLDER, COMMAND and MOUNTS (paths of this
+# machine, one a line).
 set -euo pipefail
 mount --make-rprivate /
 
@@ -43,10 +44,5 @@ if [ "$MODE" = read-only ]; then
     mount -o remount,bind,ro "$ROOT" 2>/dev/null || mount -o remount,ro "$ROOT"
 fi
 
-settings=()
-while read -r setting; do
-    [ -z "$setting" ] || settings+=("$setting")
-done <<<"$PIP_SETTINGS"
 exec chroot --userspec="$USER_NAME:$USER_NAME" "$ROOT" env -i HOME="$USER_HOME" USER="$USER_NAME" LANG=C.UTF-8 TERM=dumb \
-    PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin "${settings[@]}" \
-    bash -c 'cd "$1" && exec $2' bash "$FOLDER" "$COMMAND"
+    PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin bash -c 'cd "$1" && exec $2' bash "$FOLDER" "$COMMAND"

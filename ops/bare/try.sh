@@ -72,21 +72,11 @@ bootstrap() {  # SYSTEM: Debian with its packages, made once in $SYSTEMS
     touch "$root/.complete"
 }
 
-index_settings() {  # print the host's files and folders that say where packages come from
-    printf '%s\n' /etc/resolv.conf /etc/hosts /etc/pip.conf /etc/ssl/certs/ca-certificates.crt
-    {
-        printenv PIP_FIND_LINKS || true
-        python3 -m pip config list 2>/dev/null | sed "s/^[^=]*=//; s/'//g; s/\\\\n/ /g"
-    } | tr ' ' '\n' | sed 's#^file://##' | grep '^/' || true
-}
-
-run_in() {  # SYSTEM USER read-only|writable FOLDER COMMAND: run COMMAND in FOLDER of the prepared root $WORK/root
-    local home=/root pip_settings
-    [ "$2" = root ] || home=/home/$2
-    pip_settings=$(python3 -m pip config list 2>/dev/null | sed -n "s/^\(global\|:env:\)\.\([a-z-]*\)='\(.*\)'$/PIP_\U\2\E=\3/p" |
-        sed 's/^\(PIP_[A-Z]*\)-/\1_/; s/^\(PIP_[A-Z_]*\)-/\1_/; s/\\n/ /g')
-    ROOT=$WORK/root USER_NAME=$2 MODE=$3 FOLDER=$4 COMMAND=$5 USER_HOME=$home PIP_SETTINGS=$pip_settings \
-        MOUNTS=$(index_settings | sort -u) unshare --mount --pid --fork --kill-child bash "$HERE/ops/bare/enter.sh"
+run_in() {  # USER read-only|writable FOLDER COMMAND: run COMMAND in FOLDER of the prepared root
+    local home=/root
+    [ "$1" = root ] || home=/home/$1
+    ROOT=$WORK/root USER_NAME=$1 USER_HOME=$home MODE=$2 FOLDER=$3 COMMAND=$4 MOUNTS=$(cat "$WORK/mounts") \
+        unshare --mount --pid --fork --kill-child bash "$HERE/ops/bare/enter.sh"
 }
 
 prepare() {  # SYSTEM USER FOLDER: an empty layer over SYSTEM, with a clone in FOLDER
@@ -97,8 +87,10 @@ prepare() {  # SYSTEM USER FOLDER: an empty layer over SYSTEM, with a clone in F
     mount -t overlay overlay -o "lowerdir=$SYSTEMS/$1,upperdir=$layer/upper,workdir=$layer/work" "$WORK/root"
     git clone --quiet "$HERE" "$WORK/root$3"
     chroot "$WORK/root" chown -R "$2:" "$3"
+    cp "$WORK/pip.conf" "$WORK/root/etc/pip.conf"
 }
 
+python3 "$HERE/ops/bare/index_settings.py" "$WORK/pip.conf" >"$WORK/mounts"
 table=() failed=0
 for combination in "${COMBINATIONS[@]}"; do
     IFS='|' read -r what commands <<<"$combination"
@@ -110,7 +102,7 @@ for combination in "${COMBINATIONS[@]}"; do
         [ "$command" = test ] || make="make up ONESHOT=1"
         echo "--- $make: system $system, as $user, $mode, in '$folder'"
         began=$SECONDS result=passed
-        run_in "$system" "$user" "$mode" "$folder" "$make" 2>&1 | tee "$WORK/output" || result=FAILED failed=1
+        run_in "$user" "$mode" "$folder" "$make" 2>&1 | tee "$WORK/output" || result=FAILED failed=1
         speed=$(grep -oE '^(ams|iad|sin) .* ms +[0-9.]+ ' "$WORK/output" | awk '{if ($NF > best) best = $NF} END {print best}')
         table+=("$(printf '%-9s %-5s %-10s %-24s %-18s %-7s %6d s  %s' "$system" "$user" "$mode" "$folder" "$make" \
             "$result" $((SECONDS - began)) "${speed:-}")")
