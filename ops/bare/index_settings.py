@@ -5,7 +5,6 @@ needs, one a line: those that the configuration names, name resolution, and cert
 """
 
 import ast
-import os
 import subprocess
 import sys
 from configparser import RawConfigParser
@@ -33,8 +32,11 @@ def main() -> None:
     with Path(sys.argv[1]).open("w") as file:
         config.write(file)
     words = " ".join(found.values()).split()
-    named = (word.removeprefix("file://") for word in words)
-    paths = {path for path in (*ALWAYS, *named) if path.startswith("/") and os.path.exists(path)}
+    named = [word.removeprefix("file://") for word in words]
+    # The links of a simple index are relative, and may lead to a folder beside it.
+    named = [name.removesuffix("/").removesuffix("/simple") for name in named]
+    absolute = {name for name in (*ALWAYS, *named) if name.startswith("/")}
+    paths = {name for name in absolute if Path(name).exists()}
     sys.stdout.write("".join(f"{path}\n" for path in sorted(paths)))
 
 

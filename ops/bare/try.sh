@@ -30,6 +30,7 @@ mkdir -p "$SYSTEMS"
 
 clean_up() {
     status=$?
+    if mountpoint -q "$WORK/root"; then umount -l "$WORK/root"; fi
     rm -rf --one-file-system "$WORK"
     [ -n "$KEEP" ] || rm -rf --one-file-system "$SYSTEMS"
     exit $status
