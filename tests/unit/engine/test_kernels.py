@@ -222,13 +222,28 @@ def test_keys_and_values_go_to_their_slots(own: Kernels) -> None:
 def test_without_a_compiler_there_are_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(building, "_NEEDED", ())
+    monkeypatch.setattr(building, "_PACKAGED", "no_such_package")
     monkeypatch.setattr(building, "_COMPILERS", ("no-such-compiler",))
-    with pytest.raises(NoKernels, match="no-such-compiler is here"):
+    with pytest.raises(NoKernels, match="install the packages gcc and libc6-dev"):
         built()
     monkeypatch.setattr(building, "_COMPILERS", ("false",))
     with pytest.raises(NoKernels, match="it failed"):
         built()
     assert not list(tmp_path.rglob("*.so"))
+
+
+def test_where_the_system_compiler_fails_the_packaged_one_builds(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    packaged = tmp_path / "packaged"
+    packaged.write_text('#!/bin/sh\nfor last; do :; done\necho library > "$last"\n')
+    packaged.chmod(0o700)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(building, "_NEEDED", ())
+    monkeypatch.setattr(building, "_compilers", lambda: [("false",), (str(packaged), "cc")])
+    path = built()
+    assert path.read_text() == "library\n"
+    assert built() == path
 
 
 def test_for_another_processor_none_are_built(monkeypatch: pytest.MonkeyPatch) -> None:

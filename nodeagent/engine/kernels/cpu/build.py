@@ -8,11 +8,13 @@ and whoever asked goes without.
 """
 
 import hashlib
+import importlib.util
 import logging
 import os
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Final
@@ -27,7 +29,8 @@ _HEADERS: Final = tuple(sorted(_FOLDER.glob("*.h")))
 _OPTIONS: Final = (
     "-O3",
     "-march=native",
-    "-fopenmp",
+    "-fopenmp-simd",
+    "-pthread",
     "-fno-math-errno",
     "-fno-trapping-math",
     "-shared",
@@ -36,7 +39,9 @@ _OPTIONS: Final = (
 _NEEDED: Final = ("avx512f", "avx512bw", "avx512_vnni")
 """What the sources are written for; torch's own kernels are faster on any other processor."""
 _COMPILERS: Final = ("cc", "gcc", "clang")
-_COMPILE_S: Final = 60.0
+_PACKAGED: Final = "ziglang"
+"""A Python package with a C compiler; `ops/setup.sh` installs it where the system has none."""
+_COMPILE_S: Final = 120.0
 
 
 class NoKernels(RuntimeError):
@@ -49,35 +54,68 @@ def built() -> Path:
     lacking = sorted(set(_NEEDED) - set(features.split()))
     if lacking:
         raise NoKernels(f"cannot run kernels: this processor lacks {', '.join(lacking)}")
-    compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
-    path = _folder() / f"kernels-{_digest(compiler, features)}.so"
-    if path.is_file():
-        return path
-    if compiler is None:
-        raise NoKernels(f"cannot build kernels: none of {', '.join(_COMPILERS)} is here")
-    log.info("building kernels", extra={"fields": {"compiler": compiler, "library": str(path)}})
+    compilers = _compilers()
+    paths = [_folder() / f"kernels-{_digest(command, features)}.so" for command in compilers]
+    for path in paths:
+        if path.is_file():
+            return path
+    failures = []
+    for compiler, path in zip(compilers, paths, strict=True):
+        try:
+            _build(compiler, path)
+            return path
+        except NoKernels as error:
+            failures.append(str(error))
+    raise NoKernels(
+        "; ".join(failures)
+        or "cannot build kernels: there is no C compiler; install the packages gcc and libc6-dev, "
+        f"or `pip install {_PACKAGED}`"
+    )
+
+
+def _build(compiler: tuple[str, ...], path: Path) -> None:
+    """Compile the library to `path`, or raise NoKernels with the compiler's first words."""
+    fields = {"compiler": " ".join(compiler), "library": str(path)}
+    log.info("building kernels", extra={"fields": fields})
     with tempfile.TemporaryDirectory(dir=path.parent) as name:
         new = Path(name) / path.name
-        command = [compiler, *_OPTIONS, *map(str, SOURCES), "-lm", "-o", str(new)]
+        command = [*compiler, *_OPTIONS, *map(str, SOURCES), "-lm", "-o", str(new)]
+        # The packaged compiler keeps what it builds of libc; nothing needs it afterwards.
+        caches = {"ZIG_GLOBAL_CACHE_DIR": name, "ZIG_LOCAL_CACHE_DIR": name}
         try:
-            subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_S)
+            subprocess.run(
+                command,
+                check=True,
+                capture_output=True,
+                text=True,
+                timeout=_COMPILE_S,
+                env=os.environ | caches,
+            )
         except subprocess.CalledProcessError as error:
-            told = error.stderr.strip().splitlines()
+            lines = error.stderr.strip().splitlines()
             raise NoKernels(
-                f"cannot build kernels with {compiler}: {told[0] if told else 'it failed'}"
+                f"cannot build kernels with {compiler[0]}: {lines[0] if lines else 'it failed'}"
             ) from error
         except (OSError, subprocess.TimeoutExpired) as error:
             raise NoKernels(f"cannot build kernels: {error}") from error
         sync(new)
         new.replace(path)
-    return path
 
 
-def _digest(compiler: str | None, features: str) -> str:
+def _compilers() -> list[tuple[str, ...]]:
+    """Return the commands of the C compilers here, the preferred one first."""
+    found = next(filter(None, map(shutil.which, _COMPILERS)), None)
+    commands: list[tuple[str, ...]] = [(found,)] if found else []
+    if importlib.util.find_spec(_PACKAGED) is not None:
+        commands.append((sys.executable, "-m", _PACKAGED, "cc"))
+    return commands
+
+
+def _digest(compiler: tuple[str, ...], features: str) -> str:
     digest = hashlib.sha256()
     for source in (*SOURCES, *_HEADERS):
         digest.update(source.read_bytes())
-    for part in (*_OPTIONS, platform.machine(), features, compiler or ""):
+    for part in (*_OPTIONS, platform.machine(), features, *compiler):
         digest.update(part.encode() + b"\0")
     return digest.hexdigest()[:32]
 
