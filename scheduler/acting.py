@@ -22,9 +22,9 @@ from isochrone.wire.routes import RouteTable
 from scheduler import metrics
 from scheduler.config import SchedulerConfig
 from scheduler.connected import Connected
-from scheduler.decide.admission import Admissions
-from scheduler.decide.liveness import Heard
-from scheduler.planner.process import Planner
+from scheduler.decide.membership.connection_admission import ConnectionAdmission
+from scheduler.decide.membership.liveness import NodeContact
+from scheduler.planner.client import PlannerClient
 from scheduler.store.known_nodes import KnownNodes
 from scheduler.store.lease import MARGIN_S, Lease
 from scheduler.store.nodes import read_assignment
@@ -52,7 +52,7 @@ class Acting:
         pool: Pool,
         reserved: Pool,
         intake: Pool,
-        planner: Planner,
+        planner: PlannerClient,
         authority: Authority,
         cluster_id: ClusterId,
         clock: Callable[[], float],
@@ -79,8 +79,8 @@ class Acting:
         self.nudge_prefetch: Callable[[], None] = _nobody
         self.nudge_turn_away: Callable[[], None] = _nobody
         self.large = asyncio.Semaphore(LARGE_AT_ONCE)
-        self.admissions = Admissions(config.admissions_per_s)
-        self.line_outside = Admissions(config.admissions_per_s)
+        self.admissions = ConnectionAdmission(config.admissions_per_s)
+        self.line_outside = ConnectionAdmission(config.admissions_per_s)
         self.fleet_size = 0
         self.turned_at = clock()
         self.next_acting_at = float("-inf")
@@ -117,7 +117,7 @@ class Acting:
         is_new = self._lease is None or self._lease.epoch != lease.epoch
         if is_new:
             # Whoever waited outside was told when to come.
-            self.admissions = Admissions(self.config.admissions_per_s)
+            self.admissions = ConnectionAdmission(self.config.admissions_per_s)
         self._lease = lease
         self._renewed_at = asked_at
         self.kept(lease, asked_at)
@@ -259,10 +259,10 @@ class Acting:
                     peer.has_reported = False
             raise
 
-    def heard(self) -> Heard:
+    def heard(self) -> NodeContact:
         """Return what this process alone knows of the fleet, for who decides."""
         now = self.clock()
-        return Heard(
+        return NodeContact(
             acting_for_s=self.acting_for_s,
             silent_s={node_id: now - at for node_id, at in self._heard.items()},
             back_s={node_id: now - at for node_id, at in self._back.items()},

@@ -47,8 +47,8 @@ from scheduler.loops.roll import Roll
 from scheduler.loops.tally import Tally
 from scheduler.loops.tidy import Tidy
 from scheduler.loops.turn_away import TurnAway
-from scheduler.planner.process import Planner
-from scheduler.planner.questions import Settings
+from scheduler.planner.client import PlannerClient
+from scheduler.planner.messages import PlannerSettings
 from scheduler.store.lease import ensure_cluster, give_up_lease, hold_authority
 from scheduler.store.migrate import MigrationError, migrate
 from scheduler.store.pool import UNAVAILABLE, UNUSABLE, open_pool, transaction, using
@@ -224,8 +224,8 @@ async def _open_acting(config: SchedulerConfig, authority: Authority) -> AsyncIt
                 f", the cluster's is {held[:16]}; copy the folder of a scheduler that has it (where"
                 " none has, empty cluster.authority, and have every server join again)"
             )
-        planner = Planner(
-            Settings(
+        planner = PlannerClient(
+            PlannerSettings(
                 database_url=config.database_url,
                 liveness=config.liveness,
                 log_level=config.log_level,

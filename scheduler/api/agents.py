@@ -13,8 +13,8 @@ from scheduler import metrics
 from scheduler.acting import INTAKE_TIMEOUT_S, Acting, NotActing
 from scheduler.api.peers import Turned, attend
 from scheduler.connected import Connected
-from scheduler.decide.claims import claim
-from scheduler.decide.news import is_news
+from scheduler.decide.membership.placement_seal import sealed_fields
+from scheduler.decide.membership.report_diff import has_changed
 from scheduler.store.events import record_event
 from scheduler.store.lease import EpochLost
 from scheduler.store.nodes import record_report
@@ -81,7 +81,7 @@ class Agents:
             log.warning("report not written", extra={"fields": {"reason": reason}})
 
     def _believes(self, node_id: NodeId, spec: ReplicaSpec) -> bool:
-        return self._acting.authority.has_sealed(claim(node_id, spec), spec.seal)
+        return self._acting.authority.has_sealed(sealed_fields(node_id, spec), spec.seal)
 
     def _is_known(self, peer: Connected, report: Report) -> bool:
         """Say whether the store holds all that this report says, written not long ago."""
@@ -89,7 +89,7 @@ class Agents:
             peer.has_reported
             and peer.written is not None
             and self._acting.clock() - peer.written_at < REFRESH_S
-            and not is_news(peer.written, report)
+            and not has_changed(peer.written, report)
         )
 
     async def _refuse_impostor(self, peer: Connected, claimed: str) -> NoReturn:

@@ -21,7 +21,7 @@ from isochrone.service.door import read_body
 from isochrone.wire import codec
 from isochrone.wire.errors import ApiError, ErrorCode
 from scheduler.acting import Acting
-from scheduler.planner.process import PlannerFailed
+from scheduler.planner.client import PlannerFailed
 from scheduler.store.catalogue import EtagMoved, StillUsed, touch
 from scheduler.store.events import record_event
 from scheduler.store.idempotency import StoredAnswer, recall, remember

@@ -26,7 +26,7 @@ from scheduler import metrics
 from scheduler.acting import INTAKE_TIMEOUT_S, Acting, NotActing, now
 from scheduler.api.join import issue
 from scheduler.connected import Connected
-from scheduler.decide.pace import Pace
+from scheduler.decide.membership.message_rate_limit import MessageRateLimit
 from scheduler.store.events import record_event
 from scheduler.store.identities import may_renew
 from scheduler.store.lease import hold_lease, read_cluster_row, rise_above
@@ -80,7 +80,9 @@ async def attend(
         await socket.close()
         return web.Response()
     sender = asyncio.create_task(peer.empty_outbox())
-    pace = Pace(AGENT_MESSAGES_PER_S if role is PeerRole.AGENT else ROUTER_MESSAGES_PER_S)
+    pace = MessageRateLimit(
+        AGENT_MESSAGES_PER_S if role is PeerRole.AGENT else ROUTER_MESSAGES_PER_S
+    )
     before = acting.add_peer(peer)
     try:
         if before is not None:

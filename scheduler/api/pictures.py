@@ -5,7 +5,7 @@ from typing import Final
 import msgspec
 
 from scheduler.api.endpoint import Call, Endpoint
-from scheduler.decide.what_if import Picture
+from scheduler.decide.whatif.what_if import ClusterSnapshot
 
 
 async def picture(call: Call) -> msgspec.Raw:
@@ -14,5 +14,5 @@ async def picture(call: Call) -> msgspec.Raw:
 
 
 PICTURE_ENDPOINTS: Final = (
-    Endpoint("GET", "/v1/picture", picture, "What placement decides from", Picture),
+    Endpoint("GET", "/v1/picture", picture, "What placement decides from", ClusterSnapshot),
 )

@@ -10,8 +10,15 @@ from isochrone.wire.ids import DeploymentId, ModelId
 from isochrone.wire.rollout import RolloutBody, RolloutSpec, RolloutView
 from scheduler.api.deployments import engine_problem, found_deployment
 from scheduler.api.endpoint import Call, Endpoint, Page, found
-from scheduler.decide.rollout import ON_ITS_WAY, Event, NotNow, Rollout, after, problem_of
-from scheduler.decide.trial import compare
+from scheduler.decide.rollout.lifecycle import (
+    IN_PROGRESS,
+    InvalidRolloutEvent,
+    Rollout,
+    RolloutEvent,
+    apply_event,
+    steps_problem,
+)
+from scheduler.decide.rollout.sequential_test import compare_arms
 from scheduler.store import catalogue, deployments, rollouts
 from scheduler.store.cluster import read_pops
 
@@ -68,17 +75,17 @@ async def get_rollout(call: Call) -> RolloutView:
 
 async def pause_rollout(call: Call) -> RolloutView:
     """Hold a rollout at its step; harm still reverts it."""
-    return await _happened(call, Event.PAUSE_ASKED)
+    return await _happened(call, RolloutEvent.PAUSE_ASKED)
 
 
 async def resume_rollout(call: Call) -> RolloutView:
     """Go on; the step's time begins anew."""
-    return await _happened(call, Event.RESUME_ASKED)
+    return await _happened(call, RolloutEvent.RESUME_ASKED)
 
 
 async def abort_rollout(call: Call) -> RolloutView:
     """Call it off: every request goes to the old version."""
-    return await _happened(call, Event.ABORT_ASKED)
+    return await _happened(call, RolloutEvent.ABORT_ASKED)
 
 
 ROLLOUT_ENDPOINTS: Final = (
@@ -97,11 +104,11 @@ ROLLOUT_ENDPOINTS: Final = (
 )  # fmt: skip
 
 
-async def _happened(call: Call, event: Event) -> RolloutView:
+async def _happened(call: Call, event: RolloutEvent) -> RolloutView:
     rollout = await _found(call)
     try:
-        new = after(rollout, event, "asked by an operator")
-    except NotNow as error:
+        new = apply_event(rollout, event, "asked by an operator")
+    except InvalidRolloutEvent as error:
         raise ApiError(ErrorCode.CONFLICT, str(error)) from error
     if not await rollouts.write_rollout(call.connection, rollout, new):
         raise ApiError(
@@ -119,7 +126,7 @@ async def _problem(call: Call, spec: RolloutSpec) -> str:
     unknown = {pop for step in spec.steps for pop in step.pops} - known
     if unknown:
         return f"there is no PoP {', '.join(sorted(unknown))}"
-    return problem_of(spec.steps)
+    return steps_problem(spec.steps)
 
 
 async def _found(call: Call) -> Rollout:
@@ -128,10 +135,10 @@ async def _found(call: Call) -> Rollout:
 
 async def _view(call: Call, rollout: Rollout) -> RolloutView:
     seen: tuple[str, ...] = ()
-    if rollout.state in ON_ITS_WAY:
+    if rollout.state in IN_PROGRESS:
         strata = await rollouts.read_strata(call.connection, rollout)
         attempts = sum(stratum.new.attempts for stratum in strata)
-        shown = compare(strata, rollout.spec.bounds)
+        shown = compare_arms(strata, rollout.spec.bounds)
         seen = (f"attempts: {attempts}", *(difference.words() for difference in shown))
     return msgspec.convert(
         {**msgspec.structs.asdict(rollout), "seen": seen}, RolloutView, from_attributes=True

@@ -14,7 +14,12 @@ from scheduler import metrics
 from scheduler.acting import INTAKE_TIMEOUT_S, Acting
 from scheduler.api.peers import Turned, attend
 from scheduler.connected import Connected
-from scheduler.decide.intake import take_demand, take_round_trips, take_trials, take_usage
+from scheduler.decide.demand.intake import (
+    accept_demand,
+    accept_round_trips,
+    accept_trials,
+    accept_usage,
+)
 from scheduler.store.pool import BAD_DATA, UNAVAILABLE, Connection, transaction
 from scheduler.store.rollouts import record_trials
 from scheduler.store.usage import record_demand, record_round_trips, record_usage
@@ -81,20 +86,20 @@ async def _store(
     """Write a message; return what was refused of it for good: reason -> rows."""
     match message:
         case Demand():
-            taken = take_demand(city, message)
+            taken = accept_demand(city, message)
             unknown = await record_demand(connection, message, taken)
             metrics.DEMAND_BATCHES.labels("repeated" if unknown is None else "counted").inc()
             if unknown is None:
                 return {}
-            await record_trials(connection, take_trials(city, message))
+            await record_trials(connection, accept_trials(city, message))
             nowhere = "cannot count a row: there is no such deployment or PoP"
             return {**taken.refused, **({nowhere: unknown} if unknown else {})}
         case Usage():
-            usage = take_usage(message)
+            usage = accept_usage(message)
             await record_usage(connection, usage.rows)
             return usage.refused
         case RoundTrips():
-            await record_round_trips(connection, city, take_round_trips(message.rows))
+            await record_round_trips(connection, city, accept_round_trips(message.rows))
             return {}
         case _:
             assert_never(message)

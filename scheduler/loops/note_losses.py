@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from scheduler.acting import Acting
 from scheduler.decide.cluster import Liveness
-from scheduler.decide.liveness import liveness
+from scheduler.decide.membership.liveness import judge_liveness
 from scheduler.store.known_nodes import read_nodes
 from scheduler.store.losses import read_lost, record_losses
 from scheduler.store.pool import transaction
@@ -32,7 +32,7 @@ class NoteLosses:
         async with transaction(acting.pool, isolation="repeatable_read") as connection:
             noted = await read_lost(connection)
             _, nodes = await read_nodes(connection, heard, acting.known_nodes)
-        verdicts = liveness(nodes, heard.acting_for_s, acting.config.liveness).by_node
+        verdicts = judge_liveness(nodes, heard.acting_for_s, acting.config.liveness).by_node
         lost = [
             node
             for node in nodes

@@ -12,9 +12,9 @@ import msgspec
 from isochrone.service.identity import Authority
 from scheduler import metrics
 from scheduler.acting import Acting
-from scheduler.decide.claims import claim
-from scheduler.decide.cluster import Plan, Start
-from scheduler.decide.group import with_secret
+from scheduler.decide.cluster import PlacementPlan, ReplicaStart
+from scheduler.decide.membership.placement_seal import sealed_fields
+from scheduler.decide.placement.multi_node import with_secret
 from scheduler.store.nodes import read_node_ids
 from scheduler.store.plans import commit_plan
 from scheduler.store.pool import transaction, using
@@ -72,7 +72,7 @@ class Place:
         heard = {peer.name for peer in self._acting.agents() if peer.has_reported}
         return not heard.issuperset(node_ids)
 
-    def _note(self, decided: Plan) -> None:
+    def _note(self, decided: PlacementPlan) -> None:
         if decided.frozen != self._acting.frozen:
             log.warning("placement freeze", extra={"fields": {"reason": decided.frozen or "over"}})
         self._acting.frozen = decided.frozen
@@ -81,7 +81,7 @@ class Place:
         metrics.FROZEN.set(bool(decided.frozen))
         metrics.UNMET.set(len(decided.unmet))
 
-    async def _tell(self, decided: Plan) -> None:
+    async def _tell(self, decided: PlacementPlan) -> None:
         metrics.MOVES.labels("start").inc(len(decided.starts))
         metrics.MOVES.labels("end").inc(len(decided.endings))
         for start in decided.starts:
@@ -92,8 +92,8 @@ class Place:
         self._acting.publish()
 
 
-def _sealed(start: Start, authority: Authority) -> Start:
+def _sealed(start: ReplicaStart, authority: Authority) -> ReplicaStart:
     """Return a start each part of which its node can prove to have been given."""
     return start.each(
-        lambda part: part.with_spec(seal=authority.seal(claim(part.node_id, part.spec)))
+        lambda part: part.with_spec(seal=authority.seal(sealed_fields(part.node_id, part.spec)))
     )

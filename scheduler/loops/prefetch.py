@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from scheduler.acting import Acting
-from scheduler.decide.prefetch import Foreseen
+from scheduler.decide.placement.prefetch import PrefetchDecision
 from scheduler.store.pool import transaction
 from scheduler.store.prefetch import record_foreseen
 
@@ -28,7 +28,7 @@ class Prefetch:
         if not acting.is_acting:
             return Prefetched()
         foreseen = await acting.planner.foresee(acting.heard())
-        if foreseen != Foreseen():
+        if foreseen != PrefetchDecision():
             concerned = {wish.node_id for wish in foreseen.new}
             concerned |= {over.wish.node_id for over in foreseen.ended}
             with acting.owing(concerned):

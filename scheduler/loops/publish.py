@@ -16,9 +16,14 @@ from isochrone.wire.routes import KeyEntry, RouteTable, diff
 from scheduler import metrics
 from scheduler.acting import Acting
 from scheduler.decide.cluster import ClusterState
-from scheduler.decide.flaps import LeftBy, damped
-from scheduler.decide.liveness import liveness
-from scheduler.decide.route_table import route_table, steady, tied, with_part
+from scheduler.decide.membership.liveness import judge_liveness
+from scheduler.decide.routing.flap_damping import DeparturesByReplica, damp_flaps
+from scheduler.decide.routing.route_table import (
+    build_route_table,
+    keep_unchanged_rates,
+    multi_node_hosts,
+    replace_node_routes,
+)
 from scheduler.store.cluster import read_fleet, read_part
 from scheduler.store.keys import live_keys, next_route_generation, revoked_keys
 from scheduler.store.pool import transaction
@@ -43,7 +48,7 @@ class Publish:
         self._acting = acting
         self._fleet: ClusterState | None = None
         self._tied: Set[NodeId] = frozenset()
-        self._left: LeftBy = {}
+        self._left: DeparturesByReplica = {}
         self._whole_due_at = float("-inf")
 
     async def run_once(self) -> Published:
@@ -62,13 +67,16 @@ class Publish:
         acting = self._acting
         before, fleet = acting.table, self._fleet
         if before is None or fleet is None or unpublished is None or self._wants_whole(unpublished):
-            table, count = steady(before, await self._read_whole()), -1
+            table, count = keep_unchanged_rates(before, await self._read_whole()), -1
         elif unpublished:
             part = await self._read_part(fleet, unpublished)
-            table, count = steady(before, with_part(before, part, unpublished)), len(unpublished)
+            table, count = (
+                keep_unchanged_rates(before, replace_node_routes(before, part, unpublished)),
+                len(unpublished),
+            )
         else:
             return Published(before.generation, len(before.routes))
-        table, waiting, left = damped(before, table, self._left, acting.clock())
+        table, waiting, left = damp_flaps(before, table, self._left, acting.clock())
         if acting.unpublished is not None:
             acting.unpublished |= waiting
         if before is not None and table == before:
@@ -104,7 +112,7 @@ class Publish:
             revoked = await revoked_keys(connection)
         table = self._table_of(fleet, keys)
         self._fleet = msgspec.structs.replace(fleet, nodes=(), placements=())
-        self._tied = tied(fleet.placements)
+        self._tied = multi_node_hosts(fleet.placements)
         now = acting.clock()
         rest_s = max(acting.config.publish_interval_s, (now - began) / WHOLE_SHARE)
         # A little early: the timer's turn must not find it not yet due.
@@ -120,6 +128,6 @@ class Publish:
         return self._table_of(part, ())
 
     def _table_of(self, fleet: ClusterState, keys: Sequence[KeyEntry]) -> RouteTable:
-        view = liveness(fleet.nodes, fleet.acting_for_s, self._acting.config.liveness)
+        view = judge_liveness(fleet.nodes, fleet.acting_for_s, self._acting.config.liveness)
         epoch = self._acting.epoch
-        return route_table(fleet, view, keys, generation=Generation(0), epoch=epoch)
+        return build_route_table(fleet, view, keys, generation=Generation(0), epoch=epoch)

@@ -4,7 +4,7 @@ import logging
 from typing import NamedTuple
 
 from scheduler.acting import Acting
-from scheduler.decide.rollout import Rollout, Verdict, after, judge
+from scheduler.decide.rollout.lifecycle import Rollout, RolloutVerdict, apply_event, judge_rollout
 from scheduler.store.events import record_event
 from scheduler.store.lease import assert_epoch
 from scheduler.store.pool import transaction
@@ -36,7 +36,7 @@ class Roll:
             judged = [
                 (
                     rollout,
-                    judge(
+                    judge_rollout(
                         rollout,
                         await read_strata(connection, rollout),
                         await read_starts(connection, rollout),
@@ -52,8 +52,8 @@ class Roll:
             acting.publish()
         return Rolled(len(judged), changed)
 
-    async def _write(self, rollout: Rollout, verdict: Verdict) -> bool:
-        new = after(rollout, verdict.event, verdict.reason)
+    async def _write(self, rollout: Rollout, verdict: RolloutVerdict) -> bool:
+        new = apply_event(rollout, verdict.event, verdict.reason)
         async with transaction(self._acting.pool) as connection:
             await assert_epoch(connection, self._acting.epoch)
             if not await write_rollout(connection, rollout, new):

@@ -29,10 +29,10 @@ from isochrone.wire.model import EngineSettings
 from isochrone.wire.report import Profile, Pulse, Refusal
 from scheduler.acting import PULSES_WRITTEN_MAX, Acting, now
 from scheduler.api.peers import LEAP_MAX, Turned, _enter
-from scheduler.decide.claims import claim
 from scheduler.decide.cluster import ClusterState
-from scheduler.decide.liveness import Heard, LivenessLimits
-from scheduler.decide.plan import plan
+from scheduler.decide.membership.liveness import LivenessLimits, NodeContact
+from scheduler.decide.membership.placement_seal import sealed_fields
+from scheduler.decide.placement.planner import plan_deployments
 from scheduler.loops.hold_lease import HoldLease
 from scheduler.store.cluster import read_cluster
 from scheduler.store.identities import (
@@ -191,9 +191,9 @@ async def test_a_report_that_contradicts_itself_is_clamped_or_refused_alone(
         await reported(pool, epoch, **fields)
     await reported(pool, epoch, seq=2)
     async with transaction(pool, isolation="repeatable_read") as connection:
-        picture = await read_cluster(connection, Heard(acting_for_s=99.0))
+        picture = await read_cluster(connection, NodeContact(acting_for_s=99.0))
     assert [node.node_id for node in picture.nodes] == ["n1"]
-    plan(picture)
+    plan_deployments(picture)
 
 
 NEW = {"deployment_id": DeploymentId("new"), "name": "new", "model_id": ModelId("new")}
@@ -224,8 +224,8 @@ async def test_no_node_can_have_taken_in_what_the_centre_cannot_read(
         async with transaction(pool) as connection:
             await record_report(connection, epoch, report, believed)
     async with transaction(pool, isolation="repeatable_read") as connection:
-        picture = await read_cluster(connection, Heard(acting_for_s=99.0))
-    plan(picture)
+        picture = await read_cluster(connection, NodeContact(acting_for_s=99.0))
+    plan_deployments(picture)
 
 
 async def test_only_what_was_seated_there_by_this_cluster_is_taken_in(
@@ -236,11 +236,11 @@ async def test_only_what_was_seated_there_by_this_cluster_is_taken_in(
     ours, theirs = (Authority.create(tmp_path / name, name, NOW) for name in ("ours", "theirs"))
 
     def believes(node_id: NodeId, spec: ReplicaSpec) -> bool:
-        return ours.has_sealed(claim(node_id, spec), spec.seal)
+        return ours.has_sealed(sealed_fields(node_id, spec), spec.seal)
 
     def sealed(authority: Authority, node: str, **fields: Any) -> ReplicaSpec:
         spec = a_spec(**{"replica_id": "r9", **NEW, **fields})
-        seal = authority.seal(claim(NodeId(node), spec))
+        seal = authority.seal(sealed_fields(NodeId(node), spec))
         return msgspec.structs.replace(spec, seal=seal)
 
     async def said(seq: int, spec: ReplicaSpec) -> int:
@@ -323,7 +323,7 @@ async def test_a_picture_read_from_what_is_known_is_the_picture(pool: Pool) -> N
     async def read(kept: KnownNodes | None) -> ClusterState:
         async with transaction(pool, isolation="repeatable_read") as connection:
             silent_s = {NodeId("n1"): 0.0, NodeId("n2"): 0.0}
-            heard = Heard(acting_for_s=1.0, silent_s=silent_s)
+            heard = NodeContact(acting_for_s=1.0, silent_s=silent_s)
             picture = await read_cluster(connection, heard, kept)
         placements = tuple(
             msgspec.structs.replace(p, age_s=0.0, state_age_s=0.0) for p in picture.placements
