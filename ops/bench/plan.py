@@ -20,10 +20,10 @@ import numpy as np
 
 from isochrone.wire.ids import ClusterId, Generation, NodeId
 from ops.sim.planet_world import PlanetWorld, demand_rows, draw, world_parser
+from scheduler.decide.capacity.distances import Distances
 from scheduler.decide.cluster import ClusterState, PopDistance
 from scheduler.decide.placement.planner import PlanLimits, plan_deployments
 from scheduler.decide.placement.prefetch import plan_prefetch
-from scheduler.decide.placement.score import Distances
 from scheduler.decide.whatif.what_if import ClusterSnapshot, apply_plan
 from scheduler.planner.__main__ import COLLECTED_AFTER
 

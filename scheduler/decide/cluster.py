@@ -226,9 +226,9 @@ class ReplicaStart(msgspec.Struct, frozen=True, kw_only=True):
         """Return it with fields of its spec changed."""
         return msgspec.structs.replace(self, spec=msgspec.structs.replace(self.spec, **fields))
 
-    def each(self, change: "Callable[[ReplicaStart], ReplicaStart]") -> "ReplicaStart":
+    def map_parts(self, change: "Callable[[ReplicaStart], ReplicaStart]") -> "ReplicaStart":
         """Return it with each of its parts changed."""
-        followers = tuple(part.each(change) for part in self.followers)
+        followers = tuple(part.map_parts(change) for part in self.followers)
         return msgspec.structs.replace(change(self), followers=followers)
 
     def placement(self, state: ReplicaState) -> Placement:

@@ -94,6 +94,6 @@ class Place:
 
 def _sealed(start: ReplicaStart, authority: Authority) -> ReplicaStart:
     """Return a start each part of which its node can prove to have been given."""
-    return start.each(
+    return start.map_parts(
         lambda part: part.with_spec(seal=authority.seal(sealed_fields(part.node_id, part.spec)))
     )

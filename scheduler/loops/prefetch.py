@@ -30,7 +30,7 @@ class Prefetch:
         foreseen = await acting.planner.foresee(acting.heard())
         if foreseen != PrefetchDecision():
             concerned = {wish.node_id for wish in foreseen.new}
-            concerned |= {over.wish.node_id for over in foreseen.ended}
+            concerned |= {over.target.node_id for over in foreseen.ended}
             with acting.owing(concerned):
                 async with transaction(acting.pool) as connection:
                     await record_foreseen(connection, acting.epoch, foreseen)

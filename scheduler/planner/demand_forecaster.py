@@ -110,8 +110,8 @@ class DemandForecaster:
         """Take the rates to come, once they are all there."""
         soon, later = [], []
         for key in self._outlook.known():
-            soon.append(self._outlook.foretell(key))
-            later.append(self._outlook.foretell(key, LATER))
+            soon.append(self._outlook.forecast(key))
+            later.append(self._outlook.forecast(key, LATER))
             await asyncio.sleep(0)
         self.soon = [row for row in soon if row is not None]
         at = monotonic() + LATER_S - GRACE_S

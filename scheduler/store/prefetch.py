@@ -77,10 +77,10 @@ async def record_foreseen(connection: Connection, epoch: Epoch, foreseen: Prefet
     for over in foreseen.ended:
         await connection.execute(
             "DELETE FROM prefetch WHERE node_id = $1 AND model_id = $2",
-            over.wish.node_id,
-            over.wish.model_id,
+            over.target.node_id,
+            over.target.model_id,
         )
-        await _note(connection, over.wish, "weights.over", over.reason)
+        await _note(connection, over.target, "weights.over", over.reason)
 
 
 async def _note(connection: Connection, wish: PrefetchTarget, kind: str, reason: str) -> None:

@@ -97,7 +97,7 @@ async def test_a_city_has_the_weights_before_its_peak_and_starts_without_the_ori
         await fleet.start_scheduler("a")
         (wished,) = await until("wished", lambda: events(fleet, "weights.wished"))
         assert wished["subject"] == "sin-1"
-        assert "foretold for" in wished["reason"]
+        assert "forecast for" in wished["reason"]
         held = fleet.folder / "node-sin" / "artifacts"
 
         async def is_there() -> bool:

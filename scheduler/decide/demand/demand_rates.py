@@ -18,8 +18,8 @@ import numpy as np
 
 from isochrone.wire.ids import DeploymentId, PopId
 from isochrone.wire.report import Profile
+from scheduler.decide.arrays import NO_FLOATS, Floats, Ints
 from scheduler.decide.cluster import RATES, ClusterState, DemandRate
-from scheduler.decide.placement.search.load_assignment import NO_FLOATS, Floats, Ints
 
 RATE_MIN: Final = 1e-9
 RATE_MAX: Final = 1e9

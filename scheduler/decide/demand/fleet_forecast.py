@@ -108,7 +108,7 @@ class FleetForecast:
         elif slot - known.asked_at > FORGET_SLOTS:
             del self._known[key]
 
-    def foretell(
+    def forecast(
         self, key: SeriesKey, horizons: Sequence[int] = PLANNED_AHEAD
     ) -> DemandRate | None:
         """Return the most that is foretold at some horizons; None where that is nothing."""

@@ -39,7 +39,7 @@ class LivenessView(msgspec.Struct, frozen=True, kw_only=True):
     by_node: Mapping[NodeId, Liveness]
     frozen: str = ""
 
-    def counts(self, node: FleetNode) -> bool:
+    def is_in_fleet(self, node: FleetNode) -> bool:
         """Say whether what is on a node counts at all."""
         return not node.revoked and self.by_node.get(node.node_id) is not Liveness.LOST
 

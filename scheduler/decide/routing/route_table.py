@@ -92,7 +92,7 @@ def _is_served(placement: Placement, nodes: Mapping[NodeId, FleetNode], view: Li
         placement.state is ReplicaState.WARM
         and not placement.is_ending
         and not placement.leader_id
-        and all(id_ in nodes and view.counts(nodes[id_]) for id_ in placement.node_ids)
+        and all(id_ in nodes and view.is_in_fleet(nodes[id_]) for id_ in placement.node_ids)
         and nodes[placement.node_id].address != ""
     )
 

@@ -17,10 +17,10 @@ import numpy as np
 from isochrone.wire.ids import DeploymentId, NodeId, PopId
 from isochrone.wire.model import Deployment
 from isochrone.wire.report import Profile, ReplicaState
+from scheduler.decide.capacity.distances import Distances
 from scheduler.decide.capacity.replica_capacity import is_measured, replica_rates
 from scheduler.decide.cluster import ClusterState, Placement
 from scheduler.decide.demand.demand_rates import DeploymentDemand, demand_by_deployment, demand_load
-from scheduler.decide.placement.score import Distances
 
 FULL: Final = 0.95
 """A replica fuller than this makes its queue grow without end."""

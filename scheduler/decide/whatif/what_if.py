@@ -15,10 +15,10 @@ from isochrone.wire.ids import DeploymentId, DeviceId, Generation, NodeId, PopId
 from isochrone.wire.model import Deployment, Model, Positive
 from isochrone.wire.report import Device, ReplicaState
 from scheduler.decide.capacity.device_classes import CLASSES, CPU, GIB, class_of
+from scheduler.decide.capacity.distances import Distances
 from scheduler.decide.cluster import ClusterState, FleetNode, PlacementPlan
 from scheduler.decide.membership.liveness import LivenessLimits
 from scheduler.decide.placement.rollout_split import plan_fleet
-from scheduler.decide.placement.score import Distances
 from scheduler.decide.whatif.predict import FleetPrediction, predict_service
 
 FORMAT: Final = 1

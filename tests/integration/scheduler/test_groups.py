@@ -175,6 +175,6 @@ async def test_a_part_that_is_refused_ends_the_seat_and_is_not_asked_for_again_a
         assert (await told(pool, epoch, gone)).released == 1
     again = plan_deployments(await picture(pool))
     assert not again.starts
-    assert f"n2: it refused one of this deployment: {why}" in again.unmet[0].reason
+    assert f"n2: it refused a replica of this deployment: {why}" in again.unmet[0].reason
     assert (await told(pool, epoch, says("n2", 5, generation=generation))).released == 0
     assert len(plan_deployments(await picture(pool)).starts) == 1

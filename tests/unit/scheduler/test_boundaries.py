@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from isochrone.wire.ids import DeploymentId
+from scheduler.decide.arrays import NO_FLOATS
 from scheduler.decide.cluster import ClusterState
 from scheduler.decide.placement.planner import plan_deployments
-from scheduler.decide.placement.search.load_assignment import NO_FLOATS, LoadAssignment
+from scheduler.decide.placement.search.load_assignment import LoadAssignment
 from scheduler.decide.whatif.explain import explain_placement
 from tests.builders import a_cluster, a_deployment, a_device, a_model, a_node, a_placement
 from tests.unit.scheduler.test_plan import a_demand, carried_out, starts
@@ -62,7 +63,7 @@ def test_a_node_that_refused_a_deployment_is_asked_for_others_only() -> None:
     )
     decided = plan_deployments(cluster)
     assert starts(decided) == [("e", "ams-1")]
-    assert "ams-1: it refused one of this deployment: it knows no option x" in (
+    assert "ams-1: it refused a replica of this deployment: it knows no option x" in (
         decided.unmet[0].reason
     )
 
@@ -78,13 +79,13 @@ def test_a_model_without_weights_ends_no_plan() -> None:
 
 
 def test_where_nobody_asks_what_rounding_leaves_of_a_room_ends_no_plan() -> None:
-    flow = LoadAssignment(NO_FLOATS, NO_FLOATS, np.zeros((0, 1)), np.zeros(1), 5000.0)
+    assignment = LoadAssignment(NO_FLOATS, NO_FLOATS, np.zeros((0, 1)), np.zeros(1), 5000.0)
     room = 0.7 * 2.020276102957687
     for _ in range(3):
-        flow.add(0, room)
+        assignment.add_capacity(0, room)
     for _ in range(3):
-        flow.remove(0, room)
-    assert flow.cost() == 0
+        assignment.remove_capacity(0, room)
+    assert assignment.cost() == 0
 
 
 @pytest.mark.parametrize("rate", [-1.0, math.nan, math.inf, 5e-324])

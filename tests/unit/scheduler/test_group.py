@@ -140,14 +140,14 @@ def test_a_part_without_its_leader_or_a_leader_without_its_parts_is_ended() -> N
     decided = plan_deployments(cluster_of(*THREE, placements=(alone, headless)))
     assert {(e.replica_id, e.reason) for e in decided.endings} == {
         ("r.1", "its leader r is gone"),
-        ("s", "the store knows 1 of 2 parts of it"),
+        ("s", "the store knows only 1 of 2 parts of it"),
     }
 
 
 def test_nodes_that_do_not_allow_it_are_not_used_and_say_so() -> None:
     decided = plan_deployments(cluster_of(willing("ams-1"), a_node("ams-2", "ams", 2.0)))
     assert not decided.starts
-    assert "ams-2: it has part in no replica over several nodes" in decided.unmet[0].reason
+    assert "ams-2: it takes no part of a replica over several nodes" in decided.unmet[0].reason
     assert "ams-1: it has room for one of 2 parts" in decided.unmet[0].reason
 
 
@@ -156,7 +156,7 @@ def test_parts_of_other_pops_or_classes_do_not_meet() -> None:
     nodes = (willing("ams-1"), willing("sin-1", "sin"), willing("ams-2", devices=(other,)))
     decided = plan_deployments(cluster_of(*nodes))
     assert not decided.starts
-    assert "with its like in ams there is room for 1" in decided.unmet[0].reason
+    assert "together with nodes like it in ams there is space for 1" in decided.unmet[0].reason
 
 
 def test_a_replica_too_large_for_a_node_is_told_what_would_hold_it() -> None:
@@ -238,6 +238,6 @@ def test_explain_names_every_node_of_it() -> None:
     explained = explain_placement(cluster, DeploymentId("d"))
     assert explained is not None
     assert [(row.node_id, row.reason) for row in explained.here] == [
-        ("ams-1", "at least 1 replica is asked for; over ams-1, ams-2"),
+        ("ams-1", "at least 1 replica is required; over ams-1, ams-2"),
         ("ams-2", "part 1 of d-7-1"),
     ]

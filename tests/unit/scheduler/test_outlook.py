@@ -55,12 +55,12 @@ def test_what_is_foretold_is_made_of_what_was_asked() -> None:
     outlook = FleetForecast(LONGITUDES)
     for slot in range(DAY_SLOTS):
         outlook.learn(slot, key("ams"), a_slot(8.0))
-    row = outlook.foretell(key("ams"))
+    row = outlook.forecast(key("ams"))
     assert row is not None
     assert row.requests_per_s == pytest.approx(8.0, rel=0.02)
     assert row.uncached_tokens_per_s == pytest.approx(800.0, rel=0.02)
     assert row.output_tokens_per_s == pytest.approx(400.0, rel=0.02)
-    assert outlook.foretell(key("sin")) is None
+    assert outlook.forecast(key("sin")) is None
 
 
 def test_a_newcomer_rises_with_its_morning_as_its_neighbour_did() -> None:
@@ -72,7 +72,7 @@ def test_a_newcomer_rises_with_its_morning_as_its_neighbour_did() -> None:
     for outlook in (alone, beside):
         for slot in range(morning, morning + 3):
             outlook.learn(slot, key("iad"), a_slot(wave(slot, -77.0)))
-        row = outlook.foretell(key("iad"))
+        row = outlook.forecast(key("iad"))
         assert row is not None
         risen.append(row.requests_per_s)
     later = wave(morning + 2 + 6, -77.0)
@@ -88,7 +88,7 @@ def test_what_is_saved_goes_on_elsewhere_as_here() -> None:
     assert not there.restore(key("sin"), state[:-5])
     for outlook in (here, there):
         outlook.learn(slot + 1, key("ams"), a_slot(3.0))
-    assert here.foretell(key("ams")) == there.foretell(key("ams"))
+    assert here.forecast(key("ams")) == there.forecast(key("ams"))
 
 
 def test_nothing_is_begun_by_zero_and_what_asks_nothing_for_long_is_forgotten() -> None:
@@ -98,7 +98,7 @@ def test_nothing_is_begun_by_zero_and_what_asks_nothing_for_long_is_forgotten() 
     outlook.learn(2, key("ams"), a_slot(1.0))
     for slot in range(3, 6 * DAY_SLOTS):
         outlook.learn(slot, key("ams"), SlotDemand())
-    row = outlook.foretell(key("ams"))
+    row = outlook.forecast(key("ams"))
     assert row is None or row.requests_per_s < 0.01
     outlook.learn(FORGET_SLOTS + 10, key("ams"), SlotDemand())
     assert outlook.known() == []

@@ -282,7 +282,7 @@ def test_of_nodes_those_are_tried_first_that_gave_nothing_up() -> None:
     )
     assert explained is not None
     assert [row.reason[:17] for row in explained.elsewhere if row.node_id == "ams-1"] == [
-        "1 of it broke her"
+        "1 of its replicas"
     ]
     all_of_them = tuple(NodeId(name) for name in ("ams-1", "iad-1", "sin-1", "ams-1", "iad-1"))
     again = msgspec.structs.replace(a_given_up(5, 100.0), node_ids=all_of_them)

@@ -79,7 +79,7 @@ def test_a_city_foretold_to_ask_has_the_weights_fetched_in_half_of_the_time() ->
     (wish,) = foreseen.new
     assert (wish.node_id, wish.model_id, wish.due_s) == ("sin-1", "m", DUE_S)
     assert wish.bytes_per_s == pytest.approx(MODEL.artifact.size_bytes / (DUE_S / 2))
-    assert "foretold for 2.8 h from now: demand: saves" in wish.reason
+    assert "forecast for 2.8 h from now: demand: saves" in wish.reason
 
 
 def test_what_is_wished_is_not_wished_again_and_what_came_is_noted_once() -> None:
@@ -128,9 +128,9 @@ def test_a_start_where_the_weights_came_is_from_disk_and_is_where_the_planner_go
         ({"revoked": True}, {}, "revoked"),
         ({}, {"deployments": (), "placements": ()}, "no deployment serves"),
         ({}, {"models": (), "deployments": (), "placements": ()}, "the model is gone"),
-        ({}, {"placements": (a_placement("r2", "sin-1"),)}, "has its seat there"),
+        ({}, {"placements": (a_placement("r2", "sin-1"),)}, "a replica was placed there"),
         ({"disk_free_bytes": 10 * GIB}, {}, "too few for it"),
-        ({}, {"prefetches": (a_wish(due_s=-KEPT_FOR_S - 1),)}, "did not come in time"),
+        ({}, {"prefetches": (a_wish(due_s=-KEPT_FOR_S - 1),)}, "did not arrive in time"),
         (
             {"artifacts": (DIGEST,)},
             {"prefetches": (a_wish(due_s=-KEPT_FOR_S - 1),)},

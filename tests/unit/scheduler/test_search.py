@@ -27,43 +27,43 @@ from tests.unit.scheduler.test_plan import a_demand, carried_out, starts
 MANY = PlanLimits(starts_max=10**6, endings_max=10**6)
 
 
-def test_a_flow_is_the_cheapest_assignment_and_says_what_room_is_worth() -> None:
+def test_an_assignment_is_the_cheapest_and_gains_and_losses_are_exact() -> None:
     far = np.array([[1.0, 50.0], [2.0, 100.0], [3.0, 9.0]])
     ones = np.ones(3)
-    flow = LoadAssignment(ones, ones, far, np.array([2.0, 1.0]), 5000.0)
-    # The third gives way: it loses least by going to the other site.
-    assert flow.cost() == pytest.approx(1 + 2 + 9)
-    assert flow.gain_exactly(0, 1.0) == pytest.approx(6.0)
-    assert flow.loss(1, 1.0) == pytest.approx(5000 - 9)
-    assert flow.unserved() == 0
+    assignment = LoadAssignment(ones, ones, far, np.array([2.0, 1.0]), 5000.0)
+    # The third city moves to the other site: it loses least.
+    assert assignment.cost() == pytest.approx(1 + 2 + 9)
+    assert assignment.gain(0, 1.0) == pytest.approx(6.0)
+    assert assignment.loss(1, 1.0) == pytest.approx(5000 - 9)
+    assert assignment.unserved() == 0
 
 
 @settings(deadline=None, max_examples=30)
 @given(seed=st.integers(0, 10_000))
-def test_flows_keep_every_load_and_never_more_than_the_room(seed: int) -> None:
+def test_an_assignment_keeps_all_load_and_never_exceeds_capacity(seed: int) -> None:
     rng = np.random.default_rng(seed)
     cities, sites = int(rng.integers(1, 9)), int(rng.integers(1, 6))
     load = rng.exponential(1.0, cities) + 0.01
-    flow = LoadAssignment(
+    assignment = LoadAssignment(
         load * 2, load, rng.uniform(1, 300, (cities, sites)), np.zeros(sites), 5000.0
     )
     held: list[tuple[int, float]] = []
     for _ in range(12):
-        before = flow.cost()
+        before = assignment.cost()
         if held and rng.random() < 0.4:
             site, room = held.pop(int(rng.integers(len(held))))
-            least, loss = flow.loss_at_least(site, room), flow.loss(site, room)
-            flow.remove(site, room)
-            assert flow.cost() - before == pytest.approx(loss, abs=1e-6)
-            assert -1e-6 <= least <= loss + 1e-6
+            bound, loss = assignment.loss_lower_bound(site, room), assignment.loss(site, room)
+            assignment.remove_capacity(site, room)
+            assert assignment.cost() - before == pytest.approx(loss, abs=1e-6)
+            assert -1e-6 <= bound <= loss + 1e-6
         else:
             site, room = int(rng.integers(sites)), float(rng.uniform(0.1, 2.0))
-            guess = flow.gain_exactly(site, room)
-            flow.add(site, room)
+            gain = assignment.gain(site, room)
+            assignment.add_capacity(site, room)
             held.append((site, room))
-            assert before - flow.cost() == pytest.approx(guess, abs=1e-6)
-        assert (flow.used() <= flow.room + 1e-6).all()
-        assert flow.used().sum() + flow.unserved() == pytest.approx(load.sum())
+            assert before - assignment.cost() == pytest.approx(gain, abs=1e-6)
+        assert (assignment.used() <= assignment.capacity + 1e-6).all()
+        assert assignment.used().sum() + assignment.unserved() == pytest.approx(load.sum())
 
 
 def judged() -> list[tuple[int, float]]:
@@ -75,15 +75,15 @@ def judged() -> list[tuple[int, float]]:
 def test_small_worlds_are_planned_within_one_percent_of_the_optimum(
     seed: int, optimum: float
 ) -> None:
-    search, greedy = run_search(small_world(seed))
-    assert total_cost(search) <= greedy + 1e-6
-    assert total_cost(search) <= 1.01 * optimum
+    draft, greedy = run_search(small_world(seed))
+    assert total_cost(draft) <= greedy + 1e-6
+    assert total_cost(draft) <= 1.01 * optimum
 
 
 def test_a_crumb_at_a_site_without_room_does_not_end_the_search() -> None:
     limits = PlanLimits(starts_max=10**6, endings_max=10**6, effort=1_500)
-    search, greedy = run_search(small_world(223), limits)
-    assert total_cost(search) <= 0.5 * greedy
+    draft, greedy = run_search(small_world(223), limits)
+    assert total_cost(draft) <= 0.5 * greedy
 
 
 def seated(cluster: ClusterState) -> ClusterState:
@@ -168,7 +168,7 @@ def test_under_scarcity_priority_goes_first_and_a_first_replica_before_a_second(
     assert {name for name, _ in starts(plan_deployments(two))} == {"low", "high"}
     one = msgspec.structs.replace(two, nodes=(a_node("ams-1", "ams", gib=1.3),))
     assert starts(plan_deployments(one)) == [("high", "ams-1")]
-    assert "100 % of what is asked finds no room" in plan_deployments(one).unmet[0].reason
+    assert "100 % of the demand has no capacity" in plan_deployments(one).unmet[0].reason
 
 
 def test_what_is_idle_yields_its_place_and_is_not_started_there_again() -> None:
@@ -181,7 +181,7 @@ def test_what_is_idle_yields_its_place_and_is_not_started_there_again() -> None:
     )
     first = plan_deployments(cluster)
     assert [ending.replica_id for ending in first.endings] == ["r1"]
-    assert "its place in ams is worth" in first.endings[0].reason
+    assert "its slot in ams is worth" in first.endings[0].reason
     ending = msgspec.structs.replace(
         cluster,
         placements=(msgspec.structs.replace(idle, is_ending=True), *cluster.placements[1:]),
@@ -215,8 +215,8 @@ def test_a_pop_of_several_replicas_reads_and_writes_apart_where_asked() -> None:
     [
         (a_deployment(replicas_min=5, replicas_max=2), "replicas_min 5 is over replicas_max 2"),
         (a_deployment(allow=("NL",), deny=("NL",)), "together leave no PoP"),
-        (a_deployment(keep_warm=("xyz",)), "which is no PoP"),
-        (a_deployment(keep_warm=("ams",), deny=("NL",)), "where allow and deny let nothing live"),
+        (a_deployment(keep_warm=("xyz",)), "which is not a PoP"),
+        (a_deployment(keep_warm=("ams",), deny=("NL",)), "where allow and deny permit no replica"),
         (a_deployment(model="gone"), "no model gone"),
     ],
 )
@@ -299,4 +299,4 @@ def test_explain_says_what_would_help() -> None:
     )
     explained = explain_placement(cluster, DeploymentId("d"))
     assert explained is not None
-    assert "It would pay if more were asked for near sin" in explained.elsewhere[0].reason
+    assert "It would pay with more demand near sin" in explained.elsewhere[0].reason

@@ -17,7 +17,7 @@ def test_a_forecast_scales_with_what_it_learned(times: float) -> None:
         for slot in range(10 * DAY_SLOTS, 11 * DAY_SLOTS + 40):
             rate = scale * (1.5 + sin(tau * slot / DAY_SLOTS) + 0.1 * (slot * 7919 % 13 - 6) / 6)
             outlook.learn(slot, key, SlotDemand(rate, 700 * rate, 700 * rate, 250 * rate))
-            found = outlook.foretell(key)
+            found = outlook.forecast(key)
             assert found is not None
             rates.append(found.requests_per_s)
         return rates
