@@ -22,8 +22,7 @@ from isochrone.wire.routes import RouteTable
 from scheduler import metrics
 from scheduler.config import SchedulerConfig
 from scheduler.connected import Connected
-from scheduler.decide.membership.connection_admission import ConnectionAdmission
-from scheduler.decide.membership.liveness import NodeContact
+from scheduler.decide.membership import ConnectionAdmission, NodeContact
 from scheduler.planner.client import PlannerClient
 from scheduler.store.known_nodes import KnownNodes
 from scheduler.store.lease import MARGIN_S, Lease

@@ -22,9 +22,9 @@ from isochrone.wire.ids import ClusterId, Generation, NodeId
 from ops.sim.planet_world import PlanetWorld, demand_rows, draw, world_parser
 from scheduler.decide.capacity.distances import Distances
 from scheduler.decide.cluster import ClusterState, PopDistance
+from scheduler.decide.placement import plan_prefetch
 from scheduler.decide.placement.planner import PlanLimits, plan_deployments
-from scheduler.decide.placement.prefetch import plan_prefetch
-from scheduler.decide.whatif.what_if import ClusterSnapshot, apply_plan
+from scheduler.decide.whatif.simulation import ClusterSnapshot, apply_plan
 from scheduler.planner.__main__ import COLLECTED_AFTER
 
 SIZES: Final = ((20, 15, 20), (80, 50, 50), (335, 190, 100))

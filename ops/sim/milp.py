@@ -17,7 +17,7 @@ from isochrone.wire.ids import DeviceId, NodeId
 from ops.sim.recost import SlotColumn, empty_draft
 from scheduler.decide.capacity.device_classes import GIB
 from scheduler.decide.cluster import ClusterState
-from scheduler.decide.placement.planner import PlanLimits
+from scheduler.decide.placement import PlanLimits
 from scheduler.decide.placement.score import (
     ABSENT,
     MISSING,

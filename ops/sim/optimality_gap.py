@@ -19,7 +19,7 @@ from typing import Final
 from ops.sim.recost import empty_draft, recost, slots_of
 from ops.sim.small_worlds import small_world
 from scheduler.decide.cluster import ClusterState
-from scheduler.decide.placement.planner import PlanLimits
+from scheduler.decide.placement import PlanLimits
 from scheduler.decide.placement.search.draft import PlacementDraft
 from scheduler.decide.placement.search.local_search import LocalSearch
 

@@ -38,10 +38,8 @@ from scheduler.decide.capacity.start_times import (
     WAN_FAR_BYTES_PER_S,
 )
 from scheduler.decide.cluster import ClusterState, FleetNode, Placement, PlacementPlan
-from scheduler.decide.placement.fleet.slots import residency_allows
-from scheduler.decide.placement.planner import PlanLimits
-from scheduler.decide.placement.rollout_split import plan_fleet
-from scheduler.decide.rollout.lifecycle import StartCounts
+from scheduler.decide.placement import PlanLimits, plan_fleet, residency_allows
+from scheduler.decide.rollout import StartCounts
 
 HOUR: Final = 60
 DAY: Final = 24 * HOUR

@@ -28,8 +28,8 @@ from ops.sim.recost import recost, slots_of
 from scheduler.decide.arrays import Floats, Ints
 from scheduler.decide.capacity.device_classes import GIB
 from scheduler.decide.cluster import ClusterState
+from scheduler.decide.placement import PlanLimits
 from scheduler.decide.placement.fleet.fleet_capacity import FleetCapacity
-from scheduler.decide.placement.planner import PlanLimits
 from scheduler.decide.placement.score import (
     ABSENT,
     MISSING,

@@ -13,7 +13,7 @@ import numpy as np
 from isochrone.wire.ids import DeploymentId
 from ops.sim.planet_world import OUTPUT_TOKENS, PROMPT_TOKENS, PlanetWorld
 from scheduler.decide.arrays import Floats
-from scheduler.decide.demand.fleet_forecast import FleetForecast, SlotDemand
+from scheduler.decide.demand import FleetForecast, SlotDemand
 from scheduler.decide.demand.series_forecast import SLOT_S, WEEK_SLOTS
 
 SLOT_MIN: Final = SLOT_S // 60

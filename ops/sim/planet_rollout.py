@@ -15,8 +15,7 @@ from isochrone.wire.rollout import RolloutSpec, RolloutState
 from isochrone.wire.routes import Pop
 from isochrone.wire.usage import Moments
 from scheduler.decide.arrays import Floats
-from scheduler.decide.rollout.lifecycle import Rollout, StartCounts, apply_event, judge_rollout
-from scheduler.decide.rollout.sequential_test import Arm, Stratum
+from scheduler.decide.rollout import Arm, Rollout, StartCounts, Stratum, apply_event, judge_rollout
 
 FAILURES: Final = 0.001
 TTFT_MS: Final = (200.0, 0.5)

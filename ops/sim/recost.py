@@ -11,7 +11,7 @@ import msgspec
 
 from isochrone.wire.ids import DeploymentId, DeviceId, NodeId
 from scheduler.decide.cluster import ClusterState
-from scheduler.decide.membership.liveness import judge_liveness
+from scheduler.decide.membership import judge_liveness
 from scheduler.decide.placement.fleet.slots import SlotPart
 from scheduler.decide.placement.planner import PlanBuilder, PlanLimits
 from scheduler.decide.placement.search.draft import PlacementDraft

@@ -13,8 +13,7 @@ from scheduler import metrics
 from scheduler.acting import INTAKE_TIMEOUT_S, Acting, NotActing
 from scheduler.api.peers import Turned, attend
 from scheduler.connected import Connected
-from scheduler.decide.membership.placement_seal import sealed_fields
-from scheduler.decide.membership.report_diff import has_changed
+from scheduler.decide.membership import has_changed, sealed_fields
 from scheduler.store.events import record_event
 from scheduler.store.lease import EpochLost
 from scheduler.store.nodes import record_report

@@ -26,7 +26,7 @@ from scheduler import metrics
 from scheduler.acting import INTAKE_TIMEOUT_S, Acting, NotActing, now
 from scheduler.api.join import issue
 from scheduler.connected import Connected
-from scheduler.decide.membership.message_rate_limit import MessageRateLimit
+from scheduler.decide.membership import MessageRateLimit
 from scheduler.store.events import record_event
 from scheduler.store.identities import may_renew
 from scheduler.store.lease import hold_lease, read_cluster_row, rise_above

@@ -5,7 +5,7 @@ from typing import Final
 import msgspec
 
 from scheduler.api.endpoint import Call, Endpoint
-from scheduler.decide.whatif.what_if import ClusterSnapshot
+from scheduler.decide.whatif import ClusterSnapshot
 
 
 async def picture(call: Call) -> msgspec.Raw:

@@ -14,12 +14,7 @@ from scheduler import metrics
 from scheduler.acting import INTAKE_TIMEOUT_S, Acting
 from scheduler.api.peers import Turned, attend
 from scheduler.connected import Connected
-from scheduler.decide.demand.intake import (
-    accept_demand,
-    accept_round_trips,
-    accept_trials,
-    accept_usage,
-)
+from scheduler.decide.demand import accept_demand, accept_round_trips, accept_trials, accept_usage
 from scheduler.store.pool import BAD_DATA, UNAVAILABLE, Connection, transaction
 from scheduler.store.rollouts import record_trials
 from scheduler.store.usage import record_demand, record_round_trips, record_usage

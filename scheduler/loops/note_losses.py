@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from scheduler.acting import Acting
 from scheduler.decide.cluster import Liveness
-from scheduler.decide.membership.liveness import judge_liveness
+from scheduler.decide.membership import judge_liveness
 from scheduler.store.known_nodes import read_nodes
 from scheduler.store.losses import read_lost, record_losses
 from scheduler.store.pool import transaction

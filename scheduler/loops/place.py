@@ -13,8 +13,8 @@ from isochrone.service.identity import Authority
 from scheduler import metrics
 from scheduler.acting import Acting
 from scheduler.decide.cluster import PlacementPlan, ReplicaStart
-from scheduler.decide.membership.placement_seal import sealed_fields
-from scheduler.decide.placement.multi_node import with_secret
+from scheduler.decide.membership import sealed_fields
+from scheduler.decide.placement import with_secret
 from scheduler.store.nodes import read_node_ids
 from scheduler.store.plans import commit_plan
 from scheduler.store.pool import transaction, using

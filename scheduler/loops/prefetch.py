@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from scheduler.acting import Acting
-from scheduler.decide.placement.prefetch import PrefetchDecision
+from scheduler.decide.placement import PrefetchDecision
 from scheduler.store.pool import transaction
 from scheduler.store.prefetch import record_foreseen
 

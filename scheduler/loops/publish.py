@@ -16,10 +16,11 @@ from isochrone.wire.routes import KeyEntry, RouteTable, diff
 from scheduler import metrics
 from scheduler.acting import Acting
 from scheduler.decide.cluster import ClusterState
-from scheduler.decide.membership.liveness import judge_liveness
-from scheduler.decide.routing.flap_damping import DeparturesByReplica, damp_flaps
-from scheduler.decide.routing.route_table import (
+from scheduler.decide.membership import judge_liveness
+from scheduler.decide.routing import (
+    DeparturesByReplica,
     build_route_table,
+    damp_flaps,
     keep_unchanged_rates,
     multi_node_hosts,
     replace_node_routes,

@@ -4,7 +4,7 @@ import logging
 from typing import NamedTuple
 
 from scheduler.acting import Acting
-from scheduler.decide.rollout.lifecycle import Rollout, RolloutVerdict, apply_event, judge_rollout
+from scheduler.decide.rollout import Rollout, RolloutVerdict, apply_event, judge_rollout
 from scheduler.store.events import record_event
 from scheduler.store.lease import assert_epoch
 from scheduler.store.pool import transaction

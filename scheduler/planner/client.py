@@ -15,9 +15,9 @@ import msgspec
 
 from isochrone.wire.ids import DeploymentId, Epoch
 from scheduler.decide.cluster import PlacementPlan
-from scheduler.decide.membership.liveness import NodeContact
-from scheduler.decide.placement.prefetch import PrefetchDecision
-from scheduler.decide.whatif.explain import Explanation
+from scheduler.decide.membership import NodeContact
+from scheduler.decide.placement import PrefetchDecision
+from scheduler.decide.whatif import Explanation
 from scheduler.planner.messages import (
     ExplainRequest,
     LearnReply,

@@ -14,7 +14,7 @@ from zlib import crc32
 
 from isochrone.wire.ids import Epoch
 from scheduler.decide.cluster import DemandRate
-from scheduler.decide.demand.fleet_forecast import (
+from scheduler.decide.demand import (
     FORGET_SLOTS,
     LATER,
     LATER_S,

@@ -9,7 +9,7 @@ from typing import Final
 import msgspec
 
 from isochrone.wire.ids import DeploymentId, Epoch
-from scheduler.decide.membership.liveness import LivenessLimits, NodeContact
+from scheduler.decide.membership import LivenessLimits, NodeContact
 
 LENGTH_BYTES: Final = 4
 NOTHING: Final = msgspec.Raw(msgspec.msgpack.encode(None))

@@ -4,12 +4,10 @@ import msgspec
 
 from isochrone import __version__
 from scheduler.decide.cluster import ClusterState
-from scheduler.decide.demand.demand_rates import with_forecast
-from scheduler.decide.membership.liveness import LivenessLimits, NodeContact
-from scheduler.decide.placement.prefetch import PrefetchDecision, plan_prefetch
-from scheduler.decide.placement.rollout_split import plan_fleet
-from scheduler.decide.whatif.explain import explain_placement
-from scheduler.decide.whatif.what_if import ClusterSnapshot
+from scheduler.decide.demand import with_forecast
+from scheduler.decide.membership import LivenessLimits, NodeContact
+from scheduler.decide.placement import PrefetchDecision, plan_fleet, plan_prefetch
+from scheduler.decide.whatif import ClusterSnapshot, explain_placement
 from scheduler.planner.demand_forecaster import DemandForecaster
 from scheduler.planner.messages import (
     ExplainRequest,

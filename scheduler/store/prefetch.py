@@ -6,7 +6,7 @@ from isochrone.wire.assignment import Prefetch
 from isochrone.wire.ids import Epoch, NodeId
 from isochrone.wire.model import Model
 from scheduler.decide.cluster import PrefetchTarget
-from scheduler.decide.placement.prefetch import PrefetchDecision
+from scheduler.decide.placement import PrefetchDecision
 from scheduler.store.events import record_event
 from scheduler.store.lease import assert_epoch
 from scheduler.store.pool import Connection, as_struct

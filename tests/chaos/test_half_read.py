@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 
 from scheduler.decide.cluster import ClusterState
-from scheduler.decide.membership.liveness import LivenessLimits, NodeContact
+from scheduler.decide.membership import LivenessLimits, NodeContact
 from scheduler.planner.server import PlannerServer
 from scheduler.store.pool import UNAVAILABLE, Pool, open_pool
 from tests.builders import a_replica_report, a_spec

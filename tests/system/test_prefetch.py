@@ -15,7 +15,7 @@ from aiohttp import web
 from isochrone.cli.manifest import artifact_of
 from isochrone.service.door import open_door
 from isochrone.wire.ids import DeploymentId, PopId
-from scheduler.decide.demand.fleet_forecast import FleetForecast, SlotDemand, slot_of
+from scheduler.decide.demand import FleetForecast, SlotDemand, slot_of
 from scheduler.decide.demand.series_forecast import DAY_SLOTS, HORIZONS
 from tests.system.harness import Fleet, a_fleet, until
 

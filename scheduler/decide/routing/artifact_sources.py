@@ -28,7 +28,7 @@ class ArtifactHolder(msgspec.Struct, frozen=True, kw_only=True):
     holds: bool = True
 
 
-def artifact_sources(
+def rank_sources(
     node_id: NodeId,
     pop: PopId,
     candidates: Iterable[ArtifactHolder],

@@ -15,7 +15,7 @@ from isochrone.wire.control import PeerRole, ToRouter, Welcome
 from isochrone.wire.ids import BootId, Epoch, Generation, KeyId, RouterId
 from isochrone.wire.usage import Usage, UsageAck
 from scheduler.api import routers
-from scheduler.decide.demand.intake import AcceptedUsage
+from scheduler.decide.demand import AcceptedUsage
 from tests.integration.admin.conftest import Admin
 from tests.system.harness import until
 from tests.unit.scheduler.test_intake import a_demand, a_row, a_usage

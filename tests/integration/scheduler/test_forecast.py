@@ -4,8 +4,8 @@ import pytest
 from msgspec.structs import replace
 
 from isochrone.wire.ids import Epoch, PopId
-from scheduler.decide.demand.fleet_forecast import slot_of
-from scheduler.decide.membership.liveness import LivenessLimits, NodeContact
+from scheduler.decide.demand import slot_of
+from scheduler.decide.membership import LivenessLimits, NodeContact
 from scheduler.planner.demand_forecaster import DemandForecaster
 from scheduler.planner.server import PlannerServer
 from scheduler.store.forecast import read_clock

@@ -8,7 +8,7 @@ from isochrone.wire.ids import BootId, ClusterId, Epoch, Generation, NodeId, Pop
 from isochrone.wire.model import EngineSettings
 from isochrone.wire.report import Refusal, Report
 from scheduler.decide.cluster import ClusterState, PlacementPlan
-from scheduler.decide.membership.liveness import NodeContact
+from scheduler.decide.membership import NodeContact
 from scheduler.decide.placement.fleet.slots import free_memory
 from scheduler.decide.placement.planner import plan_deployments
 from scheduler.store import catalogue, deployments

@@ -10,9 +10,9 @@ import msgspec
 import pytest
 
 from isochrone.wire.ids import DeploymentId, Epoch
-from scheduler.decide.membership.liveness import LivenessLimits, NodeContact
-from scheduler.decide.placement.rollout_split import plan_fleet
-from scheduler.decide.whatif.what_if import ClusterSnapshot
+from scheduler.decide.membership import LivenessLimits, NodeContact
+from scheduler.decide.placement import plan_fleet
+from scheduler.decide.whatif import ClusterSnapshot
 from scheduler.planner.client import PlannerClient, PlannerFailed
 from scheduler.planner.messages import PlannerSettings, frame
 from scheduler.store.pool import Pool

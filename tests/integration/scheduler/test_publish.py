@@ -7,7 +7,7 @@ import pytest
 
 from isochrone.wire.ids import NodeId
 from scheduler.acting import Acting
-from scheduler.decide.membership.liveness import LivenessLimits
+from scheduler.decide.membership import LivenessLimits
 from scheduler.decide.routing.flap_damping import HELD_S
 from scheduler.loops.hold_lease import HoldLease
 from scheduler.loops.publish import Publish

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from scheduler.acting import Acting, now
-from scheduler.decide.membership.liveness import LivenessLimits
+from scheduler.decide.membership import LivenessLimits
 from scheduler.loops.hold_lease import HoldLease
 from scheduler.loops.note_losses import Noted, NoteLosses
 from scheduler.loops.prune import Prune

@@ -14,8 +14,7 @@ from isochrone.wire.ids import DeploymentId, PopId
 from isochrone.wire.rollout import RolloutState
 from isochrone.wire.usage import TrialRow
 from scheduler.acting import Acting
-from scheduler.decide.rollout.lifecycle import Rollout, RolloutEvent, apply_event
-from scheduler.decide.rollout.sequential_test import Arm
+from scheduler.decide.rollout import Arm, Rollout, RolloutEvent, apply_event
 from scheduler.loops.hold_lease import HoldLease
 from scheduler.loops.roll import Roll
 from scheduler.store import deployments

@@ -30,8 +30,7 @@ from isochrone.wire.report import Profile, Pulse, Refusal
 from scheduler.acting import PULSES_WRITTEN_MAX, Acting, now
 from scheduler.api.peers import LEAP_MAX, Turned, _enter
 from scheduler.decide.cluster import ClusterState
-from scheduler.decide.membership.liveness import LivenessLimits, NodeContact
-from scheduler.decide.membership.placement_seal import sealed_fields
+from scheduler.decide.membership import LivenessLimits, NodeContact, sealed_fields
 from scheduler.decide.placement.planner import plan_deployments
 from scheduler.loops.hold_lease import HoldLease
 from scheduler.store.cluster import read_cluster

@@ -11,7 +11,7 @@ from scheduler.decide.arrays import NO_FLOATS
 from scheduler.decide.cluster import ClusterState
 from scheduler.decide.placement.planner import plan_deployments
 from scheduler.decide.placement.search.load_assignment import LoadAssignment
-from scheduler.decide.whatif.explain import explain_placement
+from scheduler.decide.whatif import explain_placement
 from tests.builders import a_cluster, a_deployment, a_device, a_model, a_node, a_placement
 from tests.unit.scheduler.test_plan import a_demand, carried_out, starts
 

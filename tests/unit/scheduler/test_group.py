@@ -9,14 +9,14 @@ from isochrone.wire.ids import DeploymentId, NodeId, ReplicaId
 from isochrone.wire.model import EngineSettings
 from isochrone.wire.report import Device, ReplicaState
 from scheduler.decide.cluster import ClusterState, FleetNode, PlacementPlan
-from scheduler.decide.membership.liveness import judge_liveness
+from scheduler.decide.membership import judge_liveness
 from scheduler.decide.placement.fleet.slots import free_memory
 from scheduler.decide.placement.multi_node import RankPorts, with_secret
 from scheduler.decide.placement.planner import plan_deployments
 from scheduler.decide.placement.rollout_split import join_rollouts
-from scheduler.decide.routing.route_table import build_route_table
-from scheduler.decide.whatif.explain import explain_placement
-from scheduler.decide.whatif.what_if import apply_plan
+from scheduler.decide.routing import build_route_table
+from scheduler.decide.whatif import explain_placement
+from scheduler.decide.whatif.simulation import apply_plan
 from tests.builders import (
     GIB,
     a_cluster,
@@ -148,7 +148,7 @@ def test_nodes_that_do_not_allow_it_are_not_used_and_say_so() -> None:
     decided = plan_deployments(cluster_of(willing("ams-1"), a_node("ams-2", "ams", 2.0)))
     assert not decided.starts
     assert "ams-2: it takes no part of a replica over several nodes" in decided.unmet[0].reason
-    assert "ams-1: it has room for one of 2 parts" in decided.unmet[0].reason
+    assert "ams-1: it has space for one of 2 parts" in decided.unmet[0].reason
 
 
 def test_parts_of_other_pops_or_classes_do_not_meet() -> None:

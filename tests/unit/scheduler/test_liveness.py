@@ -3,7 +3,7 @@
 import pytest
 
 from scheduler.decide.cluster import Liveness
-from scheduler.decide.membership.liveness import LivenessLimits, judge_liveness
+from scheduler.decide.membership import LivenessLimits, judge_liveness
 from tests.builders import a_node
 
 LIMITS = LivenessLimits()

@@ -7,7 +7,7 @@ import pytest
 
 from isochrone.wire.ids import BootId, Generation, ReplicaId
 from isochrone.wire.report import Profile, Refusal, ReplicaReport, ReplicaState
-from scheduler.decide.membership.report_diff import has_changed
+from scheduler.decide.membership import has_changed
 from tests.builders import GIB, a_device, a_replica_report, a_report, a_spec
 
 WARM = msgspec.structs.replace(

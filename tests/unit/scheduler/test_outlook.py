@@ -6,14 +6,8 @@ import pytest
 
 from isochrone.wire.ids import DeploymentId, PopId
 from scheduler.decide.cluster import DemandRate
+from scheduler.decide.demand import FORGET_SLOTS, FleetForecast, SeriesKey, SlotDemand, slot_of
 from scheduler.decide.demand.demand_rates import raise_to_forecast
-from scheduler.decide.demand.fleet_forecast import (
-    FORGET_SLOTS,
-    FleetForecast,
-    SeriesKey,
-    SlotDemand,
-    slot_of,
-)
 from scheduler.decide.demand.series_forecast import DAY_SLOTS
 
 LONGITUDES = {PopId("ams"): 5.0, PopId("iad"): -77.0, PopId("sin"): 104.0, PopId("akl"): 175.0}

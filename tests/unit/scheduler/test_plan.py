@@ -13,10 +13,10 @@ from isochrone.wire.ids import DeploymentId, DeviceId, Generation, NodeId, PopId
 from isochrone.wire.model import EngineSettings
 from isochrone.wire.report import ReplicaState
 from scheduler.decide.cluster import ClusterState, DemandRate, PlacementPlan, StartFailures
-from scheduler.decide.membership.liveness import judge_liveness
+from scheduler.decide.membership import judge_liveness
 from scheduler.decide.placement.fleet.slots import free_memory, residency_allows
 from scheduler.decide.placement.planner import PlanLimits, plan_deployments
-from scheduler.decide.whatif.explain import explain_placement
+from scheduler.decide.whatif import explain_placement
 from tests.builders import (
     GIB,
     PLACES,

@@ -18,7 +18,7 @@ from scheduler.decide.placement.prefetch import (
     PrefetchDecision,
     plan_prefetch,
 )
-from scheduler.decide.whatif.explain import explain_placement
+from scheduler.decide.whatif import explain_placement
 from tests.builders import GIB, a_cluster, a_deployment, a_model, a_node, a_placement
 
 DUE_S = 10_000.0

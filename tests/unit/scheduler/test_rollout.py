@@ -21,6 +21,7 @@ from isochrone.wire.rollout import (
     RolloutStep,
 )
 from isochrone.wire.usage import Moments
+from scheduler.decide.rollout import Arm, Stratum, compare_arms
 from scheduler.decide.rollout.lifecycle import (
     IN_PROGRESS,
     TRANSITIONS,
@@ -33,7 +34,6 @@ from scheduler.decide.rollout.lifecycle import (
     judge_rollout,
     steps_problem,
 )
-from scheduler.decide.rollout.sequential_test import Arm, Stratum, compare_arms
 
 WARM = StartCounts(warm=1)
 

@@ -8,12 +8,8 @@ from isochrone.wire.ids import Epoch, Generation, NodeId
 from isochrone.wire.report import ReplicaState
 from isochrone.wire.routes import RouteTable
 from scheduler.decide.cluster import ClusterState
-from scheduler.decide.membership.liveness import judge_liveness
-from scheduler.decide.routing.route_table import (
-    build_route_table,
-    multi_node_hosts,
-    replace_node_routes,
-)
+from scheduler.decide.membership import judge_liveness
+from scheduler.decide.routing import build_route_table, multi_node_hosts, replace_node_routes
 from tests.builders import a_cluster, a_node, a_placement
 
 NAMES = tuple(f"ams-{number}" for number in range(1, 6))

@@ -20,7 +20,7 @@ from scheduler.decide.demand.demand_rates import raise_to_forecast
 from scheduler.decide.placement.fleet.slots import free_memory, residency_allows
 from scheduler.decide.placement.planner import PlanLimits, plan_deployments
 from scheduler.decide.placement.search.load_assignment import LoadAssignment
-from scheduler.decide.whatif.explain import explain_placement
+from scheduler.decide.whatif import explain_placement
 from tests.builders import a_cluster, a_deployment, a_device, a_model, a_node, a_placement
 from tests.unit.scheduler.test_plan import a_demand, carried_out, starts
 

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isochrone.wire.ids import NodeId, PopId
-from scheduler.decide.routing.artifact_sources import SOURCES_MAX, ArtifactHolder, artifact_sources
+from scheduler.decide.routing.artifact_sources import SOURCES_MAX, ArtifactHolder, rank_sources
 
 FAR = {"ams": 0.0, "fra": 8.0, "iad": 85.0, "sin": 161.0}
 
@@ -17,7 +17,7 @@ def named(name: str, *, holds: bool = True) -> ArtifactHolder:
 
 
 def asked(name: str, *candidates: ArtifactHolder) -> list[str]:
-    found = artifact_sources(NodeId(name), PopId(name[:3]), candidates, lambda pop: FAR[pop])
+    found = rank_sources(NodeId(name), PopId(name[:3]), candidates, lambda pop: FAR[pop])
     return [peer.node_id for peer in found]
 
 

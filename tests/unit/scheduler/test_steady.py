@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from isochrone.wire.ids import ClusterId, DeploymentId, Epoch, Generation, NodeId, PopId, ReplicaId
 from isochrone.wire.routes import Route, RouteTable, apply_delta, diff
-from scheduler.decide.routing.route_table import keep_unchanged_rates
+from scheduler.decide.routing import keep_unchanged_rates
 
 
 def a_route(name: str = "r1", **fields: Any) -> Route:

@@ -9,10 +9,10 @@ from isochrone.wire.model import EngineSettings
 from isochrone.wire.rollout import RolloutSpec, RolloutState, RolloutStep
 from isochrone.wire.routes import RolloutEntry
 from scheduler.decide.cluster import ClusterState, DemandRate, StartFailures
-from scheduler.decide.membership.liveness import judge_liveness
+from scheduler.decide.membership import judge_liveness
 from scheduler.decide.placement.rollout_split import plan_fleet, split_rollouts
-from scheduler.decide.routing.route_table import build_route_table
-from scheduler.decide.whatif.explain import explain_placement
+from scheduler.decide.routing import build_route_table
+from scheduler.decide.whatif import explain_placement
 from tests.builders import a_cluster, a_deployment, a_model, a_node, a_placement
 from tests.unit.scheduler.test_rollout import a_rollout
 

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from isochrone.wire.ids import DeploymentId, NodeId, PopId
 from isochrone.wire.report import Profile
 from scheduler.decide.cluster import ClusterState, DemandRate, MeasuredProfile
-from scheduler.decide.membership.liveness import LivenessLimits
-from scheduler.decide.placement.rollout_split import plan_fleet
+from scheduler.decide.membership import LivenessLimits
+from scheduler.decide.placement import plan_fleet
 from scheduler.decide.whatif.predict import FleetPrediction, predict_service
-from scheduler.decide.whatif.what_if import (
+from scheduler.decide.whatif.simulation import (
     AddDeployment,
     AddNodes,
     Change,

@@ -5,7 +5,7 @@ from math import sin, tau
 import pytest
 
 from isochrone.wire.ids import DeploymentId, PopId
-from scheduler.decide.demand.fleet_forecast import FleetForecast, SlotDemand
+from scheduler.decide.demand import FleetForecast, SlotDemand
 from scheduler.decide.demand.series_forecast import DAY_SLOTS
 
 
