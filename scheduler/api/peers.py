@@ -181,7 +181,7 @@ def _not_acting(acting: Acting) -> Turned:
         # Who has no other to ask returns soon; not the whole of a large fleet each second.
         wait_s = max(1.0, acting.redial_spread_s)
         return Turned(RefusedCode.NOT_ACTING, "this scheduler is not acting; ask the other", wait_s)
-    wait_s = acting.line_outside.place(acting.next_acting_at) - now
+    wait_s = acting.line_outside.take_place(acting.next_acting_at) - now
     return Turned(RefusedCode.BUSY, "no scheduler acts; come back at your time", max(0.5, wait_s))
 
 

@@ -10,7 +10,7 @@ from scheduler.decide.whatif import ClusterSnapshot
 
 async def picture(call: Call) -> msgspec.Raw:
     """The whole picture, as the planner has it now. It holds no key and no prompt."""
-    return await call.acting.planner.picture(call.acting.heard())
+    return await call.acting.planner.snapshot(call.acting.heard())
 
 
 PICTURE_ENDPOINTS: Final = (

@@ -28,7 +28,7 @@ class Forecast:
             learned = await acting.planner.learn(acting.epoch)
             foretold = Foretold(foretold.slots + learned.slots, learned.series, learned.saved)
             is_behind = learned.is_behind
-            if learned.is_news:
+            if learned.is_new:
                 acting.nudge_place()
                 acting.nudge_prefetch()
         return foretold

@@ -27,7 +27,7 @@ class Prefetch:
         acting = self._acting
         if not acting.is_acting:
             return Prefetched()
-        foreseen = await acting.planner.foresee(acting.heard())
+        foreseen = await acting.planner.plan_prefetch(acting.heard())
         if foreseen != PrefetchDecision():
             concerned = {wish.node_id for wish in foreseen.new}
             concerned |= {over.target.node_id for over in foreseen.ended}

@@ -53,7 +53,7 @@ async def remembered(fleet: Fleet) -> None:
     connection = await asyncpg.connect(fleet.dsn())
     await connection.execute(
         "INSERT INTO demand_series (deployment_id, pop, slot, state) VALUES ('d', 'sin', $1, $2)",
-        *outlook.saved(key),
+        *outlook.serialized(key),
     )
     await connection.close()
 

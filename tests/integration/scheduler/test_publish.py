@@ -8,7 +8,7 @@ import pytest
 from isochrone.wire.ids import NodeId
 from scheduler.acting import Acting
 from scheduler.decide.membership import LivenessLimits
-from scheduler.decide.routing.flap_damping import HELD_S
+from scheduler.decide.routing.flap_damping import HOLD_S
 from scheduler.loops.hold_lease import HoldLease
 from scheduler.loops.publish import Publish
 from scheduler.store.pool import Pool
@@ -69,7 +69,7 @@ async def test_who_comes_and_goes_is_withdrawn_at_once_and_back_a_little_later(p
     acting.publish(NodeId("n1"))
     await publish.run_once()
     assert routed(acting) == []
-    now_s += HELD_S
+    now_s += HOLD_S
     # Nobody reports anything any more.
     await publish.run_once()
     assert routed(acting) == ["r1"]

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler.decide.membership.connection_admission import (
-    AT_ONCE_MAX,
     BURST_S,
-    WITHIN_S,
+    UNSERVED_MAX,
+    UNSERVED_TIMEOUT_S,
     ConnectionAdmission,
 )
 
@@ -59,7 +59,7 @@ def test_who_comes_too_early_keeps_its_place() -> None:
 
 def test_a_line_outside_begins_when_somebody_may_act() -> None:
     line = ConnectionAdmission(10.0)
-    assert [round(line.place(5.0), 3) for _ in range(3)] == [5.0, 5.1, 5.2]
+    assert [round(line.take_place(5.0), 3) for _ in range(3)] == [5.0, 5.1, 5.2]
 
 
 def test_those_who_never_return_do_not_hold_the_line_for_ever() -> None:
@@ -71,14 +71,14 @@ def test_those_who_never_return_do_not_hold_the_line_for_ever() -> None:
 
 def test_only_so_many_are_within_and_those_who_vanish_leave_it() -> None:
     line = ConnectionAdmission(1000.0)
-    for index in range(AT_ONCE_MAX):
+    for index in range(UNSERVED_MAX):
         assert line.wait_s(f"n{index}", 0.0) == 0.0
     assert line.wait_s("next", 0.2) >= 0.9
     line.served("n0", 0.3)
     assert line.wait_s("other", 0.3) > 0.0, "who came before has its place before"
     assert line.wait_s("next", 1.2) == 0.0
     assert line.wait_s("last", 1.2) > 0.0
-    assert line.wait_s("later", WITHIN_S + 3.0) == 0.0, "nobody within was ever served"
+    assert line.wait_s("later", UNSERVED_TIMEOUT_S + 3.0) == 0.0, "nobody within was ever served"
 
 
 @settings(deadline=None, max_examples=20)

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from isochrone.wire.ids import DeploymentId
 from isochrone.wire.routes import Route
 from scheduler.decide.routing.flap_damping import (
-    HELD_MAX_S,
-    HELD_S,
+    HOLD_MAX_S,
+    HOLD_S,
     STEADY_S,
     DeparturesByReplica,
     damp_flaps,
@@ -46,9 +46,9 @@ def test_who_leaves_once_is_back_at_once() -> None:
 def test_who_flaps_five_times_a_second_changes_the_table_a_few_times_a_minute() -> None:
     assert changes(0.1, 60.0, OTHER)[0] <= 12
     # The only one of its deployment is not kept from it for longer than needed.
-    assert changes(0.1, 60.0)[0] <= 2 * 60 / HELD_S
+    assert changes(0.1, 60.0)[0] <= 2 * 60 / HOLD_S
     count, _ = changes(0.1, 60.0)
-    assert count >= 60 / HELD_S
+    assert count >= 60 / HOLD_S
 
 
 @pytest.mark.parametrize("beside", [(), (OTHER,)])
@@ -64,7 +64,7 @@ def test_who_is_back_for_good_waits_no_longer_than_the_most() -> None:
         now += 0.1
     told, _, left = damp_flaps(told, a_table(OTHER), left, now)
     back = a_table(OTHER, a_route())
-    assert damp_flaps(told, back, left, now + HELD_MAX_S)[0] == back
+    assert damp_flaps(told, back, left, now + HOLD_MAX_S)[0] == back
 
 
 @given(st.lists(st.tuples(st.sets(st.sampled_from(["a", "b", "c"])), st.floats(0.0, 50.0))))

@@ -71,7 +71,7 @@ def test_rows_of_one_city_are_one_and_zeros_are_none() -> None:
         (a_row(requests=-1), "below 0"),
         (a_row(deployment="d\0"), "NUL"),
         (a_row(pop="x" * 300), "256 letters"),
-        (a_row(pop="sin", requests=9), "it is of sin, and the router is in ams"),
+        (a_row(pop="sin", requests=9), "it is of sin, but the router is in ams"),
     ],
 )
 def test_a_bad_row_is_refused_alone(row: DemandRow, words: str) -> None:

@@ -76,7 +76,7 @@ def test_a_newcomer_rises_with_its_morning_as_its_neighbour_did() -> None:
 def test_what_is_saved_goes_on_elsewhere_as_here() -> None:
     here = taught(2.0, "ams")
     there = FleetForecast(LONGITUDES)
-    slot, state = here.saved(key("ams"))
+    slot, state = here.serialized(key("ams"))
     assert slot == 2 * DAY_SLOTS - 1
     assert there.restore(key("ams"), state)
     assert not there.restore(key("sin"), state[:-5])
@@ -95,7 +95,7 @@ def test_nothing_is_begun_by_zero_and_what_asks_nothing_for_long_is_forgotten() 
     row = outlook.forecast(key("ams"))
     assert row is None or row.requests_per_s < 0.01
     outlook.learn(FORGET_SLOTS + 10, key("ams"), SlotDemand())
-    assert outlook.known() == []
+    assert outlook.sorted_keys() == []
 
 
 def test_demand_is_raised_to_what_is_foretold_and_never_lowered() -> None:

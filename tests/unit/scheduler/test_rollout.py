@@ -151,7 +151,7 @@ def test_a_far_city_does_not_make_a_version_look_slow() -> None:
 
 def test_a_version_that_found_no_seat_is_told_from_one_that_does_not_come_up() -> None:
     late = a_rollout(step_age_s=1801.0)
-    for starts, words in ((StartCounts(), "none found a free seat"), (StartCounts(seated=1), "")):
+    for starts, words in ((StartCounts(), "none found a free slot"), (StartCounts(placed=1), "")):
         verdict = judge_rollout(late, (), starts)
         assert verdict is not None
         assert verdict.reason.removeprefix("no replica is warm after 1801 s").strip(": ") == words
@@ -269,4 +269,4 @@ TestLife.settings = settings(max_examples=20, stateful_step_count=15, deadline=N
 
 def test_what_was_not_seen_is_not_shown_as_a_number() -> None:
     said = [difference.words() for difference in compare_arms((), RolloutBounds())]
-    assert said == [f"{name}: too little was seen to tell" for name in ("errors", "TTFT", "ITL")]
+    assert said == [f"{name}: too few attempts to tell" for name in ("errors", "TTFT", "ITL")]

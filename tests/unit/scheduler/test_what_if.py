@@ -80,14 +80,14 @@ def test_a_picture_that_is_not_understood_whole_is_refused_in_words() -> None:
     picture = a_picture()
     for spoilt, words in (
         ({"format": 2, "release": "9.9"}, "its format is 2, this release reads 1: .* release 9.9"),
-        ({"cluster": {"pops": []}}, "node ams-1 is in ams, which it does not hold"),
+        ({"cluster": {"pops": []}}, "node ams-1 is in ams, which is not in it"),
         (
             {"cluster": {"pops": 2 * [msgspec.to_builtins(a_pop("ams"))]}},
-            "it holds a PoP twice: ams",
+            "it has the PoP ams twice",
         ),
         (
             {"cluster": {"nodes": 2 * [msgspec.to_builtins(NODES[0])]}},
-            "it holds a node twice: ams-1",
+            "it has the node ams-1 twice",
         ),
     ):
         file = msgspec.json.decode(msgspec.json.encode(picture))
@@ -103,7 +103,7 @@ def test_a_deployment_of_a_model_that_the_picture_lacks_is_said_and_serves_nobod
 
 
 def test_a_price_of_what_is_not_there_is_refused() -> None:
-    with pytest.raises(InvalidChange, match="cannot price h100: the devices there are cpu"):
+    with pytest.raises(InvalidChange, match="cannot price h100: the device classes are cpu"):
         what_if(a_picture(), [], {"cpu": 1.0, "h100": 2.5})
 
 
@@ -167,20 +167,20 @@ def test_a_lost_node_takes_its_replicas_with_it() -> None:
         (LosePop(pop=PopId("xyz")), "no such PoP"),
         (
             AddNodes(pop=AMS, device_class="h1000", memory_bytes=80 * GIB),
-            "add h1000: known are .*cpu, h100-80g",
+            "add h1000: known classes are .*cpu, h100-80g",
         ),
-        (AddNodes(pop=AMS, device_class="h100-80g", memory_bytes=800 * GIB), "one has 79.6 GiB"),
+        (AddNodes(pop=AMS, device_class="h100-80g", memory_bytes=800 * GIB), "it has 79.6 GiB"),
         (LoseNode(node_id=NodeId("nowhere")), "no such node"),
         (ScaleDemand(factor=2, deployment_id=DeploymentId("x")), "no such deployment"),
         (ScaleDemand(factor=2, pop=PopId("xyz")), "no such PoP"),
-        (AddDeployment(model=a_model(), deployment=a_deployment()), "of that name"),
+        (AddDeployment(model=a_model(), deployment=a_deployment()), "with that id"),
         (AddDeployment(model=a_model("m2"), deployment=a_deployment("e")), "the model given is m2"),
-        (AddDeployment(deployment=a_deployment("e", "m3")), "the picture has no model m3"),
+        (AddDeployment(deployment=a_deployment("e", "m3")), "the snapshot has no model m3"),
         (
             AddDeployment(
                 model=a_model(), deployment=a_deployment("e"), demand_like=DeploymentId("x")
             ),
-            "nobody asks",
+            "that has none",
         ),
     ],
 )
