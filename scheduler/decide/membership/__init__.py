@@ -1,6 +1,6 @@
-"""Nodes and their connections: who is admitted, who is alive, what a report changes.
+"""Nodes and their connections: admission, message rates, liveness, and report changes.
 
-`connection_admission` and `message_rate_limit` bound what peers may cost, `liveness` decides which
+`connection_admission` and `message_rate_limit` limit the cost of peers, `liveness` decides which
 nodes are lost, `report_diff` which reports must be written, and `placement_seal` what proves that a
 replica was placed on a node.
 """

@@ -30,7 +30,7 @@ def seats(cluster: ClusterState) -> list[tuple[int, str]]:
     return sorted((p.version, str(p.node_id)) for p in cluster.placements)
 
 
-def test_an_old_version_in_a_better_place_than_is_free_starts_no_new_one_for_ever() -> None:
+def test_an_old_version_in_a_better_slot_than_is_free_is_replaced_without_endless_starts() -> None:
     full = a_cluster(
         nodes=(a_node("ams-1", "ams", gib=1.3), a_node("sin-1", "sin", gib=40.0)),
         deployments=(a_deployment(version=2, replicas_max=3),),
@@ -43,7 +43,7 @@ def test_an_old_version_in_a_better_place_than_is_free_starts_no_new_one_for_eve
     assert seats(at_rest(one)) == [(2, "sin-1")]
 
 
-def test_what_may_have_no_replica_is_not_replaced() -> None:
+def test_with_replicas_max_zero_nothing_is_replaced() -> None:
     cluster = a_cluster(
         nodes=(a_node("ams-1", "ams"),),
         deployments=(a_deployment(version=2, replicas_min=0, replicas_max=0),),
@@ -55,7 +55,7 @@ def test_what_may_have_no_replica_is_not_replaced() -> None:
     assert [ending.replica_id for ending in decided.endings] == ["r1"]
 
 
-def test_a_node_that_refused_a_deployment_is_asked_for_others_only() -> None:
+def test_a_node_that_refused_a_deployment_still_gets_others() -> None:
     why = ((DeploymentId("d"), "it knows no option x"),)
     cluster = a_cluster(
         nodes=(a_node("ams-1", "ams", refused=why),),
@@ -68,7 +68,7 @@ def test_a_node_that_refused_a_deployment_is_asked_for_others_only() -> None:
     )
 
 
-def test_a_model_without_weights_ends_no_plan() -> None:
+def test_a_model_without_weights_does_not_break_a_plan() -> None:
     gpu = msgspec.structs.replace(a_device(79.0, "gpu0"), device_class="h100-80g")
     cluster = a_cluster(
         nodes=(a_node("ams-1", "ams", devices=(gpu,)),),
@@ -78,7 +78,7 @@ def test_a_model_without_weights_ends_no_plan() -> None:
     assert starts(plan_deployments(cluster)) == [("d", "ams-1"), ("e", "ams-1")]
 
 
-def test_where_nobody_asks_what_rounding_leaves_of_a_room_ends_no_plan() -> None:
+def test_rounding_errors_of_removed_capacity_do_not_break_an_assignment() -> None:
     assignment = LoadAssignment(NO_FLOATS, NO_FLOATS, np.zeros((0, 1)), np.zeros(1), 5000.0)
     room = 0.7 * 2.020276102957687
     for _ in range(3):
@@ -89,7 +89,7 @@ def test_where_nobody_asks_what_rounding_leaves_of_a_room_ends_no_plan() -> None
 
 
 @pytest.mark.parametrize("rate", [-1.0, math.nan, math.inf, 5e-324])
-def test_a_rate_that_a_node_cannot_have_draws_nothing_there(rate: float) -> None:
+def test_an_implausible_disk_rate_attracts_no_replica(rate: float) -> None:
     odd = a_node("sin-1", "sin", disk_bytes_per_s=rate, fetch_bytes_per_s=rate)
     cluster = a_cluster(
         nodes=(a_node("ams-1", "ams"), odd, a_node("sin-2", "sin")),

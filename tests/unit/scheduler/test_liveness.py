@@ -26,7 +26,7 @@ ALIVE, QUIET, SILENT, LONG = 1.0, 10.0, 40.0, 5_000.0
         ([ALIVE, ALIVE, QUIET], 30, 0, False),
     ],
 )
-def test_silence_is_judged(
+def test_liveness_follows_from_silence(
     silences: list[float], acting_for_s: float, lost: int, is_frozen: bool
 ) -> None:
     nodes = [a_node(f"n{i}", "ams", silent_s=silent) for i, silent in enumerate(silences)]
@@ -46,7 +46,7 @@ def test_silence_is_judged(
         (20, 70, [SILENT] * 10, 0),
     ],
 )
-def test_a_cut_is_over_when_all_had_time_to_come_back(
+def test_a_network_cut_is_over_when_all_nodes_had_time_to_come_back(
     back: int, alive: int, silences: list[float], lost: int
 ) -> None:
     def lost_at(back_s: float) -> int:
@@ -60,7 +60,7 @@ def test_a_cut_is_over_when_all_had_time_to_come_back(
     assert lost_at(LIMITS.grace_s + 1) == len(silences)
 
 
-def test_revoked_nodes_are_no_sign_of_a_cut() -> None:
+def test_revoked_nodes_do_not_count_as_a_network_cut() -> None:
     live = [a_node(f"n{i}", "ams", silent_s=ALIVE) for i in range(2)]
     revoked = [a_node(f"r{i}", "ams", silent_s=LONG, revoked=True) for i in range(3)]
     assert judge_liveness([*live, *revoked], 1000, LIMITS).frozen == ""

@@ -88,14 +88,14 @@ def test_demand_far_away_brings_a_replica_there() -> None:
     assert "demand: saves" in decided.starts[0].reason
 
 
-def test_a_whisper_of_demand_moves_nothing() -> None:
+def test_negligible_demand_moves_nothing() -> None:
     cluster = a_cluster(
         nodes=NODES, placements=(a_placement("r1", "ams-1"),), demand=(a_demand("sin", 0.01),)
     )
     assert plan_deployments(cluster) == PlacementPlan(based_on=cluster.generation)
 
 
-def test_one_lost_node_is_replaced_and_nothing_of_it_is_ended() -> None:
+def test_the_replicas_of_a_lost_node_are_replaced_and_not_ended() -> None:
     nodes = (a_node("ams-1", "ams", silent_s=45.0), *NODES[1:])
     decided = plan_deployments(a_cluster(nodes=nodes, placements=(a_placement("r1", "ams-1"),)))
     assert len(decided.starts) == 1
@@ -124,7 +124,7 @@ def test_a_draining_node_is_left_only_when_another_is_warm() -> None:
     assert "draining" in second.endings[0].reason
 
 
-def test_replicas_that_would_fail_together_part_when_there_is_a_node_again() -> None:
+def test_replicas_of_one_failure_domain_separate_when_another_node_is_free() -> None:
     # What a drain of ams-1 leaves behind when it is taken back: both on the only other node.
     cluster = a_cluster(
         nodes=(a_node("ams-1", "ams"), a_node("ams-2", "ams")),
@@ -144,7 +144,7 @@ def test_replicas_that_would_fail_together_part_when_there_is_a_node_again() -> 
     assert not third.endings
 
 
-def test_of_two_that_fail_together_one_goes_before_the_one_apart() -> None:
+def test_surplus_ends_in_the_shared_failure_domain_first() -> None:
     cluster = a_cluster(
         nodes=(a_node("ams-1", "ams"), a_node("ams-2", "ams")),
         placements=(
@@ -156,7 +156,7 @@ def test_of_two_that_fail_together_one_goes_before_the_one_apart() -> None:
     assert [ending.node_id for ending in plan_deployments(cluster).endings] == ["ams-2"]
 
 
-def test_in_whatever_order_cities_ask_they_are_served_from_near() -> None:
+def test_the_plan_does_not_depend_on_the_order_of_demand_rows() -> None:
     demand = tuple(a_demand(pop, 3.0 if pop == "sin" else 0.001) for pop in sorted(PLACES))
     cluster = a_cluster(
         nodes=tuple(a_node(f"{pop}-1", pop) for pop in sorted(PLACES)), demand=demand
@@ -166,7 +166,7 @@ def test_in_whatever_order_cities_ask_they_are_served_from_near() -> None:
     assert starts(plan_deployments(msgspec.structs.replace(cluster, demand=demand[::-1]))) == there
 
 
-def test_a_new_version_takes_the_place_of_the_old_when_it_is_warm() -> None:
+def test_a_new_version_replaces_the_old_when_it_is_warm() -> None:
     cluster = a_cluster(
         nodes=NODES,
         deployments=(a_deployment(version=2),),
@@ -179,7 +179,7 @@ def test_a_new_version_takes_the_place_of_the_old_when_it_is_warm() -> None:
     assert [ending.replica_id for ending in second.endings] == ["r1"]
 
 
-def test_a_new_version_that_finds_no_room_beside_the_old_one_says_so() -> None:
+def test_a_new_version_without_a_slot_beside_the_old_one_is_reported() -> None:
     old = a_placement("r1", "n1", memory_bytes=6 * GIB, age_s=1000.0)
     full = a_cluster(
         nodes=(a_node("n1", "ams"),),
@@ -196,7 +196,7 @@ def test_a_new_version_that_finds_no_room_beside_the_old_one_says_so() -> None:
     assert plan_deployments(roomy).unmet == ()
 
 
-def test_what_is_loading_anew_makes_no_old_one_spare() -> None:
+def test_a_loading_replica_does_not_end_an_old_one() -> None:
     cluster = a_cluster(
         nodes=NODES,
         deployments=(a_deployment(version=2, replicas_min=2),),
@@ -209,7 +209,7 @@ def test_what_is_loading_anew_makes_no_old_one_spare() -> None:
     assert [ending.replica_id for ending in plan_deployments(cluster).endings] == ["crashed"]
 
 
-def test_who_yields_its_place_takes_over_from_nobody_who_is_drained() -> None:
+def test_a_preempted_replica_does_not_count_for_a_draining_one() -> None:
     cluster = a_cluster(
         nodes=(a_node("ams-1", "ams", gib=4.0), a_node("ams-2", "ams", draining=True)),
         models=(a_model(), a_model("big", gib=3.0)),
@@ -256,7 +256,7 @@ def a_given_up(times: int, ago_s: float, version: int = 1) -> StartFailures:
         (a_given_up(9, 0.0, version=7), False),  # and what was changed at once.
     ],
 )
-def test_what_breaks_wherever_it_starts_is_tried_less_and_less_often(
+def test_a_version_that_fails_on_every_node_backs_off(
     given_up: StartFailures, is_held: bool
 ) -> None:
     cluster = a_cluster(nodes=NODES, given_up=(given_up,))
@@ -270,7 +270,7 @@ def test_what_breaks_wherever_it_starts_is_tried_less_and_less_often(
     assert any(row.feasible for row in explained.elsewhere) is not is_held
 
 
-def test_of_nodes_those_are_tried_first_that_gave_nothing_up() -> None:
+def test_nodes_without_recent_failures_are_tried_first() -> None:
     plans = plan_deployments(a_cluster(nodes=NODES, given_up=(a_given_up(1, 100.0),)))
     assert plans.starts[0].node_id != "ams-1"
     only = plan_deployments(
@@ -289,7 +289,7 @@ def test_of_nodes_those_are_tried_first_that_gave_nothing_up() -> None:
     assert plan_deployments(a_cluster(nodes=NODES, given_up=(again,))).starts[0].node_id == "sin-1"
 
 
-def test_while_one_is_warm_another_that_broke_is_tried_elsewhere_at_once() -> None:
+def test_with_one_replica_warm_a_failed_one_is_retried_elsewhere_at_once() -> None:
     cluster = a_cluster(
         nodes=NODES,
         deployments=(a_deployment(replicas_min=2),),
@@ -299,7 +299,7 @@ def test_while_one_is_warm_another_that_broke_is_tried_elsewhere_at_once() -> No
     assert plan_deployments(cluster).starts
 
 
-def test_what_cannot_be_placed_is_said_with_its_numbers_and_ends_nothing() -> None:
+def test_an_impossible_placement_is_reported_with_numbers_and_ends_nothing() -> None:
     cluster = a_cluster(
         nodes=(a_node("ams-1", "ams", gib=2.0),),
         deployments=(a_deployment(replicas_min=2),),
@@ -311,7 +311,7 @@ def test_what_cannot_be_placed_is_said_with_its_numbers_and_ends_nothing() -> No
     assert "needs 1.25 GiB, the most free on one device is 0.75 GiB" in decided.unmet[0].reason
 
 
-def test_residency_withdrawn_ends_at_once() -> None:
+def test_a_replica_that_residency_no_longer_allows_ends_at_once() -> None:
     cluster = a_cluster(
         nodes=NODES,
         deployments=(a_deployment(deny=("NL",)),),
@@ -322,7 +322,7 @@ def test_residency_withdrawn_ends_at_once() -> None:
     assert all(start.node_id != "ams-1" for start in decided.starts)
 
 
-def test_a_deleted_deployment_ends_whole() -> None:
+def test_all_replicas_of_a_deleted_deployment_end() -> None:
     cluster = a_cluster(
         nodes=NODES,
         deployments=(),
@@ -332,7 +332,7 @@ def test_a_deleted_deployment_ends_whole() -> None:
     assert len(plan_deployments(cluster).endings) == 2
 
 
-def test_surplus_goes_after_it_has_settled_and_never_below_the_minimum() -> None:
+def test_surplus_ends_after_it_has_settled_and_never_below_the_minimum() -> None:
     both = (a_placement("r1", "ams-1"), a_placement("r2", "sin-1"))
     cluster = a_cluster(nodes=NODES, placements=both)
     decided = plan_deployments(cluster)
@@ -342,7 +342,7 @@ def test_surplus_goes_after_it_has_settled_and_never_below_the_minimum() -> None
     assert not plan_deployments(msgspec.structs.replace(cluster, placements=young)).endings
 
 
-def test_two_replicas_that_came_up_in_one_pop_are_spread_once_they_have_settled() -> None:
+def test_two_replicas_in_one_pop_are_spread_once_they_have_settled() -> None:
     there = (a_placement("r1", "ams-1"), a_placement("r2", "ams-1"))
     cluster = a_cluster(
         nodes=(a_node("ams-1", "ams"), a_node("sin-1", "sin")),
@@ -387,7 +387,7 @@ def test_the_only_replica_allowed_follows_its_demand() -> None:
         assert not plan_deployments(msgspec.structs.replace(cluster, deployments=(held,))).starts
 
 
-def test_a_pop_to_be_kept_warm_does_not_wait_until_others_have_settled() -> None:
+def test_a_keep_warm_pop_does_not_wait_until_replicas_have_settled() -> None:
     """As after a drain: all that may be seated is elsewhere, and has just begun."""
     young = tuple(
         msgspec.structs.replace(a_placement(name, node), age_s=30.0)
@@ -415,7 +415,7 @@ def test_a_pop_to_be_kept_warm_does_not_wait_until_others_have_settled() -> None
     assert not plan_deployments(full).starts
 
 
-def test_an_idle_deployment_without_a_minimum_goes_to_zero_and_demand_wakes_it() -> None:
+def test_an_idle_deployment_without_a_minimum_scales_to_zero_and_back_with_demand() -> None:
     idle = a_cluster(
         nodes=NODES,
         deployments=(a_deployment(replicas_min=0),),
@@ -431,7 +431,7 @@ def test_an_idle_deployment_without_a_minimum_goes_to_zero_and_demand_wakes_it()
     assert not plan_deployments(msgspec.structs.replace(asked, demand=())).starts
 
 
-def test_a_draining_node_is_left_by_what_nobody_asks_for() -> None:
+def test_a_replica_without_demand_leaves_a_draining_node() -> None:
     cluster = a_cluster(
         nodes=(a_node("ams-1", "ams", draining=True),),
         deployments=(a_deployment(replicas_min=0),),
@@ -442,7 +442,7 @@ def test_a_draining_node_is_left_by_what_nobody_asks_for() -> None:
     assert not plan_deployments(wanted).endings  # nowhere else to go: it goes on serving
 
 
-def test_explain_names_who_holds_a_place_under_scarcity() -> None:
+def test_explain_names_the_deployments_that_fill_a_node() -> None:
     cluster = a_cluster(
         nodes=(a_node("ams-1", "ams", gib=2.6),),
         deployments=(
@@ -479,7 +479,7 @@ def test_explain_says_why_here_and_why_not_there() -> None:
 
 
 @pytest.mark.parametrize("least", [0, 1])
-def test_the_only_warm_replica_yields_its_place_once_another_is_warm(least: int) -> None:
+def test_the_only_warm_replica_is_preempted_once_another_is_warm(least: int) -> None:
     nodes = (
         a_node("ams-1", "ams", devices=(a_device(4.0, "gpu0"), a_device(4.0, "gpu1"))),
         a_node("fra-1", "fra", gib=2.0),
@@ -625,13 +625,13 @@ def test_residency_liveness_and_bounds_hold_for_every_start(cluster: ClusterStat
 
 @settings(deadline=None, max_examples=100)
 @given(cluster=clusters())
-def test_the_same_picture_gives_the_same_plan(cluster: ClusterState) -> None:
+def test_the_same_cluster_state_gives_the_same_plan(cluster: ClusterState) -> None:
     assert plan_deployments(cluster) == plan_deployments(cluster)
 
 
 @settings(deadline=None, max_examples=100)
 @given(cluster=clusters(), chance=st.randoms(use_true_random=False))
-def test_in_whatever_order_a_picture_tells_it_it_is_planned_alike(
+def test_the_plan_does_not_depend_on_the_order_of_rows(
     cluster: ClusterState, chance: Random
 ) -> None:
     told = {
@@ -651,7 +651,7 @@ def test_in_whatever_order_a_picture_tells_it_it_is_planned_alike(
 
 @settings(deadline=None, max_examples=50)
 @given(cluster=clusters())
-def test_what_explain_says_cannot_be_the_plan_does_not_do(cluster: ClusterState) -> None:
+def test_a_plan_never_starts_what_explain_calls_infeasible(cluster: ClusterState) -> None:
     for start in plan_deployments(cluster).starts:
         explained = explain_placement(cluster, start.spec.deployment_id)
         assert explained is not None
@@ -662,7 +662,7 @@ def test_what_explain_says_cannot_be_the_plan_does_not_do(cluster: ClusterState)
 
 @settings(deadline=None, max_examples=100)
 @given(cluster=clusters())
-def test_plans_carried_out_come_to_rest(cluster: ClusterState) -> None:
+def test_repeated_plans_reach_a_stable_state(cluster: ClusterState) -> None:
     for _ in range(40):
         decided = plan_deployments(cluster)
         if not decided.starts and not decided.endings:
@@ -673,7 +673,7 @@ def test_plans_carried_out_come_to_rest(cluster: ClusterState) -> None:
 
 @settings(deadline=None, max_examples=100)
 @given(cluster=clusters())
-def test_the_minimum_is_met_where_it_can_be(cluster: ClusterState) -> None:
+def test_the_minimum_is_met_where_possible(cluster: ClusterState) -> None:
     view = judge_liveness(cluster.nodes, cluster.acting_for_s)
     if view.frozen:
         return
@@ -699,7 +699,7 @@ def test_the_minimum_is_met_where_it_can_be(cluster: ClusterState) -> None:
 
 @settings(deadline=None, max_examples=100)
 @given(cluster=clusters())
-def test_the_last_warm_replica_is_not_ended_to_make_room(cluster: ClusterState) -> None:
+def test_the_last_warm_replica_is_never_preempted(cluster: ClusterState) -> None:
     decided = plan_deployments(cluster)
     ended = {ending.replica_id for ending in decided.endings}
     nodes = {node.node_id: node for node in cluster.nodes}
@@ -718,5 +718,5 @@ def test_the_last_warm_replica_is_not_ended_to_make_room(cluster: ClusterState) 
             assert any(p.replica_id not in ended for p in warm)
 
 
-def test_gibibytes_are_what_they_say() -> None:
+def test_gib_is_1024_cubed() -> None:
     assert a_model(gib=2.0).weights_bytes == 2 * GIB

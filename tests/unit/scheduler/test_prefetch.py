@@ -74,7 +74,7 @@ def a_wish(node: str = "sin-1", **fields: Any) -> PrefetchTarget:
     )
 
 
-def test_a_city_foretold_to_ask_has_the_weights_fetched_in_half_of_the_time() -> None:
+def test_weights_are_fetched_in_half_of_the_time_before_forecast_demand() -> None:
     foreseen = plan_prefetch(a_picture(server("sin-1", "sin")), DUE_S)
     (wish,) = foreseen.new
     assert (wish.node_id, wish.model_id, wish.due_s) == ("sin-1", "m", DUE_S)
@@ -82,7 +82,7 @@ def test_a_city_foretold_to_ask_has_the_weights_fetched_in_half_of_the_time() ->
     assert "forecast for 2.8 h from now: demand: saves" in wish.reason
 
 
-def test_what_is_wished_is_not_wished_again_and_what_came_is_noted_once() -> None:
+def test_a_target_is_not_added_twice_and_its_arrival_is_noted_once() -> None:
     picture = a_picture(server("sin-1", "sin"), prefetches=(a_wish(),))
     assert plan_prefetch(picture, DUE_S) == PrefetchDecision()
     came = server("sin-1", "sin", artifacts=(DIGEST,))
@@ -92,7 +92,7 @@ def test_what_is_wished_is_not_wished_again_and_what_came_is_noted_once() -> Non
     assert plan_prefetch(noted, DUE_S) == PrefetchDecision()
 
 
-def test_one_node_of_a_city_fetches_from_afar_and_the_next_has_it_from_that_one() -> None:
+def test_one_node_of_a_pop_fetches_from_another_pop_and_the_next_copies_it() -> None:
     pair = {"demand": (asked("ams"), asked("sin", 9.0))}
     picture = a_picture(server("sin-1", "sin"), server("sin-2", "sin"), **pair)
     (first,) = plan_prefetch(picture, DUE_S).new
@@ -112,7 +112,7 @@ def test_one_node_of_a_city_fetches_from_afar_and_the_next_has_it_from_that_one(
     assert second.bytes_per_s == 0, "within a city nothing holds it back"
 
 
-def test_a_start_where_the_weights_came_is_from_disk_and_is_where_the_planner_goes() -> None:
+def test_a_replica_starts_from_disk_where_weights_were_prefetched() -> None:
     nodes = (server("sin-1", "sin"), server("sin-2", "sin", artifacts=(DIGEST,)))
     (start,) = plan_deployments(a_picture(*nodes)).starts
     assert start.node_id == "sin-2"
@@ -138,7 +138,7 @@ def test_a_start_where_the_weights_came_is_from_disk_and_is_where_the_planner_go
         ),
     ],
 )
-def test_a_wish_is_over_when_it_makes_no_sense(
+def test_a_target_ends_when_it_makes_no_sense(
     node: dict[str, Any], fields: dict[str, Any], reason: str
 ) -> None:
     picture = a_picture(server("sin-1", "sin", **node), **{"prefetches": (a_wish(),), **fields})
@@ -146,17 +146,17 @@ def test_a_wish_is_over_when_it_makes_no_sense(
     assert reason in over.reason
 
 
-def test_a_wavering_forecast_takes_nothing_back() -> None:
+def test_a_fluctuating_forecast_revokes_no_target() -> None:
     quiet = a_picture(server("sin-1", "sin"), demand=(asked("ams"),), prefetches=(a_wish(),))
     assert plan_prefetch(quiet, DUE_S) == PrefetchDecision()
 
 
-def test_what_is_too_large_for_the_time_left_is_begun_with_all_that_prefetching_may_take() -> None:
+def test_an_artifact_too_large_for_the_time_left_uses_the_full_share_of_the_link() -> None:
     (wish,) = plan_prefetch(a_picture(server("sin-1", "sin")), 60.0).new
     assert wish.bytes_per_s == pytest.approx(LINK_SHARE * LINK)
 
 
-def test_two_models_of_one_city_share_its_link() -> None:
+def test_two_models_of_one_pop_share_its_link() -> None:
     other = a_large_model("n")
     picture = a_picture(
         server("sin-1", "sin"),
@@ -214,7 +214,7 @@ def pictures(draw: st.DrawFn) -> ClusterState:
 
 @settings(max_examples=20, deadline=None)
 @given(pictures(), st.floats(30.0, 20_000.0))
-def test_wishes_keep_residency_disks_and_links_and_come_to_rest(
+def test_targets_respect_residency_disks_and_links_and_become_stable(
     picture: ClusterState, due_s: float
 ) -> None:
     nodes = {node.node_id: node for node in picture.nodes}

@@ -46,7 +46,7 @@ def part_of(cluster: ClusterState, names: set[NodeId]) -> ClusterState:
 
 @settings(max_examples=50, deadline=None)
 @given(STATES, STATES)
-def test_a_table_mended_where_it_changed_is_the_table(
+def test_a_partially_replaced_table_equals_a_new_one(
     before: list[ReplicaState | None], after: list[ReplicaState | None]
 ) -> None:
     told, fleet = a_table(a_fleet(before)), a_fleet(after)
@@ -55,7 +55,7 @@ def test_a_table_mended_where_it_changed_is_the_table(
     assert replace_node_routes(told, a_table(part_of(fleet, changed)), changed) == a_table(fleet)
 
 
-def test_nodes_are_tied_by_what_they_hold_together() -> None:
+def test_hosts_of_multi_node_replicas_are_found() -> None:
     follower = a_placement("r.1", "ams-2")
     leader = a_placement("r", "ams-1", followers=(follower,))
     assert multi_node_hosts((leader, a_placement("alone", "ams-3"))) == {"ams-1", "ams-2"}

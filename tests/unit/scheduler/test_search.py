@@ -80,7 +80,7 @@ def test_small_worlds_are_planned_within_one_percent_of_the_optimum(
     assert total_cost(draft) <= 1.01 * optimum
 
 
-def test_a_crumb_at_a_site_without_room_does_not_end_the_search() -> None:
+def test_a_rounding_error_at_a_site_without_capacity_does_not_end_the_search() -> None:
     limits = PlanLimits(starts_max=10**6, endings_max=10**6, effort=1_500)
     draft, greedy = run_search(small_world(223), limits)
     assert total_cost(draft) <= 0.5 * greedy
@@ -93,7 +93,7 @@ def seated(cluster: ClusterState) -> ClusterState:
 
 @settings(deadline=None, max_examples=5)
 @given(seed=st.integers(0, 400))
-def test_a_first_plan_breaks_no_rule(seed: int) -> None:
+def test_a_first_plan_respects_memory_residency_and_limits(seed: int) -> None:
     cluster = small_world(seed)
     after = seated(cluster)
     pops = {node.node_id: node.pop for node in cluster.nodes}
@@ -113,7 +113,7 @@ def test_a_first_plan_breaks_no_rule(seed: int) -> None:
 
 @settings(deadline=None, max_examples=5)
 @given(seed=st.integers(0, 400), times=st.floats(0.98, 1.02))
-def test_a_small_change_makes_few_moves(seed: int, times: float) -> None:
+def test_a_small_change_of_demand_makes_few_moves(seed: int, times: float) -> None:
     cluster = small_world(seed)
     for _ in range(12):
         decided = plan_deployments(cluster, MANY)
@@ -132,7 +132,7 @@ def test_a_small_change_makes_few_moves(seed: int, times: float) -> None:
     assert len(decided.starts) + len(decided.endings) <= 2 + len(cluster.placements) // 10
 
 
-def test_the_spread_leaves_a_replica_when_a_pop_is_lost() -> None:
+def test_the_spread_keeps_a_replica_when_a_pop_is_lost() -> None:
     nodes = (a_node("ams-1", "ams"), a_node("ams-2", "ams"), a_node("fra-1", "fra"))
     busy = a_cluster(
         nodes=nodes, placements=(a_placement("r1", "ams-1"),), demand=(a_demand("ams", 3.0),)
@@ -142,7 +142,7 @@ def test_the_spread_leaves_a_replica_when_a_pop_is_lost() -> None:
     assert not plan_deployments(quiet).starts
 
 
-def test_replicas_of_one_pop_keep_out_of_one_failure_domain() -> None:
+def test_replicas_of_one_pop_avoid_a_shared_failure_domain() -> None:
     nodes = (
         a_node("ams-1", "ams", failure_domain="rack-a"),
         a_node("ams-2", "ams", failure_domain="rack-a"),
@@ -156,7 +156,7 @@ def test_replicas_of_one_pop_keep_out_of_one_failure_domain() -> None:
     assert starts(plan_deployments(cluster)) == [("d", "ams-3")]
 
 
-def test_under_scarcity_priority_goes_first_and_a_first_replica_before_a_second() -> None:
+def test_scarce_capacity_goes_by_priority_and_to_first_replicas_before_second_ones() -> None:
     deployments = (
         a_deployment("low", replicas_min=0, priority=40),
         a_deployment("high", replicas_min=0, priority=60),
@@ -171,7 +171,7 @@ def test_under_scarcity_priority_goes_first_and_a_first_replica_before_a_second(
     assert "100 % of the demand has no capacity" in plan_deployments(one).unmet[0].reason
 
 
-def test_what_is_idle_yields_its_place_and_is_not_started_there_again() -> None:
+def test_an_idle_replica_is_preempted_and_not_started_there_again() -> None:
     idle = a_placement("r1", "ams-1", deployment="idle")
     cluster = a_cluster(
         nodes=(a_node("ams-1", "ams", gib=1.3), a_node("sin-1", "sin", gib=1.3)),
@@ -193,14 +193,14 @@ def test_what_is_idle_yields_its_place_and_is_not_started_there_again() -> None:
     assert ("busy", "ams-1") in starts(plan_deployments(freed))
 
 
-def test_of_two_nodes_that_which_holds_the_weights_is_ready_sooner() -> None:
+def test_a_node_that_holds_the_weights_starts_sooner() -> None:
     model = small_worlds.a_model("m", 4.0)
     nodes = (a_node("ams-1", "ams"), a_node("ams-2", "ams", artifacts=(model.artifact.digest,)))
     cluster = a_cluster(nodes=nodes, models=(model,))
     assert starts(plan_deployments(cluster)) == [("d", "ams-2")]
 
 
-def test_a_pop_of_several_replicas_reads_and_writes_apart_where_asked() -> None:
+def test_prefill_share_splits_the_replicas_of_a_pop_by_role() -> None:
     policy = Policy(replicas_min=3, prefill_share=0.34)
     deployment = msgspec.structs.replace(a_deployment(), policy=policy)
     held = (a_placement("r1", "ams-1"), a_placement("r2", "ams-1", role=Role.PREFILL))
@@ -220,12 +220,14 @@ def test_a_pop_of_several_replicas_reads_and_writes_apart_where_asked() -> None:
         (a_deployment(model="gone"), "no model gone"),
     ],
 )
-def test_contradictions_are_said_and_break_nothing(deployment: object, words: str) -> None:
+def test_contradictory_policies_are_reported_and_break_nothing(
+    deployment: object, words: str
+) -> None:
     cluster = a_cluster(nodes=(a_node("ams-1", "ams"),), deployments=(deployment,))
     assert any(words in row.reason for row in plan_deployments(cluster).unmet)
 
 
-def test_what_can_never_fit_is_refused_with_the_sum() -> None:
+def test_a_model_that_can_never_fit_is_refused_with_the_sum() -> None:
     gpu = msgspec.structs.replace(a_device(79.0, "gpu0"), device_class="h100-80g")
     engine = EngineSettings(driver="vllm", kv_memory_bytes=0, devices=1)
     cluster = a_cluster(
@@ -239,7 +241,7 @@ def test_what_can_never_fit_is_refused_with_the_sum() -> None:
 
 
 @pytest.mark.parametrize("least", [5e-324, 1e-310, 1e-12])
-def test_demand_next_to_nothing_divides_nothing(least: float) -> None:
+def test_tiny_demand_causes_no_division_error(least: float) -> None:
     row = DemandRate(
         deployment_id=DeploymentId("d"),
         pop=PopId("sin"),
@@ -259,7 +261,7 @@ def test_demand_next_to_nothing_divides_nothing(least: float) -> None:
     assert not plan_deployments(msgspec.structs.replace(cluster, demand=(whisper,))).starts
 
 
-def test_more_devices_than_a_node_has_are_refused_with_what_would_hold_it() -> None:
+def test_more_devices_than_a_node_has_are_refused_with_settings_that_fit() -> None:
     gpus = tuple(
         msgspec.structs.replace(a_device(79.0, f"gpu{number}"), device_class="h100-80g")
         for number in range(2)
@@ -281,7 +283,7 @@ def test_more_devices_than_a_node_has_are_refused_with_what_would_hold_it() -> N
 
 
 @pytest.mark.parametrize("rate", [math.nan, math.inf, -1.0, 1e300])
-def test_a_rate_that_is_no_rate_moves_nothing(rate: float) -> None:
+def test_invalid_demand_rates_move_nothing(rate: float) -> None:
     row = DemandRate(deployment_id=DeploymentId("d"), pop=PopId("sin"), requests_per_s=rate)
     cluster = a_cluster(
         nodes=(a_node("ams-1", "ams"), a_node("sin-1", "sin")),
@@ -291,7 +293,7 @@ def test_a_rate_that_is_no_rate_moves_nothing(rate: float) -> None:
     assert not plan_deployments(cluster).starts
 
 
-def test_explain_says_what_would_help() -> None:
+def test_explain_says_what_demand_would_pay() -> None:
     cluster = a_cluster(
         nodes=(a_node("ams-1", "ams"), a_node("sin-1", "sin")),
         placements=(a_placement("r1", "ams-1"),),

@@ -10,7 +10,7 @@ from scheduler.decide.demand.series_forecast import DAY_SLOTS
 
 
 @pytest.mark.parametrize("times", [0.01, 2.0, 300.0])
-def test_a_forecast_scales_with_what_it_learned(times: float) -> None:
+def test_a_forecast_scales_with_the_learned_demand(times: float) -> None:
     def told(scale: float) -> list[float]:
         outlook, key = FleetForecast({PopId("ams"): 4.8}), (DeploymentId("d"), PopId("ams"))
         rates = []

@@ -14,7 +14,7 @@ from scheduler.decide.routing.flap_damping import (
     DeparturesByReplica,
     damp_flaps,
 )
-from tests.unit.scheduler.test_steady import a_route, a_table
+from tests.unit.scheduler.test_unchanged_rates import a_route, a_table
 
 OTHER = a_route("r2")
 
@@ -36,14 +36,14 @@ def changes(every_s: float, for_s: float, *beside: Route) -> tuple[int, float]:
     return count, served_s
 
 
-def test_who_leaves_once_is_back_at_once() -> None:
+def test_a_replica_that_left_once_is_routed_again_at_once() -> None:
     gone, _, left = damp_flaps(a_table(a_route(), OTHER), a_table(OTHER), {}, 0.0)
     assert gone == a_table(OTHER)
     back, _, left = damp_flaps(gone, a_table(a_route(), OTHER), left, 0.1)
     assert back == a_table(a_route(), OTHER)
 
 
-def test_who_flaps_five_times_a_second_changes_the_table_a_few_times_a_minute() -> None:
+def test_a_replica_that_flaps_five_times_a_second_changes_the_table_rarely() -> None:
     assert changes(0.1, 60.0, OTHER)[0] <= 12
     # The only one of its deployment is not kept from it for longer than needed.
     assert changes(0.1, 60.0)[0] <= 2 * 60 / HOLD_S
@@ -52,11 +52,11 @@ def test_who_flaps_five_times_a_second_changes_the_table_a_few_times_a_minute() 
 
 
 @pytest.mark.parametrize("beside", [(), (OTHER,)])
-def test_who_has_stayed_for_long_is_back_at_once(beside: tuple[Route, ...]) -> None:
+def test_a_replica_that_was_stable_for_long_is_routed_at_once(beside: tuple[Route, ...]) -> None:
     assert changes(STEADY_S, 20 * STEADY_S, *beside)[0] == 20
 
 
-def test_who_is_back_for_good_waits_no_longer_than_the_most() -> None:
+def test_a_returned_replica_waits_at_most_the_maximum() -> None:
     told, now = a_table(OTHER, a_route()), 0.0
     left: DeparturesByReplica = {}
     for turn in range(200):
@@ -68,7 +68,7 @@ def test_who_is_back_for_good_waits_no_longer_than_the_most() -> None:
 
 
 @given(st.lists(st.tuples(st.sets(st.sampled_from(["a", "b", "c"])), st.floats(0.0, 50.0))))
-def test_no_route_is_told_that_is_not_there_and_others_are_left_alone(
+def test_damping_adds_no_route_and_leaves_others_unchanged(
     turns: list[tuple[set[str], float]],
 ) -> None:
     steady = a_route("s", deployment_id=DeploymentId("other"))

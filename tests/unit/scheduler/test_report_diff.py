@@ -54,7 +54,7 @@ def rated(**fields: float) -> ReplicaReport:
         ({"replicas": (rated(prefill_tokens_per_s=0.0),)}, True),
     ],
 )
-def test_news_is_what_somebody_reads(fields: dict[str, Any], news: bool) -> None:
+def test_a_change_counts_only_in_what_is_read(fields: dict[str, Any], news: bool) -> None:
     seq = fields.pop("seq", 3)
     defaults: dict[str, Any] = {"replicas": (WARM,), "disk_free_bytes": 100 * GIB}
     if fields.get("devices"):
@@ -63,7 +63,7 @@ def test_news_is_what_somebody_reads(fields: dict[str, Any], news: bool) -> None
     assert has_changed(WRITTEN, a_report(seq=seq, **{**defaults, **fields})) is news
 
 
-def test_a_fetch_under_way_is_always_news() -> None:
+def test_a_fetch_in_progress_always_counts_as_a_change() -> None:
     fetching = changed(state=ReplicaState.FETCHING, fetched_bytes=1)
     written = a_report(replicas=(fetching,))
     assert has_changed(written, a_report(seq=2, replicas=(fetching,)))

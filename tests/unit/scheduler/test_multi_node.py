@@ -62,7 +62,7 @@ def lost(cluster: ClusterState, *names: str) -> ClusterState:
     )
 
 
-def test_two_nodes_of_a_pop_hold_what_neither_would() -> None:
+def test_two_nodes_of_a_pop_hold_a_replica_that_fits_on_neither() -> None:
     decided = plan_deployments(cluster_of(*THREE, willing("sin-1", "sin")))
     (start,) = decided.starts
     assert [part.node_id for part in start.parts] == ["ams-1", "ams-2"]
@@ -77,7 +77,7 @@ def test_two_nodes_of_a_pop_hold_what_neither_would() -> None:
     assert not decided.unmet
 
 
-def test_what_is_seated_is_counted_on_each_node_and_the_plan_is_at_rest() -> None:
+def test_a_multi_node_replica_takes_memory_on_each_node_and_the_plan_is_stable() -> None:
     cluster = apply_plan(cluster_of(*THREE), plan_deployments(cluster_of(*THREE)))
     left = free_memory(cluster.nodes, cluster.placements)
     assert [left[NodeId(f"ams-{n}"), a_device().device_id] for n in (1, 2, 3)] == [
@@ -91,7 +91,7 @@ def test_what_is_seated_is_counted_on_each_node_and_the_plan_is_at_rest() -> Non
 
 
 @pytest.mark.parametrize("gone", ["ams-1", "ams-2"])
-def test_the_loss_of_any_node_is_the_loss_of_the_seat(gone: str) -> None:
+def test_the_loss_of_any_node_ends_the_replica(gone: str) -> None:
     cluster = apply_plan(cluster_of(*THREE), plan_deployments(cluster_of(*THREE)))
     after = plan_deployments(lost(cluster, gone))
     (ending,) = after.endings
@@ -102,7 +102,7 @@ def test_the_loss_of_any_node_is_the_loss_of_the_seat(gone: str) -> None:
     assert {part.node_id for part in start.parts} == {"ams-1", "ams-2", "ams-3"} - {gone}
 
 
-def test_a_draining_node_is_left_once_another_seat_is_warm() -> None:
+def test_a_draining_node_of_a_group_is_left_once_another_replica_is_warm() -> None:
     nodes = (*THREE, willing("ams-4"))
     cluster = apply_plan(cluster_of(*nodes), plan_deployments(cluster_of(*nodes)))
     draining = msgspec.structs.replace(
@@ -121,7 +121,7 @@ def test_a_draining_node_is_left_once_another_seat_is_warm() -> None:
     ]
 
 
-def test_a_part_that_failed_ends_the_whole_and_the_next_seat_is_elsewhere() -> None:
+def test_a_failed_part_ends_the_replica_and_the_next_one_starts_elsewhere() -> None:
     cluster = apply_plan(cluster_of(*THREE), plan_deployments(cluster_of(*THREE)))
     (placement,) = cluster.placements
     (follower,) = placement.followers
@@ -144,14 +144,14 @@ def test_a_part_without_its_leader_or_a_leader_without_its_parts_is_ended() -> N
     }
 
 
-def test_nodes_that_do_not_allow_it_are_not_used_and_say_so() -> None:
+def test_nodes_without_rank_ports_are_not_used_and_say_so() -> None:
     decided = plan_deployments(cluster_of(willing("ams-1"), a_node("ams-2", "ams", 2.0)))
     assert not decided.starts
     assert "ams-2: it takes no part of a replica over several nodes" in decided.unmet[0].reason
     assert "ams-1: it has space for one of 2 parts" in decided.unmet[0].reason
 
 
-def test_parts_of_other_pops_or_classes_do_not_meet() -> None:
+def test_a_replica_spans_only_one_pop_and_one_device_class() -> None:
     other = msgspec.structs.replace(a_device(2.0), device_class="l4-24g")
     nodes = (willing("ams-1"), willing("sin-1", "sin"), willing("ams-2", devices=(other,)))
     decided = plan_deployments(cluster_of(*nodes))
@@ -159,7 +159,7 @@ def test_parts_of_other_pops_or_classes_do_not_meet() -> None:
     assert "together with nodes like it in ams there is space for 1" in decided.unmet[0].reason
 
 
-def test_a_replica_too_large_for_a_node_is_told_what_would_hold_it() -> None:
+def test_a_replica_too_large_for_a_node_is_refused_with_settings_that_fit() -> None:
     def gpus() -> tuple[Device, ...]:
         return tuple(
             msgspec.structs.replace(a_device(79.0, f"gpu{n}"), device_class="h100-80g")
@@ -177,13 +177,13 @@ def test_a_replica_too_large_for_a_node_is_told_what_would_hold_it() -> None:
     assert "on 2 x (8 x 79.65 GiB): weights 1400.00 GiB / 16 = 87.50 GiB" in over_much
 
 
-def test_devices_that_do_not_divide_by_nodes_are_a_contradiction() -> None:
+def test_devices_that_do_not_divide_by_nodes_are_refused() -> None:
     uneven = EngineSettings(driver="vllm", kv_memory_bytes=0, devices=3, nodes=2)
     reasons = [row.reason for row in plan_deployments(cluster_of(*THREE, engine=uneven)).unmet]
     assert any("cannot spread 3 devices over 2 nodes" in reason for reason in reasons)
 
 
-def test_each_replica_led_by_a_node_has_a_port_of_its_own() -> None:
+def test_each_replica_led_by_a_node_has_its_own_port() -> None:
     nodes = (willing("ams-1", gib=20.0), willing("ams-2", gib=20.0))
     cluster = cluster_of(*nodes)
     deployment = a_deployment(engine=OVER_TWO, replicas_min=6, replicas_max=6)
@@ -196,14 +196,14 @@ def test_each_replica_led_by_a_node_has_a_port_of_its_own() -> None:
     assert len(plan_deployments(msgspec.structs.replace(cluster, nodes=few)).starts) == 2
 
 
-def test_no_port_is_given_twice() -> None:
+def test_no_rank_port_is_handed_out_twice() -> None:
     ports = RankPorts(cluster_of(*THREE, placements=(a_placement("r", "ams-1", rank_port=9403),)))
     assert sorted(ports.take(THREE[0]) for _ in range(3)) == [9400, 9401, 9402]
     with pytest.raises(ValueError, match="all of its 4 rank ports are taken"):
         ports.take(THREE[0])
 
 
-def test_routers_are_told_of_the_leader_alone_and_only_while_all_nodes_count() -> None:
+def test_routers_get_a_route_to_the_leader_only_while_all_nodes_are_alive() -> None:
     cluster = apply_plan(cluster_of(*THREE), plan_deployments(cluster_of(*THREE)))
 
     def routed(cluster: ClusterState) -> list[str]:
@@ -216,7 +216,7 @@ def test_routers_are_told_of_the_leader_alone_and_only_while_all_nodes_count() -
     assert routed(lost(cluster, "ams-2")) == []
 
 
-def test_a_new_versions_parts_bear_its_name_and_one_secret() -> None:
+def test_the_parts_of_a_new_version_share_its_name_and_one_secret() -> None:
     (start,) = plan_deployments(cluster_of(*THREE)).starts
     marked = msgspec.structs.replace(
         start, spec=msgspec.structs.replace(start.spec, deployment_id=DeploymentId("d~2"))
@@ -233,7 +233,7 @@ def test_a_new_versions_parts_bear_its_name_and_one_secret() -> None:
     } == {("d-v2-7-1", "known to all")}
 
 
-def test_explain_names_every_node_of_it() -> None:
+def test_explain_names_every_node_of_a_replica() -> None:
     cluster = apply_plan(cluster_of(*THREE), plan_deployments(cluster_of(*THREE)))
     explained = explain_placement(cluster, DeploymentId("d"))
     assert explained is not None

@@ -66,7 +66,7 @@ def kept(picture: ClusterSnapshot) -> ClusterSnapshot:
     return msgspec.json.decode(msgspec.json.encode(picture), type=ClusterSnapshot)
 
 
-def test_a_saved_picture_replays_bit_for_bit() -> None:
+def test_a_saved_snapshot_replays_bit_for_bit() -> None:
     odd = (asks("ams", 0.1 + 0.2), asks("sin", 1 / 3))
     picture = a_picture(demand=odd)
     assert kept(picture) == picture
@@ -76,7 +76,7 @@ def test_a_saved_picture_replays_bit_for_bit() -> None:
     assert what_if(picture, []) == what_if(kept(picture), [])
 
 
-def test_a_picture_that_is_not_understood_whole_is_refused_in_words() -> None:
+def test_an_inconsistent_snapshot_is_refused_with_a_reason() -> None:
     picture = a_picture()
     for spoilt, words in (
         ({"format": 2, "release": "9.9"}, "its format is 2, this release reads 1: .* release 9.9"),
@@ -96,18 +96,18 @@ def test_a_picture_that_is_not_understood_whole_is_refused_in_words() -> None:
             msgspec.json.decode(msgspec.json.encode(file), type=ClusterSnapshot)
 
 
-def test_a_deployment_of_a_model_that_the_picture_lacks_is_said_and_serves_nobody() -> None:
+def test_a_deployment_without_its_model_is_reported_and_serves_nothing() -> None:
     answer = what_if(a_picture(models=()), [])
     assert answer.unmet == ("d: the catalogue has no model m",)
     assert all(city.ttft_p90_ms is None for city in answer.now.cities)
 
 
-def test_a_price_of_what_is_not_there_is_refused() -> None:
+def test_a_price_of_an_unknown_class_is_refused() -> None:
     with pytest.raises(InvalidChange, match="cannot price h100: the device classes are cpu"):
         what_if(a_picture(), [], {"cpu": 1.0, "h100": 2.5})
 
 
-def test_without_a_change_the_answer_is_what_placement_is_about_to_do() -> None:
+def test_without_changes_the_result_is_the_next_plan() -> None:
     answer = what_if(a_picture(), [])
     assert answer.digest == plan_digest(plan_fleet(a_picture().cluster, LivenessLimits()))
     assert answer.is_at_rest
@@ -115,7 +115,7 @@ def test_without_a_change_the_answer_is_what_placement_is_about_to_do() -> None:
     assert answer.then.replicas >= answer.now.replicas
 
 
-def test_a_pop_lost_is_served_from_elsewhere_and_its_users_go_to_the_nearest() -> None:
+def test_the_demand_of_a_lost_pop_moves_to_the_nearest() -> None:
     answer = what_if(a_picture(), [LosePop(pop=AMS)])
     assert any(move.kind == "start" and move.pop != AMS for move in answer.moves)
     before = {city.pop: city for city in answer.now.cities}
@@ -127,7 +127,7 @@ def test_a_pop_lost_is_served_from_elsewhere_and_its_users_go_to_the_nearest() -
     assert AMS not in {pop.pop for pop in answer.then.pops}
 
 
-def test_more_demand_than_the_fleet_holds_is_told_and_nodes_would_help() -> None:
+def test_unserved_demand_is_reported_and_more_nodes_help() -> None:
     picture = a_picture(nodes=NODES[:1], deployments=(a_deployment(replicas_max=50),))
     flood = ScaleDemand(factor=100, pop=AMS)
     alone = what_if(picture, [flood])
@@ -141,7 +141,7 @@ def test_more_demand_than_the_fleet_holds_is_told_and_nodes_would_help() -> None
     assert {move.node_id for move in helped.moves} & {"new-ams-1", "new-ams-2", "new-ams-3"}
 
 
-def test_a_new_model_is_seated_and_priced() -> None:
+def test_a_new_model_is_placed_and_priced() -> None:
     change = AddDeployment(
         model=a_model("m2"),
         deployment=a_deployment("e", "m2"),
@@ -184,12 +184,12 @@ def test_a_lost_node_takes_its_replicas_with_it() -> None:
         ),
     ],
 )
-def test_what_the_picture_does_not_hold_is_refused_in_words(change: Change, words: str) -> None:
+def test_a_change_of_something_unknown_is_refused_with_a_reason(change: Change, words: str) -> None:
     with pytest.raises(InvalidChange, match=f"cannot .*{words}"):
         what_if(a_picture(), [change])
 
 
-def test_users_near_and_with_room_are_answered_sooner() -> None:
+def test_near_users_with_free_capacity_are_answered_sooner() -> None:
     def ttft(*placements: Any, requests: float = 1.0) -> float:
         cluster = a_cluster(nodes=NODES, placements=placements, demand=(asks("ams", requests),))
         (city,) = predict_service(cluster).cities
@@ -203,7 +203,7 @@ def test_users_near_and_with_room_are_answered_sooner() -> None:
     assert ttft(near, far) == ttft(near)
 
 
-def test_what_follows_is_predicted_by_the_rates_that_the_planner_reads() -> None:
+def test_predictions_use_the_rates_that_the_planner_uses() -> None:
     def outcome(device_class: str, *profiles: MeasuredProfile) -> FleetPrediction:
         device = msgspec.structs.replace(a_device(80), device_class=device_class)
         cluster = a_cluster(
@@ -252,7 +252,7 @@ CHANGES = st.one_of(
 
 @settings(max_examples=12, deadline=None)
 @given(changes=st.lists(CHANGES, max_size=3))
-def test_whatever_is_changed_the_same_follows_twice_and_demand_is_neither_lost_nor_made(
+def test_simulations_repeat_and_conserve_demand(
     changes: list[Change],
 ) -> None:
     picture = a_picture()

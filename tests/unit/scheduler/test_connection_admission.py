@@ -20,7 +20,7 @@ from scheduler.decide.membership.connection_admission import (
     per_s=st.sampled_from([10.0, 50.0, 200.0]),
     seed=st.integers(0, 2**16),
 )
-def test_all_come_in_once_and_never_faster_than_the_pace(
+def test_every_peer_is_admitted_once_and_not_faster_than_the_rate(
     count: int, per_s: float, seed: int
 ) -> None:
     chance = random.Random(seed)
@@ -46,7 +46,7 @@ def test_all_come_in_once_and_never_faster_than_the_pace(
     assert admitted[-1] <= count / per_s + 1.0, "and nobody waits longer than the line is"
 
 
-def test_who_comes_too_early_keeps_its_place() -> None:
+def test_a_peer_that_returns_early_keeps_its_place() -> None:
     line = ConnectionAdmission(1.0)
     assert line.wait_s("a", 0.0) == 0.0
     line.served("a", 0.0)
@@ -57,19 +57,19 @@ def test_who_comes_too_early_keeps_its_place() -> None:
     assert line.wait_s("e", 3.0) == 1.0
 
 
-def test_a_line_outside_begins_when_somebody_may_act() -> None:
+def test_places_can_begin_at_a_later_time() -> None:
     line = ConnectionAdmission(10.0)
     assert [round(line.take_place(5.0), 3) for _ in range(3)] == [5.0, 5.1, 5.2]
 
 
-def test_those_who_never_return_do_not_hold_the_line_for_ever() -> None:
+def test_peers_that_never_return_lose_their_places() -> None:
     line = ConnectionAdmission(100.0)
     for index in range(50_000):
         line.wait_s(f"ghost-{index}", 0.0)
     assert len(line._places) <= 20_000
 
 
-def test_only_so_many_are_within_and_those_who_vanish_leave_it() -> None:
+def test_admitted_peers_are_limited_and_time_out() -> None:
     line = ConnectionAdmission(1000.0)
     for index in range(UNSERVED_MAX):
         assert line.wait_s(f"n{index}", 0.0) == 0.0
@@ -83,9 +83,7 @@ def test_only_so_many_are_within_and_those_who_vanish_leave_it() -> None:
 
 @settings(deadline=None, max_examples=20)
 @given(served_per_s=st.sampled_from([20.0, 50.0, 100.0]), seed=st.integers(0, 2**16))
-def test_a_line_that_is_served_slowly_slows_down_rather_than_turn_many_away(
-    served_per_s: float, seed: int
-) -> None:
+def test_slow_service_lengthens_the_step_between_places(served_per_s: float, seed: int) -> None:
     chance = random.Random(seed)
     line = ConnectionAdmission(250.0)
     count, tries, free_at = 600, 0, 0.0

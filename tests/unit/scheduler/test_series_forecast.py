@@ -35,7 +35,7 @@ def learned(days: float, ask=daily, seed: int = 1) -> Series:  # type: ignore[no
     return series
 
 
-def test_a_daily_wave_is_foreseen_where_the_level_alone_would_lag() -> None:
+def test_a_daily_wave_is_forecast_where_the_level_alone_would_lag() -> None:
     series = learned(4.0)
     missed = lagged = 0.0
     for slot in range(series.slot + 1, series.slot + 1 + DAY_SLOTS):
@@ -45,7 +45,7 @@ def test_a_daily_wave_is_foreseen_where_the_level_alone_would_lag() -> None:
     assert missed < 0.6 * lagged
 
 
-def test_a_quantile_lies_above_about_its_part_of_what_comes() -> None:
+def test_a_quantile_is_above_about_its_share_of_values() -> None:
     chance = random.Random(3)
     series = Series(0, 1000.0)
     above = 0
@@ -57,7 +57,7 @@ def test_a_quantile_lies_above_about_its_part_of_what_comes() -> None:
     assert above / 1000 == pytest.approx(0.9, abs=0.03)
 
 
-def test_traffic_without_a_season_is_foretold_near_its_level() -> None:
+def test_traffic_without_a_season_is_forecast_near_its_level() -> None:
     chance = random.Random(5)
     walk = [1000.0]
     for _ in range(5 * DAY_SLOTS):
@@ -71,7 +71,7 @@ def test_traffic_without_a_season_is_foretold_near_its_level() -> None:
     assert sum(misses[DAY_SLOTS:]) / len(misses[DAY_SLOTS:]) == pytest.approx(1.07, abs=0.05)
 
 
-def test_the_day_after_a_flash_crowd_is_not_foretold_as_one() -> None:
+def test_a_flash_crowd_is_not_forecast_again_the_day_after() -> None:
     series = learned(6.0, lambda slot: 1000.0)
     for slot in range(series.slot + 1, series.slot + 4):
         observe(series, slot, 20_000.0)
@@ -82,7 +82,7 @@ def test_the_day_after_a_flash_crowd_is_not_foretold_as_one() -> None:
     assert forecast(series, 0) < 2_000
 
 
-def test_a_newcomer_borrows_the_shape_of_its_like_in_their_time_zone() -> None:
+def test_a_new_series_borrows_the_shape_of_donors_shifted_by_time_zone() -> None:
     donor = learned(5.0)
     shift = 36  # six hours later
     missed = {True: 0.0, False: 0.0}
@@ -97,7 +97,7 @@ def test_a_newcomer_borrows_the_shape_of_its_like_in_their_time_zone() -> None:
     assert missed[True] < 0.7 * missed[False]
 
 
-def test_borrowing_from_nobody_or_from_a_newcomer_changes_nothing() -> None:
+def test_borrowing_without_experienced_donors_changes_nothing() -> None:
     series = Series(10, 5.0)
     before = serialize(series)
     borrow_shape(series, [])
@@ -105,7 +105,7 @@ def test_borrowing_from_nobody_or_from_a_newcomer_changes_nothing() -> None:
     assert serialize(series) == before
 
 
-def test_what_is_saved_replays_bit_for_bit() -> None:
+def test_a_serialized_series_continues_bit_for_bit() -> None:
     series = learned(1.5)
     again = deserialize(serialize(series))
     assert again is not None
@@ -118,7 +118,7 @@ def test_what_is_saved_replays_bit_for_bit() -> None:
 @pytest.mark.parametrize(
     "data", [b"", b"\xc1", b"\x93\x01\x02\x03", serialize(Series(1, 1.0))[:-9]]
 )
-def test_a_state_that_is_none_is_not_believed(data: bytes) -> None:
+def test_an_invalid_state_is_rejected(data: bytes) -> None:
     assert deserialize(data) is None
 
 
@@ -139,7 +139,7 @@ def test_a_gap_is_unknown_and_not_zero() -> None:
     steps=st.lists(st.integers(-2, 400), min_size=60, max_size=60),
     first=st.floats(min_value=1e-12, max_value=1e18),
 )
-def test_whatever_comes_what_is_told_is_a_demand(
+def test_forecasts_are_finite_and_not_negative_for_any_input(
     values: list[float], steps: list[int], first: float
 ) -> None:
     series = Series(1000, first, (0.5, 0.99))
@@ -153,7 +153,7 @@ def test_whatever_comes_what_is_told_is_a_demand(
     assert all(0 <= one <= VALUE_MAX for one in told)
 
 
-def test_a_series_that_went_to_zero_comes_to_be_foretold_near_zero() -> None:
+def test_a_series_that_went_to_zero_is_forecast_near_zero() -> None:
     series = learned(3.0, lambda slot: 1000.0)
     for slot in range(series.slot + 1, series.slot + 2 * DAY_SLOTS):
         observe(series, slot, 0.0)

@@ -45,7 +45,7 @@ def taught(days: float, *pops: str) -> FleetForecast:
     return outlook
 
 
-def test_what_is_foretold_is_made_of_what_was_asked() -> None:
+def test_a_forecast_has_the_mix_of_past_demand() -> None:
     outlook = FleetForecast(LONGITUDES)
     for slot in range(DAY_SLOTS):
         outlook.learn(slot, key("ams"), a_slot(8.0))
@@ -57,7 +57,7 @@ def test_what_is_foretold_is_made_of_what_was_asked() -> None:
     assert outlook.forecast(key("sin")) is None
 
 
-def test_a_newcomer_rises_with_its_morning_as_its_neighbour_did() -> None:
+def test_a_new_series_rises_in_its_morning_like_its_neighbour() -> None:
     morning = 5 * DAY_SLOTS + 40  # early in Washington, afternoon in Amsterdam
     alone, beside = FleetForecast(LONGITUDES), taught(5.0, "ams")
     for slot in range(5 * DAY_SLOTS, morning):
@@ -73,7 +73,7 @@ def test_a_newcomer_rises_with_its_morning_as_its_neighbour_did() -> None:
     assert abs(risen[1] - later) < abs(risen[0] - later)
 
 
-def test_what_is_saved_goes_on_elsewhere_as_here() -> None:
+def test_a_stored_series_continues_alike_elsewhere() -> None:
     here = taught(2.0, "ams")
     there = FleetForecast(LONGITUDES)
     slot, state = here.serialized(key("ams"))
@@ -85,7 +85,7 @@ def test_what_is_saved_goes_on_elsewhere_as_here() -> None:
     assert here.forecast(key("ams")) == there.forecast(key("ams"))
 
 
-def test_nothing_is_begun_by_zero_and_what_asks_nothing_for_long_is_forgotten() -> None:
+def test_zero_demand_begins_no_series_and_idle_series_are_forgotten() -> None:
     outlook = FleetForecast(LONGITUDES)
     outlook.learn(1, key("ams"), SlotDemand())
     assert len(outlook) == 0
@@ -98,7 +98,7 @@ def test_nothing_is_begun_by_zero_and_what_asks_nothing_for_long_is_forgotten() 
     assert outlook.sorted_keys() == []
 
 
-def test_demand_is_raised_to_what_is_foretold_and_never_lowered() -> None:
+def test_demand_is_raised_to_the_forecast_and_never_lowered() -> None:
     now = (a_rate("ams", 2.0), a_rate("iad", 9.0), a_rate("akl", 2.0, refused_per_s=2.0))
     told = [a_rate("ams", 5.0), a_rate("iad", 3.0), a_rate("sin", 1.0)]
     rows = {row.pop: row for row in raise_to_forecast(now, told)}

@@ -46,19 +46,19 @@ def a_table(*routes: Route, generation: int = 0, epoch: int = 1) -> RouteTable:
         ({"version": 2, "prefill_tokens_per_s": 1001.0}, True),
     ],
 )
-def test_a_tenth_is_no_news(now: dict[str, Any], is_news: bool) -> None:
+def test_a_rate_change_of_a_tenth_keeps_the_old_rate(now: dict[str, Any], is_news: bool) -> None:
     told = a_table(a_route(), generation=7)
     settled = keep_unchanged_rates(told, a_table(a_route(**now)))
     assert (settled != told) is is_news
     assert settled.generation == 7
 
 
-def test_the_first_rate_measured_is_news() -> None:
+def test_the_first_measured_rate_is_sent() -> None:
     told = a_table(a_route(prefill_tokens_per_s=0.0))
     assert keep_unchanged_rates(told, a_table(a_route())) != told
 
 
-def test_a_drift_adds_up_until_it_is_told() -> None:
+def test_slow_drift_is_sent_once_it_adds_up() -> None:
     told = a_table(a_route())
     for step in range(1, 9):
         told_again = keep_unchanged_rates(
@@ -67,7 +67,7 @@ def test_a_drift_adds_up_until_it_is_told() -> None:
         assert (told_again != told) is (step >= 7)
 
 
-def test_a_new_term_tells_everything_anew() -> None:
+def test_a_new_term_sends_all_rates_again() -> None:
     told = a_table(a_route(), generation=7)
     new = a_table(a_route(prefill_tokens_per_s=1001.0), epoch=2)
     assert keep_unchanged_rates(told, new) == new
@@ -81,7 +81,7 @@ RATES = st.floats(0, 1e6)
     before=st.dictionaries(st.sampled_from("abcdef"), RATES),
     after=st.dictionaries(st.sampled_from("abcdef"), RATES),
 )
-def test_what_routers_hold_is_never_far_from_what_is(
+def test_rates_that_routers_hold_stay_close_to_measured_ones(
     before: dict[str, float], after: dict[str, float]
 ) -> None:
     def table(rates: dict[str, float]) -> RouteTable:
