@@ -1,4 +1,4 @@
-"""Whom a node asks for weights: near first, far by distance, and one of a PoP goes for all."""
+"""A node fetches weights from near nodes first, and only one node of a PoP fetches from afar."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st

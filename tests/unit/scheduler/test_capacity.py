@@ -1,4 +1,4 @@
-"""What a replica is reckoned to need and carry, by rows that can be checked by hand."""
+"""The estimated needs and capacity of replicas, with figures that can be checked by hand."""
 
 from typing import Any
 
@@ -97,7 +97,7 @@ def test_a_device_without_space_for_weights_suggests_no_device_count() -> None:
         ({}, 32 * 2 * 8 * 128 * 2),  # grouped heads
         ({"num_key_value_heads": 32}, 32 * 2 * 32 * 128 * 2),  # a key and a value for each head
         ({"kv_lora_rank": 512, "qk_rope_head_dim": 64}, 32 * 576 * 2),  # one latent
-        ({"sliding_window": 512}, 32 * 2 * 8 * 128 * 2 / 4),  # a quarter of 2,048 is seen
+        ({"sliding_window": 512}, 32 * 2 * 8 * 128 * 2 / 4),  # attends to a quarter of 2,048
         ({"sliding_window": 512, "use_sliding_window": False}, 32 * 2 * 8 * 128 * 2),
         ({"sliding_window": 512, "sliding_window_pattern": 4}, (8 + 24 / 4) * 2 * 8 * 128 * 2),
         (
@@ -105,9 +105,9 @@ def test_a_device_without_space_for_weights_suggests_no_device_count() -> None:
             (16 + 16 / 4) * 2 * 8 * 128 * 2,
         ),
         ({"quantization_config": {"kv_cache_scheme": {"num_bits": 8}}}, 32 * 2 * 8 * 128),
-        # Layers from `max_window_layers` on look back no further.
+        # Layers from `max_window_layers` on have the window.
         ({"sliding_window": 512, "max_window_layers": 24}, (24 + 8 / 4) * 2 * 8 * 128 * 2),
-        # What a family does not write down: every sixth layer, every second one.
+        # Family defaults: every sixth layer, every second one.
         ({"sliding_window": 512, "model_type": "gemma3_text"}, (5 + 27 / 4) * 2 * 8 * 256 * 2),
         ({"sliding_window": 512, "model_type": "gemma2"}, (16 + 16 / 4) * 2 * 8 * 256 * 2),
     ],
@@ -153,7 +153,7 @@ def test_quantised_weights_read_faster() -> None:
     [
         ({}, False),
         ({"quant_method": "fp8"}, True),
-        # Weights alone are packed: what is multiplied has 16 bits.
+        # Only weights are packed: the multiplication has 16 bits.
         ({"quant_method": "awq", "bits": 4}, False),
         ({"quant_method": "mxfp4"}, False),
         (

@@ -1,4 +1,4 @@
-"""What of a router's batch is taken: whatever comes, what passes is what the store can hold."""
+"""Rows of a router's batch are accepted, clamped or refused; accepted rows fit in the store."""
 
 from math import inf, nan
 from typing import Any

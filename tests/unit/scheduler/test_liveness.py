@@ -1,4 +1,4 @@
-"""One silent node is lost; many silent at once are a cut."""
+"""One silent node is lost; many silent at once are a network cut."""
 
 import pytest
 
@@ -18,11 +18,11 @@ ALIVE, QUIET, SILENT, LONG = 1.0, 10.0, 40.0, 5_000.0
         ([ALIVE, ALIVE, SILENT], 1000, 1, False),  # one of three: lost, and replaced
         ([ALIVE, SILENT, SILENT], 1000, 0, True),  # two of three at once: a cut
         ([SILENT, SILENT, SILENT], 1000, 0, True),
-        ([LONG, LONG, LONG], 1000, 0, True),  # a fleet mostly silent is never believed gone
+        ([LONG, LONG, LONG], 1000, 0, True),  # a mostly silent fleet is never lost
         ([ALIVE] * 8 + [SILENT] * 2, 1000, 2, False),  # two of ten: a fifth, not more
         ([ALIVE] * 7 + [SILENT] * 3, 1000, 0, True),
-        ([ALIVE] * 7 + [LONG] * 3, 1000, 3, False),  # after ten minutes they are believed gone
-        ([ALIVE, ALIVE, SILENT], 30, 0, True),  # a new acting scheduler loses no one
+        ([ALIVE] * 7 + [LONG] * 3, 1000, 3, False),  # after ten minutes they are lost
+        ([ALIVE, ALIVE, SILENT], 30, 0, True),  # a new scheduler declares no node lost
         ([ALIVE, ALIVE, QUIET], 30, 0, False),
     ],
 )
@@ -38,11 +38,11 @@ def test_liveness_follows_from_silence(
 @pytest.mark.parametrize(
     ("back", "alive", "silences", "lost"),
     [
-        (1, 0, [SILENT], 0),  # of two that fell silent the first is back: the other is on its way
+        (1, 0, [SILENT], 0),  # one of two silent nodes is back: the other may follow
         (0, 1, [SILENT], 1),
-        (4_100, 0, [SILENT] * 900, 0),  # most of a fleet is back, the rest waits for its turn
+        (4_100, 0, [SILENT] * 900, 0),  # most of a fleet is back: the rest may follow
         (4_100, 0, [LONG] * 900, 0),
-        (1, 98, [SILENT], 1),  # one that comes and goes keeps no other from being lost
+        (1, 98, [SILENT], 1),  # one node that flaps does not keep another from being lost
         (20, 70, [SILENT] * 10, 0),
     ],
 )

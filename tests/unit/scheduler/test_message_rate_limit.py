@@ -1,4 +1,4 @@
-"""One peer is read at its pace: a burst at once, the rest as time passes."""
+"""Messages of one peer pass in a burst at once, then at the configured rate."""
 
 from scheduler.decide.membership.message_rate_limit import BURST_S, MESSAGE_BYTES, MessageRateLimit
 

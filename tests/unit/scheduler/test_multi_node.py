@@ -1,4 +1,4 @@
-"""A replica over several nodes of one PoP: one seat, started, counted, lost and ended as one."""
+"""A replica over several nodes of one PoP is started, counted, lost and ended as one."""
 
 from typing import Any
 
@@ -31,12 +31,12 @@ OVER_TWO = EngineSettings(driver="mock", kv_memory_bytes=0, devices=2, nodes=2)
 PORTS = (9400, 9403)
 
 
-def willing(name: str, pop: str = "ams", gib: float = 2.0, **fields: Any) -> FleetNode:
+def a_rank_node(name: str, pop: str = "ams", gib: float = 2.0, **fields: Any) -> FleetNode:
     return a_node(name, pop, gib, rank_ports=PORTS, **fields)
 
 
 def cluster_of(*nodes: FleetNode, gib: float = 3.0, **fields: Any) -> ClusterState:
-    """Return a fleet that is to hold one replica of `gib`, over two nodes."""
+    """Return a fleet with a deployment of one replica of `gib` over two nodes."""
     engine = fields.pop("engine", OVER_TWO)
     return a_cluster(
         nodes=nodes,
@@ -46,11 +46,11 @@ def cluster_of(*nodes: FleetNode, gib: float = 3.0, **fields: Any) -> ClusterSta
     )
 
 
-THREE = (willing("ams-1"), willing("ams-2"), willing("ams-3"))
+THREE = (a_rank_node("ams-1"), a_rank_node("ams-2"), a_rank_node("ams-3"))
 
 
 def lost(cluster: ClusterState, *names: str) -> ClusterState:
-    # Among so many others that one silence is a loss and no cut.
+    # With enough other nodes that one silent node counts as lost, not as a network cut.
     others = tuple(a_node(f"iad-{number}", "iad", 0.1) for number in range(4))
     known = {node.node_id for node in cluster.nodes}
     return msgspec.structs.replace(
@@ -63,8 +63,8 @@ def lost(cluster: ClusterState, *names: str) -> ClusterState:
 
 
 def test_two_nodes_of_a_pop_hold_a_replica_that_fits_on_neither() -> None:
-    decided = plan_deployments(cluster_of(*THREE, willing("sin-1", "sin")))
-    (start,) = decided.starts
+    plan = plan_deployments(cluster_of(*THREE, a_rank_node("sin-1", "sin")))
+    (start,) = plan.starts
     assert [part.node_id for part in start.parts] == ["ams-1", "ams-2"]
     assert [part.spec.replica_id for part in start.parts] == ["d-7-1", "d-7-1.1"]
     assert [part.spec.memory_bytes for part in start.parts] == [int(1.75 * GIB)] * 2
@@ -74,7 +74,7 @@ def test_two_nodes_of_a_pop_hold_a_replica_that_fits_on_neither() -> None:
         ("d-7-1", 2, "ams-1", 9403)
     }
     assert start.reason.endswith("over ams-1, ams-2")
-    assert not decided.unmet
+    assert not plan.unmet
 
 
 def test_a_multi_node_replica_takes_memory_on_each_node_and_the_plan_is_stable() -> None:
@@ -97,13 +97,13 @@ def test_the_loss_of_any_node_ends_the_replica(gone: str) -> None:
     (ending,) = after.endings
     assert ending.reason == f"it needs all of its nodes: {gone} is lost or revoked"
     assert (ending.node_id, *ending.follower_ids) == ("ams-1", "ams-2")
-    # What is left of its memory comes free with it, and another seat is found then.
+    # The memory of its other part becomes free, and another replica can start.
     (start,) = plan_deployments(apply_plan(lost(cluster, gone), after)).starts
     assert {part.node_id for part in start.parts} == {"ams-1", "ams-2", "ams-3"} - {gone}
 
 
 def test_a_draining_node_of_a_group_is_left_once_another_replica_is_warm() -> None:
-    nodes = (*THREE, willing("ams-4"))
+    nodes = (*THREE, a_rank_node("ams-4"))
     cluster = apply_plan(cluster_of(*nodes), plan_deployments(cluster_of(*nodes)))
     draining = msgspec.structs.replace(
         cluster,
@@ -137,26 +137,30 @@ def test_a_failed_part_ends_the_replica_and_the_next_one_starts_elsewhere() -> N
 def test_a_part_without_its_leader_or_a_leader_without_its_parts_is_ended() -> None:
     alone = a_placement("r.1", "ams-2", leader_id=ReplicaId("r"))
     headless = a_placement("s", "ams-1", rank_port=9400)
-    decided = plan_deployments(cluster_of(*THREE, placements=(alone, headless)))
-    assert {(e.replica_id, e.reason) for e in decided.endings} == {
+    plan = plan_deployments(cluster_of(*THREE, placements=(alone, headless)))
+    assert {(e.replica_id, e.reason) for e in plan.endings} == {
         ("r.1", "its leader r is gone"),
         ("s", "the store knows only 1 of 2 parts of it"),
     }
 
 
 def test_nodes_without_rank_ports_are_not_used_and_say_so() -> None:
-    decided = plan_deployments(cluster_of(willing("ams-1"), a_node("ams-2", "ams", 2.0)))
-    assert not decided.starts
-    assert "ams-2: it takes no part of a replica over several nodes" in decided.unmet[0].reason
-    assert "ams-1: it has space for one of 2 parts" in decided.unmet[0].reason
+    plan = plan_deployments(cluster_of(a_rank_node("ams-1"), a_node("ams-2", "ams", 2.0)))
+    assert not plan.starts
+    assert "ams-2: it takes no part of a replica over several nodes" in plan.unmet[0].reason
+    assert "ams-1: it has space for one of 2 parts" in plan.unmet[0].reason
 
 
 def test_a_replica_spans_only_one_pop_and_one_device_class() -> None:
     other = msgspec.structs.replace(a_device(2.0), device_class="l4-24g")
-    nodes = (willing("ams-1"), willing("sin-1", "sin"), willing("ams-2", devices=(other,)))
-    decided = plan_deployments(cluster_of(*nodes))
-    assert not decided.starts
-    assert "together with nodes like it in ams there is space for 1" in decided.unmet[0].reason
+    nodes = (
+        a_rank_node("ams-1"),
+        a_rank_node("sin-1", "sin"),
+        a_rank_node("ams-2", devices=(other,)),
+    )
+    plan = plan_deployments(cluster_of(*nodes))
+    assert not plan.starts
+    assert "together with nodes like it in ams there is space for 1" in plan.unmet[0].reason
 
 
 def test_a_replica_too_large_for_a_node_is_refused_with_settings_that_fit() -> None:
@@ -166,15 +170,15 @@ def test_a_replica_too_large_for_a_node_is_refused_with_settings_that_fit() -> N
             for n in range(8)
         )
 
-    nodes = tuple(willing(f"ams-{n}", devices=gpus()) for n in (1, 2))
+    nodes = tuple(a_rank_node(f"ams-{n}", devices=gpus()) for n in (1, 2))
     on_one = EngineSettings(driver="vllm", kv_memory_bytes=0, devices=8)
     reason = plan_deployments(cluster_of(*nodes, gib=1100.0, engine=on_one)).unmet[0].reason
     assert "2 x (8 x 79.65 GiB) would hold it: set devices to 16 and nodes to 2" in reason
     over_two = EngineSettings(driver="vllm", kv_memory_bytes=0, devices=16, nodes=2)
     (start,) = plan_deployments(cluster_of(*nodes, gib=1100.0, engine=over_two)).starts
     assert [len(part.spec.device_ids) for part in start.parts] == [8, 8]
-    over_much = plan_deployments(cluster_of(*nodes, gib=1400.0, engine=over_two)).unmet[0].reason
-    assert "on 2 x (8 x 79.65 GiB): weights 1400.00 GiB / 16 = 87.50 GiB" in over_much
+    too_large = plan_deployments(cluster_of(*nodes, gib=1400.0, engine=over_two)).unmet[0].reason
+    assert "on 2 x (8 x 79.65 GiB): weights 1400.00 GiB / 16 = 87.50 GiB" in too_large
 
 
 def test_devices_that_do_not_divide_by_nodes_are_refused() -> None:
@@ -184,16 +188,18 @@ def test_devices_that_do_not_divide_by_nodes_are_refused() -> None:
 
 
 def test_each_replica_led_by_a_node_has_its_own_port() -> None:
-    nodes = (willing("ams-1", gib=20.0), willing("ams-2", gib=20.0))
+    nodes = (a_rank_node("ams-1", gib=20.0), a_rank_node("ams-2", gib=20.0))
     cluster = cluster_of(*nodes)
     deployment = a_deployment(engine=OVER_TWO, replicas_min=6, replicas_max=6)
     cluster = msgspec.structs.replace(cluster, deployments=(deployment,))
-    decided = plan_deployments(cluster)
-    met = [(start.node_id, start.spec.group.port) for start in decided.starts if start.spec.group]
-    assert len(met) == len(set(met)) == 6
-    assert all(PORTS[0] <= port <= PORTS[1] for _, port in met)
-    few = tuple(msgspec.structs.replace(node, rank_ports=(9400, 9400)) for node in nodes)
-    assert len(plan_deployments(msgspec.structs.replace(cluster, nodes=few)).starts) == 2
+    plan = plan_deployments(cluster)
+    ports_by_node = [
+        (start.node_id, start.spec.group.port) for start in plan.starts if start.spec.group
+    ]
+    assert len(ports_by_node) == len(set(ports_by_node)) == 6
+    assert all(PORTS[0] <= port <= PORTS[1] for _, port in ports_by_node)
+    one_port = tuple(msgspec.structs.replace(node, rank_ports=(9400, 9400)) for node in nodes)
+    assert len(plan_deployments(msgspec.structs.replace(cluster, nodes=one_port)).starts) == 2
 
 
 def test_no_rank_port_is_handed_out_twice() -> None:
@@ -225,11 +231,11 @@ def test_the_parts_of_a_new_version_share_its_name_and_one_secret() -> None:
         marked, spec=msgspec.structs.replace(marked.spec, replica_id=ReplicaId("d~2-7-1"))
     )
     (named,) = join_rollouts(PlacementPlan(based_on=start.spec.version, starts=(marked,))).starts  # type: ignore[arg-type]
-    told = with_secret(named, "known to all").parts
-    assert [part.spec.replica_id for part in told] == ["d-v2-7-1", "d-v2-7-1.1"]
-    assert {part.spec.deployment_id for part in told} == {"d"}
+    parts = with_secret(named, "known to all").parts
+    assert [part.spec.replica_id for part in parts] == ["d-v2-7-1", "d-v2-7-1.1"]
+    assert {part.spec.deployment_id for part in parts} == {"d"}
     assert {
-        (part.spec.group.leader_id, part.spec.group.secret) for part in told if part.spec.group
+        (part.spec.group.leader_id, part.spec.group.secret) for part in parts if part.spec.group
     } == {("d-v2-7-1", "known to all")}
 
 

@@ -1,4 +1,4 @@
-"""A rollout's life: what may follow what, and what the counts are taken to show."""
+"""The life cycle of a rollout: its transitions, and the verdicts from attempts."""
 
 import random
 from math import log
@@ -61,7 +61,7 @@ def test_a_newer_rollout_row_is_read_and_a_misspelt_request_refused() -> None:
 
 
 def moments(count: int, ms: float, spread: float = 0.5) -> Moments:
-    """`count` times about `ms`, whose logarithms spread so."""
+    """Return the moments of `count` lognormal times around `ms`."""
     mean = log(ms)
     return Moments(count=count, total=count * mean, squares=count * (mean**2 + spread**2))
 
@@ -135,7 +135,7 @@ def test_without_the_old_version_nothing_is_compared() -> None:
 
 
 def test_a_distant_city_does_not_make_a_version_look_slow() -> None:
-    """The new version serves mostly a far city; within each city both are alike."""
+    """The new version serves mostly a distant city; within each city both are equal."""
     strata = (
         Stratum(
             pop=PopId("ams"), asked_pop=PopId("ams"),
@@ -177,7 +177,7 @@ def test_a_version_that_cannot_start_is_reverted(
 
 
 def test_frequent_looks_rarely_revert_an_equal_version() -> None:
-    """Three hundred rollouts, a hundred looks each, all of them no better nor worse."""
+    """Three hundred rollouts of equal versions, with a hundred looks each."""
     chance = random.Random(11)
     bounds = RolloutBounds()
     alarms = passes = 0
@@ -236,7 +236,7 @@ def test_invalid_steps_are_refused_with_a_reason(
 
 
 class Life(RuleBasedStateMachine):
-    """Any events in any order: a rollout never leaves its table, and its ends are ends."""
+    """Any events in any order: states follow the table, and final states are final."""
 
     @initialize(steps=st.integers(1, 5))
     def begin(self, steps: int) -> None:

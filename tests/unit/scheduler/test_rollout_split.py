@@ -1,4 +1,4 @@
-"""Two versions side by side: what the planner sees, and what it decides given back."""
+"""Both versions of a rollout are planned as two deployments and joined again."""
 
 from typing import Any
 
@@ -46,10 +46,10 @@ def demand(pop: str, requests: float) -> DemandRate:
 
 
 def test_the_new_version_starts_where_the_old_one_runs_and_the_old_one_stays() -> None:
-    decided = plan_fleet(rolling())
-    assert decided.starts
-    assert not decided.endings
-    for start in decided.starts:
+    plan = plan_fleet(rolling())
+    assert plan.starts
+    assert not plan.endings
+    for start in plan.starts:
         assert start.spec.deployment_id == "d"
         assert start.spec.version == 2
         assert start.spec.model_id == "m2"
@@ -62,9 +62,9 @@ def test_with_both_versions_warm_the_plan_is_stable() -> None:
     new = (a_placement("n1", "ams-3", version=2), a_placement("n2", "sin-3", version=2))
     cluster = rolling(RolloutStep(share=0.75))
     cluster = msgspec.structs.replace(cluster, placements=(*cluster.placements, *new))
-    decided = plan_fleet(cluster)
-    assert not decided.starts
-    assert not decided.endings
+    plan = plan_fleet(cluster)
+    assert not plan.starts
+    assert not plan.endings
 
 
 def test_demand_is_split_by_the_share_in_the_cities_of_the_step() -> None:
@@ -97,8 +97,8 @@ def test_unmet_requirements_use_the_deployments_own_name() -> None:
 def test_residency_holds_for_the_new_version() -> None:
     allowed = a_deployment(replicas_min=2, replicas_max=8, allow=("SG",))
     cluster = rolling(deployments=(allowed,), placements=(a_placement("o2", "sin-1"),))
-    decided = plan_fleet(cluster)
-    new = [start for start in decided.starts if start.spec.version == 2]
+    plan = plan_fleet(cluster)
+    new = [start for start in plan.starts if start.spec.version == 2]
     assert new
     assert all(start.node_id.startswith("sin") for start in new)
 
@@ -125,9 +125,9 @@ def test_failures_of_the_new_version_back_off_that_version_only() -> None:
         reason="broke 6 times",
     )
     one_left = (a_placement("o1", "ams-1"),)
-    decided = plan_fleet(rolling(given_up=(given_up,), placements=one_left))
-    assert [start.spec.version for start in decided.starts] == [1]
-    assert ["version 2: cannot place" in unmet.reason for unmet in decided.unmet] == [True]
+    plan = plan_fleet(rolling(given_up=(given_up,), placements=one_left))
+    assert [start.spec.version for start in plan.starts] == [1]
+    assert ["version 2: cannot place" in unmet.reason for unmet in plan.unmet] == [True]
 
 
 def test_explain_shows_a_citys_whole_demand_over_both_versions() -> None:

@@ -1,4 +1,4 @@
-"""A table mended for a few nodes is the one that the whole fleet would have given."""
+"""A table with replaced routes of a few nodes equals the table of the whole fleet."""
 
 import msgspec
 from hypothesis import given, settings
@@ -21,7 +21,7 @@ STATES = st.lists(
 
 
 def a_fleet(states: list[ReplicaState | None]) -> ClusterState:
-    """A node of each name, and a replica on each that is in any state."""
+    """A node of each name, each with a replica in any state."""
     nodes = tuple(a_node(name, "ams") for name in NAMES)
     placements = tuple(
         a_placement(f"r-{name}", name, state=state.value)

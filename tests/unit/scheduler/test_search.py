@@ -1,4 +1,4 @@
-"""The search behind the plan: exact flows, fair scarcity, roles, room made and room kept."""
+"""The search behind a plan: exact assignments, scarcity, roles, preemption, refusals."""
 
 import csv
 import math
@@ -22,7 +22,7 @@ from scheduler.decide.placement.planner import PlanLimits, plan_deployments
 from scheduler.decide.placement.search.load_assignment import LoadAssignment
 from scheduler.decide.whatif import explain_placement
 from tests.builders import a_cluster, a_deployment, a_device, a_model, a_node, a_placement
-from tests.unit.scheduler.test_plan import a_demand, carried_out, starts
+from tests.unit.scheduler.test_plan import a_demand, after_plan, starts
 
 MANY = PlanLimits(starts_max=10**6, endings_max=10**6)
 
@@ -31,7 +31,7 @@ def test_an_assignment_is_the_cheapest_and_gains_and_losses_are_exact() -> None:
     far = np.array([[1.0, 50.0], [2.0, 100.0], [3.0, 9.0]])
     ones = np.ones(3)
     assignment = LoadAssignment(ones, ones, far, np.array([2.0, 1.0]), 5000.0)
-    # The third city moves to the other site: it loses least.
+    # The third city moves to the other site: it loses tiny.
     assert assignment.cost() == pytest.approx(1 + 2 + 9)
     assert assignment.gain(0, 1.0) == pytest.approx(6.0)
     assert assignment.loss(1, 1.0) == pytest.approx(5000 - 9)
@@ -51,27 +51,30 @@ def test_an_assignment_keeps_all_load_and_never_exceeds_capacity(seed: int) -> N
     for _ in range(12):
         before = assignment.cost()
         if held and rng.random() < 0.4:
-            site, room = held.pop(int(rng.integers(len(held))))
-            bound, loss = assignment.loss_lower_bound(site, room), assignment.loss(site, room)
-            assignment.remove_capacity(site, room)
+            site, capacity = held.pop(int(rng.integers(len(held))))
+            bound, loss = (
+                assignment.loss_lower_bound(site, capacity),
+                assignment.loss(site, capacity),
+            )
+            assignment.remove_capacity(site, capacity)
             assert assignment.cost() - before == pytest.approx(loss, abs=1e-6)
             assert -1e-6 <= bound <= loss + 1e-6
         else:
-            site, room = int(rng.integers(sites)), float(rng.uniform(0.1, 2.0))
-            gain = assignment.gain(site, room)
-            assignment.add_capacity(site, room)
-            held.append((site, room))
+            site, capacity = int(rng.integers(sites)), float(rng.uniform(0.1, 2.0))
+            gain = assignment.gain(site, capacity)
+            assignment.add_capacity(site, capacity)
+            held.append((site, capacity))
             assert before - assignment.cost() == pytest.approx(gain, abs=1e-6)
         assert (assignment.used() <= assignment.capacity + 1e-6).all()
         assert assignment.used().sum() + assignment.unserved() == pytest.approx(load.sum())
 
 
-def judged() -> list[tuple[int, float]]:
+def optima() -> list[tuple[int, float]]:
     with TABLE.open() as file:
         return [(int(row["seed"]), float(row["optimum"])) for row in csv.DictReader(file)]
 
 
-@pytest.mark.parametrize(("seed", "optimum"), judged()[10:80:25])
+@pytest.mark.parametrize(("seed", "optimum"), optima()[10:80:25])
 def test_small_worlds_are_planned_within_one_percent_of_the_optimum(
     seed: int, optimum: float
 ) -> None:
@@ -86,16 +89,16 @@ def test_a_rounding_error_at_a_site_without_capacity_does_not_end_the_search() -
     assert total_cost(draft) <= 0.5 * greedy
 
 
-def seated(cluster: ClusterState) -> ClusterState:
-    """Return the picture after all that a first plan starts is warm."""
-    return carried_out(cluster, plan_deployments(cluster, MANY))
+def after_first_plan(cluster: ClusterState) -> ClusterState:
+    """Return the cluster state after a first plan whose replicas are all warm."""
+    return after_plan(cluster, plan_deployments(cluster, MANY))
 
 
 @settings(deadline=None, max_examples=5)
 @given(seed=st.integers(0, 400))
 def test_a_first_plan_respects_memory_residency_and_limits(seed: int) -> None:
     cluster = small_world(seed)
-    after = seated(cluster)
+    after = after_first_plan(cluster)
     pops = {node.node_id: node.pop for node in cluster.nodes}
     countries = {pop.pop: pop for pop in cluster.pops}
     policies = {d.deployment_id: d.policy for d in cluster.deployments}
@@ -116,10 +119,10 @@ def test_a_first_plan_respects_memory_residency_and_limits(seed: int) -> None:
 def test_a_small_change_of_demand_makes_few_moves(seed: int, times: float) -> None:
     cluster = small_world(seed)
     for _ in range(12):
-        decided = plan_deployments(cluster, MANY)
-        if not decided.starts and not decided.endings:
+        plan = plan_deployments(cluster, MANY)
+        if not plan.starts and not plan.endings:
             break
-        cluster = carried_out(cluster, decided)
+        cluster = after_plan(cluster, plan)
     demand = tuple(
         msgspec.structs.replace(row, requests_per_s=row.requests_per_s * times)
         for row in cluster.demand
@@ -127,9 +130,9 @@ def test_a_small_change_of_demand_makes_few_moves(seed: int, times: float) -> No
     changed = msgspec.structs.replace(
         cluster, demand=demand, generation=Generation(cluster.generation + 1)
     )
-    decided = plan_deployments(changed, MANY)
-    assert plan_deployments(changed, MANY) == decided
-    assert len(decided.starts) + len(decided.endings) <= 2 + len(cluster.placements) // 10
+    plan = plan_deployments(changed, MANY)
+    assert plan_deployments(changed, MANY) == plan
+    assert len(plan.starts) + len(plan.endings) <= 2 + len(cluster.placements) // 10
 
 
 def test_the_spread_keeps_a_replica_when_a_pop_is_lost() -> None:
@@ -240,25 +243,25 @@ def test_a_model_that_can_never_fit_is_refused_with_the_sum() -> None:
     assert "8 such devices would hold it" in reason
 
 
-@pytest.mark.parametrize("least", [5e-324, 1e-310, 1e-12])
-def test_tiny_demand_causes_no_division_error(least: float) -> None:
+@pytest.mark.parametrize("tiny", [5e-324, 1e-310, 1e-12])
+def test_tiny_demand_causes_no_division_error(tiny: float) -> None:
     row = DemandRate(
         deployment_id=DeploymentId("d"),
         pop=PopId("sin"),
-        requests_per_s=least,
+        requests_per_s=tiny,
         refused_per_s=3.0,
-        uncached_tokens_per_s=least,
-        output_tokens_per_s=least,
+        uncached_tokens_per_s=tiny,
+        output_tokens_per_s=tiny,
     )
     cluster = a_cluster(
         nodes=(a_node("ams-1", "ams"), a_node("sin-1", "sin")),
         placements=(a_placement("r1", "ams-1"),),
         demand=raise_to_forecast((row,), []),
     )
-    # What was refused was asked, whatever the rest amounts to.
+    # Refused requests count as demand, however few were answered.
     assert starts(plan_deployments(cluster)) == [("d", "sin-1")]
-    whisper = msgspec.structs.replace(row, refused_per_s=0.0)
-    assert not plan_deployments(msgspec.structs.replace(cluster, demand=(whisper,))).starts
+    negligible = msgspec.structs.replace(row, refused_per_s=0.0)
+    assert not plan_deployments(msgspec.structs.replace(cluster, demand=(negligible,))).starts
 
 
 def test_more_devices_than_a_node_has_are_refused_with_settings_that_fit() -> None:
