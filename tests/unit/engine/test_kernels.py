@@ -275,7 +275,28 @@ def test_a_folder_that_others_may_write_is_not_trusted(
     monkeypatch.setattr(building, "_NEEDED", ())
     (tmp_path / "isochrone").mkdir(mode=0o700)
     (tmp_path / "isochrone").chmod(0o777)
-    with pytest.raises(NoKernels, match="others may write there"):
+    with pytest.raises(NoKernels, match="other users may write there"):
+        built()
+
+
+def test_a_link_in_place_of_the_folder_is_not_followed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(building, "_NEEDED", ())
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    (tmp_path / "isochrone").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(NoKernels, match="symbolic link"):
+        built()
+
+
+def test_a_folder_that_others_may_replace_is_not_trusted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(building, "_NEEDED", ())
+    tmp_path.chmod(0o777)
+    with pytest.raises(NoKernels, match="other users may replace it"):
         built()
 
 

@@ -13,6 +13,7 @@ import logging
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -164,18 +165,28 @@ def _features() -> str:
 
 
 def _folder() -> Path:
+    """Return the folder of compiled libraries, created if missing; raise NoKernels if unsafe.
+
+    Another user who could write the folder, replace it, or point a link of that name elsewhere
+    could make the engine load a library of theirs.
+    """
     try:
         root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     except RuntimeError as error:
-        raise NoKernels(f"cannot keep kernels: {error} XDG_CACHE_HOME would name one.") from error
+        raise NoKernels(f"cannot keep kernels: {error} Set XDG_CACHE_HOME to a folder.") from error
     folder = root / "isochrone"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = folder.stat()
-        if found.st_uid != os.getuid() or found.st_mode & 0o022:
-            raise NoKernels(f"cannot keep kernels in {folder}: others may write there")
-        if not os.access(folder, os.W_OK):
-            raise NoKernels(f"cannot keep kernels in {folder}: it cannot be written")
+        status, parent = folder.lstat(), root.stat()
     except OSError as error:
         raise NoKernels(f"cannot keep kernels in {folder}: {error}") from error
+    if stat.S_ISLNK(status.st_mode):
+        raise NoKernels(f"cannot keep kernels in {folder}: it is a symbolic link; use a folder")
+    if status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise NoKernels(f"cannot keep kernels in {folder}: other users may write there; chmod 700")
+    shared = parent.st_mode & 0o022 and not parent.st_mode & stat.S_ISVTX
+    if shared or parent.st_uid not in (0, os.getuid()):
+        raise NoKernels(f"cannot keep kernels in {folder}: other users may replace it in {root}")
+    if not os.access(folder, os.W_OK):
+        raise NoKernels(f"cannot keep kernels in {folder}: it is not writable")
     return folder
