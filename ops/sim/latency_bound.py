@@ -64,9 +64,9 @@ def terms_at(
         unserved_cost = share * UNSERVED
         if as_planned:
             # The demand of the peak above the mean, as of a city that is far from no site.
-            more = float(peak[:, number].sum() / mean[:, number].sum()) / HEADROOM - 1.0
-            load = np.append(load, more * load.sum())
-            unserved_cost = np.append(unserved_cost, more * unserved_cost.sum())
+            extra = float(peak[:, number].sum() / mean[:, number].sum()) / HEADROOM - 1.0
+            load = np.append(load, extra * load.sum())
+            unserved_cost = np.append(unserved_cost, extra * unserved_cost.sum())
             serve_cost = np.vstack((serve_cost, np.zeros(len(sites))))
         terms.append(
             DeploymentTerms(

@@ -142,11 +142,11 @@ def _add_load(program: MilpProgram, state: DeploymentState, columns: ColumnsBySi
     load, unit = state.assignment.load, state.assignment.unit
     carried: dict[int, Terms] = defaultdict(dict)
     for city in range(len(load)):
-        whole = load[city] * unit[city]
-        served = {program.column(whole * UNSERVED_MS, 1.0): 1.0}
+        cost_per_ms = load[city] * unit[city]
+        served = {program.column(cost_per_ms * UNSERVED_MS, 1.0): 1.0}
         for site, slot_columns in columns.items():
             ms = float(state.assignment.latency_ms[city, site])
-            column = program.column(whole * ms, 1.0)
+            column = program.column(cost_per_ms * ms, 1.0)
             served[column] = 1.0
             carried[site][column] = load[city]
             program.row({column: 1.0, **dict.fromkeys(slot_columns, -1.0)}, -np.inf, 0)

@@ -61,14 +61,14 @@ def terms_of(state: DeploymentState, draft: PlacementDraft) -> DeploymentTerms:
         for site in sites
     ]
     starts = np.array([found.start_cost if found else np.inf for found in candidates])
-    whole = state.assignment.unit * state.assignment.load
-    unserved_cost = whole * UNSERVED_MS
+    cost_per_ms = state.assignment.unit * state.assignment.load
+    unserved_cost = cost_per_ms * UNSERVED_MS
     spread = ONE_POP_MS * needs.total_requests_per_s + MISSING_SPREAD * (needs.replicas_min >= 2)
     one_pop_cost = needs.weight * spread * (needs.replicas_max >= 2)
     lacking = ABSENT * needs.has_demand + MISSING * needs.replicas_min
     return DeploymentTerms(
         load=state.assignment.load,
-        serve_cost=whole[:, None] * state.assignment.latency_ms[:, sites],
+        serve_cost=cost_per_ms[:, None] * state.assignment.latency_ms[:, sites],
         unserved_cost=unserved_cost,
         capacity=needs.site_capacity[sites],
         fixed_cost=needs.hold_cost + starts,
@@ -216,15 +216,15 @@ def main() -> None:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(BoundRow._fields)
         writer.writerows(rows)
-    for name, some in (
+    for name, group in (
         (f"over {LARGE_GIB} GiB", [row for row in rows if row.gib > LARGE_GIB]),
         ("others", [row for row in rows if row.gib <= LARGE_GIB]),
         (f"all, less {shared:.0f} for shared resources", rows),
     ):
-        bound = sum(row.bound for row in some) - (shared if some is rows else 0.0)
-        planned, queue = sum(row.planned for row in some), sum(row.queue for row in some)
+        bound = sum(row.bound for row in group) - (shared if group is rows else 0.0)
+        planned, queue = sum(row.planned for row in group), sum(row.queue for row in group)
         print(
-            f"{len(some)} {name}: bound {bound:.0f}, planned {planned:.0f}, "
+            f"{len(group)} {name}: bound {bound:.0f}, planned {planned:.0f}, "
             f"{100 * (planned / bound - 1):.2f} % above, {100 * queue / bound:.2f} % is queues"
         )
     print(f"as the search counts its queues: {searched:.0f}, {100 * (searched / bound - 1):.2f} %")

@@ -59,11 +59,11 @@ class LaterForecast(NamedTuple):
     """The forecast for some hours ahead, and its time by this process's monotonic clock."""
 
     rows: Sequence[DemandRate] = ()
-    at: float = float("-inf")
+    at_s: float = float("-inf")
 
     def in_s(self) -> float:
         """Return the seconds until the time of the forecast."""
-        return self.at - monotonic()
+        return self.at_s - monotonic()
 
 
 class DemandForecaster:
@@ -115,8 +115,8 @@ class DemandForecaster:
             later.append(self._forecast.forecast(key, LATER))
             await asyncio.sleep(0)
         self.soon = [row for row in soon if row is not None]
-        at = monotonic() + LATER_S - GRACE_S
-        self.later = LaterForecast([row for row in later if row is not None], at)
+        at_s = monotonic() + LATER_S - GRACE_S
+        self.later = LaterForecast([row for row in later if row is not None], at_s)
         self._is_current = True
 
     async def _begin(self, epoch: Epoch) -> None:

@@ -75,21 +75,21 @@ def _frozen(nodes: Sequence[FleetNode], acting_for_s: float, limits: LivenessLim
     silent = [node for node in nodes if node.silent_s >= limits.lost_after_s]
     if not silent:
         return ""
-    back = [
+    returned = [
         node
         for node in nodes
         if node.silent_s < limits.lost_after_s
         and node.back_s is not None
         and node.back_s < limits.grace_s
     ]
-    fresh = [node for node in silent if node.silent_s < limits.storm_window_s]
-    also_back = f", {len(back)} have just come back" if back else ""
+    recent = [node for node in silent if node.silent_s < limits.storm_window_s]
+    also_back = f", {len(returned)} have just come back" if returned else ""
     # A mostly silent fleet is never believed lost; a large part of it only after a long time.
-    for lost, share, are, then in (
+    for lost, share, what, consequence in (
         (silent, 0.5, "are silent", "more likely a cut than a loss"),
-        (fresh, limits.storm_share, "fell silent at once", "waiting before moving work"),
+        (recent, limits.storm_share, "fell silent at once", "waiting before moving work"),
     ):
-        affected = len(lost) + len(back)
+        affected = len(lost) + len(returned)
         if affected >= 2 and affected > share * len(nodes):
-            return f"{len(lost)} of {len(nodes)} nodes {are}{also_back}: {then}"
+            return f"{len(lost)} of {len(nodes)} nodes {what}{also_back}: {consequence}"
     return ""

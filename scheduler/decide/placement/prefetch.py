@@ -73,9 +73,9 @@ def plan_prefetch(
     targets = _Targets(cluster, view)
     ended = []
     for target in sorted(cluster.prefetches, key=lambda t: (t.due_s, t.node_id, t.model_id)):
-        over = targets.why_over(target)
-        if over:
-            ended.append(EndedPrefetch(target=target, reason=over))
+        reason = targets.why_over(target)
+        if reason:
+            ended.append(EndedPrefetch(target=target, reason=reason))
         else:
             targets.add(target)
     arrived = tuple(t for t in targets.kept if targets.has_arrived(t) and not t.is_held)

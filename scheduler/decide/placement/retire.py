@@ -24,7 +24,7 @@ EndPlacement = Callable[[Placement, str], None]
 EndReplica = Callable[[PlannedReplica, str], None]
 """Ends a placement, or a planned replica's placement, for a reason."""
 
-OVER = (ReplicaState.FAILED, ReplicaState.STOPPED)
+TERMINAL_STATES = (ReplicaState.FAILED, ReplicaState.STOPPED)
 """The states of a replica that will not serve again."""
 
 KEPT: Final = 0.25
@@ -36,7 +36,7 @@ def is_staying(fleet: FleetCapacity, placement: Placement) -> bool:
     """Say whether a placement serves or will serve, on nodes that stay in the fleet."""
     return (
         not placement.is_ending
-        and not any(part.state in OVER for part in placement.parts)
+        and not any(part.state in TERMINAL_STATES for part in placement.parts)
         and fleet.stays(placement)
     )
 
@@ -60,13 +60,13 @@ def end_failed(
 ) -> None:
     """End placements that failed for good, and replicas over several nodes that lost a part."""
     for placement in running:
-        over = next((part for part in placement.parts if part.state in OVER), None)
+        ended_part = next((part for part in placement.parts if part.state in TERMINAL_STATES), None)
         is_complete = placement.version != deployment.version or (
             len(placement.parts) == deployment.engine.nodes
         )
-        if over is not None:
-            where = f" on {over.node_id}" if over is not placement else ""
-            end(placement, f"it {over.state.value}{where}: {over.state_reason}"[:300])
+        if ended_part is not None:
+            where = f" on {ended_part.node_id}" if ended_part is not placement else ""
+            end(placement, f"it {ended_part.state.value}{where}: {ended_part.state_reason}"[:300])
         elif placement.followers and (lost := _lost_node(fleet, placement)):
             # A lost node frees nothing, but the other nodes hold memory for this replica.
             end(placement, f"it needs all of its nodes: {lost} is lost or revoked")
@@ -96,7 +96,7 @@ def end_drained(
     for placement in running:
         nodes = [fleet.nodes[node_id] for node_id in placement.node_ids if node_id in fleet.nodes]
         draining = next((node for node in nodes if node.draining), None)
-        if placement.state not in OVER and draining is not None:
+        if placement.state not in TERMINAL_STATES and draining is not None:
             end(placement, f"node {draining.node_id} is draining, others are warm")
 
 

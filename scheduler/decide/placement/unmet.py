@@ -39,8 +39,8 @@ def impossible_policy(fleet: FleetCapacity, deployment: Deployment) -> str:
             f"cannot spread {engine.devices} devices over {engine.nodes} nodes: each node must "
             "have the same number; change devices or nodes"
         )
-    wrong = policy_contradiction(policy, fleet.pops, fleet.allowed_pops(policy))
-    return f"cannot satisfy the policy: {wrong}" if wrong else ""
+    contradiction = policy_contradiction(policy, fleet.pops, fleet.allowed_pops(policy))
+    return f"cannot satisfy the policy: {contradiction}" if contradiction else ""
 
 
 def unmet_requirements(draft: PlacementDraft, state: DeploymentState) -> Iterator[UnmetRequirement]:
@@ -58,8 +58,8 @@ def unmet_requirements(draft: PlacementDraft, state: DeploymentState) -> Iterato
     if is_short and len(pops) >= needs.replicas_min:
         share = f"{100 * unserved / demanded:.0f} % of the demand has no capacity"
         if state.is_full:
-            most = f"the policy allows {needs.replicas_max} replicas; raise replicas_max"
-            yield UnmetRequirement(deployment_id=needs.deployment_id, reason=f"{share}: {most}")
+            limit = f"the policy allows {needs.replicas_max} replicas; raise replicas_max"
+            yield UnmetRequirement(deployment_id=needs.deployment_id, reason=f"{share}: {limit}")
         else:
             yield _cannot_place(draft, needs, share)
 
@@ -88,11 +88,11 @@ def slot_refusals(
     }
     nodes_at = Counter(site for of_node in sites.values() for site in of_node)
     for node_id, of_node in sites.items():
-        most = max(nodes_at[site] for site in of_node)
-        if most < engine.nodes:
+        nodes_with_space = max(nodes_at[site] for site in of_node)
+        if nodes_with_space < engine.nodes:
             refusals[node_id] = (
                 f"it has space for one of {engine.nodes} parts, but together with nodes like it in "
-                f"{fleet.nodes[node_id].pop} there is space for {most}"
+                f"{fleet.nodes[node_id].pop} there is space for {nodes_with_space}"
             )
     return refusals
 

@@ -50,10 +50,12 @@ def rank_sources(
         shuffle = xxhash.xxh64_intdigest(pair) if candidate.holds else 0
         return (is_far, not candidate.holds, far_ms, shuffle, candidate.node_id)
 
-    near = sorted((c for c in usable if c.pop == pop), key=order)
-    far = sorted((c for c in usable if c.pop != pop), key=order)
+    same_pop = sorted((c for c in usable if c.pop == pop), key=order)
+    other_pops = sorted((c for c in usable if c.pop != pop), key=order)
     # Nodes of the own PoP must not take all places: none there may hold the artifact yet.
-    kept = [*near[: SOURCES_MAX - min(len(far), SOURCES_MAX // 2)], *far][:SOURCES_MAX]
+    kept = [*same_pop[: SOURCES_MAX - min(len(other_pops), SOURCES_MAX // 2)], *other_pops][
+        :SOURCES_MAX
+    ]
     return tuple(
         PeerSource(node_id=c.node_id, pop=c.pop, address=c.address, holds=c.holds) for c in kept
     )

@@ -324,8 +324,8 @@ def _with_deployment(cluster: ClusterState, change: AddDeployment) -> ClusterSta
     models = {model.model_id: model for model in cluster.models}
     wanted = change.deployment.model_id
     if change.model is not None and change.model.model_id != wanted:
-        given = change.model.model_id
-        raise InvalidChange(f"cannot add {name}: it serves {wanted}, the model given is {given}")
+        given_id = change.model.model_id
+        raise InvalidChange(f"cannot add {name}: it serves {wanted}, the model given is {given_id}")
     if change.model is not None:
         models[wanted] = change.model
     elif wanted not in models:

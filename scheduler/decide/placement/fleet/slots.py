@@ -87,8 +87,8 @@ def policy_contradiction(
             "replicas_max or lower replicas_min"
         )
     if pops and not allowed_pops:
-        given = f"allow {list(policy.allow)} and deny {list(policy.deny)}"
-        return f"{given} together leave no PoP: a denial overrides an allowance"
+        lists = f"allow {list(policy.allow)} and deny {list(policy.deny)}"
+        return f"{lists} together leave no PoP: a denial overrides an allowance"
     for warm in policy.keep_warm:
         if warm not in pops:
             return f"keep_warm names {warm!r}, which is not a PoP"

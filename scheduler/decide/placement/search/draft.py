@@ -1,4 +1,4 @@
-"""The draft: all that changes while a plan is sought, in one object."""
+"""The draft: all state that changes while a plan is sought, and savepoints to return to."""
 
 from collections.abc import Iterable, Sequence
 from math import inf
@@ -25,9 +25,10 @@ class BlockedGain(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Gain(msgspec.Struct, frozen=True, kw_only=True):
-    """What one more replica at a site saves (`saves` in latency), and `net` of what it costs.
+    """The value of one more replica at a site.
 
-    Without a `candidate` the site has no free slot, or none was looked for.
+    `saves` is the latency it saves, `net` all that it gains less its costs. Without a `candidate`
+    the site has no free slot, or none was looked for.
     """
 
     need: Need
@@ -214,6 +215,6 @@ class Savepoint:
 def _cost(
     state: DeploymentState, replicas: list[PlannedReplica], assignment: LoadAssignment
 ) -> float:
-    held = sum(replica.hold_cost + replica.start_cost for replica in replicas)
+    replica_costs = sum(replica.hold_cost + replica.start_cost for replica in replicas)
     pops = [replica.pop for replica in replicas]
-    return assignment.cost() + state.needs.requirement_cost(pops) + held
+    return assignment.cost() + state.needs.requirement_cost(pops) + replica_costs

@@ -157,8 +157,8 @@ class LoadAssignment:
         ms = self.latency_ms[self._city[rows][:, None], open_sites]
         ms = np.where(open_sites[None, :] == self._site[rows][:, None], self.unserved_ms, ms)
         paid = self.unit[self._city[rows]] * self._amount[rows]
-        more = paid * np.maximum(0.0, ms.min(axis=1) - self._ms[rows])
-        return np.bincount(self._site[rows], more, len(self.capacity)).astype(np.float64)
+        extra = paid * np.maximum(0.0, ms.min(axis=1) - self._ms[rows])
+        return np.bincount(self._site[rows], extra, len(self.capacity)).astype(np.float64)
 
     def _direct_gain(self, site: int, capacity: float) -> float:
         """Return what more capacity at a site saves by rows that move there, before others follow
@@ -181,8 +181,8 @@ class LoadAssignment:
     def _displaced(self, site: int, capacity: float) -> _Displaced:
         """Return the rows that a site without `capacity` could not hold: those that lose least,
         each with its nearest other site."""
-        over = self.used()[site] - (self.capacity[site] - capacity)
-        if over <= EPSILON:
+        excess = self.used()[site] - (self.capacity[site] - capacity)
+        if excess <= EPSILON:
             return _Displaced(NO_FLOATS, NO_FLOATS, np.zeros(0, dtype=np.int64))
         rows = np.flatnonzero(self._site == site)
         open_sites = np.flatnonzero(self.capacity > 0)
@@ -191,7 +191,7 @@ class LoadAssignment:
         order = np.argsort(extra, kind="stable")
         amount = self._amount[rows][order]
         before = np.cumsum(amount) - amount
-        amounts = np.clip(over - before, 0.0, amount)
+        amounts = np.clip(excess - before, 0.0, amount)
         moved = amounts > 0
         return _Displaced(amounts[moved], extra[order][moved], nearest[order][moved])
 
@@ -254,22 +254,22 @@ class LoadAssignment:
         saved = self.unit[self._city[order]][:, None] * (self._ms[order][:, None] - ms)
         # steps[a, b]: the most that one unit of load saves by moving from site a to site b.
         steps = np.full((count, count), -np.inf)
-        most = np.maximum.reduceat(saved, starts, axis=0)
+        best_saved = np.maximum.reduceat(saved, starts, axis=0)
         # A site without capacity may keep an amount below EPSILON: it takes no part.
         known = np.isin(sites_used, sites)
         numbers = np.searchsorted(sites[:-1], sites_used[known]) - (sites_used[known] == UNSERVED)
-        steps[numbers] = most[known]
+        steps[numbers] = best_saved[known]
         np.fill_diagonal(steps, -np.inf)
         has_free = np.append(self.free[sites[:-1]] > EPSILON, True)
         worth, before = np.zeros(count), np.full(count, -1)
         for _ in range(count):
             through = worth[:, None] + steps
             best = through.argmax(axis=0)
-            found = through[best, np.arange(count)]
-            better = found > worth + 1e-7
+            best_worth = through[best, np.arange(count)]
+            better = best_worth > worth + 1e-7
             if not better.any():
                 return worth, []
-            worth = np.where(better, found, worth)
+            worth = np.where(better, best_worth, worth)
             before = np.where(better, best, before)
             ends = np.flatnonzero(has_free & (worth > 1e-7))
             if len(ends):
@@ -319,25 +319,25 @@ class LoadAssignment:
                 self.free[site] = 0.0
                 return
             targets, ms = self._nearest(rows, np.flatnonzero(self.free > EPSILON))
-            more = self.unit[self._city[rows]] * (ms - self._ms[rows])
-            self._expel_cheapest(site, rows, targets, np.argsort(more, kind="stable"))
+            extra = self.unit[self._city[rows]] * (ms - self._ms[rows])
+            self._expel_cheapest(site, rows, targets, np.argsort(extra, kind="stable"))
 
     def _expel_cheapest(self, site: int, rows: Ints, targets: Ints, order: Ints) -> None:
         """Move rows in order while their targets have capacity; stop at the first that is full."""
-        over = -float(self.free[site])
+        excess = -float(self.free[site])
         rows, targets = rows[order], targets[order]
         free: dict[int, float] = {}
         amounts: list[float] = []
         # Plain lists: reading elements one by one is several times faster than from an array.
-        for whole, target in zip(self._amount[rows].tolist(), targets.tolist(), strict=True):
-            amount = min(over, whole)
+        for row_amount, target in zip(self._amount[rows].tolist(), targets.tolist(), strict=True):
+            amount = min(excess, row_amount)
             if target != UNSERVED:
                 left = free.get(target, float(self.free[target]))
                 amount = min(amount, left)
                 free[target] = left - amount
             amounts.append(amount)
-            over -= amount
-            if over <= EPSILON or free.get(target, np.inf) <= EPSILON:
+            excess -= amount
+            if excess <= EPSILON or free.get(target, np.inf) <= EPSILON:
                 break
         moved = len(amounts)
         self._move(rows[:moved], np.array(amounts), targets[:moved])
