@@ -31,7 +31,7 @@ PATIENCE: Final = 15
 
 
 class DualValue(NamedTuple):
-    """What some prices show: a bound, how many times each city is served, replicas by site."""
+    """The result for given prices: a bound, how often each city is served, replicas by site."""
 
     value: float
     served: Floats
@@ -39,7 +39,7 @@ class DualValue(NamedTuple):
 
 
 class DeploymentTerms(NamedTuple):
-    """What one deployment pays and takes. Rows are cities, columns are its sites.
+    """Costs and resource use of one deployment. Rows are cities, columns are its sites.
 
     `serve_cost` is paid to serve all of a city from a site, `unserved_cost` not to serve it,
     `fixed_cost` for a replica at each site, which has `capacity` for load. A replica takes `use` (a
@@ -63,7 +63,7 @@ class DeploymentTerms(NamedTuple):
 
 
 class Knapsacks:
-    """What sites earn at some prices.
+    """The best replicas of each site at given prices.
 
     `steps[site, n]` is what the n-th replica of a site costs, less what it earns; it rises along a
     row. Rows have at least `length_min` steps.
@@ -98,7 +98,7 @@ class Knapsacks:
         return np.asarray(parts.sum(axis=1))
 
 
-class SeatCountCase:
+class ReplicaCountCase:
     """Plans with `count_min` to `count_max` replicas in `pops_min` PoPs, and the cities' prices."""
 
     def __init__(self, terms: DeploymentTerms, count_min: int, count_max: int) -> None:
@@ -202,9 +202,9 @@ class DeploymentBound:
         border = int(np.ceil(terms.load.sum() / largest - 1e-9)) if largest else 0
         self._cases = []
         if largest and border <= terms.replicas_max:
-            self._cases.append(SeatCountCase(terms, border, terms.replicas_max))
+            self._cases.append(ReplicaCountCase(terms, border, terms.replicas_max))
         if border > max(1, terms.pops_min):
-            self._cases.append(SeatCountCase(terms, 0, min(border - 1, terms.replicas_max)))
+            self._cases.append(ReplicaCountCase(terms, 0, min(border - 1, terms.replicas_max)))
         self.begin()
 
     def begin(self, shared: Floats | None = None) -> None:

@@ -213,7 +213,7 @@ class Planet:
         """Begin or advance the rollout when it is due; return what happened, or ""."""
         if self.minute == ROLLOUT_AT:
             self.rollout_run = PlanetRollout(self.deployments[ROLLOUT_DEPLOYMENT], seed)
-            return "begun: the new version is planned beside the old one"
+            return "begun: both versions are planned"
         if self.rollout_run is None or self.rollout_run.is_done():
             return ""
         is_warm = [

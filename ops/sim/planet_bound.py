@@ -157,7 +157,7 @@ class BoundRow(NamedTuple):
     deployment: str
     gib: float
     sites: int
-    seats: int
+    replicas: int
     bound: float
     planned: float
     queue: float
@@ -192,7 +192,7 @@ def bound_report(cluster: ClusterState, limits: PlanLimits) -> BoundReport:
                 deployment=str(state.deployment_id),
                 gib=round(state.needs.memory_bytes / GIB, 1),
                 sites=len(term.sites),
-                seats=len(state.replicas),
+                replicas=len(state.replicas),
                 bound=round(bound, 1),
                 planned=round(planned, 1),
                 queue=round(paid - idle, 1),

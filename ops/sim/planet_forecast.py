@@ -58,7 +58,7 @@ class PlanetForecast:
                 self.observe(minute, demand, 2)
 
     def observe(self, minute: int, demand: Floats, minutes: int = 1) -> None:
-        """Count the demand of some minutes; learn each slot after its end, and forecast anew."""
+        """Count demand of some minutes; learn each slot after its end, and renew the forecast."""
         if self._due is not None and minute % SLOT_MIN == GRACE_MIN:
             self._learn(FIRST_SLOT + minute // SLOT_MIN - 1, self._due)
             self._due = None
@@ -70,7 +70,7 @@ class PlanetForecast:
             self._slot, self._minutes = np.zeros_like(self._slot), 0
 
     def _learn(self, slot: int, requests: Floats) -> None:
-        """Learn one slot of every city, and forecast anew."""
+        """Learn one slot of every city, and renew the forecast."""
         names = [OTHERS, *(DeploymentId(f"d{number:03d}") for number in self._apart)]
         forecast = np.zeros_like(requests)
         for city, pop in enumerate(self._world.pops):

@@ -1,9 +1,9 @@
-"""What low latency costs in memory: p90 against memory, at other prices than the planner's.
+"""The price of low latency in memory: p90 against memory, at other prices than the planner's.
 
     python -m ops.sim.price_sweep --data ../shared/data
 
-Each row plans the same day anew and serves it. The first rows multiply the prices of score.py by 4,
-2, 1, 1/2 and 1/4. In the others each ms between 30 and 60, where p90 lies, counts `bend` more, a
+Each row plans the same day again and serves it. The first rows multiply the prices of score.py by
+4, 2, 1, 1/2 and 1/4. In the others each ms between 30 and 60, where p90 lies, counts `bend` more, a
 replica costs by its bytes alone, and unserved requests cost more, except in the last row.
 `unplanned_percent` is the share of requests without capacity in the plan: they cost no memory.
 """

@@ -1,4 +1,4 @@
-"""Counts the cost of given slots anew, with the smallest model starting first on each node.
+"""Computes the cost of given slots again, with the smallest model starting first on each node.
 
 The search counts load queues in the order in which it happened to place replicas, and a solver
 counts no queues. To compare their slots, both are counted in the order that makes queues cheapest.

@@ -33,7 +33,7 @@ RATES: Final = (
 
 
 class Liveness(StrEnum):
-    """What the scheduler believes of a node: in contact, silent for a while, or gone."""
+    """The liveness of a node as the scheduler sees it: in contact, silent for a while, or gone."""
 
     READY = "ready"
     SUSPECT = "suspect"
@@ -221,7 +221,7 @@ class ReplicaStart(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def parts(self) -> "tuple[ReplicaStart, ...]":
-        """What starts on each node, the leader's part first."""
+        """The starts on each node, the leader's part first."""
         return (self, *self.followers)
 
     def with_spec(self, **fields: Any) -> "ReplicaStart":

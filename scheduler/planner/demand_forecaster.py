@@ -120,7 +120,7 @@ class DemandForecaster:
         self._is_current = True
 
     async def _begin(self, epoch: Epoch) -> None:
-        """Continue from the stored series; unreadable ones are learned anew."""
+        """Continue from the stored series; unreadable ones are learned again."""
         self.soon, self.later = (), LaterForecast()
         async with using(self._pool) as connection:
             pops = await read_pops(connection)

@@ -1,4 +1,4 @@
-"""What hardware can carry: whether a replica fits, its rates, how soon it is warm, how far it is.
+"""Capacity of the hardware: whether a replica fits, its rates, its start time, and round trips.
 
 Modules inside `scheduler.decide` import the modules of this package directly.
 """

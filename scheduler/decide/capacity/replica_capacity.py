@@ -1,4 +1,4 @@
-"""What one replica can carry on given devices: whether it fits, its KV cache, its rates.
+"""Capacity of one replica on given devices: whether it fits, its KV cache, its rates.
 
 Rule 1: measured rates override every estimate.
 Rule 2: a replica that cannot fit is refused with the arithmetic, so that an operator can check it.

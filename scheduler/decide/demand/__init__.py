@@ -1,4 +1,4 @@
-"""What cities ask for: demand rows from routers, current rates, and forecasts.
+"""Demand of cities for deployments: rows from routers, current rates, and forecasts.
 
 `intake` checks what routers report, `demand_rates` turns rows into arrays of load, and
 `fleet_forecast` forecasts every (deployment, city) with `series_forecast`.

@@ -85,7 +85,7 @@ EXPERTS: Final = (
 
 
 class HorizonState:
-    """What is learned for one horizon: pending forecasts, and the errors of each expert.
+    """The state of one horizon: pending forecasts, and the errors of each expert.
 
     `forecasts` has `slots` rows with one forecast per expert, and `made_at` the slot in which each
     row was made. `scale` has one number per expert, `offset` and `loss` one per expert and

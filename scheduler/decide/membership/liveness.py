@@ -16,7 +16,7 @@ from scheduler.decide.cluster import FleetNode, Liveness
 
 
 class NodeContact(msgspec.Struct, frozen=True, kw_only=True):
-    """What only the acting scheduler knows of nodes, and the store does not.
+    """The acting scheduler's own knowledge of nodes, which the store does not have.
 
     How long it has acted, how long each node has been silent, and how long ago nodes came back that
     had been silent for `lost_after_s`.

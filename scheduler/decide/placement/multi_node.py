@@ -1,4 +1,4 @@
-"""Replicas over several nodes of one PoP: what each node is told, and the port where they meet.
+"""Replicas over several nodes of one PoP: the spec of each part, and the port where they meet.
 
 Rule: such a replica is one slot. All of its parts start together and end together.
 """

@@ -1,8 +1,8 @@
 """Which nodes should hold which weights before they run them, and how fast these may be fetched.
 
-The planner is asked where it would place replicas if demand were what is forecast for some hours
-ahead. Where such a replica would wait for its weights, they become a prefetch target. Targets count
-as fetched when the planner is asked again, so it finds the same slots.
+The planner runs with the demand that is forecast for some hours ahead. Where a replica of that plan
+would wait for its weights, they become a prefetch target. Later runs count targets as fetched, so
+the planner finds the same slots.
 
 The forecast looks three hours ahead at most. In that time half of a far link (100 MB/s until it is
 measured) carries 510 GB, half of a 400 MB/s link 2 TB. Larger models over slower links arrive after

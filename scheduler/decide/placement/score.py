@@ -1,4 +1,4 @@
-"""What a plan costs: one sum, in ms x requests/s, that every step of the planner lowers.
+"""The cost of a plan: one sum, in ms x requests/s, that every step of the planner lowers.
 
     latency       weight x requests/s x ms to the replica that serves them; UNSERVED_MS where no
                   replica has capacity left

@@ -1,4 +1,4 @@
-"""What a plan cannot satisfy, in words that an operator can act on, with the numbers."""
+"""Reports requirements that a plan cannot meet, in words and numbers that operators can use."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -22,7 +22,7 @@ FAILED_STARTS_MAX: Final = 2
 
 
 class RolloutEvent(StrEnum):
-    """What happened to a rollout."""
+    """Events in the life of a rollout."""
 
     STEP_PASSED = "step_passed"
     LAST_STEP_PASSED = "last_step_passed"
@@ -85,7 +85,7 @@ class StartCounts(NamedTuple):
 
 
 class RolloutVerdict(NamedTuple):
-    """What happened to a rollout, and why, in words."""
+    """An event of a rollout, and its reason in words."""
 
     event: RolloutEvent
     reason: str

@@ -1,4 +1,4 @@
-"""What routers and nodes are told of replicas: the route table, and where to fetch artifacts."""
+"""The route table that routers get, and the sources of artifacts that nodes get."""
 
 from scheduler.decide.routing.artifact_sources import ArtifactHolder, rank_sources
 from scheduler.decide.routing.flap_damping import DeparturesByReplica, damp_flaps

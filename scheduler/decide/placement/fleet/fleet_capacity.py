@@ -1,6 +1,6 @@
-"""The fleet as the planner reads it: never changed while a plan is made.
+"""The fleet as the planner reads it. It never changes while a plan is made.
 
-What a plan takes of the fleet is kept apart, in `search/slot_ledger.py`.
+The memory and ports that a plan takes are booked in `search/slot_ledger.py`.
 """
 
 from collections.abc import Mapping

@@ -13,7 +13,7 @@ from scheduler.decide.capacity.replica_capacity import gib, overhead_bytes
 from scheduler.decide.cluster import FleetNode, Liveness, Placement
 
 DISK_MARGIN_BYTES: Final = 1024**3
-"""What must stay free on a disk beside the weights that are fetched to it."""
+"""Space that must stay free on a disk after weights were fetched to it."""
 
 FreeMemory = Mapping[tuple[NodeId, DeviceId], int]
 """Bytes free on each device."""

@@ -54,7 +54,7 @@ class PlannedReplica(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 
 class Need(msgspec.Struct, frozen=True, kw_only=True):
-    """What one more replica in a PoP is worth besides lower latency. A higher tier goes first."""
+    """The worth of one more replica in a PoP besides lower latency. A higher tier goes first."""
 
     tier: int
     worth: float
@@ -65,7 +65,7 @@ NO_NEED: Final = Need(tier=0, worth=0.0, reason="")
 
 
 class DeploymentNeeds:
-    """What a deployment asks for, and what a replica of it costs and carries. Immutable.
+    """A deployment's demand and policy, and the cost and capacity of a replica of it. Immutable.
 
     `eligible_nodes` are the nodes of each site that could take a replica; `site_capacity` is what
     one replica carries at each site, 0 where none can be. `cities` and `requests_per_s` are the

@@ -25,7 +25,7 @@ deployment's state that the gain was read at; the complement of the version mark
 
 
 class FillOrder(StrEnum):
-    """What goes first within a tier: the most saved per byte, the most saved, or the largest."""
+    """The order within a tier: by savings per byte, by savings, or by size."""
 
     DENSITY = "density"
     WORTH = "worth"

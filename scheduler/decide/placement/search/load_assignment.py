@@ -61,7 +61,7 @@ class LoadAssignment:
         self._site: Ints = np.full(len(load), UNSERVED)
         self._amount: Floats = self.load.copy()
         self._ms: Floats = np.full(len(load), unserved_ms)
-        # What one more unit of capacity at each site is worth to rows that could move there.
+        # The worth of one more unit of capacity at each site to rows that could move there.
         self._worth: Floats = NO_FLOATS
         if capacity.any():
             self._assign_all(capacity)
@@ -97,7 +97,7 @@ class LoadAssignment:
         return twin
 
     def gain(self, site: int, capacity: float) -> float:
-        """Return what more capacity at a site saves once the load is assigned anew."""
+        """Return what more capacity at a site saves once the load is assigned again."""
         if not self.is_tight:
             return self._direct_gain(site, capacity)
         after = self.copy()

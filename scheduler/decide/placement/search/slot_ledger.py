@@ -1,4 +1,4 @@
-"""What a draft plan takes of the fleet: device memory, rank ports, load queues, failure domains.
+"""Books what a draft takes of the fleet: device memory, rank ports, load queues, failure domains.
 
 Slots are taken and given back many times while a plan is sought.
 """

@@ -26,7 +26,7 @@ from scheduler.decide.placement.search.effort import IMPROVEMENT_MIN, EffortBudg
 from scheduler.decide.placement.search.greedy_fill import fill
 
 SITES_TRIED_MAX: Final = 8
-"""How many full sites a deployment at its maximum asks for, the most promising first."""
+"""How many full sites are tried for a deployment at its maximum, the most promising first."""
 
 CHAIN_MAX: Final = 2
 """How many times a displaced replica may displace another."""
@@ -35,7 +35,7 @@ Holders = dict[NodeId, list[PlannedReplica]]
 """The replicas on each node that could leave it."""
 
 Losses = dict[PlannedReplica, float]
-"""What the removal of each replica costs."""
+"""The cost of removing each replica."""
 
 
 class Preemption(msgspec.Struct, frozen=True, kw_only=True):
