@@ -23,7 +23,7 @@ from nodeagent.engine.kernels.cpu.kernels import kernels
 from nodeagent.engine.loading import load, meeting, ranks_here, split_of
 from nodeagent.engine.model.shape import CheckpointError
 from nodeagent.engine.server import lifecycle as serving
-from nodeagent.engine.server.chat_app import EngineServer
+from nodeagent.engine.server.generation_server import GenerationServer
 from nodeagent.engine.server.standby import wait_for_order
 from nodeagent.engine.weights.encoder import is_encoder
 
@@ -82,7 +82,7 @@ async def serve(config: EngineConfig, crew: Crew, stopping: asyncio.Event) -> in
     except CheckpointError as error:
         raise ConfigError(str(error)) from error
     if not reads:
-        begin = partial(EngineServer, config, crew)
+        begin = partial(GenerationServer, config, crew)
         return await serving.serve(config, stopping, partial(load, config, crew), begin, crew.kill)
     if split_of(config).ranks > 1:
         raise ConfigError(f"cannot split {config.model_path}: only decoders are split")

@@ -11,6 +11,7 @@ import torch
 from torch._C._distributed_c10d import Store
 
 from isochrone.wire.engine import EngineConfig
+from nodeagent.engine.chat.chat_template import ChatTemplate
 from nodeagent.engine.core.model_runner import Runner
 from nodeagent.engine.core.step import Engine
 from nodeagent.engine.distributed.collectives import Ranks
@@ -19,6 +20,7 @@ from nodeagent.engine.distributed.rank0 import Front
 from nodeagent.engine.distributed.rendezvous import Gathering
 from nodeagent.engine.distributed.shards import Share, Split
 from nodeagent.engine.distributed.worker_group import Crew
+from nodeagent.engine.draft_loading import DraftModelFiles, Eagle3HeadFiles, TargetModel, open_draft
 from nodeagent.engine.kernels.cpu.huge_pages import give_back
 from nodeagent.engine.kvcache.blocks import Blocks
 from nodeagent.engine.kvcache.tier_setup import open_tiers
@@ -32,10 +34,8 @@ from nodeagent.engine.scheduler.batching import Batching, Limits
 from nodeagent.engine.scheduler.pipeline_depth import Underway
 from nodeagent.engine.scheduler.prefill_budget import Pace
 from nodeagent.engine.scheduler.sequence import BLOCK_TOKENS
-from nodeagent.engine.speculative.draft_loading import DraftModel, Head, Served, open_draft
-from nodeagent.engine.speculative.draft_model import Ahead
+from nodeagent.engine.speculative.draft_model import DraftModel
 from nodeagent.engine.speculative.speculation import Speculation
-from nodeagent.engine.tokenizer.chat_template import ChatTemplate
 from nodeagent.engine.tokenizer.vocabulary import Vocabulary
 from nodeagent.engine.weights.checkpoint import Checkpoint, open_checkpoint
 
@@ -99,7 +99,7 @@ def load(config: EngineConfig, crew: Crew | None = None) -> Loaded:
     if crew is not None and crew.members:
         crew.wait_loaded()
         meeting(config).unlink(missing_ok=True)
-        crew.join(config.stall_s, draft.layers if isinstance(draft, Head) else ())
+        crew.join(config.stall_s, draft.layers if isinstance(draft, Eagle3HeadFiles) else ())
         meet(config, ranks, gathering.store(split.ranks, config.stall_s) if gathering else None)
         runner = Front(own, crew, shape, ranks)
     give_back()
@@ -157,8 +157,8 @@ def open_share(
     config: EngineConfig,
     source: Checkpoint,
     ranks: Ranks,
-    draft: DraftModel | Head | None = None,
-) -> tuple[Runner, Ahead | None, Callable[[], None]]:
+    draft: DraftModelFiles | Eagle3HeadFiles | None = None,
+) -> tuple[Runner, DraftModel | None, Callable[[], None]]:
     """Load what one of `ranks` holds of the model, and what drafts for it.
 
     The last of what is returned waits for matrices still on their way; see `Weights.begin`.
@@ -174,7 +174,7 @@ def open_share(
     log.info("kv", extra={"fields": {"blocks": blocks, "kept": str(form.dtype)}})
     if draft is None:
         return runner, None, model.arrived
-    ahead = draft.load(config, runner, model, Served(source, shape, ranks))
+    ahead = draft.load(config, runner, model, TargetModel(source, shape, ranks))
     return runner, ahead, model.arrived
 
 
@@ -208,7 +208,7 @@ def _engine(
     runner: Runner | Front,
     blocks: int,
     shape: ModelShape,
-    ahead: Ahead | None,
+    ahead: DraftModel | None,
 ) -> Engine:
     stages = split_of(config).pipeline
     batching = Batching(
@@ -228,7 +228,10 @@ def _engine(
 
 
 def _kv_blocks(
-    config: EngineConfig, shape: ModelShape, dtype: torch.dtype, draft: DraftModel | Head | None
+    config: EngineConfig,
+    shape: ModelShape,
+    dtype: torch.dtype,
+    draft: DraftModelFiles | Eagle3HeadFiles | None,
 ) -> int:
     """Return how many blocks each rank has: as many as the one with the largest share."""
     split = split_of(config)
@@ -258,7 +261,7 @@ def need_memory(
     config: EngineConfig,
     source: Checkpoint,
     rank: int,
-    draft: DraftModel | Head | None = None,
+    draft: DraftModelFiles | Eagle3HeadFiles | None = None,
 ) -> None:
     """Raise CheckpointError where the rank's share is too much for its device.
 

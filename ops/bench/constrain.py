@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from nodeagent.engine.structured import grammar
-from nodeagent.engine.structured.compiler import Grammars
+from nodeagent.engine.structured.compiler import GrammarCompiler
 from nodeagent.engine.structured.constraint import Constraint
 from nodeagent.engine.tokenizer.vocabulary import Vocabulary
 from nodeagent.engine.weights.checkpoint import open_checkpoint
@@ -133,10 +133,13 @@ def walk(build: Callable[[], Matcher], tokens: list[int], times: Times) -> None:
 
 def contestants(vocabulary: Vocabulary, schema: Any) -> Iterator[tuple[str, Callable[[], Matcher]]]:
     """Yield each library's name with what compiles `schema`."""
-    grammars = Grammars(vocabulary)
-    grammars.build(grammar.of_any_object("warm"))
+    grammars = GrammarCompiler(vocabulary)
+    grammars.build(grammar.json_object_grammar("warm"))
     logits = torch.zeros(vocabulary.size)
-    yield "llguidance", lambda: Ours(grammars.build(grammar.of_schema(schema, "x")), logits)
+    yield (
+        "llguidance",
+        lambda: Ours(grammars.build(grammar.json_schema_grammar(schema, "x")), logits),
+    )
     if importlib.util.find_spec("xgrammar") is None:
         return
     xgrammar = importlib.import_module("xgrammar")

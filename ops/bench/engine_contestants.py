@@ -108,7 +108,7 @@ class Ours:
         from nodeagent.engine.core.step import Generation
         from nodeagent.engine.sampling.sampler import Sampler, SamplingParams
         from nodeagent.engine.scheduler.sequence import Ending, Sequence
-        from nodeagent.engine.tokenizer.detokenizer import StopStrings, TokenText
+        from nodeagent.engine.tokenizer.detokenizer import StopStrings, StreamDetokenizer
 
         engine = self._loaded.engine
         started_s = clock_s()
@@ -117,7 +117,7 @@ class Ours:
                 Generation(
                     Sequence(next(self._numbers), list(prompt), Ending(tokens, frozenset()), salt),
                     Sampler(SamplingParams(temperature=0), []),
-                    TokenText(self._loaded.vocabulary),
+                    StreamDetokenizer(self._loaded.vocabulary),
                     StopStrings(()),
                 )
             )

@@ -22,7 +22,7 @@ from nodeagent.engine.kernels.cpu.kernels import kernels
 from nodeagent.engine.loading import load
 from nodeagent.engine.sampling.sampler import Sampler, SamplingParams
 from nodeagent.engine.scheduler.sequence import Ending, Sequence
-from nodeagent.engine.tokenizer.detokenizer import StopStrings, TokenText
+from nodeagent.engine.tokenizer.detokenizer import StopStrings, StreamDetokenizer
 
 STEPS: Final = 12
 PROMPT_TOKENS: Final = 64
@@ -104,7 +104,7 @@ def main() -> None:
             Generation(
                 Sequence(number, tokens, Ending(1000, frozenset())),
                 Sampler(SamplingParams(temperature=0), []),
-                TokenText(loaded.vocabulary),
+                StreamDetokenizer(loaded.vocabulary),
                 StopStrings(()),
             )
         )

@@ -24,7 +24,7 @@ from nodeagent.engine.core.step import Delta, Generation
 from nodeagent.engine.loading import Loaded, load
 from nodeagent.engine.sampling.sampler import Sampler, SamplingParams
 from nodeagent.engine.scheduler.sequence import BLOCK_TOKENS, Ending, Sequence
-from nodeagent.engine.tokenizer.detokenizer import StopStrings, TokenText
+from nodeagent.engine.tokenizer.detokenizer import StopStrings, StreamDetokenizer
 
 PROMPT_TOKENS = (512, 1536)
 DEVICE_TOKENS = 1792
@@ -60,7 +60,7 @@ class Contestant:
         generation = Generation(
             sequence,
             Sampler(SamplingParams(temperature=0), []),
-            TokenText(self.loaded.vocabulary),
+            StreamDetokenizer(self.loaded.vocabulary),
             StopStrings(()),
         )
         started_s = time.perf_counter()

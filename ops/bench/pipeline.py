@@ -34,7 +34,7 @@ from nodeagent.engine.loading import Loaded, load
 from nodeagent.engine.sampling.sampler import Sampler, SamplingParams
 from nodeagent.engine.scheduler.pipeline_depth import Underway
 from nodeagent.engine.scheduler.sequence import Ending, Sequence
-from nodeagent.engine.tokenizer.detokenizer import StopStrings, TokenText
+from nodeagent.engine.tokenizer.detokenizer import StopStrings, StreamDetokenizer
 
 PROMPT_TOKENS: Final = 24
 
@@ -80,7 +80,7 @@ class Bench:
         return Generation(
             Sequence(self._numbers, list(prompt), Ending(tokens, frozenset()), salt),
             Sampler(SamplingParams(temperature=0), []),
-            TokenText(self._loaded.vocabulary),
+            StreamDetokenizer(self._loaded.vocabulary),
             StopStrings(()),
         )
 

@@ -24,11 +24,11 @@ from nodeagent.engine.loading import Loaded, load
 from nodeagent.engine.sampling.sampler import Sampler
 from nodeagent.engine.scheduler.batching import Batch, Chunk
 from nodeagent.engine.scheduler.sequence import BLOCK_TOKENS, Ending, Sequence
-from nodeagent.engine.server.request_body import ask_of, messages_of, read_chat
-from nodeagent.engine.server.tool_calling import Calling
-from nodeagent.engine.structured.compiler import Grammars
-from nodeagent.engine.tokenizer.detokenizer import StopStrings, TokenText
-from nodeagent.engine.tools.chat_tools import tools_of
+from nodeagent.engine.server.request_body import generation_options, read_chat, template_messages
+from nodeagent.engine.server.tool_fields import requested_tools
+from nodeagent.engine.server.tool_use import ToolUse
+from nodeagent.engine.structured.compiler import GrammarCompiler
+from nodeagent.engine.tokenizer.detokenizer import StopStrings, StreamDetokenizer
 
 PROMPTS = Path(__file__).with_name("speculate_prompts.json")
 TOKENS_MAX = 120
@@ -60,7 +60,7 @@ class Bench:
         speculation = loaded.engine.speculation
         if speculation is not None and speculation.ahead is not None:
             speculation.ahead.clock = clock
-        self._grammars = Grammars(loaded.vocabulary)
+        self._grammars = GrammarCompiler(loaded.vocabulary)
         self._numbers = 0
 
     def run(self, prompt: dict[str, Any], runs: Runs, *, drafts: bool) -> str:
@@ -95,11 +95,11 @@ class Bench:
         raw = json.dumps({**fields, "temperature": 0, "parallel_tool_calls": False})
         body = read_chat(raw.encode(), 1 << 20)
         assert loaded.template is not None
-        tools = tools_of(body.tools, body.tool_choice, body.parallel_tool_calls)
-        text = loaded.template.render(messages_of(body), tools.told if tools else ())
+        tools = requested_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
+        text = loaded.template.render(template_messages(body), tools.told if tools else ())
         tokens = loaded.vocabulary.encode(text, special=False)
-        ask = ask_of(body)
-        calling = Calling.of(tools, loaded.template, loaded.vocabulary)
+        ask = generation_options(body)
+        calling = ToolUse.of(tools, loaded.template, loaded.vocabulary)
         grammar = calling.grammar(ask.grammar) if calling else ask.grammar
         constraint = self._grammars.build(grammar) if grammar else None
         self._numbers += 1
@@ -110,7 +110,7 @@ class Bench:
                 self._numbers, tokens, Ending(TOKENS_MAX, loaded.vocabulary.stop_ids)
             ),
             sampler=Sampler(ask.params, [], constraint),
-            text=TokenText(loaded.vocabulary),
+            text=StreamDetokenizer(loaded.vocabulary),
             stops=StopStrings(()),
             drafter=speculation.drafter(constraint) if drafts else None,
         )

@@ -29,7 +29,7 @@ from nodeagent.engine.loading import load
 from nodeagent.engine.model.shape import CheckpointError
 from nodeagent.engine.sampling.sampler import Sampler, SamplingParams
 from nodeagent.engine.scheduler.sequence import Ending, Sequence
-from nodeagent.engine.tokenizer.detokenizer import StopStrings, TokenText
+from nodeagent.engine.tokenizer.detokenizer import StopStrings, StreamDetokenizer
 from ops.golden import tiny
 from ops.golden.tiny_gguf import write_gguf
 
@@ -177,7 +177,7 @@ def run(folder: Path, name: str) -> str:
         Generation(
             sequence,
             Sampler(SamplingParams(temperature=0), []),
-            TokenText(loaded.vocabulary),
+            StreamDetokenizer(loaded.vocabulary),
             StopStrings(()),
         )
     )

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import xxhash
 
-from nodeagent.engine.tokenizer.chat_template import ChatTemplate
+from nodeagent.engine.chat.chat_template import ChatTemplate
 from nodeagent.engine.tokenizer.vocabulary import Vocabulary
 from nodeagent.engine.weights.gguf import GgufFile
 from ops.sim.measure import percentile

@@ -19,7 +19,7 @@ from nodeagent.engine.sampling.sampler import Due, Sampled, Sampler, UnsoundLogi
 from nodeagent.engine.scheduler.batching import Batch, Batching
 from nodeagent.engine.scheduler.sequence import Finish, Sequence
 from nodeagent.engine.speculative.speculation import Drafter, Speculation
-from nodeagent.engine.tokenizer.detokenizer import StopStrings, TokenText
+from nodeagent.engine.tokenizer.detokenizer import StopStrings, StreamDetokenizer
 
 
 class Computes(Protocol):
@@ -47,7 +47,7 @@ class Generation:
 
     sequence: Sequence
     sampler: Sampler
-    text: TokenText
+    text: StreamDetokenizer
     stops: StopStrings
     drafter: Drafter | None = None
     choice: int = 0

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(slots=True)
-class Texts:
+class TextQueue:
     """The texts still to be read, by request."""
 
     tokens_max: int

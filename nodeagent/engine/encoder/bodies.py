@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from nodeagent.engine.server.request_body import refused
+from nodeagent.engine.server.request_body import invalid_request
 
 INPUTS_MAX: Final = 2048
 DOCUMENTS_MAX: Final = 1024
@@ -28,7 +28,7 @@ class EmbeddingBody(msgspec.Struct, kw_only=True):
     truncate_prompt_tokens: None = None
 
 
-class Document(msgspec.Struct):
+class RerankDocument(msgspec.Struct):
     """A document that comes with more than its text."""
 
     text: str
@@ -38,7 +38,7 @@ class RerankBody(msgspec.Struct, kw_only=True):
     """`POST /v1/rerank`."""
 
     query: Annotated[str, Meta(min_length=1)]
-    documents: Annotated[list[str | Document], Meta(min_length=1, max_length=DOCUMENTS_MAX)]
+    documents: Annotated[list[str | RerankDocument], Meta(min_length=1, max_length=DOCUMENTS_MAX)]
     model: str | None = None
     top_n: Annotated[int, Meta(ge=1)] | None = None
     return_documents: bool = False
@@ -54,15 +54,17 @@ def inputs_of(body: EmbeddingBody) -> list[str] | list[list[int]]:
     if isinstance(given, str) or all(type(item) is int for item in given):
         given = [given]
     if len(given) > INPUTS_MAX:
-        raise refused("input", f"cannot embed {len(given)} inputs: {INPUTS_MAX} are the most")
+        raise invalid_request(
+            "input", f"cannot embed {len(given)} inputs: {INPUTS_MAX} are the most"
+        )
     texts = all(isinstance(item, str) for item in given)
     if not texts and not all(isinstance(item, list) for item in given):
-        raise refused(
+        raise invalid_request(
             "input", "cannot read input: it must be texts only, or lists of token ids only"
         )
     empty = next((at for at, item in enumerate(given) if not item), None)
     if empty is not None:
-        raise refused("input", f"cannot embed input {empty}: it is empty")
+        raise invalid_request("input", f"cannot embed input {empty}: it is empty")
     return list(given)
 
 
@@ -71,7 +73,7 @@ def documents_of(body: RerankBody) -> list[str]:
     return [one if isinstance(one, str) else one.text for one in body.documents]
 
 
-def embeddings_answer(rows: np.ndarray, model: str, tokens: int, *, packed: bool) -> bytes:
+def embeddings_body(rows: np.ndarray, model: str, tokens: int, *, packed: bool) -> bytes:
     """Return the body of an answer; `packed` vectors are little-endian fp32 in base64."""
     vectors = rows.astype("<f4")
     data = [
@@ -86,7 +88,7 @@ def embeddings_answer(rows: np.ndarray, model: str, tokens: int, *, packed: bool
     return msgspec.json.encode(body)
 
 
-def rerank_answer(scores: np.ndarray, body: RerankBody, model: str, tokens: int) -> bytes:
+def rerank_body(scores: np.ndarray, body: RerankBody, model: str, tokens: int) -> bytes:
     """Return the body of an answer: documents by falling relevance."""
     order = sorted(range(len(scores)), key=lambda at: (-scores[at], at))
     results: list[dict[str, Any]] = []

@@ -9,7 +9,7 @@ import torch
 from tokenizers import Tokenizer
 
 from isochrone.wire.engine import EngineConfig
-from nodeagent.engine.encoder.worker import Text
+from nodeagent.engine.encoder.worker import TokenizedText
 from nodeagent.engine.loading import available_bytes
 from nodeagent.engine.model.bert import Bert, survey_bert
 from nodeagent.engine.model.layers.kv_format import DTYPES
@@ -30,10 +30,10 @@ class LoadedEncoder:
     weights_bytes: int
     load_s: float
 
-    def tokenise(self, given: list[Any]) -> list[Text]:
+    def tokenise(self, given: list[Any]) -> list[TokenizedText]:
         """Tokenise texts or pairs of texts."""
         encodings = self.tokenizer.encode_batch(given, add_special_tokens=True)
-        return [Text(encoding.ids, encoding.type_ids) for encoding in encodings]
+        return [TokenizedText(encoding.ids, encoding.type_ids) for encoding in encodings]
 
 
 def load_encoder(config: EngineConfig) -> LoadedEncoder:

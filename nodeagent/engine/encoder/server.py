@@ -15,15 +15,20 @@ from isochrone.wire.errors import ApiError, ErrorCode
 from nodeagent.engine.encoder.bodies import (
     documents_of,
     embedding_decoder,
-    embeddings_answer,
+    embeddings_body,
     inputs_of,
-    rerank_answer,
+    rerank_body,
     rerank_decoder,
 )
 from nodeagent.engine.encoder.loading import LoadedEncoder
-from nodeagent.engine.encoder.worker import EncoderWorker, Text
-from nodeagent.engine.server.http_routes import LONG_TEXT_CHARS, Server
-from nodeagent.engine.server.request_body import decoded, hold_to_vocabulary, refused, unknown_model
+from nodeagent.engine.encoder.worker import EncoderWorker, TokenizedText
+from nodeagent.engine.server.http_routes import LONG_TEXT_CHARS, ModelServer
+from nodeagent.engine.server.request_body import (
+    check_token_ids,
+    decode_body,
+    invalid_request,
+    model_not_found,
+)
 
 REQUEST_TOKENS_MAX: Final = 300_000
 """Tokens in all the texts of one request, as OpenAI has it."""
@@ -32,7 +37,7 @@ CHARS_PER_TOKEN_MAX: Final = 64
 """Longer texts are refused by their length: to tokenise 8 MB takes 20 s."""
 
 
-class EncoderServer(Server):
+class EncoderServer(ModelServer):
     """The handlers, with what they need."""
 
     def __init__(
@@ -58,7 +63,7 @@ class EncoderServer(Server):
     def counts(self) -> dict[str, float]:
         """Return counts and rates by name: those of EngineStats that mean something here."""
         return {
-            "running": self.entrance.open,
+            "running": self.inflight.open,
             "load_s": self.loaded.load_s,
             "weights_bytes": self.loaded.weights_bytes,
             "context_tokens": self.context_tokens,
@@ -71,7 +76,7 @@ class EncoderServer(Server):
         self._hold_to_model(body.model)
         width = self.loaded.model.shape.hidden
         if body.dimensions is not None and body.dimensions != width:
-            raise refused(
+            raise invalid_request(
                 "dimensions",
                 f"cannot embed in {body.dimensions} dimensions: this model has {width}, no others",
             )
@@ -80,7 +85,7 @@ class EncoderServer(Server):
         rows = await self._read(texts, "input")
         packed = body.encoding_format == "base64"
         tokens = sum(len(text.tokens) for text in texts)
-        return _answer(embeddings_answer(rows, self.config.served_name, tokens, packed=packed))
+        return _answer(embeddings_body(rows, self.config.served_name, tokens, packed=packed))
 
     async def rerank(self, request: web.Request) -> web.Response:
         """Answer `/v1/rerank`."""
@@ -93,7 +98,7 @@ class EncoderServer(Server):
         # One label: its logit, as a share between nought and one.
         scores = 1 / (1 + np.exp(-np.clip(rows[:, 0], -60, 60)))
         tokens = sum(len(text.tokens) for text in texts)
-        return _answer(rerank_answer(scores, body, self.config.served_name, tokens))
+        return _answer(rerank_body(scores, body, self.config.served_name, tokens))
 
     def _admit(self, kind: str) -> None:
         if kind != self.loaded.kind:
@@ -103,17 +108,17 @@ class EncoderServer(Server):
                 f" {self.loaded.kind!r}, not {kind!r}",
                 param="model",
             )
-        self.hold_alive()
-        self.entrance.admit()
+        self.check_alive()
+        self.inflight.admit()
 
     async def _decoded(self, request: web.Request, decoder: Any) -> Any:
-        return decoded(await self.body(request), decoder, self.config.body_bytes_max)
+        return decode_body(await self.body(request), decoder, self.config.body_bytes_max)
 
     def _hold_to_model(self, name: str | None) -> None:
         if name is not None and name != self.config.served_name:
-            raise unknown_model(name, repr(self.config.served_name))
+            raise model_not_found(name, repr(self.config.served_name))
 
-    async def _texts(self, given: list[Any], param: str) -> list[Text]:
+    async def _texts(self, given: list[Any], param: str) -> list[TokenizedText]:
         """Tokenise texts, pairs of texts, or lists of token ids, and hold them to the limits."""
         if isinstance(given[0], list):
             return self._held(given, param, lambda part: [self._framed(one, param) for one in part])
@@ -131,16 +136,16 @@ class EncoderServer(Server):
         return self._held(given, param, self.loaded.tokenise)
 
     def _held(
-        self, given: list[Any], param: str, tokenise: Callable[[list[Any]], list[Text]]
-    ) -> list[Text]:
+        self, given: list[Any], param: str, tokenise: Callable[[list[Any]], list[TokenizedText]]
+    ) -> list[TokenizedText]:
         """Tokenise `given` a few at a time, and no more of them where one is beyond a limit."""
-        limit, texts, tokens = self.loaded.context_tokens, list[Text](), 0
+        limit, texts, tokens = self.loaded.context_tokens, list[TokenizedText](), 0
         for at in range(0, len(given), TOKENISED_AT_ONCE):
             texts += tokenise(given[at : at + TOKENISED_AT_ONCE])
             for number, text in enumerate(texts[at:], at):
                 tokens += len(text.tokens)
                 if not text.tokens:
-                    raise refused(param, f"cannot read {param} {number}: it has no tokens")
+                    raise invalid_request(param, f"cannot read {param} {number}: it has no tokens")
                 if len(text.tokens) > limit:
                     raise ApiError(
                         ErrorCode.CONTEXT_LENGTH_EXCEEDED,
@@ -149,20 +154,22 @@ class EncoderServer(Server):
                         param=param,
                     )
             if tokens > REQUEST_TOKENS_MAX:
-                raise refused(param, f"cannot read more than {REQUEST_TOKENS_MAX} tokens at once")
+                raise invalid_request(
+                    param, f"cannot read more than {REQUEST_TOKENS_MAX} tokens at once"
+                )
         return texts
 
-    def _framed(self, tokens: list[int], param: str) -> Text:
-        hold_to_vocabulary(param, tokens, self.loaded.model.shape.vocabulary)
+    def _framed(self, tokens: list[int], param: str) -> TokenizedText:
+        check_token_ids(param, tokens, self.loaded.model.shape.vocabulary)
         before, after = self.loaded.frame
-        return Text([*before, *tokens, *after], [])
+        return TokenizedText([*before, *tokens, *after], [])
 
-    async def _read(self, texts: list[Text], param: str) -> np.ndarray:
-        self.entrance.enter()
+    async def _read(self, texts: list[TokenizedText], param: str) -> np.ndarray:
+        self.inflight.enter()
         try:
             rows = await self.worker.encode(texts)
         finally:
-            self.entrance.leave()
+            self.inflight.leave()
         sound = np.isfinite(rows).all(-1)
         if not sound.all():
             raise ApiError(

@@ -17,12 +17,12 @@ from isochrone.wire.errors import ApiError, ErrorCode
 from nodeagent.engine.core.step import Stepped
 from nodeagent.engine.core.step_thread import StepThread
 from nodeagent.engine.core.token_rates import StepRates
-from nodeagent.engine.encoder.batching import Texts
+from nodeagent.engine.encoder.batching import TextQueue
 from nodeagent.engine.model.bert import Bert
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class TokenizedText:
     """One text as tokens, with the kind of segment of each; `kinds` may be empty: all first."""
 
     tokens: list[int]
@@ -30,8 +30,8 @@ class Text:
 
 
 @dataclass(slots=True, eq=False)
-class _Asked:
-    texts: list[Text]
+class _EncodeRequest:
+    texts: list[TokenizedText]
     rows: np.ndarray
     left: int
     done: asyncio.Future[np.ndarray]
@@ -44,8 +44,8 @@ class EncoderWorker(StepThread):
         super().__init__(on_death)
         self._model = model
         self._loop = asyncio.get_running_loop()
-        self._asked: dict[int, _Asked] = {}
-        self._texts = Texts(tokens_max)
+        self._asked: dict[int, _EncodeRequest] = {}
+        self._texts = TextQueue(tokens_max)
         self._numbers = itertools.count(1)
         self._rates = StepRates()
         self._tokens_total = 0
@@ -68,14 +68,14 @@ class EncoderWorker(StepThread):
             "steps_total": self._rates.steps,
         }
 
-    async def encode(self, texts: list[Text]) -> np.ndarray:
+    async def encode(self, texts: list[TokenizedText]) -> np.ndarray:
         """Return the model's answers [texts, width]."""
         number = next(self._numbers)
         rows = np.empty((len(texts), self._model.shape.width), np.float32)
         done: asyncio.Future[np.ndarray] = self._loop.create_future()
         with self._wake:
             self._expect_progress()
-            self._asked[number] = _Asked(texts, rows, len(texts), done)
+            self._asked[number] = _EncodeRequest(texts, rows, len(texts), done)
             self._texts.add(number, [len(text.tokens) for text in texts])
             self._wake.notify()
         try:
@@ -104,7 +104,7 @@ class EncoderWorker(StepThread):
             self._texts_total += len(texts)
             self._loop.call_soon_threadsafe(_deliver, batch, rows)
 
-    def _next(self) -> list[tuple[_Asked, int]]:
+    def _next(self) -> list[tuple[_EncodeRequest, int]]:
         """Wait for texts and take a batch of them; empty where it is time to stop."""
         with self._wake:
             while not self._stopping:
@@ -114,7 +114,7 @@ class EncoderWorker(StepThread):
                 self._wake.wait()
             return []
 
-    def _read(self, texts: list[Text]) -> np.ndarray:
+    def _read(self, texts: list[TokenizedText]) -> np.ndarray:
         longest = max(len(text.tokens) for text in texts)
         tokens = np.zeros((len(texts), longest), np.int64)
         kinds = np.zeros((len(texts), longest), np.int64)
@@ -130,7 +130,7 @@ class EncoderWorker(StepThread):
         return torch.from_numpy(values).to(self._model.device)
 
 
-def _deliver(batch: list[tuple[_Asked, int]], rows: np.ndarray) -> None:
+def _deliver(batch: list[tuple[_EncodeRequest, int]], rows: np.ndarray) -> None:
     """Book the rows, on the event loop; who has all of them is woken."""
     for (asked, index), row in zip(batch, rows, strict=True):
         asked.rows[index] = row

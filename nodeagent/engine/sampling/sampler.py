@@ -13,7 +13,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from nodeagent.engine.structured.constraint import BrokenConstraint, Constraint
+from nodeagent.engine.structured.constraint import Constraint, ConstraintError
 
 _LIKELIEST: Final = 256
 """Looked for first: they take most of the probability, and most cuts leave no more."""
@@ -315,5 +315,5 @@ def _draw_together(logits: Tensor, dues: Sequence[Due], sound: Sequence[bool]) -
 def _sample(sampler: Sampler, logits: Tensor) -> Sampled | UnsoundLogits:
     try:
         return sampler.sample(logits)
-    except BrokenConstraint as error:
+    except ConstraintError as error:
         return UnsoundLogits(str(error))

@@ -21,7 +21,7 @@ from isochrone.wire.engine import EngineConfig
 from isochrone.wire.errors import ApiError
 from nodeagent.engine.model.layers.lora import Adapter, Adding
 from nodeagent.engine.model.shape import CheckpointError
-from nodeagent.engine.server.request_body import decoded, refused, unknown_model
+from nodeagent.engine.server.request_body import decode_body, invalid_request, model_not_found
 from nodeagent.engine.weights.adapter import read_adapter
 
 KNOWN_MAX: Final = 4096
@@ -29,25 +29,25 @@ KNOWN_MAX: Final = 4096
 AdapterName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/@:-]{0,127}$")]
 
 
-class LoadBody(msgspec.Struct, kw_only=True):
+class LoadAdapterBody(msgspec.Struct, kw_only=True):
     """`POST /v1/load_lora_adapter`."""
 
     lora_name: AdapterName
     lora_path: Annotated[str, Meta(min_length=1, max_length=4096)]
 
 
-class UnloadBody(msgspec.Struct, kw_only=True):
+class UnloadAdapterBody(msgspec.Struct, kw_only=True):
     """`POST /v1/unload_lora_adapter`."""
 
     lora_name: AdapterName
 
 
-load_decoder: Final = msgspec.json.Decoder(LoadBody)
-unload_decoder: Final = msgspec.json.Decoder(UnloadBody)
+load_decoder: Final = msgspec.json.Decoder(LoadAdapterBody)
+unload_decoder: Final = msgspec.json.Decoder(UnloadAdapterBody)
 
 
 @dataclass(slots=True)
-class Adapters:
+class AdapterRegistry:
     """The adapters of one model. All of it runs on the event loop but the reading of files."""
 
     config: EngineConfig
@@ -70,12 +70,16 @@ class Adapters:
 
     async def load(self, body: bytes) -> str:
         """Make an adapter known by a name, having read it; return the name."""
-        asked: LoadBody = decoded(body, load_decoder, self.config.body_bytes_max)
+        asked: LoadAdapterBody = decode_body(body, load_decoder, self.config.body_bytes_max)
         name, folder = asked.lora_name, Path(asked.lora_path)
         if name == self.config.served_name:
-            raise refused("lora_name", f"cannot load an adapter as {name!r}: the model has it")
+            raise invalid_request(
+                "lora_name", f"cannot load an adapter as {name!r}: the model has it"
+            )
         if name not in self._folders and len(self._folders) >= KNOWN_MAX:
-            raise refused("lora_name", f"cannot know more than {KNOWN_MAX} adapters: unload one")
+            raise invalid_request(
+                "lora_name", f"cannot know more than {KNOWN_MAX} adapters: unload one"
+            )
         async with self._reading:
             adapter = await self._read(name, folder)
             self._folders[name] = folder
@@ -84,7 +88,7 @@ class Adapters:
 
     def unload(self, body: bytes) -> str:
         """Forget an adapter; requests that run with it go on. Return its name."""
-        asked: UnloadBody = decoded(body, unload_decoder, self.config.body_bytes_max)
+        asked: UnloadAdapterBody = decode_body(body, unload_decoder, self.config.body_bytes_max)
         name = asked.lora_name
         if self._folders.pop(name, None) is None:
             raise self._unknown(name)
@@ -126,7 +130,7 @@ class Adapters:
                 config.adapter_memory_bytes,
             )
         except CheckpointError as error:
-            raise refused("lora_path", str(error)) from error
+            raise invalid_request("lora_path", str(error)) from error
 
     def _keep(self, adapter: Adapter) -> None:
         self._kept[adapter.name] = adapter
@@ -140,4 +144,4 @@ class Adapters:
 
     def _unknown(self, name: str) -> ApiError:
         others = f" and {len(self._folders)} adapters" if self._folders else ""
-        return unknown_model(name, f"{self.config.served_name!r}{others}")
+        return model_not_found(name, f"{self.config.served_name!r}{others}")

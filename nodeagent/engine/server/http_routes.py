@@ -24,8 +24,8 @@ from isochrone.wire.headers import REQUEST_ID
 from isochrone.wire.ids import is_request_id
 from nodeagent.engine.core.step_thread import StepThread
 from nodeagent.engine.memory import MemoryWatch, uses
-from nodeagent.engine.server.inflight_limit import Entrance
-from nodeagent.engine.server.metrics import Gauges
+from nodeagent.engine.server.inflight_limit import InflightLimit
+from nodeagent.engine.server.metrics import EngineStatsCollector
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -33,7 +33,7 @@ LONG_TEXT_CHARS: Final = 16_384
 """Longer texts are tokenised off the event loop."""
 
 
-class Server(ABC):
+class ModelServer(ABC):
     """A model being served: the doors that every engine has, to which each kind adds its own."""
 
     kind = "chat"
@@ -44,7 +44,7 @@ class Server(ABC):
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
-        self.entrance = Entrance(config.sequences_max + config.waiting_max)
+        self.inflight = InflightLimit(config.sequences_max + config.waiting_max)
         self._created_s = int(time.time())
         self._memory = MemoryWatch(lambda: uses(config.memory_max_bytes))
 
@@ -68,11 +68,11 @@ class Server(ABC):
     def app(self) -> web.Application:
         """Build the application."""
         app = web.Application(
-            middlewares=[name_requests, errors_as(as_openai)],
+            middlewares=[assign_request_id, errors_as(openai_error_response)],
             client_max_size=self.config.body_bytes_max,
         )
         registry = CollectorRegistry()
-        registry.register(Gauges(self._counts))
+        registry.register(EngineStatsCollector(self._counts))
         app.router.add_get("/health", self.health)
         app.router.add_get("/stats", self.stats)
         app.router.add_get("/metrics", exposition(registry))
@@ -86,17 +86,17 @@ class Server(ABC):
         counts, idle_s = worker.counts(), worker.idle_s()
         stalled = worker.died or (worker.has_work() and idle_s > self.config.stall_s)
         health = EngineHealth(
-            status="stalled" if stalled else "draining" if self.entrance.draining else "ok",
+            status="stalled" if stalled else "draining" if self.inflight.draining else "ok",
             model=self.config.served_name,
             steps=int(counts["steps_total"]),
             tokens_out=int(counts.get("tokens_out_total", 0)),
             last_step_age_s=round(idle_s, 3),
         )
-        return as_json(health, 503 if stalled else 200)
+        return json_response(health, 503 if stalled else 200)
 
     async def stats(self, request: web.Request) -> web.Response:
         """Tell the engine's counts and rates."""
-        return as_json({"kind": self.kind, **self._counts()})
+        return json_response({"kind": self.kind, **self._counts()})
 
     async def models(self, request: web.Request) -> web.Response:
         """List the model, and its adapters by the names that requests may give."""
@@ -109,12 +109,12 @@ class Server(ABC):
             "max_model_len": self.context_tokens,
         }
         others = [{**model, "id": one, "parent": name} for one in self.other_names]
-        return as_json({"object": "list", "data": [model, *others]})
+        return json_response({"object": "list", "data": [model, *others]})
 
     async def drain(self, request: web.Request) -> web.Response:
         """Take nothing new from now on; what runs goes on."""
-        self.entrance.draining = True
-        return as_json({"draining": True, "open": self.entrance.open})
+        self.inflight.draining = True
+        return json_response({"draining": True, "open": self.inflight.open})
 
     async def body(self, request: web.Request, *, gives_back: bool = False) -> bytes:
         """Read a request's body within its limits, and memory's, unless it gives memory back."""
@@ -122,7 +122,7 @@ class Server(ABC):
         limit, timeout_s = self.config.body_bytes_max, self.config.client_stall_s
         return await read_body(request, bytes_max=limit, timeout_s=timeout_s, hold=hold)
 
-    def hold_alive(self) -> None:
+    def check_alive(self) -> None:
         """Refuse where no step will come."""
         if self.worker.died:
             raise ApiError(
@@ -134,7 +134,7 @@ class Server(ABC):
 
 
 @web.middleware
-async def name_requests(request: web.Request, handler: Handler) -> web.StreamResponse:
+async def assign_request_id(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Give each request its caller's id, or one of ours, and its answer the same."""
     offered = request.headers.get(REQUEST_ID, "")
     request[REQUEST_ID] = offered if is_request_id(offered) else uuid.uuid4().hex
@@ -144,13 +144,13 @@ async def name_requests(request: web.Request, handler: Handler) -> web.StreamRes
     return response
 
 
-def as_json(body: Any, status: int = 200) -> web.Response:
+def json_response(body: Any, status: int = 200) -> web.Response:
     """Answer with JSON."""
     return web.Response(
         body=msgspec.json.encode(body), status=status, content_type="application/json"
     )
 
 
-def as_openai(error: ApiError) -> web.Response:
+def openai_error_response(error: ApiError) -> web.Response:
     """Answer an error in OpenAI's shape."""
     return error_response(error, msgspec.json.encode(openai_error(error)))

@@ -5,7 +5,7 @@ import asyncio
 from isochrone.wire.errors import ApiError, ErrorCode
 
 
-class Entrance:
+class InflightLimit:
     """Counts who is inside; refuses one more than there is room for, and all while draining."""
 
     def __init__(self, open_max: int) -> None:

@@ -17,7 +17,7 @@ from isochrone.service.config import ConfigError
 from isochrone.service.door import DoorLimits, open_unix_door
 from isochrone.wire.engine import EngineConfig
 from nodeagent.engine.model.shape import CheckpointError
-from nodeagent.engine.server.http_routes import Server, as_openai
+from nodeagent.engine.server.http_routes import ModelServer, openai_error_response
 from nodeagent.engine.server.listen_socket import clear_socket
 
 log = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ async def serve(
     config: EngineConfig,
     stopping: asyncio.Event,
     load: Callable[[], Loaded],
-    begin: Callable[[Loaded, Callable[[], None]], Server],
+    begin: Callable[[Loaded, Callable[[], None]], ModelServer],
     leave: Callable[[], None] = lambda: None,
 ) -> int:
     """Serve what `load` loads; 0 after a drain, 1 where its thread failed.
@@ -66,7 +66,9 @@ async def serve(
     server.worker.start()
     path = Path(config.socket)
     try:
-        async with open_unix_door(server.app(), path, limits=_limits(), encode_error=as_openai):
+        async with open_unix_door(
+            server.app(), path, limits=_limits(), encode_error=openai_error_response
+        ):
             _say_ready(config, server, time.monotonic() - started_s)
             death = asyncio.create_task(died.wait())
             await asyncio.wait({death, stop}, return_when=asyncio.FIRST_COMPLETED)
@@ -87,26 +89,26 @@ def _limits() -> DoorLimits:
     return replace(usual, connections_max=min(most // 2, usual.connections_max))
 
 
-async def _end(config: EngineConfig, server: Server) -> None:
+async def _end(config: EngineConfig, server: ModelServer) -> None:
     """Let what runs finish within `drain_s`, unless the engine itself has failed."""
-    entrance = server.entrance
-    entrance.draining = True
+    inflight = server.inflight
+    inflight.draining = True
     if server.worker.died:
         server.fail_all("cannot go on: the engine failed")
-        await entrance.wait_empty(_FAILED_S)
+        await inflight.wait_empty(_FAILED_S)
         return
-    log.info("draining", extra={"fields": {"open": entrance.open}})
-    if not await entrance.wait_empty(config.drain_s):
-        log.warning("drain deadline passed", extra={"fields": {"open": entrance.open}})
+    log.info("draining", extra={"fields": {"open": inflight.open}})
+    if not await inflight.wait_empty(config.drain_s):
+        log.warning("drain deadline passed", extra={"fields": {"open": inflight.open}})
         server.fail_all("cannot go on: the engine is stopping")
-        await entrance.wait_empty(_FAILED_S)
+        await inflight.wait_empty(_FAILED_S)
     if not await asyncio.to_thread(server.worker.stop, _STEP_END_S):
         log.warning("the last step did not end in time")
         return
     await asyncio.to_thread(server.close)
 
 
-def _say_ready(config: EngineConfig, server: Server, startup_s: float) -> None:
+def _say_ready(config: EngineConfig, server: ModelServer, startup_s: float) -> None:
     counts = server.counts()
     ready = {
         "ready": True,

@@ -6,7 +6,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 
-class Gauges(Collector):
+class EngineStatsCollector(Collector):
     """Collects whatever `stats` returns; names that end in `_total` are counters."""
 
     def __init__(self, stats: Callable[[], Mapping[str, float]]) -> None:

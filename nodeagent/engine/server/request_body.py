@@ -15,10 +15,10 @@ from msgspec import Meta
 from isochrone.wire.codec import MalformedFrame, decode_json
 from isochrone.wire.errors import ApiError, ErrorCode
 from nodeagent.engine.sampling.sampler import SamplingParams
+from nodeagent.engine.server.structured_fields import StructuredOutputFields, grammar_of
+from nodeagent.engine.server.structured_fields import invalid_request as invalid_request
+from nodeagent.engine.server.tool_fields import ToolCallSpec, ToolChoice, ToolSpec, template_calls
 from nodeagent.engine.structured.grammar import Grammar
-from nodeagent.engine.structured.request_grammar import Constrained, grammar_of
-from nodeagent.engine.structured.request_grammar import refused as refused
-from nodeagent.engine.tools.chat_tools import CallSpec, Choice, ToolSpec, calls_for_template
 
 _STOPS_MAX: Final = 16
 _STOP_CHARS_MAX: Final = 1024
@@ -31,13 +31,13 @@ TokenId = Annotated[int, Meta(ge=0, le=2**31)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 
 
-class StreamOptions(msgspec.Struct):
+class StreamOptionsSpec(msgspec.Struct):
     """What a stream says besides its text."""
 
     include_usage: bool | None = None
 
 
-class Lacked(Constrained, kw_only=True):
+class UnsupportedFields(StructuredOutputFields, kw_only=True):
     """What other engines can and this one cannot; another value than the one here is refused."""
 
     add_generation_prompt: Any = True
@@ -68,15 +68,15 @@ class Lacked(Constrained, kw_only=True):
     web_search_options: Any = None
 
 
-_NOTHING_LACKED: Final = Lacked()
+_UNSUPPORTED_DEFAULTS: Final = UnsupportedFields()
 
 
-class Knobs(Lacked, kw_only=True):
+class GenerationFields(UnsupportedFields, kw_only=True):
     """The fields that chat and plain completions share."""
 
     model: str | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: StreamOptionsSpec | None = None
     max_tokens: Count | None = None
     min_tokens: Annotated[int, Meta(ge=0, le=2**31)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
@@ -96,33 +96,33 @@ class Knobs(Lacked, kw_only=True):
     """Ours: false turns drafts off. The output is the same with and without."""
 
 
-class Message(msgspec.Struct):
+class MessageSpec(msgspec.Struct):
     """One turn of a chat."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[dict[str, Any]] | None = None
-    tool_calls: Annotated[list[CallSpec], Meta(max_length=1024)] | None = None
+    tool_calls: Annotated[list[ToolCallSpec], Meta(max_length=1024)] | None = None
     tool_call_id: str | None = None
     name: str | None = None
     reasoning_content: str | None = None
 
 
-class Prediction(msgspec.Struct):
+class PredictionSpec(msgspec.Struct):
     """Text that the caller expects to be much of the answer: drafts are taken from it too."""
 
     content: str | list[dict[str, Any]]
     type: Literal["content"] = "content"
 
 
-class ChatBody(Knobs, kw_only=True):
+class ChatBody(GenerationFields, kw_only=True):
     """`POST /v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Meta(min_length=1, max_length=10_000)]
+    messages: Annotated[list[MessageSpec], Meta(min_length=1, max_length=10_000)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     tools: list[ToolSpec] | None = None
-    tool_choice: Choice = None
+    tool_choice: ToolChoice = None
     parallel_tool_calls: bool | None = None
     continue_final_message: bool | None = None
     """As vLLM names it: the last message is the assistant's and goes on."""
@@ -130,10 +130,10 @@ class ChatBody(Knobs, kw_only=True):
     """As vLLM names it: what else the chat template asks about."""
     reasoning_effort: str | None = None
     modalities: list[str] | None = None
-    prediction: Prediction | None = None
+    prediction: PredictionSpec | None = None
 
 
-class CompletionBody(Knobs, kw_only=True):
+class CompletionBody(GenerationFields, kw_only=True):
     """`POST /v1/completions`."""
 
     prompt: str | Annotated[list[Any], Meta(min_length=1)]
@@ -142,7 +142,7 @@ class CompletionBody(Knobs, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class GenerationOptions:
     """What a body asks for, in the engine's terms. The prompt is still to be tokenised."""
 
     params: SamplingParams
@@ -164,38 +164,38 @@ _completion_decoder = msgspec.json.Decoder(CompletionBody)
 
 def read_chat(body: bytes, bytes_max: int) -> ChatBody:
     """Decode a chat body and refuse what the engine lacks."""
-    chat: ChatBody = decoded(body, _chat_decoder, bytes_max)
-    _refuse_lacked(chat)
+    chat: ChatBody = decode_body(body, _chat_decoder, bytes_max)
+    _refuse_unsupported(chat)
     if set(chat.modalities or ()) - {"text"}:
         raise _unsupported("modalities", "modalities other than text are not supported")
     if chat.top_logprobs is not None and not chat.logprobs:
-        raise refused("top_logprobs", "cannot give top_logprobs: logprobs is not true")
+        raise invalid_request("top_logprobs", "cannot give top_logprobs: logprobs is not true")
     return chat
 
 
 def read_completion(body: bytes, bytes_max: int) -> CompletionBody:
     """Decode a completion body and refuse what the engine lacks."""
-    completion: CompletionBody = decoded(body, _completion_decoder, bytes_max)
-    _refuse_lacked(completion)
+    completion: CompletionBody = decode_body(body, _completion_decoder, bytes_max)
+    _refuse_unsupported(completion)
     if completion.best_of not in (None, completion.n or 1):
         raise _unsupported("best_of", "best_of other than n is not supported by this engine")
     return completion
 
 
-def prompts_of(completion: CompletionBody) -> list[str | list[int]]:
+def completion_prompts(completion: CompletionBody) -> list[str | list[int]]:
     """Return the prompts, each text or token ids."""
     given: Any = completion.prompt
     prompts = given if isinstance(given, list) and type(given[0]) is not int else [given]
     for prompt in prompts:
         ids = isinstance(prompt, list) and all(type(item) is int for item in prompt)
         if not ids and not isinstance(prompt, str):
-            raise refused(
+            raise invalid_request(
                 "prompt", "cannot read prompt: each must be a string or a list of token ids"
             )
     return prompts
 
 
-def messages_of(chat: ChatBody) -> list[dict[str, Any]]:
+def template_messages(chat: ChatBody) -> list[dict[str, Any]]:
     """Return the messages as a chat template expects them: text contents only.
 
     The beginning of an answer that goes on is none of them: it follows the prompt as it is.
@@ -204,28 +204,30 @@ def messages_of(chat: ChatBody) -> list[dict[str, Any]]:
     return [_message(message) for message in messages]
 
 
-def begun_of(chat: ChatBody) -> str:
+def answer_prefix(chat: ChatBody) -> str:
     """Return the beginning of the answer that the caller has already; empty where none."""
     if not chat.continue_final_message:
         return ""
     last = chat.messages[-1]
     if last.role != "assistant" or last.tool_calls:
-        raise refused("continue_final_message", "cannot go on: the last message is no answer")
+        raise invalid_request(
+            "continue_final_message", "cannot go on: the last message is no answer"
+        )
     return _text(last.content)
 
 
-def wishes_of(chat: ChatBody) -> dict[str, Any]:
+def template_arguments(chat: ChatBody) -> dict[str, Any]:
     """Return what the caller says of the chat template's own questions."""
     effort = {"reasoning_effort": chat.reasoning_effort} if chat.reasoning_effort else {}
     return {**effort, **(chat.chat_template_kwargs or {})}
 
 
-def prediction_of(chat: ChatBody) -> str:
+def predicted_text(chat: ChatBody) -> str:
     """Return the text that the caller predicts; empty where none."""
     return _text(chat.prediction.content) if chat.prediction is not None else ""
 
 
-def ask_of(body: ChatBody | CompletionBody) -> Ask:
+def generation_options(body: ChatBody | CompletionBody) -> GenerationOptions:
     """Translate the fields that say how to generate."""
     if isinstance(body, ChatBody):
         max_tokens = body.max_completion_tokens or body.max_tokens
@@ -236,7 +238,7 @@ def ask_of(body: ChatBody | CompletionBody) -> Ask:
         logprobs = body.logprobs
     temperature = 1.0 if body.temperature is None else body.temperature
     options = body.stream_options
-    return Ask(
+    return GenerationOptions(
         params=SamplingParams(
             temperature=0.0 if temperature < _TEMPERATURE_LEAST else temperature,
             top_p=body.top_p or 1.0,
@@ -262,7 +264,7 @@ def ask_of(body: ChatBody | CompletionBody) -> Ask:
     )
 
 
-def decoded(body: bytes, decoder: Any, bytes_max: int) -> Any:
+def decode_body(body: bytes, decoder: Any, bytes_max: int) -> Any:
     """Return what a body holds; raises ApiError where it is not what `decoder` wants."""
     try:
         return decode_json(body, decoder, bytes_max=bytes_max)
@@ -270,14 +272,16 @@ def decoded(body: bytes, decoder: Any, bytes_max: int) -> Any:
         raise ApiError(ErrorCode.INVALID_REQUEST, str(error)) from error
 
 
-def hold_to_vocabulary(param: str, ids: Iterable[int], size: int) -> None:
+def check_token_ids(param: str, ids: Iterable[int], size: int) -> None:
     """Refuse token ids that the model has no tokens for."""
     odd = next((token for token in ids if not 0 <= token < size), None)
     if odd is not None:
-        raise refused(param, f"cannot use token {odd}: ids must lie between 0 and {size - 1}")
+        raise invalid_request(
+            param, f"cannot use token {odd}: ids must lie between 0 and {size - 1}"
+        )
 
 
-def unknown_model(name: str, served: str) -> ApiError:
+def model_not_found(name: str, served: str) -> ApiError:
     """Make the error for a name that is neither the model's nor an adapter's."""
     return ApiError(
         ErrorCode.MODEL_NOT_FOUND,
@@ -286,15 +290,15 @@ def unknown_model(name: str, served: str) -> ApiError:
     )
 
 
-def _refuse_lacked(body: Knobs) -> None:
-    for name in Lacked.__annotations__:
-        value, harmless = getattr(body, name), getattr(_NOTHING_LACKED, name)
+def _refuse_unsupported(body: GenerationFields) -> None:
+    for name in UnsupportedFields.__annotations__:
+        value, harmless = getattr(body, name), getattr(_UNSUPPORTED_DEFAULTS, name)
         if value not in (None, harmless, "", [], {}):
             raise _unsupported(name, f"{name} is not supported by this engine")
 
 
 def _unsupported(param: str, message: str) -> ApiError:
-    return refused(param, f"cannot serve this request: {message}")
+    return invalid_request(param, f"cannot serve this request: {message}")
 
 
 def _text(content: str | list[dict[str, Any]] | None) -> str:
@@ -306,11 +310,11 @@ def _text(content: str | list[dict[str, Any]] | None) -> str:
     return "".join(str(text) for text in texts)
 
 
-def _message(message: Message) -> dict[str, Any]:
+def _message(message: MessageSpec) -> dict[str, Any]:
     role = "system" if message.role == "developer" else message.role
     told: dict[str, Any] = {"role": role, "content": _text(message.content)}
     if message.tool_calls:
-        told["tool_calls"] = calls_for_template(message.tool_calls)
+        told["tool_calls"] = template_calls(message.tool_calls)
     if message.tool_call_id is not None:
         told["tool_call_id"] = message.tool_call_id
     if message.name is not None:
@@ -323,7 +327,7 @@ def _message(message: Message) -> dict[str, Any]:
 def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
     stops = [stop] if isinstance(stop, str) else stop or []
     if len(stops) > _STOPS_MAX or any(len(text) > _STOP_CHARS_MAX for text in stops):
-        raise refused(
+        raise invalid_request(
             "stop",
             f"cannot use stop: at most {_STOPS_MAX} strings of {_STOP_CHARS_MAX} characters are"
             " allowed",
@@ -335,9 +339,11 @@ def _bias(bias: dict[str, float]) -> tuple[tuple[int, float], ...]:
     pairs: list[tuple[int, float]] = []
     for token, value in bias.items():
         if not token.isascii() or not token.isdigit() or len(token) > 9:
-            raise refused("logit_bias", f"cannot use logit_bias: {token[:40]!r} is no token id")
+            raise invalid_request(
+                "logit_bias", f"cannot use logit_bias: {token[:40]!r} is no token id"
+            )
         if not math.isfinite(value) or abs(value) > 100:
-            raise refused(
+            raise invalid_request(
                 "logit_bias", f"cannot use logit_bias: {value} is not between -100 and 100"
             )
         pairs.append((int(token), value))

@@ -5,14 +5,14 @@ from typing import Final
 
 from isochrone.wire.headers import DEADLINE_MS, PRIORITY, SAID, SESSION_AFFINITY
 from nodeagent.engine.scheduler.fair_queue import PRIORITY_MAX, Standing
-from nodeagent.engine.server.request_body import refused
+from nodeagent.engine.server.request_body import invalid_request
 
 _SESSION_BYTES_MAX: Final = 256
 _DEADLINE_MS_MAX: Final = 86_400_000
 _SAID_MAX: Final = 1_000_000
 
 
-def standing_of(headers: Mapping[str, str], salt: str, now_s: float) -> Standing:
+def read_queue_fields(headers: Mapping[str, str], salt: str, now_s: float) -> Standing:
     """Read the headers; without a session the tenant's salt stands for one."""
     session = (headers.get(SESSION_AFFINITY) or salt).encode(errors="surrogateescape")
     deadline_ms = _number(headers, DEADLINE_MS, _DEADLINE_MS_MAX)
@@ -25,7 +25,7 @@ def standing_of(headers: Mapping[str, str], salt: str, now_s: float) -> Standing
     )
 
 
-def said_of(headers: Mapping[str, str]) -> int:
+def tokens_generated_before(headers: Mapping[str, str]) -> int:
     """Return how many tokens of this answer were drawn before, elsewhere."""
     return _number(headers, SAID, _SAID_MAX) or 0
 
@@ -35,5 +35,7 @@ def _number(headers: Mapping[str, str], name: str, largest: int) -> int | None:
     if value is None:
         return None
     if not (value.isascii() and value.isdigit() and len(value) <= 9 and int(value) <= largest):
-        raise refused(name, f"cannot use {value[:40]!r}: a number from 0 to {largest} is expected")
+        raise invalid_request(
+            name, f"cannot use {value[:40]!r}: a number from 0 to {largest} is expected"
+        )
     return int(value)

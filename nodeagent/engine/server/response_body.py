@@ -6,11 +6,11 @@ from typing import Any
 
 import msgspec
 
+from nodeagent.engine.chat.call_parser import CallStarted, ContentText, OutputEvent, ToolCallParser
 from nodeagent.engine.core.step import Delta
 from nodeagent.engine.sampling.sampler import Sampled
 from nodeagent.engine.scheduler.sequence import Finish
 from nodeagent.engine.tokenizer.vocabulary import Vocabulary
-from nodeagent.engine.tools.call_parser import CallBegan, CallReader, Event, Said
 
 _encode = msgspec.json.encode
 
@@ -23,11 +23,11 @@ def sse(body: dict[str, Any]) -> bytes:
 
 
 @dataclass(slots=True)
-class Choice:
+class ResponseChoice:
     """One answer of a request, as far as it has come."""
 
     index: int
-    reader: CallReader | None = None
+    reader: ToolCallParser | None = None
     """Reads calls of tools out of the text, where the request has tools."""
     text: list[str] = field(default_factory=list)
     spelled_chars: int = 0
@@ -38,10 +38,10 @@ class Choice:
     cached_tokens: int = 0
     finish: str | None = None
 
-    def events(self, delta: Delta) -> list[Event]:
+    def events(self, delta: Delta) -> list[OutputEvent]:
         """Take `delta`; return what it says."""
         self.output_tokens, self.cached_tokens = delta.output_tokens, delta.cached_tokens
-        events: list[Event] = [Said(delta.text)] if delta.text else []
+        events: list[OutputEvent] = [ContentText(delta.text)] if delta.text else []
         if self.reader is not None:
             events = self.reader.feed(delta.text)
             if delta.finish is not None:
@@ -53,7 +53,7 @@ class Choice:
 
 
 @dataclass(slots=True)
-class Answer:
+class CompletionResponse:
     """What is answered to a request, chat or plain."""
 
     id: str
@@ -64,7 +64,7 @@ class Answer:
     logprobs: bool
     vocabulary: Vocabulary
     new_call_id: Callable[[], str]
-    choices: Sequence[Choice]
+    choices: Sequence[ResponseChoice]
 
     @property
     def ended(self) -> bool:
@@ -104,9 +104,9 @@ class Answer:
         """Keep `delta` for a whole answer."""
         choice = self.choices[delta.choice]
         for event in choice.events(delta):
-            if isinstance(event, Said):
+            if isinstance(event, ContentText):
                 choice.text.append(event.text)
-            elif isinstance(event, CallBegan):
+            elif isinstance(event, CallStarted):
                 choice.calls.append(self._call(event))
             else:
                 choice.calls[event.index]["function"]["arguments"] += event.text
@@ -119,7 +119,7 @@ class Answer:
         usage = self._usage(prompt_tokens)
         return _encode({**self._head(False), "choices": choices, "usage": usage})
 
-    def _whole(self, choice: Choice) -> dict[str, Any]:
+    def _whole(self, choice: ResponseChoice) -> dict[str, Any]:
         text = "".join(choice.text)
         body: dict[str, Any] = {"index": choice.index}
         if self.chat:
@@ -145,15 +145,15 @@ class Answer:
             "prompt_tokens_details": {"cached_tokens": cached_tokens},
         }
 
-    def _part(self, event: Event) -> dict[str, Any]:
+    def _part(self, event: OutputEvent) -> dict[str, Any]:
         """Return the delta that tells `event` in a stream."""
-        if isinstance(event, Said):
+        if isinstance(event, ContentText):
             return {"content": event.text}
-        if isinstance(event, CallBegan):
+        if isinstance(event, CallStarted):
             return {"tool_calls": [{"index": event.index, **self._call(event)}]}
         return {"tool_calls": [{"index": event.index, "function": {"arguments": event.text}}]}
 
-    def _call(self, event: CallBegan) -> dict[str, Any]:
+    def _call(self, event: CallStarted) -> dict[str, Any]:
         function = {"name": event.name, "arguments": ""}
         return {"id": self.new_call_id(), "type": "function", "function": function}
 
@@ -176,7 +176,7 @@ class Answer:
             body["usage"] = None
         return sse(body)
 
-    def _logprobs(self, choice: Choice, sampled: list[Sampled]) -> dict[str, Any]:
+    def _logprobs(self, choice: ResponseChoice, sampled: list[Sampled]) -> dict[str, Any]:
         if self.chat:
             return {"content": [self._entry(one) for one in sampled], "refusal": None}
         offsets: list[int] = []

@@ -14,7 +14,7 @@ import msgspec
 _ORDER_BYTES_MAX: Final = 64 * 1024
 
 
-class Order(msgspec.Struct, frozen=True, kw_only=True):
+class StandbyOrder(msgspec.Struct, frozen=True, kw_only=True):
     """Which engine to become: its arguments, what it may see, where it writes, whose it is."""
 
     arguments: tuple[str, ...]
@@ -24,12 +24,12 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     """The process that keeps it."""
 
 
-def wait_for_order() -> Order | None:
+def wait_for_order() -> StandbyOrder | None:
     """Wait for the order and take it up; None where none came."""
     line = sys.stdin.buffer.readline(_ORDER_BYTES_MAX)
     if not line:
         return None
-    order = msgspec.json.decode(line, type=Order)
+    order = msgspec.json.decode(line, type=StandbyOrder)
     os.environ.update(order.environment)
     log = os.open(order.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     nothing = os.open(os.devnull, os.O_RDONLY)

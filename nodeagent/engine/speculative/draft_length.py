@@ -24,7 +24,7 @@ _ROW_PRIOR: Final = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class DraftProposal:
     """Tokens drafted for one sequence, and the chance of each that it and all before it hold."""
 
     tokens: tuple[int, ...]
@@ -32,10 +32,10 @@ class Offer:
 
 
 @dataclass(slots=True)
-class Acceptance:
+class AcceptanceRates:
     """How often drafts of each source hold, learned token by token."""
 
-    parent: "Acceptance | None" = None
+    parent: "AcceptanceRates | None" = None
     """Where a sequence of which nothing is known yet begins: what held for others."""
     _chances: dict[str, float] = field(default_factory=dict)
 
@@ -91,8 +91,8 @@ class StepCosts:
         return low + (high - low) * (size - below) / (above - below)
 
 
-def choose_depths(
-    offers: Ordered[Offer], rows: int, rows_max: int, seconds: Callable[[int], float]
+def choose_draft_lengths(
+    offers: Ordered[DraftProposal], rows: int, rows_max: int, seconds: Callable[[int], float]
 ) -> list[int]:
     """Return how many tokens of each offer to verify in a step of `rows` sequences."""
     ranked = sorted(
@@ -112,7 +112,7 @@ def choose_depths(
     return depths
 
 
-def promise(chances: Ordered[float], pass_share: float) -> float:
+def best_expected_gain(chances: Ordered[float], pass_share: float) -> float:
     """Return what drafts of a model are worth at best, in tokens that cost nothing.
 
     A pass takes `pass_share` of a step. Another drafter's offers, which cost none, compare with it.
@@ -125,7 +125,7 @@ def promise(chances: Ordered[float], pass_share: float) -> float:
     return best
 
 
-def choose_ahead(
+def choose_model_draft_length(
     chances: Ordered[float],
     drafting: int,
     rows: int,

@@ -23,7 +23,7 @@ _NOTHING = Ending(0, frozenset())
 
 
 @dataclass(frozen=True, slots=True)
-class Habits:
+class DraftModelTraits:
     """What a kind of model that drafts does in its own way."""
 
     name: str
@@ -37,7 +37,7 @@ class Habits:
 
 
 @dataclass(slots=True, eq=False)
-class Shadow:
+class DraftSequence:
     """One sequence as the model that drafts has read it: what is certain, then drafts."""
 
     sequence: Sequence
@@ -45,11 +45,11 @@ class Shadow:
 
 
 @dataclass(slots=True)
-class Ahead:
+class DraftModel:
     """The model that drafts, and what it has read."""
 
     runner: Runner
-    habits: Habits
+    habits: DraftModelTraits
     clock: Callable[[], float]
     read_tokens_max: int
     context_tokens: int
@@ -66,13 +66,13 @@ class Ahead:
         spent_s, self.spent_s = self.spent_s, 0.0
         return spent_s
 
-    def shadow(self, sequence: Sequence) -> Shadow:
+    def shadow(self, sequence: Sequence) -> DraftSequence:
         """Return the shadow of a sequence that was not read yet."""
         skipped = self.habits.skipped
-        return Shadow(Sequence(sequence.number, sequence.tokens[skipped:], _NOTHING))
+        return DraftSequence(Sequence(sequence.number, sequence.tokens[skipped:], _NOTHING))
 
     def draft(
-        self, wanted: Ordered[tuple[Sequence, Shadow]], depth: int, read_tokens: int
+        self, wanted: Ordered[tuple[Sequence, DraftSequence]], depth: int, read_tokens: int
     ) -> list[tuple[int, ...]]:
         """Draft `depth` tokens for each sequence; none yet for one that is still being read.
 
@@ -93,7 +93,7 @@ class Ahead:
         self.spent_s += ended_s - started_s
         return [tuple(chosen.get(shadow, ())) for _, shadow in wanted]
 
-    def _follow(self, sequence: Sequence, shadow: Shadow) -> None:
+    def _follow(self, sequence: Sequence, shadow: DraftSequence) -> None:
         """Take over what came of the sequence since, and keep what was read of it rightly."""
         own = shadow.sequence
         fresh = sequence.tokens[shadow.certain + self.habits.skipped :]
@@ -122,13 +122,13 @@ class Ahead:
         return max(known * BLOCK_TOKENS - self.habits.skipped, 0)
 
     def _catch_up(
-        self, wanted: Ordered[tuple[Sequence, Shadow]], read_tokens: int
-    ) -> dict[Shadow, list[int]]:
+        self, wanted: Ordered[tuple[Sequence, DraftSequence]], read_tokens: int
+    ) -> dict[DraftSequence, list[int]]:
         """Read what is new, and choose the first draft of each that is read to its end."""
         # Whoever is up to date reads one or two: those never wait for a long prompt.
         left = max(min(read_tokens, self.read_tokens_max), 2 * len(wanted))
-        decodes: list[tuple[Shadow, Chunk]] = []
-        longer: list[tuple[Shadow, Chunk]] = []
+        decodes: list[tuple[DraftSequence, Chunk]] = []
+        longer: list[tuple[DraftSequence, Chunk]] = []
         for sequence, shadow in wanted:
             own = shadow.sequence
             tokens = min(own.pending, left)
@@ -153,7 +153,7 @@ class Ahead:
             )
         }
 
-    def _go_on(self, going_on: list[Shadow], chosen: dict[Shadow, list[int]]) -> None:
+    def _go_on(self, going_on: list[DraftSequence], chosen: dict[DraftSequence, list[int]]) -> None:
         """Read the last draft of each, and choose one more."""
         chunks = []
         for shadow in going_on:

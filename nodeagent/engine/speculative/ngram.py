@@ -16,7 +16,7 @@ REACH_TOKENS: Final = 16_384
 """How far back a match is looked for."""
 
 
-class Lookup:
+class NgramProposer:
     """The tokens of one sequence, to be searched."""
 
     def __init__(self, predicted: Ordered[int] = ()) -> None:

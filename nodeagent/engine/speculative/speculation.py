@@ -22,15 +22,15 @@ from typing import Final
 from nodeagent.engine.sampling.sampler import Sampled, UnsoundLogits
 from nodeagent.engine.scheduler.sequence import Sequence
 from nodeagent.engine.speculative.draft_length import (
-    Acceptance,
-    Offer,
+    AcceptanceRates,
+    DraftProposal,
     StepCosts,
-    choose_ahead,
-    choose_depths,
-    promise,
+    best_expected_gain,
+    choose_draft_lengths,
+    choose_model_draft_length,
 )
-from nodeagent.engine.speculative.draft_model import Ahead, Shadow
-from nodeagent.engine.speculative.ngram import Lookup
+from nodeagent.engine.speculative.draft_model import DraftModel, DraftSequence
+from nodeagent.engine.speculative.ngram import NgramProposer
 from nodeagent.engine.structured.constraint import Constraint
 
 _FORCED: Final = "forced"
@@ -45,20 +45,20 @@ _TRIED_DEPTH: Final = 2
 class Drafter:
     """One sequence's drafts: where they come from and how they fare."""
 
-    lookup: Lookup
-    acceptance: Acceptance
+    lookup: NgramProposer
+    acceptance: AcceptanceRates
     constraint: Constraint | None = None
-    shadow: Shadow | None = None
+    shadow: DraftSequence | None = None
     """The sequence as the model that drafts has read it; None before it did."""
     _offered: tuple[int, ...] = ()
     _sources: tuple[str, ...] = ()
 
     def offer(
         self, sequence: Sequence, count: int, ahead: Ordered[int] = (), name: str = ""
-    ) -> Offer:
+    ) -> DraftProposal:
         """Draft up to `count` tokens: `ahead`, by the model of this `name`, or others."""
         if count < 1:
-            return Offer((), ())
+            return DraftProposal((), ())
         self.lookup.follow(sequence.tokens)
         if self.constraint is not None:
             tokens, sources = self._by_grammar(self.constraint, count, ahead, name)
@@ -72,9 +72,9 @@ class Drafter:
         for source in sources:
             chance *= self.acceptance.chance(source)
             chances.append(chance)
-        return Offer(self._offered, tuple(chances))
+        return DraftProposal(self._offered, tuple(chances))
 
-    def follow(self, ahead: Ahead, sequence: Sequence) -> Shadow:
+    def follow(self, ahead: DraftModel, sequence: Sequence) -> DraftSequence:
         """Return the sequence's shadow, made when it is first needed."""
         if self.shadow is None:
             self.shadow = ahead.shadow(sequence)
@@ -116,7 +116,7 @@ class Drafter:
 
 
 @dataclass(slots=True)
-class Tally:
+class DraftCounts:
     """Drafts of one kind of source."""
 
     drafted: int = 0
@@ -129,17 +129,17 @@ class Speculation:
 
     draft_tokens_max: int
     rows_max: int
-    ahead: Ahead | None = None
+    ahead: DraftModel | None = None
     costs: StepCosts = field(default_factory=StepCosts)
-    acceptance: Acceptance = field(default_factory=Acceptance)
-    tallies: dict[str, Tally] = field(default_factory=dict)
+    acceptance: AcceptanceRates = field(default_factory=AcceptanceRates)
+    tallies: dict[str, DraftCounts] = field(default_factory=dict)
     _recent_drafted: float = 0.0
     _recent_accepted: float = 0.0
     _silent_steps: int = 0
 
     def __post_init__(self) -> None:
         kinds = [_LOOKUP, _FORCED] + ([self.ahead.habits.name] if self.ahead else [])
-        self.tallies = {kind: Tally() for kind in kinds}
+        self.tallies = {kind: DraftCounts() for kind in kinds}
 
     @property
     def drafted_tokens_total(self) -> int:
@@ -169,7 +169,7 @@ class Speculation:
         self, constraint: Constraint | None = None, predicted: Ordered[int] = ()
     ) -> Drafter:
         """Return a new sequence's drafter."""
-        return Drafter(Lookup(predicted), Acceptance(self.acceptance), constraint)
+        return Drafter(NgramProposer(predicted), AcceptanceRates(self.acceptance), constraint)
 
     def draft(
         self,
@@ -190,7 +190,7 @@ class Speculation:
         ]
         if self.ahead is not None:
             self._run_ahead(self.ahead, drafters, offers, len(decoding), make_room, read_tokens)
-        depths = choose_depths(offers, len(decoding), self.rows_max, self.costs.seconds)
+        depths = choose_draft_lengths(offers, len(decoding), self.rows_max, self.costs.seconds)
         for (sequence, _), offer, depth in zip(drafters, offers, depths, strict=True):
             sequence.drafts = offer.tokens[:depth]
 
@@ -202,9 +202,9 @@ class Speculation:
 
     def _run_ahead(
         self,
-        ahead: Ahead,
+        ahead: DraftModel,
         drafters: Ordered[tuple[Sequence, Drafter]],
-        offers: list[Offer],
+        offers: list[DraftProposal],
         rows: int,
         make_room: Callable[[Sequence, int], int],
         read_tokens: int,
@@ -212,7 +212,9 @@ class Speculation:
         """Have the model draft for whom nothing better was found, as deep as that pays."""
         name = ahead.habits.name
         chances = [self.acceptance.chance(f"{name} {at}") for at in range(self.draft_tokens_max)]
-        worth = promise(chances, self._pass_s(max(len(offers), 1)) / self.costs.seconds(rows))
+        worth = best_expected_gain(
+            chances, self._pass_s(max(len(offers), 1)) / self.costs.seconds(rows)
+        )
         asked = [at for at, offer in enumerate(offers) if sum(offer.chances) <= worth]
         depth = self._depth_ahead(chances, len(asked), rows)
         room: dict[int, int] = {}
@@ -243,7 +245,7 @@ class Speculation:
         if not drafting:
             return 0
         pass_s, seconds = self._pass_s(drafting), self.costs.seconds
-        depth = choose_ahead(chances, drafting, rows, self.rows_max, seconds, pass_s)
+        depth = choose_model_draft_length(chances, drafting, rows, self.rows_max, seconds, pass_s)
         if depth == 0:
             # The first try is at once: then it is known what a pass takes.
             tried = self._silent_steps % _TRIED_EVERY == 0
@@ -260,8 +262,8 @@ class Speculation:
 
     def _may_pay(self, rows: int) -> bool:
         """Say whether even a draft that is sure to hold is worth its row."""
-        sure = Offer((0,), (1.0,))
-        return choose_depths([sure], rows, self.rows_max, self.costs.seconds) == [1]
+        sure = DraftProposal((0,), (1.0,))
+        return choose_draft_lengths([sure], rows, self.rows_max, self.costs.seconds) == [1]
 
     def settle(
         self, drafter: Drafter, results: Ordered[Sampled | UnsoundLogits], verified: int

@@ -20,17 +20,17 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from isochrone.wire.errors import ApiError, ErrorCode
 from nodeagent.engine.structured.constraint import Constraint, first_line
-from nodeagent.engine.structured.grammar import Grammar, UnusableGrammar
+from nodeagent.engine.structured.grammar import Grammar, GrammarError
 from nodeagent.engine.tokenizer.vocabulary import Vocabulary
 
-COMPILE_S: Final = 5.0
+COMPILE_TIMEOUT_S: Final = 5.0
 _THREADS: Final = 2
 
 
-class Grammars:
+class GrammarCompiler:
     """Compiles grammars for one vocabulary."""
 
-    def __init__(self, vocabulary: Vocabulary, compile_s: float = COMPILE_S) -> None:
+    def __init__(self, vocabulary: Vocabulary, compile_s: float = COMPILE_TIMEOUT_S) -> None:
         self._vocabulary = vocabulary
         self._compile_s = compile_s
         self._tokenizer: LLTokenizer | None = None
@@ -43,7 +43,7 @@ class Grammars:
         try:
             async with asyncio.timeout(self._compile_s):
                 return await asyncio.wrap_future(work)
-        except UnusableGrammar as error:
+        except GrammarError as error:
             raise ApiError(ErrorCode.INVALID_REQUEST, str(error), param=grammar.param) from error
         except TimeoutError as error:
             if work.running():
@@ -61,14 +61,14 @@ class Grammars:
     def build(self, grammar: Grammar) -> Constraint:
         """Compile `grammar` in this thread, or raise UnusableGrammar."""
         if not self._vocabulary.stop_ids:
-            raise UnusableGrammar(f"cannot use {grammar.param}: no token of this model ends a text")
+            raise GrammarError(f"cannot use {grammar.param}: no token of this model ends a text")
         tokenizer = self._prepared()
         matcher = LLMatcher(tokenizer, grammar.lark, log_level=0, limits=_limits())
         # An error of either call stays in the matcher.
         if not matcher.is_error():
             matcher.compute_bitmask()
         if matcher.is_error():
-            raise UnusableGrammar(f"cannot use {grammar.param}: {_in_words(matcher.get_error())}")
+            raise GrammarError(f"cannot use {grammar.param}: {_in_words(matcher.get_error())}")
         return Constraint(matcher, self._vocabulary.size, tokenizer.eos_token)
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 _WORD_BITS = 32
 
 
-class BrokenConstraint(Exception):
+class ConstraintError(Exception):
     """The grammar ran over a limit, or met a token that it forbids."""
 
 
@@ -81,7 +81,7 @@ class Constraint:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise BrokenConstraint(
+            raise ConstraintError(
                 f"cannot go on with this grammar: {first_line(self._matcher.get_error())}"
             )
 

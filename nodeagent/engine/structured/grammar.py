@@ -26,7 +26,7 @@ CHOICES_BYTES_MAX: Final = 64 * 1024
 _WHITESPACE: Final = r" |\r?\n( {0,32}|\t{0,8})"
 
 
-class UnusableGrammar(ValueError):
+class GrammarError(ValueError):
     """What was asked for cannot be made a grammar; the message says why."""
 
 
@@ -44,40 +44,40 @@ class Grammar:
         return "\n".join((f"start: {self.start}", *self.rules, ""))
 
 
-def either(one: Grammar, other: Grammar) -> Grammar:
+def union(one: Grammar, other: Grammar) -> Grammar:
     """Return the grammar of what `one` or `other` allows; no rule may be in both."""
     return Grammar(f"{one.start} | {other.start}", one.param, one.rules + other.rules)
 
 
-def of_schema(schema: Any, param: str, *, lenient: bool = False) -> Grammar:
+def json_schema_grammar(schema: Any, param: str, *, lenient: bool = False) -> Grammar:
     """Return the grammar of the JSON values that `schema` allows."""
     return Grammar(schema_rule(schema, param, lenient=lenient), param)
 
 
-def of_any_object(param: str) -> Grammar:
+def json_object_grammar(param: str) -> Grammar:
     """Return the grammar of all JSON objects."""
-    return of_schema({"type": "object"}, param)
+    return json_schema_grammar({"type": "object"}, param)
 
 
-def of_regex(pattern: str, param: str) -> Grammar:
+def regex_grammar(pattern: str, param: str) -> Grammar:
     """Return the grammar of the texts that match `pattern` whole."""
     if not pattern or len(pattern) > REGEX_CHARS_MAX:
-        raise UnusableGrammar(
+        raise GrammarError(
             f"cannot use {param}: a regex has 1 to {REGEX_CHARS_MAX} characters, not {len(pattern)}"
         )
     return Grammar(f"/{_regex_literal(pattern)}/", param)
 
 
-def of_choices(choices: list[str], param: str) -> Grammar:
+def choice_grammar(choices: list[str], param: str) -> Grammar:
     """Return the grammar of exactly these texts."""
     total_bytes = sum(len(choice.encode(errors="replace")) for choice in choices)
     if not choices or len(choices) > CHOICES_MAX or total_bytes > CHOICES_BYTES_MAX:
-        raise UnusableGrammar(
+        raise GrammarError(
             f"cannot use {param}: there are {len(choices)} choices of {total_bytes} bytes, allowed"
             f" are 1 to {CHOICES_MAX} of {CHOICES_BYTES_MAX} in all"
         )
     if not all(choices):
-        raise UnusableGrammar(f"cannot use {param}: an empty choice is no answer")
+        raise GrammarError(f"cannot use {param}: an empty choice is no answer")
     return Grammar(" | ".join(quoted(choice) for choice in choices), param)
 
 
@@ -89,15 +89,15 @@ def schema_rule(schema: Any, param: str, *, lenient: bool) -> str:
     if schema is True:
         schema = {}
     if not isinstance(schema, dict):
-        raise UnusableGrammar(f"cannot use {param}: a JSON schema is an object")
+        raise GrammarError(f"cannot use {param}: a JSON schema is an object")
     properties, multiples = _measure(schema, param)
     if properties > PROPERTIES_MAX:
-        raise UnusableGrammar(
+        raise GrammarError(
             f"cannot use {param}: the schema has {properties} properties, the limit is"
             f" {PROPERTIES_MAX}"
         )
     if multiples > MULTIPLES_MAX:
-        raise UnusableGrammar(
+        raise GrammarError(
             f"cannot use {param}: the digits of its multipleOf are {multiples:.0f} in all, the"
             f" limit is {MULTIPLES_MAX}"
         )
@@ -110,7 +110,7 @@ def schema_rule(schema: Any, param: str, *, lenient: bool) -> str:
     # Last, so that a schema cannot bring options of its own.
     text = json.dumps({**schema, "x-guidance": options}, ensure_ascii=True)
     if len(text) > SCHEMA_BYTES_MAX:
-        raise UnusableGrammar(
+        raise GrammarError(
             f"cannot use {param}: the schema takes {len(text)} bytes, the limit is"
             f" {SCHEMA_BYTES_MAX}"
         )
@@ -122,7 +122,7 @@ def quoted(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise UnusableGrammar("cannot constrain to a text that holds half a surrogate") from error
+        raise GrammarError("cannot constrain to a text that holds half a surrogate") from error
     # Lark's strings are JSON's; a raw line break would end the rule, so all but ASCII is escaped.
     return (
         json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f").replace("\x85", "\\u0085")
@@ -142,7 +142,7 @@ def _regex_literal(pattern: str) -> str:
             literal.append(letter)
         escaped = letter == "\\" and not escaped
     if escaped:
-        raise UnusableGrammar("cannot use a regex that ends in a lone backslash")
+        raise GrammarError("cannot use a regex that ends in a lone backslash")
     return "".join(literal)
 
 
@@ -154,7 +154,7 @@ def _measure(schema: dict[str, Any], param: str) -> tuple[int, float]:
     while layer:
         depth += 1
         if depth > DEPTH_MAX:
-            raise UnusableGrammar(
+            raise GrammarError(
                 f"cannot use {param}: the schema is nested more than {DEPTH_MAX} levels deep"
             )
         below: list[Any] = []

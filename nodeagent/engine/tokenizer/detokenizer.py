@@ -8,11 +8,11 @@ comes too early to end the output is no part of one.
 import codecs
 from collections.abc import Mapping
 
+from nodeagent.engine.chat.call_scanner import beginning
 from nodeagent.engine.tokenizer.vocabulary import Vocabulary
-from nodeagent.engine.tools.call_scanner import beginning
 
 
-class TokenText:
+class StreamDetokenizer:
     """Decodes one sequence's tokens as they come."""
 
     def __init__(

@@ -16,7 +16,7 @@ from tokenizers import (
 )
 
 from nodeagent.engine.model.shape import CheckpointError
-from nodeagent.engine.tokenizer.vocabulary import Vocabulary, either_template, try_out
+from nodeagent.engine.tokenizer.vocabulary import Vocabulary, check_tokenizer, combined_template
 from nodeagent.engine.weights.gguf_header import Strings
 
 _CONTROL: Final = 3
@@ -93,7 +93,7 @@ def vocabulary_of_gguf(path: Path, metadata: dict[str, Any]) -> Vocabulary:
         tokenizer.post_processor = processors.TemplateProcessing(
             single=[bos, "$A"], special_tokens=[(bos, tokenizer.token_to_id(bos))]
         )
-    try_out(path, tokenizer)
+    check_tokenizer(path, tokenizer)
     ends = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     eos, *_ = [told.token_at(token) for token in ends]
     templates = [metadata.get(f"tokenizer.chat_template{kind}") for kind in ("", ".tool_use")]
@@ -103,7 +103,7 @@ def vocabulary_of_gguf(path: Path, metadata: dict[str, Any]) -> Vocabulary:
         stop_ids=frozenset(token for token in ends if token is not None)
         | {token for token in special_ids if tokens[token] in _ENDS},
         special_ids=frozenset(special_ids),
-        chat_template=either_template(*templates),
+        chat_template=combined_template(*templates),
         bos_token=bos,
         eos_token=eos,
     )

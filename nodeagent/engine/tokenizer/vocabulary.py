@@ -51,7 +51,7 @@ class Vocabulary:
         """The special tokens, as they are written."""
         return [str(self.tokenizer.id_to_token(token)) for token in sorted(self.special_ids)]
 
-    def tokens_least(self, text: str) -> int:
+    def tokens_min(self, text: str) -> int:
         """Return how many tokens `text` must take at least, without tokenising it."""
         if self._piece_bytes_max == 0:
             pieces = self.tokenizer.get_vocab(with_added_tokens=True)
@@ -100,11 +100,11 @@ def read_tokenizer(path: Path) -> Tokenizer:
     # The tokenizers package raises bare Exception for a file it cannot use.
     except Exception as error:
         raise CheckpointError(f"cannot load {path}: {error}") from error
-    try_out(path, tokenizer)
+    check_tokenizer(path, tokenizer)
     return tokenizer
 
 
-def try_out(path: Path, tokenizer: Tokenizer) -> None:
+def check_tokenizer(path: Path, tokenizer: Tokenizer) -> None:
     """Raise CheckpointError where the tokenizer fails at what every text may hold."""
     try:
         tokenizer.encode_batch(["a B\n12 é日🗼\x00", ""])
@@ -171,11 +171,11 @@ def _template(folder: Path, settings: _TokenizerConfig) -> str | None:
     template = settings.chat_template
     if isinstance(template, list):
         named = {entry.get("name", ""): entry.get("template") for entry in template}
-        return either_template(named.get("default"), named.get("tool_use"))
+        return combined_template(named.get("default"), named.get("tool_use"))
     return template
 
 
-def either_template(plain: Any, for_tools: Any) -> str | None:
+def combined_template(plain: Any, for_tools: Any) -> str | None:
     """Return one chat template of two, where a model has another for requests with tools."""
     if isinstance(plain, str) and isinstance(for_tools, str):
         return f"{{% if tools %}}{for_tools}{{% else %}}{plain}{{% endif %}}"

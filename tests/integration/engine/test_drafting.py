@@ -14,7 +14,7 @@ from nodeagent.engine.loading import Loaded, load
 from nodeagent.engine.model.shape import CheckpointError
 from nodeagent.engine.sampling.sampler import Sampler, SamplingParams
 from nodeagent.engine.scheduler.sequence import Ending, Sequence
-from nodeagent.engine.tokenizer.detokenizer import StopStrings, TokenText
+from nodeagent.engine.tokenizer.detokenizer import StopStrings, StreamDetokenizer
 from ops.golden.tiny import write_tokenizer
 from tests.integration.engine.test_llama_folder import (
     HEAD_DIM,
@@ -96,7 +96,7 @@ def answer(loaded: Loaded, *, drafts: bool, answers: int = 2) -> list[int]:
         Generation(
             Sequence(number, list(range(1, 30)), Ending(40, frozenset())),
             Sampler(SamplingParams(temperature=0), []),
-            TokenText(loaded.vocabulary),
+            StreamDetokenizer(loaded.vocabulary),
             StopStrings(()),
             speculation.drafter() if drafts else None,
         )

@@ -17,7 +17,7 @@ from nodeagent.engine.core.step import Generation
 from nodeagent.engine.loading import Loaded, load
 from nodeagent.engine.sampling.sampler import Sampler, SamplingParams
 from nodeagent.engine.scheduler.sequence import Ending, Sequence
-from nodeagent.engine.tokenizer.detokenizer import StopStrings, TokenText
+from nodeagent.engine.tokenizer.detokenizer import StopStrings, StreamDetokenizer
 
 pytestmark = pytest.mark.model
 
@@ -60,7 +60,7 @@ def generate(
             Generation(
                 sequence,
                 sampler,
-                TokenText(loaded.vocabulary),
+                StreamDetokenizer(loaded.vocabulary),
                 StopStrings(()),
                 speculation.drafter() if drafts and speculation else None,
             )

@@ -17,7 +17,7 @@ from nodeagent.engine.loading import load
 from nodeagent.engine.model.shape import CheckpointError
 from nodeagent.engine.sampling.sampler import Sampler, SamplingParams
 from nodeagent.engine.scheduler.sequence import Ending, Finish, Sequence
-from nodeagent.engine.tokenizer.detokenizer import StopStrings, TokenText
+from nodeagent.engine.tokenizer.detokenizer import StopStrings, StreamDetokenizer
 from nodeagent.engine.tokenizer.vocabulary import Vocabulary
 from ops.fuzz import checkpoints
 from ops.golden import tiny
@@ -58,7 +58,7 @@ def generate(
             Generation(
                 sequence,
                 Sampler(SamplingParams(temperature=0), []),
-                TokenText(vocabulary),
+                StreamDetokenizer(vocabulary),
                 StopStrings(()),
             )
         )

@@ -16,7 +16,7 @@ from nodeagent.engine.loading import Loaded, load
 from nodeagent.engine.model.shape import CheckpointError
 from nodeagent.engine.sampling.sampler import Sampler, SamplingParams
 from nodeagent.engine.scheduler.sequence import BLOCK_TOKENS, Ending, Sequence
-from nodeagent.engine.tokenizer.detokenizer import StopStrings, TokenText
+from nodeagent.engine.tokenizer.detokenizer import StopStrings, StreamDetokenizer
 from ops.golden import tiny
 from tests.integration.engine.conftest import EngineProcess, end, launch, wait_ready
 
@@ -55,7 +55,7 @@ def answers(loaded: Loaded) -> list[tuple[list[int], int]]:
             Generation(
                 sequence,
                 Sampler(SamplingParams(temperature=0), []),
-                TokenText(loaded.vocabulary),
+                StreamDetokenizer(loaded.vocabulary),
                 StopStrings(()),
             )
         )

@@ -22,7 +22,7 @@ from nodeagent.engine.distributed.shards import Cut
 from nodeagent.engine.model.families import build
 from nodeagent.engine.model.layers.lora import Adapter, Adding
 from nodeagent.engine.model.shape import CheckpointError
-from nodeagent.engine.server.adapters import Adapters
+from nodeagent.engine.server.adapters import AdapterRegistry
 from nodeagent.engine.weights.adapter import read_adapter
 from nodeagent.engine.weights.safetensors import SafetensorsFolder
 from ops.golden import tiny
@@ -203,7 +203,7 @@ async def test_the_least_recently_used_is_dropped_and_read_again(tmp_path: Path)
     adding = Adding()
     adding.modules = modules_of("llama", tmp_path)
     config = EngineConfig(model_path="m", served_name="base", socket="unused", adapters_max=2)
-    adapters = Adapters(config, adding, torch.float32)
+    adapters = AdapterRegistry(config, adding, torch.float32)
     for name in ("a", "b", "c"):
         write_adapter(tmp_path / name, "llama", 1, MLP)
         body = {"lora_name": name, "lora_path": str(tmp_path / name)}
@@ -321,7 +321,7 @@ async def test_adapters_are_read_one_at_a_time_whoever_leaves_meanwhile(
     adding.modules = modules_of("llama", tmp_path)
     write_adapter(tmp_path / "a", "llama", 1, MLP)
     config = EngineConfig(model_path="m", served_name="base", socket="unused", adapters_max=2)
-    adapters = Adapters(config, adding, torch.float32)
+    adapters = AdapterRegistry(config, adding, torch.float32)
     adapters._folders["a"] = tmp_path / "a"
     began, ended = 0, 0
 

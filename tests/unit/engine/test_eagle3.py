@@ -13,16 +13,16 @@ from isochrone.wire.engine import EngineConfig
 from nodeagent.engine.core.model_runner import Runner
 from nodeagent.engine.core.step import Engine
 from nodeagent.engine.distributed.collectives import ALONE
+from nodeagent.engine.draft_loading import Eagle3HeadFiles, TargetModel, open_draft
 from nodeagent.engine.kvcache.blocks import Blocks
 from nodeagent.engine.model.llama import Llama
 from nodeagent.engine.model.shape import CheckpointError
 from nodeagent.engine.sampling.sampler import SamplingParams
 from nodeagent.engine.scheduler.batching import Batch, Batching, Chunk, Limits
 from nodeagent.engine.scheduler.sequence import BLOCK_TOKENS, Ending, Sequence
-from nodeagent.engine.speculative.draft_loading import Head, Served, open_draft
 from nodeagent.engine.speculative.speculation import Speculation
 from nodeagent.engine.weights.eagle3 import HeadFolder, is_head
-from tests.unit.engine.test_ahead import GREEDY, generated, prompts, run, submit
+from tests.unit.engine.test_draft_model import GREEDY, generated, prompts, run, submit
 from tests.unit.engine.test_text import VOCABULARY as TEXT
 from tests.unit.engine.tiny import SHAPE, VOCABULARY, llama
 
@@ -81,9 +81,9 @@ def config_of(path: Path) -> EngineConfig:
     return EngineConfig(model_path="m", served_name="m", socket="s", draft_path=str(path))
 
 
-def opened(path: Path, blocks: int = 64) -> tuple[Runner, Llama, Head]:
+def opened(path: Path, blocks: int = 64) -> tuple[Runner, Llama, Eagle3HeadFiles]:
     head = open_draft(config_of(path), SHAPE, TEXT)
-    assert isinstance(head, Head)
+    assert isinstance(head, Eagle3HeadFiles)
     model = llama(1)
     return Runner(model, blocks, "cpu", torch.float32), model, head
 
@@ -143,7 +143,9 @@ def chain_of(w: dict[str, Tensor], states: Tensor, embeds: Tensor, table: Tensor
 def test_drafts_are_those_of_a_plain_reference(tmp_path: Path, tokens: int) -> None:
     weights = head_weights()
     runner, model, head = opened(write_head(tmp_path, weights))
-    ahead = head.load(config_of(tmp_path), runner, model, Served(head.source, model.shape, ALONE))
+    ahead = head.load(
+        config_of(tmp_path), runner, model, TargetModel(head.source, model.shape, ALONE)
+    )
     heard: dict[int, Tensor] = {}
     keep = model.heard
     assert keep is not None
@@ -170,7 +172,9 @@ def test_the_output_is_the_same_with_a_head_and_without(
     tmp_path: Path, params: SamplingParams, blocks: int
 ) -> None:
     runner, model, head = opened(write_head(tmp_path, head_weights()), blocks)
-    ahead = head.load(config_of(tmp_path), runner, model, Served(head.source, model.shape, ALONE))
+    ahead = head.load(
+        config_of(tmp_path), runner, model, TargetModel(head.source, model.shape, ALONE)
+    )
     ahead.clock = lambda: 0.0
     speculation = Speculation(4, rows_max=200, ahead=ahead)
     engine = Engine(runner, Batching(Limits(64, 4), Blocks(blocks)), speculation=speculation)
@@ -226,7 +230,7 @@ def test_a_speculators_head_drafts_as_its_authors_own(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(said))
     assert is_head(tmp_path)
     head = open_draft(config_of(tmp_path), SHAPE, TEXT)
-    assert isinstance(head, Head)
+    assert isinstance(head, Eagle3HeadFiles)
     assert head.layers == (2, 2, 1)
     assert (head.source.shape.hidden, head.source.choices) == (HIDDEN, CHOICES)
     head.close()

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from nodeagent.engine.chat.call_format import ToolDefinition
+from nodeagent.engine.chat.chat_template import ChatTemplate
 from nodeagent.engine.model.shape import CheckpointError
-from nodeagent.engine.tokenizer.chat_template import ChatTemplate
 from nodeagent.engine.tokenizer.gguf_tokenizer import vocabulary_of_gguf
 from nodeagent.engine.tokenizer.vocabulary import _BYTE_OF_LETTER, Vocabulary
-from nodeagent.engine.tools.call_format import Tool
 from nodeagent.engine.weights.gguf_header import Strings
 
 GOLDEN = json.loads((Path(__file__).parent / "golden_sentencepiece.json").read_text())
@@ -127,7 +127,7 @@ def test_a_template_for_tools_is_taken_where_there_are_tools() -> None:
     assert described.chat_template is not None
     template = ChatTemplate(described.chat_template, "", "")
     assert template.render([]) == "plain"
-    assert template.render([], (Tool("f", "", {}),)) == "tools"
+    assert template.render([], (ToolDefinition("f", "", {}),)) == "tools"
 
 
 @pytest.mark.parametrize(

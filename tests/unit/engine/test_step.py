@@ -10,7 +10,7 @@ from nodeagent.engine.kvcache.blocks import Blocks
 from nodeagent.engine.sampling.sampler import Sampler, SamplingParams
 from nodeagent.engine.scheduler.batching import Batch, Batching, Limits
 from nodeagent.engine.scheduler.sequence import Ending, Finish, Sequence
-from nodeagent.engine.tokenizer.detokenizer import StopStrings, TokenText
+from nodeagent.engine.tokenizer.detokenizer import StopStrings, StreamDetokenizer
 from tests.unit.engine.test_text import VOCABULARY
 
 END = 256
@@ -51,7 +51,7 @@ def generation(number: int, tokens_max: int = 50, stops: tuple[str, ...] = ()) -
     return Generation(
         Sequence(number, [65] * 20, Ending(tokens_max, frozenset({END}))),
         Sampler(SamplingParams(temperature=0), []),
-        TokenText(VOCABULARY),
+        StreamDetokenizer(VOCABULARY),
         StopStrings(stops),
     )
 

@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from nodeagent.engine.chat.chat_template import ChatTemplate, ChatTemplateError
 from nodeagent.engine.model.shape import CheckpointError
-from nodeagent.engine.server.request_body import messages_of, read_chat, wishes_of
-from nodeagent.engine.tokenizer.chat_template import ChatTemplate, UnusableChat
-from nodeagent.engine.tokenizer.detokenizer import StopStrings, TokenText
+from nodeagent.engine.server.request_body import read_chat, template_arguments, template_messages
+from nodeagent.engine.tokenizer.detokenizer import StopStrings, StreamDetokenizer
 from nodeagent.engine.tokenizer.vocabulary import _BYTE_OF_LETTER, SEAM, Vocabulary
 
 LETTERS = {byte: letter for letter, byte in _BYTE_OF_LETTER.items()}
@@ -42,20 +42,20 @@ VOCABULARY = byte_vocabulary()
 @settings(deadline=None, max_examples=100)
 @given(st.text(max_size=20))
 def test_every_character_comes_out_whole(text: str) -> None:
-    decoder = TokenText(VOCABULARY)
+    decoder = StreamDetokenizer(VOCABULARY)
     pieces = [decoder.feed(byte) for byte in text.encode("utf-8", "ignore")]
     assert "".join(pieces) == text
     assert all(piece == "" or piece in text for piece in pieces)
 
 
 def test_a_character_cut_by_the_end_is_dropped_and_special_tokens_say_nothing() -> None:
-    decoder = TokenText(VOCABULARY)
+    decoder = StreamDetokenizer(VOCABULARY)
     tokens = [*"é".encode(), 256, *"😀".encode()[:3]]
     assert "".join(decoder.feed(token) for token in tokens) == "é"
 
 
 def test_bytes_that_are_no_character_are_replaced_once_that_is_sure() -> None:
-    decoder = TokenText(VOCABULARY)
+    decoder = StreamDetokenizer(VOCABULARY)
     assert "".join(decoder.feed(token) for token in (0xF0, 0x41)) == "\ufffdA"
 
 
@@ -85,9 +85,9 @@ def test_stop_strings_are_found_across_pieces_and_never_emitted(
 
 def test_a_template_is_kept_in_its_sandbox() -> None:
     template = ChatTemplate("{{ ''.__class__.__mro__[1].__subclasses__() }}", "", "")
-    with pytest.raises(UnusableChat):
+    with pytest.raises(ChatTemplateError):
         template.render([])
-    with pytest.raises(UnusableChat, match="no system prompt"):
+    with pytest.raises(ChatTemplateError, match="no system prompt"):
         ChatTemplate("{{ raise_exception('no system prompt') }}", "", "").render([])
     with pytest.raises(CheckpointError, match="cannot compile"):
         ChatTemplate("{% for %}", "", "")
@@ -112,7 +112,10 @@ def test_a_template_finds_what_transformers_gives_it(source: str, text: str) -> 
     message = {"role": "assistant", "content": "x", "reasoning_content": "hm"}
     body = {"messages": [message], "reasoning_effort": "low", "chat_template_kwargs": kwargs}
     chat = read_chat(json.dumps(body).encode(), 10_000)
-    assert ChatTemplate(source, "", "").render(messages_of(chat), (), wishes_of(chat)) == text
+    assert (
+        ChatTemplate(source, "", "").render(template_messages(chat), (), template_arguments(chat))
+        == text
+    )
 
 
 @given(st.text("<end>|a", max_size=12), st.sampled_from(["{{ x }}", "{{ x | tojson }}"]))
@@ -135,9 +138,9 @@ def test_sentencepiece_tokens_spell_spaces_and_bytes() -> None:
     pieces = ["\u2581Hi", "\u2581you", "<0xC3>", "<0xA9>"]
     tokenizer = Tokenizer(models.BPE(vocab={p: i for i, p in enumerate(pieces)}, merges=[]))
     vocabulary = Vocabulary(tokenizer, False, frozenset(), frozenset(), None, "", "")
-    decoder = TokenText(vocabulary)
+    decoder = StreamDetokenizer(vocabulary)
     assert [decoder.feed(token) for token in range(4)] == ["Hi", " you", "", "é"]
-    going_on = TokenText(vocabulary, goes_on=True)
+    going_on = StreamDetokenizer(vocabulary, goes_on=True)
     assert [going_on.feed(token) for token in (1, 0)] == [" you", " Hi"]
 
 

@@ -11,7 +11,14 @@ from nodeagent.engine.core.step import Engine
 from nodeagent.engine.sampling.sampler import SamplingParams
 from nodeagent.engine.scheduler.batching import Batch, Limits
 from nodeagent.engine.scheduler.pipeline_depth import Underway
-from tests.unit.engine.test_ahead import GREEDY, drafting_with, engine_of, prompts, run, submit
+from tests.unit.engine.test_draft_model import (
+    GREEDY,
+    drafting_with,
+    engine_of,
+    prompts,
+    run,
+    submit,
+)
 from tests.unit.engine.tiny import llama
 
 DRAWN = SamplingParams(temperature=1.0, seed=3)

@@ -16,12 +16,12 @@ from nodeagent.engine.kvcache.blocks import Blocks
 from nodeagent.engine.sampling.sampler import SamplingParams
 from nodeagent.engine.scheduler.batching import Batching, Limits
 from nodeagent.engine.scheduler.sequence import Ending
-from nodeagent.engine.server.generations import Asked, Clients
-from nodeagent.engine.server.inflight_limit import Entrance
-from nodeagent.engine.server.request_body import Ask
+from nodeagent.engine.server.inflight_limit import InflightLimit
+from nodeagent.engine.server.open_requests import OpenRequests, PreparedRequest
+from nodeagent.engine.server.request_body import GenerationOptions
 from tests.unit.engine.test_text import VOCABULARY
 
-ASK = Ask(SamplingParams(), 4, (), frozenset(), False, True, False)
+ASK = GenerationOptions(SamplingParams(), 4, (), frozenset(), False, True, False)
 
 
 class Outbox:
@@ -38,14 +38,14 @@ class Outbox:
         self.cancelled.append(number)
 
 
-def open_one(clients: Clients, outbox: Any, aborted: list[int]) -> Any:
+def open_one(clients: OpenRequests, outbox: Any, aborted: list[int]) -> Any:
     ending = Ending(4, frozenset())
-    return clients.open(outbox, Asked(ASK, [([1, 2], ending)]), lambda: aborted.append(1))
+    return clients.open(outbox, PreparedRequest(ASK, [([1, 2], ending)]), lambda: aborted.append(1))
 
 
 async def test_who_does_not_read_is_cut_and_cancelled() -> None:
-    entrance = Entrance(2)
-    clients = Clients(VOCABULARY, entrance, queue_max=3)
+    inflight = InflightLimit(2)
+    clients = OpenRequests(VOCABULARY, inflight, queue_max=3)
     outbox = Outbox()
     aborted: list[int] = []
     client = open_one(clients, outbox, aborted)
@@ -61,7 +61,7 @@ async def test_who_does_not_read_is_cut_and_cancelled() -> None:
     assert client.deltas.qsize() == 3
     clients.close(outbox, client)  # type: ignore[arg-type]
     assert outbox.cancelled == [number]
-    assert await entrance.wait_empty(1)
+    assert await inflight.wait_empty(1)
 
 
 async def turn() -> None:
@@ -72,28 +72,28 @@ async def turn() -> None:
 
 
 async def test_one_more_than_the_limit_is_refused_and_so_is_all_while_draining() -> None:
-    entrance = Entrance(1)
-    clients = Clients(VOCABULARY, entrance, queue_max=3)
+    inflight = InflightLimit(1)
+    clients = OpenRequests(VOCABULARY, inflight, queue_max=3)
     outbox = Outbox()
     open_one(clients, outbox, [])
     with pytest.raises(ApiError) as full:
         open_one(clients, outbox, [])
     assert full.value.code is ErrorCode.OUT_OF_CAPACITY
-    entrance.draining = True
+    inflight.draining = True
     with pytest.raises(ApiError) as draining:
-        entrance.admit()
+        inflight.admit()
     assert draining.value.code is ErrorCode.UNAVAILABLE
 
 
 async def test_several_answers_are_one_client_and_go_together() -> None:
-    entrance = Entrance(4)
-    clients = Clients(VOCABULARY, entrance, queue_max=1)
+    inflight = InflightLimit(4)
+    clients = OpenRequests(VOCABULARY, inflight, queue_max=1)
     outbox = Outbox()
     ask = replace(ASK, params=SamplingParams(seed=5), choices=2)
     ending = Ending(4, frozenset())
     client = clients.open(
         outbox,  # type: ignore[arg-type]
-        Asked(ask, [([1, 2], ending), ([3], ending)]),
+        PreparedRequest(ask, [([1, 2], ending), ([3], ending)]),
         lambda: None,
     )
     everyone = [one for first in outbox.submitted for one in (first, *first.followers)]
@@ -101,15 +101,15 @@ async def test_several_answers_are_one_client_and_go_together() -> None:
     assert [one.sequence.tokens for one in everyone] == [[1, 2], [1, 2], [3], [3]]
     assert [one.sampler.params.seed for one in everyone] == [5, 6, 7, 8]
     assert [one.choice for one in everyone] == [0, 1, 2, 3]
-    assert (client.prompt_tokens, entrance.open) == (3, 4)
+    assert (client.prompt_tokens, inflight.open) == (3, 4)
     with pytest.raises(ApiError, match="cannot queue 1 more: 4 are"):
-        entrance.admit()
+        inflight.admit()
     clients.publish([Delta(number, "x", None, 1, 0) for number in client.numbers])
     await turn()
     assert client.deltas.qsize() == 4
     clients.close(outbox, client)  # type: ignore[arg-type]
     assert outbox.cancelled == [one.number for one in everyone]
-    assert entrance.open == 0
+    assert inflight.open == 0
 
 
 def test_a_failed_step_is_told_and_ends_the_thread() -> None:
@@ -208,7 +208,7 @@ async def test_nobody_waits_while_blocks_are_taken_in() -> None:
 
 
 async def _submit(worker: Worker, outbox: Outbox) -> None:
-    clients = Clients(VOCABULARY, Entrance(1), queue_max=3)
+    clients = OpenRequests(VOCABULARY, InflightLimit(1), queue_max=3)
     open_one(clients, outbox, [])
     worker.submit(outbox.submitted[0])
 

@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nodeagent.engine.encoder.batching import Texts
+from nodeagent.engine.encoder.batching import TextQueue
 
 REQUESTS = st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=9), min_size=1, max_size=6)
 
@@ -13,7 +13,7 @@ REQUESTS = st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=9), min_si
 def test_every_text_is_read_once_and_no_step_exceeds_its_budget(
     requests: list[list[int]], tokens_max: int
 ) -> None:
-    texts = Texts(tokens_max)
+    texts = TextQueue(tokens_max)
     for number, lengths in enumerate(requests):
         texts.add(number, lengths)
     assert texts.tokens == sum(map(sum, requests))
@@ -31,7 +31,7 @@ def test_every_text_is_read_once_and_no_step_exceeds_its_budget(
 def test_a_request_waits_at_most_for_one_text_of_each_other(
     requests: list[list[int]], tokens_max: int
 ) -> None:
-    texts = Texts(tokens_max)
+    texts = TextQueue(tokens_max)
     for number, lengths in enumerate(requests):
         texts.add(number, lengths)
     texts.add(99, [1])
@@ -42,7 +42,7 @@ def test_a_request_waits_at_most_for_one_text_of_each_other(
 
 
 def test_a_request_given_up_is_forgotten() -> None:
-    texts = Texts(10)
+    texts = TextQueue(10)
     texts.add(1, [4, 4, 4])
     texts.add(2, [4])
     texts.remove(1)

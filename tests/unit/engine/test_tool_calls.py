@@ -11,26 +11,32 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isochrone.wire.errors import ApiError
-from nodeagent.engine.core.step import Delta
-from nodeagent.engine.sampling.sampler import Sampled
-from nodeagent.engine.scheduler.sequence import Finish
-from nodeagent.engine.server.request_body import ChatBody, messages_of, read_chat
-from nodeagent.engine.server.response_body import Answer, Choice
-from nodeagent.engine.server.tool_calling import Calling
-from nodeagent.engine.structured import grammar
-from nodeagent.engine.structured.compiler import Grammars
-from nodeagent.engine.tokenizer.chat_template import ChatTemplate
-from nodeagent.engine.tools.call_format import (
+from nodeagent.engine.chat.call_format import (
     HERMES,
     LLAMA3,
     MISTRAL,
     QWEN_CODER,
     ToolFormat,
-    format_of_template,
+    tool_format_of,
 )
-from nodeagent.engine.tools.call_parser import CallBegan, CallPiece, CallReader, Event, Said
-from nodeagent.engine.tools.chat_tools import Tools, tools_of
-from tests.unit.engine.test_constrain import GRAMMARS
+from nodeagent.engine.chat.call_parser import (
+    CallArguments,
+    CallStarted,
+    ContentText,
+    OutputEvent,
+    ToolCallParser,
+)
+from nodeagent.engine.chat.chat_template import ChatTemplate
+from nodeagent.engine.core.step import Delta
+from nodeagent.engine.sampling.sampler import Sampled
+from nodeagent.engine.scheduler.sequence import Finish
+from nodeagent.engine.server.request_body import ChatBody, read_chat, template_messages
+from nodeagent.engine.server.response_body import CompletionResponse, ResponseChoice
+from nodeagent.engine.server.tool_fields import RequestTools, requested_tools
+from nodeagent.engine.server.tool_use import ToolUse
+from nodeagent.engine.structured import grammar
+from nodeagent.engine.structured.compiler import GrammarCompiler
+from tests.unit.engine.test_structured import GRAMMARS
 from tests.unit.engine.test_text import VOCABULARY, byte_vocabulary
 
 WEATHER = {
@@ -54,14 +60,14 @@ def body(**fields: Any) -> ChatBody:
     return read_chat(json.dumps({"messages": messages, **fields}).encode(), 1_000_000)
 
 
-def asked(**fields: Any) -> Tools | None:
+def asked(**fields: Any) -> RequestTools | None:
     read = body(**fields)
-    return tools_of(read.tools, read.tool_choice, read.parallel_tool_calls)
+    return requested_tools(read.tools, read.tool_choice, read.parallel_tool_calls)
 
 
 def read(how: ToolFormat, text: str, letters: int) -> list[list[str]]:
     """Read `text` in pieces of so many letters; return what was said and called."""
-    reader = CallReader(how, SCHEMAS)
+    reader = ToolCallParser(how, SCHEMAS)
     told: list[list[str]] = []
     pieces = [text[at : at + letters] for at in range(0, len(text), letters)]
     for event in [event for piece in pieces for event in reader.feed(piece)] + reader.flush():
@@ -69,17 +75,17 @@ def read(how: ToolFormat, text: str, letters: int) -> list[list[str]]:
     return told
 
 
-def note(told: list[list[str]], event: Event) -> None:
+def note(told: list[list[str]], event: OutputEvent) -> None:
     match event:
-        case Said(text):
+        case ContentText(text):
             if told and told[-1][0] == "":
                 told[-1][1] += text
             else:
                 told.append(["", text])
-        case CallBegan(index, name):
+        case CallStarted(index, name):
             assert index == sum(1 for one in told if one[0])
             told.append([name, ""])
-        case CallPiece(index, text):
+        case CallArguments(index, text):
             assert told[-1][0]
             assert index == sum(1 for one in told if one[0]) - 1
             told[-1][1] += text
@@ -295,17 +301,17 @@ VALUES: list[tuple[str, str, Any]] = [
 def test_a_parameter_written_as_text_is_of_the_type_that_the_schema_says(
     name: str, written: str, value: Any
 ) -> None:
-    reader = CallReader(QWEN_CODER, {"f": DESCRIBED})
+    reader = ToolCallParser(QWEN_CODER, {"f": DESCRIBED})
     whole = f"<function=f>\n<parameter={name}>\n{written}\n</parameter>\n</function>"
-    pieces = [event.text for event in reader.feed(whole) if isinstance(event, CallPiece)]
+    pieces = [event.text for event in reader.feed(whole) if isinstance(event, CallArguments)]
     assert json.loads("".join(pieces)) == {name: value}
 
 
 def test_a_text_streams_while_it_is_written() -> None:
-    reader = CallReader(QWEN_CODER, SCHEMAS)
+    reader = ToolCallParser(QWEN_CODER, SCHEMAS)
     reader.feed("<tool_call>\n<function=get_weather>\n<parameter=city>\n")
-    assert reader.feed("Bon") == [CallPiece(0, "Bon")]
-    assert reader.feed("n\n</") == [CallPiece(0, "n")]
+    assert reader.feed("Bon") == [CallArguments(0, "Bon")]
+    assert reader.feed("n\n</") == [CallArguments(0, "n")]
 
 
 @settings(deadline=None, max_examples=60)
@@ -410,27 +416,27 @@ HISTORY = [
 
 def test_a_name_nested_past_all_reason_is_no_call() -> None:
     text = f'{{"name": {100_000 * "["}{100_000 * "]"}, "parameters": {{}}}}'
-    reader = CallReader(LLAMA3, {"a": {}})
+    reader = ToolCallParser(LLAMA3, {"a": {}})
     events = [*reader.feed(text), *reader.flush()]
-    assert events == [Said(text)]
+    assert events == [ContentText(text)]
 
 
 def test_a_template_that_knows_tools_is_given_them() -> None:
     template = ChatTemplate(KNOWING, "", "")
     tools = asked(tools=TOOLS)
     assert tools is not None
-    text = template.render(messages_of(body(messages=HISTORY)), tools.told)
+    text = template.render(template_messages(body(messages=HISTORY)), tools.told)
     listed, _, rest = text.partition("<tool_call>")
     assert [one["function"]["name"] for one in json.loads(listed)] == ["get_weather", "time.now"]
     assert rest == "Weather in Bonn?Bonnsunnycall_1"
-    assert template.render(messages_of(body())) == "no<tool_call>hi"
+    assert template.render(template_messages(body())) == "no<tool_call>hi"
 
 
 def test_a_template_that_knows_none_is_told_in_words() -> None:
     template = ChatTemplate(PLAIN_TEMPLATE, "", "")
     tools = asked(tools=TOOLS)
     assert tools is not None
-    text = template.render(messages_of(body(messages=HISTORY)), tools.told)
+    text = template.render(template_messages(body(messages=HISTORY)), tools.told)
     assert text.startswith("[system]You may call functions")
     assert '"name": "get_weather"' in text
     assert (
@@ -438,11 +444,11 @@ def test_a_template_that_knows_none_is_told_in_words() -> None:
         "</tool_call>\n[user]<tool_response>\nsunny\n</tool_response>"
     ) in text
     system = [{"role": "system", "content": "Be brief."}, *HISTORY]
-    again = template.render(messages_of(body(messages=system)), tools.told)
+    again = template.render(template_messages(body(messages=system)), tools.told)
     assert again.startswith("[system]Be brief.\n\nYou may call functions")
     begun = [{"role": "assistant", "content": "It is"}]
     chat = body(messages=begun, continue_final_message=True)
-    assert template.render(messages_of(chat), tools.told).startswith("[system]You may call")
+    assert template.render(template_messages(chat), tools.told).startswith("[system]You may call")
 
 
 @pytest.mark.parametrize(
@@ -457,7 +463,7 @@ def test_a_template_that_knows_none_is_told_in_words() -> None:
     ],
 )
 def test_the_template_tells_how_calls_are_written(template: str, how: ToolFormat) -> None:
-    assert format_of_template(template) is how
+    assert tool_format_of(template) is how
 
 
 @pytest.mark.parametrize("how", FORMATS, ids=FORMATS.index)
@@ -489,7 +495,7 @@ def test_a_grammar_of_calls_allows_what_its_reader_reads(how: ToolFormat) -> Non
 def test_who_wants_no_parallel_calls_is_told_one(how: ToolFormat, letters: int) -> None:
     tools = asked(tools=TOOLS, parallel_tool_calls=False)
     assert tools is not None
-    reader = Calling(tools, how, {}).reader()
+    reader = ToolUse(tools, how, {}).reader()
     one = f'{{"name": "time.now", "{how.arguments_key}": {{}}}}'
     text = how.before + one + how.between + one + how.after + " And more."
     told: list[list[str]] = []
@@ -511,7 +517,7 @@ def test_a_strict_tool_may_be_left_alone_but_not_be_called_wrongly(
     vocabulary = byte_vocabulary(*marks)
     wanted = tools.grammar(how, dict.fromkeys(marks, 257), None)
     assert wanted is not None
-    constraint = Grammars(vocabulary).build(wanted)
+    constraint = GrammarCompiler(vocabulary).build(wanted)
     call = f'{{"name": "get_weather", "{how.arguments_key}": {{"city": "Bonn"}}}}'
     speech = "Let me {see} a <b> [x]:\n" if how.opening else ""
     for text, allowed in (
@@ -530,7 +536,7 @@ def test_a_strict_tool_may_be_left_alone_but_not_be_called_wrongly(
 def test_a_mark_that_is_a_special_token_is_shown_and_required() -> None:
     template = ChatTemplate("{{ '<end>' }}{{ '[TOOL_CALLS]' }}", "", "")
     tools = asked(tools=TOOLS, tool_choice="required")
-    calling = Calling.of(tools, template, VOCABULARY)
+    calling = ToolUse.of(tools, template, VOCABULARY)
     assert calling is not None
     assert calling.how is MISTRAL
     assert calling.shown == {}
@@ -540,7 +546,7 @@ def test_a_mark_that_is_a_special_token_is_shown_and_required() -> None:
 
 
 def test_tools_beside_a_format_allow_either_and_must_allows_no_format() -> None:
-    answer = grammar.of_schema({"const": 5}, "response_format")
+    answer = grammar.json_schema_grammar({"const": 5}, "response_format")
     free = asked(tools=TOOLS)
     assert free is not None
     assert free.grammar(HERMES, {}, None) is None
@@ -560,10 +566,10 @@ def test_a_strict_tool_is_called_in_no_way_that_is_not_held_to_its_schema() -> N
     said = "<function=get_weather><parameter=town>Bonn</parameter></function>"
     for strict in (False, True):
         tools = asked(tools=[{"type": "function", "function": {**WEATHER, "strict": strict}}])
-        calling = Calling.of(tools, template, VOCABULARY)
+        calling = ToolUse.of(tools, template, VOCABULARY)
         assert calling is not None
         reader = calling.reader()
-        assert ([*reader.feed(said), *reader.flush()] == [Said(said)]) is strict
+        assert ([*reader.feed(said), *reader.flush()] == [ContentText(said)]) is strict
 
 
 def answer_of(
@@ -584,9 +590,9 @@ def frames_of(text: str, finish: Finish, how: ToolFormat) -> list[bytes]:
     return [frame for delta in deltas for frame in answer.chunks(delta)]
 
 
-def told_of(text: str, finish: Finish, how: ToolFormat) -> tuple[Answer, list[Delta]]:
+def told_of(text: str, finish: Finish, how: ToolFormat) -> tuple[CompletionResponse, list[Delta]]:
     ids = iter(f"call_{n}" for n in range(9))
-    answer = Answer(
+    answer = CompletionResponse(
         "id",
         "m",
         0,
@@ -595,7 +601,7 @@ def told_of(text: str, finish: Finish, how: ToolFormat) -> tuple[Answer, list[De
         logprobs=False,
         vocabulary=VOCABULARY,
         new_call_id=lambda: next(ids),
-        choices=[Choice(0, CallReader(how, SCHEMAS))],
+        choices=[ResponseChoice(0, ToolCallParser(how, SCHEMAS))],
     )
     deltas = [Delta(1, letter, Sampled(0), 1, 0) for letter in text]
     deltas.append(Delta(1, "", None, 1, 0, finish))
@@ -658,7 +664,9 @@ def test_calls_are_told_in_openais_shape() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_log_probabilities_of_plain_text_tell_where_each_token_lies(stream: bool) -> None:
-    answer = Answer(*("x", "m", 1, False, False, True, VOCABULARY, lambda: ""), choices=[Choice(0)])
+    answer = CompletionResponse(
+        *("x", "m", 1, False, False, True, VOCABULARY, lambda: ""), choices=[ResponseChoice(0)]
+    )
     # The first bytes are held back: they may begin a stop string.
     said = [("", b"a"), ("", b"b"), ("abc", b"c"), ("d", b"d")]
     deltas = [

@@ -13,33 +13,33 @@ from nodeagent.engine.kvcache.blocks import Blocks
 from nodeagent.engine.sampling.sampler import Sampler, SamplingParams
 from nodeagent.engine.scheduler.batching import Batching, Limits
 from nodeagent.engine.scheduler.sequence import Ending, Sequence
-from nodeagent.engine.speculative.draft_length import choose_ahead
-from nodeagent.engine.speculative.draft_model import Ahead, Habits
+from nodeagent.engine.speculative.draft_length import choose_model_draft_length
+from nodeagent.engine.speculative.draft_model import DraftModel, DraftModelTraits
 from nodeagent.engine.speculative.speculation import Speculation
 from nodeagent.engine.structured import grammar
-from nodeagent.engine.tokenizer.detokenizer import StopStrings, TokenText
-from tests.unit.engine.test_constrain import GRAMMARS
-from tests.unit.engine.test_speculate import statistic
+from nodeagent.engine.tokenizer.detokenizer import StopStrings, StreamDetokenizer
+from tests.unit.engine.test_speculation import statistic
+from tests.unit.engine.test_structured import GRAMMARS
 from tests.unit.engine.test_text import VOCABULARY
 from tests.unit.engine.tiny import SHAPE, llama
 
 GREEDY = SamplingParams(temperature=0)
 NEVER: frozenset[int] = frozenset()
 LIMITS = Limits(128, 40)
-LETTERS = grammar.of_regex("[a-e]{5,40}", "x")
+LETTERS = grammar.regex_grammar("[a-e]{5,40}", "x")
 
 
-def drafting_with(seed: int | None, blocks: int, read_tokens_max: int = 64) -> Ahead | None:
+def drafting_with(seed: int | None, blocks: int, read_tokens_max: int = 64) -> DraftModel | None:
     """A draft model; that of the served model's own seed is always right."""
     if seed is None:
         return None
     runner = Runner(llama(seed), blocks, "cpu", torch.float32)
     # Its passes take no time by this clock, so that only acceptance counts.
-    return Ahead(runner, Habits("model"), lambda: 0.0, read_tokens_max, 256, 0.01)
+    return DraftModel(runner, DraftModelTraits("model"), lambda: 0.0, read_tokens_max, 256, 0.01)
 
 
 def engine_of(
-    ahead: Ahead | None, blocks: int, served: Runner | None = None, limits: Limits = LIMITS
+    ahead: DraftModel | None, blocks: int, served: Runner | None = None, limits: Limits = LIMITS
 ) -> Engine:
     speculation = Speculation(4, rows_max=200, ahead=ahead)
     runner = served or Runner(llama(1), blocks, "cpu", torch.float32)
@@ -59,7 +59,9 @@ def submit(
     assert engine.speculation is not None
     sampler = Sampler(params, [], constraint)
     drafter = engine.speculation.drafter(constraint)
-    engine.submit(Generation(sequence, sampler, TokenText(VOCABULARY), StopStrings(()), drafter))
+    engine.submit(
+        Generation(sequence, sampler, StreamDetokenizer(VOCABULARY), StopStrings(()), drafter)
+    )
     return sequence
 
 
@@ -149,7 +151,7 @@ def test_what_is_shared_is_read_once() -> None:
 class Counted:
     """Counts the rows that a model that drafts computes."""
 
-    def __init__(self, ahead: Ahead) -> None:
+    def __init__(self, ahead: DraftModel) -> None:
         self._runner = ahead.runner
         self.rows = 0
         ahead.runner = self  # type: ignore[assignment]
@@ -218,7 +220,7 @@ def test_a_model_drafts_as_deep_as_pays(
     pass_s: float,
     wanted: int,
 ) -> None:
-    depth = choose_ahead(
+    depth = choose_model_draft_length(
         chances, drafting, rows, rows_max, lambda n: 1 + row_cost * (n - 1), pass_s
     )
     assert depth == wanted
@@ -233,7 +235,7 @@ def test_what_is_sampled_through_a_models_drafts_is_distributed_as_without() -> 
         ahead = None
         if seed is not None:
             runner = Runner(llama(seed, shape), 64, "cpu", torch.float32)
-            ahead = Ahead(runner, Habits("model"), lambda: 0.0, 256, 256, 0.01)
+            ahead = DraftModel(runner, DraftModelTraits("model"), lambda: 0.0, 256, 256, 0.01)
         engine = engine_of(ahead, 64, served)
         assert engine.speculation is not None
         # A machine on which steps of all sizes take equally long.

@@ -15,40 +15,40 @@ from aiohttp import web
 from isochrone.wire.engine import EngineConfig
 from isochrone.wire.errors import ApiError, ErrorCode, openai_error_event
 from isochrone.wire.headers import CACHE_SALT, REQUEST_ID
+from nodeagent.engine.chat.chat_template import ChatTemplateError
 from nodeagent.engine.core.generation_thread import Worker
 from nodeagent.engine.core.step import Delta
 from nodeagent.engine.distributed.worker_group import Crew
 from nodeagent.engine.loading import Loaded
 from nodeagent.engine.scheduler.sequence import BLOCK_TOKENS, Ending, Finish
-from nodeagent.engine.server.adapters import Adapters
-from nodeagent.engine.server.generations import Asked, Client, Clients
-from nodeagent.engine.server.http_routes import LONG_TEXT_CHARS, Server, as_json
+from nodeagent.engine.server.adapters import AdapterRegistry
+from nodeagent.engine.server.http_routes import LONG_TEXT_CHARS, ModelServer, json_response
+from nodeagent.engine.server.open_requests import OpenRequest, OpenRequests, PreparedRequest
 from nodeagent.engine.server.request_body import (
-    Ask,
     ChatBody,
     CompletionBody,
-    ask_of,
-    begun_of,
-    hold_to_vocabulary,
-    messages_of,
-    prediction_of,
-    prompts_of,
+    GenerationOptions,
+    answer_prefix,
+    check_token_ids,
+    completion_prompts,
+    generation_options,
+    invalid_request,
+    predicted_text,
     read_chat,
     read_completion,
-    refused,
-    wishes_of,
+    template_arguments,
+    template_messages,
 )
-from nodeagent.engine.server.request_headers import said_of, standing_of
-from nodeagent.engine.server.response_body import Answer, Choice
-from nodeagent.engine.server.tool_calling import Calling
-from nodeagent.engine.structured.compiler import Grammars
-from nodeagent.engine.tokenizer.chat_template import UnusableChat
-from nodeagent.engine.tools.chat_tools import tools_of
+from nodeagent.engine.server.request_headers import read_queue_fields, tokens_generated_before
+from nodeagent.engine.server.response_body import CompletionResponse, ResponseChoice
+from nodeagent.engine.server.tool_fields import requested_tools
+from nodeagent.engine.server.tool_use import ToolUse
+from nodeagent.engine.structured.compiler import GrammarCompiler
 
 _SALT_CHARS_MAX: Final = 256
 
 
-class EngineServer(Server):
+class GenerationServer(ModelServer):
     """The handlers, with what they need."""
 
     def __init__(
@@ -58,14 +58,14 @@ class EngineServer(Server):
         engine, vocabulary = loaded.engine, loaded.vocabulary
         self.loaded = loaded
         self.context_tokens = min(loaded.context_tokens, engine.batching.tokens_max)
-        self.clients = Clients(
-            vocabulary, self.entrance, config.client_queue_max, engine.speculation
+        self.clients = OpenRequests(
+            vocabulary, self.inflight, config.client_queue_max, engine.speculation
         )
         self.worker: Worker = Worker(engine, self.clients.publish, on_death)
         for member in crew.members:
             asyncio.get_running_loop().add_reader(member.descriptor, self.worker.fail)
-        self.adapters = Adapters(config, loaded.adding, loaded.dtype)
-        self.grammars = Grammars(vocabulary)
+        self.adapters = AdapterRegistry(config, loaded.adding, loaded.dtype)
+        self.grammars = GrammarCompiler(vocabulary)
 
     def fail_all(self, message: str) -> None:
         """End every open request with an error."""
@@ -90,7 +90,7 @@ class EngineServer(Server):
         mover, speculation = self.loaded.engine.mover, self.loaded.engine.speculation
         return {
             "block_tokens": BLOCK_TOKENS,
-            "open": self.entrance.open,
+            "open": self.inflight.open,
             "clients_cut_total": self.clients.cut_total,
             "load_s": self.loaded.load_s,
             "weights_bytes": self.loaded.weights_bytes,
@@ -109,40 +109,40 @@ class EngineServer(Server):
 
     async def load_adapter(self, request: web.Request) -> web.Response:
         """Make an adapter known, so that requests may name it as their model."""
-        return as_json({"loaded": await self.adapters.load(await self.body(request))})
+        return json_response({"loaded": await self.adapters.load(await self.body(request))})
 
     async def unload_adapter(self, request: web.Request) -> web.Response:
         """Forget an adapter; what runs with it goes on."""
-        return as_json(
+        return json_response(
             {"unloaded": self.adapters.unload(await self.body(request, gives_back=True))}
         )
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """Answer a chat."""
-        self.entrance.admit()
+        self.inflight.admit()
         body = read_chat(await self.body(request), self.config.body_bytes_max)
         self._hold_to_seats(body, 1)
         template = self.loaded.template
         if template is None:
-            raise refused("messages", "cannot chat: this model has no chat template")
-        tools = tools_of(body.tools, body.tool_choice, body.parallel_tool_calls)
+            raise invalid_request("messages", "cannot chat: this model has no chat template")
+        tools = requested_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
         try:
             told = tools.told if tools else ()
-            text = template.render(messages_of(body), told, wishes_of(body))
-        except UnusableChat as error:
-            raise refused("messages", str(error)) from error
+            text = template.render(template_messages(body), told, template_arguments(body))
+        except ChatTemplateError as error:
+            raise invalid_request("messages", str(error)) from error
         tokens = await self._tokenise(text, "messages", special=False)
-        begun = template.as_text(begun_of(body))
+        begun = template.as_text(answer_prefix(body))
         tokens += await self._tokenise(begun, "messages", special=False)
-        calling = Calling.of(tools, template, self.loaded.vocabulary)
-        predicted = await self._tokenise(prediction_of(body), "prediction", special=False)
+        calling = ToolUse.of(tools, template, self.loaded.vocabulary)
+        predicted = await self._tokenise(predicted_text(body), "prediction", special=False)
         return await self._generate(request, body, [tokens], calling, predicted)
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         """Answer a plain completion."""
-        self.entrance.admit()
+        self.inflight.admit()
         body = read_completion(await self.body(request), self.config.body_bytes_max)
-        given = prompts_of(body)
+        given = completion_prompts(body)
         self._hold_to_seats(body, len(given))
         prompts = [
             await self._tokenise(prompt, "prompt", special=True)
@@ -156,7 +156,7 @@ class EngineServer(Server):
         """Refuse more answers at once than can ever run beside each other."""
         answers, limit = prompts * (body.n or 1), self.config.sequences_max
         if answers > limit:
-            raise refused(
+            raise invalid_request(
                 "n" if (body.n or 1) > 1 else "prompt",
                 f"cannot give {answers} answers to one request: this engine runs {limit} at once",
             )
@@ -166,7 +166,7 @@ class EngineServer(Server):
 
     async def _tokenise(self, text: str, param: str, *, special: bool) -> list[int]:
         encode = self.loaded.vocabulary.encode
-        least = self.loaded.vocabulary.tokens_least(text)
+        least = self.loaded.vocabulary.tokens_min(text)
         if least > self.context_tokens:
             # Tokenising megabytes takes seconds and gigabytes; the answer is known before.
             raise ApiError(
@@ -180,19 +180,21 @@ class EngineServer(Server):
                 return await asyncio.to_thread(encode, text, special=special)
             return encode(text, special=special)
         except UnicodeEncodeError as error:
-            raise refused(param, "cannot tokenise: the text holds half a surrogate") from error
+            raise invalid_request(
+                param, "cannot tokenise: the text holds half a surrogate"
+            ) from error
 
     async def _generate(
         self,
         request: web.Request,
         body: ChatBody | CompletionBody,
         prompts: list[list[int]],
-        calling: Calling | None = None,
+        calling: ToolUse | None = None,
         predicted: Sequence[int] = (),
     ) -> web.StreamResponse:
         asked = await self._asked(request, body, prompts, calling, predicted)
         ask, chat = asked.ask, isinstance(body, ChatBody)
-        answer = Answer(
+        answer = CompletionResponse(
             id=f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
             model=asked.adapter.name if asked.adapter else self.config.served_name,
             created_s=int(time.time()),
@@ -202,7 +204,7 @@ class EngineServer(Server):
             vocabulary=self.loaded.vocabulary,
             new_call_id=lambda: _call_id(calling.how.call_id_chars if calling else 0),
             choices=[
-                Choice(index, calling.reader() if calling else None)
+                ResponseChoice(index, calling.reader() if calling else None)
                 for index in range(asked.answers)
             ],
         )
@@ -221,40 +223,44 @@ class EngineServer(Server):
         request: web.Request,
         body: ChatBody | CompletionBody,
         prompts: list[list[int]],
-        calling: Calling | None,
+        calling: ToolUse | None,
         predicted: Sequence[int],
-    ) -> Asked:
+    ) -> PreparedRequest:
         """Check the request against this model, and bring together all that it takes."""
         adapter = await self.adapters.hold(body.model)
-        ask = ask_of(body)
-        ask = replace(ask, params=replace(ask.params, drawn_before=said_of(request.headers)))
+        ask = generation_options(body)
+        ask = replace(
+            ask, params=replace(ask.params, drawn_before=tokens_generated_before(request.headers))
+        )
         if calling is not None:
             ask = replace(ask, grammar=calling.grammar(ask.grammar))
         ended = [(tokens, self._ending(body, ask, tokens)) for tokens in prompts]
         salt = request.headers.get(CACHE_SALT, "")
         if len(salt) > _SALT_CHARS_MAX:
-            raise refused(CACHE_SALT, f"cannot use a salt of {len(salt)} characters")
-        return Asked(
+            raise invalid_request(CACHE_SALT, f"cannot use a salt of {len(salt)} characters")
+        return PreparedRequest(
             ask,
             ended,
             salt=salt.encode(errors="surrogateescape"),
             constraint=await self.grammars.compile(ask.grammar) if ask.grammar else None,
             shown=calling.shown if calling else None,
             adapter=adapter,
-            standing=standing_of(request.headers, salt, time.monotonic()),
+            standing=read_queue_fields(request.headers, salt, time.monotonic()),
             predicted=predicted,
             goes_on=not isinstance(body, ChatBody) or bool(body.continue_final_message),
         )
 
-    def _ending(self, body: ChatBody | CompletionBody, ask: Ask, tokens: list[int]) -> Ending:
+    def _ending(
+        self, body: ChatBody | CompletionBody, ask: GenerationOptions, tokens: list[int]
+    ) -> Ending:
         """Check the request against this model and return what ends it."""
-        self.hold_alive()
+        self.check_alive()
         size = self.loaded.vocabulary.size
         biased = [token for token, _ in ask.params.logit_bias]
-        hold_to_vocabulary("prompt", tokens, size)
-        hold_to_vocabulary("logit_bias", biased, size)
+        check_token_ids("prompt", tokens, size)
+        check_token_ids("logit_bias", biased, size)
         if not tokens:
-            raise refused("prompt", "cannot complete an empty prompt")
+            raise invalid_request("prompt", "cannot complete an empty prompt")
         limit = self.context_tokens
         max_tokens = ask.max_tokens or max(limit - len(tokens), 1)
         if len(tokens) + max_tokens > limit:
@@ -267,14 +273,14 @@ class EngineServer(Server):
         least = ask.params.min_tokens - ask.params.drawn_before
         if least > max_tokens or (least > 0 and ask.grammar is not None):
             over = f"max_tokens {max_tokens}" if ask.grammar is None else "a form of the output"
-            raise refused("min_tokens", f"cannot obey both min_tokens {least} and {over}")
+            raise invalid_request("min_tokens", f"cannot obey both min_tokens {least} and {over}")
         # A grammar that is fulfilled allows nothing but the end.
         endless = ask.ignore_eos and ask.grammar is None
         own = frozenset() if endless else self.loaded.vocabulary.stop_ids
         return Ending(max_tokens, own | ask.stop_ids)
 
     async def _stream(
-        self, request: web.Request, answer: Answer, client: Client
+        self, request: web.Request, answer: CompletionResponse, client: OpenRequest
     ) -> web.StreamResponse:
         response = web.StreamResponse(
             headers={
@@ -318,7 +324,7 @@ class EngineServer(Server):
         await response.write_eof()
         return response
 
-    async def _collect(self, answer: Answer, client: Client) -> web.Response:
+    async def _collect(self, answer: CompletionResponse, client: OpenRequest) -> web.Response:
         while not answer.ended:
             delta = await client.deltas.get()
             _raise_failure(delta)

@@ -22,12 +22,12 @@ _TYPES: Final[dict[type, str]] = {
 }
 
 
-def is_text(schema: Mapping[str, Any], name: str) -> bool:
+def is_string_parameter(schema: Mapping[str, Any], name: str) -> bool:
     """Say whether the parameter `name` can only be a string; so is one that nobody described."""
     return _types_of(schema, name) <= {"string"}
 
 
-def value_of(schema: Mapping[str, Any], name: str, text: str) -> str:
+def parameter_json(schema: Mapping[str, Any], name: str, text: str) -> str:
     """Return the JSON of the parameter `name` that was written as `text`."""
     word = text.strip()
     word = _SPOKEN.get(word.lower(), word)

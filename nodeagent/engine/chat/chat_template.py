@@ -12,15 +12,15 @@ from jinja2.nodes import Scope
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from nodeagent.engine.chat.call_format import ToolDefinition, tool_format_of
 from nodeagent.engine.model.shape import CheckpointError
+from nodeagent.engine.server.tool_fields import messages_as_text
 from nodeagent.engine.tokenizer.vocabulary import SEAM
-from nodeagent.engine.tools.call_format import Tool, format_of_template
-from nodeagent.engine.tools.chat_tools import in_words
 
 _TEMPLATE_CHARS_MAX: Final = 1_000_000
 
 
-class UnusableChat(ValueError):
+class ChatTemplateError(ValueError):
     """The template refuses these messages; the message says why."""
 
 
@@ -43,7 +43,7 @@ class ChatTemplate:
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
-        self.tool_format = format_of_template(source)
+        self.tool_format = tool_format_of(source)
         self.knows_tools = "tools" in source
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
         marks = [mark for mark in special if len(mark) > 1]
@@ -58,7 +58,7 @@ class ChatTemplate:
     def render(
         self,
         messages: list[dict[str, Any]],
-        tools: tuple[Tool, ...] = (),
+        tools: tuple[ToolDefinition, ...] = (),
         wishes: Mapping[str, Any] | None = None,
     ) -> str:
         """Write `messages` and `tools` as the prompt that the model was trained on.
@@ -69,7 +69,7 @@ class ChatTemplate:
             messages = self.as_text(messages)
             described = self.as_text([tool.described() for tool in tools])
             if not self.knows_tools:
-                messages = in_words(messages, described, self.tool_format)
+                messages = messages_as_text(messages, described, self.tool_format)
             return self._template.render(
                 {
                     **self.as_text(dict(wishes or {})),
@@ -81,9 +81,11 @@ class ChatTemplate:
                 }
             )
         except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
-            raise UnusableChat(f"cannot render these messages: {error}") from error
+            raise ChatTemplateError(f"cannot render these messages: {error}") from error
         except (RecursionError, MemoryError, AttributeError) as error:
-            raise UnusableChat("cannot render these messages with the model's template") from error
+            raise ChatTemplateError(
+                "cannot render these messages with the model's template"
+            ) from error
 
     def as_text(self, written: Any) -> Any:
         """Return what a client wrote, with a seam in each special token."""

@@ -12,7 +12,7 @@ import msgspec
 
 from isochrone.wire.errors import ApiError, ErrorCode
 from nodeagent.engine.structured import grammar
-from nodeagent.engine.structured.grammar import Grammar, UnusableGrammar
+from nodeagent.engine.structured.grammar import Grammar, GrammarError
 
 _ENVELOPE: Final = {"name", "description", "schema", "strict"}
 
@@ -35,7 +35,7 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
     disable_any_whitespace: Literal[False] | None = None
 
 
-class Constrained(msgspec.Struct, kw_only=True):
+class StructuredOutputFields(msgspec.Struct, kw_only=True):
     """The fields of a body that constrain its output."""
 
     response_format: ResponseFormat | None = None
@@ -45,7 +45,7 @@ class Constrained(msgspec.Struct, kw_only=True):
     guided_choice: list[str] | None = None
 
 
-def grammar_of(body: Constrained) -> Grammar | None:
+def grammar_of(body: StructuredOutputFields) -> Grammar | None:
     """Return the one grammar that `body` asks for, or raise ApiError."""
     structured = body.structured_outputs or StructuredOutputs()
     asked = {
@@ -55,16 +55,16 @@ def grammar_of(body: Constrained) -> Grammar | None:
     }
     if structured.json_object:
         param = "structured_outputs.json_object"
-        asked[param] = partial(grammar.of_any_object, param)
+        asked[param] = partial(grammar.json_object_grammar, param)
     if not asked:
         return None
     param, build = next(iter(asked.items()))
     if len(asked) > 1:
-        raise refused(param, f"cannot obey both {' and '.join(asked)}: give one of them")
+        raise invalid_request(param, f"cannot obey both {' and '.join(asked)}: give one of them")
     try:
         return build()
-    except UnusableGrammar as error:
-        raise refused(param, str(error)) from error
+    except GrammarError as error:
+        raise invalid_request(param, str(error)) from error
 
 
 def _by_response_format(asked: ResponseFormat | None) -> dict[str, Callable[[], Grammar]]:
@@ -72,9 +72,9 @@ def _by_response_format(asked: ResponseFormat | None) -> dict[str, Callable[[], 
     if asked is None or asked.type == "text":
         return {}
     if asked.type == "json_object":
-        return {param: lambda: grammar.of_any_object(param)}
+        return {param: lambda: grammar.json_object_grammar(param)}
     schema, lenient = _unwrapped(asked.json_schema)
-    return {param: lambda: grammar.of_schema(schema, param, lenient=lenient)}
+    return {param: lambda: grammar.json_schema_grammar(schema, param, lenient=lenient)}
 
 
 def _by_values(
@@ -82,11 +82,13 @@ def _by_values(
 ) -> dict[str, Callable[[], Grammar]]:
     found: dict[str, Callable[[], Grammar]] = {}
     if schema is not None:
-        found[f"{prefix}json"] = lambda: grammar.of_schema(_parsed(schema), f"{prefix}json")
+        found[f"{prefix}json"] = lambda: grammar.json_schema_grammar(
+            _parsed(schema), f"{prefix}json"
+        )
     if regex is not None:
-        found[f"{prefix}regex"] = lambda: grammar.of_regex(regex, f"{prefix}regex")
+        found[f"{prefix}regex"] = lambda: grammar.regex_grammar(regex, f"{prefix}regex")
     if choices is not None:
-        found[f"{prefix}choice"] = lambda: grammar.of_choices(choices, f"{prefix}choice")
+        found[f"{prefix}choice"] = lambda: grammar.choice_grammar(choices, f"{prefix}choice")
     return found
 
 
@@ -108,9 +110,9 @@ def _parsed(schema: Any) -> Any:
     try:
         return msgspec.json.decode(schema)
     except (msgspec.DecodeError, RecursionError) as error:
-        raise UnusableGrammar("cannot use a JSON schema that is no JSON") from error
+        raise GrammarError("cannot use a JSON schema that is no JSON") from error
 
 
-def refused(param: str, message: str) -> ApiError:
+def invalid_request(param: str, message: str) -> ApiError:
     """Make the error for a value that cannot be used."""
     return ApiError(ErrorCode.INVALID_REQUEST, message, param=param)

@@ -11,23 +11,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from nodeagent.engine.tools.call_format import FUNCTION, PARAMETER
-from nodeagent.engine.tools.parameter_values import is_text, value_of
+from nodeagent.engine.chat.call_format import FUNCTION, PARAMETER
+from nodeagent.engine.chat.parameter_values import is_string_parameter, parameter_json
 
 SPACE: Final = " \t\r\n"
 _ARGUMENTS: Final = ("arguments", "parameters")
 _HEAD_CHARS_MAX: Final = 256
 """What stands before a call's arguments, at most."""
 
-Schemas = Mapping[str, Mapping[str, Any]]
+ToolSchemas = Mapping[str, Mapping[str, Any]]
 """Tools' names, and the JSON schema of what each takes."""
 
 
 @dataclass(slots=True)
-class Scan(ABC):
+class CallScan(ABC):
     """What reads one call."""
 
-    tools: Schemas
+    tools: ToolSchemas
     prefix: str
     """What stood before it."""
     name: str | None = None
@@ -89,7 +89,7 @@ class _Nesting:
 
 
 @dataclass(slots=True)
-class ObjectScan(Scan):
+class JsonCallScan(CallScan):
     """Follows one JSON object letter by letter; knows its name and where its arguments lie."""
 
     _letters: list[str] = field(default_factory=list)
@@ -178,7 +178,7 @@ _NAMED_SO_FAR: Final = re.compile(
 
 
 @dataclass(slots=True)
-class NamedScan(Scan):
+class NamedCallScan(CallScan):
     """Follows `name[ARGS]{...}`, as newer models of Mistral write; `[CALL_ID]...` may be there."""
 
     _head: str = ""
@@ -222,7 +222,7 @@ _VALUE_ENDS: Final = ("</parameter>", PARAMETER, "</function>")
 
 
 @dataclass(slots=True)
-class TagScan(Scan):
+class TaggedCallScan(CallScan):
     """Follows `<function=name><parameter=key>value</parameter></function>`, as Qwen3-Coder writes.
 
     A value is text, set off by line breaks; the tool's schema says what it is as JSON.
@@ -280,7 +280,7 @@ class TagScan(Scan):
             self._arguments.append(f"{', ' if self._parameters else '{'}{json.dumps(self._key)}: ")
             self._parameters += 1
             self._value_begun, self._value = False, ""
-            if is_text(self._schema, self._key):
+            if is_string_parameter(self._schema, self._key):
                 self._value = None
                 self._arguments.append('"')
             return True
@@ -315,7 +315,7 @@ class TagScan(Scan):
         if not found:
             return False
         value, key = self._value, self._key or ""
-        self._arguments.append('"' if value is None else value_of(self._schema, key, value))
+        self._arguments.append('"' if value is None else parameter_json(self._schema, key, value))
         self._key = None
         return True
 

@@ -7,11 +7,11 @@ import pytest
 
 from isochrone.wire.errors import ApiError, ErrorCode
 from nodeagent.engine.server.request_body import (
-    ask_of,
-    messages_of,
-    prompts_of,
+    completion_prompts,
+    generation_options,
     read_chat,
     read_completion,
+    template_messages,
 )
 
 LIMIT = 1_000_000
@@ -24,8 +24,8 @@ def chat(**fields: Any) -> bytes:
 
 def read_wholly(body: bytes) -> None:
     read = read_chat(body, LIMIT)
-    messages_of(read)
-    ask_of(read)
+    template_messages(read)
+    generation_options(read)
 
 
 @pytest.mark.parametrize(
@@ -90,14 +90,17 @@ def test_a_bad_chat_is_refused_in_words(body: bytes, said: str) -> None:
     ],
 )
 def test_prompts_come_as_text_or_tokens(prompt: Any, wanted: Any) -> None:
-    assert prompts_of(read_completion(json.dumps({"prompt": prompt}).encode(), LIMIT)) == wanted
+    assert (
+        completion_prompts(read_completion(json.dumps({"prompt": prompt}).encode(), LIMIT))
+        == wanted
+    )
 
 
 @pytest.mark.parametrize("prompt", [[1, "a"], ["a", 1], [[1, "a"]], [None], [True, 1], [1.5]])
 def test_what_is_no_prompt_is_refused(prompt: Any) -> None:
     body = read_completion(json.dumps({"prompt": prompt}).encode(), LIMIT)
     with pytest.raises(ApiError, match="cannot read prompt"):
-        prompts_of(body)
+        completion_prompts(body)
 
 
 def test_what_is_asked_arrives_and_unknown_fields_pass() -> None:
@@ -106,7 +109,7 @@ def test_what_is_asked_arrives_and_unknown_fields_pass() -> None:
         logprobs=True, top_logprobs=3, stream=True, stream_options={"include_usage": True},
         logit_bias={"5": -100}, wholly_unknown={"a": [1]}, user="u",
     )  # fmt: skip
-    ask = ask_of(read_chat(body, LIMIT))
+    ask = generation_options(read_chat(body, LIMIT))
     assert ask.params.temperature == 0
     assert (ask.params.top_k, ask.params.seed, ask.params.logprobs) == (0, 7, 3)
     assert ask.params.logit_bias == ((5, -100.0),)
@@ -123,4 +126,4 @@ def test_what_is_lacked_passes_where_it_changes_nothing() -> None:
 def test_text_parts_are_joined() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     body = read_chat(chat(messages=[{"role": "developer", "content": parts}]), LIMIT)
-    assert messages_of(body) == [{"role": "system", "content": "ab"}]
+    assert template_messages(body) == [{"role": "system", "content": "ab"}]

@@ -2,27 +2,27 @@
 
 from dataclasses import dataclass, replace
 
+from nodeagent.engine.chat.call_format import ToolFormat
+from nodeagent.engine.chat.call_parser import ToolCallParser
+from nodeagent.engine.chat.chat_template import ChatTemplate
+from nodeagent.engine.server.tool_fields import RequestTools
 from nodeagent.engine.structured.grammar import Grammar
-from nodeagent.engine.tokenizer.chat_template import ChatTemplate
 from nodeagent.engine.tokenizer.vocabulary import Vocabulary
-from nodeagent.engine.tools.call_format import ToolFormat
-from nodeagent.engine.tools.call_parser import CallReader
-from nodeagent.engine.tools.chat_tools import Tools
 
 
 @dataclass(frozen=True, slots=True)
-class Calling:
+class ToolUse:
     """What holds an output to calls, shows their marks, and reads them."""
 
-    tools: Tools
+    tools: RequestTools
     how: ToolFormat
     shown: dict[int, str]
     """The format's marks that are special tokens, which are hidden from text otherwise."""
 
     @classmethod
     def of(
-        cls, tools: Tools | None, template: ChatTemplate, vocabulary: Vocabulary
-    ) -> "Calling | None":
+        cls, tools: RequestTools | None, template: ChatTemplate, vocabulary: Vocabulary
+    ) -> "ToolUse | None":
         """Return how `tools` are called; None where there are none."""
         if tools is None:
             return None
@@ -39,6 +39,6 @@ class Calling:
         special = {mark: token for token, mark in self.shown.items()}
         return self.tools.grammar(self.how, special, answer)
 
-    def reader(self) -> CallReader:
+    def reader(self) -> ToolCallParser:
         """Return what reads this output's calls."""
-        return CallReader(self.how, self.tools.schemas, single=self.tools.calls_max == 1)
+        return ToolCallParser(self.how, self.tools.schemas, single=self.tools.calls_max == 1)

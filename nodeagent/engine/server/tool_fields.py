@@ -12,16 +12,16 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from nodeagent.engine.structured.grammar import Grammar, UnusableGrammar, either
-from nodeagent.engine.structured.request_grammar import refused
-from nodeagent.engine.tools.call_format import (
+from nodeagent.engine.chat.call_format import (
     CALLS_MAX,
     NAME,
     TOOLS_MAX,
-    Tool,
+    ToolDefinition,
     ToolFormat,
-    grammar_of_calls,
+    tool_call_grammar,
 )
+from nodeagent.engine.server.structured_fields import invalid_request
+from nodeagent.engine.structured.grammar import Grammar, GrammarError, union
 
 
 class FunctionSpec(msgspec.Struct):
@@ -44,59 +44,59 @@ class ToolSpec(msgspec.Struct):
     strict: bool | None = None
 
 
-class FunctionName(msgspec.Struct):
+class FunctionNameSpec(msgspec.Struct):
     """A function by its name."""
 
     name: str
 
 
-class ToolName(msgspec.Struct):
+class ToolNameSpec(msgspec.Struct):
     """A tool by its function's name."""
 
-    function: FunctionName
+    function: FunctionNameSpec
     type: Literal["function"] = "function"
 
 
-class AllowedTools(msgspec.Struct):
+class AllowedToolsSpec(msgspec.Struct):
     """Some of the tools."""
 
-    tools: Annotated[list[ToolName], Meta(min_length=1, max_length=TOOLS_MAX)]
+    tools: Annotated[list[ToolNameSpec], Meta(min_length=1, max_length=TOOLS_MAX)]
     mode: Literal["auto", "required"] = "auto"
 
 
-class ChoiceSpec(msgspec.Struct):
+class ToolChoiceSpec(msgspec.Struct):
     """A choice that is more than a word."""
 
     type: Literal["function", "allowed_tools"]
-    function: FunctionName | None = None
-    allowed_tools: AllowedTools | None = None
+    function: FunctionNameSpec | None = None
+    allowed_tools: AllowedToolsSpec | None = None
 
 
-class CallFunction(msgspec.Struct):
+class CalledFunctionSpec(msgspec.Struct):
     """What an earlier answer called."""
 
     name: str
     arguments: str | dict[str, Any] = "{}"
 
 
-class CallSpec(msgspec.Struct):
+class ToolCallSpec(msgspec.Struct):
     """A call in an earlier answer."""
 
-    function: CallFunction
+    function: CalledFunctionSpec
     id: str = ""
     type: Literal["function"] = "function"
 
 
-Choice = Literal["auto", "none", "required"] | ChoiceSpec | None
+ToolChoice = Literal["auto", "none", "required"] | ToolChoiceSpec | None
 
 
 @dataclass(frozen=True, slots=True)
-class Tools:
+class RequestTools:
     """The tools of one request and what may or must be done with them."""
 
-    told: tuple[Tool, ...]
+    told: tuple[ToolDefinition, ...]
     """All tools, as the prompt tells them."""
-    callable: tuple[Tool, ...]
+    callable: tuple[ToolDefinition, ...]
     """Those of them that may be called."""
     must: bool
     calls_max: int
@@ -111,7 +111,7 @@ class Tools:
     ) -> Grammar | None:
         """Return the grammar of the output; `answer` is what else the request constrains it to."""
         if self.must and answer is not None:
-            raise refused(
+            raise invalid_request(
                 answer.param, f"cannot obey both {answer.param} and a tool_choice that must call"
             )
         # A call may come or not, but a strict tool's is as its parameters say.
@@ -119,38 +119,40 @@ class Tools:
         if speech and not any(tool.strict for tool in self.callable):
             return None
         try:
-            calls = grammar_of_calls(self.callable, how, self.calls_max, special, speech=speech)
-        except UnusableGrammar as error:
-            raise refused("tools", str(error)) from error
-        return calls if answer is None else either(answer, calls)
+            calls = tool_call_grammar(self.callable, how, self.calls_max, special, speech=speech)
+        except GrammarError as error:
+            raise invalid_request("tools", str(error)) from error
+        return calls if answer is None else union(answer, calls)
 
 
-def tools_of(specs: list[ToolSpec] | None, choice: Choice, parallel: bool | None) -> Tools | None:
+def requested_tools(
+    specs: list[ToolSpec] | None, choice: ToolChoice, parallel: bool | None
+) -> RequestTools | None:
     """Return the tools of a request; None where it has none or may call none."""
     told = tuple(_tool(spec) for spec in specs or ())
     names = [tool.name for tool in told]
     if len(told) > TOOLS_MAX:
-        raise refused("tools", f"cannot use {len(told)} tools: the limit is {TOOLS_MAX}")
+        raise invalid_request("tools", f"cannot use {len(told)} tools: the limit is {TOOLS_MAX}")
     for name in names:
         if names.count(name) > 1:
-            raise refused("tools", f"cannot use two tools of the name {name!r}")
+            raise invalid_request("tools", f"cannot use two tools of the name {name!r}")
     if choice == "none" or (not told and choice in (None, "auto")):
         return None
     calls_max = 1 if parallel is False else CALLS_MAX
     if choice is None or isinstance(choice, str):
-        return Tools(told, _chosen(told, names), choice == "required", calls_max)
+        return RequestTools(told, _chosen(told, names), choice == "required", calls_max)
     if choice.type == "function" and choice.function is not None:
-        return Tools(told, _chosen(told, [choice.function.name]), True, 1)
+        return RequestTools(told, _chosen(told, [choice.function.name]), True, 1)
     if choice.allowed_tools is not None:
         some = [one.function.name for one in choice.allowed_tools.tools]
         must = choice.allowed_tools.mode == "required"
-        return Tools(told, _chosen(told, some), must, calls_max)
-    raise refused(
+        return RequestTools(told, _chosen(told, some), must, calls_max)
+    raise invalid_request(
         "tool_choice", f"cannot use a tool_choice of type {choice.type} without its field"
     )
 
 
-def in_words(
+def messages_as_text(
     messages: list[dict[str, Any]], described: list[dict[str, Any]], how: ToolFormat
 ) -> list[dict[str, Any]]:
     """Return `messages` for a template that knows no tools: calls and results as plain text."""
@@ -164,7 +166,7 @@ def in_words(
     return told
 
 
-def calls_for_template(calls: list[CallSpec]) -> list[dict[str, Any]]:
+def template_calls(calls: list[ToolCallSpec]) -> list[dict[str, Any]]:
     """Return earlier calls as chat templates expect them: arguments as an object."""
     return [
         {
@@ -179,29 +181,29 @@ def calls_for_template(calls: list[CallSpec]) -> list[dict[str, Any]]:
     ]
 
 
-def _tool(spec: ToolSpec) -> Tool:
+def _tool(spec: ToolSpec) -> ToolDefinition:
     function = spec.function
     if function is None:
         if spec.name is None:
-            raise refused("tools", "cannot use a tool without a function")
+            raise invalid_request("tools", "cannot use a tool without a function")
         function = FunctionSpec(spec.name, spec.description, spec.parameters, spec.strict)
     if not NAME.fullmatch(function.name):
-        raise refused(
+        raise invalid_request(
             "tools",
             f"cannot use a tool of the name {function.name[:80]!r}: letters, digits and _.:/- up to"
             " 128 are allowed",
         )
-    return Tool(
+    return ToolDefinition(
         function.name, function.description or "", function.parameters or {}, bool(function.strict)
     )
 
 
-def _chosen(told: tuple[Tool, ...], names: list[str]) -> tuple[Tool, ...]:
+def _chosen(told: tuple[ToolDefinition, ...], names: list[str]) -> tuple[ToolDefinition, ...]:
     by_name = {tool.name: tool for tool in told}
     missing = [name for name in names if name not in by_name]
     if missing or not names:
         which = f"{missing[0][:80]!r}" if missing else "any tool"
-        raise refused("tool_choice", f"cannot call {which}: it is not among the tools")
+        raise invalid_request("tool_choice", f"cannot call {which}: it is not among the tools")
     return tuple(by_name[name] for name in dict.fromkeys(names))
 
 

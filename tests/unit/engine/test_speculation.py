@@ -15,12 +15,17 @@ from nodeagent.engine.kvcache.blocks import Blocks
 from nodeagent.engine.sampling.sampler import Due, Sampled, Sampler, SamplingParams, sample_runs
 from nodeagent.engine.scheduler.batching import Batch, Batching, Limits
 from nodeagent.engine.scheduler.sequence import Ending, Sequence
-from nodeagent.engine.speculative.draft_length import Acceptance, Offer, StepCosts, choose_depths
-from nodeagent.engine.speculative.ngram import MATCH_MIN, Lookup
+from nodeagent.engine.speculative.draft_length import (
+    AcceptanceRates,
+    DraftProposal,
+    StepCosts,
+    choose_draft_lengths,
+)
+from nodeagent.engine.speculative.ngram import MATCH_MIN, NgramProposer
 from nodeagent.engine.speculative.speculation import Speculation
 from nodeagent.engine.structured import grammar
-from nodeagent.engine.tokenizer.detokenizer import StopStrings, TokenText
-from tests.unit.engine.test_constrain import GRAMMARS
+from nodeagent.engine.tokenizer.detokenizer import StopStrings, StreamDetokenizer
+from tests.unit.engine.test_structured import GRAMMARS
 from tests.unit.engine.test_text import VOCABULARY
 
 END = 256
@@ -43,14 +48,14 @@ END = 256
 def test_a_lookup_finds_the_longest_and_latest_match(
     tokens: list[int], count: int, after: list[int], wanted: tuple[list[int], int]
 ) -> None:
-    lookup = Lookup()
+    lookup = NgramProposer()
     lookup.follow(tokens[:2])
     lookup.follow(tokens)
     assert lookup.propose(count, after) == wanted
 
 
 def test_predicted_text_is_looked_up_too() -> None:
-    lookup = Lookup([1, 2, 3, 4, 5])
+    lookup = NgramProposer([1, 2, 3, 4, 5])
     lookup.follow([9, 1, 2])
     assert lookup.propose(3) == ([3, 4, 5], 2)
 
@@ -58,7 +63,7 @@ def test_predicted_text_is_looked_up_too() -> None:
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=60))
 def test_what_is_proposed_followed_the_same_tokens_before(tokens: list[int]) -> None:
-    lookup = Lookup()
+    lookup = NgramProposer()
     lookup.follow(tokens)
     proposed, matched = lookup.propose(1)
     pairs = [tuple(tokens[i : i + MATCH_MIN]) for i in range(len(tokens) - MATCH_MIN)]
@@ -68,8 +73,8 @@ def test_what_is_proposed_followed_the_same_tokens_before(tokens: list[int]) -> 
         assert any(tokens[i : i + len(run)] == run for i in range(len(tokens)))
 
 
-def offer(*chances: float) -> Offer:
-    return Offer(tuple(range(len(chances))), chances)
+def offer(*chances: float) -> DraftProposal:
+    return DraftProposal(tuple(range(len(chances))), chances)
 
 
 @pytest.mark.parametrize(
@@ -85,16 +90,16 @@ def offer(*chances: float) -> Offer:
     ],
 )
 def test_drafts_are_taken_where_they_pay(
-    offers: list[Offer], rows_max: int, row_cost: float, wanted: list[int]
+    offers: list[DraftProposal], rows_max: int, row_cost: float, wanted: list[int]
 ) -> None:
     rows = max(len(offers), 1)
-    assert choose_depths(offers, rows, rows_max, lambda n: 1 + row_cost * (n - 1)) == wanted
+    assert choose_draft_lengths(offers, rows, rows_max, lambda n: 1 + row_cost * (n - 1)) == wanted
 
 
 def test_a_batch_that_is_bound_by_work_drafts_nothing() -> None:
     # Twice the rows take twice the time: a draft that may fail can only lose.
     offers = [offer(0.9, 0.8)] * 16
-    assert choose_depths(offers, 16, 256, lambda rows: 0.1 * rows) == [0] * 16
+    assert choose_draft_lengths(offers, 16, 256, lambda rows: 0.1 * rows) == [0] * 16
 
 
 def test_costs_are_estimated_between_and_beyond_what_was_measured() -> None:
@@ -112,13 +117,13 @@ def test_costs_are_estimated_between_and_beyond_what_was_measured() -> None:
 
 
 def test_acceptance_is_learnt_and_lent_to_newcomers() -> None:
-    everyone = Acceptance()
-    one = Acceptance(everyone)
+    everyone = AcceptanceRates()
+    one = AcceptanceRates(everyone)
     for _ in range(60):
         one.note("match 2", accepted=False)
     assert one.chance("match 2") < 0.05
-    assert Acceptance(everyone).chance("match 2") < 0.05
-    assert one.chance("match 3") == Acceptance().chance("match 3")
+    assert AcceptanceRates(everyone).chance("match 2") < 0.05
+    assert one.chance("match 3") == AcceptanceRates().chance("match 3")
 
 
 class Model:
@@ -164,7 +169,7 @@ def generate(
             Generation(
                 sequence,
                 Sampler(params, sequence.tokens.copy(), constraint),
-                TokenText(VOCABULARY),
+                StreamDetokenizer(VOCABULARY),
                 StopStrings(more.get("stops", ())),
                 speculation.drafter(constraint) if speculation else None,
             )
@@ -177,7 +182,7 @@ def generate(
     return [sequence.tokens for sequence in sequences], engine, model
 
 
-LETTERS = grammar.of_regex("[a-e]{5,40}", "x")
+LETTERS = grammar.regex_grammar("[a-e]{5,40}", "x")
 
 
 @pytest.mark.parametrize("blocks", [64, 9])

@@ -19,14 +19,14 @@ from nodeagent.engine.model.llama import Llama
 from nodeagent.engine.model.shape import CheckpointError, ModelShape
 from nodeagent.engine.sampling.sampler import likeliest
 from nodeagent.engine.scheduler.sequence import BLOCK_TOKENS
-from nodeagent.engine.speculative.draft_model import Ahead, Habits
+from nodeagent.engine.speculative.draft_model import DraftModel, DraftModelTraits
 from nodeagent.engine.tokenizer.vocabulary import Vocabulary
 from nodeagent.engine.weights.checkpoint import Checkpoint, open_checkpoint
 from nodeagent.engine.weights.eagle3 import HeadFolder, is_head
 from nodeagent.engine.weights.weight_loading import Survey, Weights, WeightSource
 
 
-class Served(NamedTuple):
+class TargetModel(NamedTuple):
     """The model that is drafted for, as its files have it, and who computes it."""
 
     source: WeightSource
@@ -35,7 +35,7 @@ class Served(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class DraftModel:
+class DraftModelFiles:
     """A small model of the same tokens, its weights not read yet."""
 
     source: Checkpoint
@@ -59,7 +59,9 @@ class DraftModel:
         """Close its files."""
         self.source.close()
 
-    def load(self, config: EngineConfig, served: Runner, model: Llama, whole: Served) -> Ahead:
+    def load(
+        self, config: EngineConfig, served: Runner, model: Llama, whole: TargetModel
+    ) -> DraftModel:
         """Read its weights, and give it KV beside that of the `served` model."""
         dtype = served.dtype
         context = min(config.context_tokens_max, self.shape.context_tokens)
@@ -70,9 +72,9 @@ class DraftModel:
         known, runner = self.tokens, Runner(own, served.blocks, config.device, dtype)
         if config.graphs:
             runner.capture(config.sequences_max, context)
-        return Ahead(
+        return DraftModel(
             runner=runner,
-            habits=Habits("model", pick=lambda logits: likeliest(logits[:, :known])),
+            habits=DraftModelTraits("model", pick=lambda logits: likeliest(logits[:, :known])),
             clock=time.perf_counter,
             read_tokens_max=config.batch_tokens_max,
             context_tokens=context,
@@ -81,7 +83,7 @@ class DraftModel:
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class Eagle3HeadFiles:
     """An EAGLE-3 head for the served model, its weights not read yet."""
 
     source: HeadFolder
@@ -103,7 +105,9 @@ class Head:
         """Close its files."""
         self.source.close()
 
-    def load(self, config: EngineConfig, served: Runner, model: Llama, whole: Served) -> Ahead:
+    def load(
+        self, config: EngineConfig, served: Runner, model: Llama, whole: TargetModel
+    ) -> DraftModel:
         """Read its weights, and have it listen to the `served` model."""
         context = min(config.context_tokens_max, self.source.shape.context_tokens)
         features = Features(self.source, self.source, self.layers)
@@ -118,9 +122,11 @@ class Head:
             features.afar, whole.ranks.told = True, features.arrive
             whole.ranks.listen(self.layers, whole.shape)
         targets = self.source.targets()
-        return Ahead(
+        return DraftModel(
             runner=Runner(head, served.blocks, config.device, served.dtype),
-            habits=Habits("head", 1, lambda logits: targets[likeliest(logits).cpu()], head.chain),
+            habits=DraftModelTraits(
+                "head", 1, lambda logits: targets[likeliest(logits).cpu()], head.chain
+            ),
             clock=time.perf_counter,
             read_tokens_max=config.batch_tokens_max,
             context_tokens=context,
@@ -128,7 +134,7 @@ class Head:
         )
 
     def _embedding(
-        self, config: EngineConfig, served: Runner, model: Llama, whole: Served
+        self, config: EngineConfig, served: Runner, model: Llama, whole: TargetModel
     ) -> Callable[[Tensor], Tensor]:
         """Return the served model's embeddings: a table of its own where ranks cut the model's."""
         if not self.embeddings:
@@ -142,7 +148,7 @@ class Head:
 
 def open_draft(
     config: EngineConfig, shape: ModelShape, vocabulary: Vocabulary
-) -> DraftModel | Head | None:
+) -> DraftModelFiles | Eagle3HeadFiles | None:
     """Open what `draft_path` names; None where it names nothing, or nothing is to be drafted.
 
     Raises CheckpointError where it does not go with the served model of this `shape`.
@@ -154,7 +160,7 @@ def open_draft(
     return _open_model(config, vocabulary)
 
 
-def _open_model(config: EngineConfig, vocabulary: Vocabulary) -> DraftModel:
+def _open_model(config: EngineConfig, vocabulary: Vocabulary) -> DraftModelFiles:
     source = open_checkpoint(Path(config.draft_path))
     try:
         _same_tokens(config, vocabulary, source.vocabulary())
@@ -167,10 +173,10 @@ def _open_model(config: EngineConfig, vocabulary: Vocabulary) -> DraftModel:
     except BaseException:
         source.close()
         raise
-    return DraftModel(source, vocabulary.size)
+    return DraftModelFiles(source, vocabulary.size)
 
 
-def _open_head(config: EngineConfig, shape: ModelShape) -> Head:
+def _open_head(config: EngineConfig, shape: ModelShape) -> Eagle3HeadFiles:
     head = HeadFolder(Path(config.draft_path))
     try:
         for what, its_own, wanted in (
@@ -203,7 +209,7 @@ def _open_head(config: EngineConfig, shape: ModelShape) -> Head:
         head.close()
         raise
     shared = config.tensor_parallel == 1 or head.has("embed_tokens.weight")
-    return Head(head, layers, 0 if shared else shape.vocabulary * shape.hidden)
+    return Eagle3HeadFiles(head, layers, 0 if shared else shape.vocabulary * shape.hidden)
 
 
 def _same_tokens(config: EngineConfig, served: Vocabulary, drafting: Vocabulary) -> None:

@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from isochrone.wire.errors import ApiError
 from nodeagent.engine.sampling.sampler import Sampled, Sampler, SamplingParams, UnsoundLogits
 from nodeagent.engine.server.request_body import ChatBody, read_chat
+from nodeagent.engine.server.structured_fields import grammar_of
 from nodeagent.engine.structured import grammar
-from nodeagent.engine.structured.compiler import Grammars
-from nodeagent.engine.structured.grammar import Grammar, UnusableGrammar
-from nodeagent.engine.structured.request_grammar import grammar_of
+from nodeagent.engine.structured.compiler import GrammarCompiler
+from nodeagent.engine.structured.grammar import Grammar, GrammarError
 from tests.unit.engine.test_sampling import sample_rows
 from tests.unit.engine.test_text import VOCABULARY
 
 END = 256
-GRAMMARS = Grammars(VOCABULARY)
+GRAMMARS = GrammarCompiler(VOCABULARY)
 HI = [{"role": "user", "content": "hi"}]
 
 
@@ -58,7 +58,7 @@ PERSON = {
 @settings(deadline=None, max_examples=15)
 @given(st.integers(0, 10_000))
 def test_what_is_sampled_is_json_of_the_schema(seed: int) -> None:
-    text = write(grammar.of_schema(PERSON, "x"), seed)
+    text = write(grammar.json_schema_grammar(PERSON, "x"), seed)
     if text is not None:
         value = json.loads(text)
         assert set(value) == {"name", "age"}
@@ -81,7 +81,7 @@ def written_so(wanted: Grammar, text: str) -> str:
 
 @pytest.mark.parametrize("ends", ["\n", "\r\n"])
 def test_json_may_be_laid_out_but_not_be_mostly_blank(ends: str) -> None:
-    person = grammar.of_schema(PERSON, "x")
+    person = grammar.json_schema_grammar(PERSON, "x")
     for indent in (None, 2, 8, "\t"):
         text = json.dumps({"name": "Ada", "age": 36}, indent=indent).replace("\n", ends)
         assert written_so(person, text) == text
@@ -94,7 +94,7 @@ def test_json_may_be_laid_out_but_not_be_mostly_blank(ends: str) -> None:
 @settings(deadline=None, max_examples=15)
 @given(st.integers(0, 10_000))
 def test_any_object_is_an_object(seed: int) -> None:
-    text = write(grammar.of_any_object("x"), seed)
+    text = write(grammar.json_object_grammar("x"), seed)
     if text is not None:
         assert isinstance(json.loads(text), dict)
 
@@ -103,7 +103,7 @@ def test_any_object_is_an_object(seed: int) -> None:
     "pattern", [r"\d{3}-\d{4}", r"(a|b/c)+x", "[^\n]{2}\n", r"a\/b", "^ok$", r"\\/"]
 )
 def test_a_regex_is_matched_whole(pattern: str) -> None:
-    text = write(grammar.of_regex(pattern, "x"), tokens_max=200)
+    text = write(grammar.regex_grammar(pattern, "x"), tokens_max=200)
     assert text is not None
     assert re.fullmatch(pattern, text)
 
@@ -111,14 +111,14 @@ def test_a_regex_is_matched_whole(pattern: str) -> None:
 @settings(deadline=None, max_examples=40)
 @given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1), min_size=1))
 def test_one_of_the_choices_comes_out_whatever_they_hold(choices: list[str]) -> None:
-    assert write(grammar.of_choices(choices, "x"), tokens_max=10_000) in choices
+    assert write(grammar.choice_grammar(choices, "x"), tokens_max=10_000) in choices
 
 
 @pytest.mark.parametrize(
     "text", ['a" | "b', "\n", "\\", "<[2]>", "%json {}", "\x7f\x85\u2028", "/"]
 )
 def test_no_choice_is_read_as_a_rule(text: str) -> None:
-    assert write(grammar.of_choices([text], "x")) == text
+    assert write(grammar.choice_grammar([text], "x")) == text
 
 
 def deep(levels: int) -> Any:
@@ -155,8 +155,8 @@ HOSTILE: list[tuple[Any, str]] = [
 
 @pytest.mark.parametrize(("schema", "said"), HOSTILE, ids=[said for _, said in HOSTILE])
 def test_a_schema_that_cannot_be_used_is_refused_in_words(schema: Any, said: str) -> None:
-    with pytest.raises(UnusableGrammar, match=said) as caught:
-        GRAMMARS.build(grammar.of_schema(schema, "response_format"))
+    with pytest.raises(GrammarError, match=said) as caught:
+        GRAMMARS.build(grammar.json_schema_grammar(schema, "response_format"))
     assert str(caught.value).startswith("cannot use response_format: ")
     assert "\n" not in str(caught.value)
 
@@ -176,7 +176,9 @@ def test_a_schema_that_cannot_be_used_is_refused_in_words(schema: Any, said: str
     ids=str,
 )
 def test_a_schema_that_asks_for_much_ends_by_its_tokens_or_in_words(schema: Any) -> None:
-    sampler = Sampler(SamplingParams(seed=1), [], GRAMMARS.build(grammar.of_schema(schema, "x")))
+    sampler = Sampler(
+        SamplingParams(seed=1), [], GRAMMARS.build(grammar.json_schema_grammar(schema, "x"))
+    )
     for _ in range(100):
         (result,) = sample_rows(torch.zeros(1, 257), [sampler])
         if isinstance(result, UnsoundLogits):
@@ -188,9 +190,9 @@ def test_a_schema_that_asks_for_much_ends_by_its_tokens_or_in_words(schema: Any)
 
 def test_keywords_that_cannot_be_enforced_pass_where_strictness_is_waived() -> None:
     loose = {"type": "array", "uniqueItems": True, "items": {"enum": [1]}, "maxItems": 2}
-    with pytest.raises(UnusableGrammar, match="uniqueItems"):
-        GRAMMARS.build(grammar.of_schema(loose, "x"))
-    assert write(grammar.of_schema(loose, "x", lenient=True)) is not None
+    with pytest.raises(GrammarError, match="uniqueItems"):
+        GRAMMARS.build(grammar.json_schema_grammar(loose, "x"))
+    assert write(grammar.json_schema_grammar(loose, "x", lenient=True)) is not None
 
 
 @pytest.mark.parametrize(
@@ -254,12 +256,12 @@ def test_what_cannot_be_asked_is_refused_in_words(fields: dict[str, Any], said: 
 
 
 def test_a_seed_and_the_models_own_logprobs_hold_under_a_constraint() -> None:
-    wanted = grammar.of_schema(PERSON, "x")
+    wanted = grammar.json_schema_grammar(PERSON, "x")
     assert write(wanted, 7) == write(wanted, 7)
     sampler = Sampler(
         SamplingParams(temperature=0, logprobs=1),
         [],
-        GRAMMARS.build(grammar.of_choices(["z"], "x")),
+        GRAMMARS.build(grammar.choice_grammar(["z"], "x")),
     )
     logits = torch.zeros(1, 257)
     logits[0, 65] = 3.0
@@ -273,7 +275,7 @@ def test_a_seed_and_the_models_own_logprobs_hold_under_a_constraint() -> None:
 def test_a_broken_constraint_harms_no_neighbour() -> None:
     free = Sampler(SamplingParams(temperature=0), [])
     held = Sampler(
-        SamplingParams(temperature=0), [], GRAMMARS.build(grammar.of_choices(["a"], "x"))
+        SamplingParams(temperature=0), [], GRAMMARS.build(grammar.choice_grammar(["a"], "x"))
     )
     assert held.constraint is not None
     with pytest.raises(Exception, match="cannot go on"):
@@ -284,7 +286,7 @@ def test_a_broken_constraint_harms_no_neighbour() -> None:
 
 
 def test_looking_ahead_drafts_what_must_come_and_leaves_no_trace() -> None:
-    constraint = GRAMMARS.build(grammar.of_choices(["left", "lever"], "x"))
+    constraint = GRAMMARS.build(grammar.choice_grammar(["left", "lever"], "x"))
 
     def nothing(draft: list[int]) -> None:
         return None
@@ -308,14 +310,14 @@ def test_looking_ahead_drafts_what_must_come_and_leaves_no_trace() -> None:
 
 
 def test_a_model_without_an_end_cannot_be_constrained() -> None:
-    endless = Grammars(replace(VOCABULARY, stop_ids=frozenset()))
-    with pytest.raises(UnusableGrammar, match="no token of this model ends a text"):
-        endless.build(grammar.of_any_object("x"))
+    endless = GrammarCompiler(replace(VOCABULARY, stop_ids=frozenset()))
+    with pytest.raises(GrammarError, match="no token of this model ends a text"):
+        endless.build(grammar.json_object_grammar("x"))
 
 
 async def test_a_compilation_that_takes_too_long_is_refused() -> None:
-    hurried = Grammars(VOCABULARY, compile_s=0.0)
+    hurried = GrammarCompiler(VOCABULARY, compile_s=0.0)
     with pytest.raises(ApiError) as caught:
-        await hurried.compile(grammar.of_any_object("response_format"))
+        await hurried.compile(grammar.json_object_grammar("response_format"))
     assert caught.value.retry_after_s or "does not compile" in caught.value.message
     hurried.close()

@@ -19,19 +19,19 @@ from nodeagent.engine.model.layers.lora import Adapter, salted
 from nodeagent.engine.sampling.sampler import Sampler
 from nodeagent.engine.scheduler.fair_queue import Standing
 from nodeagent.engine.scheduler.sequence import Ending, Finish, Sequence
-from nodeagent.engine.server.inflight_limit import Entrance
-from nodeagent.engine.server.request_body import Ask
+from nodeagent.engine.server.inflight_limit import InflightLimit
+from nodeagent.engine.server.request_body import GenerationOptions
 from nodeagent.engine.speculative.speculation import Speculation
 from nodeagent.engine.structured.constraint import Constraint
-from nodeagent.engine.tokenizer.detokenizer import StopStrings, TokenText
+from nodeagent.engine.tokenizer.detokenizer import StopStrings, StreamDetokenizer
 from nodeagent.engine.tokenizer.vocabulary import Vocabulary
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class PreparedRequest:
     """A request, checked and tokenised: what its generations are made of."""
 
-    ask: Ask
+    ask: GenerationOptions
     prompts: Ordered[tuple[list[int], Ending]]
     salt: bytes = b""
     constraint: Constraint | None = None
@@ -50,7 +50,7 @@ class Asked:
 
 
 @dataclass(slots=True, eq=False)
-class Client:
+class OpenRequest:
     """One open request as the event loop sees it."""
 
     numbers: range
@@ -62,26 +62,28 @@ class Client:
     cut: bool = False
 
 
-class Clients:
+class OpenRequests:
     """All open requests of this process."""
 
     def __init__(
         self,
         vocabulary: Vocabulary,
-        entrance: Entrance,
+        inflight: InflightLimit,
         queue_max: int,
         speculation: Speculation | None = None,
     ) -> None:
         self._vocabulary = vocabulary
         self._speculation = speculation
-        self._entrance = entrance
+        self._entrance = inflight
         self._queue_max = queue_max
-        self._open: dict[int, Client] = {}
+        self._open: dict[int, OpenRequest] = {}
         self._next = 1
         self._loop = asyncio.get_running_loop()
         self.cut_total = 0
 
-    def open(self, worker: Worker, asked: Asked, abort: Callable[[], None]) -> Client:
+    def open(
+        self, worker: Worker, asked: PreparedRequest, abort: Callable[[], None]
+    ) -> OpenRequest:
         """Start the generations of a request; the caller must `close` them."""
         count = asked.answers
         self._entrance.admit(count)
@@ -90,7 +92,7 @@ class Clients:
         generations = [self._generation(asked, choice, numbers[choice]) for choice in range(count)]
         prompt_tokens = sum(len(tokens) for tokens, _ in asked.prompts)
         queue: asyncio.Queue[Delta] = asyncio.Queue(self._queue_max * count)
-        client = Client(numbers, prompt_tokens, abort, queue)
+        client = OpenRequest(numbers, prompt_tokens, abort, queue)
         self._next = numbers.stop
         self._open.update(dict.fromkeys(numbers, client))
         self._entrance.enter(count)
@@ -100,7 +102,7 @@ class Clients:
             worker.submit(generations[first])
         return client
 
-    def close(self, worker: Worker, client: Client) -> None:
+    def close(self, worker: Worker, client: OpenRequest) -> None:
         """Forget `client`; what it still has running is cancelled."""
         for number in client.numbers:
             del self._open[number]
@@ -120,7 +122,7 @@ class Clients:
             if not client.ended:
                 self._put(client, Delta(client.numbers[0], "", None, 0, 0, Finish.ERROR, message))
 
-    def _generation(self, asked: Asked, choice: int, number: int) -> Generation:
+    def _generation(self, asked: PreparedRequest, choice: int, number: int) -> Generation:
         ask, constraint = asked.ask, asked.constraint
         tokens, ending = asked.prompts[choice // ask.choices]
         # Each answer moves through the grammar, and draws, by itself.
@@ -134,7 +136,7 @@ class Clients:
         return Generation(
             Sequence(number, tokens.copy(), ending, kept, asked.adapter, asked.standing),
             Sampler(params, tokens.copy() if params.penalised else [], own, ending.stop_ids),
-            TokenText(self._vocabulary, asked.shown, goes_on=asked.goes_on),
+            StreamDetokenizer(self._vocabulary, asked.shown, goes_on=asked.goes_on),
             StopStrings(ask.stops),
             drafter,
             choice,
@@ -146,7 +148,7 @@ class Clients:
             if client is not None and not client.ended:
                 self._put(client, delta)
 
-    def _put(self, client: Client, delta: Delta) -> None:
+    def _put(self, client: OpenRequest, delta: Delta) -> None:
         if not client.deltas.full():
             client.deltas.put_nowait(delta)
         elif not client.cut:

@@ -21,7 +21,7 @@ from typing import Any, Final
 from nodeagent.engine.structured.grammar import (
     SCHEMA_BYTES_MAX,
     Grammar,
-    UnusableGrammar,
+    GrammarError,
     quoted,
     schema_rule,
 )
@@ -101,7 +101,7 @@ MISTRAL: Final = ToolFormat(
 
 
 @dataclass(frozen=True, slots=True)
-class Tool:
+class ToolDefinition:
     """A function that the model may call."""
 
     name: str
@@ -118,7 +118,7 @@ class Tool:
         return {"type": "function", "function": function}
 
 
-def format_of_template(template: str) -> ToolFormat:
+def tool_format_of(template: str) -> ToolFormat:
     """Return how the model behind this chat template writes calls."""
     if "[TOOL_CALLS]" in template:
         return MISTRAL
@@ -131,8 +131,8 @@ def format_of_template(template: str) -> ToolFormat:
     return HERMES
 
 
-def grammar_of_calls(
-    tools: tuple[Tool, ...],
+def tool_call_grammar(
+    tools: tuple[ToolDefinition, ...],
     how: ToolFormat,
     calls_max: int,
     special: dict[str, int],
@@ -154,7 +154,7 @@ def grammar_of_calls(
         rules.append(f'call_{index}: {quoted(head)} arguments_{index} "}}"')
         rules.append(f"arguments_{index}: {rule}")
     if size > TOOLS_BYTES_MAX:
-        raise UnusableGrammar(
+        raise GrammarError(
             f"cannot use tools: their parameters take {size} bytes, the limit is {TOOLS_BYTES_MAX}"
         )
     before = _spelled(how.before, special)

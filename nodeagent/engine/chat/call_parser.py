@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Final
 
-from nodeagent.engine.tools.call_format import FUNCTION, NAME, ToolFormat
-from nodeagent.engine.tools.call_scanner import (
+from nodeagent.engine.chat.call_format import FUNCTION, NAME, ToolFormat
+from nodeagent.engine.chat.call_scanner import (
     SPACE,
-    NamedScan,
-    ObjectScan,
-    Scan,
-    Schemas,
-    TagScan,
+    CallScan,
+    JsonCallScan,
+    NamedCallScan,
+    TaggedCallScan,
+    ToolSchemas,
     beginning,
 )
 
@@ -24,14 +24,14 @@ _SEPARATORS: Final = SPACE + ",;[]"
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class ContentText:
     """Content: text that is no call."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class CallBegan:
+class CallStarted:
     """A call of the tool `name`; its arguments follow."""
 
     index: int
@@ -39,14 +39,14 @@ class CallBegan:
 
 
 @dataclass(frozen=True, slots=True)
-class CallPiece:
+class CallArguments:
     """More of a call's arguments, as JSON text."""
 
     index: int
     text: str
 
 
-Event = Said | CallBegan | CallPiece
+OutputEvent = ContentText | CallStarted | CallArguments
 
 
 class _Where(Enum):
@@ -57,41 +57,41 @@ class _Where(Enum):
 
 
 @dataclass(slots=True)
-class CallReader:
+class ToolCallParser:
     """Reads one output in one format."""
 
     how: ToolFormat
-    tools: Schemas
+    tools: ToolSchemas
     single: bool = False
     """Whether nothing is told after the first call."""
     calls: int = 0
     _where: _Where = _Where.START
     _held: str = ""
     """What waits: not yet known to be content, or already part of a call."""
-    _call: Scan | None = None
+    _call: CallScan | None = None
     _calls_before: int = 0
     """Calls before the section at hand."""
 
-    def feed(self, text: str) -> list[Event]:
+    def feed(self, text: str) -> list[OutputEvent]:
         """Return what is known after `text`."""
         self._held += text
-        events: list[Event] = []
+        events: list[OutputEvent] = []
         moving = True
         while moving:
             moving = self._move(events)
         return _joined(events)
 
-    def flush(self) -> list[Event]:
+    def flush(self) -> list[OutputEvent]:
         """Return what was held back: the output has ended."""
         held, self._held = self._held, ""
         scan, self._call = self._call, None
         if scan is not None:
-            return [] if scan.told else [Said(scan.prefix + scan.text())]
+            return [] if scan.told else [ContentText(scan.prefix + scan.text())]
         # White space and half a closing mark behind a call are no content.
         over = self.calls and (self._where is _Where.SECTION or not held.strip(SPACE))
-        return [Said(held)] if held and not over else []
+        return [ContentText(held)] if held and not over else []
 
-    def _move(self, events: list[Event]) -> bool:
+    def _move(self, events: list[OutputEvent]) -> bool:
         """Take one stride; False where more text is needed."""
         if self.single and self.calls and self._call is None:
             self._held = ""
@@ -119,14 +119,14 @@ class CallReader:
         self._where = _Where.SECTION if calls else _Where.TEXT
         return True
 
-    def _text(self, events: list[Event]) -> bool:
+    def _text(self, events: list[OutputEvent]) -> bool:
         openings = self.how.openings
         found = [at for opening in openings if (at := self._held.find(opening)) >= 0]
         if found:
             # White space before a call sets it off; it is no content unless the call is none.
             known = self._held[: min(found)].rstrip(SPACE)
             if known:
-                events.append(Said(known))
+                events.append(ContentText(known))
             self._held = self._held[len(known) :]
             self._where = _Where.SECTION
             self._calls_before = self.calls
@@ -138,11 +138,11 @@ class CallReader:
         known = self._held[: len(self._held) - keep]
         known = known.rstrip(SPACE) if openings or self.calls else known
         if known:
-            events.append(Said(known))
+            events.append(ContentText(known))
             self._held = self._held[len(known) :]
         return False
 
-    def _section(self, events: list[Event]) -> bool:
+    def _section(self, events: list[OutputEvent]) -> bool:
         """Find the next call after an opening or after another call."""
         mark = self.how.opening or self.how.optional_opening
         begun = self._held.lstrip(SPACE)
@@ -165,17 +165,17 @@ class CallReader:
         first = len(self._held) - len(rest) + 1
         return self._give_up(events, self._held[:first], rest[1:])
 
-    def _scan(self, prefix: str, rest: str) -> Scan | None:
+    def _scan(self, prefix: str, rest: str) -> CallScan | None:
         """Return what reads the call that begins `rest`, if one does."""
         if rest.startswith("{"):
-            return ObjectScan(self.tools, prefix)
+            return JsonCallScan(self.tools, prefix)
         if self.how.tags and rest.startswith(FUNCTION):
-            return TagScan(self.tools, prefix)
+            return TaggedCallScan(self.tools, prefix)
         if self.how.named and NAME.match(rest):
-            return NamedScan(self.tools, prefix)
+            return NamedCallScan(self.tools, prefix)
         return None
 
-    def _read_call(self, events: list[Event]) -> bool:
+    def _read_call(self, events: list[OutputEvent]) -> bool:
         scan = self._call
         assert scan is not None
         text, self._held = self._held, ""
@@ -184,11 +184,11 @@ class CallReader:
             scan.told = True
             scan.index = self.calls
             self.calls += 1
-            events.append(CallBegan(scan.index, scan.name or ""))
+            events.append(CallStarted(scan.index, scan.name or ""))
         if scan.told:
             piece = scan.take()
             if piece:
-                events.append(CallPiece(scan.index, piece))
+                events.append(CallArguments(scan.index, piece))
         elif scan.done or scan.is_none:
             return self._give_up(events, scan.prefix + scan.text(), rest)
         if not scan.done:
@@ -198,11 +198,11 @@ class CallReader:
         self._where = _Where.SECTION
         return True
 
-    def _give_up(self, events: list[Event], text: str, rest: str) -> bool:
+    def _give_up(self, events: list[OutputEvent], text: str, rest: str) -> bool:
         """It is no call as far as `text`: tell that as content, and look for calls behind it."""
         known = len(text) - self._opening_begun(text)
         if known:
-            events.append(Said(text[:known]))
+            events.append(ContentText(text[:known]))
         self._call = None
         self._held = text[known:] + rest
         self._where = _Where.TEXT
@@ -213,13 +213,13 @@ class CallReader:
         return max((beginning(text, opening) for opening in self.how.openings), default=0)
 
 
-def _joined(events: list[Event]) -> list[Event]:
+def _joined(events: list[OutputEvent]) -> list[OutputEvent]:
     """Join neighbouring pieces of content."""
-    joined: list[Event] = []
+    joined: list[OutputEvent] = []
     for event in events:
         last = joined[-1] if joined else None
-        if isinstance(event, Said) and isinstance(last, Said):
-            joined[-1] = Said(last.text + event.text)
+        if isinstance(event, ContentText) and isinstance(last, ContentText):
+            joined[-1] = ContentText(last.text + event.text)
         else:
             joined.append(event)
     return joined
