@@ -15,11 +15,11 @@ from aiohttp import web
 from isochrone.wire.engine import EngineConfig
 from isochrone.wire.errors import ApiError, ErrorCode, openai_error_event
 from isochrone.wire.headers import CACHE_SALT, REQUEST_ID
-from nodeagent.engine.core.generation_thread import Worker
-from nodeagent.engine.core.step import Delta
-from nodeagent.engine.distributed.worker_group import Crew
-from nodeagent.engine.loading import Loaded
-from nodeagent.engine.scheduler.sequence import BLOCK_TOKENS, Ending, Finish
+from nodeagent.engine.core.generation_thread import GenerationThread
+from nodeagent.engine.core.step import GenerationDelta
+from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS
+from nodeagent.engine.loading import LoadedEngine
+from nodeagent.engine.scheduler.sequence import FinishReason, StopConditions
 from nodeagent.engine.server.adapters import Adapters
 from nodeagent.engine.server.generations import Asked, Client, Clients
 from nodeagent.engine.server.http_routes import LONG_TEXT_CHARS, Server, as_json
@@ -44,6 +44,7 @@ from nodeagent.engine.server.tool_calling import Calling
 from nodeagent.engine.structured.compiler import Grammars
 from nodeagent.engine.tokenizer.chat_template import UnusableChat
 from nodeagent.engine.tools.chat_tools import tools_of
+from nodeagent.engine.workers.worker_group import WorkerGroup
 
 _SALT_CHARS_MAX: Final = 256
 
@@ -52,7 +53,11 @@ class EngineServer(Server):
     """The handlers, with what they need."""
 
     def __init__(
-        self, config: EngineConfig, crew: Crew, loaded: Loaded, on_death: Callable[[], None]
+        self,
+        config: EngineConfig,
+        crew: WorkerGroup,
+        loaded: LoadedEngine,
+        on_death: Callable[[], None],
     ) -> None:
         super().__init__(config)
         engine, vocabulary = loaded.engine, loaded.vocabulary
@@ -61,7 +66,7 @@ class EngineServer(Server):
         self.clients = Clients(
             vocabulary, self.entrance, config.client_queue_max, engine.speculation
         )
-        self.worker: Worker = Worker(engine, self.clients.publish, on_death)
+        self.worker: GenerationThread = GenerationThread(engine, self.clients.publish, on_death)
         for member in crew.members:
             asyncio.get_running_loop().add_reader(member.descriptor, self.worker.fail)
         self.adapters = Adapters(config, loaded.adding, loaded.dtype)
@@ -246,7 +251,9 @@ class EngineServer(Server):
             goes_on=not isinstance(body, ChatBody) or bool(body.continue_final_message),
         )
 
-    def _ending(self, body: ChatBody | CompletionBody, ask: Ask, tokens: list[int]) -> Ending:
+    def _ending(
+        self, body: ChatBody | CompletionBody, ask: Ask, tokens: list[int]
+    ) -> StopConditions:
         """Check the request against this model and return what ends it."""
         self.hold_alive()
         size = self.loaded.vocabulary.size
@@ -271,7 +278,7 @@ class EngineServer(Server):
         # A grammar that is fulfilled allows nothing but the end.
         endless = ask.ignore_eos and ask.grammar is None
         own = frozenset() if endless else self.loaded.vocabulary.stop_ids
-        return Ending(max_tokens, own | ask.stop_ids)
+        return StopConditions(max_tokens, own | ask.stop_ids)
 
     async def _stream(
         self, request: web.Request, answer: Answer, client: Client
@@ -295,7 +302,7 @@ class EngineServer(Server):
             await self._write(response, frames)
             frames = []
             delta = await client.deltas.get()
-            if delta.finish in (Finish.ERROR, Finish.LATE):
+            if delta.finish in (FinishReason.ERROR, FinishReason.LATE):
                 return await self._break_off(response, delta)
         client.ended = True
         await self._write(response, [*frames, answer.closing(client.prompt_tokens)])
@@ -311,7 +318,9 @@ class EngineServer(Server):
         except TimeoutError as error:
             raise ConnectionResetError("the client does not read") from error
 
-    async def _break_off(self, response: web.StreamResponse, delta: Delta) -> web.StreamResponse:
+    async def _break_off(
+        self, response: web.StreamResponse, delta: GenerationDelta
+    ) -> web.StreamResponse:
         """Tell an error inside a stream; without the end mark, so that no one takes it as whole."""
         error = ApiError(ErrorCode.INTERNAL, delta.error)
         await self._write(response, [openai_error_event(error)])
@@ -333,8 +342,8 @@ def _call_id(chars: int) -> str:
     return uuid.uuid4().hex[:chars] if chars else f"call_{uuid.uuid4().hex[:24]}"
 
 
-def _raise_failure(delta: Delta) -> None:
-    if delta.finish is Finish.ERROR:
+def _raise_failure(delta: GenerationDelta) -> None:
+    if delta.finish is FinishReason.ERROR:
         raise ApiError(ErrorCode.INTERNAL, delta.error)
-    if delta.finish is Finish.LATE:
+    if delta.finish is FinishReason.LATE:
         raise ApiError(ErrorCode.OUT_OF_CAPACITY, delta.error, retry_after_s=1.0)

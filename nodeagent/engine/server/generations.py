@@ -13,12 +13,12 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, field, replace
 
-from nodeagent.engine.core.generation_thread import Worker
-from nodeagent.engine.core.step import Delta, Generation
+from nodeagent.engine.core.generation_thread import GenerationThread
+from nodeagent.engine.core.step import Generation, GenerationDelta
 from nodeagent.engine.model.layers.lora import Adapter, salted
 from nodeagent.engine.sampling.sampler import Sampler
-from nodeagent.engine.scheduler.fair_queue import Standing
-from nodeagent.engine.scheduler.sequence import Ending, Finish, Sequence
+from nodeagent.engine.scheduler.fair_queue import SchedulingParams
+from nodeagent.engine.scheduler.sequence import FinishReason, Sequence, StopConditions
 from nodeagent.engine.server.inflight_limit import Entrance
 from nodeagent.engine.server.request_body import Ask
 from nodeagent.engine.speculative.speculation import Speculation
@@ -32,12 +32,12 @@ class Asked:
     """A request, checked and tokenised: what its generations are made of."""
 
     ask: Ask
-    prompts: Ordered[tuple[list[int], Ending]]
+    prompts: Ordered[tuple[list[int], StopConditions]]
     salt: bytes = b""
     constraint: Constraint | None = None
     shown: Mapping[int, str] | None = None
     adapter: Adapter | None = None
-    standing: Standing = field(default_factory=Standing)
+    standing: SchedulingParams = field(default_factory=SchedulingParams)
     predicted: Ordered[int] = ()
     """Tokens that the caller expects."""
     goes_on: bool = False
@@ -57,7 +57,7 @@ class Client:
     """Of its generations, in the order of its answers."""
     prompt_tokens: int
     abort: Callable[[], None]
-    deltas: asyncio.Queue[Delta] = field(repr=False)
+    deltas: asyncio.Queue[GenerationDelta] = field(repr=False)
     ended: bool = False
     cut: bool = False
 
@@ -81,7 +81,7 @@ class Clients:
         self._loop = asyncio.get_running_loop()
         self.cut_total = 0
 
-    def open(self, worker: Worker, asked: Asked, abort: Callable[[], None]) -> Client:
+    def open(self, worker: GenerationThread, asked: Asked, abort: Callable[[], None]) -> Client:
         """Start the generations of a request; the caller must `close` them."""
         count = asked.answers
         self._entrance.admit(count)
@@ -89,7 +89,7 @@ class Clients:
         # All are made before the first is submitted: a constraint is the step thread's from then.
         generations = [self._generation(asked, choice, numbers[choice]) for choice in range(count)]
         prompt_tokens = sum(len(tokens) for tokens, _ in asked.prompts)
-        queue: asyncio.Queue[Delta] = asyncio.Queue(self._queue_max * count)
+        queue: asyncio.Queue[GenerationDelta] = asyncio.Queue(self._queue_max * count)
         client = Client(numbers, prompt_tokens, abort, queue)
         self._next = numbers.stop
         self._open.update(dict.fromkeys(numbers, client))
@@ -100,7 +100,7 @@ class Clients:
             worker.submit(generations[first])
         return client
 
-    def close(self, worker: Worker, client: Client) -> None:
+    def close(self, worker: GenerationThread, client: Client) -> None:
         """Forget `client`; what it still has running is cancelled."""
         for number in client.numbers:
             del self._open[number]
@@ -110,7 +110,7 @@ class Clients:
             for number in client.numbers:
                 worker.cancel(number)
 
-    def publish(self, deltas: list[Delta]) -> None:
+    def publish(self, deltas: list[GenerationDelta]) -> None:
         """Carry `deltas` from the step thread to the event loop."""
         self._loop.call_soon_threadsafe(self._deliver, deltas)
 
@@ -118,7 +118,10 @@ class Clients:
         """End every open generation with an error."""
         for client in dict.fromkeys(self._open.values()):
             if not client.ended:
-                self._put(client, Delta(client.numbers[0], "", None, 0, 0, Finish.ERROR, message))
+                self._put(
+                    client,
+                    GenerationDelta(client.numbers[0], "", None, 0, 0, FinishReason.ERROR, message),
+                )
 
     def _generation(self, asked: Asked, choice: int, number: int) -> Generation:
         ask, constraint = asked.ask, asked.constraint
@@ -140,13 +143,13 @@ class Clients:
             choice,
         )
 
-    def _deliver(self, deltas: list[Delta]) -> None:
+    def _deliver(self, deltas: list[GenerationDelta]) -> None:
         for delta in deltas:
             client = self._open.get(delta.number)
             if client is not None and not client.ended:
                 self._put(client, delta)
 
-    def _put(self, client: Client, delta: Delta) -> None:
+    def _put(self, client: Client, delta: GenerationDelta) -> None:
         if not client.deltas.full():
             client.deltas.put_nowait(delta)
         elif not client.cut:
