@@ -15,17 +15,17 @@ from isochrone.service.logs import setup_logs
 from isochrone.service.run import run_service
 from isochrone.wire.engine import EngineConfig
 from nodeagent.engine.config import read_config
-from nodeagent.engine.distributed.worker import follow, follow_from_afar
-from nodeagent.engine.distributed.worker_group import Crew, muster
 from nodeagent.engine.encoder.loading import load_encoder
 from nodeagent.engine.encoder.server import EncoderServer
 from nodeagent.engine.kernels.cpu.kernels import kernels
-from nodeagent.engine.loading import load, meeting, ranks_here, split_of
+from nodeagent.engine.loading import load_engine, local_ranks, parallel_config, rendezvous_file
 from nodeagent.engine.model.shape import CheckpointError
 from nodeagent.engine.server import lifecycle as serving
 from nodeagent.engine.server.generation_server import GenerationServer
 from nodeagent.engine.server.standby import wait_for_order
 from nodeagent.engine.weights.encoder import is_encoder
+from nodeagent.engine.workers.worker import run_remote_workers, run_worker
+from nodeagent.engine.workers.worker_group import WorkerGroup, fork_workers
 
 log = logging.getLogger(__name__)
 
@@ -53,20 +53,22 @@ def main() -> None:
         sys.stderr.write(f"{error}\n")
         raise SystemExit(2) from error
     if config.group is not None and config.group.place:
-        follow_from_afar(config, config.group)
-    crew = muster(len(ranks_here(config)), lambda rank, channel: follow(config, rank, channel))
+        run_remote_workers(config, config.group)
+    crew = fork_workers(
+        len(local_ranks(config)), lambda rank, channel: run_worker(config, rank, channel)
+    )
     setup_logs("engine")
     run_service(lambda stopping: _serve_with(crew, config, stopping))
 
 
-async def _serve_with(crew: Crew, config: EngineConfig, stopping: asyncio.Event) -> int:
-    split, lost = split_of(config).ranks > 1, ""
+async def _serve_with(crew: WorkerGroup, config: EngineConfig, stopping: asyncio.Event) -> int:
+    split, lost = parallel_config(config).ranks > 1, ""
     try:
         code = await serve(config, crew, stopping)
     finally:
         lost = crew.lost()
         await asyncio.to_thread(crew.end)
-        meeting(config).unlink(missing_ok=True)
+        rendezvous_file(config).unlink(missing_ok=True)
     if lost:
         log.error("cannot go on: %s", lost)
     if split and code:
@@ -75,7 +77,7 @@ async def _serve_with(crew: Crew, config: EngineConfig, stopping: asyncio.Event)
     return code
 
 
-async def serve(config: EngineConfig, crew: Crew, stopping: asyncio.Event) -> int:
+async def serve(config: EngineConfig, crew: WorkerGroup, stopping: asyncio.Event) -> int:
     """Serve the model of `config`; 0 after a drain, 1 where the engine or a rank failed."""
     try:
         reads = is_encoder(Path(config.model_path))
@@ -83,8 +85,10 @@ async def serve(config: EngineConfig, crew: Crew, stopping: asyncio.Event) -> in
         raise ConfigError(str(error)) from error
     if not reads:
         begin = partial(GenerationServer, config, crew)
-        return await serving.serve(config, stopping, partial(load, config, crew), begin, crew.kill)
-    if split_of(config).ranks > 1:
+        return await serving.serve(
+            config, stopping, partial(load_engine, config, crew), begin, crew.kill
+        )
+    if parallel_config(config).ranks > 1:
         raise ConfigError(f"cannot split {config.model_path}: only decoders are split")
     begin_to_read = partial(EncoderServer, config)
     return await serving.serve(config, stopping, partial(load_encoder, config), begin_to_read)

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from isochrone.wire.engine import EngineConfig
 from nodeagent.engine.core.model_runner import Runner
-from nodeagent.engine.distributed.collectives import Ranks
+from nodeagent.engine.distributed.collectives import Communicator
+from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS
 from nodeagent.engine.model.eagle3 import Eagle3, Features
 from nodeagent.engine.model.families import build, survey
 from nodeagent.engine.model.layers.linear import Keeping, choose
 from nodeagent.engine.model.llama import Llama
 from nodeagent.engine.model.shape import CheckpointError, ModelShape
 from nodeagent.engine.sampling.sampler import likeliest
-from nodeagent.engine.scheduler.sequence import BLOCK_TOKENS
 from nodeagent.engine.speculative.draft_model import DraftModel, DraftModelTraits
 from nodeagent.engine.tokenizer.vocabulary import Vocabulary
 from nodeagent.engine.weights.checkpoint import Checkpoint, open_checkpoint
@@ -31,7 +31,7 @@ class TargetModel(NamedTuple):
 
     source: WeightSource
     shape: ModelShape
-    ranks: Ranks
+    ranks: Communicator
 
 
 @dataclass(frozen=True, slots=True)

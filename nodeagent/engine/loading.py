@@ -13,40 +13,39 @@ from torch._C._distributed_c10d import Store
 from isochrone.wire.engine import EngineConfig
 from nodeagent.engine.chat.chat_template import ChatTemplate
 from nodeagent.engine.core.model_runner import Runner
-from nodeagent.engine.core.step import Engine
-from nodeagent.engine.distributed.collectives import Ranks
-from nodeagent.engine.distributed.commands import Load
-from nodeagent.engine.distributed.rank0 import Front
-from nodeagent.engine.distributed.rendezvous import Gathering
-from nodeagent.engine.distributed.shards import Share, Split
-from nodeagent.engine.distributed.worker_group import Crew
+from nodeagent.engine.core.step import EngineCore
+from nodeagent.engine.distributed.collectives import Communicator
+from nodeagent.engine.distributed.shards import ModelShard, ParallelConfig
 from nodeagent.engine.draft_loading import DraftModelFiles, Eagle3HeadFiles, TargetModel, open_draft
 from nodeagent.engine.kernels.cpu.huge_pages import give_back
-from nodeagent.engine.kvcache.blocks import Blocks
+from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS, BlockPool
 from nodeagent.engine.kvcache.tier_setup import open_tiers
-from nodeagent.engine.memory import uses
+from nodeagent.engine.memory import memory_uses
 from nodeagent.engine.model.families import adding_of, build, survey
 from nodeagent.engine.model.layers.kv_format import DTYPES, KV_DTYPES, KvFormat
 from nodeagent.engine.model.layers.linear import bytes_kept, choose
 from nodeagent.engine.model.layers.lora import Adding
 from nodeagent.engine.model.shape import CheckpointError, ModelShape
-from nodeagent.engine.scheduler.batching import Batching, Limits
-from nodeagent.engine.scheduler.pipeline_depth import Underway
-from nodeagent.engine.scheduler.prefill_budget import Pace
-from nodeagent.engine.scheduler.sequence import BLOCK_TOKENS
+from nodeagent.engine.scheduler.batching import BatchScheduler, StepLimits
+from nodeagent.engine.scheduler.pipeline_depth import PipelineDepth
+from nodeagent.engine.scheduler.prefill_budget import PrefillBudget
 from nodeagent.engine.speculative.draft_model import DraftModel
 from nodeagent.engine.speculative.speculation import Speculation
 from nodeagent.engine.tokenizer.vocabulary import Vocabulary
 from nodeagent.engine.weights.checkpoint import Checkpoint, open_checkpoint
+from nodeagent.engine.workers.commands import LoadShard
+from nodeagent.engine.workers.rank0 import Rank0Executor
+from nodeagent.engine.workers.rendezvous import WorkerRendezvous
+from nodeagent.engine.workers.worker_group import WorkerGroup
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedEngine:
     """An engine with what its server must know of the model."""
 
-    engine: Engine
+    engine: EngineCore
     vocabulary: Vocabulary
     template: ChatTemplate | None
     context_tokens: int
@@ -57,14 +56,14 @@ class Loaded:
     """What adapters may change of the model."""
 
 
-def load(config: EngineConfig, crew: Crew | None = None) -> Loaded:
+def load_engine(config: EngineConfig, crew: WorkerGroup | None = None) -> LoadedEngine:
     """Load what `config` names, or raise CheckpointError in words before memory is spent.
 
     What is wrong with a vocabulary alone shows only once weights are there. Where the model is
     split, `crew` are the other ranks, and what is loaded is the front.
     """
     started_s = time.monotonic()
-    dtype, split = DTYPES[config.dtype], split_of(config)
+    dtype, split = DTYPES[config.dtype], parallel_config(config)
     source, vocabulary, draft = open_checkpoint(Path(config.model_path)), None, None
     try:
         shape = source.shape
@@ -76,13 +75,13 @@ def load(config: EngineConfig, crew: Crew | None = None) -> Loaded:
         if draft is not None:
             weights_bytes += draft.weights_bytes(dtype)
         split.check(shape)
-        need_memory(config, source, 0, draft)
+        check_memory(config, source, 0, draft)
         survey(shape, source, split)
-        gathering = gather(config, crew) if crew is not None else None
+        gathering = wait_for_remote_workers(config, crew) if crew is not None else None
         if crew is not None:
-            crew.tell(Load())
-        ranks = Ranks(split)
-        own, ahead, arrived = open_share(config, source, ranks, draft)
+            crew.tell(LoadShard())
+        ranks = Communicator(split)
+        own, ahead, arrived = load_shard(config, source, ranks, draft)
         try:
             # Only then, for it keeps the interpreter to itself: meanwhile matrices are read.
             vocabulary = vocabulary or _vocabulary(config, source)
@@ -95,16 +94,18 @@ def load(config: EngineConfig, crew: Crew | None = None) -> Loaded:
             draft.close()
     if config.graphs and split.ranks == 1:
         own.capture(config.sequences_max, context)
-    runner: Runner | Front = own
+    runner: Runner | Rank0Executor = own
     if crew is not None and crew.members:
         crew.wait_loaded()
-        meeting(config).unlink(missing_ok=True)
+        rendezvous_file(config).unlink(missing_ok=True)
         crew.join(config.stall_s, draft.layers if isinstance(draft, Eagle3HeadFiles) else ())
-        meet(config, ranks, gathering.store(split.ranks, config.stall_s) if gathering else None)
-        runner = Front(own, crew, shape, ranks)
+        connect_ranks(
+            config, ranks, gathering.store(split.ranks, config.stall_s) if gathering else None
+        )
+        runner = Rank0Executor(own, crew, shape, ranks)
     give_back()
     template = vocabulary.chat_template
-    return Loaded(
+    return LoadedEngine(
         engine=_engine(config, runner, own.blocks, shape, ahead),
         vocabulary=vocabulary,
         template=(
@@ -132,31 +133,31 @@ def _vocabulary(config: EngineConfig, source: Checkpoint) -> Vocabulary:
     return vocabulary
 
 
-def split_of(config: EngineConfig) -> Split:
+def parallel_config(config: EngineConfig) -> ParallelConfig:
     """Return into what the model is to be split."""
-    return Split(config.tensor_parallel, config.pipeline_parallel, config.expert_parallel)
+    return ParallelConfig(config.tensor_parallel, config.pipeline_parallel, config.expert_parallel)
 
 
-def ranks_here(config: EngineConfig) -> range:
+def local_ranks(config: EngineConfig) -> range:
     """Return the ranks on this node: all of them, unless it is one of a group's."""
     place, nodes = (config.group.place, config.group.nodes) if config.group else (0, 1)
-    return split_of(config).on(place, nodes)
+    return parallel_config(config).on(place, nodes)
 
 
-def gather(config: EngineConfig, crew: Crew) -> Gathering | None:
+def wait_for_remote_workers(config: EngineConfig, crew: WorkerGroup) -> WorkerRendezvous | None:
     """Wait for the ranks on other nodes, if there are any, and take them into the crew."""
     if config.group is None:
         return None
-    gathering = Gathering(config.group)
-    others = range(ranks_here(config).stop, split_of(config).ranks)
+    gathering = WorkerRendezvous(config.group)
+    others = range(local_ranks(config).stop, parallel_config(config).ranks)
     crew.add(gathering.wait(others, config.join_s))
     return gathering
 
 
-def open_share(
+def load_shard(
     config: EngineConfig,
     source: Checkpoint,
-    ranks: Ranks,
+    ranks: Communicator,
     draft: DraftModelFiles | Eagle3HeadFiles | None = None,
 ) -> tuple[Runner, DraftModel | None, Callable[[], None]]:
     """Load what one of `ranks` holds of the model, and what drafts for it.
@@ -183,15 +184,15 @@ def kv_format(config: EngineConfig) -> KvFormat:
     return KvFormat(KV_DTYPES[config.kv_dtype or config.dtype])
 
 
-def meet(config: EngineConfig, ranks: Ranks, store: Store | None = None) -> None:
+def connect_ranks(config: EngineConfig, ranks: Communicator, store: Store | None = None) -> None:
     """Have this rank meet the others, by `store` where some are on other nodes.
 
     Each wait for another is bounded by `stall_s`.
     """
-    ranks.join(store or meeting(config), _device(config, ranks.rank), config.stall_s)
+    ranks.join(store or rendezvous_file(config), _device(config, ranks.rank), config.stall_s)
 
 
-def meeting(config: EngineConfig) -> Path:
+def rendezvous_file(config: EngineConfig) -> Path:
     """Return the file by which ranks meet."""
     return Path(f"{config.socket}.ranks")
 
@@ -200,23 +201,23 @@ def _device(config: EngineConfig, rank: int) -> str:
     if config.device == "cpu":
         return "cpu"
     kind, _, number = config.device.partition(":")
-    return f"{kind}:{int(number) + rank - ranks_here(config).start}"
+    return f"{kind}:{int(number) + rank - local_ranks(config).start}"
 
 
 def _engine(
     config: EngineConfig,
-    runner: Runner | Front,
+    runner: Runner | Rank0Executor,
     blocks: int,
     shape: ModelShape,
     ahead: DraftModel | None,
-) -> Engine:
-    stages = split_of(config).pipeline
-    batching = Batching(
-        Limits(config.batch_tokens_max, config.sequences_max),
-        Blocks(blocks),
+) -> EngineCore:
+    stages = parallel_config(config).pipeline
+    batching = BatchScheduler(
+        StepLimits(config.batch_tokens_max, config.sequences_max),
+        BlockPool(blocks),
         # A token comes once a batch has passed through each stage.
-        Pace(config.interval_ms / 1000 / stages),
-        underway=Underway(stages),
+        PrefillBudget(config.interval_ms / 1000 / stages),
+        underway=PipelineDepth(stages),
     )
     mover = open_tiers(config, runner, shape, kv_format(config))
     if mover is not None:
@@ -224,7 +225,7 @@ def _engine(
     speculation = None
     if config.draft_tokens_max:
         speculation = Speculation(config.draft_tokens_max, config.batch_tokens_max, ahead)
-    return Engine(runner, batching, mover, speculation)
+    return EngineCore(runner, batching, mover, speculation)
 
 
 def _kv_blocks(
@@ -234,8 +235,8 @@ def _kv_blocks(
     draft: DraftModelFiles | Eagle3HeadFiles | None,
 ) -> int:
     """Return how many blocks each rank has: as many as the one with the largest share."""
-    split = split_of(config)
-    shares = [Share(shape, split, rank).shape for rank in range(split.ranks)]
+    split = parallel_config(config)
+    shares = [ModelShard(shape, split, rank).shape for rank in range(split.ranks)]
     token_bytes = max(kv_format(config).bytes_per_token(share) for share in shares)
     if draft is not None:
         token_bytes += draft.bytes_per_token(dtype)
@@ -257,7 +258,7 @@ def bytes_per_weight(config: EngineConfig, source: Checkpoint) -> float:
     return kept / max(filed.total(), 1)
 
 
-def need_memory(
+def check_memory(
     config: EngineConfig,
     source: Checkpoint,
     rank: int,
@@ -267,14 +268,14 @@ def need_memory(
 
     The host's memory all ranks on it share: the first of them asks for all.
     """
-    shape, split = source.shape, split_of(config)
-    device, here = _device(config, rank), ranks_here(config)
+    shape, split = source.shape, parallel_config(config)
+    device, here = _device(config, rank), local_ranks(config)
     ranks, host_bytes = range(rank, rank + 1), 0
     if device == "cpu":
         ranks, host_bytes = here, config.kv_host_bytes
         if rank != here.start:
             return
-    weights = sum(Share(shape, split, each).parameters() for each in ranks)
+    weights = sum(ModelShard(shape, split, each).parameters() for each in ranks)
     weights_bytes = int(weights * bytes_per_weight(config, source))
     weights_bytes += draft.weights_bytes(DTYPES[config.dtype]) if draft else 0
     kv_bytes = config.kv_memory_bytes * len(ranks) + host_bytes
@@ -295,4 +296,4 @@ def available_bytes(device: str) -> int:
             raise CheckpointError(f"cannot use {device}: torch sees no CUDA device")
         return int(torch.cuda.mem_get_info(device)[0])
     free = [int(psutil.virtual_memory().available)]
-    return min(free + [use.ceiling_bytes - use.used_bytes for use in uses(0)])
+    return min(free + [use.ceiling_bytes - use.used_bytes for use in memory_uses(0)])

@@ -12,7 +12,7 @@ from typing import Final
 import psutil
 
 from isochrone.wire.errors import ApiError, ErrorCode
-from nodeagent.engine.scheduler.memory_ceiling import Use, refusal, tightest
+from nodeagent.engine.scheduler.memory_ceiling import MemoryUse, refusal_reason, tightest
 
 _CGROUPS: Final = Path("/sys/fs/cgroup")
 _OWN_CGROUP: Final = Path("/proc/self/cgroup")
@@ -20,11 +20,15 @@ _LOOK_EVERY_S: Final = 0.2
 _RETRY_AFTER_S: Final = 1.0
 
 
-def uses(ceiling_bytes: int, root: Path = _CGROUPS, own: Path = _OWN_CGROUP) -> list[Use]:
+def memory_uses(
+    ceiling_bytes: int, root: Path = _CGROUPS, own: Path = _OWN_CGROUP
+) -> list[MemoryUse]:
     """Return what has a ceiling: this process, where one is given, and its cgroups (v2)."""
     found = _cgroups(root, own)
     if ceiling_bytes:
-        found.append(Use("this engine", int(psutil.Process().memory_info().rss), ceiling_bytes))
+        found.append(
+            MemoryUse("this engine", int(psutil.Process().memory_info().rss), ceiling_bytes)
+        )
     return found
 
 
@@ -32,18 +36,18 @@ class MemoryWatch:
     """Looks now and then, when asked, how near the ceilings are."""
 
     def __init__(
-        self, look: Callable[[], Sequence[Use]], clock: Callable[[], float] = time.monotonic
+        self, look: Callable[[], Sequence[MemoryUse]], clock: Callable[[], float] = time.monotonic
     ) -> None:
         """Watch what `look` sees."""
         self._look = look
         self._clock = clock
-        self._seen: Sequence[Use] = ()
+        self._seen: Sequence[MemoryUse] = ()
         self._look_at_s = clock()
         self._refused = 0
 
     def hold(self) -> None:
         """Raise ApiError where another request cannot be taken."""
-        why = refusal(self._uses())
+        why = refusal_reason(self._uses())
         if why:
             self._refused += 1
             raise ApiError(ErrorCode.OUT_OF_CAPACITY, why, retry_after_s=_RETRY_AFTER_S)
@@ -55,11 +59,11 @@ class MemoryWatch:
         return {
             "memory_used_bytes": use.used_bytes if use else 0,
             "memory_ceiling_bytes": use.ceiling_bytes if use else 0,
-            "memory_full": bool(refusal(now)),
+            "memory_full": bool(refusal_reason(now)),
             "memory_refused_total": self._refused,
         }
 
-    def _uses(self) -> Sequence[Use]:
+    def _uses(self) -> Sequence[MemoryUse]:
         now_s = self._clock()
         if now_s >= self._look_at_s:
             self._seen = self._look()
@@ -67,7 +71,7 @@ class MemoryWatch:
         return self._seen
 
 
-def _cgroups(root: Path, own: Path) -> list[Use]:
+def _cgroups(root: Path, own: Path) -> list[MemoryUse]:
     """Return this process's cgroup and those around it, each that has a limit."""
     try:
         lines = own.read_text().splitlines()
@@ -85,7 +89,7 @@ def _cgroups(root: Path, own: Path) -> list[Use]:
     return found
 
 
-def _cgroup(folder: Path) -> Use | None:
+def _cgroup(folder: Path) -> MemoryUse | None:
     try:
         limit = (folder / "memory.max").read_text().strip()
         if not limit.isdigit():
@@ -96,4 +100,4 @@ def _cgroup(folder: Path) -> Use | None:
         # The root has no limit, and a system without cgroups v2 has none at all.
         return None
     files = int(stat.get("active_file", 0)) + int(stat.get("inactive_file", 0))
-    return Use("its cgroup", max(used - files, 0), int(limit))
+    return MemoryUse("its cgroup", max(used - files, 0), int(limit))

@@ -54,7 +54,7 @@ class Ours:
 
     def __init__(self, model: Path, threads: int, dtype: str) -> None:
         from isochrone.wire.engine import EngineConfig
-        from nodeagent.engine.loading import load
+        from nodeagent.engine.loading import load_engine
         from nodeagent.engine.weights.checkpoint import open_checkpoint
 
         values = {
@@ -74,7 +74,7 @@ class Ours:
         source = open_checkpoint(model)
         self._shape = source.shape
         source.close()
-        self._loaded = load(msgspec.convert(values, EngineConfig))
+        self._loaded = load_engine(msgspec.convert(values, EngineConfig))
         self._numbers = itertools.count(1)
         self._salt = b""
         self._kept = dtype
@@ -107,7 +107,7 @@ class Ours:
     def _run(self, prompts: Prompts, tokens: int, salt: bytes) -> float:
         from nodeagent.engine.core.step import Generation
         from nodeagent.engine.sampling.sampler import Sampler, SamplingParams
-        from nodeagent.engine.scheduler.sequence import Ending, Sequence
+        from nodeagent.engine.scheduler.sequence import Sequence, StopConditions
         from nodeagent.engine.tokenizer.detokenizer import StopStrings, StreamDetokenizer
 
         engine = self._loaded.engine
@@ -115,7 +115,9 @@ class Ours:
         for prompt in prompts:
             engine.submit(
                 Generation(
-                    Sequence(next(self._numbers), list(prompt), Ending(tokens, frozenset()), salt),
+                    Sequence(
+                        next(self._numbers), list(prompt), StopConditions(tokens, frozenset()), salt
+                    ),
                     Sampler(SamplingParams(temperature=0), []),
                     StreamDetokenizer(self._loaded.vocabulary),
                     StopStrings(()),

@@ -17,7 +17,7 @@ import torch
 
 from isochrone.wire.engine import EngineConfig
 from nodeagent.engine.kernels.cuda import kernels
-from nodeagent.engine.loading import load
+from nodeagent.engine.loading import load_engine
 from nodeagent.engine.weights.checkpoint import open_checkpoint
 from ops.bench.engine_contestants import Contestant, Ours, Prompts, Transformers, serve
 
@@ -49,7 +49,7 @@ class OursOnDevice(Ours):
             "draft_tokens_max": 0,
             "graphs": name == "ours",
         }
-        self._loaded = load(msgspec.convert(values, EngineConfig))
+        self._loaded = load_engine(msgspec.convert(values, EngineConfig))
         self._numbers = itertools.count(1)
         self._salt = b""
 

@@ -17,11 +17,11 @@ from typing import Any, Final
 import msgspec
 
 from isochrone.wire.engine import EngineConfig
-from nodeagent.engine.core.step import Engine, Generation
+from nodeagent.engine.core.step import EngineCore, Generation
 from nodeagent.engine.kernels.cpu.kernels import kernels
-from nodeagent.engine.loading import load
+from nodeagent.engine.loading import load_engine
 from nodeagent.engine.sampling.sampler import Sampler, SamplingParams
-from nodeagent.engine.scheduler.sequence import Ending, Sequence
+from nodeagent.engine.scheduler.sequence import Sequence, StopConditions
 from nodeagent.engine.tokenizer.detokenizer import StopStrings, StreamDetokenizer
 
 STEPS: Final = 12
@@ -70,7 +70,7 @@ def clocked(function: Callable[..., Any], name: str, spent_s: dict[str, float]) 
     return call
 
 
-def run(engine: Engine, steps: int) -> float:
+def run(engine: EngineCore, steps: int) -> float:
     """Turn the crank; return seconds a step."""
     started_s = time.process_time()
     for _ in range(steps):
@@ -96,13 +96,13 @@ def main() -> None:
         "sequences_max": max(arguments.batch, 2),
     }
     spent_s = clock_own()
-    loaded = load(msgspec.convert(values, EngineConfig))
+    loaded = load_engine(msgspec.convert(values, EngineConfig))
     engine = loaded.engine
     for number in range(arguments.batch):
         tokens = [100 + number * 7 + index for index in range(PROMPT_TOKENS)]
         engine.submit(
             Generation(
-                Sequence(number, tokens, Ending(1000, frozenset())),
+                Sequence(number, tokens, StopConditions(1000, frozenset())),
                 Sampler(SamplingParams(temperature=0), []),
                 StreamDetokenizer(loaded.vocabulary),
                 StopStrings(()),
@@ -113,7 +113,9 @@ def main() -> None:
     report(engine, spent_s, step_s, arguments.batch, arguments.rows)
 
 
-def report(engine: Engine, spent_s: dict[str, float], step_s: float, batch: int, rows: int) -> None:
+def report(
+    engine: EngineCore, spent_s: dict[str, float], step_s: float, batch: int, rows: int
+) -> None:
     """Profile more steps and print the shares."""
     import torch.profiler
 

@@ -19,11 +19,12 @@ from statistics import median
 import torch
 
 from isochrone.wire.engine import EngineConfig
-from nodeagent.engine.core.generation_thread import Worker
-from nodeagent.engine.core.step import Delta, Generation
-from nodeagent.engine.loading import Loaded, load
+from nodeagent.engine.core.generation_thread import GenerationThread
+from nodeagent.engine.core.step import Generation, GenerationDelta
+from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS
+from nodeagent.engine.loading import LoadedEngine, load_engine
 from nodeagent.engine.sampling.sampler import Sampler, SamplingParams
-from nodeagent.engine.scheduler.sequence import BLOCK_TOKENS, Ending, Sequence
+from nodeagent.engine.scheduler.sequence import Sequence, StopConditions
 from nodeagent.engine.tokenizer.detokenizer import StopStrings, StreamDetokenizer
 
 PROMPT_TOKENS = (512, 1536)
@@ -44,19 +45,19 @@ class Asked:
 class Contestant:
     """An engine with its step thread, asked one prompt at a time."""
 
-    def __init__(self, loaded: Loaded) -> None:
+    def __init__(self, loaded: LoadedEngine) -> None:
         self.loaded = loaded
         self._deltas: list[float] = []
         self._finished = False
         self._number = 0
-        self.worker = Worker(loaded.engine, self._note, lambda: None)
+        self.worker = GenerationThread(loaded.engine, self._note, lambda: None)
         self.worker.start()
 
     def ask(self, tokens: list[int]) -> Asked:
         """Ask `tokens` and wait for the end."""
         self._number += 1
         self._deltas, self._finished = [], False
-        sequence = Sequence(self._number, list(tokens), Ending(OUTPUT_TOKENS, frozenset()))
+        sequence = Sequence(self._number, list(tokens), StopConditions(OUTPUT_TOKENS, frozenset()))
         generation = Generation(
             sequence,
             Sampler(SamplingParams(temperature=0), []),
@@ -75,7 +76,7 @@ class Contestant:
         self.worker.stop(30)
         self.loaded.engine.close()
 
-    def _note(self, deltas: list[Delta]) -> None:
+    def _note(self, deltas: list[GenerationDelta]) -> None:
         self._deltas.append(time.perf_counter())
         self._finished = len(self._deltas) == OUTPUT_TOKENS
 
@@ -127,9 +128,9 @@ def compare(model: Path, room: Path, tokens: int, rounds: int, threads: int) -> 
     print(f"{len(outputs)} kind of output; a block of {BLOCK_TOKENS} tokens", flush=True)
 
 
-def loaded(model: Path, threads: int, host_bytes: int, folder: Path | None) -> Loaded:
+def loaded(model: Path, threads: int, host_bytes: int, folder: Path | None) -> LoadedEngine:
     """Load the model with a device's KV for one of the prompts at a time."""
-    found = load(
+    found = load_engine(
         EngineConfig(
             model_path=str(model),
             served_name="bench",

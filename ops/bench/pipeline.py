@@ -28,13 +28,13 @@ import psutil
 
 from isochrone.wire.engine import EngineConfig
 from nodeagent.engine.core.step import Generation
-from nodeagent.engine.distributed.worker import follow
-from nodeagent.engine.distributed.worker_group import Crew, muster
-from nodeagent.engine.loading import Loaded, load
+from nodeagent.engine.loading import LoadedEngine, load_engine
 from nodeagent.engine.sampling.sampler import Sampler, SamplingParams
-from nodeagent.engine.scheduler.pipeline_depth import Underway
-from nodeagent.engine.scheduler.sequence import Ending, Sequence
+from nodeagent.engine.scheduler.pipeline_depth import PipelineDepth
+from nodeagent.engine.scheduler.sequence import Sequence, StopConditions
 from nodeagent.engine.tokenizer.detokenizer import StopStrings, StreamDetokenizer
+from nodeagent.engine.workers.worker import run_worker
+from nodeagent.engine.workers.worker_group import WorkerGroup, fork_workers
 
 PROMPT_TOKENS: Final = 24
 
@@ -42,7 +42,7 @@ PROMPT_TOKENS: Final = 24
 class Bench:
     """One split engine."""
 
-    def __init__(self, loaded: Loaded, pids: Ordered[int]) -> None:
+    def __init__(self, loaded: LoadedEngine, pids: Ordered[int]) -> None:
         self._loaded = loaded
         self._stages = [psutil.Process(pid) for pid in pids]
         self._numbers = 0
@@ -52,7 +52,7 @@ class Bench:
         return [sum(stage.cpu_times()[:2]) for stage in self._stages]
 
     def answers(
-        self, prompts: Ordered[list[int]], tokens: int, underway: Underway
+        self, prompts: Ordered[list[int]], tokens: int, underway: PipelineDepth
     ) -> tuple[list[list[int]], float]:
         """Answer all prompts at once; return the outputs, and the seconds that they took.
 
@@ -78,14 +78,14 @@ class Bench:
         # A salt of its own: what an earlier round read is no help.
         salt = str(self._numbers).encode()
         return Generation(
-            Sequence(self._numbers, list(prompt), Ending(tokens, frozenset()), salt),
+            Sequence(self._numbers, list(prompt), StopConditions(tokens, frozenset()), salt),
             Sampler(SamplingParams(temperature=0), []),
             StreamDetokenizer(self._loaded.vocabulary),
             StopStrings(()),
         )
 
 
-class Always(Underway):
+class Always(PipelineDepth):
     """A batch in each stage, whatever that costs."""
 
     def choose(self, rows: int, *, prompts: bool) -> int:
@@ -97,14 +97,18 @@ class Always(Underway):
 class Measured:
     """What one way has cost."""
 
-    underway: Underway
+    underway: PipelineDepth
     seconds: list[float] = field(default_factory=list)
     busy_s: list[float] = field(default_factory=list)
     """Processor seconds of each stage, prompts included."""
 
 
 def compare(
-    bench: Bench, prompts: Ordered[list[int]], tokens: int, rounds: int, ways: Ordered[Underway]
+    bench: Bench,
+    prompts: Ordered[list[int]],
+    tokens: int,
+    rounds: int,
+    ways: Ordered[PipelineDepth],
 ) -> list[Measured]:
     """Return what each way has cost; all outputs must be the same."""
     found = [Measured(way) for way in ways]
@@ -123,9 +127,9 @@ def compare(
     return found
 
 
-def measure(crew: Crew, config: EngineConfig, args: argparse.Namespace) -> None:
+def measure(crew: WorkerGroup, config: EngineConfig, args: argparse.Namespace) -> None:
     """Load the front, and print the tables."""
-    loaded = load(config, crew)
+    loaded = load_engine(config, crew)
     bench = Bench(loaded, [os.getpid(), *(member.pid for member in crew.members)])
     words = loaded.vocabulary.encode(Path(__file__).read_text(), special=False)
     words *= max(args.chunks, default=0) * config.batch_tokens_max // len(words) + 1
@@ -136,7 +140,7 @@ def measure(crew: Crew, config: EngineConfig, args: argparse.Namespace) -> None:
     print("| tokens/s | turns | together | as measured | together to turns | by processor time |")
     print("|---|---|---|---|---|---|")
     # The last learns from all that it runs.
-    ways = [Underway(1), Always(args.stages), Underway(args.stages)]
+    ways = [PipelineDepth(1), Always(args.stages), PipelineDepth(args.stages)]
     for count in args.streams:
         prompts = [words[7 * n : 7 * n + PROMPT_TOKENS] for n in range(count)]
         found = compare(bench, prompts, args.tokens, args.rounds, ways)
@@ -178,7 +182,7 @@ def main() -> None:
             batch_tokens_max=256,
             draft_tokens_max=0,
         )
-        crew = muster(args.stages, lambda rank, channel: follow(config, rank, channel))
+        crew = fork_workers(args.stages, lambda rank, channel: run_worker(config, rank, channel))
         try:
             measure(crew, config, args)
         finally:

@@ -19,11 +19,12 @@ from statistics import median
 from typing import Any
 
 from isochrone.wire.engine import EngineConfig
-from nodeagent.engine.core.step import Computes, Generation
-from nodeagent.engine.loading import Loaded, load
+from nodeagent.engine.core.step import Generation, ModelExecutor
+from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS
+from nodeagent.engine.loading import LoadedEngine, load_engine
 from nodeagent.engine.sampling.sampler import Sampler
-from nodeagent.engine.scheduler.batching import Batch, Chunk
-from nodeagent.engine.scheduler.sequence import BLOCK_TOKENS, Ending, Sequence
+from nodeagent.engine.scheduler.batching import Batch, BatchChunk
+from nodeagent.engine.scheduler.sequence import Sequence, StopConditions
 from nodeagent.engine.server.request_body import generation_options, read_chat, template_messages
 from nodeagent.engine.server.tool_fields import requested_tools
 from nodeagent.engine.server.tool_use import ToolUse
@@ -54,7 +55,7 @@ class Runs:
 class Bench:
     """One engine and its prompts."""
 
-    def __init__(self, loaded: Loaded, clock: Callable[[], float]) -> None:
+    def __init__(self, loaded: LoadedEngine, clock: Callable[[], float]) -> None:
         self._loaded = loaded
         self._clock = clock
         speculation = loaded.engine.speculation
@@ -107,7 +108,7 @@ class Bench:
         assert speculation is not None
         return Generation(
             sequence=Sequence(
-                self._numbers, tokens, Ending(TOKENS_MAX, loaded.vocabulary.stop_ids)
+                self._numbers, tokens, StopConditions(TOKENS_MAX, loaded.vocabulary.stop_ids)
             ),
             sampler=Sampler(ask.params, [], constraint),
             text=StreamDetokenizer(loaded.vocabulary),
@@ -116,15 +117,15 @@ class Bench:
         )
 
 
-def forward_ms(runner: Computes, rounds: int, clock: Callable[[], float]) -> dict[int, float]:
+def forward_ms(runner: ModelExecutor, rounds: int, clock: Callable[[], float]) -> dict[int, float]:
     """Measure one step that computes so many tokens behind a context, for each of SIZES."""
-    sequence = Sequence(0, list(range(CONTEXT + max(SIZES))), Ending(1, frozenset()))
+    sequence = Sequence(0, list(range(CONTEXT + max(SIZES))), StopConditions(1, frozenset()))
     sequence.blocks = list(range(-(-len(sequence.tokens) // BLOCK_TOKENS)))
-    runner.begin(Batch((), (Chunk(sequence, 0, CONTEXT),)))()
+    runner.begin(Batch((), (BatchChunk(sequence, 0, CONTEXT),)))()
     times: dict[int, list[float]] = {size: [] for size in SIZES}
     for _ in range(rounds):
         for size in SIZES:
-            chunk = Chunk(sequence, CONTEXT, size)
+            chunk = BatchChunk(sequence, CONTEXT, size)
             batch = Batch((chunk,), ()) if size == 1 else Batch((), (chunk,))
             started_s = clock()
             runner.begin(batch)()
@@ -144,7 +145,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--quantisation", default="none", choices=("none", "file"))
     arguments = parser.parse_args()
-    loaded = load(
+    loaded = load_engine(
         EngineConfig(
             model_path=str(arguments.model),
             served_name="bench",

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from nodeagent.engine.core.step import Delta, Engine, Generation
+from nodeagent.engine.core.step import EngineCore, Generation, GenerationDelta
 from nodeagent.engine.core.step_thread import StepThread
 from nodeagent.engine.core.token_rates import StepRates
-from nodeagent.engine.scheduler.sequence import BLOCK_TOKENS
+from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
-class _Arrived:
+class _PrefetchedGeneration:
     """A generation whose blocks were read from files before it is queued."""
 
     generation: Generation
@@ -27,17 +27,17 @@ class _Arrived:
     contents: Tensor | None
 
 
-Publish = Callable[[list[Delta]], None]
+Publish = Callable[[list[GenerationDelta]], None]
 
 
-class Worker(StepThread):
+class GenerationThread(StepThread):
     """Owns the engine's thread."""
 
-    def __init__(self, engine: Engine, publish: Publish, on_death: Callable[[], None]) -> None:
+    def __init__(self, engine: EngineCore, publish: Publish, on_death: Callable[[], None]) -> None:
         super().__init__(on_death)
         self._engine = engine
         self._publish = publish
-        self._inbox: deque[Generation | _Arrived | int] = deque()
+        self._inbox: deque[Generation | _PrefetchedGeneration | int] = deque()
         self._awaited: set[int] = set()
         """Generations whose blocks are being read from files."""
         self._rates = StepRates()
@@ -85,7 +85,7 @@ class Worker(StepThread):
                     return
                 self._awaited.discard(generation.number)
                 # Before the lock is let go: who gives it up from here on does so after it has come.
-                self._send(_Arrived(generation, read, contents))
+                self._send(_PrefetchedGeneration(generation, read, contents))
 
         with self._wake:
             self._awaited.add(generation.number)
@@ -95,7 +95,7 @@ class Worker(StepThread):
             self._awaited.discard(generation.number)
         return False
 
-    def _send(self, message: Generation | _Arrived | int) -> None:
+    def _send(self, message: Generation | _PrefetchedGeneration | int) -> None:
         with self._wake:
             self._inbox.append(message)
             self._wake.notify()
@@ -130,8 +130,8 @@ class Worker(StepThread):
             if self._engine.busy:
                 return True
 
-    def _obey(self, message: Generation | _Arrived | int) -> None:
-        if isinstance(message, _Arrived):
+    def _obey(self, message: Generation | _PrefetchedGeneration | int) -> None:
+        if isinstance(message, _PrefetchedGeneration):
             if message.contents is not None:
                 self._engine.import_blocks(message.digests, message.contents)
             self._engine.submit(message.generation)

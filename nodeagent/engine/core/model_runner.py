@@ -12,17 +12,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nodeagent.engine.core.model_step import Piece, Work, blocks_of, first_seen, rows_of
 from nodeagent.engine.kernels.cpu.kernels import PIECE_TOKENS
 from nodeagent.engine.kernels.cuda.batch_layout import Sizes, host_numbers, sizes_of
 from nodeagent.engine.kernels.cuda.capture import why_not
 from nodeagent.engine.kernels.cuda.graphs import CudaCapture, Graphs
 from nodeagent.engine.kernels.cuda.kernels import enter
+from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS
 from nodeagent.engine.model.layers.attention import Decodes, LayerKV, Layout, Listed, Run, Segment
 from nodeagent.engine.model.layers.kv_format import KvFormat
 from nodeagent.engine.model.layers.lora import Adapter, Adding
 from nodeagent.engine.model.shape import ModelShape
-from nodeagent.engine.scheduler.sequence import BLOCK_TOKENS
+from nodeagent.engine.scheduler.forward_batch import (
+    ForwardBatch,
+    ForwardChunk,
+    block_count,
+    first_visible_token,
+    flatten_rows,
+)
 
 log = logging.getLogger(__name__)
 
@@ -116,20 +122,20 @@ class Runner:
         self.graphs = Graphs(self._forward, capture, self.device, blocks, self._window_tokens)
         self.graphs.capture(rows_max)
 
-    def begin(self, batch: Work) -> Callable[[], Tensor]:
+    def begin(self, batch: ForwardBatch) -> Callable[[], Tensor]:
         """Compute `batch`; what is returned has its logits."""
         logits = self.run(batch)
         return lambda: logits
 
     @torch.inference_mode()
-    def run(self, batch: Work) -> Tensor:
+    def run(self, batch: ForwardBatch) -> Tensor:
         """Compute `batch`; return logits [rows, vocabulary], which hold until the next step.
 
         A row for each chunk that samples, and before it one for each of its drafts.
         """
         if self._kv[0].paged is not None:
             return self._run_paged(batch)
-        tokens, positions, slots, rows = rows_of(batch)
+        tokens, positions, slots, rows = flatten_rows(batch)
         if self._kv[0].kernels is not None:
             layout = Layout(self._put(slots), self._listed(batch.chunks), ())
         else:
@@ -148,7 +154,7 @@ class Runner:
             self.beside.keep(layout.write_slots)
         return logits
 
-    def _run_paged(self, batch: Work) -> Tensor:
+    def _run_paged(self, batch: ForwardBatch) -> Tensor:
         """Compute `batch` by kernels that read pages where they lie."""
         enter(self.device)
         self._model.adding.current = self._adapters(batch.chunks)
@@ -205,7 +211,7 @@ class Runner:
         if self.beside is not None:
             self.beside.forget(indices, BLOCK_TOKENS)
 
-    def _adapters(self, chunks: Sequence[Piece]) -> tuple[tuple[Adapter, Tensor], ...]:
+    def _adapters(self, chunks: Sequence[ForwardChunk]) -> tuple[tuple[Adapter, Tensor], ...]:
         """Return the adapters of this step, each with the rows that it changes."""
         rows: dict[Adapter, list[int]] = {}
         start = 0
@@ -219,7 +225,7 @@ class Runner:
             start = end
         return tuple((adapter, self._put(numbers)) for adapter, numbers in rows.items())
 
-    def _listed(self, chunks: Sequence[Piece]) -> Listed:
+    def _listed(self, chunks: Sequence[ForwardChunk]) -> Listed:
         """Return all chunks for our own kernels."""
         pieces: list[tuple[int, int, int, int]] = []
         tables: list[list[int]] = []
@@ -237,7 +243,7 @@ class Runner:
         window = self._window_tokens or self.blocks * BLOCK_TOKENS
         return Listed(torch.tensor(padded), torch.tensor(pieces), window)
 
-    def _decodes(self, chunks: Sequence[Piece]) -> Iterator[Decodes]:
+    def _decodes(self, chunks: Sequence[ForwardChunk]) -> Iterator[Decodes]:
         start = 0
         seen = [self._seen(chunk) for chunk in chunks]
         while start < len(chunks):
@@ -252,13 +258,17 @@ class Runner:
             yield self._group(start, chunks[start:end], seen[start:end], longest)
             start = end
 
-    def _seen(self, chunk: Piece) -> tuple[int, list[int]]:
+    def _seen(self, chunk: ForwardChunk) -> tuple[int, list[int]]:
         """Return the first token that a chunk's first sees, and the blocks from that token's on."""
-        first = first_seen(chunk, self._window_tokens)
-        return first, chunk.blocks[first // BLOCK_TOKENS : blocks_of(chunk)]
+        first = first_visible_token(chunk, self._window_tokens)
+        return first, chunk.blocks[first // BLOCK_TOKENS : block_count(chunk)]
 
     def _group(
-        self, start: int, chunks: Sequence[Piece], seen: Sequence[tuple[int, list[int]]], width: int
+        self,
+        start: int,
+        chunks: Sequence[ForwardChunk],
+        seen: Sequence[tuple[int, list[int]]],
+        width: int,
     ) -> Decodes:
         table: list[int] = []
         for _, blocks in seen:
@@ -283,15 +293,15 @@ class Runner:
         """
         return torch.from_numpy(np.where(hidden, -np.inf, 0.0)).to(self.device, self.dtype)
 
-    def _segments(self, batch: Work) -> Iterator[Segment]:
+    def _segments(self, batch: ForwardBatch) -> Iterator[Segment]:
         start = len(batch.decodes)
         for chunk in batch.segments:
             end = start + chunk.tokens
-            blocks = self._place(chunk.blocks[: blocks_of(chunk)])
+            blocks = self._place(chunk.blocks[: block_count(chunk)])
             yield Segment(start, end, blocks, chunk.start + chunk.tokens, self._mask(chunk))
             start = end
 
-    def _mask(self, chunk: Piece) -> Tensor | None:
+    def _mask(self, chunk: ForwardChunk) -> Tensor | None:
         context, window = chunk.start + chunk.tokens, self._window_tokens
         if window is not None and window >= context:
             window = None
@@ -311,7 +321,7 @@ class Runner:
         return torch.tensor(values, dtype=torch.int64).to(self.device)
 
 
-def _begun(chunk: Piece) -> list[int]:
+def _begun(chunk: ForwardChunk) -> list[int]:
     """Return the block that the chunk begins and does not fill, if there is one."""
     end = chunk.start + chunk.tokens
     begun = end // BLOCK_TOKENS * BLOCK_TOKENS

@@ -14,15 +14,15 @@ from typing import Protocol
 
 from torch import Tensor
 
-from nodeagent.engine.kvcache.block_mover import Mover
+from nodeagent.engine.kvcache.block_mover import BlockMover
 from nodeagent.engine.sampling.sampler import Due, Sampled, Sampler, UnsoundLogits, sample_runs
-from nodeagent.engine.scheduler.batching import Batch, Batching
-from nodeagent.engine.scheduler.sequence import Finish, Sequence
+from nodeagent.engine.scheduler.batching import Batch, BatchScheduler
+from nodeagent.engine.scheduler.sequence import FinishReason, Sequence
 from nodeagent.engine.speculative.speculation import Drafter, Speculation
 from nodeagent.engine.tokenizer.detokenizer import StopStrings, StreamDetokenizer
 
 
-class Computes(Protocol):
+class ModelExecutor(Protocol):
     """What runs the model: a `Runner`, or the front of several."""
 
     def begin(self, batch: Batch) -> Callable[[], Tensor]:
@@ -62,7 +62,7 @@ class Generation:
 
 
 @dataclass(frozen=True, slots=True)
-class Delta:
+class GenerationDelta:
     """What one step adds to one generation. The last one says why it ended."""
 
     number: int
@@ -70,16 +70,16 @@ class Delta:
     sampled: Sampled | None
     output_tokens: int
     cached_tokens: int
-    finish: Finish | None = None
+    finish: FinishReason | None = None
     error: str = ""
     choice: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Stepped:
+class StepOutput:
     """One step's results."""
 
-    deltas: list[Delta]
+    deltas: list[GenerationDelta]
     prefill_tokens: int
     decode_tokens: int
     rows: int = 0
@@ -87,7 +87,7 @@ class Stepped:
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
+class InFlightBatch:
     """A batch that has begun."""
 
     batch: Batch
@@ -103,14 +103,14 @@ class Begun:
         ]
 
 
-class Engine:
+class EngineCore:
     """The generations in this process and the step that moves them all."""
 
     def __init__(
         self,
-        runner: Computes,
-        batching: Batching,
-        mover: Mover | None = None,
+        runner: ModelExecutor,
+        batching: BatchScheduler,
+        mover: BlockMover | None = None,
         speculation: Speculation | None = None,
     ) -> None:
         self.batching = batching
@@ -118,7 +118,7 @@ class Engine:
         self.speculation = speculation
         self._runner = runner
         self._generations: dict[int, Generation] = {}
-        self._underway: deque[Begun] = deque()
+        self._underway: deque[InFlightBatch] = deque()
         self.prompt_tokens_total = 0
         self.prefix_hit_tokens_total = 0
         self.output_tokens_total = 0
@@ -161,23 +161,23 @@ class Engine:
         if self.mover is not None:
             self.mover.close(self.batching.blocks.remembered())
 
-    def step(self, now_s: float = 0.0) -> Stepped:
+    def step(self, now_s: float = 0.0) -> StepOutput:
         """Begin what there is room for, and end what was begun first; `now_s` is for deadlines."""
-        late: list[Delta] = []
+        late: list[GenerationDelta] = []
         while len(self._underway) < self.batching.underway_now:
             if not self._begin(now_s, late):
                 break
         if not self._underway:
-            return Stepped(late, 0, 0)
+            return StepOutput(late, 0, 0)
         first = self._underway.popleft()
         batch, logits = first.batch, first.logits()
         standing = first.standing()
         sampled = self._sample(batch, standing, logits)
         deltas = self._commit(batch, standing, sampled)
         decoded = len(batch.decodes) if batch.prefills else len(deltas)
-        return Stepped(late + deltas, batch.prefill_tokens, decoded, batch.tokens)
+        return StepOutput(late + deltas, batch.prefill_tokens, decoded, batch.tokens)
 
-    def _begin(self, now_s: float, late: list[Delta]) -> bool:
+    def _begin(self, now_s: float, late: list[GenerationDelta]) -> bool:
         """Begin the next batch; False where there is nothing to compute, now."""
         if self.speculation is not None and self.batching.drafting:
             self._draft(self.speculation)
@@ -190,7 +190,7 @@ class Engine:
         if not batch.chunks:
             return False
         held = [chunk.sequence.blocks for chunk in batch.chunks]
-        self._underway.append(Begun(batch, held, self._runner.begin(batch)))
+        self._underway.append(InFlightBatch(batch, held, self._runner.begin(batch)))
         self.batching.begun(batch)
         return True
 
@@ -215,20 +215,20 @@ class Engine:
         read_tokens = batching.pace.prompt_tokens(len(decoding), limit)
         speculation.draft(decoding, batching.make_room, read_tokens)
 
-    def timed(self, stepped: Stepped, seconds: float) -> None:
+    def timed(self, stepped: StepOutput, seconds: float) -> None:
         """Learn what the last step cost."""
         self.batching.underway.note(len(stepped.deltas), seconds)
         if self.speculation is not None:
             self.speculation.timed(stepped.rows, seconds, decodes_only=not stepped.prefill_tokens)
 
-    def _drop(self, sequence: Sequence) -> Delta:
+    def _drop(self, sequence: Sequence) -> GenerationDelta:
         """Tell that `sequence` was given up; its blocks are given back already."""
         generation = self._generations.pop(sequence.number)
         self._forget_followers(sequence)
         error = "cannot begin before the deadline: others are served first"
         cached = sequence.cached_tokens
-        return Delta(
-            sequence.number, "", None, 0, cached, Finish.LATE, error, choice=generation.choice
+        return GenerationDelta(
+            sequence.number, "", None, 0, cached, FinishReason.LATE, error, choice=generation.choice
         )
 
     def _sample(
@@ -256,9 +256,9 @@ class Engine:
         batch: Batch,
         standing: list[bool],
         sampled: dict[int, list[Sampled | UnsoundLogits]],
-    ) -> list[Delta]:
+    ) -> list[GenerationDelta]:
         """Append what was sampled, book what was computed, let go of who ended."""
-        deltas: list[Delta] = []
+        deltas: list[GenerationDelta] = []
         for chunk, stands in zip(batch.chunks, standing, strict=True):
             if not stands:
                 continue
@@ -282,10 +282,10 @@ class Engine:
                 deltas += self._settle(other, self._append(other, sampled[follower.number]))
         return deltas
 
-    def _settle(self, generation: Generation, told: list[Delta]) -> list[Delta]:
+    def _settle(self, generation: Generation, told: list[GenerationDelta]) -> list[GenerationDelta]:
         """Let go of the generation where what is `told` of it ends it."""
         finish = told[-1].finish if told else None
-        if finish is Finish.ERROR:
+        if finish is FinishReason.ERROR:
             # Masked slots are multiplied by zero, and zero times NaN is NaN: what lies in its
             # blocks would spread to who gets them next.
             self._runner.clear(self.batching.blocks.forget(generation.sequence.blocks))
@@ -295,12 +295,12 @@ class Engine:
 
     def _append(
         self, generation: Generation, results: list[Sampled | UnsoundLogits]
-    ) -> list[Delta]:
+    ) -> list[GenerationDelta]:
         """Append `results` until one ends the generation; return what they add to it."""
-        deltas: list[Delta] = []
+        deltas: list[GenerationDelta] = []
         for result in results:
             if isinstance(result, UnsoundLogits):
-                finish: Finish | None = Finish.ERROR
+                finish: FinishReason | None = FinishReason.ERROR
             else:
                 finish = generation.sequence.append(result.token)
             deltas.append(_delta(generation, result, finish))
@@ -310,20 +310,22 @@ class Engine:
         return deltas
 
 
-def _delta(generation: Generation, result: Sampled | UnsoundLogits, finish: Finish | None) -> Delta:
+def _delta(
+    generation: Generation, result: Sampled | UnsoundLogits, finish: FinishReason | None
+) -> GenerationDelta:
     sequence = generation.sequence
     text, sampled, error = "", None, ""
     if isinstance(result, UnsoundLogits):
         error = str(result)
-    elif finish is not Finish.STOP:
+    elif finish is not FinishReason.STOP:
         sampled, params = result, generation.sampler.params
         early = params.drawn_before + sequence.output_tokens <= params.min_tokens
         text = generation.stops.feed(generation.text.feed(result.token), early=early)
     if generation.stops.matched:
-        finish = Finish.STOP
+        finish = FinishReason.STOP
     elif finish is not None:
         text += generation.stops.flush()
-    return Delta(
+    return GenerationDelta(
         number=sequence.number,
         text=text,
         sampled=sampled,

@@ -8,7 +8,7 @@ like.
 from dataclasses import dataclass, field
 from typing import Final
 
-from nodeagent.engine.core.step import Stepped
+from nodeagent.engine.core.step import StepOutput
 
 FORGET_S: Final = 120.0
 _KEPT_PER_STEP: Final = 0.95
@@ -18,7 +18,7 @@ _PREFILL_TOKENS_MIN: Final = 32
 
 
 @dataclass(slots=True)
-class Rate:
+class TokenRate:
     """Tokens a second, over recent steps weighted exponentially, all but the first: it is cold."""
 
     _tokens: float = 0.0
@@ -47,14 +47,14 @@ class Rate:
 class StepRates:
     """Rates of prefill and decode, each measured over the steps that it dominates."""
 
-    prefill: Rate = field(default_factory=Rate)
-    decode: Rate = field(default_factory=Rate)
+    prefill: TokenRate = field(default_factory=TokenRate)
+    decode: TokenRate = field(default_factory=TokenRate)
     steps: int = 0
     seconds: float = 0.0
     rows: int = 0
     _measured_s: float = 0.0
 
-    def note(self, stepped: Stepped, seconds: float, now_s: float) -> None:
+    def note(self, stepped: StepOutput, seconds: float, now_s: float) -> None:
         """Count one step."""
         self.steps += 1
         self.seconds += seconds

@@ -18,19 +18,19 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore, Store
 
-from nodeagent.engine.distributed.shards import ONE, Share, Split
+from nodeagent.engine.distributed.shards import NOT_SPLIT, ModelShard, ParallelConfig
 from nodeagent.engine.model.layers.linear import Linear
 from nodeagent.engine.model.shape import ModelShape
 
 
-class Ranks:
+class Communicator:
     """This process among the ranks."""
 
-    def __init__(self, split: Split = ONE, rank: int = 0) -> None:
+    def __init__(self, split: ParallelConfig = NOT_SPLIT, rank: int = 0) -> None:
         self.split = split
         self.rank = rank
         self._stage: dist.ProcessGroup | None = None
-        self._due: deque[Due] = deque()
+        self._due: deque[PendingLogits] = deque()
         """The front's answers that others are still to send."""
         self._afar: dict[int, int] = {}
         """Layers whose inputs the front hears from other ranks: from which."""
@@ -70,7 +70,7 @@ class Ranks:
 
     def listen(self, layers: Iterable[int], shape: ModelShape) -> None:
         """Have the front hear what goes into `layers` of the whole model, wherever they are."""
-        stages = {rank: Share(shape, self.split, rank) for rank in self.split.firsts}
+        stages = {rank: ModelShard(shape, self.split, rank) for rank in self.split.firsts}
         ranks = {
             layer: rank for layer in layers for rank, one in stages.items() if layer in one.layers
         }
@@ -88,7 +88,7 @@ class Ranks:
 
     def summed(self, linear: Linear) -> Linear:
         """Return the product of a matrix cut by columns."""
-        return Summed(linear, self) if self.split.tensor > 1 else linear
+        return RowParallelLinear(linear, self) if self.split.tensor > 1 else linear
 
     def receive(self, rows: int, columns: int, like: Tensor) -> Tensor:
         """Return the rows that the stage before has computed."""
@@ -100,7 +100,7 @@ class Ranks:
         """Give the rows to the next stage."""
         dist.send(x.contiguous(), self.rank + self.split.tensor)
 
-    def answer(self, logits: Tensor | None, rows: int, share: Share, x: Tensor) -> Tensor:
+    def answer(self, logits: Tensor | None, rows: int, share: ModelShard, x: Tensor) -> Tensor:
         """Give the front its logits [rows, vocabulary]; where ranks are several, it waits for them
         by `answered`, and elsewhere the answer is nobody's.
 
@@ -125,8 +125,10 @@ class Ranks:
             self.told(due.heard)
         return torch.cat(due.parts, dim=1)
 
-    def _collect(self, logits: Tensor | None, rows: int, share: Share, x: Tensor) -> "Due":
-        due = Due()
+    def _collect(
+        self, logits: Tensor | None, rows: int, share: ModelShard, x: Tensor
+    ) -> "PendingLogits":
+        due = PendingLogits()
         # In the order in which they are sent.
         for layer, rank in self._afar.items():
             due.heard[layer] = torch.empty_like(x)
@@ -143,7 +145,7 @@ class Ranks:
 
 
 @dataclass(slots=True)
-class Due:
+class PendingLogits:
     """What others are still to send of one step."""
 
     parts: list[Tensor] = field(default_factory=list)
@@ -159,13 +161,13 @@ class Due:
             self.coming.append(receiving)
 
 
-ALONE: Final = Ranks()
+SINGLE_RANK: Final = Communicator()
 
 
-class Summed:
+class RowParallelLinear:
     """A product of which each rank of a stage has a part."""
 
-    def __init__(self, linear: Linear, ranks: Ranks) -> None:
+    def __init__(self, linear: Linear, ranks: Communicator) -> None:
         self._linear = linear
         self._ranks = ranks
 

@@ -27,7 +27,7 @@ _BY_COLUMNS: Final = {"o_proj": "heads", "down_proj": "width", "w2": "width"}
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class ParallelConfig:
     """Into how many parts a model is split: stages of layers, and ranks within a stage."""
 
     tensor: int = 1
@@ -81,11 +81,11 @@ class Split:
             )
 
 
-ONE: Final = Split()
+NOT_SPLIT: Final = ParallelConfig()
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class WeightSlice:
     """Numbers [start, end) of a weight along one of its axes, and the weight's whole shape."""
 
     whole: tuple[int, ...]
@@ -101,11 +101,11 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class ModelShard:
     """What one rank holds of a model of the shape `whole`."""
 
     whole: ModelShape
-    split: Split = ONE
+    split: ParallelConfig = NOT_SPLIT
     rank: int = 0
 
     @property
@@ -175,7 +175,7 @@ class Share:
         elsewhere = shape.experts - len(self.experts)
         return shape.parameters() - elsewhere * shape.layers * 3 * shape.hidden * shape.intermediate
 
-    def cut(self, name: str, shape: tuple[int, ...]) -> Cut | None:
+    def cut(self, name: str, shape: tuple[int, ...]) -> WeightSlice | None:
         """Return which part of the weight `name` its own `shape` is; None where it is all of it."""
         module = name.split(".")[-2]
         kind, axis = (_BY_ROWS.get(module), 0)
@@ -190,7 +190,7 @@ class Share:
             "tokens": (self.tokens, 1, self.whole.vocabulary),
         }[kind]
         whole = tuple(total * unit if at == axis else size for at, size in enumerate(shape))
-        return Cut(whole, axis, part.start * unit, part.stop * unit)
+        return WeightSlice(whole, axis, part.start * unit, part.stop * unit)
 
     @property
     def _place(self) -> int:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from nodeagent.engine.kvcache.file_tier import FileTier
 from nodeagent.engine.kvcache.host_tier import HostTier
-from nodeagent.engine.scheduler.swap_or_recompute import Trade
+from nodeagent.engine.kvcache.swap_or_recompute import SwapOrRecompute
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ _SAVE_BLOCKS: Final = 64
 """Blocks copied off the device at once when all are saved."""
 
 
-class Device(Protocol):
+class DeviceBlocks(Protocol):
     """The device's blocks, by number."""
 
     def read_blocks(self, blocks: Sequence[int]) -> Tensor:
@@ -47,20 +47,20 @@ class Device(Protocol):
         ...
 
 
-Then = Callable[[list[bytes], Tensor | None], None]
+OnBlocksRead = Callable[[list[bytes], Tensor | None], None]
 """Told which blocks were read, and what they hold."""
 
 
-class Mover:
+class BlockMover:
     """The tiers below one device."""
 
-    def __init__(self, device: Device, host: HostTier, files: FileTier | None) -> None:
+    def __init__(self, device: DeviceBlocks, host: HostTier, files: FileTier | None) -> None:
         self._device = device
-        self.trade = Trade()
+        self.trade = SwapOrRecompute()
         self.host = host
         self.files = files
         self._behind: queue.Queue[tuple[bytes, Tensor] | None] = queue.Queue(_BEHIND_MAX)
-        self._ahead: queue.Queue[tuple[list[bytes], Then] | None] = queue.Queue(_AHEAD_MAX)
+        self._ahead: queue.Queue[tuple[list[bytes], OnBlocksRead] | None] = queue.Queue(_AHEAD_MAX)
         self.saved_total = 0
         self.restored_total = 0
         self.unwritten_total = 0
@@ -105,7 +105,7 @@ class Mover:
         below = [digest for digest in reach if not known(digest) and digest not in host]
         return below[: host.total]
 
-    def read_ahead(self, digests: list[bytes], then: Then) -> bool:
+    def read_ahead(self, digests: list[bytes], then: OnBlocksRead) -> bool:
         """Read blocks from files, then call `then` on another thread; False where too busy."""
         try:
             self._ahead.put_nowait((digests, then))

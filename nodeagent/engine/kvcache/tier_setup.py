@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Final
 
 from isochrone.wire.engine import EngineConfig
-from nodeagent.engine.kvcache.block_mover import Device, Mover
+from nodeagent.engine.kvcache.block_mover import BlockMover, DeviceBlocks
+from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS
 from nodeagent.engine.kvcache.file_tier import FileTier
 from nodeagent.engine.kvcache.host_tier import HostTier
 from nodeagent.engine.model.layers.kv_format import KvFormat
 from nodeagent.engine.model.shape import CheckpointError, ModelShape
-from nodeagent.engine.scheduler.sequence import BLOCK_TOKENS
 
 _SAMPLES: Final = 64
 _SAMPLE_BYTES: Final = 16 * 1024
@@ -18,8 +18,8 @@ _MODEL_FILES: Final = (".gguf", ".safetensors", ".json")
 
 
 def open_tiers(
-    config: EngineConfig, device: Device, shape: ModelShape, form: KvFormat
-) -> Mover | None:
+    config: EngineConfig, device: DeviceBlocks, shape: ModelShape, form: KvFormat
+) -> BlockMover | None:
     """Return what lies below the device, or None where nothing was asked for."""
     block_bytes = form.bytes_per_token(shape) * BLOCK_TOKENS
     blocks = config.kv_host_bytes // block_bytes
@@ -37,7 +37,7 @@ def open_tiers(
     )
     files = None
     if config.kv_file_bytes:
-        model = identity(
+        model = model_fingerprint(
             Path(config.model_path), f"{shape} {config.dtype} {form} {config.quantisation}"
         )
         try:
@@ -46,10 +46,10 @@ def open_tiers(
             raise CheckpointError(
                 f"cannot keep KV in {config.kv_folder}: {error.strerror or error}"
             ) from error
-    return Mover(device, host, files)
+    return BlockMover(device, host, files)
 
 
-def identity(path: Path, how: str) -> bytes:
+def model_fingerprint(path: Path, how: str) -> bytes:
     """Tell models apart by samples of their files: KV of one is nonsense to another.
 
     Reading all of a model would take as long as loading it. Weights that were trained further

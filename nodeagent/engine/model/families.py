@@ -4,8 +4,8 @@ from typing import Final
 
 import torch
 
-from nodeagent.engine.distributed.collectives import ALONE, Ranks
-from nodeagent.engine.distributed.shards import ONE, Split
+from nodeagent.engine.distributed.collectives import SINGLE_RANK, Communicator
+from nodeagent.engine.distributed.shards import NOT_SPLIT, ParallelConfig
 from nodeagent.engine.model.layers.linear import Keeping
 from nodeagent.engine.model.layers.lora import Adding
 from nodeagent.engine.model.llama import Llama
@@ -33,7 +33,7 @@ def build(
     dtype: torch.dtype,
     context_tokens: int,
     keeping: Keeping = Keeping.PLAIN,
-    ranks: Ranks = ALONE,
+    ranks: Communicator = SINGLE_RANK,
 ) -> Llama:
     """Read the model of this shape from `source`, its matrices kept as `keeping` says.
 
@@ -42,14 +42,14 @@ def build(
     return FAMILIES[shape.family](shape, source, device, dtype, context_tokens, keeping, ranks)
 
 
-def survey(shape: ModelShape, source: WeightSource, split: Split = ONE) -> None:
+def survey(shape: ModelShape, source: WeightSource, split: ParallelConfig = NOT_SPLIT) -> None:
     """Raise CheckpointError where a weight is missing, of another shape, or cannot be split so.
 
     Reads none.
     """
     split.check(shape)
     for rank in range(split.ranks):
-        build(shape, Survey(source), "meta", torch.float32, 1, ranks=Ranks(split, rank))
+        build(shape, Survey(source), "meta", torch.float32, 1, ranks=Communicator(split, rank))
 
 
 def adding_of(shape: ModelShape, source: WeightSource) -> Adding:

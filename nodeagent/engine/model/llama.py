@@ -9,8 +9,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from nodeagent.engine.distributed.collectives import ALONE, Ranks
-from nodeagent.engine.distributed.shards import Share
+from nodeagent.engine.distributed.collectives import SINGLE_RANK, Communicator
+from nodeagent.engine.distributed.shards import ModelShard
 from nodeagent.engine.model.layers.attention import LayerKV, Layout, attend
 from nodeagent.engine.model.layers.fused_layers import Dense, whole
 from nodeagent.engine.model.layers.gated_mlp import gated
@@ -114,10 +114,10 @@ class Llama:
         dtype: torch.dtype,
         context_tokens: int,
         keeping: Keeping = Keeping.PLAIN,
-        ranks: Ranks = ALONE,
+        ranks: Communicator = SINGLE_RANK,
     ) -> None:
         self._ranks = ranks
-        self._share = share = Share(shape, ranks.split, ranks.rank)
+        self._share = share = ModelShard(shape, ranks.split, ranks.rank)
         self.shape = shape = share.shape
         weights = Weights(source, device, dtype, keeping, share, ranks)
         self.heard: Callable[[int, Tensor], None] | None = None

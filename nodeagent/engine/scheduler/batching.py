@@ -24,16 +24,16 @@ from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from itertools import takewhile
 
-from nodeagent.engine.kvcache.blocks import Blocks
-from nodeagent.engine.scheduler.fair_queue import Turns
-from nodeagent.engine.scheduler.pipeline_depth import Underway
-from nodeagent.engine.scheduler.prefill_budget import Pace
-from nodeagent.engine.scheduler.sequence import BLOCK_TOKENS, Sequence
-from nodeagent.engine.scheduler.swap_or_recompute import Trade
+from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS, BlockPool
+from nodeagent.engine.kvcache.swap_or_recompute import SwapOrRecompute
+from nodeagent.engine.scheduler.fair_queue import FairQueue
+from nodeagent.engine.scheduler.pipeline_depth import PipelineDepth
+from nodeagent.engine.scheduler.prefill_budget import PrefillBudget
+from nodeagent.engine.scheduler.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class StepLimits:
     """What bounds one step."""
 
     batch_tokens_max: int
@@ -48,7 +48,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class BatchChunk:
     """Part of a step: compute tokens [start, start + tokens) of one sequence.
 
     The last of them may be drafts, which follow what is known of the sequence.
@@ -84,8 +84,8 @@ class Chunk:
 class Batch:
     """One step: decodes (one token each), decodes with drafts, and prompt chunks."""
 
-    decodes: tuple[Chunk, ...]
-    prefills: tuple[Chunk, ...]
+    decodes: tuple[BatchChunk, ...]
+    prefills: tuple[BatchChunk, ...]
     late: tuple[Sequence, ...] = ()
     """Given up: their deadlines passed before their first tokens."""
     evicted: tuple[tuple[int, bytes], ...] = ()
@@ -94,16 +94,16 @@ class Batch:
     """(from, to) of blocks to be copied once what was evicted is saved: a step writes to `to`."""
     restores: tuple[tuple[int, bytes], ...] = ()
     """(block, digest) of what must come from the tiers below once all is copied."""
-    verifies: tuple[Chunk, ...] = ()
+    verifies: tuple[BatchChunk, ...] = ()
     """Decodes with drafts."""
 
     @property
-    def chunks(self) -> tuple[Chunk, ...]:
+    def chunks(self) -> tuple[BatchChunk, ...]:
         """Decodes, then what has several tokens: the order of rows in the flat batch."""
         return self.decodes + self.segments
 
     @property
-    def segments(self) -> tuple[Chunk, ...]:
+    def segments(self) -> tuple[BatchChunk, ...]:
         """Decodes with drafts, then prefills."""
         return self.verifies + self.prefills
 
@@ -119,15 +119,15 @@ class Batch:
 
 
 @dataclass(slots=True)
-class Batching:
+class BatchScheduler:
     """The queue and the running set, and the one decision over them."""
 
-    limits: Limits
-    blocks: Blocks
-    pace: Pace = field(default_factory=lambda: Pace(float("inf")))
-    turns: Turns = field(default_factory=Turns)
-    trade: Trade = field(default_factory=Trade)
-    underway: Underway = field(default_factory=Underway)
+    limits: StepLimits
+    blocks: BlockPool
+    pace: PrefillBudget = field(default_factory=lambda: PrefillBudget(float("inf")))
+    turns: FairQueue = field(default_factory=FairQueue)
+    trade: SwapOrRecompute = field(default_factory=SwapOrRecompute)
+    underway: PipelineDepth = field(default_factory=PipelineDepth)
     waiting: list[Sequence] = field(default_factory=list)
     running: list[Sequence] = field(default_factory=list)
     preemptions: int = 0
@@ -176,7 +176,7 @@ class Batching:
         decodes, verifies = self._decodes()
         budget = self.limits.batch_tokens_max - len(decodes)
         budget = self.pace.prompt_tokens(len(decodes), budget)
-        prefills: list[Chunk] = []
+        prefills: list[BatchChunk] = []
         for sequence in self.running:
             if budget and sequence.pending and not sequence.decoding:
                 budget -= self._chunk(sequence, budget, prefills)
@@ -224,7 +224,7 @@ class Batching:
         for chunk in batch.chunks:
             chunk.sequence.computed = chunk.start + chunk.tokens - len(chunk.drafts)
 
-    def computed(self, chunk: Chunk, refused: int = 0) -> None:
+    def computed(self, chunk: BatchChunk, refused: int = 0) -> None:
         """Note that `chunk` has run: its KV is there, and its whole blocks can be shared.
 
         The last `refused` of its drafts did not hold: their KV is void and will be written over.
@@ -249,10 +249,10 @@ class Batching:
             insort(self.running, follower, key=_turn)
         return followers
 
-    def _decodes(self) -> tuple[list[Chunk], list[Chunk]]:
+    def _decodes(self) -> tuple[list[BatchChunk], list[BatchChunk]]:
         """Give each decoding sequence its token, first turn first, preempting the last."""
-        decodes: list[Chunk] = []
-        verifies: list[Chunk] = []
+        decodes: list[BatchChunk] = []
+        verifies: list[BatchChunk] = []
         drafting = self.drafting
         parts = self.underway_now
         most = len(self.running) if parts == 1 else -(-self._answering() // parts)
@@ -264,7 +264,7 @@ class Batching:
             if not self._grow(sequence):
                 continue
             drafts = self._room_for_drafts(sequence) if drafting else ()
-            chunk = Chunk(sequence, sequence.computed, 1 + len(drafts), drafts)
+            chunk = BatchChunk(sequence, sequence.computed, 1 + len(drafts), drafts)
             (verifies if drafts else decodes).append(chunk)
         # Neighbours of like length share one call of attention.
         return sorted(decodes, key=_context), verifies
@@ -337,7 +337,7 @@ class Batching:
         return late
 
     def _make_way(
-        self, sequence: Sequence, decodes: list[Chunk], prefills: list[Chunk]
+        self, sequence: Sequence, decodes: list[BatchChunk], prefills: list[BatchChunk]
     ) -> int | None:
         """Preempt the last of lower priority and later turn; return the tokens that it leaves."""
         lower = [
@@ -386,9 +386,9 @@ class Batching:
     def _seats_free(self) -> int:
         return self.limits.sequences_max - _seats(self.running)
 
-    def _chunk(self, sequence: Sequence, budget: int, chunks: list[Chunk]) -> int:
+    def _chunk(self, sequence: Sequence, budget: int, chunks: list[BatchChunk]) -> int:
         tokens = min(sequence.pending, budget)
-        chunks.append(Chunk(sequence, sequence.computed, tokens))
+        chunks.append(BatchChunk(sequence, sequence.computed, tokens))
         return tokens
 
     def _release(self, sequence: Sequence) -> None:
@@ -403,7 +403,7 @@ class Batching:
         sequence.drafts = ()
 
 
-def _context(chunk: Chunk) -> int:
+def _context(chunk: BatchChunk) -> int:
     return chunk.start
 
 

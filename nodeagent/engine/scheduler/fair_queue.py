@@ -20,7 +20,7 @@ _SESSIONS_MAX: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class SchedulingParams:
     """What a request says of its own place. Higher priority is served earlier."""
 
     session: bytes = b""
@@ -30,7 +30,7 @@ class Standing:
     """When its first token is of no more use, by the clock that `next_batch` is told."""
 
 
-class Turns:
+class FairQueue:
     """Gives turns, and remembers where each session stands."""
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Turns:
         self._now += tokens
 
     def give(
-        self, standing: Standing, prompt_tokens: int, tokens_max: int, answers: int = 1
+        self, standing: SchedulingParams, prompt_tokens: int, tokens_max: int, answers: int = 1
     ) -> int:
         """Return the turn of a request that comes now; the least is served first."""
         turn = self._now

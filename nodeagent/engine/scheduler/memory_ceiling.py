@@ -14,7 +14,7 @@ _MARGIN_BYTES_MAX: Final = 512 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Use:
+class MemoryUse:
     """How much is taken of what has a ceiling."""
 
     of: str
@@ -32,12 +32,12 @@ class Use:
         return self.ceiling_bytes - self.margin_bytes - self.used_bytes
 
 
-def tightest(uses: Sequence[Use]) -> Use | None:
+def tightest(uses: Sequence[MemoryUse]) -> MemoryUse | None:
     """Return the use that leaves least; None where nothing has a ceiling."""
     return min(uses, key=lambda use: use.left_bytes, default=None)
 
 
-def refusal(uses: Sequence[Use]) -> str:
+def refusal_reason(uses: Sequence[MemoryUse]) -> str:
     """Say why another request cannot be taken; empty where it can."""
     use = tightest(uses)
     if use is None or use.left_bytes > 0:

@@ -12,7 +12,7 @@ _TRIED_EVERY: Final = 64
 """Windows between two tries of what was slower."""
 
 
-class Underway:
+class PipelineDepth:
     """What both ways have cost."""
 
     def __init__(self, most: int = 1) -> None:

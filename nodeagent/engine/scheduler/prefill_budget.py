@@ -7,13 +7,13 @@ a prompt moves in every step.
 
 from typing import Final
 
-from nodeagent.engine.scheduler.sequence import BLOCK_TOKENS
+from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS
 
 _KEPT: Final = 0.8
 """A measure is forgotten slowly when steps get faster, and at once when they get slower."""
 
 
-class Pace:
+class PrefillBudget:
     """What steps have cost of late, and what fits into the next."""
 
     def __init__(self, interval_s: float) -> None:

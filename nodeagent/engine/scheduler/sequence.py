@@ -12,14 +12,12 @@ import hashlib
 from array import array
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Final
 
-from nodeagent.engine.scheduler.fair_queue import Standing
-
-BLOCK_TOKENS: Final = 16
+from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS
+from nodeagent.engine.scheduler.fair_queue import SchedulingParams
 
 
-class Finish(StrEnum):
+class FinishReason(StrEnum):
     """Why a sequence ended, in OpenAI's words where it has one."""
 
     STOP = "stop"
@@ -30,7 +28,7 @@ class Finish(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
+class StopConditions:
     """What ends a sequence besides its caller."""
 
     tokens_max: int
@@ -43,12 +41,12 @@ class Sequence:
 
     number: int
     tokens: list[int]
-    ending: Ending
+    ending: StopConditions
     salt: bytes = b""
     adapter: object | None = None
     """What is added to the model for this sequence; nothing here looks into it. Its KV is another
     than the bare model's, so whoever sets it makes it part of the salt."""
-    standing: Standing = field(default_factory=Standing)
+    standing: SchedulingParams = field(default_factory=SchedulingParams)
     turn: int = 0
     """Its place in the queue, the least first; given when it is submitted."""
     prompt_tokens: int = field(init=False)
@@ -103,12 +101,12 @@ class Sequence:
             self.digests.append(hashlib.sha256(parent + tokens).digest())
         return self.digests[:blocks]
 
-    def append(self, token: int) -> Finish | None:
+    def append(self, token: int) -> FinishReason | None:
         """Take the sampled `token`; return why the sequence ends here, if it does.
 
         A stop token is not kept: it is no part of the output.
         """
         if token in self.ending.stop_ids:
-            return Finish.STOP
+            return FinishReason.STOP
         self.tokens.append(token)
-        return Finish.LENGTH if self.output_tokens >= self.ending.tokens_max else None
+        return FinishReason.LENGTH if self.output_tokens >= self.ending.tokens_max else None

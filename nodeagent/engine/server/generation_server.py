@@ -16,11 +16,11 @@ from isochrone.wire.engine import EngineConfig
 from isochrone.wire.errors import ApiError, ErrorCode, openai_error_event
 from isochrone.wire.headers import CACHE_SALT, REQUEST_ID
 from nodeagent.engine.chat.chat_template import ChatTemplateError
-from nodeagent.engine.core.generation_thread import Worker
-from nodeagent.engine.core.step import Delta
-from nodeagent.engine.distributed.worker_group import Crew
-from nodeagent.engine.loading import Loaded
-from nodeagent.engine.scheduler.sequence import BLOCK_TOKENS, Ending, Finish
+from nodeagent.engine.core.generation_thread import GenerationThread
+from nodeagent.engine.core.step import GenerationDelta
+from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS
+from nodeagent.engine.loading import LoadedEngine
+from nodeagent.engine.scheduler.sequence import FinishReason, StopConditions
 from nodeagent.engine.server.adapters import AdapterRegistry
 from nodeagent.engine.server.http_routes import LONG_TEXT_CHARS, ModelServer, json_response
 from nodeagent.engine.server.open_requests import OpenRequest, OpenRequests, PreparedRequest
@@ -44,6 +44,7 @@ from nodeagent.engine.server.response_body import CompletionResponse, ResponseCh
 from nodeagent.engine.server.tool_fields import requested_tools
 from nodeagent.engine.server.tool_use import ToolUse
 from nodeagent.engine.structured.compiler import GrammarCompiler
+from nodeagent.engine.workers.worker_group import WorkerGroup
 
 _SALT_CHARS_MAX: Final = 256
 
@@ -52,7 +53,11 @@ class GenerationServer(ModelServer):
     """The handlers, with what they need."""
 
     def __init__(
-        self, config: EngineConfig, crew: Crew, loaded: Loaded, on_death: Callable[[], None]
+        self,
+        config: EngineConfig,
+        crew: WorkerGroup,
+        loaded: LoadedEngine,
+        on_death: Callable[[], None],
     ) -> None:
         super().__init__(config)
         engine, vocabulary = loaded.engine, loaded.vocabulary
@@ -61,7 +66,7 @@ class GenerationServer(ModelServer):
         self.clients = OpenRequests(
             vocabulary, self.inflight, config.client_queue_max, engine.speculation
         )
-        self.worker: Worker = Worker(engine, self.clients.publish, on_death)
+        self.worker: GenerationThread = GenerationThread(engine, self.clients.publish, on_death)
         for member in crew.members:
             asyncio.get_running_loop().add_reader(member.descriptor, self.worker.fail)
         self.adapters = AdapterRegistry(config, loaded.adding, loaded.dtype)
@@ -252,7 +257,7 @@ class GenerationServer(ModelServer):
 
     def _ending(
         self, body: ChatBody | CompletionBody, ask: GenerationOptions, tokens: list[int]
-    ) -> Ending:
+    ) -> StopConditions:
         """Check the request against this model and return what ends it."""
         self.check_alive()
         size = self.loaded.vocabulary.size
@@ -277,7 +282,7 @@ class GenerationServer(ModelServer):
         # A grammar that is fulfilled allows nothing but the end.
         endless = ask.ignore_eos and ask.grammar is None
         own = frozenset() if endless else self.loaded.vocabulary.stop_ids
-        return Ending(max_tokens, own | ask.stop_ids)
+        return StopConditions(max_tokens, own | ask.stop_ids)
 
     async def _stream(
         self, request: web.Request, answer: CompletionResponse, client: OpenRequest
@@ -301,7 +306,7 @@ class GenerationServer(ModelServer):
             await self._write(response, frames)
             frames = []
             delta = await client.deltas.get()
-            if delta.finish in (Finish.ERROR, Finish.LATE):
+            if delta.finish in (FinishReason.ERROR, FinishReason.LATE):
                 return await self._break_off(response, delta)
         client.ended = True
         await self._write(response, [*frames, answer.closing(client.prompt_tokens)])
@@ -317,7 +322,9 @@ class GenerationServer(ModelServer):
         except TimeoutError as error:
             raise ConnectionResetError("the client does not read") from error
 
-    async def _break_off(self, response: web.StreamResponse, delta: Delta) -> web.StreamResponse:
+    async def _break_off(
+        self, response: web.StreamResponse, delta: GenerationDelta
+    ) -> web.StreamResponse:
         """Tell an error inside a stream; without the end mark, so that no one takes it as whole."""
         error = ApiError(ErrorCode.INTERNAL, delta.error)
         await self._write(response, [openai_error_event(error)])
@@ -339,8 +346,8 @@ def _call_id(chars: int) -> str:
     return uuid.uuid4().hex[:chars] if chars else f"call_{uuid.uuid4().hex[:24]}"
 
 
-def _raise_failure(delta: Delta) -> None:
-    if delta.finish is Finish.ERROR:
+def _raise_failure(delta: GenerationDelta) -> None:
+    if delta.finish is FinishReason.ERROR:
         raise ApiError(ErrorCode.INTERNAL, delta.error)
-    if delta.finish is Finish.LATE:
+    if delta.finish is FinishReason.LATE:
         raise ApiError(ErrorCode.OUT_OF_CAPACITY, delta.error, retry_after_s=1.0)

@@ -23,7 +23,7 @@ from isochrone.wire.errors import ApiError, ErrorCode, openai_error
 from isochrone.wire.headers import REQUEST_ID
 from isochrone.wire.ids import is_request_id
 from nodeagent.engine.core.step_thread import StepThread
-from nodeagent.engine.memory import MemoryWatch, uses
+from nodeagent.engine.memory import MemoryWatch, memory_uses
 from nodeagent.engine.server.inflight_limit import InflightLimit
 from nodeagent.engine.server.metrics import EngineStatsCollector
 
@@ -46,7 +46,7 @@ class ModelServer(ABC):
         self.config = config
         self.inflight = InflightLimit(config.sequences_max + config.waiting_max)
         self._created_s = int(time.time())
-        self._memory = MemoryWatch(lambda: uses(config.memory_max_bytes))
+        self._memory = MemoryWatch(lambda: memory_uses(config.memory_max_bytes))
 
     @property
     def other_names(self) -> Sequence[str]:

@@ -13,12 +13,12 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, field, replace
 
-from nodeagent.engine.core.generation_thread import Worker
-from nodeagent.engine.core.step import Delta, Generation
+from nodeagent.engine.core.generation_thread import GenerationThread
+from nodeagent.engine.core.step import Generation, GenerationDelta
 from nodeagent.engine.model.layers.lora import Adapter, salted
 from nodeagent.engine.sampling.sampler import Sampler
-from nodeagent.engine.scheduler.fair_queue import Standing
-from nodeagent.engine.scheduler.sequence import Ending, Finish, Sequence
+from nodeagent.engine.scheduler.fair_queue import SchedulingParams
+from nodeagent.engine.scheduler.sequence import FinishReason, Sequence, StopConditions
 from nodeagent.engine.server.inflight_limit import InflightLimit
 from nodeagent.engine.server.request_body import GenerationOptions
 from nodeagent.engine.speculative.speculation import Speculation
@@ -32,12 +32,12 @@ class PreparedRequest:
     """A request, checked and tokenised: what its generations are made of."""
 
     ask: GenerationOptions
-    prompts: Ordered[tuple[list[int], Ending]]
+    prompts: Ordered[tuple[list[int], StopConditions]]
     salt: bytes = b""
     constraint: Constraint | None = None
     shown: Mapping[int, str] | None = None
     adapter: Adapter | None = None
-    standing: Standing = field(default_factory=Standing)
+    standing: SchedulingParams = field(default_factory=SchedulingParams)
     predicted: Ordered[int] = ()
     """Tokens that the caller expects."""
     goes_on: bool = False
@@ -57,7 +57,7 @@ class OpenRequest:
     """Of its generations, in the order of its answers."""
     prompt_tokens: int
     abort: Callable[[], None]
-    deltas: asyncio.Queue[Delta] = field(repr=False)
+    deltas: asyncio.Queue[GenerationDelta] = field(repr=False)
     ended: bool = False
     cut: bool = False
 
@@ -82,7 +82,7 @@ class OpenRequests:
         self.cut_total = 0
 
     def open(
-        self, worker: Worker, asked: PreparedRequest, abort: Callable[[], None]
+        self, worker: GenerationThread, asked: PreparedRequest, abort: Callable[[], None]
     ) -> OpenRequest:
         """Start the generations of a request; the caller must `close` them."""
         count = asked.answers
@@ -91,7 +91,7 @@ class OpenRequests:
         # All are made before the first is submitted: a constraint is the step thread's from then.
         generations = [self._generation(asked, choice, numbers[choice]) for choice in range(count)]
         prompt_tokens = sum(len(tokens) for tokens, _ in asked.prompts)
-        queue: asyncio.Queue[Delta] = asyncio.Queue(self._queue_max * count)
+        queue: asyncio.Queue[GenerationDelta] = asyncio.Queue(self._queue_max * count)
         client = OpenRequest(numbers, prompt_tokens, abort, queue)
         self._next = numbers.stop
         self._open.update(dict.fromkeys(numbers, client))
@@ -102,7 +102,7 @@ class OpenRequests:
             worker.submit(generations[first])
         return client
 
-    def close(self, worker: Worker, client: OpenRequest) -> None:
+    def close(self, worker: GenerationThread, client: OpenRequest) -> None:
         """Forget `client`; what it still has running is cancelled."""
         for number in client.numbers:
             del self._open[number]
@@ -112,7 +112,7 @@ class OpenRequests:
             for number in client.numbers:
                 worker.cancel(number)
 
-    def publish(self, deltas: list[Delta]) -> None:
+    def publish(self, deltas: list[GenerationDelta]) -> None:
         """Carry `deltas` from the step thread to the event loop."""
         self._loop.call_soon_threadsafe(self._deliver, deltas)
 
@@ -120,7 +120,10 @@ class OpenRequests:
         """End every open generation with an error."""
         for client in dict.fromkeys(self._open.values()):
             if not client.ended:
-                self._put(client, Delta(client.numbers[0], "", None, 0, 0, Finish.ERROR, message))
+                self._put(
+                    client,
+                    GenerationDelta(client.numbers[0], "", None, 0, 0, FinishReason.ERROR, message),
+                )
 
     def _generation(self, asked: PreparedRequest, choice: int, number: int) -> Generation:
         ask, constraint = asked.ask, asked.constraint
@@ -142,13 +145,13 @@ class OpenRequests:
             choice,
         )
 
-    def _deliver(self, deltas: list[Delta]) -> None:
+    def _deliver(self, deltas: list[GenerationDelta]) -> None:
         for delta in deltas:
             client = self._open.get(delta.number)
             if client is not None and not client.ended:
                 self._put(client, delta)
 
-    def _put(self, client: OpenRequest, delta: Delta) -> None:
+    def _put(self, client: OpenRequest, delta: GenerationDelta) -> None:
         if not client.deltas.full():
             client.deltas.put_nowait(delta)
         elif not client.cut:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from isochrone.wire.headers import DEADLINE_MS, PRIORITY, SAID, SESSION_AFFINITY
-from nodeagent.engine.scheduler.fair_queue import PRIORITY_MAX, Standing
+from nodeagent.engine.scheduler.fair_queue import PRIORITY_MAX, SchedulingParams
 from nodeagent.engine.server.request_body import invalid_request
 
 _SESSION_BYTES_MAX: Final = 256
@@ -12,13 +12,13 @@ _DEADLINE_MS_MAX: Final = 86_400_000
 _SAID_MAX: Final = 1_000_000
 
 
-def read_queue_fields(headers: Mapping[str, str], salt: str, now_s: float) -> Standing:
+def read_queue_fields(headers: Mapping[str, str], salt: str, now_s: float) -> SchedulingParams:
     """Read the headers; without a session the tenant's salt stands for one."""
     session = (headers.get(SESSION_AFFINITY) or salt).encode(errors="surrogateescape")
     deadline_ms = _number(headers, DEADLINE_MS, _DEADLINE_MS_MAX)
     priority = _number(headers, PRIORITY, PRIORITY_MAX)
-    usual = Standing()
-    return Standing(
+    usual = SchedulingParams()
+    return SchedulingParams(
         session=session[:_SESSION_BYTES_MAX],
         priority=usual.priority if priority is None else priority,
         deadline_s=None if deadline_ms is None else now_s + deadline_ms / 1000,

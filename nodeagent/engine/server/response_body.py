@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 
 from nodeagent.engine.chat.call_parser import CallStarted, ContentText, OutputEvent, ToolCallParser
-from nodeagent.engine.core.step import Delta
+from nodeagent.engine.core.step import GenerationDelta
 from nodeagent.engine.sampling.sampler import Sampled
-from nodeagent.engine.scheduler.sequence import Finish
+from nodeagent.engine.scheduler.sequence import FinishReason
 from nodeagent.engine.tokenizer.vocabulary import Vocabulary
 
 _encode = msgspec.json.encode
@@ -38,7 +38,7 @@ class ResponseChoice:
     cached_tokens: int = 0
     finish: str | None = None
 
-    def events(self, delta: Delta) -> list[OutputEvent]:
+    def events(self, delta: GenerationDelta) -> list[OutputEvent]:
         """Take `delta`; return what it says."""
         self.output_tokens, self.cached_tokens = delta.output_tokens, delta.cached_tokens
         events: list[OutputEvent] = [ContentText(delta.text)] if delta.text else []
@@ -48,7 +48,9 @@ class ResponseChoice:
                 events += self.reader.flush()
         if delta.finish is not None:
             called = self.reader is not None and self.reader.calls > 0
-            self.finish = "tool_calls" if called and delta.finish is Finish.STOP else delta.finish
+            self.finish = (
+                "tool_calls" if called and delta.finish is FinishReason.STOP else delta.finish
+            )
         return events
 
 
@@ -78,7 +80,7 @@ class CompletionResponse:
         said = {"role": "assistant", "content": ""}
         return [self._chunk(choice.index, said, None, None) for choice in self.choices]
 
-    def chunks(self, delta: Delta) -> list[bytes]:
+    def chunks(self, delta: GenerationDelta) -> list[bytes]:
         """Return the chunks that `delta` is told by; none while its text is held back."""
         choice = self.choices[delta.choice]
         sampled = [delta.sampled] if self.logprobs and delta.sampled else []
@@ -100,7 +102,7 @@ class CompletionResponse:
             return DONE
         return sse({**self._head(True), "choices": [], "usage": self._usage(prompt_tokens)}) + DONE
 
-    def collect(self, delta: Delta) -> None:
+    def collect(self, delta: GenerationDelta) -> None:
         """Keep `delta` for a whole answer."""
         choice = self.choices[delta.choice]
         for event in choice.events(delta):

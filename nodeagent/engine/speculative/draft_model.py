@@ -14,12 +14,13 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from nodeagent.engine.core.model_runner import Runner
+from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS
 from nodeagent.engine.sampling.sampler import likeliest
-from nodeagent.engine.scheduler.batching import Batch, Chunk
-from nodeagent.engine.scheduler.sequence import BLOCK_TOKENS, Ending, Sequence
+from nodeagent.engine.scheduler.batching import Batch, BatchChunk
+from nodeagent.engine.scheduler.sequence import Sequence, StopConditions
 from nodeagent.engine.speculative.draft_length import StepCosts
 
-_NOTHING = Ending(0, frozenset())
+_NOTHING = StopConditions(0, frozenset())
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,13 +128,13 @@ class DraftModel:
         """Read what is new, and choose the first draft of each that is read to its end."""
         # Whoever is up to date reads one or two: those never wait for a long prompt.
         left = max(min(read_tokens, self.read_tokens_max), 2 * len(wanted))
-        decodes: list[tuple[DraftSequence, Chunk]] = []
-        longer: list[tuple[DraftSequence, Chunk]] = []
+        decodes: list[tuple[DraftSequence, BatchChunk]] = []
+        longer: list[tuple[DraftSequence, BatchChunk]] = []
         for sequence, shadow in wanted:
             own = shadow.sequence
             tokens = min(own.pending, left)
             if tokens:
-                chunk = Chunk(own, own.computed, tokens)
+                chunk = BatchChunk(own, own.computed, tokens)
                 (decodes if own.pending == 1 else longer).append((shadow, chunk))
                 left -= tokens
                 self._note_read(sequence, own.computed, own.computed + tokens)
@@ -159,7 +160,7 @@ class DraftModel:
         for shadow in going_on:
             own = shadow.sequence
             own.tokens.append(chosen[shadow][-1])
-            chunks.append(Chunk(own, len(own.tokens) - 1, 1))
+            chunks.append(BatchChunk(own, len(own.tokens) - 1, 1))
             if not self.habits.skipped:
                 # A head guesses what the model makes of a draft: if it holds, it is read anew.
                 own.computed = len(own.tokens)

@@ -17,7 +17,7 @@ import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
-from nodeagent.engine.distributed.shards import Cut
+from nodeagent.engine.distributed.shards import WeightSlice
 from nodeagent.engine.kernels.cpu.file_reads import InFile
 from nodeagent.engine.kernels.cpu.matrix_layouts import TILE_ROWS
 from nodeagent.engine.model.layers.linear import Filed
@@ -100,13 +100,13 @@ class GgufFile(WeightSource):
         """True where the files hold `name` (a Hugging Face name)."""
         return _place(name)[0] in self._tensors
 
-    def check(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> None:
+    def check(self, name: str, shape: tuple[int, ...], cut: WeightSlice | None = None) -> None:
         """Raise CheckpointError where `name` is missing, of another shape, or cannot be cut so."""
         entry, _ = self._entry(name, shape)
         if cut is not None:
             self._span(entry, cut)
 
-    def tensor(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> Tensor:
+    def tensor(self, name: str, shape: tuple[int, ...], cut: WeightSlice | None = None) -> Tensor:
         """Read and dequantise one weight, or a part of it."""
         entry, first_row = self._entry(name, shape)
         kind = GGMLQuantizationType(entry.kind)
@@ -118,7 +118,9 @@ class GgufFile(WeightSource):
             ) from error
         return self._turned(name, weights.view(cut.shape if cut else shape))
 
-    def groups(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> Filed | None:
+    def groups(
+        self, name: str, shape: tuple[int, ...], cut: WeightSlice | None = None
+    ) -> Filed | None:
         """Read one matrix as the file quantises it; None where that is not of these kinds."""
         entry, first_row = self._entry(name, shape)
         kind = GGMLQuantizationType(entry.kind)
@@ -137,7 +139,9 @@ class GgufFile(WeightSource):
         place = InFile(entry.path, start, (rows, columns), kind.name, head_rows, read)
         return filed(place, columns, kind)
 
-    def stored(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> Stored | None:
+    def stored(
+        self, name: str, shape: tuple[int, ...], cut: WeightSlice | None = None
+    ) -> Stored | None:
         """Return where a weight of floats lies, or a part; None where that is not in one piece."""
         entry, first_row = self._entry(name, shape)
         kind = GGMLQuantizationType(entry.kind)
@@ -147,7 +151,7 @@ class GgufFile(WeightSource):
         part = cut.shape if cut else shape
         return Stored(entry.path, start, part, kind.name, self._head_rows(name))
 
-    def _is_whole(self, name: str, shape: tuple[int, ...], cut: Cut | None) -> bool:
+    def _is_whole(self, name: str, shape: tuple[int, ...], cut: WeightSlice | None) -> bool:
         """True where it lies in one piece, as whole tiles of rows where those are turned."""
         by_columns = cut is not None and cut.axis == len(shape) - 1
         return not by_columns and self._head_rows(name) % TILE_ROWS == 0
@@ -180,7 +184,7 @@ class GgufFile(WeightSource):
         return entry, (expert or 0) * (shape[0] if len(shape) > 1 else 0)
 
     def _packed(
-        self, entry: TensorEntry, first_row: int, shape: tuple[int, ...], cut: Cut | None
+        self, entry: TensorEntry, first_row: int, shape: tuple[int, ...], cut: WeightSlice | None
     ) -> np.ndarray:
         """Return the bytes of the rows asked for, or of a part of them: [rows, bytes of a row]."""
         span = slice(None)
@@ -193,7 +197,7 @@ class GgufFile(WeightSource):
         return np.ascontiguousarray(packed[:, span])
 
     def _place_of(
-        self, entry: TensorEntry, first_row: int, shape: tuple[int, ...], cut: Cut | None
+        self, entry: TensorEntry, first_row: int, shape: tuple[int, ...], cut: WeightSlice | None
     ) -> tuple[int, int, int]:
         """Return where in their file these rows begin, how many they are, and the bytes of each."""
         rows = math.prod(shape[:-1])
@@ -202,7 +206,7 @@ class GgufFile(WeightSource):
         row_bytes = entry.size_bytes // math.prod(entry.shape[:-1])
         return entry.start + first_row * row_bytes, rows, row_bytes
 
-    def _span(self, entry: TensorEntry, cut: Cut) -> slice:
+    def _span(self, entry: TensorEntry, cut: WeightSlice) -> slice:
         """Return which bytes of a row are the columns of `cut`; all of them where it cuts rows."""
         if cut.axis != len(cut.whole) - 1:
             return slice(None)

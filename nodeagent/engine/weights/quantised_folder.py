@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 from torch import Tensor
 
-from nodeagent.engine.distributed.shards import Cut
+from nodeagent.engine.distributed.shards import WeightSlice
 from nodeagent.engine.kernels.cpu.matrix_layouts import GROUP_WEIGHTS
 from nodeagent.engine.model.layers.linear import Groups
 from nodeagent.engine.model.shape import CheckpointError
@@ -85,7 +85,7 @@ class QuantisedFolder(SafetensorsFolder):
         """True where the files hold `name`, packed or not."""
         return super().has(name) or self._is_packed(name)
 
-    def check(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> None:
+    def check(self, name: str, shape: tuple[int, ...], cut: WeightSlice | None = None) -> None:
         """Raise CheckpointError where `tensor` would."""
         if not self._is_packed(name):
             super().check(name, shape, cut)
@@ -98,18 +98,22 @@ class QuantisedFolder(SafetensorsFolder):
             kinds, words = (FLOATS, "a float") if "scale" in part else (INTEGERS, "a whole number")
             self._check(_sibling(name, part), wanted, kinds, words)
 
-    def tensor(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> Tensor:
+    def tensor(self, name: str, shape: tuple[int, ...], cut: WeightSlice | None = None) -> Tensor:
         """Read one weight, or a part of it; in fp32 where it is packed."""
         if not self._is_packed(name):
             return super().tensor(name, shape, cut)
         wide = self._packed(name, shape).wide()
         return wide if cut is None else wide.narrow(cut.axis, cut.start, cut.end - cut.start)
 
-    def stored(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> Stored | None:
+    def stored(
+        self, name: str, shape: tuple[int, ...], cut: WeightSlice | None = None
+    ) -> Stored | None:
         """Return where a weight lies that is not packed."""
         return None if self._is_packed(name) else super().stored(name, shape, cut)
 
-    def groups(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> Groups | None:
+    def groups(
+        self, name: str, shape: tuple[int, ...], cut: WeightSlice | None = None
+    ) -> Groups | None:
         """Read one matrix in the groups that kernels know; None where it is not packed so."""
         if not self._is_packed(name):
             return None
@@ -131,7 +135,7 @@ class QuantisedFolder(SafetensorsFolder):
         return packed
 
 
-def _part(groups: Groups, cut: Cut) -> Groups | None:
+def _part(groups: Groups, cut: WeightSlice) -> Groups | None:
     """Return a part of a matrix; None where it ends within a group."""
     per_group = 1 if cut.axis == 0 else GROUP_WEIGHTS
     if cut.start % per_group or cut.end % per_group:

@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 from safetensors import SafetensorError, safe_open
 
-from nodeagent.engine.distributed.shards import Cut
+from nodeagent.engine.distributed.shards import WeightSlice
 from nodeagent.engine.model.shape import CheckpointError
 from nodeagent.engine.tokenizer.vocabulary import Vocabulary, vocabulary_of_folder
 from nodeagent.engine.weights.hf_config import DecoderConfig, read_json, shape_of
@@ -54,7 +54,7 @@ class SafetensorsFiles(WeightSource):
         """True where the files hold `name`."""
         return name in self._stored
 
-    def check(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> None:
+    def check(self, name: str, shape: tuple[int, ...], cut: WeightSlice | None = None) -> None:
         """Raise CheckpointError where `name` is missing, of another shape, or no float."""
         self._check(name, shape, FLOATS, "a float")
 
@@ -78,14 +78,18 @@ class SafetensorsFiles(WeightSource):
             )
         return stored
 
-    def stored(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> Stored | None:
+    def stored(
+        self, name: str, shape: tuple[int, ...], cut: WeightSlice | None = None
+    ) -> Stored | None:
         """Return where a weight lies, or a part of it; None where that is not in one piece."""
         stored = self._check(name, shape, FLOATS, "a float")
         if cut is None:
             return stored
         return stored.rows(cut.start, cut.end) if cut.axis == 0 else None
 
-    def tensor(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> torch.Tensor:
+    def tensor(
+        self, name: str, shape: tuple[int, ...], cut: WeightSlice | None = None
+    ) -> torch.Tensor:
         """Read one weight as it is stored, or a part of it."""
         stored = self.stored(name, shape, cut)
         if stored is not None or cut is None:

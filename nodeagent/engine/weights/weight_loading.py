@@ -9,8 +9,8 @@ from typing import Final, Protocol
 import torch
 from torch import Tensor
 
-from nodeagent.engine.distributed.collectives import ALONE, Ranks
-from nodeagent.engine.distributed.shards import Cut, Share
+from nodeagent.engine.distributed.collectives import SINGLE_RANK, Communicator
+from nodeagent.engine.distributed.shards import ModelShard, WeightSlice
 from nodeagent.engine.kernels.cpu.file_reads import Fetch, InFile, fetch
 from nodeagent.engine.kernels.cpu.matrix_layouts import LAYOUTS, Native
 from nodeagent.engine.kernels.cuda.weight_staging import staging_for
@@ -44,21 +44,23 @@ class WeightSource(Protocol):
     Where a `cut` of that shape is given, only that part is read.
     """
 
-    def tensor(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> Tensor:
+    def tensor(self, name: str, shape: tuple[int, ...], cut: WeightSlice | None = None) -> Tensor:
         """Read one weight in the dtype it is stored in, or fp32 where it is stored quantised."""
         ...
 
-    def stored(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> Stored | None:
+    def stored(
+        self, name: str, shape: tuple[int, ...], cut: WeightSlice | None = None
+    ) -> Stored | None:
         """Return where in a file one weight lies in one piece; None where it does not."""
         return None
 
     def groups(
-        self, name: str, shape: tuple[int, ...], cut: Cut | None = None
+        self, name: str, shape: tuple[int, ...], cut: WeightSlice | None = None
     ) -> Groups | Filed | None:
         """Read one matrix as its file quantises it; None where that is not in groups of 32."""
         return None
 
-    def check(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> None:
+    def check(self, name: str, shape: tuple[int, ...], cut: WeightSlice | None = None) -> None:
         """Raise CheckpointError where `tensor` would, judging by the files' headers alone."""
         ...
 
@@ -79,8 +81,8 @@ class Weights:
         device: str,
         dtype: torch.dtype,
         keeping: Keeping,
-        share: Share | None = None,
-        ranks: Ranks = ALONE,
+        share: ModelShard | None = None,
+        ranks: Communicator = SINGLE_RANK,
     ) -> None:
         self.source = source
         self.device = device
@@ -210,7 +212,9 @@ class Weights:
     def _tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         return self.source.tensor(name, *self._place(name, shape))
 
-    def _place(self, name: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], Cut | None]:
+    def _place(
+        self, name: str, shape: tuple[int, ...]
+    ) -> tuple[tuple[int, ...], WeightSlice | None]:
         """Return the shape of a whole weight, and which part of it is read."""
         cut = self.share.cut(name, shape) if self.share is not None else None
         return (cut.whole if cut else shape), cut
@@ -226,12 +230,12 @@ class Survey(WeightSource):
     def __init__(self, source: WeightSource) -> None:
         self._source = source
 
-    def tensor(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> Tensor:
+    def tensor(self, name: str, shape: tuple[int, ...], cut: WeightSlice | None = None) -> Tensor:
         """Check the weight; return one of its shape that takes no memory."""
         self.check(name, shape, cut)
         return torch.ones(1).expand(cut.shape if cut else shape)
 
-    def check(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> None:
+    def check(self, name: str, shape: tuple[int, ...], cut: WeightSlice | None = None) -> None:
         """Ask the source."""
         self._source.check(name, shape, cut)
 

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from nodeagent.engine.core.model_runner import Runner
-from nodeagent.engine.core.step import Computes
-from nodeagent.engine.kvcache.blocks import Blocks
+from nodeagent.engine.core.step import ModelExecutor
+from nodeagent.engine.kvcache.block_pool import BlockPool
 from nodeagent.engine.model.families import build, survey
 from nodeagent.engine.model.layers.lora import Adapter, salted
 from nodeagent.engine.model.shape import ModelShape
-from nodeagent.engine.scheduler.batching import Batching, Limits
-from nodeagent.engine.scheduler.sequence import Ending, Sequence
+from nodeagent.engine.scheduler.batching import BatchScheduler, StepLimits
+from nodeagent.engine.scheduler.sequence import Sequence, StopConditions
 from nodeagent.engine.weights.weight_loading import WeightSource
 from ops.golden import tiny
 
@@ -36,18 +36,18 @@ def logits_of(
 
 
 def logits_by(
-    runner: Computes,
+    runner: ModelExecutor,
     prompts: list[list[int]],
     budget: int,
     adapters: Ordered[Adapter | None] = (),
 ) -> list[list[Tensor]]:
     """Do the same by a runner."""
-    batching = Batching(Limits(budget, 4), Blocks(BLOCKS))
+    batching = BatchScheduler(StepLimits(budget, 4), BlockPool(BLOCKS))
     rows: list[list[Tensor]] = [[] for _ in prompts]
     for number, tokens in enumerate(prompts):
         prompt = tokens[: -tiny.ANSWER_TOKENS]
         adapter = adapters[number] if adapters else None
-        ending = Ending(tiny.ANSWER_TOKENS, frozenset())
+        ending = StopConditions(tiny.ANSWER_TOKENS, frozenset())
         batching.submit(Sequence(number, prompt, ending, salted(b"", adapter), adapter))
     while batching.busy:
         batch = batching.next_batch()

@@ -16,17 +16,17 @@ import msgspec
 import torch
 
 from nodeagent.engine.core.model_runner import Runner
-from nodeagent.engine.distributed.collectives import Ranks
-from nodeagent.engine.distributed.commands import Done
-from nodeagent.engine.distributed.rank0 import Front
-from nodeagent.engine.distributed.shards import Share, Split
-from nodeagent.engine.distributed.worker import follow, obey
-from nodeagent.engine.distributed.worker_group import Channel, muster
-from nodeagent.engine.loading import load
+from nodeagent.engine.distributed.collectives import Communicator
+from nodeagent.engine.distributed.shards import ModelShard, ParallelConfig
+from nodeagent.engine.loading import load_engine
 from nodeagent.engine.model.families import adding_of, build, survey
 from nodeagent.engine.model.layers.lora import Adapter
 from nodeagent.engine.weights.adapter import read_adapter
 from nodeagent.engine.weights.checkpoint import open_checkpoint
+from nodeagent.engine.workers.commands import CommandDone
+from nodeagent.engine.workers.rank0 import Rank0Executor
+from nodeagent.engine.workers.worker import execute, run_worker
+from nodeagent.engine.workers.worker_group import CommandChannel, fork_workers
 from ops.golden import tiny
 from ops.golden.tiny_gguf import write_gguf
 from tests.integration.engine.forced import BLOCKS, logits_by, logits_of
@@ -45,35 +45,37 @@ def prepare(folder: Path, family: str, kind: str) -> Path:
     return folder
 
 
-def runner_of(path: Path, split: Split, rank: int) -> tuple[Runner, Share, Ranks]:
+def runner_of(
+    path: Path, split: ParallelConfig, rank: int
+) -> tuple[Runner, ModelShard, Communicator]:
     torch.set_num_threads(1)
-    source, ranks = open_checkpoint(path), Ranks(split, rank)
+    source, ranks = open_checkpoint(path), Communicator(split, rank)
     survey(source.shape, source, split)
     model = build(source.shape, source, "cpu", torch.float32, 128, ranks=ranks)
     source.close()
     runner = Runner(model, BLOCKS, "cpu", torch.float32)
-    return runner, Share(source.shape, split, rank), ranks
+    return runner, ModelShard(source.shape, split, rank), ranks
 
 
-def run(path: Path, split: Split) -> list[list[list[list[float]]]]:
+def run(path: Path, split: ParallelConfig) -> list[list[list[list[float]]]]:
     """Return the logits of a case; and hold what KV blocks hold to be what was written."""
 
-    def follow(rank: int, channel: Channel) -> int:
+    def follow(rank: int, channel: CommandChannel) -> int:
         runner, share, ranks = runner_of(path, split, rank)
-        channel.say(Done())
+        channel.say(CommandDone())
         channel.order()
         ranks.join(path / "meeting", "cpu", TIMEOUT_S)
         while (order := channel.order()) is not None:
-            obey(order, runner, share, channel)
+            execute(order, runner, share, channel)
         return 0
 
-    crew = muster(split.ranks, follow)
+    crew = fork_workers(split.ranks, follow)
     try:
         runner, share, ranks = runner_of(path, split, 0)
         crew.wait_loaded()
         crew.join(TIMEOUT_S)
         ranks.join(path / "meeting", "cpu", TIMEOUT_S)
-        front = Front(runner, crew, share.whole, ranks)
+        front = Rank0Executor(runner, crew, share.whole, ranks)
         prompts = tiny.prompts()
         # Budget 9: prompts come in chunks, mixed with the decodes of those that came before.
         logits = [[[row.tolist() for row in rows] for rows in logits_by(front, prompts, 9)]]
@@ -93,7 +95,7 @@ def run(path: Path, split: Split) -> list[list[list[list[float]]]]:
         crew.end()
 
 
-def hold_to_one(path: Path, front: Front) -> None:
+def hold_to_one(path: Path, front: Rank0Executor) -> None:
     """Hold adapters in one batch to add what they add where one process has the whole model."""
     source = open_checkpoint(path)
     family = source.shape.family
@@ -126,11 +128,11 @@ def drafts(path: Path, kind: str, tensor: int, pipeline: int) -> list[Any]:
     config = msgspec.structs.replace(
         whole, socket=f"{path}/s", tensor_parallel=tensor, pipeline_parallel=pipeline, threads=1
     )
-    crew = muster(tensor * pipeline, lambda rank, channel: follow(config, rank, channel))
+    crew = fork_workers(tensor * pipeline, lambda rank, channel: run_worker(config, rank, channel))
     try:
         told: list[Any] = []
         heard: list[Any] = []
-        for loaded in (load(config, crew), load(whole)):
+        for loaded in (load_engine(config, crew), load_engine(whole)):
             assert loaded.engine.speculation is not None
             # One alone: two would be drafted for in steps of their own where stages are split.
             tokens = answer(loaded, drafts=True, answers=1)
@@ -158,7 +160,9 @@ def main() -> None:
                 if family == "drafts":
                     found = drafts(Path(name), kind, *map(int, numbers))
                 else:
-                    found = run(prepare(Path(name), family, kind), Split(*map(int, numbers)))[0]
+                    found = run(
+                        prepare(Path(name), family, kind), ParallelConfig(*map(int, numbers))
+                    )[0]
             (out / f"{case}.json").write_text(json.dumps(found))
             os._exit(0)
         os.waitpid(pid, 0)

@@ -10,10 +10,10 @@ from tokenizers import Tokenizer
 
 from isochrone.wire.engine import EngineConfig
 from nodeagent.engine.core.step import Generation
-from nodeagent.engine.loading import Loaded, load
+from nodeagent.engine.loading import LoadedEngine, load_engine
 from nodeagent.engine.model.shape import CheckpointError
 from nodeagent.engine.sampling.sampler import Sampler, SamplingParams
-from nodeagent.engine.scheduler.sequence import Ending, Sequence
+from nodeagent.engine.scheduler.sequence import Sequence, StopConditions
 from nodeagent.engine.tokenizer.detokenizer import StopStrings, StreamDetokenizer
 from ops.golden.tiny import write_tokenizer
 from tests.integration.engine.test_llama_folder import (
@@ -84,7 +84,7 @@ def write_head(path: Path, vocabulary: int = VOCABULARY) -> Path:
     return path
 
 
-def answer(loaded: Loaded, *, drafts: bool, answers: int = 2) -> list[int]:
+def answer(loaded: LoadedEngine, *, drafts: bool, answers: int = 2) -> list[int]:
     engine = loaded.engine
     speculation = engine.speculation
     assert speculation is not None
@@ -94,7 +94,7 @@ def answer(loaded: Loaded, *, drafts: bool, answers: int = 2) -> list[int]:
     # All answer one prompt, which ends inside a block that they share.
     first, *others = (
         Generation(
-            Sequence(number, list(range(1, 30)), Ending(40, frozenset())),
+            Sequence(number, list(range(1, 30)), StopConditions(40, frozenset())),
             Sampler(SamplingParams(temperature=0), []),
             StreamDetokenizer(loaded.vocabulary),
             StopStrings(()),
@@ -115,8 +115,8 @@ def answer(loaded: Loaded, *, drafts: bool, answers: int = 2) -> list[int]:
 def test_a_model_that_fits_drafts(tmp_path: Path, kind: str) -> None:
     served = folder(tmp_path / "served")
     draft = served if kind == "model" else write_head(tmp_path / "head")
-    loaded = load(config_of(served, draft))
-    bare = load(EngineConfig(model_path=str(served), served_name="t", socket="unused"))
+    loaded = load_engine(config_of(served, draft))
+    bare = load_engine(EngineConfig(model_path=str(served), served_name="t", socket="unused"))
     assert loaded.weights_bytes > bare.weights_bytes
     assert answer(loaded, drafts=True) == answer(loaded, drafts=False)
     assert loaded.engine.speculation is not None
@@ -132,8 +132,8 @@ def test_a_model_of_other_tokens_is_refused(tmp_path: Path) -> None:
     tokenizer.add_tokens(["<more>"])
     tokenizer.save(str(other / "tokenizer.json"))
     with pytest.raises(CheckpointError, match=r"'<more>' is token 64 of 65 there, None of 64"):
-        load(config_of(served, other))
+        load_engine(config_of(served, other))
     with pytest.raises(CheckpointError, match="no such file or folder"):
-        load(config_of(served, tmp_path / "nothing"))
+        load_engine(config_of(served, tmp_path / "nothing"))
     with pytest.raises(CheckpointError, match="a head for tokens of 99"):
-        load(config_of(served, write_head(tmp_path / "head", vocabulary=99)))
+        load_engine(config_of(served, write_head(tmp_path / "head", vocabulary=99)))

@@ -14,9 +14,9 @@ import pytest
 
 from isochrone.wire.engine import EngineConfig
 from nodeagent.engine.core.step import Generation
-from nodeagent.engine.loading import Loaded, load
+from nodeagent.engine.loading import LoadedEngine, load_engine
 from nodeagent.engine.sampling.sampler import Sampler, SamplingParams
-from nodeagent.engine.scheduler.sequence import Ending, Sequence
+from nodeagent.engine.scheduler.sequence import Sequence, StopConditions
 from nodeagent.engine.tokenizer.detokenizer import StopStrings, StreamDetokenizer
 
 pytestmark = pytest.mark.model
@@ -28,9 +28,9 @@ _PART_TOKENS = 32
 
 
 @pytest.fixture(scope="module")
-def loaded(model_path: Path) -> Loaded:
+def loaded(model_path: Path) -> LoadedEngine:
     # Few blocks and a small budget, so that chunks, and waiting, are part of what is held.
-    return load(
+    return load_engine(
         EngineConfig(
             model_path=str(model_path),
             served_name="smollm2",
@@ -44,14 +44,14 @@ def loaded(model_path: Path) -> Loaded:
 
 
 def generate(
-    loaded: Loaded, cases: list[dict[str, Any]], *, drafts: bool = False
+    loaded: LoadedEngine, cases: list[dict[str, Any]], *, drafts: bool = False
 ) -> list[tuple[list[int], str]]:
     texts: dict[int, str] = {}
     speculation = loaded.engine.speculation
     sequences: list[Sequence] = []
     for case in cases:
         tokens_max = _PART_TOKENS if drafts else GOLDEN["tokens"]
-        ending = Ending(tokens_max, loaded.vocabulary.stop_ids)
+        ending = StopConditions(tokens_max, loaded.vocabulary.stop_ids)
         sequence = Sequence(next(NUMBERS), list(case["prompt_ids"]), ending)
         sequences.append(sequence)
         texts[sequence.number] = ""
@@ -72,39 +72,39 @@ def generate(
     return [(s.tokens[s.prompt_tokens :], texts[s.number]) for s in sequences]
 
 
-def expect(loaded: Loaded, case: dict[str, Any], output: list[int], text: str) -> None:
+def expect(loaded: LoadedEngine, case: dict[str, Any], output: list[int], text: str) -> None:
     wanted = [token for token in case["output_ids"] if token not in loaded.vocabulary.stop_ids]
     assert output == wanted, case["text"]
     # A character still incomplete at the end is not emitted; elsewhere texts are equal.
     assert text == loaded.vocabulary.tokenizer.decode(wanted).rstrip("\ufffd")
 
 
-def test_prompts_are_tokenised_as_by_transformers(loaded: Loaded) -> None:
+def test_prompts_are_tokenised_as_by_transformers(loaded: LoadedEngine) -> None:
     for case in CASES:
         assert loaded.vocabulary.encode(case["text"], special=False) == case["prompt_ids"]
         plain = loaded.vocabulary.tokenizer.decode(case["prompt_ids"], skip_special_tokens=False)
         assert plain == case["text"]
 
 
-def test_the_chat_template_is_rendered_as_by_transformers(loaded: Loaded) -> None:
+def test_the_chat_template_is_rendered_as_by_transformers(loaded: LoadedEngine) -> None:
     assert loaded.template is not None
     question = [{"role": "user", "content": "What is the capital of France?"}]
     assert loaded.template.render(question) == CASES[0]["text"]
 
 
-def test_greedy_output_is_equal_in_a_batch(loaded: Loaded) -> None:
+def test_greedy_output_is_equal_in_a_batch(loaded: LoadedEngine) -> None:
     outputs = generate(loaded, CASES)
     for case, (output, text) in zip(CASES, outputs, strict=True):
         expect(loaded, case, output, text)
 
 
-def test_greedy_output_is_equal_alone(loaded: Loaded) -> None:
+def test_greedy_output_is_equal_alone(loaded: LoadedEngine) -> None:
     for case in CASES:
         ((output, text),) = generate(loaded, [case])
         expect(loaded, case, output, text)
 
 
-def test_greedy_output_is_equal_with_drafts(loaded: Loaded) -> None:
+def test_greedy_output_is_equal_with_drafts(loaded: LoadedEngine) -> None:
     speculation = loaded.engine.speculation
     assert speculation is not None
     # Alone, where drafts are long, and in company; a part of each output tells.

@@ -11,11 +11,12 @@ import pytest
 
 from isochrone.wire.engine import EngineConfig
 from nodeagent.engine.core.step import Generation
-from nodeagent.engine.kvcache.tier_setup import identity
-from nodeagent.engine.loading import Loaded, load
+from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS
+from nodeagent.engine.kvcache.tier_setup import model_fingerprint
+from nodeagent.engine.loading import LoadedEngine, load_engine
 from nodeagent.engine.model.shape import CheckpointError
 from nodeagent.engine.sampling.sampler import Sampler, SamplingParams
-from nodeagent.engine.scheduler.sequence import BLOCK_TOKENS, Ending, Sequence
+from nodeagent.engine.scheduler.sequence import Sequence, StopConditions
 from nodeagent.engine.tokenizer.detokenizer import StopStrings, StreamDetokenizer
 from ops.golden import tiny
 from tests.integration.engine.conftest import EngineProcess, end, launch, wait_ready
@@ -46,11 +47,11 @@ def fields(room: Path, host_blocks: int, **more: Any) -> dict[str, Any]:
     }
 
 
-def answers(loaded: Loaded) -> list[tuple[list[int], int]]:
+def answers(loaded: LoadedEngine) -> list[tuple[list[int], int]]:
     """Run the sessions one after another, twice; return outputs and how much was cached."""
     told = []
     for number, prompt in enumerate(SESSIONS * 2):
-        sequence = Sequence(number, list(prompt), Ending(6, frozenset()))
+        sequence = Sequence(number, list(prompt), StopConditions(6, frozenset()))
         loaded.engine.submit(
             Generation(
                 sequence,
@@ -66,8 +67,8 @@ def answers(loaded: Loaded) -> list[tuple[list[int], int]]:
 
 
 def test_what_comes_back_from_memory_answers_alike(room: Path) -> None:
-    bare = answers(load(EngineConfig(socket="unused", **fields(room, 0))))
-    tiers = load(EngineConfig(socket="unused", **fields(room, 64)))
+    bare = answers(load_engine(EngineConfig(socket="unused", **fields(room, 0))))
+    tiers = load_engine(EngineConfig(socket="unused", **fields(room, 64)))
     kept = answers(tiers)
     assert [tokens for tokens, _ in kept] == [tokens for tokens, _ in bare]
     assert [cached for _, cached in bare] == [0] * 12
@@ -78,9 +79,9 @@ def test_what_comes_back_from_memory_answers_alike(room: Path) -> None:
 
 
 def test_blocks_go_from_one_engine_to_another(room: Path) -> None:
-    first, second = (load(EngineConfig(socket="u", **fields(room, 64))) for _ in range(2))
+    first, second = (load_engine(EngineConfig(socket="u", **fields(room, 64))) for _ in range(2))
     answers(first)
-    sequence = Sequence(99, list(SESSIONS[2]), Ending(6, frozenset()))
+    sequence = Sequence(99, list(SESSIONS[2]), StopConditions(6, frozenset()))
     chain = sequence.chain((len(sequence.tokens) - 1) // BLOCK_TOKENS)
     blocks = first.engine.export_blocks(chain)
     assert blocks is not None
@@ -139,15 +140,15 @@ def test_a_file_tier_without_what_it_needs_is_refused(room: Path) -> None:
     for more in ({"kv_folder": ""}, {"kv_host_bytes": 0}, {"kv_folder": "/dev/null/x"}):
         asked = {**fields(room, 4, kv_file_bytes=10**6, kv_folder=str(room)), **more}
         with pytest.raises(CheckpointError, match="cannot keep KV in"):
-            load(EngineConfig(socket="unused", **asked))
+            load_engine(EngineConfig(socket="unused", **asked))
 
 
 def test_models_are_told_apart_by_their_weights(room: Path) -> None:
-    before = identity(room / "model", "")
-    assert identity(room / "model", "") == before
-    assert identity(room / "model", "bf16") != before
+    before = model_fingerprint(room / "model", "")
+    assert model_fingerprint(room / "model", "") == before
+    assert model_fingerprint(room / "model", "bf16") != before
     path = room / "model" / "model.safetensors"
     content = bytearray(path.read_bytes())
     content[-100:] = bytes(100)
     path.write_bytes(content)
-    assert identity(room / "model", "") != before
+    assert model_fingerprint(room / "model", "") != before

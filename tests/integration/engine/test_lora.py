@@ -18,7 +18,7 @@ from torch import Tensor
 
 from isochrone.wire.engine import EngineConfig
 from isochrone.wire.errors import ApiError
-from nodeagent.engine.distributed.shards import Cut
+from nodeagent.engine.distributed.shards import WeightSlice
 from nodeagent.engine.model.families import build
 from nodeagent.engine.model.layers.lora import Adapter, Adding
 from nodeagent.engine.model.shape import CheckpointError
@@ -87,10 +87,10 @@ class Merged:
     def has(self, name: str) -> bool:
         return self._source.has(name)
 
-    def check(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> None:
+    def check(self, name: str, shape: tuple[int, ...], cut: WeightSlice | None = None) -> None:
         self._source.check(name, shape)
 
-    def tensor(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> Tensor:
+    def tensor(self, name: str, shape: tuple[int, ...], cut: WeightSlice | None = None) -> Tensor:
         return self._source.tensor(name, shape) + self._added.get(name, 0)
 
 

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from nodeagent.engine.core.model_runner import Runner
-from nodeagent.engine.distributed.shards import Cut
+from nodeagent.engine.distributed.shards import WeightSlice
 from nodeagent.engine.kernels.cpu.kernels import kernels
-from nodeagent.engine.kvcache.blocks import Blocks
+from nodeagent.engine.kvcache.block_pool import BlockPool
 from nodeagent.engine.model.families import build
 from nodeagent.engine.model.layers.kv_format import KV_DTYPES, KvFormat
 from nodeagent.engine.model.layers.linear import Keeping
-from nodeagent.engine.scheduler.batching import Batching, Limits
-from nodeagent.engine.scheduler.sequence import Ending, Sequence
+from nodeagent.engine.scheduler.batching import BatchScheduler, StepLimits
+from nodeagent.engine.scheduler.sequence import Sequence, StopConditions
 from nodeagent.engine.weights.gguf import GgufFile
 
 pytestmark = pytest.mark.model
@@ -33,7 +33,7 @@ BLOCKS = 32
 class AsFloats(GgufFile):
     """The same weights as if the file had floats."""
 
-    def groups(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> None:
+    def groups(self, name: str, shape: tuple[int, ...], cut: WeightSlice | None = None) -> None:
         """None are in groups."""
         return
 
@@ -51,13 +51,13 @@ bits of KV 0.0065."""
 
 def told(runner: Runner, budget: int) -> Tensor:
     """Return the log-probabilities that told each golden token, given those before it."""
-    batching = Batching(Limits(budget, 4), Blocks(BLOCKS))
+    batching = BatchScheduler(StepLimits(budget, 4), BlockPool(BLOCKS))
     outputs = []
     for number, case in enumerate(CASES):
         output = case["output_ids"][:TOKENS]
         outputs.append(output)
         prompt = list(case["prompt_ids"])
-        batching.submit(Sequence(number, prompt, Ending(len(output), frozenset())))
+        batching.submit(Sequence(number, prompt, StopConditions(len(output), frozenset())))
     rows: dict[tuple[int, int], Tensor] = {}
     while batching.busy:
         batch = batching.next_batch()

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from isochrone.wire.engine import EngineConfig
-from nodeagent.engine.loading import load
+from nodeagent.engine.loading import load_engine
 from nodeagent.engine.model.shape import CheckpointError
 from ops.golden import tiny
 from tests.integration.engine.conftest import ROOT, EngineProcess, end, launch, wait_ready
@@ -188,7 +188,7 @@ def test_more_stages_than_layers_are_refused_before_memory_is_asked(
         model_path=str(folder_of_mixture), served_name="m", socket="unused", pipeline_parallel=60
     )
     with pytest.raises(CheckpointError, match="pipeline_parallel 60: it has 3 layers"):
-        load(config)
+        load_engine(config)
 
 
 GROUP: dict[str, Any] = {

@@ -5,8 +5,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from nodeagent.engine.kernels.cuda.batch_layout import Paged
+from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS
 from nodeagent.engine.model.layers.kv_format import KvFormat
-from nodeagent.engine.scheduler.sequence import BLOCK_TOKENS
 
 
 class ByTorch:

@@ -4,24 +4,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nodeagent.engine.kvcache.blocks import Blocks
-from nodeagent.engine.scheduler.batching import Batch, Batching, Chunk, Limits
-from nodeagent.engine.scheduler.sequence import BLOCK_TOKENS, Ending, Finish, Sequence
-from nodeagent.engine.scheduler.swap_or_recompute import Trade
+from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS, BlockPool
+from nodeagent.engine.kvcache.swap_or_recompute import SwapOrRecompute
+from nodeagent.engine.scheduler.batching import Batch, BatchChunk, BatchScheduler, StepLimits
+from nodeagent.engine.scheduler.sequence import FinishReason, Sequence, StopConditions
 
 BLOCKS = 8
 STEPS_MAX = 3000
 
 
-def make(blocks: int = BLOCKS, budget: int = 24, sequences: int = 4) -> Batching:
-    return Batching(Limits(budget, sequences), Blocks(blocks))
+def make(blocks: int = BLOCKS, budget: int = 24, sequences: int = 4) -> BatchScheduler:
+    return BatchScheduler(StepLimits(budget, sequences), BlockPool(blocks))
 
 
 def sequence(number: int, prompt: int, output: int, salt: bytes = b"", start: int = 0) -> Sequence:
-    return Sequence(number, list(range(start, start + prompt)), Ending(output, frozenset()), salt)
+    return Sequence(
+        number, list(range(start, start + prompt)), StopConditions(output, frozenset()), salt
+    )
 
 
-def play(batching: Batching, batch: Batch, token: int = 7) -> list[Sequence]:
+def play(batching: BatchScheduler, batch: Batch, token: int = 7) -> list[Sequence]:
     """Do what the engine does after a step; return who finished."""
     finished = []
     for chunk in batch.chunks:
@@ -31,13 +33,13 @@ def play(batching: Batching, batch: Batch, token: int = 7) -> list[Sequence]:
             continue
         for one in (chunk.sequence, *batching.fork(chunk.sequence)):
             # Answers to one prompt go on differently.
-            if one.append(token + one.number) is Finish.LENGTH:
+            if one.append(token + one.number) is FinishReason.LENGTH:
                 batching.remove(one)
                 finished.append(one)
     return finished
 
 
-def check(batching: Batching, batch: Batch, decoding: list[Sequence]) -> None:
+def check(batching: BatchScheduler, batch: Batch, decoding: list[Sequence]) -> None:
     limits = batching.limits
     assert 0 < batch.tokens <= limits.batch_tokens_max
     assert sum(1 + len(s.followers) for s in batching.running) <= limits.sequences_max
@@ -221,13 +223,13 @@ def test_cancelling_gives_the_blocks_back_at_once() -> None:
 
 def test_limits_that_would_starve_prompts_are_refused() -> None:
     with pytest.raises(ValueError, match="cannot batch 4 tokens for 4 sequences"):
-        Limits(4, 4)
+        StepLimits(4, 4)
 
 
 def test_a_stop_token_ends_the_sequence_and_is_not_kept() -> None:
-    one = Sequence(1, [5, 6], Ending(3, frozenset({2})))
+    one = Sequence(1, [5, 6], StopConditions(3, frozenset({2})))
     assert one.append(9) is None
-    assert one.append(2) is Finish.STOP
+    assert one.append(2) is FinishReason.STOP
     assert one.tokens == [5, 6, 9]
 
 
@@ -236,7 +238,7 @@ def test_the_chain_depends_on_salt_and_on_all_that_came_before() -> None:
     salted = sequence(3, 32, 1, b"s")
     assert one.chain(2)[1] != other.chain(2)[1]
     assert one.chain(1) != salted.chain(1)
-    changed = Sequence(4, [99, *range(1, 32)], Ending(1, frozenset()))
+    changed = Sequence(4, [99, *range(1, 32)], StopConditions(1, frozenset()))
     assert changed.chain(2)[1] != one.chain(2)[1]
 
 
@@ -245,7 +247,7 @@ class Tiered:
 
     def __init__(self, blocks: int, below_max: int, block_s: float, token_s: float) -> None:
         self.below: dict[bytes, None] = {}
-        self.batching = Batching(Limits(24, 4), Blocks(blocks), below=self.below)
+        self.batching = BatchScheduler(StepLimits(24, 4), BlockPool(blocks), below=self.below)
         self.device: dict[int, bytes] = {}
         self.restored = 0
         self._below_max = below_max
@@ -270,7 +272,7 @@ class Tiered:
         self.batching.pace.note(batch.prefill_tokens, 0, batch.prefill_tokens * self._token_s)
         return finished
 
-    def _compute(self, chunk: Chunk) -> None:
+    def _compute(self, chunk: BatchChunk) -> None:
         """Nothing is read but what was computed or brought back for just these tokens."""
         one = chunk.sequence
         chain = one.chain((chunk.start + chunk.tokens) // BLOCK_TOKENS)
@@ -324,7 +326,7 @@ def test_who_gave_way_is_brought_back_where_that_is_faster(block_s: float, broug
 
 
 def test_a_price_that_was_too_high_is_asked_again() -> None:
-    trade = Trade()
+    trade = SwapOrRecompute()
     assert trade.pays(0.001)
     trade.note(4, 4 * 0.02)
     assert trade.pays(0.0)

@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from nodeagent.engine.kvcache.blocks import Blocks
+from nodeagent.engine.kvcache.block_pool import BlockPool
 
 TOTAL = 6
 
@@ -15,7 +15,7 @@ class BlocksMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = Blocks(TOTAL)
+        self.blocks = BlockPool(TOTAL)
         self.owners: list[list[int]] = []
 
     @rule(fresh=st.integers(0, TOTAL + 1))
@@ -94,7 +94,7 @@ TestBlocks.settings = settings(deadline=None, max_examples=60, stateful_step_cou
 
 
 def test_what_was_used_least_recently_is_forgotten_first() -> None:
-    blocks = Blocks(3)
+    blocks = BlockPool(3)
     taken = blocks.take((), 3)
     assert taken is not None
     for block, digest in zip(taken, (b"a", b"b", b"c"), strict=True):
@@ -108,7 +108,7 @@ def test_what_was_used_least_recently_is_forgotten_first() -> None:
 
 
 def test_a_block_that_remembers_nothing_goes_before_a_remembered_one() -> None:
-    blocks = Blocks(2)
+    blocks = BlockPool(2)
     taken = blocks.take((), 2)
     assert taken is not None
     blocks.publish(taken[0], b"a")
@@ -119,11 +119,11 @@ def test_a_block_that_remembers_nothing_goes_before_a_remembered_one() -> None:
 
 def test_releasing_what_nobody_holds_is_an_error() -> None:
     with pytest.raises(ValueError, match="cannot release block 0"):
-        Blocks(1).release([0])
+        BlockPool(1).release([0])
 
 
 def test_nobody_parts_from_what_is_its_own_and_shares_what_nobody_holds() -> None:
-    blocks = Blocks(2)
+    blocks = BlockPool(2)
     taken = blocks.take((), 1)
     assert taken is not None
     with pytest.raises(ValueError, match="cannot part from block 0: 1 hold it"):
@@ -133,7 +133,7 @@ def test_nobody_parts_from_what_is_its_own_and_shares_what_nobody_holds() -> Non
 
 
 def test_what_is_forgotten_is_found_no_more_unless_another_holds_it() -> None:
-    blocks = Blocks(4)
+    blocks = BlockPool(4)
     mine = blocks.take((), 2)
     assert mine is not None
     for block, digest in zip(mine, (b"a", b"b"), strict=True):

@@ -17,7 +17,6 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 from nodeagent.engine.core import model_runner as runner
 from nodeagent.engine.core.model_runner import Runner
-from nodeagent.engine.distributed.commands import Run, Told
 from nodeagent.engine.kernels.cuda import kernels
 from nodeagent.engine.kernels.cuda.batch_layout import Paged, Sizes
 from nodeagent.engine.model.layers import attention
@@ -26,6 +25,7 @@ from nodeagent.engine.model.layers.lora import Adapter
 from nodeagent.engine.model.llama import Llama
 from nodeagent.engine.model.qwen2 import Qwen2
 from nodeagent.engine.model.qwen3 import Qwen3
+from nodeagent.engine.workers.commands import ChunkCommand, RunStep
 from tests.unit.engine.tiny import SHAPE, RandomWeights
 
 DEVICE = "pretended:0"
@@ -51,17 +51,17 @@ def pretended() -> Iterator[FakeTensorMode]:
         yield mode
 
 
-def no_numbers(sizes: Sizes, step: Run, window: int | None, pinned: bool) -> Tensor:
+def no_numbers(sizes: Sizes, step: RunStep, window: int | None, pinned: bool) -> Tensor:
     """Stand for what is written on the host, where a fake tensor has no place to write to."""
     return torch.empty(sizes.total(), dtype=torch.int64)
 
 
-def step() -> Run:
-    def told(start: int, tokens: int, blocks: list[int], *drafts: int) -> Told:
-        return Told(blocks, start, tokens + len(drafts), [1] * tokens, drafts, True)
+def step() -> RunStep:
+    def told(start: int, tokens: int, blocks: list[int], *drafts: int) -> ChunkCommand:
+        return ChunkCommand(blocks, start, tokens + len(drafts), [1] * tokens, drafts, True)
 
     decodes = (told(40, 1, [5, 1, 8]), told(3, 1, [2]))
-    return Run(decodes, (told(0, 9, [3]), told(20, 30, [9, 4, 6, 7])))
+    return RunStep(decodes, (told(0, 9, [3]), told(20, 30, [9, 4, 6, 7])))
 
 
 @pytest.mark.parametrize("over_pages", [False, True], ids=["gathered", "paged"])

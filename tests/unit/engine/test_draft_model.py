@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from nodeagent.engine.core.model_runner import Runner
-from nodeagent.engine.core.step import Engine, Generation
-from nodeagent.engine.kvcache.blocks import Blocks
+from nodeagent.engine.core.step import EngineCore, Generation
+from nodeagent.engine.kvcache.block_pool import BlockPool
 from nodeagent.engine.sampling.sampler import Sampler, SamplingParams
-from nodeagent.engine.scheduler.batching import Batching, Limits
-from nodeagent.engine.scheduler.sequence import Ending, Sequence
+from nodeagent.engine.scheduler.batching import BatchScheduler, StepLimits
+from nodeagent.engine.scheduler.sequence import Sequence, StopConditions
 from nodeagent.engine.speculative.draft_length import choose_model_draft_length
 from nodeagent.engine.speculative.draft_model import DraftModel, DraftModelTraits
 from nodeagent.engine.speculative.speculation import Speculation
@@ -25,7 +25,7 @@ from tests.unit.engine.tiny import SHAPE, llama
 
 GREEDY = SamplingParams(temperature=0)
 NEVER: frozenset[int] = frozenset()
-LIMITS = Limits(128, 40)
+LIMITS = StepLimits(128, 40)
 LETTERS = grammar.regex_grammar("[a-e]{5,40}", "x")
 
 
@@ -39,22 +39,22 @@ def drafting_with(seed: int | None, blocks: int, read_tokens_max: int = 64) -> D
 
 
 def engine_of(
-    ahead: DraftModel | None, blocks: int, served: Runner | None = None, limits: Limits = LIMITS
-) -> Engine:
+    ahead: DraftModel | None, blocks: int, served: Runner | None = None, limits: StepLimits = LIMITS
+) -> EngineCore:
     speculation = Speculation(4, rows_max=200, ahead=ahead)
     runner = served or Runner(llama(1), blocks, "cpu", torch.float32)
-    return Engine(runner, Batching(limits, Blocks(blocks)), speculation=speculation)
+    return EngineCore(runner, BatchScheduler(limits, BlockPool(blocks)), speculation=speculation)
 
 
 def submit(
-    engine: Engine,
+    engine: EngineCore,
     number: int,
     prompt: list[int],
     params: SamplingParams = GREEDY,
     tokens_max: int = 30,
     held_to: grammar.Grammar | None = None,
 ) -> Sequence:
-    sequence = Sequence(number, list(prompt), Ending(tokens_max, NEVER))
+    sequence = Sequence(number, list(prompt), StopConditions(tokens_max, NEVER))
     constraint = GRAMMARS.build(held_to) if held_to else None
     assert engine.speculation is not None
     sampler = Sampler(params, [], constraint)
@@ -65,7 +65,7 @@ def submit(
     return sequence
 
 
-def run(engine: Engine, row_cost: float = 0.01) -> int:
+def run(engine: EngineCore, row_cost: float = 0.01) -> int:
     steps = 0
     while engine.busy:
         stepped = engine.step()
@@ -86,7 +86,7 @@ def generated(
     params: SamplingParams = GREEDY,
     blocks: int = 64,
     held_to: grammar.Grammar | None = None,
-) -> tuple[list[list[int]], Engine, int]:
+) -> tuple[list[list[int]], EngineCore, int]:
     engine = engine_of(drafting_with(seed, blocks), blocks)
     found = [submit(engine, n, p, params, held_to=held_to) for n, p in enumerate(prompts(3))]
     steps = run(engine)

@@ -11,15 +11,15 @@ from torch import Tensor
 
 from isochrone.wire.engine import EngineConfig
 from nodeagent.engine.core.model_runner import Runner
-from nodeagent.engine.core.step import Engine
-from nodeagent.engine.distributed.collectives import ALONE
+from nodeagent.engine.core.step import EngineCore
+from nodeagent.engine.distributed.collectives import SINGLE_RANK
 from nodeagent.engine.draft_loading import Eagle3HeadFiles, TargetModel, open_draft
-from nodeagent.engine.kvcache.blocks import Blocks
+from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS, BlockPool
 from nodeagent.engine.model.llama import Llama
 from nodeagent.engine.model.shape import CheckpointError
 from nodeagent.engine.sampling.sampler import SamplingParams
-from nodeagent.engine.scheduler.batching import Batch, Batching, Chunk, Limits
-from nodeagent.engine.scheduler.sequence import BLOCK_TOKENS, Ending, Sequence
+from nodeagent.engine.scheduler.batching import Batch, BatchChunk, BatchScheduler, StepLimits
+from nodeagent.engine.scheduler.sequence import Sequence, StopConditions
 from nodeagent.engine.speculative.speculation import Speculation
 from nodeagent.engine.weights.eagle3 import HeadFolder, is_head
 from tests.unit.engine.test_draft_model import GREEDY, generated, prompts, run, submit
@@ -144,7 +144,7 @@ def test_drafts_are_those_of_a_plain_reference(tmp_path: Path, tokens: int) -> N
     weights = head_weights()
     runner, model, head = opened(write_head(tmp_path, weights))
     ahead = head.load(
-        config_of(tmp_path), runner, model, TargetModel(head.source, model.shape, ALONE)
+        config_of(tmp_path), runner, model, TargetModel(head.source, model.shape, SINGLE_RANK)
     )
     heard: dict[int, Tensor] = {}
     keep = model.heard
@@ -156,9 +156,9 @@ def test_drafts_are_those_of_a_plain_reference(tmp_path: Path, tokens: int) -> N
 
     model.heard = hear
     ids = prompts(1, tokens)[0][:tokens]
-    sequence = Sequence(1, [*ids, 7], Ending(9, frozenset()))
+    sequence = Sequence(1, [*ids, 7], StopConditions(9, frozenset()))
     sequence.blocks = list(range(5, 5 + -(-(tokens + 6) // BLOCK_TOKENS)))
-    runner.run(Batch((), (Chunk(sequence, 0, tokens),)))
+    runner.run(Batch((), (BatchChunk(sequence, 0, tokens),)))
     sequence.computed = tokens
     (drafts,) = ahead.draft([(sequence, ahead.shadow(sequence))], 4, 64)
     table = model.embed(torch.arange(VOCABULARY))
@@ -173,11 +173,13 @@ def test_the_output_is_the_same_with_a_head_and_without(
 ) -> None:
     runner, model, head = opened(write_head(tmp_path, head_weights()), blocks)
     ahead = head.load(
-        config_of(tmp_path), runner, model, TargetModel(head.source, model.shape, ALONE)
+        config_of(tmp_path), runner, model, TargetModel(head.source, model.shape, SINGLE_RANK)
     )
     ahead.clock = lambda: 0.0
     speculation = Speculation(4, rows_max=200, ahead=ahead)
-    engine = Engine(runner, Batching(Limits(64, 4), Blocks(blocks)), speculation=speculation)
+    engine = EngineCore(
+        runner, BatchScheduler(StepLimits(64, 4), BlockPool(blocks)), speculation=speculation
+    )
     found = [submit(engine, n, p, params) for n, p in enumerate(prompts(3))]
     run(engine)
     plain, _, _ = generated(None, params, blocks)

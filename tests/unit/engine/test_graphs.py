@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nodeagent.engine.core.model_runner import Runner
-from nodeagent.engine.distributed.commands import Run, Told
 from nodeagent.engine.kernels.cuda.batch_layout import host_numbers, sizes_of
 from nodeagent.engine.kernels.cuda.capture import bucket_of, buckets, splits_of, why_not
 from nodeagent.engine.kernels.cuda.graphs import Graphs
+from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS
 from nodeagent.engine.model.layers import attention
 from nodeagent.engine.model.layers.lora import Adapter
-from nodeagent.engine.scheduler.sequence import BLOCK_TOKENS
+from nodeagent.engine.workers.commands import ChunkCommand, RunStep
 from tests.unit.engine.by_torch import ByTorch
 from tests.unit.engine.tiny import SHAPE, llama
 
@@ -39,21 +39,21 @@ class Recorded:
         return replay, answer
 
 
-def told(start: int, blocks: list[int], tokens: int = 1) -> Told:
+def told(start: int, blocks: list[int], tokens: int = 1) -> ChunkCommand:
     ids = [(7 * start + 3 * at + blocks[0]) % 257 for at in range(tokens)]
-    return Told(blocks, start, tokens, ids, (), True)
+    return ChunkCommand(blocks, start, tokens, ids, (), True)
 
 
-def decodes(count: int, start: int) -> Run:
+def decodes(count: int, start: int) -> RunStep:
     """So many sequences of unlike lengths, each in blocks of its own."""
-    return Run(
+    return RunStep(
         tuple(told(start + row, [3 * row, 3 * row + 1, 3 * row + 2]) for row in range(count)), ()
     )
 
 
-def prompts(count: int, tokens: int) -> Run:
+def prompts(count: int, tokens: int) -> RunStep:
     chunks = [told(0, [3 * row, 3 * row + 1, 3 * row + 2], tokens + row) for row in range(count)]
-    return Run((), tuple(chunks))
+    return RunStep((), tuple(chunks))
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def test_steps_over_pages_answer_as_gathered_ones_do(
     recorded = graphs_of(found, 4, 3, window)
     monkeypatch.setattr(attention, "page_kernels", lambda pages: None)
     wanted = Runner(llama(1, replace(SHAPE, window_tokens=window)), BLOCKS, "cpu", torch.float32)
-    mixed = Run((told(14, [0, 1, 2]),), (told(13, [3, 4, 5], 20),))
+    mixed = RunStep((told(14, [0, 1, 2]),), (told(13, [3, 4, 5], 20),))
     for step in (prompts(5, 13), mixed, decodes(1, 20), decodes(3, 20), decodes(4, 30)):
         assert torch.allclose(found.run(step), wanted.run(step), atol=1e-4)
     assert recorded.replays == 3
@@ -94,11 +94,11 @@ def test_what_is_in_no_graph_runs_step_by_step(paged: Callable[[int | None], Run
     runner.run(prompts(4, 13))
     runner.run(decodes(3, 20))
     # Its seventeenth block has no place in a table of sixteen.
-    runner.run(Run((told(16 * BLOCK_TOKENS - 1, list(range(17))),), ()))
+    runner.run(RunStep((told(16 * BLOCK_TOKENS - 1, list(range(17))),), ()))
     assert recorded.replays == 1
     recorded.replays = 0
-    runner.run(Run((told(16 * BLOCK_TOKENS, list(range(17))),), ()))
-    runner.run(Run((replace_samples(told(20, [0, 1])),), ()))
+    runner.run(RunStep((told(16 * BLOCK_TOKENS, list(range(17))),), ()))
+    runner.run(RunStep((replace_samples(told(20, [0, 1])),), ()))
     assert recorded.replays == 0
     assert runner.run(decodes(2, 20)).shape == (2, SHAPE.vocabulary)
     assert recorded.replays == 1
@@ -113,8 +113,8 @@ def test_what_is_in_no_graph_runs_step_by_step(paged: Callable[[int | None], Run
     assert runner.graphs.rows == (1, 2, 4)
 
 
-def replace_samples(one: Told) -> Told:
-    return Told(one.blocks, one.start, one.tokens, one.ids, one.drafts, False)
+def replace_samples(one: ChunkCommand) -> ChunkCommand:
+    return ChunkCommand(one.blocks, one.start, one.tokens, one.ids, one.drafts, False)
 
 
 def test_an_adapter_is_in_no_graph(paged: Callable[[int | None], Runner]) -> None:
@@ -145,7 +145,7 @@ def test_padding_writes_nothing(paged: Callable[[int | None], Runner]) -> None:
 
 
 def test_a_step_is_one_piece_of_numbers() -> None:
-    step = Run((told(17, [5, 9]), told(3, [2])), (told(15, [7, 8], 3),))
+    step = RunStep((told(17, [5, 9]), told(3, [2])), (told(15, [7, 8], 3),))
     sizes = sizes_of(step, 4)
     numbers = sizes.split(host_numbers(sizes, step, 4, pinned=False))
     assert numbers.positions.tolist() == [17, 3, 15, 16, 17]

@@ -6,13 +6,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nodeagent.engine.core.model_runner import Runner
-from nodeagent.engine.kvcache.block_mover import Mover
-from nodeagent.engine.kvcache.blocks import Blocks
+from nodeagent.engine.kvcache.block_mover import BlockMover
+from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS, BlockPool
 from nodeagent.engine.kvcache.host_tier import HostTier
 from nodeagent.engine.model.layers.kv_format import KV_DTYPES, KvFormat
 from nodeagent.engine.model.llama import Llama
-from nodeagent.engine.scheduler.batching import Batching, Limits
-from nodeagent.engine.scheduler.sequence import BLOCK_TOKENS, Ending, Sequence
+from nodeagent.engine.scheduler.batching import BatchScheduler, StepLimits
+from nodeagent.engine.scheduler.sequence import Sequence, StopConditions
 from tests.unit.engine.tiny import SHAPE, VOCABULARY, RandomWeights
 
 FP8 = KvFormat(KV_DTYPES["fp8"])
@@ -61,8 +61,8 @@ def logits(form: KvFormat | None) -> tuple[torch.Tensor, Runner]:
     runner = Runner(model, BLOCKS, "cpu", torch.float32, form)
     generator = torch.Generator().manual_seed(2)
     text = torch.randint(0, VOCABULARY, (60,), generator=generator).tolist()
-    batching = Batching(Limits(16, 2), Blocks(BLOCKS))
-    batching.submit(Sequence(1, text[:40], Ending(20, frozenset())))
+    batching = BatchScheduler(StepLimits(16, 2), BlockPool(BLOCKS))
+    batching.submit(Sequence(1, text[:40], StopConditions(20, frozenset())))
     rows = []
     while batching.busy:
         batch = batching.next_batch()
@@ -92,7 +92,7 @@ def test_blocks_of_another_form_are_refused() -> None:
     runner.write_blocks([4, 5], contents)
     assert torch.equal(runner.read_blocks([4, 5]), contents)
     shape = (SHAPE.layers, BLOCK_TOKENS, 2 * SHAPE.kv_heads, FP8.width(SHAPE.head_dim))
-    mover = Mover(runner, HostTier(2, shape, torch.uint8), None)
+    mover = BlockMover(runner, HostTier(2, shape, torch.uint8), None)
     mover.take_in([b"a" * 32], contents[:1])
     with pytest.raises(ValueError, match=r"cannot take KV blocks of .* torch.float32: those here"):
         mover.take_in([b"b" * 32], contents[1:].float())

@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nodeagent.engine.kvcache.block_mover import Mover
-from nodeagent.engine.kvcache.blocks import Blocks
+from nodeagent.engine.kvcache.block_mover import BlockMover
+from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS, BlockPool
 from nodeagent.engine.kvcache.file_tier import FileTier
 from nodeagent.engine.kvcache.host_tier import HostTier
-from nodeagent.engine.scheduler.batching import Batching, Limits
-from nodeagent.engine.scheduler.fair_queue import Standing
-from nodeagent.engine.scheduler.sequence import BLOCK_TOKENS, Ending, Finish, Sequence
+from nodeagent.engine.scheduler.batching import BatchScheduler, StepLimits
+from nodeagent.engine.scheduler.fair_queue import SchedulingParams
+from nodeagent.engine.scheduler.sequence import FinishReason, Sequence, StopConditions
 
 MODEL = bytes(16)
 
@@ -72,14 +72,14 @@ def test_a_step_sees_what_its_sequences_computed_and_nothing_else(
 ) -> None:
     pages = Pages(8)
     host = HostTier(host_blocks, (BLOCK_TOKENS, 2), torch.int64)
-    mover = Mover(pages, host, None)
-    batching = Batching(Limits(budget, 4), Blocks(8), below=host)
+    mover = BlockMover(pages, host, None)
+    batching = BatchScheduler(StepLimits(budget, 4), BlockPool(8), below=host)
     coming = []
     for number, (prompt, output, salt, start, priority) in enumerate(asks):
         # Few different beginnings, so that prefixes are shared, pushed out and asked for again.
         tokens = [start * 100 + at for at in range(prompt)]
-        standing = Standing(priority=priority)
-        ending = Ending(output, frozenset())
+        standing = SchedulingParams(priority=priority)
+        ending = StopConditions(output, frozenset())
         coming.append(Sequence(number, tokens, ending, salt, standing=standing))
     while coming or batching.busy:
         # One a step: who comes later and is more urgent makes others give way.
@@ -94,18 +94,18 @@ def test_a_step_sees_what_its_sequences_computed_and_nothing_else(
         for chunk in batch.chunks:
             batching.computed(chunk)
         for chunk in batch.chunks:
-            if chunk.samples and chunk.sequence.append(7) is Finish.LENGTH:
+            if chunk.samples and chunk.sequence.append(7) is FinishReason.LENGTH:
                 batching.remove(chunk.sequence)
 
 
 def test_a_session_pushed_out_comes_back_whole() -> None:
     pages, host = Pages(6), HostTier(6, (BLOCK_TOKENS, 2), torch.int64)
-    mover = Mover(pages, host, None)
-    batching = Batching(Limits(200, 2), Blocks(6), below=host)
+    mover = BlockMover(pages, host, None)
+    batching = BatchScheduler(StepLimits(200, 2), BlockPool(6), below=host)
     cached = []
     for number, start in enumerate((0, 1000, 0)):
         tokens = list(range(start, start + 5 * BLOCK_TOKENS + 1))
-        sequence = Sequence(number, tokens, Ending(1, frozenset()))
+        sequence = Sequence(number, tokens, StopConditions(1, frozenset()))
         batching.submit(sequence)
         batch = batching.next_batch()
         mover.move(batch.evicted, batch.restores, lambda: None)

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from isochrone.wire.errors import ApiError, ErrorCode
-from nodeagent.engine.memory import MemoryWatch, uses
-from nodeagent.engine.scheduler.memory_ceiling import Use, refusal
+from nodeagent.engine.memory import MemoryWatch, memory_uses
+from nodeagent.engine.scheduler.memory_ceiling import MemoryUse, refusal_reason
 
 MIB = 1024 * 1024
 GIB = 1024 * MIB
@@ -25,7 +25,7 @@ GIB = 1024 * MIB
     ],
 )
 def test_the_margin_is_kept_free(used: int, ceiling: int, full: bool) -> None:
-    said = refusal([Use("this engine", used, ceiling)])
+    said = refusal_reason([MemoryUse("this engine", used, ceiling)])
     assert bool(said) == full
     if full:
         assert f"uses {used} bytes" in said
@@ -33,15 +33,15 @@ def test_the_margin_is_kept_free(used: int, ceiling: int, full: bool) -> None:
 
 
 def test_the_tightest_ceiling_counts_and_without_one_nothing_is_refused() -> None:
-    roomy, tight = Use("its cgroup", GIB, 8 * GIB), Use("this engine", GIB, GIB)
-    assert "this engine" in refusal([roomy, tight])
-    assert refusal([roomy]) == ""
-    assert refusal([]) == ""
+    roomy, tight = MemoryUse("its cgroup", GIB, 8 * GIB), MemoryUse("this engine", GIB, GIB)
+    assert "this engine" in refusal_reason([roomy, tight])
+    assert refusal_reason([roomy]) == ""
+    assert refusal_reason([]) == ""
 
 
 def test_refused_until_it_is_below_again() -> None:
     now_s, used = [0.0], [GIB]
-    watch = MemoryWatch(lambda: [Use("this engine", used[0], GIB)], lambda: now_s[0])
+    watch = MemoryWatch(lambda: [MemoryUse("this engine", used[0], GIB)], lambda: now_s[0])
     with pytest.raises(ApiError) as refused:
         watch.hold()
     assert refused.value.code is ErrorCode.OUT_OF_CAPACITY
@@ -65,15 +65,15 @@ def cgroup(folder: Path, limit: str, current: int, files: int) -> None:
 def test_every_cgroup_around_the_process_counts_without_pages_of_files(tmp_path: Path) -> None:
     root, own = tmp_path / "cgroup", tmp_path / "own"
     own.write_text("9:name=systemd:/\n0::/system.slice/engine.service\n")
-    assert uses(0, root, own) == []
+    assert memory_uses(0, root, own) == []
     cgroup(root / "system.slice", str(8 * GIB), 3 * GIB, 0)
     cgroup(root / "system.slice" / "engine.service", str(4 * GIB), 3 * GIB, GIB)
     cgroup(root, "max", 9 * GIB, 0)
-    seen = [(use.used_bytes, use.ceiling_bytes) for use in uses(0, root, own)]
+    seen = [(use.used_bytes, use.ceiling_bytes) for use in memory_uses(0, root, own)]
     assert seen == [(GIB, 4 * GIB), (3 * GIB, 8 * GIB)]
 
 
 def test_a_given_ceiling_counts_what_the_process_has(tmp_path: Path) -> None:
-    (use,) = uses(GIB, tmp_path, tmp_path / "none")
+    (use,) = memory_uses(GIB, tmp_path, tmp_path / "none")
     assert use.ceiling_bytes == GIB
     assert use.used_bytes > MIB

@@ -3,8 +3,8 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nodeagent.engine.scheduler.prefill_budget import Pace
-from nodeagent.engine.scheduler.sequence import BLOCK_TOKENS
+from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS
+from nodeagent.engine.scheduler.prefill_budget import PrefillBudget
 
 
 @settings(deadline=None, max_examples=100)
@@ -17,7 +17,7 @@ from nodeagent.engine.scheduler.sequence import BLOCK_TOKENS
 def test_a_step_that_decodes_keeps_the_interval(
     token_ms: float, decodes_ms: float, decodes: int, noise: list[float]
 ) -> None:
-    pace = Pace(0.2)
+    pace = PrefillBudget(0.2)
     pace.note(200, 0, 200 * token_ms / 1e3)
     pace.note(0, decodes, decodes_ms / 1e3)
     for factor in noise:
@@ -30,7 +30,7 @@ def test_a_step_that_decodes_keeps_the_interval(
 
 
 def test_prompts_have_all_of_a_step_without_decodes_and_before_anything_is_measured() -> None:
-    pace = Pace(0.1)
+    pace = PrefillBudget(0.1)
     assert pace.prompt_tokens(4, 300) == 300
     pace.note(300, 0, 3.0)
     assert pace.prompt_tokens(0, 300) == 300
@@ -38,7 +38,7 @@ def test_prompts_have_all_of_a_step_without_decodes_and_before_anything_is_measu
 
 
 def test_a_slower_machine_is_believed_at_once_a_faster_one_by_and_by() -> None:
-    pace = Pace(1.0)
+    pace = PrefillBudget(1.0)
     pace.note(100, 0, 1.0)
     assert pace.prompt_tokens(1, 1000) == 100
     pace.note(100, 0, 2.0)
@@ -48,7 +48,7 @@ def test_a_slower_machine_is_believed_at_once_a_faster_one_by_and_by() -> None:
 
 
 def test_one_slow_step_of_decodes_alone_does_not_hold_up_a_long_prompt_to_its_end() -> None:
-    pace = Pace(0.25)
+    pace = PrefillBudget(0.25)
     pace.note(200, 0, 0.2)
     pace.note(0, 4, 1.0)
     assert pace.prompt_tokens(4, 200) == BLOCK_TOKENS

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from nodeagent.engine.distributed.shards import Cut
+from nodeagent.engine.distributed.shards import WeightSlice
 from nodeagent.engine.model.shape import CheckpointError
 from nodeagent.engine.weights.checkpoint import open_checkpoint
 from nodeagent.engine.weights.quantised_folder import QuantisedFolder
@@ -134,8 +134,8 @@ def test_a_packed_matrix_is_read_as_it_was_written(tmp_path: Path, case: str) ->
     assert not source.has("model.norm.weight")
     source.check(name, (ROWS, COLUMNS))
     assert torch.allclose(source.tensor(name, (ROWS, COLUMNS)), wanted, atol=1e-6, rtol=1e-6)
-    rows = Cut((ROWS, COLUMNS), 0, 16, 48)
-    columns = Cut((ROWS, COLUMNS), 1, 8, 24)
+    rows = WeightSlice((ROWS, COLUMNS), 0, 16, 48)
+    columns = WeightSlice((ROWS, COLUMNS), 1, 8, 24)
     assert torch.allclose(source.tensor(name, (ROWS, COLUMNS), rows), wanted[16:48], atol=1e-6)
     assert torch.allclose(source.tensor(name, (ROWS, COLUMNS), columns), wanted[:, 8:24], atol=1e-6)
     groups = source.groups(name, (ROWS, COLUMNS))

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nodeagent.engine.core.step import Engine, Generation
-from nodeagent.engine.kvcache.blocks import Blocks
+from nodeagent.engine.core.step import EngineCore, Generation
+from nodeagent.engine.kvcache.block_pool import BlockPool
 from nodeagent.engine.sampling.sampler import Due, Sampled, Sampler, SamplingParams, sample_runs
-from nodeagent.engine.scheduler.batching import Batch, Batching, Limits
-from nodeagent.engine.scheduler.sequence import Ending, Sequence
+from nodeagent.engine.scheduler.batching import Batch, BatchScheduler, StepLimits
+from nodeagent.engine.scheduler.sequence import Sequence, StopConditions
 from nodeagent.engine.speculative.draft_length import (
     AcceptanceRates,
     DraftProposal,
@@ -155,13 +155,19 @@ class Model:
 
 def generate(
     params: SamplingParams, *, drafts: bool, noise: float = 1.5, blocks: int = 64, **more: Any
-) -> tuple[list[list[int]], Engine, Model]:
+) -> tuple[list[list[int]], EngineCore, Model]:
     model = Model(noise)
     speculation = Speculation(6, rows_max=64) if drafts else None
-    engine = Engine(model, Batching(Limits(64, 4), Blocks(blocks)), speculation=speculation)  # type: ignore[arg-type]
+    engine = EngineCore(
+        model,  # type: ignore[arg-type]
+        BatchScheduler(StepLimits(64, 4), BlockPool(blocks)),
+        speculation=speculation,
+    )
     sequences = []
     for number in range(1, 4):
-        sequence = Sequence(number, [97, 98, 99, 100, 101] * 4, Ending(40, frozenset({END})))
+        sequence = Sequence(
+            number, [97, 98, 99, 100, 101] * 4, StopConditions(40, frozenset({END}))
+        )
         sequences.append(sequence)
         wanted: grammar.Grammar | None = more.get("held_to")
         constraint = GRAMMARS.build(wanted) if wanted else None
@@ -222,8 +228,8 @@ def test_drafts_that_hold_save_steps_and_drafts_that_fail_stop() -> None:
 
 
 def test_drafts_wait_for_no_step_but_the_one_they_were_made_for() -> None:
-    batching = Batching(Limits(64, 4), Blocks(8))
-    sequence = Sequence(1, [97] * 15, Ending(40, frozenset({END})))
+    batching = BatchScheduler(StepLimits(64, 4), BlockPool(8))
+    sequence = Sequence(1, [97] * 15, StopConditions(40, frozenset({END})))
     batching.submit(sequence)
     (prefill,) = batching.next_batch().prefills
     batching.computed(prefill)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nodeagent.engine.core.model_runner import Runner
-from nodeagent.engine.distributed.shards import Cut
+from nodeagent.engine.distributed.shards import WeightSlice
 from nodeagent.engine.kernels.cuda.weight_staging import Staging
 from nodeagent.engine.model.families import build
 from nodeagent.engine.model.shape import CheckpointError
@@ -27,9 +27,9 @@ def test_pieces_make_the_weight_whole(folder: Path) -> None:
     name, shape = "model.layers.1.mlp.down_proj.weight", (tiny.HIDDEN, tiny.WIDE)
     wanted = source.tensor(name, shape)
     stored = source.stored(name, shape)
-    cut = source.stored(name, shape, Cut(shape, 0, 5, 9))
+    cut = source.stored(name, shape, WeightSlice(shape, 0, 5, 9))
     assert stored is not None and cut is not None
-    assert source.stored(name, shape, Cut(shape, 1, 5, 9)) is None
+    assert source.stored(name, shape, WeightSlice(shape, 1, 5, 9)) is None
     # One as it is stored, one in another kind of numbers, one a part.
     same, other, few = torch.empty(shape), torch.empty(shape).bfloat16(), torch.empty(4, tiny.WIDE)
     for piece in staging.bring(same, stored):

@@ -5,11 +5,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from nodeagent.engine.core.step import Delta, Engine, Generation
-from nodeagent.engine.kvcache.blocks import Blocks
+from nodeagent.engine.core.step import EngineCore, Generation, GenerationDelta
+from nodeagent.engine.kvcache.block_pool import BlockPool
 from nodeagent.engine.sampling.sampler import Sampler, SamplingParams
-from nodeagent.engine.scheduler.batching import Batch, Batching, Limits
-from nodeagent.engine.scheduler.sequence import Ending, Finish, Sequence
+from nodeagent.engine.scheduler.batching import Batch, BatchScheduler, StepLimits
+from nodeagent.engine.scheduler.sequence import FinishReason, Sequence, StopConditions
 from nodeagent.engine.tokenizer.detokenizer import StopStrings, StreamDetokenizer
 from tests.unit.engine.test_text import VOCABULARY
 
@@ -43,21 +43,21 @@ class Script:
         return lambda: logits
 
 
-def engine_saying(lines: dict[int, list[int]]) -> Engine:
-    return Engine(Script(lines), Batching(Limits(16, 4), Blocks(16)))  # type: ignore[arg-type]
+def engine_saying(lines: dict[int, list[int]]) -> EngineCore:
+    return EngineCore(Script(lines), BatchScheduler(StepLimits(16, 4), BlockPool(16)))  # type: ignore[arg-type]
 
 
 def generation(number: int, tokens_max: int = 50, stops: tuple[str, ...] = ()) -> Generation:
     return Generation(
-        Sequence(number, [65] * 20, Ending(tokens_max, frozenset({END}))),
+        Sequence(number, [65] * 20, StopConditions(tokens_max, frozenset({END}))),
         Sampler(SamplingParams(temperature=0), []),
         StreamDetokenizer(VOCABULARY),
         StopStrings(stops),
     )
 
 
-def run(engine: Engine) -> dict[int, list[Delta]]:
-    told: dict[int, list[Delta]] = {}
+def run(engine: EngineCore) -> dict[int, list[GenerationDelta]]:
+    told: dict[int, list[GenerationDelta]] = {}
     while engine.busy:
         for delta in engine.step().deltas:
             told.setdefault(delta.number, []).append(delta)
@@ -65,7 +65,7 @@ def run(engine: Engine) -> dict[int, list[Delta]]:
     return told
 
 
-def text(deltas: list[Delta]) -> str:
+def text(deltas: list[GenerationDelta]) -> str:
     return "".join(delta.text for delta in deltas)
 
 
@@ -82,10 +82,10 @@ def test_each_ends_for_its_own_reason_and_harms_no_other() -> None:
         engine.submit(one)
     told = run(engine)
     assert [told[n][-1].finish for n in (1, 2, 3, 4)] == [
-        Finish.STOP,
-        Finish.LENGTH,
-        Finish.STOP,
-        Finish.ERROR,
+        FinishReason.STOP,
+        FinishReason.LENGTH,
+        FinishReason.STOP,
+        FinishReason.ERROR,
     ]
     assert [text(told[n]) for n in (1, 2, 3, 4)] == ["hello", "h\u00e9l", "a ", "ok"]
     assert told[1][-1].output_tokens == 5
@@ -103,7 +103,11 @@ def test_several_answers_draw_from_the_prompts_last_row_and_end_each_for_itself(
     engine.submit(first)
     told = run(engine)
     assert [text(told[number]) for number in (1, 2, 3)] == ["ab", "aXY", "aZ"]
-    assert [told[n][-1].finish for n in (1, 2, 3)] == [Finish.STOP, Finish.STOP, Finish.LENGTH]
+    assert [told[n][-1].finish for n in (1, 2, 3)] == [
+        FinishReason.STOP,
+        FinishReason.STOP,
+        FinishReason.LENGTH,
+    ]
     assert engine.prompt_tokens_total == 20
     assert engine.output_tokens_total == 2 + 3 + 2
 
@@ -114,7 +118,10 @@ def test_answers_to_an_unsound_prompt_all_end_and_their_blocks_are_cleared() -> 
     first.followers = (generation(2),)
     engine.submit(first)
     told = run(engine)
-    assert [told[number][-1].finish for number in (1, 2)] == [Finish.ERROR, Finish.ERROR]
+    assert [told[number][-1].finish for number in (1, 2)] == [
+        FinishReason.ERROR,
+        FinishReason.ERROR,
+    ]
     assert len(engine._runner.cleared) == 2  # type: ignore[attr-defined]
     assert not engine.batching.blocks.remembered()
 

@@ -27,9 +27,9 @@ from nodeagent.engine.chat.call_parser import (
     ToolCallParser,
 )
 from nodeagent.engine.chat.chat_template import ChatTemplate
-from nodeagent.engine.core.step import Delta
+from nodeagent.engine.core.step import GenerationDelta
 from nodeagent.engine.sampling.sampler import Sampled
-from nodeagent.engine.scheduler.sequence import Finish
+from nodeagent.engine.scheduler.sequence import FinishReason
 from nodeagent.engine.server.request_body import ChatBody, read_chat, template_messages
 from nodeagent.engine.server.response_body import CompletionResponse, ResponseChoice
 from nodeagent.engine.server.tool_fields import RequestTools, requested_tools
@@ -573,7 +573,7 @@ def test_a_strict_tool_is_called_in_no_way_that_is_not_held_to_its_schema() -> N
 
 
 def answer_of(
-    text: str, finish: Finish, *, stream: bool, how: ToolFormat = HERMES
+    text: str, finish: FinishReason, *, stream: bool, how: ToolFormat = HERMES
 ) -> list[dict[str, Any]]:
     """Tell `text` letter by letter and return the frames' choices, or the one body's."""
     frames = frames_of(text, finish, how) if stream else []
@@ -585,12 +585,14 @@ def answer_of(
     return [msgspec.json.decode(answer.whole(1))["choices"][0]]
 
 
-def frames_of(text: str, finish: Finish, how: ToolFormat) -> list[bytes]:
+def frames_of(text: str, finish: FinishReason, how: ToolFormat) -> list[bytes]:
     answer, deltas = told_of(text, finish, how)
     return [frame for delta in deltas for frame in answer.chunks(delta)]
 
 
-def told_of(text: str, finish: Finish, how: ToolFormat) -> tuple[CompletionResponse, list[Delta]]:
+def told_of(
+    text: str, finish: FinishReason, how: ToolFormat
+) -> tuple[CompletionResponse, list[GenerationDelta]]:
     ids = iter(f"call_{n}" for n in range(9))
     answer = CompletionResponse(
         "id",
@@ -603,8 +605,8 @@ def told_of(text: str, finish: Finish, how: ToolFormat) -> tuple[CompletionRespo
         new_call_id=lambda: next(ids),
         choices=[ResponseChoice(0, ToolCallParser(how, SCHEMAS))],
     )
-    deltas = [Delta(1, letter, Sampled(0), 1, 0) for letter in text]
-    deltas.append(Delta(1, "", None, 1, 0, finish))
+    deltas = [GenerationDelta(1, letter, Sampled(0), 1, 0) for letter in text]
+    deltas.append(GenerationDelta(1, "", None, 1, 0, finish))
     return answer, deltas
 
 
@@ -623,7 +625,7 @@ def told_of(text: str, finish: Finish, how: ToolFormat) -> tuple[CompletionRespo
 def test_calls_that_are_no_objects_are_put_together_by_the_openai_client(
     how: ToolFormat, text: str
 ) -> None:
-    body = b"".join([*frames_of(text, Finish.STOP, how), b"data: [DONE]\n\n"])
+    body = b"".join([*frames_of(text, FinishReason.STOP, how), b"data: [DONE]\n\n"])
     served = httpx2.MockTransport(
         lambda _: httpx2.Response(200, content=body, headers={"content-type": "text/event-stream"})
     )
@@ -643,7 +645,7 @@ def test_calls_that_are_no_objects_are_put_together_by_the_openai_client(
 
 def test_calls_are_told_in_openais_shape() -> None:
     text = f"Hm. <tool_call>\n{CALL}\n</tool_call>"
-    (whole,) = answer_of(text, Finish.STOP, stream=False)
+    (whole,) = answer_of(text, FinishReason.STOP, stream=False)
     function = {"name": "get_weather", "arguments": '{"city": "Bonn"}'}
     assert whole["message"] == {
         "role": "assistant",
@@ -651,7 +653,7 @@ def test_calls_are_told_in_openais_shape() -> None:
         "tool_calls": [{"id": "call_0", "type": "function", "function": function}],
     }
     assert whole["finish_reason"] == "tool_calls"
-    frames = answer_of(text, Finish.STOP, stream=True)
+    frames = answer_of(text, FinishReason.STOP, stream=True)
     calls = [frame["delta"]["tool_calls"][0] for frame in frames if "tool_calls" in frame["delta"]]
     begun = {"name": "get_weather", "arguments": ""}
     assert calls[0] == {"index": 0, "id": "call_0", "type": "function", "function": begun}
@@ -670,7 +672,8 @@ def test_log_probabilities_of_plain_text_tell_where_each_token_lies(stream: bool
     # The first bytes are held back: they may begin a stop string.
     said = [("", b"a"), ("", b"b"), ("abc", b"c"), ("d", b"d")]
     deltas = [
-        Delta(1, text, Sampled(raw[0], -0.5, ((ord("z"), -0.1),)), 1, 0) for text, raw in said
+        GenerationDelta(1, text, Sampled(raw[0], -0.5, ((ord("z"), -0.1),)), 1, 0)
+        for text, raw in said
     ]
     if stream:
         frames = [frame for delta in deltas for frame in answer.chunks(delta)]
@@ -684,9 +687,9 @@ def test_log_probabilities_of_plain_text_tell_where_each_token_lies(stream: bool
 
 
 def test_a_call_cut_short_says_length_and_no_call_says_stop() -> None:
-    (cut,) = answer_of(f"<tool_call>{CALL[:-8]}", Finish.LENGTH, stream=False)
+    (cut,) = answer_of(f"<tool_call>{CALL[:-8]}", FinishReason.LENGTH, stream=False)
     assert cut["finish_reason"] == "length"
     assert cut["message"]["content"] is None
-    (plain,) = answer_of("No need.", Finish.STOP, stream=False)
+    (plain,) = answer_of("No need.", FinishReason.STOP, stream=False)
     assert plain["finish_reason"] == "stop"
     assert plain["message"] == {"role": "assistant", "content": "No need."}

@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.nn.functional import rms_norm, silu
 
 from nodeagent.engine.core.model_runner import Runner
-from nodeagent.engine.distributed.commands import Run, Told
 from nodeagent.engine.kernels.cuda import kernels as device
 from nodeagent.engine.kernels.cuda.batch_layout import host_numbers, sizes_of
 from nodeagent.engine.kernels.cuda.kernels import DeviceKernels
 from nodeagent.engine.model.layers.attention import LayerKV, Layout, attend
 from nodeagent.engine.model.layers.kv_format import KvFormat
 from nodeagent.engine.model.layers.rope import Rope, inverse_frequencies, rotate_
+from nodeagent.engine.workers.commands import ChunkCommand, RunStep
 from tests.unit.engine.by_torch import ByTorch
 from tests.unit.engine.tiny import SHAPE, llama
 
@@ -47,17 +47,19 @@ def chance() -> torch.Generator:
     return torch.Generator().manual_seed(5)
 
 
-def told(start: int, tokens: int, blocks: list[int]) -> Told:
-    return Told(blocks, start, tokens, [(start + at) % 97 for at in range(tokens)], (), True)
+def told(start: int, tokens: int, blocks: list[int]) -> ChunkCommand:
+    return ChunkCommand(
+        blocks, start, tokens, [(start + at) % 97 for at in range(tokens)], (), True
+    )
 
 
-def steps() -> list[Run]:
+def steps() -> list[RunStep]:
     """Prompts, a chunk beside a decode, and decodes of unlike lengths, over scattered blocks."""
     one, other = [7, 3, 11, 2, 9, 14], [5, 8]
     return [
-        Run((), (told(0, 21, one), told(0, 5, other))),
-        Run((told(5, 1, other),), (told(21, 50, one),)),
-        Run((told(6, 1, other), told(71, 1, one)), ()),
+        RunStep((), (told(0, 21, one), told(0, 5, other))),
+        RunStep((told(5, 1, other),), (told(21, 50, one),)),
+        RunStep((told(6, 1, other), told(71, 1, one)), ()),
     ]
 
 
@@ -94,8 +96,8 @@ def test_attention_over_pages(
 
 
 def test_padding_sees_nothing_and_writes_nothing(kernels: DeviceKernels) -> None:
-    step = Run((told(3, 1, [1]),), ())
-    sizes = sizes_of(Run((told(3, 1, [1]), told(20, 1, [2, 3])), ()), None)
+    step = RunStep((told(3, 1, [1]),), ())
+    sizes = sizes_of(RunStep((told(3, 1, [1]), told(20, 1, [2, 3])), ()), None)
     numbers = sizes.split(host_numbers(sizes, step, None, pinned=False))
     pages = torch.ones(4, 16, 4, 16)
     mixed = torch.full((2, 8, 16), 2.0)

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from nodeagent.engine.distributed.commands import Run, Told
 from nodeagent.engine.kernels.cuda import kernels as device
 from nodeagent.engine.kernels.cuda.batch_layout import host_numbers, sizes_of
 from nodeagent.engine.kernels.cuda.kernels import DeviceKernels
 from nodeagent.engine.model.layers.kv_format import KvFormat
+from nodeagent.engine.workers.commands import ChunkCommand, RunStep
 
 pytest.importorskip("triton", reason="Triton comes with torch's builds for CUDA")
 pytestmark = pytest.mark.skipif(
@@ -111,14 +111,14 @@ def compile_all(calls: list[Call]) -> set[str]:
 def test_attention(
     kernels: DeviceKernels, calls: list[Call], dtype: torch.dtype, kept: torch.dtype
 ) -> None:
-    def told(start: int, tokens: int) -> Told:
-        return Told(list(range(300)), start, tokens, [1] * tokens, (), True)
+    def told(start: int, tokens: int) -> ChunkCommand:
+        return ChunkCommand(list(range(300)), start, tokens, [1] * tokens, (), True)
 
     form = KvFormat(kept)
     pages = torch.zeros(BLOCKS, 16, 2 * KV_HEADS, form.width(DIM), dtype=form.dtype)
     chunks = (told(0, 40),)
     # One row is split along its tokens; of many none is.
-    for step in (Run((told(4000, 1),), chunks), Run((told(4000, 1),) * 64, chunks)):
+    for step in (RunStep((told(4000, 1),), chunks), RunStep((told(4000, 1),) * 64, chunks)):
         sizes = sizes_of(step, None)
         numbers = sizes.split(host_numbers(sizes, step, None, pinned=False))
         mixed = torch.zeros(sizes.rows, HEADS + 2 * KV_HEADS, DIM, dtype=dtype)

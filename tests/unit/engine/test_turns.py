@@ -3,10 +3,10 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nodeagent.engine.kvcache.blocks import Blocks
-from nodeagent.engine.scheduler.batching import Batching, Limits
-from nodeagent.engine.scheduler.fair_queue import Standing, Turns
-from nodeagent.engine.scheduler.sequence import Ending, Sequence
+from nodeagent.engine.kvcache.block_pool import BlockPool
+from nodeagent.engine.scheduler.batching import BatchScheduler, StepLimits
+from nodeagent.engine.scheduler.fair_queue import FairQueue, SchedulingParams
+from nodeagent.engine.scheduler.sequence import Sequence, StopConditions
 from tests.unit.engine.test_batching import make, play
 
 
@@ -14,12 +14,12 @@ def one(number: int, prompt: int = 20, output: int = 5, **standing: object) -> S
     return Sequence(
         number,
         list(range(number * 1000, number * 1000 + prompt)),
-        Ending(output, frozenset()),
-        standing=Standing(**standing),  # type: ignore[arg-type]
+        StopConditions(output, frozenset()),
+        standing=SchedulingParams(**standing),  # type: ignore[arg-type]
     )
 
 
-def order_of_ends(batching: Batching) -> list[int]:
+def order_of_ends(batching: BatchScheduler) -> list[int]:
     ended: list[int] = []
     while batching.busy:
         ended += [sequence.number for sequence in play(batching, batching.next_batch())]
@@ -73,17 +73,17 @@ def test_who_has_waited_out_anothers_priority_keeps_its_place() -> None:
 def test_nobody_starves_behind_an_endless_stream_of_higher_priority(
     priority: int, prompt: int
 ) -> None:
-    turns = Turns()
-    mine = turns.give(Standing(priority=priority), 10, 10)
+    turns = FairQueue()
+    mine = turns.give(SchedulingParams(priority=priority), 10, 10)
     for _ in range(100_000 // prompt + 2):
         turns.pass_by(prompt)
-    assert turns.give(Standing(priority=100), prompt, 10) > mine
+    assert turns.give(SchedulingParams(priority=100), prompt, 10) > mine
 
 
 def test_the_memory_of_sessions_is_bounded() -> None:
-    turns = Turns()
+    turns = FairQueue()
     for number in range(20_000):
-        turns.give(Standing(session=b"%d" % number), 10, 10)
+        turns.give(SchedulingParams(session=b"%d" % number), 10, 10)
     assert len(turns._sessions) <= 4096
 
 
@@ -105,7 +105,7 @@ def test_the_memory_of_sessions_is_bounded() -> None:
 def test_everyone_ends_or_is_given_up_in_time(
     asks: list[tuple[int, int, int, bytes, int | None, int]],
 ) -> None:
-    batching = Batching(Limits(12, 3), Blocks(8))
+    batching = BatchScheduler(StepLimits(12, 3), BlockPool(8))
     arriving = [
         (leap, one(number, prompt, output, priority=priority, session=session, deadline_s=deadline))
         for number, (prompt, output, priority, session, deadline, leap) in enumerate(asks)

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from nodeagent.engine.core.model_runner import Runner
-from nodeagent.engine.core.step import Engine
+from nodeagent.engine.core.step import EngineCore
 from nodeagent.engine.sampling.sampler import SamplingParams
-from nodeagent.engine.scheduler.batching import Batch, Limits
-from nodeagent.engine.scheduler.pipeline_depth import Underway
+from nodeagent.engine.scheduler.batching import Batch, StepLimits
+from nodeagent.engine.scheduler.pipeline_depth import PipelineDepth
 from tests.unit.engine.test_draft_model import (
     GREEDY,
     drafting_with,
@@ -47,10 +47,10 @@ class Stages:
         self._runner.clear(blocks)
 
 
-def staged(underway: int, blocks: int = 64, seed: int | None = None) -> tuple[Engine, Stages]:
+def staged(underway: int, blocks: int = 64, seed: int | None = None) -> tuple[EngineCore, Stages]:
     stages = Stages(blocks)
-    engine = engine_of(drafting_with(seed, blocks), blocks, stages, Limits(24, 12))  # type: ignore[arg-type]
-    engine.batching.underway = Underway(underway)
+    engine = engine_of(drafting_with(seed, blocks), blocks, stages, StepLimits(24, 12))  # type: ignore[arg-type]
+    engine.batching.underway = PipelineDepth(underway)
     return engine, stages
 
 
@@ -114,7 +114,7 @@ def test_the_way_that_serves_more_is_found_for_each_size_and_the_other_tried_aga
         # Up to four rows a batch cost what one does; many cost each its own.
         return max(rows / count, 4.0) if count > 1 else 2 * max(rows, 4.0) * 0.9
 
-    underway = Underway(2)
+    underway = PipelineDepth(2)
     assert underway.choose(1, prompts=False) == underway.choose(8, prompts=True) == 2
     for rows, better in ((5, 1), (64, 2)):
         chosen = []

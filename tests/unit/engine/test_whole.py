@@ -12,8 +12,8 @@ from nodeagent.engine.model.families import FAMILIES
 from nodeagent.engine.model.layers.linear import Keeping
 from nodeagent.engine.model.llama import Llama
 from nodeagent.engine.model.shape import ModelShape
-from nodeagent.engine.scheduler.batching import Batch, Chunk
-from nodeagent.engine.scheduler.sequence import Ending, Sequence
+from nodeagent.engine.scheduler.batching import Batch, BatchChunk
+from nodeagent.engine.scheduler.sequence import Sequence, StopConditions
 from tests.unit.engine.tiny import SHAPE, RandomWeights
 
 WIDE = replace(SHAPE, hidden=64, intermediate=96, heads=6, head_dim=32, vocabulary=272)
@@ -31,14 +31,16 @@ def build(shape: ModelShape, keeping: Keeping) -> Llama:
 def logits(model: Llama) -> list[Tensor]:
     """Return the logits of a prompt and its rest, and of both together with a decode."""
     runner = Runner(model, 16, "cpu", torch.float32)
-    first, second = (Sequence(n, list(range(3, 62 + n)), Ending(9, frozenset())) for n in (1, 2))
+    first, second = (
+        Sequence(n, list(range(3, 62 + n)), StopConditions(9, frozenset())) for n in (1, 2)
+    )
     first.blocks, second.blocks = [5, 2, 9, 0], [1, 3, 4, 8]
     steps = [
-        Batch((), (Chunk(first, 0, 37),)),
-        Batch((), (Chunk(first, 37, 23), Chunk(second, 0, 61))),
+        Batch((), (BatchChunk(first, 0, 37),)),
+        Batch((), (BatchChunk(first, 37, 23), BatchChunk(second, 0, 61))),
     ]
     first.tokens.append(7)
-    steps.append(Batch((Chunk(first, 60, 1),), ()))
+    steps.append(Batch((BatchChunk(first, 60, 1),), ()))
     return [runner.run(step) for step in steps]
 
 

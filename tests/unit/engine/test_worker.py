@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from isochrone.wire.errors import ApiError, ErrorCode
-from nodeagent.engine.core.generation_thread import Worker
-from nodeagent.engine.core.step import Delta, Engine, Generation, Stepped
+from nodeagent.engine.core.generation_thread import GenerationThread
+from nodeagent.engine.core.step import EngineCore, Generation, GenerationDelta, StepOutput
 from nodeagent.engine.core.token_rates import StepRates
-from nodeagent.engine.kvcache.blocks import Blocks
+from nodeagent.engine.kvcache.block_pool import BlockPool
 from nodeagent.engine.sampling.sampler import SamplingParams
-from nodeagent.engine.scheduler.batching import Batching, Limits
-from nodeagent.engine.scheduler.sequence import Ending
+from nodeagent.engine.scheduler.batching import BatchScheduler, StepLimits
+from nodeagent.engine.scheduler.sequence import StopConditions
 from nodeagent.engine.server.inflight_limit import InflightLimit
 from nodeagent.engine.server.open_requests import OpenRequests, PreparedRequest
 from nodeagent.engine.server.request_body import GenerationOptions
@@ -39,7 +39,7 @@ class Outbox:
 
 
 def open_one(clients: OpenRequests, outbox: Any, aborted: list[int]) -> Any:
-    ending = Ending(4, frozenset())
+    ending = StopConditions(4, frozenset())
     return clients.open(outbox, PreparedRequest(ASK, [([1, 2], ending)]), lambda: aborted.append(1))
 
 
@@ -50,12 +50,12 @@ async def test_who_does_not_read_is_cut_and_cancelled() -> None:
     aborted: list[int] = []
     client = open_one(clients, outbox, aborted)
     (number,) = client.numbers
-    clients.publish([Delta(number, "x", None, 1, 0)] * 3)
+    clients.publish([GenerationDelta(number, "x", None, 1, 0)] * 3)
     await turn()
     assert not aborted
-    clients.publish([Delta(number, "x", None, 1, 0)])
+    clients.publish([GenerationDelta(number, "x", None, 1, 0)])
     await turn()
-    clients.publish([Delta(number, "x", None, 1, 0)] * 2)
+    clients.publish([GenerationDelta(number, "x", None, 1, 0)] * 2)
     await turn()
     assert (aborted, clients.cut_total) == ([1], 1), "it is cut once, however much follows"
     assert client.deltas.qsize() == 3
@@ -90,7 +90,7 @@ async def test_several_answers_are_one_client_and_go_together() -> None:
     clients = OpenRequests(VOCABULARY, inflight, queue_max=1)
     outbox = Outbox()
     ask = replace(ASK, params=SamplingParams(seed=5), choices=2)
-    ending = Ending(4, frozenset())
+    ending = StopConditions(4, frozenset())
     client = clients.open(
         outbox,  # type: ignore[arg-type]
         PreparedRequest(ask, [([1, 2], ending), ([3], ending)]),
@@ -104,7 +104,7 @@ async def test_several_answers_are_one_client_and_go_together() -> None:
     assert (client.prompt_tokens, inflight.open) == (3, 4)
     with pytest.raises(ApiError, match="cannot queue 1 more: 4 are"):
         inflight.admit()
-    clients.publish([Delta(number, "x", None, 1, 0) for number in client.numbers])
+    clients.publish([GenerationDelta(number, "x", None, 1, 0) for number in client.numbers])
     await turn()
     assert client.deltas.qsize() == 4
     clients.close(outbox, client)  # type: ignore[arg-type]
@@ -118,8 +118,8 @@ def test_a_failed_step_is_told_and_ends_the_thread() -> None:
             raise RuntimeError("the device is gone")
 
     died = threading.Event()
-    engine = Engine(Broken(), Batching(Limits(8, 2), Blocks(4)))  # type: ignore[arg-type]
-    worker = Worker(engine, lambda deltas: None, died.set)
+    engine = EngineCore(Broken(), BatchScheduler(StepLimits(8, 2), BlockPool(4)))  # type: ignore[arg-type]
+    worker = GenerationThread(engine, lambda deltas: None, died.set)
     worker.start()
     clients_less = Outbox()
     asyncio.run(_submit(worker, clients_less))
@@ -151,8 +151,8 @@ async def test_an_idle_engine_is_not_stalled_once_a_prompt_is_read_from_files(
     clock = SimpleNamespace(monotonic=lambda: now_s[0])
     monkeypatch.setattr("nodeagent.engine.core.step_thread.time", clock)
     mover, runner = Files(), object()
-    engine = Engine(runner, Batching(Limits(8, 2), Blocks(4)), mover)  # type: ignore[arg-type]
-    worker = Worker(engine, lambda deltas: None, lambda: None)
+    engine = EngineCore(runner, BatchScheduler(StepLimits(8, 2), BlockPool(4)), mover)  # type: ignore[arg-type]
+    worker = GenerationThread(engine, lambda deltas: None, lambda: None)
     now_s[0] = 3600.0
     await _submit(worker, Outbox())
     assert (worker.has_work(), worker.idle_s()) == (True, 0.0)
@@ -164,8 +164,8 @@ async def test_an_idle_engine_is_not_stalled_once_a_prompt_is_read_from_files(
 
 async def test_one_that_is_given_up_as_its_blocks_have_been_read_is_not_begun_after() -> None:
     mover, runner = Files(), object()
-    engine = Engine(runner, Batching(Limits(8, 2), Blocks(4)), mover)  # type: ignore[arg-type]
-    worker = Worker(engine, lambda deltas: None, lambda: None)
+    engine = EngineCore(runner, BatchScheduler(StepLimits(8, 2), BlockPool(4)), mover)  # type: ignore[arg-type]
+    worker = GenerationThread(engine, lambda deltas: None, lambda: None)
     await _submit(worker, Outbox())
     gives_up = threading.Thread(target=worker.cancel, args=(1,))
     send = worker._send
@@ -184,8 +184,8 @@ async def test_one_that_is_given_up_as_its_blocks_have_been_read_is_not_begun_af
 
 async def test_nobody_waits_while_blocks_are_taken_in() -> None:
     mover, runner = Files(), object()
-    engine = Engine(runner, Batching(Limits(8, 2), Blocks(4)), mover)  # type: ignore[arg-type]
-    worker = Worker(engine, lambda deltas: None, lambda: None)
+    engine = EngineCore(runner, BatchScheduler(StepLimits(8, 2), BlockPool(4)), mover)  # type: ignore[arg-type]
+    worker = GenerationThread(engine, lambda deltas: None, lambda: None)
     takes, may_go_on = threading.Event(), threading.Event()
 
     def take_in(digests: list[bytes], contents: object) -> None:
@@ -207,7 +207,7 @@ async def test_nobody_waits_while_blocks_are_taken_in() -> None:
     assert worker.stop(5)
 
 
-async def _submit(worker: Worker, outbox: Outbox) -> None:
+async def _submit(worker: GenerationThread, outbox: Outbox) -> None:
     clients = OpenRequests(VOCABULARY, InflightLimit(1), queue_max=3)
     open_one(clients, outbox, [])
     worker.submit(outbox.submitted[0])
@@ -216,12 +216,12 @@ async def _submit(worker: Worker, outbox: Outbox) -> None:
 def test_rates_count_only_the_steps_they_dominate() -> None:
     rates = StepRates()
     # The first of each kind is cold: it would make a replica just come up seem slow for long.
-    rates.note(Stepped([], 100, 0, 100), 5.0, 1.0)
-    rates.note(Stepped([], 0, 8, 11), 2.0, 1.0)
+    rates.note(StepOutput([], 100, 0, 100), 5.0, 1.0)
+    rates.note(StepOutput([], 0, 8, 11), 2.0, 1.0)
     assert (rates.prefill.per_s, rates.decode.per_s) == (0.0, 0.0)
-    rates.note(Stepped([], 100, 0, 100), 1.0, 1.0)
-    rates.note(Stepped([], 100, 90), 9.0, 1.0)
-    rates.note(Stepped([], 0, 8, 11), 0.5, 1.0)
+    rates.note(StepOutput([], 100, 0, 100), 1.0, 1.0)
+    rates.note(StepOutput([], 100, 90), 9.0, 1.0)
+    rates.note(StepOutput([], 0, 8, 11), 0.5, 1.0)
     assert rates.prefill.per_s == 100.0
     assert rates.decode.per_s == 16.0
     assert (rates.steps, rates.seconds, rates.rows) == (5, 17.5, 222)
@@ -230,13 +230,13 @@ def test_rates_count_only_the_steps_they_dominate() -> None:
 def test_who_is_thought_slow_is_as_fast_as_its_like_once_nobody_asks_it() -> None:
     rates = StepRates()
     for _ in range(20):
-        rates.note(Stepped([], 100, 0, 100), 100.0, now_s=1.0)
+        rates.note(StepOutput([], 100, 0, 100), 100.0, now_s=1.0)
     assert rates.prefill.per_s == 1.0
     later_s = 1.0
     while rates.are_known(later_s):
         later_s += 10.0
         # An agent asks an idle engine for a token, which measures nothing.
-        rates.note(Stepped([], 8, 0, 8), 0.1, later_s)
-    rates.note(Stepped([], 100, 0, 100), 0.1, later_s)
+        rates.note(StepOutput([], 8, 0, 8), 0.1, later_s)
+    rates.note(StepOutput([], 100, 0, 100), 0.1, later_s)
     assert rates.are_known(later_s)
     assert rates.prefill.per_s == 1000.0, "the next step shows how fast it is"

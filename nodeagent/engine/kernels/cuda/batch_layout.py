@@ -16,8 +16,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nodeagent.engine.core.model_step import Piece, Work, blocks_of, first_seen, rows_of
-from nodeagent.engine.scheduler.sequence import BLOCK_TOKENS
+from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS
+from nodeagent.engine.scheduler.forward_batch import (
+    ForwardBatch,
+    ForwardChunk,
+    block_count,
+    first_visible_token,
+    flatten_rows,
+)
 
 _NOWHERE: Final = -1
 _ALIGNED: Final = 2
@@ -114,7 +120,7 @@ class Sizes:
         )
 
 
-def sizes_of(batch: Work, window_tokens: int | None) -> Sizes:
+def sizes_of(batch: ForwardBatch, window_tokens: int | None) -> Sizes:
     """Return how many of everything `batch` has."""
     decodes, chunks = batch.decodes, batch.segments
     return Sizes(
@@ -123,7 +129,7 @@ def sizes_of(batch: Work, window_tokens: int | None) -> Sizes:
         decodes=len(decodes),
         decode_blocks=wide(blocks_seen(decodes, window_tokens)),
         chunks=len(chunks),
-        chunk_blocks=wide(max((blocks_of(chunk) for chunk in chunks), default=0)),
+        chunk_blocks=wide(max((block_count(chunk) for chunk in chunks), default=0)),
         chunk_rows_max=max((chunk.tokens for chunk in chunks), default=0),
     )
 
@@ -137,19 +143,24 @@ def _aligned(shape: tuple[int, ...]) -> int:
     return -(-math.prod(shape) // _ALIGNED) * _ALIGNED
 
 
-def blocks_seen(decodes: Sequence[Piece], window_tokens: int | None) -> int:
+def blocks_seen(decodes: Sequence[ForwardChunk], window_tokens: int | None) -> int:
     """Return how many blocks the decode that sees the most of them sees."""
     return max(
-        (blocks_of(one) - first_seen(one, window_tokens) // BLOCK_TOKENS for one in decodes),
+        (
+            block_count(one) - first_visible_token(one, window_tokens) // BLOCK_TOKENS
+            for one in decodes
+        ),
         default=0,
     )
 
 
-def host_numbers(sizes: Sizes, batch: Work, window_tokens: int | None, pinned: bool) -> Tensor:
+def host_numbers(
+    sizes: Sizes, batch: ForwardBatch, window_tokens: int | None, pinned: bool
+) -> Tensor:
     """Return the numbers of `batch` in one piece; what `sizes` has beyond it is padding."""
     flat = torch.empty(sizes.total(), dtype=torch.int64, pin_memory=pinned)
     numbers = sizes.split(flat.numpy())
-    tokens, positions, slots, sampled = rows_of(batch)
+    tokens, positions, slots, sampled = flatten_rows(batch)
     _put(numbers.tokens, tokens, 0)
     _put(numbers.positions, positions, 0)
     _put(numbers.slots, slots, _NOWHERE)
@@ -159,20 +170,20 @@ def host_numbers(sizes: Sizes, batch: Work, window_tokens: int | None, pinned: b
     return flat
 
 
-def _write_decodes(numbers: Numbers, decodes: Sequence[Piece], window: int | None) -> None:
+def _write_decodes(numbers: Numbers, decodes: Sequence[ForwardChunk], window: int | None) -> None:
     numbers.spans[len(decodes) :] = 0
     tables = []
     for row, chunk in enumerate(decodes):
-        first = first_seen(chunk, window)
+        first = first_visible_token(chunk, window)
         skipped = first // BLOCK_TOKENS
-        tables.append(chunk.blocks[skipped : blocks_of(chunk)])
+        tables.append(chunk.blocks[skipped : block_count(chunk)])
         before = skipped * BLOCK_TOKENS
         numbers.spans[row] = first - before, chunk.start + 1 - before
     _put_tables(numbers.tables, tables)
 
 
-def _write_chunks(numbers: Numbers, chunks: Sequence[Piece], first_row: int) -> None:
-    _put_tables(numbers.chunk_tables, [chunk.blocks[: blocks_of(chunk)] for chunk in chunks])
+def _write_chunks(numbers: Numbers, chunks: Sequence[ForwardChunk], first_row: int) -> None:
+    _put_tables(numbers.chunk_tables, [chunk.blocks[: block_count(chunk)] for chunk in chunks])
     for number, chunk in enumerate(chunks):
         numbers.places[number] = first_row, chunk.tokens, chunk.start
         first_row += chunk.tokens

@@ -15,9 +15,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from nodeagent.engine.core.model_step import Work
 from nodeagent.engine.kernels.cuda.batch_layout import Sizes, blocks_seen, host_numbers, wide
 from nodeagent.engine.kernels.cuda.capture import bucket_of, buckets
+from nodeagent.engine.scheduler.forward_batch import ForwardBatch
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ class Graphs:
         """Let go of all graphs: what they read is not where it was."""
         self._captured.clear()
 
-    def run(self, batch: Work) -> Tensor | None:
+    def run(self, batch: ForwardBatch) -> Tensor | None:
         """Return the logits of `batch`, valid until the next step; None where it is in no graph."""
         decodes = batch.decodes
         if batch.segments or any(one.adapter is not None for one in decodes):

@@ -24,8 +24,13 @@ import psutil
 from torch._C._distributed_c10d import Store, TCPStore
 
 from isochrone.wire.assignment import Group
-from nodeagent.engine.distributed.worker_group import Channel, Member, RankLost, has_ended
 from nodeagent.engine.model.shape import CheckpointError
+from nodeagent.engine.workers.worker_group import (
+    CommandChannel,
+    WorkerHandle,
+    WorkerLost,
+    has_ended,
+)
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +49,7 @@ _PROBES: Final = 3
 """A machine that is gone is noticed after _SILENT_S + _PROBE_S * _PROBES seconds."""
 
 
-class Lines(NamedTuple):
+class WorkerConnections(NamedTuple):
     """What one rank and the front have of one another."""
 
     orders: socket.socket
@@ -56,7 +61,7 @@ class Lines(NamedTuple):
         self.life.close()
 
 
-class Gathering:
+class WorkerRendezvous:
     """The front's side: it listens where all meet, until they have."""
 
     def __init__(self, group: Group) -> None:
@@ -71,11 +76,11 @@ class Gathering:
             ) from error
         self._listener.settimeout(_LOOK_S)
 
-    def wait(self, ranks: range, timeout_s: float) -> list[Member]:
+    def wait(self, ranks: range, timeout_s: float) -> list[WorkerHandle]:
         """Take in every rank of `ranks`; raises CheckpointError where not all come in time."""
         deadline = time.monotonic() + timeout_s
         half: dict[tuple[int, bool], socket.socket] = {}
-        come: dict[int, Lines] = {}
+        come: dict[int, WorkerConnections] = {}
         while len(come) < len(ranks):
             if time.monotonic() > deadline:
                 missing = ", ".join(str(rank) for rank in ranks if rank not in come)
@@ -88,18 +93,18 @@ class Gathering:
                 if (rank, True) in half and (rank, False) in half:
                     if rank in come:
                         come[rank].close()
-                    come[rank] = Lines(half.pop((rank, False)), half.pop((rank, True)))
+                    come[rank] = WorkerConnections(half.pop((rank, False)), half.pop((rank, True)))
                 if rank in come and has_ended(come[rank].life.fileno()):
                     log.info("rank %d left before all had come", rank)
                     come.pop(rank).close()
         return [
-            Member(rank, 0, lines.life.detach(), Channel(lines.orders))
+            WorkerHandle(rank, 0, lines.life.detach(), CommandChannel(lines.orders))
             for rank, lines in sorted(come.items())
         ]
 
     def store(self, world: int, timeout_s: float) -> Store:
         """Keep the store by which torch has all ranks meet, at the same place."""
-        return store_of(self._group, world, timeout_s, self._listener.detach())
+        return open_store(self._group, world, timeout_s, self._listener.detach())
 
     def _take(self, half: dict[tuple[int, bool], socket.socket], ranks: range) -> None:
         try:
@@ -127,20 +132,20 @@ class Gathering:
         half[rank, is_life] = dialled
 
 
-def dial(group: Group, rank: int, timeout_s: float) -> Lines:
+def dial_rank0(group: Group, rank: int, timeout_s: float) -> WorkerConnections:
     """Reach the front as `rank`, trying again until it listens; raises RankLost after a time."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:
             life = _dial(group, rank, is_life=True)
             try:
-                return Lines(_dial(group, rank, is_life=False), life)
+                return WorkerConnections(_dial(group, rank, is_life=False), life)
             except OSError:
                 life.close()
                 raise
         except OSError as error:
             if time.monotonic() > deadline:
-                raise RankLost(
+                raise WorkerLost(
                     f"cannot reach the leader at {group.host}:{group.port} within {timeout_s:g} s: "
                     f"{error}"
                 ) from error
@@ -148,7 +153,7 @@ def dial(group: Group, rank: int, timeout_s: float) -> Lines:
         time.sleep(_AGAIN_S if refused else _TURNED_AWAY_S)
 
 
-def store_of(group: Group, world: int, timeout_s: float, listener: int | None = None) -> Store:
+def open_store(group: Group, world: int, timeout_s: float, listener: int | None = None) -> Store:
     """Return the store by which torch has all ranks meet; the front keeps it at its `listener`."""
     _use_interface(group)
     return TCPStore(

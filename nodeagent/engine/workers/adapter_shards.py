@@ -13,50 +13,51 @@ import torch
 from torch import Tensor
 
 from nodeagent.engine.core.model_runner import Runner
-from nodeagent.engine.core.model_step import Piece
-from nodeagent.engine.distributed.commands import Adapt, Forget
-from nodeagent.engine.distributed.shards import Share
-from nodeagent.engine.distributed.worker_group import Crew
+from nodeagent.engine.distributed.shards import ModelShard
 from nodeagent.engine.model.layers.lora import Adapter, Adding
+from nodeagent.engine.scheduler.forward_batch import ForwardChunk
+from nodeagent.engine.workers.commands import AddAdapter, RemoveAdapter
+from nodeagent.engine.workers.worker_group import WorkerGroup
 
 
-class Given:
+class AdapterDistributor:
     """What all ranks were given, the front's own among them."""
 
-    def __init__(self, crew: Crew, runner: Runner, share: Share) -> None:
+    def __init__(self, crew: WorkerGroup, runner: Runner, share: ModelShard) -> None:
         self._crew = crew
         self._runner = runner
         self._share = share
         self._held: dict[bytes, ref[Adapter]] = {}
 
-    def give(self, pieces: Iterable[Piece]) -> None:
+    def give(self, pieces: Iterable[ForwardChunk]) -> None:
         """Give what a step runs with and was not given yet; have forgotten what nobody holds."""
         for digest in [digest for digest, held in self._held.items() if held() is None]:
             del self._held[digest]
-            self._crew.tell(Forget(digest))
+            self._crew.tell(RemoveAdapter(digest))
             self._runner.adapters.pop(digest)
         for piece in pieces:
             adapter = piece.adapter
             if not isinstance(adapter, Adapter):
                 continue
             if adapter.digest not in self._held:
-                order = told(adapter)
+                order = add_adapter_command(adapter)
                 self._crew.tell(order)
-                take(order, self._runner, self._share)
+                keep_adapter_shard(order, self._runner, self._share)
             # The same, read again, may outlive the one that was given.
             self._held[adapter.digest] = ref(adapter)
 
 
-def told(adapter: Adapter) -> Adapt:
+def add_adapter_command(adapter: Adapter) -> AddAdapter:
     """Return the adapter as it is told."""
     parts = {
-        module: (raw(down), raw(up), down.shape[0]) for module, (down, up) in adapter.pairs.items()
+        module: (tensor_bytes(down), tensor_bytes(up), down.shape[0])
+        for module, (down, up) in adapter.pairs.items()
     }
     dtype = next(iter(adapter.pairs.values()))[0].dtype
-    return Adapt(adapter.name, adapter.digest, str(dtype).removeprefix("torch."), parts)
+    return AddAdapter(adapter.name, adapter.digest, str(dtype).removeprefix("torch."), parts)
 
 
-def take(order: Adapt, runner: Runner, share: Share) -> None:
+def keep_adapter_shard(order: AddAdapter, runner: Runner, share: ModelShard) -> None:
     """Keep this rank's part of an adapter."""
     dtype = getattr(torch, order.dtype)
     pairs = {}
@@ -70,7 +71,7 @@ def take(order: Adapt, runner: Runner, share: Share) -> None:
     runner.adapters[order.digest] = Adapter(order.name, pairs, order.digest, size_bytes)
 
 
-def raw(contents: Tensor) -> bytes:
+def tensor_bytes(contents: Tensor) -> bytes:
     """Return the bytes of `contents`, which lie on the host."""
     flat: bytes = contents.contiguous().view(torch.uint8).numpy().tobytes()
     return flat
@@ -82,7 +83,7 @@ def _read(contents: bytes, dtype: torch.dtype, rank: int, *, columns: bool = Fal
 
 
 def _cut(
-    module: str, whole: tuple[Tensor, Tensor], adding: Adding, share: Share
+    module: str, whole: tuple[Tensor, Tensor], adding: Adding, share: ModelShard
 ) -> tuple[Tensor, Tensor]:
     down, up = whole
     cut = share.cut(f"{module}.weight", adding.modules[module])

@@ -21,8 +21,14 @@ from typing import Final, Never
 
 import msgspec
 
-from nodeagent.engine.distributed.commands import Done, Join, Order, Refused, Word
 from nodeagent.engine.model.shape import CheckpointError
+from nodeagent.engine.workers.commands import (
+    Command,
+    CommandDone,
+    JoinGroup,
+    ShardRefused,
+    WorkerReply,
+)
 
 log = logging.getLogger(__name__)
 
@@ -30,16 +36,16 @@ _HEAD: Final = struct.Struct("!Q")
 _MESSAGE_BYTES_MAX: Final = 1 << 32
 _END_S: Final = 2.0
 _LEAVE_S: Final = 2.0
-_orders: Final = msgspec.msgpack.Decoder(Order)
-_words: Final = msgspec.msgpack.Decoder(Word)
+_orders: Final = msgspec.msgpack.Decoder(Command)
+_words: Final = msgspec.msgpack.Decoder(WorkerReply)
 _encoder: Final = msgspec.msgpack.Encoder()
 
 
-class RankLost(Exception):
+class WorkerLost(Exception):
     """A rank has ended, or does not answer."""
 
 
-class Channel:
+class CommandChannel:
     """One end of the pair of sockets between the front and another rank."""
 
     def __init__(self, end: socket.socket) -> None:
@@ -57,11 +63,11 @@ class Channel:
         """Send one message."""
         self._socket.sendall(_HEAD.pack(len(message)) + message)
 
-    def say(self, word: Word) -> None:
+    def say(self, word: WorkerReply) -> None:
         """Answer the front."""
         self.send(_encoder.encode(word))
 
-    def order(self) -> Order | None:
+    def order(self) -> Command | None:
         """Return what the front wants; None where it has ended."""
         message = self.receive()
         return None if message is None else _orders.decode(message)
@@ -73,7 +79,7 @@ class Channel:
             return None
         (size,) = _HEAD.unpack(head)
         if size > _MESSAGE_BYTES_MAX:
-            raise RankLost(f"cannot take a message of {size} bytes from another rank")
+            raise WorkerLost(f"cannot take a message of {size} bytes from another rank")
         return self._read(size)
 
     def _read(self, size: int) -> bytearray | None:
@@ -88,7 +94,7 @@ class Channel:
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class WorkerHandle:
     """One other rank, as the front sees it."""
 
     rank: int
@@ -96,31 +102,31 @@ class Member:
     """0 where it is on another node."""
     descriptor: int
     """Readable once it has ended."""
-    channel: Channel
+    channel: CommandChannel
 
 
-class Crew:
+class WorkerGroup:
     """All other ranks; none where the model is not split."""
 
-    def __init__(self, members: Sequence[Member] = ()) -> None:
+    def __init__(self, members: Sequence[WorkerHandle] = ()) -> None:
         self.members = tuple(members)
 
-    def add(self, members: Sequence[Member]) -> None:
+    def add(self, members: Sequence[WorkerHandle]) -> None:
         """Take in ranks of other nodes: their numbers are higher than those here."""
         self.members += tuple(members)
 
-    def tell(self, order: Order) -> None:
+    def tell(self, order: Command) -> None:
         """Have each do the same."""
         message = _encoder.encode(order)
         for member in self.members:
             self._send(member, message)
 
-    def tell_each(self, orders: Sequence[Order]) -> None:
+    def tell_each(self, orders: Sequence[Command]) -> None:
         """Have each do its own."""
         for member, order in zip(self.members, orders, strict=True):
             self._send(member, _encoder.encode(order))
 
-    def ask(self, order: Order) -> list[bytes]:
+    def ask(self, order: Command) -> list[bytes]:
         """Have each do the same, and return what each answers."""
         self.tell(order)
         return [self._answer(member).contents for member in self.members]
@@ -130,14 +136,14 @@ class Crew:
         for member in self.members:
             try:
                 self._answer(member)
-            except RankLost as error:
+            except WorkerLost as error:
                 raise CheckpointError(str(error)) from error
 
     def join(self, timeout_s: float, heard: tuple[int, ...] = ()) -> None:
         """Have all meet; every later wait for one of them has this deadline."""
         for member in self.members:
             member.channel.limit(timeout_s)
-        self.tell(Join(heard))
+        self.tell(JoinGroup(heard))
 
     def lost(self) -> str:
         """Say who has ended; nothing where all go on."""
@@ -160,38 +166,38 @@ class Crew:
             os.close(member.descriptor)
         self.members = ()
 
-    def kill(self, *members: Member) -> None:
+    def kill(self, *members: WorkerHandle) -> None:
         """End `members` at once, all where none are named; those elsewhere end with this one."""
         for member in members or self.members:
             if member.pid:
                 signal.pidfd_send_signal(member.descriptor, signal.SIGKILL)
 
-    def _send(self, member: Member, message: bytes) -> None:
+    def _send(self, member: WorkerHandle, message: bytes) -> None:
         try:
             member.channel.send(message)
         except OSError as error:
             raise self._silent(member, error) from error
 
-    def _answer(self, member: Member) -> Done:
+    def _answer(self, member: WorkerHandle) -> CommandDone:
         try:
             message = member.channel.receive()
         except OSError as error:
             raise self._silent(member, error) from error
         if message is None:
-            raise RankLost(f"cannot go on without rank {member.rank}: it has ended")
-        word: Done | Refused = _words.decode(message)
-        if isinstance(word, Refused):
+            raise WorkerLost(f"cannot go on without rank {member.rank}: it has ended")
+        word: CommandDone | ShardRefused = _words.decode(message)
+        if isinstance(word, ShardRefused):
             raise CheckpointError(f"rank {member.rank}: {word.why}")
         return word
 
-    def _silent(self, member: Member, error: OSError) -> RankLost:
-        return RankLost(f"cannot go on without rank {member.rank}: {error}")
+    def _silent(self, member: WorkerHandle, error: OSError) -> WorkerLost:
+        return WorkerLost(f"cannot go on without rank {member.rank}: {error}")
 
 
-def muster(ranks: int, follow: Callable[[int, Channel], int]) -> Crew:
+def fork_workers(ranks: int, follow: Callable[[int, CommandChannel], int]) -> WorkerGroup:
     """Fork all ranks but this process's own; each runs `follow` and never returns from here."""
-    pairs = [tuple(map(Channel, socket.socketpair())) for _ in range(1, ranks)]
-    members: list[Member] = []
+    pairs = [tuple(map(CommandChannel, socket.socketpair())) for _ in range(1, ranks)]
+    members: list[WorkerHandle] = []
     front = os.getpid()
     for rank, (here, there) in enumerate(pairs, 1):
         pid = os.fork()
@@ -200,28 +206,28 @@ def muster(ranks: int, follow: Callable[[int, Channel], int]) -> Crew:
                 one.close()
                 if other is not there:
                     other.close()
-            _follow(rank, front, there, follow)
-        members.append(Member(rank, pid, os.pidfd_open(pid), here))
+            _run_forked(rank, front, there, follow)
+        members.append(WorkerHandle(rank, pid, os.pidfd_open(pid), here))
     for _, there in pairs:
         there.close()
-    return Crew(members)
+    return WorkerGroup(members)
 
 
-def _follow(
-    rank: int, front: int, channel: Channel, follow: Callable[[int, Channel], int]
+def _run_forked(
+    rank: int, front: int, channel: CommandChannel, follow: Callable[[int, CommandChannel], int]
 ) -> Never:
     # The agent signals the whole group; the front alone decides when the ranks end.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def live() -> int:
-        end_with(os.pidfd_open(front))
+        exit_after(os.pidfd_open(front))
         return follow(rank, channel)
 
-    become(rank, live)
+    run_as_rank(rank, live)
 
 
-def become(rank: int, live: Callable[[], int]) -> Never:
+def run_as_rank(rank: int, live: Callable[[], int]) -> Never:
     """Have this process be a rank, and end as one."""
     code = 1
     try:
@@ -233,7 +239,7 @@ def become(rank: int, live: Callable[[], int]) -> Never:
         os._exit(code)
 
 
-def end_with(descriptor: int) -> None:
+def exit_after(descriptor: int) -> None:
     """Have this process end, wherever it hangs, soon after what is behind `descriptor` does."""
 
     def watch() -> None:

@@ -8,21 +8,21 @@ from collections.abc import Sequence
 
 import msgspec
 
-from nodeagent.engine.core.model_step import Piece, Work
 from nodeagent.engine.model.layers.lora import Adapter
+from nodeagent.engine.scheduler.forward_batch import ForwardBatch, ForwardChunk
 
 
-class Load(msgspec.Struct, frozen=True, tag="load"):
+class LoadShard(msgspec.Struct, frozen=True, tag="load"):
     """Load your share: the model's files are sound."""
 
 
-class Join(msgspec.Struct, frozen=True, tag="join"):
+class JoinGroup(msgspec.Struct, frozen=True, tag="join"):
     """Meet the others: all have loaded. The front hears what goes into the layers `heard`."""
 
     heard: tuple[int, ...] = ()
 
 
-class Told(msgspec.Struct, frozen=True, array_like=True):
+class ChunkCommand(msgspec.Struct, frozen=True, array_like=True):
     """Part of a step, as `decide.batching.Chunk` has it."""
 
     blocks: list[int]
@@ -35,44 +35,44 @@ class Told(msgspec.Struct, frozen=True, array_like=True):
     """The digest of the adapter that it runs with."""
 
 
-class Run(msgspec.Struct, frozen=True, tag="run"):
+class RunStep(msgspec.Struct, frozen=True, tag="run"):
     """Compute one step."""
 
-    decodes: tuple[Told, ...]
-    segments: tuple[Told, ...]
+    decodes: tuple[ChunkCommand, ...]
+    segments: tuple[ChunkCommand, ...]
 
     @property
-    def chunks(self) -> tuple[Told, ...]:
+    def chunks(self) -> tuple[ChunkCommand, ...]:
         """Decodes, then what has several tokens."""
         return self.decodes + self.segments
 
 
-class Clear(msgspec.Struct, frozen=True, tag="clear"):
+class ClearBlocks(msgspec.Struct, frozen=True, tag="clear"):
     """Zero KV blocks."""
 
     blocks: Sequence[int]
 
 
-class Copy(msgspec.Struct, frozen=True, tag="copy"):
+class CopyBlocks(msgspec.Struct, frozen=True, tag="copy"):
     """Copy KV blocks, each (from, to)."""
 
     pairs: Sequence[tuple[int, int]]
 
 
-class Read(msgspec.Struct, frozen=True, tag="read"):
+class ReadBlocks(msgspec.Struct, frozen=True, tag="read"):
     """Say what your share of KV blocks holds."""
 
     blocks: Sequence[int]
 
 
-class Write(msgspec.Struct, frozen=True, tag="write"):
+class WriteBlocks(msgspec.Struct, frozen=True, tag="write"):
     """Fill your share of KV blocks: the bytes of [blocks, layers, tokens, heads, head_dim]."""
 
     blocks: Sequence[int]
     contents: bytes
 
 
-class Adapt(msgspec.Struct, frozen=True, tag="adapt"):
+class AddAdapter(msgspec.Struct, frozen=True, tag="adapt"):
     """Keep your part of an adapter: the bytes of `down` and `up`, and their rank, by module."""
 
     name: str
@@ -81,38 +81,48 @@ class Adapt(msgspec.Struct, frozen=True, tag="adapt"):
     parts: dict[str, tuple[bytes, bytes, int]]
 
 
-class Forget(msgspec.Struct, frozen=True, tag="forget"):
+class RemoveAdapter(msgspec.Struct, frozen=True, tag="forget"):
     """Nobody runs with this adapter any more."""
 
     digest: bytes
 
 
-Order = Load | Join | Run | Clear | Copy | Read | Write | Adapt | Forget
+Command = (
+    LoadShard
+    | JoinGroup
+    | RunStep
+    | ClearBlocks
+    | CopyBlocks
+    | ReadBlocks
+    | WriteBlocks
+    | AddAdapter
+    | RemoveAdapter
+)
 
 
-class Done(msgspec.Struct, frozen=True, tag="done"):
+class CommandDone(msgspec.Struct, frozen=True, tag="done"):
     """What was ordered is done; `contents` where something was asked."""
 
     contents: bytes = b""
 
 
-class Refused(msgspec.Struct, frozen=True, tag="refused"):
+class ShardRefused(msgspec.Struct, frozen=True, tag="refused"):
     """The share cannot be loaded."""
 
     why: str
 
 
-Word = Done | Refused
+WorkerReply = CommandDone | ShardRefused
 
 
-def told(work: Work) -> Run:
+def run_step_command(work: ForwardBatch) -> RunStep:
     """Return the step as it is told."""
-    return Run(_told(work.decodes), _told(work.segments))
+    return RunStep(_chunk_commands(work.decodes), _chunk_commands(work.segments))
 
 
-def _told(pieces: Sequence[Piece]) -> tuple[Told, ...]:
+def _chunk_commands(pieces: Sequence[ForwardChunk]) -> tuple[ChunkCommand, ...]:
     return tuple(
-        Told(
+        ChunkCommand(
             piece.blocks,
             piece.start,
             piece.tokens,

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-from nodeagent.engine.scheduler.sequence import BLOCK_TOKENS
+from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS
 
 
-class Piece(Protocol):
+class ForwardChunk(Protocol):
     """Part of a step: `decide.batching.Chunk`, or what another rank was told of one."""
 
     @property
@@ -31,18 +31,18 @@ class Piece(Protocol):
     def samples(self) -> bool: ...
 
 
-class Work(Protocol):
+class ForwardBatch(Protocol):
     """One step: `decide.batching.Batch`, or what another rank was told of one."""
 
     @property
-    def decodes(self) -> Sequence[Piece]: ...
+    def decodes(self) -> Sequence[ForwardChunk]: ...
     @property
-    def segments(self) -> Sequence[Piece]: ...
+    def segments(self) -> Sequence[ForwardChunk]: ...
     @property
-    def chunks(self) -> Sequence[Piece]: ...
+    def chunks(self) -> Sequence[ForwardChunk]: ...
 
 
-def rows_of(work: Work) -> tuple[list[int], list[int], list[int], list[int]]:
+def flatten_rows(work: ForwardBatch) -> tuple[list[int], list[int], list[int], list[int]]:
     """Return each row's token, position and KV slot; and the rows whose logits are wanted."""
     tokens: list[int] = []
     positions: list[int] = []
@@ -58,11 +58,11 @@ def rows_of(work: Work) -> tuple[list[int], list[int], list[int], list[int]]:
     return tokens, positions, slots, sampled
 
 
-def blocks_of(piece: Piece) -> int:
+def block_count(piece: ForwardChunk) -> int:
     """Return how many blocks hold the tokens up to the piece's last."""
     return -(-(piece.start + piece.tokens) // BLOCK_TOKENS)
 
 
-def first_seen(piece: Piece, window_tokens: int | None) -> int:
+def first_visible_token(piece: ForwardChunk, window_tokens: int | None) -> int:
     """Return the first token that the piece's first one sees."""
     return 0 if window_tokens is None else max(0, piece.start + 1 - window_tokens)

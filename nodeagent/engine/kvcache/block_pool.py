@@ -11,9 +11,13 @@ writes to a block that others hold takes one of its own first, into which that o
 
 from collections import OrderedDict
 from collections.abc import Sequence as Ordered
+from typing import Final
+
+BLOCK_TOKENS: Final = 16
+"""Tokens of one KV block."""
 
 
-class Blocks:
+class BlockPool:
     """The accounts of `total` KV blocks, by number."""
 
     def __init__(self, total: int) -> None:

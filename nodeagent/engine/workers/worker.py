@@ -11,50 +11,56 @@ from isochrone.service.logs import setup_logs
 from isochrone.wire.assignment import Group
 from isochrone.wire.engine import EngineConfig
 from nodeagent.engine.core.model_runner import Runner
-from nodeagent.engine.distributed.adapter_shards import raw, take
-from nodeagent.engine.distributed.collectives import Ranks
-from nodeagent.engine.distributed.commands import (
-    Adapt,
-    Clear,
-    Copy,
-    Done,
-    Forget,
-    Join,
-    Order,
-    Read,
-    Refused,
-    Run,
-    Write,
-)
-from nodeagent.engine.distributed.rank0 import shaped
-from nodeagent.engine.distributed.rendezvous import dial, store_of
-from nodeagent.engine.distributed.shards import Share
-from nodeagent.engine.distributed.worker_group import Channel, become, end_with
+from nodeagent.engine.distributed.collectives import Communicator
+from nodeagent.engine.distributed.shards import ModelShard
 from nodeagent.engine.kernels.cpu.huge_pages import give_back
-from nodeagent.engine.loading import meet, need_memory, open_share, ranks_here, split_of
+from nodeagent.engine.loading import (
+    check_memory,
+    connect_ranks,
+    load_shard,
+    local_ranks,
+    parallel_config,
+)
 from nodeagent.engine.model.shape import CheckpointError
 from nodeagent.engine.weights.checkpoint import open_checkpoint
+from nodeagent.engine.workers.adapter_shards import keep_adapter_shard, tensor_bytes
+from nodeagent.engine.workers.commands import (
+    AddAdapter,
+    ClearBlocks,
+    Command,
+    CommandDone,
+    CopyBlocks,
+    JoinGroup,
+    ReadBlocks,
+    RemoveAdapter,
+    RunStep,
+    ShardRefused,
+    WriteBlocks,
+)
+from nodeagent.engine.workers.rank0 import shard_blocks
+from nodeagent.engine.workers.rendezvous import dial_rank0, open_store
+from nodeagent.engine.workers.worker_group import CommandChannel, exit_after, run_as_rank
 
 
-def follow_from_afar(config: EngineConfig, group: Group) -> Never:
+def run_remote_workers(config: EngineConfig, group: Group) -> Never:
     """Be this node's ranks of a group that another node leads, to its end."""
 
     def live(rank: int) -> int:
         setup_logs(f"engine-rank-{rank}")
-        lines = dial(group, rank, config.join_s)
-        end_with(lines.life.fileno())
-        return follow(config, rank, Channel(lines.orders))
+        lines = dial_rank0(group, rank, config.join_s)
+        exit_after(lines.life.fileno())
+        return run_worker(config, rank, CommandChannel(lines.orders))
 
     def live_with(parent: int, rank: int) -> int:
-        end_with(os.pidfd_open(parent))
+        exit_after(os.pidfd_open(parent))
         return live(rank)
 
-    first, *others = ranks_here(config)
+    first, *others = local_ranks(config)
     forked, parent = [], os.getpid()
     for rank in others:
         pid = os.fork()
         if pid == 0:
-            become(rank, partial(live_with, parent, rank))
+            run_as_rank(rank, partial(live_with, parent, rank))
         forked.append(pid)
 
     def failed(options: int) -> bool:
@@ -69,59 +75,61 @@ def follow_from_afar(config: EngineConfig, group: Group) -> Never:
     signal.signal(signal.SIGCHLD, child_ended)
     child_ended(signal.SIGCHLD, None)
     # The front may see a rank's end, and end, before this process is told of it.
-    become(first, lambda: live(first) or failed(0))
+    run_as_rank(first, lambda: live(first) or failed(0))
 
 
-def follow(config: EngineConfig, rank: int, channel: Channel) -> int:
+def run_worker(config: EngineConfig, rank: int, channel: CommandChannel) -> int:
     """Follow the front to its end; return the process's exit code."""
     setup_logs(f"engine-rank-{rank}")
     if channel.order() is None:
         return 0
-    ranks = Ranks(split_of(config), rank)
+    ranks = Communicator(parallel_config(config), rank)
     try:
         source = open_checkpoint(Path(config.model_path))
         try:
-            share = Share(source.shape, ranks.split, rank)
-            need_memory(config, source, rank)
-            runner, _, arrived = open_share(config, source, ranks)
+            share = ModelShard(source.shape, ranks.split, rank)
+            check_memory(config, source, rank)
+            runner, _, arrived = load_shard(config, source, ranks)
             arrived()
         finally:
             source.close()
         give_back()
     except CheckpointError as error:
-        channel.say(Refused(str(error)))
+        channel.say(ShardRefused(str(error)))
         return 1
-    channel.say(Done())
+    channel.say(CommandDone())
     joining = channel.order()
-    if not isinstance(joining, Join):
+    if not isinstance(joining, JoinGroup):
         return 0
     ranks.listen(joining.heard, share.whole)
     group = config.group
-    meet(config, ranks, store_of(group, ranks.split.ranks, config.stall_s) if group else None)
+    connect_ranks(
+        config, ranks, open_store(group, ranks.split.ranks, config.stall_s) if group else None
+    )
     if group and group.place:
         # Where a leader's door is, for the agent to see that all have met.
         Path(config.socket).touch()
     while (order := channel.order()) is not None:
-        obey(order, runner, share, channel)
+        execute(order, runner, share, channel)
     return 0
 
 
-def obey(order: Order, runner: Runner, share: Share, channel: Channel) -> None:
+def execute(order: Command, runner: Runner, share: ModelShard, channel: CommandChannel) -> None:
     """Do what the front wants."""
     match order:
-        case Run():
+        case RunStep():
             runner.run(order)
-        case Clear(blocks):
+        case ClearBlocks(blocks):
             runner.clear(blocks)
-        case Copy(pairs):
+        case CopyBlocks(pairs):
             runner.copy(pairs)
-        case Read(blocks):
-            channel.say(Done(raw(runner.read_blocks(blocks))))
-        case Write(blocks, contents):
-            runner.write_blocks(blocks, shaped(contents, len(blocks), share, runner.kept_as))
-        case Adapt():
-            take(order, runner, share)
-        case Forget(digest):
+        case ReadBlocks(blocks):
+            channel.say(CommandDone(tensor_bytes(runner.read_blocks(blocks))))
+        case WriteBlocks(blocks, contents):
+            runner.write_blocks(blocks, shard_blocks(contents, len(blocks), share, runner.kept_as))
+        case AddAdapter():
+            keep_adapter_shard(order, runner, share)
+        case RemoveAdapter(digest):
             del runner.adapters[digest]
         case _:
             raise ValueError(f"cannot obey {order!r} twice")

@@ -6,14 +6,14 @@ took are still there), and what is brought back need not be computed. The few to
 block are computed with the next token in any case.
 """
 
-from nodeagent.engine.scheduler.sequence import BLOCK_TOKENS
+from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS
 
 _KEPT = 0.8
 _FADES = 0.98
 """A measure that made us refuse fades with every refusal, so that copying is tried again."""
 
 
-class Trade:
+class SwapOrRecompute:
     """What a block costs to copy."""
 
     def __init__(self) -> None:
