@@ -12,7 +12,6 @@ from safetensors import SafetensorError, safe_open
 
 from nodeagent.engine.distributed.shards import WeightSlice
 from nodeagent.engine.model.shape import CheckpointError
-from nodeagent.engine.tokenizer.vocabulary import Vocabulary, vocabulary_of_folder
 from nodeagent.engine.weights.hf_config import DecoderConfig, read_json, shape_of
 from nodeagent.engine.weights.stored_tensor import Stored, check_plain, places
 from nodeagent.engine.weights.weight_loading import WeightSource
@@ -136,6 +135,7 @@ class SafetensorsFolder(SafetensorsFiles):
         self.shape = shape_of(folder, self.config)
         super().__init__(folder)
 
-    def vocabulary(self) -> Vocabulary:
-        """Read the tokenizer beside the weights."""
-        return vocabulary_of_folder(self._folder, self.config)
+    @property
+    def folder(self) -> Path:
+        """The folder."""
+        return self._folder
