@@ -12,7 +12,7 @@ from jinja2.nodes import Scope
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from nodeagent.engine.model.shape import CheckpointError
+from nodeagent.engine.architecture.decoder_shape import CheckpointError
 from nodeagent.engine.tokenizer.vocabulary import SEAM
 from nodeagent.engine.tools.call_format import Tool, format_of_template
 from nodeagent.engine.tools.chat_tools import in_words

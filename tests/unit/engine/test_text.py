@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from nodeagent.engine.model.shape import CheckpointError
+from nodeagent.engine.architecture.decoder_shape import CheckpointError
 from nodeagent.engine.server.request_body import messages_of, read_chat, wishes_of
 from nodeagent.engine.tokenizer.chat_template import ChatTemplate, UnusableChat
 from nodeagent.engine.tokenizer.detokenizer import StopStrings, TokenText

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from isochrone.wire.errors import ApiError
 from nodeagent.engine.core.step import GenerationDelta
-from nodeagent.engine.sampling.sampler import Sampled
+from nodeagent.engine.sampling.sampler import SampledToken
 from nodeagent.engine.scheduler.sequence import FinishReason
 from nodeagent.engine.server.request_body import ChatBody, messages_of, read_chat
 from nodeagent.engine.server.response_body import Answer, Choice
@@ -599,7 +599,7 @@ def told_of(
         new_call_id=lambda: next(ids),
         choices=[Choice(0, CallReader(how, SCHEMAS))],
     )
-    deltas = [GenerationDelta(1, letter, Sampled(0), 1, 0) for letter in text]
+    deltas = [GenerationDelta(1, letter, SampledToken(0), 1, 0) for letter in text]
     deltas.append(GenerationDelta(1, "", None, 1, 0, finish))
     return answer, deltas
 
@@ -664,7 +664,7 @@ def test_log_probabilities_of_plain_text_tell_where_each_token_lies(stream: bool
     # The first bytes are held back: they may begin a stop string.
     said = [("", b"a"), ("", b"b"), ("abc", b"c"), ("d", b"d")]
     deltas = [
-        GenerationDelta(1, text, Sampled(raw[0], -0.5, ((ord("z"), -0.1),)), 1, 0)
+        GenerationDelta(1, text, SampledToken(raw[0], -0.5, ((ord("z"), -0.1),)), 1, 0)
         for text, raw in said
     ]
     if stream:
