@@ -24,9 +24,9 @@ from types import FrameType
 from typing import Any, Final
 
 from isochrone.wire.engine import EngineConfig
+from nodeagent.engine.architecture.decoder_shape import CheckpointError
 from nodeagent.engine.core.step import Generation
 from nodeagent.engine.loading import load_engine
-from nodeagent.engine.model.shape import CheckpointError
 from nodeagent.engine.sampling.sampler import Sampler, SamplingParams
 from nodeagent.engine.scheduler.sequence import Sequence, StopConditions
 from nodeagent.engine.tokenizer.detokenizer import StopStrings, StreamDetokenizer

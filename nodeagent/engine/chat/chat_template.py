@@ -12,8 +12,8 @@ from jinja2.nodes import Scope
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from nodeagent.engine.architecture.decoder_shape import CheckpointError
 from nodeagent.engine.chat.call_format import ToolDefinition, tool_format_of
-from nodeagent.engine.model.shape import CheckpointError
 from nodeagent.engine.server.tool_fields import messages_as_text
 from nodeagent.engine.tokenizer.vocabulary import SEAM
 

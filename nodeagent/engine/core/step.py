@@ -15,7 +15,13 @@ from typing import Protocol
 from torch import Tensor
 
 from nodeagent.engine.kvcache.block_mover import BlockMover
-from nodeagent.engine.sampling.sampler import Due, Sampled, Sampler, UnsoundLogits, sample_runs
+from nodeagent.engine.sampling.sampler import (
+    InvalidLogits,
+    SampledToken,
+    Sampler,
+    SamplingRun,
+    sample_step,
+)
 from nodeagent.engine.scheduler.batching import Batch, BatchScheduler
 from nodeagent.engine.scheduler.sequence import FinishReason, Sequence
 from nodeagent.engine.speculative.speculation import Drafter, Speculation
@@ -67,7 +73,7 @@ class GenerationDelta:
 
     number: int
     text: str
-    sampled: Sampled | None
+    sampled: SampledToken | None
     output_tokens: int
     cached_tokens: int
     finish: FinishReason | None = None
@@ -233,9 +239,9 @@ class EngineCore:
 
     def _sample(
         self, batch: Batch, standing: list[bool], logits: Tensor
-    ) -> dict[int, list[Sampled | UnsoundLogits]]:
+    ) -> dict[int, list[SampledToken | InvalidLogits]]:
         numbers: list[int] = []
-        dues: list[Due] = []
+        dues: list[SamplingRun] = []
         rows: list[int] = []
         at = 0
         for chunk, stands in zip(batch.chunks, standing, strict=True):
@@ -245,17 +251,17 @@ class EngineCore:
             # A prompt's last row is every follower's too, and each draws from it for itself.
             for sequence in (chunk.sequence, *chunk.sequence.followers) if stands else ():
                 numbers.append(sequence.number)
-                dues.append(Due(self._generations[sequence.number].sampler, chunk.drafts))
+                dues.append(SamplingRun(self._generations[sequence.number].sampler, chunk.drafts))
                 rows += range(at, end)
             at = end
         wanted = logits if rows == list(range(len(logits))) else logits[rows]
-        return dict(zip(numbers, sample_runs(wanted, dues), strict=True))
+        return dict(zip(numbers, sample_step(wanted, dues), strict=True))
 
     def _commit(
         self,
         batch: Batch,
         standing: list[bool],
-        sampled: dict[int, list[Sampled | UnsoundLogits]],
+        sampled: dict[int, list[SampledToken | InvalidLogits]],
     ) -> list[GenerationDelta]:
         """Append what was sampled, book what was computed, let go of who ended."""
         deltas: list[GenerationDelta] = []
@@ -294,12 +300,12 @@ class EngineCore:
         return told
 
     def _append(
-        self, generation: Generation, results: list[Sampled | UnsoundLogits]
+        self, generation: Generation, results: list[SampledToken | InvalidLogits]
     ) -> list[GenerationDelta]:
         """Append `results` until one ends the generation; return what they add to it."""
         deltas: list[GenerationDelta] = []
         for result in results:
-            if isinstance(result, UnsoundLogits):
+            if isinstance(result, InvalidLogits):
                 finish: FinishReason | None = FinishReason.ERROR
             else:
                 finish = generation.sequence.append(result.token)
@@ -311,11 +317,11 @@ class EngineCore:
 
 
 def _delta(
-    generation: Generation, result: Sampled | UnsoundLogits, finish: FinishReason | None
+    generation: Generation, result: SampledToken | InvalidLogits, finish: FinishReason | None
 ) -> GenerationDelta:
     sequence = generation.sequence
     text, sampled, error = "", None, ""
-    if isinstance(result, UnsoundLogits):
+    if isinstance(result, InvalidLogits):
         error = str(result)
     elif finish is not FinishReason.STOP:
         sampled, params = result, generation.sampler.params

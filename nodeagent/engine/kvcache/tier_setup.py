@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Final
 
 from isochrone.wire.engine import EngineConfig
+from nodeagent.engine.architecture.decoder_shape import CheckpointError, DecoderShape
 from nodeagent.engine.kvcache.block_mover import BlockMover, DeviceBlocks
 from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS
 from nodeagent.engine.kvcache.file_tier import FileTier
 from nodeagent.engine.kvcache.host_tier import HostTier
-from nodeagent.engine.model.layers.kv_format import KvFormat
-from nodeagent.engine.model.shape import CheckpointError, ModelShape
+from nodeagent.engine.kvcache.kv_format import KvFormat
 
 _SAMPLES: Final = 64
 _SAMPLE_BYTES: Final = 16 * 1024
@@ -18,7 +18,7 @@ _MODEL_FILES: Final = (".gguf", ".safetensors", ".json")
 
 
 def open_tiers(
-    config: EngineConfig, device: DeviceBlocks, shape: ModelShape, form: KvFormat
+    config: EngineConfig, device: DeviceBlocks, shape: DecoderShape, form: KvFormat
 ) -> BlockMover | None:
     """Return what lies below the device, or None where nothing was asked for."""
     block_bytes = form.bytes_per_token(shape) * BLOCK_TOKENS

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from nodeagent.engine.core.generation_thread import GenerationThread
 from nodeagent.engine.core.step import Generation, GenerationDelta
-from nodeagent.engine.model.layers.lora import Adapter, salted
+from nodeagent.engine.model.layers.lora import LoraAdapter, prefix_cache_salt
 from nodeagent.engine.sampling.sampler import Sampler
 from nodeagent.engine.scheduler.fair_queue import SchedulingParams
 from nodeagent.engine.scheduler.sequence import FinishReason, Sequence, StopConditions
@@ -36,7 +36,7 @@ class PreparedRequest:
     salt: bytes = b""
     constraint: Constraint | None = None
     shown: Mapping[int, str] | None = None
-    adapter: Adapter | None = None
+    adapter: LoraAdapter | None = None
     standing: SchedulingParams = field(default_factory=SchedulingParams)
     predicted: Ordered[int] = ()
     """Tokens that the caller expects."""
@@ -135,7 +135,7 @@ class OpenRequests:
             params = replace(params, seed=params.seed + choice)
         if self._speculation is not None and ask.speculate:
             drafter = self._speculation.drafter(own, asked.predicted)
-        kept = salted(asked.salt, asked.adapter)
+        kept = prefix_cache_salt(asked.salt, asked.adapter)
         return Generation(
             Sequence(number, tokens.copy(), ending, kept, asked.adapter, asked.standing),
             Sampler(params, tokens.copy() if params.penalised else [], own, ending.stop_ids),

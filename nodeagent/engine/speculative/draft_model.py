@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from nodeagent.engine.core.model_runner import Runner
+from nodeagent.engine.core.model_runner import ModelRunner
 from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS
-from nodeagent.engine.sampling.sampler import likeliest
+from nodeagent.engine.sampling.sampler import most_likely
 from nodeagent.engine.scheduler.batching import Batch, BatchChunk
 from nodeagent.engine.scheduler.sequence import Sequence, StopConditions
 from nodeagent.engine.speculative.draft_length import StepCosts
@@ -32,7 +32,7 @@ class DraftModelTraits:
     skipped: int = 0
     """How many tokens it is behind in place: a head reads each token beside what the model made of
     the one before."""
-    pick: Callable[[Tensor], Tensor] = likeliest
+    pick: Callable[[Tensor], Tensor] = most_likely
     chain: Callable[[bool], None] = lambda going_on: None
     """Told before each pass whether it goes on from its own last one."""
 
@@ -49,7 +49,7 @@ class DraftSequence:
 class DraftModel:
     """The model that drafts, and what it has read."""
 
-    runner: Runner
+    runner: ModelRunner
     habits: DraftModelTraits
     clock: Callable[[], float]
     read_tokens_max: int

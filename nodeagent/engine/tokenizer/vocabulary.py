@@ -11,7 +11,7 @@ from typing import Any, Final
 import msgspec
 from tokenizers import Tokenizer
 
-from nodeagent.engine.model.shape import CheckpointError
+from nodeagent.engine.architecture.decoder_shape import CheckpointError
 from nodeagent.engine.weights.hf_config import DecoderConfig, read_beside, read_json
 
 _SPACE: Final = "\u2581"

@@ -9,9 +9,9 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
 from isochrone.wire.engine import EngineConfig
+from nodeagent.engine.architecture.decoder_shape import CheckpointError
 from nodeagent.engine.core.step import Generation
 from nodeagent.engine.loading import LoadedEngine, load_engine
-from nodeagent.engine.model.shape import CheckpointError
 from nodeagent.engine.sampling.sampler import Sampler, SamplingParams
 from nodeagent.engine.scheduler.sequence import Sequence, StopConditions
 from nodeagent.engine.tokenizer.detokenizer import StopStrings, StreamDetokenizer

@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import save_file
 
 from isochrone.wire.engine import EngineConfig
+from nodeagent.engine.architecture.decoder_shape import CheckpointError
 from nodeagent.engine.core.step import EngineCore, Generation, GenerationDelta
 from nodeagent.engine.loading import load_engine
-from nodeagent.engine.model.shape import CheckpointError
 from nodeagent.engine.sampling.sampler import Sampler, SamplingParams
 from nodeagent.engine.scheduler.sequence import FinishReason, Sequence, StopConditions
 from nodeagent.engine.tokenizer.detokenizer import StopStrings, StreamDetokenizer

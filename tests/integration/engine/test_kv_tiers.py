@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from isochrone.wire.engine import EngineConfig
+from nodeagent.engine.architecture.decoder_shape import CheckpointError
 from nodeagent.engine.core.step import Generation
 from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS
 from nodeagent.engine.kvcache.tier_setup import model_fingerprint
 from nodeagent.engine.loading import LoadedEngine, load_engine
-from nodeagent.engine.model.shape import CheckpointError
 from nodeagent.engine.sampling.sampler import Sampler, SamplingParams
 from nodeagent.engine.scheduler.sequence import Sequence, StopConditions
 from nodeagent.engine.tokenizer.detokenizer import StopStrings, StreamDetokenizer

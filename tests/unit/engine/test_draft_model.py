@@ -7,7 +7,7 @@ from random import Random
 import pytest
 import torch
 
-from nodeagent.engine.core.model_runner import Runner
+from nodeagent.engine.core.model_runner import ModelRunner
 from nodeagent.engine.core.step import EngineCore, Generation
 from nodeagent.engine.kvcache.block_pool import BlockPool
 from nodeagent.engine.sampling.sampler import Sampler, SamplingParams
@@ -33,16 +33,19 @@ def drafting_with(seed: int | None, blocks: int, read_tokens_max: int = 64) -> D
     """A draft model; that of the served model's own seed is always right."""
     if seed is None:
         return None
-    runner = Runner(llama(seed), blocks, "cpu", torch.float32)
+    runner = ModelRunner(llama(seed), blocks, "cpu", torch.float32)
     # Its passes take no time by this clock, so that only acceptance counts.
     return DraftModel(runner, DraftModelTraits("model"), lambda: 0.0, read_tokens_max, 256, 0.01)
 
 
 def engine_of(
-    ahead: DraftModel | None, blocks: int, served: Runner | None = None, limits: StepLimits = LIMITS
+    ahead: DraftModel | None,
+    blocks: int,
+    served: ModelRunner | None = None,
+    limits: StepLimits = LIMITS,
 ) -> EngineCore:
     speculation = Speculation(4, rows_max=200, ahead=ahead)
-    runner = served or Runner(llama(1), blocks, "cpu", torch.float32)
+    runner = served or ModelRunner(llama(1), blocks, "cpu", torch.float32)
     return EngineCore(runner, BatchScheduler(limits, BlockPool(blocks)), speculation=speculation)
 
 
@@ -231,10 +234,10 @@ def test_what_is_sampled_through_a_models_drafts_is_distributed_as_without() -> 
     shape = replace(SHAPE, vocabulary=8)
     counts = []
     for seed in (None, 1):
-        served = Runner(llama(1, shape), 64, "cpu", torch.float32)
+        served = ModelRunner(llama(1, shape), 64, "cpu", torch.float32)
         ahead = None
         if seed is not None:
-            runner = Runner(llama(seed, shape), 64, "cpu", torch.float32)
+            runner = ModelRunner(llama(seed, shape), 64, "cpu", torch.float32)
             ahead = DraftModel(runner, DraftModelTraits("model"), lambda: 0.0, 256, 256, 0.01)
         engine = engine_of(ahead, 64, served)
         assert engine.speculation is not None

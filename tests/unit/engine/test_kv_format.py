@@ -5,11 +5,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nodeagent.engine.core.model_runner import Runner
+from nodeagent.engine.core.model_runner import ModelRunner
 from nodeagent.engine.kvcache.block_mover import BlockMover
 from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS, BlockPool
 from nodeagent.engine.kvcache.host_tier import HostTier
-from nodeagent.engine.model.layers.kv_format import KV_DTYPES, KvFormat
+from nodeagent.engine.kvcache.kv_format import KV_DTYPES, KvFormat
 from nodeagent.engine.model.llama import Llama
 from nodeagent.engine.scheduler.batching import BatchScheduler, StepLimits
 from nodeagent.engine.scheduler.sequence import Sequence, StopConditions
@@ -54,11 +54,11 @@ def test_what_a_token_takes() -> None:
     }
 
 
-def logits(form: KvFormat | None) -> tuple[torch.Tensor, Runner]:
+def logits(form: KvFormat | None) -> tuple[torch.Tensor, ModelRunner]:
     """Return what a model says of a fixed text, read in chunks and then token by token."""
     # Weights so small that no layer makes much of a small error.
     model = Llama(SHAPE, RandomWeights(1, 0.2), "cpu", torch.float32, SHAPE.context_tokens)
-    runner = Runner(model, BLOCKS, "cpu", torch.float32, form)
+    runner = ModelRunner(model, BLOCKS, "cpu", torch.float32, form)
     generator = torch.Generator().manual_seed(2)
     text = torch.randint(0, VOCABULARY, (60,), generator=generator).tolist()
     batching = BatchScheduler(StepLimits(16, 2), BlockPool(BLOCKS))

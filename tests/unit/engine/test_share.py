@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nodeagent.engine.architecture.decoder_shape import CheckpointError, DecoderShape
 from nodeagent.engine.distributed.shards import ModelShard, ParallelConfig
-from nodeagent.engine.model.shape import CheckpointError, ModelShape
 from nodeagent.engine.scheduler.batching import Batch, BatchChunk
 from nodeagent.engine.scheduler.sequence import Sequence, StopConditions
 from nodeagent.engine.workers.commands import Command, RunStep, run_step_command
 
-SHAPE = ModelShape(
+SHAPE = DecoderShape(
     layers=7,
     hidden=64,
     intermediate=96,

@@ -12,7 +12,13 @@ from torch import Tensor
 
 from nodeagent.engine.core.step import EngineCore, Generation
 from nodeagent.engine.kvcache.block_pool import BlockPool
-from nodeagent.engine.sampling.sampler import Due, Sampled, Sampler, SamplingParams, sample_runs
+from nodeagent.engine.sampling.sampler import (
+    SampledToken,
+    Sampler,
+    SamplingParams,
+    SamplingRun,
+    sample_step,
+)
 from nodeagent.engine.scheduler.batching import Batch, BatchScheduler, StepLimits
 from nodeagent.engine.scheduler.sequence import Sequence, StopConditions
 from nodeagent.engine.speculative.draft_length import (
@@ -255,14 +261,14 @@ def test_what_a_draft_replaces_is_distributed_as_without_drafts() -> None:
     chances = logits.softmax(-1)
     seconds = torch.zeros(size)
     firsts = torch.zeros(size)
-    due = Due(Sampler(SamplingParams(seed=11), []), drafts=(1,))
+    due = SamplingRun(Sampler(SamplingParams(seed=11), []), drafts=(1,))
     for _ in range(runs):
-        ((first, *rest),) = sample_runs(logits.repeat(2, 1), [due])
-        assert isinstance(first, Sampled)
+        ((first, *rest),) = sample_step(logits.repeat(2, 1), [due])
+        assert isinstance(first, SampledToken)
         firsts[first.token] += 1
         if rest:
             assert first.token == 1
-            assert isinstance(rest[0], Sampled)
+            assert isinstance(rest[0], SampledToken)
             seconds[rest[0].token] += 1
     # Critical values for 3 degrees of freedom at one in a thousand.
     assert statistic(firsts, chances * runs) < 16.27

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nodeagent.engine.core.model_runner import Runner
+from nodeagent.engine.core.model_runner import ModelRunner
 from nodeagent.engine.core.step import EngineCore
 from nodeagent.engine.sampling.sampler import SamplingParams
 from nodeagent.engine.scheduler.batching import Batch, StepLimits
@@ -28,7 +28,7 @@ class Stages:
     """A runner that is watched: which batches are under way, and that they end in their order."""
 
     def __init__(self, blocks: int) -> None:
-        self._runner = Runner(llama(1), blocks, "cpu", torch.float32)
+        self._runner = ModelRunner(llama(1), blocks, "cpu", torch.float32)
         self.underway: list[Batch] = []
         self.seen: list[list[Batch]] = []
 
