@@ -26,7 +26,8 @@ from nodeagent.engine.memory import memory_uses
 from nodeagent.engine.model.families import adapters_of, build_model, check_weights
 from nodeagent.engine.model.layers.linear import bytes_kept, choose
 from nodeagent.engine.model.layers.lora import ActiveAdapters
-from nodeagent.engine.scheduler.batching import BatchScheduler, StepLimits
+from nodeagent.engine.scheduler.batch import StepLimits
+from nodeagent.engine.scheduler.batch_scheduler import BatchScheduler
 from nodeagent.engine.scheduler.pipeline_depth import PipelineDepth
 from nodeagent.engine.scheduler.prefill_budget import PrefillBudget
 from nodeagent.engine.speculative.draft_model import DraftModel
@@ -212,16 +213,16 @@ def _engine(
     ahead: DraftModel | None,
 ) -> EngineCore:
     stages = parallel_config(config).pipeline
+    mover = open_tiers(config, runner, shape, kv_format(config))
     batching = BatchScheduler(
         StepLimits(config.batch_tokens_max, config.sequences_max),
         BlockPool(blocks),
         # A token comes once a batch has passed through each stage.
         PrefillBudget(config.interval_ms / 1000 / stages),
-        underway=PipelineDepth(stages),
+        PipelineDepth(stages),
+        lower_tiers=mover.host if mover else frozenset(),
+        swap_or_recompute=mover.swap_or_recompute if mover else None,
     )
-    mover = open_tiers(config, runner, shape, kv_format(config))
-    if mover is not None:
-        batching.below, batching.trade = mover.host, mover.trade
     speculation = None
     if config.draft_tokens_max:
         speculation = Speculation(config.draft_tokens_max, config.batch_tokens_max, ahead)

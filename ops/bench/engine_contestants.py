@@ -105,7 +105,7 @@ class Ours:
         return int((shape.parameters() - head) * (0.5 + 4 / 32) + head_bytes)
 
     def _run(self, prompts: Prompts, tokens: int, salt: bytes) -> float:
-        from nodeagent.engine.core.step import Generation
+        from nodeagent.engine.core.generation import Generation
         from nodeagent.engine.sampling.sampler import Sampler, SamplingParams
         from nodeagent.engine.scheduler.sequence import Sequence, StopConditions
         from nodeagent.engine.tokenizer.detokenizer import StopStrings, StreamDetokenizer
@@ -123,7 +123,7 @@ class Ours:
                     StopStrings(()),
                 )
             )
-        while engine.busy:
+        while engine.has_work:
             engine.step()
         return clock_s() - started_s
 

@@ -17,7 +17,8 @@ from typing import Any, Final
 import msgspec
 
 from isochrone.wire.engine import EngineConfig
-from nodeagent.engine.core.step import EngineCore, Generation
+from nodeagent.engine.core.generation import Generation
+from nodeagent.engine.core.step import EngineCore
 from nodeagent.engine.kernels.cpu.library import cpu_kernels
 from nodeagent.engine.loading import load_engine
 from nodeagent.engine.sampling.sampler import Sampler, SamplingParams
@@ -120,7 +121,7 @@ def report(
     import torch.profiler
 
     spent_s.clear()
-    runner: Any = engine._runner
+    runner: Any = engine._executor
     runner._model.heard = lambda layer, x: None
     with torch.profiler.profile() as profile:
         run(engine, STEPS)

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, field, replace
 
+from nodeagent.engine.core.generation import Generation, GenerationDelta
 from nodeagent.engine.core.generation_thread import GenerationThread
-from nodeagent.engine.core.step import Generation, GenerationDelta
 from nodeagent.engine.model.layers.lora import LoraAdapter, prefix_cache_salt
 from nodeagent.engine.sampling.sampler import Sampler
 from nodeagent.engine.scheduler.fair_queue import SchedulingParams
@@ -98,7 +98,7 @@ class OpenRequests:
         self._entrance.enter(count)
         each = asked.ask.choices
         for first in range(0, count, each):
-            generations[first].followers = tuple(generations[first + 1 : first + each])
+            generations[first].forks = tuple(generations[first + 1 : first + each])
             worker.submit(generations[first])
         return client
 

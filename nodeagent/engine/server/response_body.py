@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from nodeagent.engine.chat.call_parser import CallStarted, ContentText, OutputEvent, ToolCallParser
-from nodeagent.engine.core.step import GenerationDelta
+from nodeagent.engine.core.generation import GenerationDelta
 from nodeagent.engine.sampling.sampler import SampledToken
 from nodeagent.engine.scheduler.sequence import FinishReason
 from nodeagent.engine.tokenizer.vocabulary import Vocabulary

@@ -185,7 +185,7 @@ class Speculation:
             return
         drafters = [(sequence, drafter) for sequence, drafter in decoding if drafter is not None]
         offers = [
-            drafter.offer(sequence, min(self.draft_tokens_max, sequence.remaining - 1))
+            drafter.offer(sequence, min(self.draft_tokens_max, sequence.remaining_tokens - 1))
             for sequence, drafter in drafters
         ]
         if self.ahead is not None:
@@ -221,7 +221,7 @@ class Speculation:
         for at in asked:
             # Nobody drafts past the end of its answer, its blocks, or what the model can read.
             sequence, _ = drafters[at]
-            wanted = min(depth, sequence.remaining - 1)
+            wanted = min(depth, sequence.remaining_tokens - 1)
             if wanted > 0 and len(sequence.tokens) + wanted <= ahead.context_tokens:
                 room[at] = make_room(sequence, wanted)
         depth = max(room.values(), default=0)
@@ -237,7 +237,7 @@ class Speculation:
         for at, tokens in zip(asked, drafted, strict=True):
             sequence, drafter = drafters[at]
             if tokens:
-                count = min(self.draft_tokens_max, sequence.remaining - 1)
+                count = min(self.draft_tokens_max, sequence.remaining_tokens - 1)
                 offers[at] = drafter.offer(sequence, count, tokens, name)
 
     def _depth_ahead(self, chances: Ordered[float], drafting: int, rows: int) -> int:

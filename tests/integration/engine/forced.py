@@ -12,7 +12,8 @@ from nodeagent.engine.kvcache.block_pool import BlockPool
 from nodeagent.engine.model.families import build_model, check_weights
 from nodeagent.engine.model.layers.lora import LoraAdapter, prefix_cache_salt
 from nodeagent.engine.model.weight_loader import WeightSource
-from nodeagent.engine.scheduler.batching import BatchScheduler, StepLimits
+from nodeagent.engine.scheduler.batch import StepLimits
+from nodeagent.engine.scheduler.batch_scheduler import BatchScheduler
 from nodeagent.engine.scheduler.sequence import Sequence, StopConditions
 from ops.golden import tiny
 
@@ -51,11 +52,11 @@ def logits_by(
         adapter = adapters[number] if adapters else None
         ending = StopConditions(tiny.ANSWER_TOKENS, frozenset())
         batching.submit(Sequence(number, prompt, ending, prefix_cache_salt(b"", adapter), adapter))
-    while batching.busy:
+    while batching.has_work:
         batch = batching.next_batch()
         logits = runner.begin(batch)()
         for chunk in batch.chunks:
-            batching.computed(chunk)
+            batching.mark_computed(chunk)
         due = [chunk.sequence for chunk in batch.chunks if chunk.samples]
         for sequence, row in zip(due, logits, strict=True):
             rows[sequence.number].append(row.clone())

@@ -137,7 +137,7 @@ def drafts(path: Path, kind: str, tensor: int, pipeline: int) -> list[Any]:
             # One alone: two would be drafted for in steps of their own where stages are split.
             tokens = answer(loaded, drafts=True, answers=1)
             told.append([tokens, loaded.engine.speculation.counts()])
-            runner: Any = loaded.engine._runner
+            runner: Any = loaded.engine._executor
             heard.append(getattr(runner, "_runner", runner).beside)
         if kind == "head":
             first, second = (features._slots for features in heard)

@@ -18,7 +18,8 @@ from nodeagent.engine.core.model_runner import ModelRunner
 from nodeagent.engine.kvcache.block_pool import BlockPool
 from nodeagent.engine.loading import load_engine
 from nodeagent.engine.model.llama import Llama
-from nodeagent.engine.scheduler.batching import BatchScheduler, StepLimits
+from nodeagent.engine.scheduler.batch import StepLimits
+from nodeagent.engine.scheduler.batch_scheduler import BatchScheduler
 from nodeagent.engine.scheduler.sequence import Sequence, StopConditions
 from nodeagent.engine.weights.safetensors_folder import SafetensorsFolder
 from ops.golden.tiny import write_tokenizer
@@ -168,11 +169,11 @@ def test_logits_equal_the_definition(
         sequences.append(Sequence(number, tokens, StopConditions(8, frozenset())))
         batching.submit(sequences[-1])
     wanted: dict[tuple[int, int], Tensor] = {}
-    while batching.busy:
+    while batching.has_work:
         batch = batching.next_batch()
         logits = runner.run(batch)
         for chunk in batch.chunks:
-            batching.computed(chunk)
+            batching.mark_computed(chunk)
         sampling = [chunk.sequence for chunk in batch.chunks if chunk.samples]
         for sequence, row in zip(sampling, logits, strict=True):
             wanted[sequence.number, len(sequence.tokens)] = row.clone()

@@ -19,7 +19,8 @@ from nodeagent.engine.kvcache.block_pool import BlockPool
 from nodeagent.engine.kvcache.kv_format import KV_DTYPES, KvFormat
 from nodeagent.engine.model.families import build_model
 from nodeagent.engine.model.layers.linear import Keeping
-from nodeagent.engine.scheduler.batching import BatchScheduler, StepLimits
+from nodeagent.engine.scheduler.batch import StepLimits
+from nodeagent.engine.scheduler.batch_scheduler import BatchScheduler
 from nodeagent.engine.scheduler.sequence import Sequence, StopConditions
 from nodeagent.engine.weights.gguf_file import GgufFile
 
@@ -59,11 +60,11 @@ def told(runner: ModelRunner, budget: int) -> Tensor:
         prompt = list(case["prompt_ids"])
         batching.submit(Sequence(number, prompt, StopConditions(len(output), frozenset())))
     rows: dict[tuple[int, int], Tensor] = {}
-    while batching.busy:
+    while batching.has_work:
         batch = batching.next_batch()
         logits = runner.run(batch)
         for chunk in batch.chunks:
-            batching.computed(chunk)
+            batching.mark_computed(chunk)
         due = [chunk.sequence for chunk in batch.chunks if chunk.samples]
         for sequence, row in zip(due, logits, strict=True):
             at = sequence.output_tokens

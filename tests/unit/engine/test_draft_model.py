@@ -7,11 +7,13 @@ from random import Random
 import pytest
 import torch
 
+from nodeagent.engine.core.generation import Generation
 from nodeagent.engine.core.model_runner import ModelRunner
-from nodeagent.engine.core.step import EngineCore, Generation
+from nodeagent.engine.core.step import EngineCore
 from nodeagent.engine.kvcache.block_pool import BlockPool
 from nodeagent.engine.sampling.sampler import Sampler, SamplingParams
-from nodeagent.engine.scheduler.batching import BatchScheduler, StepLimits
+from nodeagent.engine.scheduler.batch import StepLimits
+from nodeagent.engine.scheduler.batch_scheduler import BatchScheduler
 from nodeagent.engine.scheduler.sequence import Sequence, StopConditions
 from nodeagent.engine.speculative.draft_length import choose_model_draft_length
 from nodeagent.engine.speculative.draft_model import DraftModel, DraftModelTraits
@@ -70,11 +72,11 @@ def submit(
 
 def run(engine: EngineCore, row_cost: float = 0.01) -> int:
     steps = 0
-    while engine.busy:
+    while engine.has_work:
         stepped = engine.step()
-        engine.timed(stepped, 1 + row_cost * stepped.rows)
+        engine.record_timing(stepped, 1 + row_cost * stepped.rows)
         steps += 1
-    assert engine.batching.blocks.held == 0
+    assert engine.scheduler.pool.used_blocks == 0
     return steps
 
 
@@ -169,7 +171,7 @@ def test_it_is_right_after_a_preemption_too() -> None:
     for number, prompt in enumerate(prompts(3)):
         submit(engine, number, prompt)
     run(engine)
-    assert engine.batching.preemptions > 0
+    assert engine.scheduler.queues.preemptions > 0
     assert engine.speculation is not None
     tally = engine.speculation.tallies["model"]
     assert tally.drafted == tally.accepted > 0
@@ -179,7 +181,7 @@ def test_a_cancelled_sequence_disturbs_nobody() -> None:
     engine = engine_of(drafting_with(1, 64), 64)
     kept = [submit(engine, n, p) for n, p in enumerate(prompts(3))]
     for _ in range(4):
-        engine.timed(engine.step(), 1.0)
+        engine.record_timing(engine.step(), 1.0)
     engine.cancel(1)
     run(engine)
     plain, _, _ = generated(None)

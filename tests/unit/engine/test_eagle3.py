@@ -18,7 +18,8 @@ from nodeagent.engine.draft_loading import Eagle3HeadFiles, TargetModel, open_dr
 from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS, BlockPool
 from nodeagent.engine.model.llama import Llama
 from nodeagent.engine.sampling.sampler import SamplingParams
-from nodeagent.engine.scheduler.batching import Batch, BatchChunk, BatchScheduler, StepLimits
+from nodeagent.engine.scheduler.batch import Batch, BatchChunk, StepLimits
+from nodeagent.engine.scheduler.batch_scheduler import BatchScheduler
 from nodeagent.engine.scheduler.sequence import Sequence, StopConditions
 from nodeagent.engine.speculative.speculation import Speculation
 from nodeagent.engine.weights.eagle3_folder import EagleFolder, is_eagle_head
@@ -159,7 +160,7 @@ def test_drafts_are_those_of_a_plain_reference(tmp_path: Path, tokens: int) -> N
     sequence = Sequence(1, [*ids, 7], StopConditions(9, frozenset()))
     sequence.blocks = list(range(5, 5 + -(-(tokens + 6) // BLOCK_TOKENS)))
     runner.run(Batch((), (BatchChunk(sequence, 0, tokens),)))
-    sequence.computed = tokens
+    sequence.computed_tokens = tokens
     (drafts,) = ahead.draft([(sequence, ahead.shadow(sequence))], 4, 64)
     table = model.embed(torch.arange(VOCABULARY))
     states = torch.cat([heard[number] for number in (2, 2, 1)], -1)

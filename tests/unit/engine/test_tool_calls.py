@@ -27,7 +27,7 @@ from nodeagent.engine.chat.call_parser import (
     ToolCallParser,
 )
 from nodeagent.engine.chat.chat_template import ChatTemplate
-from nodeagent.engine.core.step import GenerationDelta
+from nodeagent.engine.core.generation import GenerationDelta
 from nodeagent.engine.sampling.sampler import SampledToken
 from nodeagent.engine.scheduler.sequence import FinishReason
 from nodeagent.engine.server.request_body import ChatBody, read_chat, template_messages

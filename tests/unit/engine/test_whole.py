@@ -12,7 +12,7 @@ from nodeagent.engine.kernels.cpu.library import CpuKernels, cpu_kernels
 from nodeagent.engine.model.families import FAMILIES
 from nodeagent.engine.model.layers.linear import Keeping
 from nodeagent.engine.model.llama import Llama
-from nodeagent.engine.scheduler.batching import Batch, BatchChunk
+from nodeagent.engine.scheduler.batch import Batch, BatchChunk
 from nodeagent.engine.scheduler.sequence import Sequence, StopConditions
 from tests.unit.engine.tiny import SHAPE, RandomWeights
 
