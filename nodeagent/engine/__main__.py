@@ -14,16 +14,16 @@ from isochrone.service.config import ConfigError
 from isochrone.service.logs import setup_logs
 from isochrone.service.run import run_service
 from isochrone.wire.engine import EngineConfig
+from nodeagent.engine.architecture.decoder_shape import CheckpointError
 from nodeagent.engine.config import read_config
+from nodeagent.engine.encoder.bert_folder import is_encoder
 from nodeagent.engine.encoder.loading import load_encoder
 from nodeagent.engine.encoder.server import EncoderServer
-from nodeagent.engine.kernels.cpu.kernels import kernels
+from nodeagent.engine.kernels.cpu.library import cpu_kernels
 from nodeagent.engine.loading import load_engine, local_ranks, parallel_config, rendezvous_file
-from nodeagent.engine.model.shape import CheckpointError
 from nodeagent.engine.server import lifecycle as serving
 from nodeagent.engine.server.generation_server import GenerationServer
 from nodeagent.engine.server.standby import wait_for_order
-from nodeagent.engine.weights.encoder import is_encoder
 from nodeagent.engine.workers.worker import run_remote_workers, run_worker
 from nodeagent.engine.workers.worker_group import WorkerGroup, fork_workers
 
@@ -41,7 +41,7 @@ def main() -> None:
         # Built, loaded and tried before anybody waits; by one thread, for ranks are forked from
         # here, and would wait for OpenMP's other threads, which no fork takes along.
         torch.set_num_threads(1)
-        kernels()
+        cpu_kernels()
         order = wait_for_order()
         if order is None:
             return

@@ -10,28 +10,28 @@ import torch
 from torch import Tensor
 
 from isochrone.wire.engine import EngineConfig
-from nodeagent.engine.core.model_runner import Runner
+from nodeagent.engine.architecture.decoder_shape import CheckpointError, DecoderShape
+from nodeagent.engine.core.model_runner import ModelRunner
 from nodeagent.engine.distributed.collectives import Communicator
 from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS
-from nodeagent.engine.model.eagle3 import Eagle3, Features
-from nodeagent.engine.model.families import build, survey
+from nodeagent.engine.model.eagle3 import Eagle3, HiddenStateFeatures
+from nodeagent.engine.model.families import build_model, check_weights
 from nodeagent.engine.model.layers.linear import Keeping, choose
 from nodeagent.engine.model.llama import Llama
-from nodeagent.engine.model.shape import CheckpointError, ModelShape
-from nodeagent.engine.sampling.sampler import likeliest
+from nodeagent.engine.model.weight_loader import HeaderOnlySource, WeightLoader, WeightSource
+from nodeagent.engine.sampling.sampler import most_likely
 from nodeagent.engine.speculative.draft_model import DraftModel, DraftModelTraits
 from nodeagent.engine.tokenizer.loading import read_vocabulary
 from nodeagent.engine.tokenizer.vocabulary import Vocabulary
 from nodeagent.engine.weights.checkpoint import Checkpoint, open_checkpoint
-from nodeagent.engine.weights.eagle3 import HeadFolder, is_head
-from nodeagent.engine.weights.weight_loading import Survey, Weights, WeightSource
+from nodeagent.engine.weights.eagle3_folder import EagleFolder, is_eagle_head
 
 
 class TargetModel(NamedTuple):
     """The model that is drafted for, as its files have it, and who computes it."""
 
     source: WeightSource
-    shape: ModelShape
+    shape: DecoderShape
     ranks: Communicator
 
 
@@ -44,7 +44,7 @@ class DraftModelFiles:
     """How many tokens both models know: the rest of its logits are padding."""
 
     @property
-    def shape(self) -> ModelShape:
+    def shape(self) -> DecoderShape:
         """The model's shape."""
         return self.source.shape
 
@@ -61,21 +61,21 @@ class DraftModelFiles:
         self.source.close()
 
     def load(
-        self, config: EngineConfig, served: Runner, model: Llama, whole: TargetModel
+        self, config: EngineConfig, served: ModelRunner, model: Llama, whole: TargetModel
     ) -> DraftModel:
         """Read its weights, and give it KV beside that of the `served` model."""
         dtype = served.dtype
         context = min(config.context_tokens_max, self.shape.context_tokens)
         # Drafts need not be exact but fast: packed wherever its file is, and this device can.
         keeping, _ = choose(config.device, dtype, "file")
-        own = build(self.shape, self.source, config.device, dtype, context, keeping)
+        own = build_model(self.shape, self.source, config.device, dtype, context, keeping)
         own.arrived()
-        known, runner = self.tokens, Runner(own, served.blocks, config.device, dtype)
+        known, runner = self.tokens, ModelRunner(own, served.blocks, config.device, dtype)
         if config.graphs:
             runner.capture(config.sequences_max, context)
         return DraftModel(
             runner=runner,
-            habits=DraftModelTraits("model", pick=lambda logits: likeliest(logits[:, :known])),
+            habits=DraftModelTraits("model", pick=lambda logits: most_likely(logits[:, :known])),
             clock=time.perf_counter,
             read_tokens_max=config.batch_tokens_max,
             context_tokens=context,
@@ -87,7 +87,7 @@ class DraftModelFiles:
 class Eagle3HeadFiles:
     """An EAGLE-3 head for the served model, its weights not read yet."""
 
-    source: HeadFolder
+    source: EagleFolder
     layers: tuple[int, ...]
     """Before which of the served model's layers it listens."""
     embeddings: int
@@ -107,11 +107,11 @@ class Eagle3HeadFiles:
         self.source.close()
 
     def load(
-        self, config: EngineConfig, served: Runner, model: Llama, whole: TargetModel
+        self, config: EngineConfig, served: ModelRunner, model: Llama, whole: TargetModel
     ) -> DraftModel:
         """Read its weights, and have it listen to the `served` model."""
         context = min(config.context_tokens_max, self.source.shape.context_tokens)
-        features = Features(self.source, self.source, self.layers)
+        features = HiddenStateFeatures(self.source, self.source, self.layers)
         features.place(served.blocks * BLOCK_TOKENS, config.device, served.dtype)
         head = Eagle3(
             *(self.source, self.source, features, self._embedding(config, served, model, whole)),
@@ -124,9 +124,9 @@ class Eagle3HeadFiles:
             whole.ranks.listen(self.layers, whole.shape)
         targets = self.source.targets()
         return DraftModel(
-            runner=Runner(head, served.blocks, config.device, served.dtype),
+            runner=ModelRunner(head, served.blocks, config.device, served.dtype),
             habits=DraftModelTraits(
-                "head", 1, lambda logits: targets[likeliest(logits).cpu()], head.chain
+                "head", 1, lambda logits: targets[most_likely(logits).cpu()], head.chain
             ),
             clock=time.perf_counter,
             read_tokens_max=config.batch_tokens_max,
@@ -135,20 +135,20 @@ class Eagle3HeadFiles:
         )
 
     def _embedding(
-        self, config: EngineConfig, served: Runner, model: Llama, whole: TargetModel
+        self, config: EngineConfig, served: ModelRunner, model: Llama, whole: TargetModel
     ) -> Callable[[Tensor], Tensor]:
         """Return the served model's embeddings: a table of its own where ranks cut the model's."""
         if not self.embeddings:
             return model.embed
         shape = whole.shape
-        weights = Weights(whole.source, config.device, served.dtype, Keeping.PLAIN)
+        weights = WeightLoader(whole.source, config.device, served.dtype, Keeping.PLAIN)
         table = weights.read("model.embed_tokens.weight", shape.vocabulary, shape.hidden)
         weights.begin()()
         return table.__getitem__
 
 
 def open_draft(
-    config: EngineConfig, shape: ModelShape, vocabulary: Vocabulary
+    config: EngineConfig, shape: DecoderShape, vocabulary: Vocabulary
 ) -> DraftModelFiles | Eagle3HeadFiles | None:
     """Open what `draft_path` names; None where it names nothing, or nothing is to be drafted.
 
@@ -156,7 +156,7 @@ def open_draft(
     """
     if not config.draft_path or config.draft_tokens_max == 0:
         return None
-    if is_head(Path(config.draft_path)):
+    if is_eagle_head(Path(config.draft_path)):
         return _open_head(config, shape)
     return _open_model(config, vocabulary)
 
@@ -170,15 +170,15 @@ def _open_model(config: EngineConfig, vocabulary: Vocabulary) -> DraftModelFiles
                 f"cannot draft with {config.draft_path}: embeddings for {source.shape.vocabulary}"
                 f" of {vocabulary.size} tokens"
             )
-        survey(source.shape, source)
+        check_weights(source.shape, source)
     except BaseException:
         source.close()
         raise
     return DraftModelFiles(source, vocabulary.size)
 
 
-def _open_head(config: EngineConfig, shape: ModelShape) -> Eagle3HeadFiles:
-    head = HeadFolder(Path(config.draft_path))
+def _open_head(config: EngineConfig, shape: DecoderShape) -> Eagle3HeadFiles:
+    head = EagleFolder(Path(config.draft_path))
     try:
         for what, its_own, wanted in (
             ("hidden states", head.target_hidden, shape.hidden),
@@ -196,11 +196,11 @@ def _open_head(config: EngineConfig, shape: ModelShape) -> Eagle3HeadFiles:
             )
         layers = head.layers_heard(shape.layers)
         head.targets()
-        seen = Survey(head)
+        seen = HeaderOnlySource(head)
         Eagle3(
             seen,
             head,
-            Features(seen, head, layers),
+            HiddenStateFeatures(seen, head, layers),
             lambda tokens: tokens,
             "meta",
             torch.float32,

@@ -11,22 +11,23 @@ import torch
 from torch._C._distributed_c10d import Store
 
 from isochrone.wire.engine import EngineConfig
+from nodeagent.engine.architecture.decoder_shape import CheckpointError, DecoderShape
 from nodeagent.engine.chat.chat_template import ChatTemplate
-from nodeagent.engine.core.model_runner import Runner
+from nodeagent.engine.core.model_runner import ModelRunner
 from nodeagent.engine.core.step import EngineCore
 from nodeagent.engine.distributed.collectives import Communicator
 from nodeagent.engine.distributed.shards import ModelShard, ParallelConfig
 from nodeagent.engine.draft_loading import DraftModelFiles, Eagle3HeadFiles, TargetModel, open_draft
-from nodeagent.engine.kernels.cpu.huge_pages import give_back
+from nodeagent.engine.kernels.cpu.huge_pages import trim_heap
 from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS, BlockPool
+from nodeagent.engine.kvcache.kv_format import DTYPES, KV_DTYPES, KvFormat
 from nodeagent.engine.kvcache.tier_setup import open_tiers
 from nodeagent.engine.memory import memory_uses
-from nodeagent.engine.model.families import adding_of, build, survey
-from nodeagent.engine.model.layers.kv_format import DTYPES, KV_DTYPES, KvFormat
+from nodeagent.engine.model.families import adapters_of, build_model, check_weights
 from nodeagent.engine.model.layers.linear import bytes_kept, choose
-from nodeagent.engine.model.layers.lora import Adding
-from nodeagent.engine.model.shape import CheckpointError, ModelShape
-from nodeagent.engine.scheduler.batching import BatchScheduler, StepLimits
+from nodeagent.engine.model.layers.lora import ActiveAdapters
+from nodeagent.engine.scheduler.batch import StepLimits
+from nodeagent.engine.scheduler.batch_scheduler import BatchScheduler
 from nodeagent.engine.scheduler.pipeline_depth import PipelineDepth
 from nodeagent.engine.scheduler.prefill_budget import PrefillBudget
 from nodeagent.engine.speculative.draft_model import DraftModel
@@ -53,7 +54,7 @@ class LoadedEngine:
     weights_bytes: int
     load_s: float
     dtype: torch.dtype
-    adding: Adding
+    adding: ActiveAdapters
     """What adapters may change of the model."""
 
 
@@ -77,7 +78,7 @@ def load_engine(config: EngineConfig, crew: WorkerGroup | None = None) -> Loaded
             weights_bytes += draft.weights_bytes(dtype)
         split.check(shape)
         check_memory(config, source, 0, draft)
-        survey(shape, source, split)
+        check_weights(shape, source, split)
         gathering = wait_for_remote_workers(config, crew) if crew is not None else None
         if crew is not None:
             crew.tell(LoadShard())
@@ -88,14 +89,14 @@ def load_engine(config: EngineConfig, crew: WorkerGroup | None = None) -> Loaded
             vocabulary = vocabulary or _vocabulary(config, source)
         finally:
             arrived()
-        adding = own.adding if split.ranks == 1 else adding_of(shape, source)
+        adding = own.adding if split.ranks == 1 else adapters_of(shape, source)
     finally:
         source.close()
         if draft is not None:
             draft.close()
     if config.graphs and split.ranks == 1:
         own.capture(config.sequences_max, context)
-    runner: Runner | Rank0Executor = own
+    runner: ModelRunner | Rank0Executor = own
     if crew is not None and crew.members:
         crew.wait_loaded()
         rendezvous_file(config).unlink(missing_ok=True)
@@ -104,7 +105,7 @@ def load_engine(config: EngineConfig, crew: WorkerGroup | None = None) -> Loaded
             config, ranks, gathering.store(split.ranks, config.stall_s) if gathering else None
         )
         runner = Rank0Executor(own, crew, shape, ranks)
-    give_back()
+    trim_heap()
     template = vocabulary.chat_template
     return LoadedEngine(
         engine=_engine(config, runner, own.blocks, shape, ahead),
@@ -160,7 +161,7 @@ def load_shard(
     source: Checkpoint,
     ranks: Communicator,
     draft: DraftModelFiles | Eagle3HeadFiles | None = None,
-) -> tuple[Runner, DraftModel | None, Callable[[], None]]:
+) -> tuple[ModelRunner, DraftModel | None, Callable[[], None]]:
     """Load what one of `ranks` holds of the model, and what drafts for it.
 
     The last of what is returned waits for matrices still on their way; see `Weights.begin`.
@@ -170,9 +171,9 @@ def load_shard(
     keeping, why = choose(device, dtype, config.quantisation)
     log.info("matrices", extra={"fields": {"kept": keeping, "because": why}})
     context = min(config.context_tokens_max, shape.context_tokens)
-    model = build(shape, source, device, dtype, context, keeping, ranks)
+    model = build_model(shape, source, device, dtype, context, keeping, ranks)
     blocks, form = _kv_blocks(config, shape, dtype, draft), kv_format(config)
-    runner = Runner(model, blocks, device, dtype, form)
+    runner = ModelRunner(model, blocks, device, dtype, form)
     log.info("kv", extra={"fields": {"blocks": blocks, "kept": str(form.dtype)}})
     if draft is None:
         return runner, None, model.arrived
@@ -207,22 +208,22 @@ def _device(config: EngineConfig, rank: int) -> str:
 
 def _engine(
     config: EngineConfig,
-    runner: Runner | Rank0Executor,
+    runner: ModelRunner | Rank0Executor,
     blocks: int,
-    shape: ModelShape,
+    shape: DecoderShape,
     ahead: DraftModel | None,
 ) -> EngineCore:
     stages = parallel_config(config).pipeline
+    mover = open_tiers(config, runner, shape, kv_format(config))
     batching = BatchScheduler(
         StepLimits(config.batch_tokens_max, config.sequences_max),
         BlockPool(blocks),
         # A token comes once a batch has passed through each stage.
         PrefillBudget(config.interval_ms / 1000 / stages),
-        underway=PipelineDepth(stages),
+        PipelineDepth(stages),
+        lower_tiers=mover.host if mover else frozenset(),
+        swap_or_recompute=mover.swap_or_recompute if mover else None,
     )
-    mover = open_tiers(config, runner, shape, kv_format(config))
-    if mover is not None:
-        batching.below, batching.trade = mover.host, mover.trade
     speculation = None
     if config.draft_tokens_max:
         speculation = Speculation(config.draft_tokens_max, config.batch_tokens_max, ahead)
@@ -231,7 +232,7 @@ def _engine(
 
 def _kv_blocks(
     config: EngineConfig,
-    shape: ModelShape,
+    shape: DecoderShape,
     dtype: torch.dtype,
     draft: DraftModelFiles | Eagle3HeadFiles | None,
 ) -> int:

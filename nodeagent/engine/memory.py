@@ -1,7 +1,7 @@
-"""The memory that this process may take: what its cgroups and its config allow, and what it has.
+"""The memory limits of this process: those of its cgroups and its configuration, and its use.
 
-Pages of files are the system's to drop, so that they count as free: a cgroup that has read a model
-from disk looks full by its own figure and is not.
+Page cache counts as free, because the kernel can drop it: a cgroup that has read a model from disk
+is full by its own figure, and is not.
 """
 
 import time
@@ -16,80 +16,83 @@ from nodeagent.engine.scheduler.memory_ceiling import MemoryUse, refusal_reason,
 
 _CGROUPS: Final = Path("/sys/fs/cgroup")
 _OWN_CGROUP: Final = Path("/proc/self/cgroup")
-_LOOK_EVERY_S: Final = 0.2
+_MEASURE_INTERVAL_S: Final = 0.2
 _RETRY_AFTER_S: Final = 1.0
 
 
 def memory_uses(
     ceiling_bytes: int, root: Path = _CGROUPS, own: Path = _OWN_CGROUP
 ) -> list[MemoryUse]:
-    """Return what has a ceiling: this process, where one is given, and its cgroups (v2)."""
-    found = _cgroups(root, own)
+    """Return the use of everything that has a limit: this process and its cgroups (v2).
+
+    This process has one if `ceiling_bytes` is not 0.
+    """
+    uses = _cgroups(root, own)
     if ceiling_bytes:
-        found.append(
-            MemoryUse("this engine", int(psutil.Process().memory_info().rss), ceiling_bytes)
-        )
-    return found
+        resident_bytes = int(psutil.Process().memory_info().rss)
+        uses.append(MemoryUse("this engine", resident_bytes, ceiling_bytes))
+    return uses
 
 
 class MemoryWatch:
-    """Looks now and then, when asked, how near the ceilings are."""
+    """Refuses requests while memory is short; measures at most once per interval."""
 
     def __init__(
-        self, look: Callable[[], Sequence[MemoryUse]], clock: Callable[[], float] = time.monotonic
+        self,
+        measure: Callable[[], Sequence[MemoryUse]],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Watch what `look` sees."""
-        self._look = look
+        self._measure = measure
         self._clock = clock
-        self._seen: Sequence[MemoryUse] = ()
-        self._look_at_s = clock()
+        self._measured: Sequence[MemoryUse] = ()
+        self._measure_at_s = clock()
         self._refused = 0
 
-    def hold(self) -> None:
-        """Raise ApiError where another request cannot be taken."""
-        why = refusal_reason(self._uses())
-        if why:
+    def check(self) -> None:
+        """Raise ApiError if another request cannot be accepted."""
+        reason = refusal_reason(self._uses())
+        if reason:
             self._refused += 1
-            raise ApiError(ErrorCode.OUT_OF_CAPACITY, why, retry_after_s=_RETRY_AFTER_S)
+            raise ApiError(ErrorCode.OUT_OF_CAPACITY, reason, retry_after_s=_RETRY_AFTER_S)
 
     def counts(self) -> dict[str, float]:
-        """Return what is reported; a ceiling of 0 is none."""
-        now = self._uses()
-        use = tightest(now)
+        """Return the metrics by name; a ceiling of 0 means no limit."""
+        uses = self._uses()
+        use = tightest(uses)
         return {
             "memory_used_bytes": use.used_bytes if use else 0,
             "memory_ceiling_bytes": use.ceiling_bytes if use else 0,
-            "memory_full": bool(refusal_reason(now)),
+            "memory_full": bool(refusal_reason(uses)),
             "memory_refused_total": self._refused,
         }
 
     def _uses(self) -> Sequence[MemoryUse]:
         now_s = self._clock()
-        if now_s >= self._look_at_s:
-            self._seen = self._look()
-            self._look_at_s = now_s + _LOOK_EVERY_S
-        return self._seen
+        if now_s >= self._measure_at_s:
+            self._measured = self._measure()
+            self._measure_at_s = now_s + _MEASURE_INTERVAL_S
+        return self._measured
 
 
 def _cgroups(root: Path, own: Path) -> list[MemoryUse]:
-    """Return this process's cgroup and those around it, each that has a limit."""
+    """Return the use of this process's cgroup and of its parents, as far as they have limits."""
     try:
         lines = own.read_text().splitlines()
     except OSError:
         return []
     path = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
     folder = root / path
-    found = []
-    for each in (folder, *folder.parents):
-        if each == root.parent:
+    uses = []
+    for cgroup in (folder, *folder.parents):
+        if cgroup == root.parent:
             break
-        use = _cgroup(each)
+        use = _cgroup_use(cgroup)
         if use is not None:
-            found.append(use)
-    return found
+            uses.append(use)
+    return uses
 
 
-def _cgroup(folder: Path) -> MemoryUse | None:
+def _cgroup_use(folder: Path) -> MemoryUse | None:
     try:
         limit = (folder / "memory.max").read_text().strip()
         if not limit.isdigit():
@@ -97,7 +100,7 @@ def _cgroup(folder: Path) -> MemoryUse | None:
         used = int((folder / "memory.current").read_text())
         stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
     except OSError:
-        # The root has no limit, and a system without cgroups v2 has none at all.
+        # The root cgroup has no limit, and a system without cgroups v2 has no such files.
         return None
-    files = int(stat.get("active_file", 0)) + int(stat.get("inactive_file", 0))
-    return MemoryUse("its cgroup", max(used - files, 0), int(limit))
+    page_cache = int(stat.get("active_file", 0)) + int(stat.get("inactive_file", 0))
+    return MemoryUse("its cgroup", max(used - page_cache, 0), int(limit))

@@ -30,7 +30,7 @@ import msgspec
 import psutil
 
 from isochrone.wire.engine import EngineConfig
-from nodeagent.engine.kernels.cpu.huge_pages import lasting
+from nodeagent.engine.kernels.cpu.huge_pages import huge_page_bytes
 from ops.bench.engine_made_up import write_made_up
 
 _DEADLINE_S: Final = 120.0
@@ -71,7 +71,7 @@ def drop(path: Path) -> None:
 def have_granted(size_bytes: int) -> None:
     """Have the host grant so much memory: touch it, and free it."""
     for _ in range(_TOUCHES):
-        lasting(size_bytes)[:: mmap.PAGESIZE] = 1
+        huge_page_bytes(size_bytes)[:: mmap.PAGESIZE] = 1
 
 
 def raw_read(model: Path, *, granted: bool) -> Seconds:
@@ -96,7 +96,7 @@ def load_weights(model: Path, quantisation: str, threads: int, *, granted: bool)
     code = (
         "import gc, sys, time, msgspec; from isochrone.wire.engine import EngineConfig;"
         "from nodeagent.engine.loading import load; "
-        "from nodeagent.engine.kernels.cpu.kernels import kernels; "
+        "from nodeagent.engine.kernels.cpu.library import kernels; "
         "from ops.bench.engine_cold import have_granted; kernels(); gc.freeze();"
         "config = msgspec.json.decode(sys.argv[1], type=EngineConfig);"
         "have_granted(int(sys.argv[2])) if int(sys.argv[2]) else None;"

@@ -91,21 +91,21 @@ class Ours:
         return self._run([prompt], 1, self._salt)
 
     def weights_bytes(self) -> int:
-        from nodeagent.engine.kernels.cpu.kernels import kernels
+        from nodeagent.engine.kernels.cpu.library import cpu_kernels
 
         shape = self._shape
-        if self._kept.endswith("f16") and kernels():
+        if self._kept.endswith("f16") and cpu_kernels():
             # 16 bits, and where they are rounded a scale of four bytes for 32 weights.
             return int(shape.parameters() * (2 + 4 / 32 * (self._kept == "f16")))
         if self._kept != "packed":
             return self._loaded.weights_bytes
         # Four bits and two numbers of two bytes for 32 weights; the head in eight bits or in fp16.
         head = shape.vocabulary * shape.hidden
-        head_bytes = head * (1 + 4 / 32) if kernels() else 2 * head
+        head_bytes = head * (1 + 4 / 32) if cpu_kernels() else 2 * head
         return int((shape.parameters() - head) * (0.5 + 4 / 32) + head_bytes)
 
     def _run(self, prompts: Prompts, tokens: int, salt: bytes) -> float:
-        from nodeagent.engine.core.step import Generation
+        from nodeagent.engine.core.generation import Generation
         from nodeagent.engine.sampling.sampler import Sampler, SamplingParams
         from nodeagent.engine.scheduler.sequence import Sequence, StopConditions
         from nodeagent.engine.tokenizer.detokenizer import StopStrings, StreamDetokenizer
@@ -123,7 +123,7 @@ class Ours:
                     StopStrings(()),
                 )
             )
-        while engine.busy:
+        while engine.has_work:
             engine.step()
         return clock_s() - started_s
 

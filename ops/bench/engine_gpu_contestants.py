@@ -16,7 +16,7 @@ import msgspec
 import torch
 
 from isochrone.wire.engine import EngineConfig
-from nodeagent.engine.kernels.cuda import kernels
+from nodeagent.engine.kernels.cuda import triton_kernels as kernels
 from nodeagent.engine.loading import load_engine
 from nodeagent.engine.weights.checkpoint import open_checkpoint
 from ops.bench.engine_contestants import Contestant, Ours, Prompts, Transformers, serve

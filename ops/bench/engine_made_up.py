@@ -12,8 +12,8 @@ from gguf import GGUFWriter
 from gguf.constants import GGMLQuantizationType
 
 from nodeagent.engine.tokenizer.loading import read_vocabulary
-from nodeagent.engine.weights.gguf import GgufFile
-from nodeagent.engine.weights.gguf_header import Strings
+from nodeagent.engine.weights.gguf_file import GgufFile
+from nodeagent.engine.weights.gguf_header import PackedStrings
 from ops.bench.engine_gpu_model import Plan, write_model
 
 _HIDDEN: Final = 2048
@@ -83,7 +83,7 @@ def _layers(weights: float) -> int:
 
 
 def _add(writer: GGUFWriter, key: str, value: object) -> None:
-    if isinstance(value, Strings):
+    if isinstance(value, PackedStrings):
         writer.add_array(key, value.read())
     elif isinstance(value, list):
         writer.add_array(key, value)

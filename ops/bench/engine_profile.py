@@ -17,8 +17,9 @@ from typing import Any, Final
 import msgspec
 
 from isochrone.wire.engine import EngineConfig
-from nodeagent.engine.core.step import EngineCore, Generation
-from nodeagent.engine.kernels.cpu.kernels import kernels
+from nodeagent.engine.core.generation import Generation
+from nodeagent.engine.core.step import EngineCore
+from nodeagent.engine.kernels.cpu.library import cpu_kernels
 from nodeagent.engine.loading import load_engine
 from nodeagent.engine.sampling.sampler import Sampler, SamplingParams
 from nodeagent.engine.scheduler.sequence import Sequence, StopConditions
@@ -51,7 +52,7 @@ def clock_own() -> dict[str, float]:
     Before anything is loaded: matrices hold what they multiply by.
     """
     spent_s: dict[str, float] = {}
-    own = kernels()
+    own = cpu_kernels()
     if own is not None:
         for name in OWN:
             setattr(own.library, name, clocked(getattr(own.library, name), name, spent_s))
@@ -120,7 +121,7 @@ def report(
     import torch.profiler
 
     spent_s.clear()
-    runner: Any = engine._runner
+    runner: Any = engine._executor
     runner._model.heard = lambda layer, x: None
     with torch.profiler.profile() as profile:
         run(engine, STEPS)

@@ -19,8 +19,8 @@ from statistics import median
 import torch
 
 from isochrone.wire.engine import EngineConfig
+from nodeagent.engine.core.generation import Generation, GenerationDelta
 from nodeagent.engine.core.generation_thread import GenerationThread
-from nodeagent.engine.core.step import Generation, GenerationDelta
 from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS
 from nodeagent.engine.loading import LoadedEngine, load_engine
 from nodeagent.engine.sampling.sampler import Sampler, SamplingParams

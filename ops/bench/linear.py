@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from nodeagent.engine.model.layers.linear import (
-    Blocked,
-    FourBit,
-    Groups,
-    Half,
+    Fp16Linear,
+    Int4Linear,
     Keeping,
     Linear,
-    Plain,
+    OneDnnLinear,
+    PlainLinear,
+    QuantisedGroups,
     native,
     tiled,
 )
@@ -54,13 +54,13 @@ class Int8:
         return answer
 
 
-def in_groups(weight: Tensor, bits: int) -> Groups:
+def in_groups(weight: Tensor, bits: int) -> QuantisedGroups:
     """Quantise in groups of 32."""
     grouped = weight.view(len(weight), -1, 32)
     offsets = grouped.amin(-1)
     scales = (grouped.amax(-1) - offsets) / (2**bits - 1)
     numbers = ((grouped - offsets[..., None]) / scales[..., None]).round().to(torch.uint8)
-    return Groups(numbers.view(weight.shape), scales, offsets, bits)
+    return QuantisedGroups(numbers.view(weight.shape), scales, offsets, bits)
 
 
 def own(weight: Tensor, bits: int) -> Linear:
@@ -72,11 +72,11 @@ def own(weight: Tensor, bits: int) -> Linear:
 
 
 KINDS: Final[dict[str, Callable[[Tensor], Linear]]] = {
-    "Plain fp32": Plain,
-    "Blocked fp32": Blocked,
-    "Half (fp16, FBGEMM)": Half,
-    "Blocked bf16": lambda weight: Blocked(weight.bfloat16()),
-    "FourBit (bf16 above 4 rows)": lambda weight: FourBit(in_groups(weight, 4)),
+    "PlainLinear fp32": PlainLinear,
+    "OneDnnLinear fp32": OneDnnLinear,
+    "Fp16Linear (fp16, FBGEMM)": Fp16Linear,
+    "OneDnnLinear bf16": lambda weight: OneDnnLinear(weight.bfloat16()),
+    "Int4Linear (bf16 above 4 rows)": lambda weight: Int4Linear(in_groups(weight, 4)),
     "Native, four bits": lambda weight: own(weight, 4),
     "Native, eight bits": lambda weight: own(weight, 8),
     "Native, rounded floats": lambda weight: tiled([weight.half()], Keeping.NATIVE),

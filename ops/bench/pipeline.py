@@ -27,7 +27,7 @@ from typing import Final
 import psutil
 
 from isochrone.wire.engine import EngineConfig
-from nodeagent.engine.core.step import Generation
+from nodeagent.engine.core.generation import Generation
 from nodeagent.engine.loading import LoadedEngine, load_engine
 from nodeagent.engine.sampling.sampler import Sampler, SamplingParams
 from nodeagent.engine.scheduler.pipeline_depth import PipelineDepth
@@ -59,15 +59,15 @@ class Bench:
         Where tokens are drawn, those of the prompts are not counted: from the first that all have.
         """
         engine = self._loaded.engine
-        engine.batching.underway = underway
+        engine.scheduler.pipeline_depth = underway
         held = [self._generation(prompt, tokens) for prompt in prompts]
         for generation in held:
             engine.submit(generation)
         started_s = time.perf_counter()
-        while engine.busy:
+        while engine.has_work:
             before_s = time.perf_counter()
             stepped = engine.step()
-            engine.timed(stepped, time.perf_counter() - before_s)
+            engine.record_timing(stepped, time.perf_counter() - before_s)
             if tokens > 1 and not all(one.sequence.output_tokens for one in held):
                 started_s = time.perf_counter()
         seconds = time.perf_counter() - started_s
@@ -88,9 +88,9 @@ class Bench:
 class Always(PipelineDepth):
     """A batch in each stage, whatever that costs."""
 
-    def choose(self, rows: int, *, prompts: bool) -> int:
+    def choose(self, rows: int, *, has_prompts: bool) -> int:
         """Choose as many as there are stages."""
-        return self.most
+        return self.stages
 
 
 @dataclass(slots=True)

@@ -19,11 +19,12 @@ from statistics import median
 from typing import Any
 
 from isochrone.wire.engine import EngineConfig
-from nodeagent.engine.core.step import Generation, ModelExecutor
+from nodeagent.engine.core.generation import Generation
+from nodeagent.engine.core.step import ModelExecutor
 from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS
 from nodeagent.engine.loading import LoadedEngine, load_engine
 from nodeagent.engine.sampling.sampler import Sampler
-from nodeagent.engine.scheduler.batching import Batch, BatchChunk
+from nodeagent.engine.scheduler.batch import Batch, BatchChunk
 from nodeagent.engine.scheduler.sequence import Sequence, StopConditions
 from nodeagent.engine.server.request_body import generation_options, read_chat, template_messages
 from nodeagent.engine.server.tool_fields import requested_tools
@@ -72,11 +73,11 @@ class Bench:
         engine.submit(self._generation(prompt, drafts=drafts))
         text, tokens, steps = "", 0, 0
         started_s = self._clock()
-        while engine.busy:
+        while engine.has_work:
             before_s = self._clock()
             stepped = engine.step()
             now_s = self._clock()
-            engine.timed(stepped, now_s - before_s)
+            engine.record_timing(stepped, now_s - before_s)
             for delta in stepped.deltas:
                 text += delta.text
                 tokens = delta.output_tokens
@@ -158,7 +159,7 @@ def main() -> None:
     )
     print("| tokens in a step | ms | to one |\n|---|---|---|")
     clock = time.process_time if arguments.clock == "processor" else time.perf_counter
-    costs = forward_ms(loaded.engine._runner, 3 * arguments.rounds, clock)
+    costs = forward_ms(loaded.engine._executor, 3 * arguments.rounds, clock)
     for size, cost_ms in costs.items():
         print(f"| {size} | {cost_ms:.1f} | {cost_ms / costs[1]:.2f} |")
     print("\n| prompt | tokens | steps | drafts held | tok/s without | with | gain |")

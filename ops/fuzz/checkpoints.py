@@ -24,9 +24,9 @@ from types import FrameType
 from typing import Any, Final
 
 from isochrone.wire.engine import EngineConfig
-from nodeagent.engine.core.step import Generation
+from nodeagent.engine.architecture.decoder_shape import CheckpointError
+from nodeagent.engine.core.generation import Generation
 from nodeagent.engine.loading import load_engine
-from nodeagent.engine.model.shape import CheckpointError
 from nodeagent.engine.sampling.sampler import Sampler, SamplingParams
 from nodeagent.engine.scheduler.sequence import Sequence, StopConditions
 from nodeagent.engine.tokenizer.detokenizer import StopStrings, StreamDetokenizer
@@ -169,7 +169,7 @@ def run(folder: Path, name: str) -> str:
         if not str(error).startswith("cannot"):
             raise
         return "refused"
-    if min(loaded.context_tokens, loaded.engine.batching.tokens_max) < 4:
+    if min(loaded.context_tokens, loaded.engine.scheduler.sequence_tokens_max) < 4:
         return "loaded"
     loaded.vocabulary.encode("a!!b", special=True)
     sequence = Sequence(1, [1, 2], StopConditions(2, frozenset()))
@@ -181,7 +181,7 @@ def run(folder: Path, name: str) -> str:
             StopStrings(()),
         )
     )
-    while loaded.engine.busy:
+    while loaded.engine.has_work:
         loaded.engine.step()
     return "generated"
 

@@ -21,7 +21,7 @@ import xxhash
 from nodeagent.engine.chat.chat_template import ChatTemplate
 from nodeagent.engine.tokenizer.loading import read_vocabulary
 from nodeagent.engine.tokenizer.vocabulary import Vocabulary
-from nodeagent.engine.weights.gguf import GgufFile
+from nodeagent.engine.weights.gguf_file import GgufFile
 from ops.sim.measure import percentile
 from router.decide import prefixes
 from router.decide.prefixes import PrefixKeys

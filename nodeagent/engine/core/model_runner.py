@@ -12,16 +12,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nodeagent.engine.kernels.cpu.kernels import PIECE_TOKENS
-from nodeagent.engine.kernels.cuda.batch_layout import Sizes, host_numbers, sizes_of
-from nodeagent.engine.kernels.cuda.capture import why_not
-from nodeagent.engine.kernels.cuda.graphs import CudaCapture, Graphs
-from nodeagent.engine.kernels.cuda.kernels import enter
+from nodeagent.engine.architecture.decoder_shape import DecoderShape
+from nodeagent.engine.kernels.cpu.library import PIECE_TOKENS
+from nodeagent.engine.kernels.cuda.batch_layout import StepSizes, step_sizes, write_step
+from nodeagent.engine.kernels.cuda.decode_graphs import CudaGraphCapture, DecodeGraphs
+from nodeagent.engine.kernels.cuda.graph_buckets import why_no_graphs
+from nodeagent.engine.kernels.cuda.triton_kernels import enter
 from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS
-from nodeagent.engine.model.layers.attention import Decodes, LayerKV, Layout, Listed, Run, Segment
-from nodeagent.engine.model.layers.kv_format import KvFormat
-from nodeagent.engine.model.layers.lora import Adapter, Adding
-from nodeagent.engine.model.shape import ModelShape
+from nodeagent.engine.kvcache.kv_format import KvFormat
+from nodeagent.engine.model.layers.attention import (
+    AttentionLayout,
+    AttentionPieces,
+    BlockRange,
+    DecodeGroup,
+    LayerKV,
+    PrefillSegment,
+)
+from nodeagent.engine.model.layers.lora import ActiveAdapters, LoraAdapter
 from nodeagent.engine.scheduler.forward_batch import (
     ForwardBatch,
     ForwardChunk,
@@ -38,20 +45,25 @@ _PADDED_BLOCKS_FREE: Final = 8
 """Up to so many blocks, padding costs less than another call."""
 
 
-class Decoder(Protocol):
+class DecoderModel(Protocol):
     """A model as the runner sees it."""
 
-    shape: ModelShape
-    adding: Adding
+    shape: DecoderShape
+    adding: ActiveAdapters
 
     def forward(
-        self, tokens: Tensor, positions: Tensor, kv: list[LayerKV], layout: Layout, rows: Tensor
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        kv: list[LayerKV],
+        layout: AttentionLayout,
+        rows: Tensor,
     ) -> Tensor:
         """Run a flat batch; return logits for the `rows` given."""
         ...
 
 
-class Keeps(Protocol):
+class TokenStateStore(Protocol):
     """Who keeps something of each token beside its KV, heard while the model ran."""
 
     def keep(self, slots: Tensor) -> None:
@@ -63,12 +75,12 @@ class Keeps(Protocol):
         ...
 
 
-class Runner:
+class ModelRunner:
     """A model with its KV on a device."""
 
     def __init__(
         self,
-        model: Decoder,
+        model: DecoderModel,
         blocks: int,
         device: str,
         dtype: torch.dtype,
@@ -77,13 +89,13 @@ class Runner:
         self._model = model
         self.device = device
         self.dtype = dtype
-        self.adapters: dict[bytes, Adapter] = {}
+        self.adapters: dict[bytes, LoraAdapter] = {}
         """Of several ranks, its parts of the adapters that a step names by their digests."""
         shape = self.shape = model.shape
         self.blocks = blocks
-        self.beside: Keeps | None = None
+        self.beside: TokenStateStore | None = None
         self._window_tokens = shape.window_tokens
-        self.graphs: Graphs | None = None
+        self.graphs: DecodeGraphs | None = None
         self._kv = [
             LayerKV(blocks, BLOCK_TOKENS, shape.kv_heads, shape.head_dim, device, dtype, form)
             for _ in range(shape.layers)
@@ -95,7 +107,7 @@ class Runner:
         return self._kv[0].pages.dtype
 
     @property
-    def adding(self) -> Adding:
+    def adding(self) -> ActiveAdapters:
         """What adapters may change of the model."""
         return self._model.adding
 
@@ -105,7 +117,7 @@ class Runner:
 
         Once all that hears or is added to the model is in place; again where KV is made anew.
         """
-        why = why_not(
+        why = why_no_graphs(
             device=self.device,
             kernels=self._kv[0].paged is not None,
             experts=self.shape.experts,
@@ -118,8 +130,8 @@ class Runner:
         blocks = min(seen // BLOCK_TOKENS + 2, self.blocks)
         enter(self.device)
         self._model.adding.current = ()
-        capture = CudaCapture(self.device)
-        self.graphs = Graphs(self._forward, capture, self.device, blocks, self._window_tokens)
+        capture = CudaGraphCapture(self.device)
+        self.graphs = DecodeGraphs(self._forward, capture, self.device, blocks, self._window_tokens)
         self.graphs.capture(rows_max)
 
     def begin(self, batch: ForwardBatch) -> Callable[[], Tensor]:
@@ -137,9 +149,9 @@ class Runner:
             return self._run_paged(batch)
         tokens, positions, slots, rows = flatten_rows(batch)
         if self._kv[0].kernels is not None:
-            layout = Layout(self._put(slots), self._listed(batch.chunks), ())
+            layout = AttentionLayout(self._put(slots), self._listed(batch.chunks), ())
         else:
-            layout = Layout(
+            layout = AttentionLayout(
                 self._put(slots),
                 tuple(self._decodes(batch.decodes)),
                 tuple(self._segments(batch)),
@@ -161,15 +173,15 @@ class Runner:
         logits = self.graphs.run(batch) if self.graphs is not None else None
         if logits is not None:
             return logits
-        sizes = sizes_of(batch, self._window_tokens)
+        sizes = step_sizes(batch, self._window_tokens)
         pinned = self.device.startswith("cuda")
-        numbers = host_numbers(sizes, batch, self._window_tokens, pinned)
+        numbers = write_step(sizes, batch, self._window_tokens, pinned)
         return self._forward(sizes, numbers.to(self.device, non_blocking=True))
 
-    def _forward(self, sizes: Sizes, flat: Tensor) -> Tensor:
+    def _forward(self, sizes: StepSizes, flat: Tensor) -> Tensor:
         """Run the model over a step whose numbers lie on the device."""
         numbers = sizes.split(flat)
-        layout = Layout(numbers.slots, sizes.layout(numbers, self._window_tokens), ())
+        layout = AttentionLayout(numbers.slots, sizes.layout(numbers, self._window_tokens), ())
         logits = self._model.forward(
             numbers.tokens, numbers.positions, self._kv, layout, numbers.sampled
         )
@@ -211,21 +223,21 @@ class Runner:
         if self.beside is not None:
             self.beside.forget(indices, BLOCK_TOKENS)
 
-    def _adapters(self, chunks: Sequence[ForwardChunk]) -> tuple[tuple[Adapter, Tensor], ...]:
+    def _adapters(self, chunks: Sequence[ForwardChunk]) -> tuple[tuple[LoraAdapter, Tensor], ...]:
         """Return the adapters of this step, each with the rows that it changes."""
-        rows: dict[Adapter, list[int]] = {}
+        rows: dict[LoraAdapter, list[int]] = {}
         start = 0
         for chunk in chunks:
             end = start + chunk.tokens
             adapter = chunk.adapter
             if isinstance(adapter, bytes):
                 adapter = self.adapters[adapter]
-            if isinstance(adapter, Adapter):
+            if isinstance(adapter, LoraAdapter):
                 rows.setdefault(adapter, []).extend(range(start, end))
             start = end
         return tuple((adapter, self._put(numbers)) for adapter, numbers in rows.items())
 
-    def _listed(self, chunks: Sequence[ForwardChunk]) -> Listed:
+    def _listed(self, chunks: Sequence[ForwardChunk]) -> AttentionPieces:
         """Return all chunks for our own kernels."""
         pieces: list[tuple[int, int, int, int]] = []
         tables: list[list[int]] = []
@@ -241,9 +253,9 @@ class Runner:
         width = max(len(blocks) for blocks in tables)
         padded = [blocks + [0] * (width - len(blocks)) for blocks in tables]
         window = self._window_tokens or self.blocks * BLOCK_TOKENS
-        return Listed(torch.tensor(padded), torch.tensor(pieces), window)
+        return AttentionPieces(torch.tensor(padded), torch.tensor(pieces), window)
 
-    def _decodes(self, chunks: Sequence[ForwardChunk]) -> Iterator[Decodes]:
+    def _decodes(self, chunks: Sequence[ForwardChunk]) -> Iterator[DecodeGroup]:
         start = 0
         seen = [self._seen(chunk) for chunk in chunks]
         while start < len(chunks):
@@ -269,7 +281,7 @@ class Runner:
         chunks: Sequence[ForwardChunk],
         seen: Sequence[tuple[int, list[int]]],
         width: int,
-    ) -> Decodes:
+    ) -> DecodeGroup:
         table: list[int] = []
         for _, blocks in seen:
             table += blocks
@@ -284,7 +296,7 @@ class Runner:
             columns = np.arange(context)
             hidden = (columns < firsts[:, None]) | (columns >= ends[:, None])
             mask = self._added(hidden)[:, None, None, :]
-        return Decodes(start, start + len(chunks), self._place(table), context, mask)
+        return DecodeGroup(start, start + len(chunks), self._place(table), context, mask)
 
     def _added(self, hidden: np.ndarray) -> Tensor:
         """Return what is added to scores: 0, and -inf where `hidden`.
@@ -293,12 +305,12 @@ class Runner:
         """
         return torch.from_numpy(np.where(hidden, -np.inf, 0.0)).to(self.device, self.dtype)
 
-    def _segments(self, batch: ForwardBatch) -> Iterator[Segment]:
+    def _segments(self, batch: ForwardBatch) -> Iterator[PrefillSegment]:
         start = len(batch.decodes)
         for chunk in batch.segments:
             end = start + chunk.tokens
             blocks = self._place(chunk.blocks[: block_count(chunk)])
-            yield Segment(start, end, blocks, chunk.start + chunk.tokens, self._mask(chunk))
+            yield PrefillSegment(start, end, blocks, chunk.start + chunk.tokens, self._mask(chunk))
             start = end
 
     def _mask(self, chunk: ForwardChunk) -> Tensor | None:
@@ -311,10 +323,10 @@ class Runner:
         seen = seen.tril(chunk.start)
         return seen if window is None else seen.triu(chunk.start - window + 1)
 
-    def _place(self, blocks: list[int]) -> Run | Tensor:
+    def _place(self, blocks: list[int]) -> BlockRange | Tensor:
         first = blocks[0]
         if blocks == list(range(first, first + len(blocks))):
-            return Run(first, first + len(blocks))
+            return BlockRange(first, first + len(blocks))
         return self._put(blocks)
 
     def _put(self, values: Sequence[int]) -> Tensor:

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore, Store
 
+from nodeagent.engine.architecture.decoder_shape import DecoderShape
 from nodeagent.engine.distributed.shards import NOT_SPLIT, ModelShard, ParallelConfig
 from nodeagent.engine.model.layers.linear import Linear
-from nodeagent.engine.model.shape import ModelShape
 
 
 class Communicator:
@@ -68,7 +68,7 @@ class Communicator:
             if self.rank in members:
                 self._stage = group
 
-    def listen(self, layers: Iterable[int], shape: ModelShape) -> None:
+    def listen(self, layers: Iterable[int], shape: DecoderShape) -> None:
         """Have the front hear what goes into `layers` of the whole model, wherever they are."""
         stages = {rank: ModelShard(shape, self.split, rank) for rank in self.split.firsts}
         ranks = {

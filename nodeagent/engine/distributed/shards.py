@@ -10,7 +10,7 @@ Rule 3: experts fall into `expert` groups of whole experts; the ranks of a group
 from dataclasses import dataclass, replace
 from typing import Final
 
-from nodeagent.engine.model.shape import CheckpointError, ModelShape
+from nodeagent.engine.architecture.decoder_shape import CheckpointError, DecoderShape
 
 _BY_ROWS: Final = {
     "q_proj": "heads",
@@ -50,7 +50,7 @@ class ParallelConfig:
         each = self.ranks // nodes
         return range(place * each, (place + 1) * each)
 
-    def check(self, shape: ModelShape) -> None:
+    def check(self, shape: DecoderShape) -> None:
         """Raise CheckpointError where a model of `shape` cannot be split so."""
         tensor = self.tensor
         reason = ""
@@ -104,7 +104,7 @@ class WeightSlice:
 class ModelShard:
     """What one rank holds of a model of the shape `whole`."""
 
-    whole: ModelShape
+    whole: DecoderShape
     split: ParallelConfig = NOT_SPLIT
     rank: int = 0
 
@@ -156,7 +156,7 @@ class ModelShard:
         return _part(self.whole.vocabulary, rank % self.split.tensor, self.split.tensor)
 
     @property
-    def shape(self) -> ModelShape:
+    def shape(self) -> DecoderShape:
         """The numbers of the share itself; its `experts` are those of the whole, for the router."""
         return replace(
             self.whole,

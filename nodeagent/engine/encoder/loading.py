@@ -9,12 +9,12 @@ import torch
 from tokenizers import Tokenizer
 
 from isochrone.wire.engine import EngineConfig
+from nodeagent.engine.architecture.decoder_shape import CheckpointError
+from nodeagent.engine.encoder.bert_folder import BertFolder
 from nodeagent.engine.encoder.worker import TokenizedText
+from nodeagent.engine.kvcache.kv_format import DTYPES
 from nodeagent.engine.loading import available_bytes
-from nodeagent.engine.model.bert import Bert, survey_bert
-from nodeagent.engine.model.layers.kv_format import DTYPES
-from nodeagent.engine.model.shape import CheckpointError
-from nodeagent.engine.weights.encoder import EncoderFolder
+from nodeagent.engine.model.bert import Bert, check_bert_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ def load_encoder(config: EngineConfig) -> LoadedEncoder:
     started_s = time.monotonic()
     torch.set_num_threads(config.threads)
     dtype = DTYPES[config.dtype]
-    source = EncoderFolder(Path(config.model_path))
+    source = BertFolder(Path(config.model_path))
     try:
         shape = source.shape
         if shape.labels > 1:
@@ -49,7 +49,7 @@ def load_encoder(config: EngineConfig) -> LoadedEncoder:
                 f"cannot load {config.model_path}: it classifies into {shape.labels} labels; a"
                 " model that reranks has one"
             )
-        survey_bert(shape, source)
+        check_bert_weights(shape, source)
         weights_bytes = shape.parameters() * dtype.itemsize
         available = available_bytes(config.device)
         if weights_bytes > available:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from isochrone.wire.errors import ApiError, ErrorCode
-from nodeagent.engine.core.step import StepOutput
+from nodeagent.engine.core.generation import StepOutput
 from nodeagent.engine.core.step_thread import StepThread
 from nodeagent.engine.core.token_rates import StepRates
 from nodeagent.engine.encoder.batching import TextQueue
@@ -99,7 +99,7 @@ class EncoderWorker(StepThread):
             self._progress_s = time.monotonic()
             tokens = sum(len(text.tokens) for text in texts)
             took_s = self._progress_s - started_s
-            self._rates.note(StepOutput([], tokens, 0, len(texts)), took_s, self._progress_s)
+            self._rates.record_step(StepOutput([], tokens, 0, len(texts)), took_s, self._progress_s)
             self._tokens_total += tokens
             self._texts_total += len(texts)
             self._loop.call_soon_threadsafe(_deliver, batch, rows)

@@ -18,9 +18,9 @@ from torch.nn.functional import (
     scaled_dot_product_attention,
 )
 
+from nodeagent.engine.architecture.decoder_shape import CheckpointError
 from nodeagent.engine.model.layers.linear import Keeping
-from nodeagent.engine.model.shape import CheckpointError
-from nodeagent.engine.weights.weight_loading import Survey, Weights, WeightSource
+from nodeagent.engine.model.weight_loader import HeaderOnlySource, WeightLoader, WeightSource
 
 Pooling = Literal["mean", "cls"]
 
@@ -66,10 +66,12 @@ class BertShape:
         return self.layers * layer + embeddings + head
 
 
-class _Dense:
+class _BertLinear:
     """A product with a bias; several of the same input can be read as one."""
 
-    def __init__(self, weights: Weights, prefix: str, parts: dict[str, int], columns: int) -> None:
+    def __init__(
+        self, weights: WeightLoader, prefix: str, parts: dict[str, int], columns: int
+    ) -> None:
         named = {f"{name}.weight": rows for name, rows in parts.items()}
         self.weight = weights.stack(prefix, named, columns)
         self.bias = weights.stack(prefix, {f"{n}.bias": rows for n, rows in parts.items()})
@@ -78,8 +80,8 @@ class _Dense:
         return linear(x, self.weight, self.bias)
 
 
-class _Norm:
-    def __init__(self, weights: Weights, prefix: str, shape: BertShape) -> None:
+class _BertNorm:
+    def __init__(self, weights: WeightLoader, prefix: str, shape: BertShape) -> None:
         self._weight = weights.read(f"{prefix}.weight", shape.hidden)
         self._bias = weights.read(f"{prefix}.bias", shape.hidden)
         self._epsilon = shape.epsilon
@@ -88,17 +90,17 @@ class _Norm:
         return layer_norm(x, x.shape[-1:], self._weight, self._bias, self._epsilon)
 
 
-class _Layer:
-    def __init__(self, weights: Weights, prefix: str, shape: BertShape) -> None:
+class _BertLayer:
+    def __init__(self, weights: WeightLoader, prefix: str, shape: BertShape) -> None:
         hidden, wide = shape.hidden, shape.intermediate
         parts = dict.fromkeys(("query", "key", "value"), hidden)
         self._heads = shape.heads
-        self._mixed = _Dense(weights, f"{prefix}attention.self.", parts, hidden)
-        self._answer = _Dense(weights, f"{prefix}attention.output.", {"dense": hidden}, hidden)
-        self._answer_norm = _Norm(weights, f"{prefix}attention.output.LayerNorm", shape)
-        self._up = _Dense(weights, f"{prefix}intermediate.", {"dense": wide}, hidden)
-        self._down = _Dense(weights, f"{prefix}output.", {"dense": hidden}, wide)
-        self._norm = _Norm(weights, f"{prefix}output.LayerNorm", shape)
+        self._mixed = _BertLinear(weights, f"{prefix}attention.self.", parts, hidden)
+        self._answer = _BertLinear(weights, f"{prefix}attention.output.", {"dense": hidden}, hidden)
+        self._answer_norm = _BertNorm(weights, f"{prefix}attention.output.LayerNorm", shape)
+        self._up = _BertLinear(weights, f"{prefix}intermediate.", {"dense": wide}, hidden)
+        self._down = _BertLinear(weights, f"{prefix}output.", {"dense": hidden}, wide)
+        self._norm = _BertNorm(weights, f"{prefix}output.LayerNorm", shape)
 
     def __call__(self, x: Tensor, seen: Tensor) -> Tensor:
         texts, length, _ = x.shape
@@ -117,7 +119,7 @@ class Bert:
     ) -> None:
         self.shape = shape
         self.device = device
-        weights = Weights(source, device, dtype, Keeping.PLAIN)
+        weights = WeightLoader(source, device, dtype, Keeping.PLAIN)
         # Classifiers keep the encoder below their own name, bare encoders do not.
         at = "bert." if source.has("bert.embeddings.word_embeddings.weight") else ""
         tables = f"{at}embeddings."
@@ -130,14 +132,14 @@ class Bert:
         self._kinds = weights.read(
             f"{tables}token_type_embeddings.weight", shape.kinds, shape.hidden
         )
-        self._norm = _Norm(weights, f"{tables}LayerNorm", shape)
+        self._norm = _BertNorm(weights, f"{tables}LayerNorm", shape)
         self._layers = [
-            _Layer(weights, f"{at}encoder.layer.{n}.", shape) for n in range(shape.layers)
+            _BertLayer(weights, f"{at}encoder.layer.{n}.", shape) for n in range(shape.layers)
         ]
         if shape.labels:
             hidden = shape.hidden
-            self._pooler = _Dense(weights, f"{at}pooler.", {"dense": hidden}, hidden)
-            self._head = _Dense(weights, "", {"classifier": shape.labels}, hidden)
+            self._pooler = _BertLinear(weights, f"{at}pooler.", {"dense": hidden}, hidden)
+            self._head = _BertLinear(weights, "", {"classifier": shape.labels}, hidden)
         weights.begin()()
 
     @torch.inference_mode()
@@ -161,6 +163,6 @@ class Bert:
         return normalize(pooled, dim=-1) if self.shape.normalised else pooled
 
 
-def survey_bert(shape: BertShape, source: WeightSource) -> None:
+def check_bert_weights(shape: BertShape, source: WeightSource) -> None:
     """Raise CheckpointError where a weight is missing or of another shape; reads none."""
-    Bert(shape, Survey(source), "meta", torch.float32)
+    Bert(shape, HeaderOnlySource(source), "meta", torch.float32)

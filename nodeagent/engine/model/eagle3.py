@@ -13,22 +13,22 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from nodeagent.engine.model.layers.attention import LayerKV, Layout
+from nodeagent.engine.model.layers.attention import AttentionLayout, LayerKV
 from nodeagent.engine.model.layers.linear import Keeping
-from nodeagent.engine.model.layers.lora import Adding
+from nodeagent.engine.model.layers.lora import ActiveAdapters
 from nodeagent.engine.model.layers.norm import rms_norm
-from nodeagent.engine.model.layers.rope import Rope, inverse_frequencies
+from nodeagent.engine.model.layers.rope import RotaryTable, inverse_frequencies
 from nodeagent.engine.model.llama import LlamaAttention, LlamaMlp
-from nodeagent.engine.weights.eagle3 import HeadFolder
-from nodeagent.engine.weights.weight_loading import Weights, WeightSource
+from nodeagent.engine.model.weight_loader import WeightLoader, WeightSource
+from nodeagent.engine.weights.eagle3_folder import EagleFolder
 
 _FC: Final = "fc.weight"
 
 
-class Features:
+class HiddenStateFeatures:
     """What the head reads of the served model: one vector a token, in the slots of its KV."""
 
-    def __init__(self, source: WeightSource, head: HeadFolder, layers: tuple[int, ...]) -> None:
+    def __init__(self, source: WeightSource, head: EagleFolder, layers: tuple[int, ...]) -> None:
         self._layers = layers
         self.afar = False
         """Whether it is told of each step what other ranks heard."""
@@ -80,7 +80,7 @@ class Features:
         return self._slots[slots]
 
 
-class HeadAttention(LlamaAttention):
+class EagleAttention(LlamaAttention):
     """Attention over the embedding and the hidden state side by side."""
 
     inputs = 2
@@ -92,20 +92,20 @@ class Eagle3:
     def __init__(
         self,
         source: WeightSource,
-        head: HeadFolder,
-        features: Features,
+        head: EagleFolder,
+        features: HiddenStateFeatures,
         embed: Callable[[Tensor], Tensor],
         device: str,
         dtype: torch.dtype,
         context_tokens: int,
     ) -> None:
         shape = self.shape = head.shape
-        self.adding = Adding()
+        self.adding = ActiveAdapters()
         self.going_on = False
         """Whether the next pass reads the hidden states that the last one made."""
         self._features = features
         self._norm_first = head.config.norm_before_residual
-        weights = Weights(source, device, dtype, Keeping.PLAIN).bare()
+        weights = WeightLoader(source, device, dtype, Keeping.PLAIN).bare()
         self._embed = embed
         if source.has("embed_tokens.weight"):
             table = weights.read("embed_tokens.weight", shape.vocabulary, shape.hidden)
@@ -113,18 +113,23 @@ class Eagle3:
         at = head.layer
         self._input_norm = weights.read(f"{at}input_layernorm.weight", shape.hidden)
         self._hidden_norm = weights.read(f"{at}hidden_norm.weight", shape.hidden)
-        self._attention = HeadAttention(weights, shape, at)
+        self._attention = EagleAttention(weights, shape, at)
         self._mlp_norm = weights.read(f"{at}post_attention_layernorm.weight", shape.hidden)
         self._mlp = LlamaMlp(weights, shape, at)
         self._norm = weights.read("norm.weight", shape.hidden)
         self._head = weights.linear("lm_head.weight", head.choices, shape.hidden)
         inverse = inverse_frequencies(shape.head_dim, shape.rope_theta, shape.rope_scaling, None)
-        self._rope = Rope(inverse, context_tokens, device, dtype, shape.rope_scaling)
+        self._rope = RotaryTable(inverse, context_tokens, device, dtype, shape.rope_scaling)
         self._made = torch.empty(0)
         weights.begin()()
 
     def forward(
-        self, tokens: Tensor, positions: Tensor, kv: list[LayerKV], layout: Layout, rows: Tensor
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        kv: list[LayerKV],
+        layout: AttentionLayout,
+        rows: Tensor,
     ) -> Tensor:
         """Run the flat batch; return logits [rows, choices] in fp32 for the `rows` given."""
         epsilon = self.shape.rms_epsilon

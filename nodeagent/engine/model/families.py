@@ -4,17 +4,17 @@ from typing import Final
 
 import torch
 
+from nodeagent.engine.architecture.decoder_shape import DecoderShape
 from nodeagent.engine.distributed.collectives import SINGLE_RANK, Communicator
 from nodeagent.engine.distributed.shards import NOT_SPLIT, ParallelConfig
+from nodeagent.engine.model.experts import Mixtral, Qwen3Moe
 from nodeagent.engine.model.layers.linear import Keeping
-from nodeagent.engine.model.layers.lora import Adding
+from nodeagent.engine.model.layers.lora import ActiveAdapters
 from nodeagent.engine.model.llama import Llama
 from nodeagent.engine.model.mistral import Mistral
-from nodeagent.engine.model.mixture import Mixtral, Qwen3Moe
 from nodeagent.engine.model.qwen2 import Qwen2
 from nodeagent.engine.model.qwen3 import Qwen3
-from nodeagent.engine.model.shape import ModelShape
-from nodeagent.engine.weights.weight_loading import Survey, WeightSource
+from nodeagent.engine.model.weight_loader import HeaderOnlySource, WeightSource
 
 FAMILIES: Final[dict[str, type[Llama]]] = {
     "llama": Llama,
@@ -26,8 +26,8 @@ FAMILIES: Final[dict[str, type[Llama]]] = {
 }
 
 
-def build(
-    shape: ModelShape,
+def build_model(
+    shape: DecoderShape,
     source: WeightSource,
     device: str,
     dtype: torch.dtype,
@@ -42,16 +42,25 @@ def build(
     return FAMILIES[shape.family](shape, source, device, dtype, context_tokens, keeping, ranks)
 
 
-def survey(shape: ModelShape, source: WeightSource, split: ParallelConfig = NOT_SPLIT) -> None:
+def check_weights(
+    shape: DecoderShape, source: WeightSource, split: ParallelConfig = NOT_SPLIT
+) -> None:
     """Raise CheckpointError where a weight is missing, of another shape, or cannot be split so.
 
     Reads none.
     """
     split.check(shape)
     for rank in range(split.ranks):
-        build(shape, Survey(source), "meta", torch.float32, 1, ranks=Communicator(split, rank))
+        build_model(
+            shape,
+            HeaderOnlySource(source),
+            "meta",
+            torch.float32,
+            1,
+            ranks=Communicator(split, rank),
+        )
 
 
-def adding_of(shape: ModelShape, source: WeightSource) -> Adding:
+def adapters_of(shape: DecoderShape, source: WeightSource) -> ActiveAdapters:
     """Return what adapters may change of the whole model; reads nothing."""
-    return build(shape, Survey(source), "meta", torch.float32, 1).adding
+    return build_model(shape, HeaderOnlySource(source), "meta", torch.float32, 1).adding

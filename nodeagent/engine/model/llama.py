@@ -9,17 +9,17 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from nodeagent.engine.architecture.decoder_shape import DecoderShape
 from nodeagent.engine.distributed.collectives import SINGLE_RANK, Communicator
 from nodeagent.engine.distributed.shards import ModelShard
-from nodeagent.engine.model.layers.attention import LayerKV, Layout, attend
-from nodeagent.engine.model.layers.fused_layers import Dense, whole
-from nodeagent.engine.model.layers.gated_mlp import gated
-from nodeagent.engine.model.layers.linear import Keeping, Plain
-from nodeagent.engine.model.layers.lora import Adding
+from nodeagent.engine.kernels.cpu.fused_layers import DenseLayer, fuse_layers
+from nodeagent.engine.model.layers.attention import AttentionLayout, LayerKV, attend
+from nodeagent.engine.model.layers.gate import gated
+from nodeagent.engine.model.layers.linear import Keeping, PlainLinear
+from nodeagent.engine.model.layers.lora import ActiveAdapters
 from nodeagent.engine.model.layers.norm import add_and_norm, rms_norm
-from nodeagent.engine.model.layers.rope import Rope, inverse_frequencies, rotate_
-from nodeagent.engine.model.shape import ModelShape
-from nodeagent.engine.weights.weight_loading import Table, Weights, WeightSource
+from nodeagent.engine.model.layers.rope import RotaryTable, inverse_frequencies, rotate_
+from nodeagent.engine.model.weight_loader import Table, WeightLoader, WeightSource
 
 
 class LlamaAttention:
@@ -32,7 +32,7 @@ class LlamaAttention:
     head_norms: Tensor | None = None
     """By which each head of queries and keys is normalised, where the family does so."""
 
-    def __init__(self, weights: Weights, shape: ModelShape, prefix: str) -> None:
+    def __init__(self, weights: WeightLoader, shape: DecoderShape, prefix: str) -> None:
         self.shape = shape
         self.rows = {
             "q_proj": shape.heads * shape.head_dim,
@@ -49,7 +49,9 @@ class LlamaAttention:
         """Return the queries, keys and values of `x` [tokens, heads of all three, head_dim]."""
         return self.query_key_value(x).view(x.shape[0], -1, self.shape.head_dim)
 
-    def __call__(self, x: Tensor, kv: LayerKV, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
+    def __call__(
+        self, x: Tensor, kv: LayerKV, cos: Tensor, sin: Tensor, layout: AttentionLayout
+    ) -> Tensor:
         """Attend from each row of `x` to what it may see."""
         heads, turning = self.shape.heads, self.shape.heads + self.shape.kv_heads
         mixed = self.project(x)
@@ -62,7 +64,7 @@ class LlamaAttention:
 class LlamaMlp:
     """The gated MLP."""
 
-    def __init__(self, weights: Weights, shape: ModelShape, prefix: str) -> None:
+    def __init__(self, weights: WeightLoader, shape: DecoderShape, prefix: str) -> None:
         prefix = f"{prefix}mlp."
         parts = {f"{name}_proj.weight": shape.intermediate for name in ("gate", "up")}
         self.gate_up = weights.linear_stack(prefix, parts, shape.hidden)
@@ -76,19 +78,21 @@ class LlamaMlp:
 class LlamaLayer:
     """Attention and MLP, each behind its norm."""
 
-    def __init__(self, model: type["Llama"], weights: Weights, shape: ModelShape, index: int):
+    def __init__(
+        self, model: type["Llama"], weights: WeightLoader, shape: DecoderShape, index: int
+    ):
         prefix = f"model.layers.{index}."
         self.attention_norm = weights.read(f"{prefix}input_layernorm.weight", shape.hidden)
         self.attention = model.attention(weights, shape, prefix)
         self.mlp_norm = weights.read(f"{prefix}post_attention_layernorm.weight", shape.hidden)
         self.mlp = model.mlp(weights, shape, prefix)
 
-    def dense(self) -> Dense | None:
+    def dense(self) -> DenseLayer | None:
         """Return its parts; None where its MLP is another."""
         attention, mlp = self.attention, self.mlp
         if type(mlp) is not LlamaMlp:
             return None
-        return Dense(
+        return DenseLayer(
             self.attention_norm,
             self.mlp_norm,
             attention.bias,
@@ -108,7 +112,7 @@ class Llama:
 
     def __init__(
         self,
-        shape: ModelShape,
+        shape: DecoderShape,
         source: WeightSource,
         device: str,
         dtype: torch.dtype,
@@ -119,28 +123,28 @@ class Llama:
         self._ranks = ranks
         self._share = share = ModelShard(shape, ranks.split, ranks.rank)
         self.shape = shape = share.shape
-        weights = Weights(source, device, dtype, keeping, share, ranks)
+        weights = WeightLoader(source, device, dtype, keeping, share, ranks)
         self.heard: Callable[[int, Tensor], None] | None = None
         """Told what goes into each layer, where anybody listens."""
-        self.adding = weights.adding or Adding()
+        self.adding = weights.adding or ActiveAdapters()
         embedding = (shape.vocabulary, shape.hidden)
         table: Table = torch.empty(0)
         if share.first or (share.last and shape.tied_embeddings):
             table = weights.embedding("model.embed_tokens.weight", *embedding)
         self._embedding = table
         self._layers = [LlamaLayer(type(self), weights, shape, n) for n in share.layers]
-        self._whole = whole([layer.dense() for layer in self._layers], shape)
+        self._whole = fuse_layers([layer.dense() for layer in self._layers], shape)
         self._norm = weights.read("model.norm.weight", shape.hidden)
         if share.last and not shape.tied_embeddings:
             table = weights.embedding("lm_head.weight", *embedding)
-        self._head = weights.head(table) if share.last else Plain(torch.empty(0))
+        self._head = weights.head(table) if share.last else PlainLinear(torch.empty(0))
         factors = (
             source.tensor("rope_freqs.weight", (shape.head_dim // 2,))
             if source.has("rope_freqs.weight")
             else None
         )
         inverse = inverse_frequencies(shape.head_dim, shape.rope_theta, shape.rope_scaling, factors)
-        self._rope = Rope(inverse, context_tokens, device, dtype, shape.rope_scaling)
+        self._rope = RotaryTable(inverse, context_tokens, device, dtype, shape.rope_scaling)
         self.arrived = weights.begin()
         """Waits for its matrices: before the first product, and before the files are closed."""
 
@@ -154,7 +158,12 @@ class Llama:
         return self._ranks.sum(x.masked_fill_(elsewhere[:, None], 0))
 
     def forward(
-        self, tokens: Tensor, positions: Tensor, kv: list[LayerKV], layout: Layout, rows: Tensor
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        kv: list[LayerKV],
+        layout: AttentionLayout,
+        rows: Tensor,
     ) -> Tensor:
         """Run the flat batch; return logits [rows, vocabulary] in fp32 for the `rows` given.
 
@@ -187,7 +196,7 @@ class Llama:
         return self.heard or self._ranks.hearing
 
     def _one_by_one(
-        self, x: Tensor, kv: list[LayerKV], cos: Tensor, sin: Tensor, layout: Layout
+        self, x: Tensor, kv: list[LayerKV], cos: Tensor, sin: Tensor, layout: AttentionLayout
     ) -> Tensor:
         epsilon, hears = self.shape.rms_epsilon, self._hears
         for number, layer, layer_kv in zip(self._share.layers, self._layers, kv, strict=True):

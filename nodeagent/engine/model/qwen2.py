@@ -2,15 +2,15 @@
 
 from torch import Tensor
 
+from nodeagent.engine.architecture.decoder_shape import DecoderShape
 from nodeagent.engine.model.llama import Llama, LlamaAttention
-from nodeagent.engine.model.shape import ModelShape
-from nodeagent.engine.weights.weight_loading import Weights
+from nodeagent.engine.model.weight_loader import WeightLoader
 
 
 class Qwen2Attention(LlamaAttention):
     """Adds the bias."""
 
-    def __init__(self, weights: Weights, shape: ModelShape, prefix: str) -> None:
+    def __init__(self, weights: WeightLoader, shape: DecoderShape, prefix: str) -> None:
         super().__init__(weights, shape, prefix)
         parts = {f"{name}.bias": rows for name, rows in self.rows.items()}
         stacked = weights.stack(f"{prefix}self_attn.", parts)

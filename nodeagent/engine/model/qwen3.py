@@ -3,16 +3,16 @@
 import torch
 from torch import Tensor
 
+from nodeagent.engine.architecture.decoder_shape import DecoderShape
 from nodeagent.engine.model.layers.norm import rms_norm
 from nodeagent.engine.model.llama import Llama, LlamaAttention
-from nodeagent.engine.model.shape import ModelShape
-from nodeagent.engine.weights.weight_loading import Weights
+from nodeagent.engine.model.weight_loader import WeightLoader
 
 
 class Qwen3Attention(LlamaAttention):
     """Normalises queries and keys."""
 
-    def __init__(self, weights: Weights, shape: ModelShape, prefix: str) -> None:
+    def __init__(self, weights: WeightLoader, shape: DecoderShape, prefix: str) -> None:
         super().__init__(weights, shape, prefix)
         prefix = f"{prefix}self_attn."
         query = weights.read(f"{prefix}q_norm.weight", shape.head_dim)

@@ -1,22 +1,22 @@
-"""A step to compute, as a runner sees it: what was decided here, or told by the front."""
+"""A step as the model runner sees it: decided by the scheduler here, or received from rank 0."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS
 
 
 class ForwardChunk(Protocol):
-    """Part of a step: `decide.batching.Chunk`, or what another rank was told of one."""
+    """Part of a step: a `BatchChunk` of the scheduler, or a `ChunkCommand` sent by rank 0."""
 
     @property
     def blocks(self) -> list[int]:
-        """The KV blocks of its sequence."""
+        """The KV blocks of the sequence."""
         ...
 
     @property
     def adapter(self) -> object | None:
-        """What is added to the model for it."""
+        """The LoRA adapter of the sequence, or its digest."""
         ...
 
     @property
@@ -32,7 +32,7 @@ class ForwardChunk(Protocol):
 
 
 class ForwardBatch(Protocol):
-    """One step: `decide.batching.Batch`, or what another rank was told of one."""
+    """One step: a `Batch` of the scheduler, or a `RunStep` sent by rank 0."""
 
     @property
     def decodes(self) -> Sequence[ForwardChunk]: ...
@@ -42,27 +42,36 @@ class ForwardBatch(Protocol):
     def chunks(self) -> Sequence[ForwardChunk]: ...
 
 
-def flatten_rows(work: ForwardBatch) -> tuple[list[int], list[int], list[int], list[int]]:
-    """Return each row's token, position and KV slot; and the rows whose logits are wanted."""
-    tokens: list[int] = []
-    positions: list[int] = []
-    slots: list[int] = []
-    sampled: list[int] = []
-    for piece in work.chunks:
-        blocks, places = piece.blocks, range(piece.start, piece.start + piece.tokens)
-        tokens += piece.ids
-        positions += places
-        slots += [blocks[at // BLOCK_TOKENS] * BLOCK_TOKENS + at % BLOCK_TOKENS for at in places]
-        if piece.samples:
-            sampled += range(len(tokens) - 1 - len(piece.drafts), len(tokens))
-    return tokens, positions, slots, sampled
+class FlatRows(NamedTuple):
+    """The rows of a flat batch: one row for each token."""
+
+    tokens: list[int]
+    positions: list[int]
+    slots: list[int]
+    """The KV slot of each row: block * BLOCK_TOKENS + offset."""
+    sampled: list[int]
+    """The rows whose logits are needed."""
 
 
-def block_count(piece: ForwardChunk) -> int:
-    """Return how many blocks hold the tokens up to the piece's last."""
-    return -(-(piece.start + piece.tokens) // BLOCK_TOKENS)
+def flatten_rows(batch: ForwardBatch) -> FlatRows:
+    """Return the rows of `batch`, in the order of its chunks."""
+    rows = FlatRows([], [], [], [])
+    tokens, positions, slots, sampled = rows
+    for chunk in batch.chunks:
+        blocks, span = chunk.blocks, range(chunk.start, chunk.start + chunk.tokens)
+        tokens += chunk.ids
+        positions += span
+        slots += [blocks[at // BLOCK_TOKENS] * BLOCK_TOKENS + at % BLOCK_TOKENS for at in span]
+        if chunk.samples:
+            sampled += range(len(tokens) - 1 - len(chunk.drafts), len(tokens))
+    return rows
 
 
-def first_visible_token(piece: ForwardChunk, window_tokens: int | None) -> int:
-    """Return the first token that the piece's first one sees."""
-    return 0 if window_tokens is None else max(0, piece.start + 1 - window_tokens)
+def block_count(chunk: ForwardChunk) -> int:
+    """Return how many blocks hold the tokens up to the last of `chunk`."""
+    return -(-(chunk.start + chunk.tokens) // BLOCK_TOKENS)
+
+
+def first_visible_token(chunk: ForwardChunk, window_tokens: int | None) -> int:
+    """Return the first token that the first token of `chunk` attends to."""
+    return 0 if window_tokens is None else max(0, chunk.start + 1 - window_tokens)

@@ -1,49 +1,53 @@
-"""When memory is too near its end for another request: it is refused before the process is killed.
+"""Whether memory is too close to its limit to accept another request.
 
-Rule 1: from a margin below any ceiling on, nothing new is taken; what runs goes on and gives back.
-Rule 2: the margin is a share of the ceiling, for what runs may still grow, and bounded: on a large
-machine a share would be memory that nobody uses.
+Refusing early keeps the kernel from killing the process.
+
+Rule 1: within a margin below any limit no new request is accepted. Running requests continue, and
+free memory as they end.
+Rule 2: the margin is a share of the limit, because running requests may still grow, and is bounded,
+so that a large machine does not waste memory.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-_MARGIN_SHARE: Final = 20
+_MARGIN_DIVISOR: Final = 20
+"""The margin is one part in this many of the limit."""
 _MARGIN_BYTES_MAX: Final = 512 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """How much is taken of what has a ceiling."""
+    """The memory use of something that has a limit: this process, or a cgroup."""
 
-    of: str
+    owner: str
     used_bytes: int
     ceiling_bytes: int
 
     @property
     def margin_bytes(self) -> int:
-        """What is kept free below the ceiling."""
-        return min(self.ceiling_bytes // _MARGIN_SHARE, _MARGIN_BYTES_MAX)
+        """The bytes kept free below the limit."""
+        return min(self.ceiling_bytes // _MARGIN_DIVISOR, _MARGIN_BYTES_MAX)
 
     @property
     def left_bytes(self) -> int:
-        """What new requests may still take; below nought where the margin itself is begun."""
+        """The bytes that new requests may take; negative inside the margin."""
         return self.ceiling_bytes - self.margin_bytes - self.used_bytes
 
 
 def tightest(uses: Sequence[MemoryUse]) -> MemoryUse | None:
-    """Return the use that leaves least; None where nothing has a ceiling."""
+    """Return the use with the fewest bytes left, or None if nothing has a limit."""
     return min(uses, key=lambda use: use.left_bytes, default=None)
 
 
 def refusal_reason(uses: Sequence[MemoryUse]) -> str:
-    """Say why another request cannot be taken; empty where it can."""
+    """Return why another request cannot be accepted, or "" if it can."""
     use = tightest(uses)
     if use is None or use.left_bytes > 0:
         return ""
     return (
-        f"cannot take this request: {use.of} uses {use.used_bytes} bytes of memory; the limit is"
-        f" {use.ceiling_bytes}, and nothing new is taken from"
+        f"cannot take this request: {use.owner} uses {use.used_bytes} bytes of memory; the limit is"
+        f" {use.ceiling_bytes}, and no new request is accepted from"
         f" {use.ceiling_bytes - use.margin_bytes} on"
     )

@@ -19,10 +19,10 @@ from msgspec import Meta
 from isochrone.service.threads import to_its_end
 from isochrone.wire.engine import EngineConfig
 from isochrone.wire.errors import ApiError
-from nodeagent.engine.model.layers.lora import Adapter, Adding
-from nodeagent.engine.model.shape import CheckpointError
+from nodeagent.engine.architecture.decoder_shape import CheckpointError
+from nodeagent.engine.model.layers.lora import ActiveAdapters, LoraAdapter
 from nodeagent.engine.server.request_body import decode_body, invalid_request, model_not_found
-from nodeagent.engine.weights.adapter import read_adapter
+from nodeagent.engine.weights.adapter_folder import read_adapter
 
 KNOWN_MAX: Final = 4096
 
@@ -51,11 +51,11 @@ class AdapterRegistry:
     """The adapters of one model. All of it runs on the event loop but the reading of files."""
 
     config: EngineConfig
-    adding: Adding
+    adding: ActiveAdapters
     dtype: torch.dtype
     reads_total: int = 0
     _folders: dict[str, Path] = field(default_factory=dict)
-    _kept: OrderedDict[str, Adapter] = field(default_factory=OrderedDict)
+    _kept: OrderedDict[str, LoraAdapter] = field(default_factory=OrderedDict)
     _reading: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
@@ -95,7 +95,7 @@ class AdapterRegistry:
         self._kept.pop(name, None)
         return name
 
-    async def hold(self, name: str | None) -> Adapter | None:
+    async def hold(self, name: str | None) -> LoraAdapter | None:
         """Return the adapter that a request's `model` names; None where it names the model."""
         if name is None or name == self.config.served_name:
             return None
@@ -114,7 +114,7 @@ class AdapterRegistry:
         self._kept.move_to_end(name)
         return adapter
 
-    async def _read(self, name: str, folder: Path) -> Adapter:
+    async def _read(self, name: str, folder: Path) -> LoraAdapter:
         self.reads_total += 1
         config = self.config
         split = config.tensor_parallel * config.pipeline_parallel > 1
@@ -132,7 +132,7 @@ class AdapterRegistry:
         except CheckpointError as error:
             raise invalid_request("lora_path", str(error)) from error
 
-    def _keep(self, adapter: Adapter) -> None:
+    def _keep(self, adapter: LoraAdapter) -> None:
         self._kept[adapter.name] = adapter
         self._kept.move_to_end(adapter.name)
         config = self.config

@@ -16,8 +16,8 @@ from isochrone.wire.engine import EngineConfig
 from isochrone.wire.errors import ApiError, ErrorCode, openai_error_event
 from isochrone.wire.headers import CACHE_SALT, REQUEST_ID
 from nodeagent.engine.chat.chat_template import ChatTemplateError
+from nodeagent.engine.core.generation import GenerationDelta
 from nodeagent.engine.core.generation_thread import GenerationThread
-from nodeagent.engine.core.step import GenerationDelta
 from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS
 from nodeagent.engine.loading import LoadedEngine
 from nodeagent.engine.scheduler.sequence import FinishReason, StopConditions
@@ -62,7 +62,7 @@ class GenerationServer(ModelServer):
         super().__init__(config)
         engine, vocabulary = loaded.engine, loaded.vocabulary
         self.loaded = loaded
-        self.context_tokens = min(loaded.context_tokens, engine.batching.tokens_max)
+        self.context_tokens = min(loaded.context_tokens, engine.scheduler.sequence_tokens_max)
         self.clients = OpenRequests(
             vocabulary, self.inflight, config.client_queue_max, engine.speculation
         )
@@ -92,7 +92,7 @@ class GenerationServer(ModelServer):
 
     def counts(self) -> Mapping[str, float]:
         """Return counts and rates by name: EngineStats, and what only this engine has."""
-        mover, speculation = self.loaded.engine.mover, self.loaded.engine.speculation
+        mover, speculation = self.loaded.engine.block_mover, self.loaded.engine.speculation
         return {
             "block_tokens": BLOCK_TOKENS,
             "open": self.inflight.open,

@@ -118,7 +118,7 @@ class ModelServer(ABC):
 
     async def body(self, request: web.Request, *, gives_back: bool = False) -> bytes:
         """Read a request's body within its limits, and memory's, unless it gives memory back."""
-        hold = None if gives_back else self._memory.hold
+        hold = None if gives_back else self._memory.check
         limit, timeout_s = self.config.body_bytes_max, self.config.client_stall_s
         return await read_body(request, bytes_max=limit, timeout_s=timeout_s, hold=hold)
 

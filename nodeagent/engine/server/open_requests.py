@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, field, replace
 
+from nodeagent.engine.core.generation import Generation, GenerationDelta
 from nodeagent.engine.core.generation_thread import GenerationThread
-from nodeagent.engine.core.step import Generation, GenerationDelta
-from nodeagent.engine.model.layers.lora import Adapter, salted
+from nodeagent.engine.model.layers.lora import LoraAdapter, prefix_cache_salt
 from nodeagent.engine.sampling.sampler import Sampler
 from nodeagent.engine.scheduler.fair_queue import SchedulingParams
 from nodeagent.engine.scheduler.sequence import FinishReason, Sequence, StopConditions
@@ -36,7 +36,7 @@ class PreparedRequest:
     salt: bytes = b""
     constraint: Constraint | None = None
     shown: Mapping[int, str] | None = None
-    adapter: Adapter | None = None
+    adapter: LoraAdapter | None = None
     standing: SchedulingParams = field(default_factory=SchedulingParams)
     predicted: Ordered[int] = ()
     """Tokens that the caller expects."""
@@ -98,7 +98,7 @@ class OpenRequests:
         self._entrance.enter(count)
         each = asked.ask.choices
         for first in range(0, count, each):
-            generations[first].followers = tuple(generations[first + 1 : first + each])
+            generations[first].forks = tuple(generations[first + 1 : first + each])
             worker.submit(generations[first])
         return client
 
@@ -135,7 +135,7 @@ class OpenRequests:
             params = replace(params, seed=params.seed + choice)
         if self._speculation is not None and ask.speculate:
             drafter = self._speculation.drafter(own, asked.predicted)
-        kept = salted(asked.salt, asked.adapter)
+        kept = prefix_cache_salt(asked.salt, asked.adapter)
         return Generation(
             Sequence(number, tokens.copy(), ending, kept, asked.adapter, asked.standing),
             Sampler(params, tokens.copy() if params.penalised else [], own, ending.stop_ids),

@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 
 from nodeagent.engine.chat.call_parser import CallStarted, ContentText, OutputEvent, ToolCallParser
-from nodeagent.engine.core.step import GenerationDelta
-from nodeagent.engine.sampling.sampler import Sampled
+from nodeagent.engine.core.generation import GenerationDelta
+from nodeagent.engine.sampling.sampler import SampledToken
 from nodeagent.engine.scheduler.sequence import FinishReason
 from nodeagent.engine.tokenizer.vocabulary import Vocabulary
 
@@ -33,7 +33,7 @@ class ResponseChoice:
     spelled_chars: int = 0
     """Characters of all tokens of which log-probabilities were told."""
     calls: list[dict[str, Any]] = field(default_factory=list)
-    sampled: list[Sampled] = field(default_factory=list)
+    sampled: list[SampledToken] = field(default_factory=list)
     output_tokens: int = 0
     cached_tokens: int = 0
     finish: str | None = None
@@ -178,7 +178,7 @@ class CompletionResponse:
             body["usage"] = None
         return sse(body)
 
-    def _logprobs(self, choice: ResponseChoice, sampled: list[Sampled]) -> dict[str, Any]:
+    def _logprobs(self, choice: ResponseChoice, sampled: list[SampledToken]) -> dict[str, Any]:
         if self.chat:
             return {"content": [self._entry(one) for one in sampled], "refusal": None}
         offsets: list[int] = []
@@ -196,7 +196,7 @@ class CompletionResponse:
             "text_offset": offsets,
         }
 
-    def _entry(self, one: Sampled) -> dict[str, Any]:
+    def _entry(self, one: SampledToken) -> dict[str, Any]:
         top = [self._alternative(token, logprob) for token, logprob in one.top]
         return {**self._alternative(one.token, one.logprob), "top_logprobs": top}
 

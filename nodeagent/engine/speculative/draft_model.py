@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from nodeagent.engine.core.model_runner import Runner
+from nodeagent.engine.core.model_runner import ModelRunner
 from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS
-from nodeagent.engine.sampling.sampler import likeliest
-from nodeagent.engine.scheduler.batching import Batch, BatchChunk
+from nodeagent.engine.sampling.sampler import most_likely
+from nodeagent.engine.scheduler.batch import Batch, BatchChunk
 from nodeagent.engine.scheduler.sequence import Sequence, StopConditions
 from nodeagent.engine.speculative.draft_length import StepCosts
 
@@ -32,7 +32,7 @@ class DraftModelTraits:
     skipped: int = 0
     """How many tokens it is behind in place: a head reads each token beside what the model made of
     the one before."""
-    pick: Callable[[Tensor], Tensor] = likeliest
+    pick: Callable[[Tensor], Tensor] = most_likely
     chain: Callable[[bool], None] = lambda going_on: None
     """Told before each pass whether it goes on from its own last one."""
 
@@ -49,7 +49,7 @@ class DraftSequence:
 class DraftModel:
     """The model that drafts, and what it has read."""
 
-    runner: Runner
+    runner: ModelRunner
     habits: DraftModelTraits
     clock: Callable[[], float]
     read_tokens_max: int
@@ -104,18 +104,18 @@ class DraftModel:
             min(len(drafted), len(fresh)),
         )
         own.tokens[shadow.certain :] = fresh
-        own.computed = min(own.computed, shadow.certain + held)
+        own.computed_tokens = min(own.computed_tokens, shadow.certain + held)
         if own.blocks is not sequence.blocks:
             own.blocks = sequence.blocks
-            own.computed = self._known(sequence)
+            own.computed_tokens = self._known(sequence)
         shadow.certain = len(own.tokens)
         # At least the last is read anew: what follows it is wanted.
-        own.computed = min(own.computed, shadow.certain - 1)
+        own.computed_tokens = min(own.computed_tokens, shadow.certain - 1)
 
     def _known(self, sequence: Sequence) -> int:
         """Return how much was read already of the tokens in the blocks of `sequence`."""
-        whole = sequence.computed // BLOCK_TOKENS
-        chain = sequence.chain(whole)
+        whole = sequence.computed_tokens // BLOCK_TOKENS
+        chain = sequence.block_digests(whole)
         known = 0
         while known < whole and self._read.get(sequence.blocks[known]) == chain[known]:
             known += 1
@@ -132,12 +132,12 @@ class DraftModel:
         longer: list[tuple[DraftSequence, BatchChunk]] = []
         for sequence, shadow in wanted:
             own = shadow.sequence
-            tokens = min(own.pending, left)
+            tokens = min(own.pending_tokens, left)
             if tokens:
-                chunk = BatchChunk(own, own.computed, tokens)
-                (decodes if own.pending == 1 else longer).append((shadow, chunk))
+                chunk = BatchChunk(own, own.computed_tokens, tokens)
+                (decodes if own.pending_tokens == 1 else longer).append((shadow, chunk))
                 left -= tokens
-                self._note_read(sequence, own.computed, own.computed + tokens)
+                self._note_read(sequence, own.computed_tokens, own.computed_tokens + tokens)
         decodes.sort(key=lambda pair: pair[1].start)
         order = decodes + longer
         if not order:
@@ -146,7 +146,7 @@ class DraftModel:
         logits = self.runner.run(Batch(tuple(c for _, c in decodes), tuple(c for _, c in longer)))
         due = [shadow for shadow, chunk in order if chunk.samples]
         for shadow, chunk in order:
-            shadow.sequence.computed += chunk.tokens
+            shadow.sequence.computed_tokens += chunk.tokens
         return {
             shadow: [token]
             for shadow, token in zip(
@@ -163,7 +163,7 @@ class DraftModel:
             chunks.append(BatchChunk(own, len(own.tokens) - 1, 1))
             if not self.habits.skipped:
                 # A head guesses what the model makes of a draft: if it holds, it is read anew.
-                own.computed = len(own.tokens)
+                own.computed_tokens = len(own.tokens)
         self.habits.chain(True)
         logits = self.runner.run(Batch(tuple(chunks), ()))
         for shadow, token in zip(going_on, self.habits.pick(logits).tolist(), strict=True):
@@ -171,8 +171,8 @@ class DraftModel:
 
     def _note_read(self, sequence: Sequence, start: int, end: int) -> None:
         """Remember which blocks are read whole, and forget those that drafts may overwrite."""
-        whole = min(end, sequence.computed) // BLOCK_TOKENS
-        chain = sequence.chain(whole)
+        whole = min(end, sequence.computed_tokens) // BLOCK_TOKENS
+        chain = sequence.block_digests(whole)
         for index in range(start // BLOCK_TOKENS, len(sequence.blocks)):
             if index < whole:
                 self._read[sequence.blocks[index]] = chain[index]

@@ -19,7 +19,7 @@ from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, field
 from typing import Final
 
-from nodeagent.engine.sampling.sampler import Sampled, UnsoundLogits
+from nodeagent.engine.sampling.sampler import InvalidLogits, SampledToken
 from nodeagent.engine.scheduler.sequence import Sequence
 from nodeagent.engine.speculative.draft_length import (
     AcceptanceRates,
@@ -98,14 +98,14 @@ class Drafter:
         return tokens, [_FORCED if must[at] else found[at] for at in range(len(tokens))]
 
     def settle(
-        self, results: Ordered[Sampled | UnsoundLogits], verified: int
+        self, results: Ordered[SampledToken | InvalidLogits], verified: int
     ) -> list[tuple[str, bool]]:
         """Learn from what came; return the source and the fate of each draft that was verified."""
         fates: list[tuple[str, bool]] = []
         failed = False
         for index, source in enumerate(self._sources):
             result = results[index] if index < len(results) else None
-            held = isinstance(result, Sampled) and result.token == self._offered[index]
+            held = isinstance(result, SampledToken) and result.token == self._offered[index]
             if result is not None and not failed:
                 self.acceptance.note(source, held)
             failed = failed or not held
@@ -185,7 +185,7 @@ class Speculation:
             return
         drafters = [(sequence, drafter) for sequence, drafter in decoding if drafter is not None]
         offers = [
-            drafter.offer(sequence, min(self.draft_tokens_max, sequence.remaining - 1))
+            drafter.offer(sequence, min(self.draft_tokens_max, sequence.remaining_tokens - 1))
             for sequence, drafter in drafters
         ]
         if self.ahead is not None:
@@ -221,7 +221,7 @@ class Speculation:
         for at in asked:
             # Nobody drafts past the end of its answer, its blocks, or what the model can read.
             sequence, _ = drafters[at]
-            wanted = min(depth, sequence.remaining - 1)
+            wanted = min(depth, sequence.remaining_tokens - 1)
             if wanted > 0 and len(sequence.tokens) + wanted <= ahead.context_tokens:
                 room[at] = make_room(sequence, wanted)
         depth = max(room.values(), default=0)
@@ -237,7 +237,7 @@ class Speculation:
         for at, tokens in zip(asked, drafted, strict=True):
             sequence, drafter = drafters[at]
             if tokens:
-                count = min(self.draft_tokens_max, sequence.remaining - 1)
+                count = min(self.draft_tokens_max, sequence.remaining_tokens - 1)
                 offers[at] = drafter.offer(sequence, count, tokens, name)
 
     def _depth_ahead(self, chances: Ordered[float], drafting: int, rows: int) -> int:
@@ -266,7 +266,7 @@ class Speculation:
         return choose_draft_lengths([sure], rows, self.rows_max, self.costs.seconds) == [1]
 
     def settle(
-        self, drafter: Drafter, results: Ordered[Sampled | UnsoundLogits], verified: int
+        self, drafter: Drafter, results: Ordered[SampledToken | InvalidLogits], verified: int
     ) -> None:
         """Note what became of one sequence's drafts."""
         fates = drafter.settle(results, verified)

@@ -15,10 +15,10 @@ from tokenizers import (
     processors,
 )
 
-from nodeagent.engine.model.shape import CheckpointError
+from nodeagent.engine.architecture.decoder_shape import CheckpointError
 from nodeagent.engine.tokenizer.hf_tokenizer import check_tokenizer, combine_templates
 from nodeagent.engine.tokenizer.vocabulary import SENTENCEPIECE_SPACE, Vocabulary
-from nodeagent.engine.weights.gguf_header import Strings
+from nodeagent.engine.weights.gguf_header import PackedStrings
 
 _CONTROL: Final = 3
 _USER_DEFINED: Final = 4
@@ -119,7 +119,7 @@ class _TokenizerMetadata:
 
     def strings(self, key: str) -> list[str]:
         value = self.metadata.get(key)
-        if not isinstance(value, Strings) or not value.ends:
+        if not isinstance(value, PackedStrings) or not value.ends:
             raise CheckpointError(f"cannot load {self.path}: {key} is missing")
         return value.read()
 

@@ -4,7 +4,7 @@ from nodeagent.engine.tokenizer.gguf_tokenizer import read_gguf_vocabulary
 from nodeagent.engine.tokenizer.hf_tokenizer import read_folder_vocabulary
 from nodeagent.engine.tokenizer.vocabulary import Vocabulary
 from nodeagent.engine.weights.checkpoint import Checkpoint
-from nodeagent.engine.weights.gguf import GgufFile
+from nodeagent.engine.weights.gguf_file import GgufFile
 
 
 def read_vocabulary(checkpoint: Checkpoint) -> Vocabulary:

@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from nodeagent.engine.model.shape import CheckpointError
-from nodeagent.engine.weights.gguf import GgufFile
-from nodeagent.engine.weights.gguf_parts import first_of
+from nodeagent.engine.architecture.decoder_shape import CheckpointError
+from nodeagent.engine.weights.gguf_file import GgufFile
+from nodeagent.engine.weights.gguf_parts import first_part
 from nodeagent.engine.weights.quantised_folder import QuantisedFolder, quantisation_of
-from nodeagent.engine.weights.safetensors import SafetensorsFolder
+from nodeagent.engine.weights.safetensors_folder import SafetensorsFolder
 
 Checkpoint = GgufFile | SafetensorsFolder
 
@@ -31,7 +31,7 @@ def _place(path: Path) -> Path:
         if (path / "config.json").exists():
             return path
         # Some repositories have a folder for each quantisation.
-        found = {first_of(file) for file in path.rglob("*.gguf")}
+        found = {first_part(file) for file in path.rglob("*.gguf")}
         if len(found) != 1:
             raise CheckpointError(
                 f"cannot load {path}: neither config.json nor exactly one model in .gguf files in"
@@ -40,4 +40,4 @@ def _place(path: Path) -> Path:
         return found.pop()
     if path.suffix != ".gguf":
         raise CheckpointError(f"cannot load {path}: neither a .gguf file nor a folder")
-    return first_of(path)
+    return first_part(path)

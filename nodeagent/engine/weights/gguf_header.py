@@ -15,8 +15,8 @@ from typing import Any, Final
 
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from nodeagent.engine.model.shape import CheckpointError
-from nodeagent.engine.weights.stored_tensor import check_plain
+from nodeagent.engine.architecture.decoder_shape import CheckpointError
+from nodeagent.engine.weights.stored_tensor import check_regular_file
 
 _SCALARS: Final = {
     0: struct.Struct("<B"),
@@ -73,7 +73,7 @@ class TensorEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class Strings:
+class PackedStrings:
     """An array of strings, made into those when they are asked for.
 
     A vocabulary's take most of a header's time, and weights need not wait for them.
@@ -102,7 +102,7 @@ class GgufHeader:
     tensors: dict[str, TensorEntry]
 
 
-class _Cursor:
+class _HeaderCursor:
     """Reads forward through the file, and refuses to pass its end."""
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
@@ -150,7 +150,7 @@ class _Cursor:
             raise CheckpointError(f"cannot read {self.path}: {what} has unknown type {kind}")
         return self.number(layout, what)
 
-    def _array(self, what: str) -> list[Any] | Strings:
+    def _array(self, what: str) -> list[Any] | PackedStrings:
         kind = self.number(_U32, what)
         count = self.number(_U64, what)
         self.items_left -= count
@@ -171,7 +171,7 @@ class _Cursor:
             raise CheckpointError(f"cannot read {self.path}: {what} is an array of type {kind}")
         return self._strings(count, what)
 
-    def _strings(self, count: int, what: str) -> Strings:
+    def _strings(self, count: int, what: str) -> PackedStrings:
         """Pass over `count` strings: a vocabulary has a hundred thousand, so no call is idle."""
         data, start = self.data, self.at
         at, last, length_at = 0, self.end - start - _U64.size, _U64.unpack_from
@@ -184,7 +184,7 @@ class _Cursor:
         else:
             if start + at <= self.end:
                 self.at = start + at
-                return Strings(self.path, what, data[start : self.at], ends)
+                return PackedStrings(self.path, what, data[start : self.at], ends)
         raise CheckpointError(
             f"cannot read {self.path}: {what} claims {count} strings, the file ends at {self.end}"
         )
@@ -192,7 +192,7 @@ class _Cursor:
 
 def read_header(path: Path) -> GgufHeader:
     """Read metadata and tensor table of one file, or raise CheckpointError."""
-    check_plain(path)
+    check_regular_file(path)
     with path.open("rb") as file:
         if path.stat().st_size == 0:
             raise CheckpointError(f"cannot read {path}: the file is empty")
@@ -203,7 +203,7 @@ def read_header(path: Path) -> GgufHeader:
 
 
 def _read(path: Path, data: mmap.mmap) -> GgufHeader:
-    cursor = _Cursor(path, data)
+    cursor = _HeaderCursor(path, data)
     start = cursor.skip(4, "magic")
     if data[start : start + 4] != b"GGUF":
         raise CheckpointError(f"cannot read {path}: not a GGUF file")
@@ -236,7 +236,7 @@ def _read(path: Path, data: mmap.mmap) -> GgufHeader:
     return GgufHeader(metadata, tensors)
 
 
-def _read_entry(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
+def _read_entry(cursor: _HeaderCursor) -> tuple[str, tuple[int, ...], int, int]:
     """Read a tensor's name, shape, kind, and offset behind the header."""
     name = cursor.name("a tensor's name")
     count = cursor.number(_U32, name)

@@ -8,19 +8,19 @@ import re
 from pathlib import Path
 from typing import Final
 
-from nodeagent.engine.model.shape import CheckpointError
+from nodeagent.engine.architecture.decoder_shape import CheckpointError
 from nodeagent.engine.weights.gguf_header import GgufHeader, read_header
 
 _PART: Final = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 
-def first_of(path: Path) -> Path:
+def first_part(path: Path) -> Path:
     """Return the first of the parts that `path` is one of; `path` itself where it is no part."""
     name = _PART.fullmatch(path.name)
     return path.with_name(f"{name[1]}-00001-of-{name[3]}.gguf") if name else path
 
 
-def read_whole(path: Path) -> GgufHeader:
+def read_all_headers(path: Path) -> GgufHeader:
     """Read the header of a file and of the parts that follow it, or raise CheckpointError."""
     header = read_header(path)
     said = header.metadata.get("split.count", 1)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from nodeagent.engine.model.shape import CheckpointError, ModelShape
+from nodeagent.engine.architecture.decoder_shape import CheckpointError, DecoderShape
 from nodeagent.engine.weights.gguf_header import GgufHeader
 from nodeagent.engine.weights.rope_scaling import RopeConfig, scaling_of
 
@@ -16,9 +16,9 @@ _FAMILIES: Final = {
 }
 
 
-def shape_of(path: Path, header: GgufHeader) -> ModelShape:
+def shape_of(path: Path, header: GgufHeader) -> DecoderShape:
     """Return the shape that the metadata tells, or refuse what would be computed wrongly."""
-    facts = _Facts(path, header.metadata)
+    facts = _TypedMetadata(path, header.metadata)
     architecture = facts.text("general.architecture")
     family = _FAMILIES.get(architecture)
     if family is None:
@@ -50,7 +50,7 @@ def shape_of(path: Path, header: GgufHeader) -> ModelShape:
     if biases:
         raise CheckpointError(f"cannot load {path}: a bias of {min(biases)} is unsupported")
     wide = facts.count("feed_forward_length")
-    return ModelShape(
+    return DecoderShape(
         layers=facts.count("block_count"),
         hidden=hidden,
         intermediate=facts.count("expert_feed_forward_length", wide) if experts else wide,
@@ -70,7 +70,7 @@ def shape_of(path: Path, header: GgufHeader) -> ModelShape:
     )
 
 
-def _rope(facts: "_Facts") -> RopeConfig:
+def _rope(facts: "_TypedMetadata") -> RopeConfig:
     """Return what config.json said of it; llama.cpp writes more of that than it reads."""
     factor = facts.number("rope.scaling.factor", facts.number("rope.scale_linear", 0.0)) or 1.0
     # Where the kind is not said, it is linear.
@@ -86,7 +86,7 @@ def _rope(facts: "_Facts") -> RopeConfig:
     return rope
 
 
-class _Facts:
+class _TypedMetadata:
     """The metadata, typed: each value asked for is of its kind or refused."""
 
     def __init__(self, path: Path, metadata: Mapping[str, Any]) -> None:

@@ -13,16 +13,16 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from torch import Tensor
 
-from nodeagent.engine.kernels.cpu.file_reads import InFile
-from nodeagent.engine.kernels.cpu.matrix_layouts import GROUP_WEIGHTS
-from nodeagent.engine.model.layers.linear import Filed, Groups
+from nodeagent.engine.kernels.cpu.file_reads import RowsInFile
+from nodeagent.engine.kernels.cpu.native_matrix import GROUP_WEIGHTS
+from nodeagent.engine.model.layers.linear import GgufBlocks, QuantisedGroups
 
 IN_GROUPS: Final = (
     GGMLQuantizationType.Q4_0,
     GGMLQuantizationType.Q4_1,
     GGMLQuantizationType.Q8_0,
 )
-BITS: Final = {
+BITS_OF: Final = {
     GGMLQuantizationType.Q4_0: 4,
     GGMLQuantizationType.Q4_1: 4,
     GGMLQuantizationType.Q8_0: 8,
@@ -48,19 +48,19 @@ def unpack(packed: np.ndarray, kind: GGMLQuantizationType) -> Tensor:
     return torch.from_numpy(weights.astype(np.float32, copy=False))
 
 
-def filed(packed: Tensor | InFile, columns: int, kind: GGMLQuantizationType) -> Filed:
+def blocks_of(packed: Tensor | RowsInFile, columns: int, kind: GGMLQuantizationType) -> GgufBlocks:
     """Return the matrix of `packed` [rows, bytes] as it is."""
-    return Filed((packed,), columns, kind.name, partial(groups_of, kind=kind))
+    return GgufBlocks((packed,), columns, kind.name, partial(groups_of, kind=kind))
 
 
-def groups_of(packed: Tensor, kind: GGMLQuantizationType) -> Groups:
+def groups_of(packed: Tensor, kind: GGMLQuantizationType) -> QuantisedGroups:
     """Return the numbers of `packed` [rows, bytes] with their scales and offsets."""
     if kind is GGMLQuantizationType.Q8_0:
         blocks = packed.view(len(packed), -1, GROUP_WEIGHTS + 2)
         scales = _fp16(blocks, 0)
         # Counted from the least: 128 more, as bytes without a sign.
         numbers = blocks[..., 2:].bitwise_xor(128).view(len(packed), -1)
-        return Groups(numbers, scales, -128 * scales, bits=8)
+        return QuantisedGroups(numbers, scales, -128 * scales, bits=8)
     blocks = packed.view(len(packed), -1, GGML_QUANT_SIZES[kind][1])
     halves = blocks[..., -GROUP_WEIGHTS // 2 :]
     # The first sixteen of a group are the low halves of its bytes, the others the high ones.
@@ -70,8 +70,8 @@ def groups_of(packed: Tensor, kind: GGMLQuantizationType) -> Groups:
     numbers = numbers.view(len(packed), -1)
     scales = _fp16(blocks, 0)
     if kind is GGMLQuantizationType.Q4_1:
-        return Groups(numbers, scales, _fp16(blocks, 2))
-    return Groups(numbers, scales, -8 * scales)
+        return QuantisedGroups(numbers, scales, _fp16(blocks, 2))
+    return QuantisedGroups(numbers, scales, -8 * scales)
 
 
 def _eight_bits(packed: np.ndarray) -> Tensor:

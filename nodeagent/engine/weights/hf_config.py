@@ -5,10 +5,10 @@ from typing import Any, Final
 
 import msgspec
 
+from nodeagent.engine.architecture.decoder_shape import CheckpointError, DecoderShape
 from nodeagent.engine.model.families import FAMILIES
-from nodeagent.engine.model.shape import CheckpointError, ModelShape
 from nodeagent.engine.weights.rope_scaling import RopeConfig, scaling_of
-from nodeagent.engine.weights.stored_tensor import check_plain
+from nodeagent.engine.weights.stored_tensor import check_regular_file
 
 _JSON_BYTES_MAX: Final = 64 * 1024 * 1024
 _WINDOWED: Final = frozenset({"mistral", "mixtral"})
@@ -54,7 +54,7 @@ class DecoderConfig(msgspec.Struct):
 
 def read_json(path: Path, kind: Any) -> Any:
     """Read a JSON file into `kind`, or raise CheckpointError."""
-    check_plain(path)
+    check_regular_file(path)
     try:
         if path.stat().st_size > _JSON_BYTES_MAX:
             raise CheckpointError(f"cannot read {path}: larger than {_JSON_BYTES_MAX} bytes")
@@ -71,7 +71,7 @@ def read_beside(path: Path, kind: type[Any]) -> Any:
     return read_json(path, kind) if path.exists() else kind()
 
 
-def shape_of(folder: Path, config: DecoderConfig) -> ModelShape:
+def shape_of(folder: Path, config: DecoderConfig) -> DecoderShape:
     """Return the shape that `config` tells, or refuse what the engine would compute wrongly."""
     if config.model_type not in FAMILIES:
         raise CheckpointError(
@@ -91,7 +91,7 @@ def shape_of(folder: Path, config: DecoderConfig) -> ModelShape:
     scaling, context_tokens = scaling_of(folder, rope, theta, config.max_position_embeddings)
     experts = _experts(folder, config)
     per_expert = config.moe_intermediate_size if experts else None
-    return ModelShape(
+    return DecoderShape(
         layers=config.num_hidden_layers,
         hidden=config.hidden_size,
         intermediate=config.intermediate_size if per_expert is None else per_expert,

@@ -13,19 +13,19 @@ from typing import Any
 import msgspec
 from torch import Tensor
 
+from nodeagent.engine.architecture.decoder_shape import CheckpointError
 from nodeagent.engine.distributed.shards import WeightSlice
-from nodeagent.engine.kernels.cpu.matrix_layouts import GROUP_WEIGHTS
-from nodeagent.engine.model.layers.linear import Groups
-from nodeagent.engine.model.shape import CheckpointError
+from nodeagent.engine.kernels.cpu.native_matrix import GROUP_WEIGHTS
+from nodeagent.engine.model.layers.linear import QuantisedGroups
 from nodeagent.engine.weights.hf_config import read_json
-from nodeagent.engine.weights.quantised_layouts import Packed, Scheme
-from nodeagent.engine.weights.safetensors import FLOATS, INTEGERS, SafetensorsFolder
-from nodeagent.engine.weights.stored_tensor import Stored
+from nodeagent.engine.weights.quantised_layouts import PackedMatrix, PackingScheme
+from nodeagent.engine.weights.safetensors_folder import FLOATS, INTEGERS, SafetensorsFolder
+from nodeagent.engine.weights.stored_tensor import StoredTensor
 
 log = logging.getLogger(__name__)
 
 
-class _Weights(msgspec.Struct):
+class _GroupWeightsConfig(msgspec.Struct):
     num_bits: int = 0
     type: str = "int"
     symmetric: bool = True
@@ -34,17 +34,17 @@ class _Weights(msgspec.Struct):
     actorder: Any = None
 
 
-class _Group(msgspec.Struct):
-    weights: _Weights | None = None
+class _GroupConfig(msgspec.Struct):
+    weights: _GroupWeightsConfig | None = None
     input_activations: Any = None
 
 
-class Quantisation(msgspec.Struct):
+class QuantisationConfig(msgspec.Struct):
     """`quantization_config` of all methods together."""
 
     quant_method: str = ""
     format: str = ""
-    config_groups: dict[str, _Group] = {}
+    config_groups: dict[str, _GroupConfig] = {}
     bits: int = 0
     group_size: int = 0
     checkpoint_format: str = "gptq"
@@ -52,20 +52,20 @@ class Quantisation(msgspec.Struct):
     zero_point: bool = True
 
 
-class _Config(msgspec.Struct):
-    quantization_config: Quantisation | None = None
+class _QuantisedModelConfig(msgspec.Struct):
+    quantization_config: QuantisationConfig | None = None
 
 
-def quantisation_of(folder: Path) -> Quantisation | None:
+def quantisation_of(folder: Path) -> QuantisationConfig | None:
     """Return what the folder's config says of its matrices; None where they are floats."""
-    config: _Config = read_json(folder / "config.json", _Config)
+    config: _QuantisedModelConfig = read_json(folder / "config.json", _QuantisedModelConfig)
     return config.quantization_config
 
 
 class QuantisedFolder(SafetensorsFolder):
     """A decoder's folder, some of whose matrices are packed."""
 
-    def __init__(self, folder: Path, quantisation: Quantisation) -> None:
+    def __init__(self, folder: Path, quantisation: QuantisationConfig) -> None:
         self._scheme = _scheme(folder, quantisation)
         super().__init__(folder)
         log.info("quantised weights", extra={"fields": {"scheme": str(self._scheme)}})
@@ -107,13 +107,13 @@ class QuantisedFolder(SafetensorsFolder):
 
     def stored(
         self, name: str, shape: tuple[int, ...], cut: WeightSlice | None = None
-    ) -> Stored | None:
+    ) -> StoredTensor | None:
         """Return where a weight lies that is not packed."""
         return None if self._is_packed(name) else super().stored(name, shape, cut)
 
     def groups(
         self, name: str, shape: tuple[int, ...], cut: WeightSlice | None = None
-    ) -> Groups | None:
+    ) -> QuantisedGroups | None:
         """Read one matrix in the groups that kernels know; None where it is not packed so."""
         if not self._is_packed(name):
             return None
@@ -123,7 +123,7 @@ class QuantisedFolder(SafetensorsFolder):
     def _is_packed(self, name: str) -> bool:
         return name.endswith(".weight") and super().has(_sibling(name, self._scheme.mark))
 
-    def _packed(self, name: str, shape: tuple[int, ...]) -> Packed:
+    def _packed(self, name: str, shape: tuple[int, ...]) -> PackedMatrix:
         self.check(name, shape)
 
         packed = self._scheme.read(lambda part: self._read(self._stored[_sibling(name, part)]))
@@ -135,7 +135,7 @@ class QuantisedFolder(SafetensorsFolder):
         return packed
 
 
-def _part(groups: Groups, cut: WeightSlice) -> Groups | None:
+def _part(groups: QuantisedGroups, cut: WeightSlice) -> QuantisedGroups | None:
     """Return a part of a matrix; None where it ends within a group."""
     per_group = 1 if cut.axis == 0 else GROUP_WEIGHTS
     if cut.start % per_group or cut.end % per_group:
@@ -153,7 +153,7 @@ def _sibling(name: str, part: str) -> str:
     return f"{name.removesuffix('weight')}{part}"
 
 
-def _scheme(folder: Path, config: Quantisation) -> Scheme:
+def _scheme(folder: Path, config: QuantisationConfig) -> PackingScheme:
     """Return how the matrices are packed, or refuse what would be read wrongly."""
     what = f"{config.quant_method!r} {config.format}".strip()
     scheme = None
@@ -161,10 +161,12 @@ def _scheme(folder: Path, config: Quantisation) -> Scheme:
         scheme = _compressed(config)
     elif config.quant_method == "gptq" and config.checkpoint_format in ("gptq", "gptq_v2"):
         less_one = config.checkpoint_format == "gptq"
-        scheme = Scheme("gptq", config.bits, max(config.group_size, 0), zeros_less_one=less_one)
+        scheme = PackingScheme(
+            "gptq", config.bits, max(config.group_size, 0), zeros_less_one=less_one
+        )
     elif config.quant_method == "awq" and config.version.lower() == "gemm" and config.bits == 4:
         # Without zero points they are stored all the same, in the middle of the numbers.
-        scheme = Scheme("awq", 4, max(config.group_size, 0))
+        scheme = PackingScheme("awq", 4, max(config.group_size, 0))
     if scheme is None or scheme.bits not in (4, 8):
         raise CheckpointError(
             f"cannot load {folder}: quantisation {what} of {config.bits or 'these'} bits is"
@@ -174,7 +176,7 @@ def _scheme(folder: Path, config: Quantisation) -> Scheme:
     return scheme
 
 
-def _compressed(config: Quantisation) -> Scheme | None:
+def _compressed(config: QuantisationConfig) -> PackingScheme | None:
     """Return the one scheme of all config groups; None where there is none, or several."""
     found = {
         (one.num_bits, one.type, one.symmetric, one.strategy, one.group_size)
@@ -190,4 +192,4 @@ def _compressed(config: Quantisation) -> Scheme | None:
     if kind != "int" or strategy not in ("group", "channel"):
         return None
     columns = (group or 0) if strategy == "group" else 0
-    return Scheme("compressed", bits, columns, zeros=not symmetric)
+    return PackingScheme("compressed", bits, columns, zeros=not symmetric)

@@ -18,19 +18,19 @@ from typing import Final, Literal
 import torch
 from torch import Tensor
 
-from nodeagent.engine.kernels.cpu.matrix_layouts import GROUP_WEIGHTS
-from nodeagent.engine.model.layers.linear import Groups
+from nodeagent.engine.kernels.cpu.native_matrix import GROUP_WEIGHTS
+from nodeagent.engine.model.layers.linear import QuantisedGroups
 
 _WORD_BITS: Final = 32
 _AWQ_ORDER: Final = [0, 4, 1, 5, 2, 6, 3, 7]
 """Where in a word AWQ keeps the first to the eighth of eight numbers."""
 
-Read = Callable[[str], Tensor]
+ReadPart = Callable[[str], Tensor]
 """Reads a module's tensor by its last name."""
 
 
 @dataclass(frozen=True, slots=True)
-class Scheme:
+class PackingScheme:
     """How a model's matrices are packed."""
 
     layout: Literal["compressed", "gptq", "awq"]
@@ -76,7 +76,7 @@ class Scheme:
             shapes |= {"qweight": (columns // per_word, rows), "g_idx": (columns,)}
         return shapes
 
-    def read(self, read: Read) -> "Packed":
+    def read(self, read: ReadPart) -> "PackedMatrix":
         """Read one matrix."""
         if self.layout == "compressed":
             numbers, scales = _unpacked(read("weight_packed"), self.bits), read("weight_scale")
@@ -84,21 +84,21 @@ class Scheme:
             zeros = middle
             if self.zeros:
                 zeros = _unpacked(read("weight_zero_point").T, self.bits).T.float()
-            return Packed(self.bits, numbers, zeros, scales.float(), None)
+            return PackedMatrix(self.bits, numbers, zeros, scales.float(), None)
         scales = read("scales").float().T
         if self.layout == "awq":
             numbers, zeros = (_reordered(read(name)) for name in ("qweight", "qzeros"))
-            return Packed(self.bits, numbers.T.contiguous(), zeros.T.float(), scales, None)
+            return PackedMatrix(self.bits, numbers.T.contiguous(), zeros.T.float(), scales, None)
         numbers = _unpacked(read("qweight").T, self.bits)
         zeros = _unpacked(read("qzeros"), self.bits).T.float() + self.zeros_less_one
         group_of = read("g_idx").long()
         runs = torch.arange(len(group_of)) // (self.group or len(group_of))
         ordered = torch.equal(group_of, runs)
-        return Packed(self.bits, numbers, zeros, scales, None if ordered else group_of)
+        return PackedMatrix(self.bits, numbers, zeros, scales, None if ordered else group_of)
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
+class PackedMatrix:
     """A matrix of numbers with the zeros and scales of its groups of columns."""
 
     bits: int
@@ -120,7 +120,7 @@ class Packed:
         grouped = self.numbers.view(rows, groups, -1).float()
         return grouped.sub_(self.zeros[..., None]).mul_(self.scales[..., None]).view(rows, -1)
 
-    def groups(self) -> Groups | None:
+    def groups(self) -> QuantisedGroups | None:
         """Return the same in the groups that kernels know; None where they cannot be made."""
         columns, groups = self.numbers.shape[1], self.scales.shape[1]
         if self.group_of is not None or columns // groups % GROUP_WEIGHTS:
@@ -128,7 +128,7 @@ class Packed:
         repeats = columns // groups // GROUP_WEIGHTS
         offsets = (-self.zeros * self.scales).repeat_interleave(repeats, 1)
         scales = self.scales.repeat_interleave(repeats, 1)
-        return Groups(self.numbers, scales, offsets, self.bits)
+        return QuantisedGroups(self.numbers, scales, offsets, self.bits)
 
 
 def _unpacked(words: Tensor, bits: int) -> Tensor:

@@ -6,8 +6,13 @@ from typing import Final
 
 import msgspec
 
-from nodeagent.engine.model.layers.rope import LinearScaling, Llama3Scaling, Scaling, YarnScaling
-from nodeagent.engine.model.shape import CheckpointError
+from nodeagent.engine.architecture.decoder_shape import CheckpointError
+from nodeagent.engine.model.layers.rope import (
+    LinearScaling,
+    Llama3Scaling,
+    RopeScaling,
+    YarnScaling,
+)
 
 _FACTOR_MAX: Final = 2**32
 
@@ -32,7 +37,7 @@ class RopeConfig(msgspec.Struct):
 
 def scaling_of(
     path: Path, rope: RopeConfig, theta: float, context_tokens: int
-) -> tuple[Scaling | None, int]:
+) -> tuple[RopeScaling | None, int]:
     """Return by what rule positions are stretched, and to what context.
 
     `context_tokens` are what the file says elsewhere: with YaRN that may be what it was before.

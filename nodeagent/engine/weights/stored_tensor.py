@@ -14,7 +14,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from nodeagent.engine.model.shape import CheckpointError
+from nodeagent.engine.architecture.decoder_shape import CheckpointError
 
 _LENGTH: Final = struct.Struct("<Q")
 _DTYPES: Final = {
@@ -28,7 +28,7 @@ _DTYPES: Final = {
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredTensor:
     """Where a weight lies, in one piece and row behind row."""
 
     path: Path
@@ -44,11 +44,11 @@ class Stored:
         """What torch calls its numbers."""
         return _DTYPES[self.kind]
 
-    def rows(self, first: int, end: int) -> "Stored":
+    def rows(self, first: int, end: int) -> "StoredTensor":
         """Return some of its rows."""
         row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
         start, shape = self.start + first * row_bytes, (end - first, *self.shape[1:])
-        return Stored(self.path, start, shape, self.kind, self.head_rows)
+        return StoredTensor(self.path, start, shape, self.kind, self.head_rows)
 
     def read(self, file: int) -> Tensor:
         """Read it from its open file, as it lies there."""
@@ -57,7 +57,7 @@ class Stored:
         return packed.view(self.dtype).view(self.shape)
 
 
-def check_plain(path: Path) -> None:
+def check_regular_file(path: Path) -> None:
     """Raise CheckpointError where `path` is no plain file: opening a pipe waits without end."""
     if path.exists() and not path.is_file():
         raise CheckpointError(f"cannot read {path}: it is no plain file")
@@ -69,17 +69,17 @@ class _Entry(msgspec.Struct):
     data_offsets: tuple[int, int]
 
 
-def places(path: Path) -> dict[str, Stored]:
+def stored_tensors(path: Path) -> dict[str, StoredTensor]:
     """Return where each weight of a safetensors file lies."""
     with path.open("rb") as file:
         (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
         header = msgspec.json.decode(file.read(length), type=dict[str, msgspec.Raw])
     header.pop("__metadata__", None)
-    found: dict[str, Stored] = {}
+    found: dict[str, StoredTensor] = {}
     for name, raw in header.items():
         entry = msgspec.json.decode(raw, type=_Entry)
         start = _LENGTH.size + length + entry.data_offsets[0]
-        found[name] = Stored(path, start, entry.shape, entry.dtype)
+        found[name] = StoredTensor(path, start, entry.shape, entry.dtype)
     return found
 
 

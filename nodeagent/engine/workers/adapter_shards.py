@@ -12,9 +12,9 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from nodeagent.engine.core.model_runner import Runner
+from nodeagent.engine.core.model_runner import ModelRunner
 from nodeagent.engine.distributed.shards import ModelShard
-from nodeagent.engine.model.layers.lora import Adapter, Adding
+from nodeagent.engine.model.layers.lora import ActiveAdapters, LoraAdapter
 from nodeagent.engine.scheduler.forward_batch import ForwardChunk
 from nodeagent.engine.workers.commands import AddAdapter, RemoveAdapter
 from nodeagent.engine.workers.worker_group import WorkerGroup
@@ -23,11 +23,11 @@ from nodeagent.engine.workers.worker_group import WorkerGroup
 class AdapterDistributor:
     """What all ranks were given, the front's own among them."""
 
-    def __init__(self, crew: WorkerGroup, runner: Runner, share: ModelShard) -> None:
+    def __init__(self, crew: WorkerGroup, runner: ModelRunner, share: ModelShard) -> None:
         self._crew = crew
         self._runner = runner
         self._share = share
-        self._held: dict[bytes, ref[Adapter]] = {}
+        self._held: dict[bytes, ref[LoraAdapter]] = {}
 
     def give(self, pieces: Iterable[ForwardChunk]) -> None:
         """Give what a step runs with and was not given yet; have forgotten what nobody holds."""
@@ -37,7 +37,7 @@ class AdapterDistributor:
             self._runner.adapters.pop(digest)
         for piece in pieces:
             adapter = piece.adapter
-            if not isinstance(adapter, Adapter):
+            if not isinstance(adapter, LoraAdapter):
                 continue
             if adapter.digest not in self._held:
                 order = add_adapter_command(adapter)
@@ -47,7 +47,7 @@ class AdapterDistributor:
             self._held[adapter.digest] = ref(adapter)
 
 
-def add_adapter_command(adapter: Adapter) -> AddAdapter:
+def add_adapter_command(adapter: LoraAdapter) -> AddAdapter:
     """Return the adapter as it is told."""
     parts = {
         module: (tensor_bytes(down), tensor_bytes(up), down.shape[0])
@@ -57,7 +57,7 @@ def add_adapter_command(adapter: Adapter) -> AddAdapter:
     return AddAdapter(adapter.name, adapter.digest, str(dtype).removeprefix("torch."), parts)
 
 
-def keep_adapter_shard(order: AddAdapter, runner: Runner, share: ModelShard) -> None:
+def keep_adapter_shard(order: AddAdapter, runner: ModelRunner, share: ModelShard) -> None:
     """Keep this rank's part of an adapter."""
     dtype = getattr(torch, order.dtype)
     pairs = {}
@@ -68,7 +68,7 @@ def keep_adapter_shard(order: AddAdapter, runner: Runner, share: ModelShard) -> 
             down_here, up_here = (one.contiguous().to(runner.device) for one in mine)
             pairs[module] = down_here, up_here
     size_bytes = sum(one.nbytes for pair in pairs.values() for one in pair)
-    runner.adapters[order.digest] = Adapter(order.name, pairs, order.digest, size_bytes)
+    runner.adapters[order.digest] = LoraAdapter(order.name, pairs, order.digest, size_bytes)
 
 
 def tensor_bytes(contents: Tensor) -> bytes:
@@ -83,7 +83,7 @@ def _read(contents: bytes, dtype: torch.dtype, rank: int, *, columns: bool = Fal
 
 
 def _cut(
-    module: str, whole: tuple[Tensor, Tensor], adding: Adding, share: ModelShard
+    module: str, whole: tuple[Tensor, Tensor], adding: ActiveAdapters, share: ModelShard
 ) -> tuple[Tensor, Tensor]:
     down, up = whole
     cut = share.cut(f"{module}.weight", adding.modules[module])

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from nodeagent.engine.model.layers.lora import Adapter
+from nodeagent.engine.model.layers.lora import LoraAdapter
 from nodeagent.engine.scheduler.forward_batch import ForwardBatch, ForwardChunk
 
 
@@ -129,7 +129,7 @@ def _chunk_commands(pieces: Sequence[ForwardChunk]) -> tuple[ChunkCommand, ...]:
             piece.ids,
             piece.drafts,
             piece.samples,
-            piece.adapter.digest if isinstance(piece.adapter, Adapter) else None,
+            piece.adapter.digest if isinstance(piece.adapter, LoraAdapter) else None,
         )
         for piece in pieces
     )

@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from nodeagent.engine.core.model_runner import Runner
+from nodeagent.engine.architecture.decoder_shape import DecoderShape
+from nodeagent.engine.core.model_runner import ModelRunner
 from nodeagent.engine.distributed.collectives import Communicator
 from nodeagent.engine.distributed.shards import ModelShard
 from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS
-from nodeagent.engine.model.shape import ModelShape
 from nodeagent.engine.scheduler.forward_batch import ForwardBatch
 from nodeagent.engine.workers.adapter_shards import AdapterDistributor, tensor_bytes
 from nodeagent.engine.workers.commands import (
@@ -30,7 +30,7 @@ class Rank0Executor:
     """A runner of all ranks: this one's, and the crew's."""
 
     def __init__(
-        self, runner: Runner, crew: WorkerGroup, whole: ModelShape, ranks: Communicator
+        self, runner: ModelRunner, crew: WorkerGroup, whole: DecoderShape, ranks: Communicator
     ) -> None:
         self._runner = runner
         self._crew = crew

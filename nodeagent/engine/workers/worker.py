@@ -10,10 +10,11 @@ from typing import Never
 from isochrone.service.logs import setup_logs
 from isochrone.wire.assignment import Group
 from isochrone.wire.engine import EngineConfig
-from nodeagent.engine.core.model_runner import Runner
+from nodeagent.engine.architecture.decoder_shape import CheckpointError
+from nodeagent.engine.core.model_runner import ModelRunner
 from nodeagent.engine.distributed.collectives import Communicator
 from nodeagent.engine.distributed.shards import ModelShard
-from nodeagent.engine.kernels.cpu.huge_pages import give_back
+from nodeagent.engine.kernels.cpu.huge_pages import trim_heap
 from nodeagent.engine.loading import (
     check_memory,
     connect_ranks,
@@ -21,7 +22,6 @@ from nodeagent.engine.loading import (
     local_ranks,
     parallel_config,
 )
-from nodeagent.engine.model.shape import CheckpointError
 from nodeagent.engine.weights.checkpoint import open_checkpoint
 from nodeagent.engine.workers.adapter_shards import keep_adapter_shard, tensor_bytes
 from nodeagent.engine.workers.commands import (
@@ -93,7 +93,7 @@ def run_worker(config: EngineConfig, rank: int, channel: CommandChannel) -> int:
             arrived()
         finally:
             source.close()
-        give_back()
+        trim_heap()
     except CheckpointError as error:
         channel.say(ShardRefused(str(error)))
         return 1
@@ -114,7 +114,9 @@ def run_worker(config: EngineConfig, rank: int, channel: CommandChannel) -> int:
     return 0
 
 
-def execute(order: Command, runner: Runner, share: ModelShard, channel: CommandChannel) -> None:
+def execute(
+    order: Command, runner: ModelRunner, share: ModelShard, channel: CommandChannel
+) -> None:
     """Do what the front wants."""
     match order:
         case RunStep():

@@ -5,33 +5,36 @@ from collections.abc import Sequence as Ordered
 import torch
 from torch import Tensor
 
-from nodeagent.engine.core.model_runner import Runner
+from nodeagent.engine.architecture.decoder_shape import DecoderShape
+from nodeagent.engine.core.model_runner import ModelRunner
 from nodeagent.engine.core.step import ModelExecutor
 from nodeagent.engine.kvcache.block_pool import BlockPool
-from nodeagent.engine.model.families import build, survey
-from nodeagent.engine.model.layers.lora import Adapter, salted
-from nodeagent.engine.model.shape import ModelShape
-from nodeagent.engine.scheduler.batching import BatchScheduler, StepLimits
+from nodeagent.engine.model.families import build_model, check_weights
+from nodeagent.engine.model.layers.lora import LoraAdapter, prefix_cache_salt
+from nodeagent.engine.model.weight_loader import WeightSource
+from nodeagent.engine.scheduler.batch import StepLimits
+from nodeagent.engine.scheduler.batch_scheduler import BatchScheduler
 from nodeagent.engine.scheduler.sequence import Sequence, StopConditions
-from nodeagent.engine.weights.weight_loading import WeightSource
 from ops.golden import tiny
 
 BLOCKS = 24
 
 
 def logits_of(
-    shape: ModelShape,
+    shape: DecoderShape,
     source: WeightSource,
     prompts: list[list[int]],
     budget: int,
-    adapters: Ordered[Adapter | None] = (),
+    adapters: Ordered[LoraAdapter | None] = (),
 ) -> list[list[Tensor]]:
     """Run `prompts` together, their last tokens forced as output; return what told each.
 
     Where `adapters` are given, each prompt runs with its own.
     """
-    survey(shape, source)
-    runner = Runner(build(shape, source, "cpu", torch.float32, 128), BLOCKS, "cpu", torch.float32)
+    check_weights(shape, source)
+    runner = ModelRunner(
+        build_model(shape, source, "cpu", torch.float32, 128), BLOCKS, "cpu", torch.float32
+    )
     return logits_by(runner, prompts, budget, adapters)
 
 
@@ -39,7 +42,7 @@ def logits_by(
     runner: ModelExecutor,
     prompts: list[list[int]],
     budget: int,
-    adapters: Ordered[Adapter | None] = (),
+    adapters: Ordered[LoraAdapter | None] = (),
 ) -> list[list[Tensor]]:
     """Do the same by a runner."""
     batching = BatchScheduler(StepLimits(budget, 4), BlockPool(BLOCKS))
@@ -48,12 +51,12 @@ def logits_by(
         prompt = tokens[: -tiny.ANSWER_TOKENS]
         adapter = adapters[number] if adapters else None
         ending = StopConditions(tiny.ANSWER_TOKENS, frozenset())
-        batching.submit(Sequence(number, prompt, ending, salted(b"", adapter), adapter))
-    while batching.busy:
+        batching.submit(Sequence(number, prompt, ending, prefix_cache_salt(b"", adapter), adapter))
+    while batching.has_work:
         batch = batching.next_batch()
         logits = runner.begin(batch)()
         for chunk in batch.chunks:
-            batching.computed(chunk)
+            batching.mark_computed(chunk)
         due = [chunk.sequence for chunk in batch.chunks if chunk.samples]
         for sequence, row in zip(due, logits, strict=True):
             rows[sequence.number].append(row.clone())

@@ -15,13 +15,13 @@ from typing import Any
 import msgspec
 import torch
 
-from nodeagent.engine.core.model_runner import Runner
+from nodeagent.engine.core.model_runner import ModelRunner
 from nodeagent.engine.distributed.collectives import Communicator
 from nodeagent.engine.distributed.shards import ModelShard, ParallelConfig
 from nodeagent.engine.loading import load_engine
-from nodeagent.engine.model.families import adding_of, build, survey
-from nodeagent.engine.model.layers.lora import Adapter
-from nodeagent.engine.weights.adapter import read_adapter
+from nodeagent.engine.model.families import adapters_of, build_model, check_weights
+from nodeagent.engine.model.layers.lora import LoraAdapter
+from nodeagent.engine.weights.adapter_folder import read_adapter
 from nodeagent.engine.weights.checkpoint import open_checkpoint
 from nodeagent.engine.workers.commands import CommandDone
 from nodeagent.engine.workers.rank0 import Rank0Executor
@@ -47,13 +47,13 @@ def prepare(folder: Path, family: str, kind: str) -> Path:
 
 def runner_of(
     path: Path, split: ParallelConfig, rank: int
-) -> tuple[Runner, ModelShard, Communicator]:
+) -> tuple[ModelRunner, ModelShard, Communicator]:
     torch.set_num_threads(1)
     source, ranks = open_checkpoint(path), Communicator(split, rank)
-    survey(source.shape, source, split)
-    model = build(source.shape, source, "cpu", torch.float32, 128, ranks=ranks)
+    check_weights(source.shape, source, split)
+    model = build_model(source.shape, source, "cpu", torch.float32, 128, ranks=ranks)
     source.close()
-    runner = Runner(model, BLOCKS, "cpu", torch.float32)
+    runner = ModelRunner(model, BLOCKS, "cpu", torch.float32)
     return runner, ModelShard(source.shape, split, rank), ranks
 
 
@@ -100,8 +100,8 @@ def hold_to_one(path: Path, front: Rank0Executor) -> None:
     source = open_checkpoint(path)
     family = source.shape.family
     parts = ATTENTION + (() if source.shape.experts else MLP)
-    modules = adding_of(source.shape, source).modules
-    held: list[Adapter | None] = [None]
+    modules = adapters_of(source.shape, source).modules
+    held: list[LoraAdapter | None] = [None]
     for seed in (1, 2):
         folder = path / f"adapter{seed}"
         write_adapter(folder, family, seed, parts)
@@ -137,7 +137,7 @@ def drafts(path: Path, kind: str, tensor: int, pipeline: int) -> list[Any]:
             # One alone: two would be drafted for in steps of their own where stages are split.
             tokens = answer(loaded, drafts=True, answers=1)
             told.append([tokens, loaded.engine.speculation.counts()])
-            runner: Any = loaded.engine._runner
+            runner: Any = loaded.engine._executor
             heard.append(getattr(runner, "_runner", runner).beside)
         if kind == "head":
             first, second = (features._slots for features in heard)

@@ -9,9 +9,9 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
 from isochrone.wire.engine import EngineConfig
-from nodeagent.engine.core.step import Generation
+from nodeagent.engine.architecture.decoder_shape import CheckpointError
+from nodeagent.engine.core.generation import Generation
 from nodeagent.engine.loading import LoadedEngine, load_engine
-from nodeagent.engine.model.shape import CheckpointError
 from nodeagent.engine.sampling.sampler import Sampler, SamplingParams
 from nodeagent.engine.scheduler.sequence import Sequence, StopConditions
 from nodeagent.engine.tokenizer.detokenizer import StopStrings, StreamDetokenizer
@@ -102,11 +102,11 @@ def answer(loaded: LoadedEngine, *, drafts: bool, answers: int = 2) -> list[int]
         )
         for number in range(1, answers + 1)
     )
-    first.followers = tuple(others)
+    first.forks = tuple(others)
     engine.submit(first)
-    while engine.busy:
-        engine.timed(engine.step(), 1.0)
-    assert engine.batching.blocks.held == 0
+    while engine.has_work:
+        engine.record_timing(engine.step(), 1.0)
+    assert engine.scheduler.pool.used_blocks == 0
     assert all(other.sequence.tokens == first.sequence.tokens for other in others)
     return first.sequence.tokens
 

@@ -22,8 +22,8 @@ import openai
 import pytest
 
 from isochrone.wire.engine import EngineConfig, EngineStats
+from nodeagent.engine.architecture.decoder_shape import CheckpointError
 from nodeagent.engine.encoder.loading import load_encoder
-from nodeagent.engine.model.shape import CheckpointError
 from ops.golden import tiny
 from tests.integration.engine.conftest import EngineProcess, end, launch, wait_ready
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from isochrone.wire.engine import EngineConfig
-from nodeagent.engine.core.step import Generation
+from nodeagent.engine.core.generation import Generation
 from nodeagent.engine.loading import LoadedEngine, load_engine
 from nodeagent.engine.sampling.sampler import Sampler, SamplingParams
 from nodeagent.engine.scheduler.sequence import Sequence, StopConditions
@@ -65,10 +65,10 @@ def generate(
                 speculation.drafter() if drafts and speculation else None,
             )
         )
-    while loaded.engine.busy:
+    while loaded.engine.has_work:
         for delta in loaded.engine.step().deltas:
             texts[delta.number] += delta.text
-    assert loaded.engine.batching.blocks.held == 0
+    assert loaded.engine.scheduler.pool.used_blocks == 0
     return [(s.tokens[s.prompt_tokens :], texts[s.number]) for s in sequences]
 
 

@@ -12,9 +12,10 @@ import torch
 from safetensors.torch import save_file
 
 from isochrone.wire.engine import EngineConfig
-from nodeagent.engine.core.step import EngineCore, Generation, GenerationDelta
+from nodeagent.engine.architecture.decoder_shape import CheckpointError
+from nodeagent.engine.core.generation import Generation, GenerationDelta
+from nodeagent.engine.core.step import EngineCore
 from nodeagent.engine.loading import load_engine
-from nodeagent.engine.model.shape import CheckpointError
 from nodeagent.engine.sampling.sampler import Sampler, SamplingParams
 from nodeagent.engine.scheduler.sequence import FinishReason, Sequence, StopConditions
 from nodeagent.engine.tokenizer.detokenizer import StopStrings, StreamDetokenizer
@@ -65,9 +66,9 @@ def generate(
             )
         )
     last: dict[int, GenerationDelta] = {}
-    while engine.busy:
+    while engine.has_work:
         last |= {delta.number: delta for delta in engine.step().deltas}
-    assert engine.batching.blocks.held == 0
+    assert engine.scheduler.pool.used_blocks == 0
     for number, sequence in sequences.items():
         prompts[number].extend(sequence.tokens[sequence.prompt_tokens :])
     return last

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from isochrone.wire.engine import EngineConfig
-from nodeagent.engine.core.step import Generation
+from nodeagent.engine.architecture.decoder_shape import CheckpointError
+from nodeagent.engine.core.generation import Generation
 from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS
 from nodeagent.engine.kvcache.tier_setup import model_fingerprint
 from nodeagent.engine.loading import LoadedEngine, load_engine
-from nodeagent.engine.model.shape import CheckpointError
 from nodeagent.engine.sampling.sampler import Sampler, SamplingParams
 from nodeagent.engine.scheduler.sequence import Sequence, StopConditions
 from nodeagent.engine.tokenizer.detokenizer import StopStrings, StreamDetokenizer
@@ -60,7 +60,7 @@ def answers(loaded: LoadedEngine) -> list[tuple[list[int], int]]:
                 StopStrings(()),
             )
         )
-        while loaded.engine.busy:
+        while loaded.engine.has_work:
             loaded.engine.step()
         told.append((sequence.tokens[sequence.prompt_tokens :], sequence.cached_tokens))
     return told
@@ -74,15 +74,15 @@ def test_what_comes_back_from_memory_answers_alike(room: Path) -> None:
     assert [cached for _, cached in bare] == [0] * 12
     whole = (len(SESSIONS[0]) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
     assert [cached for _, cached in kept[6:]] == [whole] * 6
-    assert tiers.engine.mover is not None
-    assert tiers.engine.mover.counts()["kv_restored_total"] >= 5 * whole // BLOCK_TOKENS
+    assert tiers.engine.block_mover is not None
+    assert tiers.engine.block_mover.counts()["kv_restored_total"] >= 5 * whole // BLOCK_TOKENS
 
 
 def test_blocks_go_from_one_engine_to_another(room: Path) -> None:
     first, second = (load_engine(EngineConfig(socket="u", **fields(room, 64))) for _ in range(2))
     answers(first)
     sequence = Sequence(99, list(SESSIONS[2]), StopConditions(6, frozenset()))
-    chain = sequence.chain((len(sequence.tokens) - 1) // BLOCK_TOKENS)
+    chain = sequence.block_digests((len(sequence.tokens) - 1) // BLOCK_TOKENS)
     blocks = first.engine.export_blocks(chain)
     assert blocks is not None
     assert first.engine.export_blocks([bytes(32)]) is None

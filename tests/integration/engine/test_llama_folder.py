@@ -13,14 +13,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from isochrone.wire.engine import EngineConfig
-from nodeagent.engine.core.model_runner import Runner
+from nodeagent.engine.architecture.decoder_shape import CheckpointError
+from nodeagent.engine.core.model_runner import ModelRunner
 from nodeagent.engine.kvcache.block_pool import BlockPool
 from nodeagent.engine.loading import load_engine
 from nodeagent.engine.model.llama import Llama
-from nodeagent.engine.model.shape import CheckpointError
-from nodeagent.engine.scheduler.batching import BatchScheduler, StepLimits
+from nodeagent.engine.scheduler.batch import StepLimits
+from nodeagent.engine.scheduler.batch_scheduler import BatchScheduler
 from nodeagent.engine.scheduler.sequence import Sequence, StopConditions
-from nodeagent.engine.weights.safetensors import SafetensorsFolder
+from nodeagent.engine.weights.safetensors_folder import SafetensorsFolder
 from ops.golden.tiny import write_tokenizer
 
 HIDDEN, MLP, LAYERS, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 32, 48, 2, 4, 2, 8, 64
@@ -158,7 +159,7 @@ def test_logits_equal_the_definition(
     source = SafetensorsFolder(tmp_path)
     model = Llama(source.shape, source, "cpu", torch.float32, 128)
     source.close()
-    runner = Runner(model, 16, "cpu", torch.float32)
+    runner = ModelRunner(model, 16, "cpu", torch.float32)
     # Budget 9: prompts come in chunks, mixed with the decodes of those that came before.
     batching = BatchScheduler(StepLimits(9, 4), BlockPool(16))
     generator = torch.Generator().manual_seed(2)
@@ -168,11 +169,11 @@ def test_logits_equal_the_definition(
         sequences.append(Sequence(number, tokens, StopConditions(8, frozenset())))
         batching.submit(sequences[-1])
     wanted: dict[tuple[int, int], Tensor] = {}
-    while batching.busy:
+    while batching.has_work:
         batch = batching.next_batch()
         logits = runner.run(batch)
         for chunk in batch.chunks:
-            batching.computed(chunk)
+            batching.mark_computed(chunk)
         sampling = [chunk.sequence for chunk in batch.chunks if chunk.samples]
         for sequence, row in zip(sampling, logits, strict=True):
             wanted[sequence.number, len(sequence.tokens)] = row.clone()

@@ -18,13 +18,13 @@ from torch import Tensor
 
 from isochrone.wire.engine import EngineConfig
 from isochrone.wire.errors import ApiError
+from nodeagent.engine.architecture.decoder_shape import CheckpointError
 from nodeagent.engine.distributed.shards import WeightSlice
-from nodeagent.engine.model.families import build
-from nodeagent.engine.model.layers.lora import Adapter, Adding
-from nodeagent.engine.model.shape import CheckpointError
+from nodeagent.engine.model.families import build_model
+from nodeagent.engine.model.layers.lora import ActiveAdapters, LoraAdapter
 from nodeagent.engine.server.adapters import AdapterRegistry
-from nodeagent.engine.weights.adapter import read_adapter
-from nodeagent.engine.weights.safetensors import SafetensorsFolder
+from nodeagent.engine.weights.adapter_folder import read_adapter
+from nodeagent.engine.weights.safetensors_folder import SafetensorsFolder
 from ops.golden import tiny
 from tests.integration.engine.conftest import EngineProcess, end, launch, wait_ready
 from tests.integration.engine.forced import logits_of
@@ -70,10 +70,10 @@ def write_adapter(
 def modules_of(family: str, folder: Path) -> dict[str, tuple[int, int]]:
     tiny.write_folder(folder, family)
     source = SafetensorsFolder(folder)
-    return build(source.shape, source, "cpu", torch.float32, 64).adding.modules
+    return build_model(source.shape, source, "cpu", torch.float32, 64).adding.modules
 
 
-def read(folder: Path, modules: dict[str, tuple[int, int]], bytes_max: int = 2**30) -> Adapter:
+def read(folder: Path, modules: dict[str, tuple[int, int]], bytes_max: int = 2**30) -> LoraAdapter:
     return read_adapter(folder.name, folder, modules, "cpu", torch.float32, bytes_max)
 
 
@@ -200,7 +200,7 @@ def test_what_overflows_in_the_models_numbers_is_refused(tmp_path: Path) -> None
 
 
 async def test_the_least_recently_used_is_dropped_and_read_again(tmp_path: Path) -> None:
-    adding = Adding()
+    adding = ActiveAdapters()
     adding.modules = modules_of("llama", tmp_path)
     config = EngineConfig(model_path="m", served_name="base", socket="unused", adapters_max=2)
     adapters = AdapterRegistry(config, adding, torch.float32)
@@ -317,7 +317,7 @@ async def stats(http: aiohttp.ClientSession) -> Any:
 async def test_adapters_are_read_one_at_a_time_whoever_leaves_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    adding = Adding()
+    adding = ActiveAdapters()
     adding.modules = modules_of("llama", tmp_path)
     write_adapter(tmp_path / "a", "llama", 1, MLP)
     config = EngineConfig(model_path="m", served_name="base", socket="unused", adapters_max=2)
@@ -325,7 +325,7 @@ async def test_adapters_are_read_one_at_a_time_whoever_leaves_meanwhile(
     adapters._folders["a"] = tmp_path / "a"
     began, ended = 0, 0
 
-    def read_slowly(*given: Any) -> Adapter:
+    def read_slowly(*given: Any) -> LoraAdapter:
         nonlocal began, ended
         began += 1
         assert began == ended + 1, "one is still being read"

@@ -12,16 +12,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from nodeagent.engine.core.model_runner import Runner
+from nodeagent.engine.core.model_runner import ModelRunner
 from nodeagent.engine.distributed.shards import WeightSlice
-from nodeagent.engine.kernels.cpu.kernels import kernels
+from nodeagent.engine.kernels.cpu.library import cpu_kernels
 from nodeagent.engine.kvcache.block_pool import BlockPool
-from nodeagent.engine.model.families import build
-from nodeagent.engine.model.layers.kv_format import KV_DTYPES, KvFormat
+from nodeagent.engine.kvcache.kv_format import KV_DTYPES, KvFormat
+from nodeagent.engine.model.families import build_model
 from nodeagent.engine.model.layers.linear import Keeping
-from nodeagent.engine.scheduler.batching import BatchScheduler, StepLimits
+from nodeagent.engine.scheduler.batch import StepLimits
+from nodeagent.engine.scheduler.batch_scheduler import BatchScheduler
 from nodeagent.engine.scheduler.sequence import Sequence, StopConditions
-from nodeagent.engine.weights.gguf import GgufFile
+from nodeagent.engine.weights.gguf_file import GgufFile
 
 pytestmark = pytest.mark.model
 
@@ -49,7 +50,7 @@ here, torch's kernels 0.0003 to 0.0004, our own 1e-7, and 2e-6 where floats are 
 bits of KV 0.0065."""
 
 
-def told(runner: Runner, budget: int) -> Tensor:
+def told(runner: ModelRunner, budget: int) -> Tensor:
     """Return the log-probabilities that told each golden token, given those before it."""
     batching = BatchScheduler(StepLimits(budget, 4), BlockPool(BLOCKS))
     outputs = []
@@ -59,11 +60,11 @@ def told(runner: Runner, budget: int) -> Tensor:
         prompt = list(case["prompt_ids"])
         batching.submit(Sequence(number, prompt, StopConditions(len(output), frozenset())))
     rows: dict[tuple[int, int], Tensor] = {}
-    while batching.busy:
+    while batching.has_work:
         batch = batching.next_batch()
         logits = runner.run(batch)
         for chunk in batch.chunks:
-            batching.computed(chunk)
+            batching.mark_computed(chunk)
         due = [chunk.sequence for chunk in batch.chunks if chunk.samples]
         for sequence, row in zip(due, logits, strict=True):
             at = sequence.output_tokens
@@ -77,18 +78,18 @@ def told(runner: Runner, budget: int) -> Tensor:
 def test_what_is_kept_in_fewer_bits_keeps_the_distribution(
     model_path: Path, opened: type[GgufFile], keeping: Keeping, kv: str, most: float
 ) -> None:
-    if keeping is Keeping.NATIVE and kernels() is None:
+    if keeping is Keeping.NATIVE and cpu_kernels() is None:
         pytest.skip("our own kernels need a compiler and AVX-512 VNNI")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     file = opened(model_path)
     try:
         models = [
-            build(file.shape, file, "cpu", torch.float32, 256, kept)
+            build_model(file.shape, file, "cpu", torch.float32, 256, kept)
             for kept in (Keeping.PLAIN, keeping)
         ]
         exact, packed = (
-            Runner(model, BLOCKS, "cpu", torch.float32, KvFormat(KV_DTYPES[form]))
+            ModelRunner(model, BLOCKS, "cpu", torch.float32, KvFormat(KV_DTYPES[form]))
             for model, form in zip(models, ("fp32", kv), strict=True)
         )
         for model in models:

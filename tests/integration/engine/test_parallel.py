@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from isochrone.wire.engine import EngineConfig
+from nodeagent.engine.architecture.decoder_shape import CheckpointError
 from nodeagent.engine.loading import load_engine
-from nodeagent.engine.model.shape import CheckpointError
 from ops.golden import tiny
 from tests.integration.engine.conftest import ROOT, EngineProcess, end, launch, wait_ready
 

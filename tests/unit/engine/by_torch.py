@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from nodeagent.engine.kernels.cuda.batch_layout import Paged
+from nodeagent.engine.kernels.cuda.batch_layout import PagedBatch
 from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS
-from nodeagent.engine.model.layers.kv_format import KvFormat
+from nodeagent.engine.kvcache.kv_format import KvFormat
 
 
 class ByTorch:
@@ -19,7 +19,7 @@ class ByTorch:
         real = slots >= 0
         pages.view(-1, *pages.shape[2:])[slots[real]] = self._form.kept(mixed[real, heads:])
 
-    def attend(self, mixed: Tensor, heads: int, pages: Tensor, layout: Paged) -> Tensor:
+    def attend(self, mixed: Tensor, heads: int, pages: Tensor, layout: PagedBatch) -> Tensor:
         pages = self._form.wide(pages, mixed.dtype)
         answer = torch.zeros(mixed.shape[0], heads, mixed.shape[2])
 

@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS, BlockPool
 from nodeagent.engine.kvcache.swap_or_recompute import SwapOrRecompute
-from nodeagent.engine.scheduler.batching import Batch, BatchChunk, BatchScheduler, StepLimits
+from nodeagent.engine.scheduler.batch import Batch, BatchChunk, StepLimits
+from nodeagent.engine.scheduler.batch_scheduler import BatchScheduler
 from nodeagent.engine.scheduler.sequence import FinishReason, Sequence, StopConditions
 
 BLOCKS = 8
@@ -27,7 +28,7 @@ def play(batching: BatchScheduler, batch: Batch, token: int = 7) -> list[Sequenc
     """Do what the engine does after a step; return who finished."""
     finished = []
     for chunk in batch.chunks:
-        batching.computed(chunk)
+        batching.mark_computed(chunk)
     for chunk in batch.chunks:
         if not chunk.samples:
             continue
@@ -42,28 +43,28 @@ def play(batching: BatchScheduler, batch: Batch, token: int = 7) -> list[Sequenc
 def check(batching: BatchScheduler, batch: Batch, decoding: list[Sequence]) -> None:
     limits = batching.limits
     assert 0 < batch.tokens <= limits.batch_tokens_max
-    assert sum(1 + len(s.followers) for s in batching.running) <= limits.sequences_max
+    assert sum(1 + len(s.forks) for s in batching.running) <= limits.sequences_max
     assert [s.number for s in batching.running] == sorted(s.number for s in batching.running)
     ran = [chunk.sequence for chunk in batch.chunks]
     assert len(set(map(id, ran))) == len(ran)
     # Every sequence that was decoding runs, unless it gave its blocks back.
     assert all(s in ran or s in batching.waiting for s in decoding)
     for chunk in batch.chunks:
-        assert chunk.start == chunk.sequence.computed
+        assert chunk.start == chunk.sequence.computed_tokens
         assert chunk.start + chunk.tokens <= len(chunk.sequence.blocks) * BLOCK_TOKENS
         # What is written is held by nobody else.
         written = range(
             chunk.start // BLOCK_TOKENS, -(-(chunk.start + chunk.tokens) // BLOCK_TOKENS)
         )
-        assert all(batching.blocks.holders(chunk.sequence.blocks[at]) == 1 for at in written)
+        assert all(batching.pool.reference_count(chunk.sequence.blocks[at]) == 1 for at in written)
     assert len({block for _, block in batch.copies}) == len(batch.copies)
     counts: dict[int, int] = {}
     for held in batching.running:
         for block in held.blocks:
             counts[block] = counts.get(block, 0) + 1
     assert all(not s.blocks for s in batching.waiting)
-    for block in range(batching.blocks.total):
-        assert batching.blocks.holders(block) == counts.get(block, 0)
+    for block in range(batching.pool.total):
+        assert batching.pool.reference_count(block) == counts.get(block, 0)
 
 
 @settings(deadline=None, max_examples=80)
@@ -91,42 +92,44 @@ def test_everyone_finishes_and_everything_is_given_back(
     ]
     finished: list[Sequence] = []
     for _ in range(STEPS_MAX):
-        while arriving and (arriving[0][0] == 0 or not batching.busy):
+        while arriving and (arriving[0][0] == 0 or not batching.has_work):
             batching.submit(arriving.pop(0)[1])
         if arriving:
             arriving[0] = (arriving[0][0] - 1, arriving[0][1])
-        decoding = [s for s in batching.running if s.decoding]
+        decoding = [s for s in batching.running if s.is_decoding]
         oldest = min((*batching.running, *batching.waiting), key=lambda s: s.number)
-        before = (oldest.computed, len(oldest.tokens))
+        before = (oldest.computed_tokens, len(oldest.tokens))
         batch = batching.next_batch()
         check(batching, batch, decoding)
         done = play(batching, batch)
         finished += done
-        if oldest.admitted and oldest not in done:
-            assert (oldest.computed, len(oldest.tokens)) > before, "the oldest must always move"
-        if not batching.busy and not arriving:
+        if oldest.was_admitted and oldest not in done:
+            assert (oldest.computed_tokens, len(oldest.tokens)) > before, (
+                "the oldest must always move"
+            )
+        if not batching.has_work and not arriving:
             break
     assert len(finished) == sum(count for *_, count in asks)
-    assert all(s.output_tokens == s.ending.tokens_max for s in finished)
-    assert batching.blocks.held == 0
+    assert all(s.output_tokens == s.stop_conditions.tokens_max for s in finished)
+    assert batching.pool.used_blocks == 0
 
 
 def answers(number: int, count: int, prompt: int, output: int, salt: bytes = b"") -> Sequence:
     """The first of several sequences of one prompt, with the others."""
     first, *others = (sequence(number + at, prompt, output, salt) for at in range(count))
-    first.followers = others
+    first.forks = others
     return first
 
 
 def test_several_answers_compute_their_prompt_once_and_share_its_blocks() -> None:
     batching = make(blocks=20, budget=64)
     first = answers(1, 3, 40, 5)
-    everyone = [first, *first.followers]
+    everyone = [first, *first.forks]
     batching.submit(first)
     batch = batching.next_batch()
     assert batch.prefill_tokens == batch.tokens == 40
     play(batching, batch)
-    assert batching.blocks.held == 3
+    assert batching.pool.used_blocks == 3
     partial = first.blocks[2]
     batch = batching.next_batch()
     assert {chunk.sequence for chunk in batch.decodes} == set(everyone)
@@ -134,7 +137,7 @@ def test_several_answers_compute_their_prompt_once_and_share_its_blocks() -> Non
     assert [source for source, _ in batch.copies] == [partial, partial]
     assert [s.blocks[2] for s in everyone] == [*(block for _, block in batch.copies), partial]
     assert len({tuple(s.blocks[:2]) for s in everyone}) == 1
-    assert batching.blocks.held == 5
+    assert batching.pool.used_blocks == 5
     play(batching, batch)
     assert not batching.next_batch().copies
 
@@ -145,7 +148,7 @@ def test_a_prompt_of_whole_blocks_is_shared_without_a_copy() -> None:
     play(batching, batching.next_batch())
     batch = batching.next_batch()
     assert not batch.copies
-    assert batching.blocks.held == 4
+    assert batching.pool.used_blocks == 4
 
 
 def test_several_answers_are_seated_whole() -> None:
@@ -163,7 +166,7 @@ def test_who_gives_way_before_it_wrote_needs_no_copy() -> None:
     # Three blocks and one to spare: one copy, and then the last two give way.
     batch = batching.next_batch()
     assert len(batch.copies) == 1
-    assert batching.preemptions == 2
+    assert batching.queues.preemptions == 2
     assert [s.number for s in batching.waiting] == [3, 4]
 
 
@@ -199,14 +202,14 @@ def test_the_youngest_gives_way_and_comes_back_whole() -> None:
     old, young = sequence(1, 30, 20), sequence(2, 30, 20, start=100)
     batching.submit(old)
     batching.submit(young)
-    while old in batching.running or not batching.preemptions:
+    while old in batching.running or not batching.queues.preemptions:
         play(batching, batching.next_batch())
-    assert batching.preemptions == 1
+    assert batching.queues.preemptions == 1
     assert old.output_tokens == 20
-    while batching.busy:
+    while batching.has_work:
         play(batching, batching.next_batch())
     assert young.output_tokens == 20
-    assert batching.blocks.held == 0
+    assert batching.pool.used_blocks == 0
 
 
 def test_cancelling_gives_the_blocks_back_at_once() -> None:
@@ -217,8 +220,8 @@ def test_cancelling_gives_the_blocks_back_at_once() -> None:
     batching.submit(waiting)
     batching.remove(waiting)
     batching.remove(running)
-    assert not batching.busy
-    assert batching.blocks.held == 0
+    assert not batching.has_work
+    assert batching.pool.used_blocks == 0
 
 
 def test_limits_that_would_starve_prompts_are_refused() -> None:
@@ -236,10 +239,10 @@ def test_a_stop_token_ends_the_sequence_and_is_not_kept() -> None:
 def test_the_chain_depends_on_salt_and_on_all_that_came_before() -> None:
     one, other = sequence(1, 32, 1), sequence(2, 32, 1, start=1)
     salted = sequence(3, 32, 1, b"s")
-    assert one.chain(2)[1] != other.chain(2)[1]
-    assert one.chain(1) != salted.chain(1)
+    assert one.block_digests(2)[1] != other.block_digests(2)[1]
+    assert one.block_digests(1) != salted.block_digests(1)
     changed = Sequence(4, [99, *range(1, 32)], StopConditions(1, frozenset()))
-    assert changed.chain(2)[1] != one.chain(2)[1]
+    assert changed.block_digests(2)[1] != one.block_digests(2)[1]
 
 
 class Tiered:
@@ -247,7 +250,7 @@ class Tiered:
 
     def __init__(self, blocks: int, below_max: int, block_s: float, token_s: float) -> None:
         self.below: dict[bytes, None] = {}
-        self.batching = BatchScheduler(StepLimits(24, 4), BlockPool(blocks), below=self.below)
+        self.batching = BatchScheduler(StepLimits(24, 4), BlockPool(blocks), lower_tiers=self.below)
         self.device: dict[int, bytes] = {}
         self.restored = 0
         self._below_max = below_max
@@ -265,17 +268,21 @@ class Tiered:
         self.device.update(batch.restores)
         if batch.restores:
             self.restored += len(batch.restores)
-            self.batching.trade.note(len(batch.restores), len(batch.restores) * self._block_s)
+            self.batching.blocks.swap_or_recompute.record_swap(
+                len(batch.restores), len(batch.restores) * self._block_s
+            )
         for chunk in batch.chunks:
             self._compute(chunk)
         finished = play(self.batching, batch)
-        self.batching.pace.note(batch.prefill_tokens, 0, batch.prefill_tokens * self._token_s)
+        self.batching.prefill_budget.record_step(
+            batch.prefill_tokens, 0, batch.prefill_tokens * self._token_s
+        )
         return finished
 
     def _compute(self, chunk: BatchChunk) -> None:
         """Nothing is read but what was computed or brought back for just these tokens."""
         one = chunk.sequence
-        chain = one.chain((chunk.start + chunk.tokens) // BLOCK_TOKENS)
+        chain = one.block_digests((chunk.start + chunk.tokens) // BLOCK_TOKENS)
         for index, digest in enumerate(chain):
             if (index + 1) * BLOCK_TOKENS <= chunk.start:
                 assert self.device[one.blocks[index]] == digest
@@ -299,37 +306,37 @@ def test_whoever_gives_way_comes_back_whole_by_whichever_way(
         batching.submit(sequence(number, prompt, output, start=start))
     finished: list[Sequence] = []
     for _ in range(STEPS_MAX):
-        if not batching.busy:
+        if not batching.has_work:
             break
         finished += tiers.step()
-        held = sum(batching.blocks.holders(block) > 0 for block in range(BLOCKS))
-        assert held + batching.blocks.free == BLOCKS
+        held = sum(batching.pool.reference_count(block) > 0 for block in range(BLOCKS))
+        assert held + batching.pool.free_blocks == BLOCKS
     assert len(finished) == len(asks)
-    assert all(s.output_tokens == s.ending.tokens_max for s in finished)
-    assert batching.blocks.held == 0
+    assert all(s.output_tokens == s.stop_conditions.tokens_max for s in finished)
+    assert batching.pool.used_blocks == 0
 
 
 @pytest.mark.parametrize(("block_s", "brought"), [(0.001, True), (10.0, False)])
 def test_who_gave_way_is_brought_back_where_that_is_faster(block_s: float, brought: bool) -> None:
     tiers = Tiered(8, 99, block_s, token_s=0.01)
     # Measured before: what a copy takes, and what a token takes.
-    tiers.batching.trade.note(1, block_s)
-    tiers.batching.pace.note(16, 0, 0.16)
+    tiers.batching.blocks.swap_or_recompute.record_swap(1, block_s)
+    tiers.batching.prefill_budget.record_step(16, 0, 0.16)
     for number in range(2):
         tiers.batching.submit(sequence(number, 40, 70, start=100 * number))
-    while tiers.batching.busy:
+    while tiers.batching.has_work:
         tiers.step()
-    assert tiers.batching.preemptions > 0
+    assert tiers.batching.queues.preemptions > 0
     assert (tiers.restored > 0) == brought
-    kept, lost = tiers.batching.kept_tokens, tiers.batching.lost_tokens
+    kept, lost = tiers.batching.blocks.reused_tokens, tiers.batching.blocks.recomputed_tokens
     assert (kept > lost) == brought
 
 
 def test_a_price_that_was_too_high_is_asked_again() -> None:
     trade = SwapOrRecompute()
-    assert trade.pays(0.001)
-    trade.note(4, 4 * 0.02)
-    assert trade.pays(0.0)
-    answers = [trade.pays(0.001) for _ in range(20)]
+    assert trade.should_swap_in(0.001)
+    trade.record_swap(4, 4 * 0.02)
+    assert trade.should_swap_in(0.0)
+    answers = [trade.should_swap_in(0.001) for _ in range(20)]
     assert answers[0] is False
     assert answers[-1] is True

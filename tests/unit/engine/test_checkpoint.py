@@ -13,11 +13,11 @@ from gguf import GGUFWriter
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nodeagent.engine.model.shape import CheckpointError
+from nodeagent.engine.architecture.decoder_shape import CheckpointError
+from nodeagent.engine.encoder.bert_folder import _pooling
 from nodeagent.engine.weights.checkpoint import open_checkpoint
-from nodeagent.engine.weights.encoder import _pooling
 from nodeagent.engine.weights.gguf_header import read_header
-from nodeagent.engine.weights.safetensors import SafetensorsFiles, SafetensorsFolder
+from nodeagent.engine.weights.safetensors_folder import SafetensorsFiles, SafetensorsFolder
 from ops.golden import tiny_gguf
 
 CONFIG = (

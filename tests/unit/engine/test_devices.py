@@ -16,12 +16,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from nodeagent.engine.core import model_runner as runner
-from nodeagent.engine.core.model_runner import Runner
-from nodeagent.engine.kernels.cuda import kernels
-from nodeagent.engine.kernels.cuda.batch_layout import Paged, Sizes
+from nodeagent.engine.core.model_runner import ModelRunner
+from nodeagent.engine.kernels.cuda import triton_kernels as kernels
+from nodeagent.engine.kernels.cuda.batch_layout import PagedBatch, StepSizes
+from nodeagent.engine.kvcache.kv_format import KvFormat
 from nodeagent.engine.model.layers import attention
-from nodeagent.engine.model.layers.kv_format import KvFormat
-from nodeagent.engine.model.layers.lora import Adapter
+from nodeagent.engine.model.layers.lora import LoraAdapter
 from nodeagent.engine.model.llama import Llama
 from nodeagent.engine.model.qwen2 import Qwen2
 from nodeagent.engine.model.qwen3 import Qwen3
@@ -37,7 +37,7 @@ class Nothing:
     def keep(self, mixed: Tensor, heads: int, slots: Tensor, pages: Tensor) -> None:
         assert {str(one.device) for one in (mixed, slots, pages)} == {DEVICE}
 
-    def attend(self, mixed: Tensor, heads: int, pages: Tensor, layout: Paged) -> Tensor:
+    def attend(self, mixed: Tensor, heads: int, pages: Tensor, layout: PagedBatch) -> Tensor:
         assert layout.decodes is not None and layout.chunks is not None
         read = (layout.decodes.tables, layout.decodes.spans, layout.chunks.tables)
         assert {str(one.device) for one in (*read, layout.chunks.places)} == {DEVICE}
@@ -51,7 +51,7 @@ def pretended() -> Iterator[FakeTensorMode]:
         yield mode
 
 
-def no_numbers(sizes: Sizes, step: RunStep, window: int | None, pinned: bool) -> Tensor:
+def no_numbers(sizes: StepSizes, step: RunStep, window: int | None, pinned: bool) -> Tensor:
     """Stand for what is written on the host, where a fake tensor has no place to write to."""
     return torch.empty(sizes.total(), dtype=torch.int64)
 
@@ -81,10 +81,10 @@ def test_a_step_stays_on_the_device(
 ) -> None:
     kernels = Nothing() if over_pages else None
     monkeypatch.setattr(attention, "page_kernels", lambda pages: kernels)
-    monkeypatch.setattr(runner, "host_numbers", no_numbers)
+    monkeypatch.setattr(runner, "write_step", no_numbers)
     shape = replace(SHAPE, window_tokens=24)
     model = family(shape, RandomWeights(1), DEVICE, dtype, shape.context_tokens)
-    engine = Runner(model, 12, DEVICE, dtype, KvFormat(kept))
+    engine = ModelRunner(model, 12, DEVICE, dtype, KvFormat(kept))
     logits = engine.run(step())
     assert logits.shape == (4, shape.vocabulary)
     assert (str(logits.device), logits.dtype) == (DEVICE, torch.float32)
@@ -96,7 +96,7 @@ def test_a_step_stays_on_the_device(
 
 def test_an_adapter_stays_on_the_device(pretended: FakeTensorMode) -> None:
     model = Llama(SHAPE, RandomWeights(1), DEVICE, torch.bfloat16, SHAPE.context_tokens)
-    engine = Runner(model, 12, DEVICE, torch.bfloat16)
+    engine = ModelRunner(model, 12, DEVICE, torch.bfloat16)
     module, (rows, columns) = next(iter(engine.adding.modules.items()))
     pair = [
         torch.empty(*sizes, device=DEVICE, dtype=torch.bfloat16)
@@ -104,7 +104,7 @@ def test_an_adapter_stays_on_the_device(pretended: FakeTensorMode) -> None:
     ]
 
     class Decode:
-        blocks, adapter = [0], Adapter("a", {module: (pair[0], pair[1])}, b"", 0)
+        blocks, adapter = [0], LoraAdapter("a", {module: (pair[0], pair[1])}, b"", 0)
         start, tokens, ids, drafts, samples = 3, 1, [5], (), True
 
     class Step:
@@ -131,7 +131,7 @@ def test_a_device_whose_kernels_cannot_be_built_is_left_to_torch(
     triton = ModuleType("triton")
     monkeypatch.setattr(triton, "TritonError", TritonError, raising=False)
     monkeypatch.setitem(sys.modules, "triton", triton)
-    monkeypatch.setattr(kernels, "DeviceKernels", Unbuilt)
+    monkeypatch.setattr(kernels, "TritonKernels", Unbuilt)
     monkeypatch.setattr(kernels, "DEVICE_TYPES", {"cpu"})
     monkeypatch.setattr(kernels, "enter", entered.append)
     kernels._found.cache_clear()

@@ -7,11 +7,13 @@ from random import Random
 import pytest
 import torch
 
-from nodeagent.engine.core.model_runner import Runner
-from nodeagent.engine.core.step import EngineCore, Generation
+from nodeagent.engine.core.generation import Generation
+from nodeagent.engine.core.model_runner import ModelRunner
+from nodeagent.engine.core.step import EngineCore
 from nodeagent.engine.kvcache.block_pool import BlockPool
 from nodeagent.engine.sampling.sampler import Sampler, SamplingParams
-from nodeagent.engine.scheduler.batching import BatchScheduler, StepLimits
+from nodeagent.engine.scheduler.batch import StepLimits
+from nodeagent.engine.scheduler.batch_scheduler import BatchScheduler
 from nodeagent.engine.scheduler.sequence import Sequence, StopConditions
 from nodeagent.engine.speculative.draft_length import choose_model_draft_length
 from nodeagent.engine.speculative.draft_model import DraftModel, DraftModelTraits
@@ -33,16 +35,19 @@ def drafting_with(seed: int | None, blocks: int, read_tokens_max: int = 64) -> D
     """A draft model; that of the served model's own seed is always right."""
     if seed is None:
         return None
-    runner = Runner(llama(seed), blocks, "cpu", torch.float32)
+    runner = ModelRunner(llama(seed), blocks, "cpu", torch.float32)
     # Its passes take no time by this clock, so that only acceptance counts.
     return DraftModel(runner, DraftModelTraits("model"), lambda: 0.0, read_tokens_max, 256, 0.01)
 
 
 def engine_of(
-    ahead: DraftModel | None, blocks: int, served: Runner | None = None, limits: StepLimits = LIMITS
+    ahead: DraftModel | None,
+    blocks: int,
+    served: ModelRunner | None = None,
+    limits: StepLimits = LIMITS,
 ) -> EngineCore:
     speculation = Speculation(4, rows_max=200, ahead=ahead)
-    runner = served or Runner(llama(1), blocks, "cpu", torch.float32)
+    runner = served or ModelRunner(llama(1), blocks, "cpu", torch.float32)
     return EngineCore(runner, BatchScheduler(limits, BlockPool(blocks)), speculation=speculation)
 
 
@@ -67,11 +72,11 @@ def submit(
 
 def run(engine: EngineCore, row_cost: float = 0.01) -> int:
     steps = 0
-    while engine.busy:
+    while engine.has_work:
         stepped = engine.step()
-        engine.timed(stepped, 1 + row_cost * stepped.rows)
+        engine.record_timing(stepped, 1 + row_cost * stepped.rows)
         steps += 1
-    assert engine.batching.blocks.held == 0
+    assert engine.scheduler.pool.used_blocks == 0
     return steps
 
 
@@ -166,7 +171,7 @@ def test_it_is_right_after_a_preemption_too() -> None:
     for number, prompt in enumerate(prompts(3)):
         submit(engine, number, prompt)
     run(engine)
-    assert engine.batching.preemptions > 0
+    assert engine.scheduler.queues.preemptions > 0
     assert engine.speculation is not None
     tally = engine.speculation.tallies["model"]
     assert tally.drafted == tally.accepted > 0
@@ -176,7 +181,7 @@ def test_a_cancelled_sequence_disturbs_nobody() -> None:
     engine = engine_of(drafting_with(1, 64), 64)
     kept = [submit(engine, n, p) for n, p in enumerate(prompts(3))]
     for _ in range(4):
-        engine.timed(engine.step(), 1.0)
+        engine.record_timing(engine.step(), 1.0)
     engine.cancel(1)
     run(engine)
     plain, _, _ = generated(None)
@@ -231,10 +236,10 @@ def test_what_is_sampled_through_a_models_drafts_is_distributed_as_without() -> 
     shape = replace(SHAPE, vocabulary=8)
     counts = []
     for seed in (None, 1):
-        served = Runner(llama(1, shape), 64, "cpu", torch.float32)
+        served = ModelRunner(llama(1, shape), 64, "cpu", torch.float32)
         ahead = None
         if seed is not None:
-            runner = Runner(llama(seed, shape), 64, "cpu", torch.float32)
+            runner = ModelRunner(llama(seed, shape), 64, "cpu", torch.float32)
             ahead = DraftModel(runner, DraftModelTraits("model"), lambda: 0.0, 256, 256, 0.01)
         engine = engine_of(ahead, 64, served)
         assert engine.speculation is not None

@@ -10,18 +10,19 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from isochrone.wire.engine import EngineConfig
-from nodeagent.engine.core.model_runner import Runner
+from nodeagent.engine.architecture.decoder_shape import CheckpointError
+from nodeagent.engine.core.model_runner import ModelRunner
 from nodeagent.engine.core.step import EngineCore
 from nodeagent.engine.distributed.collectives import SINGLE_RANK
 from nodeagent.engine.draft_loading import Eagle3HeadFiles, TargetModel, open_draft
 from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS, BlockPool
 from nodeagent.engine.model.llama import Llama
-from nodeagent.engine.model.shape import CheckpointError
 from nodeagent.engine.sampling.sampler import SamplingParams
-from nodeagent.engine.scheduler.batching import Batch, BatchChunk, BatchScheduler, StepLimits
+from nodeagent.engine.scheduler.batch import Batch, BatchChunk, StepLimits
+from nodeagent.engine.scheduler.batch_scheduler import BatchScheduler
 from nodeagent.engine.scheduler.sequence import Sequence, StopConditions
 from nodeagent.engine.speculative.speculation import Speculation
-from nodeagent.engine.weights.eagle3 import HeadFolder, is_head
+from nodeagent.engine.weights.eagle3_folder import EagleFolder, is_eagle_head
 from tests.unit.engine.test_draft_model import GREEDY, generated, prompts, run, submit
 from tests.unit.engine.test_text import VOCABULARY as TEXT
 from tests.unit.engine.tiny import SHAPE, VOCABULARY, llama
@@ -81,11 +82,11 @@ def config_of(path: Path) -> EngineConfig:
     return EngineConfig(model_path="m", served_name="m", socket="s", draft_path=str(path))
 
 
-def opened(path: Path, blocks: int = 64) -> tuple[Runner, Llama, Eagle3HeadFiles]:
+def opened(path: Path, blocks: int = 64) -> tuple[ModelRunner, Llama, Eagle3HeadFiles]:
     head = open_draft(config_of(path), SHAPE, TEXT)
     assert isinstance(head, Eagle3HeadFiles)
     model = llama(1)
-    return Runner(model, blocks, "cpu", torch.float32), model, head
+    return ModelRunner(model, blocks, "cpu", torch.float32), model, head
 
 
 def normed(x: Tensor, weight: Tensor) -> Tensor:
@@ -159,7 +160,7 @@ def test_drafts_are_those_of_a_plain_reference(tmp_path: Path, tokens: int) -> N
     sequence = Sequence(1, [*ids, 7], StopConditions(9, frozenset()))
     sequence.blocks = list(range(5, 5 + -(-(tokens + 6) // BLOCK_TOKENS)))
     runner.run(Batch((), (BatchChunk(sequence, 0, tokens),)))
-    sequence.computed = tokens
+    sequence.computed_tokens = tokens
     (drafts,) = ahead.draft([(sequence, ahead.shadow(sequence))], 4, 64)
     table = model.embed(torch.arange(VOCABULARY))
     states = torch.cat([heard[number] for number in (2, 2, 1)], -1)
@@ -230,7 +231,7 @@ def test_a_speculators_head_drafts_as_its_authors_own(tmp_path: Path) -> None:
     }
     save_file(renamed, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(said))
-    assert is_head(tmp_path)
+    assert is_eagle_head(tmp_path)
     head = open_draft(config_of(tmp_path), SHAPE, TEXT)
     assert isinstance(head, Eagle3HeadFiles)
     assert head.layers == (2, 2, 1)
@@ -243,17 +244,17 @@ def test_a_speculators_head_drafts_as_its_authors_own(tmp_path: Path) -> None:
     ):
         (tmp_path / "config.json").write_text(json.dumps(said | odd))
         with pytest.raises(CheckpointError, match=says):
-            HeadFolder(tmp_path)
+            EagleFolder(tmp_path)
 
 
 def test_a_head_may_name_its_layers_and_lead_nowhere(tmp_path: Path) -> None:
     weights = head_weights()
     weights["d2t"][3] = VOCABULARY
     said = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}}
-    folder = HeadFolder(write_head(tmp_path, weights, **said))
+    folder = EagleFolder(write_head(tmp_path, weights, **said))
     assert folder.layers_heard(4) == (1, 2, 3)
     with pytest.raises(CheckpointError, match="d2t leads out of"):
         folder.targets()
     folder.close()
-    assert is_head(tmp_path)
-    assert not is_head(tmp_path / "nothing")
+    assert is_eagle_head(tmp_path)
+    assert not is_eagle_head(tmp_path / "nothing")

@@ -13,17 +13,17 @@ from gguf.constants import GGMLQuantizationType
 from safetensors.torch import save_file
 from torch import Tensor
 
+from nodeagent.engine.architecture.decoder_shape import CheckpointError
 from nodeagent.engine.kernels.cpu import file_reads as fetching
-from nodeagent.engine.kernels.cpu.kernels import kernels
-from nodeagent.engine.kernels.cpu.matrix_layouts import Native
+from nodeagent.engine.kernels.cpu.library import cpu_kernels
+from nodeagent.engine.kernels.cpu.native_matrix import NativeMatrix
 from nodeagent.engine.model.layers.linear import Keeping
-from nodeagent.engine.model.shape import CheckpointError
-from nodeagent.engine.weights.gguf import GgufFile
-from nodeagent.engine.weights.safetensors import SafetensorsFiles
-from nodeagent.engine.weights.weight_loading import Weights, WeightSource
+from nodeagent.engine.model.weight_loader import WeightLoader, WeightSource
+from nodeagent.engine.weights.gguf_file import GgufFile
+from nodeagent.engine.weights.safetensors_folder import SafetensorsFiles
 
 pytestmark = pytest.mark.skipif(
-    kernels() is None, reason="our own kernels need a compiler and AVX-512 VNNI"
+    cpu_kernels() is None, reason="our own kernels need a compiler and AVX-512 VNNI"
 )
 
 LONG = 1040
@@ -65,11 +65,11 @@ def drop(folder: Path) -> None:
 
 def fetched(source: WeightSource, keeping: Keeping, *names: str, columns: int = 96) -> Tensor:
     """Return the matrix of these weights, as it is once all is there."""
-    weights = Weights(source, "cpu", torch.float32, keeping)
+    weights = WeightLoader(source, "cpu", torch.float32, keeping)
     weights.adding = None
     rows = {name: SHAPES.get(name, (LONG,))[0] for name in names}
     matrix = weights.linear_stack("", rows, columns)
-    assert isinstance(matrix, Native)
+    assert isinstance(matrix, NativeMatrix)
     assert not matrix.packed.any()
     weights.begin()()
     return matrix[torch.arange(sum(rows.values()))]
@@ -167,7 +167,7 @@ def test_a_gguf_files_floats_have_their_heads_put_back(tmp_path: Path, head_dim:
     writer.close()
     source = GgufFile(path)
     for keeping in (Keeping.TILED, Keeping.NATIVE):
-        weights = Weights(source, "cpu", torch.float32, keeping)
+        weights = WeightLoader(source, "cpu", torch.float32, keeping)
         weights.adding = None
         at = "model.layers.0."
         queries, up = (
@@ -175,7 +175,7 @@ def test_a_gguf_files_floats_have_their_heads_put_back(tmp_path: Path, head_dim:
             for part in ("self_attn.q", "mlp.up")
         )
         weights.begin()()
-        assert isinstance(queries, Native) and isinstance(up, Native)
+        assert isinstance(queries, NativeMatrix) and isinstance(up, NativeMatrix)
         rows = torch.arange(hidden)
         wanted = torch.from_numpy(filed).float()
         hold(up[rows], wanted, keeping)

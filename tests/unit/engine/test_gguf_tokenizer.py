@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from nodeagent.engine.architecture.decoder_shape import CheckpointError
 from nodeagent.engine.chat.call_format import ToolDefinition
 from nodeagent.engine.chat.chat_template import ChatTemplate
-from nodeagent.engine.model.shape import CheckpointError
 from nodeagent.engine.tokenizer.gguf_tokenizer import read_gguf_vocabulary
 from nodeagent.engine.tokenizer.vocabulary import _BYTE_OF_LETTER, Vocabulary
-from nodeagent.engine.weights.gguf_header import Strings
+from nodeagent.engine.weights.gguf_header import PackedStrings
 
 GOLDEN = json.loads((Path(__file__).parent / "golden_sentencepiece.json").read_text())
 PATH = Path("m.gguf")
@@ -25,7 +25,7 @@ def described_by(metadata: dict[str, Any]) -> Vocabulary:
         strings = [string.encode() for string in metadata.get(key, [])]
         packed = [struct.pack("<Q", len(string)) + string for string in strings]
         ends = list(accumulate(map(len, packed)))
-        metadata[key] = Strings(PATH, key, b"".join(packed), ends)
+        metadata[key] = PackedStrings(PATH, key, b"".join(packed), ends)
     return read_gguf_vocabulary(PATH, metadata)
 
 

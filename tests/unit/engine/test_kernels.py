@@ -11,23 +11,23 @@ from torch import Tensor
 from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 
 from nodeagent.engine.kernels.cpu import build as building
-from nodeagent.engine.kernels.cpu.build import NoKernels, built
-from nodeagent.engine.kernels.cpu.kernels import PIECE_TOKENS, Kernels, kernels
-from nodeagent.engine.model.layers.rope import Rope, inverse_frequencies
+from nodeagent.engine.kernels.cpu.build import KernelsUnavailable, kernels_library
+from nodeagent.engine.kernels.cpu.library import PIECE_TOKENS, CpuKernels, cpu_kernels
+from nodeagent.engine.model.layers.rope import RotaryTable, inverse_frequencies
 
 HEADS, KV_HEADS, DIM, BLOCK = 6, 2, 16, 4
 
 
 @pytest.fixture(scope="module")
-def own() -> Kernels:
-    found = kernels()
+def own() -> CpuKernels:
+    found = cpu_kernels()
     if found is None:
         pytest.skip("our own kernels need a compiler")
     return found
 
 
 @pytest.fixture(scope="module", params=["vectors", "tiles"])
-def attending(own: Kernels, request: pytest.FixtureRequest) -> Iterator[Kernels]:
+def attending(own: CpuKernels, request: pytest.FixtureRequest) -> Iterator[CpuKernels]:
     """The kernels, that attend from many rows by vectors, and by the processor's matrix unit."""
     by_tiles = request.param == "tiles"
     if by_tiles and not own.tiles:
@@ -42,7 +42,7 @@ def chance(*shape: int, seed: int = 1) -> Tensor:
 
 
 @pytest.mark.parametrize("rows", [1, 3, 70])
-def test_norm_and_gate_are_torchs(own: Kernels, rows: int) -> None:
+def test_norm_and_gate_are_torchs(own: CpuKernels, rows: int) -> None:
     x, weight = chance(rows, 100), chance(100, seed=2)
     torch.testing.assert_close(own.normalise(x, weight, 1e-5), rms_norm(x, (100,), weight, 1e-5))
     both = 30 * chance(rows, 200)
@@ -50,15 +50,15 @@ def test_norm_and_gate_are_torchs(own: Kernels, rows: int) -> None:
     torch.testing.assert_close(own.gate(both), silu(gate) * up)
 
 
-def test_a_gate_keeps_what_is_no_number_and_what_is_huge(own: Kernels) -> None:
+def test_a_gate_keeps_what_is_no_number_and_what_is_huge(own: CpuKernels) -> None:
     both = torch.tensor([[float("nan"), -1e30, 1e30, 0.0, 1.0, 1.0, 1.0, float("nan")]])
     found = own.gate(both)
     assert found[0].isnan().tolist() == [True, False, False, True]
     assert found[0, 1:3].tolist() == pytest.approx([0.0, 1e30], rel=1e-6, abs=1e-6)
 
 
-def test_queries_and_keys_turn_as_by_the_formula(own: Kernels) -> None:
-    cos, sin = Rope(inverse_frequencies(DIM, 1e4, None, None), 50, "cpu", torch.float32).at(
+def test_queries_and_keys_turn_as_by_the_formula(own: CpuKernels) -> None:
+    cos, sin = RotaryTable(inverse_frequencies(DIM, 1e4, None, None), 50, "cpu", torch.float32).at(
         torch.tensor([0, 7, 49])
     )
     mixed = chance(3, HEADS + 2 * KV_HEADS, DIM)
@@ -111,7 +111,7 @@ def by_torch(
 )
 @settings(max_examples=60, deadline=None)
 def test_attention_is_torchs_whatever_the_batch(
-    attending: Kernels,
+    attending: CpuKernels,
     parts: list[tuple[int, int]],
     grouped: tuple[int, int],
     dim: int,
@@ -141,7 +141,7 @@ def test_attention_is_torchs_whatever_the_batch(
 )
 @settings(max_examples=80, deadline=None)
 def test_by_vectors_an_answer_is_the_same_however_many_are_computed_at_once(
-    own: Kernels,
+    own: CpuKernels,
     start: int,
     tokens: int,
     grouped: tuple[int, int],
@@ -166,7 +166,7 @@ def test_by_vectors_an_answer_is_the_same_however_many_are_computed_at_once(
 
 
 @pytest.mark.parametrize("tokens", [3, 39])
-def test_what_no_token_sees_may_be_anything(attending: Kernels, tokens: int) -> None:
+def test_what_no_token_sees_may_be_anything(attending: CpuKernels, tokens: int) -> None:
     tables, pieces, rows = sequences((5, 1), (0, tokens))
     pages = chance(int(tables.max()) + 1, BLOCK, 2 * KV_HEADS, DIM)
     mixed = chance(rows, HEADS + 2 * KV_HEADS, DIM, seed=3)
@@ -186,7 +186,7 @@ def test_what_no_token_sees_may_be_anything(attending: Kernels, tokens: int) -> 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
 @pytest.mark.parametrize("tokens", [1, 30])
 def test_what_is_no_number_reaches_the_answers_of_its_own_rows_alone(
-    attending: Kernels, tokens: int, wrong: float
+    attending: CpuKernels, tokens: int, wrong: float
 ) -> None:
     tables, pieces, rows = sequences((3, 1), (3, tokens))
     pages = chance(int(tables.max()) + 1, BLOCK, 2 * KV_HEADS, DIM)
@@ -198,7 +198,7 @@ def test_what_is_no_number_reaches_the_answers_of_its_own_rows_alone(
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
-def test_a_wrong_query_spoils_no_other_rows_answer(attending: Kernels, wrong: float) -> None:
+def test_a_wrong_query_spoils_no_other_rows_answer(attending: CpuKernels, wrong: float) -> None:
     tables, pieces, rows = sequences((70, 30))
     pages = chance(int(tables.max()) + 1, BLOCK, 2 * KV_HEADS, DIM)
     mixed = chance(rows, HEADS + 2 * KV_HEADS, DIM, seed=3)
@@ -210,7 +210,7 @@ def test_a_wrong_query_spoils_no_other_rows_answer(attending: Kernels, wrong: fl
     assert torch.equal(found, wanted)
 
 
-def test_keys_and_values_go_to_their_slots(own: Kernels) -> None:
+def test_keys_and_values_go_to_their_slots(own: CpuKernels) -> None:
     pages = torch.zeros(3, BLOCK, 2 * KV_HEADS, DIM)
     mixed = chance(2, HEADS + 2 * KV_HEADS, DIM)
     own.keep(mixed, HEADS, torch.tensor([9, 2]), pages)
@@ -223,18 +223,18 @@ def test_without_a_compiler_there_are_none(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(building, "_NEEDED", ())
     monkeypatch.setattr(building, "_COMPILERS", ("no-such-compiler",))
-    with pytest.raises(NoKernels, match="no-such-compiler is here"):
-        built()
+    with pytest.raises(KernelsUnavailable, match="no-such-compiler is here"):
+        kernels_library()
     monkeypatch.setattr(building, "_COMPILERS", ("false",))
-    with pytest.raises(NoKernels, match="it failed"):
-        built()
+    with pytest.raises(KernelsUnavailable, match="it failed"):
+        kernels_library()
     assert not list(tmp_path.rglob("*.so"))
 
 
 def test_for_another_processor_none_are_built(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(building, "_features", lambda: "flags : sse2 avx2 avx512f")
-    with pytest.raises(NoKernels, match="this processor lacks avx512_vnni, avx512bw"):
-        built()
+    with pytest.raises(KernelsUnavailable, match="this processor lacks avx512_vnni, avx512bw"):
+        kernels_library()
 
 
 def test_a_folder_that_others_may_write_is_not_trusted(
@@ -244,8 +244,8 @@ def test_a_folder_that_others_may_write_is_not_trusted(
     monkeypatch.setattr(building, "_NEEDED", ())
     (tmp_path / "isochrone").mkdir(mode=0o700)
     (tmp_path / "isochrone").chmod(0o777)
-    with pytest.raises(NoKernels, match="others may write there"):
-        built()
+    with pytest.raises(KernelsUnavailable, match="others may write there"):
+        kernels_library()
 
 
 def test_a_library_is_on_the_disk_before_it_has_its_name(
@@ -263,5 +263,5 @@ def test_a_library_is_on_the_disk_before_it_has_its_name(
         synced.append((path.read_text(), list((tmp_path / "isochrone").glob("*.so"))))
 
     monkeypatch.setattr(building, "sync", note)
-    assert built().read_text() == "library\n"
+    assert kernels_library().read_text() == "library\n"
     assert synced == [("library\n", [])]

@@ -5,13 +5,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nodeagent.engine.core.model_runner import Runner
+from nodeagent.engine.core.model_runner import ModelRunner
 from nodeagent.engine.kvcache.block_mover import BlockMover
 from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS, BlockPool
 from nodeagent.engine.kvcache.host_tier import HostTier
-from nodeagent.engine.model.layers.kv_format import KV_DTYPES, KvFormat
+from nodeagent.engine.kvcache.kv_format import KV_DTYPES, KvFormat
 from nodeagent.engine.model.llama import Llama
-from nodeagent.engine.scheduler.batching import BatchScheduler, StepLimits
+from nodeagent.engine.scheduler.batch import StepLimits
+from nodeagent.engine.scheduler.batch_scheduler import BatchScheduler
 from nodeagent.engine.scheduler.sequence import Sequence, StopConditions
 from tests.unit.engine.tiny import SHAPE, VOCABULARY, RandomWeights
 
@@ -54,21 +55,21 @@ def test_what_a_token_takes() -> None:
     }
 
 
-def logits(form: KvFormat | None) -> tuple[torch.Tensor, Runner]:
+def logits(form: KvFormat | None) -> tuple[torch.Tensor, ModelRunner]:
     """Return what a model says of a fixed text, read in chunks and then token by token."""
     # Weights so small that no layer makes much of a small error.
     model = Llama(SHAPE, RandomWeights(1, 0.2), "cpu", torch.float32, SHAPE.context_tokens)
-    runner = Runner(model, BLOCKS, "cpu", torch.float32, form)
+    runner = ModelRunner(model, BLOCKS, "cpu", torch.float32, form)
     generator = torch.Generator().manual_seed(2)
     text = torch.randint(0, VOCABULARY, (60,), generator=generator).tolist()
     batching = BatchScheduler(StepLimits(16, 2), BlockPool(BLOCKS))
     batching.submit(Sequence(1, text[:40], StopConditions(20, frozenset())))
     rows = []
-    while batching.busy:
+    while batching.has_work:
         batch = batching.next_batch()
         found = runner.run(batch)
         for chunk in batch.chunks:
-            batching.computed(chunk)
+            batching.mark_computed(chunk)
             if chunk.samples:
                 rows.append(found[0])
                 sequence = chunk.sequence
@@ -93,10 +94,10 @@ def test_blocks_of_another_form_are_refused() -> None:
     assert torch.equal(runner.read_blocks([4, 5]), contents)
     shape = (SHAPE.layers, BLOCK_TOKENS, 2 * SHAPE.kv_heads, FP8.width(SHAPE.head_dim))
     mover = BlockMover(runner, HostTier(2, shape, torch.uint8), None)
-    mover.take_in([b"a" * 32], contents[:1])
+    mover.import_blocks([b"a" * 32], contents[:1])
     with pytest.raises(ValueError, match=r"cannot take KV blocks of .* torch.float32: those here"):
-        mover.take_in([b"b" * 32], contents[1:].float())
+        mover.import_blocks([b"b" * 32], contents[1:].float())
     with pytest.raises(ValueError, match="cannot take 1 KV blocks as 2"):
-        mover.take_in([b"b" * 32, b"c" * 32], contents[1:])
+        mover.import_blocks([b"b" * 32, b"c" * 32], contents[1:])
     assert len(mover.host) == 1
     mover.close([])

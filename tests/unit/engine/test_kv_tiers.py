@@ -16,7 +16,8 @@ from nodeagent.engine.kvcache.block_mover import BlockMover
 from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS, BlockPool
 from nodeagent.engine.kvcache.file_tier import FileTier
 from nodeagent.engine.kvcache.host_tier import HostTier
-from nodeagent.engine.scheduler.batching import BatchScheduler, StepLimits
+from nodeagent.engine.scheduler.batch import StepLimits
+from nodeagent.engine.scheduler.batch_scheduler import BatchScheduler
 from nodeagent.engine.scheduler.fair_queue import SchedulingParams
 from nodeagent.engine.scheduler.sequence import FinishReason, Sequence, StopConditions
 
@@ -73,15 +74,15 @@ def test_a_step_sees_what_its_sequences_computed_and_nothing_else(
     pages = Pages(8)
     host = HostTier(host_blocks, (BLOCK_TOKENS, 2), torch.int64)
     mover = BlockMover(pages, host, None)
-    batching = BatchScheduler(StepLimits(budget, 4), BlockPool(8), below=host)
+    batching = BatchScheduler(StepLimits(budget, 4), BlockPool(8), lower_tiers=host)
     coming = []
     for number, (prompt, output, salt, start, priority) in enumerate(asks):
         # Few different beginnings, so that prefixes are shared, pushed out and asked for again.
         tokens = [start * 100 + at for at in range(prompt)]
         standing = SchedulingParams(priority=priority)
         ending = StopConditions(output, frozenset())
-        coming.append(Sequence(number, tokens, ending, salt, standing=standing))
-    while coming or batching.busy:
+        coming.append(Sequence(number, tokens, ending, salt, scheduling=standing))
+    while coming or batching.has_work:
         # One a step: who comes later and is more urgent makes others give way.
         if coming:
             batching.submit(coming.pop(0))
@@ -92,7 +93,7 @@ def test_a_step_sees_what_its_sequences_computed_and_nothing_else(
             assert pages.holds(chunk.sequence, chunk.start)
             pages.compute(chunk.sequence, chunk.start, chunk.start + chunk.tokens)
         for chunk in batch.chunks:
-            batching.computed(chunk)
+            batching.mark_computed(chunk)
         for chunk in batch.chunks:
             if chunk.samples and chunk.sequence.append(7) is FinishReason.LENGTH:
                 batching.remove(chunk.sequence)
@@ -101,7 +102,7 @@ def test_a_step_sees_what_its_sequences_computed_and_nothing_else(
 def test_a_session_pushed_out_comes_back_whole() -> None:
     pages, host = Pages(6), HostTier(6, (BLOCK_TOKENS, 2), torch.int64)
     mover = BlockMover(pages, host, None)
-    batching = BatchScheduler(StepLimits(200, 2), BlockPool(6), below=host)
+    batching = BatchScheduler(StepLimits(200, 2), BlockPool(6), lower_tiers=host)
     cached = []
     for number, start in enumerate((0, 1000, 0)):
         tokens = list(range(start, start + 5 * BLOCK_TOKENS + 1))
@@ -111,7 +112,7 @@ def test_a_session_pushed_out_comes_back_whole() -> None:
         mover.move(batch.evicted, batch.restores, lambda: None)
         for chunk in batch.chunks:
             pages.compute(sequence, chunk.start, chunk.start + chunk.tokens)
-            batching.computed(chunk)
+            batching.mark_computed(chunk)
         batching.remove(sequence)
         cached.append(sequence.cached_tokens)
     assert cached == [0, 0, 5 * BLOCK_TOKENS]
@@ -134,13 +135,13 @@ def test_files_outlive_their_process_and_stay_within_their_bytes(tmp_path: Path)
         assert tier.write(digest(number), content)
     again = FileTier(tmp_path, MODEL, 100, 10_000)
     assert len(again) == 4
-    assert again.held_bytes == tier.held_bytes
+    assert again.used_bytes == tier.used_bytes
     assert again.read(digest(2)) == content
     assert FileTier(tmp_path, b"another model---", 100, 10_000).read(digest(2)) is None
     # 163 bytes a file: two have room. Read last, number 2 stays.
     small = FileTier(tmp_path, MODEL, 100, 400)
     assert len(small) == 2
-    assert small.held_bytes <= 400
+    assert small.used_bytes <= 400
     held = [number for number in range(4) if digest(number) in small]
     assert small.read(digest(held[0])) == content
     small.write(digest(7), content)
@@ -171,7 +172,7 @@ def test_a_spoilt_file_is_a_miss(tmp_path: Path, change: str) -> None:
         path.unlink()
     assert tier.read(digest(1)) is None
     assert digest(1) not in tier
-    assert tier.spoilt_total == (change != "gone")
+    assert tier.corrupt_total == (change != "gone")
     assert not path.exists()
     assert tier.read(digest(2)) == b"x" * 50
 
@@ -186,7 +187,7 @@ def test_a_disk_that_takes_nothing_is_no_error_and_said_once(
         for _ in range(3):
             assert not tier.write(digest(1), bytes(50))
             assert digest(1) not in tier
-        assert [record.message for record in caplog.records] == ["cannot keep KV"] * wanted
+        assert [record.message for record in caplog.records] == ["cannot write a KV block"] * wanted
         in_the_way.unlink()
         assert tier.write(digest(2), bytes(50))
         # Also where somebody has removed all of it.
@@ -209,7 +210,7 @@ def test_a_disk_that_lets_go_of_nothing_is_no_error(
 
     monkeypatch.setattr(Path, "unlink", read_only)
     assert tier.read(digest(1)) is None
-    assert (len(tier), tier.spoilt_total) == (1, 1)
+    assert (len(tier), tier.corrupt_total) == (1, 1)
     assert tier.write(digest(2), bytes(100))
     assert tier.write(digest(3), bytes(100))
     assert [n for n in range(4) if digest(n) in tier] == [2, 3]

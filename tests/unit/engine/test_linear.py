@@ -12,17 +12,18 @@ from gguf.quants import quantize
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nodeagent.engine.kernels.cpu.file_reads import Fetch, fetch
-from nodeagent.engine.kernels.cpu.kernels import kernels
-from nodeagent.engine.kernels.cpu.matrix_layouts import Native
+from nodeagent.engine.architecture.decoder_shape import CheckpointError
+from nodeagent.engine.kernels.cpu.file_reads import RowFetch, start_fetching
+from nodeagent.engine.kernels.cpu.library import cpu_kernels
+from nodeagent.engine.kernels.cpu.native_matrix import NativeMatrix
 from nodeagent.engine.model.layers.linear import (
-    Blocked,
-    FourBit,
-    Groups,
-    Half,
+    Fp16Linear,
+    Int4Linear,
     Keeping,
     Linear,
-    Plain,
+    OneDnnLinear,
+    PlainLinear,
+    QuantisedGroups,
     bytes_kept,
     choose,
     join,
@@ -31,9 +32,8 @@ from nodeagent.engine.model.layers.linear import (
     native,
     tiled,
 )
-from nodeagent.engine.model.shape import CheckpointError
-from nodeagent.engine.weights.gguf import GgufFile
-from nodeagent.engine.weights.gguf_unpacking import BITS
+from nodeagent.engine.weights.gguf_file import GgufFile
+from nodeagent.engine.weights.gguf_unpacking import BITS_OF
 
 ROWS, COLUMNS = 192, 256
 HEADS = 4
@@ -45,11 +45,11 @@ def chance(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def some_groups(seed: int) -> Groups:
+def some_groups(seed: int) -> QuantisedGroups:
     chance = torch.Generator().manual_seed(seed)
     numbers = torch.randint(0, 16, (ROWS, COLUMNS), generator=chance, dtype=torch.uint8)
     scales = torch.rand(ROWS, COLUMNS // 32, generator=chance) * 0.01
-    return Groups(numbers, scales, -8 * scales + 0.001)
+    return QuantisedGroups(numbers, scales, -8 * scales + 0.001)
 
 
 def error(product: Linear, weight: torch.Tensor, rows: int) -> float:
@@ -61,26 +61,26 @@ def error(product: Linear, weight: torch.Tensor, rows: int) -> float:
     return float((found - exact).norm() / exact.norm()) if rows else 0.0
 
 
-def eight_bits(seed: int) -> Groups:
+def eight_bits(seed: int) -> QuantisedGroups:
     four = some_groups(seed)
     numbers = torch.randint(0, 256, four.numbers.shape, dtype=torch.uint8)
-    return Groups(numbers, four.scales, -128 * four.scales, bits=8)
+    return QuantisedGroups(numbers, four.scales, -128 * four.scales, bits=8)
 
 
 needs_kernels = pytest.mark.skipif(
-    kernels() is None, reason="our own kernels need a compiler and AVX-512 VNNI"
+    cpu_kernels() is None, reason="our own kernels need a compiler and AVX-512 VNNI"
 )
 
 
 @needs_kernels
 @pytest.mark.parametrize("rows", [0, 1, 2, 7, 8, 33])
 @pytest.mark.parametrize("groups", [some_groups(1), eight_bits(2)], ids=["four", "eight"])
-def test_our_own_kernel_is_as_exact_as_the_file(groups: Groups, rows: int) -> None:
-    halves = Groups(
+def test_our_own_kernel_is_as_exact_as_the_file(groups: QuantisedGroups, rows: int) -> None:
+    halves = QuantisedGroups(
         groups.numbers, groups.scales.half().float(), groups.offsets.half().float(), groups.bits
     )
     product = native(halves, Keeping.NATIVE)
-    assert isinstance(product, Native)
+    assert isinstance(product, NativeMatrix)
     assert error(product, halves.wide(), rows) < 1e-4
     wanted = torch.tensor([0, 17, 3, ROWS - 1])
     assert torch.equal(product[wanted], halves.wide()[wanted])
@@ -178,32 +178,32 @@ def test_what_is_no_number_stays_none_and_harms_no_other_row() -> None:
 def test_each_keeps_its_tolerance(rows: int) -> None:
     groups = some_groups(1)
     weight = groups.wide()
-    assert error(Plain(weight), weight, rows) < 1e-6
-    assert error(Blocked(weight), weight, rows) < 1e-6
-    assert error(Half(weight), weight, rows) < 1e-3
-    assert error(Blocked(weight.bfloat16()), weight, rows) < 1e-2
-    assert error(FourBit(groups), weight, rows) < 1e-2
+    assert error(PlainLinear(weight), weight, rows) < 1e-6
+    assert error(OneDnnLinear(weight), weight, rows) < 1e-6
+    assert error(Fp16Linear(weight), weight, rows) < 1e-3
+    assert error(OneDnnLinear(weight.bfloat16()), weight, rows) < 1e-2
+    assert error(Int4Linear(groups), weight, rows) < 1e-2
 
 
 def test_four_bits_joined_are_one_below_the_other() -> None:
     one, other = some_groups(1), some_groups(2)
     weight = torch.cat((one.wide(), other.wide()))
     joined = join([one, other])
-    assert isinstance(joined, Groups)
+    assert isinstance(joined, QuantisedGroups)
     assert torch.equal(joined.wide(), weight)
     assert error(keep_groups(joined, Keeping.PACKED), weight, 2) < 1e-2
 
 
 def test_what_no_kernel_serves_is_kept_otherwise() -> None:
     odd = some_groups(3)
-    odd = Groups(odd.numbers[:90], odd.scales[:90], odd.offsets[:90])
-    assert isinstance(keep_groups(odd, Keeping.NATIVE), Blocked | Plain)
-    assert isinstance(keep(torch.ones(8, 8), Keeping.BLOCKED), Plain)
+    odd = QuantisedGroups(odd.numbers[:90], odd.scales[:90], odd.offsets[:90])
+    assert isinstance(keep_groups(odd, Keeping.NATIVE), OneDnnLinear | PlainLinear)
+    assert isinstance(keep(torch.ones(8, 8), Keeping.BLOCKED), PlainLinear)
     assert choose("cuda:0", torch.bfloat16, "file")[0] is Keeping.PLAIN
     assert choose("cpu", torch.float16, "file")[0] is Keeping.PLAIN
-    tiles = Keeping.TILED if kernels() else Keeping.BLOCKED
+    tiles = Keeping.TILED if cpu_kernels() else Keeping.BLOCKED
     assert choose("cpu", torch.float32, "none")[0] is tiles
-    wanted = Keeping.NATIVE if kernels() else Keeping.BLOCKED
+    wanted = Keeping.NATIVE if cpu_kernels() else Keeping.BLOCKED
     assert choose("cpu", torch.float32, "auto")[0] is wanted
     assert choose("cpu", torch.bfloat16, "none")[0] is Keeping.BLOCKED
 
@@ -212,7 +212,7 @@ def test_what_no_kernel_serves_is_kept_otherwise() -> None:
 def test_without_our_own_kernels_weights_are_packed_only_where_asked_and_able(
     monkeypatch: pytest.MonkeyPatch, halves: bool
 ) -> None:
-    monkeypatch.setattr("nodeagent.engine.model.layers.linear.kernels", lambda: None)
+    monkeypatch.setattr("nodeagent.engine.model.layers.linear.cpu_kernels", lambda: None)
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: halves)
     assert choose("cpu", torch.float32, "auto")[0] is Keeping.BLOCKED
     packed, blocked = (
@@ -222,10 +222,10 @@ def test_without_our_own_kernels_weights_are_packed_only_where_asked_and_able(
     assert choose("cpu", torch.bfloat16, "auto")[0] is blocked
 
 
-@pytest.mark.skipif(kernels() is None, reason="our own kernels are not here")
+@pytest.mark.skipif(cpu_kernels() is None, reason="our own kernels are not here")
 @pytest.mark.parametrize(("groups", "bits"), [(some_groups(1), 4), (eight_bits(1), 8)])
-def test_what_is_kept_takes_what_was_said_before(groups: Groups, bits: int) -> None:
-    own = kernels()
+def test_what_is_kept_takes_what_was_said_before(groups: QuantisedGroups, bits: int) -> None:
+    own = cpu_kernels()
     assert own is not None
     kept = own.pack(bits, groups.numbers, groups.scales, groups.offsets)
     said = bytes_kept(Keeping.NATIVE, torch.float32, bits)
@@ -279,9 +279,9 @@ def test_a_gguf_files_groups_are_read_as_they_are(
             lambda path, opened: os.open(os.devnull, os.O_RDONLY),
         )
     file = GgufFile(path)
-    assert file.filed_bits() == {BITS[kind]: COLUMNS * (COLUMNS + 64 + WIDE), 32: 32 * COLUMNS}
+    assert file.filed_bits() == {BITS_OF[kind]: COLUMNS * (COLUMNS + 64 + WIDE), 32: 32 * COLUMNS}
     try:
-        later: list[Fetch] = []
+        later: list[RowFetch] = []
         for name, shape in (
             ("model.layers.0.self_attn.q_proj.weight", (COLUMNS, COLUMNS)),
             ("model.layers.0.mlp.down_proj.weight", (COLUMNS, 64)),
@@ -291,11 +291,11 @@ def test_a_gguf_files_groups_are_read_as_they_are(
             assert groups is not None
             wide = groups.groups().wide()
             torch.testing.assert_close(wide, file.tensor(name, shape))
-            if kernels():
+            if cpu_kernels():
                 later.clear()
                 both = native(join([groups, groups]), Keeping.NATIVE, later)
                 assert both is not None
-                fetch(later).result()
+                start_fetching(later).result()
                 wanted = torch.cat((wide, wide))
                 found = both[torch.arange(len(wanted))]
                 torch.testing.assert_close(found, wanted, atol=1e-3, rtol=1e-3)
@@ -306,6 +306,6 @@ def test_a_gguf_files_groups_are_read_as_they_are(
         later.clear()
         with pytest.raises(CheckpointError, match="it ends at byte"):
             keep_groups(groups, Keeping.NATIVE, later)
-            fetch(later).result()
+            start_fetching(later).result()
     finally:
         file.close()

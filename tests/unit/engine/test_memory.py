@@ -43,14 +43,14 @@ def test_refused_until_it_is_below_again() -> None:
     now_s, used = [0.0], [GIB]
     watch = MemoryWatch(lambda: [MemoryUse("this engine", used[0], GIB)], lambda: now_s[0])
     with pytest.raises(ApiError) as refused:
-        watch.hold()
+        watch.check()
     assert refused.value.code is ErrorCode.OUT_OF_CAPACITY
     assert refused.value.retry_after_s
     told = {"memory_used_bytes": GIB, "memory_ceiling_bytes": GIB}
     assert watch.counts() == told | {"memory_full": True, "memory_refused_total": 1}
     used[0] = GIB // 2
     now_s[0] = 1.0
-    watch.hold()
+    watch.check()
     told["memory_used_bytes"] = GIB // 2
     assert watch.counts() == told | {"memory_full": False, "memory_refused_total": 1}
 

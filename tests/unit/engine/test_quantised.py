@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from nodeagent.engine.architecture.decoder_shape import CheckpointError
 from nodeagent.engine.distributed.shards import WeightSlice
-from nodeagent.engine.model.shape import CheckpointError
 from nodeagent.engine.weights.checkpoint import open_checkpoint
 from nodeagent.engine.weights.quantised_folder import QuantisedFolder
 from ops.golden import tiny

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nodeagent.engine.architecture.decoder_shape import CheckpointError, DecoderShape
 from nodeagent.engine.distributed.shards import ModelShard, ParallelConfig
-from nodeagent.engine.model.shape import CheckpointError, ModelShape
-from nodeagent.engine.scheduler.batching import Batch, BatchChunk
+from nodeagent.engine.scheduler.batch import Batch, BatchChunk
 from nodeagent.engine.scheduler.sequence import Sequence, StopConditions
 from nodeagent.engine.workers.commands import Command, RunStep, run_step_command
 
-SHAPE = ModelShape(
+SHAPE = DecoderShape(
     layers=7,
     hidden=64,
     intermediate=96,
@@ -97,7 +97,7 @@ def test_what_cannot_be_split_is_refused(
 
 
 def test_a_step_is_told_whole() -> None:
-    decode = Sequence(1, [5, 6, 7], StopConditions(9, frozenset()), computed=2, blocks=[4])
+    decode = Sequence(1, [5, 6, 7], StopConditions(9, frozenset()), computed_tokens=2, blocks=[4])
     prompt = Sequence(2, list(range(20)), StopConditions(9, frozenset()), blocks=[2, 3])
     verified = BatchChunk(decode, 2, 3, (8, 9))
     batch = Batch((BatchChunk(decode, 2, 1),), (BatchChunk(prompt, 0, 18),), verifies=(verified,))

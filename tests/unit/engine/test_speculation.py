@@ -10,10 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nodeagent.engine.core.step import EngineCore, Generation
+from nodeagent.engine.core.generation import Generation
+from nodeagent.engine.core.step import EngineCore
 from nodeagent.engine.kvcache.block_pool import BlockPool
-from nodeagent.engine.sampling.sampler import Due, Sampled, Sampler, SamplingParams, sample_runs
-from nodeagent.engine.scheduler.batching import Batch, BatchScheduler, StepLimits
+from nodeagent.engine.sampling.sampler import (
+    SampledToken,
+    Sampler,
+    SamplingParams,
+    SamplingRun,
+    sample_step,
+)
+from nodeagent.engine.scheduler.batch import Batch, StepLimits
+from nodeagent.engine.scheduler.batch_scheduler import BatchScheduler
 from nodeagent.engine.scheduler.sequence import Sequence, StopConditions
 from nodeagent.engine.speculative.draft_length import (
     AcceptanceRates,
@@ -180,11 +188,11 @@ def generate(
                 speculation.drafter(constraint) if speculation else None,
             )
         )
-    while engine.busy:
+    while engine.has_work:
         stepped = engine.step()
         # Rows nearly free, as on a machine bound by memory.
-        engine.timed(stepped, 1 + 0.01 * stepped.rows)
-    assert engine.batching.blocks.held == 0
+        engine.record_timing(stepped, 1 + 0.01 * stepped.rows)
+    assert engine.scheduler.pool.used_blocks == 0
     return [sequence.tokens for sequence in sequences], engine, model
 
 
@@ -232,20 +240,20 @@ def test_drafts_wait_for_no_step_but_the_one_they_were_made_for() -> None:
     sequence = Sequence(1, [97] * 15, StopConditions(40, frozenset({END})))
     batching.submit(sequence)
     (prefill,) = batching.next_batch().prefills
-    batching.computed(prefill)
+    batching.mark_computed(prefill)
     sequence.append(98)
     sequence.drafts = (99, 100, 101)
     (verify,) = batching.next_batch().verifies
     assert verify.ids == [98, 99, 100, 101]
     assert len(sequence.blocks) == 2
     sequence.append(99)
-    batching.computed(verify, refused=3)
-    assert (sequence.computed, sequence.decoding) == (16, True)
+    batching.mark_computed(verify, rejected_drafts=3)
+    assert (sequence.computed_tokens, sequence.is_decoding) == (16, True)
     assert batching.next_batch().verifies == ()
     sequence.drafts = (1, 2)
     batching.remove(sequence)
     assert sequence.drafts == ()
-    assert batching.blocks.held == 0
+    assert batching.pool.used_blocks == 0
 
 
 def test_what_a_draft_replaces_is_distributed_as_without_drafts() -> None:
@@ -255,14 +263,14 @@ def test_what_a_draft_replaces_is_distributed_as_without_drafts() -> None:
     chances = logits.softmax(-1)
     seconds = torch.zeros(size)
     firsts = torch.zeros(size)
-    due = Due(Sampler(SamplingParams(seed=11), []), drafts=(1,))
+    due = SamplingRun(Sampler(SamplingParams(seed=11), []), drafts=(1,))
     for _ in range(runs):
-        ((first, *rest),) = sample_runs(logits.repeat(2, 1), [due])
-        assert isinstance(first, Sampled)
+        ((first, *rest),) = sample_step(logits.repeat(2, 1), [due])
+        assert isinstance(first, SampledToken)
         firsts[first.token] += 1
         if rest:
             assert first.token == 1
-            assert isinstance(rest[0], Sampled)
+            assert isinstance(rest[0], SampledToken)
             seconds[rest[0].token] += 1
     # Critical values for 3 degrees of freedom at one in a thousand.
     assert statistic(firsts, chances * runs) < 16.27

@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from nodeagent.engine.core.model_runner import Runner
+from nodeagent.engine.architecture.decoder_shape import CheckpointError
+from nodeagent.engine.core.model_runner import ModelRunner
 from nodeagent.engine.distributed.shards import WeightSlice
-from nodeagent.engine.kernels.cuda.weight_staging import Staging
-from nodeagent.engine.model.families import build
-from nodeagent.engine.model.shape import CheckpointError
-from nodeagent.engine.weights import weight_loading as weights
-from nodeagent.engine.weights.safetensors import SafetensorsFolder
+from nodeagent.engine.model import weight_loader as weights
+from nodeagent.engine.model.families import build_model
+from nodeagent.engine.weights.device_staging import WeightStaging
+from nodeagent.engine.weights.safetensors_folder import SafetensorsFolder
 from ops.golden import tiny
 from tests.unit.engine.test_graphs import prompts
 
@@ -23,7 +23,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_pieces_make_the_weight_whole(folder: Path) -> None:
-    source, staging = SafetensorsFolder(folder), Staging("cpu", piece_bytes=100, readers=3)
+    source, staging = SafetensorsFolder(folder), WeightStaging("cpu", piece_bytes=100, readers=3)
     name, shape = "model.layers.1.mlp.down_proj.weight", (tiny.HIDDEN, tiny.WIDE)
     wanted = source.tensor(name, shape)
     stored = source.stored(name, shape)
@@ -51,7 +51,7 @@ def test_each_reader_has_one_buffer(folder: Path, monkeypatch: pytest.MonkeyPatc
         taken.append(shape[0])
         return empty(*shape, **more)  # type: ignore[call-overload,no-any-return]
 
-    source, staging = SafetensorsFolder(folder), Staging("cpu", piece_bytes=64, readers=2)
+    source, staging = SafetensorsFolder(folder), WeightStaging("cpu", piece_bytes=64, readers=2)
     name, shape = "model.embed_tokens.weight", (tiny.VOCABULARY, tiny.HIDDEN)
     stored, target = source.stored(name, shape), torch.empty(shape)
     assert stored is not None
@@ -69,7 +69,7 @@ def test_a_file_that_ends_early_is_named(folder: Path) -> None:
     name, shape = "model.embed_tokens.weight", (tiny.VOCABULARY, tiny.HIDDEN)
     stored = source.stored(name, shape)
     assert stored is not None
-    staging = Staging("cpu", piece_bytes=1000)
+    staging = WeightStaging("cpu", piece_bytes=1000)
     file = folder / "model.safetensors"
     with file.open("r+b") as opened:
         opened.truncate(stored.start + 10)
@@ -88,11 +88,13 @@ def test_a_model_that_was_brought_is_the_same(
     source, logits = SafetensorsFolder(tmp_path), []
     for staged in (False, True):
         if staged:
-            monkeypatch.setattr(weights, "staging_for", lambda device: Staging(device, 512, 2))
+            monkeypatch.setattr(
+                weights, "staging_for", lambda device: WeightStaging(device, 512, 2)
+            )
             monkeypatch.setattr(weights, "_STAGED_NUMBERS_MIN", 1)
-        model = build(source.shape, source, "cpu", torch.float32, 64)
+        model = build_model(source.shape, source, "cpu", torch.float32, 64)
         model.arrived()
-        runner = Runner(model, 24, "cpu", torch.float32)
+        runner = ModelRunner(model, 24, "cpu", torch.float32)
         step = prompts(2, 9)
         for chunk in step.segments:
             chunk.ids[:] = [token % tiny.VOCABULARY for token in chunk.ids]

@@ -5,10 +5,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from nodeagent.engine.core.step import EngineCore, Generation, GenerationDelta
+from nodeagent.engine.core.generation import Generation, GenerationDelta
+from nodeagent.engine.core.step import EngineCore
 from nodeagent.engine.kvcache.block_pool import BlockPool
 from nodeagent.engine.sampling.sampler import Sampler, SamplingParams
-from nodeagent.engine.scheduler.batching import Batch, BatchScheduler, StepLimits
+from nodeagent.engine.scheduler.batch import Batch, StepLimits
+from nodeagent.engine.scheduler.batch_scheduler import BatchScheduler
 from nodeagent.engine.scheduler.sequence import FinishReason, Sequence, StopConditions
 from nodeagent.engine.tokenizer.detokenizer import StopStrings, StreamDetokenizer
 from tests.unit.engine.test_text import VOCABULARY
@@ -58,10 +60,10 @@ def generation(number: int, tokens_max: int = 50, stops: tuple[str, ...] = ()) -
 
 def run(engine: EngineCore) -> dict[int, list[GenerationDelta]]:
     told: dict[int, list[GenerationDelta]] = {}
-    while engine.busy:
+    while engine.has_work:
         for delta in engine.step().deltas:
             told.setdefault(delta.number, []).append(delta)
-    assert engine.batching.blocks.held == 0
+    assert engine.scheduler.pool.used_blocks == 0
     return told
 
 
@@ -93,13 +95,13 @@ def test_each_ends_for_its_own_reason_and_harms_no_other() -> None:
     assert all(delta.finish is None for deltas in told.values() for delta in deltas[:-1])
     assert engine.output_tokens_total == 5 + 4 + 5 + 2
     # What is no number must not spread to who gets the blocks next.
-    assert engine._runner.cleared  # type: ignore[attr-defined]
+    assert engine._executor.cleared  # type: ignore[attr-defined]
 
 
 def test_several_answers_draw_from_the_prompts_last_row_and_end_each_for_itself() -> None:
     engine = engine_saying({1: [*b"ab", END], 2: [*b"aXY", END], 3: [*b"aZ"]})
     first = generation(1)
-    first.followers = (generation(2), generation(3, 2))
+    first.forks = (generation(2), generation(3, 2))
     engine.submit(first)
     told = run(engine)
     assert [text(told[number]) for number in (1, 2, 3)] == ["ab", "aXY", "aZ"]
@@ -115,25 +117,25 @@ def test_several_answers_draw_from_the_prompts_last_row_and_end_each_for_itself(
 def test_answers_to_an_unsound_prompt_all_end_and_their_blocks_are_cleared() -> None:
     engine = engine_saying({1: [UNSOUND], 2: []})
     first = generation(1)
-    first.followers = (generation(2),)
+    first.forks = (generation(2),)
     engine.submit(first)
     told = run(engine)
     assert [told[number][-1].finish for number in (1, 2)] == [
         FinishReason.ERROR,
         FinishReason.ERROR,
     ]
-    assert len(engine._runner.cleared) == 2  # type: ignore[attr-defined]
-    assert not engine.batching.blocks.remembered()
+    assert len(engine._executor.cleared) == 2  # type: ignore[attr-defined]
+    assert not engine.scheduler.pool.cached_blocks()
 
 
 def test_who_is_cancelled_before_its_prompt_takes_its_followers_along() -> None:
     engine = engine_saying({1: []})
     first = generation(1)
-    first.followers = (generation(2),)
+    first.forks = (generation(2),)
     engine.submit(first)
     engine.cancel(1)
     engine.cancel(2)
-    assert not engine.busy
+    assert not engine.has_work
     assert not engine._generations
 
 

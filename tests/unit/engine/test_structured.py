@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isochrone.wire.errors import ApiError
-from nodeagent.engine.sampling.sampler import Sampled, Sampler, SamplingParams, UnsoundLogits
+from nodeagent.engine.sampling.sampler import InvalidLogits, SampledToken, Sampler, SamplingParams
 from nodeagent.engine.server.request_body import ChatBody, read_chat
 from nodeagent.engine.server.structured_fields import grammar_of
 from nodeagent.engine.structured import grammar
@@ -40,7 +40,7 @@ def write(wanted: Grammar, seed: int = 0, tokens_max: int = 400, **knobs: Any) -
         logits = torch.randn(257, generator=noise)
         logits[[END, *b'"}],']] += 4
         (result,) = sample_rows(logits[None], [sampler])
-        assert isinstance(result, Sampled), result
+        assert isinstance(result, SampledToken), result
         if result.token == END:
             return bytes(said).decode()
         said.append(result.token)
@@ -73,7 +73,7 @@ def written_so(wanted: Grammar, text: str) -> str:
         logits = torch.zeros(257)
         logits[byte] = 1.0
         (result,) = sample_rows(logits[None], [sampler])
-        assert isinstance(result, Sampled), result
+        assert isinstance(result, SampledToken), result
         if result.token != byte:
             return text[:at]
     return text
@@ -181,7 +181,7 @@ def test_a_schema_that_asks_for_much_ends_by_its_tokens_or_in_words(schema: Any)
     )
     for _ in range(100):
         (result,) = sample_rows(torch.zeros(1, 257), [sampler])
-        if isinstance(result, UnsoundLogits):
+        if isinstance(result, InvalidLogits):
             assert str(result).startswith("cannot continue with this grammar")
             return
         if result.token == END:
@@ -266,7 +266,7 @@ def test_a_seed_and_the_models_own_logprobs_hold_under_a_constraint() -> None:
     logits = torch.zeros(1, 257)
     logits[0, 65] = 3.0
     (told,) = sample_rows(logits.clone(), [sampler])
-    assert isinstance(told, Sampled)
+    assert isinstance(told, SampledToken)
     assert told.token == ord("z")
     assert told.top[0][0] == 65
     assert told.logprob == pytest.approx(float(logits[0].log_softmax(-1)[ord("z")]))
@@ -281,8 +281,8 @@ def test_a_broken_constraint_harms_no_neighbour() -> None:
     with pytest.raises(Exception, match="cannot continue"):
         held.constraint.accept(ord("z"))
     first, second = sample_rows(torch.zeros(2, 257), [held, free])
-    assert isinstance(first, UnsoundLogits)
-    assert isinstance(second, Sampled)
+    assert isinstance(first, InvalidLogits)
+    assert isinstance(second, SampledToken)
 
 
 def test_looking_ahead_drafts_what_must_come_and_leaves_no_trace() -> None:

@@ -11,23 +11,23 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nodeagent.engine.kernels.cpu import build as building
-from nodeagent.engine.kernels.cpu.kernels import Kernels, kernels
-from nodeagent.engine.kernels.cpu.matrix_layouts import Native
+from nodeagent.engine.kernels.cpu.library import CpuKernels, cpu_kernels
+from nodeagent.engine.kernels.cpu.native_matrix import NativeMatrix
 
 KINDS = ("4 bits", "8 bits", torch.float16, torch.bfloat16, torch.float32)
 Kind = str | torch.dtype
 
 
 @pytest.fixture(scope="module")
-def own() -> Iterator[Kernels]:
-    found = kernels()
+def own() -> Iterator[CpuKernels]:
+    found = cpu_kernels()
     if found is None or not found.tiles:
         pytest.skip("this processor has no matrix unit that may be used")
     yield found
     found.library.allow_tiles(1)
 
 
-def by_both(own: Kernels, matrix: Native, x: Tensor) -> tuple[Tensor, Tensor]:
+def by_both(own: CpuKernels, matrix: NativeMatrix, x: Tensor) -> tuple[Tensor, Tensor]:
     """Return the product without and with tiles."""
     own.library.allow_tiles(0)
     without = matrix(x)
@@ -35,7 +35,9 @@ def by_both(own: Kernels, matrix: Native, x: Tensor) -> tuple[Tensor, Tensor]:
     return without, matrix(x)
 
 
-def matrix_of(own: Kernels, kind: Kind, rows: int, columns: int, chance: torch.Generator) -> Native:
+def matrix_of(
+    own: CpuKernels, kind: Kind, rows: int, columns: int, chance: torch.Generator
+) -> NativeMatrix:
     """Return a matrix of numbers between about -4 and 4."""
     if isinstance(kind, torch.dtype):
         return own.tile([torch.randn(rows, columns, generator=chance).to(kind)], rounded=False)
@@ -57,7 +59,7 @@ def matrix_of(own: Kernels, kind: Kind, rows: int, columns: int, chance: torch.G
 )
 @settings(max_examples=80, deadline=None)
 def test_many_rows_are_multiplied_as_few_are(
-    own: Kernels,
+    own: CpuKernels,
     kind: Kind,
     tiles: int,
     blocks: int,
@@ -85,7 +87,7 @@ def test_many_rows_are_multiplied_as_few_are(
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
-def test_what_is_no_number_stays_in_its_own_row(own: Kernels, kind: Kind, wrong: float) -> None:
+def test_what_is_no_number_stays_in_its_own_row(own: CpuKernels, kind: Kind, wrong: float) -> None:
     chance = torch.Generator().manual_seed(1)
     matrix = matrix_of(own, kind, 32, 64, chance)
     x = torch.randn(70, 64, generator=chance)
@@ -98,7 +100,7 @@ def test_what_is_no_number_stays_in_its_own_row(own: Kernels, kind: Kind, wrong:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_nothing_but_the_answer_is_written(own: Kernels, kind: Kind) -> None:
+def test_nothing_but_the_answer_is_written(own: CpuKernels, kind: Kind) -> None:
     chance = torch.Generator().manual_seed(1)
     matrix = matrix_of(own, kind, 48, 64, chance)
     x = torch.randn(51, 64, generator=chance)
@@ -111,14 +113,14 @@ def test_nothing_but_the_answer_is_written(own: Kernels, kind: Kind) -> None:
     assert (room[52] == 7).all()
 
 
-def test_where_tiles_are_not_wanted_none_are_used(own: Kernels) -> None:
+def test_where_tiles_are_not_wanted_none_are_used(own: CpuKernels) -> None:
     assert own.library.allow_tiles(0) == 0
     assert own.library.allow_tiles(1) == 1
 
 
 def test_a_library_may_be_built_without_them(
-    own: Kernels, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    own: CpuKernels, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(building, "_OPTIONS", (*building._OPTIONS, "-O1", "-mno-amx-tile"))
-    assert not Kernels(ctypes.CDLL(str(building.built()))).tiles
+    assert not CpuKernels(ctypes.CDLL(str(building.kernels_library()))).tiles

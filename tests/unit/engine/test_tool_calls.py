@@ -27,8 +27,8 @@ from nodeagent.engine.chat.call_parser import (
     ToolCallParser,
 )
 from nodeagent.engine.chat.chat_template import ChatTemplate
-from nodeagent.engine.core.step import GenerationDelta
-from nodeagent.engine.sampling.sampler import Sampled
+from nodeagent.engine.core.generation import GenerationDelta
+from nodeagent.engine.sampling.sampler import SampledToken
 from nodeagent.engine.scheduler.sequence import FinishReason
 from nodeagent.engine.server.request_body import ChatBody, read_chat, template_messages
 from nodeagent.engine.server.response_body import CompletionResponse, ResponseChoice
@@ -605,7 +605,7 @@ def told_of(
         new_call_id=lambda: next(ids),
         choices=[ResponseChoice(0, ToolCallParser(how, SCHEMAS))],
     )
-    deltas = [GenerationDelta(1, letter, Sampled(0), 1, 0) for letter in text]
+    deltas = [GenerationDelta(1, letter, SampledToken(0), 1, 0) for letter in text]
     deltas.append(GenerationDelta(1, "", None, 1, 0, finish))
     return answer, deltas
 
@@ -672,7 +672,7 @@ def test_log_probabilities_of_plain_text_tell_where_each_token_lies(stream: bool
     # The first bytes are held back: they may begin a stop string.
     said = [("", b"a"), ("", b"b"), ("abc", b"c"), ("d", b"d")]
     deltas = [
-        GenerationDelta(1, text, Sampled(raw[0], -0.5, ((ord("z"), -0.1),)), 1, 0)
+        GenerationDelta(1, text, SampledToken(raw[0], -0.5, ((ord("z"), -0.1),)), 1, 0)
         for text, raw in said
     ]
     if stream:

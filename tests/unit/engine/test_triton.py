@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm, silu
 
-from nodeagent.engine.core.model_runner import Runner
-from nodeagent.engine.kernels.cuda import kernels as device
-from nodeagent.engine.kernels.cuda.batch_layout import host_numbers, sizes_of
-from nodeagent.engine.kernels.cuda.kernels import DeviceKernels
-from nodeagent.engine.model.layers.attention import LayerKV, Layout, attend
-from nodeagent.engine.model.layers.kv_format import KvFormat
-from nodeagent.engine.model.layers.rope import Rope, inverse_frequencies, rotate_
+from nodeagent.engine.core.model_runner import ModelRunner
+from nodeagent.engine.kernels.cuda import triton_kernels as device
+from nodeagent.engine.kernels.cuda.batch_layout import step_sizes, write_step
+from nodeagent.engine.kernels.cuda.triton_kernels import TritonKernels
+from nodeagent.engine.kvcache.kv_format import KvFormat
+from nodeagent.engine.model.layers.attention import AttentionLayout, LayerKV, attend
+from nodeagent.engine.model.layers.rope import RotaryTable, inverse_frequencies, rotate_
 from nodeagent.engine.workers.commands import ChunkCommand, RunStep
 from tests.unit.engine.by_torch import ByTorch
 from tests.unit.engine.tiny import SHAPE, llama
@@ -38,8 +38,8 @@ def on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def kernels() -> DeviceKernels:
-    return DeviceKernels()
+def kernels() -> TritonKernels:
+    return TritonKernels()
 
 
 @pytest.fixture
@@ -86,19 +86,19 @@ def test_attention_over_pages(
     # What others left there is no number, and must not be read.
     kv.pages.view(torch.uint8).fill_(0xFF)
     for step in steps():
-        sizes = sizes_of(step, window)
-        numbers = sizes.split(host_numbers(sizes, step, window, pinned=False))
+        sizes = step_sizes(step, window)
+        numbers = sizes.split(write_step(sizes, step, window, pinned=False))
         layout = sizes.layout(numbers, window)
         mixed = torch.randn(sizes.rows, heads + 2 * kv_heads, dim, generator=chance)
-        found = attend(mixed, heads, kv, Layout(numbers.slots, layout, ()))
+        found = attend(mixed, heads, kv, AttentionLayout(numbers.slots, layout, ()))
         wanted = ByTorch(form).attend(mixed, heads, kv.pages, layout)
         assert torch.allclose(found, wanted, atol=2e-6)
 
 
-def test_padding_sees_nothing_and_writes_nothing(kernels: DeviceKernels) -> None:
+def test_padding_sees_nothing_and_writes_nothing(kernels: TritonKernels) -> None:
     step = RunStep((told(3, 1, [1]),), ())
-    sizes = sizes_of(RunStep((told(3, 1, [1]), told(20, 1, [2, 3])), ()), None)
-    numbers = sizes.split(host_numbers(sizes, step, None, pinned=False))
+    sizes = step_sizes(RunStep((told(3, 1, [1]), told(20, 1, [2, 3])), ()), None)
+    numbers = sizes.split(write_step(sizes, step, None, pinned=False))
     pages = torch.ones(4, 16, 4, 16)
     mixed = torch.full((2, 8, 16), 2.0)
     kernels.keep(mixed, 4, numbers.slots, pages)
@@ -110,7 +110,7 @@ def test_padding_sees_nothing_and_writes_nothing(kernels: DeviceKernels) -> None
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("columns", [48, 600])
 def test_rows(
-    kernels: DeviceKernels, chance: torch.Generator, columns: int, dtype: torch.dtype
+    kernels: TritonKernels, chance: torch.Generator, columns: int, dtype: torch.dtype
 ) -> None:
     x, added = torch.randn(2, 5, 2 * columns, generator=chance).to(dtype)
     weight = torch.randn(2 * columns, generator=chance).to(dtype)
@@ -126,7 +126,7 @@ def test_rows(
 
 def test_heads_turn(monkeypatch: pytest.MonkeyPatch, chance: torch.Generator) -> None:
     mixed = torch.randn(5, 8, 20, generator=chance)
-    cos, sin = Rope(inverse_frequencies(20, 1e4, None, None), 64, "cpu", torch.float32).at(
+    cos, sin = RotaryTable(inverse_frequencies(20, 1e4, None, None), 64, "cpu", torch.float32).at(
         torch.tensor([0, 3, 9, 40, 63])
     )
     turned = mixed.clone()
@@ -137,7 +137,7 @@ def test_heads_turn(monkeypatch: pytest.MonkeyPatch, chance: torch.Generator) ->
 
 
 def test_eight_bits_are_kept_as_torch_keeps_them(
-    kernels: DeviceKernels, chance: torch.Generator
+    kernels: TritonKernels, chance: torch.Generator
 ) -> None:
     form = KvFormat(torch.uint8)
     mixed = torch.randn(40, 8, 16, generator=chance)
@@ -155,7 +155,7 @@ def test_eight_bits_are_kept_as_torch_keeps_them(
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_what_is_no_number_stays_none(kernels: DeviceKernels, bad: float) -> None:
+def test_what_is_no_number_stays_none(kernels: TritonKernels, bad: float) -> None:
     form = KvFormat(torch.uint8)
     mixed = torch.ones(1, 8, 16)
     mixed[0, 4:, 3] = bad
@@ -170,7 +170,7 @@ def test_a_model_answers_as_by_torch(monkeypatch: pytest.MonkeyPatch, window: in
     for types in ({"cpu"}, set()):
         monkeypatch.setattr(device, "DEVICE_TYPES", types)
         shape = replace(SHAPE, window_tokens=window)
-        runner = Runner(llama(1, shape), BLOCKS, "cpu", torch.float32)
+        runner = ModelRunner(llama(1, shape), BLOCKS, "cpu", torch.float32)
         logits.append([runner.run(step) for step in steps()])
     for found, wanted in zip(*logits, strict=True):
         assert torch.allclose(found, wanted, atol=1e-3)

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from nodeagent.engine.kernels.cuda import kernels as device
-from nodeagent.engine.kernels.cuda.batch_layout import host_numbers, sizes_of
-from nodeagent.engine.kernels.cuda.kernels import DeviceKernels
-from nodeagent.engine.model.layers.kv_format import KvFormat
+from nodeagent.engine.kernels.cuda import triton_kernels as device
+from nodeagent.engine.kernels.cuda.batch_layout import step_sizes, write_step
+from nodeagent.engine.kernels.cuda.triton_kernels import TritonKernels
+from nodeagent.engine.kvcache.kv_format import KvFormat
 from nodeagent.engine.workers.commands import ChunkCommand, RunStep
 
 pytest.importorskip("triton", reason="Triton comes with torch's builds for CUDA")
@@ -59,9 +59,9 @@ def calls() -> list[Call]:
 
 
 @pytest.fixture
-def kernels(calls: list[Call], monkeypatch: pytest.MonkeyPatch) -> DeviceKernels:
+def kernels(calls: list[Call], monkeypatch: pytest.MonkeyPatch) -> TritonKernels:
     monkeypatch.setattr(device, "_processors", lambda _: 132)
-    found = DeviceKernels()
+    found = TritonKernels()
     found._paged, found._rows = Recorded(found._paged, calls), Recorded(found._rows, calls)
     return found
 
@@ -109,7 +109,7 @@ def compile_all(calls: list[Call]) -> set[str]:
     ids=str,
 )
 def test_attention(
-    kernels: DeviceKernels, calls: list[Call], dtype: torch.dtype, kept: torch.dtype
+    kernels: TritonKernels, calls: list[Call], dtype: torch.dtype, kept: torch.dtype
 ) -> None:
     def told(start: int, tokens: int) -> ChunkCommand:
         return ChunkCommand(list(range(300)), start, tokens, [1] * tokens, (), True)
@@ -119,8 +119,8 @@ def test_attention(
     chunks = (told(0, 40),)
     # One row is split along its tokens; of many none is.
     for step in (RunStep((told(4000, 1),), chunks), RunStep((told(4000, 1),) * 64, chunks)):
-        sizes = sizes_of(step, None)
-        numbers = sizes.split(host_numbers(sizes, step, None, pinned=False))
+        sizes = step_sizes(step, None)
+        numbers = sizes.split(write_step(sizes, step, None, pinned=False))
         mixed = torch.zeros(sizes.rows, HEADS + 2 * KV_HEADS, DIM, dtype=dtype)
         kernels.keep(mixed, HEADS, numbers.slots, pages)
         kernels.attend(mixed, HEADS, pages, sizes.layout(numbers, None))
@@ -128,7 +128,7 @@ def test_attention(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_rows(kernels: DeviceKernels, calls: list[Call], dtype: torch.dtype) -> None:
+def test_rows(kernels: TritonKernels, calls: list[Call], dtype: torch.dtype) -> None:
     x, weight = torch.zeros(3, 4096, dtype=dtype), torch.zeros(4096, dtype=dtype)
     kernels.normalise(x, weight, 1e-5)
     kernels.add_and_normalise(x, x, weight, 1e-5)

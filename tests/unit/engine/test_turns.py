@@ -4,7 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nodeagent.engine.kvcache.block_pool import BlockPool
-from nodeagent.engine.scheduler.batching import BatchScheduler, StepLimits
+from nodeagent.engine.scheduler.batch import StepLimits
+from nodeagent.engine.scheduler.batch_scheduler import BatchScheduler
 from nodeagent.engine.scheduler.fair_queue import FairQueue, SchedulingParams
 from nodeagent.engine.scheduler.sequence import Sequence, StopConditions
 from tests.unit.engine.test_batching import make, play
@@ -15,13 +16,13 @@ def one(number: int, prompt: int = 20, output: int = 5, **standing: object) -> S
         number,
         list(range(number * 1000, number * 1000 + prompt)),
         StopConditions(output, frozenset()),
-        standing=SchedulingParams(**standing),  # type: ignore[arg-type]
+        scheduling=SchedulingParams(**standing),  # type: ignore[arg-type]
     )
 
 
 def order_of_ends(batching: BatchScheduler) -> list[int]:
     ended: list[int] = []
-    while batching.busy:
+    while batching.has_work:
         ended += [sequence.number for sequence in play(batching, batching.next_batch())]
     return ended
 
@@ -53,7 +54,7 @@ def test_higher_priority_goes_first_and_takes_a_running_ones_place() -> None:
     assert [chunk.sequence.number for chunk in batch.chunks] == [3]
     play(batching, batch)
     assert order_of_ends(batching) == [3, 2, 1]
-    assert batching.blocks.held == 0
+    assert batching.pool.used_blocks == 0
 
 
 def test_who_has_waited_out_anothers_priority_keeps_its_place() -> None:
@@ -61,7 +62,7 @@ def test_who_has_waited_out_anothers_priority_keeps_its_place() -> None:
     batching = make(sequences=1)
     batching.submit(one(1, priority=10))
     play(batching, batching.next_batch())
-    batching.turns.pass_by(200_000)
+    batching.fair_queue.advance(200_000)
     batching.submit(one(2, priority=90))
     play(batching, batching.next_batch())
     assert [s.number for s in batching.running] == [1]
@@ -74,17 +75,17 @@ def test_nobody_starves_behind_an_endless_stream_of_higher_priority(
     priority: int, prompt: int
 ) -> None:
     turns = FairQueue()
-    mine = turns.give(SchedulingParams(priority=priority), 10, 10)
+    mine = turns.assign_start(SchedulingParams(priority=priority), 10, 10)
     for _ in range(100_000 // prompt + 2):
-        turns.pass_by(prompt)
-    assert turns.give(SchedulingParams(priority=100), prompt, 10) > mine
+        turns.advance(prompt)
+    assert turns.assign_start(SchedulingParams(priority=100), prompt, 10) > mine
 
 
 def test_the_memory_of_sessions_is_bounded() -> None:
     turns = FairQueue()
     for number in range(20_000):
-        turns.give(SchedulingParams(session=b"%d" % number), 10, 10)
-    assert len(turns._sessions) <= 4096
+        turns.assign_start(SchedulingParams(session=b"%d" % number), 10, 10)
+    assert len(turns._session_finish) <= 4096
 
 
 @settings(deadline=None, max_examples=60)
@@ -112,18 +113,22 @@ def test_everyone_ends_or_is_given_up_in_time(
     ]
     ended: set[int] = set()
     now = 0.0
-    while arriving or batching.busy:
+    while arriving or batching.has_work:
         if arriving:
             leap, sequence = arriving.pop(0)
             # What was computed meanwhile, so that a lead by priority may be used up.
-            batching.turns.pass_by(leap)
+            batching.fair_queue.advance(leap)
             batching.submit(sequence)
-        first = min((*batching.running, *batching.waiting), key=lambda s: (s.turn, s.number))
+        first = min(
+            (*batching.running, *batching.waiting), key=lambda s: (s.virtual_start, s.number)
+        )
         batch = batching.next_batch(now)
-        assert not first.admitted or first in batching.running or first in batch.late
+        assert not first.was_admitted or first in batching.running or first in batch.late
         assert batch.tokens <= 12
         assert len(batching.running) <= 3
-        assert batching.running == sorted(batching.running, key=lambda s: (s.turn, s.number))
+        assert batching.running == sorted(
+            batching.running, key=lambda s: (s.virtual_start, s.number)
+        )
         ran = [chunk.sequence for chunk in batch.chunks]
         assert all(sequence in batching.running for sequence in ran)
         for sequence in batch.late:
@@ -132,11 +137,11 @@ def test_everyone_ends_or_is_given_up_in_time(
             ended.add(sequence.number)
         ended |= {sequence.number for sequence in play(batching, batch)}
         held = {block for sequence in batching.running for block in sequence.blocks}
-        assert batching.blocks.held == len(held)
+        assert batching.pool.used_blocks == len(held)
         now += 1
         assert now < 3000
     assert ended == set(range(len(asks)))
-    assert batching.blocks.held == 0
+    assert batching.pool.used_blocks == 0
 
 
 def test_who_has_begun_is_not_given_up() -> None:

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from nodeagent.engine.core.model_runner import Runner
+from nodeagent.engine.core.model_runner import ModelRunner
 from nodeagent.engine.core.step import EngineCore
 from nodeagent.engine.sampling.sampler import SamplingParams
-from nodeagent.engine.scheduler.batching import Batch, StepLimits
+from nodeagent.engine.scheduler.batch import Batch, StepLimits
 from nodeagent.engine.scheduler.pipeline_depth import PipelineDepth
 from tests.unit.engine.test_draft_model import (
     GREEDY,
@@ -28,7 +28,7 @@ class Stages:
     """A runner that is watched: which batches are under way, and that they end in their order."""
 
     def __init__(self, blocks: int) -> None:
-        self._runner = Runner(llama(1), blocks, "cpu", torch.float32)
+        self._runner = ModelRunner(llama(1), blocks, "cpu", torch.float32)
         self.underway: list[Batch] = []
         self.seen: list[list[Batch]] = []
 
@@ -50,7 +50,7 @@ class Stages:
 def staged(underway: int, blocks: int = 64, seed: int | None = None) -> tuple[EngineCore, Stages]:
     stages = Stages(blocks)
     engine = engine_of(drafting_with(seed, blocks), blocks, stages, StepLimits(24, 12))  # type: ignore[arg-type]
-    engine.batching.underway = PipelineDepth(underway)
+    engine.scheduler.pipeline_depth = PipelineDepth(underway)
     return engine, stages
 
 
@@ -67,7 +67,7 @@ def test_the_answers_are_those_of_one_step_at_a_time(
         held = [submit(engine, n, p, params) for n, p in enumerate(prompts(5))]
         run(engine)
         told.append([sequence.tokens for sequence in held])
-        assert (engine.batching.preemptions > 0) is (blocks == 9)
+        assert (engine.scheduler.queues.preemptions > 0) is (blocks == 9)
     assert told[0] == told[1]
 
 
@@ -103,10 +103,10 @@ def test_what_was_computed_for_one_that_left_is_nobodys() -> None:
     engine.cancel(1)
     # Who comes next gets its blocks while they are still written.
     submit(engine, 3, third)
-    while engine.busy:
+    while engine.has_work:
         assert all(delta.number != 1 for delta in engine.step().deltas)
     assert stays.tokens == wanted.tokens
-    assert (engine.batching.blocks.held, stages.underway) == (0, [])
+    assert (engine.scheduler.pool.used_blocks, stages.underway) == (0, [])
 
 
 def test_the_way_that_serves_more_is_found_for_each_size_and_the_other_tried_again() -> None:
@@ -115,18 +115,18 @@ def test_the_way_that_serves_more_is_found_for_each_size_and_the_other_tried_aga
         return max(rows / count, 4.0) if count > 1 else 2 * max(rows, 4.0) * 0.9
 
     underway = PipelineDepth(2)
-    assert underway.choose(1, prompts=False) == underway.choose(8, prompts=True) == 2
+    assert underway.choose(1, has_prompts=False) == underway.choose(8, has_prompts=True) == 2
     for rows, better in ((5, 1), (64, 2)):
         chosen = []
         for _ in range(400):
-            count = underway.choose(rows, prompts=False)
+            count = underway.choose(rows, has_prompts=False)
             chosen.append(count)
-            underway.note(rows // count, seconds(rows, count))
+            underway.record_step(rows // count, seconds(rows, count))
         assert chosen[0] == 2
         assert set(chosen) == {1, 2}
         assert chosen.count(better) > 350, rows
         assert chosen[-1] == better
     for _ in range(1200):
-        count = underway.choose(64, prompts=False)
-        underway.note(64 // count, 1.0 if count == 1 else 8.0)
+        count = underway.choose(64, has_prompts=False)
+        underway.record_step(64 // count, 1.0 if count == 1 else 8.0)
     assert count == 1

@@ -6,31 +6,31 @@ import pytest
 import torch
 from torch import Tensor
 
-from nodeagent.engine.core.model_runner import Runner
-from nodeagent.engine.kernels.cpu.kernels import Kernels, kernels
+from nodeagent.engine.architecture.decoder_shape import DecoderShape
+from nodeagent.engine.core.model_runner import ModelRunner
+from nodeagent.engine.kernels.cpu.library import CpuKernels, cpu_kernels
 from nodeagent.engine.model.families import FAMILIES
 from nodeagent.engine.model.layers.linear import Keeping
 from nodeagent.engine.model.llama import Llama
-from nodeagent.engine.model.shape import ModelShape
-from nodeagent.engine.scheduler.batching import Batch, BatchChunk
+from nodeagent.engine.scheduler.batch import Batch, BatchChunk
 from nodeagent.engine.scheduler.sequence import Sequence, StopConditions
 from tests.unit.engine.tiny import SHAPE, RandomWeights
 
 WIDE = replace(SHAPE, hidden=64, intermediate=96, heads=6, head_dim=32, vocabulary=272)
 
 needs_kernels = pytest.mark.skipif(
-    kernels() is None, reason="our own kernels need a compiler and AVX-512 VNNI"
+    cpu_kernels() is None, reason="our own kernels need a compiler and AVX-512 VNNI"
 )
 
 
-def build(shape: ModelShape, keeping: Keeping) -> Llama:
+def build(shape: DecoderShape, keeping: Keeping) -> Llama:
     weights = RandomWeights(1, scale=0.1)
     return FAMILIES[shape.family](shape, weights, "cpu", torch.float32, 256, keeping)
 
 
 def logits(model: Llama) -> list[Tensor]:
     """Return the logits of a prompt and its rest, and of both together with a decode."""
-    runner = Runner(model, 16, "cpu", torch.float32)
+    runner = ModelRunner(model, 16, "cpu", torch.float32)
     first, second = (
         Sequence(n, list(range(3, 62 + n)), StopConditions(9, frozenset())) for n in (1, 2)
     )
@@ -56,7 +56,7 @@ def logits(model: Llama) -> list[Tensor]:
     ids=lambda shape: shape.family,
 )
 def test_whole_one_by_one_and_by_torch_it_is_the_same(
-    shape: ModelShape, monkeypatch: pytest.MonkeyPatch
+    shape: DecoderShape, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = build(shape, Keeping.TILED)
     assert model._whole is not None
@@ -64,11 +64,11 @@ def test_whole_one_by_one_and_by_torch_it_is_the_same(
     model.heard = lambda layer, x: None
     one_by_one = logits(model)
 
-    def none_here(x: Tensor) -> Kernels | None:
+    def none_here(x: Tensor) -> CpuKernels | None:
         return None
 
     monkeypatch.setattr("nodeagent.engine.model.layers.attention.host_kernels", none_here)
-    for module in ("gated_mlp", "norm", "rope"):
+    for module in ("gate", "norm", "rope"):
         monkeypatch.setattr(f"nodeagent.engine.model.layers.{module}.kernels_for", none_here)
     by_torch = logits(build(shape, Keeping.PLAIN))
     for one, other, wanted in zip(whole, one_by_one, by_torch, strict=True):

@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 
 from isochrone.wire.errors import ApiError, ErrorCode
+from nodeagent.engine.core.generation import Generation, GenerationDelta, StepOutput
 from nodeagent.engine.core.generation_thread import GenerationThread
-from nodeagent.engine.core.step import EngineCore, Generation, GenerationDelta, StepOutput
+from nodeagent.engine.core.step import EngineCore
 from nodeagent.engine.core.token_rates import StepRates
 from nodeagent.engine.kvcache.block_pool import BlockPool
 from nodeagent.engine.sampling.sampler import SamplingParams
-from nodeagent.engine.scheduler.batching import BatchScheduler, StepLimits
+from nodeagent.engine.scheduler.batch import StepLimits
+from nodeagent.engine.scheduler.batch_scheduler import BatchScheduler
 from nodeagent.engine.scheduler.sequence import StopConditions
 from nodeagent.engine.server.inflight_limit import InflightLimit
 from nodeagent.engine.server.open_requests import OpenRequests, PreparedRequest
@@ -96,8 +98,8 @@ async def test_several_answers_are_one_client_and_go_together() -> None:
         PreparedRequest(ask, [([1, 2], ending), ([3], ending)]),
         lambda: None,
     )
-    everyone = [one for first in outbox.submitted for one in (first, *first.followers)]
-    assert [len(first.followers) for first in outbox.submitted] == [1, 1]
+    everyone = [one for first in outbox.submitted for one in (first, *first.forks)]
+    assert [len(first.forks) for first in outbox.submitted] == [1, 1]
     assert [one.sequence.tokens for one in everyone] == [[1, 2], [1, 2], [3], [3]]
     assert [one.sampler.params.seed for one in everyone] == [5, 6, 7, 8]
     assert [one.choice for one in everyone] == [0, 1, 2, 3]
@@ -136,7 +138,7 @@ class Files:
     def __init__(self) -> None:
         self.then: list[Any] = []
 
-    def missing(self, chain: object, remembers: object) -> list[bytes]:
+    def only_in_files(self, digests: object, on_device: object) -> list[bytes]:
         return [b"digest"]
 
     def read_ahead(self, digests: list[bytes], then: Any) -> bool:
@@ -188,11 +190,11 @@ async def test_nobody_waits_while_blocks_are_taken_in() -> None:
     worker = GenerationThread(engine, lambda deltas: None, lambda: None)
     takes, may_go_on = threading.Event(), threading.Event()
 
-    def take_in(digests: list[bytes], contents: object) -> None:
+    def import_blocks(digests: list[bytes], contents: object) -> None:
         takes.set()
         assert may_go_on.wait(5)
 
-    mover.take_in = take_in  # type: ignore[attr-defined]
+    mover.import_blocks = import_blocks  # type: ignore[attr-defined]
     engine.submit = lambda generation: None  # type: ignore[method-assign]
     worker.start()
     await _submit(worker, Outbox())
@@ -216,12 +218,12 @@ async def _submit(worker: GenerationThread, outbox: Outbox) -> None:
 def test_rates_count_only_the_steps_they_dominate() -> None:
     rates = StepRates()
     # The first of each kind is cold: it would make a replica just come up seem slow for long.
-    rates.note(StepOutput([], 100, 0, 100), 5.0, 1.0)
-    rates.note(StepOutput([], 0, 8, 11), 2.0, 1.0)
+    rates.record_step(StepOutput([], 100, 0, 100), 5.0, 1.0)
+    rates.record_step(StepOutput([], 0, 8, 11), 2.0, 1.0)
     assert (rates.prefill.per_s, rates.decode.per_s) == (0.0, 0.0)
-    rates.note(StepOutput([], 100, 0, 100), 1.0, 1.0)
-    rates.note(StepOutput([], 100, 90), 9.0, 1.0)
-    rates.note(StepOutput([], 0, 8, 11), 0.5, 1.0)
+    rates.record_step(StepOutput([], 100, 0, 100), 1.0, 1.0)
+    rates.record_step(StepOutput([], 100, 90), 9.0, 1.0)
+    rates.record_step(StepOutput([], 0, 8, 11), 0.5, 1.0)
     assert rates.prefill.per_s == 100.0
     assert rates.decode.per_s == 16.0
     assert (rates.steps, rates.seconds, rates.rows) == (5, 17.5, 222)
@@ -230,13 +232,13 @@ def test_rates_count_only_the_steps_they_dominate() -> None:
 def test_who_is_thought_slow_is_as_fast_as_its_like_once_nobody_asks_it() -> None:
     rates = StepRates()
     for _ in range(20):
-        rates.note(StepOutput([], 100, 0, 100), 100.0, now_s=1.0)
+        rates.record_step(StepOutput([], 100, 0, 100), 100.0, now_s=1.0)
     assert rates.prefill.per_s == 1.0
     later_s = 1.0
     while rates.are_known(later_s):
         later_s += 10.0
         # An agent asks an idle engine for a token, which measures nothing.
-        rates.note(StepOutput([], 8, 0, 8), 0.1, later_s)
-    rates.note(StepOutput([], 100, 0, 100), 0.1, later_s)
+        rates.record_step(StepOutput([], 8, 0, 8), 0.1, later_s)
+    rates.record_step(StepOutput([], 100, 0, 100), 0.1, later_s)
     assert rates.are_known(later_s)
     assert rates.prefill.per_s == 1000.0, "the next step shows how fast it is"

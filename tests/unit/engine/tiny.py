@@ -5,12 +5,12 @@ import zlib
 import torch
 from torch import Tensor
 
+from nodeagent.engine.architecture.decoder_shape import DecoderShape
 from nodeagent.engine.distributed.shards import WeightSlice
 from nodeagent.engine.model.llama import Llama
-from nodeagent.engine.model.shape import ModelShape
 
 VOCABULARY = 257
-SHAPE = ModelShape(
+SHAPE = DecoderShape(
     layers=4,
     hidden=16,
     intermediate=24,
@@ -50,5 +50,5 @@ class RandomWeights:
         return None
 
 
-def llama(seed: int, shape: ModelShape = SHAPE) -> Llama:
+def llama(seed: int, shape: DecoderShape = SHAPE) -> Llama:
     return Llama(shape, RandomWeights(seed), "cpu", torch.float32, shape.context_tokens)

@@ -39,22 +39,22 @@ _COMPILERS: Final = ("cc", "gcc", "clang")
 _COMPILE_S: Final = 60.0
 
 
-class NoKernels(RuntimeError):
+class KernelsUnavailable(RuntimeError):
     """The library cannot be built; the message says why."""
 
 
-def built() -> Path:
+def kernels_library() -> Path:
     """Return the library's path, built where it is not there yet, or raise NoKernels."""
     features = _features()
     lacking = sorted(set(_NEEDED) - set(features.split()))
     if lacking:
-        raise NoKernels(f"cannot run kernels: this processor lacks {', '.join(lacking)}")
+        raise KernelsUnavailable(f"cannot run kernels: this processor lacks {', '.join(lacking)}")
     compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
     path = _folder() / f"kernels-{_digest(compiler, features)}.so"
     if path.is_file():
         return path
     if compiler is None:
-        raise NoKernels(f"cannot build kernels: none of {', '.join(_COMPILERS)} is here")
+        raise KernelsUnavailable(f"cannot build kernels: none of {', '.join(_COMPILERS)} is here")
     log.info("building kernels", extra={"fields": {"compiler": compiler, "library": str(path)}})
     with tempfile.TemporaryDirectory(dir=path.parent) as name:
         new = Path(name) / path.name
@@ -63,11 +63,11 @@ def built() -> Path:
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_S)
         except subprocess.CalledProcessError as error:
             told = error.stderr.strip().splitlines()
-            raise NoKernels(
+            raise KernelsUnavailable(
                 f"cannot build kernels with {compiler}: {told[0] if told else 'it failed'}"
             ) from error
         except (OSError, subprocess.TimeoutExpired) as error:
-            raise NoKernels(f"cannot build kernels: {error}") from error
+            raise KernelsUnavailable(f"cannot build kernels: {error}") from error
         sync(new)
         new.replace(path)
     return path
@@ -95,15 +95,17 @@ def _folder() -> Path:
     try:
         root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     except RuntimeError as error:
-        raise NoKernels(f"cannot keep kernels: {error} XDG_CACHE_HOME would name one.") from error
+        raise KernelsUnavailable(
+            f"cannot keep kernels: {error} XDG_CACHE_HOME would name one."
+        ) from error
     folder = root / "isochrone"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.stat()
         if found.st_uid != os.getuid() or found.st_mode & 0o022:
-            raise NoKernels(f"cannot keep kernels in {folder}: others may write there")
+            raise KernelsUnavailable(f"cannot keep kernels in {folder}: others may write there")
         if not os.access(folder, os.W_OK):
-            raise NoKernels(f"cannot keep kernels in {folder}: it cannot be written")
+            raise KernelsUnavailable(f"cannot keep kernels in {folder}: it cannot be written")
     except OSError as error:
-        raise NoKernels(f"cannot keep kernels in {folder}: {error}") from error
+        raise KernelsUnavailable(f"cannot keep kernels in {folder}: {error}") from error
     return folder

@@ -16,21 +16,21 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from nodeagent.engine.kernels.cpu.matrix_layouts import LAYOUTS, Layout, Native
+from nodeagent.engine.kernels.cpu.native_matrix import FORMAT_CODES, NativeMatrix, RowFormat
 
 _PROBES: Final = 16
 """Places looked at to say whether a file is in the page cache."""
 
 
 @dataclass(frozen=True, slots=True)
-class InFile:
+class RowsInFile:
     """Rows where they lie in a file, one behind another."""
 
     path: Path
     start: int
     shape: tuple[int, int]
     """Rows and columns."""
-    layout: Layout
+    layout: RowFormat
     head_rows: int
     """Of so many rows, the first half and the second are filed as neighbours; 0 where none are."""
     read: Callable[[], Tensor]
@@ -41,15 +41,15 @@ class InFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Fetch:
+class RowFetch:
     """What is to be the rows of `matrix` from `at` on."""
 
-    matrix: Native
+    matrix: NativeMatrix
     at: int
-    rows: InFile
+    rows: RowsInFile
 
 
-class _Fetch(Structure):
+class _FetchStruct(Structure):
     _fields_ = (
         *((name, c_int64) for name in ("file", "start", "layout", "kind", "rows", "columns")),
         ("head_rows", c_int64),
@@ -57,7 +57,7 @@ class _Fetch(Structure):
     )
 
 
-def fetch(wanted: Sequence[Fetch]) -> Future[None]:
+def start_fetching(wanted: Sequence[RowFetch]) -> Future[None]:
     """Begin to bring all that is `wanted`, from the front of each file to its end.
 
     In one call, for which the interpreter is free for others: a call for each matrix would wait
@@ -70,7 +70,9 @@ def fetch(wanted: Sequence[Fetch]) -> Future[None]:
     def work() -> None:
         with ExitStack() as opened, suppress(OSError):
             files = {path: _open(path, opened) for path in {one.rows.path for one in ordered}}
-            table = (_Fetch * len(ordered))(*(_told(files[one.rows.path], one) for one in ordered))
+            table = (_FetchStruct * len(ordered))(
+                *(_told(files[one.rows.path], one) for one in ordered)
+            )
             if wanted[0].matrix.library.fetch_rows(table, len(ordered), readers) == 0:
                 return
         for one in ordered:
@@ -84,11 +86,11 @@ def fetch(wanted: Sequence[Fetch]) -> Future[None]:
         reader.shutdown(wait=False)
 
 
-def _told(file: int, one: Fetch) -> _Fetch:
+def _told(file: int, one: RowFetch) -> _FetchStruct:
     rows, kind = one.rows, one.matrix.arguments[1]
     place = one.matrix.place_of(one.at)
-    layout = LAYOUTS[rows.layout]
-    return _Fetch(file, rows.start, layout, kind, *rows.shape, rows.head_rows, place)
+    layout = FORMAT_CODES[rows.layout]
+    return _FetchStruct(file, rows.start, layout, kind, *rows.shape, rows.head_rows, place)
 
 
 def _open(path: Path, opened: ExitStack) -> int:

@@ -17,7 +17,7 @@ _LINE_BYTES: Final = 64
 _ROOM_BYTES: Final = 32 * PAGE_BYTES
 
 
-def lasting(size_bytes: int) -> Tensor:
+def huge_page_bytes(size_bytes: int) -> Tensor:
     """Return so many bytes, zero, that begin with a large page."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     mapped = mmap.mmap(-1, size_bytes + PAGE_BYTES, flags=flags)
@@ -29,14 +29,14 @@ def lasting(size_bytes: int) -> Tensor:
     return whole[start : start + size_bytes]
 
 
-def give_back() -> None:
+def trim_heap() -> None:
     """Give the system what was freed: of fp32 weights that were unpacked, a third of their size."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
-class Room:
+class HugePageArena:
     """Hands out memory piece by piece, so that small matrices share large pages."""
 
     def __init__(self) -> None:
@@ -46,6 +46,6 @@ class Room:
         """Return so many bytes, zero, at the beginning of a cache line."""
         rounded = -(-size_bytes // _LINE_BYTES) * _LINE_BYTES
         if rounded > len(self._left):
-            self._left = lasting(max(rounded, _ROOM_BYTES))
+            self._left = huge_page_bytes(max(rounded, _ROOM_BYTES))
         taken, self._left = self._left[:size_bytes], self._left[rounded:]
         return taken

@@ -33,7 +33,7 @@ _FOREVER: Final = 1 << 40
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class DecodeRows:
     """The first rows of the flat batch: one token each, each over blocks of its own."""
 
     tables: Tensor
@@ -43,7 +43,7 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunked:
+class PrefillChunks:
     """Prompt chunks of the flat batch, each over the blocks of its own sequence."""
 
     tables: Tensor
@@ -56,15 +56,15 @@ class Chunked:
 
 
 @dataclass(frozen=True, slots=True)
-class Paged:
+class PagedBatch:
     """What each row attends to, for kernels that read pages where they lie."""
 
-    decodes: Rows | None
-    chunks: Chunked | None
+    decodes: DecodeRows | None
+    chunks: PrefillChunks | None
 
 
 @dataclass(frozen=True, slots=True)
-class Numbers:
+class StepTensors:
     """A step's numbers, each a part of one array on the host or of one tensor on the device."""
 
     tokens: Any
@@ -78,7 +78,7 @@ class Numbers:
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class StepSizes:
     """How many of everything a step has."""
 
     rows: int
@@ -90,7 +90,7 @@ class Sizes:
     chunk_rows_max: int = 0
 
     def shapes(self) -> list[tuple[int, ...]]:
-        """Return the shape of each part, in the order of `Numbers`."""
+        """Return the shape of each part, in the order of `StepTensors`."""
         row, decodes, chunks = (self.rows,), self.decodes, self.chunks
         tables, chunk_tables = (decodes, self.decode_blocks), (chunks, self.chunk_blocks)
         return [row, row, row, (self.sampled,), tables, (decodes, 2), chunk_tables, (chunks, 3)]
@@ -99,42 +99,44 @@ class Sizes:
         """Return how many numbers there are in all."""
         return sum(_aligned(shape) for shape in self.shapes())
 
-    def split(self, flat: Any) -> Numbers:
+    def split(self, flat: Any) -> StepTensors:
         """Return the parts of `flat`, where they lie."""
         shapes = self.shapes()
         starts = accumulate((_aligned(shape) for shape in shapes), initial=0)
         parts = zip(starts, shapes, strict=False)
-        return Numbers(*(flat[at : at + math.prod(shape)].reshape(shape) for at, shape in parts))
+        return StepTensors(
+            *(flat[at : at + math.prod(shape)].reshape(shape) for at, shape in parts)
+        )
 
-    def layout(self, numbers: Numbers, window_tokens: int | None) -> Paged:
+    def layout(self, numbers: StepTensors, window_tokens: int | None) -> PagedBatch:
         """Return what attention reads of `numbers` on the device."""
-        chunks = Chunked(
+        chunks = PrefillChunks(
             numbers.chunk_tables,
             numbers.places,
             self.chunk_rows_max,
             _FOREVER if window_tokens is None else window_tokens,
         )
-        return Paged(
-            Rows(numbers.tables, numbers.spans) if self.decodes else None,
+        return PagedBatch(
+            DecodeRows(numbers.tables, numbers.spans) if self.decodes else None,
             chunks if self.chunks else None,
         )
 
 
-def sizes_of(batch: ForwardBatch, window_tokens: int | None) -> Sizes:
+def step_sizes(batch: ForwardBatch, window_tokens: int | None) -> StepSizes:
     """Return how many of everything `batch` has."""
     decodes, chunks = batch.decodes, batch.segments
-    return Sizes(
+    return StepSizes(
         rows=len(decodes) + sum(chunk.tokens for chunk in chunks),
         sampled=sum(1 + len(chunk.drafts) for chunk in batch.chunks if chunk.samples),
         decodes=len(decodes),
-        decode_blocks=wide(blocks_seen(decodes, window_tokens)),
+        decode_blocks=padded_blocks(blocks_seen(decodes, window_tokens)),
         chunks=len(chunks),
-        chunk_blocks=wide(max((block_count(chunk) for chunk in chunks), default=0)),
+        chunk_blocks=padded_blocks(max((block_count(chunk) for chunk in chunks), default=0)),
         chunk_rows_max=max((chunk.tokens for chunk in chunks), default=0),
     )
 
 
-def wide(blocks: int) -> int:
+def padded_blocks(blocks: int) -> int:
     """Return how wide a table for so many blocks is."""
     return -(-blocks // _WIDTHS) * _WIDTHS
 
@@ -154,8 +156,8 @@ def blocks_seen(decodes: Sequence[ForwardChunk], window_tokens: int | None) -> i
     )
 
 
-def host_numbers(
-    sizes: Sizes, batch: ForwardBatch, window_tokens: int | None, pinned: bool
+def write_step(
+    sizes: StepSizes, batch: ForwardBatch, window_tokens: int | None, pinned: bool
 ) -> Tensor:
     """Return the numbers of `batch` in one piece; what `sizes` has beyond it is padding."""
     flat = torch.empty(sizes.total(), dtype=torch.int64, pin_memory=pinned)
@@ -170,7 +172,9 @@ def host_numbers(
     return flat
 
 
-def _write_decodes(numbers: Numbers, decodes: Sequence[ForwardChunk], window: int | None) -> None:
+def _write_decodes(
+    numbers: StepTensors, decodes: Sequence[ForwardChunk], window: int | None
+) -> None:
     numbers.spans[len(decodes) :] = 0
     tables = []
     for row, chunk in enumerate(decodes):
@@ -182,7 +186,7 @@ def _write_decodes(numbers: Numbers, decodes: Sequence[ForwardChunk], window: in
     _put_tables(numbers.tables, tables)
 
 
-def _write_chunks(numbers: Numbers, chunks: Sequence[ForwardChunk], first_row: int) -> None:
+def _write_chunks(numbers: StepTensors, chunks: Sequence[ForwardChunk], first_row: int) -> None:
     _put_tables(numbers.chunk_tables, [chunk.blocks[: block_count(chunk)] for chunk in chunks])
     for number, chunk in enumerate(chunks):
         numbers.places[number] = first_row, chunk.tokens, chunk.start

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from nodeagent.engine.kernels.cpu.huge_pages import lasting
-from nodeagent.engine.kernels.cpu.kernels import HEAD_DIM_MAX, LANES, host_kernels
-from nodeagent.engine.kernels.cuda.batch_layout import Paged
-from nodeagent.engine.kernels.cuda.kernels import page_kernels
-from nodeagent.engine.model.layers.kv_format import KvFormat
+from nodeagent.engine.kernels.cpu.huge_pages import huge_page_bytes
+from nodeagent.engine.kernels.cpu.library import HEAD_DIM_MAX, LANES, host_kernels
+from nodeagent.engine.kernels.cuda.batch_layout import PagedBatch
+from nodeagent.engine.kernels.cuda.triton_kernels import page_kernels
+from nodeagent.engine.kvcache.kv_format import KvFormat
 
 
 class LayerKV:
@@ -54,11 +54,11 @@ class LayerKV:
         else:
             self._slots.index_copy_(0, slots, self._form.kept(mixed[:, heads:]))
 
-    def read(self, blocks: "Run | Tensor", rows: int) -> tuple[Tensor, Tensor]:
+    def read(self, blocks: "BlockRange | Tensor", rows: int) -> tuple[Tensor, Tensor]:
         """Return keys and values, each [rows, kv_heads, tokens, head_dim]."""
         pages = (
             self.pages[blocks.first : blocks.end]
-            if isinstance(blocks, Run)
+            if isinstance(blocks, BlockRange)
             else self.pages.index_select(0, blocks)
         )
         wide = self._form.wide(pages, self._dtype)
@@ -70,11 +70,11 @@ def _zeroed(shape: tuple[int, ...], device: str, dtype: torch.dtype) -> Tensor:
     if device != "cpu":
         return torch.zeros(shape, device=device, dtype=dtype)
     # The system zeroes it when it is first touched; torch would before the first request.
-    return lasting(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+    return huge_page_bytes(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class BlockRange:
     """Blocks [first, end) that lie side by side, so that they are read where they are."""
 
     first: int
@@ -82,12 +82,12 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Decodes:
+class DecodeGroup:
     """Rows [start, end) of the flat batch: one token each, over equally many blocks each."""
 
     start: int
     end: int
-    blocks: Run | Tensor
+    blocks: BlockRange | Tensor
     """The rows' blocks, one row after another, padded with a block of its own."""
     context: int
     """How many tokens of the blocks any row sees."""
@@ -96,7 +96,7 @@ class Decodes:
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
+class AttentionPieces:
     """All rows of the flat batch, in pieces: a few neighbouring tokens of one sequence each."""
 
     tables: Tensor
@@ -109,39 +109,39 @@ class Listed:
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class PrefillSegment:
     """One prompt chunk in the flat batch: rows [start, end) see `context` tokens in `blocks`."""
 
     start: int
     end: int
-    blocks: Run | Tensor
+    blocks: BlockRange | Tensor
     context: int
     mask: Tensor | None
     """[rows, context], True where seen; None where the chunk starts the sequence."""
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class AttentionLayout:
     """Where this step's tokens lie in the KV, and what each row attends to."""
 
     write_slots: Tensor
     """KV slot [tokens] that each row of the flat batch fills."""
-    decodes: tuple[Decodes, ...] | Listed | Paged
-    """`Listed` for our own kernels, `Paged` for a device's; there are no segments then."""
-    segments: tuple[Segment, ...]
+    decodes: tuple[DecodeGroup, ...] | AttentionPieces | PagedBatch
+    """`AttentionPieces` for our own kernels, `PagedBatch` for a device's: without segments."""
+    segments: tuple[PrefillSegment, ...]
 
 
-def attend(mixed: Tensor, heads: int, kv: LayerKV, layout: Layout) -> Tensor:
+def attend(mixed: Tensor, heads: int, kv: LayerKV, layout: AttentionLayout) -> Tensor:
     """Write this step's keys and values, then answer its queries: [tokens, heads, head_dim].
 
     `mixed` is [tokens, heads and twice the KV heads, head_dim]: queries, keys, values.
     """
     kv.write(layout.write_slots, mixed, heads)
     decodes = layout.decodes
-    if isinstance(decodes, Paged):
+    if isinstance(decodes, PagedBatch):
         assert kv.paged is not None
         return kv.paged.attend(mixed, heads, kv.pages, decodes)
-    if isinstance(decodes, Listed):
+    if isinstance(decodes, AttentionPieces):
         assert kv.kernels is not None
         tables, pieces, window = decodes.tables, decodes.pieces, decodes.window_tokens
         return kv.kernels.attend(mixed, heads, kv.pages, tables, pieces, window)
@@ -150,7 +150,7 @@ def attend(mixed: Tensor, heads: int, kv: LayerKV, layout: Layout) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _decode(query: Tensor, kv: LayerKV, part: Decodes) -> Tensor:
+def _decode(query: Tensor, kv: LayerKV, part: DecodeGroup) -> Tensor:
     rows, heads, head_dim = query.shape
     keys, values = kv.read(part.blocks, rows)
     grouped = query.reshape(rows, kv.kv_heads, heads // kv.kv_heads, head_dim)
@@ -163,7 +163,7 @@ def _decode(query: Tensor, kv: LayerKV, part: Decodes) -> Tensor:
     return answer.reshape(rows, heads, head_dim)
 
 
-def _prefill(query: Tensor, kv: LayerKV, part: Segment) -> Tensor:
+def _prefill(query: Tensor, kv: LayerKV, part: PrefillSegment) -> Tensor:
     keys, values = kv.read(part.blocks, 1)
     answer = scaled_dot_product_attention(
         query.transpose(0, 1).unsqueeze(0),

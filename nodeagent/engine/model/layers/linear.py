@@ -3,16 +3,18 @@
 A model asks `Weights` for a `Linear` and never sees a layout. The kinds, with what they cost
 (measured side by side: ops/bench/linear.md):
 
-- `Plain`: the rows as they are; any device, and matrices too small to matter.
-- `Blocked`: oneDNN's layout of a float matrix, made once, where torch would otherwise rearrange
-  the matrix in every step. In fp32 the same products in another order of summation.
-- `Half`: fp16 rows, multiplied in fp32 by FBGEMM: half the bytes of fp32 at an error of 2^-11.
-- `Native`: by our own kernels, where those can be built. The four or eight bits, scales and offsets
-  of a GGUF file, with an error of 2^-16: no second copy, and a third of `FourBit`'s time. Floats as
-  their file has them, exactly where full weights are asked for or the processor has a matrix
-  unit, else rounded to 14 bits in groups: products are then twice as fast, with an error of 2^-14.
-- `FourBit`: the same four bits by torch's kernel. For few rows they are multiplied as they lie; for
-  more, a bf16 copy is faster and is kept beside them.
+- `PlainLinear`: the rows as they are; any device, and matrices too small to matter.
+- `OneDnnLinear`: oneDNN's layout of a float matrix, made once, where torch would otherwise
+  rearrange the matrix in every step. In fp32 the same products in another order of summation.
+- `Fp16Linear`: fp16 rows, multiplied in fp32 by FBGEMM: half the bytes of fp32 at an error of
+  2^-11.
+- `NativeMatrix`: by our own kernels, where those can be built. The four or eight bits, scales and
+  offsets of a GGUF file, with an error of 2^-16: no second copy, and a third of `Int4Linear`'s
+  time. Floats as their file has them, exactly where full weights are asked for or the processor has
+  a matrix unit, else rounded to 14 bits in groups: products are then twice as fast, with an error
+  of 2^-14.
+- `Int4Linear`: the same four bits by torch's kernel. For few rows they are multiplied as they lie;
+  for more, a bf16 copy is faster and is kept beside them.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -25,9 +27,9 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from isochrone.wire.engine import Quantisation
-from nodeagent.engine.kernels.cpu.file_reads import Fetch, InFile
-from nodeagent.engine.kernels.cpu.kernels import kernels
-from nodeagent.engine.kernels.cpu.matrix_layouts import GROUP_WEIGHTS, TILE_ROWS, Native
+from nodeagent.engine.kernels.cpu.file_reads import RowFetch, RowsInFile
+from nodeagent.engine.kernels.cpu.library import cpu_kernels
+from nodeagent.engine.kernels.cpu.native_matrix import GROUP_WEIGHTS, PANEL_ROWS, NativeMatrix
 
 _FOUR_BIT_ROWS_MAX: Final = 4
 """Above so many rows, reading bf16 once costs less than unpacking four bits for each row."""
@@ -53,7 +55,7 @@ class Keeping(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Groups:
+class QuantisedGroups:
     """A matrix in groups of 32 weights along a row: each weight is `number * scale + offset`."""
 
     numbers: Tensor
@@ -75,33 +77,33 @@ class Groups:
 
 
 @dataclass(frozen=True, slots=True)
-class Filed:
+class GgufBlocks:
     """The same as the blocks of a GGUF file, which our own kernels take as they are."""
 
-    parts: tuple[Tensor | InFile, ...]
+    parts: tuple[Tensor | RowsInFile, ...]
     """[rows, bytes of a row] each, one below the other."""
     columns: int
     layout: str
     """What GGUF calls its blocks."""
-    unpack: Callable[[Tensor], Groups]
+    unpack: Callable[[Tensor], QuantisedGroups]
 
-    def groups(self) -> Groups:
+    def groups(self) -> QuantisedGroups:
         """Return what is in the blocks."""
-        read = [part.read() if isinstance(part, InFile) else part for part in self.parts]
+        read = [part.read() if isinstance(part, RowsInFile) else part for part in self.parts]
         return self.unpack(torch.cat(read))
 
 
-def join(parts: Sequence[Groups | Filed]) -> Groups | Filed:
+def join(parts: Sequence[QuantisedGroups | GgufBlocks]) -> QuantisedGroups | GgufBlocks:
     """Return `parts` one below the other."""
     first = parts[0]
     if len(parts) == 1:
         return first
-    filed = [part for part in parts if isinstance(part, Filed)]
+    filed = [part for part in parts if isinstance(part, GgufBlocks)]
     alike = len(filed) == len(parts) and len({part.layout for part in filed}) == 1
-    if isinstance(first, Filed) and alike:
+    if isinstance(first, GgufBlocks) and alike:
         return replace(first, parts=tuple(one for part in filed for one in part.parts))
-    groups = [part.groups() if isinstance(part, Filed) else part for part in parts]
-    return Groups(
+    groups = [part.groups() if isinstance(part, GgufBlocks) else part for part in parts]
+    return QuantisedGroups(
         torch.cat([part.numbers for part in groups]),
         torch.cat([part.scales for part in groups]),
         torch.cat([part.offsets for part in groups]),
@@ -117,7 +119,7 @@ class Linear(Protocol):
         ...
 
 
-class Plain:
+class PlainLinear:
     """The matrix as it is."""
 
     def __init__(self, weight: Tensor) -> None:
@@ -128,7 +130,7 @@ class Plain:
         return linear(x, self._weight)
 
 
-class Blocked:
+class OneDnnLinear:
     """The matrix in oneDNN's layout, in its own dtype; `x` is brought to that and back."""
 
     def __init__(self, weight: Tensor) -> None:
@@ -142,7 +144,7 @@ class Blocked:
         return answer.to(x.dtype)
 
 
-class Half:
+class Fp16Linear:
     """The matrix in fp16, each product and sum in fp32."""
 
     def __init__(self, weight: Tensor) -> None:
@@ -155,17 +157,17 @@ class Half:
         return answer
 
 
-class FourBit:
+class Int4Linear:
     """The file's own four bits for few rows, bf16 for many; sums in fp32, answers through bf16."""
 
-    def __init__(self, groups: Groups) -> None:
+    def __init__(self, groups: QuantisedGroups) -> None:
         self._packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(groups.numbers.int(), 1)
         # The kernel counts from the middle of the sixteen: number 8 is zero.
         middles = groups.offsets + 8 * groups.scales
         parameters = torch.stack((groups.scales, middles), dim=-1).transpose(0, 1)
         self._parameters = parameters.bfloat16().contiguous()
         self._multiply: Any = torch.ops.aten._weight_int4pack_mm_for_cpu.default
-        self._many = Blocked(groups.wide().bfloat16())
+        self._many = OneDnnLinear(groups.wide().bfloat16())
 
     def __call__(self, x: Tensor) -> Tensor:
         """Multiply."""
@@ -184,7 +186,7 @@ def choose(device: str, dtype: torch.dtype, quantisation: Quantisation) -> tuple
     halves: bool = onednn and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     if not onednn or dtype not in (torch.float32, *([torch.bfloat16] if halves else [])):
         return Keeping.PLAIN, f"no kernel for another layout of {dtype} is here"
-    if dtype is torch.float32 and kernels() is not None:
+    if dtype is torch.float32 and cpu_kernels() is not None:
         if quantisation != "none":
             return Keeping.NATIVE, "our own kernels multiply by matrices as their file packs them"
         return Keeping.TILED, "our own kernels read floats as their file has them"
@@ -214,39 +216,39 @@ def bytes_kept(keeping: Keeping, dtype: torch.dtype, filed_bits: int) -> float:
 def keep(weight: Tensor, keeping: Keeping) -> Linear:
     """Return the product by `weight` [columns out, columns in], kept as `keeping` says."""
     if keeping is Keeping.PLAIN or weight.nbytes < _BLOCKED_BYTES_MIN:
-        return Plain(weight)
-    return Blocked(weight.bfloat16() if keeping.as_filed else weight)
+        return PlainLinear(weight)
+    return OneDnnLinear(weight.bfloat16() if keeping.as_filed else weight)
 
 
 def keep_groups(
-    groups: Groups | Filed, keeping: Keeping, later: list[Fetch] | None = None
+    groups: QuantisedGroups | GgufBlocks, keeping: Keeping, later: list[RowFetch] | None = None
 ) -> Linear:
     """Return the product by a matrix whose file keeps it in groups; see `native`."""
     own = native(groups, keeping, later)
     if own is not None:
         return own
-    if isinstance(groups, Filed):
+    if isinstance(groups, GgufBlocks):
         groups = groups.groups()
     if groups.bits != 4 or groups.numbers.shape[0] % _FOUR_BIT_MULTIPLE:
         return keep(groups.wide(), Keeping.PACKED)
-    return FourBit(groups)
+    return Int4Linear(groups)
 
 
 def native(
-    groups: Groups | Filed, keeping: Keeping, later: list[Fetch] | None = None
-) -> Native | None:
+    groups: QuantisedGroups | GgufBlocks, keeping: Keeping, later: list[RowFetch] | None = None
+) -> NativeMatrix | None:
     """Return the product by our own kernel; None where that is not for this matrix.
 
     What must be read for it is put on `later`, where there is such a list.
     """
-    own = kernels() if keeping is Keeping.NATIVE else None
+    own = cpu_kernels() if keeping is Keeping.NATIVE else None
     if own is None:
         return None
-    if isinstance(groups, Filed):
-        if any(len(part) % TILE_ROWS for part in groups.parts):
+    if isinstance(groups, GgufBlocks):
+        if any(len(part) % PANEL_ROWS for part in groups.parts):
             return None
         return own.pack_blocks(groups.parts, groups.layout, groups.columns, later)
-    if groups.numbers.shape[0] % TILE_ROWS:
+    if groups.numbers.shape[0] % PANEL_ROWS:
         return None
     return own.pack(groups.bits, groups.numbers, groups.scales, groups.offsets)
 
@@ -254,16 +256,16 @@ def native(
 def tiles(keeping: Keeping, rows: Iterable[int], columns: int) -> bool:
     """True where matrices of floats, of so many `rows` each, are kept in tiles of our own."""
     whole = columns % GROUP_WEIGHTS == 0 if keeping is Keeping.NATIVE else keeping is Keeping.TILED
-    return whole and not any(count % TILE_ROWS for count in rows)
+    return whole and not any(count % PANEL_ROWS for count in rows)
 
 
 def tiled(
-    parts: Sequence[Tensor | InFile], keeping: Keeping, later: list[Fetch] | None = None
-) -> Native:
+    parts: Sequence[Tensor | RowsInFile], keeping: Keeping, later: list[RowFetch] | None = None
+) -> NativeMatrix:
     """Return the product by `parts`, one below the other; `tiles` has said that it can be kept.
 
     What must be read for it is put on `later`, where there is such a list.
     """
-    own = kernels()
+    own = cpu_kernels()
     assert own is not None
     return own.tile(parts, keeping is Keeping.NATIVE, later)

@@ -15,7 +15,7 @@ from nodeagent.engine.model.layers.linear import Linear
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
-class Adapter:
+class LoraAdapter:
     """What is added to each module that it changes: `up` times `down` times the module's input."""
 
     name: str
@@ -29,27 +29,32 @@ class Adapter:
         return f"Adapter({self.name!r}, modules={len(self.pairs)}, size_bytes={self.size_bytes})"
 
 
-def salted(salt: bytes, adapter: Adapter | None) -> bytes:
+def prefix_cache_salt(salt: bytes, adapter: LoraAdapter | None) -> bytes:
     """Return the salt of the prefix cache for sequences that run with `adapter`."""
     if adapter is None:
         return salt
     return hashlib.sha256(b"adapter" + adapter.digest + salt).digest()
 
 
-class Adding:
+class ActiveAdapters:
     """Which rows each adapter changes in the step that runs; one for each model."""
 
     def __init__(self) -> None:
         self.modules: dict[str, tuple[int, int]] = {}
         """The (rows, columns) of every module that can be adapted, by its name."""
-        self.current: tuple[tuple[Adapter, Tensor], ...] = ()
+        self.current: tuple[tuple[LoraAdapter, Tensor], ...] = ()
 
 
-class Adapted:
+class LoraLinear:
     """A product of one module, or of several one below the other, with what adapters add."""
 
     def __init__(
-        self, linear: Linear, prefix: str, parts: Mapping[str, int], columns: int, adding: Adding
+        self,
+        linear: Linear,
+        prefix: str,
+        parts: Mapping[str, int],
+        columns: int,
+        adding: ActiveAdapters,
     ) -> None:
         self.bare = linear
         self._adding = adding

@@ -3,8 +3,8 @@
 from torch import Tensor
 from torch.nn.functional import rms_norm as torch_rms_norm
 
-from nodeagent.engine.kernels.cpu.kernels import kernels_for
-from nodeagent.engine.kernels.cuda.kernels import device_kernels
+from nodeagent.engine.kernels.cpu.library import kernels_for
+from nodeagent.engine.kernels.cuda.triton_kernels import device_kernels
 
 
 def add_and_norm(x: Tensor, added: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:

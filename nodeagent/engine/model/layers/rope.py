@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from nodeagent.engine.kernels.cpu.kernels import kernels_for
+from nodeagent.engine.kernels.cpu.library import kernels_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +83,11 @@ class YarnScaling:
         return pairs * math.log(wavelength) / math.log(theta)
 
 
-Scaling = LinearScaling | Llama3Scaling | YarnScaling
+RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
 
 
 def inverse_frequencies(
-    head_dim: int, theta: float, scaling: Scaling | None, factors: Tensor | None
+    head_dim: int, theta: float, scaling: RopeScaling | None, factors: Tensor | None
 ) -> Tensor:
     """Return the angle per position of each rotated pair."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
@@ -97,7 +97,7 @@ def inverse_frequencies(
     return inverse if scaling is None else scaling.stretch(inverse, theta)
 
 
-class Rope:
+class RotaryTable:
     """The table of cosines and sines for every position of the context.
 
     The first half of each row of sines has its sign turned, so that `rotate_` need not. All are
@@ -110,7 +110,7 @@ class Rope:
         positions: int,
         device: str,
         dtype: torch.dtype,
-        scaling: Scaling | None = None,
+        scaling: RopeScaling | None = None,
     ) -> None:
         factor = 1.0 if scaling is None else scaling.attention_factor
         angles = torch.outer(torch.arange(positions, dtype=torch.float32), inverse)

@@ -15,17 +15,22 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from nodeagent.engine.kernels.cuda.batch_layout import Sizes, blocks_seen, host_numbers, wide
-from nodeagent.engine.kernels.cuda.capture import bucket_of, buckets
+from nodeagent.engine.kernels.cuda.batch_layout import (
+    StepSizes,
+    blocks_seen,
+    padded_blocks,
+    write_step,
+)
+from nodeagent.engine.kernels.cuda.graph_buckets import bucket_of, graph_buckets
 from nodeagent.engine.scheduler.forward_batch import ForwardBatch
 
 log = logging.getLogger(__name__)
 
-Forward = Callable[[Sizes, Tensor], Tensor]
+ForwardStep = Callable[[StepSizes, Tensor], Tensor]
 """Computes a step whose numbers lie on the device in one piece; returns its logits."""
 
 
-class Capture(Protocol):
+class GraphCapture(Protocol):
     """Captures what a call does on the device."""
 
     def __call__(self, work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
@@ -33,7 +38,7 @@ class Capture(Protocol):
         ...
 
 
-class CudaCapture:
+class CudaGraphCapture:
     """CUDA's own graphs, which share one pool of memory: only one of them runs at a time."""
 
     def __init__(self, device: str) -> None:
@@ -57,20 +62,20 @@ class CudaCapture:
 
 
 @dataclass(frozen=True, slots=True)
-class _Captured:
-    sizes: Sizes
+class _CapturedGraph:
+    sizes: StepSizes
     numbers: Tensor
     replay: Callable[[], None]
     logits: Tensor
 
 
-class Graphs:
+class DecodeGraphs:
     """The captured steps of one model over one KV."""
 
     def __init__(
         self,
-        forward: Forward,
-        capture: Capture,
+        forward: ForwardStep,
+        capture: GraphCapture,
         device: str,
         blocks_max: int,
         window_tokens: int | None,
@@ -80,7 +85,7 @@ class Graphs:
         self._device = device
         self._blocks_max = blocks_max
         self._window_tokens = window_tokens
-        self._captured: dict[int, _Captured] = {}
+        self._captured: dict[int, _CapturedGraph] = {}
         self.replayed_total = 0
 
     @property
@@ -92,7 +97,7 @@ class Graphs:
         """Capture a graph for each bucket, the largest first: the others fit into its memory."""
         started_s = time.monotonic()
         self._captured.clear()
-        for rows in reversed(buckets(rows_max)):
+        for rows in reversed(graph_buckets(rows_max)):
             self._captured[rows] = self._one(rows)
         took_s = round(time.monotonic() - started_s, 3)
         log.info("graphs", extra={"fields": {"rows": self.rows, "took_s": took_s}})
@@ -113,23 +118,25 @@ class Graphs:
         if blocks_seen(decodes, self._window_tokens) > captured.sizes.decode_blocks:
             return None
         pinned = captured.numbers.is_cuda
-        numbers = host_numbers(captured.sizes, batch, self._window_tokens, pinned)
+        numbers = write_step(captured.sizes, batch, self._window_tokens, pinned)
         captured.numbers.copy_(numbers, non_blocking=True)
         captured.replay()
         self.replayed_total += 1
         return captured.logits[: len(decodes)]
 
-    def _one(self, rows: int) -> _Captured:
-        sizes = Sizes(rows=rows, sampled=rows, decodes=rows, decode_blocks=wide(self._blocks_max))
-        numbers = host_numbers(sizes, _NOTHING, None, pinned=False).to(self._device)
+    def _one(self, rows: int) -> _CapturedGraph:
+        sizes = StepSizes(
+            rows=rows, sampled=rows, decodes=rows, decode_blocks=padded_blocks(self._blocks_max)
+        )
+        numbers = write_step(sizes, _NOTHING, None, pinned=False).to(self._device)
         replay, logits = self._capture(lambda: self._forward(sizes, numbers))
-        return _Captured(sizes, numbers, replay, logits)
+        return _CapturedGraph(sizes, numbers, replay, logits)
 
 
-class _Nothing:
+class _EmptyStep:
     """A step of padding alone."""
 
     decodes = segments = chunks = ()
 
 
-_NOTHING = _Nothing()
+_NOTHING = _EmptyStep()

@@ -12,16 +12,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nodeagent.engine.kernels.cpu.kernels import kernels
-from nodeagent.engine.kernels.cpu.matrix_layouts import Native
-from nodeagent.engine.model.layers.attention import LayerKV, Layout, Listed
+from nodeagent.engine.architecture.decoder_shape import DecoderShape
+from nodeagent.engine.kernels.cpu.library import cpu_kernels
+from nodeagent.engine.kernels.cpu.native_matrix import NativeMatrix
+from nodeagent.engine.model.layers.attention import AttentionLayout, AttentionPieces, LayerKV
 from nodeagent.engine.model.layers.linear import Linear
-from nodeagent.engine.model.layers.lora import Adapted
-from nodeagent.engine.model.shape import ModelShape
+from nodeagent.engine.model.layers.lora import LoraLinear
 
 
 @dataclass(frozen=True, slots=True)
-class Dense:
+class DenseLayer:
     """What one layer consists of."""
 
     attention_norm: Tensor
@@ -36,7 +36,7 @@ class Dense:
     down: Linear
 
 
-class _Matrix(Structure):
+class _MatrixStruct(Structure):
     _fields_ = (("packed", c_void_p), ("kind", c_int64), ("rows", c_int64), ("columns", c_int64))
 
 
@@ -47,15 +47,15 @@ _NUMBERS = ("rows", "hidden", "heads", "kv_heads", "dim", "block_tokens", "table
 _COUNTS = ("pieces_count", "window", "wanted_count", "threads")
 
 
-class _Layer(Structure):
+class _LayerStruct(Structure):
     _fields_ = (
         *((name, c_void_p) for name in _NORMS),
-        *((name, _Matrix) for name in _MATRICES),
+        *((name, _MatrixStruct) for name in _MATRICES),
         ("pages", c_void_p),
     )
 
 
-class _Step(Structure):
+class _StepStruct(Structure):
     _fields_ = (
         *((name, c_void_p) for name in _PLACES),
         *((name, c_int64) for name in (*_NUMBERS, *_COUNTS)),
@@ -63,19 +63,23 @@ class _Step(Structure):
     )
 
 
-class Whole:
+class FusedLayers:
     """The layers as `layers.c` reads them."""
 
     def __init__(
-        self, library: ctypes.CDLL, layers: Sequence[Dense], table: list[_Layer], shape: ModelShape
+        self,
+        library: ctypes.CDLL,
+        layers: Sequence[DenseLayer],
+        table: list[_LayerStruct],
+        shape: DecoderShape,
     ) -> None:
         # What the table points to lives as long as it does.
         self._layers = tuple(layers)
-        self._table = (_Layer * len(table))(*table)
+        self._table = (_LayerStruct * len(table))(*table)
         self._shape = shape
         self._kv: list[LayerKV] = []
         self._run = library.run_layers
-        self._run.argtypes = [POINTER(_Layer), c_int64, POINTER(_Step)]
+        self._run.argtypes = [POINTER(_LayerStruct), c_int64, POINTER(_StepStruct)]
         self._run.restype = c_int64
         first = table[0]
         between = first.query_key_value.rows + first.output.columns
@@ -87,19 +91,19 @@ class Whole:
         kv: list[LayerKV],
         cos: Tensor,
         sin: Tensor,
-        layout: Layout,
+        layout: AttentionLayout,
         wanted: Tensor,
     ) -> Tensor:
         """Bring the rows of `x` through all layers, in place; return those that are `wanted`."""
         listed, shape = layout.decodes, self._shape
-        assert isinstance(listed, Listed)
+        assert isinstance(listed, AttentionPieces)
         if kv is not self._kv:
             for layer, layer_kv in zip(self._table, kv, strict=True):
                 layer.pages = layer_kv.pages.data_ptr()
             self._kv = kv
         room = torch.empty(len(x) * self._room)
         tensors = (x, room, cos, sin, layout.write_slots, listed.tables, listed.pieces, wanted)
-        step = _Step(
+        step = _StepStruct(
             *(tensor.data_ptr() for tensor in tensors),
             *(len(x), shape.hidden, shape.heads, shape.kv_heads, shape.head_dim),
             *(kv[0].pages.shape[1], listed.tables.shape[1], len(listed.pieces)),
@@ -113,29 +117,31 @@ class Whole:
         return x[: len(wanted)]
 
 
-def whole(layers: Sequence[Dense | None], shape: ModelShape) -> Whole | None:
+def fuse_layers(layers: Sequence[DenseLayer | None], shape: DecoderShape) -> FusedLayers | None:
     """Return all `layers` as one; None where our own kernels do not hold all that is in them."""
     dense = [layer for layer in layers if layer is not None]
     if not dense or len(dense) < len(layers):
         return None
-    table: list[_Layer] = []
+    table: list[_LayerStruct] = []
     for layer in dense:
         matrices = [_matrix(getattr(layer, name)) for name in _MATRICES]
         norms = [getattr(layer, name) for name in _NORMS]
         fits = all(one is None or (one.is_contiguous() and _is_fp32(one)) for one in norms)
         if not fits or None in matrices:
             return None
-        table.append(_Layer(*(None if one is None else one.data_ptr() for one in norms), *matrices))
+        table.append(
+            _LayerStruct(*(None if one is None else one.data_ptr() for one in norms), *matrices)
+        )
     # Asked last: whoever has other matrices need not build them.
-    own = kernels()
-    return Whole(own.library, dense, table, shape) if own is not None else None
+    own = cpu_kernels()
+    return FusedLayers(own.library, dense, table, shape) if own is not None else None
 
 
 def _is_fp32(weight: Tensor) -> bool:
     return weight.dtype is torch.float32 and weight.is_cpu
 
 
-def _matrix(linear: Linear) -> _Matrix | None:
-    while isinstance(linear, Adapted):
+def _matrix(linear: Linear) -> _MatrixStruct | None:
+    while isinstance(linear, LoraLinear):
         linear = linear.bare
-    return _Matrix(*linear.arguments) if isinstance(linear, Native) else None
+    return _MatrixStruct(*linear.arguments) if isinstance(linear, NativeMatrix) else None

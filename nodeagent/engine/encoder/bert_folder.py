@@ -6,17 +6,17 @@ from typing import Any, Final
 import msgspec
 from tokenizers import Tokenizer
 
+from nodeagent.engine.architecture.decoder_shape import CheckpointError
 from nodeagent.engine.model.bert import BertShape, Pooling
-from nodeagent.engine.model.shape import CheckpointError
 from nodeagent.engine.tokenizer.hf_tokenizer import read_tokenizer
 from nodeagent.engine.weights.hf_config import read_beside, read_json
-from nodeagent.engine.weights.safetensors import SafetensorsFiles
+from nodeagent.engine.weights.safetensors_folder import SafetensorsFiles
 
 _CLASSIFIER: Final = "BertForSequenceClassification"
 _MODE: Final = "pooling_mode_"
 
 
-class _Kind(msgspec.Struct):
+class _ModelTypeConfig(msgspec.Struct):
     model_type: str = ""
 
 
@@ -36,7 +36,7 @@ class _BertConfig(msgspec.Struct):
     id2label: dict[str, Any] | None = None
 
 
-class _Step(msgspec.Struct):
+class _SentenceTransformersModule(msgspec.Struct):
     path: str = ""
     type: str = ""
 
@@ -48,10 +48,10 @@ class _SentenceConfig(msgspec.Struct):
 def is_encoder(path: Path) -> bool:
     """True where `path` is the folder of a model that reads and does not write."""
     config = path / "config.json"
-    return config.exists() and read_json(config, _Kind).model_type == "bert"
+    return config.exists() and read_json(config, _ModelTypeConfig).model_type == "bert"
 
 
-class EncoderFolder(SafetensorsFiles):
+class BertFolder(SafetensorsFiles):
     """A BERT's weights, shape, tokenizer, and how many tokens of a text it takes."""
 
     def __init__(self, folder: Path) -> None:
@@ -65,7 +65,7 @@ class EncoderFolder(SafetensorsFiles):
             config.max_position_embeddings,
         )
         self.tokenizer = _tokenizer(folder / "tokenizer.json")
-        _hold(folder, self.tokenizer, self.shape)
+        _check_tokenizer(folder, self.tokenizer, self.shape)
         super().__init__(folder)
 
 
@@ -99,7 +99,7 @@ def _pooling(folder: Path) -> tuple[Pooling, bool]:
     path = folder / "modules.json"
     if not path.exists():
         return "mean", True
-    steps: list[_Step] = read_json(path, list[_Step])
+    steps: list[_SentenceTransformersModule] = read_json(path, list[_SentenceTransformersModule])
     kinds = [step.type.rpartition(".")[2] for step in steps]
     if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
         raise CheckpointError(f"cannot load {folder}: the steps {kinds} are unsupported")
@@ -126,7 +126,7 @@ def _tokenizer(path: Path) -> Tokenizer:
     return tokenizer
 
 
-def _hold(folder: Path, tokenizer: Tokenizer, shape: BertShape) -> None:
+def _check_tokenizer(folder: Path, tokenizer: Tokenizer, shape: BertShape) -> None:
     """Refuse a tokenizer whose tokens, or kinds of texts, the model has no embeddings for."""
     framed = tokenizer.encode("a", "a" if shape.labels else None)
     known = tokenizer.get_vocab(with_added_tokens=True)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nodeagent.engine.model.layers.rope import Scaling
+from nodeagent.engine.model.layers.rope import RopeScaling
 
 
 class CheckpointError(Exception):
@@ -12,7 +12,7 @@ class CheckpointError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class ModelShape:
+class DecoderShape:
     """The numbers that fix every weight's shape.
 
     `family` names the class in `models.families`. `intermediate` is one expert's where there are
@@ -29,7 +29,7 @@ class ModelShape:
     context_tokens: int
     rms_epsilon: float
     rope_theta: float
-    rope_scaling: Scaling | None = None
+    rope_scaling: RopeScaling | None = None
     tied_embeddings: bool = False
     family: str = "llama"
     window_tokens: int | None = None

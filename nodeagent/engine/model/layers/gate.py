@@ -3,7 +3,7 @@
 from torch import Tensor
 from torch.nn.functional import silu
 
-from nodeagent.engine.kernels.cpu.kernels import kernels_for
+from nodeagent.engine.kernels.cpu.library import kernels_for
 
 
 def gated(x: Tensor) -> Tensor:

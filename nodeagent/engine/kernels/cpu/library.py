@@ -15,19 +15,19 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from nodeagent.engine.kernels.cpu.build import NoKernels, built
-from nodeagent.engine.kernels.cpu.file_reads import Fetch, InFile
-from nodeagent.engine.kernels.cpu.huge_pages import Room
-from nodeagent.engine.kernels.cpu.matrix_layouts import (
+from nodeagent.engine.kernels.cpu.build import KernelsUnavailable, kernels_library
+from nodeagent.engine.kernels.cpu.file_reads import RowFetch, RowsInFile
+from nodeagent.engine.kernels.cpu.huge_pages import HugePageArena
+from nodeagent.engine.kernels.cpu.native_matrix import (
     FLOATS,
+    FORMAT_CODES,
     GROUP_WEIGHTS,
-    LAYOUTS,
-    ROUNDED,
-    TILE_ROWS,
-    Layout,
-    Native,
+    PANEL_ROWS,
+    ROUNDED_KIND,
+    NativeMatrix,
+    RowFormat,
 )
-from nodeagent.engine.kernels.cuda.kernels import DeviceKernels, device_kernels
+from nodeagent.engine.kernels.cuda.triton_kernels import TritonKernels, device_kernels
 
 log = logging.getLogger(__name__)
 
@@ -60,12 +60,12 @@ _ANSWERING: Final = ("tile_bytes", "allow_tiles", "fetch_rows", "multiply", "rea
 returns nothing."""
 
 
-class Kernels:
+class CpuKernels:
     """The library, tried."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.library = library
-        self._room = Room()
+        self._room = HugePageArena()
         for name, kinds in _ARGUMENTS.items():
             function = getattr(library, name)
             function.argtypes = [_TYPES[kind] for kind in kinds]
@@ -74,19 +74,19 @@ class Kernels:
         """Whether the processor's matrix unit multiplies where there are many rows."""
         self._try()
 
-    def pack(self, bits: int, numbers: Tensor, scales: Tensor, offsets: Tensor) -> Native:
+    def pack(self, bits: int, numbers: Tensor, scales: Tensor, offsets: Tensor) -> NativeMatrix:
         """Return the matrix of `numbers` [rows, columns], a scale and an offset for each group."""
-        matrix = Native(self.library, self._room, bits, *numbers.shape)
+        matrix = NativeMatrix(self.library, self._room, bits, *numbers.shape)
         matrix.fill_groups(numbers, scales, offsets)
         return matrix
 
     def pack_blocks(
         self,
-        parts: Sequence[Tensor | InFile],
+        parts: Sequence[Tensor | RowsInFile],
         layout: str,
         columns: int,
-        later: list[Fetch] | None = None,
-    ) -> Native:
+        later: list[RowFetch] | None = None,
+    ) -> NativeMatrix:
         """Return the matrix of a GGUF file's blocks: [whole tiles of rows, bytes] each part.
 
         What is to be read from the file is put on `later`, where there is such a list.
@@ -95,8 +95,11 @@ class Kernels:
         return self._filled(8 if layout == "Q8_0" else 4, filed, columns, later)
 
     def tile(
-        self, parts: Sequence[Tensor | InFile], rounded: bool, later: list[Fetch] | None = None
-    ) -> Native:
+        self,
+        parts: Sequence[Tensor | RowsInFile],
+        rounded: bool,
+        later: list[RowFetch] | None = None,
+    ) -> NativeMatrix:
         """Return the matrix of `parts` [whole tiles of rows, columns], one below the other.
 
         In the dtype of all of them, in fp32 where they differ or it is another; or rounded to 14
@@ -107,25 +110,25 @@ class Kernels:
         one, *others = {layout for _, layout in filed}
         layout = torch.float32 if others else one
         rounded = rounded and not (self.tiles and layout is not torch.float32)
-        kind = ROUNDED if rounded else LAYOUTS[layout]
+        kind = ROUNDED_KIND if rounded else FORMAT_CODES[layout]
         return self._filled(kind, filed, parts[0].shape[1], later)
 
     def _filled(
         self,
         kind: int,
-        parts: Sequence[tuple[Tensor | InFile, Layout]],
+        parts: Sequence[tuple[Tensor | RowsInFile, RowFormat]],
         columns: int,
-        later: list[Fetch] | None,
-    ) -> Native:
+        later: list[RowFetch] | None,
+    ) -> NativeMatrix:
         rows, at = sum(len(part) for part, _ in parts), 0
-        matrix = Native(self.library, self._room, kind, rows, columns)
+        matrix = NativeMatrix(self.library, self._room, kind, rows, columns)
         for part, layout in parts:
-            if not isinstance(part, InFile):
+            if not isinstance(part, RowsInFile):
                 matrix.fill(at, part, layout)
             elif later is None:
                 matrix.fill(at, part.read(), layout)
             else:
-                later.append(Fetch(matrix, at, part))
+                later.append(RowFetch(matrix, at, part))
             at += len(part)
         return matrix
 
@@ -208,47 +211,47 @@ class Kernels:
         x = torch.randn(_TRIED_ROWS, 64, generator=chance)
         for bits in (4, 8):
             numbers = torch.randint(
-                0, 2**bits, (2 * TILE_ROWS, 64), generator=chance, dtype=torch.uint8
+                0, 2**bits, (2 * PANEL_ROWS, 64), generator=chance, dtype=torch.uint8
             )
-            scales, offsets = torch.rand(2, 2 * TILE_ROWS, 2, generator=chance).half().float()
+            scales, offsets = torch.rand(2, 2 * PANEL_ROWS, 2, generator=chance).half().float()
             groups = numbers.view(len(numbers), -1, GROUP_WEIGHTS)
             wide = (groups * scales[..., None] + offsets[..., None]).view(numbers.shape)
             _compare(f"{bits} bits", self.pack(bits, numbers, scales, offsets), x, wide)
         for dtype in FLOATS:
-            weight = torch.randn(3 * TILE_ROWS, 64, generator=chance).to(dtype)
+            weight = torch.randn(3 * PANEL_ROWS, 64, generator=chance).to(dtype)
             _compare(str(dtype), self.tile([weight], rounded=False), x, weight.float())
             _compare(f"rounded {dtype}", self.tile([weight], rounded=True), x, weight.float())
 
 
-def _floats(part: Tensor | InFile) -> tuple[Tensor | InFile, Layout]:
+def _floats(part: Tensor | RowsInFile) -> tuple[Tensor | RowsInFile, RowFormat]:
     """Return rows of floats, and how they are kept."""
-    if isinstance(part, InFile):
+    if isinstance(part, RowsInFile):
         return part, part.layout
     part = part if part.dtype in FLOATS else part.float()
     return part, part.dtype
 
 
-def _compare(what: str, matrix: Native, x: Tensor, weight: Tensor) -> None:
+def _compare(what: str, matrix: NativeMatrix, x: Tensor, weight: Tensor) -> None:
     """Raise NoKernels where the product is not torch's."""
     wanted = x @ weight.T
     for rows in (11, _TRIED_ROWS):
         error = float((matrix(x[:rows]) - wanted[:rows]).norm() / wanted[:rows].norm())
         if not error < _ERROR_MAX:
-            raise NoKernels(f"cannot use the kernels: {what} are wrong by {error:.2g}")
+            raise KernelsUnavailable(f"cannot use the kernels: {what} are wrong by {error:.2g}")
 
 
 @functools.cache
-def kernels() -> Kernels | None:
+def cpu_kernels() -> CpuKernels | None:
     """Return this process's kernels, built and tried at the first call; None where there are none.
 
     Which it is, and why, is logged.
     """
     started_s = time.monotonic()
     try:
-        path = built()
+        path = kernels_library()
         # torch's OpenMP was loaded with it: by its name the library finds the same one.
-        found = Kernels(ctypes.CDLL(str(path)))
-    except (NoKernels, OSError, AttributeError) as error:
+        found = CpuKernels(ctypes.CDLL(str(path)))
+    except (KernelsUnavailable, OSError, AttributeError) as error:
         log.info("no kernels of our own", extra={"fields": {"because": str(error)}})
         return None
     took_s = round(time.monotonic() - started_s, 3)
@@ -257,11 +260,11 @@ def kernels() -> Kernels | None:
     return found
 
 
-def host_kernels(x: Tensor) -> Kernels | None:
+def host_kernels(x: Tensor) -> CpuKernels | None:
     """Return the kernels where they compute on what `x` is: fp32 numbers on the CPU."""
-    return kernels() if x.dtype is torch.float32 and x.is_cpu else None
+    return cpu_kernels() if x.dtype is torch.float32 and x.is_cpu else None
 
 
-def kernels_for(x: Tensor) -> Kernels | DeviceKernels | None:
+def kernels_for(x: Tensor) -> CpuKernels | TritonKernels | None:
     """Return the kernels that compute on what `x` is: fp32 numbers on the CPU, or a device's."""
     return device_kernels(x) or host_kernels(x)

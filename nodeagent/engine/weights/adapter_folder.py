@@ -10,10 +10,10 @@ from typing import Any, Final
 import msgspec
 import torch
 
-from nodeagent.engine.model.layers.lora import Adapter
-from nodeagent.engine.model.shape import CheckpointError
+from nodeagent.engine.architecture.decoder_shape import CheckpointError
+from nodeagent.engine.model.layers.lora import LoraAdapter
 from nodeagent.engine.weights.hf_config import read_json
-from nodeagent.engine.weights.safetensors import SafetensorsFiles
+from nodeagent.engine.weights.safetensors_folder import SafetensorsFiles
 
 RANK_MAX: Final = 256
 _WEIGHT: Final = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(A|B)\.weight")
@@ -46,20 +46,20 @@ def read_adapter(
     device: str,
     dtype: torch.dtype,
     bytes_max: int,
-) -> Adapter:
+) -> LoraAdapter:
     """Read the adapter in `folder` for a model of these `modules` (rows, columns).
 
     Raises CheckpointError, before its weights are read, where it is for another model or asks for
     what the engine lacks.
     """
     config: _AdapterConfig = read_json(folder / "adapter_config.json", _AdapterConfig)
-    _check(folder, config)
+    _check_config(folder, config)
     rank = config.r
     scale = config.lora_alpha / (math.sqrt(rank) if config.use_rslora else rank)
     pairs, digest = {}, hashlib.sha256()
     source = SafetensorsFiles(folder, "adapter_model.safetensors")
     try:
-        found = _survey(folder, source, rank, modules)
+        found = _check_tensors(folder, source, rank, modules)
         size_bytes = sum(rank * sum(modules[module]) for module in found) * dtype.itemsize
         if size_bytes > bytes_max:
             raise CheckpointError(
@@ -79,10 +79,10 @@ def read_adapter(
             pairs[module] = (down.to(device), up.to(device))
     finally:
         source.close()
-    return Adapter(name, pairs, digest.digest(), size_bytes)
+    return LoraAdapter(name, pairs, digest.digest(), size_bytes)
 
 
-def _check(folder: Path, config: _AdapterConfig) -> None:
+def _check_config(folder: Path, config: _AdapterConfig) -> None:
     if config.peft_type != "LORA" or not 1 <= config.r <= RANK_MAX:
         raise CheckpointError(
             f"cannot load adapter {folder}: {config.peft_type} of rank {config.r}; LORA of rank 1"
@@ -109,7 +109,7 @@ def _check(folder: Path, config: _AdapterConfig) -> None:
         )
 
 
-def _survey(
+def _check_tensors(
     folder: Path, source: SafetensorsFiles, rank: int, modules: Mapping[str, tuple[int, int]]
 ) -> dict[str, tuple[str, str]]:
     """Hold every weight's name and shape to the model; reads none. Both names, by module."""

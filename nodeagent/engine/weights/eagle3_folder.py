@@ -11,9 +11,9 @@ from typing import Any, Final
 import msgspec
 import torch
 
-from nodeagent.engine.model.shape import CheckpointError, ModelShape
+from nodeagent.engine.architecture.decoder_shape import CheckpointError, DecoderShape
 from nodeagent.engine.weights.hf_config import DecoderConfig, read_json, shape_of
-from nodeagent.engine.weights.safetensors import SafetensorsFiles
+from nodeagent.engine.weights.safetensors_folder import SafetensorsFiles
 
 _ARCHITECTURES: Final = frozenset(
     {"LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel"}
@@ -21,7 +21,7 @@ _ARCHITECTURES: Final = frozenset(
 _HIDDEN_STATES: Final = 3
 
 
-class _Kind(msgspec.Struct):
+class _ArchitecturesConfig(msgspec.Struct):
     architectures: list[str] = []
 
 
@@ -31,7 +31,7 @@ class EagleConfig(msgspec.Struct):
     eagle_aux_hidden_state_layer_ids: list[int] | None = None
 
 
-class HeadConfig(DecoderConfig):
+class EagleHeadConfig(DecoderConfig):
     """What config.json of a head adds to that of a decoder."""
 
     draft_vocab_size: int | None = None
@@ -44,21 +44,21 @@ class HeadConfig(DecoderConfig):
     eagle_config: EagleConfig | None = None
 
 
-def is_head(folder: Path) -> bool:
+def is_eagle_head(folder: Path) -> bool:
     """True where `folder` holds an EAGLE-3 head."""
     path = folder / "config.json"
     if not path.exists():
         return False
-    kind: _Kind = read_json(path, _Kind)
+    kind: _ArchitecturesConfig = read_json(path, _ArchitecturesConfig)
     return not _ARCHITECTURES.isdisjoint(kind.architectures)
 
 
-class HeadFolder(SafetensorsFiles):
+class EagleFolder(SafetensorsFiles):
     """A head's weights and numbers."""
 
     def __init__(self, folder: Path) -> None:
         self.config = _read(folder / "config.json")
-        self.shape: ModelShape = shape_of(folder, self.config)
+        self.shape: DecoderShape = shape_of(folder, self.config)
         if self.shape.layers != 1:
             raise CheckpointError(
                 f"cannot draft with {folder}: {self.shape.layers} layers, one is supported"
@@ -113,11 +113,11 @@ class HeadFolder(SafetensorsFiles):
         return targets
 
 
-def _read(path: Path) -> HeadConfig:
+def _read(path: Path) -> EagleHeadConfig:
     said: dict[str, Any] = read_json(path, dict[str, Any])
     layer = said.get("transformer_layer_config")
     try:
-        config = msgspec.convert({**(layer or {}), **said}, HeadConfig)
+        config = msgspec.convert({**(layer or {}), **said}, EagleHeadConfig)
     except (msgspec.ValidationError, TypeError) as error:
         raise CheckpointError(f"cannot read {path}: {error}") from error
     if config.norm_before_fc or config.norm_output or config.fc_norm:

@@ -17,17 +17,17 @@ import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
+from nodeagent.engine.architecture.decoder_shape import CheckpointError
 from nodeagent.engine.distributed.shards import WeightSlice
-from nodeagent.engine.kernels.cpu.file_reads import InFile
-from nodeagent.engine.kernels.cpu.matrix_layouts import TILE_ROWS
-from nodeagent.engine.model.layers.linear import Filed
-from nodeagent.engine.model.shape import CheckpointError
+from nodeagent.engine.kernels.cpu.file_reads import RowsInFile
+from nodeagent.engine.kernels.cpu.native_matrix import PANEL_ROWS
+from nodeagent.engine.model.layers.linear import GgufBlocks
+from nodeagent.engine.model.weight_loader import WeightSource
 from nodeagent.engine.weights.gguf_header import TensorEntry
-from nodeagent.engine.weights.gguf_parts import read_whole
+from nodeagent.engine.weights.gguf_parts import read_all_headers
 from nodeagent.engine.weights.gguf_shape import shape_of
-from nodeagent.engine.weights.gguf_unpacking import BITS, FLOATS, IN_GROUPS, filed, unpack
-from nodeagent.engine.weights.stored_tensor import Stored, read_into
-from nodeagent.engine.weights.weight_loading import WeightSource
+from nodeagent.engine.weights.gguf_unpacking import BITS_OF, FLOATS, IN_GROUPS, blocks_of, unpack
+from nodeagent.engine.weights.stored_tensor import StoredTensor, read_into
 
 _LAYER_NAMES: Final = {
     "input_layernorm": "attn_norm",
@@ -68,7 +68,7 @@ class GgufFile(WeightSource):
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        header = read_whole(path)
+        header = read_all_headers(path)
         self._tensors, self.metadata = header.tensors, header.metadata
         self.shape = shape_of(path, header)
         self._files: dict[Path, int] = {}
@@ -91,7 +91,7 @@ class GgufFile(WeightSource):
         """Return how many weights there are of so many bits: see `layers.linear.bytes_kept`."""
         counts: Counter[int] = Counter()
         for entry in self._tensors.values():
-            bits = BITS.get(GGMLQuantizationType(entry.kind), 32)
+            bits = BITS_OF.get(GGMLQuantizationType(entry.kind), 32)
             counts[bits] += math.prod(entry.shape)
         return counts
 
@@ -119,7 +119,7 @@ class GgufFile(WeightSource):
 
     def groups(
         self, name: str, shape: tuple[int, ...], cut: WeightSlice | None = None
-    ) -> Filed | None:
+    ) -> GgufBlocks | None:
         """Read one matrix as the file quantises it; None where that is not of these kinds."""
         entry, first_row = self._entry(name, shape)
         kind = GGMLQuantizationType(entry.kind)
@@ -132,15 +132,15 @@ class GgufFile(WeightSource):
 
         columns = cut.shape[-1] if cut else shape[-1]
         if not self._is_whole(name, shape, cut):
-            return filed(read(), columns, kind)
+            return blocks_of(read(), columns, kind)
         start, rows, _ = self._place_of(entry, first_row, shape, cut)
         head_rows = self._head_rows(name)
-        place = InFile(entry.path, start, (rows, columns), kind.name, head_rows, read)
-        return filed(place, columns, kind)
+        place = RowsInFile(entry.path, start, (rows, columns), kind.name, head_rows, read)
+        return blocks_of(place, columns, kind)
 
     def stored(
         self, name: str, shape: tuple[int, ...], cut: WeightSlice | None = None
-    ) -> Stored | None:
+    ) -> StoredTensor | None:
         """Return where a weight of floats lies, or a part; None where that is not in one piece."""
         entry, first_row = self._entry(name, shape)
         kind = GGMLQuantizationType(entry.kind)
@@ -148,12 +148,12 @@ class GgufFile(WeightSource):
             return None
         start, _, _ = self._place_of(entry, first_row, shape, cut)
         part = cut.shape if cut else shape
-        return Stored(entry.path, start, part, kind.name, self._head_rows(name))
+        return StoredTensor(entry.path, start, part, kind.name, self._head_rows(name))
 
     def _is_whole(self, name: str, shape: tuple[int, ...], cut: WeightSlice | None) -> bool:
         """True where it lies in one piece, as whole tiles of rows where those are turned."""
         by_columns = cut is not None and cut.axis == len(shape) - 1
-        return not by_columns and self._head_rows(name) % TILE_ROWS == 0
+        return not by_columns and self._head_rows(name) % PANEL_ROWS == 0
 
     def _head_rows(self, name: str) -> int:
         """Return how many rows are turned together: those of a head; 0 where none are."""

@@ -4,20 +4,20 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from nodeagent.engine.model.layers.gated_mlp import gated
+from nodeagent.engine.architecture.decoder_shape import DecoderShape
+from nodeagent.engine.model.layers.gate import gated
 from nodeagent.engine.model.llama import Llama, LlamaMlp
 from nodeagent.engine.model.qwen3 import Qwen3
-from nodeagent.engine.model.shape import ModelShape
-from nodeagent.engine.weights.weight_loading import Weights
+from nodeagent.engine.model.weight_loader import WeightLoader
 
 
-class Mixture(LlamaMlp):
+class ExpertMlp(LlamaMlp):
     """Sends each row to the experts that its router prefers, and adds up their answers."""
 
     room = "mlp"
     gate_name, up_name, down_name = "gate_proj", "up_proj", "down_proj"
 
-    def __init__(self, weights: Weights, shape: ModelShape, prefix: str) -> None:
+    def __init__(self, weights: WeightLoader, shape: DecoderShape, prefix: str) -> None:
         self._shape = shape
         prefix = f"{prefix}{self.room}."
         parts = {f"{name}.weight": shape.intermediate for name in (self.gate_name, self.up_name)}
@@ -51,7 +51,7 @@ class Mixture(LlamaMlp):
         return self._sum(answer)
 
 
-class MixtralMixture(Mixture):
+class MixtralExpertMlp(ExpertMlp):
     """The same under Mixtral's names."""
 
     room = "block_sparse_moe"
@@ -61,10 +61,10 @@ class MixtralMixture(Mixture):
 class Qwen3Moe(Qwen3):
     """Qwen3 with experts."""
 
-    mlp = Mixture
+    mlp = ExpertMlp
 
 
 class Mixtral(Llama):
     """Mistral's architecture with experts."""
 
-    mlp = MixtralMixture
+    mlp = MixtralExpertMlp

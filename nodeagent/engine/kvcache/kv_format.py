@@ -11,7 +11,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from nodeagent.engine.model.shape import ModelShape
+from nodeagent.engine.architecture.decoder_shape import DecoderShape
 
 _EIGHT: Final = torch.float8_e4m3fn
 _LARGEST: Final = torch.finfo(_EIGHT).max
@@ -29,7 +29,7 @@ class KvFormat:
         """How many of `dtype` one head of one token takes."""
         return head_dim + _SCALE_BYTES if self.dtype is torch.uint8 else head_dim
 
-    def bytes_per_token(self, shape: ModelShape) -> int:
+    def bytes_per_token(self, shape: DecoderShape) -> int:
         """Keys and values of one token in all layers."""
         heads = 2 * shape.layers * shape.kv_heads
         return heads * self.width(shape.head_dim) * self.dtype.itemsize

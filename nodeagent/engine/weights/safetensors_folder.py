@@ -10,11 +10,11 @@ from typing import Any, Final
 import torch
 from safetensors import SafetensorError, safe_open
 
+from nodeagent.engine.architecture.decoder_shape import CheckpointError
 from nodeagent.engine.distributed.shards import WeightSlice
-from nodeagent.engine.model.shape import CheckpointError
+from nodeagent.engine.model.weight_loader import WeightSource
 from nodeagent.engine.weights.hf_config import DecoderConfig, read_json, shape_of
-from nodeagent.engine.weights.stored_tensor import Stored, check_plain, places
-from nodeagent.engine.weights.weight_loading import WeightSource
+from nodeagent.engine.weights.stored_tensor import StoredTensor, check_regular_file, stored_tensors
 
 FLOATS: Final = frozenset({"F64", "F32", "F16", "BF16"})
 _HALVES: Final = frozenset({"F16", "BF16"})
@@ -28,7 +28,7 @@ class SafetensorsFiles(WeightSource):
         self._folder = folder
         self._name = name
         self._files: dict[Path, int] = {}
-        self._stored: dict[str, Stored] = {}
+        self._stored: dict[str, StoredTensor] = {}
         with ExitStack() as opened:
             for name in self._file_names():
                 self._open(folder / name, opened)
@@ -63,7 +63,7 @@ class SafetensorsFiles(WeightSource):
 
     def _check(
         self, name: str, shape: tuple[int, ...], kinds: frozenset[str], wanted: str
-    ) -> Stored:
+    ) -> StoredTensor:
         stored = self._stored.get(name)
         if stored is None:
             raise CheckpointError(f"cannot read {self._folder}: it lacks {name}")
@@ -79,7 +79,7 @@ class SafetensorsFiles(WeightSource):
 
     def stored(
         self, name: str, shape: tuple[int, ...], cut: WeightSlice | None = None
-    ) -> Stored | None:
+    ) -> StoredTensor | None:
         """Return where a weight lies, or a part of it; None where that is not in one piece."""
         stored = self._check(name, shape, FLOATS, "a float")
         if cut is None:
@@ -95,15 +95,15 @@ class SafetensorsFiles(WeightSource):
             return self._read(stored or self._stored[name])
         return self._read(self._stored[name]).narrow(cut.axis, cut.start, cut.end - cut.start)
 
-    def _read(self, stored: Stored) -> torch.Tensor:
+    def _read(self, stored: StoredTensor) -> torch.Tensor:
         return stored.read(self._files[stored.path])
 
     def _open(self, path: Path, opened: ExitStack) -> None:
-        check_plain(path)
+        check_regular_file(path)
         try:
             # What it opens is sound.
             with safe_open(path, framework="pt"):
-                found = places(path)
+                found = stored_tensors(path)
             self._files[path] = os.open(path, os.O_RDONLY)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"cannot read {path}: {error}") from error

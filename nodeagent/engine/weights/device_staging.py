@@ -16,15 +16,15 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from nodeagent.engine.model.shape import CheckpointError
-from nodeagent.engine.weights.stored_tensor import Stored, read_into
+from nodeagent.engine.architecture.decoder_shape import CheckpointError
+from nodeagent.engine.weights.stored_tensor import StoredTensor, read_into
 
 _READERS: Final = 8
 _PIECE_BYTES: Final = 16 * 1024 * 1024
 
 
 @dataclass(slots=True)
-class _Own:
+class _ReaderState:
     """What one reader has for itself."""
 
     buffer: Tensor
@@ -32,7 +32,7 @@ class _Own:
 
 
 @dataclass(slots=True)
-class Staging:
+class WeightStaging:
     """Readers, each with a buffer of its own, and what they have been told to bring."""
 
     device: str
@@ -43,7 +43,7 @@ class Staging:
     _files: dict[Path, int] = field(default_factory=dict)
     _pieces: list[Future[None]] = field(default_factory=list)
 
-    def bring(self, target: Tensor, stored: Stored) -> list[Future[None]]:
+    def bring(self, target: Tensor, stored: StoredTensor) -> list[Future[None]]:
         """Begin to fill `target`, whose numbers lie one behind another, with what is stored.
 
         It is there once all the pieces are.
@@ -91,7 +91,7 @@ class Staging:
                 raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
         return self._files[path]
 
-    def _carry(self, target: Tensor, at: int, stored: Stored, file: int, free: Any) -> None:
+    def _carry(self, target: Tensor, at: int, stored: StoredTensor, file: int, free: Any) -> None:
         """Read one piece, the numbers from `at` on, and send it; on a reader's thread."""
         own, size = self._reader(), stored.dtype.itemsize
         buffer = own.buffer[: len(target) * size]
@@ -105,8 +105,8 @@ class Staging:
         if own.stream is not None:
             own.stream.synchronize()
 
-    def _reader(self) -> _Own:
-        found: _Own | None = getattr(self._own, "own", None)
+    def _reader(self) -> _ReaderState:
+        found: _ReaderState | None = getattr(self._own, "own", None)
         if found is None:
             if self._on_gpu:
                 torch.cuda.set_device(self.device)
@@ -114,11 +114,11 @@ class Staging:
             stream: Any = None
             if self._on_gpu:
                 stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-            found = _Own(buffer, stream)
+            found = _ReaderState(buffer, stream)
             self._own.own = found
         return found
 
 
-def staging_for(device: str) -> Staging | None:
+def staging_for(device: str) -> WeightStaging | None:
     """Return what brings weights to `device`; None where they are read where they are used."""
-    return Staging(device) if device.startswith("cuda") else None
+    return WeightStaging(device) if device.startswith("cuda") else None

@@ -11,16 +11,15 @@ from torch import Tensor
 
 from nodeagent.engine.distributed.collectives import SINGLE_RANK, Communicator
 from nodeagent.engine.distributed.shards import ModelShard, WeightSlice
-from nodeagent.engine.kernels.cpu.file_reads import Fetch, InFile, fetch
-from nodeagent.engine.kernels.cpu.matrix_layouts import LAYOUTS, Native
-from nodeagent.engine.kernels.cuda.weight_staging import staging_for
+from nodeagent.engine.kernels.cpu.file_reads import RowFetch, RowsInFile, start_fetching
+from nodeagent.engine.kernels.cpu.native_matrix import FORMAT_CODES, NativeMatrix
 from nodeagent.engine.model.layers.linear import (
-    Filed,
-    Groups,
-    Half,
+    Fp16Linear,
+    GgufBlocks,
     Keeping,
     Linear,
-    Plain,
+    PlainLinear,
+    QuantisedGroups,
     join,
     keep,
     keep_groups,
@@ -28,13 +27,14 @@ from nodeagent.engine.model.layers.linear import (
     tiled,
     tiles,
 )
-from nodeagent.engine.model.layers.lora import Adapted, Adding
-from nodeagent.engine.weights.stored_tensor import Stored
+from nodeagent.engine.model.layers.lora import ActiveAdapters, LoraLinear
+from nodeagent.engine.weights.device_staging import staging_for
+from nodeagent.engine.weights.stored_tensor import StoredTensor
 
 _STAGED_NUMBERS_MIN: Final = 1024 * 1024
 """A smaller weight that is waited for comes as fast by itself."""
 
-Table = Tensor | Native
+Table = Tensor | NativeMatrix
 """Rows by their number: `table[tokens]`."""
 
 
@@ -50,13 +50,13 @@ class WeightSource(Protocol):
 
     def stored(
         self, name: str, shape: tuple[int, ...], cut: WeightSlice | None = None
-    ) -> Stored | None:
+    ) -> StoredTensor | None:
         """Return where in a file one weight lies in one piece; None where it does not."""
         return None
 
     def groups(
         self, name: str, shape: tuple[int, ...], cut: WeightSlice | None = None
-    ) -> Groups | Filed | None:
+    ) -> QuantisedGroups | GgufBlocks | None:
         """Read one matrix as its file quantises it; None where that is not in groups of 32."""
         return None
 
@@ -69,7 +69,7 @@ class WeightSource(Protocol):
         ...
 
 
-class Weights:
+class WeightLoader:
     """Reads from `source` onto a device: of each weight what `share` says, no more.
 
     Shapes and rows are those of the share itself.
@@ -90,17 +90,17 @@ class Weights:
         self.keeping = keeping
         self.ranks = ranks
         self.share = share
-        self.adding: Adding | None = Adding()
+        self.adding: ActiveAdapters | None = ActiveAdapters()
         self.staging = staging_for(device)
         """What brings matrices while others are still read; none where they stay on the host."""
-        self._later: list[Fetch] = []
+        self._later: list[RowFetch] = []
 
-    def bare(self) -> "Weights":
+    def bare(self) -> "WeightLoader":
         """Return the same for matrices that no adapter changes and no product of which is summed.
 
         Adapters name rows of the flat batch; what sees other rows than those cannot take them.
         """
-        bare = Weights(self.source, self.device, self.dtype, self.keeping, self.share)
+        bare = WeightLoader(self.source, self.device, self.dtype, self.keeping, self.share)
         bare.adding, bare.staging, bare._later = None, self.staging, self._later
         return bare
 
@@ -120,7 +120,7 @@ class Weights:
 
         What is returned waits for it: before the first product, and before the files are closed.
         """
-        fetched = fetch(self._later) if self._later else None
+        fetched = start_fetching(self._later) if self._later else None
         staging = self.staging
 
         def arrived() -> None:
@@ -162,9 +162,9 @@ class Weights:
 
     def head(self, table: Table) -> Linear:
         """Return the product by the last matrix, which few rows reach: those that are sampled."""
-        if isinstance(table, Native):
+        if isinstance(table, NativeMatrix):
             return table
-        return Half(table) if self.keeping.as_filed else Plain(table)
+        return Fp16Linear(table) if self.keeping.as_filed else PlainLinear(table)
 
     def linear_stack(self, prefix: str, parts: dict[str, int], columns: int) -> Linear:
         """Read the matrices `parts` as one to multiply by; ranks hold their rows."""
@@ -174,13 +174,13 @@ class Weights:
             kept = tiled(filed, self.keeping, self._later)
         if kept is None:
             kept = keep(self.stack(prefix, parts, columns), self.keeping)
-        return Adapted(kept, prefix, parts, columns, self.adding) if self.adding else kept
+        return LoraLinear(kept, prefix, parts, columns, self.adding) if self.adding else kept
 
     def _packed(self, prefix: str, parts: dict[str, int], columns: int) -> Linear | None:
         """Return the product as the file packs it; None where not all of it is packed alike."""
         if not self.keeping.as_filed:
             return None
-        groups: list[Groups | Filed] = []
+        groups: list[QuantisedGroups | GgufBlocks] = []
         for name, rows in parts.items():
             name = f"{prefix}{name}"
             part = self.source.groups(name, *self._place(name, (rows, columns)))
@@ -201,13 +201,13 @@ class Weights:
             at += count
         return stacked
 
-    def _rows(self, name: str, shape: tuple[int, int]) -> Tensor | InFile:
+    def _rows(self, name: str, shape: tuple[int, int]) -> Tensor | RowsInFile:
         """Return the rows of a matrix of floats, or where they lie, to be read with others."""
         place = self._place(name, shape)
         stored, read = self.source.stored(name, *place), partial(self.source.tensor, name, *place)
-        if stored is None or stored.dtype not in LAYOUTS:
+        if stored is None or stored.dtype not in FORMAT_CODES:
             return read()
-        return InFile(stored.path, stored.start, shape, stored.dtype, stored.head_rows, read)
+        return RowsInFile(stored.path, stored.start, shape, stored.dtype, stored.head_rows, read)
 
     def _tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         return self.source.tensor(name, *self._place(name, shape))
@@ -220,7 +220,7 @@ class Weights:
         return (cut.whole if cut else shape), cut
 
 
-class Survey(WeightSource):
+class HeaderOnlySource(WeightSource):
     """A source that reads no weights, only checks that each could be read.
 
     A model built from it on the meta device takes no memory, and what its files lack is known

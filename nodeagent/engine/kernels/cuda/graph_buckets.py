@@ -17,7 +17,7 @@ _WAVES: Final = 2
 """Parts of attention for each processor: some end early, and the next one begins."""
 
 
-def buckets(rows_max: int) -> tuple[int, ...]:
+def graph_buckets(rows_max: int) -> tuple[int, ...]:
     """Return for how many rows graphs are captured; the largest has room for `rows_max`."""
     found = [1]
     while found[-1] < rows_max:
@@ -43,7 +43,7 @@ def splits_of(rows: int, kv_heads: int, context_tokens: int, processors: int, ti
     return splits
 
 
-def why_not(*, device: str, kernels: bool, experts: int, heard: bool) -> str:
+def why_no_graphs(*, device: str, kernels: bool, experts: int, heard: bool) -> str:
     """Say why no step of a model is captured; nothing where steps are."""
     if not device.startswith("cuda"):
         return f"{device} has none"

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from nodeagent.engine.kernels.cuda.batch_layout import Chunked, Paged
-from nodeagent.engine.kernels.cuda.capture import SPLITS_MAX, splits_of
+from nodeagent.engine.kernels.cuda.batch_layout import PagedBatch, PrefillChunks
+from nodeagent.engine.kernels.cuda.graph_buckets import SPLITS_MAX, splits_of
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ _FUSED: Final = {"enable_fp_fusion": True}
 """Multiply and add in one rounding: said, for from Triton 3.10 on it is off unless asked for."""
 
 
-class DeviceKernels:
+class TritonKernels:
     """The kernels, each a method that takes and returns tensors on one device."""
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ class DeviceKernels:
             **_FUSED,
         )
 
-    def attend(self, mixed: Tensor, heads: int, pages: Tensor, layout: Paged) -> Tensor:
+    def attend(self, mixed: Tensor, heads: int, pages: Tensor, layout: PagedBatch) -> Tensor:
         """Answer the queries of `mixed`: [tokens, heads, dim]."""
         answer = mixed.new_empty(mixed.shape[0], heads, mixed.shape[2])
         if layout.decodes is not None:
@@ -182,7 +182,7 @@ class DeviceKernels:
             )
 
     def _prefill(
-        self, mixed: Tensor, heads: int, pages: Tensor, chunks: Chunked, answer: Tensor
+        self, mixed: Tensor, heads: int, pages: Tensor, chunks: PrefillChunks, answer: Tensor
     ) -> None:
         dim, kv_heads = mixed.shape[2], pages.shape[2] // 2
         numbers, scales = _views(pages)
@@ -221,12 +221,12 @@ def enter(device: str) -> None:
         torch.cuda.set_device(device)
 
 
-def device_kernels(x: Tensor) -> DeviceKernels | None:
+def device_kernels(x: Tensor) -> TritonKernels | None:
     """Return the kernels where they compute on what `x` is; None where torch's own do."""
     return _found(x.device) if x.device.type in DEVICE_TYPES else None
 
 
-def page_kernels(pages: Tensor) -> DeviceKernels | None:
+def page_kernels(pages: Tensor) -> TritonKernels | None:
     """Return the kernels where they read such pages."""
     eight = pages.dtype is torch.uint8
     if (
@@ -239,7 +239,7 @@ def page_kernels(pages: Tensor) -> DeviceKernels | None:
     return device_kernels(pages)
 
 
-def _try(found: DeviceKernels, device: torch.device) -> None:
+def _try(found: TritonKernels, device: torch.device) -> None:
     """Run one: Triton needs a C compiler, and a driver that knows what it made."""
     # Triton's errors are no RuntimeErrors.
     from triton import TritonError
@@ -256,9 +256,9 @@ def _try(found: DeviceKernels, device: torch.device) -> None:
 
 
 @functools.cache
-def _found(device: torch.device) -> DeviceKernels | None:
+def _found(device: torch.device) -> TritonKernels | None:
     try:
-        found = DeviceKernels()
+        found = TritonKernels()
         _try(found, device)
     except (ImportError, OSError, RuntimeError, SubprocessError) as error:
         log.info("no kernels for this device", extra={"fields": {"because": str(error)}})

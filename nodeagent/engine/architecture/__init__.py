@@ -1,0 +1,1 @@
+"""What a model is, in numbers, whichever file they come from."""
