@@ -19,8 +19,9 @@ from nodeagent.engine.scheduler.batch import StepLimits
 from nodeagent.engine.scheduler.batch_scheduler import BatchScheduler
 from nodeagent.engine.scheduler.sequence import StopConditions
 from nodeagent.engine.server.inflight_limit import InflightLimit
-from nodeagent.engine.server.open_requests import OpenRequests, PreparedRequest
-from nodeagent.engine.server.request_body import GenerationOptions
+from nodeagent.engine.server.open_requests import OpenRequests
+from nodeagent.engine.server.openai.generation_options import GenerationOptions
+from nodeagent.engine.server.prepared_request import PreparedRequest, Prompt
 from tests.unit.engine.test_text import VOCABULARY
 
 ASK = GenerationOptions(SamplingParams(), 4, (), frozenset(), False, True, False)
@@ -42,7 +43,9 @@ class Outbox:
 
 def open_one(clients: OpenRequests, outbox: Any, aborted: list[int]) -> Any:
     ending = StopConditions(4, frozenset())
-    return clients.open(outbox, PreparedRequest(ASK, [([1, 2], ending)]), lambda: aborted.append(1))
+    return clients.open(
+        outbox, PreparedRequest(ASK, [Prompt([1, 2], ending)]), lambda: aborted.append(1)
+    )
 
 
 async def test_who_does_not_read_is_cut_and_cancelled() -> None:
@@ -63,7 +66,7 @@ async def test_who_does_not_read_is_cut_and_cancelled() -> None:
     assert client.deltas.qsize() == 3
     clients.close(outbox, client)  # type: ignore[arg-type]
     assert outbox.cancelled == [number]
-    assert await inflight.wait_empty(1)
+    assert await inflight.wait_idle(1)
 
 
 async def turn() -> None:
@@ -83,7 +86,7 @@ async def test_one_more_than_the_limit_is_refused_and_so_is_all_while_draining()
     assert full.value.code is ErrorCode.OUT_OF_CAPACITY
     inflight.draining = True
     with pytest.raises(ApiError) as draining:
-        inflight.admit()
+        inflight.check()
     assert draining.value.code is ErrorCode.UNAVAILABLE
 
 
@@ -91,11 +94,11 @@ async def test_several_answers_are_one_client_and_go_together() -> None:
     inflight = InflightLimit(4)
     clients = OpenRequests(VOCABULARY, inflight, queue_max=1)
     outbox = Outbox()
-    ask = replace(ASK, params=SamplingParams(seed=5), choices=2)
+    ask = replace(ASK, params=SamplingParams(seed=5), answers_per_prompt=2)
     ending = StopConditions(4, frozenset())
     client = clients.open(
         outbox,  # type: ignore[arg-type]
-        PreparedRequest(ask, [([1, 2], ending), ([3], ending)]),
+        PreparedRequest(ask, [Prompt([1, 2], ending), Prompt([3], ending)]),
         lambda: None,
     )
     everyone = [one for first in outbox.submitted for one in (first, *first.forks)]
@@ -103,15 +106,15 @@ async def test_several_answers_are_one_client_and_go_together() -> None:
     assert [one.sequence.tokens for one in everyone] == [[1, 2], [1, 2], [3], [3]]
     assert [one.sampler.params.seed for one in everyone] == [5, 6, 7, 8]
     assert [one.choice for one in everyone] == [0, 1, 2, 3]
-    assert (client.prompt_tokens, inflight.open) == (3, 4)
+    assert (client.prompt_tokens, inflight.in_flight) == (3, 4)
     with pytest.raises(ApiError, match="cannot queue 1 more: 4 are"):
-        inflight.admit()
+        inflight.check()
     clients.publish([GenerationDelta(number, "x", None, 1, 0) for number in client.numbers])
     await turn()
     assert client.deltas.qsize() == 4
     clients.close(outbox, client)  # type: ignore[arg-type]
     assert outbox.cancelled == [one.number for one in everyone]
-    assert inflight.open == 0
+    assert inflight.in_flight == 0
 
 
 def test_a_failed_step_is_told_and_ends_the_thread() -> None:
