@@ -21,6 +21,7 @@ from nodeagent.engine.model.llama import Llama
 from nodeagent.engine.model.weight_loader import HeaderOnlySource, WeightLoader, WeightSource
 from nodeagent.engine.sampling.sampler import most_likely
 from nodeagent.engine.speculative.draft_model import DraftModel, DraftModelTraits
+from nodeagent.engine.tokenizer.loading import read_vocabulary
 from nodeagent.engine.tokenizer.vocabulary import Vocabulary
 from nodeagent.engine.weights.checkpoint import Checkpoint, open_checkpoint
 from nodeagent.engine.weights.eagle3_folder import EagleFolder, is_eagle_head
@@ -163,7 +164,7 @@ def open_draft(
 def _open_model(config: EngineConfig, vocabulary: Vocabulary) -> DraftModelFiles:
     source = open_checkpoint(Path(config.draft_path))
     try:
-        _same_tokens(config, vocabulary, source.vocabulary())
+        _same_tokens(config, vocabulary, read_vocabulary(source))
         if source.shape.vocabulary < vocabulary.size:
             raise CheckpointError(
                 f"cannot draft with {config.draft_path}: embeddings for {source.shape.vocabulary}"

@@ -24,6 +24,7 @@ from nodeagent.engine.scheduler.batch_scheduler import BatchScheduler
 from nodeagent.engine.scheduler.pipeline_depth import PipelineDepth
 from nodeagent.engine.scheduler.prefill_budget import PrefillBudget
 from nodeagent.engine.speculative.speculation import Speculation
+from nodeagent.engine.tokenizer.loading import read_vocabulary
 from nodeagent.engine.tokenizer.vocabulary import Vocabulary
 from nodeagent.engine.weights.checkpoint import Checkpoint, open_checkpoint
 from nodeagent.engine.workers.commands import LoadShard
@@ -112,7 +113,7 @@ def load_engine(config: EngineConfig, workers: WorkerGroup | None = None) -> Loa
 
 
 def _read_vocabulary(config: EngineConfig, source: Checkpoint) -> Vocabulary:
-    vocabulary = source.vocabulary()
+    vocabulary = read_vocabulary(source)
     if vocabulary.size > source.shape.vocabulary:
         raise CheckpointError(
             f"cannot load {config.model_path}: {vocabulary.size} tokens, but embeddings for"

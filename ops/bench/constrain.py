@@ -21,6 +21,7 @@ import torch
 from nodeagent.engine.structured import grammar
 from nodeagent.engine.structured.compiler import GrammarCompiler
 from nodeagent.engine.structured.constraint import Constraint
+from nodeagent.engine.tokenizer.loading import read_vocabulary
 from nodeagent.engine.tokenizer.vocabulary import Vocabulary
 from nodeagent.engine.weights.checkpoint import open_checkpoint
 
@@ -134,11 +135,11 @@ def walk(build: Callable[[], Matcher], tokens: list[int], times: Times) -> None:
 def contestants(vocabulary: Vocabulary, schema: Any) -> Iterator[tuple[str, Callable[[], Matcher]]]:
     """Yield each library's name with what compiles `schema`."""
     grammars = GrammarCompiler(vocabulary)
-    grammars.build(grammar.json_object_grammar("warm"))
+    grammars.compile_now(grammar.json_object_grammar("warm"))
     logits = torch.zeros(vocabulary.size)
     yield (
         "llguidance",
-        lambda: Ours(grammars.build(grammar.json_schema_grammar(schema, "x")), logits),
+        lambda: Ours(grammars.compile_now(grammar.json_schema_grammar(schema, "x")), logits),
     )
     if importlib.util.find_spec("xgrammar") is None:
         return
@@ -157,7 +158,7 @@ def main() -> None:
     """Print the table for the model at the path given."""
     torch.set_num_threads(2)
     source = open_checkpoint(Path(sys.argv[1]))
-    vocabulary = source.vocabulary()
+    vocabulary = read_vocabulary(source)
     source.close()
     print("| schema | library | compile ms | mask us | mask p99 us | accept us |")
     print("|---|---|---|---|---|---|")

@@ -11,6 +11,7 @@ import torch
 from gguf import GGUFWriter
 from gguf.constants import GGMLQuantizationType
 
+from nodeagent.engine.tokenizer.loading import read_vocabulary
 from nodeagent.engine.weights.gguf_file import GgufFile
 from nodeagent.engine.weights.gguf_header import PackedStrings
 from ops.bench.engine_gpu_model import Plan, write_model
@@ -38,7 +39,7 @@ def write_made_up(path: Path, like: Path, size_bytes: int) -> None:
     """Write about `size_bytes` with the vocabulary of the file `like`: a GGUF file, or a folder."""
     source = GgufFile(like)
     try:
-        metadata, vocabulary = source.metadata, source.vocabulary()
+        metadata, vocabulary = source.metadata, read_vocabulary(source)
     finally:
         source.close()
     if path.suffix != ".gguf":

@@ -98,12 +98,12 @@ class Bench:
         body = read_chat(raw.encode(), 1 << 20)
         assert loaded.template is not None
         tools = requested_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
-        text = loaded.template.render(template_messages(body), tools.told if tools else ())
+        text = loaded.template.render(template_messages(body), tools.all if tools else ())
         tokens = loaded.vocabulary.encode(text, special=False)
         ask = generation_options(body)
         calling = ToolUse.of(tools, loaded.template, loaded.vocabulary)
         grammar = calling.grammar(ask.grammar) if calling else ask.grammar
-        constraint = self._grammars.build(grammar) if grammar else None
+        constraint = self._grammars.compile_now(grammar) if grammar else None
         self._numbers += 1
         speculation = loaded.engine.speculation
         assert speculation is not None

@@ -1,16 +1,16 @@
-"""How models write calls of tools, and the grammars that hold them to it.
+"""The formats in which models write tool calls, and the grammars that enforce them.
 
-Four ways, told apart by what the model's chat template says:
+The model's chat template tells which of four formats it learned:
 
 - Hermes and Qwen: `<tool_call>` around each `{"name": ..., "arguments": {...}}`
-- Qwen3-Coder and Qwen3.5: `<tool_call>` around each `<function=NAME>`, in which there is a
-  `<parameter=KEY>VALUE</parameter>` for each argument
-- Llama 3: the output is `{"name": ..., "parameters": {...}}`, several parted by `;`
-- Mistral: `[TOOL_CALLS]`, then a list of `{"name": ..., "arguments": {...}}`; newer models
+- Qwen3-Coder and Qwen3.5: `<tool_call>` around each `<function=NAME>`, which contains one
+  `<parameter=KEY>VALUE</parameter>` per argument
+- Llama 3: the output is `{"name": ..., "parameters": {...}}`, several of them separated by `;`
+- Mistral: `[TOOL_CALLS]`, then a list of `{"name": ..., "arguments": {...}}`; newer models write
   `[TOOL_CALLS]NAME[ARGS]{...}` for each call
 
-A template that knows no tools is served in Hermes' way, which needs no token of its own. Where a
-model must call, it is held to JSON, whichever way it learned.
+A model whose template does not mention tools is served in the format of Hermes, which needs no
+special token. A request that requires a call is constrained to JSON, whatever the format.
 """
 
 import json
@@ -22,81 +22,87 @@ from nodeagent.engine.structured.grammar import (
     SCHEMA_BYTES_MAX,
     Grammar,
     GrammarError,
-    quoted,
+    quote,
     schema_rule,
 )
 
 CALLS_MAX: Final = 16
-"""Calls in one answer that is made to call."""
+"""Calls in one constrained answer."""
 TOOLS_MAX: Final = 128
-FUNCTION: Final = "<function="
-PARAMETER: Final = "<parameter="
-NAMED_MARKS: Final = ("[ARGS]", "[CALL_ID]")
-NAME: Final = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
+"""Tools in one request."""
 TOOLS_BYTES_MAX: Final = 4 * SCHEMA_BYTES_MAX
+"""Bytes of all parameter schemas of a constrained request together."""
+FUNCTION_TAG: Final = "<function="
+PARAMETER_TAG: Final = "<parameter="
+NAMED_CALL_MARKS: Final = ("[ARGS]", "[CALL_ID]")
+TOOL_NAME: Final = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 
 
 @dataclass(frozen=True, slots=True)
-class ToolFormat:
-    """One way to write calls."""
+class ToolCallFormat:
+    """How one model family writes tool calls."""
 
     opening: str
-    """What announces a call; empty where an output that is an object is one."""
+    """The mark before a call; empty if an output that starts with `{` is a call."""
     closing: str
-    """What ends a call; empty where only the output's end does."""
+    """The mark after a call; empty if only the end of the output ends it."""
     arguments_key: str
-    before: str
-    """What stands between the opening and the first object, and so on, as the model writes it."""
-    between: str
-    after: str
+    start: str
+    """The text from the opening to the first object, as the model writes it."""
+    separator: str
+    """The text between two objects."""
+    end: str
+    """The text after the last object."""
     optional_opening: str = ""
-    """A mark that may stand before the first object where `opening` is empty."""
+    """A mark that may precede the first object if `opening` is empty."""
     call_id_chars: int = 0
-    """How long a call's id must be, where the chat template insists."""
-    tags: bool = False
-    """Whether a call may be tags. Models forget the opening around them now and then."""
-    named: bool = False
-    """Whether a call may be a name, and then its arguments."""
+    """The length of a call id, if the chat template checks it; 0 for any."""
+    has_tagged_calls: bool = False
+    """Whether a call may be written as tags. Models sometimes omit the opening around them."""
+    has_named_calls: bool = False
+    """Whether a call may be written as a name followed by its arguments."""
 
     @property
     def openings(self) -> tuple[str, ...]:
-        """What announces a call, in the one way or another."""
-        return tuple(mark for mark in (self.opening, FUNCTION if self.tags else "") if mark)
+        """All marks that may precede a call."""
+        tag = FUNCTION_TAG if self.has_tagged_calls else ""
+        return tuple(mark for mark in (self.opening, tag) if mark)
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """Texts that may be special tokens in a vocabulary, and count as text here."""
-        marks = (self.opening, self.closing, self.optional_opening)
-        return tuple(mark for mark in (*marks, *(NAMED_MARKS if self.named else ())) if mark)
+        """Marks that may be special tokens of a vocabulary, and must stay visible in the text."""
+        named = NAMED_CALL_MARKS if self.has_named_calls else ()
+        marks = (self.opening, self.closing, self.optional_opening, *named)
+        return tuple(mark for mark in marks if mark)
 
 
-HERMES: Final = ToolFormat(
+HERMES: Final = ToolCallFormat(
     opening="<tool_call>",
     closing="</tool_call>",
     arguments_key="arguments",
-    before="<tool_call>\n",
-    between="\n</tool_call>\n<tool_call>\n",
-    after="\n</tool_call>",
+    start="<tool_call>\n",
+    separator="\n</tool_call>\n<tool_call>\n",
+    end="\n</tool_call>",
 )
-QWEN_CODER: Final = replace(HERMES, tags=True)
-LLAMA3: Final = ToolFormat(
+QWEN_CODER: Final = replace(HERMES, has_tagged_calls=True)
+LLAMA3: Final = ToolCallFormat(
     opening="",
     closing="",
     arguments_key="parameters",
-    before="",
-    between="; ",
-    after="",
+    start="",
+    separator="; ",
+    end="",
     optional_opening="<|python_tag|>",
 )
-MISTRAL: Final = ToolFormat(
+MISTRAL: Final = ToolCallFormat(
     opening="[TOOL_CALLS]",
     closing="",
     arguments_key="arguments",
-    before="[TOOL_CALLS] [",
-    between=", ",
-    after="]",
+    start="[TOOL_CALLS] [",
+    separator=", ",
+    end="]",
     call_id_chars=9,
-    named=True,
+    has_named_calls=True,
 )
 
 
@@ -109,8 +115,8 @@ class ToolDefinition:
     parameters: dict[str, Any]
     strict: bool = False
 
-    def described(self) -> dict[str, Any]:
-        """Return the tool as chat templates expect it."""
+    def template_entry(self) -> dict[str, Any]:
+        """Return the tool in the form that chat templates expect."""
         function: dict[str, Any] = {"name": self.name}
         if self.description:
             function["description"] = self.description
@@ -118,11 +124,11 @@ class ToolDefinition:
         return {"type": "function", "function": function}
 
 
-def tool_format_of(template: str) -> ToolFormat:
-    """Return how the model behind this chat template writes calls."""
+def call_format_of_template(template: str) -> ToolCallFormat:
+    """Return the tool call format of the model with this chat template."""
     if "[TOOL_CALLS]" in template:
         return MISTRAL
-    if PARAMETER in template and FUNCTION in template:
+    if PARAMETER_TAG in template and FUNCTION_TAG in template:
         return QWEN_CODER
     if "<tool_call>" in template:
         return HERMES
@@ -133,54 +139,60 @@ def tool_format_of(template: str) -> ToolFormat:
 
 def tool_call_grammar(
     tools: tuple[ToolDefinition, ...],
-    how: ToolFormat,
+    call_format: ToolCallFormat,
     calls_max: int,
-    special: dict[str, int],
+    special_ids: dict[str, int],
     *,
-    speech: bool = False,
+    text_allowed: bool = False,
 ) -> Grammar:
     """Return the grammar of 1 to `calls_max` calls of `tools`, and nothing else.
 
-    With `speech` there may be any text before them, or instead. `special` are those of the format's
-    marks that are special tokens, which no text can spell.
+    With `text_allowed` any text may come before the calls or in their place. `special_ids` are the
+    marks of the format that are special tokens, which no text can spell. Raises GrammarError if the
+    schemas cannot be used.
     """
     rules = ["call: " + " | ".join(f"call_{index}" for index in range(len(tools)))]
-    size = 0
+    schema_bytes = 0
     for index, tool in enumerate(tools):
-        head = f'{{"name": {json.dumps(tool.name)}, "{how.arguments_key}": '
+        head = f'{{"name": {json.dumps(tool.name)}, "{call_format.arguments_key}": '
         schema = {"type": "object", **tool.parameters}
         rule = schema_rule(schema, f"tools[{index}]", lenient=not tool.strict)
-        size += len(rule)
-        rules.append(f'call_{index}: {quoted(head)} arguments_{index} "}}"')
+        schema_bytes += len(rule)
+        rules.append(f'call_{index}: {quote(head)} arguments_{index} "}}"')
         rules.append(f"arguments_{index}: {rule}")
-    if size > TOOLS_BYTES_MAX:
+    if schema_bytes > TOOLS_BYTES_MAX:
         raise GrammarError(
-            f"cannot use tools: their parameters take {size} bytes, the limit is {TOOLS_BYTES_MAX}"
+            f"cannot use field 'tools': the parameter schemas take {schema_bytes} bytes, the limit"
+            f" is {TOOLS_BYTES_MAX}"
         )
-    before = _spelled(how.before, special)
-    between, after = _spelled(how.between, special), _spelled(how.after, special)
-    more = f"({between} call){{0,{calls_max - 1}}}" if calls_max > 1 else ""
-    if speech and not how.opening:
-        rules.append(r"said: /\s*([^{\s](.|\n)*)?/")
-        before = f"said | {before}"
-    elif speech and how.opening in special:
-        rules.append(r"said: /(.|\n)*/")
-        before = f"said | said {before}"
-    elif speech:
-        # Lazy: it ends where the opening first comes, so that nothing said can hold one.
-        rules += [r"said: /(.|\n)*/", rf"begun[lazy]: /(.|\n)*/ {quoted(how.opening)}"]
-        before = f"said | begun {_spelled(how.before.removeprefix(how.opening), special)}"
-    start = " ".join(part for part in (before, "call", more, after) if part)
-    return Grammar(start, "tools", tuple(rules))
+    start = _terms(call_format.start, special_ids)
+    separator = _terms(call_format.separator, special_ids)
+    end = _terms(call_format.end, special_ids)
+    more = f"({separator} call){{0,{calls_max - 1}}}" if calls_max > 1 else ""
+    if text_allowed and not call_format.opening:
+        rules.append(r"text: /\s*([^{\s](.|\n)*)?/")
+        start = f"text | {start}"
+    elif text_allowed and call_format.opening in special_ids:
+        rules.append(r"text: /(.|\n)*/")
+        start = f"text | text {start}"
+    elif text_allowed:
+        # Lazy: the rule ends at the first opening, so the text itself cannot contain one.
+        opening = quote(call_format.opening)
+        rules += [r"text: /(.|\n)*/", rf"text_and_opening[lazy]: /(.|\n)*/ {opening}"]
+        rest = _terms(call_format.start.removeprefix(call_format.opening), special_ids)
+        start = f"text | text_and_opening {rest}"
+    return Grammar(
+        " ".join(part for part in (start, "call", more, end) if part), "tools", tuple(rules)
+    )
 
 
-def _spelled(text: str, special: dict[str, int]) -> str:
-    """Return `text` as terms of a rule, with special tokens by their number."""
+def _terms(text: str, special_ids: dict[str, int]) -> str:
+    """Return `text` as the terms of a grammar rule, with special tokens as token ids."""
     if not text:
         return ""
-    for mark, token in special.items():
+    for mark, token in special_ids.items():
         if mark in text:
             left, right = text.split(mark, 1)
-            terms = (_spelled(left, special), f"<[{token}]>", _spelled(right, special))
+            terms = (_terms(left, special_ids), f"<[{token}]>", _terms(right, special_ids))
             return " ".join(term for term in terms if term)
-    return quoted(text)
+    return quote(text)

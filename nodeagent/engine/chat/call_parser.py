@@ -1,31 +1,28 @@
-"""Calls of tools read out of text as it comes: what is content, what is a call, piece by piece.
+"""Streaming parser for tool calls: splits the text of an output into content and calls.
 
-Rule 1: text that may be the beginning of a call waits until it is known what it is.
-Rule 2: a call is told once its name is known to be a tool's; from then on its arguments are told
-as they come, and nothing is taken back. What turns out to be no call is told as content, whole.
+Rule 1: text that may begin a call is held back until the following text decides.
+Rule 2: a call is announced once its name is known to be a tool's. From then on its arguments are
+emitted as they arrive, and nothing is taken back. Text that turns out not to be a call is emitted
+as content, unchanged.
 """
 
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Final
 
-from nodeagent.engine.chat.call_format import FUNCTION, NAME, ToolFormat
-from nodeagent.engine.chat.call_scanner import (
-    SPACE,
-    CallScan,
-    JsonCallScan,
-    NamedCallScan,
-    TaggedCallScan,
-    ToolSchemas,
-    beginning,
-)
+from nodeagent.engine.chat.call_format import FUNCTION_TAG, TOOL_NAME, ToolCallFormat
+from nodeagent.engine.chat.call_scanner import WHITESPACE, CallScanner, ToolSchemas
+from nodeagent.engine.chat.json_call import JsonCallScanner
+from nodeagent.engine.chat.named_call import NamedCallScanner
+from nodeagent.engine.chat.tagged_call import TaggedCallScanner
+from nodeagent.engine.tokenizer.partial_match import partial_match_chars
 
-_SEPARATORS: Final = SPACE + ",;[]"
+_SEPARATORS: Final = WHITESPACE + ",;[]"
 
 
 @dataclass(frozen=True, slots=True)
 class ContentText:
-    """Content: text that is no call."""
+    """Text that is not part of a call."""
 
     text: str
 
@@ -40,7 +37,7 @@ class CallStarted:
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """More of a call's arguments, as JSON text."""
+    """The next piece of a call's arguments, as JSON text."""
 
     index: int
     text: str
@@ -49,172 +46,182 @@ class CallArguments:
 OutputEvent = ContentText | CallStarted | CallArguments
 
 
-class _Where(Enum):
+class _State(Enum):
     START = auto()
+    """Nothing but white space was read."""
     TEXT = auto()
+    """In content, looking for an opening."""
     SECTION = auto()
+    """After an opening or a call, looking for the next call."""
     CALL = auto()
+    """Inside a call."""
 
 
 @dataclass(slots=True)
 class ToolCallParser:
-    """Reads one output in one format."""
+    """Parses one output in one tool call format."""
 
-    how: ToolFormat
+    call_format: ToolCallFormat
     tools: ToolSchemas
-    single: bool = False
-    """Whether nothing is told after the first call."""
+    only_one: bool = False
+    """Whether everything after the first call is dropped."""
     calls: int = 0
-    _where: _Where = _Where.START
-    _held: str = ""
-    """What waits: not yet known to be content, or already part of a call."""
-    _call: CallScan | None = None
-    _calls_before: int = 0
-    """Calls before the section at hand."""
+    """Calls announced so far."""
+    _state: _State = _State.START
+    _held_back: str = ""
+    """Text that may be content or part of a call."""
+    _scanner: CallScanner | None = None
+    _calls_before_section: int = 0
 
     def feed(self, text: str) -> list[OutputEvent]:
-        """Return what is known after `text`."""
-        self._held += text
+        """Return the events that `text` makes certain."""
+        self._held_back += text
         events: list[OutputEvent] = []
-        moving = True
-        while moving:
-            moving = self._move(events)
-        return _joined(events)
+        while self._advance(events):
+            pass
+        return _join_content(events)
 
     def flush(self) -> list[OutputEvent]:
-        """Return what was held back: the output has ended."""
-        held, self._held = self._held, ""
-        scan, self._call = self._call, None
-        if scan is not None:
-            return [] if scan.told else [ContentText(scan.prefix + scan.text())]
-        # White space and half a closing mark behind a call are no content.
-        over = self.calls and (self._where is _Where.SECTION or not held.strip(SPACE))
-        return [ContentText(held)] if held and not over else []
+        """Return the text held back, now that the output has ended."""
+        held_back, self._held_back = self._held_back, ""
+        scanner, self._scanner = self._scanner, None
+        if scanner is not None:
+            if scanner.is_announced:
+                return []
+            return [ContentText(scanner.prefix + scanner.scanned_text())]
+        # White space and a partial closing mark after a call are not content.
+        is_trailing = self.calls and (
+            self._state is _State.SECTION or not held_back.strip(WHITESPACE)
+        )
+        return [ContentText(held_back)] if held_back and not is_trailing else []
 
-    def _move(self, events: list[OutputEvent]) -> bool:
-        """Take one stride; False where more text is needed."""
-        if self.single and self.calls and self._call is None:
-            self._held = ""
+    def _advance(self, events: list[OutputEvent]) -> bool:
+        """Take one step; return False if more text is needed."""
+        if self.only_one and self.calls and self._scanner is None:
+            self._held_back = ""
             return False
-        match self._where:
-            case _Where.START:
-                return self._start()
-            case _Where.TEXT:
-                return self._text(events)
-            case _Where.SECTION:
-                return self._section(events)
-            case _Where.CALL:
+        match self._state:
+            case _State.START:
+                return self._read_start()
+            case _State.TEXT:
+                return self._read_text(events)
+            case _State.SECTION:
+                return self._read_section(events)
+            case _State.CALL:
                 return self._read_call(events)
 
-    def _start(self) -> bool:
-        """Decide whether an output without an opening is a call from its first letter on."""
-        if self.how.opening:
-            self._where = _Where.TEXT
+    def _read_start(self) -> bool:
+        """Decide by its first letter whether an output is a call, in a format without opening."""
+        if self.call_format.opening:
+            self._state = _State.TEXT
             return True
-        begun = self._held.lstrip(SPACE)
-        mark = self.how.optional_opening
-        if not begun or (mark.startswith(begun) and begun != mark):
+        stripped = self._held_back.lstrip(WHITESPACE)
+        mark = self.call_format.optional_opening
+        if not stripped or (mark.startswith(stripped) and stripped != mark):
             return False
-        calls = begun.startswith("{") or begun.startswith(mark)
-        self._where = _Where.SECTION if calls else _Where.TEXT
+        is_call = stripped.startswith("{") or stripped.startswith(mark)
+        self._state = _State.SECTION if is_call else _State.TEXT
         return True
 
-    def _text(self, events: list[OutputEvent]) -> bool:
-        openings = self.how.openings
-        found = [at for opening in openings if (at := self._held.find(opening)) >= 0]
-        if found:
-            # White space before a call sets it off; it is no content unless the call is none.
-            known = self._held[: min(found)].rstrip(SPACE)
-            if known:
-                events.append(ContentText(known))
-            self._held = self._held[len(known) :]
-            self._where = _Where.SECTION
-            self._calls_before = self.calls
+    def _read_text(self, events: list[OutputEvent]) -> bool:
+        """Emit content up to the next opening."""
+        openings = self.call_format.openings
+        starts = [start for opening in openings if (start := self._held_back.find(opening)) >= 0]
+        if starts:
+            # White space before a call is content only if the call turns out not to be one.
+            content = self._held_back[: min(starts)].rstrip(WHITESPACE)
+            if content:
+                events.append(ContentText(content))
+            self._held_back = self._held_back[len(content) :]
+            self._state = _State.SECTION
+            self._calls_before_section = self.calls
             return True
-        keep = self._opening_begun(self._held)
-        if self.calls and not self._held.strip(SPACE):
+        keep = self._partial_opening_chars(self._held_back)
+        if self.calls and not self._held_back.strip(WHITESPACE):
             return False
-        # Spaces wait too: a call may follow them.
-        known = self._held[: len(self._held) - keep]
-        known = known.rstrip(SPACE) if openings or self.calls else known
-        if known:
-            events.append(ContentText(known))
-            self._held = self._held[len(known) :]
+        # White space is held back too: a call may follow it.
+        content = self._held_back[: len(self._held_back) - keep]
+        content = content.rstrip(WHITESPACE) if openings or self.calls else content
+        if content:
+            events.append(ContentText(content))
+            self._held_back = self._held_back[len(content) :]
         return False
 
-    def _section(self, events: list[OutputEvent]) -> bool:
+    def _read_section(self, events: list[OutputEvent]) -> bool:
         """Find the next call after an opening or after another call."""
-        mark = self.how.opening or self.how.optional_opening
-        begun = self._held.lstrip(SPACE)
-        if begun != mark and mark.startswith(begun):
+        mark = self.call_format.opening or self.call_format.optional_opening
+        stripped = self._held_back.lstrip(WHITESPACE)
+        if stripped != mark and mark.startswith(stripped):
             return False
-        rest = begun.removeprefix(mark).lstrip(_SEPARATORS)
-        closing = self.how.closing
-        self._call = self._scan(self._held[: len(self._held) - len(rest)], rest)
-        if self._call is not None:
-            self._held = rest
-            self._where = _Where.CALL
+        rest = stripped.removeprefix(mark).lstrip(_SEPARATORS)
+        closing = self.call_format.closing
+        self._scanner = self._scanner_for(self._held_back[: len(self._held_back) - len(rest)], rest)
+        if self._scanner is not None:
+            self._held_back = rest
+            self._state = _State.CALL
             return True
-        if closing and rest.startswith(closing) and self.calls > self._calls_before:
-            self._held = rest.removeprefix(closing)
-            self._where = _Where.TEXT
+        if closing and rest.startswith(closing) and self.calls > self._calls_before_section:
+            self._held_back = rest.removeprefix(closing)
+            self._state = _State.TEXT
             return True
-        waited = (mark, closing, FUNCTION if self.how.tags else "")
-        if any(one.startswith(rest) for one in waited):
+        possible = (mark, closing, FUNCTION_TAG if self.call_format.has_tagged_calls else "")
+        if any(text.startswith(rest) for text in possible):
             return False
-        first = len(self._held) - len(rest) + 1
-        return self._give_up(events, self._held[:first], rest[1:])
+        first = len(self._held_back) - len(rest) + 1
+        return self._emit_as_content(events, self._held_back[:first], rest[1:])
 
-    def _scan(self, prefix: str, rest: str) -> CallScan | None:
-        """Return what reads the call that begins `rest`, if one does."""
+    def _scanner_for(self, prefix: str, rest: str) -> CallScanner | None:
+        """Return a scanner for the call at the start of `rest`; None if there is no call."""
         if rest.startswith("{"):
-            return JsonCallScan(self.tools, prefix)
-        if self.how.tags and rest.startswith(FUNCTION):
-            return TaggedCallScan(self.tools, prefix)
-        if self.how.named and NAME.match(rest):
-            return NamedCallScan(self.tools, prefix)
+            return JsonCallScanner(self.tools, prefix)
+        if self.call_format.has_tagged_calls and rest.startswith(FUNCTION_TAG):
+            return TaggedCallScanner(self.tools, prefix)
+        if self.call_format.has_named_calls and TOOL_NAME.match(rest):
+            return NamedCallScanner(self.tools, prefix)
         return None
 
     def _read_call(self, events: list[OutputEvent]) -> bool:
-        scan = self._call
-        assert scan is not None
-        text, self._held = self._held, ""
-        rest = text[scan.feed(text) :]
-        if not scan.told and scan.is_call:
-            scan.told = True
-            scan.index = self.calls
+        """Feed the call's scanner; announce the call, or give its text back as content."""
+        scanner = self._scanner
+        assert scanner is not None
+        text, self._held_back = self._held_back, ""
+        rest = text[scanner.feed(text) :]
+        if not scanner.is_announced and scanner.can_announce:
+            scanner.is_announced = True
+            scanner.index = self.calls
             self.calls += 1
-            events.append(CallStarted(scan.index, scan.name or ""))
-        if scan.told:
-            piece = scan.take()
-            if piece:
-                events.append(CallArguments(scan.index, piece))
-        elif scan.done or scan.is_none:
-            return self._give_up(events, scan.prefix + scan.text(), rest)
-        if not scan.done:
+            events.append(CallStarted(scanner.index, scanner.name or ""))
+        if scanner.is_announced:
+            arguments = scanner.take_arguments()
+            if arguments:
+                events.append(CallArguments(scanner.index, arguments))
+        elif scanner.is_complete or scanner.is_not_a_call:
+            return self._emit_as_content(events, scanner.prefix + scanner.scanned_text(), rest)
+        if not scanner.is_complete:
             return False
-        self._call = None
-        self._held = rest
-        self._where = _Where.SECTION
+        self._scanner = None
+        self._held_back = rest
+        self._state = _State.SECTION
         return True
 
-    def _give_up(self, events: list[OutputEvent], text: str, rest: str) -> bool:
-        """It is no call as far as `text`: tell that as content, and look for calls behind it."""
-        known = len(text) - self._opening_begun(text)
-        if known:
-            events.append(ContentText(text[:known]))
-        self._call = None
-        self._held = text[known:] + rest
-        self._where = _Where.TEXT
+    def _emit_as_content(self, events: list[OutputEvent], text: str, rest: str) -> bool:
+        """Emit `text`, which is not a call, as content, and look for calls in `rest`."""
+        certain = len(text) - self._partial_opening_chars(text)
+        if certain:
+            events.append(ContentText(text[:certain]))
+        self._scanner = None
+        self._held_back = text[certain:] + rest
+        self._state = _State.TEXT
         return True
 
-    def _opening_begun(self, text: str) -> int:
-        """Return how much of the end of `text` may be the beginning of an opening."""
-        return max((beginning(text, opening) for opening in self.how.openings), default=0)
+    def _partial_opening_chars(self, text: str) -> int:
+        """Return how many characters at the end of `text` may begin an opening."""
+        openings = self.call_format.openings
+        return max((partial_match_chars(text, opening) for opening in openings), default=0)
 
 
-def _joined(events: list[OutputEvent]) -> list[OutputEvent]:
-    """Join neighbouring pieces of content."""
+def _join_content(events: list[OutputEvent]) -> list[OutputEvent]:
+    """Join adjacent pieces of content."""
     joined: list[OutputEvent] = []
     for event in events:
         last = joined[-1] if joined else None

@@ -1,16 +1,16 @@
-"""What a parameter that a model wrote as plain text is as JSON, by the tool's schema.
+"""JSON values of tool parameters that a model wrote as plain text, typed by the tool's schema.
 
-Rule 1: what may be nothing but a string is that text, whatever it looks like.
-Rule 2: what is of none of the types that the schema allows stays text: the tool says what is wrong.
-The schema is a client's, and may be anything.
+Rule 1: a parameter that can only be a string keeps its text, whatever the text looks like.
+Rule 2: a value of a type that the schema does not allow becomes a string; the tool reports it.
+The schema comes from a client and may be anything.
 """
 
 import json
 from collections.abc import Mapping
 from typing import Any, Final
 
-_SPOKEN: Final = {"true": "true", "false": "false", "null": "null", "none": "null"}
-"""Also as Python writes them: chat templates show models their own calls so."""
+_LITERALS: Final = {"true": "true", "false": "false", "null": "null", "none": "null"}
+"""JSON literals by lower-case spelling. Chat templates may show them as Python writes them."""
 _TYPES: Final[dict[type, str]] = {
     bool: "boolean",
     int: "integer",
@@ -23,16 +23,16 @@ _TYPES: Final[dict[type, str]] = {
 
 
 def is_string_parameter(schema: Mapping[str, Any], name: str) -> bool:
-    """Say whether the parameter `name` can only be a string; so is one that nobody described."""
+    """Return whether the parameter `name` can only be a string, or has no described type."""
     return _types_of(schema, name) <= {"string"}
 
 
 def parameter_json(schema: Mapping[str, Any], name: str, text: str) -> str:
-    """Return the JSON of the parameter `name` that was written as `text`."""
+    """Return the JSON for the parameter `name` whose value was written as `text`."""
     word = text.strip()
-    word = _SPOKEN.get(word.lower(), word)
+    word = _LITERALS.get(word.lower(), word)
     try:
-        found = _TYPES[type(json.loads(word, parse_constant=_refuse))]
+        found = _TYPES[type(json.loads(word, parse_constant=_refuse_constant))]
     except (ValueError, RecursionError):
         found = "string"
     allowed = _types_of(schema, name)
@@ -41,42 +41,43 @@ def parameter_json(schema: Mapping[str, Any], name: str, text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON")
+def _refuse_constant(constant: str) -> None:
+    """Refuse NaN and Infinity, which Python's JSON reader accepts."""
+    raise ValueError(f"cannot read {constant}: it is not JSON")
 
 
 def _types_of(schema: Mapping[str, Any], name: str) -> set[str]:
-    """Return the types that the parameter may be of; none where nobody said."""
+    """Return the JSON types that the schema allows for a parameter; empty if it names none."""
     types: set[str] = set()
-    left, seen = [_child(schema.get("properties"), name)], set()
-    while left:
-        one = left.pop()
-        if not isinstance(one, dict) or id(one) in seen:
+    pending, seen = [_member(schema.get("properties"), name)], set()
+    while pending:
+        node = pending.pop()
+        if not isinstance(node, dict) or id(node) in seen:
             continue
-        seen.add(id(one))
-        said = one.get("type")
-        types |= {kind for kind in (said, *_listed(said)) if isinstance(kind, str)}
-        values = [*_listed(one.get("enum")), *([one["const"]] if "const" in one else [])]
+        seen.add(id(node))
+        declared = node.get("type")
+        types |= {kind for kind in (declared, *_as_list(declared)) if isinstance(kind, str)}
+        values = [*_as_list(node.get("enum")), *([node["const"]] if "const" in node else [])]
         types |= {_TYPES[type(value)] for value in values}
         for key in ("anyOf", "oneOf", "allOf"):
-            left += _listed(one.get(key))
-        left.append(_referred(schema, one.get("$ref")))
+            pending += _as_list(node.get(key))
+        pending.append(_resolve(schema, node.get("$ref")))
     return types
 
 
-def _referred(schema: Mapping[str, Any], reference: Any) -> Any:
-    """Return what a `$ref` within the schema means; None for any other."""
+def _resolve(schema: Mapping[str, Any], reference: Any) -> Any:
+    """Return the target of a `$ref` within the schema; None for any other reference."""
     if not isinstance(reference, str) or not reference.startswith("#/"):
         return None
     found: Any = schema
     for step in reference[2:].split("/"):
-        found = _child(found, step.replace("~1", "/").replace("~0", "~"))
+        found = _member(found, step.replace("~1", "/").replace("~0", "~"))
     return found
 
 
-def _child(within: Any, name: str) -> Any:
-    return within.get(name) if isinstance(within, Mapping) else None
+def _member(container: Any, name: str) -> Any:
+    return container.get(name) if isinstance(container, Mapping) else None
 
 
-def _listed(value: Any) -> list[Any]:
+def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 
 from nodeagent.engine.architecture.decoder_shape import CheckpointError
 from nodeagent.engine.model.bert import BertShape, Pooling
-from nodeagent.engine.tokenizer.vocabulary import read_tokenizer
+from nodeagent.engine.tokenizer.hf_tokenizer import read_tokenizer
 from nodeagent.engine.weights.hf_config import read_beside, read_json
 from nodeagent.engine.weights.safetensors_folder import SafetensorsFiles
 

@@ -132,7 +132,7 @@ class GenerationServer(ModelServer):
             raise invalid_request("messages", "cannot chat: this model has no chat template")
         tools = requested_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
         try:
-            told = tools.told if tools else ()
+            told = tools.all if tools else ()
             text = template.render(template_messages(body), told, template_arguments(body))
         except ChatTemplateError as error:
             raise invalid_request("messages", str(error)) from error
@@ -171,7 +171,7 @@ class GenerationServer(ModelServer):
 
     async def _tokenise(self, text: str, param: str, *, special: bool) -> list[int]:
         encode = self.loaded.vocabulary.encode
-        least = self.loaded.vocabulary.tokens_min(text)
+        least = self.loaded.vocabulary.token_count_min(text)
         if least > self.context_tokens:
             # Tokenising megabytes takes seconds and gigabytes; the answer is known before.
             raise ApiError(
@@ -207,7 +207,7 @@ class GenerationServer(ModelServer):
             include_usage=ask.include_usage,
             logprobs=ask.params.logprobs is not None,
             vocabulary=self.loaded.vocabulary,
-            new_call_id=lambda: _call_id(calling.how.call_id_chars if calling else 0),
+            new_call_id=lambda: _call_id(calling.call_format.call_id_chars if calling else 0),
             choices=[
                 ResponseChoice(index, calling.reader() if calling else None)
                 for index in range(asked.answers)

@@ -139,7 +139,7 @@ class OpenRequests:
         return Generation(
             Sequence(number, tokens.copy(), ending, kept, asked.adapter, asked.standing),
             Sampler(params, tokens.copy() if params.penalised else [], own, ending.stop_ids),
-            StreamDetokenizer(self._vocabulary, asked.shown, goes_on=asked.goes_on),
+            StreamDetokenizer(self._vocabulary, asked.shown, continues_text=asked.goes_on),
             StopStrings(ask.stops),
             drafter,
             choice,

@@ -5,7 +5,6 @@ The field's dialects: OpenAI's `{"type": "function", "function": {...}}` and Wor
 or `allowed_tools`. A template that knows no tools is told of them in its system message.
 """
 
-import json
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -14,10 +13,10 @@ from msgspec import Meta
 
 from nodeagent.engine.chat.call_format import (
     CALLS_MAX,
-    NAME,
+    TOOL_NAME,
     TOOLS_MAX,
+    ToolCallFormat,
     ToolDefinition,
-    ToolFormat,
     tool_call_grammar,
 )
 from nodeagent.engine.server.structured_fields import invalid_request
@@ -94,7 +93,7 @@ ToolChoice = Literal["auto", "none", "required"] | ToolChoiceSpec | None
 class RequestTools:
     """The tools of one request and what may or must be done with them."""
 
-    told: tuple[ToolDefinition, ...]
+    all: tuple[ToolDefinition, ...]
     """All tools, as the prompt tells them."""
     callable: tuple[ToolDefinition, ...]
     """Those of them that may be called."""
@@ -107,7 +106,7 @@ class RequestTools:
         return {tool.name: tool.parameters for tool in self.callable}
 
     def grammar(
-        self, how: ToolFormat, special: dict[str, int], answer: Grammar | None
+        self, call_format: ToolCallFormat, special: dict[str, int], answer: Grammar | None
     ) -> Grammar | None:
         """Return the grammar of the output; `answer` is what else the request constrains it to."""
         if self.must and answer is not None:
@@ -119,7 +118,9 @@ class RequestTools:
         if speech and not any(tool.strict for tool in self.callable):
             return None
         try:
-            calls = tool_call_grammar(self.callable, how, self.calls_max, special, speech=speech)
+            calls = tool_call_grammar(
+                self.callable, call_format, self.calls_max, special, text_allowed=speech
+            )
         except GrammarError as error:
             raise invalid_request("tools", str(error)) from error
         return calls if answer is None else union(answer, calls)
@@ -129,41 +130,27 @@ def requested_tools(
     specs: list[ToolSpec] | None, choice: ToolChoice, parallel: bool | None
 ) -> RequestTools | None:
     """Return the tools of a request; None where it has none or may call none."""
-    told = tuple(_tool(spec) for spec in specs or ())
-    names = [tool.name for tool in told]
-    if len(told) > TOOLS_MAX:
-        raise invalid_request("tools", f"cannot use {len(told)} tools: the limit is {TOOLS_MAX}")
+    all = tuple(_tool(spec) for spec in specs or ())
+    names = [tool.name for tool in all]
+    if len(all) > TOOLS_MAX:
+        raise invalid_request("tools", f"cannot use {len(all)} tools: the limit is {TOOLS_MAX}")
     for name in names:
         if names.count(name) > 1:
             raise invalid_request("tools", f"cannot use two tools of the name {name!r}")
-    if choice == "none" or (not told and choice in (None, "auto")):
+    if choice == "none" or (not all and choice in (None, "auto")):
         return None
     calls_max = 1 if parallel is False else CALLS_MAX
     if choice is None or isinstance(choice, str):
-        return RequestTools(told, _chosen(told, names), choice == "required", calls_max)
+        return RequestTools(all, _chosen(all, names), choice == "required", calls_max)
     if choice.type == "function" and choice.function is not None:
-        return RequestTools(told, _chosen(told, [choice.function.name]), True, 1)
+        return RequestTools(all, _chosen(all, [choice.function.name]), True, 1)
     if choice.allowed_tools is not None:
         some = [one.function.name for one in choice.allowed_tools.tools]
         must = choice.allowed_tools.mode == "required"
-        return RequestTools(told, _chosen(told, some), must, calls_max)
+        return RequestTools(all, _chosen(all, some), must, calls_max)
     raise invalid_request(
         "tool_choice", f"cannot use a tool_choice of type {choice.type} without its field"
     )
-
-
-def messages_as_text(
-    messages: list[dict[str, Any]], described: list[dict[str, Any]], how: ToolFormat
-) -> list[dict[str, Any]]:
-    """Return `messages` for a template that knows no tools: calls and results as plain text."""
-    told = [_worded(message, how) for message in messages]
-    if described:
-        words = _words(described, how)
-        if told and told[0]["role"] == "system":
-            told[0] = {**told[0], "content": f"{told[0]['content']}\n\n{words}"}
-        else:
-            told.insert(0, {"role": "system", "content": words})
-    return told
 
 
 def template_calls(calls: list[ToolCallSpec]) -> list[dict[str, Any]]:
@@ -187,7 +174,7 @@ def _tool(spec: ToolSpec) -> ToolDefinition:
         if spec.name is None:
             raise invalid_request("tools", "cannot use a tool without a function")
         function = FunctionSpec(spec.name, spec.description, spec.parameters, spec.strict)
-    if not NAME.fullmatch(function.name):
+    if not TOOL_NAME.fullmatch(function.name):
         raise invalid_request(
             "tools",
             f"cannot use a tool of the name {function.name[:80]!r}: letters, digits and _.:/- up to"
@@ -198,42 +185,13 @@ def _tool(spec: ToolSpec) -> ToolDefinition:
     )
 
 
-def _chosen(told: tuple[ToolDefinition, ...], names: list[str]) -> tuple[ToolDefinition, ...]:
-    by_name = {tool.name: tool for tool in told}
+def _chosen(all: tuple[ToolDefinition, ...], names: list[str]) -> tuple[ToolDefinition, ...]:
+    by_name = {tool.name: tool for tool in all}
     missing = [name for name in names if name not in by_name]
     if missing or not names:
         which = f"{missing[0][:80]!r}" if missing else "any tool"
         raise invalid_request("tool_choice", f"cannot call {which}: it is not among the tools")
     return tuple(by_name[name] for name in dict.fromkeys(names))
-
-
-def _worded(message: dict[str, Any], how: ToolFormat) -> dict[str, Any]:
-    if message["role"] in ("tool", "function"):
-        text = f"<tool_response>\n{message['content']}\n</tool_response>"
-        return {"role": "user", "content": text}
-    calls = message.get("tool_calls")
-    if not calls:
-        return message
-    written = how.between.join(
-        json.dumps(
-            {"name": call["function"]["name"], how.arguments_key: call["function"]["arguments"]},
-            ensure_ascii=False,
-        )
-        for call in calls
-    )
-    said = f"{message['content']}\n" if message["content"] else ""
-    return {"role": message["role"], "content": f"{said}{how.before}{written}{how.after}"}
-
-
-def _words(described: list[dict[str, Any]], how: ToolFormat) -> str:
-    listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in described)
-    example = f'{{"name": <function name>, "{how.arguments_key}": <object of arguments>}}'
-    return (
-        "You may call functions to help with the user's query. These are their signatures:\n"
-        f"<tools>\n{listed}\n</tools>\n\n"
-        "To call a function, answer with its name and arguments in this form, and nothing else:\n"
-        f"{how.before}{example}{how.after}"
-    )
 
 
 def _object_of(arguments: str | dict[str, Any]) -> Any:

@@ -23,8 +23,6 @@ from nodeagent.engine.kernels.cpu.file_reads import RowsInFile
 from nodeagent.engine.kernels.cpu.native_matrix import PANEL_ROWS
 from nodeagent.engine.model.layers.linear import GgufBlocks
 from nodeagent.engine.model.weight_loader import WeightSource
-from nodeagent.engine.tokenizer.gguf_tokenizer import vocabulary_of_gguf
-from nodeagent.engine.tokenizer.vocabulary import Vocabulary
 from nodeagent.engine.weights.gguf_header import TensorEntry
 from nodeagent.engine.weights.gguf_parts import read_all_headers
 from nodeagent.engine.weights.gguf_shape import shape_of
@@ -84,9 +82,10 @@ class GgufFile(WeightSource):
         """Close the files."""
         self._opened.close()
 
-    def vocabulary(self) -> Vocabulary:
-        """Build the vocabulary that the metadata describes."""
-        return vocabulary_of_gguf(self._path, self.metadata)
+    @property
+    def path(self) -> Path:
+        """The file, or the first of its parts."""
+        return self._path
 
     def filed_bits(self) -> Counter[int]:
         """Return how many weights there are of so many bits: see `layers.linear.bytes_kept`."""

@@ -13,7 +13,6 @@ from safetensors import SafetensorError, safe_open
 from nodeagent.engine.architecture.decoder_shape import CheckpointError
 from nodeagent.engine.distributed.shards import WeightSlice
 from nodeagent.engine.model.weight_loader import WeightSource
-from nodeagent.engine.tokenizer.vocabulary import Vocabulary, vocabulary_of_folder
 from nodeagent.engine.weights.hf_config import DecoderConfig, read_json, shape_of
 from nodeagent.engine.weights.stored_tensor import StoredTensor, check_regular_file, stored_tensors
 
@@ -136,6 +135,7 @@ class SafetensorsFolder(SafetensorsFiles):
         self.shape = shape_of(folder, self.config)
         super().__init__(folder)
 
-    def vocabulary(self) -> Vocabulary:
-        """Read the tokenizer beside the weights."""
-        return vocabulary_of_folder(self._folder, self.config)
+    @property
+    def folder(self) -> Path:
+        """The folder."""
+        return self._folder

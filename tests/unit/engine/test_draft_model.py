@@ -60,7 +60,7 @@ def submit(
     held_to: grammar.Grammar | None = None,
 ) -> Sequence:
     sequence = Sequence(number, list(prompt), StopConditions(tokens_max, NEVER))
-    constraint = GRAMMARS.build(held_to) if held_to else None
+    constraint = GRAMMARS.compile_now(held_to) if held_to else None
     assert engine.speculation is not None
     sampler = Sampler(params, [], constraint)
     drafter = engine.speculation.drafter(constraint)

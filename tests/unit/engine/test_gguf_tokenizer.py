@@ -11,7 +11,7 @@ import pytest
 from nodeagent.engine.architecture.decoder_shape import CheckpointError
 from nodeagent.engine.chat.call_format import ToolDefinition
 from nodeagent.engine.chat.chat_template import ChatTemplate
-from nodeagent.engine.tokenizer.gguf_tokenizer import vocabulary_of_gguf
+from nodeagent.engine.tokenizer.gguf_tokenizer import read_gguf_vocabulary
 from nodeagent.engine.tokenizer.vocabulary import _BYTE_OF_LETTER, Vocabulary
 from nodeagent.engine.weights.gguf_header import PackedStrings
 
@@ -26,7 +26,7 @@ def described_by(metadata: dict[str, Any]) -> Vocabulary:
         packed = [struct.pack("<Q", len(string)) + string for string in strings]
         ends = list(accumulate(map(len, packed)))
         metadata[key] = PackedStrings(PATH, key, b"".join(packed), ends)
-    return vocabulary_of_gguf(PATH, metadata)
+    return read_gguf_vocabulary(PATH, metadata)
 
 
 def sentencepiece(**changes: Any) -> dict[str, Any]:
@@ -134,12 +134,12 @@ def test_a_template_for_tools_is_taken_where_there_are_tools() -> None:
     ("metadata", "said"),
     [
         (sentencepiece(model="wordpiece"), "tokenizer 'wordpiece'"),
-        (sentencepiece(scores=[1.0]), "not a score for each token"),
+        (sentencepiece(scores=[1.0]), "not every token has a score"),
         (sentencepiece(token_type=[1]), r"token types \[1\] for"),
         (sentencepiece(token_type=-1), "token types -1 for"),
         (sentencepiece(eos_token_id=10**9), "token id 1000000000 is out of range"),
         (sentencepiece(eos_token_id=-1), "token id -1 is out of range"),
-        (sentencepiece(tokens=["a"] * 600), "tokens are there twice"),
+        (sentencepiece(tokens=["a"] * 600), "a token is listed twice"),
         (sentencepiece(tokens=[]), "tokens is missing"),
         (byte_level(pre="martian"), "pre-tokenizer 'martian'"),
         (byte_level(pre=[1]), r"pre-tokenizer \[1\]"),

@@ -178,7 +178,7 @@ def generate(
         )
         sequences.append(sequence)
         wanted: grammar.Grammar | None = more.get("held_to")
-        constraint = GRAMMARS.build(wanted) if wanted else None
+        constraint = GRAMMARS.compile_now(wanted) if wanted else None
         engine.submit(
             Generation(
                 sequence,

@@ -32,7 +32,7 @@ def body(**fields: Any) -> ChatBody:
 def write(wanted: Grammar, seed: int = 0, tokens_max: int = 400, **knobs: Any) -> str | None:
     """Sample from noise under `wanted`; None where the tokens ran out before the end."""
     params = SamplingParams(seed=seed, **knobs)
-    sampler = Sampler(params, [], GRAMMARS.build(wanted))
+    sampler = Sampler(params, [], GRAMMARS.compile_now(wanted))
     noise = torch.Generator().manual_seed(seed)
     said: list[int] = []
     while len(said) < tokens_max:
@@ -68,7 +68,7 @@ def test_what_is_sampled_is_json_of_the_schema(seed: int) -> None:
 
 def written_so(wanted: Grammar, text: str) -> str:
     """Write `text` as far as the grammar allows."""
-    sampler = Sampler(SamplingParams(temperature=0), [], GRAMMARS.build(wanted))
+    sampler = Sampler(SamplingParams(temperature=0), [], GRAMMARS.compile_now(wanted))
     for at, byte in enumerate((*text.encode(), END)):
         logits = torch.zeros(257)
         logits[byte] = 1.0
@@ -145,19 +145,19 @@ HOSTILE: list[tuple[Any, str]] = [
     ({"const": "\ud800"}, "hex escape"),
     ({"allOf": [{"anyOf": [{"properties": {f"{i}{j}": {}}} for j in range(4)]} for i in range(9)]},
      "too large"),
-    ({"items": [{"multipleOf": 999999937}]}, "digits of its multipleOf are 999999937 in all"),
-    ({"items": [{"multipleOf": -0.99991}, {"multipleOf": 10**5000}]}, "multipleOf are 99992"),
-    (False, "a JSON schema is an object"),
-    ([], "a JSON schema is an object"),
-    (3, "a JSON schema is an object"),
+    ({"items": [{"multipleOf": 999999937}]}, "without their zeros add up to 999999937"),
+    ({"items": [{"multipleOf": -0.99991}, {"multipleOf": 10**5000}]}, "add up to 99992"),
+    (False, "a JSON schema must be an object"),
+    ([], "a JSON schema must be an object"),
+    (3, "a JSON schema must be an object"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("schema", "said"), HOSTILE, ids=[said for _, said in HOSTILE])
 def test_a_schema_that_cannot_be_used_is_refused_in_words(schema: Any, said: str) -> None:
     with pytest.raises(GrammarError, match=said) as caught:
-        GRAMMARS.build(grammar.json_schema_grammar(schema, "response_format"))
-    assert str(caught.value).startswith("cannot use response_format: ")
+        GRAMMARS.compile_now(grammar.json_schema_grammar(schema, "response_format"))
+    assert str(caught.value).startswith("cannot use field 'response_format': ")
     assert "\n" not in str(caught.value)
 
 
@@ -177,12 +177,12 @@ def test_a_schema_that_cannot_be_used_is_refused_in_words(schema: Any, said: str
 )
 def test_a_schema_that_asks_for_much_ends_by_its_tokens_or_in_words(schema: Any) -> None:
     sampler = Sampler(
-        SamplingParams(seed=1), [], GRAMMARS.build(grammar.json_schema_grammar(schema, "x"))
+        SamplingParams(seed=1), [], GRAMMARS.compile_now(grammar.json_schema_grammar(schema, "x"))
     )
     for _ in range(100):
         (result,) = sample_rows(torch.zeros(1, 257), [sampler])
         if isinstance(result, InvalidLogits):
-            assert str(result).startswith("cannot go on with this grammar")
+            assert str(result).startswith("cannot continue with this grammar")
             return
         if result.token == END:
             return
@@ -191,7 +191,7 @@ def test_a_schema_that_asks_for_much_ends_by_its_tokens_or_in_words(schema: Any)
 def test_keywords_that_cannot_be_enforced_pass_where_strictness_is_waived() -> None:
     loose = {"type": "array", "uniqueItems": True, "items": {"enum": [1]}, "maxItems": 2}
     with pytest.raises(GrammarError, match="uniqueItems"):
-        GRAMMARS.build(grammar.json_schema_grammar(loose, "x"))
+        GRAMMARS.compile_now(grammar.json_schema_grammar(loose, "x"))
     assert write(grammar.json_schema_grammar(loose, "x", lenient=True)) is not None
 
 
@@ -221,9 +221,9 @@ def test_every_dialect_says_the_same(fields: dict[str, Any], good: str, bad: str
     wanted = grammar_of(body(**fields))
     assert wanted is not None
     for text, allowed in ((good, True), (bad, False)):
-        constraint = GRAMMARS.build(wanted)
+        constraint = GRAMMARS.compile_now(wanted)
         tokens = [*text.encode(), END]
-        assert (constraint.allowed(tokens) == len(tokens)) is allowed
+        assert (constraint.count_allowed(tokens) == len(tokens)) is allowed
 
 
 def test_text_asks_for_no_grammar() -> None:
@@ -235,14 +235,14 @@ def test_text_asks_for_no_grammar() -> None:
     ("fields", "said"),
     [
         ({"response_format": {"type": "yaml"}}, "yaml"),
-        ({"response_format": {"type": "json_schema"}}, "a JSON schema is an object"),
+        ({"response_format": {"type": "json_schema"}}, "a JSON schema must be an object"),
         ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "cannot obey both"),
         ({"guided_choice": ["a"], "guided_json": {}}, "cannot obey both"),
         ({"guided_grammar": "start: x"}, "guided_grammar"),
         ({"structured_outputs": {"grammar": "start: x"}}, "grammar"),
         ({"guided_json": "{"}, "no JSON"),
         ({"guided_choice": []}, "choices"),
-        ({"guided_choice": [""]}, "empty choice"),
+        ({"guided_choice": [""]}, "choice must not be empty"),
         ({"guided_choice": ["x"] * 2000}, "choices"),
         ({"guided_choice": ["\ud800"]}, "cannot"),
         ({"guided_regex": "a" * 5000}, "characters"),
@@ -261,7 +261,7 @@ def test_a_seed_and_the_models_own_logprobs_hold_under_a_constraint() -> None:
     sampler = Sampler(
         SamplingParams(temperature=0, logprobs=1),
         [],
-        GRAMMARS.build(grammar.choice_grammar(["z"], "x")),
+        GRAMMARS.compile_now(grammar.choice_grammar(["z"], "x")),
     )
     logits = torch.zeros(1, 257)
     logits[0, 65] = 3.0
@@ -275,10 +275,10 @@ def test_a_seed_and_the_models_own_logprobs_hold_under_a_constraint() -> None:
 def test_a_broken_constraint_harms_no_neighbour() -> None:
     free = Sampler(SamplingParams(temperature=0), [])
     held = Sampler(
-        SamplingParams(temperature=0), [], GRAMMARS.build(grammar.choice_grammar(["a"], "x"))
+        SamplingParams(temperature=0), [], GRAMMARS.compile_now(grammar.choice_grammar(["a"], "x"))
     )
     assert held.constraint is not None
-    with pytest.raises(Exception, match="cannot go on"):
+    with pytest.raises(Exception, match="cannot continue"):
         held.constraint.accept(ord("z"))
     first, second = sample_rows(torch.zeros(2, 257), [held, free])
     assert isinstance(first, InvalidLogits)
@@ -286,7 +286,7 @@ def test_a_broken_constraint_harms_no_neighbour() -> None:
 
 
 def test_looking_ahead_drafts_what_must_come_and_leaves_no_trace() -> None:
-    constraint = GRAMMARS.build(grammar.choice_grammar(["left", "lever"], "x"))
+    constraint = GRAMMARS.compile_now(grammar.choice_grammar(["left", "lever"], "x"))
 
     def nothing(draft: list[int]) -> None:
         return None
@@ -311,12 +311,12 @@ def test_looking_ahead_drafts_what_must_come_and_leaves_no_trace() -> None:
 
 def test_a_model_without_an_end_cannot_be_constrained() -> None:
     endless = GrammarCompiler(replace(VOCABULARY, stop_ids=frozenset()))
-    with pytest.raises(GrammarError, match="no token of this model ends a text"):
-        endless.build(grammar.json_object_grammar("x"))
+    with pytest.raises(GrammarError, match="no token that ends an output"):
+        endless.compile_now(grammar.json_object_grammar("x"))
 
 
 async def test_a_compilation_that_takes_too_long_is_refused() -> None:
-    hurried = GrammarCompiler(VOCABULARY, compile_s=0.0)
+    hurried = GrammarCompiler(VOCABULARY, timeout_s=0.0)
     with pytest.raises(ApiError) as caught:
         await hurried.compile(grammar.json_object_grammar("response_format"))
     assert caught.value.retry_after_s or "does not compile" in caught.value.message

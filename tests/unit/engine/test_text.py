@@ -140,7 +140,7 @@ def test_sentencepiece_tokens_spell_spaces_and_bytes() -> None:
     vocabulary = Vocabulary(tokenizer, False, frozenset(), frozenset(), None, "", "")
     decoder = StreamDetokenizer(vocabulary)
     assert [decoder.feed(token) for token in range(4)] == ["Hi", " you", "", "é"]
-    going_on = StreamDetokenizer(vocabulary, goes_on=True)
+    going_on = StreamDetokenizer(vocabulary, continues_text=True)
     assert [going_on.feed(token) for token in (1, 0)] == [" you", " Hi"]
 
 

@@ -16,8 +16,8 @@ from nodeagent.engine.chat.call_format import (
     LLAMA3,
     MISTRAL,
     QWEN_CODER,
-    ToolFormat,
-    tool_format_of,
+    ToolCallFormat,
+    call_format_of_template,
 )
 from nodeagent.engine.chat.call_parser import (
     CallArguments,
@@ -65,7 +65,7 @@ def asked(**fields: Any) -> RequestTools | None:
     return requested_tools(read.tools, read.tool_choice, read.parallel_tool_calls)
 
 
-def read(how: ToolFormat, text: str, letters: int) -> list[list[str]]:
+def read(how: ToolCallFormat, text: str, letters: int) -> list[list[str]]:
     """Read `text` in pieces of so many letters; return what was said and called."""
     reader = ToolCallParser(how, SCHEMAS)
     told: list[list[str]] = []
@@ -93,7 +93,7 @@ def note(told: list[list[str]], event: OutputEvent) -> None:
 
 FORMATS = [HERMES, QWEN_CODER, LLAMA3, MISTRAL]
 CALL = '{"name": "get_weather", "arguments": {"city": "Bonn"}}'
-OUTPUTS: list[tuple[ToolFormat, str, list[list[str]]]] = [
+OUTPUTS: list[tuple[ToolCallFormat, str, list[list[str]]]] = [
     (HERMES, "Hello < there\n", [["", "Hello < there\n"]]),
     (
         HERMES,
@@ -209,7 +209,7 @@ OUTPUTS: list[tuple[ToolFormat, str, list[list[str]]]] = [
 @pytest.mark.parametrize("letters", [1, 2, 7, 1000])
 @pytest.mark.parametrize(("how", "text", "wanted"), OUTPUTS, ids=[text for _, text, _ in OUTPUTS])
 def test_calls_are_read_in_whatever_pieces_they_come(
-    how: ToolFormat, text: str, wanted: list[list[str]], letters: int
+    how: ToolCallFormat, text: str, wanted: list[list[str]], letters: int
 ) -> None:
     assert read(how, text, letters) == wanted
 
@@ -237,13 +237,13 @@ JSON = st.recursive(
     st.integers(1, 9),
 )
 def test_what_a_model_writes_comes_out_again(
-    how: ToolFormat, calls: list[tuple[str, Any, bool]], indent: int | None, letters: int
+    how: ToolCallFormat, calls: list[tuple[str, Any, bool]], indent: int | None, letters: int
 ) -> None:
     written = []
     for name, arguments, name_first in calls:
         pairs = [("name", name), (how.arguments_key, arguments)]
         written.append(json.dumps(dict(pairs if name_first else pairs[::-1]), indent=indent))
-    text = how.before + how.between.join(written) + how.after
+    text = how.start + how.separator.join(written) + how.end
     told = read(how, text, letters)
     assert [(name, json.loads(text)) for name, text in told] == [call[:2] for call in calls]
 
@@ -329,7 +329,7 @@ def test_a_text_streams_while_it_is_written() -> None:
     st.integers(1, 5),
 )  # fmt: skip
 def test_any_text_is_read_alike_in_all_pieces_and_content_is_never_lost(
-    how: ToolFormat, parts: list[str], letters: int
+    how: ToolCallFormat, parts: list[str], letters: int
 ) -> None:
     text = "".join(parts)
     told = read(how, text, letters)
@@ -364,7 +364,7 @@ def test_a_choice_says_what_may_and_must_be_called(
     tools = asked(tools=TOOLS, **fields)
     assert tools is not None
     assert (set(tools.schemas), tools.must, tools.calls_max) == (names, must, calls_max)
-    assert len(tools.told) == 2
+    assert len(tools.all) == 2
 
 
 def test_no_tools_or_none_to_call_is_plain_chat() -> None:
@@ -425,7 +425,7 @@ def test_a_template_that_knows_tools_is_given_them() -> None:
     template = ChatTemplate(KNOWING, "", "")
     tools = asked(tools=TOOLS)
     assert tools is not None
-    text = template.render(template_messages(body(messages=HISTORY)), tools.told)
+    text = template.render(template_messages(body(messages=HISTORY)), tools.all)
     listed, _, rest = text.partition("<tool_call>")
     assert [one["function"]["name"] for one in json.loads(listed)] == ["get_weather", "time.now"]
     assert rest == "Weather in Bonn?Bonnsunnycall_1"
@@ -436,7 +436,7 @@ def test_a_template_that_knows_none_is_told_in_words() -> None:
     template = ChatTemplate(PLAIN_TEMPLATE, "", "")
     tools = asked(tools=TOOLS)
     assert tools is not None
-    text = template.render(template_messages(body(messages=HISTORY)), tools.told)
+    text = template.render(template_messages(body(messages=HISTORY)), tools.all)
     assert text.startswith("[system]You may call functions")
     assert '"name": "get_weather"' in text
     assert (
@@ -444,11 +444,11 @@ def test_a_template_that_knows_none_is_told_in_words() -> None:
         "</tool_call>\n[user]<tool_response>\nsunny\n</tool_response>"
     ) in text
     system = [{"role": "system", "content": "Be brief."}, *HISTORY]
-    again = template.render(template_messages(body(messages=system)), tools.told)
+    again = template.render(template_messages(body(messages=system)), tools.all)
     assert again.startswith("[system]Be brief.\n\nYou may call functions")
     begun = [{"role": "assistant", "content": "It is"}]
     chat = body(messages=begun, continue_final_message=True)
-    assert template.render(template_messages(chat), tools.told).startswith("[system]You may call")
+    assert template.render(template_messages(chat), tools.all).startswith("[system]You may call")
 
 
 @pytest.mark.parametrize(
@@ -462,12 +462,12 @@ def test_a_template_that_knows_none_is_told_in_words() -> None:
         ("{{ '<|python_tag|>' }}", LLAMA3),
     ],
 )
-def test_the_template_tells_how_calls_are_written(template: str, how: ToolFormat) -> None:
-    assert tool_format_of(template) is how
+def test_the_template_tells_how_calls_are_written(template: str, how: ToolCallFormat) -> None:
+    assert call_format_of_template(template) is how
 
 
 @pytest.mark.parametrize("how", FORMATS, ids=FORMATS.index)
-def test_a_grammar_of_calls_allows_what_its_reader_reads(how: ToolFormat) -> None:
+def test_a_grammar_of_calls_allows_what_its_reader_reads(how: ToolCallFormat) -> None:
     tools = asked(tools=TOOLS, tool_choice="required")
     assert tools is not None
     wanted = tools.grammar(how, {}, None)
@@ -475,16 +475,16 @@ def test_a_grammar_of_calls_allows_what_its_reader_reads(how: ToolFormat) -> Non
     one = f'{{"name": "get_weather", "{how.arguments_key}": {{"city": "Bonn"}}}}'
     two = f'{{"name": "time.now", "{how.arguments_key}": {{}}}}'
     for text, allowed in (
-        (how.before + one + how.after, True),
-        (how.before + one + how.between + two + how.after, True),
-        (how.before + how.between.join([two] * 17) + how.after, False),
-        (how.before + one.replace("Bonn", "Gelsenkirchen") + how.after, False),
-        (how.before + one.replace("get_weather", "rm") + how.after, False),
+        (how.start + one + how.end, True),
+        (how.start + one + how.separator + two + how.end, True),
+        (how.start + how.separator.join([two] * 17) + how.end, False),
+        (how.start + one.replace("Bonn", "Gelsenkirchen") + how.end, False),
+        (how.start + one.replace("get_weather", "rm") + how.end, False),
         ("Hello", False),
     ):
         tokens = [*text.encode(), 256]
-        assert (GRAMMARS.build(wanted).allowed(tokens) == len(tokens)) is allowed, text
-    assert read(how, how.before + one + how.between + two + how.after, 3) == [
+        assert (GRAMMARS.compile_now(wanted).count_allowed(tokens) == len(tokens)) is allowed, text
+    assert read(how, how.start + one + how.separator + two + how.end, 3) == [
         ["get_weather", '{"city": "Bonn"}'],
         ["time.now", "{}"],
     ]
@@ -492,12 +492,12 @@ def test_a_grammar_of_calls_allows_what_its_reader_reads(how: ToolFormat) -> Non
 
 @pytest.mark.parametrize("letters", [1, 7, 1000])
 @pytest.mark.parametrize("how", FORMATS, ids=FORMATS.index)
-def test_who_wants_no_parallel_calls_is_told_one(how: ToolFormat, letters: int) -> None:
+def test_who_wants_no_parallel_calls_is_told_one(how: ToolCallFormat, letters: int) -> None:
     tools = asked(tools=TOOLS, parallel_tool_calls=False)
     assert tools is not None
     reader = ToolUse(tools, how, {}).reader()
     one = f'{{"name": "time.now", "{how.arguments_key}": {{}}}}'
-    text = how.before + one + how.between + one + how.after + " And more."
+    text = how.start + one + how.separator + one + how.end + " And more."
     told: list[list[str]] = []
     for at in range(0, len(text), letters):
         for event in reader.feed(text[at : at + letters]):
@@ -509,7 +509,7 @@ def test_who_wants_no_parallel_calls_is_told_one(how: ToolFormat, letters: int) 
 @pytest.mark.parametrize("how", FORMATS, ids=FORMATS.index)
 @pytest.mark.parametrize("special", [False, True])
 def test_a_strict_tool_may_be_left_alone_but_not_be_called_wrongly(
-    how: ToolFormat, special: bool
+    how: ToolCallFormat, special: bool
 ) -> None:
     tools = asked(tools=[{"type": "function", "function": {**WEATHER, "strict": True}}])
     assert tools is not None
@@ -517,20 +517,20 @@ def test_a_strict_tool_may_be_left_alone_but_not_be_called_wrongly(
     vocabulary = byte_vocabulary(*marks)
     wanted = tools.grammar(how, dict.fromkeys(marks, 257), None)
     assert wanted is not None
-    constraint = GrammarCompiler(vocabulary).build(wanted)
+    constraint = GrammarCompiler(vocabulary).compile_now(wanted)
     call = f'{{"name": "get_weather", "{how.arguments_key}": {{"city": "Bonn"}}}}'
     speech = "Let me {see} a <b> [x]:\n" if how.opening else ""
     for text, allowed in (
         ("", True),
         ("It rains {in} [Bonn] <b>; <tool_cal", True),
-        (how.before + call + how.after, True),
-        (speech + how.before + call + how.between + call + how.after, True),
-        (speech + how.before + call.replace("Bonn", "Gelsenkirchen") + how.after, False),
-        (speech + how.before + call.replace("city", "town") + how.after, False),
-        (speech + how.before + call.replace("get_weather", "rm") + how.after, False),
+        (how.start + call + how.end, True),
+        (speech + how.start + call + how.separator + call + how.end, True),
+        (speech + how.start + call.replace("Bonn", "Gelsenkirchen") + how.end, False),
+        (speech + how.start + call.replace("city", "town") + how.end, False),
+        (speech + how.start + call.replace("get_weather", "rm") + how.end, False),
     ):
         tokens = [*vocabulary.encode(text, special=False), 256]
-        assert (constraint.allowed(tokens) == len(tokens)) is allowed, text
+        assert (constraint.count_allowed(tokens) == len(tokens)) is allowed, text
 
 
 def test_a_mark_that_is_a_special_token_is_shown_and_required() -> None:
@@ -538,7 +538,7 @@ def test_a_mark_that_is_a_special_token_is_shown_and_required() -> None:
     tools = asked(tools=TOOLS, tool_choice="required")
     calling = ToolUse.of(tools, template, VOCABULARY)
     assert calling is not None
-    assert calling.how is MISTRAL
+    assert calling.call_format is MISTRAL
     assert calling.shown == {}
     wanted = tools.grammar(MISTRAL, {"[TOOL_CALLS]": 256}, None) if tools else None
     assert wanted is not None
@@ -554,7 +554,7 @@ def test_tools_beside_a_format_allow_either_and_must_allows_no_format() -> None:
     assert both is not None
     call = '<tool_call>\n{"name": "time.now", "arguments": {}}\n</tool_call>'
     for text in ("5", call):
-        assert GRAMMARS.build(both).allowed(list(text.encode())) == len(text)
+        assert GRAMMARS.compile_now(both).count_allowed(list(text.encode())) == len(text)
     must = asked(tools=TOOLS, tool_choice="required")
     assert must is not None
     with pytest.raises(ApiError, match="cannot obey both"):
@@ -573,7 +573,7 @@ def test_a_strict_tool_is_called_in_no_way_that_is_not_held_to_its_schema() -> N
 
 
 def answer_of(
-    text: str, finish: FinishReason, *, stream: bool, how: ToolFormat = HERMES
+    text: str, finish: FinishReason, *, stream: bool, how: ToolCallFormat = HERMES
 ) -> list[dict[str, Any]]:
     """Tell `text` letter by letter and return the frames' choices, or the one body's."""
     frames = frames_of(text, finish, how) if stream else []
@@ -585,13 +585,13 @@ def answer_of(
     return [msgspec.json.decode(answer.whole(1))["choices"][0]]
 
 
-def frames_of(text: str, finish: FinishReason, how: ToolFormat) -> list[bytes]:
+def frames_of(text: str, finish: FinishReason, how: ToolCallFormat) -> list[bytes]:
     answer, deltas = told_of(text, finish, how)
     return [frame for delta in deltas for frame in answer.chunks(delta)]
 
 
 def told_of(
-    text: str, finish: FinishReason, how: ToolFormat
+    text: str, finish: FinishReason, how: ToolCallFormat
 ) -> tuple[CompletionResponse, list[GenerationDelta]]:
     ids = iter(f"call_{n}" for n in range(9))
     answer = CompletionResponse(
@@ -623,7 +623,7 @@ def told_of(
     ids=["tags", "named"],
 )
 def test_calls_that_are_no_objects_are_put_together_by_the_openai_client(
-    how: ToolFormat, text: str
+    how: ToolCallFormat, text: str
 ) -> None:
     body = b"".join([*frames_of(text, FinishReason.STOP, how), b"data: [DONE]\n\n"])
     served = httpx2.MockTransport(
