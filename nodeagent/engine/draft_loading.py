@@ -120,8 +120,8 @@ class Eagle3HeadFiles:
         model.heard = features.hear
         served.beside = features
         if whole.ranks.split.ranks > 1:
-            features.afar, whole.ranks.told = True, features.arrive
-            whole.ranks.listen(self.layers, whole.shape)
+            features.afar, whole.ranks.on_layer_inputs = True, features.arrive
+            whole.ranks.forward_layer_inputs(self.layers, whole.shape)
         targets = self.source.targets()
         return DraftModel(
             runner=ModelRunner(head, served.blocks, config.device, served.dtype),

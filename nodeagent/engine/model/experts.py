@@ -24,7 +24,7 @@ class ExpertMlp(LlamaMlp):
         hidden, wide = shape.hidden, shape.intermediate
         self._router = weights.read(f"{prefix}gate.weight", shape.experts, hidden)
         bare = weights.bare()
-        self._sum = weights.ranks.sum
+        self._sum = weights.ranks.all_reduce
         assert weights.share is not None
         self._experts = weights.share.experts
         experts = [f"{prefix}experts.{number}." for number in self._experts]

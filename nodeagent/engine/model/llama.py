@@ -129,15 +129,15 @@ class Llama:
         self.adding = weights.adding or ActiveAdapters()
         embedding = (shape.vocabulary, shape.hidden)
         table: Table = torch.empty(0)
-        if share.first or (share.last and shape.tied_embeddings):
+        if share.is_first_stage or (share.is_last_stage and shape.tied_embeddings):
             table = weights.embedding("model.embed_tokens.weight", *embedding)
         self._embedding = table
         self._layers = [LlamaLayer(type(self), weights, shape, n) for n in share.layers]
         self._whole = fuse_layers([layer.dense() for layer in self._layers], shape)
         self._norm = weights.read("model.norm.weight", shape.hidden)
-        if share.last and not shape.tied_embeddings:
+        if share.is_last_stage and not shape.tied_embeddings:
             table = weights.embedding("lm_head.weight", *embedding)
-        self._head = weights.head(table) if share.last else PlainLinear(torch.empty(0))
+        self._head = weights.head(table) if share.is_last_stage else PlainLinear(torch.empty(0))
         factors = (
             source.tensor("rope_freqs.weight", (shape.head_dim // 2,))
             if source.has("rope_freqs.weight")
@@ -155,7 +155,7 @@ class Llama:
         here = tokens - self._share.tokens.start
         elsewhere = (here < 0) | (here >= len(self._share.tokens))
         x = self._embedding[here.masked_fill(elsewhere, 0)].to(self._norm.dtype)
-        return self._ranks.sum(x.masked_fill_(elsewhere[:, None], 0))
+        return self._ranks.all_reduce(x.masked_fill_(elsewhere[:, None], 0))
 
     def forward(
         self,
@@ -170,30 +170,30 @@ class Llama:
         Of several ranks the first alone has them all.
         """
         epsilon = self.shape.rms_epsilon
-        if self._share.first:
+        if self._share.is_first_stage:
             x = self.embed(tokens)
         else:
-            x = self._ranks.receive(len(tokens), self.shape.hidden, self._norm)
+            x = self._ranks.receive_rows(len(tokens), self.shape.hidden, self._norm)
         cos, sin = self._rope.at(positions)
         alone = self._hears is None and not self.adding.current
         if self._whole is not None and alone and kv[0].kernels is not None:
             # Who hands on, hands on all rows.
-            wanted = rows if self._share.last else torch.arange(len(x))
+            wanted = rows if self._share.is_last_stage else torch.arange(len(x))
             x = self._whole.run(x, kv, cos, sin, layout, wanted)
         else:
             x = self._one_by_one(x, kv, cos, sin, layout)
-            x = x[rows] if self._share.last else x
+            x = x[rows] if self._share.is_last_stage else x
         logits = None
-        if self._share.last:
+        if self._share.is_last_stage:
             logits = self._head(rms_norm(x, self._norm, epsilon)).float()
         else:
-            self._ranks.hand_on(x)
-        return self._ranks.answer(logits, len(rows), self._share, x)
+            self._ranks.send_rows(x)
+        return self._ranks.gather_logits(logits, len(rows), self._share, x)
 
     @property
     def _hears(self) -> Callable[[int, Tensor], None] | None:
         """Who listens: somebody here, or the front of several ranks."""
-        return self.heard or self._ranks.hearing
+        return self.heard or self._ranks.send_layer_input
 
     def _one_by_one(
         self, x: Tensor, kv: list[LayerKV], cos: Tensor, sin: Tensor, layout: AttentionLayout

@@ -145,7 +145,7 @@ class WeightLoader:
     def linear(self, name: str, *shape: int) -> Linear:
         """Read the matrix `name` to multiply by; ranks hold its columns, and sum their answers."""
         rows, columns = shape
-        return self.ranks.summed(self.linear_stack("", {name: rows}, columns))
+        return self.ranks.row_parallel(self.linear_stack("", {name: rows}, columns))
 
     def embedding(self, name: str, rows: int, columns: int) -> Table:
         """Read the table of embeddings: as matrices are kept, or in fp16 where they stay packed."""
@@ -216,7 +216,7 @@ class WeightLoader:
         self, name: str, shape: tuple[int, ...]
     ) -> tuple[tuple[int, ...], WeightSlice | None]:
         """Return the shape of a whole weight, and which part of it is read."""
-        cut = self.share.cut(name, shape) if self.share is not None else None
+        cut = self.share.slice_of(name, shape) if self.share is not None else None
         return (cut.whole if cut else shape), cut
 
 

@@ -47,9 +47,9 @@ class GenerationServer(ModelServer):
             loaded.vocabulary, self.inflight, config.client_queue_max, engine.speculation
         )
         self.worker = GenerationThread(engine, self.open_requests.publish, on_death)
-        for member in workers.members:
+        for worker in workers.workers:
             # The descriptor becomes readable when the worker process ends.
-            asyncio.get_running_loop().add_reader(member.descriptor, self.worker.fail)
+            asyncio.get_running_loop().add_reader(worker.descriptor, self.worker.fail)
         self.adapters = AdapterRegistry(config, loaded.adding, loaded.dtype)
         self._preparer = RequestPreparer(config, loaded, self.adapters, self.context_tokens)
 
