@@ -262,7 +262,7 @@ async def test_log_probabilities_are_told(http: aiohttp.ClientSession) -> None:
             {"prompt": [1], "logit_bias": {"99999": 1}},
             400,
             "invalid_request",
-            "token id 99999",
+            "99999 is not between",
         ),
         ("/v1/nothing", {}, 404, "not_found", "no such path"),
     ],
