@@ -13,7 +13,7 @@ from nodeagent.engine.architecture.decoder_shape import CheckpointError, Decoder
 from nodeagent.engine.core.model_runner import ModelRunner
 from nodeagent.engine.distributed.collectives import Communicator
 from nodeagent.engine.distributed.shards import ModelShard, ParallelConfig
-from nodeagent.engine.draft_loading import DraftModelFiles, Eagle3HeadFiles, TargetModel
+from nodeagent.engine.draft_loading import DraftModelFiles, Eagle3HeadFiles, TargetCheckpoint
 from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS
 from nodeagent.engine.kvcache.kv_format import DTYPES, KV_DTYPES, KvFormat
 from nodeagent.engine.memory import available_bytes
@@ -95,7 +95,7 @@ def load_shard(
     log.info("kv", extra={"fields": {"blocks": blocks, "kept": str(kv.dtype)}})
     if draft is None:
         return LoadedShard(runner, None, model.arrived)
-    draft_model = draft.load(config, runner, model, TargetModel(source, shape, communicator))
+    draft_model = draft.load(config, runner, model, TargetCheckpoint(source, shape, communicator))
     return LoadedShard(runner, draft_model, model.arrived)
 
 
