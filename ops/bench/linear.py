@@ -1,9 +1,10 @@
-"""What one step's matrix products cost, by how the matrices are kept and by rows: `layers/linear`.
+"""The cost of one step's matrix products, by the format of the matrices and by rows.
 
     python -m ops.bench.linear
 
 Matrices of SmolLM2-135M's shapes, twelve layers of them (42 million weights: more than the caches
-hold in fp32; four bits fit a large one), one thread, processor time, the best of a few rounds.
+hold in fp32; in four bits they fit a large cache), one thread, processor time, best of a few
+rounds.
 """
 
 import time
@@ -33,7 +34,7 @@ ROUNDS: Final = 4
 
 
 class Int8:
-    """Tried and not taken: eight bits, a scale a row, activations quantised as one tensor."""
+    """Evaluated and rejected: 8 bits, one scale per row, activations quantised as one tensor."""
 
     def __init__(self, weight: Tensor) -> None:
         scales = weight.abs().amax(-1) / 127
@@ -64,10 +65,10 @@ def in_groups(weight: Tensor, bits: int) -> QuantisedGroups:
 
 
 def own(weight: Tensor, bits: int) -> Linear:
-    """Keep for our own kernel, which is built where a compiler is."""
+    """Return the matrix for the engine's own kernel; raise RuntimeError if that is not built."""
     found = native(in_groups(weight, bits), Keeping.NATIVE)
     if found is None:
-        raise RuntimeError("cannot compare: our own kernels are not built here")
+        raise RuntimeError("cannot compare: the engine's own kernels are not built on this machine")
     return found
 
 
@@ -82,12 +83,12 @@ KINDS: Final[dict[str, Callable[[Tensor], Linear]]] = {
     "Native, rounded floats": lambda weight: tiled([weight.half()], Keeping.NATIVE),
     "Native, fp16": lambda weight: tiled([weight.half()], Keeping.TILED),
     "Native, fp32": lambda weight: tiled([weight], Keeping.TILED),
-    "int8 dynamic (not taken)": Int8,
+    "int8 dynamic (rejected)": Int8,
 }
 
 
 def seconds(products: list[tuple[int, Linear]], rows: int) -> float:
-    """Multiply by every matrix once; the best of the rounds."""
+    """Return the seconds to multiply by every matrix once, best of the rounds."""
     inputs = {columns: torch.randn(rows, columns) for columns, _ in products}
     best_s = float("inf")
     for _ in range(ROUNDS):
@@ -100,7 +101,7 @@ def seconds(products: list[tuple[int, Linear]], rows: int) -> float:
 
 @torch.inference_mode()
 def main() -> None:
-    """Print one row for each kind."""
+    """Print one row for each format."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     weights = [torch.randn(shape) * 0.02 for _ in range(LAYERS) for shape in SHAPES]
