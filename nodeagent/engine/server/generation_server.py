@@ -55,7 +55,7 @@ class GenerationServer(ModelServer):
     def __init__(
         self,
         config: EngineConfig,
-        crew: WorkerGroup,
+        workers: WorkerGroup,
         loaded: LoadedEngine,
         on_death: Callable[[], None],
     ) -> None:
@@ -67,8 +67,8 @@ class GenerationServer(ModelServer):
             vocabulary, self.inflight, config.client_queue_max, engine.speculation
         )
         self.worker: GenerationThread = GenerationThread(engine, self.clients.publish, on_death)
-        for member in crew.workers:
-            asyncio.get_running_loop().add_reader(member.descriptor, self.worker.fail)
+        for worker in workers.workers:
+            asyncio.get_running_loop().add_reader(worker.descriptor, self.worker.fail)
         self.adapters = AdapterRegistry(config, loaded.adding, loaded.dtype)
         self.grammars = GrammarCompiler(vocabulary)
 
