@@ -26,9 +26,13 @@ from nodeagent.engine.loading import LoadedEngine, load_engine
 from nodeagent.engine.sampling.sampler import Sampler
 from nodeagent.engine.scheduler.batch import Batch, BatchChunk
 from nodeagent.engine.scheduler.sequence import Sequence, StopConditions
-from nodeagent.engine.server.request_body import generation_options, read_chat, template_messages
-from nodeagent.engine.server.tool_fields import requested_tools
-from nodeagent.engine.server.tool_use import ToolUse
+from nodeagent.engine.server.openai.generation_options import generation_options
+from nodeagent.engine.server.openai.request_body import (
+    read_chat,
+    template_messages,
+)
+from nodeagent.engine.server.openai.tool_fields import requested_tools
+from nodeagent.engine.server.openai.tool_use import ToolUse
 from nodeagent.engine.structured.compiler import GrammarCompiler
 from nodeagent.engine.tokenizer.detokenizer import StopStrings, StreamDetokenizer
 
@@ -98,7 +102,7 @@ class Bench:
         body = read_chat(raw.encode(), 1 << 20)
         assert loaded.template is not None
         tools = requested_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
-        text = loaded.template.render(template_messages(body), tools.all if tools else ())
+        text = loaded.template.render(template_messages(body), tools.described if tools else ())
         tokens = loaded.vocabulary.encode(text, special=False)
         ask = generation_options(body)
         calling = ToolUse.of(tools, loaded.template, loaded.vocabulary)

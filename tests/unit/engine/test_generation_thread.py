@@ -19,8 +19,9 @@ from nodeagent.engine.scheduler.batch import StepLimits
 from nodeagent.engine.scheduler.batch_scheduler import BatchScheduler
 from nodeagent.engine.scheduler.sequence import StopConditions
 from nodeagent.engine.server.inflight_limit import InflightLimit
-from nodeagent.engine.server.open_requests import OpenRequests, PreparedRequest
-from nodeagent.engine.server.request_body import GenerationOptions
+from nodeagent.engine.server.open_requests import OpenRequests
+from nodeagent.engine.server.openai.generation_options import GenerationOptions
+from nodeagent.engine.server.prepared_request import PreparedRequest, Prompt
 from tests.unit.engine.test_text import VOCABULARY
 
 OPTIONS = GenerationOptions(SamplingParams(), 4, (), frozenset(), False, True, False)
@@ -43,7 +44,9 @@ class Outbox:
 def open_one(clients: OpenRequests, outbox: Any, aborted: list[int]) -> Any:
     stop_conditions = StopConditions(4, frozenset())
     return clients.open(
-        outbox, PreparedRequest(OPTIONS, [([1, 2], stop_conditions)]), lambda: aborted.append(1)
+        outbox,
+        PreparedRequest(OPTIONS, [Prompt([1, 2], stop_conditions)]),
+        lambda: aborted.append(1),
     )
 
 
@@ -65,7 +68,7 @@ async def test_a_client_that_does_not_read_is_cut_and_cancelled() -> None:
     assert client.deltas.qsize() == 3
     clients.close(outbox, client)  # type: ignore[arg-type]
     assert outbox.cancelled == [number]
-    assert await inflight.wait_empty(1)
+    assert await inflight.wait_idle(1)
 
 
 async def run_event_loop() -> None:
@@ -85,7 +88,7 @@ async def test_requests_above_the_limit_and_while_draining_are_refused() -> None
     assert full.value.code is ErrorCode.OUT_OF_CAPACITY
     inflight.draining = True
     with pytest.raises(ApiError) as draining:
-        inflight.admit()
+        inflight.check()
     assert draining.value.code is ErrorCode.UNAVAILABLE
 
 
@@ -93,11 +96,11 @@ async def test_several_answers_belong_to_one_client_and_end_together() -> None:
     inflight = InflightLimit(4)
     clients = OpenRequests(VOCABULARY, inflight, queue_max=1)
     outbox = Outbox()
-    options = replace(OPTIONS, params=SamplingParams(seed=5), choices=2)
+    options = replace(OPTIONS, params=SamplingParams(seed=5), answers_per_prompt=2)
     stop_conditions = StopConditions(4, frozenset())
     client = clients.open(
         outbox,  # type: ignore[arg-type]
-        PreparedRequest(options, [([1, 2], stop_conditions), ([3], stop_conditions)]),
+        PreparedRequest(options, [Prompt([1, 2], stop_conditions), Prompt([3], stop_conditions)]),
         lambda: None,
     )
     answers = [answer for first in outbox.submitted for answer in (first, *first.forks)]
@@ -105,15 +108,15 @@ async def test_several_answers_belong_to_one_client_and_end_together() -> None:
     assert [answer.sequence.tokens for answer in answers] == [[1, 2], [1, 2], [3], [3]]
     assert [answer.sampler.params.seed for answer in answers] == [5, 6, 7, 8]
     assert [answer.choice for answer in answers] == [0, 1, 2, 3]
-    assert (client.prompt_tokens, inflight.open) == (3, 4)
+    assert (client.prompt_tokens, inflight.in_flight) == (3, 4)
     with pytest.raises(ApiError, match="cannot queue 1 more: 4 are"):
-        inflight.admit()
+        inflight.check()
     clients.publish([GenerationDelta(number, "x", None, 1, 0) for number in client.numbers])
     await run_event_loop()
     assert client.deltas.qsize() == 4
     clients.close(outbox, client)  # type: ignore[arg-type]
     assert outbox.cancelled == [answer.number for answer in answers]
-    assert inflight.open == 0
+    assert inflight.in_flight == 0
 
 
 def test_a_failed_step_is_reported_and_ends_the_thread() -> None:
