@@ -11,21 +11,22 @@ import torch
 from torch._C._distributed_c10d import Store
 
 from isochrone.wire.engine import EngineConfig
-from nodeagent.engine.architecture.decoder_shape import CheckpointError, DecoderShape
+from nodeagent.engine.architecture.decoder_shape import DecoderShape
+from nodeagent.engine.architecture.errors import CheckpointError
 from nodeagent.engine.chat.chat_template import ChatTemplate
 from nodeagent.engine.core.model_runner import ModelRunner
 from nodeagent.engine.core.step import EngineCore
 from nodeagent.engine.distributed.collectives import Communicator
 from nodeagent.engine.distributed.shards import ModelShard, ParallelConfig
 from nodeagent.engine.draft_loading import DraftModelFiles, Eagle3HeadFiles, TargetModel, open_draft
-from nodeagent.engine.kernels.cpu.huge_pages import trim_heap
+from nodeagent.engine.kernels.huge_pages import trim_heap
+from nodeagent.engine.kernels.selection import choose_linear
 from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS, BlockPool
 from nodeagent.engine.kvcache.kv_format import DTYPES, KV_DTYPES, KvFormat
 from nodeagent.engine.kvcache.tier_setup import open_tiers
 from nodeagent.engine.memory import memory_uses
 from nodeagent.engine.model.families import adapters_of, build_model, check_weights
-from nodeagent.engine.model.layers.linear import bytes_kept, choose
-from nodeagent.engine.model.layers.lora import ActiveAdapters
+from nodeagent.engine.model.lora import ActiveAdapters
 from nodeagent.engine.scheduler.batch import StepLimits
 from nodeagent.engine.scheduler.batch_scheduler import BatchScheduler
 from nodeagent.engine.scheduler.pipeline_depth import PipelineDepth
@@ -89,7 +90,7 @@ def load_engine(config: EngineConfig, crew: WorkerGroup | None = None) -> Loaded
             vocabulary = vocabulary or _vocabulary(config, source)
         finally:
             arrived()
-        adding = own.adding if split.ranks == 1 else adapters_of(shape, source)
+        adding = own.active_adapters if split.ranks == 1 else adapters_of(shape, source)
     finally:
         source.close()
         if draft is not None:
@@ -168,17 +169,17 @@ def load_shard(
     """
     torch.set_num_threads(config.threads)
     dtype, shape, device = DTYPES[config.dtype], source.shape, _device(config, ranks.rank)
-    keeping, why = choose(device, dtype, config.quantisation)
-    log.info("matrices", extra={"fields": {"kept": keeping, "because": why}})
+    linear, reason = choose_linear(device, dtype, config.quantisation)
+    log.info("linear backend", extra={"fields": {"name": linear.name, "because": reason}})
     context = min(config.context_tokens_max, shape.context_tokens)
-    model = build_model(shape, source, device, dtype, context, keeping, ranks)
+    model = build_model(shape, source, device, dtype, context, linear, ranks)
     blocks, form = _kv_blocks(config, shape, dtype, draft), kv_format(config)
     runner = ModelRunner(model, blocks, device, dtype, form)
     log.info("kv", extra={"fields": {"blocks": blocks, "kept": str(form.dtype)}})
     if draft is None:
-        return runner, None, model.arrived
+        return runner, None, model.wait_for_weights
     ahead = draft.load(config, runner, model, TargetModel(source, shape, ranks))
-    return runner, ahead, model.arrived
+    return runner, ahead, model.wait_for_weights
 
 
 def kv_format(config: EngineConfig) -> KvFormat:
@@ -255,8 +256,8 @@ def _kv_blocks(
 def bytes_per_weight(config: EngineConfig, source: Checkpoint) -> float:
     """Return what the device keeps of each weight, on the whole."""
     dtype, filed = DTYPES[config.dtype], source.filed_bits()
-    keeping, _ = choose(config.device.partition(":")[0], dtype, config.quantisation)
-    kept = sum(count * bytes_kept(keeping, dtype, bits) for bits, count in filed.items())
+    linear, _ = choose_linear(config.device.partition(":")[0], dtype, config.quantisation)
+    kept = sum(count * linear.bytes_per_weight(dtype, bits) for bits, count in filed.items())
     return kept / max(filed.total(), 1)
 
 

@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import FileStore, Store
 
 from nodeagent.engine.architecture.decoder_shape import DecoderShape
 from nodeagent.engine.distributed.shards import NOT_SPLIT, ModelShard, ParallelConfig
-from nodeagent.engine.model.layers.linear import Linear
+from nodeagent.engine.kernels.linear_backend import Linear
 
 
 class Communicator:

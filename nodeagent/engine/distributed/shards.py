@@ -10,7 +10,8 @@ Rule 3: experts fall into `expert` groups of whole experts; the ranks of a group
 from dataclasses import dataclass, replace
 from typing import Final
 
-from nodeagent.engine.architecture.decoder_shape import CheckpointError, DecoderShape
+from nodeagent.engine.architecture.decoder_shape import DecoderShape
+from nodeagent.engine.architecture.errors import CheckpointError
 
 _BY_ROWS: Final = {
     "q_proj": "heads",

@@ -122,7 +122,7 @@ class EncoderWorker(StepThread):
             tokens[row, : len(text.tokens)] = text.tokens
             kinds[row, : len(text.kinds)] = text.kinds
         lengths = np.asarray([len(text.tokens) for text in texts])
-        answer = self._model.answer(self._put(tokens), self._put(kinds), self._put(lengths))
+        answer = self._model.run(self._put(tokens), self._put(kinds), self._put(lengths))
         rows: np.ndarray = answer.cpu().numpy()
         return rows
 

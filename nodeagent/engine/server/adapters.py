@@ -19,10 +19,11 @@ from msgspec import Meta
 from isochrone.service.threads import to_its_end
 from isochrone.wire.engine import EngineConfig
 from isochrone.wire.errors import ApiError
-from nodeagent.engine.architecture.decoder_shape import CheckpointError
-from nodeagent.engine.model.layers.lora import ActiveAdapters, LoraAdapter
+from nodeagent.engine.architecture.errors import CheckpointError
+from nodeagent.engine.model.lora import ActiveAdapters
 from nodeagent.engine.server.request_body import decode_body, invalid_request, model_not_found
 from nodeagent.engine.weights.adapter_folder import read_adapter
+from nodeagent.engine.weights.lora_adapter import LoraAdapter
 
 KNOWN_MAX: Final = 4096
 

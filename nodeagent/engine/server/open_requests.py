@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 
 from nodeagent.engine.core.generation import Generation, GenerationDelta
 from nodeagent.engine.core.generation_thread import GenerationThread
-from nodeagent.engine.model.layers.lora import LoraAdapter, prefix_cache_salt
 from nodeagent.engine.sampling.sampler import Sampler
 from nodeagent.engine.scheduler.fair_queue import SchedulingParams
 from nodeagent.engine.scheduler.sequence import FinishReason, Sequence, StopConditions
@@ -25,6 +24,7 @@ from nodeagent.engine.speculative.speculation import Speculation
 from nodeagent.engine.structured.constraint import Constraint
 from nodeagent.engine.tokenizer.detokenizer import StopStrings, StreamDetokenizer
 from nodeagent.engine.tokenizer.vocabulary import Vocabulary
+from nodeagent.engine.weights.lora_adapter import LoraAdapter, prefix_cache_salt
 
 
 @dataclass(frozen=True, slots=True)

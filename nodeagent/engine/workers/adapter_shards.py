@@ -14,8 +14,9 @@ from torch import Tensor
 
 from nodeagent.engine.core.model_runner import ModelRunner
 from nodeagent.engine.distributed.shards import ModelShard
-from nodeagent.engine.model.layers.lora import ActiveAdapters, LoraAdapter
+from nodeagent.engine.model.lora import ActiveAdapters
 from nodeagent.engine.scheduler.forward_batch import ForwardChunk
+from nodeagent.engine.weights.lora_adapter import LoraAdapter
 from nodeagent.engine.workers.commands import AddAdapter, RemoveAdapter
 from nodeagent.engine.workers.worker_group import WorkerGroup
 
@@ -62,9 +63,9 @@ def keep_adapter_shard(order: AddAdapter, runner: ModelRunner, share: ModelShard
     dtype = getattr(torch, order.dtype)
     pairs = {}
     for module, (down, up, rank) in order.parts.items():
-        if module in runner.adding.modules:
+        if module in runner.active_adapters.modules:
             whole = _read(down, dtype, rank), _read(up, dtype, rank, columns=True)
-            mine = _cut(module, whole, runner.adding, share)
+            mine = _cut(module, whole, runner.active_adapters, share)
             down_here, up_here = (one.contiguous().to(runner.device) for one in mine)
             pairs[module] = down_here, up_here
     size_bytes = sum(one.nbytes for pair in pairs.values() for one in pair)

@@ -62,7 +62,7 @@ class Rank0Executor:
         answers = self._crew.ask(ReadBlocks(list(blocks)))
         parts = [self._runner.read_blocks(blocks)]
         for share, answer in zip(self._shares[1:], answers, strict=True):
-            parts.append(shard_blocks(answer, len(blocks), share, self._runner.kept_as))
+            parts.append(shard_blocks(answer, len(blocks), share, self._runner.kv_dtype))
         _, _, tokens, _, width = parts[0].shape
         heads = 2 * self._whole.kv_heads
         whole = parts[0].new_empty(len(blocks), self._whole.layers, tokens, heads, width)

@@ -10,11 +10,11 @@ from typing import Never
 from isochrone.service.logs import setup_logs
 from isochrone.wire.assignment import Group
 from isochrone.wire.engine import EngineConfig
-from nodeagent.engine.architecture.decoder_shape import CheckpointError
+from nodeagent.engine.architecture.errors import CheckpointError
 from nodeagent.engine.core.model_runner import ModelRunner
 from nodeagent.engine.distributed.collectives import Communicator
 from nodeagent.engine.distributed.shards import ModelShard
-from nodeagent.engine.kernels.cpu.huge_pages import trim_heap
+from nodeagent.engine.kernels.huge_pages import trim_heap
 from nodeagent.engine.loading import (
     check_memory,
     connect_ranks,
@@ -128,7 +128,7 @@ def execute(
         case ReadBlocks(blocks):
             channel.say(CommandDone(tensor_bytes(runner.read_blocks(blocks))))
         case WriteBlocks(blocks, contents):
-            runner.write_blocks(blocks, shard_blocks(contents, len(blocks), share, runner.kept_as))
+            runner.write_blocks(blocks, shard_blocks(contents, len(blocks), share, runner.kv_dtype))
         case AddAdapter():
             keep_adapter_shard(order, runner, share)
         case RemoveAdapter(digest):
