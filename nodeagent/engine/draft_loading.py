@@ -10,21 +10,23 @@ import torch
 from torch import Tensor
 
 from isochrone.wire.engine import EngineConfig
-from nodeagent.engine.architecture.decoder_shape import CheckpointError, DecoderShape
+from nodeagent.engine.architecture.decoder_shape import DecoderShape
+from nodeagent.engine.architecture.errors import CheckpointError
 from nodeagent.engine.core.model_runner import ModelRunner
 from nodeagent.engine.distributed.collectives import Communicator
+from nodeagent.engine.kernels.selection import choose_linear
 from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS
 from nodeagent.engine.model.eagle3 import Eagle3, HiddenStateFeatures
 from nodeagent.engine.model.families import build_model, check_weights
-from nodeagent.engine.model.layers.linear import Keeping, choose
 from nodeagent.engine.model.llama import Llama
-from nodeagent.engine.model.weight_loader import HeaderOnlySource, WeightLoader, WeightSource
+from nodeagent.engine.model.weight_loader import WeightLoader
 from nodeagent.engine.sampling.sampler import most_likely
 from nodeagent.engine.speculative.draft_model import DraftModel, DraftModelTraits
 from nodeagent.engine.tokenizer.loading import read_vocabulary
 from nodeagent.engine.tokenizer.vocabulary import Vocabulary
 from nodeagent.engine.weights.checkpoint import Checkpoint, open_checkpoint
 from nodeagent.engine.weights.eagle3_folder import EagleFolder, is_eagle_head
+from nodeagent.engine.weights.weight_source import HeaderOnlySource, WeightSource
 
 
 class TargetModel(NamedTuple):
@@ -67,9 +69,9 @@ class DraftModelFiles:
         dtype = served.dtype
         context = min(config.context_tokens_max, self.shape.context_tokens)
         # Drafts need not be exact but fast: packed wherever its file is, and this device can.
-        keeping, _ = choose(config.device, dtype, "file")
-        own = build_model(self.shape, self.source, config.device, dtype, context, keeping)
-        own.arrived()
+        linear, _ = choose_linear(config.device, dtype, "file")
+        own = build_model(self.shape, self.source, config.device, dtype, context, linear)
+        own.wait_for_weights()
         known, runner = self.tokens, ModelRunner(own, served.blocks, config.device, dtype)
         if config.graphs:
             runner.capture(config.sequences_max, context)
@@ -112,21 +114,21 @@ class Eagle3HeadFiles:
         """Read its weights, and have it listen to the `served` model."""
         context = min(config.context_tokens_max, self.source.shape.context_tokens)
         features = HiddenStateFeatures(self.source, self.source, self.layers)
-        features.place(served.blocks * BLOCK_TOKENS, config.device, served.dtype)
+        features.allocate(served.blocks * BLOCK_TOKENS, config.device, served.dtype)
         head = Eagle3(
             *(self.source, self.source, features, self._embedding(config, served, model, whole)),
             *(config.device, served.dtype, context),
         )
-        model.heard = features.hear
-        served.beside = features
+        model.record_states = features.record
+        served.token_states = features
         if whole.ranks.split.ranks > 1:
-            features.afar, whole.ranks.on_layer_inputs = True, features.arrive
+            features.has_remote_states, whole.ranks.on_layer_inputs = True, features.add_remote
             whole.ranks.forward_layer_inputs(self.layers, whole.shape)
         targets = self.source.targets()
         return DraftModel(
             runner=ModelRunner(head, served.blocks, config.device, served.dtype),
             habits=DraftModelTraits(
-                "head", 1, lambda logits: targets[most_likely(logits).cpu()], head.chain
+                "head", 1, lambda logits: targets[most_likely(logits).cpu()], head.use_own_states
             ),
             clock=time.perf_counter,
             read_tokens_max=config.batch_tokens_max,
@@ -141,9 +143,9 @@ class Eagle3HeadFiles:
         if not self.embeddings:
             return model.embed
         shape = whole.shape
-        weights = WeightLoader(whole.source, config.device, served.dtype, Keeping.PLAIN)
+        weights = WeightLoader(whole.source, config.device, served.dtype)
         table = weights.read("model.embed_tokens.weight", shape.vocabulary, shape.hidden)
-        weights.begin()()
+        weights.start_reads()()
         return table.__getitem__
 
 

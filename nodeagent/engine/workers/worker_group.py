@@ -22,7 +22,7 @@ from typing import Final, Never
 
 import msgspec
 
-from nodeagent.engine.architecture.decoder_shape import CheckpointError
+from nodeagent.engine.architecture.errors import CheckpointError
 from nodeagent.engine.workers.commands import (
     Command,
     CommandDone,

@@ -10,11 +10,11 @@ from nodeagent.engine.core.model_runner import ModelRunner
 from nodeagent.engine.core.step import ModelExecutor
 from nodeagent.engine.kvcache.block_pool import BlockPool
 from nodeagent.engine.model.families import build_model, check_weights
-from nodeagent.engine.model.layers.lora import LoraAdapter, prefix_cache_salt
-from nodeagent.engine.model.weight_loader import WeightSource
 from nodeagent.engine.scheduler.batch import StepLimits
 from nodeagent.engine.scheduler.batch_scheduler import BatchScheduler
 from nodeagent.engine.scheduler.sequence import Sequence, StopConditions
+from nodeagent.engine.weights.lora_adapter import LoraAdapter, prefix_cache_salt
+from nodeagent.engine.weights.weight_source import WeightSource
 from ops.golden import tiny
 
 BLOCKS = 24

@@ -21,10 +21,10 @@ from nodeagent.engine.distributed.collectives import Communicator
 from nodeagent.engine.distributed.shards import ModelShard, ParallelConfig
 from nodeagent.engine.loading import load_engine
 from nodeagent.engine.model.families import adapters_of, build_model, check_weights
-from nodeagent.engine.model.layers.lora import LoraAdapter
 from nodeagent.engine.scheduler.batch import BlockCopy
 from nodeagent.engine.weights.adapter_folder import read_adapter
 from nodeagent.engine.weights.checkpoint import open_checkpoint
+from nodeagent.engine.weights.lora_adapter import LoraAdapter
 from nodeagent.engine.workers.commands import CommandDone
 from nodeagent.engine.workers.rank0 import Rank0Executor
 from nodeagent.engine.workers.worker import execute, run_worker
@@ -53,7 +53,7 @@ def runner_of(
     torch.set_num_threads(1)
     source, ranks = open_checkpoint(path), Communicator(split, rank)
     check_weights(source.shape, source, split)
-    model = build_model(source.shape, source, "cpu", torch.float32, 128, ranks=ranks)
+    model = build_model(source.shape, source, "cpu", torch.float32, 128, communicator=ranks)
     source.close()
     runner = ModelRunner(model, BLOCKS, "cpu", torch.float32)
     return runner, ModelShard(source.shape, split, rank), ranks
