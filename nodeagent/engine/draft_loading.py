@@ -122,8 +122,8 @@ class Eagle3HeadFiles:
         model.record_states = features.record
         served.token_states = features
         if whole.ranks.split.ranks > 1:
-            features.has_remote_states, whole.ranks.told = True, features.add_remote
-            whole.ranks.listen(self.layers, whole.shape)
+            features.has_remote_states, whole.ranks.on_layer_inputs = True, features.add_remote
+            whole.ranks.forward_layer_inputs(self.layers, whole.shape)
         targets = self.source.targets()
         return DraftModel(
             runner=ModelRunner(head, served.blocks, config.device, served.dtype),

@@ -1,4 +1,4 @@
-"""The memory limits of this process: those of its cgroups and its configuration, and its use.
+"""The memory of this process: its limits (cgroups, configuration), its use, and what is free.
 
 Page cache counts as free, because the kernel can drop it: a cgroup that has read a model from disk
 is full by its own figure, and is not.
@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Final
 
 import psutil
+import torch
 
 from isochrone.wire.errors import ApiError, ErrorCode
+from nodeagent.engine.architecture.errors import CheckpointError
 from nodeagent.engine.scheduler.memory_ceiling import MemoryUse, refusal_reason, tightest
 
 _CGROUPS: Final = Path("/sys/fs/cgroup")
@@ -32,6 +34,19 @@ def memory_uses(
         resident_bytes = int(psutil.Process().memory_info().rss)
         uses.append(MemoryUse("this engine", resident_bytes, ceiling_bytes))
     return uses
+
+
+def available_bytes(device: str) -> int:
+    """Return the free memory of `device` in bytes; raises CheckpointError if torch lacks it.
+
+    Host memory is limited by the cgroups of this process.
+    """
+    if device != "cpu":
+        if not torch.cuda.is_available():
+            raise CheckpointError(f"cannot use {device}: torch sees no CUDA device")
+        return int(torch.cuda.mem_get_info(device)[0])
+    host = int(psutil.virtual_memory().available)
+    return min([host, *(use.ceiling_bytes - use.used_bytes for use in memory_uses(0))])
 
 
 class MemoryWatch:

@@ -130,7 +130,7 @@ def compare(
 def measure(crew: WorkerGroup, config: EngineConfig, args: argparse.Namespace) -> None:
     """Load the front, and print the tables."""
     loaded = load_engine(config, crew)
-    bench = Bench(loaded, [os.getpid(), *(member.pid for member in crew.members)])
+    bench = Bench(loaded, [os.getpid(), *(member.pid for member in crew.workers)])
     words = loaded.vocabulary.encode(Path(__file__).read_text(), special=False)
     words *= max(args.chunks, default=0) * config.batch_tokens_max // len(words) + 1
     print("| a prompt of | chunks | tokens/s | one stage at a time | gain | at most |")
@@ -186,7 +186,7 @@ def main() -> None:
         try:
             measure(crew, config, args)
         finally:
-            crew.end()
+            crew.shut_down()
 
 
 if __name__ == "__main__":

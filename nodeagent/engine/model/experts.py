@@ -28,7 +28,7 @@ class ExpertMlp(LlamaMlp):
         # An expert sees only some rows of the batch, so it takes no adapters; the sum over ranks
         # follows once for all experts.
         expert_weights = weights.without_adapters()
-        self._sum = weights.communicator.sum
+        self._sum = weights.communicator.all_reduce
         assert weights.shard is not None
         self._local_experts = weights.shard.experts
         prefixes = [f"{prefix}experts.{expert}." for expert in self._local_experts]

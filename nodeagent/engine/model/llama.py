@@ -135,7 +135,7 @@ class Llama:
         self.adapters = weights.adapters or ActiveAdapters()
         embedding_shape = (shape.vocabulary, shape.hidden)
         table: EmbeddingTable = torch.empty(0)
-        if shard.first or (shard.last and shape.tied_embeddings):
+        if shard.is_first_stage or (shard.is_last_stage and shape.tied_embeddings):
             table = weights.embedding("model.embed_tokens.weight", *embedding_shape)
         self._embedding = table
         self._layers = [LlamaLayer(type(self), weights, shape, n) for n in shard.layers]
@@ -144,9 +144,9 @@ class Llama:
         )
         self._norm = weights.read("model.norm.weight", shape.hidden)
         self._row_ops = weights.row_ops
-        if shard.last and not shape.tied_embeddings:
+        if shard.is_last_stage and not shape.tied_embeddings:
             table = weights.embedding("lm_head.weight", *embedding_shape)
-        self._head: Linear | None = weights.head(table) if shard.last else None
+        self._head: Linear | None = weights.head(table) if shard.is_last_stage else None
         self._rotary = _rotary_table(shape, source, context_tokens, device, dtype)
         self.wait_for_weights = weights.start_reads()
         """Waits for the matrices: call it before the first step and before closing the files."""
@@ -158,7 +158,7 @@ class Llama:
         local = tokens - self._shard.tokens.start
         elsewhere = (local < 0) | (local >= len(self._shard.tokens))
         x = self._embedding[local.masked_fill(elsewhere, 0)].to(self._norm.dtype)
-        return self._communicator.sum(x.masked_fill_(elsewhere[:, None], 0))
+        return self._communicator.all_reduce(x.masked_fill_(elsewhere[:, None], 0))
 
     def forward(
         self,
@@ -172,13 +172,13 @@ class Llama:
 
         Of several ranks, only rank 0 gets the logits.
         """
-        if self._shard.first:
+        if self._shard.is_first_stage:
             x = self.embed(tokens)
         else:
-            x = self._communicator.receive(len(tokens), self.shape.hidden, self._norm)
+            x = self._communicator.receive_rows(len(tokens), self.shape.hidden, self._norm)
         cos, sin = self._rotary.at(positions)
         # The next stage needs all rows, the output embeddings only the sampled ones.
-        is_last = self._shard.last
+        is_last = self._shard.is_last_stage
         is_plain_step = self._state_recorder is None and not self.adapters.current
         if self._fused is not None and is_plain_step and self._fused.can_run(layout):
             wanted = rows if is_last else torch.arange(len(x))
@@ -191,13 +191,13 @@ class Llama:
             normed = self._row_ops.rms_norm(x, self._norm, self.shape.rms_epsilon)
             logits = self._head(normed).float()
         else:
-            self._communicator.hand_on(x)
-        return self._communicator.answer(logits, len(rows), self._shard, x)
+            self._communicator.send_rows(x)
+        return self._communicator.gather_logits(logits, len(rows), self._shard, x)
 
     @property
     def _state_recorder(self) -> Callable[[int, Tensor], None] | None:
         """What records the inputs of layers: a draft head of this rank, or rank 0's."""
-        return self.record_states or self._communicator.hearing
+        return self.record_states or self._communicator.send_layer_input
 
     def _run_layers(
         self, x: Tensor, kv: list[LayerKV], cos: Tensor, sin: Tensor, layout: AttentionLayout

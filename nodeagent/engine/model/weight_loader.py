@@ -101,7 +101,7 @@ class WeightLoader:
     def linear(self, name: str, *shape: int) -> Linear:
         """Read a matrix that ranks split by columns: their products are summed."""
         rows, columns = shape
-        return self.communicator.summed(self.linear_stack("", {name: rows}, columns))
+        return self.communicator.row_parallel(self.linear_stack("", {name: rows}, columns))
 
     def linear_stack(self, prefix: str, part_rows: dict[str, int], columns: int) -> Linear:
         """Read the matrices `prefix` + name as one product; ranks split them by rows."""
@@ -189,5 +189,5 @@ class WeightLoader:
         self, name: str, shape: tuple[int, ...]
     ) -> tuple[tuple[int, ...], WeightSlice | None]:
         """Return the shape of the whole weight, and which slice of it is read."""
-        cut = self.shard.cut(name, shape) if self.shard is not None else None
+        cut = self.shard.slice_of(name, shape) if self.shard is not None else None
         return (cut.whole if cut else shape), cut

@@ -67,7 +67,7 @@ class GenerationServer(ModelServer):
             vocabulary, self.inflight, config.client_queue_max, engine.speculation
         )
         self.worker: GenerationThread = GenerationThread(engine, self.clients.publish, on_death)
-        for member in crew.members:
+        for member in crew.workers:
             asyncio.get_running_loop().add_reader(member.descriptor, self.worker.fail)
         self.adapters = AdapterRegistry(config, loaded.adding, loaded.dtype)
         self.grammars = GrammarCompiler(vocabulary)

@@ -10,10 +10,10 @@ Rule 3: what it drafts may be wrong, never harmful: every draft is verified.
 from collections.abc import Callable
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from torch import Tensor
 
-from nodeagent.engine.core.model_runner import ModelRunner
 from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS
 from nodeagent.engine.sampling.sampler import most_likely
 from nodeagent.engine.scheduler.batch import Batch, BatchChunk
@@ -21,6 +21,14 @@ from nodeagent.engine.scheduler.sequence import Sequence, StopConditions
 from nodeagent.engine.speculative.draft_length import StepCosts
 
 _NOTHING = StopConditions(0, frozenset())
+
+
+class DraftRunner(Protocol):
+    """Runs the draft model; a `ModelRunner` is one."""
+
+    def run(self, batch: Batch) -> Tensor:
+        """Compute `batch`; return logits [rows, vocabulary], valid until the next call."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +57,7 @@ class DraftSequence:
 class DraftModel:
     """The model that drafts, and what it has read."""
 
-    runner: ModelRunner
+    runner: DraftRunner
     habits: DraftModelTraits
     clock: Callable[[], float]
     read_tokens_max: int

@@ -1,9 +1,10 @@
-"""Adapters where a model is split: the front reads them whole, and gives each rank its part.
+"""LoRA adapters of a split model: rank 0 reads them whole and sends each rank what it needs.
 
-Rule 1: a module's product is cut as its matrix is. Where that is by rows, `up` is cut alike and
-`down` is everybody's; where it is by columns, `down` is cut, and the sum over ranks has it all.
-Rule 2: a rank is given an adapter before the first step that runs with it, by what it says, so that
-nodes without its files have it too; and forgets it once the front has nobody who holds it.
+Rule 1: the matrices of a module are sliced like the module's weight. If that is sliced along its
+rows, `up` is sliced the same way and every rank has all of `down`. If it is sliced along its
+columns, `down` is sliced, and the sum over ranks includes the adapter.
+Rule 2: a worker receives an adapter before the first step that uses it, so that nodes without its
+files have it too. It forgets the adapter once nothing on rank 0 refers to it.
 """
 
 from collections.abc import Iterable
@@ -22,34 +23,34 @@ from nodeagent.engine.workers.worker_group import WorkerGroup
 
 
 class AdapterDistributor:
-    """What all ranks were given, the front's own among them."""
+    """Keeps the adapters of all ranks, rank 0 included, in step with the batches that run."""
 
-    def __init__(self, crew: WorkerGroup, runner: ModelRunner, share: ModelShard) -> None:
-        self._crew = crew
+    def __init__(self, workers: WorkerGroup, runner: ModelRunner, shard: ModelShard) -> None:
+        self._workers = workers
         self._runner = runner
-        self._share = share
-        self._held: dict[bytes, ref[LoraAdapter]] = {}
+        self._shard = shard
+        self._sent: dict[bytes, ref[LoraAdapter]] = {}
 
-    def give(self, pieces: Iterable[ForwardChunk]) -> None:
-        """Give what a step runs with and was not given yet; have forgotten what nobody holds."""
-        for digest in [digest for digest, held in self._held.items() if held() is None]:
-            del self._held[digest]
-            self._crew.tell(RemoveAdapter(digest))
+    def update(self, chunks: Iterable[ForwardChunk]) -> None:
+        """Send the adapters of `chunks` that are new, and remove those nothing refers to."""
+        for digest in [digest for digest, adapter in self._sent.items() if adapter() is None]:
+            del self._sent[digest]
+            self._workers.broadcast(RemoveAdapter(digest))
             self._runner.adapters.pop(digest)
-        for piece in pieces:
-            adapter = piece.adapter
+        for chunk in chunks:
+            adapter = chunk.adapter
             if not isinstance(adapter, LoraAdapter):
                 continue
-            if adapter.digest not in self._held:
-                order = add_adapter_command(adapter)
-                self._crew.tell(order)
-                keep_adapter_shard(order, self._runner, self._share)
-            # The same, read again, may outlive the one that was given.
-            self._held[adapter.digest] = ref(adapter)
+            if adapter.digest not in self._sent:
+                command = add_adapter_command(adapter)
+                self._workers.broadcast(command)
+                keep_adapter_shard(command, self._runner, self._shard)
+            # The same adapter, read again, may outlive the object that was sent.
+            self._sent[adapter.digest] = ref(adapter)
 
 
 def add_adapter_command(adapter: LoraAdapter) -> AddAdapter:
-    """Return the adapter as it is told."""
+    """Return the command that sends `adapter`."""
     parts = {
         module: (tensor_bytes(down), tensor_bytes(up), down.shape[0])
         for module, (down, up) in adapter.pairs.items()
@@ -58,36 +59,38 @@ def add_adapter_command(adapter: LoraAdapter) -> AddAdapter:
     return AddAdapter(adapter.name, adapter.digest, str(dtype).removeprefix("torch."), parts)
 
 
-def keep_adapter_shard(order: AddAdapter, runner: ModelRunner, share: ModelShard) -> None:
-    """Keep this rank's part of an adapter."""
-    dtype = getattr(torch, order.dtype)
+def keep_adapter_shard(command: AddAdapter, runner: ModelRunner, shard: ModelShard) -> None:
+    """Store this rank's shard of an adapter in `runner`."""
+    dtype = getattr(torch, command.dtype)
     pairs = {}
-    for module, (down, up, rank) in order.parts.items():
+    for module, (down, up, lora_rank) in command.parts.items():
         if module in runner.active_adapters.modules:
-            whole = _read(down, dtype, rank), _read(up, dtype, rank, columns=True)
-            mine = _cut(module, whole, runner.active_adapters, share)
-            down_here, up_here = (one.contiguous().to(runner.device) for one in mine)
-            pairs[module] = down_here, up_here
-    size_bytes = sum(one.nbytes for pair in pairs.values() for one in pair)
-    runner.adapters[order.digest] = LoraAdapter(order.name, pairs, order.digest, size_bytes)
+            down_whole = torch.frombuffer(bytearray(down), dtype=dtype).view(lora_rank, -1)
+            up_whole = torch.frombuffer(bytearray(up), dtype=dtype).view(-1, lora_rank)
+            down_here, up_here = _sliced(
+                module, down_whole, up_whole, runner.active_adapters, shard
+            )
+            pairs[module] = (
+                down_here.contiguous().to(runner.device),
+                up_here.contiguous().to(runner.device),
+            )
+    size_bytes = sum(down.nbytes + up.nbytes for down, up in pairs.values())
+    runner.adapters[command.digest] = LoraAdapter(command.name, pairs, command.digest, size_bytes)
 
 
 def tensor_bytes(contents: Tensor) -> bytes:
-    """Return the bytes of `contents`, which lie on the host."""
+    """Return the bytes of `contents`, a tensor on the host."""
     flat: bytes = contents.contiguous().view(torch.uint8).numpy().tobytes()
     return flat
 
 
-def _read(contents: bytes, dtype: torch.dtype, rank: int, *, columns: bool = False) -> Tensor:
-    flat = torch.frombuffer(bytearray(contents), dtype=dtype)
-    return flat.view(-1, rank) if columns else flat.view(rank, -1)
-
-
-def _cut(
-    module: str, whole: tuple[Tensor, Tensor], adding: ActiveAdapters, share: ModelShard
+def _sliced(
+    module: str, down: Tensor, up: Tensor, adapters: ActiveAdapters, shard: ModelShard
 ) -> tuple[Tensor, Tensor]:
-    down, up = whole
-    cut = share.cut(f"{module}.weight", adding.modules[module])
-    if cut is None:
-        return whole
-    return (down, up[cut.start : cut.end]) if cut.axis == 0 else (down[:, cut.start : cut.end], up)
+    """Return this rank's slices of the adapter matrices of `module`."""
+    part = shard.slice_of(f"{module}.weight", adapters.modules[module])
+    if part is None:
+        return down, up
+    if part.axis == 0:
+        return down, up[part.start : part.end]
+    return down[:, part.start : part.end], up

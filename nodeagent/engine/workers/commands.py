@@ -1,29 +1,30 @@
-"""What the front tells the other ranks: what to compute, and which KV blocks to move.
+"""What rank 0 sends to the workers: what to compute, and which KV blocks to move.
 
-Rule: a message is whole. Nobody remembers an earlier one, so that no rank can come to believe
-something else than the front; but for adapters, which are given once, and named by their digest.
+Rule: a command is complete. It does not depend on earlier ones, so that a worker cannot diverge
+from rank 0. The exception are adapters, which are sent once and then named by their digests.
 """
 
 from collections.abc import Sequence
 
 import msgspec
 
+from nodeagent.engine.scheduler.batch import BlockCopy
 from nodeagent.engine.scheduler.forward_batch import ForwardBatch, ForwardChunk
 from nodeagent.engine.weights.lora_adapter import LoraAdapter
 
 
 class LoadShard(msgspec.Struct, frozen=True, tag="load"):
-    """Load your share: the model's files are sound."""
+    """Load your shard: rank 0 has checked the files of the model."""
 
 
 class JoinGroup(msgspec.Struct, frozen=True, tag="join"):
-    """Meet the others: all have loaded. The front hears what goes into the layers `heard`."""
+    """Connect to the other ranks: all have loaded. Rank 0 needs the inputs of layers `heard`."""
 
     heard: tuple[int, ...] = ()
 
 
 class ChunkCommand(msgspec.Struct, frozen=True, array_like=True):
-    """Part of a step, as `decide.batching.Chunk` has it."""
+    """Part of a step: a `BatchChunk` of the scheduler as a message."""
 
     blocks: list[int]
     start: int
@@ -32,7 +33,7 @@ class ChunkCommand(msgspec.Struct, frozen=True, array_like=True):
     drafts: tuple[int, ...]
     samples: bool
     adapter: bytes | None = None
-    """The digest of the adapter that it runs with."""
+    """The digest of the adapter of its sequence."""
 
 
 class RunStep(msgspec.Struct, frozen=True, tag="run"):
@@ -43,7 +44,7 @@ class RunStep(msgspec.Struct, frozen=True, tag="run"):
 
     @property
     def chunks(self) -> tuple[ChunkCommand, ...]:
-        """Decodes, then what has several tokens."""
+        """All chunks: decodes, then those of several tokens."""
         return self.decodes + self.segments
 
 
@@ -54,26 +55,26 @@ class ClearBlocks(msgspec.Struct, frozen=True, tag="clear"):
 
 
 class CopyBlocks(msgspec.Struct, frozen=True, tag="copy"):
-    """Copy KV blocks, each (from, to)."""
+    """Copy KV blocks."""
 
-    pairs: Sequence[tuple[int, int]]
+    pairs: Sequence[BlockCopy]
 
 
 class ReadBlocks(msgspec.Struct, frozen=True, tag="read"):
-    """Say what your share of KV blocks holds."""
+    """Reply with your shard of KV blocks."""
 
     blocks: Sequence[int]
 
 
 class WriteBlocks(msgspec.Struct, frozen=True, tag="write"):
-    """Fill your share of KV blocks: the bytes of [blocks, layers, tokens, heads, head_dim]."""
+    """Fill your shard of KV blocks: the bytes of [blocks, layers, tokens, heads, head_dim]."""
 
     blocks: Sequence[int]
     contents: bytes
 
 
 class AddAdapter(msgspec.Struct, frozen=True, tag="adapt"):
-    """Keep your part of an adapter: the bytes of `down` and `up`, and their rank, by module."""
+    """Keep your shard of an adapter: by module the bytes of `down` and `up`, and their rank."""
 
     name: str
     digest: bytes
@@ -82,7 +83,7 @@ class AddAdapter(msgspec.Struct, frozen=True, tag="adapt"):
 
 
 class RemoveAdapter(msgspec.Struct, frozen=True, tag="forget"):
-    """Nobody runs with this adapter any more."""
+    """Forget an adapter: no sequence uses it any more."""
 
     digest: bytes
 
@@ -101,13 +102,13 @@ Command = (
 
 
 class CommandDone(msgspec.Struct, frozen=True, tag="done"):
-    """What was ordered is done; `contents` where something was asked."""
+    """The command was executed; `contents` is the reply to `ReadBlocks`."""
 
     contents: bytes = b""
 
 
 class ShardRefused(msgspec.Struct, frozen=True, tag="refused"):
-    """The share cannot be loaded."""
+    """The shard cannot be loaded."""
 
     why: str
 
@@ -115,21 +116,21 @@ class ShardRefused(msgspec.Struct, frozen=True, tag="refused"):
 WorkerReply = CommandDone | ShardRefused
 
 
-def run_step_command(work: ForwardBatch) -> RunStep:
-    """Return the step as it is told."""
-    return RunStep(_chunk_commands(work.decodes), _chunk_commands(work.segments))
+def run_step_command(batch: ForwardBatch) -> RunStep:
+    """Return the command to compute `batch`."""
+    return RunStep(_chunk_commands(batch.decodes), _chunk_commands(batch.segments))
 
 
-def _chunk_commands(pieces: Sequence[ForwardChunk]) -> tuple[ChunkCommand, ...]:
+def _chunk_commands(chunks: Sequence[ForwardChunk]) -> tuple[ChunkCommand, ...]:
     return tuple(
         ChunkCommand(
-            piece.blocks,
-            piece.start,
-            piece.tokens,
-            piece.ids,
-            piece.drafts,
-            piece.samples,
-            piece.adapter.digest if isinstance(piece.adapter, LoraAdapter) else None,
+            chunk.blocks,
+            chunk.start,
+            chunk.tokens,
+            chunk.ids,
+            chunk.drafts,
+            chunk.samples,
+            chunk.adapter.digest if isinstance(chunk.adapter, LoraAdapter) else None,
         )
-        for piece in pieces
+        for chunk in chunks
     )

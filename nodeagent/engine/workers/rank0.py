@@ -1,7 +1,7 @@
-"""The front's runner: what it does, the other ranks are told to do first.
+"""Runs a split model from rank 0: sends each step to the workers, then computes its own shard.
 
-What it reads and writes of KV blocks is whole, put together from every rank's share, so that the
-tiers below and other engines need not know how this one is split.
+KV blocks are read and written whole, assembled from the shards of all ranks, so that the tiers
+below the device and other engines need not know how this model is split.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,6 +14,7 @@ from nodeagent.engine.core.model_runner import ModelRunner
 from nodeagent.engine.distributed.collectives import Communicator
 from nodeagent.engine.distributed.shards import ModelShard
 from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS
+from nodeagent.engine.scheduler.batch import BlockCopy
 from nodeagent.engine.scheduler.forward_batch import ForwardBatch
 from nodeagent.engine.workers.adapter_shards import AdapterDistributor, tensor_bytes
 from nodeagent.engine.workers.commands import (
@@ -27,70 +28,74 @@ from nodeagent.engine.workers.worker_group import WorkerGroup
 
 
 class Rank0Executor:
-    """A runner of all ranks: this one's, and the crew's."""
+    """Executes steps on all ranks: on this process's runner and on the workers."""
 
     def __init__(
-        self, runner: ModelRunner, crew: WorkerGroup, whole: DecoderShape, ranks: Communicator
+        self,
+        runner: ModelRunner,
+        workers: WorkerGroup,
+        whole: DecoderShape,
+        communicator: Communicator,
     ) -> None:
+        split = communicator.split
         self._runner = runner
-        self._crew = crew
+        self._workers = workers
         self._whole = whole
-        self._ranks = ranks
-        self._given = AdapterDistributor(crew, runner, ModelShard(whole, ranks.split))
-        self._shares = [ModelShard(whole, ranks.split, rank) for rank in range(ranks.split.ranks)]
+        self._communicator = communicator
+        self._shards = [ModelShard(whole, split, rank) for rank in range(split.ranks)]
+        self._adapters = AdapterDistributor(workers, runner, self._shards[0])
 
     def begin(self, batch: ForwardBatch) -> Callable[[], Tensor]:
-        """Have `batch` computed everywhere, here at once; what is returned waits for its logits."""
-        self._given.give(batch.chunks)
-        order = run_step_command(batch)
-        self._crew.tell(order)
-        self._runner.run(order)
-        return self._ranks.answered
+        """Compute `batch` on all ranks; return a function that waits for its logits."""
+        self._adapters.update(batch.chunks)
+        command = run_step_command(batch)
+        self._workers.broadcast(command)
+        self._runner.run(command)
+        return self._communicator.wait_logits
 
     def clear(self, blocks: Sequence[int]) -> None:
-        """Zero `blocks` everywhere."""
-        self._crew.tell(ClearBlocks(list(blocks)))
+        """Zero `blocks` on all ranks."""
+        self._workers.broadcast(ClearBlocks(list(blocks)))
         self._runner.clear(blocks)
 
-    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy blocks everywhere, each (from, to)."""
-        self._crew.tell(CopyBlocks(list(pairs)))
-        self._runner.copy(pairs)
+    def copy(self, copies: Sequence[BlockCopy]) -> None:
+        """Copy blocks on all ranks."""
+        self._workers.broadcast(CopyBlocks(list(copies)))
+        self._runner.copy(copies)
 
     def read_blocks(self, blocks: Sequence[int]) -> Tensor:
-        """Return what `blocks` hold: [blocks, layers, tokens, keys and values, head_dim]."""
-        answers = self._crew.ask(ReadBlocks(list(blocks)))
+        """Return the contents of `blocks`: [blocks, layers, tokens, keys and values, head_dim]."""
+        replies = self._workers.gather(ReadBlocks(list(blocks)))
         parts = [self._runner.read_blocks(blocks)]
-        for share, answer in zip(self._shares[1:], answers, strict=True):
-            parts.append(shard_blocks(answer, len(blocks), share, self._runner.kv_dtype))
+        for shard, reply in zip(self._shards[1:], replies, strict=True):
+            parts.append(shard_blocks(reply, len(blocks), shard, self._runner.kv_dtype))
         _, _, tokens, _, width = parts[0].shape
         heads = 2 * self._whole.kv_heads
         whole = parts[0].new_empty(len(blocks), self._whole.layers, tokens, heads, width)
-        for share, part in zip(self._shares, parts, strict=True):
-            layers, rows = _place(share)
-            whole[:, layers.start : layers.stop, :, rows] = part
+        for shard, part in zip(self._shards, parts, strict=True):
+            whole[:, shard.layers.start : shard.layers.stop, :, _kv_rows(shard)] = part
         return whole
 
     def write_blocks(self, blocks: Sequence[int], contents: Tensor) -> None:
-        """Fill `blocks` with what `read_blocks` returned."""
+        """Fill `blocks` with `contents`, as `read_blocks` returns them."""
         parts = []
-        for share in self._shares:
-            layers, rows = _place(share)
-            parts.append(contents[:, layers.start : layers.stop][..., rows, :].contiguous())
+        for shard in self._shards:
+            layers = contents[:, shard.layers.start : shard.layers.stop]
+            parts.append(layers[..., _kv_rows(shard), :].contiguous())
         numbers = list(blocks)
-        self._crew.tell_each([WriteBlocks(numbers, tensor_bytes(part)) for part in parts[1:]])
+        self._workers.scatter([WriteBlocks(numbers, tensor_bytes(part)) for part in parts[1:]])
         self._runner.write_blocks(blocks, parts[0])
 
 
-def shard_blocks(contents: bytes, blocks: int, share: ModelShard, dtype: torch.dtype) -> Tensor:
-    """Return the bytes of a share's blocks as such a rank's runner has them."""
+def shard_blocks(contents: bytes, blocks: int, shard: ModelShard, dtype: torch.dtype) -> Tensor:
+    """Return the bytes of a rank's blocks as a tensor of the shape that its runner uses."""
     flat = torch.frombuffer(bytearray(contents), dtype=dtype)
-    heads = 2 * len(share.kv_heads)
-    return flat.view(blocks, len(share.layers), BLOCK_TOKENS, heads, -1)
+    heads = 2 * len(shard.kv_heads)
+    return flat.view(blocks, len(shard.layers), BLOCK_TOKENS, heads, -1)
 
 
-def _place(share: ModelShard) -> tuple[range, list[int]]:
-    """Return the layers of a share, and which rows of keys and values are its own."""
-    heads = share.kv_heads
-    values = range(share.whole.kv_heads + heads.start, share.whole.kv_heads + heads.stop)
-    return share.layers, [*heads, *values]
+def _kv_rows(shard: ModelShard) -> list[int]:
+    """Return the rows of keys and of values in a whole block that belong to `shard`."""
+    heads = shard.kv_heads
+    values = range(shard.whole.kv_heads + heads.start, shard.whole.kv_heads + heads.stop)
+    return [*heads, *values]

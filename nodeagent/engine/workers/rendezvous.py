@@ -1,11 +1,11 @@
-"""Ranks on several machines: how those elsewhere find the front, and prove that they are of it.
+"""Ranks on several nodes: how workers on other nodes find rank 0 and prove that they belong to it.
 
-Rule 1: each dials the front twice: for what it is told, and for a line on which nothing is ever
-said, whose end is the end of the other side.
-Rule 2: both sides prove that they know the group's secret, which itself is not sent. All that is
-said later is in plain, as gloo and nccl speak: the network between the nodes must be their own.
-Rule 3: the front waits for all before anything is loaded. Who ends meanwhile may come again; who
-ends later ends the group, and each node's agent begins it anew.
+Rule 1: each worker opens two connections to rank 0: one for commands, and one on which nothing is
+sent. When that one closes, the process on the other side has ended.
+Rule 2: both sides prove that they know the group's secret, which itself is not sent. Everything
+later is sent in plaintext, as gloo and nccl do: the network between the nodes must be trusted.
+Rule 3: rank 0 waits for all workers before anything is loaded. A worker that ends meanwhile may
+connect again; one that ends later ends the group, and the agent of each node starts it anew.
 """
 
 import hmac
@@ -36,33 +36,41 @@ log = logging.getLogger(__name__)
 
 _NONCE_BYTES: Final = 16
 _HELLO: Final = struct.Struct(f"!H?{_NONCE_BYTES}s{sha256().digest_size}s")
-"""Which rank dials, whether for its line, its nonce, and its proof."""
+"""The rank, whether this is its liveness connection, its nonce, and its proof."""
 
 _HANDSHAKE_S: Final = 2.0
-_LOOK_S: Final = 0.5
-_AGAIN_S: Final = 0.25
-_TURNED_AWAY_S: Final = 2.0
+_ACCEPT_S: Final = 0.5
+_RETRY_S: Final = 0.25
+"""Between attempts while rank 0 does not listen yet."""
+_RETRY_REJECTED_S: Final = 2.0
 _BACKLOG: Final = 128
-_SILENT_S: Final = 5
-_PROBE_S: Final = 3
-_PROBES: Final = 3
-"""A machine that is gone is noticed after _SILENT_S + _PROBE_S * _PROBES seconds."""
+_KEEPALIVE_IDLE_S: Final = 5
+_KEEPALIVE_INTERVAL_S: Final = 3
+_KEEPALIVE_PROBES: Final = 3
+"""A node that is gone is noticed after idle + interval * probes seconds."""
 
 
 class WorkerConnections(NamedTuple):
-    """What one rank and the front have of one another."""
+    """The two connections between a worker and rank 0."""
 
-    orders: socket.socket
-    life: socket.socket
+    commands: socket.socket
+    liveness: socket.socket
 
     def close(self) -> None:
-        """Let go of both."""
-        self.orders.close()
-        self.life.close()
+        """Close both."""
+        self.commands.close()
+        self.liveness.close()
+
+
+class _Connection(NamedTuple):
+    """Which of its two connections a worker has opened."""
+
+    rank: int
+    is_liveness: bool
 
 
 class WorkerRendezvous:
-    """The front's side: it listens where all meet, until they have."""
+    """The side of rank 0: listens until all workers of other nodes have connected."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
@@ -74,74 +82,78 @@ class WorkerRendezvous:
             raise CheckpointError(
                 f"cannot meet other nodes at {group.host}:{group.port}: {error.strerror or error}"
             ) from error
-        self._listener.settimeout(_LOOK_S)
+        self._listener.settimeout(_ACCEPT_S)
 
     def wait(self, ranks: range, timeout_s: float) -> list[WorkerHandle]:
-        """Take in every rank of `ranks`; raises CheckpointError where not all come in time."""
+        """Wait for every worker of `ranks`; raises CheckpointError after `timeout_s`."""
         deadline = time.monotonic() + timeout_s
-        half: dict[tuple[int, bool], socket.socket] = {}
-        come: dict[int, WorkerConnections] = {}
-        while len(come) < len(ranks):
+        opened: dict[_Connection, socket.socket] = {}
+        complete: dict[int, WorkerConnections] = {}
+        while len(complete) < len(ranks):
             if time.monotonic() > deadline:
-                missing = ", ".join(str(rank) for rank in ranks if rank not in come)
+                missing = ", ".join(str(rank) for rank in ranks if rank not in complete)
                 raise CheckpointError(
-                    f"cannot begin: of the ranks on other nodes {missing} did not come to "
+                    f"cannot begin: of the ranks on other nodes {missing} did not connect to "
                     f"{self._group.host}:{self._group.port} within {timeout_s:g} s"
                 )
-            self._take(half, ranks)
+            self._accept(opened, ranks)
             for rank in ranks:
-                if (rank, True) in half and (rank, False) in half:
-                    if rank in come:
-                        come[rank].close()
-                    come[rank] = WorkerConnections(half.pop((rank, False)), half.pop((rank, True)))
-                if rank in come and has_ended(come[rank].life.fileno()):
-                    log.info("rank %d left before all had come", rank)
-                    come.pop(rank).close()
+                commands, liveness = _Connection(rank, False), _Connection(rank, True)
+                if commands in opened and liveness in opened:
+                    if rank in complete:
+                        complete[rank].close()
+                    complete[rank] = WorkerConnections(opened.pop(commands), opened.pop(liveness))
+                if rank in complete and has_ended(complete[rank].liveness.fileno()):
+                    log.info("rank %d left before all ranks had connected", rank)
+                    complete.pop(rank).close()
         return [
-            WorkerHandle(rank, 0, lines.life.detach(), CommandChannel(lines.orders))
-            for rank, lines in sorted(come.items())
+            WorkerHandle(
+                rank, 0, connections.liveness.detach(), CommandChannel(connections.commands)
+            )
+            for rank, connections in sorted(complete.items())
         ]
 
-    def store(self, world: int, timeout_s: float) -> Store:
-        """Keep the store by which torch has all ranks meet, at the same place."""
-        return open_store(self._group, world, timeout_s, self._listener.detach())
+    def open_store(self, ranks: int, timeout_s: float) -> Store:
+        """Serve the store through which torch connects all `ranks`, at the same address."""
+        return open_store(self._group, ranks, timeout_s, self._listener.detach())
 
-    def _take(self, half: dict[tuple[int, bool], socket.socket], ranks: range) -> None:
+    def _accept(self, opened: dict[_Connection, socket.socket], ranks: range) -> None:
+        """Accept and authenticate a connection, if one arrives soon, and add it to `opened`."""
         try:
-            dialled, address = self._listener.accept()
+            connection, address = self._listener.accept()
         except TimeoutError:
             return
         try:
-            dialled.settimeout(_HANDSHAKE_S)
+            connection.settimeout(_HANDSHAKE_S)
             nonce = secrets.token_bytes(_NONCE_BYTES)
-            dialled.sendall(nonce)
-            hello = _read(dialled, _HELLO.size)
-            rank, is_life, theirs, proof = _HELLO.unpack(hello)
+            connection.sendall(nonce)
+            hello = _receive(connection, _HELLO.size)
+            rank, is_liveness, worker_nonce, proof = _HELLO.unpack(hello)
             expected = _proof(self._group, b"rank", nonce, hello[: -len(proof)])
             if rank not in ranks or not hmac.compare_digest(proof, expected):
                 raise ConnectionError("it does not know the group's secret")
-            dialled.sendall(_proof(self._group, b"front", theirs))
+            connection.sendall(_proof(self._group, b"front", worker_nonce))
         except OSError as error:
-            log.warning("turned away %s: %s", address[0], error)
-            dialled.close()
+            log.warning("rejected %s: %s", address[0], error)
+            connection.close()
             return
-        _keep_alive(dialled)
-        before = half.pop((rank, is_life), None)
-        if before is not None:
-            before.close()
-        half[rank, is_life] = dialled
+        _keep_alive(connection)
+        earlier = opened.pop(_Connection(rank, is_liveness), None)
+        if earlier is not None:
+            earlier.close()
+        opened[_Connection(rank, is_liveness)] = connection
 
 
 def dial_rank0(group: Group, rank: int, timeout_s: float) -> WorkerConnections:
-    """Reach the front as `rank`, trying again until it listens; raises RankLost after a time."""
+    """Connect to rank 0 as `rank`, retrying until it listens; raises WorkerLost after a time."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:
-            life = _dial(group, rank, is_life=True)
+            liveness = _dial(group, rank, is_liveness=True)
             try:
-                return WorkerConnections(_dial(group, rank, is_life=False), life)
+                return WorkerConnections(_dial(group, rank, is_liveness=False), liveness)
             except OSError:
-                life.close()
+                liveness.close()
                 raise
         except OSError as error:
             if time.monotonic() > deadline:
@@ -149,17 +161,20 @@ def dial_rank0(group: Group, rank: int, timeout_s: float) -> WorkerConnections:
                     f"cannot reach the leader at {group.host}:{group.port} within {timeout_s:g} s: "
                     f"{error}"
                 ) from error
-            refused = isinstance(error, ConnectionRefusedError)
-        time.sleep(_AGAIN_S if refused else _TURNED_AWAY_S)
+            is_refused = isinstance(error, ConnectionRefusedError)
+        time.sleep(_RETRY_S if is_refused else _RETRY_REJECTED_S)
 
 
-def open_store(group: Group, world: int, timeout_s: float, listener: int | None = None) -> Store:
-    """Return the store by which torch has all ranks meet; the front keeps it at its `listener`."""
+def open_store(group: Group, ranks: int, timeout_s: float, listener: int | None = None) -> Store:
+    """Return the store through which torch connects all `ranks`.
+
+    Rank 0 serves it on the descriptor `listener`; the others connect to it.
+    """
     _use_interface(group)
     return TCPStore(
         group.host,
         group.port,
-        world,
+        ranks,
         is_master=listener is not None,
         timeout=timedelta(seconds=timeout_s),
         wait_for_workers=False,
@@ -167,48 +182,48 @@ def open_store(group: Group, world: int, timeout_s: float, listener: int | None 
     )
 
 
-def _dial(group: Group, rank: int, *, is_life: bool) -> socket.socket:
-    dialled = socket.create_connection(_address(group), _HANDSHAKE_S)
+def _dial(group: Group, rank: int, *, is_liveness: bool) -> socket.socket:
+    """Open one connection to rank 0, and prove to each other that both know the secret."""
+    connection = socket.create_connection(_address(group), _HANDSHAKE_S)
     try:
-        nonce = _read(dialled, _NONCE_BYTES)
-        mine = secrets.token_bytes(_NONCE_BYTES)
-        said = _HELLO.pack(rank, is_life, mine, b"")[: -sha256().digest_size]
-        dialled.sendall(said + _proof(group, b"rank", nonce, said))
-        if not hmac.compare_digest(
-            _read(dialled, sha256().digest_size), _proof(group, b"front", mine)
-        ):
-            raise ConnectionError("who listens there does not know the group's secret")
+        nonce = _receive(connection, _NONCE_BYTES)
+        own_nonce = secrets.token_bytes(_NONCE_BYTES)
+        hello = _HELLO.pack(rank, is_liveness, own_nonce, b"")[: -sha256().digest_size]
+        connection.sendall(hello + _proof(group, b"rank", nonce, hello))
+        proof = _receive(connection, sha256().digest_size)
+        if not hmac.compare_digest(proof, _proof(group, b"front", own_nonce)):
+            raise ConnectionError("the listener does not know the group's secret")
     except OSError:
-        dialled.close()
+        connection.close()
         raise
-    _keep_alive(dialled)
-    return dialled
+    _keep_alive(connection)
+    return connection
 
 
-def _proof(group: Group, *said: bytes) -> bytes:
-    return hmac.digest(group.secret.encode(), b"\0".join(said), sha256)
+def _proof(group: Group, *parts: bytes) -> bytes:
+    return hmac.digest(group.secret.encode(), b"\0".join(parts), sha256)
 
 
-def _read(dialled: socket.socket, size: int) -> bytes:
+def _receive(connection: socket.socket, size: int) -> bytes:
     content = b""
     while len(content) < size:
-        more = dialled.recv(size - len(content))
-        if not more:
-            raise ConnectionError("it hung up")
-        content += more
+        received = connection.recv(size - len(content))
+        if not received:
+            raise ConnectionError("it closed the connection")
+        content += received
     return content
 
 
-def _keep_alive(dialled: socket.socket) -> None:
-    dialled.settimeout(None)
-    dialled.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    dialled.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    dialled.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _SILENT_S)
-    dialled.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_S)
-    dialled.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
-    # The same bound for what was said and is not acknowledged.
-    unheard_ms = 1000 * (_SILENT_S + _PROBE_S * _PROBES)
-    dialled.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, unheard_ms)
+def _keep_alive(connection: socket.socket) -> None:
+    connection.settimeout(None)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_IDLE_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_INTERVAL_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _KEEPALIVE_PROBES)
+    # The same limit for data that was sent and is not acknowledged.
+    unacknowledged_ms = 1000 * (_KEEPALIVE_IDLE_S + _KEEPALIVE_INTERVAL_S * _KEEPALIVE_PROBES)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, unacknowledged_ms)
 
 
 def _address(group: Group) -> tuple[str, int]:
@@ -222,13 +237,13 @@ def _family(group: Group) -> socket.AddressFamily:
 
 
 def _use_interface(group: Group) -> None:
-    """Have gloo and nccl meet on the interface by which the leader is reached."""
+    """Have gloo and nccl use the network interface through which the leader is reached."""
     with socket.socket(_family(group), socket.SOCK_DGRAM) as probe:
-        # Sends nothing: it only chooses a way.
+        # Connecting a datagram socket sends nothing: it only selects a route.
         probe.connect(_address(group))
-        address = probe.getsockname()[0]
-    for name, known in psutil.net_if_addrs().items():
-        if any(one.address.partition("%")[0] == address for one in known):
+        local_address = probe.getsockname()[0]
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(known.address.partition("%")[0] == local_address for known in addresses):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
             os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
             return

@@ -1,10 +1,11 @@
-"""The processes of ranks 1 and up: forked from the front, told by it, ended with it.
+"""The worker processes, ranks 1 and up: forked from rank 0, commanded by it, ended with it.
 
-Rule 1: they are forked before anything is loaded and any thread is started: what was imported is
-theirs at once, and a standby's are there as soon as it knows what it becomes.
-Rule 2: each hangs on a pair of sockets, by which it is let go, and watches the process that forked
-it, so that it ends with that one wherever it hangs itself. Their death is known by `descriptors`.
-Rule 3: every wait for one of them has a deadline; past it, or where it has ended, RankLost.
+Rule 1: they are forked before anything is loaded and any thread is started. They share what was
+imported, and those of a standby process exist before it knows its model.
+Rule 2: each has a socket pair with rank 0; closing it ends the worker. A worker also watches the
+process that forked it, so that it ends with that process even if it hangs. Rank 0 learns of a
+worker's end from a pidfd or, on another node, from a connection.
+Rule 3: every wait for a worker has a deadline; after it, or if the worker has ended, WorkerLost.
 """
 
 import logging
@@ -32,52 +33,54 @@ from nodeagent.engine.workers.commands import (
 
 log = logging.getLogger(__name__)
 
-_HEAD: Final = struct.Struct("!Q")
+_MESSAGE_LENGTH: Final = struct.Struct("!Q")
 _MESSAGE_BYTES_MAX: Final = 1 << 32
-_END_S: Final = 2.0
-_LEAVE_S: Final = 2.0
-_orders: Final = msgspec.msgpack.Decoder(Command)
-_words: Final = msgspec.msgpack.Decoder(WorkerReply)
+_SHUTDOWN_S: Final = 2.0
+"""How long a worker may take to end before it is killed."""
+_ORDERLY_EXIT_S: Final = 2.0
+"""How long a process may take to end by itself after the one it depends on has ended."""
+_command_decoder: Final = msgspec.msgpack.Decoder(Command)
+_reply_decoder: Final = msgspec.msgpack.Decoder(WorkerReply)
 _encoder: Final = msgspec.msgpack.Encoder()
 
 
 class WorkerLost(Exception):
-    """A rank has ended, or does not answer."""
+    """A worker has ended, or does not answer."""
 
 
 class CommandChannel:
-    """One end of the pair of sockets between the front and another rank."""
+    """One end of the socket pair between rank 0 and a worker."""
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
 
-    def limit(self, seconds: float) -> None:
-        """Give every later wait this deadline."""
+    def set_timeout(self, seconds: float) -> None:
+        """Set the deadline of every later wait."""
         self._socket.settimeout(seconds)
 
     def close(self) -> None:
-        """Let go of this end."""
+        """Close this end."""
         self._socket.close()
 
     def send(self, message: bytes) -> None:
         """Send one message."""
-        self._socket.sendall(_HEAD.pack(len(message)) + message)
+        self._socket.sendall(_MESSAGE_LENGTH.pack(len(message)) + message)
 
-    def say(self, word: WorkerReply) -> None:
-        """Answer the front."""
-        self.send(_encoder.encode(word))
+    def reply(self, reply: WorkerReply) -> None:
+        """Send a worker's reply to rank 0."""
+        self.send(_encoder.encode(reply))
 
-    def order(self) -> Command | None:
-        """Return what the front wants; None where it has ended."""
+    def receive_command(self) -> Command | None:
+        """Return the next command of rank 0, or None if rank 0 has ended."""
         message = self.receive()
-        return None if message is None else _orders.decode(message)
+        return None if message is None else _command_decoder.decode(message)
 
     def receive(self) -> bytearray | None:
-        """Return one message; None where the other end is closed."""
-        head = self._read(_HEAD.size)
-        if head is None:
+        """Return one message, or None if the other end is closed."""
+        header = self._read(_MESSAGE_LENGTH.size)
+        if header is None:
             return None
-        (size,) = _HEAD.unpack(head)
+        (size,) = _MESSAGE_LENGTH.unpack(header)
         if size > _MESSAGE_BYTES_MAX:
             raise WorkerLost(f"cannot take a message of {size} bytes from another rank")
         return self._read(size)
@@ -95,144 +98,149 @@ class CommandChannel:
 
 @dataclass(frozen=True, slots=True)
 class WorkerHandle:
-    """One other rank, as the front sees it."""
+    """One worker, as rank 0 sees it."""
 
     rank: int
     pid: int
-    """0 where it is on another node."""
+    """0 if the worker is on another node."""
     descriptor: int
-    """Readable once it has ended."""
+    """Becomes readable when the worker has ended."""
     channel: CommandChannel
 
 
 class WorkerGroup:
-    """All other ranks; none where the model is not split."""
+    """All workers of rank 0; none if the model is not split."""
 
-    def __init__(self, members: Sequence[WorkerHandle] = ()) -> None:
-        self.members = tuple(members)
+    def __init__(self, workers: Sequence[WorkerHandle] = ()) -> None:
+        self.workers = tuple(workers)
 
-    def add(self, members: Sequence[WorkerHandle]) -> None:
-        """Take in ranks of other nodes: their numbers are higher than those here."""
-        self.members += tuple(members)
+    def add(self, workers: Sequence[WorkerHandle]) -> None:
+        """Add workers of other nodes, whose ranks are higher than those here."""
+        self.workers += tuple(workers)
 
-    def tell(self, order: Command) -> None:
-        """Have each do the same."""
-        message = _encoder.encode(order)
-        for member in self.members:
-            self._send(member, message)
+    def broadcast(self, command: Command) -> None:
+        """Send the same command to every worker."""
+        message = _encoder.encode(command)
+        for worker in self.workers:
+            self._send(worker, message)
 
-    def tell_each(self, orders: Sequence[Command]) -> None:
-        """Have each do its own."""
-        for member, order in zip(self.members, orders, strict=True):
-            self._send(member, _encoder.encode(order))
+    def scatter(self, commands: Sequence[Command]) -> None:
+        """Send each worker its own command."""
+        for worker, command in zip(self.workers, commands, strict=True):
+            self._send(worker, _encoder.encode(command))
 
-    def ask(self, order: Command) -> list[bytes]:
-        """Have each do the same, and return what each answers."""
-        self.tell(order)
-        return [self._answer(member).contents for member in self.members]
+    def gather(self, command: Command) -> list[bytes]:
+        """Send the same command to every worker, and return the contents of their replies."""
+        self.broadcast(command)
+        return [self._receive_reply(worker).contents for worker in self.workers]
 
     def wait_loaded(self) -> None:
-        """Wait until all have loaded; raises CheckpointError where one cannot."""
-        for member in self.members:
+        """Wait until every worker has loaded; raises CheckpointError if one cannot."""
+        for worker in self.workers:
             try:
-                self._answer(member)
+                self._receive_reply(worker)
             except WorkerLost as error:
                 raise CheckpointError(str(error)) from error
 
-    def join(self, timeout_s: float, heard: tuple[int, ...] = ()) -> None:
-        """Have all meet; every later wait for one of them has this deadline."""
-        for member in self.members:
-            member.channel.limit(timeout_s)
-        self.tell(JoinGroup(heard))
+    def join(self, timeout_s: float, layer_inputs: tuple[int, ...] = ()) -> None:
+        """Have the workers connect to each other and to rank 0.
 
-    def lost(self) -> str:
-        """Say who has ended; nothing where all go on."""
-        gone = [member for member in self.members if has_ended(member.descriptor)]
+        Every later wait for a worker has the deadline `timeout_s`. The workers send rank 0 the
+        inputs of the layers `layer_inputs`.
+        """
+        for worker in self.workers:
+            worker.channel.set_timeout(timeout_s)
+        self.broadcast(JoinGroup(layer_inputs))
+
+    def describe_lost(self) -> str:
+        """Return which workers have ended, or "" if none has."""
+        lost = [worker for worker in self.workers if has_ended(worker.descriptor)]
         return ", ".join(
-            f"rank {one.rank} ({f'process {one.pid}' if one.pid else 'on another node'}) has ended"
-            for one in gone
+            f"rank {worker.rank}"
+            f" ({f'process {worker.pid}' if worker.pid else 'on another node'}) has ended"
+            for worker in lost
         )
 
-    def end(self) -> None:
-        """Let all end; who does not within _END_S is killed."""
-        for member in self.members:
-            member.channel.close()
-        for member in self.members:
-            if member.pid:
-                if not has_ended(member.descriptor, _END_S):
-                    log.warning("rank %d (process %d) did not end: killed", member.rank, member.pid)
-                    self.kill(member)
-                os.waitpid(member.pid, 0)
-            os.close(member.descriptor)
-        self.members = ()
+    def shut_down(self) -> None:
+        """Let all workers end; kill those that take longer than _SHUTDOWN_S."""
+        for worker in self.workers:
+            worker.channel.close()
+        for worker in self.workers:
+            if worker.pid:
+                if not has_ended(worker.descriptor, _SHUTDOWN_S):
+                    log.warning("killed rank %d (process %d): did not end", worker.rank, worker.pid)
+                    self.kill(worker)
+                os.waitpid(worker.pid, 0)
+            os.close(worker.descriptor)
+        self.workers = ()
 
-    def kill(self, *members: WorkerHandle) -> None:
-        """End `members` at once, all where none are named; those elsewhere end with this one."""
-        for member in members or self.members:
-            if member.pid:
-                signal.pidfd_send_signal(member.descriptor, signal.SIGKILL)
+    def kill(self, *workers: WorkerHandle) -> None:
+        """Kill `workers`, or all if none are given; those on other nodes end with this process."""
+        for worker in workers or self.workers:
+            if worker.pid:
+                signal.pidfd_send_signal(worker.descriptor, signal.SIGKILL)
 
-    def _send(self, member: WorkerHandle, message: bytes) -> None:
+    def _send(self, worker: WorkerHandle, message: bytes) -> None:
         try:
-            member.channel.send(message)
+            worker.channel.send(message)
         except OSError as error:
-            raise self._silent(member, error) from error
+            raise WorkerLost(f"cannot go on without rank {worker.rank}: {error}") from error
 
-    def _answer(self, member: WorkerHandle) -> CommandDone:
+    def _receive_reply(self, worker: WorkerHandle) -> CommandDone:
         try:
-            message = member.channel.receive()
+            message = worker.channel.receive()
         except OSError as error:
-            raise self._silent(member, error) from error
+            raise WorkerLost(f"cannot go on without rank {worker.rank}: {error}") from error
         if message is None:
-            raise WorkerLost(f"cannot go on without rank {member.rank}: it has ended")
-        word: CommandDone | ShardRefused = _words.decode(message)
-        if isinstance(word, ShardRefused):
-            raise CheckpointError(f"rank {member.rank}: {word.why}")
-        return word
-
-    def _silent(self, member: WorkerHandle, error: OSError) -> WorkerLost:
-        return WorkerLost(f"cannot go on without rank {member.rank}: {error}")
+            raise WorkerLost(f"cannot go on without rank {worker.rank}: it has ended")
+        reply: CommandDone | ShardRefused = _reply_decoder.decode(message)
+        if isinstance(reply, ShardRefused):
+            raise CheckpointError(f"rank {worker.rank}: {reply.why}")
+        return reply
 
 
-def fork_workers(ranks: int, follow: Callable[[int, CommandChannel], int]) -> WorkerGroup:
-    """Fork all ranks but this process's own; each runs `follow` and never returns from here."""
+def fork_workers(ranks: int, run_worker: Callable[[int, CommandChannel], int]) -> WorkerGroup:
+    """Fork ranks 1 to `ranks` - 1. Each runs `run_worker` and never returns from here."""
     pairs = [tuple(map(CommandChannel, socket.socketpair())) for _ in range(1, ranks)]
-    members: list[WorkerHandle] = []
-    front = os.getpid()
-    for rank, (here, there) in enumerate(pairs, 1):
+    workers: list[WorkerHandle] = []
+    rank0_pid = os.getpid()
+    for rank, (rank0_end, worker_end) in enumerate(pairs, 1):
         pid = os.fork()
         if pid == 0:
-            for one, other in pairs:
-                one.close()
-                if other is not there:
-                    other.close()
-            _run_forked(rank, front, there, follow)
-        members.append(WorkerHandle(rank, pid, os.pidfd_open(pid), here))
-    for _, there in pairs:
-        there.close()
-    return WorkerGroup(members)
+            for other_rank0_end, other_worker_end in pairs:
+                other_rank0_end.close()
+                if other_worker_end is not worker_end:
+                    other_worker_end.close()
+            _run_forked(rank, rank0_pid, worker_end, run_worker)
+        workers.append(WorkerHandle(rank, pid, os.pidfd_open(pid), rank0_end))
+    for _, worker_end in pairs:
+        worker_end.close()
+    return WorkerGroup(workers)
 
 
 def _run_forked(
-    rank: int, front: int, channel: CommandChannel, follow: Callable[[int, CommandChannel], int]
+    rank: int,
+    rank0_pid: int,
+    channel: CommandChannel,
+    run_worker: Callable[[int, CommandChannel], int],
 ) -> Never:
-    # The agent signals the whole group; the front alone decides when the ranks end.
+    # The agent signals the whole process group, but rank 0 decides when the workers end.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
-    def live() -> int:
-        exit_after(os.pidfd_open(front))
-        return follow(rank, channel)
+    def run() -> int:
+        exit_after(os.pidfd_open(rank0_pid))
+        return run_worker(rank, channel)
 
-    run_as_rank(rank, live)
+    run_as_rank(rank, run)
 
 
-def run_as_rank(rank: int, live: Callable[[], int]) -> Never:
-    """Have this process be a rank, and end as one."""
+def run_as_rank(rank: int, run: Callable[[], int]) -> Never:
+    """Run `run` in this process, and exit with the code that it returns."""
     code = 1
     try:
-        code = live()
-    # This process's own edge: whatever ends it is told, and ends the engine.
+        code = run()
+    # The process ends here: any error is logged, and the exit code ends the engine.
     except Exception:
         log.exception("rank %d ended", rank)
     finally:
@@ -240,17 +248,20 @@ def run_as_rank(rank: int, live: Callable[[], int]) -> Never:
 
 
 def exit_after(descriptor: int) -> None:
-    """Have this process end, wherever it hangs, soon after what is behind `descriptor` does."""
+    """Exit this process, even if it hangs, soon after what is behind `descriptor` has ended."""
 
     def watch() -> None:
         has_ended(descriptor, None)
-        # Time to end in order, where nothing hangs.
-        time.sleep(_LEAVE_S)
+        # Time for an orderly exit, if nothing hangs.
+        time.sleep(_ORDERLY_EXIT_S)
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
 
 
-def has_ended(descriptor: int, seconds: float | None = 0.0) -> bool:
-    """Say whether the process or line behind `descriptor` has ended, or does within a time."""
-    return bool(select.select([descriptor], [], [], seconds)[0])
+def has_ended(descriptor: int, timeout_s: float | None = 0.0) -> bool:
+    """Return whether the process or connection behind `descriptor` has ended.
+
+    Waits at most `timeout_s` for that, without limit if it is None.
+    """
+    return bool(select.select([descriptor], [], [], timeout_s)[0])

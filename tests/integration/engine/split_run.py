@@ -20,6 +20,7 @@ from nodeagent.engine.distributed.collectives import Communicator
 from nodeagent.engine.distributed.shards import ModelShard, ParallelConfig
 from nodeagent.engine.loading import load_engine
 from nodeagent.engine.model.families import adapters_of, build_model, check_weights
+from nodeagent.engine.scheduler.batch import BlockCopy
 from nodeagent.engine.weights.adapter_folder import read_adapter
 from nodeagent.engine.weights.checkpoint import open_checkpoint
 from nodeagent.engine.weights.lora_adapter import LoraAdapter
@@ -62,10 +63,10 @@ def run(path: Path, split: ParallelConfig) -> list[list[list[list[float]]]]:
 
     def follow(rank: int, channel: CommandChannel) -> int:
         runner, share, ranks = runner_of(path, split, rank)
-        channel.say(CommandDone())
-        channel.order()
-        ranks.join(path / "meeting", "cpu", TIMEOUT_S)
-        while (order := channel.order()) is not None:
+        channel.reply(CommandDone())
+        channel.receive_command()
+        ranks.connect(path / "meeting", "cpu", TIMEOUT_S)
+        while (order := channel.receive_command()) is not None:
             execute(order, runner, share, channel)
         return 0
 
@@ -74,7 +75,7 @@ def run(path: Path, split: ParallelConfig) -> list[list[list[list[float]]]]:
         runner, share, ranks = runner_of(path, split, 0)
         crew.wait_loaded()
         crew.join(TIMEOUT_S)
-        ranks.join(path / "meeting", "cpu", TIMEOUT_S)
+        ranks.connect(path / "meeting", "cpu", TIMEOUT_S)
         front = Rank0Executor(runner, crew, share.whole, ranks)
         prompts = tiny.prompts()
         # Budget 9: prompts come in chunks, mixed with the decodes of those that came before.
@@ -83,7 +84,7 @@ def run(path: Path, split: ParallelConfig) -> list[list[list[list[float]]]]:
         assert held.abs().sum() > 0
         front.write_blocks([5, 2], held)
         assert torch.equal(front.read_blocks([5, 2]), held)
-        front.copy([(5, 6), (2, 7)])
+        front.copy([BlockCopy(5, 6), BlockCopy(2, 7)])
         assert torch.equal(front.read_blocks([6, 7]), held)
         front.clear([5])
         assert torch.equal(front.read_blocks([2, 5])[0], held[1])
@@ -92,7 +93,7 @@ def run(path: Path, split: ParallelConfig) -> list[list[list[list[float]]]]:
             hold_to_one(path, front)
         return logits
     finally:
-        crew.end()
+        crew.shut_down()
 
 
 def hold_to_one(path: Path, front: Rank0Executor) -> None:
@@ -146,7 +147,7 @@ def drafts(path: Path, kind: str, tensor: int, pipeline: int) -> list[Any]:
             assert torch.allclose(first[:slots], second[:slots], atol=1e-4, rtol=0)
         return told
     finally:
-        crew.end()
+        crew.shut_down()
 
 
 def main() -> None:

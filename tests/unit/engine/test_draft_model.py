@@ -159,7 +159,7 @@ class Counted:
     def __init__(self, ahead: DraftModel) -> None:
         self._runner = ahead.runner
         self.rows = 0
-        ahead.runner = self  # type: ignore[assignment]
+        ahead.runner = self
 
     def run(self, batch):  # type: ignore[no-untyped-def]
         self.rows += batch.tokens

@@ -46,7 +46,7 @@ def test_shares_make_up_the_whole(tensor: int, pipeline: int, data: st.DataObjec
         # Each expert's each column is somewhere, and once.
         held = []
         for share in ranks:
-            cut = share.cut("model.layers.0.mlp.experts.0.down_proj.weight", (64, 1))
+            cut = share.slice_of("model.layers.0.mlp.experts.0.down_proj.weight", (64, 1))
             columns = range(cut.start, cut.end) if cut else range(96)
             held += [(expert, column) for expert in share.experts for column in columns]
         assert sorted(held) == [(expert, column) for expert in range(6) for column in range(96)]
@@ -58,19 +58,19 @@ def test_shares_make_up_the_whole(tensor: int, pipeline: int, data: st.DataObjec
 
 def test_a_cut_is_of_rows_or_of_columns() -> None:
     share = ModelShard(SHAPE, ParallelConfig(tensor=2), rank=1)
-    rows = share.cut("model.layers.3.self_attn.k_proj.weight", (16, 64))
+    rows = share.slice_of("model.layers.3.self_attn.k_proj.weight", (16, 64))
     assert rows is not None
     assert (rows.whole, rows.axis, rows.start, rows.end) == ((32, 64), 0, 16, 32)
-    bias = share.cut("model.layers.3.self_attn.q_proj.bias", (48,))
+    bias = share.slice_of("model.layers.3.self_attn.q_proj.bias", (48,))
     assert bias is not None
     assert (bias.whole, bias.shape, bias.start) == ((96,), (48,), 48)
-    columns = share.cut("model.layers.3.self_attn.o_proj.weight", (64, 48))
+    columns = share.slice_of("model.layers.3.self_attn.o_proj.weight", (64, 48))
     assert columns is not None
     assert (columns.whole, columns.axis, columns.start) == ((64, 96), 1, 48)
     assert columns.shape == (64, 48)
-    assert share.cut("model.layers.3.input_layernorm.weight", (64,)) is None
-    assert share.cut("model.layers.3.mlp.gate.weight", (6, 64)) is None
-    assert ModelShard(SHAPE).cut("lm_head.weight", (101, 64)) is None
+    assert share.slice_of("model.layers.3.input_layernorm.weight", (64,)) is None
+    assert share.slice_of("model.layers.3.mlp.gate.weight", (6, 64)) is None
+    assert ModelShard(SHAPE).slice_of("lm_head.weight", (101, 64)) is None
 
 
 @pytest.mark.parametrize(
