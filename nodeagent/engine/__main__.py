@@ -14,7 +14,7 @@ from isochrone.service.config import ConfigError
 from isochrone.service.logs import setup_logs
 from isochrone.service.run import run_service
 from isochrone.wire.engine import EngineConfig
-from nodeagent.engine.architecture.decoder_shape import CheckpointError
+from nodeagent.engine.architecture.errors import CheckpointError
 from nodeagent.engine.config import read_config
 from nodeagent.engine.encoder.bert_folder import is_encoder
 from nodeagent.engine.encoder.loading import load_encoder

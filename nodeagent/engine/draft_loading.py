@@ -13,21 +13,23 @@ import torch
 from torch import Tensor
 
 from isochrone.wire.engine import EngineConfig
-from nodeagent.engine.architecture.decoder_shape import CheckpointError, DecoderShape
+from nodeagent.engine.architecture.decoder_shape import DecoderShape
+from nodeagent.engine.architecture.errors import CheckpointError
 from nodeagent.engine.core.model_runner import ModelRunner
 from nodeagent.engine.distributed.collectives import Communicator
+from nodeagent.engine.kernels.selection import choose_linear
 from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS
 from nodeagent.engine.model.eagle3 import Eagle3, HiddenStateFeatures
 from nodeagent.engine.model.families import build_model, check_weights
-from nodeagent.engine.model.layers.linear import Keeping, choose
 from nodeagent.engine.model.llama import Llama
-from nodeagent.engine.model.weight_loader import HeaderOnlySource, WeightLoader, WeightSource
+from nodeagent.engine.model.weight_loader import WeightLoader
 from nodeagent.engine.sampling.sampler import most_likely
 from nodeagent.engine.speculative.draft_model import DraftModel, DraftModelTraits
 from nodeagent.engine.tokenizer.loading import read_vocabulary
 from nodeagent.engine.tokenizer.vocabulary import Vocabulary
 from nodeagent.engine.weights.checkpoint import Checkpoint, open_checkpoint
 from nodeagent.engine.weights.eagle3_folder import EagleFolder, is_eagle_head
+from nodeagent.engine.weights.weight_source import HeaderOnlySource, WeightSource
 
 
 class TargetCheckpoint(NamedTuple):
@@ -74,9 +76,9 @@ class DraftModelFiles:
         dtype = target_runner.dtype
         context = min(config.context_tokens_max, self.shape.context_tokens)
         # Speed matters more than precision: the weights stay packed as in the file if possible.
-        keeping, _ = choose(config.device, dtype, "file")
-        own = build_model(self.shape, self.source, config.device, dtype, context, keeping)
-        own.arrived()
+        linear, _ = choose_linear(config.device, dtype, "file")
+        own = build_model(self.shape, self.source, config.device, dtype, context, linear)
+        own.wait_for_weights()
         size, runner = self.tokens, ModelRunner(own, target_runner.blocks, config.device, dtype)
         if config.graphs:
             runner.capture(config.sequences_max, context)
@@ -123,7 +125,7 @@ class Eagle3HeadFiles:
         """Read the weights, and attach the head to the target model's layers."""
         context = min(config.context_tokens_max, self.source.shape.context_tokens)
         features = HiddenStateFeatures(self.source, self.source, self.layers)
-        features.place(target_runner.blocks * BLOCK_TOKENS, config.device, target_runner.dtype)
+        features.allocate(target_runner.blocks * BLOCK_TOKENS, config.device, target_runner.dtype)
         head = Eagle3(
             *(
                 self.source,
@@ -133,16 +135,16 @@ class Eagle3HeadFiles:
             ),
             *(config.device, target_runner.dtype, context),
         )
-        target_model.heard = features.hear
-        target_runner.beside = features
+        target_model.record_states = features.record
+        target_runner.token_states = features
         if target.ranks.split.ranks > 1:
-            features.afar, target.ranks.on_layer_inputs = True, features.arrive
+            features.has_remote_states, target.ranks.on_layer_inputs = True, features.add_remote
             target.ranks.forward_layer_inputs(self.layers, target.shape)
         targets = self.source.targets()
         return DraftModel(
             runner=ModelRunner(head, target_runner.blocks, config.device, target_runner.dtype),
             traits=DraftModelTraits(
-                "head", 1, lambda logits: targets[most_likely(logits).cpu()], head.chain
+                "head", 1, lambda logits: targets[most_likely(logits).cpu()], head.use_own_states
             ),
             clock=time.perf_counter,
             read_tokens_max=config.batch_tokens_max,
@@ -161,9 +163,9 @@ class Eagle3HeadFiles:
         if not self.embeddings:
             return target_model.embed
         shape = target.shape
-        weights = WeightLoader(target.source, config.device, target_runner.dtype, Keeping.PLAIN)
+        weights = WeightLoader(target.source, config.device, target_runner.dtype)
         table = weights.read("model.embed_tokens.weight", shape.vocabulary, shape.hidden)
-        weights.begin()()
+        weights.start_reads()()
         return table.__getitem__
 
 

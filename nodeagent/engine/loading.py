@@ -7,18 +7,19 @@ from pathlib import Path
 import torch
 
 from isochrone.wire.engine import EngineConfig
-from nodeagent.engine.architecture.decoder_shape import CheckpointError, DecoderShape
+from nodeagent.engine.architecture.decoder_shape import DecoderShape
+from nodeagent.engine.architecture.errors import CheckpointError
 from nodeagent.engine.chat.chat_template import ChatTemplate
 from nodeagent.engine.core.model_runner import ModelRunner
 from nodeagent.engine.core.step import EngineCore
 from nodeagent.engine.distributed.collectives import Communicator
 from nodeagent.engine.draft_loading import Eagle3HeadFiles, open_draft
-from nodeagent.engine.kernels.cpu.huge_pages import trim_heap
+from nodeagent.engine.kernels.huge_pages import trim_heap
 from nodeagent.engine.kvcache.block_pool import BlockPool
 from nodeagent.engine.kvcache.kv_format import DTYPES
 from nodeagent.engine.kvcache.tier_setup import open_tiers
 from nodeagent.engine.model.families import adapters_of, check_weights
-from nodeagent.engine.model.layers.lora import ActiveAdapters
+from nodeagent.engine.model.lora import ActiveAdapters
 from nodeagent.engine.scheduler.batch import StepLimits
 from nodeagent.engine.scheduler.batch_scheduler import BatchScheduler
 from nodeagent.engine.scheduler.pipeline_depth import PipelineDepth
@@ -56,7 +57,7 @@ class LoadedEngine:
     weights_bytes: int
     load_s: float
     dtype: torch.dtype
-    adding: ActiveAdapters
+    active_adapters: ActiveAdapters
     """The modules of the whole model that adapters can change."""
 
 
@@ -88,7 +89,7 @@ def load_engine(config: EngineConfig, workers: WorkerGroup | None = None) -> Loa
             vocabulary = vocabulary or _read_vocabulary(config, source)
         finally:
             shard.wait_weights()
-        adapters = shard.runner.adding if split.ranks == 1 else adapters_of(shape, source)
+        adapters = shard.runner.active_adapters if split.ranks == 1 else adapters_of(shape, source)
     finally:
         source.close()
         if draft is not None:
@@ -108,7 +109,7 @@ def load_engine(config: EngineConfig, workers: WorkerGroup | None = None) -> Loa
         weights_bytes=weights_bytes,
         load_s=round(time.monotonic() - started_s, 3),
         dtype=dtype,
-        adding=adapters,
+        active_adapters=adapters,
     )
 
 

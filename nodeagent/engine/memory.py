@@ -13,7 +13,7 @@ import psutil
 import torch
 
 from isochrone.wire.errors import ApiError, ErrorCode
-from nodeagent.engine.architecture.decoder_shape import CheckpointError
+from nodeagent.engine.architecture.errors import CheckpointError
 from nodeagent.engine.scheduler.memory_ceiling import MemoryUse, refusal_reason, tightest
 
 _CGROUPS: Final = Path("/sys/fs/cgroup")

@@ -30,7 +30,7 @@ import msgspec
 import psutil
 
 from isochrone.wire.engine import EngineConfig
-from nodeagent.engine.kernels.cpu.huge_pages import huge_page_bytes
+from nodeagent.engine.kernels.huge_pages import huge_page_bytes
 from ops.bench.engine_made_up import write_made_up
 
 _DEADLINE_S: Final = 120.0

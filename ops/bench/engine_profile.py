@@ -28,13 +28,13 @@ from nodeagent.engine.tokenizer.detokenizer import StopStrings, StreamDetokenize
 STEPS: Final = 12
 PROMPT_TOKENS: Final = 64
 PRODUCTS: Final = ("linear", "pack_mm", "::mm", "::addmm", "::bmm", "own multiply")
-ATTENTION: Final = ("scaled_dot_product", "index_select", "own attend", "own keep")
+ATTENTION: Final = ("scaled_dot_product", "index_select", "own attend", "own store_kv")
 OWN: Final = (
     "multiply",
-    "normalise",
-    "gate",
-    "turn",
-    "keep",
+    "rms_norm",
+    "silu_gate",
+    "rotate",
+    "store_kv",
     "attend",
 )
 

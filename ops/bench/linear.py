@@ -15,17 +15,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from nodeagent.engine.model.layers.linear import (
-    Fp16Linear,
-    Int4Linear,
-    Keeping,
-    Linear,
-    OneDnnLinear,
-    PlainLinear,
-    QuantisedGroups,
-    native,
-    tiled,
-)
+from nodeagent.engine.kernels.cpu.library import CpuKernels, cpu_kernels
+from nodeagent.engine.kernels.linear_backend import Linear
+from nodeagent.engine.kernels.matrix_formats import QuantisedGroups
+from nodeagent.engine.kernels.torch.linear import Fp16Linear, Int4Linear, OneDnnLinear, PlainLinear
 
 SHAPES: Final = ((960, 576), (576, 576), (3072, 576), (576, 1536))
 LAYERS: Final = 12
@@ -64,12 +57,12 @@ def in_groups(weight: Tensor, bits: int) -> QuantisedGroups:
     return QuantisedGroups(numbers.view(weight.shape), scales, offsets, bits)
 
 
-def own(weight: Tensor, bits: int) -> Linear:
-    """Return the matrix for the engine's own kernel; raise RuntimeError if that is not built."""
-    found = native(in_groups(weight, bits), Keeping.NATIVE)
-    if found is None:
-        raise RuntimeError("cannot compare: the engine's own kernels are not built on this machine")
-    return found
+def native() -> CpuKernels:
+    """Return the C kernels, or raise RuntimeError if they are not built here."""
+    kernels = cpu_kernels()
+    if kernels is None:
+        raise RuntimeError("cannot compare: the C kernels are not built on this machine")
+    return kernels
 
 
 KINDS: Final[dict[str, Callable[[Tensor], Linear]]] = {
@@ -78,11 +71,11 @@ KINDS: Final[dict[str, Callable[[Tensor], Linear]]] = {
     "Fp16Linear (fp16, FBGEMM)": Fp16Linear,
     "OneDnnLinear bf16": lambda weight: OneDnnLinear(weight.bfloat16()),
     "Int4Linear (bf16 above 4 rows)": lambda weight: Int4Linear(in_groups(weight, 4)),
-    "Native, four bits": lambda weight: own(weight, 4),
-    "Native, eight bits": lambda weight: own(weight, 8),
-    "Native, rounded floats": lambda weight: tiled([weight.half()], Keeping.NATIVE),
-    "Native, fp16": lambda weight: tiled([weight.half()], Keeping.TILED),
-    "Native, fp32": lambda weight: tiled([weight], Keeping.TILED),
+    "Native, four bits": lambda weight: native().pack_groups(in_groups(weight, 4)),
+    "Native, eight bits": lambda weight: native().pack_groups(in_groups(weight, 8)),
+    "Native, rounded floats": lambda weight: native().pack_floats([weight.half()], rounded=True),
+    "Native, fp16": lambda weight: native().pack_floats([weight.half()], rounded=False),
+    "Native, fp32": lambda weight: native().pack_floats([weight], rounded=False),
     "int8 dynamic (rejected)": Int8,
 }
 

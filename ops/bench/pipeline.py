@@ -126,10 +126,10 @@ def compare(
     return timings
 
 
-def measure(crew: WorkerGroup, config: EngineConfig, args: argparse.Namespace) -> None:
+def measure(workers: WorkerGroup, config: EngineConfig, args: argparse.Namespace) -> None:
     """Load the model in this process and its workers, and print the tables."""
-    loaded = load_engine(config, crew)
-    bench = PipelineBench(loaded, [os.getpid(), *(member.pid for member in crew.workers)])
+    loaded = load_engine(config, workers)
+    bench = PipelineBench(loaded, [os.getpid(), *(worker.pid for worker in workers.workers)])
     words = loaded.vocabulary.encode(Path(__file__).read_text(), special=False)
     words *= max(args.chunks, default=0) * config.batch_tokens_max // len(words) + 1
     print("| a prompt of | chunks | tokens/s | one stage at a time | gain | at most |")
@@ -181,11 +181,11 @@ def main() -> None:
             batch_tokens_max=256,
             draft_tokens_max=0,
         )
-        crew = fork_workers(args.stages, lambda rank, channel: run_worker(config, rank, channel))
+        workers = fork_workers(args.stages, lambda rank, channel: run_worker(config, rank, channel))
         try:
-            measure(crew, config, args)
+            measure(workers, config, args)
         finally:
-            crew.shut_down()
+            workers.shut_down()
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from types import FrameType
 from typing import Any, Final
 
 from isochrone.wire.engine import EngineConfig
-from nodeagent.engine.architecture.decoder_shape import CheckpointError
+from nodeagent.engine.architecture.errors import CheckpointError
 from nodeagent.engine.core.generation import Generation
 from nodeagent.engine.loading import load_engine
 from nodeagent.engine.sampling.sampler import Sampler, SamplingParams

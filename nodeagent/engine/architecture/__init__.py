@@ -1,1 +1,1 @@
-"""What a model is, in numbers, whichever file they come from."""
+"""Describes models in numbers: shapes, RoPE scaling, and the error of a file that does not fit."""

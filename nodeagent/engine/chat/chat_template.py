@@ -12,7 +12,7 @@ from jinja2.nodes import Scope
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from nodeagent.engine.architecture.decoder_shape import CheckpointError
+from nodeagent.engine.architecture.errors import CheckpointError
 from nodeagent.engine.chat.call_format import ToolDefinition, call_format_of_template
 from nodeagent.engine.chat.tool_prompt import messages_as_text
 from nodeagent.engine.tokenizer.vocabulary import SEAM

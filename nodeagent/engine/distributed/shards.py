@@ -12,7 +12,8 @@ expert.
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
-from nodeagent.engine.architecture.decoder_shape import CheckpointError, DecoderShape
+from nodeagent.engine.architecture.decoder_shape import DecoderShape
+from nodeagent.engine.architecture.errors import CheckpointError
 
 _SLICED_ROWS: Final = {
     "q_proj": "heads",

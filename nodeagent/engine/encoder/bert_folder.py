@@ -6,8 +6,8 @@ from typing import Any, Final
 import msgspec
 from tokenizers import Tokenizer
 
-from nodeagent.engine.architecture.decoder_shape import CheckpointError
-from nodeagent.engine.model.bert import BertShape, Pooling
+from nodeagent.engine.architecture.bert_shape import BertShape, Pooling
+from nodeagent.engine.architecture.errors import CheckpointError
 from nodeagent.engine.tokenizer.hf_tokenizer import read_tokenizer
 from nodeagent.engine.weights.hf_config import read_beside, read_json
 from nodeagent.engine.weights.safetensors_folder import SafetensorsFiles

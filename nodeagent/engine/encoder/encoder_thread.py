@@ -134,7 +134,7 @@ class EncoderThread(StepThread):
             tokens[row, : len(text.tokens)] = text.tokens
             segments[row, : len(text.segments)] = text.segments
         lengths = np.asarray([len(text.tokens) for text in texts])
-        output = self._model.answer(
+        output = self._model.run(
             self._to_device(tokens), self._to_device(segments), self._to_device(lengths)
         )
         rows: np.ndarray = output.cpu().numpy()

@@ -9,7 +9,7 @@ import torch
 from tokenizers import Tokenizer
 
 from isochrone.wire.engine import EngineConfig
-from nodeagent.engine.architecture.decoder_shape import CheckpointError
+from nodeagent.engine.architecture.errors import CheckpointError
 from nodeagent.engine.encoder.bert_folder import BertFolder
 from nodeagent.engine.encoder.encoder_thread import TokenizedText
 from nodeagent.engine.kvcache.kv_format import DTYPES

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Final
 
 from isochrone.wire.engine import EngineConfig
-from nodeagent.engine.architecture.decoder_shape import CheckpointError, DecoderShape
+from nodeagent.engine.architecture.decoder_shape import DecoderShape
+from nodeagent.engine.architecture.errors import CheckpointError
 from nodeagent.engine.kvcache.block_mover import BlockMover, DeviceBlocks
 from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS
 from nodeagent.engine.kvcache.file_tier import FileTier

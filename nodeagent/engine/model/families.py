@@ -1,4 +1,4 @@
-"""Which class a model's family is, and building it: its files are checked first, then read."""
+"""Maps a model's family to its class, checks its files and builds it."""
 
 from typing import Final
 
@@ -7,14 +7,14 @@ import torch
 from nodeagent.engine.architecture.decoder_shape import DecoderShape
 from nodeagent.engine.distributed.collectives import SINGLE_RANK, Communicator
 from nodeagent.engine.distributed.shards import NOT_SPLIT, ParallelConfig
+from nodeagent.engine.kernels.linear_backend import LinearBackend
 from nodeagent.engine.model.experts import Mixtral, Qwen3Moe
-from nodeagent.engine.model.layers.linear import Keeping
-from nodeagent.engine.model.layers.lora import ActiveAdapters
 from nodeagent.engine.model.llama import Llama
+from nodeagent.engine.model.lora import ActiveAdapters
 from nodeagent.engine.model.mistral import Mistral
 from nodeagent.engine.model.qwen2 import Qwen2
 from nodeagent.engine.model.qwen3 import Qwen3
-from nodeagent.engine.model.weight_loader import HeaderOnlySource, WeightSource
+from nodeagent.engine.weights.weight_source import HeaderOnlySource, WeightSource
 
 FAMILIES: Final[dict[str, type[Llama]]] = {
     "llama": Llama,
@@ -32,22 +32,25 @@ def build_model(
     device: str,
     dtype: torch.dtype,
     context_tokens: int,
-    keeping: Keeping = Keeping.PLAIN,
-    ranks: Communicator = SINGLE_RANK,
+    linear_backend: LinearBackend | None = None,
+    communicator: Communicator = SINGLE_RANK,
 ) -> Llama:
-    """Read the model of this shape from `source`, its matrices kept as `keeping` says.
+    """Start to read the shard of this rank from `source`, and return the model.
 
-    Of several `ranks` each has its share of the model.
+    Call the model's `wait_for_weights` before the first step and before closing `source`. Without
+    `linear_backend`, matrices are kept as they are.
     """
-    return FAMILIES[shape.family](shape, source, device, dtype, context_tokens, keeping, ranks)
+    return FAMILIES[shape.family](
+        shape, source, device, dtype, context_tokens, linear_backend, communicator
+    )
 
 
 def check_weights(
     shape: DecoderShape, source: WeightSource, split: ParallelConfig = NOT_SPLIT
 ) -> None:
-    """Raise CheckpointError where a weight is missing, of another shape, or cannot be split so.
+    """Raise CheckpointError where a weight is missing, misshapen, or cannot be split so.
 
-    Reads none.
+    Only the headers of the files are read.
     """
     split.check(shape)
     for rank in range(split.ranks):
@@ -57,10 +60,10 @@ def check_weights(
             "meta",
             torch.float32,
             1,
-            ranks=Communicator(split, rank),
+            communicator=Communicator(split, rank),
         )
 
 
 def adapters_of(shape: DecoderShape, source: WeightSource) -> ActiveAdapters:
-    """Return what adapters may change of the whole model; reads nothing."""
-    return build_model(shape, HeaderOnlySource(source), "meta", torch.float32, 1).adding
+    """Return which modules of the whole model adapters can change; reads only headers."""
+    return build_model(shape, HeaderOnlySource(source), "meta", torch.float32, 1).adapters

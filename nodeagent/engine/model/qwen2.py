@@ -12,8 +12,8 @@ class Qwen2Attention(LlamaAttention):
 
     def __init__(self, weights: WeightLoader, shape: DecoderShape, prefix: str) -> None:
         super().__init__(weights, shape, prefix)
-        parts = {f"{name}.bias": rows for name, rows in self.rows.items()}
-        stacked = weights.stack(f"{prefix}self_attn.", parts)
+        part_rows = {f"{name}.bias": rows for name, rows in self.projection_rows.items()}
+        stacked = weights.stack(f"{prefix}self_attn.", part_rows)
         self.bias = stacked.view(-1, shape.head_dim)
 
     def project(self, x: Tensor) -> Tensor:

@@ -1,78 +1,41 @@
-"""How a model's weights come to its device: in its dtype, and fused where one product serves."""
+"""Brings a model's weights to its device, and hands its matrices to the linear backend.
+
+Matrices of the same input (queries, keys and values; gate and up) are stacked into one product.
+"""
 
 import math
 from collections.abc import Callable
 from concurrent.futures import Future
-from functools import partial
-from typing import Final, Protocol
+from functools import cached_property, partial
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from nodeagent.engine.distributed.collectives import SINGLE_RANK, Communicator
 from nodeagent.engine.distributed.shards import ModelShard, WeightSlice
-from nodeagent.engine.kernels.cpu.file_reads import RowFetch, RowsInFile, start_fetching
-from nodeagent.engine.kernels.cpu.native_matrix import FORMAT_CODES, NativeMatrix
-from nodeagent.engine.model.layers.linear import (
-    Fp16Linear,
-    GgufBlocks,
-    Keeping,
-    Linear,
-    PlainLinear,
-    QuantisedGroups,
-    join,
-    keep,
-    keep_groups,
-    native,
-    tiled,
-    tiles,
+from nodeagent.engine.kernels.linear_backend import EmbeddingTable, Linear, LinearBackend
+from nodeagent.engine.kernels.matrix_formats import (
+    FLOATS,
+    QuantisedMatrix,
+    RowsInFile,
+    stack_quantised,
 )
-from nodeagent.engine.model.layers.lora import ActiveAdapters, LoraLinear
+from nodeagent.engine.kernels.row_ops import RowOps
+from nodeagent.engine.kernels.selection import choose_row_ops
+from nodeagent.engine.kernels.torch.linear import PlainBackend
+from nodeagent.engine.model.lora import ActiveAdapters, LoraLinear
 from nodeagent.engine.weights.device_staging import staging_for
-from nodeagent.engine.weights.stored_tensor import StoredTensor
+from nodeagent.engine.weights.weight_source import WeightSource
 
 _STAGED_NUMBERS_MIN: Final = 1024 * 1024
-"""A smaller weight that is waited for comes as fast by itself."""
-
-Table = Tensor | NativeMatrix
-"""Rows by their number: `table[tokens]`."""
-
-
-class WeightSource(Protocol):
-    """Weights by their Hugging Face name, checked against the shape that the model expects.
-
-    Where a `cut` of that shape is given, only that part is read.
-    """
-
-    def tensor(self, name: str, shape: tuple[int, ...], cut: WeightSlice | None = None) -> Tensor:
-        """Read one weight in the dtype it is stored in, or fp32 where it is stored quantised."""
-        ...
-
-    def stored(
-        self, name: str, shape: tuple[int, ...], cut: WeightSlice | None = None
-    ) -> StoredTensor | None:
-        """Return where in a file one weight lies in one piece; None where it does not."""
-        return None
-
-    def groups(
-        self, name: str, shape: tuple[int, ...], cut: WeightSlice | None = None
-    ) -> QuantisedGroups | GgufBlocks | None:
-        """Read one matrix as its file quantises it; None where that is not in groups of 32."""
-        return None
-
-    def check(self, name: str, shape: tuple[int, ...], cut: WeightSlice | None = None) -> None:
-        """Raise CheckpointError where `tensor` would, judging by the files' headers alone."""
-        ...
-
-    def has(self, name: str) -> bool:
-        """True where the files hold `name`."""
-        ...
+"""A smaller weight that is needed at once is read directly."""
 
 
 class WeightLoader:
-    """Reads from `source` onto a device: of each weight what `share` says, no more.
+    """Reads from `source` onto a device; of each weight only the slice that `shard` holds.
 
-    Shapes and rows are those of the share itself.
+    All shapes and row counts given to its methods are those of the slice.
     """
 
     def __init__(
@@ -80,165 +43,151 @@ class WeightLoader:
         source: WeightSource,
         device: str,
         dtype: torch.dtype,
-        keeping: Keeping,
-        share: ModelShard | None = None,
-        ranks: Communicator = SINGLE_RANK,
+        linear_backend: LinearBackend | None = None,
+        shard: ModelShard | None = None,
+        communicator: Communicator = SINGLE_RANK,
     ) -> None:
         self.source = source
         self.device = device
         self.dtype = dtype
-        self.keeping = keeping
-        self.ranks = ranks
-        self.share = share
-        self.adding: ActiveAdapters | None = ActiveAdapters()
-        self.staging = staging_for(device)
-        """What brings matrices while others are still read; none where they stay on the host."""
-        self._later: list[RowFetch] = []
+        self.linear_backend = linear_backend or PlainBackend()
+        self.communicator = communicator
+        self.shard = shard
+        self.adapters: ActiveAdapters | None = ActiveAdapters()
+        """The modules that adapters can change; None for a loader whose matrices take none."""
+        self._staging = staging_for(device)
 
-    def bare(self) -> "WeightLoader":
-        """Return the same for matrices that no adapter changes and no product of which is summed.
+    @cached_property
+    def row_ops(self) -> RowOps:
+        """The row operations for this device and dtype."""
+        return choose_row_ops(self.device, self.dtype)
 
-        Adapters name rows of the flat batch; what sees other rows than those cannot take them.
+    def without_adapters(self) -> "WeightLoader":
+        """Return a loader for matrices that take no adapters, and whose products are not summed.
+
+        Adapters name rows of the batch, so they cannot change a module that sees other rows.
         """
-        bare = WeightLoader(self.source, self.device, self.dtype, self.keeping, self.share)
-        bare.adding, bare.staging, bare._later = None, self.staging, self._later
-        return bare
+        loader = WeightLoader(self.source, self.device, self.dtype, self.linear_backend, self.shard)
+        loader.adapters, loader._staging = None, self._staging
+        return loader
 
     def read(self, name: str, *shape: int) -> Tensor:
-        """Read the weight `name`."""
-        if self.staging is not None and math.prod(shape) >= _STAGED_NUMBERS_MIN:
+        """Read one weight now."""
+        if self._staging is not None and math.prod(shape) >= _STAGED_NUMBERS_MIN:
             weight = torch.empty(shape, device=self.device, dtype=self.dtype)
-            pieces = self._bring(weight, name, shape)
+            pieces = self._start_staging(weight, name, shape)
             for piece in pieces or ():
                 piece.result()
             if pieces:
                 return weight
         return self._tensor(name, shape).to(self.device, self.dtype)
 
-    def begin(self) -> Callable[[], None]:
-        """Begin to bring what is still in the files, beside whatever else is done.
+    def start_reads(self) -> Callable[[], None]:
+        """Start to read the matrices that are still in files, in the background.
 
-        What is returned waits for it: before the first product, and before the files are closed.
+        The returned function waits for them, and raises CheckpointError. Call it before the first
+        product, and before the files are closed.
         """
-        fetched = start_fetching(self._later) if self._later else None
-        staging = self.staging
+        wait_for_rows = self.linear_backend.start_reads()
+        staging = self._staging
 
-        def arrived() -> None:
+        def wait() -> None:
             if staging is not None:
                 staging.finish()
-            if fetched is not None:
-                fetched.result()
+            wait_for_rows()
 
-        return arrived
-
-    def _bring(
-        self, target: Tensor, name: str, shape: tuple[int, ...]
-    ) -> list[Future[None]] | None:
-        """Begin to fill `target`; None where nobody brings it."""
-        if self.staging is None:
-            return None
-        stored = self.source.stored(name, *self._place(name, shape))
-        if stored is None or stored.head_rows:
-            return None
-        return self.staging.bring(target, stored)
+        return wait
 
     def linear(self, name: str, *shape: int) -> Linear:
-        """Read the matrix `name` to multiply by; ranks hold its columns, and sum their answers."""
+        """Read a matrix that ranks split by columns: their products are summed."""
         rows, columns = shape
-        return self.ranks.row_parallel(self.linear_stack("", {name: rows}, columns))
+        return self.communicator.row_parallel(self.linear_stack("", {name: rows}, columns))
 
-    def embedding(self, name: str, rows: int, columns: int) -> Table:
-        """Read the table of embeddings: as matrices are kept, or in fp16 where they stay packed."""
-        shape = (rows, columns)
-        if self.keeping is Keeping.NATIVE:
-            groups = self.source.groups(name, *self._place(name, shape))
-            table = None if groups is None else native(groups, self.keeping, self._later)
+    def linear_stack(self, prefix: str, part_rows: dict[str, int], columns: int) -> Linear:
+        """Read the matrices `prefix` + name as one product; ranks split them by rows."""
+        backend = self.linear_backend
+        linear = self._quantised_stack(prefix, part_rows, columns)
+        if linear is None and backend.takes_rows(part_rows.values(), columns):
+            linear = backend.from_rows(
+                [self._rows(f"{prefix}{name}", rows, columns) for name, rows in part_rows.items()]
+            )
+        if linear is None:
+            linear = backend.from_tensor(self.stack(prefix, part_rows, columns))
+        if self.adapters is None:
+            return linear
+        return LoraLinear(linear, prefix, part_rows, columns, self.adapters)
+
+    def embedding(self, name: str, rows: int, columns: int) -> EmbeddingTable:
+        """Read a table of embeddings."""
+        backend = self.linear_backend
+        if backend.takes_quantised:
+            groups = self.source.groups(name, *self._slice_of(name, (rows, columns)))
+            table = None if groups is None else backend.quantised_table(groups)
             if table is not None:
                 return table
-        if tiles(self.keeping, [rows], columns):
-            return tiled([self._rows(name, shape)], self.keeping, self._later)
-        wide = self.read(name, *shape)
-        return wide.half() if self.keeping.as_filed else wide
+        if backend.takes_rows([rows], columns):
+            return backend.rows_table(self._rows(name, rows, columns))
+        return backend.table(self.read(name, rows, columns))
 
-    def head(self, table: Table) -> Linear:
-        """Return the product by the last matrix, which few rows reach: those that are sampled."""
-        if isinstance(table, NativeMatrix):
-            return table
-        return Fp16Linear(table) if self.keeping.as_filed else PlainLinear(table)
+    def head(self, table: EmbeddingTable) -> Linear:
+        """Return the product by the output embeddings."""
+        return self.linear_backend.head(table)
 
-    def linear_stack(self, prefix: str, parts: dict[str, int], columns: int) -> Linear:
-        """Read the matrices `parts` as one to multiply by; ranks hold their rows."""
-        kept = self._packed(prefix, parts, columns)
-        if kept is None and tiles(self.keeping, parts.values(), columns):
-            filed = [self._rows(f"{prefix}{name}", (rows, columns)) for name, rows in parts.items()]
-            kept = tiled(filed, self.keeping, self._later)
-        if kept is None:
-            kept = keep(self.stack(prefix, parts, columns), self.keeping)
-        return LoraLinear(kept, prefix, parts, columns, self.adding) if self.adding else kept
-
-    def _packed(self, prefix: str, parts: dict[str, int], columns: int) -> Linear | None:
-        """Return the product as the file packs it; None where not all of it is packed alike."""
-        if not self.keeping.as_filed:
-            return None
-        groups: list[QuantisedGroups | GgufBlocks] = []
-        for name, rows in parts.items():
-            name = f"{prefix}{name}"
-            part = self.source.groups(name, *self._place(name, (rows, columns)))
-            if part is None:
-                return None
-            groups.append(part)
-        return keep_groups(join(groups), self.keeping, self._later)
-
-    def stack(self, prefix: str, parts: dict[str, int], *columns: int) -> Tensor:
-        """Read `parts` (name below `prefix`: rows) one below the other, with no second copy."""
-        rows = sum(parts.values())
+    def stack(self, prefix: str, part_rows: dict[str, int], *columns: int) -> Tensor:
+        """Read the weights `prefix` + name into one tensor, stacked, without a second copy."""
+        rows = sum(part_rows.values())
         stacked = torch.empty(rows, *columns, device=self.device, dtype=self.dtype)
-        at = 0
-        for name, count in parts.items():
-            part, shape = stacked[at : at + count], (count, *columns)
-            if self._bring(part, f"{prefix}{name}", shape) is None:
+        first = 0
+        for name, count in part_rows.items():
+            part, shape = stacked[first : first + count], (count, *columns)
+            if self._start_staging(part, f"{prefix}{name}", shape) is None:
                 part.copy_(self._tensor(f"{prefix}{name}", shape))
-            at += count
+            first += count
         return stacked
 
-    def _rows(self, name: str, shape: tuple[int, int]) -> Tensor | RowsInFile:
-        """Return the rows of a matrix of floats, or where they lie, to be read with others."""
-        place = self._place(name, shape)
-        stored, read = self.source.stored(name, *place), partial(self.source.tensor, name, *place)
-        if stored is None or stored.dtype not in FORMAT_CODES:
+    def _start_staging(
+        self, target: Tensor, name: str, shape: tuple[int, ...]
+    ) -> list[Future[None]] | None:
+        """Start to fill `target` in the background; None where the weight cannot be staged."""
+        if self._staging is None:
+            return None
+        stored = self.source.stored(name, *self._slice_of(name, shape))
+        if stored is None or stored.head_rows:
+            return None
+        return self._staging.start(target, stored)
+
+    def _quantised_stack(
+        self, prefix: str, part_rows: dict[str, int], columns: int
+    ) -> Linear | None:
+        """Return the product as the file quantises it; None unless every part is quantised."""
+        if not self.linear_backend.takes_quantised:
+            return None
+        parts: list[QuantisedMatrix] = []
+        for name, rows in part_rows.items():
+            full_name = f"{prefix}{name}"
+            part = self.source.groups(full_name, *self._slice_of(full_name, (rows, columns)))
+            if part is None:
+                return None
+            parts.append(part)
+        return self.linear_backend.from_quantised(stack_quantised(parts))
+
+    def _rows(self, name: str, rows: int, columns: int) -> Tensor | RowsInFile:
+        """Return the rows of a float matrix, or where they lie in a file, to be read later."""
+        shape, cut = self._slice_of(name, (rows, columns))
+        stored = self.source.stored(name, shape, cut)
+        read = partial(self.source.tensor, name, shape, cut)
+        if stored is None or stored.dtype not in FLOATS:
             return read()
-        return RowsInFile(stored.path, stored.start, shape, stored.dtype, stored.head_rows, read)
+        return RowsInFile(
+            stored.path, stored.start, (rows, columns), stored.dtype, stored.head_rows, read
+        )
 
     def _tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        return self.source.tensor(name, *self._place(name, shape))
+        return self.source.tensor(name, *self._slice_of(name, shape))
 
-    def _place(
+    def _slice_of(
         self, name: str, shape: tuple[int, ...]
     ) -> tuple[tuple[int, ...], WeightSlice | None]:
-        """Return the shape of a whole weight, and which part of it is read."""
-        cut = self.share.slice_of(name, shape) if self.share is not None else None
+        """Return the shape of the whole weight, and which slice of it is read."""
+        cut = self.shard.slice_of(name, shape) if self.shard is not None else None
         return (cut.whole if cut else shape), cut
-
-
-class HeaderOnlySource(WeightSource):
-    """A source that reads no weights, only checks that each could be read.
-
-    A model built from it on the meta device takes no memory, and what its files lack is known
-    before any is spent.
-    """
-
-    def __init__(self, source: WeightSource) -> None:
-        self._source = source
-
-    def tensor(self, name: str, shape: tuple[int, ...], cut: WeightSlice | None = None) -> Tensor:
-        """Check the weight; return one of its shape that takes no memory."""
-        self.check(name, shape, cut)
-        return torch.ones(1).expand(cut.shape if cut else shape)
-
-    def check(self, name: str, shape: tuple[int, ...], cut: WeightSlice | None = None) -> None:
-        """Ask the source."""
-        self._source.check(name, shape, cut)
-
-    def has(self, name: str) -> bool:
-        """Ask the source."""
-        return self._source.has(name)

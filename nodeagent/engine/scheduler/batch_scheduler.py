@@ -12,7 +12,8 @@ Rule 6: with several batches in flight each has an even part of the decodes. The
 the order in which they began, so that KV counts as computed for every batch that begins later: the
 next chunk of a prompt need not wait for the one before.
 
-`decode.py` decides the decodes, `prefill.py` the prompt chunks and who is preempted for them.
+`decode.py` decides the decodes; `prefill.py` decides the prompt chunks, and which sequence is
+preempted for a waiting one.
 """
 
 from collections.abc import Container

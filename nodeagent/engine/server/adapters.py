@@ -20,11 +20,12 @@ from msgspec import Meta
 from isochrone.service.threads import to_its_end
 from isochrone.wire.engine import EngineConfig
 from isochrone.wire.errors import ApiError
-from nodeagent.engine.architecture.decoder_shape import CheckpointError
-from nodeagent.engine.model.layers.lora import ActiveAdapters, LoraAdapter
+from nodeagent.engine.architecture.errors import CheckpointError
+from nodeagent.engine.model.lora import ActiveAdapters
 from nodeagent.engine.server.openai.request_body import decode_body
 from nodeagent.engine.server.openai.request_errors import invalid_request, model_not_found
 from nodeagent.engine.weights.adapter_folder import read_adapter
+from nodeagent.engine.weights.lora_adapter import LoraAdapter
 
 KNOWN_MAX: Final = 4096
 """Adapters known by name, whether cached or not."""
@@ -54,7 +55,7 @@ class AdapterRegistry:
     """The adapters of one model. Everything but the reading of files runs on the event loop."""
 
     config: EngineConfig
-    adding: ActiveAdapters
+    active_adapters: ActiveAdapters
     """Describes the modules of the model that adapters may change."""
     dtype: torch.dtype
     reads_total: int = 0
@@ -127,7 +128,7 @@ class AdapterRegistry:
                 read_adapter,
                 name,
                 folder,
-                self.adding.modules,
+                self.active_adapters.modules,
                 # For a split model this copy only supplies each rank with its part.
                 "cpu" if is_split else config.device,
                 self.dtype,

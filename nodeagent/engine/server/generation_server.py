@@ -50,7 +50,7 @@ class GenerationServer(ModelServer):
         for worker in workers.workers:
             # The descriptor becomes readable when the worker process ends.
             asyncio.get_running_loop().add_reader(worker.descriptor, self.worker.fail)
-        self.adapters = AdapterRegistry(config, loaded.adding, loaded.dtype)
+        self.adapters = AdapterRegistry(config, loaded.active_adapters, loaded.dtype)
         self._preparer = RequestPreparer(config, loaded, self.adapters, self.context_tokens)
 
     def fail_all(self, message: str) -> None:

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from isochrone.service.config import ConfigError
 from isochrone.service.door import DoorLimits, open_unix_door
 from isochrone.wire.engine import EngineConfig
-from nodeagent.engine.architecture.decoder_shape import CheckpointError
+from nodeagent.engine.architecture.errors import CheckpointError
 from nodeagent.engine.server.http_routes import ModelServer, openai_error_response
 from nodeagent.engine.server.listen_socket import clear_socket
 

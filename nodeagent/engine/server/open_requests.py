@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 
 from nodeagent.engine.core.generation import Generation, GenerationDelta
 from nodeagent.engine.core.generation_thread import GenerationThread
-from nodeagent.engine.model.layers.lora import prefix_cache_salt
 from nodeagent.engine.sampling.sampler import Sampler
 from nodeagent.engine.scheduler.sequence import FinishReason, Sequence
 from nodeagent.engine.server.inflight_limit import InflightLimit
@@ -22,6 +21,7 @@ from nodeagent.engine.server.prepared_request import PreparedRequest
 from nodeagent.engine.speculative.speculation import Speculation
 from nodeagent.engine.tokenizer.detokenizer import StopStrings, StreamDetokenizer
 from nodeagent.engine.tokenizer.vocabulary import Vocabulary
+from nodeagent.engine.weights.lora_adapter import prefix_cache_salt
 
 
 @dataclass(slots=True, eq=False)

@@ -15,7 +15,6 @@ from isochrone.wire.engine import EngineConfig
 from isochrone.wire.headers import CACHE_SALT
 from nodeagent.engine.chat.chat_template import ChatTemplateError
 from nodeagent.engine.loading import LoadedEngine
-from nodeagent.engine.model.layers.lora import LoraAdapter
 from nodeagent.engine.scheduler.fair_queue import SchedulingParams
 from nodeagent.engine.scheduler.sequence import StopConditions
 from nodeagent.engine.server.adapters import AdapterRegistry
@@ -43,6 +42,7 @@ from nodeagent.engine.server.openai.tool_fields import requested_tools
 from nodeagent.engine.server.openai.tool_use import ToolUse
 from nodeagent.engine.structured.compiler import GrammarCompiler
 from nodeagent.engine.structured.constraint import Constraint
+from nodeagent.engine.weights.lora_adapter import LoraAdapter
 
 _SALT_CHARS_MAX: Final = 256
 

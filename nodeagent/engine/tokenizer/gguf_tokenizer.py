@@ -15,7 +15,7 @@ from tokenizers import (
     processors,
 )
 
-from nodeagent.engine.architecture.decoder_shape import CheckpointError
+from nodeagent.engine.architecture.errors import CheckpointError
 from nodeagent.engine.tokenizer.hf_tokenizer import check_tokenizer, combine_templates
 from nodeagent.engine.tokenizer.vocabulary import SENTENCEPIECE_SPACE, Vocabulary
 from nodeagent.engine.weights.gguf_header import PackedStrings

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 from tokenizers import Tokenizer
 
-from nodeagent.engine.architecture.decoder_shape import CheckpointError
+from nodeagent.engine.architecture.errors import CheckpointError
 from nodeagent.engine.tokenizer.vocabulary import Vocabulary
 from nodeagent.engine.weights.hf_config import DecoderConfig, read_beside, read_json
 

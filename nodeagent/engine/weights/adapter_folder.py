@@ -10,9 +10,9 @@ from typing import Any, Final
 import msgspec
 import torch
 
-from nodeagent.engine.architecture.decoder_shape import CheckpointError
-from nodeagent.engine.model.layers.lora import LoraAdapter
+from nodeagent.engine.architecture.errors import CheckpointError
 from nodeagent.engine.weights.hf_config import read_json
+from nodeagent.engine.weights.lora_adapter import LoraAdapter
 from nodeagent.engine.weights.safetensors_folder import SafetensorsFiles
 
 RANK_MAX: Final = 256

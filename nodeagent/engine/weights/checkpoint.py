@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from nodeagent.engine.architecture.decoder_shape import CheckpointError
+from nodeagent.engine.architecture.errors import CheckpointError
 from nodeagent.engine.weights.gguf_file import GgufFile
 from nodeagent.engine.weights.gguf_parts import first_part
 from nodeagent.engine.weights.quantised_folder import QuantisedFolder, quantisation_of

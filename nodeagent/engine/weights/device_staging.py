@@ -1,8 +1,8 @@
-"""Weights from files to a device, through a few buffers that the device can read by itself.
+"""Copies weights from files to a device through a few pinned host buffers.
 
-Rule 1: host memory is bounded by a buffer for each reader, whatever the size of the model.
-Rule 2: a buffer is filled again only once the device has what was in it.
-Rule 3: who computes with a weight has waited for its pieces, or by `finish` for all.
+Rule 1: host memory is bounded by one buffer for each reader thread, whatever the model's size.
+Rule 2: a buffer is filled again only after the device has copied its contents.
+Rule 3: whoever computes with a weight first waits for its pieces, or with `finish` for all.
 """
 
 import os
@@ -16,56 +16,62 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from nodeagent.engine.architecture.decoder_shape import CheckpointError
+from nodeagent.engine.architecture.errors import CheckpointError
 from nodeagent.engine.weights.stored_tensor import StoredTensor, read_into
 
 _READERS: Final = 8
 _PIECE_BYTES: Final = 16 * 1024 * 1024
+"""Read and copied at a time: the size of a reader's buffer."""
 
 
 @dataclass(slots=True)
 class _ReaderState:
-    """What one reader has for itself."""
+    """The buffer and the CUDA stream of one reader thread."""
 
     buffer: Tensor
     stream: Any
+    """None on the CPU."""
 
 
 @dataclass(slots=True)
 class WeightStaging:
-    """Readers, each with a buffer of its own, and what they have been told to bring."""
+    """Reader threads, each with a buffer, and the pieces they have been given."""
 
     device: str
     piece_bytes: int = _PIECE_BYTES
     readers: int = _READERS
-    _own: threading.local = field(default_factory=threading.local)
+    _thread: threading.local = field(default_factory=threading.local)
     _pool: ThreadPoolExecutor | None = None
     _files: dict[Path, int] = field(default_factory=dict)
     _pieces: list[Future[None]] = field(default_factory=list)
 
-    def bring(self, target: Tensor, stored: StoredTensor) -> list[Future[None]]:
-        """Begin to fill `target`, whose numbers lie one behind another, with what is stored.
-
-        It is there once all the pieces are.
+    def start(self, target: Tensor, stored: StoredTensor) -> list[Future[None]]:
+        """Start to fill the contiguous `target` with a stored tensor; it is complete when all the
+        returned pieces are.
         """
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self.readers, "staging")
         flat, descriptor, pool = target.view(-1), self._file(stored.path), self._pool
-        # The memory may have been another tensor's, with which the device is not done yet.
+        # The device may still compute with a tensor that had this memory before.
         free: Any = None
         if self._on_gpu:
             free = torch.cuda.Event()  # type: ignore[no-untyped-call]
             free.record(torch.cuda.current_stream(self.device))
-        each = self.piece_bytes // stored.dtype.itemsize
+        piece_numbers = self.piece_bytes // stored.dtype.itemsize
         pieces = [
-            pool.submit(self._carry, flat[at : at + each], at, stored, descriptor, free)
-            for at in range(0, len(flat), each)
+            pool.submit(
+                self._copy_piece, flat[at : at + piece_numbers], at, stored, descriptor, free
+            )
+            for at in range(0, len(flat), piece_numbers)
         ]
         self._pieces += pieces
         return pieces
 
     def finish(self) -> None:
-        """Wait for all; let go of buffers, readers and files. Raises what kept one from coming."""
+        """Wait for all pieces, then release buffers, threads and files.
+
+        Raises the first error of a piece.
+        """
         try:
             for piece in self._pieces:
                 piece.result()
@@ -77,7 +83,7 @@ class WeightStaging:
             for descriptor in self._files.values():
                 os.close(descriptor)
             self._files.clear()
-            self._own = threading.local()
+            self._thread = threading.local()
 
     @property
     def _on_gpu(self) -> bool:
@@ -91,34 +97,36 @@ class WeightStaging:
                 raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
         return self._files[path]
 
-    def _carry(self, target: Tensor, at: int, stored: StoredTensor, file: int, free: Any) -> None:
-        """Read one piece, the numbers from `at` on, and send it; on a reader's thread."""
-        own, size = self._reader(), stored.dtype.itemsize
-        buffer = own.buffer[: len(target) * size]
+    def _copy_piece(
+        self, target: Tensor, at: int, stored: StoredTensor, file: int, free: Any
+    ) -> None:
+        """Read the piece that begins with number `at`, and copy it to the device; on a reader."""
+        reader, size = self._reader(), stored.dtype.itemsize
+        buffer = reader.buffer[: len(target) * size]
         read_into(buffer.numpy().data, file, stored.start + at * size, stored.path)
-        beside: Any = nullcontext() if own.stream is None else torch.cuda.stream(own.stream)
-        with beside:
-            if own.stream is not None:
-                own.stream.wait_event(free)
-            # In the target's kind of numbers: a second copy of a model would have no room there.
+        stream: Any = nullcontext() if reader.stream is None else torch.cuda.stream(reader.stream)
+        with stream:
+            if reader.stream is not None:
+                reader.stream.wait_event(free)
+            # Converted while copied: a second copy of the model would not fit into device memory.
             target.copy_(buffer.view(stored.dtype), non_blocking=True)
-        if own.stream is not None:
-            own.stream.synchronize()
+        if reader.stream is not None:
+            reader.stream.synchronize()
 
     def _reader(self) -> _ReaderState:
-        found: _ReaderState | None = getattr(self._own, "own", None)
-        if found is None:
+        state: _ReaderState | None = getattr(self._thread, "state", None)
+        if state is None:
             if self._on_gpu:
                 torch.cuda.set_device(self.device)
             buffer = torch.empty(self.piece_bytes, dtype=torch.uint8, pin_memory=self._on_gpu)
             stream: Any = None
             if self._on_gpu:
                 stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-            found = _ReaderState(buffer, stream)
-            self._own.own = found
-        return found
+            state = _ReaderState(buffer, stream)
+            self._thread.state = state
+        return state
 
 
 def staging_for(device: str) -> WeightStaging | None:
-    """Return what brings weights to `device`; None where they are read where they are used."""
+    """Return what copies weights to `device`; None where they are used in host memory."""
     return WeightStaging(device) if device.startswith("cuda") else None

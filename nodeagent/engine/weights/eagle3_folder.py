@@ -11,7 +11,8 @@ from typing import Any, Final
 import msgspec
 import torch
 
-from nodeagent.engine.architecture.decoder_shape import CheckpointError, DecoderShape
+from nodeagent.engine.architecture.decoder_shape import DecoderShape
+from nodeagent.engine.architecture.errors import CheckpointError
 from nodeagent.engine.weights.hf_config import DecoderConfig, read_json, shape_of
 from nodeagent.engine.weights.safetensors_folder import SafetensorsFiles
 

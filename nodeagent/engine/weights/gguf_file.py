@@ -17,17 +17,15 @@ import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
-from nodeagent.engine.architecture.decoder_shape import CheckpointError
+from nodeagent.engine.architecture.errors import CheckpointError
 from nodeagent.engine.distributed.shards import WeightSlice
-from nodeagent.engine.kernels.cpu.file_reads import RowsInFile
-from nodeagent.engine.kernels.cpu.native_matrix import PANEL_ROWS
-from nodeagent.engine.model.layers.linear import GgufBlocks
-from nodeagent.engine.model.weight_loader import WeightSource
+from nodeagent.engine.kernels.matrix_formats import PANEL_ROWS, GgufBlocks, RowsInFile
 from nodeagent.engine.weights.gguf_header import TensorEntry
 from nodeagent.engine.weights.gguf_parts import read_all_headers
 from nodeagent.engine.weights.gguf_shape import shape_of
 from nodeagent.engine.weights.gguf_unpacking import BITS_OF, FLOATS, IN_GROUPS, blocks_of, unpack
 from nodeagent.engine.weights.stored_tensor import StoredTensor, read_into
+from nodeagent.engine.weights.weight_source import WeightSource
 
 _LAYER_NAMES: Final = {
     "input_layernorm": "attn_norm",

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from nodeagent.engine.architecture.decoder_shape import CheckpointError
+from nodeagent.engine.architecture.errors import CheckpointError
 from nodeagent.engine.weights.stored_tensor import check_regular_file
 
 _SCALARS: Final = {

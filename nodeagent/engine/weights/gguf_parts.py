@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import Final
 
-from nodeagent.engine.architecture.decoder_shape import CheckpointError
+from nodeagent.engine.architecture.errors import CheckpointError
 from nodeagent.engine.weights.gguf_header import GgufHeader, read_header
 
 _PART: Final = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")

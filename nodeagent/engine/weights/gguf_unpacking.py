@@ -13,9 +13,12 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from torch import Tensor
 
-from nodeagent.engine.kernels.cpu.file_reads import RowsInFile
-from nodeagent.engine.kernels.cpu.native_matrix import GROUP_WEIGHTS
-from nodeagent.engine.model.layers.linear import GgufBlocks, QuantisedGroups
+from nodeagent.engine.kernels.matrix_formats import (
+    GROUP_WEIGHTS,
+    GgufBlocks,
+    QuantisedGroups,
+    RowsInFile,
+)
 
 IN_GROUPS: Final = (
     GGMLQuantizationType.Q4_0,
@@ -43,7 +46,7 @@ def unpack(packed: np.ndarray, kind: GGMLQuantizationType) -> Tensor:
     if kind is GGMLQuantizationType.Q8_0:
         return _eight_bits(packed)
     if kind in IN_GROUPS:
-        return groups_of(torch.from_numpy(packed), kind).wide()
+        return groups_of(torch.from_numpy(packed), kind).dequantise()
     weights: np.ndarray = dequantize(packed, kind)
     return torch.from_numpy(weights.astype(np.float32, copy=False))
 

@@ -5,11 +5,13 @@ from typing import Any, Final
 
 import msgspec
 
-from nodeagent.engine.architecture.decoder_shape import CheckpointError, DecoderShape
-from nodeagent.engine.model.families import FAMILIES
+from nodeagent.engine.architecture.decoder_shape import DecoderShape
+from nodeagent.engine.architecture.errors import CheckpointError
 from nodeagent.engine.weights.rope_scaling import RopeConfig, scaling_of
 from nodeagent.engine.weights.stored_tensor import check_regular_file
 
+MODEL_TYPES: Final = frozenset({"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"})
+"""The supported values of `model_type`: the keys of `model.families.FAMILIES`."""
 _JSON_BYTES_MAX: Final = 64 * 1024 * 1024
 _WINDOWED: Final = frozenset({"mistral", "mixtral"})
 """Families whose `sliding_window` counts without `use_sliding_window`."""
@@ -73,10 +75,10 @@ def read_beside(path: Path, kind: type[Any]) -> Any:
 
 def shape_of(folder: Path, config: DecoderConfig) -> DecoderShape:
     """Return the shape that `config` tells, or refuse what the engine would compute wrongly."""
-    if config.model_type not in FAMILIES:
+    if config.model_type not in MODEL_TYPES:
         raise CheckpointError(
             f"cannot load {folder}: model_type {config.model_type!r},"
-            f" {', '.join(sorted(FAMILIES))} are supported"
+            f" {', '.join(sorted(MODEL_TYPES))} are supported"
         )
     if config.attention_bias or config.mlp_bias or config.hidden_act != "silu":
         raise CheckpointError(

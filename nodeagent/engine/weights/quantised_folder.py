@@ -13,10 +13,9 @@ from typing import Any
 import msgspec
 from torch import Tensor
 
-from nodeagent.engine.architecture.decoder_shape import CheckpointError
+from nodeagent.engine.architecture.errors import CheckpointError
 from nodeagent.engine.distributed.shards import WeightSlice
-from nodeagent.engine.kernels.cpu.native_matrix import GROUP_WEIGHTS
-from nodeagent.engine.model.layers.linear import QuantisedGroups
+from nodeagent.engine.kernels.matrix_formats import GROUP_WEIGHTS, QuantisedGroups
 from nodeagent.engine.weights.hf_config import read_json
 from nodeagent.engine.weights.quantised_layouts import PackedMatrix, PackingScheme
 from nodeagent.engine.weights.safetensors_folder import FLOATS, INTEGERS, SafetensorsFolder

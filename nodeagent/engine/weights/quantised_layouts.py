@@ -18,8 +18,7 @@ from typing import Final, Literal
 import torch
 from torch import Tensor
 
-from nodeagent.engine.kernels.cpu.native_matrix import GROUP_WEIGHTS
-from nodeagent.engine.model.layers.linear import QuantisedGroups
+from nodeagent.engine.kernels.matrix_formats import GROUP_WEIGHTS, QuantisedGroups
 
 _WORD_BITS: Final = 32
 _AWQ_ORDER: Final = [0, 4, 1, 5, 2, 6, 3, 7]

@@ -6,8 +6,8 @@ from typing import Final
 
 import msgspec
 
-from nodeagent.engine.architecture.decoder_shape import CheckpointError
-from nodeagent.engine.model.layers.rope import (
+from nodeagent.engine.architecture.errors import CheckpointError
+from nodeagent.engine.architecture.rope_scaling import (
     LinearScaling,
     Llama3Scaling,
     RopeScaling,

@@ -10,11 +10,11 @@ from typing import Any, Final
 import torch
 from safetensors import SafetensorError, safe_open
 
-from nodeagent.engine.architecture.decoder_shape import CheckpointError
+from nodeagent.engine.architecture.errors import CheckpointError
 from nodeagent.engine.distributed.shards import WeightSlice
-from nodeagent.engine.model.weight_loader import WeightSource
 from nodeagent.engine.weights.hf_config import DecoderConfig, read_json, shape_of
 from nodeagent.engine.weights.stored_tensor import StoredTensor, check_regular_file, stored_tensors
+from nodeagent.engine.weights.weight_source import WeightSource
 
 FLOATS: Final = frozenset({"F64", "F32", "F16", "BF16"})
 _HALVES: Final = frozenset({"F16", "BF16"})

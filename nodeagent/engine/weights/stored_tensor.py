@@ -14,7 +14,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from nodeagent.engine.architecture.decoder_shape import CheckpointError
+from nodeagent.engine.architecture.errors import CheckpointError
 
 _LENGTH: Final = struct.Struct("<Q")
 _DTYPES: Final = {

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from nodeagent.engine.core.model_runner import ModelRunner
 from nodeagent.engine.distributed.shards import ModelShard
-from nodeagent.engine.model.layers.lora import ActiveAdapters, LoraAdapter
+from nodeagent.engine.model.lora import ActiveAdapters
 from nodeagent.engine.scheduler.forward_batch import ForwardChunk
+from nodeagent.engine.weights.lora_adapter import LoraAdapter
 from nodeagent.engine.workers.commands import AddAdapter, RemoveAdapter
 from nodeagent.engine.workers.worker_group import WorkerGroup
 
@@ -63,10 +64,12 @@ def keep_adapter_shard(command: AddAdapter, runner: ModelRunner, shard: ModelSha
     dtype = getattr(torch, command.dtype)
     pairs = {}
     for module, (down, up, lora_rank) in command.parts.items():
-        if module in runner.adding.modules:
+        if module in runner.active_adapters.modules:
             down_whole = torch.frombuffer(bytearray(down), dtype=dtype).view(lora_rank, -1)
             up_whole = torch.frombuffer(bytearray(up), dtype=dtype).view(-1, lora_rank)
-            down_here, up_here = _sliced(module, down_whole, up_whole, runner.adding, shard)
+            down_here, up_here = _sliced(
+                module, down_whole, up_whole, runner.active_adapters, shard
+            )
             pairs[module] = (
                 down_here.contiguous().to(runner.device),
                 up_here.contiguous().to(runner.device),

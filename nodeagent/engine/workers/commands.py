@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from nodeagent.engine.model.layers.lora import LoraAdapter
 from nodeagent.engine.scheduler.batch import BlockCopy
 from nodeagent.engine.scheduler.forward_batch import ForwardBatch, ForwardChunk
+from nodeagent.engine.weights.lora_adapter import LoraAdapter
 
 
 class LoadShard(msgspec.Struct, frozen=True, tag="load"):

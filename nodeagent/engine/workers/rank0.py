@@ -68,7 +68,7 @@ class Rank0Executor:
         replies = self._workers.gather(ReadBlocks(list(blocks)))
         parts = [self._runner.read_blocks(blocks)]
         for shard, reply in zip(self._shards[1:], replies, strict=True):
-            parts.append(shard_blocks(reply, len(blocks), shard, self._runner.kept_as))
+            parts.append(shard_blocks(reply, len(blocks), shard, self._runner.kv_dtype))
         _, _, tokens, _, width = parts[0].shape
         heads = 2 * self._whole.kv_heads
         whole = parts[0].new_empty(len(blocks), self._whole.layers, tokens, heads, width)

@@ -24,7 +24,7 @@ import psutil
 from torch._C._distributed_c10d import Store, TCPStore
 
 from isochrone.wire.assignment import Group
-from nodeagent.engine.architecture.decoder_shape import CheckpointError
+from nodeagent.engine.architecture.errors import CheckpointError
 from nodeagent.engine.workers.worker_group import (
     CommandChannel,
     WorkerHandle,

@@ -9,16 +9,17 @@ import torch
 from torch._C._distributed_c10d import Store
 
 from isochrone.wire.engine import EngineConfig
-from nodeagent.engine.architecture.decoder_shape import CheckpointError, DecoderShape
+from nodeagent.engine.architecture.decoder_shape import DecoderShape
+from nodeagent.engine.architecture.errors import CheckpointError
 from nodeagent.engine.core.model_runner import ModelRunner
 from nodeagent.engine.distributed.collectives import Communicator
 from nodeagent.engine.distributed.shards import ModelShard, ParallelConfig
 from nodeagent.engine.draft_loading import DraftModelFiles, Eagle3HeadFiles, TargetCheckpoint
+from nodeagent.engine.kernels.selection import choose_linear
 from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS
 from nodeagent.engine.kvcache.kv_format import DTYPES, KV_DTYPES, KvFormat
 from nodeagent.engine.memory import available_bytes
 from nodeagent.engine.model.families import build_model
-from nodeagent.engine.model.layers.linear import bytes_kept, choose
 from nodeagent.engine.speculative.draft_model import DraftModel
 from nodeagent.engine.weights.checkpoint import Checkpoint
 
@@ -86,17 +87,17 @@ def load_shard(
     """Load the shard of the communicator's rank, and its draft model if `draft` is given."""
     torch.set_num_threads(config.threads)
     dtype, shape, device = DTYPES[config.dtype], source.shape, device_of(config, communicator.rank)
-    keeping, reason = choose(device, dtype, config.quantisation)
-    log.info("matrices", extra={"fields": {"kept": keeping, "because": reason}})
+    linear, reason = choose_linear(device, dtype, config.quantisation)
+    log.info("linear backend", extra={"fields": {"name": linear.name, "because": reason}})
     context = min(config.context_tokens_max, shape.context_tokens)
-    model = build_model(shape, source, device, dtype, context, keeping, communicator)
+    model = build_model(shape, source, device, dtype, context, linear, communicator)
     blocks, kv = _kv_blocks(config, shape, dtype, draft), kv_format(config)
     runner = ModelRunner(model, blocks, device, dtype, kv)
     log.info("kv", extra={"fields": {"blocks": blocks, "kept": str(kv.dtype)}})
     if draft is None:
-        return LoadedShard(runner, None, model.arrived)
+        return LoadedShard(runner, None, model.wait_for_weights)
     draft_model = draft.load(config, runner, model, TargetCheckpoint(source, shape, communicator))
-    return LoadedShard(runner, draft_model, model.arrived)
+    return LoadedShard(runner, draft_model, model.wait_for_weights)
 
 
 def check_memory(
@@ -130,8 +131,8 @@ def check_memory(
 def bytes_per_weight(config: EngineConfig, source: Checkpoint) -> float:
     """Return the average bytes per weight once loaded on the device."""
     dtype, filed = DTYPES[config.dtype], source.filed_bits()
-    keeping, _ = choose(config.device.partition(":")[0], dtype, config.quantisation)
-    kept = sum(count * bytes_kept(keeping, dtype, bits) for bits, count in filed.items())
+    linear, _ = choose_linear(config.device.partition(":")[0], dtype, config.quantisation)
+    kept = sum(count * linear.bytes_per_weight(dtype, bits) for bits, count in filed.items())
     return kept / max(filed.total(), 1)
 
 

@@ -10,11 +10,11 @@ from typing import Never
 from isochrone.service.logs import setup_logs
 from isochrone.wire.assignment import Group
 from isochrone.wire.engine import EngineConfig
-from nodeagent.engine.architecture.decoder_shape import CheckpointError
+from nodeagent.engine.architecture.errors import CheckpointError
 from nodeagent.engine.core.model_runner import ModelRunner
 from nodeagent.engine.distributed.collectives import Communicator
 from nodeagent.engine.distributed.shards import ModelShard
-from nodeagent.engine.kernels.cpu.huge_pages import trim_heap
+from nodeagent.engine.kernels.huge_pages import trim_heap
 from nodeagent.engine.weights.checkpoint import open_checkpoint
 from nodeagent.engine.workers.adapter_shards import keep_adapter_shard, tensor_bytes
 from nodeagent.engine.workers.commands import (
@@ -131,7 +131,7 @@ def execute(
         case ReadBlocks(blocks):
             channel.reply(CommandDone(tensor_bytes(runner.read_blocks(blocks))))
         case WriteBlocks(blocks, contents):
-            part = shard_blocks(contents, len(blocks), shard, runner.kept_as)
+            part = shard_blocks(contents, len(blocks), shard, runner.kv_dtype)
             runner.write_blocks(blocks, part)
         case AddAdapter():
             keep_adapter_shard(command, runner, shard)

@@ -22,7 +22,7 @@ from typing import Final, Never
 
 import msgspec
 
-from nodeagent.engine.architecture.decoder_shape import CheckpointError
+from nodeagent.engine.architecture.errors import CheckpointError
 from nodeagent.engine.workers.commands import (
     Command,
     CommandDone,
@@ -168,7 +168,7 @@ class WorkerGroup:
         for worker in self.workers:
             if worker.pid:
                 if not has_ended(worker.descriptor, _SHUTDOWN_S):
-                    log.warning("killed rank %d (process %d): did not end", worker.rank, worker.pid)
+                    log.warning("rank %d (process %d) did not end: killed", worker.rank, worker.pid)
                     self.kill(worker)
                 os.waitpid(worker.pid, 0)
             os.close(worker.descriptor)

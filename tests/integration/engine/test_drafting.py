@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
 from isochrone.wire.engine import EngineConfig
-from nodeagent.engine.architecture.decoder_shape import CheckpointError
+from nodeagent.engine.architecture.errors import CheckpointError
 from nodeagent.engine.core.generation import Generation
 from nodeagent.engine.loading import LoadedEngine, load_engine
 from nodeagent.engine.sampling.sampler import Sampler, SamplingParams

@@ -22,7 +22,7 @@ import openai
 import pytest
 
 from isochrone.wire.engine import EngineConfig, EngineStats
-from nodeagent.engine.architecture.decoder_shape import CheckpointError
+from nodeagent.engine.architecture.errors import CheckpointError
 from nodeagent.engine.encoder.loading import load_encoder
 from ops.golden import tiny
 from tests.integration.engine.conftest import EngineProcess, end, launch, wait_ready

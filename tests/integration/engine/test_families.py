@@ -11,12 +11,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from nodeagent.engine.architecture.decoder_shape import CheckpointError, DecoderShape
+from nodeagent.engine.architecture.decoder_shape import DecoderShape
+from nodeagent.engine.architecture.errors import CheckpointError
 from nodeagent.engine.model.families import check_weights
-from nodeagent.engine.model.weight_loader import WeightSource
 from nodeagent.engine.weights.checkpoint import open_checkpoint
 from nodeagent.engine.weights.gguf_file import GgufFile
 from nodeagent.engine.weights.safetensors_folder import SafetensorsFolder
+from nodeagent.engine.weights.weight_source import WeightSource
 from ops.golden import tiny
 from ops.golden.tiny_gguf import write_gguf
 from tests.integration.engine.forced import logits_of

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from isochrone.wire.engine import EngineConfig
-from nodeagent.engine.architecture.decoder_shape import CheckpointError
+from nodeagent.engine.architecture.errors import CheckpointError
 from nodeagent.engine.core.generation import Generation, GenerationDelta
 from nodeagent.engine.core.step import EngineCore
 from nodeagent.engine.loading import load_engine

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from isochrone.wire.engine import EngineConfig
-from nodeagent.engine.architecture.decoder_shape import CheckpointError
+from nodeagent.engine.architecture.errors import CheckpointError
 from nodeagent.engine.core.model_runner import ModelRunner
 from nodeagent.engine.kvcache.block_pool import BlockPool
 from nodeagent.engine.loading import load_engine

@@ -18,12 +18,13 @@ from torch import Tensor
 
 from isochrone.wire.engine import EngineConfig
 from isochrone.wire.errors import ApiError
-from nodeagent.engine.architecture.decoder_shape import CheckpointError
+from nodeagent.engine.architecture.errors import CheckpointError
 from nodeagent.engine.distributed.shards import WeightSlice
 from nodeagent.engine.model.families import build_model
-from nodeagent.engine.model.layers.lora import ActiveAdapters, LoraAdapter
+from nodeagent.engine.model.lora import ActiveAdapters
 from nodeagent.engine.server.adapters import AdapterRegistry
 from nodeagent.engine.weights.adapter_folder import read_adapter
+from nodeagent.engine.weights.lora_adapter import LoraAdapter
 from nodeagent.engine.weights.safetensors_folder import SafetensorsFolder
 from ops.golden import tiny
 from tests.integration.engine.conftest import EngineProcess, end, launch, wait_ready
@@ -70,7 +71,7 @@ def write_adapter(
 def modules_of(family: str, folder: Path) -> dict[str, tuple[int, int]]:
     tiny.write_folder(folder, family)
     source = SafetensorsFolder(folder)
-    return build_model(source.shape, source, "cpu", torch.float32, 64).adding.modules
+    return build_model(source.shape, source, "cpu", torch.float32, 64).adapters.modules
 
 
 def read(folder: Path, modules: dict[str, tuple[int, int]], bytes_max: int = 2**30) -> LoraAdapter:

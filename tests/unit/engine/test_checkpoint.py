@@ -13,10 +13,12 @@ from gguf import GGUFWriter
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nodeagent.engine.architecture.decoder_shape import CheckpointError
+from nodeagent.engine.architecture.errors import CheckpointError
 from nodeagent.engine.encoder.bert_folder import _pooling
+from nodeagent.engine.model.families import FAMILIES
 from nodeagent.engine.weights.checkpoint import open_checkpoint
 from nodeagent.engine.weights.gguf_header import read_header
+from nodeagent.engine.weights.hf_config import MODEL_TYPES
 from nodeagent.engine.weights.safetensors_folder import SafetensorsFiles, SafetensorsFolder
 from ops.golden import tiny_gguf
 
@@ -36,6 +38,10 @@ def write_gguf(path: Path, architecture: str = "llama") -> bytes:
     writer.write_tensors_to_file()
     writer.close()
     return path.read_bytes()
+
+
+def test_the_config_reader_accepts_exactly_the_families_that_are_built() -> None:
+    assert frozenset(FAMILIES) == MODEL_TYPES
 
 
 def test_metadata_is_read(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from isochrone.wire.engine import EngineConfig
-from nodeagent.engine.architecture.decoder_shape import CheckpointError
+from nodeagent.engine.architecture.errors import CheckpointError
 from nodeagent.engine.core.model_runner import ModelRunner
 from nodeagent.engine.core.step import EngineCore
 from nodeagent.engine.distributed.collectives import SINGLE_RANK
@@ -149,14 +149,14 @@ def test_drafts_are_those_of_a_plain_reference(tmp_path: Path, tokens: int) -> N
         config_of(tmp_path), runner, model, TargetCheckpoint(head.source, model.shape, SINGLE_RANK)
     )
     heard: dict[int, Tensor] = {}
-    keep = model.heard
+    keep = model.record_states
     assert keep is not None
 
     def hear(number: int, x: Tensor) -> None:
         heard[number] = x.clone()
         keep(number, x)
 
-    model.heard = hear
+    model.record_states = hear
     ids = prompts(1, tokens)[0][:tokens]
     sequence = Sequence(1, [*ids, 7], StopConditions(9, frozenset()))
     sequence.blocks = list(range(5, 5 + -(-(tokens + 6) // BLOCK_TOKENS)))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nodeagent.engine.architecture.decoder_shape import CheckpointError
+from nodeagent.engine.architecture.errors import CheckpointError
 from nodeagent.engine.chat.call_format import ToolDefinition
 from nodeagent.engine.chat.chat_template import ChatTemplate
 from nodeagent.engine.tokenizer.gguf_tokenizer import read_gguf_vocabulary

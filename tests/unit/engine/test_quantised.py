@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from nodeagent.engine.architecture.decoder_shape import CheckpointError
+from nodeagent.engine.architecture.errors import CheckpointError
 from nodeagent.engine.distributed.shards import WeightSlice
 from nodeagent.engine.weights.checkpoint import open_checkpoint
 from nodeagent.engine.weights.quantised_folder import QuantisedFolder
@@ -142,10 +142,10 @@ def test_a_packed_matrix_is_read_as_it_was_written(tmp_path: Path, case: str) ->
     # Kernels know groups of 32.
     assert (groups is not None) == (case.endswith("32") or "channel" in case)
     if groups is not None:
-        assert torch.allclose(groups.wide(), wanted, atol=1e-5)
+        assert torch.allclose(groups.dequantise(), wanted, atol=1e-5)
         part = source.groups(name, (ROWS, COLUMNS), rows)
         assert part is not None
-        assert torch.allclose(part.wide(), wanted[16:48], atol=1e-5)
+        assert torch.allclose(part.dequantise(), wanted[16:48], atol=1e-5)
         assert source.groups(name, (ROWS, COLUMNS), columns) is None
     source.close()
 

@@ -1,53 +1,40 @@
-"""All layers of a dense model in one call of our own kernels, where those hold all its matrices.
+"""All layers of a dense model in one C call (fused_layers.c).
 
-A step in which an adapter changes rows, or somebody listens to what goes into a layer, takes the
-layers one by one instead: both ways compute the same by the same kernels.
+The layers compute the same as one by one, by the same kernels, without the time to enter and leave
+a dozen calls for each layer. The caller takes the layers one by one in a step where an adapter
+changes rows, or where hidden states are recorded between the layers.
 """
 
-import ctypes
 from collections.abc import Sequence
 from ctypes import POINTER, Structure, byref, c_float, c_int64, c_void_p
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from nodeagent.engine.architecture.decoder_shape import DecoderShape
-from nodeagent.engine.kernels.cpu.library import cpu_kernels
+from nodeagent.engine.kernels.attention_backend import AttentionLayout, LayerKV
+from nodeagent.engine.kernels.cpu.attention import AttentionPieces
+from nodeagent.engine.kernels.cpu.library import CpuKernels
 from nodeagent.engine.kernels.cpu.native_matrix import NativeMatrix
-from nodeagent.engine.model.layers.attention import AttentionLayout, AttentionPieces, LayerKV
-from nodeagent.engine.model.layers.linear import Linear
-from nodeagent.engine.model.layers.lora import LoraLinear
-
-
-@dataclass(frozen=True, slots=True)
-class DenseLayer:
-    """What one layer consists of."""
-
-    attention_norm: Tensor
-    mlp_norm: Tensor
-    bias: Tensor | None
-    """Added to queries, keys and values."""
-    head_norms: Tensor | None
-    """A row for each head of queries and keys."""
-    query_key_value: Linear
-    output: Linear
-    gate_up: Linear
-    down: Linear
+from nodeagent.engine.kernels.linear_backend import DenseLayer, Linear
 
 
 class _MatrixStruct(Structure):
+    """`struct matrix` of fused_layers.c."""
+
     _fields_ = (("packed", c_void_p), ("kind", c_int64), ("rows", c_int64), ("columns", c_int64))
 
 
 _NORMS = ("attention_norm", "mlp_norm", "bias", "head_norms")
 _MATRICES = ("query_key_value", "output", "gate_up", "down")
-_PLACES = ("x", "room", "cos", "sin", "slots", "tables", "pieces", "wanted")
-_NUMBERS = ("rows", "hidden", "heads", "kv_heads", "dim", "block_tokens", "table_width")
-_COUNTS = ("pieces_count", "window", "wanted_count", "threads")
+_STEP_POINTERS = ("x", "buffer", "cos", "sin", "slots", "tables", "pieces", "wanted")
+_STEP_SIZES = ("rows", "hidden", "heads", "kv_heads", "dim", "block_tokens", "table_width")
+_STEP_COUNTS = ("pieces_count", "window", "wanted_count", "threads")
 
 
 class _LayerStruct(Structure):
+    """`struct layer` of fused_layers.c."""
+
     _fields_ = (
         *((name, c_void_p) for name in _NORMS),
         *((name, _MatrixStruct) for name in _MATRICES),
@@ -56,34 +43,41 @@ class _LayerStruct(Structure):
 
 
 class _StepStruct(Structure):
+    """`struct step` of fused_layers.c."""
+
     _fields_ = (
-        *((name, c_void_p) for name in _PLACES),
-        *((name, c_int64) for name in (*_NUMBERS, *_COUNTS)),
+        *((name, c_void_p) for name in _STEP_POINTERS),
+        *((name, c_int64) for name in (*_STEP_SIZES, *_STEP_COUNTS)),
         ("epsilon", c_float),
     )
 
 
-class FusedLayers:
-    """The layers as `layers.c` reads them."""
+class CpuFusedLayers:
+    """The layers as the C function reads them. Implements `linear_backend.FusedLayers`."""
 
     def __init__(
         self,
-        library: ctypes.CDLL,
+        kernels: CpuKernels,
         layers: Sequence[DenseLayer],
-        table: list[_LayerStruct],
+        structs: list[_LayerStruct],
         shape: DecoderShape,
     ) -> None:
-        # What the table points to lives as long as it does.
+        # Keeps the tensors alive that the structs point to.
         self._layers = tuple(layers)
-        self._table = (_LayerStruct * len(table))(*table)
+        self._structs = (_LayerStruct * len(structs))(*structs)
         self._shape = shape
         self._kv: list[LayerKV] = []
-        self._run = library.run_layers
+        self._run = kernels.library.run_layers
         self._run.argtypes = [POINTER(_LayerStruct), c_int64, POINTER(_StepStruct)]
         self._run.restype = c_int64
-        first = table[0]
-        between = first.query_key_value.rows + first.output.columns
-        self._room = 2 * shape.hidden + max(between, first.gate_up.rows + first.down.columns)
+        layer = structs[0]
+        attention = layer.query_key_value.rows + layer.output.columns
+        mlp = layer.gate_up.rows + layer.down.columns
+        self._buffer_per_row = 2 * shape.hidden + max(attention, mlp)
+
+    def can_run(self, layout: AttentionLayout) -> bool:
+        """Return whether attention of this step is computed by the C kernels too."""
+        return isinstance(layout.plan, AttentionPieces)
 
     def run(
         self,
@@ -94,54 +88,50 @@ class FusedLayers:
         layout: AttentionLayout,
         wanted: Tensor,
     ) -> Tensor:
-        """Bring the rows of `x` through all layers, in place; return those that are `wanted`."""
-        listed, shape = layout.decodes, self._shape
-        assert isinstance(listed, AttentionPieces)
+        """Take the rows of `x` through all layers, in place; return the rows `wanted`."""
+        plan, shape = layout.plan, self._shape
+        assert isinstance(plan, AttentionPieces)
         if kv is not self._kv:
-            for layer, layer_kv in zip(self._table, kv, strict=True):
-                layer.pages = layer_kv.pages.data_ptr()
+            for struct, layer_kv in zip(self._structs, kv, strict=True):
+                struct.pages = layer_kv.pages.data_ptr()
             self._kv = kv
-        room = torch.empty(len(x) * self._room)
-        tensors = (x, room, cos, sin, layout.write_slots, listed.tables, listed.pieces, wanted)
+        buffer = torch.empty(len(x) * self._buffer_per_row)
+        tensors = (x, buffer, cos, sin, layout.write_slots, plan.tables, plan.pieces, wanted)
         step = _StepStruct(
             *(tensor.data_ptr() for tensor in tensors),
             *(len(x), shape.hidden, shape.heads, shape.kv_heads, shape.head_dim),
-            *(kv[0].pages.shape[1], listed.tables.shape[1], len(listed.pieces)),
-            listed.window_tokens,
+            *(kv[0].pages.shape[1], plan.tables.shape[1], len(plan.pieces)),
+            plan.window_tokens,
             len(wanted),
             torch.get_num_threads(),
             shape.rms_epsilon,
         )
-        if self._run(self._table, len(self._table), byref(step)):
-            raise MemoryError(f"cannot compute {len(x)} rows: no memory to round them in")
+        if self._run(self._structs, len(self._structs), byref(step)):
+            raise MemoryError(f"cannot compute {len(x)} rows: no memory for their rounded copy")
         return x[: len(wanted)]
 
 
-def fuse_layers(layers: Sequence[DenseLayer | None], shape: DecoderShape) -> FusedLayers | None:
-    """Return all `layers` as one; None where our own kernels do not hold all that is in them."""
+def fuse_layers(
+    kernels: CpuKernels, layers: Sequence[DenseLayer | None], shape: DecoderShape
+) -> CpuFusedLayers | None:
+    """Return all `layers` as one call; None where the C kernels do not hold all their weights."""
     dense = [layer for layer in layers if layer is not None]
     if not dense or len(dense) < len(layers):
         return None
-    table: list[_LayerStruct] = []
+    structs: list[_LayerStruct] = []
     for layer in dense:
-        matrices = [_matrix(getattr(layer, name)) for name in _MATRICES]
+        matrices = [_matrix_struct(getattr(layer, name)) for name in _MATRICES]
         norms = [getattr(layer, name) for name in _NORMS]
-        fits = all(one is None or (one.is_contiguous() and _is_fp32(one)) for one in norms)
-        if not fits or None in matrices:
+        if None in matrices or not all(norm is None or _is_readable(norm) for norm in norms):
             return None
-        table.append(
-            _LayerStruct(*(None if one is None else one.data_ptr() for one in norms), *matrices)
-        )
-    # Asked last: whoever has other matrices need not build them.
-    own = cpu_kernels()
-    return FusedLayers(own.library, dense, table, shape) if own is not None else None
+        addresses = (None if norm is None else norm.data_ptr() for norm in norms)
+        structs.append(_LayerStruct(*addresses, *matrices))
+    return CpuFusedLayers(kernels, dense, structs, shape)
 
 
-def _is_fp32(weight: Tensor) -> bool:
-    return weight.dtype is torch.float32 and weight.is_cpu
+def _is_readable(weight: Tensor) -> bool:
+    return weight.dtype is torch.float32 and weight.is_cpu and weight.is_contiguous()
 
 
-def _matrix(linear: Linear) -> _MatrixStruct | None:
-    while isinstance(linear, LoraLinear):
-        linear = linear.bare
-    return _MatrixStruct(*linear.arguments) if isinstance(linear, NativeMatrix) else None
+def _matrix_struct(linear: Linear) -> _MatrixStruct | None:
+    return _MatrixStruct(*linear.c_arguments) if isinstance(linear, NativeMatrix) else None

@@ -1,7 +1,6 @@
-"""The functions of the C files here on tensors. They check nothing: their callers in `layers` do.
+"""The C kernels on tensors: loads the library, tests its products against torch, and calls it.
 
-Each takes fp32 tensors on the CPU that lie row behind row. A library is used only once its products
-have been held against torch's.
+All tensors are contiguous, fp32 and on the CPU. Nothing here checks its arguments: callers do.
 """
 
 import ctypes
@@ -16,128 +15,130 @@ import torch
 from torch import Tensor
 
 from nodeagent.engine.kernels.cpu.build import KernelsUnavailable, kernels_library
-from nodeagent.engine.kernels.cpu.file_reads import RowFetch, RowsInFile
-from nodeagent.engine.kernels.cpu.huge_pages import HugePageArena
+from nodeagent.engine.kernels.cpu.file_reads import RowFetch
 from nodeagent.engine.kernels.cpu.native_matrix import (
-    FLOATS,
     FORMAT_CODES,
-    GROUP_WEIGHTS,
-    PANEL_ROWS,
     ROUNDED_KIND,
     NativeMatrix,
-    RowFormat,
 )
-from nodeagent.engine.kernels.cuda.triton_kernels import TritonKernels, device_kernels
+from nodeagent.engine.kernels.huge_pages import HugePageArena
+from nodeagent.engine.kernels.matrix_formats import (
+    FLOATS,
+    PANEL_ROWS,
+    GgufBlocks,
+    QuantisedGroups,
+    RowFormat,
+    RowsInFile,
+)
 
 log = logging.getLogger(__name__)
 
 LANES: Final = 16
-"""Heads are whole numbers of these."""
+"""fp32 numbers in a vector register. Heads must be a multiple of it wide."""
 HEAD_DIM_MAX: Final = 256
 PIECE_TOKENS: Final = 64
-"""Attention goes through the keys once for so many neighbouring tokens, and all heads of each."""
-_ERROR_MAX: Final = 1e-3
-_TRIED_ROWS: Final = 61
-"""Of each kind, so many are multiplied another way than few."""
-_TYPES: Final = {"p": c_void_p, "n": c_int64, "f": c_float}
+"""Attention reads the keys once for up to this many neighbouring tokens, with all their heads."""
+_TEST_ERROR_MAX: Final = 1e-3
+_TEST_ROWS: Final = (11, 61)
+"""Few and many rows: different C functions multiply them."""
+_C_TYPES: Final = {"p": c_void_p, "n": c_int64, "f": c_float}
 _ARGUMENTS: Final = {
-    "normalise": "pppfnnnp",
-    "gate": "pnnnp",
-    "turn": "pnnnppnn",
-    "keep": "pnnppnn",
+    "rms_norm": "pppfnnnp",
+    "silu_gate": "pnnnp",
+    "rotate": "pnnnppnn",
+    "store_kv": "pnnppnn",
     "attend": "pnpnnnpnpnnnnp",
-    "pack": "pppnnnnp",
-    "pack_filed": "pnnnnnp",
-    "tile_bytes": "nn",
-    "fetch_rows": "pnn",
-    "read_rows": "pnnnpnp",
+    "pack_groups": "pppnnnnp",
+    "pack_rows": "pnnnnnp",
+    "panel_bytes": "nn",
+    "read_and_pack": "pnn",
+    "unpack_rows": "pnnnpnp",
     "multiply": "pnnnpnnp",
-    "allow_tiles": "n",
+    "allow_amx": "n",
 }
-"""What each function takes: pointers, numbers (int64), a float."""
-_ANSWERING: Final = ("tile_bytes", "allow_tiles", "fetch_rows", "multiply", "read_rows")
-"""The first returns bytes, the second whether it is so, the others 0 unless they fail; all else
-returns nothing."""
+"""The parameters of each C function: p a pointer, n an int64, f a float."""
+_RETURNING: Final = ("panel_bytes", "allow_amx", "read_and_pack", "multiply", "unpack_rows")
+"""Functions that return an int64: a size, a flag, or 0 for success. All others return nothing."""
 
 
 class CpuKernels:
-    """The library, tried."""
+    """The loaded library. It implements `kernels.row_ops.RowOps`."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.library = library
-        self._room = HugePageArena()
-        for name, kinds in _ARGUMENTS.items():
+        self._arena = HugePageArena()
+        for name, parameters in _ARGUMENTS.items():
             function = getattr(library, name)
-            function.argtypes = [_TYPES[kind] for kind in kinds]
-            function.restype = c_int64 if name in _ANSWERING else None
-        self.tiles = bool(library.allow_tiles(1))
-        """Whether the processor's matrix unit multiplies where there are many rows."""
-        self._try()
+            function.argtypes = [_C_TYPES[parameter] for parameter in parameters]
+            function.restype = c_int64 if name in _RETURNING else None
+        self.has_amx = bool(library.allow_amx(1))
+        """Whether the processor has a matrix unit (AMX) that multiplies many rows."""
+        self._test_products()
 
-    def pack(self, bits: int, numbers: Tensor, scales: Tensor, offsets: Tensor) -> NativeMatrix:
-        """Return the matrix of `numbers` [rows, columns], a scale and an offset for each group."""
-        matrix = NativeMatrix(self.library, self._room, bits, *numbers.shape)
-        matrix.fill_groups(numbers, scales, offsets)
+    def pack_groups(self, groups: QuantisedGroups) -> NativeMatrix:
+        """Pack a matrix in quantised groups; its rows are whole panels."""
+        matrix = NativeMatrix(self.library, self._arena, groups.bits, *groups.numbers.shape)
+        matrix.fill_groups(groups)
         return matrix
 
     def pack_blocks(
-        self,
-        parts: Sequence[Tensor | RowsInFile],
-        layout: str,
-        columns: int,
-        later: list[RowFetch] | None = None,
+        self, blocks: GgufBlocks, fetches: list[RowFetch] | None = None
     ) -> NativeMatrix:
-        """Return the matrix of a GGUF file's blocks: [whole tiles of rows, bytes] each part.
+        """Pack a matrix in GGUF blocks, each part of which is whole panels.
 
-        What is to be read from the file is put on `later`, where there is such a list.
+        Parts that are still in a file are appended to `fetches`; without that list they are read.
         """
-        filed = [(part, layout) for part in parts]
-        return self._filled(8 if layout == "Q8_0" else 4, filed, columns, later)
+        kind = 8 if blocks.layout == "Q8_0" else 4
+        parts = [(part, blocks.layout) for part in blocks.parts]
+        return self._pack_parts(kind, parts, blocks.columns, fetches)
 
-    def tile(
+    def pack_floats(
         self,
         parts: Sequence[Tensor | RowsInFile],
         rounded: bool,
-        later: list[RowFetch] | None = None,
+        fetches: list[RowFetch] | None = None,
     ) -> NativeMatrix:
-        """Return the matrix of `parts` [whole tiles of rows, columns], one below the other.
+        """Pack float matrices [whole panels of rows, columns], stacked vertically.
 
-        In the dtype of all of them, in fp32 where they differ or it is another; or rounded to 14
-        bits in groups of 32, by which products are twice as fast. Columns then are whole groups.
-        By tiles, products are faster still by 16 bits as they are.
+        They keep their dtype if all have the same, else they become fp32. With `rounded` they are
+        rounded to 14 bits in groups of 32 columns, and products are twice as fast. AMX is faster
+        still by 16-bit floats, which are then not rounded.
+
+        Parts that are still in a file are appended to `fetches`; without that list they are read.
         """
-        filed = [_floats(part) for part in parts]
-        one, *others = {layout for _, layout in filed}
-        layout = torch.float32 if others else one
-        rounded = rounded and not (self.tiles and layout is not torch.float32)
-        kind = ROUNDED_KIND if rounded else FORMAT_CODES[layout]
-        return self._filled(kind, filed, parts[0].shape[1], later)
+        with_formats = [_with_format(part) for part in parts]
+        first_format, *others = {row_format for _, row_format in with_formats}
+        dtype = torch.float32 if others else first_format
+        rounds = rounded and not (self.has_amx and dtype is not torch.float32)
+        kind = ROUNDED_KIND if rounds else FORMAT_CODES[dtype]
+        return self._pack_parts(kind, with_formats, parts[0].shape[1], fetches)
 
-    def _filled(
+    def _pack_parts(
         self,
         kind: int,
         parts: Sequence[tuple[Tensor | RowsInFile, RowFormat]],
         columns: int,
-        later: list[RowFetch] | None,
+        fetches: list[RowFetch] | None,
     ) -> NativeMatrix:
-        rows, at = sum(len(part) for part, _ in parts), 0
-        matrix = NativeMatrix(self.library, self._room, kind, rows, columns)
-        for part, layout in parts:
+        first_row = 0
+        rows = sum(len(part) for part, _ in parts)
+        matrix = NativeMatrix(self.library, self._arena, kind, rows, columns)
+        for part, row_format in parts:
             if not isinstance(part, RowsInFile):
-                matrix.fill(at, part, layout)
-            elif later is None:
-                matrix.fill(at, part.read(), layout)
+                matrix.fill_rows(first_row, part, row_format)
+            elif fetches is None:
+                matrix.fill_rows(first_row, part.read(), row_format)
             else:
-                later.append(RowFetch(matrix, at, part))
-            at += len(part)
+                fetches.append(RowFetch(matrix, first_row, part))
+            first_row += len(part)
         return matrix
 
-    def normalise(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        """Return the rows of `x` by their root mean square, scaled by `weight`."""
+    def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        """Divide each row of `x` by its root mean square, and scale it by `weight`."""
         x = x.contiguous()
-        answer = torch.empty_like(x)
+        normed = torch.empty_like(x)
         rows, columns = x.shape
-        self.library.normalise(
+        self.library.rms_norm(
             x.data_ptr(),
             None,
             weight.data_ptr(),
@@ -145,31 +146,38 @@ class CpuKernels:
             rows,
             columns,
             torch.get_num_threads(),
-            answer.data_ptr(),
+            normed.data_ptr(),
         )
-        return answer
+        return normed
 
-    def gate(self, x: Tensor) -> Tensor:
+    def add_rms_norm(
+        self, x: Tensor, added: Tensor, weight: Tensor, epsilon: float
+    ) -> tuple[Tensor, Tensor]:
+        """Return `x + added`, and its `rms_norm`."""
+        x = x + added
+        return x, self.rms_norm(x, weight, epsilon)
+
+    def silu_gate(self, x: Tensor) -> Tensor:
         """Return silu of the first half of each row of `x`, times the second half."""
         rows, columns = x.shape
-        answer = torch.empty(rows, columns // 2)
+        product = torch.empty(rows, columns // 2)
         threads = torch.get_num_threads()
-        self.library.gate(x.data_ptr(), rows, columns // 2, threads, answer.data_ptr())
-        return answer
+        self.library.silu_gate(x.data_ptr(), rows, columns // 2, threads, product.data_ptr())
+        return product
 
-    def turn(self, mixed: Tensor, heads: int, cos: Tensor, sin: Tensor) -> None:
-        """Turn the first `heads` of `mixed` [tokens, all heads, dim] in place."""
-        rows, stride, dim = mixed.shape[0], mixed.stride(0), mixed.shape[2]
+    def rotate_(self, x: Tensor, heads: int, cos: Tensor, sin: Tensor) -> None:
+        """Rotate the first `heads` of `x` [tokens, heads, head_dim] in place."""
+        rows, stride, head_dim = x.shape[0], x.stride(0), x.shape[2]
         threads = torch.get_num_threads()
-        self.library.turn(
-            mixed.data_ptr(), stride, heads, dim, cos.data_ptr(), sin.data_ptr(), rows, threads
+        self.library.rotate(
+            x.data_ptr(), stride, heads, head_dim, cos.data_ptr(), sin.data_ptr(), rows, threads
         )
 
-    def keep(self, mixed: Tensor, heads: int, slots: Tensor, pages: Tensor) -> None:
-        """Put keys and values, which follow the `heads` of queries, into `slots` of `pages`."""
-        rows, kv_heads, dim = mixed.shape[0], pages.shape[2] // 2, pages.shape[3]
-        self.library.keep(
-            mixed.data_ptr(), rows, heads, slots.data_ptr(), pages.data_ptr(), kv_heads, dim
+    def store_kv(self, mixed: Tensor, heads: int, slots: Tensor, pages: Tensor) -> None:
+        """Copy keys and values, which follow the `heads` of queries, into `slots` of `pages`."""
+        rows, kv_heads, head_dim = mixed.shape[0], pages.shape[2] // 2, pages.shape[3]
+        self.library.store_kv(
+            mixed.data_ptr(), rows, heads, slots.data_ptr(), pages.data_ptr(), kv_heads, head_dim
         )
 
     def attend(
@@ -180,91 +188,86 @@ class CpuKernels:
         tables: Tensor,
         pieces: Tensor,
         window: int,
-        by_tiles: bool = False,
+        allow_amx: bool = False,
     ) -> Tensor:
-        """Answer the queries of `mixed`; `layers.attention.Listed` tells what the pieces are.
+        """Attend from the queries of `mixed`; `cpu.attention.AttentionPieces` describes the pieces.
 
-        Not `by_tiles`, a row's answer is the same bit for bit whatever it is computed with.
+        Without `allow_amx`, the output of a row is bit-identical whatever it is batched with.
         """
-        _, block_tokens, both, dim = pages.shape
-        answer = torch.empty(len(mixed), heads, dim)
+        _, block_tokens, keys_and_values, head_dim = pages.shape
+        output = torch.empty(len(mixed), heads, head_dim)
         self.library.attend(
             mixed.data_ptr(),
             heads,
             pages.data_ptr(),
             block_tokens,
-            both // 2,
-            dim,
+            keys_and_values // 2,
+            head_dim,
             tables.data_ptr(),
             tables.shape[1],
             pieces.data_ptr(),
             len(pieces),
             window,
-            by_tiles,
+            allow_amx,
             torch.get_num_threads(),
-            answer.data_ptr(),
+            output.data_ptr(),
         )
-        return answer
+        return output
 
-    def _try(self) -> None:
-        chance = torch.Generator().manual_seed(1)
-        x = torch.randn(_TRIED_ROWS, 64, generator=chance)
+    def _test_products(self) -> None:
+        """Raise KernelsUnavailable unless products by every kind of matrix are torch's."""
+        random = torch.Generator().manual_seed(1)
+        x = torch.randn(max(_TEST_ROWS), 64, generator=random)
         for bits in (4, 8):
             numbers = torch.randint(
-                0, 2**bits, (2 * PANEL_ROWS, 64), generator=chance, dtype=torch.uint8
+                0, 2**bits, (2 * PANEL_ROWS, 64), generator=random, dtype=torch.uint8
             )
-            scales, offsets = torch.rand(2, 2 * PANEL_ROWS, 2, generator=chance).half().float()
-            groups = numbers.view(len(numbers), -1, GROUP_WEIGHTS)
-            wide = (groups * scales[..., None] + offsets[..., None]).view(numbers.shape)
-            _compare(f"{bits} bits", self.pack(bits, numbers, scales, offsets), x, wide)
+            scales, offsets = torch.rand(2, 2 * PANEL_ROWS, 2, generator=random).half().float()
+            groups = QuantisedGroups(numbers, scales, offsets, bits)
+            _compare(f"{bits} bits", self.pack_groups(groups), x, groups.dequantise())
         for dtype in FLOATS:
-            weight = torch.randn(3 * PANEL_ROWS, 64, generator=chance).to(dtype)
-            _compare(str(dtype), self.tile([weight], rounded=False), x, weight.float())
-            _compare(f"rounded {dtype}", self.tile([weight], rounded=True), x, weight.float())
+            weight = torch.randn(3 * PANEL_ROWS, 64, generator=random).to(dtype)
+            _compare(str(dtype), self.pack_floats([weight], rounded=False), x, weight.float())
+            _compare(
+                f"rounded {dtype}", self.pack_floats([weight], rounded=True), x, weight.float()
+            )
 
 
-def _floats(part: Tensor | RowsInFile) -> tuple[Tensor | RowsInFile, RowFormat]:
-    """Return rows of floats, and how they are kept."""
+def _with_format(part: Tensor | RowsInFile) -> tuple[Tensor | RowsInFile, RowFormat]:
+    """Return rows of floats with their format; tensors of other dtypes become fp32."""
     if isinstance(part, RowsInFile):
         return part, part.layout
     part = part if part.dtype in FLOATS else part.float()
     return part, part.dtype
 
 
-def _compare(what: str, matrix: NativeMatrix, x: Tensor, weight: Tensor) -> None:
-    """Raise NoKernels where the product is not torch's."""
-    wanted = x @ weight.T
-    for rows in (11, _TRIED_ROWS):
-        error = float((matrix(x[:rows]) - wanted[:rows]).norm() / wanted[:rows].norm())
-        if not error < _ERROR_MAX:
-            raise KernelsUnavailable(f"cannot use the kernels: {what} are wrong by {error:.2g}")
+def _compare(kind: str, matrix: NativeMatrix, x: Tensor, weight: Tensor) -> None:
+    """Raise KernelsUnavailable where the product by `matrix` is not torch's by `weight`."""
+    expected = x @ weight.T
+    for rows in _TEST_ROWS:
+        error = float((matrix(x[:rows]) - expected[:rows]).norm() / expected[:rows].norm())
+        # Written so that NaN fails too.
+        if not error < _TEST_ERROR_MAX:
+            raise KernelsUnavailable(
+                f"cannot use the C kernels: products by {kind} are wrong by {error:.2g}"
+            )
 
 
 @functools.cache
 def cpu_kernels() -> CpuKernels | None:
-    """Return this process's kernels, built and tried at the first call; None where there are none.
+    """Return this process's C kernels, built and tested at the first call, or None.
 
-    Which it is, and why, is logged.
+    The log has which it is, and why.
     """
     started_s = time.monotonic()
     try:
         path = kernels_library()
-        # torch's OpenMP was loaded with it: by its name the library finds the same one.
-        found = CpuKernels(ctypes.CDLL(str(path)))
+        # The library needs OpenMP by its file name, and so gets the one that torch has loaded.
+        kernels = CpuKernels(ctypes.CDLL(str(path)))
     except (KernelsUnavailable, OSError, AttributeError) as error:
-        log.info("no kernels of our own", extra={"fields": {"because": str(error)}})
+        log.info("no C kernels", extra={"fields": {"because": str(error)}})
         return None
     took_s = round(time.monotonic() - started_s, 3)
-    fields = {"library": path.name, "tiles": found.tiles, "took_s": took_s}
-    log.info("kernels", extra={"fields": fields})
-    return found
-
-
-def host_kernels(x: Tensor) -> CpuKernels | None:
-    """Return the kernels where they compute on what `x` is: fp32 numbers on the CPU."""
-    return cpu_kernels() if x.dtype is torch.float32 and x.is_cpu else None
-
-
-def kernels_for(x: Tensor) -> CpuKernels | TritonKernels | None:
-    """Return the kernels that compute on what `x` is: fp32 numbers on the CPU, or a device's."""
-    return device_kernels(x) or host_kernels(x)
+    fields = {"library": path.name, "amx": kernels.has_amx, "took_s": took_s}
+    log.info("C kernels", extra={"fields": fields})
+    return kernels

@@ -1,9 +1,10 @@
-"""Decodes as captured graphs: the host says once what a step does, the device does it again.
+"""Decode steps as CUDA graphs: the host describes a step once, the device replays it.
 
-Rule 1: a graph reads its numbers from one tensor of its own and leaves its logits in another; who
-wants logits past the next step takes a copy.
-Rule 2: what is in no graph runs step by step, and both compute the same.
-Rule 3: graphs hold where the KV and the weights lie: who makes those anew captures anew.
+Rule 1: a graph reads its numbers from one buffer of its own and leaves its logits in another.
+Whoever needs logits after the next step copies them.
+Rule 2: a step that fits no graph runs kernel by kernel; both compute the same.
+Rule 3: graphs contain the addresses of the KV cache and the weights. If these are allocated anew,
+capture anew.
 """
 
 import logging
@@ -15,10 +16,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from nodeagent.engine.kernels.attention_backend import StepInputs
 from nodeagent.engine.kernels.cuda.batch_layout import (
     StepSizes,
-    blocks_seen,
-    padded_blocks,
+    max_visible_blocks,
+    table_width,
     write_step,
 )
 from nodeagent.engine.kernels.cuda.graph_buckets import bucket_of, graph_buckets
@@ -26,39 +28,36 @@ from nodeagent.engine.scheduler.forward_batch import ForwardBatch
 
 log = logging.getLogger(__name__)
 
-ForwardStep = Callable[[StepSizes, Tensor], Tensor]
-"""Computes a step whose numbers lie on the device in one piece; returns its logits."""
-
 
 class GraphCapture(Protocol):
     """Captures what a call does on the device."""
 
     def __call__(self, work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        """Return how to do `work` again, and where its answer will lie."""
+        """Return how to replay `work`, and the tensor in which its result will lie."""
         ...
 
 
 class CudaGraphCapture:
-    """CUDA's own graphs, which share one pool of memory: only one of them runs at a time."""
+    """CUDA graphs that share one memory pool, since only one of them runs at a time."""
 
     def __init__(self, device: str) -> None:
         self._device = device
         self._pool: Any = None
 
     def __call__(self, work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        """Warm up, so that kernels are built and work space is taken; then capture."""
-        aside = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        here = torch.cuda.current_stream(self._device)
-        aside.wait_stream(here)
-        with torch.cuda.stream(aside):
+        """Run `work` once, so that kernels are compiled and workspaces allocated; then capture."""
+        warm_up = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        current = torch.cuda.current_stream(self._device)
+        warm_up.wait_stream(current)
+        with torch.cuda.stream(warm_up):
             work()
-        here.wait_stream(aside)
+        current.wait_stream(warm_up)
         graph = torch.cuda.CUDAGraph()
-        # Other threads may read files into pinned memory meanwhile: that is none of this graph's.
+        # Other threads may copy weights to the device meanwhile; they do not belong to the graph.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            answer = work()
+            result = work()
         self._pool = self._pool or graph.pool()
-        return graph.replay, answer
+        return graph.replay, result
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,16 +69,17 @@ class _CapturedGraph:
 
 
 class DecodeGraphs:
-    """The captured steps of one model over one KV."""
+    """The captured decode steps of one model over one KV cache."""
 
     def __init__(
         self,
-        forward: ForwardStep,
+        forward: Callable[[StepInputs], Tensor],
         capture: GraphCapture,
         device: str,
         blocks_max: int,
         window_tokens: int | None,
     ) -> None:
+        """`forward` computes a step and returns its logits; rows see up to `blocks_max` blocks."""
         self._forward = forward
         self._capture = capture
         self._device = device
@@ -90,7 +90,7 @@ class DecodeGraphs:
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """For how many rows there are graphs."""
+        """The row counts that are captured."""
         return tuple(sorted(self._captured))
 
     def capture(self, rows_max: int) -> None:
@@ -98,24 +98,24 @@ class DecodeGraphs:
         started_s = time.monotonic()
         self._captured.clear()
         for rows in reversed(graph_buckets(rows_max)):
-            self._captured[rows] = self._one(rows)
+            self._captured[rows] = self._capture_bucket(rows)
         took_s = round(time.monotonic() - started_s, 3)
-        log.info("graphs", extra={"fields": {"rows": self.rows, "took_s": took_s}})
+        log.info("decode graphs", extra={"fields": {"rows": self.rows, "took_s": took_s}})
 
     def forget(self) -> None:
-        """Let go of all graphs: what they read is not where it was."""
+        """Drop all graphs, because what they read has moved."""
         self._captured.clear()
 
     def run(self, batch: ForwardBatch) -> Tensor | None:
-        """Return the logits of `batch`, valid until the next step; None where it is in no graph."""
+        """Return the logits of `batch`, valid until the next step; None where no graph fits it."""
         decodes = batch.decodes
-        if batch.segments or any(one.adapter is not None for one in decodes):
+        if batch.segments or any(decode.adapter is not None for decode in decodes):
             return None
         rows = bucket_of(len(decodes), self.rows)
-        if rows is None or not all(one.samples for one in decodes):
+        if rows is None or not all(decode.samples for decode in decodes):
             return None
         captured = self._captured[rows]
-        if blocks_seen(decodes, self._window_tokens) > captured.sizes.decode_blocks:
+        if max_visible_blocks(decodes, self._window_tokens) > captured.sizes.decode_blocks:
             return None
         pinned = captured.numbers.is_cuda
         numbers = write_step(captured.sizes, batch, self._window_tokens, pinned)
@@ -124,19 +124,20 @@ class DecodeGraphs:
         self.replayed_total += 1
         return captured.logits[: len(decodes)]
 
-    def _one(self, rows: int) -> _CapturedGraph:
-        sizes = StepSizes(
-            rows=rows, sampled=rows, decodes=rows, decode_blocks=padded_blocks(self._blocks_max)
+    def _capture_bucket(self, rows: int) -> _CapturedGraph:
+        blocks = table_width(self._blocks_max)
+        sizes = StepSizes(rows=rows, sampled=rows, decodes=rows, decode_blocks=blocks)
+        numbers = write_step(sizes, _PADDING_STEP, None, pinned=False).to(self._device)
+        replay, logits = self._capture(
+            lambda: self._forward(sizes.inputs(numbers, self._window_tokens))
         )
-        numbers = write_step(sizes, _NOTHING, None, pinned=False).to(self._device)
-        replay, logits = self._capture(lambda: self._forward(sizes, numbers))
         return _CapturedGraph(sizes, numbers, replay, logits)
 
 
-class _EmptyStep:
-    """A step of padding alone."""
+class _PaddingStep:
+    """A step of padding rows only."""
 
     decodes = segments = chunks = ()
 
 
-_NOTHING = _EmptyStep()
+_PADDING_STEP = _PaddingStep()

@@ -1,56 +1,45 @@
-"""Which steps run as a captured graph, of how many rows, and how a device is filled by few rows.
+"""The row counts for which decode graphs are captured, and why a model has no graphs.
 
-A graph is captured for a number of rows and serves every step of decodes alone that has at most so
-many: rows of padding write nowhere, see nothing, and what they answer is cut off.
+A graph is captured for a number of rows. It serves every step that has only decodes, and at most
+that many: the other rows are padding, and their output is cut off.
 """
 
 from collections.abc import Sequence
 from typing import Final
 
-_FINE_ROWS: Final = 16
-"""Up to here each bucket is twice the one before; above, a step computes fifteen rows in vain at
-most, and from the coarse ones on a quarter of them."""
-_COARSE_ROWS: Final = 256
+_DOUBLE_UNTIL_ROWS: Final = 16
+"""Up to here each bucket is twice the one before; above it, at most 15 rows are padding."""
+_COARSE_FROM_ROWS: Final = 256
+"""From here on the step is larger, and at most a quarter of the rows are padding."""
 _COARSE_STEP_ROWS: Final = 64
-SPLITS_MAX: Final = 64
-_WAVES: Final = 2
-"""Parts of attention for each processor: some end early, and the next one begins."""
 
 
 def graph_buckets(rows_max: int) -> tuple[int, ...]:
-    """Return for how many rows graphs are captured; the largest has room for `rows_max`."""
-    found = [1]
-    while found[-1] < rows_max:
-        last = found[-1]
-        if last < _FINE_ROWS:
-            found.append(2 * last)
+    """Return the row counts to capture; the largest is at least `rows_max`."""
+    buckets = [1]
+    while buckets[-1] < rows_max:
+        last = buckets[-1]
+        if last < _DOUBLE_UNTIL_ROWS:
+            buckets.append(2 * last)
         else:
-            found.append(last + (_FINE_ROWS if last < _COARSE_ROWS else _COARSE_STEP_ROWS))
-    return tuple(found)
+            step = _DOUBLE_UNTIL_ROWS if last < _COARSE_FROM_ROWS else _COARSE_STEP_ROWS
+            buckets.append(last + step)
+    return tuple(buckets)
 
 
 def bucket_of(rows: int, captured: Sequence[int]) -> int | None:
-    """Return the least of `captured` that has room for `rows`; None where none has."""
-    return min((one for one in captured if one >= rows > 0), default=None)
+    """Return the smallest of `captured` that has room for `rows`, or None."""
+    return min((bucket for bucket in captured if bucket >= rows > 0), default=None)
 
 
-def splits_of(rows: int, kv_heads: int, context_tokens: int, processors: int, tile: int) -> int:
-    """Return into how many parts a row's tokens are split: a power of two that fills the device."""
-    wanted = min(_WAVES * processors // max(rows * kv_heads, 1), context_tokens // tile)
-    splits = 1
-    while 2 * splits <= min(wanted, SPLITS_MAX):
-        splits *= 2
-    return splits
-
-
-def why_no_graphs(*, device: str, kernels: bool, experts: int, heard: bool) -> str:
-    """Say why no step of a model is captured; nothing where steps are."""
+def why_no_graphs(*, device: str, paged_kernels: bool, experts: int, records_states: bool) -> str:
+    """Return why decode steps of a model are not captured; empty where they are."""
     if not device.startswith("cuda"):
-        return f"{device} has none"
-    if not kernels:
-        return "attention over pages needs Triton, which is not here"
+        return f"{device} has no graphs"
+    if not paged_kernels:
+        return "attention over pages needs Triton, which is not available"
     if experts:
-        return "which experts a step needs is known on the host only"
-    if heard:
-        return "what drafts listens to each step, layer by layer"
+        return "the host chooses which experts a step computes"
+    if records_states:
+        return "a draft head records hidden states in each step"
     return ""

@@ -10,9 +10,9 @@
  */
 
 #include "attention.h"
-#include "tiles.h"
+#include "amx.h"
 
-#ifdef WITH_TILES
+#ifdef WITH_AMX
 
 #define KEYS 64
 #define PARTS (KEYS / LANES)
@@ -264,8 +264,8 @@ static void attend_rows(const struct pages *pages, const struct piece *piece, in
     }
 }
 
-int attend_by_tiles(const struct pages *pages, const struct piece *piece) {
-    if (!tiles_allowed()) return 0;
+int attend_by_amx(const struct pages *pages, const struct piece *piece) {
+    if (!amx_allowed()) return 0;
     int64_t rows = piece->tokens * piece->heads;
     /* The last term of a small weight is no normal number any more, with which vectors take a hundred
      * times as long, and sharp attention five times: it is nought instead. */
@@ -281,6 +281,6 @@ int attend_by_tiles(const struct pages *pages, const struct piece *piece) {
 
 #else
 
-int attend_by_tiles(const struct pages *pages, const struct piece *piece) { return 0; }
+int attend_by_amx(const struct pages *pages, const struct piece *piece) { return 0; }
 
 #endif

@@ -1,6 +1,6 @@
 /* Whether the processor's matrix unit may be used. */
 
-#include "tiles.h"
+#include "amx.h"
 
 #include <errno.h>
 #include <signal.h>
@@ -10,9 +10,9 @@
 
 static int allowed;
 
-int tiles_allowed(void) { return allowed; }
+int amx_allowed(void) { return allowed; }
 
-#ifdef WITH_TILES
+#ifdef WITH_AMX
 
 #define REQUEST_PERMISSION 0x1023 /* arch_prctl's ARCH_REQ_XCOMP_PERM */
 #define TILE_DATA 18
@@ -69,7 +69,7 @@ static int tried(void) { return 0; }
 #endif
 
 /* Have tiles used from here on, where they are wanted and can be; return whether they are. */
-int64_t allow_tiles(int64_t wanted) {
+int64_t allow_amx(int64_t wanted) {
     allowed = wanted && tried();
     return allowed;
 }

@@ -7,20 +7,20 @@
  * artificial intelligence datatype for higher-precision computations", 2019).
  */
 
-#ifndef TILES_H
-#define TILES_H
+#ifndef AMX_H
+#define AMX_H
 
 #include "kernels.h"
 
 #if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__)
-#define WITH_TILES
+#define WITH_AMX
 #endif
 
 #define TILE_NUMBERS 512 /* of bf16: 16 lines of 32 */
 
-/* Whether tiles may be used: only once `allow_tiles` has tried them. */
-int tiles_allowed(void);
-int64_t allow_tiles(int64_t wanted);
+/* Whether tiles may be used: only once `allow_amx` has tried them. */
+int amx_allowed(void);
+int64_t allow_amx(int64_t wanted);
 
 /* From how many rows on products by tiles are the faster ones: the more terms, the more. Weights of 16
  * bits in groups are better kept as the floats that they were, where there are tiles. */
@@ -28,10 +28,10 @@ INLINED int64_t many_rows(int64_t kind) {
     return kind == FP32 ? 80 : kind < FP32 ? 24 : kind < 16 ? 12 : INT64_MAX;
 }
 
-int64_t multiply_by_tiles(const uint8_t *packed, int64_t kind, int64_t rows, int64_t columns,
+int64_t multiply_by_amx(const uint8_t *packed, int64_t kind, int64_t rows, int64_t columns,
                           const float *x, int64_t count, int64_t threads, float *out);
 
-#ifdef WITH_TILES
+#ifdef WITH_AMX
 
 /* Not the compiler's own: gcc before 13 takes them to read nothing, or no more than eight bytes, and
  * leaves out or puts off what was to be written there before. */

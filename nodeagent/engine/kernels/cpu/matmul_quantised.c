@@ -7,7 +7,7 @@
  * numbers of a line that are 16 bits apart.
  */
 
-#include "tiles.h"
+#include "amx.h"
 
 #include <stdlib.h>
 
@@ -167,9 +167,9 @@ static void multiply_tiles(const void *told, int64_t tile, int64_t end) {
 /* Rows of x by a matrix of any kind; -1 where there is no memory to round them in. */
 int64_t multiply(const uint8_t *packed, int64_t kind, int64_t rows, int64_t columns, const float *x,
                  int64_t count, int64_t threads, float *out) {
-#ifdef WITH_TILES
-    if (tiles_allowed() && count >= many_rows(kind))
-        return multiply_by_tiles(packed, kind, rows, columns, x, count, threads, out);
+#ifdef WITH_AMX
+    if (amx_allowed() && count >= many_rows(kind))
+        return multiply_by_amx(packed, kind, rows, columns, x, count, threads, out);
 #endif
     if (kind <= FP32) {
         multiply_floats(packed, kind, rows, columns, x, count, threads, out);

@@ -73,10 +73,10 @@ static void place_rows(const void *told, int64_t row, int64_t end) {
         float *here = run->mixed + row * stride;
         if (layer->bias) add(here, layer->bias, stride);
         for (int64_t head = 0; layer->head_norms && head < turning; head++)
-            normalise(here + head * dim, NULL, layer->head_norms + head * dim, step->epsilon, 1,
+            rms_norm(here + head * dim, NULL, layer->head_norms + head * dim, step->epsilon, 1,
                       dim, 1, here + head * dim);
-        turn(here, stride, turning, dim, step->cos + row * dim, step->sin + row * dim, 1, 1);
-        keep(here, 1, step->heads, step->slots + row, layer->pages, step->kv_heads, dim);
+        rotate(here, stride, turning, dim, step->cos + row * dim, step->sin + row * dim, 1, 1);
+        store_kv(here, 1, step->heads, step->slots + row, layer->pages, step->kv_heads, dim);
     }
 }
 
@@ -120,7 +120,7 @@ static int64_t run_layer(const struct layer *layer, const struct step *step, int
     struct step left = *step;
     struct run run = {.layers = layer, .step = step, .mixed = at.mixed};
     int64_t numbers = step->rows * layer->query_key_value.rows;
-    normalise(step->x, first ? NULL : at.made, layer->attention_norm, step->epsilon, step->rows,
+    rms_norm(step->x, first ? NULL : at.made, layer->attention_norm, step->epsilon, step->rows,
               step->hidden, step->threads, at.normed);
     if (multiply_by(&layer->query_key_value, at.normed, step, at.mixed)) return -1;
     share(place_rows, &run, step->rows, portions_of(numbers, step->threads), step->threads);
@@ -130,10 +130,10 @@ static int64_t run_layer(const struct layer *layer, const struct step *step, int
     } else
         attend_to(layer, step, step->pieces, step->pieces_count, &at);
     if (multiply_by(&layer->output, at.answers, &left, at.made)) return -1;
-    normalise(step->x, at.made, layer->mlp_norm, step->epsilon, left.rows, step->hidden,
+    rms_norm(step->x, at.made, layer->mlp_norm, step->epsilon, left.rows, step->hidden,
               step->threads, at.normed);
     if (multiply_by(&layer->gate_up, at.normed, &left, at.both)) return -1;
-    gate(at.both, left.rows, layer->down.columns, step->threads, at.gated);
+    silu_gate(at.both, left.rows, layer->down.columns, step->threads, at.gated);
     if (multiply_by(&layer->down, at.gated, &left, at.made)) return -1;
     if (last) add(step->x, at.made, left.rows * step->hidden);
     return 0;

@@ -55,8 +55,8 @@ static int fetch_piece(const struct fetch *by, int64_t piece, uint8_t *near) {
     int64_t wanted = before + count * bytes;
     int64_t whole = (wanted + SECTOR - 1) / SECTOR * SECTOR;
     if (read_sectors(by->file, near, wanted, whole, start - before)) return -1;
-    pack_rows(near + before, by->layout, by->kind, count, by->columns, by->head_rows,
-              by->out + row / TILE * tile_bytes(by->kind, by->columns));
+    pack_file_rows(near + before, by->layout, by->kind, count, by->columns, by->head_rows,
+              by->out + row / TILE * panel_bytes(by->kind, by->columns));
     return 0;
 }
 
@@ -78,7 +78,7 @@ static void fetch_pieces(const void *told, int64_t thread, int64_t threads) {
 
 /* Read and pack, piece by piece, whichever thread is free the next one. Return -1 where a file cannot
  * be read so far. */
-int64_t fetch_rows(const struct fetch *fetches, int64_t count, int64_t threads) {
+int64_t read_and_pack(const struct fetch *fetches, int64_t count, int64_t threads) {
     int64_t most = 0;
     for (const struct fetch *by = fetches; by < fetches + count; by++) {
         int64_t bytes = rows_at_once(by) * row_bytes(by->layout, by->columns);

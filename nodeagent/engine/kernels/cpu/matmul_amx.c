@@ -4,21 +4,21 @@
  * What a block holds becomes terms of bf16, of weights and of x:
  *
  * - Groups of four bits: their numbers are one term, and x is rounded to whole numbers as in
- *   `products.c`, which are two. All sums are below 2^24, and so exact.
+ *   `matmul_quantised.c`, which are two. All sums are below 2^24, and so exact.
  * - Groups of eight bits: their numbers are multiplied as the bytes that they are, by the higher byte
  *   and by the lower of the whole numbers of x.
  * - Floats: x and fp32 are three terms, fp16 two and bf16 one, without loss; the products of terms
  *   that are left out are 2^-24 of the largest.
  *
- * By groups the answers are those of `products.c`, bit for bit: a text must not depend on how many
+ * By groups the answers are those of `matmul_quantised.c`, bit for bit: a text must not depend on how many
  * others are computed with it.
  */
 
-#include "tiles.h"
+#include "amx.h"
 
 #include <stdlib.h>
 
-#ifdef WITH_TILES
+#ifdef WITH_AMX
 
 /* Blocks of columns for which the terms of a pair of tiles stay in a near cache. */
 #define GROUPS 8
@@ -276,7 +276,7 @@ INLINED void multiply_floats_by(const enum kind kind, const struct product *by, 
     for (int64_t at = 0; at < count; at++, x += TERMS * bytes, other_x += TERMS * bytes) {
         for (int64_t line = 0; strip == 0 && line < of_block; line += LINE) {
             __builtin_prefetch(ahead + line);
-            __builtin_prefetch(ahead + tile_bytes(kind, by->columns) + line);
+            __builtin_prefetch(ahead + panel_bytes(kind, by->columns) + line);
         }
         ahead += of_block;
 #pragma GCC unroll 3
@@ -337,7 +337,7 @@ static void multiply_pairs(const void *told, int64_t pair, int64_t end) {
 }
 
 /* -1 where there is no memory for the terms of x. */
-int64_t multiply_by_tiles(const uint8_t *packed, int64_t kind, int64_t rows, int64_t columns,
+int64_t multiply_by_amx(const uint8_t *packed, int64_t kind, int64_t rows, int64_t columns,
                           const float *x, int64_t count, int64_t threads, float *out) {
     struct product by = {.packed = packed, .x = x, .out = out, .kind = kind, .rows = rows,
                          .columns = columns, .count = count};

@@ -25,7 +25,7 @@ static void normalise_rows(const void *told, int64_t row, int64_t end) {
 }
 
 /* Add `added`, where it is somewhere, to the rows of x in place; normalise them to `out`. */
-void normalise(float *x, const float *added, const float *weight, float epsilon, int64_t rows,
+void rms_norm(float *x, const float *added, const float *weight, float epsilon, int64_t rows,
                int64_t columns, int64_t threads, float *out) {
     const struct rows told = {.x = x,
                               .added = added,
@@ -60,7 +60,7 @@ static void gate_rows(const void *told, int64_t row, int64_t end) {
 }
 
 /* Rows of gates, each followed by its values: [rows, 2 * columns]. */
-void gate(const float *x, int64_t rows, int64_t columns, int64_t threads, float *out) {
+void silu_gate(const float *x, int64_t rows, int64_t columns, int64_t threads, float *out) {
     const struct rows told = {.x = (float *)x, .columns = columns, .out = out};
     share(gate_rows, &told, rows, portions_of(rows * columns, threads), threads);
 }
@@ -83,7 +83,7 @@ static void turn_rows(const void *told, int64_t row, int64_t end) {
 }
 
 /* The first `heads` of each row of x, turned by cosines and sines [rows, dim]. */
-void turn(float *x, int64_t stride, int64_t heads, int64_t dim, const float *cos, const float *sin,
+void rotate(float *x, int64_t stride, int64_t heads, int64_t dim, const float *cos, const float *sin,
           int64_t rows, int64_t threads) {
     const struct rows told = {
         .out = x, .stride = stride, .heads = heads, .columns = dim, .cos = cos, .sin = sin};
