@@ -1,4 +1,4 @@
-"""Models that draft, from their files: what fits is used, what does not is refused in words."""
+"""Draft models loaded from files: matching ones are used, others are refused with a message."""
 
 import json
 from pathlib import Path
@@ -112,7 +112,7 @@ def answer(loaded: LoadedEngine, *, drafts: bool, answers: int = 2) -> list[int]
 
 
 @pytest.mark.parametrize("kind", ["model", "head"])
-def test_a_model_that_fits_drafts(tmp_path: Path, kind: str) -> None:
+def test_a_matching_draft_model_drafts(tmp_path: Path, kind: str) -> None:
     served = folder(tmp_path / "served")
     draft = served if kind == "model" else write_head(tmp_path / "head")
     loaded = load_engine(config_of(served, draft))
@@ -126,7 +126,7 @@ def test_a_model_that_fits_drafts(tmp_path: Path, kind: str) -> None:
         assert counts["accepted_by_model_tokens_total"] > 20
 
 
-def test_a_model_of_other_tokens_is_refused(tmp_path: Path) -> None:
+def test_a_draft_model_with_other_tokens_is_refused(tmp_path: Path) -> None:
     served, other = folder(tmp_path / "served"), folder(tmp_path / "other")
     tokenizer = Tokenizer.from_file(str(other / "tokenizer.json"))
     tokenizer.add_tokens(["<more>"])

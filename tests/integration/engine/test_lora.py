@@ -1,4 +1,4 @@
-"""Adapters: what they add equals merged weights, several in a batch; coming or going harms none."""
+"""LoRA adapters: equal to merged weights, several in a batch, loaded and unloaded while serving."""
 
 import asyncio
 import json
@@ -150,7 +150,7 @@ def test_an_adapter_of_another_base_is_refused(
         read(tmp_path / "a", modules)
 
 
-def test_files_that_lie_are_refused_and_large_ones_unread(tmp_path: Path) -> None:
+def test_inconsistent_files_are_refused_and_large_ones_not_read(tmp_path: Path) -> None:
     modules = modules_of("llama", tmp_path)
     write_adapter(tmp_path / "a", "llama", 1, MLP)
     with pytest.raises(CheckpointError, match="1000 are left"):
@@ -175,7 +175,7 @@ def test_files_that_lie_are_refused_and_large_ones_unread(tmp_path: Path) -> Non
         read(tmp_path, modules)
 
 
-def test_an_adapter_is_told_from_others_by_its_weights_whichever_files_hold_them(
+def test_an_adapter_is_identified_by_its_weights_and_not_its_files(
     tmp_path: Path,
 ) -> None:
     modules = modules_of("llama", tmp_path)
@@ -193,14 +193,14 @@ def test_an_adapter_is_told_from_others_by_its_weights_whichever_files_hold_them
     assert first.digest == read(tmp_path / "a", modules).digest
 
 
-def test_what_overflows_in_the_models_numbers_is_refused(tmp_path: Path) -> None:
+def test_weights_that_overflow_in_the_models_dtype_are_refused(tmp_path: Path) -> None:
     modules = modules_of("llama", tmp_path)
     write_adapter(tmp_path / "a", "llama", 1, MLP, lora_alpha=1e7)
     with pytest.raises(CheckpointError, match="not finite"):
         read_adapter("a", tmp_path / "a", modules, "cpu", torch.float16, 2**30)
 
 
-async def test_the_least_recently_used_is_dropped_and_read_again(tmp_path: Path) -> None:
+async def test_the_least_recently_used_adapter_is_dropped_and_read_again(tmp_path: Path) -> None:
     adding = ActiveAdapters()
     adding.modules = modules_of("llama", tmp_path)
     config = EngineConfig(model_path="m", served_name="base", socket="unused", adapters_max=2)
@@ -265,7 +265,7 @@ async def complete(http: aiohttp.ClientSession, model: str, **fields: Any) -> tu
     return await post(http, "/v1/completions", model=model, **{**asked, **fields})
 
 
-async def test_an_adapter_comes_and_goes_while_others_run(
+async def test_an_adapter_is_loaded_and_unloaded_while_others_run(
     http: aiohttp.ClientSession, serving: tuple[EngineProcess, Path]
 ) -> None:
     folder = serving[1]
@@ -315,7 +315,7 @@ async def stats(http: aiohttp.ClientSession) -> Any:
         return await response.json()
 
 
-async def test_adapters_are_read_one_at_a_time_whoever_leaves_meanwhile(
+async def test_adapters_are_read_one_at_a_time_even_if_a_request_is_cancelled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     adding = ActiveAdapters()

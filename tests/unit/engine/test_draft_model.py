@@ -1,4 +1,4 @@
-"""Models that draft: the output is what it would have been, and their own KV is right."""
+"""Draft models: they do not change the output, and their own KV is correct."""
 
 from collections import Counter
 from dataclasses import replace
@@ -21,7 +21,7 @@ from nodeagent.engine.speculative.speculation import Speculation
 from nodeagent.engine.structured import grammar
 from nodeagent.engine.tokenizer.detokenizer import StopStrings, StreamDetokenizer
 from tests.unit.engine.test_speculation import statistic
-from tests.unit.engine.test_structured import GRAMMARS
+from tests.unit.engine.test_structured import COMPILER
 from tests.unit.engine.test_text import VOCABULARY
 from tests.unit.engine.tiny import SHAPE, llama
 
@@ -57,10 +57,10 @@ def submit(
     prompt: list[int],
     params: SamplingParams = GREEDY,
     tokens_max: int = 30,
-    held_to: grammar.Grammar | None = None,
+    constrained_to: grammar.Grammar | None = None,
 ) -> Sequence:
     sequence = Sequence(number, list(prompt), StopConditions(tokens_max, NEVER))
-    constraint = GRAMMARS.compile_now(held_to) if held_to else None
+    constraint = COMPILER.compile_now(constrained_to) if constrained_to else None
     assert engine.speculation is not None
     sampler = Sampler(params, [], constraint)
     drafter = engine.speculation.drafter(constraint)
@@ -90,10 +90,13 @@ def generated(
     seed: int | None,
     params: SamplingParams = GREEDY,
     blocks: int = 64,
-    held_to: grammar.Grammar | None = None,
+    constrained_to: grammar.Grammar | None = None,
 ) -> tuple[list[list[int]], EngineCore, int]:
     engine = engine_of(drafting_with(seed, blocks), blocks)
-    found = [submit(engine, n, p, params, held_to=held_to) for n, p in enumerate(prompts(3))]
+    found = [
+        submit(engine, n, p, params, constrained_to=constrained_to)
+        for n, p in enumerate(prompts(3))
+    ]
     steps = run(engine)
     return [sequence.tokens for sequence in found], engine, steps
 
@@ -101,7 +104,7 @@ def generated(
 @pytest.mark.parametrize("blocks", [64, 9])
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize(
-    ("params", "held_to"),
+    ("params", "constrained_to"),
     [
         (GREEDY, None),
         (SamplingParams(temperature=1.0, seed=3), None),
@@ -111,19 +114,19 @@ def generated(
     ],
     ids=str,
 )
-def test_the_output_is_the_same_with_a_model_that_drafts_and_without(
-    params: SamplingParams, held_to: grammar.Grammar | None, seed: int, blocks: int
+def test_the_output_is_the_same_with_a_draft_model_and_without(
+    params: SamplingParams, constrained_to: grammar.Grammar | None, seed: int, blocks: int
 ) -> None:
-    plain, _, _ = generated(None, params, blocks, held_to)
-    drafted, engine, _ = generated(seed, params, blocks, held_to)
+    plain, _, _ = generated(None, params, blocks, constrained_to)
+    drafted, engine, _ = generated(seed, params, blocks, constrained_to)
     assert drafted == plain
     assert engine.speculation is not None
-    if blocks == 64 and held_to is None:
+    if blocks == 64 and constrained_to is None:
         assert engine.speculation.counts_by_kind["model"].drafted > 0
 
 
 @pytest.mark.parametrize("read_tokens_max", [64, 7])
-def test_a_model_like_the_served_one_is_always_right(read_tokens_max: int) -> None:
+def test_a_draft_model_equal_to_the_target_is_always_accepted(read_tokens_max: int) -> None:
     engine = engine_of(drafting_with(1, 64, read_tokens_max), 64)
     for number, prompt in enumerate(prompts(3)):
         submit(engine, number, prompt)
@@ -138,7 +141,7 @@ def test_a_model_like_the_served_one_is_always_right(read_tokens_max: int) -> No
     assert steps < 12 or read_tokens_max == 7
 
 
-def test_what_is_shared_is_read_once() -> None:
+def test_a_shared_prefix_is_read_once() -> None:
     ahead = drafting_with(1, 64)
     assert ahead is not None
     rows = Counted(ahead)
@@ -166,7 +169,7 @@ class Counted:
         return self._runner.run(batch)
 
 
-def test_it_is_right_after_a_preemption_too() -> None:
+def test_its_kv_is_correct_after_a_preemption() -> None:
     engine = engine_of(drafting_with(1, 9), 9)
     for number, prompt in enumerate(prompts(3)):
         submit(engine, number, prompt)
@@ -177,7 +180,7 @@ def test_it_is_right_after_a_preemption_too() -> None:
     assert tally.drafted == tally.accepted > 0
 
 
-def test_a_cancelled_sequence_disturbs_nobody() -> None:
+def test_a_cancelled_sequence_does_not_affect_others() -> None:
     engine = engine_of(drafting_with(1, 64), 64)
     kept = [submit(engine, n, p) for n, p in enumerate(prompts(3))]
     for _ in range(4):
@@ -188,7 +191,7 @@ def test_a_cancelled_sequence_disturbs_nobody() -> None:
     assert [kept[0].tokens, kept[2].tokens] == [plain[0], plain[2]]
 
 
-def test_a_model_that_is_wrong_falls_silent_and_is_tried_again() -> None:
+def test_a_wrong_draft_model_is_turned_off_and_tried_again() -> None:
     ahead = drafting_with(2, 64)
     assert ahead is not None
     rows = Counted(ahead)
@@ -216,7 +219,7 @@ def test_a_model_that_is_wrong_falls_silent_and_is_tried_again() -> None:
         ([], 1, 1, 99, 0.0, 0.1, 0),
     ],
 )
-def test_a_model_drafts_as_deep_as_pays(
+def test_a_model_drafts_as_many_tokens_as_pay_off(
     chances: list[float],
     drafting: int,
     rows: int,
@@ -231,7 +234,7 @@ def test_a_model_drafts_as_deep_as_pays(
     assert depth == wanted
 
 
-def test_what_is_sampled_through_a_models_drafts_is_distributed_as_without() -> None:
+def test_samples_have_the_same_distribution_with_a_draft_model() -> None:
     """Pearson's chi-square over the third token of many answers, with drafts and without."""
     shape = replace(SHAPE, vocabulary=8)
     counts = []

@@ -1,4 +1,4 @@
-"""Bodies: what is refused says so, what is unknown passes, what is asked arrives."""
+"""Request bodies: invalid values are refused, unknown fields pass, options are translated."""
 
 import json
 from typing import Any
@@ -22,14 +22,14 @@ def chat(**fields: Any) -> bytes:
     return json.dumps({"messages": HI, **fields}).encode()
 
 
-def read_wholly(body: bytes) -> None:
+def read_completely(body: bytes) -> None:
     read = read_chat(body, LIMIT)
     template_messages(read)
     generation_options(read)
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "message"),
     [
         (b"", "cannot read body"),
         (b"{", "cannot read body"),
@@ -73,9 +73,9 @@ def read_wholly(body: bytes) -> None:
         (chat(stop=["x"] * 17), "cannot use field 'stop'"),
     ],
 )
-def test_a_bad_chat_is_refused_in_words(body: bytes, said: str) -> None:
-    with pytest.raises(ApiError, match=said) as caught:
-        read_wholly(body)
+def test_an_invalid_chat_is_refused_with_a_message(body: bytes, message: str) -> None:
+    with pytest.raises(ApiError, match=message) as caught:
+        read_completely(body)
     assert str(caught.value).startswith("cannot ")
     assert caught.value.code is ErrorCode.INVALID_REQUEST
 
@@ -92,7 +92,7 @@ def test_a_bad_chat_is_refused_in_words(body: bytes, said: str) -> None:
         (["a", [2], []], ["a", [2], []]),
     ],
 )
-def test_prompts_come_as_text_or_tokens(prompt: Any, wanted: Any) -> None:
+def test_prompts_may_be_text_or_token_ids(prompt: Any, wanted: Any) -> None:
     assert (
         completion_prompts(read_completion(json.dumps({"prompt": prompt}).encode(), LIMIT))
         == wanted
@@ -100,13 +100,13 @@ def test_prompts_come_as_text_or_tokens(prompt: Any, wanted: Any) -> None:
 
 
 @pytest.mark.parametrize("prompt", [[1, "a"], ["a", 1], [[1, "a"]], [None], [True, 1], [1.5]])
-def test_what_is_no_prompt_is_refused(prompt: Any) -> None:
+def test_an_invalid_prompt_is_refused(prompt: Any) -> None:
     body = read_completion(json.dumps({"prompt": prompt}).encode(), LIMIT)
     with pytest.raises(ApiError, match="cannot use field 'prompt'"):
         completion_prompts(body)
 
 
-def test_what_is_asked_arrives_and_unknown_fields_pass() -> None:
+def test_fields_become_options_and_unknown_fields_pass() -> None:
     body = chat(
         temperature=0.000001, top_k=-1, seed=7, stop="x", max_completion_tokens=5, max_tokens=9,
         logprobs=True, top_logprobs=3, stream=True, stream_options={"include_usage": True},
@@ -121,9 +121,11 @@ def test_what_is_asked_arrives_and_unknown_fields_pass() -> None:
     assert ask.include_usage
 
 
-def test_what_is_lacked_passes_where_it_changes_nothing() -> None:
-    read_wholly(chat(min_tokens=0, length_penalty=1.0, use_beam_search=False, bad_words=[]))
-    read_wholly(chat(echo=None, functions=[], typical_p=1, add_generation_prompt=True, suffix=""))
+def test_unsupported_fields_pass_with_values_that_change_nothing() -> None:
+    read_completely(chat(min_tokens=0, length_penalty=1.0, use_beam_search=False, bad_words=[]))
+    read_completely(
+        chat(echo=None, functions=[], typical_p=1, add_generation_prompt=True, suffix="")
+    )
 
 
 def test_text_parts_are_joined() -> None:

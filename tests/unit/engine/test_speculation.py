@@ -1,4 +1,4 @@
-"""Speculation: the output is what it would have been; drafts are taken where they pay."""
+"""Speculation: it does not change the output, and drafts are verified where they pay off."""
 
 import math
 from collections.abc import Callable
@@ -33,7 +33,7 @@ from nodeagent.engine.speculative.ngram import MATCH_MIN, NgramProposer
 from nodeagent.engine.speculative.speculation import Speculation
 from nodeagent.engine.structured import grammar
 from nodeagent.engine.tokenizer.detokenizer import StopStrings, StreamDetokenizer
-from tests.unit.engine.test_structured import GRAMMARS
+from tests.unit.engine.test_structured import COMPILER
 from tests.unit.engine.test_text import VOCABULARY
 
 END = 256
@@ -53,7 +53,7 @@ END = 256
         ([1, 2, 3, 1, 2], 0, [], ([], 0)),
     ],
 )
-def test_a_lookup_finds_the_longest_and_latest_match(
+def test_the_longest_and_latest_match_is_proposed(
     tokens: list[int], count: int, after: list[int], wanted: tuple[list[int], int]
 ) -> None:
     lookup = NgramProposer()
@@ -62,7 +62,7 @@ def test_a_lookup_finds_the_longest_and_latest_match(
     assert lookup.propose(count, after) == wanted
 
 
-def test_predicted_text_is_looked_up_too() -> None:
+def test_predicted_text_is_searched_too() -> None:
     lookup = NgramProposer([1, 2, 3, 4, 5])
     lookup.follow([9, 1, 2])
     assert lookup.propose(3) == ([3, 4, 5], 2)
@@ -70,7 +70,7 @@ def test_predicted_text_is_looked_up_too() -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=60))
-def test_what_is_proposed_followed_the_same_tokens_before(tokens: list[int]) -> None:
+def test_proposed_tokens_followed_the_same_tokens_before(tokens: list[int]) -> None:
     lookup = NgramProposer()
     lookup.follow(tokens)
     proposed, matched = lookup.propose(1)
@@ -97,20 +97,20 @@ def offer(*chances: float) -> DraftProposal:
         ([], 99, 0.1, []),
     ],
 )
-def test_drafts_are_taken_where_they_pay(
+def test_drafts_are_verified_where_they_pay_off(
     offers: list[DraftProposal], rows_max: int, row_cost: float, wanted: list[int]
 ) -> None:
     rows = max(len(offers), 1)
     assert choose_draft_lengths(offers, rows, rows_max, lambda n: 1 + row_cost * (n - 1)) == wanted
 
 
-def test_a_batch_that_is_bound_by_work_drafts_nothing() -> None:
+def test_a_compute_bound_batch_verifies_no_drafts() -> None:
     # Twice the rows take twice the time: a draft that may fail can only lose.
     offers = [offer(0.9, 0.8)] * 16
     assert choose_draft_lengths(offers, 16, 256, lambda rows: 0.1 * rows) == [0] * 16
 
 
-def test_costs_are_estimated_between_and_beyond_what_was_measured() -> None:
+def test_costs_are_interpolated_and_extrapolated() -> None:
     costs = StepCosts()
     assert costs.seconds(1) < costs.seconds(8)
     for seconds in (0.1, 0.1, 5.0):
@@ -124,7 +124,7 @@ def test_costs_are_estimated_between_and_beyond_what_was_measured() -> None:
     assert costs.seconds(8) < 0.2  # the old measure is forgotten
 
 
-def test_acceptance_is_learnt_and_lent_to_newcomers() -> None:
+def test_acceptance_is_learned_and_used_for_new_sequences() -> None:
     everyone = AcceptanceRates()
     one = AcceptanceRates(everyone)
     for _ in range(60):
@@ -178,7 +178,7 @@ def generate(
         )
         sequences.append(sequence)
         wanted: grammar.Grammar | None = more.get("held_to")
-        constraint = GRAMMARS.compile_now(wanted) if wanted else None
+        constraint = COMPILER.compile_now(wanted) if wanted else None
         engine.submit(
             Generation(
                 sequence,
@@ -225,7 +225,7 @@ def test_the_output_is_the_same_with_drafts_and_without(
         assert 0 < engine.speculation.recent_acceptance <= 1
 
 
-def test_drafts_that_hold_save_steps_and_drafts_that_fail_stop() -> None:
+def test_accepted_drafts_save_steps_and_rejected_drafts_stop() -> None:
     _, steady, _ = generate(SamplingParams(temperature=0), drafts=True, noise=0.0)
     assert steady.speculation is not None
     assert steady.speculation.accepted_tokens_total > 60
@@ -235,7 +235,7 @@ def test_drafts_that_hold_save_steps_and_drafts_that_fail_stop() -> None:
     assert wild.speculation.drafted_tokens_total < 120
 
 
-def test_drafts_wait_for_no_step_but_the_one_they_were_made_for() -> None:
+def test_drafts_are_used_in_the_next_step_only() -> None:
     batching = BatchScheduler(StepLimits(64, 4), BlockPool(8))
     sequence = Sequence(1, [97] * 15, StopConditions(40, frozenset({END})))
     batching.submit(sequence)
@@ -256,7 +256,7 @@ def test_drafts_wait_for_no_step_but_the_one_they_were_made_for() -> None:
     assert batching.pool.used_blocks == 0
 
 
-def test_what_a_draft_replaces_is_distributed_as_without_drafts() -> None:
+def test_samples_have_the_same_distribution_with_drafts() -> None:
     """Pearson's chi-square over tokens sampled through a draft, and over what follows it."""
     size, runs = 4, 1500
     logits = torch.log(torch.tensor([0.5, 0.3, 0.15, 0.05]))

@@ -1,4 +1,4 @@
-"""Constraints: every sampled output obeys its grammar; hostile grammars are refused in words."""
+"""Structured outputs: samples obey their grammars, and hostile grammars are refused."""
 
 import json
 import re
@@ -21,7 +21,7 @@ from tests.unit.engine.test_sampling import sample_rows
 from tests.unit.engine.test_text import VOCABULARY
 
 END = 256
-GRAMMARS = GrammarCompiler(VOCABULARY)
+COMPILER = GrammarCompiler(VOCABULARY)
 HI = [{"role": "user", "content": "hi"}]
 
 
@@ -32,18 +32,18 @@ def body(**fields: Any) -> ChatBody:
 def write(wanted: Grammar, seed: int = 0, tokens_max: int = 400, **knobs: Any) -> str | None:
     """Sample from noise under `wanted`; None where the tokens ran out before the end."""
     params = SamplingParams(seed=seed, **knobs)
-    sampler = Sampler(params, [], GRAMMARS.compile_now(wanted))
+    sampler = Sampler(params, [], COMPILER.compile_now(wanted))
     noise = torch.Generator().manual_seed(seed)
-    said: list[int] = []
-    while len(said) < tokens_max:
+    message: list[int] = []
+    while len(message) < tokens_max:
         # Ends and closing marks are likely, so that most outputs come to an end.
         logits = torch.randn(257, generator=noise)
         logits[[END, *b'"}],']] += 4
         (result,) = sample_rows(logits[None], [sampler])
         assert isinstance(result, SampledToken), result
         if result.token == END:
-            return bytes(said).decode()
-        said.append(result.token)
+            return bytes(message).decode()
+        message.append(result.token)
     return None
 
 
@@ -57,7 +57,7 @@ PERSON = {
 
 @settings(deadline=None, max_examples=15)
 @given(st.integers(0, 10_000))
-def test_what_is_sampled_is_json_of_the_schema(seed: int) -> None:
+def test_samples_are_json_of_the_schema(seed: int) -> None:
     text = write(grammar.json_schema_grammar(PERSON, "x"), seed)
     if text is not None:
         value = json.loads(text)
@@ -68,7 +68,7 @@ def test_what_is_sampled_is_json_of_the_schema(seed: int) -> None:
 
 def written_so(wanted: Grammar, text: str) -> str:
     """Write `text` as far as the grammar allows."""
-    sampler = Sampler(SamplingParams(temperature=0), [], GRAMMARS.compile_now(wanted))
+    sampler = Sampler(SamplingParams(temperature=0), [], COMPILER.compile_now(wanted))
     for at, byte in enumerate((*text.encode(), END)):
         logits = torch.zeros(257)
         logits[byte] = 1.0
@@ -80,7 +80,7 @@ def written_so(wanted: Grammar, text: str) -> str:
 
 
 @pytest.mark.parametrize("ends", ["\n", "\r\n"])
-def test_json_may_be_laid_out_but_not_be_mostly_blank(ends: str) -> None:
+def test_json_may_be_indented_but_not_mostly_white_space(ends: str) -> None:
     person = grammar.json_schema_grammar(PERSON, "x")
     for indent in (None, 2, 8, "\t"):
         text = json.dumps({"name": "Ada", "age": 36}, indent=indent).replace("\n", ends)
@@ -93,7 +93,7 @@ def test_json_may_be_laid_out_but_not_be_mostly_blank(ends: str) -> None:
 
 @settings(deadline=None, max_examples=15)
 @given(st.integers(0, 10_000))
-def test_any_object_is_an_object(seed: int) -> None:
+def test_json_object_mode_gives_an_object(seed: int) -> None:
     text = write(grammar.json_object_grammar("x"), seed)
     if text is not None:
         assert isinstance(json.loads(text), dict)
@@ -102,7 +102,7 @@ def test_any_object_is_an_object(seed: int) -> None:
 @pytest.mark.parametrize(
     "pattern", [r"\d{3}-\d{4}", r"(a|b/c)+x", "[^\n]{2}\n", r"a\/b", "^ok$", r"\\/"]
 )
-def test_a_regex_is_matched_whole(pattern: str) -> None:
+def test_a_regex_matches_the_whole_output(pattern: str) -> None:
     text = write(grammar.regex_grammar(pattern, "x"), tokens_max=200)
     assert text is not None
     assert re.fullmatch(pattern, text)
@@ -110,14 +110,14 @@ def test_a_regex_is_matched_whole(pattern: str) -> None:
 
 @settings(deadline=None, max_examples=40)
 @given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1), min_size=1))
-def test_one_of_the_choices_comes_out_whatever_they_hold(choices: list[str]) -> None:
+def test_the_output_is_one_of_the_choices_whatever_they_contain(choices: list[str]) -> None:
     assert write(grammar.choice_grammar(choices, "x"), tokens_max=10_000) in choices
 
 
 @pytest.mark.parametrize(
     "text", ['a" | "b', "\n", "\\", "<[2]>", "%json {}", "\x7f\x85\u2028", "/"]
 )
-def test_no_choice_is_read_as_a_rule(text: str) -> None:
+def test_a_choice_is_never_read_as_a_grammar_rule(text: str) -> None:
     assert write(grammar.choice_grammar([text], "x")) == text
 
 
@@ -153,10 +153,10 @@ HOSTILE: list[tuple[Any, str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("schema", "said"), HOSTILE, ids=[said for _, said in HOSTILE])
-def test_a_schema_that_cannot_be_used_is_refused_in_words(schema: Any, said: str) -> None:
-    with pytest.raises(GrammarError, match=said) as caught:
-        GRAMMARS.compile_now(grammar.json_schema_grammar(schema, "response_format"))
+@pytest.mark.parametrize(("schema", "message"), HOSTILE, ids=[message for _, message in HOSTILE])
+def test_an_unusable_schema_is_refused_with_a_message(schema: Any, message: str) -> None:
+    with pytest.raises(GrammarError, match=message) as caught:
+        COMPILER.compile_now(grammar.json_schema_grammar(schema, "response_format"))
     assert str(caught.value).startswith("cannot use field 'response_format': ")
     assert "\n" not in str(caught.value)
 
@@ -175,9 +175,9 @@ def test_a_schema_that_cannot_be_used_is_refused_in_words(schema: Any, said: str
     ],
     ids=str,
 )
-def test_a_schema_that_asks_for_much_ends_by_its_tokens_or_in_words(schema: Any) -> None:
+def test_an_expensive_schema_ends_at_its_token_limit_or_with_an_error(schema: Any) -> None:
     sampler = Sampler(
-        SamplingParams(seed=1), [], GRAMMARS.compile_now(grammar.json_schema_grammar(schema, "x"))
+        SamplingParams(seed=1), [], COMPILER.compile_now(grammar.json_schema_grammar(schema, "x"))
     )
     for _ in range(100):
         (result,) = sample_rows(torch.zeros(1, 257), [sampler])
@@ -188,10 +188,10 @@ def test_a_schema_that_asks_for_much_ends_by_its_tokens_or_in_words(schema: Any)
             return
 
 
-def test_keywords_that_cannot_be_enforced_pass_where_strictness_is_waived() -> None:
+def test_unenforceable_keywords_pass_if_strict_is_false() -> None:
     loose = {"type": "array", "uniqueItems": True, "items": {"enum": [1]}, "maxItems": 2}
     with pytest.raises(GrammarError, match="uniqueItems"):
-        GRAMMARS.compile_now(grammar.json_schema_grammar(loose, "x"))
+        COMPILER.compile_now(grammar.json_schema_grammar(loose, "x"))
     assert write(grammar.json_schema_grammar(loose, "x", lenient=True)) is not None
 
 
@@ -217,22 +217,24 @@ def test_keywords_that_cannot_be_enforced_pass_where_strictness_is_waived() -> N
     ],
     ids=str,
 )  # fmt: skip
-def test_every_dialect_says_the_same(fields: dict[str, Any], good: str, bad: str) -> None:
+def test_all_request_fields_give_the_same_grammar(
+    fields: dict[str, Any], good: str, bad: str
+) -> None:
     wanted = requested_grammar(body(**fields))
     assert wanted is not None
     for text, allowed in ((good, True), (bad, False)):
-        constraint = GRAMMARS.compile_now(wanted)
+        constraint = COMPILER.compile_now(wanted)
         tokens = [*text.encode(), END]
         assert (constraint.count_allowed(tokens) == len(tokens)) is allowed
 
 
-def test_text_asks_for_no_grammar() -> None:
+def test_response_format_text_has_no_grammar() -> None:
     assert requested_grammar(body()) is None
     assert requested_grammar(body(response_format={"type": "text"}, structured_outputs={})) is None
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [
         ({"response_format": {"type": "yaml"}}, "yaml"),
         ({"response_format": {"type": "json_schema"}}, "a JSON schema must be an object"),
@@ -253,18 +255,18 @@ def test_text_asks_for_no_grammar() -> None:
     ],
     ids=str,
 )
-def test_what_cannot_be_asked_is_refused_in_words(fields: dict[str, Any], said: str) -> None:
-    with pytest.raises(ApiError, match=said):
+def test_invalid_fields_are_refused_with_a_message(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ApiError, match=message):
         requested_grammar(body(**fields))
 
 
-def test_a_seed_and_the_models_own_logprobs_hold_under_a_constraint() -> None:
+def test_seeds_and_logprobs_keep_their_meaning_under_a_constraint() -> None:
     wanted = grammar.json_schema_grammar(PERSON, "x")
     assert write(wanted, 7) == write(wanted, 7)
     sampler = Sampler(
         SamplingParams(temperature=0, logprobs=1),
         [],
-        GRAMMARS.compile_now(grammar.choice_grammar(["z"], "x")),
+        COMPILER.compile_now(grammar.choice_grammar(["z"], "x")),
     )
     logits = torch.zeros(1, 257)
     logits[0, 65] = 3.0
@@ -275,10 +277,10 @@ def test_a_seed_and_the_models_own_logprobs_hold_under_a_constraint() -> None:
     assert told.logprob == pytest.approx(float(logits[0].log_softmax(-1)[ord("z")]))
 
 
-def test_a_broken_constraint_harms_no_neighbour() -> None:
+def test_a_failed_constraint_does_not_affect_other_sequences() -> None:
     free = Sampler(SamplingParams(temperature=0), [])
     held = Sampler(
-        SamplingParams(temperature=0), [], GRAMMARS.compile_now(grammar.choice_grammar(["a"], "x"))
+        SamplingParams(temperature=0), [], COMPILER.compile_now(grammar.choice_grammar(["a"], "x"))
     )
     assert held.constraint is not None
     with pytest.raises(Exception, match="cannot continue"):
@@ -288,8 +290,8 @@ def test_a_broken_constraint_harms_no_neighbour() -> None:
     assert isinstance(second, SampledToken)
 
 
-def test_looking_ahead_drafts_what_must_come_and_leaves_no_trace() -> None:
-    constraint = GRAMMARS.compile_now(grammar.choice_grammar(["left", "lever"], "x"))
+def test_looking_ahead_drafts_forced_tokens_and_does_not_advance() -> None:
+    constraint = COMPILER.compile_now(grammar.choice_grammar(["left", "lever"], "x"))
 
     def nothing(draft: list[int]) -> None:
         return None
@@ -312,15 +314,15 @@ def test_looking_ahead_drafts_what_must_come_and_leaves_no_trace() -> None:
     constraint.accept(END)
 
 
-def test_a_model_without_an_end_cannot_be_constrained() -> None:
-    endless = GrammarCompiler(replace(VOCABULARY, stop_ids=frozenset()))
+def test_a_model_without_stop_tokens_cannot_be_constrained() -> None:
+    compiler = GrammarCompiler(replace(VOCABULARY, stop_ids=frozenset()))
     with pytest.raises(GrammarError, match="no token that ends an output"):
-        endless.compile_now(grammar.json_object_grammar("x"))
+        compiler.compile_now(grammar.json_object_grammar("x"))
 
 
-async def test_a_compilation_that_takes_too_long_is_refused() -> None:
-    hurried = GrammarCompiler(VOCABULARY, timeout_s=0.0)
+async def test_a_slow_compilation_is_refused() -> None:
+    impatient = GrammarCompiler(VOCABULARY, timeout_s=0.0)
     with pytest.raises(ApiError) as caught:
-        await hurried.compile(grammar.json_object_grammar("response_format"))
+        await impatient.compile(grammar.json_object_grammar("response_format"))
     assert caught.value.retry_after_s or "does not compile" in caught.value.message
-    hurried.close()
+    impatient.close()

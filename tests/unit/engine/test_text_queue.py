@@ -1,4 +1,4 @@
-"""Which texts are read together: everyone's turn comes, and a step stays within its budget."""
+"""The encoder's text queue: fair between requests, and every step within its token budget."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,7 +10,7 @@ REQUESTS = st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=9), min_si
 
 @settings(deadline=None, max_examples=150)
 @given(REQUESTS, st.integers(1, 64))
-def test_every_text_is_read_once_and_no_step_exceeds_its_budget(
+def test_every_text_is_taken_once_and_no_step_exceeds_its_budget(
     requests: list[list[int]], tokens_max: int
 ) -> None:
     texts = TextQueue(tokens_max)
@@ -41,7 +41,7 @@ def test_a_request_waits_at_most_for_one_text_of_each_other(
     assert steps <= len(requests)
 
 
-def test_a_request_given_up_is_forgotten() -> None:
+def test_a_removed_request_is_forgotten() -> None:
     texts = TextQueue(10)
     texts.add(1, [4, 4, 4])
     texts.add(2, [4])

@@ -1,4 +1,4 @@
-"""Tools: what is told to the model, what it is held to, and what is read out of its text."""
+"""Tools: their description in the prompt, the grammar of calls, and calls parsed from text."""
 
 import json
 from typing import Any
@@ -36,7 +36,7 @@ from nodeagent.engine.server.openai.tool_fields import RequestTools, requested_t
 from nodeagent.engine.server.openai.tool_use import ToolUse
 from nodeagent.engine.structured import grammar
 from nodeagent.engine.structured.compiler import GrammarCompiler
-from tests.unit.engine.test_structured import GRAMMARS
+from tests.unit.engine.test_structured import COMPILER
 from tests.unit.engine.test_text import VOCABULARY, byte_vocabulary
 
 WEATHER = {
@@ -65,30 +65,30 @@ def asked(**fields: Any) -> RequestTools | None:
     return requested_tools(read.tools, read.tool_choice, read.parallel_tool_calls)
 
 
-def read(how: ToolCallFormat, text: str, letters: int) -> list[list[str]]:
+def read(form: ToolCallFormat, text: str, letters: int) -> list[list[str]]:
     """Read `text` in pieces of so many letters; return what was said and called."""
-    reader = ToolCallParser(how, SCHEMAS)
-    told: list[list[str]] = []
+    parser = ToolCallParser(form, SCHEMAS)
+    events: list[list[str]] = []
     pieces = [text[at : at + letters] for at in range(0, len(text), letters)]
-    for event in [event for piece in pieces for event in reader.feed(piece)] + reader.flush():
-        note(told, event)
-    return told
+    for event in [event for piece in pieces for event in parser.feed(piece)] + parser.flush():
+        note(events, event)
+    return events
 
 
-def note(told: list[list[str]], event: OutputEvent) -> None:
+def note(events: list[list[str]], event: OutputEvent) -> None:
     match event:
         case ContentText(text):
-            if told and told[-1][0] == "":
-                told[-1][1] += text
+            if events and events[-1][0] == "":
+                events[-1][1] += text
             else:
-                told.append(["", text])
+                events.append(["", text])
         case CallStarted(index, name):
-            assert index == sum(1 for one in told if one[0])
-            told.append([name, ""])
+            assert index == sum(1 for one in events if one[0])
+            events.append([name, ""])
         case CallArguments(index, text):
-            assert told[-1][0]
-            assert index == sum(1 for one in told if one[0]) - 1
-            told[-1][1] += text
+            assert events[-1][0]
+            assert index == sum(1 for one in events if one[0]) - 1
+            events[-1][1] += text
 
 
 FORMATS = [HERMES, QWEN_CODER, LLAMA3, MISTRAL]
@@ -207,11 +207,13 @@ OUTPUTS: list[tuple[ToolCallFormat, str, list[list[str]]]] = [
 
 
 @pytest.mark.parametrize("letters", [1, 2, 7, 1000])
-@pytest.mark.parametrize(("how", "text", "wanted"), OUTPUTS, ids=[text for _, text, _ in OUTPUTS])
-def test_calls_are_read_in_whatever_pieces_they_come(
-    how: ToolCallFormat, text: str, wanted: list[list[str]], letters: int
+@pytest.mark.parametrize(
+    ("form", "text", "expected"), OUTPUTS, ids=[text for _, text, _ in OUTPUTS]
+)
+def test_calls_are_parsed_however_the_text_is_split(
+    form: ToolCallFormat, text: str, expected: list[list[str]], letters: int
 ) -> None:
-    assert read(how, text, letters) == wanted
+    assert read(form, text, letters) == expected
 
 
 JSON = st.recursive(
@@ -236,16 +238,19 @@ JSON = st.recursive(
     st.sampled_from([None, 1]),
     st.integers(1, 9),
 )
-def test_what_a_model_writes_comes_out_again(
-    how: ToolCallFormat, calls: list[tuple[str, Any, bool]], indent: int | None, letters: int
+def test_generated_calls_are_parsed_back(
+    form: ToolCallFormat,
+    calls: list[tuple[str, Any, bool]],
+    indent: int | None,
+    letters: int,
 ) -> None:
     written = []
     for name, arguments, name_first in calls:
-        pairs = [("name", name), (how.arguments_key, arguments)]
+        pairs = [("name", name), (form.arguments_key, arguments)]
         written.append(json.dumps(dict(pairs if name_first else pairs[::-1]), indent=indent))
-    text = how.start + how.separator.join(written) + how.end
-    told = read(how, text, letters)
-    assert [(name, json.loads(text)) for name, text in told] == [call[:2] for call in calls]
+    text = form.start + form.separator.join(written) + form.end
+    events = read(form, text, letters)
+    assert [(name, json.loads(text)) for name, text in events] == [call[:2] for call in calls]
 
 
 DESCRIBED: dict[str, Any] = {
@@ -298,20 +303,20 @@ VALUES: list[tuple[str, str, Any]] = [
 
 
 @pytest.mark.parametrize(("name", "written", "value"), VALUES, ids=lambda one: repr(one)[:20])
-def test_a_parameter_written_as_text_is_of_the_type_that_the_schema_says(
+def test_a_parameter_written_as_text_gets_the_type_of_its_schema(
     name: str, written: str, value: Any
 ) -> None:
-    reader = ToolCallParser(QWEN_CODER, {"f": DESCRIBED})
+    parser = ToolCallParser(QWEN_CODER, {"f": DESCRIBED})
     whole = f"<function=f>\n<parameter={name}>\n{written}\n</parameter>\n</function>"
-    pieces = [event.text for event in reader.feed(whole) if isinstance(event, CallArguments)]
+    pieces = [event.text for event in parser.feed(whole) if isinstance(event, CallArguments)]
     assert json.loads("".join(pieces)) == {name: value}
 
 
-def test_a_text_streams_while_it_is_written() -> None:
-    reader = ToolCallParser(QWEN_CODER, SCHEMAS)
-    reader.feed("<tool_call>\n<function=get_weather>\n<parameter=city>\n")
-    assert reader.feed("Bon") == [CallArguments(0, "Bon")]
-    assert reader.feed("n\n</") == [CallArguments(0, "n")]
+def test_a_string_parameter_streams() -> None:
+    parser = ToolCallParser(QWEN_CODER, SCHEMAS)
+    parser.feed("<tool_call>\n<function=get_weather>\n<parameter=city>\n")
+    assert parser.feed("Bon") == [CallArguments(0, "Bon")]
+    assert parser.feed("n\n</") == [CallArguments(0, "n")]
 
 
 @settings(deadline=None, max_examples=60)
@@ -328,14 +333,14 @@ def test_a_text_streams_while_it_is_written() -> None:
     ),
     st.integers(1, 5),
 )  # fmt: skip
-def test_any_text_is_read_alike_in_all_pieces_and_content_is_never_lost(
-    how: ToolCallFormat, parts: list[str], letters: int
+def test_any_text_is_parsed_alike_however_split_and_no_content_is_lost(
+    form: ToolCallFormat, parts: list[str], letters: int
 ) -> None:
     text = "".join(parts)
-    told = read(how, text, letters)
-    assert told == read(how, text, 1000)
-    if all(name == "" for name, _ in told):
-        assert "".join(said for _, said in told) == text
+    events = read(form, text, letters)
+    assert events == read(form, text, 1000)
+    if all(name == "" for name, _ in events):
+        assert "".join(said for _, said in events) == text
 
 
 @pytest.mark.parametrize(
@@ -358,7 +363,7 @@ def test_any_text_is_read_alike_in_all_pieces_and_content_is_never_lost(
     ],
     ids=["nothing", "auto", "required", "one", "named", "allowed"],
 )  # fmt: skip
-def test_a_choice_says_what_may_and_must_be_called(
+def test_tool_choice_selects_what_may_and_must_be_called(
     fields: dict[str, Any], names: set[str], must: bool, calls_max: int
 ) -> None:
     tools = asked(tools=TOOLS, **fields)
@@ -367,7 +372,7 @@ def test_a_choice_says_what_may_and_must_be_called(
     assert len(tools.described) == 2
 
 
-def test_no_tools_or_none_to_call_is_plain_chat() -> None:
+def test_without_callable_tools_a_chat_is_plain() -> None:
     assert asked() is None
     assert asked(tools=[], tool_choice="auto") is None
     assert asked(tools=TOOLS, tool_choice="none") is None
@@ -386,7 +391,7 @@ def test_no_tools_or_none_to_call_is_plain_chat() -> None:
     ],
     ids=lambda value: str(value)[:60],
 )
-def test_tools_that_cannot_be_used_are_refused_in_words(fields: dict[str, Any], said: str) -> None:
+def test_invalid_tools_are_refused_with_a_message(fields: dict[str, Any], said: str) -> None:
     with pytest.raises(ApiError, match=said):
         asked(**fields)
 
@@ -414,14 +419,14 @@ HISTORY = [
 ]
 
 
-def test_a_name_nested_past_all_reason_is_no_call() -> None:
+def test_a_deeply_nested_name_is_not_a_call() -> None:
     text = f'{{"name": {100_000 * "["}{100_000 * "]"}, "parameters": {{}}}}'
-    reader = ToolCallParser(LLAMA3, {"a": {}})
-    events = [*reader.feed(text), *reader.flush()]
+    parser = ToolCallParser(LLAMA3, {"a": {}})
+    events = [*parser.feed(text), *parser.flush()]
     assert events == [ContentText(text)]
 
 
-def test_a_template_that_knows_tools_is_given_them() -> None:
+def test_a_template_that_mentions_tools_gets_them() -> None:
     template = ChatTemplate(KNOWING, "", "")
     tools = asked(tools=TOOLS)
     assert tools is not None
@@ -432,7 +437,7 @@ def test_a_template_that_knows_tools_is_given_them() -> None:
     assert template.render(template_messages(body())) == "no<tool_call>hi"
 
 
-def test_a_template_that_knows_none_is_told_in_words() -> None:
+def test_a_template_without_tools_gets_them_as_text() -> None:
     template = ChatTemplate(PLAIN_TEMPLATE, "", "")
     tools = asked(tools=TOOLS)
     assert tools is not None
@@ -454,7 +459,7 @@ def test_a_template_that_knows_none_is_told_in_words() -> None:
 
 
 @pytest.mark.parametrize(
-    ("template", "how"),
+    ("template", "form"),
     [
         ("x", HERMES),
         ("{{ '<tool_call>' }}", HERMES),
@@ -464,90 +469,97 @@ def test_a_template_that_knows_none_is_told_in_words() -> None:
         ("{{ '<|python_tag|>' }}", LLAMA3),
     ],
 )
-def test_the_template_tells_how_calls_are_written(template: str, how: ToolCallFormat) -> None:
-    assert call_format_of_template(template) is how
+def test_the_template_determines_the_call_format(template: str, form: ToolCallFormat) -> None:
+    assert call_format_of_template(template) is form
 
 
-@pytest.mark.parametrize("how", FORMATS, ids=FORMATS.index)
-def test_a_grammar_of_calls_allows_what_its_reader_reads(how: ToolCallFormat) -> None:
+@pytest.mark.parametrize("form", FORMATS, ids=FORMATS.index)
+def test_the_grammar_of_calls_allows_what_the_parser_parses(form: ToolCallFormat) -> None:
     tools = asked(tools=TOOLS, tool_choice="required")
     assert tools is not None
-    wanted = tools.grammar(how, {}, None)
-    assert wanted is not None
-    one = f'{{"name": "get_weather", "{how.arguments_key}": {{"city": "Bonn"}}}}'
-    two = f'{{"name": "time.now", "{how.arguments_key}": {{}}}}'
+    expected = tools.grammar(form, {}, None)
+    assert expected is not None
+    one = f'{{"name": "get_weather", "{form.arguments_key}": {{"city": "Bonn"}}}}'
+    two = f'{{"name": "time.now", "{form.arguments_key}": {{}}}}'
     for text, allowed in (
-        (how.start + one + how.end, True),
-        (how.start + one + how.separator + two + how.end, True),
-        (how.start + how.separator.join([two] * 17) + how.end, False),
-        (how.start + one.replace("Bonn", "Gelsenkirchen") + how.end, False),
-        (how.start + one.replace("get_weather", "rm") + how.end, False),
+        (form.start + one + form.end, True),
+        (form.start + one + form.separator + two + form.end, True),
+        (form.start + form.separator.join([two] * 17) + form.end, False),
+        (form.start + one.replace("Bonn", "Gelsenkirchen") + form.end, False),
+        (form.start + one.replace("get_weather", "rm") + form.end, False),
         ("Hello", False),
     ):
         tokens = [*text.encode(), 256]
-        assert (GRAMMARS.compile_now(wanted).count_allowed(tokens) == len(tokens)) is allowed, text
-    assert read(how, how.start + one + how.separator + two + how.end, 3) == [
+        assert (COMPILER.compile_now(expected).count_allowed(tokens) == len(tokens)) is allowed, (
+            text
+        )
+    assert read(form, form.start + one + form.separator + two + form.end, 3) == [
         ["get_weather", '{"city": "Bonn"}'],
         ["time.now", "{}"],
     ]
 
 
 @pytest.mark.parametrize("letters", [1, 7, 1000])
-@pytest.mark.parametrize("how", FORMATS, ids=FORMATS.index)
-def test_who_wants_no_parallel_calls_is_told_one(how: ToolCallFormat, letters: int) -> None:
+@pytest.mark.parametrize("form", FORMATS, ids=FORMATS.index)
+def test_without_parallel_calls_only_the_first_is_emitted(
+    form: ToolCallFormat, letters: int
+) -> None:
     tools = asked(tools=TOOLS, parallel_tool_calls=False)
     assert tools is not None
-    reader = ToolUse(tools, how, {}).parser()
-    one = f'{{"name": "time.now", "{how.arguments_key}": {{}}}}'
-    text = how.start + one + how.separator + one + how.end + " And more."
-    told: list[list[str]] = []
+    parser = ToolUse(tools, form, {}).parser()
+    one = f'{{"name": "time.now", "{form.arguments_key}": {{}}}}'
+    text = form.start + one + form.separator + one + form.end + " And more."
+    events: list[list[str]] = []
     for at in range(0, len(text), letters):
-        for event in reader.feed(text[at : at + letters]):
-            note(told, event)
-    assert reader.flush() == []
-    assert told == [["time.now", "{}"]]
+        for event in parser.feed(text[at : at + letters]):
+            note(events, event)
+    assert parser.flush() == []
+    assert events == [["time.now", "{}"]]
 
 
-@pytest.mark.parametrize("how", FORMATS, ids=FORMATS.index)
+@pytest.mark.parametrize("form", FORMATS, ids=FORMATS.index)
 @pytest.mark.parametrize("special", [False, True])
-def test_a_strict_tool_may_be_left_alone_but_not_be_called_wrongly(
-    how: ToolCallFormat, special: bool
+def test_a_strict_tool_need_not_be_called_but_cannot_be_called_wrongly(
+    form: ToolCallFormat, special: bool
 ) -> None:
     tools = asked(tools=[{"type": "function", "function": {**WEATHER, "strict": True}}])
     assert tools is not None
-    marks = [how.opening] if special and how.opening else []
+    marks = [form.opening] if special and form.opening else []
     vocabulary = byte_vocabulary(*marks)
-    wanted = tools.grammar(how, dict.fromkeys(marks, 257), None)
-    assert wanted is not None
-    constraint = GrammarCompiler(vocabulary).compile_now(wanted)
-    call = f'{{"name": "get_weather", "{how.arguments_key}": {{"city": "Bonn"}}}}'
-    speech = "Let me {see} a <b> [x]:\n" if how.opening else ""
+    expected = tools.grammar(form, dict.fromkeys(marks, 257), None)
+    assert expected is not None
+    constraint = GrammarCompiler(vocabulary).compile_now(expected)
+    call = f'{{"name": "get_weather", "{form.arguments_key}": {{"city": "Bonn"}}}}'
+    speech = "Let me {see} a <b> [x]:\n" if form.opening else ""
     for text, allowed in (
         ("", True),
         ("It rains {in} [Bonn] <b>; <tool_cal", True),
-        (how.start + call + how.end, True),
-        (speech + how.start + call + how.separator + call + how.end, True),
-        (speech + how.start + call.replace("Bonn", "Gelsenkirchen") + how.end, False),
-        (speech + how.start + call.replace("city", "town") + how.end, False),
-        (speech + how.start + call.replace("get_weather", "rm") + how.end, False),
+        (form.start + call + form.end, True),
+        (speech + form.start + call + form.separator + call + form.end, True),
+        (
+            speech + form.start + call.replace("Bonn", "Gelsenkirchen") + form.end,
+            False,
+        ),
+        (speech + form.start + call.replace("city", "town") + form.end, False),
+        (speech + form.start + call.replace("get_weather", "rm") + form.end, False),
     ):
         tokens = [*vocabulary.encode(text, special=False), 256]
         assert (constraint.count_allowed(tokens) == len(tokens)) is allowed, text
 
 
-def test_a_mark_that_is_a_special_token_is_shown_and_required() -> None:
+def test_a_mark_that_is_a_special_token_is_visible_and_required() -> None:
     template = ChatTemplate("{{ '<end>' }}{{ '[TOOL_CALLS]' }}", "", "")
     tools = asked(tools=TOOLS, tool_choice="required")
     calling = ToolUse.of(tools, template, VOCABULARY)
     assert calling is not None
     assert calling.call_format is MISTRAL
     assert calling.visible_special == {}
-    wanted = tools.grammar(MISTRAL, {"[TOOL_CALLS]": 256}, None) if tools else None
-    assert wanted is not None
-    assert wanted.start.startswith("<[256]> ")
+    expected = tools.grammar(MISTRAL, {"[TOOL_CALLS]": 256}, None) if tools else None
+    assert expected is not None
+    assert expected.start.startswith("<[256]> ")
 
 
-def test_tools_beside_a_format_allow_either_and_must_allows_no_format() -> None:
+def test_tools_with_a_response_format_allow_either_unless_a_call_is_required() -> None:
     answer = grammar.json_schema_grammar({"const": 5}, "response_format")
     free = asked(tools=TOOLS)
     assert free is not None
@@ -556,44 +568,44 @@ def test_tools_beside_a_format_allow_either_and_must_allows_no_format() -> None:
     assert both is not None
     call = '<tool_call>\n{"name": "time.now", "arguments": {}}\n</tool_call>'
     for text in ("5", call):
-        assert GRAMMARS.compile_now(both).count_allowed(list(text.encode())) == len(text)
+        assert COMPILER.compile_now(both).count_allowed(list(text.encode())) == len(text)
     must = asked(tools=TOOLS, tool_choice="required")
     assert must is not None
     with pytest.raises(ApiError, match="that requires a call"):
         must.grammar(HERMES, {}, answer)
 
 
-def test_a_strict_tool_is_called_in_no_way_that_is_not_held_to_its_schema() -> None:
+def test_a_strict_tool_cannot_be_called_in_an_unconstrained_format() -> None:
     template = ChatTemplate("{{ '<tool_call><function=<parameter=' }}", "", "")
     said = "<function=get_weather><parameter=town>Bonn</parameter></function>"
     for strict in (False, True):
         tools = asked(tools=[{"type": "function", "function": {**WEATHER, "strict": strict}}])
         calling = ToolUse.of(tools, template, VOCABULARY)
         assert calling is not None
-        reader = calling.parser()
-        assert ([*reader.feed(said), *reader.flush()] == [ContentText(said)]) is strict
+        parser = calling.parser()
+        assert ([*parser.feed(said), *parser.flush()] == [ContentText(said)]) is strict
 
 
 def answer_of(
-    text: str, finish: FinishReason, *, stream: bool, how: ToolCallFormat = HERMES
+    text: str, finish: FinishReason, *, stream: bool, form: ToolCallFormat = HERMES
 ) -> list[dict[str, Any]]:
     """Tell `text` letter by letter and return the frames' choices, or the one body's."""
-    frames = frames_of(text, finish, how) if stream else []
+    frames = frames_of(text, finish, form) if stream else []
     if stream:
         return [msgspec.json.decode(frame[6:])["choices"][0] for frame in frames]
-    answer, deltas = told_of(text, finish, how)
+    answer, deltas = told_of(text, finish, form)
     for delta in deltas:
         answer.collect(delta)
     return [msgspec.json.decode(answer.complete_body(1))["choices"][0]]
 
 
-def frames_of(text: str, finish: FinishReason, how: ToolCallFormat) -> list[bytes]:
-    answer, deltas = told_of(text, finish, how)
+def frames_of(text: str, finish: FinishReason, form: ToolCallFormat) -> list[bytes]:
+    answer, deltas = told_of(text, finish, form)
     return [frame for delta in deltas for frame in answer.chunks(delta)]
 
 
 def told_of(
-    text: str, finish: FinishReason, how: ToolCallFormat
+    text: str, finish: FinishReason, form: ToolCallFormat
 ) -> tuple[CompletionResponse, list[GenerationDelta]]:
     ids = iter(f"call_{n}" for n in range(9))
     answer = CompletionResponse(
@@ -605,7 +617,7 @@ def told_of(
         logprobs=False,
         vocabulary=VOCABULARY,
         new_call_id=lambda: next(ids),
-        choices=[ResponseChoice(0, ToolCallParser(how, SCHEMAS))],
+        choices=[ResponseChoice(0, ToolCallParser(form, SCHEMAS))],
     )
     deltas = [GenerationDelta(1, letter, SampledToken(0), 1, 0) for letter in text]
     deltas.append(GenerationDelta(1, "", None, 1, 0, finish))
@@ -613,7 +625,7 @@ def told_of(
 
 
 @pytest.mark.parametrize(
-    ("how", "text"),
+    ("form", "text"),
     [
         (
             QWEN_CODER,
@@ -624,10 +636,10 @@ def told_of(
     ],
     ids=["tags", "named"],
 )
-def test_calls_that_are_no_objects_are_put_together_by_the_openai_client(
-    how: ToolCallFormat, text: str
+def test_tagged_and_named_calls_are_assembled_by_the_openai_client(
+    form: ToolCallFormat, text: str
 ) -> None:
-    body = b"".join([*frames_of(text, FinishReason.STOP, how), b"data: [DONE]\n\n"])
+    body = b"".join([*frames_of(text, FinishReason.STOP, form), b"data: [DONE]\n\n"])
     served = httpx2.MockTransport(
         lambda _: httpx2.Response(200, content=body, headers={"content-type": "text/event-stream"})
     )
@@ -645,7 +657,7 @@ def test_calls_that_are_no_objects_are_put_together_by_the_openai_client(
     assert called == [("get_weather", '{"city": "Bonn"}'), ("time.now", "{}")]
 
 
-def test_calls_are_told_in_openais_shape() -> None:
+def test_calls_have_the_shape_of_openai() -> None:
     text = f"Hm. <tool_call>\n{CALL}\n</tool_call>"
     (whole,) = answer_of(text, FinishReason.STOP, stream=False)
     function = {"name": "get_weather", "arguments": '{"city": "Bonn"}'}
@@ -667,7 +679,7 @@ def test_calls_are_told_in_openais_shape() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_log_probabilities_of_plain_text_tell_where_each_token_lies(stream: bool) -> None:
+def test_logprobs_of_completions_have_text_offsets(stream: bool) -> None:
     answer = CompletionResponse(
         *("x", "m", 1, False, False, True, VOCABULARY, lambda: ""), choices=[ResponseChoice(0)]
     )
@@ -679,16 +691,16 @@ def test_log_probabilities_of_plain_text_tell_where_each_token_lies(stream: bool
     ]
     if stream:
         frames = [frame for delta in deltas for frame in answer.chunks(delta)]
-        told = [msgspec.json.decode(frame[6:])["choices"][0]["logprobs"] for frame in frames]
+        events = [msgspec.json.decode(frame[6:])["choices"][0]["logprobs"] for frame in frames]
     else:
         for delta in deltas:
             answer.collect(delta)
-        told = [msgspec.json.decode(answer.complete_body(1))["choices"][0]["logprobs"]]
-    assert [at for one in told for at in one["text_offset"]] == [0, 1, 2, 3]
-    assert told[0]["top_logprobs"][0] == {"a": -0.5, "z": -0.1}
+        events = [msgspec.json.decode(answer.complete_body(1))["choices"][0]["logprobs"]]
+    assert [at for one in events for at in one["text_offset"]] == [0, 1, 2, 3]
+    assert events[0]["top_logprobs"][0] == {"a": -0.5, "z": -0.1}
 
 
-def test_a_call_cut_short_says_length_and_no_call_says_stop() -> None:
+def test_a_truncated_call_finishes_with_length_and_plain_text_with_stop() -> None:
     (cut,) = answer_of(f"<tool_call>{CALL[:-8]}", FinishReason.LENGTH, stream=False)
     assert cut["finish_reason"] == "length"
     assert cut["message"]["content"] is None
