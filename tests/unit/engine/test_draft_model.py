@@ -20,9 +20,9 @@ from nodeagent.engine.speculative.draft_model import DraftModel, DraftModelTrait
 from nodeagent.engine.speculative.speculation import Speculation
 from nodeagent.engine.structured import grammar
 from nodeagent.engine.tokenizer.detokenizer import StopStrings, StreamDetokenizer
+from tests.unit.engine.byte_vocabulary import VOCABULARY
 from tests.unit.engine.test_speculation import statistic
 from tests.unit.engine.test_structured import COMPILER
-from tests.unit.engine.test_text import VOCABULARY
 from tests.unit.engine.tiny import SHAPE, llama
 
 GREEDY = SamplingParams(temperature=0)

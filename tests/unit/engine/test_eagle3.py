@@ -24,8 +24,8 @@ from nodeagent.engine.scheduler.sequence import Sequence, StopConditions
 from nodeagent.engine.speculative.draft_model import DraftTarget
 from nodeagent.engine.speculative.speculation import Speculation
 from nodeagent.engine.weights.eagle3_folder import EagleFolder, is_eagle_head
+from tests.unit.engine.byte_vocabulary import VOCABULARY as TEXT
 from tests.unit.engine.test_draft_model import GREEDY, generated, prompts, run, submit
-from tests.unit.engine.test_text import VOCABULARY as TEXT
 from tests.unit.engine.tiny import SHAPE, VOCABULARY, llama
 
 HIDDEN, CHOICES = SHAPE.hidden, 40

@@ -22,7 +22,7 @@ from nodeagent.engine.server.inflight_limit import InflightLimit
 from nodeagent.engine.server.open_requests import OpenRequests
 from nodeagent.engine.server.openai.generation_options import GenerationOptions
 from nodeagent.engine.server.prepared_request import PreparedRequest, Prompt
-from tests.unit.engine.test_text import VOCABULARY
+from tests.unit.engine.byte_vocabulary import VOCABULARY
 
 OPTIONS = GenerationOptions(SamplingParams(), 4, (), frozenset(), False, True, False)
 

@@ -33,8 +33,8 @@ from nodeagent.engine.speculative.ngram import MATCH_MIN, NgramProposer
 from nodeagent.engine.speculative.speculation import Speculation
 from nodeagent.engine.structured import grammar
 from nodeagent.engine.tokenizer.detokenizer import StopStrings, StreamDetokenizer
+from tests.unit.engine.byte_vocabulary import VOCABULARY
 from tests.unit.engine.test_structured import COMPILER
-from tests.unit.engine.test_text import VOCABULARY
 
 END = 256
 

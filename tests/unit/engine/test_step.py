@@ -13,7 +13,7 @@ from nodeagent.engine.scheduler.batch import Batch, BlockCopy, StepLimits
 from nodeagent.engine.scheduler.batch_scheduler import BatchScheduler
 from nodeagent.engine.scheduler.sequence import FinishReason, Sequence, StopConditions
 from nodeagent.engine.tokenizer.detokenizer import StopStrings, StreamDetokenizer
-from tests.unit.engine.test_text import VOCABULARY
+from tests.unit.engine.byte_vocabulary import VOCABULARY
 
 END = 256
 NAN = -1

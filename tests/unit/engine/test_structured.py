@@ -17,8 +17,8 @@ from nodeagent.engine.server.openai.structured_fields import requested_grammar
 from nodeagent.engine.structured import grammar
 from nodeagent.engine.structured.compiler import GrammarCompiler
 from nodeagent.engine.structured.grammar import Grammar, GrammarError
+from tests.unit.engine.byte_vocabulary import VOCABULARY
 from tests.unit.engine.test_sampling import sample_rows
-from tests.unit.engine.test_text import VOCABULARY
 
 END = 256
 COMPILER = GrammarCompiler(VOCABULARY)

@@ -36,8 +36,8 @@ from nodeagent.engine.server.openai.tool_fields import RequestTools, requested_t
 from nodeagent.engine.server.openai.tool_use import ToolUse
 from nodeagent.engine.structured import grammar
 from nodeagent.engine.structured.compiler import GrammarCompiler
+from tests.unit.engine.byte_vocabulary import VOCABULARY, byte_vocabulary
 from tests.unit.engine.test_structured import COMPILER
-from tests.unit.engine.test_text import VOCABULARY, byte_vocabulary
 
 WEATHER = {
     "name": "get_weather",
