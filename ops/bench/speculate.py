@@ -64,8 +64,8 @@ class Bench:
         self._loaded = loaded
         self._clock = clock
         speculation = loaded.engine.speculation
-        if speculation is not None and speculation.ahead is not None:
-            speculation.ahead.clock = clock
+        if speculation is not None and speculation.model is not None:
+            speculation.model.clock = clock
         self._grammars = GrammarCompiler(loaded.vocabulary)
         self._numbers = 0
 
@@ -185,7 +185,7 @@ def main() -> None:
             f" {runs.rate(True):.1f} | {gain:.2f}x |"
         )
     assert loaded.engine.speculation is not None
-    for drafter, tally in loaded.engine.speculation.tallies.items():
+    for drafter, tally in loaded.engine.speculation.counts_by_kind.items():
         print(f"\n{drafter}: {tally.accepted} of {tally.drafted} drafts held")
     for kind, found in gains.items():
         print(f"\n{kind}: {median(found):.2f}x in the median")

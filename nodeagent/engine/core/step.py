@@ -149,7 +149,9 @@ class EngineCore:
         """Tell the pipeline depth and the speculation how long the last step took."""
         self.scheduler.pipeline_depth.record_step(len(output.deltas), seconds)
         if self.speculation is not None:
-            self.speculation.timed(output.rows, seconds, decodes_only=not output.prefill_tokens)
+            self.speculation.record_step(
+                output.rows, seconds, decodes_only=not output.prefill_tokens
+            )
 
     def _begin_batch(self, now_s: float, late: list[GenerationDelta]) -> bool:
         """Begin the next batch; return False if there is nothing to compute now.
@@ -250,7 +252,7 @@ class EngineCore:
             accepted = max(sequence.output_tokens - output_before - 1, 0)
             self.scheduler.mark_computed(chunk, rejected_drafts=len(chunk.drafts) - accepted)
             if self.speculation is not None and generation.drafter is not None and sampled:
-                self.speculation.settle(generation.drafter, sampled, len(chunk.drafts))
+                self.speculation.record_results(generation.drafter, sampled, len(chunk.drafts))
             # Before the first of them may end and release the blocks that the forks start from.
             forks = self.scheduler.fork(sequence) if sampled else []
             deltas += self._emit(generation, added)

@@ -225,7 +225,7 @@ async def test_the_least_recently_used_is_dropped_and_read_again(tmp_path: Path)
     for body, said in (
         ({"lora_name": "b"}, "lora_path"),
         ({"lora_name": "../b", "lora_path": "x"}, "cannot use field 'lora_name'"),
-        ({"lora_name": "base", "lora_path": "x"}, "the model has it"),
+        ({"lora_name": "base", "lora_path": "x"}, "the model's own name"),
         ({"lora_name": "z", "lora_path": str(tmp_path / "none")}, "cannot read"),
     ):
         with pytest.raises(ApiError, match=said):
