@@ -66,7 +66,9 @@ class BlockPool:
         return [CachedBlock(block, d) for block in order if (d := self._digest[block]) is not None]
 
     def take_evicted(self) -> list[CachedBlock]:
-        """Return the cached blocks that were allocated anew since the last call."""
+        """Return the cached blocks whose content is overwritten, because they were allocated since the
+        last call.
+        """
         evicted, self._evicted = self._evicted, []
         return evicted
 
