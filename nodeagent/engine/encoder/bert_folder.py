@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 from nodeagent.engine.architecture.bert_shape import BertShape, Pooling
 from nodeagent.engine.architecture.errors import CheckpointError
 from nodeagent.engine.tokenizer.hf_tokenizer import read_tokenizer
-from nodeagent.engine.weights.hf_config import read_beside, read_json
+from nodeagent.engine.weights.hf_config import read_json, read_optional_json
 from nodeagent.engine.weights.safetensors_folder import SafetensorsFiles
 
 _CLASSIFIER: Final = "BertForSequenceClassification"
@@ -57,7 +57,7 @@ class BertFolder(SafetensorsFiles):
     def __init__(self, folder: Path) -> None:
         config: _BertConfig = read_json(folder / "config.json", _BertConfig)
         self.shape = _shape(folder, config)
-        sentence: _SentenceConfig = read_beside(
+        sentence: _SentenceConfig = read_optional_json(
             folder / "sentence_bert_config.json", _SentenceConfig
         )
         self.context_tokens = min(

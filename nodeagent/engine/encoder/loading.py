@@ -13,7 +13,7 @@ from nodeagent.engine.architecture.errors import CheckpointError
 from nodeagent.engine.encoder.bert_folder import BertFolder
 from nodeagent.engine.encoder.encoder_thread import TokenizedText
 from nodeagent.engine.kvcache.kv_format import DTYPES
-from nodeagent.engine.memory import available_bytes
+from nodeagent.engine.memory.memory_watch import available_bytes
 from nodeagent.engine.model.bert import Bert, check_bert_weights
 
 

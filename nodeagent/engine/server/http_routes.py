@@ -2,7 +2,7 @@
 
 Rule 1: health means progress. An engine with work and no finished step for `stall_s` is stalled,
 even if its socket answers.
-Rule 2: requests that need memory are refused while memory is short (`scheduler.memory_ceiling`).
+Rule 2: requests that need memory are refused while memory is short (`memory.memory_ceiling`).
 Rule 3: every error is answered in OpenAI's shape, with the request's id.
 """
 
@@ -23,7 +23,7 @@ from isochrone.wire.errors import ApiError, ErrorCode, openai_error
 from isochrone.wire.headers import REQUEST_ID
 from isochrone.wire.ids import is_request_id
 from nodeagent.engine.core.step_thread import StepThread
-from nodeagent.engine.memory import MemoryWatch, memory_uses
+from nodeagent.engine.memory.memory_watch import MemoryWatch, memory_uses
 from nodeagent.engine.server.inflight_limit import InflightLimit
 from nodeagent.engine.server.metrics import EngineStatsCollector
 

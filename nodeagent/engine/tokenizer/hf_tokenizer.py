@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 
 from nodeagent.engine.architecture.errors import CheckpointError
 from nodeagent.engine.tokenizer.vocabulary import Vocabulary
-from nodeagent.engine.weights.hf_config import DecoderConfig, read_beside, read_json
+from nodeagent.engine.weights.hf_config import DecoderConfig, read_json, read_optional_json
 
 
 class _TokenizerConfig(msgspec.Struct):
@@ -40,9 +40,9 @@ def read_folder_vocabulary(folder: Path, config: DecoderConfig) -> Vocabulary:
     if not byte_level and not file.model.get("byte_fallback"):
         raise CheckpointError(f"cannot load {path}: neither byte-level nor byte-fallback tokens")
     tokenizer = read_tokenizer(path)
-    settings = read_beside(folder / "tokenizer_config.json", _TokenizerConfig)
+    settings = read_optional_json(folder / "tokenizer_config.json", _TokenizerConfig)
     eos_token = _token_text(settings.eos_token)
-    generation = read_beside(folder / "generation_config.json", _GenerationConfig)
+    generation = read_optional_json(folder / "generation_config.json", _GenerationConfig)
     stops = [config.eos_token_id, generation.eos_token_id]
     stop_ids = {token for ids in stops for token in (ids if isinstance(ids, list) else [ids])}
     stop_ids.add(tokenizer.token_to_id(eos_token))

@@ -1,4 +1,4 @@
-"""Reading a PEFT adapter's folder, and holding it to the model that it is to change."""
+"""Reads the folder of a PEFT LoRA adapter, and checks that it fits the model."""
 
 import hashlib
 import math
@@ -17,8 +17,8 @@ from nodeagent.engine.weights.safetensors_folder import SafetensorsFiles
 
 RANK_MAX: Final = 256
 _WEIGHT: Final = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(A|B)\.weight")
-_BASE_LEFT_ALONE: Final = (True, False, None, "gaussian", "eva", "orthogonal")
-"""Beginnings of adapters that do not change the weights of their base: PiSSA and others do."""
+_INIT_KEEPS_BASE: Final = (True, False, None, "gaussian", "eva", "orthogonal")
+"""Values of `init_lora_weights` that leave the base weights unchanged; PiSSA and others do not."""
 
 
 class _AdapterConfig(msgspec.Struct):
@@ -47,10 +47,10 @@ def read_adapter(
     dtype: torch.dtype,
     bytes_max: int,
 ) -> LoraAdapter:
-    """Read the adapter in `folder` for a model of these `modules` (rows, columns).
+    """Read the adapter in `folder` for a model with these `modules`: name to (rows, columns).
 
-    Raises CheckpointError, before its weights are read, where it is for another model or asks for
-    what the engine lacks.
+    Raises CheckpointError, before weights are read, where the adapter is for another model, needs
+    a feature that the engine lacks, or takes more than `bytes_max`.
     """
     config: _AdapterConfig = read_json(folder / "adapter_config.json", _AdapterConfig)
     _check_config(folder, config)
@@ -88,7 +88,7 @@ def _check_config(folder: Path, config: _AdapterConfig) -> None:
             f"cannot load adapter {folder}: {config.peft_type} of rank {config.r}; LORA of rank 1"
             f" to {RANK_MAX} is supported"
         )
-    lacking = {
+    unsupported = {
         "use_dora": config.use_dora,
         "fan_in_fan_out": config.fan_in_fan_out,
         "bias": config.bias != "none",
@@ -100,29 +100,32 @@ def _check_config(folder: Path, config: _AdapterConfig) -> None:
         "alora_invocation_tokens": config.alora_invocation_tokens,
         "use_bdlora": config.use_bdlora,
         f"init_lora_weights {config.init_lora_weights!r:.40}": config.init_lora_weights
-        not in _BASE_LEFT_ALONE,
+        not in _INIT_KEEPS_BASE,
     }
-    asked = [name for name, value in lacking.items() if value]
-    if asked or not math.isfinite(config.lora_alpha):
+    used = [name for name, value in unsupported.items() if value]
+    if used or not math.isfinite(config.lora_alpha):
         raise CheckpointError(
-            f"cannot load adapter {folder}: {', '.join(asked) or 'its lora_alpha'} is unsupported"
+            f"cannot load adapter {folder}: {', '.join(used) or 'its lora_alpha'} is unsupported"
         )
 
 
 def _check_tensors(
     folder: Path, source: SafetensorsFiles, rank: int, modules: Mapping[str, tuple[int, int]]
 ) -> dict[str, tuple[str, str]]:
-    """Hold every weight's name and shape to the model; reads none. Both names, by module."""
+    """Check the name and shape of every tensor from the headers alone.
+
+    Returns the names of the (down, up) tensors by module.
+    """
     halves: dict[str, dict[str, str]] = {}
     for name in source.names():
         matched = _WEIGHT.fullmatch(name)
         if matched is None or matched[1] not in modules:
             raise CheckpointError(
-                f"cannot load adapter {folder}: {name[:200]} changes nothing that this model has"
+                f"cannot load adapter {folder}: {name[:200]} belongs to no module of this model"
             )
         halves.setdefault(matched[1], {})[matched[2]] = name
     if not halves:
-        raise CheckpointError(f"cannot load adapter {folder}: it changes nothing")
+        raise CheckpointError(f"cannot load adapter {folder}: it has no weights")
     for module, names in halves.items():
         if len(names) != 2:
             raise CheckpointError(f"cannot load adapter {folder}: half of {module} is missing")

@@ -1,8 +1,8 @@
-"""The folder of an EAGLE-3 head, as its authors and others publish it: `LlamaForCausalLMEagle3`.
+"""Reads the folder of an EAGLE-3 draft head (`LlamaForCausalLMEagle3`).
 
-One layer (`midlayer.`, or `layers.0.`), `fc` over three hidden states of the served model, `norm`,
-and `lm_head` over a vocabulary of its own: `d2t` is what to add to its tokens to get the model's.
-vLLM's speculators (`Eagle3Speculator`) have the same, the layer's numbers in a config of its own.
+It has one layer (`midlayer.` or `layers.0.`), `fc` over three hidden states of the served model,
+`norm`, and `lm_head` over a smaller draft vocabulary: `d2t` + draft token is the served model's
+token. vLLM's speculators (`Eagle3Speculator`) are the same, with the shape in a nested config.
 """
 
 from pathlib import Path
@@ -27,13 +27,13 @@ class _ArchitecturesConfig(msgspec.Struct):
 
 
 class EagleConfig(msgspec.Struct):
-    """Which hidden states a head was trained on, where it says so."""
+    """The nested part of config.json that may name the hidden states the head was trained on."""
 
     eagle_aux_hidden_state_layer_ids: list[int] | None = None
 
 
 class EagleHeadConfig(DecoderConfig):
-    """What config.json of a head adds to that of a decoder."""
+    """config.json of a head: that of a decoder and more."""
 
     draft_vocab_size: int | None = None
     target_hidden_size: int | None = None
@@ -46,7 +46,7 @@ class EagleHeadConfig(DecoderConfig):
 
 
 def is_eagle_head(folder: Path) -> bool:
-    """True where `folder` holds an EAGLE-3 head."""
+    """Return whether `folder` holds an EAGLE-3 head."""
     path = folder / "config.json"
     if not path.exists():
         return False
@@ -55,7 +55,7 @@ def is_eagle_head(folder: Path) -> bool:
 
 
 class EagleFolder(SafetensorsFiles):
-    """A head's weights and numbers."""
+    """The weights, the shape and the config of a head."""
 
     def __init__(self, folder: Path) -> None:
         self.config = _read(folder / "config.json")
@@ -74,55 +74,54 @@ class EagleFolder(SafetensorsFiles):
         self.target_hidden = self.config.target_hidden_size or self.shape.hidden
 
     def parameters(self) -> int:
-        """Weights in all."""
+        """Return the number of weights."""
         shape = self.shape
         attention = shape.hidden * shape.head_dim * (3 * shape.heads + 4 * shape.kv_heads)
         mlp = 3 * shape.hidden * shape.intermediate
         fused = _HIDDEN_STATES * self.target_hidden * shape.hidden
-        own = self.has("embed_tokens.weight")
-        tables = (self.choices + (shape.vocabulary if own else 0)) * shape.hidden
+        has_embeddings = self.has("embed_tokens.weight")
+        tables = (self.choices + (shape.vocabulary if has_embeddings else 0)) * shape.hidden
         return attention + mlp + fused + tables
 
     def layers_heard(self, layers: int) -> tuple[int, ...]:
-        """Return before which of the served model's `layers` its hidden states are taken."""
-        said = (
-            self.config.eagle_config and self.config.eagle_config.eagle_aux_hidden_state_layer_ids
-        )
-        # vLLM's name layers by what goes into them; others by what comes out, and into the next.
-        heard = self.config.eagle_aux_hidden_state_layer_ids
-        heard = heard or [one + 1 for one in said or ()] or [2, layers // 2, layers - 3]
-        if len(heard) != _HIDDEN_STATES or not all(0 <= one < layers for one in heard):
+        """Return the layers of the served model (of `layers`) whose inputs the head reads."""
+        # vLLM's speculators name the layers that a state is the input of, others the layers that it
+        # is the output of.
+        config = self.config.eagle_config
+        outputs = (config.eagle_aux_hidden_state_layer_ids if config else None) or ()
+        recorded = self.config.eagle_aux_hidden_state_layer_ids
+        recorded = recorded or [layer + 1 for layer in outputs] or [2, layers // 2, layers - 3]
+        if len(recorded) != _HIDDEN_STATES or not all(0 <= layer < layers for layer in recorded):
             raise CheckpointError(
-                f"cannot draft with {self._folder}: hidden states before layers {heard} of a model"
-                f" of {layers}: three within it are needed"
+                f"cannot draft with {self._folder}: hidden states before layers {recorded} of a"
+                f" model of {layers}: three within it are needed"
             )
-        return tuple(heard)
+        return tuple(recorded)
 
     def targets(self) -> torch.Tensor:
-        """Return the served model's token for each of the head's own."""
-        own = torch.arange(self.choices)
+        """Return the served model's token of each draft token."""
+        draft_tokens = torch.arange(self.choices)
         if not self.has("d2t"):
             if self.choices == self.shape.vocabulary:
-                return own
+                return draft_tokens
             raise CheckpointError(f"cannot read {self._folder}: it lacks d2t")
-        added = self.integers("d2t", (self.choices,))
-        targets = own + added
+        offsets = self.integers("d2t", (self.choices,))
+        targets = draft_tokens + offsets
         if int(targets.min()) < 0 or int(targets.max()) >= self.shape.vocabulary:
             raise CheckpointError(
-                f"cannot read {self._folder}: d2t leads out of {self.shape.vocabulary} tokens"
+                f"cannot read {self._folder}: d2t gives tokens outside the vocabulary of"
+                f" {self.shape.vocabulary}"
             )
         return targets
 
 
 def _read(path: Path) -> EagleHeadConfig:
-    said: dict[str, Any] = read_json(path, dict[str, Any])
-    layer = said.get("transformer_layer_config")
+    content: dict[str, Any] = read_json(path, dict[str, Any])
+    layer = content.get("transformer_layer_config")
     try:
-        config = msgspec.convert({**(layer or {}), **said}, EagleHeadConfig)
+        config = msgspec.convert({**(layer or {}), **content}, EagleHeadConfig)
     except (msgspec.ValidationError, TypeError) as error:
         raise CheckpointError(f"cannot read {path}: {error}") from error
     if config.norm_before_fc or config.norm_output or config.fc_norm:
-        raise CheckpointError(
-            f"cannot draft with {path.parent}: more norms than one are unsupported"
-        )
+        raise CheckpointError(f"cannot draft with {path.parent}: more than one norm is unsupported")
     return config

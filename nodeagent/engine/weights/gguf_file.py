@@ -1,7 +1,8 @@
-"""A GGUF file, or its parts, as a source of fp32 weights under their Hugging Face names.
+"""Reads weights from a GGUF file, or from its parts, by their Hugging Face names.
 
-GGUF files of the Llama family keep the rows of query and key so that neighbours are rotated as a
-pair; the model here rotates halves as Hugging Face's does. The rows are put back on reading.
+GGUF files of the Llama family interleave the rows of queries and keys: neighbouring rows are
+rotated as a pair. The models here rotate halves, as Hugging Face's do, so that rows are
+de-interleaved when they are read.
 """
 
 import math
@@ -58,11 +59,11 @@ _NAMES: Final = {
 }
 _LAYER: Final = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
 _EXPERT: Final = re.compile(r"(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)")
-_TURNED_AS_NEIGHBOURS: Final = frozenset({"llama", "mixtral"})
+_INTERLEAVED_FAMILIES: Final = frozenset({"llama", "mixtral"})
 
 
 class GgufFile(WeightSource):
-    """One GGUF file, or all its parts where it is the first of several."""
+    """One GGUF file, or all parts of a split one."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -86,7 +87,7 @@ class GgufFile(WeightSource):
         return self._path
 
     def filed_bits(self) -> Counter[int]:
-        """Return how many weights there are of so many bits: see `layers.linear.bytes_kept`."""
+        """Return the number of weights by their size in the file; see `LinearBackend`."""
         counts: Counter[int] = Counter()
         for entry in self._tensors.values():
             bits = BITS_OF.get(GGMLQuantizationType(entry.kind), 32)
@@ -94,17 +95,17 @@ class GgufFile(WeightSource):
         return counts
 
     def has(self, name: str) -> bool:
-        """True where the files hold `name` (a Hugging Face name)."""
-        return _place(name)[0] in self._tensors
+        """Return whether the files hold `name` (a Hugging Face name)."""
+        return _gguf_name(name)[0] in self._tensors
 
     def check(self, name: str, shape: tuple[int, ...], cut: WeightSlice | None = None) -> None:
-        """Raise CheckpointError where `name` is missing, of another shape, or cannot be cut so."""
+        """Raise CheckpointError where `name` is missing, misshapen, or cannot be sliced so."""
         entry, _ = self._entry(name, shape)
         if cut is not None:
-            self._span(entry, cut)
+            self._column_bytes(entry, cut)
 
     def tensor(self, name: str, shape: tuple[int, ...], cut: WeightSlice | None = None) -> Tensor:
-        """Read and dequantise one weight, or a part of it."""
+        """Read and dequantise one weight, or a slice of it."""
         entry, first_row = self._entry(name, shape)
         kind = GGMLQuantizationType(entry.kind)
         try:
@@ -113,12 +114,12 @@ class GgufFile(WeightSource):
             raise CheckpointError(
                 f"cannot read {entry.path}: {entry.name} is {kind.name}, which has no reader"
             ) from error
-        return self._turned(name, weights.view(cut.shape if cut else shape))
+        return self._deinterleave(name, weights.view(cut.shape if cut else shape))
 
     def groups(
         self, name: str, shape: tuple[int, ...], cut: WeightSlice | None = None
     ) -> GgufBlocks | None:
-        """Read one matrix as the file quantises it; None where that is not of these kinds."""
+        """Return one matrix as quantised blocks; None unless its type has groups of 32."""
         entry, first_row = self._entry(name, shape)
         kind = GGMLQuantizationType(entry.kind)
         if kind not in IN_GROUPS:
@@ -126,12 +127,12 @@ class GgufFile(WeightSource):
 
         def read() -> Tensor:
             packed = torch.from_numpy(self._packed(entry, first_row, shape, cut))
-            return self._turned(name, packed)
+            return self._deinterleave(name, packed)
 
         columns = cut.shape[-1] if cut else shape[-1]
-        if not self._is_whole(name, shape, cut):
+        if not self._is_contiguous(name, shape, cut):
             return blocks_of(read(), columns, kind)
-        start, rows, _ = self._place_of(entry, first_row, shape, cut)
+        start, rows, _ = self._rows_of(entry, first_row, shape, cut)
         head_rows = self._head_rows(name)
         place = RowsInFile(entry.path, start, (rows, columns), kind.name, head_rows, read)
         return blocks_of(place, columns, kind)
@@ -139,40 +140,40 @@ class GgufFile(WeightSource):
     def stored(
         self, name: str, shape: tuple[int, ...], cut: WeightSlice | None = None
     ) -> StoredTensor | None:
-        """Return where a weight of floats lies, or a part; None where that is not in one piece."""
+        """Return where a float weight, or a slice of it, lies; None unless it is contiguous."""
         entry, first_row = self._entry(name, shape)
         kind = GGMLQuantizationType(entry.kind)
-        if kind not in FLOATS or not self._is_whole(name, shape, cut):
+        if kind not in FLOATS or not self._is_contiguous(name, shape, cut):
             return None
-        start, _, _ = self._place_of(entry, first_row, shape, cut)
+        start, _, _ = self._rows_of(entry, first_row, shape, cut)
         part = cut.shape if cut else shape
         return StoredTensor(entry.path, start, part, kind.name, self._head_rows(name))
 
-    def _is_whole(self, name: str, shape: tuple[int, ...], cut: WeightSlice | None) -> bool:
-        """True where it lies in one piece, as whole tiles of rows where those are turned."""
-        by_columns = cut is not None and cut.axis == len(shape) - 1
-        return not by_columns and self._head_rows(name) % PANEL_ROWS == 0
+    def _is_contiguous(self, name: str, shape: tuple[int, ...], cut: WeightSlice | None) -> bool:
+        """Return whether the slice lies in one piece; interleaved heads must be whole panels."""
+        slices_columns = cut is not None and cut.axis == len(shape) - 1
+        return not slices_columns and self._head_rows(name) % PANEL_ROWS == 0
 
     def _head_rows(self, name: str) -> int:
-        """Return how many rows are turned together: those of a head; 0 where none are."""
+        """Return the rows of one interleaved head; 0 where the rows of `name` are in order."""
         queries_or_keys = name.endswith(("q_proj.weight", "k_proj.weight"))
-        turned = queries_or_keys and self.shape.family in _TURNED_AS_NEIGHBOURS
-        return self.shape.head_dim if turned else 0
+        is_interleaved = queries_or_keys and self.shape.family in _INTERLEAVED_FAMILIES
+        return self.shape.head_dim if is_interleaved else 0
 
-    def _turned(self, name: str, rows: Tensor) -> Tensor:
-        """Put the rows of queries and keys back into the order of Hugging Face's."""
+    def _deinterleave(self, name: str, rows: Tensor) -> Tensor:
+        """Return rows of queries or keys in Hugging Face's order."""
         head_rows = self._head_rows(name)
-        return _halves(rows, len(rows) // head_rows) if head_rows else rows
+        return _split_halves(rows, len(rows) // head_rows) if head_rows else rows
 
     def _entry(self, name: str, shape: tuple[int, ...]) -> tuple[TensorEntry, int]:
-        """Return the tensor that holds `name` and at which of its rows that begins."""
-        place, expert = _place(name)
-        entry = self._tensors.get(place)
+        """Return the tensor that holds `name`, and the first of its rows that belongs to it."""
+        gguf_name, expert = _gguf_name(name)
+        entry = self._tensors.get(gguf_name)
         if entry is None:
-            raise CheckpointError(f"cannot read {self._path}: it lacks {place}")
+            raise CheckpointError(f"cannot read {self._path}: it lacks {gguf_name}")
         found = entry.shape
         if expert is not None:
-            # All experts lie in one tensor, one below the other.
+            # One tensor holds all experts, stacked.
             found = found[1:] if len(found) == 3 and expert < found[0] else ()
         if found != shape:
             raise CheckpointError(
@@ -183,28 +184,28 @@ class GgufFile(WeightSource):
     def _packed(
         self, entry: TensorEntry, first_row: int, shape: tuple[int, ...], cut: WeightSlice | None
     ) -> np.ndarray:
-        """Return the bytes of the rows asked for, or of a part of them: [rows, bytes of a row]."""
+        """Read the bytes of the rows, or of a slice of them: [rows, bytes of a row]."""
         span = slice(None)
         if cut is not None and cut.axis == len(shape) - 1:
-            span = self._span(entry, cut)
-        start, rows, row_bytes = self._place_of(entry, first_row, shape, cut)
-        # Read, not mapped: a page at a time takes longer.
+            span = self._column_bytes(entry, cut)
+        start, rows, row_bytes = self._rows_of(entry, first_row, shape, cut)
+        # Read, not mapped: page faults take longer.
         packed = np.empty((rows, row_bytes), np.uint8)
         read_into(packed.data.cast("B"), self._files[entry.path], start, entry.path)
         return np.ascontiguousarray(packed[:, span])
 
-    def _place_of(
+    def _rows_of(
         self, entry: TensorEntry, first_row: int, shape: tuple[int, ...], cut: WeightSlice | None
     ) -> tuple[int, int, int]:
-        """Return where in their file these rows begin, how many they are, and the bytes of each."""
+        """Return the offset of the rows in the file, their number, and the bytes of each."""
         rows = math.prod(shape[:-1])
         if cut is not None and cut.axis != len(shape) - 1:
             first_row, rows = first_row + cut.start, cut.end - cut.start
         row_bytes = entry.size_bytes // math.prod(entry.shape[:-1])
         return entry.start + first_row * row_bytes, rows, row_bytes
 
-    def _span(self, entry: TensorEntry, cut: WeightSlice) -> slice:
-        """Return which bytes of a row are the columns of `cut`; all of them where it cuts rows."""
+    def _column_bytes(self, entry: TensorEntry, cut: WeightSlice) -> slice:
+        """Return the bytes of a row that hold the columns of `cut`; all where it slices rows."""
         if cut.axis != len(cut.whole) - 1:
             return slice(None)
         weights, size = GGML_QUANT_SIZES[GGMLQuantizationType(entry.kind)]
@@ -216,8 +217,8 @@ class GgufFile(WeightSource):
         return slice(cut.start // weights * size, cut.end // weights * size)
 
 
-def _place(name: str) -> tuple[str, int | None]:
-    """Return what the file calls `name`, and which expert's part of that it is."""
+def _gguf_name(name: str) -> tuple[str, int | None]:
+    """Return the GGUF name of `name`, and the expert whose part of that tensor it is."""
     layer = _LAYER.fullmatch(name)
     if layer is None:
         return _NAMES.get(name, name), None
@@ -228,7 +229,7 @@ def _place(name: str) -> tuple[str, int | None]:
     return f"blk.{number}.{_LAYER_NAMES[part]}.{kind}", None
 
 
-def _halves(weights: Tensor, heads: int) -> Tensor:
-    """Put rows kept as rotated neighbours back into rotated halves."""
+def _split_halves(weights: Tensor, heads: int) -> Tensor:
+    """De-interleave rows: those of the first halves of each head, then those of the second."""
     rows, columns = weights.shape
     return weights.view(heads, rows // heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)

@@ -1,4 +1,4 @@
-"""A Hugging Face folder: config.json, and one or many *.safetensors files."""
+"""Reads a Hugging Face folder: config.json, and one or many *.safetensors files."""
 
 import math
 import os
@@ -22,7 +22,7 @@ INTEGERS: Final = frozenset({"I64", "I32"})
 
 
 class SafetensorsFiles(WeightSource):
-    """The weights of one Hugging Face folder, in one file or in those of an index."""
+    """The weights of a folder, in one file or in the files of an index."""
 
     def __init__(self, folder: Path, name: str = "model.safetensors") -> None:
         self._folder = folder
@@ -43,26 +43,26 @@ class SafetensorsFiles(WeightSource):
         return list(self._stored)
 
     def filed_bits(self) -> Counter[int]:
-        """Return how many weights there are of so many bits: see `layers.linear.bytes_kept`."""
+        """Return the number of weights by their size in the file; see `LinearBackend`."""
         counts: Counter[int] = Counter()
         for stored in self._stored.values():
             counts[16 if stored.kind in _HALVES else 32] += math.prod(stored.shape)
         return counts
 
     def has(self, name: str) -> bool:
-        """True where the files hold `name`."""
+        """Return whether the files hold `name`."""
         return name in self._stored
 
     def check(self, name: str, shape: tuple[int, ...], cut: WeightSlice | None = None) -> None:
-        """Raise CheckpointError where `name` is missing, of another shape, or no float."""
+        """Raise CheckpointError where `name` is missing, misshapen, or not a float."""
         self._check(name, shape, FLOATS, "a float")
 
     def integers(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """Read a table of whole numbers."""
-        return self._read(self._check(name, shape, INTEGERS, "a whole number")).long()
+        """Read a tensor of integers."""
+        return self._read(self._check(name, shape, INTEGERS, "an integer")).long()
 
     def _check(
-        self, name: str, shape: tuple[int, ...], kinds: frozenset[str], wanted: str
+        self, name: str, shape: tuple[int, ...], kinds: frozenset[str], expected: str
     ) -> StoredTensor:
         stored = self._stored.get(name)
         if stored is None:
@@ -73,14 +73,14 @@ class SafetensorsFiles(WeightSource):
             )
         if stored.kind not in kinds:
             raise CheckpointError(
-                f"cannot read {self._folder}: {name} is {stored.kind}, {wanted} is expected"
+                f"cannot read {self._folder}: {name} is {stored.kind}, {expected} is expected"
             )
         return stored
 
     def stored(
         self, name: str, shape: tuple[int, ...], cut: WeightSlice | None = None
     ) -> StoredTensor | None:
-        """Return where a weight lies, or a part of it; None where that is not in one piece."""
+        """Return where a weight, or a slice of it, lies; None where that is not contiguous."""
         stored = self._check(name, shape, FLOATS, "a float")
         if cut is None:
             return stored
@@ -89,7 +89,7 @@ class SafetensorsFiles(WeightSource):
     def tensor(
         self, name: str, shape: tuple[int, ...], cut: WeightSlice | None = None
     ) -> torch.Tensor:
-        """Read one weight as it is stored, or a part of it."""
+        """Read one weight, or a slice of it, in the dtype it is stored in."""
         stored = self.stored(name, shape, cut)
         if stored is not None or cut is None:
             return self._read(stored or self._stored[name])
@@ -101,16 +101,16 @@ class SafetensorsFiles(WeightSource):
     def _open(self, path: Path, opened: ExitStack) -> None:
         check_regular_file(path)
         try:
-            # What it opens is sound.
+            # safe_open checks the header; `stored_tensors` then reads it without checks.
             with safe_open(path, framework="pt"):
                 found = stored_tensors(path)
             self._files[path] = os.open(path, os.O_RDONLY)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"cannot read {path}: {error}") from error
         opened.callback(os.close, self._files[path])
-        twice = next((name for name in found if name in self._stored), None)
-        if twice is not None:
-            raise CheckpointError(f"cannot read {path}: {twice!r} is in another file too")
+        duplicate = next((name for name in found if name in self._stored), None)
+        if duplicate is not None:
+            raise CheckpointError(f"cannot read {path}: {duplicate!r} is in another file too")
         self._stored |= found
 
     def _file_names(self) -> list[str]:
@@ -123,12 +123,14 @@ class SafetensorsFiles(WeightSource):
         files = sorted({str(name) for name in names.values()})
         for name in files:
             if Path(name).name != name or not name.endswith(".safetensors"):
-                raise CheckpointError(f"cannot read {index}: {name!r} is no file of this folder")
+                raise CheckpointError(
+                    f"cannot read {index}: {name!r} is not a .safetensors file of this folder"
+                )
         return files
 
 
 class SafetensorsFolder(SafetensorsFiles):
-    """A decoder's folder: its weights and its shape."""
+    """The weights, the config and the shape of a decoder."""
 
     def __init__(self, folder: Path) -> None:
         self.config: DecoderConfig = read_json(folder / "config.json", DecoderConfig)

@@ -1,6 +1,6 @@
-"""Where in a file each weight lies, and reading it from there.
+"""Locates tensors in files, and reads them without the safetensors package.
 
-What the safetensors package has opened is sound: it holds lengths and offsets against the file.
+That package has opened the file before, and has checked all lengths and offsets.
 """
 
 import math
@@ -29,38 +29,38 @@ _DTYPES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where a weight lies, in one piece and row behind row."""
+    """A tensor that lies contiguously in a file, in row-major order."""
 
     path: Path
     start: int
     shape: tuple[int, ...]
     kind: str
-    """What safetensors calls its numbers."""
+    """The dtype, by its safetensors name."""
     head_rows: int = 0
-    """Of so many rows, the first half and the second are filed as neighbours; 0 where none are."""
+    """Not 0: within each `head_rows` rows the file interleaves the first and the second half."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """What torch calls its numbers."""
+        """The dtype in torch."""
         return _DTYPES[self.kind]
 
     def rows(self, first: int, end: int) -> "StoredTensor":
-        """Return some of its rows."""
+        """Return rows [first, end) of it."""
         row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
         start, shape = self.start + first * row_bytes, (end - first, *self.shape[1:])
         return StoredTensor(self.path, start, shape, self.kind, self.head_rows)
 
     def read(self, file: int) -> Tensor:
-        """Read it from its open file, as it lies there."""
+        """Read it from its open file."""
         packed = torch.empty(math.prod(self.shape) * self.dtype.itemsize, dtype=torch.uint8)
         read_into(packed.numpy().data, file, self.start, self.path)
         return packed.view(self.dtype).view(self.shape)
 
 
 def check_regular_file(path: Path) -> None:
-    """Raise CheckpointError where `path` is no plain file: opening a pipe waits without end."""
+    """Raise CheckpointError unless `path` is a regular file: opening a pipe would block forever."""
     if path.exists() and not path.is_file():
-        raise CheckpointError(f"cannot read {path}: it is no plain file")
+        raise CheckpointError(f"cannot read {path}: it is not a regular file")
 
 
 class _Entry(msgspec.Struct):
@@ -70,7 +70,7 @@ class _Entry(msgspec.Struct):
 
 
 def stored_tensors(path: Path) -> dict[str, StoredTensor]:
-    """Return where each weight of a safetensors file lies."""
+    """Return all tensors of a safetensors file, by name."""
     with path.open("rb") as file:
         (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
         header = msgspec.json.decode(file.read(length), type=dict[str, msgspec.Raw])
@@ -84,7 +84,10 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
 
 
 def read_into(left: memoryview, file: int, start: int, path: Path) -> None:
-    """Fill `left` from `start` on; the system gives two GiB at a time at most."""
+    """Fill `left` from offset `start` on, in several reads: each returns at most 2 GiB.
+
+    Raises CheckpointError where the file ends too early.
+    """
     while left:
         try:
             taken = os.preadv(file, [left], start)

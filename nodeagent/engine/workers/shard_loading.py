@@ -18,7 +18,7 @@ from nodeagent.engine.draft_loading import DraftModelFiles, Eagle3HeadFiles, Tar
 from nodeagent.engine.kernels.selection import choose_linear
 from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS
 from nodeagent.engine.kvcache.kv_format import DTYPES, KV_DTYPES, KvFormat
-from nodeagent.engine.memory import available_bytes
+from nodeagent.engine.memory.memory_watch import available_bytes
 from nodeagent.engine.model.families import build_model
 from nodeagent.engine.speculative.draft_model import DraftModel
 from nodeagent.engine.weights.checkpoint import Checkpoint

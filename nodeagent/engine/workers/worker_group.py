@@ -195,7 +195,7 @@ class WorkerGroup:
             raise WorkerLost(f"cannot go on without rank {worker.rank}: it has ended")
         reply: CommandDone | ShardRefused = _reply_decoder.decode(message)
         if isinstance(reply, ShardRefused):
-            raise CheckpointError(f"rank {worker.rank}: {reply.why}")
+            raise CheckpointError(f"rank {worker.rank}: {reply.reason}")
         return reply
 
 

@@ -140,7 +140,7 @@ def drafts(path: Path, kind: str, tensor: int, pipeline: int) -> list[Any]:
             tokens = answer(loaded, drafts=True, answers=1)
             outputs.append([tokens, loaded.engine.speculation.counts()])
             runner: Any = loaded.engine._executor
-            features.append(getattr(runner, "_runner", runner).beside)
+            features.append(getattr(runner, "_runner", runner).token_states)
         if kind == "head":
             first, second = (recorded._slots for recorded in features)
             assert first.abs().sum() > 1

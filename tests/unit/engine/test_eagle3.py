@@ -241,7 +241,7 @@ def test_a_speculators_head_drafts_as_its_authors_own(tmp_path: Path) -> None:
     for odd, says in (
         ({"transformer_layer_config": 7}, "cannot read"),
         ({"transformer_layer_config": {}}, "missing required field"),
-        ({"norm_before_fc": True}, "more norms than one"),
+        ({"norm_before_fc": True}, "more than one norm"),
     ):
         (tmp_path / "config.json").write_text(json.dumps(said | odd))
         with pytest.raises(CheckpointError, match=says):
@@ -254,7 +254,7 @@ def test_a_head_may_name_its_layers_and_lead_nowhere(tmp_path: Path) -> None:
     said = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}}
     folder = EagleFolder(write_head(tmp_path, weights, **said))
     assert folder.layers_heard(4) == (1, 2, 3)
-    with pytest.raises(CheckpointError, match="d2t leads out of"):
+    with pytest.raises(CheckpointError, match="d2t gives tokens outside"):
         folder.targets()
     folder.close()
     assert is_eagle_head(tmp_path)

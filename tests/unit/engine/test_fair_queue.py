@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from nodeagent.engine.kvcache.block_pool import BlockPool
 from nodeagent.engine.scheduler.batch import StepLimits
 from nodeagent.engine.scheduler.batch_scheduler import BatchScheduler
-from nodeagent.engine.scheduler.fair_queue import FairQueue, SchedulingParams
+from nodeagent.engine.scheduler.fair_queue import SchedulingParams, VirtualClock
 from nodeagent.engine.scheduler.sequence import Sequence, StopConditions
 from tests.unit.engine.test_batch_scheduler import make, play
 
@@ -62,7 +62,7 @@ def test_a_sequence_earlier_in_the_queue_is_not_preempted_by_higher_priority() -
     scheduler = make(sequences=1)
     scheduler.submit(request(1, priority=10))
     play(scheduler, scheduler.next_batch())
-    scheduler.fair_queue.advance(200_000)
+    scheduler.virtual_clock.advance(200_000)
     scheduler.submit(request(2, priority=90))
     play(scheduler, scheduler.next_batch())
     assert [s.number for s in scheduler.running] == [1]
@@ -74,18 +74,18 @@ def test_a_sequence_earlier_in_the_queue_is_not_preempted_by_higher_priority() -
 def test_low_priority_does_not_starve_behind_endless_high_priority(
     priority: int, prompt: int
 ) -> None:
-    queue = FairQueue()
-    mine = queue.assign_start(SchedulingParams(priority=priority), 10, 10)
+    clock = VirtualClock()
+    mine = clock.assign_start(SchedulingParams(priority=priority), 10, 10)
     for _ in range(100_000 // prompt + 2):
-        queue.advance(prompt)
-    assert queue.assign_start(SchedulingParams(priority=100), prompt, 10) > mine
+        clock.advance(prompt)
+    assert clock.assign_start(SchedulingParams(priority=100), prompt, 10) > mine
 
 
 def test_the_number_of_remembered_sessions_is_bounded() -> None:
-    queue = FairQueue()
+    clock = VirtualClock()
     for number in range(20_000):
-        queue.assign_start(SchedulingParams(session=b"%d" % number), 10, 10)
-    assert len(queue._session_finish) <= 4096
+        clock.assign_start(SchedulingParams(session=b"%d" % number), 10, 10)
+    assert len(clock._session_finish) <= 4096
 
 
 @settings(deadline=None, max_examples=60)
@@ -122,7 +122,7 @@ def test_every_request_finishes_or_misses_its_deadline(
         if arriving:
             leap, sequence = arriving.pop(0)
             # Tokens computed meanwhile, which may use up a lead by priority.
-            scheduler.fair_queue.advance(leap)
+            scheduler.virtual_clock.advance(leap)
             scheduler.submit(sequence)
         first = min(
             (*scheduler.running, *scheduler.waiting), key=lambda s: (s.virtual_start, s.number)

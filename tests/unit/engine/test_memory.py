@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from isochrone.wire.errors import ApiError, ErrorCode
-from nodeagent.engine.memory import MemoryWatch, memory_uses
-from nodeagent.engine.scheduler.memory_ceiling import MemoryUse, refusal_reason
+from nodeagent.engine.memory.memory_ceiling import MemoryUse, refusal_reason
+from nodeagent.engine.memory.memory_watch import MemoryWatch, memory_uses
 
 MIB = 1024 * 1024
 GIB = 1024 * MIB

@@ -61,14 +61,7 @@ INLINED lanes halves(lanes one, lanes other, const int apart, const int second) 
             from[at] = at & apart ? LANES + at : at + apart;
         else
             from[at] = at & apart ? LANES + at - apart : at;
-#if defined(__clang__)
-    lanes both;
-    for (int at = 0; at < LANES; at++)
-        both[at] = from[at] < LANES ? one[from[at]] : other[from[at] - LANES];
-    return both;
-#else
-    return __builtin_shuffle(one, other, from);
-#endif
+    return (lanes)_mm512_permutex2var_ps((__m512)one, (__m512i)from, (__m512)other);
 }
 
 /* Sixteen vectors turned about: the first gets the first lane of each, and so on. */
