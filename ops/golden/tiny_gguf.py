@@ -8,7 +8,8 @@ from gguf import GGUFWriter, get_tensor_name_map
 from gguf.constants import MODEL_ARCH
 from torch import Tensor
 
-from nodeagent.engine.model.layers.rope import Llama3Scaling, inverse_frequencies
+from nodeagent.engine.architecture.rope_scaling import Llama3Scaling
+from nodeagent.engine.model.rotary import inverse_frequencies
 from ops.golden import tiny
 
 ARCHITECTURES: Final = {

@@ -1,4 +1,4 @@
-"""A standby becomes the engine that it is told to become, and ends with whoever kept it."""
+"""A standby becomes the engine of its order, and ends with its agent."""
 
 import asyncio
 import subprocess
@@ -36,7 +36,7 @@ def standby(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Standby:
 
 @pytest.mark.model
 @pytest.mark.parametrize("stages", [1, 2])
-async def test_a_standby_serves_what_it_is_told(
+async def test_a_standby_serves_the_model_of_its_order(
     standby: Standby, short_folder: Path, model_path: Path, stages: int
 ) -> None:
     config = EngineConfig(
@@ -72,7 +72,7 @@ async def test_a_standby_serves_what_it_is_told(
         engine.wait(20)
 
 
-def test_a_standby_ends_with_its_keeper_and_a_dead_one_is_not_used(
+def test_a_standby_ends_with_its_agent_and_ignores_orders_of_a_dead_one(
     standby: Standby, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted = command(tmp_path)
