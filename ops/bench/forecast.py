@@ -98,8 +98,9 @@ def cost(series: int = 200, slots: int = 50) -> str:
     each_us = 1e6 * (learned - began) / series / slots
     return (
         f"A series learns a slot in {each_us:.0f} us and tells its three horizons in "
-        f"{1e6 * (predicted - learned) / series:.0f} us; saved it has {len(serialize(many[0]))} bytes."
-        f" So twenty thousand series take {each_us * 20_000 / 1e6:.1f} s of a core in ten minutes."
+        f"{1e6 * (predicted - learned) / series:.0f} us; saved it has "
+        f"{len(serialize(many[0]))} bytes. So twenty thousand series take "
+        f"{each_us * 20_000 / 1e6:.1f} s of a core in ten minutes."
     )
 
 

@@ -24,7 +24,7 @@ from scheduler.decide.capacity.distances import Distances
 from scheduler.decide.cluster import ClusterState, PopDistance
 from scheduler.decide.placement import plan_prefetch
 from scheduler.decide.placement.planner import PlanLimits, plan_deployments
-from scheduler.decide.whatif.simulation import apply_plan
+from scheduler.decide.whatif.simulation import ClusterSnapshot, apply_plan
 from scheduler.planner.__main__ import GC_THRESHOLDS
 
 SIZES: Final = ((20, 15, 20), (80, 50, 50), (335, 190, 100))
@@ -132,7 +132,7 @@ def row_of(world: PlanetWorld, cluster: ClusterState, minutes: int) -> str:
 
 def timed(path: Path, times: int = 5) -> str:
     """Return a line with the CPU time of the plan of a saved cluster."""
-    cluster = msgspec.json.decode(path.read_bytes(), type=Picture).cluster
+    cluster = msgspec.json.decode(path.read_bytes(), type=ClusterSnapshot).cluster
     turns = [planned(cluster)[0] for _ in range(times)]
     return (
         f"{path.name}: {len(cluster.nodes)} nodes, {len(cluster.demand)} demand rows, "
