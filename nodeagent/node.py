@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 
 from isochrone.service.control import Progress
 from isochrone.service.identity import Identity
-from isochrone.wire.assignment import Assignment, PeerSource, Prefetch, Revoked
+from isochrone.wire.assignment import ArtifactPrefetch, Assignment, PeerSource, RevokedCertificate
 from isochrone.wire.control import Welcome
 from isochrone.wire.ids import BootId, Epoch, Generation, NodeId
-from isochrone.wire.report import Device, Refusal
+from isochrone.wire.report import NodeDevice, Refusal
 from nodeagent import metrics
 from nodeagent.decide.reconcile import refusal_of
 from nodeagent.host.devices import Devices
@@ -96,14 +96,14 @@ class Node:
         held = self.assignment.holders if self.assignment is not None else ()
         return next((named.peers for named in held if named.digest == digest), ())
 
-    def prefetches(self) -> Sequence[Prefetch]:
+    def prefetches(self) -> Sequence[ArtifactPrefetch]:
         """Return the weights that this node should have before it runs them, in their order."""
         return self.assignment.prefetches if self.assignment is not None else ()
 
-    def revoked(self) -> Sequence[Revoked]:
+    def revoked(self) -> Sequence[RevokedCertificate]:
         """Return whose certificates this node's door refuses."""
         return self.assignment.revoked if self.assignment is not None else ()
 
-    async def read_devices(self) -> Sequence[Device]:
+    async def read_devices(self) -> Sequence[NodeDevice]:
         """Return the devices as they are now."""
         return await asyncio.to_thread(self._devices.read)

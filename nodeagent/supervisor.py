@@ -16,7 +16,7 @@ import msgspec
 from isochrone.wire.assignment import ReplicaSpec, Tombstone
 from isochrone.wire.engine import EngineStats
 from isochrone.wire.ids import ReplicaId
-from isochrone.wire.report import Profile, ReplicaReport, ReplicaState
+from isochrone.wire.report import ReplicaProfile, ReplicaReport, ReplicaState
 from nodeagent.config import NodeConfig
 from nodeagent.decide import health
 from nodeagent.decide.admission import TokensInFlight
@@ -45,7 +45,7 @@ class Replica:
         self.is_hopeless = False
         """Whether what broke it would break it again, however often it is tried."""
         self.fetched_bytes = 0
-        self.profile = Profile()
+        self.profile = ReplicaProfile()
         self.in_flight = TokensInFlight(spec.engine.tokens_in_flight_max)
         self.bytes_out = 0
         self.engine: Engine | None = None

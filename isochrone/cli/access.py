@@ -9,9 +9,9 @@ import click
 
 from isochrone.cli import chat as one_chat
 from isochrone.cli.client import segment
-from isochrone.cli.context import Context
+from isochrone.cli.context import CliContext
 from isochrone.cli.output import chatter, show_one, show_rows
-from isochrone.cli.plain import asks
+from isochrone.cli.plain import add_command
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -52,7 +52,7 @@ def limit_options(command: F) -> F:
 @limit_options
 @click.pass_obj
 def keys_create(
-    obj: Context,
+    obj: CliContext,
     /,
     tenant: str,
     note: str,
@@ -79,7 +79,7 @@ def keys_create(
 @click.argument("key_id")
 @limit_options
 @click.pass_obj
-def keys_limit(obj: Context, /, key_id: str, **limits: float | None) -> None:
+def keys_limit(obj: CliContext, /, key_id: str, **limits: float | None) -> None:
     """Change the limits of a key. A limit that is not given stays; 0 removes it."""
     if not _given(limits):
         raise click.UsageError("give at least one limit")
@@ -95,7 +95,7 @@ def _given(limits: dict[str, float | None]) -> dict[str, float]:
 
 @keys.command("list")
 @click.pass_obj
-def keys_list(obj: Context) -> None:
+def keys_list(obj: CliContext) -> None:
     """List keys, without their secrets."""
     rows = obj.api.list("/v1/keys")
     if obj.output == "table":
@@ -114,7 +114,7 @@ def _as_limited(row: dict[str, Any]) -> dict[str, Any]:
     return {**row, "limits": limits, "tokens_today": row["tokens_today"] if is_counted else None}
 
 
-asks(keys, "revoke", "DELETE", "/v1/keys/{key_id}", "Revoke a key for good.", "revoked {}")
+add_command(keys, "revoke", "DELETE", "/v1/keys/{key_id}", "Revoke a key for good.", "revoked {}")
 
 
 @click.command()
@@ -125,7 +125,7 @@ asks(keys, "revoke", "DELETE", "/v1/keys/{key_id}", "Revoke a key for good.", "r
 @click.option("--by", type=click.Choice(["key", "tenant"]), default="key")
 @click.option("--per", type=click.Choice(["total", "day"]), default="total")
 @click.pass_obj
-def usage(obj: Context, /, **asked: str | None) -> None:
+def usage(obj: CliContext, /, **asked: str | None) -> None:
     """Show usage by key or tenant.
 
     Of each deployment; spend by the prices of today.
@@ -140,7 +140,7 @@ def usage(obj: Context, /, **asked: str | None) -> None:
 @click.option("--limit", type=click.IntRange(1, 500), default=50)
 @click.option("--subject")
 @click.pass_obj
-def events(obj: Context, limit: int, subject: str | None) -> None:
+def events(obj: CliContext, limit: int, subject: str | None) -> None:
     """List what happened, newest first."""
     query = {"limit": str(limit)} | ({"subject": subject} if subject else {})
     rows = obj.api.ask("GET", "/v1/events", query=query)["data"]

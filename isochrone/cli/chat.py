@@ -17,7 +17,7 @@ class ChatFailed(Exception):
     """The endpoint refused or broke off; the message is its own."""
 
 
-class Served(NamedTuple):
+class ChatResult(NamedTuple):
     """Where a chat was answered, why there, and how fast."""
 
     pop: str
@@ -34,7 +34,7 @@ class Served(NamedTuple):
 
 async def chat(
     *, endpoint: str, key: str, body: dict[str, Any], on_text: Callable[[str], None]
-) -> Served:
+) -> ChatResult:
     """Stream one chat; raises ChatFailed."""
     asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
     began = time.monotonic()
@@ -58,7 +58,7 @@ async def chat(
 
 async def _read(
     response: aiohttp.ClientResponse, began: float, on_text: Callable[[str], None]
-) -> Served:
+) -> ChatResult:
     texts: list[str] = []
     usage: dict[str, Any] = {}
     first_at = last_at = 0.0
@@ -79,7 +79,7 @@ async def _read(
                 on_text(text)
     output = usage.get("completion_tokens", len(texts))
     spent_s = last_at - first_at
-    return Served(
+    return ChatResult(
         pop=response.headers.get(headers.POP, "?"),
         node=response.headers.get(headers.NODE, "?"),
         why=response.headers.get(headers.WHY, ""),

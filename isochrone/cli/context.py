@@ -5,7 +5,7 @@ from typing import NamedTuple
 from isochrone.cli.client import AdminClient
 
 
-class Context(NamedTuple):
+class CliContext(NamedTuple):
     """Handed to each command by click."""
 
     api: AdminClient

@@ -6,14 +6,14 @@ from typing import Any, Final
 import click
 
 from isochrone.cli.client import segment
-from isochrone.cli.context import Context
+from isochrone.cli.context import CliContext
 from isochrone.cli.output import show_one, show_rows
-from isochrone.cli.plain import asks, lists
+from isochrone.cli.plain import add_command, list_command
 
 
 @click.command()
 @click.pass_obj
-def status(obj: Context) -> None:
+def status(obj: CliContext) -> None:
     """Show the state of the fleet, and what is not as wished."""
     show_one(obj.api.ask("GET", "/v1/status"), obj.output)
 
@@ -31,7 +31,7 @@ def pops() -> None:
 @click.option("--longitude", type=float, required=True)
 @click.pass_obj
 def pops_add(
-    obj: Context, pop: str, city: str, country: str, latitude: float, longitude: float
+    obj: CliContext, pop: str, city: str, country: str, latitude: float, longitude: float
 ) -> None:
     """Create or change a PoP, named by IATA code in lower case."""
     body = {"city": city, "country": country, "latitude": latitude, "longitude": longitude}
@@ -50,7 +50,7 @@ NODE_COLUMNS: Final = [
 
 @nodes.command("list")
 @click.pass_obj
-def nodes_list(obj: Context) -> None:
+def nodes_list(obj: CliContext) -> None:
     """List nodes."""
     rows = obj.api.list("/v1/nodes")
     if obj.output == "table":
@@ -72,7 +72,7 @@ def _devices(rows: list[dict[str, Any]]) -> dict[str, int]:
 @click.option("--uses", "uses_max", type=click.IntRange(1, 10_000), default=1)
 @click.pass_obj
 def nodes_join_token(
-    obj: Context, pop: str, role: str, ttl_s: float, name: str | None, uses_max: int
+    obj: CliContext, pop: str, role: str, ttl_s: float, name: str | None, uses_max: int
 ) -> None:
     """Create a token for nodes or routers to join a PoP. It is shown once."""
     body = {"pop": pop, "role": role, "ttl_s": ttl_s, "name": name, "uses_max": uses_max}
@@ -89,7 +89,7 @@ def nodes_join_token(
 @click.option("--serial", default="", help="One certificate, in hex (default: all of this name).")
 @click.option("--reason", default="")
 @click.pass_obj
-def revoke(obj: Context, name: str, role: str, serial: str, reason: str) -> None:
+def revoke(obj: CliContext, name: str, role: str, serial: str, reason: str) -> None:
     """Revoke a peer's certificates. Its connection to the scheduler is cut at once."""
     body = {"role": role, "name": name, "serial": serial, "reason": reason}
     show_one(obj.api.ask("POST", "/v1/revocations", body), obj.output)
@@ -104,33 +104,35 @@ def routers(ctx: click.Context) -> None:
         show_rows(ctx.obj.api.list("/v1/routers"), columns, ctx.obj.output)
 
 
-asks(
+add_command(
     routers, "delete", "DELETE", "/v1/routers/{router}",
     "Delete a router that is gone. Its certificates are revoked.", "deleted {}",
 )  # fmt: skip
 
 
-revocations = lists(
+revocations = list_command(
     "revocations",
     "/v1/revocations",
     ["role", "name", "serial", "at", "reason"],
     "List revoked certificates and names.",
 )
 pops.add_command(
-    lists("list", "/v1/pops", ["pop", "city", "country", "latitude", "longitude"], "List PoPs.")
+    list_command(
+        "list", "/v1/pops", ["pop", "city", "country", "latitude", "longitude"], "List PoPs."
+    )
 )
-asks(pops, "delete", "DELETE", "/v1/pops/{pop}", "Delete an empty PoP.", "deleted {}")
+add_command(pops, "delete", "DELETE", "/v1/pops/{pop}", "Delete an empty PoP.", "deleted {}")
 
 NODE: Final = "/v1/nodes/{node}"
-asks(nodes, "show", "GET", NODE, "Show a node with its devices.")
-asks(nodes, "drain", "POST", f"{NODE}/drain", "Move a node's replicas elsewhere.")
-asks(nodes, "undrain", "POST", f"{NODE}/undrain", "Let a drained node take replicas again.")
-asks(nodes, "revoke", "POST", f"{NODE}/revoke", "Shut a node out for good.")
-asks(
+add_command(nodes, "show", "GET", NODE, "Show a node with its devices.")
+add_command(nodes, "drain", "POST", f"{NODE}/drain", "Move a node's replicas elsewhere.")
+add_command(nodes, "undrain", "POST", f"{NODE}/undrain", "Let a drained node take replicas again.")
+add_command(nodes, "revoke", "POST", f"{NODE}/revoke", "Shut a node out for good.")
+add_command(
     nodes, "readmit", "POST", f"{NODE}/readmit",
     "Let a revoked node join again; its old certificates stay refused.",
 )  # fmt: skip
-asks(
+add_command(
     nodes, "delete", "DELETE", NODE,
     "Delete a node that holds no replica, or was revoked. Its certificates are too.", "deleted {}",
 )  # fmt: skip

@@ -10,14 +10,14 @@ from isochrone import __version__
 from isochrone.cli import access, fleet, planning, rollouts, serving
 from isochrone.cli.chat import ChatFailed
 from isochrone.cli.client import AdminClient, AdminError
-from isochrone.cli.context import Context
+from isochrone.cli.context import CliContext
 from isochrone.cli.manifest import ManifestError
 
 CONFIG: Final = Path("~/.config/isochrone/config.toml")
 OUTPUT: Final = click.Choice(["table", "json"])
 
 
-class Group(click.Group):
+class CommandGroup(click.Group):
     """Turns what the API or a file refuses into words and exit code 1."""
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -38,7 +38,7 @@ def _configured(name: str) -> str:
         raise click.ClickException(f"cannot read {path}: {error}") from error
 
 
-@click.group(cls=Group)
+@click.group(cls=CommandGroup)
 @click.option(
     "--url",
     envvar="ISOCHRONE_ADMIN_URL",
@@ -51,7 +51,7 @@ def _configured(name: str) -> str:
 def main(ctx: click.Context, url: str | None, token: str | None, output: str) -> None:
     """Operate an Isochrone fleet: LLM inference in many cities."""
     url = url or _configured("url") or "http://127.0.0.1:7000"
-    ctx.obj = Context(AdminClient(url, token or _configured("token")), output)
+    ctx.obj = CliContext(AdminClient(url, token or _configured("token")), output)
 
 
 def _set_output(ctx: click.Context, _: click.Parameter, output: str | None) -> None:

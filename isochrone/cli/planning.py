@@ -15,7 +15,7 @@ import click
 import msgspec
 
 from isochrone.cli.client import AdminError
-from isochrone.cli.context import Context
+from isochrone.cli.context import CliContext
 from isochrone.cli.output import chatter, show_one, show_rows
 from isochrone.cli.world_map import draw
 from isochrone.service.files import write_atomic
@@ -54,7 +54,7 @@ GIB: Final = 1024**3
 @click.option("--price", multiple=True, help="Cost of a device per hour: CLASS=COST.")
 @click.option("--map", "map_to", type=click.Path(path_type=Path), help="Write a world map (PNG).")
 @click.pass_obj
-def plan(obj: Context, /, save: Path | None, picture: Path | None, **given: Any) -> None:
+def plan(obj: CliContext, /, save: Path | None, picture: Path | None, **given: Any) -> None:
     """Save the state that placement decides from, or simulate changes to it.
 
     What would follow is planned on this machine: no fleet is needed.

@@ -5,10 +5,10 @@ from typing import Any, Final
 import click
 
 from isochrone.cli.client import segment
-from isochrone.cli.context import Context
+from isochrone.cli.context import CliContext
 from isochrone.cli.engine import engine_of, engine_options
 from isochrone.cli.output import show_one, show_rows
-from isochrone.cli.plain import asks
+from isochrone.cli.plain import add_command
 
 
 @click.group()
@@ -29,7 +29,7 @@ def rollouts() -> None:
 @click.option("--attempts", type=int, help="Fewest attempts to judge a step by.")
 @click.option("--step-seconds", type=float, help="Shortest duration of a step.")
 @click.pass_obj
-def rollouts_start(obj: Context, /, deployment: str, **given: Any) -> None:
+def rollouts_start(obj: CliContext, /, deployment: str, **given: Any) -> None:
     """Start a rollout. What is not given stays as the deployment has it."""
     path = f"/v1/deployments/{segment(deployment)}"
     before = obj.api.ask("GET", path)["engine"]
@@ -48,7 +48,7 @@ def rollouts_start(obj: Context, /, deployment: str, **given: Any) -> None:
 @rollouts.command("list")
 @click.option("--deployment")
 @click.pass_obj
-def rollouts_list(obj: Context, deployment: str | None) -> None:
+def rollouts_list(obj: CliContext, deployment: str | None) -> None:
     """List rollouts."""
     query = {"deployment_id": deployment} if deployment else None
     columns = ["rollout_id", "from_version", "to_version", "state", "step", "reason"]
@@ -69,13 +69,15 @@ def _step(text: str) -> dict[str, Any]:
 
 
 ROLLOUT: Final = "/v1/rollouts/{rollout}"
-asks(rollouts, "show", "GET", ROLLOUT, "Show a rollout and its measurements.")
-asks(
+add_command(rollouts, "show", "GET", ROLLOUT, "Show a rollout and its measurements.")
+add_command(
     rollouts, "pause", "POST", f"{ROLLOUT}/pause",
     "Pause a rollout at its step. It still reverts if the new version does harm.", "{} is {state}",
 )  # fmt: skip
-asks(rollouts, "resume", "POST", f"{ROLLOUT}/resume", "Resume a paused rollout.", "{} is {state}")
-asks(
+add_command(
+    rollouts, "resume", "POST", f"{ROLLOUT}/resume", "Resume a paused rollout.", "{} is {state}"
+)
+add_command(
     rollouts, "abort", "POST", f"{ROLLOUT}/abort",
     "Abort a rollout: every request goes to the old version.", "{} is {state}",
 )  # fmt: skip

@@ -8,11 +8,11 @@ import click
 import msgspec
 
 from isochrone.cli.client import AdminError, segment
-from isochrone.cli.context import Context
+from isochrone.cli.context import CliContext
 from isochrone.cli.engine import engine_of, engine_options
 from isochrone.cli.manifest import artifact_of, facts_of
 from isochrone.cli.output import chatter, show_one, show_rows
-from isochrone.cli.plain import asks, lists
+from isochrone.cli.plain import add_command, list_command
 
 WAIT_INTERVAL_S: Final = 0.5
 PLACEMENT_COLUMNS: Final = [
@@ -27,7 +27,7 @@ def models() -> None:
 
 @models.command("list")
 @click.pass_obj
-def models_list(obj: Context) -> None:
+def models_list(obj: CliContext) -> None:
     """List models."""
     rows = [
         {
@@ -62,7 +62,7 @@ def models_list(obj: Context) -> None:
 @click.option("--price", default=None, help="Price per million tokens: PROMPT:OUTPUT[:CACHED].")
 @click.pass_obj
 def models_add(
-    obj: Context,
+    obj: CliContext,
     model: str,
     source: str,
     folder: Path | None,
@@ -103,7 +103,7 @@ def models_add(
     chatter.print(f"added {model}: {len(artifact.files)} files, {artifact.size_bytes >> 20} MiB")
 
 
-asks(
+add_command(
     models, "delete", "DELETE", "/v1/models/{model}",
     "Delete a model that no deployment serves.", "deleted {}",
 )  # fmt: skip
@@ -148,7 +148,7 @@ def price_of(text: str) -> dict[str, float]:
 @click.option("--wait", is_flag=True, help="Return once a replica is warm.")
 @click.option("--timeout", "timeout_s", type=float, default=600.0, help="Seconds for --wait.")
 @click.pass_obj
-def deploy(obj: Context, /, deployment: str, wait: bool, timeout_s: float, **given: Any) -> None:
+def deploy(obj: CliContext, /, deployment: str, wait: bool, timeout_s: float, **given: Any) -> None:
     """Create or change a deployment. What is not given stays as it is."""
     path = f"/v1/deployments/{segment(deployment)}"
     rows = [row for row in obj.api.list("/v1/deployments") if row["deployment_id"] == deployment]
@@ -181,7 +181,7 @@ def _deployment_body(before: dict[str, Any], given: dict[str, Any]) -> dict[str,
     return body
 
 
-def _wait_warm(obj: Context, deployment: str, timeout_s: float) -> dict[str, Any]:
+def _wait_warm(obj: CliContext, deployment: str, timeout_s: float) -> dict[str, Any]:
     deadline = time.monotonic() + timeout_s
     with chatter.status("waiting") as spinner:
         while True:
@@ -211,9 +211,9 @@ def deployments() -> None:
 
 DEPLOYMENT: Final = "/v1/deployments/{deployment}"
 DEPLOYED: Final = ["deployment_id", "name", "model_id", "version", "replicas", "unmet"]
-deployments.add_command(lists("list", "/v1/deployments", DEPLOYED, "List deployments."))
-asks(deployments, "show", "GET", DEPLOYMENT, "Show a deployment.")
-asks(
+deployments.add_command(list_command("list", "/v1/deployments", DEPLOYED, "List deployments."))
+add_command(deployments, "show", "GET", DEPLOYMENT, "Show a deployment.")
+add_command(
     deployments, "delete", "DELETE", DEPLOYMENT,
     "Delete a deployment; its replicas drain.", "{} is ending",
 )  # fmt: skip
@@ -222,7 +222,7 @@ asks(
 @click.command()
 @click.option("--deployment")
 @click.pass_obj
-def placements(obj: Context, deployment: str | None) -> None:
+def placements(obj: CliContext, deployment: str | None) -> None:
     """List replicas: where each one is, and why."""
     query = {"deployment_id": deployment} if deployment else None
     rows = obj.api.list("/v1/placements", query)
@@ -232,7 +232,7 @@ def placements(obj: Context, deployment: str | None) -> None:
 @click.command()
 @click.argument("words", nargs=-1, required=True, metavar="[deployment] DEPLOYMENT")
 @click.pass_obj
-def explain(obj: Context, words: tuple[str, ...]) -> None:
+def explain(obj: CliContext, words: tuple[str, ...]) -> None:
     """Explain where a deployment is placed: why here, why not there, what would help."""
     *kind, deployment = words
     if kind not in ([], ["deployment"]):

@@ -18,15 +18,15 @@ from isochrone.wire.ids import (
 )
 from isochrone.wire.model import (
     Amount,
+    CatalogModel,
     EngineSettings,
-    Model,
     ModelName,
     Name,
     NonNegative,
-    Policy,
+    PlacementPolicy,
 )
-from isochrone.wire.report import Device
-from isochrone.wire.routes import Limits
+from isochrone.wire.report import NodeDevice
+from isochrone.wire.routes import KeyLimits
 
 PopName = Annotated[str, msgspec.Meta(pattern=POP_PATTERN)]
 Ttl = Annotated[float, msgspec.Meta(gt=0, le=30 * 24 * 3600)]
@@ -63,7 +63,7 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
     silent_s: float | None
     generation: int
     assigned: int
-    devices: tuple[Device, ...]
+    devices: tuple[NodeDevice, ...]
     replicas: int
     etag: int
     certificate_serial: str = ""
@@ -128,7 +128,7 @@ class RevocationView(msgspec.Struct, frozen=True, kw_only=True):
 class ModelView(msgspec.Struct, frozen=True, kw_only=True):
     """A catalogue entry as it stands."""
 
-    model: Model
+    model: CatalogModel
     etag: int
 
 
@@ -138,7 +138,7 @@ class DeploymentBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     model_id: ModelName
     name: ModelName | None = None
     engine: EngineSettings = EngineSettings()
-    policy: Policy = Policy()
+    policy: PlacementPolicy = PlacementPolicy()
 
 
 class NewDeploymentBody(DeploymentBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -155,7 +155,7 @@ class DeploymentView(msgspec.Struct, frozen=True, kw_only=True):
     model_id: ModelId
     version: int
     engine: EngineSettings
-    policy: Policy
+    policy: PlacementPolicy
     replicas: dict[str, int]
     unmet: tuple[str, ...]
     etag: int
@@ -185,7 +185,7 @@ class PlacementView(msgspec.Struct, frozen=True, kw_only=True):
     leader_id: str = ""
 
 
-class LimitsBody(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class LimitsBody(KeyLimits, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A key's limits as an operator writes them: a misspelt one is refused, not ignored."""
 
     requests_per_min: NonNegative = 0
@@ -215,7 +215,7 @@ class KeyView(msgspec.Struct, frozen=True, kw_only=True):
     tenant_id: TenantId
     note: str
     deployments: tuple[str, ...]
-    limits: Limits
+    limits: KeyLimits
     expires_at: float | None
     revoked: bool
     etag: int

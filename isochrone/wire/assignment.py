@@ -36,7 +36,7 @@ class Role(StrEnum):
     DECODE = "decode"
 
 
-class Group(msgspec.Struct, frozen=True, kw_only=True):
+class ReplicaGroup(msgspec.Struct, frozen=True, kw_only=True):
     """A replica over several nodes of one PoP, as each of them is told; `place` says which it is.
 
     Place 0 leads: its engine has the door, and the others, which have none, dial it at `host` and
@@ -71,7 +71,7 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
     device_ids: tuple[DeviceId, ...]
     memory_bytes: NonNegative
     role: Role = Role.UNIFIED
-    group: Group | None = None
+    group: ReplicaGroup | None = None
     seal: str = ""
 
     @property
@@ -102,14 +102,14 @@ class PeerSource(msgspec.Struct, frozen=True, kw_only=True):
     holds: bool = True
 
 
-class Holders(msgspec.Struct, frozen=True, kw_only=True):
+class ArtifactHolders(msgspec.Struct, frozen=True, kw_only=True):
     """Who else has an artifact, the nearest first. A hint: its bytes are verified wherever from."""
 
     digest: Sha256
     peers: tuple[PeerSource, ...]
 
 
-class Prefetch(msgspec.Struct, frozen=True, kw_only=True):
+class ArtifactPrefetch(msgspec.Struct, frozen=True, kw_only=True):
     """Weights to have on disk before anything is started with them, so fast at most (0: no bound).
 
     A start goes before it; it drops nothing that runs here or that is wished before it.
@@ -119,7 +119,7 @@ class Prefetch(msgspec.Struct, frozen=True, kw_only=True):
     bytes_per_s: float = 0.0
 
 
-class Revoked(msgspec.Struct, frozen=True, kw_only=True):
+class RevokedCertificate(msgspec.Struct, frozen=True, kw_only=True):
     """A certificate that is refused: by its serial in hex, or all of a name issued before `at`."""
 
     role: str
@@ -140,6 +140,6 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True, tag="assignment"):
     epoch: Epoch
     replicas: tuple[ReplicaSpec, ...] = ()
     tombstones: tuple[Tombstone, ...] = ()
-    holders: tuple[Holders, ...] = ()
-    prefetches: tuple[Prefetch, ...] = ()
-    revoked: tuple[Revoked, ...] = ()
+    holders: tuple[ArtifactHolders, ...] = ()
+    prefetches: tuple[ArtifactPrefetch, ...] = ()
+    revoked: tuple[RevokedCertificate, ...] = ()

@@ -74,7 +74,7 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
     redial_spread_s: float = 0.0
 
 
-class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
+class RegistrationRefused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
     """Turned away, in words. The connection closes after it."""
 
     code: RefusedCode
@@ -114,9 +114,9 @@ class JoinReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 FromAgent = Register | Report | Pulse | Renew
-ToAgent = Challenge | Welcome | Refused | Assignment | Renewed
+ToAgent = Challenge | Welcome | RegistrationRefused | Assignment | Renewed
 FromRouter = Register | Demand | Usage | RoundTrips | SnapshotWanted | Renew
-ToRouter = Challenge | Welcome | Refused | RouteTable | RouteDelta | UsageAck | Renewed
+ToRouter = Challenge | Welcome | RegistrationRefused | RouteTable | RouteDelta | UsageAck | Renewed
 
 
 def register_payload(*, cluster_id: ClusterId, nonce: bytes, name: str, boot_id: BootId) -> bytes:

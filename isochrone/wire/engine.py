@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from isochrone.wire.assignment import Group
+from isochrone.wire.assignment import ReplicaGroup
 
 Positive = Annotated[int, Meta(ge=1)]
 Seconds = Annotated[float, Meta(gt=0)]
@@ -75,7 +75,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     drain_s: Seconds = 30.0
     join_s: Seconds = 1800.0
     stall_s: Seconds = 60.0
-    group: Group | None = None
+    group: ReplicaGroup | None = None
     options: dict[str, str] = {}
 
 

@@ -22,7 +22,7 @@ REPLICA: Final = "x-isochrone-replica"
 CACHE_SALT: Final = "x-isochrone-cache-salt"
 TOKENS: Final = "x-isochrone-tokens"
 DEADLINE_MS: Final = "x-isochrone-deadline-ms"
-UNREAD_TOKENS: Final = "x-isochrone-unread-tokens"
+PENDING_PREFILL_TOKENS: Final = "x-isochrone-unread-tokens"
 PREFILL_MS: Final = "x-isochrone-prefill-ms"
 """How long the replica is thought to read what is not cached of the prompt."""
 
@@ -30,11 +30,11 @@ ROUTER: Final = "x-isochrone-router"
 """A name of this life of the router: a load tells it what is there of others."""
 
 QUEUE_TOKENS_MAX: Final = "x-isochrone-queue-tokens-max"
-SIBLINGS: Final = "x-isochrone-siblings"
+PEER_REPLICAS: Final = "x-isochrone-siblings"
 """Who in the PoP might take the request, first of all whom it is sent to: where, and how soon."""
 
 PRIORITY: Final = "x-isochrone-priority"
-SAID: Final = "x-isochrone-said"
+GENERATED_TOKENS: Final = "x-isochrone-said"
 """How many tokens of this answer the client has already: the request asks for the rest."""
 
 # Node to router.
@@ -57,10 +57,10 @@ LOADS: Final = "x-isochrone-loads"
 
 LOADS_MAX: Final = 64
 
-PASSED: Final = "x-isochrone-passed"
+HANDOFF_REPLICA: Final = "x-isochrone-passed"
 """Which sibling answers in place of the replica asked."""
 
-SIBLINGS_MAX: Final = 4
+PEER_REPLICAS_MAX: Final = 4
 
 REFUSED: Final = "x-isochrone-refused"
 
@@ -68,27 +68,27 @@ REFUSED: Final = "x-isochrone-refused"
 FETCHED_BYTES: Final = "x-isochrone-fetched-bytes"
 
 
-class Sibling(msgspec.Struct, frozen=True):
+class PeerReplica(msgspec.Struct, frozen=True):
     """A replica of a PoP that might take a request, as the router sees it.
 
-    The node at `address` must prove that it is `node_id`. Of this prompt there are `unread_tokens`
+    The node at `address` must prove that it is `node_id`. Of this prompt there are `pending_prefill_tokens`
     to be read there, in `prefill_ms`; of those before it each takes `token_us`.
     """
 
     replica_id: ReplicaId
     node_id: NodeId
     address: str
-    unread_tokens: int
+    pending_prefill_tokens: int
     prefill_ms: int
     token_us: int
 
 
-class Load(msgspec.Struct, frozen=True):
+class ReportedLoad(msgspec.Struct, frozen=True):
     """A replica's load as told with each answer: tokens in flight and requests, by phase.
 
     `unread` is what is still to be read of the prompts, by the routers' word on what is cached, in
     tokens at a prompt's beginning: deeper ones count for more, as they take longer; -1 where a node
-    does not tell. `others_unread` and `others_decode` are what there is of others than
+    does not tell. `others_pending_prefill_tokens` and `others_decode_tokens` are what there is of others than
     the router told, of the prompt being read only what is left; -1 likewise.
     """
 
@@ -96,22 +96,24 @@ class Load(msgspec.Struct, frozen=True):
     decode_tokens: int
     running: int
     waiting: int
-    unread: int = -1
-    others_unread: int = -1
-    others_decode: int = -1
+    pending_prefill_tokens: int = -1
+    others_pending_prefill_tokens: int = -1
+    others_decode_tokens: int = -1
 
 
-def format_load(load: Load) -> str:
+def format_load(load: ReportedLoad) -> str:
     """Write `load` as a header value: `p=120;d=64;r=2;w=0;u=40`."""
     told = f"p={load.prefill_tokens};d={load.decode_tokens};r={load.running};w={load.waiting}"
-    if load.unread >= 0:
-        told += f";u={load.unread}"
+    if load.pending_prefill_tokens >= 0:
+        told += f";u={load.pending_prefill_tokens}"
     return (
-        told if load.others_unread < 0 else f"{told};o={load.others_unread};e={load.others_decode}"
+        told
+        if load.others_pending_prefill_tokens < 0
+        else f"{told};o={load.others_pending_prefill_tokens};e={load.others_decode_tokens}"
     )
 
 
-def parse_load(value: str) -> Load | None:
+def parse_load(value: str) -> ReportedLoad | None:
     """Read a header value; None where it is not one of ours, for the answer matters more."""
     fields: dict[str, int] = {}
     for part in value.split(";", 8)[:8]:
@@ -120,21 +122,23 @@ def parse_load(value: str) -> Load | None:
             return None
         fields[name] = int(number)
     try:
-        told = Load(fields["p"], fields["d"], fields["r"], fields["w"], fields.get("u", -1))
+        told = ReportedLoad(fields["p"], fields["d"], fields["r"], fields["w"], fields.get("u", -1))
     except KeyError:
         return None
     if "o" not in fields or "e" not in fields:
         return told
-    return msgspec.structs.replace(told, others_unread=fields["o"], others_decode=fields["e"])
+    return msgspec.structs.replace(
+        told, others_pending_prefill_tokens=fields["o"], others_decode_tokens=fields["e"]
+    )
 
 
-def format_loads(loads: Mapping[ReplicaId, Load]) -> str:
+def format_loads(loads: Mapping[ReplicaId, ReportedLoad]) -> str:
     """Write loads by replica as a header value: `r1 p=120;d=64;r=2;w=0;u=40,r2 ...`."""
     some = islice(loads.items(), LOADS_MAX)
     return ",".join(f"{replica_id} {format_load(load)}" for replica_id, load in some)
 
 
-def parse_loads(value: str) -> dict[ReplicaId, Load]:
+def parse_loads(value: str) -> dict[ReplicaId, ReportedLoad]:
     """Read a header value; what in it is not one of ours is left out."""
     loads = {}
     for part in value.split(",", LOADS_MAX)[:LOADS_MAX]:
@@ -145,23 +149,23 @@ def parse_loads(value: str) -> dict[ReplicaId, Load]:
     return loads
 
 
-def format_siblings(siblings: Sequence[Sibling]) -> str:
+def format_peer_replicas(siblings: Sequence[PeerReplica]) -> str:
     """Write siblings as a header value: `r1 n1 10.0.0.1:7000 400 120 62,r2 ...`."""
     return ",".join(
         f"{one.replica_id} {one.node_id} {one.address}"
-        f" {one.unread_tokens} {one.prefill_ms} {one.token_us}"
-        for one in siblings[:SIBLINGS_MAX]
+        f" {one.pending_prefill_tokens} {one.prefill_ms} {one.token_us}"
+        for one in siblings[:PEER_REPLICAS_MAX]
     )
 
 
-def parse_siblings(value: str) -> list[Sibling]:
+def parse_peer_replicas(value: str) -> list[PeerReplica]:
     """Read a header value; what in it is not one of ours is left out."""
     siblings = []
-    for part in value.split(",", SIBLINGS_MAX)[:SIBLINGS_MAX]:
+    for part in value.split(",", PEER_REPLICAS_MAX)[:PEER_REPLICAS_MAX]:
         name, *told = part.split(" ")
         if name and len(told) == 5 and all(_is_count(number) for number in told[2:]):
             counts = (int(number) for number in told[2:])
-            siblings.append(Sibling(ReplicaId(name), NodeId(told[0]), told[1], *counts))
+            siblings.append(PeerReplica(ReplicaId(name), NodeId(told[0]), told[1], *counts))
     return siblings
 
 

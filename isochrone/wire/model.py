@@ -69,7 +69,7 @@ class Price(msgspec.Struct, frozen=True, kw_only=True):
         ) / 1e6
 
 
-class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
+class ModelDimensions(msgspec.Struct, frozen=True, kw_only=True):
     """The sizes in a model's config that its memory and speed follow from.
 
     `latent_size` is what attention over a latent (MLA) keeps per token and layer, 0 for heads of
@@ -93,7 +93,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     kv_bits: Annotated[float, msgspec.Meta(ge=1, le=32)] = 16
 
 
-class Model(msgspec.Struct, frozen=True, kw_only=True):
+class CatalogModel(msgspec.Struct, frozen=True, kw_only=True):
     """A catalogue entry: what the model is, where its files are, what it needs and costs.
 
     `kv_bytes_per_token` is what one token of context takes in the KV cache; 0 where not yet known.
@@ -109,7 +109,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     licence: str = ""
     kind: str = "chat"
     price: Price | None = None
-    shape: ModelShape | None = None
+    shape: ModelDimensions | None = None
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -135,7 +135,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
         return self.devices // self.nodes
 
 
-class Policy(msgspec.Struct, frozen=True, kw_only=True):
+class PlacementPolicy(msgspec.Struct, frozen=True, kw_only=True):
     """What a deployment asks of its placement.
 
     `keep_warm` lists PoPs that always hold a replica. `allow` and `deny` name PoPs (`ams`) or
@@ -166,5 +166,5 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
     model_id: ModelId
     version: Positive = 1
     engine: EngineSettings = EngineSettings()
-    policy: Policy = Policy()
+    policy: PlacementPolicy = PlacementPolicy()
     created_at: int = 0

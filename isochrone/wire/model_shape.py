@@ -7,7 +7,7 @@ words, for a model placed by wrong sizes fails on every node it is sent to.
 from collections.abc import Mapping
 from typing import Final
 
-from isochrone.wire.model import ModelShape
+from isochrone.wire.model import ModelDimensions
 
 QUANTISED_BITS: Final = {
     "fp8": 8.0,
@@ -38,7 +38,7 @@ class BadConfig(ValueError):
     """A config that no model can have."""
 
 
-def shape_of(config: Config) -> ModelShape:
+def shape_of(config: Config) -> ModelDimensions:
     """Return the shape that a config describes; raises BadConfig with what is wrong."""
     nested = config.get("text_config")
     quantised = config.get("quantization_config")
@@ -58,7 +58,7 @@ def shape_of(config: Config) -> ModelShape:
     if latent:
         latent += _size(config, "qk_rope_head_dim", 0)
     experts, expert_parameters = _experts(config, layers, hidden)
-    return ModelShape(
+    return ModelDimensions(
         layers=layers,
         hidden_size=hidden,
         heads=heads,
@@ -79,7 +79,7 @@ def shape_of(config: Config) -> ModelShape:
     )
 
 
-def kv_bytes_per_token(shape: ModelShape, context_tokens: int = 1) -> float:
+def kv_bytes_per_token(shape: ModelDimensions, context_tokens: int = 1) -> float:
     """Return what a token of context takes over all layers, averaged over a whole context."""
     # A latent is kept once; heads keep a key and a value each.
     values = shape.latent_size or 2 * shape.kv_heads * shape.head_size

@@ -33,7 +33,7 @@ class ReplicaState(StrEnum):
     FAILED = "failed"
 
 
-class Device(msgspec.Struct, frozen=True, kw_only=True):
+class NodeDevice(msgspec.Struct, frozen=True, kw_only=True):
     """A GPU, or the CPU where there is none. `memory_bytes` is what replicas may use of it."""
 
     device_id: DeviceId
@@ -43,7 +43,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
 
 
-class Profile(msgspec.Struct, frozen=True, kw_only=True):
+class ReplicaProfile(msgspec.Struct, frozen=True, kw_only=True):
     """What was measured of a replica on these devices; 0 where not measured yet."""
 
     load_s: Amount = 0.0
@@ -61,7 +61,7 @@ class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
     since_s: float = 0.0
     restarts: int = 0
     fetched_bytes: int = 0
-    profile: Profile = Profile()
+    profile: ReplicaProfile = ReplicaProfile()
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,7 +87,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, tag="report"):
     generation: Generation
     epoch: Epoch
     address: Annotated[str, msgspec.Meta(pattern=ADDRESS_PATTERN)]
-    devices: tuple[Device, ...]
+    devices: tuple[NodeDevice, ...]
     replicas: tuple[ReplicaReport, ...] = ()
     refusals: tuple[Refusal, ...] = ()
     artifacts: tuple[Sha256, ...] = ()

@@ -74,7 +74,7 @@ class DeploymentEntry(msgspec.Struct, frozen=True, kw_only=True):
     rollout: RolloutEntry | None = None
 
 
-class Limits(msgspec.Struct, frozen=True, kw_only=True):
+class KeyLimits(msgspec.Struct, frozen=True, kw_only=True):
     """What one key may ask; 0 means no limit.
 
     The rates and the concurrency hold at each router: a key that uses three PoPs has them three
@@ -100,7 +100,7 @@ class KeyEntry(msgspec.Struct, frozen=True, kw_only=True):
     secret_sha256: str
     tenant_id: TenantId
     deployments: tuple[str, ...] = ()
-    limits: Limits = Limits()
+    limits: KeyLimits = KeyLimits()
     expires_at: float = 0.0
     spent_until: float = 0.0
 

@@ -17,7 +17,7 @@ from isochrone.wire.ids import (
 )
 
 
-class Outcome(StrEnum):
+class RequestOutcome(StrEnum):
     """How a request ended; each has exactly one."""
 
     COMPLETE = "complete"
@@ -102,7 +102,7 @@ class UsageRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
-    outcome: Outcome
+    outcome: RequestOutcome
     ttft_ms: float = 0.0
     duration_ms: float = 0.0
 

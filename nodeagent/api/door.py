@@ -34,7 +34,7 @@ FORWARDED: Final = (
     headers.SESSION_AFFINITY,
     headers.PRIORITY,
     headers.DEADLINE_MS,
-    headers.SAID,
+    headers.GENERATED_TOKENS,
 )
 PASSED_ON: Final = (*FORWARDED, headers.TOKENS, headers.ROUTER)
 ROUTER_BYTES_MAX: Final = 64
@@ -82,7 +82,7 @@ class Door:
                 return passed
             replica = self._find(request)
             _turn_away(request, replica)
-            unread = _count(request.headers.get(headers.UNREAD_TOKENS, ""))
+            unread = _count(request.headers.get(headers.PENDING_PREFILL_TOKENS, ""))
             prefill_ms = _count(request.headers.get(headers.PREFILL_MS, "")) or 0
             return await self._answer(request, replica, body, unread, prefill_ms)
         except Refused as refused:
@@ -122,7 +122,7 @@ class Door:
         self, request: web.Request, replica: Replica, body: bytes
     ) -> web.StreamResponse | None:
         """Let a sibling answer where that begins sooner; None where none does, or will."""
-        siblings = headers.parse_siblings(request.headers.get(headers.SIBLINGS, ""))
+        siblings = headers.parse_peer_replicas(request.headers.get(headers.PEER_REPLICAS, ""))
         waiting = replica.in_flight.left(monotonic())
         if not siblings or not passing.is_worth_asking(siblings[0], waiting):
             return None
@@ -138,7 +138,7 @@ class Door:
         try:
             if sibling.replica_id in mine:
                 one = mine[sibling.replica_id]
-                told = (sibling.unread_tokens, sibling.prefill_ms)
+                told = (sibling.pending_prefill_tokens, sibling.prefill_ms)
                 return await self._answer(request, one, body, *told)
             return await self._relay_on(request, body, verdict)
         except (Refused, SiblingLost):
@@ -151,14 +151,14 @@ class Door:
         sibling = verdict.sibling
         sent = {name: request.headers[name] for name in PASSED_ON if name in request.headers}
         sent[headers.REPLICA] = sibling.replica_id
-        sent[headers.UNREAD_TOKENS] = str(sibling.unread_tokens)
+        sent[headers.PENDING_PREFILL_TOKENS] = str(sibling.pending_prefill_tokens)
         sent[headers.PREFILL_MS] = str(sibling.prefill_ms)
         sent[headers.QUEUE_TOKENS_MAX] = str(verdict.queue_tokens_max)
         self._supervisor.relaying += 1
         try:
             async with self._siblings.answering(sibling, request.path, body, sent) as answer:
                 response = _head_of(answer, (*RETURNED, headers.LOAD))
-                response.headers[headers.PASSED] = sibling.replica_id
+                response.headers[headers.HANDOFF_REPLICA] = sibling.replica_id
                 await response.prepare(request)
                 await _copy(request, response, answer.content.iter_any(), "passed_on")
                 return response
@@ -174,7 +174,7 @@ class Door:
             raise Refused("draining")
         if replica.state is not ReplicaState.WARM or replica.engine is None:
             raise Refused("loading", 503)
-        if headers.SAID in request.headers and not replica.engine.resumes:
+        if headers.GENERATED_TOKENS in request.headers and not replica.engine.resumes:
             raise Refused(headers.CANNOT_RESUME, 501)
         return replica
 
@@ -206,8 +206,8 @@ class Door:
         if answer.status == 429:
             response.headers[headers.REFUSED] = "busy"
         if replica.spec.replica_id != request.headers.get(headers.REPLICA):
-            response.headers[headers.PASSED] = replica.spec.replica_id
-        if headers.SAID in request.headers and replica.engine is not None:
+            response.headers[headers.HANDOFF_REPLICA] = replica.spec.replica_id
+        if headers.GENERATED_TOKENS in request.headers and replica.engine is not None:
             response.headers[headers.RESUMED] = replica.engine.resumes
         chunks = answer.content.iter_any()
         first = await anext(chunks, b"")

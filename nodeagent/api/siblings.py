@@ -16,7 +16,7 @@ import aiohttp
 
 from isochrone.service.tls import door_url
 from isochrone.wire import headers
-from isochrone.wire.headers import Sibling
+from isochrone.wire.headers import PeerReplica
 from isochrone.wire.ids import NodeId, ReplicaId
 
 ASK_TIMEOUT_S: Final = 0.05
@@ -52,30 +52,30 @@ class Siblings:
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=ASK_TIMEOUT_S),
             auto_decompress=False,
         )
-        self._told: dict[NodeId, tuple[float, Mapping[ReplicaId, headers.Load]]] = {}
+        self._told: dict[NodeId, tuple[float, Mapping[ReplicaId, headers.ReportedLoad]]] = {}
         self._silent_until_s: dict[NodeId, float] = {}
 
     async def close(self) -> None:
         """Close the connections."""
         await self._http.close()
 
-    async def unread(self, siblings: Sequence[Sibling]) -> dict[ReplicaId, int]:
+    async def unread(self, siblings: Sequence[PeerReplica]) -> dict[ReplicaId, int]:
         """Return how much waits to be read at each that tells in time."""
         nodes = {one.node_id: one for one in siblings if self._answers(one.node_id)}
         async with asyncio.TaskGroup() as tasks:
             asked = [tasks.create_task(self._loads(one)) for one in nodes.values()]
         names = {one.replica_id for one in siblings}
         return {
-            name: load.others_unread
+            name: load.others_pending_prefill_tokens
             for task in asked
             for name, load in task.result().items()
             # A node of an older release does not tell it, and is passed nothing.
-            if name in names and load.others_unread >= 0
+            if name in names and load.others_pending_prefill_tokens >= 0
         }
 
     @asynccontextmanager
     async def answering(
-        self, sibling: Sibling, path: str, body: bytes, sent: Mapping[str, str]
+        self, sibling: PeerReplica, path: str, body: bytes, sent: Mapping[str, str]
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """Pass a request on and give the answer's head; raise SiblingLost where it is no answer."""
         try:
@@ -91,7 +91,7 @@ class Siblings:
             yield answer
 
     async def _head(
-        self, sibling: Sibling, path: str, body: bytes, sent: Mapping[str, str]
+        self, sibling: PeerReplica, path: str, body: bytes, sent: Mapping[str, str]
     ) -> aiohttp.ClientResponse:
         """Ask, and wait for as long as pings are answered; TimeoutError where they are not."""
         async with asyncio.timeout(None) as patience:
@@ -102,7 +102,7 @@ class Siblings:
                 watching.cancel()
                 await asyncio.wait({watching})
 
-    async def _watch(self, sibling: Sibling, patience: asyncio.Timeout) -> None:
+    async def _watch(self, sibling: PeerReplica, patience: asyncio.Timeout) -> None:
         """End `patience` once two pings in a row go unanswered."""
         missed = 0
         while missed < 2:
@@ -115,13 +115,15 @@ class Siblings:
                 missed += 1
         patience.reschedule(asyncio.get_running_loop().time())
 
-    async def _ping(self, sibling: Sibling, timeout_s: float) -> Mapping[ReplicaId, headers.Load]:
+    async def _ping(
+        self, sibling: PeerReplica, timeout_s: float
+    ) -> Mapping[ReplicaId, headers.ReportedLoad]:
         """Return the loads of the replicas on a sibling's node."""
         async with asyncio.timeout(timeout_s):
             async with await self._request("GET", sibling, "/ping", headers=AS_A_NODE) as pong:
                 return headers.parse_loads(pong.headers.get(headers.LOADS, ""))
 
-    async def _loads(self, sibling: Sibling) -> Mapping[ReplicaId, headers.Load]:
+    async def _loads(self, sibling: PeerReplica) -> Mapping[ReplicaId, headers.ReportedLoad]:
         at_s, loads = self._told.get(sibling.node_id, (-FRESH_S, {}))
         if self._clock() - at_s < FRESH_S:
             return loads
@@ -145,7 +147,7 @@ class Siblings:
         self._silent_until_s[node_id] = self._clock() + SILENCE_S
 
     async def _request(
-        self, method: str, sibling: Sibling, path: str, **sent: Any
+        self, method: str, sibling: PeerReplica, path: str, **sent: Any
     ) -> aiohttp.ClientResponse:
         """Ask the node itself: whoever is met at its address, or told of by it, is another."""
         return await self._http.request(

@@ -6,7 +6,7 @@ being read only what is left: prompts are taken to be read in the order they cam
 
 from typing import Final
 
-from isochrone.wire.headers import Load
+from isochrone.wire.headers import ReportedLoad
 
 READ_MAX: Final = 0.95
 """A prompt that takes longer than thought is not read before its first token."""
@@ -64,7 +64,7 @@ class TokensInFlight:
         self._reading[held] = None
         return held
 
-    def load(self, router: str = "", now_s: float = 0.0) -> Load:
+    def load(self, router: str = "", now_s: float = 0.0) -> ReportedLoad:
         """Return the load as answers carry it; with `router`, also what of it is of others.
 
         Where nothing new is taken, all that is allowed is told: no router sees room.
@@ -72,9 +72,9 @@ class TokensInFlight:
         decode = self._decode + (self.tokens_max if self.is_shut else 0)
         told = (self._prefill, decode, self.running, 0, self._unread)
         if not router:
-            return Load(*told)
+            return ReportedLoad(*told)
         others = self.left(now_s, but=router)
-        return Load(*told, others, decode - self._decode_of.get(router, 0))
+        return ReportedLoad(*told, others, decode - self._decode_of.get(router, 0))
 
     def left(self, now_s: float, but: str | None = None) -> int:
         """Return what is still to be read, `but` what one router sent."""

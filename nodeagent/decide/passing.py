@@ -8,7 +8,7 @@ known: so the last step of the choice is made where the request arrives.
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
-from isochrone.wire.headers import Sibling
+from isochrone.wire.headers import PeerReplica
 from isochrone.wire.ids import ReplicaId
 
 MARGIN_MS: Final = 5.0
@@ -18,22 +18,22 @@ MARGIN_MS: Final = 5.0
 class Verdict(NamedTuple):
     """Which sibling a request goes on to; it begins sooner with up to `queue_tokens_max` there."""
 
-    sibling: Sibling
+    sibling: PeerReplica
     queue_tokens_max: int
 
 
-def begins_ms(sibling: Sibling, unread_tokens: int) -> float:
+def begins_ms(sibling: PeerReplica, unread_tokens: int) -> float:
     """Return when its answer begins, with so much to be read there before."""
     return sibling.prefill_ms + unread_tokens * sibling.token_us / 1000
 
 
-def is_worth_asking(here: Sibling, unread_tokens: int) -> bool:
+def is_worth_asking(here: PeerReplica, unread_tokens: int) -> bool:
     """Say whether so much waits here that another might be sooner."""
     return unread_tokens * here.token_us / 1000 > MARGIN_MS
 
 
 def judge(
-    siblings: Sequence[Sibling], unread: Mapping[ReplicaId, int], queue_tokens_max: int | None
+    siblings: Sequence[PeerReplica], unread: Mapping[ReplicaId, int], queue_tokens_max: int | None
 ) -> Verdict | None:
     """Choose among `siblings`, first the one asked, by what is `unread` at those that told.
 
@@ -53,6 +53,6 @@ def judge(
     return Verdict(best, _tokens_within(best, limit_ms))
 
 
-def _tokens_within(sibling: Sibling, ms: float) -> int:
+def _tokens_within(sibling: PeerReplica, ms: float) -> int:
     """Return how much may wait at a sibling for its answer to begin within `ms`."""
     return max(1, int(1000 * (ms - sibling.prefill_ms) / max(1, sibling.token_us)))

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Final
 
-from isochrone.wire.headers import DEADLINE_MS, PRIORITY, SAID, SESSION_AFFINITY
+from isochrone.wire.headers import DEADLINE_MS, GENERATED_TOKENS, PRIORITY, SESSION_AFFINITY
 from nodeagent.engine.decide.turns import PRIORITY_MAX, Standing
 from nodeagent.engine.openai import refused
 
@@ -27,7 +27,7 @@ def standing_of(headers: Mapping[str, str], salt: str, now_s: float) -> Standing
 
 def said_of(headers: Mapping[str, str]) -> int:
     """Return how many tokens of this answer were drawn before, elsewhere."""
-    return _number(headers, SAID, _SAID_MAX) or 0
+    return _number(headers, GENERATED_TOKENS, _SAID_MAX) or 0
 
 
 def _number(headers: Mapping[str, str], name: str, largest: int) -> int | None:

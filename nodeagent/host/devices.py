@@ -10,7 +10,7 @@ import psutil
 from msgspec.structs import replace
 
 from isochrone.wire.ids import DeviceId
-from isochrone.wire.report import Device
+from isochrone.wire.report import NodeDevice
 
 log = logging.getLogger(__name__)
 
@@ -26,14 +26,14 @@ class Devices:
         """Let replicas use so much of a CPU's memory; 0 is most of it."""
         self._cpu_memory_bytes = cpu_memory_bytes
         self._nvml = (open_nvml or _open_nvml)()
-        self._seen: dict[DeviceId, Device] = {}
+        self._seen: dict[DeviceId, NodeDevice] = {}
 
-    def read(self) -> Sequence[Device]:
+    def read(self) -> Sequence[NodeDevice]:
         """Return every device as it is now. Blocks for some milliseconds."""
         if self._nvml is None:
             usable = self._cpu_memory_bytes or int(psutil.virtual_memory().total * CPU_SHARE)
-            return (Device(device_id=CPU, device_class="cpu", memory_bytes=usable),)
-        found: dict[DeviceId, Device] = {}
+            return (NodeDevice(device_id=CPU, device_class="cpu", memory_bytes=usable),)
+        found: dict[DeviceId, NodeDevice] = {}
         reason = "NVML no longer sees it"
         try:
             for index in range(self._nvml.nvmlDeviceGetCount()):
@@ -47,11 +47,11 @@ class Devices:
         self._seen = found
         return tuple(found.values())
 
-    def _gpu(self, index: int) -> Device:
+    def _gpu(self, index: int) -> NodeDevice:
         handle = self._nvml.nvmlDeviceGetHandleByIndex(index)
         memory = self._nvml.nvmlDeviceGetMemoryInfo(handle)
         name = self._nvml.nvmlDeviceGetName(handle)
-        return Device(
+        return NodeDevice(
             device_id=DeviceId(f"gpu{index}"),
             device_class=device_class(name, memory.total),
             memory_bytes=int(memory.total * GPU_SHARE),

@@ -8,7 +8,7 @@ import asyncio
 import logging
 from typing import Final, NamedTuple
 
-from isochrone.wire.assignment import Prefetch
+from isochrone.wire.assignment import ArtifactPrefetch
 from nodeagent.host.artifacts import Artifacts
 from nodeagent.host.wanted import ArtifactError
 from nodeagent.node import Node
@@ -54,7 +54,7 @@ class PrefetchDuty:
                 self._node.nudge_report()
         return Prefetched(fetched, failed)
 
-    async def _fetch(self, wished: Prefetch) -> bool:
+    async def _fetch(self, wished: ArtifactPrefetch) -> bool:
         """Fetch one artifact; False where it had to stop for something else."""
         pinned = {one.artifact.digest for one in self._node.prefetches()}
         fetch = asyncio.create_task(
@@ -76,5 +76,5 @@ class PrefetchDuty:
             fetch.cancel()
             await asyncio.gather(fetch, return_exceptions=True)
 
-    def _may_go_on(self, wished: Prefetch) -> bool:
+    def _may_go_on(self, wished: ArtifactPrefetch) -> bool:
         return not self._supervisor.is_fetching() and wished in self._node.prefetches()

@@ -15,7 +15,7 @@ from isochrone.cli.chat import ChatFailed
 from isochrone.cli.client import AdminError
 from isochrone.wire.ids import PopId
 from ops.fleet import layout, screen, tour
-from ops.fleet.bring_up import Fleet
+from ops.fleet.bring_up import LocalFleet
 from ops.fleet.cities import CITIES
 from ops.fleet.processes import StartFailed
 
@@ -31,7 +31,7 @@ async def run(*, oneshot: bool, console: Console) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stopping.set)
-    fleet = Fleet(layout.STATE, say)
+    fleet = LocalFleet(layout.STATE, say)
     show = asyncio.create_task(_show(fleet, console, say, oneshot=oneshot))
     stop = asyncio.create_task(stopping.wait())
     try:
@@ -57,7 +57,7 @@ async def run(*, oneshot: bool, console: Console) -> int:
         say("everything has stopped")
 
 
-async def _show(fleet: Fleet, console: Console, say: tour.Say, *, oneshot: bool) -> None:
+async def _show(fleet: LocalFleet, console: Console, say: tour.Say, *, oneshot: bool) -> None:
     """Go through what there is to see; raises StartFailed where it is not as it should be."""
     near, far = CITIES[0], CITIES[-1]
     await fleet.up()
@@ -79,7 +79,9 @@ async def _show(fleet: Fleet, console: Console, say: tour.Say, *, oneshot: bool)
     console.print(screen.how_to_use(fleet), highlight=False, markup=False, soft_wrap=True)
 
 
-async def _ask(fleet: Fleet, console: Console, title: str, expected: dict[PopId, PopId]) -> str:
+async def _ask(
+    fleet: LocalFleet, console: Console, title: str, expected: dict[PopId, PopId]
+) -> str:
     """Show where each city is served from; return what is not as expected."""
     answers, problem = await tour.ask_until(fleet, expected)
     console.print(tour.table_of(title, answers))

@@ -28,7 +28,7 @@ TENANT = "demo"
 Say = Callable[[str], None]
 
 
-class Fleet:
+class LocalFleet:
     """The demo's processes and how to ask them."""
 
     def __init__(self, state: Path, say: Say) -> None:

@@ -10,11 +10,11 @@ from rich.text import Text
 
 from isochrone.cli.client import AdminError
 from ops.fleet import layout, model
-from ops.fleet.bring_up import Fleet
+from ops.fleet.bring_up import LocalFleet
 from ops.fleet.cities import CITIES
 
 
-def how_to_use(fleet: Fleet) -> str:
+def how_to_use(fleet: LocalFleet) -> str:
     """Return the addresses, the key, and two snippets that work as printed."""
     endpoints = "\n".join(f"  {city.pop}  {layout.endpoint(city)}/v1" for city in CITIES)
     url = layout.endpoint(CITIES[-1])
@@ -42,7 +42,7 @@ export ISOCHRONE_ADMIN_TOKEN=$(cat {fleet.state}/admin.token)
 """
 
 
-async def watch(fleet: Fleet, console: Console, stopping: asyncio.Event) -> str:
+async def watch(fleet: LocalFleet, console: Console, stopping: asyncio.Event) -> str:
     """Show the fleet until `stopping` or until a process ends by itself; return its name if so."""
     with Live(console=console, refresh_per_second=4, transient=True) as live:
         while not stopping.is_set():
@@ -61,7 +61,7 @@ async def watch(fleet: Fleet, console: Console, stopping: asyncio.Event) -> str:
     return ""
 
 
-async def _picture(fleet: Fleet) -> Group:
+async def _picture(fleet: LocalFleet) -> Group:
     status = await fleet.ask("GET", "/v1/status")
     nodes = (await fleet.ask("GET", "/v1/nodes"))["data"]
     placements = await fleet.placements()

@@ -7,10 +7,10 @@ from typing import Any, Final
 
 from rich.table import Table
 
-from isochrone.cli.chat import Served, chat
+from isochrone.cli.chat import ChatResult, chat
 from isochrone.wire.ids import PopId
 from ops.fleet import layout, model
-from ops.fleet.bring_up import Fleet
+from ops.fleet.bring_up import LocalFleet
 from ops.fleet.cities import CITIES, City, round_trip_ms
 
 QUESTION: Final = "In one sentence: why is the sky blue?"
@@ -21,7 +21,7 @@ SETTLE_TIMEOUT_S: Final = 60.0
 Say = Callable[[str], None]
 
 
-async def ask_in(fleet: Fleet, city: City, max_tokens: int = 32) -> Served:
+async def ask_in(fleet: LocalFleet, city: City, max_tokens: int = 32) -> ChatResult:
     """Send one streamed chat through a city's router."""
     body: dict[str, Any] = {
         "model": model.NAME,
@@ -34,12 +34,12 @@ async def ask_in(fleet: Fleet, city: City, max_tokens: int = 32) -> Served:
     )
 
 
-async def ask_everywhere(fleet: Fleet) -> list[tuple[City, Served]]:
+async def ask_everywhere(fleet: LocalFleet) -> list[tuple[City, ChatResult]]:
     """Send one chat through each city's router, one after another."""
     return [(city, await ask_in(fleet, city)) for city in CITIES]
 
 
-def table_of(title: str, answers: list[tuple[City, Served]]) -> Table:
+def table_of(title: str, answers: list[tuple[City, ChatResult]]) -> Table:
     """Show where each city's chat was answered, why there, and how fast."""
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for column in ("USER IN", "POP", "NODE", "TTFT", "TOKENS/S", "CACHED", "WHY"):
@@ -57,7 +57,7 @@ def table_of(title: str, answers: list[tuple[City, Served]]) -> Table:
     return table
 
 
-async def grow_demand(fleet: Fleet, city: City, say: Say) -> None:
+async def grow_demand(fleet: LocalFleet, city: City, say: Say) -> None:
     """Ask in one city until the scheduler brings a replica up there."""
     say(f"demand grows in {city.name}: {CROWD} short chats, {CROWD_AT_ONCE} at a time")
     for _ in range(CROWD // CROWD_AT_ONCE):
@@ -66,7 +66,7 @@ async def grow_demand(fleet: Fleet, city: City, say: Say) -> None:
     await fleet.wait_routed()
 
 
-async def ask_at_once(fleet: Fleet, city: City) -> None:
+async def ask_at_once(fleet: LocalFleet, city: City) -> None:
     """Send several short chats through a city's router together."""
     async with asyncio.TaskGroup() as tasks:
         for _ in range(CROWD_AT_ONCE):
@@ -74,8 +74,8 @@ async def ask_at_once(fleet: Fleet, city: City) -> None:
 
 
 async def ask_until(
-    fleet: Fleet, expected: Mapping[PopId, PopId]
-) -> tuple[list[tuple[City, Served]], str]:
+    fleet: LocalFleet, expected: Mapping[PopId, PopId]
+) -> tuple[list[tuple[City, ChatResult]], str]:
     """Ask in every city until each is served from where it should be; return what is wrong else.
 
     A router asks far away for as long as that is sooner: until its next probe has found a new node,
@@ -93,7 +93,7 @@ async def ask_until(
         await asyncio.sleep(1.0)
 
 
-def problem_of(answers: list[tuple[City, Served]], expected: Mapping[PopId, PopId]) -> str:
+def problem_of(answers: list[tuple[City, ChatResult]], expected: Mapping[PopId, PopId]) -> str:
     """Say in words what is not as it should be; "" if all is."""
     for city, served in answers:
         if served.output_tokens < 2 or not served.text.strip():

@@ -11,7 +11,7 @@ from itertools import accumulate
 from math import inf
 from typing import Any, Final, NamedTuple
 
-from isochrone.wire.headers import Sibling
+from isochrone.wire.headers import PeerReplica
 from nodeagent.decide.passing import Verdict, is_worth_asking, judge
 from ops.sim.oracle import Oracle
 from ops.sim.ours import Ours, table_of
@@ -211,7 +211,7 @@ class Simulation:
                 return
         self._take(job, pop, replica, began_s, refused, most)
 
-    def _judge(self, siblings: Sequence[Sibling], most: int) -> Verdict | None:
+    def _judge(self, siblings: Sequence[PeerReplica], most: int) -> Verdict | None:
         """Say, as a node's door does, which sibling a request had better go on to."""
         unread = {one.replica_id: self._replicas[_number(one)].left(self.now_s) for one in siblings}
         if not siblings or not is_worth_asking(siblings[0], unread[siblings[0].replica_id]):
@@ -230,7 +230,7 @@ class Simulation:
     ) -> None:
         """Come to a sibling's door; where it is busier by now, the first takes it after all."""
         sibling, request = verdict.sibling, job.request
-        told = (sibling.unread_tokens, pop, sibling.prefill_ms)
+        told = (sibling.pending_prefill_tokens, pop, sibling.prefill_ms)
         other = Job(request, job.wanted_tokens, *told)
         number = _number(sibling)
         if self._replicas[number].take(other, self.now_s, verdict.queue_tokens_max):
@@ -338,7 +338,7 @@ class Simulation:
         return self._world.sites[router.by_distance[0]].pop
 
 
-def _number(sibling: Sibling) -> int:
+def _number(sibling: PeerReplica) -> int:
     return int(sibling.replica_id[1:])
 
 

@@ -16,8 +16,8 @@ from typing import Final
 import msgspec
 
 from isochrone.wire import model_shape
-from isochrone.wire.model import Deployment, EngineSettings, Model, ModelShape
-from isochrone.wire.report import Profile
+from isochrone.wire.model import CatalogModel, Deployment, EngineSettings, ModelDimensions
+from isochrone.wire.report import ReplicaProfile
 from scheduler.decide.device_classes import GIB, DeviceClass, class_of
 
 ENGINE_OVERHEAD_BYTES: Final = 256 * 1024 * 1024
@@ -53,11 +53,11 @@ RATE_MIN: Final = 1e-3
 RATE_MAX: Final = 1e9
 """Tokens/s: a rate below or beyond is an error in measuring, and what divides by it overflows."""
 
-UNMEASURED: Final = Profile(prefill_tokens_per_s=400.0, decode_tokens_per_s=40.0)
+UNMEASURED: Final = ReplicaProfile(prefill_tokens_per_s=400.0, decode_tokens_per_s=40.0)
 """Rates assumed where nothing is measured and the class is not known: those of a small model on a
 few CPU cores. A guess too low adds a replica too many, one too high leaves users waiting."""
 
-Profiles = Mapping[tuple[str, str], Profile]
+Profiles = Mapping[tuple[str, str], ReplicaProfile]
 """What agents measured, by model and class of device."""
 
 
@@ -92,7 +92,7 @@ class CannotFit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def capacity(
-    model: Model,
+    model: CatalogModel,
     engine: EngineSettings,
     kind: DeviceClass,
     *,
@@ -112,8 +112,8 @@ def capacity(
 
 
 def rates_on(
-    device_class: str, deployment: Deployment, model: Model, profiles: Profiles
-) -> Profile:
+    device_class: str, deployment: Deployment, model: CatalogModel, profiles: Profiles
+) -> ReplicaProfile:
     """Return what a replica carries on a class of device: measured, else reckoned, else assumed."""
     measured = profiles.get((model.model_id, device_class))
     if measured and is_measured(measured):
@@ -121,7 +121,7 @@ def rates_on(
     kind = class_of(device_class)
     reckoned = capacity(model, deployment.engine, kind) if kind else None
     if isinstance(reckoned, Capacity):
-        return Profile(
+        return ReplicaProfile(
             prefill_tokens_per_s=reckoned.prefill_tokens_per_s,
             decode_tokens_per_s=reckoned.decode_tokens_per_s,
         )
@@ -133,13 +133,13 @@ def rates_on(
     return min(known, key=lambda p: p.decode_tokens_per_s, default=UNMEASURED)
 
 
-def is_measured(profile: Profile) -> bool:
+def is_measured(profile: ReplicaProfile) -> bool:
     """Say whether a profile holds both rates, and such as a replica can have."""
     rates = profile.prefill_tokens_per_s, profile.decode_tokens_per_s
     return all(RATE_MIN <= rate <= RATE_MAX for rate in rates)
 
 
-def splits(shape: ModelShape | None, devices: int, nodes: int = 1) -> Iterator[Split]:
+def splits(shape: ModelDimensions | None, devices: int, nodes: int = 1) -> Iterator[Split]:
     """Return every split over `devices` that the model's heads, layers and experts allow."""
     per_node = devices // nodes
     if per_node * nodes != devices:
@@ -155,13 +155,13 @@ def splits(shape: ModelShape | None, devices: int, nodes: int = 1) -> Iterator[S
             yield Split(tensor=tensor, pipeline=pipeline, expert=tensor)
 
 
-def _divides(shape: ModelShape, tensor: int) -> bool:
+def _divides(shape: ModelDimensions, tensor: int) -> bool:
     """Say whether heads can be dealt out to so many; a KV head goes to one, or copies to some."""
     kv_heads = 1 if shape.latent_size else shape.kv_heads
     return shape.heads % tensor == 0 and max(kv_heads, tensor) % min(kv_heads, tensor) == 0
 
 
-def kv_bytes_per_token(model: Model, engine: EngineSettings) -> float:
+def kv_bytes_per_token(model: CatalogModel, engine: EngineSettings) -> float:
     """Return what a token of context takes over all layers, averaged over a whole context."""
     if model.shape is None:
         return float(model.kv_bytes_per_token)
@@ -171,7 +171,7 @@ def kv_bytes_per_token(model: Model, engine: EngineSettings) -> float:
     return model_shape.kv_bytes_per_token(shape, CONTEXT_TOKENS)
 
 
-def overhead_bytes(model: Model) -> int:
+def overhead_bytes(model: CatalogModel) -> int:
     """Return what an engine takes of each device beside weights and KV: context, activations."""
     if model.shape is None:
         return ENGINE_OVERHEAD_BYTES
@@ -180,7 +180,7 @@ def overhead_bytes(model: Model) -> int:
     return ENGINE_OVERHEAD_BYTES + activations
 
 
-def _weights_per_device(model: Model, split: Split) -> int:
+def _weights_per_device(model: CatalogModel, split: Split) -> int:
     """Return the weights on the fullest device; with experts apart, attention is held by each."""
     shape = model.shape
     if shape is None or split.expert == 1 or not shape.parameters:
@@ -190,7 +190,7 @@ def _weights_per_device(model: Model, split: Split) -> int:
     return int((dense + sparse / split.expert) / split.pipeline) + 1
 
 
-def _kv_spread(shape: ModelShape | None, split: Split) -> float:
+def _kv_spread(shape: ModelDimensions | None, split: Split) -> float:
     """Return over how many devices one token's KV of a layer is spread."""
     if split.expert > 1:  # each device attends for sequences of its own
         return split.expert
@@ -200,7 +200,7 @@ def _kv_spread(shape: ModelShape | None, split: Split) -> float:
 
 
 def _carried(
-    model: Model, engine: EngineSettings, kind: DeviceClass, split: Split, nodes: int
+    model: CatalogModel, engine: EngineSettings, kind: DeviceClass, split: Split, nodes: int
 ) -> Capacity | None:
     weights = _weights_per_device(model, split)
     overhead = overhead_bytes(model)
@@ -233,7 +233,7 @@ class _Step:
     """The time of one engine step on given devices."""
 
     def __init__(
-        self, model: Model, kind: DeviceClass, split: Split, nodes: int, kv_of_token: float
+        self, model: CatalogModel, kind: DeviceClass, split: Split, nodes: int, kv_of_token: float
     ) -> None:
         shape = model.shape
         bits = shape.weight_bits if shape else 16.0
@@ -291,7 +291,9 @@ class _Step:
         )
 
 
-def fits_on(model: Model, engine: EngineSettings, kind: DeviceClass, per_node: int = 64) -> int:
+def fits_on(
+    model: CatalogModel, engine: EngineSettings, kind: DeviceClass, per_node: int = 64
+) -> int:
     """Return the fewest devices of a class that hold a replica; 0 where DEVICES_MAX do not.
 
     Where they are more than `per_node`, they are of several nodes.
@@ -306,7 +308,7 @@ def fits_on(model: Model, engine: EngineSettings, kind: DeviceClass, per_node: i
 
 
 def _arithmetic(
-    model: Model, engine: EngineSettings, kind: DeviceClass, devices: int, nodes: int
+    model: CatalogModel, engine: EngineSettings, kind: DeviceClass, devices: int, nodes: int
 ) -> str:
     tried = list(splits(model.shape, devices, nodes))
     if not tried:

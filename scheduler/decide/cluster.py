@@ -19,8 +19,8 @@ from isochrone.wire.ids import (
     PopId,
     ReplicaId,
 )
-from isochrone.wire.model import Deployment, Model
-from isochrone.wire.report import Device, Profile, ReplicaState
+from isochrone.wire.model import CatalogModel, Deployment
+from isochrone.wire.report import NodeDevice, ReplicaProfile, ReplicaState
 from isochrone.wire.routes import Pop
 from scheduler.decide.rollout import Rollout
 
@@ -52,7 +52,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
     node_id: NodeId
     pop: PopId
     address: str
-    devices: tuple[Device, ...]
+    devices: tuple[NodeDevice, ...]
     draining: bool = False
     revoked: bool = False
     silent_s: float = 0.0
@@ -90,7 +90,7 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     restarts: int = 0
     is_ending: bool = False
     reason: str = ""
-    profile: Profile = Profile()
+    profile: ReplicaProfile = ReplicaProfile()
     leader_id: ReplicaId = ReplicaId("")
     rank_port: int = 0
     followers: "tuple[Placement, ...]" = ()
@@ -145,7 +145,7 @@ class MeasuredProfile(msgspec.Struct, frozen=True, kw_only=True):
 
     model_id: str
     device_class: str
-    profile: Profile
+    profile: ReplicaProfile
 
 
 class GivenUp(msgspec.Struct, frozen=True, kw_only=True):
@@ -190,7 +190,7 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
     acting_for_s: float
     pops: tuple[Pop, ...] = ()
     nodes: tuple[Node, ...] = ()
-    models: tuple[Model, ...] = ()
+    models: tuple[CatalogModel, ...] = ()
     deployments: tuple[Deployment, ...] = ()
     deleted: tuple[DeploymentId, ...] = ()
     placements: tuple[Placement, ...] = ()
@@ -201,7 +201,7 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
     prefetches: tuple[PrefetchWish, ...] = ()
     given_up: tuple[GivenUp, ...] = ()
 
-    def measured(self) -> dict[tuple[str, str], Profile]:
+    def measured(self) -> dict[tuple[str, str], ReplicaProfile]:
         """Return what agents measured, by model and class of device."""
         return {(row.model_id, row.device_class): row.profile for row in self.profiles}
 

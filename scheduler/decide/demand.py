@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from isochrone.wire.ids import DeploymentId, PopId
-from isochrone.wire.report import Profile
+from isochrone.wire.report import ReplicaProfile
 from scheduler.decide.cluster import RATES, ClusterState, DemandRate
 from scheduler.decide.flow import NOTHING, Floats, Ints
 
@@ -51,7 +51,7 @@ class Load(NamedTuple):
     speed: Mapping[str, float]
 
 
-def load_of(asked: Asked, rates: Mapping[str, Profile]) -> Load:
+def load_of(asked: Asked, rates: Mapping[str, ReplicaProfile]) -> Load:
     """Return what is asked of replicas with these rates by class."""
     prompt, output = asked.prompt_tokens_per_s, asked.output_tokens_per_s
     # Where nothing is asked yet, a token of each tells the classes apart.

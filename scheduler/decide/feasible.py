@@ -7,7 +7,7 @@ from typing import Final
 import msgspec
 
 from isochrone.wire.ids import DeviceId, NodeId, PopId
-from isochrone.wire.model import Deployment, EngineSettings, Model, Policy
+from isochrone.wire.model import CatalogModel, Deployment, EngineSettings, PlacementPolicy
 from isochrone.wire.routes import Pop
 from scheduler.decide.capacity import gib, overhead_bytes
 from scheduler.decide.cluster import Liveness, Node, Placement
@@ -39,7 +39,7 @@ class Seat(msgspec.Struct, frozen=True, kw_only=True):
         return self.parts[0].node
 
 
-def replica_memory_bytes(model: Model, engine: EngineSettings) -> int:
+def replica_memory_bytes(model: CatalogModel, engine: EngineSettings) -> int:
     """Return what a replica takes of each of its devices: weights are split, the rest is not."""
     if engine.memory_bytes:
         return engine.memory_bytes
@@ -61,7 +61,7 @@ def free_memory(nodes: Iterable[Node], placements: Iterable[Placement]) -> FreeM
     }
 
 
-def allowed(policy: Policy, pop: Pop) -> bool:
+def allowed(policy: PlacementPolicy, pop: Pop) -> bool:
     """Say whether residency lets a replica live in `pop`; a denial beats an allowance."""
     names = {str(pop.pop), pop.country}
     if names & set(policy.deny):
@@ -69,7 +69,9 @@ def allowed(policy: Policy, pop: Pop) -> bool:
     return not policy.allow or bool(names & set(policy.allow))
 
 
-def contradiction(policy: Policy, pops: Container[PopId], residents: Collection[PopId]) -> str:
+def contradiction(
+    policy: PlacementPolicy, pops: Container[PopId], residents: Collection[PopId]
+) -> str:
     """Say what in a policy cannot be met in any fleet; "" if nothing. `residents` are the PoPs that
     it allows of those there are."""
     if policy.replicas_min > policy.replicas_max:
@@ -94,7 +96,7 @@ def why_not(
     pop: Pop,
     verdict: Liveness,
     deployment: Deployment,
-    model: Model,
+    model: CatalogModel,
     free: FreeMemory,
 ) -> str:
     """Say why `node` can hold no replica, or no part of one over several nodes; "" if it can."""
@@ -105,7 +107,7 @@ def why_not(
 
 
 def classes_with_room(
-    node: Node, engine: EngineSettings, model: Model, free: FreeMemory
+    node: Node, engine: EngineSettings, model: CatalogModel, free: FreeMemory
 ) -> set[str]:
     """Return the classes of which a node has devices enough with room for a replica, or part."""
     needed = replica_memory_bytes(model, engine)
@@ -117,7 +119,9 @@ def classes_with_room(
     return {name for name, count in roomy.items() if count >= engine.devices_per_node}
 
 
-def unfit(node: Node, *, pop: Pop, verdict: Liveness, deployment: Deployment, model: Model) -> str:
+def unfit(
+    node: Node, *, pop: Pop, verdict: Liveness, deployment: Deployment, model: CatalogModel
+) -> str:
     """Say why a node may take no replica, whatever its devices hold; "" if it may."""
     if not allowed(deployment.policy, pop):
         return f"residency does not allow {pop.pop} ({pop.country})"

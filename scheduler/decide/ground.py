@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from isochrone.wire.ids import DeploymentId, DeviceId, NodeId, PopId
-from isochrone.wire.model import Deployment, Model, Policy
+from isochrone.wire.model import CatalogModel, Deployment, PlacementPolicy
 from isochrone.wire.report import ReplicaState
 from isochrone.wire.routes import Pop
 from scheduler.decide.cluster import ClusterState, Liveness, Node, Placement
@@ -168,7 +168,7 @@ class Ground:
                 return site
         return -1
 
-    def residents(self, policy: Policy) -> frozenset[PopId]:
+    def residents(self, policy: PlacementPolicy) -> frozenset[PopId]:
         """Return the PoPs that residency allows. Most policies say the same: each is read once."""
         key = policy.allow, policy.deny
         if key not in self._residents:
@@ -186,7 +186,7 @@ class Ground:
         )
         return max(sizes, default=0)
 
-    def may_hold(self, deployment: Deployment, model: Model) -> dict[int, list[Node]]:
+    def may_hold(self, deployment: Deployment, model: CatalogModel) -> dict[int, list[Node]]:
         """Return by site the nodes that may take a replica of a deployment, were they empty."""
         needed = replica_memory_bytes(model, deployment.engine)
         engine = deployment.engine
@@ -221,7 +221,7 @@ class Ground:
         site: int,
         nodes: Sequence[Node],
         deployment: Deployment,
-        model: Model,
+        model: CatalogModel,
         soon: bool = False,
     ) -> Offered | None:
         """Return the best seat of a site that is free, or will be `soon`: spread, ready, tight."""
@@ -233,7 +233,12 @@ class Ground:
         return known[1]
 
     def _look(
-        self, site: int, nodes: Sequence[Node], deployment: Deployment, model: Model, soon: bool
+        self,
+        site: int,
+        nodes: Sequence[Node],
+        deployment: Deployment,
+        model: CatalogModel,
+        soon: bool,
     ) -> Offered | None:
         needed, engine = replica_memory_bytes(model, deployment.engine), deployment.engine
         found: list[tuple[tuple[float, int, int, str], Node, tuple[DeviceId, ...], float]] = []
@@ -324,13 +329,13 @@ class Ground:
             disk_free_bytes=min((n.disk_free_bytes or inf for n in nodes), default=inf),
         )
 
-    def take(self, seat: Seat, deployment: Deployment, model: Model) -> None:
+    def take(self, seat: Seat, deployment: Deployment, model: CatalogModel) -> None:
         """Take a seat's memory."""
         self._change(seat, deployment, -1)
         for part in seat.parts:
             self._starts.queue(part.node.node_id, model)
 
-    def give_back(self, seat: Seat, deployment: Deployment, model: Model) -> None:
+    def give_back(self, seat: Seat, deployment: Deployment, model: CatalogModel) -> None:
         """Give a seat's memory back."""
         self._change(seat, deployment, 1)
         for part in seat.parts:

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from isochrone.wire.assignment import Group, ReplicaSpec
+from isochrone.wire.assignment import ReplicaGroup, ReplicaSpec
 from isochrone.wire.ids import DeploymentId, NodeId, ReplicaId
 from scheduler.decide.cluster import ClusterState, Node, Start
 from scheduler.decide.feasible import Seat
@@ -42,7 +42,7 @@ def over_nodes(spec: ReplicaSpec, seat: Seat, port: int, reason: str) -> Start:
     names = ", ".join(part.node.node_id for part in seat.parts)
     starts = []
     for place, part in enumerate(seat.parts):
-        group = Group(
+        group = ReplicaGroup(
             leader_id=spec.replica_id, place=place, nodes=len(seat.parts), host=host, port=port
         )
         mine = msgspec.structs.replace(

@@ -7,7 +7,7 @@ as nothing is decided by them; whatever a plan, a route or an operator reads is.
 from operator import attrgetter
 from typing import Final
 
-from isochrone.wire.report import Profile, ReplicaReport, ReplicaState, Report
+from isochrone.wire.report import ReplicaProfile, ReplicaReport, ReplicaState, Report
 
 RATE_STEP: Final = 0.1
 DISK_STEP_BYTES: Final = 8 * 1024**3
@@ -40,7 +40,7 @@ def _is_other(before: ReplicaReport, now: ReplicaReport) -> bool:
         or _said_of_replica(now) != _said_of_replica(before)
         or any(
             is_moved(getattr(before.profile, measured), getattr(now.profile, measured))
-            for measured in Profile.__struct_fields__
+            for measured in ReplicaProfile.__struct_fields__
         )
     )
 

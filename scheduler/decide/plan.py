@@ -27,7 +27,7 @@ import msgspec
 
 from isochrone.wire.assignment import ReplicaSpec
 from isochrone.wire.ids import DeploymentId, ModelId, ReplicaId
-from isochrone.wire.model import Deployment, Model
+from isochrone.wire.model import CatalogModel, Deployment
 from scheduler.decide.capacity import Profiles
 from scheduler.decide.cluster import ClusterState, Ending, Placement, Plan, Start, Unmet
 from scheduler.decide.demand import asked_by
@@ -136,7 +136,7 @@ class Draft:
             wishes.append(self.wish_of(deployment, model))
         return Search(self.ground, wishes, self._starts_max)
 
-    def wish_of(self, deployment: Deployment, model: Model, version: int = 0) -> Wish:
+    def wish_of(self, deployment: Deployment, model: CatalogModel, version: int = 0) -> Wish:
         """Return a deployment's wish with all that stands for it, or what stands of one version."""
         mine = [p for p in self._mine[deployment.deployment_id] if stands(self.ground, p)]
         return Wish(

@@ -16,7 +16,7 @@ import numpy as np
 
 from isochrone.wire.ids import DeploymentId, NodeId, PopId
 from isochrone.wire.model import Deployment
-from isochrone.wire.report import Profile, ReplicaState
+from isochrone.wire.report import ReplicaProfile, ReplicaState
 from scheduler.decide.capacity import is_measured, rates_on
 from scheduler.decide.cluster import ClusterState, Placement
 from scheduler.decide.demand import Asked, asked_by, load_of
@@ -124,7 +124,7 @@ class _Fleet:
         """Return how many warm replicas a deployment has at each site."""
         return self._warm.get(deployment.deployment_id, {})
 
-    def rates(self, deployment: Deployment) -> Mapping[str, Profile]:
+    def rates(self, deployment: Deployment) -> Mapping[str, ReplicaProfile]:
         """Return what a replica carries on each class, as the planner reads it."""
         model = self._models.get(deployment.model_id)
         if model is None:

@@ -22,7 +22,7 @@ from typing import Final
 import msgspec
 
 from isochrone.wire.ids import DeploymentId, ModelId, NodeId, PopId
-from isochrone.wire.model import Model
+from isochrone.wire.model import CatalogModel
 from scheduler.decide.cluster import ClusterState, Node, PrefetchWish, Start
 from scheduler.decide.feasible import DISK_MARGIN_BYTES
 from scheduler.decide.liveness import LivenessLimits, LivenessView, liveness
@@ -180,7 +180,7 @@ class _Stock:
             reason=f"foretold for {due_s / 3600:.1f} h from now: {start.reason}",
         )
 
-    def _rate_from_afar(self, node: Node, model: Model, due_s: float) -> float:
+    def _rate_from_afar(self, node: Node, model: CatalogModel, due_s: float) -> float:
         """Return how fast weights may come to a PoP that has none of them; 0 is not now."""
         for wish in self.wishes:
             if wish.model_id == model.model_id and self._nodes[wish.node_id].pop == node.pop:
@@ -193,7 +193,7 @@ class _Stock:
             return 0.0
         return min(left, max(size / (TIME_SHARE * due_s), BYTES_PER_S_MIN))
 
-    def _fits(self, node: Node, model: Model) -> bool:
+    def _fits(self, node: Node, model: CatalogModel) -> bool:
         needed = self._pending_bytes[node.node_id] + model.artifact.size_bytes + DISK_MARGIN_BYTES
         return not node.disk_free_bytes or node.disk_free_bytes >= needed
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 
 from isochrone.wire.ids import NodeId
-from isochrone.wire.model import Deployment, EngineSettings, Model
+from isochrone.wire.model import CatalogModel, Deployment, EngineSettings
 from scheduler.decide.capacity import CannotFit, capacity, fits_on, gib
 from scheduler.decide.cluster import Node, Unmet
 from scheduler.decide.device_classes import DeviceClass, class_of
@@ -139,7 +139,7 @@ def _never(ground: Ground, wish: Wish) -> str:
     return ""
 
 
-def _what_would(model: Model, engine: EngineSettings, kind: DeviceClass, most: int) -> str:
+def _what_would(model: CatalogModel, engine: EngineSettings, kind: DeviceClass, most: int) -> str:
     """Say which settings this class would hold it with, on nodes of `most` devices."""
     least = fits_on(model, engine, kind, per_node=most) if most else 0
     if not least:

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 import msgspec
 
 from isochrone.wire.ids import DeploymentId, Epoch, Generation, NodeId
-from isochrone.wire.model import Deployment, Model
-from isochrone.wire.report import Profile, ReplicaState
+from isochrone.wire.model import CatalogModel, Deployment
+from isochrone.wire.report import ReplicaProfile, ReplicaState
 from isochrone.wire.routes import DeploymentEntry, KeyEntry, RolloutEntry, Route, RouteTable
 from scheduler.decide.cluster import ClusterState, Node, Placement
 from scheduler.decide.liveness import LivenessView
@@ -101,7 +101,7 @@ def _route(
     placement: Placement,
     node: Node,
     deployment: Deployment,
-    measured: Mapping[tuple[str, str], Profile],
+    measured: Mapping[tuple[str, str], ReplicaProfile],
 ) -> Route:
     rates = placement.profile
     if rates.prefill_tokens_per_s <= 0:
@@ -138,7 +138,7 @@ def _version_of(
 
 
 def _entry(
-    deployment: Deployment, models: Mapping[str, Model], rollout: Rollout | None
+    deployment: Deployment, models: Mapping[str, CatalogModel], rollout: Rollout | None
 ) -> DeploymentEntry:
     model = models.get(deployment.model_id)
     context = deployment.engine.context_tokens_max

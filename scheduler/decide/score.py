@@ -24,7 +24,7 @@ import numpy as np
 
 from isochrone.wire import geo
 from isochrone.wire.ids import PopId
-from isochrone.wire.model import Policy
+from isochrone.wire.model import PlacementPolicy
 from isochrone.wire.routes import Pop
 from scheduler.decide.cluster import PopDistance
 from scheduler.decide.device_classes import GIB
@@ -69,7 +69,7 @@ class Distances:
         return float(self.ms[self.index[one], self.index[other]])
 
 
-def weight_of(policy: Policy) -> float:
+def weight_of(policy: PlacementPolicy) -> float:
     """Return how much a request of a deployment counts: ten points of priority double it."""
     return float(2.0 ** ((policy.priority - 50) / 10))
 

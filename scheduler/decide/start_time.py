@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from isochrone.wire.ids import NodeId, PopId
-from isochrone.wire.model import Model
+from isochrone.wire.model import CatalogModel
 from isochrone.wire.report import ReplicaState
 from scheduler.decide.cluster import Node, Placement
 from scheduler.decide.score import Distances
@@ -57,7 +57,7 @@ class StartTimes:
                     self._queue_bytes[node_id] += size
         self._nearest: dict[tuple[str, PopId], float] = {}
 
-    def start_s(self, node: Node, model: Model) -> float:
+    def start_s(self, node: Node, model: CatalogModel) -> float:
         """Return the seconds from now until a replica of `model` would be warm on `node`."""
         digest = model.artifact.digest
         disk = _believed(node.disk_bytes_per_s) or DISK_BYTES_PER_S
@@ -73,16 +73,16 @@ class StartTimes:
         """Say whether any node of a PoP has these weights."""
         return pop in self._holders[digest]
 
-    def fetch_s(self, node: Node, model: Model) -> float:
+    def fetch_s(self, node: Node, model: CatalogModel) -> float:
         """Return how long a model's weights would be on their way to a node that lacks them."""
         rate = self._fetch_bytes_per_s(node, model.artifact.digest)
         return model.artifact.size_bytes / rate
 
-    def queue(self, node_id: NodeId, model: Model) -> None:
+    def queue(self, node_id: NodeId, model: CatalogModel) -> None:
         """Count one start more on a node: the next waits behind it."""
         self._queue_bytes[node_id] += model.weights_bytes
 
-    def unqueue(self, node_id: NodeId, model: Model) -> None:
+    def unqueue(self, node_id: NodeId, model: CatalogModel) -> None:
         """Take back a start that will not be."""
         self._queue_bytes[node_id] -= model.weights_bytes
 

@@ -12,7 +12,7 @@ from typing import Final, TypeVar
 import msgspec
 
 from isochrone.wire.ids import DeploymentId, PopId, ReplicaId
-from isochrone.wire.model import Deployment, Policy
+from isochrone.wire.model import Deployment, PlacementPolicy
 from isochrone.wire.report import ReplicaState
 from scheduler.decide.cluster import (
     ClusterState,
@@ -109,7 +109,7 @@ def _beside(deployment: Deployment, rollout: Rollout, cluster: ClusterState) -> 
     )
 
 
-def _denied(policy: Policy, where: set[PopId], cluster: ClusterState) -> tuple[str, ...]:
+def _denied(policy: PlacementPolicy, where: set[PopId], cluster: ClusterState) -> tuple[str, ...]:
     # Narrowing `allow` to PoPs must not let in one that only the wider list kept out.
     if not policy.allow:
         return policy.deny

@@ -12,7 +12,7 @@ import numpy as np
 
 from isochrone.wire.assignment import Role
 from isochrone.wire.ids import DeploymentId, PopId
-from isochrone.wire.model import Deployment, Model
+from isochrone.wire.model import CatalogModel, Deployment
 from isochrone.wire.report import ReplicaState
 from scheduler.decide.capacity import Profiles, rates_on
 from scheduler.decide.cluster import Placement
@@ -72,7 +72,7 @@ class Wish:
         self,
         ground: Ground,
         deployment: Deployment,
-        model: Model,
+        model: CatalogModel,
         asked: Asked,
         profiles: Profiles,
         standing: Sequence[Placement],

@@ -24,7 +24,7 @@ from isochrone.wire.ids import (
     RouterId,
     TenantId,
 )
-from isochrone.wire.usage import Outcome, Usage, UsageRow
+from isochrone.wire.usage import RequestOutcome, Usage, UsageRow
 from nodeagent.drivers.driver import Command
 from nodeagent.engine.kv_tiers.files import FileTier
 from nodeagent.host.engines import Engines, Started
@@ -61,7 +61,7 @@ def a_row(number: int) -> UsageRow:
         request_id=RequestId(f"req-{number}"), key_id=KeyId("k"), tenant_id=TenantId("t"),
         deployment_id=DeploymentId("d"), pop=PopId("ams"), node_id=NodeId("n"),
         replica_id=ReplicaId("r"), started_at=1.0, prompt_tokens=number, cached_tokens=0,
-        output_tokens=3, outcome=Outcome.COMPLETE, ttft_ms=1.0, duration_ms=2.0,
+        output_tokens=3, outcome=RequestOutcome.COMPLETE, ttft_ms=1.0, duration_ms=2.0,
     )  # fmt: skip
 
 

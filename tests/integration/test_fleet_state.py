@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from isochrone.service.files import kept
-from ops.fleet.bring_up import Fleet, kill_leftovers
+from ops.fleet.bring_up import LocalFleet, kill_leftovers
 from ops.fleet.processes import StartFailed
 
 
@@ -42,7 +42,7 @@ async def test_a_second_fleet_in_one_folder_is_refused_and_ends_nothing(tmp_path
             sys.executable, "-c", waits, f"{state}/node-ams"
         )
         try:
-            fleet = Fleet(state, lambda line: None)
+            fleet = LocalFleet(state, lambda line: None)
             with pytest.raises(StartFailed, match="another process does; is it running already"):
                 await fleet.up()
             await fleet.down()

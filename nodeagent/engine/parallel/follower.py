@@ -8,7 +8,7 @@ from types import FrameType
 from typing import Never
 
 from isochrone.service.logs import setup_logs
-from isochrone.wire.assignment import Group
+from isochrone.wire.assignment import ReplicaGroup
 from isochrone.wire.engine import EngineConfig
 from nodeagent.engine.checkpoint.opening import open_checkpoint
 from nodeagent.engine.loading import meet, need_memory, open_share, ranks_here, split_of
@@ -36,7 +36,7 @@ from nodeagent.engine.parallel.share import Share
 from nodeagent.engine.runner import Runner
 
 
-def follow_from_afar(config: EngineConfig, group: Group) -> Never:
+def follow_from_afar(config: EngineConfig, group: ReplicaGroup) -> Never:
     """Be this node's ranks of a group that another node leads, to its end."""
 
     def live(rank: int) -> int:

@@ -23,7 +23,7 @@ from typing import Final, NamedTuple
 import psutil
 from torch._C._distributed_c10d import Store, TCPStore
 
-from isochrone.wire.assignment import Group
+from isochrone.wire.assignment import ReplicaGroup
 from nodeagent.engine.models.shape import CheckpointError
 from nodeagent.engine.parallel.crew import Channel, Member, RankLost, has_ended
 
@@ -59,7 +59,7 @@ class Lines(NamedTuple):
 class Gathering:
     """The front's side: it listens where all meet, until they have."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: ReplicaGroup) -> None:
         self._group = group
         try:
             self._listener = socket.create_server(
@@ -127,7 +127,7 @@ class Gathering:
         half[rank, is_life] = dialled
 
 
-def dial(group: Group, rank: int, timeout_s: float) -> Lines:
+def dial(group: ReplicaGroup, rank: int, timeout_s: float) -> Lines:
     """Reach the front as `rank`, trying again until it listens; raises RankLost after a time."""
     deadline = time.monotonic() + timeout_s
     while True:
@@ -148,7 +148,9 @@ def dial(group: Group, rank: int, timeout_s: float) -> Lines:
         time.sleep(_AGAIN_S if refused else _TURNED_AWAY_S)
 
 
-def store_of(group: Group, world: int, timeout_s: float, listener: int | None = None) -> Store:
+def store_of(
+    group: ReplicaGroup, world: int, timeout_s: float, listener: int | None = None
+) -> Store:
     """Return the store by which torch has all ranks meet; the front keeps it at its `listener`."""
     _use_interface(group)
     return TCPStore(
@@ -162,7 +164,7 @@ def store_of(group: Group, world: int, timeout_s: float, listener: int | None = 
     )
 
 
-def _dial(group: Group, rank: int, *, is_life: bool) -> socket.socket:
+def _dial(group: ReplicaGroup, rank: int, *, is_life: bool) -> socket.socket:
     dialled = socket.create_connection(_address(group), _HANDSHAKE_S)
     try:
         nonce = _read(dialled, _NONCE_BYTES)
@@ -180,7 +182,7 @@ def _dial(group: Group, rank: int, *, is_life: bool) -> socket.socket:
     return dialled
 
 
-def _proof(group: Group, *said: bytes) -> bytes:
+def _proof(group: ReplicaGroup, *said: bytes) -> bytes:
     return hmac.digest(group.secret.encode(), b"\0".join(said), sha256)
 
 
@@ -206,17 +208,17 @@ def _keep_alive(dialled: socket.socket) -> None:
     dialled.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, unheard_ms)
 
 
-def _address(group: Group) -> tuple[str, int]:
+def _address(group: ReplicaGroup) -> tuple[str, int]:
     return group.host, group.port
 
 
-def _family(group: Group) -> socket.AddressFamily:
+def _family(group: ReplicaGroup) -> socket.AddressFamily:
     with suppress(socket.gaierror):
         return socket.getaddrinfo(*_address(group), type=socket.SOCK_STREAM)[0][0]
     return socket.AF_INET
 
 
-def _use_interface(group: Group) -> None:
+def _use_interface(group: ReplicaGroup) -> None:
     """Have gloo and nccl meet on the interface by which the leader is reached."""
     with socket.socket(_family(group), socket.SOCK_DGRAM) as probe:
         # Sends nothing: it only chooses a way.

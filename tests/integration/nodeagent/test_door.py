@@ -69,18 +69,20 @@ class Node(NamedTuple):
 
     async def idle(self, name: str = "r1") -> bool:
         load = self.supervisor.replicas[ReplicaId(name)].in_flight.load()
-        return load == headers.Load(0, 0, 0, 0, 0)
+        return load == headers.ReportedLoad(0, 0, 0, 0, 0)
 
-    def sibling(self, name: str) -> headers.Sibling:
+    def sibling(self, name: str) -> headers.PeerReplica:
         """As a router names it: ten tokens to read, a millisecond for each of those before it."""
-        return headers.Sibling(ReplicaId(name), NodeId(self.address), self.address, 10, 10, 1000)
+        return headers.PeerReplica(
+            ReplicaId(name), NodeId(self.address), self.address, 10, 10, 1000
+        )
 
     def ask(
         self,
         name: str = "r1",
         tokens: int = 3,
         queue_tokens_max: int | None = None,
-        siblings: Sequence[headers.Sibling] = (),
+        siblings: Sequence[headers.PeerReplica] = (),
         sent: Mapping[str, str] | None = None,
         **extra: Any,
     ) -> Any:
@@ -89,7 +91,7 @@ class Node(NamedTuple):
         if queue_tokens_max is not None:
             sent[headers.QUEUE_TOKENS_MAX] = str(queue_tokens_max)
         if siblings:
-            sent[headers.SIBLINGS] = headers.format_siblings(siblings)
+            sent[headers.PEER_REPLICAS] = headers.format_peer_replicas(siblings)
         body = {
             "messages": [{"role": "user", "content": "x"}],
             "max_tokens": tokens,
@@ -149,7 +151,7 @@ async def test_a_longer_queue_than_was_chosen_by_turns_away_and_tells_the_load(n
     async with node.ask(queue_tokens_max=59) as response:
         assert (response.status, response.headers[headers.REFUSED]) == (429, "queued")
         told = headers.parse_load(response.headers[headers.LOAD])
-        assert told == headers.Load(100, 1, 1, 0, 60)
+        assert told == headers.ReportedLoad(100, 1, 1, 0, 60)
     for most in (60, None):
         async with node.ask(queue_tokens_max=most) as response:
             assert response.status == 200
@@ -167,7 +169,7 @@ async def test_each_router_is_told_what_there_is_of_others(node: Node) -> None:
     async def others(router: str) -> tuple[int, int]:
         async with node.http.get("/ping", headers={headers.ROUTER: router}) as ping:
             told = headers.parse_loads(ping.headers[headers.LOADS])[ReplicaId("r1")]
-        return told.others_unread, told.others_decode
+        return told.others_pending_prefill_tokens, told.others_decode_tokens
 
     assert await others("a") == (0, 0)
     assert await others("b") == (60, 7)
@@ -189,7 +191,7 @@ async def test_a_request_goes_on_to_a_sibling_where_it_begins_sooner(node: Node)
                 assert response.status == 200
                 assert headers.parse_load(response.headers[headers.LOAD]) is not None
                 assert (await response.text()).endswith("data: [DONE]\n\n")
-                return str(response.headers.get(headers.PASSED, ""))
+                return str(response.headers.get(headers.HANDOFF_REPLICA, ""))
 
         def waiting(on: Node, name: str, tokens: int) -> Held:
             held = on.supervisor.replicas[ReplicaId(name)].in_flight.take(tokens, 1, tokens)
@@ -226,7 +228,7 @@ async def test_what_is_passed_on_ends_with_its_caller_and_breaks_with_its_engine
         assert held is not None
         async with node.ask(tokens=3000, siblings=named) as response:
             await response.content.readany()
-            assert response.headers[headers.PASSED] == "r3"
+            assert response.headers[headers.HANDOFF_REPLICA] == "r3"
             assert node.supervisor.relaying == 1
             assert not await other.idle("r3")
         await until("the caller's leaving went on", partial(other.idle, "r3"), 5.0)
@@ -239,14 +241,14 @@ async def test_what_is_passed_on_ends_with_its_caller_and_breaks_with_its_engine
                 await response.read()
         # Its engine is gone: whom it was sent to takes it.
         async with node.ask(siblings=named) as response:
-            assert (response.status, headers.PASSED in response.headers) == (200, False)
+            assert (response.status, headers.HANDOFF_REPLICA in response.headers) == (200, False)
             await response.read()
         held.release()
     # Its node is gone: asking costs no more than its timeout.
     held = node.supervisor.replicas[ReplicaId("r1")].in_flight.take(300, 1, 300)
     assert held is not None
     async with node.ask(siblings=named) as response:
-        assert (response.status, headers.PASSED in response.headers) == (200, False)
+        assert (response.status, headers.HANDOFF_REPLICA in response.headers) == (200, False)
         await response.read()
     held.release()
     await until("given back", node.idle, 5.0)
@@ -256,7 +258,9 @@ async def test_every_answer_tells_the_load_and_gives_it_back_once(node: Node) ->
     await node.warm(node.spec())
     async with node.ask(tokens=3) as response:
         assert response.status == 200
-        assert headers.parse_load(response.headers[headers.LOAD]) == headers.Load(0, 3, 1, 0, 0)
+        assert headers.parse_load(response.headers[headers.LOAD]) == headers.ReportedLoad(
+            0, 3, 1, 0, 0
+        )
         text = await response.text()
     assert text.endswith("data: [DONE]\n\n")
     await until("given back", node.idle, 5.0)
@@ -275,7 +279,7 @@ async def test_each_refusal_has_its_word(node: Node) -> None:
         async with node.http.get("/ping") as ping:
             pinged = headers.parse_loads(ping.headers[headers.LOADS])[ReplicaId("r1")]
         assert headers.parse_load(first.headers[headers.LOAD]) == pinged
-        assert (pinged.running, pinged.unread, pinged.prefill_tokens) == (1, 0, 0)
+        assert (pinged.running, pinged.pending_prefill_tokens, pinged.prefill_tokens) == (1, 0, 0)
         async with node.ask(tokens=80) as second:
             assert (second.status, second.headers[headers.REFUSED]) == (429, "busy")
             assert second.headers["retry-after"] == "1"
@@ -306,7 +310,7 @@ async def test_an_engine_without_memory_is_told_as_full_before_anybody_asks(node
         asked = {headers.ROUTER: "a"}
         async with node.http.get("/ping", headers=asked) as ping:
             load = headers.parse_loads(ping.headers[headers.LOADS])[ReplicaId("r1")]
-        return load.others_decode >= 500
+        return load.others_decode_tokens >= 500
 
     await until("told", is_told, 5.0)
     async with node.ask() as response:

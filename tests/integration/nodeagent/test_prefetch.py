@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from isochrone.wire.assignment import Prefetch
+from isochrone.wire.assignment import ArtifactPrefetch
 from nodeagent.host.link import SEEN_BYTES_MIN, Link
 from nodeagent.loops.prefetch import PrefetchDuty, Prefetched
 from tests.integration.nodeagent.test_artifacts import Origin, a_store, artifact_of, origin
@@ -21,12 +21,12 @@ BODY = random.Random(3).randbytes(4_000_000)
 class Node:
     """What the duty asks of the agent: what is wished, what runs, whether a start waits."""
 
-    def __init__(self, *wished: Prefetch) -> None:
+    def __init__(self, *wished: ArtifactPrefetch) -> None:
         self.wished = wished
         self.starts = False
         self.reports = 0
 
-    def prefetches(self) -> tuple[Prefetch, ...]:
+    def prefetches(self) -> tuple[ArtifactPrefetch, ...]:
         return self.wished
 
     def is_fetching(self) -> bool:
@@ -49,7 +49,7 @@ async def test_a_start_goes_first_and_goes_on_from_the_bytes_that_came(
     served, url = origin
     served.files["/m.gguf"] = BODY
     artifact = artifact_of(url, {"m.gguf": BODY})
-    node = Node(Prefetch(artifact=artifact, bytes_per_s=500_000.0))
+    node = Node(ArtifactPrefetch(artifact=artifact, bytes_per_s=500_000.0))
     store = a_store(tmp_path)
     duty = a_duty(node, store)
     turn = asyncio.create_task(duty.run_once())
@@ -75,9 +75,9 @@ async def test_one_that_fails_keeps_no_other_waiting_and_one_taken_back_ends(
     served, url = origin
     served.files["/good"] = b"good"
     served.files["/slow"] = BODY
-    bad = Prefetch(artifact=artifact_of(url, {"nowhere": b"bad"}))
-    good = Prefetch(artifact=artifact_of(url, {"good": b"good"}))
-    slow = Prefetch(artifact=artifact_of(url, {"slow": BODY}), bytes_per_s=100_000.0)
+    bad = ArtifactPrefetch(artifact=artifact_of(url, {"nowhere": b"bad"}))
+    good = ArtifactPrefetch(artifact=artifact_of(url, {"good": b"good"}))
+    slow = ArtifactPrefetch(artifact=artifact_of(url, {"slow": BODY}), bytes_per_s=100_000.0)
     node = Node(bad, good, slow)
     store = a_store(tmp_path)
     turn = asyncio.create_task(a_duty(node, store).run_once())

@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 
 from isochrone.service.door import open_door
-from isochrone.wire.headers import Sibling
+from isochrone.wire.headers import PeerReplica
 from isochrone.wire.ids import NodeId, ReplicaId
 from nodeagent.api.siblings import SiblingLost, Siblings
 
@@ -34,7 +34,7 @@ class Mute:
 
 
 @asynccontextmanager
-async def a_sibling(mute: Mute) -> AsyncIterator[tuple[Siblings, Sibling]]:
+async def a_sibling(mute: Mute) -> AsyncIterator[tuple[Siblings, PeerReplica]]:
     app = web.Application()
     app.router.add_get("/ping", mute.ping)
     app.router.add_post("/v1/completions", mute.relay)
@@ -43,7 +43,7 @@ async def a_sibling(mute: Mute) -> AsyncIterator[tuple[Siblings, Sibling]]:
         try:
             yield (
                 siblings,
-                Sibling(ReplicaId("r2"), NodeId("n2"), f"http://127.0.0.1:{port}", 1, 1, 1),
+                PeerReplica(ReplicaId("r2"), NodeId("n2"), f"http://127.0.0.1:{port}", 1, 1, 1),
             )
         finally:
             await siblings.close()

@@ -15,7 +15,7 @@ from isochrone.service.door import open_door
 from isochrone.service.identity import Authority, Identity
 from isochrone.wire.assignment import PeerSource
 from isochrone.wire.control import PeerRole
-from isochrone.wire.headers import Sibling
+from isochrone.wire.headers import PeerReplica
 from isochrone.wire.ids import NodeId, PopId, ReplicaId
 from nodeagent.api.siblings import SiblingLost, Siblings
 from nodeagent.host.artifacts import Artifacts
@@ -152,7 +152,8 @@ async def test_a_node_passes_nothing_on_to_another_at_a_siblings_address(tmp_pat
     async with a_place(tmp_path, "n2") as place:
         siblings = Siblings(place.client("n3", PeerRole.AGENT), time.monotonic)
         one, other = (
-            Sibling(ReplicaId("r1"), NodeId(name), place.address, 1, 1, 1) for name in ("n1", "n2")
+            PeerReplica(ReplicaId("r1"), NodeId(name), place.address, 1, 1, 1)
+            for name in ("n1", "n2")
         )
         try:
             async with siblings.answering(other, NAME, BODY, {}) as answer:
@@ -178,7 +179,7 @@ async def test_a_sibling_cannot_send_a_node_elsewhere(tmp_path: Path) -> None:
     async with a_place(tmp_path) as place, open_door(inside, "127.0.0.1", 0) as port:
         place.told_to = f"http://127.0.0.1:{port}/latest/meta-data"
         siblings = Siblings(place.client("n3", PeerRole.AGENT), time.monotonic)
-        sibling = Sibling(ReplicaId("r1"), NodeId("n1"), place.address, 1, 1, 1)
+        sibling = PeerReplica(ReplicaId("r1"), NodeId("n1"), place.address, 1, 1, 1)
         try:
             async with siblings.answering(sibling, NAME, BODY, {}) as answer:
                 assert answer.status == 307

@@ -6,7 +6,7 @@ import pytest
 from click.testing import CliRunner
 
 from isochrone.cli import serving
-from isochrone.cli.context import Context
+from isochrone.cli.context import CliContext
 
 
 class Api:
@@ -33,7 +33,7 @@ def test_it_waits_for_the_version_that_was_deployed(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(serving, "WAIT_INTERVAL_S", 0.0)
     api: Any = Api()
     ran = CliRunner().invoke(
-        serving.deploy, ["d", "--model", "new", "--wait"], obj=Context(api, "json")
+        serving.deploy, ["d", "--model", "new", "--wait"], obj=CliContext(api, "json")
     )
     assert ran.exit_code == 0, ran.output
     assert api.looks == 2

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from isochrone.wire.assignment import Assignment, Group, Tombstone
-from isochrone.wire.headers import Load
+from isochrone.wire.assignment import Assignment, ReplicaGroup, Tombstone
+from isochrone.wire.headers import ReportedLoad
 from isochrone.wire.ids import ClusterId, DeviceId, Epoch, Generation, NodeId, ReplicaId
 from isochrone.wire.model import EngineSettings
 from isochrone.wire.report import ReplicaState
@@ -99,7 +99,9 @@ def test_what_cannot_be_done_is_refused_with_its_reason() -> None:
 def test_a_part_of_a_replica_over_nodes_begins_only_where_that_is_allowed(
     place: int, ports: tuple[int, int] | None, words: str
 ) -> None:
-    group = Group(leader_id=ReplicaId("lead"), place=place, nodes=2, host="10.0.0.7", port=9400)
+    group = ReplicaGroup(
+        leader_id=ReplicaId("lead"), place=place, nodes=2, host="10.0.0.7", port=9400
+    )
     assignment = msgspec.structs.replace(an_assignment(), replicas=(a_spec("a", group=group),))
     found = reconcile(assignment, {}, CPU, DRIVERS, ports)
     assert [refusal.reason.partition(words)[1] for refusal in found.refusals] == [words] * bool(
@@ -239,14 +241,14 @@ def test_of_what_others_have_the_prompt_being_read_is_less_by_what_is_read() -> 
     first = counted.take(100, 10, 60, router="a", prefill_ms=1000, now_s=5.0)
     second = counted.take(200, 20, 200, router="b", prefill_ms=2000, now_s=5.0)
     assert first is not None and second is not None
-    assert counted.load("b", 5.25) == Load(300, 30, 2, 0, 260, 45, 10)
-    assert counted.load("a", 5.25) == Load(300, 30, 2, 0, 260, 200, 20)
-    assert counted.load("c", 5.25).others_unread == 245
+    assert counted.load("b", 5.25) == ReportedLoad(300, 30, 2, 0, 260, 45, 10)
+    assert counted.load("a", 5.25) == ReportedLoad(300, 30, 2, 0, 260, 200, 20)
+    assert counted.load("c", 5.25).others_pending_prefill_tokens == 245
     # It takes longer than was thought: a little of it is left all the same.
-    assert counted.load("b", 9.0).others_unread == 3
+    assert counted.load("b", 9.0).others_pending_prefill_tokens == 3
     first.first_token(7.0)
-    assert counted.load("a", 8.0).others_unread == 100
-    assert counted.load("b", 8.0).others_unread == 0
+    assert counted.load("a", 8.0).others_pending_prefill_tokens == 100
+    assert counted.load("b", 8.0).others_pending_prefill_tokens == 0
 
 
 def test_where_the_engine_refuses_nothing_is_taken_and_every_router_sees_no_room() -> None:
@@ -256,13 +258,13 @@ def test_where_the_engine_refuses_nothing_is_taken_and_every_router_sees_no_room
     assert held is not None
     assert counted.take(1, 1) is None
     for router, others in (("a", 10_000), ("b", 10_010)):
-        assert counted.load(router).others_decode == others
+        assert counted.load(router).others_decode_tokens == others
     assert counted.load().decode_tokens == 10_010
     held.release()
     # Idle, and shut all the same.
     assert counted.take(1, 1) is None
     counted.is_shut = False
-    assert counted.load("b") == Load(0, 0, 0, 0, 0, 0, 0)
+    assert counted.load("b") == ReportedLoad(0, 0, 0, 0, 0, 0, 0)
     assert counted.take(1, 1) is not None
 
 
@@ -318,15 +320,18 @@ class Admission(RuleBasedStateMachine):
         assert load.prefill_tokens == sum(p for _, p, _ in self.held)
         assert load.decode_tokens == sum(o for _, _, o in self.held)
         assert load.running == len(self.held)
-        assert load.unread == load.prefill_tokens
+        assert load.pending_prefill_tokens == load.prefill_tokens
         for router in ROUTERS:
             told = self.counted.load(router, self.now_s)
             others = [one for one in self.held if one[0].router != router]
-            assert told.others_decode == sum(o for _, _, o in others)
+            assert told.others_decode_tokens == sum(o for _, _, o in others)
             unread = sum(p for _, p, _ in others)
             # Only of the first prompt part may be read.
-            assert unread - max((p for _, p, _ in others), default=0) <= told.others_unread
-            assert told.others_unread <= unread
+            assert (
+                unread - max((p for _, p, _ in others), default=0)
+                <= told.others_pending_prefill_tokens
+            )
+            assert told.others_pending_prefill_tokens <= unread
 
 
 TestAdmission = Admission.TestCase

@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from isochrone.wire.assignment import Group
+from isochrone.wire.assignment import ReplicaGroup
 from isochrone.wire.engine import EngineConfig
 from isochrone.wire.ids import DeviceId
 from isochrone.wire.model import EngineSettings
@@ -124,7 +124,7 @@ def test_the_embedded_engine_is_split_over_its_gpus(
 
 def over_two_nodes(driver: str, place: int, **options: str) -> Launch:
     launch = a_launch(driver, **options)
-    group = Group(
+    group = ReplicaGroup(
         leader_id=launch.spec.replica_id, place=place, nodes=2, host="10.0.0.7", port=9400
     )
     return msgspec.structs.replace(launch, spec=msgspec.structs.replace(launch.spec, group=group))

@@ -4,13 +4,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isochrone.wire.headers import Sibling
+from isochrone.wire.headers import PeerReplica
 from isochrone.wire.ids import NodeId, ReplicaId
 from nodeagent.decide.passing import MARGIN_MS, Verdict, begins_ms, is_worth_asking, judge
 
 
-def a_sibling(name: str, prefill_ms: int = 100, token_us: int = 1000, unread: int = 90) -> Sibling:
-    return Sibling(ReplicaId(name), NodeId(name), f"{name}:1", unread, prefill_ms, token_us)
+def a_sibling(
+    name: str, prefill_ms: int = 100, token_us: int = 1000, unread: int = 90
+) -> PeerReplica:
+    return PeerReplica(ReplicaId(name), NodeId(name), f"{name}:1", unread, prefill_ms, token_us)
 
 
 A, B, C = a_sibling("a"), a_sibling("b"), a_sibling("c", prefill_ms=40)

@@ -7,7 +7,7 @@ import pytest
 
 from isochrone.wire.ids import DeploymentId, NodeId, ReplicaId
 from isochrone.wire.model import EngineSettings
-from isochrone.wire.report import Device, ReplicaState
+from isochrone.wire.report import NodeDevice, ReplicaState
 from scheduler.decide.cluster import ClusterState, Node, Plan
 from scheduler.decide.explain import explain
 from scheduler.decide.feasible import free_memory
@@ -158,7 +158,7 @@ def test_parts_of_other_pops_or_classes_do_not_meet() -> None:
 
 
 def test_a_replica_too_large_for_a_node_is_told_what_would_hold_it() -> None:
-    def gpus() -> tuple[Device, ...]:
+    def gpus() -> tuple[NodeDevice, ...]:
         return tuple(
             msgspec.structs.replace(a_device(79.0, f"gpu{n}"), device_class="h100-80g")
             for n in range(8)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from isochrone.wire.assignment import Role
 from isochrone.wire.ids import DeploymentId, Generation, PopId
-from isochrone.wire.model import EngineSettings, Policy
+from isochrone.wire.model import EngineSettings, PlacementPolicy
 from ops.sim import small
 from ops.sim.judge import TABLE, cost, sought
 from ops.sim.small import small_world
@@ -197,7 +197,7 @@ def test_of_two_nodes_that_which_holds_the_weights_is_ready_sooner() -> None:
 
 
 def test_a_pop_of_several_replicas_reads_and_writes_apart_where_asked() -> None:
-    policy = Policy(replicas_min=3, prefill_share=0.34)
+    policy = PlacementPolicy(replicas_min=3, prefill_share=0.34)
     deployment = msgspec.structs.replace(a_deployment(), policy=policy)
     held = (a_placement("r1", "ams-1"), a_placement("r2", "ams-1", role=Role.PREFILL))
     cluster = a_cluster(nodes=(a_node("ams-1", "ams"),), deployments=(deployment,), placements=held)
