@@ -22,22 +22,22 @@ from isochrone.service.revocation import refusing
 from isochrone.service.tls import client_context, node_context
 from isochrone.wire.control import PeerRole, ToAgent
 from isochrone.wire.ids import BootId
-from nodeagent.api.door import Door
+from nodeagent.api.artifact_uploads import ArtifactUploads
+from nodeagent.api.data_plane import DataPlaneServer
 from nodeagent.api.metrics_page import add_metrics
-from nodeagent.api.siblings import Siblings
-from nodeagent.api.weights import Weights
+from nodeagent.api.peer_replicas import PeerReplicaClient
 from nodeagent.config import NodeConfig
-from nodeagent.host.artifacts import Artifacts
-from nodeagent.host.devices import Devices
-from nodeagent.host.engines import Engines
-from nodeagent.host.ledger import Ledger
-from nodeagent.host.link import Link
-from nodeagent.host.peers import Peers
-from nodeagent.host.sources import Sources
-from nodeagent.loops.converge import Converge
-from nodeagent.loops.prefetch import PrefetchDuty
-from nodeagent.loops.report import PulseDuty, ReportDuty
-from nodeagent.node import Node
+from nodeagent.host.artifacts import ArtifactStore
+from nodeagent.host.assignment_file import AssignmentFile
+from nodeagent.host.devices import DeviceReader
+from nodeagent.host.engines import EngineProcesses
+from nodeagent.host.link import TransferLink
+from nodeagent.host.peers import PeerFetcher
+from nodeagent.host.sources import ArtifactSources
+from nodeagent.loops.converge import ConvergeJob
+from nodeagent.loops.prefetch import PrefetchJob
+from nodeagent.loops.report import PulseJob, ReportJob
+from nodeagent.node import NodeState
 from nodeagent.supervisor import Supervisor
 
 log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ async def serve(config: NodeConfig, stopping: asyncio.Event) -> int:
     door_tls = node_context(node.identity) if config.door_tls else None
     peer_tls = client_context(node.identity) if config.door_tls else None
     artifacts = _artifacts(config, node, sources, chance, peer_tls)
-    engines = Engines(
+    engines = EngineProcesses(
         config.state / "engines",
         config.engine_threads or (os.cpu_count() or 1),
         standby=config.standby,
@@ -76,17 +76,17 @@ async def serve(config: NodeConfig, stopping: asyncio.Event) -> int:
         folder=config.state,
         contexts=[context for context in (door_tls, peer_tls) if context is not None],
     )
-    reports = ReportDuty(
+    reports = ReportJob(
         config=config, node=node, supervisor=supervisor, artifacts=artifacts, link=link
     )
     report = Loop("report", reports.run_once, 10.0, jitter=chance)
-    pulse = Loop("pulse", PulseDuty(node, link).run_once, 2.0, jitter=chance)
+    pulse = Loop("pulse", PulseJob(node, link).run_once, 2.0, jitter=chance)
     node.nudge_report = report.nudge
     duties = (report, pulse, *_what_makes_it_so(config, node, supervisor, artifacts))
 
     try:
         await _take_up_survivors(node, engines, supervisor)
-        door = Door(supervisor, Siblings(peer_tls, monotonic))
+        door = DataPlaneServer(supervisor, PeerReplicaClient(peer_tls, monotonic))
         app = _served(door, artifacts, config, node)
         async with _listening(config, app, supervisor, door_tls) as port:
             log.info("serving", extra={"fields": {"port": port, "node": node.node_id}})
@@ -123,7 +123,7 @@ async def _listening(
         yield port
 
 
-async def _open_node(config: NodeConfig) -> Node:
+async def _open_node(config: NodeConfig) -> NodeState:
     """Return this node with its papers, joining the cluster where it has none, as it was left."""
     identity = await identify(
         urls=config.schedulers,
@@ -132,62 +132,66 @@ async def _open_node(config: NodeConfig) -> Node:
         name=config.name,
         folder=config.state,
     )
-    devices = await asyncio.to_thread(Devices, config.cpu_memory_bytes)
-    node = Node(identity, BootId(secrets.token_hex(8)), Ledger(config.state), devices)
+    devices = await asyncio.to_thread(DeviceReader, config.cpu_memory_bytes)
+    node = NodeState(identity, BootId(secrets.token_hex(8)), AssignmentFile(config.state), devices)
     await node.restore()
     return node
 
 
 def _what_makes_it_so(
-    config: NodeConfig, node: Node, supervisor: Supervisor, artifacts: Artifacts
+    config: NodeConfig, node: NodeState, supervisor: Supervisor, artifacts: ArtifactStore
 ) -> tuple[Loop, Loop]:
     """Return the duties that make true what is assigned; a new assignment nudges them."""
-    converging = Converge(node, supervisor, monotonic, config.plaintext_rank_ports)
+    converging = ConvergeJob(node, supervisor, monotonic, config.plaintext_rank_ports)
     converge = Loop("converge", converging.run_once, 5.0)
-    prefetch = Loop("prefetch", PrefetchDuty(node, supervisor, artifacts).run_once, 15.0)
+    prefetch = Loop("prefetch", PrefetchJob(node, supervisor, artifacts).run_once, 15.0)
     node.nudge_converge, node.nudge_prefetch = converge.nudge, prefetch.nudge
     return converge, prefetch
 
 
-def _sources(config: NodeConfig) -> Sources:
+def _sources(config: NodeConfig) -> ArtifactSources:
     path = config.hf_token_file
     token = read_secret(path, "the hub's token") if path is not None else ""
-    return Sources(private=config.private_sources, hf_url=config.hf_url, hf_token=token)
+    return ArtifactSources(private=config.private_sources, hf_url=config.hf_url, hf_token=token)
 
 
 def _artifacts(
     config: NodeConfig,
-    node: Node,
-    sources: Sources,
+    node: NodeState,
+    sources: ArtifactSources,
     chance: random.Random,
     context: SSLContext | None,
-) -> Artifacts:
-    peers = Peers(
+) -> ArtifactStore:
+    peers = PeerFetcher(
         holders=node.holders_of,
         pop=node.identity.pop,
         context=context,
         clock=monotonic,
         chance=chance,
     )
-    return Artifacts(
+    return ArtifactStore(
         config.state / "artifacts",
         sources,
         config.disk_budget_bytes,
-        link=Link(config.download_bytes_per_s, monotonic),
+        link=TransferLink(config.download_bytes_per_s, monotonic),
         peers=peers,
     )
 
 
-def _served(door: Door, artifacts: Artifacts, config: NodeConfig, node: Node) -> web.Application:
+def _served(
+    door: DataPlaneServer, artifacts: ArtifactStore, config: NodeConfig, node: NodeState
+) -> web.Application:
     """Return what the node's listener serves: routers' requests, and weights to other nodes."""
     app = door.app()
     app.middlewares.append(refusing(node.revoked))
-    uplink = Link(config.upload_bytes_per_s, monotonic)
-    Weights(artifacts, uplink, uploads_max=config.uploads_max).attach(app)
+    uplink = TransferLink(config.upload_bytes_per_s, monotonic)
+    ArtifactUploads(artifacts, uplink, uploads_max=config.uploads_max).attach(app)
     return app
 
 
-async def _take_up_survivors(node: Node, engines: Engines, supervisor: Supervisor) -> None:
+async def _take_up_survivors(
+    node: NodeState, engines: EngineProcesses, supervisor: Supervisor
+) -> None:
     """Adopt the engines of an earlier life, but those with a tombstone or another spec by now."""
     held = node.assignment
     specs = {spec.replica_id: spec for spec in held.replicas} if held else {}

@@ -11,18 +11,18 @@ from isochrone.wire.control import Welcome
 from isochrone.wire.ids import BootId, Epoch, Generation, NodeId
 from isochrone.wire.report import NodeDevice, Refusal
 from nodeagent import metrics
-from nodeagent.decide.reconcile import refusal_of
-from nodeagent.host.devices import Devices
-from nodeagent.host.ledger import Ledger
+from nodeagent.decide.reconcile import assignment_problem
+from nodeagent.host.assignment_file import AssignmentFile
+from nodeagent.host.devices import DeviceReader
 
 log = logging.getLogger(__name__)
 
 
-class Node:
+class NodeState:
     """The node's own state. The ledger is its copy on disk."""
 
     def __init__(
-        self, identity: Identity, boot_id: BootId, ledger: Ledger, devices: Devices
+        self, identity: Identity, boot_id: BootId, ledger: AssignmentFile, devices: DeviceReader
     ) -> None:
         self.identity = identity
         self.node_id = NodeId(identity.name)
@@ -49,7 +49,7 @@ class Node:
         """Read the ledger: what ran before runs again, whoever is away."""
         held = await asyncio.to_thread(self._ledger.read)
         cluster_id = self.identity.cluster_id
-        if held is not None and not refusal_of(held, None, self.node_id, cluster_id):
+        if held is not None and not assignment_problem(held, None, self.node_id, cluster_id):
             self.assignment = held
             metrics.GENERATION.set(held.generation)
 
@@ -66,7 +66,7 @@ class Node:
         """Keep a newer assignment, on disk before in effect; return why not, if not."""
         async with self._taking:
             newest = self._unkept or self.assignment
-            reason = refusal_of(offered, newest, self.node_id, self.identity.cluster_id)
+            reason = assignment_problem(offered, newest, self.node_id, self.identity.cluster_id)
             if reason:
                 metrics.ASSIGNMENTS_REFUSED.inc()
                 return reason

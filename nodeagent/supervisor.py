@@ -19,21 +19,21 @@ from isochrone.wire.ids import ReplicaId
 from isochrone.wire.report import ReplicaProfile, ReplicaReport, ReplicaState
 from nodeagent.config import NodeConfig
 from nodeagent.decide import health
-from nodeagent.decide.admission import TokensInFlight
-from nodeagent.decide.backoff import next_try_s
+from nodeagent.decide.admission import ReplicaAdmission
+from nodeagent.decide.backoff import retry_delay_s
 from nodeagent.decide.health import LOOK_INTERVAL_S
-from nodeagent.decide.replica import Event, after
+from nodeagent.decide.replica import ReplicaEvent, after
 from nodeagent.drivers.driver import UnknownOption
-from nodeagent.host.artifacts import Artifacts
-from nodeagent.host.engines import Engine, Engines, Started, last_line, trim_log
-from nodeagent.host.wanted import ArtifactError
+from nodeagent.host.artifacts import ArtifactStore
+from nodeagent.host.download import ArtifactError
+from nodeagent.host.engines import EngineProcess, EngineProcesses, EngineRecord, last_line, trim_log
 
 log = logging.getLogger(__name__)
 
 READY_INTERVAL_S: Final = 0.1
 
 
-class Replica:
+class ManagedReplica:
     """One replica's life and what the door and the report need of it."""
 
     def __init__(self, spec: ReplicaSpec, clock: Callable[[], float]) -> None:
@@ -46,9 +46,9 @@ class Replica:
         """Whether what broke it would break it again, however often it is tried."""
         self.fetched_bytes = 0
         self.profile = ReplicaProfile()
-        self.in_flight = TokensInFlight(spec.engine.tokens_in_flight_max)
+        self.in_flight = ReplicaAdmission(spec.engine.tokens_in_flight_max)
         self.bytes_out = 0
-        self.engine: Engine | None = None
+        self.engine: EngineProcess | None = None
         self.tombstone: Tombstone | None = None
         self.ending = asyncio.Event()
         self.task: asyncio.Task[None] | None = None
@@ -59,7 +59,7 @@ class Replica:
     def __repr__(self) -> str:
         return f"<Replica {self.spec.replica_id} {self.state.value} {self.reason!r}>"
 
-    def happened(self, event: Event, reason: str = "") -> None:
+    def happened(self, event: ReplicaEvent, reason: str = "") -> None:
         """Move to the state that the table gives."""
         before, self.state = self.state, after(self.state, event)
         self.reason = reason
@@ -97,13 +97,13 @@ class Supervisor:
         self,
         *,
         config: NodeConfig,
-        artifacts: Artifacts,
-        engines: Engines,
+        artifacts: ArtifactStore,
+        engines: EngineProcesses,
         clock: Callable[[], float],
         chance: random.Random,
         on_change: Callable[[], None],
     ) -> None:
-        self.replicas: dict[ReplicaId, Replica] = {}
+        self.replicas: dict[ReplicaId, ManagedReplica] = {}
         self.relaying = 0
         """Requests that siblings on other nodes answer through this one's door."""
         self._config = config
@@ -126,9 +126,9 @@ class Supervisor:
         """Say whether a replica is waiting for its weights to come."""
         return any(r.state is ReplicaState.FETCHING for r in self.replicas.values())
 
-    def begin(self, spec: ReplicaSpec, survivor: Started | None = None) -> None:
+    def begin(self, spec: ReplicaSpec, survivor: EngineRecord | None = None) -> None:
         """Bring a replica up, or take up its engine of an earlier life."""
-        replica = Replica(spec, self._clock)
+        replica = ManagedReplica(spec, self._clock)
         if survivor is not None:
             # Held from now on: whatever comes before its task turns, it is ended or left in order.
             replica.engine = self._engines.adopt(survivor)
@@ -141,7 +141,7 @@ class Supervisor:
         """Drain a replica and stop it; its task does the rest."""
         replica = self.replicas[tombstone.replica_id]
         replica.tombstone = tombstone
-        replica.happened(Event.END_ORDERED, tombstone.reason)
+        replica.happened(ReplicaEvent.END_ORDERED, tombstone.reason)
         replica.ending.set()
         if replica.run is not None:
             replica.run.cancel()
@@ -183,7 +183,7 @@ class Supervisor:
                 ):
                     await asyncio.sleep(READY_INTERVAL_S)
 
-    async def _live(self, replica: Replica) -> None:
+    async def _live(self, replica: ManagedReplica) -> None:
         """Live one replica: up, watched, up again when it breaks, until its end is ordered."""
         try:
             while not replica.ending.is_set():
@@ -197,7 +197,7 @@ class Supervisor:
                 await asyncio.shield(replica.engine.stop())
                 replica.engine = None
 
-    async def _live_once(self, replica: Replica) -> str:
+    async def _live_once(self, replica: ManagedReplica) -> str:
         """Bring the engine up and watch it; return what broke it, "" where its end is ordered."""
         replica.run = asyncio.create_task(self._run(replica))
         try:
@@ -219,18 +219,18 @@ class Supervisor:
         if replica.engine is not None:
             said = last_line(replica.engine.log)
             problem = f"{problem}: {said}" if said else problem
-        replica.happened(Event.BROKE, problem)
+        replica.happened(ReplicaEvent.BROKE, problem)
         if replica.engine is not None:
             await replica.engine.stop(kill=True)
             replica.engine = None
         return problem
 
-    async def _run(self, replica: Replica) -> str:
+    async def _run(self, replica: ManagedReplica) -> str:
         """Bring the engine up and watch it; return what is wrong."""
         began = self._clock()
         engine, is_adopted = replica.engine, replica.engine is not None
         if engine is not None:
-            replica.happened(Event.ENGINE_ADOPTED)
+            replica.happened(ReplicaEvent.ENGINE_ADOPTED)
         else:
             path = await self._fetch(replica)
             engine = replica.engine = await self._engines.start(replica.spec, path)
@@ -239,27 +239,27 @@ class Supervisor:
             return problem
         if not is_adopted and replica.spec.leads:
             await _have_first_token(engine)
-        replica.happened(Event.ENGINE_READY)
+        replica.happened(ReplicaEvent.ENGINE_READY)
         if not is_adopted:
             load_s = self._clock() - began
             replica.profile = msgspec.structs.replace(replica.profile, load_s=load_s)
         self._on_change()
         return await self._watch(replica, engine)
 
-    async def _fetch(self, replica: Replica) -> Path:
+    async def _fetch(self, replica: ManagedReplica) -> Path:
         """Return where the weights are, once they have come."""
 
         def progress(size: int) -> None:
             replica.fetched_bytes = size
 
-        replica.happened(Event.FETCH_BEGAN)
+        replica.happened(ReplicaEvent.FETCH_BEGAN)
         self._on_change()
         path = await self._artifacts.ensure(replica.spec.artifact, self.pinned(), progress)
-        replica.happened(Event.ARTIFACT_READY)
+        replica.happened(ReplicaEvent.ARTIFACT_READY)
         self._on_change()
         return path
 
-    async def _wait_ready(self, engine: Engine) -> str:
+    async def _wait_ready(self, engine: EngineProcess) -> str:
         deadline = self._clock() + self._config.load_timeout_s
         while not await engine.is_ready():
             if engine.exited.is_set():
@@ -269,9 +269,9 @@ class Supervisor:
             await asyncio.sleep(READY_INTERVAL_S)
         return ""
 
-    async def _watch(self, replica: Replica, engine: Engine) -> str:
+    async def _watch(self, replica: ManagedReplica, engine: EngineProcess) -> str:
         """Look at an engine every second until it ends or stalls."""
-        watch = health.Watch()
+        watch = health.EngineWatch()
         next_s = self._clock() + self._config.canary_interval_s
         while True:
             with suppress(TimeoutError):
@@ -288,7 +288,7 @@ class Supervisor:
                 continue
             stats = await engine.stats()
             running = replica.in_flight.running
-            watch = health.look(
+            watch = health.observe(
                 watch,
                 answered=stats is not None,
                 steps=stats.steps_total if stats else 0,
@@ -301,17 +301,17 @@ class Supervisor:
             if is_due and running == 0 and stats is not None:
                 failed = 0 if await engine.canary(stats.kind) else watch.canaries_failed + 1
                 watch = msgspec.structs.replace(watch, canaries_failed=failed)
-            problem = health.verdict(watch, stall_s=self._config.stall_s, in_flight=running)
+            problem = health.kill_reason(watch, stall_s=self._config.stall_s, in_flight=running)
             if problem:
                 return problem
 
-    async def _wait_to_retry(self, replica: Replica, problem: str) -> None:
+    async def _wait_to_retry(self, replica: ManagedReplica, problem: str) -> None:
         """Wait out the backoff; one that is given up waits for its end to be ordered."""
         replica.breaks.append(self._clock())
-        wait_s = next_try_s(replica.breaks, self._clock(), self._chance.random())
+        wait_s = retry_delay_s(replica.breaks, self._clock(), self._chance.random())
         if wait_s is None or replica.is_hopeless:
             often = "" if replica.is_hopeless else f"broke {len(replica.breaks)} times: "
-            replica.happened(Event.GAVE_UP, f"{often}{problem}")
+            replica.happened(ReplicaEvent.GAVE_UP, f"{often}{problem}")
             self._on_change()
             await replica.ending.wait()
             return
@@ -319,7 +319,7 @@ class Supervisor:
             async with asyncio.timeout(wait_s):
                 await replica.ending.wait()
 
-    async def _drain(self, replica: Replica) -> None:
+    async def _drain(self, replica: ManagedReplica) -> None:
         timeout_s = replica.tombstone.drain_timeout_s if replica.tombstone else 0.0
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
@@ -331,7 +331,7 @@ class Supervisor:
         if replica.engine is not None:
             await replica.engine.stop()
             replica.engine = None
-        replica.happened(Event.DRAINED, replica.reason)
+        replica.happened(ReplicaEvent.DRAINED, replica.reason)
         self._on_change()
 
     def _ended(self, task: "asyncio.Task[None]") -> None:
@@ -339,7 +339,7 @@ class Supervisor:
             log.error("replica task failed", exc_info=task.exception())
 
 
-async def _have_first_token(engine: Engine) -> None:
+async def _have_first_token(engine: EngineProcess) -> None:
     """Have an engine give a token before anybody is sent to it: its first takes longer than others.
 
     Whether it came is for the watch to judge, which asks again.
@@ -349,7 +349,7 @@ async def _have_first_token(engine: Engine) -> None:
         await engine.canary(stats.kind)
 
 
-def _note_profile(replica: Replica, stats: EngineStats) -> None:
+def _note_profile(replica: ManagedReplica, stats: EngineStats) -> None:
     replica.profile = msgspec.structs.replace(
         replica.profile,
         memory_bytes=stats.weights_bytes,

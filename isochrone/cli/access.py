@@ -11,7 +11,7 @@ from isochrone.cli import chat as one_chat
 from isochrone.cli.client import segment
 from isochrone.cli.context import CliContext
 from isochrone.cli.output import chatter, show_one, show_rows
-from isochrone.cli.plain import add_command
+from isochrone.cli.simple_commands import add_command
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -8,7 +8,7 @@ from isochrone.cli.client import segment
 from isochrone.cli.context import CliContext
 from isochrone.cli.engine import engine_of, engine_options
 from isochrone.cli.output import show_one, show_rows
-from isochrone.cli.plain import add_command
+from isochrone.cli.simple_commands import add_command
 
 
 @click.group()

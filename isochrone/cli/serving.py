@@ -12,7 +12,7 @@ from isochrone.cli.context import CliContext
 from isochrone.cli.engine import engine_of, engine_options
 from isochrone.cli.manifest import artifact_of, facts_of
 from isochrone.cli.output import chatter, show_one, show_rows
-from isochrone.cli.plain import add_command, list_command
+from isochrone.cli.simple_commands import add_command, list_command
 
 WAIT_INTERVAL_S: Final = 0.5
 PLACEMENT_COLUMNS: Final = [

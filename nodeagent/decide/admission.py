@@ -12,7 +12,7 @@ READ_MAX: Final = 0.95
 """A prompt that takes longer than thought is not read before its first token."""
 
 
-class TokensInFlight:
+class ReplicaAdmission:
     """Counts what a replica has taken on, against its bound."""
 
     def __init__(self, tokens_max: int) -> None:
@@ -24,7 +24,7 @@ class TokensInFlight:
         self._decode = 0
         self.running = 0
         """How many requests are in flight."""
-        self._reading: dict[Held, None] = {}
+        self._reading: dict[TokenReservation, None] = {}
         self._read_at_s = 0.0
         self._decode_of: dict[str, int] = {}
 
@@ -43,7 +43,7 @@ class TokensInFlight:
         router: str = "",
         prefill_ms: float = 0.0,
         now_s: float = 0.0,
-    ) -> "Held | None":
+    ) -> "TokenReservation | None":
         """Take a request on, or return None where it does not fit. An idle replica takes any
         that its engine does not refuse.
 
@@ -60,7 +60,9 @@ class TokensInFlight:
         self._decode += output_tokens
         self._decode_of[router] = self._decode_of.get(router, 0) + output_tokens
         self.running += 1
-        held = Held(self, (prompt_tokens, output_tokens, unread), router, prefill_ms, now_s)
+        held = TokenReservation(
+            self, (prompt_tokens, output_tokens, unread), router, prefill_ms, now_s
+        )
         self._reading[held] = None
         return held
 
@@ -86,14 +88,14 @@ class TokensInFlight:
         share = max(0.0, min(READ_MAX, took_ms / first.prefill_ms))
         return left - round(first.unread * share)
 
-    def _was_read(self, held: "Held", prefill: int, now_s: float) -> None:
+    def _was_read(self, held: "TokenReservation", prefill: int, now_s: float) -> None:
         """Count a prompt out: read, or given up. For Held."""
         del self._reading[held]
         self._read_at_s = max(self._read_at_s, now_s)
         self._prefill -= prefill
         self._unread -= held.unread
 
-    def _ended(self, held: "Held", decode: int) -> None:
+    def _ended(self, held: "TokenReservation", decode: int) -> None:
         """Count a request out. For Held."""
         self.running -= 1
         self._decode -= decode
@@ -104,7 +106,7 @@ class TokensInFlight:
             self._decode_of.pop(held.router, None)
 
 
-class Held:
+class TokenReservation:
     """What one request holds; idempotent to release."""
 
     __slots__ = (
@@ -120,13 +122,13 @@ class Held:
 
     def __init__(
         self,
-        of: TokensInFlight,
+        of: ReplicaAdmission,
         tokens: tuple[int, int, int],
         router: str,
         prefill_ms: float,
         came_s: float,
     ) -> None:
-        self._of: TokensInFlight | None = of
+        self._of: ReplicaAdmission | None = of
         self._is_read = False
         self._prefill, self._decode, self.unread = tokens
         self.router = router

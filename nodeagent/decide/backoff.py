@@ -9,7 +9,7 @@ WINDOW_S: Final = 600.0
 BREAKS_MAX: Final = 6
 
 
-def next_try_s(breaks: Sequence[float], now: float, chance: float) -> float | None:
+def retry_delay_s(breaks: Sequence[float], now: float, chance: float) -> float | None:
     """Return how long to wait, or None where it broke too often lately and is given up.
 
     `breaks` are the times it broke, `chance` a number in [0, 1): engines that broke together are

@@ -8,7 +8,7 @@ from typing import NamedTuple
 BURST_S = 1.0
 
 
-class Bandwidth:
+class BandwidthLimit:
     """One direction's bandwidth, shared by all who go that way. A rate of 0 is no bound."""
 
     def __init__(self, bytes_per_s: float) -> None:
@@ -24,20 +24,20 @@ class Bandwidth:
         return max(0.0, self._paid_until - now)
 
 
-class Pace(NamedTuple):
+class MinimumRate(NamedTuple):
     """The least that a sender must send, looked at a window at a time."""
 
     least_bytes_per_s: float
     window_s: float
 
 
-class Watermark:
+class SlowSenderDetector:
     """Whether a sender keeps up its pace.
 
     Time spent waiting for our own pace is not the sender's fault and is given with `excused_s`.
     """
 
-    def __init__(self, pace: Pace, now: float) -> None:
+    def __init__(self, pace: MinimumRate, now: float) -> None:
         self._pace = pace
         self._began = now
         self._bytes = 0

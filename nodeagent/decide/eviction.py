@@ -5,7 +5,7 @@ from collections.abc import Collection, Sequence
 import msgspec
 
 
-class Kept(msgspec.Struct, frozen=True, kw_only=True):
+class CachedArtifact(msgspec.Struct, frozen=True, kw_only=True):
     """An artifact on disk."""
 
     digest: str
@@ -14,7 +14,7 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def evict(
-    kept: Sequence[Kept], pinned: Collection[str], *, budget_bytes: int, needed_bytes: int
+    kept: Sequence[CachedArtifact], pinned: Collection[str], *, budget_bytes: int, needed_bytes: int
 ) -> tuple[str, ...] | None:
     """Return the digests to drop so that `needed_bytes` more fit, or None where they cannot."""
     held = sum(artifact.size_bytes for artifact in kept)

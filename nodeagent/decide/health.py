@@ -16,7 +16,7 @@ UNANSWERED_MAX: Final = 3
 CANARIES_MAX: Final = 3
 
 
-class Watch(msgspec.Struct, frozen=True, kw_only=True):
+class EngineWatch(msgspec.Struct, frozen=True, kw_only=True):
     """What is remembered between two looks at an engine."""
 
     progress: tuple[int, int] = (0, 0)
@@ -25,14 +25,14 @@ class Watch(msgspec.Struct, frozen=True, kw_only=True):
     canaries_failed: int = 0
 
 
-def look(
-    watch: Watch,
+def observe(
+    watch: EngineWatch,
     *,
     answered: bool,
     steps: int,
     bytes_out: int,
     in_flight: int,
-) -> Watch:
+) -> EngineWatch:
     """Return what to remember after one look."""
     progress = (steps if answered else watch.progress[0], bytes_out)
     moved = progress != watch.progress or in_flight == 0
@@ -44,7 +44,7 @@ def look(
     )
 
 
-def verdict(watch: Watch, *, stall_s: float, in_flight: int) -> str:
+def kill_reason(watch: EngineWatch, *, stall_s: float, in_flight: int) -> str:
     """Say in words why the engine must be killed; "" if it must not."""
     if watch.unanswered >= UNANSWERED_MAX:
         return f"it did not answer {watch.unanswered} health checks in a row"

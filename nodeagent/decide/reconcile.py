@@ -13,7 +13,7 @@ from isochrone.wire.ids import ClusterId, DeviceId, NodeId, ReplicaId
 from isochrone.wire.report import Refusal, ReplicaState
 
 
-class Steps(msgspec.Struct, frozen=True, kw_only=True):
+class ReconcileSteps(msgspec.Struct, frozen=True, kw_only=True):
     """What to do now: endings first, then beginnings; and what will not be done, with reasons."""
 
     endings: tuple[Tombstone, ...] = ()
@@ -21,7 +21,7 @@ class Steps(msgspec.Struct, frozen=True, kw_only=True):
     refusals: tuple[Refusal, ...] = ()
 
 
-def refusal_of(
+def assignment_problem(
     offered: Assignment, held: Assignment | None, node_id: NodeId, cluster_id: ClusterId
 ) -> str:
     """Say in words why an assignment is not taken; "" if it is."""
@@ -44,7 +44,7 @@ def reconcile(
     devices: Collection[DeviceId],
     lacks: Mapping[str, str],
     rank_ports: tuple[int, int] | None = None,
-) -> Steps:
+) -> ReconcileSteps:
     """Return the steps of this turn. Taken, they leave none for the next.
 
     `lacks` says of each driver without what its engine cannot start here; "" where it can.
@@ -68,7 +68,7 @@ def reconcile(
             )
         else:
             beginnings.append(spec)
-    return Steps(endings=endings, beginnings=tuple(beginnings), refusals=tuple(refusals))
+    return ReconcileSteps(endings=endings, beginnings=tuple(beginnings), refusals=tuple(refusals))
 
 
 def _unable(

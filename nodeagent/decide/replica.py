@@ -12,7 +12,7 @@ from isochrone.wire.report import ReplicaState
 State = ReplicaState
 
 
-class Event(StrEnum):
+class ReplicaEvent(StrEnum):
     """What happened to a replica."""
 
     FETCH_BEGAN = "fetch_began"
@@ -25,28 +25,31 @@ class Event(StrEnum):
     DRAINED = "drained"
 
 
-TRANSITIONS: Final[dict[tuple[State, Event], State]] = {
-    (State.WANTED, Event.FETCH_BEGAN): State.FETCHING,
-    (State.WANTED, Event.ENGINE_ADOPTED): State.LOADING,
-    (State.WANTED, Event.GAVE_UP): State.FAILED,
-    (State.FETCHING, Event.ARTIFACT_READY): State.LOADING,
-    (State.LOADING, Event.ENGINE_READY): State.WARM,
-    **{(state, Event.BROKE): State.WANTED for state in (State.FETCHING, State.LOADING, State.WARM)},
+TRANSITIONS: Final[dict[tuple[State, ReplicaEvent], State]] = {
+    (State.WANTED, ReplicaEvent.FETCH_BEGAN): State.FETCHING,
+    (State.WANTED, ReplicaEvent.ENGINE_ADOPTED): State.LOADING,
+    (State.WANTED, ReplicaEvent.GAVE_UP): State.FAILED,
+    (State.FETCHING, ReplicaEvent.ARTIFACT_READY): State.LOADING,
+    (State.LOADING, ReplicaEvent.ENGINE_READY): State.WARM,
     **{
-        (state, Event.END_ORDERED): State.DRAINING
+        (state, ReplicaEvent.BROKE): State.WANTED
+        for state in (State.FETCHING, State.LOADING, State.WARM)
+    },
+    **{
+        (state, ReplicaEvent.END_ORDERED): State.DRAINING
         for state in (State.WANTED, State.FETCHING, State.LOADING, State.WARM, State.FAILED)
     },
-    (State.DRAINING, Event.DRAINED): State.STOPPED,
+    (State.DRAINING, ReplicaEvent.DRAINED): State.STOPPED,
 }
 
 
-class ImpossibleEvent(Exception):
+class ImpossibleReplicaEvent(Exception):
     """Something happened that cannot happen in this state: a fault of ours."""
 
 
-def after(state: State, event: Event) -> State:
+def after(state: State, event: ReplicaEvent) -> State:
     """Return the state after `event`, or raise ImpossibleEvent."""
     try:
         return TRANSITIONS[state, event]
     except KeyError:
-        raise ImpossibleEvent(f"cannot take {event.value} while {state.value}") from None
+        raise ImpossibleReplicaEvent(f"cannot take {event.value} while {state.value}") from None

@@ -14,7 +14,7 @@ from isochrone.wire.assignment import ReplicaSpec
 from isochrone.wire.engine import EngineStats
 
 
-class Launch(msgspec.Struct, frozen=True, kw_only=True):
+class EngineLaunch(msgspec.Struct, frozen=True, kw_only=True):
     """What an engine is started for, and with what."""
 
     spec: ReplicaSpec
@@ -24,7 +24,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     threads: int
 
 
-class Command(msgspec.Struct, frozen=True, kw_only=True):
+class EngineCommand(msgspec.Struct, frozen=True, kw_only=True):
     """A process to start: its arguments, environment and files, and where it will answer.
 
     `base_url` is `http://localhost` with `socket`, or `http://127.0.0.1:port`. It is empty for a
@@ -50,7 +50,7 @@ class UnknownOption(Exception):
     """The deployment gives an option that this driver does not have."""
 
 
-class Driver(Protocol):
+class EngineDriver(Protocol):
     """One engine's driver."""
 
     health_path: str
@@ -65,7 +65,7 @@ class Driver(Protocol):
         """Say without what here no such engine can start; "" if it can. Blocking."""
         ...
 
-    def command(self, launch: Launch) -> Command:
+    def command(self, launch: EngineLaunch) -> EngineCommand:
         """Return the process to start, or raise UnknownOption."""
         ...
 

@@ -8,8 +8,8 @@ import msgspec
 from isochrone.wire import headers
 from isochrone.wire.engine import EngineConfig, EngineStats
 from nodeagent.drivers.driver import (
-    Command,
-    Launch,
+    EngineCommand,
+    EngineLaunch,
     UnknownOption,
     check_options,
     no_package,
@@ -41,7 +41,7 @@ OPTIONS: Final = frozenset(
 )
 
 
-class Embedded:
+class EmbeddedDriver:
     """Starts `python -m nodeagent.engine`."""
 
     health_path = "/health"
@@ -58,13 +58,13 @@ class Embedded:
         """Say where it is not installed."""
         return no_package("torch")
 
-    def command(self, launch: Launch) -> Command:
+    def command(self, launch: EngineLaunch) -> EngineCommand:
         """Write the engine's config and point it at a socket in its folder."""
         spec = launch.spec
         check_options(spec, self.options)
         socket = str(launch.folder / "engine.sock")
         path = str(launch.folder / "config.json")
-        return Command(
+        return EngineCommand(
             arguments=(sys.executable, "-m", self.module, "--config", path),
             base_url="http://localhost" if spec.leads else "",
             socket=socket,
@@ -77,7 +77,7 @@ class Embedded:
         """The engine speaks our own words."""
         return msgspec.json.decode(body, type=EngineStats)
 
-    def _config(self, launch: Launch, socket: str) -> EngineConfig:
+    def _config(self, launch: EngineLaunch, socket: str) -> EngineConfig:
         device = launch.spec.device_ids[0] if launch.spec.device_ids else "cpu"
         values: dict[str, object] = {
             "model_path": str(launch.model_path),
@@ -100,11 +100,11 @@ class Embedded:
             raise UnknownOption(f"cannot start {launch.spec.engine.driver}: {error}") from error
         return _split(config, launch) if device != "cpu" or launch.spec.group else config
 
-    def _engine_options(self, launch: Launch) -> dict[str, str]:
+    def _engine_options(self, launch: EngineLaunch) -> dict[str, str]:
         return {}
 
 
-def _split(config: EngineConfig, launch: Launch) -> EngineConfig:
+def _split(config: EngineConfig, launch: EngineLaunch) -> EngineConfig:
     """Have each of the replica's devices hold a part of the model.
 
     Unless told: a stage a node, and within it by tensors.

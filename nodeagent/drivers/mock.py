@@ -1,10 +1,10 @@
 """The mock engine: numbered tokens and faults, for tests and drills."""
 
-from nodeagent.drivers.driver import Command, Launch, on_one_node
-from nodeagent.drivers.embedded import Embedded
+from nodeagent.drivers.driver import EngineCommand, EngineLaunch, on_one_node
+from nodeagent.drivers.embedded import EmbeddedDriver
 
 
-class Mock(Embedded):
+class MockDriver(EmbeddedDriver):
     """Starts `python -m nodeagent.mock`, handing every option on."""
 
     module = "nodeagent.mock"
@@ -29,10 +29,10 @@ class Mock(Embedded):
         """It is of the agent's own package."""
         return ""
 
-    def command(self, launch: Launch) -> Command:
+    def command(self, launch: EngineLaunch) -> EngineCommand:
         """As the embedded engine, on one node."""
         on_one_node(launch.spec, "it has no parts; use the embedded engine")
         return super().command(launch)
 
-    def _engine_options(self, launch: Launch) -> dict[str, str]:
+    def _engine_options(self, launch: EngineLaunch) -> dict[str, str]:
         return dict(launch.spec.engine.options)

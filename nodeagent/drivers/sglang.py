@@ -9,8 +9,8 @@ from isochrone.wire.engine import EngineStats
 from nodeagent.drivers.driver import (
     CHAT,
     COMPLETIONS,
-    Command,
-    Launch,
+    EngineCommand,
+    EngineLaunch,
     check_options,
     flags,
     no_package,
@@ -35,7 +35,7 @@ OPTIONS: Final = frozenset(
 )
 
 
-class Sglang:
+class SglangDriver:
     """Starts SGLang's OpenAI server on a loopback port."""
 
     health_path = "/health"
@@ -47,12 +47,12 @@ class Sglang:
         """Say where it is not installed."""
         return no_package("sglang")
 
-    def command(self, launch: Launch) -> Command:
+    def command(self, launch: EngineLaunch) -> EngineCommand:
         """Split the model over the replica's devices by tensor parallelism."""
         spec = launch.spec
         check_options(spec, OPTIONS)
         nodes = spec.group.nodes if spec.group else 1
-        return Command(
+        return EngineCommand(
             arguments=(
                 *(sys.executable, "-m", "sglang.launch_server"),
                 *("--model-path", str(launch.model_path)),

@@ -5,8 +5,8 @@ from typing import Final
 from isochrone.wire.engine import EngineStats
 from nodeagent.drivers.driver import (
     CHAT,
-    Command,
-    Launch,
+    EngineCommand,
+    EngineLaunch,
     check_options,
     no_program,
     on_one_node,
@@ -31,7 +31,7 @@ OPTIONS: Final = frozenset(
 EXTRA: Final = b"return_perf_metrics: true\nenable_iter_perf_stats: true\n"
 
 
-class TensorRtLlm:
+class TensorRtLlmDriver:
     """Starts TensorRT-LLM's OpenAI server on a loopback port."""
 
     health_path = "/health"
@@ -43,7 +43,7 @@ class TensorRtLlm:
         """Say where it is not installed."""
         return no_program("trtllm-serve")
 
-    def command(self, launch: Launch) -> Command:
+    def command(self, launch: EngineLaunch) -> EngineCommand:
         """Split the model over the replica's devices by tensor parallelism."""
         spec = launch.spec
         check_options(spec, OPTIONS)
@@ -52,7 +52,7 @@ class TensorRtLlm:
             "its ranks are started together by mpirun or srun, which is not for one node's agent; "
             "use vllm or sglang, or devices of one node",
         )
-        return Command(
+        return EngineCommand(
             arguments=(
                 *("trtllm-serve", "serve", str(launch.model_path)),
                 *("--host", "127.0.0.1", "--port", str(launch.port)),

@@ -8,8 +8,8 @@ from isochrone.wire.engine import EngineStats
 from nodeagent.drivers.driver import (
     CHAT,
     COMPLETIONS,
-    Command,
-    Launch,
+    EngineCommand,
+    EngineLaunch,
     UnknownOption,
     check_options,
     flags,
@@ -37,7 +37,7 @@ OPTIONS: Final = frozenset(
 )
 
 
-class Vllm:
+class VllmDriver:
     """Starts vLLM's OpenAI server on a loopback port."""
 
     health_path = "/health"
@@ -49,7 +49,7 @@ class Vllm:
         """Say where it is not installed."""
         return no_program("vllm")
 
-    def command(self, launch: Launch) -> Command:
+    def command(self, launch: EngineLaunch) -> EngineCommand:
         """Split the model over the replica's devices by tensor parallelism."""
         spec = launch.spec
         check_options(spec, OPTIONS)
@@ -57,7 +57,7 @@ class Vllm:
         pipeline = _stages(spec)
         options.pop(STAGES, None)
         devices = len(spec.device_ids) * (spec.group.nodes if spec.group else 1)
-        return Command(
+        return EngineCommand(
             arguments=(
                 *("vllm", "serve", str(launch.model_path)),
                 *(("--host", "127.0.0.1", "--port", str(launch.port)) if spec.leads else ()),

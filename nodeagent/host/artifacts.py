@@ -20,11 +20,11 @@ from isochrone.service.files import sync
 from isochrone.service.threads import to_its_end
 from isochrone.wire.artifact import check_artifact, check_path
 from isochrone.wire.model import Artifact
-from nodeagent.decide.eviction import Kept, evict
-from nodeagent.host.link import Link
-from nodeagent.host.peers import Peers
-from nodeagent.host.sources import LOCAL, Sources
-from nodeagent.host.wanted import ArtifactError, Cut, Wanted
+from nodeagent.decide.eviction import CachedArtifact, evict
+from nodeagent.host.download import ArtifactError, FileDownload, TransferCut
+from nodeagent.host.link import TransferLink
+from nodeagent.host.peers import PeerFetcher
+from nodeagent.host.sources import LOCAL, ArtifactSources
 
 log = logging.getLogger(__name__)
 
@@ -37,24 +37,24 @@ Progress = Callable[[int], None]
 
 
 @dataclass(slots=True)
-class _Coming:
+class _FetchInProgress:
     """An artifact on its way here."""
 
     size_bytes: int
     fetched_bytes: int = 0
 
 
-class Artifacts:
+class ArtifactStore:
     """The artifacts below `folder`. One fetch of an artifact at a time; others wait for it."""
 
     def __init__(
         self,
         folder: Path,
-        sources: Sources,
+        sources: ArtifactSources,
         budget_bytes: int,
         *,
-        link: Link,
-        peers: Peers | None = None,
+        link: TransferLink,
+        peers: PeerFetcher | None = None,
     ) -> None:
         """`peers` are asked before the origin; what comes from either comes over `link`."""
         self._folder = folder
@@ -64,7 +64,7 @@ class Artifacts:
         self.link = link
         self._fetching: dict[str, asyncio.Lock] = {}
         self._making_room = asyncio.Lock()
-        self._coming: dict[str, _Coming] = {}
+        self._coming: dict[str, _FetchInProgress] = {}
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     def held(self) -> tuple[str, ...]:
@@ -120,7 +120,7 @@ class Artifacts:
             try:
                 async with self._making_room:
                     await to_its_end(self._make_room, artifact, pinned)
-                    self._coming[artifact.digest] = _Coming(artifact.size_bytes)
+                    self._coming[artifact.digest] = _FetchInProgress(artifact.size_bytes)
                 await self._fetch_all(artifact, target, progress, self.link.slower(bytes_per_s))
             except OSError as error:
                 raise ArtifactError(
@@ -131,7 +131,7 @@ class Artifacts:
         return target
 
     async def _fetch_all(
-        self, artifact: Artifact, target: Path, progress: Progress, link: Link
+        self, artifact: Artifact, target: Path, progress: Progress, link: TransferLink
     ) -> None:
         partial = self._folder / f"{artifact.digest}.partial"
         done = 0
@@ -143,12 +143,14 @@ class Artifacts:
         for file in artifact.files:
             path = partial / file.path
             path.parent.mkdir(parents=True, exist_ok=True)
-            await self._fetch(artifact.source, Wanted(artifact.digest, file, path, tell, link))
+            await self._fetch(
+                artifact.source, FileDownload(artifact.digest, file, path, tell, link)
+            )
             tell(file.size_bytes)
             done += file.size_bytes
         await to_its_end(_publish, partial, target)
 
-    async def _fetch(self, source: str, wanted: Wanted) -> None:
+    async def _fetch(self, source: str, wanted: FileDownload) -> None:
         """Try this machine, then other nodes, then the origin."""
         if await wanted.is_here():
             return
@@ -162,7 +164,7 @@ class Artifacts:
             if not await self._peers_give(wanted):
                 raise
 
-    async def _fetch_from_afar(self, source: str, wanted: Wanted) -> None:
+    async def _fetch_from_afar(self, source: str, wanted: FileDownload) -> None:
         """Ask other nodes, then the origin; where that breaks off, begin with the nodes anew."""
         cut = ""
         for _ in range(ATTEMPTS_MAX):
@@ -171,7 +173,7 @@ class Artifacts:
             is_resumed = wanted.held_bytes() > 0
             try:
                 problem = await self._sources.fetch(source, wanted)
-            except Cut as error:
+            except TransferCut as error:
                 cut = str(error)
                 log.info("fetch cut", extra={"fields": {"file": wanted.file.path, "reason": cut}})
                 continue
@@ -184,7 +186,7 @@ class Artifacts:
             f"cannot fetch {wanted.file.path} from {source}: {cut} ({ATTEMPTS_MAX} attempts)"
         )
 
-    async def _peers_give(self, wanted: Wanted) -> bool:
+    async def _peers_give(self, wanted: FileDownload) -> bool:
         return self._peers is not None and await self._peers.fetch(wanted)
 
     def _make_room(self, artifact: Artifact, pinned: Collection[str]) -> None:
@@ -231,9 +233,11 @@ class Artifacts:
                 log.info("partial artifact dropped", extra={"fields": {"digest": folder.stem}})
                 shutil.rmtree(folder)
 
-    def _kept(self) -> list[Kept]:
+    def _kept(self) -> list[CachedArtifact]:
         return [
-            Kept(digest=folder.name, size_bytes=_size_of(folder), used_at=folder.stat().st_mtime)
+            CachedArtifact(
+                digest=folder.name, size_bytes=_size_of(folder), used_at=folder.stat().st_mtime
+            )
             for folder in self._folder.iterdir()
             if _is_digest(folder.name)
         ]

@@ -19,7 +19,7 @@ CPU_SHARE: Final = 0.8
 GPU_SHARE: Final = 0.95
 
 
-class Devices:
+class DeviceReader:
     """Reads the devices. A GPU once seen and no more to be read is reported unhealthy, not gone."""
 
     def __init__(self, cpu_memory_bytes: int, open_nvml: Callable[[], Any] | None = None) -> None:

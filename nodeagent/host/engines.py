@@ -24,7 +24,7 @@ from isochrone.service.threads import ended
 from isochrone.wire.assignment import ReplicaSpec
 from isochrone.wire.engine import EngineStats
 from nodeagent.drivers import DRIVERS
-from nodeagent.drivers.driver import Command, Launch, UnknownOption, with_salt
+from nodeagent.drivers.driver import EngineCommand, EngineLaunch, UnknownOption, with_salt
 from nodeagent.host.processes import (
     Child,
     boot_id,
@@ -34,7 +34,7 @@ from nodeagent.host.processes import (
     spawn,
     start_time,
 )
-from nodeagent.host.standby import Standby
+from nodeagent.host.standby import StandbyProcess
 
 log = logging.getLogger(__name__)
 
@@ -56,21 +56,21 @@ CANARIES: Final[dict[str, tuple[str, dict[str, Any]]]] = {
 """The least that a model of each kind can be asked for."""
 
 
-class Started(msgspec.Struct, frozen=True, kw_only=True):
+class EngineRecord(msgspec.Struct, frozen=True, kw_only=True):
     """What is kept on disk of an engine that runs, or is about to start: then its pid is 0."""
 
     pid: int = 0
     started: int = 0
     boot: str = ""
     """Which of the machine's lives it is of: in another, its pid is somebody else's."""
-    command: Command
+    command: EngineCommand
     spec: ReplicaSpec
 
 
-class Engine:
+class EngineProcess:
     """One running engine process, ours or adopted."""
 
-    def __init__(self, started: Started, folder: Path, child: Child | None) -> None:
+    def __init__(self, started: EngineRecord, folder: Path, child: Child | None) -> None:
         self.started = started
         self.exited = asyncio.Event()
         self.log = folder / LOG
@@ -182,18 +182,18 @@ class Engine:
         self.exited.set()
 
 
-class Engines:
+class EngineProcesses:
     """Starts, finds again and ends engine processes. Folders lie below `state`."""
 
     def __init__(self, state: Path, threads: int, *, standby: bool = False) -> None:
         self._folder = state
         self._threads = threads
-        self._standby = Standby(state / "standby.log") if standby else None
+        self._standby = StandbyProcess(state / "standby.log") if standby else None
         self._starting = asyncio.Lock()
         """One spare cannot become two engines."""
         state.mkdir(parents=True, exist_ok=True, mode=0o700)
 
-    async def start(self, spec: ReplicaSpec, artifact: Path) -> Engine:
+    async def start(self, spec: ReplicaSpec, artifact: Path) -> EngineProcess:
         """Start an engine for `spec`, or none where cancelled; raises OSError or UnknownOption."""
         starting = asyncio.create_task(self._start(spec, artifact))
         try:
@@ -203,11 +203,11 @@ class Engines:
                 await ended(starting.result().stop(kill=True))
             raise
 
-    async def _start(self, spec: ReplicaSpec, artifact: Path) -> Engine:
+    async def _start(self, spec: ReplicaSpec, artifact: Path) -> EngineProcess:
         folder = self._folder / spec.replica_id
         await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
         folder.mkdir(mode=0o700)
-        launch = Launch(
+        launch = EngineLaunch(
             spec=spec,
             model_path=artifact,
             folder=folder,
@@ -217,7 +217,7 @@ class Engines:
         command = DRIVERS[spec.engine.driver].command(launch)
         for name, data in command.files.items():
             await asyncio.to_thread(write_atomic, folder / name, data)
-        about_to = Started(command=command, spec=spec, boot=boot_id())
+        about_to = EngineRecord(command=command, spec=spec, boot=boot_id())
         await asyncio.to_thread(_note, folder, about_to)
         async with self._starting:
             child = await asyncio.to_thread(self._run, command, folder / LOG)
@@ -229,9 +229,9 @@ class Engines:
             signal_group(started.pid, started.started, signal.SIGKILL)
             await asyncio.to_thread(child.wait)
             raise
-        return Engine(started, folder, child)
+        return EngineProcess(started, folder, child)
 
-    def _run(self, command: Command, log: Path) -> Child:
+    def _run(self, command: EngineCommand, log: Path) -> Child:
         spare = self._standby.hand_over(command, log) if self._standby else None
         child = spare or spawn(command.arguments, log, command.environment)
         if self._standby:
@@ -243,12 +243,12 @@ class Engines:
         if self._standby is not None:
             await asyncio.to_thread(self._standby.end)
 
-    def survivors(self) -> list[Started]:
+    def survivors(self) -> list[EngineRecord]:
         """Return the engines of an earlier life of this agent that still run."""
         found = []
         for path in sorted(self._folder.glob("*/process.json")):
             try:
-                started = msgspec.json.decode(path.read_bytes(), type=Started)
+                started = msgspec.json.decode(path.read_bytes(), type=EngineRecord)
             except (OSError, msgspec.DecodeError) as error:
                 log.warning("unreadable", extra={"fields": {"path": str(path), "why": str(error)}})
                 # Whose it is nobody can say: it would hold its devices for ever.
@@ -270,12 +270,12 @@ class Engines:
                 shutil.rmtree(path.parent, ignore_errors=True)
         return found
 
-    def adopt(self, started: Started) -> Engine:
+    def adopt(self, started: EngineRecord) -> EngineProcess:
         """Take up a running engine of an earlier life."""
-        return Engine(started, self._folder / started.spec.replica_id, None)
+        return EngineProcess(started, self._folder / started.spec.replica_id, None)
 
 
-def _note(folder: Path, started: Started) -> None:
+def _note(folder: Path, started: EngineRecord) -> None:
     write_atomic(folder / "process.json", msgspec.json.encode(started))
 
 

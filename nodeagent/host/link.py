@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Final
 
-from nodeagent.decide.bandwidth import Bandwidth
+from nodeagent.decide.bandwidth import BandwidthLimit
 
 SEEN_BYTES_MIN: Final = 8 * 1024 * 1024
 """What is smaller is over before its connection has found its speed."""
@@ -17,21 +17,21 @@ SEEN_RATE: Final = 0.3
 """How much of what was seen last goes into what is believed."""
 
 
-class Link:
+class TransferLink:
     """A bound on bytes per second, and the rate seen; 0 where nothing large has come yet."""
 
     def __init__(
-        self, bytes_per_s: float, clock: Callable[[], float], within: "Link | None" = None
+        self, bytes_per_s: float, clock: Callable[[], float], within: "TransferLink | None" = None
     ) -> None:
         """Go so fast at most, 0 for no bound; with `within`, as a part of another link."""
         self.seen_bytes_per_s = 0.0
-        self._bandwidth = Bandwidth(bytes_per_s)
+        self._bandwidth = BandwidthLimit(bytes_per_s)
         self.clock = clock
         self._within = within
 
-    def slower(self, bytes_per_s: float) -> "Link":
+    def slower(self, bytes_per_s: float) -> "TransferLink":
         """Return a part of this link that goes so fast at most; 0 is no bound of its own."""
-        return Link(bytes_per_s, self.clock, self) if bytes_per_s > 0 else self
+        return TransferLink(bytes_per_s, self.clock, self) if bytes_per_s > 0 else self
 
     async def keep_pace(self, size_bytes: int) -> float:
         """Wait until as many bytes more may come; return how long that was."""

@@ -24,20 +24,20 @@ from isochrone.wire import headers
 from isochrone.wire.assignment import PeerSource
 from isochrone.wire.ids import NodeId, PopId
 from nodeagent import metrics
-from nodeagent.decide.bandwidth import Pace
-from nodeagent.host.wanted import Cut, TooLong, Wanted
+from nodeagent.decide.bandwidth import MinimumRate
+from nodeagent.host.download import FileDownload, TransferCut, TransferTooLong
 
 log = logging.getLogger(__name__)
 
 READ_BYTES: Final = 1024 * 1024
 
 
-class PeerLimits(msgspec.Struct, frozen=True, kw_only=True):
+class PeerFetchLimits(msgspec.Struct, frozen=True, kw_only=True):
     """How much patience a peer gets."""
 
     connect_timeout_s: float = 5.0
     read_timeout_s: float = 10.0
-    pace: Pace = Pace(least_bytes_per_s=256 * 1024, window_s=10.0)
+    pace: MinimumRate = MinimumRate(least_bytes_per_s=256 * 1024, window_s=10.0)
     tries: int = 2
     forgive_after_s: float = 120.0
     look_s: float = 1.0
@@ -45,7 +45,7 @@ class PeerLimits(msgspec.Struct, frozen=True, kw_only=True):
     near_wait_s: float = 3600.0
 
 
-class Asked(Enum):
+class PeerFetchOutcome(Enum):
     """What asking one peer came to."""
 
     WHOLE = "whole"
@@ -53,7 +53,7 @@ class Asked(Enum):
     FAILED = "failed"
 
 
-class Peers:
+class PeerFetcher:
     """Fetches files that other nodes hold. `holders` names them by digest, the nearest first."""
 
     def __init__(
@@ -64,10 +64,10 @@ class Peers:
         context: SSLContext | None,
         clock: Callable[[], float],
         chance: random.Random,
-        limits: PeerLimits | None = None,
+        limits: PeerFetchLimits | None = None,
     ) -> None:
         """`context` shows our certificate to peers that serve TLS."""
-        self.limits = limits or PeerLimits()
+        self.limits = limits or PeerFetchLimits()
         self.clock = clock
         self.chance = chance
         self.context = context
@@ -78,7 +78,7 @@ class Peers:
         self._shunned: dict[str, set[NodeId]] = {}
         self._failures: dict[tuple[str, NodeId], tuple[int, float]] = {}
 
-    async def fetch(self, wanted: Wanted) -> bool:
+    async def fetch(self, wanted: FileDownload) -> bool:
         """Put the file together from peers, verified; False where they cannot give it."""
         if not self._holders(wanted.digest):
             return False
@@ -88,7 +88,7 @@ class Peers:
             sock_read=self.limits.read_timeout_s,
         )
         async with aiohttp.ClientSession(timeout=timeout, auto_decompress=False) as http:
-            return await _Fetch(self, http, wanted).run()
+            return await _PeerFetch(self, http, wanted).run()
 
     def candidates(self, digest: str) -> tuple[list[PeerSource], list[PeerSource]]:
         """Return who may be asked now, those of our own PoP apart from those far away."""
@@ -123,10 +123,12 @@ class Peers:
         return count < self.limits.tries
 
 
-class _Fetch:
+class _PeerFetch:
     """One file on its way: who gave a part of it, and how far those are that we wait for."""
 
-    def __init__(self, peers: Peers, http: aiohttp.ClientSession, wanted: Wanted) -> None:
+    def __init__(
+        self, peers: PeerFetcher, http: aiohttp.ClientSession, wanted: FileDownload
+    ) -> None:
         self._peers = peers
         self._http = http
         self._wanted = wanted
@@ -142,44 +144,44 @@ class _Fetch:
         while True:
             near, _ = self._peers.candidates(self._wanted.digest)
             answer = await self._ask_each(near)
-            if answer is not Asked.LATER:
+            if answer is not PeerFetchOutcome.LATER:
                 break
             await asyncio.sleep(limits.look_s * self._peers.chance.uniform(0.5, 1.5))
         for _ in range(limits.tries):
-            if answer is Asked.WHOLE:
+            if answer is PeerFetchOutcome.WHOLE:
                 return True
             _, far = self._peers.candidates(self._wanted.digest)
             answer = await self._ask_each(far)
-        return answer is Asked.WHOLE
+        return answer is PeerFetchOutcome.WHOLE
 
-    async def _ask_each(self, peers: Sequence[PeerSource]) -> Asked:
+    async def _ask_each(self, peers: Sequence[PeerSource]) -> PeerFetchOutcome:
         """Ask in turn until the file is whole; LATER if one of them may still give it."""
-        best = Asked.FAILED
+        best = PeerFetchOutcome.FAILED
         for peer in peers:
             answer = await self._ask(peer)
             metrics.PEER_FETCHES.labels(answer.value).inc()
-            if answer is Asked.WHOLE:
+            if answer is PeerFetchOutcome.WHOLE:
                 return answer
-            if answer is Asked.LATER:
+            if answer is PeerFetchOutcome.LATER:
                 best = answer
         return best
 
-    async def _ask(self, peer: PeerSource) -> Asked:
+    async def _ask(self, peer: PeerSource) -> PeerFetchOutcome:
         """Ask one peer; what fails may come later, what lies never."""
         digest = self._wanted.digest
         try:
             return await self._read(peer)
-        except TooLong as error:
+        except TransferTooLong as error:
             self._peers.shun(digest, {peer.node_id}, str(error))
-            return Asked.FAILED
+            return PeerFetchOutcome.FAILED
         # Any other OSError is of this node's disk: no peer can mend that, nor the origin.
-        except (Cut, aiohttp.ClientError, ConnectionError, TimeoutError) as error:
+        except (TransferCut, aiohttp.ClientError, ConnectionError, TimeoutError) as error:
             self._peers.failed(digest, peer.node_id)
             reason = str(error) or type(error).__name__
             log.info("peer failed", extra={"fields": {"peer": peer.node_id, "reason": reason}})
-            return Asked.LATER
+            return PeerFetchOutcome.LATER
 
-    async def _read(self, peer: PeerSource) -> Asked:
+    async def _read(self, peer: PeerSource) -> PeerFetchOutcome:
         """Read from where we are to the end; WHOLE where the file is then right."""
         wanted = self._wanted
         offset = wanted.held_bytes()
@@ -197,10 +199,10 @@ class _Fetch:
             if response.status in (429, 503):
                 return self._may_come(peer, response)
             if response.status not in (200, 206):
-                raise Cut(f"it answered {response.status}")
+                raise TransferCut(f"it answered {response.status}")
             starts = response.headers.get("content-range", "").startswith(f"bytes {offset}-")
             if response.status == 206 and not starts:
-                raise Cut("it sent another part than was asked for")
+                raise TransferCut("it sent another part than was asked for")
             if response.status == 200:
                 offset = 0
                 self._givers.clear()
@@ -213,15 +215,15 @@ class _Fetch:
                 is_far=self._peers.is_far(peer),
             )
         if not problem:
-            return Asked.WHOLE
+            return PeerFetchOutcome.WHOLE
         givers, self._givers = self._givers, set()
         if self._goes_on:
-            raise Cut(f"what was here may have been spoilt: {problem}")
+            raise TransferCut(f"what was here may have been spoilt: {problem}")
         # Whoever gave a part of it may have been the one; the bytes are worth nothing.
         self._peers.shun(wanted.digest, givers, problem)
-        return Asked.FAILED
+        return PeerFetchOutcome.FAILED
 
-    def _may_come(self, peer: PeerSource, response: aiohttp.ClientResponse) -> Asked:
+    def _may_come(self, peer: PeerSource, response: aiohttp.ClientResponse) -> PeerFetchOutcome:
         """Judge a peer that is busy, or is itself still fetching: LATER while it gets on."""
         now = self._peers.clock()
         limits = self._peers.limits
@@ -233,5 +235,5 @@ class _Fetch:
             at = now
         self._progress[peer.node_id] = (max(before, fetched_bytes), at)
         if now - at < limits.stall_s and now - self._began < limits.near_wait_s:
-            return Asked.LATER
-        return Asked.FAILED
+            return PeerFetchOutcome.LATER
+        return PeerFetchOutcome.FAILED

@@ -19,8 +19,8 @@ import aiohttp
 from aiohttp import abc
 from yarl import URL
 
-from nodeagent.decide.bandwidth import Pace
-from nodeagent.host.wanted import ArtifactError, Cut, TooLong, Wanted
+from nodeagent.decide.bandwidth import MinimumRate
+from nodeagent.host.download import ArtifactError, FileDownload, TransferCut, TransferTooLong
 
 CHUNK_BYTES: Final = 1024 * 1024
 REDIRECTS_MAX: Final = 5
@@ -30,7 +30,7 @@ ANSWER_TIMEOUT_S: Final = 60.0
 LOCAL: Final = ("file:", "pypi:")
 """What begins so names files of this machine."""
 
-PATIENCE: Final = Pace(least_bytes_per_s=64 * 1024, window_s=30.0)
+PATIENCE: Final = MinimumRate(least_bytes_per_s=64 * 1024, window_s=30.0)
 """An origin may be slower than a peer: there is no other."""
 
 
@@ -73,11 +73,11 @@ def refuse_private(host: str) -> None:
         raise OSError(f"refused: {host} is not a public address, and private_sources is not set")
 
 
-class Sources:
+class ArtifactSources:
     """Opens files of artifacts. Private addresses and plain http are for closed networks alone."""
 
     def __init__(
-        self, *, private: bool, hf_url: str, hf_token: str = "", pace: Pace = PATIENCE
+        self, *, private: bool, hf_url: str, hf_token: str = "", pace: MinimumRate = PATIENCE
     ) -> None:
         self._private = private
         self._hf_url = hf_url.rstrip("/")
@@ -89,7 +89,7 @@ class Sources:
         scheme, _, rest = source.partition(":")
         return Path(rest) / path if scheme == "file" else _package_file(rest, path)
 
-    async def fetch(self, source: str, wanted: Wanted) -> str:
+    async def fetch(self, source: str, wanted: FileDownload) -> str:
         """Read what is missing of a file from its origin; say what is wrong with the whole.
 
         Raises Cut, or ArtifactError for good.
@@ -105,8 +105,8 @@ class Sources:
                 chunks = response.content.iter_chunked(CHUNK_BYTES)
                 return await wanted.append(chunks, offset, self._pace, is_far=True)
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise Cut(str(error) or type(error).__name__) from error
-        except TooLong as error:
+            raise TransferCut(str(error) or type(error).__name__) from error
+        except TransferTooLong as error:
             raise ArtifactError(f"cannot take {path} from {source}: {error}") from error
 
     async def _follow(

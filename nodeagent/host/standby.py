@@ -15,7 +15,7 @@ from typing import Final
 
 import msgspec
 
-from nodeagent.drivers.driver import Command
+from nodeagent.drivers.driver import EngineCommand
 from nodeagent.host.processes import Child, spawn
 
 log = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 _END_S: Final = 5.0
 
 
-class Standby:
+class StandbyProcess:
     """The spare, if there is one. Every call may block for a moment: call from a thread."""
 
     def __init__(self, log: Path) -> None:
@@ -31,7 +31,7 @@ class Standby:
         self._spare: Child | None = None
         self._kind: tuple[str, ...] = ()
 
-    def keep_for(self, command: Command) -> None:
+    def keep_for(self, command: EngineCommand) -> None:
         """Have a spare for the next engine like this one."""
         if not command.standby or (self._kind == command.standby and self._alive()):
             return
@@ -43,7 +43,7 @@ class Standby:
         except OSError as error:
             log.warning("no spare", extra={"fields": {"reason": str(error)}})
 
-    def hand_over(self, command: Command, engine_log: Path) -> Child | None:
+    def hand_over(self, command: EngineCommand, engine_log: Path) -> Child | None:
         """Make the spare the engine of `command`; None where there is none that can be."""
         if not command.standby or self._kind != command.standby or not self._alive():
             return None

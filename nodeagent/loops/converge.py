@@ -8,13 +8,13 @@ from isochrone.wire.ids import ReplicaId
 from isochrone.wire.report import Refusal
 from nodeagent.decide.reconcile import reconcile
 from nodeagent.drivers import DRIVERS
-from nodeagent.node import Node
+from nodeagent.node import NodeState
 from nodeagent.supervisor import Supervisor
 
 REFUSED_S: Final = 60.0
 
 
-class Converged(NamedTuple):
+class ConvergeCounts(NamedTuple):
     """One turn's counts."""
 
     began: int = 0
@@ -22,12 +22,12 @@ class Converged(NamedTuple):
     refused: int = 0
 
 
-class Converge:
+class ConvergeJob:
     """Makes what runs become what is assigned."""
 
     def __init__(
         self,
-        node: Node,
+        node: NodeState,
         supervisor: Supervisor,
         clock: Callable[[], float],
         rank_ports: tuple[int, int] | None = None,
@@ -38,12 +38,12 @@ class Converge:
         self._rank_ports = rank_ports
         self._refused: dict[ReplicaId, tuple[float, Refusal]] = {}
 
-    async def run_once(self) -> Converged:
+    async def run_once(self) -> ConvergeCounts:
         """Reconcile and take the steps; a turn without a difference takes none."""
         await self._node.take_unkept()
         assignment = self._node.assignment
         if assignment is None:
-            return Converged()
+            return ConvergeCounts()
         devices = await self._node.read_devices()
         steps = reconcile(
             assignment,
@@ -57,7 +57,7 @@ class Converge:
         for spec in steps.beginnings:
             self._supervisor.begin(spec)
         self._note(steps.refusals)
-        return Converged(len(steps.beginnings), len(steps.endings), len(steps.refusals))
+        return ConvergeCounts(len(steps.beginnings), len(steps.endings), len(steps.refusals))
 
     def _note(self, refusals: tuple[Refusal, ...]) -> None:
         """Tell what is refused, and for REFUSED_S what was: its like would come at once."""

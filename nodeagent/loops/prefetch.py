@@ -9,9 +9,9 @@ import logging
 from typing import Final, NamedTuple
 
 from isochrone.wire.assignment import ArtifactPrefetch
-from nodeagent.host.artifacts import Artifacts
-from nodeagent.host.wanted import ArtifactError
-from nodeagent.node import Node
+from nodeagent.host.artifacts import ArtifactStore
+from nodeagent.host.download import ArtifactError
+from nodeagent.node import NodeState
 from nodeagent.supervisor import Supervisor
 
 log = logging.getLogger(__name__)
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 LOOK_INTERVAL_S: Final = 0.5
 
 
-class Prefetched(NamedTuple):
+class PrefetchCounts(NamedTuple):
     """One turn's counts; `waits` where a start went first or the wish was taken back."""
 
     fetched: int = 0
@@ -27,32 +27,32 @@ class Prefetched(NamedTuple):
     waits: bool = False
 
 
-class PrefetchDuty:
+class PrefetchJob:
     """What is wished is in the assignment, in its order; one that fails keeps no other waiting."""
 
-    def __init__(self, node: Node, supervisor: Supervisor, artifacts: Artifacts) -> None:
+    def __init__(self, node: NodeState, supervisor: Supervisor, artifacts: ArtifactStore) -> None:
         self._node = node
         self._supervisor = supervisor
         self._artifacts = artifacts
 
-    async def run_once(self) -> Prefetched:
+    async def run_once(self) -> PrefetchCounts:
         """Fetch what is wished and not here; a turn may take as long as the weights do."""
         fetched = failed = 0
         for wished in self._node.prefetches():
             if wished.artifact.digest in await asyncio.to_thread(self._artifacts.held):
                 continue
             if not self._may_go_on(wished):
-                return Prefetched(fetched, failed, waits=True)
+                return PrefetchCounts(fetched, failed, waits=True)
             try:
                 if not await self._fetch(wished):
-                    return Prefetched(fetched, failed, waits=True)
+                    return PrefetchCounts(fetched, failed, waits=True)
             except ArtifactError as error:
                 failed += 1
                 log.warning("not prefetched", extra={"fields": {"reason": str(error)}})
             else:
                 fetched += 1
                 self._node.nudge_report()
-        return Prefetched(fetched, failed)
+        return PrefetchCounts(fetched, failed)
 
     async def _fetch(self, wished: ArtifactPrefetch) -> bool:
         """Fetch one artifact; False where it had to stop for something else."""

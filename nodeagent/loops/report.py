@@ -11,19 +11,19 @@ from isochrone.wire.report import Pulse, ReplicaState, Report
 from nodeagent import metrics
 from nodeagent.config import NodeConfig
 from nodeagent.host import tiers
-from nodeagent.host.artifacts import Artifacts
-from nodeagent.node import Node
+from nodeagent.host.artifacts import ArtifactStore
+from nodeagent.node import NodeState
 from nodeagent.supervisor import Supervisor
 
 
-class Reported(NamedTuple):
+class ReportCounts(NamedTuple):
     """One turn's outcome."""
 
     replicas: int
     sent: bool
 
 
-class Disk(NamedTuple):
+class DiskState(NamedTuple):
     """What lies on this node's disk, what of it in the page cache, and what more it may take."""
 
     artifacts: tuple[str, ...] = ()
@@ -32,31 +32,31 @@ class Disk(NamedTuple):
     bytes_per_s: float = 0.0
 
 
-class ReportDuty:
+class ReportJob:
     """The whole truth, on change and every ten seconds."""
 
     def __init__(
         self,
         *,
         config: NodeConfig,
-        node: Node,
+        node: NodeState,
         supervisor: Supervisor,
-        artifacts: Artifacts,
+        artifacts: ArtifactStore,
         link: ControlLink,
     ) -> None:
         self._config = config
         self._node = node
         self._supervisor = supervisor
         self._artifacts = artifacts
-        self._disk = Disk()
+        self._disk = DiskState()
         self._link = link
         self._seq = 0
 
-    async def run_once(self) -> Reported:
+    async def run_once(self) -> ReportCounts:
         """Say everything; forget what was reported stopped."""
         metrics.CONNECTED.set(self._link.connected)
         if not self._link.connected:
-            return Reported(len(self._supervisor.replicas), False)
+            return ReportCounts(len(self._supervisor.replicas), False)
         report = await self._report()
         sent = await self._link.send(report)
         if sent:
@@ -66,7 +66,7 @@ class ReportDuty:
                 if replica.state is ReplicaState.STOPPED
             ]
             self._supervisor.forget(stopped)
-        return Reported(len(report.replicas), sent)
+        return ReportCounts(len(report.replicas), sent)
 
     async def _report(self) -> Report:
         self._seq += 1
@@ -98,7 +98,7 @@ class ReportDuty:
             version=__version__,
         )
 
-    def _look_at_disk(self, pinned: Collection[str]) -> Disk:
+    def _look_at_disk(self, pinned: Collection[str]) -> DiskState:
         held = {digest: self._artifacts.files_of(digest) for digest in self._artifacts.held()}
         rate = self._disk.bytes_per_s
         if not rate:
@@ -109,7 +109,7 @@ class ReportDuty:
                 default=None,
             )
             rate = tiers.disk_bytes_per_s(largest) if largest else 0.0
-        return Disk(
+        return DiskState(
             tuple(held),
             tuple(
                 digest
@@ -121,10 +121,10 @@ class ReportDuty:
         )
 
 
-class PulseDuty:
+class PulseJob:
     """A sign of life, every two seconds."""
 
-    def __init__(self, node: Node, link: ControlLink) -> None:
+    def __init__(self, node: NodeState, link: ControlLink) -> None:
         self._node = node
         self._link = link
         self._seq = 0

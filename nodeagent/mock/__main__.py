@@ -9,7 +9,7 @@ import uvloop
 from isochrone.service.logs import setup_logs
 from isochrone.wire.engine import EngineConfig
 from nodeagent.mock.engine import MockEngine
-from nodeagent.mock.server import Server
+from nodeagent.mock.server import MockServer
 
 
 def main() -> None:
@@ -22,7 +22,7 @@ def main() -> None:
         raise SystemExit(1)
 
     async def serve() -> None:
-        await Server(MockEngine(config), config).serve()
+        await MockServer(MockEngine(config), config).serve()
 
     uvloop.run(serve())
 

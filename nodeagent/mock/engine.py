@@ -21,7 +21,7 @@ CACHED_PREFIXES_MAX: Final = 10_000
 GARBAGE: Final = "\ufffd\x00\ufffd"
 
 
-class Asked(NamedTuple):
+class MockRequest(NamedTuple):
     """What the engine is asked for: so many tokens from `first` on, after these words."""
 
     words: Sequence[str]
@@ -31,7 +31,7 @@ class Asked(NamedTuple):
     faults: dict[str, float]
 
 
-class Piece(NamedTuple):
+class MockToken(NamedTuple):
     """One token of an answer, how many of its prompt were cached, and whether it is the last."""
 
     text: str
@@ -56,7 +56,7 @@ class MockEngine:
         self.tokens_out = 0
         self.last_token_at = time.monotonic()
 
-    async def generate(self, asked: Asked) -> AsyncGenerator[Piece, None]:
+    async def generate(self, asked: MockRequest) -> AsyncGenerator[MockToken, None]:
         """Yield numbered tokens."""
         needed = len(asked.words) + asked.max_tokens
         if needed > self._config.context_tokens_max:
@@ -100,7 +100,7 @@ class MockEngine:
             memory_full="memory_full" in self._options,
         )
 
-    async def _tokens(self, asked: Asked) -> AsyncGenerator[Piece, None]:
+    async def _tokens(self, asked: MockRequest) -> AsyncGenerator[MockToken, None]:
         cached = self._cached(asked)
         self._prompt_total += len(asked.words)
         self._cached_total += cached
@@ -116,12 +116,12 @@ class MockEngine:
             self.tokens_out += 1
             self.last_token_at = time.monotonic()
             is_garbage = self._fault(asked, "garbage_at_token", -1) == number
-            yield Piece(GARBAGE if is_garbage else f"t{number} ", cached, number == end - 1)
+            yield MockToken(GARBAGE if is_garbage else f"t{number} ", cached, number == end - 1)
 
-    def _fault(self, asked: Asked, name: str, none: float = 0.0) -> float:
+    def _fault(self, asked: MockRequest, name: str, none: float = 0.0) -> float:
         return float(asked.faults.get(name, self._options.get(name, none)))
 
-    def _cached(self, asked: Asked) -> int:
+    def _cached(self, asked: MockRequest) -> int:
         """Return the words whose blocks were seen with this salt before, and remember them all."""
         cached = 0
         chain = hash(asked.salt)

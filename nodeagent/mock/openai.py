@@ -5,31 +5,31 @@ from typing import Annotated, Any, Final
 import msgspec
 
 from isochrone.wire.errors import ApiError, ErrorCode
-from nodeagent.mock.engine import Asked
+from nodeagent.mock.engine import MockRequest
 
 MAX_TOKENS_DEFAULT: Final = 256
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=2**31)]
 
 
-class TextPart(msgspec.Struct, frozen=True):
+class MockTextPart(msgspec.Struct, frozen=True):
     """One part of a message's content; only text is understood."""
 
     type: str
     text: str = ""
 
 
-class Message(msgspec.Struct, frozen=True):
+class MockMessage(msgspec.Struct, frozen=True):
     """One message of a conversation."""
 
     role: str
-    content: str | tuple[TextPart, ...] | None = None
+    content: str | tuple[MockTextPart, ...] | None = None
 
 
-class Body(msgspec.Struct, frozen=True):
+class MockRequestBody(msgspec.Struct, frozen=True):
     """`POST /v1/chat/completions` with messages, or `POST /v1/completions` with a prompt."""
 
-    messages: Annotated[tuple[Message, ...], msgspec.Meta(min_length=1)] | None = None
+    messages: Annotated[tuple[MockMessage, ...], msgspec.Meta(min_length=1)] | None = None
     prompt: str | tuple[str | int, ...] | None = None
     model: str = ""
     max_tokens: Count | None = None
@@ -40,10 +40,10 @@ class Body(msgspec.Struct, frozen=True):
     mock: dict[str, float] | None = None
 
 
-_decoder = msgspec.json.Decoder(Body)
+_decoder = msgspec.json.Decoder(MockRequestBody)
 
 
-def read(data: bytes) -> Body:
+def read(data: bytes) -> MockRequestBody:
     """Decode a body, or raise ApiError saying what is wrong with it."""
     try:
         body = _decoder.decode(data)
@@ -54,7 +54,7 @@ def read(data: bytes) -> Body:
     return body
 
 
-def asked_of(body: Body, *, is_chat: bool, salt: str) -> Asked:
+def asked_of(body: MockRequestBody, *, is_chat: bool, salt: str) -> MockRequest:
     """Return what a body asks for.
 
     The token after a text that ends in "t41" is t42 where the last message is the assistant's, or
@@ -73,10 +73,10 @@ def asked_of(body: Body, *, is_chat: bool, salt: str) -> Asked:
     last = goes_on.split()[-1:]
     number = last[0].removeprefix("t") if last and last[0].startswith("t") else ""
     first = int(number) + 1 if number.isdigit() else 0
-    return Asked(words, first, tokens, salt, body.mock or {})
+    return MockRequest(words, first, tokens, salt, body.mock or {})
 
 
-class Encoder:
+class MockAnswerEncoder:
     """Encodes the answer to one request as chunks, or as one object."""
 
     def __init__(self, *, is_chat: bool, request_id: str, model: str, created: int) -> None:
@@ -127,7 +127,7 @@ def used(prompt: int, completion: int, cached: int) -> dict[str, Any]:
     }
 
 
-def _text(message: Message) -> str:
+def _text(message: MockMessage) -> str:
     if message.content is None or isinstance(message.content, str):
         return message.content or ""
     if any(part.type != "text" for part in message.content):

@@ -18,13 +18,13 @@ from isochrone.wire.engine import EngineConfig, EngineHealth
 from isochrone.wire.errors import ApiError, ErrorCode, openai_error
 from isochrone.wire.ids import is_request_id
 from nodeagent.mock import openai
-from nodeagent.mock.engine import Asked, MockEngine, Piece
+from nodeagent.mock.engine import MockEngine, MockRequest, MockToken
 
 BODY_BYTES_MAX: Final = 8 * 1024 * 1024
 BODY_TIMEOUT_S: Final = 30.0
 
 
-class Server:
+class MockServer:
     """Serves one engine on one Unix socket until it is told to stop."""
 
     def __init__(self, engine: MockEngine, config: EngineConfig) -> None:
@@ -75,7 +75,7 @@ class Server:
         salt = request.headers.get(headers.CACHE_SALT, "")[:128]
         asked = openai.asked_of(body, is_chat=is_chat, salt=salt)
         request_id = request.headers.get(headers.REQUEST_ID, "")
-        encoder = openai.Encoder(
+        encoder = openai.MockAnswerEncoder(
             is_chat=is_chat,
             request_id=request_id if is_request_id(request_id) else secrets.token_hex(12),
             model=body.model or self._config.served_name,
@@ -130,9 +130,9 @@ class Server:
 
 async def _stream(
     request: web.Request,
-    asked: Asked,
-    pieces: AsyncGenerator[Piece, None],
-    encoder: openai.Encoder,
+    asked: MockRequest,
+    pieces: AsyncGenerator[MockToken, None],
+    encoder: openai.MockAnswerEncoder,
     wants_usage: bool,
 ) -> web.StreamResponse:
     # Asked before the head is sent: what cannot be served gets a status, not a broken stream.
@@ -151,7 +151,7 @@ async def _stream(
 
 
 async def _whole(
-    asked: Asked, pieces: AsyncGenerator[Piece, None], encoder: openai.Encoder
+    asked: MockRequest, pieces: AsyncGenerator[MockToken, None], encoder: openai.MockAnswerEncoder
 ) -> web.Response:
     said = [piece async for piece in pieces]
     usage = openai.used(len(asked.words), len(said), said[-1].cached)

@@ -34,7 +34,7 @@ from isochrone.wire.report import Pulse, Report
 from isochrone.wire.rollout import RolloutSpec
 from isochrone.wire.routes import KeyLimits, RouteDelta, RouteTable, SnapshotWanted
 from isochrone.wire.usage import Demand, RoundTrips, Usage, UsageAck, UsageRow
-from nodeagent.host.engines import Started
+from nodeagent.host.engines import EngineRecord
 from scheduler.decide.what_if import FORMAT, Picture
 from scheduler.store.migrate import read_migrations
 
@@ -49,7 +49,7 @@ TO_SCHEDULERS: Final = (
 TO_ALL: Final = (
     *(JoinReply, Challenge, Welcome, RegistrationRefused, Renewed, UsageAck),
     *(Assignment, RouteTable, RouteDelta),  # on disks, too
-    *(UsageRow, Identity, Started, EngineStats),
+    *(UsageRow, Identity, EngineRecord, EngineStats),
     *(CatalogModel, EngineSettings, PlacementPolicy, KeyLimits, RolloutSpec),  # in the database
     Picture,
 )

@@ -23,13 +23,13 @@ from isochrone.wire.model import Artifact, ArtifactFile, EngineSettings
 from isochrone.wire.usage import Usage
 from nodeagent.engine.kv_tiers.files import FileTier
 from nodeagent.host import engines
-from nodeagent.host.artifacts import Artifacts
-from nodeagent.host.devices import Devices
-from nodeagent.host.ledger import Ledger
-from nodeagent.host.link import Link
-from nodeagent.host.sources import Sources
-from nodeagent.host.wanted import ArtifactError
-from nodeagent.node import Node
+from nodeagent.host.artifacts import ArtifactStore
+from nodeagent.host.assignment_file import AssignmentFile
+from nodeagent.host.devices import DeviceReader
+from nodeagent.host.download import ArtifactError
+from nodeagent.host.link import TransferLink
+from nodeagent.host.sources import ArtifactSources
+from nodeagent.node import NodeState
 from router.app import open_house
 from scheduler.embedded_postgres import EmbeddedPostgres
 from scheduler.store.pool import UNAVAILABLE, open_pool, transaction
@@ -120,9 +120,9 @@ async def test_a_router_starts_and_serves_from_a_disk_that_takes_nothing(
 
 
 async def test_a_node_takes_its_assignment_when_the_disk_does(disk: Disk, tmp_path: Path) -> None:
-    ledger = Ledger(disk.folder)
+    ledger = AssignmentFile(disk.folder)
     identity = an_identity(tmp_path)
-    node = Node(identity, BootId("b"), ledger, Devices(1 << 30))
+    node = NodeState(identity, BootId("b"), ledger, DeviceReader(1 << 30))
     first, second = (
         an_assignment(generation=n, node=identity.name, cluster=identity.cluster_id) for n in (1, 2)
     )
@@ -149,7 +149,7 @@ async def test_an_engine_that_could_not_be_found_again_does_not_run(
         real(path, data)
 
     monkeypatch.setattr(engines, "write_atomic", full_by_then)
-    started = engines.Engines(tmp_path / "engines", 1)
+    started = engines.EngineProcesses(tmp_path / "engines", 1)
     engine = EngineSettings(driver="mock", kv_memory_bytes=1)
     with pytest.raises(OSError, match="No space left"):
         await started.start(a_spec("r-orphan", engine=engine), tmp_path)
@@ -175,11 +175,11 @@ async def test_weights_that_do_not_fit_say_so_and_come_when_there_is_room(
     (source / "w").write_bytes(body)
     file = ArtifactFile(path="w", size_bytes=len(body), sha256=hashlib.sha256(body).hexdigest())
     artifact = Artifact(source=f"file:{source}", files=(file,), digest=manifest_digest((file,)))
-    store = Artifacts(
+    store = ArtifactStore(
         disk.folder / "artifacts",
-        Sources(private=True, hf_url=""),
+        ArtifactSources(private=True, hf_url=""),
         1 << 30,
-        link=Link(0, time.monotonic),
+        link=TransferLink(0, time.monotonic),
     )
     disk.fill()
     with pytest.raises(ArtifactError, match=r"1048576 bytes needed, the disk has 0 free"):

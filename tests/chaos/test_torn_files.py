@@ -25,10 +25,10 @@ from isochrone.wire.ids import (
     TenantId,
 )
 from isochrone.wire.usage import RequestOutcome, Usage, UsageRow
-from nodeagent.drivers.driver import Command
+from nodeagent.drivers.driver import EngineCommand
 from nodeagent.engine.kv_tiers.files import FileTier
-from nodeagent.host.engines import Engines, Started
-from nodeagent.host.ledger import Ledger
+from nodeagent.host.assignment_file import AssignmentFile
+from nodeagent.host.engines import EngineProcesses, EngineRecord
 from router.journal import Journal
 from router.loops.spool import UsageSpool
 from tests.builders import a_spec
@@ -66,7 +66,7 @@ def a_row(number: int) -> UsageRow:
 
 
 def test_a_torn_snapshot_is_the_one_before_it(folder: Path) -> None:
-    ledger = Ledger(folder)
+    ledger = AssignmentFile(folder)
     before, last = an_assignment(("a",), generation=5), an_assignment(("a", "b"), generation=6)
     ledger.write(before)
     ledger.write(last)
@@ -142,10 +142,10 @@ def test_a_torn_identity_is_refused_with_its_path(folder: Path) -> None:
 
 
 def test_a_torn_note_of_an_engine_is_passed_over(folder: Path) -> None:
-    engines = Engines(folder, 1)
+    engines = EngineProcesses(folder, 1)
     (folder / "r1").mkdir()
-    command = Command(arguments=("x",), base_url="http://localhost")
-    started = Started(
+    command = EngineCommand(arguments=("x",), base_url="http://localhost")
+    started = EngineRecord(
         pid=1,
         started=-1,
         command=command,

@@ -11,16 +11,16 @@ import msgspec
 import pytest
 
 from isochrone.wire.engine import EngineConfig
-from nodeagent.drivers.driver import Command
-from nodeagent.host.standby import Standby
+from nodeagent.drivers.driver import EngineCommand
+from nodeagent.host.standby import StandbyProcess
 from tests.integration.engine.conftest import ROOT
 
 STANDBY: Final = (sys.executable, "-m", "nodeagent.engine", "--standby")
 DEADLINE_S: Final = 60.0
 
 
-def command(folder: Path) -> Command:
-    return Command(
+def command(folder: Path) -> EngineCommand:
+    return EngineCommand(
         arguments=(*STANDBY[:3], "--config", str(folder / "config.json")),
         base_url="http://localhost",
         environment={"CUDA_VISIBLE_DEVICES": ""},
@@ -29,15 +29,15 @@ def command(folder: Path) -> Command:
 
 
 @pytest.fixture
-def standby(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Standby:
+def standby(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StandbyProcess:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    return Standby(tmp_path / "standby.log")
+    return StandbyProcess(tmp_path / "standby.log")
 
 
 @pytest.mark.model
 @pytest.mark.parametrize("stages", [1, 2])
 async def test_a_standby_serves_what_it_is_told(
-    standby: Standby, short_folder: Path, model_path: Path, stages: int
+    standby: StandbyProcess, short_folder: Path, model_path: Path, stages: int
 ) -> None:
     config = EngineConfig(
         model_path=str(model_path),
@@ -73,7 +73,7 @@ async def test_a_standby_serves_what_it_is_told(
 
 
 def test_a_standby_ends_with_its_keeper_and_a_dead_one_is_not_used(
-    standby: Standby, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    standby: StandbyProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted = command(tmp_path)
     standby.keep_for(wanted)
@@ -95,7 +95,7 @@ def test_a_standby_ends_with_its_keeper_and_a_dead_one_is_not_used(
     other = subprocess.Popen(["true"], stdin=subprocess.PIPE)
     other.wait(10)
     monkeypatch.setattr("nodeagent.host.standby.spawn", lambda *_, **how: other)
-    dead = Standby(tmp_path / "log")
+    dead = StandbyProcess(tmp_path / "log")
     dead.keep_for(wanted)
     assert dead.hand_over(wanted, tmp_path / "engine.log") is None
     dead.end()

@@ -19,16 +19,16 @@ from aiohttp import web
 from isochrone.service.door import open_door
 from isochrone.wire.artifact import manifest_digest
 from isochrone.wire.model import Artifact, ArtifactFile
-from nodeagent.decide.bandwidth import Pace
+from nodeagent.decide.bandwidth import MinimumRate
 from nodeagent.decide.eviction import evict
-from nodeagent.host import artifacts, tiers, wanted
-from nodeagent.host.artifacts import Artifacts
-from nodeagent.host.link import Link
-from nodeagent.host.sources import Sources
-from nodeagent.host.wanted import ArtifactError, Wanted
+from nodeagent.host import artifacts, tiers
+from nodeagent.host.artifacts import ArtifactStore
+from nodeagent.host.download import ArtifactError, FileDownload
+from nodeagent.host.link import TransferLink
+from nodeagent.host.sources import ArtifactSources
 
 BODY = bytes(range(256)) * 4096
-IMPATIENT = Pace(least_bytes_per_s=100_000.0, window_s=0.2)
+IMPATIENT = MinimumRate(least_bytes_per_s=100_000.0, window_s=0.2)
 
 
 def artifact_of(source: str, files: dict[str, bytes]) -> Artifact:
@@ -99,13 +99,13 @@ def a_store(
     private: bool = True,
     hf: str = "",
     hf_token: str = "",
-) -> Artifacts:
-    sources = Sources(private=private, hf_url=hf, hf_token=hf_token, pace=IMPATIENT)
-    link = Link(0, time.monotonic)
-    return Artifacts(tmp_path / "artifacts", sources, budget, link=link)
+) -> ArtifactStore:
+    sources = ArtifactSources(private=private, hf_url=hf, hf_token=hf_token, pace=IMPATIENT)
+    link = TransferLink(0, time.monotonic)
+    return ArtifactStore(tmp_path / "artifacts", sources, budget, link=link)
 
 
-async def fetched(store: Artifacts, artifact: Artifact, pinned: tuple[str, ...] = ()) -> Path:
+async def fetched(store: ArtifactStore, artifact: Artifact, pinned: tuple[str, ...] = ()) -> Path:
     sizes: list[int] = []
     path = await store.ensure(artifact, pinned, sizes.append)
     assert sizes[-1] == artifact.size_bytes
@@ -435,7 +435,7 @@ async def test_a_copy_tells_how_far_it_is_and_ends_when_it_is_cancelled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An agent that stops, or has something sooner to fetch, does not wait for hours of copying."""
-    monkeypatch.setattr(wanted, "READ_BYTES", 1024)
+    monkeypatch.setattr(download, "READ_BYTES", 1024)
     artifact = artifact_of(a_folder(tmp_path, a=BODY), {"a": BODY})
     told = asyncio.Event()
     store = a_store(tmp_path)
@@ -483,14 +483,14 @@ async def test_what_is_still_to_come_of_another_is_no_room(
         usage = shutil.disk_usage(tmp_path)._replace(free=150)
         monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     began, may_end = asyncio.Event(), asyncio.Event()
-    copy = Wanted.copy
+    copy = FileDownload.copy
 
-    async def slow(wanted: Wanted, path: Path) -> None:
+    async def slow(wanted: FileDownload, path: Path) -> None:
         began.set()
         await may_end.wait()
         await copy(wanted, path)
 
-    monkeypatch.setattr(Wanted, "copy", slow)
+    monkeypatch.setattr(FileDownload, "copy", slow)
     first = asyncio.create_task(fetched(store, one))
     await began.wait()
     assert store.disk_free_bytes(()) == 60

@@ -13,7 +13,7 @@ import pytest
 
 from nodeagent.host import artifacts, processes
 from nodeagent.host import engines as module
-from nodeagent.host.engines import Engine, Engines
+from nodeagent.host.engines import EngineProcess, EngineProcesses
 from nodeagent.host.processes import Child
 from tests.cuts import cut_everywhere, held, until_as_before
 from tests.integration.nodeagent.test_artifacts import (
@@ -67,7 +67,7 @@ async def test_a_start_cut_short_twice_leaves_no_engine(
 
     monkeypatch.setattr(module, "spawn", late)
     before, tasks = held(), asyncio.all_tasks()
-    starting = asyncio.create_task(Engines(folder, 1).start(SPEC, folder))
+    starting = asyncio.create_task(EngineProcesses(folder, 1).start(SPEC, folder))
     await spawning.wait()
     for _ in range(2):
         starting.cancel()
@@ -79,8 +79,8 @@ async def test_a_start_cut_short_twice_leaves_no_engine(
 
 
 async def test_a_start_cut_short_leaves_no_engine(folder: Path) -> None:
-    engines = Engines(folder, 1)
-    started: list[Engine] = []
+    engines = EngineProcesses(folder, 1)
+    started: list[EngineProcess] = []
 
     async def start() -> None:
         started.append(await engines.start(SPEC, folder))

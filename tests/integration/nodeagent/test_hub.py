@@ -10,7 +10,7 @@ from aiohttp import web
 
 from isochrone.service.config import ConfigError, read_secret
 from isochrone.service.door import open_door
-from nodeagent.host.wanted import ArtifactError
+from nodeagent.host.download import ArtifactError
 from tests.integration.nodeagent.test_artifacts import a_store, artifact_of, fetched
 
 TOKEN = "hf_SecretOfTheHub"

@@ -8,8 +8,8 @@ from typing import Any, cast
 import pytest
 
 from isochrone.wire.assignment import ArtifactPrefetch
-from nodeagent.host.link import SEEN_BYTES_MIN, Link
-from nodeagent.loops.prefetch import PrefetchDuty, Prefetched
+from nodeagent.host.link import SEEN_BYTES_MIN, TransferLink
+from nodeagent.loops.prefetch import PrefetchCounts, PrefetchJob
 from tests.integration.nodeagent.test_artifacts import Origin, a_store, artifact_of, origin
 from tests.system.harness import until
 
@@ -39,8 +39,8 @@ class Node:
         self.reports += 1
 
 
-def a_duty(node: Node, store: Any) -> PrefetchDuty:
-    return PrefetchDuty(cast(Any, node), cast(Any, node), store)
+def a_duty(node: Node, store: Any) -> PrefetchJob:
+    return PrefetchJob(cast(Any, node), cast(Any, node), store)
 
 
 async def test_a_start_goes_first_and_goes_on_from_the_bytes_that_came(
@@ -59,14 +59,16 @@ async def test_a_start_goes_first_and_goes_on_from_the_bytes_that_came(
 
     await until("some of it came", is_begun)
     node.starts = True
-    assert await turn == Prefetched(waits=True)
-    assert await duty.run_once() == Prefetched(waits=True), "it waits for as long as the start does"
+    assert await turn == PrefetchCounts(waits=True)
+    assert await duty.run_once() == PrefetchCounts(waits=True), (
+        "it waits for as long as the start does"
+    )
     assert store.held() == ()
     path = await store.ensure(artifact, (), lambda _: None)
     assert (path / "m.gguf").read_bytes() == BODY
     assert len(served.ranges) == 1, "from where it was"
     node.starts = False
-    assert await duty.run_once() == Prefetched(), "it is there"
+    assert await duty.run_once() == PrefetchCounts(), "it is there"
 
 
 async def test_one_that_fails_keeps_no_other_waiting_and_one_taken_back_ends(
@@ -87,14 +89,14 @@ async def test_one_that_fails_keeps_no_other_waiting_and_one_taken_back_ends(
 
     await until("the last is under way", is_begun)
     node.wished = (bad, good)
-    assert await turn == Prefetched(fetched=1, failed=1, waits=True)
+    assert await turn == PrefetchCounts(fetched=1, failed=1, waits=True)
     assert store.held() == (good.artifact.digest,)
     assert node.reports == 1
 
 
 async def test_a_part_of_a_link_counts_against_the_whole_and_teaches_nothing() -> None:
     clock = [0.0]
-    whole = Link(1000.0, lambda: clock[0])
+    whole = TransferLink(1000.0, lambda: clock[0])
     part = whole.slower(100.0)
     assert whole.slower(0) is whole, "no bound of its own"
     assert await part.keep_pace(100) == 0, "a second's worth at once"

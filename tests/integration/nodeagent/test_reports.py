@@ -11,8 +11,8 @@ from isochrone.wire.ids import BootId, ClusterId, Epoch, Generation, NodeId
 from isochrone.wire.report import Report
 from nodeagent.config import NodeConfig
 from nodeagent.host import tiers
-from nodeagent.host.artifacts import Artifacts
-from nodeagent.loops.report import ReportDuty
+from nodeagent.host.artifacts import ArtifactStore
+from nodeagent.loops.report import ReportJob
 from tests.integration.nodeagent.test_artifacts import a_folder, a_store, artifact_of, fetched
 
 CONFIG = NodeConfig(name="n1", schedulers=(), state=Path("x"), address="http://n1")
@@ -35,7 +35,7 @@ async def no_devices() -> tuple[()]:
     return ()
 
 
-def a_duty(artifacts: Artifacts, link: Any) -> ReportDuty:
+def a_duty(artifacts: ArtifactStore, link: Any) -> ReportJob:
     node: Any = SimpleNamespace(
         node_id=NodeId("n1"),
         boot_id=BootId("b"),
@@ -45,7 +45,7 @@ def a_duty(artifacts: Artifacts, link: Any) -> ReportDuty:
         progress=lambda: Progress(ClusterId("c"), Generation(1), Epoch(1)),
     )
     supervisor: Any = SimpleNamespace(replicas={}, pinned=tuple, forget=lambda stopped: None)
-    return ReportDuty(
+    return ReportJob(
         config=CONFIG, node=node, supervisor=supervisor, artifacts=artifacts, link=link
     )
 

@@ -21,10 +21,10 @@ from isochrone.wire.control import PeerRole
 from isochrone.wire.model import EngineSettings
 from nodeagent.app import serve
 from nodeagent.config import NodeConfig
-from nodeagent.drivers.driver import Command
-from nodeagent.drivers.mock import Mock
+from nodeagent.drivers.driver import EngineCommand
+from nodeagent.drivers.mock import MockDriver
 from nodeagent.host import processes
-from nodeagent.host.engines import Engines, Started, last_line
+from nodeagent.host.engines import EngineProcesses, EngineRecord, last_line
 from nodeagent.host.processes import spawn
 from tests.builders import a_spec
 from tests.integration.service.test_tls import NOW, a_peer
@@ -74,7 +74,7 @@ async def test_an_engine_whose_agent_was_killed_before_it_noted_its_pid_is_adopt
     folder: Path,
 ) -> None:
     await asyncio.to_thread(killed, folder, started=True)
-    engines = Engines(folder, 1)
+    engines = EngineProcesses(folder, 1)
     (survivor,) = engines.survivors()
     assert survivor.spec == SPEC
     command = Path(f"/proc/{survivor.pid}/cmdline").read_bytes()
@@ -94,7 +94,7 @@ async def test_an_engine_whose_agent_was_killed_before_it_noted_its_pid_is_adopt
 async def test_an_agent_that_cannot_listen_ends_no_engine(folder: Path, keeps: bool) -> None:
     """Its port is taken, perhaps by an agent of this node that lives: the engine is not its own."""
     papers.save_identity(folder, a_peer(Authority.create(folder / "ca", "test", NOW), "n1", AGENT))
-    engine = await Engines(folder / "engines", 1).start(SPEC, folder)
+    engine = await EngineProcesses(folder / "engines", 1).start(SPEC, folder)
     try:
         with socket.create_server(("127.0.0.1", 0)) as taken:
             config = NodeConfig(
@@ -108,7 +108,9 @@ async def test_an_agent_that_cannot_listen_ends_no_engine(folder: Path, keeps: b
             with pytest.raises(ConfigError, match="cannot listen"):
                 await asyncio.to_thread(lambda: uvloop.run(serve(config, asyncio.Event())))
         assert not engine.exited.is_set()
-        assert [one.pid for one in Engines(folder / "engines", 1).survivors()] == [engine.pid]
+        assert [one.pid for one in EngineProcesses(folder / "engines", 1).survivors()] == [
+            engine.pid
+        ]
     finally:
         await engine.stop(kill=True)
 
@@ -123,10 +125,10 @@ def test_nothing_is_ended_that_bears_a_number_of_before_the_machine_began_anew(
     leader.wait(READY_S)
     ended: list[int] = []
     monkeypatch.setattr(os, "killpg", lambda group, number: ended.append(group))
-    command = Command(arguments=("x",), base_url="http://localhost")
-    note = Started(pid=leader.pid, started=1, boot=boot, command=command, spec=SPEC)
+    command = EngineCommand(arguments=("x",), base_url="http://localhost")
+    note = EngineRecord(pid=leader.pid, started=1, boot=boot, command=command, spec=SPEC)
     (left / "process.json").write_bytes(msgspec.json.encode(note))
-    assert Engines(folder, 1).survivors() == []
+    assert EngineProcesses(folder, 1).survivors() == []
     assert ended == [leader.pid] * ends
     assert not left.exists()
 
@@ -138,8 +140,8 @@ async def test_a_spare_that_cannot_be_kept_costs_no_start(
         raise OSError(11, "Resource temporarily unavailable")
 
     monkeypatch.setattr("nodeagent.host.standby.spawn", fails)
-    monkeypatch.setattr(Mock, "can_wait", True)
-    engines = Engines(folder, 1, standby=True)
+    monkeypatch.setattr(MockDriver, "can_wait", True)
+    engines = EngineProcesses(folder, 1, standby=True)
     engine = await engines.start(SPEC, folder)
     try:
         assert [one.pid for one in engines.survivors()] == [engine.pid]
@@ -162,7 +164,7 @@ def test_the_last_line_of_a_log_is_told_however_long_it_has_grown(folder: Path) 
 
 async def test_one_that_never_began_leaves_nothing(folder: Path) -> None:
     await asyncio.to_thread(killed, folder, started=False)
-    assert Engines(folder, 1).survivors() == []
+    assert EngineProcesses(folder, 1).survivors() == []
 
 
 async def test_one_that_ends_at_once_leaves_nothing_behind_that_it_started(folder: Path) -> None:
@@ -182,8 +184,8 @@ async def test_one_that_ends_at_once_leaves_nothing_behind_that_it_started(folde
 async def test_what_an_engine_without_a_noted_pid_left_in_its_group_is_ended(folder: Path) -> None:
     left = folder / "r-left"
     left.mkdir()
-    command = Command(arguments=("x",), base_url="http://localhost")
-    note = Started(command=command, spec=SPEC)
+    command = EngineCommand(arguments=("x",), base_url="http://localhost")
+    note = EngineRecord(command=command, spec=SPEC)
     (left / "process.json").write_bytes(msgspec.json.encode(note))
     with (left / "engine.log").open("wb") as out:
         leader = await asyncio.create_subprocess_exec(
@@ -191,7 +193,7 @@ async def test_what_an_engine_without_a_noted_pid_left_in_its_group_is_ended(fol
         )
     await leader.wait()
     child = int((left / "engine.log").read_text())
-    assert Engines(folder, 1).survivors() == []
+    assert EngineProcesses(folder, 1).survivors() == []
     async with asyncio.timeout(READY_S):
         while not is_zombie(child):
             await asyncio.sleep(0.02)
@@ -203,7 +205,7 @@ async def test_an_engine_whose_note_cannot_be_read_is_ended(folder: Path) -> Non
     left.mkdir()
     (left / "process.json").write_bytes(b"{")
     leader = processes.spawn(("sleep", "60"), left / "engine.log")
-    assert Engines(folder, 1).survivors() == []
+    assert EngineProcesses(folder, 1).survivors() == []
     assert await asyncio.to_thread(leader.wait, READY_S) == -signal.SIGKILL
     assert not left.exists()
 

@@ -25,13 +25,13 @@ from isochrone.wire.assignment import PeerSource
 from isochrone.wire.control import PeerRole
 from isochrone.wire.ids import NodeId, PopId
 from isochrone.wire.model import Artifact
-from nodeagent.api.weights import Weights
-from nodeagent.decide.bandwidth import Pace
-from nodeagent.host.artifacts import Artifacts
-from nodeagent.host.link import Link
-from nodeagent.host.peers import PeerLimits, Peers
-from nodeagent.host.sources import Sources
-from nodeagent.host.wanted import ArtifactError
+from nodeagent.api.artifact_uploads import ArtifactUploads
+from nodeagent.decide.bandwidth import MinimumRate
+from nodeagent.host.artifacts import ArtifactStore
+from nodeagent.host.download import ArtifactError
+from nodeagent.host.link import TransferLink
+from nodeagent.host.peers import PeerFetcher, PeerFetchLimits
+from nodeagent.host.sources import ArtifactSources
 from tests.integration.nodeagent.test_artifacts import IMPATIENT, Origin, artifact_of, origin
 from tests.integration.service.test_tls import NOW, a_peer
 
@@ -40,11 +40,11 @@ __all__ = ["origin"]
 BODY = random.Random(7).randbytes(3_000_000)
 SMALL = b"{}"
 FILES = {"sub/w.safetensors": BODY, "config.json": SMALL}
-PATIENT = PeerLimits(look_s=0.05)
-QUICK = PeerLimits(
+PATIENT = PeerFetchLimits(look_s=0.05)
+QUICK = PeerFetchLimits(
     connect_timeout_s=1.0,
     read_timeout_s=0.5,
-    pace=Pace(least_bytes_per_s=100_000.0, window_s=0.3),
+    pace=MinimumRate(least_bytes_per_s=100_000.0, window_s=0.3),
     look_s=0.05,
     stall_s=0.5,
 )
@@ -67,10 +67,10 @@ class City:
         holders: Sequence[PeerSource] | None = None,
         download_bytes_per_s: float = 0.0,
         context: SSLContext | None = None,
-    ) -> Artifacts:
+    ) -> ArtifactStore:
         """A node's artifacts; it asks these peers, or `holders`, which may change."""
         named = peers if holders is None else holders
-        asked = Peers(
+        asked = PeerFetcher(
             holders=lambda digest: named,
             pop=PopId(name[:3]),
             context=context,
@@ -78,9 +78,9 @@ class City:
             chance=random.Random(1),
             limits=self.limits,
         )
-        sources = Sources(private=True, hf_url="", pace=IMPATIENT)
-        link = Link(download_bytes_per_s, time.monotonic)
-        return Artifacts(
+        sources = ArtifactSources(private=True, hf_url="", pace=IMPATIENT)
+        link = TransferLink(download_bytes_per_s, time.monotonic)
+        return ArtifactStore(
             self.folder / name,
             sources,
             1 << 30,
@@ -91,7 +91,7 @@ class City:
     async def serving(
         self,
         name: str,
-        held: Artifacts,
+        held: ArtifactStore,
         *,
         upload_bytes_per_s: float = 0.0,
         uploads_max: int = 4,
@@ -99,8 +99,8 @@ class City:
     ) -> PeerSource:
         """Open a node's door on its artifacts."""
         app = web.Application(middlewares=[errors_as(json_error)])
-        uplink = Link(upload_bytes_per_s, time.monotonic)
-        Weights(held, uplink, uploads_max=uploads_max).attach(app)
+        uplink = TransferLink(upload_bytes_per_s, time.monotonic)
+        ArtifactUploads(held, uplink, uploads_max=uploads_max).attach(app)
         return await self.listening(name, app, context)
 
     async def hostile(self, name: str, answer: Answer) -> PeerSource:
@@ -133,7 +133,7 @@ async def city(tmp_path: Path) -> AsyncIterator[City]:
         yield City(tmp_path, stack)
 
 
-async def fetched(store: Artifacts, artifact: Artifact) -> Path:
+async def fetched(store: ArtifactStore, artifact: Artifact) -> Path:
     path = await store.ensure(artifact, (), lambda size: None)
     for name, body in FILES.items():
         assert (path / name).read_bytes() == body
@@ -350,7 +350,7 @@ async def test_a_city_asks_the_origin_once(city: City, origin: tuple[Origin, str
     app.router.add_get("/{path:.*}", counted)
     slow = await city.listening("org-1", app)
     artifact = artifact_of(f"{slow.address}/m", FILES)
-    nodes: list[Artifacts] = []
+    nodes: list[ArtifactStore] = []
     before: list[PeerSource] = []
     for index in range(6):
         name = f"ams-{index}"

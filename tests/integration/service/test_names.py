@@ -17,12 +17,12 @@ from isochrone.wire.assignment import PeerSource
 from isochrone.wire.control import PeerRole
 from isochrone.wire.headers import PeerReplica
 from isochrone.wire.ids import NodeId, PopId, ReplicaId
-from nodeagent.api.siblings import SiblingLost, Siblings
-from nodeagent.host.artifacts import Artifacts
-from nodeagent.host.link import Link
-from nodeagent.host.peers import Peers
-from nodeagent.host.sources import Sources
-from nodeagent.host.wanted import ArtifactError
+from nodeagent.api.peer_replicas import PeerReplicaClient, PeerReplicaLost
+from nodeagent.host.artifacts import ArtifactStore
+from nodeagent.host.download import ArtifactError
+from nodeagent.host.link import TransferLink
+from nodeagent.host.peers import PeerFetcher
+from nodeagent.host.sources import ArtifactSources
 from router.config import RouterConfig
 from router.dataplane.deadlines import Deadlines
 from router.dataplane.exchange import AttemptFailed
@@ -150,7 +150,7 @@ async def test_whatever_a_node_may_be_called_is_proven(tmp_path: Path, name: str
 
 async def test_a_node_passes_nothing_on_to_another_at_a_siblings_address(tmp_path: Path) -> None:
     async with a_place(tmp_path, "n2") as place:
-        siblings = Siblings(place.client("n3", PeerRole.AGENT), time.monotonic)
+        siblings = PeerReplicaClient(place.client("n3", PeerRole.AGENT), time.monotonic)
         one, other = (
             PeerReplica(ReplicaId("r1"), NodeId(name), place.address, 1, 1, 1)
             for name in ("n1", "n2")
@@ -158,7 +158,7 @@ async def test_a_node_passes_nothing_on_to_another_at_a_siblings_address(tmp_pat
         try:
             async with siblings.answering(other, NAME, BODY, {}) as answer:
                 assert await answer.read() == BODY
-            with pytest.raises(SiblingLost):
+            with pytest.raises(PeerReplicaLost):
                 async with siblings.answering(one, NAME, BODY, {}):
                     pass
         finally:
@@ -178,7 +178,7 @@ async def test_a_sibling_cannot_send_a_node_elsewhere(tmp_path: Path) -> None:
     inside.router.add_route("*", "/{path:.*}", meet)
     async with a_place(tmp_path) as place, open_door(inside, "127.0.0.1", 0) as port:
         place.told_to = f"http://127.0.0.1:{port}/latest/meta-data"
-        siblings = Siblings(place.client("n3", PeerRole.AGENT), time.monotonic)
+        siblings = PeerReplicaClient(place.client("n3", PeerRole.AGENT), time.monotonic)
         sibling = PeerReplica(ReplicaId("r1"), NodeId("n1"), place.address, 1, 1, 1)
         try:
             async with siblings.answering(sibling, NAME, BODY, {}) as answer:
@@ -191,16 +191,16 @@ async def test_a_sibling_cannot_send_a_node_elsewhere(tmp_path: Path) -> None:
 async def test_weights_are_asked_of_the_node_that_is_said_to_hold_them(tmp_path: Path) -> None:
     async with a_place(tmp_path, "n2") as place:
         holders: list[PeerSource] = []
-        peers = Peers(
+        peers = PeerFetcher(
             holders=lambda digest: holders,
             pop=PopId("ams"),
             context=place.client("n3", PeerRole.AGENT),
             clock=time.monotonic,
             chance=random.Random(1),
         )
-        sources = Sources(private=True, hf_url="", pace=IMPATIENT)
-        link = Link(0.0, time.monotonic)
-        held = Artifacts(tmp_path / "held", sources, 1 << 20, link=link, peers=peers)
+        sources = ArtifactSources(private=True, hf_url="", pace=IMPATIENT)
+        link = TransferLink(0.0, time.monotonic)
+        held = ArtifactStore(tmp_path / "held", sources, 1 << 20, link=link, peers=peers)
         artifact = artifact_of("http://127.0.0.1:1/nowhere", {"config.json": BODY})
         for address in (place.address, place.address.replace("https", "http")):
             holders[:] = [PeerSource(node_id=NodeId("n1"), pop=PopId("iad"), address=address)]

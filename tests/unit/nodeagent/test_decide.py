@@ -12,11 +12,11 @@ from isochrone.wire.ids import ClusterId, DeviceId, Epoch, Generation, NodeId, R
 from isochrone.wire.model import EngineSettings
 from isochrone.wire.report import ReplicaState
 from nodeagent.decide import health
-from nodeagent.decide.admission import Held, TokensInFlight
-from nodeagent.decide.backoff import BREAKS_MAX, MOST_S, next_try_s
-from nodeagent.decide.eviction import Kept, evict
-from nodeagent.decide.reconcile import Steps, reconcile, refusal_of
-from nodeagent.decide.replica import TRANSITIONS, Event, ImpossibleEvent, after
+from nodeagent.decide.admission import ReplicaAdmission, TokenReservation
+from nodeagent.decide.backoff import BREAKS_MAX, MOST_S, retry_delay_s
+from nodeagent.decide.eviction import CachedArtifact, evict
+from nodeagent.decide.reconcile import ReconcileSteps, assignment_problem, reconcile
+from nodeagent.decide.replica import TRANSITIONS, ImpossibleReplicaEvent, ReplicaEvent, after
 from tests.builders import a_spec
 
 S = ReplicaState
@@ -123,7 +123,7 @@ def test_a_part_of_a_replica_over_nodes_begins_only_where_that_is_allowed(
     ],
 )
 def test_an_older_or_foreign_assignment_changes_nothing(offered: Assignment, words: str) -> None:
-    reason = refusal_of(offered, an_assignment(), NodeId("n1"), ClusterId("c"))
+    reason = assignment_problem(offered, an_assignment(), NodeId("n1"), ClusterId("c"))
     assert words in reason
     assert bool(reason) is bool(words)
 
@@ -144,16 +144,16 @@ def test_reconciling_twice_adds_nothing(
         states[tombstone.replica_id] = S.DRAINING
     for spec in first.beginnings:
         states[spec.replica_id] = S.WANTED
-    assert reconcile(assignment, states, CPU, DRIVERS) == Steps()
+    assert reconcile(assignment, states, CPU, DRIVERS) == ReconcileSteps()
     assert not {tombstone.replica_id for tombstone in first.endings} - ending
 
 
 def test_every_state_but_the_last_can_be_ended_and_what_is_impossible_is_an_error() -> None:
     for state in S:
         if state not in (S.DRAINING, S.STOPPED):
-            assert after(state, Event.END_ORDERED) is S.DRAINING
-    with pytest.raises(ImpossibleEvent, match="cannot take drained while warm"):
-        after(S.WARM, Event.DRAINED)
+            assert after(state, ReplicaEvent.END_ORDERED) is S.DRAINING
+    with pytest.raises(ImpossibleReplicaEvent, match="cannot take drained while warm"):
+        after(S.WARM, ReplicaEvent.DRAINED)
     assert all(before is not S.STOPPED for before, _ in TRANSITIONS)
 
 
@@ -163,16 +163,16 @@ def test_every_state_but_the_last_can_be_ended_and_what_is_impossible_is_an_erro
 )
 def test_backoff_waits_within_bounds_or_gives_up(breaks: list[float], chance: float) -> None:
     now = 1000.0
-    wait_s = next_try_s(breaks, now, chance)
+    wait_s = retry_delay_s(breaks, now, chance)
     recent = sum(now - at < 600.0 for at in breaks)
     assert (wait_s is None) is (recent >= BREAKS_MAX)
     assert wait_s is None or 0.25 <= wait_s <= MOST_S
 
 
-def looked(looks: list[tuple[bool, int, int, int]]) -> health.Watch:
-    watch = health.Watch()
+def looked(looks: list[tuple[bool, int, int, int]]) -> health.EngineWatch:
+    watch = health.EngineWatch()
     for answered, step, bytes_out, in_flight in looks:
-        watch = health.look(
+        watch = health.observe(
             watch,
             answered=answered,
             steps=step,
@@ -198,19 +198,19 @@ def looked(looks: list[tuple[bool, int, int, int]]) -> health.Watch:
 def test_health_means_progress(
     looks: list[tuple[bool, int, int, int]], in_flight: int, is_sick: bool
 ) -> None:
-    verdict = health.verdict(looked(looks), stall_s=15.0, in_flight=in_flight)
+    verdict = health.kill_reason(looked(looks), stall_s=15.0, in_flight=in_flight)
     assert bool(verdict) is is_sick
 
 
 def test_canaries_that_fail_are_a_verdict() -> None:
-    watch = msgspec.structs.replace(health.Watch(), canaries_failed=3)
-    assert "canary" in health.verdict(watch, stall_s=15.0, in_flight=0)
+    watch = msgspec.structs.replace(health.EngineWatch(), canaries_failed=3)
+    assert "canary" in health.kill_reason(watch, stall_s=15.0, in_flight=0)
 
 
 @given(
     kept=st.lists(
         st.builds(
-            Kept,
+            CachedArtifact,
             digest=st.text("abcdef", min_size=3, max_size=3),
             size_bytes=st.integers(0, 100),
             used_at=st.floats(0, 100),
@@ -222,7 +222,7 @@ def test_canaries_that_fail_are_a_verdict() -> None:
     needed=st.integers(0, 150),
 )
 def test_eviction_keeps_the_budget_and_what_is_pinned(
-    kept: list[Kept], pinned: set[str], needed: int
+    kept: list[CachedArtifact], pinned: set[str], needed: int
 ) -> None:
     dropped = evict(kept, pinned, budget_bytes=200, needed_bytes=needed)
     if dropped is None:
@@ -237,7 +237,7 @@ ROUTERS = ["a", "b"]
 
 
 def test_of_what_others_have_the_prompt_being_read_is_less_by_what_is_read() -> None:
-    counted = TokensInFlight(10_000)
+    counted = ReplicaAdmission(10_000)
     first = counted.take(100, 10, 60, router="a", prefill_ms=1000, now_s=5.0)
     second = counted.take(200, 20, 200, router="b", prefill_ms=2000, now_s=5.0)
     assert first is not None and second is not None
@@ -252,7 +252,7 @@ def test_of_what_others_have_the_prompt_being_read_is_less_by_what_is_read() -> 
 
 
 def test_where_the_engine_refuses_nothing_is_taken_and_every_router_sees_no_room() -> None:
-    counted = TokensInFlight(10_000)
+    counted = ReplicaAdmission(10_000)
     held = counted.take(100, 10, router="a")
     counted.is_shut = True
     assert held is not None
@@ -273,8 +273,8 @@ class Admission(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.counted = TokensInFlight(100)
-        self.held: list[tuple[Held, int, int]] = []
+        self.counted = ReplicaAdmission(100)
+        self.held: list[tuple[TokenReservation, int, int]] = []
         self.now_s = 0.0
 
     @rule(

@@ -11,16 +11,16 @@ from isochrone.wire.ids import DeviceId
 from isochrone.wire.model import EngineSettings
 from nodeagent.drivers import DRIVERS
 from nodeagent.drivers import driver as driver_module
-from nodeagent.drivers.driver import Launch, UnknownOption, with_salt
-from nodeagent.host.devices import Devices, device_class
+from nodeagent.drivers.driver import EngineLaunch, UnknownOption, with_salt
+from nodeagent.host.devices import DeviceReader, device_class
 from tests.builders import a_spec
 
 
-def a_launch(driver: str, **options: str) -> Launch:
+def a_launch(driver: str, **options: str) -> EngineLaunch:
     gpus = (DeviceId("gpu2"), DeviceId("gpu3"))
     devices = (DeviceId("cpu"),) if driver in ("embedded", "mock") else gpus
     engine = EngineSettings(driver=driver, options=options, kv_memory_bytes=1 << 20)
-    return Launch(
+    return EngineLaunch(
         spec=a_spec(engine=engine, device_ids=devices),
         model_path=Path("/models/x"),
         folder=Path("/run/r1"),
@@ -122,7 +122,7 @@ def test_the_embedded_engine_is_split_over_its_gpus(
     assert command.environment["CUDA_VISIBLE_DEVICES"] == "2,3"
 
 
-def over_two_nodes(driver: str, place: int, **options: str) -> Launch:
+def over_two_nodes(driver: str, place: int, **options: str) -> EngineLaunch:
     launch = a_launch(driver, **options)
     group = ReplicaGroup(
         leader_id=launch.spec.replica_id, place=place, nodes=2, host="10.0.0.7", port=9400
@@ -259,7 +259,7 @@ class FakeNvml:
 
 def test_a_gpu_that_falls_off_is_unhealthy_not_gone() -> None:
     nvml = FakeNvml()
-    devices = Devices(0, open_nvml=lambda: nvml)
+    devices = DeviceReader(0, open_nvml=lambda: nvml)
     assert [d.device_id for d in devices.read()] == ["gpu0", "gpu1"]
     nvml.gpus = [0]
     after = {str(d.device_id): d for d in devices.read()}
@@ -270,5 +270,5 @@ def test_a_gpu_that_falls_off_is_unhealthy_not_gone() -> None:
 
 
 def test_without_a_gpu_the_cpu_is_the_device() -> None:
-    (cpu,) = Devices(1 << 30, open_nvml=lambda: None).read()
+    (cpu,) = DeviceReader(1 << 30, open_nvml=lambda: None).read()
     assert (cpu.device_id, cpu.device_class, cpu.memory_bytes) == ("cpu", "cpu", 1 << 30)

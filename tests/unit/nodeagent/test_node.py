@@ -7,7 +7,7 @@ from typing import Any
 
 from isochrone.wire.assignment import Assignment
 from isochrone.wire.ids import BootId
-from nodeagent.node import Node
+from nodeagent.node import NodeState
 from tests.unit.nodeagent.test_decide import an_assignment
 
 
@@ -31,7 +31,7 @@ async def test_the_newest_assignment_is_taken_when_the_disk_takes_it_again() -> 
     ledger: Any = FullDisk()
     identity: Any = SimpleNamespace(name="n1", cluster_id="c")
     devices: Any = None
-    node = Node(identity, BootId("b"), ledger, devices)
+    node = NodeState(identity, BootId("b"), ledger, devices)
     ledger.may_go_on.set()
     await node.take(an_assignment(generation=5))
     ledger.may_go_on.clear()

@@ -15,8 +15,8 @@ from isochrone.wire.report import ReplicaState
 from nodeagent import supervisor as module
 from nodeagent.config import NodeConfig
 from nodeagent.drivers.driver import UnknownOption
-from nodeagent.host.wanted import ArtifactError
-from nodeagent.supervisor import Replica, Supervisor
+from nodeagent.host.download import ArtifactError
+from nodeagent.supervisor import ManagedReplica, Supervisor
 from tests.builders import a_spec
 
 SPEC = a_spec("r1")
@@ -110,7 +110,7 @@ class House:
         )
 
     @property
-    def replica(self) -> Replica:
+    def replica(self) -> ManagedReplica:
         return self.supervisor.replicas[SPEC.replica_id]
 
     async def until(self, holds: Callable[[], bool]) -> None:
@@ -129,7 +129,7 @@ class House:
 def house(monkeypatch: pytest.MonkeyPatch) -> House:
     monkeypatch.setattr(module, "LOOK_INTERVAL_S", 0.0)
     monkeypatch.setattr(module, "last_line", lambda log: "the last line")
-    monkeypatch.setattr(module, "next_try_s", lambda *_: 0.0)
+    monkeypatch.setattr(module, "retry_delay_s", lambda *_: 0.0)
     return House()
 
 

@@ -7,7 +7,7 @@ import aiohttp
 import pytest
 
 from nodeagent import metrics
-from nodeagent.api.door import _copy
+from nodeagent.api.data_plane import _copy
 
 
 class Ends:

@@ -30,11 +30,11 @@ NODES_MAX: Final = 256
 CONNECTIONS_MAX: Final = 1024
 
 
-class SiblingLost(Exception):
+class PeerReplicaLost(Exception):
     """This sibling does not answer in the place of the replica asked."""
 
 
-class Siblings:
+class PeerReplicaClient:
     """Other nodes of the PoP, as routers name them."""
 
     def __init__(
@@ -82,12 +82,14 @@ class Siblings:
             answer = await self._head(sibling, path, body, sent)
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             self._note_silence(sibling.node_id)
-            raise SiblingLost(f"cannot reach {sibling.node_id}: {type(error).__name__}") from error
+            raise PeerReplicaLost(
+                f"cannot reach {sibling.node_id}: {type(error).__name__}"
+            ) from error
         async with answer:
             if answer.status >= 500 or headers.REFUSED in answer.headers:
                 # What it told of its load is out of date.
                 self._told.pop(sibling.node_id, None)
-                raise SiblingLost(f"{sibling.replica_id} answered {answer.status}")
+                raise PeerReplicaLost(f"{sibling.replica_id} answered {answer.status}")
             yield answer
 
     async def _head(

@@ -16,10 +16,10 @@ from isochrone.wire.ids import ReplicaId
 from isochrone.wire.report import ReplicaState
 from nodeagent import metrics
 from nodeagent.api.metrics_page import add_metrics
-from nodeagent.api.siblings import SiblingLost, Siblings
-from nodeagent.decide import passing
-from nodeagent.decide.admission import Held
-from nodeagent.supervisor import Replica, Supervisor
+from nodeagent.api.peer_replicas import PeerReplicaClient, PeerReplicaLost
+from nodeagent.decide import handoff
+from nodeagent.decide.admission import TokenReservation
+from nodeagent.supervisor import ManagedReplica, Supervisor
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ ROUTER_BYTES_MAX: Final = 64
 RETURNED: Final = ("content-type", "retry-after", "cache-control")
 
 
-class Refused(Exception):
+class RequestRefused(Exception):
     """This node does not take the request; the router may take it elsewhere."""
 
     def __init__(self, word: str, status: int = 429, load: str = "") -> None:
@@ -51,10 +51,10 @@ class Refused(Exception):
         self.load = load
 
 
-class Door:
+class DataPlaneServer:
     """Admits, relays, and tells the load with every answer."""
 
-    def __init__(self, supervisor: Supervisor, siblings: Siblings) -> None:
+    def __init__(self, supervisor: Supervisor, siblings: PeerReplicaClient) -> None:
         self._supervisor = supervisor
         self._siblings = siblings
         self.leaving = False
@@ -85,21 +85,21 @@ class Door:
             unread = _count(request.headers.get(headers.PENDING_PREFILL_TOKENS, ""))
             prefill_ms = _count(request.headers.get(headers.PREFILL_MS, "")) or 0
             return await self._answer(request, replica, body, unread, prefill_ms)
-        except Refused as refused:
+        except RequestRefused as refused:
             metrics.REQUESTS.labels(refused.word).inc()
             return refusal(refused.word, refused.status, refused.load)
 
     async def _answer(
         self,
         request: web.Request,
-        replica: Replica,
+        replica: ManagedReplica,
         body: bytes,
         unread: int | None,
         prefill_ms: int,
     ) -> web.StreamResponse:
         """Let one of this node's replicas answer."""
         if not _is_open(replica):
-            raise Refused("loading", 503)
+            raise RequestRefused("loading", 503)
         tokens = headers.parse_tokens(request.headers.get(headers.TOKENS, "")) or (
             len(body) // 4 + 1,
             256,
@@ -112,26 +112,26 @@ class Door:
             now_s=monotonic(),
         )
         if held is None:
-            raise Refused("busy", load=_load(request, replica))
+            raise RequestRefused("busy", load=_load(request, replica))
         try:
             return await self._forward(request, replica, body, held)
         finally:
             held.release(monotonic())
 
     async def _pass_on(
-        self, request: web.Request, replica: Replica, body: bytes
+        self, request: web.Request, replica: ManagedReplica, body: bytes
     ) -> web.StreamResponse | None:
         """Let a sibling answer where that begins sooner; None where none does, or will."""
         siblings = headers.parse_peer_replicas(request.headers.get(headers.PEER_REPLICAS, ""))
         waiting = replica.in_flight.left(monotonic())
-        if not siblings or not passing.is_worth_asking(siblings[0], waiting):
+        if not siblings or not handoff.is_worth_probing(siblings[0], waiting):
             return None
         mine = {name: one for name, one in self._supervisor.replicas.items() if _is_open(one)}
         others = [one for one in siblings[1:] if one.replica_id not in mine]
         unread = await self._siblings.unread(others) if others else {}
         unread |= {name: one.in_flight.left(monotonic()) for name, one in mine.items()}
         most = _count(request.headers.get(headers.QUEUE_TOKENS_MAX, ""))
-        verdict = passing.judge(siblings, unread, most)
+        verdict = handoff.choose_handoff(siblings, unread, most)
         if verdict is None:
             return None
         sibling = verdict.sibling
@@ -141,11 +141,11 @@ class Door:
                 told = (sibling.pending_prefill_tokens, sibling.prefill_ms)
                 return await self._answer(request, one, body, *told)
             return await self._relay_on(request, body, verdict)
-        except (Refused, SiblingLost):
+        except (RequestRefused, PeerReplicaLost):
             return None
 
     async def _relay_on(
-        self, request: web.Request, body: bytes, verdict: passing.Verdict
+        self, request: web.Request, body: bytes, verdict: handoff.Handoff
     ) -> web.StreamResponse:
         """Let another node's replica answer through this one."""
         sibling = verdict.sibling
@@ -165,21 +165,21 @@ class Door:
         finally:
             self._supervisor.relaying -= 1
 
-    def _find(self, request: web.Request) -> Replica:
+    def _find(self, request: web.Request) -> ManagedReplica:
         name = ReplicaId(request.headers.get(headers.REPLICA, ""))
         replica = self._supervisor.replicas.get(name)
         if replica is None or not replica.spec.leads:
-            raise Refused("unknown_replica", 404)
+            raise RequestRefused("unknown_replica", 404)
         if self.leaving or replica.state is ReplicaState.DRAINING:
-            raise Refused("draining")
+            raise RequestRefused("draining")
         if replica.state is not ReplicaState.WARM or replica.engine is None:
-            raise Refused("loading", 503)
+            raise RequestRefused("loading", 503)
         if headers.GENERATED_TOKENS in request.headers and not replica.engine.resumes:
-            raise Refused(headers.CANNOT_RESUME, 501)
+            raise RequestRefused(headers.CANNOT_RESUME, 501)
         return replica
 
     async def _forward(
-        self, request: web.Request, replica: Replica, body: bytes, held: Held
+        self, request: web.Request, replica: ManagedReplica, body: bytes, held: TokenReservation
     ) -> web.StreamResponse:
         engine = replica.engine
         assert engine is not None
@@ -198,9 +198,9 @@ class Door:
     async def _return(
         self,
         request: web.Request,
-        replica: Replica,
+        replica: ManagedReplica,
         answer: aiohttp.ClientResponse,
-        held: Held,
+        held: TokenReservation,
     ) -> web.StreamResponse:
         response = _head_of(answer, RETURNED)
         if answer.status == 429:
@@ -226,7 +226,7 @@ class Door:
         if headers.REPLICA in request.headers:
             try:
                 self._find(request)
-            except Refused as refused:
+            except RequestRefused as refused:
                 if refused.word in ("unknown_replica", "draining"):
                     return refusal(refused.word, refused.status)
         loads = {
@@ -243,7 +243,7 @@ class Door:
         return web.json_response({"status": status, "replicas": counted})
 
 
-def _is_open(replica: Replica) -> bool:
+def _is_open(replica: ManagedReplica) -> bool:
     return replica.state is ReplicaState.WARM and replica.engine is not None
 
 
@@ -259,7 +259,7 @@ def _head_of(answer: aiohttp.ClientResponse, returned: Sequence[str]) -> web.Str
 
 
 async def _all_of(
-    first: bytes, chunks: AsyncIterator[bytes], replica: Replica
+    first: bytes, chunks: AsyncIterator[bytes], replica: ManagedReplica
 ) -> AsyncIterator[bytes]:
     """Give what was read already, and the rest, counting it."""
     if first:
@@ -293,14 +293,14 @@ async def _copy(
     metrics.REQUESTS.labels(outcome).inc()
 
 
-def _turn_away(request: web.Request, replica: Replica) -> None:
+def _turn_away(request: web.Request, replica: ManagedReplica) -> None:
     """Refuse where more waits than the router chose by: it may know better, and learns our load."""
     most = _count(request.headers.get(headers.QUEUE_TOKENS_MAX, ""))
     if most is not None and replica.in_flight.left(monotonic()) > most:
-        raise Refused(headers.QUEUED, load=_load(request, replica))
+        raise RequestRefused(headers.QUEUED, load=_load(request, replica))
 
 
-def _load(request: web.Request, replica: Replica) -> str:
+def _load(request: web.Request, replica: ManagedReplica) -> str:
     """Write a replica's load, as it is told to who asks."""
     return headers.format_load(replica.in_flight.load(_router(request), monotonic()))
 

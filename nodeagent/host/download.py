@@ -13,8 +13,8 @@ from typing import BinaryIO, Final
 
 from isochrone.service.threads import to_its_end
 from isochrone.wire.model import ArtifactFile
-from nodeagent.decide.bandwidth import Pace, Watermark
-from nodeagent.host.link import Link
+from nodeagent.decide.bandwidth import MinimumRate, SlowSenderDetector
+from nodeagent.host.link import TransferLink
 
 READ_BYTES: Final = 4 * 1024 * 1024
 PICKLE_MAGICS: Final = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05", b"PK\x03\x04")
@@ -25,26 +25,31 @@ class ArtifactError(Exception):
     """The artifact cannot be had; the message says why and what to do."""
 
 
-class Cut(Exception):
+class TransferCut(Exception):
     """Who sends broke off, or was let go; what came is kept, and may be gone on from."""
 
 
-class TooLong(Exception):
+class TransferTooLong(Exception):
     """Who sends goes on past what the manifest says; nothing is kept."""
 
 
-class Wanted:
+class FileDownload:
     """What is wanted, where it is put together, whom to tell of it, and the link it comes over."""
 
     def __init__(
-        self, digest: str, file: ArtifactFile, path: Path, tell: Callable[[int], None], link: Link
+        self,
+        digest: str,
+        file: ArtifactFile,
+        path: Path,
+        tell: Callable[[int], None],
+        link: TransferLink,
     ) -> None:
         self.digest = digest
         self.file = file
         self.link = link
         self._path = path
         self._tell = tell
-        self._seen = _Seen()
+        self._seen = _RunningDigest()
 
     def held_bytes(self) -> int:
         """Return how much of the file is here; what is longer than the file is dropped."""
@@ -65,7 +70,7 @@ class Wanted:
             raise ArtifactError(f"cannot take {source.name}: a symbolic link, not a file")
         if not source.is_file():
             raise ArtifactError(f"cannot take {source}: no such file")
-        self._seen, is_clone = _Seen(), False
+        self._seen, is_clone = _RunningDigest(), False
         # Never a link: who writes into the source would change what was verified. A clone shares
         # its blocks until then, where the file system can.
         with source.open("rb") as opened, self._path.open("wb") as out:
@@ -78,7 +83,7 @@ class Wanted:
             raise ArtifactError(problem)
 
     async def append(
-        self, chunks: AsyncIterator[bytes], offset: int, pace: Pace, *, is_far: bool
+        self, chunks: AsyncIterator[bytes], offset: int, pace: MinimumRate, *, is_far: bool
     ) -> str:
         """Take what comes from `offset` on, from 0 or after what is here; say what is then wrong.
 
@@ -87,9 +92,9 @@ class Wanted:
         """
         clock, size_bytes = self.link.clock, offset
         began = clock()
-        watermark = Watermark(pace, began)
+        watermark = SlowSenderDetector(pace, began)
         if not offset:
-            self._seen = _Seen()
+            self._seen = _RunningDigest()
         take = self._seen.take if offset == self._seen.size_bytes else _write
         with self._path.open("ab" if offset else "wb") as out:
             async for chunk in chunks:
@@ -97,14 +102,16 @@ class Wanted:
                 if size_bytes > self.file.size_bytes:
                     self._path.unlink()
                     most = self.file.size_bytes
-                    raise TooLong(f"it sends more than the {most} bytes of its manifest")
+                    raise TransferTooLong(f"it sends more than the {most} bytes of its manifest")
                 await to_its_end(take, chunk, out)
                 self._tell(size_bytes)
                 excused_s = await self.link.keep_pace(len(chunk))
                 if watermark.is_slow(len(chunk), clock(), excused_s):
-                    raise Cut(f"it sends less than {pace.least_bytes_per_s:g} bytes a second")
+                    raise TransferCut(
+                        f"it sends less than {pace.least_bytes_per_s:g} bytes a second"
+                    )
         if size_bytes < self.file.size_bytes:
-            raise Cut(f"it ended after {size_bytes} of {self.file.size_bytes} bytes")
+            raise TransferCut(f"it ended after {size_bytes} of {self.file.size_bytes} bytes")
         if is_far:
             self.link.saw(size_bytes - offset, clock() - began)
         return await self._verdict()
@@ -122,7 +129,7 @@ class Wanted:
     async def _verdict(self) -> str:
         """Say what is wrong with the file that is here, "" if nothing. It is then dropped."""
         if self._seen.size_bytes != self._path.stat().st_size:
-            self._seen = _Seen()
+            self._seen = _RunningDigest()
             with self._path.open("rb") as file:
                 await self._see(file)
         problem = self._seen.problem(self.file)
@@ -132,7 +139,7 @@ class Wanted:
         return problem
 
 
-class _Seen:
+class _RunningDigest:
     """What was seen of a file, from its beginning on."""
 
     def __init__(self) -> None:

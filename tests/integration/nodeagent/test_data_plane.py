@@ -25,17 +25,17 @@ from isochrone.wire.assignment import ReplicaSpec, Tombstone
 from isochrone.wire.ids import Generation, NodeId, ReplicaId
 from isochrone.wire.model import Artifact, ArtifactFile, EngineSettings
 from isochrone.wire.report import ReplicaState
-from nodeagent.api.door import Door
+from nodeagent.api.data_plane import DataPlaneServer
 from nodeagent.api.metrics_page import add_metrics
-from nodeagent.api.siblings import FRESH_S, Siblings
+from nodeagent.api.peer_replicas import FRESH_S, PeerReplicaClient
 from nodeagent.config import NodeConfig
-from nodeagent.decide.admission import Held
+from nodeagent.decide.admission import TokenReservation
 from nodeagent.drivers import DRIVERS
-from nodeagent.drivers.driver import Command
-from nodeagent.host.artifacts import Artifacts
-from nodeagent.host.engines import Engines, Started
-from nodeagent.host.link import Link
-from nodeagent.host.sources import Sources
+from nodeagent.drivers.driver import EngineCommand
+from nodeagent.host.artifacts import ArtifactStore
+from nodeagent.host.engines import EngineProcesses, EngineRecord
+from nodeagent.host.link import TransferLink
+from nodeagent.host.sources import ArtifactSources
 from nodeagent.supervisor import Supervisor
 from tests.builders import a_spec
 from tests.postgres import a_folder
@@ -112,19 +112,23 @@ async def a_node() -> AsyncIterator[Node]:
     config = NodeConfig(name="n1", schedulers=(), state=folder, address="", stall_s=3.0)
     supervisor = Supervisor(
         config=config,
-        artifacts=Artifacts(
+        artifacts=ArtifactStore(
             folder / "artifacts",
-            Sources(private=True, hf_url=""),
+            ArtifactSources(private=True, hf_url=""),
             1 << 30,
-            link=Link(0, time.monotonic),
+            link=TransferLink(0, time.monotonic),
         ),
-        engines=Engines(folder / "engines", 1),
+        engines=EngineProcesses(folder / "engines", 1),
         clock=time.monotonic,
         chance=random.Random(1),
         on_change=lambda: None,
     )
     async with (
-        open_door(Door(supervisor, Siblings(None, time.monotonic)).app(), "127.0.0.1", 0) as port,
+        open_door(
+            DataPlaneServer(supervisor, PeerReplicaClient(None, time.monotonic)).app(),
+            "127.0.0.1",
+            0,
+        ) as port,
         aiohttp.ClientSession(f"http://127.0.0.1:{port}") as http,
     ):
         yield Node(supervisor, http, f"127.0.0.1:{port}", artifact)
@@ -135,7 +139,7 @@ async def a_node() -> AsyncIterator[Node]:
 @pytest.fixture(autouse=True)
 def asked_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have a sibling given the time that a busy machine takes to answer."""
-    monkeypatch.setattr("nodeagent.api.siblings.ASK_TIMEOUT_S", 10.0)
+    monkeypatch.setattr("nodeagent.api.peer_replicas.ASK_TIMEOUT_S", 10.0)
 
 
 @pytest.fixture
@@ -193,7 +197,7 @@ async def test_a_request_goes_on_to_a_sibling_where_it_begins_sooner(node: Node)
                 assert (await response.text()).endswith("data: [DONE]\n\n")
                 return str(response.headers.get(headers.HANDOFF_REPLICA, ""))
 
-        def waiting(on: Node, name: str, tokens: int) -> Held:
+        def waiting(on: Node, name: str, tokens: int) -> TokenReservation:
             held = on.supervisor.replicas[ReplicaId(name)].in_flight.take(tokens, 1, tokens)
             assert held is not None
             return held
@@ -413,13 +417,13 @@ async def test_a_pid_used_again_is_left_alone_and_orphans_of_an_engine_are_not(
     tmp_path: Path,
 ) -> None:
     """After a crash of the agent: the leader's pid may be another's, or its children alone live."""
-    engines = Engines(tmp_path / "engines", 1)
+    engines = EngineProcesses(tmp_path / "engines", 1)
 
     def left_behind(name: str, pid: int, started: int) -> None:
         folder = tmp_path / "engines" / name
         folder.mkdir()
-        command = Command(arguments=("x",), base_url="http://localhost")
-        kept = Started(pid=pid, started=started, command=command, spec=a_spec(name))
+        command = EngineCommand(arguments=("x",), base_url="http://localhost")
+        kept = EngineRecord(pid=pid, started=started, command=command, spec=a_spec(name))
         (folder / "process.json").write_bytes(msgspec.json.encode(kept))
 
     other = await asyncio.create_subprocess_exec("sleep", "60", start_new_session=True)

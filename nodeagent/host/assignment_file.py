@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 _decoder = msgspec.msgpack.Decoder(Assignment)
 
 
-class Ledger:
+class AssignmentFile:
     """One snapshot file. Blocking: called from threads."""
 
     def __init__(self, state: Path) -> None:

@@ -6,7 +6,13 @@ from hypothesis import strategies as st
 
 from isochrone.wire.headers import PeerReplica
 from isochrone.wire.ids import NodeId, ReplicaId
-from nodeagent.decide.passing import MARGIN_MS, Verdict, begins_ms, is_worth_asking, judge
+from nodeagent.decide.handoff import (
+    MARGIN_MS,
+    Handoff,
+    choose_handoff,
+    estimated_ttft_ms,
+    is_worth_probing,
+)
 
 
 def a_sibling(
@@ -34,14 +40,14 @@ def test_who_takes_a_request(
     unread: dict[str, int], queue_tokens_max: int | None, taker: str
 ) -> None:
     told = {ReplicaId(name): tokens for name, tokens in unread.items()}
-    verdict = judge([A, B, C], told, queue_tokens_max)
+    verdict = choose_handoff([A, B, C], told, queue_tokens_max)
     assert (verdict.sibling.replica_id if verdict else "") == taker
 
 
 def test_where_nothing_waits_nobody_is_asked() -> None:
-    assert not is_worth_asking(A, 0)
-    assert not is_worth_asking(A, int(MARGIN_MS))
-    assert is_worth_asking(A, 20)
+    assert not is_worth_probing(A, 0)
+    assert not is_worth_probing(A, int(MARGIN_MS))
+    assert is_worth_probing(A, 20)
 
 
 @given(
@@ -57,14 +63,14 @@ def test_it_is_always_sooner_there_as_long_as_no_more_waits_than_is_told(
 ) -> None:
     siblings = [a_sibling(str(n), ms, us) for n, (ms, us, _) in enumerate(drawn)]
     unread = {ReplicaId(str(n)): waiting for n, (_, _, waiting) in enumerate(drawn)}
-    verdict = judge(siblings, unread, queue_tokens_max)
+    verdict = choose_handoff(siblings, unread, queue_tokens_max)
     if verdict is None:
         return
     here = siblings[0]
-    assert isinstance(verdict, Verdict) and verdict.sibling is not here
-    limit_ms = begins_ms(here, unread[here.replica_id]) - MARGIN_MS
+    assert isinstance(verdict, Handoff) and verdict.sibling is not here
+    limit_ms = estimated_ttft_ms(here, unread[here.replica_id]) - MARGIN_MS
     if queue_tokens_max is not None:
-        limit_ms = min(limit_ms, begins_ms(here, queue_tokens_max))
-    assert begins_ms(verdict.sibling, unread[verdict.sibling.replica_id]) <= limit_ms
+        limit_ms = min(limit_ms, estimated_ttft_ms(here, queue_tokens_max))
+    assert estimated_ttft_ms(verdict.sibling, unread[verdict.sibling.replica_id]) <= limit_ms
     if verdict.queue_tokens_max > 1:
-        assert begins_ms(verdict.sibling, verdict.queue_tokens_max) <= limit_ms + 1e-6
+        assert estimated_ttft_ms(verdict.sibling, verdict.queue_tokens_max) <= limit_ms + 1e-6

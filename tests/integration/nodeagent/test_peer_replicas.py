@@ -11,7 +11,7 @@ from aiohttp import web
 from isochrone.service.door import open_door
 from isochrone.wire.headers import PeerReplica
 from isochrone.wire.ids import NodeId, ReplicaId
-from nodeagent.api.siblings import SiblingLost, Siblings
+from nodeagent.api.peer_replicas import PeerReplicaClient, PeerReplicaLost
 
 PING_S = 0.1
 
@@ -34,11 +34,11 @@ class Mute:
 
 
 @asynccontextmanager
-async def a_sibling(mute: Mute) -> AsyncIterator[tuple[Siblings, PeerReplica]]:
+async def a_sibling(mute: Mute) -> AsyncIterator[tuple[PeerReplicaClient, PeerReplica]]:
     app = web.Application()
     app.router.add_get("/ping", mute.ping)
     app.router.add_post("/v1/completions", mute.relay)
-    siblings = Siblings(None, time.monotonic, ping_timeout_s=PING_S)
+    siblings = PeerReplicaClient(None, time.monotonic, ping_timeout_s=PING_S)
     async with open_door(app, "127.0.0.1", 0) as port:
         try:
             yield (
@@ -61,7 +61,7 @@ async def test_one_whose_node_fell_silent_is_let_go() -> None:
     mute = Mute()
     async with a_sibling(mute) as (siblings, sibling):
         mute.awake = False
-        with pytest.raises(SiblingLost, match="TimeoutError"):
+        with pytest.raises(PeerReplicaLost, match="TimeoutError"):
             async with (
                 asyncio.timeout(30),
                 siblings.answering(sibling, "/v1/completions", b"{}", {}),

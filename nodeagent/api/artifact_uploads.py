@@ -15,19 +15,19 @@ from isochrone.wire import headers
 from isochrone.wire.artifact import check_path
 from isochrone.wire.errors import ApiError, ErrorCode
 from nodeagent import metrics
-from nodeagent.api.door import refusal
-from nodeagent.host.artifacts import Artifacts
-from nodeagent.host.link import Link
+from nodeagent.api.data_plane import refusal
+from nodeagent.host.artifacts import ArtifactStore
+from nodeagent.host.link import TransferLink
 
 CHUNK_BYTES: Final = 1024 * 1024
 WRITE_TIMEOUT_S: Final = 30.0
 _RANGE: Final = re.compile(r"^bytes=(\d{1,15})-$")
 
 
-class Weights:
+class ArtifactUploads:
     """`GET /v1/artifacts/{digest}/{path}`, with `Range: bytes=N-` to go on from N."""
 
-    def __init__(self, artifacts: Artifacts, link: Link, *, uploads_max: int) -> None:
+    def __init__(self, artifacts: ArtifactStore, link: TransferLink, *, uploads_max: int) -> None:
         """Send what is held over `link`."""
         self._artifacts = artifacts
         self._link = link

@@ -15,42 +15,42 @@ MARGIN_MS: Final = 5.0
 """Going on to a sibling must save this much: asking it, the way there, and one relay more."""
 
 
-class Verdict(NamedTuple):
+class Handoff(NamedTuple):
     """Which sibling a request goes on to; it begins sooner with up to `queue_tokens_max` there."""
 
     sibling: PeerReplica
     queue_tokens_max: int
 
 
-def begins_ms(sibling: PeerReplica, unread_tokens: int) -> float:
+def estimated_ttft_ms(sibling: PeerReplica, unread_tokens: int) -> float:
     """Return when its answer begins, with so much to be read there before."""
     return sibling.prefill_ms + unread_tokens * sibling.token_us / 1000
 
 
-def is_worth_asking(here: PeerReplica, unread_tokens: int) -> bool:
+def is_worth_probing(here: PeerReplica, unread_tokens: int) -> bool:
     """Say whether so much waits here that another might be sooner."""
     return unread_tokens * here.token_us / 1000 > MARGIN_MS
 
 
-def judge(
+def choose_handoff(
     siblings: Sequence[PeerReplica], unread: Mapping[ReplicaId, int], queue_tokens_max: int | None
-) -> Verdict | None:
+) -> Handoff | None:
     """Choose among `siblings`, first the one asked, by what is `unread` at those that told.
 
     None where the first is to take the request, or to turn it away: the router puts up with
     `queue_tokens_max` there, any number where it is None, and elsewhere with as long a time.
     """
     here = siblings[0]
-    limit_ms = begins_ms(here, unread[here.replica_id]) - MARGIN_MS
+    limit_ms = estimated_ttft_ms(here, unread[here.replica_id]) - MARGIN_MS
     if queue_tokens_max is not None:
-        limit_ms = min(limit_ms, begins_ms(here, queue_tokens_max))
+        limit_ms = min(limit_ms, estimated_ttft_ms(here, queue_tokens_max))
     told = [one for one in siblings[1:] if one.replica_id in unread]
     if not told:
         return None
-    best = min(told, key=lambda one: begins_ms(one, unread[one.replica_id]))
-    if begins_ms(best, unread[best.replica_id]) > limit_ms:
+    best = min(told, key=lambda one: estimated_ttft_ms(one, unread[one.replica_id]))
+    if estimated_ttft_ms(best, unread[best.replica_id]) > limit_ms:
         return None
-    return Verdict(best, _tokens_within(best, limit_ms))
+    return Handoff(best, _tokens_within(best, limit_ms))
 
 
 def _tokens_within(sibling: PeerReplica, ms: float) -> int:
