@@ -1,8 +1,8 @@
-"""Whether a request begins sooner at a sibling in the PoP than at the replica it was sent to.
+"""Decides whether a request is handed off to a peer replica of the PoP that can start it sooner.
 
-A router knows its own requests and old words of all others'; what was on its way from fifteen other
-cities it learns when it is too late. Here, a LAN's round trip from all replicas of the PoP, it is
-known: so the last step of the choice is made where the request arrives.
+A router knows the requests it sent itself, but learns late of those that other routers sent at the
+same time. The node that receives a request is one LAN round trip from all replicas of the PoP and
+can read their current queues, so it takes the last step of the routing decision.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,47 +12,50 @@ from isochrone.wire.headers import PeerReplica
 from isochrone.wire.ids import ReplicaId
 
 MARGIN_MS: Final = 5.0
-"""Going on to a sibling must save this much: asking it, the way there, and one relay more."""
+"""Time that a handoff must save: it costs a probe, a LAN round trip and one more relay."""
 
 
 class Handoff(NamedTuple):
-    """Which sibling a request goes on to; it begins sooner with up to `queue_tokens_max` there."""
+    """The replica that takes over a request, and the longest queue with which it is worth it."""
 
-    sibling: PeerReplica
+    target: PeerReplica
     queue_tokens_max: int
 
 
-def estimated_ttft_ms(sibling: PeerReplica, unread_tokens: int) -> float:
-    """Return when its answer begins, with so much to be read there before."""
-    return sibling.prefill_ms + unread_tokens * sibling.token_us / 1000
+def estimated_ttft_ms(replica: PeerReplica, queued_tokens: int) -> float:
+    """Return the expected time to first token with `queued_tokens` to be prefilled before it."""
+    return replica.prefill_ms + queued_tokens * replica.token_us / 1000
 
 
-def is_worth_probing(here: PeerReplica, unread_tokens: int) -> bool:
-    """Say whether so much waits here that another might be sooner."""
-    return unread_tokens * here.token_us / 1000 > MARGIN_MS
+def is_worth_probing(local: PeerReplica, queued_tokens: int) -> bool:
+    """Return True if the local queue is long enough that a peer replica might start sooner."""
+    return queued_tokens * local.token_us / 1000 > MARGIN_MS
 
 
 def choose_handoff(
-    siblings: Sequence[PeerReplica], unread: Mapping[ReplicaId, int], queue_tokens_max: int | None
+    replicas: Sequence[PeerReplica],
+    queued_tokens: Mapping[ReplicaId, int],
+    queue_tokens_max: int | None,
 ) -> Handoff | None:
-    """Choose among `siblings`, first the one asked, by what is `unread` at those that told.
+    """Return the handoff to the replica with the lowest expected TTFT, or None to keep the request.
 
-    None where the first is to take the request, or to turn it away: the router puts up with
-    `queue_tokens_max` there, any number where it is None, and elsewhere with as long a time.
+    `replicas` begins with the local one. `queued_tokens` has it and each peer that answered a
+    probe. `queue_tokens_max` is the longest queue that the router accepts at the local replica
+    (None: any); a handoff must not take longer than that queue would.
     """
-    here = siblings[0]
-    limit_ms = estimated_ttft_ms(here, unread[here.replica_id]) - MARGIN_MS
+    local = replicas[0]
+    limit_ms = estimated_ttft_ms(local, queued_tokens[local.replica_id]) - MARGIN_MS
     if queue_tokens_max is not None:
-        limit_ms = min(limit_ms, estimated_ttft_ms(here, queue_tokens_max))
-    told = [one for one in siblings[1:] if one.replica_id in unread]
-    if not told:
+        limit_ms = min(limit_ms, estimated_ttft_ms(local, queue_tokens_max))
+    known = [replica for replica in replicas[1:] if replica.replica_id in queued_tokens]
+    if not known:
         return None
-    best = min(told, key=lambda one: estimated_ttft_ms(one, unread[one.replica_id]))
-    if estimated_ttft_ms(best, unread[best.replica_id]) > limit_ms:
+    best = min(known, key=lambda r: estimated_ttft_ms(r, queued_tokens[r.replica_id]))
+    if estimated_ttft_ms(best, queued_tokens[best.replica_id]) > limit_ms:
         return None
-    return Handoff(best, _tokens_within(best, limit_ms))
+    return Handoff(best, _queue_tokens_within(best, limit_ms))
 
 
-def _tokens_within(sibling: PeerReplica, ms: float) -> int:
-    """Return how much may wait at a sibling for its answer to begin within `ms`."""
-    return max(1, int(1000 * (ms - sibling.prefill_ms) / max(1, sibling.token_us)))
+def _queue_tokens_within(replica: PeerReplica, ttft_ms: float) -> int:
+    """Return the longest queue with which the replica starts within `ttft_ms`."""
+    return max(1, int(1000 * (ttft_ms - replica.prefill_ms) / max(1, replica.token_us)))

@@ -1,7 +1,7 @@
-"""The life of one replica on this node.
+"""The life cycle of one replica on this node, as a transition table.
 
-Rule 1: every change of state is in TRANSITIONS; nothing else assigns one.
-Rule 2: this file knows no process, device or clock. It is told what happened.
+Rule 1: every change of state is in TRANSITIONS; no other code assigns a state.
+Rule 2: this module knows no process, device or clock. It is given events.
 """
 
 from enum import StrEnum
@@ -13,7 +13,7 @@ State = ReplicaState
 
 
 class ReplicaEvent(StrEnum):
-    """What happened to a replica."""
+    """An event in the life of a replica."""
 
     FETCH_BEGAN = "fetch_began"
     ARTIFACT_READY = "artifact_ready"
@@ -44,12 +44,14 @@ TRANSITIONS: Final[dict[tuple[State, ReplicaEvent], State]] = {
 
 
 class ImpossibleReplicaEvent(Exception):
-    """Something happened that cannot happen in this state: a fault of ours."""
+    """An event that cannot happen in the current state: a bug in the agent."""
 
 
-def after(state: State, event: ReplicaEvent) -> State:
-    """Return the state after `event`, or raise ImpossibleEvent."""
+def next_state(state: State, event: ReplicaEvent) -> State:
+    """Return the state after `event`. Raises ImpossibleReplicaEvent."""
     try:
         return TRANSITIONS[state, event]
     except KeyError:
-        raise ImpossibleReplicaEvent(f"cannot take {event.value} while {state.value}") from None
+        raise ImpossibleReplicaEvent(
+            f"cannot apply event {event.value} to a {state.value} replica"
+        ) from None

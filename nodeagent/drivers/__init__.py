@@ -1,4 +1,4 @@
-"""One file an engine: how it is started, asked and watched."""
+"""One driver per kind of engine: how to start it and how to read its statistics."""
 
 from typing import Final
 

@@ -1,14 +1,14 @@
-"""The mock engine: numbered tokens and faults, for tests and drills."""
+"""The driver of the mock engine: numbered tokens and faults on request, for tests."""
 
-from nodeagent.drivers.driver import EngineCommand, EngineLaunch, on_one_node
+from nodeagent.drivers.driver import EngineCommand, EngineLaunch, require_one_node
 from nodeagent.drivers.embedded import EmbeddedDriver
 
 
 class MockDriver(EmbeddedDriver):
-    """Starts `python -m nodeagent.mock`, handing every option on."""
+    """Starts `python -m nodeagent.mock` and passes every option to it."""
 
     module = "nodeagent.mock"
-    can_wait = False
+    has_standby = False
     options = frozenset(
         {
             "ttft_ms",
@@ -25,13 +25,13 @@ class MockDriver(EmbeddedDriver):
         }
     )
 
-    def lacks(self) -> str:
-        """It is of the agent's own package."""
+    def missing(self) -> str:
+        """Return "": the mock engine is part of the agent's package."""
         return ""
 
     def command(self, launch: EngineLaunch) -> EngineCommand:
-        """As the embedded engine, on one node."""
-        on_one_node(launch.spec, "it has no parts; use the embedded engine")
+        """Return the embedded engine's command with this module. Raises UnknownOption."""
+        require_one_node(launch.spec, "the mock runs on one node; use the embedded engine")
         return super().command(launch)
 
     def _engine_options(self, launch: EngineLaunch) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Tells the scheduler everything this node is."""
+"""Sends the node's full report and its pulse to the scheduler."""
 
 import asyncio
 from collections.abc import Collection
@@ -17,14 +17,14 @@ from nodeagent.supervisor import Supervisor
 
 
 class ReportCounts(NamedTuple):
-    """One turn's outcome."""
+    """The counts of one turn."""
 
     replicas: int
     sent: bool
 
 
 class DiskState(NamedTuple):
-    """What lies on this node's disk, what of it in the page cache, and what more it may take."""
+    """The artifacts on disk, those in the page cache, and the disk's free space and speed."""
 
     artifacts: tuple[str, ...] = ()
     in_host_memory: tuple[str, ...] = ()
@@ -33,7 +33,7 @@ class DiskState(NamedTuple):
 
 
 class ReportJob:
-    """The whole truth, on change and every ten seconds."""
+    """Sends the full report on every change and every ten seconds."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class ReportJob:
         self._seq = 0
 
     async def run_once(self) -> ReportCounts:
-        """Say everything; forget what was reported stopped."""
+        """Send a report, then forget the replicas that it reported as stopped."""
         metrics.CONNECTED.set(self._link.connected)
         if not self._link.connected:
             return ReportCounts(len(self._supervisor.replicas), False)
@@ -70,20 +70,20 @@ class ReportJob:
 
     async def _report(self) -> Report:
         self._seq += 1
-        stored = self._node.progress()
+        progress = self._node.progress()
         devices = await self._node.read_devices()
         needed = {prefetch.artifact.digest for prefetch in self._node.prefetches()}
         pinned = needed | set(self._supervisor.pinned())
-        # An artifact that is dropped as it is looked at: what was seen before is told once more.
+        # If an artifact is deleted while the disk is examined, the previous state is reported.
         with suppress(FileNotFoundError):
-            self._disk = await asyncio.to_thread(self._look_at_disk, pinned)
+            self._disk = await asyncio.to_thread(self._examine_disk, pinned)
         disk = self._disk
         return Report(
             node_id=self._node.node_id,
             boot_id=self._node.boot_id,
             seq=self._seq,
-            generation=stored.generation,
-            epoch=stored.epoch,
+            generation=progress.generation,
+            epoch=progress.epoch,
             address=self._config.address,
             devices=tuple(devices),
             replicas=tuple(r.report() for r in list(self._supervisor.replicas.values())),
@@ -92,28 +92,30 @@ class ReportJob:
             in_host_memory=disk.in_host_memory,
             disk_free_bytes=disk.free_bytes,
             disk_bytes_per_s=disk.bytes_per_s,
-            fetch_bytes_per_s=self._artifacts.link.seen_bytes_per_s,
+            fetch_bytes_per_s=self._artifacts.link.measured_bytes_per_s,
             failure_domain=self._config.failure_domain,
             rank_ports=self._config.plaintext_rank_ports,
             version=__version__,
         )
 
-    def _look_at_disk(self, pinned: Collection[str]) -> DiskState:
-        held = {digest: self._artifacts.files_of(digest) for digest in self._artifacts.held()}
+    def _examine_disk(self, pinned: Collection[str]) -> DiskState:
+        files_by_digest = {
+            digest: self._artifacts.files_of(digest) for digest in self._artifacts.digests()
+        }
         rate = self._disk.bytes_per_s
         if not rate:
-            # Once in a life of this agent: it takes a moment of the disk.
+            # Measured once per run of the agent, because it loads the disk.
             largest = max(
-                (file for files in held.values() for file in files),
+                (file for files in files_by_digest.values() for file in files),
                 key=lambda file: file.stat().st_size,
                 default=None,
             )
             rate = tiers.disk_bytes_per_s(largest) if largest else 0.0
         return DiskState(
-            tuple(held),
+            tuple(files_by_digest),
             tuple(
                 digest
-                for digest, files in held.items()
+                for digest, files in files_by_digest.items()
                 if tiers.is_in_host_memory(files, was=digest in self._disk.in_host_memory)
             ),
             self._artifacts.disk_free_bytes(pinned),
@@ -122,7 +124,7 @@ class ReportJob:
 
 
 class PulseJob:
-    """A sign of life, every two seconds."""
+    """Sends a pulse, the node's sign of life, every two seconds."""
 
     def __init__(self, node: NodeState, link: ControlLink) -> None:
         self._node = node
@@ -130,7 +132,7 @@ class PulseJob:
         self._seq = 0
 
     async def run_once(self) -> bool:
-        """Send it, or not: the next says the same and more. Say whether it was sent."""
+        """Send one pulse; return whether it was sent. A lost pulse is not repeated."""
         self._seq += 1
         pulse = Pulse(
             node_id=self._node.node_id,

@@ -18,7 +18,7 @@ def main() -> None:
     path = Path(sys.argv[sys.argv.index("--config") + 1])
     config = msgspec.json.decode(path.read_bytes(), type=EngineConfig)
     if "fail_load" in config.options:
-        sys.stderr.write("cannot load the model: told to fail\n")
+        sys.stderr.write("cannot load the model: option fail_load is set\n")
         raise SystemExit(1)
 
     async def serve() -> None:

@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 from msgspec import structs
 
 from isochrone.wire.headers import ReportedLoad
-from nodeagent.decide.admission import READ_MAX
+from nodeagent.decide.admission import PREFILL_SHARE_MAX
 from ops.sim.traces import Request
 from ops.sim.world import Site
 
@@ -67,7 +67,7 @@ class Told(NamedTuple):
         job = self.reading
         if job is not None and job.pop != pop and job.prefill_ms > 0:
             share = 1000 * (at_s - job.began_s) / job.prefill_ms
-            unread -= round(job.unread * max(0.0, min(READ_MAX, share)))
+            unread -= round(job.unread * max(0.0, min(PREFILL_SHARE_MAX, share)))
         decode = self.load.decode_tokens - self.decode.get(pop, 0)
         return structs.replace(
             self.load, others_pending_prefill_tokens=unread, others_decode_tokens=decode

@@ -229,7 +229,7 @@ class Simulation:
         most: int,
     ) -> None:
         """Come to a sibling's door; where it is busier by now, the first takes it after all."""
-        sibling, request = verdict.sibling, job.request
+        sibling, request = verdict.target, job.request
         told = (sibling.pending_prefill_tokens, pop, sibling.prefill_ms)
         other = Job(request, job.wanted_tokens, *told)
         number = _number(sibling)

@@ -126,14 +126,14 @@ async def test_a_node_takes_its_assignment_when_the_disk_does(disk: Disk, tmp_pa
     first, second = (
         an_assignment(generation=n, node=identity.name, cluster=identity.cluster_id) for n in (1, 2)
     )
-    assert not await node.take(first)
+    assert not await node.accept(first)
     disk.fill()
-    assert "cannot keep generation 2 on disk: No space left" in await node.take(second)
+    assert "cannot keep generation 2 on disk: No space left" in await node.accept(second)
     assert node.assignment == ledger.read() == first
-    await node.take_unkept()
+    await node.retry_unsaved()
     assert node.assignment == first
     disk.free()
-    await node.take_unkept()
+    await node.retry_unsaved()
     assert node.assignment == ledger.read() == second
 
 
@@ -184,7 +184,7 @@ async def test_weights_that_do_not_fit_say_so_and_come_when_there_is_room(
     disk.fill()
     with pytest.raises(ArtifactError, match=r"1048576 bytes needed, the disk has 0 free"):
         await store.ensure(artifact, (), lambda size: None)
-    assert store.held() == ()
+    assert store.digests() == ()
     disk.free()
     # What a fetch left that nobody goes on with makes way.
     left = disk.folder / "artifacts" / f"{'0' * 64}.partial"

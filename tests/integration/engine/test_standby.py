@@ -51,9 +51,9 @@ async def test_a_standby_serves_what_it_is_told(
     )
     (short_folder / "config.json").write_bytes(msgspec.json.encode(config))
     wanted, log = command(short_folder), short_folder / "engine.log"
-    assert standby.hand_over(wanted, log) is None, "there is none yet"
-    standby.keep_for(wanted)
-    engine = standby.hand_over(wanted, log)
+    assert standby.take_for(wanted, log) is None, "there is none yet"
+    standby.prepare_for(wanted)
+    engine = standby.take_for(wanted, log)
     assert engine is not None
     try:
         async with asyncio.timeout(DEADLINE_S):
@@ -66,7 +66,7 @@ async def test_a_standby_serves_what_it_is_told(
                 async with http.post("/v1/completions", json=body) as response:
                     answer = await response.json()
         assert "Paris" in answer["choices"][0]["text"]
-        assert standby.hand_over(wanted, log) is None, "it is an engine now"
+        assert standby.take_for(wanted, log) is None, "it is an engine now"
     finally:
         engine.terminate()
         engine.wait(20)
@@ -76,19 +76,19 @@ def test_a_standby_ends_with_its_keeper_and_a_dead_one_is_not_used(
     standby: StandbyProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted = command(tmp_path)
-    standby.keep_for(wanted)
-    standby.end()
+    standby.prepare_for(wanted)
+    standby.stop()
     # An engine that says why it cannot be one: the order itself was taken up.
-    standby.keep_for(wanted)
-    engine = standby.hand_over(wanted, tmp_path / "engine.log")
+    standby.prepare_for(wanted)
+    engine = standby.take_for(wanted, tmp_path / "engine.log")
     assert engine is not None
     assert engine.wait(DEADLINE_S) == 2
     assert "cannot read config" in (tmp_path / "engine.log").read_text()
     # The same order from one who has gone since is not.
-    standby.keep_for(wanted)
+    standby.prepare_for(wanted)
     with monkeypatch.context() as elsewhere:
         elsewhere.setattr("os.getpid", lambda: 1)
-        late = standby.hand_over(wanted, tmp_path / "late.log")
+        late = standby.take_for(wanted, tmp_path / "late.log")
     assert late is not None
     assert late.wait(DEADLINE_S) == 0
     assert "cannot read config" not in (tmp_path / "late.log").read_text()
@@ -96,6 +96,6 @@ def test_a_standby_ends_with_its_keeper_and_a_dead_one_is_not_used(
     other.wait(10)
     monkeypatch.setattr("nodeagent.host.standby.spawn", lambda *_, **how: other)
     dead = StandbyProcess(tmp_path / "log")
-    dead.keep_for(wanted)
-    assert dead.hand_over(wanted, tmp_path / "engine.log") is None
-    dead.end()
+    dead.prepare_for(wanted)
+    assert dead.take_for(wanted, tmp_path / "engine.log") is None
+    dead.stop()

@@ -21,14 +21,14 @@ from isochrone.wire.artifact import manifest_digest
 from isochrone.wire.model import Artifact, ArtifactFile
 from nodeagent.decide.bandwidth import MinimumRate
 from nodeagent.decide.eviction import evict
-from nodeagent.host import artifacts, tiers
+from nodeagent.host import artifacts, download, tiers
 from nodeagent.host.artifacts import ArtifactStore
 from nodeagent.host.download import ArtifactError, FileDownload
 from nodeagent.host.link import TransferLink
 from nodeagent.host.sources import ArtifactSources
 
 BODY = bytes(range(256)) * 4096
-IMPATIENT = MinimumRate(least_bytes_per_s=100_000.0, window_s=0.2)
+IMPATIENT = MinimumRate(bytes_per_s=100_000.0, window_s=0.2)
 
 
 def artifact_of(source: str, files: dict[str, bytes]) -> Artifact:
@@ -100,7 +100,7 @@ def a_store(
     hf: str = "",
     hf_token: str = "",
 ) -> ArtifactStore:
-    sources = ArtifactSources(private=private, hf_url=hf, hf_token=hf_token, pace=IMPATIENT)
+    sources = ArtifactSources(private=private, hf_url=hf, hf_token=hf_token, minimum_rate=IMPATIENT)
     link = TransferLink(0, time.monotonic)
     return ArtifactStore(tmp_path / "artifacts", sources, budget, link=link)
 
@@ -128,7 +128,7 @@ async def test_a_folder_is_taken_whole_and_named_by_its_digest(tmp_path: Path) -
     path = await fetched(store, artifact)
     assert path.name == artifact.digest
     assert (path / "b").read_bytes() == b"bb"
-    assert store.held() == (artifact.digest,)
+    assert store.digests() == (artifact.digest,)
     assert await fetched(store, artifact) == path
     with (tmp_path / "source" / "b").open("r+b") as written_into:
         written_into.write(b"??")
@@ -206,7 +206,7 @@ async def test_what_is_not_what_its_manifest_says_is_never_seen(
         artifact = artifact_of(f"{url}{path.rpartition('/')[0]}", {"m.gguf": said})
         with pytest.raises(ArtifactError, match=words):
             await fetched(store, artifact)
-        assert store.held() == ()
+        assert store.digests() == ()
     # The same artifact from an origin that is right goes in afterwards.
     served.files["/good/m.gguf"] = BODY
     await fetched(store, artifact_of(f"{url}/good", {"m.gguf": BODY}))
@@ -314,7 +314,7 @@ async def test_one_that_was_half_dropped_when_the_agent_died_is_not_held(
         await fetched(store, new)
     monkeypatch.undo()
     store = a_store(tmp_path, budget=150)
-    assert store.held() == ()
+    assert store.digests() == ()
     path = await fetched(store, old)
     assert (path / "a").read_bytes() == b"a" * 60
 
@@ -332,11 +332,11 @@ async def test_the_budget_drops_the_least_lately_used_and_never_what_is_in_use(
     await fetched(store, first)
     await fetched(store, second)
     await fetched(store, third, pinned=(first.digest,))
-    assert set(store.held()) == {first.digest, third.digest}
+    assert set(store.digests()) == {first.digest, third.digest}
     pinned = (first.digest, third.digest)
     with pytest.raises(ArtifactError, match="do not fit in the disk budget"):
         await fetched(store, second, pinned=pinned)
-    assert set(store.held()) == set(pinned)
+    assert set(store.digests()) == set(pinned)
     assert store.disk_free_bytes(pinned) == 50
     assert store.disk_free_bytes((first.digest,)) == 150, "what nobody needs may be dropped"
 
@@ -412,7 +412,7 @@ async def test_a_clone_is_what_is_verified_and_not_its_source(
     store = a_store(tmp_path)
     with pytest.raises(ArtifactError, match="its SHA-256 is"):
         await fetched(store, artifact_of(source, {"a": b"aaa"}))
-    assert store.held() == ()
+    assert store.digests() == ()
 
 
 async def test_each_byte_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -468,7 +468,7 @@ async def test_two_that_come_at_once_make_room_one_after_the_other(
 
     monkeypatch.setattr(artifacts, "evict", evict_with_the_other)
     await asyncio.gather(fetched(store, one), fetched(store, two))
-    assert set(store.held()) == {one.digest, two.digest}
+    assert set(store.digests()) == {one.digest, two.digest}
 
 
 @pytest.mark.parametrize("short", ["budget", "disk"])
@@ -498,4 +498,4 @@ async def test_what_is_still_to_come_of_another_is_no_room(
         await fetched(store, two)
     may_end.set()
     await first
-    assert store.held() == (one.digest,)
+    assert store.digests() == (one.digest,)

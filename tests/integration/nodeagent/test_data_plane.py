@@ -27,7 +27,7 @@ from isochrone.wire.model import Artifact, ArtifactFile, EngineSettings
 from isochrone.wire.report import ReplicaState
 from nodeagent.api.data_plane import DataPlaneServer
 from nodeagent.api.metrics_page import add_metrics
-from nodeagent.api.peer_replicas import FRESH_S, PeerReplicaClient
+from nodeagent.api.peer_replicas import LOAD_MAX_AGE_S, PeerReplicaClient
 from nodeagent.config import NodeConfig
 from nodeagent.decide.admission import TokenReservation
 from nodeagent.drivers import DRIVERS
@@ -60,7 +60,7 @@ class Node(NamedTuple):
         return a_spec(name, engine=engine, artifact=self.artifact)
 
     async def warm(self, spec: ReplicaSpec) -> None:
-        self.supervisor.begin(spec)
+        self.supervisor.start(spec)
 
         async def is_warm() -> bool:
             return self.supervisor.states()[spec.replica_id] is ReplicaState.WARM
@@ -68,7 +68,7 @@ class Node(NamedTuple):
         await until("warm", is_warm, 15.0)
 
     async def idle(self, name: str = "r1") -> bool:
-        load = self.supervisor.replicas[ReplicaId(name)].in_flight.load()
+        load = self.supervisor.replicas[ReplicaId(name)].admission.load()
         return load == headers.ReportedLoad(0, 0, 0, 0, 0)
 
     def sibling(self, name: str) -> headers.PeerReplica:
@@ -120,7 +120,7 @@ async def a_node() -> AsyncIterator[Node]:
         ),
         engines=EngineProcesses(folder / "engines", 1),
         clock=time.monotonic,
-        chance=random.Random(1),
+        rng=random.Random(1),
         on_change=lambda: None,
     )
     async with (
@@ -132,14 +132,14 @@ async def a_node() -> AsyncIterator[Node]:
         aiohttp.ClientSession(f"http://127.0.0.1:{port}") as http,
     ):
         yield Node(supervisor, http, f"127.0.0.1:{port}", artifact)
-    await supervisor.leave(keep_engines=False)
+    await supervisor.shut_down(keep_engines=False)
     shutil.rmtree(folder)
 
 
 @pytest.fixture(autouse=True)
 def asked_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have a sibling given the time that a busy machine takes to answer."""
-    monkeypatch.setattr("nodeagent.api.peer_replicas.ASK_TIMEOUT_S", 10.0)
+    monkeypatch.setattr("nodeagent.api.peer_replicas.PROBE_TIMEOUT_S", 10.0)
 
 
 @pytest.fixture
@@ -150,7 +150,7 @@ async def node() -> AsyncIterator[Node]:
 
 async def test_a_longer_queue_than_was_chosen_by_turns_away_and_tells_the_load(node: Node) -> None:
     await node.warm(node.spec())
-    held = node.supervisor.replicas[ReplicaId("r1")].in_flight.take(100, 1, 60)
+    held = node.supervisor.replicas[ReplicaId("r1")].admission.admit(100, 1, 60)
     assert held is not None
     async with node.ask(queue_tokens_max=59) as response:
         assert (response.status, response.headers[headers.REFUSED]) == (429, "queued")
@@ -166,8 +166,8 @@ async def test_a_longer_queue_than_was_chosen_by_turns_away_and_tells_the_load(n
 
 async def test_each_router_is_told_what_there_is_of_others(node: Node) -> None:
     await node.warm(node.spec())
-    in_flight = node.supervisor.replicas[ReplicaId("r1")].in_flight
-    held = in_flight.take(100, 7, 60, router="a", prefill_ms=1e9, now_s=time.monotonic())
+    admission = node.supervisor.replicas[ReplicaId("r1")].admission
+    held = admission.admit(100, 7, 60, router="a", prefill_ms=1e9, now_s=time.monotonic())
     assert held is not None
 
     async def others(router: str) -> tuple[int, int]:
@@ -198,7 +198,7 @@ async def test_a_request_goes_on_to_a_sibling_where_it_begins_sooner(node: Node)
                 return str(response.headers.get(headers.HANDOFF_REPLICA, ""))
 
         def waiting(on: Node, name: str, tokens: int) -> TokenReservation:
-            held = on.supervisor.replicas[ReplicaId(name)].in_flight.take(tokens, 1, tokens)
+            held = on.supervisor.replicas[ReplicaId(name)].admission.admit(tokens, 1, tokens)
             assert held is not None
             return held
 
@@ -209,7 +209,7 @@ async def test_a_request_goes_on_to_a_sibling_where_it_begins_sooner(node: Node)
         assert await passed() == "r3"
         assert await passed(most=50) == "r3"
         at.append(waiting(other, "r3", 298))
-        await asyncio.sleep(2 * FRESH_S)
+        await asyncio.sleep(2 * LOAD_MAX_AGE_S)
         assert await passed() == "r2"
         at.append(waiting(node, "r2", 98))
         assert await passed() == ""
@@ -219,7 +219,7 @@ async def test_a_request_goes_on_to_a_sibling_where_it_begins_sooner(node: Node)
             held.release()
         for on, name in ((node, "r1"), (node, "r2"), (other, "r3")):
             await until("given back", partial(on.idle, name), 5.0)
-        assert node.supervisor.relaying == 0
+        assert node.supervisor.handoffs_in_progress == 0
 
 
 async def test_what_is_passed_on_ends_with_its_caller_and_breaks_with_its_engine(
@@ -228,12 +228,12 @@ async def test_what_is_passed_on_ends_with_its_caller_and_breaks_with_its_engine
     async with a_node() as other:
         await asyncio.gather(node.warm(node.spec()), other.warm(other.spec("r3")))
         named = [node.sibling("r1"), other.sibling("r3")]
-        held = node.supervisor.replicas[ReplicaId("r1")].in_flight.take(300, 1, 300)
+        held = node.supervisor.replicas[ReplicaId("r1")].admission.admit(300, 1, 300)
         assert held is not None
         async with node.ask(tokens=3000, siblings=named) as response:
             await response.content.readany()
             assert response.headers[headers.HANDOFF_REPLICA] == "r3"
-            assert node.supervisor.relaying == 1
+            assert node.supervisor.handoffs_in_progress == 1
             assert not await other.idle("r3")
         await until("the caller's leaving went on", partial(other.idle, "r3"), 5.0)
         engine = other.supervisor.replicas[ReplicaId("r3")].engine
@@ -249,7 +249,7 @@ async def test_what_is_passed_on_ends_with_its_caller_and_breaks_with_its_engine
             await response.read()
         held.release()
     # Its node is gone: asking costs no more than its timeout.
-    held = node.supervisor.replicas[ReplicaId("r1")].in_flight.take(300, 1, 300)
+    held = node.supervisor.replicas[ReplicaId("r1")].admission.admit(300, 1, 300)
     assert held is not None
     async with node.ask(siblings=named) as response:
         assert (response.status, headers.HANDOFF_REPLICA in response.headers) == (200, False)
@@ -273,7 +273,7 @@ async def test_every_answer_tells_the_load_and_gives_it_back_once(node: Node) ->
 async def test_each_refusal_has_its_word(node: Node) -> None:
     async with node.ask("nobody") as response:
         assert (response.status, response.headers[headers.REFUSED]) == (404, "unknown_replica")
-    node.supervisor.begin(node.spec("slow", fail_load="1"))
+    node.supervisor.start(node.spec("slow", fail_load="1"))
     async with node.ask("slow") as response:
         assert (response.status, response.headers[headers.REFUSED]) == (503, "loading")
     await node.warm(node.spec(in_flight=100))
@@ -353,7 +353,7 @@ async def test_an_engine_that_dies_in_mid_answer_breaks_the_connection(node: Nod
 
     async def is_warm_again() -> bool:
         replica = node.supervisor.replicas[ReplicaId("r1")]
-        return replica.state is ReplicaState.WARM and len(replica.breaks) == 1
+        return replica.state is ReplicaState.WARM and len(replica.failure_times) == 1
 
     await until("started again", is_warm_again, 15.0)
 

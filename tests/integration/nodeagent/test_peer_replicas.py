@@ -53,7 +53,7 @@ async def test_one_that_is_slow_and_answers_pings_is_waited_for() -> None:
     mute = Mute()
     async with a_sibling(mute) as (siblings, sibling):
         asyncio.get_running_loop().call_later(8 * PING_S, mute.answers.set)
-        async with siblings.answering(sibling, "/v1/completions", b"{}", {}) as answer:
+        async with siblings.relay(sibling, "/v1/completions", b"{}", {}) as answer:
             assert await answer.text() == "late"
 
 
@@ -64,8 +64,8 @@ async def test_one_whose_node_fell_silent_is_let_go() -> None:
         with pytest.raises(PeerReplicaLost, match="TimeoutError"):
             async with (
                 asyncio.timeout(30),
-                siblings.answering(sibling, "/v1/completions", b"{}", {}),
+                siblings.relay(sibling, "/v1/completions", b"{}", {}),
             ):
                 pass
         # It is left alone for a while.
-        assert await siblings.unread([sibling]) == {}
+        assert await siblings.queued_tokens([sibling]) == {}

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from isochrone.wire.assignment import ArtifactPrefetch
-from nodeagent.host.link import SEEN_BYTES_MIN, TransferLink
+from nodeagent.host.link import MEASURED_BYTES_MIN, TransferLink
 from nodeagent.loops.prefetch import PrefetchCounts, PrefetchJob
 from tests.integration.nodeagent.test_artifacts import Origin, a_store, artifact_of, origin
 from tests.system.harness import until
@@ -59,11 +59,11 @@ async def test_a_start_goes_first_and_goes_on_from_the_bytes_that_came(
 
     await until("some of it came", is_begun)
     node.starts = True
-    assert await turn == PrefetchCounts(waits=True)
-    assert await duty.run_once() == PrefetchCounts(waits=True), (
+    assert await turn == PrefetchCounts(is_suspended=True)
+    assert await duty.run_once() == PrefetchCounts(is_suspended=True), (
         "it waits for as long as the start does"
     )
-    assert store.held() == ()
+    assert store.digests() == ()
     path = await store.ensure(artifact, (), lambda _: None)
     assert (path / "m.gguf").read_bytes() == BODY
     assert len(served.ranges) == 1, "from where it was"
@@ -89,23 +89,23 @@ async def test_one_that_fails_keeps_no_other_waiting_and_one_taken_back_ends(
 
     await until("the last is under way", is_begun)
     node.wished = (bad, good)
-    assert await turn == PrefetchCounts(fetched=1, failed=1, waits=True)
-    assert store.held() == (good.artifact.digest,)
+    assert await turn == PrefetchCounts(fetched=1, failed=1, is_suspended=True)
+    assert store.digests() == (good.artifact.digest,)
     assert node.reports == 1
 
 
 async def test_a_part_of_a_link_counts_against_the_whole_and_teaches_nothing() -> None:
     clock = [0.0]
     whole = TransferLink(1000.0, lambda: clock[0])
-    part = whole.slower(100.0)
-    assert whole.slower(0) is whole, "no bound of its own"
-    assert await part.keep_pace(100) == 0, "a second's worth at once"
-    assert await whole.keep_pace(900) == 0
-    assert await whole.keep_pace(1) == pytest.approx(0.001, rel=0.1), "the part's bytes count"
-    part.saw(SEEN_BYTES_MIN, 1.0)
-    whole.saw(SEEN_BYTES_MIN - 1, 1.0)
-    assert whole.seen_bytes_per_s == 0
-    whole.saw(SEEN_BYTES_MIN, 1.0)
-    assert whole.seen_bytes_per_s == SEEN_BYTES_MIN
-    whole.saw(SEEN_BYTES_MIN, 2.0)
-    assert SEEN_BYTES_MIN / 2 < whole.seen_bytes_per_s < SEEN_BYTES_MIN
+    part = whole.limited_to(100.0)
+    assert whole.limited_to(0) is whole, "no bound of its own"
+    assert await part.throttle(100) == 0, "a second's worth at once"
+    assert await whole.throttle(900) == 0
+    assert await whole.throttle(1) == pytest.approx(0.001, rel=0.1), "the part's bytes count"
+    part.record(MEASURED_BYTES_MIN, 1.0)
+    whole.record(MEASURED_BYTES_MIN - 1, 1.0)
+    assert whole.measured_bytes_per_s == 0
+    whole.record(MEASURED_BYTES_MIN, 1.0)
+    assert whole.measured_bytes_per_s == MEASURED_BYTES_MIN
+    whole.record(MEASURED_BYTES_MIN, 2.0)
+    assert MEASURED_BYTES_MIN / 2 < whole.measured_bytes_per_s < MEASURED_BYTES_MIN

@@ -140,7 +140,7 @@ async def test_a_spare_that_cannot_be_kept_costs_no_start(
         raise OSError(11, "Resource temporarily unavailable")
 
     monkeypatch.setattr("nodeagent.host.standby.spawn", fails)
-    monkeypatch.setattr(MockDriver, "can_wait", True)
+    monkeypatch.setattr(MockDriver, "has_standby", True)
     engines = EngineProcesses(folder, 1, standby=True)
     engine = await engines.start(SPEC, folder)
     try:

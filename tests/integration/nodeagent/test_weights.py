@@ -40,12 +40,12 @@ __all__ = ["origin"]
 BODY = random.Random(7).randbytes(3_000_000)
 SMALL = b"{}"
 FILES = {"sub/w.safetensors": BODY, "config.json": SMALL}
-PATIENT = PeerFetchLimits(look_s=0.05)
+PATIENT = PeerFetchLimits(poll_interval_s=0.05)
 QUICK = PeerFetchLimits(
     connect_timeout_s=1.0,
     read_timeout_s=0.5,
-    pace=MinimumRate(least_bytes_per_s=100_000.0, window_s=0.3),
-    look_s=0.05,
+    minimum_rate=MinimumRate(bytes_per_s=100_000.0, window_s=0.3),
+    poll_interval_s=0.05,
     stall_s=0.5,
 )
 
@@ -75,10 +75,10 @@ class City:
             pop=PopId(name[:3]),
             context=context,
             clock=time.monotonic,
-            chance=random.Random(1),
+            rng=random.Random(1),
             limits=self.limits,
         )
-        sources = ArtifactSources(private=True, hf_url="", pace=IMPATIENT)
+        sources = ArtifactSources(private=True, hf_url="", minimum_rate=IMPATIENT)
         link = TransferLink(download_bytes_per_s, time.monotonic)
         return ArtifactStore(
             self.folder / name,
@@ -161,7 +161,7 @@ async def test_a_node_fetches_from_its_peer_and_then_serves_it_itself(
     await fetched(second, artifact)
     third = city.node("sin-1", await city.serving("fra-1", second))
     await fetched(third, artifact)
-    assert third.held() == (artifact.digest,)
+    assert third.digests() == (artifact.digest,)
 
 
 async def test_only_what_is_whole_here_is_served(city: City, origin: tuple[Origin, str]) -> None:
@@ -295,7 +295,7 @@ async def test_nothing_of_a_bad_peer_is_kept_and_the_origin_is_asked(
     bad = await city.hostile(f"{pop}-9", answer)
     node = city.node("ams-1", bad)
     path = await fetched(node, artifact)
-    assert node.held() == (artifact.digest,)
+    assert node.digests() == (artifact.digest,)
     assert sorted(p.name for p in path.rglob("*") if p.is_file()) == [
         "config.json", "w.safetensors",
     ]  # fmt: skip
@@ -305,7 +305,7 @@ async def test_nothing_of_a_bad_peer_is_kept_and_the_origin_is_asked(
     other = city.node("ams-2", bad)
     with pytest.raises(ArtifactError, match="answered 404"):
         await other.ensure(artifact, (), lambda size: None)
-    assert other.held() == ()
+    assert other.digests() == ()
 
 
 async def test_a_liar_spoils_the_part_of_an_honest_peer_but_not_the_artifact(
@@ -330,7 +330,7 @@ async def test_a_liar_spoils_the_part_of_an_honest_peer_but_not_the_artifact(
     # asked again, and without an origin that is the end of it, in words.
     with pytest.raises(ArtifactError, match="answered 404"):
         await node.ensure(artifact, (), lambda size: None)
-    assert node.held() == ()
+    assert node.digests() == ()
     an_artifact(origin)
     await fetched(node, artifact)
 

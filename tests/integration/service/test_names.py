@@ -156,10 +156,10 @@ async def test_a_node_passes_nothing_on_to_another_at_a_siblings_address(tmp_pat
             for name in ("n1", "n2")
         )
         try:
-            async with siblings.answering(other, NAME, BODY, {}) as answer:
+            async with siblings.relay(other, NAME, BODY, {}) as answer:
                 assert await answer.read() == BODY
             with pytest.raises(PeerReplicaLost):
-                async with siblings.answering(one, NAME, BODY, {}):
+                async with siblings.relay(one, NAME, BODY, {}):
                     pass
         finally:
             await siblings.close()
@@ -181,7 +181,7 @@ async def test_a_sibling_cannot_send_a_node_elsewhere(tmp_path: Path) -> None:
         siblings = PeerReplicaClient(place.client("n3", PeerRole.AGENT), time.monotonic)
         sibling = PeerReplica(ReplicaId("r1"), NodeId("n1"), place.address, 1, 1, 1)
         try:
-            async with siblings.answering(sibling, NAME, BODY, {}) as answer:
+            async with siblings.relay(sibling, NAME, BODY, {}) as answer:
                 assert answer.status == 307
         finally:
             await siblings.close()
@@ -196,9 +196,9 @@ async def test_weights_are_asked_of_the_node_that_is_said_to_hold_them(tmp_path:
             pop=PopId("ams"),
             context=place.client("n3", PeerRole.AGENT),
             clock=time.monotonic,
-            chance=random.Random(1),
+            rng=random.Random(1),
         )
-        sources = ArtifactSources(private=True, hf_url="", pace=IMPATIENT)
+        sources = ArtifactSources(private=True, hf_url="", minimum_rate=IMPATIENT)
         link = TransferLink(0.0, time.monotonic)
         held = ArtifactStore(tmp_path / "held", sources, 1 << 20, link=link, peers=peers)
         artifact = artifact_of("http://127.0.0.1:1/nowhere", {"config.json": BODY})
