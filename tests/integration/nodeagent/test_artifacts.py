@@ -169,7 +169,7 @@ async def test_an_origin_that_trickles_is_let_go_and_asked_again_from_there(
     served.files["/models/w.safetensors"] = BODY
     artifact = artifact_of(f"{url}/models", {"w.safetensors": BODY})
     served.trickles_after = [300_000] + [0] * 4
-    with pytest.raises(ArtifactError, match=r"less than 100000 bytes a second \(5 attempts\)"):
+    with pytest.raises(ArtifactError, match=r"slower than 100000 bytes/s \(5 attempts\)"):
         await fetched(a_store(tmp_path), artifact)
     served.trickles_after = [0]
     path = await fetched(a_store(tmp_path), artifact)
@@ -236,7 +236,7 @@ async def test_paths_that_leave_the_folder_and_links_are_refused(tmp_path: Path)
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        ("http://example.com/m", "only https"),
+        ("http://example.com/m", "it is not https"),
         ("https://127.0.0.1/m", "not a public address"),
         ("https://[::1]/m", "not a public address"),
         ("https://[::ffff:127.0.0.1]/m", "not a public address"),
@@ -266,7 +266,7 @@ async def test_a_redirect_to_no_url_is_refused_in_words(
 ) -> None:
     served, url = origin
     served.redirect_to = address
-    with pytest.raises(ArtifactError, match="the origin names no URL"):
+    with pytest.raises(ArtifactError, match="redirects to an invalid URL"):
         await fetched(a_store(tmp_path), artifact_of(url, {"m.gguf": b"x"}))
 
 
@@ -334,7 +334,7 @@ async def test_the_budget_drops_the_least_lately_used_and_never_what_is_in_use(
     await fetched(store, third, pinned=(first.digest,))
     assert set(store.digests()) == {first.digest, third.digest}
     pinned = (first.digest, third.digest)
-    with pytest.raises(ArtifactError, match="do not fit in the disk budget"):
+    with pytest.raises(ArtifactError, match="do not fit the disk budget"):
         await fetched(store, second, pinned=pinned)
     assert set(store.digests()) == set(pinned)
     assert store.disk_free_bytes(pinned) == 50
@@ -494,7 +494,7 @@ async def test_what_is_still_to_come_of_another_is_no_room(
     first = asyncio.create_task(fetched(store, one))
     await began.wait()
     assert store.disk_free_bytes(()) == 60
-    with pytest.raises(ArtifactError, match="70 bytes"):
+    with pytest.raises(ArtifactError, match="70 (more )?bytes"):
         await fetched(store, two)
     may_end.set()
     await first

@@ -90,8 +90,8 @@ async def test_a_source_that_is_not_the_hubs_never_has_the_token_shown(
 @pytest.mark.parametrize(
     ("token", "words"),
     [
-        ("", "gated or private, or there is none of this name; .* in this node's hf_token_file"),
-        ("hf_AnothersToken", "the token of hf_token_file is not good, or its account may not read"),
+        ("", "gated or private, or does not exist; .* set this node's hf_token_file"),
+        ("hf_AnothersToken", "the token in hf_token_file is invalid or its account has no access"),
     ],
 )
 async def test_a_gated_model_is_refused_in_words(

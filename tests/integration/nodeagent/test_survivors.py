@@ -39,15 +39,15 @@ from pathlib import Path
 from nodeagent.host import engines
 from tests.integration.nodeagent.test_survivors import SPEC
 
-real = engines._note
+write_record = engines._write_record
 
-def killed_before(folder, started):
-    if bool(started.pid) == bool(int(sys.argv[2])):
+def killed_before(folder, record):
+    if bool(record.pid) == bool(int(sys.argv[2])):
         os.kill(os.getpid(), signal.SIGKILL)
-    real(folder, started)
+    write_record(folder, record)
 
-engines._note = killed_before
-asyncio.run(engines.Engines(Path(sys.argv[1]), 1).start(SPEC, Path(sys.argv[1])))
+engines._write_record = killed_before
+asyncio.run(engines.EngineProcesses(Path(sys.argv[1]), 1).start(SPEC, Path(sys.argv[1])))
 """
 
 

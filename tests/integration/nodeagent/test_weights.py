@@ -462,7 +462,7 @@ async def test_a_disk_that_is_full_is_no_fault_of_the_peer_that_sends(
     resource.setrlimit(resource.RLIMIT_FSIZE, (1_500_000, allowed[1]))
     try:
         for _ in range(QUICK.tries):
-            with pytest.raises(ArtifactError, match="cannot keep"):
+            with pytest.raises(ArtifactError, match="cannot store"):
                 await fetched(store, artifact)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, allowed)
