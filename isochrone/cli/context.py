@@ -1,4 +1,4 @@
-"""What every command is given: the API client, and how to print."""
+"""The context that click passes to every command."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,7 @@ from isochrone.cli.client import AdminClient
 
 
 class CliContext(NamedTuple):
-    """Handed to each command by click."""
+    """The admin API client, and the output format: `table` or `json`."""
 
     api: AdminClient
     output: str

@@ -16,7 +16,7 @@ import msgspec
 
 from isochrone.cli.client import AdminError
 from isochrone.cli.context import CliContext
-from isochrone.cli.output import chatter, show_one, show_rows
+from isochrone.cli.output import show_one, show_rows, stderr
 from isochrone.cli.world_map import draw
 from isochrone.service.files import write_atomic
 
@@ -67,7 +67,7 @@ def plan(obj: CliContext, /, save: Path | None, picture: Path | None, **given: A
             write_atomic(save, msgspec.json.encode(picture_now))
         except OSError as error:
             raise AdminError(f"cannot write {save}: {error.strerror}") from error
-        chatter.print(f"saved {save}: {save.stat().st_size >> 10} KiB")
+        stderr.print(f"saved {save}: {save.stat().st_size >> 10} KiB")
     if picture is None:
         return
     answer = _planned(picture, _changes(given), _prices(given["price"]))
@@ -75,14 +75,14 @@ def plan(obj: CliContext, /, save: Path | None, picture: Path | None, **given: A
     if given["map_to"] is not None:
         pops = msgspec.json.decode(picture.read_bytes())["cluster"]["pops"]
         draw(answer, pops, given["map_to"])
-        chatter.print(f"wrote {given['map_to']}")
+        stderr.print(f"wrote {given['map_to']}")
 
 
 def _planned(picture: Path, changes: list[Any], prices: dict[str, float]) -> dict[str, Any]:
     command = [sys.executable, "-m", "scheduler", "what-if", str(picture)]
     command += ["--changes", msgspec.json.encode(changes).decode()]
     command += ["--prices", msgspec.json.encode(prices).decode()]
-    with chatter.status(f"planning {picture}"):
+    with stderr.status(f"planning {picture}"):
         try:
             done = subprocess.run(command, capture_output=True, timeout=PLAN_TIMEOUT_S, check=False)
         except subprocess.TimeoutExpired as error:

@@ -1,4 +1,4 @@
-"""Commands that ask one thing of the admin API and print the answer: a line each."""
+"""Builds commands that send one request to the admin API and print the answer."""
 
 from collections.abc import Sequence
 
@@ -6,13 +6,13 @@ import click
 
 from isochrone.cli.client import segment
 from isochrone.cli.context import CliContext
-from isochrone.cli.output import chatter, show_one, show_rows
+from isochrone.cli.output import show_one, show_rows, stderr
 
 
-def list_command(name: str, path: str, columns: Sequence[str], words: str) -> click.Command:
-    """Return a command that lists what is at a path."""
+def list_command(name: str, path: str, columns: Sequence[str], help_text: str) -> click.Command:
+    """Return a command that prints the list at a path of the admin API."""
 
-    @click.command(name, help=words)
+    @click.command(name, help=help_text)
     @click.pass_obj
     def command(obj: CliContext) -> None:
         show_rows(obj.api.list(path), columns, obj.output)
@@ -21,21 +21,22 @@ def list_command(name: str, path: str, columns: Sequence[str], words: str) -> cl
 
 
 def add_command(
-    group: click.Group, name: str, method: str, path: str, words: str, done: str = ""
+    group: click.Group, name: str, method: str, path: str, help_text: str, done: str = ""
 ) -> None:
-    """Give a group a command about one thing, which the path has in braces: `/v1/pops/{pop}`.
+    """Add a command to a group that requests one object, named in braces: `/v1/pops/{pop}`.
 
-    It shows the answer, or says only that it is `done`, in which fields of the answer may stand.
+    The command prints the answer. With `done`, it prints that message to standard error instead:
+    `{}` stands for the object's name and `{field}` for a field of the answer.
     """
     before, _, rest = path.partition("{")
     thing, _, after = rest.partition("}")
 
-    @group.command(name, help=words)
+    @group.command(name, help=help_text)
     @click.argument("thing", metavar=thing.upper())
     @click.pass_obj
     def command(obj: CliContext, thing: str) -> None:
         answer = obj.api.ask(method, f"{before}{segment(thing)}{after}")
         if done:
-            chatter.print(done.format(thing, **(answer or {})))
+            stderr.print(done.format(thing, **(answer or {})))
         else:
             show_one(answer, obj.output)

@@ -20,7 +20,7 @@ from isochrone.wire.admin import (
 from isochrone.wire.artifact import check_artifact
 from isochrone.wire.control import PeerRole
 from isochrone.wire.errors import ApiError, ErrorCode
-from isochrone.wire.ids import POP_PATTERN, WORDS, is_pop
+from isochrone.wire.ids import PATTERN_DESCRIPTIONS, POP_PATTERN, is_pop
 from isochrone.wire.model import CatalogModel
 from scheduler.api.deployments import DEPLOYMENT_ENDPOINTS
 from scheduler.api.endpoint import (
@@ -66,7 +66,7 @@ async def put_pop(call: Call) -> PopView:
     if not is_pop(name):
         raise ApiError(
             ErrorCode.INVALID_REQUEST,
-            f"cannot name a PoP {name[:20]!r}: give {WORDS[POP_PATTERN]}",
+            f"cannot name a PoP {name[:20]!r}: give {PATTERN_DESCRIPTIONS[POP_PATTERN]}",
             param="pop",
         )
     before = await catalogue.get_pop(call.connection, name)

@@ -41,7 +41,7 @@ def test_a_pattern_is_told_in_words() -> None:
     with pytest.raises(codec.MalformedFrame) as refused:
         codec.decode_json(pop, reader)
     assert str(refused.value) == (
-        "cannot read body: Expected two capital letters, as `NL` - at `$.country`"
+        "cannot read body: Expected two capital letters, such as `NL` - at `$.country`"
     )
 
 
@@ -149,8 +149,8 @@ def a_warm(replica_id: str = "r1") -> ReplicaReport:
     ("fields", "said"),
     [
         # Both go into headers that routers send to other nodes: the siblings of a request.
-        ({"address": "http://10.0.0.7:9000\r\n"}, "an address, as"),
-        ({"address": "10.0.0.7:9000 0 0 0,r2 n2 10.0.0.8:9000"}, "an address, as"),
+        ({"address": "http://10.0.0.7:9000\r\n"}, "an address such as"),
+        ({"address": "10.0.0.7:9000 0 0 0,r2 n2 10.0.0.8:9000"}, "an address such as"),
         ({"replicas": (a_warm("r\r\nx-isochrone-cache-salt: b"),)}, "letters, digits"),
         ({"replicas": (a_warm("r1 n1 10.0.0.7:1 0 0 0,r2"),)}, "letters, digits"),
         # A folder of the node is called so.
