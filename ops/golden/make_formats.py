@@ -1,11 +1,11 @@
-"""Make formats.json: what this release writes on disks, on the wire and into the database.
+"""Generates formats.json: what this release writes to disk, to the wire and to the database.
 
     python -m ops.golden.make_formats
 
-is run when a release is out; until the next, tests hold the code to what that one wrote and reads
-(`tests/unit/wire/test_formats.py`). Of each thing there is a `whole` one, with every field filled,
-and the `least`, without those that have a default; `asked_for` are the fields that have none, of
-every struct that others than schedulers read.
+Run it when a release is made. Until the next release, tests check that the code still reads what
+that release wrote, and writes what it reads (`tests/unit/wire/test_formats.py`). Each struct has
+two samples: `whole` with every field, and `least` without the fields that have a default.
+`asked_for` lists the required fields of every struct that not only schedulers read.
 """
 
 import json
@@ -44,13 +44,19 @@ TO_SCHEDULERS: Final = (
     *(JoinRequest, Register, Renew, Report, Pulse),
     *(Demand, Usage, RoundTrips, SnapshotWanted),
 )
-"""Read by schedulers, which are upgraded first: no older one meets a newer peer's."""
+"""Read by schedulers only. Schedulers are upgraded first, so none is older than the writer."""
 
 TO_ALL: Final = (
     *(JoinReply, Challenge, Welcome, RegistrationRefused, Renewed, UsageAck),
-    *(Assignment, RouteTable, RouteDelta),  # on disks, too
+    *(Assignment, RouteTable, RouteDelta),  # also stored on disk
     *(UsageRow, Identity, EngineRecord, EngineStats),
-    *(CatalogModel, EngineSettings, PlacementPolicy, KeyLimits, RolloutSpec),  # in the database
+    *(
+        CatalogModel,
+        EngineSettings,
+        PlacementPolicy,
+        KeyLimits,
+        RolloutSpec,
+    ),  # stored in the database
     Picture,
 )
 
@@ -60,7 +66,11 @@ _FILLED: Final = {"format": FORMAT}
 
 
 def sample(kind: Any, whole: bool, within: tuple[type, ...] = ()) -> Any:
-    """Return one of this kind as JSON has it, the same at each call; nothing holds its own kind."""
+    """Return a sample of a type as JSON, the same at each call.
+
+    `whole` fills all fields, otherwise only the required ones. `within` are the enclosing structs:
+    a list of one of them is left empty, which ends the recursion.
+    """
     match kind:
         case inspect.StructType():
             within = (*within, kind.cls)
@@ -85,7 +95,7 @@ def sample(kind: Any, whole: bool, within: tuple[type, ...] = ()) -> Any:
         case inspect.EnumType():
             return list(kind.cls)[-1].value
         case inspect.StrType():
-            return next(text for text in _TEXTS if _is_one(text, kind))
+            return next(text for text in _TEXTS if _matches(text, kind))
         case inspect.IntType() | inspect.FloatType():
             return next(number for number in _NUMBERS if _is_within(number, kind))
         case inspect.BytesType():
@@ -93,14 +103,14 @@ def sample(kind: Any, whole: bool, within: tuple[type, ...] = ()) -> Any:
         case inspect.BoolType():
             return True
         case _:
-            raise TypeError(f"cannot fill {kind}")
+            raise TypeError(f"cannot make a sample of {kind}")
 
 
 def _is_none(kind: inspect.Type) -> bool:
     return isinstance(kind, inspect.NoneType)
 
 
-def _is_one(text: str, kind: inspect.StrType) -> bool:
+def _matches(text: str, kind: inspect.StrType) -> bool:
     return len(text) >= (kind.min_length or 0) and bool(re.search(kind.pattern or "", text))
 
 
@@ -116,7 +126,7 @@ def _is_within(number: float, kind: inspect.IntType | inspect.FloatType) -> bool
 
 
 def fields_of(kinds: Iterable[Any], *, required: bool) -> dict[str, list[str]]:
-    """Return the fields of all structs that these hold, or those without a default."""
+    """Return the field names of these structs and all nested ones, or only the required ones."""
     found: dict[str, list[str]] = {}
 
     def walk(kind: Any) -> None:
@@ -137,18 +147,18 @@ def fields_of(kinds: Iterable[Any], *, required: bool) -> dict[str, list[str]]:
 
 
 def formats() -> dict[str, Any]:
-    """Return all that is kept and said, by the name of its struct."""
-    made: dict[str, Any] = {
+    """Return the content of formats.json: samples by name of the struct, and the migrations."""
+    content: dict[str, Any] = {
         "migrations": {migration.name: migration.sha256 for migration in read_migrations()},
         "asked_for": fields_of(TO_ALL, required=True),
     }
     for kind in (*TO_SCHEDULERS, *TO_ALL):
         described = inspect.type_info(kind)
-        made[kind.__name__] = {
+        content[kind.__name__] = {
             "whole": sample(described, True),
             "least": sample(described, False),
         }
-    return made
+    return content
 
 
 if __name__ == "__main__":
