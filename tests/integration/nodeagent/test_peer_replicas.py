@@ -1,4 +1,4 @@
-"""A sibling that holds a request: waited for while its node answers pings, and no longer."""
+"""A handed-off request is awaited for as long as the peer's node answers pings."""
 
 import asyncio
 import time
@@ -16,8 +16,8 @@ from nodeagent.api.peer_replicas import PeerReplicaClient, PeerReplicaLost
 PING_S = 0.1
 
 
-class Mute:
-    """A door that answers a request late, and pings for as long as it is `awake`."""
+class SlowNode:
+    """A node that answers a request late, and pings only while it is `awake`."""
 
     def __init__(self) -> None:
         self.awake = True
@@ -34,38 +34,38 @@ class Mute:
 
 
 @asynccontextmanager
-async def a_sibling(mute: Mute) -> AsyncIterator[tuple[PeerReplicaClient, PeerReplica]]:
+async def a_peer(node: SlowNode) -> AsyncIterator[tuple[PeerReplicaClient, PeerReplica]]:
     app = web.Application()
-    app.router.add_get("/ping", mute.ping)
-    app.router.add_post("/v1/completions", mute.relay)
-    siblings = PeerReplicaClient(None, time.monotonic, ping_timeout_s=PING_S)
+    app.router.add_get("/ping", node.ping)
+    app.router.add_post("/v1/completions", node.relay)
+    client = PeerReplicaClient(None, time.monotonic, ping_timeout_s=PING_S)
     async with open_door(app, "127.0.0.1", 0) as port:
         try:
             yield (
-                siblings,
+                client,
                 PeerReplica(ReplicaId("r2"), NodeId("n2"), f"http://127.0.0.1:{port}", 1, 1, 1),
             )
         finally:
-            await siblings.close()
+            await client.close()
 
 
-async def test_one_that_is_slow_and_answers_pings_is_waited_for() -> None:
-    mute = Mute()
-    async with a_sibling(mute) as (siblings, sibling):
-        asyncio.get_running_loop().call_later(8 * PING_S, mute.answers.set)
-        async with siblings.relay(sibling, "/v1/completions", b"{}", {}) as answer:
+async def test_a_slow_peer_that_answers_pings_is_awaited() -> None:
+    node = SlowNode()
+    async with a_peer(node) as (client, peer):
+        asyncio.get_running_loop().call_later(8 * PING_S, node.answers.set)
+        async with client.relay(peer, "/v1/completions", b"{}", {}) as answer:
             assert await answer.text() == "late"
 
 
-async def test_one_whose_node_fell_silent_is_let_go() -> None:
-    mute = Mute()
-    async with a_sibling(mute) as (siblings, sibling):
-        mute.awake = False
+async def test_a_peer_whose_node_is_silent_is_given_up() -> None:
+    node = SlowNode()
+    async with a_peer(node) as (client, peer):
+        node.awake = False
         with pytest.raises(PeerReplicaLost, match="TimeoutError"):
             async with (
                 asyncio.timeout(30),
-                siblings.relay(sibling, "/v1/completions", b"{}", {}),
+                client.relay(peer, "/v1/completions", b"{}", {}),
             ):
                 pass
-        # It is left alone for a while.
-        assert await siblings.queued_tokens([sibling]) == {}
+        # The node is not probed for a while.
+        assert await client.queued_tokens([peer]) == {}

@@ -27,7 +27,7 @@ from router.config import RouterConfig
 from router.dataplane.deadlines import Deadlines
 from router.dataplane.exchange import AttemptFailed
 from router.dataplane.upstream import Upstream
-from tests.integration.nodeagent.test_artifacts import IMPATIENT, artifact_of
+from tests.integration.nodeagent.test_artifacts import MINIMUM_RATE, artifact_of
 from tests.integration.service.test_tls import NOW, a_peer
 
 BODY = b"the prompt"
@@ -198,7 +198,7 @@ async def test_weights_are_asked_of_the_node_that_is_said_to_hold_them(tmp_path:
             clock=time.monotonic,
             rng=random.Random(1),
         )
-        sources = ArtifactSources(private=True, hf_url="", minimum_rate=IMPATIENT)
+        sources = ArtifactSources(private=True, hf_url="", minimum_rate=MINIMUM_RATE)
         link = TransferLink(0.0, time.monotonic)
         held = ArtifactStore(tmp_path / "held", sources, 1 << 20, link=link, peers=peers)
         artifact = artifact_of("http://127.0.0.1:1/nowhere", {"config.json": BODY})
