@@ -1,4 +1,4 @@
-"""Values with good defaults, a line each."""
+"""Builders of test values with good defaults."""
 
 import hashlib
 from datetime import UTC, datetime, timedelta
@@ -163,7 +163,7 @@ def a_report(node: str = "n1", seq: int = 1, **fields: Any) -> Report:
 
 
 def believed(node_id: NodeId, spec: ReplicaSpec) -> bool:
-    """Take every replica for one that was seated where it runs."""
+    """Accept every replica's placement seal."""
     return True
 
 

@@ -1,4 +1,4 @@
-"""Disks that are full or read-only: what runs goes on, nothing acknowledged is lost, words say why.
+"""Full or read-only disks: serving continues, nothing acknowledged is lost, and errors say why.
 
 And when the disk takes things again, everything is as if it always had, with nobody's help.
 """
@@ -55,7 +55,7 @@ def requests_in(batches: Iterable[Usage]) -> set[str]:
     return {row.request_id for batch in batches for row in batch.rows}
 
 
-async def test_a_router_whose_disk_fills_serves_on_and_loses_no_usage(
+async def test_a_router_with_a_full_disk_keeps_serving_and_loses_no_usage(
     disk: Disk, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with a_scheduler() as scheduler, open_node(FakeNode()) as node:
@@ -89,9 +89,7 @@ async def test_a_router_whose_disk_fills_serves_on_and_loses_no_usage(
 
 
 @pytest.mark.parametrize("fault", ["full", "read-only"])
-async def test_a_router_starts_and_serves_from_a_disk_that_takes_nothing(
-    disk: Disk, fault: str
-) -> None:
+async def test_a_router_starts_and_serves_from_a_read_only_disk(disk: Disk, fault: str) -> None:
     node = FakeNode()
     async with open_node(node), aiohttp.ClientSession() as http:
         http.headers["authorization"] = f"Bearer {KEY}"
@@ -108,7 +106,7 @@ async def test_a_router_starts_and_serves_from_a_disk_that_takes_nothing(
         if fault == "full":
             disk.fill()
         else:
-            disk.is_read_only(True)
+            disk.set_read_only(True)
         async with a_process(config, port) as process:
             for _ in range(20):
                 url = f"http://127.0.0.1:{port}/v1/chat/completions"
@@ -119,7 +117,9 @@ async def test_a_router_starts_and_serves_from_a_disk_that_takes_nothing(
             assert process.returncode is None
 
 
-async def test_a_node_takes_its_assignment_when_the_disk_does(disk: Disk, tmp_path: Path) -> None:
+async def test_a_node_accepts_its_assignment_once_the_disk_stores_it(
+    disk: Disk, tmp_path: Path
+) -> None:
     ledger = AssignmentFile(disk.folder)
     identity = an_identity(tmp_path)
     node = NodeState(identity, BootId("b"), ledger, DeviceReader(1 << 30))
@@ -137,10 +137,10 @@ async def test_a_node_takes_its_assignment_when_the_disk_does(disk: Disk, tmp_pa
     assert node.assignment == ledger.read() == second
 
 
-async def test_an_engine_that_could_not_be_found_again_does_not_run(
+async def test_an_engine_without_a_record_on_disk_does_not_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The disk fills while it starts: what no later life of the agent knows of must not run."""
+    """If the disk fills while an engine starts, no later agent could find it, so it is killed."""
     real = write_atomic
 
     def full_by_then(path: Path, data: bytes) -> None:
@@ -166,7 +166,7 @@ def running() -> list[bytes]:
     return found
 
 
-async def test_weights_that_do_not_fit_say_so_and_come_when_there_is_room(
+async def test_an_artifact_that_does_not_fit_is_fetched_once_there_is_space(
     disk: Disk, tmp_path: Path
 ) -> None:
     body = os.urandom(DISK_BYTES // 2)
@@ -205,7 +205,7 @@ async def test_weights_that_do_not_fit_say_so_and_come_when_there_is_room(
     assert (folder / "w").read_bytes() == body
 
 
-def test_kv_that_the_disk_does_not_take_is_computed_again(disk: Disk) -> None:
+def test_kv_blocks_that_the_disk_refuses_are_recomputed(disk: Disk) -> None:
     tier = FileTier(disk.folder / "kv", b"m", 100_000, 1 << 20)
     digests = [bytes([n]) * 32 for n in range(3)]
     assert tier.write(digests[0], b"a" * 100_000)
@@ -213,17 +213,17 @@ def test_kv_that_the_disk_does_not_take_is_computed_again(disk: Disk) -> None:
     assert not tier.write(digests[1], b"b" * 100_000)
     assert tier.read(digests[0]) == b"a" * 100_000
     assert tier.read(digests[1]) is None
-    disk.is_read_only(True)
+    disk.set_read_only(True)
     assert not tier.write(digests[2], b"c" * 100_000)
     again = FileTier(disk.folder / "kv", b"m", 100_000, 1 << 20)
     assert again.read(digests[0]) == b"a" * 100_000
-    disk.is_read_only(False)
+    disk.set_read_only(False)
     disk.free()
     assert tier.write(digests[1], b"b" * 100_000)
     assert tier.read(digests[1]) == b"b" * 100_000
 
 
-async def test_a_database_whose_disk_is_full_is_away_and_comes_back() -> None:
+async def test_a_database_with_a_full_disk_is_unavailable_and_recovers() -> None:
     folder = a_folder("iso-full-")
     folder.rmdir()
     with a_disk(folder, 128 << 20) as disk:

@@ -1,4 +1,4 @@
-"""The cable to Postgres breaks anywhere in a picture: it is read whole, or nothing is planned."""
+"""The connection to Postgres breaks while the cluster state is read: nothing partial is planned."""
 
 import tempfile
 from pathlib import Path
@@ -17,7 +17,7 @@ from tests.postgres import Server
 STEP_BYTES = 700
 
 
-async def test_a_picture_cut_anywhere_is_no_picture(
+async def test_a_cluster_state_cut_anywhere_is_not_used(
     pool: Pool, postgres_server: Server, database_dsn: str
 ) -> None:
     epoch = await begun(pool)
@@ -50,7 +50,7 @@ async def test_a_picture_cut_anywhere_is_no_picture(
 
 
 async def a_picture(pool: Pool) -> ClusterState:
-    """Read what placement decides from, without what only passes."""
+    """Read the state that placement plans from, without values that change with time."""
     desk = Desk(pool, LivenessLimits())
     picture = await desk.picture(Heard(acting_for_s=99.0))
     still = {"age_s": 0.0, "state_age_s": 0.0}

@@ -1,4 +1,4 @@
-"""Models that read, through the whole fleet: catalogue, placement, route, answer, usage."""
+"""Embedding and reranking models through the whole fleet: catalogue, placement, answer, usage."""
 
 import asyncio
 import json
