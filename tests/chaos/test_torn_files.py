@@ -26,7 +26,7 @@ from isochrone.wire.ids import (
 )
 from isochrone.wire.usage import RequestOutcome, Usage, UsageRow
 from nodeagent.drivers.driver import EngineCommand
-from nodeagent.engine.kv_tiers.files import FileTier
+from nodeagent.engine.kvcache.file_tier import FileTier
 from nodeagent.host.assignment_file import AssignmentFile
 from nodeagent.host.engines import EngineProcesses, EngineRecord
 from router.journal import Journal
