@@ -120,35 +120,35 @@ async def test_a_router_starts_and_serves_from_a_read_only_disk(disk: Disk, faul
 async def test_a_node_accepts_its_assignment_once_the_disk_stores_it(
     disk: Disk, tmp_path: Path
 ) -> None:
-    ledger = AssignmentFile(disk.folder)
+    file = AssignmentFile(disk.folder)
     identity = an_identity(tmp_path)
-    node = NodeState(identity, BootId("b"), ledger, DeviceReader(1 << 30))
+    node = NodeState(identity, BootId("b"), file, DeviceReader(1 << 30))
     first, second = (
         an_assignment(generation=n, node=identity.name, cluster=identity.cluster_id) for n in (1, 2)
     )
     assert not await node.accept(first)
     disk.fill()
-    assert "cannot keep generation 2 on disk: No space left" in await node.accept(second)
-    assert node.assignment == ledger.read() == first
+    assert "cannot store generation 2 on disk: No space left" in await node.accept(second)
+    assert node.assignment == file.read() == first
     await node.retry_unsaved()
     assert node.assignment == first
     disk.free()
     await node.retry_unsaved()
-    assert node.assignment == ledger.read() == second
+    assert node.assignment == file.read() == second
 
 
 async def test_an_engine_without_a_record_on_disk_does_not_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If the disk fills while an engine starts, no later agent could find it, so it is killed."""
-    real = write_atomic
+    original = write_atomic
 
-    def full_by_then(path: Path, data: bytes) -> None:
+    def fail_for_record(path: Path, data: bytes) -> None:
         if path.name == "process.json":
             raise OSError(28, "No space left on device")
-        real(path, data)
+        original(path, data)
 
-    monkeypatch.setattr(engines, "write_atomic", full_by_then)
+    monkeypatch.setattr(engines, "write_atomic", fail_for_record)
     started = engines.EngineProcesses(tmp_path / "engines", 1)
     engine = EngineSettings(driver="mock", kv_memory_bytes=1)
     with pytest.raises(OSError, match="No space left"):
@@ -182,11 +182,11 @@ async def test_an_artifact_that_does_not_fit_is_fetched_once_there_is_space(
         link=TransferLink(0, time.monotonic),
     )
     disk.fill()
-    with pytest.raises(ArtifactError, match=r"1048576 bytes needed, the disk has 0 free"):
+    with pytest.raises(ArtifactError, match=r"1048576 more bytes and the disk has 0 free"):
         await store.ensure(artifact, (), lambda size: None)
     assert store.digests() == ()
     disk.free()
-    # What a fetch left that nobody goes on with makes way.
+    # The remains of an abandoned fetch are deleted for a new artifact.
     left = disk.folder / "artifacts" / f"{'0' * 64}.partial"
     left.mkdir()
     (left / "w").write_bytes(bytes(DISK_BYTES * 3 // 4))
@@ -194,7 +194,7 @@ async def test_an_artifact_that_does_not_fit_is_fetched_once_there_is_space(
     assert (folder / "w").read_bytes() == body
     assert not left.exists()
     shutil.rmtree(folder)
-    # As much room as the rest takes is enough for the rest.
+    # A resumed fetch needs only the space of its missing bytes.
     partial = disk.folder / "artifacts" / f"{artifact.digest}.partial"
     partial.mkdir()
     (partial / "w").write_bytes(body[: len(body) // 2])

@@ -111,7 +111,7 @@ async def test_an_engine_that_cannot_load_is_reported_and_harms_no_other(fleet: 
 
     async def is_ended() -> bool:
         events = (await fleet.ask("GET", "/v1/events"))["data"]
-        return any(e["kind"] == "replica.ended" and "told to fail" in e["reason"] for e in events)
+        return any(e["kind"] == "replica.ended" and "fail_load is set" in e["reason"] for e in events)
 
     await until("given up, with the engine's own last words", is_ended, 60.0)
     assert {n: p for n, p in fleet.engine_pids().items() if p in before.values()} == before
