@@ -15,7 +15,7 @@ from typing import Final
 
 from isochrone.service.identity import Authority
 from isochrone.wire import codec
-from isochrone.wire.control import PeerRole, Refused, RefusedCode
+from isochrone.wire.control import PeerRole, RefusedCode, RegistrationRefused
 from isochrone.wire.ids import ClusterId, Epoch, NodeId
 from isochrone.wire.report import Pulse
 from isochrone.wire.routes import RouteTable
@@ -148,7 +148,9 @@ class Acting:
             log.warning("stepping down", extra={"fields": {"epoch": self._lease.epoch}})
         self._lease = None
         metrics.ACTING.set(0)
-        refused = Refused(code=RefusedCode.NOT_ACTING, reason="another scheduler acts now")
+        refused = RegistrationRefused(
+            code=RefusedCode.NOT_ACTING, reason="another scheduler acts now"
+        )
         peers, self.peers = list(self.peers.values()), {}
         for role in PeerRole:
             metrics.PEERS.labels(role.value).set(0)

@@ -10,7 +10,7 @@ from aiohttp import web
 
 from isochrone.service.identity import Certificate
 from isochrone.wire import codec
-from isochrone.wire.control import PeerRole, Refused
+from isochrone.wire.control import PeerRole, RegistrationRefused
 from isochrone.wire.ids import BootId, Generation, PopId
 from isochrone.wire.report import Report
 
@@ -71,7 +71,7 @@ class Connected:
             async with self._large:
                 await self._socket.send_bytes(frame)
 
-    async def end(self, refused: Refused) -> None:
+    async def end(self, refused: RegistrationRefused) -> None:
         """Say why, and close."""
         with suppress(ConnectionError, TimeoutError):
             async with asyncio.timeout(2.0):

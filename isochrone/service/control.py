@@ -23,9 +23,9 @@ from isochrone.service.tls import client_context
 from isochrone.wire import codec
 from isochrone.wire.control import (
     Challenge,
-    Refused,
     RefusedCode,
     Register,
+    RegistrationRefused,
     Renewed,
     Welcome,
     register_payload,
@@ -186,7 +186,7 @@ class ControlLink:
                     await asyncio.gather(renewing, return_exceptions=True)
 
     async def _take(self, message: Any) -> None:
-        if isinstance(message, Refused):
+        if isinstance(message, RegistrationRefused):
             raise self._refusal(message)
         if isinstance(message, Renewed):
             if self._renewal is not None:
@@ -196,7 +196,7 @@ class ControlLink:
 
     async def _register(self, socket: aiohttp.ClientWebSocketResponse) -> Welcome:
         challenge = await self._receive(socket)
-        if isinstance(challenge, Refused):
+        if isinstance(challenge, RegistrationRefused):
             raise self._refusal(challenge)
         if not isinstance(challenge, Challenge):
             raise LinkRefused(f"cannot register: expected a challenge, got {type(challenge)}")
@@ -231,7 +231,7 @@ class ControlLink:
         )
         await socket.send_bytes(codec.encode(register))
         answer = await self._receive(socket)
-        if isinstance(answer, Refused):
+        if isinstance(answer, RegistrationRefused):
             raise self._refusal(answer)
         if not isinstance(answer, Welcome):
             raise LinkRefused(f"cannot register: expected a welcome, got {type(answer)}")
@@ -245,7 +245,7 @@ class ControlLink:
             raise LinkRefused(f"the connection broke: {socket.exception()}")
         raise LinkRefused(f"the scheduler closed the connection (code {socket.close_code})")
 
-    def _refusal(self, refused: Refused) -> LinkRefused:
+    def _refusal(self, refused: RegistrationRefused) -> LinkRefused:
         # One that does not act sends us to the other, if there is one; else it says when to return.
         asks_other = refused.code is RefusedCode.NOT_ACTING and len(self._urls) > 1
         wait_s = 0.0 if asks_other else min(WAIT_MAX_S, refused.retry_after_s)

@@ -12,12 +12,12 @@ from aiohttp import web
 
 from isochrone.service.identity import CLOCK_SKEW
 from isochrone.wire import headers
-from isochrone.wire.assignment import Revoked
+from isochrone.wire.assignment import RevokedCertificate
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-def is_revoked(shown: Mapping[str, Any], revoked: Sequence[Revoked]) -> bool:
+def is_revoked(shown: Mapping[str, Any], revoked: Sequence[RevokedCertificate]) -> bool:
     """Say whether a certificate, as the `ssl` module reads it, was revoked."""
     names = dict(pair for part in shown.get("subject", ()) for pair in part)
     peer = (names.get("organizationalUnitName"), names.get("commonName"))
@@ -31,7 +31,7 @@ def is_revoked(shown: Mapping[str, Any], revoked: Sequence[Revoked]) -> bool:
     )
 
 
-def refusing(revoked: Callable[[], Sequence[Revoked]]) -> Any:
+def refusing(revoked: Callable[[], Sequence[RevokedCertificate]]) -> Any:
     """Return what turns away, at an application's door, who is `revoked` by now."""
 
     @web.middleware

@@ -20,8 +20,8 @@ from isochrone.wire.admin import (
 from isochrone.wire.artifact import check_artifact
 from isochrone.wire.control import PeerRole
 from isochrone.wire.errors import ApiError, ErrorCode
-from isochrone.wire.ids import POP_PATTERN, WORDS, is_pop
-from isochrone.wire.model import Model
+from isochrone.wire.ids import PATTERN_DESCRIPTIONS, POP_PATTERN, is_pop
+from isochrone.wire.model import CatalogModel
 from scheduler.api.deployments import DEPLOYMENT_ENDPOINTS
 from scheduler.api.endpoint import (
     Call,
@@ -66,7 +66,7 @@ async def put_pop(call: Call) -> PopView:
     if not is_pop(name):
         raise ApiError(
             ErrorCode.INVALID_REQUEST,
-            f"cannot name a PoP {name[:20]!r}: give {WORDS[POP_PATTERN]}",
+            f"cannot name a PoP {name[:20]!r}: give {PATTERN_DESCRIPTIONS[POP_PATTERN]}",
             param="pop",
         )
     before = await catalogue.get_pop(call.connection, name)
@@ -120,7 +120,7 @@ async def delete_router(call: Call) -> None:
 
 async def put_model(call: Call) -> ModelView:
     """Make or change a catalogue entry; other files are a new version of whatever serves it."""
-    model: Model = call.body
+    model: CatalogModel = call.body
     if model.model_id != call.name:
         raise ApiError(
             ErrorCode.INVALID_REQUEST,
@@ -214,7 +214,7 @@ ENDPOINTS: Final = (
         "GET", "/v1/models/{model_id:.+}", shows(catalogue.get_model, "model"),
         "Read a model", ModelView,
     ),
-    Endpoint("PUT", "/v1/models/{model_id:.+}", put_model, "Put a model", ModelView, Model),
+    Endpoint("PUT", "/v1/models/{model_id:.+}", put_model, "Put a model", ModelView, CatalogModel),
     Endpoint("DELETE", "/v1/models/{model_id:.+}", delete_model, "Delete a model", status=204),
     Endpoint(
         "GET", "/v1/placements",

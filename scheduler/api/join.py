@@ -10,7 +10,7 @@ from isochrone.service.identity import IdentityError, parse_join_token
 from isochrone.wire import codec
 from isochrone.wire.control import JoinReply, JoinRequest, PeerRole
 from isochrone.wire.errors import ApiError, ErrorCode
-from isochrone.wire.ids import NAME_PATTERN, WORDS, PopId, is_name
+from isochrone.wire.ids import NAME_PATTERN, PATTERN_DESCRIPTIONS, PopId, is_name
 from isochrone.wire.keys import secret_sha256
 from scheduler.acting import Acting, now
 from scheduler.store.events import record_event
@@ -51,7 +51,7 @@ class Join:
         if not is_name(asked.name) or ".." in asked.name:
             raise ApiError(
                 ErrorCode.INVALID_REQUEST,
-                f"cannot join: a name has {WORDS[NAME_PATTERN]}",
+                f"cannot join: a name has {PATTERN_DESCRIPTIONS[NAME_PATTERN]}",
                 param="name",
             )
         self._take_turn(self._acting.clock())

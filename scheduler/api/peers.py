@@ -13,9 +13,9 @@ from isochrone.wire import codec
 from isochrone.wire.control import (
     Challenge,
     PeerRole,
-    Refused,
     RefusedCode,
     Register,
+    RegistrationRefused,
     Renew,
     Renewed,
     Welcome,
@@ -53,7 +53,7 @@ class Turned(Exception):
 
     def __init__(self, code: RefusedCode, reason: str, retry_after_s: float = 1.0) -> None:
         super().__init__(reason)
-        self.refused = Refused(code=code, reason=reason, retry_after_s=retry_after_s)
+        self.refused = RegistrationRefused(code=code, reason=reason, retry_after_s=retry_after_s)
 
 
 Hear = Callable[[Connected, Any], Awaitable[None]]
@@ -87,7 +87,7 @@ async def attend(
     try:
         if before is not None:
             reason = "the same peer dialled again"
-            await before.end(Refused(code=RefusedCode.DUPLICATE, reason=reason))
+            await before.end(RegistrationRefused(code=RefusedCode.DUPLICATE, reason=reason))
         await hear(peer, None)
         while (frame := await _receive(socket)) is not None:
             await asyncio.sleep(pace.wait_s(len(frame), acting.clock()))

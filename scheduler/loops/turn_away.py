@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from isochrone.service.identity import CLOCK_SKEW
 from isochrone.wire.admin import RevocationView
-from isochrone.wire.control import Refused, RefusedCode
+from isochrone.wire.control import RefusedCode, RegistrationRefused
 from scheduler.acting import Acting, now
 from scheduler.connected import Connected
 from scheduler.store.identities import revoked_since
@@ -46,7 +46,9 @@ class TurnAway:
             (peer, reason) for peer in acting.peers.values() if (reason := _why(peer, revocations))
         ]
         for peer, reason in ending:
-            refused = Refused(code=RefusedCode.IDENTITY, reason=reason, retry_after_s=RETRY_AFTER_S)
+            refused = RegistrationRefused(
+                code=RefusedCode.IDENTITY, reason=reason, retry_after_s=RETRY_AFTER_S
+            )
             await peer.end(refused)
         return TurnedAway(len(ending), await self._tell(revocations))
 

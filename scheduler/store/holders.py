@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Final
 
-from isochrone.wire.assignment import Holders
+from isochrone.wire.assignment import ArtifactHolders
 from isochrone.wire.geo import round_trip_ms
 from isochrone.wire.ids import NodeId, PopId
 from scheduler.decide.routing import ArtifactHolder, rank_sources
@@ -33,7 +33,7 @@ async def record_held(connection: Connection, node_id: NodeId, digests: Sequence
 
 async def read_holders(
     connection: Connection, node_id: NodeId, digests: Sequence[str]
-) -> tuple[Holders, ...]:
+) -> tuple[ArtifactHolders, ...]:
     """Return whom this node should ask for each artifact that it does not hold itself."""
     wanted = sorted(set(digests) - await _held_by(connection, node_id))
     if not wanted:
@@ -45,7 +45,7 @@ async def read_holders(
         candidates = await _candidates(connection, node_id, pop, digest)
         peers = rank_sources(node_id, pop, candidates, lambda p: far_ms.get(p, FAR_MS))
         if peers:
-            holders.append(Holders(digest=digest, peers=peers))
+            holders.append(ArtifactHolders(digest=digest, peers=peers))
     return tuple(holders)
 
 

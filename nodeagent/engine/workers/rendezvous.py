@@ -23,7 +23,7 @@ from typing import Final, NamedTuple
 import psutil
 from torch._C._distributed_c10d import Store, TCPStore
 
-from isochrone.wire.assignment import Group
+from isochrone.wire.assignment import ReplicaGroup
 from nodeagent.engine.architecture.errors import CheckpointError
 from nodeagent.engine.workers.worker_group import (
     CommandChannel,
@@ -72,7 +72,7 @@ class _Connection(NamedTuple):
 class WorkerRendezvous:
     """The side of rank 0: listens until all workers of other nodes have connected."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: ReplicaGroup) -> None:
         self._group = group
         try:
             self._listener = socket.create_server(
@@ -144,7 +144,7 @@ class WorkerRendezvous:
         opened[_Connection(rank, is_liveness)] = connection
 
 
-def dial_rank0(group: Group, rank: int, timeout_s: float) -> WorkerConnections:
+def dial_rank0(group: ReplicaGroup, rank: int, timeout_s: float) -> WorkerConnections:
     """Connect to rank 0 as `rank`, retrying until it listens; raises WorkerLost after a time."""
     deadline = time.monotonic() + timeout_s
     while True:
@@ -165,7 +165,9 @@ def dial_rank0(group: Group, rank: int, timeout_s: float) -> WorkerConnections:
         time.sleep(_RETRY_S if is_refused else _RETRY_REJECTED_S)
 
 
-def open_store(group: Group, ranks: int, timeout_s: float, listener: int | None = None) -> Store:
+def open_store(
+    group: ReplicaGroup, ranks: int, timeout_s: float, listener: int | None = None
+) -> Store:
     """Return the store through which torch connects all `ranks`.
 
     Rank 0 serves it on the descriptor `listener`; the others connect to it.
@@ -182,7 +184,7 @@ def open_store(group: Group, ranks: int, timeout_s: float, listener: int | None 
     )
 
 
-def _dial(group: Group, rank: int, *, is_liveness: bool) -> socket.socket:
+def _dial(group: ReplicaGroup, rank: int, *, is_liveness: bool) -> socket.socket:
     """Open one connection to rank 0, and prove to each other that both know the secret."""
     connection = socket.create_connection(_address(group), _HANDSHAKE_S)
     try:
@@ -200,7 +202,7 @@ def _dial(group: Group, rank: int, *, is_liveness: bool) -> socket.socket:
     return connection
 
 
-def _proof(group: Group, *parts: bytes) -> bytes:
+def _proof(group: ReplicaGroup, *parts: bytes) -> bytes:
     return hmac.digest(group.secret.encode(), b"\0".join(parts), sha256)
 
 
@@ -226,17 +228,17 @@ def _keep_alive(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, unacknowledged_ms)
 
 
-def _address(group: Group) -> tuple[str, int]:
+def _address(group: ReplicaGroup) -> tuple[str, int]:
     return group.host, group.port
 
 
-def _family(group: Group) -> socket.AddressFamily:
+def _family(group: ReplicaGroup) -> socket.AddressFamily:
     with suppress(socket.gaierror):
         return socket.getaddrinfo(*_address(group), type=socket.SOCK_STREAM)[0][0]
     return socket.AF_INET
 
 
-def _use_interface(group: Group) -> None:
+def _use_interface(group: ReplicaGroup) -> None:
     """Have gloo and nccl use the network interface through which the leader is reached."""
     with socket.socket(_family(group), socket.SOCK_DGRAM) as probe:
         # Connecting a datagram socket sends nothing: it only selects a route.

@@ -8,7 +8,7 @@ from types import FrameType
 from typing import Never
 
 from isochrone.service.logs import setup_logs
-from isochrone.wire.assignment import Group
+from isochrone.wire.assignment import ReplicaGroup
 from isochrone.wire.engine import EngineConfig
 from nodeagent.engine.architecture.errors import CheckpointError
 from nodeagent.engine.core.model_runner import ModelRunner
@@ -42,7 +42,7 @@ from nodeagent.engine.workers.shard_loading import (
 from nodeagent.engine.workers.worker_group import CommandChannel, exit_after, run_as_rank
 
 
-def run_remote_workers(config: EngineConfig, group: Group) -> Never:
+def run_remote_workers(config: EngineConfig, group: ReplicaGroup) -> Never:
     """Run this node's ranks of a group whose rank 0 is on another node, until they end.
 
     This process is the first of them; it forks the others.

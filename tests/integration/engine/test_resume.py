@@ -44,7 +44,7 @@ async def test_the_continuation_equals_the_uninterrupted_answer(
                 "continue_final_message": True,
                 "max_tokens": TOKENS - at,
             },
-            **{headers.SAID: str(at)},
+            **{headers.GENERATED_TOKENS: str(at)},
         )
         assert begun + rest["choices"][0]["message"]["content"] == whole, f"cut after {at}"
 

@@ -12,7 +12,7 @@ from aiohttp import WSMsgType, web
 
 from isochrone.service.door import open_door
 from isochrone.service.identity import Authority
-from isochrone.wire.control import PeerRole, Refused, Welcome
+from isochrone.wire.control import PeerRole, RegistrationRefused, Welcome
 from isochrone.wire.ids import BootId, Generation, NodeId, PopId
 from isochrone.wire.report import Pulse
 from scheduler.acting import PULSES_WRITTEN_MAX, Acting
@@ -131,7 +131,7 @@ class Predecessor:
     def __init__(self, acting: Acting) -> None:
         self._acting = acting
 
-    async def end(self, refused: Refused) -> None:
+    async def end(self, refused: RegistrationRefused) -> None:
         successor = self._acting.peers[PeerRole.AGENT, "n1"]
         assert successor._transport is not None
         successor._transport.abort()

@@ -26,7 +26,7 @@ from isochrone.wire.ids import (
     ReplicaId,
 )
 from isochrone.wire.model import EngineSettings
-from isochrone.wire.report import Profile, Pulse, Refusal
+from isochrone.wire.report import Pulse, Refusal, ReplicaProfile
 from scheduler.acting import PULSES_WRITTEN_MAX, Acting, now
 from scheduler.api.peers import LEAP_MAX, Turned, _enter
 from scheduler.decide.cluster import ClusterState
@@ -159,8 +159,10 @@ async def test_a_replica_on_a_device_that_is_gone_spoils_no_report(pool: Pool) -
 
 
 BIG = 2**64 - 1
-ALL = Profile(load_s=nan, prefill_tokens_per_s=nan, decode_tokens_per_s=inf, memory_bytes=1)
-NONE = Profile(load_s=nan, prefill_tokens_per_s=inf, decode_tokens_per_s=-1.0, memory_bytes=BIG)
+ALL = ReplicaProfile(load_s=nan, prefill_tokens_per_s=nan, decode_tokens_per_s=inf, memory_bytes=1)
+NONE = ReplicaProfile(
+    load_s=nan, prefill_tokens_per_s=inf, decode_tokens_per_s=-1.0, memory_bytes=BIG
+)
 
 
 @pytest.mark.parametrize(
@@ -243,7 +245,7 @@ async def test_only_what_was_seated_there_by_this_cluster_is_taken_in(
         return msgspec.structs.replace(spec, seal=seal)
 
     async def said(seq: int, spec: ReplicaSpec) -> int:
-        boast = Profile(prefill_tokens_per_s=1e9, decode_tokens_per_s=1e9)
+        boast = ReplicaProfile(prefill_tokens_per_s=1e9, decode_tokens_per_s=1e9)
         replica = msgspec.structs.replace(a_replica_report(spec), profile=boast)
         told = a_report(seq=seq, replicas=(replica,))
         async with transaction(pool) as connection:

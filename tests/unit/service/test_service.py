@@ -61,8 +61,8 @@ def test_a_variable_that_sets_nothing_is_refused_by_its_name() -> None:
     [
         ({"schedulers": '["10.0.0.5:7001"]'}, r"schedulers\[0\]"),
         ({"address": "10.0.0.7:9000"}, "address"),
-        ({"address": "http://10.0.0.7:9000", "door_tls": "true"}, "begins with https"),
-        ({"address": "https://10.0.0.7:9000"}, "begins with https"),
+        ({"address": "http://10.0.0.7:9000", "door_tls": "true"}, "must begin with https"),
+        ({"address": "https://10.0.0.7:9000"}, "must begin with https"),
     ],
 )
 def test_an_address_that_nobody_could_dial_is_refused(settings: dict[str, str], words: str) -> None:

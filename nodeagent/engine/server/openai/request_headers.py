@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Final
 
-from isochrone.wire.headers import DEADLINE_MS, PRIORITY, SAID, SESSION_AFFINITY
+from isochrone.wire.headers import DEADLINE_MS, GENERATED_TOKENS, PRIORITY, SESSION_AFFINITY
 from nodeagent.engine.scheduler.fair_queue import PRIORITY_MAX, SchedulingParams
 from nodeagent.engine.server.openai.request_errors import invalid_request
 
@@ -26,7 +26,7 @@ def scheduling_params(headers: Mapping[str, str], salt: str, now_s: float) -> Sc
 
 def tokens_generated_before(headers: Mapping[str, str]) -> int:
     """Return how many tokens of this answer another engine has generated already."""
-    return _number(headers, SAID, _GENERATED_MAX) or 0
+    return _number(headers, GENERATED_TOKENS, _GENERATED_MAX) or 0
 
 
 def _number(headers: Mapping[str, str], name: str, largest: int) -> int | None:

@@ -1,4 +1,4 @@
-"""The node's door: what an answer's end is counted as, whichever end goes away."""
+"""The data-plane server counts each relayed answer by how it ended."""
 
 from collections.abc import AsyncIterator
 from typing import Any
@@ -7,26 +7,26 @@ import aiohttp
 import pytest
 
 from nodeagent import metrics
-from nodeagent.api.door import _copy
+from nodeagent.api.data_plane import _relay_body
 
 
-class Ends:
-    """A request and its answer, whose client may have left."""
+class FakeExchange:
+    """A request and its response, whose client may have disconnected."""
 
-    def __init__(self, *, has_left: bool) -> None:
+    def __init__(self, *, is_disconnected: bool) -> None:
         self.aborted = False
         self.transport = self
-        self._has_left = has_left
+        self._is_disconnected = is_disconnected
 
     def abort(self) -> None:
         self.aborted = True
 
     async def write(self, chunk: bytes) -> None:
-        if self._has_left:
+        if self._is_disconnected:
             raise aiohttp.ClientConnectionResetError("Cannot write to closing transport")
 
     async def write_eof(self) -> None:
-        """Nothing more comes."""
+        """Accept the end of the body."""
 
 
 async def chunks(error: Exception | None) -> AsyncIterator[bytes]:
@@ -43,19 +43,19 @@ def counted(outcome: str) -> float:
 
 
 @pytest.mark.parametrize(
-    ("error", "has_left", "outcome"),
+    ("error", "is_disconnected", "outcome"),
     [
         (None, False, "answered"),
-        (aiohttp.ClientPayloadError("cut"), False, "engine_lost"),
-        (None, True, "client_left"),
+        (aiohttp.ClientPayloadError("cut"), False, "engine_failed"),
+        (None, True, "client_disconnected"),
     ],
 )
-async def test_an_answer_is_counted_by_who_ended_it(
-    error: Exception | None, has_left: bool, outcome: str
+async def test_an_answer_is_counted_by_how_it_ended(
+    error: Exception | None, is_disconnected: bool, outcome: str
 ) -> None:
-    outcomes = ("answered", "engine_lost", "client_left")
+    outcomes = ("answered", "engine_failed", "client_disconnected")
     before = {name: counted(name) for name in outcomes}
-    ends: Any = Ends(has_left=has_left)
-    await _copy(ends, ends, chunks(error), "answered")
+    exchange: Any = FakeExchange(is_disconnected=is_disconnected)
+    await _relay_body(exchange, exchange, chunks(error), "answered")
     assert {name for name in outcomes if counted(name) > before[name]} == {outcome}
-    assert ends.aborted == (outcome == "engine_lost")
+    assert exchange.aborted == (outcome == "engine_failed")

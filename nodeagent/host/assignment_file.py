@@ -1,4 +1,4 @@
-"""The last assignment on disk: a node that boots with no scheduler runs what it ran."""
+"""Stores the last assignment on disk, so that a node can restart without a scheduler."""
 
 import logging
 from pathlib import Path
@@ -13,23 +13,23 @@ log = logging.getLogger(__name__)
 _decoder = msgspec.msgpack.Decoder(Assignment)
 
 
-class Ledger:
-    """One snapshot file. Blocking: called from threads."""
+class AssignmentFile:
+    """One snapshot file. Its methods block: call them from a thread."""
 
     def __init__(self, state: Path) -> None:
         self._path = state / "assignment"
 
     def read(self) -> Assignment | None:
-        """Return the last assignment, or None where there is none that can be read."""
+        """Return the stored assignment, or None if there is none that can be read."""
         payload = read_snapshot(self._path)
         try:
             return _decoder.decode(payload) if payload is not None else None
         except msgspec.DecodeError as error:
-            # Whole, and of another release: a node that does not start would be worse off.
+            # An intact file of an incompatible release must not keep the node from starting.
             fields = {"path": str(self._path), "error": str(error)}
             log.error("cannot use the stored assignment", extra={"fields": fields})
             return None
 
     def write(self, assignment: Assignment) -> None:
-        """Keep an assignment; returns when it is on disk."""
+        """Store an assignment; return once it is on disk."""
         write_snapshot(self._path, msgspec.msgpack.encode(assignment))
