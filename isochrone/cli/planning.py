@@ -16,7 +16,7 @@ import msgspec
 
 from isochrone.cli.client import AdminError
 from isochrone.cli.context import CliContext
-from isochrone.cli.output import stderr, show_one, show_rows
+from isochrone.cli.output import show_one, show_rows, stderr
 from isochrone.cli.world_map import draw
 from isochrone.service.files import write_atomic
 
