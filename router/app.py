@@ -23,13 +23,13 @@ from isochrone.wire.ids import BootId, RouterId
 from isochrone.wire.routes import RouteDelta, RouteTable
 from isochrone.wire.usage import UsageAck
 from router import build
-from router.apis.doors import Doors
-from router.apis.openai.cold import cold_app
-from router.apis.openai.hot import OpenAiSurface
+from router.apis.dispatch import ApiDispatcher
+from router.apis.openai.auxiliary import auxiliary_app
+from router.apis.openai.surface import OpenAiSurface
 from router.apis.request_ids import RequestIds
 from router.config import RouterConfig
 from router.dataplane.deadlines import Deadlines
-from router.dataplane.server import Server
+from router.dataplane.server import PublicServer
 from router.dataplane.upstream import Upstream
 from router.decide.limits import Gate
 from router.fleet import Fleet
@@ -42,9 +42,9 @@ from router.loops.share import Sharer
 from router.loops.ship import Shipper
 from router.loops.spool import UsageSpool
 from router.metrics import Metrics
+from router.pipeline import RequestPipeline
 from router.processes import WORKER_ENV, ParentLink, Worker, Workers, config_of, worker_of
 from router.record import Recorder
-from router.serve import Corridor
 from router.sharing import Prompts
 
 log = logging.getLogger(__name__)
@@ -118,7 +118,7 @@ class House:
         self._make_what_serves()
         self._make_what_reports()
         self.server = self._server()
-        self.cold = cold_app(self.surface, self.fleet, self.metrics, self.request_ids)
+        self.auxiliary_app = auxiliary_app(self.surface, self.fleet, self.metrics, self.request_ids)
         self.loops = {loop.name: loop for loop in self._loops()}
         self.follower.on_change(self.table_changed)
 
@@ -164,7 +164,7 @@ class House:
         self.recorder = Recorder(self.identity.pop, self.metrics, self.journal)
         self.deadlines = Deadlines(time.monotonic)
         self.upstream = Upstream(self.config, self.deadlines, time.monotonic, self.node_tls)
-        self.corridor = Corridor(
+        self.pipeline = RequestPipeline(
             config=self.config,
             fleet=self.fleet,
             gate=self.gate,
@@ -183,7 +183,7 @@ class House:
             upstream=self.upstream,
             metrics=self.metrics,
             dropped=self.follower.dropped,
-            let_go=self.corridor.let_go,
+            let_go=self.pipeline.let_go,
             timeout_s=self.config.probe_timeout_s,
         )
         self.spool = UsageSpool(self.config.state_folder / "usage", self.config.spool_bytes_max)
@@ -203,19 +203,21 @@ class House:
         self.gauges = Gauges(
             fleet=self.fleet,
             follower=self.follower,
-            waiting=self.corridor.waiting,
+            waiting=self.pipeline.queue,
             metrics=self.metrics,
             is_led=lambda: self.link.connected,
         )
 
-    def _server(self) -> Server:
+    def _server(self) -> PublicServer:
         """Return what clients meet."""
-        doors = Doors(self.surface, self.corridor, self.upstream, self.request_ids, self.metrics)
-        return Server(
+        dispatcher = ApiDispatcher(
+            self.surface, self.pipeline, self.upstream, self.request_ids, self.metrics
+        )
+        return PublicServer(
             config=self.config,
-            let_in=doors.let_in,
-            handler=doors.answer,
-            encode_error=doors.encode_error,
+            let_in=dispatcher.let_in,
+            handler=dispatcher.answer,
+            encode_error=dispatcher.encode_error,
             deadlines=self.deadlines,
             clock=time.monotonic,
             unix_clock=time.time,
@@ -300,7 +302,7 @@ async def open_house(
             open_listeners(
                 config,
                 server=house.server,
-                cold=house.cold,
+                cold=house.auxiliary_app,
                 upstream=house.upstream,
                 registry=house.metrics.registry,
                 context=None if house.tls is None else house.tls.context,

@@ -13,8 +13,8 @@ from isochrone.wire.usage import DemandRow, UsageRow
 from router.counts import DECLINED
 from router.decide.rollout import Trials
 from router.journal import Journal
-from router.journey import FAILED, REFUSED, Journey
 from router.metrics import Metrics
+from router.request_context import FAILED, REFUSED, RequestContext
 
 USAGE_ROWS_MAX: Final = 100_000
 """Rows held in memory when the disk takes none; past it they are counted as lost."""
@@ -53,25 +53,25 @@ class Recorder:
         self.on_unserved: Callable[[], None] = _nothing
         """Told when a deployment has no replica for who asks, and had one in the window before."""
 
-    def record(self, journey: Journey, now_s: float) -> None:
+    def record(self, context: RequestContext, now_s: float) -> None:
         """Book one request that ended now."""
-        asked = journey.asked
-        prompt, cached, output = journey.used
+        asked = context.asked
+        prompt, cached, output = context.used
         metrics = self._metrics.of[asked.deployment.name]
-        metrics.outcomes[DECLINED if journey.is_declined else journey.outcome] += 1
+        metrics.outcomes[DECLINED if context.is_declined else context.outcome] += 1
         metrics.prompt += prompt
         metrics.cached += cached
         metrics.output += output
-        first_s = journey.first_token_at_s
-        if first_s is not None and journey.ranked is not None:
+        first_s = context.first_token_at_s
+        if first_s is not None and context.ranked is not None:
             metrics.ttft.observe(first_s - asked.arrived_s)
-            metrics.ttft_error.observe((journey.took_ms - journey.ranked.ttft_ms) / 1000)
-        self._add_demand(journey, prompt, cached, output)
-        route = journey.route
+            metrics.ttft_error.observe((context.took_ms - context.ranked.ttft_ms) / 1000)
+        self._add_demand(context, prompt, cached, output)
+        route = context.route
         if route is None:
             return
-        if asked.deployment.rollout is not None and journey.via is not None:
-            self._add_trial(journey, route, output, now_s)
+        if asked.deployment.rollout is not None and context.via is not None:
+            self._add_trial(context, route, output, now_s)
         if len(self._usage) >= USAGE_ROWS_MAX:
             self._metrics.usage_dropped.inc()
             return
@@ -87,25 +87,25 @@ class Recorder:
             prompt_tokens=prompt,
             cached_tokens=cached,
             output_tokens=output,
-            outcome=journey.outcome,
+            outcome=context.outcome,
             ttft_ms=1000 * (first_s - asked.arrived_s) if first_s is not None else 0.0,
             duration_ms=1000 * (now_s - asked.arrived_s),
         )
         self._usage.append(row)
         self.journal.append(row)
 
-    def found_no_replica(self, journey: Journey) -> None:
+    def found_no_replica(self, context: RequestContext) -> None:
         """Count who waits for a first replica while he waits: it is what wakes one."""
-        asked = self._demand_of(journey)
+        asked = self._demand_of(context)
         asked.no_replica += 1
-        asked.count(journey.prompt_tokens_estimate, 0)
-        if asked.no_replica == 1 and journey.asked.deployment_id not in self._unserved_before:
+        asked.count(context.prompt_tokens_estimate, 0)
+        if asked.no_replica == 1 and context.asked.deployment_id not in self._unserved_before:
             self.on_unserved()
 
-    def attempt_failed(self, journey: Journey) -> None:
+    def attempt_failed(self, context: RequestContext) -> None:
         """Count a replica that failed under a request, whoever answers in the end."""
-        if journey.route is not None:
-            self.trials.ended(journey.asked.deployment, journey.route, failed=True)
+        if context.route is not None:
+            self.trials.ended(context.asked.deployment, context.route, failed=True)
 
     def take_usage(self) -> tuple[tuple[UsageRow, ...], tuple[Path, ...]]:
         """Hand over the usage so far and its journal's files, `saved` once it is kept elsewhere."""
@@ -137,32 +137,32 @@ class Recorder:
         self._unserved_before = {row.deployment_id for row in rows if row.no_replica}
         return rows
 
-    def _add_trial(self, journey: Journey, route: Route, output: int, now_s: float) -> None:
-        output -= journey.said_before
+    def _add_trial(self, context: RequestContext, route: Route, output: int, now_s: float) -> None:
+        output -= context.said_before
         itl_ms = 0.0
-        if journey.token_at_s and output > 1:
-            itl_ms = 1000 * (now_s - journey.token_at_s) / (output - 1)
+        if context.token_at_s and output > 1:
+            itl_ms = 1000 * (now_s - context.token_at_s) / (output - 1)
         self.trials.ended(
-            journey.asked.deployment,
+            context.asked.deployment,
             route,
-            failed=journey.outcome is FAILED,
-            ttft_ms=journey.took_ms,
+            failed=context.outcome is FAILED,
+            ttft_ms=context.took_ms,
             itl_ms=itl_ms,
         )
 
-    def _add_demand(self, journey: Journey, prompt: int, cached: int, output: int) -> None:
-        if journey.is_declined:
+    def _add_demand(self, context: RequestContext, prompt: int, cached: int, output: int) -> None:
+        if context.is_declined:
             # For what its client wrote: no replica more would have helped.
             return
-        asked = self._demand_of(journey)
-        if not journey.found_no_replica:
+        asked = self._demand_of(context)
+        if not context.found_no_replica:
             # What was turned away wanted its prompt done too: the planner must see it.
-            asked.count(prompt or journey.prompt_tokens_estimate, cached)
+            asked.count(prompt or context.prompt_tokens_estimate, cached)
         asked.output += output
-        asked.refused += journey.outcome is REFUSED
+        asked.refused += context.outcome is REFUSED
 
-    def _demand_of(self, journey: Journey) -> _Demand:
-        deployment_id = journey.asked.deployment_id
+    def _demand_of(self, context: RequestContext) -> _Demand:
+        deployment_id = context.asked.deployment_id
         asked = self._demand.get(deployment_id)
         if asked is None:
             asked = self._demand[deployment_id] = _Demand()

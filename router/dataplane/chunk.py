@@ -5,7 +5,7 @@ from typing import Any, Final
 import msgspec
 
 
-class Delta(msgspec.Struct):
+class ChunkDelta(msgspec.Struct):
     """What one frame adds to one choice; of a whole answer, all that it said."""
 
     content: str | None = None
@@ -13,27 +13,27 @@ class Delta(msgspec.Struct):
     tool_calls: list[msgspec.Raw] | None = None
 
 
-class Choice(msgspec.Struct):
+class ChunkChoice(msgspec.Struct):
     """One of the answers that there are side by side."""
 
     index: int = 0
-    delta: Delta | None = None
-    message: Delta | None = None
+    delta: ChunkDelta | None = None
+    message: ChunkDelta | None = None
     text: str | None = None
     finish_reason: str | None = None
 
 
-class Chunk(msgspec.Struct):
+class ResponseChunk(msgspec.Struct):
     """One frame, or a whole answer."""
 
-    choices: list[Choice] = []
+    choices: list[ChunkChoice] = []
     usage: Any = None
 
 
-_CHUNK: Final = msgspec.json.Decoder(Chunk)
+_CHUNK: Final = msgspec.json.Decoder(ResponseChunk)
 
 
-def chunk_of(data: bytes) -> Chunk | None:
+def chunk_of(data: bytes) -> ResponseChunk | None:
     """Read a frame's data; None where it is none of these."""
     try:
         return _CHUNK.decode(data)

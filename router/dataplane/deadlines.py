@@ -16,7 +16,7 @@ SWEEP_S: Final = 0.1
 NEVER: Final = inf
 
 
-class Waits(Protocol):
+class HasDeadline(Protocol):
     """Something that must not wait past `due_s` (monotonic seconds)."""
 
     due_s: float
@@ -31,7 +31,7 @@ class Deadlines:
     def __init__(self, clock: Callable[[], float]) -> None:
         """Watch nothing yet."""
         self._clock = clock
-        self._watched: set[Waits] = set()
+        self._watched: set[HasDeadline] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._next_s = 0.0
 
@@ -39,11 +39,11 @@ class Deadlines:
         """Return how many are watched."""
         return len(self._watched)
 
-    def add(self, waits: Waits) -> None:
+    def add(self, waits: HasDeadline) -> None:
         """Watch one more."""
         self._watched.add(waits)
 
-    def discard(self, waits: Waits) -> None:
+    def discard(self, waits: HasDeadline) -> None:
         """Watch it no longer."""
         self._watched.discard(waits)
 

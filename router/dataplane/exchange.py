@@ -19,16 +19,16 @@ from isochrone.wire import headers
 from isochrone.wire.ids import NodeId, ReplicaId
 from router.dataplane import sse
 from router.dataplane.deadlines import NEVER
-from router.dataplane.errand import Signal
 from router.dataplane.http1 import EVENT_STREAM, Fields
-from router.dataplane.message import Client
+from router.dataplane.http_messages import ResponseWriter
+from router.dataplane.inline_task import InlineEvent
 from router.dataplane.usage import UsageCount
 
 HELD_BYTES_MAX: Final = 256 * 1024
 END_TIMEOUT_S: Final = 0.5
 
 
-class Failure(StrEnum):
+class FailureCause(StrEnum):
     """Why an attempt came to nothing."""
 
     UNREACHABLE = "unreachable"
@@ -44,13 +44,13 @@ class Failure(StrEnum):
 class AttemptFailed(Exception):
     """This attempt came to nothing; `failure` says how, the message in words."""
 
-    def __init__(self, failure: Failure, message: str, refused: str = "") -> None:
+    def __init__(self, failure: FailureCause, message: str, refused: str = "") -> None:
         super().__init__(message)
         self.failure = failure
         self.refused = refused
 
 
-class Head:
+class ResponseHead:
     """The head of a node's answer."""
 
     __slots__ = ("content_type", "fields", "load", "passed", "refused", "resumed", "status")
@@ -72,13 +72,13 @@ _REFUSED: Final = headers.REFUSED.encode()
 _PASSED: Final = headers.PASSED.encode()
 
 
-class Connection(Protocol):
+class ExchangeConnection(Protocol):
     """What an exchange needs of the connection it is on."""
 
-    exchange: "Exchange | None"
+    exchange: "NodeExchange | None"
     due_s: float
 
-    def begin(self, exchange: "Exchange") -> None:
+    def begin(self, exchange: "NodeExchange") -> None:
         """Send its request."""
 
     def close(self) -> None:
@@ -91,16 +91,16 @@ class Connection(Protocol):
         """Read on."""
 
 
-class Dialler(Protocol):
+class Dialer(Protocol):
     """Whence connections come."""
 
     clock: Callable[[], float]
 
-    async def connect(self, node_id: NodeId, address: str) -> Connection:
+    async def connect(self, node_id: NodeId, address: str) -> ExchangeConnection:
         """Open a connection, or raise AttemptFailed."""
 
 
-class Exchange:
+class NodeExchange:
     """One attempt. Await `opened`, take the `answer`, let a stream `flow`; `leave` in any case."""
 
     __slots__ = (
@@ -112,12 +112,12 @@ class Exchange:
 
     def __init__(
         self,
-        pool: Dialler,
+        pool: Dialer,
         node_id: NodeId,
         address: str,
         request: tuple[bytes, bytes],
         bytes_max: int,
-        frames: sse.Frames | None = None,
+        frames: sse.StreamRelay | None = None,
         *,
         is_rest: bool = False,
     ) -> None:
@@ -127,7 +127,7 @@ class Exchange:
         """
         self.request = request
         self.frames = frames
-        self.head: Head | None = None
+        self.head: ResponseHead | None = None
         self.body = b""
         self.usage: UsageCount | None = None
         self.is_stream = self.is_over = self.is_paused = self.is_unwanted = False
@@ -140,16 +140,16 @@ class Exchange:
         self.has_begun = False
         """Whether there is a first token, or a whole answer."""
         self._failure: AttemptFailed | None = None
-        self.opened = Signal()
+        self.opened = InlineEvent()
         """Given when there is something to `answer`."""
-        self._ended: Signal | None = None
-        self._client: Client | None = None
+        self._ended: InlineEvent | None = None
+        self._client: ResponseWriter | None = None
         self._held: list[bytes] = []
         self._held_bytes = 0
-        self._connection: Connection | None = None
+        self._connection: ExchangeConnection | None = None
         self._dialling: asyncio.Task[None] | None = None
 
-    def answer(self) -> Head:
+    def answer(self) -> ResponseHead:
         """Return the head of an answer that is whole, or whose first token is there; or raise
         AttemptFailed.
         """
@@ -158,7 +158,7 @@ class Exchange:
         assert self.head is not None
         return self.head
 
-    async def flow(self, client: Client) -> None:
+    async def flow(self, client: ResponseWriter) -> None:
         """Let the stream flow to `client` until `[DONE]` or an error event; AttemptFailed else."""
         frames = self.frames
         assert frames is not None
@@ -168,12 +168,12 @@ class Exchange:
         if first:
             client.send(first)
         if not frames.is_over and self._failure is None:
-            self._ended = Signal()
+            self._ended = InlineEvent()
             await self._ended
         if self._failure is not None and not frames.is_over:
             raise self._failure
 
-    def begin(self, connection: Connection) -> None:
+    def begin(self, connection: ExchangeConnection) -> None:
         """Send the request over `connection`."""
         self._connection = connection
         connection.begin(self)
@@ -221,15 +221,15 @@ class Exchange:
 
     # The connection's side.
 
-    def on_head(self, head: Head) -> None:
+    def on_head(self, head: ResponseHead) -> None:
         """Take the head: it says whether a stream follows. AttemptFailed ends the exchange."""
         self.head = head
         if self.frames is None or head.status != 200:
             return
         if not head.content_type.startswith(EVENT_STREAM):
-            raise AttemptFailed(Failure.BROKEN, f"{self._node_id} sent no event stream")
+            raise AttemptFailed(FailureCause.BROKEN, f"{self._node_id} sent no event stream")
         if self._is_rest and not head.resumed:
-            raise AttemptFailed(Failure.UNFIT, f"{self._node_id} cannot go on from a text")
+            raise AttemptFailed(FailureCause.UNFIT, f"{self._node_id} cannot go on from a text")
         self.is_stream = True
 
     def on_body(self, data: bytes) -> None:
@@ -241,20 +241,21 @@ class Exchange:
             self._hold(data)
             if self._held_bytes > self._bytes_max:
                 raise AttemptFailed(
-                    Failure.BROKEN, f"{self._node_id} answered more than {self._bytes_max} bytes"
+                    FailureCause.BROKEN,
+                    f"{self._node_id} answered more than {self._bytes_max} bytes",
                 )
             return
         try:
             shown = frames.feed(data)
         except sse.BrokenStream as error:
-            raise AttemptFailed(Failure.BROKEN, f"{self._node_id} sent {error}") from error
+            raise AttemptFailed(FailureCause.BROKEN, f"{self._node_id} sent {error}") from error
         if self._client is not None:
             if shown:
                 self._client.send(shown)
             return
         # Nothing goes out until there is a token in it.
         if frames.has_failed:
-            raise AttemptFailed(Failure.ERROR, f"{self._node_id} reported an error")
+            raise AttemptFailed(FailureCause.ERROR, f"{self._node_id} reported an error")
         self._hold(shown)
         if frames.has_begun or frames.is_over or self._held_bytes > HELD_BYTES_MAX:
             self.has_begun = True
@@ -270,7 +271,7 @@ class Exchange:
         elif frames is not None and not frames.is_over:
             when = "early" if frames.has_begun else "before a token"
             self._failure = AttemptFailed(
-                Failure.BROKEN, f"{self._node_id} ended the stream {when}"
+                FailureCause.BROKEN, f"{self._node_id} ended the stream {when}"
             )
 
     def tell(self) -> None:
@@ -287,12 +288,14 @@ class Exchange:
         if is_stale:
             self.dial()
         else:
-            self.fail(AttemptFailed(Failure.BROKEN, f"{self._node_id} broke off"))
+            self.fail(AttemptFailed(FailureCause.BROKEN, f"{self._node_id} broke off"))
 
     def on_silence(self) -> None:
         """The node said nothing for as long as may be."""
         self.fail(
-            AttemptFailed(Failure.SILENT, f"{self._node_id} fell silent for {self.patience_s:g} s")
+            AttemptFailed(
+                FailureCause.SILENT, f"{self._node_id} fell silent for {self.patience_s:g} s"
+            )
         )
 
     def heard_s(self) -> float:

@@ -19,9 +19,9 @@ from isochrone.wire.errors import ApiError, ErrorCode
 from router.config import RouterConfig
 from router.dataplane import http1
 from router.dataplane.deadlines import NEVER, Deadlines
-from router.dataplane.errand import Errand, Signal
-from router.dataplane.message import Reply, Request, Source
-from router.dataplane.requests import LetIn, RequestReader
+from router.dataplane.http_messages import HttpRequest, HttpResponse, PausableSource
+from router.dataplane.inline_task import InlineEvent, InlineTask
+from router.dataplane.request_reader import LetIn, RequestReader
 
 log = logging.getLogger(__name__)
 
@@ -35,12 +35,12 @@ CUT_TIMEOUT_S: Final = 5.0
 """For a loop to say of connections that were cut that they are lost."""
 
 
-Handler = Callable[[Request, "ClientConnection"], Awaitable[None]]
-EncodeError = Callable[[ApiError, str, str], Reply]
+Handler = Callable[[HttpRequest, "ClientConnection"], Awaitable[None]]
+EncodeError = Callable[[ApiError, str, str], HttpResponse]
 """An error, and the path and the id of the request as far as they are known."""
 
 
-class Server:
+class PublicServer:
     """What all connections of a listener share, and how many they are."""
 
     def __init__(
@@ -130,23 +130,23 @@ class ClientConnection:
         "_unread_bytes", "due_s",
     )  # fmt: skip
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: PublicServer) -> None:
         self._server = server
         self._transport: asyncio.Transport | None = None
         self._reader = RequestReader(
             self, server.let_in, server.config.body_bytes_max, server.clock
         )
-        self._errand: Errand | None = None
-        self._ready: deque[Request] = deque()
+        self._errand: InlineTask | None = None
+        self._ready: deque[HttpRequest] = deque()
         self._bad: ApiError | None = None
-        self._source: Source | None = None
+        self._source: PausableSource | None = None
         self._address = ""
         self._paused = False
         self._stopped_reading = False
-        self._request: Request | None = None
+        self._request: HttpRequest | None = None
         self._begun = False
         self._chunked = False
-        self._resumed: Signal | None = None
+        self._resumed: InlineEvent | None = None
         self._unread_bytes = 0.0
         self.due_s = NEVER
 
@@ -189,7 +189,7 @@ class ClientConnection:
             return
         if self._ready:
             self.due_s = NEVER
-            self._errand = Errand(self._answer_all())
+            self._errand = InlineTask(self._answer_all())
             self._errand.go_on()
             return
         if self._bad is not None:
@@ -246,7 +246,7 @@ class ClientConnection:
         if self._errand is None and not self._ready:
             self._write(http1.CONTINUE)
 
-    def request_is_whole(self, request: Request) -> None:
+    def request_is_whole(self, request: HttpRequest) -> None:
         """Let it be answered after those before it."""
         self._ready.append(request)
         if len(self._ready) >= READY_MAX and self._transport is not None:
@@ -278,7 +278,7 @@ class ClientConnection:
         if self._chunked:
             self._write(http1.LAST_CHUNK)
 
-    def reply(self, reply: Reply) -> None:
+    def reply(self, reply: HttpResponse) -> None:
         """Send a whole answer."""
         request = self._request
         self._begun = True
@@ -292,7 +292,7 @@ class ClientConnection:
         else:
             self._write(head + reply.body)
 
-    def reads_from(self, source: Source | None) -> None:
+    def reads_from(self, source: PausableSource | None) -> None:
         """Tie the answer's source, so that it flows no faster than the client reads."""
         self._source = source
         if source is not None and self._paused:
@@ -301,7 +301,7 @@ class ClientConnection:
     async def drained(self) -> None:
         """Return when the client has read what was written; cancelled where it is gone."""
         while self._paused:
-            self._resumed = Signal()
+            self._resumed = InlineEvent()
             await self._resumed
 
     def abort(self) -> None:
@@ -340,7 +340,7 @@ class ClientConnection:
             wait_s = body_timeout_s if self._reader.arrived_s else KEEPALIVE_S
             self.due_s = self._server.clock() + wait_s
 
-    async def _answer(self, request: Request) -> None:
+    async def _answer(self, request: HttpRequest) -> None:
         """Have one request answered; the other of the two places that catch `Exception`."""
         self._begun = False
         try:
@@ -356,7 +356,7 @@ class ClientConnection:
         finally:
             self._source = None
 
-    def _answer_error(self, request: Request, error: ApiError) -> None:
+    def _answer_error(self, request: HttpRequest, error: ApiError) -> None:
         if self._begun:
             # Half an answer is out: only a cut tells the client that it is not whole.
             self.abort()

@@ -11,12 +11,12 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from router.dataplane.chunk import Choice, Delta, chunk_of
+from router.dataplane.chunk import ChunkChoice, ChunkDelta, chunk_of
 from router.dataplane.usage import UsageCount, set_usage, usage_of, with_cached_tokens
 
 FRAME_BYTES_MAX: Final = 4 * 1024 * 1024
 KEPT_BYTES_MAX: Final = 32 * 1024
-"""Frames are kept as they came until so many; then only their text is."""
+"""StreamRelay are kept as they came until so many; then only their text is."""
 
 DONE_FRAME: Final = b"data: [DONE]\n\n"
 _END: Final = re.compile(rb"\r\n\r\n|\n\n|\r\r")
@@ -27,7 +27,7 @@ class BrokenStream(Exception):
     """What arrives is not server-sent events."""
 
 
-class Said(NamedTuple):
+class GeneratedOutput(NamedTuple):
     """What a stream has said so far: tokens counted by frames, and the text where it is plain."""
 
     tokens: int
@@ -36,7 +36,7 @@ class Said(NamedTuple):
     finish_reason: str | None
 
 
-class Frames:
+class StreamRelay:
     """One client's stream: a node's bytes in, the client's bytes out.
 
     It outlives a node that dies: `go_on` lets the frames of the next one follow.
@@ -82,7 +82,7 @@ class Frames:
                 raise BrokenStream(f"a frame of more than {FRAME_BYTES_MAX} bytes")
             if not whole:
                 return b""
-        # Frames that hold nothing but tokens go on unread: nearly all of them.
+        # StreamRelay that hold nothing but tokens go on unread: nearly all of them.
         if self.has_begun and not self._skips_role and _SPECIAL.search(whole) is None:
             self._keep(whole)
             return whole
@@ -110,10 +110,12 @@ class Frames:
                 yield self._one(whole[begin:end])
             at = end
 
-    def said(self) -> Said:
+    def said(self) -> GeneratedOutput:
         """Return what was said so far."""
         self._collapse()
-        return Said(self._tokens, "".join(self._text), self._is_plain, self._finish_reason)
+        return GeneratedOutput(
+            self._tokens, "".join(self._text), self._is_plain, self._finish_reason
+        )
 
     def go_on(self) -> None:
         """Let another node's frames follow: they continue what was said."""
@@ -184,8 +186,8 @@ class Frames:
             for choice in chunk.choices:
                 self._take(choice)
 
-    def _take(self, choice: Choice) -> None:
-        delta = choice.delta or Delta()
+    def _take(self, choice: ChunkChoice) -> None:
+        delta = choice.delta or ChunkDelta()
         text = delta.content or choice.text
         others = bool(delta.reasoning_content or delta.tool_calls)
         if text or others:
@@ -227,7 +229,7 @@ def data_of(frame: bytes) -> bytes:
     return b"\n".join([line[5:].lstrip(b" ") for line in lines if line.startswith(b"data:")])
 
 
-class Kind(NamedTuple):
+class FrameKind(NamedTuple):
     """What a frame is to the relay."""
 
     is_done: bool = False
@@ -238,16 +240,16 @@ class Kind(NamedTuple):
     body: dict[str, Any] | None = None
 
 
-def classify(frame: bytes) -> Kind:
+def classify(frame: bytes) -> FrameKind:
     """Say what a frame is. Most hold one token and are told by a search, not by decoding."""
     data = data_of(frame)
     if not data:
-        return Kind()
+        return FrameKind()
     if data == b"[DONE]":
-        return Kind(is_done=True)
+        return FrameKind(is_done=True)
     holds_usage = b'"usage"' in data and b'"usage":null' not in data.replace(b" ", b"")
     if not holds_usage and not data.startswith((b'{"error"', b'{ "error"')):
-        return Kind(tokens=1 if _holds_content(data) else 0)
+        return FrameKind(tokens=1 if _holds_content(data) else 0)
     try:
         body = msgspec.json.decode(data)
     except (msgspec.DecodeError, RecursionError, ValueError) as error:
@@ -255,9 +257,9 @@ def classify(frame: bytes) -> Kind:
     if not isinstance(body, dict):
         raise BrokenStream("a frame that is not an object")
     if "error" in body and body["error"] is not None:
-        return Kind(is_error=True, body=body)
+        return FrameKind(is_error=True, body=body)
     usage = usage_of(body)
-    return Kind(
+    return FrameKind(
         is_usage_only=usage is not None and not body.get("choices"),
         tokens=1 if _holds_content(data) else 0,
         usage=usage,

@@ -15,9 +15,9 @@ from typing import Final, cast
 from isochrone.wire.ids import NodeId
 from router.config import RouterConfig
 from router.dataplane import http1, sse
-from router.dataplane.connection import NodeConnection
 from router.dataplane.deadlines import Deadlines
-from router.dataplane.exchange import AttemptFailed, Exchange, Failure
+from router.dataplane.exchange import AttemptFailed, FailureCause, NodeExchange
+from router.dataplane.node_connection import NodeConnection
 
 KEEPALIVE_S: Final = 20.0
 """Shorter than a node's own 75 s: a connection is never taken up just as the node closes it."""
@@ -57,14 +57,14 @@ class Upstream:
         request: tuple[str, str, str, bytes],
         timeout_s: float,
         bytes_max: int,
-        frames: sse.Frames | None = None,
+        frames: sse.StreamRelay | None = None,
         *,
         is_rest: bool = False,
-    ) -> Exchange:
+    ) -> NodeExchange:
         """Send (method, path, header lines, body) to a node; what comes is the exchange's."""
         method, path, lines, body = request
         head = http1.request_head(method, path, _host(address), lines, len(body))
-        exchange = Exchange(
+        exchange = NodeExchange(
             self, node_id, address, (head, body), bytes_max, frames, is_rest=is_rest
         )
         exchange.wait(timeout_s)
@@ -82,7 +82,7 @@ class Upstream:
         request: tuple[str, str, str, bytes],
         timeout_s: float,
         bytes_max: int,
-    ) -> Exchange:
+    ) -> NodeExchange:
         """Ask, and return the exchange once its answer is whole; raise AttemptFailed else."""
         exchange = self.ask(node_id, address, request, timeout_s, bytes_max)
         try:
@@ -99,9 +99,9 @@ class Upstream:
             async with asyncio.timeout(self._config.connect_timeout_s):
                 await self._dial(connection, node_id, address)
         except (OSError, ValueError) as error:
-            raise AttemptFailed(Failure.UNREACHABLE, f"cannot reach {node_id}") from error
+            raise AttemptFailed(FailureCause.UNREACHABLE, f"cannot reach {node_id}") from error
         if not connection.is_open:
-            raise AttemptFailed(Failure.BROKEN, f"{node_id} closed before it was asked")
+            raise AttemptFailed(FailureCause.BROKEN, f"{node_id} closed before it was asked")
         # Counted in no sooner: uvloop never says of a dial given up that its connection is lost.
         self._open.add(connection)
         self.deadlines.add(connection)
@@ -139,10 +139,10 @@ class Upstream:
         Whoever waits for a first token and may not retry goes on waiting.
         """
         waits = [c.exchange for c in self._open if c.node_id == node_id and c.exchange is not None]
-        for exchange in sorted(waits, key=Exchange.heard_s):
+        for exchange in sorted(waits, key=NodeExchange.heard_s):
             if exchange.heard_s() < since_s and (exchange.has_begun or may_retry()):
                 # Each in a turn of its own, for whoever waits for it goes on within.
-                failure = AttemptFailed(Failure.GONE, f"{node_id} answers no ping")
+                failure = AttemptFailed(FailureCause.GONE, f"{node_id} answers no ping")
                 asyncio.get_running_loop().call_soon(exchange.fail, failure)
 
     async def close(self) -> None:

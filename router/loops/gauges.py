@@ -2,10 +2,10 @@
 
 from collections.abc import Callable
 
+from router.admission_queue import AdmissionQueue
 from router.fleet import Fleet
 from router.loops.follow import Follower
 from router.metrics import Metrics
-from router.waiting import Waiting
 
 
 class Gauges:
@@ -16,7 +16,7 @@ class Gauges:
         *,
         fleet: Fleet,
         follower: Follower,
-        waiting: Waiting,
+        waiting: AdmissionQueue,
         metrics: Metrics,
         is_led: Callable[[], bool],
     ) -> None:

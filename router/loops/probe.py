@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 from isochrone.wire import headers
 from isochrone.wire.ids import NodeId
 from isochrone.wire.routes import Route
-from router.dataplane.exchange import AttemptFailed, Head
+from router.dataplane.exchange import AttemptFailed, ResponseHead
 from router.dataplane.http1 import lines_of
 from router.dataplane.upstream import Upstream
 from router.decide.health import gone
@@ -103,7 +103,7 @@ class Prober:
 
     async def _once(
         self, node_id: NodeId, address: str, sent: dict[str, str] | None = None
-    ) -> Head | None:
+    ) -> ResponseHead | None:
         """Return the head of the node's answer; None where it is silent."""
         sent = {headers.ROUTER: self._fleet.name, **(sent or {})}
         request = ("GET", "/ping", lines_of(sent), b"")

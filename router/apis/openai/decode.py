@@ -13,13 +13,13 @@ from msgspec import UNSET
 
 from isochrone.wire import codec, headers
 from isochrone.wire.errors import ApiError, ErrorCode
-from router.apis.openai.prompt import Request, answers
+from router.apis.openai.prompt import OpenAiRequest, answers
 from router.apis.openai.schema import (
     ChatRequest,
     CompletionRequest,
     EmbeddingRequest,
+    RequestStreamOptions,
     RerankRequest,
-    StreamOptions,
 )
 
 R = TypeVar("R")
@@ -59,15 +59,15 @@ def decode(body: bytes, reader: "msgspec.json.Decoder[R]") -> R:
         ) from None
 
 
-def wants_usage(request: Request) -> bool:
+def wants_usage(request: OpenAiRequest) -> bool:
     """Say whether the client asked for a stream and its usage frame."""
     if not request.stream:
         return False
     options = request.stream_options
-    return isinstance(options, StreamOptions) and options.include_usage is True
+    return isinstance(options, RequestStreamOptions) and options.include_usage is True
 
 
-def with_usage_wish(body: bytes, request: Request) -> bytes:
+def with_usage_requested(body: bytes, request: OpenAiRequest) -> bytes:
     """Return the body with `stream_options.include_usage` set, all else as the client wrote it."""
     if not request.stream or wants_usage(request):
         return body
@@ -80,7 +80,7 @@ def with_usage_wish(body: bytes, request: Request) -> bytes:
     return msgspec.json.encode(fields)
 
 
-def drawn(request: Request) -> str:
+def drawn(request: OpenAiRequest) -> str:
     """Say how tokens are drawn where every replica would draw the same: greedily, by a seed."""
     if request.frequency_penalty or request.presence_penalty:
         # They count what was said as output; the rest's engine reads it as prompt.
@@ -90,7 +90,7 @@ def drawn(request: Request) -> str:
     return headers.SEEDED if request.seed is not None else ""
 
 
-def resumption(body: bytes, request: Request) -> Callable[[str, int], bytes | None] | None:
+def resumption(body: bytes, request: OpenAiRequest) -> Callable[[str, int], bytes | None] | None:
     """Return how to ask for the rest of a stream's answer, None where that cannot be asked for.
 
     Only plain text can be gone on from: tool calls, a grammar, several choices or log

@@ -8,17 +8,17 @@ from router.apis.openai.schema import (
     ChatRequest,
     CompletionRequest,
     EmbeddingRequest,
-    Part,
+    MessagePart,
     RerankRequest,
 )
 
 MESSAGE_BYTES: Final = 12
 """What a template adds to a message, beside the two bytes of ours that set it off."""
 
-Request = ChatRequest | CompletionRequest | EmbeddingRequest | RerankRequest
+OpenAiRequest = ChatRequest | CompletionRequest | EmbeddingRequest | RerankRequest
 
 
-def rendered(request: Request) -> bytes:
+def rendered(request: OpenAiRequest) -> bytes:
     """Return the prompt as bytes that begin alike where two do; of a reranking, its query."""
     if isinstance(request, ChatRequest):
         said = _bytes("".join([f"\0{one.role}\0{_text(one.content)}" for one in request.messages]))
@@ -32,7 +32,7 @@ def rendered(request: Request) -> bytes:
     return _bytes(request.query)
 
 
-def text_bytes(request: Request, rendered_bytes: int) -> int:
+def text_bytes(request: OpenAiRequest, rendered_bytes: int) -> int:
     """Return how much text there is, a chat template's words included."""
     if isinstance(request, ChatRequest):
         return rendered_bytes + MESSAGE_BYTES * len(request.messages)
@@ -44,7 +44,7 @@ def text_bytes(request: Request, rendered_bytes: int) -> int:
     return rendered_bytes if isinstance(text, str) else _size(text)
 
 
-def answers(request: Request) -> int:
+def answers(request: OpenAiRequest) -> int:
     """Return how many answers there are to be: so many to each prompt."""
     count = request.n or 1
     # Chats are asked for first: what a struct is not, it takes ten times as long to say.
@@ -55,7 +55,7 @@ def answers(request: Request) -> int:
     return count if is_one else count * len(prompt)
 
 
-def output_tokens_max(request: Request) -> int | None:
+def output_tokens_max(request: OpenAiRequest) -> int | None:
     """Return how many tokens the client allows to each answer, if it says."""
     if isinstance(request, ChatRequest):
         return request.max_completion_tokens or request.max_tokens
@@ -73,7 +73,7 @@ def _size(text: list[str | int | list[int]]) -> int:
     return size
 
 
-def _text(content: str | list[Part] | None) -> str:
+def _text(content: str | list[MessagePart] | None) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     return "".join([part.text or "" for part in content])

@@ -32,36 +32,36 @@ Text = (
 Stops = str | Annotated[list[str], Meta(max_length=16)]
 
 
-class Media(msgspec.Struct, frozen=True):
+class MediaReference(msgspec.Struct, frozen=True):
     """What is to be seen or heard. An engine would fetch it from inside the fleet's network."""
 
     url: DataUrl
 
 
-class Part(msgspec.Struct, frozen=True):
+class MessagePart(msgspec.Struct, frozen=True):
     """One part of a message's content; only text counts here."""
 
     type: Annotated[str, Meta(max_length=32)]
     text: str | None = None
-    image_url: DataUrl | Media | None = None
-    audio_url: DataUrl | Media | None = None
-    video_url: DataUrl | Media | None = None
+    image_url: DataUrl | MediaReference | None = None
+    audio_url: DataUrl | MediaReference | None = None
+    video_url: DataUrl | MediaReference | None = None
 
 
-class Message(msgspec.Struct, frozen=True):
+class RequestMessage(msgspec.Struct, frozen=True):
     """One message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | Annotated[list[Part], Meta(max_length=1024)] | None = None
+    content: str | Annotated[list[MessagePart], Meta(max_length=1024)] | None = None
 
 
-class StreamOptions(msgspec.Struct, frozen=True):
+class RequestStreamOptions(msgspec.Struct, frozen=True):
     """Whether the client wants the usage frame."""
 
     include_usage: bool | None = None
 
 
-class Options(msgspec.Struct, frozen=True, rename="camel"):
+class RouterOptions(msgspec.Struct, frozen=True, rename="camel"):
     """Our own options, named as Workers AI names them."""
 
     reject_if_busy: bool = False
@@ -72,20 +72,20 @@ class _Shared(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: TokenCount | None = None
     n: Choices | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | UnsetType | None = UNSET
+    stream_options: RequestStreamOptions | UnsetType | None = UNSET
     temperature: Temperature | None = None
     top_p: Share | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     stop: Stops | None = None
     seed: int | None = None
-    options: Options | None = None
+    options: RouterOptions | None = None
 
 
 class ChatRequest(_Shared, frozen=True, kw_only=True):
     """`POST /v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Meta(min_length=1, max_length=10_000)]
+    messages: Annotated[list[RequestMessage], Meta(min_length=1, max_length=10_000)]
     max_completion_tokens: TokenCount | None = None
     tools: msgspec.Raw = msgspec.Raw()
 
@@ -98,7 +98,7 @@ class CompletionRequest(_Shared, frozen=True, kw_only=True):
 
 class _Read(msgspec.Struct, frozen=True, kw_only=True):
     model: ModelField
-    options: Options | None = None
+    options: RouterOptions | None = None
 
     # What only reads is never a stream and puts out no tokens.
     stream = None
@@ -118,7 +118,7 @@ class EmbeddingRequest(_Read, frozen=True, kw_only=True):
     messages: None = None
 
 
-class Document(msgspec.Struct, frozen=True):
+class RerankDocument(msgspec.Struct, frozen=True):
     """A document that comes with more than its text."""
 
     text: str
@@ -128,4 +128,4 @@ class RerankRequest(_Read, frozen=True, kw_only=True):
     """`POST /v1/rerank`: documents to put in order of their relevance to a query."""
 
     query: str
-    documents: Annotated[list[str | Document], Meta(min_length=1, max_length=1024)]
+    documents: Annotated[list[str | RerankDocument], Meta(min_length=1, max_length=1024)]

@@ -10,9 +10,9 @@ from typing import Any, Final
 import msgspec
 
 from isochrone.wire.errors import ApiError, ErrorCode
-from router.apis.responses.translate import Format, Reasoning, Wish
+from router.apis.responses.translate import ReasoningSettings, ResponsesRequest, TextFormat
 from router.dataplane import sse
-from router.dataplane.chunk import Choice, Delta, chunk_of
+from router.dataplane.chunk import ChunkChoice, ChunkDelta, chunk_of
 
 EVENT: Final = b"event: "
 IN_PROGRESS: Final = "in_progress"
@@ -26,25 +26,25 @@ Told = tuple[str, dict[str, Any]]
 """An event of an item: its name, and what it tells."""
 
 
-class Function(msgspec.Struct, frozen=True):
+class FunctionDelta(msgspec.Struct, frozen=True):
     """What a frame adds to a call."""
 
     name: str | None = None
     arguments: str | None = None
 
 
-class Call(msgspec.Struct, frozen=True):
+class ToolCallDelta(msgspec.Struct, frozen=True):
     """A call of a function, or a part of one."""
 
     index: int = 0
     id: str | None = None
-    function: Function = Function()
+    function: FunctionDelta = FunctionDelta()
 
 
-_call: Final = msgspec.json.Decoder(Call)
+_call: Final = msgspec.json.Decoder(ToolCallDelta)
 
 
-class Text:
+class TextItem:
     """An item of text that is being said (`output_text`) or thought (`reasoning_text`)."""
 
     def __init__(self, kind: str, ending: str) -> None:
@@ -84,12 +84,12 @@ class Text:
         return {**fields, "logprobs": []} if self.kind == "output_text" else fields
 
 
-class Calling:
+class FunctionCallItem:
     """A call of a function whose arguments are being written."""
 
     kind = "function_call"
 
-    def __init__(self, call: Call, ending: str) -> None:
+    def __init__(self, call: ToolCallDelta, ending: str) -> None:
         self.index = call.index
         self.id = f"fc_{ending}"
         self._call_id = call.id or f"call_{ending}"
@@ -122,7 +122,7 @@ class Calling:
         return [("function_call_arguments.done", told)]
 
 
-class Events:
+class ResponseEvents:
     """One response and its events."""
 
     def __init__(self, response: dict[str, Any]) -> None:
@@ -130,7 +130,7 @@ class Events:
         self._response = response
         self._number = 0
         self._output: list[dict[str, Any]] = []
-        self._item: Text | Calling | None = None
+        self._item: TextItem | FunctionCallItem | None = None
         self._finish_reason: str | None = None
         self._usage: Any = None
 
@@ -171,8 +171,8 @@ class Events:
         chunk = chunk_of(data)
         if chunk is None:
             return None
-        choice = chunk.choices[0] if chunk.choices else Choice()
-        said = choice.delta or choice.message or Delta()
+        choice = chunk.choices[0] if chunk.choices else ChunkChoice()
+        said = choice.delta or choice.message or ChunkDelta()
         try:
             calls = [_call.decode(raw) for raw in said.tool_calls or ()]
         except msgspec.DecodeError:
@@ -188,23 +188,23 @@ class Events:
             return b""
         told = b""
         if self._item is None or self._item.kind != kind:
-            told = self._open(Text(kind, self._ending()))
+            told = self._open(TextItem(kind, self._ending()))
         return told + self._add(text)
 
-    def _calls(self, call: Call) -> bytes:
+    def _calls(self, call: ToolCallDelta) -> bytes:
         told, item = b"", self._item
-        if not isinstance(item, Calling) or item.index != call.index:
+        if not isinstance(item, FunctionCallItem) or item.index != call.index:
             if not call.function.name:
                 # Nothing is left of a call but its end.
                 return b""
-            told = self._open(Calling(call, self._ending()))
+            told = self._open(FunctionCallItem(call, self._ending()))
         return told + self._add(call.function.arguments) if call.function.arguments else told
 
     def _ending(self) -> str:
         """Return how the id of the next item ends: in where it stands."""
         return f"{self._response['id']}_{len(self._output) + (self._item is not None)}"
 
-    def _open(self, item: Text | Calling) -> bytes:
+    def _open(self, item: TextItem | FunctionCallItem) -> bytes:
         """End the item that was being filled and begin the next."""
         told = self._close(COMPLETED)
         self._item = item
@@ -253,9 +253,9 @@ class Events:
         return b"event: response.%b\n%b" % (name.encode(), sse.data_frame(body))
 
 
-def opened(wish: Wish, response_id: str, created_at: int) -> dict[str, Any]:
+def opened(wish: ResponsesRequest, response_id: str, created_at: int) -> dict[str, Any]:
     """Return the response as it is before anything was said."""
-    wanted = (wish.text and wish.text.format) or Format()
+    wanted = (wish.text and wish.text.format) or TextFormat()
     return {
         "id": response_id,
         "object": "response",
@@ -271,7 +271,7 @@ def opened(wish: Wish, response_id: str, created_at: int) -> dict[str, Any]:
         "output": [],
         "parallel_tool_calls": wish.parallel_tool_calls is not False,
         "previous_response_id": None,
-        "reasoning": wish.reasoning or Reasoning(),
+        "reasoning": wish.reasoning or ReasoningSettings(),
         "store": False,
         "temperature": 1.0 if wish.temperature is None else wish.temperature,
         # A name and a schema belong to one kind alone.

@@ -10,12 +10,12 @@ import msgspec
 from msgspec import Meta
 
 from isochrone.wire.errors import ApiError, ErrorCode
-from router.apis.openai.schema import ModelField, Options, Share, Temperature, TokenCount
+from router.apis.openai.schema import ModelField, RouterOptions, Share, Temperature, TokenCount
 
 ITEMS_MAX: Final = 10_000
 
 
-class Part(msgspec.Struct, frozen=True):
+class ContentPart(msgspec.Struct, frozen=True):
     """A part of an item's content; only text is taken."""
 
     type: str
@@ -23,10 +23,10 @@ class Part(msgspec.Struct, frozen=True):
     refusal: str | None = None
 
 
-Content = str | Annotated[list[Part], Meta(max_length=1024)]
+Content = str | Annotated[list[ContentPart], Meta(max_length=1024)]
 
 
-class Item(msgspec.Struct, frozen=True):
+class InputItem(msgspec.Struct, frozen=True):
     """One item of the input: a message, a call of a function, or what the function gave."""
 
     type: str = "message"
@@ -38,7 +38,7 @@ class Item(msgspec.Struct, frozen=True):
     output: Content = ""
 
 
-class Tool(msgspec.Struct, frozen=True):
+class FunctionTool(msgspec.Struct, frozen=True):
     """A function that the model may call."""
 
     type: str
@@ -48,14 +48,14 @@ class Tool(msgspec.Struct, frozen=True):
     strict: bool | None = None
 
 
-class Named(msgspec.Struct, frozen=True):
+class NamedToolChoice(msgspec.Struct, frozen=True):
     """The one function to call."""
 
     type: Literal["function"]
     name: str
 
 
-class Format(msgspec.Struct, frozen=True):
+class TextFormat(msgspec.Struct, frozen=True):
     """What the text is to be."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
@@ -65,38 +65,38 @@ class Format(msgspec.Struct, frozen=True):
     description: str | None = None
 
 
-class TextWish(msgspec.Struct, frozen=True):
+class TextSettings(msgspec.Struct, frozen=True):
     """How the text is wanted."""
 
-    format: Format | None = None
+    format: TextFormat | None = None
     verbosity: str | None = None
 
 
-class Reasoning(msgspec.Struct, frozen=True):
+class ReasoningSettings(msgspec.Struct, frozen=True):
     """How much a model that reasons should."""
 
     effort: str | None = None
     summary: str | None = None
 
 
-class Wish(msgspec.Struct, frozen=True, kw_only=True):
+class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
     """`POST /v1/responses`."""
 
     model: ModelField
-    input: str | Annotated[list[Item], Meta(min_length=1, max_length=ITEMS_MAX)]
+    input: str | Annotated[list[InputItem], Meta(min_length=1, max_length=ITEMS_MAX)]
     instructions: str | None = None
     max_output_tokens: TokenCount | None = None
     temperature: Temperature | None = None
     top_p: Share | None = None
     stream: bool | None = None
-    tools: Annotated[list[Tool], Meta(max_length=1024)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | Named | None = None
+    tools: Annotated[list[FunctionTool], Meta(max_length=1024)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    text: TextWish | None = None
-    reasoning: Reasoning | None = None
+    text: TextSettings | None = None
+    reasoning: ReasoningSettings | None = None
     metadata: dict[str, str] | None = None
     user: str | None = None
-    options: Options | None = None
+    options: RouterOptions | None = None
 
     # What cannot be served: see `_refuse`.
     previous_response_id: str | None = None
@@ -107,10 +107,10 @@ class Wish(msgspec.Struct, frozen=True, kw_only=True):
     top_logprobs: int | None = None
 
 
-WISH: Final = msgspec.json.Decoder(Wish)
+RESPONSES_REQUEST: Final = msgspec.json.Decoder(ResponsesRequest)
 
 
-def to_chat(wish: Wish) -> bytes:
+def to_chat(wish: ResponsesRequest) -> bytes:
     """Return the body of the chat completion that asks for the same, or raise ApiError 400."""
     _refuse(wish)
     chat: dict[str, Any] = {"model": wish.model, "messages": _messages(wish)}
@@ -126,7 +126,7 @@ def to_chat(wish: Wish) -> bytes:
         chat |= {"stream": True, "stream_options": {"include_usage": True}}
     if wish.tools:
         chat["tools"] = [{"type": "function", "function": _function(tool)} for tool in wish.tools]
-    if isinstance(wish.tool_choice, Named):
+    if isinstance(wish.tool_choice, NamedToolChoice):
         chat["tool_choice"] = {"type": "function", "function": {"name": wish.tool_choice.name}}
     elif wish.tool_choice is not None:
         chat["tool_choice"] = wish.tool_choice
@@ -137,7 +137,7 @@ def to_chat(wish: Wish) -> bytes:
     return msgspec.json.encode(chat)
 
 
-def _refuse(wish: Wish) -> None:
+def _refuse(wish: ResponsesRequest) -> None:
     """Raise ApiError 400 for what needs memory, or what runs elsewhere than in the engine."""
     refusals = {
         "previous_response_id": "no response is stored: send the earlier items as input",
@@ -158,7 +158,7 @@ def _refuse(wish: Wish) -> None:
             raise _refused("tools", "cannot use a function without a name: it stands beside type")
 
 
-def _messages(wish: Wish) -> list[dict[str, Any]]:
+def _messages(wish: ResponsesRequest) -> list[dict[str, Any]]:
     """Return the input as messages of a chat."""
     messages: list[dict[str, Any]] = []
     if wish.instructions:
@@ -191,7 +191,7 @@ def _text(content: Content) -> str:
     return "".join(part.text or part.refusal or "" for part in content)
 
 
-def _function(tool: Tool) -> dict[str, Any]:
+def _function(tool: FunctionTool) -> dict[str, Any]:
     given = {
         "name": tool.name,
         "description": tool.description,
@@ -201,7 +201,7 @@ def _function(tool: Tool) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value is not None}
 
 
-def _response_format(wanted: Format) -> dict[str, Any]:
+def _response_format(wanted: TextFormat) -> dict[str, Any]:
     if wanted.type != "json_schema":
         return {"type": wanted.type}
     schema: dict[str, Any] = {"name": wanted.name, "schema": wanted.schema or {}}

@@ -15,11 +15,11 @@ from router.apis.openai.schema import (
     COMPLETIONS_PATH,
     EMBEDDINGS_PATH,
     RERANK_PATH,
-    Document,
-    Options,
+    RerankDocument,
+    RouterOptions,
 )
 from router.dataplane import sse
-from router.dataplane.chunk import Choice, Delta, chunk_of
+from router.dataplane.chunk import ChunkChoice, ChunkDelta, chunk_of
 
 ERROR_EVENT: Final = b"event: error\n"
 MAX_TOKENS_USUAL: Final = 256
@@ -31,7 +31,7 @@ _PASSED: Final = (
 )
 
 
-class Format(msgspec.Struct, frozen=True):
+class ResponseFormat(msgspec.Struct, frozen=True):
     """What an answer is to be."""
 
     type: str = "text"
@@ -47,15 +47,15 @@ class RunRequest(msgspec.Struct, frozen=True):
     messages: list[msgspec.Raw] | None = None
     text: str | Annotated[list[str], Meta(min_length=1, max_length=2048)] | None = None
     query: Annotated[str, Meta(min_length=1)] | None = None
-    contexts: Annotated[list[Document], Meta(min_length=1, max_length=1024)] | None = None
+    contexts: Annotated[list[RerankDocument], Meta(min_length=1, max_length=1024)] | None = None
     top_k: int | None = None
-    response_format: Format | None = None
+    response_format: ResponseFormat | None = None
     lora: str | None = None
     stream: bool = False
     raw: bool = False
     max_tokens: Annotated[int, Meta(ge=1, le=10_000_000)] | None = None
     tools: list[dict[str, Any]] | None = None
-    options: Options | None = None
+    options: RouterOptions | None = None
 
 
 _run: Final = msgspec.json.Decoder(RunRequest)
@@ -165,8 +165,8 @@ def frame_of(frame: bytes) -> bytes:
     chunk = chunk_of(data)
     if chunk is None:
         return frame
-    choice = chunk.choices[0] if chunk.choices else Choice()
-    delta = choice.delta or Delta()
+    choice = chunk.choices[0] if chunk.choices else ChunkChoice()
+    delta = choice.delta or ChunkDelta()
     told: dict[str, Any] = {"response": delta.content or choice.text or ""}
     if delta.tool_calls:
         told["tool_calls"] = delta.tool_calls

@@ -206,7 +206,7 @@ class AnyOrder(RuleBasedStateMachine):
         assert not relay.server._census._by_address
         assert len(relay.upstream) == len(relay.deadlines) == 0
         assert relay.fleet.in_flight.requests == 0
-        assert relay.corridor.waiting.depth == 0
+        assert relay.pipeline.queue.depth == 0
         assert not asyncio.all_tasks(self.loop)
         assert not any(use.concurrent for use in relay.gate._uses.values())
 

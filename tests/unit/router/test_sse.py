@@ -1,4 +1,4 @@
-"""Frames come through byte-exact, wherever the network cuts them."""
+"""StreamRelay come through byte-exact, wherever the network cuts them."""
 
 import json
 
@@ -7,18 +7,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.dataplane.exchange import AttemptFailed
+from router.dataplane.response_checks import read_answer
 from router.dataplane.sse import (
     FRAME_BYTES_MAX,
     KEPT_BYTES_MAX,
     BrokenStream,
-    Frames,
+    StreamRelay,
     classify,
     data_frame,
     data_of,
     split,
 )
 from router.dataplane.usage import UsageCount, with_cached_tokens
-from router.dataplane.verdict import read_answer
 
 FRAMES = [
     b'data: {"choices":[{"delta":{"role":"assistant","content":""}}]}\n\n',
@@ -39,7 +39,7 @@ def token(text: str) -> bytes:
 def test_a_stream_cut_at_every_byte_is_passed_byte_exact() -> None:
     stream = b"".join(FRAMES)
     for cut in range(len(stream) + 1):
-        frames = Frames(wants_usage=True)
+        frames = StreamRelay(wants_usage=True)
         assert frames.feed(stream[:cut]) + frames.feed(stream[cut:]) == stream
         assert frames.is_done
         assert frames.usage == USAGE
@@ -47,7 +47,7 @@ def test_a_stream_cut_at_every_byte_is_passed_byte_exact() -> None:
 
 
 def test_byte_by_byte_too() -> None:
-    frames = Frames(wants_usage=False)
+    frames = StreamRelay(wants_usage=False)
     shown = b"".join(frames.feed(bytes([byte])) for byte in b"".join(FRAMES))
     assert shown == b"".join(FRAMES[:4] + FRAMES[5:])
     assert frames.usage == USAGE
@@ -57,7 +57,7 @@ def test_byte_by_byte_too() -> None:
 @given(st.data(), st.lists(st.sampled_from(FRAMES[:5]), max_size=8))
 def test_a_stream_cut_anyhow_is_passed_byte_exact(data: st.DataObject, sent: list[bytes]) -> None:
     stream = whole = b"".join(sent)
-    frames = Frames(wants_usage=True)
+    frames = StreamRelay(wants_usage=True)
     seen = b""
     while stream:
         size = data.draw(st.integers(1, len(stream)))
@@ -80,7 +80,7 @@ def test_a_text_that_speaks_of_usage_is_no_usage() -> None:
     frame = data_frame({"choices": [{"delta": {"content": 'say "usage": {5} [DONE] "error"'}}]})
     kind = classify(frame)
     assert (kind.usage, kind.tokens) == (None, 1)
-    frames = Frames(wants_usage=False)
+    frames = StreamRelay(wants_usage=False)
     assert frames.feed(token("a")) + frames.feed(frame) == token("a") + frame
     assert not frames.is_over
     assert frames.said().tokens == 2
@@ -100,7 +100,7 @@ def test_garbage_is_told(frame: bytes) -> None:
 
 
 def test_a_frame_without_end_is_bounded() -> None:
-    frames = Frames(wants_usage=False)
+    frames = StreamRelay(wants_usage=False)
     for _ in range(FRAME_BYTES_MAX // 65_536):
         assert frames.feed(b"x" * 65_536) == b""
     with pytest.raises(BrokenStream):
@@ -108,7 +108,7 @@ def test_a_frame_without_end_is_bounded() -> None:
 
 
 def test_what_is_kept_of_a_long_stream_is_its_text() -> None:
-    frames = Frames(wants_usage=False)
+    frames = StreamRelay(wants_usage=False)
     for n in range(5000):
         frames.feed(token(f"t{n} "))
         assert frames._kept_bytes <= KEPT_BYTES_MAX
@@ -118,7 +118,7 @@ def test_what_is_kept_of_a_long_stream_is_its_text() -> None:
 
 
 def test_another_nodes_frames_follow_as_if_they_were_one_stream() -> None:
-    frames = Frames(wants_usage=True)
+    frames = StreamRelay(wants_usage=True)
     frames.feed(FRAMES[0] + token("a") + token("b") + b'data: {"choices":[{"del')
     frames.go_on()
     assert not frames.has_begun
@@ -136,7 +136,7 @@ def test_another_nodes_frames_follow_as_if_they_were_one_stream() -> None:
     "delta", [{"tool_calls": [{"index": 0}]}, {"reasoning_content": "hm"}], ids=["tools", "reasons"]
 )
 def test_what_is_not_plain_text_is_known_as_that(delta: dict[str, object]) -> None:
-    frames = Frames(wants_usage=False)
+    frames = StreamRelay(wants_usage=False)
     frames.feed(data_frame({"choices": [{"delta": delta}]}))
     assert frames.said()[:3] == (1, "", False)
 

@@ -12,7 +12,7 @@ from enum import Enum
 from typing import Final
 
 from isochrone.wire.ids import DeploymentId, TenantId
-from router.dataplane.errand import Signal
+from router.dataplane.inline_task import InlineEvent
 from router.decide.fair import BytesFull, FairQueue, QueueFull, Ticket
 
 LOOK_AGAIN_S: Final = 0.25
@@ -24,7 +24,7 @@ TOO_MANY_BYTES: Final = (
 )
 
 
-class Impatience(Enum):
+class RefusalReason(Enum):
     """Why a request does not wait any longer."""
 
     BUSY = "reject_if_busy"
@@ -34,15 +34,15 @@ class Impatience(Enum):
     DEADLINE = "deadline"
 
 
-class NoRoom(Exception):
+class AdmissionRefused(Exception):
     """The request waits no longer; `why` says what ended its patience, and the text its client."""
 
-    def __init__(self, why: Impatience) -> None:
-        super().__init__(TOO_MANY_BYTES if why is Impatience.BYTES else OUT_OF_CAPACITY)
+    def __init__(self, why: RefusalReason) -> None:
+        super().__init__(TOO_MANY_BYTES if why is RefusalReason.BYTES else OUT_OF_CAPACITY)
         self.why = why
 
 
-class Place(Ticket):
+class QueueEntry(Ticket):
     """One request in the queue's eyes, from its first look to its end."""
 
     __slots__ = ("has_begun", "is_ousted", "is_patient", "is_queued", "since_s", "until_s", "woken")
@@ -65,7 +65,7 @@ class Place(Ticket):
         self.is_queued = False
         self.is_ousted = False
         self.has_begun = False
-        self.woken: Signal | None = None
+        self.woken: InlineEvent | None = None
 
     def wake(self) -> None:
         """Let it look, or hear that it was ousted: in a turn of its own, for whoever makes room is
@@ -76,12 +76,12 @@ class Place(Ticket):
             asyncio.get_running_loop().call_soon(woken.give)
 
 
-class Waiting:
+class AdmissionQueue:
     """Who waits for room, in all deployments."""
 
     def __init__(self, depth_max: int, bytes_max: int, clock: Callable[[], float]) -> None:
         """Let at most `depth_max` wait, of `bytes_max`. `clock` gives monotonic seconds."""
-        self._queue: FairQueue[Place] = FairQueue(depth_max, bytes_max)
+        self._queue: FairQueue[QueueEntry] = FairQueue(depth_max, bytes_max)
         self._clock = clock
 
     @property
@@ -94,29 +94,29 @@ class Waiting:
         """How many bytes the bodies of those are."""
         return self._queue.bytes
 
-    def must_wait(self, place: Place) -> bool:
+    def must_wait(self, place: QueueEntry) -> bool:
         """Say whether others come first, whatever room there is."""
         if not self._queue.depth or place.has_begun:
             return False
         head = self._queue.head(place.lane)
         return head is not None and head is not place
 
-    def retry_after_s(self, place: Place) -> float:
+    def retry_after_s(self, place: QueueEntry) -> float:
         """Return when a request like this one would be served, at the pace of the last seconds."""
         return self._queue.retry_after_s(place.lane, place.tokens, self._clock())
 
-    async def wait(self, place: Place) -> None:
-        """Wait until it is this request's turn to look; raise NoRoom where that will not come."""
+    async def wait(self, place: QueueEntry) -> None:
+        """Wait for this request's turn to look for capacity; raise AdmissionRefused otherwise."""
         self._queue.found_full(place.lane, self._clock())
         if not place.is_patient:
-            raise NoRoom(Impatience.BUSY)
+            raise AdmissionRefused(RefusalReason.BUSY)
         if not place.is_queued and self._enqueue(place):
             return
         left_s = place.until_s - self._clock()
         if left_s > 0 and not place.is_ousted:
             is_head = self._queue.head(place.lane) is place
             loop = asyncio.get_running_loop()
-            place.woken = woken = Signal()
+            place.woken = woken = InlineEvent()
             timer = loop.call_later(min(left_s, LOOK_AGAIN_S) if is_head else left_s, woken.give)
             try:
                 await woken
@@ -124,12 +124,12 @@ class Waiting:
                 place.woken = None
                 timer.cancel()
         if place.is_ousted:
-            raise NoRoom(Impatience.OUSTED)
+            raise AdmissionRefused(RefusalReason.OUSTED)
         if self._clock() >= place.until_s:
             self.left(place)
-            raise NoRoom(Impatience.DEADLINE)
+            raise AdmissionRefused(RefusalReason.DEADLINE)
 
-    def began(self, place: Place) -> float | None:
+    def began(self, place: QueueEntry) -> float | None:
         """The request took room: the next may look. Returns how long it waited, if it did."""
         if place.has_begun:
             return None
@@ -144,7 +144,7 @@ class Waiting:
         self.wake(place.lane)
         return now_s - place.since_s if place.since_s is not None else None
 
-    def left(self, place: Place) -> None:
+    def left(self, place: QueueEntry) -> None:
         """The request is over: whoever stood behind it moves up."""
         if place.is_queued:
             place.is_queued = False
@@ -157,7 +157,7 @@ class Waiting:
         if head is not None:
             head.wake()
 
-    def _enqueue(self, place: Place) -> bool:
+    def _enqueue(self, place: QueueEntry) -> bool:
         """Take a request in; True where it came to be first without having looked for room."""
         others_came_first = self._queue.head(place.lane) is not None
         had_begun, place.has_begun = place.has_begun, False
@@ -168,9 +168,9 @@ class Waiting:
             else:
                 ousted = self._queue.push(place)
         except QueueFull:
-            raise NoRoom(Impatience.FULL) from None
+            raise AdmissionRefused(RefusalReason.FULL) from None
         except BytesFull:
-            raise NoRoom(Impatience.BYTES) from None
+            raise AdmissionRefused(RefusalReason.BYTES) from None
         if place.since_s is None:
             place.since_s = self._clock()
         place.is_queued = True

@@ -18,17 +18,17 @@ class _Now:
     """Which errand runs at this moment."""
 
     def __init__(self) -> None:
-        self.errand: Errand | None = None
+        self.errand: InlineTask | None = None
 
 
-class Signal:
+class InlineEvent:
     """What one errand waits for, or one task. It is given once, also before anybody waits."""
 
     __slots__ = ("_errand", "_future", "_is_given")
 
     def __init__(self) -> None:
         self._is_given = False
-        self._errand: Errand | None = None
+        self._errand: InlineTask | None = None
         self._future: asyncio.Future[None] | None = None
 
     def give(self) -> None:
@@ -58,7 +58,7 @@ class Signal:
                 self._errand = None
 
 
-class Errand:
+class InlineTask:
     """One coroutine on its way, from `go_on` to its end."""
 
     __slots__ = ("_is_cancelled", "_is_over", "_is_running", "_steps", "_work")
@@ -98,10 +98,10 @@ class Errand:
             awaited = self._work.throw(asyncio.CancelledError())
         if awaited is _OVER:
             self._is_over = True
-        elif not isinstance(awaited, Signal):
+        elif not isinstance(awaited, InlineEvent):
             # Nobody would ever go on with it.
             what = type(awaited).__name__
-            self._work.throw(RuntimeError(f"cannot await {what} in an errand, only a Signal"))
+            self._work.throw(RuntimeError(f"cannot await {what} in an errand, only a InlineEvent"))
 
     def cancel(self) -> None:
         """Raise CancelledError where it waits; in one that runs, at its next wait."""
@@ -118,7 +118,7 @@ _NEXT: Final = next
 
 async def pause(seconds: float) -> None:
     """Let some time pass."""
-    signal = Signal()
+    signal = InlineEvent()
     timer = asyncio.get_running_loop().call_later(seconds, signal.give)
     try:
         await signal

@@ -14,20 +14,20 @@ import msgspec
 from isochrone.wire import headers
 from isochrone.wire.errors import ApiError, ErrorCode, openai_error, openai_error_event
 from isochrone.wire.routes import KeyEntry
-from router.apis.openai.hot import READERS, OpenAiSurface
+from router.apis.auxiliary_server import forward_to_auxiliary
+from router.apis.openai.surface import READERS, OpenAiSurface
 from router.apis.request_ids import RequestIds
-from router.apis.responses.hot import PATH as RESPONSES
-from router.apis.responses.hot import asked_by_response
-from router.apis.within import ask_cold
-from router.apis.workers_ai.hot import asked_by_run, model_of
+from router.apis.responses.adapter import PATH as RESPONSES
+from router.apis.responses.adapter import asked_by_response
+from router.apis.workers_ai.adapter import asked_by_run, model_of
 from router.apis.workers_ai.translate import error_envelope
-from router.asked import Asked
 from router.dataplane.http1 import Fields, lines_of
-from router.dataplane.message import Client, Reply, Request
+from router.dataplane.http_messages import HttpRequest, HttpResponse, ResponseWriter
 from router.dataplane.server import ClientConnection
 from router.dataplane.upstream import Upstream
+from router.inference_request import InferenceRequest
 from router.metrics import Metrics
-from router.serve import Corridor
+from router.pipeline import RequestPipeline
 
 HOT: Final = frozenset(READERS) | {RESPONSES}
 REQUEST_ID: Final = headers.REQUEST_ID.encode()
@@ -36,13 +36,13 @@ _OPENAI_OF_WORKERS_AI: Final = re.compile(r"^(?:/client/v4/accounts/[^/]{1,64})?
 """Where Workers AI offers OpenAI's surface: its clients change the host of their base URL alone."""
 
 
-class Doors:
+class ApiDispatcher:
     """What the listener hands each request to."""
 
     def __init__(
         self,
         openai: OpenAiSurface,
-        corridor: Corridor,
+        corridor: RequestPipeline,
         upstream: Upstream,
         request_ids: RequestIds,
         metrics: Metrics,
@@ -58,7 +58,7 @@ class Doors:
         """Let a head in before its body is read, or raise ApiError."""
         return self._openai.key_of(fields) if method == b"POST" and _is_hot(path) else None
 
-    def encode_error(self, error: ApiError, path: str, request_id: str) -> Reply:
+    def encode_error(self, error: ApiError, path: str, request_id: str) -> HttpResponse:
         """Count an error and write it in the shape of its surface, with its id or a new one."""
         self._metrics.errors.labels(error.code.value).inc()
         lines = lines_of(error.headers)
@@ -70,15 +70,15 @@ class Doors:
             body = msgspec.json.encode(openai_error(error))
         else:
             body = error_envelope(error.message, error.meaning.number)
-        return Reply(error.meaning.status, body, lines)
+        return HttpResponse(error.meaning.status, body, lines)
 
-    def answer(self, request: Request, client: ClientConnection) -> Awaitable[None]:
+    def answer(self, request: HttpRequest, client: ClientConnection) -> Awaitable[None]:
         """Return the answering of one request, to be awaited."""
         path = request.path
         if path not in HOT:
             request.path = path = _plain(path)
             if not _is_hot(path):
-                return ask_cold(self._upstream, request, client)
+                return forward_to_auxiliary(self._upstream, request, client)
         sent = request.header(REQUEST_ID)
         request.request_id, request.known_as = self._request_ids.next(sent)
         if request.method != b"POST":
@@ -87,8 +87,8 @@ class Doors:
                 f"cannot serve: {path} takes POST, not {request.method.decode()}",
                 headers={"allow": "POST"},
             )
-        asked: Asked
-        told: Client = client
+        asked: InferenceRequest
+        told: ResponseWriter = client
         if path in READERS:
             asked = self._openai.asked(request, path, request.body, openai_error_event)
         elif path == RESPONSES:

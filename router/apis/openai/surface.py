@@ -19,24 +19,24 @@ from router.apis.openai.decode import (
     drawn,
     resumption,
     wants_usage,
-    with_usage_wish,
+    with_usage_requested,
 )
 from router.apis.openai.prompt import (
-    Request,
+    OpenAiRequest,
     answers,
     output_tokens_max,
     rendered,
     text_bytes,
 )
 from router.apis.openai.schema import CHAT_PATH, COMPLETIONS_PATH, EMBEDDINGS_PATH, RERANK_PATH
-from router.asked import Asked
 from router.config import RouterConfig
-from router.dataplane import message
 from router.dataplane.http1 import Fields
+from router.dataplane.http_messages import HttpRequest
 from router.decide.admit import Admitted, may_use
 from router.decide.affinity import SESSION_BYTES_MAX, seed_of
 from router.decide.prefixes import BLOCK_BYTES, NO_KEYS, PrefixKeys, keys_of
 from router.fleet import Fleet
+from router.inference_request import InferenceRequest
 
 READERS: Final[dict[str, "msgspec.json.Decoder[Any]"]] = {
     CHAT_PATH: CHAT,
@@ -84,15 +84,15 @@ class OpenAiSurface:
 
     def asked(
         self,
-        request: message.Request,
+        request: HttpRequest,
         path: str,
         body: bytes,
         error_event: Callable[[ApiError], bytes],
-    ) -> Asked:
+    ) -> InferenceRequest:
         """Return what a request asks for, or raise ApiError saying what is wrong with it."""
         key = request.key
         assert key is not None
-        asked: Request = decode(body, READERS[path])
+        asked: OpenAiRequest = decode(body, READERS[path])
         deployment = self.deployment(asked.model, key)
         kind = KINDS.get(path, "chat")
         if deployment.kind != kind:
@@ -103,13 +103,13 @@ class OpenAiSurface:
                 param="model",
             )
         prompt, count = rendered(asked), answers(asked)
-        return Asked(
+        return InferenceRequest(
             request_id=RequestId(request.request_id),
             known_as=request.known_as,
             key=key,
             deployment=deployment,
             path=path,
-            body=with_usage_wish(body, asked),
+            body=with_usage_requested(body, asked),
             text_bytes=text_bytes(asked, len(prompt)),
             answers=count,
             output_tokens_max=self._output_tokens(asked, count, deployment),
@@ -125,7 +125,9 @@ class OpenAiSurface:
             prefix_keys=_prefix_keys(prompt, key, deployment),
         )
 
-    def _output_tokens(self, asked: Request, answers: int, deployment: DeploymentEntry) -> int:
+    def _output_tokens(
+        self, asked: OpenAiRequest, answers: int, deployment: DeploymentEntry
+    ) -> int:
         wanted = output_tokens_max(asked)
         if wanted is None:
             wanted = self._config.output_tokens_assumed
@@ -139,7 +141,7 @@ def _prefix_keys(prompt: bytes, key: KeyEntry, deployment: DeploymentEntry) -> P
     return keys_of(prompt, seed_of(f"{key.tenant_id}\0{deployment.deployment_id}"))
 
 
-def _session(request: message.Request, key: KeyEntry) -> str:
+def _session(request: HttpRequest, key: KeyEntry) -> str:
     session = request.header(SESSION_AFFINITY).strip()
     if len(session) > SESSION_BYTES_MAX:
         raise ApiError(

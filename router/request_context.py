@@ -7,17 +7,17 @@ from isochrone.wire import headers
 from isochrone.wire.ids import ReplicaId
 from isochrone.wire.routes import Route
 from isochrone.wire.usage import Outcome
-from router.asked import Asked
-from router.dataplane.exchange import Exchange, Head
-from router.dataplane.sse import DONE_FRAME, Frames, Said, usage_frame
+from router.admission_queue import QueueEntry
+from router.dataplane.exchange import NodeExchange, ResponseHead
+from router.dataplane.sse import DONE_FRAME, GeneratedOutput, StreamRelay, usage_frame
 from router.dataplane.usage import UsageCount
 from router.decide.board import Ranked
 from router.decide.prefixes import Sent
 from router.decide.tokens_in_flight import Reservation
-from router.waiting import Place
+from router.inference_request import InferenceRequest
 
 NOBODY: Final[Set[ReplicaId]] = frozenset()
-NOTHING_SAID: Final = Said(0, "", True, None)
+NOTHING_SAID: Final = GeneratedOutput(0, "", True, None)
 # Looked up once: a member of an enum is found by code of Python's.
 FAILED: Final = Outcome.FAILED
 COMPLETE: Final = Outcome.COMPLETE
@@ -28,7 +28,7 @@ LIVES: Final = 8
 """How many replicas may die under one stream before its client is told."""
 
 
-class Journey:
+class RequestContext:
     """What is known of one request so far. The corridor fills it in, `Recorder` reads it."""
 
     outcome: Outcome
@@ -49,14 +49,14 @@ class Journey:
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
     output_tokens: int | None = None
-    frames: Frames | None = None
+    frames: StreamRelay | None = None
     said = NOTHING_SAID
     lives = LIVES
     reservation: Reservation | None = None
-    exchange: Exchange | None = None
-    place: Place | None = None
+    exchange: NodeExchange | None = None
+    place: QueueEntry | None = None
 
-    def __init__(self, asked: Asked, prompt_tokens_estimate: int) -> None:
+    def __init__(self, asked: InferenceRequest, prompt_tokens_estimate: int) -> None:
         self.outcome = FAILED
         self.asked = asked
         self.prompt_tokens_estimate = prompt_tokens_estimate
@@ -84,19 +84,19 @@ class Journey:
         asked = self.asked.output_tokens_max
         return self.prompt_tokens_estimate + said, asked - said if asked > said else 1
 
-    def frames_anew(self) -> Frames | None:
+    def frames_anew(self) -> StreamRelay | None:
         """Return what takes the next attempt's stream in: after what was said, where it was."""
         if self.said.tokens and self.frames is not None:
             self.frames.go_on()
         elif self.asked.is_stream:
-            self.frames = Frames(wants_usage=self.asked.wants_usage)
+            self.frames = StreamRelay(wants_usage=self.asked.wants_usage)
         return self.frames
 
-    def take_place(self, until_s: float) -> Place:
+    def take_place(self, until_s: float) -> QueueEntry:
         """Return its place among those who wait for room, which it may have until then."""
         asked = self.asked
         tokens = self.prompt_tokens_estimate + asked.output_tokens_max
-        place = self.place = Place(
+        place = self.place = QueueEntry(
             asked.deployment_id,
             asked.key.tenant_id,
             tokens,
@@ -141,7 +141,7 @@ class Journey:
         """Whether a node may still refuse it because more waits there than was thought."""
         return self.turned_away < TURNED_AWAY_MAX
 
-    def is_exact(self, head: Head | None) -> bool:
+    def is_exact(self, head: ResponseHead | None) -> bool:
         """Say whether the rest is, token for token, what the first replica would have said."""
         drawn = self.asked.drawn
         how = head.resumed if head else ""
@@ -159,7 +159,7 @@ class Journey:
         self.body = rest
         return True
 
-    def end_of_stream(self, said: Said) -> bytes:
+    def end_of_stream(self, said: GeneratedOutput) -> bytes:
         """Write what a stream lacks whose replica died between its last token and its end."""
         if not self.asked.wants_usage or (self.frames and self.frames.usage):
             return DONE_FRAME

@@ -7,13 +7,19 @@ import httptools
 
 from isochrone.wire.ids import NodeId
 from router.dataplane.deadlines import NEVER
-from router.dataplane.exchange import AttemptFailed, Dialler, Exchange, Failure, Head
+from router.dataplane.exchange import (
+    AttemptFailed,
+    Dialer,
+    FailureCause,
+    NodeExchange,
+    ResponseHead,
+)
 from router.dataplane.http1 import Fields, lower
 
 HEAD_BYTES_MAX: Final = 32 * 1024
 
 
-class Pool(Dialler, Protocol):
+class NodeConnectionPool(Dialer, Protocol):
     """Whence connections come, and whither they go back."""
 
     def keep(self, connection: "NodeConnection") -> None:
@@ -34,9 +40,9 @@ class NodeConnection:
         "_transport", "_whole", "due_s", "exchange", "node_id",
     )  # fmt: skip
 
-    def __init__(self, pool: Pool, node_id: NodeId) -> None:
+    def __init__(self, pool: NodeConnectionPool, node_id: NodeId) -> None:
         self.node_id = node_id
-        self.exchange: Exchange | None = None
+        self.exchange: NodeExchange | None = None
         self.due_s = NEVER
         self._pool = pool
         self._transport: asyncio.Transport | None = None
@@ -54,7 +60,7 @@ class NodeConnection:
         """Whether it is there to be used."""
         return self._transport is not None
 
-    def begin(self, exchange: Exchange) -> None:
+    def begin(self, exchange: NodeExchange) -> None:
         """Send an exchange's request."""
         self.exchange = exchange
         self.due_s = exchange.due_s
@@ -160,7 +166,7 @@ class NodeConnection:
         """Pass the head on; an interim one (1xx) is none."""
         status = self._parser.get_status_code()
         if status >= 200 and self.exchange is not None:
-            self.exchange.on_head(Head(status, self._fields))
+            self.exchange.on_head(ResponseHead(status, self._fields))
         self._fields = {}
 
     def on_body(self, data: bytes) -> None:
@@ -173,7 +179,7 @@ class NodeConnection:
         # Asked here: after the message the parser answers for the next one.
         self._keeps = self._parser.should_keep_alive()
 
-    def _end(self, exchange: Exchange) -> None:
+    def _end(self, exchange: NodeExchange) -> None:
         self._is_used = True
         self.exchange = None
         if exchange.is_paused:
@@ -186,4 +192,4 @@ class NodeConnection:
         exchange.on_end()
 
     def _broken(self, what: str) -> AttemptFailed:
-        return AttemptFailed(Failure.BROKEN, f"{self.node_id} sent {what}")
+        return AttemptFailed(FailureCause.BROKEN, f"{self.node_id} sent {what}")

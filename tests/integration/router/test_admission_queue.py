@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from isochrone.wire.ids import DeploymentId, TenantId
-from router.waiting import Impatience, NoRoom, Place, Waiting
+from router.admission_queue import AdmissionQueue, AdmissionRefused, QueueEntry, RefusalReason
 
 D = DeploymentId("d")
 
@@ -16,16 +16,16 @@ class Bench:
 
     def __init__(self, room: int, depth_max: int = 100, bytes_max: int = 1000) -> None:
         self.room = room
-        self.waiting = Waiting(depth_max, bytes_max, asyncio.get_running_loop().time)
+        self.waiting = AdmissionQueue(depth_max, bytes_max, asyncio.get_running_loop().time)
         self.order: list[str] = []
         self.looks = 0
 
     async def serve(
         self, name: str, tokens: int = 1, timeout_s: float = 5.0, size_bytes: int = 0
-    ) -> Place:
-        """Take room as the corridor does; `name`'s first letter is the tenant."""
+    ) -> QueueEntry:
+        """Take room as the pipeline does; `name`'s first letter is the tenant."""
         until_s = asyncio.get_running_loop().time() + timeout_s
-        place = Place(D, TenantId(name[0]), tokens, until_s, size_bytes=size_bytes)
+        place = QueueEntry(D, TenantId(name[0]), tokens, until_s, size_bytes=size_bytes)
         try:
             while True:
                 self.looks += 1
@@ -99,9 +99,9 @@ async def test_each_waits_until_its_own_deadline() -> None:
     bench = Bench(room=0)
     patient = asyncio.create_task(bench.serve("a", timeout_s=5.0))
     await bench.until(lambda: bench.waiting.depth == 1)
-    with pytest.raises(NoRoom) as caught:
+    with pytest.raises(AdmissionRefused) as caught:
         await bench.serve("b", timeout_s=0.05)
-    assert caught.value.why is Impatience.DEADLINE
+    assert caught.value.why is RefusalReason.DEADLINE
     assert bench.waiting.depth == 1
     bench.free()
     await patient
@@ -111,13 +111,13 @@ async def test_who_makes_way_is_told_so() -> None:
     bench = Bench(room=0, depth_max=3)
     flood = [asyncio.create_task(bench.serve(f"a{n}")) for n in range(3)]
     await bench.until(lambda: bench.waiting.depth == 3)
-    with pytest.raises(NoRoom) as caught:
+    with pytest.raises(AdmissionRefused) as caught:
         await bench.serve("a3")
-    assert caught.value.why is Impatience.FULL
+    assert caught.value.why is RefusalReason.FULL
     quiet = asyncio.create_task(bench.serve("b"))
-    with pytest.raises(NoRoom) as caught:
+    with pytest.raises(AdmissionRefused) as caught:
         await flood[2]
-    assert caught.value.why is Impatience.OUSTED
+    assert caught.value.why is RefusalReason.OUSTED
     bench.free(3)
     await asyncio.gather(quiet, *flood[:2])
     assert bench.order == ["a0", "b", "a1"]
@@ -128,18 +128,18 @@ async def test_the_impatient_do_not_wait_nor_overtake() -> None:
     patient = asyncio.create_task(bench.serve("a"))
     await bench.until(lambda: bench.waiting.depth == 1)
     until_s = asyncio.get_running_loop().time() + 5
-    place = Place(D, TenantId("b"), 1, until_s, is_patient=False)
+    place = QueueEntry(D, TenantId("b"), 1, until_s, is_patient=False)
     assert bench.waiting.must_wait(place)
-    with pytest.raises(NoRoom) as caught:
+    with pytest.raises(AdmissionRefused) as caught:
         await bench.waiting.wait(place)
-    assert caught.value.why is Impatience.BUSY
+    assert caught.value.why is RefusalReason.BUSY
     bench.free()
     await patient
 
 
 async def test_what_a_node_refused_goes_back_to_the_head() -> None:
     bench = Bench(room=0)
-    place = Place(D, TenantId("a"), 1, asyncio.get_running_loop().time() + 5)
+    place = QueueEntry(D, TenantId("a"), 1, asyncio.get_running_loop().time() + 5)
     first = asyncio.create_task(bench.waiting.wait(place))
     await bench.until(lambda: bench.waiting.depth == 1)
     others = [asyncio.create_task(bench.serve(name)) for name in ("a2", "b1")]
@@ -163,9 +163,9 @@ async def test_one_tenants_bodies_leave_room_for_anothers() -> None:
     bench = Bench(room=0, bytes_max=1000)
     first = asyncio.create_task(bench.serve("a1", size_bytes=400))
     await bench.until(lambda: bench.waiting.bytes == 400)
-    with pytest.raises(NoRoom) as refused:
+    with pytest.raises(AdmissionRefused) as refused:
         await bench.serve("a2", size_bytes=400)
-    assert refused.value.why is Impatience.BYTES
+    assert refused.value.why is RefusalReason.BYTES
     second = asyncio.create_task(bench.serve("b1", size_bytes=400))
     await bench.until(lambda: bench.waiting.bytes == 800)
     bench.free(2)

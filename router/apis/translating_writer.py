@@ -3,16 +3,16 @@
 from collections.abc import Callable
 
 from router.dataplane import sse
-from router.dataplane.message import Client, Reply
+from router.dataplane.http_messages import HttpResponse, ResponseWriter
 
 Translate = Callable[[bytes], bytes]
 
 
-class Translated:
+class TranslatingWriter:
     """Passes on to a client what comes as OpenAI's: frames, whole answers, a replica's refusals."""
 
     def __init__(
-        self, client: Client, *, frame: Translate, whole: Translate, refusal: Translate
+        self, client: ResponseWriter, *, frame: Translate, whole: Translate, refusal: Translate
     ) -> None:
         """Translate each of them; `frame` may answer with none or several."""
         self._client = client
@@ -29,7 +29,7 @@ class Translated:
         if told:
             self._client.send(told)
 
-    def reply(self, reply: Reply) -> None:
+    def reply(self, reply: HttpResponse) -> None:
         """Send a whole answer, or a replica's refusal of the request."""
         translate = self._whole if reply.status == 200 else self._refusal
-        self._client.reply(Reply(reply.status, translate(reply.body), reply.lines))
+        self._client.reply(HttpResponse(reply.status, translate(reply.body), reply.lines))

@@ -5,7 +5,7 @@ from typing import Final
 from isochrone.wire import headers
 from router.decide.board import Ranked
 from router.decide.pick import Routes
-from router.journey import Journey
+from router.request_context import RequestContext
 
 STREAM_LINES: Final = "cache-control: no-cache\r\nx-accel-buffering: no\r\n"
 """Nobody on the way may store a stream or hold it back."""
@@ -25,11 +25,11 @@ _WHY: Final = f"\r\n{headers.WHY}: "
 
 
 def to_node(
-    journey: Journey, ranked: Ranked, routes: Routes, router: str, patience_s: float
+    context: RequestContext, ranked: Ranked, routes: Routes, router: str, patience_s: float
 ) -> str:
     """Write what a node is told of a request beside its body."""
-    asked = journey.asked
-    prompt_tokens, output_tokens = journey.tokens_ahead
+    asked = context.asked
+    prompt_tokens, output_tokens = context.tokens_ahead
     prefill_ms, deadline_ms = int(ranked.prefill_ms), int(1000 * patience_s)
     lines = (
         f"{_REPLICA}{ranked.route.replica_id}{_REQUEST_ID}{asked.request_id}"
@@ -38,19 +38,19 @@ def to_node(
         f"{_UNREAD_TOKENS}{ranked.unread_tokens}{_PREFILL_MS}{prefill_ms}"
         f"{_ROUTER}{router}{_DEADLINE_MS}{deadline_ms}\r\n"
     )
-    if ranked.queue_tokens_max and journey.may_be_turned_away:
+    if ranked.queue_tokens_max and context.may_be_turned_away:
         lines += f"{headers.QUEUE_TOKENS_MAX}: {ranked.queue_tokens_max}\r\n"
-    if journey.said.tokens:
-        lines += f"{headers.SAID}: {journey.said.tokens}\r\n"
+    if context.said.tokens:
+        lines += f"{headers.SAID}: {context.said.tokens}\r\n"
     elif siblings := routes.siblings(ranked):
         lines += f"{headers.SIBLINGS}: {headers.format_siblings(siblings)}\r\n"
     return lines
 
 
-def to_client(journey: Journey, ranked: Ranked, allowance: str) -> str:
+def to_client(context: RequestContext, ranked: Ranked, allowance: str) -> str:
     """Write what a client is told beside its answer: what is left to it, who answers, and why."""
     route = ranked.route
     return (
-        f"{allowance}{headers.REQUEST_ID}: {journey.asked.known_as}"
+        f"{allowance}{headers.REQUEST_ID}: {context.asked.known_as}"
         f"{_POP}{route.pop}{_NODE}{route.node_id}{_WHY}{ranked.why}\r\n"
     )

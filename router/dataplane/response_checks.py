@@ -4,20 +4,22 @@ import msgspec
 
 from isochrone.wire import headers
 from isochrone.wire.errors import ApiError, ErrorCode
-from router.dataplane.exchange import AttemptFailed, Failure, Head
+from router.dataplane.exchange import AttemptFailed, FailureCause, ResponseHead
 from router.dataplane.usage import WHOLE, UsageCount, usage_of, with_cached_tokens
 
 
-def hold_to_status(node_id: str, head: Head) -> None:
+def hold_to_status(node_id: str, head: ResponseHead) -> None:
     """Tell an answer that is the client's own affair from one that another replica may better."""
     if head.refused == headers.CANNOT_RESUME:
-        raise AttemptFailed(Failure.UNFIT, f"{node_id} cannot go on from a text")
+        raise AttemptFailed(FailureCause.UNFIT, f"{node_id} cannot go on from a text")
     if head.refused:
-        raise AttemptFailed(Failure.REFUSED, f"{node_id} refused: {head.refused}", head.refused)
+        raise AttemptFailed(
+            FailureCause.REFUSED, f"{node_id} refused: {head.refused}", head.refused
+        )
     if head.status >= 500:
-        raise AttemptFailed(Failure.ERROR, f"{node_id} answered {head.status}")
+        raise AttemptFailed(FailureCause.ERROR, f"{node_id} answered {head.status}")
     if head.status < 200 or 200 < head.status < 400:
-        raise AttemptFailed(Failure.BROKEN, f"{node_id} answered {head.status}")
+        raise AttemptFailed(FailureCause.BROKEN, f"{node_id} answered {head.status}")
 
 
 def read_answer(node_id: str, body: bytes) -> tuple[UsageCount | None, bytes]:
@@ -53,7 +55,7 @@ def _read_odd(node_id: str, body: bytes) -> tuple[UsageCount | None, bytes]:
 
 
 def _no_object(node_id: str) -> AttemptFailed:
-    return AttemptFailed(Failure.BROKEN, f"{node_id} sent no JSON object")
+    return AttemptFailed(FailureCause.BROKEN, f"{node_id} sent no JSON object")
 
 
 def hold_to_error(body: bytes, status: int) -> None:

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from router.dataplane.errand import Errand, Signal, pause
+from router.dataplane.inline_task import InlineEvent, InlineTask, pause
 from tests.unit.router.wire import a_turn
 
 
@@ -14,7 +14,7 @@ class Told:
     def __init__(self) -> None:
         self.lines: list[str] = []
 
-    async def waits(self, name: str, *signals: Signal) -> None:
+    async def waits(self, name: str, *signals: InlineEvent) -> None:
         self.lines.append(f"{name} begins")
         try:
             for number, signal in enumerate(signals):
@@ -25,21 +25,21 @@ class Told:
             raise
         self.lines.append(f"{name} ends")
 
-    async def gives(self, name: str, then: Callable[[], None], *signals: Signal) -> None:
+    async def gives(self, name: str, then: Callable[[], None], *signals: InlineEvent) -> None:
         """Do something in the midst of a run, and go on waiting."""
         self.lines.append(f"{name} begins")
         then()
         await self.waits(name, *signals)
 
 
-def begun(work: Coroutine[Any, None, None]) -> Errand:
-    errand = Errand(work)
+def begun(work: Coroutine[Any, None, None]) -> InlineTask:
+    errand = InlineTask(work)
     errand.go_on()
     return errand
 
 
 def test_an_errand_begins_at_once_and_goes_on_within_the_signal() -> None:
-    told, first, second = Told(), Signal(), Signal()
+    told, first, second = Told(), InlineEvent(), InlineEvent()
     begun(told.waits("a", first, second))
     assert told.lines == ["a begins"]
     first.give()
@@ -49,7 +49,7 @@ def test_an_errand_begins_at_once_and_goes_on_within_the_signal() -> None:
 
 
 def test_a_signal_given_before_is_not_waited_for_and_given_twice_is_given_once() -> None:
-    told, signal, later = Told(), Signal(), Signal()
+    told, signal, later = Told(), InlineEvent(), InlineEvent()
     signal.give()
     begun(told.waits("a", signal, later))
     assert told.lines == ["a begins", "a had 0"]
@@ -58,14 +58,14 @@ def test_a_signal_given_before_is_not_waited_for_and_given_twice_is_given_once()
 
 
 def test_a_signal_given_within_the_errands_own_run_is_not_lost() -> None:
-    told, signal = Told(), Signal()
+    told, signal = Told(), InlineEvent()
     begun(told.gives("a", signal.give, signal))
     assert told.lines[-1] == "a ends"
 
 
 def test_an_errand_that_wakes_another_goes_on_as_itself() -> None:
-    told, inner, outer = Told(), Signal(), Signal()
-    begun(told.waits("b", inner, Signal()))
+    told, inner, outer = Told(), InlineEvent(), InlineEvent()
+    begun(told.waits("b", inner, InlineEvent()))
     begun(told.gives("a", inner.give, outer))
     assert told.lines == ["b begins", "a begins", "b had 0", "a begins"]
     outer.give()
@@ -76,7 +76,7 @@ async def test_one_that_fails_within_another_harms_only_itself() -> None:
     caught: list[Any] = []
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(lambda _, context: caught.append(context))
-    told, inner, outer = Told(), Signal(), Signal()
+    told, inner, outer = Told(), InlineEvent(), InlineEvent()
 
     async def fails() -> None:
         await inner
@@ -90,7 +90,7 @@ async def test_one_that_fails_within_another_harms_only_itself() -> None:
 
 
 def test_cancelling_ends_the_wait_and_what_comes_later_is_nobodys() -> None:
-    told, signal = Told(), Signal()
+    told, signal = Told(), InlineEvent()
     errand = begun(told.waits("a", signal))
     errand.cancel()
     assert told.lines[1:] == ["a is cancelled"]
@@ -100,9 +100,9 @@ def test_cancelling_ends_the_wait_and_what_comes_later_is_nobodys() -> None:
 
 
 def test_cancelling_within_the_run_waits_for_the_next_wait() -> None:
-    told, signal = Told(), Signal()
-    errands: list[Errand] = []
-    errand = Errand(told.gives("a", lambda: errands[0].cancel(), signal))
+    told, signal = Told(), InlineEvent()
+    errands: list[InlineTask] = []
+    errand = InlineTask(told.gives("a", lambda: errands[0].cancel(), signal))
     errands.append(errand)
     errand.go_on()
     assert told.lines == ["a begins", "a begins", "a is cancelled"]
@@ -121,13 +121,13 @@ async def test_what_is_no_signal_is_refused_in_words_where_it_is_awaited() -> No
     begun(wrong(future))
     begun(wrong(a_turn()))
     assert said == [
-        "cannot await Future in an errand, only a Signal",
-        "cannot await NoneType in an errand, only a Signal",
+        "cannot await Future in an errand, only a InlineEvent",
+        "cannot await NoneType in an errand, only a InlineEvent",
     ]
 
 
 async def test_a_task_may_wait_for_a_signal_too() -> None:
-    told, signal = Told(), Signal()
+    told, signal = Told(), InlineEvent()
     task = asyncio.get_running_loop().create_task(told.waits("a", signal))
     await a_turn()
     signal.give()

@@ -7,12 +7,12 @@ import pytest
 from isochrone.wire.errors import ApiError
 from isochrone.wire.ids import NodeId
 from router.config import RouterConfig
-from router.dataplane.connection import NodeConnection
 from router.dataplane.deadlines import Deadlines
-from router.dataplane.exchange import AttemptFailed, Exchange
-from router.dataplane.message import Reply, Request
-from router.dataplane.requests import HEAD_BYTES_MAX, RequestReader
-from router.dataplane.server import WRITE_BUFFER_BYTES, ClientConnection, Server
+from router.dataplane.exchange import AttemptFailed, NodeExchange
+from router.dataplane.http_messages import HttpRequest, HttpResponse
+from router.dataplane.node_connection import NodeConnection
+from router.dataplane.request_reader import HEAD_BYTES_MAX, RequestReader
+from router.dataplane.server import WRITE_BUFFER_BYTES, ClientConnection, PublicServer
 from tests.unit.router.wire import End, StillLoop
 
 CHUNKED = b"transfer-encoding: chunked\r\n"
@@ -26,12 +26,12 @@ class Owner:
     """Whoever hears of requests."""
 
     def __init__(self) -> None:
-        self.whole: list[Request] = []
+        self.whole: list[HttpRequest] = []
 
     def continue_is_expected(self) -> None:
         """Need do nothing."""
 
-    def request_is_whole(self, request: Request) -> None:
+    def request_is_whole(self, request: HttpRequest) -> None:
         self.whole.append(request)
 
 
@@ -85,7 +85,7 @@ def test_a_node_cannot_either(before: bytes) -> None:
     loop, pool = StillLoop(), Pool()
     connection = NodeConnection(pool, NodeId("n"))
     end = End(loop, connection)
-    exchange = Exchange(pool, NodeId("n"), "n:1", (b"", b""), 10**6)
+    exchange = NodeExchange(pool, NodeId("n"), "n:1", (b"", b""), 10**6)
     exchange.begin(connection)
     connection.data_received(ANSWER + before + b"x-long: ")
     feed_without_end(connection.data_received)
@@ -100,14 +100,14 @@ def test_a_node_cannot_either(before: bytes) -> None:
 def test_who_reads_on_slowly_is_not_cut_and_who_hardly_does_is(read_bytes: int) -> None:
     loop = StillLoop()
 
-    async def handler(request: Request, client: ClientConnection) -> None:
-        client.reply(Reply(200, b"x" * 10 * WRITE_BUFFER_BYTES))
+    async def handler(request: HttpRequest, client: ClientConnection) -> None:
+        client.reply(HttpResponse(200, b"x" * 10 * WRITE_BUFFER_BYTES))
 
-    server = Server(
+    server = PublicServer(
         config=RouterConfig(),
         let_in=lambda method, path, fields: None,
         handler=handler,
-        encode_error=lambda error, path, request_id: Reply(500, b""),
+        encode_error=lambda error, path, request_id: HttpResponse(500, b""),
         deadlines=Deadlines(loop.time),
         clock=loop.time,
         unix_clock=loop.time,

@@ -8,7 +8,7 @@ from isochrone.wire.routes import DeploymentEntry, KeyEntry
 from router.decide.prefixes import PrefixKeys
 
 
-class Asked:
+class InferenceRequest:
     """One request as the corridor takes it, whichever public surface it came by.
 
     `request_id` is its alone; its client knows it by `known_as`, which another may have too.

@@ -9,7 +9,7 @@ from isochrone.service.door import Handler, error_response, errors_as
 from isochrone.wire import headers
 from isochrone.wire.errors import ApiError, ErrorCode, openai_error
 from isochrone.wire.routes import DeploymentEntry, KeyEntry
-from router.apis.openai.hot import READERS, OpenAiSurface
+from router.apis.openai.surface import READERS, OpenAiSurface
 from router.apis.request_ids import RequestIds
 from router.decide.admit import authenticate, may_use
 from router.fleet import Fleet
@@ -23,7 +23,7 @@ NO_TABLE: Final = (
 ROUTES: Final = f"POST {', '.join(READERS)}, /v1/responses and /ai/run/{{model}}, GET /v1/models"
 
 
-def cold_app(
+def auxiliary_app(
     surface: OpenAiSurface, fleet: Fleet, metrics: Metrics, request_ids: RequestIds
 ) -> web.Application:
     """Return the application of every route that is not hot."""

@@ -16,7 +16,7 @@ from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.ids import NodeId
 from router.dataplane.exchange import AttemptFailed
 from router.dataplane.http1 import lines_of
-from router.dataplane.message import Reply, Request
+from router.dataplane.http_messages import HttpRequest, HttpResponse
 from router.dataplane.server import ClientConnection
 from router.dataplane.upstream import Upstream
 
@@ -32,7 +32,7 @@ _ANEW: Final = frozenset(
 
 
 @asynccontextmanager
-async def open_cold(app: web.Application, upstream: Upstream) -> AsyncIterator[None]:
+async def open_auxiliary_server(app: web.Application, upstream: Upstream) -> AsyncIterator[None]:
     """Serve `app` to this process alone, whom `upstream` knows as COLD."""
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
     await runner.setup()
@@ -56,7 +56,9 @@ async def open_cold(app: web.Application, upstream: Upstream) -> AsyncIterator[N
         await runner.cleanup()
 
 
-async def ask_cold(upstream: Upstream, request: Request, client: ClientConnection) -> None:
+async def forward_to_auxiliary(
+    upstream: Upstream, request: HttpRequest, client: ClientConnection
+) -> None:
     """Have a request answered there."""
     target = f"{request.path}?{request.query}" if request.query else request.path
     # A HEAD is asked as a GET: its answer has no body to wait for, and `reply` sends none.
@@ -69,7 +71,7 @@ async def ask_cold(upstream: Upstream, request: Request, client: ClientConnectio
         raise ApiError(ErrorCode.INTERNAL, f"cannot answer: {error}") from error
     head = exchange.answer()
     told = {name: value for name, value in head.fields.items() if name not in _ANEW}
-    client.reply(Reply(head.status, exchange.body, _lines(told), head.content_type))
+    client.reply(HttpResponse(head.status, exchange.body, _lines(told), head.content_type))
 
 
 def _lines(fields: dict[bytes, bytes]) -> str:

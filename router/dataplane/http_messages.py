@@ -6,7 +6,7 @@ from isochrone.wire.routes import KeyEntry
 from router.dataplane.http1 import Fields
 
 
-class Request:
+class HttpRequest:
     """One request. Header names are in lower case; a repeated one is joined by commas."""
 
     __slots__ = (
@@ -32,7 +32,7 @@ class Request:
         return value.decode("latin-1") if value else ""
 
 
-class Reply:
+class HttpResponse:
     """One whole answer. `lines` are its headers, each as it goes over the wire."""
 
     def __init__(
@@ -44,7 +44,7 @@ class Reply:
         self.content_type = content_type
 
 
-class Source(Protocol):
+class PausableSource(Protocol):
     """Whence a stream flows: it stops while the client reads slower."""
 
     def pause(self) -> None:
@@ -54,7 +54,7 @@ class Source(Protocol):
         """Read on."""
 
 
-class Client(Protocol):
+class ResponseWriter(Protocol):
     """The caller's end, whichever public surface it came by."""
 
     def begin(self, status: int, content_type: str, lines: str) -> None:
@@ -66,10 +66,10 @@ class Client(Protocol):
     def end(self) -> None:
         """End it well."""
 
-    def reply(self, reply: Reply) -> None:
+    def reply(self, reply: HttpResponse) -> None:
         """Send a whole answer."""
 
-    def reads_from(self, source: Source | None) -> None:
+    def reads_from(self, source: PausableSource | None) -> None:
         """Tie a stream's source, which flows no faster than the client reads."""
 
     async def drained(self) -> None:

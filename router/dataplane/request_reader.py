@@ -13,7 +13,7 @@ import httptools
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.routes import KeyEntry
 from router.dataplane import http1
-from router.dataplane.message import Request
+from router.dataplane.http_messages import HttpRequest
 
 HEAD_BYTES_MAX: Final = 32 * 1024
 KEYLESS_BODY_BYTES_MAX: Final = 64 * 1024
@@ -23,13 +23,13 @@ LetIn = Callable[[bytes, str, http1.Fields], KeyEntry | None]
 """Method, path and headers to whose request it is; raises ApiError before a body is read."""
 
 
-class Owner(Protocol):
+class RequestReceiver(Protocol):
     """Who hears of what was read."""
 
     def continue_is_expected(self) -> None:
         """A head was read and let in whose body comes only when it is asked for."""
 
-    def request_is_whole(self, request: Request) -> None:
+    def request_is_whole(self, request: HttpRequest) -> None:
         """A request was read to its end."""
 
 
@@ -43,7 +43,7 @@ class RequestReader:
     )  # fmt: skip
 
     def __init__(
-        self, owner: Owner, let_in: LetIn, bytes_max: int, clock: Callable[[], float]
+        self, owner: RequestReceiver, let_in: LetIn, bytes_max: int, clock: Callable[[], float]
     ) -> None:
         """Take bodies of at most `bytes_max`. `clock` gives monotonic seconds."""
         self._owner = owner
@@ -54,7 +54,7 @@ class RequestReader:
         self._ignores_head = False
         self._whole = 0
         # The request being read; `_length` is None as long as its head is.
-        self._request: Request
+        self._request: HttpRequest
         self._length: int | None
         self._body: list[bytes]
         self._forget()
@@ -170,7 +170,7 @@ class RequestReader:
         self._owner.request_is_whole(request)
 
     def _forget(self) -> None:
-        self._request = Request()
+        self._request = HttpRequest()
         self._target = b""
         self._body = []
         self._body_bytes = 0
